@@ -1,0 +1,127 @@
+"""What the codec costs: speed on one core, size and memory, beside a plain copy of the same values.
+
+    python benchmarks/codec.py [--numel 20000000] [--seconds 2]
+
+One row per codec. `size` is the payload over the fp32 input. `encode`, `decode` and `decode into`
+(a vector that exists already, as in an exchange) are gigabytes of fp32 input per second of one
+core's time with one torch thread: the median over as many calls as fit into --seconds. `memory` is
+the peak of resident memory during each of the three beyond what was there before, result included,
+over the input; it is read from Linux's /proc. The values are normal, of a pseudo-gradient's size.
+
+`clone()` is what any code pays that makes a new vector, most of it for fresh pages from the kernel;
+`copy_`, its neighbour in the column `decode into`, writes to a vector that exists.
+"""
+
+import argparse
+import ctypes
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+
+from dilocox.compression.codec import GroupCodec
+
+_MIN_CALLS = 5
+
+
+def speed(call: Callable[[], object], input_bytes: int, seconds: float) -> float:
+    """Gigabytes of input per second of processor time, median over calls, after one to warm up."""
+    call()
+    durations: list[float] = []
+    deadline = time.perf_counter() + seconds
+    while len(durations) < _MIN_CALLS or time.perf_counter() < deadline:
+        start = time.process_time()  # not the wall's: other processes may share the core
+        call()
+        durations.append(time.process_time() - start)
+    return input_bytes / statistics.median(durations) / 1e9
+
+
+def peak_memory(call: Callable[[], Tensor]) -> int | None:
+    """Bytes of resident memory at the peak of `call` beyond those before it; None where unknown."""
+    clear = Path("/proc/self/clear_refs")
+    if not clear.exists():
+        return None
+    ctypes.CDLL(None).malloc_trim(0)  # else the allocator serves the call from what it kept
+    clear.write_text("5")  # the peak starts anew
+    before = _status_bytes("VmRSS")
+    result = call()
+    peak = _status_bytes("VmHWM")
+    del result
+    return max(0, peak - before)
+
+
+def _status_bytes(field: str) -> int:
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(f"{field}:"):
+            return int(line.split()[1]) * 1024
+    raise LookupError(f"/proc/self/status has no {field}")
+
+
+def measure(values: Tensor, bits: int, seconds: float) -> list[str]:
+    """The row of one codec."""
+    codec, numel, input_bytes = GroupCodec(bits), values.numel(), 4 * values.numel()
+    payload, out = codec.encode(values), torch.zeros_like(values)
+    speeds = [
+        speed(lambda: codec.encode(values), input_bytes, seconds),
+        speed(lambda: codec.decode(payload, numel), input_bytes, seconds),
+        speed(lambda: codec.decode(payload, numel, out), input_bytes, seconds),
+    ]
+    peaks = [
+        peak_memory(lambda: codec.encode(values)),
+        peak_memory(lambda: codec.decode(payload, numel)),
+        peak_memory(lambda: codec.decode(payload, numel, out)),
+    ]
+    return row(codec.name, payload.numel() / input_bytes, speeds, peaks, input_bytes)
+
+
+def measure_copies(values: Tensor, seconds: float) -> list[str]:
+    """The row of plain copies: clone() in place of encode and decode, copy_ of decode into."""
+    input_bytes, out = 4 * values.numel(), torch.zeros_like(values)
+    clone = speed(values.clone, input_bytes, seconds)
+    copy = speed(lambda: out.copy_(values), input_bytes, seconds)
+    peaks = [
+        peak_memory(values.clone),
+        peak_memory(values.clone),
+        peak_memory(lambda: out.copy_(values)),
+    ]
+    return row("clone() / copy_", 1.0, [clone, clone, copy], peaks, input_bytes)
+
+
+def row(
+    name: str, size: float, speeds: list[float], peaks: list[int | None], input_bytes: int
+) -> list[str]:
+    """Format one row of the table."""
+    multiples = ["-" if peak is None else f"{peak / input_bytes:.2f}" for peak in peaks]
+    return [name, f"{size:.4f}", *(f"{number:.1f}" for number in speeds), "/".join(multiples)]
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(
+        description=(__doc__ or "").splitlines()[0],
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    parser.add_argument("--numel", type=int, default=20_000_000, help="values to encode")
+    parser.add_argument("--seconds", type=float, default=2.0, help="time per number, in seconds")
+    arguments = parser.parse_args()
+    if arguments.numel < 1:
+        parser.error(f"--numel {arguments.numel}: must be 1 or more")
+    torch.set_num_threads(1)
+    values = torch.randn(arguments.numel, generator=torch.Generator().manual_seed(0)) * 1e-3
+    table = Table(title=f"{arguments.numel:,} fp32 values, one core, GB/s of input")
+    table.add_column("codec")
+    for heading in ("size", "encode", "decode", "decode into", "memory"):
+        table.add_column(heading, justify="right")
+    table.add_row(*measure_copies(values, arguments.seconds))
+    for bits in (4, 8, 16, 32):
+        table.add_row(*measure(values, bits, arguments.seconds))
+    Console().print(table)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,24 @@
+"""The two kinds of error a person sees: their own mistake (exit code 2) and their machine's trouble
+(1).
+
+Each message is one line that names the thing, the value and the mend. The command line prints it
+without a traceback; anything else that escapes is a bug and keeps its traceback.
+"""
+
+
+class DilocoxError(Exception):
+    """An error with a message for people."""
+
+    exit_code = 1
+
+
+class InvalidInput(DilocoxError):
+    """A bad option, manifest, invite or key file: the user mends it and starts again."""
+
+    exit_code = 2
+
+
+class EnvironmentFault(DilocoxError):
+    """The machine or the network is not as needed: no bootstrap answers, disk full, port in use."""
+
+    exit_code = 1

@@ -1,0 +1,100 @@
+"""An invite: the one string a volunteer needs, `dilocox:<run id>@<address>,<address>`.
+
+The run id is the hash of the operator's public key and the run's name. So a manifest found under it
+    proves
+itself: only the holder of that key can have signed it, and for that name only. The addresses are
+    libp2p
+multiaddrs of bootstrap nodes.
+"""
+
+import hashlib
+import re
+from dataclasses import dataclass
+
+from dilocox.dht.errors import InvalidInput
+
+SCHEME = "dilocox:"
+RUN_ID = re.compile(r"[0-9a-f]{32}")
+EXAMPLE = "dilocox:<32 hex digits>@/ip4/203.0.113.7/tcp/31337/p2p/Qm..."
+MAX_BOOTSTRAPS = 16
+
+_HOST = r"/(?P<kind>ip4|ip6|dns|dns4|dns6)/(?P<host>[A-Za-z0-9.:_%-]{1,255})"
+_LISTEN = re.compile(_HOST + r"/tcp/(?P<port>[0-9]{1,5})")
+_BOOTSTRAP = re.compile(_LISTEN.pattern + r"/p2p/(?P<peer_id>Qm[1-9A-HJ-NP-Za-km-z]{44})")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TcpAddress:
+    """The parts of a multiaddr over TCP; `peer_id` is empty where the address names none."""
+
+    host: str
+    port: int
+    peer_id: str = ""
+
+
+@dataclass(frozen=True)
+class Invite:
+    """Run id (32 hex digits) and addresses of at least one bootstrap node."""
+
+    run_id: str
+    bootstraps: tuple[str, ...]
+
+    def __post_init__(self) -> None:
+        if not RUN_ID.fullmatch(self.run_id):
+            raise InvalidInput(
+                f"invite: run id {self.run_id[:40]!r} is not 32 hex digits; "
+                f"copy the whole invite, like {EXAMPLE}"
+            )
+        if not 1 <= len(self.bootstraps) <= MAX_BOOTSTRAPS:
+            raise InvalidInput(
+                f"invite: {len(self.bootstraps)} bootstrap addresses; "
+                f"it must name 1 to {MAX_BOOTSTRAPS}"
+            )
+        for address in self.bootstraps:
+            bootstrap_address(address)
+
+    def __str__(self) -> str:
+        return f"{SCHEME}{self.run_id}@{','.join(self.bootstraps)}"
+
+    @classmethod
+    def parse(cls, text: str) -> "Invite":
+        """Read an invite; raises `InvalidInput` that names the part that is wrong."""
+        text = text.strip()
+        if not text.startswith(SCHEME):
+            raise InvalidInput(
+                f"invite {text[:40]!r} does not start with {SCHEME!r}; it looks like {EXAMPLE}"
+            )
+        run, separator, addresses = text[len(SCHEME) :].partition("@")
+        if not separator:
+            raise InvalidInput(
+                f"invite {text[:60]!r} has no '@' and no addresses; it looks like {EXAMPLE}"
+            )
+        return cls(run, tuple(addresses.split(",")))
+
+
+def run_id(operator_public_key: bytes, name: str) -> str:
+    """The id of the run called `name` of the operator with this public key (DER)."""
+    digest = hashlib.sha256(b"dilocox run\0")
+    digest.update(len(operator_public_key).to_bytes(4, "big"))
+    digest.update(operator_public_key)
+    digest.update(name.encode())
+    return digest.hexdigest()[:32]
+
+
+def bootstrap_address(address: str) -> TcpAddress:
+    """Check the address of a bootstrap node, which ends with its peer id; raises `InvalidInput`."""
+    return _parse(_BOOTSTRAP, address, "/ip4/203.0.113.7/tcp/31337/p2p/Qm...")
+
+
+def listen_address(address: str) -> TcpAddress:
+    """Check an address to listen on or to announce; raises `InvalidInput`."""
+    return _parse(_LISTEN, address, "/ip4/0.0.0.0/tcp/31337")
+
+
+def _parse(pattern: re.Pattern[str], address: str, example: str) -> TcpAddress:
+    match = pattern.fullmatch(address)
+    if match is None or int(match["port"]) > 65535:
+        raise InvalidInput(f"address {address[:120]!r} is not a TCP multiaddr like {example}")
+    return TcpAddress(
+        host=match["host"], port=int(match["port"]), peer_id=match.groupdict().get("peer_id", "")
+    )

@@ -1,0 +1,295 @@
+"""The manifest: everything that the peers of a run agree on, written by the operator as run.yaml.
+
+It is checked field by field, written as canonical JSON, signed with the operator's key and found in
+the DHT under the run id. The run id is the hash of that key and the run's name, so nobody else can
+sign a manifest for it.
+"""
+
+# ruff: noqa: RUF009 - `checked` and `section` make dataclass fields
+
+import hashlib
+import json
+import zlib
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import yaml
+
+from dilocox.dht.errors import InvalidInput
+from dilocox.dht.identity import Identity, verify
+from dilocox.dht.invite import run_id as run_id_of
+from dilocox.dht.manifest_checks import (
+    Section,
+    build,
+    checked,
+    integer,
+    model_configuration,
+    section,
+    shown,
+    text,
+)
+from dilocox.dht.manifest_defaults import preset_names, with_defaults
+from dilocox.dht.manifest_specs import (
+    MAX_TOKENS,
+    BatchSpec,
+    CodecSpec,
+    DataSpec,
+    DeadlineSpec,
+    InnerSpec,
+    OuterSpec,
+    RoundSpec,
+)
+from dilocox.dht.wire import Malformed, pack, unpack
+
+__all__ = [
+    "PROTOCOL_VERSION",
+    "BatchSpec",
+    "CodecSpec",
+    "DataSpec",
+    "DeadlineSpec",
+    "InnerSpec",
+    "Manifest",
+    "OuterSpec",
+    "RoundSpec",
+    "SignedManifest",
+    "preset_names",
+    "warnings",
+]
+
+PROTOCOL_VERSION = 1
+SIGNED_VERSION = 1
+MAX_STORED_BYTES = 24 * 1024
+MAX_MANIFEST_BYTES = 256 * 1024
+BYT5_VOCABULARY = 384  # ByT5Tokenizer().vocab_size says 256, but its ids go up to 383
+
+_SIGNATURE_PURPOSE = b"dilocox manifest\0"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Manifest(Section):
+    """One run. Only `name`, `model` and `end_tokens` must be given.
+
+    name: of the run; it enters the run id.
+    protocol: version of the rules that all peers follow.
+    seed: of the initial weights and the order of the data.
+    model: Hugging Face configuration with its model_type, or in run.yaml the name of a preset.
+    preset: the preset that `model` came from.
+    stages: slices that the model is cut into.
+    end_tokens: the run ends when it has trained on so many.
+    """
+
+    name: str = checked(text(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}", "1 to 64 letters, digits or -_."))
+    protocol: int = checked(integer(1, 1_000_000), PROTOCOL_VERSION)
+    seed: int = checked(integer(0, 2**53), 0)
+    model: dict[str, Any] = checked(model_configuration)
+    preset: str | None = checked(text(r"[a-z0-9_-]{1,64}", "a preset's name", optional=True), None)
+    stages: int = checked(integer(1, 256), 1)
+    end_tokens: int = checked(integer(1, MAX_TOKENS))
+    data: DataSpec = section(DataSpec)
+    batch: BatchSpec = section(BatchSpec)
+    inner: InnerSpec = section(InnerSpec)
+    outer: OuterSpec = section(OuterSpec)
+    codec: CodecSpec = section(CodecSpec)
+    rounds: RoundSpec = section(RoundSpec)
+    deadlines: DeadlineSpec = section(DeadlineSpec)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _check_protocol(self.protocol)
+        _check_together(self)
+
+    @classmethod
+    def load(cls, path: Path) -> "Manifest":
+        """Read run.yaml; raises `InvalidInput` that starts with the file's name."""
+        try:
+            content = path.read_text(encoding="utf-8")
+            data = yaml.safe_load(content)
+        except OSError as error:
+            raise InvalidInput(
+                f"{path}: cannot be read ({error.strerror}); name a run.yaml"
+            ) from error
+        except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
+            mark: Any = getattr(error, "problem_mark", None)
+            place = f"line {mark.line + 1}: " if mark else ""
+            reason = getattr(error, "problem", None) or " ".join(str(error).split())
+            raise InvalidInput(f"{path}: is not valid YAML ({place}{reason})") from error
+        try:
+            return cls.from_dict(data)
+        except InvalidInput as error:
+            raise InvalidInput(f"{path}: {error}") from error
+
+    @classmethod
+    def from_dict(cls, data: object) -> "Manifest":
+        """Check what YAML or JSON gave and fill in the defaults; raises `InvalidInput`."""
+        if not isinstance(data, Mapping):
+            return build(cls, data)
+        given = dict(cast(Mapping[str, Any], data))
+        # First of all: a later protocol may have fields that this program does not know.
+        _check_protocol(given.get("protocol", PROTOCOL_VERSION))
+        return build(cls, with_defaults(given))
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values that `from_dict` reads."""
+        return asdict(self)
+
+    def to_bytes(self) -> bytes:
+        """Canonical JSON: every field, sorted, without spaces."""
+        return json.dumps(
+            self.to_dict(),
+            sort_keys=True,
+            separators=(",", ":"),
+            ensure_ascii=False,
+            allow_nan=False,
+        ).encode()
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> "Manifest":
+        """Read what `to_bytes` wrote; raises `InvalidInput`."""
+        if len(data) > MAX_MANIFEST_BYTES:
+            raise InvalidInput(f"manifest has {len(data)} bytes; it may have {MAX_MANIFEST_BYTES}")
+        try:
+            return cls.from_dict(json.loads(data))
+        except (ValueError, RecursionError) as error:
+            raise InvalidInput(f"manifest is no valid JSON ({error})") from error
+        except InvalidInput as error:
+            raise InvalidInput(f"manifest: {error}") from error
+
+    @property
+    def digest(self) -> str:
+        """sha256 (hex) of the canonical JSON: record -1 of every stage's chain."""
+        return hashlib.sha256(self.to_bytes()).hexdigest()
+
+
+@dataclass(frozen=True)
+class SignedManifest:
+    """A manifest as it travels: its canonical bytes, the operator's public key and signature."""
+
+    manifest_bytes: bytes
+    public_key: bytes
+    signature: bytes
+    version: int = SIGNED_VERSION
+
+    @classmethod
+    def sign(cls, identity: Identity, manifest: Manifest) -> "SignedManifest":
+        """Sign as the operator; raises `InvalidInput` when it is too large for the DHT."""
+        manifest_bytes = manifest.to_bytes()
+        signature = identity.sign(_SIGNATURE_PURPOSE + manifest_bytes)
+        signed = cls(manifest_bytes, identity.public_key, signature)
+        size = len(signed.to_bytes())
+        if size > MAX_STORED_BYTES:
+            raise InvalidInput(
+                f"manifest has {size} bytes compressed; the DHT takes {MAX_STORED_BYTES}: "
+                "shorten the model's configuration"
+            )
+        return signed
+
+    @property
+    def run_id(self) -> str:
+        """The run that this manifest says it is for; only `verify` proves it."""
+        return run_id_of(self.public_key, Manifest.from_bytes(self.manifest_bytes).name)
+
+    def verify(self, run_id: str) -> Manifest:
+        """The manifest, proven to be the operator's for this run; raises `InvalidInput`."""
+        if not verify(self.public_key, _SIGNATURE_PURPOSE + self.manifest_bytes, self.signature):
+            raise InvalidInput(
+                f"manifest of run {run_id}: its signature is wrong; ask for a new invite"
+            )
+        manifest = Manifest.from_bytes(self.manifest_bytes)
+        found = run_id_of(self.public_key, manifest.name)
+        if found != run_id:
+            raise InvalidInput(
+                f"manifest is of run {found}, the invite names run {run_id}: check the invite"
+            )
+        return manifest
+
+    def to_bytes(self) -> bytes:
+        """Compressed msgpack."""
+        return zlib.compress(
+            pack([self.version, self.manifest_bytes, self.public_key, self.signature]), level=9
+        )
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> "SignedManifest":
+        """Read what `to_bytes` wrote, never unpacking more than a manifest may have
+        (`InvalidInput`).
+        """
+        if len(data) > MAX_STORED_BYTES:
+            raise InvalidInput(
+                f"signed manifest has {len(data)} bytes; it may have {MAX_STORED_BYTES}"
+            )
+        try:
+            unpacked = zlib.decompressobj().decompress(data, MAX_MANIFEST_BYTES)
+            value = unpack(unpacked, MAX_MANIFEST_BYTES)
+        except (zlib.error, Malformed) as error:
+            raise InvalidInput(f"signed manifest is damaged ({error})") from error
+        match value:
+            case [int(version), bytes(manifest), bytes(public_key), bytes(signature)]:
+                if version != SIGNED_VERSION:
+                    raise InvalidInput(
+                        f"signed manifest has version {version}, this dilocox reads "
+                        f"{SIGNED_VERSION}: install the version that the operator runs"
+                    )
+                return cls(manifest, public_key, signature)
+            case _:
+                raise InvalidInput("signed manifest is damaged (wrong fields)")
+
+
+def warnings(manifest: Manifest) -> list[str]:
+    """What a manifest may say but is known to train badly; one line each."""
+    outer, lines = manifest.outer, list[str]()
+    if outer.merge == "reset" and outer.apply == "arrival":
+        lines.append(
+            "outer.merge reset with outer.apply arrival drops progress in mid-round; "
+            "use apply: round_end"
+        )
+    if outer.merge != "none" and outer.momentum >= 0.9:
+        lines.append(
+            f"outer.momentum {outer.momentum:g} suffers from delayed averages "
+            f"(up to 61 % more loss measured); with merge {outer.merge} "
+            f"use {'0.0' if outer.merge == 'reset' else '0.5'}"
+        )
+    return lines
+
+
+def _check_protocol(protocol: object) -> None:
+    if protocol != PROTOCOL_VERSION:
+        raise InvalidInput(
+            f"protocol is {shown(protocol)}; this dilocox speaks protocol {PROTOCOL_VERSION}: "
+            "install the version that the operator runs"
+        )
+
+
+def _check_together(manifest: Manifest) -> None:
+    """Raise `InvalidInput` for the first field that does not fit another one."""
+    model, data, rounds = manifest.model, manifest.data, manifest.rounds
+    vocabulary, positions = model.get("vocab_size"), model.get("max_position_embeddings")
+    if (data.source == "stdlib") != (data.format == "stdlib"):
+        raise InvalidInput(
+            f"data.format is {data.format!r} with data.source {data.source!r}; "
+            "stdlib goes with stdlib only"
+        )
+    if data.tokenizer == "byt5" and not (
+        isinstance(vocabulary, int) and vocabulary >= BYT5_VOCABULARY
+    ):
+        raise InvalidInput(
+            f"model.vocab_size is {shown(vocabulary)}; "
+            f"the byt5 tokenizer needs at least {BYT5_VOCABULARY}"
+        )
+    if isinstance(positions, int) and manifest.batch.sequence_length > positions:
+        raise InvalidInput(
+            f"batch.sequence_length is {manifest.batch.sequence_length}; "
+            f"it must be at most model.max_position_embeddings ({positions})"
+        )
+    if not rounds.min_inner_steps <= rounds.inner_steps <= rounds.max_inner_steps:
+        raise InvalidInput(
+            f"rounds.inner_steps is {rounds.inner_steps}; it must lie between "
+            f"rounds.min_inner_steps ({rounds.min_inner_steps}) and "
+            f"rounds.max_inner_steps ({rounds.max_inner_steps})"
+        )
+    if manifest.inner.warmup_tokens >= manifest.end_tokens:
+        raise InvalidInput(
+            f"inner.warmup_tokens is {manifest.inner.warmup_tokens}; "
+            f"it must be less than end_tokens ({manifest.end_tokens})"
+        )

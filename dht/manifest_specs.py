@@ -1,0 +1,158 @@
+"""The sections of a manifest: what the operator decides once and every peer follows.
+
+Each section stands alone; what concerns several of them (a model's vocabulary and the tokenizer,
+the warmup and the end of the run) is checked where they meet, in manifest.py.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from dilocox.dht.manifest_checks import (
+    Section,
+    checked,
+    choice,
+    integer,
+    number,
+    pair_of_fractions,
+    text,
+)
+
+MAX_TOKENS = 10**15
+# Long heartbeats would make records outlive what the DHT keeps (keys.MAX_LIFETIME_S).
+MAX_HEARTBEAT_S = 600.0
+
+_SOME_TEXT = r"[^\x00-\x1f]{1,512}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataSpec(Section):
+    """What is trained on.
+
+    source: "stdlib" (the source of Python's standard library), a path or glob, or a name on the
+        hub.
+    format: "stdlib", "text", "json" (lines), "parquet" or "hub"; follows from the source's ending
+        if left out.
+    subset: configuration of a hub data set.
+    text_field: the field that holds the text, where there are fields.
+    tokenizer: "byt5" (bytes, needs no files), or a hub name or folder.
+    parts: number of disjoint parts that heads lease.
+    held_out: sha256 (hex) of the held-out part; empty until `dilocox bootstrap` fills it in.
+    held_out_windows: windows of the validation loss.
+    """
+
+    source: str = checked(text(_SOME_TEXT, "stdlib, a path or a hub name"), "stdlib")
+    format: Literal["stdlib", "text", "json", "parquet", "hub"] = checked(
+        choice("stdlib", "text", "json", "parquet", "hub"), "stdlib"
+    )
+    subset: str | None = checked(text(_SOME_TEXT, "text or nothing", optional=True), None)
+    text_field: str = checked(text(_SOME_TEXT, "the name of a field"), "text")
+    tokenizer: str = checked(text(_SOME_TEXT, "byt5, a hub name or a folder"), "byt5")
+    parts: int = checked(integer(1, 65536), 64)
+    held_out: str = checked(text(r"([0-9a-f]{64})?", "64 hex digits or empty"), "")
+    held_out_windows: int = checked(integer(1, 65536), 64)
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchSpec(Section):
+    """The tokens of one inner step of a replica: windows of `sequence_length` tokens,
+    `microbatch_size` of them at a time, `microbatches` times.
+    """
+
+    sequence_length: int = checked(integer(2, 1_048_576), 256)
+    microbatch_size: int = checked(integer(1, 65536), 8)
+    microbatches: int = checked(integer(1, 65536), 1)
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Tokens that one inner step of one replica trains on."""
+        return self.sequence_length * self.microbatch_size * self.microbatches
+
+
+@dataclass(frozen=True, kw_only=True)
+class InnerSpec(Section):
+    """The inner optimizer. Its learning rate warms up over `warmup_tokens` of the run, then follows
+    a cosine down to `final_fraction` of itself at the run's end. `precision` is that of a GPU; a
+    CPU computes in fp32.
+    """
+
+    optimizer: Literal["adamw"] = checked(choice("adamw"), "adamw")
+    learning_rate: float = checked(number(0, 10, above=True), 1e-3)
+    betas: tuple[float, float] = checked(pair_of_fractions, (0.9, 0.95))
+    eps: float = checked(number(0, 1, above=True), 1e-8)
+    weight_decay: float = checked(number(0, 10), 0.1)
+    clip_norm: float = checked(number(0, 1e6, above=True), 1.0)
+    warmup_tokens: int = checked(integer(0, MAX_TOKENS), 0)
+    final_fraction: float = checked(number(0, 1), 0.1)
+    precision: Literal["fp32", "bf16", "fp16"] = checked(choice("fp32", "bf16", "fp16"), "bf16")
+
+
+@dataclass(frozen=True, kw_only=True)
+class OuterSpec(Section):
+    """How averages enter the model.
+
+    merge: "rebase" keeps local progress on top of a new anchor, "reset" drops it, "none" waits for
+        the average.
+    apply: an average is applied on "arrival" or at the "round_end".
+    rebase_weight: share of the unsent progress that a rebase keeps in the live weights.
+    learning_rate, momentum: outer Nesterov SGD.
+    """
+
+    merge: Literal["rebase", "reset", "none"] = checked(choice("rebase", "reset", "none"), "rebase")
+    apply: Literal["arrival", "round_end"] = checked(choice("arrival", "round_end"), "arrival")
+    rebase_weight: float = checked(number(0, 1), 0.75)
+    learning_rate: float = checked(number(0, 10, above=True), 0.7)
+    momentum: float = checked(number(0, 0.999), 0.5)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CodecSpec(Section):
+    """How pseudo-gradients travel.
+
+    bits: 4, 8 or 16 per value in groups of 64, or 32 for raw fp32.
+    residual_decay: what is kept of the codec's error each round.
+    max_factor: the largest factor of a part; a part with a larger one is refused.
+    """
+
+    bits: Literal[4, 8, 16, 32] = checked(choice(4, 8, 16, 32), 4)
+    residual_decay: float = checked(number(0, 1), 0.95)
+    max_factor: float = checked(number(0, 1e30, above=True), 1e4)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RoundSpec(Section):
+    """The length of a round.
+
+    inner_steps: inner steps of the first rounds; later ones adapt between the bounds.
+    min_inner_steps, max_inner_steps: a quarter and four times of that if left out.
+    max_age: unsent progress older than this many records is dropped.
+    records_kept: records that every peer keeps for those who missed them.
+    """
+
+    inner_steps: int = checked(integer(1, 100_000), 100)
+    min_inner_steps: int = checked(integer(1, 100_000), 25)
+    max_inner_steps: int = checked(integer(1, 100_000), 400)
+    max_age: int = checked(integer(1, 1000), 8)
+    records_kept: int = checked(integer(1, 100_000), 64)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeadlineSpec(Section):
+    """Seconds after which somebody is given up.
+
+    heartbeat_s: between two announcements in the DHT.
+    silence_s: a member of an exchange that is silent this long counts as dead.
+    matchmaking_s: for finding the group.
+    exchange_s: for moving the bytes of one exchange.
+    vote_s: for the vote that follows.
+    """
+
+    heartbeat_s: float = checked(number(0.1, MAX_HEARTBEAT_S), 5.0)
+    silence_s: float = checked(number(0.1, 3600), 5.0)
+    matchmaking_s: float = checked(number(0.1, 3600), 3.0)
+    exchange_s: float = checked(number(0.1, 86400), 30.0)
+    vote_s: float = checked(number(0.1, 3600), 10.0)
+
+    @property
+    def record_lifetime_s(self) -> float:
+        """How long a record in the DHT is valid: three heartbeats."""
+        return 3 * self.heartbeat_s

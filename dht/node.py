@@ -1,0 +1,294 @@
+"""A DHT node in a child process that cannot outlive its peer.
+
+hivemind.DHT is subclassed where it falls short of DESIGN section 3: its child and p2pd live on when
+the main process is killed, a terminal's Ctrl-C reaches p2pd, sockets stay behind, messages of more
+than 16 KB kill it, and it waits for answers without a deadline.
+"""
+
+# hivemind carries no type stubs and leaves much unannotated.
+# pyright: reportMissingTypeStubs=false, reportUnknownMemberType=false
+# pyright: reportUnknownVariableType=false, reportUnknownArgumentType=false
+# pyright: reportPrivateUsage=false
+
+import atexit
+import contextlib
+import functools
+import logging
+import multiprocessing
+import os
+import select
+import signal
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from concurrent.futures import InvalidStateError
+from concurrent.futures import TimeoutError as FutureTimeout
+from pathlib import Path
+from typing import Any
+
+from hivemind import DHT
+from hivemind.dht.routing import DHTID
+from hivemind.dht.validation import RecordValidatorBase
+from hivemind.utils import MPFuture
+
+from dilocox.dht import questions, sockets
+from dilocox.dht.child import BlockingPipe, kill_daemon, leave_the_terminal, watch_parent
+from dilocox.dht.clock import RunClock
+from dilocox.dht.daemon import DaemonOptions, DaemonOwner
+from dilocox.dht.envelope import MAX_VALUE_BYTES
+from dilocox.dht.errors import DilocoxError, EnvironmentFault
+from dilocox.dht.identity import Identity, peer_id_bytes_of
+from dilocox.dht.invite import bootstrap_address, listen_address
+from dilocox.dht.reach import check_ports, reachable_bootstraps
+
+logger = logging.getLogger(__name__)
+
+CLOSE_GRACE_S = 4.0
+START_MARGIN_S = 5.0
+POLL_S = 0.2
+CLEANUP_PATIENCE_S = 3.0
+
+
+class NoAnswer(EnvironmentFault):
+    """The DHT process did not answer in time or is gone."""
+
+
+def open_dht(
+    *,
+    identity: Identity,
+    bootstraps: Sequence[str],
+    listen: Sequence[str],
+    announce: Sequence[str],
+    client_mode: bool,
+    validator: RecordValidatorBase,
+    clock: RunClock,
+    startup_s: float = 60.0,
+) -> "RunDHT":
+    """Start a node and wait until it has joined; without bootstraps it is the first of its swarm.
+
+    Call it before CUDA is touched. Raises `InvalidInput` for an address that is none,
+    `EnvironmentFault` when a port is in use or no bootstrap answers; then nothing is left behind.
+    """
+    deadline = time.monotonic() + startup_s
+    for address in announce:
+        listen_address(address)
+    for address in bootstraps:
+        bootstrap_address(address)
+    check_ports(listen)
+    reachable = reachable_bootstraps(bootstraps, startup_s) if bootstraps else ()
+    clock.install()
+    options = DaemonOptions(
+        identity_path=identity.path,
+        bootstraps=tuple(bootstraps),
+        reachable=reachable,
+        listen=tuple(listen),
+        announce=tuple(announce),
+        client_mode=client_mode,
+        startup_s=max(1.0, deadline - time.monotonic()),
+    )
+    dht = RunDHT(
+        options, validator, clock, peer_id_bytes_of(identity.public_key), sockets.acquire()
+    )
+    try:
+        dht.start_and_wait(startup_s)
+    except BaseException:
+        dht.close()
+        raise
+    return dht
+
+
+class RunDHT(DHT):
+    """hivemind's DHT with an owner, deadlines and a clean end. Made by `open_dht`."""
+
+    def __init__(
+        self,
+        options: DaemonOptions,
+        validator: RecordValidatorBase,
+        clock: RunClock,
+        peer_id: bytes,
+        socket_folder: Path,
+    ):
+        self._options = options
+        self._clock = clock
+        self._socket_folder = socket_folder
+        self._main_pid = os.getpid()
+        self._ended = False
+        self._daemon_pid = multiprocessing.get_context("fork").RawValue("i", 0)
+        super().__init__(
+            list(options.reachable) or None,
+            start=False,
+            record_validators=[validator],
+            client_mode=options.client_mode,
+            # A peer that comes back is the same node; else its old one answers stores a second time
+            # with "I have that already", which looks like a refusal.
+            node_id=DHTID.generate(source=peer_id),
+            # A clock that is off has been corrected; one odd bootstrap must not keep a peer out.
+            strict=False,
+            # Cached answers of others are taken at their word for their expiry, and reads that
+            # want the latest ask the network anyway.
+            cache_locally=False,
+            cache_nearest=0,
+            cache_on_store=False,
+        )
+
+    @property
+    def p2pd_pid(self) -> int:
+        """Process id of this node's p2pd."""
+        return self._daemon_pid.value
+
+    def start_and_wait(self, timeout_s: float) -> None:
+        """Fork the child and wait for it to join; raises `EnvironmentFault`."""
+        # The child must not meet a Ctrl-C before it has set its own handlers.
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
+        try:
+            self.start()
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        # Without this, an interpreter that ends by an error would wait for the child for ever.
+        atexit.register(self.close)
+        try:
+            # The child knows better what is missing, so it may give up first.
+            self._result(self._ready, timeout_s + START_MARGIN_S)
+        except NoAnswer as error:
+            raise EnvironmentFault(
+                f"the DHT node did not start within {timeout_s:.0f} s: is this machine overloaded?"
+            ) from error
+        except DilocoxError:
+            raise
+        except Exception as error:
+            raise EnvironmentFault(f"the DHT node did not start ({error})") from error
+
+    @property
+    def running(self) -> bool:
+        """Whether child and p2pd live; when they have died, only a new node helps."""
+        return not self._ended and self.is_alive()
+
+    def find(self, key: str, *, latest: bool, timeout_s: float) -> object | None:
+        """The value under a key, None if nobody has one; raises `NoAnswer`."""
+        get = functools.partial(self.get, key, latest=latest, return_future=True)
+        found = self._request(get, timeout_s)
+        return None if found is None else found.value
+
+    def put(
+        self, key: str, value: bytes, expires_at: float, subkey: bytes | None, timeout_s: float
+    ) -> bool:
+        """Store a value; whether the DHT accepted it. Raises `NoAnswer`."""
+        if len(value) > MAX_VALUE_BYTES:
+            raise ValueError(f"{len(value)} bytes; the DHT takes {MAX_VALUE_BYTES}")
+        store = functools.partial(self.store, key, value, expires_at, subkey, return_future=True)
+        return self._request(store, timeout_s)
+
+    def _request(self, send: Callable[[], Any], timeout_s: float) -> Any:
+        """Send a request that returns a future and wait for its result; raises `NoAnswer`."""
+        if not self.running or not self._takes_requests(timeout_s):
+            raise NoAnswer("the DHT process is gone or stuck")
+        try:
+            return self._result(send(), timeout_s)
+        except NoAnswer:
+            raise
+        except Exception as error:  # the node choked on something that a stranger sent it
+            raise NoAnswer(f"the DHT process failed ({error!r})") from error
+
+    def _takes_requests(self, timeout_s: float) -> bool:
+        """Whether the request pipe has room; writing into a full one would block for ever."""
+        poll = select.poll()
+        try:
+            poll.register(self._outer_pipe.fileno(), select.POLLOUT)
+        except (OSError, ValueError):  # closed
+            return False
+        return bool(poll.poll(timeout_s * 1000))
+
+    def visible_addresses(self, timeout_s: float = 10.0) -> tuple[str, ...]:
+        """Multiaddrs, with peer id, that this node is reached at as far as it knows."""
+        return self._request(
+            lambda: self.run_coroutine(questions.visible_addresses, return_future=True), timeout_s
+        )
+
+    def bootstrap_answers(self, timeout_s: float) -> bool:
+        """Whether one of the bootstraps answers a ping; true for a node without bootstraps."""
+        peers = tuple({bootstrap_address(each).peer_id for each in self._options.bootstraps})
+        ping = functools.partial(questions.any_answers, peers=peers, timeout_s=timeout_s)
+        if not peers:
+            return True
+        with contextlib.suppress(NoAnswer):
+            return self._request(
+                lambda: self.run_coroutine(ping, return_future=True), timeout_s + 1.0
+            )
+        return False
+
+    def refused_values(self, timeout_s: float = 5.0) -> Counter[str]:
+        """How many values this node's validator refused, by reason."""
+        return self._request(
+            lambda: self.run_coroutine(questions.refused_values, return_future=True), timeout_s
+        )
+
+    def close(self) -> None:
+        """End the child and p2pd within five seconds and remove the sockets; twice does no harm."""
+        if self._ended or os.getpid() != self._main_pid:
+            return
+        self._ended = True
+        atexit.unregister(self.close)
+        if self.is_alive() and self._takes_requests(0):
+            with contextlib.suppress(OSError):
+                self._outer_pipe.send(("_shutdown", [], {}))
+            self.join(CLOSE_GRACE_S)
+        if self.is_alive():
+            self.kill()
+            self.join(1.0)
+        kill_daemon(self.p2pd_pid)
+        sockets.release()
+
+    def shutdown(self) -> None:
+        """What hivemind calls the same thing."""
+        self.close()
+
+    def run(self) -> None:
+        """The child: p2pd first, then hivemind's node on top of it, until told to stop."""
+        leave_the_terminal()
+        end = functools.partial(_end_without_parent, self._daemon_pid, self._socket_folder)
+        threading.Thread(
+            target=watch_parent, args=(self._main_pid, end), name="parent watch", daemon=True
+        ).start()
+        owner = DaemonOwner(self._options, self._clock, on_death=_end_without_daemon)
+        try:
+            owner.start()
+            self._daemon_pid.value = owner.pid
+            self._daemon_listen_maddr = owner.control_address
+            self._inner_pipe: Any = BlockingPipe(self._inner_pipe)
+            super().run()
+        except DilocoxError as error:
+            with contextlib.suppress(InvalidStateError):  # nobody waits any more
+                self._ready.set_exception(error)
+        finally:
+            owner.stop()
+
+    def _result(self, future: "MPFuture[Any]", timeout_s: float) -> Any:
+        deadline = time.monotonic() + timeout_s
+        alive = True
+        while not future.done():
+            left = deadline - time.monotonic()
+            if left <= 0 or not alive:
+                future.cancel()
+                raise NoAnswer(
+                    f"the DHT process did not answer within {timeout_s:.0f} s"
+                    if alive
+                    else "the DHT process has ended"
+                )
+            # What the child said last may arrive just after its end: look once more.
+            alive = self.is_alive()
+            with contextlib.suppress(FutureTimeout):
+                future.exception(min(left, POLL_S))
+        return future.result()
+
+
+def _end_without_parent(daemon_pid: Any, socket_folder: Path) -> None:
+    """The main process is gone: leave nothing and go."""
+    kill_daemon(daemon_pid.value)
+    sockets.remove(socket_folder, CLEANUP_PATIENCE_S)
+    os._exit(1)
+
+
+def _end_without_daemon() -> None:
+    """p2pd is gone: nothing works without it, and the main process sees that we end."""
+    os._exit(1)

@@ -1,0 +1,43 @@
+"""Questions that the main process puts to its DHT child: coroutines that run beside the node."""
+
+# hivemind carries no type stubs and leaves much unannotated.
+# pyright: reportMissingTypeStubs=false, reportUnknownMemberType=false
+# pyright: reportUnknownVariableType=false, reportUnknownArgumentType=false
+
+import asyncio
+from collections import Counter
+from collections.abc import Awaitable
+
+from hivemind import DHT
+from hivemind.dht.node import DHTNode
+from hivemind.p2p import PeerID
+
+
+async def visible_addresses(_dht: DHT, node: DHTNode) -> tuple[str, ...]:
+    """Multiaddrs, with peer id, that the node is reached at as far as it knows."""
+    try:
+        return tuple(str(address) for address in await node.get_visible_maddrs(latest=True))
+    except ValueError:  # a node that listens nowhere
+        return ()
+
+
+async def refused_values(_dht: DHT, node: DHTNode) -> Counter[str]:
+    """How many values the node's validators refused, by reason."""
+    counts: Counter[str] = Counter()
+    for validator in getattr(node.protocol.record_validator, "_validators", ()):
+        counts.update(getattr(validator, "refused", ()))
+    return counts
+
+
+async def any_answers(_dht: DHT, node: DHTNode, peers: tuple[str, ...], timeout_s: float) -> bool:
+    """Whether one of these peers answers a ping in time."""
+    calls: list[Awaitable[object]] = [
+        node.protocol.call_ping(PeerID.from_base58(peer)) for peer in peers
+    ]
+    for call in asyncio.as_completed(calls, timeout=timeout_s):
+        try:
+            if await call is not None:
+                return True
+        except asyncio.TimeoutError:
+            return False
+    return False

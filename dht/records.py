@@ -1,0 +1,201 @@
+"""What peers say about themselves in the DHT: the whole vocabulary of the swarm, small and typed.
+
+A record is a frozen dataclass, written as a msgpack map of its fields and at most 1 KB long.
+Decoding ignores fields it does not know (a newer version may send them) and refuses everything else
+that is not exactly of the declared type: missing fields, wrong types, infinite numbers, endless
+text.
+"""
+
+import math
+import types
+import typing
+from dataclasses import dataclass, fields
+from functools import lru_cache
+from typing import Any, ClassVar, Literal, TypeVar, cast
+
+from dilocox.dht.keys import Kind
+from dilocox.dht.wire import Malformed, pack, unpack
+
+MAX_RECORD_BYTES = 1024
+MAX_INTEGER = 2**53
+MAX_TEXT = 256
+MAX_TEXTS = 64
+
+R = TypeVar("R", bound="Record")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Record:
+    """A record; each subclass is one kind and lives under one kind of key."""
+
+    kind: ClassVar[Kind]
+
+    def encode(self) -> bytes:
+        """msgpack; raises `Malformed` when a field is not of its type or the whole is over 1 KB."""
+        values = {spec.name: getattr(self, spec.name) for spec in fields(self)}
+        for name, hint in _hints(type(self)).items():
+            _checked(name, values[name], hint)
+        data = pack(values)
+        if len(data) > MAX_RECORD_BYTES:
+            raise Malformed(
+                f"{self.kind} record has {len(data)} bytes, it may have {MAX_RECORD_BYTES}"
+            )
+        return data
+
+    @classmethod
+    def decode(cls: type[R], data: bytes) -> R:
+        """Read a record; raises `Malformed`."""
+        value = unpack(data, MAX_RECORD_BYTES)
+        if not isinstance(value, dict):
+            raise Malformed(f"{cls.kind} record is no map")
+        given = cast(dict[str, object], value)
+        values: dict[str, Any] = {}
+        for name, hint in _hints(cls).items():
+            if name not in given:
+                raise Malformed(f"{cls.kind} record has no {name}")
+            values[name] = _checked(name, given[name], hint)
+        return cls(**values)
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageRecord(Record):
+    """A peer that hosts a stage.
+
+    round: the round it is in.
+    digest: of the last round record it applied (hex).
+    replica: peer id of the head of its replica, or empty.
+    tokens: behind its unsent progress.
+    client_mode: it can only dial out.
+    voids: rounds that ended void since it started.
+    version: of its dilocox.
+    addresses: multiaddrs that reach it.
+    """
+
+    kind: ClassVar[Kind] = "stage"
+
+    state: Literal["joining", "spare", "training", "left"]
+    round: int
+    digest: str
+    replica: str
+    tokens: int
+    tokens_per_s: float
+    client_mode: bool
+    voids: int
+    version: str
+    addresses: tuple[str, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReplicaRecord(Record):
+    """A replica, written by its head.
+
+    members: peer ids by stage.
+    epoch: grows with every change of the members.
+    step_s: longest inner step of this round, in seconds.
+    train_loss, val_loss: nats per token, None while unknown or not finite.
+    val_round: the round whose anchor `val_loss` is of.
+    codec: of the activations.
+    last_fault: one line, or empty.
+    """
+
+    kind: ClassVar[Kind] = "replica"
+
+    members: tuple[str, ...]
+    epoch: int
+    round: int
+    inner_step: int
+    step_s: float
+    tokens_per_s: float
+    train_loss: float | None
+    val_loss: float | None
+    val_round: int
+    codec: str
+    last_fault: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class BellRecord(Record):
+    """A head finished a round.
+
+    finished_at: run time, in seconds.
+    round_s: how long the round took it.
+    tokens: it trained on in this round.
+    send_after: run time after which it takes its send, once known.
+    scheduled_at: run time of the exchange, once known to this head.
+    """
+
+    kind: ClassVar[Kind] = "bell"
+
+    round: int
+    finished_at: float
+    round_s: float
+    tokens: int
+    send_after: float | None
+    scheduled_at: float | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class PartRecord(Record):
+    """A head's lease on a part of the data and how far it has read."""
+
+    kind: ClassVar[Kind] = "part"
+
+    part: int
+    position: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClaimRecord(Record):
+    """The last round record that a peer holds.
+
+    round: -1 for the manifest, which stands before the first.
+    tokens: behind that record.
+    chain_tokens: capped tokens of the whole chain.
+    record_bytes: its size.
+    """
+
+    kind: ClassVar[Kind] = "round"
+
+    round: int
+    digest: str
+    tokens: int
+    chain_tokens: int
+    record_bytes: int
+
+
+RECORD_TYPES: dict[Kind, type[Record]] = {
+    record.kind: record
+    for record in (StageRecord, ReplicaRecord, BellRecord, PartRecord, ClaimRecord)
+}
+
+
+@lru_cache(maxsize=64)
+def _hints(record: type[Record]) -> dict[str, Any]:
+    hints = typing.get_type_hints(record)
+    return {spec.name: hints[spec.name] for spec in fields(record)}
+
+
+def _checked(name: str, value: object, hint: Any) -> object:
+    """`value` as the annotated type, or `Malformed`."""
+    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+    if origin is types.UnionType:
+        return None if value is None else _checked(name, value, arguments[0])
+    if origin is Literal:
+        good = isinstance(value, str) and value in arguments
+    elif origin is tuple:
+        items = cast(list[object], value) if isinstance(value, list | tuple) else None
+        if items is None or len(items) > MAX_TEXTS:
+            raise Malformed(f"{name} is no list of at most {MAX_TEXTS} texts")
+        return tuple(_checked(name, item, arguments[0]) for item in items)
+    elif hint is float:
+        value = float(value) if type(value) is int and abs(value) <= MAX_INTEGER else value
+        good = isinstance(value, float) and math.isfinite(value)
+    elif hint is int:
+        good = type(value) is int and -1 <= value <= MAX_INTEGER
+    elif hint is bool:
+        good = isinstance(value, bool)
+    else:
+        good = isinstance(value, str) and len(value) <= MAX_TEXT
+    if not good:
+        raise Malformed(f"{name} is {str(value)[:60]!r}, which is not of type {hint}")
+    return value

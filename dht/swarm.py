@@ -1,0 +1,204 @@
+"""What a peer says to the swarm and hears from it: signed records in, checked records out.
+
+All calls block up to a deadline and belong to one thread. Everything read is taken for hostile
+until it has passed the same checks as in the DHT node; what does not pass is skipped and counted. A
+record once seen is kept until it expires or its owner writes a newer one, so an answer that misses
+it, or that brings an older one, does not make its owner vanish.
+"""
+
+import time
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Generic, TypeVar, cast
+
+from dilocox.dht.clock import RunClock
+from dilocox.dht.envelope import Envelope, Refused, seal, unseal
+from dilocox.dht.errors import EnvironmentFault, InvalidInput
+from dilocox.dht.identity import Identity, peer_id_bytes_of
+from dilocox.dht.keys import MANIFEST_LIFETIME_S, MAX_LIFETIME_S, manifest_key, parse_key
+from dilocox.dht.manifest import SignedManifest
+from dilocox.dht.node import NoAnswer, RunDHT
+from dilocox.dht.records import Record
+from dilocox.dht.wire import Malformed
+
+R = TypeVar("R", bound=Record)
+
+CALL_TIMEOUT_S = 10.0
+FETCH_PAUSE_S = 0.5
+# hivemind replaces a value only by one that expires later.
+LATER_S = 0.001
+MAX_KEYS_KEPT = 256
+
+
+@dataclass(frozen=True)
+class _Seen(Generic[R]):
+    sealed: bytes
+    sequence: int
+    expires_at: float
+    record: R
+
+
+class Swarm:
+    """The records of one run, through one DHT node.
+
+    `refused` counts what was read and not accepted, by reason.
+    """
+
+    def __init__(self, dht: RunDHT, run: str, identity: Identity, clock: RunClock):
+        self.refused: Counter[str] = Counter()
+        self._dht = dht
+        self._run = run
+        self._identity = identity
+        self._clock = clock
+        self._sequence = 0
+        self._expiries: dict[str, float] = {}
+        self._seen: dict[str, dict[str, _Seen[Record]]] = {}
+
+    def publish(
+        self, key: str, record: Record, lifetime_s: float, timeout_s: float = CALL_TIMEOUT_S
+    ) -> bool:
+        """Store a record under this peer's id; whether the DHT took it in time.
+
+        Raises `ValueError` for a record of more than 1 KB or under a key of another kind.
+        """
+        if parse_key(key).kind != record.kind:
+            raise ValueError(f"a {record.kind} record does not belong under {key}")
+        owner = peer_id_bytes_of(self._identity.public_key)
+        return self._store(key, record.encode(), lifetime_s, owner, timeout_s)
+
+    def read(
+        self, key: str, record_type: type[R], timeout_s: float = CALL_TIMEOUT_S
+    ) -> dict[str, R] | None:
+        """The records under a key by peer id, this peer's own among them; None without an answer.
+
+        An empty answer and an unreachable swarm look alike: `bootstrap_answers` tells them apart.
+        """
+        if parse_key(key).kind != record_type.kind:
+            raise ValueError(f"no {record_type.kind} records are under {key}")
+        try:
+            found = self._dht.find(key, latest=True, timeout_s=timeout_s)
+        except NoAnswer:
+            return None
+        entries: object = {} if found is None else found
+        if not isinstance(entries, Mapping):
+            self.refused["plain"] += 1
+            entries = {}
+        return self._merge(key, record_type, cast("Mapping[object, object]", entries))
+
+    def publish_manifest(self, signed: SignedManifest, timeout_s: float = CALL_TIMEOUT_S) -> bool:
+        """Store the manifest for an hour; whether the DHT took it. Only the operator can."""
+        return self._store(
+            manifest_key(self._run), signed.to_bytes(), MANIFEST_LIFETIME_S, None, timeout_s
+        )
+
+    def fetch_manifest(self, run_id: str, timeout_s: float) -> SignedManifest:
+        """Find the manifest of a run and check that it is the operator's.
+
+        Raises `InvalidInput` when the swarm has none that fits the run id, `EnvironmentFault` when
+        it does not answer.
+        """
+        deadline = time.monotonic() + timeout_s
+        key = manifest_key(run_id)
+        answered = False
+        while (left := deadline - time.monotonic()) > 0:
+            try:
+                found = self._dht.find(key, latest=False, timeout_s=left)
+            except NoAnswer:
+                break
+            answered = True
+            if found is not None:
+                return self._opened_manifest(run_id, found)
+            time.sleep(min(FETCH_PAUSE_S, left))
+        if answered and self.bootstrap_answers(CALL_TIMEOUT_S):
+            raise InvalidInput(f"the bootstraps answer but know no run {run_id}: check the invite")
+        raise EnvironmentFault(
+            f"no manifest of run {run_id} within {timeout_s:.0f} s: "
+            "check that this machine is online and that the bootstrap runs"
+        )
+
+    def bootstrap_answers(self, timeout_s: float) -> bool:
+        """Whether one of the bootstraps answers; true on the first node of a swarm."""
+        return self._dht.bootstrap_answers(timeout_s)
+
+    def _opened_manifest(self, run_id: str, value: object) -> SignedManifest:
+        try:
+            if not isinstance(value, bytes):
+                raise Refused("plain", "it has no envelope")
+            signed = SignedManifest.from_bytes(unseal(value).payload)
+        except Refused as reason:
+            raise InvalidInput(f"manifest of run {run_id} is refused ({reason})") from reason
+        signed.verify(run_id)
+        return signed
+
+    def _store(
+        self, key: str, payload: bytes, lifetime_s: float, owner: bytes | None, timeout_s: float
+    ) -> bool:
+        longest = MAX_LIFETIME_S[parse_key(key).kind]
+        if not 0 < lifetime_s <= longest:
+            raise ValueError(f"{key} may live up to {longest:g} s, not {lifetime_s:g}")
+        now = self._clock.time()
+        self._sequence = max(self._sequence + 1, int(now * 1000))
+        self._expiries = {name: at for name, at in self._expiries.items() if at > now}
+        expires_at = max(now + lifetime_s, self._expiries.get(key, 0.0) + LATER_S)
+        self._expiries[key] = expires_at
+        sealed = seal(
+            self._identity,
+            key=key,
+            sequence=self._sequence,
+            expires_at=expires_at,
+            payload=payload,
+        )
+        try:
+            return self._dht.put(key, sealed, expires_at, owner, timeout_s)
+        except NoAnswer:
+            return False
+
+    def _merge(
+        self, key: str, record_type: type[R], entries: Mapping[object, object]
+    ) -> dict[str, R]:
+        """Take in an answer; what is known under the key now, without what has expired."""
+        seen = cast("dict[str, _Seen[R]]", self._seen.setdefault(key, {}))
+        known = {each.sealed for each in seen.values()}
+        for subkey, entry in entries.items():
+            sealed = getattr(entry, "value", None)
+            if isinstance(sealed, bytes) and sealed in known:
+                continue
+            try:
+                envelope = self._opened(key, subkey, sealed)
+                record = record_type.decode(envelope.payload)
+            except Refused as reason:
+                self.refused[reason.kind] += 1
+            except Malformed:
+                self.refused["type"] += 1
+            else:
+                before = seen.get(envelope.owner)
+                if before is None or before.sequence < envelope.sequence:
+                    seen[envelope.owner] = _Seen(
+                        cast("bytes", sealed), envelope.sequence, envelope.expires_at, record
+                    )
+                else:
+                    self.refused["older"] += 1
+        now = self._clock.time()
+        for owner in [owner for owner, each in seen.items() if each.expires_at <= now]:
+            del seen[owner]
+        self._forget_old_keys(now)
+        return {owner: each.record for owner, each in seen.items()}
+
+    def _opened(self, key: str, subkey: object, sealed: object) -> Envelope:
+        if not isinstance(sealed, bytes):
+            raise Refused("malformed", "it has no envelope")
+        envelope = unseal(sealed)
+        if envelope.key != key:
+            raise Refused("key", "it was signed for another key")
+        if envelope.owner_bytes != subkey:
+            raise Refused("owner", "it is under another peer's id")
+        return envelope
+
+    def _forget_old_keys(self, now: float) -> None:
+        if len(self._seen) > MAX_KEYS_KEPT:
+            self._seen = {
+                key: seen
+                for key, seen in self._seen.items()
+                if any(each.expires_at > now for each in seen.values())
+            }

@@ -1,0 +1,115 @@
+"""The bootstrap's invite is all that a peer needs to find a manifest that proves itself."""
+
+import queue
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from dilocox.dht import bootstrap
+from dilocox.dht.bootstrap import invite_addresses, run_bootstrap
+from dilocox.dht.errors import EnvironmentFault, InvalidInput
+from dilocox.dht.identity import Identity
+from dilocox.dht.invite import Invite
+from dilocox.dht.manifest import Manifest
+from dilocox.dht.node import RunDHT
+
+PEER = "QmYyQSo1c1Ym7orWxLYvCrM2EmxTFbqLbrWhX4G5MTWxXT"
+
+
+class RunningBootstrap:
+    """A bootstrap in a thread; `fault` is what ended it."""
+
+    def __init__(self, **options: Any):
+        self.invites: queue.Queue[Invite] = queue.Queue()
+        self.stop = threading.Event()
+        self.fault: Exception | None = None
+        self._options = options
+        self._thread = threading.Thread(target=self._run)
+        self._thread.start()
+
+    def _run(self) -> None:
+        try:
+            run_bootstrap(stop_event=self.stop, on_ready=self.invites.put, **self._options)
+        except EnvironmentFault as error:
+            self.fault = error
+
+    def __enter__(self) -> "RunningBootstrap":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop.set()
+        self._thread.join(30.0)
+        assert not self._thread.is_alive()
+
+
+@pytest.fixture
+def options(operator: Identity, manifest: Manifest) -> dict[str, Any]:
+    return {
+        "manifest": manifest,
+        "identity": operator,
+        "listen": ("/ip4/127.0.0.1/tcp/0",),
+        "announce": (),
+        "initial_peers": (),
+    }
+
+
+def test_manifest_is_found_through_the_invite(
+    options: dict[str, Any],
+    open_node: Callable[..., Any],
+    manifest: Manifest,
+    volunteer: Identity,
+    run: str,
+):
+    with RunningBootstrap(**options) as running:
+        invite = Invite.parse(str(running.invites.get(timeout=60.0)))
+        assert invite.run_id == run
+        dht, swarm, _ = open_node(volunteer, bootstraps=invite.bootstraps)
+        assert swarm.fetch_manifest(invite.run_id, 10.0).verify(invite.run_id) == manifest
+        with pytest.raises(InvalidInput, match="know no run"):
+            swarm.fetch_manifest("ab" * 16, 0.6)
+        dht.close()
+    assert running.fault is None
+
+
+def test_manifest_is_kept_alive(
+    options: dict[str, Any], monkeypatch: pytest.MonkeyPatch, manifest: Manifest
+):
+    published: queue.Queue[bool] = queue.Queue()
+    original = bootstrap.Swarm.publish_manifest
+
+    def publish(swarm: Any, signed: Any) -> bool:
+        published.put(original(swarm, signed))
+        return True
+
+    monkeypatch.setattr(bootstrap.Swarm, "publish_manifest", publish)
+    monkeypatch.setattr(bootstrap, "MANIFEST_REFRESH_S", 0.0)
+    monkeypatch.setattr(bootstrap, "WATCH_PERIOD_S", 0.01)
+    with RunningBootstrap(**options):
+        assert [published.get(timeout=60.0) for _ in range(4)] == [True] * 4
+
+
+def test_bootstrap_whose_node_died_says_so(
+    options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(RunDHT, "running", property(lambda _: False))
+    monkeypatch.setattr(bootstrap.Swarm, "publish_manifest", lambda *_: True)
+    monkeypatch.setattr(RunDHT, "visible_addresses", lambda _: (f"/ip4/1.2.3.4/tcp/5/p2p/{PEER}",))
+    with RunningBootstrap(**options) as running:
+        running.invites.get(timeout=60.0)
+        running._thread.join(30.0)
+    assert "start the bootstrap again" in str(running.fault)
+
+
+def address(host: str) -> str:
+    return f"/ip4/{host}/tcp/31337/p2p/{PEER}"
+
+
+def test_invite_names_the_addresses_that_reach_furthest():
+    public, local, loopback = address("8.8.8.8"), address("192.168.1.5"), address("127.0.0.1")
+    assert invite_addresses((), [loopback, local, public], PEER) == (public, local)
+    assert invite_addresses((), [loopback], PEER) == (loopback,)
+    named = "/dns4/boot.example.org/tcp/443"
+    assert invite_addresses((named,), [public], PEER) == (f"{named}/p2p/{PEER}",)
+    assert len(invite_addresses((), [local] * 9, PEER)) == bootstrap.MAX_INVITE_ADDRESSES

@@ -1,0 +1,83 @@
+"""Run time follows the bootstraps, is shared with forked children, and is hivemind's time."""
+
+import multiprocessing
+import time
+
+import pytest
+
+from dilocox.dht.clock import MAX_ROUND_TRIP_S, OffsetSample, RunClock, median_offset
+
+
+@pytest.fixture
+def hivemind_time(monkeypatch: pytest.MonkeyPatch):
+    """Puts hivemind's own time back after the test."""
+    import hivemind
+    from hivemind.averaging import matchmaking
+    from hivemind.dht import node, protocol, routing
+    from hivemind.utils import timed_storage
+
+    assert hivemind
+    modules = [timed_storage, matchmaking, node, protocol, routing]
+    for module in modules:
+        monkeypatch.setattr(module, "get_dht_time", time.time)
+    return modules
+
+
+def test_run_time_starts_as_the_time_of_day():
+    assert abs(RunClock().time() - time.time()) < 0.5
+
+
+def test_offset_is_added_to_the_own_clock():
+    clock = RunClock()
+    clock.measured(100.0)
+    assert clock.offset == 100.0
+    assert abs(clock.time() - clock.own_time() - 100.0) < 0.1
+
+
+def test_run_time_does_not_follow_the_time_of_day(monkeypatch: pytest.MonkeyPatch):
+    clock = RunClock()
+    before = clock.time()
+    monkeypatch.setattr(time, "time", lambda: 0.0)
+    assert before <= clock.time() < before + 60.0
+
+
+def test_forked_child_sees_an_offset_that_is_set_later():
+    clock = RunClock()
+    context = multiprocessing.get_context("fork")
+    may_look, result = context.Event(), context.SimpleQueue()
+
+    def child() -> None:
+        may_look.wait(10.0)
+        result.put(clock.offset)
+
+    process = context.Process(target=child)
+    process.start()
+    clock.measured(7.0)
+    may_look.set()
+    assert result.get() == 7.0
+    process.join(10.0)
+
+
+def test_half_the_round_trip_is_taken_off():
+    assert OffsetSample.from_ping(10.0, 111.0, 12.0) == OffsetSample(100.0, 2.0)
+
+
+def test_median_ignores_a_liar_and_slow_answers():
+    samples = [OffsetSample(offset, 0.1) for offset in (1.0, 1.1, 0.9, 5000.0)]
+    slow = OffsetSample(-300.0, MAX_ROUND_TRIP_S + 0.1)
+    backwards = OffsetSample(-300.0, -0.1)
+    broken = OffsetSample(float("nan"), 0.1)
+    assert median_offset([*samples, slow, backwards, broken]) == pytest.approx(1.05)
+
+
+def test_no_usable_sample_gives_no_offset():
+    assert median_offset([]) is None
+    assert median_offset([OffsetSample(1.0, MAX_ROUND_TRIP_S + 1.0)]) is None
+
+
+def test_installed_clock_is_the_time_of_every_hivemind_module(hivemind_time: list):
+    clock = RunClock()
+    clock.measured(1000.0)
+    clock.install()
+    for module in hivemind_time:
+        assert abs(module.get_dht_time() - time.time() - 1000.0) < 1.0, module.__name__

@@ -1,0 +1,101 @@
+"""The key file is p2pd's, its owner alone may read it, and signatures belong to one key."""
+
+import asyncio
+import pickle
+import stat
+from pathlib import Path
+
+import pytest
+from cryptography.hazmat.primitives import serialization
+from cryptography.hazmat.primitives.asymmetric import ed25519, rsa
+from hivemind.p2p import P2P, PeerID
+
+from dilocox.dht.errors import EnvironmentFault, InvalidInput
+from dilocox.dht.identity import Identity, base58_encode, peer_id_of, verify
+
+
+def test_new_key_is_private_to_its_owner_and_loads_as_the_same_identity(tmp_path: Path):
+    path = tmp_path / "state" / "identity.key"
+    created = Identity.load_or_create(path)
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    assert list(path.parent.iterdir()) == [path]
+    assert Identity.load_or_create(path).peer_id == created.peer_id
+
+
+def test_peer_id_equals_the_one_that_hivemind_derives(volunteer: Identity):
+    assert volunteer.peer_id == PeerID.from_identity(volunteer.path.read_bytes()).to_base58()
+
+
+def test_key_written_by_hivemind_is_read(tmp_path: Path):
+    path = tmp_path / "identity.key"
+    P2P.generate_identity(str(path))
+    assert Identity.load_or_create(path).peer_id == PeerID.from_identity(path.read_bytes())
+
+
+def test_p2pd_takes_the_key_file_and_shows_the_same_peer_id(volunteer: Identity):
+    async def shown() -> str:
+        p2p = await P2P.create(identity_path=str(volunteer.path), startup_timeout=60)
+        try:
+            return str(p2p.peer_id)
+        finally:
+            await p2p.shutdown()
+
+    assert asyncio.run(shown()) == volunteer.peer_id
+
+
+@pytest.mark.parametrize("mode", [0o640, 0o604, 0o660, 0o644])
+def test_key_that_others_can_use_is_refused_with_the_command_that_mends_it(
+    key_file: Path, mode: int
+):
+    key_file.chmod(mode)
+    with pytest.raises(InvalidInput, match=f"run `chmod 600 {key_file}`"):
+        Identity.load_or_create(key_file)
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"garbage", b"\x08\x00\x12\x05short", b"\x08\x01\x12\x00"]
+)
+def test_damaged_key_file_is_refused_by_name(key_file: Path, content: bytes):
+    key_file.write_bytes(content)
+    with pytest.raises(InvalidInput, match=f"{key_file} holds no RSA identity"):
+        Identity.load_or_create(key_file)
+
+
+def test_folder_in_place_of_the_key_file_is_refused(tmp_path: Path):
+    with pytest.raises(InvalidInput, match="cannot be read"):
+        Identity.load_or_create(tmp_path)
+
+
+def test_key_file_that_cannot_be_written_is_the_machines_fault():
+    with pytest.raises(EnvironmentFault, match="cannot be written"):
+        Identity.load_or_create(Path("/proc/no-such-folder/identity.key"))
+
+
+def test_signature_fits_its_data_and_its_key_only(volunteer: Identity, stranger: Identity):
+    signature = volunteer.sign(b"vote")
+    assert verify(volunteer.public_key, b"vote", signature)
+    assert not verify(volunteer.public_key, b"vote!", signature)
+    assert not verify(volunteer.public_key, b"vote", signature[:-1] + b"\0")
+    assert not verify(stranger.public_key, b"vote", signature)
+
+
+def test_foreign_kinds_of_keys_verify_nothing():
+    der = serialization.Encoding.DER, serialization.PublicFormat.SubjectPublicKeyInfo
+    small = rsa.generate_private_key(public_exponent=65537, key_size=1024)
+    other = ed25519.Ed25519PrivateKey.generate().public_key().public_bytes(*der)
+    for public_key in (b"", b"\x30\x82garbage", small.public_key().public_bytes(*der), other):
+        assert not verify(public_key, b"data", b"signature")
+
+
+def test_identity_survives_pickling(volunteer: Identity):
+    copy = pickle.loads(pickle.dumps(volunteer))
+    assert copy.peer_id == volunteer.peer_id
+    assert verify(volunteer.public_key, b"data", copy.sign(b"data"))
+
+
+def test_peer_id_of_a_public_key_is_that_of_its_identity(volunteer: Identity):
+    assert peer_id_of(volunteer.public_key) == volunteer.peer_id
+
+
+def test_base58_keeps_leading_zeros():
+    assert base58_encode(b"\0\0a") == "112g"

@@ -1,0 +1,237 @@
+"""A manifest is checked field by field, travels as the same bytes, and proves its run."""
+
+import dataclasses
+import os
+import zlib
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dilocox.dht.errors import InvalidInput
+from dilocox.dht.identity import Identity
+from dilocox.dht.manifest import (
+    CodecSpec,
+    Manifest,
+    OuterSpec,
+    RoundSpec,
+    SignedManifest,
+    preset_names,
+    warnings,
+)
+from dilocox.dht.wire import pack
+
+SHORT = "name: demo\nmodel: tiny\nend_tokens: 2e6\n"
+
+
+def load(folder: Path, text: str) -> Manifest:
+    path = folder / "run.yaml"
+    path.write_text(text)
+    return Manifest.load(path)
+
+
+def test_three_fields_make_a_manifest(tmp_path: Path):
+    manifest = load(tmp_path, SHORT)
+    assert (manifest.name, manifest.end_tokens, manifest.preset) == ("demo", 2_000_000, "tiny")
+    assert manifest.model["model_type"] == "llama"
+    assert manifest.data.source == "stdlib"
+    assert manifest.deadlines.record_lifetime_s == 3 * manifest.deadlines.heartbeat_s
+    assert manifest.batch.tokens_per_step == 256 * 8
+
+
+@pytest.mark.parametrize(
+    ("lines", "message"),
+    [
+        ("rounds: {inner_steps: 0}", "rounds.inner_steps is 0; it must be an integer from 1 to 10"),
+        ("rounds: {inner_steps: 1.5}", "rounds.inner_steps is 1.5; it must be an integer"),
+        ("rounds: {inner_steps: true}", "rounds.inner_steps is True; it must be an integer"),
+        ("rounds: {inner_stps: 5}", "rounds.inner_stps is not a field.*did you mean inner_steps?"),
+        ("colour: red", "colour is not a field of the manifest; known here: name"),
+        ("codec: {bits: 5}", "codec.bits is 5; it must be 4, 8, 16 or 32"),
+        ("codec: {bits: 4.0}", "codec.bits is 4.0; it must be 4, 8, 16 or 32"),
+        ("inner: {betas: [0.9]}", "inner.betas is .* two numbers"),
+        ("inner: {learning_rate: 0}", "inner.learning_rate is 0; it must be a number above 0"),
+        ("inner: {learning_rate: fast}", "inner.learning_rate is 'fast'; it must be a number"),
+        ("inner: 3", "inner is 3; it must hold named fields"),
+        ("inner: {warmup_tokens: 3000000}", "inner.warmup_tokens.* less than end_tokens"),
+        ("deadlines: {vote_s: .inf}", "deadlines.vote_s is inf; it must be a number"),
+        ("outer: {merge: replace}", "outer.merge is 'replace'; it must be rebase, reset or none"),
+        ("stages: 0", "stages is 0; it must be an integer from 1"),
+        ("seed: -1", "seed is -1"),
+        ("name: my run", "name is 'my run'; it must be 1 to 64 letters"),
+        (f"end_tokens: 1{'0' * 400}", "end_tokens is 10"),
+        (f"inner: {{eps: 1{'0' * 400}}}", "inner.eps is 10"),
+        ("end_tokens: 0", "end_tokens is 0; it must be an integer from 1"),
+        ("model: huge", "model is 'huge'; presets are small, tiny"),
+        ("model: 7", "model is 7; it must be the name of a preset or a Hugging Face"),
+        ("model: {vocab_size: 384}", "it must name its model_type"),
+        ("model: {model_type: llama}", "model.vocab_size is None; the byt5 tokenizer needs.*384"),
+        ("model: {model_type: llama, vocab_size: 256}", "model.vocab_size is 256; .* at least 384"),
+        ("batch: {sequence_length: 4096}", "sequence_length is 4096.*max_position_embeddings"),
+        ("rounds: {inner_steps: 9, max_inner_steps: 5}", "inner_steps is 9; it must lie between"),
+        ("data: {source: corpus.bin}", "data.format is missing; it must be text, json"),
+        ("data: {format: text}", "data.format is 'text' with data.source 'stdlib'"),
+        ("data: {held_out: xyz}", "data.held_out is 'xyz'; it must be 64 hex digits or empty"),
+        ("protocol: 2\nnew_field: 1", "protocol is 2; this dilocox speaks protocol 1: install"),
+        ("protocol: one", "protocol is 'one'; this dilocox speaks protocol 1"),
+    ],
+)
+def test_wrong_field_is_named_with_value_and_mend(tmp_path: Path, lines: str, message: str):
+    field = lines.partition(":")[0]
+    rest = "\n".join(line for line in SHORT.splitlines() if not line.startswith(f"{field}:"))
+    with pytest.raises(InvalidInput, match=message) as caught:
+        load(tmp_path, f"{rest}\n{lines}\n")
+    assert str(caught.value).startswith(f"{tmp_path}/run.yaml: ")
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("field", ["name", "model", "end_tokens"])
+def test_missing_field_is_named(tmp_path: Path, field: str):
+    rest = "\n".join(line for line in SHORT.splitlines() if not line.startswith(field))
+    with pytest.raises(InvalidInput, match=f"{field} is missing; it must"):
+        load(tmp_path, rest)
+
+
+@pytest.mark.parametrize(
+    "text", ["", "- a\n", "name: [\n", "a: b: c\n", "just text\n", "\x00", "[" * 5000]
+)
+def test_file_that_is_no_manifest_is_refused_by_name(tmp_path: Path, text: str):
+    with pytest.raises(InvalidInput, match=r"run\.yaml"):
+        load(tmp_path, text)
+
+
+def test_missing_file_is_a_users_mistake(tmp_path: Path):
+    with pytest.raises(InvalidInput, match="cannot be read"):
+        Manifest.load(tmp_path / "run.yaml")
+
+
+def test_numbers_that_yaml_reads_as_text_are_numbers(tmp_path: Path):
+    manifest = load(tmp_path, SHORT + "inner: {learning_rate: 3e-4}\n")
+    assert manifest.inner.learning_rate == 3e-4
+
+
+def test_defaults_follow_from_what_is_given(tmp_path: Path):
+    reset = load(tmp_path, SHORT + "outer: {merge: reset}\n").outer
+    assert (reset.apply, reset.learning_rate, reset.momentum) == ("round_end", 0.7, 0.0)
+    rounds = load(tmp_path, SHORT + "rounds: {inner_steps: 40}\n").rounds
+    assert (rounds.min_inner_steps, rounds.max_inner_steps) == (10, 160)
+    assert load(tmp_path, SHORT + "data: {source: a/*.jsonl}\n").data.format == "json"
+
+
+def test_sections_made_in_code_are_checked_too():
+    with pytest.raises(InvalidInput, match="inner_steps is 0"):
+        RoundSpec(inner_steps=0)
+    with pytest.raises(InvalidInput, match="bits is 3"):
+        CodecSpec(bits=3)  # pyright: ignore[reportArgumentType]
+
+
+@pytest.mark.parametrize("name", preset_names())
+def test_preset_makes_a_valid_manifest(name: str):
+    manifest = Manifest.from_dict({"name": "demo", "model": name, "end_tokens": 1})
+    assert manifest.model["vocab_size"] == 384
+    assert manifest.model["tie_word_embeddings"] is False
+
+
+@pytest.mark.parametrize(
+    ("outer", "count"),
+    [
+        (OuterSpec(), 0),
+        (OuterSpec(momentum=0.9), 1),
+        (OuterSpec(merge="none", momentum=0.9), 0),
+        (OuterSpec(merge="reset", apply="round_end", momentum=0.0), 0),
+        (OuterSpec(merge="reset", momentum=0.0), 1),
+        (OuterSpec(merge="reset", momentum=0.9), 2),
+    ],
+)
+def test_pairings_that_train_badly_are_warned_about(manifest: Manifest, outer: Any, count: int):
+    assert len(warnings(dataclasses.replace(manifest, outer=outer))) == count
+
+
+def test_bytes_are_canonical_and_read_back_equal(manifest: Manifest):
+    again = Manifest.from_bytes(manifest.to_bytes())
+    assert again == manifest
+    assert again.to_bytes() == manifest.to_bytes()
+    assert again.digest == manifest.digest
+    assert dataclasses.replace(manifest, seed=1).digest != manifest.digest
+
+
+def test_held_out_digest_can_be_filled_in(manifest: Manifest):
+    data = dataclasses.replace(manifest.data, held_out="ab" * 32)
+    assert dataclasses.replace(manifest, data=data).data.held_out == "ab" * 32
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=20),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=9), inner),
+    max_leaves=10,
+)
+FIELDS = st.sampled_from([field.name for field in dataclasses.fields(Manifest)])
+
+
+@settings(deadline=None, max_examples=200)
+@given(st.dictionaries(FIELDS, JSON, max_size=5))
+def test_any_values_make_a_manifest_or_a_users_mistake(values: dict[str, Any]):
+    try:
+        Manifest.from_dict({"name": "demo", "model": "tiny", "end_tokens": 1000, **values})
+    except InvalidInput as error:
+        assert "\n" not in str(error)
+
+
+def test_signed_manifest_proves_its_run(operator: Identity, manifest: Manifest, run: str):
+    signed = SignedManifest.sign(operator, manifest)
+    assert SignedManifest.from_bytes(signed.to_bytes()).verify(run) == manifest
+    assert signed.run_id == run
+
+
+def test_manifest_signed_by_another_key_is_of_another_run(
+    stranger: Identity, manifest: Manifest, run: str
+):
+    with pytest.raises(InvalidInput, match=f"the invite names run {run}"):
+        SignedManifest.sign(stranger, manifest).verify(run)
+
+
+def test_manifest_of_another_name_is_of_another_run(
+    operator: Identity, manifest: Manifest, run: str
+):
+    renamed = dataclasses.replace(manifest, name="other")
+    with pytest.raises(InvalidInput, match=f"the invite names run {run}"):
+        SignedManifest.sign(operator, renamed).verify(run)
+
+
+def test_changed_manifest_is_refused(operator: Identity, manifest: Manifest, run: str):
+    signed = SignedManifest.sign(operator, manifest)
+    changed = dataclasses.replace(
+        signed, manifest_bytes=dataclasses.replace(manifest, seed=7).to_bytes()
+    )
+    with pytest.raises(InvalidInput, match="its signature is wrong"):
+        changed.verify(run)
+
+
+def test_manifest_too_large_for_the_dht_is_refused_with_its_size(
+    operator: Identity, manifest: Manifest
+):
+    model = manifest.model | {"notes": os.urandom(20_000).hex()}
+    with pytest.raises(InvalidInput, match=r"manifest has 2\d{4} bytes compressed.*24576"):
+        SignedManifest.sign(operator, dataclasses.replace(manifest, model=model))
+
+
+def test_manifest_that_unpacks_to_gigabytes_is_refused_early():
+    bomb = zlib.compress(bytes(20_000_000))
+    assert len(bomb) < 24 * 1024
+    with pytest.raises(InvalidInput, match="damaged"):
+        SignedManifest.from_bytes(bomb)
+
+
+def test_signed_manifest_of_a_newer_version_is_refused_by_its_version():
+    newer = zlib.compress(pack([2, b"", b"", b""]))
+    with pytest.raises(InvalidInput, match="version 2, this dilocox reads 1"):
+        SignedManifest.from_bytes(newer)
+
+
+@settings(deadline=None)
+@given(st.binary(max_size=500), st.booleans())
+def test_any_bytes_are_a_signed_manifest_or_refused(data: bytes, compressed: bool):
+    with pytest.raises(InvalidInput):
+        SignedManifest.from_bytes(zlib.compress(data) if compressed else data)

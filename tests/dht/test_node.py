@@ -1,0 +1,267 @@
+"""Real nodes on loopback: what they exchange, what they refuse, and how they end."""
+
+import os
+import signal
+import socket
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hivemind.dht.validation import DHTRecord, RecordValidatorBase
+from hivemind.utils import timed_storage
+
+from dilocox.dht.clock import RunClock
+from dilocox.dht.envelope import seal
+from dilocox.dht.errors import EnvironmentFault, InvalidInput
+from dilocox.dht.identity import Identity, peer_id_bytes_of
+from dilocox.dht.keys import part_key, stage_key
+from dilocox.dht.manifest import Manifest, SignedManifest
+from dilocox.dht.node import NoAnswer, RunDHT
+from dilocox.dht.records import PartRecord, StageRecord
+from dilocox.dht.swarm import Swarm
+
+Node = tuple[RunDHT, Swarm, RunClock]
+OpenNode = Callable[..., Node]
+
+SKEW_S = 500.0
+
+
+class AnythingGoes(RecordValidatorBase):
+    """The validator of a peer that lies."""
+
+    def validate(self, record: DHTRecord) -> bool:
+        return True
+
+
+@pytest.fixture(scope="module")
+def hivemind_time() -> Iterator[None]:
+    before = timed_storage.get_dht_time
+    yield
+    for name in ("utils.timed_storage", "dht.node", "dht.protocol", "dht.routing"):
+        module: Any = __import__(f"hivemind.{name}", fromlist=["get_dht_time"])
+        module.get_dht_time = before
+
+
+@pytest.fixture(scope="module")
+def first(open_node: OpenNode, operator: Identity, hivemind_time: None) -> Node:
+    return open_node(operator)
+
+
+@pytest.fixture(scope="module")
+def second(open_node: OpenNode, volunteer: Identity, first: Node) -> Node:
+    """A node whose machine's clock is minutes off."""
+    clock = RunClock()
+    clock._start += SKEW_S
+    return open_node(volunteer, bootstraps=first[0].visible_addresses(), clock=clock)
+
+
+@pytest.fixture(scope="module")
+def liar(open_node: OpenNode, stranger: Identity, first: Node, second: Node) -> Node:
+    return open_node(stranger, bootstraps=first[0].visible_addresses(), validator=AnythingGoes())
+
+
+def stage_record(round_number: int) -> StageRecord:
+    return StageRecord(
+        state="training",
+        round=round_number,
+        digest="",
+        replica="",
+        tokens=0,
+        tokens_per_s=1.0,
+        client_mode=False,
+        voids=0,
+        version="0.1.0",
+        addresses=(),
+    )
+
+
+def test_clock_minutes_off_is_corrected_before_the_node_joins(first: Node, second: Node):
+    assert second[2].offset == pytest.approx(-SKEW_S, abs=0.5)
+    assert abs(second[2].time() - first[2].time()) < 0.5
+
+
+def test_nodes_exchange_signed_records(
+    first: Node, second: Node, operator: Identity, volunteer: Identity, run: str
+):
+    assert first[1].publish(stage_key(run, 0), stage_record(1), 60)
+    assert second[1].publish(stage_key(run, 0), stage_record(2), 60)
+    expected = {operator.peer_id: stage_record(1), volunteer.peer_id: stage_record(2)}
+    assert first[1].read(stage_key(run, 0), StageRecord) == expected
+    assert second[1].read(stage_key(run, 0), StageRecord) == expected
+
+
+def test_record_is_replaced_by_its_owner(first: Node, second: Node, volunteer: Identity, run: str):
+    for position in range(3):
+        assert second[1].publish(part_key(run, 0), PartRecord(part=0, position=position), 60)
+        found = first[1].read(part_key(run, 0), PartRecord)
+        assert found == {volunteer.peer_id: PartRecord(part=0, position=position)}
+
+
+def test_forged_records_are_refused_by_honest_nodes(
+    first: Node, liar: Node, operator: Identity, stranger: Identity, run: str
+):
+    key = part_key(run, 7)
+    expires_at = liar[2].time() + 60
+    victim = peer_id_bytes_of(operator.public_key)
+    payload = PartRecord(part=7, position=666).encode()
+    forged = seal(stranger, key=key, sequence=1, expires_at=expires_at, payload=payload)
+    before = first[0].refused_values()
+    for value in (forged, forged[:-1] + b"\0", b"junk", bytes(20_000)):
+        liar[0].put(key, value, expires_at, victim, 10.0)
+    assert first[1].read(key, PartRecord) == {}
+    assert not first[1].refused
+    refused = first[0].refused_values() - before
+    assert set(refused) >= {"owner", "malformed"}
+
+
+def test_liars_own_record_is_heard_among_the_honest(
+    first: Node, liar: Node, stranger: Identity, run: str
+):
+    assert liar[1].publish(part_key(run, 8), PartRecord(part=8, position=1), 60)
+    found = first[1].read(part_key(run, 8), PartRecord)
+    assert found == {stranger.peer_id: PartRecord(part=8, position=1)}
+
+
+def test_large_manifest_passes_whole(
+    first: Node, second: Node, operator: Identity, manifest: Manifest, run: str
+):
+    model = manifest.model | {"notes": os.urandom(14_000).hex()}
+    large = Manifest.from_dict(manifest.to_dict() | {"model": model})
+    signed = SignedManifest.sign(operator, large)
+    assert len(signed.to_bytes()) > 16_384  # above this hivemind's node dies
+    assert first[1].publish_manifest(signed)
+    assert second[1].fetch_manifest(run, 10.0).verify(run) == large
+
+
+def test_manifest_of_a_run_that_nobody_knows_is_a_wrong_invite(second: Node):
+    with pytest.raises(InvalidInput, match=f"know no run {'ab' * 16}"):
+        second[1].fetch_manifest("ab" * 16, 0.6)
+
+
+def test_value_over_the_limit_never_leaves(second: Node, run: str):
+    with pytest.raises(ValueError, match="the DHT takes 32768"):
+        second[0].put(part_key(run, 0), bytes(32_769), second[2].time() + 10, None, 5.0)
+
+
+def test_bootstraps_answer(first: Node, second: Node):
+    assert second[1].bootstrap_answers(5.0)
+    assert first[1].bootstrap_answers(5.0)
+
+
+def test_stopped_node_leaves_its_caller_a_deadline(second: Node, run: str):
+    dht, swarm, _ = second
+    assert dht.pid
+    os.kill(dht.pid, signal.SIGSTOP)
+    try:
+        started = time.monotonic()
+        assert swarm.read(part_key(run, 0), PartRecord, timeout_s=0.2) is None
+        for _ in range(100):  # more than the pipe to the node holds
+            swarm.publish(part_key(run, 0), PartRecord(part=0, position=0), 60, timeout_s=0.002)
+        assert not swarm.bootstrap_answers(0.2)
+        assert time.monotonic() - started < 10.0
+    finally:
+        os.kill(dht.pid, signal.SIGCONT)
+    assert swarm.read(part_key(run, 0), PartRecord) is not None
+
+
+def test_client_mode_node_reads_and_writes(
+    open_node: OpenNode, first: Node, tmp_path: Path, run: str
+):
+    identity = Identity.load_or_create(tmp_path / "client.key")
+    dht, swarm, _ = open_node(
+        identity, bootstraps=first[0].visible_addresses(), listen=(), client_mode=True
+    )
+    assert dht.visible_addresses() == ()
+    assert swarm.publish(part_key(run, 9), PartRecord(part=9, position=1), 60)
+    found = first[1].read(part_key(run, 9), PartRecord)
+    assert found == {identity.peer_id: PartRecord(part=9, position=1)}
+    dht.close()
+
+
+def test_closed_node_leaves_nothing_and_answers_nobody(
+    open_node: OpenNode, first: Node, tmp_path: Path, run: str
+):
+    before = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
+    dht, swarm, _ = open_node(
+        Identity.load_or_create(tmp_path / "short.key"), bootstraps=first[0].visible_addresses()
+    )
+    assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == before
+    child, p2pd = dht.pid, dht.p2pd_pid
+    dht.close()
+    dht.close()
+    assert not dht.running
+    for pid in (child, p2pd):
+        assert not Path(f"/proc/{pid}").exists()
+    assert swarm.read(part_key(run, 0), PartRecord) is None
+    assert not swarm.publish(part_key(run, 0), PartRecord(part=0, position=0), 10)
+    with pytest.raises(NoAnswer):
+        dht.visible_addresses()
+
+
+def test_node_that_comes_back_is_the_same_node(
+    open_node: OpenNode, first: Node, tmp_path: Path, run: str
+):
+    identity = Identity.load_or_create(tmp_path / "returning.key")
+    for position in range(3):
+        dht, swarm, _ = open_node(identity, bootstraps=first[0].visible_addresses())
+        assert swarm.publish(part_key(run, 10), PartRecord(part=10, position=position), 60)
+        found = first[1].read(part_key(run, 10), PartRecord)
+        assert found == {identity.peer_id: PartRecord(part=10, position=position)}
+        dht.close()
+
+
+def test_port_in_use_is_named_with_its_option(open_node: OpenNode, operator: Identity):
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        port = other.getsockname()[1]
+        with pytest.raises(EnvironmentFault, match=rf"port {port} .* in use .*--port"):
+            open_node(operator, listen=(f"/ip4/127.0.0.1/tcp/{port}",))
+
+
+def test_port_of_another_node_is_in_use_too(open_node: OpenNode, first: Node, volunteer: Identity):
+    taken = first[0].visible_addresses()[0].partition("/p2p/")[0]
+    with pytest.raises(EnvironmentFault, match="in use"):
+        open_node(volunteer, listen=(taken,))
+
+
+def test_unreachable_bootstrap_is_named_within_its_deadline(
+    open_node: OpenNode, operator: Identity, volunteer: Identity
+):
+    address = f"/ip4/127.0.0.1/tcp/1/p2p/{operator.peer_id}"
+    started = time.monotonic()
+    with pytest.raises(EnvironmentFault, match=rf"no bootstrap can be reached: {address}"):
+        open_node(volunteer, bootstraps=(address,), startup_s=1.0)
+    assert time.monotonic() - started < 5.0
+
+
+def test_bootstrap_of_another_peer_id_is_refused(
+    open_node: OpenNode, first: Node, volunteer: Identity, stranger: Identity
+):
+    address = first[0].visible_addresses()[0].rpartition("/")[0] + f"/{stranger.peer_id}"
+    with pytest.raises(EnvironmentFault, match="no bootstrap of that peer id"):
+        open_node(volunteer, bootstraps=(address,))
+
+
+def test_silent_bootstrap_is_given_up_at_the_deadline(
+    open_node: OpenNode, operator: Identity, volunteer: Identity
+):
+    with socket.socket() as silent:
+        silent.bind(("127.0.0.1", 0))
+        silent.listen()
+        address = f"/ip4/127.0.0.1/tcp/{silent.getsockname()[1]}/p2p/{operator.peer_id}"
+        started = time.monotonic()
+        with pytest.raises(EnvironmentFault, match=address):
+            open_node(volunteer, bootstraps=(address,), startup_s=1.5)
+        assert time.monotonic() - started < 6.0
+
+
+@pytest.mark.parametrize("address", ["/ip4/127.0.0.1/udp/0/quic", "127.0.0.1:80", ""])
+def test_address_that_is_no_tcp_multiaddr_is_a_users_mistake(
+    open_node: OpenNode, operator: Identity, address: str
+):
+    for option in ("listen", "announce", "bootstraps"):
+        with pytest.raises(InvalidInput, match="is not a TCP multiaddr"):
+            open_node(operator, **{option: (address,)})

@@ -1,0 +1,82 @@
+"""However the main process ends, nothing of its node is left within five seconds."""
+
+import os
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.dht.processes import NodeProgram, is_alive, wait_until
+
+LIMIT_S = 5.0
+
+
+@pytest.fixture
+def start(key_file: Path) -> Iterator[Callable[..., NodeProgram]]:
+    programs: list[NodeProgram] = []
+
+    def start_one(*options: str) -> NodeProgram:
+        programs.append(NodeProgram.start(key_file, *options))
+        return programs[-1]
+
+    yield start_one
+    for program in programs:
+        program.end()
+
+
+Start = Callable[..., NodeProgram]
+
+
+def test_killed_main_process_leaves_nothing(start: Start):
+    program = start()
+    program.process.kill()
+    program.process.wait()
+    wait_until(lambda: not program.left(), LIMIT_S)
+
+
+@pytest.mark.swarm
+def test_main_process_that_fails_ends_and_leaves_nothing(start: Start):
+    program = start()
+    program.tell("raise")
+    assert program.process.wait(LIMIT_S) == 1
+    wait_until(lambda: not program.left(), LIMIT_S)
+
+
+def test_ctrl_c_and_sigterm_leave_the_node_to_the_main_process(start: Start):
+    program = start("ignore")
+    for number in (signal.SIGINT, signal.SIGTERM):
+        os.killpg(program.process.pid, number)
+    os.kill(program.child, signal.SIGTERM)
+    assert program.ask("ping")
+    assert is_alive(program.child)
+    assert is_alive(program.p2pd)
+    assert program.ask("close") == "closed"
+    assert not is_alive(program.child)
+    assert not is_alive(program.p2pd)
+    assert not program.sockets.exists()
+
+
+def test_node_ends_with_its_p2pd(start: Start):
+    program = start()
+    os.kill(program.p2pd, signal.SIGKILL)
+    wait_until(lambda: not is_alive(program.child), LIMIT_S)
+    assert program.ask("close") == "closed"
+    assert not program.sockets.exists()
+
+
+def test_p2pd_ends_with_its_node(start: Start):
+    program = start()
+    os.kill(program.child, signal.SIGKILL)
+    wait_until(lambda: not is_alive(program.p2pd), LIMIT_S)
+    assert program.ask("close") == "closed"
+    assert not program.sockets.exists()
+
+
+@pytest.mark.swarm
+def test_stopped_node_is_closed_all_the_same(start: Start):
+    program = start()
+    os.kill(program.child, signal.SIGSTOP)
+    assert program.ask("close") == "closed"
+    wait_until(lambda: not is_alive(program.child) and not is_alive(program.p2pd), LIMIT_S)
+    assert not program.sockets.exists()

@@ -1,0 +1,175 @@
+"""Records are small and typed; keys say which kind of record they are for."""
+
+import dataclasses
+import hashlib
+from typing import Any
+
+import pytest
+from hivemind.dht.routing import DHTID
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dilocox.dht import keys
+from dilocox.dht.records import (
+    MAX_RECORD_BYTES,
+    RECORD_TYPES,
+    BellRecord,
+    ClaimRecord,
+    PartRecord,
+    Record,
+    ReplicaRecord,
+    StageRecord,
+)
+from dilocox.dht.wire import Malformed, pack, unpack
+
+RUN = "0123456789abcdef" * 2
+STAGE = StageRecord(
+    state="training",
+    round=7,
+    digest="ab" * 32,
+    replica="",
+    tokens=4096,
+    tokens_per_s=100.5,
+    client_mode=False,
+    voids=0,
+    version="0.1.0",
+    addresses=("/ip4/127.0.0.1/tcp/1",),
+)
+REPLICA = ReplicaRecord(
+    members=("QmA", "QmB"),
+    epoch=1,
+    round=7,
+    inner_step=12,
+    step_s=0.5,
+    tokens_per_s=100.0,
+    train_loss=5.5,
+    val_loss=None,
+    val_round=-1,
+    codec="bf16",
+    last_fault="",
+)
+BELL = BellRecord(
+    round=7, finished_at=1e9, round_s=60.0, tokens=9, send_after=None, scheduled_at=1e9
+)
+CLAIM = ClaimRecord(round=-1, digest="ab" * 32, tokens=0, chain_tokens=0, record_bytes=10)
+ALL = [STAGE, REPLICA, BELL, CLAIM, PartRecord(part=3, position=0)]
+
+
+@pytest.mark.parametrize("record", ALL, ids=lambda record: record.kind)
+def test_record_reads_back_equal(record: Record):
+    data = record.encode()
+    assert len(data) <= MAX_RECORD_BYTES
+    assert type(record).decode(data) == record
+    assert RECORD_TYPES[record.kind] is type(record)
+
+
+def test_field_of_a_newer_version_is_ignored():
+    fields = dataclasses.asdict(STAGE) | {"temperature": 41.5}
+    assert StageRecord.decode(pack(fields)) == STAGE
+
+
+@pytest.mark.parametrize("field", [field.name for field in dataclasses.fields(StageRecord)])
+def test_record_without_a_field_is_refused(field: str):
+    fields = dataclasses.asdict(STAGE)
+    del fields[field]
+    with pytest.raises(Malformed, match=f"no {field}"):
+        StageRecord.decode(pack(fields))
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("state", "sleeping"),
+        ("state", 1),
+        ("round", 1.5),
+        ("round", True),
+        ("round", -2),
+        ("round", 2**60),
+        ("digest", b"ab"),
+        ("digest", "x" * 300),
+        ("replica", None),
+        ("tokens_per_s", float("nan")),
+        ("tokens_per_s", float("inf")),
+        ("tokens_per_s", "fast"),
+        ("client_mode", 1),
+        ("addresses", "one"),
+        ("addresses", [1]),
+        ("addresses", [["nested"]]),
+        ("addresses", ["a"] * 65),
+    ],
+)
+def test_value_of_a_wrong_type_is_refused_both_ways(field: str, value: Any):
+    with pytest.raises(Malformed):
+        StageRecord.decode(pack(dataclasses.asdict(STAGE) | {field: value}))
+    with pytest.raises(Malformed):
+        dataclasses.replace(STAGE, **{field: value}).encode()
+
+
+def test_record_over_one_kilobyte_is_refused_both_ways():
+    long = dataclasses.replace(STAGE, addresses=("x" * 250,) * 5)
+    with pytest.raises(Malformed, match="1024"):
+        long.encode()
+    with pytest.raises(Malformed, match="1024"):
+        StageRecord.decode(pack(dataclasses.asdict(long)))
+
+
+@settings(deadline=None)
+@given(st.binary(max_size=200))
+def test_any_bytes_are_a_record_or_malformed(data: bytes):
+    for kind in RECORD_TYPES.values():
+        with pytest.raises(Malformed):
+            kind.decode(data)
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"\xc1",
+        b"\x91" * 5000,
+        b"\xdf\xff\xff\xff\xff",
+        b"\xc6\xff\xff\xff\xffabc",
+        b"\xc7\x01\x50a",
+        b"\x81\x01\x02",
+        b"\x81\x90\x02",
+        b"\x01\x01",
+        b"\xa2\xff\xfe",
+    ],
+)
+def test_hostile_msgpack_is_refused_without_its_memory(data: bytes):
+    with pytest.raises(Malformed):
+        unpack(data, 10_000)
+
+
+KEYS = {
+    keys.manifest_key(RUN): ("manifest", 0),
+    keys.replica_key(RUN): ("replica", 0),
+    keys.stage_key(RUN, 0): ("stage", 0),
+    keys.stage_key(RUN, 12): ("stage", 12),
+    keys.bell_key(RUN, 345): ("bell", 345),
+    keys.part_key(RUN, 6): ("part", 6),
+    keys.claim_key(RUN, 1): ("round", 1),
+}
+
+
+@pytest.mark.parametrize("key", KEYS)
+def test_key_tells_run_kind_and_index(key: str):
+    parsed = keys.parse_key(key)
+    assert (parsed.run, (parsed.kind, parsed.index)) == (RUN, KEYS[key])
+
+
+@pytest.mark.parametrize(
+    "key", ["", RUN, f"{RUN}.stage", f"{RUN}.stage.01", f"{RUN}.stage.-1", f"{RUN}.x.1"]
+)
+def test_other_keys_are_none_of_ours(key: str):
+    with pytest.raises(ValueError, match="is not a key of dilocox"):
+        keys.parse_key(key)
+
+
+def test_key_id_equals_the_hash_that_hivemind_stores():
+    key = keys.stage_key(RUN, 0)
+    assert keys.key_id(key) == DHTID.generate(source=key).to_bytes()
+    assert len(keys.key_id(key)) == hashlib.sha1(b"").digest_size
+
+
+def test_averaging_prefix_has_no_dot():
+    assert "." not in keys.averaging_prefix(RUN, 3)

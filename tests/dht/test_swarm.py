@@ -1,0 +1,265 @@
+"""A swarm's answers may be late, old, forged or missing; readers see what owners last said."""
+
+from collections.abc import Callable
+from typing import Any, cast
+
+import pytest
+from hivemind.utils.timed_storage import ValueWithExpiration
+
+from dilocox.dht.clock import RunClock
+from dilocox.dht.envelope import seal
+from dilocox.dht.errors import EnvironmentFault, InvalidInput
+from dilocox.dht.identity import Identity, peer_id_bytes_of
+from dilocox.dht.keys import bell_key, manifest_key, part_key, stage_key
+from dilocox.dht.manifest import Manifest, SignedManifest
+from dilocox.dht.node import NoAnswer, RunDHT
+from dilocox.dht.records import PartRecord, StageRecord
+from dilocox.dht.swarm import Swarm
+
+
+class FakeDHT:
+    """A DHT in a dict; it answers what it is told to."""
+
+    def __init__(self) -> None:
+        self.values: dict[str, Any] = {}
+        self.silent = False
+        self.reachable = True
+        self.expiries: list[float] = []
+
+    def put(self, key: str, value: bytes, expires_at: float, subkey: Any, timeout_s: float) -> bool:
+        if self.silent:
+            raise NoAnswer("silent")
+        self.expiries.append(expires_at)
+        if subkey is None:
+            self.values[key] = value
+        else:
+            entry = ValueWithExpiration(value, expires_at)
+            self.values.setdefault(key, {})[subkey] = entry
+        return True
+
+    def find(self, key: str, *, latest: bool, timeout_s: float) -> object | None:
+        if self.silent:
+            raise NoAnswer("silent")
+        return self.values.get(key)
+
+    def bootstrap_answers(self, timeout_s: float) -> bool:
+        return self.reachable
+
+
+class StandingClock(RunClock):
+    """Run time that moves only when told."""
+
+    now = 1000.0
+
+    def time(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def dht() -> FakeDHT:
+    return FakeDHT()
+
+
+@pytest.fixture
+def clock() -> StandingClock:
+    return StandingClock()
+
+
+@pytest.fixture
+def member(run: str, dht: FakeDHT, clock: StandingClock) -> Callable[[Identity], Swarm]:
+    return lambda identity: Swarm(cast(RunDHT, dht), run, identity, clock)
+
+
+Member = Callable[[Identity], Swarm]
+
+
+def at(position: int) -> PartRecord:
+    return PartRecord(part=0, position=position)
+
+
+def test_records_are_read_by_owner(
+    member: Member, operator: Identity, volunteer: Identity, run: str
+):
+    key = part_key(run, 0)
+    assert member(operator).publish(key, at(1), 15)
+    assert member(volunteer).publish(key, at(2), 15)
+    found = member(operator).read(key, PartRecord)
+    assert found == {operator.peer_id: at(1), volunteer.peer_id: at(2)}
+
+
+def test_nothing_there_is_empty_and_no_answer_is_none(
+    member: Member, dht: FakeDHT, operator: Identity, run: str
+):
+    swarm = member(operator)
+    assert swarm.read(part_key(run, 0), PartRecord) == {}
+    dht.silent = True
+    assert swarm.read(part_key(run, 0), PartRecord) is None
+    assert not swarm.publish(part_key(run, 0), at(1), 15)
+
+
+def test_record_lives_until_it_expires_even_if_an_answer_misses_it(
+    member: Member, dht: FakeDHT, clock: StandingClock, volunteer: Identity, run: str
+):
+    key, swarm = part_key(run, 0), member(volunteer)
+    swarm.publish(key, at(1), 15)
+    assert swarm.read(key, PartRecord) == {volunteer.peer_id: at(1)}
+    dht.values.clear()
+    clock.now += 14.9
+    assert swarm.read(key, PartRecord) == {volunteer.peer_id: at(1)}
+    clock.now += 0.2
+    assert swarm.read(key, PartRecord) == {}
+
+
+def test_replayed_older_record_does_not_replace_a_newer_one(
+    member: Member, dht: FakeDHT, volunteer: Identity, run: str
+):
+    key, swarm = part_key(run, 0), member(volunteer)
+    swarm.publish(key, at(1), 15)
+    older = dict(dht.values[key])
+    swarm.publish(key, at(2), 15)
+    assert swarm.read(key, PartRecord) == {volunteer.peer_id: at(2)}
+    dht.values[key] = older
+    assert swarm.read(key, PartRecord) == {volunteer.peer_id: at(2)}
+    assert swarm.refused["older"] == 1
+
+
+def test_restarted_owner_is_newer_than_before(
+    member: Member, clock: StandingClock, volunteer: Identity, run: str
+):
+    key, reader = part_key(run, 0), member(volunteer)
+    writer = member(volunteer)
+    for position in range(5):
+        writer.publish(key, at(position), 15)
+    reader.read(key, PartRecord)
+    clock.now += 1.0
+    member(volunteer).publish(key, at(100), 15)
+    assert reader.read(key, PartRecord) == {volunteer.peer_id: at(100)}
+
+
+def test_later_record_with_a_shorter_life_still_replaces(
+    member: Member, dht: FakeDHT, volunteer: Identity, run: str
+):
+    swarm = member(volunteer)
+    swarm.publish(part_key(run, 0), at(1), 60)
+    swarm.publish(part_key(run, 0), at(2), 1)
+    swarm.publish(part_key(run, 1), at(3), 1)
+    assert dht.expiries[0] < dht.expiries[1] < 1061
+    assert dht.expiries[2] == 1001
+
+
+def test_garbage_is_skipped_and_counted_by_reason(
+    member: Member,
+    dht: FakeDHT,
+    operator: Identity,
+    volunteer: Identity,
+    stranger: Identity,
+    run: str,
+):
+    key, swarm = part_key(run, 0), member(volunteer)
+    swarm.publish(key, at(1), 15)
+
+    def entry(signer: Identity, payload: bytes = at(9).encode(), under: str = key) -> Any:
+        sealed = seal(signer, key=under, sequence=1, expires_at=1015.0, payload=payload)
+        return ValueWithExpiration(sealed, 1015.0)
+
+    mine = peer_id_bytes_of(operator.public_key)
+    good = entry(operator)
+    dht.values[key] |= {
+        b"somebody": good,
+        mine: entry(stranger),
+        1: ValueWithExpiration(b"junk", 1015.0),
+        2: ValueWithExpiration([17], 1015.0),
+        3: "no entry",
+        4: ValueWithExpiration(bytes(40_000), 1015.0),
+        5: ValueWithExpiration(good.value[:-1] + b"\0", 1015.0),
+        6: entry(operator, under=part_key(run, 1)),
+        peer_id_bytes_of(stranger.public_key): entry(stranger, payload=b"\x80"),
+    }
+    assert swarm.read(key, PartRecord) == {volunteer.peer_id: at(1)}
+    assert swarm.refused == {
+        "owner": 2,
+        "malformed": 3,
+        "size": 1,
+        "signature": 1,
+        "key": 1,
+        "type": 1,
+    }
+
+
+def test_plain_value_in_place_of_records_is_skipped(
+    member: Member, dht: FakeDHT, volunteer: Identity, run: str
+):
+    dht.values[part_key(run, 0)] = b"plain"
+    swarm = member(volunteer)
+    assert swarm.read(part_key(run, 0), PartRecord) == {}
+    assert swarm.refused == {"plain": 1}
+
+
+def test_record_under_a_key_of_another_kind_is_a_programming_error(
+    member: Member, volunteer: Identity, run: str
+):
+    swarm = member(volunteer)
+    with pytest.raises(ValueError, match="part record does not belong"):
+        swarm.publish(stage_key(run, 0), at(1), 15)
+    with pytest.raises(ValueError, match="no stage records"):
+        swarm.read(part_key(run, 0), StageRecord)
+    with pytest.raises(ValueError, match="may live up to"):
+        swarm.publish(part_key(run, 0), at(1), 1e6)
+
+
+def test_memory_of_past_rounds_is_given_up(
+    member: Member, clock: StandingClock, volunteer: Identity, run: str
+):
+    from dilocox.dht.records import BellRecord
+
+    swarm = member(volunteer)
+    bell = BellRecord(
+        round=0, finished_at=0, round_s=1, tokens=1, send_after=None, scheduled_at=None
+    )
+    for number in range(600):
+        clock.now += 20.0
+        swarm.publish(bell_key(run, number), bell, 15)
+        swarm.read(bell_key(run, number), BellRecord)
+    assert len(swarm._seen) <= 257
+    assert len(swarm._expiries) <= 2
+
+
+def test_manifest_is_fetched_and_proven(
+    member: Member, operator: Identity, volunteer: Identity, manifest: Manifest, run: str
+):
+    assert member(operator).publish_manifest(SignedManifest.sign(operator, manifest))
+    assert member(volunteer).fetch_manifest(run, 1.0).verify(run) == manifest
+
+
+def test_forged_manifest_is_refused(
+    member: Member,
+    dht: FakeDHT,
+    volunteer: Identity,
+    stranger: Identity,
+    manifest: Manifest,
+    run: str,
+):
+    key = manifest_key(run)
+    forged = SignedManifest.sign(stranger, manifest).to_bytes()
+    for value in (
+        seal(stranger, key=key, sequence=1, expires_at=2000.0, payload=forged),
+        seal(stranger, key=key, sequence=1, expires_at=2000.0, payload=b"junk"),
+        b"junk",
+        17,
+    ):
+        dht.values[key] = value
+        with pytest.raises(InvalidInput, match="manifest"):
+            member(volunteer).fetch_manifest(run, 1.0)
+
+
+def test_missing_manifest_is_the_invites_fault_only_if_a_bootstrap_answers(
+    member: Member, dht: FakeDHT, volunteer: Identity
+):
+    with pytest.raises(InvalidInput, match="know no run"):
+        member(volunteer).fetch_manifest("ab" * 16, 0.01)
+    dht.reachable = False
+    with pytest.raises(EnvironmentFault, match="no manifest of run"):
+        member(volunteer).fetch_manifest("ab" * 16, 0.01)
+    dht.silent = True
+    with pytest.raises(EnvironmentFault, match="no manifest of run"):
+        member(volunteer).fetch_manifest("ab" * 16, 0.01)

@@ -1,0 +1,291 @@
+"""What the validator lets into the DHT: records of this run by their owners, and nothing else."""
+
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from hivemind.dht.routing import DHTID
+from hivemind.dht.validation import CompositeValidator, DHTRecord
+from hivemind.utils import timed_storage
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from dilocox.dht.envelope import MAX_VALUE_BYTES, Refused, seal, unseal
+from dilocox.dht.identity import Identity, peer_id_bytes_of
+from dilocox.dht.keys import (
+    MAX_DECLARATION_LIFETIME_S,
+    MAX_LIFETIME_S,
+    claim_key,
+    key_id,
+    manifest_key,
+    part_key,
+    stage_key,
+)
+from dilocox.dht.manifest import Manifest, SignedManifest
+from dilocox.dht.records import PartRecord
+from dilocox.dht.validator import CLOCK_SLACK_S, PLAIN, RunRecordValidator
+from dilocox.dht.wire import pack
+
+NOW = 1_000_000.0
+EXPIRES = NOW + 15.0
+PART = PartRecord(part=3, position=77)
+
+
+@pytest.fixture(autouse=True)
+def standing_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(timed_storage, "get_dht_time", lambda: NOW)
+
+
+@pytest.fixture
+def validator(run: str, operator: Identity) -> RunRecordValidator:
+    return RunRecordValidator(run, operator)
+
+
+@pytest.fixture
+def make(run: str, volunteer: Identity) -> Callable[..., DHTRecord]:
+    """A good record as hivemind shows it to the validator, with anything about it changed."""
+
+    def record(**changes: Any) -> DHTRecord:
+        key = changes.get("key", part_key(run, 3))
+        expires_at = changes.get("expires_at", EXPIRES)
+        sealed = seal(
+            changes.get("signer", volunteer),
+            key=key,
+            sequence=1,
+            expires_at=changes.get("signed_expiry", expires_at),
+            payload=changes.get("payload", PART.encode()),
+        )
+        return DHTRecord(
+            changes.get("stored_under", key_id(key) if isinstance(key, str) else key),
+            changes.get("subkey", subkey_of(volunteer)),
+            changes.get("value", pack(sealed)),
+            expires_at,
+        )
+
+    return record
+
+
+def subkey_of(identity: Identity) -> bytes:
+    return pack(peer_id_bytes_of(identity.public_key))
+
+
+def reason(validator: RunRecordValidator, record: DHTRecord) -> str:
+    """Why the validator refuses a record."""
+    validator.refused.clear()
+    assert not validator.validate(record)
+    ((kind, count),) = validator.refused.items()
+    assert count == 1
+    return kind
+
+
+Make = Callable[..., DHTRecord]
+
+
+def test_record_of_its_owner_is_accepted_again_and_again(validator: RunRecordValidator, make: Make):
+    record = make()
+    assert validator.validate(record)
+    assert validator.validate(record)
+    assert not validator.refused
+
+
+def test_record_signed_by_another_peer_is_refused(
+    validator: RunRecordValidator, make: Make, stranger: Identity
+):
+    assert reason(validator, make(signer=stranger)) == "owner"
+
+
+def test_record_without_an_owner_is_refused(validator: RunRecordValidator, make: Make):
+    assert reason(validator, make(subkey=PLAIN)) == "owner"
+
+
+def test_every_changed_byte_is_noticed(validator: RunRecordValidator, make: Make):
+    good = make()
+    for position in range(0, len(good.value), 7):
+        value = bytearray(good.value)
+        value[position] ^= 0x01
+        assert not validator.validate(make(value=bytes(value))), position
+
+
+def test_record_moved_to_another_key_is_refused(
+    validator: RunRecordValidator, make: Make, run: str
+):
+    assert reason(validator, make(stored_under=key_id(part_key(run, 4)))) == "key"
+
+
+def test_record_of_another_run_is_refused(validator: RunRecordValidator, make: Make):
+    assert reason(validator, make(key=part_key("ab" * 16, 3))) == "run"
+
+
+def test_record_under_a_key_that_is_none_of_ours_is_refused(
+    validator: RunRecordValidator, make: Make, run: str
+):
+    assert reason(validator, make(key=f"{run}.gossip.3")) == "key"
+
+
+def test_record_of_another_kind_than_its_key_is_refused(
+    validator: RunRecordValidator, make: Make, run: str
+):
+    assert reason(validator, make(key=stage_key(run, 0))) == "type"
+    assert reason(validator, make(key=claim_key(run, 0))) == "type"
+    assert reason(validator, make(payload=b"\x80")) == "type"
+
+
+def test_life_of_a_record_cannot_be_prolonged(validator: RunRecordValidator, make: Make):
+    assert reason(validator, make(expires_at=EXPIRES + 1, signed_expiry=EXPIRES)) == "expiry"
+
+
+@pytest.mark.parametrize("expires_at", [float("inf"), float("nan"), NOW + 1e7])
+def test_record_that_would_live_too_long_is_refused(
+    validator: RunRecordValidator, make: Make, expires_at: float
+):
+    assert reason(validator, make(expires_at=expires_at)) == "expiry"
+
+
+def test_longest_life_of_a_record_is_that_of_its_kind(validator: RunRecordValidator, make: Make):
+    latest = NOW + MAX_LIFETIME_S["part"] + CLOCK_SLACK_S
+    assert validator.validate(make(expires_at=latest))
+    assert reason(validator, make(expires_at=latest + 0.1)) == "expiry"
+
+
+def test_value_over_the_limit_is_refused_unread(validator: RunRecordValidator, make: Make):
+    assert reason(validator, make(value=bytes(MAX_VALUE_BYTES + 1))) == "size"
+
+
+@pytest.mark.parametrize("value", [b"", b"\xc0", b"\xa3abc", pack(b"abc"), pack([1]), pack(1.5)])
+def test_value_without_an_envelope_is_refused(
+    validator: RunRecordValidator, make: Make, value: bytes
+):
+    assert reason(validator, make(value=value)) == "malformed"
+
+
+@settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(value=st.binary(max_size=300), subkey=st.binary(max_size=40), wrapped=st.booleans())
+def test_any_bytes_are_refused_without_an_error(
+    validator: RunRecordValidator, make: Make, value: bytes, subkey: bytes, wrapped: bool
+):
+    record = make(value=pack(value) if wrapped else value, subkey=subkey)
+    assert not validator.validate(record)
+    assert isinstance(validator.strip_value(record), bytes)
+
+
+@pytest.fixture
+def signed(operator: Identity, manifest: Manifest) -> SignedManifest:
+    return SignedManifest.sign(operator, manifest)
+
+
+def test_manifest_of_the_operator_is_accepted(
+    validator: RunRecordValidator, make: Make, run: str, operator: Identity, signed: SignedManifest
+):
+    given = {"key": manifest_key(run), "subkey": PLAIN, "payload": signed.to_bytes()}
+    assert validator.validate(make(**given, signer=operator))
+    assert reason(validator, make(**given)) == "owner"
+    assert reason(validator, make(**given | {"subkey": subkey_of(operator)})) == "owner"
+
+
+def test_manifest_of_another_operator_is_refused(
+    validator: RunRecordValidator, make: Make, run: str, stranger: Identity, manifest: Manifest
+):
+    forged = SignedManifest.sign(stranger, manifest).to_bytes()
+    record = make(key=manifest_key(run), subkey=PLAIN, payload=forged, signer=stranger)
+    assert reason(validator, record) == "manifest"
+
+
+DECLARED = DHTID.generate(source="dilocox-abc-stage0.0b").to_bytes()
+
+
+def declaration(validator: RunRecordValidator, identity: Identity, **changes: Any) -> DHTRecord:
+    """A declaration of hivemind's matchmaking as the node of `validator` stores it."""
+    bare = DHTRecord(
+        changes.get("key", DECLARED),
+        subkey_of(identity),
+        changes.get("value", pack(True)),
+        changes.get("expires_at", EXPIRES),
+    )
+    return DHTRecord(bare.key, bare.subkey, validator.sign_value(bare), bare.expiration_time)
+
+
+@pytest.mark.parametrize("looking", [True, False])
+def test_declaration_of_matchmaking_passes_and_reads_back_bare(
+    validator: RunRecordValidator, run: str, operator: Identity, volunteer: Identity, looking: bool
+):
+    record = declaration(validator, operator, value=pack(looking))
+    other = RunRecordValidator(run, volunteer)
+    assert other.validate(record)
+    assert other.strip_value(record) == pack(looking)
+
+
+def test_declaration_for_another_peer_is_refused(
+    validator: RunRecordValidator, volunteer: Identity
+):
+    assert reason(validator, declaration(validator, volunteer)) == "owner"
+
+
+def test_declaration_of_anything_but_yes_or_no_is_refused(
+    validator: RunRecordValidator, operator: Identity, make: Make
+):
+    assert reason(validator, declaration(validator, operator, value=pack(1))) == "malformed"
+    sealed_text = make(key=DECLARED, payload=pack("text"))
+    assert reason(validator, sealed_text) == "type"
+
+
+def test_declaration_moved_or_prolonged_is_refused(
+    validator: RunRecordValidator, make: Make, run: str
+):
+    given = {"key": DECLARED, "payload": pack(True)}
+    assert validator.validate(make(**given))
+    assert reason(validator, make(**given, stored_under=key_id(stage_key(run, 0)))) == "key"
+    assert reason(validator, make(**given, expires_at=EXPIRES, signed_expiry=NOW)) == "expiry"
+    late = NOW + MAX_DECLARATION_LIFETIME_S + CLOCK_SLACK_S + 1
+    assert reason(validator, make(**given, expires_at=late)) == "expiry"
+
+
+def test_declaration_cannot_take_the_place_of_the_manifest(
+    validator: RunRecordValidator, run: str, operator: Identity
+):
+    record = declaration(validator, operator, key=key_id(manifest_key(run)))
+    assert reason(validator, record) == "key"
+
+
+def test_records_keep_their_envelope_when_hivemind_strips_them(
+    validator: RunRecordValidator, make: Make
+):
+    record = make()
+    assert validator.sign_value(record) == record.value
+    assert validator.strip_value(record) == record.value
+
+
+def test_pickled_validator_signs_and_refuses_as_before(
+    validator: RunRecordValidator, make: Make, operator: Identity, stranger: Identity
+):
+    copy = pickle.loads(pickle.dumps(validator))
+    assert copy.validate(declaration(copy, operator))
+    assert not copy.validate(make(signer=stranger))
+
+
+def test_second_validator_of_a_run_is_merged_and_another_is_not(
+    validator: RunRecordValidator, run: str, volunteer: Identity
+):
+    assert validator.merge_with(RunRecordValidator(run, volunteer))
+    assert not validator.merge_with(RunRecordValidator("ab" * 16, volunteer))
+    together = CompositeValidator([validator, RunRecordValidator(run, volunteer)])
+    assert together._validators == [validator]
+
+
+def test_envelope_over_the_limit_is_not_even_sealed(volunteer: Identity, run: str):
+    with pytest.raises(Refused, match="size"):
+        seal(
+            volunteer,
+            key=part_key(run, 0),
+            sequence=1,
+            expires_at=EXPIRES,
+            payload=bytes(MAX_VALUE_BYTES),
+        )
+
+
+def test_opened_envelope_holds_what_was_sealed(volunteer: Identity, run: str):
+    key = part_key(run, 0)
+    envelope = unseal(seal(volunteer, key=key, sequence=9, expires_at=5.5, payload=b"hello"))
+    assert (envelope.key, envelope.sequence) == (key, 9)
+    assert (envelope.expires_at, envelope.payload) == (5.5, b"hello")
+    assert envelope.owner == volunteer.peer_id

@@ -1,0 +1,298 @@
+"""One stage of the model: built alone, initialised from the run's seed, run as a link of a chain.
+
+What: `build_stage` gives a module that takes token ids (first stage) or hidden states and returns
+hidden states or (last stage) logits.
+Why: a peer must never hold more than its stage, and round 0 needs no download only if every machine
+builds the same bytes, whatever the number of stages.
+How: the whole model is built on the meta device, stand-ins replace the parts of other stages, and
+only what remains gets memory. The model's own forward runs, so masks, rotary tables and logit
+scaling stay the family's. So do the rules of initialisation, run module by module; but their random
+numbers come from a stream keyed by seed and module name and are made of integers and single IEEE
+operations, because torch's own differ between processors with and without AVX2.
+"""
+
+import hashlib
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import AbstractContextManager
+from itertools import chain
+from typing import Any, cast
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from dilocox.compression.layout import FlatLayout
+from dilocox.dht.errors import InvalidInput
+from dilocox.pipeline.partition import ADVICE, Skeleton, StagePlan, build_skeleton, plan_skeleton
+
+_NOTHING = torch.empty(0)
+
+# Like the arithmetic of the draws, part of what a seed means: changing it changes initial weights.
+_BLOCK = 1 << 16
+_LANES = np.uint64(0x0000FFFF_0000FFFF)
+
+_Doubles = npt.NDArray[np.float64]
+_Draw = Callable[[int, float, float], _Doubles]
+
+
+class _StandIn(nn.Module):
+    """Takes the place of a module of another stage and hands the hidden states on."""
+
+    def __init__(self, original: nn.Module) -> None:
+        super().__init__()
+        # Decoders read plain attributes of their layers, such as the kind of attention.
+        for name, value in vars(original).items():
+            if not name.startswith("_") and isinstance(value, (str, int, float, type(None))):
+                setattr(self, name, value)
+
+    def forward(self, hidden_states: Tensor, *_: Any, **__: Any) -> Tensor:
+        return hidden_states
+
+
+class _Inlet(_StandIn):
+    """Stands before the stage's first layer and gives it what the previous stage sent.
+
+    What comes along instead has been through the model's opening again (granite scales it).
+    """
+
+    sent = _NOTHING
+
+    def forward(self, hidden_states: Tensor, *_: Any, **__: Any) -> Tensor:
+        return self.sent
+
+
+class _Outlet(_StandIn):
+    """Stands behind the stage's last layer and keeps what it made, untouched by the closing."""
+
+    made = _NOTHING
+
+    def forward(self, hidden_states: Tensor, *_: Any, **__: Any) -> Tensor:
+        self.made = hidden_states
+        return hidden_states
+
+
+class StageModule(nn.Module):
+    """The parts of one stage; its parameters have the names that they have in the whole model.
+
+    Cuts `skeleton` in place and leaves its tensors on the meta device: `build_stage` fills them.
+    """
+
+    def __init__(self, skeleton: Skeleton, plan: StagePlan) -> None:
+        super().__init__()
+        model = skeleton.model
+        self.plan = plan
+        self._gates = _cut(skeleton, plan)  # a tuple, so that they are no children
+        decoder = model.get_submodule(skeleton.base)
+        self._run: Callable[..., Any] = (model if plan.is_last else decoder).__call__
+        self._set_mode = model.train
+        # The model is no child either, for that would put a prefix before every name: the stage
+        # shares its registers.
+        for register in ("_parameters", "_buffers", "_non_persistent_buffers_set", "_modules"):
+            self.__dict__[register] = model.__dict__[register]
+
+    @property
+    def is_first(self) -> bool:
+        """Whether the stage takes token ids."""
+        return self.plan.is_first
+
+    @property
+    def is_last(self) -> bool:
+        """Whether the stage returns logits."""
+        return self.plan.is_last
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        """Run the stage with a plain causal mask.
+
+        `inputs`: token ids int64 [b, t] on the first stage, else hidden states [b, t, d]. Returns
+        hidden states [b, t, d], on the last stage logits [b, t, v].
+        """
+        inlet, outlet = self._gates
+        if self.is_first:
+            output = self._run(input_ids=inputs, use_cache=False)
+        else:
+            inlet.sent = inputs
+            output = self._run(inputs_embeds=inputs, use_cache=False)
+            inlet.sent = _NOTHING
+        if self.is_last:
+            return cast(Tensor, output.logits)
+        made, outlet.made = outlet.made, _NOTHING
+        return made
+
+    def train(self, mode: bool = True) -> "StageModule":
+        """Set the mode of the stage and of the model whose forward it runs."""
+        self.training = mode
+        self._set_mode(mode)
+        return self
+
+
+def build_stage(
+    config: Mapping[str, Any],
+    stage: int,
+    num_stages: int,
+    seed: int,
+    device: str | torch.device = "cpu",
+) -> StageModule:
+    """Stage `stage` of the model with its initial weights, in fp32 on `device`.
+
+    The weights depend on the configuration, the seed and the name of their module, on nothing else;
+    the caller's random state stays as it is. Raises InvalidInput: see `plan_stages`.
+    """
+    model, module = _empty_stage(config, num_stages, stage)
+    _materialise(model, None)
+    _initialise(model, seed)
+    return module.to(device)
+
+
+def parameter_shapes(
+    config: Mapping[str, Any], num_stages: int, stage: int
+) -> list[tuple[str, tuple[int, ...]]]:
+    """Name and shape of each parameter of a stage, in the order of `named_parameters`."""
+    _, module = _empty_stage(config, num_stages, stage)
+    return [(name, tuple(parameter.shape)) for name, parameter in module.named_parameters()]
+
+
+def constant_buffers(config: Mapping[str, Any], num_stages: int, stage: int) -> dict[str, Tensor]:
+    """What a checkpoint holds besides parameters: in few families, like deepseek_v3, constants."""
+    model, module = _empty_stage(config, num_stages, stage)
+    names = set(module.state_dict()) - {name for name, _ in module.named_parameters()}
+    if names:
+        _materialise(model, names)
+        _initialise(model, seed=0)
+    return {name: module.get_buffer(name) for name in sorted(names)}
+
+
+def flatten_parameters(module: nn.Module, layout: FlatLayout) -> Tensor:
+    """Move the parameters of `module` into one flat fp32 vector [layout.numel] and return it.
+
+    Each parameter becomes a view of it; the padding between them is zero. Raises ValueError if
+    names, shapes or their order are not those of the layout.
+    """
+    parameters = dict(module.named_parameters())
+    found = [(name, tuple(parameter.shape)) for name, parameter in parameters.items()]
+    expected = [(piece.name, piece.shape) for piece in layout.slices]
+    if found != expected:
+        differ = sorted(set(found) ^ set(expected))[:3] or "only in their order"
+        raise ValueError(f"the module's parameters differ from the layout: {differ}")
+    device = next(iter(parameters.values())).device
+    flat = torch.zeros(layout.numel, dtype=torch.float32, device=device)
+    for name, view in layout.view(flat).items():
+        view.copy_(parameters[name].detach())
+        parameters[name].data = view
+    return flat
+
+
+def _empty_stage(
+    config: Mapping[str, Any], num_stages: int, stage: int
+) -> tuple[nn.Module, StageModule]:
+    """The cut model and the stage made of it, both on the meta device."""
+    skeleton = build_skeleton(config)
+    plans = plan_skeleton(skeleton, num_stages)
+    if not 0 <= stage < num_stages:
+        raise InvalidInput(f"stage: {stage} does not exist; choose 0 to {num_stages - 1}")
+    return skeleton.model, StageModule(skeleton, plans[stage])
+
+
+def _cut(skeleton: Skeleton, plan: StagePlan) -> tuple[_Inlet, _Outlet]:
+    """Replace all that other stages hold by stand-ins."""
+    model = skeleton.model
+    layers = cast(nn.ModuleList, model.get_submodule(skeleton.layers))
+    # The first stage needs no inlet and the last one no outlet: theirs stay outside.
+    inlet, outlet = _Inlet(layers[plan.start - 1]), _Outlet(layers[plan.stop % len(layers)])
+    for index, layer in enumerate(layers):
+        if index == plan.start - 1:
+            layers[index] = inlet
+        elif index == plan.stop:
+            layers[index] = outlet
+        elif not plan.start <= index < plan.stop:
+            layers[index] = _StandIn(layer)
+    opening = () if plan.is_first else skeleton.opening
+    closing = () if plan.is_last else skeleton.closing
+    for name in opening + closing:
+        model.set_submodule(name, _StandIn(model.get_submodule(name)))
+    return inlet, outlet
+
+
+def _materialise(module: nn.Module, names: Collection[str] | None) -> None:
+    """Give memory to the tensors called `names` (None: to all), filled with NaN."""
+    for prefix, owner in cast(Iterator[tuple[str, nn.Module]], module.named_modules()):
+        own = chain(owner.named_parameters(recurse=False), owner.named_buffers(recurse=False))
+        for name, tensor in list(own):
+            if tensor.is_meta and (names is None or f"{prefix}.{name}".lstrip(".") in names):
+                fill = float("nan") if tensor.is_floating_point() else 0
+                filled = torch.full_like(tensor, fill, device="cpu")
+                if isinstance(tensor, nn.Parameter):
+                    filled = nn.Parameter(filled, requires_grad=tensor.requires_grad)
+                setattr(owner, name, filled)
+
+
+def _initialise(model: nn.Module, seed: int) -> None:
+    """Run the family's rules on every module, innermost first, and see that no NaN is left."""
+    fork = cast(Callable[..., AbstractContextManager[None]], cast(Any, torch.random).fork_rng)
+    with torch.no_grad(), fork(devices=[]), _SeededDraws(seed) as draws:
+
+        def visit(name: str, module: nn.Module, rules: Callable[[nn.Module], None]) -> None:
+            rules = getattr(module, "_init_weights", rules)  # a model inside a model has its own
+            for child_name, child in module.named_children():
+                visit(f"{name}.{child_name}".lstrip("."), child, rules)
+            draws.begin(name)
+            rules(module)
+
+        visit("", model, lambda _: None)
+    for name, tensor in chain(model.named_parameters(), model.named_buffers()):
+        if not tensor.is_meta and bool(tensor.isnan().any()):
+            family = cast(Any, model).config.model_type
+            reason = f"{family!r} has no rule for the initial value of {name}"
+            raise InvalidInput(f"model.model_type: {reason}; {ADVICE}")
+
+
+class _SeededDraws(TorchDispatchMode):
+    """While active, normal_ and uniform_ draw from a stream keyed by the seed and a name.
+
+    Every step is exact or correctly rounded, hence the same on every machine. Rules that go on to
+    take logarithms (the decay rates of linear attention) are as exact as the machine's logarithm.
+    """
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()  # pyright: ignore[reportUnknownMemberType]
+        self._seed = seed
+        self.begin("")
+
+    def begin(self, name: str) -> None:
+        """Start the stream of the module `name`."""
+        key = hashlib.sha256(f"{self._seed}:{name}".encode()).digest()
+        self._stream = np.random.Philox(key=int.from_bytes(key[:16], "little"))
+        # For rules that draw by other functions: equal for any split, but not on every processor.
+        torch.default_generator.manual_seed(int.from_bytes(key[16:24], "little"))
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.normal_.default:
+            return self._fill(self._normal, *args, **(kwargs or {}))
+        if func is torch.ops.aten.uniform_.default:
+            return self._fill(self._uniform, *args, **(kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+    def _fill(
+        self, draw: _Draw, tensor: Tensor, a: float = 0.0, b: float = 1.0, **_: Any
+    ) -> Tensor:
+        """Fill `tensor` by `draw(count, a, b)`, whose defaults are those of both distributions."""
+        if tensor.is_meta:
+            return tensor
+        values = np.empty(tensor.numel(), dtype=np.float32)
+        for start in range(0, len(values), _BLOCK):
+            block = values[start : start + _BLOCK]
+            block[:] = draw(len(block), a, b)
+        return tensor.copy_(torch.as_tensor(values).view(tensor.shape))
+
+    def _normal(self, count: int, mean: float, std: float) -> _Doubles:
+        """Sums of twelve 16-bit integers: variance 2^32 - 1, hardly to be told from a normal's."""
+        pairs = np.zeros(count, dtype=np.uint64)  # two sums of six, each in 32 bits
+        for _ in range(3):
+            words = self._stream.random_raw(count)
+            pairs += (words & _LANES) + ((words >> np.uint64(16)) & _LANES)
+        sums = (pairs >> np.uint64(32)) + (pairs & np.uint64(0xFFFFFFFF))
+        return (sums.astype(np.float64) - 12 * 65535 / 2) / 65536 * std + mean
+
+    def _uniform(self, count: int, low: float, high: float) -> _Doubles:
+        return (self._stream.random_raw(count) >> np.uint64(40)) / (1 << 24) * (high - low) + low

@@ -1,0 +1,73 @@
+"""Tiny models of many families, each with what its family does differently switched on."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+_SMALL: dict[str, Any] = {
+    "vocab_size": 67,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 64,
+    "pad_token_id": None,
+}
+_GROUPED: dict[str, Any] = {**_SMALL, "num_key_value_heads": 2, "head_dim": 8}
+
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {**_GROUPED, "attention_bias": True},
+    "qwen2": {**_GROUPED, "use_sliding_window": True, "sliding_window": 4, "max_window_layers": 2},
+    "qwen3": _GROUPED,
+    "mistral": {**_GROUPED, "sliding_window": 4},
+    "mixtral": {**_GROUPED, "num_local_experts": 4, "output_router_logits": True},
+    "gpt_neox": {**_SMALL, "use_parallel_residual": False, "rotary_pct": 0.5},
+    "gpt_oss": {**_GROUPED, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 4},
+    "olmo2": _GROUPED,
+    "phi3": {**_GROUPED, "sliding_window": 4},
+    # Scales the embedding inside the decoder's forward: a later stage must not do it again.
+    "granite": {**_GROUPED, "embedding_multiplier": 3.0, "logits_scaling": 2.0},
+    "gemma2": {**_GROUPED, "sliding_window": 4, "final_logit_softcapping": 3.0},
+    "glm": _GROUPED,
+    "cohere": {**_GROUPED, "logit_scale": 0.25},
+    "starcoder2": {**_GROUPED, "residual_dropout": 0.0, "embedding_dropout": 0.0},
+    # Has buffers that belong to a checkpoint, and a dense layer before the mixtures.
+    "deepseek_v3": {
+        **_SMALL,
+        "num_key_value_heads": 4,
+        "moe_intermediate_size": 16,
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "n_group": 1,
+        "topk_group": 1,
+        "first_k_dense_replace": 1,
+        "kv_lora_rank": 16,
+        "q_lora_rank": 16,
+        "qk_nope_head_dim": 8,
+        "qk_rope_head_dim": 8,
+        "v_head_dim": 8,
+    },
+}
+
+
+@pytest.fixture(params=list(FAMILIES))
+def family_config(request: pytest.FixtureRequest) -> dict[str, Any]:
+    """The configuration of one family after the other."""
+    return {"model_type": request.param, **FAMILIES[request.param]}
+
+
+@pytest.fixture
+def llama_config() -> dict[str, Any]:
+    """A Llama with wide embedding and head, which the split has to weigh."""
+    return {"model_type": "llama", **FAMILIES["llama"], "vocab_size": 384}
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Equal sums need equal orders of summation, and the models are too small for threads."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)

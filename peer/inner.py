@@ -1,0 +1,257 @@
+"""Inner steps: AdamW on one stage, with the clipping and the learning rate decided for the whole
+replica.
+
+A stage accumulates gradients, reports their squared norm, and steps when it is told the clip
+factor and the learning rate; with one stage `train_step` does all of that. What is not finite
+never reaches the weights: a loss or a norm that is infinite or not a number makes the clip factor
+not a number, and with such a factor every stage drops its gradients, counts a skipped step, and
+leaves weights and moments be.
+
+fp16 scales the loss (`torch.amp.GradScaler`) so that small gradients survive; they are unscaled
+before anything looks at them. All stages see the same clip factors, so their scales stay equal.
+"""
+
+import math
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from dilocox.dht.errors import InvalidInput
+from dilocox.dht.manifest import InnerSpec
+
+Precision = Literal["fp32", "bf16", "fp16"]
+
+_MOMENTS = ("step", "exp_avg", "exp_avg_sq")  # what torch's AdamW keeps of a parameter
+_AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def learning_rate(spec: InnerSpec, end_tokens: int, tokens: int) -> float:
+    """Return the learning rate of an inner step after which the run has trained on `tokens` tokens.
+
+    Linear from 0 over `warmup_tokens`, then half a cosine down to `final_fraction` of the peak at
+    `end_tokens`, and that from there on.
+    """
+    if tokens < spec.warmup_tokens:
+        return spec.learning_rate * tokens / spec.warmup_tokens
+    if tokens >= end_tokens:
+        return spec.learning_rate * spec.final_fraction
+    progress = (tokens - spec.warmup_tokens) / (end_tokens - spec.warmup_tokens)
+    above_final = (1 - spec.final_fraction) * (1 + math.cos(math.pi * progress)) / 2
+    return spec.learning_rate * (spec.final_fraction + above_final)
+
+
+def clip_factor(squared_norm: float, clip_norm: float) -> float:
+    """Return what gradients of this squared norm are to be multiplied by, to clip them.
+
+    Not a number if the norm is not finite, which makes every stage skip the step.
+
+    For a model in one piece this is to the last bit what `torch.nn.utils.clip_grad_norm_` computes.
+    """
+    if not math.isfinite(squared_norm):
+        return math.nan
+    norm = torch.tensor(math.sqrt(squared_norm), dtype=torch.float32)
+    return float(torch.clamp(clip_norm / (norm + 1e-6), max=1.0))
+
+
+def next_token_loss(logits: Tensor, windows: Tensor) -> Tensor:
+    """Return the mean cross-entropy, in fp32, of logits [b, t, v] against windows [b, t + 1]."""
+    targets = windows[:, 1:].reshape(-1)
+    return F.cross_entropy(logits.float().reshape(len(targets), -1), targets)
+
+
+@dataclass(frozen=True, kw_only=True)
+class InnerState:
+    """An inner optimizer's state: named tensors for a safetensors file, and JSON-able values."""
+
+    tensors: dict[str, Tensor]
+    values: dict[str, Any]
+
+
+class InnerOptimizer:
+    """AdamW over one stage's parameters, without weight decay on vectors (norms and biases).
+
+    Args:
+        named_parameters: the stage's parameters, fp32, all on one device.
+        spec: the manifest's inner section.
+        precision: of forward and backward; by default the manifest's on a GPU and fp32 on a CPU.
+
+    Attributes:
+        steps: inner steps taken.
+        skipped: inner steps skipped because something was not finite.
+    """
+
+    def __init__(
+        self,
+        named_parameters: Iterable[tuple[str, nn.Parameter]],
+        spec: InnerSpec,
+        *,
+        precision: Precision | None = None,
+    ):
+        named = list(named_parameters)
+        self.spec = spec
+        self.device = named[0][1].device
+        self.precision = precision or (spec.precision if self.device.type == "cuda" else "fp32")
+        self.steps = 0
+        self.skipped = 0
+        self._parameters = [parameter for _, parameter in named]
+        matrices = [(name, parameter) for name, parameter in named if parameter.ndim > 1]
+        vectors = [(name, parameter) for name, parameter in named if parameter.ndim <= 1]
+        self._names = [name for name, _ in matrices + vectors]  # in the order of torch's state
+        groups = [
+            {"params": [parameter for _, parameter in group], "weight_decay": decay}
+            for group, decay in ((matrices, spec.weight_decay), (vectors, 0.0))
+            if group
+        ]
+        self._adamw = torch.optim.AdamW(
+            groups, lr=spec.learning_rate, betas=spec.betas, eps=spec.eps
+        )
+        self._scaler: torch.amp.GradScaler | None = None
+        if self.precision == "fp16":
+            self._scaler = torch.amp.GradScaler(self.device.type)
+            # The scale exists from its first use on, and only the last stage scales a loss.
+            self._scaler.scale(torch.zeros((), device=self.device))
+        self._squared_norm: float | None = None
+
+    def autocast(self) -> AbstractContextManager[Any]:
+        """Return the context in which forward passes run."""
+        dtype = _AUTOCAST.get(self.precision)
+        return torch.autocast(self.device.type, dtype) if dtype else nullcontext()
+
+    def scale(self, loss: Tensor) -> Tensor:
+        """Return the loss to call `backward` on."""
+        return loss if self._scaler is None else self._scaler.scale(loss)
+
+    def squared_norm(self) -> float:
+        """Return the squared norm of the gradients of this step, which are all there now."""
+        if self._squared_norm is None:
+            if self._scaler is not None:
+                self._scaler.unscale_(self._adamw)
+            gradients = [p.grad for p in self._parameters if p.grad is not None]
+            self._squared_norm = float(nn.utils.get_total_norm(gradients)) ** 2
+        return self._squared_norm
+
+    def step(self, factor: float, learning_rate: float) -> bool:
+        """Take an inner step with gradients multiplied by `factor`, and clear them.
+
+        Returns whether the step was taken: it is skipped if the factor or this stage's own
+        squared norm is not finite.
+        """
+        taken = math.isfinite(self.squared_norm()) and math.isfinite(factor)
+        if taken:
+            self._step(factor, learning_rate)
+            self.steps += 1
+        else:
+            self.skipped += 1
+            self._back_off()
+        self._adamw.zero_grad(set_to_none=True)
+        self._squared_norm = None
+        return taken
+
+    def state_dict(self) -> InnerState:
+        """Return the state; its tensors are the live ones, which the next step changes."""
+        state: dict[int, dict[str, Tensor]] = self._adamw.state_dict()["state"]
+        tensors = {
+            f"{key}/{self._names[index]}": tensor
+            for index, moments in state.items()
+            for key, tensor in moments.items()
+        }
+        scaler = None if self._scaler is None else self._scaler.state_dict()
+        values = {"steps": self.steps, "skipped": self.skipped, "scaler": scaler}
+        return InnerState(tensors=tensors, values=values)
+
+    def load_state_dict(self, state: InnerState) -> None:
+        """Copy a state of the same parameters into this optimizer.
+
+        Raises:
+            InvalidInput: it belongs to other parameters; nothing has changed then.
+        """
+        shapes = {
+            f"{key}/{name}": torch.Size() if key == "step" else parameter.shape
+            for name, parameter in zip(self._names, self._in_groups(), strict=True)
+            for key in _MOMENTS
+        }
+        for label, tensor in state.tensors.items():
+            if tensor.shape != shapes.get(label):
+                raise InvalidInput(
+                    f"the saved inner optimizer holds {label} of shape {tuple(tensor.shape)}, "
+                    "which this stage has not; remove the snapshot to start without it"
+                )
+        moments = {
+            index: {key: state.tensors[f"{key}/{name}"].clone() for key in _MOMENTS}
+            for index, name in enumerate(self._names)
+            if f"step/{name}" in state.tensors
+        }
+        groups = self._adamw.state_dict()["param_groups"]
+        self._adamw.load_state_dict({"state": moments, "param_groups": groups})
+        self.steps, self.skipped = int(state.values["steps"]), int(state.values["skipped"])
+        if self._scaler is not None and state.values["scaler"] is not None:
+            self._scaler.load_state_dict(state.values["scaler"])
+
+    def _step(self, factor: float, learning_rate: float) -> None:
+        if factor != 1.0:
+            for parameter in self._parameters:
+                if parameter.grad is not None:
+                    parameter.grad.mul_(factor)
+        for group in self._adamw.param_groups:
+            group["lr"] = learning_rate
+        if self._scaler is None:
+            self._adamw.step()  # pyright: ignore[reportUnknownMemberType]
+        else:
+            self._scaler.step(self._adamw)
+            self._scaler.update()
+
+    def _back_off(self) -> None:
+        """Lower the loss scale as GradScaler does, also where the overflow was on another stage."""
+        if self._scaler is not None:
+            scale = self._scaler.get_scale() * self._scaler.get_backoff_factor()
+            self._scaler.update(scale)
+            self._scaler.load_state_dict({**self._scaler.state_dict(), "_growth_tracker": 0})
+
+    def _in_groups(self) -> list[nn.Parameter]:
+        return [parameter for group in self._adamw.param_groups for parameter in group["params"]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepResult:
+    """One inner step: its mean loss in nats, not finite only if the step was skipped."""
+
+    loss: float
+    tokens: int
+    squared_norm: float
+    skipped: bool
+
+
+def train_step(
+    module: Callable[[Tensor], Tensor],
+    optimizer: InnerOptimizer,
+    microbatches: Iterable[Tensor],
+    learning_rate: float,
+) -> StepResult:
+    """Take one inner step of a whole model: a stage that is both first and last.
+
+    Args:
+        module: from token ids int64 [b, t] to logits [b, t, v].
+        optimizer: of that module's parameters.
+        microbatches: windows int64 [b, t + 1], all of one shape; their losses weigh the same.
+        learning_rate: of this step.
+    """
+    batch = list(microbatches)
+    total = torch.zeros((), device=optimizer.device)
+    for microbatch in batch:
+        windows = microbatch.to(optimizer.device, non_blocking=True)
+        with optimizer.autocast():
+            logits = module(windows[:, :-1])
+        loss = next_token_loss(logits, windows) / len(batch)
+        optimizer.scale(loss).backward()  # pyright: ignore[reportUnknownMemberType]
+        total += loss.detach()
+    squared_norm = optimizer.squared_norm()
+    mean_loss = float(total)
+    factor = clip_factor(squared_norm, optimizer.spec.clip_norm)
+    taken = optimizer.step(factor if math.isfinite(mean_loss) else math.nan, learning_rate)
+    tokens = sum(microbatch[:, 1:].numel() for microbatch in batch)
+    return StepResult(loss=mean_loss, tokens=tokens, squared_norm=squared_norm, skipped=not taken)

@@ -1,0 +1,85 @@
+"""Tokenizers: no text becomes a special token."""
+
+import importlib
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from dilocox.dht.errors import InvalidInput
+from dilocox.peer.tokens import open_tokenizer
+from tests.peer.corpora import corpus, documents, take, write_json
+
+
+class TestTokenizers:
+    @pytest.fixture(scope="class")
+    def folder(self, tmp_path_factory: pytest.TempPathFactory) -> Path:
+        """A byte-level BPE tokenizer, trained here."""
+        tokenizers = importlib.import_module("tokenizers")
+        transformers = importlib.import_module("transformers")
+        bpe = tokenizers.Tokenizer(tokenizers.models.BPE())
+        bpe.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+        bpe.decoder = tokenizers.decoders.ByteLevel()
+        trainer = tokenizers.trainers.BpeTrainer(
+            vocab_size=300,
+            special_tokens=["</s>"],
+            initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
+        )
+        bpe.train_from_iterator(documents(20), trainer)
+        folder = tmp_path_factory.mktemp("tokenizer")
+        fast = transformers.PreTrainedTokenizerFast(tokenizer_object=bpe, eos_token="</s>")
+        fast.save_pretrained(folder)
+        return folder
+
+    def test_byte_ids_are_those_of_the_byt5_tokenizer(self) -> None:
+        theirs = importlib.import_module("transformers").ByT5Tokenizer()
+        ours = open_tokenizer("byt5")
+        text = "def café():\n\treturn 'naïve \N{SNOWMAN}'\r\n"
+        assert (
+            ours.encode(text.encode()).tolist() == theirs(text, add_special_tokens=False).input_ids
+        )
+        assert ours.eos_id == theirs.eos_token_id
+        assert ours.vocab_size == len(theirs)
+
+    def test_special_words_in_text_make_no_special_ids(self) -> None:
+        ids = open_tokenizer("byt5").encode(b"</s><pad><unk>")
+        assert ids.min() >= 3
+
+    def test_a_tokenizer_folder_is_used_without_special_tokens(self, folder: Path) -> None:
+        tokenizer = open_tokenizer(str(folder))
+        ids = tokenizer.encode(b"x </s> \xff y")
+        decode = (
+            importlib.import_module("transformers").AutoTokenizer.from_pretrained(folder).decode
+        )
+        assert tokenizer.eos_id not in ids
+        assert decode(ids.tolist()) == "x </s> \N{REPLACEMENT CHARACTER} y"
+        assert 257 <= tokenizer.vocab_size <= 300
+
+    def test_a_corpus_with_it_resumes_to_the_bit(self, folder: Path, tmp_path: Path) -> None:
+        spec = replace(write_json(tmp_path, [documents(90)]), tokenizer=str(folder))
+        steady = corpus(spec)
+        take(steady, 5)
+        resumed = corpus(spec, part=1)
+        assert resumed.load_state_dict(json.loads(json.dumps(steady.state_dict())))
+        assert torch.equal(take(steady, 60), take(resumed, 60))
+
+    def test_a_state_of_another_tokenizer_is_refused(self, folder: Path, tmp_path: Path) -> None:
+        spec = write_json(tmp_path, [documents(90)])
+        state = corpus(spec).state_dict()
+        assert not corpus(replace(spec, tokenizer=str(folder))).load_state_dict(state)
+
+    def test_a_folder_without_tokenizer_is_refused(self, tmp_path: Path) -> None:
+        with pytest.raises(InvalidInput, match="holds no tokenizer"):
+            open_tokenizer(str(tmp_path))
+
+    def test_a_tokenizer_without_end_of_text_is_refused(self, folder: Path, tmp_path: Path) -> None:
+        transformers = importlib.import_module("transformers")
+        shutil.copytree(folder, tmp_path / "copy")
+        tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "copy")
+        tokenizer.eos_token = None
+        tokenizer.save_pretrained(tmp_path / "without")
+        with pytest.raises(InvalidInput, match="no end-of-text token"):
+            open_tokenizer(str(tmp_path / "without"))

@@ -1,0 +1,1 @@
+"""The volunteer's process: local training, averaging, outer step, data, snapshots, commands."""

@@ -1,0 +1,359 @@
+"""A background process that averages a stage's pseudo-gradients with its other peers.
+
+hivemind brings the process, the averaging group (matchmaking) and the step control; the exchange
+itself is ours (exchange.py). The process also serves what other peers ask for (service.py) and
+does the outer arithmetic, so that the training loop never waits for any of it.
+
+The trainer and this process share the vectors of `StageBuffers`. The trainer writes `message`
+before it starts an exchange; this process writes only `own` and the vectors that are not current,
+and the trainer switches to them between two inner steps.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from hivemind.averaging import DecentralizedAverager
+from hivemind.averaging.allreduce import AveragingMode
+from hivemind.averaging.control import StepControl
+from hivemind.averaging.group_info import GroupInfo
+from hivemind.utils import MPFuture
+from torch import Tensor
+
+from dilocox.compression.layout import FlatLayout
+from dilocox.dht.child import BlockingPipe, leave_the_terminal, watch_parent
+from dilocox.dht.identity import Identity
+from dilocox.dht.keys import averaging_prefix
+from dilocox.dht.manifest import Manifest
+from dilocox.peer import catchup
+from dilocox.peer.ballots import Ballots
+from dilocox.peer.certificate import Ballot
+from dilocox.peer.exchange import Attempt, AttemptResult
+from dilocox.peer.groups import ExchangeOrder, GroupRefused, Ticket, attempt_setup, codecs_of
+from dilocox.peer.outer import OuterStep, anchor_sha256
+from dilocox.peer.record import digest_of, own_contribution
+from dilocox.peer.roundlog import RoundLog
+from dilocox.peer.service import PeerService
+from dilocox.peer.transport import PeerTransport, UploadLimit
+
+PREPARE_LIMIT_S = 30.0
+CLOSE_GRACE_S = 3.0
+ATTEMPTS_KEPT = 4  # so that members can fetch averaged parts and votes after the end
+
+
+@dataclass(frozen=True)
+class StageBuffers:
+    """Flat fp32 vectors in shared memory; of each pair one is current."""
+
+    message: Tensor
+    own: Tensor  # this peer's decoded contribution to the record that was applied last
+    anchors: tuple[Tensor, Tensor]
+    momenta: tuple[Tensor, Tensor]
+    sent_bytes: Tensor  # int64 scalar: payload bytes this peer sent since it started
+
+    @classmethod
+    def allocate(cls, numel: int) -> StageBuffers:
+        """Six vectors of a stage's size."""
+        vectors = [torch.zeros(numel).share_memory_() for _ in range(6)]
+        return cls(
+            message=vectors[0],
+            own=vectors[1],
+            anchors=(vectors[2], vectors[3]),
+            momenta=(vectors[4], vectors[5]),
+            sent_bytes=torch.zeros((), dtype=torch.int64).share_memory_(),
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class AveragerConfig:
+    """What the averaging process needs to know."""
+
+    run: str
+    stage: int
+    manifest: Manifest
+    layout: FlatLayout
+    identity: Identity
+    log_folder: Path
+    snapshot_folder: Path  # its newest snapshot is served to joiners
+    max_upload_bytes_per_s: float | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Applied:
+    """The outer step of one record, ready in the buffers that are not current."""
+
+    round: int
+    digest: str
+    anchor_sha256: str
+    seconds: float
+
+
+class StageAverager(PeerService, DecentralizedAverager):
+    """Averages one stage; the first methods are for the trainer's process."""
+
+    def __init__(self, *, dht: Any, config: AveragerConfig, buffers: StageBuffers):
+        self.config = config
+        self.attempts: dict[bytes, Attempt] = {}
+        self.sent_bytes = buffers.sent_bytes
+        self._buffers = buffers
+        self._main_pid = os.getpid()
+        self._order: ExchangeOrder | None = None
+        outer = config.manifest.outer
+        self._outer = OuterStep(outer.learning_rate, outer.momentum)
+        matchmaking_s = config.manifest.deadlines.matchmaking_s
+        super().__init__(
+            (buffers.message,),
+            dht,
+            start=True,
+            prefix=averaging_prefix(config.run, config.stage),
+            min_matchmaking_time=matchmaking_s,
+            request_timeout=0.6 * matchmaking_s,  # must be smaller, or matchmaking may deadlock
+            allow_state_sharing=False,
+        )
+
+    # ---- in the trainer's process ----------------------------------------------------------------
+    def exchange(self, order: ExchangeOrder) -> Any:
+        """Find the attempt's group and exchange `buffers.message`; a future of AttemptResult.
+
+        The future fails where no group may start, and never resolves if this process dies:
+        the caller keeps a deadline of its own.
+        """
+        self._call("prepare", order=order).result(timeout=PREPARE_LIMIT_S)
+        if order.alone:
+            return self._call("exchange_alone")
+        return self.step(
+            gather=order.ticket().pack(),
+            scheduled_time=order.scheduled_at,
+            timeout=order.matchmaking_limit_s,
+            allow_retries=False,
+            wait=False,
+        )
+
+    def apply(self, round_number: int, *, current: int, with_own: bool) -> Any:
+        """Compute a logged record's outer step from the current buffers; a future of Applied."""
+        return self._call("apply", round_number=round_number, current=current, with_own=with_own)
+
+    def catch_up(self, peer: str, digest: str) -> Any:
+        """Append the records up to `digest` from a peer's log; a future of catchup.Reach."""
+        return self._call("catch_up", peer=peer, digest=digest)
+
+    def fetch_state(self, peer: str, *, current: int, after_round: int) -> Any:
+        """Download anchor and momentum into the other buffers; a future of catchup.State."""
+        return self._call("fetch_state", peer=peer, current=current, after_round=after_round)
+
+    def settle(self, round_number: int, attempt: int) -> Any:
+        """Ask the members of an undecided attempt; a future of AttemptResult or None."""
+        return self._call("settle", round_number=round_number, attempt=attempt)
+
+    def close(self) -> None:
+        """End the process, in good order if it still answers."""
+        if self.is_alive():
+            with contextlib.suppress(OSError):
+                self._outer_pipe.send(("_shutdown", [CLOSE_GRACE_S], {}))
+            with contextlib.suppress(OSError):
+                self._inner_pipe.send(("_SHUTDOWN", None))  # hivemind's thread in this process
+            self.join(CLOSE_GRACE_S)
+        if self.is_alive():
+            self.kill()
+            self.join(1.0)
+
+    def shutdown(self) -> None:
+        """What hivemind calls the same thing."""
+        self.close()
+
+    def _call(self, name: str, **arguments: Any) -> Any:
+        future: Any = MPFuture()
+        request = {"name": name, "future": future, "arguments": arguments}
+        self._outer_pipe.send(("_serve", [], request))
+        return future
+
+    # ---- in the averaging process: life ----------------------------------------------------------
+    def run(self) -> None:
+        """Serve until the trainer's process ends."""
+        leave_the_terminal()
+        threading.Thread(
+            target=watch_parent, args=(self._main_pid, lambda: os._exit(1)), daemon=True
+        ).start()
+        self._inner_pipe: Any = BlockingPipe(self._inner_pipe)
+        super().run()
+
+    @cached_property
+    def pool(self) -> ThreadPoolExecutor:
+        """One thread for codecs and arithmetic; made here, for a fork would lose its thread."""
+        return ThreadPoolExecutor(1, initializer=torch.set_num_threads, initargs=(1,))
+
+    @cached_property
+    def log(self) -> RoundLog:
+        """The round log; this process appends to it."""
+        return open_log(self.config)
+
+    @cached_property
+    def limit(self) -> UploadLimit:
+        """The volunteer's upload limit."""
+        return UploadLimit(self.config.max_upload_bytes_per_s)
+
+    @cached_property
+    def _transport(self) -> PeerTransport:
+        return PeerTransport(
+            p2p=self._p2p,
+            stub_for=lambda p2p, peer: self.get_stub(p2p, peer, namespace=self.prefix),
+            limit=self.limit,
+            counter=self.sent_bytes,
+        )
+
+    @cached_property
+    def _check(self) -> catchup.RecordCheck:
+        config = self.config
+        return catchup.RecordCheck(
+            run=config.run,
+            stage=config.stage,
+            root=config.manifest.digest,
+            layout=config.layout,
+            codecs=codecs_of(config.manifest),
+        )
+
+    async def _serve(self, *, name: str, future: Any, arguments: dict[str, Any]) -> None:
+        try:
+            future.set_result(await getattr(self, f"_serve_{name}")(**arguments))
+        except Exception as error:  # noqa: BLE001 - the caller gets it, whatever it is
+            future.set_exception(error)
+
+    # ---- in the averaging process: the exchange --------------------------------------------------
+    async def _serve_prepare(self, order: ExchangeOrder) -> None:
+        self._order = order
+
+    async def _step(self, *, step: StepControl, future_for_init: Any) -> None:
+        """Give the attempt's plan its own group key before hivemind looks for a group."""
+        key = self._current_order().plan.key
+        self._matchmaking.schema_hash = bytes.fromhex(key)
+        self._matchmaking.group_key_manager.prefix = f"{self.prefix}-{key[:24]}"
+        with contextlib.suppress(Exception):  # `step` has it already, and the caller gets it there
+            await super()._step(step=step, future_for_init=future_for_init)
+
+    async def _serve_exchange_alone(self) -> AttemptResult:
+        order = self._current_order()
+        return await self._attempt(order, os.urandom(20), {str(self.peer_id): order.ticket()})
+
+    async def _aggregate_with_group(
+        self, group_info: GroupInfo, *_: Any, **__: Any
+    ) -> AttemptResult:
+        """hivemind's hook: the group stands, exchange."""
+        order = self._current_order()
+        tickets: dict[str, Ticket] = {}
+        for peer, gathered in zip(group_info.peer_ids, group_info.gathered, strict=True):
+            _, mode, ticket = self.serializer.loads(gathered)
+            client_mode = mode == AveragingMode.CLIENT.value
+            stated = self.serializer.loads(ticket)
+            tickets[str(peer)] = Ticket.unpack(stated, client_mode=client_mode)
+        self._running_groups.pop(group_info.group_id, None)  # or hivemind misses its own all-reduce
+        return await self._attempt(order, group_info.group_id, tickets)
+
+    async def _attempt(
+        self, order: ExchangeOrder, group: bytes, tickets: dict[str, Ticket]
+    ) -> AttemptResult:
+        config, plan = self.config, order.plan
+        setup = attempt_setup(order, config.manifest, config.layout, str(self.peer_id), tickets)
+        ballot = Ballot(
+            run=plan.run,
+            stage=plan.stage,
+            round=plan.round,
+            attempt=plan.attempt,
+            group=group,
+            members=tuple(member.peer for member in setup.members),
+        )
+        attempt = Attempt(
+            setup,
+            message=self._buffers.message,
+            transport=self._transport.for_group(group),
+            ballots=Ballots(identity=config.identity, ballot=ballot, log=self.log),
+            pool=self.pool,
+        )
+        self.attempts[group] = attempt
+        while len(self.attempts) > ATTEMPTS_KEPT:
+            del self.attempts[next(iter(self.attempts))]
+        return await self._log_if_committed(await attempt.run())
+
+    async def _serve_settle(self, round_number: int, attempt: int) -> AttemptResult | None:
+        for known in self.attempts.values():
+            ballot = known.ballots.ballot
+            if (ballot.round, ballot.attempt) == (round_number, attempt):
+                return await self._log_if_committed(await known.settle())
+        return None
+
+    async def _log_if_committed(self, result: AttemptResult) -> AttemptResult:
+        if result.record is not None and result.certificate is not None:
+            await self.in_pool(self.log.append, result.record, result.certificate)
+            await self.in_pool(self.log.prune, self.config.manifest.rounds.records_kept)
+        return result
+
+    # ---- in the averaging process: records and states --------------------------------------------
+    async def _serve_apply(self, round_number: int, current: int, with_own: bool) -> Applied:
+        return await self.in_pool(self._apply, round_number, current, with_own)
+
+    def _apply(self, round_number: int, current: int, with_own: bool) -> Applied:
+        started = time.monotonic()
+        buffers = self._buffers
+        record, data = self.log.read(round_number), self.log.read_bytes(round_number)
+        if record is None or data is None:
+            raise RuntimeError(f"record {round_number} is not in the log")
+        if record.anchor_before != anchor_sha256(buffers.anchors[current]):
+            raise catchup.AnchorDiffers(f"record {round_number} applies to another anchor")
+        codec = codecs_of(self.config.manifest)[record.bits]
+        if with_own:
+            own = own_contribution(record, str(self.peer_id), buffers.message, codec)
+            buffers.own.copy_(own)
+        self._outer.apply(
+            buffers.anchors[current],
+            buffers.momenta[current],
+            record.average(codec),
+            buffers.anchors[1 - current],
+            buffers.momenta[1 - current],
+        )
+        return Applied(
+            round=round_number,
+            digest=digest_of(data),
+            anchor_sha256=anchor_sha256(buffers.anchors[1 - current]),
+            seconds=time.monotonic() - started,
+        )
+
+    async def _serve_catch_up(self, peer: str, digest: str) -> catchup.Reach:
+        return await catchup.catch_up(self._transport, self.log, peer, digest, check=self._check)
+
+    async def _serve_fetch_state(
+        self, peer: str, current: int, after_round: int
+    ) -> catchup.State:
+        buffers = self._buffers
+        state = await catchup.fetch_state(
+            self._transport,
+            peer,
+            check=self._check,
+            after_round=after_round,
+            folder=self.config.log_folder,
+            anchor=buffers.anchors[1 - current],
+            momentum=buffers.momenta[1 - current],
+        )
+        await self.in_pool(self.log.start_from, state.record, state.certificate)
+        return state
+
+    def _current_order(self) -> ExchangeOrder:
+        if self._order is None:
+            raise GroupRefused("no exchange was prepared")
+        return self._order
+
+
+def open_log(config: AveragerConfig) -> RoundLog:
+    """The log of this peer's stage."""
+    return RoundLog(
+        config.log_folder,
+        manifest_digest=config.manifest.digest,
+        codecs=codecs_of(config.manifest),
+    )

@@ -1,0 +1,117 @@
+"""The votes of one attempt as a member holds them: its own, signed and on disk, and those it
+heard."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from dilocox.dht.identity import Identity, peer_id_of, verify
+from dilocox.peer.certificate import (
+    Ballot,
+    Certificate,
+    SignedVote,
+    VoteRefused,
+    certificate,
+    check_certificate,
+)
+from dilocox.peer.record import RecordRefused, RoundRecord
+from dilocox.peer.roundlog import RoundLog
+from dilocox.peer.vote import Decision, Verdict, Vote, decide, exclusion
+
+
+class Ballots:
+    """Collects votes on one ballot; the decision follows from `vote.decide` alone."""
+
+    def __init__(self, *, identity: Identity, ballot: Ballot, log: RoundLog):
+        self.ballot = ballot
+        self._identity = identity
+        self._log = log
+        self._held: dict[bytes, SignedVote] = {}
+        self._decision = Decision(verdict=Verdict.UNDECIDED)
+
+    def cast(self, digest: str | None, missed: tuple[str, ...]) -> bytes:
+        """Sign the one final vote, put it on disk, and return its bytes."""
+        vote = Vote(voter=self._identity.peer_id, digest=digest, missed=missed)
+        signed = self.ballot.sign(vote, self._identity.public_key, self._identity.sign)
+        data = signed.to_bytes()
+        self._log.save_vote(self.ballot.round, self.ballot.attempt, data)
+        self._hold(data, signed)
+        return data
+
+    def receive(self, data: bytes) -> None:
+        """Take a vote that arrived; VoteRefused if it does not count."""
+        if data not in self._held:
+            self._hold(data, self.ballot.accept(data, verify, peer_id_of))
+
+    @property
+    def decision(self) -> Decision:
+        """What the votes at hand decide."""
+        return self._decision
+
+    def voters(self) -> set[str]:
+        """The members whose vote is at hand."""
+        return {signed.vote.voter for signed in self._held.values()}
+
+    def voters_for(self, digest: str) -> set[str]:
+        """The members who voted for this record."""
+        return {s.vote.voter for s in self._held.values() if s.vote.digest == digest}
+
+    def all_bytes(self) -> list[bytes]:
+        """Every vote at hand, to pass on to a member that asks."""
+        return list(self._held)
+
+    def certificate(self) -> bytes:
+        """The winning votes; ValueError where nothing is committed."""
+        digest = self._decision.digest or ""
+        return certificate(self.ballot, self._held.values(), digest).to_bytes()
+
+    def aborts(self) -> bytes:
+        """The signed aborts with their ballot, for the members of a repeated attempt."""
+        votes = tuple(signed for signed in self._held.values() if signed.vote.digest is None)
+        return Certificate(ballot=self.ballot, votes=votes).to_bytes()
+
+    def _hold(self, data: bytes, signed: SignedVote) -> None:
+        self._held[data] = signed
+        votes = [held.vote for held in self._held.values()]
+        self._decision = decide(self.ballot.members, votes)
+
+
+def excluded_by(aborts: Iterable[bytes], *, run: str, stage: int, round_number: int) -> list[str]:
+    """Whom a repeated attempt leaves out, from the signed aborts that its members state.
+
+    Aborts that are malformed, unsigned or of another round do not count; all members state
+    theirs to all, so all reach the same set.
+    """
+    votes: dict[tuple[str, tuple[str, ...]], Vote] = {}
+    members: set[str] = set()
+    for data in aborts:
+        try:
+            proof = Certificate.from_bytes(data)
+            ballot = proof.ballot
+            if (ballot.run, ballot.stage, ballot.round) != (run, stage, round_number):
+                continue
+            for signed in proof.votes:
+                ballot.check(signed, verify, peer_id_of)
+                votes[signed.vote.voter, signed.vote.missed] = signed.vote
+        except VoteRefused:
+            continue
+        members |= set(ballot.members)
+    silent = members - {voter for voter, _ in votes}
+    return list(exclusion(votes.values(), silent))
+
+
+def check_record_certificate(record: RoundRecord, digest: str, data: bytes) -> None:
+    """Refuse (RecordRefused) a record that no majority of its group committed."""
+    try:
+        check_certificate(
+            Certificate.from_bytes(data),
+            run=record.run,
+            stage=record.stage,
+            round_number=record.round,
+            digest=digest,
+            contributors=[member.peer for member in record.members],
+            verify=verify,
+            peer_id_of=peer_id_of,
+        )
+    except VoteRefused as error:
+        raise RecordRefused(f"round {record.round}: {error}") from error

@@ -1,0 +1,253 @@
+"""How a peer that missed rounds, or that is new, gets what the others have, and how it is served.
+
+Records: walk back from the digest that a peer claims until a record of our own chain, then append
+forward, each with its certificate. State: anchor and outer momentum as of that peer's last
+snapshot, downloaded to disk (resumable), checked by size and sha256 before a byte of it is
+loaded, with the record it stands on.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from dilocox.compression.codec import GroupCodec
+from dilocox.compression.layout import FlatLayout
+from dilocox.peer.ballots import check_record_certificate
+from dilocox.peer.files import disk_fault
+from dilocox.peer.outer import anchor_sha256
+from dilocox.peer.record import RecordRefused, RoundRecord, digest_of, parse_record
+from dilocox.peer.roundlog import RoundLog
+from dilocox.peer.snapshot import STATE_FACTS_FILE, STATE_FILE, newest, sha256_of_file
+from dilocox.peer.transport import Blob, FrameRefused, PeerTransport
+
+MAX_CERTIFICATE_BYTES = 1 << 20
+MAX_STATE_HEADER_BYTES = 1 << 16
+
+
+class NoState(ConnectionError):
+    """The peer has no state that would help: none yet, or one that is not newer than ours."""
+
+
+class AnchorDiffers(RuntimeError):
+    """This anchor is not the one that a certified record applies to: a state must be taken."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reach:
+    """What a walk along another peer's chain found."""
+
+    appended: tuple[int, ...]  # rounds now in our log, in order
+    fork_round: int | None  # our newest round on their chain, if that is not our head
+    too_far: bool  # their log does not reach back to ours: a state is needed
+
+
+@dataclass(frozen=True, kw_only=True)
+class State:
+    """A downloaded anchor and momentum, ready in the buffers that are not current."""
+
+    round: int
+    digest: str
+    anchor_sha256: str
+    record: bytes
+    certificate: bytes
+
+
+@dataclass(frozen=True)
+class Source:
+    """Something to serve: what is said about it, and its bytes."""
+
+    facts: dict[str, Any]
+    file: BinaryIO
+
+    @classmethod
+    def of(cls, data: bytes, **facts: Any) -> Source:
+        """Serve bytes that are in memory."""
+        return cls({"bytes": len(data)} | facts, io.BytesIO(data))
+
+    def __enter__(self) -> Source:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.file.close()
+
+
+# ---- records -------------------------------------------------------------------------------------
+async def catch_up(
+    transport: PeerTransport,
+    log: RoundLog,
+    peer: str,
+    digest: str,
+    *,
+    check: RecordCheck,
+) -> Reach:
+    """Fetch the records from our chain up to `digest`, check them, and append them to the log.
+
+    Raises:
+        ConnectionError: the peer cannot be reached.
+        RecordRefused: a record or certificate of it is not sound.
+    """
+    pending: list[tuple[bytes, bytes]] = []
+    wanted = digest
+    while (known := log.find(wanted)) is None:
+        data = await transport.fetch_record(peer, wanted)
+        if data is None:
+            return Reach(appended=(), fork_round=None, too_far=True)
+        if digest_of(data) != wanted:
+            raise RecordRefused(f"{peer} sent another record than {wanted[:12]}")
+        certificate = await fetch_certificate(transport, peer, wanted)
+        pending.append((data, certificate))
+        wanted = check.record(data, certificate).previous
+    if known != log.head().round:
+        return Reach(appended=(), fork_round=known, too_far=False)
+    appended = [log.append(data, certificate).round for data, certificate in reversed(pending)]
+    return Reach(appended=tuple(appended), fork_round=None, too_far=False)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecordCheck:
+    """What every record from outside must pass."""
+
+    run: str
+    stage: int
+    root: str  # digest of the manifest, which stands before the first record
+    layout: FlatLayout
+    codecs: Mapping[int, GroupCodec]
+
+    def record(self, data: bytes, certificate: bytes) -> RoundRecord:
+        """The record, if it is sound, of this run, stage and model, and committed by a majority."""
+        record = parse_record(data, codec_for=self.codecs)
+        if (record.run, record.stage) != (self.run, self.stage):
+            raise RecordRefused(f"it is of run {record.run}, stage {record.stage}")
+        if record.layout != self.layout.digest or record.parts[-1].stop != self.layout.numel:
+            raise RecordRefused("it is of another model")
+        check_record_certificate(record, digest_of(data), certificate)
+        return record
+
+
+async def fetch_certificate(transport: PeerTransport, peer: str, digest: str) -> bytes:
+    """The votes that committed a record, as this peer has them."""
+    want = {"what": "certificate", "digest": digest}
+    blob = await transport.fetch(peer, want, limit_bytes=MAX_CERTIFICATE_BYTES)
+    if blob is None:
+        raise RecordRefused(f"{peer} has no certificate of {digest[:12]}")
+    return blob.data
+
+
+def find_in_log(log: RoundLog, what: str, digest: str) -> Source | None:
+    """A logged record or certificate, to serve."""
+    round_number = log.find(digest)
+    if round_number is None or round_number < 0:
+        return None
+    data = log.read_bytes(round_number) if what == "record" else log.certificate(round_number)
+    return None if data is None else Source.of(data)
+
+
+# ---- states --------------------------------------------------------------------------------------
+def open_state(folder: Path, offset: int) -> Source | None:
+    """The anchor and momentum of the newest snapshot, from a byte on, to serve."""
+    snapshot = newest(folder)
+    if snapshot is None:
+        return None
+    facts = json.loads((snapshot / STATE_FACTS_FILE).read_text())
+    file = (snapshot / STATE_FILE).open("rb")
+    offset = min(max(offset, 0), facts["size"])
+    file.seek(offset)
+    return Source(facts | {"bytes": facts["size"] - offset}, file)
+
+
+async def fetch_state(
+    transport: PeerTransport,
+    peer: str,
+    *,
+    check: RecordCheck,
+    after_round: int,
+    folder: Path,
+    anchor: Tensor,
+    momentum: Tensor,
+) -> State:
+    """Download a peer's state, newer than `after_round`, into the given vectors.
+
+    Raises:
+        NoState: it has none, or an older one.
+        ConnectionError: the peer cannot be reached, or has none.
+        FrameRefused, RecordRefused: what it sent is not sound; nothing was loaded.
+        EnvironmentFault: no space on the disk.
+    """
+    limit = 8 * check.layout.numel + MAX_STATE_HEADER_BYTES
+    facts = (await _fetch(transport, peer, {"what": "state", "offset": limit}, limit)).facts
+    digest, sha256, size = (str(facts.get("digest")), str(facts.get("sha256")), facts.get("size"))
+    if not isinstance(size, int) or size > limit or not sha256.isalnum():
+        raise FrameRefused(f"{peer} has a state of {size} bytes, at most {limit} are due")
+    if digest == check.root:
+        raise NoState(f"{peer} has written no state since the first round")
+    record = await transport.fetch_record(peer, digest)
+    if record is None or digest_of(record) != digest:
+        raise FrameRefused(f"{peer} has no record for its state")
+    certificate = await fetch_certificate(transport, peer, digest)
+    checked = check.record(record, certificate)
+    if checked.round <= after_round:
+        raise NoState(f"{peer} has a state of round {checked.round}, not after {after_round}")
+    path = folder / f"{sha256}.state"
+    try:
+        await _download(transport, peer, path, size)
+        if sha256_of_file(path) != sha256:
+            path.unlink()
+            raise FrameRefused(f"the state of {peer} does not have the sha256 that it stated")
+        _load(path, anchor, momentum, check.layout.numel)
+    except OSError as error:
+        if isinstance(error, ConnectionError):
+            raise
+        raise disk_fault(path, error) from error
+    path.unlink()
+    return State(
+        round=checked.round,
+        digest=digest,
+        anchor_sha256=anchor_sha256(anchor),
+        record=record,
+        certificate=certificate,
+    )
+
+
+async def _download(transport: PeerTransport, peer: str, path: Path, size: int) -> None:
+    """Append to what an earlier, broken download of the same bytes left."""
+    with path.open("ab") as file:
+        offset = file.tell()
+        if offset < size:
+            want = {"what": "state", "offset": offset}
+
+            def write(chunk: bytes) -> None:
+                file.write(chunk)
+
+            await transport.fetch(peer, want, limit_bytes=size - offset, sink=write)
+
+
+async def _fetch(
+    transport: PeerTransport, peer: str, want: dict[str, Any], limit_bytes: int
+) -> Blob:
+    blob = await transport.fetch(peer, want, limit_bytes=limit_bytes)
+    if blob is None:
+        raise ConnectionError(f"{peer} has no {want['what']}")
+    return blob
+
+
+def _load(path: Path, anchor: Tensor, momentum: Tensor, numel: int) -> None:
+    try:
+        with safe_open(path, framework="pt") as file:
+            for name in ("anchor", "momentum"):
+                piece = file.get_slice(name)
+                if piece.get_shape() != [numel] or piece.get_dtype() != "F32":
+                    raise FrameRefused(f"{name} has shape {piece.get_shape()}, not [{numel}]")
+            for name, target in (("anchor", anchor), ("momentum", momentum)):
+                target.copy_(file.get_tensor(name))
+    except SafetensorError as error:
+        raise FrameRefused(f"the state is no safetensors file: {error}") from error
+    if not (anchor.isfinite().all() and momentum.isfinite().all()):
+        raise FrameRefused("the state holds values that are not finite")

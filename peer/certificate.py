@@ -1,0 +1,236 @@
+"""Signed votes: what a member signs, what it accepts, and the certificate that proves a commit.
+
+A vote is signed together with everything that identifies its attempt, members included, so it
+counts for that group alone. The winning votes are the record's *certificate*: it is kept beside the
+record (in no digest, since members may hold different votes of the same majority), and no record is
+taken from anyone without one. Whoever casts a vote puts it on disk before it leaves, so that a
+restarted peer cannot cast another.
+
+Pure: callers bring `verify` and `peer_id_of`. Everything that arrives is untrusted; what is refused
+raises VoteRefused, whose `kind` names the reason for metrics.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+from dilocox.dht.wire import Malformed, pack, unpack
+from dilocox.peer.vote import Vote, choices, decide
+
+VOTE_DOMAIN = "dilocox vote 1"  # so that a signature over a vote can be taken for nothing else
+MAX_MEMBERS = 256
+MAX_VOTE_BYTES = 1 << 16
+MAX_CERTIFICATE_BYTES = 1 << 20
+
+Verify = Callable[[bytes, bytes, bytes], bool]
+"""(public_key, data, signature) -> whether the signature is that key's."""
+PeerIdOf = Callable[[bytes], str]
+"""The peer id that belongs to a public key."""
+
+
+class VoteRefused(ValueError):
+    """A vote or a certificate that does not count."""
+
+    def __init__(self, kind: str, message: str):
+        super().__init__(message)
+        self.kind = kind
+
+
+@dataclass(frozen=True, kw_only=True)
+class SignedVote:
+    """A vote as it travels: with its voter's public key and signature (`Ballot.signed_bytes`)."""
+
+    vote: Vote
+    public_key: bytes = field(repr=False)
+    signature: bytes = field(repr=False)
+
+    def to_bytes(self) -> bytes:
+        """This vote as it travels."""
+        return pack(self.fields())
+
+    def fields(self) -> list[object]:
+        """This vote as plain values, in their order on the wire."""
+        vote = self.vote
+        return [vote.voter, vote.digest, list(vote.missed), self.public_key, self.signature]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ballot:
+    """What is voted on: one attempt of one group. All its members build the same one."""
+
+    run: str
+    stage: int
+    round: int
+    attempt: int
+    group: bytes
+    """The id of the gathered group."""
+    members: tuple[str, ...]
+    """The gathered members, those who die later included; sorted, each once."""
+
+    def __post_init__(self) -> None:
+        if not self.members or list(self.members) != sorted(set(self.members)):
+            raise ValueError("the members of a ballot are a sorted list of different peers")
+        if len(self.members) > MAX_MEMBERS:
+            raise ValueError(f"{len(self.members)} members; a group has at most {MAX_MEMBERS}")
+
+    def fields(self) -> list[object]:
+        """What identifies the attempt, in the order in which it is signed."""
+        return [self.run, self.stage, self.round, self.attempt, self.group, list(self.members)]
+
+    def signed_bytes(self, vote: Vote) -> bytes:
+        """The canonical bytes that the voter signs."""
+        choice = [vote.voter, vote.digest, list(vote.missed)]
+        return pack([VOTE_DOMAIN, *self.fields(), *choice])
+
+    def sign(self, vote: Vote, public_key: bytes, sign: Callable[[bytes], bytes]) -> SignedVote:
+        """One's own vote, signed; VoteRefused if no member would accept it."""
+        self._check_choice(vote)
+        signature = sign(self.signed_bytes(vote))
+        return SignedVote(vote=vote, public_key=public_key, signature=signature)
+
+    def accept(self, data: bytes, verify: Verify, peer_id_of: PeerIdOf) -> SignedVote:
+        """Read a vote that arrived.
+
+        Raises:
+            VoteRefused: malformed, no member's, of another attempt, or not signed by its voter.
+        """
+        signed = _signed_vote(_unpack(data, MAX_VOTE_BYTES))
+        self.check(signed, verify, peer_id_of)
+        return signed
+
+    def check(self, signed: SignedVote, verify: Verify, peer_id_of: PeerIdOf) -> None:
+        """Raise VoteRefused unless this is a well-formed vote of this attempt by its voter."""
+        voter = signed.vote.voter
+        self._check_choice(signed.vote)
+        if peer_id_of(signed.public_key) != voter:
+            raise VoteRefused("owner", f"the vote of {voter} comes with another peer's key")
+        if not verify(signed.public_key, self.signed_bytes(signed.vote), signed.signature):
+            raise VoteRefused("signature", f"{voter} did not sign this vote for this attempt")
+
+    def _check_choice(self, vote: Vote) -> None:
+        members = set(self.members)
+        if vote.voter not in members:
+            raise VoteRefused("member", f"{vote.voter} is no member of this group")
+        if vote.digest is not None and not _is_sha256(vote.digest):
+            raise VoteRefused("digest", f"{vote.voter} votes for what is no sha256")
+        if list(vote.missed) != sorted(set(vote.missed)):
+            raise VoteRefused("missed", f"the peers that {vote.voter} missed are not sorted")
+        if not set(vote.missed) <= members - {vote.voter}:
+            raise VoteRefused("missed", f"{vote.voter} missed peers that are no other members")
+        if vote.digest is not None and vote.missed:
+            raise VoteRefused("missed", f"{vote.voter} votes for a digest, yet missed peers")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Certificate:
+    """The votes that committed a record."""
+
+    ballot: Ballot
+    votes: tuple[SignedVote, ...]
+
+    def to_bytes(self) -> bytes:
+        """This certificate as it is kept and travels."""
+        return pack([self.ballot.fields(), [signed.fields() for signed in self.votes]])
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> Certificate:
+        """Read a certificate without believing it; VoteRefused if it is malformed."""
+        outer = _typed(_unpack(data, MAX_CERTIFICATE_BYTES), (list, list), "a certificate")
+        run, stage, number, attempt, group, members = _typed(
+            outer[0], (str, int, int, int, bytes, list), "a ballot"
+        )
+        try:
+            ballot = Ballot(
+                run=run,
+                stage=stage,
+                round=number,
+                attempt=attempt,
+                group=group,
+                members=_texts(members),
+            )
+        except ValueError as error:
+            raise VoteRefused("member", str(error)) from error
+        return cls(ballot=ballot, votes=tuple(_signed_vote(vote) for vote in outer[1]))
+
+
+def certificate(ballot: Ballot, votes: Iterable[SignedVote], digest: str) -> Certificate:
+    """The proof that a digest was committed; ValueError where these votes do not commit it.
+
+    The votes are those that `Ballot.accept` took, and one's own.
+    """
+    held = list(votes)
+    plain = [signed.vote for signed in held]
+    if decide(ballot.members, plain).digest != digest:
+        raise ValueError(f"the votes at hand do not commit {digest[:12]}")
+    chosen = choices(ballot.members, plain)
+    winning = {s.vote.voter: s for s in held if chosen.get(s.vote.voter) == digest}
+    return Certificate(ballot=ballot, votes=tuple(winning[voter] for voter in sorted(winning)))
+
+
+def check_certificate(
+    proof: Certificate,
+    *,
+    run: str,
+    stage: int,
+    round_number: int,
+    digest: str,
+    contributors: Collection[str],
+    verify: Verify,
+    peer_id_of: PeerIdOf,
+) -> None:
+    """Check that a majority of the group that made this record committed it.
+
+    Raises:
+        VoteRefused: votes for something else, of others, too few, or a record that names
+            contributors who were not in the group.
+    """
+    ballot = proof.ballot
+    if (ballot.run, ballot.stage, ballot.round) != (run, stage, round_number):
+        raise VoteRefused("round", f"votes on stage {ballot.stage}, round {ballot.round}")
+    if not set(contributors) <= set(ballot.members):
+        raise VoteRefused("member", "the record names contributors who were not in the group")
+    voters = [signed.vote.voter for signed in proof.votes]
+    if len(set(voters)) != len(voters):
+        raise VoteRefused("voter", "a member votes twice in a certificate")
+    if any(signed.vote.digest != digest for signed in proof.votes):
+        raise VoteRefused("digest", "a certificate holds a vote for another record")
+    if 2 * len(voters) <= len(ballot.members):
+        raise VoteRefused("majority", f"{len(voters)} votes of {len(ballot.members)} members")
+    for signed in proof.votes:
+        ballot.check(signed, verify, peer_id_of)
+
+
+def _is_sha256(text: str) -> bool:
+    return len(text) == 64 and set(text) <= set("0123456789abcdef")
+
+
+def _signed_vote(fields: object) -> SignedVote:
+    voter, digest, missed, public_key, signature = _typed(
+        fields, (str, (str, type(None)), list, bytes, bytes), "a vote"
+    )
+    vote = Vote(voter=voter, digest=digest, missed=_texts(missed))
+    return SignedVote(vote=vote, public_key=public_key, signature=signature)
+
+
+def _texts(values: list[Any]) -> tuple[str, ...]:
+    return tuple(_typed(values, (str,) * len(values), "a list of peers"))
+
+
+def _typed(value: object, kinds: tuple[Any, ...], what: str) -> list[Any]:
+    """`value` as a list with items of these types; VoteRefused if it is anything else."""
+    items = cast("list[Any]", value) if isinstance(value, list) else None
+    if items is None or len(items) != len(kinds):
+        raise VoteRefused("type", f"not {what}")
+    for item, kind in zip(items, kinds, strict=True):
+        if not isinstance(item, kind) or isinstance(item, bool):
+            raise VoteRefused("type", f"not {what}: a field of type {type(item).__name__}")
+    return items
+
+
+def _unpack(data: bytes, max_bytes: int) -> object:
+    try:
+        return unpack(data, max_bytes)
+    except Malformed as error:
+        raise VoteRefused("length" if len(data) > max_bytes else "type", str(error)) from error

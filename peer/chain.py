@@ -1,0 +1,221 @@
+"""Follows the chain of a stage: applies its records in order, catches up, changes to a better
+chain.
+
+Driven by the coordinator's thread. At most one thing is under way at a time, and nothing is while
+an exchange runs: an outer step, a walk along another peer's log, the download of a state, or an
+event that the training loop has not taken yet.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+import time
+from collections.abc import Callable
+from typing import Any
+
+from dilocox.peer.averager import Applied, StageAverager
+from dilocox.peer.catchup import AnchorDiffers, Reach, State
+from dilocox.peer.events import Committed, Event, EventQueue, Resynced
+from dilocox.peer.record import RecordRefused, RoundRecord
+from dilocox.peer.roundlog import Head, RoundLog
+from dilocox.peer.transport import FrameRefused
+from dilocox.peer.view import SwarmView
+
+logger = logging.getLogger(__name__)
+
+CALL_LIMIT_S = 600.0  # a state is the largest thing that is fetched
+PAUSE_AFTER_FAILURE_S = 1.0
+
+
+class ChainFollower:
+    """Keeps this peer on the chain; `applied` is the round that the training loop has merged."""
+
+    def __init__(
+        self,
+        *,
+        averager: StageAverager,
+        log: RoundLog,
+        events: EventQueue,
+        applied: int,
+        anchor_sha256: str,
+        sent_round: Callable[[], int | None],
+    ):
+        """`sent_round`: the round whose message lies in the shared buffer, while undecided."""
+        self._averager = averager
+        self._log = log
+        self._events = events
+        self._sent_round = sent_round
+        self.applied = applied
+        self.head = log.head()
+        self.current = 0  # which of the paired buffers holds the current anchor
+        self.last_record: RoundRecord | None = (
+            log.read(self.head.round) if self.head.round >= 0 else None
+        )
+        self.anchor_sha256 = anchor_sha256
+        self.applied_tokens = self._tokens_at(applied)
+        self._exchange_s: dict[int, float] = {}
+        self._work: Any = None
+        self._on_done: Callable[[Any], None] | None = None
+        self._deadline = 0.0
+        self._untaken: tuple[Event, Callable[[], None]] | None = None
+        self._not_before = 0.0
+        self._need_state = False
+        self._fork_round: int | None = None
+        self._state_after = -1
+
+    @property
+    def busy(self) -> bool:
+        """Whether something is under way that must end before an exchange may start."""
+        return (
+            self._work is not None or self._untaken is not None or self.applied != self.head.round
+        )
+
+    def behind(self, view: SwarmView) -> bool:
+        """Whether somebody claims a record that this peer lacks."""
+        return view.best_claim(self.head.round, self.head.digest) is not None
+
+    def committed(self, round_number: int, exchange_s: float) -> None:
+        """The averager appended a record that this peer took part in."""
+        self._exchange_s[round_number] = exchange_s
+        self._refresh()
+
+    def tick(self, view: SwarmView, *, exchanging: bool) -> None:
+        """Go on with what is under way, or begin the next thing that is due."""
+        if self._untaken is not None:
+            event, then = self._untaken
+            if not event.taken.is_set():
+                return
+            self._untaken = None
+            then()
+        if self._work is not None:
+            self._advance()
+            return
+        if exchanging or time.monotonic() < self._not_before:
+            return
+        if self._need_state:
+            self._begin_state(view)
+        elif self.applied != self.head.round:
+            self._begin_apply()
+        else:
+            self._begin_catch_up(view)
+
+    # ---- beginning -------------------------------------------------------------------------------
+    def _begin_apply(self) -> None:
+        following = [number for number in self._log.rounds() if number > self.applied]
+        if not following:
+            self._refresh()
+            return
+        record = self._log.read(following[0])
+        if record is None:
+            return
+        with_own = self._sent_round() == record.round and record.member(self._own_id()) is not None
+        self._begin(
+            self._averager.apply(record.round, current=self.current, with_own=with_own),
+            lambda applied: self._applied(applied, record, with_own),
+        )
+
+    def _begin_catch_up(self, view: SwarmView) -> None:
+        claim = view.best_claim(self.head.round, self.head.digest)
+        if claim is None:
+            return
+        peer, stated = claim
+        logger.info(
+            "behind: %s has round %d, this peer %d", peer[-6:], stated.round, self.head.round
+        )
+        self._begin(
+            self._averager.catch_up(peer, stated.digest),
+            lambda reach: self._reached(reach, stated.chain_tokens, stated.digest),
+        )
+
+    def _begin_state(self, view: SwarmView) -> None:
+        donors = [
+            peer for peer, claim in view.claims.items() if peer != view.me and claim.round >= 0
+        ]
+        if not donors:
+            return
+        peer = random.choice(donors)
+        logger.info("taking anchor and momentum from %s", peer[-6:])
+        after_round = -1 if self._fork_round is not None else self._state_after
+        future = self._averager.fetch_state(peer, current=self.current, after_round=after_round)
+        self._begin(future, self._got_state)
+
+    def _begin(self, future: Any, on_done: Callable[[Any], None]) -> None:
+        self._work, self._on_done = future, on_done
+        self._deadline = time.monotonic() + CALL_LIMIT_S
+
+    # ---- ending ----------------------------------------------------------------------------------
+    def _advance(self) -> None:
+        if not self._work.done():
+            if time.monotonic() > self._deadline:
+                self._work, self._not_before = None, time.monotonic() + PAUSE_AFTER_FAILURE_S
+            return
+        future, on_done = self._work, self._on_done
+        self._work = None
+        try:
+            result = future.result(timeout=1.0)
+        except AnchorDiffers as error:
+            logger.error("alarm: %s; taking a state from another peer", error)
+            self._need_state, self._fork_round, self._state_after = True, None, -1
+        except (ConnectionError, RecordRefused, FrameRefused, TimeoutError) as error:
+            logger.warning("catching up failed, will try again: %s", error)
+            self._not_before = time.monotonic() + PAUSE_AFTER_FAILURE_S
+        else:
+            if on_done is not None:
+                on_done(result)
+
+    def _applied(self, applied: Applied, record: RoundRecord, own_ready: bool) -> None:
+        event = Committed(
+            record=record,
+            digest=applied.digest,
+            anchor_sha256=applied.anchor_sha256,
+            own_ready=own_ready,
+            exchange_s=self._exchange_s.pop(record.round, None),
+        )
+        self._hand_over(event, lambda: self._switched(record.round, applied.anchor_sha256))
+
+    def _reached(self, reach: Reach, chain_tokens: int, digest: str) -> None:
+        if reach.fork_round is None:
+            self._need_state, self._state_after = reach.too_far, self.applied
+            self._refresh()
+            return
+        ours = (-self.head.chain_tokens, self._digest_after(reach.fork_round))
+        if (-chain_tokens, digest) < ours:
+            logger.error(
+                "alarm: two certified chains since round %d; changing to the one with more tokens",
+                reach.fork_round,
+            )
+            self._need_state, self._fork_round = True, reach.fork_round
+        self._not_before = time.monotonic() + PAUSE_AFTER_FAILURE_S
+
+    def _got_state(self, state: State) -> None:
+        event = Resynced(state=state, fork_round=self._fork_round)
+        self._need_state, self._fork_round = False, None
+        self._hand_over(event, lambda: self._switched(state.round, state.anchor_sha256))
+
+    def _hand_over(self, event: Event, then: Callable[[], None]) -> None:
+        self._untaken = (event, then)
+        self._events.put(event)
+
+    def _switched(self, round_number: int, anchor_sha256: str) -> None:
+        self.current = 1 - self.current
+        self.applied = round_number
+        self.anchor_sha256 = anchor_sha256
+        self.applied_tokens = self._tokens_at(round_number)
+        self._refresh()
+
+    def _refresh(self) -> None:
+        self.head: Head = self._log.head()
+        self.last_record = self._log.read(self.head.round) if self.head.round >= 0 else None
+
+    def _tokens_at(self, round_number: int) -> int:
+        record = self._log.read(round_number) if round_number >= 0 else None
+        return 0 if record is None else record.chain_tokens
+
+    def _digest_after(self, fork_round: int) -> str:
+        following = [number for number in self._log.rounds() if number > fork_round]
+        record = self._log.read(following[1]) if len(following) > 1 else None
+        return record.previous if record is not None else self.head.digest
+
+    def _own_id(self) -> str:
+        return str(self._averager.peer_id)

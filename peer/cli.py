@@ -1,0 +1,282 @@
+"""The console command `dilocox`: options, environment, exit codes.
+
+Every option is also an environment variable `DILOCOX_<OPTION>`; a flag wins over the environment,
+the environment over the default. What a command does is imported when it runs, so that `--help`
+is quick.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Annotated, NoReturn
+
+import typer
+
+from dilocox import __version__
+from dilocox.dht.errors import DilocoxError
+from dilocox.peer.logs import set_up_logging
+
+PREFIX = "DILOCOX_"
+
+app = typer.Typer(
+    name="dilocox",
+    help="Volunteers train one language model together over ordinary internet links.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+def _env(option: str) -> str:
+    return PREFIX + option.upper().replace("-", "_")
+
+
+Invite = Annotated[
+    str,
+    typer.Argument(
+        help="The one string that the operator gave you: dilocox:RUN@ADDRESS,...",
+        envvar=_env("invite"),
+    ),
+]
+State = Annotated[
+    Path,
+    typer.Option(
+        help="Folder for identity, snapshots and log; it belongs to one peer at a time.",
+        envvar=_env("state"),
+    ),
+]
+Port = Annotated[
+    int,
+    typer.Option(
+        min=0, max=65535, help="TCP port to listen on; 0 takes a free one.", envvar=_env("port")
+    ),
+]
+Host = Annotated[
+    str,
+    typer.Option(
+        help="Address to listen on; 0.0.0.0 for all, 127.0.0.1 for this machine only.",
+        envvar=_env("host"),
+    ),
+]
+Announce = Annotated[
+    list[str] | None,
+    typer.Option(
+        help="Multiaddress at which others reach this peer, if it is not the one it listens on "
+        "(say /ip4/203.0.113.7/tcp/31337); may be given several times.",
+        envvar=_env("announce"),
+    ),
+]
+Device = Annotated[
+    str,
+    typer.Option(
+        help="Where to train: auto (a GPU if there is one), cpu, cuda or cuda:N.",
+        envvar=_env("device"),
+    ),
+]
+Threads = Annotated[
+    int,
+    typer.Option(
+        min=0, help="CPU threads for training; 0 takes all cores.", envvar=_env("threads")
+    ),
+]
+LogLevel = Annotated[
+    str,
+    typer.Option(help="debug, info, warning or error.", envvar=_env("log-level")),
+]
+
+
+@app.callback()
+def _common(
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the version and exit.", is_eager=True)
+    ] = False,
+) -> None:
+    if version:
+        typer.echo(f"dilocox {__version__}")
+        raise typer.Exit
+
+
+@app.command()
+def demo(
+    replicas: Annotated[
+        int,
+        typer.Option(min=1, max=16, help="Replicas to start.", envvar=_env("replicas")),
+    ] = 4,
+    stages: Annotated[
+        int,
+        typer.Option(
+            min=1, max=1, help="Stages of the model; only 1 for now.", envvar=_env("stages")
+        ),
+    ] = 1,
+    rounds: Annotated[
+        int,
+        typer.Option(min=1, help="Stop after this many committed rounds.", envvar=_env("rounds")),
+    ] = 10,
+    folder: Annotated[
+        Path,
+        typer.Option(help="Folder for logs, states and the export.", envvar=_env("folder")),
+    ] = Path("demo-run"),
+    json_file: Annotated[
+        Path | None,
+        typer.Option("--json", help="Write the figures to this file.", envvar=_env("json")),
+    ] = None,
+    device: Device = "auto",
+    seed: Annotated[int, typer.Option(help="Seed of the run.", envvar=_env("seed"))] = 0,
+) -> None:
+    """Start a whole swarm on this machine, watch it learn, and get a checkpoint."""
+    set_up_logging("warning")
+    from dilocox.peer.demo import DemoOptions, run_demo
+
+    options = DemoOptions(
+        replicas=replicas,
+        stages=stages,
+        rounds=rounds,
+        folder=folder,
+        json_file=json_file,
+        device=device,
+        seed=seed,
+    )
+    raise typer.Exit(run_demo(options))
+
+
+@app.command()
+def bootstrap(
+    manifest: Annotated[
+        Path,
+        typer.Argument(help="The run's description, run.yaml.", envvar=_env("manifest")),
+    ],
+    state: State = Path("dilocox-bootstrap"),
+    port: Port = 31337,
+    host: Host = "0.0.0.0",
+    announce: Announce = None,
+    join: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Multiaddress of another bootstrap of this run; may be given several times.",
+            envvar=_env("join"),
+        ),
+    ] = None,
+    log_level: LogLevel = "info",
+) -> None:
+    """Boot a run: the first DHT peer, which publishes the manifest and prints the invite."""
+    set_up_logging(log_level)
+    from dilocox.peer.operate import BootstrapOptions, run_bootstrap_command
+
+    options = BootstrapOptions(
+        manifest=manifest,
+        state=state,
+        host=host,
+        port=port,
+        announce=tuple(announce or ()),
+        join=tuple(join or ()),
+    )
+    raise typer.Exit(run_bootstrap_command(options))
+
+
+@app.command()
+def peer(
+    invite: Invite,
+    state: State = Path("dilocox-peer"),
+    stage: Annotated[
+        str,
+        typer.Option(
+            help="Stage to host, a number from 0, or auto.",
+            envvar=_env("stage"),
+        ),
+    ] = "auto",
+    port: Port = 0,
+    host: Host = "0.0.0.0",
+    announce: Announce = None,
+    device: Device = "auto",
+    threads: Threads = 0,
+    max_upload: Annotated[
+        float,
+        typer.Option(
+            min=0,
+            help="Upload limit in MB/s for averaging and for serving joiners; 0 for none.",
+            envvar=_env("max-upload"),
+        ),
+    ] = 0,
+    memory_limit: Annotated[
+        float,
+        typer.Option(
+            min=0,
+            help="Memory limit in GB for all processes of this peer; 0 for none.",
+            envvar=_env("memory-limit"),
+        ),
+    ] = 0,
+    data: Annotated[
+        str,
+        typer.Option(
+            help="Train on these files instead of the run's data: a folder, file or glob of the "
+            "manifest's format.",
+            envvar=_env("data"),
+        ),
+    ] = "",
+    log_level: LogLevel = "info",
+) -> None:
+    """Take part in a run: all it needs is the invite."""
+    set_up_logging(log_level)
+    from dilocox.peer.volunteer import PeerOptions, run_peer
+
+    options = PeerOptions(
+        invite=invite,
+        state=state,
+        stage=stage,
+        host=host,
+        port=port,
+        announce=tuple(announce or ()),
+        device=device,
+        threads=threads,
+        max_upload_mb_s=max_upload,
+        memory_limit_gb=memory_limit,
+        data=data,
+    )
+    raise typer.Exit(run_peer(options))
+
+
+@app.command()
+def export(
+    invite: Invite,
+    folder: Annotated[
+        Path, typer.Argument(help="Folder to write the checkpoint to.", envvar=_env("folder"))
+    ],
+    host: Host = "0.0.0.0",
+    timeout: Annotated[
+        float,
+        typer.Option(min=1, help="Give up after this many seconds.", envvar=_env("timeout")),
+    ] = 600,
+    log_level: LogLevel = "warning",
+) -> None:
+    """Write the newest anchors of a run as a Hugging Face folder."""
+    set_up_logging(log_level)
+    from dilocox.peer.operate import ExportOptions, run_export_command
+
+    options = ExportOptions(invite=invite, folder=folder, host=host, timeout_s=timeout)
+    raise typer.Exit(run_export_command(options))
+
+
+def known_variables() -> set[str]:
+    """Every environment variable that some option or argument reads."""
+    group = typer.main.get_command(app)
+    commands = getattr(group, "commands", {}).values()
+    variables = {param.envvar for command in commands for param in command.params}
+    return {variable for variable in variables if isinstance(variable, str)}
+
+
+def main() -> NoReturn:
+    """Run the command line; a person's mistake or a machine's trouble is one line, no traceback."""
+    unknown = sorted(
+        name for name in os.environ if name.startswith(PREFIX) and name not in known_variables()
+    )
+    for name in unknown:
+        typer.echo(f"warning: {name} is set, but no option has that name", err=True)
+    try:
+        app()
+    except DilocoxError as error:
+        typer.echo(f"error: {error}", err=True)
+        sys.exit(error.exit_code)
+    sys.exit(0)

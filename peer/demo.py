@@ -1,0 +1,283 @@
+"""The command `dilocox demo`: a whole swarm as real processes on this machine.
+
+It does what an operator and volunteers do, with the same commands: `dilocox bootstrap`, several
+`dilocox peer`, `dilocox export`. It reads their status files for the table, and at the end loads
+the checkpoint with plain transformers to see that the reported loss is true.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import shutil
+import statistics
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import typer
+import yaml
+
+from dilocox.dht.errors import EnvironmentFault, InvalidInput
+from dilocox.peer.signals import StopSignal
+from dilocox.peer.subprocesses import Child, start_command
+from dilocox.peer.swarm_table import SwarmTable
+from dilocox.peer.watched import WatchedPeer
+
+logger = logging.getLogger(__name__)
+
+START_LIMIT_S = 120.0
+ROUND_LIMIT_S = 300.0  # without a committed round for so long, something is wrong
+EXPORT_LIMIT_S = 120.0
+LEAVE_LIMIT_S = 30.0
+LOOK_S = 0.5
+PROMPT = "def "
+
+# Rounds of ten seconds and more where four peers share two cores.
+INNER_STEPS = 24
+BATCH = {"sequence_length": 256, "microbatch_size": 4, "microbatches": 1}
+SPARE_ROUNDS = 10  # the schedule ends later than the demo, which stops by itself
+
+
+@dataclass(frozen=True, kw_only=True)
+class DemoOptions:
+    """The options of `dilocox demo`; see their help texts."""
+
+    replicas: int
+    stages: int
+    rounds: int
+    folder: Path
+    json_file: Path | None
+    device: str
+    seed: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class DemoResult:
+    """The figures of a demo; losses in nats a byte, bytes of one peer and round at the mean."""
+
+    rounds_committed: int
+    rounds_void: int
+    val_loss_first: float | None
+    val_loss_last: float | None
+    val_loss_export: float | None
+    tokens: int
+    tokens_per_s: float
+    waiting_share: float
+    bytes_sent_per_round: float
+    bytes_fp16_per_round: float
+    digests_equal: bool
+    seconds: float
+    export: str
+
+
+def run_demo(options: DemoOptions) -> int:
+    """Run it to its end or to Ctrl-C; the exit code is 0 if a checkpoint came out."""
+    began = time.monotonic()
+    _clear(options.folder)
+    manifest = demo_manifest(options)
+    (options.folder / "run.yaml").write_text(yaml.safe_dump(manifest, sort_keys=False))
+    children: list[Child] = []
+    with StopSignal() as stop:
+        try:
+            invite = _bootstrap(options, children)
+            typer.echo(f"bootstrap is up; a volunteer would type: dilocox peer {invite}")
+            peers = [_start_peer(options, invite, n, children) for n in range(options.replicas)]
+            typer.echo(
+                f"{len(peers)} peers are starting; their logs are {options.folder}/peer-*.log"
+            )
+            _watch(options, peers, stop)
+            export = _export(options, invite, peers)
+        finally:
+            for child in reversed(children):
+                child.terminate()
+            for child in children:
+                child.wait(LEAVE_LIMIT_S)
+    result = _result(options, peers, export, time.monotonic() - began)
+    _show(options, result)
+    return 0 if result.val_loss_export is not None else 1
+
+
+def demo_manifest(options: DemoOptions) -> dict[str, Any]:
+    """The run.yaml of the demo."""
+    tokens_per_step = BATCH["sequence_length"] * BATCH["microbatch_size"] * BATCH["microbatches"]
+    tokens_per_round = options.replicas * INNER_STEPS * tokens_per_step
+    return {
+        "name": "demo",
+        "model": "tiny",
+        "stages": options.stages,
+        "seed": options.seed,
+        "end_tokens": (options.rounds + SPARE_ROUNDS) * 2 * tokens_per_round,
+        "data": {"source": "stdlib", "parts": 16},
+        "batch": BATCH,
+        "inner": {"learning_rate": 3e-3, "warmup_tokens": tokens_per_round},
+        "rounds": {"inner_steps": INNER_STEPS},
+        "deadlines": {
+            "heartbeat_s": 4.0,
+            "matchmaking_s": 2.0,
+            "exchange_s": 10.0,
+            "vote_s": 5.0,
+        },
+    }
+
+
+def _clear(folder: Path) -> None:
+    """Make room for a new demo; only an earlier demo is removed."""
+    if folder.exists() and any(folder.iterdir()):
+        if not (folder / "run.yaml").exists():
+            raise InvalidInput(f"{folder} is no earlier demo: choose another one with --folder")
+        shutil.rmtree(folder)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise EnvironmentFault(f"{folder}: cannot be made ({error.strerror})") from error
+
+
+def _bootstrap(options: DemoOptions, children: list[Child]) -> str:
+    state = options.folder / "bootstrap"
+    arguments = ["bootstrap", str(options.folder / "run.yaml"), "--state", str(state)]
+    arguments += ["--host", "127.0.0.1", "--port", "0"]
+    child = start_command(arguments, options.folder / "bootstrap.log")
+    children.append(child)
+    deadline = time.monotonic() + START_LIMIT_S
+    while time.monotonic() < deadline:
+        if (state / "invite").exists():
+            return (state / "invite").read_text().strip()
+        child.check()
+        time.sleep(0.1)
+    raise EnvironmentFault(f"the bootstrap did not start within {START_LIMIT_S:.0f} s: {child.log}")
+
+
+def _start_peer(
+    options: DemoOptions, invite: str, number: int, children: list[Child]
+) -> WatchedPeer:
+    state = options.folder / f"peer-{number}"
+    cores = len(os.sched_getaffinity(0))
+    threads = max(1, cores // options.replicas)
+    arguments = ["peer", invite, "--state", str(state), "--host", "127.0.0.1"]
+    arguments += ["--device", options.device, "--threads", str(threads)]
+    child = start_command(arguments, options.folder / f"peer-{number}.log")
+    children.append(child)
+    return WatchedPeer(name=f"peer {number}", state=state, child=child)
+
+
+def _watch(options: DemoOptions, peers: list[WatchedPeer], stop: StopSignal) -> None:
+    """Show the swarm until every peer has merged enough records, or Ctrl-C."""
+    progressed = time.monotonic()
+    seen = 0
+    with SwarmTable(rounds=options.rounds) as table:
+        while not stop.event.wait(LOOK_S):
+            for peer in peers:
+                peer.look()
+                peer.child.check()
+            table.update(peers)
+            committed = sum(len(peer.rounds) for peer in peers)
+            if committed > seen:
+                seen, progressed = committed, time.monotonic()
+            if all(len(peer.rounds) >= options.rounds for peer in peers):
+                return
+            if time.monotonic() - progressed > ROUND_LIMIT_S:
+                raise EnvironmentFault(
+                    f"no round was committed for {ROUND_LIMIT_S:.0f} s; see {options.folder}/*.log"
+                )
+
+
+def _export(options: DemoOptions, invite: str, peers: list[WatchedPeer]) -> Path | None:
+    """Export while the peers still train, and wait for the loss of the exported round."""
+    if not any(peer.rounds for peer in peers):
+        return None
+    folder = options.folder / "export"
+    arguments = ["export", invite, str(folder), "--host", "127.0.0.1"]
+    child = start_command(arguments, options.folder / "export.log")
+    child.wait(EXPORT_LIMIT_S)
+    if child.returncode != 0:
+        raise EnvironmentFault(f"the export failed: {child.last_line()}")
+    deadline = time.monotonic() + EXPORT_LIMIT_S
+    while exported_round(folder) not in _losses(peers) and time.monotonic() < deadline:
+        time.sleep(LOOK_S)
+        for peer in peers:
+            peer.look()
+    return folder
+
+
+def exported_round(folder: Path) -> int:
+    """The round that an export stands on."""
+    return int(json.loads((folder / "dilocox.json").read_text())["stages"][-1]["round"])
+
+
+def _losses(peers: list[WatchedPeer]) -> dict[int, float]:
+    """The validation loss of each round's anchor, as heads reported it; -1 is the start."""
+    return {number: loss for peer in peers for number, loss in peer.losses.items()}
+
+
+def _result(
+    options: DemoOptions, peers: list[WatchedPeer], export: Path | None, seconds: float
+) -> DemoResult:
+    lines = [line for peer in peers for line in peer.rounds]
+    losses = _losses(peers)
+    by_round: dict[int, set[tuple[str, str]]] = {}
+    for line in lines:
+        by_round.setdefault(line["round"], set()).add((line["digest"], line["anchor_sha256"]))
+    training_s = sum(peer.training_s for peer in peers) / max(1, len(peers))
+    tokens = max((line["chain_tokens"] for line in lines), default=0)
+    last = None if export is None else exported_round(export)
+    return DemoResult(
+        rounds_committed=len(by_round),
+        rounds_void=max((peer.voids for peer in peers), default=0),
+        val_loss_first=losses.get(-1),
+        val_loss_last=None if last is None else losses.get(last),
+        val_loss_export=None if export is None else _evaluate(options, export),
+        tokens=tokens,
+        tokens_per_s=tokens / training_s if training_s else 0.0,
+        waiting_share=_mean([peer.waiting_share for peer in peers]),
+        bytes_sent_per_round=_mean([line["sent_bytes"] for line in lines]),
+        bytes_fp16_per_round=_mean([line["fp16_bytes"] for line in lines]),
+        digests_equal=all(len(found) == 1 for found in by_round.values()),
+        seconds=seconds,
+        export="" if export is None else str(export),
+    )
+
+
+def _evaluate(options: DemoOptions, export: Path) -> float:
+    """The loss of the checkpoint by plain transformers, on the run's held-out windows."""
+    from dilocox.dht.manifest import Manifest
+    from dilocox.peer.data import held_out_windows
+    from dilocox.peer.export import evaluate_checkpoint
+    from dilocox.peer.validation import BATCH_WINDOWS
+
+    manifest = Manifest.load(options.folder / "run.yaml")
+    length, count = manifest.batch.sequence_length, manifest.data.held_out_windows
+    windows = held_out_windows(manifest.data, length, count)
+    return evaluate_checkpoint(export, windows, BATCH_WINDOWS)
+
+
+def _show(options: DemoOptions, result: DemoResult) -> None:
+    if options.json_file is not None:
+        options.json_file.write_text(json.dumps(asdict(result), indent=2) + "\n")
+    if result.val_loss_export is None:
+        typer.echo("stopped before the first round was committed: nothing to export")
+        return
+    from dilocox.peer.export import continue_text
+
+    typer.echo(
+        f"{result.rounds_committed} rounds committed, {result.rounds_void} void, "
+        f"{result.tokens:,} tokens at {result.tokens_per_s:,.0f} tokens/s in {result.seconds:.0f} s\n"
+        f"validation loss {_shown(result.val_loss_first)} -> {_shown(result.val_loss_last)} nats a "
+        f"byte, of the export by transformers {result.val_loss_export:.4f}\n"
+        f"waiting for averages {result.waiting_share:.2%} of the time; "
+        f"{result.bytes_sent_per_round / 1e3:,.0f} kB sent a peer and round "
+        f"(fp16: {result.bytes_fp16_per_round / 1e3:,.0f} kB)\n"
+        f"digests and anchors equal on all peers: {'yes' if result.digests_equal else 'NO'}\n"
+        f"checkpoint: {result.export}; it continues {PROMPT!r} with\n"
+    )
+    typer.echo(continue_text(Path(result.export), PROMPT, 200, options.seed))
+
+
+def _shown(loss: float | None) -> str:
+    return "-" if loss is None else f"{loss:.4f}"
+
+
+def _mean(values: list[float]) -> float:
+    return statistics.fmean(values) if values else 0.0

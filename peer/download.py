@@ -1,0 +1,140 @@
+"""The newest anchor of a stage, for somebody who is no peer: state from one, records after it."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from dilocox.compression.layout import FlatLayout
+from dilocox.dht.errors import EnvironmentFault
+from dilocox.dht.keys import averaging_prefix, claim_key
+from dilocox.dht.records import ClaimRecord
+from dilocox.peer import catchup
+from dilocox.peer.averager import StageAverager
+from dilocox.peer.groups import codecs_of
+from dilocox.peer.join import Joined
+from dilocox.peer.outer import OuterStep
+from dilocox.peer.record import RecordRefused, RoundRecord
+from dilocox.peer.roundlog import RoundLog
+from dilocox.peer.transport import FrameRefused, PeerTransport, UploadLimit
+from dilocox.pipeline.stage import build_stage, flatten_parameters, parameter_shapes
+
+logger = logging.getLogger(__name__)
+
+LOOK_PAUSE_S = 1.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageAnchor:
+    """The anchor of one stage and the record it stands on."""
+
+    stage: int
+    round: int
+    digest: str
+    chain_tokens: int
+    layout: FlatLayout
+    anchor: Tensor  # [layout.numel] fp32
+
+
+def download_anchors(place: Joined, *, timeout_s: float) -> list[StageAnchor]:
+    """The newest anchor of every stage.
+
+    Raises:
+        EnvironmentFault: nobody gave a sound one within the time.
+    """
+    return asyncio.run(_download_all(place, time.monotonic() + timeout_s))
+
+
+async def _download_all(place: Joined, deadline: float) -> list[StageAnchor]:
+    return [await _download(place, stage, deadline) for stage in range(place.manifest.stages)]
+
+
+async def _download(place: Joined, stage: int, deadline: float) -> StageAnchor:
+    last = "no peer of it is in view, or none has committed a round"
+    transport = PeerTransport(
+        p2p=await place.dht.replicate_p2p(),
+        stub_for=lambda p2p, peer: StageAverager.get_stub(
+            p2p, peer, namespace=averaging_prefix(place.run, stage)
+        ),
+        limit=UploadLimit(None),
+        counter=torch.zeros((), dtype=torch.int64),
+    )
+    while time.monotonic() < deadline:
+        found = place.swarm.read(claim_key(place.run, stage), ClaimRecord) or {}
+        claims = sorted(
+            ((peer, claim) for peer, claim in found.items() if claim.round >= 0),
+            key=lambda item: (-item[1].round, -item[1].chain_tokens, item[0]),
+        )
+        for peer, claim in claims:
+            try:
+                limit_s = max(1.0, deadline - time.monotonic())
+                return await asyncio.wait_for(
+                    _from_peer(place, stage, transport, peer, claim.digest), limit_s
+                )
+            except (ConnectionError, FrameRefused, RecordRefused, asyncio.TimeoutError) as error:
+                last = str(error)
+                logger.warning("stage %d: %s gave no anchor: %s", stage, peer[-6:], error)
+        await asyncio.sleep(LOOK_PAUSE_S)
+    raise EnvironmentFault(
+        f"stage {stage}: no anchor to be had ({last}); check that the run trains, or wait for its "
+        "first round"
+    )
+
+
+async def _from_peer(
+    place: Joined, stage: int, transport: PeerTransport, peer: str, digest: str
+) -> StageAnchor:
+    manifest = place.manifest
+    layout = FlatLayout.of(parameter_shapes(manifest.model, manifest.stages, stage))
+    check = catchup.RecordCheck(
+        run=place.run,
+        stage=stage,
+        root=manifest.digest,
+        layout=layout,
+        codecs=codecs_of(manifest),
+    )
+    anchor, momentum = torch.zeros(layout.numel), torch.zeros(layout.numel)
+    with tempfile.TemporaryDirectory() as folder:
+        log = RoundLog(Path(folder), manifest_digest=manifest.digest, codecs=check.codecs)
+        record: RoundRecord | None = None
+        try:
+            state = await catchup.fetch_state(
+                transport,
+                peer,
+                check=check,
+                after_round=-1,
+                folder=Path(folder),
+                anchor=anchor,
+                momentum=momentum,
+            )
+            record = log.start_from(state.record, state.certificate)
+        except catchup.NoState:  # so its log still reaches back to the initial weights
+            module = build_stage(manifest.model, stage, manifest.stages, manifest.seed)
+            anchor.copy_(flatten_parameters(module, layout))
+        reach = await catchup.catch_up(transport, log, peer, digest, check=check)
+        outer = OuterStep(manifest.outer.learning_rate, manifest.outer.momentum)
+        for number in reach.appended:
+            following = log.read(number)
+            if following is None:
+                raise RecordRefused(f"round {number} vanished from the log")
+            record = following
+            average = record.average(check.codecs[record.bits])
+            outer.apply(anchor, momentum, average, anchor, momentum)
+        head = log.head()
+    if record is None or head.digest != digest:
+        raise RecordRefused("its log does not lead to the record that it claims")
+    return StageAnchor(
+        stage=stage,
+        round=record.round,
+        digest=head.digest,
+        chain_tokens=record.chain_tokens,
+        layout=layout,
+        anchor=anchor,
+    )

@@ -1,0 +1,236 @@
+"""Takes one send from the training loop to its end: committed, or undone.
+
+A state machine, driven by the coordinator's thread:
+
+    waiting    until this peer is on the newest record (or, alone, may commit alone)
+    running    the averager looks for the group and exchanges
+    retrying   attempt 0 was void; attempt 1 has its own time
+    open       undecided: members are asked, and void is presumed after a record lifetime
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from dataclasses import dataclass
+from typing import Any
+
+from hivemind.averaging.allreduce import AllreduceException
+from hivemind.averaging.matchmaking import MatchmakingException
+
+from dilocox.dht.errors import DilocoxError
+from dilocox.dht.manifest import Manifest
+from dilocox.peer.averager import StageAverager
+from dilocox.peer.chain import ChainFollower
+from dilocox.peer.events import EventQueue, Voided
+from dilocox.peer.exchange import AttemptResult
+from dilocox.peer.groups import ExchangeOrder, GroupRefused, Plan
+from dilocox.peer.rounds import attempt_at
+from dilocox.peer.view import SwarmView
+from dilocox.peer.vote import AloneWatch, Verdict
+
+logger = logging.getLogger(__name__)
+
+NO_GROUP_S = 2.5  # after the scheduled time nobody new joins a group
+SLACK_S = 15.0  # beyond all deadlines of an attempt: the averaging process hangs
+
+
+class AveragerStuck(RuntimeError):
+    """The averaging process did not answer within all its deadlines."""
+
+
+@dataclass
+class _Job:
+    round: int
+    scheduled_at: float  # run time
+    tokens: int
+    attempt: int = 0
+    aborts: bytes = b""
+    future: Any = None
+    limit: float = 0.0  # monotonic time: of the state the job is in
+    undecided: bool = False
+    asked_at: float = 0.0
+
+
+class ExchangeDriver:
+    """At most one send is under way; `sent_round` names it."""
+
+    def __init__(
+        self,
+        *,
+        averager: StageAverager,
+        chain: ChainFollower,
+        events: EventQueue,
+        manifest: Manifest,
+        run: str,
+        stage: int,
+        layout_digest: str,
+        now: Any,
+        alone: AloneWatch,
+    ):
+        self._averager = averager
+        self._chain = chain
+        self._events = events
+        self._manifest = manifest
+        self._run, self._stage, self._layout_digest = run, stage, layout_digest
+        self._now = now
+        self._alone = alone
+        self._job: _Job | None = None
+        self._last_exchange_s = 0.0
+        self.voids = 0
+
+    @property
+    def sent_round(self) -> int | None:
+        """The round whose send is undecided."""
+        return None if self._job is None else self._job.round
+
+    @property
+    def exchanging(self) -> bool:
+        """Whether the averager is at work, so that nothing else may use the buffers."""
+        return self._job is not None and self._job.future is not None
+
+    def submit(self, round_number: int, *, scheduled_at: float, tokens: int) -> None:
+        """A send was taken and is on disk; its message lies in the shared buffer."""
+        self._job = _Job(round=round_number, scheduled_at=scheduled_at, tokens=tokens)
+
+    def resume(self, round_number: int, tokens: int) -> None:
+        """A send from before a restart: its group is gone, so it can only be asked about."""
+        self._job = _Job(round=round_number, scheduled_at=self._now(), tokens=tokens)
+        self._leave_open(self._job)
+
+    def closed_by_chain(self, round_number: int) -> None:
+        """A record of this round or a later one was applied: the chain has decided the send."""
+        if self._job is not None and self._job.round <= round_number:
+            self._job = None
+
+    def tick(self, view: SwarmView) -> None:
+        """Go on with the send that is under way.
+
+        Raises:
+            AveragerStuck: the averaging process hangs.
+        """
+        job = self._job
+        if job is None:
+            return
+        if job.future is not None:
+            self._advance(job)
+        elif job.undecided:
+            self._ask(job)
+        elif not self._chain.busy:
+            self._try_to_start(job, view)
+
+    # ---- starting --------------------------------------------------------------------------------
+    def _try_to_start(self, job: _Job, view: SwarmView) -> None:
+        late = self._now() - job.scheduled_at
+        if self._chain.head.round >= job.round:
+            return  # the record of this round is here and will be applied
+        if self._chain.behind(view):
+            if late > 0:
+                self._void(job, "behind the others at the scheduled time")
+            return
+        counted = view.counted()
+        alone = len(counted) == 1
+        if alone and not self._alone.may_commit(time.monotonic()):
+            if late > 2 * self._manifest.deadlines.record_lifetime_s:
+                self._void(job, "no bootstrap answers, so nobody knows whether this peer is alone")
+            return
+        if not alone and late > NO_GROUP_S:
+            self._void(job, "the group's time is over")
+            return
+        self._start(job, counted, alone=alone)
+
+    def _start(self, job: _Job, counted: tuple[str, ...], *, alone: bool) -> None:
+        manifest, deadlines = self._manifest, self._manifest.deadlines
+        head, last = self._chain.head, self._chain.last_record
+        bits = manifest.codec.bits if last is None else last.next_bits
+        matchmaking_s = max(0.0, job.scheduled_at - self._now()) + NO_GROUP_S
+        matchmaking_s = max(matchmaking_s, deadlines.matchmaking_s + NO_GROUP_S)
+        order = ExchangeOrder(
+            plan=Plan(
+                run=self._run,
+                stage=self._stage,
+                round=job.round,
+                attempt=job.attempt,
+                bits=bits,
+                layout=self._layout_digest,
+                previous=head.digest,
+            ),
+            scheduled_at=job.scheduled_at,
+            matchmaking_limit_s=matchmaking_s,
+            tokens=job.tokens,
+            tokens_cap=tokens_cap(manifest),
+            counted=counted,
+            last_contributors=() if last is None else tuple(m.peer for m in last.members),
+            exchange_s=self._last_exchange_s,
+            anchor_before=self._chain.anchor_sha256,
+            chain_tokens=head.chain_tokens,
+            next_inner_steps=manifest.rounds.inner_steps,
+            alone=alone,
+            aborts=job.aborts,
+        )
+        job.future = self._averager.exchange(order)
+        limit_s = matchmaking_s + 2 * deadlines.exchange_s + 2 * deadlines.vote_s + SLACK_S
+        job.limit = time.monotonic() + limit_s
+
+    # ---- ending ----------------------------------------------------------------------------------
+    def _advance(self, job: _Job) -> None:
+        if not job.future.done():
+            if time.monotonic() > job.limit:
+                raise AveragerStuck(f"round {job.round}: the averaging process does not answer")
+            return
+        future, job.future = job.future, None
+        try:
+            result: AttemptResult | None = future.result(timeout=1.0)
+        except DilocoxError:
+            raise
+        except (AllreduceException, MatchmakingException, GroupRefused) as error:
+            self._void(job, f"no group: {error}")
+            return
+        except Exception:
+            logger.exception("round %d: the exchange failed; asking the others", job.round)
+            result = None
+        if result is None or result.verdict is Verdict.UNDECIDED:
+            if not job.undecided:
+                self._leave_open(job)
+        elif result.verdict is Verdict.COMMITTED:
+            if result.record is None:
+                self._leave_open(job)  # committed by others; the record comes through the chain
+            else:
+                self._last_exchange_s = result.seconds
+                self._chain.committed(job.round, result.seconds)
+        elif job.attempt == 0:
+            self._retry(job, result)
+        else:
+            self._void(job, "both attempts were void")
+
+    def _retry(self, job: _Job, result: AttemptResult) -> None:
+        deadlines = self._manifest.deadlines
+        job.attempt, job.aborts, job.undecided = 1, result.aborts, False
+        job.scheduled_at = attempt_at(
+            job.scheduled_at, 1, exchange_s=deadlines.exchange_s, vote_s=deadlines.vote_s
+        )
+        logger.info("round %d: attempt 0 was void, trying once more", job.round)
+
+    def _leave_open(self, job: _Job) -> None:
+        job.undecided = True
+        job.limit = time.monotonic() + self._manifest.deadlines.record_lifetime_s
+        logger.info("round %d: undecided, asking the others", job.round)
+
+    def _ask(self, job: _Job) -> None:
+        now = time.monotonic()
+        if now > job.limit:
+            self._void(job, "nobody knows of a record, presumed void", certain=False)
+        elif now - job.asked_at > self._manifest.deadlines.heartbeat_s / 2:
+            job.asked_at = now
+            job.future = self._averager.settle(job.round, job.attempt)
+
+    def _void(self, job: _Job, reason: str, *, certain: bool = True) -> None:
+        self.voids += 1
+        self._job = None
+        self._events.put(Voided(round=job.round, reason=reason, certain=certain))
+
+
+def tokens_cap(manifest: Manifest) -> int:
+    """The largest weight a member may state: all that its unsent progress can hold."""
+    rounds = manifest.rounds
+    return rounds.max_age * rounds.max_inner_steps * manifest.batch.tokens_per_step

@@ -1,0 +1,193 @@
+"""Who may exchange with whom: the plan that keys a group, and what each member states when it
+joins.
+
+The plan (run, stage, round, attempt, codec, layout, digest of the last record) keys the group in
+the DHT, so that peers that disagree never meet, and is compared once more in the gathered tickets
+before a byte flows. Weights and modes come from the tickets alone: they are the same for every
+member.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any, cast
+
+from dilocox.compression.codec import GroupCodec
+from dilocox.compression.layout import FlatLayout
+from dilocox.dht.manifest import Manifest
+from dilocox.peer.ballots import excluded_by
+from dilocox.peer.exchange import AttemptSetup, Member
+from dilocox.peer.record import RoundRecord
+from dilocox.peer.vote import may_start
+
+MAX_MEMBERS = 1024
+
+
+class GroupRefused(Exception):
+    """The group that formed may not exchange: every member leaves before a byte is sent."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """What an attempt is about; peers with unequal plans never meet."""
+
+    run: str
+    stage: int
+    round: int
+    attempt: int
+    bits: int
+    layout: str
+    previous: str
+
+    @property
+    def key(self) -> str:
+        """The sha256 of the plan, in hex."""
+        text = json.dumps(asdict(self), sort_keys=True, separators=(",", ":"))
+        return hashlib.sha256(text.encode()).hexdigest()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ticket:
+    """What a member states when it joins a group."""
+
+    plan: str
+    tokens: int
+    exchange_s: float
+    counted: tuple[str, ...]  # the peers that must be reckoned with, in its view
+    aborts: bytes  # the signed aborts of the attempt before, empty in the first one
+    client_mode: bool = False
+
+    def pack(self) -> dict[str, Any]:
+        """As hivemind gathers it; the mode is hivemind's own field."""
+        facts = asdict(self)
+        del facts["client_mode"]
+        return facts
+
+    @classmethod
+    def unpack(cls, facts: object, *, client_mode: bool) -> Ticket:
+        """Read what a member stated; GroupRefused if it is malformed."""
+        try:
+            stated = cast("dict[str, Any]", facts)
+            ticket = cls(
+                plan=str(stated["plan"]),
+                tokens=int(stated["tokens"]),
+                exchange_s=float(stated["exchange_s"]),
+                counted=tuple(str(peer) for peer in stated["counted"])[:MAX_MEMBERS],
+                aborts=bytes(stated["aborts"]),
+                client_mode=client_mode,
+            )
+        except (KeyError, TypeError, ValueError) as error:
+            raise GroupRefused(f"a member's ticket is malformed: {error!r}") from error
+        if not 0 <= ticket.exchange_s < 1e6:
+            raise GroupRefused(f"a member states an exchange of {ticket.exchange_s} s")
+        return ticket
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExchangeOrder:
+    """What the trainer's process asks of the averaging process for one attempt."""
+
+    plan: Plan
+    scheduled_at: float  # run time at which the group starts, the same for all
+    matchmaking_limit_s: float
+    tokens: int
+    tokens_cap: int
+    counted: tuple[str, ...]
+    last_contributors: tuple[str, ...]
+    exchange_s: float  # what this peer's last exchange took
+    anchor_before: str
+    chain_tokens: int
+    next_inner_steps: int
+    alone: bool = False
+    aborts: bytes = field(default=b"", repr=False)
+
+    def ticket(self, *, client_mode: bool = False) -> Ticket:
+        """This peer's ticket."""
+        return Ticket(
+            plan=self.plan.key,
+            tokens=min(self.tokens, self.tokens_cap),
+            exchange_s=round(self.exchange_s, 3),
+            counted=self.counted,
+            aborts=self.aborts,
+            client_mode=client_mode,
+        )
+
+
+def attempt_setup(
+    order: ExchangeOrder,
+    manifest: Manifest,
+    layout: FlatLayout,
+    me: str,
+    tickets: Mapping[str, Ticket],
+) -> AttemptSetup:
+    """The agreed facts of an attempt, from what its members stated.
+
+    A repeated attempt leaves out the peers that the signed aborts of the first one blame.
+
+    Raises:
+        GroupRefused: a member has another plan or no tokens, too few members, or nobody to reduce.
+    """
+    plan = order.plan
+    aborts = [ticket.aborts for ticket in tickets.values() if ticket.aborts]
+    excluded = excluded_by(aborts, run=plan.run, stage=plan.stage, round_number=plan.round)
+    if me in excluded:
+        raise GroupRefused("the others leave this peer out of the repeated attempt")
+    tickets = {peer: ticket for peer, ticket in tickets.items() if peer not in excluded}
+    for peer, ticket in tickets.items():
+        if ticket.plan != order.plan.key:
+            raise GroupRefused(f"{peer} has another plan")
+        if not 1 <= ticket.tokens <= order.tokens_cap:
+            raise GroupRefused(f"{peer} states {ticket.tokens} tokens")
+    views = {peer: frozenset(ticket.counted) for peer, ticket in tickets.items()}
+    if not may_start(sorted(tickets), views, order.last_contributors):
+        raise GroupRefused(f"{len(tickets)} members are too few of those that must be there")
+    members = tuple(
+        Member(
+            peer=peer,
+            tokens=tickets[peer].tokens,
+            exchange_s=tickets[peer].exchange_s,
+            client_mode=tickets[peer].client_mode,
+        )
+        for peer in sorted(tickets)
+    )
+    reducers = sum(not member.client_mode for member in members) or 1
+    if len(members) > 1 and all(member.client_mode for member in members):
+        raise GroupRefused("no member can be reached from outside, so nobody can reduce")
+    if len(members) == 1:  # alone, a peer that can only dial out averages its own part
+        members = (Member(**(vars(members[0]) | {"client_mode": False})),)
+    return AttemptSetup(
+        me=me,
+        members=members,
+        template=_template(order),
+        codec=codecs_of(manifest)[order.plan.bits],
+        parts=tuple(layout.parts(reducers)),
+        exchange_s=manifest.deadlines.exchange_s,
+        vote_s=manifest.deadlines.vote_s,
+        silence_s=manifest.deadlines.silence_s,
+    )
+
+
+def codecs_of(manifest: Manifest) -> dict[int, GroupCodec]:
+    """Every codec that a record of this run may name, by its bits."""
+    return {bits: GroupCodec(bits, manifest.codec.max_factor) for bits in (4, 8, 16, 32)}
+
+
+def _template(order: ExchangeOrder) -> RoundRecord:
+    return RoundRecord(
+        run=order.plan.run,
+        stage=order.plan.stage,
+        round=order.plan.round,
+        previous=order.plan.previous,
+        anchor_before=order.anchor_before,
+        layout=order.plan.layout,
+        bits=order.plan.bits,
+        members=(),
+        chain_tokens=order.chain_tokens,
+        parts=(),
+        next_bits=order.plan.bits,
+        next_inner_steps=order.next_inner_steps,
+        means=(),
+    )

@@ -1,0 +1,254 @@
+"""The merge: a peer's live weights follow the anchor, and no inner step is lost or counted twice.
+
+A send goes out while training continues, and its record comes back late, without this peer, or
+never. What a peer learnt and no record holds yet is its unsent progress (start - p) plus the sends
+in flight. A record may arrive between any two inner steps: it moves the anchor A, and that
+progress, weighted by w, goes on top. With E the residual, m a message and c this peer's own decoded
+contribution to a record:
+
+    inner step         p = inner step from p;  start stays
+    send               delta = start - p;  m = delta + E;  E = 0;  start = p;  m is exchanged
+    record, I in it    E += decay * (m - c), and E += m where a part of mine was left out
+    record, I not      E += m - delta;  start += delta       (the send is undone)
+    every record then  u = start - p;  p = A - w * (u + deltas in flight);  start = p + u
+    void               E += m - delta;  start += delta       (the send is undone; A and p stay)
+    undone, yet named  start -= delta;  E -= m - delta;      then as "record, I in it"
+
+With decay 1 and any schedule: sum of all inner steps = own c in committed records + E + m in flight
++ (start - p). `rebase` has w = 0.75, `reset` w = 0; `none` waits for its own record, so its u is 0
+and w plays no part. One code path serves the three; when a record is applied is the caller's
+business. merge_state.py holds the state and says what memory it takes.
+
+Sources: DiLoCo (arXiv 2311.08105) for `none`, DiLoCoX (arXiv 2506.21263) for `reset`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from enum import Enum
+
+from torch import Tensor
+
+from dilocox.peer.merge_state import MergeConfig, MergeState, Send
+
+__all__ = [
+    "Merge",
+    "MergeConfig",
+    "OutOfOrder",
+    "Outcome",
+    "OwnContribution",
+    "RecordFacts",
+    "Send",
+]
+
+COUNTED_KEPT = 64  # rounds whose tokens are remembered for a fork; two integers each
+
+
+class OutOfOrder(ValueError):
+    """A record that does not follow the last one applied: fetch those between, or resync."""
+
+
+class Outcome(Enum):
+    """What a record, or another chain's state, meant for this peer's own progress."""
+
+    REPEATED = "repeated"  # it was applied before; nothing changed
+    FOLLOWED = "followed"  # this peer had sent nothing for it
+    COUNTED = "counted"  # this peer's send is in it
+    UNDONE = "undone"  # this peer had sent but is not in it; that progress is unsent again
+    RESET = "reset"  # it names this peer for a send that the state does not know
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecordFacts:
+    """What the merge must know of a round record."""
+
+    round: int
+    digest: str
+    previous: str
+    contributor: bool
+    """Whether the mean of at least one part holds this peer's values."""
+
+
+@dataclass(frozen=True, eq=False)
+class OwnContribution:
+    """What a record holds of this peer's message: decoded values [n], and the parts left out.
+
+    In a left-out part the values are not read: nothing of the message counts there.
+    """
+
+    values: Tensor
+    left_out: Iterable[slice] = ()
+
+
+class Merge(MergeState):
+    """The rules. Methods run between two inner steps, in the thread that trains."""
+
+    # ---- this peer trains and sends -------------------------------------------------------------
+    def trained(self, tokens: int) -> None:
+        """Count an inner step that was made on the live weights."""
+        if tokens < 1:
+            raise ValueError(f"an inner step on {tokens} tokens")
+        self.tokens += tokens
+        self._unsent = True
+
+    @property
+    def can_send(self) -> bool:
+        """Whether there are tokens to send and no send is in flight."""
+        return not self.fly and self.tokens > 0
+
+    def send(self, round_number: int) -> Send:
+        """Take all unsent progress as the send of a round; it is in flight until it is decided.
+
+        Raises:
+            ValueError: nothing to send, one still in flight, or a round that the chain has passed.
+        """
+        if not self.can_send or round_number <= self.round:
+            raise ValueError(
+                f"no send for round {round_number}: {self.tokens} tokens unsent, in flight "
+                f"{list(self.fly)}, last record {self.round}; ask can_send first"
+            )
+        delta = self.progress.take()
+        send = Send(delta, self.residual.take(delta), self.tokens)
+        self.fly[round_number] = send
+        self._nothing_unsent()
+        return send
+
+    def held(self, round_number: int) -> Send | None:
+        """The send of a round, in flight or undone; own contribution follows from its message."""
+        return self.fly.get(round_number) or self.undone.get(round_number)
+
+    # ---- what became of it ----------------------------------------------------------------------
+    def commit(
+        self,
+        record: RecordFacts,
+        anchor: Tensor,
+        momentum: Tensor,
+        own: OwnContribution | None = None,
+    ) -> Outcome:
+        """Apply the next record of the chain; `anchor` and `momentum` are those after it.
+
+        A record of a round that was passed changes nothing. An open send of an earlier round is
+        closed as void. `own` is needed where the record names this peer and `held` knows the send.
+
+        Raises:
+            OutOfOrder: the record does not follow the last one applied.
+            ValueError: vectors that do not fit, or `own` is missing. Nothing has changed then.
+        """
+        if record.round <= self.round:
+            return Outcome.REPEATED
+        if record.previous != self.digest:
+            raise OutOfOrder(
+                f"record {record.round} follows {record.previous[:12]}, but the last one applied "
+                f"is {self.digest[:12]} of round {self.round}"
+            )
+        if record.contributor and own is None and self.held(record.round) is not None:
+            raise ValueError(f"record {record.round} names this peer: pass its own contribution")
+        self.progress.check(anchor, momentum, *([own.values] if own else []))
+        for number in [number for number in self.fly if number < record.round]:
+            self.void(number)
+        outcome = Outcome.FOLLOWED
+        if record.contributor:
+            outcome = self._count(record.round, own)
+        elif record.round in self.fly:
+            self.void(record.round)
+            outcome = Outcome.UNDONE
+        self._adopt(record.round, record.digest, anchor, momentum)
+        self._settle(records=1, outcome=outcome)
+        return outcome
+
+    def void(self, round_number: int, *, certain: bool = False) -> None:
+        """Undo the send in flight: its last attempt is void, or presumed so.
+
+        `certain`: no record can ever name it, because half of its group signed aborts or no byte
+        of it left this peer; then it is not kept among the undone.
+        """
+        send = self.fly.pop(round_number)
+        self.residual.restore(send.message, send.delta)
+        self.progress.give_back(send.delta)
+        self.tokens += send.tokens
+        self._unsent = True
+        if not certain:
+            self.undone[round_number] = send
+            self._undone_age[round_number] = 0
+            self._forget(sorted(self.undone)[: -self.config.max_undone])
+
+    def drop(self) -> None:
+        """Give up the unsent progress; its tokens count as lost. The live weights stay."""
+        self.progress.drop()
+        self.lost_tokens += self.tokens
+        self._nothing_unsent()
+        self._forget(list(self.undone))  # their progress went with it
+
+    def resync(
+        self,
+        round_number: int,
+        digest: str,
+        anchor: Tensor,
+        momentum: Tensor,
+        *,
+        since: int,
+        named: Mapping[int, OwnContribution | None],
+        records: int,
+    ) -> Outcome:
+        """Go over to another state: this peer's chain lost a fork, or it was away for too long.
+
+        `since` is the round of the last common record (after an absence: of this peer's last one)
+        and `records` how many the new state is ahead of it. `named` are the rounds of those that
+        name this peer, with its contribution (None where it cannot be had: then all of the message
+        counts). Another send in flight is undone. Sends that only the lost chain counted are not
+        held any more: their tokens are lost. Unsent progress stays.
+        """
+        self.progress.check(anchor, momentum, *(own.values for own in named.values() if own))
+        for number in [n for n in self._counted if n > since and n not in named]:
+            self.lost_tokens += self._counted.pop(number)
+        outcome = Outcome.FOLLOWED
+        for number in [number for number in self.fly if number not in named]:
+            self.void(number)
+            outcome = Outcome.UNDONE
+        known = {number for number in named if number in self._counted or self.held(number)}
+        for number in known - self._counted.keys():
+            outcome = self._count(number, named[number])
+        if named.keys() > known:
+            outcome = Outcome.RESET
+        self._adopt(round_number, digest, anchor, momentum)
+        self._settle(records=records, outcome=outcome)
+        return outcome
+
+    # ---- steps of the above ---------------------------------------------------------------------
+    def _count(self, number: int, own: OwnContribution | None) -> Outcome:
+        """A record names this peer for its send of this round."""
+        undone = self.undone.get(number)
+        if undone is not None:
+            self.progress.take_again(undone.delta)
+            self.residual.reopen(undone.message, undone.delta)
+            self.tokens -= undone.tokens
+            self._unsent = True  # where a later send took it too, it is unsent with a minus now
+            self._forget([number])
+        send = undone or self.fly.pop(number, None)
+        if send is None:
+            return Outcome.RESET
+        if own is not None:
+            self.residual.settle(send.message, own.values, self.config.decay, own.left_out)
+        self._counted[number] = send.tokens
+        for old in sorted(self._counted)[:-COUNTED_KEPT]:
+            del self._counted[old]
+        return Outcome.COUNTED
+
+    def _settle(self, *, records: int, outcome: Outcome) -> None:
+        """Put what is still this peer's own on top of the new anchor."""
+        if outcome is Outcome.RESET:  # what was unsent may be in that send: it was counted
+            self.reset_to_anchor()
+            return
+        self.age += records if self._unsent else 0
+        if self.age >= self.config.max_age:
+            self.drop()
+        for number in self._undone_age:
+            self._undone_age[number] += records
+        self._forget([n for n, age in self._undone_age.items() if age > self.config.max_age])
+        in_flight = [send.delta for send in self.fly.values()]
+        self.progress.rebase(self.anchor, in_flight, self.config.weight)
+
+    def _forget(self, numbers: Iterable[int]) -> None:
+        for number in numbers:
+            del self.undone[number], self._undone_age[number]

@@ -1,0 +1,103 @@
+"""The live weights of a stage and its unsent progress, which is always `start - live`.
+
+An inner step moves the live weights and leaves `start` alone; everything else that happens to
+progress (it is sent, taken back, dropped, put on top of a new anchor) is one method here and one
+pass over memory, in chunks that stay in cache. merge.py says when which of them is called.
+
+The live weights are the flat tensor of which the model's parameters are views, so they change in
+place only. They may be on another device than `start` (a GPU): then they are copied a chunk at a
+time, and no vector of the stage's size is allocated for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+CHUNK_VALUES = 1 << 18  # a chunk of every operand fits a core's cache, yet is worth a copy to a GPU
+
+
+class Progress:
+    """`live` [n] on any device and `start` [n] beside the anchor, of one dtype."""
+
+    def __init__(self, live: Tensor, start: Tensor):
+        if live.dim() != 1 or live.shape != start.shape or live.dtype != start.dtype:
+            raise ValueError(
+                f"live weights {tuple(live.shape)} {live.dtype} and start {tuple(start.shape)} "
+                f"{start.dtype}: both must be flat vectors of one length and dtype"
+            )
+        self.live = live
+        self.start = start
+
+    def check(self, *vectors: Tensor) -> None:
+        """Raise ValueError unless these are vectors like `start`, apart from the live weights."""
+        for vector in vectors:
+            if vector.shape != self.start.shape or vector.dtype != self.start.dtype:
+                raise ValueError(
+                    f"a vector {tuple(vector.shape)} {vector.dtype}; this stage has "
+                    f"{tuple(self.start.shape)} {self.start.dtype}"
+                )
+            if vector.device != self.start.device:
+                raise ValueError(f"a vector on {vector.device}; pass it on {self.start.device}")
+            if vector.numel() and vector.data_ptr() == self.live.data_ptr():
+                raise ValueError("a vector shares memory with the live weights: pass a copy")
+
+    @torch.no_grad()
+    def unsent(self) -> Tensor:
+        """`start - live` as a new vector."""
+        return self.start - self.live_on_host()
+
+    def live_on_host(self) -> Tensor:
+        """The live weights beside `start`; themselves where they are on its device already."""
+        return self.live.to(self.start.device)
+
+    @torch.no_grad()
+    def take(self) -> Tensor:
+        """All unsent progress as a new vector; nothing is unsent after it."""
+        delta = torch.empty_like(self.start)
+        for part in self._chunks():
+            live = self.live[part].to(self.start.device)
+            torch.sub(self.start[part], live, out=delta[part])
+            self.start[part].copy_(live)
+        return delta
+
+    @torch.no_grad()
+    def give_back(self, delta: Tensor) -> None:
+        """A send was undone: its progress is unsent again."""
+        self.start.add_(delta)
+
+    @torch.no_grad()
+    def take_again(self, delta: Tensor) -> None:
+        """An undone send stands after all: the reverse of `give_back`."""
+        self.start.sub_(delta)
+
+    @torch.no_grad()
+    def drop(self) -> None:
+        """Nothing is unsent any more; the live weights stay."""
+        self.start.copy_(self.live)
+
+    @torch.no_grad()
+    def stand_on(self, anchor: Tensor) -> None:
+        """Nothing is unsent, and the live weights are the anchor."""
+        self.live.copy_(anchor)
+        self.start.copy_(anchor)
+
+    @torch.no_grad()
+    def rebase(self, anchor: Tensor, in_flight: Sequence[Tensor], weight: float) -> None:
+        """live = anchor - weight * (unsent + in flight); what is unsent stays the same."""
+        for part in self._chunks():
+            live = self.live[part].to(self.start.device)
+            unsent = self.start[part].sub_(live)
+            ahead = unsent
+            for delta in in_flight:
+                ahead = ahead + delta[part]
+            torch.sub(anchor[part], ahead, alpha=weight, out=live)
+            unsent.add_(live)  # `unsent` is `start` itself
+            if live.device != self.live.device:
+                self.live[part].copy_(live)
+
+    def _chunks(self) -> Iterator[slice]:
+        for low in range(0, self.start.numel(), CHUNK_VALUES):
+            yield slice(low, low + CHUNK_VALUES)

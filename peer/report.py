@@ -1,0 +1,141 @@
+"""What people and scripts see of a running peer: log lines, a progress line, and two files.
+
+    events.jsonl   one JSON object a line, appended: joined, round, void, stopped
+    status.json    the newest progress, replaced about once a second
+
+The log is for people; scripts (the demo among them) read the files. Loss is in nats a token.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from dilocox.peer.files import write_atomically
+
+STATUS_PERIOD_S = 1.0
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Status:
+    """Where a peer is right now."""
+
+    state: str  # joining, training, waiting, leaving
+    round: int
+    inner_step: int
+    inner_steps: int
+    tokens: int
+    train_loss: float | None
+    val_loss: float | None
+    val_round: int
+    tokens_per_s: float
+    waiting_share: float
+    applied_round: int
+    in_flight: int | None  # the round whose exchange is under way
+
+
+@dataclass(frozen=True, kw_only=True)
+class RoundReport:
+    """One committed round, as this peer saw it."""
+
+    round: int
+    inner_steps: int
+    tokens: int  # this peer's own in this record
+    record_tokens: int
+    chain_tokens: int
+    train_loss: float | None
+    val_loss: float | None
+    val_round: int
+    tokens_per_s: float
+    waiting_share: float
+    sent_bytes: int
+    fp16_bytes: int  # what a ring all-reduce of fp16 values would have sent
+    exchange_s: float | None
+    members: int
+    outcome: str  # of merge.Outcome: what the record meant for this peer
+    digest: str
+    anchor_sha256: str
+
+
+class Reporter:
+    """Writes the log and the two files of one peer."""
+
+    def __init__(self, folder: Path):
+        self._folder = folder
+        self._events = folder / "events.jsonl"
+        self._terminal = sys.stderr.isatty()
+        self._status_at = 0.0
+        self._line_length = 0
+
+    def event(self, kind: str, **facts: Any) -> None:
+        """Append one event for scripts."""
+        line = json.dumps({"event": kind, "time": round(time.time(), 3)} | facts)
+        with self._events.open("a") as file:
+            file.write(line + "\n")
+
+    def status(self, status: Status, *, force: bool = False) -> None:
+        """Show the progress, about once a second."""
+        if not force and time.monotonic() - self._status_at < STATUS_PERIOD_S:
+            return
+        self._status_at = time.monotonic()
+        write_atomically(self._folder / "status.json", json.dumps(asdict(status)).encode())
+        if self._terminal:
+            loss = "-" if status.train_loss is None else f"{status.train_loss:.3f}"
+            self._progress(
+                f"round {status.round}  step {status.inner_step}/{status.inner_steps}  "
+                f"loss {loss}  {status.tokens_per_s:,.0f} tokens/s  "
+                f"waiting {status.waiting_share:.1%}"
+            )
+
+    def committed(self, report: RoundReport) -> None:
+        """One line a round."""
+        self.event("round", **asdict(report))
+        self._clear()
+        train, validation = _shown(report.train_loss), _shown(report.val_loss)
+        logger.info(
+            "round %d committed: %d inner steps, %d tokens of %d, train loss %s, validation %s "
+            "(round %d), %.0f tokens/s, waiting %.1f%%, sent %.1f kB (fp16 %.1f kB), %d members, "
+            "digest %s, anchor %s%s",
+            report.round,
+            report.inner_steps,
+            report.tokens,
+            report.record_tokens,
+            train,
+            validation,
+            report.val_round,
+            report.tokens_per_s,
+            100 * report.waiting_share,
+            report.sent_bytes / 1e3,
+            report.fp16_bytes / 1e3,
+            report.members,
+            report.digest[:12],
+            report.anchor_sha256[:12],
+            "" if report.outcome == "counted" else f" ({report.outcome})",
+        )
+
+    def void(self, round_number: int, reason: str) -> None:
+        """A round that came to nothing for this peer."""
+        self.event("void", round=round_number, reason=reason)
+        self._clear()
+        logger.info("round %d void: %s; nothing is lost, it goes on", round_number, reason)
+
+    def _progress(self, text: str) -> None:
+        sys.stderr.write("\r" + text.ljust(self._line_length))
+        sys.stderr.flush()
+        self._line_length = len(text)
+
+    def _clear(self) -> None:
+        if self._line_length:
+            sys.stderr.write("\r" + " " * self._line_length + "\r")
+            self._line_length = 0
+
+
+def _shown(loss: float | None) -> str:
+    return "-" if loss is None else f"{loss:.4f}"

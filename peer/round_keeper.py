@@ -1,0 +1,109 @@
+"""Keeps the round of a replica's head: when to ring, when to send, when to go on (see rounds.py).
+
+Two threads use it: the coordinator's, which looks at the others' bells, and the training loop,
+which ends a round by its send.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from dataclasses import replace
+
+from dilocox.dht.records import BellRecord, ReplicaRecord
+from dilocox.peer.rounds import (
+    RoundView,
+    Schedule,
+    bells_to_read,
+    current_round,
+    first_round,
+    must_ring,
+)
+from dilocox.peer.view import SwarmView
+
+
+class RoundKeeper:
+    """The round that this replica is in, its own bell, and the time of the group once known."""
+
+    def __init__(self, me: str):
+        self._me = me
+        self._lock = threading.Lock()
+        self._began = time.monotonic()
+        self._bell: BellRecord | None = None
+        self._schedule: Schedule | None = None
+        self.round = 0
+
+    # ---- the training loop -----------------------------------------------------------------------
+    def send_due(self, now: float) -> float | None:
+        """The time of the group if the send is to be taken at this inner step."""
+        with self._lock:
+            times = self._schedule
+            if times is None or (self._bell is None and now < times.send_after):
+                return None
+            return times.scheduled_at
+
+    def end(self, round_number: int) -> None:
+        """The send of this round was taken, or skipped."""
+        with self._lock:
+            self._go_to(max(self.round, round_number + 1))
+
+    # ---- the coordinator -------------------------------------------------------------------------
+    @property
+    def bell(self) -> BellRecord | None:
+        """This head's bell of the round, to be kept alive in the DHT."""
+        return self._bell
+
+    def start(self, view: SwarmView, last_record: int) -> None:
+        """The round in which a peer begins that joins or comes back."""
+        with self._lock:
+            rung = [number for number, bells in view.bells.items() if bells]
+            first = first_round(view.replicas.values(), rung=rung, last_record=last_record)
+            self._go_to(max(self.round, first))
+
+    def wanted_bells(self, view: SwarmView) -> list[int]:
+        """The rounds whose bells are to be read."""
+        return bells_to_read(self.round, view.replicas.values())
+
+    def follow(
+        self, view: SwarmView, own: ReplicaRecord, now: float, *, inner_steps: int, tokens: int
+    ) -> BellRecord | None:
+        """Move with the others, ring when it is time; a new or changed bell to publish."""
+        with self._lock:
+            before = self._bell
+            rung = [number for number, bells in view.bells.items() if bells]
+            newest = current_round(self.round, rung=rung)
+            if newest != self.round:
+                self._go_to(newest)
+            if must_ring(own.inner_step, inner_steps, rung=self._bell is not None):
+                self._bell = BellRecord(
+                    round=self.round,
+                    finished_at=now,
+                    round_s=time.monotonic() - self._began,
+                    tokens=tokens,
+                    send_after=None,
+                    scheduled_at=None,
+                )
+            seen = self._view(view, own)
+            proposed = seen.proposal(self._me, now)
+            if proposed is not None and self._bell is not None:
+                self._bell = replace(
+                    self._bell,
+                    send_after=proposed.send_after,
+                    scheduled_at=proposed.scheduled_at,
+                )
+                seen = self._view(view, own)
+            self._schedule = seen.schedule(now)
+            return self._bell if self._bell != before else None
+
+    def _view(self, view: SwarmView, own: ReplicaRecord) -> RoundView:
+        bells = dict(view.bells.get(self.round, {}))
+        bells.pop(self._me, None)  # what the DHT has of ours may be older than what we know
+        if self._bell is not None:
+            bells[self._me] = self._bell
+        replicas = {**view.replicas, self._me: own}
+        return RoundView(round=self.round, bells=bells, replicas=replicas)
+
+    def _go_to(self, round_number: int) -> None:
+        self.round = round_number
+        self._bell = self._schedule = None
+        self._began = time.monotonic()

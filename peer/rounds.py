@@ -1,0 +1,198 @@
+"""Rounds and the bell: which round a replica is in, when its group meets, and when it sends.
+
+Round numbers belong to the run. A head *rings the bell* of round R (writes a BellRecord) when its
+replica made H inner steps in it, and the replica trains on. Once a quorum of heads has rung, T_R
+is known: the one moment at which all groups of the round form. (Without a common time 0 of 8 rounds
+formed one group when peers came 3 s apart; with it 8 of 8.) Slower replicas get a grace, then stop
+at their next inner step. So nobody waits for the slowest, and nobody meets an empty room.
+
+    q    half of the replicas known from their records, rounded up, at least 2 where 2 are known
+    T_R  finish of the q-th + grace + the longest inner step that the replicas state + 2 s;
+         now + 2 s once all known replicas have rung
+
+A head that has rung, sees q bells and finds no T_R writes it into its bell, with the end of the
+grace; all use the smallest T_R they find. Pure rules over records: `now_s` is run time
+(dht/clock.py), equal on all peers within `clock_error_s`. Statements are believed within bounds:
+
+- a bell that finished later than now + clock_error_s does not count (yet);
+- a T_R before its own bell's finish or beyond the horizon does not count, nor does one without
+  the end of its grace; a T_R in the past does: who is late finds no group and sends with the next;
+- the round's time is the lower median of what the first q bells state, and a replica whose one
+  inner step takes longer than that is not waited for: no single statement delays the others;
+- equal finish times need no order: only the q-th smallest time enters, and no peer is preferred.
+  Of equal T_R the one with the earlier end of grace counts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from statistics import median_low
+
+from dilocox.dht.records import BellRecord, ReplicaRecord
+
+BELLS_READ = 8  # bell keys a head reads at most, so that strange round numbers cost it little
+
+
+def quorum(replicas: int) -> int:
+    """How many bells end a round: half of the known replicas, rounded up, at least 2 of 2."""
+    if replicas < 1:
+        raise ValueError(f"{replicas} replicas known; one's own is always known")
+    return max((replicas + 1) // 2, min(2, replicas))
+
+
+@dataclass(frozen=True, kw_only=True)
+class RoundClock:
+    """The constants of a round's times."""
+
+    grace_share: float = 0.25
+    """Share of the round's time that slower replicas get after the quorum."""
+    notice_s: float = 2.0
+    """Time to spread T_R and to write a send, at least."""
+    clock_error_s: float = 3.0
+    """How far run times may be apart; hivemind refuses peers that are further off."""
+    horizon_s: float = 3600.0
+    """Nothing sensible is announced further ahead, and nothing takes longer."""
+
+    def bounded(self, seconds: float) -> float:
+        """A duration that somebody states, within reason."""
+        return min(max(seconds, 0.0), self.horizon_s)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Schedule:
+    """The times of one round, in run time."""
+
+    send_after: float
+    """End of the grace: a replica that has not rung stops at its next inner step after it."""
+    scheduled_at: float
+    """T_R: when the group forms."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RoundView:
+    """What one head or peer sees of a round."""
+
+    round: int
+    bells: Mapping[str, BellRecord]
+    """By head: the bells of this round, one's own included once it has rung."""
+    replicas: Mapping[str, ReplicaRecord]
+    """By head: the replicas known, one's own included."""
+    clock: RoundClock = RoundClock()
+
+    def rung(self, now_s: float) -> dict[str, BellRecord]:
+        """The bells that count."""
+        latest = now_s + self.clock.clock_error_s
+        return {
+            head: bell
+            for head, bell in self.bells.items()
+            if bell.round == self.round and bell.finished_at <= latest
+        }
+
+    def reached(self, now_s: float) -> bool:
+        """Whether the bell of this round has its quorum."""
+        return len(self.rung(now_s)) >= self._quorum
+
+    def schedule(self, now_s: float) -> Schedule | None:
+        """The smallest T_R that a bell carries, with the end of its grace; None while unknown."""
+        found = [
+            (bell.scheduled_at, bell.send_after)
+            for bell in self.rung(now_s).values()
+            if bell.scheduled_at is not None
+            and bell.send_after is not None
+            and bell.finished_at <= bell.scheduled_at <= now_s + self.clock.horizon_s
+            and bell.send_after <= bell.scheduled_at
+        ]
+        if not found:
+            return None
+        scheduled_at, send_after = min(found)
+        return Schedule(send_after=send_after, scheduled_at=scheduled_at)
+
+    def proposal(self, me: str, now_s: float) -> Schedule | None:
+        """The times that this head should write into its bell now; None if it has nothing to add.
+
+        A head that has not rung has no bell to write into. Once it is found, T_R moves for one
+        reason: when all have rung, nobody needs the rest of the grace.
+        """
+        rung = self.rung(now_s)
+        if me not in rung or len(rung) < self._quorum:
+            return None
+        found = self.schedule(now_s)
+        soonest = now_s + self.clock.notice_s
+        if self.replicas.keys() <= rung.keys():
+            if found is not None and found.scheduled_at <= soonest:
+                return None
+            return Schedule(send_after=now_s, scheduled_at=soonest)
+        return self._after_grace(rung, soonest) if found is None else None
+
+    def send_due(self, now_s: float, *, rung: bool) -> bool:
+        """Whether the send of this round is taken at this inner step; `rung`: by this replica."""
+        times = self.schedule(now_s)
+        return times is not None and (rung or now_s >= times.send_after)
+
+    def _after_grace(self, rung: Mapping[str, BellRecord], soonest: float) -> Schedule:
+        first = sorted(rung.values(), key=lambda bell: bell.finished_at)[: self._quorum]
+        round_s = self.clock.bounded(median_low(bell.round_s for bell in first))
+        send_after = first[-1].finished_at + self.clock.grace_share * round_s
+        step_s = min(max(replica.step_s for replica in self.replicas.values()), round_s)
+        wanted = send_after + max(step_s, 0.0) + self.clock.notice_s
+        latest = soonest - self.clock.notice_s + self.clock.horizon_s
+        scheduled_at = min(max(wanted, soonest), latest)
+        return Schedule(send_after=min(send_after, scheduled_at), scheduled_at=scheduled_at)
+
+    @property
+    def _quorum(self) -> int:
+        return quorum(max(1, len(self.replicas)))
+
+
+def must_ring(inner_steps_done: int, inner_steps: int, *, rung: bool) -> bool:
+    """Whether the head rings now: its replica has made its H inner steps in this round.
+
+    Its steps since its last send count, also those made in rounds that it skipped; the time they
+    took is the bell's `round_s`.
+    """
+    return not rung and inner_steps_done >= inner_steps
+
+
+def current_round(own: int, *, rung: Iterable[int] = (), reached: Iterable[int] = ()) -> int:
+    """The round of a replica that was in round `own`; never an earlier one.
+
+    `rung`: rounds of which a bell is in view. One bell R proves that bell R-1 reached its quorum,
+    so a replica in an earlier round goes to R at once and keeps its steps. `reached`: rounds whose
+    bell reached its quorum; pass it once the send of R was taken or skipped, not before.
+    """
+    return max([own, *rung, *(number + 1 for number in reached)])
+
+
+def first_round(
+    replicas: Iterable[ReplicaRecord], *, rung: Iterable[int] = (), last_record: int = -1
+) -> int:
+    """The round in which a joiner or spare starts: the current one as far as records show it.
+
+    `last_record`: round of the newest record of its stage's chain; there is none in round 0.
+    """
+    stated = (replica.round for replica in replicas)
+    return max([0, last_record + 1, *rung, *stated])
+
+
+def bells_to_read(own: int, replicas: Iterable[ReplicaRecord]) -> list[int]:
+    """The rounds whose bells a peer in round `own` should look at, newest first.
+
+    Its own and the next, and those that other replicas state: such a statement alone moves nobody,
+    the bell does.
+    """
+    stated = {replica.round for replica in replicas}
+    ahead = {number for stating in stated for number in (stating - 1, stating) if number > own}
+    return [*sorted(ahead - {own + 1}, reverse=True)[: BELLS_READ - 2], own + 1, own]
+
+
+def round_length(named: Iterable[int], last_known: int) -> int:
+    """H of a replica: the largest that its stages' records name, else the last it knew."""
+    return max(named, default=last_known)
+
+
+def attempt_at(scheduled_at: float, attempt: int, *, exchange_s: float, vote_s: float) -> float:
+    """When the group of an attempt forms: attempt 0 at T_R, its one retry after both deadlines."""
+    if attempt not in (0, 1):
+        raise ValueError(f"attempt {attempt}: a round is tried once and repeated once")
+    return scheduled_at + attempt * (exchange_s + vote_s)

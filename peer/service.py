@@ -1,0 +1,171 @@
+"""What a peer's averaging process answers to other peers: parts, means, votes, records, states.
+
+Nothing here trusts what comes in: lengths are checked before bytes are taken, what is malformed
+is refused with a word about why, and no handler writes bulk data without being asked for it, so
+that a frozen peer can hang nobody but itself.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from concurrent.futures import Executor
+from typing import Any, AsyncIterator, TypeVar  # noqa: UP035 - hivemind knows this one only
+
+from hivemind.p2p import P2PContext, ServicerBase
+from hivemind.proto import runtime_pb2
+
+from dilocox.peer import catchup
+from dilocox.peer.exchange import Attempt, Mean
+from dilocox.peer.transport import (
+    CHUNK_BYTES,
+    FrameRefused,
+    chunk_of,
+    reply,
+    unpack,
+)
+
+GROUP_WAIT_S = 5.0  # a part may come before its receiver has heard that the group stands
+HEARTBEAT_S = 0.5
+
+T = TypeVar("T")
+
+
+class PeerService(ServicerBase):
+    """The rpc_ methods of the averaging process, which gives them the attributes below."""
+
+    config: Any
+    attempts: dict[bytes, Attempt]
+    pool: Executor
+    log: Any
+    limit: Any
+    sent_bytes: Any
+
+    # ---- what other peers call -------------------------------------------------------------------
+    async def rpc_put(
+        self, request: AsyncIterator[runtime_pb2.ExpertRequest], context: P2PContext
+    ) -> runtime_pb2.ExpertResponse:
+        """A part or an averaged part of a running attempt."""
+        peer = str(context.remote_id)
+        limit_s = self.config.manifest.deadlines.exchange_s
+        try:
+            return await asyncio.wait_for(self._take(peer, request), limit_s)
+        except (ValueError, ConnectionError, asyncio.TimeoutError) as error:
+            async for _ in request:  # leaving early would leak hivemind's input task
+                pass
+            return reply({"refused": f"{type(error).__name__}: {error}"[:200]})
+
+    async def _take(
+        self, peer: str, request: AsyncIterator[runtime_pb2.ExpertRequest]
+    ) -> runtime_pb2.ExpertResponse:
+        header = unpack(await anext(aiter(request)))
+        attempt = await self.find_attempt(header.get("group"))
+        part, size = header.get("part"), header.get("bytes")
+        if not isinstance(part, int) or not attempt.has_part(part):
+            raise FrameRefused("no such part")
+        if size != attempt.expected_bytes(part):
+            raise FrameRefused(f"{size} bytes for part {part}")
+        payload = bytearray()
+        async for frame in request:
+            payload += chunk_of(frame)
+            if len(payload) > size:
+                raise FrameRefused(f"more than the {size} bytes of part {part}")
+        if len(payload) != size:
+            raise FrameRefused(f"{len(payload)} of {size} bytes of part {part}")
+        if header.get("kind") == "part":
+            await attempt.on_part(peer, part, bytes(payload))
+        else:
+            names = tuple(str(name) for name in header.get("contributors", ()))
+            await attempt.on_mean(peer, Mean(part=part, contributors=names, payload=bytes(payload)))
+        return reply({})
+
+    async def rpc_vote(
+        self, request: runtime_pb2.ExpertRequest, context: P2PContext
+    ) -> runtime_pb2.ExpertResponse:
+        """A signed vote of a running attempt."""
+        try:
+            attempt = await self.find_attempt(unpack(request).get("group"))
+            attempt.on_vote(chunk_of(request))
+        except ValueError as error:
+            return reply({"refused": str(error)[:200]})
+        return reply({})
+
+    async def rpc_ask(
+        self, request: runtime_pb2.ExpertRequest, context: P2PContext
+    ) -> runtime_pb2.ExpertResponse:
+        """How this peer, and those it heard, voted in an attempt."""
+        try:
+            question = unpack(request)
+            attempt = self.attempts.get(question["group"])
+            own = self.log.own_vote(int(question["round"]), int(question["attempt"]))
+        except (ValueError, KeyError, TypeError) as error:
+            return reply({"refused": repr(error)[:200]})
+        votes = [] if attempt is None else attempt.ballots.all_bytes()
+        if own is not None and own not in votes:  # cast before this peer was restarted
+            votes.append(own)
+        return reply({"votes": votes})
+
+    async def rpc_watch(
+        self, request: runtime_pb2.ExpertRequest, context: P2PContext
+    ) -> AsyncIterator[runtime_pb2.ExpertResponse]:
+        """A heartbeat every half second, for as long as an attempt can take."""
+        deadlines = self.config.manifest.deadlines
+        end = time.monotonic() + 2 * (deadlines.exchange_s + deadlines.vote_s)
+        while time.monotonic() < end:
+            yield reply({})
+            await asyncio.sleep(HEARTBEAT_S)
+
+    async def rpc_get(
+        self, request: runtime_pb2.ExpertRequest, context: P2PContext
+    ) -> AsyncIterator[runtime_pb2.ExpertResponse]:
+        """Serve an averaged part, a record, a certificate or the newest state, in chunks."""
+        try:
+            found = await self._find(unpack(request))
+        except (ValueError, KeyError, TypeError, OSError):
+            found = None
+        if found is None:
+            yield reply({})
+            return
+        with found as source:
+            yield reply(source.facts)
+            while chunk := source.file.read(CHUNK_BYTES):
+                await self.limit.spend(len(chunk))
+                self.sent_bytes.add_(len(chunk))
+                yield reply({}, chunk)
+
+    async def _find(self, want: dict[str, Any]) -> catchup.Source | None:
+        match want["what"]:
+            case "mean":
+                attempt = self.attempts.get(want["group"])
+                mean = None if attempt is None else attempt.mean(int(want["part"]))
+                if mean is None:
+                    return None
+                return catchup.Source.of(mean.payload, contributors=list(mean.contributors))
+            case "record" | "certificate":
+                digest = str(want["digest"])
+                for attempt in self.attempts.values():
+                    if want["what"] == "record" and attempt.digest == digest and attempt.record:
+                        return catchup.Source.of(attempt.record)
+                return await self.in_pool(catchup.find_in_log, self.log, want["what"], digest)
+            case "state":
+                offset = int(want.get("offset", 0))
+                return await self.in_pool(catchup.open_state, self.config.snapshot_folder, offset)
+            case _:
+                return None
+
+    # ---- helpers ---------------------------------------------------------------------------------
+    async def find_attempt(self, group: object) -> Attempt:
+        """The running attempt of a group, waiting a little for one that is about to start."""
+        deadline = time.monotonic() + GROUP_WAIT_S
+        while True:
+            attempt = self.attempts.get(group) if isinstance(group, bytes) else None
+            if attempt is not None:
+                return attempt
+            if time.monotonic() > deadline:
+                raise FrameRefused("no such group")
+            await asyncio.sleep(0.02)
+
+    async def in_pool(self, function: Callable[..., T], *arguments: Any) -> T:
+        """Run something slow beside the event loop, so that heartbeats go on."""
+        return await asyncio.get_running_loop().run_in_executor(self.pool, function, *arguments)

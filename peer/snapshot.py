@@ -1,0 +1,151 @@
+"""A peer's whole state on disk, so that a killed peer goes on where it was.
+
+A snapshot is a folder, complete once it has its final name:
+    anchor.safetensors  anchor and outer momentum, equal on all peers; what joiners download
+    anchor.json         its size, sha256 and the record it stands on
+    local.safetensors   this peer's own: live weights, unsent and undecided progress, residual,
+                        inner optimizer; what is no tensor (data position, ...) in its header
+The newest complete folder counts. Nothing is pickled.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from dilocox.dht.errors import EnvironmentFault
+from dilocox.peer.files import disk_fault
+
+STATE_FILE = "anchor.safetensors"
+STATE_FACTS_FILE = "anchor.json"
+LOCAL_FILE = "local.safetensors"
+HASH_CHUNK_BYTES = 1 << 20
+
+
+@dataclass(frozen=True, kw_only=True)
+class Snapshot:
+    """What is written after a send and before its first byte leaves."""
+
+    round: int  # of the last record applied, -1 if none was
+    digest: str  # of that record
+    layout: str
+    anchor: Tensor  # [numel] fp32
+    momentum: Tensor  # [numel] fp32
+    tensors: Mapping[str, Tensor]
+    facts: Mapping[str, Any]
+
+
+def write_snapshot(folder: Path, snapshot: Snapshot) -> Path:
+    """Write the next snapshot and remove the one before.
+
+    Raises:
+        EnvironmentFault: the disk is full or the folder cannot be written; the old snapshot stays.
+    """
+    earlier = _complete(folder)
+    number = int(earlier[-1].name) + 1 if earlier else 0
+    final = folder / f"{number:08d}"
+    partial = folder / f"{number:08d}.partial"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir()
+        _write_state(partial, snapshot)
+        facts = {"layout": snapshot.layout, "facts": snapshot.facts}
+        _save(partial / LOCAL_FILE, snapshot.tensors, {"local": json.dumps(facts)})
+        partial.rename(final)
+    except (OSError, SafetensorError) as error:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise disk_fault(folder, _as_os_error(error)) from error
+    for old in earlier:
+        shutil.rmtree(old, ignore_errors=True)
+    return final
+
+
+def read_snapshot(folder: Path, *, layout: str) -> Snapshot | None:
+    """The newest snapshot, or None if there is none.
+
+    Raises:
+        EnvironmentFault: it is damaged, or of another model.
+    """
+    found = newest(folder)
+    if found is None:
+        return None
+    mend = "move the state folder away to join anew"
+    try:
+        facts = json.loads((found / STATE_FACTS_FILE).read_text())
+        with safe_open(found / STATE_FILE, framework="pt") as file:
+            anchor, momentum = file.get_tensor("anchor"), file.get_tensor("momentum")
+        with safe_open(found / LOCAL_FILE, framework="pt") as file:
+            local = json.loads(file.metadata()["local"])
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    except (OSError, SafetensorError, KeyError, ValueError) as error:
+        raise EnvironmentFault(f"{found}: the snapshot is damaged ({error}); {mend}") from error
+    if local["layout"] != layout:
+        raise EnvironmentFault(f"{found}: the snapshot is of another model or stage; {mend}")
+    return Snapshot(
+        round=facts["round"],
+        digest=facts["digest"],
+        layout=layout,
+        anchor=anchor,
+        momentum=momentum,
+        tensors=tensors,
+        facts=local["facts"],
+    )
+
+
+def newest(folder: Path) -> Path | None:
+    """The folder of the newest complete snapshot."""
+    complete = _complete(folder)
+    return complete[-1] if complete else None
+
+
+def _write_state(folder: Path, snapshot: Snapshot) -> None:
+    path = folder / STATE_FILE
+    _save(path, {"anchor": snapshot.anchor, "momentum": snapshot.momentum}, {})
+    facts = {
+        "round": snapshot.round,
+        "digest": snapshot.digest,
+        "size": path.stat().st_size,
+        "sha256": sha256_of_file(path),
+    }
+    (folder / STATE_FACTS_FILE).write_text(json.dumps(facts))
+
+
+def sha256_of_file(path: Path) -> str:
+    """The sha256 of a file, in hex, a megabyte at a time."""
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while chunk := file.read(HASH_CHUNK_BYTES):
+            digest.update(chunk)
+    return digest.hexdigest()
+
+
+def _save(path: Path, tensors: Mapping[str, Tensor], metadata: dict[str, str]) -> None:
+    save_file(dict(tensors), path, metadata=metadata)
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+
+
+def _complete(folder: Path) -> list[Path]:
+    if not folder.is_dir():
+        return []
+    return sorted(path for path in folder.iterdir() if path.name.isdigit())
+
+
+def _as_os_error(error: Exception) -> OSError:
+    """safetensors reports a full disk as its own error, with the system's text in it."""
+    if isinstance(error, OSError):
+        return error
+    full = "No space left" in str(error) or "os error 28" in str(error)
+    return OSError(errno.ENOSPC if full else errno.EIO, str(error))

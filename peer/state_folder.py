@@ -1,0 +1,45 @@
+"""A peer's state folder: identity, snapshots, log and status; one peer at a time."""
+
+from __future__ import annotations
+
+import fcntl
+from collections.abc import Generator
+from contextlib import contextmanager
+from pathlib import Path
+
+from dilocox.dht.errors import EnvironmentFault
+from dilocox.peer.files import disk_fault
+
+
+class StateFolder:
+    """The paths in a state folder, for one stage of one run at a time."""
+
+    def __init__(self, path: Path):
+        self.path = path
+        self.identity = path / "identity.key"
+
+    def run(self, run: str, stage: int) -> Path:
+        """What belongs to a stage of a run: a folder that is moved away to join anew."""
+        return self.path / f"{run}-stage{stage}"
+
+    @contextmanager
+    def locked(self) -> Generator[None]:
+        """Keep other peers out; the lock ends with the process, however it ends.
+
+        Raises:
+            EnvironmentFault: another peer runs in this folder, or it cannot be written.
+        """
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            file = (self.path / "lock").open("w")
+        except OSError as error:
+            raise disk_fault(self.path, error) from error
+        with file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError as error:
+                raise EnvironmentFault(
+                    f"{self.path}: another peer uses this state folder; stop it, or give this "
+                    "one a folder of its own with --state"
+                ) from error
+            yield

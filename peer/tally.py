@@ -1,0 +1,162 @@
+"""The figures of a peer's training, from the loop to the log: losses, tokens, waiting, bytes."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Generator
+from contextlib import contextmanager
+
+from torch import Tensor
+
+from dilocox.peer.events import Committed
+from dilocox.peer.inner import StepResult
+from dilocox.peer.merge import Merge, Outcome
+from dilocox.peer.report import Reporter, RoundReport, Status
+
+SMOOTHING = 0.8  # of the loss and the speed that the progress line shows
+
+
+class Tally:
+    """What this peer did, since it started and since its last round line."""
+
+    def __init__(self, *, reporter: Reporter, sent_bytes: Tensor, numel: int):
+        """`sent_bytes`: the shared counter; `numel`: values of the stage's flat vector."""
+        self._reporter = reporter
+        self._sent_bytes = sent_bytes
+        self._numel = numel
+        self._began = self._line_began = time.monotonic()
+        self._waiting_s = self._line_waiting_s = 0.0
+        self._line_sent_bytes = 0
+        self._losses: list[float] = []
+        self._steps_of: dict[
+            int, tuple[int, float | None]
+        ] = {}  # round sent: inner steps, mean loss
+        self._pending: RoundReport | None = None
+        self.state = "joining"
+        self.data_part: int | None = None
+        self.inner_step = 0  # of this round
+        self.longest_step_s = 0.0
+        self.tokens = 0
+        self.tokens_per_s = 0.0
+        self.train_loss: float | None = None
+        self.val_loss: float | None = None
+        self.val_round = -1
+
+    # ---- the loop tells --------------------------------------------------------------------------
+    def start(self) -> None:
+        """Training begins; what came before is no waiting."""
+        self.state = "training"
+        self._reporter.event("training")
+        self._began = self._line_began = time.monotonic()
+        self._waiting_s = self._line_waiting_s = 0.0
+
+    def stepped(self, result: StepResult, seconds: float) -> None:
+        """An inner step was taken, or skipped."""
+        self.inner_step += 1
+        self.longest_step_s = max(self.longest_step_s, seconds)
+        if result.skipped:
+            return
+        self.tokens += result.tokens
+        self._losses.append(result.loss)
+        self.train_loss = _smooth(self.train_loss, result.loss)
+        self.tokens_per_s = _smooth(self.tokens_per_s or None, result.tokens / max(seconds, 1e-9))
+
+    @contextmanager
+    def waiting(self) -> Generator[None]:
+        """Time in which the loop does not train: merging, sending, waiting for a record."""
+        began = time.monotonic()
+        try:
+            yield
+        finally:
+            self._waiting_s += time.monotonic() - began
+
+    def sent(self, round_number: int) -> None:
+        """The round was sent; its steps wait for their record."""
+        loss = sum(self._losses) / len(self._losses) if self._losses else None
+        self._steps_of[round_number] = (self.inner_step, loss)
+        self._losses.clear()
+
+    def next_round(self) -> None:
+        """A new round begins."""
+        self.inner_step = 0
+        self.longest_step_s = 0.0
+
+    def validated(self, round_number: int, loss: float) -> None:
+        """The anchor that stands on this round's record was evaluated."""
+        self.val_loss, self.val_round = loss, round_number
+        self._reporter.event("validated", round=round_number, loss=loss)
+
+    def heard(self, round_number: int, loss: float) -> None:
+        """Another head evaluated a newer anchor."""
+        if round_number > self.val_round:
+            self.val_loss, self.val_round = loss, round_number
+
+    def void(self, round_number: int, reason: str) -> None:
+        """The round's exchange came to nothing."""
+        self._reporter.void(round_number, reason)
+
+    def resynced(self, round_number: int) -> None:
+        """A state was taken from a peer."""
+        self._reporter.event("resynced", round=round_number)
+
+    def committed(self, event: Committed, outcome: Outcome, tokens: int) -> None:
+        """A record was merged; its line is written by `report_round`."""
+        record = event.record
+        steps, loss = self._steps_of.pop(record.round, (0, None))
+        now = time.monotonic()
+        wall_s = max(now - self._line_began, 1e-9)
+        sent_bytes = int(self._sent_bytes)
+        members = len(record.members)
+        self._pending = RoundReport(
+            round=record.round,
+            inner_steps=steps,
+            tokens=tokens if outcome is Outcome.COUNTED else 0,
+            record_tokens=record.tokens,
+            chain_tokens=record.chain_tokens,
+            train_loss=loss,
+            val_loss=None,
+            val_round=-1,
+            tokens_per_s=self.tokens_per_s,
+            waiting_share=(self._waiting_s - self._line_waiting_s) / wall_s,
+            sent_bytes=sent_bytes - self._line_sent_bytes,
+            fp16_bytes=round(2 * 2 * self._numel * (members - 1) / members),
+            exchange_s=event.exchange_s,
+            members=members,
+            outcome=outcome.value,
+            digest=event.digest,
+            anchor_sha256=event.anchor_sha256,
+        )
+        self._line_began, self._line_waiting_s = now, self._waiting_s
+        self._line_sent_bytes = sent_bytes
+
+    # ---- the log is told -------------------------------------------------------------------------
+    def report_round(self) -> None:
+        """Write the line of the round that was merged last."""
+        if self._pending is None:
+            return
+        facts = vars(self._pending) | {"val_loss": self.val_loss, "val_round": self.val_round}
+        self._pending = None
+        self._reporter.committed(RoundReport(**facts))
+
+    def publish(self, *, round_number: int, inner_steps: int, merge: Merge, force: bool) -> None:
+        """Show where this peer is."""
+        wall_s = max(time.monotonic() - self._began, 1e-9)
+        status = Status(
+            state=self.state,
+            round=round_number,
+            inner_step=self.inner_step,
+            inner_steps=inner_steps,
+            tokens=self.tokens,
+            train_loss=self.train_loss,
+            val_loss=self.val_loss,
+            val_round=self.val_round,
+            tokens_per_s=self.tokens_per_s,
+            waiting_share=self._waiting_s / wall_s,
+            applied_round=merge.round,
+            in_flight=next(iter(merge.fly), None),
+        )
+        self._reporter.status(status, force=force)
+
+
+def _smooth(old: float | None, new: float) -> float:
+    return new if old is None else SMOOTHING * old + (1 - SMOOTHING) * new

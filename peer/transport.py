@@ -1,0 +1,234 @@
+"""What travels between members of a stage: frames, the calls that send them, and the upload limit.
+
+All calls are hivemind P2P calls in the averager's namespace. A frame's metadata is msgpack, its
+bulk comes in chunks. Whatever goes wrong on the way becomes a ConnectionError: p2pd, hivemind and
+asyncio have a dozen names for a peer that is gone, and none of them is a fault of ours.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable, Generator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, cast
+
+import msgpack
+from hivemind.p2p import P2P, PeerID
+from hivemind.proto import runtime_pb2
+from torch import Tensor
+
+from dilocox.peer.exchange import Mean
+
+CHUNK_BYTES = 64 * 1024
+MAX_METADATA_BYTES = 64 * 1024
+
+
+class FrameRefused(ValueError):
+    """A frame from a peer that is not as it must be."""
+
+
+@dataclass(frozen=True)
+class Blob:
+    """Something fetched from a peer, with what it said about it."""
+
+    facts: dict[str, Any]
+    data: bytes
+
+
+def pack(facts: dict[str, Any], chunk: bytes = b"") -> runtime_pb2.ExpertRequest:
+    """A request frame."""
+    return runtime_pb2.ExpertRequest(metadata=_packb(facts), tensors=_tensors(chunk))
+
+
+def reply(facts: dict[str, Any], chunk: bytes = b"") -> runtime_pb2.ExpertResponse:
+    """A response frame."""
+    return runtime_pb2.ExpertResponse(metadata=_packb(facts), tensors=_tensors(chunk))
+
+
+def unpack(frame: Any) -> dict[str, Any]:
+    """The metadata of a frame; FrameRefused if it is no map or too large."""
+    if len(frame.metadata) > MAX_METADATA_BYTES:
+        raise FrameRefused(f"{len(frame.metadata)} bytes of metadata")
+    try:
+        facts: object = msgpack.unpackb(frame.metadata, strict_map_key=True)  # pyright: ignore[reportUnknownMemberType]
+    except (ValueError, msgpack.UnpackException) as error:
+        raise FrameRefused(f"metadata is not msgpack: {error}") from error
+    if not isinstance(facts, dict):
+        raise FrameRefused("metadata is not a map")
+    return cast("dict[str, Any]", facts)
+
+
+def chunk_of(frame: Any) -> bytes:
+    """The bulk bytes of a frame."""
+    return b"".join(tensor.buffer for tensor in frame.tensors)
+
+
+def _packb(facts: dict[str, Any]) -> bytes:
+    return cast(bytes, msgpack.packb(facts))  # pyright: ignore[reportUnknownMemberType]
+
+
+def _tensors(chunk: bytes) -> list[runtime_pb2.Tensor]:
+    return [runtime_pb2.Tensor(buffer=chunk)] if chunk else []
+
+
+class UploadLimit:
+    """A token bucket: `spend` waits until the bytes fit into the volunteer's limit."""
+
+    def __init__(self, bytes_per_s: float | None):
+        self._rate = bytes_per_s
+        self._free_at = 0.0
+
+    async def spend(self, count: int) -> None:
+        """Wait until `count` more bytes may leave."""
+        if self._rate is None:
+            return
+        now = time.monotonic()
+        start = max(now, self._free_at)
+        self._free_at = start + count / self._rate
+        if start > now:
+            await asyncio.sleep(start - now)
+
+
+class PeerTransport:
+    """One member's calls to others: those of an attempt (see exchange.Transport), downloads."""
+
+    def __init__(
+        self,
+        *,
+        p2p: P2P,
+        stub_for: Callable[[P2P, PeerID], Any],
+        limit: UploadLimit,
+        counter: Tensor,
+        group: bytes = b"",
+    ):
+        """`counter`: shared int64 scalar to which every payload byte sent is added."""
+        self._p2p = p2p
+        self._stub_for = stub_for
+        self._limit = limit
+        self._counter = counter
+        self._group = group
+
+    def for_group(self, group: bytes) -> PeerTransport:
+        """The same calls, within one averaging group."""
+        return PeerTransport(
+            p2p=self._p2p,
+            stub_for=self._stub_for,
+            limit=self._limit,
+            counter=self._counter,
+            group=group,
+        )
+
+    # ---- within a group --------------------------------------------------------------------------
+    async def push_part(self, peer: str, part: int, payload: bytes) -> None:
+        """Send this member's encoded part to its reducer."""
+        await self._push(peer, {"kind": "part", "part": part}, payload)
+
+    async def push_mean(self, peer: str, mean: Mean) -> None:
+        """Send an averaged part to a member."""
+        facts = {"kind": "mean", "part": mean.part, "contributors": list(mean.contributors)}
+        await self._push(peer, facts, mean.payload)
+
+    async def fetch_mean(self, peer: str, part: int) -> Mean | None:
+        """Ask a member for an averaged part; None if it has none."""
+        want = {"what": "mean", "group": self._group, "part": part}
+        blob = await self.fetch(peer, want, limit_bytes=1 << 31)
+        if blob is None:
+            return None
+        return Mean(
+            part=part,
+            contributors=tuple(str(name) for name in blob.facts.get("contributors", ())),
+            payload=blob.data,
+        )
+
+    async def fetch_record(self, peer: str, digest: str) -> bytes | None:
+        """Ask a member for a round record."""
+        want = {"what": "record", "digest": digest}
+        blob = await self.fetch(peer, want, limit_bytes=1 << 31)
+        return None if blob is None else blob.data
+
+    async def send_vote(self, peer: str, vote: bytes) -> None:
+        """Send a signed vote."""
+        with _reached(peer):
+            await self._stub(peer).rpc_vote(pack({"group": self._group}, vote))
+
+    async def ask_votes(self, peer: str, round_number: int, attempt: int) -> list[bytes]:
+        """Ask a member for the votes of this group's attempt that it holds."""
+        question = {"group": self._group, "round": round_number, "attempt": attempt}
+        with _reached(peer):
+            answer = unpack(await self._stub(peer).rpc_ask(pack(question)))
+        votes = answer.get("votes", [])
+        return [vote for vote in votes if isinstance(vote, bytes)]
+
+    async def heartbeats(self, peer: str) -> AsyncIterator[None]:
+        """A stream that yields while the member is alive."""
+        with _reached(peer):
+            stream = await self._stub(peer).rpc_watch(pack({"group": self._group}))
+        while True:
+            with _reached(peer):
+                await anext(stream)
+            yield
+
+    async def _push(self, peer: str, facts: dict[str, Any], payload: bytes) -> None:
+        header = facts | {"group": self._group, "bytes": len(payload)}
+
+        async def frames() -> AsyncIterator[runtime_pb2.ExpertRequest]:
+            yield pack(header)
+            for start in range(0, len(payload), CHUNK_BYTES):
+                chunk = payload[start : start + CHUNK_BYTES]
+                await self._limit.spend(len(chunk))
+                self._counter.add_(len(chunk))
+                yield pack({}, chunk)
+
+        with _reached(peer):
+            answer = unpack(await self._stub(peer).rpc_put(frames()))
+        if refused := answer.get("refused"):
+            raise ConnectionError(f"{peer} refused a {facts['kind']}: {refused}")
+
+    # ---- downloads -------------------------------------------------------------------------------
+    async def fetch(
+        self,
+        peer: str,
+        want: dict[str, Any],
+        *,
+        limit_bytes: int,
+        sink: Callable[[bytes], None] | None = None,
+    ) -> Blob | None:
+        """Download something; None if the peer does not have it.
+
+        `sink` gets the chunks as they come (then `data` is empty); the peer's stated size is checked
+        against `limit_bytes` before the first chunk is taken.
+        """
+        with _reached(peer):
+            stream = await self._stub(peer).rpc_get(pack(want))
+            facts = unpack(await anext(stream))
+            size = facts.get("bytes")
+            if size is None:
+                return None
+            if not isinstance(size, int) or not 0 <= size <= limit_bytes:
+                raise FrameRefused(
+                    f"{peer} wants to send {size} bytes, at most {limit_bytes} are due"
+                )
+            chunks: list[bytes] = []
+            taken = 0
+            while taken < size:
+                chunk = chunk_of(await anext(stream))
+                taken += len(chunk)
+                if not chunk or taken > size:
+                    raise FrameRefused(f"{peer} sent {taken} bytes of {size}")
+                (sink or chunks.append)(chunk)
+            return Blob(facts=facts, data=b"".join(chunks))
+
+    def _stub(self, peer: str) -> Any:
+        return self._stub_for(self._p2p, PeerID.from_base58(peer))
+
+
+@contextmanager
+def _reached(peer: str) -> Generator[None]:
+    try:
+        yield
+    except (asyncio.TimeoutError, ConnectionError):
+        raise
+    except Exception as error:
+        raise ConnectionError(f"{peer}: {type(error).__name__}: {error}") from error

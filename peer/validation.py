@@ -1,0 +1,39 @@
+"""The validation loss: of the anchor, on the run's fixed held-out windows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+BATCH_WINDOWS = 8  # fixed, so that every peer sums in the same order
+
+
+@torch.no_grad()
+def validation_loss(logits_of: Callable[[Tensor], Tensor], windows: Tensor) -> float:
+    """Mean nats a token.
+
+    Args:
+        logits_of: token ids int64 [b, t] to logits [b, t, vocabulary].
+        windows: int64 [n, t + 1], on the device of the model.
+    """
+    total = 0.0
+    for batch in windows.split(BATCH_WINDOWS):
+        logits = logits_of(batch[:, :-1]).float()
+        losses = F.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten(), reduction="sum")
+        total += float(losses)
+    return total / (windows.shape[0] * (windows.shape[1] - 1))
+
+
+@contextmanager
+def weights_replaced(live: Tensor, other: Tensor) -> Generator[None]:
+    """For a while the model whose parameters are views of `live` [n] has the weights of `other`."""
+    kept = live.clone()
+    live.copy_(other)
+    try:
+        yield
+    finally:
+        live.copy_(kept)

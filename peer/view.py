@@ -1,0 +1,47 @@
+"""What one look at the DHT shows of the swarm, and what follows from it for one stage."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from dilocox.dht.records import BellRecord, ClaimRecord, ReplicaRecord, StageRecord
+
+
+@dataclass(frozen=True, kw_only=True)
+class SwarmView:
+    """Signed records by peer, as of the last look; empty where nothing is known."""
+
+    me: str
+    stage: Mapping[str, StageRecord] = field(default_factory=dict[str, StageRecord])
+    replicas: Mapping[str, ReplicaRecord] = field(default_factory=dict[str, ReplicaRecord])
+    bells: Mapping[int, Mapping[str, BellRecord]] = field(
+        default_factory=dict[int, Mapping[str, BellRecord]]
+    )
+    claims: Mapping[str, ClaimRecord] = field(default_factory=dict[str, ClaimRecord])
+
+    def counted(self) -> tuple[str, ...]:
+        """The peers of the stage that must be reckoned with: they train, or hold unsent tokens."""
+        others = {
+            peer
+            for peer, record in self.stage.items()
+            if record.state == "training" or record.tokens > 0
+        }
+        return tuple(sorted(others | {self.me}))
+
+    def best_claim(self, after_round: int, digest: str) -> tuple[str, ClaimRecord] | None:
+        """Whose chain goes beyond ours, or differs from it with more tokens behind it.
+
+        The longest chain first; among equals the one with more tokens, then the smaller digest.
+        """
+        candidates = [
+            (peer, claim)
+            for peer, claim in self.claims.items()
+            if peer != self.me and claim.round >= 0 and claim.digest != digest
+            if claim.round >= after_round
+        ]
+        if not candidates:
+            return None
+        return min(
+            candidates, key=lambda item: (-item[1].round, -item[1].chain_tokens, item[1].digest)
+        )

@@ -1,0 +1,299 @@
+"""The exported folder, loaded by plain transformers as a stranger would."""
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+
+from dilocox.compression.layout import FlatLayout
+from dilocox.dht.errors import EnvironmentFault, InvalidInput
+from dilocox.peer import export
+from dilocox.peer.export import continue_text, evaluate_checkpoint, write_checkpoint
+from dilocox.pipeline.stage import build_stage, flatten_parameters, parameter_shapes
+
+Config = dict[str, Any]
+Entry = tuple[int, int, Mapping[str, Tensor]]
+INFO = {"run": "ab" * 16, "round": 12, "digest": "cd" * 32, "tokens": 12345}
+LLAMA: Config = {
+    "model_type": "llama",
+    "vocab_size": 384,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+}
+FAMILIES: dict[str, Config] = {
+    "llama": {},
+    "gemma2": {"head_dim": 8, "num_key_value_heads": 2},
+    "gpt_neox": {},
+    # Published checkpoints name the experts otherwise; ours must load all the same.
+    "mixtral": {"num_local_experts": 4, "num_key_value_heads": 2},
+    # Insists on a bos id, which the byte tokenizer does not have.
+    "cwm": {"num_key_value_heads": 2, "head_dim": 8},
+    # Has buffers in its checkpoint.
+    "glm4_moe": {
+        **{"num_key_value_heads": 2, "head_dim": 8},
+        "moe_intermediate_size": 16,
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "first_k_dense_replace": 1,
+    },
+}
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def stage_tensors(config: Config, num_stages: int, seed: int = 3) -> Iterator[Entry]:
+    """As peers hold them: views into one flat vector per stage."""
+    for stage in range(num_stages):
+        module = build_stage(config, stage, num_stages, seed)
+        layout = FlatLayout.of(parameter_shapes(config, num_stages, stage))
+        yield stage, num_stages, layout.view(flatten_parameters(module, layout))
+
+
+def write(folder: Path, config: Config = LLAMA, num_stages: int = 2, seed: int = 3) -> None:
+    write_checkpoint(folder, config, stage_tensors(config, num_stages, seed), "byt5", INFO)
+
+
+@pytest.mark.parametrize("num_stages", [1, 2, 3])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_plain_transformers_loads_bit_equal_weights(
+    tmp_path: Path, family: str, num_stages: int
+) -> None:
+    config = {**LLAMA, **FAMILIES[family], "model_type": family}
+    write(tmp_path / "out", config, num_stages)
+    loader: Any = AutoModelForCausalLM
+    model, faults = loader.from_pretrained(
+        tmp_path / "out", local_files_only=True, output_loading_info=True
+    )
+    assert not any(faults.values()), faults
+    expected = build_stage(config, 0, 1, seed=3).state_dict()
+    loaded = model.state_dict()
+    assert loaded.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert torch.equal(loaded[name], tensor), name
+        assert loaded[name].dtype == tensor.dtype, name
+
+
+def test_the_folder_holds_one_shard_per_stage_and_an_index_of_all(tmp_path: Path) -> None:
+    write(tmp_path / "out", num_stages=3)
+    shards = [f"model-0000{n}-of-00003.safetensors" for n in (1, 2, 3)]
+    assert sorted(p.name for p in (tmp_path / "out").glob("*.safetensors")) == shards
+    index = json.loads((tmp_path / "out/model.safetensors.index.json").read_text())
+    shapes = [parameter_shapes(LLAMA, 3, stage) for stage in range(3)]
+    assert index["weight_map"] == {
+        name: shard for shard, named in zip(shards, shapes, strict=True) for name, _ in named
+    }
+    numbers = sum(torch.Size(shape).numel() for named in shapes for _, shape in named)
+    assert index["metadata"]["total_size"] == 4 * numbers
+    config = json.loads((tmp_path / "out/config.json").read_text())
+    assert config["architectures"] == ["LlamaForCausalLM"]
+    assert (config["dtype"], config["tie_word_embeddings"]) == ("float32", False)
+    assert json.loads((tmp_path / "out/dilocox.json").read_text()) == INFO
+
+
+def test_the_folder_has_the_byte_tokenizer_and_its_special_ids(tmp_path: Path) -> None:
+    write(tmp_path / "out")
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out", local_files_only=True)
+    text = "def né():\n\treturn 1"
+    assert tokenizer(text, add_special_tokens=False).input_ids == [b + 3 for b in text.encode()]
+    settings = GenerationConfig.from_pretrained(tmp_path / "out", local_files_only=True)
+    config = AutoModelForCausalLM.from_pretrained(tmp_path / "out").config
+    for holder in (settings, config):
+        assert (holder.bos_token_id, holder.eos_token_id, holder.pad_token_id) == (None, 1, 0)
+    assert settings.suppress_tokens == [0, 2, *range(259, 384)]
+
+
+def test_a_tokenizer_folder_can_take_the_place_of_the_byte_tokenizer(tmp_path: Path) -> None:
+    write(tmp_path / "tokenizer")
+    tensors = stage_tensors({**LLAMA, "vocab_size": 400}, 1)
+    spec = str(tmp_path / "tokenizer")
+    write_checkpoint(tmp_path / "out", {**LLAMA, "vocab_size": 400}, tensors, spec, INFO)
+    assert AutoTokenizer.from_pretrained(tmp_path / "out").eos_token_id == 1
+    settings = GenerationConfig.from_pretrained(tmp_path / "out", local_files_only=True)
+    assert settings.suppress_tokens == [0, 2, *range(384, 400)]
+
+
+def test_a_tokenizer_that_cannot_be_had_is_named_and_leaves_nothing(tmp_path: Path) -> None:
+    missing = str(tmp_path / "no" / "tokenizer" / "here")
+    with pytest.raises(EnvironmentFault, match=r"tokenizer .*here.* name its folder"):
+        write_checkpoint(tmp_path / "out", LLAMA, stage_tensors(LLAMA, 1), missing, INFO)
+    assert not list(tmp_path.iterdir())
+
+
+def test_an_earlier_export_is_replaced_and_nothing_is_left_beside_it(tmp_path: Path) -> None:
+    write(tmp_path / "out", num_stages=3, seed=3)
+    write(tmp_path / "out", num_stages=2, seed=4)
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+    assert len(list((tmp_path / "out").glob("*.safetensors"))) == 2
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out", local_files_only=True)
+    expected = build_stage(LLAMA, 0, 1, seed=4).state_dict()
+    assert torch.equal(model.lm_head.weight, expected["lm_head.weight"])
+
+
+def test_an_empty_folder_is_taken_and_missing_parents_are_made(tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    write(tmp_path / "empty")
+    write(tmp_path / "a" / "b" / "out")
+    assert all((tmp_path / f"{name}/dilocox.json").is_file() for name in ("empty", "a/b/out"))
+
+
+@pytest.mark.parametrize("kind", ["folder", "file"])
+def test_what_is_no_earlier_export_is_not_overwritten(tmp_path: Path, kind: str) -> None:
+    target = tmp_path / "thesis"
+    precious = target if kind == "file" else target / "chapter.tex"
+    precious.parent.mkdir(exist_ok=True)
+    precious.write_text("years of work")
+    with pytest.raises(InvalidInput, match=r"thesis.*not an earlier export.*choose a new"):
+        write(target)
+    assert precious.read_text() == "years of work"
+    assert [path.name for path in tmp_path.iterdir()] == ["thesis"]
+
+
+def test_a_failure_half_way_leaves_the_earlier_export(tmp_path: Path) -> None:
+    write(tmp_path / "out", seed=3)
+    before = {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()}
+
+    def lost_peer() -> Iterator[Entry]:
+        yield from stage_tensors(LLAMA, 2, seed=4)
+        raise ConnectionError("the peer of stage 2 left")
+
+    with pytest.raises(ConnectionError, match="stage 2 left"):
+        write_checkpoint(tmp_path / "out", LLAMA, lost_peer(), "byt5", INFO)
+    assert {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()} == before
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_a_new_folder_that_cannot_be_put_in_place_leaves_the_earlier_export(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(tmp_path / "out", seed=3)
+    before = {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()}
+    rename = Path.rename
+
+    def refuse_drafts(self: Path, target: Path) -> Path:
+        if ".partial" in self.name:
+            raise PermissionError(13, "Permission denied")
+        return rename(self, target)
+
+    monkeypatch.setattr(Path, "rename", refuse_drafts)
+    with pytest.raises(EnvironmentFault, match=r"Permission denied.*check that you may write"):
+        write(tmp_path / "out", seed=4)
+    assert {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()} == before
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_a_full_disk_gives_a_message_with_its_mend(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: Any, **__: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(export, "save_file", full)
+    with pytest.raises(EnvironmentFault, match=r"No space left on device; free space"):
+        write(tmp_path / "out")
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("fault", ["missing", "twice", "renamed", "reshaped", "none"])
+def test_tensors_that_are_not_those_of_the_stages_are_refused(tmp_path: Path, fault: str) -> None:
+    first, second = stage_tensors(LLAMA, 2)
+    name = "model.embed_tokens.weight"
+    rest = {key: tensor for key, tensor in first[2].items() if key != name}
+    entries: dict[str, list[Entry]] = {
+        "missing": [first],
+        "twice": [first, second, first],
+        "renamed": [(0, 2, {**rest, "transformer.wte": first[2][name]}), second],
+        "reshaped": [(0, 2, {**rest, name: first[2][name][:-1]}), second],
+        "none": [],
+    }
+    with pytest.raises(ValueError, match=r"each stage is needed once|stage 0 of 2 has other"):
+        write_checkpoint(tmp_path / "out", LLAMA, entries[fault], "byt5", INFO)
+    assert not list(tmp_path.iterdir())
+
+
+def test_evaluation_is_the_mean_loss_per_token_for_any_batch(tmp_path: Path) -> None:
+    write(tmp_path / "out")
+    windows = torch.randint(3, 259, (7, 17), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        logits = build_stage(LLAMA, 0, 1, seed=3)(windows[:, :-1])
+    expected = F.cross_entropy(logits.flatten(0, 1), windows[:, 1:].flatten()).item()
+    assert expected == pytest.approx(5.95, abs=0.1)
+    for batch in (1, 3, 7, 100):
+        assert evaluate_checkpoint(tmp_path / "out", windows, batch) == pytest.approx(expected)
+
+
+def test_continuations_depend_on_the_seed_alone(tmp_path: Path) -> None:
+    write(tmp_path / "out")
+    before = torch.get_rng_state()
+    texts = [continue_text(tmp_path / "out", "a</s>b", 40, seed) for seed in (1, 1, 2)]
+    assert texts[0] == texts[1] != texts[2] and all(texts)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_special_tokens_written_out_in_a_prompt_are_text(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(tmp_path / "out")
+    seen: list[int] = []
+
+    class Model:
+        def eval(self) -> "Model":
+            return self
+
+        def generate(self, input_ids: Tensor, **_: Any) -> Tensor:
+            seen.extend(input_ids[0].tolist())
+            return torch.cat([input_ids, torch.tensor([[ord("!") + 3]])], dim=1)
+
+    monkeypatch.setattr(export, "_load_model", lambda _: Model())
+    assert continue_text(tmp_path / "out", "a</s>b", 1, 0) == "!"
+    assert seen == [byte + 3 for byte in b"a</s>b"]
+
+
+def test_sampling_by_the_folders_settings_gives_bytes_only(tmp_path: Path) -> None:
+    write(tmp_path / "out")
+    model: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "out", local_files_only=True)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        ids = model.generate(torch.full((4, 1), 100), max_new_tokens=50)
+    # An untrained model finds every third id, those from 259 up, as likely as a byte.
+    assert all(3 <= int(i) < 259 or int(i) in (0, 1) for i in ids.flatten())
+    assert len(ids.unique()) > 20
+
+
+@pytest.mark.parametrize("damage", ["absent", "shard", "cut", "key"])
+def test_an_incomplete_checkpoint_is_refused(tmp_path: Path, damage: str) -> None:
+    out = tmp_path / "out"
+    write(out)
+    shard = out / "model-00002-of-00002.safetensors"
+    if damage == "absent":
+        out = tmp_path / "nowhere"
+    elif damage == "shard":
+        shard.unlink()
+    elif damage == "cut":
+        shard.write_bytes(shard.read_bytes()[:-100])
+    else:
+        index = out / "model.safetensors.index.json"
+        index.write_text(index.read_text().replace('"lm_head.weight"', '"head.weight"'))
+        shard.write_bytes(shard.read_bytes().replace(b'"lm_head.weight"', b'"lm_had.weight" '))
+    kind = "config.json" if damage == "absent" else "complete"
+    with pytest.raises(InvalidInput, match=rf"is no .*{kind}.*export the run again"):
+        evaluate_checkpoint(out, torch.ones(1, 5, dtype=torch.long), 1)
+
+
+def test_an_empty_prompt_is_refused(tmp_path: Path) -> None:
+    write(tmp_path / "out")
+    with pytest.raises(InvalidInput, match="prompt: it is empty"):
+        continue_text(tmp_path / "out", "", 4, 0)

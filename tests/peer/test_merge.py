@@ -1,0 +1,277 @@
+"""The merge: golden trajectories by hand.
+
+One weight that starts at 100, a fixed gradient of 1 and an inner learning rate
+of 1, so that every inner step takes 1 off; H = 4; an outer step of learning rate 1/2 and momentum
+1/2; w = 3/4. Where all peers do the same, every average is 4:
+
+    record 0: buf = 4;          d = 4 + 2   = 6;    A = 100  - 3    = 97
+    record 1: buf = 2 + 4 = 6;  d = 4 + 3   = 7;    A = 97   - 3.5  = 93.5
+    record 2: buf = 3 + 4 = 7;  d = 4 + 3.5 = 7.5;  A = 93.5 - 3.75 = 89.75
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from dilocox.peer.merge import (
+    Merge,
+    MergeConfig,
+    Outcome,
+    OwnContribution,
+    RecordFacts,
+)
+from dilocox.peer.outer import OuterStep
+
+H = 4
+OUTER = OuterStep(0.5, 0.5)
+CONFIG = MergeConfig(weight=0.75, decay=1.0, max_age=8)
+
+
+def one(value: float) -> Tensor:
+    return torch.tensor([value], dtype=torch.float64)
+
+
+class Peer:
+    """One weight, its merge state, and the chain of records it sees."""
+
+    def __init__(self, config: MergeConfig = CONFIG):
+        self.live = one(100)
+        self.merge = Merge(config, self.live, one(100), one(0), round_number=-1, digest="m")
+        self.contribution: float | None = None
+
+    def steps(self, count: int) -> None:
+        for _ in range(count):
+            self.live -= 1.0
+            self.merge.trained(1)
+
+    def send(self, round_number: int) -> float:
+        return self.merge.send(round_number).message.item()
+
+    def record(self, round_number: int, average: float, *, mine: float | None = None) -> Outcome:
+        """The next record of the chain arrives; `mine` is this peer's own part in it."""
+        anchor, momentum = one(0), one(0)
+        OUTER.apply(self.merge.anchor, self.merge.momentum, one(average), anchor, momentum)
+        facts = RecordFacts(
+            round=round_number,
+            digest=f"d{round_number}",
+            previous=self.merge.digest,
+            contributor=mine is not None,
+        )
+        own = None if mine is None else OwnContribution(one(mine))
+        return self.merge.commit(facts, anchor, momentum, own)
+
+    @property
+    def at(self) -> tuple[float, float, float]:
+        """Anchor, live weight, start."""
+        merge = self.merge
+        return merge.anchor.item(), self.live.item(), merge.progress.start.item()
+
+
+# ---- golden trajectories -------------------------------------------------------------------------
+def diloco_by_hand(rounds: int) -> list[float]:
+    """`none` as a plain loop: H inner steps, one outer step, start again from the anchor."""
+    anchor = weight = 100.0
+    buffer, weights = 0.0, list[float]()
+    for _ in range(rounds):
+        for _ in range(H):
+            weight -= 1.0
+        average = anchor - weight
+        buffer = 0.5 * buffer + average
+        anchor -= 0.5 * (average + 0.5 * buffer)
+        weight = anchor
+        weights.append(weight)
+    return weights
+
+
+@pytest.mark.parametrize("merge", ["rebase", "reset", "none"])
+def test_arrival_after_0_inner_steps_equals_none_exactly(merge: str) -> None:
+    peer = Peer(MergeConfig.of(merge, rebase_weight=0.75, decay=1.0, max_age=8))
+    weights = list[float]()
+    for number in range(3):
+        peer.steps(H)
+        assert peer.send(number) == H
+        assert peer.record(number, 4, mine=4) is Outcome.COUNTED
+        weights.append(peer.live.item())
+        assert peer.at[1] == peer.at[2]  # nothing is unsent
+    assert weights == diloco_by_hand(3) == [97, 93.5, 89.75]
+
+
+def test_arrival_after_1_inner_step() -> None:
+    peer = Peer()
+    peer.steps(4)  # p = 96
+    peer.send(0)  # start = 96
+    peer.steps(1)  # p = 95
+    peer.record(0, 4, mine=4)  # u = 1;  p = 97 - 0.75 = 96.25;  start = 96.25 + 1
+    assert peer.at == (97, 96.25, 97.25)
+    peer.steps(3)  # p = 93.25
+    assert peer.send(1) == 4  # start = 93.25
+    peer.steps(1)  # p = 92.25
+    peer.record(1, 4, mine=4)  # u = 1;  p = 93.5 - 0.75 = 92.75
+    assert peer.at == (93.5, 92.75, 93.75)
+
+
+def test_arrival_after_a_whole_round_of_inner_steps() -> None:
+    peer = Peer()
+    peer.steps(4)
+    peer.send(0)
+    peer.steps(4)  # p = 92, and the record comes just before the next send
+    peer.record(0, 4, mine=4)  # u = 4;  p = 97 - 3 = 94;  start = 98
+    assert peer.at == (97, 94, 98)
+    assert peer.send(1) == 4
+    peer.steps(4)  # p = 90
+    peer.record(1, 4, mine=4)  # u = 4;  p = 93.5 - 3 = 90.5
+    assert peer.at == (93.5, 90.5, 94.5)
+
+
+def test_late_by_one_round_skips_one_send_and_loses_nothing() -> None:
+    peer = Peer()
+    peer.steps(4)
+    peer.send(0)
+    peer.steps(4)  # the end of round 1: record 0 is still open
+    assert not peer.merge.can_send
+    peer.steps(2)  # p = 90
+    peer.record(0, 4, mine=4)  # u = 6;  p = 97 - 4.5 = 92.5;  start = 98.5
+    assert peer.at == (97, 92.5, 98.5)
+    peer.steps(2)  # p = 90.5
+    assert peer.send(2) == 8
+    assert peer.merge.fly[2].tokens == 8
+    peer.record(2, 8, mine=8)  # buf = 2 + 8 = 10;  d = 8 + 5 = 13;  A = 97 - 6.5 = 90.5
+    assert peer.at == (90.5, 90.5, 90.5)
+
+
+def test_late_by_two_rounds() -> None:
+    peer = Peer()
+    peer.steps(4)
+    peer.send(0)
+    peer.steps(4 + 4 + 1)  # rounds 1 and 2 whole, one step of round 3: p = 87
+    peer.record(0, 4, mine=4)  # u = 9;  p = 97 - 6.75 = 90.25;  start = 99.25
+    assert peer.at == (97, 90.25, 99.25)
+    peer.steps(3)  # p = 87.25
+    assert peer.send(3) == 12
+
+
+def test_void_round_leaves_anchor_and_live_weight_and_the_next_send_has_both_rounds() -> None:
+    peer = Peer()
+    peer.steps(4)
+    peer.send(0)
+    peer.steps(2)  # p = 94
+    peer.merge.void(0)  # start = 96 + 4
+    assert peer.at == (100, 94, 100)
+    assert peer.merge.tokens == 6
+    peer.steps(2)  # p = 92
+    assert peer.send(1) == 8
+    peer.record(1, 8, mine=8)  # buf = 8;  d = 8 + 4 = 12;  A = 100 - 6 = 94
+    assert peer.at == (94, 94, 94)
+
+
+def test_peer_that_missed_the_group_keeps_its_send_on_top_of_the_others_record() -> None:
+    peer = Peer()
+    peer.steps(4)
+    peer.send(0)
+    peer.steps(1)  # p = 95
+    assert peer.record(0, 4) is Outcome.UNDONE  # u = 1 + 4;  p = 97 - 3.75 = 93.25
+    assert peer.at == (97, 93.25, 98.25)
+    assert peer.merge.tokens == 5
+    peer.steps(3)  # p = 90.25
+    assert peer.send(1) == 8
+
+
+def test_peer_without_a_send_follows_the_record() -> None:
+    peer = Peer()
+    peer.steps(2)  # p = 98
+    assert peer.record(0, 4) is Outcome.FOLLOWED  # u = 2;  p = 97 - 1.5
+    assert peer.at == (97, 95.5, 97.5)
+
+
+def test_undone_send_that_is_named_after_all_ends_as_if_its_record_had_come_in_time() -> None:
+    late, in_time = Peer(), Peer()
+    for peer in (late, in_time):
+        peer.steps(4)
+        peer.send(0)
+        peer.steps(1)
+    late.merge.void(0)  # presumed
+    assert late.record(0, 4, mine=4) is Outcome.COUNTED
+    in_time.record(0, 4, mine=4)
+    assert late.at == in_time.at == (97, 96.25, 97.25)
+    assert late.merge.tokens == in_time.merge.tokens == 1
+    assert not late.merge.undone
+
+
+def test_undone_send_that_is_named_after_the_next_send_took_it_too() -> None:
+    peer = Peer()
+    peer.steps(4)
+    peer.send(0)
+    peer.merge.void(0)  # presumed:  start = 100
+    peer.steps(4)  # p = 92
+    assert peer.send(1) == 8  # rounds 0 and 1;  start = 92
+    peer.steps(1)  # p = 91
+    # start = 92 - 4 = 88;  u = 88 - 91 = -3;  p = 97 - 0.75 * (-3 + 8) = 93.25;  start = 90.25
+    assert peer.record(0, 4, mine=4) is Outcome.COUNTED
+    assert peer.at == (97, 93.25, 90.25)
+    assert peer.merge.tokens == 1 - 4
+    peer.merge.void(1)  # start = 98.25: of 9 steps, 4 are in record 0 and 5 are unsent
+    assert peer.merge.progress.unsent().item() == 5
+    assert peer.merge.tokens == 5
+
+
+def test_unsent_progress_is_dropped_after_max_age_records() -> None:
+    peer = Peer(MergeConfig(weight=0.75, decay=1.0, max_age=2))
+    peer.steps(3)  # p = 97
+    peer.record(0, 4)  # u = 3;  p = 97 - 2.25 = 94.75;  start = 97.75
+    assert peer.at == (97, 94.75, 97.75)
+    peer.record(1, 4)  # the second record: dropped;  p = A
+    assert peer.at == (93.5, 93.5, 93.5)
+    assert (peer.merge.lost_tokens, peer.merge.tokens) == (3, 0)
+
+
+def test_age_counts_from_the_moment_when_nothing_was_unsent() -> None:
+    peer = Peer(MergeConfig(weight=0.75, decay=1.0, max_age=2))
+    for number in range(3):
+        peer.record(number, 4)  # an idle peer does not age
+    peer.steps(1)
+    peer.record(3, 4)
+    assert peer.merge.lost_tokens == 0
+    peer.send(4)  # sent: young again
+    peer.steps(1)
+    peer.record(4, 4, mine=1)
+    assert (peer.merge.lost_tokens, peer.merge.tokens) == (0, 1)
+
+
+def test_reset_at_the_round_end_starts_the_next_round_from_the_anchor() -> None:
+    peer = Peer(MergeConfig.of("reset", rebase_weight=0.75, decay=1.0, max_age=8))
+    peer.steps(4)
+    peer.send(0)
+    peer.steps(4)
+    with pytest.raises(ValueError, match="can_send"):
+        peer.send(1)
+    peer.record(0, 4, mine=4)  # u = 4 stays unsent, yet w = 0:  p = 97;  start = 101
+    assert peer.at == (97, 97, 101)
+    assert peer.send(1) == 4
+
+
+def test_error_of_the_codec_goes_with_the_next_message() -> None:
+    peer = Peer(MergeConfig(weight=0.75, decay=0.5, max_age=8))
+    peer.steps(4)
+    peer.send(0)
+    peer.record(0, 4, mine=3)  # E = 0.5 * (4 - 3)
+    peer.steps(4)
+    assert peer.send(1) == 4.5
+    peer.merge.void(1)  # E is 0.5 again, and start - p is 4
+    assert peer.merge.residual.values.item() == 0.5
+    assert peer.merge.progress.unsent().item() == 4
+
+
+def test_left_out_parts_stay_whole_and_undecayed_in_the_residual() -> None:
+    live = torch.zeros(4, dtype=torch.float64)
+    config = MergeConfig(weight=0.75, decay=0.5)
+    zeros = torch.zeros_like(live)
+    merge = Merge(config, live, zeros.clone(), zeros.clone(), round_number=-1, digest="m")
+    live -= torch.tensor([4.0, 4, 4, 4])
+    merge.trained(1)
+    merge.send(0)
+    facts = RecordFacts(round=0, digest="d0", previous="m", contributor=True)
+    own = OwnContribution(torch.full_like(live, 3.0), left_out=[slice(1, 3)])
+    merge.commit(facts, zeros.clone(), zeros.clone(), own)
+    assert merge.residual.values.tolist() == [0.5, 4, 4, 0.5]

@@ -1,0 +1,267 @@
+"""The invariant of the merge under any schedule of records, voids, doubles and restarts.
+
+A schedule is a list of numbers; each picks one of the events that are possible at that moment, so
+that hypothesis can shrink it and no number is wasted. The world keeps its own account of what was
+stepped and what records counted, apart from the books of the merge.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from dilocox.peer.merge import (
+    Merge,
+    MergeConfig,
+    Outcome,
+    OwnContribution,
+    RecordFacts,
+)
+
+Draw = tuple[int, int, int]
+Schedule = list[tuple[int, Draw]]
+FOREVER = 10**6
+
+
+@dataclass
+class Told:
+    """A record as the peer was told it, kept so that a restarted peer can be told again."""
+
+    facts: RecordFacts
+    anchor: Tensor
+    own: OwnContribution | None
+
+
+@dataclass
+class World:
+    """A peer under a schedule, and the truth about it."""
+
+    config: MergeConfig
+    dtype: torch.dtype
+    unit: float  # what an integer of the schedule is worth; 1/4 is exact in float64
+    tokens_stepped: int = 0
+    tokens_counted: int = 0
+    told: list[Told] = field(default_factory=list[Told])
+    newest_round: int = -1
+    happened: list[str] = field(default_factory=list[str])
+
+    def __post_init__(self) -> None:
+        self.live = self.vector(8, 8, 8)
+        self.stepped = self.vector(0, 0, 0)
+        self.counted = self.vector(0, 0, 0)
+        self.merge = Merge(
+            self.config,
+            self.live,
+            self.vector(8, 8, 8),
+            self.vector(0, 0, 0),
+            round_number=-1,
+            digest="manifest",
+        )
+        self.save()
+
+    def vector(self, *integers: int) -> Tensor:
+        return torch.tensor(integers, dtype=self.dtype) * self.unit
+
+    # ---- events ------------------------------------------------------------------------------
+    def possible(self) -> dict[str, Callable[[Draw], None]]:
+        """The events that can come now, more of them than one where they should come often."""
+        merge = self.merge
+        events: dict[str, Callable[[Draw], None]] = {
+            "step": self.step,
+            "step again": self.step,
+            "record of others": lambda draw: self.record(self.newest_round + 1, draw, mine=False),
+            "restart": lambda _: self.restart(),
+        }
+        if merge.can_send:
+            events |= {"send": lambda _: self.send(), "send at once": lambda _: self.send()}
+        for number in merge.fly:
+            events |= {
+                "commit": lambda draw, n=number: self.record(n, draw, mine=True),
+                "commit, a part left out": lambda draw, n=number: self.record(
+                    n, draw, mine=True, left_out=True
+                ),
+                "commit without me": lambda draw, n=number: self.record(n, draw, mine=False),
+                "void": lambda _, n=number: merge.void(n),
+                "certain void": lambda _, n=number: merge.void(n, certain=True),
+            }
+            if number > merge.round + 1:
+                events["record before mine"] = lambda draw, n=number: self.record(
+                    n - 1, draw, mine=False
+                )
+        late = [number for number in merge.undone if number > merge.round]
+        if late:
+            events["late"] = lambda draw: self.record(late[draw[0] % len(late)], draw, mine=True)
+            events["late without me"] = lambda draw: self.record(late[0], draw, mine=False)
+        if self.told:
+            events["doubled"] = lambda draw: self.tell(self.told[draw[0] % len(self.told)])
+        return events
+
+    def run(self, schedule: Schedule, check: Callable[[], None]) -> None:
+        for number, draw in schedule:
+            events = self.possible()
+            name = sorted(events)[number % len(events)]
+            self.happened.append(name)
+            events[name](draw)
+            check()
+
+    def step(self, draw: Draw) -> None:
+        step = self.vector(*draw)
+        self.live -= step
+        self.stepped += step
+        self.tokens_stepped += abs(draw[0]) + 1
+        self.merge.trained(abs(draw[0]) + 1)
+
+    def send(self) -> None:
+        self.newest_round += 2  # numbers may be skipped
+        self.merge.send(self.newest_round)
+        self.save()  # before its first byte leaves
+
+    def record(self, number: int, draw: Draw, *, mine: bool, left_out: bool = False) -> None:
+        self.newest_round = max(self.newest_round, number)
+        facts = RecordFacts(
+            round=number,
+            digest=f"{len(self.told)}: {number}",
+            previous=self.merge.digest,
+            contributor=mine,
+        )
+        own = OwnContribution(self.vector(*draw), [slice(0, 1)] if left_out else [])
+        self.tell(Told(facts, self.vector(*(4 * n + 8 for n in draw)), own if mine else None))
+
+    def tell(self, record: Told) -> None:
+        send = self.merge.held(record.facts.round)
+        outcome = self.merge.commit(record.facts, record.anchor, self.vector(0, 0, 0), record.own)
+        if outcome is Outcome.REPEATED:
+            return
+        self.told.append(record)
+        assert (outcome is Outcome.COUNTED) == record.facts.contributor
+        if record.own is not None and send is not None:
+            counts = record.own.values.clone()
+            for part in record.own.left_out:
+                counts[part] = 0
+            self.counted += counts
+            self.tokens_counted += send.tokens
+
+    # ---- snapshots ---------------------------------------------------------------------------
+    def save(self) -> None:
+        tensors, facts = self.merge.state()
+        self.snapshot = (
+            {name: tensor.clone() for name, tensor in tensors.items()},
+            json.dumps(facts),
+        )
+        self.truth = (
+            self.stepped.clone(),
+            self.counted.clone(),
+            self.tokens_stepped,
+            self.tokens_counted,
+            len(self.told),
+        )
+
+    def reborn(self, tensors: dict[str, Tensor], facts: str) -> None:
+        self.live = torch.full_like(self.live, float("nan"))
+        copies = {name: tensor.clone() for name, tensor in tensors.items()}
+        self.merge = Merge.from_state(self.config, self.live, copies, json.loads(facts))
+
+    def restart(self) -> None:
+        """Killed and started from the newest snapshot; the chain is followed again from there."""
+        self.reborn(*self.snapshot)
+        stepped, counted, self.tokens_stepped, self.tokens_counted, position = self.truth
+        self.stepped, self.counted = stepped.clone(), counted.clone()
+        again, self.told = self.told[position:], self.told[:position]
+        for record in again:
+            self.tell(record)
+
+    # ---- what must be zero -------------------------------------------------------------------
+    def gap(self) -> Tensor:
+        flying = sum((send.message for send in self.merge.fly.values()), self.vector(0, 0, 0))
+        kept = self.merge.residual.values + flying + self.merge.progress.unsent()
+        return self.stepped - (self.counted + kept)
+
+    def tokens_gap(self) -> int:
+        flying = sum(send.tokens for send in self.merge.fly.values())
+        kept = flying + self.merge.tokens + self.merge.lost_tokens
+        return self.tokens_stepped - (self.tokens_counted + kept)
+
+
+SMALL = st.integers(-8, 8)
+SCHEDULE = st.lists(
+    st.tuples(st.integers(0, 5039), st.tuples(SMALL, SMALL, SMALL)), min_size=20, max_size=60
+)
+
+
+@settings(max_examples=200, deadline=None)
+@given(schedule=SCHEDULE, weight=st.sampled_from([0.0, 0.5, 0.75, 1.0]))
+def test_nothing_is_lost_or_counted_twice_exactly_in_float64(
+    schedule: Schedule, weight: float
+) -> None:
+    config = MergeConfig(weight=weight, decay=1.0, max_age=FOREVER, max_undone=FOREVER)
+    world = World(config, torch.float64, 0.25)
+
+    def check() -> None:
+        assert world.gap().tolist() == [0, 0, 0], world.happened
+        assert world.tokens_gap() == 0, world.happened
+
+    world.run(schedule, check)
+
+
+@settings(max_examples=100, deadline=None)
+@given(schedule=SCHEDULE)
+def test_nothing_is_lost_or_counted_twice_in_fp32_within_rounding(schedule: Schedule) -> None:
+    config = MergeConfig(weight=0.75, decay=1.0, max_age=FOREVER, max_undone=FOREVER)
+    world = World(config, torch.float32, 0.013)
+    world.run(schedule, lambda: None)
+    # values stay under 32, which fp32 rounds by 2e-6, a few times an event
+    assert world.gap().abs().max().item() <= 2e-5 * (1 + len(schedule))
+
+
+@settings(max_examples=100, deadline=None)
+@given(schedule=SCHEDULE, max_age=st.integers(1, 4), max_undone=st.integers(1, 3))
+def test_no_token_vanishes_uncounted_where_old_progress_is_dropped(
+    schedule: Schedule, max_age: int, max_undone: int
+) -> None:
+    config = MergeConfig(weight=0.75, decay=1.0, max_age=max_age, max_undone=max_undone)
+    world = World(config, torch.float64, 0.25)
+
+    def check() -> None:
+        assert world.tokens_gap() == 0, world.happened
+
+    world.run(schedule, check)
+
+
+@settings(max_examples=60, deadline=None)
+@given(schedule=SCHEDULE)
+def test_state_through_json_and_copies_goes_on_bit_for_bit(schedule: Schedule) -> None:
+    config = MergeConfig(weight=0.75, decay=0.95, max_age=3)
+    kept, reborn = (World(config, torch.float32, 0.013) for _ in range(2))
+
+    def be_born_again() -> None:
+        tensors, facts = reborn.merge.state()
+        reborn.reborn(tensors, json.dumps(facts))
+
+    kept.run(schedule, lambda: None)
+    reborn.run(schedule, be_born_again)
+    (left, left_facts), (right, right_facts) = kept.merge.state(), reborn.merge.state()
+    assert left_facts == right_facts
+    assert left.keys() == right.keys()
+    assert all(torch.equal(left[name], right[name]) for name in left)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_long_schedules_meet_every_event(seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    numbers = torch.randint(0, 5040, (400,), generator=generator).tolist()
+    draws = torch.randint(-8, 9, (400, 3), generator=generator).tolist()
+    config = MergeConfig(weight=0.75, decay=1.0, max_age=FOREVER, max_undone=FOREVER)
+    world = World(config, torch.float64, 0.25)
+
+    def check() -> None:
+        assert world.gap().tolist() == [0, 0, 0]
+
+    world.run([(n, (a, b, c)) for n, (a, b, c) in zip(numbers, draws, strict=True)], check)
+    assert len(set(world.happened)) == 15

@@ -1,0 +1,316 @@
+"""The merge beyond single trajectories: order, doubles, bounds, another chain's state.
+
+One weight from 100, a gradient of 1, an outer step of learning rate 1/2 and momentum 1/2, w = 3/4,
+as in test_merge.py: a first record with an average of 4 takes the anchor to 97, a second to 93.5.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from dilocox.peer.merge import (
+    Merge,
+    MergeConfig,
+    Outcome,
+    OutOfOrder,
+    OwnContribution,
+    RecordFacts,
+)
+from dilocox.peer.outer import OuterStep
+
+OUTER = OuterStep(0.5, 0.5)
+CONFIG = MergeConfig(weight=0.75, decay=1.0, max_age=8)
+
+
+def one(value: float) -> Tensor:
+    return torch.tensor([value], dtype=torch.float64)
+
+
+class Peer:
+    """One weight, its merge state, and the chain of records it sees."""
+
+    def __init__(self, config: MergeConfig = CONFIG):
+        self.live = one(100)
+        self.merge = Merge(config, self.live, one(100), one(0), round_number=-1, digest="m")
+        self.contribution: float | None = None
+
+    def steps(self, count: int) -> None:
+        for _ in range(count):
+            self.live -= 1.0
+            self.merge.trained(1)
+
+    def send(self, round_number: int) -> float:
+        return self.merge.send(round_number).message.item()
+
+    def record(self, round_number: int, average: float, *, mine: float | None = None) -> Outcome:
+        """The next record of the chain arrives; `mine` is this peer's own part in it."""
+        anchor, momentum = one(0), one(0)
+        OUTER.apply(self.merge.anchor, self.merge.momentum, one(average), anchor, momentum)
+        facts = RecordFacts(
+            round=round_number,
+            digest=f"d{round_number}",
+            previous=self.merge.digest,
+            contributor=mine is not None,
+        )
+        own = None if mine is None else OwnContribution(one(mine))
+        return self.merge.commit(facts, anchor, momentum, own)
+
+    @property
+    def at(self) -> tuple[float, float, float]:
+        """Anchor, live weight, start."""
+        merge = self.merge
+        return merge.anchor.item(), self.live.item(), merge.progress.start.item()
+
+
+# ---- order, doubles, gaps ------------------------------------------------------------------------
+def test_doubled_record_changes_nothing() -> None:
+    peer = Peer()
+    peer.steps(4)
+    peer.send(0)
+    peer.steps(1)
+    peer.record(0, 4, mine=4)
+    before = peer.at, peer.merge.tokens, peer.merge.age
+    assert peer.record(0, 4, mine=4) is Outcome.REPEATED
+    assert (peer.at, peer.merge.tokens, peer.merge.age) == before
+
+
+def test_record_that_skips_one_of_the_chain_is_refused_and_changes_nothing() -> None:
+    peer = Peer()
+    peer.steps(4)
+    peer.send(0)
+    facts = RecordFacts(round=1, digest="d1", previous="d0", contributor=False)
+    with pytest.raises(OutOfOrder, match="follows d0"):
+        peer.merge.commit(facts, one(0), one(0))
+    assert peer.at == (100, 96, 96)
+    assert list(peer.merge.fly) == [0]
+
+
+def test_later_record_of_the_chain_closes_an_open_send_as_void() -> None:
+    peer = Peer()
+    peer.steps(4)
+    peer.send(0)
+    peer.record(1, 4)  # no record 0 in this chain;  u = 4;  p = 97 - 3
+    assert peer.at == (97, 94, 98)
+    assert not peer.merge.fly
+    assert peer.merge.can_send
+
+
+def test_earlier_record_leaves_a_send_in_flight_and_keeps_it_in_the_live_weight() -> None:
+    peer = Peer()
+    peer.steps(4)
+    peer.send(1)
+    peer.steps(1)
+    peer.record(0, 4)  # u = 1, in flight 4;  p = 97 - 0.75 * 5 = 93.25;  start = 94.25
+    assert peer.at == (97, 93.25, 94.25)
+    assert list(peer.merge.fly) == [1]
+
+
+def test_record_that_names_an_unknown_send_resets_to_the_anchor() -> None:
+    peer = Peer()
+    peer.steps(3)
+    peer.merge.residual.values += 1.0
+    assert peer.record(0, 4, mine=4) is Outcome.RESET
+    assert peer.at == (97, 97, 97)
+    assert peer.merge.residual.values.item() == 0
+    assert (peer.merge.tokens, peer.merge.lost_tokens) == (0, 0)
+
+
+def test_naming_a_known_send_without_its_contribution_is_refused_before_anything_changes() -> None:
+    peer = Peer()
+    peer.steps(4)
+    peer.send(0)
+    facts = RecordFacts(round=0, digest="d0", previous="m", contributor=True)
+    with pytest.raises(ValueError, match="own contribution"):
+        peer.merge.commit(facts, one(0), one(0))
+    assert peer.at == (100, 96, 96)
+    assert peer.merge.round == -1
+
+
+def test_only_one_send_is_in_flight_and_none_goes_without_tokens_or_behind_the_chain() -> None:
+    peer = Peer()
+    assert not peer.merge.can_send
+    peer.record(5, 4)
+    peer.steps(1)
+    with pytest.raises(ValueError, match="last record 5"):
+        peer.send(5)
+    peer.send(6)
+    peer.steps(1)
+    with pytest.raises(ValueError, match=r"in flight \[6\]"):
+        peer.send(7)
+
+
+def test_undone_sends_are_bounded_and_a_certain_void_keeps_none() -> None:
+    peer = Peer(MergeConfig(decay=1.0, max_undone=2))
+    for number in range(4):
+        peer.steps(1)
+        peer.send(number)
+        peer.merge.void(number, certain=number == 3)
+    assert sorted(peer.merge.undone) == [1, 2]
+    assert peer.record(0, 4, mine=1) is Outcome.RESET  # forgotten: it may be counted twice
+
+
+def test_undone_sends_are_forgotten_when_max_age_records_have_passed() -> None:
+    peer = Peer(MergeConfig(decay=1.0, max_age=2))
+    peer.steps(1)
+    peer.send(0)
+    peer.merge.void(0)
+    peer.send(9)  # nothing is unsent, so nothing is dropped
+    for number in (1, 2):
+        peer.record(number, 4)
+    assert 0 in peer.merge.undone
+    peer.record(3, 4)
+    assert 0 not in peer.merge.undone
+
+
+def test_undone_send_whose_progress_was_dropped_is_unknown_when_it_is_named() -> None:
+    peer = Peer()
+    peer.steps(4)
+    peer.send(0)
+    peer.merge.void(0)
+    peer.merge.drop()
+    assert peer.record(0, 4, mine=4) is Outcome.RESET
+    assert peer.at == (97, 97, 97)
+    assert peer.merge.lost_tokens == 4
+
+
+def test_progress_of_an_undone_send_ages_from_its_void() -> None:
+    peer = Peer(MergeConfig(weight=0.75, decay=1.0, max_age=2))
+    peer.steps(4)
+    peer.send(0)
+    peer.merge.void(0, certain=True)
+    peer.record(1, 4)
+    assert (peer.merge.age, peer.merge.lost_tokens) == (1, 0)
+    peer.record(2, 4)
+    assert (peer.merge.age, peer.merge.lost_tokens) == (0, 4)
+
+
+def test_progress_unsent_with_a_minus_ages_too() -> None:
+    peer = Peer()
+    peer.steps(4)
+    peer.send(0)
+    peer.merge.void(0)
+    peer.send(1)  # has the steps of round 0 once more
+    peer.record(0, 4, mine=4)
+    assert (peer.merge.tokens, peer.merge.age) == (-4, 1)
+
+
+def test_reset_peer_follows_the_chain_as_a_new_one_does() -> None:
+    peer = Peer()
+    peer.steps(4)
+    peer.send(0)
+    peer.merge.void(0)
+    peer.merge.reset_to_anchor()
+    for number in range(1, 12):
+        assert peer.record(number, 4) is Outcome.FOLLOWED
+    assert peer.at[0] == peer.at[1] == peer.at[2]
+
+
+def test_splice_keeps_nothing_of_ones_own() -> None:
+    peer = Peer()
+    peer.steps(4)
+    peer.send(0)
+    peer.steps(1)
+    peer.merge.reset_to_anchor()
+    assert peer.at == (100, 100, 100)
+    assert (peer.merge.tokens, peer.merge.fly, peer.merge.undone) == (0, {}, {})
+
+
+# ---- another chain's state -----------------------------------------------------------------------
+def resync(peer: Peer, **changes: Any) -> Outcome:
+    arguments: dict[str, Any] = {"since": -1, "named": {}, "records": 2} | changes
+    return peer.merge.resync(3, "w3", one(50), one(7), **arguments)
+
+
+def test_fork_loser_takes_the_winners_anchor_undoes_its_open_send_and_keeps_its_progress() -> None:
+    peer = Peer()
+    peer.steps(4)
+    peer.send(0)
+    peer.steps(1)
+    assert resync(peer) is Outcome.UNDONE  # u = 1 + 4;  p = 50 - 3.75
+    assert peer.at == (50, 46.25, 51.25)
+    assert (peer.merge.round, peer.merge.digest, peer.merge.momentum.item()) == (3, "w3", 7)
+    assert peer.merge.tokens == 5
+
+
+def test_resync_counts_an_open_send_that_the_other_chain_names() -> None:
+    peer = Peer()
+    peer.steps(4)
+    peer.send(0)
+    peer.steps(1)
+    assert resync(peer, named={0: OwnContribution(one(3))}) is Outcome.COUNTED
+    assert peer.at == (50, 49.25, 50.25)  # u = 1
+    assert peer.merge.residual.values.item() == 1
+
+
+def test_resync_counts_an_undone_send_that_the_other_chain_names() -> None:
+    peer = Peer()
+    peer.steps(4)
+    peer.send(0)
+    peer.merge.void(0)
+    assert resync(peer, named={0: None}) is Outcome.COUNTED
+    assert peer.at == (50, 50, 50)
+    assert peer.merge.residual.values.item() == 0
+
+
+def test_send_that_only_the_lost_chain_counted_is_lost_and_said_so() -> None:
+    peer = Peer()
+    peer.steps(4)
+    peer.send(0)
+    peer.record(0, 4, mine=4)
+    peer.steps(1)
+    assert resync(peer) is Outcome.FOLLOWED
+    assert (peer.merge.lost_tokens, peer.merge.tokens) == (4, 1)
+    assert peer.at == (50, 49.25, 50.25)
+
+
+def test_send_that_both_chains_counted_is_neither_lost_nor_unknown() -> None:
+    peer = Peer()
+    peer.steps(4)
+    peer.send(0)
+    peer.record(0, 4, mine=4)
+    peer.steps(1)
+    assert resync(peer, named={0: None}) is Outcome.FOLLOWED
+    assert (peer.merge.lost_tokens, peer.merge.tokens) == (0, 1)
+
+
+def test_send_counted_before_the_fork_is_not_lost_with_it() -> None:
+    peer = Peer()
+    peer.steps(4)
+    peer.send(0)
+    peer.record(0, 4, mine=4)
+    resync(peer, since=0)
+    assert peer.merge.lost_tokens == 0
+
+
+def test_state_that_is_many_records_ahead_ages_what_is_unsent_or_undone_by_as_many() -> None:
+    peer = Peer()
+    peer.steps(1)
+    peer.send(0)
+    peer.merge.void(0)
+    resync(peer, records=8)
+    assert (peer.merge.lost_tokens, peer.merge.tokens, peer.merge.undone) == (1, 0, {})
+    peer.steps(1)
+    peer.send(5)
+    peer.merge.void(5)
+    peer.send(6)
+    resync(peer, since=3, records=9, named={6: None})
+    assert (peer.merge.lost_tokens, peer.merge.undone) == (1, {})
+
+
+def test_other_chain_that_names_an_unknown_send_resets_to_its_anchor() -> None:
+    peer = Peer()
+    peer.steps(4)
+    assert resync(peer, named={2: None}) is Outcome.RESET
+    assert peer.at == (50, 50, 50)
+
+
+def test_chain_goes_on_from_the_state_that_was_taken() -> None:
+    peer = Peer()
+    resync(peer)
+    peer.steps(1)
+    peer.send(4)
+    assert peer.record(4, 1, mine=1) is Outcome.COUNTED

@@ -1,0 +1,144 @@
+"""The outer step against the plain loop, bit for bit, and the name of an anchor."""
+
+import hashlib
+import struct
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from dilocox.peer import outer
+from dilocox.peer.outer import OuterStep, anchor_sha256
+
+
+def plain_loop(
+    step: OuterStep, anchor: Tensor, buffer: Tensor, average: Tensor
+) -> tuple[list[float], list[float]]:
+    """One value after the other, each operation rounded once, with numpy's scalars."""
+    kind = {torch.float32: np.float32, torch.float64: np.float64}[anchor.dtype]
+    mu, learning_rate = kind(step.momentum), kind(step.learning_rate)
+    anchors: list[float] = []
+    buffers: list[float] = []
+    for a, before, g in zip(anchor.numpy(), buffer.numpy(), average.numpy(), strict=True):
+        buf = kind(mu * before) + g
+        direction = g + kind(mu * buf)
+        anchors.append(a - kind(learning_rate * direction))
+        buffers.append(buf)
+    return anchors, buffers
+
+
+def vectors(numel: int, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(7)
+
+    def draw(scale: float) -> Tensor:
+        return (torch.randn(numel, generator=generator, dtype=torch.float64) * scale).to(dtype)
+
+    return draw(1.0), draw(1e-3), draw(3e-3)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_equals_the_plain_loop_bit_for_bit_over_ten_steps(dtype: torch.dtype) -> None:
+    step = OuterStep(learning_rate=0.7, momentum=0.9)
+    anchor, buffer, average = vectors(257, dtype)
+    for _ in range(10):
+        expected_anchor, expected_buffer = plain_loop(step, anchor, buffer, average)
+        step.apply(anchor, buffer, average, anchor, buffer)
+        assert anchor.tolist() == [float(value) for value in expected_anchor]
+        assert buffer.tolist() == [float(value) for value in expected_buffer]
+        average = average * -0.9
+
+
+def test_one_step_by_hand() -> None:
+    # buf = 0.5 * 2 + 4 = 5;  d = 4 + 0.5 * 5 = 6.5;  A = 10 - 0.25 * 6.5 = 8.375
+    anchor, buffer = torch.tensor([10.0]), torch.tensor([2.0])
+    OuterStep(0.25, 0.5).apply(anchor, buffer, torch.tensor([4.0]), anchor, buffer)
+    assert (anchor.item(), buffer.item()) == (8.375, 5.0)
+
+
+def test_without_momentum_it_is_plain_sgd_and_the_buffer_holds_the_average() -> None:
+    anchor, buffer, average = vectors(64)
+    out_anchor, out_buffer = torch.empty(64), torch.empty(64)
+    OuterStep(0.5, 0.0).apply(anchor, buffer, average, out_anchor, out_buffer)
+    assert torch.equal(out_anchor, anchor - 0.5 * average)
+    assert torch.equal(out_buffer, average)
+
+
+@pytest.mark.parametrize("chunk", [1, 7, 64, 1000, 1 << 20])
+def test_chunks_change_no_bit(monkeypatch: pytest.MonkeyPatch, chunk: int) -> None:
+    numel = 1000 + 3
+    step = OuterStep(0.7, 0.9)
+    anchor, buffer, average = vectors(numel)
+    whole = [
+        torch.tensor(values, dtype=torch.float32)
+        for values in plain_loop(step, anchor, buffer, average)
+    ]
+    monkeypatch.setattr(outer, "CHUNK_VALUES", chunk)
+    out_anchor, out_buffer = torch.empty(numel), torch.empty(numel)
+    step.apply(anchor, buffer, average, out_anchor, out_buffer)
+    assert torch.equal(out_anchor, whole[0])
+    assert torch.equal(out_buffer, whole[1])
+
+
+def test_a_fused_step_would_differ_so_the_comparison_has_teeth() -> None:
+    anchor, _, average = vectors(1 << 12)
+    zero = torch.zeros(1 << 12)
+    out = torch.empty(1 << 12)
+    OuterStep(0.7, 0.0).apply(anchor, zero, average, out, torch.empty(1 << 12))
+    learning_rate = np.float32(0.7).astype(np.float64)
+    fused = (anchor.double() - float(learning_rate) * average.double()).float()
+    assert not torch.equal(out, fused)
+
+
+def test_outputs_beside_the_inputs_leave_the_inputs_untouched() -> None:
+    anchor, buffer, average = vectors(200)
+    before = [tensor.clone() for tensor in (anchor, buffer, average)]
+    OuterStep(0.7, 0.5).apply(anchor, buffer, average, torch.empty(200), torch.empty(200))
+    for tensor, kept in zip((anchor, buffer, average), before, strict=True):
+        assert torch.equal(tensor, kept)
+
+
+def test_refuses_vectors_that_do_not_fit() -> None:
+    step = OuterStep(0.7, 0.5)
+    v = torch.zeros(8)
+    for wrong in (torch.zeros(9), torch.zeros(8, dtype=torch.float64), torch.zeros(2, 4)):
+        with pytest.raises(ValueError, match="one length and dtype"):
+            step.apply(v, torch.zeros(8), wrong, torch.zeros(8), torch.zeros(8))
+
+
+def test_refuses_an_output_that_overwrites_what_is_still_read() -> None:
+    step = OuterStep(0.7, 0.5)
+    anchor, buffer, average = (torch.zeros(8) for _ in range(3))
+    with pytest.raises(ValueError, match="out_momentum"):
+        step.apply(anchor, buffer, average, anchor, average)
+    with pytest.raises(ValueError, match="out_anchor"):
+        step.apply(anchor, buffer, average, buffer, torch.zeros(8))
+    with pytest.raises(ValueError, match="out_momentum"):
+        step.apply(anchor, buffer, average, torch.zeros(8), anchor)
+
+
+@pytest.mark.parametrize("learning_rate, momentum", [(0.0, 0.5), (float("nan"), 0.5), (0.7, 1.0)])
+def test_refuses_coefficients_out_of_range(learning_rate: float, momentum: float) -> None:
+    with pytest.raises(ValueError, match="outer"):
+        OuterStep(learning_rate, momentum)
+
+
+def test_sha256_is_that_of_the_little_endian_values() -> None:
+    values = [1.0, -0.5, 0.0, 3.25e-5]
+    expected = hashlib.sha256(struct.pack("<4f", *values)).hexdigest()
+    assert anchor_sha256(torch.tensor(values)) == expected
+
+
+def test_sha256_sees_a_single_bit() -> None:
+    anchor = torch.ones(1000)
+    changed = anchor.clone()
+    changed[999] = torch.nextafter(torch.tensor(1.0), torch.tensor(2.0))
+    assert anchor_sha256(anchor) != anchor_sha256(changed)
+    assert anchor_sha256(anchor) == anchor_sha256(anchor.clone())
+
+
+def test_sha256_refuses_what_is_no_flat_vector() -> None:
+    with pytest.raises(ValueError, match="flat CPU vector"):
+        anchor_sha256(torch.zeros(4, 4))
+    with pytest.raises(ValueError, match="flat CPU vector"):
+        anchor_sha256(torch.zeros(8)[::2])

@@ -1,0 +1,266 @@
+"""Rounds, bells and common times, as small tables: a bell is (finish, how long the round took)."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from dilocox.dht.records import BellRecord, ReplicaRecord
+from dilocox.peer.rounds import (
+    BELLS_READ,
+    RoundView,
+    Schedule,
+    attempt_at,
+    bells_to_read,
+    current_round,
+    first_round,
+    must_ring,
+    quorum,
+    round_length,
+)
+
+R = 7
+
+
+def bell(finished_at: float, round_s: float = 40.0, times: tuple[float, float] | None = None):
+    send_after, scheduled_at = times or (None, None)
+    return BellRecord(
+        round=R,
+        finished_at=finished_at,
+        round_s=round_s,
+        tokens=1000,
+        send_after=send_after,
+        scheduled_at=scheduled_at,
+    )
+
+
+def replica(step_s: float = 1.0, round_number: int = R) -> ReplicaRecord:
+    return ReplicaRecord(
+        members=("a",),
+        epoch=0,
+        round=round_number,
+        inner_step=3,
+        step_s=step_s,
+        tokens_per_s=100.0,
+        train_loss=None,
+        val_loss=None,
+        val_round=-1,
+        codec="bf16",
+        last_fault="",
+    )
+
+
+def view(bells: dict[str, BellRecord], heads: str = "abc", step_s: float = 1.0) -> RoundView:
+    return RoundView(round=R, bells=bells, replicas={head: replica(step_s) for head in heads})
+
+
+# ---- the quorum --------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    "replicas, bells", [(1, 1), (2, 2), (3, 2), (4, 2), (5, 3), (6, 3), (7, 4), (8, 4), (100, 50)]
+)
+def test_quorum_is_half_rounded_up_and_at_least_two_of_two(replicas: int, bells: int) -> None:
+    assert quorum(replicas) == bells
+
+
+def test_quorum_of_nobody_is_refused() -> None:
+    with pytest.raises(ValueError, match="0 replicas"):
+        quorum(0)
+
+
+def test_round_is_reached_with_the_quorums_bell() -> None:
+    assert not view({"a": bell(100)}).reached(110)
+    assert view({"a": bell(100), "b": bell(105)}).reached(110)
+
+
+# ---- T_R ---------------------------------------------------------------------------------------
+def test_t_r_is_the_quorums_finish_plus_grace_plus_longest_step_plus_notice() -> None:
+    seen = view({"a": bell(100, 40), "b": bell(105, 48)}, heads="abcd", step_s=3)
+    # the second finish 105, grace a quarter of 40 = 10, longest step 3, notice 2
+    assert seen.proposal("b", 106) == Schedule(send_after=115, scheduled_at=120)
+
+
+def test_third_bell_does_not_move_the_quorums_finish() -> None:
+    bells = {"a": bell(100), "b": bell(105), "c": bell(109)}
+    assert view(bells, heads="abcd").proposal("c", 110) == Schedule(
+        send_after=115, scheduled_at=118
+    )
+
+
+def test_when_all_have_rung_the_group_meets_in_two_seconds() -> None:
+    bells = {"a": bell(100), "b": bell(101), "c": bell(102)}
+    assert view(bells).proposal("c", 102.5) == Schedule(send_after=102.5, scheduled_at=104.5)
+
+
+def test_single_replica_needs_no_grace() -> None:
+    assert view({"a": bell(100)}, heads="a").proposal("a", 100) == Schedule(
+        send_after=100, scheduled_at=102
+    )
+
+
+def test_last_bell_brings_t_r_forward_but_never_back() -> None:
+    bells = {"a": bell(100, times=(110, 113)), "b": bell(101), "c": bell(102)}
+    assert view(bells).proposal("c", 103) == Schedule(send_after=103, scheduled_at=105)
+    assert view(bells).proposal("c", 112) is None  # 114 would be later than 113
+    bells["c"] = bell(102, times=(103, 105))
+    assert view(bells).proposal("a", 103.5) is None
+
+
+def test_head_that_sees_the_quorum_late_still_gives_notice() -> None:
+    seen = view({"a": bell(100), "b": bell(105)})
+    assert seen.proposal("a", 150) == Schedule(send_after=115, scheduled_at=152)
+
+
+def test_only_a_head_that_has_rung_writes_t_r() -> None:
+    seen = view({"a": bell(100), "b": bell(105)})
+    assert seen.proposal("c", 106) is None
+    assert seen.proposal("a", 106) is not None
+
+
+def test_nothing_is_proposed_before_the_quorum_or_where_t_r_stands() -> None:
+    assert view({"a": bell(100)}).proposal("a", 101) is None
+    stands = view({"a": bell(100, times=(115, 118)), "b": bell(105)}, heads="abcd")
+    assert stands.proposal("b", 106) is None
+
+
+def test_equal_finishes_need_no_order() -> None:
+    left = view({"a": bell(100), "b": bell(100), "c": bell(100)}, heads="abcde")
+    right = view({"c": bell(100), "b": bell(100), "a": bell(100)}, heads="edcba")
+    assert left.proposal("a", 101) == right.proposal("c", 101)
+
+
+# ---- the smallest T_R --------------------------------------------------------------------------
+def test_all_use_the_smallest_t_r_they_find() -> None:
+    bells = {
+        "a": bell(100, times=(116, 119)),
+        "b": bell(101, times=(115, 118)),
+        "c": bell(102),
+    }
+    assert view(bells).schedule(110) == Schedule(send_after=115, scheduled_at=118)
+
+
+def test_of_equal_t_r_the_earlier_end_of_grace_counts() -> None:
+    bells = {"a": bell(100, times=(116, 118)), "b": bell(101, times=(115, 118))}
+    assert view(bells).schedule(110) == Schedule(send_after=115, scheduled_at=118)
+
+
+def test_t_r_in_the_past_stands_for_those_who_are_late() -> None:
+    bells = {"a": bell(100, times=(115, 118))}
+    assert view(bells).schedule(500) == Schedule(send_after=115, scheduled_at=118)
+
+
+@pytest.mark.parametrize(
+    "absurd",
+    [
+        bell(100, times=(90, 99)),  # before its own finish
+        bell(100, times=(120, 118)),  # the grace ends after the group formed
+        bell(100, times=(110, 100_000)),  # in a day
+        bell(114, times=(1, 114)),  # a finish in the future, further than clocks may differ
+        replace(bell(100, times=(115, 118)), round=R + 1),
+        replace(bell(100, times=(115, 118)), send_after=None),
+    ],
+)
+def test_absurd_times_do_not_count(absurd: BellRecord) -> None:
+    honest = bell(105, times=(116, 119))
+    assert view({"a": honest, "b": absurd}).schedule(110) == Schedule(
+        send_after=116, scheduled_at=119
+    )
+
+
+def test_bell_from_the_future_counts_once_its_time_has_come() -> None:
+    seen = view({"a": bell(100), "b": bell(120)})
+    assert not seen.reached(116.9)
+    assert seen.reached(117)  # clocks may be 3 s apart
+
+
+def test_no_single_absurd_duration_delays_the_group() -> None:
+    longest = {"a": bell(100, 1e12), "b": bell(105, 40)}
+    assert view(longest).proposal("a", 106) == Schedule(send_after=115, scheduled_at=118)
+    negative = {"a": bell(100, -1e12), "b": bell(105, 40)}
+    assert view(negative).proposal("a", 106) == Schedule(send_after=105, scheduled_at=108)
+    seen = view({"a": bell(100), "b": bell(105)}, step_s=1e12)  # counts as a round's time
+    assert seen.proposal("a", 106) == Schedule(send_after=115, scheduled_at=157)
+
+
+def test_where_all_state_absurd_durations_the_group_meets_within_the_horizon() -> None:
+    seen = view({"a": bell(100, 1e12), "b": bell(105, 1e12)}, step_s=1e12)
+    times = seen.proposal("a", 106)
+    assert times is not None
+    assert times.scheduled_at == 106 + 3600
+    assert seen.schedule(106) is None
+    assert view({"a": replace(seen.bells["a"], **vars(times)), "b": bell(105)}).schedule(107)
+
+
+# ---- the send ----------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    "now_s, rung, due",
+    [
+        (110, True, True),  # T_R is known and it has rung: at once
+        (110, False, False),  # the grace is not over
+        (114.9, False, False),
+        (115, False, True),
+        (130, False, True),
+    ],
+)
+def test_send_is_due_after_the_bell_or_after_the_grace(now_s: float, rung: bool, due: bool) -> None:
+    seen = view({"a": bell(100, times=(115, 118)), "b": bell(105)})
+    assert seen.send_due(now_s, rung=rung) is due
+
+
+def test_no_send_is_due_while_t_r_is_unknown() -> None:
+    assert not view({"a": bell(100), "b": bell(105)}).send_due(1000, rung=True)
+
+
+@pytest.mark.parametrize(
+    "done, rung, ring", [(9, False, False), (10, False, True), (12, True, False)]
+)
+def test_bell_is_rung_once_after_the_rounds_inner_steps(done: int, rung: bool, ring: bool) -> None:
+    assert must_ring(done, 10, rung=rung) is ring
+
+
+# ---- which round -------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    "own, rung, reached, now_in",
+    [
+        (3, [], [], 3),
+        (3, [3], [], 3),  # the bell of its own round, without the quorum
+        (3, [3], [3], 4),  # its own round is over
+        (3, [3, 4], [3], 4),
+        (3, [5], [], 5),  # one bell 5 proves that bell 4 reached its quorum: skip
+        (3, [5], [5], 6),
+        (6, [5], [5], 6),
+        (6, [4], [], 6),  # never back
+    ],
+)
+def test_current_round_follows_the_bells(
+    own: int, rung: list[int], reached: list[int], now_in: int
+) -> None:
+    assert current_round(own, rung=rung, reached=reached) == now_in
+
+
+def test_joiner_starts_in_the_current_round() -> None:
+    assert first_round([]) == 0
+    assert first_round([replica(round_number=4), replica(round_number=5)]) == 5
+    assert first_round([replica(round_number=4)], rung=[6]) == 6
+    assert first_round([], last_record=8) == 9  # nobody trains: after the chain's last record
+
+
+def test_bells_are_read_of_the_rounds_that_others_state_and_only_of_so_many() -> None:
+    assert bells_to_read(3, []) == [4, 3]
+    assert bells_to_read(3, [replica(round_number=3)]) == [4, 3]
+    assert bells_to_read(3, [replica(round_number=9), replica(round_number=2)]) == [9, 8, 4, 3]
+    many = [replica(round_number=10 * number) for number in range(1, 50)]
+    assert len(bells_to_read(3, many)) == BELLS_READ
+    assert bells_to_read(3, many)[-2:] == [4, 3]
+
+
+def test_round_length_is_the_largest_that_the_stages_records_name() -> None:
+    assert round_length([100, 120, 80], last_known=60) == 120
+    assert round_length([], last_known=60) == 60
+
+
+def test_retry_comes_after_both_deadlines_of_the_first_attempt() -> None:
+    assert attempt_at(118, 0, exchange_s=30, vote_s=10) == 118
+    assert attempt_at(118, 1, exchange_s=30, vote_s=10) == 158
+    with pytest.raises(ValueError, match="attempt 2"):
+        attempt_at(118, 2, exchange_s=30, vote_s=10)

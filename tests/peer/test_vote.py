@@ -1,0 +1,326 @@
+"""The vote under every pattern of lost votes, the exclusion, who may start and who alone."""
+
+from __future__ import annotations
+
+import random
+import time
+from functools import cache
+from itertools import combinations, permutations, product
+
+import pytest
+
+from dilocox.peer.vote import (
+    EXCLUSION_WORK,
+    AloneWatch,
+    Decision,
+    Verdict,
+    Vote,
+    decide,
+    exclusion,
+    may_start,
+)
+
+D1, D2 = "1" * 64, "2" * 64
+COMMITTED, VOID, UNDECIDED = Verdict.COMMITTED, Verdict.VOID, Verdict.UNDECIDED
+
+
+def members_of(size: int) -> tuple[str, ...]:
+    return tuple("abcdefgh"[:size])
+
+
+def votes_of(choices: str) -> list[Vote]:
+    """One vote a letter: 1 and 2 for a digest, x to abort, - for none."""
+    digests = {"1": D1, "2": D2, "x": None}
+    return [
+        Vote(voter=voter, digest=digests[choice])
+        for voter, choice in zip("abcdefgh", choices, strict=False)
+        if choice != "-"
+    ]
+
+
+# ---- the majority ------------------------------------------------------------------------------
+@pytest.mark.parametrize("size", range(1, 9))
+def test_more_than_half_commit_and_half_aborting_is_void(size: int) -> None:
+    members = members_of(size)
+    for agreeing, aborting in product(range(size + 1), repeat=2):
+        if agreeing + aborting > size:
+            continue
+        choices = "1" * agreeing + "x" * aborting + "-" * (size - agreeing - aborting)
+        verdict = decide(members, votes_of(choices)).verdict
+        if agreeing >= size // 2 + 1:
+            assert verdict is COMMITTED
+        elif aborting >= (size + 1) // 2:
+            assert verdict is VOID
+        else:
+            assert verdict is UNDECIDED
+
+
+@pytest.mark.parametrize(
+    "choices, verdict",
+    [
+        ("1", COMMITTED),
+        ("x", VOID),
+        ("-", UNDECIDED),
+        ("11", COMMITTED),
+        ("1-", UNDECIDED),  # the dead count: one of two is not more than half
+        ("1x", VOID),
+        ("12", UNDECIDED),
+        ("11-", COMMITTED),
+        ("1--", UNDECIDED),
+        ("12x", UNDECIDED),
+        ("1122", UNDECIDED),
+        ("112x", UNDECIDED),
+        ("111x", COMMITTED),
+        ("11xx", VOID),
+        ("--xx", VOID),
+    ],
+)
+def test_small_groups_by_hand(choices: str, verdict: Verdict) -> None:
+    decision = decide(members_of(len(choices)), votes_of(choices))
+    assert decision == Decision(verdict=verdict, digest=D1 if verdict is COMMITTED else None)
+
+
+def test_votes_of_strangers_and_repeated_votes_do_not_count() -> None:
+    votes = [*votes_of("1-----"), *votes_of("1"), Vote(voter="z", digest=D1)]
+    assert decide(("a", "b", "c"), votes).verdict is UNDECIDED
+
+
+def test_two_different_votes_of_one_member_count_for_neither_in_any_order() -> None:
+    votes = [*votes_of("11x"), Vote(voter="b", digest=None)]
+    for order in ([0, 1, 2, 3], [3, 2, 1, 0], [3, 0, 1, 2]):
+        assert decide("abc", [votes[index] for index in order]).verdict is UNDECIDED
+    votes = [*votes_of("11-"), Vote(voter="b", digest=D2)]
+    assert decide("abc", votes).verdict is UNDECIDED
+
+
+# ---- all cut patterns --------------------------------------------------------------------------
+@cache
+def verdict_of(seen: str) -> Verdict:
+    return decide(members_of(len(seen)), votes_of(seen)).verdict
+
+
+def verdicts_under(cast: str, lost: frozenset[tuple[int, int]]) -> set[Verdict]:
+    """What the members that cast a vote decide, each from its own and those not lost on the way."""
+    return {
+        verdict_of(
+            "".join("-" if (voter, reader) in lost else cast[voter] for voter in range(len(cast)))
+        )
+        for reader in range(len(cast))
+        if cast[reader] != "-"
+    }
+
+
+def patterns(size: int, *, one_way: bool) -> list[frozenset[tuple[int, int]]]:
+    """Every set of lost directions; without `one_way` a link loses both or none."""
+    pairs = list(combinations(range(size), 2))
+    cuts = (
+        [[pair] for pair in permutations(range(size), 2)]
+        if one_way
+        else [[p, p[::-1]] for p in pairs]
+    )
+    return [
+        frozenset(way for cut in chosen for way in cut)
+        for count in range(len(cuts) + 1)
+        for chosen in combinations(cuts, count)
+    ]
+
+
+@pytest.mark.parametrize("one_way, cases", [(False, 8), (True, 64)])
+def test_no_cut_pattern_of_three_members_commits_on_one_and_voids_on_another(
+    one_way: bool, cases: int
+) -> None:
+    lost_patterns = patterns(3, one_way=one_way)
+    assert len(lost_patterns) == cases
+    for cast in product("12x-", repeat=3):
+        for lost in lost_patterns:
+            assert not {COMMITTED, VOID} <= verdicts_under("".join(cast), lost)
+
+
+@pytest.mark.parametrize("one_way, cases", [(False, 64), (True, 4096)])
+def test_no_cut_pattern_of_four_members_commits_on_one_and_voids_on_another(
+    one_way: bool, cases: int
+) -> None:
+    lost_patterns = patterns(4, one_way=one_way)
+    assert len(lost_patterns) == cases
+    for cast in {"".join(sorted(cast)) for cast in product("12x-", repeat=4)}:
+        for lost in lost_patterns:  # all patterns stand for all orders of the same votes
+            assert not {COMMITTED, VOID} <= verdicts_under(cast, lost)
+
+
+@pytest.mark.parametrize("size", [3, 4])
+def test_no_cut_pattern_splits_members_who_lose_means_and_votes_alike(size: int) -> None:
+    """A member aborts when a direction to it is cut, since it misses that reducer's mean."""
+    committed = 0
+    for lost in patterns(size, one_way=True):
+        cut_off = {reader for _, reader in lost}
+        cast = "".join("x" if reader in cut_off else "1" for reader in range(size))
+        verdicts = verdicts_under(cast, lost)
+        assert not {COMMITTED, VOID} <= verdicts
+        committed += COMMITTED in verdicts
+    assert committed > 1  # also where something was cut
+
+
+def test_the_rule_that_all_in_sight_agree_would_split_so_the_patterns_have_teeth() -> None:
+    def naive(seen: str) -> Verdict:
+        return COMMITTED if set(seen) <= {"1", "-"} else VOID
+
+    splits = 0
+    for lost in patterns(3, one_way=True):
+        seen = [
+            "".join("-" if (v, reader) in lost else "11x"[v] for v in range(3))
+            for reader in range(3)
+        ]
+        splits += len({naive(view) for view in seen}) > 1
+    assert splits > 0
+
+
+# ---- whom a retry leaves out -------------------------------------------------------------------
+def abort(voter: str, *missed: str) -> Vote:
+    return Vote(voter=voter, digest=None, missed=missed)
+
+
+@pytest.mark.parametrize(
+    "aborts, silent, left_out",
+    [
+        ([], [], ()),
+        ([abort("a")], [], ()),  # it aborted and blames nobody
+        ([abort("a", "c"), abort("b", "c")], ["c"], ("c",)),
+        ([abort("a", "b")], [], ("b",)),  # a tie: the larger id
+        ([abort("b", "a")], [], ("b",)),
+        ([abort("b", "a")], ["a"], ("a",)),  # a tie: the silent one
+        ([abort("c", "a", "b"), abort("a", "c")], [], ("c",)),  # one covers all
+        ([abort("a", "b"), abort("c", "d")], [], ("b", "d")),
+        ([abort("a", "b"), abort("c", "d")], ["a"], ("a", "d")),
+        ([abort("a", "b", "c"), abort("b", "c")], [], ("b", "c")),
+    ],
+)
+def test_exclusion_is_the_smallest_cover_silent_first_then_larger_ids(
+    aborts: list[Vote], silent: list[str], left_out: tuple[str, ...]
+) -> None:
+    assert exclusion(aborts, silent) == left_out
+
+
+def test_votes_for_a_digest_blame_nobody() -> None:
+    assert exclusion([Vote(voter="a", digest=D1, missed=("b",))], []) == ()
+
+
+def test_exclusion_depends_neither_on_the_order_nor_on_repeats() -> None:
+    aborts = [abort("a", "b", "e"), abort("c", "d"), abort("d", "a"), abort("e", "b")]
+    expected = exclusion(aborts, ["e"])
+    for seed in range(20):
+        shuffled = random.Random(seed).sample(aborts * 2, k=2 * len(aborts))
+        assert exclusion(shuffled, ["e"]) == expected
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_exclusion_is_a_smallest_cover_for_up_to_twelve_peers(seed: int) -> None:
+    chance = random.Random(seed)
+    peers = [f"p{index:02d}" for index in range(chance.randint(2, 12))]
+    pairs = {tuple(chance.sample(peers, 2)) for _ in range(chance.randint(1, 25))}
+    left_out = set(exclusion([abort(voter, missed) for voter, missed in pairs], []))
+    assert all(left_out & set(pair) for pair in pairs)
+    smaller = combinations(peers, len(left_out) - 1)
+    assert not any(all(set(few) & set(pair) for pair in pairs) for few in smaller)
+
+
+def test_exclusion_finds_the_few_to_blame_in_a_large_group_exactly() -> None:
+    peers = [f"p{index:03d}" for index in range(60)]
+    aborts = [abort(peer, "p007", "p031") for peer in peers if peer not in ("p007", "p031")]
+    assert exclusion(aborts, []) == ("p007", "p031")
+
+
+def test_exclusion_of_a_large_group_in_pieces_is_bounded_and_still_covers() -> None:
+    chance = random.Random(5)
+    peers = [f"p{index:03d}" for index in range(64)]
+    aborts = [abort(peer, *chance.sample(peers, 6)) for peer in peers]
+    started = time.process_time()
+    left_out = set(exclusion(aborts, peers[:5]))
+    assert time.process_time() - started < 10  # EXCLUSION_WORK sets, not 2 ** 64
+    assert all(vote.voter in left_out or set(vote.missed) <= left_out for vote in aborts)
+    assert len(left_out) < len(peers)
+    assert EXCLUSION_WORK > 2**12
+
+
+# ---- who must be there -------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    "group, counted, contributors, starts",
+    [
+        ("ab", "abc", "", True),  # record -1: two of three counted
+        ("a", "abc", "", False),
+        ("ab", "abcd", "", False),  # half is not more than half
+        ("abc", "abcd", "", True),
+        ("a", "a", "", True),
+        ("ab", "abcd", "abc", True),  # two of three contributors
+        ("ad", "abcd", "abc", False),
+        ("ab", "abde", "abc", True),  # c is gone: both of the two that are left
+        ("ad", "abde", "abc", False),
+        ("de", "def", "abc", True),  # all contributors are gone: more than half of all
+        ("d", "def", "abc", False),
+        ("", "abc", "", False),
+    ],
+)
+def test_group_starts_with_more_than_half_of_the_last_contributors(
+    group: str, counted: str, contributors: str, starts: bool
+) -> None:
+    views = {member: set(counted) for member in group}
+    assert may_start(group, views, contributors) is starts
+
+
+def test_one_member_whose_view_is_not_satisfied_stops_the_group() -> None:
+    views = {"a": set("ab"), "b": set("abcd")}
+    assert not may_start("ab", views, "")
+    assert may_start("ab", views | {"b": set("ab")}, "")
+    assert not may_start("ab", {"a": set("ab")}, "")  # b says nothing
+
+
+def test_two_disjoint_groups_with_one_view_never_both_start() -> None:
+    everyone = "abcde"
+    for contributors in ("", "abc", "abcde", "ab"):
+        view = {member: set(everyone) for member in everyone}
+        groups = ["".join(g) for n in range(1, 6) for g in combinations(everyone, n)]
+        started = [set(g) for g in groups if may_start(g, view, contributors)]
+        assert started
+        assert all(left & right for left, right in combinations(started, 2))
+
+
+# ---- alone -------------------------------------------------------------------------------------
+def watch(*observations: tuple[float, int, bool]) -> AloneWatch:
+    alone = AloneWatch(record_lifetime_s=15, heartbeat_s=5)
+    for now_s, others, answered in observations:
+        alone.observe(now_s, others_in_view=others, bootstrap_answered=answered)
+    return alone
+
+
+def test_alone_for_a_record_lifetime_may_commit() -> None:
+    steps = [(time_s, 0, True) for time_s in (0.0, 5.0, 10.0, 15.0)]
+    assert not watch(*steps[:3]).may_commit(14.9)
+    assert watch(*steps).may_commit(15)
+
+
+def test_before_any_observation_nobody_commits_alone() -> None:
+    assert not watch().may_commit(1e6)
+
+
+def test_another_peer_in_view_starts_the_wait_anew() -> None:
+    alone = watch(*[(5.0 * n, int(n == 2), True) for n in range(6)])
+    assert not alone.may_commit(25)  # alone since 15 only
+    alone.observe(30, others_in_view=0, bootstrap_answered=True)
+    assert alone.may_commit(30)
+
+
+def test_silent_bootstrap_starts_the_wait_anew() -> None:
+    alone = watch(*[(5.0 * n, 0, n != 3) for n in range(5)])
+    assert not alone.may_commit(20)
+
+
+def test_freeze_of_two_heartbeats_starts_the_wait_anew() -> None:
+    alone = watch(*[(5.0 * n, 0, True) for n in range(4)])
+    assert alone.may_commit(15)
+    assert not alone.may_commit(25)  # frozen for ten seconds: what it saw is stale
+    alone.observe(25, others_in_view=0, bootstrap_answered=True)
+    assert not alone.may_commit(25)
+    for time_s in (30, 35):
+        alone.observe(time_s, others_in_view=0, bootstrap_answered=True)
+    assert not alone.may_commit(35)
+    alone.observe(40, others_in_view=0, bootstrap_answered=True)
+    assert alone.may_commit(40)

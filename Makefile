@@ -1,0 +1,51 @@
+# Everything is done in .venv, which the first target makes on a machine that has only Python and make.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+# The exact versions that CI ran with; `CONSTRAINT=` on a Python other than 3.11 takes the newest.
+CONSTRAINT ?= --constraint constraints.txt
+# More arguments for pip, for example an index of CPU or CUDA builds of torch (see README).
+PIP_ARGS ?=
+# More arguments for `dilocox demo` and for pytest.
+DEMO_ARGS ?=
+TEST_ARGS ?=
+
+.DEFAULT_GOAL := help
+.PHONY: help install demo test test-swarm test-faults lint type bench clean
+
+help:  ## show this help
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 22
+
+$(BIN)/.installed: setup.cfg pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) \
+		$(CONSTRAINT) --editable '.[dev]'
+	touch $@
+
+install: $(BIN)/.installed  ## make .venv and install everything into it
+
+demo: install  ## train a small model with a real swarm on this machine (about 3 minutes)
+	$(BIN)/dilocox demo $(DEMO_ARGS)
+
+test: install  ## unit tests and one small swarm (under 6 minutes)
+	$(BIN)/python -m pytest -m 'not swarm or smoke' $(TEST_ARGS)
+
+test-faults: install  ## a short run with an injected fault, and the demo with its figures checked
+	$(BIN)/python -m pytest -m 'faults or demo' $(TEST_ARGS)
+
+test-swarm: install  ## all swarm tests: real processes, killed and frozen (about half an hour)
+	$(BIN)/python -m pytest -m 'swarm' -s $(TEST_ARGS)
+
+lint: install  ## ruff: rules and format
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+type: install  ## pyright, strict over the four packages
+	$(BIN)/pyright --pythonpath $(BIN)/python
+
+bench: install  ## the measured claims, one script each
+	$(BIN)/python benchmarks/codec.py
+	$(BIN)/python benchmarks/slow_peer.py
+
+clean:  ## remove what the other targets made
+	rm -rf $(VENV) build dist demo-run *.egg-info .pytest_cache .ruff_cache .hypothesis

@@ -1,0 +1,40 @@
+"""What the documents say is what the program does."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import typer.main
+import yaml
+
+from dilocox.dht.manifest import Manifest
+from dilocox.peer.cli import app
+
+ROOT = Path(__file__).parents[1]
+
+
+def test_the_annotated_run_yaml_spells_out_the_defaults() -> None:
+    path = ROOT / "docs" / "run.yaml"
+    written = Manifest.load(path)
+    given = yaml.safe_load(path.read_text())
+    shortest = {name: given[name] for name in ("name", "model", "end_tokens")}
+    assert written == Manifest.from_dict(shortest)
+    for section, values in written.to_dict().items():
+        if isinstance(values, dict) and section != "model":
+            assert set(values) == set(given[section]), f"{section} misses a field"
+
+
+def test_the_readme_names_only_make_targets_and_commands_that_exist() -> None:
+    text = (ROOT / "README.md").read_text()
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    assert set(re.findall(r"\bmake ([a-z-]+)\b", text)) <= targets | {"it"}
+    commands = set(typer.main.get_command(app).commands)  # type: ignore[attr-defined]
+    assert set(re.findall(r"^\s*dilocox ([a-z]+)", text, re.MULTILINE)) <= commands
+
+
+def test_files_that_the_readme_links_to_exist() -> None:
+    links = re.findall(r"\]\((?!http)([^)#]+)\)", (ROOT / "README.md").read_text())
+    assert links
+    for link in links:
+        assert (ROOT / link).exists(), link

@@ -75,7 +75,6 @@ class Invite:
 def run_id(operator_public_key: bytes, name: str) -> str:
     """The id of the run called `name` of the operator with this public key (DER)."""
     digest = hashlib.sha256(b"dilocox run\0")
-    digest.update(len(operator_public_key).to_bytes(4, "big"))
     digest.update(operator_public_key)
     digest.update(name.encode())
     return digest.hexdigest()[:32]

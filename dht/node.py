@@ -87,9 +87,12 @@ def open_dht(
         client_mode=client_mode,
         startup_s=max(1.0, deadline - time.monotonic()),
     )
-    dht = RunDHT(
-        options, validator, clock, peer_id_bytes_of(identity.public_key), sockets.acquire()
-    )
+    folder = sockets.acquire()
+    try:
+        dht = RunDHT(options, validator, clock, peer_id_bytes_of(identity.public_key), folder)
+    except BaseException:
+        sockets.release()
+        raise
     try:
         dht.start_and_wait(startup_s)
     except BaseException:

@@ -26,6 +26,7 @@ R = TypeVar("R", bound=Record)
 
 CALL_TIMEOUT_S = 10.0
 FETCH_PAUSE_S = 0.5
+FETCH_PING_S = 5.0
 # hivemind replaces a value only by one that expires later.
 LATER_S = 0.001
 MAX_KEYS_KEPT = 256
@@ -109,6 +110,9 @@ class Swarm:
             answered = True
             if found is not None:
                 return self._opened_manifest(run_id, found)
+            # On a busy machine the first ping of a bootstrap is lost, and then this node knows
+            # nobody to ask: a ping that is answered puts the bootstrap into its routing table.
+            self.bootstrap_answers(min(FETCH_PING_S, left))
             time.sleep(min(FETCH_PAUSE_S, left))
         if answered and self.bootstrap_answers(CALL_TIMEOUT_S):
             raise InvalidInput(f"the bootstraps answer but know no run {run_id}: check the invite")

@@ -164,6 +164,6 @@ def _check_owner(envelope: Envelope, record: DHTRecord) -> None:
 
 def _check_expiry(envelope: Envelope, max_lifetime_s: float) -> None:
     latest = timed_storage.get_dht_time() + max_lifetime_s + CLOCK_SLACK_S
-    # Written so that not-a-number is refused; what has expired is hivemind's to drop.
-    if not envelope.expires_at <= latest:
+    # What has expired is hivemind's to drop: a refusal would take the whole answer with it.
+    if envelope.expires_at > latest:
         raise Refused("expiry", f"it would live longer than {max_lifetime_s:g} s")

@@ -65,7 +65,7 @@ class OuterStep:
         learning_rate = torch.tensor(self.learning_rate, dtype=anchor.dtype)
         scratch = torch.empty(min(CHUNK_VALUES, anchor.numel()), dtype=anchor.dtype)
         for low in range(0, anchor.numel(), CHUNK_VALUES):
-            part = slice(low, min(low + CHUNK_VALUES, anchor.numel()))
+            part = slice(low, low + CHUNK_VALUES)
             gradient, buffer = average[part], out_momentum[part]
             step = scratch[: gradient.numel()]
             torch.mul(momentum_buffer[part], mu, out=buffer)

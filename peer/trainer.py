@@ -74,6 +74,9 @@ class Trainer:
         self._snapshots = snapshots
         self._tally = tally
         self._stop = stop
+        # Kept here and not in the coordinator's thread: between a merge and its noticing it, the
+        # learning rate would fall back by a whole record.
+        self._chain_tokens = coordinator.tokens_at_start
         self._part: int | None = None
         self._data_state = snapshots.data_state() if snapshots.found else {}
         self._codecs = codecs_of(manifest)
@@ -203,6 +206,7 @@ class Trainer:
             own = OwnContribution(values, record.left_out(self._me))
         tokens = held.tokens if held is not None else 0
         outcome = self._merge.commit(facts, anchor, momentum, own)
+        self._chain_tokens = record.chain_tokens
         self._tally.committed(event, outcome, tokens)
 
     def _is_evaluator(self, event: Committed) -> bool:
@@ -216,16 +220,18 @@ class Trainer:
         since = merge.round if event.fork_round is None else event.fork_round
         # A send of a round that the new state passed may be in a record that was never seen: what
         # may have been counted is not sent again.
-        named = {number: None for number in merge.fly if since < number <= state.round}
+        held = merge.fly.keys() | merge.undone.keys()
+        named = {number: None for number in held if since < number <= state.round}
         merge.resync(
             state.round,
             state.digest,
             anchor,
             momentum,
             since=since,
-            named={} if event.fork_round is not None else named,
+            named=named,
             records=max(1, state.round - since),
         )
+        self._chain_tokens = state.chain_tokens
         self._tally.resynced(state.round)
 
     def _other_buffers(self) -> tuple[Tensor, Tensor]:
@@ -259,10 +265,10 @@ class Trainer:
     def _merge_tokens(self) -> int:
         """The run's tokens as this peer knows them: the chain's, and its own since."""
         in_flight = sum(send.tokens for send in self._merge.fly.values())
-        return self._coordinator.chain_tokens + in_flight + self._merge.tokens
+        return self._chain_tokens + in_flight + self._merge.tokens
 
     def _ended(self) -> bool:
-        return self._coordinator.chain_tokens >= self._manifest.end_tokens
+        return self._chain_tokens >= self._manifest.end_tokens
 
     def _publish(self, *, force: bool = False) -> None:
         tally = self._tally
@@ -271,7 +277,7 @@ class Trainer:
             tally.heard(*heard)
         self._coordinator.progress = LoopProgress(
             inner_step=tally.inner_step,
-            unsent_tokens=self._merge.tokens,
+            unsent_tokens=max(0, self._merge.tokens),
             step_s=tally.longest_step_s,
             tokens_per_s=tally.tokens_per_s,
             train_loss=tally.train_loss,

@@ -9,21 +9,25 @@ from dataclasses import dataclass
 from pathlib import Path
 
 OPEN_A_NODE = """
-import json, os, signal, sys, time
+import asyncio, json, os, signal, sys, threading
 from pathlib import Path
 from dilocox.dht.clock import RunClock
 from dilocox.dht.identity import Identity
 from dilocox.dht.node import open_dht
 from dilocox.dht.validator import RunRecordValidator
 
-if "ignore" in sys.argv:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
 identity = Identity.load_or_create(Path(sys.argv[1]))
 dht = open_dht(
     identity=identity, bootstraps=(), listen=("/ip4/127.0.0.1/tcp/0",), announce=(),
     client_mode=False, validator=RunRecordValidator("0" * 32, identity), clock=RunClock(),
 )
+if "ignore" in sys.argv:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+# A peer's main process has a handle of its own to p2pd.
+loop = asyncio.new_event_loop()
+threading.Thread(target=loop.run_forever, daemon=True).start()
+asyncio.run_coroutine_threadsafe(dht.replicate_p2p(), loop).result(30)
 facts = {"main": os.getpid(), "child": dht.pid, "p2pd": dht.p2pd_pid,
          "sockets": str(dht._socket_folder), "alive": dht.visible_addresses()}
 print(json.dumps(facts), flush=True)

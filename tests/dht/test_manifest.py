@@ -2,6 +2,7 @@
 
 import dataclasses
 import os
+import tracemalloc
 import zlib
 from pathlib import Path
 from typing import Any
@@ -220,8 +221,12 @@ def test_manifest_too_large_for_the_dht_is_refused_with_its_size(
 def test_manifest_that_unpacks_to_gigabytes_is_refused_early():
     bomb = zlib.compress(bytes(20_000_000))
     assert len(bomb) < 24 * 1024
+    tracemalloc.start()
     with pytest.raises(InvalidInput, match="damaged"):
         SignedManifest.from_bytes(bomb)
+    _, peak_bytes = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak_bytes < 2_000_000
 
 
 def test_signed_manifest_of_a_newer_version_is_refused_by_its_version():

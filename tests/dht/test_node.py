@@ -200,16 +200,24 @@ def test_closed_node_leaves_nothing_and_answers_nobody(
         dht.visible_addresses()
 
 
+async def node_id_of(_dht: object, node: Any) -> int:
+    return int(node.node_id)
+
+
 def test_node_that_comes_back_is_the_same_node(
     open_node: OpenNode, first: Node, tmp_path: Path, run: str
 ):
+    """Else others meet it twice, and its second answer to a store is "I have that already"."""
     identity = Identity.load_or_create(tmp_path / "returning.key")
-    for position in range(3):
+    node_ids: set[object] = set()
+    for position in range(2):
         dht, swarm, _ = open_node(identity, bootstraps=first[0].visible_addresses())
+        node_ids.add(dht.run_coroutine(node_id_of, return_future=True).result(10.0))  # pyright: ignore
         assert swarm.publish(part_key(run, 10), PartRecord(part=10, position=position), 60)
         found = first[1].read(part_key(run, 10), PartRecord)
         assert found == {identity.peer_id: PartRecord(part=10, position=position)}
         dht.close()
+    assert len(node_ids) == 1
 
 
 def test_port_in_use_is_named_with_its_option(open_node: OpenNode, operator: Identity):

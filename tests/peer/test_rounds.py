@@ -167,6 +167,11 @@ def test_absurd_times_do_not_count(absurd: BellRecord) -> None:
     )
 
 
+def test_t_r_beyond_the_horizon_is_none() -> None:
+    assert view({"a": bell(100, times=(110, 3711))}).schedule(110) is None
+    assert view({"a": bell(100, times=(110, 3710))}).schedule(110) is not None
+
+
 def test_bell_from_the_future_counts_once_its_time_has_come() -> None:
     seen = view({"a": bell(100), "b": bell(120)})
     assert not seen.reached(116.9)

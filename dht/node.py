@@ -289,6 +289,7 @@ def _end_without_parent(daemon_pid: Any, socket_folder: Path) -> None:
     """The main process is gone: leave nothing and go."""
     kill_daemon(daemon_pid.value)
     sockets.remove(socket_folder, CLEANUP_PATIENCE_S)
+    sockets.remove(sockets.shared_memory_folder())
     os._exit(1)
 
 

@@ -11,6 +11,7 @@ import os
 import shutil
 import tempfile
 import time
+from multiprocessing.util import get_temp_dir
 from pathlib import Path
 
 from hivemind.p2p import P2P  # pyright: ignore[reportMissingTypeStubs]
@@ -48,6 +49,7 @@ def acquire() -> Path:
                 f"the path {long} is too long for sockets: set TMPDIR to a shorter path"
             )
         _point_hivemind_to(f"/unix{_folder}/")
+        shared_memory_folder()
     _users += 1
     return _folder
 
@@ -74,6 +76,15 @@ def remove(folder: Path, patience_s: float = 0.0) -> None:
         if not folder.exists() or time.monotonic() >= deadline:
             return
         time.sleep(RETRY_S)
+
+
+def shared_memory_folder() -> Path:
+    """Where multiprocessing has the socket over which torch passes shared memory.
+
+    Asked for before a fork, so that the children know it too: they remove it where the main process
+    ends without cleaning up.
+    """
+    return Path(get_temp_dir())
 
 
 def _point_hivemind_to(prefix: str) -> None:

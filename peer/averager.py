@@ -9,6 +9,11 @@ before it starts an exchange; this process writes only `own` and the vectors tha
 and the trainer switches to them between two inner steps.
 """
 
+# pyright: reportMissingTypeStubs=false, reportUnknownMemberType=false
+# pyright: reportUnknownVariableType=false, reportUnknownArgumentType=false
+# pyright: reportUnknownParameterType=false, reportAttributeAccessIssue=false
+# hivemind and its generated protocol classes carry no types.
+
 from __future__ import annotations
 
 import contextlib
@@ -19,7 +24,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from hivemind.averaging import DecentralizedAverager
@@ -37,8 +42,9 @@ from dilocox.dht.manifest import Manifest
 from dilocox.peer import catchup
 from dilocox.peer.ballots import Ballots
 from dilocox.peer.certificate import Ballot
-from dilocox.peer.exchange import Attempt, AttemptResult
+from dilocox.peer.exchange import Attempt
 from dilocox.peer.groups import ExchangeOrder, GroupRefused, Ticket, attempt_setup, codecs_of
+from dilocox.peer.members import AttemptResult
 from dilocox.peer.outer import OuterStep, anchor_sha256
 from dilocox.peer.record import digest_of, own_contribution
 from dilocox.peer.roundlog import RoundLog
@@ -250,9 +256,12 @@ class StageAverager(PeerService, DecentralizedAverager):
         order = self._current_order()
         tickets: dict[str, Ticket] = {}
         for peer, gathered in zip(group_info.peer_ids, group_info.gathered, strict=True):
-            _, mode, ticket = self.serializer.loads(gathered)
+            try:
+                _, mode, ticket = cast("list[Any]", self.serializer.loads(gathered))
+                stated = self.serializer.loads(ticket)
+            except Exception as error:
+                raise GroupRefused(f"what {peer} states cannot be read: {error!r}") from error
             client_mode = mode == AveragingMode.CLIENT.value
-            stated = self.serializer.loads(ticket)
             tickets[str(peer)] = Ticket.unpack(stated, client_mode=client_mode)
         self._running_groups.pop(group_info.group_id, None)  # or hivemind misses its own all-reduce
         return await self._attempt(order, group_info.group_id, tickets)
@@ -328,9 +337,7 @@ class StageAverager(PeerService, DecentralizedAverager):
     async def _serve_catch_up(self, peer: str, digest: str) -> catchup.Reach:
         return await catchup.catch_up(self._transport, self.log, peer, digest, check=self._check)
 
-    async def _serve_fetch_state(
-        self, peer: str, current: int, after_round: int
-    ) -> catchup.State:
+    async def _serve_fetch_state(self, peer: str, current: int, after_round: int) -> catchup.State:
         buffers = self._buffers
         state = await catchup.fetch_state(
             self._transport,

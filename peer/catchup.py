@@ -13,7 +13,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, cast
 
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
@@ -56,6 +56,7 @@ class State:
     round: int
     digest: str
     anchor_sha256: str
+    chain_tokens: int
     record: bytes
     certificate: bytes
 
@@ -151,12 +152,18 @@ def find_in_log(log: RoundLog, what: str, digest: str) -> Source | None:
 
 
 # ---- states --------------------------------------------------------------------------------------
-def open_state(folder: Path, offset: int) -> Source | None:
-    """The anchor and momentum of the newest snapshot, from a byte on, to serve."""
+def open_state(folder: Path, offset: int, sha256: str | None) -> Source | None:
+    """The anchor and momentum of the newest snapshot, from a byte on, to serve.
+
+    `sha256`: the state that is wanted, if not just any: None is served where the newest snapshot
+    is another one by now. Once it is open, it is served to its end, whatever snapshots come.
+    """
     snapshot = newest(folder)
     if snapshot is None:
         return None
     facts = json.loads((snapshot / STATE_FACTS_FILE).read_text())
+    if sha256 is not None and facts["sha256"] != sha256:
+        return None
     file = (snapshot / STATE_FILE).open("rb")
     offset = min(max(offset, 0), facts["size"])
     file.seek(offset)
@@ -196,8 +203,10 @@ async def fetch_state(
     if checked.round <= after_round:
         raise NoState(f"{peer} has a state of round {checked.round}, not after {after_round}")
     path = folder / f"{sha256}.state"
+    for older in set(folder.glob("*.state")) - {path}:
+        older.unlink()
     try:
-        await _download(transport, peer, path, size)
+        await _download(transport, peer, path, sha256, size)
         if sha256_of_file(path) != sha256:
             path.unlink()
             raise FrameRefused(f"the state of {peer} does not have the sha256 that it stated")
@@ -211,22 +220,26 @@ async def fetch_state(
         round=checked.round,
         digest=digest,
         anchor_sha256=anchor_sha256(anchor),
+        chain_tokens=checked.chain_tokens,
         record=record,
         certificate=certificate,
     )
 
 
-async def _download(transport: PeerTransport, peer: str, path: Path, size: int) -> None:
+async def _download(
+    transport: PeerTransport, peer: str, path: Path, sha256: str, size: int
+) -> None:
     """Append to what an earlier, broken download of the same bytes left."""
     with path.open("ab") as file:
         offset = file.tell()
         if offset < size:
-            want = {"what": "state", "offset": offset}
+            want = {"what": "state", "offset": offset, "sha256": sha256}
 
             def write(chunk: bytes) -> None:
                 file.write(chunk)
 
-            await transport.fetch(peer, want, limit_bytes=size - offset, sink=write)
+            if await transport.fetch(peer, want, limit_bytes=size - offset, sink=write) is None:
+                raise ConnectionError(f"{peer} has another state by now")
 
 
 async def _fetch(
@@ -240,7 +253,7 @@ async def _fetch(
 
 def _load(path: Path, anchor: Tensor, momentum: Tensor, numel: int) -> None:
     try:
-        with safe_open(path, framework="pt") as file:
+        with cast(Any, safe_open)(path, framework="pt") as file:
             for name in ("anchor", "momentum"):
                 piece = file.get_slice(name)
                 if piece.get_shape() != [numel] or piece.get_dtype() != "F32":

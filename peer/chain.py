@@ -53,7 +53,7 @@ class ChainFollower:
             log.read(self.head.round) if self.head.round >= 0 else None
         )
         self.anchor_sha256 = anchor_sha256
-        self.applied_tokens = self._tokens_at(applied)
+        self.tokens_at_start = self._tokens_at(applied)
         self._exchange_s: dict[int, float] = {}
         self._work: Any = None
         self._on_done: Callable[[Any], None] | None = None
@@ -201,7 +201,6 @@ class ChainFollower:
         self.current = 1 - self.current
         self.applied = round_number
         self.anchor_sha256 = anchor_sha256
-        self.applied_tokens = self._tokens_at(round_number)
         self._refresh()
 
     def _refresh(self) -> None:

@@ -15,10 +15,12 @@ from typing import Annotated, NoReturn
 import typer
 
 from dilocox import __version__
-from dilocox.dht.errors import DilocoxError
+from dilocox.dht.errors import DilocoxError, EnvironmentFault
+from dilocox.dht.invite import Invite
+from dilocox.peer.files import DISK_FULL, disk_fault
 from dilocox.peer.logs import set_up_logging
-
-PREFIX = "DILOCOX_"
+from dilocox.peer.signals import leave_at_once
+from dilocox.peer.subprocesses import PREFIX
 
 app = typer.Typer(
     name="dilocox",
@@ -34,7 +36,7 @@ def _env(option: str) -> str:
     return PREFIX + option.upper().replace("-", "_")
 
 
-Invite = Annotated[
+InviteText = Annotated[
     str,
     typer.Argument(
         help="The one string that the operator gave you: dilocox:RUN@ADDRESS,...",
@@ -88,15 +90,20 @@ LogLevel = Annotated[
 ]
 
 
-@app.callback()
-def _common(
-    version: Annotated[
-        bool, typer.Option("--version", help="Print the version and exit.", is_eager=True)
-    ] = False,
-) -> None:
-    if version:
+def _print_version(wanted: bool) -> None:
+    if wanted:
         typer.echo(f"dilocox {__version__}")
         raise typer.Exit
+
+
+@app.callback(no_args_is_help=True)
+def _common(
+    _version: Annotated[
+        bool,
+        typer.Option("--version", help="Print the version and exit.", callback=_print_version),
+    ] = False,
+) -> None:
+    pass
 
 
 @app.command()
@@ -178,7 +185,7 @@ def bootstrap(
 
 @app.command()
 def peer(
-    invite: Invite,
+    invite: InviteText,
     state: State = Path("dilocox-peer"),
     stage: Annotated[
         str,
@@ -220,10 +227,11 @@ def peer(
 ) -> None:
     """Take part in a run: all it needs is the invite."""
     set_up_logging(log_level)
+    parsed = Invite.parse(invite)  # before the imports that take seconds
     from dilocox.peer.volunteer import PeerOptions, run_peer
 
     options = PeerOptions(
-        invite=invite,
+        invite=parsed,
         state=state,
         stage=stage,
         host=host,
@@ -240,7 +248,7 @@ def peer(
 
 @app.command()
 def export(
-    invite: Invite,
+    invite: InviteText,
     folder: Annotated[
         Path, typer.Argument(help="Folder to write the checkpoint to.", envvar=_env("folder"))
     ],
@@ -253,9 +261,10 @@ def export(
 ) -> None:
     """Write the newest anchors of a run as a Hugging Face folder."""
     set_up_logging(log_level)
+    parsed = Invite.parse(invite)
     from dilocox.peer.operate import ExportOptions, run_export_command
 
-    options = ExportOptions(invite=invite, folder=folder, host=host, timeout_s=timeout)
+    options = ExportOptions(invite=parsed, folder=folder, host=host, timeout_s=timeout)
     raise typer.Exit(run_export_command(options))
 
 
@@ -269,6 +278,7 @@ def known_variables() -> set[str]:
 
 def main() -> NoReturn:
     """Run the command line; a person's mistake or a machine's trouble is one line, no traceback."""
+    leave_at_once()
     unknown = sorted(
         name for name in os.environ if name.startswith(PREFIX) and name not in known_variables()
     )
@@ -279,4 +289,9 @@ def main() -> NoReturn:
     except DilocoxError as error:
         typer.echo(f"error: {error}", err=True)
         sys.exit(error.exit_code)
+    except OSError as error:
+        if error.errno not in DISK_FULL:
+            raise
+        typer.echo(f"error: {disk_fault(Path(error.filename or '.'), error)}", err=True)
+        sys.exit(EnvironmentFault.exit_code)
     sys.exit(0)

@@ -11,29 +11,23 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Mapping
-from dataclasses import dataclass
+from typing import cast
 
-from dilocox import __version__
-from dilocox.compression.layout import FlatLayout
 from dilocox.dht.clock import RunClock
-from dilocox.dht.keys import bell_key, claim_key, replica_key, stage_key
-from dilocox.dht.manifest import Manifest
 from dilocox.dht.node import RunDHT
-from dilocox.dht.records import BellRecord, ClaimRecord, ReplicaRecord, StageRecord
-from dilocox.dht.swarm import Swarm
 from dilocox.peer.averager import StageAverager
 from dilocox.peer.chain import ChainFollower
 from dilocox.peer.driver import NO_GROUP_S, ExchangeDriver
 from dilocox.peer.events import EventQueue, Failed
+from dilocox.peer.herald import Herald, replica_record
 from dilocox.peer.join import Joined
 from dilocox.peer.lease import PartLease
 from dilocox.peer.memory import check_use
 from dilocox.peer.merge import Merge
 from dilocox.peer.outer import anchor_sha256
+from dilocox.peer.place import LoopProgress, Place
 from dilocox.peer.round_keeper import RoundKeeper
 from dilocox.peer.roundlog import RoundLog
-from dilocox.peer.view import SwarmView
 from dilocox.peer.vote import AloneWatch
 
 logger = logging.getLogger(__name__)
@@ -42,33 +36,6 @@ TICK_S = 0.1
 CLOSE_LIMIT_S = 5.0
 BOOTSTRAP_LIMIT_S = 3.0
 LOOK_S = 1.0  # how often the DHT is read; a bell is heard that late
-
-
-@dataclass(frozen=True, kw_only=True)
-class LoopProgress:
-    """Where the training loop is, as it says after every inner step."""
-
-    inner_step: int = 0
-    unsent_tokens: int = 0
-    step_s: float = 0.0
-    tokens_per_s: float = 0.0
-    train_loss: float | None = None
-    val_loss: float | None = None
-    val_round: int = -1
-    position: int = 0  # in the data part
-
-
-@dataclass(frozen=True, kw_only=True)
-class Place:
-    """Which peer this is, in which run."""
-
-    me: str
-    run: str
-    stage: int
-    manifest: Manifest
-    layout: FlatLayout
-    addresses: tuple[str, ...]
-    memory_limit_bytes: float | None
 
 
 class ChildDied(RuntimeError):
@@ -83,7 +50,7 @@ class Coordinator(threading.Thread):
         *,
         place: Place,
         dht: RunDHT,
-        swarm: Swarm,
+        herald: Herald,
         clock: RunClock,
         averager: StageAverager,
         chain: ChainFollower,
@@ -95,14 +62,13 @@ class Coordinator(threading.Thread):
         super().__init__(name="coordinator", daemon=True)
         self._place = place
         self._dht = dht
-        self._swarm = swarm
+        self._herald = herald
         self._clock = clock
         self._averager = averager
         self._chain = chain
         self._driver = driver
         self._alone = alone
         self._lease = lease
-        self._view = SwarmView(me=place.me)
         self._closing = threading.Event()
         self._leaving = False
         self._published_at = self._looked_at = float("-inf")
@@ -154,8 +120,8 @@ class Coordinator(threading.Thread):
         )
         return cls(
             place=place,
-            dht=joined.dht,
-            swarm=joined.swarm,
+            dht=joined.dht,  # pyright: ignore[reportUnknownMemberType, reportUnknownArgumentType]
+            herald=Herald(place, joined.swarm),
             clock=joined.clock,
             averager=averager,
             chain=chain,
@@ -174,9 +140,9 @@ class Coordinator(threading.Thread):
         return planned if last is None else last.next_inner_steps
 
     @property
-    def chain_tokens(self) -> int:
-        """Tokens behind the chain up to the record that was merged last."""
-        return self._chain.applied_tokens
+    def tokens_at_start(self) -> int:
+        """Tokens behind the chain up to the record that was merged when this peer started."""
+        return self._chain.tokens_at_start
 
     @property
     def applying(self) -> bool:
@@ -236,8 +202,6 @@ class Coordinator(threading.Thread):
         if now - self._looked_at >= LOOK_S:
             self._look()
             self._looked_at = time.monotonic()
-            if self.joined.is_set() and not self._leaving:
-                self._follow_rounds()
         if now - self._published_at >= self._place.manifest.deadlines.heartbeat_s:
             self._published_at = now
             self._heartbeat()
@@ -246,120 +210,60 @@ class Coordinator(threading.Thread):
             self._pending_send = None
             self._driver.submit(round_number, scheduled_at=scheduled_at, tokens=tokens)
         self._driver.closed_by_chain(self._chain.applied)
-        self._chain.tick(self._view, exchanging=self._driver.exchanging)
-        self._driver.tick(self._view)
+        self._chain.tick(self._herald.view, exchanging=self._driver.exchanging)
+        self._driver.tick(self._herald.view)
 
     # ---- looking and telling ---------------------------------------------------------------------
     def _look(self) -> None:
-        """Read what the others say; what gives no answer stays as it was."""
-        place, read, view = self._place, self._swarm.read, self._view
-        bells: dict[int, Mapping[str, BellRecord]] = {}
-        for number in self._rounds.wanted_bells(view):
-            bells[number] = read(bell_key(place.run, number), BellRecord) or {}
-        stage = read(stage_key(place.run, place.stage), StageRecord)
-        replicas = read(replica_key(place.run), ReplicaRecord)
-        claims = read(claim_key(place.run, place.stage), ClaimRecord)
-        self._view = SwarmView(
-            me=place.me,
-            stage=view.stage if stage is None else stage,
-            replicas=view.replicas if replicas is None else replicas,
-            bells=bells,
-            claims=view.claims if claims is None else claims,
-        )
+        answered = self._herald.look(self._rounds.wanted_bells(self._herald.view))
+        view = self._herald.view
         evaluated = [
             (record.val_round, record.val_loss)
-            for record in self._view.replicas.values()
+            for record in view.replicas.values()
             if record.val_loss is not None
         ]
         if evaluated:
             self.heard_val_loss = max(evaluated)
-        if stage is not None and claims is not None and not self.joined.is_set():
-            self._maybe_joined()
-
-    def _maybe_joined(self) -> None:
-        """Training begins when nobody has a record that this peer lacks."""
-        if not self._chain.busy and not self._chain.behind(self._view):
-            self._rounds.start(self._view, self._chain.head.round)
-            self.joined.set()
-            self._published_at = float("-inf")
+        if not self.joined.is_set():
+            # training begins when nobody has a record that this peer lacks
+            if answered and not self._chain.busy and not self._chain.behind(view):
+                self._rounds.start(view, self._chain.head.round)
+                self.joined.set()
+                self._published_at = float("-inf")
+        elif not self._leaving:
+            self._herald.ring(
+                self._rounds.follow(
+                    view,
+                    replica_record(self._place, self.round, self.progress),
+                    self._clock.time(),
+                    inner_steps=self.inner_steps,
+                    tokens=self.progress.unsent_tokens,
+                )
+            )
 
     def _heartbeat(self) -> None:
-        place, progress = self._place, self.progress
-        lifetime_s = place.manifest.deadlines.record_lifetime_s
-        state = "joining" if not self.joined.is_set() else "training"
-        self._swarm.publish(
-            stage_key(place.run, place.stage),
-            StageRecord(
-                state="left" if self._leaving else state,
-                round=self.round,
-                digest=self._chain.head.digest,
-                replica=place.me,
-                tokens=0 if self._leaving else progress.unsent_tokens,
-                tokens_per_s=progress.tokens_per_s,
-                client_mode=self._averager.client_mode,
-                voids=self._driver.voids,
-                version=__version__,
-                addresses=place.addresses,
-            ),
-            lifetime_s,
+        place, progress, herald = self._place, self.progress, self._herald
+        training = self.joined.is_set() and not self._leaving
+        herald.tell_stage(
+            "left" if self._leaving else "training" if training else "joining",
+            round_number=self.round,
+            chain=self._chain,
+            voids=self._driver.voids,
+            own=progress,
         )
-        self._claim(lifetime_s)
-        if self.joined.is_set() and not self._leaving:
-            self._swarm.publish(replica_key(place.run), self._replica(), lifetime_s)
-            self._ring(self._rounds.bell)
-            changed = self._lease.renew(progress.position)
-            if changed:
+        if training:
+            herald.tell_replica(replica_record(place, self.round, progress))
+            herald.ring(self._rounds.bell)
+            if self._lease.renew(progress.position):
                 self.data_part = (self._lease.part, self._lease.position)
-        others = len([peer for peer in self._view.counted() if peer != place.me])
         self._alone.observe(
             time.monotonic(),
-            others_in_view=others,
-            bootstrap_answered=self._swarm.bootstrap_answers(BOOTSTRAP_LIMIT_S),
+            others_in_view=len(set(herald.view.counted()) - {place.me}),
+            bootstrap_answered=herald.bootstrap_answers(BOOTSTRAP_LIMIT_S),
         )
         check_use(self._pids(), place.memory_limit_bytes)
 
-    def _claim(self, lifetime_s: float) -> None:
-        head, last = self._chain.head, self._chain.last_record
-        claim = ClaimRecord(
-            round=head.round,
-            digest=head.digest,
-            tokens=0 if last is None else last.tokens,
-            chain_tokens=head.chain_tokens,
-            record_bytes=0 if last is None else sum(len(mean) for mean in last.means),
-        )
-        self._swarm.publish(claim_key(self._place.run, self._place.stage), claim, lifetime_s)
-
-    def _follow_rounds(self) -> None:
-        changed = self._rounds.follow(
-            self._view,
-            self._replica(),
-            self._clock.time(),
-            inner_steps=self.inner_steps,
-            tokens=self.progress.unsent_tokens,
-        )
-        self._ring(changed)
-
-    def _ring(self, bell: BellRecord | None) -> None:
-        if bell is not None:
-            lifetime_s = self._place.manifest.deadlines.record_lifetime_s
-            self._swarm.publish(bell_key(self._place.run, bell.round), bell, lifetime_s)
-
-    def _replica(self) -> ReplicaRecord:
-        progress = self.progress
-        return ReplicaRecord(
-            members=(self._place.me,),
-            epoch=0,
-            round=self.round,
-            inner_step=progress.inner_step,
-            step_s=progress.step_s,
-            tokens_per_s=progress.tokens_per_s,
-            train_loss=progress.train_loss,
-            val_loss=progress.val_loss,
-            val_round=progress.val_round,
-            codec="",
-            last_fault="",
-        )
-
     def _pids(self) -> list[int]:
-        pids = [os.getpid(), self._dht.pid, self._dht.p2pd_pid, self._averager.pid]
+        dht_pid = cast("int | None", self._dht.pid)  # pyright: ignore[reportUnknownMemberType]
+        pids = (os.getpid(), dht_pid, self._dht.p2pd_pid, self._averager.pid)
         return [pid for pid in pids if pid]

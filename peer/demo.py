@@ -21,6 +21,8 @@ import typer
 import yaml
 
 from dilocox.dht.errors import EnvironmentFault, InvalidInput
+from dilocox.peer.files import make_folder, write_atomically
+from dilocox.peer.report import shown_loss
 from dilocox.peer.signals import StopSignal
 from dilocox.peer.subprocesses import Child, start_command
 from dilocox.peer.swarm_table import SwarmTable
@@ -76,21 +78,27 @@ class DemoResult:
 def run_demo(options: DemoOptions) -> int:
     """Run it to its end or to Ctrl-C; the exit code is 0 if a checkpoint came out."""
     began = time.monotonic()
+    if options.json_file is not None and not options.json_file.absolute().parent.is_dir():
+        raise InvalidInput(f"--json {options.json_file}: its folder does not exist; make it first")
     _clear(options.folder)
-    manifest = demo_manifest(options)
-    (options.folder / "run.yaml").write_text(yaml.safe_dump(manifest, sort_keys=False))
+    manifest = yaml.safe_dump(demo_manifest(options), sort_keys=False)
+    write_atomically(options.folder / "run.yaml", manifest.encode())
     children: list[Child] = []
+    peers: list[WatchedPeer] = []
+    export: Path | None = None
     with StopSignal() as stop:
         try:
             invite = _bootstrap(options, children)
             typer.echo(f"bootstrap is up; a volunteer would type: dilocox peer {invite}")
-            peers = [_start_peer(options, invite, n, children) for n in range(options.replicas)]
+            peers += [_start_peer(options, invite, n, children) for n in range(options.replicas)]
             typer.echo(
                 f"{len(peers)} peers are starting; their logs are {options.folder}/peer-*.log"
             )
+            stop.defer()
             _watch(options, peers, stop)
             export = _export(options, invite, peers)
         finally:
+            stop.defer()
             for child in reversed(children):
                 child.terminate()
             for child in children:
@@ -125,14 +133,12 @@ def demo_manifest(options: DemoOptions) -> dict[str, Any]:
 
 def _clear(folder: Path) -> None:
     """Make room for a new demo; only an earlier demo is removed."""
-    if folder.exists() and any(folder.iterdir()):
-        if not (folder / "run.yaml").exists():
+    is_folder = folder.is_dir()
+    if folder.exists() and not (is_folder and not any(folder.iterdir())):
+        if not (is_folder and (folder / "run.yaml").exists()):
             raise InvalidInput(f"{folder} is no earlier demo: choose another one with --folder")
-        shutil.rmtree(folder)
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise EnvironmentFault(f"{folder}: cannot be made ({error.strerror})") from error
+        shutil.rmtree(folder, ignore_errors=True)
+    make_folder(folder)
 
 
 def _bootstrap(options: DemoOptions, children: list[Child]) -> str:
@@ -255,7 +261,8 @@ def _evaluate(options: DemoOptions, export: Path) -> float:
 
 def _show(options: DemoOptions, result: DemoResult) -> None:
     if options.json_file is not None:
-        options.json_file.write_text(json.dumps(asdict(result), indent=2) + "\n")
+        text = json.dumps(asdict(result), indent=2) + "\n"
+        write_atomically(options.json_file, text.encode())
     if result.val_loss_export is None:
         typer.echo("stopped before the first round was committed: nothing to export")
         return
@@ -263,9 +270,11 @@ def _show(options: DemoOptions, result: DemoResult) -> None:
 
     typer.echo(
         f"{result.rounds_committed} rounds committed, {result.rounds_void} void, "
-        f"{result.tokens:,} tokens at {result.tokens_per_s:,.0f} tokens/s in {result.seconds:.0f} s\n"
-        f"validation loss {_shown(result.val_loss_first)} -> {_shown(result.val_loss_last)} nats a "
-        f"byte, of the export by transformers {result.val_loss_export:.4f}\n"
+        f"{result.tokens:,} tokens at {result.tokens_per_s:,.0f} tokens/s in "
+        f"{result.seconds:.0f} s\n"
+        f"validation loss {shown_loss(result.val_loss_first)} -> "
+        f"{shown_loss(result.val_loss_last)} nats a byte, of the export by transformers "
+        f"{result.val_loss_export:.4f}\n"
         f"waiting for averages {result.waiting_share:.2%} of the time; "
         f"{result.bytes_sent_per_round / 1e3:,.0f} kB sent a peer and round "
         f"(fp16: {result.bytes_fp16_per_round / 1e3:,.0f} kB)\n"
@@ -273,10 +282,6 @@ def _show(options: DemoOptions, result: DemoResult) -> None:
         f"checkpoint: {result.export}; it continues {PROMPT!r} with\n"
     )
     typer.echo(continue_text(Path(result.export), PROMPT, 200, options.seed))
-
-
-def _shown(loss: float | None) -> str:
-    return "-" if loss is None else f"{loss:.4f}"
 
 
 def _mean(values: list[float]) -> float:

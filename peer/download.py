@@ -1,5 +1,8 @@
 """The newest anchor of a stage, for somebody who is no peer: state from one, records after it."""
 
+# hivemind carries no type stubs.
+# pyright: reportUnknownMemberType=false, reportUnknownArgumentType=false
+
 from __future__ import annotations
 
 import asyncio
@@ -20,10 +23,10 @@ from dilocox.peer import catchup
 from dilocox.peer.averager import StageAverager
 from dilocox.peer.groups import codecs_of
 from dilocox.peer.join import Joined
-from dilocox.peer.outer import OuterStep
+from dilocox.peer.outer import OuterStep, anchor_sha256
 from dilocox.peer.record import RecordRefused, RoundRecord
 from dilocox.peer.roundlog import RoundLog
-from dilocox.peer.transport import FrameRefused, PeerTransport, UploadLimit
+from dilocox.peer.transport import PeerTransport, UploadLimit
 from dilocox.pipeline.stage import build_stage, flatten_parameters, parameter_shapes
 
 logger = logging.getLogger(__name__)
@@ -78,8 +81,8 @@ async def _download(place: Joined, stage: int, deadline: float) -> StageAnchor:
                 return await asyncio.wait_for(
                     _from_peer(place, stage, transport, peer, claim.digest), limit_s
                 )
-            except (ConnectionError, FrameRefused, RecordRefused, asyncio.TimeoutError) as error:
-                last = str(error)
+            except (ConnectionError, ValueError, asyncio.TimeoutError) as error:
+                last = str(error) or type(error).__name__
                 logger.warning("stage %d: %s gave no anchor: %s", stage, peer[-6:], error)
         await asyncio.sleep(LOOK_PAUSE_S)
     raise EnvironmentFault(
@@ -91,6 +94,7 @@ async def _download(place: Joined, stage: int, deadline: float) -> StageAnchor:
 async def _from_peer(
     place: Joined, stage: int, transport: PeerTransport, peer: str, digest: str
 ) -> StageAnchor:
+    """Raises ConnectionError, and ValueError (of several kinds) where what came is not sound."""
     manifest = place.manifest
     layout = FlatLayout.of(parameter_shapes(manifest.model, manifest.stages, stage))
     check = catchup.RecordCheck(
@@ -124,6 +128,8 @@ async def _from_peer(
             following = log.read(number)
             if following is None:
                 raise RecordRefused(f"round {number} vanished from the log")
+            if following.anchor_before != anchor_sha256(anchor):
+                raise RecordRefused(f"round {number} applies to another anchor")
             record = following
             average = record.average(check.codecs[record.bits])
             outer.apply(anchor, momentum, average, anchor, momentum)

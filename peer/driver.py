@@ -15,16 +15,20 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
-from hivemind.averaging.allreduce import AllreduceException
-from hivemind.averaging.matchmaking import MatchmakingException
+from hivemind.averaging.allreduce import (  # pyright: ignore[reportMissingTypeStubs]
+    AllreduceException,
+)
+from hivemind.averaging.matchmaking import (  # pyright: ignore[reportMissingTypeStubs]
+    MatchmakingException,
+)
 
 from dilocox.dht.errors import DilocoxError
 from dilocox.dht.manifest import Manifest
 from dilocox.peer.averager import StageAverager
 from dilocox.peer.chain import ChainFollower
 from dilocox.peer.events import EventQueue, Voided
-from dilocox.peer.exchange import AttemptResult
 from dilocox.peer.groups import ExchangeOrder, GroupRefused, Plan
+from dilocox.peer.members import AttemptResult
 from dilocox.peer.rounds import attempt_at
 from dilocox.peer.view import SwarmView
 from dilocox.peer.vote import AloneWatch, Verdict
@@ -189,15 +193,19 @@ class ExchangeDriver:
         except Exception:
             logger.exception("round %d: the exchange failed; asking the others", job.round)
             result = None
-        if result is None or result.verdict is Verdict.UNDECIDED:
+        committed = result is not None and result.verdict is Verdict.COMMITTED
+        if (
+            result is None
+            or result.verdict is Verdict.UNDECIDED
+            or (
+                committed and result.record is None  # it comes through the chain, if at all
+            )
+        ):
             if not job.undecided:
                 self._leave_open(job)
-        elif result.verdict is Verdict.COMMITTED:
-            if result.record is None:
-                self._leave_open(job)  # committed by others; the record comes through the chain
-            else:
-                self._last_exchange_s = result.seconds
-                self._chain.committed(job.round, result.seconds)
+        elif committed:
+            self._last_exchange_s = result.seconds
+            self._chain.committed(job.round, result.seconds)
         elif job.attempt == 0:
             self._retry(job, result)
         else:

@@ -16,18 +16,18 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine
 from concurrent.futures import Executor
 from contextlib import suppress
-from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
-import torch
 from torch import Tensor
 
-from dilocox.compression.codec import GroupCodec, PayloadRefused
+from dilocox.compression.codec import PayloadRefused
 from dilocox.peer.ballots import Ballots
-from dilocox.peer.record import Contribution, Part, RoundRecord, digest_of, record_bytes
+from dilocox.peer.members import AttemptResult, AttemptSetup, Mean, ShareRefused, Transport
+from dilocox.peer.record import digest_of, record_bytes
+from dilocox.peer.reduction import Reduction, assemble_record, decode, encode
 from dilocox.peer.vote import Verdict
 
 logger = logging.getLogger(__name__)
@@ -37,92 +37,6 @@ PARTS_SHARE = 0.6  # of the exchange's time a reducer waits for parts; the rest 
 FETCH_ROUNDS = 2  # how often everybody is asked for a mean whose reducer is gone
 
 T = TypeVar("T")
-
-
-class ShareRefused(ValueError):
-    """A part or a mean that does not belong where it was sent."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Mean:
-    """The encoded mean of one part and the members whose values are in it."""
-
-    part: int
-    contributors: tuple[str, ...]
-    payload: bytes = field(repr=False)
-
-
-class Transport(Protocol):
-    """How a member reaches the others; every method may raise ConnectionError."""
-
-    async def push_part(self, peer: str, part: int, payload: bytes) -> None:
-        """Send this member's encoded part to its reducer."""
-        ...
-
-    async def push_mean(self, peer: str, mean: Mean) -> None:
-        """Send an averaged part to a member."""
-        ...
-
-    async def fetch_mean(self, peer: str, part: int) -> Mean | None:
-        """Ask a member for an averaged part; None if it has none."""
-        ...
-
-    async def fetch_record(self, peer: str, digest: str) -> bytes | None:
-        """Ask a member for the committed record of this round."""
-        ...
-
-    async def send_vote(self, peer: str, vote: bytes) -> None:
-        """Send a signed vote."""
-        ...
-
-    async def ask_votes(self, peer: str, round_number: int, attempt: int) -> list[bytes]:
-        """Ask a member for the votes of this attempt that it holds."""
-        ...
-
-    def heartbeats(self, peer: str) -> AsyncIterator[None]:
-        """A stream that yields while the member is alive."""
-        ...
-
-
-@dataclass(frozen=True, kw_only=True)
-class Member:
-    """What a member said of itself when the group formed."""
-
-    peer: str
-    tokens: int
-    exchange_s: float
-    client_mode: bool
-
-
-@dataclass(frozen=True, kw_only=True)
-class AttemptSetup:
-    """What all members of a group agree on, and this member's own part of it."""
-
-    me: str
-    members: tuple[Member, ...]  # sorted by peer
-    template: RoundRecord  # the record to be made, without members, parts and means
-    codec: GroupCodec
-    parts: tuple[slice, ...]  # one a reducer, in the order of the members that reduce
-    exchange_s: float
-    vote_s: float
-    silence_s: float
-
-    @property
-    def reducers(self) -> tuple[str, ...]:
-        """The members that can be reached, and so average a part each."""
-        return tuple(member.peer for member in self.members if not member.client_mode)
-
-
-@dataclass(frozen=True, kw_only=True)
-class AttemptResult:
-    """How an attempt ended. `record` stands where it was committed."""
-
-    verdict: Verdict
-    record: bytes | None = field(repr=False)
-    certificate: bytes | None = field(repr=False)
-    aborts: bytes = field(repr=False)
-    members: tuple[str, ...]
-    seconds: float
 
 
 class Attempt:
@@ -145,16 +59,19 @@ class Attempt:
         self._started = time.monotonic()
         self._changed = asyncio.Event()
         self._tasks: set[asyncio.Task[Any]] = set()
+        # They outlive `run`, each in its own deadline: a member with a slow link still needs them
+        # when the others have all and the round is decided.
+        self._mean_pushes: set[asyncio.Task[Any]] = set()
         self._weight = {member.peer: member.tokens for member in setup.members}
         self._others = [member.peer for member in setup.members if member.peer != setup.me]
         self._dead: set[str] = set()
         self._refused: set[str] = set()  # whose part was malformed
         self._liars: set[str] = set()  # whose mean was malformed
         self._offered: set[str] = set()  # whose part came, sound or not
-        self._in_sum: set[str] = set()
         self._means: dict[int, Mean] = {}
+        self._waited_out = False  # the exchange's time is over and means are missing
         self._own_part = setup.reducers.index(setup.me) if setup.me in setup.reducers else None
-        self._sum = torch.zeros(self._part_size(self._own_part), dtype=torch.float32)
+        self._reduction = Reduction(setup.codec, self._weight, self._part_size(self._own_part))
         self._reduced = False
         self.record: bytes | None = None  # as this member made it, for those who lack parts
         self.digest: str | None = None
@@ -176,7 +93,7 @@ class Attempt:
             raise ShareRefused(f"the part of {peer} is not waited for any more")
         self._offered.add(peer)
         try:
-            await self._compute(self._accumulate, peer, payload)
+            await self._compute(self._reduction.add, peer, payload)
         except PayloadRefused:
             self._refused.add(peer)
             raise
@@ -215,7 +132,7 @@ class Attempt:
             record = await self._collect()
             return await self._decide(record)
         finally:
-            for task in self._tasks:
+            for task in self._tasks - self._mean_pushes:
                 task.cancel()
 
     async def _send_parts(self) -> None:
@@ -224,7 +141,7 @@ class Attempt:
             if self._part_size(index) == 0:
                 continue
             values = self._message[setup.parts[index]]
-            payload = await self._compute(_encode, setup.codec, values)
+            payload = await self._compute(encode, setup.codec, values)
             if reducer == setup.me:
                 await self.on_part(setup.me, index, payload)
             else:
@@ -242,25 +159,27 @@ class Attempt:
             return
         everyone = set(self._weight)
         await self._until(
-            lambda: everyone <= self._in_sum | self._dead | self._refused,
+            lambda: everyone <= self._reduction.in_sum | self._dead | self._refused,
             self._started + self._setup.exchange_s * PARTS_SHARE,
         )
         self._reduced = True
-        mean = await self._compute(self._finish_mean, part)
+        mean = await self._compute(self._reduction.finish, part)
         if mean is None:
             return
         self._means[part] = mean
         self._changed.set()
         for peer in self._others:
             if peer not in self._dead:
-                self._spawn(
-                    self._attempt_call(
-                        peer, self._remaining_s(), self._transport.push_mean(peer, mean)
-                    )
+                call = self._transport.push_mean(peer, mean)
+                self._mean_pushes.add(
+                    self._spawn(self._attempt_call(peer, self._remaining_s(), call))
                 )
 
     async def _collect(self) -> bytes | None:
-        """Wait for every part's mean; None if one cannot be had or the group already aborted."""
+        """Wait for every part's mean; None if one cannot be had or the attempt is void.
+
+        Where others have committed already, their means are still under way.
+        """
         wanted = {index for index in range(len(self._setup.parts)) if self._part_size(index)}
         deadline = self._started + self._setup.exchange_s
         asked: dict[int, int] = {}
@@ -270,7 +189,7 @@ class Attempt:
                 part for part in wanted - self._means.keys() if self._setup.reducers[part] in gone
             }
             hopeless = [part for part in orphans if asked.get(part, 0) >= FETCH_ROUNDS]
-            if hopeless or self.ballots.decision.verdict is not Verdict.UNDECIDED:
+            if hopeless or self.ballots.decision.verdict is Verdict.VOID:
                 return None
             for part in orphans:
                 asked[part] = asked.get(part, 0) + 1
@@ -288,8 +207,9 @@ class Attempt:
                     ),
                     deadline,
                 ):
+                    self._waited_out = True
                     return None
-        return await self._compute(self._make_record)
+        return await self._compute(assemble_record, self._setup, dict(self._means))
 
     async def settle(self) -> AttemptResult:
         """After an undecided end: ask every member how it, and those it heard, voted."""
@@ -378,57 +298,20 @@ class Attempt:
             raise ShareRefused("an averaged part names no members, or strangers")
         if mean.part not in self._means:
             size = self._part_size(mean.part)
-            await self._compute(_check, self._setup.codec, mean.payload, size)
+            await self._compute(decode, self._setup.codec, mean.payload, size)
             self._means.setdefault(mean.part, mean)
         self._changed.set()
 
-    def _accumulate(self, peer: str, payload: bytes) -> None:
-        values = _decode(self._setup.codec, payload, self._sum.numel())
-        self._sum.add_(values.mul_(self._weight[peer] / sum(self._weight.values())))
-        self._in_sum.add(peer)
-
-    def _finish_mean(self, part: int) -> Mean | None:
-        """In the pool's one thread, so that what is in the sum is what is named in the mean."""
-        contributors = tuple(sorted(self._in_sum))
-        if not contributors:
-            return None
-        if len(contributors) < len(self._weight):  # the share of those who are missing
-            present = sum(self._weight[peer] for peer in contributors)
-            self._sum.mul_(sum(self._weight.values()) / present)
-        return Mean(
-            part=part, contributors=contributors, payload=_encode(self._setup.codec, self._sum)
-        )
-
-    def _make_record(self) -> bytes:
-        setup = self._setup
-        empty = Mean(part=-1, contributors=tuple(self._weight), payload=b"")
-        means = [self._means.get(index, empty) for index in range(len(setup.parts))]
-        members = tuple(
-            Contribution(peer=member.peer, tokens=member.tokens, exchange_s=member.exchange_s)
-            for member in setup.members
-        )
-        template = vars(setup.template) | {
-            "members": members,
-            "chain_tokens": setup.template.chain_tokens + sum(self._weight.values()),
-            "parts": tuple(
-                Part(
-                    reducer=setup.reducers[index],
-                    start=setup.parts[index].start,
-                    stop=setup.parts[index].stop,
-                    contributors=mean.contributors,
-                )
-                for index, mean in enumerate(means)
-            ),
-            "means": tuple(mean.payload for mean in means),
-        }
-        return RoundRecord(**template).to_bytes()
-
     def _missed(self) -> set[str]:
-        """Whom this member missed: the dead, the refused, and reducers whose mean never came."""
+        """Whom this member missed: the dead, the refused, and reducers whose mean never came.
+
+        Where the attempt failed before its time was over, a mean that is not here yet is nobody's
+        fault: a repeated attempt would leave out a sound reducer.
+        """
         silent = {
             self._setup.reducers[index]
             for index in range(len(self._setup.parts))
-            if self._part_size(index) and index not in self._means
+            if self._waited_out and self._part_size(index) and index not in self._means
         }
         return (silent | self._dead | self._refused | self._liars) - {self._setup.me}
 
@@ -472,15 +355,3 @@ class Attempt:
             with suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(self._changed.wait(), remaining_s)
         return True
-
-
-def _encode(codec: GroupCodec, values: Tensor) -> bytes:
-    return codec.encode(values).numpy().tobytes()
-
-
-def _decode(codec: GroupCodec, payload: bytes, numel: int) -> Tensor:
-    return codec.decode(torch.frombuffer(bytearray(payload), dtype=torch.uint8), numel)
-
-
-def _check(codec: GroupCodec, payload: bytes, numel: int) -> None:
-    _decode(codec, payload, numel)

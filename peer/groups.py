@@ -12,18 +12,19 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, cast
 
 from dilocox.compression.codec import GroupCodec
 from dilocox.compression.layout import FlatLayout
 from dilocox.dht.manifest import Manifest
 from dilocox.peer.ballots import excluded_by
-from dilocox.peer.exchange import AttemptSetup, Member
+from dilocox.peer.members import AttemptSetup, Member
 from dilocox.peer.record import RoundRecord
 from dilocox.peer.vote import may_start
 
-MAX_MEMBERS = 1024
+MAX_COUNTED = 1024  # peers that a ticket may name
+MAX_EXCHANGE_S = 1e6
 
 
 class GroupRefused(Exception):
@@ -69,21 +70,29 @@ class Ticket:
     @classmethod
     def unpack(cls, facts: object, *, client_mode: bool) -> Ticket:
         """Read what a member stated; GroupRefused if it is malformed."""
-        try:
-            stated = cast("dict[str, Any]", facts)
-            ticket = cls(
-                plan=str(stated["plan"]),
-                tokens=int(stated["tokens"]),
-                exchange_s=float(stated["exchange_s"]),
-                counted=tuple(str(peer) for peer in stated["counted"])[:MAX_MEMBERS],
-                aborts=bytes(stated["aborts"]),
-                client_mode=client_mode,
-            )
-        except (KeyError, TypeError, ValueError) as error:
-            raise GroupRefused(f"a member's ticket is malformed: {error!r}") from error
-        if not 0 <= ticket.exchange_s < 1e6:
-            raise GroupRefused(f"a member states an exchange of {ticket.exchange_s} s")
-        return ticket
+        match facts:
+            case {
+                "plan": str(plan),
+                "tokens": int(tokens),
+                "exchange_s": float(exchange_s),
+                "counted": [*counted],  # pyright: ignore[reportUnknownVariableType]
+                "aborts": bytes(aborts),
+            }:
+                names = cast("list[object]", counted)
+            case _:
+                raise GroupRefused("a member's ticket is malformed")
+        if len(names) > MAX_COUNTED or not all(isinstance(name, str) for name in names):
+            raise GroupRefused("a member counts what are no peers, or too many")
+        if not 0 <= exchange_s < MAX_EXCHANGE_S:
+            raise GroupRefused(f"a member states an exchange of {exchange_s} s")
+        return cls(
+            plan=plan,
+            tokens=tokens,
+            exchange_s=exchange_s,
+            counted=tuple(str(name) for name in names),
+            aborts=aborts,
+            client_mode=client_mode,
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,7 +140,7 @@ def attempt_setup(
         GroupRefused: a member has another plan or no tokens, too few members, or nobody to reduce.
     """
     plan = order.plan
-    aborts = [ticket.aborts for ticket in tickets.values() if ticket.aborts]
+    aborts = [ticket.aborts for ticket in tickets.values() if ticket.aborts and plan.attempt]
     excluded = excluded_by(aborts, run=plan.run, stage=plan.stage, round_number=plan.round)
     if me in excluded:
         raise GroupRefused("the others leave this peer out of the repeated attempt")
@@ -153,11 +162,11 @@ def attempt_setup(
         )
         for peer in sorted(tickets)
     )
-    reducers = sum(not member.client_mode for member in members) or 1
-    if len(members) > 1 and all(member.client_mode for member in members):
-        raise GroupRefused("no member can be reached from outside, so nobody can reduce")
     if len(members) == 1:  # alone, a peer that can only dial out averages its own part
-        members = (Member(**(vars(members[0]) | {"client_mode": False})),)
+        members = (replace(members[0], client_mode=False),)
+    reducers = sum(not member.client_mode for member in members)
+    if not reducers:
+        raise GroupRefused("no member can be reached from outside, so nobody can reduce")
     return AttemptSetup(
         me=me,
         members=members,

@@ -28,11 +28,19 @@ class PartLease:
         self._lifetime_s = lifetime_s
         self._tried = 0
         self.part = self._order[0]
-        self.position = 0  # where the last holder of the part was
+        self._positions: dict[int, int] = {}  # how far the holders of other parts were seen
         self.held = False
 
+    @property
+    def position(self) -> int:
+        """Where to begin in a part that was just taken: how far its last holder was seen."""
+        return self._positions.get(self.part, 0)
+
     def renew(self, position: int) -> bool:
-        """Keep the lease, or take another part if somebody else has this one; True if it changed."""
+        """Keep the lease, or take another part if somebody else has this one; True if it changed.
+
+        `position`: how far this head has read the part that it holds.
+        """
         before = self.part if self.held else None
         tries = 0
         while self._taken_by_another() and tries < MAX_TRIES:
@@ -55,7 +63,9 @@ class PartLease:
 
     def _taken_by_another(self) -> bool:
         holders = self._swarm.read(part_key(self._run, self.part), PartRecord) or {}
-        others = set(holders) - {self._me}
+        others = {peer: lease for peer, lease in holders.items() if peer != self._me}
+        if others:
+            self._positions[self.part] = max(lease.position for lease in others.values())
         # a lease that we hold yields only to a smaller id; a free one must have nobody on it
         return any(peer < self._me for peer in others) if self.held else bool(others)
 

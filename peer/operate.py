@@ -42,6 +42,7 @@ def run_bootstrap_command(options: BootstrapOptions) -> int:
         from dilocox.dht.bootstrap import run_bootstrap
 
         def ready(invite: Invite) -> None:
+            stop.defer()
             write_atomically(options.state / "invite", f"{invite}\n".encode())
             logger.info("run %s (%s) is up; volunteers join with", invite.run_id, manifest.name)
             typer.echo(f"dilocox peer {invite}")
@@ -62,7 +63,7 @@ def run_bootstrap_command(options: BootstrapOptions) -> int:
 class ExportOptions:
     """The options of `dilocox export`; see their help texts."""
 
-    invite: str
+    invite: Invite
     folder: Path
     host: str
     timeout_s: float
@@ -70,7 +71,13 @@ class ExportOptions:
 
 def run_export_command(options: ExportOptions) -> int:
     """Download the newest anchors of a run and write a Hugging Face folder; the exit code."""
-    invite = Invite.parse(options.invite)
+    with StopSignal():
+        _export(options)
+        return 0
+    return 130  # stopped before it was done
+
+
+def _export(options: ExportOptions) -> None:
     from dilocox.peer.download import download_anchors
     from dilocox.peer.export import write_checkpoint
     from dilocox.peer.join import joined
@@ -78,7 +85,7 @@ def run_export_command(options: ExportOptions) -> int:
     with tempfile.TemporaryDirectory() as folder:
         identity = Identity.load_or_create(Path(folder) / "identity.key")
         listen = [f"/ip4/{options.host}/tcp/0"]
-        with joined(invite, identity, listen=listen, client_mode=True) as place:
+        with joined(options.invite, identity, listen=listen, client_mode=True) as place:
             manifest = place.manifest
             anchors = download_anchors(place, timeout_s=options.timeout_s)
             info = {
@@ -96,12 +103,11 @@ def run_export_command(options: ExportOptions) -> int:
             )
     rounds = ", ".join(str(each.round) for each in anchors)
     typer.echo(f"wrote {options.folder}: round {rounds}, {anchors[0].chain_tokens:,} tokens")
-    return 0
 
 
 def checked_manifest(path: Path) -> Manifest:
-    """The run's description with what only this machine can tell: that the model can be cut, and the
-    digest of the held-out data.
+    """The run's description, completed by what only this machine can tell: that the model can be
+    cut, and the digest of the held-out data.
 
     Raises:
         InvalidInput: a field is wrong, the model cannot be cut so, or the data are not as stated.

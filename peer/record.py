@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, cast
@@ -133,10 +134,7 @@ def parse_record(data: bytes, *, codec_for: Mapping[int, GroupCodec]) -> RoundRe
         header = cast("dict[str, Any]", json.loads(outer["__metadata__"]["record"]))
         tensors = load(data)
         members = tuple(Contribution(**member) for member in header.pop("members"))
-        parts = tuple(
-            Part(**{**part, "contributors": tuple(part["contributors"])})
-            for part in header.pop("parts")
-        )
+        parts = tuple(_part(facts) for facts in header.pop("parts"))
         means = tuple(
             tensors[_tensor_name(index)].numpy().tobytes() if part.stop > part.start else b""
             for index, part in enumerate(parts)
@@ -153,27 +151,58 @@ def parse_record(data: bytes, *, codec_for: Mapping[int, GroupCodec]) -> RoundRe
     return record
 
 
+def _part(facts: dict[str, Any]) -> Part:
+    contributors = tuple(facts.pop("contributors"))
+    return Part(contributors=contributors, **facts)
+
+
 def _check(record: RoundRecord, codec_for: Mapping[int, GroupCodec]) -> None:
-    numbers = (record.stage, record.round, record.bits, record.chain_tokens)
-    if any(not isinstance(number, int) or number < 0 for number in numbers):
-        raise RecordRefused("a number in its header is not a whole number of at least zero")
+    _check_types(record)
     if record.bits not in codec_for or record.next_bits not in codec_for:
         raise RecordRefused(f"unknown codec bits {record.bits}, {record.next_bits}")
+    if record.next_inner_steps < 1:
+        raise RecordRefused("its next round has no inner steps")
     names = [member.peer for member in record.members]
     if not names or names != sorted(set(names)):
         raise RecordRefused("its members are not a sorted list of different peers")
-    if any(member.tokens < 1 for member in record.members):
-        raise RecordRefused("a member has no tokens")
+    for member in record.members:
+        if member.tokens < 1 or not 0 <= member.exchange_s < math.inf:
+            raise RecordRefused(f"{member.peer} has no tokens, or a time that is none")
+    if not record.parts:
+        raise RecordRefused("it has no parts")
+    _check_parts(record, names, codec_for[record.bits])
+
+
+def _check_parts(record: RoundRecord, names: list[str], codec: GroupCodec) -> None:
     position = 0
     for part, mean in zip(record.parts, record.means, strict=True):
         if part.start != position or part.stop < part.start or part.start % GROUP_SIZE:
             raise RecordRefused(f"part {part.start}:{part.stop} does not follow {position}")
-        if not part.contributors or not set(part.contributors) <= set(names):
+        if not part.contributors or not {part.reducer, *part.contributors} <= set(names):
             raise RecordRefused("a part was made by nobody or by peers who are no members")
         size = part.stop - part.start
-        if len(mean) != (record_bytes(codec_for[record.bits], size)):
+        if len(mean) != record_bytes(codec, size):
             raise RecordRefused(f"a mean of {size} values has {len(mean)} bytes")
         position = part.stop
+
+
+def _check_types(record: RoundRecord) -> None:
+    """What JSON gave must be of the declared types exactly: true is no number, 1.0 is not 1."""
+    texts: list[object] = [record.run, record.previous, record.anchor_before, record.layout]
+    texts += [member.peer for member in record.members]
+    for part in record.parts:
+        texts += [part.reducer, *part.contributors]
+    if any(type(text) is not str for text in texts):
+        raise RecordRefused("a text in its header is none")
+    numbers: list[object] = [record.stage, record.round, record.bits, record.chain_tokens]
+    numbers += [record.next_bits, record.next_inner_steps]
+    numbers += [member.tokens for member in record.members]
+    for part in record.parts:
+        numbers += [part.start, part.stop]
+    if any(type(number) is not int or number < 0 for number in numbers):
+        raise RecordRefused("a number in its header is not a whole number of at least zero")
+    if any(type(member.exchange_s) is not float for member in record.members):
+        raise RecordRefused("a time in its header is no number")
 
 
 def record_bytes(codec: GroupCodec, numel: int) -> int:

@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from dilocox.peer.files import write_atomically
+from dilocox.peer.files import disk_fault, write_atomically
 
 STATUS_PERIOD_S = 1.0
 
@@ -75,22 +75,25 @@ class Reporter:
         self._line_length = 0
 
     def event(self, kind: str, **facts: Any) -> None:
-        """Append one event for scripts."""
+        """Append one event for scripts; EnvironmentFault if the disk is full."""
         line = json.dumps({"event": kind, "time": round(time.time(), 3)} | facts)
-        with self._events.open("a") as file:
-            file.write(line + "\n")
+        try:
+            with self._events.open("a") as file:
+                file.write(line + "\n")
+        except OSError as error:
+            raise disk_fault(self._events, error) from error
 
     def status(self, status: Status, *, force: bool = False) -> None:
         """Show the progress, about once a second."""
         if not force and time.monotonic() - self._status_at < STATUS_PERIOD_S:
             return
         self._status_at = time.monotonic()
-        write_atomically(self._folder / "status.json", json.dumps(asdict(status)).encode())
+        text = json.dumps(asdict(status))
+        write_atomically(self._folder / "status.json", text.encode(), durable=False)
         if self._terminal:
-            loss = "-" if status.train_loss is None else f"{status.train_loss:.3f}"
             self._progress(
                 f"round {status.round}  step {status.inner_step}/{status.inner_steps}  "
-                f"loss {loss}  {status.tokens_per_s:,.0f} tokens/s  "
+                f"loss {shown_loss(status.train_loss)}  {status.tokens_per_s:,.0f} tokens/s  "
                 f"waiting {status.waiting_share:.1%}"
             )
 
@@ -98,7 +101,6 @@ class Reporter:
         """One line a round."""
         self.event("round", **asdict(report))
         self._clear()
-        train, validation = _shown(report.train_loss), _shown(report.val_loss)
         logger.info(
             "round %d committed: %d inner steps, %d tokens of %d, train loss %s, validation %s "
             "(round %d), %.0f tokens/s, waiting %.1f%%, sent %.1f kB (fp16 %.1f kB), %d members, "
@@ -107,8 +109,8 @@ class Reporter:
             report.inner_steps,
             report.tokens,
             report.record_tokens,
-            train,
-            validation,
+            shown_loss(report.train_loss),
+            shown_loss(report.val_loss),
             report.val_round,
             report.tokens_per_s,
             100 * report.waiting_share,
@@ -137,5 +139,6 @@ class Reporter:
             self._line_length = 0
 
 
-def _shown(loss: float | None) -> str:
+def shown_loss(loss: float | None) -> str:
+    """A loss as people see it; a dash where there is none yet."""
     return "-" if loss is None else f"{loss:.4f}"

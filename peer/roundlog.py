@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from dilocox.compression.codec import GroupCodec
-from dilocox.peer.files import write_atomically
+from dilocox.peer.files import make_folder, write_atomically
 from dilocox.peer.record import RecordRefused, RoundRecord, digest_of, parse_record
 
 
@@ -33,7 +33,7 @@ class RoundLog:
         self._folder = folder
         self._codecs = codecs
         self._root = Head(round=-1, digest=manifest_digest, chain_tokens=0)
-        folder.mkdir(parents=True, exist_ok=True)
+        make_folder(folder)
 
     def rounds(self) -> list[int]:
         """The rounds whose records are here, in chain order."""

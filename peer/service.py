@@ -5,19 +5,25 @@ is refused with a word about why, and no handler writes bulk data without being 
 that a frozen peer can hang nobody but itself.
 """
 
+# pyright: reportMissingTypeStubs=false, reportUnknownMemberType=false
+# pyright: reportUnknownVariableType=false, reportUnknownArgumentType=false
+# pyright: reportUnknownParameterType=false, reportAttributeAccessIssue=false
+# hivemind and its generated protocol classes carry no types.
+
 from __future__ import annotations
 
 import asyncio
 import time
 from collections.abc import Callable
-from concurrent.futures import Executor
+from contextlib import suppress
 from typing import Any, AsyncIterator, TypeVar  # noqa: UP035 - hivemind knows this one only
 
 from hivemind.p2p import P2PContext, ServicerBase
 from hivemind.proto import runtime_pb2
 
 from dilocox.peer import catchup
-from dilocox.peer.exchange import Attempt, Mean
+from dilocox.peer.exchange import Attempt
+from dilocox.peer.members import Mean
 from dilocox.peer.transport import (
     CHUNK_BYTES,
     FrameRefused,
@@ -28,6 +34,7 @@ from dilocox.peer.transport import (
 
 GROUP_WAIT_S = 5.0  # a part may come before its receiver has heard that the group stands
 HEARTBEAT_S = 0.5
+DISCARD_LIMIT_S = 5.0
 
 T = TypeVar("T")
 
@@ -37,7 +44,6 @@ class PeerService(ServicerBase):
 
     config: Any
     attempts: dict[bytes, Attempt]
-    pool: Executor
     log: Any
     limit: Any
     sent_bytes: Any
@@ -52,8 +58,8 @@ class PeerService(ServicerBase):
         try:
             return await asyncio.wait_for(self._take(peer, request), limit_s)
         except (ValueError, ConnectionError, asyncio.TimeoutError) as error:
-            async for _ in request:  # leaving early would leak hivemind's input task
-                pass
+            with suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(_discard(request), DISCARD_LIMIT_S)
             return reply({"refused": f"{type(error).__name__}: {error}"[:200]})
 
     async def _take(
@@ -64,7 +70,7 @@ class PeerService(ServicerBase):
         part, size = header.get("part"), header.get("bytes")
         if not isinstance(part, int) or not attempt.has_part(part):
             raise FrameRefused("no such part")
-        if size != attempt.expected_bytes(part):
+        if not isinstance(size, int) or size != attempt.expected_bytes(part):
             raise FrameRefused(f"{size} bytes for part {part}")
         payload = bytearray()
         async for frame in request:
@@ -120,8 +126,10 @@ class PeerService(ServicerBase):
         self, request: runtime_pb2.ExpertRequest, context: P2PContext
     ) -> AsyncIterator[runtime_pb2.ExpertResponse]:
         """Serve an averaged part, a record, a certificate or the newest state, in chunks."""
+        want: dict[str, Any] = {}
         try:
-            found = await self._find(unpack(request))
+            want = unpack(request)
+            found = await self._find(want)
         except (ValueError, KeyError, TypeError, OSError):
             found = None
         if found is None:
@@ -130,7 +138,7 @@ class PeerService(ServicerBase):
         with found as source:
             yield reply(source.facts)
             while chunk := source.file.read(CHUNK_BYTES):
-                await self.limit.spend(len(chunk))
+                await self.limit.spend(len(chunk), first=want["what"] == "mean")
                 self.sent_bytes.add_(len(chunk))
                 yield reply({}, chunk)
 
@@ -149,8 +157,9 @@ class PeerService(ServicerBase):
                         return catchup.Source.of(attempt.record)
                 return await self.in_pool(catchup.find_in_log, self.log, want["what"], digest)
             case "state":
-                offset = int(want.get("offset", 0))
-                return await self.in_pool(catchup.open_state, self.config.snapshot_folder, offset)
+                offset, sha256 = int(want.get("offset", 0)), want.get("sha256")
+                folder = self.config.snapshot_folder
+                return await self.in_pool(catchup.open_state, folder, offset, sha256)
             case _:
                 return None
 
@@ -169,3 +178,9 @@ class PeerService(ServicerBase):
     async def in_pool(self, function: Callable[..., T], *arguments: Any) -> T:
         """Run something slow beside the event loop, so that heartbeats go on."""
         return await asyncio.get_running_loop().run_in_executor(self.pool, function, *arguments)
+
+
+async def _discard(request: AsyncIterator[runtime_pb2.ExpertRequest]) -> None:
+    """Read what a refused sender still sends: leaving at once would leak hivemind's input task."""
+    async for _ in request:
+        pass

@@ -8,6 +8,10 @@ A snapshot is a folder, complete once it has its final name:
 The newest complete folder counts. Nothing is pickled.
 """
 
+# safetensors carries no types.
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
+# pyright: reportUnknownArgumentType=false
+
 from __future__ import annotations
 
 import errno
@@ -63,7 +67,9 @@ def write_snapshot(folder: Path, snapshot: Snapshot) -> Path:
         _write_state(partial, snapshot)
         facts = {"layout": snapshot.layout, "facts": snapshot.facts}
         _save(partial / LOCAL_FILE, snapshot.tensors, {"local": json.dumps(facts)})
+        _sync(partial)
         partial.rename(final)
+        _sync(folder)
     except (OSError, SafetensorError) as error:
         shutil.rmtree(partial, ignore_errors=True)
         raise disk_fault(folder, _as_os_error(error)) from error
@@ -89,19 +95,20 @@ def read_snapshot(folder: Path, *, layout: str) -> Snapshot | None:
         with safe_open(found / LOCAL_FILE, framework="pt") as file:
             local = json.loads(file.metadata()["local"])
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    except (OSError, SafetensorError, KeyError, ValueError) as error:
+        snapshot = Snapshot(
+            round=facts["round"],
+            digest=facts["digest"],
+            layout=local["layout"],
+            anchor=anchor,
+            momentum=momentum,
+            tensors=tensors,
+            facts=local["facts"],
+        )
+    except (OSError, SafetensorError, KeyError, ValueError, TypeError) as error:
         raise EnvironmentFault(f"{found}: the snapshot is damaged ({error}); {mend}") from error
-    if local["layout"] != layout:
+    if snapshot.layout != layout:
         raise EnvironmentFault(f"{found}: the snapshot is of another model or stage; {mend}")
-    return Snapshot(
-        round=facts["round"],
-        digest=facts["digest"],
-        layout=layout,
-        anchor=anchor,
-        momentum=momentum,
-        tensors=tensors,
-        facts=local["facts"],
-    )
+    return snapshot
 
 
 def newest(folder: Path) -> Path | None:
@@ -120,6 +127,7 @@ def _write_state(folder: Path, snapshot: Snapshot) -> None:
         "sha256": sha256_of_file(path),
     }
     (folder / STATE_FACTS_FILE).write_text(json.dumps(facts))
+    _sync(folder / STATE_FACTS_FILE)
 
 
 def sha256_of_file(path: Path) -> str:
@@ -133,8 +141,16 @@ def sha256_of_file(path: Path) -> str:
 
 def _save(path: Path, tensors: Mapping[str, Tensor], metadata: dict[str, str]) -> None:
     save_file(dict(tensors), path, metadata=metadata)
-    with path.open("rb") as file:
-        os.fsync(file.fileno())
+    _sync(path)
+
+
+def _sync(path: Path) -> None:
+    """Wait until a file, or the names in a folder, are on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def _complete(folder: Path) -> list[Path]:

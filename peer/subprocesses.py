@@ -12,6 +12,7 @@ from pathlib import Path
 
 from dilocox.dht.errors import EnvironmentFault
 
+PREFIX = "DILOCOX_"  # of the environment variables that are options
 PR_SET_PDEATHSIG = 1
 
 
@@ -59,12 +60,16 @@ class Child:
 def start_command(arguments: list[str], log: Path, *, env: dict[str, str] | None = None) -> Child:
     """Start `dilocox` with these arguments, its output into the log file.
 
-    It gets a session of its own, so that Ctrl-C reaches it through us, and SIGTERM when we die.
+    It gets a session of its own, so that Ctrl-C reaches it through us, and SIGTERM when we die. The
+    environment's options are ours, not its own: its arguments and `env` say all.
     """
-    libc = ctypes.CDLL(None)
+    libc, parent = ctypes.CDLL(None), os.getpid()
+    inherited = {name: text for name, text in os.environ.items() if not name.startswith(PREFIX)}
 
     def die_with_parent() -> None:
         libc.prctl(PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
+        if os.getppid() != parent:  # it was too late to be told
+            os._exit(1)
 
     with log.open("wb") as output:
         process = subprocess.Popen(
@@ -73,7 +78,7 @@ def start_command(arguments: list[str], log: Path, *, env: dict[str, str] | None
             stdout=output,
             stderr=output,
             start_new_session=True,
-            preexec_fn=die_with_parent,  # noqa: PLW1509 - one libc call, looked up before the fork
-            env={**os.environ, **(env or {})},
+            preexec_fn=die_with_parent,  # noqa: PLW1509 - looked up before the fork
+            env={**inherited, **(env or {})},
         )
     return Child(process, log)

@@ -8,6 +8,7 @@ from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 
+from dilocox.peer.report import shown_loss
 from dilocox.peer.watched import WatchedPeer
 
 
@@ -43,7 +44,7 @@ class SwarmTable:
                     self._console.print(
                         f"round {number}: {line['members']} members, "
                         f"{line['chain_tokens']:,} tokens so far, train loss "
-                        f"{_loss(line['train_loss'])}, validation loss {losses[number]:.4f}, "
+                        f"{shown_loss(line['train_loss'])}, validation loss {losses[number]:.4f}, "
                         f"digest {line['digest'][:12]}",
                         highlight=False,
                     )
@@ -62,15 +63,11 @@ class SwarmTable:
                 status.get("state", "starting"),
                 str(status.get("round", "-")),
                 f"{status.get('inner_step', '-')}/{status.get('inner_steps', '-')}",
-                _loss(status.get("train_loss")),
-                _loss(status.get("val_loss")),
+                shown_loss(status.get("train_loss")),
+                shown_loss(status.get("val_loss")),
                 f"{status.get('tokens_per_s', 0.0):,.0f}",
                 f"{peer.waiting_share:.1%}",
                 str(len(peer.rounds)),
                 "-" if last is None else last["digest"][:12],
             )
         return table
-
-
-def _loss(value: float | None) -> str:
-    return "-" if value is None else f"{value:.4f}"

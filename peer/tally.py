@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Generator
 from contextlib import contextmanager
+from dataclasses import replace
 
 from torch import Tensor
 
@@ -26,11 +27,11 @@ class Tally:
         self._numel = numel
         self._began = self._line_began = time.monotonic()
         self._waiting_s = self._line_waiting_s = 0.0
+        self._waiting_since: float | None = None
         self._line_sent_bytes = 0
         self._losses: list[float] = []
-        self._steps_of: dict[
-            int, tuple[int, float | None]
-        ] = {}  # round sent: inner steps, mean loss
+        # by round sent: inner steps and mean loss
+        self._steps_of: dict[int, tuple[int, float | None]] = {}
         self._pending: RoundReport | None = None
         self.state = "joining"
         self.data_part: int | None = None
@@ -63,12 +64,19 @@ class Tally:
 
     @contextmanager
     def waiting(self) -> Generator[None]:
-        """Time in which the loop does not train: merging, sending, waiting for a record."""
-        began = time.monotonic()
+        """Time in which the loop does not train: merging, sending, waiting for a record.
+
+        May be nested (a record is merged within the wait for it); the time counts once.
+        """
+        if self._waiting_since is not None:
+            yield
+            return
+        self._waiting_since = time.monotonic()
         try:
             yield
         finally:
-            self._waiting_s += time.monotonic() - began
+            self._count_waiting()
+            self._waiting_since = None
 
     def sent(self, round_number: int) -> None:
         """The round was sent; its steps wait for their record."""
@@ -80,6 +88,13 @@ class Tally:
         """A new round begins."""
         self.inner_step = 0
         self.longest_step_s = 0.0
+
+    def _count_waiting(self) -> None:
+        """Take in the wait that is not over yet."""
+        if self._waiting_since is not None:
+            now = time.monotonic()
+            self._waiting_s += now - self._waiting_since
+            self._waiting_since = now
 
     def validated(self, round_number: int, loss: float) -> None:
         """The anchor that stands on this round's record was evaluated."""
@@ -103,6 +118,7 @@ class Tally:
         """A record was merged; its line is written by `report_round`."""
         record = event.record
         steps, loss = self._steps_of.pop(record.round, (0, None))
+        self._count_waiting()
         now = time.monotonic()
         wall_s = max(now - self._line_began, 1e-9)
         sent_bytes = int(self._sent_bytes)
@@ -134,9 +150,8 @@ class Tally:
         """Write the line of the round that was merged last."""
         if self._pending is None:
             return
-        facts = vars(self._pending) | {"val_loss": self.val_loss, "val_round": self.val_round}
-        self._pending = None
-        self._reporter.committed(RoundReport(**facts))
+        report, self._pending = self._pending, None
+        self._reporter.committed(replace(report, val_loss=self.val_loss, val_round=self.val_round))
 
     def publish(self, *, round_number: int, inner_steps: int, merge: Merge, force: bool) -> None:
         """Show where this peer is."""

@@ -18,12 +18,13 @@ from torch import Tensor
 from dilocox.compression.layout import FlatLayout
 from dilocox.dht.manifest import Manifest
 from dilocox.peer.averager import StageBuffers
-from dilocox.peer.coordinator import Coordinator, LoopProgress
+from dilocox.peer.coordinator import Coordinator
 from dilocox.peer.data import Corpus
 from dilocox.peer.events import Committed, Event, Failed, Resynced, Voided
 from dilocox.peer.groups import codecs_of
 from dilocox.peer.inner import InnerOptimizer, learning_rate, train_step
 from dilocox.peer.merge import Merge, OwnContribution, RecordFacts
+from dilocox.peer.place import LoopProgress
 from dilocox.peer.record import own_contribution
 from dilocox.peer.snapshots import Snapshots
 from dilocox.peer.tally import Tally

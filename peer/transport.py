@@ -5,6 +5,11 @@ bulk comes in chunks. Whatever goes wrong on the way becomes a ConnectionError: 
 asyncio have a dozen names for a peer that is gone, and none of them is a fault of ours.
 """
 
+# pyright: reportMissingTypeStubs=false, reportUnknownMemberType=false
+# pyright: reportUnknownVariableType=false, reportUnknownArgumentType=false
+# pyright: reportUnknownParameterType=false, reportAttributeAccessIssue=false
+# hivemind and its generated protocol classes carry no types.
+
 from __future__ import annotations
 
 import asyncio
@@ -19,7 +24,7 @@ from hivemind.p2p import P2P, PeerID
 from hivemind.proto import runtime_pb2
 from torch import Tensor
 
-from dilocox.peer.exchange import Mean
+from dilocox.peer.members import Mean
 
 CHUNK_BYTES = 64 * 1024
 MAX_METADATA_BYTES = 64 * 1024
@@ -74,16 +79,22 @@ def _tensors(chunk: bytes) -> list[runtime_pb2.Tensor]:
 
 
 class UploadLimit:
-    """A token bucket: `spend` waits until the bytes fit into the volunteer's limit."""
+    """A token bucket: `spend` waits until the bytes fit into the volunteer's limit.
+
+    Bytes of an exchange go first: a joiner that downloads a model through a thin link must not
+    make the rounds of all others miss their deadlines.
+    """
 
     def __init__(self, bytes_per_s: float | None):
         self._rate = bytes_per_s
         self._free_at = 0.0
 
-    async def spend(self, count: int) -> None:
-        """Wait until `count` more bytes may leave."""
+    async def spend(self, count: int, *, first: bool) -> None:
+        """Wait until `count` more bytes may leave; those that are not `first` wait for an idle link."""
         if self._rate is None:
             return
+        while not first and (wait_s := self._free_at - time.monotonic()) > 0:
+            await asyncio.sleep(wait_s)
         now = time.monotonic()
         start = max(now, self._free_at)
         self._free_at = start + count / self._rate
@@ -177,7 +188,7 @@ class PeerTransport:
             yield pack(header)
             for start in range(0, len(payload), CHUNK_BYTES):
                 chunk = payload[start : start + CHUNK_BYTES]
-                await self._limit.spend(len(chunk))
+                await self._limit.spend(len(chunk), first=True)
                 self._counter.add_(len(chunk))
                 yield pack({}, chunk)
 
@@ -197,8 +208,8 @@ class PeerTransport:
     ) -> Blob | None:
         """Download something; None if the peer does not have it.
 
-        `sink` gets the chunks as they come (then `data` is empty); the peer's stated size is checked
-        against `limit_bytes` before the first chunk is taken.
+        `sink` gets the chunks as they come (then `data` is empty); the size that the peer states is
+        checked against `limit_bytes` before the first chunk is taken.
         """
         with _reached(peer):
             stream = await self._stub(peer).rpc_get(pack(want))
@@ -231,4 +242,5 @@ def _reached(peer: str) -> Generator[None]:
     except (asyncio.TimeoutError, ConnectionError):
         raise
     except Exception as error:
-        raise ConnectionError(f"{peer}: {type(error).__name__}: {error}") from error
+        reason = " ".join(str(error).split())  # p2pd's are long lists of addresses
+        raise ConnectionError(f"{peer}: {type(error).__name__}: {reason}") from error

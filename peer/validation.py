@@ -1,5 +1,9 @@
 """The validation loss: of the anchor, on the run's fixed held-out windows."""
 
+# torch leaves `split` and `flatten` unannotated.
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
+# pyright: reportUnknownArgumentType=false
+
 from __future__ import annotations
 
 from collections.abc import Callable, Generator

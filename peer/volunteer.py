@@ -5,6 +5,10 @@ and before CUDA is touched; the manifest comes through the first and shapes the 
 model is built, the last snapshot loaded, the coordinator's thread started, and training begins.
 """
 
+# hivemind carries no type stubs.
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
+# pyright: reportUnknownArgumentType=false
+
 from __future__ import annotations
 
 import logging
@@ -24,16 +28,19 @@ from dilocox.dht.errors import EnvironmentFault, InvalidInput
 from dilocox.dht.identity import Identity
 from dilocox.dht.invite import Invite
 from dilocox.dht.manifest import DataSpec, Manifest, warnings
+from dilocox.dht.manifest_defaults import ENDINGS
 from dilocox.peer.averager import AveragerConfig, StageAverager, StageBuffers, open_log
-from dilocox.peer.coordinator import ChildDied, Coordinator, Place
+from dilocox.peer.coordinator import ChildDied, Coordinator
 from dilocox.peer.data import Corpus, held_out_digest, held_out_windows
 from dilocox.peer.driver import AveragerStuck
+from dilocox.peer.files import make_folder
 from dilocox.peer.inner import InnerOptimizer
 from dilocox.peer.join import Joined, joined
 from dilocox.peer.memory import check_plan
 from dilocox.peer.merge import Merge, MergeConfig
+from dilocox.peer.place import Place
 from dilocox.peer.report import Reporter
-from dilocox.peer.signals import StopSignal
+from dilocox.peer.signals import StopRequested, StopSignal
 from dilocox.peer.snapshots import Snapshots
 from dilocox.peer.state_folder import StateFolder
 from dilocox.peer.tally import Tally
@@ -49,7 +56,7 @@ RESTART_AFTER_S = 20.0  # a peer whose processes die sooner than that does not t
 class PeerOptions:
     """The options of `dilocox peer`; see their help texts."""
 
-    invite: str
+    invite: Invite
     state: Path
     stage: str
     host: str
@@ -69,7 +76,6 @@ class PeerOptions:
 
 def run_peer(options: PeerOptions) -> int:
     """Take part in a run until it ends or a signal comes; the exit code."""
-    invite = Invite.parse(options.invite)
     folder = StateFolder(options.state)
     if options.threads:
         torch.set_num_threads(options.threads)
@@ -78,8 +84,15 @@ def run_peer(options: PeerOptions) -> int:
         identity = Identity.load_or_create(folder.identity)
         listen = [f"/ip4/{options.host}/tcp/{options.port}"]
         try:
-            with joined(invite, identity, listen=listen, announce=options.announce) as place:
-                _take_part(options, place, folder, stop)
+            with joined(
+                options.invite, identity, listen=listen, announce=options.announce
+            ) as place:
+                try:
+                    _take_part(options, place, folder, stop)
+                finally:
+                    stop.defer()  # closing is not to be left half-way
+        except StopRequested:
+            logger.info("left: as asked, before training began")
         except (ChildDied, AveragerStuck) as error:
             if time.monotonic() - started < RESTART_AFTER_S:
                 raise EnvironmentFault(
@@ -98,7 +111,7 @@ def _take_part(options: PeerOptions, place: Joined, folder: StateFolder, stop: S
     layout = FlatLayout.of(parameter_shapes(manifest.model, manifest.stages, stage))
     check_plan(layout.numel, options.memory_limit_bytes)
     own = folder.run(place.run, stage)
-    own.mkdir(parents=True, exist_ok=True)
+    make_folder(own)
     config = AveragerConfig(
         run=place.run,
         stage=stage,
@@ -128,7 +141,6 @@ def _take_part(options: PeerOptions, place: Joined, folder: StateFolder, stop: S
         logger.info("peer %s, reached at %s", place.identity.peer_id, ", ".join(addresses))
         snapshots = Snapshots(own / "snapshots", layout=layout.digest)
         model = _local_model(manifest, stage, layout, buffers, snapshots, device)
-        data = replace(manifest.data, source=options.data) if options.data else manifest.data
         tally = Tally(reporter=Reporter(own), sent_bytes=buffers.sent_bytes, numel=layout.numel)
         coordinator = Coordinator.of(
             Place(
@@ -138,6 +150,7 @@ def _take_part(options: PeerOptions, place: Joined, folder: StateFolder, stop: S
                 manifest=manifest,
                 layout=layout,
                 addresses=addresses,
+                client_mode=averager.client_mode,
                 memory_limit_bytes=options.memory_limit_bytes,
             ),
             place,
@@ -149,13 +162,14 @@ def _take_part(options: PeerOptions, place: Joined, folder: StateFolder, stop: S
             me=place.identity.peer_id,
             manifest=manifest,
             model=model,
-            corpus=_corpus(manifest, data),
+            corpus=_corpus(manifest, options.data),
             held_out=_held_out(manifest),
             coordinator=coordinator,
             snapshots=snapshots,
             tally=tally,
             stop=stop.event,
         )
+        stop.defer()
         coordinator.start()
         try:
             trainer.run()
@@ -168,11 +182,14 @@ def _take_part(options: PeerOptions, place: Joined, folder: StateFolder, stop: S
 def _averager(
     place: Joined, config: AveragerConfig, buffers: StageBuffers, stop: StopSignal
 ) -> Generator[StageAverager]:
+    stop.defer()  # a process that was forked half-way could not be closed
     averager = StageAverager(dht=place.dht, config=config, buffers=buffers)
     stop.install()  # hivemind has set SIGINT to be ignored
     try:
+        stop.resume()
         yield averager
     finally:
+        stop.defer()
         averager.close()
 
 
@@ -241,10 +258,20 @@ def _local_model(
     )
 
 
-def _corpus(manifest: Manifest, data: DataSpec) -> Corpus:
+def own_data(data: DataSpec, option: str) -> DataSpec:
+    """What `--data` names in place of the run's data: files, in the format of their ending, else of
+    the run's, else text.
+    """
+    if not option:
+        return data
+    local = data.format if data.format in ("text", "json", "parquet") else "text"
+    return replace(data, source=option, format=ENDINGS.get(Path(option).suffix, local))
+
+
+def _corpus(manifest: Manifest, option: str) -> Corpus:
     batch = manifest.batch
     return Corpus(
-        data,
+        own_data(manifest.data, option),
         sequence_length=batch.sequence_length,
         microbatch_size=batch.microbatch_size,
         seed=manifest.seed,

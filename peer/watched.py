@@ -22,7 +22,7 @@ class WatchedPeer:
     losses: dict[int, float] = field(default_factory=dict[int, float])
     voids: int = 0
     training_s: float = 0.0
-    _read: int = 0
+    _read: dict[Path, int] = field(default_factory=dict[Path, int])  # bytes, by events file
     _began: float | None = None
 
     @property
@@ -36,9 +36,9 @@ class WatchedPeer:
             self.status = json.loads(path.read_text())
         for path in self.state.glob("*-stage*/events.jsonl"):
             with path.open() as file:
-                file.seek(self._read)
+                file.seek(self._read.get(path, 0))
                 while (line := file.readline()).endswith("\n"):
-                    self._read = file.tell()
+                    self._read[path] = file.tell()
                     self._take(json.loads(line))
 
     def _take(self, event: dict[str, Any]) -> None:

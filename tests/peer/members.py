@@ -1,4 +1,4 @@
-"""Members of an averaging group in one event loop, on links that a test can cut, delay or falsify."""
+"""Members of an averaging group in one event loop, on links that a test can cut."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from dilocox.compression.layout import FlatLayout
 from dilocox.dht.identity import Identity
 from dilocox.peer.ballots import Ballots
 from dilocox.peer.certificate import Ballot
-from dilocox.peer.exchange import Attempt, AttemptResult, AttemptSetup, Mean, Member
+from dilocox.peer.exchange import Attempt
+from dilocox.peer.members import AttemptResult, AttemptSetup, Mean, Member
 from dilocox.peer.record import RoundRecord
 from dilocox.peer.roundlog import RoundLog
 

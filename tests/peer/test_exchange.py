@@ -11,7 +11,7 @@ import torch
 
 from dilocox.compression.codec import PayloadRefused
 from dilocox.dht.identity import Identity
-from dilocox.peer.exchange import AttemptResult, Mean, ShareRefused
+from dilocox.peer.members import AttemptResult, Mean, ShareRefused
 from dilocox.peer.record import digest_of, own_contribution, parse_record
 from dilocox.peer.vote import Verdict
 from tests.peer.members import CODECS, LAYOUT, Group

@@ -1,0 +1,36 @@
+"""Which peer this is, and where its training loop stands: what the coordinator's parts share."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from dilocox.compression.layout import FlatLayout
+from dilocox.dht.manifest import Manifest
+
+
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """Which peer this is, in which run."""
+
+    me: str
+    run: str
+    stage: int
+    manifest: Manifest
+    layout: FlatLayout
+    addresses: tuple[str, ...]
+    client_mode: bool
+    memory_limit_bytes: float | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoopProgress:
+    """Where the training loop is, as it says after every inner step."""
+
+    inner_step: int = 0
+    unsent_tokens: int = 0
+    step_s: float = 0.0
+    tokens_per_s: float = 0.0
+    train_loss: float | None = None
+    val_loss: float | None = None
+    val_round: int = -1
+    position: int = 0  # in the data part

@@ -1,0 +1,126 @@
+"""Real `dilocox` commands, and all that is left of them: processes, sockets, shared memory."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import uuid
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from tests.dht.processes import wait_until
+from tests.swarm.processes import TAG, Process, family, send_signal, shared_memory
+
+START_LIMIT_S = 90.0
+LEAVE_LIMIT_S = 15.0
+AFTER_KILL_S = 5.0
+
+
+class Command:
+    """A running `dilocox` command, in a session and with a folder for temporary files of its own.
+
+    It is given no terminal. `folder` is where it is started and where its output goes.
+    """
+
+    def __init__(self, *arguments: str, folder: Path, env: dict[str, str] | None = None):
+        self._tag = uuid.uuid4().hex
+        # sockets must have short paths, and pytest's are long
+        self.temporary = Path(tempfile.mkdtemp(prefix="cmd-", dir="/tmp"))
+        inherited = {name: v for name, v in os.environ.items() if not name.startswith("DILOCOX_")}
+        folder.mkdir(parents=True, exist_ok=True)
+        self.log = folder / f"{arguments[0]}-{self._tag[:6]}.log"
+        with self.log.open("wb") as output:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "dilocox", *arguments],
+                cwd=folder,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                start_new_session=True,
+                env={**inherited, "TMPDIR": str(self.temporary), TAG: self._tag, **(env or {})},
+            )
+        self._seen: set[int] = {self.process.pid}
+
+    def family(self) -> list[Process]:
+        """The command and what came of it, as far as it is alive."""
+        alive = family(self._tag)
+        self._seen.update(process.pid for process in alive)
+        return alive
+
+    def left(self) -> list[str]:
+        """What should not be there after the command's end."""
+        found = [f"{process.name} {process.pid}" for process in self.family()]
+        # torch puts a cache folder there, which it keeps
+        folders = [path for path in self.temporary.iterdir() if "torchinductor" not in path.name]
+        return found + [str(path) for path in folders] + shared_memory(self._seen)
+
+    def output(self) -> str:
+        """What a person would have seen."""
+        return self.log.read_text(errors="replace")
+
+    def wait_for(self, text: str, limit_s: float = START_LIMIT_S) -> None:
+        """Wait for something in the output; fails if the command ends before."""
+
+        def said() -> bool:
+            ended = self.process.poll() is not None
+            if text in self.output():
+                return True
+            assert not ended, f"ended with {self.process.returncode}:\n{self.output()}"
+            return False
+
+        wait_until(said, limit_s)
+        self.family()
+
+    def exit_code(self, limit_s: float) -> int:
+        """Wait for the end of the command; its exit code, with all processes noted on the way."""
+        wait_until(lambda: self.family() == [] or self.process.poll() is not None, limit_s)
+        return self.process.wait(1.0)
+
+    def clean_within(self, limit_s: float) -> float:
+        """Wait until nothing is left of it; how long that took."""
+        return wait_until(lambda: not self.left() or None, limit_s)
+
+    def interrupt(self) -> None:
+        """Ctrl-C: to the whole foreground group, as a terminal sends it."""
+        os.killpg(self.process.pid, signal.SIGINT)
+
+    def close(self) -> None:
+        """For the end of a test, however it went."""
+        send_signal(self.family(), signal.SIGKILL)
+        self.process.wait(10)
+        shutil.rmtree(self.temporary, ignore_errors=True)
+
+
+def error_line(command: Command) -> str:
+    """The one line of the error, after which nothing stands, and no traceback before it."""
+    lines = [line for line in command.output().splitlines() if line.strip()]
+    errors = [line for line in lines if line.startswith("error: ")]
+    assert errors == lines[-1:], command.output()
+    assert "Traceback" not in command.output()
+    return errors[0]
+
+
+def write_manifest(path: Path, **changes: Any) -> Path:
+    """A run.yaml with the tiny model and rounds of a few seconds."""
+    facts: dict[str, Any] = {
+        "name": "test",
+        "model": "tiny",
+        "end_tokens": 10_000_000,
+        "data": {"source": "stdlib", "parts": 8, "held_out_windows": 4},
+        "batch": {"sequence_length": 64, "microbatch_size": 2, "microbatches": 1},
+        "rounds": {"inner_steps": 8},
+        "deadlines": {
+            "heartbeat_s": 1.0,
+            "matchmaking_s": 1.0,
+            "exchange_s": 5.0,
+            "vote_s": 3.0,
+        },
+    }
+    path.write_text(yaml.safe_dump(facts | changes))
+    return path

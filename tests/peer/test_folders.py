@@ -1,0 +1,142 @@
+"""State folder, files and memory limit: what a peer takes of a volunteer's machine."""
+
+from __future__ import annotations
+
+import errno
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from dilocox.dht.errors import EnvironmentFault, InvalidInput
+from dilocox.peer import files, memory
+from dilocox.peer.files import disk_fault, make_folder, write_atomically
+from dilocox.peer.memory import check_plan, check_use, planned_bytes, proportional_bytes
+from dilocox.peer.state_folder import StateFolder
+
+
+# ---- the lock ------------------------------------------------------------------------------------
+def test_a_state_folder_belongs_to_one_peer_at_a_time(tmp_path: Path) -> None:
+    folder = StateFolder(tmp_path / "deep" / "state")
+    with folder.locked():
+        with (
+            pytest.raises(EnvironmentFault, match=r"state: another peer.*--state"),
+            StateFolder(folder.path).locked(),
+        ):
+            pass
+        with StateFolder(tmp_path / "other").locked():
+            pass
+    with folder.locked():
+        pass
+
+
+def test_the_lock_ends_with_its_process_however_it_ends(tmp_path: Path) -> None:
+    program = (
+        "import os, sys; from pathlib import Path\n"
+        "from dilocox.peer.state_folder import StateFolder\n"
+        "StateFolder(Path(sys.argv[1])).locked().__enter__(); print('locked', flush=True)\n"
+        "os.kill(os.getpid(), 9)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program, str(tmp_path)], capture_output=True, text=True, check=False
+    )
+    assert (done.stdout, done.returncode) == ("locked\n", -9), done.stderr
+    with StateFolder(tmp_path).locked():
+        pass
+
+
+def test_a_state_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("in the way")
+    with (
+        pytest.raises(EnvironmentFault, match="file/state: cannot be written"),
+        StateFolder(tmp_path / "file" / "state").locked(),
+    ):
+        pass
+
+
+def test_runs_and_stages_have_folders_of_their_own(tmp_path: Path) -> None:
+    folder = StateFolder(tmp_path)
+    assert len({folder.run(run, stage) for run in ("r", "s") for stage in (0, 1)}) == 4
+    assert folder.identity.parent == tmp_path  # the identity is the same in all of them
+
+
+# ---- files ---------------------------------------------------------------------------------------
+@pytest.mark.parametrize("durable", [True, False])
+def test_a_file_is_replaced_as_a_whole(tmp_path: Path, durable: bool) -> None:
+    path = tmp_path / "status.json"
+    write_atomically(path, b"old", durable=durable)
+    write_atomically(path, b"new", durable=durable)
+    assert path.read_bytes() == b"new"
+    assert [each.name for each in tmp_path.iterdir()] == ["status.json"]
+
+
+@pytest.mark.parametrize("moment", ["fsync", "replace"])
+def test_a_full_disk_leaves_the_old_file_and_nothing_beside_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: str
+) -> None:
+    path = tmp_path / "vote"
+    path.write_bytes(b"old")
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full) if moment == "fsync" else monkeypatch.setattr(
+        files.Path, "replace", full
+    )
+    with pytest.raises(EnvironmentFault, match=r"vote: no space left on the disk; free some"):
+        write_atomically(path, b"new")
+    assert path.read_bytes() == b"old"
+    assert [each.name for each in tmp_path.iterdir()] == ["vote"]
+
+
+def test_a_folder_that_is_none_is_a_fault_of_the_machine(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("in the way")
+    with pytest.raises(EnvironmentFault, match="Not a directory"):
+        write_atomically(tmp_path / "file" / "vote", b"new")
+    with pytest.raises(EnvironmentFault, match="file/folder: cannot be written"):
+        make_folder(tmp_path / "file" / "folder")
+
+
+def test_a_fault_without_the_systems_words_still_says_what_is_known() -> None:
+    assert "cannot be written: odd" in str(disk_fault(Path("x"), OSError("odd")))
+    assert "no space left" in str(disk_fault(Path("x"), OSError(errno.EDQUOT, "Quota")))
+
+
+# ---- memory --------------------------------------------------------------------------------------
+def test_a_stage_that_cannot_fit_is_refused_with_what_it_needs() -> None:
+    numel = 10_000_000
+    check_plan(numel, None)
+    check_plan(numel, planned_bytes(numel))
+    with pytest.raises(InvalidInput, match=r"--memory-limit 0\.5: this stage needs about 1\.5 GB"):
+        check_plan(numel, 0.5e9)
+
+
+def test_a_peer_that_takes_more_than_its_limit_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "proportional_bytes", {1: 300_000_000, 2: 200_000_001}.__getitem__)
+    check_use([1, 2], None)
+    check_use([1], 300_000_000)
+    with pytest.raises(EnvironmentFault, match=r"takes 0\.5 GB, more than --memory-limit 0\.5"):
+        check_use([1, 2], 500_000_000)
+
+
+def test_memory_that_two_processes_share_is_counted_once() -> None:
+    program = (
+        "import os, mmap, sys, time\n"
+        "shared = mmap.mmap(-1, 64 << 20); shared.write(b'x' * len(shared))\n"
+        "child = os.fork()\n"
+        "if child == 0:\n"
+        "    shared.seek(0); shared.read(); print('ready', flush=True); time.sleep(60)\n"
+        "print(child, flush=True); sys.stdin.read(); os.kill(child, 9)\n"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as main:
+        assert main.stdout and main.stdin
+        lines = {main.stdout.readline().strip(), main.stdout.readline().strip()} - {"ready"}
+        both = [main.pid, int(lines.pop())]
+        each = [proportional_bytes(pid) for pid in both]
+        main.stdin.close()
+    assert all(32 << 20 <= taken < 60 << 20 for taken in each), each
+    assert proportional_bytes(both[1]) == 0  # gone

@@ -1,0 +1,203 @@
+"""Groups: who may exchange with whom, from what the members state."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dilocox.dht.identity import Identity
+from dilocox.dht.manifest import Manifest
+from dilocox.peer.groups import (
+    MAX_COUNTED,
+    ExchangeOrder,
+    GroupRefused,
+    Plan,
+    Ticket,
+    attempt_setup,
+    codecs_of,
+)
+from dilocox.peer.members import AttemptSetup
+from tests.peer.members import LAYOUT
+from tests.peer.test_ballots import ballots_of
+
+MANIFEST = Manifest.from_dict({"name": "test", "model": "tiny", "end_tokens": 1000})
+PLAN = Plan(run="run", stage=0, round=3, attempt=0, bits=4, layout=LAYOUT.digest, previous="p" * 64)
+
+
+def order_of(**changes: Any) -> ExchangeOrder:
+    facts: dict[str, Any] = {
+        "plan": PLAN,
+        "scheduled_at": 0.0,
+        "matchmaking_limit_s": 1.0,
+        "tokens": 100,
+        "tokens_cap": 1000,
+        "counted": ("a", "b", "c"),
+        "last_contributors": (),
+        "exchange_s": 0.5,
+        "anchor_before": "a" * 64,
+        "chain_tokens": 7000,
+        "next_inner_steps": 25,
+    }
+    return ExchangeOrder(**(facts | changes))
+
+
+ORDER = order_of()
+TICKET = ORDER.ticket()
+
+
+def setup(tickets: dict[str, Ticket], me: str = "a", **changes: Any) -> AttemptSetup:
+    return attempt_setup(order_of(**changes), MANIFEST, LAYOUT, me, tickets)
+
+
+def refusal(tickets: dict[str, Ticket], me: str = "a", **changes: Any) -> str:
+    with pytest.raises(GroupRefused) as caught:
+        setup(tickets, me, **changes)
+    return str(caught.value)
+
+
+# ---- plan and ticket -----------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"run": "other"},
+        {"stage": 1},
+        {"round": 4},
+        {"attempt": 1},
+        {"bits": 8},
+        {"layout": "l" * 64},
+        {"previous": "q" * 64},
+    ],
+)
+def test_every_field_of_the_plan_is_in_its_key(change: dict[str, Any]) -> None:
+    assert replace(PLAN).key == PLAN.key
+    assert replace(PLAN, **change).key != PLAN.key
+
+
+def test_the_scheduled_time_is_in_no_key_so_that_late_callers_still_meet() -> None:
+    assert order_of(scheduled_at=99.0, exchange_s=3.0, counted=("a",)).plan.key == PLAN.key
+
+
+def test_a_ticket_is_read_as_it_was_stated_with_the_mode_that_hivemind_saw() -> None:
+    packed = TICKET.pack()
+    assert "client_mode" not in packed
+    assert Ticket.unpack(packed, client_mode=False) == TICKET
+    over_the_wire = packed | {"counted": list(packed["counted"])}
+    assert Ticket.unpack(over_the_wire, client_mode=True) == replace(TICKET, client_mode=True)
+
+
+def test_a_ticket_states_no_more_tokens_than_the_cap() -> None:
+    assert order_of(tokens=5000).ticket().tokens == 1000
+
+
+@pytest.mark.parametrize(
+    "facts",
+    [
+        None,
+        [],
+        {},
+        {name: value for name, value in TICKET.pack().items() if name != "aborts"},
+        TICKET.pack() | {"plan": 3},
+        TICKET.pack() | {"tokens": "many"},
+        TICKET.pack() | {"tokens": float("inf")},
+        TICKET.pack() | {"exchange_s": 10**400},
+        TICKET.pack() | {"exchange_s": float("nan")},
+        TICKET.pack() | {"exchange_s": -1.0},
+        TICKET.pack() | {"exchange_s": 1e7},
+        TICKET.pack() | {"counted": "abc"},
+        TICKET.pack() | {"counted": [1]},
+        TICKET.pack() | {"counted": ["a"] * (MAX_COUNTED + 1)},
+        TICKET.pack() | {"aborts": 1 << 40},  # bytes(n) would allocate them
+        TICKET.pack() | {"aborts": "text"},
+    ],
+)
+def test_a_malformed_ticket_is_refused(facts: object) -> None:
+    with pytest.raises(GroupRefused):
+        Ticket.unpack(facts, client_mode=False)
+
+
+# ---- the agreed facts ----------------------------------------------------------------------------
+def test_members_and_parts_are_the_same_whoever_computes_them() -> None:
+    tickets = {"c": TICKET, "a": replace(TICKET, tokens=7), "b": TICKET}
+    seen = [setup(tickets, me) for me in "abc"]
+    assert all(replace(each, me="a") == seen[0] for each in seen)
+    assert [(member.peer, member.tokens) for member in seen[0].members] == [
+        ("a", 7),
+        ("b", 100),
+        ("c", 100),
+    ]
+    assert seen[0].reducers == ("a", "b", "c")
+    assert [part.stop for part in seen[0].parts][-1] == LAYOUT.numel
+    assert seen[0].template.previous == PLAN.previous
+    assert seen[0].template.chain_tokens == 7000
+    assert seen[0].codec == codecs_of(MANIFEST)[4]
+
+
+def test_a_member_with_another_plan_or_tokens_beyond_the_cap_stops_the_group() -> None:
+    other = replace(TICKET, plan=replace(PLAN, round=4).key)
+    assert "another plan" in refusal({"a": TICKET, "b": other, "c": TICKET})
+    for tokens in (0, -5, 1001):
+        wrong = replace(TICKET, tokens=tokens)
+        assert f"{tokens} tokens" in refusal({"a": TICKET, "b": wrong, "c": TICKET})
+
+
+def test_a_group_needs_more_than_half_of_those_that_count_in_every_members_view() -> None:
+    assert len(setup({"a": TICKET, "b": TICKET}).members) == 2  # two of a, b, c
+    assert "too few" in refusal({"a": TICKET})
+    wide = replace(TICKET, counted=("a", "b", "c", "d"))
+    assert "too few" in refusal({"a": TICKET, "b": wide})
+
+
+def test_the_last_records_contributors_decide_where_they_are_still_there() -> None:
+    changes: dict[str, Any] = {"last_contributors": ("b", "c")}
+    assert "too few" in refusal({"a": TICKET, "b": TICKET}, **changes)
+    assert len(setup({"b": TICKET, "c": TICKET}, "b", **changes).members) == 2
+
+
+def test_a_peer_that_can_only_dial_out_never_reduces() -> None:
+    client = replace(TICKET, client_mode=True)
+    agreed = setup({"a": client, "b": TICKET, "c": TICKET})
+    assert agreed.reducers == ("b", "c")
+    assert len(agreed.parts) == 2
+    assert [member.peer for member in agreed.members] == ["a", "b", "c"]
+    assert "nobody can reduce" in refusal({"a": client, "b": client, "c": client})
+
+
+def test_alone_a_peer_that_can_only_dial_out_averages_its_own_part() -> None:
+    alone = replace(TICKET, client_mode=True, counted=("a",))
+    agreed = setup({"a": alone}, counted=("a",))
+    assert agreed.reducers == ("a",)
+    assert agreed.parts == (slice(0, LAYOUT.numel),)
+
+
+# ---- the repeated attempt ------------------------------------------------------------------------
+def blaming(identities: list[Identity], folder: Path) -> tuple[list[str], bytes]:
+    """Three members; the first two missed the third."""
+    names = [identity.peer_id for identity in identities[:3]]
+    first, second, _ = ballots_of(identities[:3], folder)
+    first.receive(second.cast(None, (names[2],)))
+    first.cast(None, (names[2],))
+    return names, first.aborts()
+
+
+def test_the_repeated_attempt_leaves_out_whom_the_signed_aborts_blame(
+    identities: list[Identity], tmp_path: Path
+) -> None:
+    names, aborts = blaming(identities, tmp_path)
+    plan = replace(PLAN, attempt=1)
+    order = order_of(plan=plan, counted=tuple(names), aborts=aborts)
+    tickets = dict.fromkeys(names, replace(order.ticket(), aborts=b""))
+    tickets[names[0]] = order.ticket()  # one member that knows is enough
+    agreed = attempt_setup(order, MANIFEST, LAYOUT, names[1], tickets)
+    assert [member.peer for member in agreed.members] == names[:2]
+    with pytest.raises(GroupRefused, match="leave this peer out"):
+        attempt_setup(order, MANIFEST, LAYOUT, names[2], tickets)
+
+
+def test_aborts_blame_nobody_in_a_first_attempt(identities: list[Identity], tmp_path: Path) -> None:
+    names, aborts = blaming(identities, tmp_path)
+    order = order_of(counted=tuple(names), aborts=aborts)
+    agreed = attempt_setup(order, MANIFEST, LAYOUT, names[2], dict.fromkeys(names, order.ticket()))
+    assert [member.peer for member in agreed.members] == names

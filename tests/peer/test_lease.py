@@ -1,0 +1,148 @@
+"""Leases on data parts: heads on one DHT, whose answers can be late, lost or out of date."""
+
+from __future__ import annotations
+
+import random
+from typing import Any, cast
+
+import pytest
+
+from dilocox.dht.keys import part_key
+from dilocox.dht.records import PartRecord
+from dilocox.dht.swarm import Swarm
+from dilocox.peer.lease import PartLease
+
+LIFETIME_S = 15.0
+
+
+class Dht:
+    """Records with an expiry, and a clock that the test turns."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.answers = True
+        self._records: dict[str, dict[str, tuple[float, PartRecord]]] = {}
+
+    def of(self, peer: str) -> Swarm:
+        return cast("Swarm", _Handle(self, peer))
+
+    def publish(self, peer: str, key: str, record: PartRecord, lifetime_s: float) -> None:
+        self._records.setdefault(key, {})[peer] = (self.now + lifetime_s, record)
+
+    def read(self, key: str) -> dict[str, PartRecord] | None:
+        if not self.answers:
+            return None
+        held = self._records.get(key, {})
+        return {peer: record for peer, (expires, record) in held.items() if expires > self.now}
+
+
+class _Handle:
+    def __init__(self, dht: Dht, peer: str):
+        self._dht, self._peer = dht, peer
+
+    def publish(self, key: str, record: PartRecord, lifetime_s: float) -> bool:
+        self._dht.publish(self._peer, key, record, lifetime_s)
+        return True
+
+    def read(self, key: str, record_type: type[Any]) -> dict[str, PartRecord] | None:
+        assert record_type is PartRecord
+        return self._dht.read(key)
+
+
+def head(dht: Dht, peer: str, parts: int = 8) -> PartLease:
+    return PartLease(swarm=dht.of(peer), run="run", me=peer, parts=parts, lifetime_s=LIFETIME_S)
+
+
+def test_heads_that_come_one_by_one_take_different_parts_and_keep_them() -> None:
+    dht = Dht()
+    heads = [head(dht, peer) for peer in "abcdef"]
+    assert all(lease.renew(0) for lease in heads)
+    taken = [lease.part for lease in heads]
+    assert len(set(taken)) == len(heads)
+    for _ in range(5):
+        dht.now += LIFETIME_S / 3
+        assert not any(lease.renew(100) for lease in heads)
+    assert [lease.part for lease in heads] == taken
+
+
+def same_first_part(count: int, parts: int) -> list[str]:
+    """Heads whose own order begins with the same part, smallest id first."""
+    by_part: dict[int, list[str]] = {}
+    for number in range(1000):
+        peer = f"peer{number:04d}"
+        found = by_part.setdefault(head(Dht(), peer, parts).part, [])
+        found.append(peer)
+        if len(found) == count:
+            return found
+    raise AssertionError("no such heads")
+
+
+def test_of_two_that_took_a_part_at_once_the_smaller_id_keeps_it() -> None:
+    small, large = same_first_part(2, 8)
+    dht = Dht()
+    first, second = head(dht, small), head(dht, large)
+    dht.answers = False  # neither sees the other
+    first.renew(0), second.renew(0)
+    assert first.part == second.part
+    dht.answers = True
+    kept = first.part
+    assert second.renew(0)
+    assert not first.renew(0)
+    assert first.part == kept != second.part
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_whatever_was_lost_heads_end_with_parts_of_their_own(seed: int) -> None:
+    dice, dht = random.Random(seed), Dht()
+    heads = [head(dht, f"{dice.random()}", parts=12) for _ in range(6)]
+    for _ in range(4):  # some answers are lost
+        for lease in dice.sample(heads, len(heads)):
+            dht.answers = dice.random() < 0.5
+            lease.renew(0)
+        dht.now += LIFETIME_S / 3
+    dht.answers = True
+    for _ in range(6):
+        for lease in dice.sample(heads, len(heads)):
+            lease.renew(0)
+        dht.now += LIFETIME_S / 3
+    assert len({lease.part for lease in heads}) == len(heads)
+    assert not any(lease.renew(0) for lease in heads)
+
+
+def test_a_part_whose_head_is_gone_is_free_after_its_expiry_and_goes_on_where_it_was() -> None:
+    first, second = same_first_part(2, 8)
+    dht = Dht()
+    gone, stays = head(dht, first), head(dht, second)
+    gone.renew(0)
+    gone.renew(500)
+    stays.renew(0)
+    assert stays.part != gone.part
+    assert stays.position == 0
+    dht.now += LIFETIME_S + 1
+    heir = head(dht, "heir")
+    while stays.part != gone.part:  # its own parts are read to their ends, one after the other
+        stays.finished()
+        stays.renew(0)
+    assert stays.position == 500
+    assert dht.read(part_key("run", gone.part)) == {
+        second: PartRecord(part=gone.part, position=500)
+    }
+    heir.renew(0)
+    assert heir.part != gone.part
+
+
+def test_a_head_tells_how_far_it_has_read_its_own_part() -> None:
+    dht = Dht()
+    lease = head(dht, "a")
+    lease.renew(33)  # of another part, from before
+    assert dht.read(part_key("run", lease.part)) == {"a": PartRecord(part=lease.part, position=0)}
+    lease.renew(44)
+    assert dht.read(part_key("run", lease.part)) == {"a": PartRecord(part=lease.part, position=44)}
+
+
+def test_more_heads_than_parts_share_them() -> None:
+    dht = Dht()
+    heads = [head(dht, peer, parts=2) for peer in "abcd"]
+    for lease in heads:
+        lease.renew(0)
+    assert {lease.part for lease in heads} == {0, 1}

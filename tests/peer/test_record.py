@@ -1,0 +1,198 @@
+"""The round record: canonical bytes, and every way to be refused."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors.torch import save
+
+from dilocox.peer.record import (
+    Contribution,
+    Part,
+    RecordRefused,
+    RoundRecord,
+    digest_of,
+    own_contribution,
+    parse_record,
+)
+from tests.peer.members import CODECS, LAYOUT, template
+
+NUMEL = LAYOUT.numel
+CUT = 640
+CODEC = CODECS[4]
+
+
+def coded(values: torch.Tensor, bits: int = 4) -> bytes:
+    return CODECS[bits].encode(values).numpy().tobytes()
+
+
+VALUES = torch.randn(NUMEL, generator=torch.Generator().manual_seed(1))
+
+
+def made(**changes: Any) -> RoundRecord:
+    """A record of two members and two parts; b's values are not in the first one."""
+    facts: dict[str, Any] = {
+        "members": (
+            Contribution(peer="a", tokens=100, exchange_s=0.5),
+            Contribution(peer="b", tokens=50, exchange_s=0.0),
+        ),
+        "chain_tokens": 150,
+        "parts": (
+            Part(reducer="a", start=0, stop=CUT, contributors=("a",)),
+            Part(reducer="b", start=CUT, stop=NUMEL, contributors=("a", "b")),
+        ),
+        "means": (coded(VALUES[:CUT]), coded(VALUES[CUT:])),
+    }
+    return template(**(facts | changes))
+
+
+def refused(data: bytes) -> str:
+    with pytest.raises(RecordRefused) as caught:
+        parse_record(data, codec_for=CODECS)
+    return str(caught.value)
+
+
+def test_a_record_comes_back_as_it_was_written_with_the_same_bytes() -> None:
+    record = made()
+    data = record.to_bytes()
+    parsed = parse_record(data, codec_for=CODECS)
+    assert parsed == record
+    assert parsed.to_bytes() == data
+    assert digest_of(data) == digest_of(parsed.to_bytes())
+    assert (parsed.tokens, parsed.member("b")) == (150, record.members[1])
+    assert parsed.member("c") is None
+
+
+def test_an_empty_part_needs_no_bytes() -> None:
+    empty = Part(reducer="b", start=NUMEL, stop=NUMEL, contributors=("a",))
+    whole = Part(reducer="a", start=0, stop=NUMEL, contributors=("a",))
+    record = made(parts=(whole, empty), means=(coded(VALUES), b""))
+    assert parse_record(record.to_bytes(), codec_for=CODECS) == record
+
+
+def test_the_average_is_the_decoded_means_in_their_places() -> None:
+    average = made().average(CODEC)
+    expected = [CODEC.decode(CODEC.encode(part), part.numel()) for part in VALUES.split(CUT)[:1]]
+    expected.append(CODEC.decode(CODEC.encode(VALUES[CUT:]), NUMEL - CUT))
+    assert torch.equal(average, torch.cat(expected))
+
+
+def test_own_contribution_is_what_the_codec_carried_and_zero_where_left_out() -> None:
+    record = made()
+    message = VALUES.flip(0)
+    own_of_b = own_contribution(record, "b", message, CODEC)
+    assert record.left_out("b") == [slice(0, CUT)]
+    assert not own_of_b[:CUT].any()
+    carried = CODEC.decode(CODEC.encode(message[CUT:].contiguous()), NUMEL - CUT)
+    assert torch.equal(own_of_b[CUT:], carried)
+    assert record.left_out("a") == []
+    assert (own_contribution(record, "a", message, CODEC) - message).abs().max() < 0.5
+    assert not own_contribution(record, "stranger", message, CODEC).any()
+
+
+# ---- refusals ------------------------------------------------------------------------------------
+A, B = made().members
+FIRST, SECOND = made().parts
+
+
+@pytest.mark.parametrize(
+    ("changes", "word"),
+    [
+        ({"members": ()}, "members"),
+        ({"members": (B, A)}, "sorted"),
+        ({"members": (A, A, B)}, "sorted"),
+        ({"members": (A,)}, "no members"),  # b reduces and contributes, yet is none
+        ({"members": (replace(A, tokens=0), B)}, "no tokens"),
+        ({"members": (replace(A, tokens=1.0), B)}, "whole number"),
+        ({"members": (replace(A, exchange_s=float("nan")), B)}, "time"),
+        ({"members": (replace(A, exchange_s=float("inf")), B)}, "time"),
+        ({"members": (replace(A, exchange_s=-1.0), B)}, "time"),
+        ({"members": (replace(A, exchange_s=1), B)}, "time"),
+        ({"parts": (), "means": ()}, "no parts"),
+        ({"parts": (replace(FIRST, start=64), SECOND)}, "does not follow"),
+        ({"parts": (FIRST, replace(SECOND, start=CUT + 64))}, "does not follow"),
+        ({"parts": (replace(FIRST, stop=CUT + 1), replace(SECOND, start=CUT + 1))}, "bytes"),
+        ({"parts": (FIRST, replace(SECOND, stop=CUT - 64))}, "refused|follow|mean"),
+        ({"parts": (replace(FIRST, contributors=()), SECOND)}, "nobody"),
+        ({"parts": (replace(FIRST, contributors=("a", "c")), SECOND)}, "no members"),
+        ({"parts": (replace(FIRST, reducer="c"), SECOND)}, "no members"),
+        ({"means": (coded(VALUES[:CUT])[:-1], coded(VALUES[CUT:]))}, "bytes"),
+        ({"means": (coded(VALUES[:CUT], 8), coded(VALUES[CUT:], 8))}, "bytes"),
+        ({"bits": 5}, "codec bits"),
+        ({"next_bits": 5}, "codec bits"),
+        ({"next_inner_steps": 0}, "inner steps"),
+        ({"next_inner_steps": "10"}, "whole number"),
+        ({"round": -1}, "whole number"),
+        ({"round": True}, "whole number"),
+        ({"chain_tokens": 150.0}, "whole number"),
+        ({"previous": None}, "text"),
+        ({"run": 7}, "text"),
+    ],
+)
+def test_a_record_that_is_not_as_it_must_be_is_refused(changes: Any, word: str) -> None:
+    message = refused(made(**changes).to_bytes())
+    assert any(each in message for each in word.split("|")), message
+
+
+def with_header(data: bytes, header: bytes) -> bytes:
+    size = int.from_bytes(data[:8], "little")
+    return len(header).to_bytes(8, "little") + header + data[8 + size :]
+
+
+def test_other_bytes_that_mean_the_same_are_refused() -> None:
+    data = made().to_bytes()
+    size = int.from_bytes(data[:8], "little")
+    outer = json.loads(data[8 : 8 + size])
+    header = json.loads(outer["__metadata__"]["record"])
+    assert "canonical" in refused(with_header(data, data[8 : 8 + size] + b" " * 8))
+    spaced = json.dumps(header, sort_keys=True)
+    tensors = {
+        f"mean.{index:05d}": torch.frombuffer(bytearray(mean), dtype=torch.uint8)
+        for index, mean in enumerate(made().means)
+    }
+    canonical = json.dumps(header, sort_keys=True, separators=(",", ":"))
+    assert save(tensors, metadata={"record": canonical}) == data
+    assert "canonical" in refused(save(tensors, metadata={"record": spaced}))
+    stray = tensors | {"stray": torch.zeros(1, dtype=torch.uint8)}
+    assert "canonical" in refused(save(stray, metadata={"record": canonical}))
+    more = json.dumps(header | {"mood": "good"}, sort_keys=True, separators=(",", ":"))
+    assert "not a round record" in refused(save(tensors, metadata={"record": more}))
+    del header["run"]
+    less = json.dumps(header, sort_keys=True, separators=(",", ":"))
+    assert "not a round record" in refused(save(tensors, metadata={"record": less}))
+
+
+def test_a_header_that_claims_more_than_there_is_is_refused_before_it_is_read() -> None:
+    assert "claims" in refused((1 << 60).to_bytes(8, "little") + b"{}")
+    assert "claims" in refused((1000).to_bytes(8, "little") + b"{}")
+
+
+def test_every_truncation_and_an_appended_byte_are_refused() -> None:
+    data = made().to_bytes()
+    for size in (0, 1, 7, 8, 9, len(data) // 2, len(data) - 1):
+        refused(data[:size])
+    refused(data + b"\0")
+
+
+@given(position=st.integers(0, len(made().to_bytes()) - 1), flip=st.integers(1, 255))
+def test_a_changed_byte_is_refused_or_gives_another_digest(position: int, flip: int) -> None:
+    data = bytearray(made().to_bytes())
+    data[position] ^= flip
+    try:
+        parsed = parse_record(bytes(data), codec_for=CODECS)
+    except RecordRefused:
+        return
+    assert parsed.to_bytes() == bytes(data)  # canonical all the same: just another record
+    assert digest_of(bytes(data)) != digest_of(made().to_bytes())
+
+
+@given(st.binary(max_size=300))
+def test_random_bytes_are_refused(data: bytes) -> None:
+    refused(data)
+    refused(with_header(made().to_bytes(), data))

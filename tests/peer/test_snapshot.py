@@ -1,0 +1,149 @@
+"""Snapshots: the newest complete one counts, whatever happens while the next one is written."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import SafetensorError
+
+from dilocox.dht.errors import EnvironmentFault
+from dilocox.peer import snapshot as module
+from dilocox.peer.snapshot import (
+    LOCAL_FILE,
+    STATE_FACTS_FILE,
+    STATE_FILE,
+    Snapshot,
+    newest,
+    read_snapshot,
+    sha256_of_file,
+    write_snapshot,
+)
+
+LAYOUT = "l" * 64
+
+
+def made(round_number: int = 3, **changes: Any) -> Snapshot:
+    facts: dict[str, Any] = {
+        "round": round_number,
+        "digest": "d" * 64,
+        "layout": LAYOUT,
+        "anchor": torch.arange(6.0) + round_number,
+        "momentum": torch.ones(6),
+        "tensors": {"merge.start": torch.arange(3.0), "inner.step": torch.tensor(7)},
+        "facts": {"data": {"part": 2, "used": 9}, "merge": {"tokens": 11}},
+    }
+    return Snapshot(**(facts | changes))
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def test_a_snapshot_comes_back_as_it_was_written(tmp_path: Path) -> None:
+    assert read_snapshot(tmp_path / "none", layout=LAYOUT) is None
+    write_snapshot(tmp_path, made())
+    found = read_snapshot(tmp_path, layout=LAYOUT)
+    assert found is not None
+    assert (found.round, found.digest, found.facts) == (3, "d" * 64, made().facts)
+    assert torch.equal(found.anchor, made().anchor)
+    assert torch.equal(found.momentum, made().momentum)
+    assert set(found.tensors) == set(made().tensors)
+    for name, value in made().tensors.items():
+        assert torch.equal(found.tensors[name], value)
+        assert found.tensors[name].dtype == value.dtype
+
+
+def test_only_the_newest_is_kept(tmp_path: Path) -> None:
+    for round_number in range(3):
+        final = write_snapshot(tmp_path, made(round_number))
+    assert names(tmp_path) == ["00000002"]
+    assert newest(tmp_path) == final
+    found = read_snapshot(tmp_path, layout=LAYOUT)
+    assert found is not None and found.round == 2
+
+
+def test_what_joiners_download_has_its_size_and_sha256_beside_it(tmp_path: Path) -> None:
+    folder = write_snapshot(tmp_path, made())
+    facts = json.loads((folder / STATE_FACTS_FILE).read_text())
+    assert facts == {
+        "round": 3,
+        "digest": "d" * 64,
+        "size": (folder / STATE_FILE).stat().st_size,
+        "sha256": sha256_of_file(folder / STATE_FILE),
+    }
+
+
+@pytest.mark.parametrize("moment", ["_write_state", "_save", "_sync"])
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [
+        (OSError(errno.ENOSPC, "No space left on device"), "no space left on the disk"),
+        (SafetensorError("I/O error: No space left on device (os error 28)"), "no space left"),
+        (PermissionError(errno.EACCES, "Permission denied"), "Permission denied"),
+    ],
+)
+def test_a_disk_that_gives_up_at_any_moment_leaves_the_old_snapshot(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: str, error: Exception, words: str
+) -> None:
+    write_snapshot(tmp_path, made(3))
+
+    def fail(*_: Any) -> None:
+        raise error
+
+    monkeypatch.setattr(module, moment, fail)
+    with pytest.raises(EnvironmentFault, match=words) as caught:
+        write_snapshot(tmp_path, made(4))
+    assert str(tmp_path) in str(caught.value)
+    monkeypatch.undo()
+    assert names(tmp_path) == ["00000000"]
+    found = read_snapshot(tmp_path, layout=LAYOUT)
+    assert found is not None and found.round == 3
+
+
+def test_a_snapshot_that_was_cut_off_by_a_crash_does_not_count(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_snapshot(tmp_path, made(3))
+
+    class Killed(BaseException):
+        pass
+
+    def killed(self: Path, target: Path) -> None:
+        raise Killed
+
+    monkeypatch.setattr(Path, "rename", killed)
+    with pytest.raises(Killed):
+        write_snapshot(tmp_path, made(4))
+    monkeypatch.undo()
+    assert names(tmp_path) == ["00000000", "00000001.partial"]
+    found = read_snapshot(tmp_path, layout=LAYOUT)
+    assert found is not None and found.round == 3
+    write_snapshot(tmp_path, made(5))
+    assert names(tmp_path) == ["00000001"]
+
+
+@pytest.mark.parametrize("name", [STATE_FILE, STATE_FACTS_FILE, LOCAL_FILE])
+@pytest.mark.parametrize("damage", ["cut", "missing", "empty object"])
+def test_a_damaged_snapshot_is_named_with_the_mend(tmp_path: Path, name: str, damage: str) -> None:
+    path = write_snapshot(tmp_path, made()) / name
+    match damage:
+        case "cut":
+            os.truncate(path, path.stat().st_size // 2)
+        case "missing":
+            path.unlink()
+        case _:
+            path.write_bytes(b"{}")
+    with pytest.raises(EnvironmentFault, match=r"damaged.*move the state folder away"):
+        read_snapshot(tmp_path, layout=LAYOUT)
+
+
+def test_a_snapshot_of_another_model_is_refused(tmp_path: Path) -> None:
+    write_snapshot(tmp_path, made())
+    with pytest.raises(EnvironmentFault, match=r"another model or stage.*move the state folder"):
+        read_snapshot(tmp_path, layout="x" * 64)

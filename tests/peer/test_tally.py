@@ -1,0 +1,258 @@
+"""What a peer reports: each figure is what its name says, in the log and in the files."""
+
+from __future__ import annotations
+
+import json
+import logging
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+import torch
+
+from dilocox.peer import tally as module
+from dilocox.peer.events import Committed
+from dilocox.peer.inner import StepResult
+from dilocox.peer.merge import Outcome
+from dilocox.peer.record import Contribution
+from dilocox.peer.report import Reporter, RoundReport, Status, shown_loss
+from dilocox.peer.subprocesses import Child
+from dilocox.peer.tally import Tally
+from dilocox.peer.watched import WatchedPeer
+from tests.peer.members import template
+
+NUMEL = 1000
+
+
+class Clock:
+    """time.monotonic as the test turns it."""
+
+    now = 100.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(module, "time", clock)
+    return clock
+
+
+@pytest.fixture
+def sent_bytes() -> torch.Tensor:
+    return torch.zeros((), dtype=torch.int64)
+
+
+@pytest.fixture
+def tally(clock: Clock, sent_bytes: torch.Tensor, tmp_path: Path) -> Tally:
+    tally = Tally(reporter=Reporter(tmp_path), sent_bytes=sent_bytes, numel=NUMEL)
+    tally.start()
+    return tally
+
+
+def step(loss: float, tokens: int = 64, *, skipped: bool = False) -> StepResult:
+    return StepResult(loss=loss, tokens=tokens, squared_norm=1.0, skipped=skipped)
+
+
+def committed(round_number: int, members: int = 2) -> Committed:
+    record = template(
+        round=round_number,
+        members=tuple(
+            Contribution(peer=str(number), tokens=100, exchange_s=0.0) for number in range(members)
+        ),
+        chain_tokens=900,
+    )
+    return Committed(
+        record=record, digest="d" * 64, anchor_sha256="a" * 64, own_ready=True, exchange_s=0.25
+    )
+
+
+def events(folder: Path, kind: str = "round") -> list[dict[str, Any]]:
+    lines = (folder / "events.jsonl").read_text().splitlines()
+    return [event for event in map(json.loads, lines) if event["event"] == kind]
+
+
+def test_a_round_line_holds_the_steps_loss_and_bytes_of_that_round(
+    tally: Tally, clock: Clock, sent_bytes: torch.Tensor, tmp_path: Path
+) -> None:
+    for loss in (4.0, 2.0):
+        tally.stepped(step(loss), 0.5)
+    tally.stepped(step(99.0, skipped=True), 0.5)
+    tally.sent(0)
+    tally.next_round()
+    tally.stepped(step(1.0), 0.5)  # of the next round
+    sent_bytes.add_(5000)
+    with tally.waiting():
+        clock.now += 1
+    clock.now += 9
+    tally.committed(committed(0, members=4), Outcome.COUNTED, tokens=128)
+    tally.validated(0, 3.25)
+    tally.report_round()
+    (line,) = events(tmp_path)
+    assert (line["inner_steps"], line["train_loss"]) == (3, 3.0)
+    assert (line["tokens"], line["record_tokens"], line["chain_tokens"]) == (128, 400, 900)
+    assert (line["val_loss"], line["val_round"]) == (3.25, 0)
+    assert line["sent_bytes"] == 5000
+    assert line["fp16_bytes"] == 2 * 2 * NUMEL * 3 / 4  # a ring moves 2 (n - 1) / n of the vector
+    assert (line["waiting_share"], line["members"], line["outcome"]) == (0.1, 4, "counted")
+    assert line["exchange_s"] == 0.25
+
+
+def test_bytes_and_waiting_are_counted_once_from_line_to_line(
+    tally: Tally, clock: Clock, sent_bytes: torch.Tensor, tmp_path: Path
+) -> None:
+    for round_number, (waited, worked, sent) in enumerate([(2, 8, 300), (0, 5, 0), (1, 1, 50)]):
+        with tally.waiting():
+            clock.now += waited
+        clock.now += worked
+        sent_bytes.add_(sent)
+        tally.committed(committed(round_number), Outcome.COUNTED, tokens=1)
+        tally.report_round()
+    lines = events(tmp_path)
+    assert [line["sent_bytes"] for line in lines] == [300, 0, 50]
+    assert [line["waiting_share"] for line in lines] == [0.2, 0.0, 0.5]
+
+
+def test_waiting_before_training_begins_does_not_count(
+    clock: Clock, sent_bytes: torch.Tensor, tmp_path: Path
+) -> None:
+    tally = Tally(reporter=Reporter(tmp_path), sent_bytes=sent_bytes, numel=NUMEL)
+    with tally.waiting():
+        clock.now += 60
+    tally.start()
+    clock.now += 10
+    tally.committed(committed(0), Outcome.COUNTED, tokens=1)
+    tally.report_round()
+    assert events(tmp_path)[0]["waiting_share"] == 0.0
+
+
+def test_a_record_without_this_peer_has_none_of_its_tokens(tally: Tally, tmp_path: Path) -> None:
+    other = next(outcome for outcome in Outcome if outcome is not Outcome.COUNTED)
+    tally.committed(committed(0), other, tokens=128)
+    tally.report_round()
+    tally.report_round()  # once is enough
+    (line,) = events(tmp_path)
+    assert (line["tokens"], line["inner_steps"], line["train_loss"]) == (0, 0, None)
+    assert line["outcome"] == other.value
+
+
+def test_the_newest_validation_is_kept_whoever_made_it(tally: Tally) -> None:
+    tally.heard(4, 2.5)
+    assert (tally.val_loss, tally.val_round) == (2.5, 4)
+    tally.heard(3, 9.0)
+    assert (tally.val_loss, tally.val_round) == (2.5, 4)
+    tally.validated(5, 2.0)
+    assert (tally.val_loss, tally.val_round) == (2.0, 5)
+
+
+def test_speed_and_loss_are_smoothed_and_skipped_steps_left_out(tally: Tally) -> None:
+    tally.stepped(step(4.0, 100), 1.0)
+    tally.stepped(step(2.0, 200), 1.0)
+    tally.stepped(step(0.0, 900, skipped=True), 3.0)
+    assert tally.train_loss == pytest.approx(0.8 * 4.0 + 0.2 * 2.0)
+    assert tally.tokens_per_s == pytest.approx(0.8 * 100 + 0.2 * 200)
+    assert (tally.tokens, tally.inner_step, tally.longest_step_s) == (300, 3, 3.0)
+
+
+# ---- the files and the log -----------------------------------------------------------------------
+STATUS = Status(
+    state="training",
+    round=2,
+    inner_step=3,
+    inner_steps=8,
+    tokens=64,
+    train_loss=None,
+    val_loss=2.5,
+    val_round=1,
+    tokens_per_s=1234.0,
+    waiting_share=0.01,
+    applied_round=1,
+    in_flight=1,
+)
+REPORT = RoundReport(
+    round=1,
+    inner_steps=8,
+    tokens=512,
+    record_tokens=1024,
+    chain_tokens=2048,
+    train_loss=3.0,
+    val_loss=None,
+    val_round=-1,
+    tokens_per_s=100.0,
+    waiting_share=0.025,
+    sent_bytes=1500,
+    fp16_bytes=4000,
+    exchange_s=None,
+    members=2,
+    outcome="counted",
+    digest="d" * 64,
+    anchor_sha256="a" * 64,
+)
+
+
+def test_a_watched_peer_sees_what_was_written_and_half_a_line_only_when_it_is_whole(
+    tmp_path: Path,
+) -> None:
+    folder = tmp_path / "state" / "run-stage0"
+    folder.mkdir(parents=True)
+    watched = WatchedPeer(name="p", state=tmp_path / "state", child=cast("Child", None))
+    watched.look()
+    assert (watched.status, watched.rounds, watched.waiting_share) == ({}, [], 0.0)
+    reporter = Reporter(folder)
+    reporter.event("training")
+    reporter.committed(REPORT)
+    reporter.event("validated", round=1, loss=2.25)
+    reporter.void(2, "nobody came")
+    reporter.status(STATUS, force=True)
+    with (folder / "events.jsonl").open("a") as file:
+        file.write('{"event": "void", ')
+        file.flush()
+        watched.look()
+        watched.look()
+        assert watched.voids == 1
+        file.write('"time": 1.0}\n')
+    watched.look()
+    assert watched.voids == 2
+    assert [line["round"] for line in watched.rounds] == [1]
+    assert watched.losses == {1: 2.25}
+    assert watched.status["state"] == "training"
+    assert watched.waiting_share == 0.01
+
+
+def test_the_status_is_written_about_once_a_second(tmp_path: Path) -> None:
+    reporter = Reporter(tmp_path)
+    reporter.status(STATUS)
+    reporter.status(replace(STATUS, round=3))
+    assert json.loads((tmp_path / "status.json").read_text())["round"] == 2
+    reporter.status(replace(STATUS, round=4), force=True)
+    assert json.loads((tmp_path / "status.json").read_text())["round"] == 4
+
+
+def test_the_log_line_of_a_round_names_its_figures(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.INFO, logger="dilocox.peer.report"):
+        Reporter(tmp_path).committed(replace(REPORT, outcome="undone"))
+        Reporter(tmp_path).void(2, "nobody came")
+    round_line, void_line = (record.getMessage() for record in caplog.records)
+    for words in (
+        "round 1 committed",
+        "8 inner steps",
+        "512 tokens of 1024",
+        "train loss 3.0000",
+        "validation - ",
+        "waiting 2.5%",
+        "sent 1.5 kB (fp16 4.0 kB)",
+        "2 members",
+        "digest dddddddddddd",
+        "(undone)",
+    ):
+        assert words in round_line
+    assert void_line == "round 2 void: nobody came; nothing is lost, it goes on"
+
+
+def test_a_loss_that_is_not_known_yet_is_a_dash() -> None:
+    assert (shown_loss(None), shown_loss(2.34567)) == ("-", "2.3457")

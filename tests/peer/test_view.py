@@ -1,0 +1,62 @@
+"""What follows from one look at the DHT."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from dilocox.dht.records import ClaimRecord, StageRecord
+from dilocox.peer.view import SwarmView
+
+
+def stage(state: Any, tokens: int = 0) -> StageRecord:
+    return StageRecord(
+        state=state,
+        round=1,
+        digest="d",
+        replica="",
+        tokens=tokens,
+        tokens_per_s=1.0,
+        client_mode=False,
+        voids=0,
+        version="1",
+        addresses=(),
+    )
+
+
+def claim(round_number: int, digest: str, chain_tokens: int = 0) -> ClaimRecord:
+    return ClaimRecord(
+        round=round_number, digest=digest, tokens=1, chain_tokens=chain_tokens, record_bytes=1
+    )
+
+
+def test_counted_are_those_that_train_or_hold_unsent_tokens_and_oneself() -> None:
+    view = SwarmView(
+        me="m",
+        stage={
+            "z": stage("training"),
+            "joins": stage("joining"),
+            "spare": stage("spare"),
+            "busy spare": stage("spare", tokens=5),
+            "left": stage("left"),
+        },
+    )
+    assert view.counted() == ("busy spare", "m", "z")
+    assert SwarmView(me="m").counted() == ("m",)
+
+
+def test_the_best_claim_is_the_longest_chain_then_the_one_with_more_tokens() -> None:
+    claims = {
+        "me": claim(9, "own"),
+        "a": claim(5, "aa", 100),
+        "b": claim(5, "bb", 200),
+        "c": claim(4, "cc", 900),
+        "new": claim(-1, "root"),
+    }
+    view = SwarmView(me="me", claims=claims)
+    assert view.best_claim(3, "own") == ("b", claims["b"])
+    assert view.best_claim(5, "bb") == ("a", claims["a"])  # of our round, with another digest
+    assert view.best_claim(6, "own") is None
+    equal = {"x": claim(5, "bb", 200), "y": claim(5, "aa", 200)}
+    best = SwarmView(me="me", claims=equal).best_claim(0, "own")
+    assert best == ("y", equal["y"])
+    assert SwarmView(me="me").best_claim(-1, "own") is None

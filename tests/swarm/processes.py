@@ -1,0 +1,65 @@
+"""Which processes, shared memory and sockets belong to a peer, however they came about and whoever
+their parent is now: every process of it inherits one environment variable."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+from dataclasses import dataclass
+from pathlib import Path
+
+TAG = "SWARM_TEST_PEER"
+
+
+@dataclass(frozen=True)
+class Process:
+    """A running process of a tagged family."""
+
+    pid: int
+    name: str
+    parent: int
+
+    @property
+    def written_bytes(self) -> int:
+        """What it has written so far, to files, pipes and sockets."""
+        try:
+            lines = Path(f"/proc/{self.pid}/io").read_text().splitlines()
+        except OSError:
+            return 0
+        return int(lines[1].removeprefix("wchar:"))
+
+
+def family(tag: str) -> list[Process]:
+    """The running processes whose tag starts with this one; zombies do not count."""
+    wanted = f"{TAG}={tag}".encode()
+    found: list[Process] = []
+    for folder in Path("/proc").iterdir():
+        if not folder.name.isdigit():
+            continue
+        with contextlib.suppress(OSError):
+            variables = (folder / "environ").read_bytes().split(b"\0")
+            if not any(variable.startswith(wanted) for variable in variables):
+                continue
+            name, _, rest = (folder / "stat").read_text().partition("(")[2].rpartition(")")
+            state, parent = rest.split()[:2]
+            if state not in "ZX":
+                found.append(Process(int(folder.name), name, int(parent)))
+    return found
+
+
+def send_signal(processes: list[Process], number: signal.Signals) -> None:
+    """Send a signal to each of them, by its id."""
+    for process in processes:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(process.pid, number)
+
+
+def shared_memory(pids: set[int]) -> list[str]:
+    """The files in /dev/shm that torch made for one of these processes."""
+    found: list[str] = []
+    for path in Path("/dev/shm").glob("torch_*"):
+        maker = path.name.split("_")[1]
+        if maker.isdigit() and int(maker) in pids:
+            found.append(str(path))
+    return found

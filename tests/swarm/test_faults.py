@@ -1,0 +1,155 @@
+"""A peer dies or freezes in the middle of an exchange: the others decide the round and train on."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+
+import pytest
+
+from tests.swarm.conftest import StartSwarm
+from tests.swarm.harness import LocalSwarm, Peer
+from tests.swarm.processes import send_signal
+
+# 16 bits of 131 thousand values: a peer sends 350 kB a round, in about four seconds. Rounds must be
+# longer than that, or peers skip some: twelve seconds, whatever the machine's speed.
+UPLOAD = ("--max-upload", "0.09")
+IN_THE_MIDDLE_BYTES = 120_000
+INNER_STEPS, STEP_S = 120, 0.1
+AIM_LIMIT_S = 120.0
+STOPPED_S = 60.0  # three times the limit for detecting a frozen peer
+BACK_LIMIT_S = 150.0
+
+
+def swarm_of_three(start_swarm: StartSwarm) -> LocalSwarm:
+    """Three peers with slow uploads that have committed together."""
+    swarm = start_swarm(
+        codec={"bits": 16},
+        rounds={"inner_steps": INNER_STEPS},
+        deadlines={"exchange_s": 15.0, "vote_s": 5.0},
+    )
+    for _ in range(3):
+        swarm.add_peer(*UPLOAD, step_s=STEP_S)
+    swarm.wait_for_rounds(2, 200)
+    assert any(line["members"] == 3 for line in swarm.peers[0].rounds)
+    return swarm
+
+
+def wait_for_mid_exchange(swarm: LocalSwarm, victim: Peer) -> int:
+    """Wait until all peers have sent a third of their bytes of a round; the round."""
+    averagers = [peer.averager() for peer in swarm.peers]
+    before: dict[int, list[int]] = {}
+
+    def aimed() -> tuple[int] | None:
+        number = victim.in_flight
+        if number is None or not all(peer.in_flight == number for peer in swarm.peers):
+            return None
+        written = [averager.written_bytes for averager in averagers]
+        sent = [now - then for now, then in zip(written, before.setdefault(number, written))]
+        voted = any(peer.voted(number) for peer in swarm.peers)
+        return (number,) if min(sent) > IN_THE_MIDDLE_BYTES and not voted else None
+
+    return swarm.wait(aimed, AIM_LIMIT_S, "an exchange of all three is in its middle")[0]
+
+
+def assert_in_the_middle(swarm: LocalSwarm, number: int) -> None:
+    """Nobody has voted: the fault met the exchange itself."""
+    voted = [peer.name for peer in swarm.peers if peer.voted(number)]
+    assert not voted, f"round {number}: {voted} had voted before the fault"
+
+
+def others_decide(swarm: LocalSwarm, victim: Peer, number: int, hit_at: float) -> None:
+    """The others end the round the same way within twice the limits, and commit the next ones."""
+    others = [peer for peer in swarm.peers if peer is not victim]
+    deadlines = swarm.manifest.deadlines
+    limit_s = 2 * (deadlines.exchange_s + deadlines.vote_s)
+    swarm.wait(
+        lambda: all(peer.decided(number) for peer in others),
+        limit_s + hit_at - time.time(),
+        f"the others decide round {number}",
+    )
+    ends = [peer.decided(number) or {} for peer in others]
+    assert len({(end["event"], end.get("digest")) for end in ends}) == 1, ends
+    attempts = 2 if any(peer.voted(number, attempt=1) for peer in others) else 1
+    committed = ends[0]["event"] == "round"
+    assert attempts == 2 or not committed or ends[0]["members"] == 3, "the victim was not in it"
+    seconds = max(end["time"] for end in ends) - hit_at
+    how = f"committed by {ends[0]['members']}" if committed else "void"
+    print(f"round {number}: {how} in attempt {attempts}, {seconds:.1f} s after the fault")
+    swarm.wait_for_rounds(2, 120, of=others)
+    print(f"the others have committed two more {time.time() - hit_at:.1f} s after the fault")
+    swarm.assert_equal_chains()
+
+
+def comes_back(swarm: LocalSwarm, victim: Peer, after_round: int) -> None:
+    """The victim's progress enters a record again, on the chain of the others."""
+    began = time.time()
+    line = swarm.wait_for_counted(victim, after_round=after_round, limit_s=BACK_LIMIT_S)
+    print(f"{victim.name} contributes to round {line['round']} {time.time() - began:.1f} s later")
+    swarm.wait_for_rounds(1, 120)
+    swarm.assert_equal_chains()
+
+
+def newest_round(swarm: LocalSwarm) -> int:
+    return max(swarm.chain())
+
+
+@pytest.mark.swarm
+@pytest.mark.faults
+@pytest.mark.timeout(600)
+def test_a_peer_killed_in_mid_exchange_is_left_out_and_resumes_from_its_snapshot(
+    start_swarm: StartSwarm,
+) -> None:
+    swarm = swarm_of_three(start_swarm)
+    victim = swarm.peers[2]
+    number = wait_for_mid_exchange(swarm, victim)
+    hit_at = time.time()
+    swarm.kill(victim)
+    assert_in_the_middle(swarm, number)
+    gone_s = swarm.wait_until_gone(victim)
+    print(f"killed in round {number}; all its processes were gone {gone_s:.1f} s later")
+    others_decide(swarm, victim, number, hit_at)
+    swarm.restart(victim)
+    comes_back(swarm, victim, newest_round(swarm))
+    assert "going on from the snapshot" in victim.log_text()
+
+
+@pytest.mark.swarm
+@pytest.mark.timeout(600)
+def test_a_peer_frozen_in_mid_exchange_is_left_out_and_catches_up_when_it_thaws(
+    start_swarm: StartSwarm,
+) -> None:
+    swarm = swarm_of_three(start_swarm)
+    victim = swarm.peers[2]
+    number = wait_for_mid_exchange(swarm, victim)
+    hit_at = time.time()
+    frozen = victim.processes()
+    send_signal(frozen, signal.SIGSTOP)
+    assert_in_the_middle(swarm, number)
+    print(f"froze {', '.join(process.name for process in frozen)} in round {number}")
+    others_decide(swarm, victim, number, hit_at)
+    swarm.wait(lambda: time.time() - hit_at >= STOPPED_S, STOPPED_S, "three detection limits")
+    passed = newest_round(swarm)
+    send_signal(frozen, signal.SIGCONT)
+    comes_back(swarm, victim, passed)
+    assert victim.rounds[-1]["round"] > passed
+
+
+@pytest.mark.swarm
+@pytest.mark.timeout(600)
+def test_a_peer_whose_p2pd_is_killed_in_mid_exchange_starts_itself_again(
+    start_swarm: StartSwarm,
+) -> None:
+    swarm = swarm_of_three(start_swarm)
+    victim = swarm.peers[2]
+    began = victim.of_kind("training")[0]["time"]
+    swarm.wait(lambda: time.time() - began > 20.0, 60, "it has run long enough to start again")
+    number = wait_for_mid_exchange(swarm, victim)
+    hit_at = time.time()
+    os.kill(victim.p2pd().pid, signal.SIGKILL)
+    assert_in_the_middle(swarm, number)
+    others_decide(swarm, victim, number, hit_at)
+    comes_back(swarm, victim, newest_round(swarm))
+    assert "starting again from the snapshot" in victim.log_text()
+    assert len(victim.of_kind("training")) == 2

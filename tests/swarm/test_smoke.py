@@ -1,0 +1,35 @@
+"""The one swarm that every test run starts: two peers learn, agree, and give a checkpoint."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from tests.swarm.conftest import StartSwarm
+
+
+@pytest.mark.swarm
+@pytest.mark.smoke
+@pytest.mark.timeout(120)
+def test_two_peers_train_a_model_that_transformers_loads(start_swarm: StartSwarm) -> None:
+    swarm = start_swarm()
+    for _ in range(2):
+        swarm.add_peer()
+    swarm.wait_for_rounds(3, 60)
+    swarm.assert_equal_chains()
+    folder = swarm.folder / "export"
+    child = swarm.run_command(
+        "export", swarm.invite, str(folder), "--host", "127.0.0.1", limit_s=40
+    )
+    assert child.returncode == 0, child.last_line()
+    model = AutoModelForCausalLM.from_pretrained(folder, local_files_only=True)
+    logits = model(torch.arange(3, 19)[None]).logits
+    assert logits.shape == (1, 16, 384)
+    assert logits.isfinite().all()
+    facts = json.loads((folder / "dilocox.json").read_text())
+    assert facts["stages"][0]["digest"] in {
+        digest for seen in swarm.chain().values() for digest, _ in seen
+    } or (facts["stages"][0]["round"] > max(swarm.chain()))

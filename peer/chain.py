@@ -50,7 +50,7 @@ class ChainFollower:
         self.head = log.head()
         self.current = 0  # which of the paired buffers holds the current anchor
         self.last_record: RoundRecord | None = (
-            log.read(self.head.round) if self.head.round >= 0 else None
+            log.header(self.head.round) if self.head.round >= 0 else None
         )
         self.anchor_sha256 = anchor_sha256
         self.tokens_at_start = self._tokens_at(applied)
@@ -106,7 +106,7 @@ class ChainFollower:
         if not following:
             self._refresh()
             return
-        record = self._log.read(following[0])
+        record = self._log.header(following[0])
         if record is None:
             return
         with_own = self._sent_round() == record.round and record.member(self._own_id()) is not None
@@ -205,15 +205,15 @@ class ChainFollower:
 
     def _refresh(self) -> None:
         self.head: Head = self._log.head()
-        self.last_record = self._log.read(self.head.round) if self.head.round >= 0 else None
+        self.last_record = self._log.header(self.head.round) if self.head.round >= 0 else None
 
     def _tokens_at(self, round_number: int) -> int:
-        record = self._log.read(round_number) if round_number >= 0 else None
+        record = self._log.header(round_number) if round_number >= 0 else None
         return 0 if record is None else record.chain_tokens
 
     def _digest_after(self, fork_round: int) -> str:
         following = [number for number in self._log.rounds() if number > fork_round]
-        record = self._log.read(following[1]) if len(following) > 1 else None
+        record = self._log.header(following[1]) if len(following) > 1 else None
         return record.previous if record is not None else self.head.digest
 
     def _own_id(self) -> str:

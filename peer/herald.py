@@ -63,7 +63,7 @@ class Herald:
             digest=head.digest,
             tokens=0 if last is None else last.tokens,
             chain_tokens=head.chain_tokens,
-            record_bytes=0 if last is None else sum(len(mean) for mean in last.means),
+            record_bytes=head.record_bytes,
         )
         self._swarm.publish(stage_key(place.run, place.stage), hosting, self._lifetime_s)
         self._swarm.publish(claim_key(place.run, place.stage), claim, self._lifetime_s)

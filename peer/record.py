@@ -14,7 +14,7 @@ import hashlib
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, cast
 
 import torch
@@ -127,19 +127,13 @@ def parse_record(data: bytes, *, codec_for: Mapping[int, GroupCodec]) -> RoundRe
             codec, contributors who are no members, or bytes that are not canonical.
     """
     try:
-        header_bytes = int.from_bytes(data[:8], "little")
-        if header_bytes > MAX_HEADER_BYTES or header_bytes + 8 > len(data):
-            raise RecordRefused(f"its header claims {header_bytes} bytes of {len(data)}")
-        outer = json.loads(data[8 : 8 + header_bytes])
-        header = cast("dict[str, Any]", json.loads(outer["__metadata__"]["record"]))
+        header = parse_header(data)
         tensors = load(data)
-        members = tuple(Contribution(**member) for member in header.pop("members"))
-        parts = tuple(_part(facts) for facts in header.pop("parts"))
         means = tuple(
             tensors[_tensor_name(index)].numpy().tobytes() if part.stop > part.start else b""
-            for index, part in enumerate(parts)
+            for index, part in enumerate(header.parts)
         )
-        record = RoundRecord(members=members, parts=parts, means=means, **header)
+        record = replace(header, means=means)
         _check(record, codec_for)
         canonical = record.to_bytes() == data
     except RecordRefused:
@@ -149,6 +143,18 @@ def parse_record(data: bytes, *, codec_for: Mapping[int, GroupCodec]) -> RoundRe
     if not canonical:
         raise RecordRefused("its bytes are not canonical")
     return record
+
+
+def parse_header(data: bytes) -> RoundRecord:
+    """The record without its means, from its first bytes; for what was checked before."""
+    header_bytes = int.from_bytes(data[:8], "little")
+    if header_bytes > MAX_HEADER_BYTES or header_bytes + 8 > len(data):
+        raise RecordRefused(f"its header claims {header_bytes} bytes of {len(data)}")
+    outer = json.loads(data[8 : 8 + header_bytes])
+    header = cast("dict[str, Any]", json.loads(outer["__metadata__"]["record"]))
+    members = tuple(Contribution(**member) for member in header.pop("members"))
+    parts = tuple(_part(facts) for facts in header.pop("parts"))
+    return RoundRecord(members=members, parts=parts, means=(), **header)
 
 
 def _part(facts: dict[str, Any]) -> Part:

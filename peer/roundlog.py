@@ -1,9 +1,10 @@
 """The round log on disk: the newest records of one stage's chain, each with its certificate.
 
-A folder with three kinds of file: `<round>.record` (see record.py), `<round>.certificate` (the
-signed votes that committed it, written first, so that a record on disk always has one) and
+A folder with three kinds of file: `<round>-<digest>.record` (see record.py), `<round>.certificate`
+(the signed votes that committed it, written first, so that a record on disk always has one) and
 `<round>-<attempt>.vote` (this peer's own vote, on disk before it leaves, so that a restarted peer
-cannot vote twice).
+cannot vote twice). A record is checked when it is added, and against the digest in its name when
+it is read; where only its header matters, only that is read.
 """
 
 from __future__ import annotations
@@ -14,7 +15,16 @@ from pathlib import Path
 
 from dilocox.compression.codec import GroupCodec
 from dilocox.peer.files import make_folder, write_atomically
-from dilocox.peer.record import RecordRefused, RoundRecord, digest_of, parse_record
+from dilocox.peer.record import (
+    MAX_HEADER_BYTES,
+    RecordRefused,
+    RoundRecord,
+    digest_of,
+    parse_header,
+    parse_record,
+)
+
+HEADER_BYTES = MAX_HEADER_BYTES + 8
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,6 +34,7 @@ class Head:
     round: int
     digest: str
     chain_tokens: int
+    record_bytes: int
 
 
 class RoundLog:
@@ -32,46 +43,61 @@ class RoundLog:
     def __init__(self, folder: Path, *, manifest_digest: str, codecs: Mapping[int, GroupCodec]):
         self._folder = folder
         self._codecs = codecs
-        self._root = Head(round=-1, digest=manifest_digest, chain_tokens=0)
+        self._root = Head(round=-1, digest=manifest_digest, chain_tokens=0, record_bytes=0)
         make_folder(folder)
 
     def rounds(self) -> list[int]:
         """The rounds whose records are here, in chain order."""
-        return sorted(int(path.stem) for path in self._folder.glob("*.record"))
+        return sorted(self._records())
 
     def read(self, round_number: int) -> RoundRecord | None:
         """The record of a round, checked, or None if it is not here."""
         data = self.read_bytes(round_number)
         return None if data is None else parse_record(data, codec_for=self._codecs)
 
+    def header(self, round_number: int) -> RoundRecord | None:
+        """The record of a round without its means, or None if it is not here."""
+        path = self._records().get(round_number)
+        data = None if path is None else _read(path, HEADER_BYTES)
+        return None if data is None else parse_header(data)
+
     def read_bytes(self, round_number: int) -> bytes | None:
-        """The bytes of a record, or None if it is not here."""
-        return _read(self._record_path(round_number))
+        """The bytes of a record, or None if it is not here.
+
+        Raises:
+            RecordRefused: the file is not what its name says.
+        """
+        path = self._records().get(round_number)
+        data = None if path is None else _read(path)
+        if path is not None and data is not None and digest_of(data) != _digest(path):
+            raise RecordRefused(f"{path}: damaged on disk; remove it to fetch it again")
+        return data
 
     def certificate(self, round_number: int) -> bytes | None:
         """The votes that committed a record."""
-        return _read(self._record_path(round_number).with_suffix(".certificate"))
+        return _read(self._certificate_path(round_number))
 
     def find(self, digest: str) -> int | None:
         """The round whose record has this digest (-1 for the manifest), None if it is not here."""
         if digest == self._root.digest:
             return self._root.round
-        for round_number in reversed(self.rounds()):
-            data = self.read_bytes(round_number)
-            if data is not None and digest_of(data) == digest:
-                return round_number
-        return None
+        return next((n for n, path in self._records().items() if _digest(path) == digest), None)
 
     def head(self) -> Head:
         """The newest record."""
-        rounds = self.rounds()
-        if not rounds:
+        records = self._records()
+        if not records:
             return self._root
-        data = self.read_bytes(rounds[-1])
-        if data is None:
-            raise RecordRefused(f"{self._record_path(rounds[-1])} vanished while it was read")
-        record = parse_record(data, codec_for=self._codecs)
-        return Head(round=record.round, digest=digest_of(data), chain_tokens=record.chain_tokens)
+        newest = max(records)
+        header = self.header(newest)
+        if header is None:
+            raise RecordRefused(f"{records[newest]} vanished while it was read")
+        return Head(
+            round=newest,
+            digest=_digest(records[newest]),
+            chain_tokens=header.chain_tokens,
+            record_bytes=records[newest].stat().st_size,
+        )
 
     def append(self, data: bytes, certificate: bytes) -> RoundRecord:
         """Add the next record of the chain.
@@ -93,29 +119,24 @@ class RoundLog:
         return record
 
     def start_from(self, data: bytes, certificate: bytes) -> RoundRecord:
-        """Forget everything and begin with this record (after a state was taken from a peer)."""
+        """Begin with this record and forget all others (after a state was taken from a peer)."""
         record = parse_record(data, codec_for=self._codecs)
-        self.truncate(-1)
+        others = [path for path in self._records().values() if _digest(path) != digest_of(data)]
         self._write(record.round, data, certificate)
+        for path in others:
+            path.unlink(missing_ok=True)
         return record
 
-    def truncate(self, last: int) -> None:
-        """Remove the records after round `last`, newest first, so that the rest stays a chain."""
-        for round_number in reversed(self.rounds()):
-            if round_number > last:
-                self._record_path(round_number).unlink(missing_ok=True)
-                self._record_path(round_number).with_suffix(".certificate").unlink(missing_ok=True)
-
     def prune(self, keep: int) -> None:
-        """Keep only the newest records, and no vote older than they are."""
-        rounds = self.rounds()
-        for round_number in rounds[:-keep]:
-            self._record_path(round_number).unlink(missing_ok=True)
-            self._record_path(round_number).with_suffix(".certificate").unlink(missing_ok=True)
-        oldest = rounds[-keep:][0] if rounds else 0
-        for path in self._folder.glob("*.vote"):
-            if int(path.stem.split("-")[0]) < oldest:
-                path.unlink(missing_ok=True)
+        """Keep only the newest records, and no certificate or vote older than they are."""
+        records = self._records()
+        kept = sorted(records)[-keep:]
+        for round_number in records.keys() - set(kept):
+            records[round_number].unlink(missing_ok=True)
+        for pattern in ("*.certificate", "*.vote"):
+            for path in self._folder.glob(pattern):
+                if kept and int(path.stem.split("-")[0]) < kept[0]:
+                    path.unlink(missing_ok=True)
 
     def save_vote(self, round_number: int, attempt: int, vote: bytes) -> None:
         """Put this peer's vote on disk; call it before the vote leaves."""
@@ -126,19 +147,26 @@ class RoundLog:
         return _read(self._vote_path(round_number, attempt))
 
     def _write(self, round_number: int, data: bytes, certificate: bytes) -> None:
-        path = self._record_path(round_number)
-        write_atomically(path.with_suffix(".certificate"), certificate)
-        write_atomically(path, data)
+        write_atomically(self._certificate_path(round_number), certificate)
+        write_atomically(self._folder / f"{round_number:08d}-{digest_of(data)}.record", data)
 
-    def _record_path(self, round_number: int) -> Path:
-        return self._folder / f"{round_number:08d}.record"
+    def _records(self) -> dict[int, Path]:
+        return {int(path.stem.split("-")[0]): path for path in self._folder.glob("*.record")}
+
+    def _certificate_path(self, round_number: int) -> Path:
+        return self._folder / f"{round_number:08d}.certificate"
 
     def _vote_path(self, round_number: int, attempt: int) -> Path:
         return self._folder / f"{round_number:08d}-{attempt}.vote"
 
 
-def _read(path: Path) -> bytes | None:
+def _digest(record_path: Path) -> str:
+    return record_path.stem.split("-")[1]
+
+
+def _read(path: Path, limit: int = -1) -> bytes | None:
     try:
-        return path.read_bytes()
+        with path.open("rb") as file:
+            return file.read(limit)
     except FileNotFoundError:
         return None

@@ -53,6 +53,7 @@ from dilocox.peer.transport import PeerTransport, UploadLimit
 
 PREPARE_LIMIT_S = 30.0
 CLOSE_GRACE_S = 3.0
+RECORDS_NEEDED = 4  # whoever takes our state needs the record it stands on, and those since
 ATTEMPTS_KEPT = 4  # so that members can fetch averaged parts and votes after the end
 
 
@@ -182,6 +183,12 @@ class StageAverager(PeerService, DecentralizedAverager):
         self._outer_pipe.send(("_serve", [], request))
         return future
 
+    def run_in_background(self, await_ready: bool = True, timeout: float | None = None) -> None:
+        """Start without hivemind's SIGINT handling: Ctrl-C belongs to the trainer's process."""
+        self.start()
+        if await_ready:
+            self.wait_until_ready(timeout)
+
     # ---- in the averaging process: life ----------------------------------------------------------
     def run(self) -> None:
         """Serve until the trainer's process ends."""
@@ -301,7 +308,8 @@ class StageAverager(PeerService, DecentralizedAverager):
     async def _log_if_committed(self, result: AttemptResult) -> AttemptResult:
         if result.record is not None and result.certificate is not None:
             await self.in_pool(self.log.append, result.record, result.certificate)
-            await self.in_pool(self.log.prune, self.config.manifest.rounds.records_kept)
+            kept = max(self.config.manifest.rounds.records_kept, RECORDS_NEEDED)
+            await self.in_pool(self.log.prune, kept)
         return result
 
     # ---- in the averaging process: records and states --------------------------------------------

@@ -218,8 +218,8 @@ def peer(
     data: Annotated[
         str,
         typer.Option(
-            help="Train on these files instead of the run's data: a folder, file or glob of the "
-            "manifest's format.",
+            help="Train on these files instead of the run's data: a folder, file or glob; .txt, "
+            ".jsonl and .parquet say their format, others have the run's, or are text.",
             envvar=_env("data"),
         ),
     ] = "",

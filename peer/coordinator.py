@@ -57,7 +57,7 @@ class Coordinator(threading.Thread):
         driver: ExchangeDriver,
         alone: AloneWatch,
         events: EventQueue,
-        lease: PartLease,
+        lease: PartLease | None,
     ):
         super().__init__(name="coordinator", daemon=True)
         self._place = place
@@ -70,19 +70,26 @@ class Coordinator(threading.Thread):
         self._alone = alone
         self._lease = lease
         self._closing = threading.Event()
-        self._leaving = False
+        self._leaving = self._part_finished = False
         self._published_at = self._looked_at = float("-inf")
         self._pending_send: tuple[int, float, int] | None = None
         self.events = events
         self._rounds = RoundKeeper(place.me)
         self.joined = threading.Event()
         self.progress = LoopProgress()
-        self.data_part: tuple[int, int] = (lease.part, 0)
+        self.data_part: tuple[int, int] = (0, 0) if lease is None else (lease.part, 0)
         self.heard_val_loss: tuple[int, float] | None = None
 
     @classmethod
     def of(
-        cls, place: Place, joined: Joined, *, averager: StageAverager, log: RoundLog, merge: Merge
+        cls,
+        place: Place,
+        joined: Joined,
+        *,
+        averager: StageAverager,
+        log: RoundLog,
+        merge: Merge,
+        lease: PartLease | None,
     ) -> Coordinator:
         """The coordinator of a peer, with what it drives."""
         deadlines = place.manifest.deadlines
@@ -111,13 +118,6 @@ class Coordinator(threading.Thread):
         )
         for round_number, send in merge.fly.items():
             driver.resume(round_number, send.tokens)
-        lease = PartLease(
-            swarm=joined.swarm,
-            run=place.run,
-            me=place.me,
-            parts=place.manifest.data.parts,
-            lifetime_s=deadlines.record_lifetime_s,
-        )
         return cls(
             place=place,
             dht=joined.dht,  # pyright: ignore[reportUnknownMemberType, reportUnknownArgumentType]
@@ -174,6 +174,10 @@ class Coordinator(threading.Thread):
         """Nothing is sent in this round; the next one begins."""
         self._rounds.end(round_number)
 
+    def finish_part(self) -> None:
+        """The part of the data was read to its end: another one is leased at the next heartbeat."""
+        self._part_finished = True
+
     def leave(self) -> None:
         """The loop has ended: tell the others, and start no new round."""
         self._leaving = True
@@ -228,6 +232,7 @@ class Coordinator(threading.Thread):
             # training begins when nobody has a record that this peer lacks
             if answered and not self._chain.busy and not self._chain.behind(view):
                 self._rounds.start(view, self._chain.head.round)
+                self._renew_lease()
                 self.joined.set()
                 self._published_at = float("-inf")
         elif not self._leaving:
@@ -238,6 +243,7 @@ class Coordinator(threading.Thread):
                     self._clock.time(),
                     inner_steps=self.inner_steps,
                     tokens=self.progress.unsent_tokens,
+                    undecided=self._pending_send is not None or self._driver.sent_round is not None,
                 )
             )
 
@@ -254,14 +260,22 @@ class Coordinator(threading.Thread):
         if training:
             herald.tell_replica(replica_record(place, self.round, progress))
             herald.ring(self._rounds.bell)
-            if self._lease.renew(progress.position):
-                self.data_part = (self._lease.part, self._lease.position)
+            self._renew_lease()
         self._alone.observe(
             time.monotonic(),
             others_in_view=len(set(herald.view.counted()) - {place.me}),
             bootstrap_answered=herald.bootstrap_answers(BOOTSTRAP_LIMIT_S),
         )
         check_use(self._pids(), place.memory_limit_bytes)
+
+    def _renew_lease(self) -> None:
+        if self._lease is None:
+            return
+        if self._part_finished:
+            self._part_finished = False
+            self._lease.finished()
+        if self._lease.renew(self.progress.position):
+            self.data_part = (self._lease.part, self._lease.position)
 
     def _pids(self) -> list[int]:
         dht_pid = cast("int | None", self._dht.pid)  # pyright: ignore[reportUnknownMemberType]

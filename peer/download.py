@@ -119,7 +119,7 @@ async def _from_peer(
                 momentum=momentum,
             )
             record = log.start_from(state.record, state.certificate)
-        except catchup.NoState:  # so its log still reaches back to the initial weights
+        except ConnectionError:  # no state, so its log still reaches back to the initial weights
             module = build_stage(manifest.model, stage, manifest.stages, manifest.seed)
             anchor.copy_(flatten_parameters(module, layout))
         reach = await catchup.catch_up(transport, log, peer, digest, check=check)

@@ -294,8 +294,9 @@ class Attempt:
         return None
 
     async def _keep_mean(self, mean: Mean) -> None:
-        if not mean.contributors or not set(mean.contributors) <= set(self._weight):
-            raise ShareRefused("an averaged part names no members, or strangers")
+        names = set(mean.contributors)
+        if not names or not names <= set(self._weight) or sorted(names) != list(mean.contributors):
+            raise ShareRefused("an averaged part names nobody, strangers, or somebody twice")
         if mean.part not in self._means:
             size = self._part_size(mean.part)
             await self._compute(decode, self._setup.codec, mean.payload, size)

@@ -20,11 +20,21 @@ MAX_TRIES = 8  # reads of the DHT for one new lease; after that parts are shared
 class PartLease:
     """The part of the data that this head reads."""
 
-    def __init__(self, *, swarm: Swarm, run: str, me: str, parts: int, lifetime_s: float):
+    def __init__(
+        self,
+        *,
+        swarm: Swarm,
+        run: str,
+        me: str,
+        parts: int,
+        lifetime_s: float,
+        first: int | None = None,
+    ):
+        """`first`: the part to try first, that of the snapshot."""
         self._swarm = swarm
         self._run = run
         self._me = me
-        self._order = sorted(range(parts), key=lambda part: _rank(me, part))
+        self._order = sorted(range(parts), key=lambda part: (part != first, _rank(me, part)))
         self._lifetime_s = lifetime_s
         self._tried = 0
         self.part = self._order[0]

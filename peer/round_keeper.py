@@ -65,16 +65,29 @@ class RoundKeeper:
         return bells_to_read(self.round, view.replicas.values())
 
     def follow(
-        self, view: SwarmView, own: ReplicaRecord, now: float, *, inner_steps: int, tokens: int
+        self,
+        view: SwarmView,
+        own: ReplicaRecord,
+        now: float,
+        *,
+        inner_steps: int,
+        tokens: int,
+        undecided: bool,
     ) -> BellRecord | None:
-        """Move with the others, ring when it is time; a new or changed bell to publish."""
+        """Move with the others, ring when it is time; a new or changed bell to publish.
+
+        A head does not ring while its last send is `undecided`: it trains on, and the round lasts
+        as long as the exchange. If it rang, it would have to skip the send of this round, and two
+        heads that skip in turn would never meet.
+        """
         with self._lock:
             before = self._bell
             rung = [number for number, bells in view.bells.items() if bells]
             newest = current_round(self.round, rung=rung)
             if newest != self.round:
                 self._go_to(newest)
-            if must_ring(own.inner_step, inner_steps, rung=self._bell is not None):
+            rung_before = self._bell is not None
+            if not undecided and must_ring(own.inner_step, inner_steps, rung=rung_before):
                 self._bell = BellRecord(
                     round=self.round,
                     finished_at=now,

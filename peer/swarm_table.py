@@ -47,6 +47,7 @@ class SwarmTable:
                         f"{shown_loss(line['train_loss'])}, validation loss {losses[number]:.4f}, "
                         f"digest {line['digest'][:12]}",
                         highlight=False,
+                        soft_wrap=True,  # one line, however long
                     )
 
     def _table(self, peers: Sequence[WatchedPeer]) -> Table:

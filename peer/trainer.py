@@ -33,7 +33,7 @@ from dilocox.pipeline.stage import StageModule
 
 logger = logging.getLogger(__name__)
 
-LEAVE_LIMIT_S = 10.0  # how long a leaving peer waits for the exchange in flight
+LEAVE_LIMIT_S = 6.0  # how long a leaving peer waits for the exchange in flight
 CATCH_UP_LIMIT_S = 60.0  # how long a round's end waits for records that are being applied
 POLL_S = 0.1
 
@@ -79,6 +79,7 @@ class Trainer:
         # learning rate would fall back by a whole record.
         self._chain_tokens = coordinator.tokens_at_start
         self._part: int | None = None
+        self._first_epoch = 0
         self._data_state = snapshots.data_state() if snapshots.found else {}
         self._codecs = codecs_of(manifest)
         self._takes_at_once = manifest.outer.apply == "arrival" or manifest.outer.merge == "none"
@@ -139,13 +140,13 @@ class Trainer:
             self._follow_lease()
             self._publish()
             if self._manifest.outer.merge == "none":
-                self._wait_for_outcome(self._coordinator.outcome_limit_s)
+                self._wait_for_outcome(self._coordinator.outcome_limit_s, self._stop)
 
     def _leave(self) -> None:
         """Finish or abandon the exchange in flight, and keep everything on disk."""
         self._tally.state = "leaving"
         self._coordinator.leave()
-        self._wait_for_outcome(LEAVE_LIMIT_S)
+        self._wait_for_outcome(LEAVE_LIMIT_S, threading.Event())
         self._snapshot()
         self._publish(force=True)
 
@@ -161,9 +162,9 @@ class Trainer:
                 self._tally.report_round()
             wait_s = 0.0
 
-    def _wait_for_outcome(self, limit_s: float) -> None:
+    def _wait_for_outcome(self, limit_s: float, stop: threading.Event) -> None:
         end = time.monotonic() + limit_s
-        while self._merge.fly and time.monotonic() < end:
+        while self._merge.fly and time.monotonic() < end and not stop.is_set():
             self._take_events(wait_s=POLL_S)
             self._publish()
 
@@ -257,11 +258,13 @@ class Trainer:
         """Read the part of the data that this peer holds a lease on."""
         part, position = self._coordinator.data_part
         if part == self._part:
+            if self._corpus.epoch > self._first_epoch:
+                self._coordinator.finish_part()
             return
         state, self._data_state = self._data_state, {}
         if state.get("part") != part or not self._corpus.load_state_dict(state):
             self._corpus.open_part(part, position)
-        self._part = part
+        self._part, self._first_epoch = part, self._corpus.epoch
 
     def _merge_tokens(self) -> int:
         """The run's tokens as this peer knows them: the chain's, and its own since."""

@@ -90,7 +90,7 @@ class UploadLimit:
         self._free_at = 0.0
 
     async def spend(self, count: int, *, first: bool) -> None:
-        """Wait until `count` more bytes may leave; those that are not `first` wait for an idle link."""
+        """Wait until `count` more bytes may leave; who is not `first` waits for an idle link."""
         if self._rate is None:
             return
         while not first and (wait_s := self._free_at - time.monotonic()) > 0:

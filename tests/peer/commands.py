@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import signal
@@ -92,8 +93,14 @@ class Command:
 
     def close(self) -> None:
         """For the end of a test, however it went."""
-        send_signal(self.family(), signal.SIGKILL)
+        self.family()
+        self.process.kill()
         self.process.wait(10)
+        with contextlib.suppress(AssertionError):  # the test has said so, if it matters
+            self.clean_within(AFTER_KILL_S)
+        send_signal(self.family(), signal.SIGKILL)
+        for path in shared_memory(self._seen):
+            Path(path).unlink(missing_ok=True)
         shutil.rmtree(self.temporary, ignore_errors=True)
 
 

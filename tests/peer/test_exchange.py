@@ -11,6 +11,7 @@ import torch
 
 from dilocox.compression.codec import PayloadRefused
 from dilocox.dht.identity import Identity
+from dilocox.peer.ballots import excluded_by
 from dilocox.peer.members import AttemptResult, Mean, ShareRefused
 from dilocox.peer.record import digest_of, own_contribution, parse_record
 from dilocox.peer.vote import Verdict
@@ -74,6 +75,9 @@ def test_a_member_dead_from_the_start_voids_the_attempt_within_its_deadlines(
     assert verdicts(results) == {Verdict.VOID}
     seconds = max(result.seconds for result in results if result)
     assert seconds < 2 * (0.3 + 0.6)  # silence and vote; the exchange's own deadline is not needed
+    aborts = [result.aborts for result in results if result]
+    blamed = excluded_by(aborts, run="run", stage=0, round_number=3)
+    assert blamed == [group.peers[victim]], "the repeated attempt leaves out a sound member"
 
 
 def test_a_reducer_that_dies_after_serving_one_member_still_commits_on_all_others(

@@ -49,8 +49,10 @@ class _Handle:
         return self._dht.read(key)
 
 
-def head(dht: Dht, peer: str, parts: int = 8) -> PartLease:
-    return PartLease(swarm=dht.of(peer), run="run", me=peer, parts=parts, lifetime_s=LIFETIME_S)
+def head(dht: Dht, peer: str, parts: int = 8, first: int | None = None) -> PartLease:
+    return PartLease(
+        swarm=dht.of(peer), run="run", me=peer, parts=parts, lifetime_s=LIFETIME_S, first=first
+    )
 
 
 def test_heads_that_come_one_by_one_take_different_parts_and_keep_them() -> None:
@@ -82,7 +84,8 @@ def test_of_two_that_took_a_part_at_once_the_smaller_id_keeps_it() -> None:
     dht = Dht()
     first, second = head(dht, small), head(dht, large)
     dht.answers = False  # neither sees the other
-    first.renew(0), second.renew(0)
+    first.renew(0)
+    second.renew(0)
     assert first.part == second.part
     dht.answers = True
     kept = first.part
@@ -129,6 +132,19 @@ def test_a_part_whose_head_is_gone_is_free_after_its_expiry_and_goes_on_where_it
     }
     heir.renew(0)
     assert heir.part != gone.part
+
+
+def test_a_restarted_head_takes_the_part_of_its_snapshot_if_it_is_still_free() -> None:
+    dht = Dht()
+    for part in range(8):
+        lease = head(Dht(), "a", first=part)
+        lease.renew(0)
+        assert lease.part == part
+    other = head(dht, "b")
+    other.renew(0)
+    back = head(dht, "a", first=other.part)
+    back.renew(0)
+    assert back.part != other.part
 
 
 def test_a_head_tells_how_far_it_has_read_its_own_part() -> None:

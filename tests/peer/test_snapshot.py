@@ -60,10 +60,9 @@ def test_a_snapshot_comes_back_as_it_was_written(tmp_path: Path) -> None:
 
 
 def test_only_the_newest_is_kept(tmp_path: Path) -> None:
-    for round_number in range(3):
-        final = write_snapshot(tmp_path, made(round_number))
+    written = [write_snapshot(tmp_path, made(round_number)) for round_number in range(3)]
     assert names(tmp_path) == ["00000002"]
-    assert newest(tmp_path) == final
+    assert newest(tmp_path) == written[-1]
     found = read_snapshot(tmp_path, layout=LAYOUT)
     assert found is not None and found.round == 2
 

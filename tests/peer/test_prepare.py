@@ -1,0 +1,51 @@
+"""What a peer sets up: which text `--data` means, which device there is."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from dilocox.dht.errors import InvalidInput
+from dilocox.dht.manifest import DataSpec
+from dilocox.peer.prepare import chosen_device, own_data
+from dilocox.peer.sources import open_source
+
+
+@pytest.mark.parametrize(
+    ("run_format", "option", "format_of_option"),
+    [
+        ("stdlib", "notes.txt", "text"),
+        ("stdlib", "folder", "text"),
+        ("stdlib", "rows.jsonl", "json"),
+        ("json", "folder", "json"),
+        ("json", "notes.txt", "text"),
+        ("parquet", "*.parquet", "parquet"),
+        ("text", "README.md", "text"),
+    ],
+)
+def test_own_data_is_read_in_the_format_of_its_ending_else_of_the_run_else_as_text(
+    run_format: Any, option: str, format_of_option: str
+) -> None:
+    source = "stdlib" if run_format == "stdlib" else "data"
+    run = DataSpec(source=source, format=run_format, parts=3)
+    spec = own_data(run, option)
+    assert (spec.source, spec.format, spec.parts) == (option, format_of_option, 1)
+    assert own_data(run, "") is run
+
+
+def test_own_files_are_what_is_trained_on_in_a_run_on_the_standard_library(tmp_path: Path) -> None:
+    for number in range(40):
+        (tmp_path / f"{number}.txt").write_text(f"secret garden {number}\n" * 300)
+    source = open_source(own_data(DataSpec(parts=1), str(tmp_path)))
+    document = source.part(0, "order").read()
+    assert document is not None and b"secret garden" in document
+
+
+def test_a_device_that_is_not_here_is_named_with_the_mend() -> None:
+    assert chosen_device("cpu") == torch.device("cpu")
+    assert chosen_device("auto").type == ("cuda" if torch.cuda.is_available() else "cpu")
+    with pytest.raises(InvalidInput, match=r"--device abacus: .*; choose cpu or auto"):
+        chosen_device("abacus")

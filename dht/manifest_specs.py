@@ -122,8 +122,9 @@ class CodecSpec(Section):
 class RoundSpec(Section):
     """The length of a round.
 
-    inner_steps: inner steps of the first rounds; later ones adapt between the bounds.
-    min_inner_steps, max_inner_steps: a quarter and four times of that if left out.
+    inner_steps: H, inner steps of a round.
+    min_inner_steps, max_inner_steps: bounds for what a record may name as the next H; a quarter
+        and four times of inner_steps if left out.
     max_age: unsent progress older than this many records is dropped.
     records_kept: records that every peer keeps for those who missed them.
     """

@@ -45,6 +45,7 @@ from dilocox.dht.reach import check_ports, reachable_bootstraps
 logger = logging.getLogger(__name__)
 
 CLOSE_GRACE_S = 4.0
+ANSWER_LIMIT_S = 2.0  # a frozen node keeps every search that meets it waiting for so long
 START_MARGIN_S = 5.0
 POLL_S = 0.2
 CLEANUP_PATIENCE_S = 3.0
@@ -123,6 +124,7 @@ class RunDHT(DHT):
             start=False,
             record_validators=[validator],
             client_mode=options.client_mode,
+            wait_timeout=ANSWER_LIMIT_S,
             # A peer that comes back is the same node; else its old one answers stores a second time
             # with "I have that already", which looks like a refusal.
             node_id=DHTID.generate(source=peer_id),

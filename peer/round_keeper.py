@@ -34,18 +34,19 @@ class RoundKeeper:
         self.round = 0
 
     # ---- the training loop -----------------------------------------------------------------------
-    def send_due(self, now: float) -> float | None:
-        """The time of the group if the send is to be taken at this inner step."""
+    def send_due(self, now: float) -> tuple[int, float] | None:
+        """The round and the time of its group if the send is to be taken at this inner step."""
         with self._lock:
             times = self._schedule
             if times is None or (self._bell is None and now < times.send_after):
                 return None
-            return times.scheduled_at
+            return self.round, times.scheduled_at
 
     def end(self, round_number: int) -> None:
         """The send of this round was taken, or skipped."""
         with self._lock:
-            self._go_to(max(self.round, round_number + 1))
+            if round_number >= self.round:  # else the others' bells have led on already
+                self._go_to(round_number + 1)
 
     # ---- the coordinator -------------------------------------------------------------------------
     @property

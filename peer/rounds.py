@@ -8,7 +8,7 @@ at their next inner step. So nobody waits for the slowest, and nobody meets an e
 
     q    half of the replicas known from their records, rounded up, at least 2 where 2 are known
     T_R  finish of the q-th + grace + the longest inner step that the replicas state + 2 s;
-         now + 2 s once all known replicas have rung
+         now + that inner step + 2 s once all known replicas have rung
 
 A head that has rung, sees q bells and finds no T_R writes it into its bell, with the end of the
 grace; all use the smallest T_R they find. Pure rules over records: `now_s` is run time
@@ -115,30 +115,35 @@ class RoundView:
         reason: when all have rung, nobody needs the rest of the grace.
         """
         rung = self.rung(now_s)
-        if me not in rung or len(rung) < self._quorum:
+        if me not in rung or not self.reached(now_s):
             return None
         found = self.schedule(now_s)
-        soonest = now_s + self.clock.notice_s
+        round_s = self._round_s(rung)
+        # who has rung trains on: it takes its send only at the end of the inner step it is in
+        soonest = now_s + min(self._step_s(round_s) + self.clock.notice_s, self.clock.horizon_s)
         if self.replicas.keys() <= rung.keys():
             if found is not None and found.scheduled_at <= soonest:
                 return None
             return Schedule(send_after=now_s, scheduled_at=soonest)
-        return self._after_grace(rung, soonest) if found is None else None
+        return self._after_grace(rung, round_s, soonest, now_s) if found is None else None
 
-    def send_due(self, now_s: float, *, rung: bool) -> bool:
-        """Whether the send of this round is taken at this inner step; `rung`: by this replica."""
-        times = self.schedule(now_s)
-        return times is not None and (rung or now_s >= times.send_after)
-
-    def _after_grace(self, rung: Mapping[str, BellRecord], soonest: float) -> Schedule:
-        first = sorted(rung.values(), key=lambda bell: bell.finished_at)[: self._quorum]
-        round_s = self.clock.bounded(median_low(bell.round_s for bell in first))
-        send_after = first[-1].finished_at + self.clock.grace_share * round_s
-        step_s = min(max(replica.step_s for replica in self.replicas.values()), round_s)
-        wanted = send_after + max(step_s, 0.0) + self.clock.notice_s
-        latest = soonest - self.clock.notice_s + self.clock.horizon_s
-        scheduled_at = min(max(wanted, soonest), latest)
+    def _after_grace(
+        self, rung: Mapping[str, BellRecord], round_s: float, soonest: float, now_s: float
+    ) -> Schedule:
+        finishes = sorted(bell.finished_at for bell in rung.values())
+        send_after = finishes[self._quorum - 1] + self.clock.grace_share * round_s
+        wanted = send_after + self._step_s(round_s) + self.clock.notice_s
+        scheduled_at = min(max(wanted, soonest), now_s + self.clock.horizon_s)
         return Schedule(send_after=min(send_after, scheduled_at), scheduled_at=scheduled_at)
+
+    def _round_s(self, rung: Mapping[str, BellRecord]) -> float:
+        """How long the round took the first q heads, by the lower median."""
+        first = sorted(rung.values(), key=lambda bell: bell.finished_at)[: self._quorum]
+        return self.clock.bounded(median_low(bell.round_s for bell in first))
+
+    def _step_s(self, round_s: float) -> float:
+        """The longest inner step that the replicas state; one absurd record delays nobody."""
+        return max(0.0, min(max(replica.step_s for replica in self.replicas.values()), round_s))
 
     @property
     def _quorum(self) -> int:
@@ -154,14 +159,13 @@ def must_ring(inner_steps_done: int, inner_steps: int, *, rung: bool) -> bool:
     return not rung and inner_steps_done >= inner_steps
 
 
-def current_round(own: int, *, rung: Iterable[int] = (), reached: Iterable[int] = ()) -> int:
+def current_round(own: int, *, rung: Iterable[int] = ()) -> int:
     """The round of a replica that was in round `own`; never an earlier one.
 
     `rung`: rounds of which a bell is in view. One bell R proves that bell R-1 reached its quorum,
-    so a replica in an earlier round goes to R at once and keeps its steps. `reached`: rounds whose
-    bell reached its quorum; pass it once the send of R was taken or skipped, not before.
+    so a replica in an earlier round goes to R at once and keeps its steps.
     """
-    return max([own, *rung, *(number + 1 for number in reached)])
+    return max([own, *rung])
 
 
 def first_round(
@@ -184,11 +188,6 @@ def bells_to_read(own: int, replicas: Iterable[ReplicaRecord]) -> list[int]:
     stated = {replica.round for replica in replicas}
     ahead = {number for stating in stated for number in (stating - 1, stating) if number > own}
     return [*sorted(ahead - {own + 1}, reverse=True)[: BELLS_READ - 2], own + 1, own]
-
-
-def round_length(named: Iterable[int], last_known: int) -> int:
-    """H of a replica: the largest that its stages' records name, else the last it knew."""
-    return max(named, default=last_known)
 
 
 def attempt_at(scheduled_at: float, attempt: int, *, exchange_s: float, vote_s: float) -> float:

@@ -17,7 +17,6 @@ from dilocox.peer.rounds import (
     first_round,
     must_ring,
     quorum,
-    round_length,
 )
 
 R = 7
@@ -87,28 +86,28 @@ def test_third_bell_does_not_move_the_quorums_finish() -> None:
     )
 
 
-def test_when_all_have_rung_the_group_meets_in_two_seconds() -> None:
+def test_when_all_have_rung_the_group_meets_an_inner_step_and_two_seconds_later() -> None:
     bells = {"a": bell(100), "b": bell(101), "c": bell(102)}
-    assert view(bells).proposal("c", 102.5) == Schedule(send_after=102.5, scheduled_at=104.5)
+    assert view(bells).proposal("c", 102.5) == Schedule(send_after=102.5, scheduled_at=105.5)
 
 
 def test_single_replica_needs_no_grace() -> None:
     assert view({"a": bell(100)}, heads="a").proposal("a", 100) == Schedule(
-        send_after=100, scheduled_at=102
+        send_after=100, scheduled_at=103
     )
 
 
 def test_last_bell_brings_t_r_forward_but_never_back() -> None:
     bells = {"a": bell(100, times=(110, 113)), "b": bell(101), "c": bell(102)}
-    assert view(bells).proposal("c", 103) == Schedule(send_after=103, scheduled_at=105)
-    assert view(bells).proposal("c", 112) is None  # 114 would be later than 113
+    assert view(bells).proposal("c", 103) == Schedule(send_after=103, scheduled_at=106)
+    assert view(bells).proposal("c", 112) is None  # 115 would be later than 113
     bells["c"] = bell(102, times=(103, 105))
     assert view(bells).proposal("a", 103.5) is None
 
 
 def test_head_that_sees_the_quorum_late_still_gives_notice() -> None:
     seen = view({"a": bell(100), "b": bell(105)})
-    assert seen.proposal("a", 150) == Schedule(send_after=115, scheduled_at=152)
+    assert seen.proposal("a", 150) == Schedule(send_after=115, scheduled_at=153)
 
 
 def test_only_a_head_that_has_rung_writes_t_r() -> None:
@@ -196,26 +195,7 @@ def test_where_all_state_absurd_durations_the_group_meets_within_the_horizon() -
     assert view({"a": replace(seen.bells["a"], **vars(times)), "b": bell(105)}).schedule(107)
 
 
-# ---- the send ----------------------------------------------------------------------------------
-@pytest.mark.parametrize(
-    "now_s, rung, due",
-    [
-        (110, True, True),  # T_R is known and it has rung: at once
-        (110, False, False),  # the grace is not over
-        (114.9, False, False),
-        (115, False, True),
-        (130, False, True),
-    ],
-)
-def test_send_is_due_after_the_bell_or_after_the_grace(now_s: float, rung: bool, due: bool) -> None:
-    seen = view({"a": bell(100, times=(115, 118)), "b": bell(105)})
-    assert seen.send_due(now_s, rung=rung) is due
-
-
-def test_no_send_is_due_while_t_r_is_unknown() -> None:
-    assert not view({"a": bell(100), "b": bell(105)}).send_due(1000, rung=True)
-
-
+# ---- the bell ----------------------------------------------------------------------------------
 @pytest.mark.parametrize(
     "done, rung, ring", [(9, False, False), (10, False, True), (12, True, False)]
 )
@@ -225,22 +205,16 @@ def test_bell_is_rung_once_after_the_rounds_inner_steps(done: int, rung: bool, r
 
 # ---- which round -------------------------------------------------------------------------------
 @pytest.mark.parametrize(
-    "own, rung, reached, now_in",
+    "own, rung, now_in",
     [
-        (3, [], [], 3),
-        (3, [3], [], 3),  # the bell of its own round, without the quorum
-        (3, [3], [3], 4),  # its own round is over
-        (3, [3, 4], [3], 4),
-        (3, [5], [], 5),  # one bell 5 proves that bell 4 reached its quorum: skip
-        (3, [5], [5], 6),
-        (6, [5], [5], 6),
-        (6, [4], [], 6),  # never back
+        (3, [], 3),
+        (3, [3], 3),  # the bell of its own round
+        (3, [5], 5),  # one bell 5 proves that bell 4 reached its quorum: skip
+        (6, [4], 6),  # never back
     ],
 )
-def test_current_round_follows_the_bells(
-    own: int, rung: list[int], reached: list[int], now_in: int
-) -> None:
-    assert current_round(own, rung=rung, reached=reached) == now_in
+def test_current_round_follows_the_bells(own: int, rung: list[int], now_in: int) -> None:
+    assert current_round(own, rung=rung) == now_in
 
 
 def test_joiner_starts_in_the_current_round() -> None:
@@ -257,11 +231,6 @@ def test_bells_are_read_of_the_rounds_that_others_state_and_only_of_so_many() ->
     many = [replica(round_number=10 * number) for number in range(1, 50)]
     assert len(bells_to_read(3, many)) == BELLS_READ
     assert bells_to_read(3, many)[-2:] == [4, 3]
-
-
-def test_round_length_is_the_largest_that_the_stages_records_name() -> None:
-    assert round_length([100, 120, 80], last_known=60) == 120
-    assert round_length([], last_known=60) == 60
 
 
 def test_retry_comes_after_both_deadlines_of_the_first_attempt() -> None:

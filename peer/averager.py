@@ -17,6 +17,7 @@ and the trainer switches to them between two inner steps.
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import threading
 import time
@@ -28,6 +29,7 @@ from typing import Any, cast
 
 import torch
 from hivemind.averaging import DecentralizedAverager
+from hivemind.averaging import control as hivemind_control
 from hivemind.averaging.allreduce import AveragingMode
 from hivemind.averaging.control import StepControl
 from hivemind.averaging.group_info import GroupInfo
@@ -43,18 +45,30 @@ from dilocox.peer import catchup
 from dilocox.peer.ballots import Ballots
 from dilocox.peer.certificate import Ballot
 from dilocox.peer.exchange import Attempt
-from dilocox.peer.groups import ExchangeOrder, GroupRefused, Ticket, attempt_setup, codecs_of
+from dilocox.peer.groups import (
+    ExchangeOrder,
+    GroupRefused,
+    Ticket,
+    attempt_setup,
+    codecs_of,
+)
 from dilocox.peer.members import AttemptResult
 from dilocox.peer.outer import OuterStep, anchor_sha256
-from dilocox.peer.record import digest_of, own_contribution
+from dilocox.peer.record import RecordRefused, digest_of, own_contribution
 from dilocox.peer.roundlog import RoundLog
 from dilocox.peer.service import PeerService
 from dilocox.peer.transport import PeerTransport, UploadLimit
 
-PREPARE_LIMIT_S = 30.0
+logger = logging.getLogger(__name__)
+
+START_LIMIT_S = 30.0  # until the process has taken an order
 CLOSE_GRACE_S = 3.0
 RECORDS_NEEDED = 4  # whoever takes our state needs the record it stands on, and those since
 ATTEMPTS_KEPT = 4  # so that members can fetch averaged parts and votes after the end
+
+
+class AveragerStuck(RuntimeError):
+    """The averaging process did not answer within all its deadlines."""
 
 
 @dataclass(frozen=True)
@@ -134,16 +148,23 @@ class StageAverager(PeerService, DecentralizedAverager):
         The future fails where no group may start, and never resolves if this process dies:
         the caller keeps a deadline of its own.
         """
-        self._call("prepare", order=order).result(timeout=PREPARE_LIMIT_S)
+        self._call("prepare", order=order).result(timeout=START_LIMIT_S)
         if order.alone:
             return self._call("exchange_alone")
-        return self.step(
-            gather=order.ticket().pack(),
+        # as hivemind's `step` does, which would wait for its process without a deadline
+        ticket = self.serializer.dumps(order.ticket().pack())
+        step = StepControl(
             scheduled_time=order.scheduled_at,
-            timeout=order.matchmaking_limit_s,
+            deadline=hivemind_control.get_dht_time() + order.matchmaking_limit_s,
             allow_retries=False,
-            wait=False,
+            weight=1.0,
+            data_for_gather=self.serializer.dumps([None, self.mode.value, ticket]),
         )
+        started: Any = MPFuture()
+        self._outer_pipe.send(("_step", [], {"step": step, "future_for_init": started}))
+        step.attach(*started.result(timeout=START_LIMIT_S))
+        step.allow_allreduce()
+        return step
 
     def apply(self, round_number: int, *, current: int, with_own: bool) -> Any:
         """Compute a logged record's outer step from the current buffers; a future of Applied."""
@@ -226,13 +247,7 @@ class StageAverager(PeerService, DecentralizedAverager):
     @cached_property
     def _check(self) -> catchup.RecordCheck:
         config = self.config
-        return catchup.RecordCheck(
-            run=config.run,
-            stage=config.stage,
-            root=config.manifest.digest,
-            layout=config.layout,
-            codecs=codecs_of(config.manifest),
-        )
+        return catchup.RecordCheck.of(config.run, config.stage, config.manifest, config.layout)
 
     async def _serve(self, *, name: str, future: Any, arguments: dict[str, Any]) -> None:
         try:
@@ -270,6 +285,7 @@ class StageAverager(PeerService, DecentralizedAverager):
                 raise GroupRefused(f"what {peer} states cannot be read: {error!r}") from error
             client_mode = mode == AveragingMode.CLIENT.value
             tickets[str(peer)] = Ticket.unpack(stated, client_mode=client_mode)
+        logger.debug("round %d: a group of %d stands", order.plan.round, len(tickets))
         self._running_groups.pop(group_info.group_id, None)  # or hivemind misses its own all-reduce
         return await self._attempt(order, group_info.group_id, tickets)
 
@@ -319,9 +335,12 @@ class StageAverager(PeerService, DecentralizedAverager):
     def _apply(self, round_number: int, current: int, with_own: bool) -> Applied:
         started = time.monotonic()
         buffers = self._buffers
-        record, data = self.log.read(round_number), self.log.read_bytes(round_number)
+        try:
+            record, data = self.log.read(round_number), self.log.read_bytes(round_number)
+        except RecordRefused as error:
+            raise catchup.AnchorDiffers(f"record {round_number} is damaged: {error}") from error
         if record is None or data is None:
-            raise RuntimeError(f"record {round_number} is not in the log")
+            raise catchup.AnchorDiffers(f"record {round_number} is not in the log any more")
         if record.anchor_before != anchor_sha256(buffers.anchors[current]):
             raise catchup.AnchorDiffers(f"record {round_number} applies to another anchor")
         codec = codecs_of(self.config.manifest)[record.bits]
@@ -343,7 +362,9 @@ class StageAverager(PeerService, DecentralizedAverager):
         )
 
     async def _serve_catch_up(self, peer: str, digest: str) -> catchup.Reach:
-        return await catchup.catch_up(self._transport, self.log, peer, digest, check=self._check)
+        return await catchup.catch_up(
+            self._transport, self.log, peer, digest, check=self._check, compute=self.in_pool
+        )
 
     async def _serve_fetch_state(self, peer: str, current: int, after_round: int) -> catchup.State:
         buffers = self._buffers
@@ -351,6 +372,7 @@ class StageAverager(PeerService, DecentralizedAverager):
             self._transport,
             peer,
             check=self._check,
+            compute=self.in_pool,
             after_round=after_round,
             folder=self.config.log_folder,
             anchor=buffers.anchors[1 - current],

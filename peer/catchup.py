@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import io
 import json
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, cast
@@ -18,15 +18,20 @@ from typing import Any, BinaryIO, cast
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from dilocox.compression.codec import GroupCodec
+from dilocox.compression.codec import GroupCodec, PayloadRefused
 from dilocox.compression.layout import FlatLayout
+from dilocox.dht.manifest import Manifest
 from dilocox.peer.ballots import check_record_certificate
 from dilocox.peer.files import disk_fault
+from dilocox.peer.groups import codecs_of, tokens_cap
 from dilocox.peer.outer import anchor_sha256
 from dilocox.peer.record import RecordRefused, RoundRecord, digest_of, parse_record
 from dilocox.peer.roundlog import RoundLog
 from dilocox.peer.snapshot import STATE_FACTS_FILE, STATE_FILE, newest, sha256_of_file
 from dilocox.peer.transport import Blob, FrameRefused, PeerTransport
+
+Compute = Callable[..., Awaitable[Any]]
+"""Runs a function with its arguments in a thread, so that the event loop goes on."""
 
 MAX_CERTIFICATE_BYTES = 1 << 20
 MAX_STATE_HEADER_BYTES = 1 << 16
@@ -46,6 +51,8 @@ class Reach:
 
     appended: tuple[int, ...]  # rounds now in our log, in order
     fork_round: int | None  # our newest round on their chain, if that is not our head
+    fork_digest: str = ""  # of their first record after it
+    chain_tokens: int = 0  # of their chain, as its newest record says
     too_far: bool  # their log does not reach back to ours: a state is needed
 
 
@@ -88,6 +95,7 @@ async def catch_up(
     digest: str,
     *,
     check: RecordCheck,
+    compute: Compute,
 ) -> Reach:
     """Fetch the records from our chain up to `digest`, check them, and append them to the log.
 
@@ -96,19 +104,31 @@ async def catch_up(
         RecordRefused: a record or certificate of it is not sound.
     """
     pending: list[tuple[bytes, bytes]] = []
-    wanted = digest
+    wanted, first_after, chain_tokens = digest, digest, 0
     while (known := log.find(wanted)) is None:
         data = await transport.fetch_record(peer, wanted)
+        if data is None and not pending:
+            raise ConnectionError(f"{peer} does not have the record {wanted[:12]} that it claims")
         if data is None:
             return Reach(appended=(), fork_round=None, too_far=True)
         if digest_of(data) != wanted:
             raise RecordRefused(f"{peer} sent another record than {wanted[:12]}")
         certificate = await fetch_certificate(transport, peer, wanted)
+        record = await compute(check.record, data, certificate)
+        chain_tokens = chain_tokens if pending else record.chain_tokens
         pending.append((data, certificate))
-        wanted = check.record(data, certificate).previous
+        first_after, wanted = wanted, record.previous
     if known != log.head().round:
-        return Reach(appended=(), fork_round=known, too_far=False)
-    appended = [log.append(data, certificate).round for data, certificate in reversed(pending)]
+        return Reach(
+            appended=(),
+            fork_round=known,
+            fork_digest=first_after,
+            chain_tokens=chain_tokens,
+            too_far=False,
+        )
+    appended: list[int] = []
+    for data, certificate in reversed(pending):
+        appended.append((await compute(log.append, data, certificate)).round)
     return Reach(appended=tuple(appended), fork_round=None, too_far=False)
 
 
@@ -121,6 +141,21 @@ class RecordCheck:
     root: str  # digest of the manifest, which stands before the first record
     layout: FlatLayout
     codecs: Mapping[int, GroupCodec]
+    tokens_cap: int
+    inner_steps: tuple[int, int]  # the manifest's bounds
+
+    @classmethod
+    def of(cls, run: str, stage: int, manifest: Manifest, layout: FlatLayout) -> RecordCheck:
+        """What the manifest says of this stage's records."""
+        return cls(
+            run=run,
+            stage=stage,
+            root=manifest.digest,
+            layout=layout,
+            codecs=codecs_of(manifest),
+            tokens_cap=tokens_cap(manifest),
+            inner_steps=(manifest.rounds.min_inner_steps, manifest.rounds.max_inner_steps),
+        )
 
     def record(self, data: bytes, certificate: bytes) -> RoundRecord:
         """The record, if it is sound, of this run, stage and model, and committed by a majority."""
@@ -129,7 +164,16 @@ class RecordCheck:
             raise RecordRefused(f"it is of run {record.run}, stage {record.stage}")
         if record.layout != self.layout.digest or record.parts[-1].stop != self.layout.numel:
             raise RecordRefused("it is of another model")
+        lowest, highest = self.inner_steps
+        if not lowest <= record.next_inner_steps <= highest:
+            raise RecordRefused(f"its next round has {record.next_inner_steps} inner steps")
+        if any(member.tokens > self.tokens_cap for member in record.members):
+            raise RecordRefused(f"a member has more than {self.tokens_cap} tokens")
         check_record_certificate(record, digest_of(data), certificate)
+        try:
+            record.average(self.codecs[record.bits])
+        except PayloadRefused as error:
+            raise RecordRefused(f"a mean cannot be decoded: {error}") from error
         return record
 
 
@@ -175,6 +219,7 @@ async def fetch_state(
     peer: str,
     *,
     check: RecordCheck,
+    compute: Compute,
     after_round: int,
     folder: Path,
     anchor: Tensor,
@@ -191,15 +236,17 @@ async def fetch_state(
     limit = 8 * check.layout.numel + MAX_STATE_HEADER_BYTES
     facts = (await _fetch(transport, peer, {"what": "state", "offset": limit}, limit)).facts
     digest, sha256, size = (str(facts.get("digest")), str(facts.get("sha256")), facts.get("size"))
-    if not isinstance(size, int) or size > limit or not sha256.isalnum():
+    if not isinstance(size, int) or not 0 < size <= limit:
         raise FrameRefused(f"{peer} has a state of {size} bytes, at most {limit} are due")
+    if len(sha256) != 64 or not set(sha256) <= set("0123456789abcdef"):
+        raise FrameRefused(f"{peer} names its state by what is no sha256")
     if digest == check.root:
         raise NoState(f"{peer} has written no state since the first round")
     record = await transport.fetch_record(peer, digest)
     if record is None or digest_of(record) != digest:
         raise FrameRefused(f"{peer} has no record for its state")
     certificate = await fetch_certificate(transport, peer, digest)
-    checked = check.record(record, certificate)
+    checked = await compute(check.record, record, certificate)
     if checked.round <= after_round:
         raise NoState(f"{peer} has a state of round {checked.round}, not after {after_round}")
     path = folder / f"{sha256}.state"
@@ -207,10 +254,10 @@ async def fetch_state(
         older.unlink()
     try:
         await _download(transport, peer, path, sha256, size)
-        if sha256_of_file(path) != sha256:
+        if await compute(sha256_of_file, path) != sha256:
             path.unlink()
             raise FrameRefused(f"the state of {peer} does not have the sha256 that it stated")
-        _load(path, anchor, momentum, check.layout.numel)
+        await compute(_load, path, anchor, momentum, check.layout.numel)
     except OSError as error:
         if isinstance(error, ConnectionError):
             raise
@@ -219,7 +266,7 @@ async def fetch_state(
     return State(
         round=checked.round,
         digest=digest,
-        anchor_sha256=anchor_sha256(anchor),
+        anchor_sha256=await compute(anchor_sha256, anchor),
         chain_tokens=checked.chain_tokens,
         record=record,
         certificate=certificate,
@@ -236,7 +283,10 @@ async def _download(
             want = {"what": "state", "offset": offset, "sha256": sha256}
 
             def write(chunk: bytes) -> None:
-                file.write(chunk)
+                try:
+                    file.write(chunk)
+                except OSError as error:  # the transport would take it for the network's
+                    raise disk_fault(path, error) from error
 
             if await transport.fetch(peer, want, limit_bytes=size - offset, sink=write) is None:
                 raise ConnectionError(f"{peer} has another state by now")

@@ -34,8 +34,12 @@ class VoteRefused(ValueError):
     """A vote or a certificate that does not count."""
 
     def __init__(self, kind: str, message: str):
-        super().__init__(message)
+        super().__init__(kind, message)  # both, or it could not be pickled
         self.kind = kind
+        self.message = message
+
+    def __str__(self) -> str:
+        return self.message
 
 
 @dataclass(frozen=True, kw_only=True)

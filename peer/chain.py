@@ -8,13 +8,15 @@ event that the training loop has not taken yet.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import random
 import time
 from collections.abc import Callable
 from typing import Any
 
-from dilocox.peer.averager import Applied, StageAverager
+from dilocox.dht.records import ClaimRecord
+from dilocox.peer.averager import Applied, AveragerStuck, StageAverager
 from dilocox.peer.catchup import AnchorDiffers, Reach, State
 from dilocox.peer.events import Committed, Event, EventQueue, Resynced
 from dilocox.peer.record import RecordRefused, RoundRecord
@@ -24,7 +26,7 @@ from dilocox.peer.view import SwarmView
 
 logger = logging.getLogger(__name__)
 
-CALL_LIMIT_S = 600.0  # a state is the largest thing that is fetched
+CALL_LIMIT_S = 6 * 3600.0  # of a whole model; a transfer that stalls fails much sooner
 PAUSE_AFTER_FAILURE_S = 1.0
 
 
@@ -39,6 +41,7 @@ class ChainFollower:
         events: EventQueue,
         applied: int,
         anchor_sha256: str,
+        record_lifetime_s: float,
         sent_round: Callable[[], int | None],
     ):
         """`sent_round`: the round whose message lies in the shared buffer, while undecided."""
@@ -63,17 +66,26 @@ class ChainFollower:
         self._need_state = False
         self._fork_round: int | None = None
         self._state_after = -1
+        self._record_lifetime_s = record_lifetime_s
+        self._wanted: ClaimRecord | None = None  # what was looked for last
+        self._doubted: dict[str, float] = {}  # digests that could not be had, since when
+        self._ignored: set[str] = set()
+        self.states_taken = 0
 
     @property
     def busy(self) -> bool:
         """Whether something is under way that must end before an exchange may start."""
-        return (
-            self._work is not None or self._untaken is not None or self.applied != self.head.round
-        )
+        return self._work is not None or self.delivering
+
+    @property
+    def delivering(self) -> bool:
+        """Whether a record or a state is on its way into the training loop, which may decide the
+        send whose message the averager still reads."""
+        return self._untaken is not None or self.applied != self.head.round
 
     def behind(self, view: SwarmView) -> bool:
         """Whether somebody claims a record that this peer lacks."""
-        return view.best_claim(self.head.round, self.head.digest) is not None
+        return self._best_claim(view) is not None
 
     def committed(self, round_number: int, exchange_s: float) -> None:
         """The averager appended a record that this peer took part in."""
@@ -105,6 +117,9 @@ class ChainFollower:
         following = [number for number in self._log.rounds() if number > self.applied]
         if not following:
             self._refresh()
+            if self.head.round < self.applied:
+                logger.error("alarm: the log lacks the record of this anchor; taking a state")
+                self._need_state, self._fork_round, self._state_after = True, None, -1
             return
         record = self._log.header(following[0])
         if record is None:
@@ -116,27 +131,38 @@ class ChainFollower:
         )
 
     def _begin_catch_up(self, view: SwarmView) -> None:
-        claim = view.best_claim(self.head.round, self.head.digest)
+        claim = self._best_claim(view)
         if claim is None:
             return
-        peer, stated = claim
+        stated = self._wanted = claim[1]
+        # any of those who claim it: one that is out of our reach must not keep us from the others
+        holders = [
+            peer
+            for peer, other in view.claims.items()
+            if peer != view.me and other.digest == stated.digest
+        ]
+        peer = random.choice(holders)
         logger.info(
             "behind: %s has round %d, this peer %d", peer[-6:], stated.round, self.head.round
         )
         self._begin(
             self._averager.catch_up(peer, stated.digest),
-            lambda reach: self._reached(reach, stated.chain_tokens, stated.digest),
+            self._reached,
         )
 
     def _begin_state(self, view: SwarmView) -> None:
+        forked = self._fork_round is not None  # then those on our own chain are of no use
         donors = [
-            peer for peer, claim in view.claims.items() if peer != view.me and claim.round >= 0
+            peer
+            for peer, claim in view.claims.items()
+            if peer != view.me and claim.round >= 0
+            if not forked or self._log.find(claim.digest) is None
         ]
         if not donors:
             return
         peer = random.choice(donors)
         logger.info("taking anchor and momentum from %s", peer[-6:])
-        after_round = -1 if self._fork_round is not None else self._state_after
+        after_round = -1 if forked else self._state_after
         future = self._averager.fetch_state(peer, current=self.current, after_round=after_round)
         self._begin(future, self._got_state)
 
@@ -147,8 +173,8 @@ class ChainFollower:
     # ---- ending ----------------------------------------------------------------------------------
     def _advance(self) -> None:
         if not self._work.done():
-            if time.monotonic() > self._deadline:
-                self._work, self._not_before = None, time.monotonic() + PAUSE_AFTER_FAILURE_S
+            if time.monotonic() > self._deadline:  # it may not write into the buffers later
+                raise AveragerStuck("the averaging process does not end a download")
             return
         future, on_done = self._work, self._on_done
         self._work = None
@@ -157,8 +183,9 @@ class ChainFollower:
         except AnchorDiffers as error:
             logger.error("alarm: %s; taking a state from another peer", error)
             self._need_state, self._fork_round, self._state_after = True, None, -1
-        except (ConnectionError, RecordRefused, FrameRefused, TimeoutError) as error:
+        except (ConnectionError, RecordRefused, FrameRefused, asyncio.TimeoutError) as error:
             logger.warning("catching up failed, will try again: %s", error)
+            self._doubt()
             self._not_before = time.monotonic() + PAUSE_AFTER_FAILURE_S
         else:
             if on_done is not None:
@@ -174,24 +201,39 @@ class ChainFollower:
         )
         self._hand_over(event, lambda: self._switched(record.round, applied.anchor_sha256))
 
-    def _reached(self, reach: Reach, chain_tokens: int, digest: str) -> None:
+    def _reached(self, reach: Reach) -> None:
         if reach.fork_round is None:
             self._need_state, self._state_after = reach.too_far, self.applied
             self._refresh()
             return
         ours = (-self.head.chain_tokens, self._digest_after(reach.fork_round))
-        if (-chain_tokens, digest) < ours:
+        if (-reach.chain_tokens, reach.fork_digest) < ours:
             logger.error(
                 "alarm: two certified chains since round %d; changing to the one with more tokens",
                 reach.fork_round,
             )
             self._need_state, self._fork_round = True, reach.fork_round
+        elif self._wanted is not None:
+            self._ignored.add(self._wanted.digest)  # it lost against ours
         self._not_before = time.monotonic() + PAUSE_AFTER_FAILURE_S
 
     def _got_state(self, state: State) -> None:
         event = Resynced(state=state, fork_round=self._fork_round)
         self._need_state, self._fork_round = False, None
+        self.states_taken += 1
         self._hand_over(event, lambda: self._switched(state.round, state.anchor_sha256))
+
+    def _best_claim(self, view: SwarmView) -> tuple[str, ClaimRecord] | None:
+        return view.best_claim(self.head.chain_tokens, self.head.digest, self._ignored)
+
+    def _doubt(self) -> None:
+        """A commit whose record nobody gives for a record lifetime is presumed void."""
+        if self._wanted is None:
+            return
+        since = self._doubted.setdefault(self._wanted.digest, time.monotonic())
+        if time.monotonic() - since > self._record_lifetime_s:
+            logger.warning("nobody gives the record of round %d: ignored", self._wanted.round)
+            self._ignored.add(self._wanted.digest)
 
     def _hand_over(self, event: Event, then: Callable[[], None]) -> None:
         self._untaken = (event, then)

@@ -71,6 +71,7 @@ class Coordinator(threading.Thread):
         self._lease = lease
         self._closing = threading.Event()
         self._leaving = self._part_finished = False
+        self._states_taken = 0
         self._published_at = self._looked_at = float("-inf")
         self._pending_send: tuple[int, float, int] | None = None
         self.events = events
@@ -103,6 +104,7 @@ class Coordinator(threading.Thread):
             events=events,
             applied=merge.round,
             anchor_sha256=anchor_sha256(merge.anchor),
+            record_lifetime_s=deadlines.record_lifetime_s,
             sent_round=lambda: driver.sent_round,
         )
         driver = ExchangeDriver(
@@ -161,8 +163,8 @@ class Coordinator(threading.Thread):
         """The round that this replica is in."""
         return self._rounds.round
 
-    def send_due(self) -> float | None:
-        """The time of the group if this replica must take its send now."""
+    def send_due(self) -> tuple[int, float] | None:
+        """The round and the time of its group if this replica must take its send now."""
         return None if self._leaving else self._rounds.send_due(self._clock.time())
 
     def submit(self, round_number: int, *, scheduled_at: float, tokens: int) -> None:
@@ -194,6 +196,8 @@ class Coordinator(threading.Thread):
         try:
             while not self._closing.wait(TICK_S):
                 self._tick()
+            if self._leaving and self._published_at == float("-inf"):
+                self._heartbeat()  # a peer that leaves at once says so all the same
         except Exception as error:  # noqa: BLE001 - it is raised again in the training loop
             self.events.put(Failed(error=error))
 
@@ -213,6 +217,9 @@ class Coordinator(threading.Thread):
             round_number, scheduled_at, tokens = self._pending_send
             self._pending_send = None
             self._driver.submit(round_number, scheduled_at=scheduled_at, tokens=tokens)
+        if self._chain.states_taken != self._states_taken and not self._chain.delivering:
+            self._states_taken = self._chain.states_taken
+            self._driver.forget()
         self._driver.closed_by_chain(self._chain.applied)
         self._chain.tick(self._herald.view, exchanging=self._driver.exchanging)
         self._driver.tick(self._herald.view)
@@ -224,7 +231,7 @@ class Coordinator(threading.Thread):
         evaluated = [
             (record.val_round, record.val_loss)
             for record in view.replicas.values()
-            if record.val_loss is not None
+            if record.val_loss is not None and record.val_round <= self._chain.head.round
         ]
         if evaluated:
             self.heard_val_loss = max(evaluated)

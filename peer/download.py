@@ -21,7 +21,6 @@ from dilocox.dht.keys import averaging_prefix, claim_key
 from dilocox.dht.records import ClaimRecord
 from dilocox.peer import catchup
 from dilocox.peer.averager import StageAverager
-from dilocox.peer.groups import codecs_of
 from dilocox.peer.join import Joined
 from dilocox.peer.outer import OuterStep, anchor_sha256
 from dilocox.peer.record import RecordRefused, RoundRecord
@@ -97,13 +96,7 @@ async def _from_peer(
     """Raises ConnectionError, and ValueError (of several kinds) where what came is not sound."""
     manifest = place.manifest
     layout = FlatLayout.of(parameter_shapes(manifest.model, manifest.stages, stage))
-    check = catchup.RecordCheck(
-        run=place.run,
-        stage=stage,
-        root=manifest.digest,
-        layout=layout,
-        codecs=codecs_of(manifest),
-    )
+    check = catchup.RecordCheck.of(place.run, stage, manifest, layout)
     anchor, momentum = torch.zeros(layout.numel), torch.zeros(layout.numel)
     with tempfile.TemporaryDirectory() as folder:
         log = RoundLog(Path(folder), manifest_digest=manifest.digest, codecs=check.codecs)
@@ -113,6 +106,7 @@ async def _from_peer(
                 transport,
                 peer,
                 check=check,
+                compute=asyncio.to_thread,
                 after_round=-1,
                 folder=Path(folder),
                 anchor=anchor,
@@ -122,7 +116,9 @@ async def _from_peer(
         except ConnectionError:  # no state, so its log still reaches back to the initial weights
             module = build_stage(manifest.model, stage, manifest.stages, manifest.seed)
             anchor.copy_(flatten_parameters(module, layout))
-        reach = await catchup.catch_up(transport, log, peer, digest, check=check)
+        reach = await catchup.catch_up(
+            transport, log, peer, digest, check=check, compute=asyncio.to_thread
+        )
         outer = OuterStep(manifest.outer.learning_rate, manifest.outer.momentum)
         for number in reach.appended:
             following = log.read(number)

@@ -10,8 +10,10 @@ A state machine, driven by the coordinator's thread:
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
+from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,10 +26,10 @@ from hivemind.averaging.matchmaking import (  # pyright: ignore[reportMissingTyp
 
 from dilocox.dht.errors import DilocoxError
 from dilocox.dht.manifest import Manifest
-from dilocox.peer.averager import StageAverager
+from dilocox.peer.averager import AveragerStuck, StageAverager
 from dilocox.peer.chain import ChainFollower
 from dilocox.peer.events import EventQueue, Voided
-from dilocox.peer.groups import ExchangeOrder, GroupRefused, Plan
+from dilocox.peer.groups import ExchangeOrder, GroupRefused, Plan, tokens_cap
 from dilocox.peer.members import AttemptResult
 from dilocox.peer.rounds import attempt_at
 from dilocox.peer.view import SwarmView
@@ -37,10 +39,7 @@ logger = logging.getLogger(__name__)
 
 NO_GROUP_S = 2.5  # after the scheduled time nobody new joins a group
 SLACK_S = 15.0  # beyond all deadlines of an attempt: the averaging process hangs
-
-
-class AveragerStuck(RuntimeError):
-    """The averaging process did not answer within all its deadlines."""
+FROZEN_S = 3.0  # ticks come every tenth of a second: after such a gap this machine slept
 
 
 @dataclass
@@ -53,6 +52,7 @@ class _Job:
     future: Any = None
     limit: float = 0.0  # monotonic time: of the state the job is in
     undecided: bool = False
+    resumed: bool = False  # from before a restart: its attempt is not known to the averager
     asked_at: float = 0.0
 
 
@@ -81,6 +81,7 @@ class ExchangeDriver:
         self._alone = alone
         self._job: _Job | None = None
         self._last_exchange_s = 0.0
+        self._ticked_at = time.monotonic()
         self.voids = 0
 
     @property
@@ -99,12 +100,18 @@ class ExchangeDriver:
 
     def resume(self, round_number: int, tokens: int) -> None:
         """A send from before a restart: its group is gone, so it can only be asked about."""
-        self._job = _Job(round=round_number, scheduled_at=self._now(), tokens=tokens)
+        now = self._now()
+        self._job = _Job(round=round_number, scheduled_at=now, tokens=tokens, resumed=True)
         self._leave_open(self._job)
 
     def closed_by_chain(self, round_number: int) -> None:
         """A record of this round or a later one was applied: the chain has decided the send."""
         if self._job is not None and self._job.round <= round_number:
+            self._job = None
+
+    def forget(self) -> None:
+        """The training loop has taken another state, and undone what was in flight."""
+        if not self.exchanging:
             self._job = None
 
     def tick(self, view: SwarmView) -> None:
@@ -113,13 +120,17 @@ class ExchangeDriver:
         Raises:
             AveragerStuck: the averaging process hangs.
         """
-        job = self._job
+        job, gap_s = self._job, time.monotonic() - self._ticked_at
+        self._ticked_at += gap_s
         if job is None:
             return
+        if gap_s > FROZEN_S:  # the averaging process slept too, and may answer yet
+            job.limit += gap_s
         if job.future is not None:
             self._advance(job)
         elif job.undecided:
-            self._ask(job)
+            if not self._chain.delivering:
+                self._ask(job)
         elif not self._chain.busy:
             self._try_to_start(job, view)
 
@@ -172,7 +183,17 @@ class ExchangeDriver:
             alone=alone,
             aborts=job.aborts,
         )
-        job.future = self._averager.exchange(order)
+        logger.debug(
+            "round %d, attempt %d: looking for the group of %s, due in %.1f s",
+            job.round,
+            job.attempt,
+            ", ".join(peer[-6:] for peer in counted),
+            job.scheduled_at - self._now(),
+        )
+        try:
+            job.future = self._averager.exchange(order)
+        except (TimeoutError, FutureTimeout) as error:
+            raise AveragerStuck(f"round {job.round}: the averaging process is stuck") from error
         limit_s = matchmaking_s + 2 * deadlines.exchange_s + 2 * deadlines.vote_s + SLACK_S
         job.limit = time.monotonic() + limit_s
 
@@ -190,20 +211,20 @@ class ExchangeDriver:
         except (AllreduceException, MatchmakingException, GroupRefused) as error:
             self._void(job, f"no group: {error}")
             return
-        except Exception:
+        except (Exception, asyncio.CancelledError):  # hivemind hands on the latter as a result
             logger.exception("round %d: the exchange failed; asking the others", job.round)
             result = None
-        committed = result is not None and result.verdict is Verdict.COMMITTED
-        if (
-            result is None
-            or result.verdict is Verdict.UNDECIDED
-            or (
-                committed and result.record is None  # it comes through the chain, if at all
-            )
-        ):
+        else:
+            if result is None and not job.resumed:  # the averager knows of no such attempt
+                self._void(job, "no exchange took place")
+                return
+        if result is None or result.verdict is Verdict.UNDECIDED:
             if not job.undecided:
                 self._leave_open(job)
-        elif committed:
+        elif result.verdict is Verdict.COMMITTED and result.record is None:
+            if not job.undecided:
+                self._leave_open(job)  # the record comes through the chain, if at all
+        elif result.verdict is Verdict.COMMITTED:
             self._last_exchange_s = result.seconds
             self._chain.committed(job.round, result.seconds)
         elif job.attempt == 0:
@@ -236,9 +257,3 @@ class ExchangeDriver:
         self.voids += 1
         self._job = None
         self._events.put(Voided(round=job.round, reason=reason, certain=certain))
-
-
-def tokens_cap(manifest: Manifest) -> int:
-    """The largest weight a member may state: all that its unsent progress can hold."""
-    rounds = manifest.rounds
-    return rounds.max_age * rounds.max_inner_steps * manifest.batch.tokens_per_step

@@ -53,7 +53,7 @@ class Failed(Event):
 
 
 class EventQueue:
-    """Events in order, one at a time: the next one is made only when the last one was taken."""
+    """Events in order. Of records and states, the next one comes only when the last was taken."""
 
     def __init__(self) -> None:
         self._queue: queue.Queue[Event] = queue.Queue()

@@ -81,6 +81,8 @@ class Ticket:
                 names = cast("list[object]", counted)
             case _:
                 raise GroupRefused("a member's ticket is malformed")
+        if type(tokens) is not int:  # True would pass here and be refused in every log
+            raise GroupRefused("a member states tokens that are no number")
         if len(names) > MAX_COUNTED or not all(isinstance(name, str) for name in names):
             raise GroupRefused("a member counts what are no peers, or too many")
         if not 0 <= exchange_s < MAX_EXCHANGE_S:
@@ -200,3 +202,9 @@ def _template(order: ExchangeOrder) -> RoundRecord:
         next_inner_steps=order.next_inner_steps,
         means=(),
     )
+
+
+def tokens_cap(manifest: Manifest) -> int:
+    """The largest weight a member may state: all that its unsent progress can hold."""
+    rounds = manifest.rounds
+    return rounds.max_age * rounds.max_inner_steps * manifest.batch.tokens_per_step

@@ -4,6 +4,7 @@ DHT."""
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from functools import partial
 
 from dilocox import __version__
 from dilocox.dht.keys import bell_key, claim_key, replica_key, stage_key
@@ -12,6 +13,8 @@ from dilocox.dht.swarm import Swarm
 from dilocox.peer.chain import ChainFollower
 from dilocox.peer.place import LoopProgress, Place
 from dilocox.peer.view import SwarmView
+
+READ_LIMIT_S = 3.0  # of each read; a slow one must not keep an exchange from its time
 
 
 class Herald:
@@ -25,7 +28,8 @@ class Herald:
 
     def look(self, bell_rounds: Iterable[int]) -> bool:
         """Read what the others say; what gives no answer stays as it was. Whether all answered."""
-        place, read, view = self._place, self._swarm.read, self.view
+        place, view = self._place, self.view
+        read = partial(self._swarm.read, timeout_s=READ_LIMIT_S)
         bells: dict[int, Mapping[str, BellRecord]] = {}
         for number in bell_rounds:
             bells[number] = read(bell_key(place.run, number), BellRecord) or {}

@@ -1,6 +1,6 @@
 """What people and scripts see of a running peer: log lines, a progress line, and two files.
 
-    events.jsonl   one JSON object a line, appended: joined, round, void, stopped
+    events.jsonl   one JSON object a line, appended: training, round, validated, void, resynced
     status.json    the newest progress, replaced about once a second
 
 The log is for people; scripts (the demo among them) read the files. Loss is in nats a token.
@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 class Status:
     """Where a peer is right now."""
 
-    state: str  # joining, training, waiting, leaving
+    state: str  # joining, training, leaving
     round: int
     inner_step: int
     inner_steps: int

@@ -59,7 +59,14 @@ class RoundLog:
         """The record of a round without its means, or None if it is not here."""
         path = self._records().get(round_number)
         data = None if path is None else _read(path, HEADER_BYTES)
-        return None if data is None else parse_header(data)
+        if data is None:
+            return None
+        try:
+            return parse_header(data)
+        except (ValueError, KeyError, TypeError) as error:
+            raise RecordRefused(
+                f"{path}: damaged on disk; move the log folder away to fetch it again"
+            ) from error
 
     def read_bytes(self, round_number: int) -> bytes | None:
         """The bytes of a record, or None if it is not here.
@@ -121,9 +128,12 @@ class RoundLog:
     def start_from(self, data: bytes, certificate: bytes) -> RoundRecord:
         """Begin with this record and forget all others (after a state was taken from a peer)."""
         record = parse_record(data, codec_for=self._codecs)
-        others = [path for path in self._records().values() if _digest(path) != digest_of(data)]
+        others = self._records()
+        same = others.pop(record.round, None)
+        if same is not None:  # never two records of one round, whenever a crash comes
+            same.unlink(missing_ok=True)
         self._write(record.round, data, certificate)
-        for path in others:
+        for path in others.values():
             path.unlink(missing_ok=True)
         return record
 

@@ -57,7 +57,7 @@ class PeerService(ServicerBase):
         limit_s = self.config.manifest.deadlines.exchange_s
         try:
             return await asyncio.wait_for(self._take(peer, request), limit_s)
-        except (ValueError, ConnectionError, asyncio.TimeoutError) as error:
+        except (ValueError, TypeError, ConnectionError, asyncio.TimeoutError) as error:
             with suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(_discard(request), DISCARD_LIMIT_S)
             return reply({"refused": f"{type(error).__name__}: {error}"[:200]})

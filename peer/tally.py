@@ -34,7 +34,6 @@ class Tally:
         self._steps_of: dict[int, tuple[int, float | None]] = {}
         self._pending: RoundReport | None = None
         self.state = "joining"
-        self.data_part: int | None = None
         self.inner_step = 0  # of this round
         self.longest_step_s = 0.0
         self.tokens = 0

@@ -8,6 +8,7 @@ the end of a round (`round_end`), or, under `merge: none`, in the wait for the r
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
 from dataclasses import dataclass
@@ -88,12 +89,13 @@ class Trainer:
         """Join, then train until the run's end, a stop, or a failure (which is raised)."""
         self._join()
         while not self._stop.is_set() and not self._ended():
-            if self._takes_at_once:
+            # of a coordinator that has ended the last event says why, and no round would end
+            if self._takes_at_once or not self._coordinator.is_alive():
                 self._take_events()
             self._inner_step()
-            scheduled_at = self._coordinator.send_due()
-            if scheduled_at is not None:
-                self._end_round(scheduled_at)
+            due = self._coordinator.send_due()
+            if due is not None:
+                self._end_round(*due)
         self._leave()
 
     # ---- phases ----------------------------------------------------------------------------------
@@ -120,12 +122,11 @@ class Trainer:
             self._merge.trained(result.tokens)
         self._publish()
 
-    def _end_round(self, scheduled_at: float) -> None:
+    def _end_round(self, round_number: int, scheduled_at: float) -> None:
         """The send of this round; then, under `merge: none`, its record."""
         with self._tally.waiting():
             if not self._takes_at_once:
                 self._catch_up()
-            round_number = self._coordinator.round
             if self._merge.can_send and round_number > self._merge.round:
                 send = self._merge.send(round_number)
                 self._model.buffers.message.copy_(send.message)
@@ -181,7 +182,7 @@ class Trainer:
             case Voided():
                 if event.round in self._merge.fly:
                     self._merge.void(event.round, certain=event.certain)
-                self._tally.void(event.round, event.reason)
+                    self._tally.void(event.round, event.reason)
             case Resynced():
                 self._resync(event)
             case Failed():
@@ -235,6 +236,7 @@ class Trainer:
         )
         self._chain_tokens = state.chain_tokens
         self._tally.resynced(state.round)
+        self._snapshot()  # the log begins at this state now, and an older snapshot cannot follow it
 
     def _other_buffers(self) -> tuple[Tensor, Tensor]:
         buffers = self._model.buffers
@@ -259,6 +261,7 @@ class Trainer:
         part, position = self._coordinator.data_part
         if part == self._part:
             if self._corpus.epoch > self._first_epoch:
+                self._first_epoch = self._corpus.epoch  # told once an epoch
                 self._coordinator.finish_part()
             return
         state, self._data_state = self._data_state, {}
@@ -279,13 +282,14 @@ class Trainer:
         heard = self._coordinator.heard_val_loss
         if heard is not None:
             tally.heard(*heard)
+        val_loss = tally.val_loss
         self._coordinator.progress = LoopProgress(
             inner_step=tally.inner_step,
             unsent_tokens=max(0, self._merge.tokens),
             step_s=tally.longest_step_s,
             tokens_per_s=tally.tokens_per_s,
             train_loss=tally.train_loss,
-            val_loss=tally.val_loss,
+            val_loss=val_loss if val_loss is not None and math.isfinite(val_loss) else None,
             val_round=tally.val_round,
             position=0 if self._part is None else self._corpus.position,
         )

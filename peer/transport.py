@@ -24,9 +24,11 @@ from hivemind.p2p import P2P, PeerID
 from hivemind.proto import runtime_pb2
 from torch import Tensor
 
+from dilocox.dht.errors import DilocoxError
 from dilocox.peer.members import Mean
 
 CHUNK_BYTES = 64 * 1024
+STALL_S = 30.0  # a download in which nothing comes for so long has failed
 MAX_METADATA_BYTES = 64 * 1024
 
 
@@ -147,11 +149,10 @@ class PeerTransport:
         blob = await self.fetch(peer, want, limit_bytes=1 << 31)
         if blob is None:
             return None
-        return Mean(
-            part=part,
-            contributors=tuple(str(name) for name in blob.facts.get("contributors", ())),
-            payload=blob.data,
-        )
+        names = blob.facts.get("contributors")
+        stated = cast("list[object]", names) if isinstance(names, list) else []
+        contributors = tuple(str(name) for name in stated)
+        return Mean(part=part, contributors=contributors, payload=blob.data)
 
     async def fetch_record(self, peer: str, digest: str) -> bytes | None:
         """Ask a member for a round record."""
@@ -169,8 +170,9 @@ class PeerTransport:
         question = {"group": self._group, "round": round_number, "attempt": attempt}
         with _reached(peer):
             answer = unpack(await self._stub(peer).rpc_ask(pack(question)))
-        votes = answer.get("votes", [])
-        return [vote for vote in votes if isinstance(vote, bytes)]
+        votes = answer.get("votes")
+        held = cast("list[object]", votes) if isinstance(votes, list) else []
+        return [vote for vote in held if isinstance(vote, bytes)]
 
     async def heartbeats(self, peer: str) -> AsyncIterator[None]:
         """A stream that yields while the member is alive."""
@@ -213,7 +215,7 @@ class PeerTransport:
         """
         with _reached(peer):
             stream = await self._stub(peer).rpc_get(pack(want))
-            facts = unpack(await anext(stream))
+            facts = unpack(await asyncio.wait_for(anext(stream), STALL_S))
             size = facts.get("bytes")
             if size is None:
                 return None
@@ -224,7 +226,7 @@ class PeerTransport:
             chunks: list[bytes] = []
             taken = 0
             while taken < size:
-                chunk = chunk_of(await anext(stream))
+                chunk = chunk_of(await asyncio.wait_for(anext(stream), STALL_S))
                 taken += len(chunk)
                 if not chunk or taken > size:
                     raise FrameRefused(f"{peer} sent {taken} bytes of {size}")
@@ -239,7 +241,7 @@ class PeerTransport:
 def _reached(peer: str) -> Generator[None]:
     try:
         yield
-    except (asyncio.TimeoutError, ConnectionError):
+    except (asyncio.TimeoutError, ConnectionError, DilocoxError):
         raise
     except Exception as error:
         reason = " ".join(str(error).split())  # p2pd's are long lists of addresses

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
 from dilocox.dht.records import BellRecord, ClaimRecord, ReplicaRecord, StageRecord
@@ -29,19 +29,22 @@ class SwarmView:
         }
         return tuple(sorted(others | {self.me}))
 
-    def best_claim(self, after_round: int, digest: str) -> tuple[str, ClaimRecord] | None:
-        """Whose chain goes beyond ours, or differs from it with more tokens behind it.
+    def best_claim(
+        self, chain_tokens: int, digest: str, ignored: Collection[str] = ()
+    ) -> tuple[str, ClaimRecord] | None:
+        """Whose chain has more tokens behind it than ours, or as many under another digest.
 
-        The longest chain first; among equals the one with more tokens, then the smaller digest.
+        Along a chain the tokens only grow, and they also decide between two chains, so this
+        finds what is ahead of us and what may win a fork, and nothing that is behind us. The most
+        tokens first; among equals the smaller digest. `ignored`: digests that are not to be had.
         """
         candidates = [
             (peer, claim)
             for peer, claim in self.claims.items()
-            if peer != self.me and claim.round >= 0 and claim.digest != digest
-            if claim.round >= after_round
+            if peer != self.me and claim.round >= 0
+            if claim.chain_tokens >= chain_tokens and claim.digest != digest
+            if claim.digest not in ignored
         ]
         if not candidates:
             return None
-        return min(
-            candidates, key=lambda item: (-item[1].round, -item[1].chain_tokens, item[1].digest)
-        )
+        return min(candidates, key=lambda item: (-item[1].chain_tokens, item[1].digest))

@@ -25,19 +25,26 @@ import torch
 from dilocox import __version__
 from dilocox.compression.layout import FlatLayout
 from dilocox.dht import sockets
+from dilocox.dht.bootstrap import invite_addresses
 from dilocox.dht.errors import EnvironmentFault, InvalidInput
 from dilocox.dht.identity import Identity
 from dilocox.dht.invite import Invite
 from dilocox.dht.manifest import Manifest, warnings
-from dilocox.peer.averager import AveragerConfig, StageAverager, StageBuffers, open_log
+from dilocox.peer.averager import (
+    AveragerConfig,
+    AveragerStuck,
+    StageAverager,
+    StageBuffers,
+    open_log,
+)
 from dilocox.peer.coordinator import ChildDied, Coordinator
-from dilocox.peer.driver import AveragerStuck
 from dilocox.peer.files import make_folder
 from dilocox.peer.join import Joined, joined
 from dilocox.peer.lease import PartLease
 from dilocox.peer.memory import check_plan
 from dilocox.peer.place import Place
 from dilocox.peer.prepare import chosen_device, held_out, local_model, open_corpus
+from dilocox.peer.record import RecordRefused
 from dilocox.peer.report import Reporter
 from dilocox.peer.signals import StopRequested, StopSignal
 from dilocox.peer.snapshots import Snapshots
@@ -92,6 +99,8 @@ def run_peer(options: PeerOptions) -> int:
                     stop.defer()  # closing is not to be left half-way
         except StopRequested:
             logger.info("left: as asked, before training began")
+        except RecordRefused as error:  # of our own log: what peers send is refused elsewhere
+            raise EnvironmentFault(str(error)) from error
         except (ChildDied, AveragerStuck) as error:
             if stop.event.is_set():
                 logger.warning("left: as asked; %s", error)
@@ -162,7 +171,8 @@ def _loops(
 ) -> tuple[Coordinator, Trainer]:
     """The thread that deals with the swarm and the loop that trains, ready to run."""
     manifest, layout, me = config.manifest, config.layout, place.identity.peer_id
-    addresses = place.dht.visible_addresses()
+    visible = place.dht.visible_addresses()
+    addresses = invite_addresses(options.announce, visible, me)
     logger.info("peer %s, reached at %s", me, ", ".join(addresses))
     snapshots = Snapshots(config.snapshot_folder, layout=layout.digest)
     model = local_model(manifest, config.stage, layout, buffers, snapshots, device)

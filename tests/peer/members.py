@@ -81,7 +81,7 @@ def template(**changes: object) -> RoundRecord:
         "chain_tokens": 0,
         "parts": (),
         "next_bits": 4,
-        "next_inner_steps": 10,
+        "next_inner_steps": 100,
         "means": (),
     }
     return RoundRecord(**(facts | changes))  # type: ignore[arg-type]

@@ -69,7 +69,7 @@ class Donor:
             chain_tokens=head.chain_tokens + 10,
             parts=(Part(reducer=self.peer, start=0, stop=LAYOUT.numel, contributors=(self.peer,)),),
             next_bits=4,
-            next_inner_steps=10,
+            next_inner_steps=100,
             means=(CODECS[4].encode(1e-3 * noise).numpy().tobytes(),),
         )
         record = self._change(record)

@@ -44,19 +44,21 @@ def test_counted_are_those_that_train_or_hold_unsent_tokens_and_oneself() -> Non
     assert SwarmView(me="m").counted() == ("m",)
 
 
-def test_the_best_claim_is_the_longest_chain_then_the_one_with_more_tokens() -> None:
+def test_the_best_claim_is_the_chain_with_the_most_tokens_behind_it() -> None:
     claims = {
-        "me": claim(9, "own"),
+        "me": claim(9, "own", 950),
         "a": claim(5, "aa", 100),
-        "b": claim(5, "bb", 200),
-        "c": claim(4, "cc", 900),
+        "b": claim(7, "bb", 200),
+        "c": claim(4, "cc", 900),  # fewer rounds, more tokens: it wins a fork
         "new": claim(-1, "root"),
     }
     view = SwarmView(me="me", claims=claims)
-    assert view.best_claim(3, "own") == ("b", claims["b"])
-    assert view.best_claim(5, "bb") == ("a", claims["a"])  # of our round, with another digest
-    assert view.best_claim(6, "own") is None
+    assert view.best_claim(150, "own") == ("c", claims["c"])
+    assert view.best_claim(150, "own", ignored={"cc"}) == ("b", claims["b"])
+    assert view.best_claim(900, "cc") is None  # ours; the others are behind
+    assert view.best_claim(900, "own") == ("c", claims["c"])  # as many, another digest: a fork
+    assert view.best_claim(950, "own") is None
     equal = {"x": claim(5, "bb", 200), "y": claim(5, "aa", 200)}
     best = SwarmView(me="me", claims=equal).best_claim(0, "own")
     assert best == ("y", equal["y"])
-    assert SwarmView(me="me").best_claim(-1, "own") is None
+    assert SwarmView(me="me").best_claim(0, "own") is None

@@ -1,0 +1,124 @@
+"""The driver of a send, with an averaging process that does what a test says."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from dilocox.dht.manifest import Manifest
+from dilocox.peer import driver as driver_module
+from dilocox.peer.averager import AveragerStuck
+from dilocox.peer.driver import FROZEN_S, ExchangeDriver
+from dilocox.peer.events import EventQueue, Voided
+from dilocox.peer.members import AttemptResult
+from dilocox.peer.view import SwarmView
+from dilocox.peer.vote import AloneWatch, Verdict
+
+VIEW = SwarmView(me="me")
+TICK_S = 0.1
+
+
+class Future:
+    def __init__(self, result: Any = None, *, done: bool = True):
+        self._result, self._done = result, done
+
+    def done(self) -> bool:
+        return self._done
+
+    def result(self, timeout: float) -> Any:
+        return self._result
+
+
+class World:
+    """A driver, the monotonic clock that it sees, and the answers of its averaging process."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch):
+        self.now = 1000.0
+        self.answer: Any = Future(done=False)
+        monkeypatch.setattr(driver_module.time, "monotonic", lambda: self.now)
+        manifest = Manifest.from_dict({"name": "run", "model": "tiny", "end_tokens": 1000})
+        self.deadlines = manifest.deadlines
+        self.events = EventQueue()
+        head = SimpleNamespace(round=-1, digest=manifest.digest, chain_tokens=0)
+        chain: Any = SimpleNamespace(
+            head=head,
+            last_record=None,
+            anchor_sha256="",
+            busy=False,
+            delivering=False,
+            behind=lambda view: False,
+        )
+        averager: Any = SimpleNamespace(
+            exchange=lambda order: self.answer, settle=lambda number, attempt: self.answer
+        )
+        alone = AloneWatch(record_lifetime_s=1.0, heartbeat_s=1e6)
+        for at in (self.now - 2.0, self.now):
+            alone.observe(at, others_in_view=0, bootstrap_answered=True)
+        self.driver = ExchangeDriver(
+            averager=averager,
+            chain=chain,
+            events=self.events,
+            manifest=manifest,
+            run="run",
+            stage=0,
+            layout_digest="",
+            now=lambda: self.now,
+            alone=alone,
+        )
+
+    def tick(self, seconds: float = TICK_S) -> None:
+        self.now += seconds
+        self.driver.tick(VIEW)
+
+    def tick_for(self, seconds: float) -> None:
+        for _ in range(int(seconds / TICK_S)):
+            self.tick()
+
+
+@pytest.fixture
+def world(monkeypatch: pytest.MonkeyPatch) -> World:
+    world = World(monkeypatch)
+    world.driver.submit(0, scheduled_at=world.now, tokens=10)
+    world.tick()
+    assert world.driver.exchanging
+    return world
+
+
+def result(verdict: Verdict, record: bytes | None = None) -> Future:
+    return Future(
+        AttemptResult(
+            verdict=verdict,
+            record=record,
+            certificate=None,
+            aborts=b"",
+            members=("me",),
+            seconds=1.0,
+        )
+    )
+
+
+def test_an_averaging_process_that_never_answers_is_given_up(world: World) -> None:
+    with pytest.raises(AveragerStuck):
+        world.tick_for(300.0)
+
+
+def test_a_peer_that_was_frozen_lets_its_averaging_process_answer(world: World) -> None:
+    world.tick(1000.0)
+    world.tick_for(FROZEN_S)
+    assert world.driver.sent_round == 0
+    with pytest.raises(AveragerStuck):
+        world.tick_for(300.0)
+
+
+def test_a_commit_whose_record_nobody_gives_is_presumed_void(world: World) -> None:
+    world.driver._job.future = result(Verdict.COMMITTED)  # type: ignore[union-attr]
+    world.answer = result(Verdict.COMMITTED)
+    world.tick_for(world.deadlines.record_lifetime_s - 1.0)
+    assert world.driver.sent_round == 0
+    world.tick_for(2.0)
+    assert world.driver.sent_round is None
+    event = world.events.get()
+    assert isinstance(event, Voided)
+    assert not event.certain

@@ -2,19 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.swarm.harness import LocalSwarm, run_manifest
+from tests.swarm.harness import LocalSwarm
+from tests.swarm.small_run import run_manifest
 
 StartSwarm = Callable[..., LocalSwarm]
 
+FAILED = pytest.StashKey[bool]()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(
+    item: pytest.Item, call: pytest.CallInfo[None]
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Let fixtures know whether their test failed."""
+    report = yield
+    item.stash[FAILED] = item.stash.get(FAILED, False) or report.failed
+    return report
+
 
 @pytest.fixture
-def start_swarm(tmp_path: Path) -> Iterator[StartSwarm]:
+def start_swarm(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[StartSwarm]:
     """Start a swarm: `start_swarm(rounds={"inner_steps": 10})` changes the manifest's sections."""
     swarms: list[LocalSwarm] = []
 
@@ -26,5 +39,8 @@ def start_swarm(tmp_path: Path) -> Iterator[StartSwarm]:
     for swarm in swarms:
         try:
             swarm.close()
-        finally:
-            print(swarm.tails())  # noqa: T201 - pytest shows it where a test failed
+        except AssertionError:
+            print(swarm.tails())
+            raise
+        if request.node.stash.get(FAILED, False):
+            print(swarm.tails())

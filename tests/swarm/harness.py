@@ -8,6 +8,7 @@ whether anything is left: a process, shared memory, a socket.
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -32,49 +33,7 @@ GONE_LIMIT_S = 5.0  # nothing survives a killed main process longer
 POLL_S = 0.05
 PACED = Path(__file__).with_name("paced.py")
 
-# 123 thousand parameters over bytes: an inner step takes a few milliseconds.
-MODEL = {
-    "model_type": "llama",
-    "vocab_size": 384,
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 128,
-    "tie_word_embeddings": False,
-    "bos_token_id": None,
-    "eos_token_id": 1,
-    "pad_token_id": 0,
-}
-DEADLINES = {
-    "heartbeat_s": 2.0,
-    "silence_s": 3.0,
-    "matchmaking_s": 2.0,
-    "exchange_s": 12.0,
-    "vote_s": 4.0,
-}
-
 T = TypeVar("T")
-
-
-def run_manifest(**sections: Any) -> dict[str, Any]:
-    """The run.yaml of a small run; sections are merged into the defaults."""
-    manifest: dict[str, Any] = {
-        "name": "swarm-test",
-        "model": MODEL,
-        "end_tokens": 10**9,
-        "data": {"source": "stdlib", "parts": 8, "held_out_windows": 8},
-        "batch": {"sequence_length": 64, "microbatch_size": 4, "microbatches": 1},
-        "inner": {"learning_rate": 3e-3},
-        "rounds": {"inner_steps": 20},
-        "deadlines": DEADLINES,
-    }
-    for name, section in sections.items():
-        known = manifest.get(name)
-        both = isinstance(known, dict) and isinstance(section, dict) and name != "model"
-        manifest[name] = {**known, **section} if both else section
-    return manifest
 
 
 @dataclass
@@ -147,11 +106,10 @@ class LocalSwarm:
         run_file = folder / "run.yaml"
         run_file.write_text(yaml.safe_dump(manifest, sort_keys=False))
         self.manifest = Manifest.load(run_file)
+        arguments = ["bootstrap", str(run_file), "--state", str(folder / "bootstrap")]
+        arguments += ["--host", "127.0.0.1", "--port", "0"]
         self._bootstrap = start_command(
-            ["bootstrap", str(run_file), "--state", str(folder / "bootstrap")]
-            + ["--host", "127.0.0.1", "--port", "0"],
-            folder / "bootstrap.log",
-            env=self._environment("bootstrap"),
+            arguments, folder / "bootstrap.log", env=self._environment("bootstrap")
         )
         invite = folder / "bootstrap" / "invite"
         self.wait(invite.exists, START_LIMIT_S, "the bootstrap is up")
@@ -208,7 +166,7 @@ class LocalSwarm:
             if peer.expected:
                 peer.child.check()
 
-    def wait(self, condition: Callable[[], T], limit_s: float, what: str) -> T:
+    def wait(self, condition: Callable[[], T | None], limit_s: float, what: str) -> T:
         """Wait for a condition and return what it said; fails when the limit is over."""
         deadline = time.monotonic() + limit_s
         while True:
@@ -306,9 +264,9 @@ class LocalSwarm:
             time.sleep(POLL_S)
         send_signal(family(self.tag), signal.SIGKILL)
         codes = {peer.name: peer.child.returncode for peer in self.peers if peer.expected}
+        shutil.rmtree(self._temporary, ignore_errors=True)
         assert not left, f"left behind: {left}"
         assert not any(codes.values()), f"exit codes {codes}"
-        self._temporary.rmdir()
 
     def _left(self) -> list[str]:
         processes = [f"{process.name} ({process.pid})" for process in family(self.tag)]

@@ -16,7 +16,7 @@ from typing import Any
 # As peer/logs.py does, but before hivemind is imported below.
 os.environ.setdefault("HIVEMIND_LOGLEVEL", "CRITICAL")
 
-from dilocox.peer import cli, trainer  # noqa: E402
+from dilocox.peer import cli, trainer
 
 
 def main() -> None:

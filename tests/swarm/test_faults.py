@@ -46,7 +46,8 @@ def wait_for_mid_exchange(swarm: LocalSwarm, victim: Peer) -> int:
         if number is None or not all(peer.in_flight == number for peer in swarm.peers):
             return None
         written = [averager.written_bytes for averager in averagers]
-        sent = [now - then for now, then in zip(written, before.setdefault(number, written))]
+        first = before.setdefault(number, written)
+        sent = [now - then for now, then in zip(written, first, strict=True)]
         voted = any(peer.voted(number) for peer in swarm.peers)
         return (number,) if min(sent) > IN_THE_MIDDLE_BYTES and not voted else None
 

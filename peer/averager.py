@@ -22,9 +22,7 @@ import os
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -34,14 +32,11 @@ from hivemind.averaging.allreduce import AveragingMode
 from hivemind.averaging.control import StepControl
 from hivemind.averaging.group_info import GroupInfo
 from hivemind.utils import MPFuture
-from torch import Tensor
 
-from dilocox.compression.layout import FlatLayout
 from dilocox.dht.child import BlockingPipe, leave_the_terminal, watch_parent
-from dilocox.dht.identity import Identity
 from dilocox.dht.keys import averaging_prefix
-from dilocox.dht.manifest import Manifest
 from dilocox.peer import catchup
+from dilocox.peer.averaging import Applied, AveragerConfig, StageBuffers, open_log
 from dilocox.peer.ballots import Ballots
 from dilocox.peer.certificate import Ballot
 from dilocox.peer.exchange import Attempt
@@ -65,57 +60,6 @@ START_LIMIT_S = 30.0  # until the process has taken an order
 CLOSE_GRACE_S = 3.0
 RECORDS_NEEDED = 4  # whoever takes our state needs the record it stands on, and those since
 ATTEMPTS_KEPT = 4  # so that members can fetch averaged parts and votes after the end
-
-
-class AveragerStuck(RuntimeError):
-    """The averaging process did not answer within all its deadlines."""
-
-
-@dataclass(frozen=True)
-class StageBuffers:
-    """Flat fp32 vectors in shared memory; of each pair one is current."""
-
-    message: Tensor
-    own: Tensor  # this peer's decoded contribution to the record that was applied last
-    anchors: tuple[Tensor, Tensor]
-    momenta: tuple[Tensor, Tensor]
-    sent_bytes: Tensor  # int64 scalar: payload bytes this peer sent since it started
-
-    @classmethod
-    def allocate(cls, numel: int) -> StageBuffers:
-        """Six vectors of a stage's size."""
-        vectors = [torch.zeros(numel).share_memory_() for _ in range(6)]
-        return cls(
-            message=vectors[0],
-            own=vectors[1],
-            anchors=(vectors[2], vectors[3]),
-            momenta=(vectors[4], vectors[5]),
-            sent_bytes=torch.zeros((), dtype=torch.int64).share_memory_(),
-        )
-
-
-@dataclass(frozen=True, kw_only=True)
-class AveragerConfig:
-    """What the averaging process needs to know."""
-
-    run: str
-    stage: int
-    manifest: Manifest
-    layout: FlatLayout
-    identity: Identity
-    log_folder: Path
-    snapshot_folder: Path  # its newest snapshot is served to joiners
-    max_upload_bytes_per_s: float | None
-
-
-@dataclass(frozen=True, kw_only=True)
-class Applied:
-    """The outer step of one record, ready in the buffers that are not current."""
-
-    round: int
-    digest: str
-    anchor_sha256: str
-    seconds: float
 
 
 class StageAverager(PeerService, DecentralizedAverager):
@@ -385,12 +329,3 @@ class StageAverager(PeerService, DecentralizedAverager):
         if self._order is None:
             raise GroupRefused("no exchange was prepared")
         return self._order
-
-
-def open_log(config: AveragerConfig) -> RoundLog:
-    """The log of this peer's stage."""
-    return RoundLog(
-        config.log_folder,
-        manifest_digest=config.manifest.digest,
-        codecs=codecs_of(config.manifest),
-    )

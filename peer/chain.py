@@ -16,7 +16,8 @@ from collections.abc import Callable
 from typing import Any
 
 from dilocox.dht.records import ClaimRecord
-from dilocox.peer.averager import Applied, AveragerStuck, StageAverager
+from dilocox.peer.averager import StageAverager
+from dilocox.peer.averaging import Applied, AveragerStuck
 from dilocox.peer.catchup import AnchorDiffers, Reach, State
 from dilocox.peer.events import Committed, Event, EventQueue, Resynced
 from dilocox.peer.record import RecordRefused, RoundRecord

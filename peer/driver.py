@@ -26,7 +26,8 @@ from hivemind.averaging.matchmaking import (  # pyright: ignore[reportMissingTyp
 
 from dilocox.dht.errors import DilocoxError
 from dilocox.dht.manifest import Manifest
-from dilocox.peer.averager import AveragerStuck, StageAverager
+from dilocox.peer.averager import StageAverager
+from dilocox.peer.averaging import AveragerStuck
 from dilocox.peer.chain import ChainFollower
 from dilocox.peer.events import EventQueue, Voided
 from dilocox.peer.groups import ExchangeOrder, GroupRefused, Plan, tokens_cap

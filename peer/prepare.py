@@ -12,7 +12,7 @@ from dilocox.compression.layout import FlatLayout
 from dilocox.dht.errors import InvalidInput
 from dilocox.dht.manifest import DataSpec, Manifest
 from dilocox.dht.manifest_defaults import ENDINGS
-from dilocox.peer.averager import StageBuffers
+from dilocox.peer.averaging import StageBuffers
 from dilocox.peer.data import Corpus, held_out_digest, held_out_windows
 from dilocox.peer.inner import InnerOptimizer
 from dilocox.peer.merge import Merge, MergeConfig

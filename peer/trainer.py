@@ -18,7 +18,7 @@ from torch import Tensor
 
 from dilocox.compression.layout import FlatLayout
 from dilocox.dht.manifest import Manifest
-from dilocox.peer.averager import StageBuffers
+from dilocox.peer.averaging import StageBuffers
 from dilocox.peer.coordinator import Coordinator
 from dilocox.peer.data import Corpus
 from dilocox.peer.events import Committed, Event, Failed, Resynced, Voided

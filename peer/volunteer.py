@@ -30,13 +30,8 @@ from dilocox.dht.errors import EnvironmentFault, InvalidInput
 from dilocox.dht.identity import Identity
 from dilocox.dht.invite import Invite
 from dilocox.dht.manifest import Manifest, warnings
-from dilocox.peer.averager import (
-    AveragerConfig,
-    AveragerStuck,
-    StageAverager,
-    StageBuffers,
-    open_log,
-)
+from dilocox.peer.averager import StageAverager
+from dilocox.peer.averaging import AveragerConfig, AveragerStuck, StageBuffers, open_log
 from dilocox.peer.coordinator import ChildDied, Coordinator
 from dilocox.peer.files import make_folder
 from dilocox.peer.join import Joined, joined

@@ -9,7 +9,7 @@ import pytest
 
 from dilocox.dht.manifest import Manifest
 from dilocox.peer import driver as driver_module
-from dilocox.peer.averager import AveragerStuck
+from dilocox.peer.averaging import AveragerStuck
 from dilocox.peer.driver import FROZEN_S, ExchangeDriver
 from dilocox.peer.events import EventQueue, Voided
 from dilocox.peer.members import AttemptResult

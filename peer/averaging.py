@@ -1,0 +1,78 @@
+"""What the trainer's process and the averaging process share: buffers, configuration, results."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from dilocox.compression.layout import FlatLayout
+from dilocox.dht.identity import Identity
+from dilocox.dht.manifest import Manifest
+from dilocox.peer.groups import codecs_of
+from dilocox.peer.roundlog import RoundLog
+
+
+class AveragerStuck(RuntimeError):
+    """The averaging process did not answer within all its deadlines."""
+
+
+@dataclass(frozen=True)
+class StageBuffers:
+    """Flat fp32 vectors in shared memory; of each pair one is current."""
+
+    message: Tensor
+    own: Tensor  # this peer's decoded contribution to the record that was applied last
+    anchors: tuple[Tensor, Tensor]
+    momenta: tuple[Tensor, Tensor]
+    sent_bytes: Tensor  # int64 scalar: payload bytes this peer sent since it started
+
+    @classmethod
+    def allocate(cls, numel: int) -> StageBuffers:
+        """Six vectors of a stage's size."""
+        vectors = [torch.zeros(numel) for _ in range(6)]
+        sent_bytes = torch.zeros((), dtype=torch.int64)
+        for tensor in (*vectors, sent_bytes):
+            tensor.share_memory_()  # pyright: ignore[reportUnknownMemberType]
+        return cls(
+            message=vectors[0],
+            own=vectors[1],
+            anchors=(vectors[2], vectors[3]),
+            momenta=(vectors[4], vectors[5]),
+            sent_bytes=sent_bytes,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class AveragerConfig:
+    """What the averaging process needs to know."""
+
+    run: str
+    stage: int
+    manifest: Manifest
+    layout: FlatLayout
+    identity: Identity
+    log_folder: Path
+    snapshot_folder: Path  # its newest snapshot is served to joiners
+    max_upload_bytes_per_s: float | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Applied:
+    """The outer step of one record, ready in the buffers that are not current."""
+
+    round: int
+    digest: str
+    anchor_sha256: str
+    seconds: float
+
+
+def open_log(config: AveragerConfig) -> RoundLog:
+    """The log of this peer's stage."""
+    return RoundLog(
+        config.log_folder,
+        manifest_digest=config.manifest.digest,
+        codecs=codecs_of(config.manifest),
+    )

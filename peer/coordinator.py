@@ -71,9 +71,8 @@ class Coordinator(threading.Thread):
         self._lease = lease
         self._closing = threading.Event()
         self._leaving = self._part_finished = False
-        self._states_taken = 0
         self._published_at = self._looked_at = float("-inf")
-        self._pending_send: tuple[int, float, int] | None = None
+        self._pending_send: tuple[int, float, int, int] | None = None
         self.events = events
         self._rounds = RoundKeeper(place.me)
         self.joined = threading.Event()
@@ -167,9 +166,14 @@ class Coordinator(threading.Thread):
         """The round and the time of its group if this replica must take its send now."""
         return None if self._leaving else self._rounds.send_due(self._clock.time())
 
-    def submit(self, round_number: int, *, scheduled_at: float, tokens: int) -> None:
-        """The send of this round was taken and is on disk; the next round begins."""
-        self._pending_send = (round_number, scheduled_at, tokens)
+    def submit(
+        self, round_number: int, *, scheduled_at: float, tokens: int, states_taken: int
+    ) -> None:
+        """The send of this round was taken and is on disk; the next round begins.
+
+        `states_taken`: how many states of others the loop had taken before it.
+        """
+        self._pending_send = (round_number, scheduled_at, tokens, states_taken)
         self._rounds.end(round_number)
 
     def skip(self, round_number: int) -> None:
@@ -214,12 +218,11 @@ class Coordinator(threading.Thread):
             self._published_at = now
             self._heartbeat()
         if self._pending_send is not None:
-            round_number, scheduled_at, tokens = self._pending_send
+            round_number, scheduled_at, tokens, states_taken = self._pending_send
             self._pending_send = None
-            self._driver.submit(round_number, scheduled_at=scheduled_at, tokens=tokens)
-        if self._chain.states_taken != self._states_taken and not self._chain.delivering:
-            self._states_taken = self._chain.states_taken
-            self._driver.forget()
+            self._driver.submit(
+                round_number, scheduled_at=scheduled_at, tokens=tokens, states_taken=states_taken
+            )
         self._driver.closed_by_chain(self._chain.applied)
         self._chain.tick(self._herald.view, exchanging=self._driver.exchanging)
         self._driver.tick(self._herald.view)

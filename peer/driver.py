@@ -53,6 +53,7 @@ class _Job:
     future: Any = None
     limit: float = 0.0  # monotonic time: of the state the job is in
     undecided: bool = False
+    states_taken: int = 0  # by the training loop, when it took this send
     resumed: bool = False  # from before a restart: its attempt is not known to the averager
     asked_at: float = 0.0
 
@@ -95,9 +96,19 @@ class ExchangeDriver:
         """Whether the averager is at work, so that nothing else may use the buffers."""
         return self._job is not None and self._job.future is not None
 
-    def submit(self, round_number: int, *, scheduled_at: float, tokens: int) -> None:
-        """A send was taken and is on disk; its message lies in the shared buffer."""
-        self._job = _Job(round=round_number, scheduled_at=scheduled_at, tokens=tokens)
+    def submit(
+        self, round_number: int, *, scheduled_at: float, tokens: int, states_taken: int
+    ) -> None:
+        """A send was taken and is on disk; its message lies in the shared buffer.
+
+        `states_taken`: how many states of others the training loop had taken before it.
+        """
+        self._job = _Job(
+            round=round_number,
+            scheduled_at=scheduled_at,
+            tokens=tokens,
+            states_taken=states_taken,
+        )
 
     def resume(self, round_number: int, tokens: int) -> None:
         """A send from before a restart: its group is gone, so it can only be asked about."""
@@ -110,11 +121,6 @@ class ExchangeDriver:
         if self._job is not None and self._job.round <= round_number:
             self._job = None
 
-    def forget(self) -> None:
-        """The training loop has taken another state, and undone what was in flight."""
-        if not self.exchanging:
-            self._job = None
-
     def tick(self, view: SwarmView) -> None:
         """Go on with the send that is under way.
 
@@ -124,6 +130,9 @@ class ExchangeDriver:
         job, gap_s = self._job, time.monotonic() - self._ticked_at
         self._ticked_at += gap_s
         if job is None:
+            return
+        if job.states_taken != self._chain.states_taken and job.future is None:
+            self._job = None  # another state was taken since, and the loop undoes what it had sent
             return
         if gap_s > FROZEN_S:  # the averaging process slept too, and may answer yet
             job.limit += gap_s

@@ -81,6 +81,7 @@ class Trainer:
         self._chain_tokens = coordinator.tokens_at_start
         self._part: int | None = None
         self._first_epoch = 0
+        self._states_taken = 0
         self._data_state = snapshots.data_state() if snapshots.found else {}
         self._codecs = codecs_of(manifest)
         self._takes_at_once = manifest.outer.apply == "arrival" or manifest.outer.merge == "none"
@@ -133,7 +134,10 @@ class Trainer:
                 self._tally.sent(round_number)
                 self._snapshot()
                 self._coordinator.submit(
-                    round_number, scheduled_at=scheduled_at, tokens=send.tokens
+                    round_number,
+                    scheduled_at=scheduled_at,
+                    tokens=send.tokens,
+                    states_taken=self._states_taken,
                 )
             else:
                 self._coordinator.skip(round_number)
@@ -219,6 +223,7 @@ class Trainer:
 
     def _resync(self, event: Resynced) -> None:
         state, merge = event.state, self._merge
+        self._states_taken += 1
         anchor, momentum = self._other_buffers()
         since = merge.round if event.fork_round is None else event.fork_round
         # A send of a round that the new state passed may be in a record that was never seen: what

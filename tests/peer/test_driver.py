@@ -48,8 +48,10 @@ class World:
             anchor_sha256="",
             busy=False,
             delivering=False,
+            states_taken=0,
             behind=lambda view: False,
         )
+        self.chain = chain
         averager: Any = SimpleNamespace(
             exchange=lambda order: self.answer, settle=lambda number, attempt: self.answer
         )
@@ -80,7 +82,7 @@ class World:
 @pytest.fixture
 def world(monkeypatch: pytest.MonkeyPatch) -> World:
     world = World(monkeypatch)
-    world.driver.submit(0, scheduled_at=world.now, tokens=10)
+    world.driver.submit(0, scheduled_at=world.now, tokens=10, states_taken=0)
     world.tick()
     assert world.driver.exchanging
     return world
@@ -122,3 +124,15 @@ def test_a_commit_whose_record_nobody_gives_is_presumed_void(world: World) -> No
     event = world.events.get()
     assert isinstance(event, Voided)
     assert not event.certain
+
+
+@pytest.mark.parametrize(("states_taken", "kept"), [(0, False), (1, True)])
+def test_a_send_from_before_a_state_was_taken_is_dropped_and_one_from_after_it_is_not(
+    monkeypatch: pytest.MonkeyPatch, states_taken: int, kept: bool
+) -> None:
+    world = World(monkeypatch)
+    world.chain.states_taken = 1
+    world.driver.submit(0, scheduled_at=world.now, tokens=10, states_taken=states_taken)
+    world.tick()
+    assert (world.driver.sent_round == 0) is kept
+    assert world.events.get() is None  # the loop has undone it itself

@@ -4,6 +4,7 @@ import ipaddress
 import logging
 import threading
 from collections.abc import Callable, Sequence
+from typing import Protocol
 
 from dilocox.dht.clock import RunClock
 from dilocox.dht.errors import EnvironmentFault
@@ -11,7 +12,7 @@ from dilocox.dht.identity import Identity
 from dilocox.dht.invite import Invite, bootstrap_address, run_id
 from dilocox.dht.keys import MANIFEST_LIFETIME_S, MANIFEST_REFRESH_S
 from dilocox.dht.manifest import Manifest, SignedManifest
-from dilocox.dht.node import open_dht
+from dilocox.dht.node import RunDHT, open_dht
 from dilocox.dht.swarm import Swarm
 from dilocox.dht.validator import RunRecordValidator
 
@@ -19,6 +20,18 @@ logger = logging.getLogger(__name__)
 
 WATCH_PERIOD_S = 1.0
 MAX_INVITE_ADDRESSES = 4
+
+
+class Companion(Protocol):
+    """What runs beside the node, in its thread."""
+
+    def tick(self) -> None:
+        """Called every second or so; raises nothing and returns after a few seconds."""
+        ...
+
+    def close(self) -> None:
+        """Called before the node ends."""
+        ...
 
 
 def run_bootstrap(
@@ -30,12 +43,14 @@ def run_bootstrap(
     initial_peers: Sequence[str],
     stop_event: threading.Event,
     on_ready: Callable[[Invite], None],
+    beside: Callable[[RunDHT, Swarm], Companion] | None = None,
 ) -> None:
     """Serve the DHT and keep the signed manifest alive in it until `stop_event` is set.
 
     `identity` is the operator's: it signs the manifest. `on_ready` gets the invite as soon as a
-    peer can join with it. Raises `InvalidInput` for a manifest that is too large,
-    `EnvironmentFault` when the node cannot start or ends by itself.
+    peer can join with it; what `beside` makes then is called until the end. Raises `InvalidInput`
+    for a manifest that is too large, `EnvironmentFault` when the node cannot start or ends by
+    itself.
     """
     signed = SignedManifest.sign(identity, manifest)
     run = run_id(identity.public_key, manifest.name)
@@ -49,6 +64,7 @@ def run_bootstrap(
         validator=RunRecordValidator(run, identity),
         clock=clock,
     )
+    companion: Companion | None = None
     try:
         swarm = Swarm(dht, run, identity, clock)
         if not swarm.publish_manifest(signed):
@@ -56,6 +72,7 @@ def run_bootstrap(
                 "the DHT does not take the manifest: check that no other bootstrap runs this key"
             )
         on_ready(Invite(run, invite_addresses(announce, dht.visible_addresses(), identity.peer_id)))
+        companion = None if beside is None else beside(dht, swarm)
         published_at = clock.own_time()
         while not stop_event.wait(WATCH_PERIOD_S):
             if not dht.running:
@@ -65,7 +82,11 @@ def run_bootstrap(
                 published_at = clock.own_time()
             elif age_s > MANIFEST_LIFETIME_S:
                 logger.warning("the manifest could not be renewed for %.0f s", age_s)
+            if companion is not None:
+                companion.tick()
     finally:
+        if companion is not None:
+            companion.close()
         dht.close()
 
 

@@ -39,6 +39,7 @@ from dilocox.dht.manifest_specs import (
     DeadlineSpec,
     InnerSpec,
     OuterSpec,
+    PipelineSpec,
     RoundSpec,
 )
 from dilocox.dht.wire import Malformed, pack, unpack
@@ -52,6 +53,7 @@ __all__ = [
     "InnerSpec",
     "Manifest",
     "OuterSpec",
+    "PipelineSpec",
     "RoundSpec",
     "SignedManifest",
     "preset_names",
@@ -89,6 +91,7 @@ class Manifest(Section):
     end_tokens: int = checked(integer(1, MAX_TOKENS))
     data: DataSpec = section(DataSpec)
     batch: BatchSpec = section(BatchSpec)
+    pipeline: PipelineSpec = section(PipelineSpec)
     inner: InnerSpec = section(InnerSpec)
     outer: OuterSpec = section(OuterSpec)
     codec: CodecSpec = section(CodecSpec)

@@ -69,6 +69,29 @@ class BatchSpec(Section):
 
 
 @dataclass(frozen=True, kw_only=True)
+class PipelineSpec(Section):
+    """How the stages of one replica work together.
+
+    codec: of activations and their gradients; "auto" chooses bf16, int8 or int4 for each link by
+        its speed.
+    schedule: "backward_first" runs a backward as soon as one is ready and keeps a window of
+        microbatches in flight; "1f1b" is the classic order, for comparison.
+    recompute: keep only a microbatch's input and run its forward again before its backward; less
+        memory, a third more computing.
+    window: microbatches in flight at once; 0 lets the head choose by what it measures.
+    """
+
+    codec: Literal["auto", "fp32", "bf16", "int8", "int4"] = checked(
+        choice("auto", "fp32", "bf16", "int8", "int4"), "auto"
+    )
+    schedule: Literal["backward_first", "1f1b"] = checked(
+        choice("backward_first", "1f1b"), "backward_first"
+    )
+    recompute: bool = checked(choice(False, True), False)
+    window: int = checked(integer(0, 1024), 0)
+
+
+@dataclass(frozen=True, kw_only=True)
 class InnerSpec(Section):
     """The inner optimizer. Its learning rate warms up over `warmup_tokens` of the run, then follows
     a cosine down to `final_fraction` of itself at the run's end. `precision` is that of a GPU; a
@@ -141,7 +164,8 @@ class DeadlineSpec(Section):
     """Seconds after which somebody is given up.
 
     heartbeat_s: between two announcements in the DHT.
-    silence_s: a member of an exchange that is silent this long counts as dead.
+    silence_s: a member of an exchange, or a neighbour in a replica, that is silent this long
+        counts as dead.
     matchmaking_s: for finding the group.
     exchange_s: for moving the bytes of one exchange.
     vote_s: for the vote that follows.

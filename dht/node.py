@@ -21,7 +21,7 @@ import signal
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import InvalidStateError
 from concurrent.futures import TimeoutError as FutureTimeout
 from pathlib import Path
@@ -46,6 +46,7 @@ logger = logging.getLogger(__name__)
 
 CLOSE_GRACE_S = 4.0
 ANSWER_LIMIT_S = 2.0  # a frozen node keeps every search that meets it waiting for so long
+ASKING_SHARE = 0.9  # of a read's time is the search; the rest brings back what it has found
 START_MARGIN_S = 5.0
 POLL_S = 0.2
 CLEANUP_PATIENCE_S = 3.0
@@ -169,11 +170,19 @@ class RunDHT(DHT):
         """Whether child and p2pd live; when they have died, only a new node helps."""
         return not self._ended and self.is_alive()
 
-    def find(self, key: str, *, latest: bool, timeout_s: float) -> object | None:
-        """The value under a key, None if nobody has one; raises `NoAnswer`."""
-        get = functools.partial(self.get, key, latest=latest, return_future=True)
+    def find(self, key: str, *, timeout_s: float) -> object | None:
+        """The first value met under a key, None if nobody has one; raises `NoAnswer`."""
+        get = functools.partial(self.get, key, latest=False, return_future=True)
         found = self._request(get, timeout_s)
         return None if found is None else found.value
+
+    def find_latest(self, keys: Collection[str], *, timeout_s: float) -> dict[str, object]:
+        """The newest value under each key, None where there is none; keys whose search did not end
+        in time are left out. Raises `NoAnswer`.
+        """
+        limit_s = ASKING_SHARE * timeout_s
+        ask = functools.partial(questions.latest_values, keys=tuple(keys), timeout_s=limit_s)
+        return self._request(lambda: self.run_coroutine(ask, return_future=True), timeout_s)
 
     def put(
         self, key: str, value: bytes, expires_at: float, subkey: bytes | None, timeout_s: float

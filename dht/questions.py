@@ -7,6 +7,7 @@
 import asyncio
 from collections import Counter
 from collections.abc import Awaitable
+from typing import Any
 
 from hivemind import DHT
 from hivemind.dht.node import DHTNode
@@ -27,6 +28,27 @@ async def refused_values(_dht: DHT, node: DHTNode) -> Counter[str]:
     for validator in getattr(node.protocol.record_validator, "_validators", ()):
         counts.update(getattr(validator, "refused", ()))
     return counts
+
+
+async def latest_values(
+    _dht: DHT, node: DHTNode, keys: tuple[str, ...], timeout_s: float
+) -> dict[str, Any]:
+    """The newest value under each key, None where nobody has one, in one search for all of them.
+
+    Keys whose search did not end in time are left out; a frozen node delays only those it is near.
+    """
+    searches: Any = await node.get_many(
+        keys, sufficient_expiration_time=float("inf"), return_futures=True
+    )
+    if searches:
+        await asyncio.wait(searches.values(), timeout=timeout_s)
+    found: dict[str, Any] = {}
+    for key, search in searches.items():
+        if search.done() and not search.cancelled() and search.exception() is None:
+            found[key] = None if search.result() is None else search.result().value
+        else:
+            search.cancel()
+    return found
 
 
 async def any_answers(_dht: DHT, node: DHTNode, peers: tuple[str, ...], timeout_s: float) -> bool:

@@ -69,6 +69,7 @@ class StageRecord(Record):
     voids: rounds that ended void since it started.
     version: of its dilocox.
     addresses: multiaddrs that reach it.
+    blocked: why this peer cannot train now, in one line, or empty.
     """
 
     kind: ClassVar[Kind] = "stage"
@@ -83,6 +84,7 @@ class StageRecord(Record):
     voids: int
     version: str
     addresses: tuple[str, ...]
+    blocked: str
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -75,17 +75,27 @@ class Swarm:
 
         An empty answer and an unreachable swarm look alike: `bootstrap_answers` tells them apart.
         """
-        if parse_key(key).kind != record_type.kind:
-            raise ValueError(f"no {record_type.kind} records are under {key}")
+        return self.read_many({key: record_type}, timeout_s)[key]
+
+    def read_many(
+        self, keys: Mapping[str, type[R]], timeout_s: float = CALL_TIMEOUT_S
+    ) -> dict[str, dict[str, R] | None]:
+        """As `read`, for many keys in one search: None for those keys that gave no answer in time.
+
+        Reading them one after the other costs a search each, which is seconds where nodes are
+        frozen.
+        """
+        for key, record_type in keys.items():
+            if parse_key(key).kind != record_type.kind:
+                raise ValueError(f"no {record_type.kind} records are under {key}")
         try:
-            found = self._dht.find(key, latest=True, timeout_s=timeout_s)
+            found = self._dht.find_latest(keys.keys(), timeout_s=timeout_s)
         except NoAnswer:
-            return None
-        entries: object = {} if found is None else found
-        if not isinstance(entries, Mapping):
-            self.refused["plain"] += 1
-            entries = {}
-        return self._merge(key, record_type, cast("Mapping[object, object]", entries))
+            found = dict[str, object]()
+        return {
+            key: self._heard(key, record_type, found[key]) if key in found else None
+            for key, record_type in keys.items()
+        }
 
     def publish_manifest(self, signed: SignedManifest, timeout_s: float = CALL_TIMEOUT_S) -> bool:
         """Store the manifest for an hour; whether the DHT took it. Only the operator can."""
@@ -104,7 +114,7 @@ class Swarm:
         answered = False
         while (left := deadline - time.monotonic()) > 0:
             try:
-                found = self._dht.find(key, latest=False, timeout_s=left)
+                found = self._dht.find(key, timeout_s=left)
             except NoAnswer:
                 break
             answered = True
@@ -157,6 +167,14 @@ class Swarm:
             return self._dht.put(key, sealed, expires_at, owner, timeout_s)
         except NoAnswer:
             return False
+
+    def _heard(self, key: str, record_type: type[R], found: object) -> dict[str, R]:
+        """The records in what the DHT has under a key."""
+        entries: object = {} if found is None else found
+        if not isinstance(entries, Mapping):
+            self.refused["plain"] += 1
+            entries = {}
+        return self._merge(key, record_type, cast("Mapping[object, object]", entries))
 
     def _merge(
         self, key: str, record_type: type[R], entries: Mapping[object, object]

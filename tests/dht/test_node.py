@@ -74,6 +74,7 @@ def stage_record(round_number: int) -> StageRecord:
         voids=0,
         version="0.1.0",
         addresses=(),
+        blocked="",
     )
 
 
@@ -90,6 +91,22 @@ def test_nodes_exchange_signed_records(
     expected = {operator.peer_id: stage_record(1), volunteer.peer_id: stage_record(2)}
     assert first[1].read(stage_key(run, 0), StageRecord) == expected
     assert second[1].read(stage_key(run, 0), StageRecord) == expected
+
+
+def test_many_keys_are_found_in_one_search_across_nodes(
+    first: Node, second: Node, operator: Identity, volunteer: Identity, run: str
+):
+    keys = [stage_key(run, stage) for stage in range(20, 30)]
+    for number, key in enumerate(keys[:-1]):
+        node = (first, second)[number % 2]
+        assert node[1].publish(key, stage_record(number), 60)
+    owners = (operator.peer_id, volunteer.peer_id)
+    expected = {
+        key: {owners[number % 2]: stage_record(number)} for number, key in enumerate(keys[:-1])
+    }
+    for node in (first, second):
+        found = node[1].read_many(dict.fromkeys(keys, StageRecord))
+        assert found == expected | {keys[-1]: {}}
 
 
 def test_record_is_replaced_by_its_owner(first: Node, second: Node, volunteer: Identity, run: str):

@@ -34,6 +34,7 @@ STAGE = StageRecord(
     voids=0,
     version="0.1.0",
     addresses=("/ip4/127.0.0.1/tcp/1",),
+    blocked="stage 1 has no free peer",
 )
 REPLICA = ReplicaRecord(
     members=("QmA", "QmB"),
@@ -96,6 +97,8 @@ def test_record_without_a_field_is_refused(field: str):
         ("addresses", [1]),
         ("addresses", [["nested"]]),
         ("addresses", ["a"] * 65),
+        ("blocked", None),
+        ("blocked", "x" * 257),
     ],
 )
 def test_value_of_a_wrong_type_is_refused_both_ways(field: str, value: Any):

@@ -1,6 +1,6 @@
 """A swarm's answers may be late, old, forged or missing; readers see what owners last said."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any, cast
 
 import pytest
@@ -24,6 +24,8 @@ class FakeDHT:
         self.values: dict[str, Any] = {}
         self.silent = False
         self.reachable = True
+        self.late: set[str] = set()
+        self.searches = 0
         self.expiries: list[float] = []
 
     def put(self, key: str, value: bytes, expires_at: float, subkey: Any, timeout_s: float) -> bool:
@@ -37,10 +39,16 @@ class FakeDHT:
             self.values.setdefault(key, {})[subkey] = entry
         return True
 
-    def find(self, key: str, *, latest: bool, timeout_s: float) -> object | None:
+    def find(self, key: str, *, timeout_s: float) -> object | None:
         if self.silent:
             raise NoAnswer("silent")
         return self.values.get(key)
+
+    def find_latest(self, keys: Collection[str], *, timeout_s: float) -> dict[str, object]:
+        if self.silent:
+            raise NoAnswer("silent")
+        self.searches += 1
+        return {key: self.values.get(key) for key in keys if key not in self.late}
 
     def bootstrap_answers(self, timeout_s: float) -> bool:
         return self.reachable
@@ -95,6 +103,39 @@ def test_nothing_there_is_empty_and_no_answer_is_none(
     dht.silent = True
     assert swarm.read(part_key(run, 0), PartRecord) is None
     assert not swarm.publish(part_key(run, 0), at(1), 15)
+
+
+def test_many_keys_are_read_in_one_search(
+    member: Member, dht: FakeDHT, operator: Identity, volunteer: Identity, run: str
+):
+    keys = [part_key(run, index) for index in range(4)]
+    member(operator).publish(keys[0], at(1), 15)
+    member(volunteer).publish(keys[1], at(2), 15)
+    dht.values[keys[2]] = b"plain"
+    swarm = member(operator)
+    assert swarm.read_many(dict.fromkeys(keys, PartRecord)) == {
+        keys[0]: {operator.peer_id: at(1)},
+        keys[1]: {volunteer.peer_id: at(2)},
+        keys[2]: {},
+        keys[3]: {},
+    }
+    assert dht.searches == 1
+    assert swarm.refused == {"plain": 1}
+    assert swarm.read_many(dict[str, type[PartRecord]]()) == {}
+
+
+def test_key_whose_search_is_late_has_no_answer_and_the_others_have_theirs(
+    member: Member, dht: FakeDHT, operator: Identity, run: str
+):
+    keys, swarm = [part_key(run, index) for index in range(2)], member(operator)
+    for key in keys:
+        swarm.publish(key, at(1), 15)
+    dht.late = {keys[0]}
+    mine = {operator.peer_id: at(1)}
+    assert swarm.read_many(dict.fromkeys(keys, PartRecord)) == {keys[0]: None, keys[1]: mine}
+    assert swarm.read(keys[0], PartRecord) is None
+    dht.silent = True
+    assert swarm.read_many(dict.fromkeys(keys, PartRecord)) == dict.fromkeys(keys)
 
 
 def test_record_lives_until_it_expires_even_if_an_answer_misses_it(
@@ -203,6 +244,8 @@ def test_record_under_a_key_of_another_kind_is_a_programming_error(
         swarm.publish(stage_key(run, 0), at(1), 15)
     with pytest.raises(ValueError, match="no stage records"):
         swarm.read(part_key(run, 0), StageRecord)
+    with pytest.raises(ValueError, match="no stage records"):
+        swarm.read_many({stage_key(run, 0): StageRecord, part_key(run, 0): StageRecord})
     with pytest.raises(ValueError, match="may live up to"):
         swarm.publish(part_key(run, 0), at(1), 1e6)
 

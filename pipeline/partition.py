@@ -296,3 +296,11 @@ def _num_parameters(module: nn.Module) -> int:
 
 def _some(names: list[str]) -> str:
     return ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
+
+
+def hidden_size(config: Mapping[str, Any]) -> int:
+    """Values per token of what travels between stages. Raises InvalidInput: see `load_config`."""
+    size = getattr(load_config(config), "hidden_size", None)
+    if not isinstance(size, int):
+        raise InvalidInput(f"model.hidden_size is missing; {ADVICE}")
+    return size

@@ -20,6 +20,7 @@ ONLY_IN = {
     "hivemind": {
         "dht": {"clock", "daemon", "node", "questions", "sockets", "validator"},
         "peer": {"averager", "driver", "service", "transport"},
+        "pipeline": {"door"},
     },
     "transformers": {"pipeline": {"partition"}, "peer": {"export", "tokens"}},
     "prometheus_client": {"peer": {"metrics"}},

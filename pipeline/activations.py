@@ -1,0 +1,201 @@
+"""Numbers between stages: activations, their gradients and token windows into bytes and back.
+
+Why: over a volunteer's uplink the codec decides how much of the time a pipeline computes. So every
+link has the most faithful one that its speed allows (`chosen_codec`).
+How: "fp32", "int8" and "int4" are parts of `compression.codec`: one factor a frame and one scale
+for every 64 values, which are always values of one token (its last group is filled up with zeros),
+for tokens differ in magnitude by thousands. "bf16" is the values' upper halves, rounded to nearest
+even, little-endian. Windows are int32, little-endian.
+
+What is not finite is never sent: the frame says codec "none" instead, and whoever gets it counts
+the microbatch as not finite, as if it had computed so itself. What a peer sent is finite after
+decoding, or refused.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from dilocox.compression.codec import NotEncodable, PayloadRefused
+from dilocox.pipeline.codecs import (
+    CODECS,
+    GROUP_CODECS,
+    NOT_FINITE,
+    coded_width,
+    encoded_bytes,
+    window_bytes,
+)
+from dilocox.pipeline.frames import TENSOR_DTYPE, WINDOW_KINDS, Frame, FrameRefused
+
+__all__ = ["CODECS", "NOT_FINITE", "NotFinite", "chosen_codec", "decode", "decode_windows"]
+__all__ += ["encode", "encode_windows", "encoded_bytes", "forward_payload", "split_forward"]
+__all__ += ["split_gradient", "tensor_frame"]
+
+Payload = bytes | memoryview
+
+_BF16_INFINITY = 0x7F80  # its bits; those of larger magnitude are NaN
+_MAGNITUDE_MASK = 0x7FFF
+
+
+class NotFinite(ValueError):
+    """A tensor that holds infinities, NaN, or magnitudes that its codec cannot hold.
+
+    int4 ends at 7 * 2^96, int8 at 127 * 2^96, bf16 and fp32 where they overflow themselves.
+    """
+
+
+def encode(codec: str, tensor: Tensor) -> bytes:
+    """Encode floats [b, t, d] of any dtype and device into `encoded_bytes(codec, shape)` bytes.
+
+    Raises NotFinite, and ValueError for a codec that does not exist.
+    """
+    values = tensor.detach()
+    if codec == NOT_FINITE:
+        return b""
+    if codec == "bf16":
+        bits = values.to(torch.bfloat16).contiguous().view(torch.int16)
+        if int((bits & _MAGNITUDE_MASK).amax()) >= _BF16_INFINITY:
+            raise NotFinite("an activation is infinite or not a number in bf16")
+        return bits.cpu().numpy().tobytes()
+    if codec not in GROUP_CODECS:
+        raise ValueError(f"codec {codec!r}: choose one of {', '.join(CODECS)}")
+    values = values.float()
+    if fill := coded_width(codec, values.shape[-1]) - values.shape[-1]:
+        values = F.pad(values, (0, fill))
+    try:
+        payload = GROUP_CODECS[codec].encode(values.contiguous().view(-1))
+    except NotEncodable as error:
+        raise NotFinite(str(error)) from error
+    return payload.cpu().numpy().tobytes()
+
+
+def decode(codec: str, payload: Payload, shape: tuple[int, ...]) -> Tensor:
+    """Decode `payload` into fp32 [b, t, d] of `shape`, on the CPU, in memory of its own.
+
+    Raises FrameRefused: "codec", "length", or "values" for what is not finite or no valid code.
+    """
+    if codec not in CODECS:
+        raise FrameRefused("codec", f"{codec[:60]!r} has no values")
+    b, t, d = shape
+    if len(payload) != encoded_bytes(codec, shape):
+        raise FrameRefused("length", f"{len(payload)} bytes for {codec} of {list(shape)}")
+    if codec == "bf16":
+        bits = torch.frombuffer(bytearray(payload), dtype=torch.int16)
+        if int((bits & _MAGNITUDE_MASK).amax()) >= _BF16_INFINITY:
+            raise FrameRefused("values", "a value is infinite or not a number")
+        return bits.view(torch.bfloat16).float().view(b, t, d)
+    width = coded_width(codec, d)
+    raw = torch.frombuffer(bytearray(payload), dtype=torch.uint8)
+    try:
+        values = GROUP_CODECS[codec].decode(raw, b * t * width).view(b, t, width)
+    except PayloadRefused as error:
+        raise FrameRefused("values", str(error)) from error
+    if width == d:
+        return values
+    if bool(values[..., d:].any()):
+        raise FrameRefused("values", "what fills up a token is not 0")
+    return values[..., :d].contiguous()
+
+
+def encode_windows(windows: Tensor) -> bytes:
+    """Encode token windows int64 [b, t + 1] into 4 bytes each.
+
+    Raises ValueError for ids that no int32 holds.
+    """
+    ids = windows.detach().cpu()
+    if not 0 <= int(ids.amin()) <= int(ids.amax()) < 2**31:
+        raise ValueError(f"token ids from {int(ids.amin())} to {int(ids.amax())}")
+    return ids.to(torch.int32).numpy().tobytes()
+
+
+def decode_windows(payload: Payload, b: int, t: int, vocabulary: int) -> Tensor:
+    """Decode token windows int64 [b, t + 1] on the CPU, every id from 0 to `vocabulary` - 1.
+
+    Raises FrameRefused: "length", or "values" for an id beyond the vocabulary.
+    """
+    if len(payload) != window_bytes(b, t):
+        raise FrameRefused("length", f"{len(payload)} bytes for {b} windows of {t + 1} tokens")
+    ids = torch.frombuffer(bytearray(payload), dtype=torch.int32).long()
+    lowest, highest = int(ids.amin()), int(ids.amax())
+    if lowest < 0 or highest >= vocabulary:
+        raise FrameRefused(
+            "values", f"tokens {lowest} to {highest}, the vocabulary has {vocabulary}"
+        )
+    return ids.view(b, t + 1)
+
+
+def forward_payload(codec: str, activation: Tensor | None, windows: Tensor) -> bytes:
+    """The payload of a forward or evaluate frame: activation [b, t, d], then windows [b, t + 1].
+
+    `activation` is None with codec "none" only. Raises NotFinite, and ValueError as `encode` does.
+    """
+    return _tensor_bytes(codec, activation) + encode_windows(windows)
+
+
+def split_forward(frame: Frame, vocabulary: int) -> tuple[Tensor | None, Tensor]:
+    """Activation fp32 [b, t, d] (None: it was not finite) and windows int64 [b, t + 1] of a frame.
+
+    `frame`: forward or evaluate, as `frames.read_frame` returns it. Raises FrameRefused ("values").
+    """
+    b, t, _ = frame.shape
+    payload = memoryview(frame.payload)
+    cut = encoded_bytes(frame.codec, frame.shape)
+    windows = decode_windows(payload[cut:], b, t, vocabulary)
+    return _tensor(frame, payload[:cut]), windows
+
+
+def split_gradient(frame: Frame) -> Tensor | None:
+    """The gradient fp32 [b, t, d] of a frame, None if it was not finite. Raises FrameRefused."""
+    return _tensor(frame, memoryview(frame.payload))
+
+
+def tensor_frame(
+    frame: Frame, codec: str, tensor: Tensor | None, windows: Tensor | None = None
+) -> Frame:
+    """`frame` (a forward, gradient or evaluate frame without a payload) with these numbers in it.
+
+    tensor: floats [b, t, d]; what is not finite goes as codec "none". None: it was not finite where
+    it came from, and `frame.shape` says what it would have been. windows: int64 [b, t + 1], all but
+    gradient frames need them.
+    """
+    if (windows is not None) != (frame.kind in WINDOW_KINDS):
+        raise ValueError(f"{frame.kind} frame: pass windows for {sorted(WINDOW_KINDS)} only")
+    shape = frame.shape if tensor is None else tuple(tensor.shape)
+    try:
+        codec = NOT_FINITE if tensor is None else codec
+        payload = _tensor_bytes(codec, tensor)
+    except NotFinite:
+        codec, payload = NOT_FINITE, b""
+    if windows is not None:
+        payload += encode_windows(windows)
+    return replace(frame, codec=codec, shape=shape, dtype=TENSOR_DTYPE, payload=payload)
+
+
+def chosen_codec(bytes_per_s: float | None, shape: tuple[int, ...], compute_s: float) -> str:
+    """The most faithful of bf16, int8 and int4 under which a link does not hold its stages up.
+
+    bytes_per_s: of the link, None while unknown (then bf16). shape: [b, t, d]. compute_s: of one
+    forward plus one backward. Links are full duplex: in that time one activation has to go down,
+    while one gradient of as many bytes comes up. If none fits, int4.
+    """
+    if bytes_per_s is None:
+        return "bf16"
+    room = bytes_per_s * compute_s
+    fits = (codec for codec in CODECS[1:] if encoded_bytes(codec, shape) <= room)
+    return next(fits, CODECS[-1])
+
+
+def _tensor_bytes(codec: str, tensor: Tensor | None) -> bytes:
+    if codec == NOT_FINITE:
+        return b""
+    if tensor is None:
+        raise ValueError(f"no tensor to encode as {codec}")
+    return encode(codec, tensor)
+
+
+def _tensor(frame: Frame, payload: memoryview) -> Tensor | None:
+    return None if frame.codec == NOT_FINITE else decode(frame.codec, payload, frame.shape)

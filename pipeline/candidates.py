@@ -1,0 +1,160 @@
+"""Whom a head asks to join its replica, and why there may be nobody to ask.
+
+What: from the swarm's stage records, per stage the peers to reserve in the order in which to try
+them; the best chain among those that said yes; one line for each stage that nobody can fill.
+Why: records are hints, some seconds old, and the peers decide themselves (desk.py), so the order
+only has to be good: those that look free first, the nearest first, and where nothing is known an
+order of each head's own, or all heads would run after the same peer.
+How: pure functions over one look at the DHT. Two peers that can only dial out cannot be neighbours,
+since no stream could be opened between them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from dilocox.dht.records import StageRecord
+
+Records = Mapping[int, Mapping[str, StageRecord]]
+
+# What stands against asking peers of a stage, as it follows their number: for one and for more.
+_WORDS = {
+    "taken": ("trains in another replica", "train in other replicas"),
+    "joining": ("is still joining", "are still joining"),
+    "avoided": ("failed lately", "failed lately"),
+    "client": (
+        "can only dial out, like its neighbour",
+        "can only dial out, like their neighbour",
+    ),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Vacancies:
+    """What a head looks for.
+
+    me: peer id of the head. num_stages: of the run.
+    members: by stage, whether the member it has can only dial out; stage 0 is the head itself.
+        All other stages are to be filled.
+    round_trips: measured, in seconds, by peer. avoid: peers not to ask now, such as the dead.
+    """
+
+    me: str
+    num_stages: int
+    members: Mapping[int, bool]
+    round_trips: Mapping[str, float] = field(default_factory=dict[str, float])
+    avoid: Collection[str] = ()
+
+    @property
+    def stages(self) -> tuple[int, ...]:
+        """The stages to be filled."""
+        return tuple(stage for stage in range(self.num_stages) if stage not in self.members)
+
+
+def candidates(records: Records, vacancies: Vacancies) -> dict[int, tuple[str, ...]]:
+    """For every vacant stage the peers to ask, the best first; empty where there is nobody.
+
+    Spares first; then nearest first, those of unknown round trip last.
+    """
+    found: dict[int, tuple[str, ...]] = {}
+    for stage in vacancies.stages:
+        here = records.get(stage, {})
+        free = [peer for peer in here if not _obstacle(peer, stage, here[peer], vacancies)]
+        found[stage] = tuple(sorted(free, key=lambda peer: _order(peer, here[peer], vacancies)))
+    return found
+
+
+def best_chain(
+    willing: Mapping[int, Sequence[str]], clients: Collection[str], vacancies: Vacancies
+) -> dict[int, str] | None:
+    """One peer for every vacant stage, as early in its list as can be; None if it cannot be done.
+
+    willing: by stage the peers that said yes, the best first. clients: those that can only dial
+    out. The sum of the positions is the least that leaves no two of `clients` neighbours.
+    """
+    # By whether the last stage's peer is a client: the least sum so far and the peers chosen.
+    chains: dict[bool, tuple[int, dict[int, str]]] = {False: (0, {})}
+    for stage in range(vacancies.num_stages):
+        options: dict[bool, tuple[int, str | None]] = {}
+        if stage in vacancies.members:
+            options[vacancies.members[stage]] = (0, None)
+        else:
+            for position, peer in enumerate(willing.get(stage, ())):
+                options.setdefault(peer in clients, (position, peer))
+        longer: dict[bool, tuple[int, dict[int, str]]] = {}
+        for is_client, (position, peer) in options.items():
+            for after_client, (cost, chain) in chains.items():
+                total = cost + position
+                known = longer.get(is_client)
+                if not (is_client and after_client) and (known is None or total < known[0]):
+                    chosen = chain if peer is None else {**chain, stage: peer}
+                    longer[is_client] = (total, chosen)
+        chains = longer
+    return min(chains.values(), key=lambda each: each[0])[1] if chains else None
+
+
+def missing(records: Records, vacancies: Vacancies) -> tuple[str, ...]:
+    """Why the replica cannot be complete, one line for each reason; empty if it may be.
+
+    Such as "stage 2 has no peer" or "stage 2 has no free peer (3 train in other replicas)".
+    """
+    found = candidates(records, vacancies)
+    lines = [
+        _nobody(stage, records.get(stage, {}), vacancies) for stage in found if not found[stage]
+    ]
+    clients = {peer for here in records.values() for peer in here if here[peer].client_mode}
+    if not lines and best_chain(found, clients, vacancies) is None:
+        stages = ", ".join(str(stage) for stage in found)
+        lines.append(f"stages {stages}: neighbours would be peers that can only dial out")
+    return tuple(lines)
+
+
+def unfilled(records: Records, num_stages: int) -> tuple[str, ...]:
+    """Which stages have no peer that could take part, one line each: no replica can be formed.
+
+    A stage whose records are not known is not counted.
+    """
+    return tuple(
+        f"stage {stage} has no peer"
+        for stage in range(num_stages)
+        if stage in records
+        and all(record.state in ("left", "joining") for record in records[stage].values())
+    )
+
+
+def _obstacle(peer: str, stage: int, record: StageRecord, vacancies: Vacancies) -> str:
+    """Why not to ask this peer, as one of `_WORDS`; empty if nothing stands against it."""
+    members = vacancies.members
+    if peer == vacancies.me or record.state == "left":
+        return "gone"
+    if record.replica not in ("", vacancies.me):
+        return "taken"
+    if record.state == "joining":
+        return "joining"
+    if peer in vacancies.avoid:
+        return "avoided"
+    if record.client_mode and (members.get(stage - 1) or members.get(stage + 1)):
+        return "client"
+    return ""
+
+
+def _nobody(stage: int, here: Mapping[str, StageRecord], vacancies: Vacancies) -> str:
+    obstacles = Counter(_obstacle(peer, stage, record, vacancies) for peer, record in here.items())
+    del obstacles["gone"]
+    if not obstacles:
+        return f"stage {stage} has no peer"
+    counts = ", ".join(
+        f"{obstacles[each]} {words[obstacles[each] > 1]}"
+        for each, words in _WORDS.items()
+        if each in obstacles
+    )
+    return f"stage {stage} has no free peer ({counts})"
+
+
+def _order(peer: str, record: StageRecord, vacancies: Vacancies) -> tuple[bool, float, bytes]:
+    own_order = hashlib.sha256(f"{vacancies.me} {peer}".encode()).digest()
+    return record.state != "spare", vacancies.round_trips.get(peer, math.inf), own_order

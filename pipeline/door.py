@@ -1,0 +1,214 @@
+"""The network thread's way to p2pd: streams to other peers, and those that others open here.
+
+A short request (ping, reserve, assign, release) is a fresh stream with one frame there and one
+back. A stream whose first frame is a `hello` may become a link: that is for network.py to say.
+Whoever opens a stream is a stranger until its first frame has been answered, and strangers get
+little time, little memory and a limited number of streams. libp2p has proved their peer ids.
+"""
+
+# pyright: reportMissingTypeStubs=false, reportUnknownMemberType=false
+# pyright: reportUnknownVariableType=false, reportUnknownArgumentType=false
+# pyright: reportUnknownParameterType=false, reportAttributeAccessIssue=false
+# hivemind and its generated protocol classes carry no types.
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable, Generator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from hivemind import DHT
+from hivemind.p2p import P2P, PeerID
+from hivemind.p2p.p2p_daemon_bindings.control import DaemonConnector
+from hivemind.p2p.p2p_daemon_bindings.utils import raise_if_failed, read_pbmsg_safe, write_pbmsg
+from hivemind.proto import p2pd_pb2
+
+from dilocox.pipeline.frames import (
+    ANSWER_KINDS,
+    REQUEST_KINDS,
+    Frame,
+    FrameLimits,
+    FrameRefused,
+    encode_prefix_and_header,
+)
+from dilocox.pipeline.links import Answer
+from dilocox.pipeline.streams import Stream, Traffic
+
+logger = logging.getLogger(__name__)
+
+OPENING_LIMIT_S = 10.0  # a stranger's first frame, and our answer
+CLOSING_S = 0.5  # for each step of it
+STRANGERS, STRANGERS_OF_A_PEER = 256, 16
+NO_TENSORS = FrameLimits(
+    microbatch_size=1, sequence_length=1, hidden_size=1, evaluate_windows=1
+)  # what opens a stream, and what answers, carries none
+
+
+class Unreachable(ConnectionError):
+    """A peer could not be asked, or did not answer in time, or not in frames."""
+
+
+def daemon_address(dht: DHT, timeout_s: float) -> Any:
+    """Where the node's p2pd listens for its clients; raises TimeoutError.
+
+    hivemind's `replicate_p2p` hands out one handle to all of a process, tied to one event loop.
+    """
+    ask = DHT._get_p2p_daemon_listen_maddr  # pyright: ignore[reportPrivateUsage]
+    asked: Any = dht.run_coroutine(ask, return_future=True)
+    return asked.result(timeout_s)
+
+
+class Door:
+    """Asks and answers under one handler name; all in the network thread.
+
+    answer: the reply to a request, by peer id; it must be quick. welcome: takes a stream that began
+    with a hello, answers it, and says whether it keeps the stream.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        traffic: Traffic,
+        *,
+        answer: Callable[[str, Frame], Frame],
+        welcome: Callable[[str, Frame, Stream], Awaitable[bool]],
+    ):
+        self._name = name
+        self._traffic = traffic
+        self._answer = answer
+        self._welcome = welcome
+        self._strangers: Counter[str] = Counter()
+        self._address: Any = None
+        self._p2p: Any = None
+
+    async def open(self, address: Any) -> None:
+        """Let others in, through the p2pd at this address."""
+        self._address = address
+        self._p2p = await P2P.replicate(address)
+        await self._p2p.add_binary_stream_handler(self._name, self._handle)
+
+    async def close(self) -> None:
+        """Let nobody in any more."""
+        if self._p2p is None:
+            return
+        with contextlib.suppress(Exception):  # p2pd may be gone
+            remove = self._p2p.remove_binary_stream_handler(self._name)
+            await asyncio.wait_for(remove, CLOSING_S)
+        await self._p2p.shutdown()
+        self._p2p = None
+
+    # ---- to others -------------------------------------------------------------------------------
+    async def ask(self, peer: str, frame: Frame, timeout_s: float) -> Answer:
+        """Ask one peer; raises `Unreachable`."""
+        with self._reached(peer):
+            return await asyncio.wait_for(self._asked(peer, frame), timeout_s)
+
+    async def ask_all(
+        self, frames: Mapping[str, Frame], timeout_s: float
+    ) -> dict[str, Answer | None]:
+        """Ask peers at the same time; None for those that do not answer."""
+
+        async def ask(peer: str, frame: Frame) -> Answer | None:
+            try:
+                return await self.ask(peer, frame, timeout_s)
+            except Unreachable as error:
+                logger.debug("not reached: %s", error)
+                return None
+
+        answers = await asyncio.gather(*(ask(peer, frame) for peer, frame in frames.items()))
+        return dict(zip(frames, answers, strict=True))
+
+    async def dial(self, peer: str, hello: Frame) -> Stream | None:
+        """A stream that the peer has taken as a link; None if it says no. Raises `Unreachable`."""
+        with self._reached(peer):
+            stream = await self._opened(peer)
+            taken = False
+            try:
+                await stream.write(encode_prefix_and_header(hello))
+                taken = (await stream.read(NO_TENSORS)).kind == "yes"
+            finally:
+                if not taken:
+                    stream.abort()
+            return stream if taken else None
+
+    async def _asked(self, peer: str, frame: Frame) -> Answer:
+        stream = await self._opened(peer)
+        try:
+            await stream.write(encode_prefix_and_header(frame))
+            asked = time.monotonic()
+            answer = await stream.read(NO_TENSORS)
+            if answer.kind not in ANSWER_KINDS:
+                raise FrameRefused("kind", f"{answer.kind} as an answer")
+            return Answer(frame=answer, round_trip_s=time.monotonic() - asked)
+        finally:
+            stream.abort()
+
+    async def _opened(self, peer: str) -> Stream:
+        """As hivemind's `call_binary_stream_handler`, which leaves a socket open when it fails."""
+        reader, writer = await DaemonConnector(self._address).open_connection()
+        stream = Stream(reader, writer, self._traffic)
+        try:
+            wanted = p2pd_pb2.StreamOpenRequest(
+                peer=PeerID.from_base58(peer).to_bytes(), proto=[self._name]
+            )
+            kind = p2pd_pb2.Request.STREAM_OPEN
+            await write_pbmsg(writer, p2pd_pb2.Request(type=kind, streamOpen=wanted))
+            response = p2pd_pb2.Response()
+            await read_pbmsg_safe(reader, response)
+            raise_if_failed(response)
+        except BaseException:
+            stream.abort()
+            raise
+        return stream
+
+    @contextmanager
+    def _reached(self, peer: str) -> Generator[None]:
+        """Whatever p2pd, hivemind and asyncio call it: the peer was not reached."""
+        try:
+            yield
+        except FrameRefused as refused:
+            self._traffic.refused[refused.kind] += 1
+            raise Unreachable(f"{peer}: {refused}") from refused
+        except Exception as error:
+            reason = " ".join(str(error).split())  # p2pd's are long lists of addresses
+            raise Unreachable(f"{peer}: {type(error).__name__}: {reason}") from error
+
+    # ---- from others -----------------------------------------------------------------------------
+    async def _handle(self, info: Any, reader: Any, writer: Any) -> None:
+        """A stream that another peer has opened."""
+        peer, stream = str(info.peer_id), Stream(reader, writer, self._traffic)
+        adopted = False
+        try:
+            if self._strangers[peer] >= STRANGERS_OF_A_PEER or self._strangers.total() >= STRANGERS:
+                self._traffic.refused["crowd"] += 1
+                return
+            self._strangers[peer] += 1
+            try:
+                adopted = await asyncio.wait_for(self._received(peer, stream), OPENING_LIMIT_S)
+            finally:
+                self._strangers[peer] -= 1
+                self._strangers += Counter()  # forgets who has none
+        except FrameRefused as refused:
+            self._traffic.refused[refused.kind] += 1
+        except (EOFError, OSError, asyncio.TimeoutError, asyncio.CancelledError):
+            pass  # it went away, or we do
+        except Exception:  # hivemind's server would swallow it
+            logger.exception("a request of %s failed", peer)
+        finally:
+            if not adopted:
+                await stream.close(CLOSING_S)
+
+    async def _received(self, peer: str, stream: Stream) -> bool:
+        """Answer a stream's first frame; whether it was kept as a link."""
+        frame = await stream.read(NO_TENSORS)
+        if frame.kind in REQUEST_KINDS:
+            await stream.write(encode_prefix_and_header(self._answer(peer, frame)))
+            return False
+        if frame.kind != "hello":
+            raise FrameRefused("kind", f"{frame.kind} as the first frame")
+        return await self._welcome(peer, frame, stream)

@@ -1,0 +1,268 @@
+"""Frames: everything that peers of one replica say to each other, typed, bounded and checked.
+
+What: a prefix of 16 bytes, a msgpack header of at most 24 KiB, and the coded tensor of those kinds
+that carry one.
+Why: activations come from strangers' machines. Every length is known to be right before a byte of
+it is read, every field before anything acts on it, so that no peer can make another one allocate,
+compute or wait for more than its run's shapes ask for.
+How: `read_frame` takes the prefix, then the header, then the payload in chunks, and refuses
+(`FrameRefused`) at the first thing that is not as it must be. Numbers in the prefix are
+little-endian:
+
+    bytes  content
+    2      "dx"
+    1      version (1)
+    1      zero
+    4      bytes of the header
+    8      bytes of the payload
+
+The header is a map of the fields of `Frame` without the payload; those at their default are left
+out. A tensor's payload: the activation or gradient, coded, then (forward, evaluate) the token
+windows; `activations` says how. Its bytes follow from kind, codec and shape, and must be just so.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, field, fields, replace
+from typing import Final, cast
+
+from dilocox.dht.wire import Malformed, pack, unpack
+from dilocox.pipeline.codecs import CODECS, NOT_FINITE, encoded_bytes, window_bytes
+from dilocox.pipeline.facts import (
+    MAX_INTEGER,
+    MAX_NAME,
+    FrameRefused,
+    checked_facts,
+    flag,
+    flags,
+    integer,
+    number,
+    show,
+    text,
+    texts,
+)
+
+__all__ = ["Frame", "FrameLimits", "FrameRefused", "encode_prefix_and_header", "parse_header"]
+__all__ += ["parse_prefix", "read_frame"]
+__all__ += ["flag", "flags", "integer", "number", "text", "texts"]  # readers of a frame's facts
+
+VERSION: Final = 1
+REQUEST_KINDS: Final = frozenset({"ping", "reserve", "assign", "release"})
+ANSWER_KINDS: Final = frozenset({"yes", "no"})
+LINK_KINDS: Final = frozenset(
+    {"hello", "heartbeat", "forward", "gradient", "sum", "go"}
+    | {"ready", "fault", "evaluate", "evaluated", "dissolve"}
+)
+KINDS: Final = REQUEST_KINDS | ANSWER_KINDS | LINK_KINDS
+TENSOR_KINDS: Final = frozenset({"forward", "gradient", "evaluate"})  # they carry a payload
+WINDOW_KINDS: Final = frozenset({"forward", "evaluate"})  # token windows stand behind the tensor
+TENSOR_DTYPE: Final = "float32"  # of every tensor before coding and after decoding
+
+MAX_HEADER_BYTES: Final = 24 * 1024
+MAX_REPLICA: Final = 64  # characters: a peer id has 52
+CHUNK_BYTES: Final = 64 * 1024
+
+_PREFIX = struct.Struct("<2sBBIQ")
+_MAGIC = b"dx"
+PREFIX_BYTES: Final = _PREFIX.size
+
+
+@dataclass(frozen=True, kw_only=True)
+class Frame:
+    """One message between two peers of a replica.
+
+    replica: peer id of the head. epoch, step, microbatch: what it belongs to.
+    codec, shape, dtype: of the tensor in the payload: one of `codecs.CODECS` (or "none": it was not
+    finite, only its windows are here), [b, t, d], "float32"; empty without a tensor.
+    facts: what a kind needs besides: None, bool, int, float, str and flat lists of these.
+    payload: coded bytes, for TENSOR_KINDS only.
+    """
+
+    kind: str
+    replica: str = ""
+    epoch: int = 0
+    step: int = 0
+    microbatch: int = 0
+    codec: str = ""
+    shape: tuple[int, ...] = ()
+    dtype: str = ""
+    facts: Mapping[str, object] = field(default_factory=dict[str, object])
+    payload: bytes = b""
+
+
+@dataclass(frozen=True, kw_only=True)
+class FrameLimits:
+    """What the run's manifest says about tensors: all that a frame may be.
+
+    A tensor's shape is exactly [microbatch_size, sequence_length, hidden_size]; that of "evaluate"
+    may have 1 to `evaluate_windows` instead of microbatch_size.
+    """
+
+    microbatch_size: int
+    sequence_length: int
+    hidden_size: int
+    evaluate_windows: int
+
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            if value < 1:
+                raise ValueError(f"{name} is {value}: it must be 1 or more")
+
+    @property
+    def max_payload(self) -> int:
+        """The most bytes that the payload of any frame may have."""
+        b = max(self.microbatch_size, self.evaluate_windows)
+        shape = (b, self.sequence_length, self.hidden_size)
+        tensor = max(encoded_bytes(codec, shape) for codec in CODECS)
+        return tensor + window_bytes(b, self.sequence_length)
+
+
+def encode_prefix_and_header(frame: Frame) -> bytes:
+    """The bytes of `frame` before its payload, which is then written as it is.
+
+    Raises ValueError for a frame that no receiver would take: a mistake of the caller.
+    """
+    values: dict[object, object] = {"kind": frame.kind}
+    for spec in fields(Frame):
+        value: object = getattr(frame, spec.name)
+        if value and spec.name not in ("kind", "payload"):  # every default is empty or 0
+            values[spec.name] = dict(frame.facts) if spec.name == "facts" else value
+    due = _payload_bytes(_checked(values))
+    try:
+        header = pack(values)
+    except Malformed as error:
+        raise ValueError(f"{frame.kind} frame: {error}") from error
+    if len(header) > MAX_HEADER_BYTES:
+        raise ValueError(f"{frame.kind} frame: {len(header)} bytes of header")
+    if len(frame.payload) != due:
+        raise ValueError(f"{frame.kind} frame: {len(frame.payload)} bytes of payload, {due} due")
+    return _PREFIX.pack(_MAGIC, VERSION, 0, len(header), len(frame.payload)) + header
+
+
+def parse_prefix(data: bytes, limits: FrameLimits) -> tuple[int, int]:
+    """Read the first PREFIX_BYTES of a frame: bytes of its header and of its payload.
+
+    Raises FrameRefused (version, length): nothing has been allocated for either yet.
+    """
+    if len(data) != PREFIX_BYTES:
+        raise FrameRefused("length", f"{len(data)} bytes of prefix instead of {PREFIX_BYTES}")
+    magic, version, zero, header_bytes, payload_bytes = _PREFIX.unpack(data)
+    if magic != _MAGIC or version != VERSION or zero:
+        raise FrameRefused("version", f"{data[:4].hex()}: this peer reads version {VERSION}")
+    if not 1 <= header_bytes <= MAX_HEADER_BYTES:
+        raise FrameRefused("length", f"{header_bytes} bytes of header")
+    if payload_bytes > limits.max_payload:
+        raise FrameRefused("length", f"{payload_bytes} bytes of payload")
+    return header_bytes, payload_bytes
+
+
+def parse_header(header: bytes, payload_bytes: int, limits: FrameLimits) -> Frame:
+    """The frame that a header tells of, still without its payload.
+
+    Checks every field, and that `payload_bytes` is what kind, codec and shape say. Raises
+    FrameRefused (kind, header, codec, shape, dtype, length).
+    """
+    try:
+        value = unpack(header, MAX_HEADER_BYTES)
+    except Malformed as error:
+        raise FrameRefused("header", str(error)) from error
+    if not isinstance(value, dict):
+        raise FrameRefused("header", "it is no map")
+    frame = _checked(cast(dict[object, object], value))
+    due = _payload_due(frame, limits)
+    if payload_bytes != due:
+        raise FrameRefused("length", f"{payload_bytes} bytes of payload where {due} are due")
+    return frame
+
+
+async def read_frame(
+    read: Callable[[int], Awaitable[bytes]],
+    limits: FrameLimits,
+    *,
+    on_bytes: Callable[[int], None],
+) -> Frame:
+    """Read one frame; `read(n)` returns exactly n bytes, as StreamReader.readexactly does.
+
+    `on_bytes(count)` is called after the prefix, the header, and each 64 KiB of the payload: signs
+    of life. Raises FrameRefused, and whatever `read` raises (IncompleteReadError at an end).
+    """
+    prefix = await read(PREFIX_BYTES)
+    on_bytes(len(prefix))
+    header_bytes, payload_bytes = parse_prefix(prefix, limits)
+    header = await read(header_bytes)
+    on_bytes(len(header))
+    frame = parse_header(header, payload_bytes, limits)
+    if not payload_bytes:
+        return frame
+    chunks: list[bytes] = []
+    for start in range(0, payload_bytes, CHUNK_BYTES):
+        chunks.append(await read(min(CHUNK_BYTES, payload_bytes - start)))
+        on_bytes(len(chunks[-1]))
+    return replace(frame, payload=b"".join(chunks))
+
+
+# ---- checks of a header --------------------------------------------------------------------------
+def _checked(values: Mapping[object, object]) -> Frame:
+    """The frame of these fields, each of its type and within its bounds."""
+    kind = values.get("kind")
+    if not isinstance(kind, str) or kind not in KINDS:
+        raise FrameRefused("kind", show(kind))
+    if unknown := set(values) - _FIELDS:
+        raise FrameRefused("header", f"unknown field {show(min(unknown, key=str))}")
+    given = cast("dict[str, object]", _EMPTY | dict(values))
+    shape = _shape(given["shape"])
+    codec, dtype = text(given, "codec", MAX_NAME), text(given, "dtype", MAX_NAME)
+    if kind not in TENSOR_KINDS:
+        for name, value in (("codec", codec), ("shape", shape), ("dtype", dtype)):
+            if value:
+                raise FrameRefused(name, f"a {kind} frame has no tensor")
+    elif codec not in (*CODECS, NOT_FINITE):
+        raise FrameRefused("codec", f"{codec!r}: choose one of {', '.join(CODECS)}")
+    elif dtype != TENSOR_DTYPE:
+        raise FrameRefused("dtype", f"{dtype!r} instead of {TENSOR_DTYPE}")
+    return Frame(
+        kind=kind,
+        replica=text(given, "replica", MAX_REPLICA),
+        epoch=integer(given, "epoch", 0, MAX_INTEGER),
+        step=integer(given, "step", 0, MAX_INTEGER),
+        microbatch=integer(given, "microbatch", 0, MAX_INTEGER),
+        codec=codec,
+        shape=shape,
+        dtype=dtype,
+        facts=checked_facts(given["facts"]),
+    )
+
+
+def _shape(value: object) -> tuple[int, ...]:
+    if isinstance(value, list | tuple):
+        items = cast("list[object]", value)
+        sizes = tuple(item for item in items if type(item) is int and 0 < item <= MAX_INTEGER)
+        if len(sizes) == len(items) and len(sizes) in (0, 3):
+            return sizes
+    raise FrameRefused("shape", "it is no list of three lengths above 0")
+
+
+def _payload_due(frame: Frame, limits: FrameLimits) -> int:
+    """How many bytes the payload must have; refuses a shape other than the run's."""
+    if frame.kind in TENSOR_KINDS:
+        b = limits.microbatch_size
+        if frame.kind == "evaluate" and frame.shape:
+            b = min(frame.shape[0], limits.evaluate_windows)
+        due = (b, limits.sequence_length, limits.hidden_size)
+        if frame.shape != due:
+            raise FrameRefused("shape", f"{list(frame.shape)} instead of {list(due)}")
+    return _payload_bytes(frame)
+
+
+def _payload_bytes(frame: Frame) -> int:
+    if not frame.shape:
+        return 0
+    b, t, _ = frame.shape
+    windows = window_bytes(b, t) if frame.kind in WINDOW_KINDS else 0
+    return encoded_bytes(frame.codec, frame.shape) + windows
+
+
+_FIELDS = frozenset(spec.name for spec in fields(Frame)) - {"payload"}
+_EMPTY = {name: getattr(Frame(kind=""), name) for name in _FIELDS}

@@ -1,0 +1,319 @@
+"""The head of a replica: forms it, drives its inner steps, and heals it.
+
+What: `form` makes a replica of free peers, `step` takes one inner step with it, `evaluate` computes
+the validation loss through it, `dissolve` lets it go.
+Why: one peer must decide, and the stage-0 peer has the data. It decides in the thread that
+computes, between or within inner steps, so nothing runs beside it that could disagree.
+How: what is lost shows as a fault within an inner step. Then every member is asked once; those that
+do not answer, or are no longer in this replica, are replaced by free peers of their stage, all
+members get the next epoch, and the step is replayed (or, if its GO was given, the next one begins).
+Where no spare is to be had the replica is dissolved: nobody loses what it learnt.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection, Sequence
+
+from torch import Tensor
+
+from dilocox.pipeline.desk import Assignment
+from dilocox.pipeline.happenings import (
+    Evaluated,
+    Fault,
+    Go,
+    Happening,
+    Ready,
+    Stepped,
+    Totals,
+)
+from dilocox.pipeline.member import Member
+from dilocox.pipeline.ports import Asking, receive
+from dilocox.pipeline.recruiting import Recruiter, Replica
+from dilocox.pipeline.tuning import Tuning
+
+POLL_S = 0.2
+READY_LIMIT_S = 10.0  # a member takes up an epoch when the piece that it computes is done
+HEAL_LIMIT_S = 30.0
+STALL_LIMIT_S = 120.0  # an inner step in which nothing moves for so long, or for ten steps' time
+
+
+class Lost(Exception):
+    """The inner step cannot go on in this epoch."""
+
+    def __init__(self, fault: Fault):
+        super().__init__(fault)
+        self.fault = fault
+
+
+class Head:
+    """The head's part. `member` is its own stage; all methods belong to the computing thread.
+
+    Attributes:
+        last_fault: in few words, empty before the first.
+    """
+
+    def __init__(
+        self,
+        *,
+        me: str,
+        num_stages: int,
+        client_mode: bool,
+        tuning: Tuning,
+        member: Member,
+        network: Asking,
+        recruiter: Recruiter,
+        clip: Callable[[float, float], float],
+        tell: Callable[..., None],
+        stopping: Callable[[], bool],
+    ):
+        """What it takes from its owner.
+
+        client_mode: whether this peer can only dial out. clip(squared norm, loss): the clip factor,
+        not a number if the step must be skipped. tell(kind, **facts): hears what people and scripts
+        want to know: replica, fault, healed, dissolved. stopping(): ends every wait.
+        """
+        self.last_fault = ""
+        self._me = me
+        self._num_stages = num_stages
+        self._client_mode = client_mode
+        self._tuning = tuning
+        self._member = member
+        self._network = network
+        self._recruiter = recruiter
+        self._clip = clip
+        self._tell = tell
+        self._stopping = stopping
+        self._replica: Replica | None = None
+        self._step = 0
+        self._evaluated = 0
+        self._anchor_rounds: set[int] = set()
+
+    @property
+    def members(self) -> tuple[str, ...]:
+        """Peer ids by stage; empty while there is no replica."""
+        replica = self._replica
+        return () if replica is None else tuple(replica.members[k] for k in range(self._num_stages))
+
+    @property
+    def epoch(self) -> int:
+        """Of the replica, or its last one."""
+        return self._recruiter.epoch
+
+    @property
+    def codec(self) -> str:
+        """The codecs of its links, in few words."""
+        return "" if self._replica is None else ",".join(sorted(set(self._replica.codecs)))
+
+    def anchors_at(self, round_number: int) -> bool:
+        """Whether the anchors of all stages were of this round at the last inner step."""
+        return self._replica is not None and self._anchor_rounds <= {round_number}
+
+    # ---- forming ---------------------------------------------------------------------------------
+    def form(self) -> str:
+        """Try once to make a replica; why it failed, empty if it stands."""
+        self._anchor_rounds = set()
+        self._replica = Replica(
+            members={0: self._me},
+            clients={0: self._client_mode},
+            codecs=self._tuning.first_codecs(self._num_stages),
+            window=self._tuning.first_window(self._num_stages),
+        )
+        reason = self._make_whole(set(range(1, self._num_stages)))
+        if reason:
+            self.dissolve()
+            return reason
+        self._tell("replica", epoch=self.epoch, members=list(self.members))
+        return ""
+
+    def dissolve(self, *, ended: bool = False) -> None:
+        """Let all members go; `ended`: because the run has ended."""
+        replica, self._replica = self._replica, None
+        if replica is None:
+            return
+        if self._member.assignment is not None:
+            self._member.dissolve(ended=ended)  # the quick way down the chain
+        self._recruiter.ask_all(replica.others.values(), "release")
+        self._member.end()
+
+    def _make_whole(self, vacant: set[int]) -> str:
+        """Fill these stages and begin an epoch, again and again; why it failed, or empty."""
+        end = time.monotonic() + HEAL_LIMIT_S
+        replica = self._held()
+        while time.monotonic() < end and not self._stopping():
+            for stage in vacant:
+                replica.members.pop(stage, None)
+            reason = self._recruiter.recruit(replica, vacant) if vacant else ""
+            if reason:
+                return reason
+            vacant = self._begin_epoch(replica)
+            if not vacant:
+                return ""
+        return "its members do not come together"
+
+    def _begin_epoch(self, replica: Replica) -> set[int]:
+        """Assign the members and wait until the chain stands; the stages that failed."""
+        self._recruiter.epoch += 1
+        replica.window = min(replica.window, replica.limit)
+        stages = range(self._num_stages)
+        assignment = Assignment(
+            replica=self._me,
+            epoch=self.epoch,
+            head=self._me,
+            members=tuple(replica.members[stage] for stage in stages),
+            clients=tuple(replica.clients[stage] for stage in stages),
+            window=replica.window,
+            codecs=replica.codecs,
+            step=self._step,
+            done=replica.done,
+        )
+        self._member.take_up(assignment)
+        if self._num_stages == 1:
+            return set()
+        others = replica.others
+        answers = self._recruiter.ask_all(others.values(), "assign", assignment.to_facts())
+        self._recruiter.avoid([peer for peer, answer in answers.items() if answer is None])
+        failed = {
+            stage
+            for stage, peer in others.items()
+            if (answer := answers.get(peer)) is None or answer.frame.kind != "yes"
+        }
+        return failed or self._wait_until_ready(replica)
+
+    def _wait_until_ready(self, replica: Replica) -> set[int]:
+        end = time.monotonic() + READY_LIMIT_S
+        while time.monotonic() < end and not self._stopping():
+            happening = self._next_happening(POLL_S)
+            if isinstance(happening, Ready):
+                return set()
+            if isinstance(happening, Fault):
+                return self._recruiter.missing(replica, happening) or {max(1, happening.stage)}
+        return {1}
+
+    # ---- inner steps -----------------------------------------------------------------------------
+    def step(self, batch: Sequence[Tensor], learning_rate: float) -> Stepped | None:
+        """One inner step on these microbatches, windows int64 [b, t + 1] each; heals on the way.
+
+        None if the replica had to be dissolved, or `stopping`: then the step was not taken.
+        """
+        while self._replica is not None and not self._stopping():
+            try:
+                return self._step_once(batch, learning_rate)
+            except Lost as lost:
+                self._heal(lost.fault)
+        return None
+
+    def _step_once(self, batch: Sequence[Tensor], learning_rate: float) -> Stepped | None:
+        member, replica = self._member, self._held()
+        fed, moved_at = 0, time.monotonic()
+        limit_s = max(STALL_LIMIT_S, 10 * len(batch) * member.worker.compute_s)
+        while (totals := member.totals) is None:
+            while fed < len(batch) and member.worker.in_flight < replica.window:
+                member.feed(fed, batch[fed])
+                fed += 1
+            worked = member.work()
+            happened = self._drain(0.0 if worked else POLL_S)
+            if worked or happened:
+                moved_at = time.monotonic()
+            if self._stopping():
+                return None
+            if time.monotonic() - moved_at > limit_s:
+                raise Lost(Fault(stage=1, seen_by=0, reason="silent", after_s=limit_s))
+        return self._go(replica, totals, learning_rate)
+
+    def _go(self, replica: Replica, totals: Totals, learning_rate: float) -> Stepped:
+        reports = totals.reports
+        replica.codecs, replica.window = self._tuning.next(reports, replica.codecs, replica.limit)
+        self._anchor_rounds = {report.anchor_round for report in reports}
+        factor = self._clip(totals.squared_norm, totals.loss)
+        go = Go(factor=factor, learning_rate=learning_rate, loss=totals.loss, codecs=replica.codecs)
+        stepped = self._member.go(go)
+        replica.done = (stepped.step, factor, learning_rate)
+        self._step = stepped.step + 1
+        leaving = {stage for stage, report in enumerate(reports) if report.leaving and stage > 0}
+        if leaving:
+            self._heal(Fault(stage=min(leaving), seen_by=0, reason="left", after_s=0.0), leaving)
+        return stepped
+
+    def _drain(self, wait_s: float) -> bool:
+        """Take in all that has come, waiting for the first; whether something had."""
+        first = True
+        while (message := receive(self._network.inbox, wait_s if first else 0.0)) is not None:
+            first = False
+            happening = self._member.handle(message)
+            if isinstance(happening, Fault):
+                raise Lost(happening)
+        return not first
+
+    def _next_happening(self, wait_s: float) -> Happening | None:
+        message = receive(self._network.inbox, wait_s)
+        return None if message is None else self._member.handle(message)
+
+    # ---- healing ---------------------------------------------------------------------------------
+    def _heal(self, fault: Fault, leaving: Collection[int] = ()) -> None:
+        """Replace who is missing, or has said that it is leaving; else dissolve the replica."""
+        began, replica = time.monotonic(), self._held()
+        vacant = set(leaving) or self._recruiter.missing(replica, fault)
+        lost = [replica.members[stage] for stage in vacant]
+        if leaving:  # it would say yes
+            self._recruiter.avoid(lost)
+        stage = min(vacant, default=fault.stage)
+        self.last_fault = f"stage {stage} {fault.reason}"
+        self._tell(
+            "fault",
+            stage=stage,
+            peer=replica.members[stage],
+            reason=fault.reason,
+            after_s=fault.after_s,
+        )
+        reason = self._make_whole(vacant)
+        if leaving:
+            self._recruiter.ask_all(lost, "release")
+        if reason:
+            self._tell("dissolved", reason=reason)
+            self.dissolve()
+            return
+        splice_s = time.monotonic() - began
+        self._tell(
+            "healed",
+            stage=stage,
+            epoch=self.epoch,
+            members=list(self.members),
+            splice_s=splice_s,
+            seconds=splice_s + fault.after_s,
+        )
+
+    # ---- evaluation ------------------------------------------------------------------------------
+    def evaluate(self, batches: Sequence[Tensor]) -> float | None:
+        """The cross-entropy in nats, summed over batches of held-out windows int64 [n, t + 1].
+
+        On the anchors of all stages; None if they are not of one round, or a member was lost.
+        """
+        first = self._evaluated  # numbers go on, so that late answers are told from new ones
+        self._evaluated += len(batches)
+        losses: dict[int, float] = {}
+        sent, end = 0, time.monotonic() + STALL_LIMIT_S
+        try:
+            while len(losses) < len(batches):
+                if sent < len(batches) and sent - len(losses) < self._num_stages:
+                    happening = self._member.evaluate(first + sent, batches[sent])
+                    sent += 1
+                else:
+                    happening = self._next_happening(POLL_S)
+                if isinstance(happening, Fault):
+                    raise Lost(happening)
+                if isinstance(happening, Evaluated) and happening.batch >= first:
+                    if happening.loss is None:
+                        return None
+                    losses[happening.batch] = happening.loss
+                if self._stopping() or time.monotonic() > end:
+                    return None
+        except Lost as lost:
+            self._heal(lost.fault)
+            return None
+        return sum(losses[number] for number in sorted(losses))
+
+    def _held(self) -> Replica:
+        if self._replica is None:
+            raise RuntimeError("there is no replica")
+        return self._replica

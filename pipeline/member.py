@@ -1,0 +1,369 @@
+"""One peer's part in a replica: its stage's worker between the neighbours above and below.
+
+Tensors and small facts come from the neighbours as frames, go through the worker, and leave as
+frames. It is the same for every stage: a head has nobody above, the last stage nobody below. What
+only a head decides is in head.py.
+
+An inner step ends as PROTOCOL section 6 says: sums go up the chain, GO comes down, and a stage
+steps once per number. Until then a new epoch drops the step, and it is replayed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from torch import Tensor
+
+from dilocox.pipeline.activations import split_forward, split_gradient, tensor_frame
+from dilocox.pipeline.desk import Assignment
+from dilocox.pipeline.facts import number
+from dilocox.pipeline.frames import Frame, FrameRefused
+from dilocox.pipeline.happenings import (
+    Dissolved,
+    Evaluated,
+    Fault,
+    Go,
+    Happening,
+    Ready,
+    StageReport,
+    Stepped,
+    Totals,
+)
+from dilocox.pipeline.links import Arrived, Broken, LinkKey, Message, Opened
+from dilocox.pipeline.ports import Anchors, Links, LossScaled, Shape
+from dilocox.pipeline.worker import StageWorker
+
+EXACT = "fp32"  # the codec of what is evaluated: rare, and to be compared between runs
+MAX_LOSS_SCALE = 2.0**40
+
+
+class Member:
+    """The computing thread's side of one peer in a replica.
+
+    `shape`: [b, t, d] of the activations of a microbatch. `vocabulary`: of the token ids.
+
+    Attributes:
+        assignment: the epoch that this peer works in, None while it is in no replica.
+        step: the inner step in progress, or next.
+        leaving: set by the owner; the head hears of it at the end of the inner step.
+    """
+
+    def __init__(
+        self,
+        *,
+        stage: int,
+        num_stages: int,
+        worker: StageWorker,
+        optimizer: LossScaled,
+        links: Links,
+        anchors: Anchors,
+        shape: Shape,
+        vocabulary: int,
+    ):
+        self.assignment: Assignment | None = None
+        self.step = 0
+        self.leaving = False
+        self.worker = worker
+        self._stage = stage
+        self._num_stages = num_stages
+        self._optimizer = optimizer
+        self._links = links
+        self._anchors = anchors
+        self._shape = shape
+        self._vocabulary = vocabulary
+        self._codecs: tuple[str, ...] = ()
+        self._upper: LinkKey | None = None
+        self._lower: LinkKey | None = None
+        self._open: set[LinkKey] = set()
+        self._lower_ready = self._sum_told = False
+        self._lower_totals: Totals | None = None
+
+    @property
+    def stage(self) -> int:
+        """This peer's place in the chain."""
+        return self._stage
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this is the head's stage."""
+        return self._stage == 0
+
+    @property
+    def is_last(self) -> bool:
+        """Whether nobody is below."""
+        return self._stage == self._num_stages - 1
+
+    # ---- the epoch -------------------------------------------------------------------------------
+    def take_up(self, assignment: Assignment) -> Stepped | None:
+        """Begin an epoch: drop the inner step in flight, open the links to the new neighbours.
+
+        A member that has computed the step which is `done` and missed its GO steps now.
+        """
+        before, done, stepped = self.assignment, assignment.done, None
+        if before is not None and before.replica == assignment.replica and done is not None:
+            number_done, factor, learning_rate = done
+            if number_done == self.step and self.worker.finished:
+                stepped = self._step(factor, learning_rate, loss=float("nan"))
+        self.end()
+        self.assignment, self.step = assignment, assignment.step
+        self._codecs = assignment.codecs
+        self.worker.window = assignment.window
+        k = self._stage
+        if not self.is_first:
+            self._upper = LinkKey(assignment.replica, assignment.epoch, k - 1, "upper")
+            # the upper one dials, unless only the lower one can
+            self._connect(self._upper, k - 1, dials=assignment.clients[k])
+        if not self.is_last:
+            self._lower = LinkKey(assignment.replica, assignment.epoch, k, "lower")
+            self._connect(self._lower, k + 1, dials=not assignment.clients[k + 1])
+        return stepped
+
+    def end(self) -> None:
+        """Be in no replica any more; what was learnt stays in the weights."""
+        self.assignment = self._upper = self._lower = None
+        self._links.drop_links()
+        self._open.clear()
+        self._lower_ready = False
+        self._begin_step()
+        self.worker.restart()
+
+    def _begin_step(self) -> None:
+        self._lower_totals = None
+        self._sum_told = False
+
+    def _connect(self, key: LinkKey, neighbour: int, *, dials: bool) -> None:
+        if self.assignment is None:
+            return
+        peer = self.assignment.members[neighbour]
+        if dials:
+            hello = self._frame("hello", facts={"upper_stage": key.upper_stage})
+            self._links.open_link(key, peer, hello)
+        else:
+            self._links.expect_link(key, peer)
+
+    # ---- what comes in ---------------------------------------------------------------------------
+    def handle(self, message: Message) -> Happening | None:
+        """Take in what the network says; what it means for the owner, None if nothing."""
+        if not isinstance(message, Arrived | Opened | Broken):
+            return None
+        if message.key not in (self._upper, self._lower):
+            return None  # of an epoch that is over
+        match message:
+            case Opened():
+                self._open.add(message.key)
+                return self._ready()
+            case Broken():
+                return self._broken(message)
+            case Arrived():
+                try:
+                    return self._arrived(message)
+                except FrameRefused as refused:
+                    self._links.break_link(message.key, refused.kind)
+                    return None  # the network will say that it is broken
+
+    def _broken(self, message: Broken) -> Fault:
+        above = message.key == self._upper
+        fault = Fault(
+            stage=self._stage + (-1 if above else 1),
+            seen_by=self._stage,
+            reason=message.kind,
+            after_s=message.after_s,
+        )
+        if not above:
+            self._send(self._upper, self._frame("fault", facts=fault.to_facts()))
+        return fault
+
+    def _ready(self) -> Ready | None:
+        """Once the links stand and the chain below is ready, so is the chain from here on."""
+        links = {key for key in (self._upper, self._lower) if key is not None}
+        if not links <= self._open or not (self.is_last or self._lower_ready):
+            return None
+        self._send(self._upper, self._frame("ready"))
+        return Ready()
+
+    def _arrived(self, message: Arrived) -> Happening | None:
+        frame = message.frame
+        if message.key == self._upper:
+            return self._from_above(frame)
+        return self._from_below(frame)
+
+    def _from_above(self, frame: Frame) -> Happening | None:
+        match frame.kind:
+            case "forward":
+                self._check_step(frame)
+                if "loss_scale" in frame.facts:
+                    scale = number(frame.facts, "loss_scale", 1 / MAX_LOSS_SCALE, MAX_LOSS_SCALE)
+                    self._optimizer.take_loss_scale(scale)
+                self.worker.feed(frame.microbatch, *split_forward(frame, self._vocabulary))
+            case "go":
+                self._check_step(frame)
+                if not self.worker.finished:
+                    raise FrameRefused("order", "GO before all gradients")
+                return self._go(Go.from_facts(frame.facts, self._num_stages))
+            case "evaluate":
+                self._evaluate_frame(frame)
+            case "dissolve":
+                self._send(self._lower, self._frame("dissolve", facts=frame.facts))
+                return Dissolved.from_facts(frame.facts)
+            case _:
+                raise FrameRefused("kind", f"{frame.kind} from above")
+        return None
+
+    def _from_below(self, frame: Frame) -> Happening | None:
+        match frame.kind:
+            case "gradient":
+                self._check_step(frame)
+                self.worker.feed_gradient(frame.microbatch, split_gradient(frame))
+            case "sum":
+                self._check_step(frame)
+                below = self._num_stages - 1 - self._stage
+                self._lower_totals = Totals.from_facts(frame.facts, below)
+                self._tell_sum()
+            case "ready":
+                self._lower_ready = True
+                return self._ready()
+            case "fault":
+                self._send(self._upper, self._frame("fault", facts=frame.facts))
+                return Fault.from_facts(frame.facts, self._num_stages)
+            case "evaluated":
+                evaluated = Evaluated.of(frame)
+                self._tell_evaluated(evaluated.batch, evaluated.loss)
+                return evaluated
+            case _:
+                raise FrameRefused("kind", f"{frame.kind} from below")
+        return None
+
+    def _check_step(self, frame: Frame) -> None:
+        if frame.step != self.step:
+            raise FrameRefused("step", f"step {frame.step} within step {self.step}")
+
+    # ---- the inner step --------------------------------------------------------------------------
+    def feed(self, microbatch: int, windows: Tensor) -> None:
+        """As the head: one microbatch of the inner step, windows int64 [b, t + 1]."""
+        self.worker.feed(microbatch, None, windows)
+
+    def work(self) -> bool:
+        """Run one forward or backward and send what it made; False if there is nothing to do."""
+        produced = self.worker.run_one()
+        if produced is None:
+            return False
+        if produced.kind == "forward":
+            scale = self._optimizer.loss_scale
+            frame = self._frame(
+                "forward",
+                microbatch=produced.microbatch,
+                shape=self._shape,
+                facts={} if scale == 1.0 else {"loss_scale": scale},
+            )
+            codec = self._codecs[self._stage]
+            self._send(self._lower, tensor_frame(frame, codec, produced.tensor, produced.windows))
+        elif produced.kind == "gradient":
+            frame = self._frame("gradient", microbatch=produced.microbatch, shape=self._shape)
+            codec = self._codecs[self._stage - 1]
+            self._send(self._upper, tensor_frame(frame, codec, produced.tensor))
+        self._tell_sum()
+        return True
+
+    @property
+    def totals(self) -> Totals | None:
+        """The sums over this stage and all below, once they have computed the inner step."""
+        if not self.worker.finished:
+            return None
+        below = self._lower_totals
+        if below is None:
+            if not self.is_last:
+                return None
+            below = Totals(squared_norm=0.0, loss=self.worker.loss)
+        return below.plus(self.worker.squared_norm(), self._report())
+
+    def go(self, go: Go) -> Stepped:
+        """As the head: tell all stages to step, and step."""
+        return self._go(go)
+
+    def _go(self, go: Go) -> Stepped:
+        self._send(self._lower, self._frame("go", facts=go.to_facts()))
+        self._codecs = go.codecs
+        return self._step(go.factor, go.learning_rate, go.loss)
+
+    def _step(self, factor: float, learning_rate: float, loss: float) -> Stepped:
+        taken = self.worker.go(factor, learning_rate)
+        stepped = Stepped(step=self.step, loss=loss, skipped=not taken)
+        self.step += 1
+        self._begin_step()
+        return stepped
+
+    def _tell_sum(self) -> None:
+        if self._upper is None or self._sum_told:
+            return
+        totals = self.totals
+        if totals is not None:
+            self._sum_told = True
+            self._send(self._upper, self._frame("sum", facts=totals.to_facts()))
+
+    def _report(self) -> StageReport:
+        upper = None if self._upper is None else self._links.link_facts(self._upper)
+        lower = None if self._lower is None else self._links.link_facts(self._lower)
+        return StageReport(
+            anchor_round=self._anchors.round,
+            compute_s=self.worker.compute_s,
+            upper_bytes_per_s=(upper and upper.received_bytes_per_s) or 0.0,
+            lower_bytes_per_s=(lower and lower.received_bytes_per_s) or 0.0,
+            lower_round_trip_s=(lower and lower.round_trip_s) or 0.0,
+            leaving=self.leaving,
+        )
+
+    # ---- evaluation ------------------------------------------------------------------------------
+    def evaluate(self, batch: int, windows: Tensor) -> Evaluated | None:
+        """As the head: run held-out windows int64 [n, t + 1] through the chain on its anchors.
+
+        A chain of one stage has the result at once; else it comes from `handle`.
+        """
+        return self._evaluate(batch, None, windows)
+
+    def _evaluate(self, batch: int, inputs: Tensor | None, windows: Tensor) -> Evaluated | None:
+        with self._anchors.in_place():
+            result = self.worker.evaluate(inputs, windows)
+        if isinstance(result, Tensor):
+            frame = self._frame("evaluate", microbatch=batch, facts={"round": self._anchors.round})
+            self._send(self._lower, tensor_frame(frame, EXACT, result, windows))
+            return None
+        self._tell_evaluated(batch, result)
+        return Evaluated(batch=batch, loss=result)
+
+    def _evaluate_frame(self, frame: Frame) -> None:
+        if frame.facts.get("round") == self._anchors.round:
+            self._evaluate(frame.microbatch, *split_forward(frame, self._vocabulary))
+        else:
+            self._tell_evaluated(frame.microbatch, None)
+
+    def _tell_evaluated(self, batch: int, loss: float | None) -> None:
+        self._send(self._upper, self._frame("evaluated", microbatch=batch, facts={"loss": loss}))
+
+    # ---- frames ----------------------------------------------------------------------------------
+    def dissolve(self, *, ended: bool) -> None:
+        """As the head: let all go."""
+        self._send(self._lower, self._frame("dissolve", facts={"ended": ended}))
+
+    def _send(self, key: LinkKey | None, frame: Frame) -> None:
+        if key is not None:
+            self._links.send(key, frame)
+
+    def _frame(
+        self,
+        kind: str,
+        *,
+        microbatch: int = 0,
+        shape: tuple[int, ...] = (),
+        facts: Mapping[str, object] | None = None,
+    ) -> Frame:
+        if self.assignment is None:
+            raise RuntimeError(f"a {kind} frame outside of a replica")
+        return Frame(
+            kind=kind,
+            replica=self.assignment.replica,
+            epoch=self.assignment.epoch,
+            step=self.step,
+            microbatch=microbatch,
+            shape=shape,
+            facts=facts or {},
+        )

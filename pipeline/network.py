@@ -1,0 +1,320 @@
+"""The network thread of a peer: what it says to the other members of its replica, and hears.
+
+What: one thread with an event loop and a handle of its own to this node's p2pd. It answers and asks
+short requests (ping, reserve, assign, release: a fresh stream, one frame there and one back) and
+keeps the links to the two neighbours (live_link.py). What comes over links goes into `inbox`.
+Why a thread: torch computes in the main thread for seconds at a time, and the neighbours must hear
+meanwhile that this peer lives.
+
+A link is asked for on both sides, with one side dialling. The dialler's first frame is a `hello`;
+it is tried again until the other side knows the link too and says yes. libp2p has proved by then
+who is at the other end.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import contextlib
+import logging
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Collection, Coroutine, Mapping
+from typing import Any, TypeVar
+
+from dilocox.dht.errors import EnvironmentFault
+from dilocox.dht.node import RunDHT
+from dilocox.pipeline.door import CLOSING_S, Door, Unreachable, daemon_address
+from dilocox.pipeline.frames import Frame, FrameLimits, encode_prefix_and_header
+from dilocox.pipeline.links import Answer, Broken, Inbox, LinkFacts, LinkKey, Wake
+from dilocox.pipeline.live_link import FLUSH_S, Link
+from dilocox.pipeline.streams import Stream, Traffic
+
+__all__ = ["Answer", "Network", "Unreachable"]
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+START_LIMIT_S = 20.0
+CLOSE_LIMIT_S = 3.0
+DIAL_PAUSE_S = 0.1
+MARGIN_S = 1.0  # beyond a request's own limit, for a busy network thread
+MAX_QUEUED = 4096  # frames of one link, to be sent or to be taken
+
+
+class Network:
+    """Requests and links of one peer; made after all forks, and closed before its DHT node.
+
+    answer: called with (peer id, request) for each request, in the network thread: it must be
+    quick, and returns a frame of kind "yes" or "no". admits: called likewise with a `hello`; which
+    link of this peer it is for, or None to refuse.
+    limits: what the tensors of links may be. silence_s: after so long without a byte a link is
+    broken; one that does not stand after so long is missing.
+    """
+
+    def __init__(
+        self,
+        dht: RunDHT,
+        *,
+        run: str,
+        limits: FrameLimits,
+        silence_s: float,
+        answer: Callable[[str, Frame], Frame],
+        admits: Callable[[str, Frame], LinkKey | None],
+        max_queued: int = MAX_QUEUED,
+    ):
+        self.inbox = Inbox()
+        self._dht = dht
+        self._limits = limits
+        self._silence_s = silence_s
+        self._admits = admits
+        self._max_queued = max_queued
+        self._traffic = Traffic()
+        self._door = Door(
+            f"dilocox.{run}.replica", self._traffic, answer=answer, welcome=self._welcome
+        )
+        self._links: dict[LinkKey, Link] = {}
+        self._lock = threading.Lock()  # of the table; a link itself belongs to the loop
+        self._lives: set[asyncio.Task[None]] = set()
+        self._loop = asyncio.new_event_loop()
+        self._stop = asyncio.Event()
+        self._started: concurrent.futures.Future[None] = concurrent.futures.Future()
+        self._daemon_address: Any = None
+        self._thread = threading.Thread(target=self._run, name="replica network", daemon=True)
+        self._closed = False
+
+    # ---- from any thread: life -------------------------------------------------------------------
+    def start(self, timeout_s: float = START_LIMIT_S) -> Network:
+        """Begin to answer; raises `EnvironmentFault` if p2pd or the DHT process does not."""
+        deadline = time.monotonic() + timeout_s
+        try:
+            self._daemon_address = daemon_address(self._dht, timeout_s)
+            self._thread.start()
+            self._started.result(max(0.0, deadline - time.monotonic()))
+        except Exception as error:
+            self.close()
+            reason = str(error) or type(error).__name__
+            raise EnvironmentFault(
+                f"the network thread did not start within {timeout_s:.0f} s ({reason}): "
+                "is this machine overloaded?"
+            ) from error
+        return self
+
+    def close(self) -> None:
+        """Drop all links and end the thread within three seconds; twice does no harm."""
+        if self._closed:
+            return
+        self._closed = True
+        if not self._thread.is_alive():
+            self._loop.close()
+            return
+        self.drop_links()
+        self._in_loop(self._stop.set)
+        self._thread.join(CLOSE_LIMIT_S)
+        if self._thread.is_alive():
+            logger.warning("the network thread did not end within %.0f s", CLOSE_LIMIT_S)
+
+    def __enter__(self) -> Network:
+        return self.start()
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    @property
+    def sent_bytes(self) -> int:
+        """Of all frames, requests included."""
+        return self._traffic.sent_bytes
+
+    @property
+    def received_bytes(self) -> int:
+        """Of all frames, requests included."""
+        return self._traffic.received_bytes
+
+    @property
+    def refused(self) -> Counter[str]:
+        """How many frames and streams were refused, by kind."""
+        return Counter(self._traffic.refused.copy())
+
+    def wake(self) -> None:
+        """End a `get` of the inbox with a `Wake`."""
+        self.inbox.put(Wake())
+
+    # ---- from any thread: requests ---------------------------------------------------------------
+    def request(self, peer: str, frame: Frame, timeout_s: float) -> Frame:
+        """Ask one peer and wait for its answer; raises `Unreachable`."""
+        return self._wait(self._door.ask(peer, frame, timeout_s), timeout_s).frame
+
+    def request_all(
+        self, frames: Mapping[str, Frame], timeout_s: float
+    ) -> dict[str, Answer | None]:
+        """Ask peers at the same time, each its own question; None for one that does not answer."""
+        try:
+            return self._wait(self._door.ask_all(dict(frames), timeout_s), timeout_s)
+        except Unreachable:
+            return dict.fromkeys(frames)
+
+    def _wait(self, asking: Coroutine[Any, Any, T], timeout_s: float) -> T:
+        if self._closed:
+            asking.close()
+            raise Unreachable("the network thread has ended")
+        try:
+            future = asyncio.run_coroutine_threadsafe(asking, self._loop)
+        except RuntimeError as error:
+            asking.close()
+            raise Unreachable("the network thread has ended") from error
+        try:
+            return future.result(timeout_s + MARGIN_S)
+        except (concurrent.futures.TimeoutError, concurrent.futures.CancelledError) as error:
+            future.cancel()
+            raise Unreachable("the network thread is busy or has ended") from error
+
+    # ---- from any thread: links ------------------------------------------------------------------
+    def open_link(self, key: LinkKey, peer: str, hello: Frame) -> None:
+        """Dial a neighbour until it admits the link: `Opened`, or after `silence_s` `Broken`."""
+        self._begin(key, peer, hello)
+
+    def expect_link(self, key: LinkKey, peer: str) -> None:
+        """Let a neighbour dial: `Opened`, or after `silence_s` `Broken` (missing)."""
+        self._begin(key, peer, None)
+
+    def send(self, key: LinkKey, frame: Frame) -> None:
+        """Queue a frame, also before the link stands; nothing happens if it is gone.
+
+        More than `max_queued` frames break the link (stuck). Raises ValueError for a frame that no
+        receiver would take.
+        """
+        link = self._links.get(key)
+        if link is not None:
+            link.post(frame)
+
+    def break_link(self, key: LinkKey, reason: str) -> None:
+        """End a link over which came what cannot be: counted in `refused`, told as `Broken`."""
+        link = self._links.get(key)
+        if link is not None:
+            self._in_loop(lambda: link.refuse(reason))
+
+    def drop_links(self, *, keep: Collection[LinkKey] = ()) -> None:
+        """End links; the inbox gives nothing of them from now on, and no `Broken`.
+
+        Frames without a tensor that were sent before may still leave for a second.
+        """
+        with self._lock:
+            dropped = [link for key, link in self._links.items() if key not in keep]
+            for link in dropped:
+                self._drop(link)
+
+    def link_facts(self, key: LinkKey) -> LinkFacts | None:
+        """What was measured of a link; None if it does not stand."""
+        link = self._links.get(key)
+        return None if link is None else link.facts()
+
+    def _begin(self, key: LinkKey, peer: str, hello: Frame | None) -> None:
+        link = Link(
+            key,
+            peer,
+            loop=self._loop,
+            limits=self._limits,
+            inbox=self.inbox,
+            traffic=self._traffic,
+            silence_s=self._silence_s,
+            max_queued=self._max_queued,
+            expected=hello is None,
+        )
+        with self._lock:
+            if key in self._links:
+                self._drop(self._links[key])
+            self._links[key] = link
+        self._in_loop(lambda: self._give_life(link, hello))
+
+    def _drop(self, link: Link) -> None:
+        link.share.dropped = True
+        del self._links[link.key]
+        self._in_loop(link.finish)
+
+    def _in_loop(self, act: Callable[[], None]) -> None:
+        with contextlib.suppress(RuntimeError):  # the network is closed
+            self._loop.call_soon_threadsafe(act)
+
+    # ---- in the network thread: links ------------------------------------------------------------
+    def _give_life(self, link: Link, hello: Frame | None) -> None:
+        task = self._loop.create_task(self._live(link, hello))
+        self._lives.add(task)
+        task.add_done_callback(self._lives.discard)
+
+    async def _live(self, link: Link, hello: Frame | None) -> None:
+        opening = _adopted(link) if hello is None else self._dial(link, hello)
+        try:
+            kind = await link.live(opening)
+        except Exception:  # the computing thread waits for word of this link
+            logger.exception("the link to %s failed", link.peer)
+            kind = "closed"
+        with self._lock:
+            if self._links.get(link.key) is link:
+                del self._links[link.key]
+        if kind is not None:
+            broken = Broken(link.key, link.peer, kind, link.unheard_s)
+            self.inbox.put(broken, link.share)
+
+    async def _dial(self, link: Link, hello: Frame) -> Stream:
+        while True:
+            try:
+                stream = await self._door.dial(link.peer, hello)
+                if stream is not None:
+                    return stream
+            except Unreachable as error:
+                logger.debug("no link yet: %s", error)
+            await asyncio.sleep(DIAL_PAUSE_S)
+
+    async def _welcome(self, peer: str, hello: Frame, stream: Stream) -> bool:
+        """Answer a neighbour that dials; whether its stream became a link."""
+        link = self._link_for(peer, hello)
+        kind = "no" if link is None else "yes"
+        answer = Frame(kind=kind, replica=hello.replica, epoch=hello.epoch)
+        await stream.write(encode_prefix_and_header(answer))
+        if link is None or not link.is_awaited:
+            return False
+        link.adopted.set_result(stream)
+        return True
+
+    def _link_for(self, peer: str, hello: Frame) -> Link | None:
+        key = self._admits(peer, hello)
+        link = None if key is None else self._links.get(key)
+        if link is None or not link.is_awaited or link.peer != peer:
+            return None
+        fits = (hello.replica, hello.epoch) == (link.key.replica, link.key.epoch)
+        return link if fits else None
+
+    # ---- in the network thread: life -------------------------------------------------------------
+    def _run(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        try:
+            self._loop.run_until_complete(self._serve())
+        finally:
+            self._loop.close()
+
+    async def _serve(self) -> None:
+        try:
+            await self._door.open(self._daemon_address)
+            self._started.set_result(None)
+            await self._stop.wait()
+        except Exception as error:  # noqa: BLE001 - `start` raises it
+            self._started.set_exception(error)
+        finally:
+            await self._end()
+
+    async def _end(self) -> None:
+        """Links first, while p2pd still carries their last words."""
+        if self._lives:
+            await asyncio.wait(self._lives, timeout=FLUSH_S + 0.1)
+        await self._door.close()
+        left = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in left:
+            task.cancel()
+        if left:
+            await asyncio.wait(left, timeout=CLOSING_S)
+
+
+async def _adopted(link: Link) -> Stream:
+    return await link.adopted

@@ -1,0 +1,188 @@
+"""How a head finds its members, and finds out who is missing.
+
+Records say who might be free (candidates.py), a ping how far away a peer is, and only the peer
+itself whether it is free (desk.py). A peer that gave no answer is left alone for a while: its
+records live longer than it does.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from dilocox.pipeline.candidates import Records, Vacancies, best_chain, candidates, missing
+from dilocox.pipeline.frames import Frame
+from dilocox.pipeline.happenings import Fault
+from dilocox.pipeline.links import Answer
+from dilocox.pipeline.ports import Asking
+
+PING_LIMIT_S = 1.0
+REQUEST_LIMIT_S = 2.0
+AVOID_S = 5.0  # how long a peer that gave no answer is not asked again
+SAME_LINK_S = 60.0  # a link that breaks twice within so long is given up, and its lower peer
+MEASURED_A_STAGE = 8  # peers whose round trip is measured before one is chosen
+UNBOUNDED = 1 << 16
+
+
+@dataclass(kw_only=True)
+class Replica:
+    """What a head knows of its replica.
+
+    members: peer ids by stage; clients: whether each can only dial out; limits: how many
+    microbatches in flight each has memory for. codecs: by link. done: number, clip factor and
+    learning rate of the last GO. broken_links: when a link between two living members broke last,
+    by its stages.
+    """
+
+    members: dict[int, str]
+    clients: dict[int, bool]
+    codecs: tuple[str, ...]
+    window: int
+    limits: dict[int, int] = field(default_factory=dict[int, int])
+    done: tuple[int, float, float] | None = None
+    broken_links: dict[tuple[int, int], float] = field(default_factory=dict[tuple[int, int], float])
+
+    @property
+    def limit(self) -> int:
+        """How many microbatches in flight all members have memory for."""
+        return min(self.limits.values(), default=UNBOUNDED)
+
+    @property
+    def others(self) -> dict[int, str]:
+        """All members but the head."""
+        return {stage: peer for stage, peer in self.members.items() if stage > 0}
+
+
+class Recruiter:
+    """Asks on behalf of one head. `records`: who is in the swarm, as of the last look.
+
+    Attributes:
+        epoch: of the last assignment; the owner counts it on, and an answer may raise it: members
+            of this head's earlier life follow later epochs only.
+    """
+
+    def __init__(
+        self, *, me: str, num_stages: int, network: Asking, records: Callable[[], Records]
+    ):
+        self.epoch = 0
+        self._me = me
+        self._num_stages = num_stages
+        self._network = network
+        self._records = records
+        self._avoid: dict[str, float] = {}
+        self._round_trips: dict[str, float] = {}
+
+    def recruit(self, replica: Replica, vacant: set[int]) -> str:
+        """Reserve a peer for each of these stages, the nearest first; why it failed, or empty."""
+        now = time.monotonic()
+        self._avoid = {peer: until for peer, until in self._avoid.items() if until > now}
+        vacancies = Vacancies(
+            me=self._me,
+            num_stages=self._num_stages,
+            members={stage: replica.clients[stage] for stage in replica.members},
+            round_trips=self._round_trips,
+            avoid=self._avoid,
+        )
+        records = self._records()
+        reasons = missing(records, vacancies)
+        if reasons:
+            return "; ".join(reasons)
+        self._measure(candidates(records, vacancies))
+        willing = {stage: list(peers) for stage, peers in candidates(records, vacancies).items()}
+        clients = {
+            peer for here in records.values() for peer, record in here.items() if record.client_mode
+        }
+        while (chain := best_chain(willing, clients, vacancies)) is not None:
+            for stage, peer in sorted(chain.items()):
+                if replica.members.get(stage) != peer and not self._reserve(replica, stage, peer):
+                    willing[stage].remove(peer)
+                    break
+            else:
+                replica.clients |= {stage: peer in clients for stage, peer in chain.items()}
+                return ""
+        taken = [stage for stage in sorted(vacant) if stage not in replica.members]
+        return f"stage {taken[0] if taken else min(vacant)} has no free peer"
+
+    def _measure(self, found: Mapping[int, Sequence[str]]) -> None:
+        """Ping candidates whose round trip is not known; who gives no answer is avoided."""
+        unknown = [
+            peer
+            for peers in found.values()
+            for peer in peers[:MEASURED_A_STAGE]
+            if peer not in self._round_trips
+        ]
+        if not unknown:
+            return
+        answers = self.ask_all(unknown, "ping", limit_s=PING_LIMIT_S)
+        for peer in unknown:
+            answer = answers.get(peer)
+            if answer is None:
+                self.avoid([peer])
+            else:
+                self._round_trips[peer] = answer.round_trip_s
+
+    def _reserve(self, replica: Replica, stage: int, peer: str) -> bool:
+        """Reserve a peer; it is a member of the replica then, though it has no assignment yet."""
+        if peer in self._avoid:
+            return False
+        answer = self._ask(peer, "reserve", {"stage": stage})
+        if answer is None:
+            self.avoid([peer])
+        if answer is None or answer.frame.kind != "yes":
+            return False
+        before = replica.members.get(stage)
+        if before is not None:  # another one turned out to fit better
+            self._ask(before, "release")
+        replica.members[stage] = peer
+        epoch, window = answer.frame.facts.get("epoch"), answer.frame.facts.get("window")
+        self.epoch = max(self.epoch, epoch if isinstance(epoch, int) else 0)
+        replica.limits[stage] = window if isinstance(window, int) and window > 0 else UNBOUNDED
+        return True
+
+    def missing(self, replica: Replica, fault: Fault) -> set[int]:
+        """The stages whose members are not there any more, by asking each of them.
+
+        Who gives no answer is avoided; who answers but has left this replica is free again.
+        """
+        answers = self.ask_all(replica.others.values(), "ping", limit_s=PING_LIMIT_S)
+        self.avoid([peer for peer, answer in answers.items() if answer is None])
+        gone: set[int] = set()
+        for stage, peer in replica.others.items():
+            answer = answers.get(peer)
+            if answer is None or answer.frame.facts.get("epoch") != self.epoch:
+                gone.add(stage)
+        if not gone:
+            # Both ends live: the link between them failed. Once is forgiven.
+            link = (min(fault.stage, fault.seen_by), max(fault.stage, fault.seen_by))
+            now = time.monotonic()
+            before = replica.broken_links.get(link, -SAME_LINK_S)
+            replica.broken_links[link] = now
+            if now - before < SAME_LINK_S and link[1] > 0:
+                gone.add(link[1])
+                self.avoid([replica.members[link[1]]])  # it would say yes
+        return gone
+
+    def avoid(self, peers: Collection[str]) -> None:
+        """Leave these peers alone for a while."""
+        until = time.monotonic() + AVOID_S
+        for peer in peers:
+            self._avoid[peer] = until
+            self._round_trips.pop(peer, None)
+
+    def ask_all(
+        self,
+        peers: Collection[str],
+        kind: str,
+        facts: Mapping[str, object] | None = None,
+        *,
+        limit_s: float = REQUEST_LIMIT_S,
+    ) -> dict[str, Answer | None]:
+        """Ask several peers the same; None for those that cannot be reached in time."""
+        frame = Frame(kind=kind, replica=self._me, epoch=self.epoch, facts=facts or {})
+        return self._network.request_all(dict.fromkeys(peers, frame), limit_s)
+
+    def _ask(
+        self, peer: str, kind: str, facts: Mapping[str, object] | None = None
+    ) -> Answer | None:
+        return self.ask_all([peer], kind, facts).get(peer)

@@ -1,0 +1,382 @@
+"""Peers of one process that train replicas: real members, workers, optimizers, desks and heads.
+
+A head blocks in its inbox and in its requests; what the others do meanwhile happens there, one
+piece at a time and in an order that dice decide. Time passes only when nothing else can happen.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+from collections.abc import Generator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+
+from dilocox.dht.manifest import InnerSpec
+from dilocox.dht.records import StageRecord
+from dilocox.peer.inner import InnerOptimizer, clip_factor
+from dilocox.pipeline import following, head, recruiting
+from dilocox.pipeline.desk import Desk
+from dilocox.pipeline.following import Follower
+from dilocox.pipeline.frames import FrameLimits
+from dilocox.pipeline.happenings import Stepped
+from dilocox.pipeline.head import Head
+from dilocox.pipeline.member import Member
+from dilocox.pipeline.recruiting import Recruiter
+from dilocox.pipeline.schedule import Policy
+from dilocox.pipeline.stage import StageModule, build_stage
+from dilocox.pipeline.tuning import Tuning
+from dilocox.pipeline.worker import StageWorker
+from tests.pipeline.chains import SEED, SPEC, Config
+from tests.pipeline.swarms import stage_record
+from tests.pipeline.wires import Box, Vanished, Wires
+
+TINY: Config = {
+    "model_type": "llama",
+    "vocab_size": 31,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 16,
+    "pad_token_id": None,
+}
+TICK_S = 0.1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """What a run's manifest says."""
+
+    config: Config = field(default_factory=lambda: TINY)
+    num_stages: int = 3
+    microbatches: int = 3
+    window: int = 0
+    codec: str = "fp32"
+    policy: Policy = "backward_first"
+    recompute: bool = False
+    spec: InnerSpec = SPEC
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        return 2, 8, int(self.config["hidden_size"])
+
+
+@lru_cache
+def _built(config: str, stage: int, num_stages: int) -> StageModule:
+    return build_stage(json.loads(config), stage, num_stages, SEED)
+
+
+def fresh_stage(plan: Plan, stage: int) -> StageModule:
+    """A stage as every peer of it builds it at the start of a run."""
+    return copy.deepcopy(_built(json.dumps(plan.config), stage, plan.num_stages))
+
+
+class Anchor:
+    """The weights that are evaluated: those that the stage began with, until told otherwise."""
+
+    def __init__(self, module: StageModule) -> None:
+        self.round = 0
+        self.weights = [parameter.detach().clone() for parameter in module.parameters()]
+        self.writes = 0
+        self._module = module
+
+    @contextmanager
+    def in_place(self) -> Generator[None]:
+        live = [parameter.detach().clone() for parameter in self._module.parameters()]
+        self._copy(self.weights)
+        try:
+            yield
+        finally:
+            self._copy(live)
+
+    @torch.no_grad()
+    def _copy(self, weights: list[Tensor]) -> None:
+        for parameter, value in zip(self._module.parameters(), weights, strict=True):
+            parameter.copy_(value)
+            self.writes += 1
+
+
+class Peer:
+    """One peer of a stage. steps: those it made, as (head, number). told: what it told people."""
+
+    def __init__(self, swarm: Swarm, me: str, stage: int, *, client: bool = False) -> None:
+        plan = swarm.plan
+        self.me, self.stage, self.client = me, stage, client
+        self.steps: list[tuple[str, int]] = []
+        self.told: list[tuple[str, dict[str, Any]]] = []
+        self.module = fresh_stage(plan, stage)
+        self.parameters = list(self.module.parameters())
+        self.optimizer = InnerOptimizer(self.module.named_parameters(), plan.spec)
+        self.worker = StageWorker(
+            self.module,
+            self.optimizer,
+            microbatches=plan.microbatches,
+            stage_index=stage,
+            num_stages=plan.num_stages,
+            policy=plan.policy,
+            recompute=plan.recompute,
+        )
+        self.anchor = Anchor(self.module)
+        self.desk = Desk(
+            me=me,
+            stage=stage,
+            num_stages=plan.num_stages,
+            clock=swarm.wires.monotonic,
+            on_change=lambda: None,
+        )
+        self.facts: dict[str, object] = {"window": 64}
+        self.desk.open(self.facts)
+        self.box = Box(swarm.wires, me, stage, self.desk.answer)
+        swarm.wires.boxes[me] = self.box
+        self.member = Member(
+            stage=stage,
+            num_stages=plan.num_stages,
+            worker=self.worker,
+            optimizer=self.optimizer,
+            links=self.box,
+            anchors=self.anchor,
+            shape=plan.shape,
+            vocabulary=int(plan.config["vocab_size"]),
+        )
+        self.follower = Follower(
+            member=self.member, network=self.box, desk=self.desk, tell=self.tell
+        )
+
+    def tell(self, kind: str, **facts: Any) -> None:
+        self.told.append((kind, facts))
+
+    def telling(self, kind: str) -> list[dict[str, Any]]:
+        return [facts for told, facts in self.told if told == kind]
+
+    @property
+    def version(self) -> int:
+        """Grows whenever the weights are written to, but for evaluations."""
+        return sum(p._version for p in self.parameters) - self.anchor.writes
+
+    @property
+    def clean(self) -> bool:
+        """No gradient is left, and nothing of an inner step."""
+        return self.worker.idle and all(p.grad is None for p in self.parameters)
+
+    def weights(self) -> list[Tensor]:
+        return [parameter.detach().clone() for parameter in self.parameters]
+
+    @torch.no_grad()
+    def copy_of(self, other: Peer) -> None:
+        """Know all that the other knows."""
+        for ours, theirs in zip(self.parameters, other.parameters, strict=True):
+            ours.copy_(theirs)
+        self.optimizer.load_state_dict(other.optimizer.state_dict())
+
+    def turn(self) -> bool:
+        """One turn of a follower; whether it did anything. Weights change in a step only."""
+        waited: list[float] = []
+        self.box.inbox.wait = lambda timeout: waited.append(timeout)
+        before, nothing = self.version, not self.box.inbox.messages
+        stepped = self.follower.turn(1.0)
+        if stepped is not None:
+            self.steps.append((self.follower.head, stepped.step))
+        else:
+            assert self.version == before, f"{self.me}: weights changed in mid-step"
+        assert self.follower.between_steps == self.worker.idle
+        return not (waited and waited[0] > 0 and nothing)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Going:
+    """A step that a head completed: GO was given to these members."""
+
+    head: str
+    step: int
+    members: tuple[str, ...]
+    batch: list[Tensor]
+    learning_rate: float
+
+
+class Leader:
+    """A peer of stage 0 with its head; does what peer/leading.py does around it."""
+
+    def __init__(self, swarm: Swarm, peer: Peer) -> None:
+        plan = swarm.plan
+        self.peer, self.me, self._swarm = peer, peer.me, swarm
+        self.stop = False
+        self._fed: tuple[list[Tensor], float] = ([], 0.0)
+        self._version: int | None = None
+        peer.box.inbox.wait = self._wait
+        peer.box.meanwhile = lambda: self._meanwhile(2)
+        self.recruiter = Recruiter(
+            me=peer.me,
+            num_stages=plan.num_stages,
+            network=peer.box,
+            records=swarm.records,
+        )
+        self.head = Head(
+            me=peer.me,
+            num_stages=plan.num_stages,
+            client_mode=peer.client,
+            tuning=Tuning(
+                microbatches=plan.microbatches,
+                shape=plan.shape,
+                codec=plan.codec,
+                window=plan.window,
+            ),
+            member=peer.member,
+            network=peer.box,
+            recruiter=self.recruiter,
+            clip=self._clip,
+            tell=peer.tell,
+            stopping=lambda: self.stop,
+        )
+        self._show()
+
+    @property
+    def members(self) -> tuple[str, ...]:
+        return self.head.members
+
+    def form(self) -> str:
+        reason = self.head.form()
+        self._show()
+        return reason
+
+    def step(self, batch: list[Tensor], learning_rate: float = 1e-2) -> Stepped | None:
+        self._fed, self._version = (batch, learning_rate), self.peer.version
+        stepped = self.head.step(batch, learning_rate)
+        if stepped is not None:
+            self.peer.steps.append((self.me, stepped.step))
+        self._version = None
+        self._show()
+        return stepped
+
+    def train(self, batches: list[list[Tensor]]) -> list[Stepped]:
+        """A step on each batch; a replica that breaks up is formed anew as often as it takes."""
+        made: list[Stepped] = []
+        for batch in batches:
+            stepped = None
+            while stepped is None:
+                while not self.members and (reason := self.form()):
+                    assert self._swarm.wires.now < 5000.0, reason
+                    self._swarm.run_for(1.0)
+                stepped = self.step(batch)
+            made.append(stepped)
+        return made
+
+    def _show(self) -> None:
+        self.peer.desk.open({"members": list(self.members), "epoch": self.head.epoch})
+
+    def _clip(self, squared_norm: float, loss: float) -> float:
+        batch, learning_rate = self._fed
+        going = Going(
+            head=self.me,
+            step=self.peer.member.step,
+            members=self.members,
+            batch=batch,
+            learning_rate=learning_rate,
+        )
+        self._version = None
+        self._swarm.goings.append(going)
+        clip_norm = self._swarm.plan.spec.clip_norm
+        return clip_factor(squared_norm, clip_norm) if math.isfinite(loss) else math.nan
+
+    # ---- while the head waits --------------------------------------------------------------------
+    def _wait(self, timeout: float) -> None:
+        wires = self._swarm.wires
+        deadline = wires.now + timeout
+        self._meanwhile(wires.dice.randrange(3))
+        while timeout > 0 and not self.peer.box.inbox.messages:
+            if not self._swarm.act():
+                if wires.now >= deadline:
+                    break
+                wires.pass_time(min(TICK_S, deadline - wires.now))
+            self._check()
+
+    def _meanwhile(self, events: int) -> None:
+        for _ in range(events):
+            self._swarm.act()
+        self._check()
+
+    def _check(self) -> None:
+        if not self.peer.box.active:
+            raise Vanished(self.me)
+        if self._version is not None:
+            assert self.peer.version == self._version, "weights changed in mid-step"
+
+
+class Swarm:
+    """Peers, and the wires between them; a context manager in which time is the wires'."""
+
+    def __init__(self, plan: Plan, *, spares: int = 0, seed: int = 0) -> None:
+        self.plan = plan
+        b, t, d = plan.shape
+        limits = FrameLimits(
+            microbatch_size=b, sequence_length=t, hidden_size=d, evaluate_windows=8
+        )
+        self.wires = Wires(limits, seed)
+        self.peers: dict[str, Peer] = {}
+        self.goings: list[Going] = []
+        self.leader = self.lead("head")
+        for stage in range(1, plan.num_stages):
+            for number in range(1 + spares):
+                self.add(f"{stage}{'abcdefgh'[number]}", stage)
+        self._patches = ExitStack()
+
+    def __enter__(self) -> Swarm:
+        for module in (following, head, recruiting):
+            self._patches.enter_context(mock.patch.object(module, "time", self.wires))
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._patches.close()
+
+    def add(self, me: str, stage: int, *, client: bool = False) -> Peer:
+        peer = Peer(self, me, stage, client=client)
+        self.peers[me] = peer
+        return peer
+
+    def lead(self, me: str, *, client: bool = False) -> Leader:
+        return Leader(self, self.add(me, 0, client=client))
+
+    @property
+    def alive(self) -> list[Peer]:
+        return [peer for peer in self.peers.values() if peer.box.active]
+
+    def records(self) -> dict[int, dict[str, StageRecord]]:
+        """What stands in the DHT; also of those that are gone."""
+        records: dict[int, dict[str, StageRecord]] = {}
+        for peer in self.peers.values():
+            assignment = peer.desk.assignment
+            records.setdefault(peer.stage, {})[peer.me] = stage_record(
+                "spare" if assignment is None else "training",
+                replica="" if assignment is None else assignment.head,
+                client_mode=peer.client,
+            )
+        return records
+
+    def act(self) -> bool:
+        """Let something happen, whatever the dice say; False if nothing can."""
+        happenings = self.wires.events()
+        happenings += [peer.turn for peer in self.alive if peer.stage > 0]
+        self.wires.dice.shuffle(happenings)
+        return any(happening() is not False for happening in happenings)
+
+    def settle(self) -> None:
+        """Until nothing can happen without time passing."""
+        for _ in range(10_000):
+            if not self.act():
+                return
+        raise AssertionError("it never settles")
+
+    def run_for(self, seconds: float) -> None:
+        end = self.wires.now + seconds
+        self.settle()
+        while self.wires.now < end:
+            self.wires.pass_time(TICK_S)
+            self.settle()

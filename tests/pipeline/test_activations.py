@@ -1,0 +1,315 @@
+"""Activations: lengths, error bounds, what is not finite, hostile payloads, choice of codec."""
+
+from __future__ import annotations
+
+import struct
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from dilocox.pipeline.activations import (
+    NotFinite,
+    chosen_codec,
+    decode,
+    decode_windows,
+    encode,
+    encode_windows,
+    encoded_bytes,
+    forward_payload,
+    split_forward,
+    split_gradient,
+    tensor_frame,
+)
+from dilocox.pipeline.codecs import CODECS, NOT_FINITE, window_bytes
+from dilocox.pipeline.frames import Frame, FrameRefused, encode_prefix_and_header
+from tests.pipeline.frame_samples import LIMITS, Wire
+
+ALL = pytest.mark.parametrize("codec", CODECS)
+SHAPES = [(1, 1, 1), (2, 3, 64), (2, 3, 70), (1, 5, 200)]
+VOCABULARY = 500
+
+
+def normal(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def refusal(codec: str, payload: bytes, shape: tuple[int, ...]) -> str:
+    with pytest.raises(FrameRefused) as caught:
+        decode(codec, payload, shape)
+    return caught.value.kind
+
+
+# ---- round trips ---------------------------------------------------------------------------------
+@ALL
+@pytest.mark.parametrize("shape", SHAPES)
+def test_the_length_follows_from_codec_and_shape(codec: str, shape: tuple[int, ...]):
+    assert len(encode(codec, normal(*shape))) == encoded_bytes(codec, shape)
+
+
+def test_lengths_by_hand():
+    lengths = {codec: encoded_bytes(codec, (2, 3, 70)) for codec in (*CODECS, NOT_FINITE)}
+    groups = 2 * 3 * 2  # 70 values take two groups of 64
+    assert lengths == {
+        "fp32": 4 + 4 * 420,
+        "bf16": 2 * 420,
+        "int8": 8 + groups * 66,
+        "int4": 8 + groups * 34,
+        "none": 0,
+    }
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_fp32_is_exact(shape: tuple[int, ...]):
+    values = normal(*shape)
+    assert torch.equal(decode("fp32", encode("fp32", values), shape), values)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_bf16_rounds_as_torch_does(shape: tuple[int, ...]):
+    values = normal(*shape)
+    assert torch.equal(decode("bf16", encode("bf16", values), shape), values.bfloat16().float())
+
+
+@pytest.mark.parametrize(("codec", "limit"), [("int8", 127), ("int4", 7)])
+def test_coarse_codecs_err_by_half_a_step_of_their_tokens_group(codec: str, limit: int):
+    values = normal(2, 3, 70) * torch.tensor([1e-3, 1.0, 1e3]).view(1, 3, 1)
+    decoded = decode(codec, encode(codec, values), (2, 3, 70))
+    for start, stop in ((0, 64), (64, 70)):
+        group, got = values[..., start:stop], decoded[..., start:stop]
+        step = group.abs().amax(-1, keepdim=True) / limit
+        assert bool(((got - group).abs() <= step * 0.51 + 1e3 * 2.0**-24).all())
+
+
+def test_a_huge_token_leaves_its_neighbours_as_they_are():
+    values = normal(1, 2, 70)
+    alone = decode("int4", encode("int4", values[:, :1]), (1, 1, 70))
+    values[:, 1] *= 4096.0
+    beside = decode("int4", encode("int4", values), (1, 2, 70))[:, :1]
+    assert torch.allclose(beside, alone, rtol=0.01, atol=0.01)
+
+
+@ALL
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+def test_any_float_type_and_layout_is_coded_as_its_values(codec: str, dtype: torch.dtype):
+    values = normal(2, 70, 3).to(dtype).requires_grad_()
+    assert encode(codec, values.mT) == encode(codec, values.detach().float().mT.contiguous())
+
+
+@ALL
+def test_decoding_gives_memory_of_its_own_and_takes_any_offset(codec: str):
+    payload = encode(codec, normal(2, 3, 70))
+    message = b"xyz" + payload
+    decoded = decode(codec, memoryview(message)[3:], (2, 3, 70))
+    assert torch.equal(decoded, decode(codec, payload, (2, 3, 70)))
+    assert decoded.is_contiguous() and decoded.dtype == torch.float32
+    decoded.zero_()
+    assert message[3:] == payload
+
+
+# ---- what is not finite --------------------------------------------------------------------------
+@ALL
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+def test_what_is_not_finite_is_not_encoded(codec: str, value: float):
+    values = normal(2, 3, 70)
+    values[1, 2, 69] = value
+    with pytest.raises(NotFinite):
+        encode(codec, values)
+
+
+@pytest.mark.parametrize(
+    ("codec", "value"), [("bf16", 3.4e38), ("int8", 2.0**103), ("int4", 2.0**99)]
+)
+def test_what_a_codec_cannot_hold_is_not_encoded(codec: str, value: float):
+    values = torch.zeros(1, 1, 70)
+    values[0, 0, 3] = value
+    with pytest.raises(NotFinite):
+        encode(codec, values)
+    decoded = decode(codec, encode(codec, values / 2**6), (1, 1, 70))
+    assert decoded.isfinite().all() and decoded[0, 0, 3] > 0
+
+
+def test_an_unknown_codec_is_a_mistake():
+    for mistake in (
+        lambda: encode("int2", normal(1, 1, 1)),
+        lambda: encoded_bytes("int2", (1, 1, 1)),
+        lambda: encoded_bytes("bf16", (1, 1)),
+        lambda: forward_payload("bf16", None, torch.zeros(1, 2, dtype=torch.int64)),
+    ):
+        with pytest.raises(ValueError):
+            mistake()
+
+
+# ---- hostile payloads ----------------------------------------------------------------------------
+@pytest.mark.parametrize("bits", [0x7F80, 0xFF80, 0x7FC0, 0xFFFF, 0x7F81])
+def test_bf16_that_is_not_finite_is_refused(bits: int):
+    payload = bytearray(encode("bf16", normal(2, 3, 70)))
+    payload[838:] = struct.pack("<H", bits)
+    assert refusal("bf16", bytes(payload), (2, 3, 70)) == "values"
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+def test_fp32_that_is_not_finite_is_refused(value: float):
+    payload = encode("fp32", normal(2, 3, 70))[:-4] + struct.pack("<f", value)
+    assert refusal("fp32", payload, (2, 3, 70)) == "values"
+
+
+@pytest.mark.parametrize(("codec", "code"), [("int8", 0x80), ("int4", 0x08)])
+def test_a_code_not_in_use_is_refused(codec: str, code: int):
+    payload = bytearray(encode(codec, torch.ones(2, 3, 64)))
+    payload[-1] = code
+    assert refusal(codec, bytes(payload), (2, 3, 64)) == "values"
+
+
+@pytest.mark.parametrize("codec", ["int8", "int4"])
+def test_values_behind_the_end_of_a_token_are_refused(codec: str):
+    widened = encode(codec, torch.ones(2, 3, 128))
+    assert refusal(codec, widened, (2, 3, 70)) == "values"
+    assert decode(codec, widened, (2, 3, 128)).shape == (2, 3, 128)
+
+
+@ALL
+def test_a_payload_of_another_length_is_refused(codec: str):
+    payload = encode(codec, normal(2, 3, 70))
+    for other in (payload[:-1], payload + b"\0", b""):
+        assert refusal(codec, other, (2, 3, 70)) == "length"
+
+
+@pytest.mark.parametrize("codec", [NOT_FINITE, "int2", ""])
+def test_what_is_no_codec_has_no_values(codec: str):
+    assert refusal(codec, b"", (2, 3, 70)) == "codec"
+
+
+@ALL
+@settings(deadline=None, max_examples=100)
+@given(data=st.data())
+def test_any_payload_is_refused_or_finite(codec: str, data: st.DataObject):
+    payload = bytearray(encode(codec, normal(1, 2, 70)))
+    start = data.draw(st.integers(0, len(payload) - 1))
+    noise = data.draw(st.binary(max_size=len(payload) - start))
+    payload[start : start + len(noise)] = noise
+    try:
+        decoded = decode(codec, bytes(payload), (1, 2, 70))
+    except FrameRefused as refused:
+        assert refused.kind == "values"
+    else:
+        assert decoded.shape == (1, 2, 70) and bool(decoded.isfinite().all())
+
+
+# ---- windows and frames --------------------------------------------------------------------------
+def test_windows_are_int32_little_endian():
+    windows = torch.tensor([[0, 1, 499]])
+    assert encode_windows(windows) == struct.pack("<3i", 0, 1, 499)
+    decoded = decode_windows(encode_windows(windows), 1, 2, VOCABULARY)
+    assert torch.equal(decoded, windows) and decoded.dtype == torch.int64
+
+
+@pytest.mark.parametrize("token", [VOCABULARY, -1, 2**31 - 1, -(2**31)])
+def test_a_token_beyond_the_vocabulary_is_refused(token: int):
+    with pytest.raises(FrameRefused) as caught:
+        decode_windows(struct.pack("<3i", 1, token, 2), 1, 2, VOCABULARY)
+    assert caught.value.kind == "values"
+
+
+def test_windows_of_another_length_are_refused():
+    with pytest.raises(FrameRefused, match="length"):
+        decode_windows(bytes(8), 1, 2, VOCABULARY)
+
+
+@pytest.mark.parametrize("token", [-1, 2**31])
+def test_tokens_that_no_int32_holds_are_a_mistake(token: int):
+    with pytest.raises(ValueError, match="token ids"):
+        encode_windows(torch.tensor([[1, token]]))
+
+
+def sent(frame: Frame) -> Frame:
+    return Wire(encode_prefix_and_header(frame) + frame.payload).frame(LIMITS)
+
+
+def some_windows(b: int = 2) -> Tensor:
+    return torch.arange(b * 4).view(b, 4) + 3
+
+
+@ALL
+@pytest.mark.parametrize(("kind", "b"), [("forward", 2), ("evaluate", 5)])
+def test_a_forward_frame_brings_activation_and_windows(codec: str, kind: str, b: int):
+    values, windows = normal(b, 3, 70), some_windows(b)
+    bare = Frame(kind=kind, replica="head", epoch=3, step=4, microbatch=1)
+    frame = sent(tensor_frame(bare, codec, values, windows))
+    assert (frame.replica, frame.epoch, frame.step, frame.microbatch) == ("head", 3, 4, 1)
+    assert frame.payload == forward_payload(codec, values, windows)
+    got, got_windows = split_forward(frame, VOCABULARY)
+    assert got is not None
+    assert torch.equal(got, decode(codec, encode(codec, values), (b, 3, 70)))
+    assert torch.equal(got_windows, windows)
+
+
+@ALL
+def test_a_gradient_frame_brings_a_gradient(codec: str):
+    values = normal(2, 3, 70)
+    got = split_gradient(sent(tensor_frame(Frame(kind="gradient"), codec, values)))
+    assert got is not None
+    assert torch.equal(got, decode(codec, encode(codec, values), (2, 3, 70)))
+
+
+@ALL
+def test_what_is_not_finite_travels_as_such(codec: str):
+    values, windows = normal(2, 3, 70), some_windows()
+    values[0, 0, 0] = torch.nan
+    forward = sent(tensor_frame(Frame(kind="forward"), codec, values, windows))
+    assert (forward.codec, forward.payload) == (NOT_FINITE, encode_windows(windows))
+    got, got_windows = split_forward(forward, VOCABULARY)
+    assert got is None and torch.equal(got_windows, windows)
+    gradient = sent(tensor_frame(Frame(kind="gradient"), codec, values))
+    assert (gradient.codec, gradient.payload) == (NOT_FINITE, b"")
+    assert split_gradient(gradient) is None
+    onward = tensor_frame(Frame(kind="gradient", shape=(2, 3, 70)), codec, None)
+    assert sent(onward) == gradient
+
+
+def test_a_forward_frame_with_a_foreign_token_is_refused():
+    frame = sent(tensor_frame(Frame(kind="forward"), "int8", normal(2, 3, 70), some_windows()))
+    with pytest.raises(FrameRefused, match="values"):
+        split_forward(frame, vocabulary=10)
+
+
+@pytest.mark.parametrize(
+    ("kind", "windows"), [("forward", None), ("evaluate", None), ("gradient", some_windows())]
+)
+def test_windows_go_with_forwards_only(kind: str, windows: Any):
+    with pytest.raises(ValueError, match="windows"):
+        tensor_frame(Frame(kind=kind), "bf16", normal(2, 3, 70), windows)
+
+
+def test_window_bytes_is_what_windows_take():
+    assert len(encode_windows(some_windows())) == window_bytes(2, 3) == 32
+
+
+# ---- the choice of a codec -----------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("mbit", "codec"), [(1000, "bf16"), (90, "bf16"), (60, "int8"), (30, "int4"), (1, "int4")]
+)
+def test_the_most_faithful_codec_that_keeps_up_is_chosen(mbit: float, codec: str):
+    # 4 x 256 x 512 values in 0.1 s: bf16 needs 83.9 Mbit/s, int8 43.3, int4 22.3
+    assert chosen_codec(mbit * 1e6 / 8, (4, 256, 512), 0.1) == codec
+
+
+def test_bf16_is_chosen_while_the_speed_is_unknown_and_int4_if_nothing_keeps_up():
+    assert chosen_codec(None, (4, 256, 512), 0.1) == "bf16"
+    assert chosen_codec(0.0, (4, 256, 512), 0.1) == "int4"
+
+
+@given(
+    speed=st.floats(1, 1e12), slower=st.floats(0, 1), compute_s=st.floats(0, 100, allow_nan=False)
+)
+def test_a_slower_link_never_gets_a_more_faithful_codec(
+    speed: float, slower: float, compute_s: float
+):
+    shape = (2, 128, 768)
+    fast, slow = (chosen_codec(s, shape, compute_s) for s in (speed, speed * slower))
+    assert CODECS.index(slow) >= CODECS.index(fast)
+    needed = encoded_bytes(fast, shape)
+    assert fast == "int4" or needed <= speed * compute_s

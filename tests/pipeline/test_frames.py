@@ -1,0 +1,257 @@
+"""Frames: what is written is read; what is not as it must be is refused by kind."""
+
+from __future__ import annotations
+
+import math
+import pickle
+import struct
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+
+from dilocox.dht.wire import pack
+from dilocox.pipeline import frames
+from dilocox.pipeline.codecs import CODECS, NOT_FINITE
+from dilocox.pipeline.frames import (
+    PREFIX_BYTES,
+    Frame,
+    FrameLimits,
+    FrameRefused,
+    encode_prefix_and_header,
+    parse_header,
+    parse_prefix,
+)
+from tests.pipeline.frame_samples import (
+    LIMITS,
+    PREFIX,
+    Wire,
+    any_frames,
+    payload_bytes,
+    tensor_frame,
+)
+
+EXAMPLES = settings(deadline=None, max_examples=150)
+
+
+def refusal(header: object, payload: int = 0) -> str:
+    data = header if isinstance(header, bytes) else pack(header)
+    with pytest.raises(FrameRefused) as caught:
+        parse_header(data, payload, LIMITS)
+    assert caught.value.kind in str(caught.value)
+    return caught.value.kind
+
+
+# ---- what is written is read ---------------------------------------------------------------------
+@EXAMPLES
+@given(any_frames())
+def test_a_frame_is_read_as_it_was_written(frame: Frame):
+    wire = Wire(encode_prefix_and_header(frame) + frame.payload + b"next")
+    assert wire.frame() == frame
+    assert wire.data[wire.at :] == b"next"
+    assert sum(wire.seen) == wire.at
+
+
+def test_the_bytes_of_a_frame_are_the_documented_ones():
+    header = b"\x82\xa4kind\xa2go\xa4step\x07"
+    expected = b"dx\x01\x00" + struct.pack("<IQ", len(header), 0) + header
+    assert encode_prefix_and_header(Frame(kind="go", step=7)) == expected
+
+
+def test_a_payload_comes_in_chunks_with_a_sign_of_life_after_each():
+    limits = FrameLimits(
+        microbatch_size=1, sequence_length=200, hidden_size=512, evaluate_windows=1
+    )
+    payload = bytes(2 * 200 * 512)
+    frame = Frame(
+        kind="gradient", codec="bf16", shape=(1, 200, 512), dtype="float32", payload=payload
+    )
+    wire = Wire(encode_prefix_and_header(frame) + payload)
+    assert wire.frame(limits) == frame
+    assert wire.seen[2:] == [65536, 65536, 65536, 8192]
+    assert max(wire.asked) == 65536
+
+
+def test_a_list_among_the_facts_becomes_a_tuple():
+    frame = Frame(kind="yes", facts={"members": ["a", "b"]})
+    assert Wire(encode_prefix_and_header(frame)).frame().facts == {"members": ("a", "b")}
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_facts_carry_numbers_that_are_not_finite(value: float):
+    read = Wire(encode_prefix_and_header(Frame(kind="sum", facts={"loss": value}))).frame()
+    assert repr(read.facts["loss"]) == repr(value)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"kind": "hug"},
+        {"kind": "go", "payload": b"x"},
+        {"kind": "go", "codec": "bf16"},
+        {"kind": "forward"},
+        {"kind": "go", "epoch": -1},
+        {"kind": "go", "epoch": True},
+        {"kind": "go", "replica": "x" * 65},
+        {"kind": "go", "facts": {"x": b"bytes"}},
+        {"kind": "go", "facts": {"x": {"y": 1}}},
+        {"kind": "go", "facts": {"x": [[1]]}},
+        {"kind": "go", "facts": {"x": object()}},
+        {"kind": "go", "facts": {"x": "\ud800"}},
+        {"kind": "go", "facts": {str(i): "x" * 1000 for i in range(30)}},
+    ],
+    ids=str,
+)
+def test_what_no_receiver_would_take_is_not_written(fields: dict[str, Any]):
+    with pytest.raises(ValueError):
+        encode_prefix_and_header(Frame(**fields))
+
+
+def test_a_payload_of_other_than_its_codecs_bytes_is_not_written():
+    good = tensor_frame()
+    for payload in (good.payload[:-1], good.payload + b"\0", b""):
+        with pytest.raises(ValueError, match="payload"):
+            encode_prefix_and_header(
+                Frame(
+                    kind="forward",
+                    codec="int8",
+                    shape=good.shape,
+                    dtype="float32",
+                    payload=payload,
+                )
+            )
+
+
+@pytest.mark.parametrize("name", list(vars(LIMITS)))
+def test_limits_below_one_are_a_mistake(name: str):
+    with pytest.raises(ValueError, match=name):
+        FrameLimits(**(vars(LIMITS) | {name: 0}))
+
+
+# ---- what is refused, by kind --------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("prefix", "kind"),
+    [
+        ((b"dx", 2, 0, 9, 0), "version"),
+        ((b"dx", 1, 1, 9, 0), "version"),
+        ((b"dy", 1, 0, 9, 0), "version"),
+        ((b"dx", 1, 0, 0, 0), "length"),
+        ((b"dx", 1, 0, frames.MAX_HEADER_BYTES + 1, 0), "length"),
+        ((b"dx", 1, 0, 2**32 - 1, 0), "length"),
+        ((b"dx", 1, 0, 9, LIMITS.max_payload + 1), "length"),
+        ((b"dx", 1, 0, 9, 2**64 - 1), "length"),
+    ],
+)
+def test_a_prefix_is_refused_before_anything_else_is_read(prefix: Any, kind: str):
+    wire = Wire(PREFIX.pack(*prefix) + bytes(100))
+    with pytest.raises(FrameRefused) as caught:
+        wire.frame()
+    assert caught.value.kind == kind
+    assert wire.asked == [PREFIX_BYTES]
+
+
+def test_the_largest_lengths_pass():
+    largest = PREFIX.pack(b"dx", 1, 0, frames.MAX_HEADER_BYTES, LIMITS.max_payload)
+    assert parse_prefix(largest, LIMITS) == (frames.MAX_HEADER_BYTES, LIMITS.max_payload)
+    assert LIMITS.max_payload == payload_bytes("evaluate", "fp32", 5)
+
+
+def test_a_prefix_cut_short_is_refused():
+    with pytest.raises(FrameRefused, match="length"):
+        parse_prefix(b"dx", LIMITS)
+
+
+FORWARD = {"kind": "forward", "codec": "bf16", "shape": [2, 3, 70], "dtype": "float32"}
+DUE = payload_bytes("forward", "bf16", 2)
+
+
+@pytest.mark.parametrize(
+    ("change", "kind"),
+    [
+        ({"kind": "hug"}, "kind"),
+        ({"kind": 5}, "kind"),
+        ({"kind": ["forward"]}, "kind"),
+        ({"kind": "go"}, "codec"),
+        ({"codec": "int2"}, "codec"),
+        ({"codec": ""}, "codec"),
+        ({"codec": 8}, "header"),
+        ({"dtype": "float16"}, "dtype"),
+        ({"dtype": ""}, "dtype"),
+        ({"shape": []}, "shape"),
+        ({"shape": [2, 3]}, "shape"),
+        ({"shape": [2, 3, 70, 1]}, "shape"),
+        ({"shape": [3, 2, 70]}, "shape"),
+        ({"shape": [2, 3, 64]}, "shape"),
+        ({"shape": [2, 3, 70.0]}, "shape"),
+        ({"kind": "evaluate", "shape": [True, 3, 70]}, "shape"),
+        ({"shape": [-2, -3, 70]}, "shape"),
+        ({"shape": "abc"}, "shape"),
+        ({"replica": "x" * 65}, "header"),
+        ({"replica": b"x"}, "header"),
+        ({"epoch": -1}, "header"),
+        ({"epoch": 2**53 + 1}, "header"),
+        ({"step": 1.0}, "header"),
+        ({"step": None}, "header"),
+        ({"microbatch": True}, "header"),
+        ({"facts": [1]}, "header"),
+        ({"facts": {"x": 2**53 + 1}}, "header"),
+        ({"facts": {"x": b"x"}}, "header"),
+        ({"facts": {"x": {}}}, "header"),
+        ({"facts": {"x": [[]]}}, "header"),
+        ({"facts": {"x": "x" * 1025}}, "header"),
+        ({"facts": {"x" * 65: 1}}, "header"),
+        ({"facts": {b"x": 1}}, "header"),
+        ({"facts": {"x": [0] * 257}}, "header"),
+        ({"facts": {str(i): 0 for i in range(257)}}, "header"),
+        ({"fact": 1}, "header"),
+        ({b"kind": 1}, "header"),
+    ],
+    ids=str,
+)
+def test_a_field_that_is_not_as_it_must_be_is_refused(change: dict[Any, Any], kind: str):
+    parse_header(pack(FORWARD), DUE, LIMITS)
+    assert refusal(FORWARD | change, DUE) == kind
+
+
+@pytest.mark.parametrize("missing", list(FORWARD))
+def test_a_tensor_frame_needs_all_that_describes_it(missing: str):
+    header = {name: value for name, value in FORWARD.items() if name != missing}
+    assert refusal(header, DUE) == missing
+
+
+@pytest.mark.parametrize("name", ["codec", "shape", "dtype"])
+def test_a_frame_without_a_tensor_describes_none(name: str):
+    assert refusal({"kind": "go", name: FORWARD[name]}) == name
+
+
+@pytest.mark.parametrize("kind", sorted(frames.TENSOR_KINDS))
+@pytest.mark.parametrize("codec", [*CODECS, NOT_FINITE])
+def test_a_payload_has_exactly_the_bytes_that_codec_and_shape_give(kind: str, codec: str):
+    header = FORWARD | {"kind": kind, "codec": codec}
+    due = payload_bytes(kind, codec, 2)
+    parse_header(pack(header), due, LIMITS)
+    for other in {due - 1, due + 1, 0, LIMITS.max_payload} - {due}:
+        assert refusal(header, other) == "length"
+
+
+def test_a_payload_is_not_read_where_none_is_due():
+    wire = Wire(PREFIX.pack(b"dx", 1, 0, 9, 500) + b"\x81\xa4kind\xa2go" + bytes(500))
+    with pytest.raises(FrameRefused, match="length"):
+        wire.frame()
+    assert wire.asked == [PREFIX_BYTES, 9]
+
+
+@pytest.mark.parametrize(("windows", "kind"), [(1, ""), (5, ""), (6, "shape"), (2**53, "shape")])
+def test_an_evaluation_has_one_window_or_more_up_to_its_limit(windows: int, kind: str):
+    header = FORWARD | {"kind": "evaluate", "shape": [windows, 3, 70]}
+    due = payload_bytes("evaluate", "bf16", windows)
+    if kind:
+        assert refusal(header, due) == kind
+    else:
+        assert parse_header(pack(header), due, LIMITS).shape == (windows, 3, 70)
+
+
+def test_a_refusal_survives_pickling_between_processes():
+    refused = pickle.loads(pickle.dumps(FrameRefused("shape", "[1]")))
+    assert (refused.kind, str(refused)) == ("shape", "frame refused (shape): [1]")
+    assert str(FrameRefused("epoch")) == "frame refused (epoch)"

@@ -1,0 +1,219 @@
+"""Where peers go: the emptiest stage first, then one spare at a time, and never back and forth."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from collections import Counter, deque
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dilocox.dht.records import StageRecord
+from dilocox.pipeline.stage_choice import Mover, choose_stage, live_peers, next_move
+from tests.pipeline.swarms import in_replica, stage_record
+
+Swarm = dict[int, dict[str, StageRecord]]
+JOINING_LOOKS = 2
+
+
+def spares(*counts: int) -> Swarm:
+    return {
+        stage: {f"{stage}-{index}": stage_record() for index in range(count)}
+        for stage, count in enumerate(counts)
+    }
+
+
+def counts_of(swarm: Swarm) -> list[int]:
+    return [len(live_peers(swarm[stage])) for stage in sorted(swarm)]
+
+
+def test_a_joiner_takes_the_stage_that_has_nobody_then_the_emptiest() -> None:
+    assert choose_stage(spares(2, 0, 1), me="me", num_stages=3) == 1
+    assert choose_stage(spares(3, 2, 1), me="me", num_stages=3) == 2
+    swarm = spares(1, 1)
+    swarm[1] = {f"left{index}": stage_record("left") for index in range(3)}
+    assert choose_stage(swarm, me="me", num_stages=2) == 1
+    swarm[0] = {"joiner": stage_record("joining")}
+    swarm[1] = {"a": in_replica("h"), "b": stage_record()}
+    assert choose_stage(swarm, me="me", num_stages=2) == 0
+
+
+def test_a_peer_that_comes_back_does_not_count_its_own_old_record() -> None:
+    swarm = spares(1, 1)
+    swarm[1] = {"me": stage_record()}
+    assert choose_stage(swarm, me="me", num_stages=2) == 1
+
+
+def test_a_stage_that_gave_no_answer_is_not_taken_for_an_empty_one() -> None:
+    assert choose_stage({1: spares(0, 4)[1]}, me="me", num_stages=3) == 1
+    assert choose_stage({}, me="me", num_stages=3) in range(3)
+    assert next_move({0: spares(4)[0], 1: {}}, num_stages=3, turn=0) is None
+
+
+def test_joiners_spread_over_stages_that_are_equally_empty() -> None:
+    chosen = Counter(choose_stage(spares(0, 0, 0), me=f"m{i}", num_stages=3) for i in range(90))
+    assert min(chosen.values()) > 15
+    again = {choose_stage(spares(0, 0), me="me", num_stages=2, key=str(i)) for i in range(20)}
+    assert again == {0, 1}
+
+
+@pytest.mark.parametrize(
+    ("swarm", "target"),
+    [
+        (spares(5, 3, 4), 1),
+        (spares(4, 3, 4), None),  # level
+        (spares(2, 0), 1),
+        (spares(1, 0), None),  # its own stage would be empty
+        (spares(9, 0, 0), 1),
+        ({0: {"a": in_replica("h"), "b": in_replica("h")}, 1: {}}, None),  # they are no spares
+        ({0: {"a": stage_record(tokens=5), "b": stage_record(tokens=1)}, 1: {}}, None),
+        ({0: {"a": stage_record("left"), "b": stage_record()}, 1: {}}, None),
+        ({0: spares(4)[0], 1: {"x": stage_record("joining")}}, None),  # somebody is on the way
+    ],
+)
+def test_a_spare_moves_from_the_fullest_stage_to_the_emptiest(
+    swarm: Swarm, target: int | None
+) -> None:
+    move = next_move(swarm, num_stages=len(swarm), turn=3)
+    assert (None if move is None else move[1]) == target
+    if move is not None:
+        assert move[0] in swarm[0]
+
+
+def test_the_fullest_stage_that_has_a_spare_gives_it() -> None:
+    for turn in range(10):
+        move = next_move(spares(4, 5, 2), num_stages=3, turn=turn)
+        assert move is not None
+        assert move[0].startswith("1-")
+    swarm = spares(4, 5, 2)
+    swarm[1] = {peer: in_replica("h") for peer in swarm[1]}
+    move = next_move(swarm, num_stages=3, turn=0)
+    assert move is not None
+    assert move[0].startswith("0-")
+
+
+def test_turns_pass_so_that_a_peer_which_cannot_move_does_not_stop_the_others() -> None:
+    swarm = spares(6, 0)
+    moves = {next_move(swarm, num_stages=2, turn=turn) for turn in range(40)}
+    assert len(moves) == 6
+
+
+def test_a_move_must_be_due_for_several_looks_in_a_row() -> None:
+    swarm = spares(4, 2)
+    move = next_move(swarm, num_stages=2, turn=0)
+    assert move is not None
+    mover = Mover(me=move[0], stage=0, num_stages=2, hold=3)
+    looks = [
+        mover.observe(swarm, free=True, turn=0),
+        mover.observe(swarm, free=True, turn=0),
+        mover.observe(spares(3, 2), free=True, turn=0),  # the condition was broken once
+        mover.observe(swarm, free=True, turn=0),
+        mover.observe(swarm, free=False, turn=0),  # recruited meanwhile
+        mover.observe(swarm, free=True, turn=0),
+        mover.observe(swarm, free=True, turn=0),
+        mover.observe(swarm, free=True, turn=0),
+    ]
+    assert looks == [None] * 7 + [1]
+    with pytest.raises(ValueError, match="hold is 0"):
+        Mover(me="me", stage=0, num_stages=2, hold=0)
+
+
+def test_a_peers_own_old_record_under_the_stage_it_left_moves_nobody() -> None:
+    swarm: Swarm = {0: {"me": stage_record(), "x": in_replica("h"), "y": in_replica("h")}, 1: {}}
+    assert next_move(swarm, num_stages=2, turn=0) == ("me", 1)
+    assert Mover(me="me", stage=1, num_stages=2, hold=1).observe(swarm, free=True, turn=0) is None
+    swarm[1] = {"me": stage_record()}
+    assert Mover(me="me", stage=1, num_stages=2, hold=1).observe(swarm, free=True, turn=0) is None
+
+
+class Movers:
+    """A swarm whose peers look in turn, at records up to `delay` looks old, and move."""
+
+    def __init__(self, swarm: Swarm, *, delay: int, seed: int):
+        self.swarm = swarm
+        self.moves: list[tuple[int, str, int]] = []
+        self.at_once = 0
+        self._random = random.Random(seed)
+        self._past: deque[Swarm] = deque(maxlen=delay + 1)
+        self._joining: dict[str, int] = {}
+        self._movers = {
+            peer: Mover(me=peer, stage=stage, num_stages=len(swarm), hold=delay + 2)
+            for stage, here in swarm.items()
+            for peer in here
+        }
+
+    def look(self, number: int) -> None:
+        self._past.append({stage: dict(here) for stage, here in self.swarm.items()})
+        for stage, peer in [(k, peer) for k, here in self.swarm.items() for peer in here]:
+            record = self.swarm[stage][peer]
+            if record.state == "joining":
+                self._joining[peer] -= 1
+                if self._joining[peer] == 0:
+                    self.swarm[stage][peer] = dataclasses.replace(record, state="spare")
+            # Every stage's records come with an age of their own.
+            seen = {k: self._random.choice(self._past)[k] for k in self.swarm}
+            free = record.state == "spare" and not record.replica
+            target = self._movers[peer].observe(seen, free=free, turn=number // 50)
+            if target is not None:
+                self._move(number, peer, stage, target)
+        joining = [r for here in self.swarm.values() for r in here.values() if r.state == "joining"]
+        self.at_once = max(self.at_once, len(joining))
+
+    def _move(self, number: int, peer: str, stage: int, target: int) -> None:
+        del self.swarm[stage][peer]
+        self.swarm[target][peer] = stage_record("joining")
+        self._joining[peer] = JOINING_LOOKS
+        self._movers[peer] = Mover(
+            me=peer, stage=target, num_stages=len(self.swarm), hold=self._movers[peer]._hold
+        )
+        self.moves.append((number, peer, target))
+
+
+@pytest.mark.parametrize("delay", [0, 2])
+def test_five_three_four_becomes_four_four_four_by_one_move(delay: int) -> None:
+    movers = Movers(spares(5, 3, 4), delay=delay, seed=1)
+    for number in range(60):
+        movers.look(number)
+    assert counts_of(movers.swarm) == [4, 4, 4]
+    assert [target for _, _, target in movers.moves] == [1]
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    st.lists(st.integers(0, 6), min_size=2, max_size=4),
+    st.integers(0, 2),
+    st.integers(0, 3),
+    st.integers(0, 1000),
+)
+def test_any_swarm_becomes_level_one_at_a_time_and_then_rests(
+    counts: list[int], replicas: int, delay: int, seed: int
+) -> None:
+    """Whatever the delays of what peers see: no more moves than a plan made by one would need."""
+    swarm = spares(*counts)
+    for here in swarm.values():  # some train in replicas and stay where they are
+        for index in range(replicas if min(counts) >= replicas else 0):
+            peer = sorted(here)[index]
+            here[peer] = in_replica(f"0-{index}")
+    movers = Movers(swarm, delay=delay, seed=seed)
+    before = counts_of(swarm)
+    for number in range(400):
+        movers.look(number)
+    after = counts_of(swarm)
+    assert sum(after) == sum(before)
+    assert max(after) - min(after) <= 1
+    assert movers.at_once <= 1
+    # Each move takes one from above the level and puts it below: none is ever taken back.
+    surplus = sum(max(0, count - after[stage]) for stage, count in enumerate(before))
+    assert len(movers.moves) == surplus
+    assert not movers.moves or movers.moves[-1][0] < 350
+
+
+def test_records_of_all_kinds_leave_every_stage_a_peer() -> None:
+    swarm = spares(2, 0)
+    movers = Movers(swarm, delay=1, seed=3)
+    for number in range(60):
+        movers.look(number)
+    assert counts_of(swarm) == [1, 1]
+    assert len(movers.moves) == 1

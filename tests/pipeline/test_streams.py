@@ -1,0 +1,205 @@
+"""Requests and links over real p2pd processes: what arrives, and how links begin and end."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from dilocox.pipeline.frames import Frame, encode_prefix_and_header
+from dilocox.pipeline.links import Arrived, Broken, Opened, Wake
+from dilocox.pipeline.network import Unreachable
+from tests.pipeline.neighbours import (
+    PING,
+    REPLICA,
+    Node,
+    Peer,
+    frozen,
+    hello,
+    large,
+    link,
+    raw_stream,
+    running,
+    small,
+    three_nodes,
+    until,
+)
+
+
+@pytest.fixture(scope="module")
+def nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Node]]:
+    with three_nodes(tmp_path_factory.mktemp("keys")) as opened:
+        yield opened
+
+
+@pytest.fixture
+def pair(nodes: list[Node]) -> Iterator[tuple[Peer, Peer]]:
+    upper, lower = Peer(nodes[0]), Peer(nodes[1])
+    with running(upper, lower):
+        yield upper, lower
+
+
+# ---- requests ------------------------------------------------------------------------------------
+def test_request_is_answered_by_a_peer_who_knows_who_asks(pair: tuple[Peer, Peer]) -> None:
+    upper, lower = pair
+    answer = upper.network.request(lower.id, PING, 5.0)
+    assert answer.kind == "yes"
+    assert answer.facts == {"me": lower.id}
+    assert lower.asked == [(upper.id, PING)]
+
+
+def test_many_are_asked_at_once_and_those_that_are_gone_are_none(nodes: list[Node]) -> None:
+    asking, answering, gone = Peer(nodes[0]), Peer(nodes[1]), nodes[2].peer
+    with running(asking, answering):
+        frames = dict.fromkeys((answering.id, gone, "no peer id"), PING)
+        began = time.monotonic()
+        answers = asking.network.request_all(frames, 5.0)
+        assert time.monotonic() - began < 2.0
+    answer = answers.pop(answering.id)
+    assert answer is not None
+    assert 0 < answer.round_trip_s < 1.0
+    assert answers == {gone: None, "no peer id": None}
+
+
+def test_peer_without_a_network_is_unreachable(nodes: list[Node]) -> None:
+    asking = Peer(nodes[0])
+    with running(asking), pytest.raises(Unreachable, match=nodes[1].peer):
+        asking.network.request(nodes[1].peer, PING, 5.0)
+    with pytest.raises(Unreachable):
+        asking.network.request(nodes[1].peer, PING, 5.0)
+
+
+def test_frozen_peer_costs_a_request_its_limit_and_no_more(nodes: list[Node]) -> None:
+    asking, other = Peer(nodes[0]), Peer(nodes[1])
+    with running(asking, other), frozen(nodes[1]):
+        began = time.monotonic()
+        with pytest.raises(Unreachable):
+            asking.network.request(other.id, PING, 0.5)
+        assert 0.4 < time.monotonic() - began < 1.0
+
+
+def test_failing_answer_ends_that_request_only(pair: tuple[Peer, Peer]) -> None:
+    upper, lower = pair
+    with pytest.raises(Unreachable):
+        upper.network.request(lower.id, Frame(kind="ping", facts={"fail": True}), 5.0)
+    assert upper.network.request(lower.id, PING, 5.0).kind == "yes"
+
+
+def test_wake_ends_a_wait(pair: tuple[Peer, Peer]) -> None:
+    threading.Timer(0.1, pair[0].network.wake).start()
+    assert pair[0].next(Wake, 5.0) == Wake()
+
+
+# ---- links ---------------------------------------------------------------------------------------
+@pytest.mark.parametrize("dialler", ["upper", "lower"])
+def test_link_carries_frames_in_order_whoever_dials(pair: tuple[Peer, Peer], dialler: str) -> None:
+    upper, lower = pair
+    if dialler == "upper":
+        keys = upper.dial(lower.id, "lower"), lower.expect(upper.id, "upper")
+    else:
+        keys = upper.expect(lower.id, "lower"), lower.dial(upper.id, "upper")
+    upper.network.send(keys[0], small(0))  # it waits for the link
+    assert upper.next(Opened) == Opened(keys[0])
+    assert lower.next(Opened) == Opened(keys[1])
+    for step in range(1, 20):
+        upper.network.send(keys[0], small(step))
+        lower.network.send(keys[1], small(step, kind="go"))
+    assert [lower.next(Arrived).frame.step for _ in range(20)] == list(range(20))
+    arrived = [upper.next(Arrived) for _ in range(19)]
+    assert arrived == [Arrived(keys[0], small(step, kind="go")) for step in range(1, 20)]
+
+
+def test_link_knows_its_round_trip_on_both_sides(pair: tuple[Peer, Peer]) -> None:
+    keys = link(*pair)
+    for peer, key in zip(pair, keys, strict=True):
+        until(lambda p=peer, k=key: (f := p.network.link_facts(k)) and f.round_trip_s is not None)
+        facts = peer.network.link_facts(key)
+        assert facts is not None
+        assert facts.round_trip_s is not None
+        assert 0 < facts.round_trip_s < 0.2
+        assert facts.heard_s_ago < 1.0
+        assert facts.received_bytes_per_s is None
+    assert pair[0].network.link_facts(keys[1]) is None
+
+
+def test_large_frames_cross_each_other_unharmed(pair: tuple[Peer, Peer]) -> None:
+    upper, lower = pair
+    keys = link(upper, lower)
+    for microbatch in range(3):
+        upper.network.send(keys[0], large(microbatch))
+        lower.network.send(keys[1], large(10 + microbatch, "gradient"))
+    assert [lower.next(Arrived).frame for _ in range(3)] == [large(each) for each in range(3)]
+    gradients = [upper.next(Arrived).frame for _ in range(3)]
+    assert gradients == [large(10 + each, "gradient") for each in range(3)]
+    facts = lower.network.link_facts(keys[1])
+    assert facts is not None
+    assert facts.received_bytes_per_s is not None
+    assert facts.received_bytes_per_s > 10e6  # on loopback
+    assert upper.network.sent_bytes > 3 * 8 * 2**20
+    assert upper.network.received_bytes > 3 * 8 * 2**20
+
+
+def test_dialler_waits_for_one_who_learns_of_the_link_later(pair: tuple[Peer, Peer]) -> None:
+    upper, lower = pair
+    upper.dial(lower.id, "lower")
+    assert upper.hears_nothing(0.5)
+    lower.expect(upper.id, "upper")
+    upper.next(Opened)
+    lower.next(Opened)
+
+
+def test_link_that_nobody_takes_up_is_missing_on_either_side(nodes: list[Node]) -> None:
+    upper, lower, third = (Peer(node, silence_s=1.0) for node in nodes)
+    with running(upper, lower, third):
+        key = upper.dial(lower.id, "lower")
+        broken = upper.next(Broken)
+        assert (broken.key, broken.peer, broken.kind) == (key, lower.id, "missing")
+        assert 0.9 < broken.after_s < 1.6
+        lower.expect(third.id, "upper")  # another than the one who dials
+        upper.dial(lower.id, "lower")
+        assert lower.next(Broken).kind == "missing"
+        assert upper.next(Broken).kind == "missing"
+
+
+def test_hello_that_is_not_admitted_gets_a_no(pair: tuple[Peer, Peer], nodes: list[Node]) -> None:
+    lower = pair[1]
+    lower.expect(nodes[2].peer, "upper")
+    strange = Frame(kind="hello", replica=REPLICA, epoch=1)
+    other_epoch = hello("lower", epoch=2)
+    no = [Frame(kind="no", replica=REPLICA, epoch=epoch) for epoch in (1, 2)]
+    assert raw_stream(nodes[2], lower.id, strange) == encode_prefix_and_header(no[0])
+    assert raw_stream(nodes[2], lower.id, other_epoch) == encode_prefix_and_header(no[1])
+    assert lower.hears_nothing(0.1)
+
+
+def test_dropped_links_are_silent_here_and_closed_there(nodes: list[Node]) -> None:
+    head, first, second = (Peer(node) for node in nodes)
+    with running(head, first, second):
+        kept = head.dial(first.id, "lower", epoch=1), first.expect(head.id, "upper", epoch=1)
+        gone = head.dial(second.id, "lower", epoch=2), second.expect(head.id, "upper", epoch=2)
+        for peer in (head, head, first, second):
+            peer.next(Opened)
+        head.network.send(gone[0], small(7, epoch=2, kind="dissolve"))
+        head.network.drop_links(keep=[kept[0]])
+        second.network.send(gone[1], small(8, epoch=2))  # too late, or to nobody
+        assert second.next(Arrived).frame.step == 7  # what was said last is heard
+        assert second.next(Broken).kind == "closed"
+        assert head.hears_nothing(0.5)
+        first.network.send(kept[1], small(9))
+        assert head.next(Arrived).frame.step == 9
+
+
+def test_link_made_anew_under_its_key_gives_nothing_of_the_old_one(
+    pair: tuple[Peer, Peer],
+) -> None:
+    upper, lower = pair
+    keys = link(upper, lower)
+    lower.network.send(keys[1], small(1))
+    until(lambda: upper.network.inbox._queue.qsize() == 1)
+    for peer in pair:
+        peer.network.drop_links()
+    link(upper, lower)
+    lower.network.send(keys[1], small(2))
+    assert upper.next(Arrived).frame.step == 2

@@ -1,0 +1,248 @@
+"""Stages at work together train like the whole model, whatever happens on the way."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+
+from dilocox.compression.layout import FlatLayout
+from dilocox.peer.inner import InnerOptimizer, Precision
+from dilocox.pipeline.stage import build_stage, flatten_parameters, parameter_shapes
+from dilocox.pipeline.worker import Produced, StageWorker
+from tests.pipeline.chains import (
+    MICROBATCHES,
+    SEED,
+    SPEC,
+    Chain,
+    Config,
+    Weights,
+    batches,
+    chain,
+    rate,
+    same,
+    weights,
+    whole_run,
+)
+
+
+class TestEqualsTheWholeModel:
+    @pytest.mark.parametrize("family_config", ["llama", "gpt_neox", "qwen3"], indirect=True)
+    @pytest.mark.parametrize("num_stages", [1, 2, 3, 4])
+    def test_after_twenty_inner_steps_in_any_order_of_delivery(
+        self, family_config: Config, num_stages: int
+    ) -> None:
+        expected, results = whole_run(tuple(family_config.items()), 20)
+        chained = chain(family_config, num_stages, window=num_stages, seed=num_stages)
+        for step, batch in enumerate(batches(family_config, 20)):
+            loss, squared_norm, taken = chained.step(batch, rate(step))
+            assert taken == [True] * num_stages
+            assert loss == pytest.approx(results[step].loss, rel=1e-5)
+            assert squared_norm == pytest.approx(results[step].squared_norm, rel=1e-4)
+        for name, tensor in weights(chained).items():
+            torch.testing.assert_close(tensor, expected[name], rtol=0, atol=1e-5)
+        assert results[-1].loss < results[0].loss - 0.5, "nothing was learnt: a weak test"
+        assert any(result.squared_norm > SPEC.clip_norm**2 for result in results)
+
+    def test_one_stage_equals_train_step_to_the_last_bit(self, llama_config: Config) -> None:
+        expected, results = whole_run(tuple(llama_config.items()), 3)
+        chained = chain(llama_config, 1)
+        for step, batch in enumerate(batches(llama_config, 3)):
+            loss, squared_norm, _ = chained.step(batch, rate(step))
+            assert (loss, squared_norm) == (results[step].loss, results[step].squared_norm)
+        assert same(weights(chained), expected)
+
+    @pytest.mark.parametrize("window", [1, 2, 3])
+    def test_1f1b_takes_the_same_steps_whatever_the_window(
+        self, llama_config: Config, window: int
+    ) -> None:
+        ours = chain(llama_config, 3, policy="1f1b", window=window)
+        theirs = chain(llama_config, 3)
+        for worker in ours.workers:
+            worker.window = window
+        for step, batch in enumerate(batches(llama_config, 2)):
+            assert ours.step(batch, rate(step)) == theirs.step(batch, rate(step))
+        assert same(weights(ours), weights(theirs))
+        assert ours.most_in_flight == window
+
+    def test_1f1b_alternates_after_its_warm_up(self, llama_config: Config) -> None:
+        chained = chain(llama_config, 3, policy="1f1b", window=6, microbatches=6)
+        [batch] = batches(llama_config, 1, 6)
+        chained.run(batch)
+        for stage, order in enumerate(("FFFBFBFBFBBB", "FFBFBFBFBFBB")):
+            kinds = [kind for at, kind, _ in chained.history if at == stage]
+            assert "".join("F" if kind == "forward" else "B" for kind in kinds) == order
+
+    def test_the_weights_may_be_views_of_one_flat_vector(self, llama_config: Config) -> None:
+        plain, flat = chain(llama_config, 2), chain(llama_config, 2)
+        for stage, module in enumerate(flat.stages):
+            flatten_parameters(module, FlatLayout.of(parameter_shapes(llama_config, 2, stage)))
+        for chained in (plain, flat):
+            for step, batch in enumerate(batches(llama_config, 2)):
+                chained.step(batch, rate(step))
+        assert same(weights(plain), weights(flat))
+        measured = [[worker.stored_bytes for worker in made.workers] for made in (plain, flat)]
+        assert measured[0] == measured[1]
+
+
+class TestReplay:
+    @pytest.mark.parametrize("events", [1, 4, 9, 15, 20, 26])
+    def test_a_step_dropped_in_the_middle_and_replayed_leaves_no_trace(
+        self, llama_config: Config, events: int
+    ) -> None:
+        steady, disturbed = chain(llama_config, 3), chain(llama_config, 3)
+        for step, batch in enumerate(batches(llama_config, 3)):
+            if step == 1:
+                disturbed.run(batch, events)
+                assert any(worker.in_flight for worker in disturbed.workers)
+                disturbed.restart()
+                assert not any(worker.in_flight for worker in disturbed.workers)
+            expected = steady.step(batch, rate(step))
+            assert disturbed.step(batch, rate(step)) == expected
+        assert same(weights(steady), weights(disturbed))
+
+    def test_a_finished_step_is_replayed_too(self, llama_config: Config) -> None:
+        spec = replace(SPEC, precision="fp16")  # whose gradients are unscaled by `squared_norm`
+        steady, disturbed = (chain(llama_config, 2, spec=spec) for _ in range(2))
+        [batch] = batches(llama_config, 1)
+        disturbed.run(batch)
+        assert all(worker.squared_norm() > 0 for worker in disturbed.workers)
+        disturbed.restart()
+        assert disturbed.step(batch, 1e-2) == steady.step(batch, 1e-2)
+        assert same(weights(steady), weights(disturbed))
+
+
+class TestRecompute:
+    def test_it_takes_the_same_steps_and_keeps_only_the_input(self, llama_config: Config) -> None:
+        # Dropout must drop the same values in the second forward.
+        config = {**llama_config, "attention_dropout": 0.5}
+        runs: list[Weights] = []
+        stored: list[list[int]] = []
+        for recompute in (False, True):
+            chained = chain(config, 3, recompute=recompute)
+            torch.manual_seed(3)
+            for step, batch in enumerate(batches(config, 2)):
+                chained.step(batch, rate(step))
+            runs.append(weights(chained))
+            stored.append([worker.stored_bytes for worker in chained.workers])
+        assert same(*runs)
+        undisturbed, _ = whole_run(tuple(llama_config.items()), 2)
+        assert not same(runs[0], undisturbed), "no dropout: a weak test"
+        assert stored[1][0] == 2 * 9 * 8  # windows
+        assert stored[1][1] == 2 * 8 * 32 * 4  # hidden states in fp32
+        assert stored[1][2] == stored[0][2] > 10 * stored[1][1]
+        assert stored[0][1] > 10 * stored[1][1]
+
+
+class TestNotFinite:
+    @pytest.mark.parametrize(
+        ("at", "kind"), [(0, "forward"), (1, "forward"), (2, "gradient"), (1, "gradient")]
+    )
+    def test_one_bad_tensor_makes_every_stage_skip_and_training_goes_on(
+        self, llama_config: Config, at: int, kind: str
+    ) -> None:
+        broken = False
+
+        def spoil(stage: int, produced: Produced) -> bool:
+            return broken and (stage, produced.kind, produced.microbatch) == (at, kind, 1)
+
+        disturbed, steady = chain(llama_config, 3, spoil=spoil), chain(llama_config, 3)
+        first, second, third = batches(llama_config, 3)
+        disturbed.step(first, 1e-2)
+        broken = True
+        loss, squared_norm, taken = disturbed.step(second, 1e-2)
+        assert math.isnan(squared_norm)
+        assert math.isnan(loss) == (kind == "forward")
+        assert taken == [False] * 3
+        broken = False
+        disturbed.step(third, 1e-2)
+        for batch in (first, third):
+            steady.step(batch, 1e-2)
+        assert same(weights(disturbed), weights(steady))
+
+    @pytest.mark.parametrize("stage", [0, 1, 2])
+    def test_a_stage_that_saw_it_skips_whatever_factor_it_is_told(
+        self, llama_config: Config, stage: int
+    ) -> None:
+        spoiled = (1, "forward", 0)
+        chained = chain(
+            llama_config, 3, spoil=lambda at, it: (at, it.kind, it.microbatch) == spoiled
+        )
+        chained.run(batches(llama_config, 1)[0])
+        before = weights(chained)
+        worker = chained.workers[stage]
+        assert math.isnan(worker.squared_norm())
+        assert not worker.go(1.0, 1e-2)
+        assert same(weights(chained), before)
+        assert not worker.finished
+
+
+class TestLossScale:
+    """fp16: the head's scale travels with its frames."""
+
+    SPEC = replace(SPEC, precision="fp16")
+
+    # A CPU in fp32 among GPUs in fp16: it must unscale what others scaled, and scale for them.
+    @pytest.mark.parametrize(
+        "precisions", [("fp16", "fp16", "fp16"), ("fp32", "fp16", "fp32"), ("fp16", "fp32", "fp32")]
+    )
+    def test_stages_of_different_scales_step_alike_with_that_of_the_head(
+        self, llama_config: Config, precisions: tuple[Precision, ...]
+    ) -> None:
+        expected, results = whole_run(tuple(llama_config.items()), 2)
+        chained = chain(llama_config, 3, spec=self.SPEC, precisions=precisions)
+        for optimizer, scale in zip(chained.optimizers, (64.0, 1024.0, 4.0), strict=True):
+            optimizer.take_loss_scale(scale)
+        for step, batch in enumerate(batches(llama_config, 2)):
+            for optimizer in chained.optimizers[1:]:
+                optimizer.take_loss_scale(chained.optimizers[0].loss_scale)
+            loss, squared_norm, taken = chained.step(batch, rate(step))
+            assert taken == [True] * 3
+            assert loss == pytest.approx(results[step].loss, rel=1e-3)
+            assert squared_norm == pytest.approx(results[step].squared_norm, rel=0.02)
+        close = [(tensor - expected[n]).abs().mean() for n, tensor in weights(chained).items()]
+        assert max(close) < 1e-3
+
+    def test_an_overflow_on_one_stage_lowers_the_scale_of_all(self, llama_config: Config) -> None:
+        spoiled = (2, "gradient", 2)
+        chained = chain(
+            llama_config,
+            3,
+            spec=self.SPEC,
+            spoil=lambda at, it: (at, it.kind, it.microbatch) == spoiled,
+        )
+        before = chained.optimizers[0].loss_scale
+        assert chained.step(batches(llama_config, 1)[0], 1e-2)[2] == [False] * 3
+        assert [optimizer.loss_scale for optimizer in chained.optimizers] == [before / 2] * 3
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("recompute", [False, True])
+def test_a_stage_on_a_gpu_works_with_one_on_a_cpu(llama_config: Config, recompute: bool) -> None:
+    expected, results = whole_run(tuple(llama_config.items()), 3)
+    spec = replace(SPEC, precision="fp32")
+    stages = [
+        build_stage(llama_config, stage, 2, SEED, device)
+        for stage, device in enumerate(("cuda", "cpu"))
+    ]
+    optimizers = [InnerOptimizer(stage.named_parameters(), spec) for stage in stages]
+    workers = [
+        StageWorker(
+            stage,
+            optimizer,
+            microbatches=MICROBATCHES,
+            stage_index=index,
+            num_stages=2,
+            recompute=recompute,
+        )
+        for index, (stage, optimizer) in enumerate(zip(stages, optimizers, strict=True))
+    ]
+    chained = Chain(stages, workers, optimizers, window=2)
+    for step, batch in enumerate(batches(llama_config, 3)):
+        loss, _, _ = chained.step(batch, rate(step))
+        assert loss == pytest.approx(results[step].loss, rel=1e-4)
+    for stage in stages:
+        for name, parameter in stage.named_parameters():
+            torch.testing.assert_close(parameter.cpu(), expected[name], rtol=0, atol=1e-3)

@@ -1,0 +1,213 @@
+"""One stage at work: what it refuses, evaluates and measures."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from dilocox.peer.inner import InnerOptimizer, Precision
+from dilocox.peer.validation import validation_loss
+from dilocox.pipeline.frames import FrameRefused
+from dilocox.pipeline.stage import build_stage
+from dilocox.pipeline.worker import StageWorker
+from tests.pipeline.chains import MICROBATCHES, SEED, SPEC, Config, batches, chain, same, weights
+
+
+class TestOrder:
+    def worker(self, config: Config, stage: int) -> StageWorker:
+        return chain(config, 2).workers[stage]
+
+    @pytest.mark.parametrize("microbatch", [-1, MICROBATCHES])
+    def test_a_microbatch_that_does_not_exist_is_refused(
+        self, llama_config: Config, microbatch: int
+    ) -> None:
+        with pytest.raises(FrameRefused, match="order") as refused:
+            self.worker(llama_config, 0).feed(microbatch, None, torch.zeros(2, 9).long())
+        assert refused.value.kind == "order"
+
+    def test_a_microbatch_is_refused_the_second_time_even_when_it_is_done(
+        self, llama_config: Config
+    ) -> None:
+        worker = self.worker(llama_config, 1)
+        for _ in range(2):
+            worker.feed(0, torch.zeros(2, 8, 32), torch.zeros(2, 9).long())
+            for _ in range(2):
+                with pytest.raises(FrameRefused, match="microbatch 0 came twice"):
+                    worker.feed(0, torch.zeros(2, 8, 32), torch.zeros(2, 9).long())
+                worker.run_one()
+            worker.restart()  # and welcome again after it
+
+    def test_a_gradient_is_refused_unless_its_forward_ran_and_it_is_the_first(
+        self, llama_config: Config
+    ) -> None:
+        worker, gradient = self.worker(llama_config, 0), torch.zeros(2, 8, 32)
+        worker.feed(0, None, torch.zeros(2, 9).long())
+        with pytest.raises(FrameRefused, match="no gradient is due for microbatch 0"):
+            worker.feed_gradient(0, gradient)
+        worker.run_one()
+        worker.feed_gradient(0, gradient)
+        for _ in range(2):
+            with pytest.raises(FrameRefused, match="no gradient is due for microbatch 0"):
+                worker.feed_gradient(0, gradient)
+            worker.run_one()
+
+    def test_the_last_stage_takes_no_gradient(self, llama_config: Config) -> None:
+        worker = self.worker(llama_config, 1)
+        worker.feed(0, torch.zeros(2, 8, 32), torch.zeros(2, 9).long())
+        worker.run_one()
+        with pytest.raises(FrameRefused, match="order"):
+            worker.feed_gradient(0, torch.zeros(2, 8, 32))
+
+    def test_go_before_the_end_of_the_step_is_refused_and_changes_nothing(
+        self, llama_config: Config
+    ) -> None:
+        chained = chain(llama_config, 2)
+        before = weights(chained)
+        [batch] = batches(llama_config, 1)
+        chained.run(batch, events=12)
+        with pytest.raises(FrameRefused, match=r"go after \d of 3"):
+            chained.workers[0].go(1.0, 1e-2)
+        assert same(weights(chained), before)
+        chained.run(batch)
+        assert all(worker.finished for worker in chained.workers)
+
+
+class TestEvaluate:
+    def test_the_chain_equals_the_validation_loss_of_the_whole_model(
+        self, llama_config: Config
+    ) -> None:
+        chained = chain(llama_config, 3)
+        windows = batches(llama_config, 1)[0][0]
+        before = [worker.computing_s for worker in chained.workers]
+        hidden: Tensor | None = None
+        for worker in chained.workers[:-1]:
+            made = worker.evaluate(hidden, windows)
+            assert isinstance(made, Tensor)
+            assert not made.requires_grad
+            hidden = made
+        summed = chained.workers[-1].evaluate(hidden, windows)
+        whole = build_stage(llama_config, 0, 1, SEED)
+        assert summed == pytest.approx(validation_loss(whole, windows) * 2 * 8, rel=1e-6)
+        assert all(
+            worker.computing_s > start
+            for worker, start in zip(chained.workers, before, strict=True)
+        )
+        assert all(worker.compute_s == 0.0 for worker in chained.workers)
+
+    def test_what_is_not_finite_stays_so_on_every_later_stage(self, llama_config: Config) -> None:
+        chained = chain(llama_config, 3)
+        windows = batches(llama_config, 1)[0][0]
+        for worker in chained.workers[1:]:
+            made = worker.evaluate(None, windows)
+            assert isinstance(made, float)
+            assert math.isnan(made)
+
+    def test_in_the_middle_of_a_step_it_changes_nothing(self, llama_config: Config) -> None:
+        steady, disturbed = chain(llama_config, 2), chain(llama_config, 2)
+        [batch] = batches(llama_config, 1)
+        disturbed.run(batch, events=8)
+        disturbed.workers[0].evaluate(None, batch[0])
+        assert disturbed.step(batch, 1e-2) == steady.step(batch, 1e-2)
+        assert same(weights(steady), weights(disturbed))
+
+
+class Squash(nn.Module):
+    """A stage of one layer, of which one can say what autograd saves."""
+
+    is_last = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(4, 4))
+        self.register_buffer("mask", torch.ones(4))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return torch.tanh(inputs @ self.weight * self.get_buffer("mask"))
+
+
+class TestMeasurements:
+    def squash(self, precision: Precision | None = None, **options: Any) -> StageWorker:
+        torch.manual_seed(0)
+        module: Any = Squash()
+        optimizer = InnerOptimizer(module.named_parameters(), SPEC, precision=precision)
+        return StageWorker(
+            module, optimizer, microbatches=2, stage_index=1, num_stages=3, **options
+        )
+
+    def test_stored_bytes_are_the_saved_activations_without_weights(self) -> None:
+        worker = self.squash()
+        assert worker.stored_bytes == 0
+        for microbatch, length in enumerate((5, 50)):
+            worker.feed(microbatch, torch.randn(2, length, 4), torch.zeros(2, length + 1).long())
+            worker.run_one()
+            # the input (for the weight's gradient) and the output (for that of tanh), in fp32
+            assert worker.stored_bytes == 2 * (2 * 5 * 4) * 4
+
+    def test_with_recompute_only_the_input_is_stored(self) -> None:
+        worker = self.squash(recompute=True)
+        worker.feed(0, torch.randn(2, 5, 4), torch.zeros(2, 6).long())
+        worker.run_one()
+        assert worker.stored_bytes == (2 * 5 * 4) * 4
+
+    def test_what_is_fed_is_neither_changed_nor_tied_to_what_is_produced(self) -> None:
+        worker, fed = self.squash(), torch.randn(2, 5, 4)
+        kept = fed.clone()
+        worker.feed(0, fed, torch.zeros(2, 6).long())
+        produced = worker.run_one()
+        assert produced is not None
+        assert produced.tensor is not None
+        assert not produced.tensor.requires_grad
+        worker.feed_gradient(0, torch.ones(2, 5, 4, dtype=torch.bfloat16))
+        back = worker.run_one()
+        assert back is not None
+        assert back.tensor is not None
+        assert back.tensor.dtype == torch.float32
+        assert not fed.requires_grad
+        assert torch.equal(fed, kept)
+
+    def test_steps_run_in_the_optimizers_precision_and_evaluation_in_fp32(self) -> None:
+        hidden, windows = torch.randn(2, 5, 4), torch.zeros(2, 6).long()
+        made: list[Tensor | None] = []
+        for precision in ("fp32", "bf16"):
+            worker = self.squash(precision)
+            worker.feed(0, hidden, windows)
+            produced = worker.run_one()
+            assert produced is not None
+            assert produced.tensor is not None
+            evaluated = worker.evaluate(hidden, windows)
+            assert isinstance(evaluated, Tensor)
+            made += [produced.tensor, evaluated]
+        exact, evaluated, rounded, also_evaluated = made
+        assert exact is not None
+        assert rounded is not None
+        torch.testing.assert_close(rounded, exact, rtol=0.05, atol=0.02)
+        assert not torch.equal(rounded, exact)
+        for tensor in (evaluated, also_evaluated):
+            torch.testing.assert_close(tensor, exact, rtol=0, atol=0)
+
+    def test_times_and_counts(self, llama_config: Config) -> None:
+        chained = chain(llama_config, 2, window=3)
+        first, second = batches(llama_config, 2)
+        chained.run(first)
+        for worker in chained.workers:
+            assert worker.finished
+            assert worker.in_flight == 0
+            assert 0 < worker.compute_s < worker.computing_s
+        chained.go(1e-2)
+        head = chained.workers[0]
+        assert not head.finished
+        head.feed(0, None, second[0])
+        head.feed(1, None, second[1])
+        head.run_one()
+        assert head.in_flight == 2
+        assert head.run_one() is not None
+        assert head.run_one() is None
+
+    def test_only_the_last_stage_has_a_loss(self, llama_config: Config) -> None:
+        chained = chain(llama_config, 3)
+        chained.run(batches(llama_config, 1)[0])
+        assert [worker.loss > 0 for worker in chained.workers] == [False, False, True]

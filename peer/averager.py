@@ -164,6 +164,11 @@ class StageAverager(PeerService, DecentralizedAverager):
         self._inner_pipe: Any = BlockingPipe(self._inner_pipe)
         super().run()
 
+    async def _shutdown(self, timeout: float | None) -> None:
+        """As hivemind's, but quiet where p2pd died before: then there is nothing to take back."""
+        with contextlib.suppress(OSError):
+            await super()._shutdown(timeout)
+
     @cached_property
     def pool(self) -> ThreadPoolExecutor:
         """One thread for codecs and arithmetic; made here, for a fork would lose its thread."""

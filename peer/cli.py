@@ -110,14 +110,19 @@ def _common(
 def demo(
     replicas: Annotated[
         int,
-        typer.Option(min=1, max=16, help="Replicas to start.", envvar=_env("replicas")),
-    ] = 4,
+        typer.Option(
+            min=1, max=16, help="Replicas to start, a peer a stage each.", envvar=_env("replicas")
+        ),
+    ] = 2,
     stages: Annotated[
         int,
         typer.Option(
-            min=1, max=1, help="Stages of the model; only 1 for now.", envvar=_env("stages")
+            min=1,
+            max=16,
+            help="Stages to cut the model into; a peer of a replica trains one.",
+            envvar=_env("stages"),
         ),
-    ] = 1,
+    ] = 2,
     rounds: Annotated[
         int,
         typer.Option(min=1, help="Stop after this many committed rounds.", envvar=_env("rounds")),
@@ -190,7 +195,8 @@ def peer(
     stage: Annotated[
         str,
         typer.Option(
-            help="Stage to host, a number from 0, or auto.",
+            help="Slice of the model to host, a number from 0; auto takes the one that lacks peers "
+            "most, and another one when that changes.",
             envvar=_env("stage"),
         ),
     ] = "auto",

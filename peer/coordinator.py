@@ -28,7 +28,9 @@ from dilocox.peer.outer import anchor_sha256
 from dilocox.peer.place import LoopProgress, Place
 from dilocox.peer.round_keeper import RoundKeeper
 from dilocox.peer.roundlog import RoundLog
+from dilocox.peer.view import SwarmView
 from dilocox.peer.vote import AloneWatch
+from dilocox.pipeline.stage_choice import Mover
 
 logger = logging.getLogger(__name__)
 
@@ -36,6 +38,7 @@ TICK_S = 0.1
 CLOSE_LIMIT_S = 5.0
 BOOTSTRAP_LIMIT_S = 3.0
 LOOK_S = 1.0  # how often the DHT is read; a bell is heard that late
+MOVE_TURN_S = 60.0  # whose turn it is to move changes that often
 
 
 class ChildDied(RuntimeError):
@@ -58,6 +61,7 @@ class Coordinator(threading.Thread):
         alone: AloneWatch,
         events: EventQueue,
         lease: PartLease | None,
+        mover: Mover | None,
     ):
         super().__init__(name="coordinator", daemon=True)
         self._place = place
@@ -69,6 +73,7 @@ class Coordinator(threading.Thread):
         self._driver = driver
         self._alone = alone
         self._lease = lease
+        self._mover = mover
         self._closing = threading.Event()
         self._leaving = self._part_finished = False
         self._published_at = self._looked_at = float("-inf")
@@ -79,6 +84,8 @@ class Coordinator(threading.Thread):
         self.progress = LoopProgress()
         self.data_part: tuple[int, int] = (0, 0) if lease is None else (lease.part, 0)
         self.heard_val_loss: tuple[int, float] | None = None
+        self.run_ended = False
+        self.move_to: int | None = None
 
     @classmethod
     def of(
@@ -90,8 +97,13 @@ class Coordinator(threading.Thread):
         log: RoundLog,
         merge: Merge,
         lease: PartLease | None,
+        mover: Mover | None,
     ) -> Coordinator:
-        """The coordinator of a peer, with what it drives."""
+        """The coordinator of a peer, with what it drives.
+
+        lease: on a part of the data, for peers of stage 0. mover: for peers that may change their
+        stage.
+        """
         deadlines = place.manifest.deadlines
         events = EventQueue()
         alone = AloneWatch(
@@ -130,6 +142,7 @@ class Coordinator(threading.Thread):
             alone=alone,
             events=events,
             lease=lease,
+            mover=mover,
         )
 
     # ---- for the training loop -------------------------------------------------------------------
@@ -159,8 +172,13 @@ class Coordinator(threading.Thread):
 
     @property
     def round(self) -> int:
-        """The round that this replica is in."""
+        """The round that this peer is in."""
         return self._rounds.round
+
+    @property
+    def view(self) -> SwarmView:
+        """What the last look at the DHT showed."""
+        return self._herald.view
 
     def send_due(self) -> tuple[int, float] | None:
         """The round and the time of its group if this replica must take its send now."""
@@ -180,6 +198,10 @@ class Coordinator(threading.Thread):
         """Nothing is sent in this round; the next one begins."""
         self._rounds.end(round_number)
 
+    def announce(self) -> None:
+        """Something changed that the others should know: tell them without waiting."""
+        self._published_at = float("-inf")
+
     def finish_part(self) -> None:
         """The part of the data was read to its end: another one is leased at the next heartbeat."""
         self._part_finished = True
@@ -187,7 +209,7 @@ class Coordinator(threading.Thread):
     def leave(self) -> None:
         """The loop has ended: tell the others, and start no new round."""
         self._leaving = True
-        self._published_at = float("-inf")
+        self.announce()
 
     def close(self) -> None:
         """End the thread."""
@@ -246,28 +268,41 @@ class Coordinator(threading.Thread):
                 self.joined.set()
                 self._published_at = float("-inf")
         elif not self._leaving:
-            self._herald.ring(
-                self._rounds.follow(
-                    view,
-                    replica_record(self._place, self.round, self.progress),
-                    self._clock.time(),
-                    inner_steps=self.inner_steps,
-                    tokens=self.progress.unsent_tokens,
-                    undecided=self._pending_send is not None or self._driver.sent_round is not None,
-                )
-            )
+            self._follow_round(view)
+            self._consider_moving(view)
+        self.run_ended = view.says_ended(self._place.manifest.end_tokens)
+
+    def _follow_round(self, view: SwarmView) -> None:
+        progress = self.progress
+        bell = self._rounds.follow(
+            view,
+            replica_record(self._place, self.round, progress),
+            self._clock.time(),
+            head=progress.head,
+            inner_steps=self.inner_steps,
+            tokens=progress.unsent_tokens,
+            undecided=self._pending_send is not None or self._driver.sent_round is not None,
+        )
+        self._herald.ring(bell)
+
+    def _consider_moving(self, view: SwarmView) -> None:
+        if self._mover is not None:
+            free = not self.progress.head and self.progress.unsent_tokens == 0
+            turn = int(self._clock.time() / MOVE_TURN_S)
+            self.move_to = self._mover.observe(view.stages, free=free, turn=turn)
 
     def _heartbeat(self) -> None:
         place, progress, herald = self._place, self.progress, self._herald
-        training = self.joined.is_set() and not self._leaving
+        present = self.joined.is_set() and not self._leaving
+        trains = "training" if progress.head else "spare"
         herald.tell_stage(
-            "left" if self._leaving else "training" if training else "joining",
+            "left" if self._leaving else trains if present else "joining",
             round_number=self.round,
             chain=self._chain,
             voids=self._driver.voids,
             own=progress,
         )
-        if training:
+        if present:
             herald.tell_replica(replica_record(place, self.round, progress))
             herald.ring(self._rounds.bell)
             self._renew_lease()

@@ -11,7 +11,6 @@ import json
 import logging
 import os
 import shutil
-import statistics
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -21,25 +20,29 @@ import typer
 import yaml
 
 from dilocox.dht.errors import EnvironmentFault, InvalidInput
+from dilocox.dht.manifest import Manifest
+from dilocox.peer.demo_result import DemoResult, demo_result, exported_round, losses_of
 from dilocox.peer.files import make_folder, write_atomically
 from dilocox.peer.report import shown_loss
 from dilocox.peer.signals import StopSignal
 from dilocox.peer.subprocesses import Child, start_command
 from dilocox.peer.swarm_table import SwarmTable
 from dilocox.peer.watched import WatchedPeer
+from dilocox.pipeline.partition import plan_stages
 
 logger = logging.getLogger(__name__)
 
 START_LIMIT_S = 120.0
 ROUND_LIMIT_S = 300.0  # without a committed round for so long, something is wrong
 EXPORT_LIMIT_S = 120.0
+EXPORT_START_S = 60.0  # on top, until the command has begun to look for anchors
 LEAVE_LIMIT_S = 30.0
 LOOK_S = 0.5
 PROMPT = "def "
 
 # Rounds of ten seconds and more where four peers share two cores.
-INNER_STEPS = 24
-BATCH = {"sequence_length": 256, "microbatch_size": 4, "microbatches": 1}
+INNER_STEPS = 40
+BATCH = {"sequence_length": 256, "microbatch_size": 2, "microbatches": 2}
 SPARE_ROUNDS = 10  # the schedule ends later than the demo, which stops by itself
 
 
@@ -56,33 +59,16 @@ class DemoOptions:
     seed: int
 
 
-@dataclass(frozen=True, kw_only=True)
-class DemoResult:
-    """The figures of a demo; losses in nats a byte, bytes of one peer and round at the mean."""
-
-    rounds_committed: int
-    rounds_void: int
-    val_loss_first: float | None
-    val_loss_last: float | None
-    val_loss_export: float | None
-    tokens: int
-    tokens_per_s: float
-    waiting_share: float
-    bytes_sent_per_round: float
-    bytes_fp16_per_round: float
-    digests_equal: bool
-    seconds: float
-    export: str
-
-
 def run_demo(options: DemoOptions) -> int:
     """Run it to its end or to Ctrl-C; the exit code is 0 if a checkpoint came out."""
     began = time.monotonic()
     if options.json_file is not None and not options.json_file.absolute().parent.is_dir():
         raise InvalidInput(f"--json {options.json_file}: its folder does not exist; make it first")
+    manifest = demo_manifest(options)
+    plan_stages(Manifest.from_dict(manifest).model, options.stages)  # before anything is started
     _clear(options.folder)
-    manifest = yaml.safe_dump(demo_manifest(options), sort_keys=False)
-    write_atomically(options.folder / "run.yaml", manifest.encode())
+    text = yaml.safe_dump(manifest, sort_keys=False)
+    write_atomically(options.folder / "run.yaml", text.encode())
     children: list[Child] = []
     peers: list[WatchedPeer] = []
     export: Path | None = None
@@ -90,9 +76,12 @@ def run_demo(options: DemoOptions) -> int:
         try:
             invite = _bootstrap(options, children)
             typer.echo(f"bootstrap is up; a volunteer would type: dilocox peer {invite}")
-            peers += [_start_peer(options, invite, n, children) for n in range(options.replicas)]
+            for number in range(options.replicas):
+                for stage in range(options.stages):
+                    peers.append(_start_peer(options, invite, stage, number, children))
             typer.echo(
-                f"{len(peers)} peers are starting; their logs are {options.folder}/peer-*.log"
+                f"{len(peers)} peers are starting: {_swarm(options.replicas, options.stages)}; "
+                f"their logs are {options.folder}/peer-*.log"
             )
             stop.defer()
             _watch(options, peers, stop)
@@ -103,7 +92,8 @@ def run_demo(options: DemoOptions) -> int:
                 child.terminate()
             for child in children:
                 child.wait(LEAVE_LIMIT_S)
-    result = _result(options, peers, export, time.monotonic() - began)
+    loss = None if export is None else _evaluate(options, export)
+    result = demo_result(peers, export, loss, time.monotonic() - began)
     _show(options, result)
     return 0 if result.val_loss_export is not None else 1
 
@@ -157,16 +147,17 @@ def _bootstrap(options: DemoOptions, children: list[Child]) -> str:
 
 
 def _start_peer(
-    options: DemoOptions, invite: str, number: int, children: list[Child]
+    options: DemoOptions, invite: str, stage: int, number: int, children: list[Child]
 ) -> WatchedPeer:
-    state = options.folder / f"peer-{number}"
+    name = f"peer-{stage}-{number}"
+    state = options.folder / name
     cores = len(os.sched_getaffinity(0))
-    threads = max(1, cores // options.replicas)
-    arguments = ["peer", invite, "--state", str(state), "--host", "127.0.0.1"]
-    arguments += ["--device", options.device, "--threads", str(threads)]
-    child = start_command(arguments, options.folder / f"peer-{number}.log")
+    threads = max(1, cores // (options.stages * options.replicas))
+    arguments = ["peer", invite, "--stage", str(stage), "--state", str(state)]
+    arguments += ["--host", "127.0.0.1", "--device", options.device, "--threads", str(threads)]
+    child = start_command(arguments, options.folder / f"{name}.log")
     children.append(child)
-    return WatchedPeer(name=f"peer {number}", state=state, child=child)
+    return WatchedPeer(name=name, state=state, child=child, stage=stage, number=number)
 
 
 def _watch(options: DemoOptions, peers: list[WatchedPeer], stop: StopSignal) -> None:
@@ -191,64 +182,45 @@ def _watch(options: DemoOptions, peers: list[WatchedPeer], stop: StopSignal) -> 
 
 
 def _export(options: DemoOptions, invite: str, peers: list[WatchedPeer]) -> Path | None:
-    """Export while the peers still train, and wait for the loss of the exported round."""
-    if not any(peer.rounds for peer in peers):
+    """Export while the peers still train, until it is of a round whose loss a head reported.
+
+    Nobody evaluates a round whose anchors the stages never held at the same time; then another one
+    is exported.
+    """
+    merged = {peer.stage for peer in peers if peer.rounds}
+    if len(merged) < options.stages:
         return None
     folder = options.folder / "export"
     arguments = ["export", invite, str(folder), "--host", "127.0.0.1"]
-    child = start_command(arguments, options.folder / "export.log")
-    child.wait(EXPORT_LIMIT_S)
-    if child.returncode != 0:
-        raise EnvironmentFault(f"the export failed: {child.last_line()}")
+    arguments += ["--timeout", str(EXPORT_LIMIT_S)]
     deadline = time.monotonic() + EXPORT_LIMIT_S
-    while exported_round(folder) not in _losses(peers) and time.monotonic() < deadline:
-        time.sleep(LOOK_S)
+    while True:
+        child = start_command(arguments, options.folder / "export.log")
+        child.wait(EXPORT_LIMIT_S + EXPORT_START_S)
+        if child.returncode != 0:
+            raise EnvironmentFault(f"the export failed: {child.last_line()}")
+        if _wait_for_loss(peers, exported_round(folder), deadline):
+            return folder
+        if time.monotonic() > deadline:
+            logger.warning("no head told the loss of the exported round")
+            return folder
+
+
+def _wait_for_loss(peers: list[WatchedPeer], number: int | None, deadline: float) -> bool:
+    """Whether the loss of a round was told; no later than that of a later round."""
+    while True:
         for peer in peers:
             peer.look()
-    return folder
-
-
-def exported_round(folder: Path) -> int:
-    """The round that an export stands on."""
-    return int(json.loads((folder / "dilocox.json").read_text())["stages"][-1]["round"])
-
-
-def _losses(peers: list[WatchedPeer]) -> dict[int, float]:
-    """The validation loss of each round's anchor, as heads reported it; -1 is the start."""
-    return {number: loss for peer in peers for number, loss in peer.losses.items()}
-
-
-def _result(
-    options: DemoOptions, peers: list[WatchedPeer], export: Path | None, seconds: float
-) -> DemoResult:
-    lines = [line for peer in peers for line in peer.rounds]
-    losses = _losses(peers)
-    by_round: dict[int, set[tuple[str, str]]] = {}
-    for line in lines:
-        by_round.setdefault(line["round"], set()).add((line["digest"], line["anchor_sha256"]))
-    training_s = sum(peer.training_s for peer in peers) / max(1, len(peers))
-    tokens = max((line["chain_tokens"] for line in lines), default=0)
-    last = None if export is None else exported_round(export)
-    return DemoResult(
-        rounds_committed=len(by_round),
-        rounds_void=max((peer.voids for peer in peers), default=0),
-        val_loss_first=losses.get(-1),
-        val_loss_last=None if last is None else losses.get(last),
-        val_loss_export=None if export is None else _evaluate(options, export),
-        tokens=tokens,
-        tokens_per_s=tokens / training_s if training_s else 0.0,
-        waiting_share=_mean([peer.waiting_share for peer in peers]),
-        bytes_sent_per_round=_mean([line["sent_bytes"] for line in lines]),
-        bytes_fp16_per_round=_mean([line["fp16_bytes"] for line in lines]),
-        digests_equal=all(len(found) == 1 for found in by_round.values()),
-        seconds=seconds,
-        export="" if export is None else str(export),
-    )
+        losses = losses_of(peers)
+        if number in losses:
+            return True
+        if number is None or max(losses, default=-1) > number or time.monotonic() > deadline:
+            return False
+        time.sleep(LOOK_S)
 
 
 def _evaluate(options: DemoOptions, export: Path) -> float:
     """The loss of the checkpoint by plain transformers, on the run's held-out windows."""
-    from dilocox.dht.manifest import Manifest
     from dilocox.peer.data import held_out_windows
     from dilocox.peer.export import evaluate_checkpoint
     from dilocox.peer.validation import BATCH_WINDOWS
@@ -269,20 +241,25 @@ def _show(options: DemoOptions, result: DemoResult) -> None:
     from dilocox.peer.export import continue_text
 
     typer.echo(
-        f"{result.rounds_committed} rounds committed, {result.rounds_void} void, "
-        f"{result.tokens:,} tokens at {result.tokens_per_s:,.0f} tokens/s in "
-        f"{result.seconds:.0f} s\n"
+        f"{_swarm(result.replicas, result.stages)}: {result.rounds_committed} rounds committed, "
+        f"{result.rounds_void} void, {result.tokens:,} tokens at {result.tokens_per_s:,.0f} "
+        f"tokens/s in {result.seconds:.0f} s\n"
         f"validation loss {shown_loss(result.val_loss_first)} -> "
         f"{shown_loss(result.val_loss_last)} nats a byte, of the export by transformers "
         f"{result.val_loss_export:.4f}\n"
         f"waiting for averages {result.waiting_share:.2%} of the time; "
-        f"{result.bytes_sent_per_round / 1e3:,.0f} kB sent a peer and round "
-        f"(fp16: {result.bytes_fp16_per_round / 1e3:,.0f} kB)\n"
-        f"digests and anchors equal on all peers: {'yes' if result.digests_equal else 'NO'}\n"
+        f"{result.bytes_sent_per_round / 1e3:,.0f} kB sent for them a peer and round "
+        f"(fp16: {result.bytes_fp16_per_round / 1e3:,.0f} kB), "
+        f"{result.bytes_uploaded_per_round / 1e3:,.0f} kB with what others fetched\n"
+        f"digests and anchors equal on all peers of a stage: "
+        f"{'yes' if result.digests_equal else 'NO'}\n"
         f"checkpoint: {result.export}; it continues {PROMPT!r} with\n"
     )
     typer.echo(continue_text(Path(result.export), PROMPT, 200, options.seed))
 
 
-def _mean(values: list[float]) -> float:
-    return statistics.fmean(values) if values else 0.0
+def _swarm(replicas: int, stages: int) -> str:
+    return (
+        f"{replicas} replica{'s' if replicas > 1 else ''} of "
+        f"{stages} stage{'s' if stages > 1 else ''}"
+    )

@@ -1,4 +1,9 @@
-"""The newest anchor of a stage, for somebody who is no peer: state from one, records after it."""
+"""The newest anchors of all stages, for somebody who is no peer: state from one, records after it.
+
+Stages commit their rounds by themselves, so the newest anchors are of different rounds for a
+moment. They are asked for again until all are of one round: only those were ever evaluated
+together.
+"""
 
 # hivemind carries no type stubs.
 # pyright: reportUnknownMemberType=false, reportUnknownArgumentType=false
@@ -31,6 +36,7 @@ from dilocox.pipeline.stage import build_stage, flatten_parameters, parameter_sh
 logger = logging.getLogger(__name__)
 
 LOOK_PAUSE_S = 1.0
+COMMON_LIMIT_S = 60.0  # how long anchors of one round are looked for before the newest will do
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,8 +51,12 @@ class StageAnchor:
     anchor: Tensor  # [layout.numel] fp32
 
 
+class OtherRound(ConnectionError):
+    """The peer cannot give the anchor of that round."""
+
+
 def download_anchors(place: Joined, *, timeout_s: float) -> list[StageAnchor]:
-    """The newest anchor of every stage.
+    """The newest anchor of every stage, of one round if such are to be had.
 
     Raises:
         EnvironmentFault: nobody gave a sound one within the time.
@@ -55,11 +65,52 @@ def download_anchors(place: Joined, *, timeout_s: float) -> list[StageAnchor]:
 
 
 async def _download_all(place: Joined, deadline: float) -> list[StageAnchor]:
-    return [await _download(place, stage, deadline) for stage in range(place.manifest.stages)]
+    give_up = min(deadline, time.monotonic() + COMMON_LIMIT_S)
+    while True:
+        newest = [await _newest(place, stage, deadline) for stage in range(place.manifest.stages)]
+        oldest = min(each.round for each in newest)
+        same = [
+            each if each.round == oldest else await _at_round(place, each.stage, oldest, give_up)
+            for each in newest
+        ]
+        found = [each for each in same if each is not None]
+        if len(found) == len(newest):
+            return found
+        if time.monotonic() > give_up:
+            rounds = ", ".join(str(each.round) for each in newest)
+            logger.warning("the anchors of the stages are of different rounds: %s", rounds)
+            return newest
+        await asyncio.sleep(LOOK_PAUSE_S)
 
 
-async def _download(place: Joined, stage: int, deadline: float) -> StageAnchor:
+async def _newest(place: Joined, stage: int, deadline: float) -> StageAnchor:
     last = "no peer of it is in view, or none has committed a round"
+    while time.monotonic() < deadline:
+        anchor, reason = await _ask(place, stage, None, deadline)
+        if anchor is not None:
+            return anchor
+        last = reason or last
+        await asyncio.sleep(LOOK_PAUSE_S)
+    raise EnvironmentFault(
+        f"stage {stage}: no anchor to be had ({last}); check that the run trains, or wait for its "
+        "first round"
+    )
+
+
+async def _at_round(
+    place: Joined, stage: int, round_number: int, deadline: float
+) -> StageAnchor | None:
+    """The anchor that stands on this round, None if nobody has it any more."""
+    anchor, reason = await _ask(place, stage, round_number, deadline)
+    if anchor is None:
+        logger.info("stage %d: no anchor of round %d: %s", stage, round_number, reason)
+    return anchor
+
+
+async def _ask(
+    place: Joined, stage: int, round_number: int | None, deadline: float
+) -> tuple[StageAnchor | None, str]:
+    """Ask the peers of a stage in turn, the longest chain first; the last reason if all fail."""
     transport = PeerTransport(
         p2p=await place.dht.replicate_p2p(),
         stub_for=lambda p2p, peer: StageAverager.get_stub(
@@ -68,32 +119,36 @@ async def _download(place: Joined, stage: int, deadline: float) -> StageAnchor:
         limit=UploadLimit(None),
         counter=torch.zeros((), dtype=torch.int64),
     )
-    while time.monotonic() < deadline:
-        found = place.swarm.read(claim_key(place.run, stage), ClaimRecord) or {}
-        claims = sorted(
-            ((peer, claim) for peer, claim in found.items() if claim.round >= 0),
-            key=lambda item: (-item[1].round, -item[1].chain_tokens, item[0]),
-        )
-        for peer, claim in claims:
-            try:
-                limit_s = max(1.0, deadline - time.monotonic())
-                return await asyncio.wait_for(
-                    _from_peer(place, stage, transport, peer, claim.digest), limit_s
-                )
-            except (ConnectionError, ValueError, asyncio.TimeoutError) as error:
-                last = str(error) or type(error).__name__
-                logger.warning("stage %d: %s gave no anchor: %s", stage, peer[-6:], error)
-        await asyncio.sleep(LOOK_PAUSE_S)
-    raise EnvironmentFault(
-        f"stage {stage}: no anchor to be had ({last}); check that the run trains, or wait for its "
-        "first round"
+    found = place.swarm.read(claim_key(place.run, stage), ClaimRecord) or {}
+    claims = sorted(
+        ((peer, claim) for peer, claim in found.items() if claim.round >= 0),
+        key=lambda item: (-item[1].round, -item[1].chain_tokens, item[0]),
     )
+    last = ""
+    for peer, claim in claims:
+        try:
+            limit_s = max(1.0, deadline - time.monotonic())
+            asked = _from_peer(place, stage, transport, peer, claim.digest, round_number)
+            return await asyncio.wait_for(asked, limit_s), ""
+        except (ConnectionError, ValueError, asyncio.TimeoutError) as error:
+            last = str(error) or type(error).__name__
+            level = logging.INFO if isinstance(error, OtherRound) else logging.WARNING
+            logger.log(level, "stage %d: %s gave no anchor: %s", stage, peer[-6:], error)
+    return None, last
 
 
 async def _from_peer(
-    place: Joined, stage: int, transport: PeerTransport, peer: str, digest: str
+    place: Joined,
+    stage: int,
+    transport: PeerTransport,
+    peer: str,
+    digest: str,
+    round_number: int | None,
 ) -> StageAnchor:
-    """Raises ConnectionError, and ValueError (of several kinds) where what came is not sound."""
+    """The anchor of the chain that ends with `digest`, after its last round or the one named.
+
+    Raises ConnectionError, and ValueError (of several kinds) where what came is not sound.
+    """
     manifest = place.manifest
     layout = FlatLayout.of(parameter_shapes(manifest.model, manifest.stages, stage))
     check = catchup.RecordCheck.of(place.run, stage, manifest, layout)
@@ -119,23 +174,28 @@ async def _from_peer(
         reach = await catchup.catch_up(
             transport, log, peer, digest, check=check, compute=asyncio.to_thread
         )
+        head = log.head()
+        if head.digest != digest:
+            raise RecordRefused("its log does not lead to the record that it claims")
         outer = OuterStep(manifest.outer.learning_rate, manifest.outer.momentum)
         for number in reach.appended:
             following = log.read(number)
             if following is None:
                 raise RecordRefused(f"round {number} vanished from the log")
+            if round_number is not None and number > round_number:
+                digest = following.previous
+                break
             if following.anchor_before != anchor_sha256(anchor):
                 raise RecordRefused(f"round {number} applies to another anchor")
             record = following
             average = record.average(check.codecs[record.bits])
             outer.apply(anchor, momentum, average, anchor, momentum)
-        head = log.head()
-    if record is None or head.digest != digest:
-        raise RecordRefused("its log does not lead to the record that it claims")
+    if record is None or round_number not in (None, record.round):
+        raise OtherRound("it has no anchor of that round")
     return StageAnchor(
         stage=stage,
         round=record.round,
-        digest=head.digest,
+        digest=digest,
         chain_tokens=record.chain_tokens,
         layout=layout,
         anchor=anchor,

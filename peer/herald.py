@@ -4,17 +4,19 @@ DHT."""
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from functools import partial
+from typing import Any, cast
 
 from dilocox import __version__
 from dilocox.dht.keys import bell_key, claim_key, replica_key, stage_key
-from dilocox.dht.records import BellRecord, ClaimRecord, ReplicaRecord, StageRecord
+from dilocox.dht.records import BellRecord, ClaimRecord, Record, ReplicaRecord, StageRecord
 from dilocox.dht.swarm import Swarm
 from dilocox.peer.chain import ChainFollower
 from dilocox.peer.place import LoopProgress, Place
 from dilocox.peer.view import SwarmView
 
-READ_LIMIT_S = 3.0  # of each read; a slow one must not keep an exchange from its time
+READ_LIMIT_S = 3.0  # of each look; a slow one must not keep an exchange from its time
+MAX_MEMBERS = 12  # peer ids of 52 characters in a record of 1 KB
+MAX_BLOCKED = 160  # characters: a run of many stages may lack peers for most of them
 
 
 class Herald:
@@ -29,21 +31,34 @@ class Herald:
     def look(self, bell_rounds: Iterable[int]) -> bool:
         """Read what the others say; what gives no answer stays as it was. Whether all answered."""
         place, view = self._place, self.view
-        read = partial(self._swarm.read, timeout_s=READ_LIMIT_S)
-        bells: dict[int, Mapping[str, BellRecord]] = {}
-        for number in bell_rounds:
-            bells[number] = read(bell_key(place.run, number), BellRecord) or {}
-        stage = read(stage_key(place.run, place.stage), StageRecord)
-        replicas = read(replica_key(place.run), ReplicaRecord)
-        claims = read(claim_key(place.run, place.stage), ClaimRecord)
+        run, stage = place.run, place.stage
+        rings = {bell_key(run, number): number for number in bell_rounds}
+        hosts = {stage_key(run, number): number for number in range(place.manifest.stages)}
+        own_claims, run_claims = claim_key(run, stage), claim_key(run, 0)
+        asked: dict[str, type[Record]] = dict.fromkeys(rings, BellRecord)
+        asked |= dict.fromkeys(hosts, StageRecord)
+        asked |= {own_claims: ClaimRecord, run_claims: ClaimRecord, replica_key(run): ReplicaRecord}
+        found = cast("Mapping[str, Any]", self._swarm.read_many(asked, timeout_s=READ_LIMIT_S))
+        stages = {
+            number: view.stages.get(number, {}) if found[key] is None else found[key]
+            for key, number in hosts.items()
+            if found[key] is not None or number in view.stages
+        }
+        replicas = found[replica_key(run)]
+        claims, of_run = found[own_claims], found[run_claims]
         self.view = SwarmView(
             me=place.me,
-            stage=view.stage if stage is None else stage,
+            stage=stages.get(stage, {}),
+            stages=stages,
             replicas=view.replicas if replicas is None else replicas,
-            bells=bells,
+            bells={
+                number: view.bells.get(number, {}) if found[key] is None else found[key]
+                for key, number in rings.items()
+            },
             claims=view.claims if claims is None else claims,
+            run_claims=view.run_claims if of_run is None else of_run,
         )
-        return stage is not None and claims is not None
+        return found[stage_key(run, stage)] is not None and claims is not None
 
     def tell_stage(
         self, state: str, *, round_number: int, chain: ChainFollower, voids: int, own: LoopProgress
@@ -54,13 +69,14 @@ class Herald:
             state=state,  # pyright: ignore[reportArgumentType] - checked when it is encoded
             round=round_number,
             digest=head.digest,
-            replica=place.me,
+            replica=own.head,
             tokens=0 if state == "left" else own.unsent_tokens,
             tokens_per_s=own.tokens_per_s,
             client_mode=place.client_mode,
             voids=voids,
             version=__version__,
             addresses=place.addresses,
+            blocked=own.blocked[:MAX_BLOCKED],
         )
         claim = ClaimRecord(
             round=head.round,
@@ -72,9 +88,10 @@ class Herald:
         self._swarm.publish(stage_key(place.run, place.stage), hosting, self._lifetime_s)
         self._swarm.publish(claim_key(place.run, place.stage), claim, self._lifetime_s)
 
-    def tell_replica(self, record: ReplicaRecord) -> None:
-        """That this head leads a replica."""
-        self._swarm.publish(replica_key(self._place.run), record, self._lifetime_s)
+    def tell_replica(self, record: ReplicaRecord | None) -> None:
+        """That this head leads a replica; None is nothing to tell."""
+        if record is not None:
+            self._swarm.publish(replica_key(self._place.run), record, self._lifetime_s)
 
     def ring(self, bell: BellRecord | None) -> None:
         """That this head finished a round; None is nothing to tell."""
@@ -86,11 +103,14 @@ class Herald:
         return self._swarm.bootstrap_answers(timeout_s)
 
 
-def replica_record(place: Place, round_number: int, own: LoopProgress) -> ReplicaRecord:
-    """The record of a replica of one stage: this peer alone."""
+def replica_record(place: Place, round_number: int, own: LoopProgress) -> ReplicaRecord | None:
+    """The record of the replica that this peer leads, None if it leads none."""
+    if not own.members:
+        return None
     return ReplicaRecord(
-        members=(place.me,),
-        epoch=0,
+        # a record has room for that many; of more stages the last ones are not told
+        members=own.members[:MAX_MEMBERS],
+        epoch=own.epoch,
         round=round_number,
         inner_step=own.inner_step,
         step_s=own.step_s,
@@ -98,6 +118,6 @@ def replica_record(place: Place, round_number: int, own: LoopProgress) -> Replic
         train_loss=own.train_loss,
         val_loss=own.val_loss,
         val_round=own.val_round,
-        codec="",
-        last_fault="",
+        codec=own.codec,
+        last_fault=own.last_fault,
     )

@@ -2,23 +2,22 @@
 replica.
 
 A stage accumulates gradients, reports their squared norm, and steps when it is told the clip
-factor and the learning rate; with one stage `train_step` does all of that. What is not finite
-never reaches the weights: a loss or a norm that is infinite or not a number makes the clip factor
-not a number, and with such a factor every stage drops its gradients, counts a skipped step, and
-leaves weights and moments be.
+factor and the learning rate. What is not finite never reaches the weights: a loss or a norm that is
+infinite or not a number makes the clip factor not a number, and with such a factor every stage
+drops its gradients, counts a skipped step, and leaves weights and moments be.
 
 fp16 scales the loss (`torch.amp.GradScaler`) so that small gradients survive; they are unscaled
-before anything looks at them. All stages see the same clip factors, so their scales stay equal.
+before anything looks at them. Every peer of such a run has a scale, also those that compute in
+fp32, and all stages of a replica use their head's, which travels with the forward frames.
 """
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dilocox.dht.errors import InvalidInput
@@ -56,12 +55,6 @@ def clip_factor(squared_norm: float, clip_norm: float) -> float:
         return math.nan
     norm = torch.tensor(math.sqrt(squared_norm), dtype=torch.float32)
     return float(torch.clamp(clip_norm / (norm + 1e-6), max=1.0))
-
-
-def next_token_loss(logits: Tensor, windows: Tensor) -> Tensor:
-    """Return the mean cross-entropy, in fp32, of logits [b, t, v] against windows [b, t + 1]."""
-    targets = windows[:, 1:].reshape(-1)
-    return F.cross_entropy(logits.float().reshape(len(targets), -1), targets)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,11 +104,30 @@ class InnerOptimizer:
             groups, lr=spec.learning_rate, betas=spec.betas, eps=spec.eps
         )
         self._scaler: torch.amp.GradScaler | None = None
-        if self.precision == "fp16":
+        if "fp16" in (self.precision, spec.precision):
             self._scaler = torch.amp.GradScaler(self.device.type)
             # The scale exists from its first use on, and only the last stage scales a loss.
             self._scaler.scale(torch.zeros((), device=self.device))
         self._squared_norm: float | None = None
+
+    @property
+    def loss_scale(self) -> float:
+        """What `scale` multiplies a loss by now; 1.0 unless the run's precision is fp16."""
+        return 1.0 if self._scaler is None else self._scaler.get_scale()
+
+    def take_loss_scale(self, scale: float) -> None:
+        """Use the loss scale of the replica's head; without effect unless the precision is fp16.
+
+        To be called before the first backward of a step: gradients of two scales do not add up.
+
+        Raises:
+            ValueError: it is not a positive finite number of fp32.
+        """
+        stored = float(torch.tensor(scale, dtype=torch.float32))
+        if not 0 < stored < math.inf:
+            raise ValueError(f"a loss scale must be positive and finite in fp32, not {scale}")
+        if self._scaler is not None and stored != self.loss_scale:
+            self._scaler.update(stored)
 
     def autocast(self) -> AbstractContextManager[Any]:
         """Return the context in which forward passes run."""
@@ -148,9 +160,14 @@ class InnerOptimizer:
         else:
             self.skipped += 1
             self._back_off()
-        self._adamw.zero_grad(set_to_none=True)
-        self._squared_norm = None
+        self._clear()
         return taken
+
+    def drop(self) -> None:
+        """Clear the gradients as if none had been accumulated, without counting a step."""
+        if self._scaler is not None:
+            self._scaler.update(self.loss_scale)  # forgets that they were unscaled
+        self._clear()
 
     def state_dict(self) -> InnerState:
         """Return the state; its tensors are the live ones, which the next step changes."""
@@ -192,6 +209,10 @@ class InnerOptimizer:
         if self._scaler is not None and state.values["scaler"] is not None:
             self._scaler.load_state_dict(state.values["scaler"])
 
+    def _clear(self) -> None:
+        self._adamw.zero_grad(set_to_none=True)
+        self._squared_norm = None
+
     def _step(self, factor: float, learning_rate: float) -> None:
         if factor != 1.0:
             for parameter in self._parameters:
@@ -214,44 +235,3 @@ class InnerOptimizer:
 
     def _in_groups(self) -> list[nn.Parameter]:
         return [parameter for group in self._adamw.param_groups for parameter in group["params"]]
-
-
-@dataclass(frozen=True, kw_only=True)
-class StepResult:
-    """One inner step: its mean loss in nats, not finite only if the step was skipped."""
-
-    loss: float
-    tokens: int
-    squared_norm: float
-    skipped: bool
-
-
-def train_step(
-    module: Callable[[Tensor], Tensor],
-    optimizer: InnerOptimizer,
-    microbatches: Iterable[Tensor],
-    learning_rate: float,
-) -> StepResult:
-    """Take one inner step of a whole model: a stage that is both first and last.
-
-    Args:
-        module: from token ids int64 [b, t] to logits [b, t, v].
-        optimizer: of that module's parameters.
-        microbatches: windows int64 [b, t + 1], all of one shape; their losses weigh the same.
-        learning_rate: of this step.
-    """
-    batch = list(microbatches)
-    total = torch.zeros((), device=optimizer.device)
-    for microbatch in batch:
-        windows = microbatch.to(optimizer.device, non_blocking=True)
-        with optimizer.autocast():
-            logits = module(windows[:, :-1])
-        loss = next_token_loss(logits, windows) / len(batch)
-        optimizer.scale(loss).backward()  # pyright: ignore[reportUnknownMemberType]
-        total += loss.detach()
-    squared_norm = optimizer.squared_norm()
-    mean_loss = float(total)
-    factor = clip_factor(squared_norm, optimizer.spec.clip_norm)
-    taken = optimizer.step(factor if math.isfinite(mean_loss) else math.nan, learning_rate)
-    tokens = sum(microbatch[:, 1:].numel() for microbatch in batch)
-    return StepResult(loss=mean_loss, tokens=tokens, squared_norm=squared_norm, skipped=not taken)

@@ -6,16 +6,21 @@ import logging
 import tempfile
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import typer
 
 from dilocox.dht.errors import InvalidInput
 from dilocox.dht.identity import Identity
-from dilocox.dht.invite import Invite
+from dilocox.dht.invite import Invite, run_id
 from dilocox.dht.manifest import Manifest, warnings
 from dilocox.peer.files import write_atomically
 from dilocox.peer.signals import StopSignal
 from dilocox.peer.state_folder import StateFolder
+
+if TYPE_CHECKING:  # hivemind is heavy, and `dilocox --help` needs none of it
+    from dilocox.dht.node import RunDHT
+    from dilocox.dht.swarm import Swarm
 
 logger = logging.getLogger(__name__)
 
@@ -40,6 +45,21 @@ def run_bootstrap_command(options: BootstrapOptions) -> int:
     folder = StateFolder(options.state)
     with folder.locked(), StopSignal() as stop:
         from dilocox.dht.bootstrap import run_bootstrap
+        from dilocox.peer.archive import Archive
+
+        identity = Identity.load_or_create(folder.identity)
+        run = run_id(identity.public_key, manifest.name)
+
+        def archive(dht: RunDHT, swarm: Swarm) -> Archive:
+            return Archive(
+                dht=dht,
+                swarm=swarm,
+                run=run,
+                me=identity.peer_id,
+                manifest=manifest,
+                # with another manifest nothing of it would fit
+                folder=options.state / f"{run}-archive-{manifest.digest[:16]}",
+            )
 
         def ready(invite: Invite) -> None:
             stop.defer()
@@ -49,12 +69,13 @@ def run_bootstrap_command(options: BootstrapOptions) -> int:
 
         run_bootstrap(
             manifest=manifest,
-            identity=Identity.load_or_create(folder.identity),
+            identity=identity,
             listen=[f"/ip4/{options.host}/tcp/{options.port}"],
             announce=options.announce,
             initial_peers=options.join,
             stop_event=stop.event,
             on_ready=ready,
+            beside=archive,
         )
     return 0
 

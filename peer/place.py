@@ -24,7 +24,12 @@ class Place:
 
 @dataclass(frozen=True, kw_only=True)
 class LoopProgress:
-    """Where the training loop is, as it says after every inner step."""
+    """Where the training loop is, as it says after every inner step.
+
+    head: of the replica that this peer is in, empty where it is in none.
+    members: by stage, of the replica that this peer leads; empty where it leads none.
+    blocked: why this peer does not train, or empty.
+    """
 
     inner_step: int = 0
     unsent_tokens: int = 0
@@ -34,3 +39,9 @@ class LoopProgress:
     val_loss: float | None = None
     val_round: int = -1
     position: int = 0  # in the data part
+    head: str = ""
+    members: tuple[str, ...] = ()
+    epoch: int = 0
+    codec: str = ""
+    last_fault: str = ""
+    blocked: str = ""

@@ -15,9 +15,9 @@ from dilocox.dht.manifest_defaults import ENDINGS
 from dilocox.peer.averaging import StageBuffers
 from dilocox.peer.data import Corpus, held_out_digest, held_out_windows
 from dilocox.peer.inner import InnerOptimizer
+from dilocox.peer.learner import LocalModel
 from dilocox.peer.merge import Merge, MergeConfig
 from dilocox.peer.snapshots import Snapshots
-from dilocox.peer.trainer import LocalModel
 from dilocox.pipeline.stage import build_stage, flatten_parameters
 
 logger = logging.getLogger(__name__)

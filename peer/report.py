@@ -1,6 +1,7 @@
 """What people and scripts see of a running peer: log lines, a progress line, and two files.
 
-    events.jsonl   one JSON object a line, appended: training, round, validated, void, resynced
+    events.jsonl   one JSON object a line, appended: training, round, validated, void, resynced,
+                   and of the replica: replica, fault, healed, lost, dissolved
     status.json    the newest progress, replaced about once a second
 
 The log is for people; scripts (the demo among them) read the files. Loss is in nats a token.
@@ -10,15 +11,18 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import sys
 import time
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from dilocox.peer.files import disk_fault, write_atomically
 
 STATUS_PERIOD_S = 1.0
+PEER_ID_LETTERS = 40  # no other word is so long
 
 logger = logging.getLogger(__name__)
 
@@ -27,7 +31,12 @@ logger = logging.getLogger(__name__)
 class Status:
     """Where a peer is right now."""
 
-    state: str  # joining, training, leaving
+    state: str  # joining, spare, training, leaving
+    head: str  # of the replica that it is in, empty where it is in none
+    members: list[str]  # by stage, of the replica that it leads
+    epoch: int  # of that replica
+    codec: str  # of that replica's activations
+    blocked: str  # why it forms no replica, or empty
     round: int
     inner_step: int
     inner_steps: int
@@ -37,6 +46,7 @@ class Status:
     val_round: int
     tokens_per_s: float
     waiting_share: float
+    computing_share: float = 0.0  # of the time since it first was in a replica
     applied_round: int
     in_flight: int | None  # the round whose exchange is under way
 
@@ -82,6 +92,12 @@ class Reporter:
                 file.write(line + "\n")
         except OSError as error:
             raise disk_fault(self._events, error) from error
+
+    def tell(self, kind: str, **facts: object) -> None:
+        """One event of the replica that this peer is in, and a line in the log."""
+        self.event(kind, **facts)
+        self._clear()
+        logger.info("%s: %s", kind, shown_facts(facts))
 
     def status(self, status: Status, *, force: bool = False) -> None:
         """Show the progress, about once a second."""
@@ -142,3 +158,20 @@ class Reporter:
 def shown_loss(loss: float | None) -> str:
     """A loss as people see it; a dash where there is none yet."""
     return "-" if loss is None else f"{loss:.4f}"
+
+
+def shown_facts(facts: Mapping[str, object]) -> str:
+    """Facts of an event as people see them; peer ids by their last six letters."""
+    return ", ".join(f"{name} {_shown(value)}" for name, value in facts.items())
+
+
+def _shown(value: object) -> str:
+    match value:
+        case float() if math.isfinite(value):
+            return f"{value:.2f}"
+        case str() if len(value) > PEER_ID_LETTERS and " " not in value:
+            return value[-6:]
+        case list():
+            return " ".join(_shown(item) for item in cast("list[object]", value))
+        case _:
+            return str(value)

@@ -1,4 +1,4 @@
-"""Keeps the round of a replica's head: when to ring, when to send, when to go on (see rounds.py).
+"""Keeps the round of a peer: when a head rings, when to send, when to go on (see rounds.py).
 
 Two threads use it: the coordinator's, which looks at the others' bells, and the training loop,
 which ends a round by its send.
@@ -23,7 +23,7 @@ from dilocox.peer.view import SwarmView
 
 
 class RoundKeeper:
-    """The round that this replica is in, its own bell, and the time of the group once known."""
+    """The round that this peer is in, its own bell, and the time of the group once known."""
 
     def __init__(self, me: str):
         self._me = me
@@ -31,6 +31,7 @@ class RoundKeeper:
         self._began = time.monotonic()
         self._bell: BellRecord | None = None
         self._schedule: Schedule | None = None
+        self._finished = False
         self.round = 0
 
     # ---- the training loop -----------------------------------------------------------------------
@@ -38,7 +39,7 @@ class RoundKeeper:
         """The round and the time of its group if the send is to be taken at this inner step."""
         with self._lock:
             times = self._schedule
-            if times is None or (self._bell is None and now < times.send_after):
+            if times is None or not (self._finished or now >= times.send_after):
                 return None
             return self.round, times.scheduled_at
 
@@ -68,14 +69,18 @@ class RoundKeeper:
     def follow(
         self,
         view: SwarmView,
-        own: ReplicaRecord,
+        own: ReplicaRecord | None,
         now: float,
         *,
+        head: str,
         inner_steps: int,
         tokens: int,
         undecided: bool,
     ) -> BellRecord | None:
         """Move with the others, ring when it is time; a new or changed bell to publish.
+
+        Only heads ring. Other members (`own` is None) take their send once their `head` has rung;
+        a peer in no replica, which learns nothing more, as soon as the time of the group is known.
 
         A head does not ring while its last send is `undecided`: it trains on, and the round lasts
         as long as the exchange. If it rang, it would have to skip the send of this round, and two
@@ -88,7 +93,8 @@ class RoundKeeper:
             if newest != self.round:
                 self._go_to(newest)
             rung_before = self._bell is not None
-            if not undecided and must_ring(own.inner_step, inner_steps, rung=rung_before):
+            steps = 0 if own is None or undecided else own.inner_step
+            if must_ring(steps, inner_steps, rung=rung_before):
                 self._bell = BellRecord(
                     round=self.round,
                     finished_at=now,
@@ -107,17 +113,22 @@ class RoundKeeper:
                 )
                 seen = self._view(view, own)
             self._schedule = seen.schedule(now)
+            self._finished = head in seen.bells if head else True
             return self._bell if self._bell != before else None
 
-    def _view(self, view: SwarmView, own: ReplicaRecord) -> RoundView:
+    def _view(self, view: SwarmView, own: ReplicaRecord | None) -> RoundView:
         bells = dict(view.bells.get(self.round, {}))
         bells.pop(self._me, None)  # what the DHT has of ours may be older than what we know
         if self._bell is not None:
             bells[self._me] = self._bell
-        replicas = {**view.replicas, self._me: own}
+        replicas = dict(view.replicas)
+        replicas.pop(self._me, None)
+        if own is not None:
+            replicas[self._me] = own
         return RoundView(round=self.round, bells=bells, replicas=replicas)
 
     def _go_to(self, round_number: int) -> None:
         self.round = round_number
         self._bell = self._schedule = None
+        self._finished = False
         self._began = time.monotonic()

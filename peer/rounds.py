@@ -77,7 +77,7 @@ class RoundView:
     bells: Mapping[str, BellRecord]
     """By head: the bells of this round, one's own included once it has rung."""
     replicas: Mapping[str, ReplicaRecord]
-    """By head: the replicas known, one's own included."""
+    """By head: the replicas known, one's own included while it stands."""
     clock: RoundClock = RoundClock()
 
     def rung(self, now_s: float) -> dict[str, BellRecord]:
@@ -143,7 +143,9 @@ class RoundView:
 
     def _step_s(self, round_s: float) -> float:
         """The longest inner step that the replicas state; one absurd record delays nobody."""
-        return max(0.0, min(max(replica.step_s for replica in self.replicas.values()), round_s))
+        # none are known to a head that has rung and then lost its replica
+        longest = max((replica.step_s for replica in self.replicas.values()), default=0.0)
+        return max(0.0, min(longest, round_s))
 
     @property
     def _quorum(self) -> int:

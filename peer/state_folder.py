@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from dilocox.dht.errors import EnvironmentFault
-from dilocox.peer.files import disk_fault
+from dilocox.peer.files import disk_fault, write_atomically
 
 
 class StateFolder:
@@ -21,6 +21,20 @@ class StateFolder:
     def run(self, run: str, stage: int) -> Path:
         """What belongs to a stage of a run: a folder that is moved away to join anew."""
         return self.path / f"{run}-stage{stage}"
+
+    def note_stage(self, run: str, stage: int) -> None:
+        """Remember which stage of a run this peer hosts, for its next start."""
+        write_atomically(self._note(run), f"{stage}\n".encode())
+
+    def noted_stage(self, run: str) -> int | None:
+        """The stage of the last start, None if there was none."""
+        try:
+            return int(self._note(run).read_bytes())
+        except (OSError, ValueError):
+            return None
+
+    def _note(self, run: str) -> Path:
+        return self.path / f"{run}.stage"
 
     @contextmanager
     def locked(self) -> Generator[None]:

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from dataclasses import replace
 
 from torch import Tensor
 
 from dilocox.peer.events import Committed
-from dilocox.peer.inner import StepResult
 from dilocox.peer.merge import Merge, Outcome
+from dilocox.peer.place import LoopProgress
 from dilocox.peer.report import Reporter, RoundReport, Status
+from dilocox.pipeline.happenings import Stepped
 
 SMOOTHING = 0.8  # of the loss and the speed that the progress line shows
 
@@ -21,7 +23,10 @@ class Tally:
     """What this peer did, since it started and since its last round line."""
 
     def __init__(self, *, reporter: Reporter, sent_bytes: Tensor, numel: int):
-        """`sent_bytes`: the shared counter; `numel`: values of the stage's flat vector."""
+        """`sent_bytes`: the shared counter; `numel`: values of the stage's flat vector.
+
+        `computing_s` is set by the owner: all seconds that the stage has spent computing.
+        """
         self._reporter = reporter
         self._sent_bytes = sent_bytes
         self._numel = numel
@@ -33,6 +38,8 @@ class Tally:
         # by round sent: inner steps and mean loss
         self._steps_of: dict[int, tuple[int, float | None]] = {}
         self._pending: RoundReport | None = None
+        self._in_replica_since: float | None = None
+        self.computing_s: Callable[[], float] = lambda: 0.0
         self.state = "joining"
         self.inner_step = 0  # of this round
         self.longest_step_s = 0.0
@@ -50,16 +57,17 @@ class Tally:
         self._began = self._line_began = time.monotonic()
         self._waiting_s = self._line_waiting_s = 0.0
 
-    def stepped(self, result: StepResult, seconds: float) -> None:
-        """An inner step was taken, or skipped."""
+    def stepped(self, stepped: Stepped, tokens: int, seconds: float) -> None:
+        """An inner step on so many tokens was taken, or skipped."""
         self.inner_step += 1
         self.longest_step_s = max(self.longest_step_s, seconds)
-        if result.skipped:
+        if stepped.skipped:
             return
-        self.tokens += result.tokens
-        self._losses.append(result.loss)
-        self.train_loss = _smooth(self.train_loss, result.loss)
-        self.tokens_per_s = _smooth(self.tokens_per_s or None, result.tokens / max(seconds, 1e-9))
+        self.tokens += tokens
+        self.tokens_per_s = _smooth(self.tokens_per_s or None, tokens / max(seconds, 1e-9))
+        if math.isfinite(stepped.loss):  # a member that missed the GO does not know it
+            self._losses.append(stepped.loss)
+            self.train_loss = _smooth(self.train_loss, stepped.loss)
 
     @contextmanager
     def waiting(self) -> Generator[None]:
@@ -152,11 +160,24 @@ class Tally:
         report, self._pending = self._pending, None
         self._reporter.committed(replace(report, val_loss=self.val_loss, val_round=self.val_round))
 
-    def publish(self, *, round_number: int, inner_steps: int, merge: Merge, force: bool) -> None:
+    def publish(
+        self,
+        *,
+        round_number: int,
+        inner_steps: int,
+        merge: Merge,
+        place: LoopProgress,
+        force: bool,
+    ) -> None:
         """Show where this peer is."""
         wall_s = max(time.monotonic() - self._began, 1e-9)
         status = Status(
-            state=self.state,
+            state="spare" if self.state == "training" and not place.head else self.state,
+            head=place.head,
+            members=list(place.members),
+            epoch=place.epoch,
+            codec=place.codec,
+            blocked=place.blocked,
             round=round_number,
             inner_step=self.inner_step,
             inner_steps=inner_steps,
@@ -166,10 +187,19 @@ class Tally:
             val_round=self.val_round,
             tokens_per_s=self.tokens_per_s,
             waiting_share=self._waiting_s / wall_s,
+            computing_share=self._computing_share(place),
             applied_round=merge.round,
             in_flight=next(iter(merge.fly), None),
         )
         self._reporter.status(status, force=force)
+
+    def _computing_share(self, place: LoopProgress) -> float:
+        """Share of the time since the stage first was in a replica in which it computed."""
+        now = time.monotonic()
+        if self._in_replica_since is None and place.head:
+            self._in_replica_since = now
+        since = self._in_replica_since
+        return 0.0 if since is None else self.computing_s() / max(now - since, 1e-9)
 
 
 def _smooth(old: float | None, new: float) -> float:

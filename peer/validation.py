@@ -10,10 +10,16 @@ from collections.abc import Callable, Generator
 from contextlib import contextmanager
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
+from dilocox.pipeline.loss import summed_next_token_loss
+
 BATCH_WINDOWS = 8  # fixed, so that every peer sums in the same order
+
+
+def batches_of(windows: Tensor) -> list[Tensor]:
+    """Held-out windows int64 [n, t + 1] in the batches that every peer evaluates."""
+    return list(windows.split(BATCH_WINDOWS))
 
 
 @torch.no_grad()
@@ -25,10 +31,8 @@ def validation_loss(logits_of: Callable[[Tensor], Tensor], windows: Tensor) -> f
         windows: int64 [n, t + 1], on the device of the model.
     """
     total = 0.0
-    for batch in windows.split(BATCH_WINDOWS):
-        logits = logits_of(batch[:, :-1]).float()
-        losses = F.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten(), reduction="sum")
-        total += float(losses)
+    for batch in batches_of(windows):
+        total += float(summed_next_token_loss(logits_of(batch[:, :-1]), batch))
     return total / (windows.shape[0] * (windows.shape[1] - 1))
 
 

@@ -10,7 +10,12 @@ from dilocox.dht.records import BellRecord, ClaimRecord, ReplicaRecord, StageRec
 
 @dataclass(frozen=True, kw_only=True)
 class SwarmView:
-    """Signed records by peer, as of the last look; empty where nothing is known."""
+    """Signed records by peer, as of the last look; empty where nothing is known.
+
+    stage: of the peers of one's own stage. stages: of all stages that gave an answer.
+    run_claims: of the peers of stage 0, whose chain counts the run's tokens, and of the bootstraps'
+        archive, which may be behind them.
+    """
 
     me: str
     stage: Mapping[str, StageRecord] = field(default_factory=dict[str, StageRecord])
@@ -19,6 +24,22 @@ class SwarmView:
         default_factory=dict[int, Mapping[str, BellRecord]]
     )
     claims: Mapping[str, ClaimRecord] = field(default_factory=dict[str, ClaimRecord])
+    stages: Mapping[int, Mapping[str, StageRecord]] = field(
+        default_factory=dict[int, Mapping[str, StageRecord]]
+    )
+    run_claims: Mapping[str, ClaimRecord] = field(default_factory=dict[str, ClaimRecord])
+
+    def says_ended(self, end_tokens: int) -> bool:
+        """Whether most peers of stage 0 hold records of the whole run.
+
+        One chain ends the run for all stages, or a stage that lost a round would train on alone.
+        Where stage 0 has no peer any more, what others keep of its chain counts.
+        """
+        hosts = self.stages.get(0, {})
+        claims = [claim for peer, claim in self.run_claims.items() if peer in hosts]
+        claims = claims or list(self.run_claims.values())
+        ended = sum(claim.chain_tokens >= end_tokens for claim in claims)
+        return 2 * ended > len(claims)
 
     def counted(self) -> tuple[str, ...]:
         """The peers of the stage that must be reckoned with: they train, or hold unsent tokens."""

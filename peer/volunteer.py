@@ -17,62 +17,34 @@ import sys
 import time
 from collections.abc import Generator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 
 from dilocox import __version__
 from dilocox.compression.layout import FlatLayout
 from dilocox.dht import sockets
-from dilocox.dht.bootstrap import invite_addresses
-from dilocox.dht.errors import EnvironmentFault, InvalidInput
+from dilocox.dht.errors import EnvironmentFault
 from dilocox.dht.identity import Identity
-from dilocox.dht.invite import Invite
-from dilocox.dht.manifest import Manifest, warnings
+from dilocox.dht.manifest import warnings
+from dilocox.peer.assembly import Assembly
 from dilocox.peer.averager import StageAverager
-from dilocox.peer.averaging import AveragerConfig, AveragerStuck, StageBuffers, open_log
-from dilocox.peer.coordinator import ChildDied, Coordinator
+from dilocox.peer.averaging import AveragerConfig, AveragerStuck, StageBuffers
+from dilocox.peer.coordinator import ChildDied
 from dilocox.peer.files import make_folder
 from dilocox.peer.join import Joined, joined
-from dilocox.peer.lease import PartLease
 from dilocox.peer.memory import check_plan
-from dilocox.peer.place import Place
-from dilocox.peer.prepare import chosen_device, held_out, local_model, open_corpus
+from dilocox.peer.options import PeerOptions
+from dilocox.peer.prepare import chosen_device
 from dilocox.peer.record import RecordRefused
-from dilocox.peer.report import Reporter
 from dilocox.peer.signals import StopRequested, StopSignal
-from dilocox.peer.snapshots import Snapshots
+from dilocox.peer.stage_option import announce_joining, chosen_stage
 from dilocox.peer.state_folder import StateFolder
-from dilocox.peer.tally import Tally
-from dilocox.peer.trainer import Trainer
+from dilocox.peer.trainer import Move
 from dilocox.pipeline.stage import parameter_shapes
 
 logger = logging.getLogger(__name__)
 
 RESTART_AFTER_S = 20.0  # a peer whose processes die sooner than that does not try again
-
-
-@dataclass(frozen=True, kw_only=True)
-class PeerOptions:
-    """The options of `dilocox peer`; see their help texts."""
-
-    invite: Invite
-    state: Path
-    stage: str
-    host: str
-    port: int
-    announce: tuple[str, ...]
-    device: str
-    threads: int
-    max_upload_mb_s: float
-    memory_limit_gb: float
-    data: str
-
-    @property
-    def memory_limit_bytes(self) -> float | None:
-        """The memory limit in bytes, None without one."""
-        return self.memory_limit_gb * 1e9 or None
 
 
 def run_peer(options: PeerOptions) -> int:
@@ -96,6 +68,13 @@ def run_peer(options: PeerOptions) -> int:
             logger.info("left: as asked, before training began")
         except RecordRefused as error:  # of our own log: what peers send is refused elsewhere
             raise EnvironmentFault(str(error)) from error
+        except Move as move:
+            if stop.event.is_set():
+                logger.info("left: as asked")
+                return 0
+            folder.note_stage(options.invite.run_id, move.stage)
+            logger.warning("moving to stage %d, which has the fewest peers", move.stage)
+            _start_again()
         except (ChildDied, AveragerStuck) as error:
             if stop.event.is_set():
                 logger.warning("left: as asked; %s", error)
@@ -105,16 +84,21 @@ def run_peer(options: PeerOptions) -> int:
                     f"{error}, soon after the start; see more with --log-level debug"
                 ) from error
             logger.warning("%s: starting again from the snapshot", error)
-            sockets.remove(sockets.shared_memory_folder())  # no exit, so nobody else would
-            os.execv(sys.executable, [sys.executable, "-m", "dilocox", *sys.argv[1:]])
+            _start_again()
     return 0
+
+
+def _start_again() -> None:
+    """Become a new process with the same options: what is forked cannot be exchanged."""
+    sockets.remove(sockets.shared_memory_folder())  # no exit, so nobody else would
+    os.execv(sys.executable, [sys.executable, "-m", "dilocox", *sys.argv[1:]])
 
 
 def _take_part(options: PeerOptions, place: Joined, folder: StateFolder, stop: StopSignal) -> None:
     manifest = place.manifest
     for line in warnings(manifest):
         logger.warning("%s", line)
-    stage = _chosen_stage(options.stage, manifest)
+    stage = chosen_stage(options.stage, place, folder)
     layout = FlatLayout.of(parameter_shapes(manifest.model, manifest.stages, stage))
     check_plan(layout.numel, options.memory_limit_bytes)
     own = folder.run(place.run, stage)
@@ -144,76 +128,18 @@ def _take_part(options: PeerOptions, place: Joined, folder: StateFolder, stop: S
             device,
             own,
         )
-        coordinator, trainer = _loops(options, place, config, averager, buffers, own, device, stop)
+        assembly = Assembly(options, place, config, averager, buffers, own, device, stop)
         stop.defer()
-        coordinator.start()
-        try:
-            trainer.run()
-        finally:
-            coordinator.close()
+        with assembly.network:
+            assembly.coordinator.start()
+            try:
+                assembly.trainer.run()
+            except Move as move:
+                announce_joining(place, move.stage)  # or another one would move there, too
+                raise
+            finally:
+                assembly.coordinator.close()
         logger.info("left: %s", "the run has ended" if not stop.event.is_set() else "as asked")
-
-
-def _loops(
-    options: PeerOptions,
-    place: Joined,
-    config: AveragerConfig,
-    averager: StageAverager,
-    buffers: StageBuffers,
-    own: Path,
-    device: torch.device,
-    stop: StopSignal,
-) -> tuple[Coordinator, Trainer]:
-    """The thread that deals with the swarm and the loop that trains, ready to run."""
-    manifest, layout, me = config.manifest, config.layout, place.identity.peer_id
-    visible = place.dht.visible_addresses()
-    addresses = invite_addresses(options.announce, visible, me)
-    logger.info("peer %s, reached at %s", me, ", ".join(addresses))
-    snapshots = Snapshots(config.snapshot_folder, layout=layout.digest)
-    model = local_model(manifest, config.stage, layout, buffers, snapshots, device)
-    coordinator = Coordinator.of(
-        Place(
-            me=me,
-            run=place.run,
-            stage=config.stage,
-            manifest=manifest,
-            layout=layout,
-            addresses=addresses,
-            client_mode=averager.client_mode,
-            memory_limit_bytes=options.memory_limit_bytes,
-        ),
-        place,
-        averager=averager,
-        log=open_log(config),
-        merge=model.merge,
-        lease=_lease(options, place, snapshots),
-    )
-    trainer = Trainer(
-        me=me,
-        manifest=manifest,
-        model=model,
-        corpus=open_corpus(manifest, options.data),
-        held_out=held_out(manifest),
-        coordinator=coordinator,
-        snapshots=snapshots,
-        tally=Tally(reporter=Reporter(own), sent_bytes=buffers.sent_bytes, numel=layout.numel),
-        stop=stop.event,
-    )
-    return coordinator, trainer
-
-
-def _lease(options: PeerOptions, place: Joined, snapshots: Snapshots) -> PartLease | None:
-    """A lease on a part of the run's data; a volunteer's own data need none."""
-    if options.data:
-        return None
-    return PartLease(
-        swarm=place.swarm,
-        run=place.run,
-        me=place.identity.peer_id,
-        parts=place.manifest.data.parts,
-        lifetime_s=place.manifest.deadlines.record_lifetime_s,
-        first=snapshots.data_state().get("part") if snapshots.found else None,
-    )
 
 
 @contextmanager
@@ -228,13 +154,3 @@ def _averager(
     finally:
         stop.defer()
         averager.close()
-
-
-def _chosen_stage(option: str, manifest: Manifest) -> int:
-    if manifest.stages != 1:
-        raise InvalidInput(
-            f"the run has {manifest.stages} stages; this version trains models in one stage only"
-        )
-    if option not in ("auto", "0"):
-        raise InvalidInput(f"--stage {option}: the run has stage 0 only; leave it at auto")
-    return 0

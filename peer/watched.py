@@ -12,11 +12,16 @@ from dilocox.peer.subprocesses import Child
 
 @dataclass
 class WatchedPeer:
-    """What one peer has said so far; `look` reads what is new."""
+    """What one peer has said so far; `look` reads what is new.
+
+    stage, number: the stage that it was told to host, and which of the stage's peers it is.
+    """
 
     name: str
     state: Path
     child: Child
+    stage: int = 0
+    number: int = 0
     status: dict[str, Any] = field(default_factory=dict[str, Any])
     rounds: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
     losses: dict[int, float] = field(default_factory=dict[int, float])
@@ -24,6 +29,11 @@ class WatchedPeer:
     training_s: float = 0.0
     _read: dict[Path, int] = field(default_factory=dict[Path, int])  # bytes, by events file
     _began: float | None = None
+
+    @property
+    def head(self) -> str:
+        """Peer id of the head of the replica that it is in, empty for none."""
+        return str(self.status.get("head", ""))
 
     @property
     def waiting_share(self) -> float:

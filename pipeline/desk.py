@@ -27,6 +27,7 @@ State = Literal["shut", "free", "reserved", "member"]
 
 LEASE_S = 10.0
 MAX_WINDOW = 65536
+MAX_LEARNING_RATE = 10.0  # no manifest has more
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -302,6 +303,6 @@ def _done(facts: Mapping[str, object]) -> tuple[int, float, float] | None:
         return None
     return (
         integer(facts, "done_step", 0, MAX_INTEGER),
-        number(facts, "done_factor", 0.0, nan=True),
-        number(facts, "done_learning_rate", 0.0),
+        number(facts, "done_factor", 0.0, 1.0, nan=True),
+        number(facts, "done_learning_rate", 0.0, MAX_LEARNING_RATE),
     )

@@ -21,6 +21,7 @@ from dilocox.pipeline.ports import Asking, receive
 PING_LIMIT_S = 1.0
 ASK_S = 1.0  # between two questions to the head
 PATIENCE = 3  # questions without an answer until a head counts as gone
+STALL_LIMIT_S = 300.0  # without a piece of work in a replica whose links stand
 RESCUE_LIMIT_S = 45.0  # what healing may take before a member gives its replica up
 
 
@@ -44,12 +45,10 @@ class Orders(Protocol):
 class Follower:
     """Turns what heads and neighbours say into inner steps of this stage.
 
-    `tell(kind, **facts)` hears of faults and of the end of a replica. `run_ended` is set when a
-    head says that the run has ended.
+    `tell(kind, **facts)` hears of faults and of the end of a replica.
     """
 
     def __init__(self, *, member: Member, network: Asking, desk: Orders, tell: Callable[..., None]):
-        self.run_ended = False
         self._member = member
         self._network = network
         self._desk = desk
@@ -57,6 +56,7 @@ class Follower:
         self._lost_at: float | None = None
         self._asked_at = 0.0
         self._unanswered = 0
+        self._moved_at = 0.0
 
     @property
     def head(self) -> str:
@@ -74,9 +74,16 @@ class Follower:
         assignment = self._desk.take_assignment()
         if assignment is not None:
             return self._take_up(assignment)
-        if self._desk.released and self._member.assignment is not None:
-            self._leave("its head let it go")
+        if self._desk.released and self.head:
+            stepped = self._receive(0.0)  # its last words may have come before that
+            if stepped is None and self.head:
+                self._leave("its head let it go")
+            return stepped
         worked = self._lost_at is None and self._member.work()
+        if worked:
+            self._moved_at = time.monotonic()
+        elif self.head and time.monotonic() - self._moved_at > STALL_LIMIT_S:
+            self._leave("nothing came from its head")
         return self._receive(0.0 if worked else wait_s)
 
     def leave(self) -> None:
@@ -85,7 +92,7 @@ class Follower:
             self._leave("this peer leaves")
 
     def _take_up(self, assignment: Assignment) -> Stepped | None:
-        self._lost_at = None
+        self._lost_at, self._moved_at = None, time.monotonic()
         stepped = self._member.take_up(assignment)
         self._tell("replica", epoch=assignment.epoch, members=list(assignment.members))
         return stepped
@@ -101,7 +108,6 @@ class Follower:
                 case Fault():
                     self._lose(happening)
                 case Dissolved():
-                    self.run_ended = self.run_ended or happening.ended
                     self._leave("its head dissolved it")
                 case _:
                     pass
@@ -129,7 +135,7 @@ class Follower:
         if answer is None:
             self._unanswered += 1
             if self._unanswered >= PATIENCE:
-                self._member.dissolve(ended=False)  # those below need not find out by themselves
+                self._member.dissolve()  # those below need not find out by themselves
                 self._leave("its head is gone")
             return
         self._unanswered = 0
@@ -151,7 +157,6 @@ def _still_leads(facts: Mapping[str, object], assignment: Assignment, stage: int
     It shows them between inner steps: a member that it took in since then is in a later epoch.
     """
     members, epoch = facts.get("members"), facts.get("epoch")
-    if not isinstance(members, list | tuple) or not members:
-        return False
     overtaken = isinstance(epoch, int) and epoch < assignment.epoch
-    return overtaken or assignment.members[stage] in members
+    listed = isinstance(members, list | tuple) and assignment.members[stage] in members
+    return overtaken or listed

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from dilocox.pipeline.codecs import CODECS
+from dilocox.pipeline.desk import MAX_LEARNING_RATE, MAX_WINDOW
 from dilocox.pipeline.facts import flags, integer, number, numbers, text, texts
 from dilocox.pipeline.frames import Frame, FrameRefused
 
@@ -24,6 +25,7 @@ class StageReport:
     upper_bytes_per_s, lower_bytes_per_s: how fast large payloads came from each neighbour; 0 where
         nothing was measured.
     lower_round_trip_s: of a few bytes to the neighbour below and back; 0 likewise.
+    window: microbatches in flight that it has memory for.
     leaving: it wants to be relieved.
     """
 
@@ -32,6 +34,7 @@ class StageReport:
     upper_bytes_per_s: float = 0.0
     lower_bytes_per_s: float = 0.0
     lower_round_trip_s: float = 0.0
+    window: int = MAX_WINDOW
     leaving: bool = False
 
 
@@ -61,6 +64,7 @@ class Totals:
             "upper_bytes_per_s": [each.upper_bytes_per_s for each in self.reports],
             "lower_bytes_per_s": [each.lower_bytes_per_s for each in self.reports],
             "lower_round_trip_s": [each.lower_round_trip_s for each in self.reports],
+            "window": [each.window for each in self.reports],
             "leaving": [each.leaving for each in self.reports],
         }
 
@@ -73,6 +77,7 @@ class Totals:
             numbers(facts, "upper_bytes_per_s", stages, 0.0),
             numbers(facts, "lower_bytes_per_s", stages, 0.0),
             numbers(facts, "lower_round_trip_s", stages, 0.0),
+            numbers(facts, "window", stages, 1, MAX_WINDOW),
             flags(facts, "leaving", stages),
             strict=True,
         )
@@ -83,12 +88,13 @@ class Totals:
                 upper_bytes_per_s=upper,
                 lower_bytes_per_s=lower,
                 lower_round_trip_s=round_trip_s,
+                window=int(window),
                 leaving=leaving,
             )
-            for anchor_round, compute_s, upper, lower, round_trip_s, leaving in columns
+            for anchor_round, compute_s, upper, lower, round_trip_s, window, leaving in columns
         )
         return cls(
-            squared_norm=number(facts, "squared_norm", nan=True),
+            squared_norm=number(facts, "squared_norm", 0.0, nan=True),
             loss=number(facts, "loss", nan=True),
             reports=reports,
         )
@@ -98,13 +104,15 @@ class Totals:
 class Go:
     """The head's word that an inner step is complete: all stages clip and step now.
 
-    codecs: by link, from the next inner step on. loss: the mean of this one's.
+    codecs: by link, from the next inner step on; window: microbatches in flight, likewise. loss:
+    the mean of this one's.
     """
 
     factor: float
     learning_rate: float
     loss: float
     codecs: tuple[str, ...]
+    window: int
 
     def to_facts(self) -> dict[str, object]:
         """For a `go` frame."""
@@ -113,6 +121,7 @@ class Go:
             "learning_rate": self.learning_rate,
             "loss": self.loss,
             "codecs": list(self.codecs),
+            "window": self.window,
         }
 
     @classmethod
@@ -122,10 +131,11 @@ class Go:
         if any(codec not in CODECS for codec in codecs):
             raise FrameRefused("header", f"codecs {codecs}")
         return cls(
-            factor=number(facts, "factor", nan=True),
-            learning_rate=number(facts, "learning_rate", 0.0, 1e3),
+            factor=number(facts, "factor", 0.0, 1.0, nan=True),
+            learning_rate=number(facts, "learning_rate", 0.0, MAX_LEARNING_RATE),
             loss=number(facts, "loss", nan=True),
             codecs=codecs,
+            window=integer(facts, "window", 1, MAX_WINDOW),
         )
 
 
@@ -150,7 +160,7 @@ class Fault:
     stage: int
     seen_by: int
     reason: str
-    after_s: float
+    after_s: float = 0.0
 
     def to_facts(self) -> dict[str, object]:
         """For a `fault` frame."""
@@ -175,16 +185,9 @@ class Fault:
         )
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Dissolved:
-    """The head lets its replica go; `ended`: because the run has ended."""
-
-    ended: bool
-
-    @classmethod
-    def from_facts(cls, facts: Mapping[str, object]) -> Dissolved:
-        """Of a `dissolve` frame."""
-        return cls(ended=facts.get("ended") is True)
+    """The head lets its replica go."""
 
 
 @dataclass(frozen=True, kw_only=True)

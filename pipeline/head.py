@@ -12,6 +12,7 @@ Where no spare is to be had the replica is dissolved: nobody loses what it learn
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Collection, Sequence
 
@@ -35,6 +36,7 @@ from dilocox.pipeline.tuning import Tuning
 POLL_S = 0.2
 READY_LIMIT_S = 10.0  # a member takes up an epoch when the piece that it computes is done
 HEAL_LIMIT_S = 30.0
+LAST_STEP_LIMIT_S = 3.0  # what the step in flight may still take when this peer is to stop
 STALL_LIMIT_S = 120.0  # an inner step in which nothing moves for so long, or for ten steps' time
 
 
@@ -51,6 +53,7 @@ class Head:
 
     Attributes:
         last_fault: in few words, empty before the first.
+        step_s: how long the last inner step took, without what was dropped and healed before it.
     """
 
     def __init__(
@@ -74,6 +77,7 @@ class Head:
         want to know: replica, fault, healed, dissolved. stopping(): ends every wait.
         """
         self.last_fault = ""
+        self.step_s = 0.0
         self._me = me
         self._num_stages = num_stages
         self._client_mode = client_mode
@@ -126,13 +130,13 @@ class Head:
         self._tell("replica", epoch=self.epoch, members=list(self.members))
         return ""
 
-    def dissolve(self, *, ended: bool = False) -> None:
-        """Let all members go; `ended`: because the run has ended."""
+    def dissolve(self) -> None:
+        """Let all members go."""
         replica, self._replica = self._replica, None
         if replica is None:
             return
         if self._member.assignment is not None:
-            self._member.dissolve(ended=ended)  # the quick way down the chain
+            self._member.dissolve()  # the quick way down the chain
         self._recruiter.ask_all(replica.others.values(), "release")
         self._member.end()
 
@@ -140,19 +144,27 @@ class Head:
         """Fill these stages and begin an epoch, again and again; why it failed, or empty."""
         end = time.monotonic() + HEAL_LIMIT_S
         replica = self._held()
+        replaced: list[str] = []
+        reason = "its members do not come together"
         while time.monotonic() < end and not self._stopping():
             for stage in vacant:
-                replica.members.pop(stage, None)
+                replaced += [replica.members.pop(stage)] if stage in replica.members else []
             reason = self._recruiter.recruit(replica, vacant) if vacant else ""
             if reason:
-                return reason
-            vacant = self._begin_epoch(replica)
-            if not vacant:
-                return ""
-        return "its members do not come together"
+                break
+            failed = self._begin_epoch(replica)
+            if failed is None:
+                break
+            vacant, reason = failed, "its members do not come together"
+        # who is replaced but lives would be a member for itself until it notices
+        self._recruiter.release(peer for peer in replaced if peer not in replica.members.values())
+        return reason
 
-    def _begin_epoch(self, replica: Replica) -> set[int]:
-        """Assign the members and wait until the chain stands; the stages that failed."""
+    def _begin_epoch(self, replica: Replica) -> set[int] | None:
+        """Assign the members and wait until the chain stands; the stages that failed.
+
+        None: it stands. An empty set: nobody is missing, and yet it does not stand.
+        """
         self._recruiter.epoch += 1
         replica.window = min(replica.window, replica.limit)
         stages = range(self._num_stages)
@@ -169,7 +181,7 @@ class Head:
         )
         self._member.take_up(assignment)
         if self._num_stages == 1:
-            return set()
+            return None
         others = replica.others
         answers = self._recruiter.ask_all(others.values(), "assign", assignment.to_facts())
         self._recruiter.avoid([peer for peer, answer in answers.items() if answer is None])
@@ -180,15 +192,15 @@ class Head:
         }
         return failed or self._wait_until_ready(replica)
 
-    def _wait_until_ready(self, replica: Replica) -> set[int]:
+    def _wait_until_ready(self, replica: Replica) -> set[int] | None:
         end = time.monotonic() + READY_LIMIT_S
         while time.monotonic() < end and not self._stopping():
             happening = self._next_happening(POLL_S)
             if isinstance(happening, Ready):
-                return set()
+                return None
             if isinstance(happening, Fault):
-                return self._recruiter.missing(replica, happening) or {max(1, happening.stage)}
-        return {1}
+                return self._recruiter.missing(replica, happening)
+        return self._recruiter.missing(replica, Fault(stage=1, seen_by=0, reason="missing"))
 
     # ---- inner steps -----------------------------------------------------------------------------
     def step(self, batch: Sequence[Tensor], learning_rate: float) -> Stepped | None:
@@ -207,6 +219,7 @@ class Head:
         member, replica = self._member, self._held()
         fed, moved_at = 0, time.monotonic()
         limit_s = max(STALL_LIMIT_S, 10 * len(batch) * member.worker.compute_s)
+        began, give_up = time.monotonic(), math.inf
         while (totals := member.totals) is None:
             while fed < len(batch) and member.worker.in_flight < replica.window:
                 member.feed(fed, batch[fed])
@@ -215,18 +228,28 @@ class Head:
             happened = self._drain(0.0 if worked else POLL_S)
             if worked or happened:
                 moved_at = time.monotonic()
-            if self._stopping():
+            if self._stopping():  # the step in flight is finished, if it is not a long one
+                give_up = min(give_up, time.monotonic() + LAST_STEP_LIMIT_S)
+            if time.monotonic() > give_up:
                 return None
             if time.monotonic() - moved_at > limit_s:
                 raise Lost(Fault(stage=1, seen_by=0, reason="silent", after_s=limit_s))
+        self.step_s = time.monotonic() - began
         return self._go(replica, totals, learning_rate)
 
     def _go(self, replica: Replica, totals: Totals, learning_rate: float) -> Stepped:
         reports = totals.reports
+        replica.limits = {stage: report.window for stage, report in enumerate(reports)}
         replica.codecs, replica.window = self._tuning.next(reports, replica.codecs, replica.limit)
         self._anchor_rounds = {report.anchor_round for report in reports}
         factor = self._clip(totals.squared_norm, totals.loss)
-        go = Go(factor=factor, learning_rate=learning_rate, loss=totals.loss, codecs=replica.codecs)
+        go = Go(
+            factor=factor,
+            learning_rate=learning_rate,
+            loss=totals.loss,
+            codecs=replica.codecs,
+            window=replica.window,
+        )
         stepped = self._member.go(go)
         replica.done = (stepped.step, factor, learning_rate)
         self._step = stepped.step + 1
@@ -255,7 +278,7 @@ class Head:
         began, replica = time.monotonic(), self._held()
         vacant = set(leaving) or self._recruiter.missing(replica, fault)
         lost = [replica.members[stage] for stage in vacant]
-        if leaving:  # it would say yes
+        if leaving:  # to its own head it would say yes
             self._recruiter.avoid(lost)
         stage = min(vacant, default=fault.stage)
         self.last_fault = f"stage {stage} {fault.reason}"

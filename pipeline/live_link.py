@@ -56,6 +56,7 @@ class Link:
         inbox: Inbox,
         traffic: Traffic,
         silence_s: float,
+        opening_s: float,
         max_queued: int,
         expected: bool,
     ):
@@ -69,6 +70,7 @@ class Link:
         self._inbox = inbox
         self._traffic = traffic
         self._silence_s = silence_s
+        self._opening_s = opening_s
         self._tick_s = min(silence_s / 8, LONGEST_TICK_S)
         self._max_queued = max_queued
         self._wanted_at = time.monotonic()
@@ -195,8 +197,9 @@ class Link:
                 self._stream.heard_at != heard_at or not self._room.is_set()
             ):
                 unheard_s, heard_at = 0.0, self._stream.heard_at
-            if unheard_s >= self._silence_s:
-                self.end("silent" if self._stream is not None else "missing")
+            stands = self._stream is not None
+            if unheard_s >= (self._silence_s if stands else self._opening_s):
+                self.end("silent" if stands else "missing")
             self._beat_due = True
             self._wake.set()
 

@@ -10,12 +10,12 @@ steps once per number. Until then a new epoch drops the step, and it is replayed
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from torch import Tensor
 
 from dilocox.pipeline.activations import split_forward, split_gradient, tensor_frame
-from dilocox.pipeline.desk import Assignment
+from dilocox.pipeline.desk import MAX_WINDOW, Assignment
 from dilocox.pipeline.facts import number
 from dilocox.pipeline.frames import Frame, FrameRefused
 from dilocox.pipeline.happenings import (
@@ -41,6 +41,7 @@ class Member:
     """The computing thread's side of one peer in a replica.
 
     `shape`: [b, t, d] of the activations of a microbatch. `vocabulary`: of the token ids.
+    `window_limit()`: microbatches in flight that this peer has memory for.
 
     Attributes:
         assignment: the epoch that this peer works in, None while it is in no replica.
@@ -59,6 +60,7 @@ class Member:
         anchors: Anchors,
         shape: Shape,
         vocabulary: int,
+        window_limit: Callable[[], int] = lambda: MAX_WINDOW,
     ):
         self.assignment: Assignment | None = None
         self.step = 0
@@ -71,6 +73,7 @@ class Member:
         self._anchors = anchors
         self._shape = shape
         self._vocabulary = vocabulary
+        self._window_limit = window_limit
         self._codecs: tuple[str, ...] = ()
         self._upper: LinkKey | None = None
         self._lower: LinkKey | None = None
@@ -203,8 +206,8 @@ class Member:
             case "evaluate":
                 self._evaluate_frame(frame)
             case "dissolve":
-                self._send(self._lower, self._frame("dissolve", facts=frame.facts))
-                return Dissolved.from_facts(frame.facts)
+                self.dissolve()
+                return Dissolved()
             case _:
                 raise FrameRefused("kind", f"{frame.kind} from above")
         return None
@@ -282,7 +285,7 @@ class Member:
 
     def _go(self, go: Go) -> Stepped:
         self._send(self._lower, self._frame("go", facts=go.to_facts()))
-        self._codecs = go.codecs
+        self._codecs, self.worker.window = go.codecs, go.window
         return self._step(go.factor, go.learning_rate, go.loss)
 
     def _step(self, factor: float, learning_rate: float, loss: float) -> Stepped:
@@ -309,6 +312,7 @@ class Member:
             upper_bytes_per_s=(upper and upper.received_bytes_per_s) or 0.0,
             lower_bytes_per_s=(lower and lower.received_bytes_per_s) or 0.0,
             lower_round_trip_s=(lower and lower.round_trip_s) or 0.0,
+            window=self._window_limit(),
             leaving=self.leaving,
         )
 
@@ -340,9 +344,9 @@ class Member:
         self._send(self._upper, self._frame("evaluated", microbatch=batch, facts={"loss": loss}))
 
     # ---- frames ----------------------------------------------------------------------------------
-    def dissolve(self, *, ended: bool) -> None:
-        """As the head: let all go."""
-        self._send(self._lower, self._frame("dissolve", facts={"ended": ended}))
+    def dissolve(self) -> None:
+        """Let all below go."""
+        self._send(self._lower, self._frame("dissolve"))
 
     def _send(self, key: LinkKey | None, frame: Frame) -> None:
         if key is not None:

@@ -41,6 +41,7 @@ START_LIMIT_S = 20.0
 CLOSE_LIMIT_S = 3.0
 DIAL_PAUSE_S = 0.1
 MARGIN_S = 1.0  # beyond a request's own limit, for a busy network thread
+OPENING_S = 8.0
 MAX_QUEUED = 4096  # frames of one link, to be sent or to be taken
 
 
@@ -51,7 +52,8 @@ class Network:
     quick, and returns a frame of kind "yes" or "no". admits: called likewise with a `hello`; which
     link of this peer it is for, or None to refuse.
     limits: what the tensors of links may be. silence_s: after so long without a byte a link is
-    broken; one that does not stand after so long is missing.
+    broken. opening_s: one that does not stand after so long (or silence_s) is missing; the
+    neighbour may have to finish a piece of work first.
     """
 
     def __init__(
@@ -63,12 +65,14 @@ class Network:
         silence_s: float,
         answer: Callable[[str, Frame], Frame],
         admits: Callable[[str, Frame], LinkKey | None],
+        opening_s: float = OPENING_S,
         max_queued: int = MAX_QUEUED,
     ):
         self.inbox = Inbox()
         self._dht = dht
         self._limits = limits
         self._silence_s = silence_s
+        self._opening_s = opening_s
         self._admits = admits
         self._max_queued = max_queued
         self._traffic = Traffic()
@@ -172,11 +176,11 @@ class Network:
 
     # ---- from any thread: links ------------------------------------------------------------------
     def open_link(self, key: LinkKey, peer: str, hello: Frame) -> None:
-        """Dial a neighbour until it admits the link: `Opened`, or after `silence_s` `Broken`."""
+        """Dial a neighbour until it admits the link: `Opened`, or in the end `Broken` (missing)."""
         self._begin(key, peer, hello)
 
     def expect_link(self, key: LinkKey, peer: str) -> None:
-        """Let a neighbour dial: `Opened`, or after `silence_s` `Broken` (missing)."""
+        """Let a neighbour dial: `Opened`, or in the end `Broken` (missing)."""
         self._begin(key, peer, None)
 
     def send(self, key: LinkKey, frame: Frame) -> None:
@@ -219,6 +223,7 @@ class Network:
             inbox=self.inbox,
             traffic=self._traffic,
             silence_s=self._silence_s,
+            opening_s=max(self._silence_s, self._opening_s),
             max_queued=self._max_queued,
             expected=hello is None,
         )

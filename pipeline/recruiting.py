@@ -8,7 +8,7 @@ records live longer than it does.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from dilocox.pipeline.candidates import Records, Vacancies, best_chain, candidates, missing
@@ -23,6 +23,7 @@ AVOID_S = 5.0  # how long a peer that gave no answer is not asked again
 SAME_LINK_S = 60.0  # a link that breaks twice within so long is given up, and its lower peer
 MEASURED_A_STAGE = 8  # peers whose round trip is measured before one is chosen
 UNBOUNDED = 1 << 16
+MAX_EPOCHS_AHEAD = 1 << 20  # what a member may say of a head's earlier life
 
 
 @dataclass(kw_only=True)
@@ -85,10 +86,10 @@ class Recruiter:
             avoid=self._avoid,
         )
         records = self._records()
-        reasons = missing(records, vacancies)
-        if reasons:
+        if not missing(records, vacancies):
+            self._measure(candidates(records, vacancies))
+        if reasons := missing(records, vacancies):  # perhaps more, now that they were measured
             return "; ".join(reasons)
-        self._measure(candidates(records, vacancies))
         willing = {stage: list(peers) for stage, peers in candidates(records, vacancies).items()}
         clients = {
             peer for here in records.values() for peer, record in here.items() if record.client_mode
@@ -101,8 +102,8 @@ class Recruiter:
             else:
                 replica.clients |= {stage: peer in clients for stage, peer in chain.items()}
                 return ""
-        taken = [stage for stage in sorted(vacant) if stage not in replica.members]
-        return f"stage {taken[0] if taken else min(vacant)} has no free peer"
+        taken = [stage for stage, peers in willing.items() if not peers]
+        return f"stage {min(taken or vacant)} has no free peer"
 
     def _measure(self, found: Mapping[int, Sequence[str]]) -> None:
         """Ping candidates whose round trip is not known; who gives no answer is avoided."""
@@ -136,7 +137,8 @@ class Recruiter:
             self._ask(before, "release")
         replica.members[stage] = peer
         epoch, window = answer.frame.facts.get("epoch"), answer.frame.facts.get("window")
-        self.epoch = max(self.epoch, epoch if isinstance(epoch, int) else 0)
+        if type(epoch) is int and 0 <= epoch <= self.epoch + MAX_EPOCHS_AHEAD:
+            self.epoch = max(self.epoch, epoch)
         replica.limits[stage] = window if isinstance(window, int) and window > 0 else UNBOUNDED
         return True
 
@@ -146,6 +148,9 @@ class Recruiter:
         Who gives no answer is avoided; who answers but has left this replica is free again.
         """
         answers = self.ask_all(replica.others.values(), "ping", limit_s=PING_LIMIT_S)
+        silent = [peer for peer, answer in answers.items() if answer is None]
+        if silent:  # a busy machine is not a dead one
+            answers |= self.ask_all(silent, "ping", limit_s=PING_LIMIT_S)
         self.avoid([peer for peer, answer in answers.items() if answer is None])
         gone: set[int] = set()
         for stage, peer in replica.others.items():
@@ -162,6 +167,12 @@ class Recruiter:
                 gone.add(link[1])
                 self.avoid([replica.members[link[1]]])  # it would say yes
         return gone
+
+    def release(self, peers: Iterable[str]) -> None:
+        """Let these peers go, if they can hear it."""
+        living = [peer for peer in peers if peer not in self._avoid]
+        if living:
+            self.ask_all(living, "release")
 
     def avoid(self, peers: Collection[str]) -> None:
         """Leave these peers alone for a while."""

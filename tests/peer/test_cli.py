@@ -119,8 +119,8 @@ def test_flags_win_over_the_environment_and_that_over_the_default(started: list[
     env: dict[str, str | None] = {"DILOCOX_REPLICAS": "3", "DILOCOX_FOLDER": "elsewhere"}
     invoke("demo", env={})
     invoke("demo", env=env)
-    invoke("demo", "--replicas", "2", env=env)
-    assert [options.replicas for options in started] == [4, 3, 2]
+    invoke("demo", "--replicas", "4", env=env)
+    assert [options.replicas for options in started] == [2, 3, 4]
     assert [options.folder for options in started] == [
         Path("demo-run"),
         Path("elsewhere"),
@@ -167,7 +167,7 @@ def test_an_unknown_variable_is_named_in_a_warning_and_a_known_one_is_not(
     [
         ["demo", "--replicas", "0"],
         ["demo", "--replicas", "two"],
-        ["demo", "--stages", "2"],
+        ["demo", "--stages", "17"],
         ["demo", "--rounds", "0"],
         ["demo", "--bogus"],
         ["bootstrap"],

@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
+import json
+import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
 import pytest
 import yaml
 
-from dilocox.dht.errors import EnvironmentFault
+from dilocox.dht.errors import EnvironmentFault, InvalidInput
 from dilocox.dht.manifest import Manifest
 from dilocox.peer import demo, subprocesses
-from dilocox.peer.demo import DemoOptions, demo_manifest
+from dilocox.peer.demo import DemoOptions, demo_manifest, run_demo
+from dilocox.peer.demo_result import DemoResult, demo_result, exported_round
 from dilocox.peer.subprocesses import Child, start_command
 from dilocox.peer.swarm_table import SwarmTable
 from dilocox.peer.watched import WatchedPeer
 
 OPTIONS = DemoOptions(
-    replicas=2, stages=1, rounds=3, folder=Path("x"), json_file=None, device="cpu", seed=5
+    replicas=2, stages=2, rounds=3, folder=Path("x"), json_file=None, device="cpu", seed=5
 )
 
 
@@ -31,22 +35,24 @@ def line(round_number: int, digest: str = "d", anchor: str = "a") -> dict[str, A
         "fp16_bytes": 400,
         "members": 2,
         "train_loss": 3.0,
+        "outcome": "counted",
     }
 
 
-def watched(*rounds: dict[str, Any], **facts: Any) -> WatchedPeer:
+def watched(*rounds: dict[str, Any], stage: int = 0, **facts: Any) -> WatchedPeer:
     return WatchedPeer(
         name="p",
         state=Path("s"),
         child=cast("Child", None),
+        stage=stage,
         rounds=list(rounds),
-        status={"waiting_share": facts.pop("waiting_share", 0.0)},
+        status={"waiting_share": facts.pop("waiting_share", 0.0)} | facts.pop("status", {}),
         **facts,
     )
 
 
-def result(*peers: WatchedPeer) -> demo.DemoResult:
-    return demo._result(OPTIONS, list(peers), None, 60.0)
+def result(*peers: WatchedPeer) -> DemoResult:
+    return demo_result(peers, None, None, 60.0)
 
 
 def test_figures_of_a_swarm_are_counted_once_and_averaged_over_peers() -> None:
@@ -57,7 +63,29 @@ def test_figures_of_a_swarm_are_counted_once_and_averaged_over_peers() -> None:
     assert (found.tokens, found.tokens_per_s) == (3000, 200.0)
     assert found.waiting_share == pytest.approx(0.03)
     assert (found.bytes_sent_per_round, found.bytes_fp16_per_round) == (200, 400)
+    assert found.bytes_uploaded_per_round == 200
     assert (found.val_loss_first, found.val_loss_export, found.export) == (5.5, None, "")
+
+
+def test_rounds_and_tokens_are_those_of_stage_0_and_bytes_those_of_all_stages() -> None:
+    heads = [watched(line(0), line(1), training_s=10.0) for _ in range(2)]
+    last = watched(line(0), line(1), line(2), stage=1, training_s=90.0, waiting_share=0.04)
+    found = result(*heads, last)
+    assert (found.stages, found.replicas) == (2, 2)
+    assert (found.rounds_committed, found.tokens, found.tokens_per_s) == (2, 2000, 200.0)
+    assert found.bytes_sent_per_round == pytest.approx((300 + 600) / 5)
+    assert found.bytes_uploaded_per_round == pytest.approx((2 * 300 + 600) / 7)
+    assert found.waiting_share == pytest.approx(0.04 / 3)
+
+
+def test_what_a_peer_served_or_did_not_take_part_in_is_not_sent_for_averages() -> None:
+    served, late = (
+        line(0) | {"sent_bytes": 9000},
+        line(0) | {"outcome": "followed", "sent_bytes": 0},
+    )
+    found = result(watched(served), watched(line(0)), watched(late))
+    assert found.bytes_sent_per_round == 100
+    assert found.bytes_uploaded_per_round == pytest.approx(9100 / 3)
 
 
 def test_digests_are_equal_only_if_those_of_every_round_and_anchor_are() -> None:
@@ -67,14 +95,70 @@ def test_digests_are_equal_only_if_those_of_every_round_and_anchor_are() -> None
     assert not result(watched(line(0)), watched(line(0, anchor="other"))).digests_equal
 
 
+def test_digests_are_compared_among_the_peers_of_a_stage() -> None:
+    peers = [watched(line(0, f"stage {n % 2}"), stage=n % 2) for n in range(4)]
+    assert result(*peers).digests_equal
+    peers[3].rounds.append(line(1, "one"))
+    peers[1].rounds.append(line(1, "two"))
+    assert not result(*peers).digests_equal
+
+
+@pytest.mark.parametrize(("rounds", "found"), [((4, 4), 4), ((4, 5), None)])
+def test_an_export_is_of_a_round_if_all_its_stages_are(
+    tmp_path: Path, rounds: tuple[int, ...], found: int | None
+) -> None:
+    info = {"stages": [{"round": number, "digest": "d"} for number in rounds]}
+    (tmp_path / "dilocox.json").write_text(json.dumps(info))
+    assert exported_round(tmp_path) == found
+
+
 def test_a_demo_that_never_began_has_figures_too() -> None:
     assert result().rounds_committed == 0
+
+
+def test_the_loss_of_a_round_is_waited_for_until_a_later_one_is_told(tmp_path: Path) -> None:
+    peer = watched(losses={-1: 5.5, 1: 4.0})
+    peer.state = tmp_path
+    end = time.monotonic() + 20
+    assert demo._wait_for_loss([peer], 1, end)
+    assert not demo._wait_for_loss([peer], 0, end)  # no head evaluated it
+    assert not demo._wait_for_loss([peer], None, end)  # nobody could
+    assert time.monotonic() < end - 15
+    assert not demo._wait_for_loss([peer], 2, time.monotonic() + 0.1)
+
+
+def test_more_stages_than_layers_are_refused_before_anything_is_started_or_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "run.yaml").write_text("an earlier demo's")
+    started: list[object] = []
+    monkeypatch.setattr(demo, "start_command", lambda *arguments: started.append(arguments))
+    with pytest.raises(InvalidInput, match=r"16 stages .* 4 layers; choose 1 to 4 stages"):
+        run_demo(replace(OPTIONS, stages=16, folder=tmp_path))
+    assert not started
+    assert (tmp_path / "run.yaml").read_text() == "an earlier demo's"
+
+
+def test_peers_are_started_for_their_stages_and_share_the_cores(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started: list[list[str]] = []
+    monkeypatch.setattr(demo, "start_command", lambda arguments, _: started.append(arguments))
+    monkeypatch.setattr(demo.os, "sched_getaffinity", lambda _: range(9))
+    options = replace(OPTIONS, folder=tmp_path)
+    peers = [demo._start_peer(options, "invite", k, n, []) for n in range(2) for k in range(2)]
+    assert len({peer.state for peer in peers}) == len({peer.name for peer in peers}) == 4
+    assert [peer.stage for peer in peers] == [0, 1, 0, 1]
+    for peer, arguments in zip(peers, started, strict=True):
+        given = dict(zip(arguments[2::2], arguments[3::2], strict=True))
+        assert given["--stage"] == str(peer.stage)
+        assert (given["--state"], given["--threads"]) == (str(peer.state), "2")
 
 
 def test_the_demos_manifest_is_one(tmp_path: Path) -> None:
     (tmp_path / "run.yaml").write_text(yaml.safe_dump(demo_manifest(OPTIONS)))
     manifest = Manifest.load(tmp_path / "run.yaml")
-    assert (manifest.seed, manifest.stages, manifest.preset) == (5, 1, "tiny")
+    assert (manifest.seed, manifest.stages, manifest.preset) == (5, 2, "tiny")
     per_round = OPTIONS.replicas * manifest.rounds.inner_steps * manifest.batch.tokens_per_step
     assert manifest.end_tokens > 2 * OPTIONS.rounds * per_round  # it stops before the run's end
 
@@ -91,6 +175,28 @@ def test_without_a_terminal_the_table_is_one_line_a_round(
     printed = capsys.readouterr().out
     assert printed.count("round 0:") == printed.count("round 1:") == 1
     assert "validation loss 4.2500" in printed
+
+
+def test_a_round_that_nobody_evaluated_has_its_line_when_a_later_one_has(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    head = watched(line(0), line(1), losses={1: 3.5})
+    with SwarmTable(rounds=3) as table:
+        table.update([head, watched(line(0, "other"), line(1), stage=1)])
+    printed = capsys.readouterr().out
+    assert "validation loss -, digest of stage 0 d\n" in printed
+    assert printed.index("round 0:") < printed.index("round 1:")
+
+
+def test_on_a_terminal_the_table_shows_stages_and_whose_replica_a_peer_is_in() -> None:
+    head = watched(line(0), status={"head": "QmHead", "state": "training"}, number=1)
+    member = watched(line(0), stage=1, status={"head": "QmHead"})
+    spare = watched(stage=1, status={"state": "spare"})
+    table = SwarmTable(rounds=3)._table([head, member, spare])
+    columns = {str(column.header): list(column.cells) for column in table.columns}
+    assert columns["stage"] == ["0", "1", "1"]
+    assert columns["replica"] == ["1 (head)", "1", "-"]
+    assert columns["state"] == ["training", "starting", "spare"]
 
 
 # ---- child processes -----------------------------------------------------------------------------

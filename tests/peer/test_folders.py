@@ -9,11 +9,19 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from dilocox.dht.errors import EnvironmentFault, InvalidInput
 from dilocox.peer import files, memory
 from dilocox.peer.files import disk_fault, make_folder, write_atomically
-from dilocox.peer.memory import check_plan, check_use, planned_bytes, proportional_bytes
+from dilocox.peer.memory import (
+    MAX_WINDOW,
+    check_plan,
+    check_use,
+    planned_bytes,
+    proportional_bytes,
+    window_limit,
+)
 from dilocox.peer.state_folder import StateFolder
 
 
@@ -60,6 +68,27 @@ def test_runs_and_stages_have_folders_of_their_own(tmp_path: Path) -> None:
     folder = StateFolder(tmp_path)
     assert len({folder.run(run, stage) for run in ("r", "s") for stage in (0, 1)}) == 4
     assert folder.identity.parent == tmp_path  # the identity is the same in all of them
+
+
+def test_the_stage_of_a_run_is_noted_for_the_next_start(tmp_path: Path) -> None:
+    folder = StateFolder(tmp_path)
+    assert folder.noted_stage("r") is None
+    folder.note_stage("r", 3)
+    folder.note_stage("s", 0)
+    assert (folder.noted_stage("r"), folder.noted_stage("s")) == (3, 0)
+    folder.note_stage("r", 12)
+    assert StateFolder(tmp_path).noted_stage("r") == 12
+    # what a peer looks for in the folders of a run does not meet the note
+    assert not list(tmp_path.glob("*-stage*"))
+
+
+def test_a_damaged_note_is_no_note(tmp_path: Path) -> None:
+    folder = StateFolder(tmp_path)
+    folder.note_stage("r", 3)
+    (note,) = tmp_path.iterdir()
+    for damaged in (b"", b"\xff\xff", b"three", b"3 4"):
+        note.write_bytes(damaged)
+        assert folder.noted_stage("r") is None
 
 
 # ---- files ---------------------------------------------------------------------------------------
@@ -119,6 +148,35 @@ def test_a_peer_that_takes_more_than_its_limit_ends(monkeypatch: pytest.MonkeyPa
     check_use([1], 300_000_000)
     with pytest.raises(EnvironmentFault, match=r"takes 0\.5 GB, more than --memory-limit 0\.5"):
         check_use([1, 2], 500_000_000)
+
+
+CPU = torch.device("cpu")
+
+
+def test_the_window_is_what_half_the_free_memory_holds(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "available_bytes", lambda: 8_000)
+    assert window_limit(100, None, CPU) == 40
+    assert window_limit(4_000, None, CPU) == 1
+    assert window_limit(9_000, None, CPU) == 1  # none at all would be no stage
+    assert window_limit(1, None, CPU) == MAX_WINDOW
+    assert window_limit(0, None, CPU) == MAX_WINDOW  # not measured yet
+
+
+def test_the_window_keeps_to_the_memory_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "available_bytes", lambda: 10**12)
+    numel = 10_000_000
+    limit = float(planned_bytes(numel))
+    planned = limit - memory.PROCESSES_BYTES - 4 * memory.VECTORS * numel  # for activations
+    assert window_limit(1_000_000, limit, CPU) == pytest.approx(planned / 1_000_000, abs=1)
+    assert window_limit(1_000_000, limit + 1e9, CPU) > window_limit(1_000_000, limit, CPU)
+    assert window_limit(1_000_000, 0.1e9, CPU) == 1
+    monkeypatch.setattr(memory, "available_bytes", lambda: 8_000_000)
+    assert window_limit(1_000_000, limit, CPU) == 4  # the machine has less
+
+
+def test_free_memory_is_a_part_of_what_the_machine_has() -> None:
+    total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    assert 10_000_000 < memory.available_bytes() <= total
 
 
 def test_memory_that_two_processes_share_is_counted_once() -> None:

@@ -18,9 +18,9 @@ from dilocox.peer.inner import (
     InnerState,
     clip_factor,
     learning_rate,
-    next_token_loss,
-    train_step,
 )
+from dilocox.pipeline.loss import next_token_loss
+from tests.pipeline.whole_model import train_step
 
 VOCABULARY = 32
 SPEC = InnerSpec(learning_rate=1e-2, weight_decay=0.1, clip_norm=0.5, warmup_tokens=100)
@@ -309,6 +309,90 @@ class TestPrecision:
             parameter.grad = torch.ones_like(parameter)
         assert not optimizer.step(math.nan, 1e-2)
         assert optimizer.state_dict().values["scaler"]["scale"] == before / 2
+
+
+class TestDrop:
+    @pytest.mark.parametrize("precision", ["fp32", "fp16"])
+    @pytest.mark.parametrize("normed", [False, True])
+    def test_dropped_gradients_leave_no_trace(self, precision: str, normed: bool) -> None:
+        disturbed, steady = model(), model()
+        optimizers = [optimizer_of(it, precision=precision) for it in (disturbed, steady)]
+        first, dropped, second = batches(3)
+        for module, optimizer in zip((disturbed, steady), optimizers, strict=True):
+            train_step(module, optimizer, first, 1e-2)
+        loss = next_token_loss(disturbed(dropped[0][:, :-1]), dropped[0])
+        optimizers[0].scale(loss).backward()
+        if normed:  # which unscales, in fp16
+            assert optimizers[0].squared_norm() > 0
+        optimizers[0].drop()
+        assert all(parameter.grad is None for parameter in disturbed.parameters())
+        assert optimizers[0].squared_norm() == 0.0
+        optimizers[0].drop()
+        results = [
+            train_step(module, optimizer, second, 1e-2)
+            for module, optimizer in zip((disturbed, steady), optimizers, strict=True)
+        ]
+        assert results[0] == results[1]
+        assert same(weights(disturbed), weights(steady))
+        assert optimizers[0].state_dict().values == optimizers[1].state_dict().values
+        assert (optimizers[0].steps, optimizers[0].skipped) == (2, 0)
+
+
+class TestLossScale:
+    @pytest.mark.parametrize("run_precision", ["fp32", "bf16"])
+    def test_there_is_none_unless_the_run_is_in_fp16(self, run_precision: str) -> None:
+        module = model()
+        optimizer = InnerOptimizer(
+            module.named_parameters(), replace(SPEC, precision=run_precision)
+        )
+        optimizer.take_loss_scale(8.0)
+        assert optimizer.loss_scale == 1.0
+        assert float(optimizer.scale(torch.ones(()))) == 1.0
+
+    def test_a_cpu_in_a_run_of_fp16_has_one_and_trains_as_without(self) -> None:
+        scaled, plain = model(), model()
+        optimizer = InnerOptimizer(scaled.named_parameters(), replace(SPEC, precision="fp16"))
+        other = optimizer_of(plain)
+        assert optimizer.precision == "fp32"
+        assert optimizer.loss_scale > 1
+        for batch in batches(3):
+            ours, theirs = (
+                train_step(it, by, batch, 1e-2) for it, by in ((scaled, optimizer), (plain, other))
+            )
+            assert ours == theirs  # powers of two cost no bit
+        assert same(weights(scaled), weights(plain))
+
+    def test_it_can_be_taken_over_also_after_a_dropped_step(self) -> None:
+        module = model()
+        optimizer = optimizer_of(module, precision="fp16")
+        assert float(optimizer.scale(torch.ones(()))) == optimizer.loss_scale == 2.0**16
+        assert optimizer.squared_norm() == 0.0
+        optimizer.drop()
+        optimizer.take_loss_scale(128.0)
+        assert float(optimizer.scale(torch.ones(()))) == optimizer.loss_scale == 128.0
+        assert not train_step(module, optimizer, batches(1)[0], 1e-2).skipped
+
+    def test_taking_the_same_one_again_forgets_nothing(self) -> None:
+        module = model()
+        optimizer = optimizer_of(module, precision="fp16")
+        [[windows]] = batches(1, microbatches=1)
+        optimizer.scale(next_token_loss(module(windows[:, :-1]), windows)).backward()
+        squared_norm = optimizer.squared_norm()
+        optimizer.take_loss_scale(optimizer.loss_scale)
+        assert optimizer.step(1.0, 1e-2)  # would unscale twice
+        plain = model()
+        other = optimizer_of(plain)
+        next_token_loss(plain(windows[:, :-1]), windows).backward()
+        assert squared_norm == other.squared_norm()
+        other.step(1.0, 1e-2)
+        assert same(weights(module), weights(plain))
+
+    @pytest.mark.parametrize("scale", [0.0, -1.0, math.nan, math.inf, 1e39, 1e-60])
+    def test_one_that_is_no_scale_is_refused(self, scale: float) -> None:
+        optimizer = optimizer_of(model(), precision="fp16")
+        with pytest.raises(ValueError, match="loss scale must be positive and finite"):
+            optimizer.take_loss_scale(scale)
+        assert optimizer.loss_scale == 2.0**16
 
 
 class TestResume:

@@ -1,17 +1,20 @@
-"""The keeper of a head's round: when it rings."""
+"""The keeper of a peer's round: when a head rings, and when heads, members and spares send."""
 
 from __future__ import annotations
 
-from dilocox.dht.records import ReplicaRecord
+import pytest
+
+from dilocox.dht.records import BellRecord, ReplicaRecord
 from dilocox.peer.round_keeper import RoundKeeper
 from dilocox.peer.view import SwarmView
 
 VIEW = SwarmView(me="me")
+NOW = 100.0
 
 
-def replica(inner_step: int) -> ReplicaRecord:
+def replica(inner_step: int, *members: str) -> ReplicaRecord:
     return ReplicaRecord(
-        members=("me",),
+        members=members or ("me",),
         epoch=0,
         round=0,
         inner_step=inner_step,
@@ -25,12 +28,35 @@ def replica(inner_step: int) -> ReplicaRecord:
     )
 
 
+def bell(
+    finished_at: float, times: tuple[float, float] | None = None, round_number: int = 0
+) -> BellRecord:
+    send_after, scheduled_at = times or (None, None)
+    return BellRecord(
+        round=round_number,
+        finished_at=finished_at,
+        round_s=40.0,
+        tokens=1000,
+        send_after=send_after,
+        scheduled_at=scheduled_at,
+    )
+
+
 def follow(keeper: RoundKeeper, inner_step: int, *, undecided: bool) -> bool:
     """Whether the head has rung after another look."""
-    keeper.follow(VIEW, replica(inner_step), 100.0, inner_steps=10, tokens=1, undecided=undecided)
+    keeper.follow(
+        VIEW,
+        replica(inner_step),
+        NOW,
+        head="me",
+        inner_steps=10,
+        tokens=1,
+        undecided=undecided,
+    )
     return keeper.bell is not None
 
 
+# ---- heads ---------------------------------------------------------------------------------------
 def test_a_head_rings_after_its_inner_steps() -> None:
     keeper = RoundKeeper("me")
     assert not follow(keeper, 9, undecided=False)
@@ -47,3 +73,91 @@ def test_a_send_that_becomes_undecided_does_not_take_a_bell_back() -> None:
     keeper = RoundKeeper("me")
     assert follow(keeper, 10, undecided=False)
     assert follow(keeper, 11, undecided=True)
+
+
+def test_a_head_that_has_rung_sends_once_the_time_of_the_group_is_known() -> None:
+    keeper = RoundKeeper("me")
+    two = {"me": replica(10), "other": replica(5)}
+    view = SwarmView(me="me", replicas=two)
+    keeper.follow(view, replica(10), NOW, head="me", inner_steps=10, tokens=1, undecided=False)
+    assert keeper.bell is not None
+    assert keeper.send_due(NOW) is None  # of two, two make the quorum
+    late = SwarmView(me="me", replicas=two, bells={0: {"other": bell(NOW, (NOW + 9, NOW + 12))}})
+    keeper.follow(late, replica(11), NOW, head="me", inner_steps=10, tokens=1, undecided=False)
+    assert keeper.send_due(NOW) is not None
+
+
+# ---- who leads nothing ---------------------------------------------------------------------------
+HEADS = {"h": replica(10, "h", "me"), "g": replica(7, "g", "other")}
+TIMES = (NOW + 10, NOW + 20)
+
+
+def look(keeper: RoundKeeper, head: str, bells: dict[str, BellRecord]) -> BellRecord | None:
+    """One look of a peer that is no head, in the replica of `head` or in none."""
+    view = SwarmView(me="me", replicas=HEADS, bells={0: bells})
+    # more inner steps than a round has, and tokens: a head would ring
+    return keeper.follow(view, None, NOW, head=head, inner_steps=1, tokens=99, undecided=False)
+
+
+@pytest.mark.parametrize("head", ["", "h"])
+def test_who_leads_no_replica_never_rings(head: str) -> None:
+    keeper = RoundKeeper("me")
+    assert look(keeper, head, {}) is None
+    assert look(keeper, head, {"h": bell(NOW), "g": bell(NOW)}) is None
+    assert keeper.bell is None
+
+
+def test_a_member_sends_when_its_head_has_rung_and_the_group_has_a_time() -> None:
+    keeper = RoundKeeper("me")
+    look(keeper, "h", {"h": bell(NOW)})
+    assert keeper.send_due(NOW) is None  # no time yet
+    look(keeper, "h", {"h": bell(NOW), "g": bell(NOW, TIMES)})
+    assert keeper.send_due(NOW) == (0, TIMES[1])
+
+
+def test_a_member_whose_head_is_late_sends_only_at_the_end_of_the_grace() -> None:
+    keeper = RoundKeeper("me")
+    look(keeper, "h", {"g": bell(NOW, TIMES)})
+    assert keeper.send_due(NOW) is None
+    assert keeper.send_due(TIMES[0] - 0.1) is None
+    assert keeper.send_due(TIMES[0]) == (0, TIMES[1])
+
+
+def test_a_peer_in_no_replica_sends_as_soon_as_the_time_is_known() -> None:
+    keeper = RoundKeeper("me")
+    look(keeper, "", {"h": bell(NOW)})
+    assert keeper.send_due(NOW) is None
+    look(keeper, "", {"h": bell(NOW), "g": bell(NOW, TIMES)})
+    assert keeper.send_due(NOW) == (0, TIMES[1])
+
+
+def test_a_member_that_lost_its_replica_waits_for_no_heads_bell() -> None:
+    keeper = RoundKeeper("me")
+    look(keeper, "h", {"g": bell(NOW, TIMES)})
+    assert keeper.send_due(NOW) is None
+    look(keeper, "", {"g": bell(NOW, TIMES)})
+    assert keeper.send_due(NOW) == (0, TIMES[1])
+
+
+def test_in_the_next_round_the_bells_of_the_last_one_are_forgotten() -> None:
+    keeper = RoundKeeper("me")
+    look(keeper, "h", {"h": bell(NOW, TIMES)})
+    assert keeper.send_due(NOW) is not None
+    keeper.end(0)
+    assert keeper.round == 1
+    assert keeper.send_due(NOW + 1000) is None
+    look(keeper, "h", {"h": bell(NOW, TIMES)})
+    assert keeper.send_due(NOW + 1000) is None
+
+
+@pytest.mark.parametrize("stale", [True, False])
+def test_a_head_that_has_rung_and_lost_its_replica_keeps_its_appointment(stale: bool) -> None:
+    keeper = RoundKeeper("me")
+    replicas = {"me": replica(10, "me", "gone")}
+    view = SwarmView(me="me", replicas=replicas)
+    keeper.follow(view, replicas["me"], NOW, head="me", inner_steps=10, tokens=1, undecided=False)
+    due = keeper.send_due(NOW)
+    assert due is not None
+    after = SwarmView(me="me", replicas=replicas if stale else {})  # until its record expires
+    keeper.follow(after, None, NOW + 1, head="", inner_steps=10, tokens=1, undecided=False)
+    assert keeper.send_due(NOW + 1) == due

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
@@ -13,13 +14,15 @@ import torch
 
 from dilocox.peer import tally as module
 from dilocox.peer.events import Committed
-from dilocox.peer.inner import StepResult
 from dilocox.peer.merge import Outcome
+from dilocox.peer.place import LoopProgress
 from dilocox.peer.record import Contribution
 from dilocox.peer.report import Reporter, RoundReport, Status, shown_loss
 from dilocox.peer.subprocesses import Child
 from dilocox.peer.tally import Tally
 from dilocox.peer.watched import WatchedPeer
+from dilocox.pipeline.happenings import Stepped
+from tests.peer import merging
 from tests.peer.members import template
 
 NUMEL = 1000
@@ -53,8 +56,8 @@ def tally(clock: Clock, sent_bytes: torch.Tensor, tmp_path: Path) -> Tally:
     return tally
 
 
-def step(loss: float, tokens: int = 64, *, skipped: bool = False) -> StepResult:
-    return StepResult(loss=loss, tokens=tokens, squared_norm=1.0, skipped=skipped)
+def step(loss: float, *, skipped: bool = False) -> Stepped:
+    return Stepped(step=0, loss=loss, skipped=skipped)
 
 
 def committed(round_number: int, members: int = 2) -> Committed:
@@ -79,11 +82,11 @@ def test_a_round_line_holds_the_steps_loss_and_bytes_of_that_round(
     tally: Tally, clock: Clock, sent_bytes: torch.Tensor, tmp_path: Path
 ) -> None:
     for loss in (4.0, 2.0):
-        tally.stepped(step(loss), 0.5)
-    tally.stepped(step(99.0, skipped=True), 0.5)
+        tally.stepped(step(loss), 64, 0.5)
+    tally.stepped(step(99.0, skipped=True), 64, 0.5)
     tally.sent(0)
     tally.next_round()
-    tally.stepped(step(1.0), 0.5)  # of the next round
+    tally.stepped(step(1.0), 64, 0.5)  # of the next round
     sent_bytes.add_(5000)
     with tally.waiting():
         clock.now += 1
@@ -149,17 +152,70 @@ def test_the_newest_validation_is_kept_whoever_made_it(tally: Tally) -> None:
 
 
 def test_speed_and_loss_are_smoothed_and_skipped_steps_left_out(tally: Tally) -> None:
-    tally.stepped(step(4.0, 100), 1.0)
-    tally.stepped(step(2.0, 200), 1.0)
-    tally.stepped(step(0.0, 900, skipped=True), 3.0)
+    tally.stepped(step(4.0), 100, 1.0)
+    tally.stepped(step(2.0), 200, 1.0)
+    tally.stepped(step(0.0, skipped=True), 900, 3.0)
     assert tally.train_loss == pytest.approx(0.8 * 4.0 + 0.2 * 2.0)
     assert tally.tokens_per_s == pytest.approx(0.8 * 100 + 0.2 * 200)
     assert (tally.tokens, tally.inner_step, tally.longest_step_s) == (300, 3, 3.0)
 
 
+def test_a_step_whose_loss_is_not_known_here_counts_but_for_the_loss(
+    tally: Tally, tmp_path: Path
+) -> None:
+    tally.stepped(step(4.0), 100, 1.0)
+    tally.stepped(step(math.nan), 100, 1.0)  # a member that missed the GO and stepped later
+    assert (tally.tokens, tally.inner_step, tally.train_loss) == (200, 2, 4.0)
+    tally.sent(0)
+    tally.committed(committed(0), Outcome.COUNTED, tokens=200)
+    tally.report_round()
+    (line,) = events(tmp_path)
+    assert (line["inner_steps"], line["train_loss"]) == (2, 4.0)
+
+
+@pytest.mark.parametrize(
+    ("loop", "place", "shown"),
+    [
+        ("joining", LoopProgress(), "joining"),
+        ("training", LoopProgress(blocked="stage 1 has no peer"), "spare"),
+        ("training", LoopProgress(head="h"), "training"),
+        ("leaving", LoopProgress(), "leaving"),
+    ],
+)
+def test_the_status_says_in_which_replica_a_peer_is_or_that_it_is_spare(
+    tally: Tally, tmp_path: Path, loop: str, place: LoopProgress, shown: str
+) -> None:
+    tally.state = loop
+    tally.publish(
+        round_number=3, inner_steps=8, merge=merging.Peer().merge, place=place, force=True
+    )
+    status = json.loads((tmp_path / "status.json").read_text())
+    assert (status["state"], status["head"], status["blocked"]) == (
+        shown,
+        place.head,
+        place.blocked,
+    )
+    assert (status["round"], status["applied_round"], status["in_flight"]) == (3, -1, None)
+
+
+def test_the_status_of_a_head_names_the_members_of_its_replica(
+    tally: Tally, tmp_path: Path
+) -> None:
+    place = LoopProgress(head="h", members=("h", "m"), epoch=7, codec="int8")
+    merge = merging.Peer().merge
+    tally.publish(round_number=0, inner_steps=8, merge=merge, place=place, force=True)
+    status = json.loads((tmp_path / "status.json").read_text())
+    assert (status["members"], status["epoch"], status["codec"]) == (["h", "m"], 7, "int8")
+
+
 # ---- the files and the log -----------------------------------------------------------------------
 STATUS = Status(
     state="training",
+    head="h",
+    members=["h", "m"],
+    epoch=1,
+    codec="bf16",
+    blocked="",
     round=2,
     inner_step=3,
     inner_steps=8,

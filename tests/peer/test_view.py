@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
+
 from dilocox.dht.records import ClaimRecord, StageRecord
 from dilocox.peer.view import SwarmView
 
@@ -20,6 +22,7 @@ def stage(state: Any, tokens: int = 0) -> StageRecord:
         voids=0,
         version="1",
         addresses=(),
+        blocked="",
     )
 
 
@@ -62,3 +65,23 @@ def test_the_best_claim_is_the_chain_with_the_most_tokens_behind_it() -> None:
     best = SwarmView(me="me", claims=equal).best_claim(0, "own")
     assert best == ("y", equal["y"])
     assert SwarmView(me="me").best_claim(0, "own") is None
+
+
+@pytest.mark.parametrize(
+    ("tokens", "ended"),
+    [
+        ([], False),  # nobody has told: the run goes on
+        ([999], False),
+        ([1000], True),
+        ([1000, 999], False),  # half is not most
+        ([1000, 2000, 0], True),
+        ([10**15, 5, 5], False),  # one peer alone ends nothing
+    ],
+)
+def test_the_run_has_ended_when_most_peers_of_stage_0_hold_all_its_records(
+    tokens: list[int], ended: bool
+) -> None:
+    claims = {f"p{number}": claim(9, "d", each) for number, each in enumerate(tokens)}
+    assert SwarmView(me="me", run_claims=claims).says_ended(1000) is ended
+    # a stage's own chain says nothing of the run
+    assert not SwarmView(me="me", claims=claims).says_ended(1000)

@@ -6,189 +6,27 @@ piece at a time and in an order that dice decide. Time passes only when nothing 
 
 from __future__ import annotations
 
-import copy
-import json
 import math
-from collections.abc import Generator
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
-from functools import lru_cache
-from typing import Any
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
 from unittest import mock
 
-import torch
 from torch import Tensor
 
-from dilocox.dht.manifest import InnerSpec
 from dilocox.dht.records import StageRecord
-from dilocox.peer.inner import InnerOptimizer, clip_factor
+from dilocox.peer.inner import clip_factor
 from dilocox.pipeline import following, head, recruiting
-from dilocox.pipeline.desk import Desk
-from dilocox.pipeline.following import Follower
 from dilocox.pipeline.frames import FrameLimits
 from dilocox.pipeline.happenings import Stepped
 from dilocox.pipeline.head import Head
-from dilocox.pipeline.member import Member
 from dilocox.pipeline.recruiting import Recruiter
-from dilocox.pipeline.schedule import Policy
-from dilocox.pipeline.stage import StageModule, build_stage
 from dilocox.pipeline.tuning import Tuning
-from dilocox.pipeline.worker import StageWorker
-from tests.pipeline.chains import SEED, SPEC, Config
+from tests.pipeline.peers import Peer, Plan
 from tests.pipeline.swarms import stage_record
-from tests.pipeline.wires import Box, Vanished, Wires
+from tests.pipeline.wires import Vanished, Wires
 
-TINY: Config = {
-    "model_type": "llama",
-    "vocab_size": 31,
-    "hidden_size": 16,
-    "intermediate_size": 24,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 16,
-    "pad_token_id": None,
-}
 TICK_S = 0.1
-
-
-@dataclass(frozen=True, kw_only=True)
-class Plan:
-    """What a run's manifest says."""
-
-    config: Config = field(default_factory=lambda: TINY)
-    num_stages: int = 3
-    microbatches: int = 3
-    window: int = 0
-    codec: str = "fp32"
-    policy: Policy = "backward_first"
-    recompute: bool = False
-    spec: InnerSpec = SPEC
-
-    @property
-    def shape(self) -> tuple[int, int, int]:
-        return 2, 8, int(self.config["hidden_size"])
-
-
-@lru_cache
-def _built(config: str, stage: int, num_stages: int) -> StageModule:
-    return build_stage(json.loads(config), stage, num_stages, SEED)
-
-
-def fresh_stage(plan: Plan, stage: int) -> StageModule:
-    """A stage as every peer of it builds it at the start of a run."""
-    return copy.deepcopy(_built(json.dumps(plan.config), stage, plan.num_stages))
-
-
-class Anchor:
-    """The weights that are evaluated: those that the stage began with, until told otherwise."""
-
-    def __init__(self, module: StageModule) -> None:
-        self.round = 0
-        self.weights = [parameter.detach().clone() for parameter in module.parameters()]
-        self.writes = 0
-        self._module = module
-
-    @contextmanager
-    def in_place(self) -> Generator[None]:
-        live = [parameter.detach().clone() for parameter in self._module.parameters()]
-        self._copy(self.weights)
-        try:
-            yield
-        finally:
-            self._copy(live)
-
-    @torch.no_grad()
-    def _copy(self, weights: list[Tensor]) -> None:
-        for parameter, value in zip(self._module.parameters(), weights, strict=True):
-            parameter.copy_(value)
-            self.writes += 1
-
-
-class Peer:
-    """One peer of a stage. steps: those it made, as (head, number). told: what it told people."""
-
-    def __init__(self, swarm: Swarm, me: str, stage: int, *, client: bool = False) -> None:
-        plan = swarm.plan
-        self.me, self.stage, self.client = me, stage, client
-        self.steps: list[tuple[str, int]] = []
-        self.told: list[tuple[str, dict[str, Any]]] = []
-        self.module = fresh_stage(plan, stage)
-        self.parameters = list(self.module.parameters())
-        self.optimizer = InnerOptimizer(self.module.named_parameters(), plan.spec)
-        self.worker = StageWorker(
-            self.module,
-            self.optimizer,
-            microbatches=plan.microbatches,
-            stage_index=stage,
-            num_stages=plan.num_stages,
-            policy=plan.policy,
-            recompute=plan.recompute,
-        )
-        self.anchor = Anchor(self.module)
-        self.desk = Desk(
-            me=me,
-            stage=stage,
-            num_stages=plan.num_stages,
-            clock=swarm.wires.monotonic,
-            on_change=lambda: None,
-        )
-        self.facts: dict[str, object] = {"window": 64}
-        self.desk.open(self.facts)
-        self.box = Box(swarm.wires, me, stage, self.desk.answer)
-        swarm.wires.boxes[me] = self.box
-        self.member = Member(
-            stage=stage,
-            num_stages=plan.num_stages,
-            worker=self.worker,
-            optimizer=self.optimizer,
-            links=self.box,
-            anchors=self.anchor,
-            shape=plan.shape,
-            vocabulary=int(plan.config["vocab_size"]),
-        )
-        self.follower = Follower(
-            member=self.member, network=self.box, desk=self.desk, tell=self.tell
-        )
-
-    def tell(self, kind: str, **facts: Any) -> None:
-        self.told.append((kind, facts))
-
-    def telling(self, kind: str) -> list[dict[str, Any]]:
-        return [facts for told, facts in self.told if told == kind]
-
-    @property
-    def version(self) -> int:
-        """Grows whenever the weights are written to, but for evaluations."""
-        return sum(p._version for p in self.parameters) - self.anchor.writes
-
-    @property
-    def clean(self) -> bool:
-        """No gradient is left, and nothing of an inner step."""
-        return self.worker.idle and all(p.grad is None for p in self.parameters)
-
-    def weights(self) -> list[Tensor]:
-        return [parameter.detach().clone() for parameter in self.parameters]
-
-    @torch.no_grad()
-    def copy_of(self, other: Peer) -> None:
-        """Know all that the other knows."""
-        for ours, theirs in zip(self.parameters, other.parameters, strict=True):
-            ours.copy_(theirs)
-        self.optimizer.load_state_dict(other.optimizer.state_dict())
-
-    def turn(self) -> bool:
-        """One turn of a follower; whether it did anything. Weights change in a step only."""
-        waited: list[float] = []
-        self.box.inbox.wait = lambda timeout: waited.append(timeout)
-        before, nothing = self.version, not self.box.inbox.messages
-        stepped = self.follower.turn(1.0)
-        if stepped is not None:
-            self.steps.append((self.follower.head, stepped.step))
-        else:
-            assert self.version == before, f"{self.me}: weights changed in mid-step"
-        assert self.follower.between_steps == self.worker.idle
-        return not (waited and waited[0] > 0 and nothing)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -264,6 +102,7 @@ class Leader:
             while stepped is None:
                 while not self.members and (reason := self.form()):
                     assert self._swarm.wires.now < 5000.0, reason
+                    self._swarm.on_blocked()
                     self._swarm.run_for(1.0)
                 stepped = self.step(batch)
             made.append(stepped)
@@ -322,6 +161,7 @@ class Swarm:
         self.wires = Wires(limits, seed)
         self.peers: dict[str, Peer] = {}
         self.goings: list[Going] = []
+        self.on_blocked: Callable[[], None] = lambda: None  # when no replica can be formed
         self.leader = self.lead("head")
         for stage in range(1, plan.num_stages):
             for number in range(1 + spares):
@@ -337,7 +177,7 @@ class Swarm:
         self._patches.close()
 
     def add(self, me: str, stage: int, *, client: bool = False) -> Peer:
-        peer = Peer(self, me, stage, client=client)
+        peer = Peer(self.plan, self.wires, me, stage, client=client)
         self.peers[me] = peer
         return peer
 
@@ -363,7 +203,7 @@ class Swarm:
     def act(self) -> bool:
         """Let something happen, whatever the dice say; False if nothing can."""
         happenings = self.wires.events()
-        happenings += [peer.turn for peer in self.alive if peer.stage > 0]
+        happenings += [peer.turn for peer in self.alive if peer.stage > 0 and not peer.busy]
         self.wires.dice.shuffle(happenings)
         return any(happening() is not False for happening in happenings)
 

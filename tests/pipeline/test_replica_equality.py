@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from dilocox.pipeline.links import LinkFacts
 from dilocox.pipeline.schedule import Policy
 from tests.pipeline.chains import SPEC, Config, batches, chain, rate, whole_run
-from tests.pipeline.replicas import TINY, Peer, Plan, Swarm
+from tests.pipeline.peers import TINY, Peer, Plan
+from tests.pipeline.replicas import Swarm
 
 
 def trained(plan: Plan, steps: int, seed: int = 0) -> Swarm:
@@ -59,9 +60,7 @@ class TestEqualsTheWholeModel:
     def test_whatever_the_schedule(
         self, window: int, microbatches: int, policy: Policy, recompute: bool
     ) -> None:
-        plan = Plan(
-            window=window, microbatches=microbatches, policy=policy, recompute=recompute
-        )
+        plan = Plan(window=window, microbatches=microbatches, policy=policy, recompute=recompute)
         ours, theirs = weights(trained(plan, 2, seed=window)), chained_weights(plan, 2)
         assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
 

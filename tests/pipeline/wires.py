@@ -36,6 +36,8 @@ from dilocox.pipeline.network import Answer
 from dilocox.pipeline.ports import link_of
 
 SILENCE_S = 5.0
+OPENING_S = 8.0
+LIMITS = FrameLimits(microbatch_size=2, sequence_length=8, hidden_size=16, evaluate_windows=8)
 
 
 class Vanished(BaseException):
@@ -142,6 +144,7 @@ class Wires:
         self.boxes: dict[str, Box] = {}
         self.delivered = 0
         self.refused: Counter[str] = Counter()
+        self.unreachable: set[str] = set()  # for requests; links stand
         self.on_frame: Callable[[Frame], None] = lambda _: None  # when it has arrived
         self.on_request: Callable[[str, str, Frame], None] = lambda *_: None  # before its answer
         self.dice = random.Random(seed)
@@ -158,7 +161,7 @@ class Wires:
                 continue
             frozen_at = None if end.other is None else end.other.box.frozen_at
             if end.other is None:
-                if self.now - end.since > SILENCE_S:
+                if self.now - end.since > OPENING_S:
                     self.broken(end, "missing", self.now - end.since)
             elif frozen_at is not None and self.now - frozen_at > SILENCE_S:
                 self.broken(end, "silent", self.now - frozen_at)
@@ -211,7 +214,7 @@ class Wires:
     def request(self, asker: str, peer: str, frame: Frame) -> Answer | None:
         box = self.boxes.get(peer)
         self.on_request(asker, peer, frame)
-        if box is None or not box.active:
+        if box is None or not box.active or peer in self.unreachable:
             return None
         answer = box.answer(asker, over_the_wire(frame))
         return Answer(frame=over_the_wire(answer), round_trip_s=box.distance_s)

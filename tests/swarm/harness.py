@@ -10,13 +10,11 @@ from __future__ import annotations
 import os
 import shutil
 import signal
-import subprocess
 import sys
 import tempfile
 import time
 import uuid
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -24,78 +22,33 @@ import yaml
 
 from dilocox.dht.manifest import Manifest
 from dilocox.peer.subprocesses import Child, start_command
-from dilocox.peer.watched import WatchedPeer
-from tests.swarm.processes import TAG, Process, family, send_signal, shared_memory
+from tests.swarm.launch import launch
+from tests.swarm.links import Links
+from tests.swarm.peer import Peer
+from tests.swarm.processes import TAG, family, send_signal, shared_memory
+from tests.swarm.shown import Shown
+
+__all__ = ["LocalSwarm", "Peer"]
 
 START_LIMIT_S = 90.0
 LEAVE_LIMIT_S = 40.0
 GONE_LIMIT_S = 5.0  # nothing survives a killed main process longer
 POLL_S = 0.05
-PACED = Path(__file__).with_name("paced.py")
+HERE = Path(__file__).parent
 
 T = TypeVar("T")
 
 
-@dataclass
-class Peer(WatchedPeer):
-    """A peer of the swarm; `expected` while it should be running."""
-
-    tag: str = ""
-    expected: bool = True
-    options: tuple[str, ...] = ()
-    step_s: float = 0.0
-    events: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
-
-    def of_kind(self, kind: str) -> list[dict[str, Any]]:
-        """The events of one kind, oldest first."""
-        return [event for event in self.events if event["event"] == kind]
-
-    def record(self, round_number: int) -> dict[str, Any] | None:
-        """What it reported of a committed round."""
-        return next((line for line in self.rounds if line["round"] == round_number), None)
-
-    @property
-    def in_flight(self) -> int | None:
-        """The round whose exchange is under way."""
-        return self.status.get("in_flight")
-
-    def processes(self) -> list[Process]:
-        """All its processes that run."""
-        return family(self.tag)
-
-    def p2pd(self) -> Process:
-        """Its libp2p daemon."""
-        return next(process for process in self.processes() if process.name == "p2pd")
-
-    def averager(self) -> Process:
-        """Its averaging process: the main process forks it last."""
-        children = [each for each in self.processes() if each.parent == self.child.pid]
-        python = [each for each in children if "shm_manag" not in each.name]
-        return max(python, key=lambda each: each.pid)
-
-    def decided(self, round_number: int) -> dict[str, Any] | None:
-        """How a round that it was in ended for it: its record, or a void."""
-        ends = (event for event in self.events if event["event"] in ("round", "void"))
-        return next((event for event in ends if event["round"] == round_number), None)
-
-    def log_text(self) -> str:
-        """The log of its newest start."""
-        return self.child.log.read_text(errors="replace")
-
-    def voted(self, round_number: int, attempt: int = 0) -> bool:
-        """Whether its vote of this attempt is on disk."""
-        return any(self.state.glob(f"*-stage*/log/{round_number:08d}-{attempt}.vote"))
-
-    def _take(self, event: dict[str, Any]) -> None:
-        self.events.append(event)
-        super()._take(event)
-
-
 class LocalSwarm:
-    """A bootstrap and its peers."""
+    """A bootstrap and its peers.
 
-    def __init__(self, folder: Path, manifest: dict[str, Any]):
+    `links`: hosts to run on instead of this machine's loopback, host 0 for the bootstrap, the next
+    ones for the peers in their order.
+    """
+
+    def __init__(self, folder: Path, manifest: dict[str, Any], *, links: Links | None = None):
         self.folder = folder
+        self.links = links
         self.peers: list[Peer] = []
         self.tag = uuid.uuid4().hex
         # sockets lie in the folder for temporary files, whose path must be short
@@ -106,34 +59,57 @@ class LocalSwarm:
         run_file = folder / "run.yaml"
         run_file.write_text(yaml.safe_dump(manifest, sort_keys=False))
         self.manifest = Manifest.load(run_file)
-        arguments = ["bootstrap", str(run_file), "--state", str(folder / "bootstrap")]
-        arguments += ["--host", "127.0.0.1", "--port", "0"]
-        self._bootstrap = start_command(
-            arguments, folder / "bootstrap.log", env=self._environment("bootstrap")
+        self._bootstrap = self._launch(
+            ["bootstrap", str(run_file), "--port", "0"], "bootstrap", folder / "bootstrap.log"
         )
         invite = folder / "bootstrap" / "invite"
         self.wait(invite.exists, START_LIMIT_S, "the bootstrap is up")
         self.invite = invite.read_text().strip()
 
     # ---- starting --------------------------------------------------------------------------------
-    def add_peer(self, *options: str, step_s: float = 0.0) -> Peer:
-        """Start `dilocox peer`; with `step_s` one whose inner steps take at least so long."""
+    def add_peer(
+        self,
+        *options: str,
+        stage: int | None = None,
+        step_s: float = 0.0,
+        shown_s: float | None = None,
+    ) -> Peer:
+        """Start `dilocox peer`.
+
+        With `step_s` its inner steps take at least so long. With `shown_s` its forwards and
+        backwards do, and are seen from outside: see shown.py.
+        """
         name = f"peer-{len(self.peers)}"
+        if stage is not None:
+            options = ("--stage", str(stage), *options)
+        program: tuple[str, ...] = ()
+        showing = None
+        if shown_s is not None:
+            showing = Shown(self.folder / f"{name}-shown")
+            program = (str(HERE / "shown.py"), str(shown_s), str(showing.folder))
+        elif step_s:
+            program = (str(HERE / "paced.py"), str(step_s))
         peer = Peer(
             name=name,
             state=self.folder / name,
-            child=self._start_peer(name, options, step_s),
+            child=self._start_peer(name, options, program),
+            stage=_stage_among(options),
             tag=f"{self.tag}.{name}",
             options=options,
-            step_s=step_s,
+            program=program,
+            shown=showing,
         )
         self.peers.append(peer)
         return peer
 
     def restart(self, peer: Peer) -> None:
         """Start a peer that has ended again, with the same state folder."""
-        peer.child = self._start_peer(peer.name, peer.options, peer.step_s)
+        peer.child = self._start_peer(peer.name, peer.options, peer.program)
         peer.expected = True
+
+    def host(self, peer: Peer) -> int:
+        """Which of the `links` leads to it."""
+        return 1 + self.peers.index(peer)
 
     def run_command(self, *arguments: str, limit_s: float) -> Child:
         """Run another command of the program to its end."""
@@ -142,15 +118,22 @@ class LocalSwarm:
         child.wait(limit_s)
         return child
 
-    def _start_peer(self, name: str, options: tuple[str, ...], step_s: float) -> Child:
+    def _start_peer(self, name: str, options: tuple[str, ...], program: tuple[str, ...]) -> Child:
         self._starts += 1
         log = self.folder / f"{name}-{self._starts}.log"
-        arguments = ["peer", self.invite, "--state", str(self.folder / name)]
-        arguments += ["--host", "127.0.0.1", "--threads", "1", "--device", "cpu", *options]
-        environment = self._environment(name)
-        if not step_s:
-            return start_command(arguments, log, env=environment)
-        return start_paced(step_s, arguments, log, env=environment)
+        arguments = ["peer", self.invite, "--threads", "1", "--device", "cpu", *options]
+        return self._launch(arguments, name, log, program)
+
+    def _launch(
+        self, arguments: list[str], name: str, log: Path, program: tuple[str, ...] = ()
+    ) -> Child:
+        address, prefix = "127.0.0.1", list[str]()
+        if self.links is not None:
+            host = 0 if name == "bootstrap" else 1 + int(name.removeprefix("peer-"))
+            address, prefix = self.links.address(host), self.links.command(host, [])
+        command = [*prefix, sys.executable, *(program or ("-m", "dilocox")), *arguments]
+        command += ["--state", str(self.folder / name), "--host", address]
+        return launch(command, log, env=self._environment(name))
 
     def _environment(self, name: str) -> dict[str, str]:
         caches = {"TORCHINDUCTOR_CACHE_DIR": str(self.folder / "cache")}  # stays, as caches do
@@ -201,18 +184,23 @@ class LocalSwarm:
             lambda: found() or {}, limit_s, f"a contribution of {peer.name} after {after_round}"
         )
 
-    def chain(self) -> dict[int, set[tuple[str, str]]]:
+    def chain(self, stage: int = 0) -> dict[int, set[tuple[str, str]]]:
         """By round: the (digest, sha256 of the anchor) that peers reported; one on all is right."""
         seen: dict[int, set[tuple[str, str]]] = {}
-        for peer in self.peers:
+        for peer in self.of_stage(stage):
             for line in peer.rounds:
                 seen.setdefault(line["round"], set()).add((line["digest"], line["anchor_sha256"]))
         return seen
 
+    def of_stage(self, stage: int) -> list[Peer]:
+        """The peers that were started for this stage."""
+        return [peer for peer in self.peers if peer.stage == stage]
+
     def assert_equal_chains(self) -> None:
-        """Every round has one digest and one anchor on all peers that reported it."""
-        for number, seen in sorted(self.chain().items()):
-            assert len(seen) == 1, f"round {number} differs: {seen}"
+        """Every round has one digest and one anchor on all of a stage's peers that reported it."""
+        for stage in range(self.manifest.stages):
+            for number, seen in sorted(self.chain(stage).items()):
+                assert len(seen) == 1, f"stage {stage}, round {number} differs: {seen}"
 
     def _summary(self) -> str:
         told = [
@@ -282,16 +270,7 @@ class LocalSwarm:
         return "\n".join(told)
 
 
-def start_paced(step_s: float, arguments: list[str], log: Path, *, env: dict[str, str]) -> Child:
-    """Start `dilocox` with inner steps that take at least `step_s`, asleep for the rest."""
-    command = [sys.executable, str(PACED), str(step_s), *arguments]
-    with log.open("wb") as output:
-        process = subprocess.Popen(
-            command,
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=output,
-            start_new_session=True,
-            env={**os.environ, **env},
-        )
-    return Child(process, log)
+def _stage_among(options: tuple[str, ...]) -> int:
+    """The stage that these options name, 0 where they leave it open."""
+    told = options[options.index("--stage") + 1] if "--stage" in options else ""
+    return int(told) if told.isdecimal() else 0

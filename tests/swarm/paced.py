@@ -2,8 +2,9 @@
 
     python paced.py SECONDS peer INVITE ...
 
-The time that a step lacks is slept, so peers of different speed can share two cores. Nothing of
-the product knows of it.
+What this peer's stage lacks of that time is slept at the end of its inner step, so peers of
+different speed can share two cores; the other stages of its replica wait for it as for a slow
+machine. Nothing of the product knows of it.
 """
 
 from __future__ import annotations
@@ -11,26 +12,38 @@ from __future__ import annotations
 import os
 import sys
 import time
-from typing import Any
+
+from torch import Tensor
 
 # As peer/logs.py does, but before hivemind is imported below.
 os.environ.setdefault("HIVEMIND_LOGLEVEL", "CRITICAL")
 
-from dilocox.peer import cli, trainer
+from dilocox.peer import cli
+from dilocox.pipeline.worker import StageWorker
+
+
+def pace(step_s: float) -> None:
+    """Let every inner step of a stage last at least so long, from its first microbatch on."""
+    fast_feed, fast_go = StageWorker.feed, StageWorker.go
+    began_at = 0.0
+
+    def feed(self: StageWorker, microbatch: int, inputs: Tensor | None, windows: Tensor) -> None:
+        nonlocal began_at
+        if self.idle:
+            began_at = time.monotonic()
+        fast_feed(self, microbatch, inputs, windows)
+
+    def go(self: StageWorker, factor: float, learning_rate: float) -> bool:
+        taken = fast_go(self, factor, learning_rate)
+        time.sleep(max(0.0, began_at + step_s - time.monotonic()))
+        return taken
+
+    StageWorker.feed, StageWorker.go = feed, go
 
 
 def main() -> None:
-    """Take the first argument away, slow the training loop's step, and go on as `dilocox`."""
-    step_s = float(sys.argv.pop(1))
-    fast_step = trainer.train_step
-
-    def paced_step(*arguments: Any, **options: Any) -> Any:
-        began = time.monotonic()
-        result = fast_step(*arguments, **options)
-        time.sleep(max(0.0, began + step_s - time.monotonic()))
-        return result
-
-    trainer.train_step = paced_step
+    """Take the first argument away, slow the stage's inner steps, and go on as `dilocox`."""
+    pace(float(sys.argv.pop(1)))
     cli.main()
 
 

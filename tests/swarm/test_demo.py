@@ -5,8 +5,13 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
+from statistics import fmean
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
@@ -14,16 +19,37 @@ from transformers import AutoModelForCausalLM
 from dilocox.dht.manifest import Manifest
 from dilocox.peer.data import held_out_windows
 
-LIMIT_S = 300
+LIMIT_S = 360
 ROUNDS = 10
+COMPARED_ROUNDS = 5  # the last ones
+TOLERANCE = 0.03
 
 
-@pytest.mark.swarm
-@pytest.mark.demo
-@pytest.mark.timeout(LIMIT_S + 60)
-def test_the_demo_learns_and_its_checkpoint_has_the_loss_that_it_reports(tmp_path: Path) -> None:
-    figures = tmp_path / "demo.json"
-    arguments = ["demo", "--rounds", str(ROUNDS), "--folder", str(tmp_path / "demo")]
+@dataclass(frozen=True)
+class Demo:
+    """A demo that has ended."""
+
+    folder: Path
+    figures: dict[str, Any]
+
+    def events(self, stage: int, kind: str) -> Iterator[tuple[str, dict[str, Any]]]:
+        """What the peers of a stage wrote: the file's name, and the event."""
+        for path in sorted(self.folder.glob(f"*/*-stage{stage}/events.jsonl")):
+            for line in path.read_text().splitlines():
+                if (event := json.loads(line))["event"] == kind:
+                    yield str(path), event
+
+    def curve(self) -> tuple[list[int], list[float]]:
+        """The tokens behind each round whose anchors were evaluated, and their loss."""
+        tokens = {line["round"]: line["chain_tokens"] for _, line in self.events(0, "round")}
+        losses = {line["round"]: line["loss"] for _, line in self.events(0, "validated")}
+        rounds = sorted(tokens.keys() & losses.keys())
+        return [tokens[number] for number in rounds], [losses[number] for number in rounds]
+
+
+def run_demo(folder: Path, *options: str) -> Demo:
+    figures = folder / "demo.json"
+    arguments = ["demo", "--rounds", str(ROUNDS), "--folder", str(folder / "demo"), *options]
     ran = subprocess.run(
         [sys.executable, "-m", "dilocox", *arguments, "--json", str(figures)],
         capture_output=True,
@@ -33,17 +59,70 @@ def test_the_demo_learns_and_its_checkpoint_has_the_loss_that_it_reports(tmp_pat
     )
     print(ran.stdout)
     assert ran.returncode == 0, ran.stdout + ran.stderr
-    result = json.loads(figures.read_text())
+    return Demo(folder / "demo", json.loads(figures.read_text()))
+
+
+@pytest.fixture(scope="module")
+def demo(tmp_path_factory: pytest.TempPathFactory) -> Demo:
+    """Two replicas of two stages, as `dilocox demo` starts them."""
+    return run_demo(tmp_path_factory.mktemp("two-stages"))
+
+
+@pytest.mark.swarm
+@pytest.mark.demo
+@pytest.mark.timeout(LIMIT_S + 60)
+def test_the_demo_learns_and_its_checkpoint_has_the_loss_that_it_reports(demo: Demo) -> None:
+    result = demo.figures
+    assert (result["stages"], result["replicas"]) == (2, 2)
     assert result["rounds_committed"] >= ROUNDS
-    assert result["digests_equal"]
+    assert result["seconds"] < LIMIT_S
     assert 5.4 <= result["val_loss_first"] <= 6.1
     assert result["val_loss_last"] < 2.5
     assert result["waiting_share"] < 0.03
     assert result["bytes_sent_per_round"] < 0.5 * result["bytes_fp16_per_round"]
-    # the loss of the exported anchor: by a peer, by the demo, and by plain transformers here
-    loss = plain_loss(Path(result["export"]), Manifest.load(tmp_path / "demo" / "run.yaml"))
+    # the loss of the exported anchors: by a replica, by the demo, and by plain transformers here
+    loss = plain_loss(Path(result["export"]), Manifest.load(demo.folder / "run.yaml"))
     assert round(result["val_loss_export"], 4) == round(loss, 4)
     assert abs(result["val_loss_last"] - loss) < 1e-3
+
+
+@pytest.mark.swarm
+@pytest.mark.demo
+@pytest.mark.timeout(LIMIT_S + 60)
+def test_all_peers_of_a_stage_have_the_same_chain_and_stages_have_their_own(demo: Demo) -> None:
+    assert demo.figures["digests_equal"]
+    chains: list[dict[int, str]] = []
+    for stage in range(2):
+        seen: dict[int, set[tuple[str, str]]] = {}
+        reported: dict[str, int] = {}
+        for peer, line in demo.events(stage, "round"):
+            seen.setdefault(line["round"], set()).add((line["digest"], line["anchor_sha256"]))
+            reported[peer] = reported.get(peer, 0) + 1
+        assert len(reported) == 2 and min(reported.values()) >= ROUNDS, reported
+        assert all(len(found) == 1 for found in seen.values()), seen
+        chains.append({number: found.pop()[0] for number, found in seen.items()})
+    common = chains[0].keys() & chains[1].keys()
+    assert len(common) >= ROUNDS
+    assert all(chains[0][number] != chains[1][number] for number in common)
+
+
+@pytest.mark.swarm
+@pytest.mark.timeout(2 * LIMIT_S + 60)
+def test_two_stages_learn_as_well_as_the_whole_model_on_one_peer(
+    demo: Demo, tmp_path: Path
+) -> None:
+    whole = run_demo(tmp_path, "--stages", "1")
+    assert (whole.figures["stages"], whole.figures["replicas"]) == (1, 2)
+    tokens, losses = demo.curve()
+    whole_tokens, whole_losses = whole.curve()
+    # at the same tokens, because a round has as many as there was time for
+    end = min(tokens[-1], whole_tokens[-1])
+    points = [number for number in tokens if number <= end][-COMPARED_ROUNDS:]
+    assert len(points) == COMPARED_ROUNDS and points[0] >= whole_tokens[0]
+    ours = fmean(np.interp(points, tokens, losses).tolist())
+    theirs = fmean(np.interp(points, whole_tokens, whole_losses).tolist())
+    print(f"at {points[0]:,} to {points[-1]:,} tokens: 2 stages {ours:.4f}, 1 stage {theirs:.4f}")
+    assert abs(ours / theirs - 1) < TOLERANCE
 
 
 def plain_loss(export: Path, manifest: Manifest) -> float:

@@ -1,0 +1,318 @@
+"""What memory a peer takes for its stage: the whole model cut into one, two and four stages.
+
+    python benchmarks/memory.py [--stages 1 2 4] [--layers 8] [--hidden-size 384] [--recompute]
+
+Every stage is built in a process of its own by the classes that a peer uses; it makes an inner
+step, sends, and makes another one with the send in flight. The neighbours' microbatches and
+gradients are random numbers.
+
+The first table says what the stage's vectors take, in bytes per parameter, counted in the tensors
+themselves at the end of the second step's last backward. `other shared` are the four vectors in
+shared memory besides the current anchor and outer momentum: message, own contribution, and the next
+anchor and momentum.
+
+The second one says how that and the activations add up. `in flight` are microbatches times what one
+of them keeps for its backward. `peak` is how far resident memory rose above what it was before the
+stage was built; `rest` is the part of it that nothing of the above explains: temporaries, the
+allocator's and the kernels' own. A peer that held anything of another stage would show it there.
+Read from Linux's /proc. A peer's four other processes are not in it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import multiprocessing
+import tempfile
+from collections import deque
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from dilocox.compression.layout import FlatLayout
+from dilocox.dht.errors import InvalidInput
+from dilocox.dht.manifest import Manifest
+from dilocox.peer.averaging import StageBuffers
+from dilocox.peer.prepare import local_model
+from dilocox.peer.snapshots import Snapshots
+from dilocox.pipeline.partition import plan_stages
+from dilocox.pipeline.schedule import window_size
+from dilocox.pipeline.stage import parameter_shapes
+from dilocox.pipeline.worker import StageWorker
+
+STAGE_LIMIT_S = 600.0
+LEARNING_RATE = 1e-4
+MB = 1e6
+
+
+@dataclass(frozen=True, kw_only=True)
+class Figures:
+    """What one stage took, in bytes."""
+
+    num_stages: int
+    stage: int
+    parameters: int
+    vectors: dict[str, int]
+    """By kind."""
+    microbatch_bytes: int
+    in_flight: int
+    """Most microbatches that were kept at once."""
+    before_bytes: int
+    """Resident before the stage was built: interpreter and libraries."""
+    peak_bytes: int
+    """Resident at the peak."""
+
+    @property
+    def explained_bytes(self) -> int:
+        """Vectors and activations."""
+        return sum(self.vectors.values()) + self.in_flight * self.microbatch_bytes
+
+
+class Bench:
+    """One stage, fed like a stage in the middle of a replica."""
+
+    def __init__(self, manifest: Manifest, stage: int, folder: Path, *, recompute: bool):
+        self._batch, self._stage, self._num_stages = manifest.batch, stage, manifest.stages
+        self._hidden_size: int = manifest.model["hidden_size"]
+        layout = FlatLayout.of(parameter_shapes(manifest.model, manifest.stages, stage))
+        self.buffers = StageBuffers.allocate(layout.numel)
+        snapshots = Snapshots(folder, layout=layout.digest)
+        device = torch.device("cpu")
+        self.model = local_model(manifest, stage, layout, self.buffers, snapshots, device)
+        self.worker = StageWorker(
+            self.model.stage,
+            self.model.optimizer,
+            microbatches=self._batch.microbatches,
+            stage_index=stage,
+            num_stages=manifest.stages,
+            recompute=recompute,
+        )
+        self.in_flight = 0
+
+    def passes(self) -> None:
+        """All forwards and backwards of one inner step, with as many in flight as at the start."""
+        window = window_size(
+            stages=self._num_stages,
+            microbatches=self._batch.microbatches,
+            round_trip_s=None,
+            compute_s=0.0,
+            limit=self._batch.microbatches,
+        )
+        batch = self._batch
+        hidden = (batch.microbatch_size, batch.sequence_length, self._hidden_size)
+        waiting: deque[int] = deque()
+        for microbatch in range(batch.microbatches):
+            windows = torch.randint(3, 259, (batch.microbatch_size, batch.sequence_length + 1))
+            self.worker.feed(microbatch, torch.randn(hidden) if self._stage else None, windows)
+            produced = self.worker.run_one()
+            kept = self.worker.in_flight
+            if produced is not None and produced.kind == "forward":
+                waiting.append(microbatch)
+            else:  # the last stage keeps a microbatch only while it runs
+                kept += 1
+            self.in_flight = max(self.in_flight, kept)
+            if len(waiting) == window:
+                self._backward(waiting.popleft(), hidden)
+        while waiting:
+            self._backward(waiting.popleft(), hidden)
+        if not self.worker.finished:
+            raise RuntimeError(f"stage {self._stage} did not finish its inner step")
+
+    def _backward(self, microbatch: int, shape: tuple[int, ...]) -> None:
+        self.worker.feed_gradient(microbatch, torch.randn(shape) * 1e-4)
+        self.worker.run_one()
+
+    def go(self) -> None:
+        """End the inner step."""
+        if not self.worker.go(1.0, LEARNING_RATE):
+            raise RuntimeError(f"stage {self._stage} skipped its inner step")
+        self.model.merge.trained(self._batch.tokens_per_step)
+
+    def send(self) -> None:
+        """Take what was learnt as the send of round 0, as at the end of a round."""
+        self.buffers.message.copy_(self.model.merge.send(0).message)
+
+    def vectors(self) -> dict[str, int]:
+        """Bytes of the stage's vectors by kind, in the middle of an inner step."""
+        merge, buffers = self.model.merge, self.buffers
+        gradients = [each.grad for each in self.model.stage.parameters() if each.grad is not None]
+        shared = [buffers.message, buffers.own, *buffers.anchors, *buffers.momenta]
+        current = {merge.anchor.data_ptr(), merge.momentum.data_ptr()}
+        kinds = {
+            "weights": [merge.progress.live],
+            "gradients": gradients,
+            "AdamW moments": list(self.model.optimizer.state_dict().tensors.values()),
+            "anchor": [merge.anchor],
+            "outer momentum": [merge.momentum],
+            "start of the round": [merge.progress.start],
+            "residual": [merge.residual.values],
+            "send in flight": [each for s in merge.fly.values() for each in (s.delta, s.message)],
+            "other shared": [each for each in shared if each.data_ptr() not in current],
+        }
+        return {kind: sum(each.nbytes for each in tensors) for kind, tensors in kinds.items()}
+
+
+def measure(description: dict[str, Any], stage: int, recompute: bool) -> Figures:
+    """Build one stage and let it work. To be called in a fresh process."""
+    manifest = Manifest.from_dict(description)
+    plan = plan_stages(manifest.model, manifest.stages)[stage]
+    load_kernels()
+    before = reset_peak()
+    with tempfile.TemporaryDirectory() as folder:
+        bench = Bench(manifest, stage, Path(folder), recompute=recompute)
+        bench.passes()
+        bench.go()
+        bench.send()
+        bench.passes()
+        vectors = bench.vectors()
+        bench.go()
+    return Figures(
+        num_stages=manifest.stages,
+        stage=stage,
+        parameters=plan.num_parameters,
+        vectors=vectors,
+        microbatch_bytes=bench.worker.stored_bytes,
+        in_flight=bench.in_flight,
+        before_bytes=before,
+        peak_bytes=resident_bytes("VmHWM"),
+    )
+
+
+def load_kernels() -> None:
+    """Run a little of everything, so that what libraries load at first use is there before."""
+    layer = torch.nn.Linear(256, 256)
+    optimizer = torch.optim.AdamW(layer.parameters())
+    layer(torch.randn(256, 256)).square().mean().backward()
+    torch.nn.utils.get_total_norm(
+        [each.grad for each in layer.parameters() if each.grad is not None]
+    )
+    optimizer.step()
+
+
+def reset_peak() -> int:
+    """Let the peak of resident memory start anew; what is resident now, in bytes."""
+    ctypes.CDLL(None).malloc_trim(0)  # else the stage gets what the imports have left
+    Path("/proc/self/clear_refs").write_text("5")
+    return resident_bytes("VmRSS")
+
+
+def resident_bytes(field: str) -> int:
+    """A field of this process's status, in bytes."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(f"{field}:"):
+            return int(line.split()[1]) * 1024
+    raise LookupError(f"/proc/self/status has no {field}")
+
+
+def in_fresh_process(description: dict[str, Any], stage: int, recompute: bool) -> Figures:
+    """`measure` in a process that has done nothing before."""
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(max_workers=1, mp_context=context) as pool:
+        return pool.submit(measure, description, stage, recompute).result(STAGE_LIMIT_S)
+
+
+def run_description(arguments: argparse.Namespace, num_stages: int) -> dict[str, Any]:
+    """The run.yaml of a Llama over bytes."""
+    heads = max(1, arguments.hidden_size // 64)
+    return {
+        "name": "memory",
+        "model": {
+            "model_type": "llama",
+            "vocab_size": arguments.vocabulary,
+            "hidden_size": arguments.hidden_size,
+            "intermediate_size": arguments.hidden_size * 11 // 4,
+            "num_hidden_layers": arguments.layers,
+            "num_attention_heads": heads,
+            "num_key_value_heads": heads,
+            "max_position_embeddings": 2048,
+            "tie_word_embeddings": False,
+            "bos_token_id": None,
+            "eos_token_id": 1,
+            "pad_token_id": 0,
+        },
+        "stages": num_stages,
+        "end_tokens": 10**9,
+        "batch": {
+            "sequence_length": arguments.sequence_length,
+            "microbatch_size": arguments.microbatch_size,
+            "microbatches": arguments.microbatches,
+        },
+    }
+
+
+def kinds_table(figures: list[Figures]) -> Table:
+    """Bytes per parameter by kind, a column per stage."""
+    table = Table(title="bytes per parameter of the stage")
+    table.add_column("kind")
+    for each in figures:
+        table.add_column(f"{each.stage + 1}/{each.num_stages}", justify="right")
+    for kind in figures[0].vectors:
+        table.add_row(kind, *(f"{each.vectors[kind] / each.parameters:.2f}" for each in figures))
+    table.add_section()
+    sums = (sum(each.vectors.values()) / each.parameters for each in figures)
+    table.add_row("total", *(f"{total:.2f}" for total in sums))
+    return table
+
+
+def stages_table(figures: list[Figures]) -> Table:
+    """How vectors and activations add up, beside what was measured."""
+    table = Table(title="a stage in memory, MB")
+    for heading in ("stage", "parameters", "vectors", "in flight", "sum", "peak", "rest", "before"):
+        table.add_column(heading, justify="right")
+    for index, each in enumerate(figures):
+        if each.stage == 0 and index:
+            table.add_section()
+        risen = each.peak_bytes - each.before_bytes
+        table.add_row(
+            f"{each.stage + 1}/{each.num_stages}",
+            f"{each.parameters:,}",
+            f"{sum(each.vectors.values()) / MB:.0f}",
+            f"{each.in_flight} x {each.microbatch_bytes / MB:.1f}",
+            f"{each.explained_bytes / MB:.0f}",
+            f"{risen / MB:.0f}",
+            f"{(risen - each.explained_bytes) / MB:+.0f}",
+            f"{each.before_bytes / MB:.0f}",
+        )
+    return table
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(
+        description=(__doc__ or "").splitlines()[0],
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    parser.add_argument("--stages", type=int, nargs="+", default=[1, 2, 4], help="to cut into")
+    parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument("--hidden-size", type=int, default=384)
+    parser.add_argument("--vocabulary", type=int, default=4096)
+    parser.add_argument("--sequence-length", type=int, default=128)
+    parser.add_argument("--microbatch-size", type=int, default=2)
+    parser.add_argument("--microbatches", type=int, default=8, help="of an inner step")
+    parser.add_argument("--recompute", action="store_true", help="keep only the forwards' inputs")
+    arguments = parser.parse_args()
+    if not Path("/proc/self/clear_refs").exists():
+        parser.error("resident memory is read from Linux's /proc, which is not here")
+    descriptions = [run_description(arguments, count) for count in arguments.stages]
+    try:
+        for description in descriptions:
+            plan_stages(Manifest.from_dict(description).model, description["stages"])
+    except InvalidInput as error:
+        parser.error(str(error))
+    figures = [
+        in_fresh_process(description, stage, arguments.recompute)
+        for description in descriptions
+        for stage in range(description["stages"])
+    ]
+    console = Console()
+    console.print(kinds_table(figures))
+    console.print(stages_table(figures))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,103 @@
+"""`dilocox` whose passes take a given time, asleep for most of it, and that logs its inner steps.
+
+    python paced_passes.py FORWARD_S BACKWARD_S FILE peer INVITE ...
+
+A forward lasts at least FORWARD_S, a backward BACKWARD_S (on the last stage both together), so that
+several stages share two cores without slowing each other and links are all that differs between two
+runs. To the peer it is time spent computing. Each inner step is a line in FILE: monotonic seconds,
+and all seconds spent computing so far. Nothing of the product knows of it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Generator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+# As peer/logs.py does, but before hivemind is imported below.
+os.environ.setdefault("HIVEMIND_LOGLEVEL", "CRITICAL")
+
+from dilocox.peer import cli
+from dilocox.pipeline.measure import Smoothed, Stopwatch
+from dilocox.pipeline.passes import StageOptimizer, StagePasses
+from dilocox.pipeline.stage import StageModule
+from dilocox.pipeline.worker import StageWorker
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoggedStep:
+    """One line of the file: when an inner step ended, and what the stage had computed by then."""
+
+    at_s: float
+    computing_s: float
+
+
+def logged_steps(file: Path) -> list[LoggedStep]:
+    """All whole lines so far."""
+    text = file.read_text() if file.exists() else ""
+    lines = text[: text.rfind("\n") + 1].splitlines()
+    return [LoggedStep(**json.loads(line)) for line in lines]
+
+
+class _PacedWatch(Stopwatch):
+    """A stopwatch under which everything that is smoothed takes at least its time."""
+
+    def __init__(self, watch: Stopwatch, least_s: dict[Smoothed, float]):
+        self.__dict__.update(watch.__dict__)
+        self._least_s = least_s
+
+    @contextmanager
+    def running(self, smoothed: Smoothed | None = None) -> Generator[None]:
+        with super().running(smoothed):
+            end = time.monotonic() + (self._least_s[smoothed] if smoothed else 0.0)
+            yield
+            time.sleep(max(0.0, end - time.monotonic()))
+
+
+def pace(forward_s: float, backward_s: float) -> None:
+    """Let all passes last at least so long."""
+    fast_init = StagePasses.__init__
+
+    def init(
+        self: StagePasses, stage: StageModule, optimizer: StageOptimizer, *, recompute: bool
+    ) -> None:
+        fast_init(self, stage, optimizer, recompute=recompute)
+        backward_least_s = backward_s
+        if stage.is_last:  # its one pass does both, and counts as a backward
+            backward_least_s += forward_s
+        least_s = {self.forward_s: forward_s, self.backward_s: backward_least_s}
+        self.watch = _PacedWatch(self.watch, least_s)
+
+    StagePasses.__init__ = init
+
+
+def log_steps(file: Path) -> None:
+    """Write a line at every inner step's end."""
+    silent_go = StageWorker.go
+
+    def go(self: StageWorker, factor: float, learning_rate: float) -> bool:
+        taken = silent_go(self, factor, learning_rate)
+        line = json.dumps({"at_s": time.monotonic(), "computing_s": self.computing_s})
+        with file.open("a") as log:
+            log.write(line + "\n")
+        return taken
+
+    StageWorker.go = go
+
+
+def main() -> None:
+    """Take the first three arguments away, pace and log, and go on as `dilocox`."""
+    forward_s, backward_s, file = sys.argv[1:4]
+    del sys.argv[1:4]
+    pace(float(forward_s), float(backward_s))
+    log_steps(Path(file))
+    cli.main()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,260 @@
+"""What slow links cost a replica, and what codecs and the order of the work win back.
+
+    python benchmarks/pipeline.py [--steps 8] [--pass-s 0.1] [--mbit 50] [--delay-ms 50]
+
+The first table: replicas of real peers (`dilocox peer`), one after the other, on links of this
+machine's loopback and on shaped ones (tests/swarm/links.py; that needs Linux and root). A forward
+and a backward of a stage last --pass-s together, mostly asleep (paced_passes.py), so that the links
+are what differs and not what else the machine does. `computing` is the share of its time in which a
+stage computes, from head to last stage; `tokens/s` of the replica stands beside what it is in per
+cent of the unshaped one's. Both are over --steps inner steps, after some to warm up in which the
+head measures the links. One inner step has --microbatches and flushes the pipeline at its end, so
+that even without links no stage can compute all the time: `at best` is M / (M + S - 1) of it.
+
+The second table: the loss after --loss-steps inner steps in which all that stages tell each other
+goes through a codec (codec_losses.py); deterministic, and without links.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import tempfile
+import time
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+# the swarms of the tests; a script has only its own folder on the path
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks import paced_passes
+from benchmarks.codec_losses import Losses, trained
+from benchmarks.paced_passes import LoggedStep, logged_steps
+from dilocox.peer.subprocesses import Child
+from tests.swarm.harness import LocalSwarm
+from tests.swarm.links import Links, available
+from tests.swarm.small_run import run_manifest
+
+START_LIMIT_S = 180.0
+STEP_LIMIT_S = 60.0
+LOOK_S = 1.0  # looking costs time of the processor
+WARM_UP_STEPS = 3
+FORWARD_SHARE = 1 / 3  # of a forward and a backward together
+LOSS_LIMITS = {"int8": 0.005, "int4": 0.02}  # over bf16's
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """One replica of the first table."""
+
+    codec: str
+    schedule: str = "backward_first"
+    shaped: bool = True
+
+
+@dataclass(frozen=True, kw_only=True)
+class Speed:
+    """What it did."""
+
+    computing: list[float]
+    """Share of the time, by stage."""
+    tokens_per_s: float
+
+
+class PacedSwarm(LocalSwarm):
+    """A swarm whose peers' passes last as long as they are told."""
+
+    def __init__(self, *arguments: Any, pass_s: float, **options: Any):
+        super().__init__(*arguments, **options)
+        self._pass_s = pass_s
+
+    def steps_file(self, stage: int) -> Path:
+        """Where the peer of this stage logs its inner steps."""
+        return self.folder / f"peer-{stage}-steps"
+
+    def _start_peer(self, name: str, options: tuple[str, ...], program: tuple[str, ...]) -> Child:
+        forward_s = self._pass_s * FORWARD_SHARE
+        times = (str(forward_s), str(self._pass_s - forward_s))
+        file = str(self.folder / f"{name}-steps")
+        return super()._start_peer(name, options, (paced_passes.__file__, *times, file))
+
+
+def run_description(arguments: argparse.Namespace, setting: Setting) -> dict[str, Any]:
+    """A run with activations as wide as they are cheap to compute, whose rounds never end."""
+    length = arguments.sequence_length
+    steps = 10**5
+    return run_manifest(
+        name="pipeline-benchmark",
+        model=model_description(
+            hidden_size=arguments.hidden_size, layers=arguments.stages, width=32
+        ),
+        stages=arguments.stages,
+        batch={
+            "sequence_length": length,
+            "microbatch_size": arguments.microbatch_size,
+            "microbatches": arguments.microbatches,
+        },
+        pipeline={"codec": setting.codec, "schedule": setting.schedule},
+        rounds={"inner_steps": steps, "min_inner_steps": steps, "max_inner_steps": steps},
+    )
+
+
+def model_description(*, hidden_size: int, layers: int, width: int) -> dict[str, Any]:
+    """A Llama over bytes; `width`: of a head and of what else its layers compute within."""
+    return {
+        "model_type": "llama",
+        "vocab_size": 384,
+        "hidden_size": hidden_size,
+        "intermediate_size": 2 * width,
+        "num_hidden_layers": layers,
+        "num_attention_heads": 1,
+        "num_key_value_heads": 1,
+        "head_dim": width,
+        "max_position_embeddings": 1024,
+        "tie_word_embeddings": False,
+        "bos_token_id": None,
+        "eos_token_id": 1,
+        "pad_token_id": 0,
+    }
+
+
+def measure(arguments: argparse.Namespace, setting: Setting) -> Speed:
+    """Run one replica."""
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        links: Links | None = None
+        if setting.shaped:
+            hosts = 1 + arguments.stages
+            links = stack.enter_context(
+                Links(hosts, mbit=arguments.mbit, delay_ms=arguments.delay_ms)
+            )
+        manifest = run_description(arguments, setting)
+        swarm = PacedSwarm(folder, manifest, links=links, pass_s=arguments.pass_s)
+        stack.callback(swarm.close)
+        for stage in range(arguments.stages):
+            swarm.add_peer(stage=stage)
+        files = [swarm.steps_file(stage) for stage in range(arguments.stages)]
+        last = WARM_UP_STEPS + arguments.steps
+        for count, limit_s in ((1, START_LIMIT_S), (last, last * STEP_LIMIT_S)):
+            deadline = time.monotonic() + limit_s
+            while min(len(logged_steps(file)) for file in files) < count:
+                swarm.look()
+                if time.monotonic() > deadline:
+                    raise TimeoutError(f"no {count} inner steps within {limit_s:.0f} s")
+                time.sleep(LOOK_S)
+        logs = [logged_steps(file)[WARM_UP_STEPS - 1 : last] for file in files]
+        tokens = arguments.steps * swarm.manifest.batch.tokens_per_step
+        return Speed(
+            computing=[_computing(log) for log in logs],
+            tokens_per_s=tokens / (logs[0][-1].at_s - logs[0][0].at_s),
+        )
+
+
+def _computing(log: list[LoggedStep]) -> float:
+    first, last = log[0], log[-1]
+    return (last.computing_s - first.computing_s) / (last.at_s - first.at_s)
+
+
+def speeds(arguments: argparse.Namespace, console: Console) -> None:
+    """Measure and print the first table, and whether backward-first beats 1F1B."""
+    same = arguments.schedule_codec
+    settings = [Setting(codec="bf16", shaped=False)]
+    if reason := available():
+        console.print(f"no shaped links here: {reason}")
+    else:
+        settings += [Setting(codec=codec) for codec in arguments.codecs]
+        settings += [Setting(codec=same, schedule="1f1b")]
+    table = Table(
+        title=f"{arguments.stages} stages, {arguments.microbatches} microbatches of "
+        f"{arguments.pass_s * 1e3:g} ms; shaped: {arguments.mbit:g} Mbit/s, "
+        f"{arguments.delay_ms:g} ms one way"
+    )
+    for heading in ("links", "codec", "order"):
+        table.add_column(heading)
+    for heading in ("computing", "mean", "tokens/s", "of unshaped"):
+        table.add_column(heading, justify="right")
+    found: dict[Setting, Speed] = {}
+    for setting in settings:
+        with console.status(f"{setting.codec}, {setting.schedule}"):
+            speed = found[setting] = measure(arguments, setting)
+        table.add_row(
+            "shaped" if setting.shaped else "loopback",
+            setting.codec,
+            setting.schedule,
+            " ".join(f"{share:.0%}" for share in speed.computing),
+            f"{statistics.fmean(speed.computing):.0%}",
+            f"{speed.tokens_per_s:,.0f}",
+            f"{speed.tokens_per_s / found[settings[0]].tokens_per_s:.0%}",
+        )
+    console.print(table)
+    ours, theirs = found.get(Setting(codec=same)), found.get(Setting(codec=same, schedule="1f1b"))
+    if ours and theirs:
+        gain = ours.tokens_per_s / theirs.tokens_per_s - 1
+        console.print(f"backward-first with {same}: {gain:+.0%} tokens/s over 1F1B")
+
+
+def losses(arguments: argparse.Namespace, console: Console) -> None:
+    """Measure and print the second table."""
+    description = run_manifest(
+        model=model_description(hidden_size=128, layers=4, width=128),
+        stages=arguments.stages,
+        batch={"sequence_length": 128, "microbatch_size": 4, "microbatches": 2},
+        data={"source": "stdlib", "parts": 8, "held_out_windows": 64},
+    )
+    table = Table(title=f"loss after {arguments.loss_steps} inner steps, {arguments.stages} stages")
+    table.add_column("codec")
+    for heading in ("validation", "over bf16", "training", "over bf16", "limit"):
+        table.add_column(heading, justify="right")
+    found: dict[str, Losses] = {}
+    for codec in ("fp32", "bf16", "int8", "int4"):
+        with console.status(f"losses with {codec}"):
+            found[codec] = trained(description, codec, arguments.loss_steps)
+    reference = found["bf16"]
+    for codec, each in found.items():
+        table.add_row(
+            codec,
+            f"{each.validation:.4f}",
+            f"{each.validation / reference.validation - 1:+.2%}",
+            f"{each.training:.4f}",
+            f"{each.training / reference.training - 1:+.2%}",
+            f"{LOSS_LIMITS[codec]:+.1%}" if codec in LOSS_LIMITS else "",
+        )
+    console.print(table)
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(
+        description=(__doc__ or "").splitlines()[0],
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    parser.add_argument("--stages", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=8, help="inner steps to measure; 0: none")
+    parser.add_argument("--pass-s", type=float, default=0.1, help="a forward and a backward")
+    parser.add_argument("--mbit", type=float, default=50.0, help="of each shaped link, both ways")
+    parser.add_argument("--delay-ms", type=float, default=50.0, help="of shaped links, one way")
+    parser.add_argument("--hidden-size", type=int, default=512)
+    parser.add_argument("--sequence-length", type=int, default=256)
+    parser.add_argument("--microbatch-size", type=int, default=4)
+    parser.add_argument("--microbatches", type=int, default=16, help="of an inner step")
+    parser.add_argument("--codecs", nargs="+", default=["bf16", "int8", "int4"], help="shaped")
+    parser.add_argument("--schedule-codec", default="int8", help="one of these, also with 1F1B")
+    parser.add_argument("--loss-steps", type=int, default=200, help="0: no losses")
+    arguments = parser.parse_args()
+    if arguments.schedule_codec not in arguments.codecs:
+        parser.error("--schedule-codec must be one of --codecs")
+    console = Console()
+    if arguments.steps:
+        speeds(arguments, console)
+    if arguments.loss_steps:
+        losses(arguments, console)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,222 @@
+"""The archive's thread: follows what is claimed of each stage, and answers who asks for it.
+
+It has an event loop and a handle of its own to p2pd. One job per stage at a time; what fails is
+logged and tried again with the next claims that are heard, or later where the disk is at fault.
+"""
+
+# pyright: reportMissingTypeStubs=false, reportUnknownMemberType=false
+# pyright: reportUnknownVariableType=false, reportUnknownArgumentType=false
+# pyright: reportUnknownParameterType=false, reportAttributeAccessIssue=false
+# hivemind and its generated protocol classes carry no types.
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import contextlib
+import logging
+import threading
+import time
+from collections.abc import Awaitable, Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, AsyncIterator  # noqa: UP035 - hivemind knows this one only
+
+import torch
+from hivemind.p2p import P2P, P2PContext, ServicerBase
+from hivemind.proto import runtime_pb2
+
+from dilocox.compression.layout import FlatLayout
+from dilocox.dht.errors import EnvironmentFault
+from dilocox.dht.keys import averaging_prefix
+from dilocox.dht.manifest import Manifest
+from dilocox.dht.records import ClaimRecord
+from dilocox.peer import catchup
+from dilocox.peer.archive_stage import StageArchive
+from dilocox.peer.averager import StageAverager
+from dilocox.peer.outer import OuterStep
+from dilocox.peer.transport import CHUNK_BYTES, PeerTransport, UploadLimit, reply, unpack
+from dilocox.pipeline.stage import parameter_shapes
+
+logger = logging.getLogger(__name__)
+
+START_LIMIT_S = 10.0
+CLOSE_LIMIT_S = 3.0
+STAGES_AT_ONCE = 2  # that are followed; each may hold a record and its decoded mean
+FAULT_PAUSE_S = 60.0  # after a full disk or a fault of ours
+
+Claims = Mapping[int, Mapping[str, ClaimRecord]]
+"""By stage and peer."""
+
+
+class ArchiveService(ServicerBase):
+    """Answers for one stage what an averager answers, as far as it is kept: states and records."""
+
+    def __init__(self, find: Callable[[dict[str, Any]], Awaitable[catchup.Source | None]]):
+        self._find = find
+
+    @classmethod
+    def _get_handle_name(cls, namespace: str | None, method_name: str) -> str:
+        return StageAverager._get_handle_name(namespace, method_name)
+
+    async def rpc_get(
+        self, request: runtime_pb2.ExpertRequest, context: P2PContext
+    ) -> AsyncIterator[runtime_pb2.ExpertResponse]:
+        """Serve a record, a certificate or the state, in chunks."""
+        try:
+            found = await self._find(unpack(request))
+        except (ValueError, KeyError, TypeError, OSError):
+            found = None
+        if found is None:
+            yield reply({})
+            return
+        with found as source:
+            yield reply(source.facts)
+            while chunk := source.file.read(CHUNK_BYTES):
+                yield reply({}, chunk)
+
+
+class Keeper:
+    """The thread, the stages that are kept, and their service.
+
+    `claims`: what is to be told of the stages; set whole.
+    """
+
+    def __init__(self, run: str, me: str, manifest: Manifest, folder: Path):
+        self.claims: Mapping[int, ClaimRecord] = {}
+        self._run = run
+        self._me = me
+        self._manifest = manifest
+        self._folder = folder
+        self._stages: dict[int, StageArchive] = {}
+        self._jobs: dict[int, asyncio.Task[None]] = {}
+        self._not_before: dict[int, float] = {}
+        self._p2p: Any = None
+        self._loop = asyncio.new_event_loop()
+        self._stop = asyncio.Event()
+        self._slots = asyncio.Semaphore(STAGES_AT_ONCE)
+        self._pool = ThreadPoolExecutor(2, "archive", torch.set_num_threads, (1,))
+        self._started: concurrent.futures.Future[None] = concurrent.futures.Future()
+        self._thread = threading.Thread(target=self._run_loop, name="archive", daemon=True)
+
+    # ---- in the bootstrap's thread ---------------------------------------------------------------
+    @property
+    def running(self) -> bool:
+        """Whether the thread lives."""
+        return self._thread.is_alive()
+
+    def start(self, address: Any) -> None:
+        """Start with the p2pd that listens at this address; raises EnvironmentFault."""
+        self._address = address
+        self._thread.start()
+        try:
+            self._started.result(START_LIMIT_S + 1.0)
+        except Exception as error:
+            self.close()
+            raise EnvironmentFault(f"its thread did not start ({error!r})") from error
+
+    def hear(self, claims: Claims) -> None:
+        """What is claimed of each stage that gave an answer."""
+        with contextlib.suppress(RuntimeError):  # the loop has ended
+            self._loop.call_soon_threadsafe(self._heard, claims)
+
+    def close(self) -> None:
+        """End the thread."""
+        with contextlib.suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(self._stop.set)
+        self._thread.join(CLOSE_LIMIT_S)
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+    # ---- in the archive's thread -----------------------------------------------------------------
+    def _run_loop(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        try:
+            self._loop.run_until_complete(self._live())
+        except Exception:
+            logger.exception("the archive's thread failed")
+        finally:
+            self._loop.close()
+
+    async def _live(self) -> None:
+        try:
+            self._p2p = await asyncio.wait_for(P2P.replicate(self._address), START_LIMIT_S)
+        except Exception as error:  # noqa: BLE001 - `start` raises it
+            self._started.set_exception(error)
+            return
+        try:
+            self._started.set_result(None)
+            for stage in range(self._manifest.stages):
+                if self._of_stage(stage).exists():
+                    self._heard({stage: {}})
+            await self._stop.wait()
+        finally:
+            for job in self._jobs.values():
+                job.cancel()
+            await asyncio.gather(*self._jobs.values(), return_exceptions=True)
+            for archive in self._stages.values():
+                await archive.close()
+            await self._p2p.shutdown()
+
+    def _heard(self, claims: Claims) -> None:
+        for stage, of_stage in claims.items():
+            if (job := self._jobs.get(stage)) is not None and not job.done():
+                continue
+            known = stage in self._stages or self._of_stage(stage).exists()
+            wanted = known or any(claim.round >= 0 for claim in of_stage.values())
+            if wanted and time.monotonic() >= self._not_before.get(stage, 0.0):
+                self._jobs[stage] = self._loop.create_task(self._tend(stage, of_stage))
+
+    async def _tend(self, stage: int, claims: Mapping[str, ClaimRecord]) -> None:
+        try:
+            async with self._slots:
+                archive = self._stages.get(stage) or await self._opened(stage)
+                try:
+                    await archive.tend(claims)
+                finally:
+                    self._show(stage, archive.claim)
+        except EnvironmentFault as error:
+            logger.error("archive of stage %d: %s", stage, error)
+            self._not_before[stage] = time.monotonic() + FAULT_PAUSE_S
+        except Exception:  # the other stages are to be kept all the same
+            logger.exception("archive of stage %d: failed", stage)
+            self._not_before[stage] = time.monotonic() + FAULT_PAUSE_S
+
+    def _show(self, stage: int, claim: ClaimRecord | None) -> None:
+        others = {number: each for number, each in self.claims.items() if number != stage}
+        self.claims = others if claim is None else others | {stage: claim}
+
+    async def _opened(self, stage: int) -> StageArchive:
+        archive = await self._compute(self._made, stage)
+        service = ArchiveService(lambda want: self._compute(archive.find, want))
+        namespace = averaging_prefix(self._run, stage)
+        await asyncio.wait_for(
+            service.add_p2p_handlers(self._p2p, namespace=namespace), START_LIMIT_S
+        )
+        self._stages[stage] = archive
+        return archive
+
+    def _made(self, stage: int) -> StageArchive:
+        manifest = self._manifest
+        layout = FlatLayout.of(parameter_shapes(manifest.model, manifest.stages, stage))
+        return StageArchive(
+            self._of_stage(stage),
+            me=self._me,
+            check=catchup.RecordCheck.of(self._run, stage, manifest, layout),
+            outer=OuterStep(manifest.outer.learning_rate, manifest.outer.momentum),
+            record_lifetime_s=manifest.deadlines.record_lifetime_s,
+            transport=PeerTransport(
+                p2p=self._p2p,
+                stub_for=lambda p2p, peer: StageAverager.get_stub(
+                    p2p, peer, namespace=averaging_prefix(self._run, stage)
+                ),
+                limit=UploadLimit(None),
+                counter=torch.zeros((), dtype=torch.int64),
+            ),
+            compute=self._compute,
+        )
+
+    def _of_stage(self, stage: int) -> Path:
+        return self._folder / f"stage{stage}"
+
+    async def _compute(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        return await asyncio.get_running_loop().run_in_executor(self._pool, function, *arguments)

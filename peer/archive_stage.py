@@ -1,0 +1,346 @@
+"""What the bootstrap keeps of one stage, so that the stage outlives all of its peers.
+
+A *generation* (archive_generation.py) grows by the records that peers commit. When many have come,
+the next one is begun from a peer's newer state, and takes over once two records have proved that
+state; until then the older one is kept, grows and is served. A chain that cannot be followed any
+more (the peers' logs do not reach back so far, or it lost against one with more tokens) is replaced
+at once. Nothing is computed but checks.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from dilocox.dht.records import ClaimRecord
+from dilocox.peer import catchup
+from dilocox.peer.archive_generation import Generation
+from dilocox.peer.archive_state import ask_for_state, download_state
+from dilocox.peer.catchup import NoState, Reach
+from dilocox.peer.outer import OuterStep
+from dilocox.peer.record import RecordRefused
+from dilocox.peer.transport import PeerTransport
+from dilocox.peer.view import SwarmView
+
+logger = logging.getLogger(__name__)
+
+RECORDS_AFTER_STATE = 8  # when more have come, a newer state is looked for
+TRIED_AT_ONCE = 3  # claims: one that is a lie must not hide the others
+RECORDS_LIMIT_S = 600.0  # of a walk; a transfer that stalls fails much sooner
+STATE_LIMIT_S = 6 * 3600.0  # of a whole model
+PAUSE_S = 5.0  # after a state that could not be had
+MAX_NOTED = 1000  # digests or peers
+
+# what is wrong with a peer, or with the way to it
+REFUSED = (ConnectionError, ValueError, asyncio.TimeoutError)
+
+
+class StageArchive:
+    """Keeps one stage. All calls belong to one event loop; slow work runs in `compute`.
+
+    claim: what is to be told of it: its last record, or None while it has none or somebody is known
+    to be ahead, so that nobody takes a chain that is behind, or has lost, for a current one.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        me: str,
+        check: catchup.RecordCheck,
+        outer: OuterStep,
+        record_lifetime_s: float,
+        transport: PeerTransport,
+        compute: catchup.Compute,
+    ):
+        """Takes up what is on the disk; slow. Raises EnvironmentFault."""
+        self.claim: ClaimRecord | None = None
+        self._folder = folder
+        self._me = me
+        self._check = check
+        self._outer = outer
+        self._record_lifetime_s = record_lifetime_s
+        self._transport = transport
+        self._compute = compute
+        kept = Generation.kept(folder, check) or [Generation.begun(folder, 0, check)]
+        self._current, self._coming = kept[0], kept[1] if len(kept) > 1 else None
+        for more in kept[2:]:
+            more.remove()
+        self._building: asyncio.Task[Generation] | None = None
+        self._replaces = False  # what is being built: the chain, and not only the state
+        self._not_before = 0.0
+        self._doubted: dict[str, float] = {}  # digests that could not be had, since when
+        self._ignored: set[str] = set()
+        self._liars: set[str] = set()  # whose states were wrong
+
+    def find(self, want: Mapping[str, Any]) -> catchup.Source | None:
+        """What a peer asks for, as catchup.py defines it; KeyError and so on for nonsense."""
+        match want["what"]:
+            case "record" | "certificate":
+                for each in (self._current, self._coming):
+                    digest = str(want["digest"])
+                    found = each and catchup.find_in_log(each.log, want["what"], digest)
+                    if found:
+                        return found
+                return None
+            case "state":
+                offset, sha256 = int(want.get("offset", 0)), want.get("sha256")
+                return catchup.open_state(self._current.states, offset, sha256)
+            case _:
+                return None
+
+    async def tend(self, claims: Mapping[str, ClaimRecord]) -> None:
+        """Follow the best of these claims as far as possible; `claim` is right again after it.
+
+        Raises EnvironmentFault, also in its name for a download that ran beside the last calls.
+        """
+        view = SwarmView(me=self._me, claims=claims)
+        try:
+            await self._take_built()
+            await self._follow(view)
+            await self._prove()
+            if self._current.records_after > RECORDS_AFTER_STATE and self._coming is None:
+                head = self._current.head.digest
+                self._build(view, head, replaces=False)
+        finally:
+            self.claim = None if self._ahead(view) else self._own_claim()
+
+    async def close(self) -> None:
+        """End what runs beside."""
+        building, self._building = self._building, None
+        if building is not None:
+            building.cancel()
+            await asyncio.wait([building])
+
+    # ---- records ---------------------------------------------------------------------------------
+    def _ahead(self, view: SwarmView) -> list[ClaimRecord]:
+        """What others claim beyond our chain or against it, the most tokens first."""
+        head, found, ignored = self._current.head, list[ClaimRecord](), set(self._ignored)
+        while best := view.best_claim(head.chain_tokens, head.digest, ignored):
+            found.append(best[1])
+            ignored.add(best[1].digest)
+        return found
+
+    async def _follow(self, view: SwarmView) -> None:
+        for claim in self._ahead(view)[:TRIED_AT_ONCE]:
+            peer = random.choice(_holders(view, claim.digest))
+            try:
+                reach = await self._catch_up(self._current, peer, claim.digest)
+            except REFUSED as error:
+                self._doubt(claim, peer, error)
+                continue
+            self._doubted.clear()
+            fork_round = reach.fork_round
+            if reach.too_far or (fork_round is not None and self._loses(reach, fork_round)):
+                self._cannot_follow(view, claim, reach)
+            elif fork_round is not None:
+                self._note(self._ignored, claim.digest)  # it lost against ours
+                continue
+            elif self._coming is not None:
+                await self._follow_with(self._coming, peer, claim.digest)
+            return
+
+    async def _catch_up(self, generation: Generation, peer: str, digest: str) -> Reach:
+        walk = catchup.catch_up(
+            self._transport,
+            generation.log,
+            peer,
+            digest,
+            check=self._check,
+            compute=self._compute,
+        )
+        try:
+            return await asyncio.wait_for(walk, RECORDS_LIMIT_S)
+        finally:
+            generation.grown()
+
+    async def _follow_with(self, coming: Generation, peer: str, digest: str) -> None:
+        """Let the next generation grow too; one that cannot is given up."""
+        try:
+            reach = await self._catch_up(coming, peer, digest)
+        except REFUSED as error:
+            logger.info("%s: the next generation waits: %s", self, _said(error))
+            return
+        if reach.too_far or reach.fork_round is not None:
+            self._drop_coming()
+
+    def _loses(self, reach: Reach, fork_round: int) -> bool:
+        """Whether their chain beats ours since the fork; the rule of chain.py."""
+        log, head = self._current.log, self._current.head
+        following = [number for number in log.rounds() if number > fork_round]
+        after = log.header(following[1]) if len(following) > 1 else None
+        first = head.digest if after is None else after.previous
+        return (-reach.chain_tokens, reach.fork_digest) < (-head.chain_tokens, first)
+
+    def _cannot_follow(self, view: SwarmView, claim: ClaimRecord, reach: Reach) -> None:
+        if self._coming and self._coming.head.chain_tokens > self._current.head.chain_tokens:
+            self._adopt(self._coming)
+            return
+        self._drop_coming()
+        if not reach.too_far and not self._replaces:
+            logger.error("alarm: %s: two certified chains; changing to the one with more", self)
+        self._build(view, claim.digest, replaces=True)
+
+    def _doubt(self, claim: ClaimRecord, peer: str, error: Exception) -> None:
+        """A commit whose record nobody gives for a record lifetime is presumed void."""
+        if claim.digest not in self._doubted:
+            logger.info("%s: round %d from %s: %s", self, claim.round, peer[-6:], _said(error))
+        since = self._doubted.setdefault(claim.digest, time.monotonic())
+        if time.monotonic() - since > self._record_lifetime_s:
+            logger.info("%s: nobody gives the record of round %d: ignored", self, claim.round)
+            self._note(self._ignored, claim.digest)
+            del self._doubted[claim.digest]
+        if len(self._doubted) > MAX_NOTED:
+            self._doubted.clear()
+
+    # ---- states ----------------------------------------------------------------------------------
+    def _build(self, view: SwarmView, digest: str, *, replaces: bool) -> None:
+        """Begin the next generation from a peer that claims this record, beside all else."""
+        if self._building is not None or time.monotonic() < self._not_before:
+            return
+        donors = [peer for peer in _holders(view, digest) if peer not in self._liars]
+        if donors:
+            self._replaces = replaces
+            building = self._built_in_time(random.choice(donors), digest, replaces)
+            self._building = asyncio.ensure_future(building)
+
+    async def _built_in_time(self, peer: str, digest: str, replaces: bool) -> Generation:
+        return await asyncio.wait_for(self._built(peer, digest, replaces), STATE_LIMIT_S)
+
+    async def _built(self, peer: str, digest: str, replaces: bool) -> Generation:
+        current, check = self._current, self._check
+        number = current.number + 1
+
+        def helps(digest: str) -> bool:
+            known = current.log.find(digest)
+            return replaces or (known is not None and known > current.state_round)
+
+        try:
+            offer = await ask_for_state(
+                self._transport, peer, check=check, compute=self._compute, helps=helps
+            )
+        except NoState:
+            if not replaces:
+                raise
+            generation = await self._compute(Generation.begun, self._folder, number, check)
+        else:
+            logger.info("%s: taking the state of round %d", self, offer.record.round)
+            file = await download_state(
+                self._transport,
+                offer,
+                self._folder / "incoming",
+                numel=check.layout.numel,
+                compute=self._compute,
+            )
+            begun = (self._folder, number, check, (offer, file))
+            generation = await self._compute(Generation.begun, *begun)
+        try:
+            if generation.log.find(digest) is None:
+                reach = await self._catch_up(generation, peer, digest)
+                ahead = generation.head.chain_tokens > current.head.chain_tokens
+                if not (generation.log.find(digest) is not None or (reach.too_far and ahead)):
+                    raise ConnectionError(f"the log of {peer} does not lead to {digest[:12]}")
+        except BaseException:
+            generation.remove()
+            raise
+        return generation
+
+    async def _take_built(self) -> None:
+        """What was built beside becomes the next generation, or the only one."""
+        building = self._building
+        if building is None or not building.done():
+            return
+        self._building = None
+        self._not_before = time.monotonic() + PAUSE_S
+        try:
+            generation = building.result()
+        except REFUSED as error:
+            logger.info("%s: no newer state: %s", self, _said(error))
+            return
+        if self._replaces:
+            self._adopt(generation)
+        else:
+            self._coming = generation
+
+    async def _prove(self) -> None:
+        for each in (self._coming, self._current):
+            if each is None or each.proven:
+                continue
+            try:
+                proved = await self._compute(each.proved, self._check, self._outer)
+            except RecordRefused as error:
+                logger.error("%s: %s", self, error)
+                proved = False
+            if proved:
+                each.proven = True
+                if each is self._coming:
+                    self._adopt(each)
+            elif proved is False:
+                logger.error("alarm: %s: the state of %s is wrong", self, each.donor or "the disk")
+                self._note(self._liars, each.donor)
+                if each is self._coming:
+                    self._drop_coming()
+                else:
+                    self._start_over()
+
+    def _adopt(self, generation: Generation) -> None:
+        old, self._current, self._coming = self._current, generation, None
+        old.remove()
+        logger.info(
+            "%s: kept from the state of round %d on, %d records",
+            self,
+            generation.state_round,
+            generation.records_after,
+        )
+
+    def _drop_coming(self) -> None:
+        if self._coming is not None:
+            self._coming.remove()
+            self._coming = None
+
+    def _start_over(self) -> None:
+        old = self._current
+        self._drop_coming()
+        if self._building is not None:
+            self._building.cancel()
+            self._building = None
+        self._current = Generation.begun(self._folder, old.number + 2, self._check)
+        old.remove()
+
+    # ---- telling ---------------------------------------------------------------------------------
+    def _own_claim(self) -> ClaimRecord | None:
+        head, last = self._current.head, self._current.last
+        if last is None:
+            return None
+        return ClaimRecord(
+            round=head.round,
+            digest=head.digest,
+            tokens=last.tokens,
+            chain_tokens=head.chain_tokens,
+            record_bytes=head.record_bytes,
+        )
+
+    def _note(self, noted: set[str], name: str) -> None:
+        if len(noted) >= MAX_NOTED:
+            noted.clear()
+        noted.add(name)
+
+    def __str__(self) -> str:
+        return f"archive of stage {self._check.stage}"
+
+
+def _holders(view: SwarmView, digest: str) -> list[str]:
+    """Those who claim this record: one that is out of reach must not hide the others."""
+    return [
+        peer for peer, claim in view.claims.items() if peer != view.me and claim.digest == digest
+    ]
+
+
+def _said(error: Exception) -> str:
+    text = str(error) or type(error).__name__
+    return text if len(text) <= 160 else f"{text[:160]}..."  # p2pd lists all addresses

@@ -1,0 +1,193 @@
+"""The part of a head: data, learning rate, inner steps with its replica, validation losses."""
+
+from __future__ import annotations
+
+import logging
+import random
+import threading
+import time
+from dataclasses import replace
+from itertools import islice
+from typing import Any
+
+from torch import Tensor
+
+from dilocox.dht.manifest import Manifest
+from dilocox.peer.coordinator import Coordinator
+from dilocox.peer.data import Corpus
+from dilocox.peer.inner import learning_rate
+from dilocox.peer.learner import POLL_S, Learner
+from dilocox.peer.tally import Tally
+from dilocox.peer.trainer import Move
+from dilocox.peer.validation import batches_of
+from dilocox.pipeline.desk import Desk
+from dilocox.pipeline.head import Head
+
+logger = logging.getLogger(__name__)
+
+FORM_PAUSE_S = 0.5  # between two tries to form a replica, plus as much again by chance
+LAST_LOSS_PAUSE_S = 0.5
+LAST_LOSS_LIMIT_S = 30.0  # how long the run's last validation waits for all stages' last records
+
+
+class Leading:
+    """What a peer of stage 0 does between two looks at records and sends."""
+
+    def __init__(
+        self,
+        *,
+        manifest: Manifest,
+        learner: Learner,
+        head: Head,
+        desk: Desk,
+        corpus: Corpus,
+        held_out: Tensor,
+        coordinator: Coordinator,
+        tally: Tally,
+        me: str,
+        stop: threading.Event,
+    ):
+        self._me = me
+        self._manifest = manifest
+        self._learner = learner
+        self._head = head
+        self._desk = desk
+        self._corpus = corpus
+        self._batches = batches_of(held_out)
+        self._windows = held_out.shape
+        self._coordinator = coordinator
+        self._tally = tally
+        self._stop = stop
+        self._held: int | None = None  # the part of the data that is open
+        self._first_epoch = 0
+        self._saved = learner.data_state()
+        learner.data_state = self._data_state
+        self._batch: list[Tensor] = []  # of the inner step that is not taken yet
+        self._tried_at = 0.0
+        self._told = ""
+        # a round whose anchor is to be evaluated by this replica
+        self._to_evaluate: int | None = -1 if learner.round < 0 else None
+
+    @property
+    def ended(self) -> bool:
+        """Whether the run has trained on all its tokens."""
+        return self._learner.ended
+
+    @property
+    def between_steps(self) -> bool:
+        """Always: a head comes back when an inner step is complete."""
+        return True
+
+    def turn(self) -> None:
+        """One inner step, or one try to form a replica."""
+        self._follow_lease()
+        if not self._head.members and not self._form():
+            self._learner.take_events(wait_s=POLL_S)
+            self._learner.publish()
+            self._move_if_asked()
+            return
+        self._validate()
+        self._inner_step()
+        self._show_place()
+
+    def part(self, *, ended: bool) -> None:
+        """Let the replica go; at the run's end when its last anchor has been evaluated."""
+        if ended:
+            end = time.monotonic() + LAST_LOSS_LIMIT_S
+            while self._unvalidated and self._head.members and time.monotonic() < end:
+                if self._stop.is_set():
+                    break
+                self._evaluate()  # None as long as a stage lacks its last record
+                self._learner.take_events(wait_s=LAST_LOSS_PAUSE_S)
+        self._head.dissolve()
+        self._show_place()
+
+    def _move_if_asked(self) -> None:
+        move = self._coordinator.move_to
+        if move is not None and not self._learner.unsent:
+            raise Move(move)
+
+    # ---- the replica -----------------------------------------------------------------------------
+    def _form(self) -> bool:
+        now = time.monotonic()
+        if now < self._tried_at:
+            return False
+        self._tried_at = now + FORM_PAUSE_S * (1 + random.random())
+        with self._tally.waiting():
+            blocked = self._head.form()
+        if blocked != self._told:
+            self._told = blocked
+            if blocked:
+                logger.warning("this replica is not complete: %s; waiting", blocked)
+        self._show_place(blocked)
+        return not blocked
+
+    def _show_place(self, blocked: str = "") -> None:
+        head, learner = self._head, self._learner
+        members = head.members
+        learner.place = replace(
+            learner.place,
+            head=self._me if members else "",
+            members=members,
+            epoch=head.epoch,
+            codec=head.codec,
+            last_fault=head.last_fault,
+            blocked=blocked,
+            position=0 if self._held is None else self._corpus.position,
+        )
+        self._desk.open({"members": list(members), "epoch": head.epoch})
+        learner.publish()
+
+    def _inner_step(self) -> None:
+        batch = self._manifest.batch
+        if not self._batch:
+            self._batch = list(islice(self._corpus, batch.microbatches))
+        tokens = self._learner.tokens_of_run + batch.tokens_per_step
+        rate = learning_rate(self._manifest.inner, self._manifest.end_tokens, tokens)
+        stepped = self._head.step(self._batch, rate)
+        if stepped is not None:
+            self._batch = []
+            self._learner.stepped(stepped, self._head.step_s)
+
+    # ---- validation ------------------------------------------------------------------------------
+    @property
+    def _unvalidated(self) -> bool:
+        """Whether this replica has an anchor to evaluate. Replicas take turns."""
+        record, self._learner.newest = self._learner.newest, None
+        if record is not None:
+            turn = record.members[record.round % len(record.members)].peer
+            self._to_evaluate = record.round if turn == self._me else None
+        if self._to_evaluate != self._learner.round:
+            self._to_evaluate = None  # other records came since
+        return self._to_evaluate is not None
+
+    def _validate(self) -> None:
+        """The validation loss of the anchor, once all stages' anchors are of its round."""
+        if self._unvalidated and self._head.anchors_at(self._learner.round):
+            self._evaluate()
+
+    def _evaluate(self) -> None:
+        total = self._head.evaluate(self._batches)
+        if total is not None:
+            windows, length = self._windows
+            self._tally.validated(self._learner.round, total / (windows * (length - 1)))
+            self._to_evaluate = None
+
+    # ---- data ------------------------------------------------------------------------------------
+    def _data_state(self) -> dict[str, Any]:
+        return self._saved if self._held is None else self._corpus.state_dict()
+
+    def _follow_lease(self) -> None:
+        """Read the part of the data that this peer holds a lease on."""
+        if self._batch:
+            return  # its microbatches are counted in the position of the part that they are from
+        part, position = self._coordinator.data_part
+        if part == self._held:
+            if self._corpus.epoch > self._first_epoch:
+                self._first_epoch = self._corpus.epoch  # told once an epoch
+                self._coordinator.finish_part()
+            return
+        state, self._saved = self._saved, {}
+        if state.get("part") != part or not self._corpus.load_state_dict(state):
+            self._corpus.open_part(part, position)
+        self._held, self._first_epoch = part, self._corpus.epoch

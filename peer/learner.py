@@ -1,0 +1,301 @@
+"""What a peer's stage learns between two inner steps: records come in, sends go out.
+
+Runs in the thread that trains. Everything that talks to others happens elsewhere (coordinator.py)
+and reaches this one as events, which it takes between two inner steps: at once (`apply: arrival`),
+at the end of a round (`round_end`), or, under `merge: none`, in the wait for the round's own one.
+It is the same for heads, other members and spares; how inner steps are made is trainer.py's.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import Tensor
+
+from dilocox.compression.layout import FlatLayout
+from dilocox.dht.manifest import Manifest
+from dilocox.peer.averaging import StageBuffers
+from dilocox.peer.coordinator import Coordinator
+from dilocox.peer.events import Committed, Event, Failed, Resynced, Voided
+from dilocox.peer.groups import codecs_of
+from dilocox.peer.inner import InnerOptimizer
+from dilocox.peer.merge import Merge, OwnContribution, RecordFacts
+from dilocox.peer.place import LoopProgress
+from dilocox.peer.record import RoundRecord, own_contribution
+from dilocox.peer.snapshots import Snapshots
+from dilocox.peer.tally import Tally
+from dilocox.peer.validation import weights_replaced
+from dilocox.pipeline.happenings import Stepped
+from dilocox.pipeline.stage import StageModule
+
+LEAVE_LIMIT_S = 6.0  # how long a leaving peer waits for the exchange in flight
+CATCH_UP_LIMIT_S = 60.0  # how long a round's end waits for records that are being applied
+POLL_S = 0.1
+
+
+@dataclass(frozen=True, kw_only=True)
+class LocalModel:
+    """What this peer trains: its stage, the optimizer, and the merge over their flat weights."""
+
+    layout: FlatLayout
+    stage: StageModule
+    optimizer: InnerOptimizer
+    merge: Merge
+    buffers: StageBuffers
+
+
+class Learner:
+    """One peer's stage between inner steps.
+
+    Attributes:
+        data_state: what a snapshot keeps of the data; set by a head.
+        newest: the record merged last since it was asked for; the owner takes it away.
+        place: what the owner wants the swarm to know; see LoopProgress.
+    """
+
+    def __init__(
+        self,
+        *,
+        me: str,
+        manifest: Manifest,
+        model: LocalModel,
+        coordinator: Coordinator,
+        snapshots: Snapshots,
+        tally: Tally,
+        stop: threading.Event,
+    ):
+        self._me = me
+        self._manifest = manifest
+        self._model = model
+        self._merge = model.merge
+        self._coordinator = coordinator
+        self._snapshots = snapshots
+        self._tally = tally
+        self._stop = stop
+        # Kept here and not in the coordinator's thread: between a merge and its noticing it, the
+        # learning rate would fall back by a whole record.
+        self._chain_tokens = coordinator.tokens_at_start
+        self._states_taken = 0
+        self._codecs = codecs_of(manifest)
+        self._takes_at_once = manifest.outer.apply == "arrival" or manifest.outer.merge == "none"
+        state: dict[str, Any] = snapshots.data_state() if snapshots.found else {}
+        self.data_state: Callable[[], dict[str, Any]] = lambda: state
+        self.place = LoopProgress()
+        self.newest: RoundRecord | None = None
+
+    # ---- the anchor, for evaluations (pipeline/member.py) ----------------------------------------
+    @property
+    def round(self) -> int:
+        """The round of the last record in the anchor."""
+        return self._merge.round
+
+    @contextmanager
+    def in_place(self) -> Generator[None]:
+        """For a while the stage has the anchor's weights."""
+        with weights_replaced(self._merge.progress.live, self._merge.anchor):
+            yield
+
+    # ---- phases ----------------------------------------------------------------------------------
+    def join(self) -> None:
+        """Take what the others have before the first inner step."""
+        self._tally.state = "joining"
+        while not self._coordinator.joined.is_set() and not self._stop.is_set():
+            self.take_events(wait_s=POLL_S)
+            self.publish()
+        self._tally.start()
+
+    def between_steps(self) -> None:
+        """Take what has come, and the send if it is due."""
+        # of a coordinator that has ended the last event says why, and no round would end
+        if self._takes_at_once or not self._coordinator.is_alive():
+            self.take_events()
+        due = self._coordinator.send_due()
+        if due is not None and not self.ended:
+            self._end_round(*due)
+
+    def stepped(self, stepped: Stepped, seconds: float) -> None:
+        """Count an inner step that was made on the live weights."""
+        tokens = self._manifest.batch.tokens_per_step
+        self._tally.stepped(stepped, tokens, seconds)
+        if not stepped.skipped:
+            self._merge.trained(tokens)
+        self.publish()
+
+    @property
+    def tokens_of_run(self) -> int:
+        """The run's tokens as this peer knows them: the chain's, and its own since."""
+        in_flight = sum(send.tokens for send in self._merge.fly.values())
+        return self._chain_tokens + in_flight + self._merge.tokens
+
+    @property
+    def ended(self) -> bool:
+        """Whether this stage's chain holds all tokens of the run."""
+        return self._chain_tokens >= self._manifest.end_tokens
+
+    @property
+    def unsent(self) -> bool:
+        """Whether this peer learnt something that no record holds yet."""
+        return self._merge.tokens > 0 or bool(self._merge.fly)
+
+    def leave(self, *, ended: bool) -> None:
+        """Finish or abandon the exchange in flight, and keep everything on disk.
+
+        At the end of the run it is finished: no later round would hold it.
+        """
+        self._tally.state = "leaving"
+        self._coordinator.leave()
+        if ended:
+            self._wait_for_outcome(self._coordinator.outcome_limit_s, self._stop)
+        self._wait_for_outcome(LEAVE_LIMIT_S, threading.Event())
+        self._snapshot()
+        self.publish(force=True)
+
+    def _end_round(self, round_number: int, scheduled_at: float) -> None:
+        """The send of this round; then, under `merge: none`, its record."""
+        with self._tally.waiting():
+            if not self._takes_at_once:
+                self._catch_up()
+            if self._merge.can_send and round_number > self._merge.round:
+                send = self._merge.send(round_number)
+                self._model.buffers.message.copy_(send.message)
+                self._tally.sent(round_number)
+                self._snapshot()
+                self._coordinator.submit(
+                    round_number,
+                    scheduled_at=scheduled_at,
+                    tokens=send.tokens,
+                    states_taken=self._states_taken,
+                )
+            else:
+                self._coordinator.skip(round_number)
+            self._tally.next_round()
+            self.publish()
+            if self._manifest.outer.merge == "none":
+                self._wait_for_outcome(self._coordinator.outcome_limit_s, self._stop)
+
+    # ---- events ----------------------------------------------------------------------------------
+    def take_events(self, wait_s: float = 0.0) -> None:
+        """Merge what has come, waiting so long for the first."""
+        while (event := self._coordinator.events.get(wait_s)) is not None:
+            with self._tally.waiting():
+                self._take(event)
+            event.taken.set()
+            self._tally.report_round()
+            wait_s = 0.0
+
+    def _wait_for_outcome(self, limit_s: float, stop: threading.Event) -> None:
+        end = time.monotonic() + limit_s
+        while self._merge.fly and time.monotonic() < end and not stop.is_set():
+            self.take_events(wait_s=POLL_S)
+            self.publish()
+
+    def _catch_up(self) -> None:
+        end = time.monotonic() + CATCH_UP_LIMIT_S
+        self.take_events()
+        while self._coordinator.applying and time.monotonic() < end:
+            self.take_events(wait_s=POLL_S)
+
+    def _take(self, event: Event) -> None:
+        match event:
+            case Committed():
+                self._commit(event)
+            case Voided():
+                if event.round in self._merge.fly:
+                    self._merge.void(event.round, certain=event.certain)
+                    self._tally.void(event.round, event.reason)
+            case Resynced():
+                self._resync(event)
+            case Failed():
+                raise event.error
+            case _:
+                raise TypeError(f"unknown event {event}")
+
+    def _commit(self, event: Committed) -> None:
+        record = event.record
+        facts = RecordFacts(
+            round=record.round,
+            digest=event.digest,
+            previous=record.previous,
+            contributor=any(self._me in part.contributors for part in record.parts),
+        )
+        anchor, momentum = self._other_buffers()
+        own: OwnContribution | None = None
+        held = self._merge.held(record.round)
+        if facts.contributor and held is not None:
+            values = self._model.buffers.own
+            if not event.own_ready:
+                codec = self._codecs[record.bits]
+                values = own_contribution(record, self._me, held.message, codec)
+            own = OwnContribution(values, record.left_out(self._me))
+        tokens = held.tokens if held is not None else 0
+        outcome = self._merge.commit(facts, anchor, momentum, own)
+        self._chain_tokens = record.chain_tokens
+        self.newest = record
+        self._tally.committed(event, outcome, tokens)
+
+    def _resync(self, event: Resynced) -> None:
+        state, merge = event.state, self._merge
+        self._states_taken += 1
+        anchor, momentum = self._other_buffers()
+        since = merge.round if event.fork_round is None else event.fork_round
+        # A send of a round that the new state passed may be in a record that was never seen: what
+        # may have been counted is not sent again.
+        held = merge.fly.keys() | merge.undone.keys()
+        named = {number: None for number in held if since < number <= state.round}
+        merge.resync(
+            state.round,
+            state.digest,
+            anchor,
+            momentum,
+            since=since,
+            named=named,
+            records=max(1, state.round - since),
+        )
+        self._chain_tokens = state.chain_tokens
+        self._tally.resynced(state.round)
+        self._snapshot()  # the log begins at this state now, and an older snapshot cannot follow it
+
+    def _other_buffers(self) -> tuple[Tensor, Tensor]:
+        buffers = self._model.buffers
+        current = 0 if self._merge.anchor.data_ptr() == buffers.anchors[0].data_ptr() else 1
+        return buffers.anchors[1 - current], buffers.momenta[1 - current]
+
+    # ---- pieces ----------------------------------------------------------------------------------
+    def _snapshot(self) -> None:
+        self._snapshots.write(self._merge, self._model.optimizer, self.data_state())
+
+    def publish(self, *, force: bool = False) -> None:
+        """Say where this peer is, to the swarm and on disk."""
+        tally = self._tally
+        heard = self._coordinator.heard_val_loss
+        if heard is not None:
+            tally.heard(*heard)
+        val_loss = tally.val_loss
+        # what is in flight counts too: a peer that only waits for its record must be reckoned with
+        in_flight = sum(send.tokens for send in self._merge.fly.values())
+        before = self._coordinator.progress
+        self._coordinator.progress = replace(
+            self.place,
+            inner_step=tally.inner_step,
+            unsent_tokens=max(0, self._merge.tokens) + in_flight,
+            step_s=tally.longest_step_s,
+            tokens_per_s=tally.tokens_per_s,
+            train_loss=tally.train_loss,
+            val_loss=val_loss if val_loss is not None and math.isfinite(val_loss) else None,
+            val_round=tally.val_round,
+        )
+        if (before.head, before.members) != (self.place.head, self.place.members):
+            self._coordinator.announce()
+        tally.publish(
+            round_number=self._coordinator.round,
+            inner_steps=self._coordinator.inner_steps,
+            merge=self._merge,
+            place=self.place,
+            force=force,
+        )

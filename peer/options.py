@@ -1,0 +1,30 @@
+"""The options of `dilocox peer`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from dilocox.dht.invite import Invite
+
+
+@dataclass(frozen=True, kw_only=True)
+class PeerOptions:
+    """The options of `dilocox peer`; see their help texts."""
+
+    invite: Invite
+    state: Path
+    stage: str
+    host: str
+    port: int
+    announce: tuple[str, ...]
+    device: str
+    threads: int
+    max_upload_mb_s: float
+    memory_limit_gb: float
+    data: str
+
+    @property
+    def memory_limit_bytes(self) -> float | None:
+        """The memory limit in bytes, None without one."""
+        return self.memory_limit_gb * 1e9 or None

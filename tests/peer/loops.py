@@ -1,0 +1,223 @@
+"""A training loop's surroundings in a test: a small real stage, and a coordinator that is told what
+to say. Nothing waits: what the loop waits for comes at once, or never.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from dilocox.compression.layout import FlatLayout
+from dilocox.dht.manifest import Manifest
+from dilocox.peer.averaging import StageBuffers
+from dilocox.peer.coordinator import Coordinator
+from dilocox.peer.events import Committed, Event, EventQueue
+from dilocox.peer.learner import Learner, LocalModel
+from dilocox.peer.outer import OuterStep
+from dilocox.peer.place import LoopProgress
+from dilocox.peer.prepare import local_model
+from dilocox.peer.record import Contribution, Part, RoundRecord
+from dilocox.peer.report import Reporter
+from dilocox.peer.snapshots import Snapshots
+from dilocox.peer.tally import Tally
+from dilocox.peer.view import SwarmView
+from dilocox.pipeline.happenings import Stepped
+from dilocox.pipeline.stage import parameter_shapes
+from tests.peer.members import template
+
+ME = "me"
+END_TOKENS = 10_000
+MODEL: dict[str, Any] = {
+    "model_type": "llama",
+    "vocab_size": 384,
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 16,
+    "tie_word_embeddings": False,
+}
+
+
+def manifest(stages: int = 1, **sections: Any) -> Manifest:
+    """A run whose sends lose nothing in the codec; inner steps of 2 * 8 = 16 tokens."""
+    facts: dict[str, Any] = {
+        "name": "test",
+        "model": MODEL,
+        "end_tokens": END_TOKENS,
+        "stages": stages,
+        "data": {"held_out_windows": 4},
+        "batch": {"sequence_length": 8, "microbatch_size": 1, "microbatches": 2},
+        "codec": {"bits": 32},
+    }
+    return Manifest.from_dict(facts | sections)
+
+
+class Events(EventQueue):
+    """Where the loop would wait, the next thing of `to_come` happens instead."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.to_come: deque[Callable[[], None]] = deque()
+        self.waits = 0
+
+    def get(self, wait_s: float = 0.0) -> Event | None:
+        event = super().get()
+        if event is None and wait_s > 0:
+            self.waits += 1
+            if self.to_come:
+                self.to_come.popleft()()
+                event = super().get()
+        return event
+
+
+class FakeCoordinator:
+    """What the loop sees of the coordinator; what it is told by the loop is kept in `told`."""
+
+    def __init__(self) -> None:
+        self.told: list[tuple[Any, ...]] = []
+        self.due: tuple[int, float] | None = None
+        self.alive = True
+        self.events = Events()
+        self.joined = threading.Event()
+        self.progress = LoopProgress()
+        self.data_part: tuple[int, int] = (0, 0)
+        self.heard_val_loss: tuple[int, float] | None = None
+        self.run_ended = False
+        self.move_to: int | None = None
+        self.view = SwarmView(me=ME)
+        self.tokens_at_start = 0
+        self.applying = False
+        self.outcome_limit_s = 60.0
+        self.round = 0
+        self.inner_steps = 10
+        self.on_submit: Callable[[], None] = lambda: None
+
+    def is_alive(self) -> bool:
+        return self.alive
+
+    def send_due(self) -> tuple[int, float] | None:
+        return self.due
+
+    def submit(
+        self, round_number: int, *, scheduled_at: float, tokens: int, states_taken: int
+    ) -> None:
+        self.told.append(("submit", round_number, scheduled_at, tokens, states_taken))
+        self.due, self.round = None, round_number + 1
+        self.on_submit()
+
+    def skip(self, round_number: int) -> None:
+        self.told.append(("skip", round_number))
+        self.due, self.round = None, round_number + 1
+
+    def announce(self) -> None:
+        self.told.append(("announce",))
+
+    def finish_part(self) -> None:
+        self.told.append(("finish_part",))
+
+    def leave(self) -> None:
+        self.told.append(("leave",))
+
+    def of_kind(self, kind: str) -> list[tuple[Any, ...]]:
+        return [each for each in self.told if each[0] == kind]
+
+
+class Loop:
+    """A learner with a real merge, inner optimizer, snapshots and reports, and its coordinator."""
+
+    def __init__(self, folder: Path, run: Manifest | None = None, *, stage: int = 0):
+        self.manifest = run or manifest()
+        self.folder = folder
+        self.stop = threading.Event()
+        self.layout = FlatLayout.of(
+            parameter_shapes(self.manifest.model, self.manifest.stages, stage)
+        )
+        self.buffers = StageBuffers.allocate(self.layout.numel)
+        self.snapshots = Snapshots(folder / "snapshots", layout=self.layout.digest)
+        self.model: LocalModel = local_model(
+            self.manifest,
+            stage,
+            self.layout,
+            self.buffers,
+            self.snapshots,
+            torch.device("cpu"),
+        )
+        self.tally = Tally(
+            reporter=Reporter(folder), sent_bytes=self.buffers.sent_bytes, numel=self.layout.numel
+        )
+        self.fake = FakeCoordinator()
+        self.learner = Learner(
+            me=ME,
+            manifest=self.manifest,
+            model=self.model,
+            coordinator=self.coordinator,
+            snapshots=self.snapshots,
+            tally=self.tally,
+            stop=self.stop,
+        )
+
+    @property
+    def coordinator(self) -> Coordinator:
+        return cast("Coordinator", self.fake)
+
+    @property
+    def live(self) -> Tensor:
+        return self.model.merge.progress.live
+
+    def train(self, steps: int = 1, *, skipped: bool = False) -> None:
+        """Inner steps that move every weight by the same, and are counted."""
+        for _ in range(steps):
+            if not skipped:
+                self.live.sub_(0.001)
+            self.learner.stepped(Stepped(step=0, loss=3.0, skipped=skipped), 0.5)
+
+    def committed(self, number: int, average: Tensor | float, *, mine: bool = False) -> Committed:
+        """The chain's next record, its outer step done in the buffers that are not current.
+
+        `mine`: this peer's message is in it.
+        """
+        merge, outer = self.model.merge, self.manifest.outer
+        other = 1 if merge.anchor.data_ptr() == self.buffers.anchors[0].data_ptr() else 0
+        if not isinstance(average, Tensor):
+            average = torch.full_like(merge.anchor, average)
+        OuterStep(outer.learning_rate, outer.momentum).apply(
+            merge.anchor,
+            merge.momentum,
+            average,
+            self.buffers.anchors[other],
+            self.buffers.momenta[other],
+        )
+        return Committed(
+            record=self._record(number, mine=mine),
+            digest=f"{number:064x}",
+            anchor_sha256="a" * 64,
+            own_ready=False,
+            exchange_s=None,
+        )
+
+    def _record(self, number: int, *, mine: bool) -> RoundRecord:
+        members = (ME, "other") if mine else ("other", "third")
+        part = Part(reducer="other", start=0, stop=self.layout.numel, contributors=members)
+        return template(
+            round=number,
+            previous=self.model.merge.digest,
+            members=tuple(Contribution(peer=peer, tokens=100, exchange_s=0.0) for peer in members),
+            parts=(part,),
+            bits=32,
+            chain_tokens=200 * (number + 1),
+        )
+
+    def events(self, kind: str) -> list[dict[str, Any]]:
+        """What was reported, oldest first."""
+        path = self.folder / "events.jsonl"
+        lines = path.read_text().splitlines() if path.exists() else []
+        return [event for event in map(json.loads, lines) if event["event"] == kind]

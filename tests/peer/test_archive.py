@@ -1,0 +1,448 @@
+"""The bootstrap's archive: it follows, proves, replaces and serves what peers of a stage have."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import threading
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch
+from torch import Tensor
+
+from dilocox.dht import bootstrap
+from dilocox.dht.errors import EnvironmentFault
+from dilocox.dht.identity import Identity
+from dilocox.dht.records import ClaimRecord
+from dilocox.peer import archive, archive_stage, archive_state, catchup
+from dilocox.peer.archive import Archive
+from dilocox.peer.archive_keeper import ArchiveService
+from dilocox.peer.archive_stage import StageArchive
+from dilocox.peer.averager import StageAverager
+from dilocox.peer.outer import OuterStep
+from dilocox.peer.roundlog import RoundLog
+from dilocox.peer.transport import PeerTransport, chunk_of, pack, unpack
+from tests.peer.donors import CODECS, LAYOUT, MANIFEST, RUN, Donor, Wire
+
+ME = "QmArchive"
+CHECK = catchup.RecordCheck.of(RUN, 0, MANIFEST, LAYOUT)
+OUTER = OuterStep(MANIFEST.outer.learning_rate, MANIFEST.outer.momentum)
+
+
+@dataclass
+class Desk:
+    """An archive and the donors that it can reach."""
+
+    folder: Path
+    donors: dict[str, Any]
+    archive: StageArchive
+
+    @classmethod
+    def opened(cls, folder: Path, *donors: Donor, record_lifetime_s: float = 60.0) -> Desk:
+        by_peer: dict[str, Any] = {donor.peer: donor for donor in donors}
+        kept = StageArchive(
+            folder,
+            me=ME,
+            check=CHECK,
+            outer=OUTER,
+            record_lifetime_s=record_lifetime_s,
+            transport=cast("PeerTransport", Wire(by_peer)),
+            compute=asyncio.to_thread,
+        )
+        return cls(folder, by_peer, kept)
+
+    def look(self, *donors: Donor, times: int = 1, **more: ClaimRecord) -> ClaimRecord | None:
+        """Let it see what these claim; what it claims then."""
+        claims = {donor.peer: donor.claim() for donor in donors} | more
+
+        async def tend() -> None:
+            for _ in range(times):
+                await self.archive.tend(claims)
+                building = self.archive._building
+                if building is not None:
+                    await asyncio.wait([building], timeout=20)
+                await self.archive.tend(claims)
+            await self.archive.close()  # the next look has another event loop
+
+        asyncio.run(tend())
+        return self.archive.claim
+
+    @property
+    def generations(self) -> list[str]:
+        return sorted(path.name for path in self.folder.iterdir() if path.name.isdigit())
+
+    @property
+    def state_round(self) -> int:
+        return self.archive._current.state_round
+
+    def joiner_gets(self, folder: Path, claim: ClaimRecord) -> Tensor:
+        """The anchor that a peer has which takes all from the archive, by its own code."""
+        transport = cast("PeerTransport", Wire({ME: cast("Donor", self.archive)}))
+        anchor, momentum = torch.zeros(LAYOUT.numel), torch.zeros(LAYOUT.numel)
+        log = RoundLog(folder / "joined", manifest_digest=MANIFEST.digest, codecs=CODECS)
+
+        async def take() -> tuple[int, ...]:
+            try:
+                state = await catchup.fetch_state(
+                    transport,
+                    ME,
+                    check=CHECK,
+                    compute=asyncio.to_thread,
+                    after_round=-1,
+                    folder=folder,
+                    anchor=anchor,
+                    momentum=momentum,
+                )
+                log.start_from(state.record, state.certificate)
+            except ConnectionError:
+                anchor.copy_(Donor(IDENTITY[0], folder / "start").anchor)
+            reach = await catchup.catch_up(
+                transport, log, ME, claim.digest, check=CHECK, compute=asyncio.to_thread
+            )
+            return reach.appended
+
+        for number in asyncio.run(take()):
+            record = log.read(number)
+            assert record is not None
+            OUTER.apply(anchor, momentum, record.average(CODECS[4]), anchor, momentum)
+        assert log.head().digest == claim.digest
+        return anchor
+
+
+IDENTITY: list[Identity] = []
+
+
+@pytest.fixture(autouse=True)
+def prompt(monkeypatch: pytest.MonkeyPatch, identities: list[Identity]) -> Iterator[None]:
+    """States are looked for after two records already, and at once."""
+    monkeypatch.setattr(archive_stage, "RECORDS_AFTER_STATE", 2)
+    monkeypatch.setattr(archive_stage, "PAUSE_S", 0.0)
+    IDENTITY[:] = identities
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture
+def donor(identities: list[Identity], tmp_path: Path) -> Donor:
+    return Donor(identities[0], tmp_path / "donor")
+
+
+def test_few_records_are_kept_without_a_state_and_lead_a_joiner_to_the_anchor(
+    donor: Donor, tmp_path: Path
+) -> None:
+    desk = Desk.opened(tmp_path / "kept", donor)
+    assert desk.look(donor) is None  # there is no record yet
+    for round_number in (0, 2):
+        donor.train(round_number)
+        assert desk.look(donor) == replace(donor.claim(), record_bytes=_size(donor))
+    assert desk.state_round == -1
+    claim = donor.claim()
+    desk.donors.clear()  # all peers of the stage are gone
+    assert desk.look() == replace(claim, record_bytes=_size(donor))
+    assert torch.equal(desk.joiner_gets(tmp_path, claim), donor.anchor)
+
+
+def test_a_newer_state_takes_over_when_two_records_have_proved_it(
+    donor: Donor, tmp_path: Path
+) -> None:
+    desk = Desk.opened(tmp_path / "kept", donor)
+    for round_number in range(3):
+        donor.train(round_number)
+    donor.snapshot()
+    for round_number in (3, 4):
+        desk.look(donor)
+        assert (desk.state_round, desk.generations) == (-1, ["00000000", "00000001"])
+        donor.train(round_number)
+    claim = desk.look(donor)
+    assert claim is not None and claim.digest == donor.claim().digest
+    assert (desk.state_round, desk.generations) == (2, ["00000001"])
+    assert torch.equal(desk.joiner_gets(tmp_path, claim), donor.anchor)
+
+
+@pytest.mark.parametrize("wrong", ["anchor", "momentum"])
+def test_a_state_that_its_records_do_not_fit_is_never_served(
+    donor: Donor, tmp_path: Path, wrong: str
+) -> None:
+    desk = Desk.opened(tmp_path / "kept", donor)
+    for round_number in range(3):
+        donor.train(round_number)
+    lie(donor, wrong)
+    for round_number in (3, 4):
+        desk.look(donor)
+        assert desk.generations == ["00000000", "00000001"]
+        donor.train(round_number)
+    claim = desk.look(donor)
+    assert (desk.state_round, desk.generations) == (-1, ["00000000"])
+    assert claim is not None
+    assert torch.equal(desk.joiner_gets(tmp_path, claim), donor.anchor)
+    desk.look(donor)
+    assert desk.generations == ["00000000"]  # nothing more is taken from such a peer
+
+
+def lie(donor: Donor, wrong: str) -> None:
+    """Let it serve a state that is off by a little."""
+    values = getattr(donor, wrong)
+    right = values.clone()
+    values[7] += 1e-3
+    donor.snapshot()
+    values.copy_(right)
+
+
+def test_where_logs_do_not_reach_back_a_state_is_taken_at_once(
+    donor: Donor, tmp_path: Path
+) -> None:
+    for round_number in range(6):
+        donor.train(round_number)
+        if round_number == 3:
+            donor.snapshot()
+    donor.log.prune(keep=3)
+    desk = Desk.opened(tmp_path / "kept", donor)
+    claim = desk.look(donor)
+    assert desk.state_round == 3
+    assert claim is not None
+    assert torch.equal(desk.joiner_gets(tmp_path, claim), donor.anchor)
+
+
+def test_a_state_taken_at_once_that_proves_wrong_is_thrown_away(
+    donor: Donor, tmp_path: Path
+) -> None:
+    for round_number in range(4):
+        donor.train(round_number)
+    lie(donor, "anchor")
+    donor.log.prune(keep=1)
+    desk = Desk.opened(tmp_path / "kept", donor)
+    assert desk.look(donor) is not None  # nothing better is known yet
+    for round_number in (4, 5):
+        donor.train(round_number)
+    assert desk.look(donor) is None
+    assert desk.look(donor, times=2) is None  # and it is not taken from the same peer again
+
+
+def test_a_chain_with_more_tokens_wins_and_one_that_lost_is_not_told(
+    identities: list[Identity], tmp_path: Path
+) -> None:
+    ours, theirs = (Donor(each, tmp_path / each.peer_id) for each in identities[:2])
+    for round_number in range(2):
+        ours.train(round_number)
+    for round_number in range(3):
+        theirs.train(round_number)
+    desk = Desk.opened(tmp_path / "kept", ours, theirs)
+    desk.look(ours)
+    theirs_claim = theirs.claim()
+    del desk.donors[theirs.peer]
+    known: dict[str, Any] = {theirs.peer: theirs_claim}
+    assert desk.look(ours, **known) is None  # out of reach, but known
+    desk.donors[theirs.peer] = theirs
+    fresh = Desk.opened(tmp_path / "other", ours, theirs)
+    fresh.look(ours)
+    claim = fresh.look(ours, theirs)
+    assert claim is not None and claim.digest == theirs.claim().digest
+    assert torch.equal(fresh.joiner_gets(tmp_path, claim), theirs.anchor)
+    back = fresh.look(ours, theirs)
+    assert back is not None and back.digest == theirs.claim().digest
+
+
+def test_a_claim_that_nobody_can_prove_hides_neither_the_others_nor_ours_for_long(
+    donor: Donor, tmp_path: Path
+) -> None:
+    desk = Desk.opened(tmp_path / "kept", donor, record_lifetime_s=0.0)
+    donor.train(0)
+    lie = replace(donor.claim(), round=99, chain_tokens=10**9, digest="f" * 64)
+    claims = [desk.look(donor, QmLiar=lie) for _ in range(3)]
+    assert [claim and claim.digest for claim in claims][-1] == donor.claim().digest
+    assert desk.archive._current.head.digest == donor.claim().digest
+
+
+def test_what_is_kept_outlives_a_restart_and_what_is_damaged_does_not(
+    donor: Donor, tmp_path: Path
+) -> None:
+    desk = Desk.opened(tmp_path / "kept", donor)
+    for round_number in range(6):
+        donor.train(round_number)
+        if round_number == 2:
+            donor.snapshot()
+        desk.look(donor)
+    assert desk.state_round == 2
+    again = Desk.opened(tmp_path / "kept")
+    claim = again.look()
+    assert claim is not None and claim == desk.archive.claim
+    assert torch.equal(again.joiner_gets(tmp_path, claim), donor.anchor)
+    with again.archive._current.state_file.open("r+b") as file:
+        file.seek(5000)
+        file.write(b"\xff")
+    damaged = Desk.opened(tmp_path / "kept", donor)
+    assert damaged.look() is None
+    claim = damaged.look(donor)
+    assert claim is not None and claim.digest == donor.claim().digest
+
+
+def test_a_half_made_generation_is_cleared_away(donor: Donor, tmp_path: Path) -> None:
+    donor.train(0)
+    Desk.opened(tmp_path / "kept", donor).look(donor)
+    (tmp_path / "kept" / "00000001.partial" / "log").mkdir(parents=True)
+    again = Desk.opened(tmp_path / "kept")
+    assert again.look() is not None
+    assert not list((tmp_path / "kept").glob("*.partial"))
+
+
+def test_a_full_disk_is_said_and_costs_nothing_of_what_is_kept(
+    donor: Donor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    desk = Desk.opened(tmp_path / "kept", donor)
+    for round_number in range(3):
+        donor.train(round_number)
+    desk.look(donor)
+    donor.snapshot()
+
+    def full(*_: object) -> Path:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(archive_state, "sha256_of_file", full)
+        with pytest.raises(EnvironmentFault, match="no space left"):
+            desk.look(donor)
+    assert not list((tmp_path / "kept" / "incoming").iterdir())
+    claim = desk.look(donor)
+    assert claim is not None
+    assert torch.equal(desk.joiner_gets(tmp_path, claim), donor.anchor)
+
+
+def test_a_broken_download_goes_on_where_it_was(
+    donor: Donor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for round_number in range(4):
+        donor.train(round_number)
+    donor.snapshot()
+    donor.log.prune(keep=1)
+    desk = Desk.opened(tmp_path / "kept", donor)
+    offsets: list[int] = []
+    original = Wire.fetch
+
+    async def breaking(self: Wire, peer: str, want: dict[str, Any], **options: Any) -> Any:
+        if "sha256" not in want:
+            return await original(self, peer, want, **options)
+        offsets.append(want["offset"])
+        if len(offsets) == 1:
+            data = donor.find(want)
+            assert data is not None
+            options["sink"](data.file.read(1000))
+            raise ConnectionError("broken")
+        return await original(self, peer, want, **options)
+
+    monkeypatch.setattr(Wire, "fetch", breaking)
+    assert desk.look(donor) is None
+    assert desk.look(donor) is not None
+    assert offsets == [0, 1000]
+
+
+@pytest.mark.parametrize(
+    "want", [{}, {"what": "mean"}, {"what": "state", "offset": "x"}, {"what": "record"}]
+)
+def test_questions_that_make_no_sense_find_nothing(
+    donor: Donor, tmp_path: Path, want: Mapping[str, Any]
+) -> None:
+    desk = Desk.opened(tmp_path / "kept", donor)
+    with contextlib.suppress(ValueError, KeyError, TypeError):  # the service takes those so too
+        assert desk.archive.find(want) is None
+
+
+def test_the_service_answers_as_an_averager_does(donor: Donor, tmp_path: Path) -> None:
+    donor.train(0)
+    donor.train(1)
+    donor.snapshot()
+    desk = Desk.opened(tmp_path / "kept", donor)
+    desk.look(donor)
+
+    async def find(want: dict[str, Any]) -> catchup.Source | None:
+        return desk.archive.find(want)
+
+    async def asked(want: dict[str, Any]) -> list[Any]:
+        service = ArchiveService(find)
+        return [each async for each in service.rpc_get(pack(want), cast("Any", None))]
+
+    digest = donor.log.head().digest
+    facts, *chunks = asyncio.run(asked({"what": "record", "digest": digest}))
+    data = b"".join(chunk_of(chunk) for chunk in chunks)
+    assert data == donor.log.read_bytes(1)
+    assert unpack(facts) == {"bytes": len(data)}
+    for nonsense in ({}, {"what": "record", "digest": "f" * 64}, {"what": "vote"}):
+        (answer,) = asyncio.run(asked(nonsense))
+        assert unpack(answer) == {}
+    calls = [name for name in dir(ArchiveService) if name.startswith("rpc_")]
+    assert calls == ["rpc_get"]
+    names = (each._get_handle_name("run", "rpc_get") for each in (ArchiveService, StageAverager))
+    assert len(set(names)) == 1
+
+
+def test_the_bootstrap_ticks_what_runs_beside_it_and_closes_it_before_its_node(
+    monkeypatch: pytest.MonkeyPatch, identities: list[Identity]
+) -> None:
+    done: list[str] = []
+    stop = threading.Event()
+
+    class Beside:
+        def tick(self) -> None:
+            done.append("tick")
+            if len(done) == 3:
+                stop.set()
+
+        def close(self) -> None:
+            done.append("closed")
+
+    node = SimpleNamespace(
+        running=True,
+        visible_addresses=lambda: [f"/ip4/127.0.0.1/tcp/1/p2p/{identities[0].peer_id}"],
+        close=lambda: done.append("node closed"),
+    )
+    monkeypatch.setattr(bootstrap, "open_dht", lambda **_: node)
+    monkeypatch.setattr(bootstrap.Swarm, "publish_manifest", lambda *_: True)
+    monkeypatch.setattr(bootstrap, "WATCH_PERIOD_S", 0.001)
+    bootstrap.run_bootstrap(
+        manifest=MANIFEST,
+        identity=identities[0],
+        listen=(),
+        announce=(),
+        initial_peers=(),
+        stop_event=stop,
+        on_ready=lambda _: done.clear(),
+        beside=lambda *_: Beside(),
+    )
+    assert done == ["tick", "tick", "tick", "closed", "node closed"]
+
+
+def test_no_fault_of_the_archive_leaves_its_tick(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def gone(*_: object, **__: object) -> Any:
+        raise TimeoutError
+
+    kept = Archive(
+        dht=cast("Any", SimpleNamespace(run_coroutine=gone)),
+        swarm=cast("Any", None),
+        run=RUN,
+        me=ME,
+        manifest=MANIFEST,
+        folder=tmp_path,
+    )
+    kept.tick()
+    assert "p2pd is not to be had" in caplog.text
+    caplog.clear()
+    kept.tick()
+    assert not caplog.text  # it waits before it tries again
+    kept._start_at = 0.0
+    monkeypatch.setattr(archive, "daemon_address", lambda *_: f"/unix/{os.devnull}")
+    kept.tick()
+    assert "did not start" in caplog.text
+    kept.close()
+
+
+def _size(donor: Donor) -> int:
+    return donor.log.head().record_bytes

@@ -1,0 +1,262 @@
+"""What a peer tells of itself, and what it makes of the answers to one look at the DHT."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from dilocox.compression.layout import FlatLayout
+from dilocox.dht.keys import bell_key, claim_key, replica_key, stage_key
+from dilocox.dht.manifest import Manifest
+from dilocox.dht.records import BellRecord, ClaimRecord, Record, StageRecord
+from dilocox.dht.swarm import Swarm
+from dilocox.peer.chain import ChainFollower
+from dilocox.peer.herald import MAX_MEMBERS, Herald, replica_record
+from dilocox.peer.place import LoopProgress, Place
+from tests.pipeline.swarms import stage_record
+
+RUN = "f" * 32
+PEER_ID = "12D3KooW" + "x" * 44
+ADDRESSES = tuple(f"/ip4/203.0.113.{n}/tcp/31337/p2p/{PEER_ID}" for n in range(3))
+
+
+class Dht:
+    """A swarm that answers for the keys it is told to, and keeps what is published."""
+
+    def __init__(self) -> None:
+        self.records: dict[str, dict[str, Any]] = {}
+        self.silent: set[str] = set()
+        self.asked: list[dict[str, type[Record]]] = []
+        self.published: dict[str, tuple[Record, float]] = {}
+
+    def read_many(
+        self, keys: Mapping[str, type[Record]], timeout_s: float
+    ) -> dict[str, dict[str, Any] | None]:
+        self.asked.append(dict(keys))
+        return {
+            key: None if key in self.silent else dict(self.records.get(key, {})) for key in keys
+        }
+
+    def publish(self, key: str, record: Record, lifetime_s: float) -> bool:
+        record.encode()  # as the real one: what is too long raises
+        self.published[key] = (record, lifetime_s)
+        return True
+
+
+def place(stage: int, stages: int = 3) -> Place:
+    manifest = Manifest.from_dict({"name": "t", "model": "tiny", "end_tokens": 1000})
+    return Place(
+        me="me",
+        run=RUN,
+        stage=stage,
+        manifest=cast("Manifest", SimpleNamespace(stages=stages, deadlines=manifest.deadlines)),
+        layout=FlatLayout.of([("w", (3,))]),
+        addresses=ADDRESSES,
+        client_mode=False,
+        memory_limit_bytes=None,
+    )
+
+
+def herald(dht: Dht, stage: int, stages: int = 3) -> Herald:
+    return Herald(place(stage, stages), cast("Swarm", dht))
+
+
+def claim(round_number: int) -> ClaimRecord:
+    return ClaimRecord(
+        round=round_number, digest="d", tokens=1, chain_tokens=round_number, record_bytes=1
+    )
+
+
+def bell(round_number: int) -> BellRecord:
+    return BellRecord(
+        round=round_number,
+        finished_at=1.0,
+        round_s=1.0,
+        tokens=1,
+        send_after=None,
+        scheduled_at=None,
+    )
+
+
+def replica() -> Any:
+    return replica_record(place(0), 3, LoopProgress(head="h", members=("h", "a", "b")))
+
+
+# ---- looking -------------------------------------------------------------------------------------
+def test_one_look_asks_for_everything_at_once() -> None:
+    dht = Dht()
+    dht.records = {
+        stage_key(RUN, 0): {"h": stage_record("training", replica="h")},
+        stage_key(RUN, 1): {"me": stage_record(), "x": stage_record()},
+        stage_key(RUN, 2): {"z": stage_record()},
+        claim_key(RUN, 0): {"h": claim(7)},
+        claim_key(RUN, 1): {"x": claim(4)},
+        claim_key(RUN, 2): {"z": claim(99)},
+        replica_key(RUN): {"h": replica()},
+        bell_key(RUN, 5): {"h": bell(5)},
+    }
+    looking = herald(dht, 1)
+    assert looking.look([5, 6])
+    assert len(dht.asked) == 1
+    assert {key for key, kind in dht.asked[0].items() if kind is BellRecord} == {
+        bell_key(RUN, 5),
+        bell_key(RUN, 6),
+    }
+    view = looking.view
+    assert set(view.stage) == {"me", "x"}  # of one's own stage
+    assert {stage: set(here) for stage, here in view.stages.items()} == {
+        0: {"h"},
+        1: {"me", "x"},
+        2: {"z"},
+    }
+    assert set(view.replicas) == {"h"}
+    assert {number: set(bells) for number, bells in view.bells.items()} == {5: {"h"}, 6: set()}
+    assert view.claims == {"x": claim(4)}
+    assert view.run_claims == {"h": claim(7)}
+
+
+def test_for_a_peer_of_stage_0_its_own_chain_is_that_of_the_run() -> None:
+    dht = Dht()
+    dht.records = {claim_key(RUN, 0): {"h": claim(7)}}
+    looking = herald(dht, 0, stages=1)
+    assert looking.look([])
+    assert looking.view.claims == looking.view.run_claims == {"h": claim(7)}
+
+
+def test_what_gives_no_answer_stays_as_it_was_and_an_empty_answer_does_not() -> None:
+    dht = Dht()
+    keys = [stage_key(RUN, 0), stage_key(RUN, 1), claim_key(RUN, 0), claim_key(RUN, 1)]
+    dht.records = dict(
+        zip(
+            keys,
+            ({"h": stage_record()}, {"x": stage_record()}, {"h": claim(7)}, {"x": claim(4)}),
+            strict=True,
+        )
+    ) | {replica_key(RUN): {"h": replica()}, bell_key(RUN, 5): {"h": bell(5)}}
+    looking = herald(dht, 1)
+    assert looking.look([5])
+    before = looking.view
+    dht.silent = {*dht.records, stage_key(RUN, 2)}
+    dht.records = {}
+    assert not looking.look([5])
+    assert looking.view.stages == before.stages
+    assert looking.view.stage == before.stage == {"x": stage_record()}
+    assert looking.view.replicas == before.replicas
+    assert (looking.view.claims, looking.view.run_claims) == (before.claims, before.run_claims)
+    dht.silent = set()
+    assert looking.look([5])
+    assert (looking.view.stage, looking.view.replicas, looking.view.claims) == ({}, {}, {})
+    assert looking.view.stages == {0: {}, 1: {}, 2: {}}
+
+
+def test_a_stage_that_never_answered_is_unknown_and_not_empty() -> None:
+    dht = Dht()
+    dht.silent = {stage_key(RUN, 2)}
+    looking = herald(dht, 1)
+    assert looking.look([])
+    assert set(looking.view.stages) == {0, 1}
+
+
+@pytest.mark.parametrize(
+    ("silent", "answered"),
+    [
+        (stage_key(RUN, 1), False),
+        (claim_key(RUN, 1), False),
+        (stage_key(RUN, 0), True),  # what a joiner needs to know is of its own stage
+        (claim_key(RUN, 0), True),
+        (replica_key(RUN), True),
+    ],
+)
+def test_a_look_has_its_answer_with_the_records_of_the_own_stage(
+    silent: str, answered: bool
+) -> None:
+    dht = Dht()
+    dht.silent = {silent}
+    assert herald(dht, 1).look([]) is answered
+
+
+# ---- telling -------------------------------------------------------------------------------------
+def chain() -> ChainFollower:
+    head = SimpleNamespace(round=4, digest="e" * 64, chain_tokens=900, record_bytes=77)
+    return cast("ChainFollower", SimpleNamespace(head=head, last_record=None))
+
+
+def told(own: LoopProgress, state: str = "training", stages: int = 3) -> StageRecord:
+    dht = Dht()
+    herald(dht, 1, stages).tell_stage(state, round_number=5, chain=chain(), voids=2, own=own)
+    record, lifetime_s = dht.published[stage_key(RUN, 1)]
+    assert lifetime_s == place(0).manifest.deadlines.record_lifetime_s
+    claimed, _ = dht.published[claim_key(RUN, 1)]
+    assert isinstance(claimed, ClaimRecord)
+    assert (claimed.round, claimed.chain_tokens) == (4, 900)
+    assert isinstance(record, StageRecord)
+    return record
+
+
+def test_a_stage_record_names_the_replica_that_a_peer_is_in_and_what_keeps_it_from_one() -> None:
+    member = told(LoopProgress(head="h", unsent_tokens=64))
+    assert (member.state, member.replica, member.tokens) == ("training", "h", 64)
+    blocked = told(LoopProgress(blocked="stage 1 has no peer"), "spare")
+    assert (blocked.replica, blocked.blocked) == ("", "stage 1 has no peer")
+
+
+def test_who_has_left_holds_no_tokens_that_others_would_wait_for() -> None:
+    assert told(LoopProgress(head="h", unsent_tokens=64), "left").tokens == 0
+
+
+def test_a_run_that_lacks_peers_for_most_stages_still_fits_into_a_record() -> None:
+    reasons = "; ".join(f"stage {n} has no free peer (3 train in other replicas)" for n in range(9))
+    record = told(LoopProgress(head=PEER_ID, blocked=reasons), stages=10)
+    assert record.blocked.startswith("stage 0 has no free peer")
+
+
+def test_only_a_peer_that_leads_a_replica_has_a_replica_record() -> None:
+    dht = Dht()
+    assert replica_record(place(1), 3, LoopProgress(head="h")) is None
+    herald(dht, 1).tell_replica(None)
+    assert not dht.published
+    own = LoopProgress(
+        head="me",
+        members=("me", "a", "b"),
+        epoch=4,
+        inner_step=9,
+        step_s=1.5,
+        val_loss=2.5,
+        val_round=2,
+        codec="int8",
+        last_fault="stage 1 silent",
+    )
+    record = replica_record(place(0), 3, own)
+    assert record is not None
+    assert (record.members, record.epoch, record.round) == (("me", "a", "b"), 4, 3)
+    assert (record.inner_step, record.step_s) == (9, 1.5)
+    assert (record.val_loss, record.val_round) == (2.5, 2)
+    assert (record.codec, record.last_fault) == ("int8", "stage 1 silent")
+    herald(dht, 0).tell_replica(record)
+    assert dht.published[replica_key(RUN)][0] == record
+
+
+def test_the_record_of_a_replica_of_many_stages_names_as_many_as_fit() -> None:
+    members = tuple(f"{PEER_ID[:-2]}{number:02}" for number in range(40))
+    own = LoopProgress(
+        head=members[0],
+        members=members,
+        epoch=2**40,
+        inner_step=10**6,
+        codec="bf16,fp32,int4,int8",
+        last_fault="stage 39 missing",
+    )
+    record = replica_record(place(0), 10**6, own)
+    assert record is not None
+    assert record.members == members[:MAX_MEMBERS]
+    record.encode()
+
+
+def test_a_bell_is_told_under_its_round() -> None:
+    dht = Dht()
+    herald(dht, 0).ring(None)
+    herald(dht, 0).ring(bell(6))
+    assert set(dht.published) == {bell_key(RUN, 6)}

@@ -1,0 +1,411 @@
+"""A head's part: it forms its replica, feeds it, and evaluates each anchor once."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import count
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+import torch
+from torch import Tensor
+
+from dilocox.peer import leading as module
+from dilocox.peer.data import Corpus
+from dilocox.peer.leading import Leading
+from dilocox.pipeline.desk import Desk
+from dilocox.pipeline.frames import Frame
+from dilocox.pipeline.happenings import Stepped
+from dilocox.pipeline.head import Head
+from tests.peer.loops import ME, Loop, manifest
+
+STEP_TOKENS = 16
+HELD_OUT = torch.arange(4 * 9).reshape(4, 9)
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+class FakeHead:
+    """A replica that does what it is told; `steps` holds None for a step that was not taken."""
+
+    def __init__(self) -> None:
+        self.members: tuple[str, ...] = (ME, "a")
+        self.step_s = 0.01
+        self.epoch = 1
+        self.codec = "bf16"
+        self.last_fault = ""
+        self.forms: deque[str] = deque()
+        self.formed = 0
+        self.steps: deque[Stepped | None] = deque()
+        self.fed: list[tuple[list[int], float]] = []
+        self.anchors: int | None = None  # the round at which all are, None for any
+        self.losses: deque[float | None] = deque()
+        self.evaluated: list[int] = []
+        self.dissolved = 0
+
+    def form(self) -> str:
+        self.formed += 1
+        reason = self.forms.popleft()
+        self.members = () if reason else (ME, "a")
+        return reason
+
+    def step(self, batch: Sequence[Tensor], learning_rate: float) -> Stepped | None:
+        self.fed.append(([int(windows) for windows in batch], learning_rate))
+        if self.steps:
+            return self.steps.popleft()
+        return Stepped(step=len(self.fed), loss=3.0, skipped=False)
+
+    def anchors_at(self, round_number: int) -> bool:
+        return self.anchors in (None, round_number)
+
+    def evaluate(self, batches: Sequence[Tensor]) -> float | None:
+        self.evaluated.append(sum(len(batch) for batch in batches))
+        return self.losses.popleft() if self.losses else 64.0
+
+    def dissolve(self) -> None:
+        self.dissolved += 1
+        self.members = ()
+
+
+class FakeCorpus:
+    """Counts its microbatches; knows a part, a position and how often it was read."""
+
+    def __init__(self) -> None:
+        self.numbers = count()
+        self.epoch = 0
+        self.position = 0
+        self.opened: list[tuple[int, int]] = []
+        self.loaded: list[dict[str, Any]] = []
+        self.fits = True
+
+    def __iter__(self) -> FakeCorpus:
+        return self
+
+    def __next__(self) -> Tensor:
+        return torch.tensor(next(self.numbers))
+
+    def open_part(self, part: int, position: int = 0) -> None:
+        self.opened.append((part, position))
+
+    def load_state_dict(self, state: dict[str, Any]) -> bool:
+        self.loaded.append(state)
+        return self.fits
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"part": self.opened[-1][0], "reads": True}
+
+
+@dataclass
+class Leader:
+    """A head's part and all that it talks to."""
+
+    loop: Loop
+    head: FakeHead
+    corpus: FakeCorpus
+    desk: Desk
+    part: Leading
+
+
+def leader(loop: Loop) -> Leader:
+    head, corpus = FakeHead(), FakeCorpus()
+    desk = Desk(me=ME, stage=0, num_stages=2, on_change=lambda: None)
+    part = Leading(
+        manifest=loop.manifest,
+        learner=loop.learner,
+        head=cast("Head", head),
+        desk=desk,
+        corpus=cast("Corpus", corpus),
+        held_out=HELD_OUT,
+        coordinator=loop.coordinator,
+        tally=loop.tally,
+        me=ME,
+        stop=loop.stop,
+    )
+    return Leader(loop, head, corpus, desk, part)
+
+
+@pytest.fixture
+def led(tmp_path: Path) -> Leader:
+    """A head in training: the anchor of the manifest was evaluated."""
+    made = leader(Loop(tmp_path, manifest(stages=2)))
+    made.part.turn()
+    assert made.head.evaluated == [4]
+    made.head.evaluated.clear()
+    made.head.fed.clear()
+    return made
+
+
+def merged(led: Leader, number: int, *, mine: bool) -> None:
+    """The chain's next record comes and is merged; this peer's turn to evaluate if it is `mine`.
+
+    Of two members ("me", "other") the first evaluates the anchors of even rounds.
+    """
+    led.loop.fake.events.put(led.loop.committed(number, 0.0, mine=mine))
+    led.loop.learner.take_events()
+    assert led.loop.learner.round == number
+
+
+def losses(led: Leader) -> list[tuple[int, float]]:
+    return [(event["round"], event["loss"]) for event in led.loop.events("validated")]
+
+
+# ---- the replica ---------------------------------------------------------------------------------
+@pytest.mark.usefixtures("no_chance")
+def test_a_head_without_replica_tries_now_and_then_and_says_what_is_missing(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = [1000.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    led = leader(Loop(tmp_path, manifest(stages=2)))
+    led.head.members = ()
+    led.head.forms.extend(["stage 1 has no peer", "stage 1 has no peer", ""])
+    led.part.turn()
+    assert led.loop.fake.progress.blocked == "stage 1 has no peer"
+    assert (led.loop.fake.progress.head, led.loop.fake.progress.members) == ("", ())
+    for _ in range(5):
+        led.part.turn()
+    assert (led.head.formed, led.head.fed) == (1, [])
+    now[0] += module.FORM_PAUSE_S
+    led.part.turn()
+    assert led.head.formed == 2
+    assert caplog.text.count("stage 1 has no peer") == 1  # told once, not at every try
+    now[0] += module.FORM_PAUSE_S
+    led.part.turn()
+    assert len(led.head.fed) == 1
+    progress = led.loop.fake.progress
+    assert (progress.blocked, progress.head, progress.members) == ("", ME, (ME, "a"))
+    assert caplog.text.count("is not complete") == 1
+
+
+@pytest.fixture
+def no_chance(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module.random, "random", lambda: 0.0)
+
+
+def test_while_it_waits_for_peers_a_head_merges_records(tmp_path: Path) -> None:
+    led = leader(Loop(tmp_path, manifest(stages=2)))
+    led.head.members = ()
+    led.head.forms.append("stage 1 has no peer")
+    record = led.loop.committed(0, 0.1)
+    led.loop.fake.events.to_come.append(lambda: led.loop.fake.events.put(record))
+    led.part.turn()
+    assert led.loop.learner.round == 0
+
+
+def leads(led: Leader) -> object:
+    """What a member hears that asks its head."""
+    return led.desk.answer("a", Frame(kind="ping", replica=ME)).facts.get("members")
+
+
+def test_members_that_ask_hear_whom_the_head_leads_now(led: Leader) -> None:
+    assert leads(led) == [ME, "a"]
+
+    def dissolves(batch: Sequence[Tensor], learning_rate: float) -> None:
+        led.head.members = ()
+
+    led.head.step = dissolves  # type: ignore[method-assign]
+    led.part.turn()
+    assert leads(led) == []
+    assert led.loop.fake.progress.members == ()
+
+
+def test_the_replica_is_shown_with_epoch_codec_and_last_fault(led: Leader) -> None:
+    led.head.epoch, led.head.codec, led.head.last_fault = 5, "int4,int8", "stage 1 silent"
+    led.corpus.position = 77
+    led.part.turn()
+    shown = led.loop.fake.progress
+    assert (shown.epoch, shown.codec, shown.last_fault) == (5, "int4,int8", "stage 1 silent")
+    assert shown.position == 77
+
+
+# ---- inner steps ---------------------------------------------------------------------------------
+def test_an_inner_step_that_was_not_taken_is_taken_later_on_the_same_data(led: Leader) -> None:
+    led.head.steps.extend([None, None])
+    led.loop.fake.data_part = (3, 0)  # meanwhile the part changes hands
+    for _ in range(4):
+        led.part.turn()
+    batches = [batch for batch, _ in led.head.fed]
+    assert batches[0] == batches[1] == batches[2]
+    assert batches[3] == [batches[0][-1] + 1, batches[0][-1] + 2]
+    assert led.loop.model.merge.tokens == (1 + 2) * STEP_TOKENS  # one by the fixture
+
+
+def test_the_part_of_the_data_changes_only_between_taken_steps(led: Leader) -> None:
+    assert led.corpus.opened == [(0, 0)]
+    led.head.steps.extend([None])
+    led.part.turn()
+    led.loop.fake.data_part = (3, 500)
+    led.part.turn()
+    assert led.corpus.opened == [(0, 0)]
+    led.part.turn()
+    assert led.corpus.opened == [(0, 0), (3, 500)]
+
+
+def test_skipped_steps_use_data_but_count_no_tokens(led: Leader) -> None:
+    led.head.steps.append(Stepped(step=1, loss=float("nan"), skipped=True))
+    led.part.turn()
+    led.part.turn()
+    assert led.head.fed[0][0] != led.head.fed[1][0]
+    assert led.loop.model.merge.tokens == 2 * STEP_TOKENS
+
+
+def test_the_learning_rate_follows_the_runs_tokens(tmp_path: Path) -> None:
+    inner = {"learning_rate": 0.01, "warmup_tokens": 100 * STEP_TOKENS}
+    led = leader(Loop(tmp_path, manifest(stages=2, inner=inner)))
+    for _ in range(3):
+        led.part.turn()
+    rates = [rate for _, rate in led.head.fed]
+    assert rates == pytest.approx([0.0001, 0.0002, 0.0003])
+    merged(led, 0, mine=False)  # 200 tokens of others
+    led.part.turn()
+    assert led.head.fed[-1][1] == pytest.approx(0.01 * (200 + 4 * STEP_TOKENS) / 1600)
+
+
+# ---- validation ----------------------------------------------------------------------------------
+def test_the_weights_that_the_run_begins_with_are_evaluated_first(tmp_path: Path) -> None:
+    led = leader(Loop(tmp_path, manifest(stages=2)))
+    led.part.turn()
+    led.part.turn()
+    assert led.head.evaluated == [4]
+    assert losses(led) == [(-1, 64.0 / (4 * 8))]  # nats a token
+    assert led.loop.fake.progress.val_round == -1
+
+
+def test_an_anchor_is_evaluated_once_when_all_stages_have_it(led: Leader) -> None:
+    led.head.anchors = -1
+    merged(led, 0, mine=True)
+    led.part.turn()
+    led.part.turn()
+    assert led.head.evaluated == []  # a stage below still has the one before
+    led.head.anchors = 0
+    for _ in range(3):
+        led.part.turn()
+    assert led.head.evaluated == [4]
+    assert losses(led)[1:] == [(0, 2.0)]
+    assert len(led.head.fed) == 5  # and training went on
+
+
+def test_replicas_take_turns(led: Leader) -> None:
+    for number in range(4):
+        merged(led, number, mine=True)
+        led.part.turn()
+    merged(led, 4, mine=False)
+    led.part.turn()
+    assert [number for number, _ in losses(led)[1:]] == [0, 2]
+
+
+def test_an_anchor_that_others_have_followed_is_not_evaluated(led: Leader) -> None:
+    led.head.anchors = -1
+    merged(led, 0, mine=True)
+    led.part.turn()
+    merged(led, 1, mine=True)  # the other one's turn
+    led.head.anchors = None
+    led.part.turn()
+    led.part.turn()
+    assert led.head.evaluated == []
+
+
+def test_an_evaluation_that_came_to_nothing_is_tried_again(led: Leader) -> None:
+    merged(led, 0, mine=True)
+    led.head.losses.extend([None, 32.0])
+    for _ in range(3):
+        led.part.turn()
+    assert losses(led)[1:] == [(0, 1.0)]
+
+
+# ---- the end -------------------------------------------------------------------------------------
+def test_at_the_runs_end_the_last_anchor_is_evaluated_and_the_replica_let_go(led: Leader) -> None:
+    led.head.anchors = 1  # what the last inner step said of the stages below is out of date
+    merged(led, 0, mine=True)
+    led.head.losses.extend([None, None, 32.0])  # their last record is on its way
+    led.loop.fake.run_ended = True
+    assert not led.part.ended  # a head believes its own chain alone
+    led.part.part(ended=True)
+    assert losses(led)[1:] == [(0, 1.0)]
+    assert led.head.dissolved == 1
+    assert led.loop.fake.progress.members == ()
+    assert leads(led) == []
+
+
+@pytest.mark.parametrize("why", ["another replica's turn", "no replica", "evaluated"])
+def test_at_the_end_nobody_waits_for_a_loss_that_will_not_come(led: Leader, why: str) -> None:
+    merged(led, 0, mine=why != "another replica's turn")
+    if why == "no replica":
+        led.head.members = ()
+    if why == "evaluated":
+        led.part.turn()
+    before, began = len(led.head.evaluated), time.monotonic()
+    led.part.part(ended=True)
+    assert time.monotonic() - began < 1
+    assert len(led.head.evaluated) == before
+    assert led.head.dissolved == 1
+
+
+def test_the_wait_for_the_last_loss_has_an_end(
+    led: Leader, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "LAST_LOSS_LIMIT_S", 0.1)
+    merged(led, 0, mine=True)
+    led.head.losses.extend([None] * 1_000_000)
+    led.part.part(ended=True)
+    assert led.head.dissolved == 1
+    assert len(losses(led)) == 1
+
+
+def test_a_head_that_is_told_to_leave_lets_its_replica_go_at_once(led: Leader) -> None:
+    merged(led, 0, mine=True)
+    led.part.part(ended=False)
+    assert (led.head.evaluated, led.head.dissolved) == ([], 1)
+
+
+# ---- data ----------------------------------------------------------------------------------------
+def test_the_end_of_a_part_is_told_once_and_the_next_part_opened_where_it_was_left(
+    led: Leader,
+) -> None:
+    led.part.turn()
+    assert not led.loop.fake.of_kind("finish_part")
+    led.corpus.epoch = 1
+    led.part.turn()
+    led.part.turn()
+    assert len(led.loop.fake.of_kind("finish_part")) == 1
+    led.loop.fake.data_part = (5, 123)
+    led.part.turn()
+    assert led.corpus.opened[-1] == (5, 123)
+    led.part.turn()
+    assert len(led.loop.fake.of_kind("finish_part")) == 1
+
+
+def restarted(folder: Path, part: int, *, fits: bool = True) -> FakeCorpus:
+    """A head that comes back to a snapshot which was made in data part 0."""
+    first = leader(Loop(folder, manifest(stages=2)))
+    first.part.turn()
+    first.loop.learner.leave(ended=False)
+    back = leader(Loop(folder, manifest(stages=2)))
+    back.corpus.fits = fits
+    # what was saved is kept as long as nothing was read
+    assert back.loop.learner.data_state() == {"part": 0, "reads": True}
+    back.loop.fake.data_part = (part, 40)
+    back.part.turn()
+    return back.corpus
+
+
+def test_after_a_restart_the_part_goes_on_exactly_where_it_was(tmp_path: Path) -> None:
+    corpus = restarted(tmp_path, 0)
+    assert (corpus.loaded, corpus.opened) == ([{"part": 0, "reads": True}], [])
+
+
+def test_after_a_restart_with_another_part_that_one_is_read(tmp_path: Path) -> None:
+    corpus = restarted(tmp_path, 2)
+    assert (corpus.loaded, corpus.opened) == ([], [(2, 40)])
+
+
+def test_a_saved_position_that_fits_no_more_is_not_used(tmp_path: Path) -> None:
+    corpus = restarted(tmp_path, 0, fits=False)
+    assert (len(corpus.loaded), corpus.opened) == (1, [(0, 40)])

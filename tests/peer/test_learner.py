@@ -1,0 +1,419 @@
+"""Between two inner steps: records come in, sends go out, and nothing learnt is lost."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from dilocox.peer import learner as module
+from dilocox.peer.catchup import State
+from dilocox.peer.events import Failed, Resynced, Voided
+from dilocox.peer.place import LoopProgress
+from dilocox.peer.snapshots import Snapshots
+from tests.peer.loops import END_TOKENS, Loop, manifest
+
+STEP_TOKENS = 16
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+@pytest.fixture
+def loop(tmp_path: Path) -> Loop:
+    return Loop(tmp_path)
+
+
+def loop_with(folder: Path, **outer: Any) -> Loop:
+    return Loop(folder, manifest(outer=outer))
+
+
+# ---- joining -------------------------------------------------------------------------------------
+def test_a_joiner_merges_what_the_others_have_before_it_trains(loop: Loop) -> None:
+    seen: list[tuple[str, int]] = []
+
+    def record(number: int) -> Callable[[], None]:
+        def comes() -> None:
+            seen.append((loop.tally.state, loop.learner.round))
+            loop.fake.events.put(loop.committed(number, 0.1))
+
+        return comes
+
+    loop.fake.events.to_come.extend([record(0), record(1), loop.fake.joined.set])
+    loop.learner.join()
+    assert seen == [("joining", -1), ("joining", 0)]
+    assert (loop.learner.round, loop.tally.state) == (1, "training")
+    assert len(loop.events("training")) == 1
+    assert torch.equal(loop.live, loop.model.merge.anchor)
+
+
+def test_a_joiner_that_is_told_to_stop_waits_no_longer(loop: Loop) -> None:
+    loop.fake.events.to_come.append(loop.stop.set)
+    loop.learner.join()
+    assert not loop.fake.joined.is_set()
+
+
+# ---- records -------------------------------------------------------------------------------------
+def test_a_record_is_merged_between_two_inner_steps(loop: Loop) -> None:
+    loop.train(2)
+    before = loop.live.clone()
+    event = loop.committed(0, 0.1)
+    loop.fake.events.put(event)
+    assert torch.equal(loop.live, before)
+    loop.learner.between_steps()
+    merge = loop.model.merge
+    assert event.taken.is_set()
+    assert loop.learner.round == merge.round == 0
+    assert loop.learner.newest is event.record
+    assert not torch.equal(loop.live, before)
+    # what is unsent goes on top of the new anchor, with its weight
+    unsent = 2 * 0.001 * loop.manifest.outer.rebase_weight
+    torch.testing.assert_close(loop.live, merge.anchor - unsent, rtol=0, atol=1e-6)
+    assert merge.tokens == 2 * STEP_TOKENS
+    (line,) = loop.events("round")
+    assert (line["round"], line["outcome"]) == (0, "followed")
+
+
+def test_records_in_a_row_are_merged_one_after_the_other(loop: Loop) -> None:
+    loop.fake.events.put(loop.committed(0, 0.1))
+    loop.learner.take_events()
+    first = loop.model.merge.anchor
+    loop.fake.events.put(loop.committed(1, 0.1))
+    loop.learner.take_events()
+    assert loop.learner.round == 1
+    assert loop.model.merge.anchor.data_ptr() != first.data_ptr()
+    assert [line["round"] for line in loop.events("round")] == [0, 1]
+
+
+def test_under_round_end_a_record_waits_for_the_send(tmp_path: Path) -> None:
+    loop = loop_with(tmp_path, apply="round_end")
+    loop.train()
+    event = loop.committed(0, 0.1)
+    loop.fake.events.put(event)
+    loop.learner.between_steps()
+    assert not event.taken.is_set()
+    loop.fake.due = (1, 50.0)
+    loop.learner.between_steps()
+    assert event.taken.is_set()
+    assert loop.fake.of_kind("submit") == [("submit", 1, 50.0, STEP_TOKENS, 0)]
+
+
+def test_under_round_end_the_send_waits_for_records_that_are_being_applied(tmp_path: Path) -> None:
+    loop = loop_with(tmp_path, apply="round_end")
+    loop.train()
+    loop.fake.applying, loop.fake.due = True, (1, 50.0)
+
+    def applied() -> None:
+        assert not loop.fake.told
+        loop.fake.events.put(loop.committed(0, 0.1))
+        loop.fake.applying = False
+
+    loop.fake.events.to_come.append(applied)
+    loop.learner.between_steps()
+    assert loop.learner.round == 0
+    assert loop.fake.of_kind("submit")
+
+
+def test_a_failure_is_raised_where_the_loop_is(loop: Loop) -> None:
+    loop.fake.events.put(Failed(error=RuntimeError("the averaging process has died")))
+    with pytest.raises(RuntimeError, match="the averaging process has died"):
+        loop.learner.between_steps()
+
+
+def test_a_failure_is_heard_under_round_end_too(tmp_path: Path) -> None:
+    loop = loop_with(tmp_path, apply="round_end")
+    loop.fake.events.put(Failed(error=RuntimeError("it died")))
+    loop.learner.between_steps()  # alive: its next round end takes what it says
+    loop.fake.alive = False
+    with pytest.raises(RuntimeError, match="it died"):
+        loop.learner.between_steps()
+
+
+# ---- sends ---------------------------------------------------------------------------------------
+def test_at_the_rounds_end_all_that_was_learnt_is_sent_and_on_disk_before(loop: Loop) -> None:
+    loop.train(3)
+    loop.train(skipped=True)
+    loop.learner.data_state = lambda: {"part": 7}
+    loop.fake.due = (0, 123.0)
+    found: list[Snapshots] = []
+    loop.fake.on_submit = lambda: found.append(
+        Snapshots(loop.folder / "snapshots", layout=loop.layout.digest)
+    )
+    loop.learner.between_steps()
+    assert loop.fake.told == [("submit", 0, 123.0, 3 * STEP_TOKENS, 0)]
+    (send,) = loop.model.merge.fly.values()
+    assert torch.equal(loop.buffers.message, send.message)
+    torch.testing.assert_close(
+        send.message, torch.full_like(send.message, 0.003), rtol=0, atol=1e-6
+    )
+    tensors, facts = found[0].merge_state()
+    assert torch.equal(tensors["fly.0.message"], send.message)
+    assert facts["fly"] == [[0, 3 * STEP_TOKENS]]
+    assert found[0].data_state() == {"part": 7}
+    assert (loop.tally.inner_step, loop.tally.longest_step_s) == (0, 0.0)
+    loop.learner.between_steps()
+    assert len(loop.fake.told) == 1
+
+
+def test_without_anything_to_send_the_round_is_skipped(loop: Loop) -> None:
+    loop.train(skipped=True)
+    loop.fake.due = (0, 1.0)
+    loop.learner.between_steps()
+    loop.train()
+    loop.fake.due = (1, 2.0)
+    loop.learner.between_steps()
+    loop.train()
+    loop.fake.due = (2, 3.0)  # the last send is still in flight
+    loop.learner.between_steps()
+    assert [each[:2] for each in loop.fake.told] == [("skip", 0), ("submit", 1), ("skip", 2)]
+    assert loop.model.merge.tokens == STEP_TOKENS
+
+
+def test_nothing_is_sent_for_a_round_that_the_chain_has_passed(loop: Loop) -> None:
+    for number in range(3):
+        loop.fake.events.put(loop.committed(number, 0.0))
+        loop.learner.take_events()
+    loop.train()
+    loop.fake.due = (2, 1.0)
+    loop.learner.between_steps()
+    assert loop.fake.told == [("skip", 2)]
+
+
+def test_a_record_with_this_peer_in_it_counts_what_it_sent(loop: Loop) -> None:
+    loop.train(2)
+    loop.fake.due = (0, 1.0)
+    loop.learner.between_steps()
+    (send,) = loop.model.merge.fly.values()
+    loop.train()
+    loop.fake.events.put(loop.committed(0, send.message, mine=True))
+    loop.learner.between_steps()
+    merge = loop.model.merge
+    assert (merge.fly, merge.tokens) == ({}, STEP_TOKENS)
+    (line,) = loop.events("round")
+    assert (line["outcome"], line["tokens"], line["inner_steps"]) == (
+        "counted",
+        2 * STEP_TOKENS,
+        2,
+    )
+    # raw fp32 values lose nothing: the residual is empty
+    assert not merge.residual.values.any()
+
+
+def test_a_void_send_is_unsent_again_and_goes_with_the_next(loop: Loop) -> None:
+    loop.train(2)
+    loop.fake.due = (0, 1.0)
+    loop.learner.between_steps()
+    assert loop.learner.unsent
+    loop.fake.events.put(Voided(round=0, reason="nobody came", certain=True))
+    loop.fake.events.put(Voided(round=9, reason="unknown", certain=True))
+    loop.train()
+    loop.learner.between_steps()
+    assert [event["round"] for event in loop.events("void")] == [0]
+    assert loop.model.merge.fly == {}
+    loop.fake.due = (1, 2.0)
+    loop.learner.between_steps()
+    assert loop.fake.told[-1] == ("submit", 1, 2.0, 3 * STEP_TOKENS, 0)
+
+
+def test_under_merge_none_the_loop_waits_for_its_own_record(tmp_path: Path) -> None:
+    loop = loop_with(tmp_path, merge="none")
+    loop.train(2)
+    loop.fake.due = (0, 1.0)
+
+    def record() -> None:
+        (send,) = loop.model.merge.fly.values()
+        loop.fake.events.put(loop.committed(0, send.message, mine=True))
+
+    loop.fake.events.to_come.extend([lambda: None, record])
+    loop.learner.between_steps()
+    assert (loop.learner.round, loop.model.merge.fly) == (0, {})
+    assert torch.equal(loop.live, loop.model.merge.anchor)
+    assert loop.fake.events.waits == 2
+
+
+def test_under_merge_none_a_stop_ends_the_wait(tmp_path: Path) -> None:
+    loop = loop_with(tmp_path, merge="none")
+    loop.train()
+    loop.fake.due = (0, 1.0)
+    loop.fake.events.to_come.append(loop.stop.set)
+    loop.learner.between_steps()
+    assert list(loop.model.merge.fly) == [0]
+
+
+# ---- another state -------------------------------------------------------------------------------
+def resynced(loop: Loop, number: int, fork_round: int | None) -> Resynced:
+    loop.committed(number, 0.25)  # writes the state into the buffers that are not current
+    state = State(
+        round=number,
+        digest="5" * 64,
+        anchor_sha256="a" * 64,
+        chain_tokens=5_000,
+        record=b"",
+        certificate=b"",
+    )
+    return Resynced(state=state, fork_round=fork_round)
+
+
+def test_a_state_of_others_is_taken_with_ones_own_progress_on_top(loop: Loop) -> None:
+    loop.train(2)
+    loop.fake.events.put(resynced(loop, 4, None))
+    loop.learner.between_steps()
+    merge = loop.model.merge
+    assert (loop.learner.round, merge.digest) == (4, "5" * 64)
+    assert merge.tokens == 2 * STEP_TOKENS
+    assert loop.learner.tokens_of_run == 5_000 + 2 * STEP_TOKENS
+    assert [event["round"] for event in loop.events("resynced")] == [4]
+    # on disk at once: the log begins at this state now
+    assert Snapshots(loop.folder / "snapshots", layout=loop.layout.digest).found is not None
+    loop.fake.due = (5, 1.0)
+    loop.learner.between_steps()
+    # the send says that a state was taken before it
+    assert loop.fake.told == [("submit", 5, 1.0, 2 * STEP_TOKENS, 1)]
+
+
+def test_a_send_that_the_new_state_may_hold_is_not_sent_again(loop: Loop) -> None:
+    loop.train(2)
+    loop.fake.due = (0, 1.0)
+    loop.learner.between_steps()
+    loop.fake.events.put(resynced(loop, 5, None))
+    loop.learner.between_steps()
+    assert (loop.model.merge.fly, loop.model.merge.tokens) == ({}, 0)
+
+
+def test_a_send_from_after_the_new_state_is_undone(loop: Loop) -> None:
+    loop.train(2)
+    loop.fake.due = (7, 1.0)
+    loop.learner.between_steps()
+    loop.fake.events.put(resynced(loop, 5, None))
+    loop.learner.between_steps()
+    assert loop.model.merge.fly == {}
+    assert loop.model.merge.tokens == 2 * STEP_TOKENS
+
+
+# ---- what is known of the run --------------------------------------------------------------------
+def test_the_runs_tokens_are_the_chains_and_own_ones_wherever_they_are(loop: Loop) -> None:
+    loop.train(2)
+    assert loop.learner.tokens_of_run == 2 * STEP_TOKENS
+    loop.fake.due = (0, 1.0)
+    loop.learner.between_steps()
+    loop.train()
+    assert loop.learner.tokens_of_run == 3 * STEP_TOKENS
+    (send,) = loop.model.merge.fly.values()
+    loop.fake.events.put(loop.committed(0, send.message, mine=True))
+    loop.learner.between_steps()
+    assert loop.learner.tokens_of_run == 200 + STEP_TOKENS  # 200: what the record says
+
+
+def test_the_run_has_ended_with_the_chains_tokens_or_when_the_swarm_says_so(loop: Loop) -> None:
+    assert not loop.learner.ended
+    last = END_TOKENS // 200 - 1
+    loop.fake.events.put(loop.committed(last - 1, 0.0))
+    loop.learner.take_events()
+    assert not loop.learner.ended
+    loop.fake.events.put(loop.committed(last, 0.0))
+    loop.learner.take_events()
+    assert loop.learner.ended
+
+
+def test_the_anchor_takes_the_place_of_the_weights_for_an_evaluation(loop: Loop) -> None:
+    loop.train(3)
+    before = loop.live.clone()
+    with loop.learner.in_place():
+        assert torch.equal(loop.live, loop.model.merge.anchor)
+        assert not torch.equal(loop.live, before)
+    assert torch.equal(loop.live, before)
+
+
+# ---- telling -------------------------------------------------------------------------------------
+def test_progress_says_what_was_done_and_not_yet_sent(loop: Loop) -> None:
+    loop.fake.heard_val_loss = (3, 2.5)
+    loop.learner.place = LoopProgress(head="h", codec="int8")
+    loop.train(2)
+    progress = loop.fake.progress
+    assert (progress.inner_step, progress.unsent_tokens) == (2, 2 * STEP_TOKENS)
+    assert (progress.head, progress.codec) == ("h", "int8")
+    assert (progress.train_loss, progress.step_s) == (3.0, 0.5)
+    assert (progress.val_loss, progress.val_round) == (2.5, 3)
+    loop.fake.heard_val_loss = (4, float("nan"))
+    loop.learner.publish()
+    assert loop.fake.progress.val_loss is None  # a record holds finite numbers only
+
+
+def test_a_change_of_the_replica_is_announced_at_once_and_only_that(loop: Loop) -> None:
+    loop.learner.publish()
+    loop.train(3)
+    assert not loop.fake.told
+    loop.learner.place = LoopProgress(head="h", members=("h", "a"))
+    loop.learner.publish()
+    loop.learner.publish()
+    assert loop.fake.told == [("announce",)]
+    loop.learner.place = replace(loop.learner.place, members=("h", "b"), epoch=2)
+    loop.learner.publish()
+    loop.learner.place = replace(loop.learner.place, position=5)
+    loop.learner.publish()
+    assert len(loop.fake.told) == 2
+
+
+# ---- leaving -------------------------------------------------------------------------------------
+def test_a_leaver_waits_for_the_exchange_in_flight_and_keeps_all_on_disk(loop: Loop) -> None:
+    loop.train(2)
+    loop.fake.due = (0, 1.0)
+    loop.learner.between_steps()
+    loop.train()
+    loop.stop.set()  # which must not end this wait
+
+    def record() -> None:
+        (send,) = loop.model.merge.fly.values()
+        loop.fake.events.put(loop.committed(0, send.message, mine=True))
+
+    loop.fake.events.to_come.extend([lambda: None, record])
+    loop.learner.leave(ended=False)
+    assert loop.fake.told[-1] == ("leave",)
+    assert loop.tally.state == "leaving"
+    again = Loop(loop.folder)
+    assert again.snapshots.found is not None
+    assert (again.learner.round, again.model.merge.tokens) == (0, STEP_TOKENS)
+    assert torch.equal(again.live, loop.live)
+
+
+def test_a_leaver_whose_exchange_is_not_decided_takes_it_up_after_its_return(
+    loop: Loop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "LEAVE_LIMIT_S", 0.05)
+    loop.train(2)
+    loop.fake.due = (0, 1.0)
+    loop.learner.between_steps()
+    (send,) = loop.model.merge.fly.values()
+    loop.learner.leave(ended=False)
+    again = Loop(loop.folder)
+    assert torch.equal(again.model.merge.fly[0].message, send.message)
+    assert torch.equal(again.buffers.message, send.message)
+    assert again.learner.unsent
+
+
+def test_what_a_peer_read_before_a_restart_stays_known_until_a_head_reads_on(loop: Loop) -> None:
+    loop.learner.data_state = lambda: {"part": 3, "used": 9}
+    loop.learner.leave(ended=False)
+    again = Loop(loop.folder)
+    assert again.learner.data_state() == {"part": 3, "used": 9}
+    again.learner.leave(ended=False)
+    assert Loop(loop.folder).learner.data_state() == {"part": 3, "used": 9}
+
+
+def test_progress_that_is_neither_unsent_nor_in_flight_keeps_nobody(loop: Loop) -> None:
+    assert not loop.learner.unsent
+    loop.train()
+    assert loop.learner.unsent
+    loop.fake.due = (0, 1.0)
+    loop.learner.between_steps()
+    assert loop.learner.unsent
+    (send,) = loop.model.merge.fly.values()
+    loop.fake.events.put(loop.committed(0, send.message, mine=True))
+    loop.learner.between_steps()
+    assert not loop.learner.unsent

@@ -1,0 +1,192 @@
+"""Which stage a peer hosts when it starts: the one asked for, its own one, or the emptiest."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from dilocox.dht.errors import InvalidInput
+from dilocox.dht.keys import parse_key
+from dilocox.dht.records import StageRecord
+from dilocox.peer import stage_option
+from dilocox.peer.join import Joined
+from dilocox.peer.stage_option import LOOKS, chosen_stage
+from dilocox.peer.state_folder import StateFolder
+from tests.pipeline.swarms import stage_record
+
+RUN = "f" * 32
+Answer = Mapping[int, dict[str, StageRecord]]
+
+
+@pytest.fixture(autouse=True)
+def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stage_option, "JITTER_S", 0.0)
+    monkeypatch.setattr(stage_option, "SECOND_LOOK_S", 0.0)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> StateFolder:
+    return StateFolder(tmp_path)
+
+
+class Looks:
+    """A swarm whose answers are prepared: one after the other, the last one for good.
+
+    A stage that an answer does not name gives none.
+    """
+
+    def __init__(self, *answers: Answer):
+        self.answers = list(answers)
+        self.count = 0
+        self.told: list[tuple[int, str]] = []
+
+    def publish(self, key: str, record: StageRecord, lifetime_s: float) -> bool:
+        assert lifetime_s >= 6.0
+        self.told.append((parse_key(key).index, record.state))
+        return True
+
+    def read_many(
+        self, keys: Mapping[str, type[Any]], timeout_s: float
+    ) -> dict[str, dict[str, StageRecord] | None]:
+        assert set(keys.values()) == {StageRecord}
+        self.count += 1
+        answer = self.answers.pop(0) if len(self.answers) > 1 else self.answers[0]
+        return {key: answer.get(parse_key(key).index) for key in keys}
+
+
+def joined(looks: Looks, stages: int = 3) -> Joined:
+    facts = {
+        "identity": SimpleNamespace(peer_id="me"),
+        "run": RUN,
+        "manifest": SimpleNamespace(
+            stages=stages, deadlines=SimpleNamespace(record_lifetime_s=6.0)
+        ),
+        "swarm": looks,
+    }
+    return cast("Joined", SimpleNamespace(**facts))
+
+
+def peers(*counts: int) -> Answer:
+    """A swarm with so many peers on each stage."""
+    return {
+        stage: {f"p{stage}{number}": stage_record() for number in range(count)}
+        for stage, count in enumerate(counts)
+    }
+
+
+def test_of_two_that_join_at_once_the_larger_id_chooses_again(folder: StateFolder) -> None:
+    """Both saw an empty stage; "aa" comes before "me", "zz" after it."""
+    first, rival = peers(1, 0, 1), {"aa": stage_record(state="joining")}
+    looks = Looks(first, {**peers(1, 0, 1), 1: rival}, {**peers(1, 0, 1), 1: rival})
+    assert chosen_stage("auto", joined(looks), folder) != 1
+    assert looks.told[:2] == [(1, "joining"), (1, "left")]
+    later = Looks(first, {**peers(1, 0, 1), 1: {"zz": stage_record(state="joining")}})
+    (folder.path / "other").mkdir()
+    other = StateFolder(folder.path / "other")
+    other.path.mkdir()
+    assert chosen_stage("auto", joined(later), other) == 1
+
+
+# ---- as told -------------------------------------------------------------------------------------
+def test_a_stage_that_was_asked_for_is_taken_without_a_look(folder: StateFolder) -> None:
+    looks = Looks(peers(0, 0, 9))
+    assert chosen_stage("2", joined(looks), folder) == 2
+    assert looks.count == 0
+    assert folder.noted_stage(RUN) is None  # it is the volunteer's will, not this peer's home
+
+
+@pytest.mark.parametrize("option", ["3", "-1", "1.0", "first", "", " "])
+def test_a_stage_that_the_run_has_not_is_refused_with_those_it_has(
+    folder: StateFolder, option: str
+) -> None:
+    with pytest.raises(InvalidInput, match=r"--stage .*: the run has the stages 0 to 2; choose"):
+        chosen_stage(option, joined(Looks(peers(1, 1, 1))), folder)
+
+
+def test_in_a_run_of_one_stage_there_is_nothing_to_choose(folder: StateFolder) -> None:
+    looks = Looks(peers(1))
+    assert chosen_stage("auto", joined(looks, stages=1), folder) == 0
+    assert chosen_stage("0", joined(looks, stages=1), folder) == 0
+    assert looks.count == 0
+    with pytest.raises(InvalidInput, match=r"--stage 3: the run has stage 0 only; choose"):
+        chosen_stage("3", joined(looks, stages=1), folder)
+
+
+# ---- auto ----------------------------------------------------------------------------------------
+@pytest.mark.parametrize(("counts", "chosen"), [((2, 1, 3), 1), ((0, 1, 1), 0), ((2, 2, 0), 2)])
+def test_a_new_peer_takes_the_stage_with_the_fewest_and_notes_it(
+    folder: StateFolder, counts: tuple[int, ...], chosen: int
+) -> None:
+    assert chosen_stage("auto", joined(Looks(peers(*counts))), folder) == chosen
+    assert folder.noted_stage(RUN) == chosen
+
+
+def test_a_peer_that_comes_back_goes_to_its_stage_though_another_has_fewer(
+    folder: StateFolder,
+) -> None:
+    folder.note_stage(RUN, 0)
+    assert chosen_stage("auto", joined(Looks(peers(5, 1, 3))), folder) == 0
+    folder.note_stage("e" * 32, 2)  # another run's
+    assert chosen_stage("auto", joined(Looks(peers(5, 1, 3))), folder) == 0
+
+
+def test_it_leaves_its_stage_to_others_if_another_one_has_nobody(folder: StateFolder) -> None:
+    folder.note_stage(RUN, 0)
+    assert chosen_stage("auto", joined(Looks(peers(1, 0, 3))), folder) == 1
+    assert folder.noted_stage(RUN) == 1
+
+
+@pytest.mark.parametrize("home", [0, 1, 2])
+@pytest.mark.parametrize("others", [(0, 0, 0), (1, 0, 0), (1, 1, 0)])
+def test_where_its_own_stage_has_nobody_it_goes_back_for_only_it_has_the_chain(
+    folder: StateFolder, home: int, others: tuple[int, ...]
+) -> None:
+    if others[home]:
+        pytest.skip("the stage has peers")
+    folder.note_stage(RUN, home)
+    assert chosen_stage("auto", joined(Looks(peers(*others))), folder) == home
+
+
+def test_own_records_of_before_and_of_peers_that_left_count_for_nobody(
+    folder: StateFolder,
+) -> None:
+    folder.note_stage(RUN, 0)
+    answer = {
+        0: {"a": stage_record(), "me": stage_record("training")},
+        1: {"me": stage_record(), "gone": stage_record("left")},
+        2: {"b": stage_record("joining")},
+    }
+    assert chosen_stage("auto", joined(Looks(answer)), folder) == 1
+
+
+@pytest.mark.parametrize("note", [b"7\n", b"-1\n", b"\xff\xfe", b"", b"one"])
+def test_a_note_that_makes_no_sense_is_none(folder: StateFolder, note: bytes) -> None:
+    folder.note_stage(RUN, 0)
+    (path,) = folder.path.glob(f"{RUN}*")
+    path.write_bytes(note)
+    assert chosen_stage("auto", joined(Looks(peers(2, 2, 1))), folder) == 2
+    assert folder.noted_stage(RUN) == 2
+
+
+# ---- answers that fail ---------------------------------------------------------------------------
+def test_a_stage_that_gave_no_answer_is_asked_for_again(folder: StateFolder) -> None:
+    looks = Looks({0: peers(2)[0]}, peers(2, 0, 2))
+    assert chosen_stage("auto", joined(looks), folder) == 1
+    assert looks.count == 3  # one more for those that join at the same time
+
+
+def test_a_stage_of_which_nothing_is_known_is_not_taken_for_empty(folder: StateFolder) -> None:
+    known = peers(5, 0, 4)
+    looks = Looks({0: known[0], 2: known[2]})
+    assert chosen_stage("auto", joined(looks), folder) == 2
+    assert looks.count == 2 * LOOKS
+
+
+def test_without_any_answer_a_stage_is_chosen_all_the_same(folder: StateFolder) -> None:
+    assert chosen_stage("auto", joined(Looks({})), folder) in (0, 1, 2)
+    folder.note_stage(RUN, 1)
+    assert chosen_stage("auto", joined(Looks({})), folder) == 1

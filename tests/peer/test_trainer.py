@@ -1,0 +1,129 @@
+"""The training loop: what comes when, for a head and for any other member alike."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable
+from typing import cast
+
+import pytest
+
+from dilocox.peer.learner import Learner
+from dilocox.peer.trainer import Move, Trainer
+
+
+class Script:
+    """Learner and part in one: notes what is called; `turns` says what happens in each turn."""
+
+    def __init__(self, *turns: Callable[[], None]):
+        self.calls: list[str] = []
+        self.turns = deque(turns)
+        self.between_steps = True
+        self.ended = False
+
+    def turn(self) -> None:
+        self.calls.append("turn")
+        self.turns.popleft()()
+
+    def part(self, *, ended: bool) -> None:
+        self.calls.append(f"part ended={ended}")
+
+
+class Learning:
+    def __init__(self, script: Script):
+        self.script = script
+
+    def join(self) -> None:
+        self.script.calls.append("join")
+
+    def between_steps(self) -> None:
+        self.script.calls.append("between")
+
+    def leave(self, *, ended: bool) -> None:
+        self.script.calls.append(f"leave ended={ended}")
+
+
+@pytest.fixture
+def stop() -> threading.Event:
+    return threading.Event()
+
+
+def train(script: Script, stop: threading.Event) -> list[str]:
+    learner = cast("Learner", Learning(script))
+    try:
+        Trainer(learner=learner, part=script, stop=stop).run()
+    finally:
+        assert not script.turns, "it ended too early"
+    return script.calls
+
+
+def nothing() -> None:
+    pass
+
+
+def test_records_and_sends_come_between_turns_until_it_is_told_to_stop(
+    stop: threading.Event,
+) -> None:
+    script = Script(nothing, stop.set)
+    assert train(script, stop) == [
+        "join",
+        "between",
+        "turn",
+        "between",
+        "turn",
+        "part ended=False",
+        "leave ended=False",
+    ]
+
+
+def test_within_an_inner_step_nothing_is_merged(stop: threading.Event) -> None:
+    script = Script(nothing, nothing, stop.set)
+
+    def begun() -> None:
+        script.between_steps = False
+
+    def done() -> None:
+        script.between_steps = True
+
+    script.turns = deque([begun, nothing, done, stop.set])
+    calls = train(script, stop)
+    assert calls[1:-2] == ["between", "turn", "turn", "turn", "between", "turn"]
+
+
+def test_it_ends_when_there_is_nothing_more_to_do(stop: threading.Event) -> None:
+    script = Script(nothing)
+
+    def ends() -> None:
+        script.ended = True
+
+    script.turns.append(ends)
+    assert train(script, stop)[-3:] == ["turn", "part ended=True", "leave ended=True"]
+
+
+def test_a_stop_before_training_still_leaves_in_order(stop: threading.Event) -> None:
+    stop.set()
+    assert train(Script(), stop) == ["join", "part ended=False", "leave ended=False"]
+
+
+def test_a_spare_that_moves_leaves_with_all_on_disk_and_then_says_where_to(
+    stop: threading.Event,
+) -> None:
+    def moves() -> None:
+        raise Move(2)
+
+    script = Script(nothing, moves)
+    with pytest.raises(Move) as moved:
+        train(script, stop)
+    assert moved.value.stage == 2
+    assert script.calls[-2:] == ["part ended=False", "leave ended=False"]
+
+
+def test_a_failure_is_raised_at_once(stop: threading.Event) -> None:
+    def fails() -> None:
+        raise RuntimeError("the averaging process has died")
+
+    script = Script(fails)
+    with pytest.raises(RuntimeError, match="has died"):
+        train(script, stop)
+    assert script.calls == ["join", "between", "turn"]

@@ -1,0 +1,123 @@
+"""What happened in a swarm, and what its weights must be after it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from itertools import pairwise
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from dilocox.peer.inner import InnerOptimizer, clip_factor
+from dilocox.pipeline.frames import Frame
+from dilocox.pipeline.worker import StageWorker
+from tests.pipeline.chains import SPEC, Chain
+from tests.pipeline.peers import fresh_stage
+from tests.pipeline.replicas import Swarm
+
+How = Literal["kill", "kill, what it sent arrives", "freeze"]
+
+RATE = 1e-2
+
+
+def strike(swarm: Swarm, victim: str, how: How) -> None:
+    if how == "freeze":
+        swarm.wires.freeze(victim)
+    else:
+        swarm.wires.kill(victim, flushed=how != "kill")
+
+
+@contextmanager
+def after_frames(swarm: Swarm, count: int, act: Callable[[], None]) -> Iterator[None]:
+    """`act` when so many more frames have arrived; it must come to that within."""
+    due = swarm.wires.delivered + count
+    acted = False
+
+    def look(_: Frame | None) -> None:
+        nonlocal acted
+        if swarm.wires.delivered >= due and not acted:
+            acted = True
+            act()
+
+    swarm.wires.on_frame = look
+    look(None)
+    yield
+    assert acted
+
+
+def go(chained: Chain, stages: set[int]) -> None:
+    """End a step as a head does; only these stages hear of it."""
+    squared_norm = 0.0
+    for worker in reversed(chained.workers):
+        squared_norm += worker.squared_norm()
+    factor = clip_factor(squared_norm, SPEC.clip_norm)
+    for stage, worker in enumerate(chained.workers):
+        if stage in stages:
+            worker.go(factor, RATE)
+    chained.restart()
+
+
+def equal(ours: list[Tensor], theirs: list[Tensor]) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+
+
+def retraced(swarm: Swarm) -> dict[str, list[Tensor]]:
+    """The weights that all peers must have, from who completed which steps with whom."""
+    stages = {name: fresh_stage(swarm.plan, peer.stage) for name, peer in swarm.peers.items()}
+    optimizers = {
+        name: InnerOptimizer(stage.named_parameters(), swarm.plan.spec)
+        for name, stage in stages.items()
+    }
+    for going in swarm.goings:
+        workers = [
+            StageWorker(
+                stages[name],
+                optimizers[name],
+                microbatches=swarm.plan.microbatches,
+                stage_index=index,
+                num_stages=swarm.plan.num_stages,
+            )
+            for index, name in enumerate(going.members)
+        ]
+        members = going.members
+        chained = Chain(
+            [stages[name] for name in members],
+            workers,
+            [optimizers[name] for name in members],
+            window=2,
+        )
+        chained.run(going.batch)
+        step = (going.head, going.step)
+        go(
+            chained,
+            {index for index, name in enumerate(members) if step in swarm.peers[name].steps},
+        )
+    return {name: [p.detach() for p in stage.parameters()] for name, stage in stages.items()}
+
+
+def check_history(swarm: Swarm) -> None:
+    """Each step was completed once, and missed by nobody who stayed."""
+    for peer in swarm.peers.values():
+        assert len(set(peer.steps)) == len(peer.steps), "a step was made twice"
+        for head, step in peer.steps:
+            assert [g.members for g in swarm.goings if (g.head, g.step) == (head, step)]
+    by_head: dict[str, list[int]] = {}
+    for going in swarm.goings:
+        by_head.setdefault(going.head, []).append(going.step)
+    for numbers in by_head.values():
+        assert numbers == list(range(len(numbers)))
+    for before, after in pairwise(swarm.goings):
+        stayed = set(before.members) & set(after.members) if before.head == after.head else set()
+        if not swarm.peers[before.head].telling("dissolved"):
+            for name in stayed:
+                assert (before.head, before.step) in swarm.peers[name].steps
+
+
+def check_weights(swarm: Swarm) -> None:
+    """Everybody has what the history says."""
+    swarm.settle()
+    check_history(swarm)
+    for name, expected in retraced(swarm).items():
+        assert equal(swarm.peers[name].weights(), expected), name

@@ -1,0 +1,266 @@
+"""One member between its neighbours: what it dials, what it passes on, and what it refuses."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from dilocox.pipeline.activations import tensor_frame
+from dilocox.pipeline.frames import Frame
+from dilocox.pipeline.happenings import (
+    Dissolved,
+    Evaluated,
+    Fault,
+    Ready,
+    StageReport,
+    Stepped,
+    Totals,
+)
+from dilocox.pipeline.links import Arrived, Broken, LinkFacts, LinkKey, Opened, Wake
+from tests.pipeline.alone import BATCH, SHAPE, Alone, go_facts, sum_facts
+
+
+class TestLinks:
+    @pytest.mark.parametrize(
+        ("clients", "upper", "lower"),
+        [
+            ((False, False, False), "expects", "dials"),
+            ((True, False, False), "expects", "dials"),
+            ((False, True, False), "dials", "dials"),  # it can only dial out
+            ((False, False, True), "expects", "expects"),
+            ((True, False, True), "expects", "expects"),
+        ],
+    )
+    def test_who_can_be_dialled_is(self, clients: tuple[bool, ...], upper: str, lower: str) -> None:
+        alone = Alone(clients=clients)
+        alone.take_up(epoch=7)
+        assert alone.asked == [
+            (upper, LinkKey("p0", 7, 0, "upper"), "p0"),
+            (lower, LinkKey("p0", 7, 1, "lower"), "p2"),
+        ]
+
+    def test_the_ends_of_the_chain_have_one_link(self) -> None:
+        for stage, side in ((0, "lower"), (2, "upper")):
+            alone = Alone(stage)
+            alone.take_up()
+            assert [key.side for _, key, _ in alone.asked] == [side]
+
+    @pytest.mark.parametrize("order", [(0, 1, 2), (0, 2, 1), (1, 0, 2), (2, 1, 0)])
+    def test_it_is_ready_when_its_links_stand_and_all_below_are(
+        self, order: tuple[int, ...]
+    ) -> None:
+        alone = Alone()
+        alone.take_up()
+        steps = (
+            lambda: alone.member.handle(Opened(alone.key("upper"))),
+            lambda: alone.member.handle(Opened(alone.key("lower"))),
+            lambda: alone.hear("lower", "ready"),
+        )
+        happened = [steps[number]() for number in order]
+        assert happened == [None, None, Ready()]
+        assert alone.kinds("upper") == ["ready"]
+
+    def test_a_new_epoch_begins_from_nothing(self) -> None:
+        alone = Alone()
+        alone.take_up()
+        alone.hear("lower", "ready")
+        alone.member.handle(Opened(alone.key("upper")))
+        alone.forward()
+        alone.member.work()
+        alone.take_up(epoch=2, step=4)
+        assert alone.peer.clean
+        assert alone.member.step == 4
+        opened = [alone.member.handle(Opened(alone.key(s, 2))) for s in ("upper", "lower")]
+        assert opened == [None, None], "below is not known to be ready in this epoch"
+
+    def test_what_comes_over_links_of_another_epoch_is_nothing(self) -> None:
+        alone = Alone()
+        alone.take_up(epoch=2)
+        for side in ("upper", "lower"):
+            key = alone.key(side, epoch=1)
+            for message in (Opened(key), Broken(key, "p0", "closed", 0.0)):
+                assert alone.member.handle(message) is None
+            assert alone.member.handle(Arrived(key, Frame(kind="go"))) is None
+        assert alone.member.handle(Wake()) is None
+        assert not alone.sent
+        assert not alone.refused
+
+
+class TestFaults:
+    def test_a_link_that_breaks_below_is_told_above(self) -> None:
+        alone = Alone()
+        alone.take_up()
+        fault = alone.member.handle(Broken(alone.key("lower"), "p2", "silent", 5.0))
+        assert fault == Fault(stage=2, seen_by=1, reason="silent", after_s=5.0)
+        [(side, frame)] = alone.sent
+        assert (side, frame.kind) == ("upper", "fault")
+        assert Fault.from_facts(frame.facts, 3) == fault
+
+    def test_one_that_breaks_above_cannot_be(self) -> None:
+        alone = Alone()
+        alone.take_up()
+        fault = alone.member.handle(Broken(alone.key("upper"), "p0", "closed", 1.0))
+        assert fault == Fault(stage=0, seen_by=1, reason="closed", after_s=1.0)
+        assert not alone.sent
+
+    def test_a_fault_from_below_is_passed_on(self) -> None:
+        alone = Alone()
+        alone.take_up()
+        fault = Fault(stage=2, seen_by=1, reason="closed", after_s=0.5)
+        assert alone.hear("lower", "fault", facts=fault.to_facts()) == fault
+        assert alone.kinds("upper") == ["fault"]
+
+    def test_a_replicas_end_is_passed_down(self) -> None:
+        alone = Alone()
+        alone.take_up()
+        assert alone.hear("upper", "dissolve") == Dissolved()
+        assert alone.kinds("lower") == ["dissolve"]
+        assert alone.kinds("upper") == []
+
+
+class TestTheInnerStep:
+    def test_sums_go_up_once_all_below_have_them(self) -> None:
+        alone = Alone()
+        alone.take_up()
+        alone.compute()
+        assert alone.kinds("lower") == ["forward"] * 2
+        assert alone.kinds("upper") == ["gradient"] * 2
+        assert alone.member.totals is None
+        alone.measured = LinkFacts(round_trip_s=0.25, received_bytes_per_s=1e6, heard_s_ago=0.0)
+        alone.member.leaving = True
+        alone.hear("lower", "sum", facts=sum_facts())
+        assert alone.kinds("upper") == ["gradient", "gradient", "sum"]
+        totals = Totals.from_facts(alone.sent[-1][1].facts, 2)
+        own = alone.peer.worker.squared_norm()
+        assert own > 0
+        assert totals.squared_norm == 4.0 + own
+        assert totals.loss == 2.0
+        mine, below = totals.reports
+        assert below == StageReport(anchor_round=3, compute_s=0.5)
+        assert mine == StageReport(
+            anchor_round=0,
+            compute_s=alone.peer.worker.compute_s,
+            upper_bytes_per_s=1e6,
+            lower_bytes_per_s=1e6,
+            lower_round_trip_s=0.25,
+            window=5,
+            leaving=True,
+        )
+
+    def test_a_sum_that_comes_early_waits_for_the_stages_own(self) -> None:
+        alone = Alone()
+        alone.take_up()
+        alone.hear("lower", "sum", facts=sum_facts())
+        assert alone.kinds("upper") == []
+        alone.compute()
+        assert alone.kinds("upper") == ["gradient", "gradient", "sum"]
+        alone.hear("lower", "sum", facts=sum_facts())  # a second one is not passed on
+        assert alone.kinds("upper") == ["gradient", "gradient", "sum"]
+
+    def test_go_is_passed_down_and_taken_once(self) -> None:
+        alone = Alone()
+        alone.take_up()
+        alone.compute()
+        alone.hear("lower", "sum", facts=sum_facts())
+        before = alone.weights()
+        stepped = alone.hear("upper", "go", facts=go_facts())
+        assert stepped == Stepped(step=0, loss=2.0, skipped=False)
+        assert alone.kinds("lower")[-1] == "go"
+        after = alone.weights()
+        assert not all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+        assert alone.hear("upper", "go", facts=go_facts()) is None
+        assert alone.refused == [("upper", "step")]
+        assert all(torch.equal(a, b) for a, b in zip(alone.weights(), after, strict=True))
+        # its codecs and its window count from the next step on
+        assert alone.peer.worker.window == 1
+        alone.forward(step=1)
+        alone.member.work()
+        assert alone.sent[-1][1].codec == "int8"
+
+    def test_go_that_says_skip_leaves_the_weights_alone(self) -> None:
+        alone = Alone()
+        alone.take_up()
+        alone.compute()
+        before = alone.weights()
+        stepped = alone.hear("upper", "go", facts=go_facts(factor=math.nan, loss=math.nan))
+        assert isinstance(stepped, Stepped)
+        assert stepped.skipped
+        assert all(torch.equal(a, b) for a, b in zip(alone.weights(), before, strict=True))
+        assert alone.peer.clean
+
+    @pytest.mark.parametrize(
+        ("computed", "done", "takes"),
+        [
+            (True, (0, 0.5, 1e-2), True),
+            (True, None, False),  # it is replayed
+            (False, (0, 0.5, 1e-2), False),  # not by this one
+            (True, (1, 0.5, 1e-2), False),
+        ],
+    )
+    def test_a_missed_go_is_made_up_for_with_the_next_epoch(
+        self, computed: bool, done: tuple[int, float, float] | None, takes: bool
+    ) -> None:
+        missed, heard = Alone(), Alone()
+        for alone in (missed, heard):
+            alone.take_up()
+            if computed:
+                alone.compute()
+        before = missed.weights()
+        stepped = missed.take_up(epoch=2, step=2, done=done)
+        assert (stepped is not None) == takes
+        if computed:
+            heard.hear("upper", "go", facts=go_facts())
+        expected = heard.weights() if takes else before
+        assert all(torch.equal(a, b) for a, b in zip(missed.weights(), expected, strict=True))
+        assert missed.peer.clean
+        assert missed.member.step == 2
+
+    def test_not_in_another_replica(self) -> None:
+        alone = Alone()
+        alone.take_up()
+        alone.compute()
+        alone.member.end()
+        assert alone.peer.clean
+        assert alone.take_up(epoch=2, step=1, done=(0, 0.5, 1e-2)) is None
+
+
+class TestEvaluating:
+    def test_windows_go_down_and_losses_up(self) -> None:
+        alone = Alone()
+        alone.take_up()
+        frame = Frame(kind="evaluate", replica="p0", epoch=1, microbatch=5, facts={"round": 0})
+        made = tensor_frame(frame, "fp32", torch.randn(SHAPE), BATCH[0])
+        assert alone.member.handle(Arrived(alone.key("upper"), made)) is None
+        [(side, passed)] = alone.sent
+        assert (side, passed.kind, passed.microbatch) == ("lower", "evaluate", 5)
+        assert (passed.codec, passed.facts) == ("fp32", {"round": 0})
+        alone.sent.clear()
+        told = alone.hear("lower", "evaluated", microbatch=5, facts={"loss": 3.5})
+        assert told == Evaluated(batch=5, loss=3.5)
+        assert [(to, f.microbatch, f.facts) for to, f in alone.sent] == [
+            ("upper", 5, {"loss": 3.5})
+        ]
+
+    @pytest.mark.parametrize("facts", [{"round": 1}, {}, {"round": "0"}])
+    def test_of_another_round_it_answers_that_there_is_none(self, facts: dict[str, object]) -> None:
+        alone = Alone()
+        alone.take_up()
+        frame = Frame(kind="evaluate", replica="p0", epoch=1, microbatch=5, facts=facts)
+        made = tensor_frame(frame, "fp32", torch.randn(SHAPE), BATCH[0])
+        assert alone.member.handle(Arrived(alone.key("upper"), made)) is None
+        [(side, answer)] = alone.sent
+        assert (side, answer.kind, answer.facts) == ("upper", "evaluated", {"loss": None})
+        assert alone.hear("lower", "evaluated", facts={"loss": None}) == Evaluated(
+            batch=0, loss=None
+        )
+
+
+def test_outside_of_a_replica_it_has_nothing_to_say() -> None:
+    alone = Alone()
+    with pytest.raises(RuntimeError, match="outside of a replica"):
+        alone.member.dissolve()
+    assert not alone.member.work()
+    alone.member.end()
+    assert alone.member.handle(Opened(alone.key("upper"))) is None

@@ -1,0 +1,277 @@
+"""A fault campaign: a swarm of pipeline replicas is hurt again and again, and timed while it heals.
+
+Before each fault the swarm is whole: so many replicas train, everybody else is a spare. The fault
+hits a peer of the wanted role in the wanted phase; a peer that died is started again, with the same
+state, and is a spare then. `run` makes one `Outcome` a fault; verdict.py judges them.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from tests.swarm.harness import LocalSwarm
+from tests.swarm.injuries import HURT_S, Fault, Injury
+from tests.swarm.peer import Peer
+from tests.swarm.replicas import Replica, replicas, spares
+
+# Of all this only stops and splices are judged, so these are generous: a start takes long where
+# others use the cores too.
+WHOLE_LIMIT_S = 300.0
+AIM_LIMIT_S = 120.0
+AGAIN_LIMIT_S = 300.0
+STATUS_S = 2.0  # no status is older
+SETTLED_S = 21.0  # a peer that loses its processes sooner after its start gives up
+LOOK_S = 0.0005  # a phase lasts some milliseconds
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """What one fault did; times in seconds, None where it never came.
+
+    spare: whether one of the victim's stage was ready. landed: the phase that it hit indeed.
+    detected_s: from the fault until a survivor knew.
+    splice_s: from a survivor's knowing until the chain stood again, by replacement of a member or
+        by another head.
+    stop_s: between the last inner step before and the first one after, of the member that went on
+        first. reason: of the head, or of the survivors of a head.
+    back_s: from the fault until the swarm was whole again.
+    """
+
+    number: int
+    fault: Fault
+    victim: str
+    peer_id: str
+    hit_at: float
+    spare: bool
+    landed: str
+    detected_s: float | None
+    reason: str
+    splice_s: float | None
+    stop_s: float | None
+    back_s: float
+
+    def line(self) -> str:
+        """For people."""
+        fault = self.fault
+        phase = fault.phase if self.landed == fault.phase else f"{fault.phase}?{self.landed}"
+        return (
+            f"{self.number:2d}  {fault.kind:6} {fault.role:6} {phase:10} {self.victim:7}"
+            f"{'spare' if self.spare else 'none':6} detected {_shown(self.detected_s)} "
+            f"({self.reason:7}) spliced {_shown(self.splice_s)} stopped {_shown(self.stop_s)} "
+            f"whole again {_shown(self.back_s)}"
+        )
+
+
+def _shown(seconds: float | None) -> str:
+    return "   -   " if seconds is None else f"{seconds:5.2f} s"
+
+
+class Campaign:
+    """Hurts one swarm, all of whose peers are shown (shown.py), started and never hurt before.
+
+    count: replicas while it is whole. tell: gets one line a fault.
+    """
+
+    def __init__(self, swarm: LocalSwarm, *, count: int, seed: int, tell: Callable[[str], None]):
+        self.outcomes: list[Outcome] = []
+        self._swarm = swarm
+        self._count = count
+        self._random = random.Random(seed)
+        self._tell = tell
+        self._whole_since: float | None = None
+
+    def run(self, faults: Iterable[Fault], *, last_rounds: int = 0) -> None:
+        """Each fault in turn, on a swarm that is whole; so many rounds of it at the end."""
+        for number, fault in enumerate(faults, 1):
+            self._wait_until_whole(rounds=1)
+            self._one(number, fault)
+            self._tell(self.outcomes[-1].line())
+        self._wait_until_whole(rounds=last_rounds)
+
+    def _wait_until_whole(self, *, rounds: int) -> None:
+        """All replicas train, all others are spares, and since then rounds were committed."""
+        self._swarm.wait(self._whole, WHOLE_LIMIT_S, "the swarm is whole")
+        wanted = len(self._swarm.chain()) + rounds
+        self._swarm.wait(
+            lambda: len(self._swarm.chain()) >= wanted and self._whole(),
+            WHOLE_LIMIT_S,
+            f"{rounds} rounds of the whole swarm",
+        )
+
+    def _whole(self) -> bool:
+        """Whether it is, and has been for so long that no status is from before."""
+        if not self._looks_whole():
+            self._whole_since = None
+            return False
+        self._whole_since = self._whole_since or time.time()
+        return time.time() - self._whole_since > STATUS_S
+
+    def _looks_whole(self) -> bool:
+        found = replicas(self._swarm)
+        training = [peer for replica in found for peer in replica.members]
+        others = [peer for peer in self._swarm.peers if peer not in training]
+        return (
+            len(found) == self._count
+            and all(replica.steps for replica in found)
+            and all(peer in spares(self._swarm, peer.stage) for peer in others)
+        )
+
+    # ---- one fault -------------------------------------------------------------------------------
+    def _one(self, number: int, fault: Fault) -> None:
+        swarm = self._swarm
+        replica, injury = self._aim(fault)
+        victim = injury.victim
+        spare = bool(spares(swarm, victim.stage))
+        round_before = victim.in_flight
+        hit_at, landed = self._hit(fault, injury)
+        if fault.phase == "averaging":
+            swarm.look()
+            end = None if round_before is None else victim.decided(round_before)
+            landed = "averaging" if end is None or end["time"] > hit_at else "decided"
+        self._whole_since = None
+        story = _Story(replica, victim, hit_at)
+        mended = self._watch(injury, story)
+        if not mended:
+            injury.mend()
+        swarm.wait(
+            lambda: _noticed(injury, hit_at) and self._whole(),
+            WHOLE_LIMIT_S,
+            f"the swarm is whole after {fault}",
+        )
+        self.outcomes.append(
+            Outcome(
+                number=number,
+                fault=fault,
+                victim=victim.name,
+                peer_id=victim.peer_id,
+                hit_at=hit_at,
+                spare=spare,
+                landed=landed,
+                detected_s=story.detected_s,
+                reason=story.reason,
+                splice_s=story.splice_s,
+                stop_s=story.stop_s,
+                back_s=(self._whole_since or time.time()) - hit_at,
+            )
+        )
+        swarm.assert_equal_chains()
+
+    def _aim(self, fault: Fault) -> tuple[Replica, Injury]:
+        """A replica and who in it is to be hurt; for "averaging" at a moment in which it does."""
+        swarm = self._swarm
+        stage = {"head": 0, "middle": 1, "last": swarm.manifest.stages - 1}[fault.role]
+        began = time.time()
+
+        def found() -> Replica | None:
+            ready = [each for each in replicas(swarm) if self._ready(each, stage, fault)]
+            return self._random.choice(ready) if ready else None
+
+        replica = swarm.wait(found, AIM_LIMIT_S, f"a moment for {fault}")
+        victim = replica.members[stage]
+        if fault.kind == "p2pd":
+            started = victim.of_kind("training")[-1]["time"]
+            swarm.wait(lambda: time.time() > started + SETTLED_S, SETTLED_S, "it has settled")
+            if time.time() - began > 1.0:
+                return self._aim(fault)
+        return replica, Injury(swarm, victim, fault.kind)
+
+    def _ready(self, replica: Replica, stage: int, fault: Fault) -> bool:
+        victim = replica.members[stage]
+        if fault.phase != "averaging":
+            return replica.steps
+        number = victim.in_flight
+        return replica.steps and number is not None and victim.decided(number) is None
+
+    def _hit(self, fault: Fault, injury: Injury) -> tuple[float, str]:
+        """Strike in the wanted phase of the computing thread; when, and the phase afterwards."""
+        shown = injury.victim.shown
+        assert shown is not None
+        deadline = time.monotonic() + AIM_LIMIT_S
+        if fault.phase != "averaging":
+            while shown.phase == fault.phase and time.monotonic() < deadline:
+                time.sleep(LOOK_S)  # not at its very end
+            while shown.phase != fault.phase and time.monotonic() < deadline:
+                time.sleep(LOOK_S)
+        hit_at = time.time()
+        injury.strike()
+        return hit_at, shown.phase
+
+    def _watch(self, injury: Injury, story: _Story) -> bool:
+        """Until training goes on: mend what lasts in time, and who died once that is known."""
+        mended = False
+
+        def over() -> bool:
+            nonlocal mended
+            story.look()
+            hurt_s = time.time() - story.hit_at
+            if not mended and hurt_s > HURT_S:
+                injury.mend()
+                mended = True
+            return story.again_at is not None and (mended or not injury.lasts)
+
+        self._swarm.wait(over, AGAIN_LIMIT_S, f"{injury.kind} of {injury.victim.name} is healed")
+        return mended
+
+
+def _noticed(injury: Injury, hit_at: float) -> bool:
+    """Whether the victim knows: without that its status is one from before."""
+    kinds = ("lost", "dissolved", "fault") if injury.lasts else ("training",)
+    return any(True for _ in _since(injury.victim, hit_at, *kinds))
+
+
+class _Story:
+    """How the survivors of a replica fare after a fault."""
+
+    def __init__(self, replica: Replica, victim: Peer, hit_at: float):
+        self.hit_at = hit_at
+        self.detected_s: float | None = None
+        self.splice_s: float | None = None
+        self.again_at: float | None = None
+        self.stop_s: float | None = None
+        self.reason = ""
+        self._members = replica.members
+        self._survivors = [peer for peer in replica.members if peer is not victim]
+
+    def look(self) -> None:
+        """Take in what the survivors have said and done by now."""
+        known = [
+            event
+            for peer in self._survivors
+            for event in _since(peer, self.hit_at, "fault", "lost", "dissolved")
+        ]
+        if not known:
+            return
+        first = min(known, key=lambda event: event["time"])
+        self.detected_s = first["time"] - self.hit_at
+        # a head's own word is better than what a neighbour of the victim says
+        told = [event["reason"] for event in known if event["event"] == "fault"]
+        told += [event["reason"] for event in known if event["event"] == "lost"]
+        self.reason = told[0] if told else "left"
+        # a head that thaws may go on with others than the survivors
+        ends = [end for peer in self._members if (end := self._went_on(peer))]
+        if ends:
+            self.again_at, self.stop_s, self.splice_s = min(ends)
+
+    def _went_on(self, peer: Peer) -> tuple[float, float, float] | None:
+        """When this peer took its next step, how long it had taken none, and its splice."""
+        known = next(_since(peer, self.hit_at, "fault", "lost", "dissolved"), None)
+        if known is None or peer.shown is None:
+            return None
+        whole = next(_since(peer, known["time"], "healed", "replica"), None)
+        if whole is None:
+            return None
+        steps = peer.shown.steps
+        again = next((at for at in steps if at > whole["time"]), None)
+        if again is None:
+            return None
+        before = max((at for at in steps if at < again), default=again)
+        splice_s = whole.get("splice_s", whole["time"] - known["time"])
+        return again, again - before, splice_s
+
+
+def _since(peer: Peer, since: float, *kinds: str) -> Iterator[dict[str, Any]]:
+    return (each for each in peer.events if each["event"] in kinds and each["time"] >= since)

@@ -1,0 +1,205 @@
+"""Hosts on one machine, joined by links of a chosen rate and delay that can be cut in silence.
+
+    with Links(hosts=2, mbit=100, delay_ms=25) as links:
+        server = subprocess.Popen(links.command(0, ["python", "-m", "http.server"]))
+        links.cut(0)  # from now on nothing reaches it or comes from it, and nobody is told
+
+Each host is a network namespace with one device, `wan0`, that leads to a relay in userspace
+(relay.py). It needs Linux, root, iproute2 and /dev/net/tun, and touches nothing outside the
+namespaces that it made; `available` says what is missing. All is removed at exit, and soon after
+the process was killed, by the relay; the next `Links` removes what even that has left.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import select
+import shutil
+import subprocess
+import sys
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from tests.swarm import namespaces
+from tests.swarm.relay import DEVICE
+
+ANSWER_LIMIT_S = 20.0
+CLOSE_LIMIT_S = 15.0
+_ROOT = Path(__file__).resolve().parents[2]
+_MTU_RANGE = (1500, 9000)  # large packets cost the relay less, but none may block a line for long
+_PACKET_S = 0.001
+_MOST_HOSTS = 250
+
+
+@dataclass(frozen=True, kw_only=True)
+class Counters:
+    """What passed one host's link since the start, in IP packets, headers included."""
+
+    sent_bytes: int
+    received_bytes: int
+    dropped_packets: int
+    """Lost because one of the host's two queues was full; what a cut swallows is not counted."""
+
+
+class Links:
+    """A context manager: hosts 0 to `hosts` - 1, each reached by all others at its address.
+
+    Args:
+        hosts: how many, 1 to 250.
+        mbit: rate of each host's link in each direction, in 10^6 bits/s of IP packets.
+        delay_ms: from any host to any other, one way; a round trip takes twice as long.
+        queue_ms: how much, in time at that rate, can wait before each line.
+    """
+
+    def __init__(
+        self, hosts: int, *, mbit: float = 100.0, delay_ms: float = 0.0, queue_ms: float = 100.0
+    ):
+        if not 1 <= hosts <= _MOST_HOSTS or mbit <= 0 or delay_ms < 0 or queue_ms <= 0:
+            raise ValueError(f"no links of {hosts} hosts, {mbit} Mbit/s, {delay_ms}, {queue_ms} ms")
+        self.hosts = hosts
+        bytes_per_s = mbit * 1e6 / 8
+        self._names = namespaces.new_names(hosts)
+        self._plan = {
+            "owner": os.getpid(),
+            "hosts": {name: self.address(host) for host, name in enumerate(self._names)},
+            "bytes_per_s": bytes_per_s,
+            "delay_s": delay_ms / 1e3,
+            "queue_s": queue_ms / 1e3,
+            "mtu": round(min(max(bytes_per_s * _PACKET_S, _MTU_RANGE[0]), _MTU_RANGE[1])),
+        }
+        self._relay: subprocess.Popen[bytes] | None = None
+        self._lock = threading.Lock()
+
+    def __enter__(self) -> Links:
+        if reason := available():
+            raise RuntimeError(f"no links here: {reason}")
+        try:
+            namespaces.make(self._names)
+            self._relay = subprocess.Popen(
+                [sys.executable, "-m", "tests.swarm.relay", json.dumps(self._plan)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                cwd=_ROOT,
+                start_new_session=True,  # else Ctrl-C would end it before what it carries
+            )
+            self._answer(self._relay)
+            for host, name in enumerate(self._names):
+                namespaces.ip("-n", name, "-batch", "-", lines=_set_up(self.address(host)))
+        except BaseException:
+            self.close()
+            raise
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Kill what runs on the hosts and remove them; twice does no harm."""
+        relay, self._relay = self._relay, None
+        if relay is not None:
+            assert relay.stdin is not None and relay.stdout is not None
+            with contextlib.suppress(BrokenPipeError):
+                relay.stdin.write(b"null\n")  # to close is not enough: forked children hold it open
+                relay.stdin.flush()
+            try:
+                relay.wait(CLOSE_LIMIT_S)
+            except subprocess.TimeoutExpired:
+                relay.kill()
+                relay.wait()
+            relay.stdout.close()
+            with contextlib.suppress(BrokenPipeError):
+                relay.stdin.close()
+        namespaces.remove(self._names)
+
+    # ---- use -------------------------------------------------------------------------------------
+    def command(self, host: int, argv: Sequence[str]) -> list[str]:
+        """The command line that runs `argv` on a host; its process id is that of `argv` itself."""
+        return ["ip", "netns", "exec", self._names[host], *argv]
+
+    def address(self, host: int) -> str:
+        """The IPv4 address of a host, the same in every `Links`."""
+        return f"10.88.0.{range(self.hosts)[host] + 1}"
+
+    def processes(self, host: int) -> list[int]:
+        """The ids of the processes that run on a host."""
+        return namespaces.processes(self._names[host])
+
+    def cut(self, host: int) -> None:
+        """Let every packet from and to a host vanish, from the return of this call on."""
+        self._order(host, cut=True)
+
+    def heal(self, host: int) -> None:
+        """Undo `cut`."""
+        self._order(host, cut=False)
+
+    def counters(self, host: int) -> Counters:
+        """What has passed a host's link."""
+        return Counters(**self._order(host))
+
+    def _order(self, host: int, **changes: Any) -> dict[str, Any]:
+        relay = self._relay
+        if relay is None:
+            raise RuntimeError("these links are closed")
+        with self._lock:
+            assert relay.stdin is not None
+            order = {"host": range(self.hosts)[host], **changes}
+            relay.stdin.write(json.dumps(order).encode() + b"\n")
+            relay.stdin.flush()
+            return self._answer(relay)
+
+    def _answer(self, relay: subprocess.Popen[bytes]) -> dict[str, Any]:
+        assert relay.stdout is not None
+        ready, _, _ = select.select([relay.stdout], [], [], ANSWER_LIMIT_S)
+        line = relay.stdout.readline() if ready else b""
+        if not line:
+            raise RuntimeError(f"the relay does not answer (exit code {relay.poll()})")
+        return json.loads(line)
+
+
+@cache
+def available() -> str:
+    """Why there can be no links on this machine; empty if there can."""
+    if not sys.platform.startswith("linux"):
+        return "network namespaces need Linux"
+    if os.geteuid() != 0:
+        return "network namespaces need root"
+    if shutil.which("ip") is None:
+        return "the command ip (iproute2) is missing"
+    if not Path("/dev/net/tun").exists():
+        return "the device /dev/net/tun is missing"
+    name = namespaces.new_names(1)
+    try:  # a container's root may lack the right to
+        namespaces.make(name)
+        namespaces.ip("-n", name[0], "tuntap", "add", "dev", DEVICE, "mode", "tun")
+    except (RuntimeError, OSError, subprocess.SubprocessError) as error:
+        return str(error)
+    finally:
+        with contextlib.suppress(RuntimeError, OSError, subprocess.SubprocessError):
+            namespaces.remove(name)
+    return ""
+
+
+def _set_up(address: str) -> str:
+    """What a host's `ip` is to do, a line each.
+
+    With a route to everywhere, a packet to an address that does not exist is lost as on the
+    internet and not refused at once.
+    """
+    return (
+        "link set lo up\n"
+        f"address add {address}/24 dev {DEVICE}\n"
+        f"link set {DEVICE} up\n"
+        f"route add default dev {DEVICE}\n"
+    )

@@ -1,0 +1,89 @@
+"""A run survives that all peers of a stage vanish with their disks: the bootstrap has it all."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.swarm.conftest import StartSwarm
+from tests.swarm.harness import LocalSwarm
+from tests.swarm.processes import family
+
+STEP_S = 0.05
+TRAIN_LIMIT_S = 300.0
+JOIN_LIMIT_S = 180.0
+MAX_MEMORY = 1e9  # bytes, of all processes of the bootstrap
+
+
+@pytest.mark.swarm
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("by", ["records", "a state"])
+def test_a_stage_that_loses_all_its_peers_goes_on_from_what_the_bootstrap_keeps(
+    start_swarm: StartSwarm, by: str
+) -> None:
+    swarm = start_swarm(stages=2, rounds={"inner_steps": 20})
+    head, lost = (swarm.add_peer(stage=stage, step_s=STEP_S) for stage in range(2))
+    swarm.wait_for_rounds(3, TRAIN_LIMIT_S)
+    if by == "a state":
+        swarm.wait(lambda: kept_states(swarm, 1), TRAIN_LIMIT_S, "the bootstrap keeps a state")
+    told = memory(swarm)
+    print(f"the bootstrap takes {sum(told.values()) / 1e6:.0f} MB: {told}")
+    assert sum(told.values()) < MAX_MEMORY
+
+    swarm.kill(lost)
+    swarm.wait_until_gone(lost)
+    swarm.look()
+    shutil.rmtree(lost.state)
+    before = {stage: dict(swarm.chain(stage)) for stage in range(2)}
+    kept = max(kept_rounds(swarm, 1))
+    assert kept >= max(before[1]) - 1, "the bootstrap follows within a round"
+
+    began = time.time()
+    joiner = swarm.add_peer(stage=1, step_s=STEP_S)
+    line = swarm.wait_for_counted(joiner, after_round=kept, limit_s=JOIN_LIMIT_S)
+    print(f"by {by}: {time.time() - began:.1f} s after its start it is in round {line['round']}")
+    assert bool(joiner.of_kind("resynced")) == (by == "a state")
+    swarm.wait_for_rounds(2, 120, of=[head, joiner])
+    swarm.assert_equal_chains()
+    assert line["chain_tokens"] > lost.rounds[-1]["chain_tokens"]  # none of it was done anew
+    assert before[0].items() <= swarm.chain(0).items(), "the other stage has kept its progress"
+    assert head.rounds[-1]["chain_tokens"] > line["chain_tokens"] / 2
+    assert not [event for event in head.events if event["event"] == "resynced"]
+
+    folder = swarm.folder / "export"
+    arguments = (swarm.invite, str(folder), "--host", "127.0.0.1")
+    child = swarm.run_command("export", *arguments, limit_s=120)
+    assert child.returncode == 0, child.last_line()
+    index = json.loads((folder / "model.safetensors.index.json").read_text())
+    assert len(set(index["weight_map"].values())) == 2
+
+
+def generations(swarm: LocalSwarm, stage: int) -> list[Path]:
+    """The folders of what the bootstrap keeps of a stage."""
+    return list((swarm.folder / "bootstrap").glob(f"*-archive-*/stage{stage}/[0-9]*[0-9]"))
+
+
+def kept_states(swarm: LocalSwarm, stage: int) -> bool:
+    """Whether a proved state is all that is kept."""
+    found = generations(swarm, stage)
+    return bool(found) and all((folder / "state").exists() for folder in found)
+
+
+def kept_rounds(swarm: LocalSwarm, stage: int) -> list[int]:
+    """The rounds whose records the bootstrap keeps."""
+    records = [path for each in generations(swarm, stage) for path in each.glob("log/*.record")]
+    return sorted({int(path.name.split("-")[0]) for path in records})
+
+
+def memory(swarm: LocalSwarm) -> dict[str, int]:
+    """Bytes of each process of the bootstrap: its proportional set size."""
+    told: dict[str, int] = {}
+    for process in family(f"{swarm.tag}.bootstrap"):
+        lines = Path(f"/proc/{process.pid}/smaps_rollup").read_text().splitlines()
+        pss = next(line for line in lines if line.startswith("Pss:"))
+        told[f"{process.name} {process.pid}"] = int(pss.split()[1]) * 1024
+    return told

@@ -46,6 +46,7 @@ type: install  ## pyright, strict over the four packages
 bench: install  ## the measured claims, one script each
 	$(BIN)/python benchmarks/codec.py
 	$(BIN)/python benchmarks/slow_peer.py
+	$(BIN)/python benchmarks/pipeline.py
 
 clean:  ## remove what the other targets made
 	rm -rf $(VENV) build dist demo-run *.egg-info .pytest_cache .ruff_cache .hypothesis

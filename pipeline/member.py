@@ -226,8 +226,11 @@ class Member:
                 self._lower_ready = True
                 return self._ready()
             case "fault":
+                fault = Fault.from_facts(frame.facts, self._num_stages)
+                if not self._stage < fault.seen_by < fault.stage:
+                    raise FrameRefused("header", "a fault of another part of the chain")
                 self._send(self._upper, self._frame("fault", facts=frame.facts))
-                return Fault.from_facts(frame.facts, self._num_stages)
+                return fault
             case "evaluated":
                 evaluated = Evaluated.of(frame)
                 self._tell_evaluated(evaluated.batch, evaluated.loss)

@@ -32,6 +32,7 @@ class Alone:
     """A member with nobody around it; keeps what it asks of its network."""
 
     def __init__(self, stage: int = 1, clients: tuple[bool, ...] = (False,) * 3) -> None:
+        num_stages = len(clients)
         self.sent: list[tuple[str, Frame]] = []
         self.asked: list[tuple[str, LinkKey, str]] = []
         self.refused: list[tuple[str, str]] = []
@@ -41,7 +42,7 @@ class Alone:
         worker, optimizer = self.peer.worker, self.peer.optimizer
         self.member = Member(
             stage=stage,
-            num_stages=3,
+            num_stages=num_stages,
             worker=worker,
             optimizer=optimizer,
             links=self,
@@ -77,10 +78,10 @@ class Alone:
                 replica="p0",
                 epoch=epoch,
                 head="p0",
-                members=("p0", "p1", "p2"),
+                members=tuple(f"p{stage}" for stage in range(len(self.clients))),
                 clients=self.clients,
                 window=2,
-                codecs=("fp32", "fp32"),
+                codecs=("fp32",) * (len(self.clients) - 1),
                 step=step,
                 **{"done": None, **fields},
             )

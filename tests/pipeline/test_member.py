@@ -106,9 +106,9 @@ class TestFaults:
         assert not alone.sent
 
     def test_a_fault_from_below_is_passed_on(self) -> None:
-        alone = Alone()
+        alone = Alone(clients=(False,) * 4)
         alone.take_up()
-        fault = Fault(stage=2, seen_by=1, reason="closed", after_s=0.5)
+        fault = Fault(stage=3, seen_by=2, reason="closed", after_s=0.5)
         assert alone.hear("lower", "fault", facts=fault.to_facts()) == fault
         assert alone.kinds("upper") == ["fault"]
 

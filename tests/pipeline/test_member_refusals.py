@@ -10,6 +10,7 @@ import torch
 
 from dilocox.pipeline.activations import tensor_frame
 from dilocox.pipeline.frames import Frame
+from dilocox.pipeline.happenings import Fault
 from dilocox.pipeline.links import Arrived
 from tests.pipeline.alone import BATCH, SHAPE, Alone, go_facts, sum_facts
 
@@ -100,7 +101,16 @@ class TestRefusals:
         sent = len(alone.sent)
         assert alone.hear(side, kind, facts=facts) is None
         self.check(alone, side, "header")
-        assert all(frame.kind == "fault" for _, frame in alone.sent[sent:])
+        assert len(alone.sent) == sent
+
+    @pytest.mark.parametrize(("stage", "seen_by"), [(0, 0), (1, 0), (2, 1), (2, 2), (2, 3)])
+    def test_a_fault_that_its_sender_cannot_have_seen(self, stage: int, seen_by: int) -> None:
+        alone = Alone(clients=(False,) * 4)
+        alone.take_up()
+        facts = Fault(stage=stage, seen_by=seen_by, reason="closed").to_facts()
+        assert alone.hear("lower", "fault", facts=facts) is None
+        self.check(alone, "lower", "header")
+        assert alone.sent == []
 
     @pytest.mark.parametrize("scale", [0.0, -1.0, math.inf, 2.0**50, "big"])
     def test_an_odd_loss_scale(self, scale: object) -> None:

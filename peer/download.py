@@ -128,7 +128,7 @@ async def _ask(
     for peer, claim in claims:
         try:
             limit_s = max(1.0, deadline - time.monotonic())
-            asked = _from_peer(place, stage, transport, peer, claim.digest, round_number)
+            asked = _from_peer(place, stage, transport, peer, claim, round_number)
             return await asyncio.wait_for(asked, limit_s), ""
         except (ConnectionError, ValueError, asyncio.TimeoutError) as error:
             last = str(error) or type(error).__name__
@@ -142,10 +142,10 @@ async def _from_peer(
     stage: int,
     transport: PeerTransport,
     peer: str,
-    digest: str,
+    claim: ClaimRecord,
     round_number: int | None,
 ) -> StageAnchor:
-    """The anchor of the chain that ends with `digest`, after its last round or the one named.
+    """The anchor of the chain that a peer claims, after its last round or the one named.
 
     Raises ConnectionError, and ValueError (of several kinds) where what came is not sound.
     """
@@ -156,6 +156,7 @@ async def _from_peer(
     with tempfile.TemporaryDirectory() as folder:
         log = RoundLog(Path(folder), manifest_digest=manifest.digest, codecs=check.codecs)
         record: RoundRecord | None = None
+        digest = claim.digest
         try:
             state = await catchup.fetch_state(
                 transport,
@@ -168,6 +169,8 @@ async def _from_peer(
                 momentum=momentum,
             )
             record = log.start_from(state.record, state.certificate)
+            if state.round > claim.round:  # it went on after it wrote the claim
+                digest = state.digest
         except ConnectionError:  # no state, so its log still reaches back to the initial weights
             module = build_stage(manifest.model, stage, manifest.stages, manifest.seed)
             anchor.copy_(flatten_parameters(module, layout))

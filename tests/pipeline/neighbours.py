@@ -78,6 +78,7 @@ class Peer:
             run=RUN,
             limits=self.limits,
             silence_s=self.silence_s,
+            opening_s=self.silence_s,
             answer=self.answer,
             admits=self.admits,
             max_queued=self.max_queued,

@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from dilocox.dht.errors import EnvironmentFault
@@ -58,7 +59,12 @@ class Child:
 
 
 def start_command(arguments: list[str], log: Path, *, env: dict[str, str] | None = None) -> Child:
-    """Start `dilocox` with these arguments, its output into the log file.
+    """Start `dilocox` with these arguments; see `start_process`."""
+    return start_process([sys.executable, "-m", "dilocox", *arguments], log, env=env)
+
+
+def start_process(command: Sequence[str], log: Path, *, env: Mapping[str, str] | None) -> Child:
+    """Start a command, its output into the log file.
 
     It gets a session of its own, so that Ctrl-C reaches it through us, and SIGTERM when we die. The
     environment's options are ours, not its own: its arguments and `env` say all.
@@ -73,7 +79,7 @@ def start_command(arguments: list[str], log: Path, *, env: dict[str, str] | None
 
     with log.open("wb") as output:
         process = subprocess.Popen(
-            [sys.executable, "-m", "dilocox", *arguments],
+            command,
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=output,

@@ -32,7 +32,7 @@ from dilocox.pipeline.codecs import (
 from dilocox.pipeline.frames import TENSOR_DTYPE, WINDOW_KINDS, Frame, FrameRefused
 
 __all__ = ["CODECS", "NOT_FINITE", "NotFinite", "chosen_codec", "decode", "decode_windows"]
-__all__ += ["encode", "encode_windows", "encoded_bytes", "forward_payload", "split_forward"]
+__all__ += ["encode", "encode_windows", "encoded_bytes", "split_forward"]
 __all__ += ["split_gradient", "tensor_frame"]
 
 Payload = bytes | memoryview
@@ -126,14 +126,6 @@ def decode_windows(payload: Payload, b: int, t: int, vocabulary: int) -> Tensor:
             "values", f"tokens {lowest} to {highest}, the vocabulary has {vocabulary}"
         )
     return ids.view(b, t + 1)
-
-
-def forward_payload(codec: str, activation: Tensor | None, windows: Tensor) -> bytes:
-    """The payload of a forward or evaluate frame: activation [b, t, d], then windows [b, t + 1].
-
-    `activation` is None with codec "none" only. Raises NotFinite, and ValueError as `encode` does.
-    """
-    return _tensor_bytes(codec, activation) + encode_windows(windows)
 
 
 def split_forward(frame: Frame, vocabulary: int) -> tuple[Tensor | None, Tensor]:

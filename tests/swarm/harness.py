@@ -21,8 +21,7 @@ from typing import Any, TypeVar
 import yaml
 
 from dilocox.dht.manifest import Manifest
-from dilocox.peer.subprocesses import Child, start_command
-from tests.swarm.launch import launch
+from dilocox.peer.subprocesses import Child, start_command, start_process
 from tests.swarm.links import Links
 from tests.swarm.peer import Peer
 from tests.swarm.processes import TAG, family, send_signal, shared_memory
@@ -133,7 +132,7 @@ class LocalSwarm:
             address, prefix = self.links.address(host), self.links.command(host, [])
         command = [*prefix, sys.executable, *(program or ("-m", "dilocox")), *arguments]
         command += ["--state", str(self.folder / name), "--host", address]
-        return launch(command, log, env=self._environment(name))
+        return start_process(command, log, env=self._environment(name))
 
     def _environment(self, name: str) -> dict[str, str]:
         caches = {"TORCHINDUCTOR_CACHE_DIR": str(self.folder / "cache")}  # stays, as caches do

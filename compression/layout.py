@@ -78,13 +78,14 @@ class FlatLayout:
             for piece in self.slices
         }
 
-    def parts(self, count: int) -> list[slice]:
-        """Split [0, numel) over `count` reducers by whole groups, the first ones one group larger.
 
-        A part is empty where there are fewer groups than reducers.
-        """
-        if count < 1:
-            raise ValueError(f"{count} parts: must be 1 or more")
-        size, larger = divmod(self.numel // GROUP_SIZE, count)
-        borders = [GROUP_SIZE * (index * size + min(index, larger)) for index in range(count + 1)]
-        return [slice(start, stop) for start, stop in pairwise(borders)]
+def split(numel: int, count: int, unit: int = GROUP_SIZE) -> list[slice]:
+    """Split [0, numel) over `count` reducers by whole units, the first ones one unit larger.
+
+    The last unit may be shorter. A part is empty where there are fewer units than reducers.
+    """
+    if count < 1:
+        raise ValueError(f"{count} parts: must be 1 or more")
+    size, larger = divmod(-(-numel // unit), count)
+    borders = [unit * (index * size + min(index, larger)) for index in range(count + 1)]
+    return [slice(min(start, numel), min(stop, numel)) for start, stop in pairwise(borders)]

@@ -44,12 +44,14 @@ class Residual:
     ) -> None:
         """A record with this send was committed: keep `decay` of what it left of the message.
 
-        contribution [n]: this peer's own, decoded. `left_out`: parts of the vector where it did not
-        count; there the whole message stays, without decay, and `contribution` is not read.
+        contribution [n]: this peer's own, decoded, 0 where it did not count. `left_out`: where that
+        is so, at least in part; there all that is unsent stays, without decay.
         """
-        unsent = (message - contribution).mul_(decay)
-        for part in left_out:
-            unsent[part] = message[part]
+        unsent = message - contribution
+        kept = [(part, unsent[part].clone()) for part in left_out]
+        unsent.mul_(decay)
+        for part, values in kept:
+            unsent[part] = values
         self.values += unsent
 
     def restore(self, message: Tensor, delta: Tensor) -> None:

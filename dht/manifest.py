@@ -285,6 +285,17 @@ def _check_together(manifest: Manifest) -> None:
             f"batch.sequence_length is {manifest.batch.sequence_length}; "
             f"it must be at most model.max_position_embeddings ({positions})"
         )
+    codec = manifest.codec
+    if codec.scheme != "dense" and codec.bits > 8:
+        raise InvalidInput(
+            f"codec.bits is {codec.bits} with codec.scheme {codec.scheme}; it must be 4 or 8, "
+            "or the scheme dense"
+        )
+    if not codec.min_rank <= codec.rank <= codec.max_rank:
+        raise InvalidInput(
+            f"codec.rank is {codec.rank}; it must lie between codec.min_rank ({codec.min_rank}) "
+            f"and codec.max_rank ({codec.max_rank})"
+        )
     if not rounds.min_inner_steps <= rounds.inner_steps <= rounds.max_inner_steps:
         raise InvalidInput(
             f"rounds.inner_steps is {rounds.inner_steps}; it must lie between "

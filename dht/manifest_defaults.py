@@ -40,6 +40,11 @@ def with_defaults(given: dict[str, Any]) -> dict[str, Any]:
             given["outer"] = {"apply": "round_end", "momentum": 0.0} | given["outer"]
         case _:
             pass
+    match given.get("codec"):
+        case {"bits": 16 | 32, **rest} if "scheme" not in rest:
+            given["codec"] = {"scheme": "dense"} | given["codec"]
+        case _:
+            pass
     match given.get("rounds"):
         case {"inner_steps": int(steps)} if 1 <= steps <= 100_000:
             bounds = {

@@ -131,12 +131,26 @@ class OuterSpec(Section):
 class CodecSpec(Section):
     """How pseudo-gradients travel.
 
+    scheme: "low_rank" sends the factors of every matrix that gains from it, "top_k" the largest
+        values only, "dense" all of them; low_rank if left out, with 16 or 32 bits dense.
     bits: 4, 8 or 16 per value in groups of 64, or 32 for raw fp32.
+    rank: of the first exchange. adaptive: later ones have, per matrix, the rank that holds `energy`
+        of the average, from min_rank to max_rank.
+    top_k: values of every 4096 that a peer sends.
     residual_decay: what is kept of the codec's error each round.
     max_factor: the largest factor of a part; a part with a larger one is refused.
     """
 
+    scheme: Literal["low_rank", "top_k", "dense"] = checked(
+        choice("low_rank", "top_k", "dense"), "low_rank"
+    )
     bits: Literal[4, 8, 16, 32] = checked(choice(4, 8, 16, 32), 4)
+    rank: int = checked(integer(1, 64), 16)
+    adaptive: bool = checked(choice(False, True), True)
+    energy: float = checked(number(0, 1, above=True), 0.95)
+    min_rank: int = checked(integer(1, 64), 4)
+    max_rank: int = checked(integer(1, 64), 64)
+    top_k: int = checked(integer(1, 4096), 128)
     residual_decay: float = checked(number(0, 1), 0.95)
     max_factor: float = checked(number(0, 1e30, above=True), 1e4)
 
@@ -150,6 +164,8 @@ class RoundSpec(Section):
         and four times of inner_steps if left out.
     max_age: unsent progress older than this many records is dropped.
     records_kept: records that every peer keeps for those who missed them.
+    log_bytes: of its records a peer keeps no more than so many bytes, but the newest four; the
+        bootstrap keeps so many bytes of every stage's older records, too.
     """
 
     inner_steps: int = checked(integer(1, 100_000), 100)
@@ -157,6 +173,7 @@ class RoundSpec(Section):
     max_inner_steps: int = checked(integer(1, 100_000), 400)
     max_age: int = checked(integer(1, 1000), 8)
     records_kept: int = checked(integer(1, 100_000), 64)
+    log_bytes: int = checked(integer(0, 2**53), 1 << 30)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -62,6 +62,7 @@ class StageRecord(Record):
     """A peer that hosts a stage.
 
     round: the round it is in.
+    inner_steps: H as the last round record of its stage names it.
     digest: of the last round record it applied (hex).
     replica: peer id of the head of its replica, or empty.
     tokens: behind its unsent progress.
@@ -76,6 +77,7 @@ class StageRecord(Record):
 
     state: Literal["joining", "spare", "training", "left"]
     round: int
+    inner_steps: int
     digest: str
     replica: str
     tokens: int

@@ -40,7 +40,7 @@ class Generation:
         self.number = int(folder.name)
         self.donor = donor
         self.states = folder / "state"
-        self.log = RoundLog(folder / "log", manifest_digest=check.root, codecs=check.codecs)
+        self.log = RoundLog(folder / "log", manifest_digest=check.root, codec=check.codec)
         self.state_round = int(self._state_facts().get("round", -1))
         self.proven = self.state_round < 0
         self.grown()
@@ -64,7 +64,7 @@ class Generation:
             if state is not None:
                 offer, file = state
                 _keep_state(partial / "state" / STATE_NAME, offer, file)
-                log = RoundLog(partial / "log", manifest_digest=check.root, codecs=check.codecs)
+                log = RoundLog(partial / "log", manifest_digest=check.root, codec=check.codec)
                 log.start_from(offer.record_bytes, offer.certificate)
             partial.rename(final)
         except OSError as error:
@@ -135,7 +135,7 @@ class Generation:
         first, second = self.log.read(following[0]), self.log.header(following[1])
         if first is None or second is None:
             raise RecordRefused(f"{self.folder}: a record vanished")
-        average = first.average(check.codecs[first.bits])
+        average = first.average(check.codec)
         found = anchors_around(self.state_file, average, outer)
         return found == (first.anchor_before, second.anchor_before)
 

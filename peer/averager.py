@@ -32,6 +32,7 @@ from hivemind.averaging.allreduce import AveragingMode
 from hivemind.averaging.control import StepControl
 from hivemind.averaging.group_info import GroupInfo
 from hivemind.utils import MPFuture
+from torch import Tensor
 
 from dilocox.dht.child import BlockingPipe, leave_the_terminal, watch_parent
 from dilocox.dht.keys import averaging_prefix
@@ -45,11 +46,10 @@ from dilocox.peer.groups import (
     GroupRefused,
     Ticket,
     attempt_setup,
-    codecs_of,
 )
 from dilocox.peer.members import AttemptResult
 from dilocox.peer.outer import OuterStep, anchor_sha256
-from dilocox.peer.record import RecordRefused, digest_of, own_contribution
+from dilocox.peer.record import RecordRefused, digest_of
 from dilocox.peer.roundlog import RoundLog
 from dilocox.peer.service import PeerService
 from dilocox.peer.transport import PeerTransport, UploadLimit
@@ -242,7 +242,8 @@ class StageAverager(PeerService, DecentralizedAverager):
         self, order: ExchangeOrder, group: bytes, tickets: dict[str, Ticket]
     ) -> AttemptResult:
         config, plan = self.config, order.plan
-        setup = attempt_setup(order, config.manifest, config.layout, str(self.peer_id), tickets)
+        codec = self._check.codec
+        setup = attempt_setup(order, config.manifest, codec, str(self.peer_id), tickets)
         ballot = Ballot(
             run=plan.run,
             stage=plan.stage,
@@ -253,7 +254,7 @@ class StageAverager(PeerService, DecentralizedAverager):
         )
         attempt = Attempt(
             setup,
-            message=self._buffers.message,
+            encoder=codec.encoder(self._buffers.message, plan.ranks, lambda: self._basis(order)),
             transport=self._transport.for_group(group),
             ballots=Ballots(identity=config.identity, ballot=ballot, log=self.log),
             pool=self.pool,
@@ -262,6 +263,17 @@ class StageAverager(PeerService, DecentralizedAverager):
         while len(self.attempts) > ATTEMPTS_KEPT:
             del self.attempts[next(iter(self.attempts))]
         return await self._log_if_committed(await attempt.run())
+
+    def _basis(self, order: ExchangeOrder) -> Tensor | None:
+        """The agreed basis of an exchange: the factors of the last record's means."""
+        codec, plan = self._check.codec, order.plan
+        last = None if order.last is None else self.log.read(order.last.round)
+        if (last is None) != (order.last is None):
+            raise GroupRefused("the record before this round is not in the log any more")
+        seed = f"{plan.run}/{plan.stage}/{-1 if last is None else last.round}"
+        if last is None:
+            return codec.first_basis(seed)
+        return last.decoded(codec).next_basis(codec.low_rank(plan.ranks), seed)
 
     async def _serve_settle(self, round_number: int, attempt: int) -> AttemptResult | None:
         for known in self.attempts.values():
@@ -292,14 +304,14 @@ class StageAverager(PeerService, DecentralizedAverager):
             raise catchup.AnchorDiffers(f"record {round_number} is not in the log any more")
         if record.anchor_before != anchor_sha256(buffers.anchors[current]):
             raise catchup.AnchorDiffers(f"record {round_number} applies to another anchor")
-        codec = codecs_of(self.config.manifest)[record.bits]
+        means = record.decoded(self._check.codec)
         if with_own:
-            own = own_contribution(record, str(self.peer_id), buffers.message, codec)
-            buffers.own.copy_(own)
+            me = str(self.peer_id)
+            buffers.own.copy_(means.own(buffers.message, record.counted(me)))
         self._outer.apply(
             buffers.anchors[current],
             buffers.momenta[current],
-            record.average(codec),
+            means.average(),
             buffers.anchors[1 - current],
             buffers.momenta[1 - current],
         )

@@ -11,7 +11,7 @@ from torch import Tensor
 from dilocox.compression.layout import FlatLayout
 from dilocox.dht.identity import Identity
 from dilocox.dht.manifest import Manifest
-from dilocox.peer.groups import codecs_of
+from dilocox.peer.plan import stage_codec
 from dilocox.peer.roundlog import RoundLog
 
 
@@ -74,5 +74,5 @@ def open_log(config: AveragerConfig) -> RoundLog:
     return RoundLog(
         config.log_folder,
         manifest_digest=config.manifest.digest,
-        codecs=codecs_of(config.manifest),
+        codec=stage_codec(config.manifest, config.layout),
     )

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import io
 import json
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, cast
@@ -18,13 +18,15 @@ from typing import Any, BinaryIO, cast
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from dilocox.compression.codec import GroupCodec, PayloadRefused
+from dilocox.compression.codec import PayloadRefused
 from dilocox.compression.layout import FlatLayout
+from dilocox.compression.stage_codec import StageCodec
 from dilocox.dht.manifest import Manifest
 from dilocox.peer.ballots import check_record_certificate
 from dilocox.peer.files import disk_fault
-from dilocox.peer.groups import codecs_of, tokens_cap
+from dilocox.peer.groups import tokens_cap
 from dilocox.peer.outer import anchor_sha256
+from dilocox.peer.plan import stage_codec
 from dilocox.peer.record import RecordRefused, RoundRecord, digest_of, parse_record
 from dilocox.peer.roundlog import RoundLog
 from dilocox.peer.snapshot import STATE_FACTS_FILE, STATE_FILE, newest, sha256_of_file
@@ -140,7 +142,7 @@ class RecordCheck:
     stage: int
     root: str  # digest of the manifest, which stands before the first record
     layout: FlatLayout
-    codecs: Mapping[int, GroupCodec]
+    codec: StageCodec
     tokens_cap: int
     inner_steps: tuple[int, int]  # the manifest's bounds
 
@@ -152,17 +154,17 @@ class RecordCheck:
             stage=stage,
             root=manifest.digest,
             layout=layout,
-            codecs=codecs_of(manifest),
+            codec=stage_codec(manifest, layout),
             tokens_cap=tokens_cap(manifest),
             inner_steps=(manifest.rounds.min_inner_steps, manifest.rounds.max_inner_steps),
         )
 
     def record(self, data: bytes, certificate: bytes) -> RoundRecord:
         """The record, if it is sound, of this run, stage and model, and committed by a majority."""
-        record = parse_record(data, codec_for=self.codecs)
+        record = parse_record(data, self.codec)
         if (record.run, record.stage) != (self.run, self.stage):
             raise RecordRefused(f"it is of run {record.run}, stage {record.stage}")
-        if record.layout != self.layout.digest or record.parts[-1].stop != self.layout.numel:
+        if record.layout != self.layout.digest:
             raise RecordRefused("it is of another model")
         lowest, highest = self.inner_steps
         if not lowest <= record.next_inner_steps <= highest:
@@ -171,7 +173,7 @@ class RecordCheck:
             raise RecordRefused(f"a member has more than {self.tokens_cap} tokens")
         check_record_certificate(record, digest_of(data), certificate)
         try:
-            record.average(self.codecs[record.bits])
+            record.decoded(self.codec)
         except PayloadRefused as error:
             raise RecordRefused(f"a mean cannot be decoded: {error}") from error
         return record

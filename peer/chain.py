@@ -1,6 +1,7 @@
 """Follows the chain of a stage: applies its records in order, catches up, changes to a better
 chain.
 
+A peer that is behind takes the records that it lacks, or a state where that is fewer bytes.
 Driven by the coordinator's thread. At most one thing is under way at a time, and nothing is while
 an exchange runs: an outer step, a walk along another peer's log, the download of a state, or an
 event that the training loop has not taken yet.
@@ -18,7 +19,7 @@ from typing import Any
 from dilocox.dht.records import ClaimRecord
 from dilocox.peer.averager import StageAverager
 from dilocox.peer.averaging import Applied, AveragerStuck
-from dilocox.peer.catchup import AnchorDiffers, Reach, State
+from dilocox.peer.catchup import AnchorDiffers, NoState, Reach, State
 from dilocox.peer.events import Committed, Event, EventQueue, Resynced
 from dilocox.peer.record import RecordRefused, RoundRecord
 from dilocox.peer.roundlog import Head, RoundLog
@@ -42,10 +43,13 @@ class ChainFollower:
         events: EventQueue,
         applied: int,
         anchor_sha256: str,
+        state_bytes: int,
         record_lifetime_s: float,
         sent_round: Callable[[], int | None],
     ):
-        """`sent_round`: the round whose message lies in the shared buffer, while undecided."""
+        """state_bytes: of an anchor and a momentum. sent_round: the round whose message lies in the
+        shared buffer, while undecided.
+        """
         self._averager = averager
         self._log = log
         self._events = events
@@ -65,6 +69,9 @@ class ChainFollower:
         self._untaken: tuple[Event, Callable[[], None]] | None = None
         self._not_before = 0.0
         self._need_state = False
+        self._state_bytes = state_bytes
+        self._saves_bytes = False  # the records would do as well as the state that is needed
+        self._no_state_before = 0.0  # monotonic: until then no state would save bytes
         self._fork_round: int | None = None
         self._state_after = -1
         self._record_lifetime_s = record_lifetime_s
@@ -136,6 +143,11 @@ class ChainFollower:
         if claim is None:
             return
         stated = self._wanted = claim[1]
+        missing_bytes = (stated.round - self.head.round) * stated.record_bytes
+        if missing_bytes > self._state_bytes and time.monotonic() >= self._no_state_before:
+            self._need_state, self._state_after, self._saves_bytes = True, self.applied, True
+            self._begin_state(view)
+            return
         # any of those who claim it: one that is out of our reach must not keep us from the others
         holders = [
             peer
@@ -184,6 +196,12 @@ class ChainFollower:
         except AnchorDiffers as error:
             logger.error("alarm: %s; taking a state from another peer", error)
             self._need_state, self._fork_round, self._state_after = True, None, -1
+        except NoState as error:
+            logger.info("no newer state: %s", error)
+            if self._saves_bytes:
+                self._need_state = self._saves_bytes = False
+                self._no_state_before = time.monotonic() + self._record_lifetime_s
+            self._not_before = time.monotonic() + PAUSE_AFTER_FAILURE_S
         except (ConnectionError, RecordRefused, FrameRefused, asyncio.TimeoutError) as error:
             logger.warning("catching up failed, will try again: %s", error)
             self._doubt()
@@ -220,7 +238,7 @@ class ChainFollower:
 
     def _got_state(self, state: State) -> None:
         event = Resynced(state=state, fork_round=self._fork_round)
-        self._need_state, self._fork_round = False, None
+        self._need_state, self._fork_round, self._saves_bytes = False, None, False
         self.states_taken += 1
         self._hand_over(event, lambda: self._switched(state.round, state.anchor_sha256))
 

@@ -11,6 +11,8 @@ import logging
 import os
 import threading
 import time
+from collections.abc import Callable
+from functools import partial
 from typing import cast
 
 from dilocox.dht.clock import RunClock
@@ -26,6 +28,7 @@ from dilocox.peer.memory import check_use
 from dilocox.peer.merge import Merge
 from dilocox.peer.outer import anchor_sha256
 from dilocox.peer.place import LoopProgress, Place
+from dilocox.peer.plan import RoundPlan, stage_codec
 from dilocox.peer.round_keeper import RoundKeeper
 from dilocox.peer.roundlog import RoundLog
 from dilocox.peer.view import SwarmView
@@ -77,7 +80,7 @@ class Coordinator(threading.Thread):
         self._closing = threading.Event()
         self._leaving = self._part_finished = False
         self._published_at = self._looked_at = float("-inf")
-        self._pending_send: tuple[int, float, int, int] | None = None
+        self._pending_send: Callable[[], None] | None = None
         self.events = events
         self._rounds = RoundKeeper(place.me)
         self.joined = threading.Event()
@@ -105,6 +108,7 @@ class Coordinator(threading.Thread):
         stage.
         """
         deadlines = place.manifest.deadlines
+        plan = RoundPlan(place.manifest, stage_codec(place.manifest, place.layout))
         events = EventQueue()
         alone = AloneWatch(
             record_lifetime_s=deadlines.record_lifetime_s, heartbeat_s=deadlines.heartbeat_s
@@ -115,6 +119,7 @@ class Coordinator(threading.Thread):
             events=events,
             applied=merge.round,
             anchor_sha256=anchor_sha256(merge.anchor),
+            state_bytes=2 * merge.anchor.nbytes,
             record_lifetime_s=deadlines.record_lifetime_s,
             sent_round=lambda: driver.sent_round,
         )
@@ -126,6 +131,7 @@ class Coordinator(threading.Thread):
             run=place.run,
             stage=place.stage,
             layout_digest=place.layout.digest,
+            plan=plan,
             now=joined.clock.time,
             alone=alone,
         )
@@ -148,7 +154,18 @@ class Coordinator(threading.Thread):
     # ---- for the training loop -------------------------------------------------------------------
     @property
     def inner_steps(self) -> int:
-        """H of this round: what the chain's last record says, else the manifest."""
+        """H of this round: the largest that the last records of this replica's stages name."""
+        stages = self._herald.view.stages
+        stated = [
+            record.inner_steps
+            for stage, peer in enumerate(self.progress.members)
+            if (record := stages.get(stage, {}).get(peer)) is not None
+        ]
+        return max([self.planned_steps, *stated])
+
+    @property
+    def planned_steps(self) -> int:
+        """What this stage's last record says of H, else the manifest."""
         last = self._chain.last_record
         planned = self._place.manifest.rounds.inner_steps
         return planned if last is None else last.next_inner_steps
@@ -185,13 +202,26 @@ class Coordinator(threading.Thread):
         return None if self._leaving else self._rounds.send_due(self._clock.time())
 
     def submit(
-        self, round_number: int, *, scheduled_at: float, tokens: int, states_taken: int
+        self,
+        round_number: int,
+        *,
+        scheduled_at: float,
+        tokens: int,
+        step_s: float,
+        states_taken: int,
     ) -> None:
         """The send of this round was taken and is on disk; the next round begins.
 
-        `states_taken`: how many states of others the loop had taken before it.
+        `step_s`: of an inner step. `states_taken`: states of others that were taken before it.
         """
-        self._pending_send = (round_number, scheduled_at, tokens, states_taken)
+        self._pending_send = partial(
+            self._driver.submit,
+            round_number,
+            scheduled_at=scheduled_at,
+            tokens=tokens,
+            step_s=step_s,
+            states_taken=states_taken,
+        )
         self._rounds.end(round_number)
 
     def skip(self, round_number: int) -> None:
@@ -239,12 +269,9 @@ class Coordinator(threading.Thread):
         if now - self._published_at >= self._place.manifest.deadlines.heartbeat_s:
             self._published_at = now
             self._heartbeat()
-        if self._pending_send is not None:
-            round_number, scheduled_at, tokens, states_taken = self._pending_send
+        if (send := self._pending_send) is not None:
             self._pending_send = None
-            self._driver.submit(
-                round_number, scheduled_at=scheduled_at, tokens=tokens, states_taken=states_taken
-            )
+            send()
         self._driver.closed_by_chain(self._chain.applied)
         self._chain.tick(self._herald.view, exchanging=self._driver.exchanging)
         self._driver.tick(self._herald.view)
@@ -298,6 +325,7 @@ class Coordinator(threading.Thread):
         herald.tell_stage(
             "left" if self._leaving else trains if present else "joining",
             round_number=self.round,
+            inner_steps=self.planned_steps,
             chain=self._chain,
             voids=self._driver.voids,
             own=progress,

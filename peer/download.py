@@ -154,7 +154,7 @@ async def _from_peer(
     check = catchup.RecordCheck.of(place.run, stage, manifest, layout)
     anchor, momentum = torch.zeros(layout.numel), torch.zeros(layout.numel)
     with tempfile.TemporaryDirectory() as folder:
-        log = RoundLog(Path(folder), manifest_digest=manifest.digest, codecs=check.codecs)
+        log = RoundLog(Path(folder), manifest_digest=manifest.digest, codec=check.codec)
         record: RoundRecord | None = None
         digest = claim.digest
         try:
@@ -191,7 +191,7 @@ async def _from_peer(
             if following.anchor_before != anchor_sha256(anchor):
                 raise RecordRefused(f"round {number} applies to another anchor")
             record = following
-            average = record.average(check.codecs[record.bits])
+            average = record.average(check.codec)
             outer.apply(anchor, momentum, average, anchor, momentum)
     if record is None or round_number not in (None, record.round):
         raise OtherRound("it has no anchor of that round")

@@ -32,6 +32,7 @@ from dilocox.peer.chain import ChainFollower
 from dilocox.peer.events import EventQueue, Voided
 from dilocox.peer.groups import ExchangeOrder, GroupRefused, Plan, tokens_cap
 from dilocox.peer.members import AttemptResult
+from dilocox.peer.plan import RoundPlan
 from dilocox.peer.rounds import attempt_at
 from dilocox.peer.view import SwarmView
 from dilocox.peer.vote import AloneWatch, Verdict
@@ -48,6 +49,8 @@ class _Job:
     round: int
     scheduled_at: float  # run time
     tokens: int
+    step_s: float = 0.0  # of an inner step of this peer's replica
+    sent_at: float = 0.0  # monotonic
     attempt: int = 0
     aborts: bytes = b""
     future: Any = None
@@ -71,6 +74,7 @@ class ExchangeDriver:
         run: str,
         stage: int,
         layout_digest: str,
+        plan: RoundPlan,
         now: Any,
         alone: AloneWatch,
     ):
@@ -79,6 +83,7 @@ class ExchangeDriver:
         self._events = events
         self._manifest = manifest
         self._run, self._stage, self._layout_digest = run, stage, layout_digest
+        self._plan = plan
         self._now = now
         self._alone = alone
         self._job: _Job | None = None
@@ -97,7 +102,13 @@ class ExchangeDriver:
         return self._job is not None and self._job.future is not None
 
     def submit(
-        self, round_number: int, *, scheduled_at: float, tokens: int, states_taken: int
+        self,
+        round_number: int,
+        *,
+        scheduled_at: float,
+        tokens: int,
+        step_s: float,
+        states_taken: int,
     ) -> None:
         """A send was taken and is on disk; its message lies in the shared buffer.
 
@@ -107,6 +118,8 @@ class ExchangeDriver:
             round=round_number,
             scheduled_at=scheduled_at,
             tokens=tokens,
+            step_s=step_s,
+            sent_at=time.monotonic(),
             states_taken=states_taken,
         )
 
@@ -167,7 +180,6 @@ class ExchangeDriver:
     def _start(self, job: _Job, counted: tuple[str, ...], *, alone: bool) -> None:
         manifest, deadlines = self._manifest, self._manifest.deadlines
         head, last = self._chain.head, self._chain.last_record
-        bits = manifest.codec.bits if last is None else last.next_bits
         matchmaking_s = max(0.0, job.scheduled_at - self._now()) + NO_GROUP_S
         matchmaking_s = max(matchmaking_s, deadlines.matchmaking_s + NO_GROUP_S)
         order = ExchangeOrder(
@@ -176,7 +188,7 @@ class ExchangeDriver:
                 stage=self._stage,
                 round=job.round,
                 attempt=job.attempt,
-                bits=bits,
+                ranks=self._plan.ranks_after(last),
                 layout=self._layout_digest,
                 previous=head.digest,
             ),
@@ -187,9 +199,9 @@ class ExchangeDriver:
             counted=counted,
             last_contributors=() if last is None else tuple(m.peer for m in last.members),
             exchange_s=self._last_exchange_s,
+            step_s=job.step_s,
             anchor_before=self._chain.anchor_sha256,
-            chain_tokens=head.chain_tokens,
-            next_inner_steps=manifest.rounds.inner_steps,
+            last=last,
             alone=alone,
             aborts=job.aborts,
         )
@@ -235,7 +247,7 @@ class ExchangeDriver:
             if not job.undecided:
                 self._leave_open(job)  # the record comes through the chain, if at all
         elif result.verdict is Verdict.COMMITTED:
-            self._last_exchange_s = result.seconds
+            self._last_exchange_s = time.monotonic() - job.sent_at
             self._chain.committed(job.round, result.seconds)
         elif job.attempt == 0:
             self._retry(job, result)

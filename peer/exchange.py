@@ -1,11 +1,16 @@
 """One attempt of one round's exchange, as one member of the group lives it.
 
-Every member splits its flat message over the reducers, *pushes* each reducer its encoded part,
-and every reducer averages its part, encodes the mean once and pushes the same bytes to all, so
-that all members end with the same record. hivemind's own all-reduce hangs on a member that
-freezes and reports success when a part is missing; here every call has its deadline, members
-watch each other by heartbeat, and the round is committed only by a majority of signed votes on
-the digest of the record (PROTOCOL section 3).
+An exchange has one phase or two (compression/stage_codec.py). In each, every member splits its flat
+vector over the reducers, *pushes* each reducer its encoded part, and every reducer averages its
+part, encodes the mean once and pushes the same bytes to all, so that all members end with the same
+record. A member's vector of the second phase is made of the means of the first. hivemind's own
+all-reduce hangs on a member that freezes and reports success when a part is missing; here every
+call has its deadline, members watch each other by heartbeat, and the round is committed only by a
+majority of signed votes on the digest of the record (PROTOCOL section 3).
+
+A phase has its share of the exchange's time. It bounds how long reducers wait for parts, so that
+who is slow is left out, and when all are asked for a mean that has not come; a member that got its
+means of the first phase too late to be counted in the second can still reduce, and vote.
 
 This file knows no network: it talks through `Transport`, and is told what arrives by `on_part`,
 `on_mean` and `on_vote`. It runs in one event loop; the codec runs in a one-thread pool beside it.
@@ -16,27 +21,34 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Coroutine
+from collections import Counter
+from collections.abc import Awaitable, Callable
 from concurrent.futures import Executor
 from contextlib import suppress
-from typing import Any, TypeVar
+from typing import Any
 
 from torch import Tensor
 
-from dilocox.compression.codec import PayloadRefused
+from dilocox.compression.codec import NotEncodable, PayloadRefused
 from dilocox.peer.ballots import Ballots
-from dilocox.peer.members import AttemptResult, AttemptSetup, Mean, ShareRefused, Transport
-from dilocox.peer.record import digest_of, record_bytes
-from dilocox.peer.reduction import Reduction, assemble_record, decode, encode
+from dilocox.peer.members import (
+    AttemptResult,
+    AttemptSetup,
+    Encoder,
+    Mean,
+    ShareRefused,
+    Transport,
+)
+from dilocox.peer.reach import Reach
+from dilocox.peer.record import digest_of
+from dilocox.peer.reduction import encode
+from dilocox.peer.shares import Shares
 from dilocox.peer.vote import Verdict
 
 logger = logging.getLogger(__name__)
 
-MAX_WATCHED = 7  # neighbours that a member watches; larger groups share the work
-PARTS_SHARE = 0.6  # of the exchange's time a reducer waits for parts; the rest is for the means
+PARTS_SHARE = 0.6  # of a phase's time a reducer waits for parts; the rest is for the means
 FETCH_ROUNDS = 2  # how often everybody is asked for a mean whose reducer is gone
-
-T = TypeVar("T")
 
 
 class Attempt:
@@ -46,178 +58,169 @@ class Attempt:
         self,
         setup: AttemptSetup,
         *,
-        message: Tensor,
+        encoder: Encoder,
         transport: Transport,
         ballots: Ballots,
         pool: Executor,
     ):
         self._setup = setup
-        self._message = message
+        self._encoder = encoder
         self._transport = transport
         self.ballots = ballots
-        self._pool = pool
         self._started = time.monotonic()
-        self._changed = asyncio.Event()
-        self._tasks: set[asyncio.Task[Any]] = set()
-        # They outlive `run`, each in its own deadline: a member with a slow link still needs them
-        # when the others have all and the round is decided.
-        self._mean_pushes: set[asyncio.Task[Any]] = set()
-        self._weight = {member.peer: member.tokens for member in setup.members}
-        self._others = [member.peer for member in setup.members if member.peer != setup.me]
-        self._dead: set[str] = set()
-        self._refused: set[str] = set()  # whose part was malformed
-        self._liars: set[str] = set()  # whose mean was malformed
-        self._offered: set[str] = set()  # whose part came, sound or not
-        self._means: dict[int, Mean] = {}
+        self._reach = Reach(setup, transport, pool)
+        self._shares = Shares(setup, self._reach.compute)
         self._waited_out = False  # the exchange's time is over and means are missing
-        self._own_part = setup.reducers.index(setup.me) if setup.me in setup.reducers else None
-        self._reduction = Reduction(setup.codec, self._weight, self._part_size(self._own_part))
-        self._reduced = False
         self.record: bytes | None = None  # as this member made it, for those who lack parts
         self.digest: str | None = None
 
     # ---- what others tell us ---------------------------------------------------------------------
     def has_part(self, part: int) -> bool:
-        """Whether the vector is split into more parts than that."""
-        return 0 <= part < len(self._setup.parts)
+        """Whether the vectors are split into more parts than that."""
+        return self._shares.known(part)
 
-    def expected_bytes(self, part: int) -> int:
-        """The length that a payload of this part must have."""
-        return record_bytes(self._setup.codec, self._part_size(part))
+    def max_bytes(self, part: int, kind: str) -> int:
+        """The most bytes that a payload of this part may have (`kind`: part, mean)."""
+        return self._setup.max_bytes(part, kind)
 
     async def on_part(self, peer: str, part: int, payload: bytes) -> None:
-        """A member's share of the part that we average; refused, it leaves the member out."""
-        if peer not in self._weight or part != self._own_part:
-            raise ShareRefused(f"part {part} is not ours to average for {peer}")
-        if peer in self._offered or self._reduced:
-            raise ShareRefused(f"the part of {peer} is not waited for any more")
-        self._offered.add(peer)
+        """A member's values of a part that we average; refused, it leaves the member out."""
         try:
-            await self._compute(self._reduction.add, peer, payload)
-        except PayloadRefused:
-            self._refused.add(peer)
-            raise
+            await self._shares.add_part(peer, part, payload)
         finally:
-            self._changed.set()
+            self._reach.notify()
 
     async def on_mean(self, peer: str, mean: Mean) -> None:
         """An averaged part from its reducer."""
-        if not self.has_part(mean.part) or self._setup.reducers[mean.part] != peer:
+        if not self.has_part(mean.part) or self._setup.shares[mean.part].reducer != peer:
             raise ShareRefused(f"part {mean.part} is not averaged by {peer}")
         try:
-            await self._keep_mean(mean)
+            await self._shares.add_mean(mean)
         except (PayloadRefused, ShareRefused):
-            self._liars.add(peer)
-            self._changed.set()
+            self._shares.lied.add(mean.part)
             raise
+        finally:
+            self._reach.notify()
 
     def on_vote(self, vote: bytes) -> None:
         """A signed vote; ValueError if it is not one of this attempt."""
         self.ballots.receive(vote)
-        self._changed.set()
+        self._reach.notify()
 
     def mean(self, part: int) -> Mean | None:
         """The averaged part, for members that ask for it."""
-        return self._means.get(part)
+        return self._shares.means.get(part)
 
-    # ---- the attempt -----------------------------------------------------------------------------
+    # ---- the exchange ----------------------------------------------------------------------------
     async def run(self) -> AttemptResult:
         """Exchange, vote, decide. Never raises for what another member does."""
         try:
-            for peer in self._neighbours():
-                self._spawn(self._watch(peer))
-            self._spawn(self._send_parts())
-            if self._own_part is not None:
-                self._spawn(self._reduce(self._own_part))
-            record = await self._collect()
+            self._reach.watch_neighbours()
+            for part in self._shares.duties:
+                self._reach.spawn(self._reduce(part))
+            record = await self._exchange()
             return await self._decide(record)
         finally:
-            for task in self._tasks - self._mean_pushes:
-                task.cancel()
+            self._reach.cancel()
 
-    async def _send_parts(self) -> None:
+    async def _exchange(self) -> bytes | None:
+        """The record; None if a mean cannot be had or the attempt is void."""
+        last = len(self._setup.codecs) - 1
+        earlier: list[Tensor] = []
+        for phase in range(last + 1):
+            self._reach.spawn(self._send_parts(phase, tuple(earlier)))
+            if not await self._collect(phase):
+                return None
+            if phase < last:
+                earlier.append(await self._reach.compute(self._shares.vector, phase))
+        return await self._shares.record()
+
+    async def _send_parts(self, phase: int, earlier: tuple[Tensor, ...]) -> None:
         setup = self._setup
-        for index, reducer in enumerate(setup.reducers):
-            if self._part_size(index) == 0:
-                continue
-            values = self._message[setup.parts[index]]
-            payload = await self._compute(encode, setup.codec, values)
-            if reducer == setup.me:
-                await self.on_part(setup.me, index, payload)
-            else:
-                self._spawn(
-                    self._attempt_call(
-                        reducer,
-                        setup.exchange_s,
-                        self._transport.push_part(reducer, index, payload),
-                    )
-                )
+        try:
+            vector = await self._reach.compute(self._encoder.vector, phase, earlier)
+            for part, share in enumerate(setup.shares):
+                if share.phase != phase or not share.numel:
+                    continue
+                values = vector[share.start : share.stop]
+                payload = await self._reach.compute(encode, setup.codecs[phase].send, values)
+                if share.reducer == setup.me:
+                    with suppress(ShareRefused):  # the phase's time is over for us too
+                        await self.on_part(setup.me, part, payload)
+                else:
+                    self._push(self._transport.push_part, share.reducer, part, payload)
+        except NotEncodable as error:
+            logger.warning("the others average without this peer's message: %s", error)
+            self._shares.leave_out(setup.me, phase)
+            self._reach.notify()
 
     async def _reduce(self, part: int) -> None:
         """Average what arrived for our part by the deadline, and push the mean to everybody."""
-        if self._part_size(part) == 0:
-            return
-        everyone = set(self._weight)
-        await self._until(
-            lambda: everyone <= self._reduction.in_sum | self._dead | self._refused,
-            self._started + self._setup.exchange_s * PARTS_SHARE,
+        starts_s, ends_s = self._phase_s(self._setup.shares[part].phase)
+        await self._reach.until(
+            lambda: self._shares.awaited(part) <= self._reach.dead,
+            self._started + starts_s + (ends_s - starts_s) * PARTS_SHARE,
         )
-        self._reduced = True
-        mean = await self._compute(self._reduction.finish, part)
+        mean = await self._shares.reduce(part)
+        self._reach.notify()
         if mean is None:
             return
-        self._means[part] = mean
-        self._changed.set()
-        for peer in self._others:
-            if peer not in self._dead:
-                call = self._transport.push_mean(peer, mean)
-                self._mean_pushes.add(
-                    self._spawn(self._attempt_call(peer, self._remaining_s(), call))
-                )
+        for peer in self._reach.others:
+            if peer not in self._reach.dead:
+                # a member with a slow link still needs it when the others have all and the round
+                # is decided
+                self._push(self._transport.push_mean, peer, mean, outlives=True)
 
-    async def _collect(self) -> bytes | None:
-        """Wait for every part's mean; None if one cannot be had or the attempt is void.
+    async def _collect(self, phase: int) -> bool:
+        """Wait for a phase's means; False if one cannot be had or the attempt is void.
 
         Where others have committed already, their means are still under way.
         """
-        wanted = {index for index in range(len(self._setup.parts)) if self._part_size(index)}
-        deadline = self._started + self._setup.exchange_s
-        asked: dict[int, int] = {}
-        while not wanted <= self._means.keys():
-            gone = self._dead | self._liars
-            orphans = {
-                part for part in wanted - self._means.keys() if self._setup.reducers[part] in gone
-            }
-            hopeless = [part for part in orphans if asked.get(part, 0) >= FETCH_ROUNDS]
+        due = self._started + self._phase_s(phase)[1]
+        end = self._started + self._setup.exchange_s
+        asked: Counter[int] = Counter()
+        while missing := self._shares.missing(phase):
+            orphans = missing & self._orphans()
+            hopeless = any(asked[part] >= FETCH_ROUNDS for part in orphans)
             if hopeless or self.ballots.decision.verdict is Verdict.VOID:
-                return None
-            for part in orphans:
-                asked[part] = asked.get(part, 0) + 1
+                return False
+            now = time.monotonic()
+            if now >= end:
+                self._waited_out = True
+                return False
+            late = missing if now >= due else set[int]()
+            wanted = orphans | {part for part in late if not asked[part]}
+            for part in sorted(wanted):
+                asked[part] += 1
                 await self._ask_for_mean(part)
-            if not orphans:
-                known = len(self._means), len(gone), len(self.ballots.voters())
-                if not await self._until(
-                    lambda known=known: (
-                        known
-                        != (
-                            len(self._means),
-                            len(self._dead | self._liars),
-                            len(self.ballots.voters()),
-                        )
-                    ),
-                    deadline,
-                ):
-                    self._waited_out = True
-                    return None
-        return await self._compute(assemble_record, self._setup, dict(self._means))
+            if not wanted:
+                await self._reach.until(self._news(), end if late else due)
+        return True
 
+    def _orphans(self) -> set[int]:
+        """The shares whose reducer is dead, or sent a mean that is none."""
+        shares = enumerate(self._setup.shares)
+        return self._shares.lied | {
+            part for part, share in shares if share.reducer in self._reach.dead
+        }
+
+    def _news(self) -> Callable[[], bool]:
+        """Whether anything has happened since now that a collecting member looks at."""
+
+        def seen() -> tuple[int, int, int]:
+            return len(self._shares.means), len(self._orphans()), len(self.ballots.voters())
+
+        known = seen()
+        return lambda: seen() != known
+
+    # ---- the vote --------------------------------------------------------------------------------
     async def settle(self) -> AttemptResult:
         """After an undecided end: ask every member how it, and those it heard, voted."""
         limit_s = self._setup.silence_s
         ballot = self.ballots.ballot
-        for peer in self._others:
-            asking = self._transport.ask_votes(peer, ballot.round, ballot.attempt)
-            for vote in await self._attempt_call(peer, limit_s, asking) or ():
+        for peer in self._reach.others:
+            question = peer, ballot.round, ballot.attempt
+            for vote in await self._reach.call(limit_s, self._transport.ask_votes, *question) or ():
                 with suppress(ValueError):
                     self.ballots.receive(vote)
         return await self._result(time.monotonic() + limit_s)
@@ -229,16 +232,14 @@ class Attempt:
         self.digest = None if record is None else digest_of(record)
         vote = self.ballots.cast(self.digest, () if record else tuple(sorted(self._missed())))
         sending = [
-            self._spawn(
-                self._attempt_call(peer, setup.vote_s, self._transport.send_vote(peer, vote))
-            )
-            for peer in self._others
+            self._reach.spawn(self._reach.call(setup.vote_s, self._transport.send_vote, peer, vote))
+            for peer in self._reach.others
         ]
         deadline = time.monotonic() + setup.vote_s
-        await self._until(
+        await self._reach.until(
             lambda: (
                 self.ballots.decision.verdict is not Verdict.UNDECIDED
-                or set(self._weight) <= self.ballots.voters() | self._dead
+                or set(self._reach.members) <= self.ballots.voters() | self._reach.dead
             ),
             deadline,
         )
@@ -257,51 +258,35 @@ class Attempt:
             record=self.record if chosen is not None else None,
             certificate=self.ballots.certificate() if chosen is not None else None,
             aborts=self.ballots.aborts(),
-            members=tuple(self._weight),
+            members=self._reach.members,
             seconds=time.monotonic() - self._started,
         )
 
     # ---- pieces ----------------------------------------------------------------------------------
-    async def _watch(self, peer: str) -> None:
-        """Count a member as dead when its heartbeats stop, whatever the reason."""
-        try:
-            beats = aiter(self._transport.heartbeats(peer))
-            while True:
-                await asyncio.wait_for(anext(beats), self._setup.silence_s)
-        except (ConnectionError, asyncio.TimeoutError, StopAsyncIteration) as error:
-            logger.debug("%s counts as dead: %r", peer, error)
-        self._dead.add(peer)
-        self._changed.set()
+    def _push(
+        self, function: Callable[..., Awaitable[None]], *args: Any, outlives: bool = False
+    ) -> None:
+        """Send something beside all else, in the time that is left of the exchange."""
+        call = self._reach.call(self._remaining_s(), function, *args)
+        self._reach.spawn(call, outlives=outlives)
 
     async def _ask_for_mean(self, part: int) -> None:
         limit_s = min(self._setup.silence_s, max(0.1, self._remaining_s()))
-        for peer in self._others:
-            if peer in self._dead or part in self._means:
+        for peer in self._reach.others:
+            if peer in self._reach.dead or part in self._shares.means:
                 continue
-            mean = await self._attempt_call(peer, limit_s, self._transport.fetch_mean(peer, part))
+            mean = await self._reach.call(limit_s, self._transport.fetch_mean, peer, part)
             if mean is not None and mean.part == part:
                 with suppress(PayloadRefused, ShareRefused):
-                    await self._keep_mean(mean)
+                    await self._shares.add_mean(mean)
 
     async def _fetch_record(self, digest: str, deadline: float) -> bytes | None:
         for peer in sorted(self.ballots.voters_for(digest) - {self._setup.me}):
             limit_s = max(0.1, deadline - time.monotonic())
-            data = await self._attempt_call(
-                peer, limit_s, self._transport.fetch_record(peer, digest)
-            )
+            data = await self._reach.call(limit_s, self._transport.fetch_record, peer, digest)
             if data is not None and digest_of(data) == digest:
                 return data
         return None
-
-    async def _keep_mean(self, mean: Mean) -> None:
-        names = set(mean.contributors)
-        if not names or not names <= set(self._weight) or sorted(names) != list(mean.contributors):
-            raise ShareRefused("an averaged part names nobody, strangers, or somebody twice")
-        if mean.part not in self._means:
-            size = self._part_size(mean.part)
-            await self._compute(decode, self._setup.codec, mean.payload, size)
-            self._means.setdefault(mean.part, mean)
-        self._changed.set()
 
     def _missed(self) -> set[str]:
         """Whom this member missed: the dead, the refused, and reducers whose mean never came.
@@ -309,50 +294,13 @@ class Attempt:
         Where the attempt failed before its time was over, a mean that is not here yet is nobody's
         fault: a repeated attempt would leave out a sound reducer.
         """
-        silent = {
-            self._setup.reducers[index]
-            for index in range(len(self._setup.parts))
-            if self._waited_out and self._part_size(index) and index not in self._means
-        }
-        return (silent | self._dead | self._refused | self._liars) - {self._setup.me}
+        silent = self._shares.silent() if self._waited_out else set[str]()
+        return (silent | self._reach.dead | self._shares.refused()) - {self._setup.me}
 
-    def _neighbours(self) -> list[str]:
-        names = [member.peer for member in self._setup.members]
-        at = names.index(self._setup.me)
-        return (names[at + 1 :] + names[:at])[:MAX_WATCHED]
-
-    def _part_size(self, part: int | None) -> int:
-        if part is None:
-            return 0
-        return self._setup.parts[part].stop - self._setup.parts[part].start
+    def _phase_s(self, phase: int) -> tuple[float, float]:
+        """The seconds from the attempt's start at which a phase should begin and end."""
+        borders = (0.0, *self._setup.phase_ends_s())
+        return borders[phase], borders[phase + 1]
 
     def _remaining_s(self) -> float:
         return max(0.1, self._started + self._setup.exchange_s - time.monotonic())
-
-    async def _attempt_call(
-        self, peer: str, limit_s: float, call: Coroutine[Any, Any, T]
-    ) -> T | None:
-        """A call whose failure only means that this member could not be reached."""
-        try:
-            return await asyncio.wait_for(call, limit_s)
-        except (ConnectionError, asyncio.TimeoutError) as error:
-            logger.debug("%s not reached: %r", peer, error)
-            return None
-
-    async def _compute(self, function: Callable[..., T], *args: Any) -> T:
-        return await asyncio.get_running_loop().run_in_executor(self._pool, function, *args)
-
-    def _spawn(self, work: Awaitable[Any]) -> asyncio.Task[Any]:
-        task = asyncio.ensure_future(work)
-        self._tasks.add(task)
-        return task
-
-    async def _until(self, condition: Callable[[], bool], deadline: float) -> bool:
-        while not condition():
-            remaining_s = deadline - time.monotonic()
-            if remaining_s <= 0:
-                return False
-            self._changed.clear()
-            with suppress(asyncio.TimeoutError):
-                await asyncio.wait_for(self._changed.wait(), remaining_s)
-        return True

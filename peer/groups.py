@@ -1,7 +1,7 @@
 """Who may exchange with whom: the plan that keys a group, and what each member states when it
 joins.
 
-The plan (run, stage, round, attempt, codec, layout, digest of the last record) keys the group in
+The plan (run, stage, round, attempt, ranks, layout, digest of the last record) keys the group in
 the DHT, so that peers that disagree never meet, and is compared once more in the gathered tickets
 before a byte flows. Weights and modes come from the tickets alone: they are the same for every
 member.
@@ -15,16 +15,17 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, cast
 
-from dilocox.compression.codec import GroupCodec
-from dilocox.compression.layout import FlatLayout
+from dilocox.compression.layout import split
+from dilocox.compression.stage_codec import StageCodec
 from dilocox.dht.manifest import Manifest
 from dilocox.peer.ballots import excluded_by
-from dilocox.peer.members import AttemptSetup, Member
+from dilocox.peer.members import AttemptSetup, Member, PhaseCodecs, Share
+from dilocox.peer.plan import RoundPlan
 from dilocox.peer.record import RoundRecord
 from dilocox.peer.vote import may_start
 
 MAX_COUNTED = 1024  # peers that a ticket may name
-MAX_EXCHANGE_S = 1e6
+MAX_TIME_S = 1e6
 
 
 class GroupRefused(Exception):
@@ -39,7 +40,7 @@ class Plan:
     stage: int
     round: int
     attempt: int
-    bits: int
+    ranks: tuple[int, ...]
     layout: str
     previous: str
 
@@ -57,6 +58,7 @@ class Ticket:
     plan: str
     tokens: int
     exchange_s: float
+    step_s: float
     counted: tuple[str, ...]  # the peers that must be reckoned with, in its view
     aborts: bytes  # the signed aborts of the attempt before, empty in the first one
     client_mode: bool = False
@@ -75,6 +77,7 @@ class Ticket:
                 "plan": str(plan),
                 "tokens": int(tokens),
                 "exchange_s": float(exchange_s),
+                "step_s": float(step_s),
                 "counted": [*counted],  # pyright: ignore[reportUnknownVariableType]
                 "aborts": bytes(aborts),
             }:
@@ -85,12 +88,13 @@ class Ticket:
             raise GroupRefused("a member states tokens that are no number")
         if len(names) > MAX_COUNTED or not all(isinstance(name, str) for name in names):
             raise GroupRefused("a member counts what are no peers, or too many")
-        if not 0 <= exchange_s < MAX_EXCHANGE_S:
-            raise GroupRefused(f"a member states an exchange of {exchange_s} s")
+        if not (0 <= exchange_s < MAX_TIME_S and 0 <= step_s < MAX_TIME_S):
+            raise GroupRefused(f"a member states an exchange of {exchange_s} s, steps of {step_s}")
         return cls(
             plan=plan,
             tokens=tokens,
             exchange_s=exchange_s,
+            step_s=step_s,
             counted=tuple(str(name) for name in names),
             aborts=aborts,
             client_mode=client_mode,
@@ -108,10 +112,10 @@ class ExchangeOrder:
     tokens_cap: int
     counted: tuple[str, ...]
     last_contributors: tuple[str, ...]
-    exchange_s: float  # what this peer's last exchange took
+    exchange_s: float  # from this peer's last send to its record
+    step_s: float  # of an inner step of its replica
     anchor_before: str
-    chain_tokens: int
-    next_inner_steps: int
+    last: RoundRecord | None = field(repr=False)  # the chain's newest, without its means
     alone: bool = False
     aborts: bytes = field(default=b"", repr=False)
 
@@ -121,6 +125,7 @@ class ExchangeOrder:
             plan=self.plan.key,
             tokens=min(self.tokens, self.tokens_cap),
             exchange_s=round(self.exchange_s, 3),
+            step_s=round(self.step_s, 4),
             counted=self.counted,
             aborts=self.aborts,
             client_mode=client_mode,
@@ -130,7 +135,7 @@ class ExchangeOrder:
 def attempt_setup(
     order: ExchangeOrder,
     manifest: Manifest,
-    layout: FlatLayout,
+    codec: StageCodec,
     me: str,
     tickets: Mapping[str, Ticket],
 ) -> AttemptSetup:
@@ -160,46 +165,52 @@ def attempt_setup(
             peer=peer,
             tokens=tickets[peer].tokens,
             exchange_s=tickets[peer].exchange_s,
+            step_s=tickets[peer].step_s,
             client_mode=tickets[peer].client_mode,
         )
         for peer in sorted(tickets)
     )
     if len(members) == 1:  # alone, a peer that can only dial out averages its own part
         members = (replace(members[0], client_mode=False),)
-    reducers = sum(not member.client_mode for member in members)
+    reducers = [member.peer for member in members if not member.client_mode]
     if not reducers:
         raise GroupRefused("no member can be reached from outside, so nobody can reduce")
+    phases = codec.phases(plan.ranks)
     return AttemptSetup(
         me=me,
         members=members,
-        template=_template(order),
-        codec=codecs_of(manifest)[order.plan.bits],
-        parts=tuple(layout.parts(reducers)),
+        template=_template(order, manifest),
+        shares=tuple(
+            Share(phase=number, reducer=reducer, start=part.start, stop=part.stop)
+            for number, phase in enumerate(phases)
+            for reducer, part in zip(
+                reducers, split(phase.numel, len(reducers), phase.unit), strict=True
+            )
+        ),
+        codecs=tuple(PhaseCodecs(send=phase.send, mean=phase.mean) for phase in phases),
+        plan=RoundPlan(manifest, codec),
         exchange_s=manifest.deadlines.exchange_s,
         vote_s=manifest.deadlines.vote_s,
         silence_s=manifest.deadlines.silence_s,
     )
 
 
-def codecs_of(manifest: Manifest) -> dict[int, GroupCodec]:
-    """Every codec that a record of this run may name, by its bits."""
-    return {bits: GroupCodec(bits, manifest.codec.max_factor) for bits in (4, 8, 16, 32)}
-
-
-def _template(order: ExchangeOrder) -> RoundRecord:
+def _template(order: ExchangeOrder, manifest: Manifest) -> RoundRecord:
+    plan, last = order.plan, order.last
     return RoundRecord(
-        run=order.plan.run,
-        stage=order.plan.stage,
-        round=order.plan.round,
-        previous=order.plan.previous,
+        run=plan.run,
+        stage=plan.stage,
+        round=plan.round,
+        previous=plan.previous,
         anchor_before=order.anchor_before,
-        layout=order.plan.layout,
-        bits=order.plan.bits,
+        layout=plan.layout,
+        ranks=plan.ranks,
         members=(),
-        chain_tokens=order.chain_tokens,
+        chain_tokens=0 if last is None else last.chain_tokens,
         parts=(),
-        next_bits=order.plan.bits,
-        next_inner_steps=order.next_inner_steps,
+        window=() if last is None else last.window,
+        next_ranks=(),
+        next_inner_steps=(manifest.rounds.inner_steps if last is None else last.next_inner_steps),
         means=(),
     )
 

@@ -61,13 +61,21 @@ class Herald:
         return found[stage_key(run, stage)] is not None and claims is not None
 
     def tell_stage(
-        self, state: str, *, round_number: int, chain: ChainFollower, voids: int, own: LoopProgress
+        self,
+        state: str,
+        *,
+        round_number: int,
+        inner_steps: int,
+        chain: ChainFollower,
+        voids: int,
+        own: LoopProgress,
     ) -> None:
         """That this peer hosts its stage, and the last record it holds."""
         place, head, last = self._place, chain.head, chain.last_record
         hosting = StageRecord(
             state=state,  # pyright: ignore[reportArgumentType] - checked when it is encoded
             round=round_number,
+            inner_steps=inner_steps,
             digest=head.digest,
             replica=own.head,
             tokens=0 if state == "left" else own.unsent_tokens,

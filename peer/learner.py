@@ -23,10 +23,10 @@ from dilocox.dht.manifest import Manifest
 from dilocox.peer.averaging import StageBuffers
 from dilocox.peer.coordinator import Coordinator
 from dilocox.peer.events import Committed, Event, Failed, Resynced, Voided
-from dilocox.peer.groups import codecs_of
 from dilocox.peer.inner import InnerOptimizer
 from dilocox.peer.merge import Merge, OwnContribution, RecordFacts
 from dilocox.peer.place import LoopProgress
+from dilocox.peer.plan import stage_codec
 from dilocox.peer.record import RoundRecord, own_contribution
 from dilocox.peer.snapshots import Snapshots
 from dilocox.peer.tally import Tally
@@ -82,7 +82,7 @@ class Learner:
         # learning rate would fall back by a whole record.
         self._chain_tokens = coordinator.tokens_at_start
         self._states_taken = 0
-        self._codecs = codecs_of(manifest)
+        self._codec = stage_codec(manifest, model.layout)
         self._takes_at_once = manifest.outer.apply == "arrival" or manifest.outer.merge == "none"
         state: dict[str, Any] = snapshots.data_state() if snapshots.found else {}
         self.data_state: Callable[[], dict[str, Any]] = lambda: state
@@ -170,6 +170,7 @@ class Learner:
                     round_number,
                     scheduled_at=scheduled_at,
                     tokens=send.tokens,
+                    step_s=self._step_s,
                     states_taken=self._states_taken,
                 )
             else:
@@ -222,7 +223,7 @@ class Learner:
             round=record.round,
             digest=event.digest,
             previous=record.previous,
-            contributor=any(self._me in part.contributors for part in record.parts),
+            contributor=bool(record.counted(self._me)),
         )
         anchor, momentum = self._other_buffers()
         own: OwnContribution | None = None
@@ -230,9 +231,8 @@ class Learner:
         if facts.contributor and held is not None:
             values = self._model.buffers.own
             if not event.own_ready:
-                codec = self._codecs[record.bits]
-                values = own_contribution(record, self._me, held.message, codec)
-            own = OwnContribution(values, record.left_out(self._me))
+                values = own_contribution(record, self._me, held.message, self._codec)
+            own = OwnContribution(values, record.left_out(self._me, self._codec))
         tokens = held.tokens if held is not None else 0
         outcome = self._merge.commit(facts, anchor, momentum, own)
         self._chain_tokens = record.chain_tokens
@@ -267,6 +267,12 @@ class Learner:
         return buffers.anchors[1 - current], buffers.momenta[1 - current]
 
     # ---- pieces ----------------------------------------------------------------------------------
+    @property
+    def _step_s(self) -> float:
+        """Seconds of an inner step of this peer's replica, smoothed; 0 before the first one."""
+        speed = self._tally.tokens_per_s
+        return self._manifest.batch.tokens_per_step / speed if speed > 0 else 0.0
+
     def _snapshot(self) -> None:
         self._snapshots.write(self._merge, self._model.optimizer, self.data_state())
 

@@ -8,7 +8,7 @@ contribution to a record:
 
     inner step         p = inner step from p;  start stays
     send               delta = start - p;  m = delta + E;  E = 0;  start = p;  m is exchanged
-    record, I in it    E += decay * (m - c), and E += m where a part of mine was left out
+    record, I in it    E += decay * (m - c), and E += m - c where a part of mine was left out
     record, I not      E += m - delta;  start += delta       (the send is undone)
     every record then  u = start - p;  p = A - w * (u + deltas in flight);  start = p + u
     void               E += m - delta;  start += delta       (the send is undone; A and p stay)
@@ -72,9 +72,8 @@ class RecordFacts:
 
 @dataclass(frozen=True, eq=False)
 class OwnContribution:
-    """What a record holds of this peer's message: decoded values [n], and the parts left out.
-
-    In a left-out part the values are not read: nothing of the message counts there.
+    """What a record holds of this peer's message: decoded values [n], 0 where it was left out, and
+    the slices where that is so at least in part.
     """
 
     values: Tensor

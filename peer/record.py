@@ -5,7 +5,8 @@ canonical JSON in the header (PROTOCOL of the round log: fixed key and tensor or
 stamp, no voter, no leader), so that all members of a group write the same bytes and its sha256,
 the *digest*, names it. Each record names the digest of the one before and the sha256 of the
 anchor it applies to; the first one names the manifest. Anchor and outer momentum are a pure
-function of the chain.
+function of the chain, and so is the plan of the next exchange: its ranks, H of the round that it
+arrives in, the basis (the factors of the means), and the window that the next plan looks back on.
 """
 
 from __future__ import annotations
@@ -13,7 +14,6 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, cast
 
@@ -21,7 +21,9 @@ import torch
 from safetensors.torch import load, save
 from torch import Tensor
 
-from dilocox.compression.codec import GROUP_SIZE, GroupCodec
+from dilocox.compression.codec import Codec
+from dilocox.compression.stage_codec import StageCodec, StageMeans
+from dilocox.peer.adaptation import WINDOW, RoundFacts
 
 MAX_HEADER_BYTES = 1 << 20
 
@@ -36,13 +38,15 @@ class Contribution:
 
     peer: str
     tokens: int
-    exchange_s: float  # how long its previous exchange took, as it said; 0 if it had none
+    exchange_s: float  # from its previous send to its record, as it said; 0 if it had none
+    step_s: float  # of one inner step of its replica, as it said; 0 if it made none
 
 
 @dataclass(frozen=True, kw_only=True)
 class Part:
-    """A slice [start, stop) of the flat vector, who averaged it, whose values are in it."""
+    """A slice [start, stop) of a phase's vector, who averaged it, whose values are in it."""
 
+    phase: int
     reducer: str
     start: int
     stop: int
@@ -51,7 +55,13 @@ class Part:
 
 @dataclass(frozen=True, kw_only=True)
 class RoundRecord:
-    """One committed round of one stage. `means[i]` is the group-coded mean of `parts[i]`."""
+    """One committed round of one stage.
+
+    ranks: per tensor of the layout, as this exchange had them; empty unless the scheme is low_rank.
+    window: what the last rounds, this one last, say of the ranks and the times that they needed.
+    next_ranks: of the exchange after this one. next_inner_steps: H of the round that it arrives in.
+    means: `means[i]` is the encoded mean of `parts[i]`.
+    """
 
     run: str
     stage: int
@@ -59,11 +69,12 @@ class RoundRecord:
     previous: str
     anchor_before: str
     layout: str
-    bits: int
+    ranks: tuple[int, ...]
     members: tuple[Contribution, ...]
     chain_tokens: int
     parts: tuple[Part, ...]
-    next_bits: int
+    window: tuple[RoundFacts, ...]
+    next_ranks: tuple[int, ...]
     next_inner_steps: int
     means: tuple[bytes, ...] = field(repr=False)
 
@@ -89,29 +100,47 @@ class RoundRecord:
         """What this peer put in, or None if it was not in the group."""
         return next((member for member in self.members if member.peer == peer), None)
 
-    def left_out(self, peer: str) -> list[slice]:
-        """The slices of the flat vector whose mean does not hold this member's values."""
+    @property
+    def last_parts(self) -> tuple[Part, ...]:
+        """Those of the last phase: whose values are in them is in the average."""
+        return tuple(part for part in self.parts if part.phase == self.parts[-1].phase)
+
+    def counted(self, peer: str) -> list[slice]:
+        """The slices of the last phase's vector whose mean holds this member's values."""
         return [
-            slice(part.start, part.stop) for part in self.parts if peer not in part.contributors
+            slice(part.start, part.stop)
+            for part in self.last_parts
+            if part.stop > part.start and peer in part.contributors
         ]
 
-    def average(self, codec: GroupCodec) -> Tensor:
-        """The decoded mean, a flat fp32 vector; PayloadRefused if a part is malformed."""
-        out = torch.empty(self.parts[-1].stop, dtype=torch.float32)
+    def left_out(self, peer: str, codec: StageCodec) -> list[slice]:
+        """The slices of the stage's vector that lack this member's values, at least in part."""
+        missing = [
+            slice(part.start, part.stop)
+            for part in self.last_parts
+            if peer not in part.contributors
+        ]
+        return codec.undecayed(self.ranks, missing)
+
+    def decoded(self, codec: StageCodec) -> StageMeans:
+        """Its means; PayloadRefused if a part is malformed."""
+        phases = codec.phases(self.ranks)
+        vectors = [torch.empty(phase.numel, dtype=torch.float32) for phase in phases]
         for part, mean in zip(self.parts, self.means, strict=True):
-            payload = torch.frombuffer(bytearray(mean), dtype=torch.uint8)
-            codec.decode(payload, part.stop - part.start, out=out[part.start : part.stop])
-        return out
+            if part.stop > part.start:
+                payload = torch.frombuffer(bytearray(mean), dtype=torch.uint8)
+                out = vectors[part.phase][part.start : part.stop]
+                phases[part.phase].mean.decode(payload, out.numel(), out=out)
+        return codec.means(self.ranks, vectors)
+
+    def average(self, codec: StageCodec) -> Tensor:
+        """The averaged message of the stage, flat fp32; PayloadRefused if a part is malformed."""
+        return self.decoded(codec).average()
 
 
-def own_contribution(record: RoundRecord, peer: str, message: Tensor, codec: GroupCodec) -> Tensor:
-    """What the mean holds of a member: its message as the codec carried it, 0 where left out."""
-    own = torch.zeros_like(message)
-    for part in record.parts:
-        if peer in part.contributors:
-            values = message[part.start : part.stop]
-            codec.decode(codec.encode(values), values.numel(), out=own[part.start : part.stop])
-    return own
+def own_contribution(record: RoundRecord, peer: str, message: Tensor, codec: StageCodec) -> Tensor:
+    """What the average holds of a member: its message as the codec carried it, 0 where left out."""
+    return record.decoded(codec).own(message, record.counted(peer))
 
 
 def digest_of(data: bytes) -> str:
@@ -119,11 +148,11 @@ def digest_of(data: bytes) -> str:
     return hashlib.sha256(data).hexdigest()
 
 
-def parse_record(data: bytes, *, codec_for: Mapping[int, GroupCodec]) -> RoundRecord:
+def parse_record(data: bytes, codec: StageCodec) -> RoundRecord:
     """Read a record that nobody vouches for yet.
 
     Raises:
-        RecordRefused: wrong types, parts that do not tile the vector, lengths that do not fit the
+        RecordRefused: wrong types, parts that do not tile the vectors, lengths that do not fit the
             codec, contributors who are no members, or bytes that are not canonical.
     """
     try:
@@ -134,7 +163,7 @@ def parse_record(data: bytes, *, codec_for: Mapping[int, GroupCodec]) -> RoundRe
             for index, part in enumerate(header.parts)
         )
         record = replace(header, means=means)
-        _check(record, codec_for)
+        _check(record, codec)
         canonical = record.to_bytes() == data
     except RecordRefused:
         raise
@@ -154,7 +183,17 @@ def parse_header(data: bytes) -> RoundRecord:
     header = cast("dict[str, Any]", json.loads(outer["__metadata__"]["record"]))
     members = tuple(Contribution(**member) for member in header.pop("members"))
     parts = tuple(_part(facts) for facts in header.pop("parts"))
-    return RoundRecord(members=members, parts=parts, means=(), **header)
+    window = tuple(_facts(facts) for facts in header.pop("window"))
+    ranks, next_ranks = (tuple(header.pop(name)) for name in ("ranks", "next_ranks"))
+    return RoundRecord(
+        members=members,
+        parts=parts,
+        window=window,
+        ranks=ranks,
+        next_ranks=next_ranks,
+        means=(),
+        **header,
+    )
 
 
 def _part(facts: dict[str, Any]) -> Part:
@@ -162,34 +201,52 @@ def _part(facts: dict[str, Any]) -> Part:
     return Part(contributors=contributors, **facts)
 
 
-def _check(record: RoundRecord, codec_for: Mapping[int, GroupCodec]) -> None:
+def _facts(facts: dict[str, Any]) -> RoundFacts:
+    ranks, needed = tuple(facts.pop("ranks")), tuple(facts.pop("needed"))
+    return RoundFacts(ranks=ranks, needed=needed, **facts)
+
+
+def _check(record: RoundRecord, codec: StageCodec) -> None:
     _check_types(record)
-    if record.bits not in codec_for or record.next_bits not in codec_for:
-        raise RecordRefused(f"unknown codec bits {record.bits}, {record.next_bits}")
+    try:
+        codec.check(record.ranks)
+        codec.check(record.next_ranks)
+    except ValueError as error:
+        raise RecordRefused(str(error)) from error
     if record.next_inner_steps < 1:
         raise RecordRefused("its next round has no inner steps")
+    if not 1 <= len(record.window) <= WINDOW:
+        raise RecordRefused(f"its window is of {len(record.window)} rounds")
     names = [member.peer for member in record.members]
     if not names or names != sorted(set(names)):
         raise RecordRefused("its members are not a sorted list of different peers")
     for member in record.members:
-        if member.tokens < 1 or not 0 <= member.exchange_s < math.inf:
+        times = (member.exchange_s, member.step_s)
+        if member.tokens < 1 or not all(0 <= time < math.inf for time in times):
             raise RecordRefused(f"{member.peer} has no tokens, or a time that is none")
-    if not record.parts:
-        raise RecordRefused("it has no parts")
-    _check_parts(record, names, codec_for[record.bits])
+    _check_parts(record, names, codec)
 
 
-def _check_parts(record: RoundRecord, names: list[str], codec: GroupCodec) -> None:
-    position = 0
+def _check_parts(record: RoundRecord, names: list[str], codec: StageCodec) -> None:
+    phases = codec.phases(record.ranks)
+    positions = [0] * len(phases)
+    previous = 0
     for part, mean in zip(record.parts, record.means, strict=True):
-        if part.start != position or part.stop < part.start or part.start % GROUP_SIZE:
+        if not previous <= part.phase < len(phases):
+            raise RecordRefused(f"a part of phase {part.phase} follows one of phase {previous}")
+        previous, phase, position = part.phase, phases[part.phase], positions[part.phase]
+        if part.start != position or part.stop < part.start:
             raise RecordRefused(f"part {part.start}:{part.stop} does not follow {position}")
+        if part.stop % phase.unit and part.stop != phase.numel:
+            raise RecordRefused(f"part {part.start}:{part.stop} ends within a unit")
         if not part.contributors or not {part.reducer, *part.contributors} <= set(names):
             raise RecordRefused("a part was made by nobody or by peers who are no members")
         size = part.stop - part.start
-        if len(mean) != record_bytes(codec, size):
+        if len(mean) > part_bytes(phase.mean, size) or bool(mean) != bool(size):
             raise RecordRefused(f"a mean of {size} values has {len(mean)} bytes")
-        position = part.stop
+        positions[part.phase] = part.stop
+    if positions != [phase.numel for phase in phases]:
+        raise RecordRefused(f"its parts end at {positions}")
 
 
 def _check_types(record: RoundRecord) -> None:
@@ -200,20 +257,23 @@ def _check_types(record: RoundRecord) -> None:
         texts += [part.reducer, *part.contributors]
     if any(type(text) is not str for text in texts):
         raise RecordRefused("a text in its header is none")
-    numbers: list[object] = [record.stage, record.round, record.bits, record.chain_tokens]
-    numbers += [record.next_bits, record.next_inner_steps]
+    numbers: list[object] = [record.stage, record.round, record.chain_tokens]
+    numbers += [record.next_inner_steps, *record.ranks, *record.next_ranks]
+    numbers += [number for facts in record.window for number in (*facts.ranks, *facts.needed)]
     numbers += [member.tokens for member in record.members]
     for part in record.parts:
-        numbers += [part.start, part.stop]
+        numbers += [part.phase, part.start, part.stop]
     if any(type(number) is not int or number < 0 for number in numbers):
         raise RecordRefused("a number in its header is not a whole number of at least zero")
-    if any(type(member.exchange_s) is not float for member in record.members):
+    timed = (*record.members, *record.window)
+    times: list[object] = [time for each in timed for time in (each.exchange_s, each.step_s)]
+    if any(type(time) is not float for time in times):
         raise RecordRefused("a time in its header is no number")
 
 
-def record_bytes(codec: GroupCodec, numel: int) -> int:
-    """Bytes of an encoded part; an empty part has none."""
-    return codec.encoded_bytes(numel) if numel else 0
+def part_bytes(codec: Codec, numel: int) -> int:
+    """The most bytes of an encoded part; an empty part has none."""
+    return codec.max_bytes(numel) if numel else 0
 
 
 def _tensor_name(index: int) -> str:

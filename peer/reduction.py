@@ -12,70 +12,80 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from dilocox.compression.codec import GroupCodec
-from dilocox.peer.members import AttemptSetup, Mean
+from dilocox.compression.codec import Codec, PayloadRefused
+from dilocox.peer.members import AttemptSetup, Mean, PhaseCodecs
 from dilocox.peer.record import Contribution, Part
 
 
 class Reduction:
-    """The part that one member averages: the sum so far, and whose values are in it."""
+    """A share that one member averages: the sum so far, and whose values are in it."""
 
-    def __init__(self, codec: GroupCodec, weight: Mapping[str, int], numel: int):
-        self._codec = codec
+    def __init__(self, codecs: PhaseCodecs, weight: Mapping[str, int], numel: int):
+        self._codecs = codecs
         self._weight = weight
         self._sum = torch.zeros(numel, dtype=torch.float32)
         self.in_sum: set[str] = set()
 
     def add(self, peer: str, payload: bytes) -> None:
         """Add a member's encoded part; PayloadRefused if it is malformed, nothing is added then."""
-        values = decode(self._codec, payload, self._sum.numel())
+        values = decode(self._codecs.send, payload, self._sum.numel())
         # shares of the whole, so that one member alone is not rounded: its share is exactly 1
         self._sum.add_(values.mul_(self._weight[peer] / sum(self._weight.values())))
         self.in_sum.add(peer)
 
     def finish(self, part: int) -> Mean | None:
-        """The encoded mean of all that was added; None if nothing was."""
+        """The encoded mean of all that was added, once; None if nothing was."""
+        total = self._sum
+        self._sum = torch.empty(0)  # an attempt is kept for a while after its end
         contributors = tuple(sorted(self.in_sum))
         if not contributors:
             return None
         if len(contributors) < len(self._weight):
             present = sum(self._weight[peer] for peer in contributors)
-            self._sum.mul_(sum(self._weight.values()) / present)
-        payload = encode(self._codec, self._sum)
+            total.mul_(sum(self._weight.values()) / present)
+        payload = encode(self._codecs.mean, total)
         return Mean(part=part, contributors=contributors, payload=payload)
 
 
 def assemble_record(setup: AttemptSetup, means: Mapping[int, Mean]) -> bytes:
-    """The record's canonical bytes, from the mean of every part that holds values."""
+    """The record's canonical bytes, from the mean of every share that holds values."""
     names = tuple(member.peer for member in setup.members)
     empty = Mean(part=-1, contributors=names, payload=b"")
     tokens = sum(member.tokens for member in setup.members)
     record = replace(
         setup.template,
         members=tuple(
-            Contribution(peer=member.peer, tokens=member.tokens, exchange_s=member.exchange_s)
+            Contribution(
+                peer=member.peer,
+                tokens=member.tokens,
+                exchange_s=member.exchange_s,
+                step_s=member.step_s,
+            )
             for member in setup.members
         ),
         chain_tokens=setup.template.chain_tokens + tokens,
         parts=tuple(
             Part(
-                reducer=reducer,
-                start=part.start,
-                stop=part.stop,
+                phase=share.phase,
+                reducer=share.reducer,
+                start=share.start,
+                stop=share.stop,
                 contributors=means.get(index, empty).contributors,
             )
-            for index, (reducer, part) in enumerate(zip(setup.reducers, setup.parts, strict=True))
+            for index, share in enumerate(setup.shares)
         ),
-        means=tuple(means.get(index, empty).payload for index in range(len(setup.parts))),
+        means=tuple(means.get(index, empty).payload for index in range(len(setup.shares))),
     )
-    return record.to_bytes()
+    return setup.plan.finished(record).to_bytes()
 
 
-def encode(codec: GroupCodec, values: Tensor) -> bytes:
+def encode(codec: Codec, values: Tensor) -> bytes:
     """The payload of these values [n] fp32."""
     return codec.encode(values).numpy().tobytes()
 
 
-def decode(codec: GroupCodec, payload: bytes, numel: int) -> Tensor:
+def decode(codec: Codec, payload: bytes, numel: int) -> Tensor:
     """The values of a payload, a new vector [numel]; PayloadRefused if it is malformed."""
+    if not payload:  # which torch takes for no buffer
+        raise PayloadRefused("length", f"no bytes for {numel} values")
     return codec.decode(torch.frombuffer(bytearray(payload), dtype=torch.uint8), numel)

@@ -9,11 +9,10 @@ it is read; where only its header matters, only that is read.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from dilocox.compression.codec import GroupCodec
+from dilocox.compression.stage_codec import StageCodec
 from dilocox.peer.files import make_folder, write_atomically
 from dilocox.peer.record import (
     MAX_HEADER_BYTES,
@@ -40,9 +39,9 @@ class Head:
 class RoundLog:
     """Append-only records of one stage. Two processes may read it; one appends."""
 
-    def __init__(self, folder: Path, *, manifest_digest: str, codecs: Mapping[int, GroupCodec]):
+    def __init__(self, folder: Path, *, manifest_digest: str, codec: StageCodec):
         self._folder = folder
-        self._codecs = codecs
+        self._codec = codec
         self._root = Head(round=-1, digest=manifest_digest, chain_tokens=0, record_bytes=0)
         make_folder(folder)
 
@@ -53,7 +52,7 @@ class RoundLog:
     def read(self, round_number: int) -> RoundRecord | None:
         """The record of a round, checked, or None if it is not here."""
         data = self.read_bytes(round_number)
-        return None if data is None else parse_record(data, codec_for=self._codecs)
+        return None if data is None else parse_record(data, self._codec)
 
     def header(self, round_number: int) -> RoundRecord | None:
         """The record of a round without its means, or None if it is not here."""
@@ -113,7 +112,7 @@ class RoundLog:
             RecordRefused: malformed, or not the successor of the head.
             EnvironmentFault: the disk is full.
         """
-        record = parse_record(data, codec_for=self._codecs)
+        record = parse_record(data, self._codec)
         head = self.head()
         if record.previous != head.digest or record.round <= head.round:
             raise RecordRefused(
@@ -122,12 +121,15 @@ class RoundLog:
             )
         if record.chain_tokens != head.chain_tokens + record.tokens:
             raise RecordRefused(f"record {record.round} miscounts the tokens of the chain")
+        last = self.header(head.round) if head.round >= 0 else None
+        if record.ranks != (self._codec.first_ranks if last is None else last.next_ranks):
+            raise RecordRefused(f"record {record.round} has other ranks than were planned")
         self._write(record.round, data, certificate)
         return record
 
     def start_from(self, data: bytes, certificate: bytes) -> RoundRecord:
         """Begin with this record and forget all others (after a state was taken from a peer)."""
-        record = parse_record(data, codec_for=self._codecs)
+        record = parse_record(data, self._codec)
         others = self._records()
         same = others.pop(record.round, None)
         if same is not None:  # never two records of one round, whenever a crash comes

@@ -68,9 +68,10 @@ class PeerService(ServicerBase):
         header = unpack(await anext(aiter(request)))
         attempt = await self.find_attempt(header.get("group"))
         part, size = header.get("part"), header.get("bytes")
+        kind = "part" if header.get("kind") == "part" else "mean"
         if not isinstance(part, int) or not attempt.has_part(part):
             raise FrameRefused("no such part")
-        if not isinstance(size, int) or size != attempt.expected_bytes(part):
+        if not isinstance(size, int) or not 0 <= size <= attempt.max_bytes(part, kind):
             raise FrameRefused(f"{size} bytes for part {part}")
         payload = bytearray()
         async for frame in request:
@@ -79,7 +80,7 @@ class PeerService(ServicerBase):
                 raise FrameRefused(f"more than the {size} bytes of part {part}")
         if len(payload) != size:
             raise FrameRefused(f"{len(payload)} of {size} bytes of part {part}")
-        if header.get("kind") == "part":
+        if kind == "part":
             await attempt.on_part(peer, part, bytes(payload))
         else:
             names = tuple(str(name) for name in header.get("contributors", ()))

@@ -61,6 +61,7 @@ def announce_joining(joined: Joined, stage: int, *, gone: bool = False) -> None:
     record = StageRecord(
         state="left" if gone else "joining",
         round=0,
+        inner_steps=0,
         digest="",
         replica="",
         tokens=0,

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dilocox.compression.layout import FlatLayout
+from dilocox.compression.layout import FlatLayout, split
 
 shapes = st.lists(st.lists(st.integers(0, 9), max_size=3).map(tuple), max_size=8)
 
@@ -44,18 +44,17 @@ def test_views_share_the_flat_vectors_memory(sizes: list[tuple[int, ...]]):
     assert flat.sum() == sum(tensor.numel() for tensor in views.values())
 
 
-@given(groups=st.integers(0, 300), count=st.integers(1, 40))
+@given(numel=st.integers(0, 20_000), count=st.integers(1, 40), unit=st.sampled_from([64, 4096]))
 @settings(deadline=None)
-def test_parts_cover_everything_once_in_whole_groups_evenly(groups: int, count: int):
-    layout = FlatLayout.of([("weight", (64 * groups,))])
-    parts = layout.parts(count)
+def test_parts_cover_everything_once_in_whole_units_evenly(numel: int, count: int, unit: int):
+    parts = split(numel, count, unit)
     assert len(parts) == count
     assert parts[0].start == 0
-    assert parts[-1].stop == layout.numel
+    assert parts[-1].stop == numel
     assert all(before.stop == after.start for before, after in pairwise(parts))
+    assert all(part.start % unit == 0 or part.start == numel for part in parts)
     lengths = [part.stop - part.start for part in parts]
-    assert all(length % 64 == 0 for length in lengths)
-    assert max(lengths) - min(lengths) <= 64
+    assert max(lengths) - min(lengths) < 2 * unit
 
 
 def test_the_digest_is_the_documented_one():
@@ -96,4 +95,4 @@ def test_a_flat_vector_of_another_length_is_refused():
 
 def test_no_reducers_are_refused():
     with pytest.raises(ValueError, match="0 parts"):
-        FlatLayout.of([("a", (7,))]).parts(0)
+        split(7, 0)

@@ -38,19 +38,19 @@ def test_progress_is_conserved_exactly(schedule: list[tuple[Tensor, str]]):
             residual.reopen(message, delta)
         contribution = coded(message)
         left_out = [slice(2, 5)] if outcome == "part left out" else []
-        residual.settle(message, contribution, 1.0, left_out)
         for part in left_out:
             contribution[part] = 0
+        residual.settle(message, contribution, 1.0, left_out)
         sent += delta
         contributed += contribution
         assert torch.equal(sent, contributed + residual.values)
 
 
-def test_settle_keeps_the_decayed_rest_and_all_of_a_part_left_out():
+def test_settle_keeps_the_decayed_rest_and_all_of_it_in_a_part_left_out():
     residual = Residual(torch.zeros(4))
     message = residual.take(torch.tensor([1.0, 2.0, 3.0, 4.0]))
-    residual.settle(message, torch.tensor([0.0, 1.0, 9.0, 4.0]), 0.5, [slice(2, 3)])
-    assert residual.values.tolist() == [0.5, 0.5, 3.0, 0.0]
+    residual.settle(message, torch.tensor([0.0, 1.0, 1.0, 4.0]), 0.5, [slice(2, 3)])
+    assert residual.values.tolist() == [0.5, 0.5, 2.0, 0.0]
 
 
 def test_take_returns_a_message_of_its_own_and_empties_the_residual():

@@ -66,6 +66,7 @@ def stage_record(round_number: int) -> StageRecord:
     return StageRecord(
         state="training",
         round=round_number,
+        inner_steps=100,
         digest="",
         replica="",
         tokens=0,

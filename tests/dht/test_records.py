@@ -26,6 +26,7 @@ RUN = "0123456789abcdef" * 2
 STAGE = StageRecord(
     state="training",
     round=7,
+    inner_steps=100,
     digest="ab" * 32,
     replica="",
     tokens=4096,

@@ -13,29 +13,33 @@ from typing import Any, cast
 import pytest
 import torch
 
+from dilocox.compression.codec import GroupCodec
 from dilocox.compression.layout import FlatLayout
 from dilocox.dht.identity import Identity
 from dilocox.dht.keys import claim_key
 from dilocox.dht.manifest import Manifest
 from dilocox.dht.records import ClaimRecord
 from dilocox.peer import catchup, download
+from dilocox.peer.adaptation import RoundFacts
 from dilocox.peer.ballots import Ballots
 from dilocox.peer.certificate import Ballot
 from dilocox.peer.download import StageAnchor, download_anchors
-from dilocox.peer.groups import codecs_of
 from dilocox.peer.join import Joined
 from dilocox.peer.outer import OuterStep, anchor_sha256
+from dilocox.peer.plan import stage_codec
 from dilocox.peer.record import Contribution, Part, RoundRecord, digest_of
 from dilocox.peer.roundlog import RoundLog
 from dilocox.peer.snapshot import Snapshot, write_snapshot
 from dilocox.peer.transport import Blob
 from dilocox.pipeline.stage import build_stage, flatten_parameters, parameter_shapes
 
-MANIFEST = Manifest.from_dict({"name": "test", "model": "tiny", "end_tokens": 1000})
+MANIFEST = Manifest.from_dict(
+    {"name": "test", "model": "tiny", "end_tokens": 1000, "codec": {"scheme": "dense"}}
+)
+GROUPS = GroupCodec(4)
 RUN = "r" * 32
 LAYOUT = FlatLayout.of(parameter_shapes(MANIFEST.model, 1, 0))
 TWO_STAGES = replace(MANIFEST, stages=2)
-CODECS = codecs_of(MANIFEST)
 
 Change = Callable[[RoundRecord], RoundRecord]
 
@@ -57,10 +61,11 @@ class Donor:
         self._identity = identity
         self._change = change
         self._snapshots = folder / "snapshots"
-        self.log = RoundLog(folder / "log", manifest_digest=manifest.digest, codecs=CODECS)
         module = build_stage(manifest.model, stage, manifest.stages, manifest.seed)
         shapes = parameter_shapes(manifest.model, manifest.stages, stage)
         self._layout = FlatLayout.of(shapes)
+        self._codec = stage_codec(manifest, self._layout)
+        self.log = RoundLog(folder / "log", manifest_digest=manifest.digest, codec=self._codec)
         self.anchor = flatten_parameters(module, self._layout).clone()
         self.momentum = torch.zeros_like(self.anchor)
 
@@ -77,17 +82,22 @@ class Donor:
             previous=head.digest,
             anchor_before=anchor_sha256(self.anchor),
             layout=self._layout.digest,
-            bits=4,
-            members=(Contribution(peer=self.peer, tokens=10, exchange_s=0.0),),
+            ranks=(),
+            members=(Contribution(peer=self.peer, tokens=10, exchange_s=0.0, step_s=0.0),),
             chain_tokens=head.chain_tokens + 10,
             parts=(
                 Part(
-                    reducer=self.peer, start=0, stop=self._layout.numel, contributors=(self.peer,)
+                    phase=0,
+                    reducer=self.peer,
+                    start=0,
+                    stop=self._layout.numel,
+                    contributors=(self.peer,),
                 ),
             ),
-            next_bits=4,
+            window=(RoundFacts(ranks=(), needed=(), exchange_s=0.0, step_s=0.0),),
+            next_ranks=(),
             next_inner_steps=100,
-            means=(CODECS[4].encode(1e-3 * noise).numpy().tobytes(),),
+            means=(GROUPS.encode(1e-3 * noise).numpy().tobytes(),),
         )
         record = self._change(record)
         data = record.to_bytes()
@@ -104,7 +114,7 @@ class Donor:
         self.log.append(data, ballots.certificate())
         outer = OuterStep(MANIFEST.outer.learning_rate, MANIFEST.outer.momentum)
         if self._change(record) is record:  # an honest peer can decode what it wrote
-            average = record.average(CODECS[4])
+            average = record.average(self._codec)
             outer.apply(self.anchor, self.momentum, average, self.anchor, self.momentum)
 
     def snapshot(self) -> None:

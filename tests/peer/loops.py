@@ -14,6 +14,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from dilocox.compression.codec import GroupCodec
 from dilocox.compression.layout import FlatLayout
 from dilocox.dht.manifest import Manifest
 from dilocox.peer.averaging import StageBuffers
@@ -108,7 +109,13 @@ class FakeCoordinator:
         return self.due
 
     def submit(
-        self, round_number: int, *, scheduled_at: float, tokens: int, states_taken: int
+        self,
+        round_number: int,
+        *,
+        scheduled_at: float,
+        tokens: int,
+        step_s: float,
+        states_taken: int,
     ) -> None:
         self.told.append(("submit", round_number, scheduled_at, tokens, states_taken))
         self.due, self.round = None, round_number + 1
@@ -206,14 +213,16 @@ class Loop:
 
     def _record(self, number: int, *, mine: bool) -> RoundRecord:
         members = (ME, "other") if mine else ("other", "third")
-        part = Part(reducer="other", start=0, stop=self.layout.numel, contributors=members)
+        part = Part(phase=0, reducer="other", start=0, stop=self.layout.numel, contributors=members)
         return template(
             round=number,
             previous=self.model.merge.digest,
-            members=tuple(Contribution(peer=peer, tokens=100, exchange_s=0.0) for peer in members),
+            members=tuple(
+                Contribution(peer=peer, tokens=100, exchange_s=0.0, step_s=0.0) for peer in members
+            ),
             parts=(part,),
-            bits=32,
             chain_tokens=200 * (number + 1),
+            means=(GroupCodec(32).encode(torch.zeros(self.layout.numel)).numpy().tobytes(),),
         )
 
     def events(self, kind: str) -> list[dict[str, Any]]:

@@ -3,68 +3,93 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Generator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from dilocox.compression.codec import GroupCodec
-from dilocox.compression.layout import FlatLayout
+from dilocox.compression.layout import FlatLayout, split
+from dilocox.compression.stage_codec import StageCodec
 from dilocox.dht.identity import Identity
-from dilocox.peer.ballots import Ballots
+from dilocox.dht.manifest import Manifest
+from dilocox.peer.adaptation import RoundFacts
+from dilocox.peer.ballots import Ballots, excluded_by
 from dilocox.peer.certificate import Ballot
 from dilocox.peer.exchange import Attempt
-from dilocox.peer.members import AttemptResult, AttemptSetup, Mean, Member
-from dilocox.peer.record import RoundRecord
+from dilocox.peer.members import AttemptResult, AttemptSetup, Mean, Member, PhaseCodecs, Share
+from dilocox.peer.plan import RoundPlan, stage_codec
+from dilocox.peer.record import RoundRecord, digest_of, parse_record
 from dilocox.peer.roundlog import RoundLog
+from dilocox.peer.vote import Verdict
 
-CODECS = {bits: GroupCodec(bits) for bits in (4, 8, 16, 32)}
 LAYOUT = FlatLayout.of([("weight", (40, 30)), ("bias", (30,))])
 MANIFEST_DIGEST = "0" * 64
+EXCHANGE_S, VOTE_S, SILENCE_S = 1.0, 0.6, 0.3
+LIMIT_S = 5.0  # of a test's group
 
 Passes = Callable[[str, str, str], bool]
-"""(sender, receiver, kind) -> whether a message gets through."""
+"""(sender, receiver, kind) -> whether a message gets through. Parts and means carry their phase:
+part0, mean0, part1, mean1; the others are fetch, vote, ask, beat.
+"""
+
+
+@contextmanager
+def refused_as_lost() -> Generator[None]:
+    """A refusal as the sender's transport reports it."""
+    try:
+        yield
+    except ValueError as error:
+        raise ConnectionError(f"refused: {error}") from error
 
 
 class Link:
     """One member's transport: direct calls into the others' attempts."""
 
-    def __init__(self, me: str, attempts: dict[str, Attempt], passes: Passes):
+    def __init__(self, me: str, group: Group):
         self._me = me
-        self._attempts = attempts
-        self._passes = passes
+        self._group = group
 
     async def push_part(self, peer: str, part: int, payload: bytes) -> None:
-        await self._to(peer, "part").on_part(self._me, part, payload)
+        kind = f"part{self._group.shares[part].phase}"
+        attempt = await self._to(peer, kind)
+        with refused_as_lost():
+            await attempt.on_part(self._me, part, payload)
 
     async def push_mean(self, peer: str, mean: Mean) -> None:
-        await self._to(peer, "mean").on_mean(self._me, mean)
+        kind = f"mean{self._group.shares[mean.part].phase}"
+        attempt = await self._to(peer, kind)
+        with refused_as_lost():
+            await attempt.on_mean(self._me, mean)
 
     async def fetch_mean(self, peer: str, part: int) -> Mean | None:
-        return self._to(peer, "fetch").mean(part)
+        return (await self._to(peer, "fetch")).mean(part)
 
     async def fetch_record(self, peer: str, digest: str) -> bytes | None:
-        attempt = self._to(peer, "fetch")
+        attempt = await self._to(peer, "fetch")
         return attempt.record if attempt.digest == digest else None
 
     async def send_vote(self, peer: str, vote: bytes) -> None:
-        self._to(peer, "vote").on_vote(vote)
+        (await self._to(peer, "vote")).on_vote(vote)
 
     async def ask_votes(self, peer: str, round_number: int, attempt: int) -> list[bytes]:
-        return self._to(peer, "ask").ballots.all_bytes()
+        return (await self._to(peer, "ask")).ballots.all_bytes()
 
     async def heartbeats(self, peer: str) -> AsyncIterator[None]:
         while True:
-            self._to(peer, "beat")
+            await self._to(peer, "beat")
             yield
             await asyncio.sleep(0.02)
 
-    def _to(self, peer: str, kind: str) -> Attempt:
-        if not self._passes(self._me, peer, kind):
+    async def _to(self, peer: str, kind: str) -> Attempt:
+        if {self._me, peer} & self._group.frozen:
+            await asyncio.Event().wait()  # until the caller loses patience
+        if not self._group.passes(self._me, peer, kind):
             raise ConnectionError(f"{kind} from {self._me} to {peer} is lost")
-        return self._attempts[peer]
+        return self._group.attempts[peer]
 
 
 def template(**changes: object) -> RoundRecord:
@@ -76,11 +101,12 @@ def template(**changes: object) -> RoundRecord:
         "previous": MANIFEST_DIGEST,
         "anchor_before": "a" * 64,
         "layout": LAYOUT.digest,
-        "bits": 4,
+        "ranks": (),
         "members": (),
         "chain_tokens": 0,
         "parts": (),
-        "next_bits": 4,
+        "window": (RoundFacts(ranks=(), needed=(), exchange_s=0.0, step_s=0.0),),
+        "next_ranks": (),
         "next_inner_steps": 100,
         "means": (),
     }
@@ -88,46 +114,91 @@ def template(**changes: object) -> RoundRecord:
 
 
 class Group:
-    """N members with keys, logs and messages of their own."""
+    """N members with keys, logs and messages of their own.
 
-    def __init__(self, identities: list[Identity], folder: Path, *, passes: Passes, bits: int = 4):
+    With low_rank a message is a matrix of rank 1 beside a vector, so that the factors can hold the
+    mean of up to four; else it is noise.
+    """
+
+    def __init__(
+        self,
+        identities: list[Identity],
+        folder: Path,
+        *,
+        passes: Passes,
+        scheme: str = "dense",
+        bits: int = 4,
+        clients: frozenset[int] = frozenset(),
+        exchange_s: float = EXCHANGE_S,
+    ):
+        """`clients`: those that can only dial out, so that they average nothing.
+
+        Whoever is put into `frozen` neither answers nor is refused any more.
+        """
+        self.passes = passes
+        self.frozen: set[str] = set()
         self.identities = sorted(identities, key=lambda identity: identity.peer_id)
         self.peers = [identity.peer_id for identity in self.identities]
-        self.messages = [
-            torch.randn(LAYOUT.numel, generator=torch.Generator().manual_seed(index))
-            for index in range(len(self.peers))
-        ]
+        codec = {"scheme": scheme, "bits": bits, "rank": 4, "min_rank": 2, "max_rank": 16}
+        manifest = Manifest.from_dict(
+            {"name": "test", "model": "tiny", "end_tokens": 1000, "codec": codec}
+        )
+        self.codec: StageCodec = stage_codec(manifest, LAYOUT)
+        ranks = self.codec.first_ranks
+        self.messages = [message_of(index, scheme) for index in range(len(self.peers))]
         self.tokens = [100 * (index + 1) for index in range(len(self.peers))]
         self.attempts: dict[str, Attempt] = {}
-        self.pool = ThreadPoolExecutor(1)
-        members = tuple(
-            Member(peer=peer, tokens=tokens, exchange_s=0.0, client_mode=False)
-            for peer, tokens in zip(self.peers, self.tokens, strict=True)
+        self.setups: dict[str, AttemptSetup] = {}
+        self.pool = ThreadPoolExecutor(1, initializer=torch.set_num_threads, initargs=(1,))
+        self.members = tuple(
+            Member(peer=peer, tokens=tokens, exchange_s=0.0, step_s=0.0, client_mode=at in clients)
+            for at, (peer, tokens) in enumerate(zip(self.peers, self.tokens, strict=True))
         )
+        self.shares = self._shares(ranks)
         ballot = Ballot(
             run="run", stage=0, round=3, attempt=0, group=b"group", members=tuple(self.peers)
         )
         for identity, message in zip(self.identities, self.messages, strict=True):
-            setup = AttemptSetup(
-                me=identity.peer_id,
-                members=members,
-                template=template(bits=bits),
-                codec=CODECS[bits],
-                parts=tuple(LAYOUT.parts(len(members))),
-                exchange_s=1.0,
-                vote_s=0.6,
-                silence_s=0.3,
+            me = identity.peer_id
+            setup = self.setups[me] = AttemptSetup(
+                me=me,
+                members=self.members,
+                template=template(ranks=ranks, window=()),
+                shares=self.shares,
+                codecs=tuple(
+                    PhaseCodecs(send=phase.send, mean=phase.mean)
+                    for phase in self.codec.phases(ranks)
+                ),
+                plan=RoundPlan(manifest, self.codec),
+                exchange_s=exchange_s,
+                vote_s=VOTE_S,
+                silence_s=SILENCE_S,
             )
-            log = RoundLog(
-                folder / identity.peer_id, manifest_digest=MANIFEST_DIGEST, codecs=CODECS
-            )
-            self.attempts[identity.peer_id] = Attempt(
+            log = RoundLog(folder / me, manifest_digest=MANIFEST_DIGEST, codec=self.codec)
+            self.attempts[me] = Attempt(
                 setup,
-                message=message,
-                transport=Link(identity.peer_id, self.attempts, passes),
+                encoder=self.codec.encoder(message, ranks, lambda: self.codec.first_basis("seed")),
+                transport=Link(me, self),
                 ballots=Ballots(identity=identity, ballot=ballot, log=log),
                 pool=self.pool,
             )
+
+    def _shares(self, ranks: tuple[int, ...]) -> tuple[Share, ...]:
+        reducers = [member.peer for member in self.members if not member.client_mode]
+        return tuple(
+            Share(phase=number, reducer=reducer, start=part.start, stop=part.stop)
+            for number, phase in enumerate(self.codec.phases(ranks))
+            for reducer, part in zip(
+                reducers, split(phase.numel, len(reducers), phase.unit), strict=True
+            )
+        )
+
+    def part(self, phase: int, reducer: str) -> int:
+        """The number of a member's share in a phase."""
+        wanted = phase, reducer
+        return next(
+            part for part, share in enumerate(self.shares) if (share.phase, share.reducer) == wanted
+        )
 
     async def run(self, dead: frozenset[int] = frozenset()) -> list[AttemptResult | None]:
         """Let all members but the dead ones run to their end."""
@@ -135,10 +206,8 @@ class Group:
         async def one(index: int) -> AttemptResult | None:
             return None if index in dead else await self.attempts[self.peers[index]].run()
 
-        limit_s = 5.0
-        return await asyncio.wait_for(
-            asyncio.gather(*(one(index) for index in range(len(self.peers)))), limit_s
-        )
+        running: Any = asyncio.gather(*(one(index) for index in range(len(self.peers))))
+        return await asyncio.wait_for(running, LIMIT_S)
 
     def weighted_mean(self) -> Tensor:
         """What the group should have averaged."""
@@ -146,3 +215,59 @@ class Group:
         return torch.stack(
             [message * (t / total) for message, t in zip(self.messages, self.tokens, strict=True)]
         ).sum(0)
+
+
+def message_of(index: int, scheme: str) -> Tensor:
+    """The message of a group's member."""
+    generator = torch.Generator().manual_seed(index)
+    if scheme != "low_rank":
+        return torch.randn(LAYOUT.numel, generator=generator)
+    flat = torch.zeros(LAYOUT.numel)
+    tensors = LAYOUT.view(flat)
+    column, row = (torch.randn(n, generator=generator) for n in tensors["weight"].shape)
+    tensors["weight"].copy_(torch.outer(column, row))
+    tensors["bias"].copy_(torch.randn(30, generator=generator))
+    return flat
+
+
+def spoil(group: Group, reducer: str, sender: str, part: int) -> None:
+    """What a sender gives a reducer for one part arrives as nonsense."""
+    attempt = group.attempts[reducer]
+    honest = attempt.on_part
+
+    async def receive(peer: str, number: int, payload: bytes) -> None:
+        if peer == sender and number == part:
+            payload = b"\xff" * len(payload)
+        await honest(peer, number, payload)
+
+    attempt.on_part = receive  # type: ignore[method-assign]
+
+
+def everything(sender: str, receiver: str, kind: str) -> bool:
+    return True
+
+
+def verdicts(results: list[AttemptResult | None]) -> set[Verdict]:
+    return {result.verdict for result in results if result is not None}
+
+
+def digests(results: list[AttemptResult | None]) -> set[str]:
+    return {digest_of(result.record) for result in results if result and result.record}
+
+
+def record_of(group: Group, results: list[AttemptResult | None]) -> RoundRecord:
+    """The one record that all who ran have."""
+    ended = [result for result in results if result is not None]
+    assert verdicts(results) == {Verdict.COMMITTED}
+    assert len(digests(results)) == 1 and all(result.record for result in ended)
+    return parse_record(ended[0].record or b"", group.codec)
+
+
+def blamed(results: list[AttemptResult | None]) -> list[str]:
+    """Whom a repeated attempt would leave out."""
+    aborts = [result.aborts for result in results if result]
+    return excluded_by(aborts, run="run", stage=0, round_number=3)
+
+
+def seconds(results: list[AttemptResult | None]) -> float:
+    return max(result.seconds for result in results if result)

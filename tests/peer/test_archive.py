@@ -28,7 +28,7 @@ from dilocox.peer.averager import StageAverager
 from dilocox.peer.outer import OuterStep
 from dilocox.peer.roundlog import RoundLog
 from dilocox.peer.transport import PeerTransport, chunk_of, pack, unpack
-from tests.peer.donors import CODECS, LAYOUT, MANIFEST, RUN, Donor, Wire
+from tests.peer.donors import LAYOUT, MANIFEST, RUN, Donor, Wire
 
 ME = "QmArchive"
 CHECK = catchup.RecordCheck.of(RUN, 0, MANIFEST, LAYOUT)
@@ -85,7 +85,7 @@ class Desk:
         """The anchor that a peer has which takes all from the archive, by its own code."""
         transport = cast("PeerTransport", Wire({ME: cast("Donor", self.archive)}))
         anchor, momentum = torch.zeros(LAYOUT.numel), torch.zeros(LAYOUT.numel)
-        log = RoundLog(folder / "joined", manifest_digest=MANIFEST.digest, codecs=CODECS)
+        log = RoundLog(folder / "joined", manifest_digest=MANIFEST.digest, codec=CHECK.codec)
 
         async def take() -> tuple[int, ...]:
             try:
@@ -110,7 +110,7 @@ class Desk:
         for number in asyncio.run(take()):
             record = log.read(number)
             assert record is not None
-            OUTER.apply(anchor, momentum, record.average(CODECS[4]), anchor, momentum)
+            OUTER.apply(anchor, momentum, record.average(CHECK.codec), anchor, momentum)
         assert log.head().digest == claim.digest
         return anchor
 

@@ -13,7 +13,10 @@ from dilocox.peer.certificate import Ballot, VoteRefused
 from dilocox.peer.record import Contribution, RecordRefused
 from dilocox.peer.roundlog import RoundLog
 from dilocox.peer.vote import Verdict
-from tests.peer.members import CODECS, MANIFEST_DIGEST, template
+from tests.peer.codecs import codec_of
+from tests.peer.members import LAYOUT, MANIFEST_DIGEST, template
+
+CODEC = codec_of(LAYOUT)
 
 D1, D2 = "1" * 64, "2" * 64
 
@@ -24,6 +27,10 @@ def ballot_of(identities: list[Identity], **changes: object) -> Ballot:
     return replace(ballot, **changes)  # type: ignore[arg-type]
 
 
+def member(peer: str) -> Contribution:
+    return Contribution(peer=peer, tokens=1, exchange_s=0.0, step_s=0.0)
+
+
 def ballots_of(identities: list[Identity], folder: Path, **changes: object) -> list[Ballots]:
     """Each member's own."""
     ballot = ballot_of(identities, **changes)
@@ -31,7 +38,7 @@ def ballots_of(identities: list[Identity], folder: Path, **changes: object) -> l
         Ballots(
             identity=identity,
             ballot=ballot,
-            log=RoundLog(folder / identity.peer_id, manifest_digest=MANIFEST_DIGEST, codecs=CODECS),
+            log=RoundLog(folder / identity.peer_id, manifest_digest=MANIFEST_DIGEST, codec=CODEC),
         )
         for identity in identities
     ]
@@ -42,7 +49,7 @@ def test_a_vote_is_on_disk_before_it_is_given_away(
 ) -> None:
     (own, *_) = ballots_of(identities[:3], tmp_path)
     vote = own.cast(D1, ())
-    log = RoundLog(tmp_path / identities[0].peer_id, manifest_digest=MANIFEST_DIGEST, codecs=CODECS)
+    log = RoundLog(tmp_path / identities[0].peer_id, manifest_digest=MANIFEST_DIGEST, codec=CODEC)
     assert log.own_vote(3, 0) == vote
     assert own.voters() == {identities[0].peer_id}
 
@@ -62,13 +69,16 @@ def test_a_majority_commits_and_its_votes_certify_the_record(
     assert first.voters_for(D1) == {identities[0].peer_id, identities[1].peer_id}
     assert len(first.all_bytes()) == 3 and own in first.all_bytes()
 
-    record = template(members=(Contribution(peer=identities[0].peer_id, tokens=1, exchange_s=0.0),))
+    record = template(members=(member(identities[0].peer_id),))
     check_record_certificate(record, D1, first.certificate())
     for wrong_record, digest in (
         (record, D2),
         (replace(record, round=4), D1),
         (replace(record, run="other"), D1),
-        (replace(record, members=(Contribution(peer="zz", tokens=1, exchange_s=0.0),)), D1),
+        (
+            replace(record, members=(member("zz"),)),
+            D1,
+        ),
     ):
         with pytest.raises(RecordRefused):
             check_record_certificate(wrong_record, digest, first.certificate())

@@ -7,12 +7,14 @@ from typing import Any
 
 import pytest
 
+from dilocox.compression.layout import FlatLayout
 from dilocox.dht.manifest import Manifest
 from dilocox.peer import driver as driver_module
 from dilocox.peer.averaging import AveragerStuck
 from dilocox.peer.driver import FROZEN_S, ExchangeDriver
 from dilocox.peer.events import EventQueue, Voided
 from dilocox.peer.members import AttemptResult
+from dilocox.peer.plan import RoundPlan, stage_codec
 from dilocox.peer.view import SwarmView
 from dilocox.peer.vote import AloneWatch, Verdict
 
@@ -66,6 +68,7 @@ class World:
             run="run",
             stage=0,
             layout_digest="",
+            plan=RoundPlan(manifest, stage_codec(manifest, FlatLayout.of([]))),
             now=lambda: self.now,
             alone=alone,
         )
@@ -82,7 +85,7 @@ class World:
 @pytest.fixture
 def world(monkeypatch: pytest.MonkeyPatch) -> World:
     world = World(monkeypatch)
-    world.driver.submit(0, scheduled_at=world.now, tokens=10, states_taken=0)
+    world.driver.submit(0, scheduled_at=world.now, tokens=10, step_s=0.5, states_taken=0)
     world.tick()
     assert world.driver.exchanging
     return world
@@ -132,7 +135,7 @@ def test_a_send_from_before_a_state_was_taken_is_dropped_and_one_from_after_it_i
 ) -> None:
     world = World(monkeypatch)
     world.chain.states_taken = 1
-    world.driver.submit(0, scheduled_at=world.now, tokens=10, states_taken=states_taken)
+    world.driver.submit(0, scheduled_at=world.now, tokens=10, step_s=0.5, states_taken=states_taken)
     world.tick()
     assert (world.driver.sent_round == 0) is kept
     assert world.events.get() is None  # the loop has undone it itself

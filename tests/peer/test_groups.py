@@ -17,14 +17,23 @@ from dilocox.peer.groups import (
     Plan,
     Ticket,
     attempt_setup,
-    codecs_of,
 )
 from dilocox.peer.members import AttemptSetup
-from tests.peer.members import LAYOUT
+from dilocox.peer.plan import stage_codec
+from tests.peer.members import LAYOUT, template
 from tests.peer.test_ballots import ballots_of
 
 MANIFEST = Manifest.from_dict({"name": "test", "model": "tiny", "end_tokens": 1000})
-PLAN = Plan(run="run", stage=0, round=3, attempt=0, bits=4, layout=LAYOUT.digest, previous="p" * 64)
+CODEC = stage_codec(MANIFEST, LAYOUT)
+PLAN = Plan(
+    run="run",
+    stage=0,
+    round=3,
+    attempt=0,
+    ranks=CODEC.first_ranks,
+    layout=LAYOUT.digest,
+    previous="p" * 64,
+)
 
 
 def order_of(**changes: Any) -> ExchangeOrder:
@@ -37,9 +46,9 @@ def order_of(**changes: Any) -> ExchangeOrder:
         "counted": ("a", "b", "c"),
         "last_contributors": (),
         "exchange_s": 0.5,
+        "step_s": 0.25,
         "anchor_before": "a" * 64,
-        "chain_tokens": 7000,
-        "next_inner_steps": 25,
+        "last": template(chain_tokens=7000, next_inner_steps=25),
     }
     return ExchangeOrder(**(facts | changes))
 
@@ -49,7 +58,7 @@ TICKET = ORDER.ticket()
 
 
 def setup(tickets: dict[str, Ticket], me: str = "a", **changes: Any) -> AttemptSetup:
-    return attempt_setup(order_of(**changes), MANIFEST, LAYOUT, me, tickets)
+    return attempt_setup(order_of(**changes), MANIFEST, CODEC, me, tickets)
 
 
 def refusal(tickets: dict[str, Ticket], me: str = "a", **changes: Any) -> str:
@@ -66,7 +75,7 @@ def refusal(tickets: dict[str, Ticket], me: str = "a", **changes: Any) -> str:
         {"stage": 1},
         {"round": 4},
         {"attempt": 1},
-        {"bits": 8},
+        {"ranks": (8, 0)},
         {"layout": "l" * 64},
         {"previous": "q" * 64},
     ],
@@ -106,6 +115,8 @@ def test_a_ticket_states_no_more_tokens_than_the_cap() -> None:
         TICKET.pack() | {"exchange_s": float("nan")},
         TICKET.pack() | {"exchange_s": -1.0},
         TICKET.pack() | {"exchange_s": 1e7},
+        TICKET.pack() | {"step_s": -1.0},
+        TICKET.pack() | {"step_s": float("nan")},
         TICKET.pack() | {"counted": "abc"},
         TICKET.pack() | {"counted": [1]},
         TICKET.pack() | {"counted": ["a"] * (MAX_COUNTED + 1)},
@@ -122,17 +133,23 @@ def test_a_malformed_ticket_is_refused(facts: object) -> None:
 def test_members_and_parts_are_the_same_whoever_computes_them() -> None:
     tickets = {"c": TICKET, "a": replace(TICKET, tokens=7), "b": TICKET}
     seen = [setup(tickets, me) for me in "abc"]
-    assert all(replace(each, me="a") == seen[0] for each in seen)
+    same = [replace(each, me="a", plan=seen[0].plan) for each in seen]
+    assert same == [seen[0]] * 3
     assert [(member.peer, member.tokens) for member in seen[0].members] == [
         ("a", 7),
         ("b", 100),
         ("c", 100),
     ]
-    assert seen[0].reducers == ("a", "b", "c")
-    assert [part.stop for part in seen[0].parts][-1] == LAYOUT.numel
+    phases = CODEC.phases(CODEC.first_ranks)
+    assert len(phases) == 2
+    for number, phase in enumerate(phases):
+        shares = [share for share in seen[0].shares if share.phase == number]
+        assert [share.reducer for share in shares] == ["a", "b", "c"]
+        assert (shares[0].start, shares[-1].stop) == (0, phase.numel)
+    assert [share.phase for share in seen[0].shares] == [0, 0, 0, 1, 1, 1]
     assert seen[0].template.previous == PLAN.previous
     assert seen[0].template.chain_tokens == 7000
-    assert seen[0].codec == codecs_of(MANIFEST)[4]
+    assert seen[0].template.next_inner_steps == 25
 
 
 def test_a_member_with_another_plan_or_tokens_beyond_the_cap_stops_the_group() -> None:
@@ -159,8 +176,7 @@ def test_the_last_records_contributors_decide_where_they_are_still_there() -> No
 def test_a_peer_that_can_only_dial_out_never_reduces() -> None:
     client = replace(TICKET, client_mode=True)
     agreed = setup({"a": client, "b": TICKET, "c": TICKET})
-    assert agreed.reducers == ("b", "c")
-    assert len(agreed.parts) == 2
+    assert [share.reducer for share in agreed.shares] == ["b", "c"] * 2
     assert [member.peer for member in agreed.members] == ["a", "b", "c"]
     assert "nobody can reduce" in refusal({"a": client, "b": client, "c": client})
 
@@ -168,8 +184,9 @@ def test_a_peer_that_can_only_dial_out_never_reduces() -> None:
 def test_alone_a_peer_that_can_only_dial_out_averages_its_own_part() -> None:
     alone = replace(TICKET, client_mode=True, counted=("a",))
     agreed = setup({"a": alone}, counted=("a",))
-    assert agreed.reducers == ("a",)
-    assert agreed.parts == (slice(0, LAYOUT.numel),)
+    assert {share.reducer for share in agreed.shares} == {"a"}
+    sizes = [phase.numel for phase in CODEC.phases(CODEC.first_ranks)]
+    assert [(share.start, share.stop) for share in agreed.shares] == [(0, size) for size in sizes]
 
 
 # ---- the repeated attempt ------------------------------------------------------------------------
@@ -190,14 +207,14 @@ def test_the_repeated_attempt_leaves_out_whom_the_signed_aborts_blame(
     order = order_of(plan=plan, counted=tuple(names), aborts=aborts)
     tickets = dict.fromkeys(names, replace(order.ticket(), aborts=b""))
     tickets[names[0]] = order.ticket()  # one member that knows is enough
-    agreed = attempt_setup(order, MANIFEST, LAYOUT, names[1], tickets)
+    agreed = attempt_setup(order, MANIFEST, CODEC, names[1], tickets)
     assert [member.peer for member in agreed.members] == names[:2]
     with pytest.raises(GroupRefused, match="leave this peer out"):
-        attempt_setup(order, MANIFEST, LAYOUT, names[2], tickets)
+        attempt_setup(order, MANIFEST, CODEC, names[2], tickets)
 
 
 def test_aborts_blame_nobody_in_a_first_attempt(identities: list[Identity], tmp_path: Path) -> None:
     names, aborts = blaming(identities, tmp_path)
     order = order_of(counted=tuple(names), aborts=aborts)
-    agreed = attempt_setup(order, MANIFEST, LAYOUT, names[2], dict.fromkeys(names, order.ticket()))
+    agreed = attempt_setup(order, MANIFEST, CODEC, names[2], dict.fromkeys(names, order.ticket()))
     assert [member.peer for member in agreed.members] == names

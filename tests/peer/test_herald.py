@@ -186,13 +186,16 @@ def chain() -> ChainFollower:
 
 def told(own: LoopProgress, state: str = "training", stages: int = 3) -> StageRecord:
     dht = Dht()
-    herald(dht, 1, stages).tell_stage(state, round_number=5, chain=chain(), voids=2, own=own)
+    herald(dht, 1, stages).tell_stage(
+        state, round_number=5, inner_steps=70, chain=chain(), voids=2, own=own
+    )
     record, lifetime_s = dht.published[stage_key(RUN, 1)]
     assert lifetime_s == place(0).manifest.deadlines.record_lifetime_s
     claimed, _ = dht.published[claim_key(RUN, 1)]
     assert isinstance(claimed, ClaimRecord)
     assert (claimed.round, claimed.chain_tokens) == (4, 900)
     assert isinstance(record, StageRecord)
+    assert record.inner_steps == 70
     return record
 
 

@@ -229,6 +229,6 @@ def test_left_out_parts_stay_whole_and_undecayed_in_the_residual() -> None:
     merge.trained(1)
     merge.send(0)
     facts = RecordFacts(round=0, digest="d0", previous="m", contributor=True)
-    own = OwnContribution(torch.full_like(live, 3.0), left_out=[slice(1, 3)])
+    own = OwnContribution(torch.tensor([3.0, 1, 0, 3], dtype=live.dtype), left_out=[slice(1, 3)])
     merge.commit(facts, zeros.clone(), zeros.clone(), own)
-    assert merge.residual.values.tolist() == [0.5, 4, 4, 0.5]
+    assert merge.residual.values.tolist() == [0.5, 3, 4, 0.5]

@@ -142,10 +142,7 @@ class World:
         self.told.append(record)
         assert (outcome is Outcome.COUNTED) == record.facts.contributor
         if record.own is not None and send is not None:
-            counts = record.own.values.clone()
-            for part in record.own.left_out:
-                counts[part] = 0
-            self.counted += counts
+            self.counted += record.own.values
             self.tokens_counted += send.tokens
 
     # ---- snapshots ---------------------------------------------------------------------------

@@ -12,6 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import save
 
+from dilocox.compression.codec import GroupCodec
+from dilocox.peer.adaptation import RoundFacts
 from dilocox.peer.record import (
     Contribution,
     Part,
@@ -21,15 +23,17 @@ from dilocox.peer.record import (
     own_contribution,
     parse_record,
 )
-from tests.peer.members import CODECS, LAYOUT, template
+from tests.peer.codecs import codec_of
+from tests.peer.members import LAYOUT, template
 
 NUMEL = LAYOUT.numel
 CUT = 640
-CODEC = CODECS[4]
+CODEC = codec_of(LAYOUT)
+GROUPS = GroupCodec(4)
 
 
 def coded(values: torch.Tensor, bits: int = 4) -> bytes:
-    return CODECS[bits].encode(values).numpy().tobytes()
+    return GroupCodec(bits).encode(values).numpy().tobytes()
 
 
 VALUES = torch.randn(NUMEL, generator=torch.Generator().manual_seed(1))
@@ -39,13 +43,13 @@ def made(**changes: Any) -> RoundRecord:
     """A record of two members and two parts; b's values are not in the first one."""
     facts: dict[str, Any] = {
         "members": (
-            Contribution(peer="a", tokens=100, exchange_s=0.5),
-            Contribution(peer="b", tokens=50, exchange_s=0.0),
+            Contribution(peer="a", tokens=100, exchange_s=0.5, step_s=0.1),
+            Contribution(peer="b", tokens=50, exchange_s=0.0, step_s=0.0),
         ),
         "chain_tokens": 150,
         "parts": (
-            Part(reducer="a", start=0, stop=CUT, contributors=("a",)),
-            Part(reducer="b", start=CUT, stop=NUMEL, contributors=("a", "b")),
+            Part(phase=0, reducer="a", start=0, stop=CUT, contributors=("a",)),
+            Part(phase=0, reducer="b", start=CUT, stop=NUMEL, contributors=("a", "b")),
         ),
         "means": (coded(VALUES[:CUT]), coded(VALUES[CUT:])),
     }
@@ -54,14 +58,14 @@ def made(**changes: Any) -> RoundRecord:
 
 def refused(data: bytes) -> str:
     with pytest.raises(RecordRefused) as caught:
-        parse_record(data, codec_for=CODECS)
+        parse_record(data, CODEC)
     return str(caught.value)
 
 
 def test_a_record_comes_back_as_it_was_written_with_the_same_bytes() -> None:
     record = made()
     data = record.to_bytes()
-    parsed = parse_record(data, codec_for=CODECS)
+    parsed = parse_record(data, CODEC)
     assert parsed == record
     assert parsed.to_bytes() == data
     assert digest_of(data) == digest_of(parsed.to_bytes())
@@ -70,16 +74,16 @@ def test_a_record_comes_back_as_it_was_written_with_the_same_bytes() -> None:
 
 
 def test_an_empty_part_needs_no_bytes() -> None:
-    empty = Part(reducer="b", start=NUMEL, stop=NUMEL, contributors=("a",))
-    whole = Part(reducer="a", start=0, stop=NUMEL, contributors=("a",))
+    empty = Part(phase=0, reducer="b", start=NUMEL, stop=NUMEL, contributors=("a",))
+    whole = Part(phase=0, reducer="a", start=0, stop=NUMEL, contributors=("a",))
     record = made(parts=(whole, empty), means=(coded(VALUES), b""))
-    assert parse_record(record.to_bytes(), codec_for=CODECS) == record
+    assert parse_record(record.to_bytes(), CODEC) == record
 
 
 def test_the_average_is_the_decoded_means_in_their_places() -> None:
     average = made().average(CODEC)
-    expected = [CODEC.decode(CODEC.encode(part), part.numel()) for part in VALUES.split(CUT)[:1]]
-    expected.append(CODEC.decode(CODEC.encode(VALUES[CUT:]), NUMEL - CUT))
+    expected = [GROUPS.decode(GROUPS.encode(part), part.numel()) for part in VALUES.split(CUT)[:1]]
+    expected.append(GROUPS.decode(GROUPS.encode(VALUES[CUT:]), NUMEL - CUT))
     assert torch.equal(average, torch.cat(expected))
 
 
@@ -87,16 +91,20 @@ def test_own_contribution_is_what_the_codec_carried_and_zero_where_left_out() ->
     record = made()
     message = VALUES.flip(0)
     own_of_b = own_contribution(record, "b", message, CODEC)
-    assert record.left_out("b") == [slice(0, CUT)]
+    assert (record.left_out("b", CODEC), record.counted("b")) == (
+        [slice(0, CUT)],
+        [slice(CUT, NUMEL)],
+    )
     assert not own_of_b[:CUT].any()
-    carried = CODEC.decode(CODEC.encode(message[CUT:].contiguous()), NUMEL - CUT)
+    carried = GROUPS.decode(GROUPS.encode(message[CUT:].contiguous()), NUMEL - CUT)
     assert torch.equal(own_of_b[CUT:], carried)
-    assert record.left_out("a") == []
+    assert record.left_out("a", CODEC) == []
     assert (own_contribution(record, "a", message, CODEC) - message).abs().max() < 0.5
     assert not own_contribution(record, "stranger", message, CODEC).any()
 
 
 # ---- refusals ------------------------------------------------------------------------------------
+FACTS = RoundFacts(ranks=(), needed=(), exchange_s=1.0, step_s=0.5)
 A, B = made().members
 FIRST, SECOND = made().parts
 
@@ -114,18 +122,24 @@ FIRST, SECOND = made().parts
         ({"members": (replace(A, exchange_s=float("inf")), B)}, "time"),
         ({"members": (replace(A, exchange_s=-1.0), B)}, "time"),
         ({"members": (replace(A, exchange_s=1), B)}, "time"),
-        ({"parts": (), "means": ()}, "no parts"),
+        ({"parts": (), "means": ()}, "end at"),
         ({"parts": (replace(FIRST, start=64), SECOND)}, "does not follow"),
         ({"parts": (FIRST, replace(SECOND, start=CUT + 64))}, "does not follow"),
-        ({"parts": (replace(FIRST, stop=CUT + 1), replace(SECOND, start=CUT + 1))}, "bytes"),
+        ({"parts": (replace(FIRST, stop=CUT + 1), replace(SECOND, start=CUT + 1))}, "unit"),
         ({"parts": (FIRST, replace(SECOND, stop=CUT - 64))}, "refused|follow|mean"),
         ({"parts": (replace(FIRST, contributors=()), SECOND)}, "nobody"),
         ({"parts": (replace(FIRST, contributors=("a", "c")), SECOND)}, "no members"),
         ({"parts": (replace(FIRST, reducer="c"), SECOND)}, "no members"),
-        ({"means": (coded(VALUES[:CUT])[:-1], coded(VALUES[CUT:]))}, "bytes"),
         ({"means": (coded(VALUES[:CUT], 8), coded(VALUES[CUT:], 8))}, "bytes"),
-        ({"bits": 5}, "codec bits"),
-        ({"next_bits": 5}, "codec bits"),
+        ({"ranks": (4,)}, "ranks"),
+        ({"next_ranks": (4,)}, "ranks"),
+        ({"window": ()}, "window"),
+        ({"window": (FACTS,) * 6}, "window"),
+        ({"window": (replace(FACTS, step_s=0),)}, "time"),
+        ({"window": (replace(FACTS, needed=(-1,)),)}, "whole number"),
+        ({"parts": (replace(FIRST, phase=1), SECOND)}, "phase"),
+        ({"parts": (FIRST,), "means": (coded(VALUES[:CUT]),)}, "end at"),
+        ({"members": (replace(A, step_s=float("nan")), B)}, "time"),
         ({"next_inner_steps": 0}, "inner steps"),
         ({"next_inner_steps": "10"}, "whole number"),
         ({"round": -1}, "whole number"),
@@ -185,7 +199,7 @@ def test_a_changed_byte_is_refused_or_gives_another_digest(position: int, flip: 
     data = bytearray(made().to_bytes())
     data[position] ^= flip
     try:
-        parsed = parse_record(bytes(data), codec_for=CODECS)
+        parsed = parse_record(bytes(data), CODEC)
     except RecordRefused:
         return
     assert parsed.to_bytes() == bytes(data)  # canonical all the same: just another record

@@ -7,24 +7,29 @@ from pathlib import Path
 import pytest
 import torch
 
+from dilocox.compression.codec import GroupCodec
 from dilocox.dht.errors import EnvironmentFault
 from dilocox.peer import roundlog
 from dilocox.peer.record import Contribution, Part, RecordRefused, digest_of, parse_record
 from dilocox.peer.roundlog import Head, RoundLog
-from tests.peer.members import CODECS, LAYOUT, MANIFEST_DIGEST, template
+from tests.peer.codecs import codec_of
+from tests.peer.members import LAYOUT, MANIFEST_DIGEST, template
+
+CODEC = codec_of(LAYOUT)
+GROUPS = GroupCodec(4)
 
 PROOF = b"the votes"
 
 
 def record_bytes(round_number: int, previous: str, chain_tokens: int, tokens: int = 10) -> bytes:
     numel = LAYOUT.numel
-    mean = CODECS[4].encode(torch.full((numel,), float(round_number))).numpy().tobytes()
+    mean = GROUPS.encode(torch.full((numel,), float(round_number))).numpy().tobytes()
     return template(
         round=round_number,
         previous=previous,
-        members=(Contribution(peer="a", tokens=tokens, exchange_s=0.0),),
+        members=(Contribution(peer="a", tokens=tokens, exchange_s=0.0, step_s=0.0),),
         chain_tokens=chain_tokens,
-        parts=(Part(reducer="a", start=0, stop=numel, contributors=("a",)),),
+        parts=(Part(phase=0, reducer="a", start=0, stop=numel, contributors=("a",)),),
         means=(mean,),
     ).to_bytes()
 
@@ -39,7 +44,7 @@ def chain(*rounds: int) -> list[bytes]:
 
 
 def log_in(folder: Path) -> RoundLog:
-    return RoundLog(folder, manifest_digest=MANIFEST_DIGEST, codecs=CODECS)
+    return RoundLog(folder, manifest_digest=MANIFEST_DIGEST, codec=CODEC)
 
 
 @pytest.fixture
@@ -132,7 +137,7 @@ def test_the_header_of_a_record_is_read_without_its_means(log: RoundLog) -> None
     log.append(data, PROOF)
     header = log.header(0)
     assert header is not None and header.means == ()
-    assert header.members == parse_record(data, codec_for=CODECS).members
+    assert header.members == parse_record(data, CODEC).members
     assert log.head().record_bytes == len(data)
     assert log.header(1) is None
 

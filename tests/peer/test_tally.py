@@ -64,7 +64,8 @@ def committed(round_number: int, members: int = 2) -> Committed:
     record = template(
         round=round_number,
         members=tuple(
-            Contribution(peer=str(number), tokens=100, exchange_s=0.0) for number in range(members)
+            Contribution(peer=str(number), tokens=100, exchange_s=0.0, step_s=0.0)
+            for number in range(members)
         ),
         chain_tokens=900,
     )

@@ -14,6 +14,7 @@ def stage(state: Any, tokens: int = 0) -> StageRecord:
     return StageRecord(
         state=state,
         round=1,
+        inner_steps=100,
         digest="d",
         replica="",
         tokens=tokens,

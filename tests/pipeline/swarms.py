@@ -12,6 +12,7 @@ def stage_record(state: Any = "spare", **fields: Any) -> StageRecord:
         "round": 1,
         "digest": "d",
         "replica": "",
+        "inner_steps": 100,
         "tokens": 0,
         "tokens_per_s": 1.0,
         "client_mode": False,

@@ -20,9 +20,9 @@ from torch import Tensor
 from dilocox.compression.layout import FlatLayout
 from dilocox.dht.manifest import Manifest
 from dilocox.peer.data import Corpus
-from dilocox.peer.groups import codecs_of
 from dilocox.peer.inner import InnerOptimizer, learning_rate
 from dilocox.peer.outer import OuterStep, anchor_sha256
+from dilocox.peer.plan import stage_codec
 from dilocox.peer.prepare import held_out
 from dilocox.peer.roundlog import RoundLog
 from dilocox.peer.snapshots import Snapshots
@@ -100,8 +100,8 @@ def _anchors(swarm: LocalSwarm, peer: Peer) -> Iterator[Anchor]:
     manifest, stage = swarm.manifest, peer.stage
     layout = FlatLayout.of(parameter_shapes(manifest.model, manifest.stages, stage))
     own = next(peer.state.glob(f"*-stage{stage}"))
-    codecs = codecs_of(manifest)
-    log = RoundLog(own / "log", manifest_digest=manifest.digest, codecs=codecs)
+    codec = stage_codec(manifest, layout)
+    log = RoundLog(own / "log", manifest_digest=manifest.digest, codec=codec)
     anchor = torch.zeros(layout.numel)
     initial = build_stage(manifest.model, stage, manifest.stages, manifest.seed)
     for name, parameter in initial.named_parameters():
@@ -112,7 +112,7 @@ def _anchors(swarm: LocalSwarm, peer: Peer) -> Iterator[Anchor]:
         record = log.read(number)
         assert record is not None
         assert [member.peer for member in record.members] == [peer.peer_id]
-        outer.apply(anchor, unused, record.average(codecs[record.bits]), anchor, unused)
+        outer.apply(anchor, unused, record.average(codec), anchor, unused)
         steps, rest = divmod(record.chain_tokens, manifest.batch.tokens_per_step)
         assert not rest
         if number in said:  # the last one may have come when the peer had stopped to take any

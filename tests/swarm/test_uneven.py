@@ -9,10 +9,12 @@ from typing import Any
 
 import pytest
 
+from dilocox.compression.layout import FlatLayout
 from dilocox.dht.invite import Invite
-from dilocox.peer.groups import codecs_of
+from dilocox.peer.plan import stage_codec
 from dilocox.peer.roundlog import RoundLog
 from dilocox.peer.state_folder import StateFolder
+from dilocox.pipeline.stage import parameter_shapes
 from tests.swarm.conftest import StartSwarm
 from tests.swarm.harness import LocalSwarm
 from tests.swarm.peer import Peer
@@ -238,8 +240,10 @@ def _trained_after(line: dict[str, Any], since: float) -> bool:
 
 def _log(swarm: LocalSwarm, peer: Peer) -> RoundLog:
     own = next(peer.state.glob(f"*-stage{peer.stage}"))
-    codecs = codecs_of(swarm.manifest)
-    return RoundLog(own / "log", manifest_digest=swarm.manifest.digest, codecs=codecs)
+    manifest = swarm.manifest
+    layout = FlatLayout.of(parameter_shapes(manifest.model, manifest.stages, peer.stage))
+    codec = stage_codec(manifest, layout)
+    return RoundLog(own / "log", manifest_digest=manifest.digest, codec=codec)
 
 
 def _newest_round(swarm: LocalSwarm, peer: Peer) -> int:

@@ -1,0 +1,228 @@
+"""Low rank: the two vectors that stand for a stage's message in an exchange of two phases.
+
+Why: the update of a matrix [rows, cols] is mostly in a few directions (PowerSGD, arXiv 1905.13727;
+DiLoCoX, arXiv 2506.21263). Its message M is exchanged as P = M Q, with a basis Q that all know, and
+Q' = M^T P^, with P^ orthonormalised from the group's mean P; the average is P^ Q'^T.
+
+    phase   vector
+    0       P^T [rank, rows] of every factored matrix
+    1       Q'^T [rank, cols] of every factored matrix and the values of every other tensor
+
+Both in the layout's order, each piece filled up with zeros to a multiple of 64. Factors lie
+transposed, because columns differ in magnitude: so most groups of a codec lie within one column. A
+basis vector has Q^T like phase 1, without the other tensors.
+
+How: own products are fp32 matrix products. What all peers must agree on to the last bit (P^, the
+average, the next basis, the ranks needed) is `exact` arithmetic on the CPU. One matrix at a time.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from dilocox.compression.basis import continued, strongest
+from dilocox.compression.exact import MAX_RANK, exact_product, orthonormalise, round_directions
+from dilocox.compression.factors import Dense, Factored, matrix_shape, padded
+from dilocox.compression.groups import group_count
+from dilocox.compression.layout import FlatLayout, TensorSlice
+
+
+def rank_limits(layout: FlatLayout, max_rank: int = MAX_RANK) -> tuple[int, ...]:
+    """The largest useful rank of each tensor; 0 where low rank would not be smaller.
+
+    Useful is a rank up to `max_rank`, 64 and min(rows, cols) with which P and Q' together fill
+    fewer groups, so fewer bytes under any bits, than the tensor itself.
+    """
+    return tuple(_rank_limit(piece, min(max_rank, MAX_RANK)) for piece in layout.slices)
+
+
+class LowRank:
+    """The vectors of one stage under given ranks. Immutable and cheap to make.
+
+    All vectors are flat, fp32 and contiguous; results are newly allocated, with zeros in the
+    padding. `device`: where to multiply, a matrix at a time; None is the CPU.
+    """
+
+    def __init__(self, layout: FlatLayout, ranks: Sequence[int]) -> None:
+        """ranks: one a tensor, 0 for those that are not factored. ValueError if one is unfit."""
+        if len(ranks) != len(layout.slices):
+            raise ValueError(f"{len(ranks)} ranks: this layout has {len(layout.slices)} tensors")
+        factored: list[Factored] = []
+        dense: list[Dense] = []
+        p_end = q_end = basis_end = 0
+        for index, (piece, rank) in enumerate(zip(layout.slices, ranks, strict=True)):
+            if rank == 0:
+                dense.append(Dense(piece.start, piece.numel, q_end))
+                q_end += padded(piece.numel)
+                continue
+            matrix = Factored.of(index, piece, rank, p_end, q_end, basis_end)
+            factored.append(matrix)
+            p_end += padded(rank * matrix.rows)
+            q_end += padded(rank * matrix.cols)
+            basis_end += padded(rank * matrix.cols)
+        self.layout = layout
+        self.ranks = tuple(ranks)
+        self.factored = tuple(factored)
+        self.p_numel, self.q_numel, self.basis_numel = p_end, q_end, basis_end
+        self._dense = tuple(dense)
+
+    def project(
+        self, message: Tensor, basis: Tensor, device: torch.device | str | None = None
+    ) -> Tensor:
+        """Phase 0 of a message [n]: P = M Q of every factored matrix, [p_numel].
+
+        An own part need not be equal everywhere, so this is a plain fp32 product.
+        """
+        _check(message, self.layout.numel, "message")
+        _check(basis, self.basis_numel, "basis")
+        result = torch.zeros(self.p_numel)
+        for matrix in self.factored:
+            _multiply(matrix.basis(basis), matrix.matrix(message).T, matrix.p(result), device)
+        return result
+
+    def orthonormal(self, p_mean: Tensor) -> Tensor:
+        """P^ from the decoded mean of phase 0, both [p_numel]; equal on every machine.
+
+        Its columns are orthonormal up to their rounding to multiples of 2^-14, which fp32 holds.
+        Columns that depend on earlier ones are zero.
+        """
+        _check(p_mean, self.p_numel, "p_mean")
+        result = torch.zeros(self.p_numel)
+        for matrix in self.factored:
+            rows = round_directions(orthonormalise(matrix.p(p_mean).double()))
+            matrix.p(result).copy_(rows)
+        return result
+
+    def contract(
+        self, message: Tensor, p_hat: Tensor, device: torch.device | str | None = None
+    ) -> Tensor:
+        """Phase 1 of a message [n]: Q' = M^T P^ and all that is not factored, [q_numel]."""
+        _check(message, self.layout.numel, "message")
+        _check(p_hat, self.p_numel, "p_hat")
+        result = torch.zeros(self.q_numel)
+        for matrix in self.factored:
+            _multiply(matrix.p(p_hat), matrix.matrix(message), matrix.q(result), device)
+        for tensor in self._dense:
+            result[tensor.q_slice] = message[tensor.stage_slice]
+        return result
+
+    def expand(self, p_hat: Tensor, q_mean: Tensor) -> Tensor:
+        """The averaged update [n] of P^ and the decoded mean of phase 1; equal on every machine.
+
+        Wherever part borders lie: the product is exact (`exact.exact_product`), then rounded once.
+        """
+        _check(p_hat, self.p_numel, "p_hat")
+        _check(q_mean, self.q_numel, "q_mean")
+        result = torch.zeros(self.layout.numel)
+        for matrix in self.factored:
+            exact_product(matrix.p(p_hat), matrix.q(q_mean), matrix.matrix(result))
+        return self._with_dense(result, q_mean)
+
+    def expand_own(self, p_hat: Tensor, q_own: Tensor, counted: Sequence[slice]) -> Tensor:
+        """A member's own contribution [n], from its own decoded vector of phase 1.
+
+        counted: where in that vector the member counted; the rest is taken as zero. Nothing depends
+        on its last bits, so this is a plain fp32 product.
+        """
+        _check(p_hat, self.p_numel, "p_hat")
+        _check(q_own, self.q_numel, "q_own")
+        q_counted = torch.zeros_like(q_own)
+        for part in counted:
+            q_counted[part] = q_own[part]
+        result = torch.zeros(self.layout.numel)
+        for matrix in self.factored:
+            torch.mm(matrix.p(p_hat).T, matrix.q(q_counted), out=matrix.matrix(result))
+        return self._with_dense(result, q_counted)
+
+    def touched(self, left_out: Sequence[slice]) -> list[slice]:
+        """The tensors, as slices of the stage's vector, with a value in these slices of phase 1.
+
+        In the layout's order, each once.
+        """
+        pieces: list[Factored | Dense] = [*self.factored, *self._dense]
+        return [
+            piece.stage_slice
+            for piece in sorted(pieces, key=lambda piece: piece.start)
+            if any(_overlap(piece.q_slice, part) for part in left_out)
+        ]
+
+    def needed(self, q_mean: Tensor, energy: float) -> tuple[int, ...]:
+        """The rank each tensor needs: how few columns of Q' hold `energy` of its squared norm.
+
+        energy: above 0, up to 1. 0 for tensors that are not factored or whose average is zero.
+        """
+        if not 0 < energy <= 1:
+            raise ValueError(f"energy {energy!r}: choose above 0, up to 1")
+        _check(q_mean, self.q_numel, "q_mean")
+        counts = [0] * len(self.ranks)
+        for matrix in self.factored:
+            held = 0.0
+            sums: list[float] = []
+            for norm, _ in strongest(matrix.q(q_mean)):
+                held += norm
+                sums.append(held)
+            if held > 0:
+                counts[matrix.index] = 1 + sum(part < energy * held for part in sums)
+        return tuple(counts)
+
+    def initial_basis(self, seed: str) -> Tensor:
+        """A random orthonormal basis [basis_numel]; equal on every machine for equal seeds."""
+        result = torch.zeros(self.basis_numel)
+        for matrix in self.factored:
+            nothing = torch.empty(0, matrix.cols)
+            rows = continued(nothing, matrix.rank, matrix.cols, seed, matrix.name)
+            matrix.basis(result).copy_(rows)
+        return result
+
+    def next_basis(self, q_mean: Tensor, following: "LowRank", seed: str) -> Tensor:
+        """The basis [following.basis_numel] of the exchange that follows one with mean q_mean.
+
+        Q', orthonormalised: its columns by norm (equals by index), as many as the rank that follows
+        takes. What is missing then, and columns that are zero or dependent, are drawn anew.
+        """
+        if following.layout != self.layout:
+            raise ValueError("the ranks that follow are for another layout")
+        _check(q_mean, self.q_numel, "q_mean")
+        result = torch.zeros(following.basis_numel)
+        mine = {matrix.index: matrix for matrix in self.factored}
+        for matrix in following.factored:
+            before = mine.get(matrix.index)
+            rows = torch.empty(0, matrix.cols) if before is None else before.q(q_mean)
+            basis = continued(rows, matrix.rank, matrix.cols, seed, matrix.name)
+            matrix.basis(result).copy_(basis)
+        return result
+
+    def _with_dense(self, stage: Tensor, q_vector: Tensor) -> Tensor:
+        """The stage's vector [n] with the tensors that phase 1 holds as they are."""
+        for tensor in self._dense:
+            stage[tensor.stage_slice] = q_vector[tensor.q_slice]
+        return stage
+
+
+def _rank_limit(piece: TensorSlice, most: int) -> int:
+    shape = matrix_shape(piece.shape)
+    if shape is None:
+        return 0
+    rows, cols = shape
+    for rank in range(min(most, rows, cols), 0, -1):
+        if group_count(rank * rows) + group_count(rank * cols) < group_count(piece.numel):
+            return rank
+    return 0
+
+
+def _check(vector: Tensor, numel: int, name: str) -> None:
+    if vector.shape != (numel,) or vector.dtype != torch.float32:
+        raise ValueError(f"{name} is {vector.dtype} {list(vector.shape)}: pass fp32 [{numel}]")
+
+
+def _overlap(one: slice, other: slice) -> bool:
+    return max(one.start, other.start) < min(one.stop, other.stop)
+
+
+def _multiply(left: Tensor, right: Tensor, out: Tensor, device: torch.device | str | None) -> None:
+    """out = left right, where `device` says; the operands and `out` are on the CPU."""
+    if device is None:
+        torch.mm(left, right, out=out)
+    else:
+        out.copy_(torch.mm(left.to(device), right.to(device)))

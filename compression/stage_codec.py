@@ -1,0 +1,205 @@
+"""How the messages of a stage become the vectors of an exchange, and its means an average.
+
+A *scheme* says what the peers of a stage exchange of their message, in one or two phases:
+
+    dense     the message itself, in groups of 64 values (codec.py)
+    low_rank  first P of every matrix that gains from it, then Q' of these and all other tensors
+              (low_rank.py; PowerSGD, arXiv 1905.13727)
+    top_k     the largest values of every 4096 to the reducers; their mean comes back with a bitmap
+              of where somebody sent one (sparse.py; SparseLoCo, arXiv 2508.15706)
+
+Each phase has one flat vector, cut into one part a reducer. What comes out of the means depends on
+their bytes alone, on every machine (exact.py); a peer's own vectors need not be equal elsewhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache, partial
+from typing import Literal
+
+import torch
+from dilocox.compression.low_rank import LowRank, rank_limits
+from torch import Tensor
+
+from dilocox.compression.codec import Codec, GroupCodec
+from dilocox.compression.groups import GROUP_SIZE
+from dilocox.compression.layout import FlatLayout
+from dilocox.compression.sparse import CHUNK, SparseMeanCodec, TopKCodec
+
+Scheme = Literal["dense", "low_rank", "top_k"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Compression:
+    """What the manifest says of a run's exchanges.
+
+    bits: 4, 8, 16 or 32 per value; 4 or 8 with low_rank. max_factor: see codec.py. rank: of the
+    first exchange. min_rank, max_rank: its bounds. top_k: values of 4096 that are sent.
+    """
+
+    scheme: Scheme
+    bits: int
+    max_factor: float
+    rank: int
+    min_rank: int
+    max_rank: int
+    top_k: int
+
+
+@dataclass(frozen=True)
+class Phase:
+    """One vector of an exchange: its length, the grain of its parts, and their codecs."""
+
+    numel: int
+    unit: int
+    send: Codec
+    mean: Codec
+
+
+class StageCodec:
+    """The scheme of one stage. Holds no state of an exchange: one serves all of them.
+
+    Attributes:
+        limits: per tensor of the layout the largest rank that pays, 0 where none does; empty unless
+            the scheme is low_rank.
+        first_ranks: those of the first exchange.
+    """
+
+    def __init__(self, layout: FlatLayout, compression: Compression):
+        self.layout = layout
+        self.compression = compression
+        self.limits: tuple[int, ...] = ()
+        group = GroupCodec(compression.bits, compression.max_factor)
+        self._codecs: tuple[Codec, Codec] = (group, group)
+        match compression.scheme:
+            case "dense":
+                pass
+            case "low_rank":
+                limits = rank_limits(layout, compression.max_rank)
+                # below the smallest rank of the run a matrix would gain too little to be factored
+                self.limits = tuple(0 if n < compression.min_rank else n for n in limits)
+            case "top_k":
+                self._codecs = (
+                    TopKCodec(compression.top_k, compression.max_factor),
+                    SparseMeanCodec(compression.bits, compression.max_factor),
+                )
+        self.first_ranks = tuple(min(compression.rank, limit) for limit in self.limits)
+        self._low_rank = lru_cache(maxsize=4)(partial(LowRank, layout))
+
+    def low_rank(self, ranks: Sequence[int]) -> LowRank | None:
+        """The factors of an exchange under these ranks; None unless the scheme is low_rank."""
+        return self._low_rank(tuple(ranks)) if self.limits else None
+
+    def phases(self, ranks: Sequence[int]) -> tuple[Phase, ...]:
+        """The vectors that an exchange under these ranks moves; ValueError for impossible ranks."""
+        self.check(ranks)
+        send, mean = self._codecs
+        low_rank = self.low_rank(ranks)
+        sizes = (self.layout.numel,) if low_rank is None else (low_rank.p_numel, low_rank.q_numel)
+        unit = CHUNK if self.compression.scheme == "top_k" else GROUP_SIZE
+        return tuple(Phase(numel, unit, send, mean) for numel in sizes)
+
+    def check(self, ranks: Sequence[int]) -> None:
+        """Raise ValueError unless an exchange of this run may have these ranks."""
+        lowest = self.compression.min_rank
+        good = len(ranks) == len(self.limits) and all(
+            rank == 0 if limit == 0 else lowest <= rank <= limit
+            for rank, limit in zip(ranks, self.limits, strict=True)
+        )
+        if not good:
+            raise ValueError(f"ranks {list(ranks)[:8]} ...: not within the run's bounds")
+
+    def first_basis(self, seed: str) -> Tensor | None:
+        """The basis of the first exchange; None unless the scheme is low_rank."""
+        low_rank = self.low_rank(self.first_ranks)
+        return None if low_rank is None else low_rank.initial_basis(seed)
+
+    def means(self, ranks: Sequence[int], vectors: Sequence[Tensor]) -> StageMeans:
+        """What the decoded mean vectors of an exchange's phases say."""
+        return StageMeans(self.low_rank(ranks), self._codecs[0], vectors)
+
+    def encoder(
+        self, message: Tensor, ranks: Sequence[int], basis: Callable[[], Tensor | None]
+    ) -> StageEncoder:
+        """A message [layout.numel] fp32 on its way through the phases.
+
+        basis: makes the agreed basis, when the first phase needs it.
+        """
+        return StageEncoder(message, self.low_rank(ranks), basis)
+
+    def undecayed(self, ranks: Sequence[int], left_out: Sequence[slice]) -> list[slice]:
+        """Slices of the stage's vector that lack values where a member was left out.
+
+        left_out: slices of the last phase's vector.
+        """
+        low_rank = self.low_rank(ranks)
+        return list(left_out) if low_rank is None else low_rank.touched(left_out)
+
+
+@dataclass(frozen=True)
+class StageEncoder:
+    """One member's message, as the vector of each phase."""
+
+    message: Tensor
+    low_rank: LowRank | None
+    basis: Callable[[], Tensor | None]
+
+    def vector(self, phase: int, earlier: Sequence[Tensor]) -> Tensor:
+        """The vector of a phase, given the decoded means of those before it."""
+        if self.low_rank is None:
+            return self.message
+        if phase == 0:
+            basis = self.basis()
+            if basis is None:
+                raise ValueError("low rank needs a basis")
+            return self.low_rank.project(self.message, basis)
+        return self.low_rank.contract(self.message, self.low_rank.orthonormal(earlier[0]))
+
+
+class StageMeans:
+    """The means of one exchange, decoded; what comes out of them is equal on all machines."""
+
+    def __init__(self, low_rank: LowRank | None, send: Codec, vectors: Sequence[Tensor]):
+        """vectors: the mean vector of each phase, fp32."""
+        self._low_rank = low_rank
+        self._send = send
+        self._vectors = vectors
+
+    @cached_property
+    def _p_hat(self) -> Tensor:
+        first = self._vectors[0]
+        return first if self._low_rank is None else self._low_rank.orthonormal(first)
+
+    def average(self) -> Tensor:
+        """The averaged message, fp32 [layout.numel]."""
+        if self._low_rank is None:
+            return self._vectors[-1]
+        return self._low_rank.expand(self._p_hat, self._vectors[1])
+
+    def own(self, message: Tensor, counted: Sequence[slice]) -> Tensor:
+        """What a member's message put in, fp32 [layout.numel]; 0 where it was left out.
+
+        counted: the parts of the last phase's vector that hold its values.
+        """
+        low_rank = self._low_rank
+        vector = message if low_rank is None else low_rank.contract(message, self._p_hat)
+        sent = torch.zeros_like(vector)
+        for part in counted:
+            values = vector[part]
+            self._send.decode(self._send.encode(values), values.numel(), out=sent[part])
+        return sent if low_rank is None else low_rank.expand_own(self._p_hat, sent, counted)
+
+    def needed(self, energy: float) -> tuple[int, ...]:
+        """Per tensor the smallest rank that holds this share of the average's energy."""
+        return () if self._low_rank is None else self._low_rank.needed(self._vectors[1], energy)
+
+    def next_basis(self, following: LowRank | None, seed: str) -> Tensor | None:
+        """The basis of the exchange after this one; None unless the scheme is low_rank.
+
+        seed: what columns that no mean gives are drawn from.
+        """
+        if self._low_rank is None or following is None:
+            return None
+        return self._low_rank.next_basis(self._vectors[1], following, seed)

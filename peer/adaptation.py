@@ -1,0 +1,148 @@
+"""What a round teaches the next ones: the ranks of the coming exchange and the H of a coming round.
+
+Why: one rank for all matrices is too small for some and wasted on others, and an H that fits one
+line starves another. How: each record carries the facts of the last rounds, its *window*; what
+follows from them is a pure function, so every peer reads the same numbers in the record and
+anybody can check them. (After the adaptive gradient compression of DiLoCoX, arXiv 2506.21263, which
+judges one rank for all matrices by the mean over a window.)
+
+Ranks. A round says of a matrix how many columns hold most of its energy, `needed`. Where that is
+almost the whole rank it says only that more are needed: a basis shows no spectrum beyond itself.
+So the median over the window decides, in which such a round counts as more than any number:
+    almost the whole rank, also in the newest round:   grow by half
+    under 7/10 of the rank, and not in the newest:     shrink to where it is 8/10, at most by half
+    else:                                              stay
+A smaller rank never shows a larger need for the same matrix. So a rank that has shrunk is used to
+8/10 at most, does not grow again, and a spectrum that stands still brings a rank that does.
+
+H. An exchange should end within half a round: H is twice the exchange in inner steps, medians over
+the window, changed by at most half, and only where it is off by more than a fifth.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from statistics import median_low
+from typing import Final
+
+WINDOW: Final = 5
+
+_FULL_TENTHS = 9  # of a rank: from here on the spectrum may go on beyond the basis
+_LOW_TENTHS = 7  # below, a smaller rank saves enough to be worth a new basis
+_AIM_TENTHS = 8  # of a rank that has shrunk; noise of a tenth on either side moves nothing
+_H_BAND = 0.2  # exchange times scatter by more than a tenth on the best of lines
+
+
+@dataclass(frozen=True, kw_only=True)
+class RoundFacts:
+    """One round of one stage, as its record tells it.
+
+    ranks: of the exchange, one a tensor of the layout, 0 where it went dense; empty without ranks.
+    needed: columns that hold the energy asked for, measured at these ranks; as many as `ranks`.
+    exchange_s, step_s: seconds of an exchange and of an inner step, medians over the members that
+        state them; 0.0 where nobody does.
+    """
+
+    ranks: tuple[int, ...]
+    needed: tuple[int, ...]
+    exchange_s: float
+    step_s: float
+
+
+def facts_of(
+    *, ranks: Sequence[int], needed: Sequence[int], times: Iterable[tuple[float, float]]
+) -> RoundFacts:
+    """The facts of one round.
+
+    Args:
+        ranks, needed: as in `RoundFacts`.
+        times: (exchange_s, step_s) of every member, in any order; 0 where it knows none.
+    """
+    stated = list(times)
+    return RoundFacts(
+        ranks=tuple(ranks),
+        needed=tuple(needed),
+        exchange_s=_median_known(exchange_s for exchange_s, _ in stated),
+        step_s=_median_known(step_s for _, step_s in stated),
+    )
+
+
+def following_window(window: Sequence[RoundFacts], facts: RoundFacts) -> tuple[RoundFacts, ...]:
+    """The window of a record: that of the record before it and its own round, five at most."""
+    return (*window, facts)[-WINDOW:]
+
+
+def next_ranks(
+    ranks: Sequence[int],
+    window: Sequence[RoundFacts],
+    *,
+    limits: Sequence[int],
+    min_rank: int,
+) -> tuple[int, ...]:
+    """The ranks of the next exchange, one a tensor.
+
+    Args:
+        ranks: of the exchange that just ended.
+        window: facts of the last rounds, oldest first; without any the ranks stay.
+        limits: the largest rank of each tensor; 0 for one that goes dense, whose rank is 0.
+        min_rank: the smallest rank of a factored tensor; a smaller limit goes before it.
+
+    Raises:
+        ValueError: these are not about the same number of tensors.
+    """
+    columns = [zip(facts.ranks, facts.needed, strict=True) for facts in window]
+    measured = zip(*columns, strict=True) if columns else ((),) * len(ranks)
+    return tuple(
+        min(max(_next_rank(rank, pairs), min_rank), limit)
+        for rank, limit, pairs in zip(ranks, limits, measured, strict=True)
+    )
+
+
+def next_inner_steps(current: int, window: Sequence[RoundFacts], *, low: int, high: int) -> int:
+    """H of a later round.
+
+    Args:
+        current: the newest H that a record, or the manifest, names.
+        window: facts of the last rounds; if none of them knows both times, H stays.
+        low, high: the manifest's bounds.
+    """
+    exchange_s = _median_known(facts.exchange_s for facts in window)
+    step_s = _median_known(facts.step_s for facts in window)
+    following = current
+    if exchange_s and step_s:
+        steps = 2 * exchange_s / step_s
+        target = math.ceil(steps) if steps < 2 * current else 2 * current  # also if infinite
+        if abs(target - current) > _H_BAND * current:
+            following = _at_most_half(current, target)
+    return min(max(following, low), high)
+
+
+def _next_rank(rank: int, measured: Sequence[tuple[int, int]]) -> int:
+    """`measured`: pairs of a rank and what was needed at it, the newest last."""
+    if not measured or not rank:
+        return rank
+    needs = [None if _is_full(*pair) else pair[1] for pair in measured]
+    full = needs[-1] is None
+    need = median_low(math.inf if need is None else need for need in needs)
+    if need == math.inf:
+        return _at_most_half(rank, 2 * rank) if full else rank
+    if full or 10 * need >= _LOW_TENTHS * rank:
+        return rank
+    return _at_most_half(rank, -(-10 * int(need) // _AIM_TENTHS))
+
+
+def _is_full(rank: int, needed: int) -> bool:
+    return 10 * needed >= _FULL_TENTHS * rank
+
+
+def _at_most_half(current: int, target: int) -> int:
+    """As near to the target as half of the current number takes it; upwards at least by one."""
+    half = current // 2
+    return min(max(target, current - half), current + max(half, 1))
+
+
+def _median_known(values: Iterable[float]) -> float:
+    known = [value for value in values if value > 0]
+    return median_low(known) if known else 0.0

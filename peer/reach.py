@@ -1,0 +1,104 @@
+"""The other members of a group as one member reaches them: every call and every wait has its
+deadline, and who gives no sign of life counts as dead.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable
+from concurrent.futures import Executor
+from contextlib import suppress
+from typing import Any, TypeVar
+
+from dilocox.peer.members import AttemptSetup, Transport
+
+logger = logging.getLogger(__name__)
+
+MAX_WATCHED = 7  # neighbours that a member watches; larger groups share the work
+
+T = TypeVar("T")
+
+
+class Reach:
+    """The tasks of one attempt and the event that wakes them; lives in one event loop."""
+
+    def __init__(self, setup: AttemptSetup, transport: Transport, pool: Executor):
+        self._setup = setup
+        self._transport = transport
+        self._pool = pool
+        self._changed = asyncio.Event()
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self._outliving: set[asyncio.Task[Any]] = set()  # held, or they would be collected
+        self.members = tuple(member.peer for member in setup.members)
+        self.others = tuple(peer for peer in self.members if peer != setup.me)
+        self.dead: set[str] = set()
+        self._over = False
+
+    def spawn(self, work: Awaitable[T], *, outlives: bool = False) -> asyncio.Task[T]:
+        """Start work beside this; `outlives`: it goes on, in its own deadline, after `cancel`."""
+        task = asyncio.ensure_future(work)
+        task.add_done_callback(_report)
+        (self._outliving if outlives else self._tasks).add(task)
+        return task
+
+    def cancel(self) -> None:
+        """End all work that does not outlive the attempt."""
+        self._over = True
+        for task in self._tasks:
+            task.cancel()
+
+    def watch_neighbours(self) -> None:
+        """Begin to watch the members that are next to this one in the group's order."""
+        at = self.members.index(self._setup.me)
+        for peer in (self.members[at + 1 :] + self.members[:at])[:MAX_WATCHED]:
+            self.spawn(self._watch(peer))
+
+    async def _watch(self, peer: str) -> None:
+        """Count a member as dead when its heartbeats stop, whatever the reason."""
+        try:
+            beats = aiter(self._transport.heartbeats(peer))
+            # before Python 3.12 wait_for forgets a cancel that comes together with its result
+            while not self._over:
+                await asyncio.wait_for(anext(beats), self._setup.silence_s)
+            return
+        except (ConnectionError, asyncio.TimeoutError, StopAsyncIteration) as error:
+            logger.debug("%s counts as dead: %r", peer, error)
+        self.dead.add(peer)
+        self.notify()
+
+    async def call(
+        self, limit_s: float, function: Callable[..., Awaitable[T]], peer: str, *args: Any
+    ) -> T | None:
+        """A call to a member whose failure only means that it could not be reached."""
+        try:
+            return await asyncio.wait_for(function(peer, *args), limit_s)
+        except (ConnectionError, asyncio.TimeoutError) as error:
+            logger.debug("%s not reached: %r", peer, error)
+            return None
+
+    async def compute(self, function: Callable[..., T], *args: Any) -> T:
+        """Call a function in the pool, so that heartbeats go on meanwhile."""
+        return await asyncio.get_running_loop().run_in_executor(self._pool, function, *args)
+
+    def notify(self) -> None:
+        """Something happened that somebody may wait for."""
+        self._changed.set()
+
+    async def until(self, condition: Callable[[], bool], deadline: float) -> bool:
+        """Wait until a condition holds; False where it does not by the deadline (monotonic)."""
+        while not condition():
+            remaining_s = deadline - time.monotonic()
+            if remaining_s <= 0:
+                return False
+            self._changed.clear()
+            with suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(self._changed.wait(), remaining_s)
+        return True
+
+
+def _report(task: asyncio.Task[Any]) -> None:
+    """Log what nobody would hear of: a fault of ours, for those of others are waited out."""
+    if not task.cancelled() and (error := task.exception()) is not None:
+        logger.error("a part of the exchange failed", exc_info=error)

@@ -1,0 +1,158 @@
+"""Every scheme, as the members of a group go through it: phases, means, own contributions."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from dilocox.compression.layout import FlatLayout, split
+from dilocox.compression.stage_codec import Compression, StageCodec, StageMeans
+
+LAYOUT = FlatLayout.of([("wide", (96, 160)), ("bias", (70,)), ("square", (64, 64))])
+SCHEMES = ("dense", "low_rank", "top_k")
+SHARES = (0.5, 0.3, 0.2)
+
+
+def codec_of(scheme: Any, **fields: Any) -> StageCodec:
+    facts: dict[str, Any] = {"bits": 8, "max_factor": 1e4, "rank": 8, "min_rank": 2}
+    facts |= {"max_rank": 16, "top_k": 1024}
+    return StageCodec(LAYOUT, Compression(scheme=scheme, **facts | fields))
+
+
+def message(seed: int, rank: int = 8) -> Tensor:
+    """Of low rank, so that every scheme can carry most of it; small values, as updates are."""
+    generator = torch.Generator().manual_seed(seed)
+    common = torch.Generator().manual_seed(99)
+    flat = torch.zeros(LAYOUT.numel)
+    for tensor in LAYOUT.view(flat).values():
+        if tensor.dim() == 1:
+            tensor.copy_(torch.randn(tensor.shape, generator=generator))
+        else:
+            rows = torch.randn(tensor.shape[0], rank, generator=common)
+            tensor.copy_(rows @ torch.randn(rank, tensor.shape[1], generator=generator))
+    return flat * 1e-3
+
+
+class Exchange:
+    """One exchange of three members; `left_out[i]`: parts of the last phase that lack member i."""
+
+    def __init__(
+        self,
+        codec: StageCodec,
+        messages: list[Tensor],
+        basis: Tensor | None,
+        left_out: dict[int, set[int]] | None = None,
+    ):
+        self.codec, self.ranks = codec, codec.first_ranks
+        phases = codec.phases(self.ranks)
+        encoders = [codec.encoder(each, self.ranks, lambda: basis) for each in messages]
+        vectors: list[Tensor] = []
+        out = left_out or {}
+        for number, phase in enumerate(phases):
+            sent = [encoder.vector(number, vectors) for encoder in encoders]
+            assert all(each.shape == (phase.numel,) for each in sent)
+            self.parts = split(phase.numel, len(messages), phase.unit)
+            mean = torch.zeros(phase.numel)
+            for index, part in enumerate(self.parts):
+                size = part.stop - part.start
+                last = number == len(phases) - 1
+                members = [n for n in range(3) if not (last and index in out.get(n, ()))]
+                total = sum(SHARES[n] for n in members)
+                for n in members:
+                    payload = phase.send.encode(sent[n][part])
+                    assert payload.numel() <= phase.send.max_bytes(size)
+                    mean[part] += phase.send.decode(payload, size) * (SHARES[n] / total)
+                payload = phase.mean.encode(mean[part])
+                assert payload.numel() <= phase.mean.max_bytes(size)
+                mean[part] = phase.mean.decode(payload, size)
+            vectors.append(mean)
+        self.vectors = vectors
+        self.means: StageMeans = codec.means(self.ranks, vectors)
+        self.average = self.means.average()
+        self.counted = [
+            [part for index, part in enumerate(self.parts) if index not in out.get(n, ())]
+            for n in range(3)
+        ]
+        self.own = [self.means.own(messages[n], self.counted[n]) for n in range(3)]
+
+
+def error(found: Tensor, wanted: Tensor) -> float:
+    return float((found - wanted).norm() / wanted.norm())
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_the_average_is_the_weighted_sum_of_own_contributions(scheme: str) -> None:
+    codec = codec_of(scheme)
+    messages = [message(seed) for seed in range(3)]
+    exchange = Exchange(codec, messages, codec.first_basis("run/0/-1"))
+    summed = sum(share * own for share, own in zip(SHARES, exchange.own, strict=True))
+    assert isinstance(summed, Tensor)
+    # but for the coding of the mean, which is no one's residual
+    assert error(exchange.average, summed) < 0.01
+
+
+@pytest.mark.parametrize(("scheme", "limit"), [("dense", 0.01), ("low_rank", 0.02), ("top_k", 0.8)])
+def test_what_the_scheme_carries_of_a_message_it_was_made_for(scheme: str, limit: float) -> None:
+    codec = codec_of(scheme)
+    messages = [message(seed) for seed in range(3)]
+    basis = codec.first_basis("run/0/-1")
+    exchange = Exchange(codec, messages, basis)
+    wanted = sum(share * each for share, each in zip(SHARES, messages, strict=True))
+    assert isinstance(wanted, Tensor)
+    if scheme == "low_rank":  # subspace iteration: a second round looks where the first one pointed
+        basis = exchange.means.next_basis(codec.low_rank(codec.first_ranks), "run/0/0")
+        exchange = Exchange(codec, messages, basis)
+    assert error(exchange.average, wanted) < limit
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_where_a_member_is_left_out_its_own_is_zero_and_nothing_decays(scheme: str) -> None:
+    codec = codec_of(scheme)
+    messages = [message(seed) for seed in range(3)]
+    exchange = Exchange(codec, messages, codec.first_basis("seed"), {2: {0}})
+    left_out = [exchange.parts[0]]
+    undecayed = torch.zeros(LAYOUT.numel, dtype=torch.bool)
+    for part in codec.undecayed(exchange.ranks, left_out):
+        undecayed[part] = True
+    whole = exchange.means.own(messages[2], exchange.parts)
+    changed = exchange.own[2] != whole
+    assert changed.any()
+    assert not (changed & ~undecayed).any(), "a value that lacks something would decay"
+    if scheme != "low_rank":
+        assert not exchange.own[2][exchange.parts[0]].any()
+    summed = sum(share * own for share, own in zip(SHARES, exchange.own, strict=True))
+    assert isinstance(summed, Tensor)
+    assert error(exchange.average, summed) > 0.01  # the others' weights grew in that part
+
+
+def test_ranks_outside_the_runs_bounds_are_refused() -> None:
+    codec = codec_of("low_rank")
+    assert codec.first_ranks == (8, 0, 8)
+    codec.check((2, 0, 16))
+    for ranks in [(), (8, 0), (8, 1, 8), (1, 0, 8), (17, 0, 8), (0, 0, 8), (8, 0, 8, 0)]:
+        with pytest.raises(ValueError, match="bounds"):
+            codec.check(ranks)
+        with pytest.raises(ValueError, match="bounds"):
+            codec.phases(ranks)
+    for scheme in ("dense", "top_k"):
+        codec_of(scheme).check(())
+        with pytest.raises(ValueError, match="bounds"):
+            codec_of(scheme).check((8, 0, 8))
+
+
+def test_a_matrix_that_gains_too_little_travels_dense() -> None:
+    """Under the smallest rank of the run, factors of a small matrix would be no smaller."""
+    codec = codec_of("low_rank", min_rank=16, rank=16, max_rank=64)
+    limits = codec.limits
+    assert limits[1] == 0
+    assert all(limit == 0 or limit >= 16 for limit in limits)
+    assert limits[0] >= 16
+
+
+def test_low_rank_moves_fewer_values_than_dense() -> None:
+    codec = codec_of("low_rank", rank=4)
+    moved = sum(phase.numel for phase in codec.phases(codec.first_ranks))
+    assert moved < LAYOUT.numel / 5

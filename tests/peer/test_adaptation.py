@@ -1,0 +1,265 @@
+"""Ranks and H of coming rounds: what follows from the rounds before, and that it comes to rest."""
+
+import itertools
+import math
+from collections.abc import Callable, Sequence
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dilocox.peer.adaptation import (
+    WINDOW,
+    RoundFacts,
+    facts_of,
+    following_window,
+    next_inner_steps,
+    next_ranks,
+)
+
+ENERGY = 0.95
+
+
+def a_round(rank: int = 0, needed: int = 0, exchange_s: float = 0, step_s: float = 0) -> RoundFacts:
+    return RoundFacts(ranks=(rank,), needed=(needed,), exchange_s=exchange_s, step_s=step_s)
+
+
+def next_rank(
+    rank: int, needs: Sequence[tuple[int, int]], limit: int = 64, min_rank: int = 1
+) -> int:
+    """The rule for one matrix; `needs`: (rank, needed) of the rounds, the newest last."""
+    window = [a_round(*pair) for pair in needs]
+    return next_ranks((rank,), window, limits=(limit,), min_rank=min_rank)[0]
+
+
+def next_h(current: int, *times: tuple[float, float], low: int = 1, high: int = 1_000_000) -> int:
+    window = [a_round(exchange_s=exchange_s, step_s=step_s) for exchange_s, step_s in times]
+    return next_inner_steps(current, window, low=low, high=high)
+
+
+# ---- ranks ---------------------------------------------------------------------------------------
+def test_a_rank_with_some_room_stays() -> None:
+    assert next_rank(16, [(16, 12)] * 5) == 16
+    assert next_rank(16, [(16, 14)] * 5) == 16
+
+
+def test_a_rank_that_is_almost_used_up_grows_by_half() -> None:
+    assert next_rank(16, [(16, 15)] * 5) == 24
+    assert next_rank(1, [(1, 1)]) == 2
+    assert next_rank(7, [(7, 7)]) == 10
+
+
+def test_a_rank_with_much_room_shrinks_to_what_is_needed_and_a_quarter() -> None:
+    assert next_rank(16, [(16, 10)] * 5) == 13
+    assert next_rank(40, [(40, 27)] * 5) == 34
+
+
+def test_a_rank_shrinks_by_half_at_most() -> None:
+    assert next_rank(32, [(32, 1)] * 5) == 16
+    assert next_rank(33, [(33, 0)] * 5) == 17
+
+
+def test_one_odd_round_changes_nothing() -> None:
+    usual, low, high = (16, 13), (16, 2), (16, 16)
+    for place in range(WINDOW):
+        for odd in (low, high):
+            needs = [usual] * WINDOW
+            needs[place] = odd
+            assert next_rank(16, needs) == 16
+
+
+def test_a_rank_does_not_shrink_while_the_newest_round_used_all_of_it() -> None:
+    assert next_rank(16, [(16, 5)] * 4 + [(16, 8)]) == 8
+    assert next_rank(16, [(16, 5)] * 4 + [(16, 16)]) == 16
+
+
+def test_rounds_at_a_smaller_rank_that_was_used_up_do_not_undo_the_growth() -> None:
+    assert next_rank(24, [(16, 16)] * 4 + [(24, 20)]) == 24
+    assert next_rank(24, [(16, 16)] * 3 + [(24, 20)] * 2) == 24
+    assert next_rank(24, [(16, 16)] * 4 + [(24, 24)]) == 36
+
+
+def test_ranks_stay_inside_their_bounds() -> None:
+    assert next_rank(16, [(16, 16)] * 5, limit=20) == 20
+    assert next_rank(20, [(20, 20)] * 5, limit=20) == 20
+    assert next_rank(16, [(16, 0)] * 5, min_rank=12) == 12
+    assert next_rank(16, [(16, 0)] * 5, min_rank=12, limit=10) == 10
+    assert next_rank(99, [], limit=20) == 20
+
+
+def test_a_tensor_that_goes_dense_stays_dense_beside_others() -> None:
+    window = [RoundFacts(ranks=(0, 8, 0), needed=(0, 8, 0), exchange_s=1, step_s=1)]
+    assert next_ranks((0, 8, 0), window, limits=(0, 64, 0), min_rank=4) == (0, 12, 0)
+
+
+def test_without_rounds_the_ranks_stay_and_without_ranks_there_are_none() -> None:
+    assert next_ranks((3, 0, 7), [], limits=(9, 0, 9), min_rank=1) == (3, 0, 7)
+    window = [RoundFacts(ranks=(), needed=(), exchange_s=1, step_s=1)] * 5
+    assert next_ranks((), window, limits=(), min_rank=1) == ()
+
+
+@pytest.mark.parametrize(
+    ("ranks", "limits", "needed"),
+    [((4,), (9, 9), (4,)), ((4, 4), (9, 9), (4,)), ((4,), (9,), (4, 4))],
+)
+def test_windows_about_other_tensors_are_refused(
+    ranks: tuple[int, ...], limits: tuple[int, ...], needed: tuple[int, ...]
+) -> None:
+    window = [RoundFacts(ranks=(4,) * len(ranks), needed=needed, exchange_s=1, step_s=1)]
+    with pytest.raises(ValueError, match="zip"):
+        next_ranks(ranks, window, limits=limits, min_rank=1)
+
+
+def needed_in(energies: Sequence[float], rank: int) -> int:
+    """The smallest count of the first `rank` energies, largest first, that holds 95 % of them."""
+    sums = list(itertools.accumulate(energies[:rank]))
+    return next(count for count, held in enumerate(sums, 1) if held >= ENERGY * sums[-1])
+
+
+def ranks_over(energies: Sequence[float], first: int, limit: int, rounds: int = 60) -> list[int]:
+    """The ranks of `rounds` rounds on a matrix whose spectrum stands still."""
+    window, ranks = tuple[RoundFacts, ...](), [first]
+    for _ in range(rounds):
+        rank = ranks[-1]
+        window = following_window(window, a_round(rank, needed_in(energies, rank)))
+        ranks += next_ranks((rank,), window, limits=(limit,), min_rank=1)
+    return ranks
+
+
+def assert_settles(ranks: Sequence[int], energies: Sequence[float], limit: int) -> None:
+    final = ranks[-1]
+    assert set(ranks[-20:]) == {final}, "it swings"
+    moves = [after - before for before, after in itertools.pairwise(ranks) if after != before]
+    turns = sum(before * after < 0 for before, after in itertools.pairwise(moves))
+    assert turns <= 1, f"it turned {turns} times: {ranks}"
+    needed = needed_in(energies, final)
+    assert final == limit or needed < 0.9 * final, "it rests where the rank is used up"
+    assert final <= 2 or needed >= 0.6 * final, "it rests where the rank is mostly unused"
+
+
+SPECTRA: dict[str, Callable[[int], float]] = {
+    "flat": lambda k: 1.0,
+    "slow exponential": lambda k: 0.97**k,
+    "exponential": lambda k: 0.9**k,
+    "steep exponential": lambda k: 0.3**k,
+    "power law": lambda k: 1 / (k + 1),
+    "steep power law": lambda k: (k + 1) ** -2.0,
+    "exact rank 8": lambda k: float(k < 8),
+    "one column": lambda k: float(k == 0),
+}
+
+
+@pytest.mark.parametrize("first", [1, 2, 5, 16, 40, 64])
+@pytest.mark.parametrize("name", SPECTRA)
+def test_the_rank_of_a_spectrum_that_stands_still_comes_to_rest(name: str, first: int) -> None:
+    energies = [SPECTRA[name](k) for k in range(64)]
+    assert_settles(ranks_over(energies, first, 64), energies, 64)
+
+
+@given(
+    steps=st.lists(st.floats(0, 1, allow_nan=False), min_size=1, max_size=64),
+    first=st.integers(1, 64),
+)
+def test_the_rank_of_any_spectrum_comes_to_rest(steps: list[float], first: int) -> None:
+    energies = [max(value, 1e-9) for value in itertools.accumulate(steps, lambda a, b: a * b)]
+    limit = len(energies)
+    assert_settles(ranks_over(energies, min(first, limit), limit), energies, limit)
+
+
+def test_a_flat_spectrum_ends_at_the_limit_and_a_steep_one_far_below() -> None:
+    flat = [1.0] * 64
+    assert ranks_over(flat, 4, 48)[-1] == 48
+    steep = [0.5**k for k in range(64)]
+    assert 5 <= ranks_over(steep, 64, 64)[-1] <= 8  # 5 hold 97 %
+
+
+@given(st.lists(st.tuples(st.integers(1, 64), st.integers(0, 64)), max_size=5), st.integers(1, 64))
+def test_ranks_change_by_half_at_most_and_never_leave_their_bounds(
+    needs: list[tuple[int, int]], rank: int
+) -> None:
+    following = next_rank(rank, [(r, min(n, r)) for r, n in needs], limit=64)
+    assert 1 <= following <= 64
+    assert rank - rank // 2 <= following <= rank + max(rank // 2, 1)
+
+
+# ---- H -------------------------------------------------------------------------------------------
+def test_an_exchange_takes_half_a_round() -> None:
+    assert next_h(100, (60.0, 1.0)) == 100  # within a fifth
+    assert next_h(100, (61.0, 1.0)) == 122
+    assert next_h(100, (39.0, 1.0)) == 78
+    assert next_h(100, (35.25, 0.5)) == 141
+
+
+def test_h_changes_by_half_at_most() -> None:
+    assert next_h(100, (1000.0, 1.0)) == 150
+    assert next_h(100, (1.0, 1.0)) == 50
+    assert next_h(1, (1.0, 1.0)) == 2
+
+
+def test_h_stays_inside_the_manifests_bounds() -> None:
+    assert next_h(100, (1000.0, 1.0), high=120) == 120
+    assert next_h(100, (0.1, 1.0), low=80) == 80
+    assert next_h(100, (50.0, 1.0), low=110) == 110
+    assert next_h(100, (50.0, 1.0), high=90) == 90
+
+
+def test_unknown_times_leave_h_as_it_is() -> None:
+    assert next_h(100) == 100
+    assert next_h(100, (0, 1.0)) == 100
+    assert next_h(100, (500.0, 0)) == 100
+    assert next_h(100, (0, 0), (500.0, 1.0), (0, 0)) == 150
+    assert next_h(100, low=120) == 120
+
+
+def test_one_long_exchange_does_not_change_h() -> None:
+    assert next_h(100, *[(50.0, 1.0)] * 4, (5000.0, 1.0)) == 100
+
+
+@given(st.floats(0.01, 1000), st.floats(0.01, 1000), st.integers(1, 10_000))
+def test_h_of_times_that_stand_still_comes_to_rest(
+    exchange_s: float, step_s: float, first: int
+) -> None:
+    steps = [first]
+    for _ in range(40):
+        steps.append(next_h(steps[-1], (exchange_s, step_s), low=5, high=2000))
+    target = min(max(math.ceil(2 * exchange_s / step_s), 5), 2000)
+    assert len(set(steps[-10:])) == 1
+    assert abs(steps[-1] - target) <= 0.25 * target
+    assert sorted(steps[1:]) in (steps[1:], steps[:0:-1])  # never back and forth
+
+
+@given(
+    st.lists(st.tuples(st.floats(0, 1e308), st.floats(0, 1e308)), max_size=5), st.integers(1, 10**6)
+)
+def test_no_stated_time_takes_h_out_of_its_bounds(
+    times: list[tuple[float, float]], current: int
+) -> None:
+    assert 3 <= next_h(current, *times, low=3, high=999) <= 999
+
+
+# ---- facts ---------------------------------------------------------------------------------------
+def test_a_slow_member_and_a_far_one_do_not_move_the_medians() -> None:
+    usual = [(10.0, 1.0), (11.0, 1.1), (12.0, 1.2)]
+    facts = facts_of(ranks=(4,), needed=(3,), times=[*usual, (900.0, 1.0), (10.5, 50.0)])
+    assert (facts.exchange_s, facts.step_s) == (11.0, 1.1)
+    assert (facts.ranks, facts.needed) == ((4,), (3,))
+
+
+def test_a_median_is_one_of_the_stated_numbers_and_unknown_times_do_not_count() -> None:
+    facts = facts_of(ranks=(), needed=(), times=[(0, 2.0), (30.0, 0), (20.0, 0), (0, 0)])
+    assert (facts.exchange_s, facts.step_s) == (20.0, 2.0)
+    nobody = facts_of(ranks=(), needed=(), times=[(0, 0)])
+    assert (nobody.exchange_s, nobody.step_s) == (0.0, 0.0)
+
+
+@given(st.permutations([(1.0, 9.0), (2.0, 0.0), (0.0, 7.0), (4.0, 6.0), (5.0, 5.0)]))
+def test_the_order_of_the_members_does_not_matter(times: list[tuple[float, float]]) -> None:
+    facts = facts_of(ranks=(1,), needed=(1,), times=times)
+    assert facts == RoundFacts(ranks=(1,), needed=(1,), exchange_s=2.0, step_s=6.0)
+
+
+def test_a_window_holds_the_newest_five_rounds() -> None:
+    window = tuple[RoundFacts, ...]()
+    for rank in range(1, 8):
+        window = following_window(window, a_round(rank))
+    assert [facts.ranks for facts in window] == [(3,), (4,), (5,), (6,), (7,)]

@@ -1,0 +1,101 @@
+"""How a member reaches others: what is waited for, and what ends."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+
+from dilocox.dht.identity import Identity
+from dilocox.peer.reach import Reach
+from tests.peer.members import Group, everything
+
+
+class Beating:
+    """A transport of which only the heartbeats are used; they come when the test says."""
+
+    def __init__(self) -> None:
+        self.beat = asyncio.Event()
+        self.beats = 0
+
+    async def heartbeats(self, peer: str) -> AsyncIterator[None]:
+        while True:
+            await self.beat.wait()
+            self.beat.clear()
+            self.beats += 1
+            yield
+
+
+def reach_of(identities: list[Identity], folder: Path, transport: object) -> Reach:
+    group = Group(identities[:2], folder, passes=everything)
+    setup = group.setups[group.peers[0]]
+    return Reach(setup, cast("Any", transport), ThreadPoolExecutor(1))
+
+
+@pytest.mark.parametrize("steps", range(6))
+def test_a_watch_ends_with_the_attempt_also_where_a_heartbeat_comes_in_the_same_moment(
+    identities: list[Identity], tmp_path: Path, steps: int
+) -> None:
+    async def go() -> None:
+        transport = Beating()
+        reach = reach_of(identities, tmp_path, transport)
+        reach.watch_neighbours()
+        for _ in range(5):
+            await asyncio.sleep(0)
+        transport.beat.set()
+        for _ in range(steps):
+            await asyncio.sleep(0)
+        reach.cancel()
+        await asyncio.sleep(0.01)
+        seen = transport.beats
+        transport.beat.set()
+        await asyncio.sleep(0.01)
+        assert transport.beats == seen
+        assert len(asyncio.all_tasks()) == 1
+
+    asyncio.run(go())
+
+
+def test_a_call_that_fails_or_takes_too_long_only_means_that_nobody_was_reached(
+    identities: list[Identity], tmp_path: Path
+) -> None:
+    async def answer(peer: str, what: str) -> str:
+        if what == "broken":
+            raise ConnectionError(peer)
+        if what == "slow":
+            await asyncio.sleep(10)
+        return what
+
+    async def go() -> None:
+        reach = reach_of(identities, tmp_path, Beating())
+        answers = [
+            await reach.call(0.05, answer, "peer", what) for what in ("broken", "slow", "well")
+        ]
+        assert answers == [None, None, "well"]
+        began = time.monotonic()
+        assert not await reach.until(lambda: False, began + 0.05)
+        assert 0.05 <= time.monotonic() - began < 1.0
+
+    asyncio.run(go())
+
+
+def test_a_fault_in_what_nobody_waits_for_is_logged(
+    identities: list[Identity], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def fault() -> None:
+        raise RuntimeError("ours")
+
+    async def go() -> None:
+        reach = reach_of(identities, tmp_path, Beating())
+        await asyncio.wait([reach.spawn(fault())])
+        await asyncio.sleep(0)
+
+    with caplog.at_level(logging.ERROR, logger="dilocox.peer.reach"):
+        asyncio.run(go())
+    assert [record.exc_info and str(record.exc_info[1]) for record in caplog.records] == ["ours"]

@@ -31,7 +31,7 @@ def continued(rows: Tensor, rank: int, cols: int, seed: str, name: str) -> Tenso
     the tensor's name.
     """
     basis = torch.zeros(rank, cols, dtype=torch.float64)
-    kept = [index for norm, index in strongest(rows) if norm > 0][:rank]
+    kept = [index for _, index in strongest(rows)][:rank]
     basis[: len(kept)] = rows[kept]
     for attempt in range(_ATTEMPTS):
         for index in _zero_rows(basis):

@@ -107,20 +107,23 @@ class LowRank:
             result[tensor.q_slice] = message[tensor.stage_slice]
         return result
 
-    def expand(self, p_hat: Tensor, q_mean: Tensor) -> Tensor:
+    def expand(self, p_hat: Tensor, q_mean: Tensor, out: Tensor | None = None) -> Tensor:
         """The averaged update [n] of P^ and the decoded mean of phase 1; equal on every machine.
 
         Wherever part borders lie: the product is exact (`exact.exact_product`), then rounded once.
+        out: where to put it, zero in the padding; new memory takes longer than the product.
         """
         _check(p_hat, self.p_numel, "p_hat")
         _check(q_mean, self.q_numel, "q_mean")
-        result = torch.zeros(self.layout.numel)
+        result = self._result(out)
         for matrix in self.factored:
             exact_product(matrix.p(p_hat), matrix.q(q_mean), matrix.matrix(result))
         return self._with_dense(result, q_mean)
 
-    def expand_own(self, p_hat: Tensor, q_own: Tensor, counted: Sequence[slice]) -> Tensor:
-        """A member's own contribution [n], from its own decoded vector of phase 1.
+    def expand_own(
+        self, p_hat: Tensor, q_own: Tensor, counted: Sequence[slice], out: Tensor | None = None
+    ) -> Tensor:
+        """A member's own contribution [n], from its own decoded vector of phase 1; `out` as above.
 
         counted: where in that vector the member counted; the rest is taken as zero. Nothing depends
         on its last bits, so this is a plain fp32 product.
@@ -130,7 +133,7 @@ class LowRank:
         q_counted = torch.zeros_like(q_own)
         for part in counted:
             q_counted[part] = q_own[part]
-        result = torch.zeros(self.layout.numel)
+        result = self._result(out)
         for matrix in self.factored:
             torch.mm(matrix.p(p_hat).T, matrix.q(q_counted), out=matrix.matrix(result))
         return self._with_dense(result, q_counted)
@@ -192,6 +195,12 @@ class LowRank:
             basis = continued(rows, matrix.rank, matrix.cols, seed, matrix.name)
             matrix.basis(result).copy_(basis)
         return result
+
+    def _result(self, out: Tensor | None) -> Tensor:
+        if out is None:
+            return torch.zeros(self.layout.numel)
+        _check(out, self.layout.numel, "out")
+        return out
 
     def _with_dense(self, stage: Tensor, q_vector: Tensor) -> Tensor:
         """The stage's vector [n] with the tensors that phase 1 holds as they are."""

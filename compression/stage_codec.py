@@ -14,18 +14,19 @@ their bytes alone, on every machine (exact.py); a peer's own vectors need not be
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache, partial
 from typing import Literal
 
 import torch
-from dilocox.compression.low_rank import LowRank, rank_limits
 from torch import Tensor
 
 from dilocox.compression.codec import Codec, GroupCodec
 from dilocox.compression.groups import GROUP_SIZE
 from dilocox.compression.layout import FlatLayout
+from dilocox.compression.low_rank import LowRank, rank_limits
 from dilocox.compression.sparse import CHUNK, SparseMeanCodec, TopKCodec
 
 Scheme = Literal["dense", "low_rank", "top_k"]
@@ -65,12 +66,14 @@ class StageCodec:
         limits: per tensor of the layout the largest rank that pays, 0 where none does; empty unless
             the scheme is low_rank.
         first_ranks: those of the first exchange.
+        device: where a member's own products are made; None is the CPU.
     """
 
     def __init__(self, layout: FlatLayout, compression: Compression):
         self.layout = layout
         self.compression = compression
         self.limits: tuple[int, ...] = ()
+        self.device: torch.device | None = None
         group = GroupCodec(compression.bits, compression.max_factor)
         self._codecs: tuple[Codec, Codec] = (group, group)
         match compression.scheme:
@@ -91,6 +94,23 @@ class StageCodec:
     def low_rank(self, ranks: Sequence[int]) -> LowRank | None:
         """The factors of an exchange under these ranks; None unless the scheme is low_rank."""
         return self._low_rank(tuple(ranks)) if self.limits else None
+
+    def choose_device(self, device: torch.device) -> None:
+        """Make own products on this device if it is the faster one, by a look at the first ones.
+
+        What a peer sends is its own affair: it need not be equal to the last bit elsewhere.
+        """
+        low_rank = self.low_rank(self.first_ranks)
+        if low_rank is None or not low_rank.factored or device.type == "cpu":
+            return
+        message, basis = torch.zeros(self.layout.numel), torch.zeros(low_rank.basis_numel)
+        seconds: dict[torch.device | None, float] = {}
+        for candidate in (device, None):
+            low_rank.project(message, basis, candidate)  # the first time, libraries are loaded
+            began = time.perf_counter()
+            low_rank.project(message, basis, candidate)
+            seconds[candidate] = time.perf_counter() - began
+        self.device = device if seconds[device] < seconds[None] else None
 
     def phases(self, ranks: Sequence[int]) -> tuple[Phase, ...]:
         """The vectors that an exchange under these ranks moves; ValueError for impossible ranks."""
@@ -118,7 +138,7 @@ class StageCodec:
 
     def means(self, ranks: Sequence[int], vectors: Sequence[Tensor]) -> StageMeans:
         """What the decoded mean vectors of an exchange's phases say."""
-        return StageMeans(self.low_rank(ranks), self._codecs[0], vectors)
+        return StageMeans(self.low_rank(ranks), self._codecs[0], vectors, self.device)
 
     def encoder(
         self, message: Tensor, ranks: Sequence[int], basis: Callable[[], Tensor | None]
@@ -127,7 +147,7 @@ class StageCodec:
 
         basis: makes the agreed basis, when the first phase needs it.
         """
-        return StageEncoder(message, self.low_rank(ranks), basis)
+        return StageEncoder(message, self.low_rank(ranks), basis, self.device)
 
     def undecayed(self, ranks: Sequence[int], left_out: Sequence[slice]) -> list[slice]:
         """Slices of the stage's vector that lack values where a member was left out.
@@ -145,6 +165,7 @@ class StageEncoder:
     message: Tensor
     low_rank: LowRank | None
     basis: Callable[[], Tensor | None]
+    device: torch.device | None
 
     def vector(self, phase: int, earlier: Sequence[Tensor]) -> Tensor:
         """The vector of a phase, given the decoded means of those before it."""
@@ -154,16 +175,24 @@ class StageEncoder:
             basis = self.basis()
             if basis is None:
                 raise ValueError("low rank needs a basis")
-            return self.low_rank.project(self.message, basis)
-        return self.low_rank.contract(self.message, self.low_rank.orthonormal(earlier[0]))
+            return self.low_rank.project(self.message, basis, self.device)
+        p_hat = self.low_rank.orthonormal(earlier[0])
+        return self.low_rank.contract(self.message, p_hat, self.device)
 
 
 class StageMeans:
     """The means of one exchange, decoded; what comes out of them is equal on all machines."""
 
-    def __init__(self, low_rank: LowRank | None, send: Codec, vectors: Sequence[Tensor]):
-        """vectors: the mean vector of each phase, fp32."""
+    def __init__(
+        self,
+        low_rank: LowRank | None,
+        send: Codec,
+        vectors: Sequence[Tensor],
+        device: torch.device | None,
+    ):
+        """vectors: the mean vector of each phase, fp32. device: see StageCodec."""
         self._low_rank = low_rank
+        self._device = device
         self._send = send
         self._vectors = vectors
 
@@ -172,24 +201,28 @@ class StageMeans:
         first = self._vectors[0]
         return first if self._low_rank is None else self._low_rank.orthonormal(first)
 
-    def average(self) -> Tensor:
-        """The averaged message, fp32 [layout.numel]."""
+    def average(self, out: Tensor | None = None) -> Tensor:
+        """The averaged message, fp32 [layout.numel]; in `out`, zero in the padding, where that is
+        given and saves time.
+        """
         if self._low_rank is None:
             return self._vectors[-1]
-        return self._low_rank.expand(self._p_hat, self._vectors[1])
+        return self._low_rank.expand(self._p_hat, self._vectors[1], out)
 
-    def own(self, message: Tensor, counted: Sequence[slice]) -> Tensor:
+    def own(self, message: Tensor, counted: Sequence[slice], out: Tensor | None = None) -> Tensor:
         """What a member's message put in, fp32 [layout.numel]; 0 where it was left out.
 
-        counted: the parts of the last phase's vector that hold its values.
+        counted: the parts of the last phase's vector that hold its values. `out` as above.
         """
         low_rank = self._low_rank
-        vector = message if low_rank is None else low_rank.contract(message, self._p_hat)
+        vector = (
+            message if low_rank is None else low_rank.contract(message, self._p_hat, self._device)
+        )
         sent = torch.zeros_like(vector)
         for part in counted:
             values = vector[part]
             self._send.decode(self._send.encode(values), values.numel(), out=sent[part])
-        return sent if low_rank is None else low_rank.expand_own(self._p_hat, sent, counted)
+        return sent if low_rank is None else low_rank.expand_own(self._p_hat, sent, counted, out)
 
     def needed(self, energy: float) -> tuple[int, ...]:
         """Per tensor the smallest rank that holds this share of the average's energy."""

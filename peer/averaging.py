@@ -57,6 +57,7 @@ class AveragerConfig:
     log_folder: Path
     snapshot_folder: Path  # its newest snapshot is served to joiners
     max_upload_bytes_per_s: float | None
+    device: str  # as --device names it; this process may use it too
 
 
 @dataclass(frozen=True, kw_only=True)

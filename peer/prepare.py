@@ -9,7 +9,6 @@ from pathlib import Path
 import torch
 
 from dilocox.compression.layout import FlatLayout
-from dilocox.dht.errors import InvalidInput
 from dilocox.dht.manifest import DataSpec, Manifest
 from dilocox.dht.manifest_defaults import ENDINGS
 from dilocox.peer.averaging import StageBuffers
@@ -21,19 +20,6 @@ from dilocox.peer.snapshots import Snapshots
 from dilocox.pipeline.stage import build_stage, flatten_parameters
 
 logger = logging.getLogger(__name__)
-
-
-def chosen_device(option: str) -> torch.device:
-    """The device that `--device` names; InvalidInput if it is not here."""
-    if option == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device(option)
-        torch.zeros((), device=device)
-    except (RuntimeError, AssertionError) as error:
-        reason = str(error).splitlines()[0]
-        raise InvalidInput(f"--device {option}: {reason}; choose cpu or auto") from error
-    return device
 
 
 def local_model(

@@ -2,6 +2,7 @@
 
 import math
 from fractions import Fraction
+from itertools import permutations
 
 import numpy as np
 import pytest
@@ -157,6 +158,13 @@ def test_the_product_does_not_depend_on_the_order_of_its_terms(bits: int):
     for seed in range(4):
         order = torch.randperm(MAX_RANK, generator=torch.Generator().manual_seed(seed))
         assert torch.equal(product(left[order].contiguous(), right[order].contiguous()), expected)
+
+
+def test_terms_that_cancel_leave_the_same_in_any_order():
+    left = torch.ones(3, 1)
+    right = torch.tensor([[1.0], [(1 + 2.0**-23) * 2.0**-31], [-1.0]])
+    results = {product(left, right[list(order)]).item() for order in permutations(range(3))}
+    assert results == {2.0**-31}  # what is below the 32 bits is gone before the sum
 
 
 def test_fp32_products_do_depend_on_it():

@@ -220,6 +220,15 @@ def test_an_own_contribution_is_zero_where_it_did_not_count():
     assert torch.equal(own[~touched], whole[~touched])
 
 
+def test_directions_are_orthonormal_multiples_of_a_unit():
+    low_rank = LowRank(LAYOUT, RANKS)
+    p_hat = low_rank.orthonormal(normal(low_rank.p_numel) * 1e-9)
+    assert torch.equal(p_hat * 2**14, (p_hat * 2**14).round())
+    for matrix in low_rank.factored:
+        products = matrix.p(p_hat).double() @ matrix.p(p_hat).double().T
+        assert (products - torch.eye(matrix.rank)).abs().max() < 1e-3
+
+
 @pytest.mark.parametrize("parts", [1, 2, 3, 7])
 def test_borders_inside_factors_leave_the_average_exact(parts: int):
     low_rank = LowRank(LAYOUT, RANKS)

@@ -10,7 +10,8 @@ import torch
 
 from dilocox.dht.errors import InvalidInput
 from dilocox.dht.manifest import DataSpec
-from dilocox.peer.prepare import chosen_device, own_data
+from dilocox.peer.device import chosen_device
+from dilocox.peer.prepare import own_data
 from dilocox.peer.sources import open_source
 
 

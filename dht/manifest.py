@@ -253,6 +253,11 @@ def warnings(manifest: Manifest) -> list[str]:
             f"(up to 61 % more loss measured); with merge {outer.merge} "
             f"use {'0.0' if outer.merge == 'reset' else '0.5'}"
         )
+    if manifest.inner.optimizer == "muon" and manifest.codec.scheme == "low_rank":
+        lines.append(
+            "inner.optimizer muon makes updates that no low rank holds (16 % more loss measured at "
+            "rank 8, none with 4 bits alone); use codec.scheme: dense"
+        )
     return lines
 
 

@@ -96,10 +96,17 @@ class InnerSpec(Section):
     """The inner optimizer. Its learning rate warms up over `warmup_tokens` of the run, then follows
     a cosine down to `final_fraction` of itself at the run's end. `precision` is that of a GPU; a
     CPU computes in fp32.
+
+    optimizer: "adamw", or "muon" for the 2-D weights of the layers and AdamW for the rest.
+    muon_learning_rate: follows the same schedule. It is scaled by 0.2 * sqrt(the longer side) of
+        each matrix, so that an update is as large as a typical one of AdamW at the same rate.
+    weight_decay: of both, each times its own learning rate; not on vectors.
     """
 
-    optimizer: Literal["adamw"] = checked(choice("adamw"), "adamw")
+    optimizer: Literal["adamw", "muon"] = checked(choice("adamw", "muon"), "adamw")
     learning_rate: float = checked(number(0, 10, above=True), 1e-3)
+    muon_learning_rate: float = checked(number(0, 10, above=True), 1e-3)
+    muon_momentum: float = checked(number(0, 0.999), 0.95)
     betas: tuple[float, float] = checked(pair_of_fractions, (0.9, 0.95))
     eps: float = checked(number(0, 1, above=True), 1e-8)
     weight_decay: float = checked(number(0, 10), 0.1)

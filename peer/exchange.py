@@ -151,8 +151,6 @@ class Attempt:
                     self._push(self._transport.push_part, share.reducer, part, payload)
         except NotEncodable as error:
             logger.warning("the others average without this peer's message: %s", error)
-            self._shares.leave_out(setup.me, phase)
-            self._reach.notify()
 
     async def _reduce(self, part: int) -> None:
         """Average what arrived for our part by the deadline, and push the mean to everybody."""

@@ -1,5 +1,5 @@
-"""Inner steps: AdamW on one stage, with the clipping and the learning rate decided for the whole
-replica.
+"""Inner steps: AdamW, or Muon beside it, on one stage, with the clipping and the learning rate
+decided for the whole replica.
 
 A stage accumulates gradients, reports their squared norm, and steps when it is told the clip
 factor and the learning rate. What is not finite never reaches the weights: a loss or a norm that is
@@ -22,10 +22,10 @@ from torch import Tensor, nn
 
 from dilocox.dht.errors import InvalidInput
 from dilocox.dht.manifest import InnerSpec
+from dilocox.peer.inner_parts import inner_parts
 
 Precision = Literal["fp32", "bf16", "fp16"]
 
-_MOMENTS = ("step", "exp_avg", "exp_avg_sq")  # what torch's AdamW keeps of a parameter
 _AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -68,6 +68,8 @@ class InnerState:
 class InnerOptimizer:
     """AdamW over one stage's parameters, without weight decay on vectors (norms and biases).
 
+    Where the manifest says so, Muon steps the 2-D weights of the layers (`inner_parts`).
+
     Args:
         named_parameters: the stage's parameters, fp32, all on one device.
         spec: the manifest's inner section.
@@ -76,6 +78,9 @@ class InnerOptimizer:
     Attributes:
         steps: inner steps taken.
         skipped: inner steps skipped because something was not finite.
+
+    Raises:
+        InvalidInput: the manifest's optimizer is one that this torch has not.
     """
 
     def __init__(
@@ -92,17 +97,7 @@ class InnerOptimizer:
         self.steps = 0
         self.skipped = 0
         self._parameters = [parameter for _, parameter in named]
-        matrices = [(name, parameter) for name, parameter in named if parameter.ndim > 1]
-        vectors = [(name, parameter) for name, parameter in named if parameter.ndim <= 1]
-        self._names = [name for name, _ in matrices + vectors]  # in the order of torch's state
-        groups = [
-            {"params": [parameter for _, parameter in group], "weight_decay": decay}
-            for group, decay in ((matrices, spec.weight_decay), (vectors, 0.0))
-            if group
-        ]
-        self._adamw = torch.optim.AdamW(
-            groups, lr=spec.learning_rate, betas=spec.betas, eps=spec.eps
-        )
+        self._parts = inner_parts(named, spec)
         self._scaler: torch.amp.GradScaler | None = None
         if "fp16" in (self.precision, spec.precision):
             self._scaler = torch.amp.GradScaler(self.device.type)
@@ -142,7 +137,8 @@ class InnerOptimizer:
         """Return the squared norm of the gradients of this step, which are all there now."""
         if self._squared_norm is None:
             if self._scaler is not None:
-                self._scaler.unscale_(self._adamw)
+                for part in self._parts:
+                    self._scaler.unscale_(part.optimizer)
             gradients = [p.grad for p in self._parameters if p.grad is not None]
             self._squared_norm = float(nn.utils.get_total_norm(gradients)) ** 2
         return self._squared_norm
@@ -171,12 +167,7 @@ class InnerOptimizer:
 
     def state_dict(self) -> InnerState:
         """Return the state; its tensors are the live ones, which the next step changes."""
-        state: dict[int, dict[str, Tensor]] = self._adamw.state_dict()["state"]
-        tensors = {
-            f"{key}/{self._names[index]}": tensor
-            for index, moments in state.items()
-            for key, tensor in moments.items()
-        }
+        tensors = {name: tensor for part in self._parts for name, tensor in part.tensors().items()}
         scaler = None if self._scaler is None else self._scaler.state_dict()
         values = {"steps": self.steps, "skipped": self.skipped, "scaler": scaler}
         return InnerState(tensors=tensors, values=values)
@@ -187,30 +178,22 @@ class InnerOptimizer:
         Raises:
             InvalidInput: it belongs to other parameters; nothing has changed then.
         """
-        shapes = {
-            f"{key}/{name}": torch.Size() if key == "step" else parameter.shape
-            for name, parameter in zip(self._names, self._in_groups(), strict=True)
-            for key in _MOMENTS
-        }
+        shapes = {name: shape for part in self._parts for name, shape in part.shapes().items()}
         for label, tensor in state.tensors.items():
             if tensor.shape != shapes.get(label):
                 raise InvalidInput(
                     f"the saved inner optimizer holds {label} of shape {tuple(tensor.shape)}, "
                     "which this stage has not; remove the snapshot to start without it"
                 )
-        moments = {
-            index: {key: state.tensors[f"{key}/{name}"].clone() for key in _MOMENTS}
-            for index, name in enumerate(self._names)
-            if f"step/{name}" in state.tensors
-        }
-        groups = self._adamw.state_dict()["param_groups"]
-        self._adamw.load_state_dict({"state": moments, "param_groups": groups})
+        for part in self._parts:
+            part.load(state.tensors)
         self.steps, self.skipped = int(state.values["steps"]), int(state.values["skipped"])
         if self._scaler is not None and state.values["scaler"] is not None:
             self._scaler.load_state_dict(state.values["scaler"])
 
     def _clear(self) -> None:
-        self._adamw.zero_grad(set_to_none=True)
+        for parameter in self._parameters:
+            parameter.grad = None
         self._squared_norm = None
 
     def _step(self, factor: float, learning_rate: float) -> None:
@@ -218,12 +201,13 @@ class InnerOptimizer:
             for parameter in self._parameters:
                 if parameter.grad is not None:
                     parameter.grad.mul_(factor)
-        for group in self._adamw.param_groups:
-            group["lr"] = learning_rate
-        if self._scaler is None:
-            self._adamw.step()  # pyright: ignore[reportUnknownMemberType]
-        else:
-            self._scaler.step(self._adamw)
+        for part in self._parts:
+            part.set_learning_rate(learning_rate)
+            if self._scaler is None:
+                part.optimizer.step()  # pyright: ignore[reportUnknownMemberType]
+            elif part.has_gradients:  # a scaler refuses to step without
+                self._scaler.step(part.optimizer)
+        if self._scaler is not None:
             self._scaler.update()
 
     def _back_off(self) -> None:
@@ -232,6 +216,3 @@ class InnerOptimizer:
             scale = self._scaler.get_scale() * self._scaler.get_backoff_factor()
             self._scaler.update(scale)
             self._scaler.load_state_dict({**self._scaler.state_dict(), "_growth_tracker": 0})
-
-    def _in_groups(self) -> list[nn.Parameter]:
-        return [parameter for group in self._adamw.param_groups for parameter in group["params"]]

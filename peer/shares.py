@@ -35,7 +35,7 @@ class _Duty:
 
     reduction: Reduction
     offered: set[str] = field(default_factory=set[str])  # whose part came, sound or not
-    left_out: set[str] = field(default_factory=set[str])  # whose part will not be in the mean
+    refused: set[str] = field(default_factory=set[str])  # whose part was malformed
     closed: bool = False
 
 
@@ -77,19 +77,13 @@ class Shares:
         try:
             await self._compute(duty.reduction.add, peer, payload)
         except PayloadRefused:
-            duty.left_out.add(peer)
+            duty.refused.add(peer)
             raise
-
-    def leave_out(self, peer: str, phase: int) -> None:
-        """Wait for no part of this member in a phase."""
-        for part, duty in self._duties.items():
-            if self._setup.shares[part].phase == phase:
-                duty.left_out.add(peer)
 
     def awaited(self, part: int) -> set[str]:
         """The members whose part of our share is neither in the sum nor given up."""
         duty = self._duties[part]
-        return self._weight.keys() - duty.reduction.in_sum - duty.left_out
+        return self._weight.keys() - duty.reduction.in_sum - duty.refused
 
     async def reduce(self, part: int) -> Mean | None:
         """The mean of what came for our share; None if nothing did. Nothing is taken after that."""
@@ -151,7 +145,7 @@ class Shares:
     # ---- who is to blame -------------------------------------------------------------------------
     def refused(self) -> set[str]:
         """The members that sent something malformed."""
-        senders = {peer for duty in self._duties.values() for peer in duty.left_out}
+        senders = {peer for duty in self._duties.values() for peer in duty.refused}
         return senders | {self._setup.shares[part].reducer for part in self.lied}
 
     def silent(self) -> set[str]:

@@ -15,6 +15,7 @@ from dilocox.dht.errors import InvalidInput
 from dilocox.dht.identity import Identity
 from dilocox.dht.manifest import (
     CodecSpec,
+    InnerSpec,
     Manifest,
     OuterSpec,
     RoundSpec,
@@ -59,6 +60,9 @@ def test_three_fields_make_a_manifest(tmp_path: Path):
         ("inner: {betas: [0.9]}", "inner.betas is .* two numbers"),
         ("inner: {learning_rate: 0}", "inner.learning_rate is 0; it must be a number above 0"),
         ("inner: {learning_rate: fast}", "inner.learning_rate is 'fast'; it must be a number"),
+        ("inner: {optimizer: sgd}", "inner.optimizer is 'sgd'; it must be adamw or muon"),
+        ("inner: {muon_learning_rate: 0}", "inner.muon_learning_rate is 0; it must be a number"),
+        ("inner: {muon_momentum: 1}", "inner.muon_momentum is 1; it must be a number from 0 to"),
         ("inner: 3", "inner is 3; it must hold named fields"),
         ("inner: {warmup_tokens: 3000000}", "inner.warmup_tokens.* less than end_tokens"),
         ("deadlines: {vote_s: .inf}", "deadlines.vote_s is inf; it must be a number"),
@@ -152,6 +156,24 @@ def test_preset_makes_a_valid_manifest(name: str):
 )
 def test_pairings_that_train_badly_are_warned_about(manifest: Manifest, outer: Any, count: int):
     assert len(warnings(dataclasses.replace(manifest, outer=outer))) == count
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "scheme", "count"),
+    [
+        ("adamw", "low_rank", 0),
+        ("muon", "low_rank", 1),
+        ("muon", "dense", 0),
+        ("muon", "top_k", 0),
+    ],
+)
+def test_muon_is_warned_off_low_rank(manifest: Manifest, optimizer: Any, scheme: Any, count: int):
+    chosen = dataclasses.replace(
+        manifest, inner=InnerSpec(optimizer=optimizer), codec=CodecSpec(scheme=scheme)
+    )
+    lines = warnings(chosen)
+    assert len(lines) == count
+    assert all("use codec.scheme: dense" in line for line in lines)
 
 
 def test_bytes_are_canonical_and_read_back_equal(manifest: Manifest):

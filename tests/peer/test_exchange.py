@@ -185,6 +185,25 @@ def test_a_stranger_or_a_second_part_of_a_member_is_refused(
     asyncio.run(go())
 
 
+def test_a_part_that_comes_after_its_mean_was_made_is_refused_but_no_fault(
+    identities: list[Identity], tmp_path: Path
+) -> None:
+    async def go() -> None:
+        group = Group(
+            identities[:2],
+            tmp_path,
+            passes=lambda a, b, kind: (kind, b) != ("part0", group.peers[0]),
+        )
+        attempt = group.attempts[group.peers[0]]
+        record = record_of(group, await group.run())
+        assert record.parts[0].contributors == (group.peers[0],)
+        payload = group.codec.phases(())[0].send.encode(torch.ones(group.shares[0].numel))
+        with pytest.raises(ShareRefused):
+            await attempt.on_part(group.peers[1], 0, payload.numpy().tobytes())
+
+    asyncio.run(go())
+
+
 CUTS = [
     frozenset(cut)
     for size in range(4)

@@ -34,6 +34,7 @@ from dilocox.dht.records import ClaimRecord
 from dilocox.peer import catchup
 from dilocox.peer.archive_stage import StageArchive
 from dilocox.peer.averager import StageAverager
+from dilocox.peer.kept_chain import keep_manifest
 from dilocox.peer.outer import OuterStep
 from dilocox.peer.transport import CHUNK_BYTES, PeerTransport, UploadLimit, reply, unpack
 from dilocox.pipeline.stage import parameter_shapes
@@ -197,6 +198,7 @@ class Keeper:
 
     def _made(self, stage: int) -> StageArchive:
         manifest = self._manifest
+        keep_manifest(self._folder, manifest)
         layout = FlatLayout.of(parameter_shapes(manifest.model, manifest.stages, stage))
         return StageArchive(
             self._of_stage(stage),
@@ -204,13 +206,13 @@ class Keeper:
             check=catchup.RecordCheck.of(self._run, stage, manifest, layout),
             outer=OuterStep(manifest.outer.learning_rate, manifest.outer.momentum),
             record_lifetime_s=manifest.deadlines.record_lifetime_s,
+            keep_bytes=manifest.rounds.log_bytes,
             transport=PeerTransport(
                 p2p=self._p2p,
                 stub_for=lambda p2p, peer: StageAverager.get_stub(
                     p2p, peer, namespace=averaging_prefix(self._run, stage)
                 ),
                 limit=UploadLimit(None),
-                counter=torch.zeros((), dtype=torch.int64),
             ),
             compute=self._compute,
         )

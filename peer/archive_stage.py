@@ -20,10 +20,12 @@ from typing import Any
 from dilocox.dht.records import ClaimRecord
 from dilocox.peer import catchup
 from dilocox.peer.archive_generation import Generation
+from dilocox.peer.archive_older import OlderRecords
 from dilocox.peer.archive_state import ask_for_state, download_state
 from dilocox.peer.catchup import NoState, Reach
 from dilocox.peer.outer import OuterStep
 from dilocox.peer.record import RecordRefused
+from dilocox.peer.record_folder import RecordFolder
 from dilocox.peer.transport import PeerTransport
 from dilocox.peer.view import SwarmView
 
@@ -55,10 +57,14 @@ class StageArchive:
         check: catchup.RecordCheck,
         outer: OuterStep,
         record_lifetime_s: float,
+        keep_bytes: int,
         transport: PeerTransport,
         compute: catchup.Compute,
     ):
-        """Takes up what is on the disk; slow. Raises EnvironmentFault."""
+        """Takes up what is on the disk; slow. Raises EnvironmentFault.
+
+        keep_bytes: of records from before the current generation.
+        """
         self.claim: ClaimRecord | None = None
         self._folder = folder
         self._me = me
@@ -71,6 +77,9 @@ class StageArchive:
         self._current, self._coming = kept[0], kept[1] if len(kept) > 1 else None
         for more in kept[2:]:
             more.remove()
+        self._older = OlderRecords(folder, keep_bytes)
+        if self._current.state_round >= 0:
+            self._older.lead_to(self._current)
         self._building: asyncio.Task[Generation] | None = None
         self._replaces = False  # what is being built: the chain, and not only the state
         self._not_before = 0.0
@@ -82,12 +91,13 @@ class StageArchive:
         """What a peer asks for, as catchup.py defines it; KeyError and so on for nonsense."""
         match want["what"]:
             case "record" | "certificate":
-                for each in (self._current, self._coming):
-                    digest = str(want["digest"])
-                    found = each and catchup.find_in_log(each.log, want["what"], digest)
-                    if found:
-                        return found
-                return None
+                logs: list[RecordFolder] = [self._current.log]
+                logs += [] if self._coming is None else [self._coming.log]
+                logs += [self._older.records] if want.get("older") else []
+                found = (
+                    catchup.find_in_log(log, want["what"], str(want["digest"])) for log in logs
+                )
+                return next((source for source in found if source), None)
             case "state":
                 offset, sha256 = int(want.get("offset", 0)), want.get("sha256")
                 return catchup.open_state(self._current.states, offset, sha256)
@@ -290,6 +300,7 @@ class StageArchive:
 
     def _adopt(self, generation: Generation) -> None:
         old, self._current, self._coming = self._current, generation, None
+        self._older.lead_to(generation, old)
         old.remove()
         logger.info(
             "%s: kept from the state of round %d on, %d records",
@@ -305,6 +316,7 @@ class StageArchive:
 
     def _start_over(self) -> None:
         old = self._current
+        self._older.keep(old.log)  # its records are sound
         self._drop_coming()
         if self._building is not None:
             self._building.cancel()

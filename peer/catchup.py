@@ -28,6 +28,7 @@ from dilocox.peer.groups import tokens_cap
 from dilocox.peer.outer import anchor_sha256
 from dilocox.peer.plan import stage_codec
 from dilocox.peer.record import RecordRefused, RoundRecord, digest_of, parse_record
+from dilocox.peer.record_folder import RecordFolder
 from dilocox.peer.roundlog import RoundLog
 from dilocox.peer.snapshot import STATE_FACTS_FILE, STATE_FILE, newest, sha256_of_file
 from dilocox.peer.transport import Blob, FrameRefused, PeerTransport
@@ -188,7 +189,7 @@ async def fetch_certificate(transport: PeerTransport, peer: str, digest: str) ->
     return blob.data
 
 
-def find_in_log(log: RoundLog, what: str, digest: str) -> Source | None:
+def find_in_log(log: RecordFolder, what: str, digest: str) -> Source | None:
     """A logged record or certificate, to serve."""
     round_number = log.find(digest)
     if round_number is None or round_number < 0:

@@ -16,7 +16,23 @@ import typer
 
 from dilocox import __version__
 from dilocox.dht.errors import DilocoxError, EnvironmentFault
-from dilocox.dht.invite import Invite
+from dilocox.dht.invite import SCHEME, Invite
+from dilocox.peer.cli_options import (
+    Announce,
+    ChainSource,
+    ChainStage,
+    ChainTimeout,
+    Device,
+    Host,
+    InviteText,
+    LogLevel,
+    MetricsHost,
+    MetricsPort,
+    Port,
+    State,
+    Threads,
+    env,
+)
 from dilocox.peer.files import DISK_FULL, disk_fault
 from dilocox.peer.logs import set_up_logging
 from dilocox.peer.signals import leave_at_once
@@ -30,64 +46,6 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-
-
-def _env(option: str) -> str:
-    return PREFIX + option.upper().replace("-", "_")
-
-
-InviteText = Annotated[
-    str,
-    typer.Argument(
-        help="The one string that the operator gave you: dilocox:RUN@ADDRESS,...",
-        envvar=_env("invite"),
-    ),
-]
-State = Annotated[
-    Path,
-    typer.Option(
-        help="Folder for identity, snapshots and log; it belongs to one peer at a time.",
-        envvar=_env("state"),
-    ),
-]
-Port = Annotated[
-    int,
-    typer.Option(
-        min=0, max=65535, help="TCP port to listen on; 0 takes a free one.", envvar=_env("port")
-    ),
-]
-Host = Annotated[
-    str,
-    typer.Option(
-        help="Address to listen on; 0.0.0.0 for all, 127.0.0.1 for this machine only.",
-        envvar=_env("host"),
-    ),
-]
-Announce = Annotated[
-    list[str] | None,
-    typer.Option(
-        help="Multiaddress at which others reach this peer, if it is not the one it listens on "
-        "(say /ip4/203.0.113.7/tcp/31337); may be given several times.",
-        envvar=_env("announce"),
-    ),
-]
-Device = Annotated[
-    str,
-    typer.Option(
-        help="Where to train: auto (a GPU if there is one), cpu, cuda or cuda:N.",
-        envvar=_env("device"),
-    ),
-]
-Threads = Annotated[
-    int,
-    typer.Option(
-        min=0, help="CPU threads for training; 0 takes all cores.", envvar=_env("threads")
-    ),
-]
-LogLevel = Annotated[
-    str,
-    typer.Option(help="debug, info, warning or error.", envvar=_env("log-level")),
-]
 
 
 def _print_version(wanted: bool) -> None:
@@ -111,7 +69,7 @@ def demo(
     replicas: Annotated[
         int,
         typer.Option(
-            min=1, max=16, help="Replicas to start, a peer a stage each.", envvar=_env("replicas")
+            min=1, max=16, help="Replicas to start, a peer a stage each.", envvar=env("replicas")
         ),
     ] = 2,
     stages: Annotated[
@@ -120,23 +78,23 @@ def demo(
             min=1,
             max=16,
             help="Stages to cut the model into; a peer of a replica trains one.",
-            envvar=_env("stages"),
+            envvar=env("stages"),
         ),
     ] = 2,
     rounds: Annotated[
         int,
-        typer.Option(min=1, help="Stop after this many committed rounds.", envvar=_env("rounds")),
+        typer.Option(min=1, help="Stop after this many committed rounds.", envvar=env("rounds")),
     ] = 10,
     folder: Annotated[
         Path,
-        typer.Option(help="Folder for logs, states and the export.", envvar=_env("folder")),
+        typer.Option(help="Folder for logs, states and the export.", envvar=env("folder")),
     ] = Path("demo-run"),
     json_file: Annotated[
         Path | None,
-        typer.Option("--json", help="Write the figures to this file.", envvar=_env("json")),
+        typer.Option("--json", help="Write the figures to this file.", envvar=env("json")),
     ] = None,
     device: Device = "auto",
-    seed: Annotated[int, typer.Option(help="Seed of the run.", envvar=_env("seed"))] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of the run.", envvar=env("seed"))] = 0,
 ) -> None:
     """Start a whole swarm on this machine, watch it learn, and get a checkpoint."""
     set_up_logging("warning")
@@ -158,7 +116,7 @@ def demo(
 def bootstrap(
     manifest: Annotated[
         Path,
-        typer.Argument(help="The run's description, run.yaml.", envvar=_env("manifest")),
+        typer.Argument(help="The run's description, run.yaml.", envvar=env("manifest")),
     ],
     state: State = Path("dilocox-bootstrap"),
     port: Port = 31337,
@@ -168,7 +126,7 @@ def bootstrap(
         list[str] | None,
         typer.Option(
             help="Multiaddress of another bootstrap of this run; may be given several times.",
-            envvar=_env("join"),
+            envvar=env("join"),
         ),
     ] = None,
     log_level: LogLevel = "info",
@@ -197,7 +155,7 @@ def peer(
         typer.Option(
             help="Slice of the model to host, a number from 0; auto takes the one that lacks peers "
             "most, and another one when that changes.",
-            envvar=_env("stage"),
+            envvar=env("stage"),
         ),
     ] = "auto",
     port: Port = 0,
@@ -210,7 +168,7 @@ def peer(
         typer.Option(
             min=0,
             help="Upload limit in MB/s for averaging and for serving joiners; 0 for none.",
-            envvar=_env("max-upload"),
+            envvar=env("max-upload"),
         ),
     ] = 0,
     memory_limit: Annotated[
@@ -218,7 +176,7 @@ def peer(
         typer.Option(
             min=0,
             help="Memory limit in GB for all processes of this peer; 0 for none.",
-            envvar=_env("memory-limit"),
+            envvar=env("memory-limit"),
         ),
     ] = 0,
     data: Annotated[
@@ -226,9 +184,11 @@ def peer(
         typer.Option(
             help="Train on these files instead of the run's data: a folder, file or glob; .txt, "
             ".jsonl and .parquet say their format, others have the run's, or are text.",
-            envvar=_env("data"),
+            envvar=env("data"),
         ),
     ] = "",
+    metrics_host: MetricsHost = "127.0.0.1",
+    metrics_port: MetricsPort = None,
     log_level: LogLevel = "info",
 ) -> None:
     """Take part in a run: all it needs is the invite."""
@@ -248,6 +208,8 @@ def peer(
         max_upload_mb_s=max_upload,
         memory_limit_gb=memory_limit,
         data=data,
+        metrics_host=metrics_host,
+        metrics_port=metrics_port,
     )
     raise typer.Exit(run_peer(options))
 
@@ -256,12 +218,12 @@ def peer(
 def export(
     invite: InviteText,
     folder: Annotated[
-        Path, typer.Argument(help="Folder to write the checkpoint to.", envvar=_env("folder"))
+        Path, typer.Argument(help="Folder to write the checkpoint to.", envvar=env("folder"))
     ],
     host: Host = "0.0.0.0",
     timeout: Annotated[
         float,
-        typer.Option(min=1, help="Give up after this many seconds.", envvar=_env("timeout")),
+        typer.Option(min=1, help="Give up after this many seconds.", envvar=env("timeout")),
     ] = 600,
     log_level: LogLevel = "warning",
 ) -> None:
@@ -272,6 +234,54 @@ def export(
 
     options = ExportOptions(invite=parsed, folder=folder, host=host, timeout_s=timeout)
     raise typer.Exit(run_export_command(options))
+
+
+def _chain_source(text: str) -> Path | Invite:
+    return Invite.parse(text) if text.strip().startswith(SCHEME) else Path(text)
+
+
+@app.command("log")
+def log_(
+    source: ChainSource,
+    stage: ChainStage = "all",
+    json_file: Annotated[
+        Path | None,
+        typer.Option(
+            "--json",
+            help="Write the figures to this file instead, - for the terminal.",
+            envvar=env("json"),
+        ),
+    ] = None,
+    host: Host = "0.0.0.0",
+    timeout: ChainTimeout = 600,
+    log_level: LogLevel = "warning",
+) -> None:
+    """List a run's rounds: tokens, members, ranks, the H that follows, bytes, digest."""
+    set_up_logging(log_level)
+    parsed = _chain_source(source)
+    from dilocox.peer.log_commands import ChainOptions, run_log_command
+
+    options = ChainOptions(
+        source=parsed, stage=stage, host=host, timeout_s=timeout, json_file=json_file
+    )
+    raise typer.Exit(run_log_command(options))
+
+
+@app.command()
+def verify(
+    source: ChainSource,
+    stage: ChainStage = "all",
+    host: Host = "0.0.0.0",
+    timeout: ChainTimeout = 600,
+    log_level: LogLevel = "warning",
+) -> None:
+    """Replay a run's rounds and check that they make its anchors; exit code 1 on a flaw."""
+    set_up_logging(log_level)
+    parsed = _chain_source(source)
+    from dilocox.peer.log_commands import ChainOptions, run_verify_command
+
+    options = ChainOptions(source=parsed, stage=stage, host=host, timeout_s=timeout)
+    raise typer.Exit(run_verify_command(options))
 
 
 def known_variables() -> set[str]:

@@ -16,7 +16,7 @@ import os
 import sys
 import time
 from collections.abc import Generator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 
@@ -30,11 +30,12 @@ from dilocox.peer.assembly import Assembly
 from dilocox.peer.averager import StageAverager
 from dilocox.peer.averaging import AveragerConfig, AveragerStuck, StageBuffers
 from dilocox.peer.coordinator import ChildDied
-from dilocox.peer.files import make_folder
+from dilocox.peer.device import chosen_device
 from dilocox.peer.join import Joined, joined
+from dilocox.peer.kept_chain import keep_manifest
 from dilocox.peer.memory import check_plan
+from dilocox.peer.metrics_server import DEFAULT_PORT, PageServer, Pages, check_port
 from dilocox.peer.options import PeerOptions
-from dilocox.peer.prepare import chosen_device
 from dilocox.peer.record import RecordRefused
 from dilocox.peer.signals import StopRequested, StopSignal
 from dilocox.peer.stage_option import announce_joining, chosen_stage
@@ -52,6 +53,8 @@ def run_peer(options: PeerOptions) -> int:
     folder = StateFolder(options.state)
     if options.threads:
         torch.set_num_threads(options.threads)
+    if options.metrics_port:
+        check_port(options.metrics_host, options.metrics_port)
     started = time.monotonic()
     with folder.locked(), StopSignal() as stop:
         identity = Identity.load_or_create(folder.identity)
@@ -102,7 +105,7 @@ def _take_part(options: PeerOptions, place: Joined, folder: StateFolder, stop: S
     layout = FlatLayout.of(parameter_shapes(manifest.model, manifest.stages, stage))
     check_plan(layout.numel, options.memory_limit_bytes)
     own = folder.run(place.run, stage)
-    make_folder(own)
+    keep_manifest(own, manifest)
     config = AveragerConfig(
         run=place.run,
         stage=stage,
@@ -112,6 +115,7 @@ def _take_part(options: PeerOptions, place: Joined, folder: StateFolder, stop: S
         log_folder=own / "log",
         snapshot_folder=own / "snapshots",
         max_upload_bytes_per_s=options.max_upload_mb_s * 1e6 or None,
+        device=options.device,
     )
     buffers = StageBuffers.allocate(layout.numel)
     with _averager(place, config, buffers, stop) as averager:
@@ -133,13 +137,34 @@ def _take_part(options: PeerOptions, place: Joined, folder: StateFolder, stop: S
         with assembly.network:
             assembly.coordinator.start()
             try:
-                assembly.trainer.run()
+                with _shown(options, assembly.pages()):
+                    assembly.trainer.run()
             except Move as move:
                 announce_joining(place, move.stage)  # or another one would move there, too
                 raise
             finally:
                 assembly.coordinator.close()
         logger.info("left: %s", "the run has ended" if not stop.event.is_set() else "as asked")
+
+
+def _shown(options: PeerOptions, pages: Pages) -> AbstractContextManager[object]:
+    """A server of these pages. A peer that was given no port goes on without where it is taken."""
+    host, port = options.metrics_host, options.metrics_port
+    if port == 0:
+        return nullcontext()
+    try:
+        server = PageServer(host, DEFAULT_PORT if port is None else port, pages)
+    except EnvironmentFault:
+        if port is not None:
+            raise
+        logger.warning(
+            "no metrics: port %d is taken, by another peer perhaps; --metrics-port takes another "
+            "one, or 0 for none",
+            DEFAULT_PORT,
+        )
+        return nullcontext()
+    logger.info("metrics at http://%s:%d/metrics, health at /healthz and /readyz", host, server.port)
+    return server
 
 
 @contextmanager

@@ -20,7 +20,7 @@ from dilocox.dht.keys import claim_key
 from dilocox.dht.manifest import Manifest
 from dilocox.dht.records import ClaimRecord
 from dilocox.peer import catchup, download
-from dilocox.peer.adaptation import RoundFacts
+from dilocox.peer.adaptation import RoundFacts, following_window
 from dilocox.peer.ballots import Ballots
 from dilocox.peer.certificate import Ballot
 from dilocox.peer.download import StageAnchor, download_anchors
@@ -72,6 +72,8 @@ class Donor:
     def train(self, round_number: int) -> None:
         """Commit one round."""
         head = self.log.head()
+        last = self.log.header(head.round) if head.round >= 0 else None
+        facts = RoundFacts(ranks=(), needed=(), exchange_s=0.0, step_s=0.0)
         noise = torch.randn(
             self._layout.numel, generator=torch.Generator().manual_seed(round_number)
         )
@@ -94,7 +96,7 @@ class Donor:
                     contributors=(self.peer,),
                 ),
             ),
-            window=(RoundFacts(ranks=(), needed=(), exchange_s=0.0, step_s=0.0),),
+            window=following_window(() if last is None else last.window, facts),
             next_ranks=(),
             next_inner_steps=100,
             means=(GROUPS.encode(1e-3 * noise).numpy().tobytes(),),

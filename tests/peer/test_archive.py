@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import shutil
 import threading
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -22,10 +23,13 @@ from dilocox.dht.identity import Identity
 from dilocox.dht.records import ClaimRecord
 from dilocox.peer import archive, archive_stage, archive_state, catchup
 from dilocox.peer.archive import Archive
+from dilocox.peer.archive_generation import Generation
 from dilocox.peer.archive_keeper import ArchiveService
 from dilocox.peer.archive_stage import StageArchive
 from dilocox.peer.averager import StageAverager
-from dilocox.peer.outer import OuterStep
+from dilocox.peer.kept_chain import kept_run
+from dilocox.peer.outer import OuterStep, anchor_sha256
+from dilocox.peer.replay import Replayed, replay
 from dilocox.peer.roundlog import RoundLog
 from dilocox.peer.transport import PeerTransport, chunk_of, pack, unpack
 from tests.peer.donors import LAYOUT, MANIFEST, RUN, Donor, Wire
@@ -44,7 +48,13 @@ class Desk:
     archive: StageArchive
 
     @classmethod
-    def opened(cls, folder: Path, *donors: Donor, record_lifetime_s: float = 60.0) -> Desk:
+    def opened(
+        cls,
+        folder: Path,
+        *donors: Donor,
+        record_lifetime_s: float = 60.0,
+        keep_bytes: int = 1 << 30,
+    ) -> Desk:
         by_peer: dict[str, Any] = {donor.peer: donor for donor in donors}
         kept = StageArchive(
             folder,
@@ -52,6 +62,7 @@ class Desk:
             check=CHECK,
             outer=OUTER,
             record_lifetime_s=record_lifetime_s,
+            keep_bytes=keep_bytes,
             transport=cast("PeerTransport", Wire(by_peer)),
             compute=asyncio.to_thread,
         )
@@ -341,6 +352,146 @@ def test_a_broken_download_goes_on_where_it_was(
     assert desk.look(donor) is None
     assert desk.look(donor) is not None
     assert offsets == [0, 1000]
+
+
+# ---- the history ---------------------------------------------------------------------------------
+def of_run(folder: Path) -> Path:
+    """The folder of stage 0 in a bootstrap's state folder."""
+    return folder / f"{'0' * 32}-archive-{'a' * 16}" / "stage0"
+
+
+def history(folder: Path) -> Replayed:
+    """What a replay of all that is kept finds."""
+    chain = kept_run(folder).stages[0]
+    return replay(MANIFEST, RUN, 0, chain.records, chain.states)
+
+
+def through_generations(desk: Desk, donor: Donor, *rounds: int) -> None:
+    """Train and let the archive follow; the donor writes a snapshot every other round."""
+    for number in rounds:
+        donor.train(number)
+        if number % 2:
+            donor.snapshot()
+        desk.look(donor)
+
+
+def test_the_whole_run_can_be_replayed_after_many_generations_and_restarts(
+    donor: Donor, tmp_path: Path
+) -> None:
+    desk = Desk.opened(of_run(tmp_path), donor)
+    through_generations(desk, donor, *range(8))
+    assert desk.state_round > 2
+    desk = Desk.opened(of_run(tmp_path), donor)
+    through_generations(desk, donor, *range(8, 12))
+    assert desk.generations[0] > "00000002"
+    found = history(tmp_path)
+    assert (found.flaws, found.replayed) == ((), tuple(range(12)))
+    assert found.anchor_sha256 == anchor_sha256(donor.anchor)
+    assert found.confirmed
+
+
+def test_older_records_are_given_to_who_asks_for_them_and_to_nobody_else(
+    donor: Donor, tmp_path: Path
+) -> None:
+    desk = Desk.opened(of_run(tmp_path), donor)
+    through_generations(desk, donor, *range(8))
+    digest = donor.log.entries()[0].digest
+    for what, due in (
+        ("record", donor.log.read_bytes(0)),
+        ("certificate", donor.log.certificate(0)),
+    ):
+        want = {"what": what, "digest": digest}
+        assert desk.archive.find(want) is None  # a peer that is so far behind takes the state
+        found = desk.archive.find(want | {"older": True})
+        assert found is not None and found.file.read() == due
+
+
+def test_older_records_make_room_when_they_are_too_many(donor: Donor, tmp_path: Path) -> None:
+    desk = Desk.opened(of_run(tmp_path), donor, keep_bytes=1)
+    through_generations(desk, donor, *range(12))
+    found = history(tmp_path)
+    state = desk.state_round
+    assert found.flaws == ()
+    assert found.checked == tuple(range(state - 4, 12))
+    assert found.replayed == tuple(range(state + 1, 12))
+
+
+def test_a_chain_that_lost_leaves_nothing_in_the_history(
+    identities: list[Identity], tmp_path: Path
+) -> None:
+    ours, theirs = (Donor(each, tmp_path / each.peer_id) for each in identities[:2])
+    desk = Desk.opened(of_run(tmp_path), ours, theirs)
+    through_generations(desk, ours, *range(6))
+    assert desk.state_round > 0
+    for number in range(0, 20, 2):
+        theirs.train(number)
+    desk.look(theirs, times=2)
+    found = history(tmp_path)
+    assert (found.flaws, found.replayed) == ((), tuple(range(0, 20, 2)))
+    assert found.anchor_sha256 == anchor_sha256(theirs.anchor)
+
+
+def test_the_history_outlives_a_state_that_proves_wrong(donor: Donor, tmp_path: Path) -> None:
+    desk = Desk.opened(of_run(tmp_path), donor)
+    through_generations(desk, donor, *range(6))
+    desk.archive._start_over()
+    donor.log.prune(keep=1)
+    through_generations(desk, donor, *range(6, 10))
+    found = history(tmp_path)
+    assert (found.flaws, found.replayed) == ((), tuple(range(10)))
+
+
+def test_a_history_that_does_not_lead_to_what_a_restart_finds_is_emptied(
+    donor: Donor, tmp_path: Path
+) -> None:
+    desk = Desk.opened(of_run(tmp_path), donor)
+    number = 0
+    while number < 6 or len(desk.generations) < 2:
+        through_generations(desk, donor, number)
+        number += 1
+    shutil.rmtree(of_run(tmp_path) / desk.generations[0])
+    Desk.opened(of_run(tmp_path), donor)
+    found = history(tmp_path)
+    assert (found.flaws, found.checked[-1]) == ((), number - 1)
+    assert found.replayed == found.checked[1:]
+
+
+def test_where_records_are_missing_in_between_the_history_begins_anew(
+    donor: Donor, tmp_path: Path
+) -> None:
+    desk = Desk.opened(of_run(tmp_path), donor)
+    through_generations(desk, donor, *range(6))
+    for number in range(6, 12):
+        donor.train(number)
+    donor.snapshot()
+    donor.train(12)
+    donor.log.prune(keep=2)
+    desk.look(donor, times=2)
+    found = history(tmp_path)
+    assert (found.flaws, found.checked, found.replayed) == ((), (11, 12), (12,))
+
+
+def test_a_crash_while_records_move_to_the_history_costs_none(
+    donor: Donor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    desk = Desk.opened(of_run(tmp_path), donor)
+    through_generations(desk, donor, *range(4))
+
+    def crash(_: Generation) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Generation, "remove", crash)
+        with pytest.raises(KeyboardInterrupt):
+            through_generations(desk, donor, *range(4, 8))
+    assert len(desk.generations) == 2
+    assert history(tmp_path).flaws == ()
+    again = Desk.opened(of_run(tmp_path), donor)
+    through_generations(again, donor, 8, 9)
+    found = history(tmp_path)
+    assert (found.flaws, found.replayed) == ((), found.checked)
+    assert found.checked[0] == 0
+    assert found.anchor_sha256 == anchor_sha256(donor.anchor)
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 
 from dilocox import __version__
 from dilocox.dht.errors import EnvironmentFault, InvalidInput
-from dilocox.peer import cli, demo, operate
+from dilocox.peer import cli, demo, log_commands, operate
 from dilocox.peer.logs import set_up_logging
 from tests.peer.commands import Command, error_line
 
@@ -25,7 +25,7 @@ INVITE = (
     "QmYyQSo1c1Ym7orWxLYvCrM2EmxTFbqLbrWhX4G5MTWxXT"
 )
 HELP_LIMIT_S = 1.0  # half a second where nothing else runs
-COMMANDS = ("demo", "bootstrap", "peer", "export")
+COMMANDS = ("demo", "bootstrap", "peer", "export", "log", "verify")
 
 
 def invoke(*arguments: str, env: dict[str, str | None] | None = None) -> Any:
@@ -49,6 +49,8 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     monkeypatch.setattr(demo, "run_demo", record)
     monkeypatch.setattr(operate, "run_bootstrap_command", record)
     monkeypatch.setattr(operate, "run_export_command", record)
+    monkeypatch.setattr(log_commands, "run_log_command", record)
+    monkeypatch.setattr(log_commands, "run_verify_command", record)
     return options
 
 
@@ -110,8 +112,8 @@ UNITS = {"--max-upload": "MB/s", "--memory-limit": "GB", "--timeout": "seconds"}
 
 @pytest.mark.parametrize(("flag", "unit"), UNITS.items())
 def test_help_of_a_quantity_names_its_unit(flag: str, unit: str) -> None:
-    (text,) = [param.help for _, param in params() if flag in param.opts]
-    assert unit in text
+    texts = [param.help for _, param in params() if flag in param.opts]
+    assert texts and all(unit in text for text in texts)
 
 
 # ---- where a value comes from --------------------------------------------------------------------
@@ -137,6 +139,14 @@ def test_arguments_and_lists_can_come_from_the_environment(started: list[Any]) -
     assert str(started[0].invite) == INVITE
     assert (started[0].folder, started[0].timeout_s) == (Path("out"), 7.5)
     assert started[1].announce == tuple(announce.split())
+
+
+def test_log_and_verify_take_a_folder_or_an_invite(started: list[Any]) -> None:
+    assert invoke("log", "state", "--stage", "1", "--json", "-").exit_code == 0
+    assert invoke("verify", env={"DILOCOX_SOURCE": INVITE, "DILOCOX_STAGE": "auto"}).exit_code == 0
+    assert (started[0].source, started[0].stage) == (Path("state"), "1")
+    assert started[0].json_file == Path("-")
+    assert (str(started[1].source), started[1].stage) == (INVITE, "auto")
 
 
 def run_main(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
@@ -178,6 +188,9 @@ def test_an_unknown_variable_is_named_in_a_warning_and_a_known_one_is_not(
         ["peer", INVITE, "--max-upload", "much"],
         ["export", INVITE],
         ["export", INVITE, "out", "--timeout", "0"],
+        ["log"],
+        ["verify", "state", "--timeout", "0"],
+        ["verify", "state", "--json", "out"],
         ["nonsense"],
     ],
 )

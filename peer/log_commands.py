@@ -1,0 +1,192 @@
+"""The commands `dilocox log` and `dilocox verify`: what a run's rounds were, and whether the anchor
+is what they make. Both read a state folder, or ask the swarm.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import tempfile
+import time
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import typer
+from rich.console import Console
+
+from dilocox.compression.layout import FlatLayout
+from dilocox.dht.errors import EnvironmentFault, InvalidInput
+from dilocox.dht.identity import Identity
+from dilocox.dht.invite import Invite
+from dilocox.dht.manifest import Manifest
+from dilocox.peer.catchup import RecordCheck
+from dilocox.peer.chain_download import ChainHolders, download_chain, list_chain
+from dilocox.peer.chain_list import LoggedRound, as_json, show
+from dilocox.peer.files import write_atomically
+from dilocox.peer.join import Joined, joined
+from dilocox.peer.kept_chain import KeptChain, KeptRun, kept_run
+from dilocox.peer.replay import Replayed, replay
+from dilocox.peer.signals import StopSignal
+from dilocox.pipeline.stage import parameter_shapes
+
+STOPPED = 130  # before it was done
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChainOptions:
+    """The options of both commands; see their help texts. json_file: of `dilocox log` alone."""
+
+    source: Path | Invite
+    stage: str
+    host: str
+    timeout_s: float
+    json_file: Path | None = None
+
+
+def run_log_command(options: ChainOptions) -> int:
+    """List the rounds of one stage or all; the exit code."""
+    with StopSignal():
+        run, stages = _listed(options)
+        if options.json_file is None:
+            show(stages, Console())
+            return 0
+        text = json.dumps(as_json(run, stages), indent=2) + "\n"
+        if str(options.json_file) == "-":
+            typer.echo(text, nl=False)
+        else:
+            write_atomically(options.json_file, text.encode())
+        return 0
+    return STOPPED
+
+
+def run_verify_command(options: ChainOptions) -> int:
+    """Replay the chain of one stage or all; the exit code, 1 where there is a flaw."""
+    with StopSignal():
+        if isinstance(options.source, Path):
+            sound = _verify_folder(kept_run(options.source), options)
+        else:
+            sound = _verify_swarm(options.source, options)
+        return 0 if sound else 1
+    return STOPPED
+
+
+# ---- listing -------------------------------------------------------------------------------------
+def _listed(options: ChainOptions) -> tuple[str, Mapping[int, Sequence[LoggedRound]]]:
+    source, stages = options.source, dict[int, Sequence[LoggedRound]]()
+    if isinstance(source, Path):
+        kept = kept_run(source)
+        for stage in _wanted(options, sorted(kept.stages)):
+            stages[stage] = _rounds(kept.stages[stage])
+        return kept.run, stages
+    with _in_swarm(source, options) as place:
+        deadline = time.monotonic() + options.timeout_s
+        for stage in _wanted(options, range(place.manifest.stages)):
+            stages[stage] = asyncio.run(_list(place, stage, deadline))
+    return source.run_id, stages
+
+
+async def _list(place: Joined, stage: int, deadline: float) -> list[LoggedRound]:
+    return await list_chain(await _holders(place, stage, deadline))
+
+
+def _rounds(chain: KeptChain) -> list[LoggedRound]:
+    found: list[LoggedRound] = []
+    for entry in chain.records:
+        try:
+            header = entry.header()
+            if header is not None:  # else its owner removed it meanwhile
+                found.append(LoggedRound.of(header, entry.digest, entry.record_bytes))
+        except ValueError as error:
+            raise EnvironmentFault(str(error)) from error
+    return found
+
+
+# ---- verifying -----------------------------------------------------------------------------------
+def _verify_folder(kept: KeptRun, options: ChainOptions) -> bool:
+    manifest = kept.manifest()
+    sound = True
+    for stage in _wanted(options, sorted(kept.stages)):
+        sound &= _verified(manifest, kept.run, kept.stages[stage], [])
+    return sound
+
+
+def _verify_swarm(invite: Invite, options: ChainOptions) -> bool:
+    sound = True
+    with _in_swarm(invite, options) as place:
+        deadline = time.monotonic() + options.timeout_s
+        for stage in _wanted(options, range(place.manifest.stages)):
+            with tempfile.TemporaryDirectory() as folder:
+                chain, flaws = asyncio.run(_download(place, stage, deadline, Path(folder)))
+                sound &= _verified(place.manifest, place.run, chain, flaws)
+    return sound
+
+
+async def _download(
+    place: Joined, stage: int, deadline: float, folder: Path
+) -> tuple[KeptChain, list[str]]:
+    manifest = place.manifest
+    layout = FlatLayout.of(parameter_shapes(manifest.model, manifest.stages, stage))
+    check = RecordCheck.of(place.run, stage, manifest, layout)
+    return await download_chain(await _holders(place, stage, deadline), stage, check, folder)
+
+
+def _verified(manifest: Manifest, run: str, chain: KeptChain, flaws: Sequence[str]) -> bool:
+    """Replay and say what was found; whether there was no flaw."""
+    found = replay(manifest, run, chain.stage, chain.records, chain.states)
+    flaws = [*flaws, *found.flaws]
+    for flaw in flaws:
+        typer.echo(f"stage {chain.stage}: {flaw}")
+    typer.echo(f"stage {chain.stage}: {summary(found)}")
+    return not flaws
+
+
+def summary(found: Replayed) -> str:
+    """What a replay found, in one line."""
+    if not found.checked:
+        return "no rounds yet"
+    if not found.anchor_sha256:
+        return (
+            f"{len(found.checked)} rounds checked, none replayed to the end: there is no state "
+            "before the last of them, and they do not begin at the initial weights"
+        )
+    words = f"{len(found.replayed)} rounds replayed"
+    if found.replayed:
+        words += f" ({found.replayed[0]} to {found.replayed[-1]})"
+    others = len(found.checked) - len(found.replayed)
+    if others:
+        words += f", {others} only checked for want of the anchor before them"
+    words += f", anchor sha256 {found.anchor_sha256}"
+    if found.confirmed:
+        words += f", equal to the state of round {found.confirmed[-1]}"
+    return words
+
+
+# ---- both ----------------------------------------------------------------------------------------
+def _wanted(options: ChainOptions, there: Sequence[int]) -> list[int]:
+    if options.stage in ("all", "auto"):  # a peer's environment may name the latter
+        return list(there)
+    if not options.stage.isdecimal() or int(options.stage) not in there:
+        shown = ", ".join(map(str, there)) or "none"
+        raise InvalidInput(f"--stage {options.stage}: of the stages there is {shown}, or take all")
+    return [int(options.stage)]
+
+
+@contextmanager
+def _in_swarm(invite: Invite, options: ChainOptions) -> Generator[Joined]:
+    with tempfile.TemporaryDirectory() as folder:
+        identity = Identity.load_or_create(Path(folder) / "identity.key")
+        listen = [f"/ip4/{options.host}/tcp/0"]
+        with joined(invite, identity, listen=listen, client_mode=True) as place:
+            yield place
+
+
+async def _holders(place: Joined, stage: int, deadline: float) -> ChainHolders:
+    holders = await ChainHolders.of(place, stage, deadline)
+    if not holders.peers:
+        raise EnvironmentFault(
+            f"stage {stage}: nobody in view has committed a round; check that the run trains, or "
+            "wait for its first round"
+        )
+    return holders

@@ -1,0 +1,162 @@
+"""State folders with chains in them as one peer would have written them, and not quite so."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from dilocox.compression.layout import FlatLayout
+from dilocox.dht.identity import Identity
+from dilocox.dht.manifest import Manifest
+from dilocox.peer.certificate import Ballot, certificate
+from dilocox.peer.kept_chain import keep_manifest
+from dilocox.peer.outer import OuterStep, anchor_sha256
+from dilocox.peer.plan import RoundPlan, stage_codec
+from dilocox.peer.record import Contribution, Part, RoundRecord, digest_of
+from dilocox.peer.record_folder import RecordFolder
+from dilocox.peer.snapshot import Snapshot, write_snapshot
+from dilocox.peer.vote import Vote
+from dilocox.pipeline.stage import build_stage, flatten_parameters, parameter_shapes
+
+RUN = "0123456789abcdef" * 2
+
+Change = Callable[[RoundRecord], RoundRecord]
+
+
+def manifest_of(scheme: str = "low_rank", **codec: Any) -> Manifest:
+    """A run whose ranks and H move within a few rounds."""
+    return Manifest.from_dict(
+        {
+            "name": "test",
+            "model": "tiny",
+            "end_tokens": 10_000,
+            "codec": {"scheme": scheme, "rank": 6, "min_rank": 2, "max_rank": 16} | codec,
+            "rounds": {"inner_steps": 20},
+        }
+    )
+
+
+class ChainMaker:
+    """One peer, alone in its stage, with a log and snapshots on disk.
+
+    Attributes:
+        own: its folder of this stage and run. log: its records. digests: of all it ever made, the
+            manifest's first. anchors: sha256 of the anchor that stands on each of these.
+    """
+
+    def __init__(
+        self, identity: Identity, state: Path, manifest: Manifest, *, stage: int = 0, run: str = RUN
+    ):
+        self.peer = identity.peer_id
+        self.manifest = manifest
+        self.stage = stage
+        self.run = run
+        self.own = state / f"{run}-stage{stage}"
+        self._identity = identity
+        self.layout = FlatLayout.of(parameter_shapes(manifest.model, manifest.stages, stage))
+        self.codec = stage_codec(manifest, self.layout)
+        self._plan = RoundPlan(manifest, self.codec)
+        self._outer = OuterStep(manifest.outer.learning_rate, manifest.outer.momentum)
+        module = build_stage(manifest.model, stage, manifest.stages, manifest.seed)
+        self.anchor = flatten_parameters(module, self.layout).detach().clone()
+        self.momentum = torch.zeros_like(self.anchor)
+        self.log = RecordFolder(self.own / "log")
+        self.last: RoundRecord | None = None
+        self.digests = [manifest.digest]
+        self.anchors = [anchor_sha256(self.anchor)]
+        (self.own / "log").mkdir(parents=True)
+        keep_manifest(self.own, manifest)
+
+    def train(self, *rounds: int, change: Change = lambda record: record) -> None:
+        """Commit these rounds; what `change` makes of a record is what is written and applied."""
+        for number in rounds:
+            record = change(self._plan.finished(self._unplanned(number)))
+            data = record.to_bytes()
+            digest = digest_of(data)
+            self.log.write(number, data, self.certificate(record, digest))
+            self._outer.apply(
+                self.anchor, self.momentum, record.average(self.codec), self.anchor, self.momentum
+            )
+            self.last = replace(record, means=())
+            self.digests.append(digest)
+            self.anchors.append(anchor_sha256(self.anchor))
+
+    def _unplanned(self, number: int) -> RoundRecord:
+        last = self.last
+        noise = torch.Generator().manual_seed(number)
+        message = 1e-3 * torch.randn(self.layout.numel, generator=noise)
+        ranks = self._plan.ranks_after(last)
+        low_rank = self.codec.low_rank(ranks)
+        basis = None if low_rank is None else low_rank.initial_basis(f"{number}")
+        encoder = self.codec.encoder(message, ranks, lambda: basis)
+        parts: list[Part] = []
+        means: list[bytes] = []
+        vectors: list[torch.Tensor] = []
+        for index, phase in enumerate(self.codec.phases(ranks)):
+            payload = phase.mean.encode(encoder.vector(index, vectors))
+            vectors.append(phase.mean.decode(payload, phase.numel))
+            means.append(payload.numpy().tobytes())
+            parts.append(
+                Part(
+                    phase=index,
+                    reducer=self.peer,
+                    start=0,
+                    stop=phase.numel,
+                    contributors=(self.peer,),
+                )
+            )
+        member = Contribution(peer=self.peer, tokens=10, exchange_s=15.0, step_s=1.0)
+        return RoundRecord(
+            run=self.run,
+            stage=self.stage,
+            round=number,
+            previous=self.digests[-1],
+            anchor_before=self.anchors[-1],
+            layout=self.layout.digest,
+            ranks=ranks,
+            members=(member,),
+            chain_tokens=10 + (0 if last is None else last.chain_tokens),
+            parts=tuple(parts),
+            window=() if last is None else last.window,
+            next_ranks=(),
+            next_inner_steps=self._plan.inner_steps_after(last),
+            means=tuple(means),
+        )
+
+    def certificate(self, record: RoundRecord, digest: str) -> bytes:
+        """This peer's vote, which is the majority of its group."""
+        ballot = Ballot(
+            run=record.run,
+            stage=record.stage,
+            round=record.round,
+            attempt=0,
+            group=b"g",
+            members=(self.peer,),
+        )
+        vote = Vote(voter=self.peer, digest=digest, missed=())
+        signed = ballot.sign(vote, self._identity.public_key, self._identity.sign)
+        return certificate(ballot, [signed], digest).to_bytes()
+
+    def snapshot(self, folder: Path | None = None) -> Path:
+        """Write where it is now; the folder of it."""
+        return write_snapshot(
+            folder or self.own / "snapshots",
+            Snapshot(
+                round=-1 if self.last is None else self.last.round,
+                digest=self.digests[-1],
+                layout=self.layout.digest,
+                anchor=self.anchor,
+                momentum=self.momentum,
+                tensors={},
+                facts={},
+            ),
+        )
+
+    def record_file(self, number: int) -> Path:
+        """Where the record of a round lies."""
+        (path,) = (self.own / "log").glob(f"{number:08d}-*.record")
+        return path

@@ -1,0 +1,220 @@
+"""`dilocox log` and `dilocox verify` on state folders: what they print, and how they end."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+from typer.testing import CliRunner
+
+from dilocox.dht.errors import DilocoxError
+from dilocox.dht.identity import Identity
+from dilocox.peer import cli
+from dilocox.peer.chain_list import LoggedRound, show
+from dilocox.peer.kept_chain import keep_manifest, kept_run
+from tests.peer.kept_chains import RUN, ChainMaker, manifest_of
+
+SHA = "ab" * 32
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture
+def maker(identities: list[Identity], tmp_path: Path) -> ChainMaker:
+    made = ChainMaker(identities[0], tmp_path / "state", manifest_of())
+    made.train(0, 2)
+    return made
+
+
+def run(*arguments: object) -> tuple[int, list[str]]:
+    """The exit code and the lines; an error is one line, as the command line prints it."""
+    result = CliRunner().invoke(cli.app, [str(each) for each in arguments])
+    if isinstance(result.exception, DilocoxError):
+        return result.exception.exit_code, [f"error: {result.exception}"]
+    assert result.exception is None or isinstance(result.exception, SystemExit), result.exc_info
+    return result.exit_code, result.output.splitlines()
+
+
+# ---- log -----------------------------------------------------------------------------------------
+def test_rounds_are_listed_one_a_line_with_totals(maker: ChainMaker) -> None:
+    code, lines = run("log", maker.own.parent)
+    sizes = [maker.record_file(number).stat().st_size for number in (0, 2)]
+    header = maker.log.header(2)
+    assert header is not None
+    ranks = sorted(rank for rank in header.ranks if rank)
+    assert code == 0
+    assert lines == [
+        f"stage 0 round 0: 10 tokens, 1 members, ranks 6/6/6, H 30, {sizes[0]:,} bytes, "
+        f"digest {maker.digests[1][:12]}",
+        f"stage 0 round 2: 10 tokens, 1 members, ranks {ranks[0]}/{ranks[len(ranks) // 2]}/"
+        f"{ranks[-1]}, H 30, {sizes[1]:,} bytes, digest {maker.digests[2][:12]}",
+        f"stage 0: 2 rounds, 20 tokens, {sum(sizes):,} bytes",
+    ]
+
+
+def test_the_same_as_json_in_a_file_or_on_the_terminal(maker: ChainMaker, tmp_path: Path) -> None:
+    assert run("log", maker.own, "--json", tmp_path / "log.json") == (0, [])
+    found = json.loads((tmp_path / "log.json").read_text())
+    code, lines = run("log", maker.own, "--json", "-")
+    assert (code, json.loads("\n".join(lines))) == (0, found)
+    (stage,) = found["stages"]
+    assert (found["run"], stage["stage"], stage["tokens"]) == (RUN, 0, 20)
+    assert [each["digest"] for each in stage["rounds"]] == maker.digests[1:]
+    assert stage["rounds"][0]["ranks"] == [6, 6, 6]
+    assert stage["rounds"][1]["previous"] == maker.digests[1]
+
+
+def test_a_terminal_gets_a_table() -> None:
+    console = Console(file=io.StringIO(), force_terminal=True, width=100)
+    row = LoggedRound(
+        round=3,
+        tokens=4096,
+        members=2,
+        ranks=None,
+        next_inner_steps=20,
+        record_bytes=12345,
+        digest=SHA,
+        previous=SHA,
+    )
+    show({0: [row], 1: []}, console)
+    text = console.file.getvalue()  # pyright: ignore[reportAttributeAccessIssue]
+    for word in ("stage 0", "stage 1", "4,096", "12,345", SHA[:12], "1 rounds"):
+        assert word in text
+    assert SHA[:13] not in text
+
+
+def test_all_stages_of_a_folder_are_listed_or_the_one_that_is_named(
+    maker: ChainMaker, identities: list[Identity], tmp_path: Path
+) -> None:
+    two = replace(maker.manifest, stages=2)
+    for stage in range(2):
+        ChainMaker(identities[0], tmp_path / "two", two, stage=stage).train(0)
+    _, lines = run("log", tmp_path / "two")
+    assert [line.split(":")[0] for line in lines] == [
+        "stage 0 round 0",
+        "stage 0",
+        "stage 1 round 0",
+        "stage 1",
+    ]
+    _, lines = run("log", tmp_path / "two", "--stage", 1)
+    assert [line.split(":")[0] for line in lines] == ["stage 1 round 0", "stage 1"]
+    code, lines = run("log", tmp_path / "two", "--stage", 2)
+    assert (code, lines) == (2, ["error: --stage 2: of the stages there is 0, 1, or take all"])
+
+
+def test_a_folder_without_a_log_is_an_error_that_says_what_to_name(tmp_path: Path) -> None:
+    for folder in (tmp_path, tmp_path / "nowhere"):
+        code, lines = run("log", folder)
+        assert code == 2
+        assert lines[0].startswith(f"error: {folder}: there is no round log; name the folder")
+
+
+def test_a_folder_of_several_runs_is_an_error_that_names_them(
+    maker: ChainMaker, identities: list[Identity]
+) -> None:
+    state = maker.own.parent
+    other = ChainMaker(identities[0], state, maker.manifest, run="f" * 32)
+    code, lines = run("log", state)
+    assert code == 2
+    assert str(maker.own) in lines[0] and str(other.own) in lines[0]
+    assert run("log", other.own) == (0, ["stage 0: 0 rounds, 0 tokens, 0 bytes"])
+
+
+def test_a_damaged_header_is_an_error_and_no_traceback(maker: ChainMaker) -> None:
+    maker.record_file(0).write_bytes(b"\xff" * 100)
+    code, lines = run("log", maker.own)
+    assert code == 1
+    assert "damaged on disk" in lines[0]
+
+
+def test_an_invite_that_is_none_is_said_at_once() -> None:
+    code, lines = run("log", "dilocox:nonsense")
+    assert code == 2
+    assert "has no '@'" in lines[0]
+
+
+# ---- verify --------------------------------------------------------------------------------------
+def test_a_sound_chain_gives_its_anchor_and_exit_code_0(maker: ChainMaker) -> None:
+    maker.snapshot()
+    code, lines = run("verify", maker.own.parent)
+    assert (code, lines) == (
+        0,
+        [
+            f"stage 0: 2 rounds replayed (0 to 2), anchor sha256 {maker.anchors[-1]}, equal to "
+            "the state of round 2"
+        ],
+    )
+
+
+def test_a_flaw_gives_a_line_and_exit_code_1(maker: ChainMaker) -> None:
+    maker.train(3, change=lambda record: replace(record, anchor_before="f" * 64))
+    code, lines = run("verify", maker.own.parent)
+    assert code == 1
+    assert lines[0].startswith("stage 0: round 3: applies to the anchor ffffffffffff")
+    assert len(lines) == 2
+
+
+def test_a_folder_without_its_manifest_says_what_to_do(maker: ChainMaker) -> None:
+    (maker.own / "manifest.json").unlink()
+    code, lines = run("verify", maker.own.parent)
+    assert code == 2
+    assert "manifest.json" in lines[0] and "give the invite" in lines[0]
+    (maker.own / "manifest.json").write_text("{}")
+    code, lines = run("verify", maker.own.parent)
+    assert code == 2
+    assert lines[0].startswith("error: ") and "manifest.json: manifest: " in lines[0]
+
+
+# ---- the bootstrap's folder ----------------------------------------------------------------------
+def test_an_archive_is_read_across_its_generations(maker: ChainMaker, tmp_path: Path) -> None:
+    kept = tmp_path / "bootstrap" / f"{RUN}-archive-{maker.manifest.digest[:16]}"
+    stage = kept / "stage0"
+    (stage / "older").parent.mkdir(parents=True)
+    maker.snapshot(stage / "00000004" / "state")
+    maker.train(3, 4)
+    maker.snapshot(stage / "00000005" / "state")
+    maker.train(5)
+    spread(maker, stage, {"older": [0, 2], "00000004/log": [2, 3, 4, 5], "00000005/log": [4, 5]})
+    keep_manifest(kept, maker.manifest)
+    code, lines = run("verify", tmp_path / "bootstrap")
+    assert (code, lines) == (
+        0,
+        [
+            f"stage 0: 5 rounds replayed (0 to 5), anchor sha256 {maker.anchors[-1]}, equal to "
+            "the state of round 4"
+        ],
+    )
+    code, lines = run("log", kept, "--stage", 0)
+    assert len(lines) == 6
+
+
+def spread(maker: ChainMaker, stage: Path, places: dict[str, list[int]]) -> None:
+    from dilocox.peer.record_folder import RecordFolder
+
+    for name, rounds in places.items():
+        RecordFolder(stage / name).share(maker.log, rounds)
+
+
+def test_what_two_generations_disagree_on_is_the_older_ones(
+    maker: ChainMaker, identities: list[Identity], tmp_path: Path
+) -> None:
+    other = ChainMaker(identities[1], tmp_path / "other", maker.manifest)
+    other.train(0)
+    stage = tmp_path / f"{RUN}-archive-{'a' * 16}" / "stage0"
+    spread(maker, stage, {"00000000/log": [0, 2]})
+    spread(other, stage, {"00000001/log": [0]})
+    chain: Any = kept_run(tmp_path / f"{RUN}-archive-{'a' * 16}").stages[0]
+    assert [entry.digest for entry in chain.records] == maker.digests[1:]

@@ -62,7 +62,8 @@ class ChainFollower:
         )
         self.anchor_sha256 = anchor_sha256
         self.tokens_at_start = self._tokens_at(applied)
-        self._exchange_s: dict[int, float] = {}
+        # by round: of its exchange, and until its group stood
+        self._times: dict[int, tuple[float, float | None]] = {}
         self._work: Any = None
         self._on_done: Callable[[Any], None] | None = None
         self._deadline = 0.0
@@ -95,9 +96,9 @@ class ChainFollower:
         """Whether somebody claims a record that this peer lacks."""
         return self._best_claim(view) is not None
 
-    def committed(self, round_number: int, exchange_s: float) -> None:
+    def committed(self, round_number: int, exchange_s: float, matchmaking_s: float | None) -> None:
         """The averager appended a record that this peer took part in."""
-        self._exchange_s[round_number] = exchange_s
+        self._times[round_number] = exchange_s, matchmaking_s
         self._refresh()
 
     def tick(self, view: SwarmView, *, exchanging: bool) -> None:
@@ -132,7 +133,10 @@ class ChainFollower:
         record = self._log.header(following[0])
         if record is None:
             return
-        with_own = self._sent_round() == record.round and record.member(self._own_id()) is not None
+        named = record.member(self._own_id()) is not None
+        with_own = named and self._sent_round() == record.round
+        if named and not with_own:  # the loop may hold that send, undone: its part is in the means
+            record = self._log.read(record.round) or record
         self._begin(
             self._averager.apply(record.round, current=self.current, with_own=with_own),
             lambda applied: self._applied(applied, record, with_own),
@@ -211,12 +215,15 @@ class ChainFollower:
                 on_done(result)
 
     def _applied(self, applied: Applied, record: RoundRecord, own_ready: bool) -> None:
+        exchange_s, matchmaking_s = self._times.pop(record.round, (None, None))
         event = Committed(
             record=record,
             digest=applied.digest,
             anchor_sha256=applied.anchor_sha256,
             own_ready=own_ready,
-            exchange_s=self._exchange_s.pop(record.round, None),
+            exchange_s=exchange_s,
+            matchmaking_s=matchmaking_s,
+            payload_bytes=applied.payload_bytes,
         )
         self._hand_over(event, lambda: self._switched(record.round, applied.anchor_sha256))
 

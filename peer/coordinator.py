@@ -79,7 +79,7 @@ class Coordinator(threading.Thread):
         self._mover = mover
         self._closing = threading.Event()
         self._leaving = self._part_finished = False
-        self._published_at = self._looked_at = float("-inf")
+        self._published_at = self._looked_at = self._saw_all_at = float("-inf")
         self._pending_send: Callable[[], None] | None = None
         self.events = events
         self._rounds = RoundKeeper(place.me)
@@ -278,7 +278,13 @@ class Coordinator(threading.Thread):
 
     # ---- looking and telling ---------------------------------------------------------------------
     def _look(self) -> None:
-        answered = self._herald.look(self._rounds.wanted_bells(self._herald.view))
+        bells = self._rounds.wanted_bells(self._herald.view)
+        # records of stages and replicas change with their heartbeats only
+        pause_s = self._place.manifest.deadlines.heartbeat_s / 2
+        whole = not self.joined.is_set() or time.monotonic() - self._saw_all_at >= pause_s
+        answered = self._herald.look(bells, whole=whole)
+        if whole:
+            self._saw_all_at = time.monotonic()
         view = self._herald.view
         evaluated = [
             (record.val_round, record.val_loss)

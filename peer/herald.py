@@ -3,8 +3,8 @@ DHT."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from typing import Any, cast
+from collections.abc import Iterable
+from typing import Any
 
 from dilocox import __version__
 from dilocox.dht.keys import bell_key, claim_key, replica_key, stage_key
@@ -28,17 +28,24 @@ class Herald:
         self._lifetime_s = place.manifest.deadlines.record_lifetime_s
         self.view = SwarmView(me=place.me)
 
-    def look(self, bell_rounds: Iterable[int]) -> bool:
-        """Read what the others say; what gives no answer stays as it was. Whether all answered."""
+    def look(self, bell_rounds: Iterable[int], *, whole: bool = True) -> bool:
+        """Read what the others say; what gives no answer stays as it was. Whether all answered.
+
+        whole: everything; else only what must be heard at once, bells and records, because each
+        answer holds the signed records of all who wrote under its key.
+        """
         place, view = self._place, self.view
         run, stage = place.run, place.stage
         rings = {bell_key(run, number): number for number in bell_rounds}
         hosts = {stage_key(run, number): number for number in range(place.manifest.stages)}
         own_claims, run_claims = claim_key(run, stage), claim_key(run, 0)
         asked: dict[str, type[Record]] = dict.fromkeys(rings, BellRecord)
-        asked |= dict.fromkeys(hosts, StageRecord)
-        asked |= {own_claims: ClaimRecord, run_claims: ClaimRecord, replica_key(run): ReplicaRecord}
-        found = cast("Mapping[str, Any]", self._swarm.read_many(asked, timeout_s=READ_LIMIT_S))
+        asked[own_claims] = ClaimRecord
+        if whole:
+            asked |= dict.fromkeys(hosts, StageRecord)
+            asked |= {run_claims: ClaimRecord, replica_key(run): ReplicaRecord}
+        found: dict[str, Any] = dict.fromkeys((*hosts, run_claims, replica_key(run)))
+        found |= self._swarm.read_many(asked, timeout_s=READ_LIMIT_S)
         stages = {
             number: view.stages.get(number, {}) if found[key] is None else found[key]
             for key, number in hosts.items()

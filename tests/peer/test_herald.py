@@ -118,6 +118,27 @@ def test_one_look_asks_for_everything_at_once() -> None:
     assert view.run_claims == {"h": claim(7)}
 
 
+def test_a_quick_look_asks_for_bells_and_records_and_forgets_nothing() -> None:
+    dht = Dht()
+    dht.records = {
+        stage_key(RUN, 0): {"h": stage_record()},
+        stage_key(RUN, 1): {"x": stage_record()},
+        claim_key(RUN, 0): {"h": claim(7)},
+        claim_key(RUN, 1): {"x": claim(4)},
+        replica_key(RUN): {"h": replica()},
+    }
+    looking = herald(dht, 1)
+    assert looking.look([5])
+    before = looking.view
+    dht.records = {claim_key(RUN, 1): {"x": claim(5)}, bell_key(RUN, 5): {"h": bell(5)}}
+    looking.look([5], whole=False)
+    assert set(dht.asked[-1]) == {claim_key(RUN, 1), bell_key(RUN, 5)}
+    assert looking.view.claims == {"x": claim(5)}
+    assert set(looking.view.bells[5]) == {"h"}
+    assert (looking.view.stages, looking.view.replicas) == (before.stages, before.replicas)
+    assert (looking.view.stage, looking.view.run_claims) == (before.stage, before.run_claims)
+
+
 def test_for_a_peer_of_stage_0_its_own_chain_is_that_of_the_run() -> None:
     dht = Dht()
     dht.records = {claim_key(RUN, 0): {"h": claim(7)}}

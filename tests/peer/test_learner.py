@@ -91,6 +91,17 @@ def test_records_in_a_row_are_merged_one_after_the_other(loop: Loop) -> None:
     assert [line["round"] for line in loop.events("round")] == [0, 1]
 
 
+def test_who_only_follows_has_a_snapshot_that_its_pruned_log_reaches_back_to(
+    tmp_path: Path,
+) -> None:
+    loop = Loop(tmp_path, manifest(rounds={"records_kept": 4}))
+    for number in range(3):
+        loop.fake.events.put(loop.committed(number, 0.1))
+        loop.learner.between_steps()
+    saved = Snapshots(tmp_path / "snapshots", layout=loop.layout.digest).found
+    assert saved is not None and saved.round == 1
+
+
 def test_under_round_end_a_record_waits_for_the_send(tmp_path: Path) -> None:
     loop = loop_with(tmp_path, apply="round_end")
     loop.train()

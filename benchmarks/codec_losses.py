@@ -7,12 +7,18 @@ link. The validation loss is computed as a replica does: with activations as the
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+import multiprocessing
+import os
+import statistics
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
 import torch
+from rich.console import Console
+from rich.table import Table
 from torch import Tensor
 
 from dilocox.dht.manifest import Manifest
@@ -20,10 +26,15 @@ from dilocox.peer.inner import InnerOptimizer, clip_factor, learning_rate
 from dilocox.peer.prepare import held_out, open_corpus
 from dilocox.peer.validation import batches_of
 from dilocox.pipeline.activations import decode, encode
+from dilocox.pipeline.codecs import CODECS
 from dilocox.pipeline.stage import build_stage
 from dilocox.pipeline.worker import Produced, StageWorker
+from tests.swarm.small_run import run_manifest
 
 LAST_STEPS = 20  # over which training losses are averaged
+LOSS_LIMIT_S = 1800.0
+LOSS_LIMITS = {"int8": 0.005, "int4": 0.02}  # over bf16's
+STEP_TOKENS = 4 * 128
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,6 +44,26 @@ class Losses:
     validation: float
     training: float
     """The mean of the last steps."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LossSetting:
+    """One group of rows of the second table."""
+
+    hidden_size: int
+    learning_rate: float
+    warm_up_steps: int = 0
+
+    def __str__(self) -> str:
+        warm_up = f", {self.warm_up_steps} to warm up" if self.warm_up_steps else ""
+        return f"hidden {self.hidden_size}, lr {self.learning_rate:g}{warm_up}"
+
+
+LOSS_SETTINGS = (
+    LossSetting(hidden_size=128, learning_rate=1e-3),
+    LossSetting(hidden_size=256, learning_rate=1e-3, warm_up_steps=20),
+    LossSetting(hidden_size=256, learning_rate=5e-4),
+)
 
 
 class EncodedChain:
@@ -118,3 +149,87 @@ def trained(description: Mapping[str, Any], codec: str, steps: int) -> Losses:
     return Losses(
         validation=chain.validation_loss(held_out(manifest)), training=sum(last) / len(last)
     )
+
+
+def model_description(*, hidden_size: int, layers: int, heads: int, width: int) -> dict[str, Any]:
+    """A Llama over bytes; `width`: of a head."""
+    return {
+        "model_type": "llama",
+        "vocab_size": 384,
+        "hidden_size": hidden_size,
+        "intermediate_size": 2 * heads * width,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": heads,
+        "head_dim": width,
+        "max_position_embeddings": 1024,
+        "tie_word_embeddings": False,
+        "bos_token_id": None,
+        "eos_token_id": 1,
+        "pad_token_id": 0,
+    }
+
+
+def description(setting: LossSetting, stages: int, seed: int) -> dict[str, Any]:
+    """The run.yaml of one training."""
+    heads = setting.hidden_size // 32
+    return run_manifest(
+        seed=seed,
+        model=model_description(
+            hidden_size=setting.hidden_size, layers=stages, heads=heads, width=32
+        ),
+        stages=stages,
+        batch={"sequence_length": 128, "microbatch_size": 4, "microbatches": 1},
+        inner={
+            "learning_rate": setting.learning_rate,
+            "warmup_tokens": setting.warm_up_steps * STEP_TOKENS,
+        },
+        data={"held_out_windows": 64},
+    )
+
+
+def losses(
+    console: Console, *, stages: int, steps: int, seeds: Sequence[int]
+) -> dict[str, dict[str, list[float]]]:
+    """Measure and print the table; validation losses over bf16's by setting and codec."""
+    table = Table(title=f"loss after {steps} inner steps, {stages} stages, {len(seeds)} seeds")
+    for heading in ("model", "codec"):
+        table.add_column(heading)
+    for heading in ("validation", "over bf16", "largest", "training", "over bf16", "limit"):
+        table.add_column(heading, justify="right")
+    context = multiprocessing.get_context("spawn")
+    found: dict[str, dict[str, list[float]]] = {}
+    with console.status("losses"), ProcessPoolExecutor(os.cpu_count(), context) as pool:
+        futures = {
+            (setting, codec, seed): pool.submit(
+                trained, description(setting, stages, seed), codec, steps
+            )
+            for setting in LOSS_SETTINGS
+            for codec in CODECS
+            for seed in seeds
+        }
+        for setting in LOSS_SETTINGS:
+            reference = [futures[setting, "bf16", seed].result(LOSS_LIMIT_S) for seed in seeds]
+            for codec in CODECS:
+                each = [futures[setting, codec, seed].result(LOSS_LIMIT_S) for seed in seeds]
+                over = [
+                    a.validation / b.validation - 1 for a, b in zip(each, reference, strict=True)
+                ]
+                found.setdefault(str(setting), {})[codec] = over
+                table.add_row(str(setting), codec, *_loss_cells(codec, each, reference, over))
+    console.print(table)
+    return found
+
+
+def _loss_cells(
+    codec: str, each: list[Losses], reference: list[Losses], over: list[float]
+) -> list[str]:
+    training = [a.training / b.training - 1 for a, b in zip(each, reference, strict=True)]
+    return [
+        f"{statistics.fmean(one.validation for one in each):.4f}",
+        f"{statistics.fmean(over):+.2%}",
+        f"{max(over):+.2%}",
+        f"{statistics.fmean(one.training for one in each):.4f}",
+        f"{statistics.fmean(training):+.2%}",
+        f"{LOSS_LIMITS[codec]:+.1%}" if codec in LOSS_LIMITS else "",
+    ]

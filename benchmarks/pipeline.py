@@ -1,6 +1,7 @@
 """What slow links cost a replica, and what codecs and the order of the work win back.
 
     python benchmarks/pipeline.py [--steps 5] [--pass-s 0.1] [--mbit 50] [--delay-ms 50]
+                                  [--loss-seeds 3] [--plot FILE]
 
 First table: replicas of real peers (`dilocox peer`), one after the other, on this machine's
 loopback and on shaped links (tests/swarm/links.py; they need Linux and root). A forward and a
@@ -12,20 +13,21 @@ without links S stages compute M / (M + S - 1) of the time at best. A peer has o
 neighbours: of a microbatch, a stage in the middle sends an activation down and a gradient up.
 
 Second table: losses after --loss-steps inner steps in which all that stages tell each other goes
-through a codec (codec_losses.py). It depends on the seed and the machine's arithmetic only. How far
-fp32 is from bf16 is chance: what small differences at the start grow to.
+through a codec (codec_losses.py), for several sizes and learning rates. It depends on the seeds and
+the machine's arithmetic only. How far fp32 is from bf16 is chance, what small differences at the
+start grow to: one seed says little, hence the mean over several, and the largest beside it.
+
+--plot draws both (needs matplotlib).
 """
 
 from __future__ import annotations
 
 import argparse
-import multiprocessing
-import os
+import importlib.util
 import statistics
 import sys
 import tempfile
 import time
-from concurrent.futures import ProcessPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,10 +40,10 @@ from rich.table import Table
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks import paced_passes
-from benchmarks.codec_losses import trained
+from benchmarks.codec_losses import LOSS_LIMITS, losses, model_description
 from benchmarks.paced_passes import LoggedStep, logged_steps
+from benchmarks.pipeline_plot import Drawing
 from dilocox.peer.subprocesses import Child
-from dilocox.pipeline.codecs import CODECS
 from tests.swarm.harness import LocalSwarm
 from tests.swarm.links import Links, available
 from tests.swarm.small_run import run_manifest
@@ -51,8 +53,6 @@ STEP_LIMIT_S = 60.0
 LOOK_S = 1.0  # looking costs time of the processor
 WARM_UP_STEPS = 2
 FORWARD_SHARE = 1 / 3  # of a forward and a backward together
-LOSS_LIMIT_S = 1800.0
-LOSS_LIMITS = {"int8": 0.005, "int4": 0.02}  # over bf16's
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,6 +62,12 @@ class Setting:
     codec: str
     schedule: str = "backward_first"
     shaped: bool = True
+
+    @property
+    def name(self) -> str:
+        """For the plot."""
+        first = self.codec if self.shaped else f"loopback\n{self.codec}"
+        return first if self.schedule == "backward_first" else f"{first}\n1F1B"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,25 +117,6 @@ def run_description(arguments: argparse.Namespace, setting: Setting) -> dict[str
     )
 
 
-def model_description(*, hidden_size: int, layers: int, heads: int, width: int) -> dict[str, Any]:
-    """A Llama over bytes; `width`: of a head."""
-    return {
-        "model_type": "llama",
-        "vocab_size": 384,
-        "hidden_size": hidden_size,
-        "intermediate_size": 2 * heads * width,
-        "num_hidden_layers": layers,
-        "num_attention_heads": heads,
-        "num_key_value_heads": heads,
-        "head_dim": width,
-        "max_position_embeddings": 1024,
-        "tie_word_embeddings": False,
-        "bos_token_id": None,
-        "eos_token_id": 1,
-        "pad_token_id": 0,
-    }
-
-
 def measure(arguments: argparse.Namespace, setting: Setting) -> Speed:
     """Run one replica."""
     with ExitStack() as stack:
@@ -168,7 +155,7 @@ def _computing(log: list[LoggedStep]) -> float:
     return (last.computing_s - first.computing_s) / (last.at_s - first.at_s)
 
 
-def speeds(arguments: argparse.Namespace, console: Console) -> None:
+def speeds(arguments: argparse.Namespace, console: Console) -> dict[Setting, Speed]:
     """Measure and print the first table, and whether backward-first beats 1F1B."""
     same = arguments.schedule_codec
     settings = [Setting(codec="bf16", shaped=False)]
@@ -204,39 +191,7 @@ def speeds(arguments: argparse.Namespace, console: Console) -> None:
     if ours and theirs:
         gain = ours.tokens_per_s / theirs.tokens_per_s - 1
         console.print(f"backward-first with {same}: {gain:+.0%} tokens/s over 1F1B")
-
-
-def losses(arguments: argparse.Namespace, console: Console) -> None:
-    """Measure and print the second table."""
-    description = run_manifest(
-        seed=arguments.seed,
-        model=model_description(hidden_size=256, layers=arguments.stages, heads=8, width=32),
-        stages=arguments.stages,
-        batch={"sequence_length": 128, "microbatch_size": 4, "microbatches": 1},
-        inner={"learning_rate": 5e-4},
-        data={"held_out_windows": 64},
-    )
-    table = Table(title=f"loss after {arguments.loss_steps} inner steps, {arguments.stages} stages")
-    table.add_column("codec")
-    for heading in ("validation", "over bf16", "training", "over bf16", "limit"):
-        table.add_column(heading, justify="right")
-    steps = arguments.loss_steps
-    workers = min(len(CODECS), os.cpu_count() or 1)
-    context = multiprocessing.get_context("spawn")
-    with console.status("losses"), ProcessPoolExecutor(workers, mp_context=context) as pool:
-        futures = {codec: pool.submit(trained, description, codec, steps) for codec in CODECS}
-        found = {codec: future.result(LOSS_LIMIT_S) for codec, future in futures.items()}
-    reference = found["bf16"]
-    for codec, each in found.items():
-        table.add_row(
-            codec,
-            f"{each.validation:.4f}",
-            f"{each.validation / reference.validation - 1:+.2%}",
-            f"{each.training:.4f}",
-            f"{each.training / reference.training - 1:+.2%}",
-            f"{LOSS_LIMITS[codec]:+.1%}" if codec in LOSS_LIMITS else "",
-        )
-    console.print(table)
+    return found
 
 
 def main() -> None:
@@ -256,16 +211,27 @@ def main() -> None:
     parser.add_argument("--microbatches", type=int, default=16, help="of an inner step")
     parser.add_argument("--codecs", nargs="+", default=["bf16", "int8", "int4"], help="shaped")
     parser.add_argument("--schedule-codec", default="int4", help="one of these, also with 1F1B")
-    parser.add_argument("--seed", type=int, default=0, help="of the losses")
+    parser.add_argument("--seed", type=int, default=0, help="the first one of the losses")
+    parser.add_argument("--loss-seeds", type=int, default=3, help="how many from there on")
     parser.add_argument("--loss-steps", type=int, default=200, help="0: no losses")
+    parser.add_argument("--plot", type=Path, help="a file to draw both tables in, .svg or .png")
     arguments = parser.parse_args()
     if arguments.schedule_codec not in arguments.codecs:
         parser.error("--schedule-codec must be one of --codecs")
+    if arguments.plot and importlib.util.find_spec("matplotlib") is None:
+        parser.error("--plot needs matplotlib: install the dev extra")
     console = Console()
+    drawn = Drawing(limits=LOSS_LIMITS)
     if arguments.steps:
-        speeds(arguments, console)
+        for setting, speed in speeds(arguments, console).items():
+            drawn.add_speed(setting.name, speed.computing, speed.tokens_per_s)
     if arguments.loss_steps:
-        losses(arguments, console)
+        seeds = range(arguments.seed, arguments.seed + arguments.loss_seeds)
+        drawn.over_bf16 = losses(
+            console, stages=arguments.stages, steps=arguments.loss_steps, seeds=seeds
+        )
+    if arguments.plot:
+        drawn.save(arguments.plot)
 
 
 if __name__ == "__main__":

@@ -1,11 +1,12 @@
 """Numbers between stages: activations, their gradients and token windows into bytes and back.
 
 Why: over a volunteer's uplink the codec decides how much of the time a pipeline computes. So every
-link has the most faithful one that its speed allows (`chosen_codec`).
+link has the most faithful one that its speed allows (`tuning`).
 How: "fp32", "int8" and "int4" are parts of `compression.codec`: one factor a frame and one scale
 for every 64 values, which are always values of one token (its last group is filled up with zeros),
-for tokens differ in magnitude by thousands. "bf16" is the values' upper halves, rounded to nearest
-even, little-endian. Windows are int32, little-endian.
+for tokens differ in magnitude by thousands. With "int4", what all tokens have in common is taken
+out before and stands in front (`levels`). "bf16" is the values' upper halves, rounded to
+nearest even, little-endian. Windows are int32, little-endian.
 
 What is not finite is never sent: the frame says codec "none" instead, and whoever gets it counts
 the microbatch as not finite, as if it had computed so itself. What a peer sent is finite after
@@ -14,6 +15,7 @@ decoding, or refused.
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import torch
@@ -21,6 +23,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from dilocox.compression.codec import NotEncodable, PayloadRefused
+from dilocox.compression.groups import group_magnitudes, largest
 from dilocox.pipeline.codecs import (
     CODECS,
     GROUP_CODECS,
@@ -30,8 +33,9 @@ from dilocox.pipeline.codecs import (
     window_bytes,
 )
 from dilocox.pipeline.frames import TENSOR_DTYPE, WINDOW_KINDS, Frame, FrameRefused
+from dilocox.pipeline.levels import NotLevelled, level_bytes, put_back, take_out
 
-__all__ = ["CODECS", "NOT_FINITE", "NotFinite", "chosen_codec", "decode", "decode_windows"]
+__all__ = ["CODECS", "NOT_FINITE", "NotFinite", "decode", "decode_windows"]
 __all__ += ["encode", "encode_windows", "encoded_bytes", "split_forward"]
 __all__ += ["split_gradient", "tensor_frame"]
 
@@ -44,7 +48,8 @@ _MAGNITUDE_MASK = 0x7FFF
 class NotFinite(ValueError):
     """A tensor that holds infinities, NaN, or magnitudes that its codec cannot hold.
 
-    int4 ends at 7 * 2^96, int8 at 127 * 2^96, bf16 and fp32 where they overflow themselves.
+    int4 ends where a token's mean magnitude passes 2^96, int8 at 127 * 2^96, bf16 and fp32 where
+    they overflow themselves.
     """
 
 
@@ -63,14 +68,17 @@ def encode(codec: str, tensor: Tensor) -> bytes:
         return bits.cpu().numpy().tobytes()
     if codec not in GROUP_CODECS:
         raise ValueError(f"codec {codec!r}: choose one of {', '.join(CODECS)}")
-    values = values.float()
-    if fill := coded_width(codec, values.shape[-1]) - values.shape[-1]:
-        values = F.pad(values, (0, fill))
+    d = values.shape[-1]
+    values = values.float().contiguous().view(-1, d)
+    levels = values.new_empty(0, dtype=torch.uint8)
     try:
-        payload = GROUP_CODECS[codec].encode(values.contiguous().view(-1))
-    except NotEncodable as error:
+        if codec == "int4":
+            levels, values = take_out(values)
+        values = F.pad(values, (0, coded_width(codec, d) - d))
+        payload = GROUP_CODECS[codec].encode(values.view(-1))
+    except (NotLevelled, NotEncodable) as error:
         raise NotFinite(str(error)) from error
-    return payload.cpu().numpy().tobytes()
+    return torch.cat([levels, payload]).cpu().numpy().tobytes()
 
 
 def decode(codec: str, payload: Payload, shape: tuple[int, ...]) -> Tensor:
@@ -90,15 +98,19 @@ def decode(codec: str, payload: Payload, shape: tuple[int, ...]) -> Tensor:
         return bits.view(torch.bfloat16).float().view(b, t, d)
     width = coded_width(codec, d)
     raw = torch.frombuffer(bytearray(payload), dtype=torch.uint8)
+    cut = level_bytes(d) if codec == "int4" else 0
     try:
-        values = GROUP_CODECS[codec].decode(raw, b * t * width).view(b, t, width)
+        values = GROUP_CODECS[codec].decode(raw[cut:], b * t * width).view(-1, width)
     except PayloadRefused as error:
         raise FrameRefused("values", str(error)) from error
-    if width == d:
-        return values
-    if bool(values[..., d:].any()):
+    if bool(values[:, d:].any()):
         raise FrameRefused("values", "what fills up a token is not 0")
-    return values[..., :d].contiguous()
+    values = values[:, :d].contiguous()
+    if codec == "int4":
+        put_back(raw[:cut], values)
+        if not math.isfinite(largest(group_magnitudes(values.view(-1)))):
+            raise FrameRefused("values", "its levels make a value infinite or not a number")
+    return values.view(b, t, d)
 
 
 def encode_windows(windows: Tensor) -> bytes:
@@ -165,20 +177,6 @@ def tensor_frame(
     if windows is not None:
         payload += encode_windows(windows)
     return replace(frame, codec=codec, shape=shape, dtype=TENSOR_DTYPE, payload=payload)
-
-
-def chosen_codec(bytes_per_s: float | None, shape: tuple[int, ...], compute_s: float) -> str:
-    """The most faithful of bf16, int8 and int4 under which a link does not hold its stages up.
-
-    bytes_per_s: of the link, None while unknown (then bf16). shape: [b, t, d]. compute_s: of one
-    forward plus one backward. Links are full duplex: in that time one activation has to go down,
-    while one gradient of as many bytes comes up. If none fits, int4.
-    """
-    if bytes_per_s is None:
-        return "bf16"
-    room = bytes_per_s * compute_s
-    fits = (codec for codec in CODECS[1:] if encoded_bytes(codec, shape) <= room)
-    return next(fits, CODECS[-1])
 
 
 def _tensor_bytes(codec: str, tensor: Tensor | None) -> bytes:

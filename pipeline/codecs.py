@@ -10,6 +10,7 @@ from typing import Final
 
 from dilocox.compression.codec import GroupCodec
 from dilocox.compression.groups import GROUP_SIZE
+from dilocox.pipeline.levels import level_bytes
 
 CODECS: Final = ("fp32", "bf16", "int8", "int4")  # most faithful first
 NOT_FINITE: Final = "none"  # in a codec's place: the tensor was not finite and is not sent
@@ -35,7 +36,8 @@ def encoded_bytes(codec: str, shape: tuple[int, ...]) -> int:
         return 2 * b * t * d
     if codec not in GROUP_CODECS:
         raise ValueError(f"codec {codec!r}: choose one of {', '.join(CODECS)}")
-    return GROUP_CODECS[codec].encoded_bytes(b * t * coded_width(codec, d))
+    levels = level_bytes(d) if codec == "int4" else 0
+    return levels + GROUP_CODECS[codec].encoded_bytes(b * t * coded_width(codec, d))
 
 
 def window_bytes(windows: int, sequence_length: int) -> int:

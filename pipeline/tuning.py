@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from dilocox.pipeline.activations import chosen_codec
-from dilocox.pipeline.codecs import encoded_bytes
+from dilocox.pipeline.codecs import CODECS, encoded_bytes
 from dilocox.pipeline.happenings import StageReport
 from dilocox.pipeline.ports import Shape
 from dilocox.pipeline.schedule import window_size
+from dilocox.pipeline.streams import MEASURED_BYTES
 
-UNMEASURED_CODEC = "bf16"
+AUTO_CODECS = CODECS[1:]  # most faithful first
+_MARGIN = 1.25  # a measured speed varies by so much
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,8 +29,14 @@ class Tuning:
     window: int
 
     def first_codecs(self, num_stages: int) -> tuple[str, ...]:
-        """Of the links of a new replica."""
-        codec = UNMEASURED_CODEC if self.codec == "auto" else self.codec
+        """Of the links of a new replica; of "auto" int8, which is slow on no link for long.
+
+        Where that is too little to measure a link's speed by, bf16: it would stay for ever.
+        """
+        codec = self.codec
+        if codec == "auto":
+            measurable = encoded_bytes("int8", self.shape) >= MEASURED_BYTES
+            codec = "int8" if measurable else "bf16"
         return (codec,) * (num_stages - 1)
 
     def first_window(self, num_stages: int) -> int:
@@ -45,15 +53,18 @@ class Tuning:
         compute_s = max(report.compute_s for report in reports)
         travel_s = 0.0
         chosen: list[str] = []
-        for link, codec in enumerate(codecs):
+        payloads = 1 if len(reports) == 2 else 2
+        for link, last in enumerate(codecs):
             upper, lower = reports[link], reports[link + 1]
             measured = [s for s in (lower.upper_bytes_per_s, upper.lower_bytes_per_s) if s > 0]
             speed = min(measured) if measured else None
             fixed = self.codec != "auto" or speed is None
-            chosen.append(codec if fixed else chosen_codec(speed, self.shape, compute_s))
+            room = math.inf if speed is None else speed * compute_s
+            codec = last if fixed else next_codec(last, room, self.shape, payloads=payloads)
+            chosen.append(codec)
             travel_s += upper.lower_round_trip_s
             if speed is not None:
-                travel_s += 2 * encoded_bytes(chosen[-1], self.shape) / speed
+                travel_s += 2 * encoded_bytes(codec, self.shape) / speed
         window = window_size(
             stages=len(reports),
             microbatches=self.microbatches,
@@ -62,3 +73,24 @@ class Tuning:
             limit=limit,
         )
         return tuple(chosen), min(self.window, limit) if self.window else window
+
+
+def next_codec(codec: str, room: float, shape: Shape, *, payloads: int) -> str:
+    """The most faithful of bf16, int8 and int4 under which a link does not hold its stages up.
+
+    codec: that of the last inner step. room: bytes that pass the link one way, as fast as payloads
+    passed it then, during one forward plus one backward. shape: [b, t, d]. payloads: how many a
+    microbatch sends over the line of the busiest end, which has one line for all its neighbours: 2
+    of a stage in the middle, an activation down and a gradient up, else 1.
+
+    A payload has to fit into `room`, for while a line is full, what was measured is a payload's
+    share of it. A more faithful codec than `codec` needs room for `payloads` and a margin, because
+    a line that was not full showed all of its speed to each of them. So a link that stays as it is
+    keeps its codec. If none fits, int4.
+    """
+    for better in AUTO_CODECS:
+        is_new = AUTO_CODECS.index(better) < AUTO_CODECS.index(codec)
+        needed = encoded_bytes(better, shape) * (payloads * _MARGIN if is_new else 1)
+        if needed <= room:
+            return better
+    return AUTO_CODECS[-1]

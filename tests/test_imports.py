@@ -19,7 +19,7 @@ MAY_IMPORT = {
 ONLY_IN = {
     "hivemind": {
         "dht": {"clock", "daemon", "node", "questions", "sockets", "validator"},
-        "peer": {"archive_keeper", "averager", "driver", "service", "transport"},
+        "peer": {"archive_keeper", "averager", "matchmaking", "driver", "service", "transport"},
         "pipeline": {"door"},
     },
     "transformers": {"pipeline": {"partition"}, "peer": {"export", "tokens"}},

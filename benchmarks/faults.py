@@ -4,10 +4,10 @@
 
 Three stages, two replicas, and a spare of two of the stages; which, the seed says. Faults are drawn
 from {SIGKILL, SIGSTOP of all processes for a while, SIGKILL of p2pd, link cut and healed, SIGTERM}
-x {head, middle, last} x {forward, backward, between inner steps, averaging}; cutting a link needs root and
-Linux's network namespaces and is left out elsewhere. Prints one line a fault, then a summary; last,
-the validation loss beside that of a run without faults at equal tokens. The exit code is 1 if
-anything was as it must not be (tests/swarm/verdict.py).
+x {head, middle, last} x {forward, backward, between inner steps, averaging}; cutting a link needs
+root and Linux's network namespaces and is left out elsewhere. Prints one line a fault, then a
+summary; last, the validation loss beside that of a run without faults at equal tokens. The exit
+code is 1 if anything was as it must not be (tests/swarm/verdict.py).
 """
 
 from __future__ import annotations

@@ -187,6 +187,7 @@ class Keeper:
         self.claims = others if claim is None else others | {stage: claim}
 
     async def _opened(self, stage: int) -> StageArchive:
+        keep_manifest(self._folder, self._manifest)  # here, or the pool's threads would race for it
         archive = await self._compute(self._made, stage)
         service = ArchiveService(lambda want: self._compute(archive.find, want))
         namespace = averaging_prefix(self._run, stage)
@@ -198,7 +199,6 @@ class Keeper:
 
     def _made(self, stage: int) -> StageArchive:
         manifest = self._manifest
-        keep_manifest(self._folder, manifest)
         layout = FlatLayout.of(parameter_shapes(manifest.model, manifest.stages, stage))
         return StageArchive(
             self._of_stage(stage),

@@ -1,0 +1,228 @@
+"""Members on loopback, each with DHT process, p2pd and averaging process of its own, that exchange
+given messages. What the TCP sockets of their p2pd send meanwhile is counted by the kernel.
+
+Why: a codec's size is arithmetic, but a volunteer pays for frames, encryption, heartbeats and
+votes, too. The kernel counts a socket's bytes without the headers of TCP and IP. All is among the
+members, so what one sends another one receives.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dilocox.compression.layout import FlatLayout
+from dilocox.dht.clock import RunClock
+from dilocox.dht.identity import Identity
+from dilocox.dht.manifest import Manifest
+from dilocox.dht.node import RunDHT, open_dht
+from dilocox.dht.validator import RunRecordValidator
+from dilocox.peer.averager import StageAverager
+from dilocox.peer.averaging import AveragerConfig, StageBuffers, open_log
+from dilocox.peer.groups import ExchangeOrder, Plan, tokens_cap
+from dilocox.peer.members import AttemptResult
+from dilocox.peer.plan import stage_codec
+from dilocox.peer.record import RoundRecord, digest_of, parse_record
+
+RUN = "c0dec" * 6 + "00"  # 32 hex digits, as a run id has
+LOOPBACK = "/ip4/127.0.0.1/tcp/0"
+GROUP_S = 2.0  # from an order to its group
+EXCHANGE_LIMIT_S = 60.0
+ATTEMPTS = 3
+
+_SENT = re.compile(r"\bbytes_sent:(\d+)")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Carried:
+    """One exchange: its record, and bytes that all members sent together.
+
+    payload_bytes: what their transports counted: parts and means. sent_bytes: by their sockets,
+    from the moment that the group stood to the committed record. search_bytes: before that.
+    """
+
+    record: RoundRecord
+    payload_bytes: int
+    sent_bytes: int
+    search_bytes: int
+
+
+class _CountedAverager(StageAverager):
+    """Notes what its peer had sent when the group stood, before it sends anything to it."""
+
+    def __init__(
+        self, *, sent_before: Tensor, dht: RunDHT, config: AveragerConfig, buffers: StageBuffers
+    ):
+        """sent_before: shared int64 scalar."""
+        self._sent_before = sent_before
+        self._daemon = dht.p2pd_pid
+        super().__init__(dht=dht, config=config, buffers=buffers)
+
+    async def _aggregate_with_group(self, *arguments: Any, **more: Any) -> AttemptResult:
+        self._sent_before.fill_(sent_by([self._daemon]))
+        return await super()._aggregate_with_group(*arguments, **more)
+
+
+def available() -> str:
+    """Why sockets cannot be counted on this machine; empty if they can."""
+    return "" if shutil.which("ss") else "the command ss (iproute2) is missing"
+
+
+class Members:
+    """A context manager: the members' DHT nodes, in a folder of their own."""
+
+    def __init__(self, folder: Path, identities: Sequence[Identity], layout: FlatLayout):
+        self._folder = folder
+        self._identities = identities
+        self._layout = layout
+        self._clock = RunClock()
+        self._nodes: list[RunDHT] = []
+
+    def __enter__(self) -> Members:
+        try:
+            for identity in self._identities:
+                first = self._nodes[0].visible_addresses() if self._nodes else ()
+                node = open_dht(
+                    identity=identity,
+                    bootstraps=first,
+                    listen=[LOOPBACK],
+                    announce=(),
+                    client_mode=False,
+                    validator=RunRecordValidator(RUN, identity),
+                    clock=self._clock,
+                )
+                self._nodes.append(node)
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for node in reversed(self._nodes):
+            node.close()
+
+    def exchanges(
+        self, manifest: Manifest, orders: Sequence[tuple[RoundRecord, Sequence[Tensor]]]
+    ) -> list[Carried]:
+        """Exchanges under one manifest, one after the other.
+
+        orders: for each the record before it, with its means, and the members' messages [n] in the
+        order of the identities.
+
+        Raises:
+            RuntimeError: a round came to nothing, or not all members are in its record.
+        """
+        members: list[_Member] = []
+        try:
+            for node, identity in zip(self._nodes, self._identities, strict=True):
+                members.append(self._member(manifest, node, identity))
+            return [self._exchange(members, last, messages) for last, messages in orders]
+        finally:
+            for member in members:
+                member.averager.close()
+
+    def _member(self, manifest: Manifest, node: RunDHT, identity: Identity) -> _Member:
+        folder = self._folder / identity.peer_id / manifest.digest
+        config = AveragerConfig(
+            run=RUN,
+            stage=0,
+            manifest=manifest,
+            layout=self._layout,
+            identity=identity,
+            log_folder=folder / "log",
+            snapshot_folder=folder / "snapshots",
+            max_upload_bytes_per_s=None,
+            device="cpu",
+        )
+        buffers = StageBuffers.allocate(self._layout.numel)
+        sent_before = torch.zeros((), dtype=torch.int64).share_memory_()
+        averager = _CountedAverager(
+            sent_before=sent_before, dht=node, config=config, buffers=buffers
+        )
+        return _Member(config, buffers, sent_before, averager)
+
+    def _exchange(
+        self, members: Sequence[_Member], last: RoundRecord, messages: Sequence[Tensor]
+    ) -> Carried:
+        data, manifest = last.to_bytes(), members[0].config.manifest
+        daemons = [node.p2pd_pid for node in self._nodes]
+        for member, message in zip(members, messages, strict=True):
+            member.buffers.message.copy_(message)
+        for number in range(last.round + 1, last.round + 1 + ATTEMPTS):
+            for member in members:
+                open_log(member.config).start_from(data, b"")
+            at_first, payload = sent_by(daemons), _payload_of(members)
+            order = self._order(manifest, last, digest_of(data), number)
+            steps = [member.averager.exchange(order) for member in members]
+            records = {step.result(timeout=EXCHANGE_LIMIT_S).record for step in steps}
+            at_last, before = sent_by(daemons), sum(int(m.sent_before) for m in members)
+            found = records.pop()
+            if records or not found:
+                continue
+            record = parse_record(found, stage_codec(manifest, self._layout))
+            if len(record.members) == len(members):
+                return Carried(
+                    record=record,
+                    payload_bytes=_payload_of(members) - payload,
+                    sent_bytes=at_last - before,
+                    search_bytes=before - at_first,
+                )
+        raise RuntimeError(f"no record of all in {ATTEMPTS} rounds: is this machine overloaded?")
+
+    def _order(
+        self, manifest: Manifest, last: RoundRecord, digest: str, round_number: int
+    ) -> ExchangeOrder:
+        plan = Plan(
+            run=RUN,
+            stage=0,
+            round=round_number,
+            attempt=0,
+            ranks=last.next_ranks,
+            layout=self._layout.digest,
+            previous=digest,
+        )
+        peers = tuple(sorted(identity.peer_id for identity in self._identities))
+        return ExchangeOrder(
+            plan=plan,
+            scheduled_at=self._clock.time() + GROUP_S,
+            matchmaking_limit_s=GROUP_S + 5.0,
+            tokens=last.members[0].tokens,
+            tokens_cap=tokens_cap(manifest),
+            counted=peers,
+            last_contributors=peers,
+            exchange_s=0.0,
+            step_s=0.0,
+            anchor_before=last.anchor_before,
+            last=replace(last, means=()),
+        )
+
+
+@dataclass(frozen=True)
+class _Member:
+    config: AveragerConfig
+    buffers: StageBuffers
+    sent_before: Tensor
+    averager: _CountedAverager
+
+
+def _payload_of(members: Sequence[_Member]) -> int:
+    return sum(member.buffers.sent_bytes for member in members)
+
+
+def sent_by(pids: Collection[int]) -> int:
+    """Bytes that the TCP sockets of these processes have sent, as the kernel counts them."""
+    shown = subprocess.run(["ss", "-tinpH"], capture_output=True, text=True, check=True)
+    total = 0
+    for line, facts in pairwise(shown.stdout.splitlines()):
+        if any(f",pid={pid}," in line for pid in pids) and (match := _SENT.search(facts)):
+            total += int(match[1])
+    return total

@@ -11,7 +11,7 @@ DEMO_ARGS ?=
 TEST_ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-swarm test-faults lint type bench clean
+.PHONY: help install demo test test-swarm test-faults test-image lint type bench clean
 
 help:  ## show this help
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 22
@@ -36,6 +36,9 @@ test-faults: install  ## a short run with an injected fault, and the demo with i
 test-swarm: install  ## all swarm tests: real processes, killed and frozen (about half an hour)
 	$(BIN)/python -m pytest -m 'swarm' -s $(TEST_ARGS)
 
+test-image:  ## build the container image and train with it (root; podman; about 12 minutes)
+	docker/test-image.sh
+
 lint: install  ## ruff: rules and format
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -45,6 +48,8 @@ type: install  ## pyright, strict over the four packages
 
 bench: install  ## the measured claims, one script each
 	$(BIN)/python benchmarks/codec.py
+	$(BIN)/python benchmarks/compression.py
+	$(BIN)/python benchmarks/convergence.py
 	$(BIN)/python benchmarks/slow_peer.py
 	$(BIN)/python benchmarks/pipeline.py
 	$(BIN)/python benchmarks/memory.py

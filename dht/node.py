@@ -231,6 +231,13 @@ class RunDHT(DHT):
             )
         return False
 
+    def answering_bootstraps(self, timeout_s: float) -> frozenset[str]:
+        """Peer ids of the bootstraps that answer a ping. Raises `NoAnswer`."""
+        peers = tuple({bootstrap_address(each).peer_id for each in self._options.bootstraps})
+        ping = functools.partial(questions.who_answers, peers=peers, timeout_s=timeout_s)
+        ask = functools.partial(self.run_coroutine, ping, return_future=True)
+        return frozenset(self._request(ask, timeout_s + 1.0))
+
     def refused_values(self, timeout_s: float = 5.0) -> Counter[str]:
         """How many values this node's validator refused, by reason."""
         return self._request(

@@ -63,3 +63,19 @@ async def any_answers(_dht: DHT, node: DHTNode, peers: tuple[str, ...], timeout_
         except asyncio.TimeoutError:
             return False
     return False
+
+
+async def who_answers(
+    _dht: DHT, node: DHTNode, peers: tuple[str, ...], timeout_s: float
+) -> tuple[str, ...]:
+    """Those of these peers that answer a ping in time."""
+    calls = {
+        asyncio.ensure_future(node.protocol.call_ping(PeerID.from_base58(peer))): peer
+        for peer in peers
+    }
+    done, late = await asyncio.wait(calls, timeout=timeout_s) if calls else (set(), set())
+    for call in late:
+        call.cancel()
+    return tuple(
+        calls[call] for call in done if call.exception() is None and call.result() is not None
+    )

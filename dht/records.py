@@ -98,6 +98,7 @@ class ReplicaRecord(Record):
     step_s: longest inner step of this round, in seconds.
     train_loss, val_loss: nats per token, None while unknown or not finite.
     val_round: the round whose anchor `val_loss` is of.
+    waiting_share: of its last round, for averages; from 0 to 1.
     codec: of the activations.
     last_fault: one line, or empty.
     """
@@ -113,6 +114,7 @@ class ReplicaRecord(Record):
     train_loss: float | None
     val_loss: float | None
     val_round: int
+    waiting_share: float = 0.0
     codec: str
     last_fault: str
 

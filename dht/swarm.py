@@ -43,11 +43,13 @@ class _Seen(Generic[R]):
 class Swarm:
     """The records of one run, through one DHT node.
 
-    `refused` counts what was read and not accepted, by reason.
+    `refused` counts what was read and not accepted, by reason; `sent_bytes` and `received_bytes`
+    the signed values that were published and read.
     """
 
     def __init__(self, dht: RunDHT, run: str, identity: Identity, clock: RunClock):
         self.refused: Counter[str] = Counter()
+        self.sent_bytes = self.received_bytes = 0
         self._dht = dht
         self._run = run
         self._identity = identity
@@ -163,6 +165,7 @@ class Swarm:
             expires_at=expires_at,
             payload=payload,
         )
+        self.sent_bytes += len(sealed)
         try:
             return self._dht.put(key, sealed, expires_at, owner, timeout_s)
         except NoAnswer:
@@ -184,6 +187,7 @@ class Swarm:
         known = {each.sealed for each in seen.values()}
         for subkey, entry in entries.items():
             sealed = getattr(entry, "value", None)
+            self.received_bytes += len(sealed) if isinstance(sealed, bytes) else 0
             if isinstance(sealed, bytes) and sealed in known:
                 continue
             try:

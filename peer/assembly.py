@@ -16,7 +16,8 @@ import torch
 from dilocox.dht.bootstrap import invite_addresses
 from dilocox.peer.averager import StageAverager
 from dilocox.peer.averaging import AveragerConfig, StageBuffers, open_log
-from dilocox.peer.coordinator import Coordinator
+from dilocox.peer.coordination import coordinator_of
+from dilocox.peer.figures import Figures
 from dilocox.peer.inner import clip_factor
 from dilocox.peer.join import Joined
 from dilocox.peer.leading import Leading
@@ -56,6 +57,7 @@ class Assembly:
         coordinator: the thread that deals with the swarm, not started yet.
         network: the thread that deals with the replica, not started yet.
         trainer: the loop; to be run while both threads run.
+        figures: what can be asked of this peer over HTTP.
     """
 
     def __init__(
@@ -79,8 +81,10 @@ class Assembly:
         self._place = self._make_place(config, averager)
         reporter = Reporter(own)
         self._tell = reporter.tell
-        self._tally = Tally(reporter=reporter, sent_bytes=buffers.sent_bytes, numel=layout.numel)
-        self.coordinator = Coordinator.of(
+        self._tally = Tally(
+            reporter=reporter, sent_bytes=lambda: buffers.sent_bytes, numel=layout.numel
+        )
+        self.coordinator = coordinator_of(
             self._place,
             joined,
             averager=averager,
@@ -110,6 +114,17 @@ class Assembly:
             answer=self._desk.answer,
             admits=lambda _, hello: link_of(hello, config.stage),
         )
+        self.figures = Figures(
+            place=self._place,
+            joined=joined,
+            averager=averager,
+            buffers=buffers,
+            tally=self._tally,
+            coordinator=self.coordinator,
+            desk=self._desk,
+            network=self.network,
+        )
+        reporter.listeners.append(self.figures.metrics)
         self.trainer = self._trainer()
 
     def _wake(self) -> None:

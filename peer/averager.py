@@ -22,6 +22,7 @@ import os
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import cached_property
 from typing import Any, cast
 
@@ -40,6 +41,7 @@ from dilocox.peer import catchup
 from dilocox.peer.averaging import Applied, AveragerConfig, StageBuffers, open_log
 from dilocox.peer.ballots import Ballots
 from dilocox.peer.certificate import Ballot
+from dilocox.peer.device import chosen_device
 from dilocox.peer.exchange import Attempt
 from dilocox.peer.groups import (
     ExchangeOrder,
@@ -47,9 +49,11 @@ from dilocox.peer.groups import (
     Ticket,
     attempt_setup,
 )
+from dilocox.peer.matchmaking import aim, pace
 from dilocox.peer.members import AttemptResult
 from dilocox.peer.outer import OuterStep, anchor_sha256
 from dilocox.peer.record import RecordRefused, digest_of
+from dilocox.peer.record_folder import RECORDS_NEEDED
 from dilocox.peer.roundlog import RoundLog
 from dilocox.peer.service import PeerService
 from dilocox.peer.transport import PeerTransport, UploadLimit
@@ -58,7 +62,6 @@ logger = logging.getLogger(__name__)
 
 START_LIMIT_S = 30.0  # until the process has taken an order
 CLOSE_GRACE_S = 3.0
-RECORDS_NEEDED = 4  # whoever takes our state needs the record it stands on, and those since
 ATTEMPTS_KEPT = 4  # so that members can fetch averaged parts and votes after the end
 
 
@@ -68,10 +71,12 @@ class StageAverager(PeerService, DecentralizedAverager):
     def __init__(self, *, dht: Any, config: AveragerConfig, buffers: StageBuffers):
         self.config = config
         self.attempts: dict[bytes, Attempt] = {}
-        self.sent_bytes = buffers.sent_bytes
+        self.sent, self.received = buffers.sent, buffers.received
+        self.refused = buffers.refused
         self._buffers = buffers
         self._main_pid = os.getpid()
         self._order: ExchangeOrder | None = None
+        self._asked_at = 0.0  # for the group that forms, or formed last
         outer = config.manifest.outer
         self._outer = OuterStep(outer.learning_rate, outer.momentum)
         matchmaking_s = config.manifest.deadlines.matchmaking_s
@@ -175,9 +180,19 @@ class StageAverager(PeerService, DecentralizedAverager):
         return ThreadPoolExecutor(1, initializer=torch.set_num_threads, initargs=(1,))
 
     @cached_property
+    def _paced_matchmaking(self) -> Any:
+        pace(self._matchmaking)
+        return self._matchmaking
+
+    @cached_property
     def log(self) -> RoundLog:
         """The round log; this process appends to it."""
         return open_log(self.config)
+
+    @cached_property
+    def _average(self) -> Tensor:
+        """Room for an average: of a large stage, new memory takes longer than the arithmetic."""
+        return torch.zeros(self.config.layout.numel)
 
     @cached_property
     def limit(self) -> UploadLimit:
@@ -190,13 +205,16 @@ class StageAverager(PeerService, DecentralizedAverager):
             p2p=self._p2p,
             stub_for=lambda p2p, peer: self.get_stub(p2p, peer, namespace=self.prefix),
             limit=self.limit,
-            counter=self.sent_bytes,
+            sent=self.sent,
+            received=self.received,
         )
 
     @cached_property
     def _check(self) -> catchup.RecordCheck:
         config = self.config
-        return catchup.RecordCheck.of(config.run, config.stage, config.manifest, config.layout)
+        made = catchup.RecordCheck.of(config.run, config.stage, config.manifest, config.layout)
+        made.codec.choose_device(chosen_device(config.device))
+        return made
 
     async def _serve(self, *, name: str, future: Any, arguments: dict[str, Any]) -> None:
         try:
@@ -210,9 +228,9 @@ class StageAverager(PeerService, DecentralizedAverager):
 
     async def _step(self, *, step: StepControl, future_for_init: Any) -> None:
         """Give the attempt's plan its own group key before hivemind looks for a group."""
+        self._asked_at = time.monotonic()
         key = self._current_order().plan.key
-        self._matchmaking.schema_hash = bytes.fromhex(key)
-        self._matchmaking.group_key_manager.prefix = f"{self.prefix}-{key[:24]}"
+        aim(self._paced_matchmaking, self.prefix, key)
         with contextlib.suppress(Exception):  # `step` has it already, and the caller gets it there
             await super()._step(step=step, future_for_init=future_for_init)
 
@@ -224,7 +242,7 @@ class StageAverager(PeerService, DecentralizedAverager):
         self, group_info: GroupInfo, *_: Any, **__: Any
     ) -> AttemptResult:
         """hivemind's hook: the group stands, exchange."""
-        order = self._current_order()
+        order, matchmaking_s = self._current_order(), time.monotonic() - self._asked_at
         tickets: dict[str, Ticket] = {}
         for peer, gathered in zip(group_info.peer_ids, group_info.gathered, strict=True):
             try:
@@ -236,7 +254,8 @@ class StageAverager(PeerService, DecentralizedAverager):
             tickets[str(peer)] = Ticket.unpack(stated, client_mode=client_mode)
         logger.debug("round %d: a group of %d stands", order.plan.round, len(tickets))
         self._running_groups.pop(group_info.group_id, None)  # or hivemind misses its own all-reduce
-        return await self._attempt(order, group_info.group_id, tickets)
+        result = await self._attempt(order, group_info.group_id, tickets)
+        return replace(result, matchmaking_s=matchmaking_s)
 
     async def _attempt(
         self, order: ExchangeOrder, group: bytes, tickets: dict[str, Ticket]
@@ -285,8 +304,6 @@ class StageAverager(PeerService, DecentralizedAverager):
     async def _log_if_committed(self, result: AttemptResult) -> AttemptResult:
         if result.record is not None and result.certificate is not None:
             await self.in_pool(self.log.append, result.record, result.certificate)
-            kept = max(self.config.manifest.rounds.records_kept, RECORDS_NEEDED)
-            await self.in_pool(self.log.prune, kept)
         return result
 
     # ---- in the averaging process: records and states --------------------------------------------
@@ -307,38 +324,46 @@ class StageAverager(PeerService, DecentralizedAverager):
         means = record.decoded(self._check.codec)
         if with_own:
             me = str(self.peer_id)
-            buffers.own.copy_(means.own(buffers.message, record.counted(me)))
+            own = means.own(buffers.message, record.counted(me), out=buffers.own)
+            if own is not buffers.own:
+                buffers.own.copy_(own)
         self._outer.apply(
             buffers.anchors[current],
             buffers.momenta[current],
-            means.average(),
+            means.average(out=self._average),
             buffers.anchors[1 - current],
             buffers.momenta[1 - current],
         )
+        rounds = self.config.manifest.rounds
+        kept = max(rounds.records_kept, RECORDS_NEEDED)
+        self.log.prune(kept, rounds.log_bytes, applied=round_number)
         return Applied(
             round=round_number,
             digest=digest_of(data),
             anchor_sha256=anchor_sha256(buffers.anchors[1 - current]),
+            payload_bytes=sum(len(mean) for mean in record.means),
             seconds=time.monotonic() - started,
         )
 
     async def _serve_catch_up(self, peer: str, digest: str) -> catchup.Reach:
-        return await catchup.catch_up(
-            self._transport, self.log, peer, digest, check=self._check, compute=self.in_pool
-        )
+        with self.counting_refusals():
+            return await catchup.catch_up(
+                self._transport, self.log, peer, digest, check=self._check, compute=self.in_pool
+            )
 
     async def _serve_fetch_state(self, peer: str, current: int, after_round: int) -> catchup.State:
         buffers = self._buffers
-        state = await catchup.fetch_state(
-            self._transport,
-            peer,
-            check=self._check,
-            compute=self.in_pool,
-            after_round=after_round,
-            folder=self.config.log_folder,
-            anchor=buffers.anchors[1 - current],
-            momentum=buffers.momenta[1 - current],
-        )
+        with self.counting_refusals():
+            state = await catchup.fetch_state(
+                self._transport,
+                peer,
+                check=self._check,
+                compute=self.in_pool,
+                after_round=after_round,
+                folder=self.config.log_folder,
+                anchor=buffers.anchors[1 - current],
+                momentum=buffers.momenta[1 - current],
+            )
         await self.in_pool(self.log.start_from, state.record, state.certificate)
         return state
 

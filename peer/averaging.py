@@ -11,6 +11,7 @@ from torch import Tensor
 from dilocox.compression.layout import FlatLayout
 from dilocox.dht.identity import Identity
 from dilocox.dht.manifest import Manifest
+from dilocox.peer.counts import BYTE_KINDS, REFUSALS, Counts
 from dilocox.peer.plan import stage_codec
 from dilocox.peer.roundlog import RoundLog
 
@@ -27,22 +28,31 @@ class StageBuffers:
     own: Tensor  # this peer's decoded contribution to the record that was applied last
     anchors: tuple[Tensor, Tensor]
     momenta: tuple[Tensor, Tensor]
-    sent_bytes: Tensor  # int64 scalar: payload bytes this peer sent since it started
+    # counted since this peer started, by the averaging process:
+    sent: Counts  # payload bytes by kind
+    received: Counts  # likewise
+    refused: Counts  # what other peers sent, by reason
 
     @classmethod
     def allocate(cls, numel: int) -> StageBuffers:
         """Six vectors of a stage's size."""
         vectors = [torch.zeros(numel) for _ in range(6)]
-        sent_bytes = torch.zeros((), dtype=torch.int64)
-        for tensor in (*vectors, sent_bytes):
-            tensor.share_memory_()  # pyright: ignore[reportUnknownMemberType]
+        for vector in vectors:
+            vector.share_memory_()  # pyright: ignore[reportUnknownMemberType]
         return cls(
             message=vectors[0],
             own=vectors[1],
             anchors=(vectors[2], vectors[3]),
             momenta=(vectors[4], vectors[5]),
-            sent_bytes=sent_bytes,
+            sent=Counts(BYTE_KINDS, shared=True),
+            received=Counts(BYTE_KINDS, shared=True),
+            refused=Counts(REFUSALS, shared=True),
         )
+
+    @property
+    def sent_bytes(self) -> int:
+        """Payload bytes that this peer sent since it started."""
+        return self.sent.total
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,6 +77,7 @@ class Applied:
     round: int
     digest: str
     anchor_sha256: str
+    payload_bytes: int  # of the record's means
     seconds: float
 
 

@@ -284,6 +284,37 @@ def verify(
     raise typer.Exit(run_verify_command(options))
 
 
+@app.command()
+def monitor(
+    invite: InviteText,
+    state: Annotated[
+        Path,
+        typer.Option(
+            help="Folder for what the monitor has learnt, so that its curves outlive it.",
+            envvar=env("state"),
+        ),
+    ] = Path("dilocox-monitor"),
+    port: Annotated[
+        int,
+        typer.Option(
+            min=0,
+            max=65535,
+            help="TCP port of the status page and the figures; 0 takes a free one.",
+            envvar=env("port"),
+        ),
+    ] = 9470,
+    host: Host = "127.0.0.1",
+    log_level: LogLevel = "info",
+) -> None:
+    """Watch a whole run: a status page for people, figures for Prometheus."""
+    set_up_logging(log_level)
+    parsed = Invite.parse(invite)
+    from dilocox.peer.monitor import MonitorOptions, run_monitor_command
+
+    options = MonitorOptions(invite=parsed, state=state, host=host, port=port)
+    raise typer.Exit(run_monitor_command(options))
+
+
 def known_variables() -> set[str]:
     """Every environment variable that some option or argument reads."""
     group = typer.main.get_command(app)

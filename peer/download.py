@@ -117,7 +117,6 @@ async def _ask(
             p2p, peer, namespace=averaging_prefix(place.run, stage)
         ),
         limit=UploadLimit(None),
-        counter=torch.zeros((), dtype=torch.int64),
     )
     found = place.swarm.read(claim_key(place.run, stage), ClaimRecord) or {}
     claims = sorted(

@@ -248,7 +248,7 @@ class ExchangeDriver:
                 self._leave_open(job)  # the record comes through the chain, if at all
         elif result.verdict is Verdict.COMMITTED:
             self._last_exchange_s = time.monotonic() - job.sent_at
-            self._chain.committed(job.round, result.seconds)
+            self._chain.committed(job.round, result.seconds, result.matchmaking_s)
         elif job.attempt == 0:
             self._retry(job, result)
         else:

@@ -26,6 +26,8 @@ class Committed(Event):
     anchor_sha256: str
     own_ready: bool  # buffers.own holds this peer's decoded contribution
     exchange_s: float | None  # how long this peer's exchange took; None if it was not in the group
+    matchmaking_s: float | None = None  # until its group stood; None if it was in none, or alone
+    payload_bytes: int = 0  # of the record's means
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -133,6 +133,7 @@ def replica_record(place: Place, round_number: int, own: LoopProgress) -> Replic
         train_loss=own.train_loss,
         val_loss=own.val_loss,
         val_round=own.val_round,
+        waiting_share=own.waiting_share,
         codec=own.codec,
         last_fault=own.last_fault,
     )

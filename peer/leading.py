@@ -113,7 +113,7 @@ class Leading:
         if now < self._tried_at:
             return False
         self._tried_at = now + FORM_PAUSE_S * (1 + random.random())
-        with self._tally.waiting():
+        with self._tally.waiting("replica"):
             blocked = self._head.form()
         if blocked != self._told:
             self._told = blocked

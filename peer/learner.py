@@ -24,7 +24,8 @@ from dilocox.peer.averaging import StageBuffers
 from dilocox.peer.coordinator import Coordinator
 from dilocox.peer.events import Committed, Event, Failed, Resynced, Voided
 from dilocox.peer.inner import InnerOptimizer
-from dilocox.peer.merge import Merge, OwnContribution, RecordFacts
+from dilocox.peer.merge import Merge, Outcome, OwnContribution, RecordFacts
+from dilocox.peer.norms import norm, relative_error
 from dilocox.peer.place import LoopProgress
 from dilocox.peer.plan import stage_codec
 from dilocox.peer.record import RoundRecord, own_contribution
@@ -82,6 +83,7 @@ class Learner:
         # learning rate would fall back by a whole record.
         self._chain_tokens = coordinator.tokens_at_start
         self._states_taken = 0
+        self._records_unsaved = 0  # applied since the last snapshot
         self._codec = stage_codec(manifest, model.layout)
         self._takes_at_once = manifest.outer.apply == "arrival" or manifest.outer.merge == "none"
         state: dict[str, Any] = snapshots.data_state() if snapshots.found else {}
@@ -105,9 +107,10 @@ class Learner:
     def join(self) -> None:
         """Take what the others have before the first inner step."""
         self._tally.state = "joining"
-        while not self._coordinator.joined.is_set() and not self._stop.is_set():
-            self.take_events(wait_s=POLL_S)
-            self.publish()
+        with self._tally.waiting("join"):
+            while not self._coordinator.joined.is_set() and not self._stop.is_set():
+                self.take_events(wait_s=POLL_S)
+                self.publish()
         self._tally.start()
 
     def between_steps(self) -> None:
@@ -158,7 +161,7 @@ class Learner:
 
     def _end_round(self, round_number: int, scheduled_at: float) -> None:
         """The send of this round; then, under `merge: none`, its record."""
-        with self._tally.waiting():
+        with self._tally.waiting("send"):
             if not self._takes_at_once:
                 self._catch_up()
             if self._merge.can_send and round_number > self._merge.round:
@@ -178,13 +181,14 @@ class Learner:
             self._tally.next_round()
             self.publish()
             if self._manifest.outer.merge == "none":
-                self._wait_for_outcome(self._coordinator.outcome_limit_s, self._stop)
+                with self._tally.waiting("record"):
+                    self._wait_for_outcome(self._coordinator.outcome_limit_s, self._stop)
 
     # ---- events ----------------------------------------------------------------------------------
     def take_events(self, wait_s: float = 0.0) -> None:
         """Merge what has come, waiting so long for the first."""
         while (event := self._coordinator.events.get(wait_s)) is not None:
-            with self._tally.waiting():
+            with self._tally.waiting("merge"):
                 self._take(event)
             event.taken.set()
             self._tally.report_round()
@@ -227,17 +231,28 @@ class Learner:
         )
         anchor, momentum = self._other_buffers()
         own: OwnContribution | None = None
+        error: float | None = None
         held = self._merge.held(record.round)
         if facts.contributor and held is not None:
             values = self._model.buffers.own
             if not event.own_ready:
                 values = own_contribution(record, self._me, held.message, self._codec)
             own = OwnContribution(values, record.left_out(self._me, self._codec))
+            error = relative_error(held.message, values)
         tokens = held.tokens if held is not None else 0
         outcome = self._merge.commit(facts, anchor, momentum, own)
         self._chain_tokens = record.chain_tokens
         self.newest = record
-        self._tally.committed(event, outcome, tokens)
+        self._tally.committed(
+            event,
+            outcome,
+            tokens,
+            compression_error=error if outcome is Outcome.COUNTED else None,
+            residual_norm=norm(self._merge.residual.values),
+        )
+        self._records_unsaved += 1
+        if self._records_unsaved >= max(1, self._manifest.rounds.records_kept // 2):
+            self._snapshot()  # who only follows has a log that is pruned all the same
 
     def _resync(self, event: Resynced) -> None:
         state, merge = event.state, self._merge
@@ -274,6 +289,7 @@ class Learner:
         return self._manifest.batch.tokens_per_step / speed if speed > 0 else 0.0
 
     def _snapshot(self) -> None:
+        self._records_unsaved = 0
         self._snapshots.write(self._merge, self._model.optimizer, self.data_state())
 
     def publish(self, *, force: bool = False) -> None:
@@ -295,6 +311,7 @@ class Learner:
             train_loss=tally.train_loss,
             val_loss=val_loss if val_loss is not None and math.isfinite(val_loss) else None,
             val_round=tally.val_round,
+            waiting_share=tally.waiting_share,
         )
         if (before.head, before.members) != (self.place.head, self.place.members):
             self._coordinator.announce()

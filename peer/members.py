@@ -158,3 +158,4 @@ class AttemptResult:
     aborts: bytes = field(repr=False)
     members: tuple[str, ...]
     seconds: float
+    matchmaking_s: float | None = None  # until its group stood; None of a peer alone

@@ -23,6 +23,8 @@ class PeerOptions:
     max_upload_mb_s: float
     memory_limit_gb: float
     data: str
+    metrics_host: str = "127.0.0.1"
+    metrics_port: int | None = None  # the default one if it is free
 
     @property
     def memory_limit_bytes(self) -> float | None:

@@ -38,6 +38,7 @@ class LoopProgress:
     train_loss: float | None = None
     val_loss: float | None = None
     val_round: int = -1
+    waiting_share: float = 0.0  # of its last round
     position: int = 0  # in the data part
     head: str = ""
     members: tuple[str, ...] = ()

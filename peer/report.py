@@ -17,7 +17,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 from dilocox.peer.files import disk_fault, write_atomically
 
@@ -68,14 +68,31 @@ class RoundReport:
     sent_bytes: int
     fp16_bytes: int  # what a ring all-reduce of fp16 values would have sent
     exchange_s: float | None
+    matchmaking_s: float | None = None  # until the group stood
     members: int
+    ranks: tuple[int, int, int] | None = None  # smallest, median, largest of factored tensors
+    payload_bytes: int = 0  # of the record's means, which is one direction of an exchange
+    compression_error: float | None = None  # |m - c| / |m|; None where m is not in the record
+    residual_norm: float | None = None  # after the merge
     outcome: str  # of merge.Outcome: what the record meant for this peer
     digest: str
     anchor_sha256: str
 
 
+class Listener(Protocol):
+    """Hears what a peer reports, in the thread that trains: it must be quick and raise nothing."""
+
+    def on_event(self, kind: str, facts: Mapping[str, Any]) -> None:
+        """An event, with the facts that events.jsonl gets."""
+        ...
+
+    def on_status(self, status: Status) -> None:
+        """Where the peer is; after every inner step."""
+        ...
+
+
 class Reporter:
-    """Writes the log and the two files of one peer."""
+    """Writes the log and the two files of one peer. `listeners` hear all of it."""
 
     def __init__(self, folder: Path):
         self._folder = folder
@@ -83,9 +100,12 @@ class Reporter:
         self._terminal = sys.stderr.isatty()
         self._status_at = 0.0
         self._line_length = 0
+        self.listeners: list[Listener] = []
 
     def event(self, kind: str, **facts: Any) -> None:
         """Append one event for scripts; EnvironmentFault if the disk is full."""
+        for listener in self.listeners:
+            listener.on_event(kind, facts)
         line = json.dumps({"event": kind, "time": round(time.time(), 3)} | facts)
         try:
             with self._events.open("a") as file:
@@ -101,6 +121,8 @@ class Reporter:
 
     def status(self, status: Status, *, force: bool = False) -> None:
         """Show the progress, about once a second."""
+        for listener in self.listeners:
+            listener.on_status(status)
         if not force and time.monotonic() - self._status_at < STATUS_PERIOD_S:
             return
         self._status_at = time.monotonic()

@@ -14,16 +14,19 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Generator
+from contextlib import contextmanager, suppress
 from typing import Any, AsyncIterator, TypeVar  # noqa: UP035 - hivemind knows this one only
 
 from hivemind.p2p import P2PContext, ServicerBase
 from hivemind.proto import runtime_pb2
 
+from dilocox.compression.codec import PayloadRefused
 from dilocox.peer import catchup
+from dilocox.peer.counts import Counts, byte_kind
 from dilocox.peer.exchange import Attempt
-from dilocox.peer.members import Mean
+from dilocox.peer.members import Mean, ShareRefused
+from dilocox.peer.record import RecordRefused
 from dilocox.peer.transport import (
     CHUNK_BYTES,
     FrameRefused,
@@ -39,6 +42,10 @@ DISCARD_LIMIT_S = 5.0
 T = TypeVar("T")
 
 
+class NoSuchGroup(FrameRefused):
+    """What came is for a group that this peer is not, or not any more, in."""
+
+
 class PeerService(ServicerBase):
     """The rpc_ methods of the averaging process, which gives them the attributes below."""
 
@@ -46,7 +53,9 @@ class PeerService(ServicerBase):
     attempts: dict[bytes, Attempt]
     log: Any
     limit: Any
-    sent_bytes: Any
+    sent: Counts
+    received: Counts
+    refused: Counts
 
     # ---- what other peers call -------------------------------------------------------------------
     async def rpc_put(
@@ -60,6 +69,7 @@ class PeerService(ServicerBase):
         except (ValueError, TypeError, ConnectionError, asyncio.TimeoutError) as error:
             with suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(_discard(request), DISCARD_LIMIT_S)
+            self.refused.add(refusal(error))
             return reply({"refused": f"{type(error).__name__}: {error}"[:200]})
 
     async def _take(
@@ -75,7 +85,9 @@ class PeerService(ServicerBase):
             raise FrameRefused(f"{size} bytes for part {part}")
         payload = bytearray()
         async for frame in request:
-            payload += chunk_of(frame)
+            chunk = chunk_of(frame)
+            payload += chunk
+            self.received.add("averaging", len(chunk))
             if len(payload) > size:
                 raise FrameRefused(f"more than the {size} bytes of part {part}")
         if len(payload) != size:
@@ -95,6 +107,7 @@ class PeerService(ServicerBase):
             attempt = await self.find_attempt(unpack(request).get("group"))
             attempt.on_vote(chunk_of(request))
         except ValueError as error:
+            self.refused.add("group" if isinstance(error, NoSuchGroup) else "vote")
             return reply({"refused": str(error)[:200]})
         return reply({})
 
@@ -107,6 +120,7 @@ class PeerService(ServicerBase):
             attempt = self.attempts.get(question["group"])
             own = self.log.own_vote(int(question["round"]), int(question["attempt"]))
         except (ValueError, KeyError, TypeError) as error:
+            self.refused.add("question")
             return reply({"refused": repr(error)[:200]})
         votes = [] if attempt is None else attempt.ballots.all_bytes()
         if own is not None and own not in votes:  # cast before this peer was restarted
@@ -131,7 +145,10 @@ class PeerService(ServicerBase):
         try:
             want = unpack(request)
             found = await self._find(want)
-        except (ValueError, KeyError, TypeError, OSError):
+        except (ValueError, KeyError, TypeError):
+            self.refused.add("question")
+            found = None
+        except OSError:  # our own disk
             found = None
         if found is None:
             yield reply({})
@@ -140,7 +157,7 @@ class PeerService(ServicerBase):
             yield reply(source.facts)
             while chunk := source.file.read(CHUNK_BYTES):
                 await self.limit.spend(len(chunk), first=want["what"] == "mean")
-                self.sent_bytes.add_(len(chunk))
+                self.sent.add(byte_kind(want["what"]), len(chunk))
                 yield reply({}, chunk)
 
     async def _find(self, want: dict[str, Any]) -> catchup.Source | None:
@@ -165,6 +182,15 @@ class PeerService(ServicerBase):
                 return None
 
     # ---- helpers ---------------------------------------------------------------------------------
+    @contextmanager
+    def counting_refusals(self) -> Generator[None]:
+        """Count what is refused of a download."""
+        try:
+            yield
+        except (FrameRefused, RecordRefused) as error:
+            self.refused.add(refusal(error))
+            raise
+
     async def find_attempt(self, group: object) -> Attempt:
         """The running attempt of a group, waiting a little for one that is about to start."""
         deadline = time.monotonic() + GROUP_WAIT_S
@@ -173,12 +199,29 @@ class PeerService(ServicerBase):
             if attempt is not None:
                 return attempt
             if time.monotonic() > deadline:
-                raise FrameRefused("no such group")
+                raise NoSuchGroup("no such group")
             await asyncio.sleep(0.02)
 
     async def in_pool(self, function: Callable[..., T], *arguments: Any) -> T:
         """Run something slow beside the event loop, so that heartbeats go on."""
         return await asyncio.get_running_loop().run_in_executor(self.pool, function, *arguments)
+
+
+def refusal(error: Exception) -> str:
+    """What a refusal is counted as; of counts.REFUSALS."""
+    match error:
+        case NoSuchGroup():
+            return "group"
+        case ShareRefused():
+            return "share"
+        case PayloadRefused():
+            return "payload"
+        case RecordRefused():
+            return "record"
+        case asyncio.TimeoutError() | ConnectionError():
+            return "late"
+        case _:
+            return "frame"
 
 
 async def _discard(request: AsyncIterator[runtime_pb2.ExpertRequest]) -> None:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-
-from torch import Tensor
+from statistics import median_low
+from typing import Literal, get_args
 
 from dilocox.peer.events import Committed
 from dilocox.peer.merge import Merge, Outcome
@@ -18,12 +18,28 @@ from dilocox.pipeline.happenings import Stepped
 
 SMOOTHING = 0.8  # of the loss and the speed that the progress line shows
 
+OwnWaiting = Literal["join", "merge", "send", "record", "replica"]
+Waiting = Literal[OwnWaiting, "neighbours", "spare"]
+"""What a peer waits for while it does not compute.
+
+    join        the records or the state that it lacks at its start
+    merge       a record or a state to be merged
+    send        a message to be taken and put on disk
+    record      the round's own record, under `merge: none`
+    replica     a replica to be formed, as its head
+    neighbours  activations and gradients, in a replica; data and the like count here too
+    spare       a replica that wants it
+"""
+OWN_WAITING: tuple[OwnWaiting, ...] = get_args(OwnWaiting)
+WAITING: tuple[Waiting, ...] = (*OWN_WAITING, "neighbours", "spare")
+FOR_AVERAGES: tuple[Waiting, ...] = ("merge", "send", "record")  # what `waiting_share` is of
+
 
 class Tally:
     """What this peer did, since it started and since its last round line."""
 
-    def __init__(self, *, reporter: Reporter, sent_bytes: Tensor, numel: int):
-        """`sent_bytes`: the shared counter; `numel`: values of the stage's flat vector.
+    def __init__(self, *, reporter: Reporter, sent_bytes: Callable[[], int], numel: int):
+        """`sent_bytes()`: payload bytes so far; `numel`: values of the stage's flat vector.
 
         `computing_s` is set by the owner: all seconds that the stage has spent computing.
         """
@@ -32,7 +48,9 @@ class Tally:
         self._numel = numel
         self._began = self._line_began = time.monotonic()
         self._waiting_s = self._line_waiting_s = 0.0
-        self._waiting_since: float | None = None
+        self._waiting_since = self._began
+        self._waiting_for: Waiting | None = None
+        self._accounted_at, self._accounted_s = self._began, 0.0
         self._line_sent_bytes = 0
         self._losses: list[float] = []
         # by round sent: inner steps and mean loss
@@ -42,12 +60,16 @@ class Tally:
         self.computing_s: Callable[[], float] = lambda: 0.0
         self.state = "joining"
         self.inner_step = 0  # of this round
+        self.inner_steps = self.skipped_steps = 0  # taken, and not, since this peer started
+        # seconds since this peer started, by what was waited for
+        self.waiting_s: dict[Waiting, float] = dict.fromkeys(WAITING, 0.0)
         self.longest_step_s = 0.0
         self.tokens = 0
         self.tokens_per_s = 0.0
         self.train_loss: float | None = None
         self.val_loss: float | None = None
         self.val_round = -1
+        self.waiting_share = 0.0  # for averages, of the time between its last two records
 
     # ---- the loop tells --------------------------------------------------------------------------
     def start(self) -> None:
@@ -62,7 +84,9 @@ class Tally:
         self.inner_step += 1
         self.longest_step_s = max(self.longest_step_s, seconds)
         if stepped.skipped:
+            self.skipped_steps += 1
             return
+        self.inner_steps += 1
         self.tokens += tokens
         self.tokens_per_s = _smooth(self.tokens_per_s or None, tokens / max(seconds, 1e-9))
         if math.isfinite(stepped.loss):  # a member that missed the GO does not know it
@@ -70,20 +94,19 @@ class Tally:
             self.train_loss = _smooth(self.train_loss, stepped.loss)
 
     @contextmanager
-    def waiting(self) -> Generator[None]:
+    def waiting(self, reason: Waiting) -> Generator[None]:
         """Time in which the loop does not train: merging, sending, waiting for a record.
 
-        May be nested (a record is merged within the wait for it); the time counts once.
+        May be nested (a record is merged within the wait for it); the time counts once, for the
+        inner reason.
         """
-        if self._waiting_since is not None:
-            yield
-            return
-        self._waiting_since = time.monotonic()
+        self._count_waiting()
+        outer, self._waiting_for = self._waiting_for, reason
         try:
             yield
         finally:
             self._count_waiting()
-            self._waiting_since = None
+            self._waiting_for = outer
 
     def sent(self, round_number: int) -> None:
         """The round was sent; its steps wait for their record."""
@@ -98,10 +121,22 @@ class Tally:
 
     def _count_waiting(self) -> None:
         """Take in the wait that is not over yet."""
-        if self._waiting_since is not None:
-            now = time.monotonic()
-            self._waiting_s += now - self._waiting_since
-            self._waiting_since = now
+        now = time.monotonic()
+        if self._waiting_for is not None:
+            if self._waiting_for in FOR_AVERAGES:
+                self._waiting_s += now - self._waiting_since
+            self.waiting_s[self._waiting_for] += now - self._waiting_since
+        self._waiting_since = now
+
+    def _count_rest(self, *, in_replica: bool) -> None:
+        """Take in the time since the last call in which the stage neither computed nor waited for
+        anything of its own: its neighbours, or a replica, let it wait."""
+        self._count_waiting()
+        now, computing_s = time.monotonic(), self.computing_s()
+        accounted_s = computing_s + sum(self.waiting_s[reason] for reason in OWN_WAITING)
+        rest_s = (now - self._accounted_at) - (accounted_s - self._accounted_s)
+        self.waiting_s["neighbours" if in_replica else "spare"] += max(0.0, rest_s)
+        self._accounted_at, self._accounted_s = now, accounted_s
 
     def validated(self, round_number: int, loss: float) -> None:
         """The anchor that stands on this round's record was evaluated."""
@@ -121,14 +156,26 @@ class Tally:
         """A state was taken from a peer."""
         self._reporter.event("resynced", round=round_number)
 
-    def committed(self, event: Committed, outcome: Outcome, tokens: int) -> None:
-        """A record was merged; its line is written by `report_round`."""
+    def committed(
+        self,
+        event: Committed,
+        outcome: Outcome,
+        tokens: int,
+        *,
+        compression_error: float | None = None,
+        residual_norm: float | None = None,
+    ) -> None:
+        """A record was merged; its line is written by `report_round`.
+
+        compression_error: |m - c| / |m| of this peer's message, None where it is not in the record.
+        """
         record = event.record
         steps, loss = self._steps_of.pop(record.round, (0, None))
         self._count_waiting()
         now = time.monotonic()
         wall_s = max(now - self._line_began, 1e-9)
-        sent_bytes = int(self._sent_bytes)
+        self.waiting_share = (self._waiting_s - self._line_waiting_s) / wall_s
+        sent_bytes = self._sent_bytes()
         members = len(record.members)
         self._pending = RoundReport(
             round=record.round,
@@ -140,11 +187,16 @@ class Tally:
             val_loss=None,
             val_round=-1,
             tokens_per_s=self.tokens_per_s,
-            waiting_share=(self._waiting_s - self._line_waiting_s) / wall_s,
+            waiting_share=self.waiting_share,
             sent_bytes=sent_bytes - self._line_sent_bytes,
             fp16_bytes=round(2 * 2 * self._numel * (members - 1) / members),
             exchange_s=event.exchange_s,
+            matchmaking_s=event.matchmaking_s,
             members=members,
+            ranks=rank_span(record.ranks),
+            payload_bytes=event.payload_bytes,
+            compression_error=compression_error,
+            residual_norm=residual_norm,
             outcome=outcome.value,
             digest=event.digest,
             anchor_sha256=event.anchor_sha256,
@@ -170,6 +222,7 @@ class Tally:
         force: bool,
     ) -> None:
         """Show where this peer is."""
+        self._count_rest(in_replica=bool(place.head))
         wall_s = max(time.monotonic() - self._began, 1e-9)
         status = Status(
             state="spare" if self.state == "training" and not place.head else self.state,
@@ -200,6 +253,12 @@ class Tally:
             self._in_replica_since = now
         since = self._in_replica_since
         return 0.0 if since is None else self.computing_s() / max(now - since, 1e-9)
+
+
+def rank_span(ranks: Sequence[int]) -> tuple[int, int, int] | None:
+    """Smallest, median and largest rank of the factored tensors; None without any."""
+    factored = sorted(rank for rank in ranks if rank > 0)
+    return (factored[0], median_low(factored), factored[-1]) if factored else None
 
 
 def _smooth(old: float | None, new: float) -> float:

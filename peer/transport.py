@@ -22,9 +22,9 @@ from typing import Any, cast
 import msgpack
 from hivemind.p2p import P2P, PeerID
 from hivemind.proto import runtime_pb2
-from torch import Tensor
 
 from dilocox.dht.errors import DilocoxError
+from dilocox.peer.counts import BYTE_KINDS, Counts, byte_kind
 from dilocox.peer.members import Mean
 
 CHUNK_BYTES = 64 * 1024
@@ -113,14 +113,16 @@ class PeerTransport:
         p2p: P2P,
         stub_for: Callable[[P2P, PeerID], Any],
         limit: UploadLimit,
-        counter: Tensor,
+        sent: Counts | None = None,
+        received: Counts | None = None,
         group: bytes = b"",
     ):
-        """`counter`: shared int64 scalar to which every payload byte sent is added."""
+        """`sent`, `received`: where payload bytes are counted, by kind."""
         self._p2p = p2p
         self._stub_for = stub_for
         self._limit = limit
-        self._counter = counter
+        self._sent = sent or Counts(BYTE_KINDS)
+        self._received = received or Counts(BYTE_KINDS)
         self._group = group
 
     def for_group(self, group: bytes) -> PeerTransport:
@@ -129,7 +131,8 @@ class PeerTransport:
             p2p=self._p2p,
             stub_for=self._stub_for,
             limit=self._limit,
-            counter=self._counter,
+            sent=self._sent,
+            received=self._received,
             group=group,
         )
 
@@ -191,7 +194,7 @@ class PeerTransport:
             for start in range(0, len(payload), CHUNK_BYTES):
                 chunk = payload[start : start + CHUNK_BYTES]
                 await self._limit.spend(len(chunk), first=True)
-                self._counter.add_(len(chunk))
+                self._sent.add("averaging", len(chunk))
                 yield pack({}, chunk)
 
         with _reached(peer):
@@ -224,10 +227,11 @@ class PeerTransport:
                     f"{peer} wants to send {size} bytes, at most {limit_bytes} are due"
                 )
             chunks: list[bytes] = []
-            taken = 0
+            taken, kind = 0, byte_kind(want.get("what"))
             while taken < size:
                 chunk = chunk_of(await asyncio.wait_for(anext(stream), STALL_S))
                 taken += len(chunk)
+                self._received.add(kind, len(chunk))
                 if not chunk or taken > size:
                     raise FrameRefused(f"{peer} sent {taken} bytes of {size}")
                 (sink or chunks.append)(chunk)

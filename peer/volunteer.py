@@ -34,7 +34,7 @@ from dilocox.peer.device import chosen_device
 from dilocox.peer.join import Joined, joined
 from dilocox.peer.kept_chain import keep_manifest
 from dilocox.peer.memory import check_plan
-from dilocox.peer.metrics_server import DEFAULT_PORT, PageServer, Pages, check_port
+from dilocox.peer.metrics_server import DEFAULT_PORT, Pages, PageServer, check_port
 from dilocox.peer.options import PeerOptions
 from dilocox.peer.record import RecordRefused
 from dilocox.peer.signals import StopRequested, StopSignal
@@ -137,7 +137,7 @@ def _take_part(options: PeerOptions, place: Joined, folder: StateFolder, stop: S
         with assembly.network:
             assembly.coordinator.start()
             try:
-                with _shown(options, assembly.pages()):
+                with _shown(options, assembly.figures.pages()):
                     assembly.trainer.run()
             except Move as move:
                 announce_joining(place, move.stage)  # or another one would move there, too
@@ -163,7 +163,7 @@ def _shown(options: PeerOptions, pages: Pages) -> AbstractContextManager[object]
             DEFAULT_PORT,
         )
         return nullcontext()
-    logger.info("metrics at http://%s:%d/metrics, health at /healthz and /readyz", host, server.port)
+    logger.info("metrics at http://%s:%d/metrics, health at /healthz", host, server.port)
     return server
 
 

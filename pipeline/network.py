@@ -141,6 +141,22 @@ class Network:
         """How many frames and streams were refused, by kind."""
         return Counter(self._traffic.refused.copy())
 
+    def round_trips_s(self) -> dict[str, float]:
+        """Seconds to each neighbour and back, by side; of links that stand and were measured."""
+        with self._lock:
+            links = list(self._links.values())
+        facts = {link.key.side: link.facts() for link in links}
+        return {
+            side: known.round_trip_s
+            for side, known in facts.items()
+            if known is not None and known.round_trip_s is not None
+        }
+
+    @property
+    def running(self) -> bool:
+        """Whether the thread lives."""
+        return self._thread.is_alive()
+
     def wake(self) -> None:
         """End a `get` of the inbox with a `Wake`."""
         self.inbox.put(Wake())

@@ -95,6 +95,18 @@ def test_records_are_read_by_owner(
     assert found == {operator.peer_id: at(1), volunteer.peer_id: at(2)}
 
 
+def test_values_published_and_read_are_counted_in_bytes(
+    member: Member, operator: Identity, volunteer: Identity, run: str
+):
+    key, writer, reader = part_key(run, 0), member(operator), member(volunteer)
+    writer.publish(key, at(1), 15)
+    assert writer.sent_bytes > 100  # a record, its signature and who signed it
+    assert (reader.sent_bytes, reader.received_bytes) == (0, 0)
+    for times in (1, 2):
+        reader.read(key, PartRecord)
+        assert reader.received_bytes == times * writer.sent_bytes
+
+
 def test_nothing_there_is_empty_and_no_answer_is_none(
     member: Member, dht: FakeDHT, operator: Identity, run: str
 ):

@@ -159,7 +159,9 @@ class Loop:
             torch.device("cpu"),
         )
         self.tally = Tally(
-            reporter=Reporter(folder), sent_bytes=self.buffers.sent_bytes, numel=self.layout.numel
+            reporter=Reporter(folder),
+            sent_bytes=lambda: self.buffers.sent_bytes,
+            numel=self.layout.numel,
         )
         self.fake = FakeCoordinator()
         self.learner = Learner(

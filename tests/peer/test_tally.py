@@ -51,7 +51,7 @@ def sent_bytes() -> torch.Tensor:
 
 @pytest.fixture
 def tally(clock: Clock, sent_bytes: torch.Tensor, tmp_path: Path) -> Tally:
-    tally = Tally(reporter=Reporter(tmp_path), sent_bytes=sent_bytes, numel=NUMEL)
+    tally = Tally(reporter=Reporter(tmp_path), sent_bytes=lambda: int(sent_bytes), numel=NUMEL)
     tally.start()
     return tally
 
@@ -89,7 +89,7 @@ def test_a_round_line_holds_the_steps_loss_and_bytes_of_that_round(
     tally.next_round()
     tally.stepped(step(1.0), 64, 0.5)  # of the next round
     sent_bytes.add_(5000)
-    with tally.waiting():
+    with tally.waiting("send"):
         clock.now += 1
     clock.now += 9
     tally.committed(committed(0, members=4), Outcome.COUNTED, tokens=128)
@@ -109,7 +109,7 @@ def test_bytes_and_waiting_are_counted_once_from_line_to_line(
     tally: Tally, clock: Clock, sent_bytes: torch.Tensor, tmp_path: Path
 ) -> None:
     for round_number, (waited, worked, sent) in enumerate([(2, 8, 300), (0, 5, 0), (1, 1, 50)]):
-        with tally.waiting():
+        with tally.waiting("send"):
             clock.now += waited
         clock.now += worked
         sent_bytes.add_(sent)
@@ -123,8 +123,8 @@ def test_bytes_and_waiting_are_counted_once_from_line_to_line(
 def test_waiting_before_training_begins_does_not_count(
     clock: Clock, sent_bytes: torch.Tensor, tmp_path: Path
 ) -> None:
-    tally = Tally(reporter=Reporter(tmp_path), sent_bytes=sent_bytes, numel=NUMEL)
-    with tally.waiting():
+    tally = Tally(reporter=Reporter(tmp_path), sent_bytes=lambda: int(sent_bytes), numel=NUMEL)
+    with tally.waiting("send"):
         clock.now += 60
     tally.start()
     clock.now += 10

@@ -122,6 +122,8 @@ def test_link_knows_its_round_trip_on_both_sides(pair: tuple[Peer, Peer]) -> Non
         assert facts.heard_s_ago < 1.0
         assert facts.received_bytes_per_s is None
     assert pair[0].network.link_facts(keys[1]) is None
+    assert [list(peer.network.round_trips_s()) for peer in pair] == [["lower"], ["upper"]]
+    assert 0 < pair[0].network.round_trips_s()["lower"] < 0.2
 
 
 def test_large_frames_cross_each_other_unharmed(pair: tuple[Peer, Peer]) -> None:

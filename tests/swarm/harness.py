@@ -20,8 +20,14 @@ from typing import Any, TypeVar
 
 import yaml
 
+from dilocox.compression.layout import FlatLayout
+from dilocox.compression.stage_codec import StageCodec
 from dilocox.dht.manifest import Manifest
+from dilocox.peer.plan import stage_codec
+from dilocox.peer.roundlog import RoundLog
 from dilocox.peer.subprocesses import Child, start_command, start_process
+from dilocox.pipeline.stage import parameter_shapes
+from tests.swarm.halting import Halt
 from tests.swarm.links import Links
 from tests.swarm.peer import Peer
 from tests.swarm.processes import TAG, family, send_signal, shared_memory
@@ -72,18 +78,23 @@ class LocalSwarm:
         stage: int | None = None,
         step_s: float = 0.0,
         shown_s: float | None = None,
+        halting: bool = False,
     ) -> Peer:
         """Start `dilocox peer`.
 
         With `step_s` its inner steps take at least so long. With `shown_s` its forwards and
-        backwards do, and are seen from outside: see shown.py.
+        backwards do, and are seen from outside: see shown.py. With `halting` it can be made to
+        halt at a point of an exchange: see halting.py.
         """
         name = f"peer-{len(self.peers)}"
         if stage is not None:
             options = ("--stage", str(stage), *options)
         program: tuple[str, ...] = ()
-        showing = None
-        if shown_s is not None:
+        showing = halt = None
+        if halting:
+            halt = Halt(self.folder / f"{name}-halt")
+            program = (str(HERE / "halting.py"), str(step_s), str(halt.folder))
+        elif shown_s is not None:
             showing = Shown(self.folder / f"{name}-shown")
             program = (str(HERE / "shown.py"), str(shown_s), str(showing.folder))
         elif step_s:
@@ -97,6 +108,7 @@ class LocalSwarm:
             options=options,
             program=program,
             shown=showing,
+            halt=halt,
         )
         self.peers.append(peer)
         return peer
@@ -190,6 +202,17 @@ class LocalSwarm:
             for line in peer.rounds:
                 seen.setdefault(line["round"], set()).add((line["digest"], line["anchor_sha256"]))
         return seen
+
+    def stage_codec(self, stage: int) -> StageCodec:
+        """How the records of a stage are coded."""
+        shapes = parameter_shapes(self.manifest.model, self.manifest.stages, stage)
+        return stage_codec(self.manifest, FlatLayout.of(shapes))
+
+    def round_log(self, peer: Peer) -> RoundLog:
+        """The records that a peer keeps of its stage."""
+        own = next(peer.state.glob(f"*-stage{peer.stage}"))
+        codec = self.stage_codec(peer.stage)
+        return RoundLog(own / "log", manifest_digest=self.manifest.digest, codec=codec)
 
     def of_stage(self, stage: int) -> list[Peer]:
         """The peers that were started for this stage."""

@@ -9,6 +9,7 @@ from typing import Any
 from dilocox.dht.identity import Identity
 from dilocox.peer.state_folder import StateFolder
 from dilocox.peer.watched import WatchedPeer
+from tests.swarm.halting import Halt
 from tests.swarm.processes import Process, family
 from tests.swarm.shown import Shown
 
@@ -22,6 +23,7 @@ class Peer(WatchedPeer):
     options: tuple[str, ...] = ()
     program: tuple[str, ...] = ()  # what python runs, if not `-m dilocox`
     shown: Shown | None = None
+    halt: Halt | None = None
     events: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
 
     def of_kind(self, kind: str) -> list[dict[str, Any]]:

@@ -44,3 +44,8 @@ def run_manifest(**sections: Any) -> dict[str, Any]:
         whole = name == "model" or not isinstance(section, dict)
         manifest[name] = section if whole else manifest.get(name, {}) | section
     return manifest
+
+
+def fixed_steps(count: int) -> dict[str, int]:
+    """The rounds of a run whose H no record changes."""
+    return {"inner_steps": count, "min_inner_steps": count, "max_inner_steps": count}

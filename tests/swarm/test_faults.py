@@ -10,7 +10,9 @@ import pytest
 
 from tests.swarm.conftest import StartSwarm
 from tests.swarm.harness import LocalSwarm, Peer
+from tests.swarm.outcomes import comes_back, newest_round, others_decide
 from tests.swarm.processes import send_signal
+from tests.swarm.small_run import fixed_steps
 
 # 16 bits of 131 thousand values: a peer sends 350 kB a round, in about four seconds. Rounds must be
 # longer than that, or peers skip some: twelve seconds, whatever the machine's speed.
@@ -19,14 +21,13 @@ IN_THE_MIDDLE_BYTES = 120_000
 INNER_STEPS, STEP_S = 120, 0.1
 AIM_LIMIT_S = 120.0
 STOPPED_S = 60.0  # three times the limit for detecting a frozen peer
-BACK_LIMIT_S = 150.0
 
 
 def swarm_of_three(start_swarm: StartSwarm) -> LocalSwarm:
     """Three peers with slow uploads that have committed together."""
     swarm = start_swarm(
         codec={"bits": 16},
-        rounds={"inner_steps": INNER_STEPS},
+        rounds=fixed_steps(INNER_STEPS),
         deadlines={"exchange_s": 15.0, "vote_s": 5.0},
     )
     for _ in range(3):
@@ -58,42 +59,6 @@ def assert_in_the_middle(swarm: LocalSwarm, number: int) -> None:
     """Nobody has voted: the fault met the exchange itself."""
     voted = [peer.name for peer in swarm.peers if peer.voted(number)]
     assert not voted, f"round {number}: {voted} had voted before the fault"
-
-
-def others_decide(swarm: LocalSwarm, victim: Peer, number: int, hit_at: float) -> None:
-    """The others end the round the same way within twice the limits, and commit the next ones."""
-    others = [peer for peer in swarm.peers if peer is not victim]
-    deadlines = swarm.manifest.deadlines
-    limit_s = 2 * (deadlines.exchange_s + deadlines.vote_s)
-    swarm.wait(
-        lambda: all(peer.decided(number) for peer in others),
-        limit_s + hit_at - time.time(),
-        f"the others decide round {number}",
-    )
-    ends = [peer.decided(number) or {} for peer in others]
-    assert len({(end["event"], end.get("digest")) for end in ends}) == 1, ends
-    attempts = 2 if any(peer.voted(number, attempt=1) for peer in others) else 1
-    committed = ends[0]["event"] == "round"
-    assert attempts == 2 or not committed or ends[0]["members"] == 3, "the victim was not in it"
-    seconds = max(end["time"] for end in ends) - hit_at
-    how = f"committed by {ends[0]['members']}" if committed else "void"
-    print(f"round {number}: {how} in attempt {attempts}, {seconds:.1f} s after the fault")
-    swarm.wait_for_rounds(2, 120, of=others)
-    print(f"the others have committed two more {time.time() - hit_at:.1f} s after the fault")
-    swarm.assert_equal_chains()
-
-
-def comes_back(swarm: LocalSwarm, victim: Peer, after_round: int) -> None:
-    """The victim's progress enters a record again, on the chain of the others."""
-    began = time.time()
-    line = swarm.wait_for_counted(victim, after_round=after_round, limit_s=BACK_LIMIT_S)
-    print(f"{victim.name} contributes to round {line['round']} {time.time() - began:.1f} s later")
-    swarm.wait_for_rounds(1, 120)
-    swarm.assert_equal_chains()
-
-
-def newest_round(swarm: LocalSwarm) -> int:
-    return max(swarm.chain())
 
 
 @pytest.mark.swarm

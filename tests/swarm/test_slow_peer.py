@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.swarm.conftest import StartSwarm
+from tests.swarm.small_run import fixed_steps
 
 INNER_STEPS = 40
 FAST_S, SLOW_S = 0.15, 0.45
@@ -14,7 +15,7 @@ ROUNDS = 4
 @pytest.mark.swarm
 @pytest.mark.timeout(400)
 def test_a_slow_peer_is_in_every_round_with_its_own_weight(start_swarm: StartSwarm) -> None:
-    swarm = start_swarm(rounds={"inner_steps": INNER_STEPS})
+    swarm = start_swarm(rounds=fixed_steps(INNER_STEPS))
     fast = [swarm.add_peer(step_s=FAST_S) for _ in range(2)]
     slow = swarm.add_peer(step_s=SLOW_S)
     swarm.wait(lambda: all(peer.of_kind("training") for peer in swarm.peers), 120, "all train")

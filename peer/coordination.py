@@ -1,0 +1,82 @@
+"""Puts a coordinator together with what it drives: the chain, the driver of sends, the herald."""
+
+# hivemind carries no type stubs.
+# pyright: reportUnknownMemberType=false, reportUnknownArgumentType=false
+
+from __future__ import annotations
+
+from dilocox.peer.averager import StageAverager
+from dilocox.peer.chain import ChainFollower
+from dilocox.peer.coordinator import Coordinator
+from dilocox.peer.driver import ExchangeDriver
+from dilocox.peer.events import EventQueue
+from dilocox.peer.herald import Herald
+from dilocox.peer.join import Joined
+from dilocox.peer.lease import PartLease
+from dilocox.peer.merge import Merge
+from dilocox.peer.outer import anchor_sha256
+from dilocox.peer.place import Place
+from dilocox.peer.plan import RoundPlan, stage_codec
+from dilocox.peer.roundlog import RoundLog
+from dilocox.peer.vote import AloneWatch
+from dilocox.pipeline.stage_choice import Mover
+
+
+def coordinator_of(
+    place: Place,
+    joined: Joined,
+    *,
+    averager: StageAverager,
+    log: RoundLog,
+    merge: Merge,
+    lease: PartLease | None,
+    mover: Mover | None,
+) -> Coordinator:
+    """The coordinator of a peer, with what it drives.
+
+    lease: on a part of the data, for peers of stage 0. mover: for peers that may change their
+    stage.
+    """
+    deadlines = place.manifest.deadlines
+    plan = RoundPlan(place.manifest, stage_codec(place.manifest, place.layout))
+    events = EventQueue()
+    alone = AloneWatch(
+        record_lifetime_s=deadlines.record_lifetime_s, heartbeat_s=deadlines.heartbeat_s
+    )
+    chain = ChainFollower(
+        averager=averager,
+        log=log,
+        events=events,
+        applied=merge.round,
+        anchor_sha256=anchor_sha256(merge.anchor),
+        state_bytes=2 * merge.anchor.nbytes,
+        record_lifetime_s=deadlines.record_lifetime_s,
+        sent_round=lambda: driver.sent_round,
+    )
+    driver = ExchangeDriver(
+        averager=averager,
+        chain=chain,
+        events=events,
+        manifest=place.manifest,
+        run=place.run,
+        stage=place.stage,
+        layout_digest=place.layout.digest,
+        plan=plan,
+        now=joined.clock.time,
+        alone=alone,
+    )
+    for round_number, send in merge.fly.items():
+        driver.resume(round_number, send.tokens)
+    return Coordinator(
+        place=place,
+        dht=joined.dht,
+        herald=Herald(place, joined.swarm),
+        clock=joined.clock,
+        averager=averager,
+        chain=chain,
+        driver=driver,
+        alone=alone,
+        events=events,
+        lease=lease,
+        mover=mover,
+    )

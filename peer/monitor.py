@@ -1,0 +1,197 @@
+"""The command `dilocox monitor`: watches a whole run from outside, for Prometheus and for people.
+
+It joins the DHT as a client, looks every few seconds at the signed records, follows the chains of
+round records, and serves metrics and a status page. It takes no part in the run. Bootstraps and
+peers may come and go; when its own node dies it starts again, and what it learnt is on disk.
+"""
+
+# hivemind carries no type stubs.
+# pyright: reportUnknownMemberType=false, reportUnknownArgumentType=false
+# pyright: reportUnknownVariableType=false
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import typer
+
+from dilocox.dht import sockets
+from dilocox.dht.errors import EnvironmentFault
+from dilocox.dht.identity import Identity
+from dilocox.dht.invite import Invite
+from dilocox.peer.join import Joined, joined
+from dilocox.peer.metrics_server import PageServer, check_port
+from dilocox.peer.monitor_chain import ChainReader, Order, followed, holders_of
+from dilocox.peer.monitor_history import SwarmHistory
+from dilocox.peer.monitor_look import Looker, SwarmLook, bootstrap_ids
+from dilocox.peer.monitor_metrics import exposition
+from dilocox.peer.monitor_page import MonitorPages
+from dilocox.peer.monitor_status import RunFacts, status_of, swarm_health
+from dilocox.peer.signals import StopSignal
+from dilocox.peer.state_folder import StateFolder
+
+logger = logging.getLogger(__name__)
+
+LONGEST_LOOK_PERIOD_S = 5.0
+SHORTEST_LOOK_PERIOD_S = 1.0
+SAVE_PERIOD_S = 60.0
+JOIN_PAUSE_S = 10.0
+MAX_GAP_TRIES = 6
+GAP_PAUSE_S = 60.0
+RESTART_AFTER_S = 20.0  # a monitor whose node dies sooner than that does not try again
+RUN_LABEL = 12  # letters of the run id
+
+
+class NodeDied(EnvironmentFault):
+    """The monitor's own DHT node, or the thread that follows chains, has ended."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MonitorOptions:
+    """The options of `dilocox monitor`; see their help texts."""
+
+    invite: Invite
+    state: Path
+    host: str
+    port: int
+
+
+def run_monitor_command(options: MonitorOptions) -> int:
+    """Watch until a signal comes; the exit code."""
+    folder = StateFolder(options.state)
+    with folder.locked(), StopSignal() as stop:
+        check_port(options.host, options.port, option="")
+        identity = Identity.load_or_create(folder.identity)
+        kept = options.state / f"{options.invite.run_id}-monitor.json"
+        started = time.monotonic()
+        while True:
+            try:
+                with joined(options.invite, identity, listen=(), client_mode=True) as place:
+                    stop.defer()
+                    _serve(options, place, kept, stop)
+                break
+            except NodeDied:
+                if time.monotonic() - started < RESTART_AFTER_S:
+                    raise
+                _start_again()
+            except EnvironmentFault as error:
+                # a run that is known may be without bootstraps for a while
+                if stop.event.is_set() or not kept.exists():
+                    raise
+                logger.warning("%s; trying again", error)
+                stop.resume()
+                stop.event.wait(JOIN_PAUSE_S)
+    return 0
+
+
+def _serve(options: MonitorOptions, place: Joined, kept: Path, stop: StopSignal) -> None:
+    monitor = Monitor(options, place, kept)
+    monitor.start()
+    try:
+        with PageServer(options.host, options.port, monitor.pages.pages(), option="") as server:
+            shown = f"[{options.host}]" if ":" in options.host else options.host
+            typer.echo(f"watching run {place.run} ({place.manifest.name})")
+            typer.echo(f"status page http://{shown}:{server.port}/ and figures at /metrics")
+            while not stop.event.wait(monitor.turn()):
+                if not monitor.alive:
+                    raise NodeDied("this monitor's own node has ended; start it again")
+    finally:
+        monitor.close()
+
+
+def _start_again() -> None:
+    """Become a new process with the same options: what is forked cannot be exchanged."""
+    logger.warning("this monitor's node has ended: starting again")
+    sockets.remove(sockets.shared_memory_folder())  # no exit, so nobody else would
+    os.execv(sys.executable, [sys.executable, "-m", "dilocox", *sys.argv[1:]])
+
+
+class Monitor:
+    """Looks, follows chains, remembers, and shows. All calls in one thread."""
+
+    def __init__(self, options: MonitorOptions, place: Joined, kept: Path):
+        manifest, now = place.manifest, place.clock.time()
+        bootstraps = bootstrap_ids(options.invite)
+        self._place = place
+        self._kept = kept
+        self._facts = RunFacts(run=place.run, invite=str(options.invite), manifest=manifest)
+        self._looker = Looker(place, bootstraps)
+        self._bootstraps = bootstraps
+        self._chains = ChainReader(place.dht, place.run, bootstraps)
+        self._history = SwarmHistory.load(kept, manifest.stages, manifest.digest, now)
+        self._saved_at = time.monotonic()
+        self._gap_at = float("-inf")
+        heartbeat_s = manifest.deadlines.heartbeat_s
+        self._period_s = min(max(heartbeat_s, SHORTEST_LOOK_PERIOD_S), LONGEST_LOOK_PERIOD_S)
+        self.pages = MonitorPages(lambda: self.alive)
+
+    @property
+    def alive(self) -> bool:
+        """Whether its node and its thread live."""
+        return self._place.dht.running and self._chains.running
+
+    def start(self) -> None:
+        """Start following chains; raises EnvironmentFault."""
+        self._chains.start()
+
+    def turn(self) -> float:
+        """One look at the swarm, whatever comes of it; the seconds until the next one."""
+        began = time.monotonic()
+        try:
+            self.look()
+        except Exception:  # /healthz says so if it goes on
+            logger.exception("a look at the swarm failed")
+        return max(0.1, began + self._period_s - time.monotonic())
+
+    def look(self) -> None:
+        """Read, remember, show."""
+        look = self._looker.look()
+        for walk in self._chains.take():
+            self._history.walked(walk, look.at)
+        self._history.look(look)
+        self._follow(look)
+        health = swarm_health(self._place.manifest, look, self._history)
+        self.pages.show(
+            status_of(self._facts, look, self._history, health),
+            exposition(self._place.run[:RUN_LABEL], look, self._history, health),
+        )
+        if time.monotonic() >= self._saved_at + SAVE_PERIOD_S:
+            self._save()
+
+    def close(self) -> None:
+        """End the thread and write what was learnt; twice does no harm."""
+        self._chains.close()
+        self._save()
+
+    def _save(self) -> None:
+        self._saved_at = time.monotonic()
+        try:
+            self._history.save(self._kept)
+        except EnvironmentFault as error:  # a full disk must not end the watch
+            logger.warning("%s", error)
+
+    # ---- chains ----------------------------------------------------------------------------------
+    def _follow(self, look: SwarmLook) -> None:
+        """Have walked what is claimed and not known yet; else what could not be had before."""
+        retry = time.monotonic() >= self._gap_at + GAP_PAUSE_S
+        for stage, chain in enumerate(self._history.stages):
+            claims = look.claims.get(stage, {})
+            start = followed(claims)
+            if start is None:
+                continue
+            if chain.known(start):
+                gaps = [gap for gap, tries in chain.gaps.items() if tries < MAX_GAP_TRIES]
+                if not gaps or not retry:
+                    continue
+                start = gaps[0]
+                self._gap_at = time.monotonic()
+            stop = {*chain.digests, self._history.root}
+            hosts = look.stages.get(stage, {})
+            dial_out = {peer for peer, record in hosts.items() if record.client_mode}
+            holders = holders_of(claims, start, bootstraps=self._bootstraps, dial_out=dial_out)
+            self._chains.order(Order(stage=stage, start=start, stop=stop, holders=holders))

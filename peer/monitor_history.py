@@ -1,0 +1,256 @@
+"""What a monitor has learnt of a swarm: chains, losses, throughput, who came and went, faults.
+
+Everything is bounded: curves lose every second point of their older half when they grow too long,
+samples double their spacing. It is kept on disk, so that a monitor that starts again has it still.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+from collections import deque
+from collections.abc import Collection
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median_low
+from typing import Any
+
+from dilocox.dht.records import ReplicaRecord
+from dilocox.peer.files import write_atomically
+from dilocox.peer.monitor_chain import Walk
+from dilocox.peer.monitor_look import SwarmLook, finite
+from dilocox.peer.monitor_rounds import StageRounds, thin_keys
+
+logger = logging.getLogger(__name__)
+
+VERSION = 1
+MAX_LOSSES = 1200
+MAX_SAMPLES = 720
+SAMPLE_S = 5.0
+MAX_FAULTS = 50
+MAX_TEXT = 120
+MAX_LOSS = 1e4  # nats a token
+ROUNDS_AHEAD = 8  # of most replicas one may be
+MAX_REMEMBERED = 4096  # heads whose last fault is known
+
+
+@dataclass(frozen=True)
+class FaultLine:
+    """Something that went wrong. at: seconds since the epoch."""
+
+    at: float
+    text: str
+
+
+class Samples:
+    """Throughput over time: mean of tokens/s and number of peers, evenly spaced, bounded."""
+
+    def __init__(self) -> None:
+        self.spacing_s = SAMPLE_S
+        self.rows: list[tuple[float, float, int]] = []  # at, tokens/s, peers
+        self._open: list[tuple[float, float, int]] = []
+
+    def add(self, at: float, tokens_per_s: float, peers: int) -> None:
+        """Take in one look."""
+        if self._open and at >= self._open[0][0] + self.spacing_s:
+            self.rows.append(_mean(self._open))
+            self._open = []
+        self._open.append((at, tokens_per_s, peers))
+        if len(self.rows) > MAX_SAMPLES:
+            pairs = [self.rows[i : i + 2] for i in range(0, len(self.rows), 2)]
+            self.rows = [_mean(pair) for pair in pairs]
+            self.spacing_s *= 2
+
+
+class SwarmHistory:
+    """All of it, for one run. Belongs to the monitor's thread.
+
+    since, watched_since: when the curves begin, and when this monitor was started.
+    losses: by round, train and validation loss in nats a token, None while unknown.
+    voids: by stage, void rounds that its peers told, as a mean over them.
+    """
+
+    def __init__(self, stages: int, root: str, now: float):
+        self.since = self.watched_since = now
+        self.root = root
+        self.stages = [StageRounds() for _ in range(stages)]
+        self.losses: dict[int, list[float | None]] = {}
+        self.samples = Samples()
+        self.faults: deque[FaultLine] = deque(maxlen=MAX_FAULTS)
+        self.faults_total = self.joined_total = self.left_total = 0
+        self.voids = [0.0] * stages
+        self.seen_at: float | None = None  # when the swarm was last to be seen
+        self._present: dict[str, int] = {}  # stage by peer
+        self._voids_of: dict[str, int] = {}
+        self._last_faults: dict[str, tuple[int, str]] = {}
+
+    # ---- a look ----------------------------------------------------------------------------------
+    def look(self, look: SwarmLook) -> None:
+        """Take in what the records say now."""
+        if look.reachable:
+            self.seen_at = look.at
+        if not look.answered:
+            return
+        self._come_and_go(look)
+        self._count_voids(look)
+        self._hear_faults(look)
+        self._hear_losses(list(look.replicas.values()))
+        self.samples.add(look.at, look.tokens_per_s, len(self._present))
+
+    def walked(self, walk: Walk, now: float) -> None:
+        """Take in what a walk along a chain found."""
+        self.stages[walk.stage].add(walk, now, self.root)
+
+    @property
+    def validation(self) -> tuple[int, float] | None:
+        """Round and value of the newest validation loss."""
+        return self._newest(1)
+
+    @property
+    def train(self) -> tuple[int, float] | None:
+        """Round and value of the newest train loss."""
+        return self._newest(0)
+
+    def _newest(self, column: int) -> tuple[int, float] | None:
+        known = [(number, row[column]) for number, row in self.losses.items()]
+        newest = max((each for each in known if each[1] is not None), default=None)
+        return None if newest is None or newest[1] is None else (newest[0], newest[1])
+
+    def _come_and_go(self, look: SwarmLook) -> None:
+        present = {peer: stage for stage in look.stages for peer in look.present(stage)}
+        self.joined_total += len(present.keys() - self._present.keys())
+        for peer in self._present.keys() - present.keys():
+            self.left_total += 1
+            stage = self._present[peer]
+            if peer not in look.stages.get(stage, {}):  # else it said that it leaves
+                self._fault(look.at, f"peer {peer[-6:]} of stage {stage} went silent")
+        self._present = present
+
+    def _count_voids(self, look: SwarmLook) -> None:
+        told: dict[str, int] = {}
+        for stage in range(len(self.stages)):
+            peers = look.present(stage)
+            more = 0
+            for peer, record in peers.items():
+                told[peer] = record.voids
+                more += max(0, record.voids - self._voids_of.get(peer, record.voids))
+            before = math.floor(self.voids[stage] + 1e-9)
+            self.voids[stage] += more / max(1, len(peers))
+            if math.floor(self.voids[stage] + 1e-9) > before:
+                self._fault(look.at, f"a round of stage {stage} was void")
+        self._voids_of = told
+
+    def _hear_faults(self, look: SwarmLook) -> None:
+        for head, replica in look.replicas.items():
+            new = (replica.epoch, replica.last_fault)
+            old = self._last_faults.get(head)
+            # a fault raises the epoch, and a new replica does so without one
+            if replica.last_fault and old is not None and new[1] != old[1]:
+                self.faults_total += 1
+                self._fault(look.at, f"replica {head[-6:]}: {replica.last_fault}")
+            self._last_faults[head] = new
+        forget(self._last_faults, MAX_REMEMBERED)
+
+    def _hear_losses(self, replicas: Collection[ReplicaRecord]) -> None:
+        train: dict[int, list[tuple[float, float]]] = {}
+        validation: dict[int, list[float]] = {}
+        # one absurd number of a round would press the whole curve together
+        last = median_low([each.round for each in replicas] or [0]) + ROUNDS_AHEAD
+        for each in replicas:
+            if max(each.round, each.val_round) > last:
+                continue
+            if each.train_loss is not None and sensible(each.train_loss):
+                weight = max(finite(each.tokens_per_s), 1e-9)
+                train.setdefault(each.round, []).append((each.train_loss, weight))
+            if each.val_loss is not None and sensible(each.val_loss) and each.val_round >= -1:
+                validation.setdefault(each.val_round, []).append(each.val_loss)
+        for number, heard in train.items():
+            weights = sum(weight for _, weight in heard)
+            mean = sum(loss * weight for loss, weight in heard) / weights
+            self.losses.setdefault(number, [None, None])[0] = mean
+        for number, losses in validation.items():
+            self.losses.setdefault(number, [None, None])[1] = median_low(losses)
+        thin_keys(self.losses, MAX_LOSSES)
+
+    def _fault(self, at: float, text: str) -> None:
+        self.faults.append(FaultLine(at, cut(text)))
+
+    # ---- on disk ---------------------------------------------------------------------------------
+    def save(self, path: Path) -> None:
+        """Write it; raises EnvironmentFault."""
+        kept = {
+            "version": VERSION,
+            "root": self.root,
+            "since": self.since,
+            "stages": [each.to_dict() for each in self.stages],
+            "losses": [[number, *row] for number, row in sorted(self.losses.items())],
+            "spacing_s": self.samples.spacing_s,
+            "samples": self.samples.rows,
+            "faults": [[each.at, each.text] for each in self.faults],
+            "totals": [self.faults_total, self.joined_total, self.left_total],
+            "voids": self.voids,
+            "present": self._present,
+            "voids_of": self._voids_of,
+            "last_faults": self._last_faults,
+        }
+        write_atomically(path, json.dumps(kept).encode(), durable=False)
+
+    @classmethod
+    def load(cls, path: Path, stages: int, root: str, now: float) -> SwarmHistory:
+        """What `save` wrote for this run; an empty one where there is none or it is damaged."""
+        made = cls(stages, root, now)
+        try:
+            made._fill(json.loads(path.read_bytes()))
+        except FileNotFoundError:
+            return made
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            logger.warning("%s is damaged (%r): the curves begin anew", path, error)
+            return cls(stages, root, now)
+        return made
+
+    def _fill(self, kept: dict[str, Any]) -> None:
+        if (kept["version"], kept["root"], len(kept["stages"])) != (
+            VERSION,
+            self.root,
+            len(self.stages),
+        ):
+            raise ValueError("it is of another version or manifest")
+        self.since = float(kept["since"])
+        self.stages = [StageRounds.from_dict(each) for each in kept["stages"]]
+        self.losses = {int(number): [train, val] for number, train, val in kept["losses"]}
+        self.samples.spacing_s = float(kept["spacing_s"])
+        self.samples.rows = [(float(t), float(s), int(n)) for t, s, n in kept["samples"]]
+        self.faults.extend(FaultLine(float(at), str(text)) for at, text in kept["faults"])
+        self.faults_total, self.joined_total, self.left_total = (int(n) for n in kept["totals"])
+        self.voids = [float(each) for each in kept["voids"]]
+        self._present = {str(peer): int(stage) for peer, stage in kept["present"].items()}
+        self._voids_of = {str(peer): int(count) for peer, count in kept["voids_of"].items()}
+        faults = kept["last_faults"].items()
+        self._last_faults = {str(head): (int(n), str(text)) for head, (n, text) in faults}
+
+
+def forget(table: dict[Any, Any], limit: int) -> None:
+    """Drop what was put in first."""
+    while len(table) > limit:
+        del table[next(iter(table))]
+
+
+def sensible(loss: float) -> bool:
+    """Whether a loss can be one; a sum over absurd ones would be no number."""
+    return abs(loss) <= MAX_LOSS
+
+
+def cut(text: str, limit: int = MAX_TEXT) -> str:
+    """A text of a stranger in one line: bounded, and of characters that can be seen."""
+    seen = "".join(letter if letter.isprintable() else " " for letter in text)
+    return seen if len(seen) <= limit else seen[: limit - 1] + "…"
+
+
+def _mean(rows: list[tuple[float, float, int]]) -> tuple[float, float, int]:
+    count = len(rows)
+    return (
+        rows[0][0],
+        sum(speed for _, speed, _ in rows) / count,
+        round(sum(peers for *_, peers in rows) / count),
+    )

@@ -1,0 +1,183 @@
+"""A swarm that is only told: looks, walks and records as a monitor would get them."""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from dilocox.dht.manifest import Manifest
+from dilocox.dht.records import ClaimRecord, ReplicaRecord, StageRecord
+from dilocox.peer.chain_list import LoggedRound
+from dilocox.peer.health import Health
+from dilocox.peer.monitor_chain import Walk
+from dilocox.peer.monitor_headers import ChainRound
+from dilocox.peer.monitor_history import SwarmHistory
+from dilocox.peer.monitor_look import SwarmLook
+from dilocox.peer.monitor_status import RunFacts, status_of, swarm_health
+
+NOW = 1_763_640_000.0  # 12:00:00 UTC of some day
+RUN = "0123456789abcdef" * 2
+INVITE = f"dilocox:{RUN}@/ip4/203.0.113.7/tcp/31337/p2p/Qm{'a' * 44}"
+
+
+def manifest_of(stages: int = 3, **sections: Any) -> Manifest:
+    layers = {"model_type": "llama", "vocab_size": 384, "num_hidden_layers": stages}
+    facts = {"name": "told", "model": layers, "stages": stages, "end_tokens": 10_000_000}
+    return Manifest.from_dict(facts | sections)
+
+
+def peer_id(number: int) -> str:
+    """Looks like one, and its last six letters differ."""
+    digest = hashlib.sha256(str(number).encode()).hexdigest()
+    return "Qm" + digest[:38].replace("0", "z") + f"{number:06d}".replace("0", "x")
+
+
+def digest(stage: int, number: int, branch: str = "") -> str:
+    return hashlib.sha256(f"{stage}.{number}.{branch}".encode()).hexdigest()
+
+
+def stage_record(**changes: Any) -> StageRecord:
+    told = StageRecord(
+        state="training",
+        round=4,
+        inner_steps=20,
+        digest="",
+        replica="",
+        tokens=100,
+        tokens_per_s=500.0,
+        client_mode=False,
+        voids=0,
+        version="0.5.0",
+        addresses=("/ip4/192.0.2.9/tcp/4001",),
+        blocked="",
+    )
+    return replace(told, **changes)
+
+
+def replica_record(members: Sequence[str], **changes: Any) -> ReplicaRecord:
+    told = ReplicaRecord(
+        members=tuple(members),
+        epoch=1,
+        round=4,
+        inner_step=7,
+        step_s=0.5,
+        tokens_per_s=1000.0,
+        train_loss=2.5,
+        val_loss=2.4,
+        val_round=3,
+        waiting_share=0.02,
+        codec="int8",
+        last_fault="",
+    )
+    return replace(told, **changes)
+
+
+def claim_record(round_number: int, name: str, chain_tokens: int = 0) -> ClaimRecord:
+    return ClaimRecord(
+        round=round_number, digest=name, tokens=10, chain_tokens=chain_tokens, record_bytes=1000
+    )
+
+
+def chain_round(
+    stage: int,
+    number: int,
+    members: dict[str, int],
+    *,
+    previous: str | None = None,
+    root: str = "",
+    branch: str = "",
+    chain_tokens: int = 0,
+) -> ChainRound:
+    before = previous or (digest(stage, number - 1) if number else root)
+    return ChainRound(
+        listed=LoggedRound(
+            round=number,
+            tokens=sum(members.values()),
+            members=len(members),
+            ranks=(4, 8, 16),
+            next_inner_steps=20,
+            record_bytes=1000 + number,
+            digest=digest(stage, number, branch),
+            previous=before,
+        ),
+        chain_tokens=chain_tokens,
+        members=tuple(sorted(members.items())),
+    )
+
+
+def walk_of(rounds: Sequence[ChainRound], *, connected: bool = True, stage: int = 0) -> Walk:
+    """The newest round first, as a walk goes."""
+    return Walk(
+        stage=stage,
+        start=rounds[0].listed.digest,
+        rounds=tuple(rounds),
+        end=rounds[-1].listed.previous,
+        connected=connected,
+        folded=Counter(),
+    )
+
+
+class ToldSwarm:
+    """Replicas 0 to n-1, each with a peer of every stage, and spares; `look` tells them."""
+
+    def __init__(self, *, stages: int = 3, replicas: int = 2, spares: int = 1):
+        self.manifest = manifest_of(stages)
+        self.at = NOW
+        self.stages: dict[int, dict[str, StageRecord]] = {n: {} for n in range(stages)}
+        self.replicas: dict[str, ReplicaRecord] = {}
+        self.claims: dict[int, dict[str, ClaimRecord]] = {n: {} for n in range(stages)}
+        self.bootstraps = {"boot0": True}
+        self.answered = True
+        self.history = SwarmHistory(stages, self.manifest.digest, NOW)
+        for number in range(replicas):
+            members = [peer_id(100 * stage + number) for stage in range(stages)]
+            for stage, peer in enumerate(members):
+                self.stages[stage][peer] = stage_record(replica=members[0])
+            self.replicas[members[0]] = replica_record(members)
+        for stage in range(stages):
+            for number in range(spares):
+                self.stages[stage][peer_id(100 * stage + 50 + number)] = stage_record(state="spare")
+
+    def peer(self, stage: int, replica: int) -> str:
+        return peer_id(100 * stage + replica)
+
+    def look(self, after_s: float = 5.0) -> SwarmLook:
+        """What is told some seconds later; the history has heard it, too."""
+        self.at += after_s
+        look = SwarmLook(
+            at=self.at,
+            stages={stage: dict(peers) for stage, peers in self.stages.items()},
+            claims={stage: dict(claims) for stage, claims in self.claims.items()},
+            replicas=dict(self.replicas),
+            bootstraps=dict(self.bootstraps),
+            answered=self.answered,
+        )
+        self.history.look(look)
+        return look
+
+    def commit(self, number: int, tokens: int = 1000, after_s: float = 5.0) -> None:
+        """A round of every stage, by all peers that train there."""
+        self.at += after_s
+        for stage, peers in self.stages.items():
+            members = {peer: tokens for peer, told in peers.items() if told.state == "training"}
+            chain = self.history.stages[stage]
+            made = chain_round(
+                stage,
+                number,
+                members,
+                root=self.manifest.digest,
+                chain_tokens=chain.chain_tokens + tokens * len(members),
+            )
+            self.history.walked(walk_of([made], stage=stage), self.at)
+            claim = claim_record(number, made.listed.digest, made.chain_tokens)
+            self.claims[stage] = dict.fromkeys(peers, claim)
+
+    def health(self, look: SwarmLook) -> Health:
+        return swarm_health(self.manifest, look, self.history)
+
+    def status(self, look: SwarmLook) -> dict[str, Any]:
+        facts = RunFacts(run=RUN, invite=INVITE, manifest=self.manifest)
+        return status_of(facts, look, self.history, self.health(look))

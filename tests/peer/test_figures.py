@@ -1,0 +1,327 @@
+"""The facts behind a peer's metrics: bytes, refusals, waiting, compression, as the code counts
+them."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import AsyncIterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch
+
+from dilocox.compression.codec import PayloadRefused
+from dilocox.peer import tally as tally_module
+from dilocox.peer.counts import BYTE_KINDS, REFUSALS, Counts
+from dilocox.peer.exchange import Attempt
+from dilocox.peer.members import ShareRefused
+from dilocox.peer.place import LoopProgress
+from dilocox.peer.record import RecordRefused
+from dilocox.peer.report import Reporter, Status
+from dilocox.peer.service import NoSuchGroup, PeerService, refusal
+from dilocox.peer.tally import Tally
+from dilocox.peer.transport import (
+    CHUNK_BYTES,
+    FrameRefused,
+    PeerTransport,
+    UploadLimit,
+    pack,
+    reply,
+)
+from dilocox.pipeline.happenings import Stepped
+from tests.peer import merging
+from tests.peer.loops import Loop
+from tests.peer.test_tally import REPORT, STATUS, Clock
+
+PEER = "QmYyQSo1c1Ym7orWxLYvCrM2EmxTFbqLbrWhX4G5MTWxXT"
+
+
+# ---- counts --------------------------------------------------------------------------------------
+def test_counts_are_by_name_and_shared_ones_are_seen_by_both_sides_of_a_fork() -> None:
+    counts = Counts(BYTE_KINDS, shared=True)
+    counts.add("state", 5)
+    counts.add("state", 7)
+    assert (counts.read(), counts.total) == ({"averaging": 0, "state": 12}, 12)
+    with pytest.raises(KeyError):
+        counts.add("no such kind")
+    assert counts._counts.is_shared()
+    assert not Counts(BYTE_KINDS)._counts.is_shared()
+
+
+# ---- waiting -------------------------------------------------------------------------------------
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(tally_module, "time", clock)
+    return clock
+
+
+@pytest.fixture
+def tally(clock: Clock, tmp_path: Path) -> Tally:
+    return Tally(reporter=Reporter(tmp_path), sent_bytes=lambda: 0, numel=10)
+
+
+def publish(tally: Tally, *, head: str = "h") -> None:
+    merge = merging.Peer().merge
+    place = LoopProgress(head=head)
+    tally.publish(round_number=0, inner_steps=1, merge=merge, place=place, force=False)
+
+
+def waited(tally: Tally) -> dict[str, float]:
+    return {str(reason): spent_s for reason, spent_s in tally.waiting_s.items() if spent_s}
+
+
+def test_waiting_counts_once_for_the_inner_reason(tally: Tally, clock: Clock) -> None:
+    with tally.waiting("send"):
+        clock.now += 2
+        with tally.waiting("record"):
+            clock.now += 10
+            with tally.waiting("merge"):
+                clock.now += 1
+            clock.now += 5
+        clock.now += 3
+    clock.now += 100  # of work
+    with tally.waiting("merge"):
+        clock.now += 1
+    assert waited(tally) == {"send": 5, "record": 15, "merge": 2}
+
+
+def test_a_wait_that_fails_counts_too(tally: Tally, clock: Clock) -> None:
+    with pytest.raises(RuntimeError), tally.waiting("merge"):
+        clock.now += 4
+        raise RuntimeError
+    clock.now += 9
+    assert waited(tally) == {"merge": 4}
+
+
+def test_all_time_is_computing_or_waiting_for_something(tally: Tally, clock: Clock) -> None:
+    computed = 0.0
+    tally.computing_s = lambda: computed
+    began = clock.now
+    with tally.waiting("join"):
+        clock.now += 3
+        publish(tally, head="")
+        clock.now += 1
+    tally.start()
+    clock.now += 5  # a spare
+    publish(tally, head="")
+    clock.now += 4
+    computed += 3  # of these four
+    publish(tally)
+    with tally.waiting("merge"):
+        clock.now += 2
+    computed += 1
+    clock.now += 8
+    publish(tally)
+    assert waited(tally) == {"join": 4, "spare": 5, "neighbours": 1 + 7, "merge": 2}
+    assert computed + sum(tally.waiting_s.values()) == clock.now - began
+
+
+def test_inner_steps_and_those_not_taken_are_counted_over_all_rounds(tally: Tally) -> None:
+    for skipped in (False, True, False):
+        tally.stepped(Stepped(step=0, loss=1.0, skipped=skipped), 10, 1.0)
+        tally.next_round()
+    assert (tally.inner_steps, tally.skipped_steps, tally.tokens) == (2, 1, 20)
+
+
+# ---- listeners -----------------------------------------------------------------------------------
+class Ear:
+    def __init__(self) -> None:
+        self.events: list[tuple[str, Mapping[str, Any]]] = []
+        self.statuses: list[Status] = []
+
+    def on_event(self, kind: str, facts: Mapping[str, Any]) -> None:
+        self.events.append((kind, facts))
+
+    def on_status(self, status: Status) -> None:
+        self.statuses.append(status)
+
+
+def test_listeners_hear_every_event_and_every_status(tmp_path: Path) -> None:
+    ear, reporter = Ear(), Reporter(tmp_path)
+    reporter.listeners.append(ear)
+    reporter.event("training")
+    reporter.tell("healed", epoch=2, seconds=0.5)
+    reporter.committed(REPORT)
+    reporter.void(2, "nobody came")
+    kinds = [kind for kind, _ in ear.events]
+    assert kinds == ["training", "healed", "round", "void"]
+    assert ear.events[1][1] == {"epoch": 2, "seconds": 0.5}
+    assert ear.events[2][1]["outcome"] == "counted"
+    for number in range(3):  # the file is written less often
+        reporter.status(replace(STATUS, round=number))
+    assert [status.round for status in ear.statuses] == [0, 1, 2]
+
+
+# ---- compression ---------------------------------------------------------------------------------
+def test_a_counted_record_says_what_the_codec_left_of_the_message(tmp_path: Path) -> None:
+    torch.set_num_threads(1)
+    loop = Loop(tmp_path)
+    loop.train(2)
+    loop.fake.due = (0, 1.0)
+    loop.learner.between_steps()
+    (send,) = loop.model.merge.fly.values()
+    length = float(send.message.norm())
+    event = loop.committed(0, send.message, mine=True)
+    loop.buffers.own.copy_(0.75 * send.message)
+    loop.fake.events.put(replace(event, own_ready=True, matchmaking_s=3.5, payload_bytes=77))
+    loop.learner.between_steps()
+    loop.fake.events.put(loop.committed(1, 0.0))
+    loop.learner.between_steps()
+    counted, followed = loop.events("round")
+    assert (counted["outcome"], followed["outcome"]) == ("counted", "followed")
+    assert counted["compression_error"] == pytest.approx(0.25, rel=1e-4)
+    assert counted["residual_norm"] == pytest.approx(0.95 * 0.25 * length, rel=1e-4)
+    assert (counted["matchmaking_s"], counted["payload_bytes"]) == (3.5, 77)
+    assert followed["compression_error"] is None
+    assert followed["residual_norm"] == counted["residual_norm"]
+
+
+# ---- what the averaging process counts -----------------------------------------------------------
+class FakeAttempt:
+    """An attempt of two parts of ten bytes."""
+
+    def __init__(self) -> None:
+        self.error: Exception | None = None
+        self.taken: list[tuple[int, bytes]] = []
+
+    def has_part(self, part: int) -> bool:
+        return part < 2
+
+    def max_bytes(self, part: int, kind: str) -> int:
+        return 3 * CHUNK_BYTES
+
+    async def on_part(self, peer: str, part: int, payload: bytes) -> None:
+        if self.error is not None:
+            raise self.error
+        self.taken.append((part, payload))
+
+    def on_vote(self, vote: bytes) -> None:
+        raise ValueError("no vote of this attempt")
+
+
+@pytest.fixture
+def service(monkeypatch: pytest.MonkeyPatch) -> PeerService:
+    monkeypatch.setattr("dilocox.peer.service.GROUP_WAIT_S", 0.05)
+    service = PeerService.__new__(PeerService)
+    service.attempts = {b"g": cast("Attempt", FakeAttempt())}
+    service.sent, service.received = Counts(BYTE_KINDS), Counts(BYTE_KINDS)
+    service.refused = Counts(REFUSALS)
+    deadlines = SimpleNamespace(exchange_s=5.0, vote_s=1.0)
+    service.config = SimpleNamespace(manifest=SimpleNamespace(deadlines=deadlines))
+    service.limit = UploadLimit(None)
+    return service
+
+
+def push(service: PeerService, payload: bytes, **header: Any) -> None:
+    async def frames() -> AsyncIterator[Any]:
+        yield pack({"kind": "part", "part": 0, "group": b"g", "bytes": len(payload)} | header)
+        for start in itertools.count(0, CHUNK_BYTES):
+            if start >= len(payload):
+                return
+            yield pack({}, payload[start : start + CHUNK_BYTES])
+
+    asyncio.run(service.rpc_put(frames(), cast(Any, SimpleNamespace(remote_id=PEER))))
+
+
+def counted(counts: Counts) -> dict[str, int]:
+    return {name: count for name, count in counts.read().items() if count}
+
+
+def test_parts_that_come_are_counted_as_averaging(service: PeerService) -> None:
+    push(service, b"x" * (CHUNK_BYTES + 5))
+    assert counted(service.received) == {"averaging": CHUNK_BYTES + 5}
+    assert counted(service.refused) == {}
+
+
+def test_what_the_service_refuses_is_counted_by_reason(service: PeerService) -> None:
+    attempt: Any = service.attempts[b"g"]
+    push(service, b"x", part=7)
+    push(service, b"x", bytes=-1)
+    push(service, b"x", group=b"another")
+    attempt.error = PayloadRefused("length", "too short")
+    push(service, b"x")
+    attempt.error = ShareRefused("it came twice")
+    push(service, b"x")
+
+    async def ask() -> None:
+        nobody: Any = SimpleNamespace(remote_id=PEER)
+        await service.rpc_vote(pack({"group": b"g"}, b"no vote"), nobody)
+        await service.rpc_vote(pack({"group": b"another"}, b"no vote"), nobody)
+        await service.rpc_ask(pack({}), nobody)
+        assert [each async for each in service.rpc_get(pack({}), nobody)] == [reply({})]
+
+    asyncio.run(ask())
+    assert counted(service.refused) == {
+        "frame": 2,
+        "group": 2,
+        "payload": 1,
+        "share": 1,
+        "vote": 1,
+        "question": 2,
+    }
+
+
+def test_every_error_is_refused_under_one_of_the_known_names() -> None:
+    errors = (
+        FrameRefused(""),
+        NoSuchGroup(""),
+        ShareRefused(""),
+        PayloadRefused("length", ""),
+        RecordRefused(""),
+        ConnectionError(),
+        asyncio.TimeoutError(),
+        KeyError(),
+    )
+    assert {refusal(error) for error in errors} == set(REFUSALS) - {"vote", "question"}
+
+
+def test_a_download_that_is_refused_is_counted_and_still_raised(service: PeerService) -> None:
+    with pytest.raises(RecordRefused), service.counting_refusals():
+        raise RecordRefused("not sound")
+    with pytest.raises(ConnectionError), service.counting_refusals():
+        raise ConnectionError  # nobody's fault
+    assert counted(service.refused) == {"record": 1}
+
+
+@pytest.mark.parametrize(("what", "kind"), [("state", "state"), ("record", "averaging")])
+def test_downloads_are_counted_by_kind_on_both_sides(
+    service: PeerService, what: str, kind: str, tmp_path: Path
+) -> None:
+    data = tmp_path / "data"
+    data.write_bytes(b"x" * (2 * CHUNK_BYTES + 9))
+
+    class Source:
+        facts = {"bytes": data.stat().st_size}  # noqa: RUF012
+        file = data.open("rb")
+
+        def __enter__(self) -> Source:
+            return self
+
+        def __exit__(self, *_: object) -> None:
+            self.file.close()
+
+    async def find(_: dict[str, Any]) -> Source:
+        return Source()
+
+    vars(service)["_find"] = find
+
+    class Stub:
+        async def rpc_get(self, request: Any) -> AsyncIterator[Any]:
+            return service.rpc_get(request, cast(Any, SimpleNamespace(remote_id=PEER)))
+
+    received = Counts(BYTE_KINDS)
+    transport = PeerTransport(
+        p2p=cast(Any, None),
+        stub_for=lambda *_: Stub(),
+        limit=UploadLimit(None),
+        received=received,
+    )
+    blob = asyncio.run(transport.for_group(b"g").fetch(PEER, {"what": what}, limit_bytes=1 << 20))
+    assert blob is not None
+    assert len(blob.data) == 2 * CHUNK_BYTES + 9
+    assert counted(received) == counted(service.sent) == {kind: 2 * CHUNK_BYTES + 9}

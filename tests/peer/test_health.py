@@ -1,0 +1,123 @@
+"""How a swarm is, in one sentence: each state, and which one goes before which."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from datetime import datetime, timezone
+
+import pytest
+
+from dilocox.peer.health import GOOD, Health, StageHealth, SwarmHealth, health_of
+
+NOON = datetime(2026, 11, 20, 12, 0, tzinfo=timezone.utc).timestamp()
+FULL = StageHealth(hosts=2, joining=0, rounds=5, progress_at=NOON)
+EMPTY = replace(FULL, hosts=0)
+NEW = StageHealth(hosts=0, joining=0, rounds=0, progress_at=None)
+
+
+def swarm(*stages: StageHealth, after_s: float = 10.0, **changes: object) -> SwarmHealth:
+    told = SwarmHealth(
+        now=NOON + after_s,
+        watched_since=NOON - 3600,
+        stages=stages,
+        replicas=2,
+        round_s=30.0,
+        patience_s=20.0,
+    )
+    return replace(told, **changes)  # pyright: ignore[reportArgumentType]
+
+
+def sentence(*stages: StageHealth, **changes: object) -> str:
+    return health_of(swarm(*stages, **changes)).sentence  # pyright: ignore[reportArgumentType]
+
+
+def test_it_trains_while_rounds_come() -> None:
+    assert health_of(swarm(FULL, FULL)) == Health("training", "training")
+
+
+def test_a_run_at_its_end_has_ended_even_when_all_peers_have_left() -> None:
+    assert health_of(swarm(EMPTY, EMPTY, ended=True)) == Health("ended", "ended")
+
+
+def test_a_paused_run_is_no_alarm() -> None:
+    found = health_of(swarm(FULL, FULL, after_s=10_000, paused=True))
+    assert found == Health("paused", "paused") and found.good
+
+
+def test_a_stage_without_peers_blocks_and_is_named() -> None:
+    found = health_of(swarm(FULL, FULL, EMPTY))
+    assert found == Health("blocked", "blocked: stage 2 has no peer", (2,))
+    assert not found.good
+
+
+@pytest.mark.parametrize(
+    ("empty", "named"),
+    [
+        ((1, 2), "stages 1 and 2"),
+        ((1, 2, 3), "stages 1, 2 and 3"),
+        ((1, 2, 3, 4), "stages 1, 2, 3 and 4"),
+        ((1, 2, 3, 4, 5, 6), "stages 1, 2, 3, 4 and 2 more"),
+    ],
+)
+def test_several_empty_stages_are_named_up_to_four(empty: tuple[int, ...], named: str) -> None:
+    stages = [EMPTY if number in empty else FULL for number in range(8)]
+    found = health_of(swarm(*stages))
+    assert found.sentence == f"blocked: {named} have no peer"
+    assert found.blocked == empty
+
+
+def test_a_swarm_that_lost_everybody_says_so() -> None:
+    assert sentence(EMPTY, EMPTY) == "blocked: no stage has a peer"
+
+
+def test_nobody_yet_is_waiting_not_blocked() -> None:
+    assert health_of(swarm(NEW, NEW, replicas=0)) == Health(
+        "waiting", "waiting for the first peers"
+    )
+
+
+def test_before_the_first_round_a_stage_that_lacks_peers_is_named_too() -> None:
+    assert sentence(replace(NEW, hosts=1), NEW) == "blocked: stage 1 has no peer"
+
+
+def test_peers_that_join_are_waited_for() -> None:
+    joining = replace(EMPTY, joining=1)
+    found = health_of(swarm(FULL, joining))
+    assert found == Health("waiting", "waiting: the peers of stage 1 are joining", (1,))
+    assert sentence(joining, EMPTY) == "blocked: stage 1 has no peer"
+
+
+def test_no_round_for_three_usual_ones_is_a_stall_since_the_last() -> None:
+    # three rounds of 30 s and an exchange's patience of 20 s
+    assert sentence(FULL, FULL, after_s=109) == "training"
+    assert health_of(swarm(FULL, FULL, after_s=111)) == Health("stalled", "stalled since 12:00 UTC")
+
+
+def test_short_rounds_are_given_a_minute() -> None:
+    assert sentence(FULL, after_s=59, round_s=1.0, patience_s=1.0) == "training"
+    assert sentence(FULL, after_s=61, round_s=1.0, patience_s=1.0) == "stalled since 12:00 UTC"
+
+
+def test_one_stage_that_stands_still_is_a_stall() -> None:
+    behind = replace(FULL, progress_at=NOON - 600)
+    assert sentence(FULL, behind) == "stalled since 11:50 UTC"
+
+
+def test_without_a_round_in_view_the_watch_itself_is_the_measure() -> None:
+    fresh = replace(FULL, progress_at=None)
+    assert sentence(fresh, watched_since=NOON) == "training"
+    assert sentence(fresh, watched_since=NOON - 3600) == "stalled since 11:00 UTC"
+
+
+def test_spares_without_a_replica_are_said_to_form_one() -> None:
+    assert sentence(FULL, FULL, replicas=0) == "training: replicas form"
+
+
+def test_a_swarm_out_of_sight_is_unreachable_since_it_was_seen_last() -> None:
+    found = health_of(swarm(FULL, reachable=False, unreachable_since=NOON - 60))
+    assert found == Health("unreachable", "unreachable: nobody answers since 11:59 UTC")
+    assert sentence(FULL, reachable=False).endswith("since 11:00 UTC")
+
+
+def test_good_states_are_those_that_need_nobody() -> None:
+    assert set(GOOD) == {"training", "ended", "paused"}

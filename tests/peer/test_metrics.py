@@ -1,0 +1,278 @@
+"""A peer's figures: the fixed names, types and labels, and values that follow what happens."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, replace
+
+import pytest
+import torch
+from prometheus_client.parser import text_string_to_metric_families
+
+from dilocox.peer.metrics import Build, PeerMetrics
+from dilocox.peer.norms import norm, relative_error
+from dilocox.peer.peer_facts import PeerFacts
+from dilocox.peer.progress import CHUNK_VALUES
+from dilocox.peer.report import RoundReport
+from dilocox.peer.tally import WAITING, Waiting, rank_span
+from tests.peer.test_tally import REPORT, STATUS
+
+NUMEL = 1000
+RUN = "0123456789abcdef0123456789abcdef"
+WAITED_S: dict[Waiting, float] = dict.fromkeys(WAITING, 0.0)
+WAITED_S["merge"], WAITED_S["neighbours"] = 0.25, 3.0
+FACTS = PeerFacts(
+    not_ready="",
+    tokens=640,
+    inner_steps=10,
+    skipped_steps=1,
+    computing_s=12.5,
+    waiting_s=WAITED_S,
+    sent_bytes={"averaging": 1, "state": 2, "activations": 3, "dht": 4},
+    received_bytes={"averaging": 5, "state": 6, "activations": 7, "dht": 8},
+    refused={"pipeline_header": 2, "averaging_frame": 0},
+    round_trips_s={"upper": 0.05},
+    spares=2,
+    reachability="public",
+)
+ROUND = replace(
+    REPORT,
+    exchange_s=0.3,
+    matchmaking_s=4.0,
+    ranks=(4, 8, 32),
+    payload_bytes=500,
+    compression_error=0.2,
+    residual_norm=1.5,
+)
+# The names are fixed: the monitor, the rules and the dashboard use them.
+STAGE = {"stage"}
+COUNTERS = {
+    "tokens": STAGE,
+    "inner_steps": STAGE,
+    "inner_steps_skipped": STAGE,
+    "rounds": STAGE | {"outcome"},
+    "bytes": STAGE | {"direction", "kind"},
+    "computing_seconds": STAGE,
+    "waiting_seconds": STAGE | {"reason"},
+    "faults": STAGE | {"role", "kind"},
+    "refused": STAGE | {"reason"},
+    "state_download_bytes": STAGE,
+}
+GAUGES = {
+    "build_info": STAGE | {"version", "protocol", "run"},
+    "peer_state": STAGE | {"state"},
+    "group_size": STAGE,
+    "rank": STAGE | {"statistic"},
+    "compression_ratio": STAGE,
+    "compression_error_ratio": STAGE,
+    "residual_norm": STAGE,
+    "round_inner_steps": STAGE,
+    "train_loss": STAGE,
+    "validation_loss": STAGE,
+    "replica_epoch": STAGE,
+    "hop_round_trip_seconds": STAGE | {"direction"},
+    "reachable": STAGE | {"kind"},
+    "last_round_timestamp_seconds": STAGE,
+    "round": STAGE,
+    "in_replica": STAGE,
+    "ready": STAGE,
+    "spares": STAGE,
+}
+HISTOGRAMS = {
+    "exchange_duration_seconds": STAGE,
+    "matchmaking_duration_seconds": STAGE,
+    "heal_duration_seconds": STAGE,
+}
+TYPES = {"counter": COUNTERS, "gauge": GAUGES, "histogram": HISTOGRAMS}
+
+
+class Shown:
+    """A peer's metrics, and what they show of the facts that stand there."""
+
+    def __init__(self) -> None:
+        self.facts = FACTS
+        self.metrics = PeerMetrics(
+            build=Build(version="1.2.3", run=RUN, stage=1), numel=NUMEL, facts=lambda: self.facts
+        )
+
+    @property
+    def text(self) -> str:
+        return self.metrics.page().body.decode()
+
+    def __call__(self, name: str, **labels: str) -> float | None:
+        """The value of a sample of this stage; None where there is none."""
+        wanted = {"stage": "1"} | labels
+        values = [
+            value for found, given, value in self.samples() if (found, given) == (name, wanted)
+        ]
+        assert len(values) <= 1
+        return values[0] if values else None
+
+    def samples(self) -> Iterator[tuple[str, Mapping[str, str], float]]:
+        for family in text_string_to_metric_families(self.text):
+            for sample in family.samples:
+                yield sample.name.removeprefix("dilocox_"), sample.labels, sample.value
+
+    def round(self, report: RoundReport = ROUND) -> None:
+        self.metrics.on_event("round", asdict(report))
+
+    def everything(self) -> None:
+        """At least one sample of every metric."""
+        self.metrics.on_status(replace(STATUS, train_loss=2.75))
+        self.round()
+        self.metrics.on_event("replica", {"epoch": 3, "members": ["a", "b"]})
+        self.metrics.on_event("fault", {"stage": 1, "reason": "closed", "peer": "x"})
+        self.metrics.on_event("healed", {"epoch": 4, "seconds": 0.7})
+
+
+@pytest.fixture
+def shown() -> Shown:
+    return Shown()
+
+
+# ---- names ---------------------------------------------------------------------------------------
+def test_names_types_and_labels_are_the_fixed_ones(shown: Shown) -> None:
+    shown.everything()
+    families = {family.name: family for family in text_string_to_metric_families(shown.text)}
+    expected = {f"dilocox_{name}" for names in TYPES.values() for name in names}
+    assert families.keys() == expected
+    for kind, names in TYPES.items():
+        for name, labels in names.items():
+            family = families[f"dilocox_{name}"]
+            assert (family.type, bool(family.documentation)) == (kind, True), name
+            assert family.samples, name
+            for sample in family.samples:
+                assert sample.labels.keys() - {"le"} == labels, sample
+
+
+def test_every_label_has_few_values_and_none_names_a_peer(shown: Shown) -> None:
+    shown.everything()
+    values: dict[str, set[str]] = {}
+    for name, labels, _ in shown.samples():
+        assert not name.endswith("_created")
+        for label, value in labels.items():
+            values.setdefault(label, set()).add(value)
+    assert values.pop("run") == {RUN[:12]}
+    assert values["stage"] == {"1"}
+    assert max(map(len, values.values())) <= 20
+    assert all(len(value) <= 20 for each in values.values() for value in each)
+
+
+def test_counters_stand_at_zero_from_the_start_and_what_is_not_known_is_left_out(
+    shown: Shown,
+) -> None:
+    for outcome in ("counted", "followed", "undone", "reset", "repeated", "void"):
+        assert shown("rounds_total", outcome=outcome) == 0
+    for histogram in HISTOGRAMS:
+        assert shown(f"{histogram}_count") == 0
+    unknown = ("train_loss", "group_size", "residual_norm", "replica_epoch", "compression_ratio")
+    assert all(shown(name) is None for name in unknown)
+    assert shown("peer_state", state="joining") == 1
+
+
+# ---- values --------------------------------------------------------------------------------------
+def test_what_is_counted_elsewhere_is_shown_as_it_is_at_that_moment(shown: Shown) -> None:
+    assert shown("tokens_total") == 640
+    assert (shown("inner_steps_total"), shown("inner_steps_skipped_total")) == (10, 1)
+    assert shown("computing_seconds_total") == 12.5
+    assert shown("waiting_seconds_total", reason="merge") == 0.25
+    assert shown("waiting_seconds_total", reason="neighbours") == 3.0
+    assert shown("waiting_seconds_total", reason="join") == 0.0
+    assert shown("bytes_total", direction="sent", kind="activations") == 3
+    assert shown("bytes_total", direction="received", kind="dht") == 8
+    assert shown("state_download_bytes_total") == 6
+    assert shown("refused_total", reason="pipeline_header") == 2
+    assert shown("hop_round_trip_seconds", direction="upper") == 0.05
+    assert shown("hop_round_trip_seconds", direction="lower") is None
+    assert shown("spares") == 2
+    shown.facts = replace(FACTS, tokens=704)
+    assert shown("tokens_total") == 704
+
+
+@pytest.mark.parametrize(("not_ready", "ready"), [("", 1), ("joining", 0)])
+def test_readiness(shown: Shown, not_ready: str, ready: int) -> None:
+    shown.facts = replace(FACTS, not_ready=not_ready)
+    assert shown("ready") == ready
+
+
+def test_reachability_is_one_of_its_kinds(shown: Shown) -> None:
+    shown.facts = replace(FACTS, reachability="dial_out")
+    kinds = {kind: shown("reachable", kind=kind) for kind in ("public", "mapped", "dial_out")}
+    assert kinds == {"public": 0, "mapped": 0, "dial_out": 1}
+
+
+def test_the_status_says_state_round_and_losses(shown: Shown) -> None:
+    shown.metrics.on_status(replace(STATUS, train_loss=2.75, state="spare", head=""))
+    states = {state: shown("peer_state", state=state) for state in ("spare", "training", "joining")}
+    assert states == {"spare": 1, "training": 0, "joining": 0}
+    assert (shown("round"), shown("round_inner_steps"), shown("in_replica")) == (2, 8, 0)
+    assert (shown("train_loss"), shown("validation_loss")) == (2.75, 2.5)
+    shown.metrics.on_status(STATUS)
+    assert (shown("train_loss"), shown("in_replica")) == (None, 1)
+
+
+def test_a_committed_round_shows_its_group_ranks_and_compression(shown: Shown) -> None:
+    shown.round()
+    assert shown("rounds_total", outcome="counted") == 1
+    assert shown("group_size") == 2
+    ranks = [shown("rank", statistic=name) for name in ("min", "median", "max")]
+    assert ranks == [4, 8, 32]
+    assert shown("compression_ratio") == 4 * NUMEL / 500
+    assert (shown("compression_error_ratio"), shown("residual_norm")) == (0.2, 1.5)
+    assert shown("last_round_timestamp_seconds") == pytest.approx(time.time(), abs=10)
+    assert shown("exchange_duration_seconds_sum") == 0.3
+    assert shown("exchange_duration_seconds_bucket", le="0.25") == 0
+    assert shown("exchange_duration_seconds_bucket", le="0.5") == 1
+    assert shown("matchmaking_duration_seconds_sum") == 4.0
+
+
+def test_a_round_without_this_peer_keeps_the_error_of_the_last_counted_one(shown: Shown) -> None:
+    shown.round()
+    other = replace(REPORT, outcome="followed", members=5, residual_norm=0.5)
+    shown.round(other)
+    assert shown("rounds_total", outcome="followed") == 1
+    assert (shown("group_size"), shown("residual_norm")) == (5, 0.5)
+    assert shown("compression_error_ratio") == 0.2
+    assert shown("exchange_duration_seconds_count") == 1  # of the first one
+    assert shown("rank", statistic="min") is None  # its record has no factors
+    assert shown("compression_ratio") is None
+
+
+def test_voids_faults_and_healing_are_counted_as_they_come(shown: Shown) -> None:
+    shown.metrics.on_event("void", {"round": 4, "reason": "no group: 12D3KooW"})
+    assert shown("rounds_total", outcome="void") == 1
+    shown.metrics.on_event("replica", {"epoch": 3, "members": []})
+    assert shown("replica_epoch") == 3
+    shown.metrics.on_event("fault", {"stage": 1, "peer": "x", "reason": "silent", "after_s": 3.0})
+    shown.metrics.on_event("lost", {"stage": 2, "reason": "closed", "after_s": 0.1})
+    shown.metrics.on_event("lost", {"stage": 0, "reason": "closed", "after_s": 0.1})
+    shown.metrics.on_event("healed", {"stage": 1, "epoch": 4, "seconds": 3.5, "members": []})
+    assert shown("faults_total", role="member", kind="silent") == 1
+    assert shown("faults_total", role="member", kind="closed") == 1
+    assert shown("faults_total", role="head", kind="closed") == 1
+    assert (shown("heal_duration_seconds_sum"), shown("replica_epoch")) == (3.5, 4)
+    for told in ("training", "validated", "resynced", "dissolved", "never heard of"):
+        shown.metrics.on_event(told, {})  # nothing to count
+
+
+# ---- the figures behind them ---------------------------------------------------------------------
+def test_norms_are_those_of_the_whole_vector_whatever_the_chunks() -> None:
+    message = torch.randn(2 * CHUNK_VALUES + 17, generator=torch.Generator().manual_seed(1))
+    carried = message.clone()
+    carried[-100:] = 0.0
+    assert norm(message) == pytest.approx(float(message.norm()), rel=1e-5)
+    error = relative_error(message, carried)
+    assert error == pytest.approx(float(message[-100:].norm() / message.norm()), rel=1e-4)
+    assert relative_error(message, message) == 0.0
+    assert relative_error(torch.zeros(3), torch.zeros(3)) is None
+    assert relative_error(torch.tensor([1.0, torch.inf]), torch.zeros(2)) is None
+
+
+@pytest.mark.parametrize(
+    ("ranks", "span"), [((), None), ((0, 0), None), ((8, 0, 2), (2, 2, 8)), ((5,), (5, 5, 5))]
+)
+def test_the_span_of_ranks_is_of_factored_tensors_only(
+    ranks: tuple[int, ...], span: tuple[int, int, int] | None
+) -> None:
+    assert rank_span(ranks) == span

@@ -1,0 +1,228 @@
+"""The monitor's loop: what it has walked, what it shows and keeps, what does not end it."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from dilocox.dht import reach
+from dilocox.dht.errors import EnvironmentFault
+from dilocox.dht.invite import Invite
+from dilocox.peer import monitor as monitor_module
+from dilocox.peer.join import Joined
+from dilocox.peer.monitor import Monitor, MonitorOptions, run_monitor_command
+from dilocox.peer.monitor_chain import Order, Walk
+from tests.peer.fabricated import (
+    INVITE,
+    NOW,
+    RUN,
+    ToldSwarm,
+    chain_round,
+    claim_record,
+    digest,
+    stage_record,
+    walk_of,
+)
+
+TAKING = {"peer": 10}
+
+
+class Chains:
+    """A chain reader without a network: it keeps what is ordered, and gives what a test puts in."""
+
+    def __init__(self, *_: object) -> None:
+        self.ordered: list[Order] = []
+        self.walks: list[Walk] = []
+        self.running = False
+
+    def start(self) -> None:
+        self.running = True
+
+    def order(self, order: Order) -> bool:
+        self.ordered.append(order)
+        return True
+
+    def take(self) -> list[Walk]:
+        taken, self.walks = self.walks, []
+        return taken
+
+    def close(self) -> None:
+        self.running = False
+
+
+class Watched:
+    """A monitor of a swarm that is only told."""
+
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch, stages: int = 1):
+        self.swarm = ToldSwarm(stages=stages)
+        self.kept = folder / "kept.json"
+        self._monkeypatch = monkeypatch
+        monkeypatch.setattr(monitor_module, "ChainReader", Chains)
+        monkeypatch.setattr(monitor_module, "Looker", lambda *_: self)
+        self._options = MonitorOptions(
+            invite=Invite.parse(INVITE), state=folder, host="127.0.0.1", port=0
+        )
+        self._place = SimpleNamespace(
+            run=RUN,
+            manifest=self.swarm.manifest,
+            clock=SimpleNamespace(time=lambda: NOW),
+            dht=SimpleNamespace(running=True),
+        )
+        self.monitor = self.start()
+
+    def start(self) -> Monitor:
+        made = Monitor(self._options, cast("Joined", self._place), self.kept)
+        made.start()
+        return made
+
+    def look(self) -> Any:
+        """What the monitor's looker gives."""
+        return self.swarm.look()
+
+    @property
+    def chains(self) -> Chains:
+        return cast("Chains", self.monitor._chains)  # pyright: ignore[reportPrivateUsage]
+
+    def status(self) -> dict[str, Any]:
+        return json.loads(self.monitor.pages.pages()["/status.json"]().body)
+
+
+@pytest.fixture
+def watched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Watched:
+    return Watched(tmp_path, monkeypatch)
+
+
+def claimed(watched: Watched, number: int, **dial_out: bool) -> None:
+    """The stage's peers claim this round; `dial_out`: one that only dials out does, too."""
+    claim = claim_record(number, digest(0, number))
+    watched.swarm.claims[0] = {"open": claim, **dict.fromkeys(dial_out, claim)}
+    for peer in dial_out:
+        watched.swarm.stages[0][peer] = stage_record(client_mode=True)
+
+
+def test_what_is_claimed_and_unknown_is_walked(watched: Watched) -> None:
+    claimed(watched, 3, hidden=True)
+    watched.monitor.look()
+    (order,) = watched.chains.ordered
+    assert order.start == digest(0, 3) and order.holders == ["open", "hidden"]
+    assert order.stop == {watched.swarm.manifest.digest}
+
+
+def test_nothing_is_walked_while_nobody_claims_a_record(watched: Watched) -> None:
+    watched.monitor.look()
+    assert watched.chains.ordered == []
+
+
+def test_what_a_walk_found_is_shown_and_not_asked_for_again(watched: Watched) -> None:
+    claimed(watched, 0)
+    found = chain_round(0, 0, TAKING, root=watched.swarm.manifest.digest, chain_tokens=10)
+    watched.chains.walks.append(walk_of([found]))
+    watched.monitor.look()
+    assert watched.chains.ordered == []
+    assert watched.status()["contributions"][0]["tokens"] == 10
+    claimed(watched, 1)
+    watched.monitor.look()
+    assert watched.chains.ordered[0].stop == {watched.swarm.manifest.digest, digest(0, 0)}
+
+
+def test_a_gap_is_tried_again_now_and_then_and_not_for_ever(
+    watched: Watched, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    claimed(watched, 5)
+    newest = chain_round(0, 5, TAKING)
+    watched.chains.walks.append(walk_of([newest], connected=False))
+    watched.monitor.look()
+    watched.monitor.look()
+    assert [order.start for order in watched.chains.ordered] == [digest(0, 4)]
+    monkeypatch.setattr(monitor_module, "GAP_PAUSE_S", 0.0)
+    nothing = Walk(
+        stage=0, start=digest(0, 4), rounds=(), end="", connected=False, folded=Counter()
+    )
+    for _ in range(20):
+        watched.chains.walks.append(nothing)
+        watched.monitor.look()
+    assert len(watched.chains.ordered) == 1 + monitor_module.MAX_GAP_TRIES - 1
+
+
+def test_it_looks_as_often_as_peers_tell(watched: Watched) -> None:
+    assert 4.0 < watched.monitor.turn() <= monitor_module.LONGEST_LOOK_PERIOD_S
+
+
+def test_a_look_that_fails_does_not_end_the_watch(
+    watched: Watched, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(watched, "look", lambda: 1 / 0)
+    assert watched.monitor.turn() > 4.0
+    assert "a look at the swarm failed" in caplog.text
+    assert watched.monitor.pages.pages()["/readyz"]().status == 503
+
+
+def test_what_it_learnt_is_there_after_a_restart(
+    watched: Watched, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    watched.monitor.look()
+    assert not watched.kept.exists()
+    monkeypatch.setattr(monitor_module, "SAVE_PERIOD_S", 0.0)
+    watched.monitor.look()
+    assert watched.kept.exists()
+    watched.monitor.close()
+    losses = watched.status()["losses"]
+    again = watched.start()
+    again.look()
+    told = json.loads(again.pages.pages()["/status.json"]().body)
+    assert losses and told["losses"] == losses and told["since"] == NOW
+
+
+def test_a_full_disk_does_not_end_the_watch(
+    watched: Watched, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def full(_path: Path) -> None:
+        raise EnvironmentFault("no space left on the disk")
+
+    history = watched.monitor._history  # pyright: ignore[reportPrivateUsage]
+    monkeypatch.setattr(history, "save", full)
+    monkeypatch.setattr(monitor_module, "SAVE_PERIOD_S", 0.0)
+    watched.monitor.look()
+    assert "no space left" in caplog.text and watched.status()["run"] == RUN
+
+
+def test_it_is_alive_while_its_node_and_its_thread_are(watched: Watched) -> None:
+    assert watched.monitor.alive
+    watched.chains.close()
+    assert not watched.monitor.alive
+
+
+def test_absurd_figures_of_peers_end_nothing(watched: Watched) -> None:
+    swarm = watched.swarm
+    for head in swarm.replicas:
+        swarm.replicas[head] = replace(
+            swarm.replicas[head],
+            tokens_per_s=1e308,
+            step_s=1e308,
+            train_loss=-1e308,
+            val_loss=1e308,
+            inner_step=2**53,
+            waiting_share=1e308,
+        )
+    for peer in swarm.stages[0]:
+        swarm.stages[0][peer] = stage_record(round=2**53, voids=2**53, tokens_per_s=1e308)
+    for _ in range(4):
+        watched.monitor.look()
+    assert watched.status()["losses"] == [] and watched.status()["totals"]["waiting"] == 1
+
+
+# ---- the command ---------------------------------------------------------------------------------
+def test_a_monitor_of_an_unknown_run_says_that_no_bootstrap_answers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reach, "BOOTSTRAP_PATIENCE_S", 0.1)
+    nobody = INVITE.replace("203.0.113.7/tcp/31337", "127.0.0.1/tcp/9")
+    options = MonitorOptions(invite=Invite.parse(nobody), state=tmp_path, host="127.0.0.1", port=0)
+    with pytest.raises(EnvironmentFault, match="no bootstrap can be reached"):
+        run_monitor_command(options)

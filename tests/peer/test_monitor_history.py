@@ -1,0 +1,171 @@
+"""What a monitor remembers of a swarm: losses, who came and went, faults, voids."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from dilocox.peer.monitor_history import MAX_FAULTS, MAX_SAMPLES, Samples, SwarmHistory, cut
+from tests.peer.fabricated import NOW, ToldSwarm, peer_id, stage_record
+
+
+def texts(swarm: ToldSwarm) -> list[str]:
+    return [fault.text for fault in swarm.history.faults]
+
+
+def test_losses_are_kept_by_round_the_train_loss_weighted_by_speed() -> None:
+    swarm = ToldSwarm(replicas=2)
+    first, second = swarm.replicas
+    swarm.replicas[first] = replace(swarm.replicas[first], train_loss=2.0, tokens_per_s=300.0)
+    swarm.replicas[second] = replace(swarm.replicas[second], train_loss=3.0, tokens_per_s=100.0)
+    swarm.look()
+    assert swarm.history.losses == {3: [None, 2.4], 4: [2.25, None]}
+    assert swarm.history.train == (4, 2.25) and swarm.history.validation == (3, 2.4)
+
+
+def test_a_round_that_no_other_replica_is_near_enters_no_curve() -> None:
+    swarm = ToldSwarm(replicas=3)
+    liar = next(iter(swarm.replicas))
+    swarm.replicas[liar] = replace(swarm.replicas[liar], round=10**9, val_round=10**9)
+    swarm.look()
+    assert max(swarm.history.losses) == 4
+
+
+def test_of_several_validation_losses_of_a_round_the_middle_one_counts() -> None:
+    swarm = ToldSwarm(replicas=3)
+    for loss, head in zip((2.0, 2.1, 900.0), list(swarm.replicas), strict=True):
+        swarm.replicas[head] = replace(swarm.replicas[head], val_loss=loss)
+    swarm.look()
+    assert swarm.history.validation == (3, 2.1)
+
+
+def test_peers_that_come_leave_and_fall_silent_are_counted() -> None:
+    swarm = ToldSwarm(stages=2, replicas=1, spares=1)
+    swarm.look()
+    assert (swarm.history.joined_total, swarm.history.left_total) == (4, 0)
+    polite, silent = peer_id(50), peer_id(150)
+    swarm.stages[0][polite] = stage_record(state="left")
+    swarm.look()
+    del swarm.stages[0][polite], swarm.stages[1][silent]
+    swarm.look()
+    assert swarm.history.left_total == 2
+    assert texts(swarm) == [f"peer {silent[-6:]} of stage 1 went silent"]
+    swarm.stages[1][polite] = stage_record(state="joining")
+    swarm.look()
+    assert swarm.history.joined_total == 5
+
+
+def test_a_peer_that_changes_its_stage_neither_left_nor_joined() -> None:
+    swarm = ToldSwarm(stages=2, replicas=1, spares=1)
+    swarm.look()
+    mover = peer_id(50)
+    swarm.stages[1][mover] = stage_record(state="joining")
+    del swarm.stages[0][mover]
+    swarm.look()
+    assert (swarm.history.joined_total, swarm.history.left_total) == (4, 0)
+
+
+def test_no_answer_of_the_dht_changes_nothing() -> None:
+    swarm = ToldSwarm()
+    swarm.look()
+    swarm.answered = False
+    for peers in swarm.stages.values():
+        peers.clear()
+    swarm.look()
+    assert swarm.history.left_total == 0 and texts(swarm) == []
+
+
+def test_a_fault_of_a_replica_is_told_once() -> None:
+    swarm = ToldSwarm()
+    head = next(iter(swarm.replicas))
+    swarm.replicas[head] = replace(swarm.replicas[head], last_fault="stage 1 silent")
+    swarm.look()  # from before the watch
+    assert swarm.history.faults_total == 0
+    for _ in range(3):
+        swarm.replicas[head] = replace(swarm.replicas[head], last_fault="stage 2 closed", epoch=2)
+        swarm.look()
+    assert swarm.history.faults_total == 1
+    assert texts(swarm) == [f"replica {head[-6:]}: stage 2 closed"]
+
+
+def test_voids_are_a_mean_over_the_peers_of_a_stage() -> None:
+    swarm = ToldSwarm(stages=1, replicas=2, spares=0)
+    swarm.look()
+    first, second = swarm.stages[0]
+    for peer in (first, second):  # the same void, told one look after the other
+        swarm.stages[0][peer] = stage_record(voids=1)
+        swarm.look()
+    assert swarm.history.voids == [1.0]
+    assert texts(swarm) == ["a round of stage 0 was void"]
+    swarm.stages[0][first] = stage_record(voids=0)  # it started anew
+    swarm.look()
+    assert swarm.history.voids == [1.0]
+
+
+def test_the_share_of_waiting_is_a_mean_within_its_bounds() -> None:
+    swarm = ToldSwarm(replicas=0)
+    assert swarm.look().waiting_share is None
+    swarm = ToldSwarm(replicas=3)
+    for share, head in zip((0.01, 0.05, 1e308), list(swarm.replicas), strict=True):
+        swarm.replicas[head] = replace(swarm.replicas[head], waiting_share=share)
+    assert swarm.look().waiting_share == pytest.approx((0.01 + 0.05 + 1) / 3)
+
+
+def test_samples_double_their_spacing_and_keep_the_mean() -> None:
+    samples = Samples()
+    for number in range(5 * MAX_SAMPLES):
+        samples.add(NOW + 5.0 * number, 100.0 + number % 2, 4)
+    assert len(samples.rows) <= MAX_SAMPLES + 1 and samples.spacing_s >= 20
+    assert samples.rows[0][0] == NOW
+    mean = sum(speed for _, speed, _ in samples.rows) / len(samples.rows)
+    assert mean == pytest.approx(100.5, abs=0.01)
+
+
+def test_texts_of_peers_are_one_short_line() -> None:
+    assert cut("a\nb\x1b[31m\u202ec") == "a b [31m c"
+    assert len(cut("x" * 1000)) == 120
+
+
+def test_everything_is_there_after_a_restart(tmp_path: Path) -> None:
+    swarm = ToldSwarm()
+    swarm.look()
+    for number in range(5):
+        swarm.commit(number)
+        swarm.look()
+    head = next(iter(swarm.replicas))
+    swarm.replicas[head] = replace(swarm.replicas[head], last_fault="stage 1 silent")
+    for _ in range(MAX_FAULTS):
+        swarm.look()
+    file = tmp_path / "kept.json"
+    swarm.history.save(file)
+    again = SwarmHistory.load(file, 3, swarm.manifest.digest, NOW + 9999)
+    again.save(tmp_path / "again.json")
+    assert (tmp_path / "again.json").read_bytes() == file.read_bytes()
+    assert (again.since, again.watched_since) == (NOW, NOW + 9999)
+    before, swarm.history = swarm.history, again
+    swarm.look()
+    assert (again.joined_total, again.left_total, again.faults_total) == (
+        before.joined_total,
+        before.left_total,
+        before.faults_total,
+    )
+
+
+@pytest.mark.parametrize("damage", ["", "{}", '{"version": 1', "[]", '{"version": 99}'])
+def test_a_damaged_file_begins_anew_with_a_warning(
+    tmp_path: Path, damage: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    file = tmp_path / "kept.json"
+    file.write_text(damage)
+    made = SwarmHistory.load(file, 2, "root", NOW)
+    assert made.losses == {} and len(made.stages) == 2
+    assert "damaged" in caplog.text
+
+
+def test_what_was_kept_of_another_manifest_is_not_taken(tmp_path: Path) -> None:
+    file = tmp_path / "kept.json"
+    SwarmHistory(2, "root", NOW).save(file)
+    assert SwarmHistory.load(file, 2, "other", NOW + 1).since == NOW + 1
+    assert SwarmHistory.load(file, 2, "root", NOW + 1).since == NOW

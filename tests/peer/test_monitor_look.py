@@ -1,0 +1,144 @@
+"""A look at the DHT: what is read, what is kept where no answer comes, whom it believes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from dilocox.dht.invite import Invite
+from dilocox.dht.keys import claim_key, replica_key, stage_key
+from dilocox.dht.node import NoAnswer
+from dilocox.dht.records import ReplicaRecord
+from dilocox.peer import herald, monitor_look
+from dilocox.peer.join import Joined
+from dilocox.peer.monitor_look import Looker, SwarmLook, bootstrap_ids
+from dilocox.peer.place import LoopProgress, Place
+from tests.peer.fabricated import (
+    NOW,
+    RUN,
+    claim_record,
+    manifest_of,
+    peer_id,
+    replica_record,
+    stage_record,
+)
+
+HEAD, MEMBER = peer_id(0), peer_id(100)
+
+
+class Dht:
+    """What is stored; None for a key that gives no answer. `asked`: the keys of the last look."""
+
+    def __init__(self) -> None:
+        self.stored: dict[str, dict[str, Any] | None] = {}
+        self.asked: list[str] = []
+        self.answering: frozenset[str] | None = frozenset({"boot"})
+        self.pings = 0
+
+    def read_many(self, keys: Mapping[str, Any], _timeout_s: float) -> dict[str, Any]:
+        self.asked = list(keys)
+        return {key: self.stored.get(key, {}) for key in keys}
+
+    def answering_bootstraps(self, _timeout_s: float) -> frozenset[str]:
+        self.pings += 1
+        if self.answering is None:
+            raise NoAnswer("stuck")
+        return self.answering
+
+    def looker(self) -> Looker:
+        place = SimpleNamespace(
+            run=RUN,
+            manifest=manifest_of(stages=2),
+            clock=SimpleNamespace(time=lambda: NOW),
+            swarm=self,
+            dht=self,
+        )
+        return Looker(cast("Joined", place), ("boot", "other"))
+
+
+@pytest.fixture
+def dht() -> Dht:
+    made = Dht()
+    made.stored = {
+        stage_key(RUN, 0): {HEAD: stage_record()},
+        stage_key(RUN, 1): {MEMBER: stage_record(), "x": stage_record(state="left")},
+        claim_key(RUN, 0): {HEAD: claim_record(3, "a" * 64)},
+        replica_key(RUN): {HEAD: replica_record([HEAD, MEMBER])},
+    }
+    return made
+
+
+def test_a_look_reads_every_stage_and_the_replicas(dht: Dht) -> None:
+    look = dht.looker().look()
+    assert look.at == NOW and look.answered and look.reachable
+    assert set(look.stages[1]) == {MEMBER, "x"} and set(look.present(1)) == {MEMBER}
+    assert look.claims[0][HEAD].round == 3 and set(look.replicas) == {HEAD}
+    assert look.bootstraps == {"boot": True, "other": False}
+
+
+def test_a_replica_counts_only_under_a_head_that_hosts_stage_0(dht: Dht) -> None:
+    dht.stored[replica_key(RUN)] = {
+        HEAD: replica_record([HEAD, MEMBER]),
+        MEMBER: replica_record([MEMBER]),
+        "liar": replica_record([HEAD, MEMBER]),
+        "empty": replica_record([]),
+    }
+    assert set(dht.looker().look().replicas) == {HEAD}
+
+
+def test_what_gives_no_answer_stays_as_it_was(dht: Dht) -> None:
+    looker = dht.looker()
+    before = looker.look()
+    for key in (stage_key(RUN, 1), replica_key(RUN)):
+        dht.stored[key] = None
+    look = looker.look()
+    assert look.answered and look.stages == before.stages and look.replicas == before.replicas
+
+
+def test_no_answer_at_all_is_told(dht: Dht) -> None:
+    looker = dht.looker()
+    looker.look()
+    dht.stored = dict.fromkeys(dht.asked)
+    look = looker.look()
+    assert not look.answered and look.reachable  # a bootstrap answers
+
+
+def test_nobody_to_be_seen_and_no_bootstrap_is_unreachable(dht: Dht) -> None:
+    dht.stored.clear()
+    dht.answering = None
+    look = dht.looker().look()
+    assert look.answered and not look.reachable
+
+
+def test_peers_alone_make_it_reachable(dht: Dht) -> None:
+    dht.answering = frozenset()
+    assert dht.looker().look().reachable
+    assert not SwarmLook.nothing(NOW, {"boot": False}).reachable
+
+
+def test_bootstraps_are_pinged_less_often_than_records_are_read(
+    dht: Dht, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looker = dht.looker()
+    for _ in range(3):
+        looker.look()
+    assert dht.pings == 1
+    monkeypatch.setattr(monitor_look, "PING_PERIOD_S", 0.0)
+    looker.look()
+    assert dht.pings == 2
+
+
+def test_a_bootstrap_with_two_addresses_counts_once() -> None:
+    ids = [f"Qm{letter * 44}" for letter in "ab"]
+    places = [f"/ip4/192.0.2.{n}/tcp/1/p2p/{ids[n // 2]}" for n in range(3)]
+    assert bootstrap_ids(Invite(RUN, tuple(places))) == tuple(ids)
+
+
+def test_a_head_tells_how_long_it_waited() -> None:
+    progress = LoopProgress(head=HEAD, members=(HEAD, MEMBER), waiting_share=0.125)
+    told = herald.replica_record(cast("Place", SimpleNamespace(me=HEAD)), 3, progress)
+    assert told is not None and told.waiting_share == 0.125
+    assert ReplicaRecord.decode(told.encode()) == told

@@ -1,0 +1,153 @@
+"""The swarm's figures for Prometheus: valid text, the agreed names, labels of a few values."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from prometheus_client.parser import text_string_to_metric_families
+
+from dilocox.peer.monitor_metrics import MAX_RANKS, MAX_VERSIONS, exposition
+from tests.peer.fabricated import RUN, ToldSwarm, peer_id, stage_record
+
+NAMES = {
+    "peers": {"run", "stage", "state"},
+    "replicas": {"run"},
+    "spares": {"run", "stage"},
+    "rounds_total": {"run", "stage"},
+    "rounds_per_hour": {"run", "stage"},
+    "tokens_total": {"run"},
+    "tokens_per_second": {"run"},
+    "validation_loss": {"run"},
+    "train_loss": {"run"},
+    "round": {"run", "stage"},
+    "round_bytes": {"run", "stage"},
+    "rank": {"run", "stage", "statistic"},
+    "inner_steps": {"run", "stage"},
+    "waiting_ratio": {"run"},
+    "faults_total": {"run"},
+    "voids": {"run", "stage"},
+    "peer_versions": {"run", "version"},
+    "contribution_tokens": {"run", "rank"},
+    "contributors": {"run"},
+    "bootstrap_up": {"run", "bootstrap"},
+    "last_round_timestamp_seconds": {"run", "stage"},
+    "blocked": {"run", "stage"},
+    "healthy": {"run"},
+    "joined_total": {"run"},
+    "left_total": {"run"},
+}
+
+Series = dict[tuple[str, frozenset[tuple[str, str]]], float]
+
+
+def text(swarm: ToldSwarm) -> str:
+    look = swarm.look()
+    return exposition(RUN[:12], look, swarm.history, swarm.health(look)).decode()
+
+
+def series(swarm: ToldSwarm) -> Series:
+    """By name without prefix, and labels without the run."""
+    found: Series = {}
+    for family in text_string_to_metric_families(text(swarm)):
+        for sample in family.samples:
+            labels = dict(sample.labels)
+            assert labels.pop("run") == RUN[:12]
+            found[sample.name.removeprefix("dilocox_swarm_"), frozenset(labels.items())] = (
+                sample.value
+            )
+    return found
+
+
+def value(swarm: ToldSwarm, name: str, **labels: object) -> float | None:
+    told = {key: str(each) for key, each in labels.items()}
+    return series(swarm).get((name, frozenset(told.items())))
+
+
+def trained(**options: int) -> ToldSwarm:
+    swarm = ToldSwarm(**options)
+    swarm.look()
+    for number in range(4):
+        swarm.commit(number)
+        swarm.look()
+    return swarm
+
+
+def test_it_has_the_agreed_names_and_labels_and_no_others() -> None:
+    found: dict[str, set[str]] = {}
+    for family in text_string_to_metric_families(text(trained())):
+        assert family.documentation and family.documentation.endswith(".")
+        assert family.type == ("counter" if family.samples[0].name.endswith("_total") else "gauge")
+        for sample in family.samples:
+            found.setdefault(sample.name.removeprefix("dilocox_swarm_"), set()).update(
+                sample.labels
+            )
+    assert found == NAMES
+
+
+def test_peers_are_counted_by_stage_and_state() -> None:
+    swarm = trained(stages=2, replicas=3, spares=2)
+    swarm.stages[1][peer_id(900)] = stage_record(state="joining")
+    swarm.stages[1][peer_id(901)] = stage_record(state="left")
+    assert value(swarm, "peers", stage=0, state="training") == 3
+    assert value(swarm, "peers", stage=1, state="joining") == 1
+    assert value(swarm, "peers", stage=0, state="joining") == 0
+    assert value(swarm, "spares", stage=1) == 2 and value(swarm, "replicas") == 3
+    assert value(swarm, "joined_total") == 11  # who has left was never there
+    assert value(swarm, "healthy") == 1 and value(swarm, "blocked", stage=1) == 0
+
+
+def test_an_empty_stage_is_blocked_and_all_states_are_zero() -> None:
+    swarm = trained(stages=2)
+    swarm.stages[1].clear()
+    assert value(swarm, "blocked", stage=1) == 1 and value(swarm, "blocked", stage=0) == 0
+    assert value(swarm, "healthy") == 0
+    assert value(swarm, "peers", stage=1, state="training") == 0
+
+
+def test_chains_give_rounds_tokens_ranks_and_contributions() -> None:
+    swarm = trained(stages=2, replicas=2, spares=0)
+    assert value(swarm, "rounds_total", stage=1) == 4 and value(swarm, "round", stage=1) == 3
+    assert value(swarm, "tokens_total") == 4 * 2 * 1000
+    assert value(swarm, "rank", stage=0, statistic="median") == 8
+    assert value(swarm, "inner_steps", stage=0) == 20
+    assert value(swarm, "round_bytes", stage=0) == 1003
+    assert value(swarm, "waiting_ratio") == 0.02
+    # a replica's tokens count once, on stage 0
+    assert value(swarm, "contribution_tokens", rank=1) == 4000
+    assert value(swarm, "contribution_tokens", rank=2) == 4000
+    assert value(swarm, "contribution_tokens", rank=3) is None
+    assert value(swarm, "contributors") == 4
+
+
+def test_what_is_not_known_is_left_out() -> None:
+    swarm = ToldSwarm(replicas=0, spares=0)
+    told = {name for name, _ in series(swarm)}
+    assert told >= {"peers", "healthy", "tokens_total", "bootstrap_up"}
+    assert not told & {"validation_loss", "waiting_ratio", "round", "rank", "rounds_per_hour"}
+
+
+def test_labels_stay_few_whatever_peers_say() -> None:
+    swarm = trained(replicas=60, spares=0)
+    for number, (peer, told) in enumerate(list(swarm.stages[0].items())):
+        version = f'1.{number}"}}\n' if number % 2 else f"1.{number % 30}"
+        swarm.stages[0][peer] = replace(told, version=version)
+    found = series(swarm)
+    versions = {dict(labels)["version"] for name, labels in found if name == "peer_versions"}
+    assert len(versions) <= MAX_VERSIONS + 1 and "other" in versions
+    assert sum(count for (name, _), count in found.items() if name == "peer_versions") == 180
+    ranks = [labels for name, labels in found if name == "contribution_tokens"]
+    assert len(ranks) == MAX_RANKS
+
+
+def test_a_version_that_is_none_is_no_label() -> None:
+    swarm = trained(stages=1, replicas=3, spares=0)
+    for peer, version in zip(swarm.stages[0], ('1"} 5\n#', "x" * 25, "1.0"), strict=True):
+        swarm.stages[0][peer] = stage_record(version=version)
+    assert value(swarm, "peer_versions", version="other") == 2
+    assert value(swarm, "peer_versions", version="1.0") == 1
+
+
+def test_no_peer_id_and_no_address_is_told() -> None:
+    told = text(trained())
+    assert not any(peer_id(number) in told for number in (0, 1, 100, 101, 200, 201))
+    assert "192.0.2" not in told

@@ -1,0 +1,216 @@
+"""The status page and its figures: what stands in them, and that a stranger's text stays text."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import re
+from dataclasses import replace
+from html.parser import HTMLParser
+from importlib.resources import files
+from pathlib import Path
+
+import pytest
+
+from dilocox.peer import monitor_page
+from dilocox.peer.metrics_server import PageServer
+from dilocox.peer.monitor_metrics import exposition
+from dilocox.peer.monitor_page import MonitorPages, content_policy
+from dilocox.peer.monitor_status import MAX_PEERS_SHOWN
+from tests.peer.fabricated import (
+    INVITE,
+    RUN,
+    ToldSwarm,
+    claim_record,
+    digest,
+    peer_id,
+    stage_record,
+)
+from tests.swarm.browser import chromium, show
+
+HTML = (files("dilocox.peer") / "page" / "status.html").read_text()
+EVIL = "<img src=x onerror=\"console.error('gotcha')\">"
+
+needs_browser = pytest.mark.skipif(
+    chromium() is None, reason="chromium is not installed (Debian's package is called chromium)"
+)
+
+
+def pages_of(swarm: ToldSwarm) -> MonitorPages:
+    look = swarm.look()
+    pages = MonitorPages(lambda: True)
+    figures = exposition(RUN[:12], look, swarm.history, swarm.health(look))
+    pages.show(swarm.status(look), figures)
+    return pages
+
+
+def trained(**options: int) -> ToldSwarm:
+    swarm = ToldSwarm(**options)
+    swarm.look()
+    for number in range(4):
+        swarm.commit(number)
+        swarm.look()
+    return swarm
+
+
+# ---- the figures ---------------------------------------------------------------------------------
+def test_the_status_has_stages_replicas_and_totals() -> None:
+    swarm = trained(stages=2, replicas=2, spares=1)
+    status = swarm.status(swarm.look())
+    assert status["health"] == {"state": "training", "sentence": "training"}
+    assert status["totals"]["peers"] == 6 and status["totals"]["replicas"] == 2
+    assert status["totals"]["tokens"] == 8000 and status["invite"] == INVITE
+    assert [stage["round"] for stage in status["stages"]] == [3, 3]
+    states = [peer["state"] for peer in status["stages"][1]["peers"]]
+    assert states == ["training", "training", "spare"]
+    for replica in status["replicas"]:
+        assert replica["members"][0] == replica["head"] and len(replica["members"]) == 2
+    assert status["losses"] == [[3, None, 2.4], [4, 2.5, None]]
+    json.dumps(status, allow_nan=False)
+
+
+def test_contributions_are_per_peer_and_their_shares_add_up() -> None:
+    swarm = trained(stages=2, replicas=2, spares=1)
+    gone = swarm.peer(1, 0)
+    del swarm.stages[1][gone]
+    lines = swarm.status(swarm.look())["contributions"]
+    assert {line["peer"]: line["tokens"] for line in lines} == {
+        swarm.peer(stage, replica): 4000 for stage in range(2) for replica in range(2)
+    }
+    assert sum(line["share"] for line in lines) == pytest.approx(1)
+    assert [line["here"] for line in lines if line["peer"] == gone] == [False]
+
+
+def test_addresses_of_peers_are_in_none_of_the_answers() -> None:
+    for path in ("/", "/status.json", "/metrics"):
+        assert b"192.0.2" not in pages_of(trained()).pages()[path]().body
+
+
+def test_texts_of_peers_are_cut() -> None:
+    swarm = trained()
+    head = next(iter(swarm.replicas))
+    swarm.replicas[head] = replace(swarm.replicas[head], codec="c" * 200, last_fault="f" * 200)
+    for peer, told in swarm.stages[1].items():
+        swarm.stages[1][peer] = replace(told, version="v" * 200, blocked="b" * 200)
+    text = json.dumps(swarm.status(swarm.look()))
+    assert not any(letter * 121 in text for letter in "cfvb")
+    assert "v" * 25 not in text and "c" * 25 not in text
+
+
+def test_of_a_large_stage_some_peers_are_shown_and_the_others_counted() -> None:
+    swarm = trained(stages=1, replicas=40, spares=45)
+    stage = swarm.status(swarm.look())["stages"][0]
+    assert len(stage["peers"]) == MAX_PEERS_SHOWN
+    assert stage["more"] == 85 - MAX_PEERS_SHOWN
+
+
+def test_a_run_whose_tokens_are_trained_has_ended() -> None:
+    swarm = trained(stages=1, replicas=1, spares=0)
+    look = swarm.look()
+    assert swarm.health(look).state == "training"
+    claim = replace(next(iter(swarm.claims[0].values())), chain_tokens=10_000_000)
+    swarm.claims[0] = {"boot0": claim}
+    swarm.stages[0].clear()
+    assert swarm.health(swarm.look()).state == "ended"
+
+
+def test_a_stage_whose_record_is_claimed_but_not_fetched_has_begun() -> None:
+    swarm = ToldSwarm(stages=1, replicas=0, spares=0)
+    assert swarm.health(swarm.look()).state == "waiting"
+    swarm.commit(0)
+    swarm.history.stages[0].rounds = 0
+    swarm.claims[0] = {"boot0": claim_record(0, digest(0, 0))}
+    assert swarm.health(swarm.look()).sentence == "blocked: no stage has a peer"
+
+
+# ---- the page ------------------------------------------------------------------------------------
+class _Assets(HTMLParser):
+    def __init__(self) -> None:
+        super().__init__()
+        self.loads: list[str] = []
+        self.handlers: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        for name, text in attrs:
+            if name in ("src", "href") and not (text or "").startswith("data:"):
+                self.loads.append(f"{tag} {text}")
+            if name.startswith("on") or name == "style":
+                self.handlers.append(f"{tag} {name}")
+
+
+def test_the_page_loads_nothing_from_elsewhere() -> None:
+    parser = _Assets()
+    parser.feed(HTML)
+    assert parser.loads == ["a status.json"] and parser.handlers == []
+    code = HTML.partition("<script>")[2]
+    assert "innerHTML" not in code and "document.write" not in code and "eval(" not in code
+    assert set(re.findall(r"https?://[^\s'\"%]+", HTML)) == {"http://www.w3.org/2000/svg"}
+
+
+def test_only_its_own_script_and_style_may_run() -> None:
+    policy = content_policy(HTML)
+    script = re.search(r"<script>(.*?)</script>", HTML, re.DOTALL)
+    assert script is not None
+    named = base64.b64encode(hashlib.sha256(script[1].encode()).digest()).decode()
+    assert f"script-src 'sha256-{named}'" in policy
+    assert "unsafe" not in policy and "default-src 'none'" in policy
+
+
+def test_health_and_readiness_follow_the_looks(monkeypatch: pytest.MonkeyPatch) -> None:
+    alive = True
+    pages = MonitorPages(lambda: alive)
+    assert pages.pages()["/readyz"]().status == 503 and pages.pages()["/healthz"]().status == 200
+    pages.show({"run": RUN}, b"")
+    assert pages.pages()["/readyz"]().status == 200 and pages.pages()["/healthz"]().status == 200
+    monkeypatch.setattr(monitor_page, "LOOKS_LATE_S", 0.0)
+    assert pages.pages()["/healthz"]().status == 503
+    monkeypatch.undo()
+    alive = False
+    assert pages.pages()["/healthz"]().status == 503
+
+
+# ---- in a browser --------------------------------------------------------------------------------
+@needs_browser
+@pytest.mark.parametrize("stages", [1, 3])
+def test_the_page_draws_what_it_is_told(stages: int) -> None:
+    swarm = trained(stages=stages, replicas=2, spares=1)
+    with PageServer("127.0.0.1", 0, pages_of(swarm).pages(), option="") as server:
+        shown = show(f"http://127.0.0.1:{server.port}/")
+    assert shown.console == ()
+    assert shown.text("health") == "Training" and shown.text("tile-peers") == str(3 * stages)
+    assert shown.text("tile-tokens") == "8 k" and shown.text("tile-validation") == "2.4000"
+    assert shown.count('class="replica"') == 2 and shown.count('class="peer ') == 3 * stages
+    assert all(f">{peer[-6:]}<" in shown.dom for peer in swarm.stages[stages - 1])
+    assert shown.text("join") == f"dilocox peer {INVITE}"
+
+
+@needs_browser
+def test_markup_from_a_peer_is_shown_as_text() -> None:
+    swarm = trained(stages=2)
+    for peer, told in swarm.stages[1].items():
+        swarm.stages[1][peer] = replace(told, version=EVIL[:24], blocked=EVIL, state="spare")
+    swarm.stages[1][EVIL] = stage_record(state="joining")
+    head = next(iter(swarm.replicas))
+    swarm.replicas[head] = replace(swarm.replicas[head], last_fault=EVIL, codec=EVIL)
+    with PageServer("127.0.0.1", 0, pages_of(swarm).pages(), option="") as server:
+        shown = show(f"http://127.0.0.1:{server.port}/")
+    assert shown.console == () and "<img" not in shown.dom
+    assert "<img src=x" in shown.text("faults")
+
+
+@needs_browser
+def test_a_swarm_without_peers_is_drawn_too() -> None:
+    swarm = ToldSwarm(stages=2, replicas=0, spares=0)
+    with PageServer("127.0.0.1", 0, pages_of(swarm).pages(), option="") as server:
+        shown = show(f"http://127.0.0.1:{server.port}/", width=390)
+    assert shown.console == () and shown.text("health") == "Waiting for the first peers"
+    assert shown.count("no loss has been told yet") == 1 + HTML.count("no loss has been told yet")
+
+
+def test_peer_ids_that_differ_only_at_the_end_are_told_apart() -> None:
+    assert peer_id(100)[-6:] != peer_id(1)[-6:]
+
+
+def test_the_page_is_part_of_the_package() -> None:
+    assert Path(str(files("dilocox.peer") / "page" / "status.html")).is_file()

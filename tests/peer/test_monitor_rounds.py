@@ -1,0 +1,120 @@
+"""A stage's chain as a monitor keeps it: a record counts once, what was abandoned not at all."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+
+from dilocox.peer.monitor_chain import DETAILED
+from dilocox.peer.monitor_rounds import MAX_POINTS, StageRounds
+from tests.peer.fabricated import chain_round, digest, walk_of
+
+ROOT = "root"
+
+
+def chain_of(count: int, start: int = 0) -> list[object]:
+    made = [chain_round(0, n, {"a": 10, "b": n}, root=ROOT) for n in range(start, start + count)]
+    return made[::-1]  # pyright: ignore[reportReturnType]
+
+
+def walked(stage: StageRounds, rounds: list, at: float = 0.0, **options: bool) -> None:  # pyright: ignore
+    stage.add(walk_of(rounds, **options), at, ROOT)  # pyright: ignore
+
+
+def test_tokens_of_every_member_are_summed_over_the_chain() -> None:
+    stage = StageRounds()
+    walked(stage, chain_of(4))
+    assert stage.tokens == Counter({"a": 40, "b": 0 + 1 + 2 + 3})
+    assert stage.rounds == 4 and stage.head is not None and stage.head.round == 3
+
+
+def test_a_record_that_is_met_twice_counts_once() -> None:
+    stage = StageRounds()
+    walked(stage, chain_of(4))
+    walked(stage, chain_of(3, start=2))
+    assert stage.tokens["a"] == 50 and stage.rounds == 5
+
+
+def test_rounds_from_before_the_watch_have_no_time() -> None:
+    stage = StageRounds()
+    walked(stage, chain_of(3), at=100.0)
+    assert stage.progress_at is None and stage.per_hour(200.0) is None
+    walked(stage, chain_of(1, start=3), at=110.0)
+    walked(stage, chain_of(1, start=4), at=120.0)
+    walked(stage, chain_of(1, start=5), at=130.0)
+    assert stage.progress_at == 130.0
+    assert stage.per_hour(130.0) == pytest.approx(2 / 20 * 3600)
+    assert stage.per_hour(150.0) == pytest.approx(2 / 40 * 3600)  # it gets slower
+    assert stage.usual_s == 10.0
+
+
+def test_a_long_walk_was_not_followed_as_it_came() -> None:
+    stage = StageRounds()
+    walked(stage, chain_of(1), at=1.0)
+    walked(stage, chain_of(9, start=1), at=500.0)
+    assert stage.progress_at is None
+
+
+def test_what_a_chain_abandons_is_taken_away_again() -> None:
+    stage = StageRounds()
+    walked(stage, chain_of(3))
+    fork = chain_round(0, 2, {"a": 10, "c": 5}, previous=digest(0, 1), branch="x", root=ROOT)
+    walked(stage, [fork])
+    assert stage.tokens == Counter({"a": 30, "b": 1, "c": 5})
+    assert stage.rounds == 3 and not stage.known(digest(0, 2))
+    assert stage.head is not None and stage.head.digest == fork.listed.digest
+    assert [point.members for point in stage.points] == [2, 2, 2]
+
+
+def test_a_fork_with_other_round_numbers_takes_away_all_after_its_base() -> None:
+    stage = StageRounds()
+    walked(stage, chain_of(6))
+    fork = chain_round(0, 9, {"c": 7}, previous=digest(0, 2), branch="x", root=ROOT)
+    walked(stage, [fork])
+    assert stage.rounds == 4 and stage.tokens == Counter({"a": 30, "b": 3, "c": 7})
+
+
+def test_what_nobody_gives_is_a_gap_that_is_filled_later() -> None:
+    stage = StageRounds()
+    newest = chain_of(2, start=5)
+    walked(stage, newest, connected=False)
+    assert stage.gaps == {digest(0, 4): 0} and stage.rounds == 2
+    stage.add(replace(walk_of(chain_of(1)), start=digest(0, 4), rounds=()), 0.0, ROOT)  # pyright: ignore
+    assert stage.gaps == {digest(0, 4): 1}
+    walked(stage, chain_of(5))
+    assert stage.gaps == {} and stage.rounds == 7 and stage.tokens["a"] == 70
+    assert stage.head is not None and stage.head.round == 6
+
+
+def test_old_rounds_of_a_long_walk_come_as_sums() -> None:
+    stage = StageRounds()
+    walk = replace(walk_of(chain_of(2, start=8)), folded=Counter({"a": 80, "z": 1}))  # pyright: ignore
+    stage.add(walk, 0.0, ROOT)
+    assert stage.tokens == Counter({"a": 100, "b": 17, "z": 1})
+
+
+def test_it_stays_bounded_and_keeps_its_sums() -> None:
+    stage = StageRounds()
+    total = 3 * MAX_POINTS
+    for number in range(total):
+        walked(stage, chain_of(1, start=number), at=float(number))
+    assert len(stage.points) <= MAX_POINTS
+    assert stage.points[0].round == 0 and stage.points[-1].round == total - 1
+    assert stage.tokens["a"] == 10 * total and stage.rounds == total
+    assert len(stage.to_dict()["recent"]) == DETAILED
+
+
+def test_it_is_the_same_after_a_restart() -> None:
+    stage = StageRounds()
+    walked(stage, chain_of(5), connected=False)
+    walked(stage, chain_of(1, start=5), at=7.0)
+    kept = json.loads(json.dumps(stage.to_dict()))
+    again = StageRounds.from_dict(kept)
+    assert again.to_dict() == stage.to_dict()
+    fork = chain_round(0, 5, {"c": 5}, previous=digest(0, 4), branch="x", root=ROOT)
+    for each in (stage, again):
+        walked(each, [fork])
+    assert again.tokens == stage.tokens and again.tokens["c"] == 5

@@ -1,0 +1,89 @@
+"""A running `dilocox monitor` as a test sees it: what it answers."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+import urllib.error
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+from tests.dht.processes import wait_until
+from tests.peer.commands import Command
+
+ANSWER_LIMIT_S = 10.0
+LEAVE_LIMIT_S = 20.0
+
+_SERIES = re.compile(r"dilocox_swarm_(\w+)\{run=\"[0-9a-f]{12}\",?([^}]*)\} (\S+)")
+
+
+class WatchingMonitor:
+    """The command and its pages."""
+
+    def __init__(self, invite: str, folder: Path, *options: str):
+        self.command = Command(
+            "monitor",
+            invite,
+            "--port",
+            "0",
+            "--state",
+            str(folder / "monitor"),
+            *options,
+            folder=folder,
+        )
+        self.command.wait_for("and figures at /metrics")
+        found = re.search(r"status page (http://\S+/)", self.command.output())
+        assert found is not None
+        self.url = found[1]
+
+    def fetch(self, path: str) -> bytes:
+        """What it answers under a path."""
+        with urllib.request.urlopen(self.url + path, timeout=ANSWER_LIMIT_S) as answer:
+            return answer.read()
+
+    @property
+    def status(self) -> dict[str, Any]:
+        """The figures of the status page, empty before the first look."""
+        return json.loads(self.fetch("status.json"))
+
+    @property
+    def series(self) -> dict[str, float]:
+        """The metrics by name and labels, as in `peers{stage="0",state="spare"}`."""
+        return {
+            match[1] + (f"{{{match[2]}}}" if match[2] else ""): float(match[3])
+            for match in _SERIES.finditer(self.fetch("metrics").decode())
+        }
+
+    @property
+    def ready(self) -> bool:
+        """Whether it has looked."""
+        try:
+            return self.fetch("readyz") == b"ready\n"
+        except urllib.error.HTTPError:
+            return False
+
+    def wait_for(self, state: str, limit_s: float) -> str:
+        """Wait for a state of health; the sentence."""
+        health: dict[str, str] = {}
+
+        def there() -> bool:
+            health.update(self.status.get("health", {}))
+            return health.get("state") == state
+
+        try:
+            wait_until(there, limit_s)
+        except AssertionError as error:
+            raise AssertionError(f"{state} not reached: {health}") from error
+        return health["sentence"]
+
+    def leave(self) -> None:
+        """SIGTERM; it must leave nothing behind and end with 0."""
+        self.command.process.send_signal(signal.SIGTERM)
+        assert self.command.exit_code(LEAVE_LIMIT_S) == 0, self.command.output()
+        self.command.clean_within(LEAVE_LIMIT_S)
+
+    def close(self) -> None:
+        """For the end of a test."""
+        self.command.close()

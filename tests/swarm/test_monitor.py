@@ -1,0 +1,195 @@
+"""`dilocox monitor` and its status page: true numbers of a running swarm, in a real browser."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.dht.processes import wait_until
+from tests.peer.commands import Command, write_manifest
+from tests.swarm.browser import DARK, chromium, screenshot, show
+from tests.swarm.conftest import StartSwarm
+from tests.swarm.harness import LocalSwarm
+from tests.swarm.monitors import WatchingMonitor
+from tests.swarm.peer import Peer
+
+STAGES = 2
+STEP_S = 0.1
+LOOK_LIMIT_S = 30.0  # three heartbeats until a record expires, and two looks
+ROUND_LIMIT_S = 120.0
+
+needs_browser = pytest.mark.skipif(
+    chromium() is None, reason="chromium is not installed (Debian's package is called chromium)"
+)
+
+
+@pytest.fixture
+def commands() -> Iterator[list[Any]]:
+    """What is ended at the end of a test, however it went, the last one first."""
+    started: list[Any] = []
+    yield started
+    for each in reversed(started):
+        each.close()
+
+
+# ---- a bootstrap alone ---------------------------------------------------------------------------
+@pytest.mark.swarm
+@pytest.mark.timeout(240)
+def test_a_monitor_lives_through_the_restart_of_its_bootstrap(
+    tmp_path: Path, commands: list[Any]
+) -> None:
+    manifest = write_manifest(tmp_path / "run.yaml")
+    bootstrap = _bootstrap(tmp_path, manifest, 0)
+    commands.append(bootstrap)
+    wait_until((tmp_path / "bootstrap" / "invite").exists, 60)
+    invite = (tmp_path / "bootstrap" / "invite").read_text().strip()
+    port = int(invite.partition("/tcp/")[2].partition("/")[0])
+    monitor = WatchingMonitor(invite, tmp_path)
+    commands.append(monitor)
+    wait_until(lambda: monitor.ready, LOOK_LIMIT_S)
+    assert monitor.wait_for("waiting", LOOK_LIMIT_S) == "waiting for the first peers"
+    assert monitor.series['bootstrap_up{bootstrap="0"}'] == 1
+    assert monitor.fetch("healthz") == b"ok\n"
+
+    bootstrap.process.kill()
+    bootstrap.clean_within(20)
+    assert monitor.wait_for("unreachable", 60).startswith("unreachable: nobody answers since ")
+    assert monitor.series['bootstrap_up{bootstrap="0"}'] == 0
+    assert monitor.series["healthy"] == 0
+
+    commands.append(_bootstrap(tmp_path, manifest, port))
+    assert monitor.wait_for("waiting", 90) == "waiting for the first peers"
+    assert monitor.series['bootstrap_up{bootstrap="0"}'] == 1
+    monitor.leave()
+
+
+def _bootstrap(folder: Path, manifest: Path, port: int) -> Command:
+    state = folder / "bootstrap"
+    place = ["--state", str(state), "--host", "127.0.0.1", "--port", str(port)]
+    return Command("bootstrap", str(manifest), *place, folder=folder)
+
+
+# ---- a running swarm -----------------------------------------------------------------------------
+@pytest.mark.swarm
+@pytest.mark.timeout(600)
+@needs_browser
+def test_the_page_shows_the_true_numbers_and_changes_when_a_peer_dies(
+    start_swarm: StartSwarm, commands: list[Any]
+) -> None:
+    swarm = start_swarm(stages=STAGES)
+    heads = [swarm.add_peer(stage=0, step_s=STEP_S) for _ in range(2)]
+    others = [swarm.add_peer(stage=1) for _ in range(3)]
+    monitor = WatchingMonitor(swarm.invite, swarm.folder)
+    commands.append(monitor)
+    swarm.wait_for_rounds(3, ROUND_LIMIT_S, of=heads)
+    swarm.wait(lambda: _settled(monitor, peers=5, replicas=2), LOOK_LIMIT_S, "all are shown")
+
+    shown = show(monitor.url)
+    status = monitor.status
+    assert shown.console == ()
+    assert shown.text("health") == "Training" and status["health"]["sentence"] == "training"
+    assert shown.text("tile-peers") == "5"
+    assert shown.text("note-peers") == "peers, 2 replicas, 1 spare"
+    assert shown.count('class="replica"') == 2 and shown.count('class="peer ') == 5
+    assert all(f">{peer.peer_id[-6:]}<" in shown.dom for peer in swarm.peers)
+    assert shown.text("join") == f"dilocox peer {swarm.invite}"
+    assert float(shown.text("tile-validation")) in _losses(heads)
+    _check_figures(monitor, swarm)
+
+    victim = next(peer for peer in others if peer.head == heads[0].peer_id)
+    swarm.kill(victim)
+    swarm.wait(lambda: _settled(monitor, peers=4, replicas=2), LOOK_LIMIT_S, "the spare took over")
+    gone = f"peer {victim.peer_id[-6:]} of stage 1 went silent"
+    swarm.wait(lambda: gone in _faults(monitor), LOOK_LIMIT_S, gone)
+    shown = show(monitor.url, width=390)
+    assert shown.console == ()
+    assert shown.text("tile-peers") == "4" and shown.text("note-peers").endswith(", 0 spares")
+    assert gone in shown.text("faults")
+    for name, flags in (("light", ()), ("dark", (DARK,))):
+        for width, height in ((1280, 1300), (390, 2300)):
+            file = swarm.folder / f"status-{width}-{name}.png"
+            assert screenshot(monitor.url, file, *flags, width=width, height=height) == ()
+            assert file.stat().st_size > 10_000
+
+    for peer in others:
+        if peer.expected:
+            swarm.kill(peer)
+    swarm.wait(lambda: _health(monitor) == "blocked: stage 1 has no peer", 60, "it is blocked")
+    shown = show(monitor.url, DARK)
+    assert shown.text("health") == "Blocked: stage 1 has no peer"
+    assert monitor.series['blocked{stage="1"}'] == 1 and monitor.series["healthy"] == 0
+
+    before = monitor.status
+    monitor.leave()
+    again = WatchingMonitor(swarm.invite, swarm.folder)
+    commands.append(again)
+    wait_until(lambda: again.ready, LOOK_LIMIT_S)
+    after = again.status
+    assert after["losses"][: len(before["losses"])] == before["losses"]
+    assert after["contributions"] == before["contributions"]
+    assert [each["rounds"] for each in after["stages"]] == [
+        each["rounds"] for each in before["stages"]
+    ]
+    again.leave()
+
+
+def _health(monitor: WatchingMonitor) -> str:
+    return monitor.status.get("health", {}).get("sentence", "")
+
+
+def _faults(monitor: WatchingMonitor) -> list[str]:
+    return [fault["text"] for fault in monitor.status["faults"]]
+
+
+def _settled(monitor: WatchingMonitor, *, peers: int, replicas: int) -> bool:
+    totals = monitor.status.get("totals", {})
+    return (totals.get("peers"), totals.get("replicas")) == (peers, replicas) and bool(
+        totals["validation"] and totals["tokens"]
+    )
+
+
+def _losses(heads: list[Peer]) -> set[float]:
+    """Validation losses that heads reported, as the page writes them."""
+    for head in heads:
+        head.look()
+    return {round(loss, 4) for head in heads for loss in head.losses.values()}
+
+
+def _check_figures(monitor: WatchingMonitor, swarm: LocalSwarm) -> None:
+    """What the monitor has of the chains is what the peers reported, to the token."""
+
+    def true() -> bool:
+        """A peer reports a record when it has merged it, which may be after it is shown."""
+        status = monitor.status
+        swarm.look()
+        told = {line["peer"]: line["tokens"] for line in status["contributions"]}
+        rounds = [stage["rounds"] for stage in status["stages"]]
+        return (told, rounds) == _reported(swarm, [stage["round"] for stage in status["stages"]])
+
+    swarm.wait(true, LOOK_LIMIT_S, "rounds and tokens are those that peers reported")
+    series, totals = monitor.series, monitor.status["totals"]
+    for stage in range(STAGES):
+        assert series[f'peers{{stage="{stage}",state="training"}}'] == 2
+    assert series['spares{stage="1"}'] == 1
+    assert series["replicas"] == 2 and series["healthy"] == 1
+    ranked = [series[f'contribution_tokens{{rank="{rank}"}}'] for rank in (1, 2)]
+    assert 0 < sum(ranked) <= totals["tokens"]
+    waits = [line["waiting_share"] for peer in swarm.of_stage(0) for line in peer.rounds]
+    assert min(waits) <= series["waiting_ratio"] <= max(waits)
+    assert series["tokens_per_second"] > 0
+
+
+def _reported(swarm: LocalSwarm, last: list[int]) -> tuple[dict[str, int], list[int]]:
+    """Tokens by peer and number of rounds by stage, up to these rounds."""
+    tokens: dict[str, int] = {}
+    rounds: list[set[int]] = [set() for _ in last]
+    for peer in swarm.peers:
+        for line in peer.rounds:
+            if line["round"] <= last[peer.stage]:
+                rounds[peer.stage].add(line["round"])
+                tokens[peer.peer_id] = tokens.get(peer.peer_id, 0) + line["tokens"]
+    counted = {peer: count for peer, count in tokens.items() if count}
+    return counted, [len(numbers) for numbers in rounds]

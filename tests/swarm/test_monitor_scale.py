@@ -1,0 +1,133 @@
+"""A monitor of 200 peers stays small and answers at once."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+from statistics import median, quantiles
+from typing import Any
+
+import pytest
+
+from dilocox.peer.memory import proportional_bytes
+from tests.dht.processes import NodeProgram, wait_until
+from tests.peer.commands import Command, write_manifest
+from tests.swarm.monitors import WatchingMonitor
+from tests.swarm.processes import TAG, Process, family
+
+PEERS, STAGES, ROUNDS = 200, 4, 400
+WATCH_S = 60.0
+PAUSE_S = 0.25  # between two requests
+MOST_MORE_MB = 100
+MOST_MEDIAN_S = 0.2
+
+
+@pytest.fixture
+def ended() -> Iterator[list[Any]]:
+    """What is ended at the end of the test, the last one first; each has a `close`."""
+    started: list[Any] = []
+    yield started
+    for close in reversed(started):
+        close()
+
+
+@pytest.mark.swarm
+@pytest.mark.timeout(420)
+def test_a_monitor_of_200_peers_is_small_and_quick(
+    tmp_path: Path, ended: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    deadlines = {"heartbeat_s": 30.0, "matchmaking_s": 2.0, "exchange_s": 10.0, "vote_s": 5.0}
+    manifest = write_manifest(
+        tmp_path / "run.yaml", stages=STAGES, deadlines=deadlines, end_tokens=10**12
+    )
+    place = ["--state", str(tmp_path / "boot"), "--host", "127.0.0.1", "--port", "0"]
+    bootstrap = Command("bootstrap", str(manifest), *place, folder=tmp_path)
+    ended.append(bootstrap.close)
+    wait_until((tmp_path / "boot" / "invite").exists, 90)
+    invite = (tmp_path / "boot" / "invite").read_text().strip()
+    peers = _told(invite, tmp_path / "told")
+    ended.append(lambda: _end(peers))
+    assert peers.stdout is not None and peers.stdout.readline() == "told\n"
+
+    idle = uuid.uuid4().hex
+    monkeypatch.setenv(TAG, idle)
+    ended.append(NodeProgram.start(tmp_path / "idle.key").end)
+    monkeypatch.delenv(TAG)
+    monitor = WatchingMonitor(invite, tmp_path)
+    ended.append(monitor.close)
+    wait_until(lambda: _all_known(monitor), 120)
+    took = _answers(monitor, WATCH_S)
+    assert _all_known(monitor)
+
+    of_idle, of_monitor = _megabytes(family(idle)), _megabytes(monitor.command.family())
+    sizes = [len(monitor.fetch(path)) for path in ("metrics", "status.json")]
+    print(
+        f"\n{PEERS} peers, {STAGES} stages, over {ROUNDS // 2} rounds: "
+        f"monitor {of_monitor:.0f} MB, idle node {of_idle:.0f} MB; "
+        f"/metrics median {1e3 * median(took):.1f} ms, 99 % {1e3 * quantiles(took, n=100)[98]:.1f} "
+        f"ms of {len(took)}; {sizes[0]:,} bytes, status {sizes[1]:,} bytes"
+    )
+    assert of_monitor - of_idle < MOST_MORE_MB
+    assert median(took) < MOST_MEDIAN_S
+    monitor.leave()
+
+
+def _told(invite: str, folder: Path) -> subprocess.Popen[str]:
+    script = Path(__file__).with_name("told_peers.py")
+    arguments = [sys.executable, str(script), invite, str(folder)]
+    arguments += [str(PEERS), str(STAGES), str(ROUNDS)]
+    root = str(Path(__file__).parents[2])
+    return subprocess.Popen(
+        arguments,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": root},
+    )
+
+
+def _end(process: subprocess.Popen[str]) -> None:
+    """Its standard input ends, and so does it; its children watch it."""
+    if process.stdin is not None:
+        process.stdin.close()
+    try:
+        process.wait(30)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+
+
+def _all_known(monitor: WatchingMonitor) -> bool:
+    """Whether every peer and all rounds are in its figures; one peer hosts all the stages."""
+    status = monitor.status
+    if not status:
+        return False
+    rounds = [stage["rounds"] for stage in status["stages"]]
+    return (
+        status["totals"]["peers"] == PEERS + STAGES - 1
+        and min(rounds) > ROUNDS // 2
+        and status["totals"]["contributors"] == PEERS
+        and status["health"]["state"] == "training"
+    )
+
+
+def _answers(monitor: WatchingMonitor, seconds: float) -> list[float]:
+    """How long each answer took while the monitor goes on looking."""
+    took: list[float] = []
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        began = time.monotonic()
+        assert b"dilocox_swarm_healthy" in monitor.fetch("metrics")
+        took.append(time.monotonic() - began)
+        time.sleep(PAUSE_S)
+    return took
+
+
+def _megabytes(tree: list[Process]) -> float:
+    """Memory of these processes; what they share with others enters by its share."""
+    return sum(proportional_bytes(process.pid) for process in tree) / 1e6

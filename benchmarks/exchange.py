@@ -1,15 +1,19 @@
 """What an exchange costs on slow links, beside the arithmetic: seconds, bytes, and time waited.
 
-    python benchmarks/exchange.py [--peers 4] [--mbit 10] [--rounds 3]
+    python benchmarks/exchange.py [--peers 4] [--mbit 10] [--rounds 2]
 
 For each scheme a swarm of real processes, each peer behind a link of its own (it needs Linux and
-root: network namespaces), with a model of 3.4 million parameters. A row has medians over peers and
-rounds: `payload` is what a peer's averaging streams have to carry in a round, `streams` what it
-wrote into them, for each byte of payload; `fp16` how much more a ring all-reduce of fp16 values
-would have sent. `exchange` is from the start of the group to the decision, `least` what the bytes
-alone take at that rate, part after part and phase after phase. `link` is all that the peer's link
-sent in a round, headers, heartbeats, DHT and all; `in exchange` the share of it that went out while
-the round was averaged. `waiting` is the share of their time that training loops stood still.
+root: network namespaces), with a model of 3.4 million parameters. Means go in 4 bits, as do all
+values but those of top-k. A row has medians over peers and rounds, in kB and seconds:
+
+    payload   what a peer's averaging streams have to carry in a round
+    fp16      how many times as much a ring all-reduce of fp16 values would have sent
+    streams   what it wrote into them, for each byte of payload
+    exchange  from the start of the group to the decision
+    least     what the bytes alone take at that rate, part after part and phase after phase
+    burst     all that the peer's link sent while the round was averaged, headers and all
+    link      and all that it sent in a round: heartbeats, DHT, records for the bootstrap
+    waiting   the share of their time that training loops stood still
 """
 
 from __future__ import annotations
@@ -33,13 +37,13 @@ def row(name: str, costs: Costs) -> list[str]:
     return [
         name,
         f"{costs.rank:.1f}" if costs.rank else "-",
-        f"{costs.payload_bytes / 1e3:,.0f} kB",
-        f"{costs.fp16_bytes / costs.payload_bytes:.1f} x",
+        f"{costs.payload_bytes / 1e3:,.0f}",
+        f"{costs.fp16_bytes / costs.payload_bytes:.1f}",
         f"{costs.overhead:.3f}",
-        f"{costs.exchange_s:.2f} s",
-        f"{costs.least_s:.2f} s",
-        f"{costs.link_bytes / 1e3:,.0f} kB",
-        f"{costs.burst_bytes / costs.link_bytes:.0%}",
+        f"{costs.exchange_s:.2f}",
+        f"{costs.least_s:.2f}",
+        f"{costs.burst_bytes / 1e3:,.0f}",
+        f"{costs.link_bytes / 1e3:,.0f}",
         f"{costs.waiting:.2%}",
     ]
 
@@ -53,9 +57,9 @@ def main() -> None:
     parser.add_argument("--peers", type=int, default=4, help="peers of each swarm, 2 or more")
     parser.add_argument("--mbit", type=float, default=10.0, help="of each link, both ways, Mbit/s")
     parser.add_argument("--delay-ms", type=float, default=20.0, help="between two hosts, one way")
-    parser.add_argument("--rounds", type=int, default=3, help="rounds to measure")
-    parser.add_argument("--inner-steps", type=int, default=60, help="inner steps of a round")
-    parser.add_argument("--step-s", type=float, default=0.4, help="an inner step, in seconds")
+    parser.add_argument("--rounds", type=int, default=2, help="rounds to measure")
+    parser.add_argument("--inner-steps", type=int, default=80, help="inner steps of a round")
+    parser.add_argument("--step-s", type=float, default=0.5, help="an inner step, in seconds")
     parser.add_argument("--scheme", choices=list(SCHEMES), help="only this one")
     arguments = parser.parse_args()
     if arguments.peers < 2 or arguments.rounds < 1:
@@ -68,7 +72,7 @@ def main() -> None:
         f"{arguments.delay_ms:g} ms apart, rounds of {arguments.inner_steps * arguments.step_s:g} s"
     )
     table.add_column("scheme")
-    headings = ("rank", "payload", "fp16", "streams", "exchange", "least", "link", "in exchange")
+    headings = ("rank", "payload", "fp16", "streams", "exchange", "least", "burst", "link")
     for heading in (*headings, "waiting"):
         table.add_column(heading, justify="right")
     for name in [arguments.scheme] if arguments.scheme else SCHEMES:

@@ -125,6 +125,7 @@ class Monitor:
         self._chains = ChainReader(place.dht, place.run, bootstraps)
         self._history = SwarmHistory.load(kept, manifest.stages, manifest.digest, now)
         self._saved_at = time.monotonic()
+        self._saved = self._history.counters
         self._gap_at = float("-inf")
         heartbeat_s = manifest.deadlines.heartbeat_s
         self._period_s = min(max(heartbeat_s, SHORTEST_LOOK_PERIOD_S), LONGEST_LOOK_PERIOD_S)
@@ -156,12 +157,13 @@ class Monitor:
         self._history.look(look)
         self._follow(look)
         health = swarm_health(self._place.manifest, look, self._history)
+        late = time.monotonic() >= self._saved_at + SAVE_PERIOD_S
+        if late or self._history.counters != self._saved:
+            self._save()  # before they are shown: a counter must not fall when this one is killed
         self.pages.show(
             status_of(self._facts, look, self._history, health),
             exposition(self._place.run[:RUN_LABEL], look, self._history, health),
         )
-        if time.monotonic() >= self._saved_at + SAVE_PERIOD_S:
-            self._save()
 
     def close(self) -> None:
         """End the thread and write what was learnt; twice does no harm."""
@@ -169,7 +171,7 @@ class Monitor:
         self._save()
 
     def _save(self) -> None:
-        self._saved_at = time.monotonic()
+        self._saved_at, self._saved = time.monotonic(), self._history.counters
         try:
             self._history.save(self._kept)
         except EnvironmentFault as error:  # a full disk must not end the watch

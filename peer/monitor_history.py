@@ -176,6 +176,12 @@ class SwarmHistory:
     def _fault(self, at: float, text: str) -> None:
         self.faults.append(FaultLine(at, cut(text)))
 
+    @property
+    def counters(self) -> tuple[float, ...]:
+        """All that must never fall, for whoever keeps it."""
+        chains = (each for chain in self.stages for each in (chain.records_seen, chain.most_tokens))
+        return (self.faults_total, self.joined_total, self.left_total, *self.voids, *chains)
+
     # ---- on disk ---------------------------------------------------------------------------------
     def save(self, path: Path) -> None:
         """Write it; raises EnvironmentFault."""

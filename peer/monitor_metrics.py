@@ -79,7 +79,7 @@ def _swarm(look: SwarmLook, history: SwarmHistory, health: Health) -> Iterable[F
     yield one("healthy", "1 if the run trains, is paused or has ended.", float(health.good))
     yield one("replicas", "Replicas that train now.", len(look.replicas))
     yield one("tokens_per_second", "Tokens a second that all replicas state.", look.tokens_per_s)
-    tokens = history.stages[0].chain_tokens
+    tokens = history.stages[0].most_tokens
     yield one("tokens_total", "Tokens behind the records of stage 0.", tokens, "counter")
     loss = "of the newest round that has one, in nats a token."
     yield one("validation_loss", f"Validation loss {loss}", validation and validation[1])
@@ -116,7 +116,7 @@ def _stages(look: SwarmLook, history: SwarmHistory, health: Health) -> Iterable[
 
 
 def _chains(look: SwarmLook, history: SwarmHistory) -> Iterable[Family]:
-    rounds = Family("rounds_total", "counter", "Committed rounds of the chain.")
+    rounds = Family("rounds_total", "counter", "Records of committed rounds that were seen.")
     per_hour = Family("rounds_per_hour", "gauge", "Rounds an hour, over the last hour.")
     number = Family("round", "gauge", "Number of the newest committed round.")
     size = Family("round_bytes", "gauge", "Bytes of the newest round record.")
@@ -126,7 +126,7 @@ def _chains(look: SwarmLook, history: SwarmHistory) -> Iterable[Family]:
         "last_round_timestamp_seconds", "gauge", "When the newest round was seen to come."
     )
     for stage, chain in enumerate(history.stages):
-        rounds.add(chain.rounds, stage=stage)
+        rounds.add(chain.records_seen, stage=stage)
         per_hour.add(chain.per_hour(look.at), stage=stage)
         last.add(chain.progress_at, stage=stage)
         head = chain.head

@@ -41,7 +41,8 @@ class StageRounds:
     """One stage's chain.
 
     tokens: by peer id. gaps: digests of records that nobody gave, and how often they were asked
-    for again. head: the newest round.
+    for again. head: the newest round. rounds: of the chain; records_seen, most_tokens: the same
+    figures for counters, which never fall, not even when the chain goes on elsewhere.
     """
 
     def __init__(self) -> None:
@@ -50,7 +51,7 @@ class StageRounds:
         self.gaps: dict[str, int] = {}
         self.head: LoggedRound | None = None
         self.chain_tokens = 0
-        self.rounds = 0
+        self.rounds = self.records_seen = self.most_tokens = 0
         self._recent: dict[int, ChainRound] = {}
         self._known: dict[str, int] = {}  # round by digest
 
@@ -88,6 +89,7 @@ class StageRounds:
         if from_head:
             newest = walk.rounds[0]
             self.head, self.chain_tokens = newest.listed, newest.chain_tokens
+            self.most_tokens = max(self.most_tokens, self.chain_tokens)
         self._thin()
 
     def per_hour(self, now: float) -> float | None:
@@ -108,6 +110,7 @@ class StageRounds:
         self._known[listed.digest] = listed.round
         self._recent[listed.round] = each
         self.rounds += 1
+        self.records_seen += 1
         for peer, tokens in each.members:
             self.tokens[peer] += tokens
         self.points.append(
@@ -157,6 +160,8 @@ class StageRounds:
             "head": None if self.head is None else asdict(self.head),
             "chain_tokens": self.chain_tokens,
             "rounds": self.rounds,
+            "records_seen": self.records_seen,
+            "most_tokens": self.most_tokens,
             "known": self._known,
             "recent": [
                 {"chain_tokens": each.chain_tokens, "members": each.members}
@@ -176,6 +181,7 @@ class StageRounds:
         made.gaps = {str(digest): int(tries) for digest, tries in kept["gaps"].items()}
         made.head = None if kept["head"] is None else _listed(kept["head"])
         made.chain_tokens, made.rounds = int(kept["chain_tokens"]), int(kept["rounds"])
+        made.records_seen, made.most_tokens = int(kept["records_seen"]), int(kept["most_tokens"])
         made._known = {str(digest): int(number) for digest, number in kept["known"].items()}
         for each in kept["recent"]:
             listed = _listed(each["listed"])

@@ -163,14 +163,25 @@ def test_a_look_that_fails_does_not_end_the_watch(
     assert watched.monitor.pages.pages()["/readyz"]().status == 503
 
 
-def test_what_it_learnt_is_there_after_a_restart(
+def test_a_counter_is_on_disk_before_it_is_shown(
     watched: Watched, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     watched.monitor.look()
+    assert watched.kept.exists()  # peers came into view
+    watched.kept.unlink()
+    watched.monitor.look()
     assert not watched.kept.exists()
+    watched.swarm.stages[0].popitem()
+    watched.monitor.look()
+    assert json.loads(watched.kept.read_bytes())["totals"] == [0, 3, 1]
+    watched.kept.unlink()
     monkeypatch.setattr(monitor_module, "SAVE_PERIOD_S", 0.0)
     watched.monitor.look()
     assert watched.kept.exists()
+
+
+def test_what_it_learnt_is_there_after_a_restart(watched: Watched) -> None:
+    watched.monitor.look()
     watched.monitor.close()
     losses = watched.status()["losses"]
     again = watched.start()

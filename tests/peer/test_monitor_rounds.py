@@ -65,6 +65,7 @@ def test_what_a_chain_abandons_is_taken_away_again() -> None:
     walked(stage, [fork])
     assert stage.tokens == Counter({"a": 30, "b": 1, "c": 5})
     assert stage.rounds == 3 and not stage.known(digest(0, 2))
+    assert stage.records_seen == 4  # what a counter shows never falls
     assert stage.head is not None and stage.head.digest == fork.listed.digest
     assert [point.members for point in stage.points] == [2, 2, 2]
 

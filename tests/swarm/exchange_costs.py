@@ -2,7 +2,8 @@
 
 The payload follows from the records: who sent which part to whom, and which mean. What went into
 the averaging streams is what the averaging process wrote (the kernel counts that), less what it
-wrote elsewhere; what the links carried is counted in IP packets with all their headers.
+wrote elsewhere and records that it served to the bootstrap; what the links carried is counted in IP
+packets with all their headers.
 """
 
 from __future__ import annotations
@@ -24,9 +25,9 @@ from tests.swarm.links import Links
 from tests.swarm.small_run import MODEL, fixed_steps, run_manifest
 
 SCHEMES = {
-    "dense int4": {"scheme": "dense", "bits": 4},
-    "low rank int4": {"scheme": "low_rank", "bits": 4, "rank": 32},
-    "top-k 2 bit": {"scheme": "top_k", "bits": 4},
+    "dense": {"scheme": "dense", "bits": 4},
+    "low rank": {"scheme": "low_rank", "bits": 4, "rank": 32},
+    "top-k": {"scheme": "top_k", "bits": 4},
 }
 # 3.4 million parameters: several hundred kilobytes even in low rank.
 WIDE_MODEL = MODEL | {
@@ -145,9 +146,9 @@ def measure(
     mbit: float = 10.0,
     delay_ms: float = 20.0,
     peers: int = 4,
-    rounds: int = 3,
-    inner_steps: int = 60,
-    step_s: float = 0.4,
+    rounds: int = 2,
+    inner_steps: int = 80,
+    step_s: float = 0.5,
 ) -> Costs:
     """Run one swarm on links of this rate and measure so many rounds of all its peers."""
     manifest = run_manifest(
@@ -205,10 +206,14 @@ def _costs(swarm: LocalSwarm, meter: Meter, numbers: list[int], bytes_per_s: flo
         least.append(least_s(members, bytes_per_s))
         ranks += [rank for rank in record.ranks if rank]
         (start, stop), (end, _) = spans[number], spans[following]
+        after = log.read(following)
+        assert after is not None
         beside = _written_beside(swarm, number)
         for index, peer in enumerate(swarm.peers):
             payloads.append(members[index].up)
-            streams.append(meter.written(index, start, end) - beside)
+            line = peer.record(following) or {}
+            served = line["sent_bytes"] - Payload.of(after, codec, peer.peer_id).up
+            streams.append(meter.written(index, start, end) - beside - served)
             bursts.append(meter.sent(index, start, stop))
             sent.append(meter.sent(index, start, end))
             lines += [peer.record(number) or {}]
@@ -229,7 +234,7 @@ def _costs(swarm: LocalSwarm, meter: Meter, numbers: list[int], bytes_per_s: flo
 
 
 def _written_beside(swarm: LocalSwarm, number: int) -> int:
-    """What an averaging process writes of a round that is no stream.
+    """What an averaging process writes of a round to no peer.
 
     The record and its certificate, once to the log and once to the main process, and its vote.
     """

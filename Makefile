@@ -36,7 +36,7 @@ test-faults: install  ## a short run with an injected fault, and the demo with i
 test-swarm: install  ## all swarm tests: real processes, killed and frozen (about half an hour)
 	$(BIN)/python -m pytest -m 'swarm' -s $(TEST_ARGS)
 
-test-image:  ## build the container image and train with it (root; podman; about 12 minutes)
+test-image:  ## build the container image and train with it (root; podman; about 10 minutes)
 	docker/test-image.sh
 
 lint: install  ## ruff: rules and format

@@ -1,20 +1,26 @@
-"""Runs the trials of benchmarks/convergence.py in bunches, on one process or several."""
+"""Runs the trials of benchmarks/convergence.py in bunches, on one process or several, and tunes."""
 
 from __future__ import annotations
 
 import multiprocessing
 import statistics
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from itertools import groupby
 from types import TracebackType
 
 import torch
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
 
+from benchmarks.convergence_rules import candidates, rules, setting
 from benchmarks.simulated_swarm import Outcome, Rule, Trial, World, run_trials
 
 BUNCH = 6  # trials side by side: more save little more time, and their weights leave the cache
 LIMIT_S = 3600.0  # for one bunch
+TUNING_SEEDS = (7, 8, 9)  # the first for all settings, the others for the best
+FINALISTS = 3
 
 
 class Runner:
@@ -42,6 +48,12 @@ class Runner:
         if self._pool is not None:
             self._pool.shutdown(cancel_futures=True)
 
+    def compare(
+        self, world: World, rows: Mapping[str, Rule], seeds: Sequence[int]
+    ) -> dict[str, list[Outcome]]:
+        """The outcomes of every rule, one a seed."""
+        return dict(zip(rows, self.run(world, list(rows.values()), seeds), strict=True))
+
     def run(self, world: World, rules: Sequence[Rule], seeds: Sequence[int]) -> list[list[Outcome]]:
         """The outcomes of every rule, one a seed, in the order of both."""
         bunches = list(_bunches([Trial(rule=rule, seed=seed) for rule in rules for seed in seeds]))
@@ -56,25 +68,50 @@ class Runner:
         return [[next(outcomes) for _ in seeds] for _ in rules]
 
 
-def _bunches(trials: Iterable[Trial]) -> Iterator[list[Trial]]:
-    """Cut trials, in their order, into bunches that make inner steps in one way."""
-    for _, alike in groupby(trials, key=lambda trial: trial.rule.inner):
-        same = list(alike)
-        for start in range(0, len(same), BUNCH):
-            yield same[start : start + BUNCH]
+def tune(runner: Runner, world: World, console: Console) -> dict[str, Rule]:
+    """Every rule with the best of its settings; the best three of each are printed."""
+    first, others = TUNING_SEEDS[0], TUNING_SEEDS[1:]
+    console.print(f"tuned: all settings on seed {first}, the best {FINALISTS} on {others} too")
+    table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    for heading in ("rule", "settings", *["setting: mean loss"] * FINALISTS):
+        table.add_column(heading)
+    best: dict[str, Rule] = {}
+    for name, rule in rules(world).items():
+        tried = candidates(rule)
+        found = dict(enumerate(runner.run(world, tried, [first])))
+        leading = sorted(found, key=lambda index: found[index][0].loss)[:FINALISTS]
+        again = runner.run(world, [tried[index] for index in leading], others)
+        losses = {
+            index: mean([outcome.loss for outcome in (*found[index], *more)])
+            for index, more in zip(leading, again, strict=True)
+        }
+        ranked = sorted(losses, key=lambda index: losses[index])
+        best[name] = tried[ranked[0]]
+        shown = [f"{setting(tried[index])}: {losses[index]:.4f}" for index in ranked]
+        table.add_row(name, str(len(tried)), *shown)
+    console.print(table)
+    return best
 
 
 def mean(numbers: Sequence[float]) -> float:
-    """The mean of the seeds."""
+    """The mean over the seeds."""
     return statistics.fmean(numbers)
 
 
-def spread(numbers: Sequence[float]) -> float:
-    """The largest minus the smallest."""
-    return max(numbers) - min(numbers)
+def halfwidth(numbers: Sequence[float]) -> float:
+    """Half the distance from the smallest to the largest."""
+    return (max(numbers) - min(numbers)) / 2
 
 
 def gaps(outcomes: Sequence[Outcome], references: Sequence[Outcome]) -> list[float]:
     """By how much the loss of each seed is above the reference's of the same seed, as a share."""
     pairs = zip(outcomes, references, strict=True)
     return [outcome.loss / reference.loss - 1 for outcome, reference in pairs]
+
+
+def _bunches(trials: Iterable[Trial]) -> Iterator[list[Trial]]:
+    """Cut trials, in their order, into bunches that make inner steps in one way."""
+    for _, alike in groupby(trials, key=lambda trial: trial.rule.inner):
+        same = list(alike)
+        for start in range(0, len(same), BUNCH):
+            yield same[start : start + BUNCH]

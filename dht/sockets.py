@@ -20,6 +20,7 @@ from dilocox.dht.errors import EnvironmentFault
 
 # Linux takes 107 bytes; p2pclient-<11 characters>.sock must fit behind the folder's name.
 MAX_FOLDER_LENGTH = 107 - 27
+SHARED_MEMORY = Path("/dev/shm")
 RETRY_S = 0.1
 
 _HIVEMINDS_PREFIX = P2P._UNIX_SOCKET_PREFIX  # pyright: ignore[reportPrivateUsage]
@@ -85,6 +86,17 @@ def shared_memory_folder() -> Path:
     ends without cleaning up.
     """
     return Path(get_temp_dir())
+
+
+def remove_tensors(*pids: int) -> None:
+    """Remove the shared memory that torch made for processes that have ended, or end now.
+
+    torch's manager does so for what it heard of: who is killed between making a tensor and telling
+    the manager leaves a file for ever.
+    """
+    for pid in pids:
+        for path in SHARED_MEMORY.glob(f"torch_{pid}_*"):
+            path.unlink(missing_ok=True)
 
 
 def _point_hivemind_to(prefix: str) -> None:

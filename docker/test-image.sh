@@ -50,6 +50,8 @@ clean_up() {
         podman volume rm --force "$each"
     done >"$work/clean.log" 2>&1
     podman network rm --force "$NAME" >>"$work/clean.log" 2>&1
+    # a build that was broken off leaves these behind, mounted; only ever in the store of our own
+    [ "${CONTAINERS_STORAGE_CONF:-}" = "$work/storage.conf" ] && buildah rm --all >/dev/null 2>&1
     rm -rf "$work"
 }
 
@@ -129,6 +131,8 @@ build() {
         --build-arg "REVISION=$(git rev-parse HEAD 2>/dev/null || echo unknown)" \
         --file docker/Dockerfile --tag "$IMAGE" . >"$STORE/build.log" 2>&1 \
         || fail "build: $(grep -a '^error' "$STORE/build.log" || tail -3 "$STORE/build.log")"
+    # what newer builds go on from stays; without this the store grows by an image a build
+    podman image prune --force --filter until=24h >/dev/null 2>&1 || true
     say "image: $(podman image inspect --format '{{.Size}}' "$IMAGE") bytes"
 }
 
@@ -277,7 +281,7 @@ leave() {
     say "peer-1 came back from its volume as the same peer, and trains"
 
     stop peer-0
-    until_true 60 "peer-1's word that its head let it go" event peer-1 '"event": "dissolved"'
+    until_true 60 "peer-1's word that its head left" event peer-1 '"its head dissolved it"'
     say "peer-1 saw its head leave: $(event peer-1 '"event": "dissolved"' | tail -1)"
     if [[ " ${containers[*]} " == *"$NAME-monitor"* ]]; then
         until_true 60 "no peer training in the monitor's view" sees_peers 0
@@ -290,7 +294,9 @@ leave() {
 main() {
     [ "$(id -u)" -eq 0 ] || { echo "error: run this as root" >&2; exit 2; }
     if [ "${1:-}" = clean ]; then
+        awk -v store="$STORE/" 'index($2, store) == 1 {print $2}' /proc/mounts | xargs -r umount
         rm -rf "$STORE"
+        rm -rf "$work"
         exit 0
     fi
     trap clean_up EXIT

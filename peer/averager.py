@@ -35,6 +35,7 @@ from hivemind.averaging.group_info import GroupInfo
 from hivemind.utils import MPFuture
 from torch import Tensor
 
+from dilocox.dht import sockets
 from dilocox.dht.child import BlockingPipe, leave_the_terminal, watch_parent
 from dilocox.dht.keys import averaging_prefix
 from dilocox.peer import catchup
@@ -164,7 +165,7 @@ class StageAverager(PeerService, DecentralizedAverager):
         """Serve until the trainer's process ends."""
         leave_the_terminal()
         threading.Thread(
-            target=watch_parent, args=(self._main_pid, lambda: os._exit(1)), daemon=True
+            target=watch_parent, args=(self._main_pid, _end_without_parent), daemon=True
         ).start()
         self._inner_pipe: Any = BlockingPipe(self._inner_pipe)
         super().run()
@@ -371,3 +372,8 @@ class StageAverager(PeerService, DecentralizedAverager):
         if self._order is None:
             raise GroupRefused("no exchange was prepared")
         return self._order
+
+
+def _end_without_parent() -> None:
+    sockets.remove_tensors(os.getpid())
+    os._exit(1)

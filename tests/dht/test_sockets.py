@@ -59,3 +59,13 @@ def test_unwritable_temporary_folder_names_tmpdir(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr("tempfile.tempdir", "/proc/no-such-folder")
     with pytest.raises(EnvironmentFault, match="TMPDIR"):
         sockets.acquire()
+
+
+def test_only_the_tensors_of_the_processes_that_end_are_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sockets, "SHARED_MEMORY", tmp_path)
+    for name in ("torch_12_99_0", "torch_12_7_1", "torch_123_99_0", "torch_13_1_0", "sem.12"):
+        (tmp_path / name).touch()
+    sockets.remove_tensors(12, 13, 14)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["sem.12", "torch_123_99_0"]

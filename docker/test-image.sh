@@ -294,7 +294,7 @@ leave() {
 main() {
     [ "$(id -u)" -eq 0 ] || { echo "error: run this as root" >&2; exit 2; }
     if [ "${1:-}" = clean ]; then
-        awk -v store="$STORE/" 'index($2, store) == 1 {print $2}' /proc/mounts | xargs -r umount
+        awk -v store="$STORE/" 'index($2, store) == 1 {print $2}' /proc/mounts | tac | xargs -r umount
         rm -rf "$STORE"
         rm -rf "$work"
         exit 0

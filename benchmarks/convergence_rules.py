@@ -58,7 +58,7 @@ TUNED = {
     ADAPTIVE: (1.0, 0.0),
     TOP_K: (1.0, 0.5),
     MUON: (0.7, 0.5),
-    MUON_FOUR_BIT: (1.0, 0.0),
+    MUON_FOUR_BIT: (0.7, 0.5),
 }
 ALL_REDUCE_RATE = 2e-3  # its inner learning rate, tuned in place of an outer step
 

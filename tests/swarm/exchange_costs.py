@@ -1,9 +1,9 @@
 """What averaging costs a swarm on shaped links: its seconds and bytes, beside the arithmetic.
 
 The payload follows from the records: who sent which part to whom, and which mean. What went into
-the averaging streams is what the averaging process wrote (the kernel counts that), less what it
-wrote elsewhere and records that it served to the bootstrap; what the links carried is counted in IP
-packets with all their headers.
+the averaging streams is what the averaging process wrote until the round was merged (the kernel
+counts that), less what it wrote elsewhere; what the links carried is counted in IP packets with all
+their headers.
 """
 
 from __future__ import annotations
@@ -206,14 +206,11 @@ def _costs(swarm: LocalSwarm, meter: Meter, numbers: list[int], bytes_per_s: flo
         least.append(least_s(members, bytes_per_s))
         ranks += [rank for rank in record.ranks if rank]
         (start, stop), (end, _) = spans[number], spans[following]
-        after = log.read(following)
-        assert after is not None
         beside = _written_beside(swarm, number)
         for index, peer in enumerate(swarm.peers):
             payloads.append(members[index].up)
-            line = peer.record(following) or {}
-            served = line["sent_bytes"] - Payload.of(after, codec, peer.peer_id).up
-            streams.append(meter.written(index, start, end) - beside - served)
+            # what it serves to the bootstrap comes later
+            streams.append(meter.written(index, start, stop) - beside)
             bursts.append(meter.sent(index, start, stop))
             sent.append(meter.sent(index, start, end))
             lines += [peer.record(number) or {}]

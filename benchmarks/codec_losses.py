@@ -18,9 +18,9 @@ from typing import Any
 
 import torch
 from rich.console import Console
-from rich.table import Table
 from torch import Tensor
 
+from benchmarks.tables import narrow
 from dilocox.dht.manifest import Manifest
 from dilocox.peer.inner import InnerOptimizer, clip_factor, learning_rate
 from dilocox.peer.prepare import held_out, open_corpus
@@ -192,7 +192,7 @@ def losses(
     console: Console, *, stages: int, steps: int, seeds: Sequence[int]
 ) -> dict[str, dict[str, list[float]]]:
     """Measure and print the table; validation losses over bf16's by setting and codec."""
-    table = Table(title=f"loss after {steps} inner steps, {stages} stages, {len(seeds)} seeds")
+    table = narrow(f"loss after {steps} inner steps, {stages} stages, {len(seeds)} seeds")
     for heading in ("model", "codec"):
         table.add_column(heading)
     for heading in ("validation", "over bf16", "largest", "training", "over bf16", "limit"):

@@ -16,6 +16,7 @@ from rich.table import Table
 from torch import Tensor
 
 from benchmarks.codec import peak_memory
+from benchmarks.tables import narrow
 from dilocox.compression.layout import FlatLayout
 from dilocox.compression.stage_codec import StageCodec, StageEncoder
 from dilocox.dht.manifest import Manifest
@@ -81,7 +82,7 @@ def measured(manifest: Manifest, rank: int | None = None) -> Times:
 
 def costs(times: Mapping[str, Times]) -> Table:
     """The table of times and memory."""
-    table = Table(title=f"one core, 100 million parameters (measured on {LAYER.numel:,})")
+    table = narrow(f"one core, 100 million parameters (measured on {LAYER.numel:,})")
     table.add_column("codec")
     headings = ("encode s", "decode s", "own s", "products s", "over products", "memory")
     for heading in headings:

@@ -65,6 +65,7 @@ from benchmarks.pseudo_gradients import (
     train,
 )
 from benchmarks.socket_bytes import Carried, Members
+from benchmarks.tables import narrow
 from dilocox.dht.identity import Identity
 
 FIXED_RANKS = (4, 8, 16, 32, 64)
@@ -215,7 +216,7 @@ def timed(console: Console, exchanged: Mapping[str, Exchanged]) -> dict[str, Tim
 
 def sizes(inner_steps: int, rounds: int, rows: Mapping[str, Row]) -> Table:
     """The table of one H."""
-    table = Table(title=f"H = {inner_steps}, round {rounds} of a run")
+    table = narrow(f"H = {inner_steps}, round {rounds} of a run")
     table.add_column("codec")
     for heading in ("rank", "bits a weight", "payload", "sockets", "error", "all rounds"):
         table.add_column(heading, justify="right")

@@ -8,7 +8,9 @@ rule. Merge, outer step, codecs, adaptation and inner optimizer are the product'
 network is simulated (simulated_swarm.py): a record arrives a quarter of a round after its send,
 under DiLoCoX (as published: reset at the round's end, fixed rank) at the end of the next round.
 Losses are those of the anchor on held-out text when all that was sent has arrived; bytes are those
-of the encoded payloads, sent by one worker, its part of the means included.
+of the encoded payloads, sent by one worker, its part of the means included; `fp16` is their share
+of what an all-reduce in fp16 would send each round. `tuned` is the outer step, learning rate and
+momentum.
 
 Before they are compared, every rule is tuned by itself: twelve settings of the outer step on one
 seed, the best three of these on two more (AllReduce: inner learning rates instead). The residual's
@@ -31,9 +33,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from rich.box import SIMPLE_HEAD
 from rich.console import Console
-from rich.table import Table
 
 # the simulation's modules; a script has only its own folder on the path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -54,6 +54,7 @@ from benchmarks.convergence_rules import (
 )
 from benchmarks.convergence_runs import Runner, gaps, halfwidth, mean, tune
 from benchmarks.simulated_swarm import Outcome, World, fp16_bytes
+from benchmarks.tables import narrow
 
 FIRST_SEED = 20  # of the tables
 CURVE_POINTS = 12
@@ -88,10 +89,10 @@ def print_table(world: World, found: Mapping[str, Sequence[Outcome]], console: C
         f"{world.tokens / 1e3:.0f} thousand tokens, a record {world.arrival} inner steps after its "
         f"send, {len(found[SYNCHRONOUS])} seeds (mean and half the spread)"
     )
-    table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    for heading in ("rule", "codec", "outer step"):
+    table = narrow()
+    for heading in ("rule", "codec", "tuned"):
         table.add_column(heading, no_wrap=True)
-    for heading in ("loss", "over DiLoCo", "MB", "of fp16"):
+    for heading in ("loss", "over DiLoCo", "MB", "fp16"):
         table.add_column(heading, justify="right", no_wrap=True)
     for name, outcomes in found.items():
         over = gaps(outcomes, found[REFERENCES.get(name, SYNCHRONOUS)])
@@ -104,7 +105,7 @@ def print_table(world: World, found: Mapping[str, Sequence[Outcome]], console: C
             setting(rule),
             f"{mean(losses):.3f} ±{halfwidth(losses):.3f}",
             f"{mean(over):+.1%} ±{halfwidth(over):.1%}",
-            f"{sent / 1e6:.2f}",
+            f"{sent / 1e6:.1f}",
             f"1/{fp16 / sent:.1f}" if sent < fp16 else f"{sent / fp16:.1f}",
         )
     console.print(table)
@@ -129,7 +130,7 @@ def print_scaling(runner: Runner, seeds: Sequence[int], console: Console) -> Non
     """How the gaps change with more rounds, longer ones and a wider model."""
     console.print(f"loss over {SYNCHRONOUS}'s in other worlds, {len(seeds)} seeds")
     compared = (SIXTEEN_BIT, FOUR_BIT, ADAPTIVE, PUBLISHED)
-    table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    table = narrow()
     for heading in ("", SYNCHRONOUS, *compared, "bytes adaptive"):
         table.add_column(heading, justify="right")
     for label, world in SCALED.items():

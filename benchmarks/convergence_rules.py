@@ -34,7 +34,7 @@ SCALED = {
     "width x 2": replace(WORLD, model=LARGER | {"num_key_value_heads": 4}),
 }
 
-ALL_REDUCE = "AllReduce each step"
+ALL_REDUCE = "AllReduce"  # of gradients, each inner step
 SYNCHRONOUS = "DiLoCo"
 PUBLISHED = "DiLoCoX"
 SIXTEEN_BIT = "ours, 16 bit"
@@ -106,9 +106,9 @@ def candidates(rule: Rule) -> list[Rule]:
 
 
 def setting(rule: Rule) -> str:
-    """What was tuned of a rule, for tables: outer learning rate / momentum."""
+    """What was tuned of a rule, for tables: outer learning rate / momentum, or the inner rate."""
     if rule.merge == "gradients":
-        return f"inner {rule.inner.learning_rate:g}"
+        return f"{rule.inner.learning_rate:g}"
     return f"{rule.learning_rate:g} / {rule.momentum:g}"
 
 

@@ -10,12 +10,11 @@ from itertools import groupby
 from types import TracebackType
 
 import torch
-from rich.box import SIMPLE_HEAD
 from rich.console import Console
-from rich.table import Table
 
 from benchmarks.convergence_rules import candidates, rules, setting
 from benchmarks.simulated_swarm import Outcome, Rule, Trial, World, run_trials
+from benchmarks.tables import narrow
 
 BUNCH = 6  # trials side by side: more save little more time, and their weights leave the cache
 LIMIT_S = 3600.0  # for one bunch
@@ -72,7 +71,7 @@ def tune(runner: Runner, world: World, console: Console) -> dict[str, Rule]:
     """Every rule with the best of its settings; the best three of each are printed."""
     first, others = TUNING_SEEDS[0], TUNING_SEEDS[1:]
     console.print(f"tuned: all settings on seed {first}, the best {FINALISTS} on {others} too")
-    table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    table = narrow()
     for heading in ("rule", "settings", *["setting: mean loss"] * FINALISTS):
         table.add_column(heading)
     best: dict[str, Rule] = {}

@@ -23,11 +23,11 @@ import sys
 from pathlib import Path
 
 from rich.console import Console
-from rich.table import Table
 
 # the swarms of the tests; a script has only its own folder on the path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from benchmarks.tables import narrow
 from tests.swarm.exchange_costs import SCHEMES, Costs, measure
 from tests.swarm.links import available
 
@@ -67,8 +67,8 @@ def main() -> None:
     if reason := available():
         parser.error(f"no links here: {reason}")
     console = Console()
-    table = Table(
-        title=f"{arguments.peers} peers on links of {arguments.mbit:g} Mbit/s, "
+    table = narrow(
+        f"{arguments.peers} peers on links of {arguments.mbit:g} Mbit/s, "
         f"{arguments.delay_ms:g} ms apart, rounds of {arguments.inner_steps * arguments.step_s:g} s"
     )
     table.add_column("scheme")

@@ -34,7 +34,6 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 
 # the swarms of the tests; a script has only its own folder on the path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -43,6 +42,7 @@ from benchmarks import paced_passes
 from benchmarks.codec_losses import LOSS_LIMITS, losses, model_description
 from benchmarks.paced_passes import LoggedStep, logged_steps
 from benchmarks.pipeline_plot import Drawing
+from benchmarks.tables import narrow
 from dilocox.peer.subprocesses import Child
 from tests.swarm.harness import LocalSwarm
 from tests.swarm.links import Links, available
@@ -164,8 +164,8 @@ def speeds(arguments: argparse.Namespace, console: Console) -> dict[Setting, Spe
     else:
         settings += [Setting(codec=codec) for codec in arguments.codecs]
         settings += [Setting(codec=same, schedule="1f1b")]
-    table = Table(
-        title=f"{arguments.stages} stages, {arguments.microbatches} microbatches of "
+    table = narrow(
+        f"{arguments.stages} stages, {arguments.microbatches} microbatches of "
         f"{arguments.pass_s * 1e3:g} ms; shaped: {arguments.mbit:g} Mbit/s, "
         f"{arguments.delay_ms:g} ms one way"
     )

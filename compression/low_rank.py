@@ -17,6 +17,7 @@ average, the next basis, the ranks needed) is `exact` arithmetic on the CPU. One
 """
 
 from collections.abc import Sequence
+from contextlib import suppress
 
 import torch
 from torch import Tensor
@@ -231,7 +232,8 @@ def _overlap(one: slice, other: slice) -> bool:
 
 def _multiply(left: Tensor, right: Tensor, out: Tensor, device: torch.device | str | None) -> None:
     """out = left right, where `device` says; the operands and `out` are on the CPU."""
-    if device is None:
-        torch.mm(left, right, out=out)
-    else:
-        out.copy_(torch.mm(left.to(device), right.to(device)))
+    if device is not None:
+        with suppress(torch.OutOfMemoryError):  # training has it now; the CPU can do it as well
+            out.copy_(torch.mm(left.to(device), right.to(device)))
+            return
+    torch.mm(left, right, out=out)

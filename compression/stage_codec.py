@@ -96,19 +96,22 @@ class StageCodec:
         return self._low_rank(tuple(ranks)) if self.limits else None
 
     def choose_device(self, device: torch.device) -> None:
-        """Make own products on this device if it is the faster one, by a look at the first ones.
+        """Make own products on this device if it is the faster one for the largest matrix.
 
         What a peer sends is its own affair: it need not be equal to the last bit elsewhere.
         """
         low_rank = self.low_rank(self.first_ranks)
         if low_rank is None or not low_rank.factored or device.type == "cpu":
             return
-        message, basis = torch.zeros(self.layout.numel), torch.zeros(low_rank.basis_numel)
+        largest = max(low_rank.factored, key=lambda matrix: matrix.rows * matrix.cols)
+        alone = FlatLayout.of([(largest.name, (largest.rows, largest.cols))])
+        sample = LowRank(alone, (largest.rank,))
+        message, basis = torch.zeros(alone.numel), torch.zeros(sample.basis_numel)
         seconds: dict[torch.device | None, float] = {}
         for candidate in (device, None):
-            low_rank.project(message, basis, candidate)  # the first time, libraries are loaded
+            sample.project(message, basis, candidate)  # the first time, libraries are loaded
             began = time.perf_counter()
-            low_rank.project(message, basis, candidate)
+            sample.project(message, basis, candidate)
             seconds[candidate] = time.perf_counter() - began
         self.device = device if seconds[device] < seconds[None] else None
 

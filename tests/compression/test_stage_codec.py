@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 from torch import Tensor
 
 from dilocox.compression.layout import FlatLayout, split
+from dilocox.compression.low_rank import LowRank
 from dilocox.compression.stage_codec import Compression, StageCodec, StageMeans
 
 LAYOUT = FlatLayout.of([("wide", (96, 160)), ("bias", (70,)), ("square", (64, 64))])
@@ -156,3 +158,38 @@ def test_low_rank_moves_fewer_values_than_dense() -> None:
     codec = codec_of("low_rank", rank=4)
     moved = sum(phase.numel for phase in codec.phases(codec.first_ranks))
     assert moved < LAYOUT.numel / 5
+
+
+# ---- the device of own products ------------------------------------------------------------------
+FAST = torch.device("meta")  # stands for a GPU: nothing is computed on it here
+
+
+@pytest.mark.parametrize(("fast_s", "slow_s", "chosen"), [(0.0, 0.02, FAST), (0.02, 0.0, None)])
+def test_own_products_are_made_where_that_is_faster(
+    monkeypatch: pytest.MonkeyPatch, fast_s: float, slow_s: float, chosen: torch.device | None
+) -> None:
+    def project(_: LowRank, message: Tensor, __: Tensor, device: torch.device | None) -> None:
+        assert message.numel() == 96 * 160  # one matrix: a whole stage would not fit twice
+        time.sleep(slow_s if device is None else fast_s)
+
+    monkeypatch.setattr(LowRank, "project", project)
+    codec = codec_of("low_rank")
+    codec.choose_device(FAST)
+    assert codec.device == chosen
+
+
+def test_a_device_without_room_leaves_the_products_to_the_cpu(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    codec = codec_of("low_rank")
+    basis = codec.first_basis("seed")
+    expected = codec.encoder(message(1), codec.first_ranks, lambda: basis).vector(0, [])
+
+    def full(*_: Any) -> Tensor:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(Tensor, "to", full)
+    codec.device = FAST
+    assert torch.equal(
+        codec.encoder(message(1), codec.first_ranks, lambda: basis).vector(0, []), expected
+    )

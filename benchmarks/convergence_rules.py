@@ -109,7 +109,7 @@ def setting(rule: Rule) -> str:
     """What was tuned of a rule, for tables: outer learning rate / momentum, or the inner rate."""
     if rule.merge == "gradients":
         return f"{rule.inner.learning_rate:g}"
-    return f"{rule.learning_rate:g} / {rule.momentum:g}"
+    return f"{rule.learning_rate:g}/{rule.momentum:g}"
 
 
 def codec(rule: Rule) -> str:

@@ -5,5 +5,5 @@ from rich.table import Table
 
 
 def narrow(title: str | None = None) -> Table:
-    """An empty table with nothing but a space between its columns."""
-    return Table(title=title, box=SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False)
+    """An empty table with only a space between its columns."""
+    return Table(title=title, box=SIMPLE_HEAD, padding=0, show_edge=False)

@@ -102,7 +102,9 @@ def print_table(world: World, found: Mapping[str, Sequence[Outcome]], console: C
         rule = outcomes[0].trial.rule
         table.add_row(
             name,
-            codec(rule),
+            codec(
+                rule, mean([mean(outcome.ranks) for outcome in outcomes if outcome.ranks] or [0])
+            ),
             setting(rule),
             f"{mean(losses):.3f} ±{halfwidth(losses):.3f}",
             f"{mean(over):+.1%} ±{halfwidth(over):.1%}",

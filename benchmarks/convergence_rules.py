@@ -7,7 +7,7 @@ from itertools import product
 
 from benchmarks.simulated_swarm import Rule, World
 from dilocox.compression.stage_codec import Compression
-from dilocox.dht.manifest import InnerSpec
+from dilocox.dht.manifest import CodecSpec, InnerSpec
 
 MODEL = {
     "model_type": "llama",
@@ -40,6 +40,7 @@ PUBLISHED = "DiLoCoX"
 SIXTEEN_BIT = "ours, 16 bit"
 FOUR_BIT = "ours, 4 bit"
 ADAPTIVE = "ours, adaptive"
+DEFAULTS = "ours, defaults"
 TOP_K = "ours, top-k"
 MUON = "DiLoCo, Muon"
 MUON_FOUR_BIT = "ours, Muon"
@@ -56,16 +57,19 @@ TUNED = {
     SIXTEEN_BIT: (1.0, 0.0),
     FOUR_BIT: (1.0, 0.0),
     ADAPTIVE: (1.0, 0.0),
+    DEFAULTS: (1.0, 0.0),
     TOP_K: (1.0, 0.5),
     MUON: (0.7, 0.5),
     MUON_FOUR_BIT: (0.7, 0.5),
 }
 ALL_REDUCE_RATE = 2e-3  # its inner learning rate, tuned in place of an outer step
 
+CODEC = CodecSpec()
 DENSE = Compression(
     scheme="dense", bits=16, max_factor=1e4, rank=1, min_rank=1, max_rank=64, top_k=128
 )
 # Ranks for a model 64 wide; they grow with the width. Those of DiLoCoX send about as many bytes.
+# The defaults of the manifest are for matrices of a thousand rows and more: here they save less.
 FIXED_RANK = 7
 START_RANK, MIN_RANK, MAX_RANK = 14, 7, 14
 ENERGY = 0.85
@@ -84,6 +88,7 @@ def rules(world: World) -> dict[str, Rule]:
     adaptive = replace(
         fixed, rank=wider * START_RANK, min_rank=wider * MIN_RANK, max_rank=wider * MAX_RANK
     )
+    default = replace(fixed, rank=CODEC.rank, min_rank=CODEC.min_rank, max_rank=CODEC.max_rank)
     found = {
         ALL_REDUCE: Rule(merge="gradients", compression=DENSE, inner=fast),
         SYNCHRONOUS: Rule(merge="none", compression=DENSE, inner=adamw),
@@ -91,6 +96,7 @@ def rules(world: World) -> dict[str, Rule]:
         SIXTEEN_BIT: Rule(merge="rebase", compression=DENSE, inner=adamw),
         FOUR_BIT: Rule(merge="rebase", compression=four_bit, inner=adamw),
         ADAPTIVE: Rule(merge="rebase", compression=adaptive, energy=ENERGY, inner=adamw),
+        DEFAULTS: Rule(merge="rebase", compression=default, energy=CODEC.energy, inner=adamw),
         TOP_K: Rule(merge="rebase", compression=top_k, inner=adamw),
         MUON: Rule(merge="none", compression=DENSE, inner=muon),
         MUON_FOUR_BIT: Rule(merge="rebase", compression=four_bit, inner=muon),
@@ -112,22 +118,20 @@ def setting(rule: Rule) -> str:
     return f"{rule.learning_rate:g}/{rule.momentum:g}"
 
 
-def codec(rule: Rule) -> str:
-    """How a rule's messages are compressed, for tables."""
+def codec(rule: Rule, rank: float) -> str:
+    """How a rule's messages are compressed, for tables; rank: mean of the last exchange's."""
     compression = rule.compression
     if rule.merge == "gradients":
         return "fp16"
     if compression.scheme == "top_k":
         return f"{compression.top_k / 4096:.0%}, 2 bit"
-    ranks = ""
-    if compression.scheme == "low_rank":
-        low, high = compression.min_rank, compression.max_rank
-        ranks = f"rank {compression.rank}, " if rule.energy is None else f"rank {low}-{high}, "
+    ranks = f"rank {rank:.1f}, " if compression.scheme == "low_rank" else ""
     return f"{ranks}{compression.bits} bit"
 
 
 def _tuned(name: str, rule: Rule) -> Rule:
-    rule = replace(rule, decay=DECAY[rule.compression.scheme])
+    decay = CODEC.residual_decay if name == DEFAULTS else DECAY[rule.compression.scheme]
+    rule = replace(rule, decay=decay)
     if name not in TUNED:
         return rule
     learning_rate, momentum = TUNED[name]

@@ -11,7 +11,7 @@ DEMO_ARGS ?=
 TEST_ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-swarm test-faults test-image lint type bench clean
+.PHONY: help install demo test test-swarm test-faults test-watch test-image lint type bench clean
 
 help:  ## show this help
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 22
@@ -33,7 +33,10 @@ test: install  ## unit tests and one small swarm (under 6 minutes)
 test-faults: install  ## a short run with an injected fault, and the demo with its figures checked
 	$(BIN)/python -m pytest -m 'faults or demo' $(TEST_ARGS)
 
-test-swarm: install  ## all swarm tests: real processes, killed and frozen (about half an hour)
+test-watch: install  ## Chromium and Prometheus look at a swarm (they are not installed by this)
+	$(BIN)/python -m pytest -m watch $(TEST_ARGS)
+
+test-swarm: install  ## all swarm tests: real processes, killed and frozen (over an hour)
 	$(BIN)/python -m pytest -m 'swarm' -s $(TEST_ARGS)
 
 test-image:  ## build the container image and train with it (root; podman; about 10 minutes)

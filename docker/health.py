@@ -1,8 +1,8 @@
 """The container's health check: exit code 0 if the command in it works, 1 and one line if not.
 
 Asks http://127.0.0.1:$DILOCOX_METRICS_PORT/healthz, or the URL given as argument. Where nobody
-listens there (a bootstrap has no metrics, a peer that starts has none yet), somebody must take
-connections on the libp2p port. With neither port known there is nothing to ask, and a command that
+listens there (a command that starts has none yet, port 0 is none), somebody must take connections
+on the libp2p port. With neither port known there is nothing to ask, and a command that
 has ended ends its container anyway.
 """
 

@@ -1,4 +1,6 @@
-"""Names and labels of what peers and the monitor show to Prometheus, and of what the rules make."""
+"""Names and labels of what peers, bootstraps and the monitor show to Prometheus, and of what the
+rules make.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +12,8 @@ from typing import Any
 import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
+from dilocox.peer.bootstrap_figures import exposition
+from tests.peer.test_bootstrap import FACTS, RUN
 from tests.peer.test_metrics import Shown
 from tests.peer.test_monitor_metrics import text as monitor_text
 from tests.peer.test_monitor_metrics import trained
@@ -35,7 +39,8 @@ def exported() -> dict[str, set[str]]:
     shown = Shown()
     shown.everything()
     labels: dict[str, set[str]] = {}
-    for text in (shown.text, monitor_text(trained())):
+    bootstrap = exposition(RUN[:12], "operator", FACTS).decode()
+    for text in (shown.text, monitor_text(trained()), bootstrap):
         for family in text_string_to_metric_families(text):
             for sample in family.samples:
                 labels.setdefault(sample.name, set()).update(sample.labels)

@@ -26,12 +26,17 @@ Series = tuple[dict[str, str], float]
 
 
 class RunningPrometheus:
-    """The server, with its data in a folder. `peers`: ports where peers show their figures."""
+    """The server, with its data in a folder.
 
-    def __init__(self, folder: Path, *, monitor: int, peers: Sequence[int]):
+    `bootstraps`, `peers`: ports where they show their figures.
+    """
+
+    def __init__(
+        self, folder: Path, *, monitor: int, bootstraps: Sequence[int], peers: Sequence[int]
+    ):
         self.folder = folder
         shutil.copytree(DOCKER / "prometheus", folder, dirs_exist_ok=True)
-        self._adapt(monitor, peers)
+        self._adapt(monitor, {"bootstraps": bootstraps, "peers": peers})
         port = _free_port()
         self._url = f"http://127.0.0.1:{port}/api/v1/"
         self._child = start_process(
@@ -45,8 +50,8 @@ class RunningPrometheus:
             env=None,
         )
 
-    def _adapt(self, monitor: int, peers: Sequence[int]) -> None:
-        """Names of containers mean nothing here: peers are named in the file for it."""
+    def _adapt(self, monitor: int, named: dict[str, Sequence[int]]) -> None:
+        """Names of containers mean nothing here: others are named in the files for it."""
         path = self.folder / "prometheus.yml"
         config = yaml.safe_load(path.read_text())
         for name in ("scrape_interval", "scrape_timeout", "evaluation_interval"):
@@ -56,8 +61,9 @@ class RunningPrometheus:
             if job["job_name"] == "monitor":
                 job["static_configs"] = [{"targets": [f"127.0.0.1:{monitor}"]}]
         path.write_text(yaml.safe_dump(config))
-        targets = [{"targets": [f"127.0.0.1:{port}" for port in peers]}]
-        (self.folder / "targets" / "peers.yml").write_text(yaml.safe_dump(targets))
+        for name, ports in named.items():
+            targets = [{"targets": [f"127.0.0.1:{port}" for port in ports]}]
+            (self.folder / "targets" / f"{name}.yml").write_text(yaml.safe_dump(targets))
 
     def query(self, expr: str) -> list[Series]:
         """Labels and values now; those that are no finite number are left out."""

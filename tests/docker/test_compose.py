@@ -87,6 +87,13 @@ def test_what_is_mounted_exists() -> None:
                 assert source in COMPOSE["volumes"], f"{name}: {source}"
 
 
+def test_a_bootstrap_takes_the_mounted_manifest_unless_it_is_a_copy() -> None:
+    bootstrap = SERVICES["bootstrap"]
+    given = re.fullmatch(r"\$\{BOOTSTRAP_OF:-(.*)\}", bootstrap["environment"]["DILOCOX_MANIFEST"])
+    assert given is not None
+    assert any(volume.endswith(f":{given[1]}:ro") for volume in bootstrap["volumes"])
+
+
 def test_the_demo_trains_the_stages_that_its_manifest_has() -> None:
     stages = Manifest.load(DOCKER / "demo.yaml").stages
     found = [

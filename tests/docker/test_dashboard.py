@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.docker.exported import DOCKER, exported, names_in, strange_labels
+from tests.docker.exported import DOCKER, TARGET_LABELS, exported, names_in, strange_labels
 
 FOLDER = DOCKER / "grafana"
 BOARD: dict[str, Any] = json.loads((FOLDER / "dashboards" / "dilocox.json").read_text())
@@ -38,6 +38,7 @@ def test_rows_come_in_the_order_of_questions() -> None:
         "Network and compression",
         "Faults",
         "Contribution",
+        "Bootstraps",
     ]
     assert BOARD["panels"][0] is ROWS[0]
     for row in ROWS:  # an expanded row holds nothing: its panels come after it
@@ -96,7 +97,8 @@ def test_a_panel_asks_for_figures_that_there_are(panel: dict[str, Any]) -> None:
         assert names_in(expr) <= labels.keys(), expr
         assert not strange_labels(expr, labels)
         told = set(re.findall(r"{{(\w+)}}", target.get("legendFormat", "")))
-        assert told <= {label for name in names_in(expr) for label in labels[name]}
+        shown = {label for name in names_in(expr) for label in labels[name]}
+        assert told <= shown | TARGET_LABELS
         if len(panel["targets"]) > 1:
             assert target["legendFormat"]
 

@@ -26,6 +26,7 @@ LOST_LIMIT_S = 60.0  # three heartbeats until the records expire, and the same
 
 pytestmark = [
     pytest.mark.swarm,
+    pytest.mark.watch,
     pytest.mark.timeout(600),
     pytest.mark.skipif(
         shutil.which("prometheus") is None,
@@ -64,15 +65,19 @@ class Watched:
 @pytest.fixture(scope="module")
 def watched(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Watched]:
     folder = tmp_path_factory.mktemp("watched")
-    ports = free_ports(STAGES * REPLICAS)
-    swarm = LocalSwarm(folder, run_manifest(stages=STAGES))
+    own_port, *ports = free_ports(1 + STAGES * REPLICAS)
+    swarm = LocalSwarm(
+        folder, run_manifest(stages=STAGES), bootstrap=("--metrics-port", str(own_port))
+    )
     started: list[WatchingMonitor | RunningPrometheus] = []
     try:
         monitor = WatchingMonitor(swarm.invite, folder)
         started.append(monitor)
         place = urllib.parse.urlsplit(monitor.url)
         assert place.port is not None
-        prometheus = RunningPrometheus(folder / "prometheus", monitor=place.port, peers=ports)
+        prometheus = RunningPrometheus(
+            folder / "prometheus", monitor=place.port, bootstraps=[own_port], peers=ports
+        )
         started.append(prometheus)
         for number, port in enumerate(ports):
             swarm.add_peer("--metrics-port", str(port), stage=number % STAGES)
@@ -88,8 +93,8 @@ def watched(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Watched]:
         swarm.close()
 
 
-def test_every_scraped_peer_and_the_monitor_answer(watched: Watched) -> None:
-    wanted = {"monitor": [1.0], "peer": [1.0] * STAGES * REPLICAS}
+def test_the_monitor_the_bootstrap_and_every_scraped_peer_answer(watched: Watched) -> None:
+    wanted = {"monitor": [1.0], "bootstrap": [1.0], "peer": [1.0] * STAGES * REPLICAS}
     watched.swarm.wait(
         lambda: watched.prometheus.up().items() >= wanted.items(), DATA_LIMIT_S, "all answer"
     )

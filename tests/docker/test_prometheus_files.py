@@ -26,9 +26,10 @@ JOBS: dict[str, dict[str, Any]] = {job["job_name"]: job for job in CONFIG["scrap
 SERVICES: dict[str, dict[str, Any]] = yaml.safe_load((DOCKER / "compose.yaml").read_text())[
     "services"
 ]
-# what the issue asks to be told about
+# what an operator must be told about
 WANTED = {
     "DilocoxStageEmpty",
+    "DilocoxStageUnreachable",
     "DilocoxRoundStalled",
     "DilocoxLossNotFinite",
     "DilocoxLossRising",

@@ -1,4 +1,9 @@
-"""The bootstrap node: the address that an invite names, and the keeper of the run's manifest."""
+"""The bootstrap node: the address that an invite names, and the keeper of the run's manifest.
+
+The operator's signs the manifest and renews it. A copy has an identity of its own and no key of the
+operator: it keeps what the operator signed last, on disk and in the DHT, for as long as that is
+valid (manifest_keeper.py). So any one of them may be away, or gone.
+"""
 
 import ipaddress
 import logging
@@ -9,9 +14,9 @@ from typing import Protocol
 from dilocox.dht.clock import RunClock
 from dilocox.dht.errors import EnvironmentFault
 from dilocox.dht.identity import Identity
-from dilocox.dht.invite import Invite, bootstrap_address, run_id
-from dilocox.dht.keys import MANIFEST_LIFETIME_S, MANIFEST_REFRESH_S
-from dilocox.dht.manifest import Manifest, SignedManifest
+from dilocox.dht.invite import MAX_BOOTSTRAPS, Invite, bootstrap_address
+from dilocox.dht.keys import MANIFEST_REFRESH_S
+from dilocox.dht.manifest_keeper import ManifestKeeper
 from dilocox.dht.node import RunDHT, open_dht
 from dilocox.dht.swarm import Swarm
 from dilocox.dht.validator import RunRecordValidator
@@ -19,6 +24,8 @@ from dilocox.dht.validator import RunRecordValidator
 logger = logging.getLogger(__name__)
 
 WATCH_PERIOD_S = 1.0
+OTHERS_PERIOD_S = 20.0  # between pings of the other bootstraps, which also bring swarms together
+OTHERS_LIMIT_S = 5.0
 MAX_INVITE_ADDRESSES = 4
 
 
@@ -36,52 +43,57 @@ class Companion(Protocol):
 
 def run_bootstrap(
     *,
-    manifest: Manifest,
+    keeper: ManifestKeeper,
     identity: Identity,
     listen: Sequence[str],
     announce: Sequence[str],
-    initial_peers: Sequence[str],
+    others: Sequence[str],
+    alone: bool,
     stop_event: threading.Event,
     on_ready: Callable[[Invite], None],
     beside: Callable[[RunDHT, Swarm], Companion] | None = None,
 ) -> None:
     """Serve the DHT and keep the signed manifest alive in it until `stop_event` is set.
 
-    `identity` is the operator's: it signs the manifest. `on_ready` gets the invite as soon as a
-    peer can join with it; what `beside` makes then is called until the end. Raises `InvalidInput`
-    for a manifest that is too large, `EnvironmentFault` when the node cannot start or ends by
-    itself.
+    `others`: addresses of other bootstraps of the run; `alone`: none of them needs to be up.
+    `on_ready` gets the invite as soon as a peer can join with it; what `beside` makes then is
+    called until the end. Raises what `keeper.publish` raises at first, and `EnvironmentFault` when
+    the node cannot start or ends by itself.
     """
-    signed = SignedManifest.sign(identity, manifest)
-    run = run_id(identity.public_key, manifest.name)
-    clock = RunClock()
+    run, clock = keeper.run, RunClock()
     dht = open_dht(
         identity=identity,
-        bootstraps=initial_peers,
+        bootstraps=others,
         listen=listen,
         announce=announce,
         client_mode=False,
         validator=RunRecordValidator(run, identity),
         clock=clock,
+        alone=alone,
+        leads_time=keeper.own,
     )
     companion: Companion | None = None
     try:
         swarm = Swarm(dht, run, identity, clock)
-        if not swarm.publish_manifest(signed):
+        if not keeper.publish(swarm):
             raise EnvironmentFault(
                 "the DHT does not take the manifest: check that no other bootstrap runs this key"
             )
-        on_ready(Invite(run, invite_addresses(announce, dht.visible_addresses(), identity.peer_id)))
+        own = invite_addresses(announce, dht.visible_addresses(), identity.peer_id)
+        on_ready(Invite(run, (*own, *others)[:MAX_BOOTSTRAPS]))
         companion = None if beside is None else beside(dht, swarm)
-        published_at = clock.own_time()
+        published_at = pinged_at = clock.own_time()
         while not stop_event.wait(WATCH_PERIOD_S):
             if not dht.running:
                 raise EnvironmentFault("the DHT node has ended: start the bootstrap again")
-            age_s = clock.own_time() - published_at
-            if age_s > MANIFEST_REFRESH_S and swarm.publish_manifest(signed):
-                published_at = clock.own_time()
-            elif age_s > MANIFEST_LIFETIME_S:
-                logger.warning("the manifest could not be renewed for %.0f s", age_s)
+            now = clock.own_time()
+            if keeper.due or now - published_at > MANIFEST_REFRESH_S:
+                published_at = now
+                if not keeper.publish(swarm):
+                    logger.warning("the manifest could not be renewed; trying again later")
+            if now - pinged_at > OTHERS_PERIOD_S:
+                pinged_at = now
+                swarm.bootstrap_answers(OTHERS_LIMIT_S)
             if companion is not None:
                 companion.tick()
     finally:

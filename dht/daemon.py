@@ -1,10 +1,11 @@
 """p2pd, the libp2p daemon, owned by a thread of the DHT child.
 
 hivemind would start p2pd inside its DHT node. Here it starts before the node, so that run time can
-be measured against the bootstraps first (hivemind refuses a peer whose clock is three seconds off),
-and it is watched: when p2pd ends, so does the child, and when the child ends, the kernel ends p2pd.
-The thread has an event loop of its own, in which the clock is measured again and again; that also
-keeps the connections to the bootstraps alive, which libp2p does not dial again by itself.
+be measured against the bootstraps first (hivemind refuses a peer whose clock is three seconds off)
+and others asked whether they reach us; and it is watched: when p2pd ends, so does the child, and
+when the child ends, the kernel ends p2pd. The thread has an event loop of its own, in which the
+clock is measured again and again; that also keeps the connections to the bootstraps alive, which
+libp2p does not dial again by itself.
 """
 
 # hivemind carries no type stubs and leaves much unannotated.
@@ -21,9 +22,10 @@ import logging
 import signal
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Generator
 from concurrent.futures import TimeoutError as FutureTimeout
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from hivemind.p2p import P2P, P2PDaemonError, PeerID
@@ -33,6 +35,7 @@ from hivemind.utils.multiaddr import Multiaddr
 from dilocox.dht.clock import OffsetSample, RunClock, median_offset
 from dilocox.dht.errors import EnvironmentFault
 from dilocox.dht.invite import bootstrap_address, listen_address
+from dilocox.dht.reach import FindReach, Reach
 
 logger = logging.getLogger(__name__)
 
@@ -41,6 +44,8 @@ PING_TIMEOUT_S = 3.0
 PINGS_PER_BOOTSTRAP = 3
 # libp2p drops idle paths after a while; routers forget a mapping after 30 s at the earliest.
 CLOCK_PERIOD_S = 20.0
+CLOCK_AGAIN_S = 5.0  # after a bootstrap gave no answer
+PATIENCE = 3  # answers that do not come, after which a connection is given up
 STOP_GRACE_S = 1.0
 PR_SET_PDEATHSIG = 1
 LOOPBACK = ("127.", "::1", "localhost")
@@ -56,6 +61,9 @@ class DaemonOptions:
     reachable: those that p2pd dials at its start, since it waits for each of them.
     listen, announce: TCP multiaddrs to listen on and to tell others.
     client_mode: this node only dials out.
+    find_reach: asks others whether this node only dials out; None where that is known.
+    leads_time: it takes the bootstraps' time once, when it starts: two that follow each other for
+        good would drift away together.
     """
 
     identity_path: Path
@@ -65,6 +73,8 @@ class DaemonOptions:
     announce: tuple[str, ...]
     client_mode: bool
     startup_s: float
+    find_reach: FindReach | None = None
+    leads_time: bool = False
 
 
 class DaemonOwner:
@@ -79,6 +89,8 @@ class DaemonOwner:
         self._loop = asyncio.SelectorEventLoop()
         self._thread = threading.Thread(target=self._run, name="p2pd owner", daemon=True)
         self._tasks: list[asyncio.Task[None]] = []
+        self.reach = Reach()
+        self._unanswered: Counter[str] = Counter()
 
     def start(self) -> None:
         """Start p2pd and measure the clock; raises `EnvironmentFault`."""
@@ -94,6 +106,11 @@ class DaemonOwner:
         if self._thread.is_alive():
             with contextlib.suppress(FutureTimeout):
                 asyncio.run_coroutine_threadsafe(self._stop(), self._loop).result(2 * STOP_GRACE_S)
+
+    @property
+    def client_mode(self) -> bool:
+        """Whether this node only dials out, as far as is known by now."""
+        return self._options.client_mode
 
     @property
     def pid(self) -> int:
@@ -116,6 +133,16 @@ class DaemonOwner:
         self._loop.run_forever()
 
     async def _start(self) -> None:
+        await self._launch()
+        options = self._options
+        if options.reachable:
+            await self._first_measurement()
+            if options.find_reach is not None and options.listen:
+                await self._find_reach(options.find_reach)
+        if options.bootstraps:
+            self._tasks.append(self._loop.create_task(self._keep_time()))
+
+    async def _launch(self) -> None:
         options = self._options
         try:
             with _children_die_with_this_thread():
@@ -132,10 +159,34 @@ class DaemonOwner:
                 )
         except (P2PDaemonError, OSError) as error:
             raise self._explained(str(error)) from error
-        self._tasks.append(self._loop.create_task(self._watch()))
-        if options.reachable:
-            await self._first_measurement()
-            self._tasks.append(self._loop.create_task(self._keep_time()))
+        self._tasks = [self._loop.create_task(self._watch())]
+
+    async def _find_reach(self, find_reach: FindReach) -> None:
+        """Ask others how they reach this node; where p2pd does not know it, start it once more."""
+        options, p2p = self._options, self._started
+        peers = {bootstrap_address(each).peer_id for each in options.reachable}
+        found = [str(address) for address in await p2p.get_visible_maddrs(latest=True)]
+        own = [address.rpartition("/p2p/")[0] for address in found]
+        asked = [PeerID.from_base58(peer) for peer in sorted(peers)]
+        reach = self.reach = await find_reach(p2p, asked, own)
+        if reach.kind == "dial_out":
+            # nobody is to be sent to an address at which nothing comes in
+            self._options = replace(options, client_mode=True, listen=(), announce=())
+        elif reach.addresses and not set(reach.addresses) & set(own):
+            ports = {listen_address(address).port for address in own}
+            if len(ports) != 1:
+                return
+            listen = tuple(
+                f"{address.rpartition('/')[0]}/{min(ports)}" for address in options.listen
+            )
+            self._options = replace(options, listen=listen, announce=reach.addresses)
+        else:
+            return
+        for task in self._tasks:
+            task.cancel()
+        await p2p.shutdown()
+        await self._launch()
+        await self._first_measurement()  # and so is connected again
 
     def _explained(self, reason: str) -> EnvironmentFault:
         """What p2pd's last line means for a person."""
@@ -181,12 +232,14 @@ class DaemonOwner:
             await asyncio.sleep(0.2)
 
     async def _keep_time(self) -> None:
+        answered = True
         while True:
-            await asyncio.sleep(CLOCK_PERIOD_S)
-            if not await self._measure(self._options.bootstraps):
+            await asyncio.sleep(CLOCK_AGAIN_S if self._unanswered else CLOCK_PERIOD_S)
+            before, answered = answered, await self._measure(self._options.bootstraps, again=True)
+            if before and not answered:  # said once: it may stay away for days
                 logger.warning("no bootstrap answers; run time is kept as it was")
 
-    async def _measure(self, bootstraps: tuple[str, ...]) -> bool:
+    async def _measure(self, bootstraps: tuple[str, ...], *, again: bool = False) -> bool:
         """Ask these bootstraps for the time; whether one of them answered in time."""
         peers: dict[str, list[Multiaddr]] = {}
         for address in bootstraps:
@@ -197,7 +250,8 @@ class DaemonOwner:
         offset = median_offset(sample for samples in answers for sample in samples)
         if offset is None:
             return False
-        self._clock.measured(offset)
+        if not (again and self._options.leads_time):
+            self._clock.measured(offset)
         return True
 
     async def _ask(self, peer: PeerID, addresses: list[Multiaddr]) -> list[OffsetSample]:
@@ -214,9 +268,18 @@ class DaemonOwner:
                 )
                 answered_at = self._clock.own_time()
                 samples.append(OffsetSample.from_ping(asked_at, answer.dht_time, answered_at))
+            del self._unanswered[str(peer)]
         except Exception as error:  # noqa: BLE001 - an unreachable peer fails in many ways
             logger.debug("bootstrap %s does not answer: %r", peer, error)
+            self._unanswered[str(peer)] += 1
+            if self._unanswered[str(peer)] % PATIENCE == 0:
+                await self._hang_up(peer)
         return samples
+
+    async def _hang_up(self, peer: PeerID) -> None:
+        """Give up a connection, which may hang for long after what cut it is over."""
+        with contextlib.suppress(Exception):
+            await asyncio.wait_for(self._started._client.disconnect(peer), PING_TIMEOUT_S)
 
 
 @contextlib.contextmanager

@@ -18,6 +18,7 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import padding, rsa
 
 from dilocox.dht.errors import EnvironmentFault, InvalidInput
+from dilocox.dht.invite import BASE58, SHA256_MULTIHASH
 
 KEY_BITS = 2048
 # Verifying with a larger key or another exponent would let a stranger choose how much work we do.
@@ -27,9 +28,7 @@ MAX_FILE_BYTES = 8192
 
 _SHA256 = hashes.SHA256()
 _PADDING = padding.PSS(mgf=padding.MGF1(_SHA256), salt_length=padding.PSS.DIGEST_LENGTH)
-_BASE58 = "123456789ABCDEFGHJKLMNPQRSTUVWXYZabcdefghijkmnopqrstuvwxyz"
 _RSA_MESSAGE = b"\x08\x00\x12"  # protobuf: field 1 (key type) is RSA, field 2 (data) follows
-_SHA256_MULTIHASH = b"\x12\x20"
 
 
 class Identity:
@@ -109,7 +108,7 @@ def peer_id_of(public_key: bytes) -> str:
 def peer_id_bytes_of(public_key: bytes) -> bytes:
     """The libp2p peer id as bytes: a multihash of the public key message."""
     digest = hashlib.sha256(_RSA_MESSAGE + _varint(len(public_key)) + public_key).digest()
-    return _SHA256_MULTIHASH + digest
+    return SHA256_MULTIHASH + digest
 
 
 def verify(public_key: bytes, data: bytes, signature: bytes) -> bool:
@@ -130,7 +129,7 @@ def base58_encode(data: bytes) -> str:
     digits = ""
     while number:
         number, digit = divmod(number, 58)
-        digits = _BASE58[digit] + digits
+        digits = BASE58[digit] + digits
     return "1" * (len(data) - len(data.lstrip(b"\0"))) + digits
 
 

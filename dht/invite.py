@@ -1,10 +1,8 @@
 """An invite: the one string a volunteer needs, `dilocox:<run id>@<address>,<address>`.
 
 The run id is the hash of the operator's public key and the run's name. So a manifest found under it
-    proves
-itself: only the holder of that key can have signed it, and for that name only. The addresses are
-    libp2p
-multiaddrs of bootstrap nodes.
+proves itself: only the holder of that key can have signed it, and for that name only. The addresses
+are libp2p multiaddrs of bootstrap nodes.
 """
 
 import hashlib
@@ -17,6 +15,10 @@ SCHEME = "dilocox:"
 RUN_ID = re.compile(r"[0-9a-f]{32}")
 EXAMPLE = "dilocox:<32 hex digits>@/ip4/203.0.113.7/tcp/31337/p2p/Qm..."
 MAX_BOOTSTRAPS = 16
+
+# How libp2p writes a peer id, and how the bytes of one begin.
+BASE58 = "123456789ABCDEFGHJKLMNPQRSTUVWXYZabcdefghijkmnopqrstuvwxyz"
+SHA256_MULTIHASH = b"\x12\x20"
 
 _HOST = r"/(?P<kind>ip4|ip6|dns|dns4|dns6)/(?P<host>[A-Za-z0-9.:_%-]{1,255})"
 _LISTEN = re.compile(_HOST + r"/tcp/(?P<port>[0-9]{1,5})")
@@ -51,7 +53,10 @@ class Invite:
                 f"it must name 1 to {MAX_BOOTSTRAPS}"
             )
         for address in self.bootstraps:
-            bootstrap_address(address)
+            try:
+                bootstrap_address(address)
+            except InvalidInput as error:
+                raise InvalidInput(f"invite: {error}; copy the whole invite") from error
 
     def __str__(self) -> str:
         return f"{SCHEME}{self.run_id}@{','.join(self.bootstraps)}"
@@ -82,12 +87,23 @@ def run_id(operator_public_key: bytes, name: str) -> str:
 
 def bootstrap_address(address: str) -> TcpAddress:
     """Check the address of a bootstrap node, which ends with its peer id; raises `InvalidInput`."""
-    return _parse(_BOOTSTRAP, address, "/ip4/203.0.113.7/tcp/31337/p2p/Qm...")
+    parsed = _parse(_BOOTSTRAP, address, "/ip4/203.0.113.7/tcp/31337/p2p/Qm...")
+    if not _is_peer_id(parsed.peer_id):
+        raise InvalidInput(f"address {address[:120]!r} ends with a damaged peer id")
+    return parsed
 
 
 def listen_address(address: str) -> TcpAddress:
     """Check an address to listen on or to announce; raises `InvalidInput`."""
     return _parse(_LISTEN, address, "/ip4/0.0.0.0/tcp/31337")
+
+
+def _is_peer_id(text: str) -> bool:
+    """Whether base58 of this length is a multihash of sha256; most mistyped ones are, too."""
+    number = 0
+    for letter in text:
+        number = 58 * number + BASE58.index(letter)
+    return number >> 256 == int.from_bytes(SHA256_MULTIHASH, "big")
 
 
 def _parse(pattern: re.Pattern[str], address: str, example: str) -> TcpAddress:

@@ -13,12 +13,13 @@ from dilocox.dht.wire import pack
 
 Kind = Literal["manifest", "replica", "stage", "bell", "part", "round"]
 
-MANIFEST_LIFETIME_S = 3600.0
-# A bootstrap that was away for half an hour still finds its manifest alive at the peers.
-MANIFEST_REFRESH_S = 600.0
+# For so long copies of the bootstrap keep a run open to joiners while the operator's is away.
+MANIFEST_LIFETIME_S = 7 * 24 * 3600.0
+# Nodes that came near its key since, or lost it, soon have it again.
+MANIFEST_REFRESH_S = 60.0
 # Nobody may leave something in the memory of others for longer than this.
 MAX_LIFETIME_S: dict[Kind, float] = {
-    "manifest": 2 * MANIFEST_LIFETIME_S,
+    "manifest": MANIFEST_LIFETIME_S,
     "replica": 3600.0,
     "stage": 3600.0,
     "bell": 3600.0,

@@ -38,6 +38,7 @@ from dilocox.dht.manifest_specs import (
     DataSpec,
     DeadlineSpec,
     InnerSpec,
+    OperationSpec,
     OuterSpec,
     PipelineSpec,
     RoundSpec,
@@ -52,6 +53,7 @@ __all__ = [
     "DeadlineSpec",
     "InnerSpec",
     "Manifest",
+    "OperationSpec",
     "OuterSpec",
     "PipelineSpec",
     "RoundSpec",
@@ -60,7 +62,7 @@ __all__ = [
     "warnings",
 ]
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 SIGNED_VERSION = 1
 MAX_STORED_BYTES = 24 * 1024
 MAX_MANIFEST_BYTES = 256 * 1024
@@ -97,6 +99,7 @@ class Manifest(Section):
     codec: CodecSpec = section(CodecSpec)
     rounds: RoundSpec = section(RoundSpec)
     deadlines: DeadlineSpec = section(DeadlineSpec)
+    operation: OperationSpec = section(OperationSpec)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -119,7 +122,10 @@ class Manifest(Section):
             reason = getattr(error, "problem", None) or " ".join(str(error).split())
             raise InvalidInput(f"{path}: is not valid YAML ({place}{reason})") from error
         try:
-            return cls.from_dict(data)
+            manifest = cls.from_dict(data)
+            if manifest.operation != OperationSpec():
+                raise InvalidInput("operation is not for a run.yaml: use `dilocox operate`")
+            return manifest
         except InvalidInput as error:
             raise InvalidInput(f"{path}: {error}") from error
 
@@ -161,8 +167,37 @@ class Manifest(Section):
 
     @property
     def digest(self) -> str:
-        """sha256 (hex) of the canonical JSON: record -1 of every stage's chain."""
+        """sha256 (hex) of the canonical JSON."""
         return hashlib.sha256(self.to_bytes()).hexdigest()
+
+    # ---- revisions (manifest_revision.py) --------------------------------------------------------
+    @property
+    def root(self) -> str:
+        """Digest of the run's first revision: record -1 of every stage's chain."""
+        return self.operation.root or self.digest
+
+    @property
+    def rules(self) -> int:
+        """The number that new round records name; see `OperationSpec`."""
+        return self.operation.rules
+
+    def outer_under(self, rules: int) -> tuple[float, float]:
+        """Learning rate and momentum of the outer step of a record that names these rules."""
+        for last, learning_rate, momentum in self.operation.outer:
+            if rules <= last:
+                return learning_rate, momentum
+        return self.outer.learning_rate, self.outer.momentum
+
+    def rolled_back(self, round_number: int, rules: int) -> bool:
+        """Whether the operator went back behind the record of this round and these rules."""
+        return any(
+            rules < since and round_number > last for since, last in self.operation.rollbacks
+        )
+
+    def base(self, stage: int) -> str:
+        """Digest of the record that every chain of a stage must hold now, or the root."""
+        base = self.operation.base
+        return base[stage] if stage < len(base) else self.root
 
 
 @dataclass(frozen=True)
@@ -195,17 +230,35 @@ class SignedManifest:
 
     def verify(self, run_id: str) -> Manifest:
         """The manifest, proven to be the operator's for this run; raises `InvalidInput`."""
+        self.revision_of(run_id)
+        return Manifest.from_bytes(self.manifest_bytes)
+
+    def revision_of(self, run_id: str) -> int:
+        """Its revision, proven to be the operator's for this run; raises `InvalidInput`.
+
+        Of a manifest of another protocol, too, which this program cannot read: its peers pass it on
+        to those that can, and to those that then say why they cannot.
+        """
         if not verify(self.public_key, _SIGNATURE_PURPOSE + self.manifest_bytes, self.signature):
             raise InvalidInput(
                 f"manifest of run {run_id}: its signature is wrong; ask for a new invite"
             )
-        manifest = Manifest.from_bytes(self.manifest_bytes)
-        found = run_id_of(self.public_key, manifest.name)
+        try:
+            match json.loads(self.manifest_bytes):
+                case {"name": str(name), "operation": {"revision": int(revision)}}:
+                    pass
+                case {"name": str(name)}:
+                    revision = 0
+                case _:
+                    raise InvalidInput(f"manifest of run {run_id} has no name")
+        except (ValueError, RecursionError) as error:
+            raise InvalidInput(f"manifest of run {run_id} is no valid JSON ({error})") from error
+        found = run_id_of(self.public_key, name)
         if found != run_id:
             raise InvalidInput(
                 f"manifest is of run {found}, the invite names run {run_id}: check the invite"
             )
-        return manifest
+        return revision
 
     def to_bytes(self) -> bytes:
         """Compressed msgpack."""
@@ -306,6 +359,12 @@ def _check_together(manifest: Manifest) -> None:
             f"rounds.inner_steps is {rounds.inner_steps}; it must lie between "
             f"rounds.min_inner_steps ({rounds.min_inner_steps}) and "
             f"rounds.max_inner_steps ({rounds.max_inner_steps})"
+        )
+    operation = manifest.operation
+    if operation.rules > operation.revision or len(operation.base) not in (0, manifest.stages):
+        raise InvalidInput(
+            f"operation.rules is {operation.rules} in revision {operation.revision}, with bases of "
+            f"{len(operation.base)} of {manifest.stages} stages; only `dilocox operate` writes this"
         )
     if manifest.inner.warmup_tokens >= manifest.end_tokens:
         raise InvalidInput(

@@ -85,6 +85,37 @@ def pair_of_fractions(value: object) -> tuple[float, float]:
     return float(numbers[0]), float(numbers[1])
 
 
+def rows(*columns: Rule, most: int) -> Rule:
+    """A list of at most `most` rows; each column has its own rule."""
+
+    def rule(value: object) -> tuple[tuple[object, ...], ...]:
+        given = cast(list[object], value) if isinstance(value, list | tuple) else None
+        if given is None or len(given) > most:
+            raise ValueError(f"it must be a list of at most {most} rows")
+        found: list[tuple[object, ...]] = []
+        for row in given:
+            cells = cast(list[object], row) if isinstance(row, list | tuple) else []
+            if len(cells) != len(columns):
+                raise ValueError(f"it must have rows of {len(columns)} values")
+            found.append(tuple(check(cell) for check, cell in zip(columns, cells, strict=True)))
+        return tuple(found)
+
+    return rule
+
+
+def texts(pattern: str, wanted: str, *, most: int) -> Rule:
+    """A list of at most `most` texts, each as `text` has it."""
+    one = text(pattern, wanted)
+
+    def rule(value: object) -> tuple[object, ...]:
+        given = cast(list[object], value) if isinstance(value, list | tuple) else None
+        if given is None or len(given) > most:
+            raise ValueError(f"it must be a list of at most {most} texts")
+        return tuple(one(item) for item in given)
+
+    return rule
+
+
 def model_configuration(value: object) -> dict[str, Any]:
     """A Hugging Face configuration: plain JSON values with a model_type; copied."""
     if not isinstance(value, Mapping):

@@ -14,12 +14,17 @@ from dilocox.dht.manifest_checks import (
     integer,
     number,
     pair_of_fractions,
+    rows,
     text,
+    texts,
 )
 
 MAX_TOKENS = 10**15
 # Long heartbeats would make records outlive what the DHT keeps (keys.MAX_LIFETIME_S).
 MAX_HEARTBEAT_S = 600.0
+MAX_REVISION = 2**31
+MAX_REVISIONS_NOTED = 256
+MAX_STAGES = 256
 
 _SOME_TEXT = r"[^\x00-\x1f]{1,512}"
 
@@ -195,7 +200,7 @@ class DeadlineSpec(Section):
     vote_s: for the vote that follows.
     """
 
-    heartbeat_s: float = checked(number(0.1, MAX_HEARTBEAT_S), 5.0)
+    heartbeat_s: float = checked(number(0.1, MAX_HEARTBEAT_S), 10.0)
     silence_s: float = checked(number(0.1, 3600), 5.0)
     matchmaking_s: float = checked(number(0.1, 3600), 3.0)
     exchange_s: float = checked(number(0.1, 86400), 30.0)
@@ -205,3 +210,42 @@ class DeadlineSpec(Section):
     def record_lifetime_s(self) -> float:
         """How long a record in the DHT is valid: three heartbeats."""
         return 3 * self.heartbeat_s
+
+
+@dataclass(frozen=True, kw_only=True)
+class OperationSpec(Section):
+    """What the operator changed since the run began. `dilocox operate` writes it; a run.yaml has
+    none of it.
+
+    revision: of the manifest; of several that the operator signed, the highest counts.
+    state: "paused" peers keep what they have and train no more; of an "ended" run they leave.
+    rules: the revision that last changed anything but `state`. Every round record names the rules
+        it was made under, and only peers under the same rules make one together.
+    root: sha256 (hex) of the first revision, on which the chain of every stage begins; empty in it.
+    outer: outer learning rate and momentum of earlier rules, oldest first, as rows of [last rules
+        under which they held, learning rate, momentum].
+    rollbacks: rows of [rules, round]: of the records under earlier rules, those of later rounds do
+        not count any more.
+    base: of the last rollback, by stage: the digest of the record that the stage goes on from, or
+        the root.
+    """
+
+    revision: int = checked(integer(0, MAX_REVISION), 0)
+    state: Literal["running", "paused", "ended"] = checked(
+        choice("running", "paused", "ended"), "running"
+    )
+    rules: int = checked(integer(0, MAX_REVISION), 0)
+    root: str = checked(text(r"([0-9a-f]{64})?", "64 hex digits or empty"), "")
+    outer: tuple[tuple[int, float, float], ...] = checked(
+        rows(
+            integer(0, MAX_REVISION),
+            number(0, 10, above=True),
+            number(0, 0.999),
+            most=MAX_REVISIONS_NOTED,
+        ),
+        (),
+    )
+    rollbacks: tuple[tuple[int, int], ...] = checked(
+        rows(integer(1, MAX_REVISION), integer(-1, 2**53), most=MAX_REVISIONS_NOTED), ()
+    )
+    base: tuple[str, ...] = checked(texts(r"[0-9a-f]{64}", "64 hex digits", most=MAX_STAGES), ())

@@ -40,7 +40,7 @@ from dilocox.dht.envelope import MAX_VALUE_BYTES
 from dilocox.dht.errors import DilocoxError, EnvironmentFault
 from dilocox.dht.identity import Identity, peer_id_bytes_of
 from dilocox.dht.invite import bootstrap_address, listen_address
-from dilocox.dht.reach import check_ports, reachable_bootstraps
+from dilocox.dht.reach import FindReach, Reach, check_ports, reachable_bootstraps
 
 logger = logging.getLogger(__name__)
 
@@ -66,9 +66,15 @@ def open_dht(
     validator: RecordValidatorBase,
     clock: RunClock,
     startup_s: float = 60.0,
+    alone: bool = False,
+    leads_time: bool = False,
+    find_reach: FindReach | None = None,
 ) -> "RunDHT":
     """Start a node and wait until it has joined; without bootstraps it is the first of its swarm.
 
+    `alone`: start although no bootstrap can be reached; they are tried again all the time.
+    `leads_time`: the others follow this node's clock, not it theirs.
+    `find_reach`: asks others whether they reach this node; where they do not it only dials out.
     Call it before CUDA is touched. Raises `InvalidInput` for an address that is none,
     `EnvironmentFault` when a port is in use or no bootstrap answers; then nothing is left behind.
     """
@@ -78,7 +84,14 @@ def open_dht(
     for address in bootstraps:
         bootstrap_address(address)
     check_ports(listen)
-    reachable = reachable_bootstraps(bootstraps, startup_s) if bootstraps else ()
+    reachable = tuple[str, ...]()
+    try:
+        if bootstraps:
+            reachable = reachable_bootstraps(bootstraps, 0.0 if alone else startup_s)
+    except EnvironmentFault as error:
+        if not alone:
+            raise
+        logger.warning("%s; going on without", error)
     clock.install()
     options = DaemonOptions(
         identity_path=identity.path,
@@ -87,6 +100,8 @@ def open_dht(
         listen=tuple(listen),
         announce=tuple(announce),
         client_mode=client_mode,
+        find_reach=find_reach,
+        leads_time=leads_time,
         startup_s=max(1.0, deadline - time.monotonic()),
     )
     folder = sockets.acquire()
@@ -119,6 +134,7 @@ class RunDHT(DHT):
         self._socket_folder = socket_folder
         self._main_pid = os.getpid()
         self._ended = False
+        self._reach = Reach()
         self._daemon_pid = multiprocessing.get_context("fork").RawValue("i", 0)
         super().__init__(
             list(options.reachable) or None,
@@ -142,6 +158,18 @@ class RunDHT(DHT):
     def p2pd_pid(self) -> int:
         """Process id of this node's p2pd."""
         return self._daemon_pid.value
+
+    def carried_bytes(self) -> int:
+        """What p2pd has sent, and handed on of what it received, since it started.
+
+        The kernel counts what it wrote, to other peers and to its own. Headers of packets are not
+        in it: they add a tenth to bulk, two fifths where nothing but small messages flows.
+        """
+        try:
+            lines = Path(f"/proc/{self.p2pd_pid}/io").read_text().splitlines()
+        except OSError:  # it has ended
+            return 0
+        return next((int(line[7:]) for line in lines if line.startswith("wchar: ")), 0)
 
     def start_and_wait(self, timeout_s: float) -> None:
         """Fork the child and wait for it to join; raises `EnvironmentFault`."""
@@ -169,12 +197,6 @@ class RunDHT(DHT):
     def running(self) -> bool:
         """Whether child and p2pd live; when they have died, only a new node helps."""
         return not self._ended and self.is_alive()
-
-    def find(self, key: str, *, timeout_s: float) -> object | None:
-        """The first value met under a key, None if nobody has one; raises `NoAnswer`."""
-        get = functools.partial(self.get, key, latest=False, return_future=True)
-        found = self._request(get, timeout_s)
-        return None if found is None else found.value
 
     def find_latest(self, keys: Collection[str], *, timeout_s: float) -> dict[str, object]:
         """The newest value under each key, None where there is none; keys whose search did not end
@@ -219,6 +241,12 @@ class RunDHT(DHT):
             lambda: self.run_coroutine(questions.visible_addresses, return_future=True), timeout_s
         )
 
+    def reach(self, timeout_s: float = 10.0) -> Reach:
+        """How others reached this node when it started."""
+        return self._request(
+            lambda: self.run_coroutine(questions.reach, return_future=True), timeout_s
+        )
+
     def bootstrap_answers(self, timeout_s: float) -> bool:
         """Whether one of the bootstraps answers a ping; true for a node without bootstraps."""
         peers = tuple({bootstrap_address(each).peer_id for each in self._options.bootstraps})
@@ -237,6 +265,12 @@ class RunDHT(DHT):
         ping = functools.partial(questions.who_answers, peers=peers, timeout_s=timeout_s)
         ask = functools.partial(self.run_coroutine, ping, return_future=True)
         return frozenset(self._request(ask, timeout_s + 1.0))
+
+    def known_nodes(self, timeout_s: float = 5.0) -> int:
+        """How many other nodes this one knows."""
+        return self._request(
+            lambda: self.run_coroutine(questions.known_nodes, return_future=True), timeout_s
+        )
 
     def refused_values(self, timeout_s: float = 5.0) -> Counter[str]:
         """How many values this node's validator refused, by reason."""
@@ -277,6 +311,8 @@ class RunDHT(DHT):
         try:
             owner.start()
             self._daemon_pid.value = owner.pid
+            self._reach = owner.reach
+            self.kwargs["client_mode"] = owner.client_mode
             self._daemon_listen_maddr = owner.control_address
             self._inner_pipe: Any = BlockingPipe(self._inner_pipe)
             super().run()

@@ -13,6 +13,13 @@ from hivemind import DHT
 from hivemind.dht.node import DHTNode
 from hivemind.p2p import PeerID
 
+from dilocox.dht.reach import Reach
+
+
+async def reach(dht: DHT, _node: DHTNode) -> Reach:
+    """How others reached the node when it started."""
+    return getattr(dht, "_reach", Reach())
+
 
 async def visible_addresses(_dht: DHT, node: DHTNode) -> tuple[str, ...]:
     """Multiaddrs, with peer id, that the node is reached at as far as it knows."""
@@ -20,6 +27,11 @@ async def visible_addresses(_dht: DHT, node: DHTNode) -> tuple[str, ...]:
         return tuple(str(address) for address in await node.get_visible_maddrs(latest=True))
     except ValueError:  # a node that listens nowhere
         return ()
+
+
+async def known_nodes(_dht: DHT, node: DHTNode) -> int:
+    """How many other nodes stand in the node's routing table."""
+    return len(node.protocol.routing_table.uid_to_peer_id)
 
 
 async def refused_values(_dht: DHT, node: DHTNode) -> Counter[str]:

@@ -1,15 +1,18 @@
-"""What can be known about addresses before p2pd starts: is our port free, does a bootstrap listen.
+"""What can be known about addresses: is our port free, does a bootstrap listen, who reaches us.
 
-p2pd cannot tell us either: two of them share one port without a word (SO_REUSEPORT), and one that
-reaches no bootstrap says so in a single line and ends.
+The first two are asked before p2pd starts, which cannot tell: two of them share one port without
+a word (SO_REUSEPORT), and one that reaches no bootstrap says so in a single line and ends. The last
+is for others to say, before the node joins: one that only dials out must join as a client, or the
+others wait for it in vain.
 """
 
 import errno
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Literal
 
 from dilocox.dht.errors import EnvironmentFault
 from dilocox.dht.invite import TcpAddress, bootstrap_address, listen_address
@@ -17,6 +20,29 @@ from dilocox.dht.invite import TcpAddress, bootstrap_address, listen_address
 DIAL_TIMEOUT_S = 3.0
 # A bootstrap that is started at the same moment, as by docker compose, is up within this time.
 BOOTSTRAP_PATIENCE_S = 10.0
+
+Reachability = Literal["public", "mapped", "dial_out", "unknown"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reach:
+    """How others reach a peer.
+
+    kind: public (at an address of its own), mapped (at its router's), dial_out (not at all),
+    unknown (nobody could be asked). addresses: TCP multiaddrs that worked, without peer id. asked:
+    how many peers dialled. seen: the IP addresses that others see it at. relay: whether it is
+    called over a relay.
+    """
+
+    kind: Reachability = "unknown"
+    addresses: tuple[str, ...] = ()
+    asked: int = 0
+    seen: tuple[str, ...] = ()
+    relay: bool = False
+
+
+FindReach = Callable[[Any, Sequence[Any], Sequence[str]], Awaitable[Reach]]
+"""Has these peers (PeerID) dial this one at these multiaddrs, through its P2P."""
 
 
 def check_ports(listen: Sequence[str]) -> None:
@@ -50,7 +76,7 @@ def reachable_bootstraps(bootstraps: Sequence[str], patience_s: float) -> tuple[
     deadline = time.monotonic() + min(patience_s, BOOTSTRAP_PATIENCE_S)
     while True:
         with ThreadPoolExecutor(max_workers=len(bootstraps)) as pool:
-            faults = dict(zip(bootstraps, pool.map(_dial, bootstraps), strict=True))
+            faults = dict(zip(bootstraps, pool.map(dial_fault, bootstraps), strict=True))
         reachable = tuple(address for address, fault in faults.items() if fault is None)
         if reachable:
             return reachable
@@ -63,8 +89,8 @@ def reachable_bootstraps(bootstraps: Sequence[str], patience_s: float) -> tuple[
         time.sleep(0.5)
 
 
-def _dial(address: str) -> str | None:
-    """None if somebody listens there, else why it failed."""
+def dial_fault(address: str) -> str | None:
+    """None if somebody listens at the address of a bootstrap, else why it cannot be dialled."""
     parts = bootstrap_address(address)
     try:
         family, kind, protocol, _, target = _resolve(parts)

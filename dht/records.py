@@ -158,6 +158,8 @@ class ClaimRecord(Record):
     tokens: behind that record.
     chain_tokens: capped tokens of the whole chain.
     record_bytes: its size.
+    rules: that it was made under (`operation.rules` of the manifest).
+    revision: of the manifest, the newest that this peer knows.
     """
 
     kind: ClassVar[Kind] = "round"
@@ -167,6 +169,8 @@ class ClaimRecord(Record):
     tokens: int
     chain_tokens: int
     record_bytes: int
+    rules: int = 0
+    revision: int = 0
 
 
 RECORD_TYPES: dict[Kind, type[Record]] = {

@@ -40,8 +40,8 @@ def acquire() -> Path:
             _folder = Path(tempfile.mkdtemp(prefix="dilocox-"))
         except OSError as error:
             raise EnvironmentFault(
-                f"no folder for sockets can be made in {tempfile.gettempdir()} "
-                f"({error.strerror}): free some space or set TMPDIR"
+                f"no folder for sockets can be made ({error.strerror}): set TMPDIR to a folder "
+                "that this user can write to, in a container give --tmpfs /tmp"
             ) from error
         if len(str(_folder)) > MAX_FOLDER_LENGTH:
             long, _folder = _folder, None

@@ -6,6 +6,7 @@ record once seen is kept until it expires or its owner writes a newer one, so an
 it, or that brings an older one, does not make its owner vanish.
 """
 
+import contextlib
 import time
 from collections import Counter
 from collections.abc import Mapping
@@ -100,10 +101,25 @@ class Swarm:
         }
 
     def publish_manifest(self, signed: SignedManifest, timeout_s: float = CALL_TIMEOUT_S) -> bool:
-        """Store the manifest for an hour; whether the DHT took it. Only the operator can."""
+        """Store the manifest for a week; whether the DHT took it. Only the operator can."""
         return self._store(
             manifest_key(self._run), signed.to_bytes(), MANIFEST_LIFETIME_S, None, timeout_s
         )
+
+    def sealed_manifest(self, timeout_s: float = CALL_TIMEOUT_S) -> bytes | None:
+        """The manifest that the operator signed last, in its envelope; None if nobody gave it."""
+        key = manifest_key(self._run)
+        try:
+            found = self._dht.find_latest((key,), timeout_s=timeout_s).get(key)
+        except NoAnswer:
+            return None
+        return found if isinstance(found, bytes) else None
+
+    def store_sealed_manifest(self, sealed: bytes, timeout_s: float = CALL_TIMEOUT_S) -> None:
+        """Store what `sealed_manifest` gave, as it is; raises `Refused` if it is no envelope."""
+        expires_at = unseal(sealed, check_signature=False).expires_at
+        with contextlib.suppress(NoAnswer):
+            self._dht.put(manifest_key(self._run), sealed, expires_at, None, timeout_s)
 
     def fetch_manifest(self, run_id: str, timeout_s: float) -> SignedManifest:
         """Find the manifest of a run and check that it is the operator's.
@@ -116,8 +132,9 @@ class Swarm:
         answered = False
         while (left := deadline - time.monotonic()) > 0:
             try:
-                found = self._dht.find(key, timeout_s=left)
-            except NoAnswer:
+                # the newest: a node may have missed the last one, and older ones stay valid
+                found = self._dht.find_latest((key,), timeout_s=left)[key]
+            except (NoAnswer, KeyError):
                 break
             answered = True
             if found is not None:
@@ -133,19 +150,34 @@ class Swarm:
             "check that this machine is online and that the bootstrap runs"
         )
 
+    def newest_manifest(self, timeout_s: float = CALL_TIMEOUT_S) -> SignedManifest | None:
+        """The newest of this run, checked but for what it says; None if nobody gave it.
+
+        Raises `InvalidInput` where it is not the operator's.
+        """
+        sealed = self.sealed_manifest(timeout_s)
+        if sealed is None:
+            return None
+        signed = self._unsealed_manifest(self._run, sealed)
+        signed.revision_of(self._run)
+        return signed
+
     def bootstrap_answers(self, timeout_s: float) -> bool:
         """Whether one of the bootstraps answers; true on the first node of a swarm."""
         return self._dht.bootstrap_answers(timeout_s)
 
     def _opened_manifest(self, run_id: str, value: object) -> SignedManifest:
+        signed = self._unsealed_manifest(run_id, value)
+        signed.verify(run_id)
+        return signed
+
+    def _unsealed_manifest(self, run_id: str, value: object) -> SignedManifest:
         try:
             if not isinstance(value, bytes):
                 raise Refused("plain", "it has no envelope")
-            signed = SignedManifest.from_bytes(unseal(value).payload)
+            return SignedManifest.from_bytes(unseal(value).payload)
         except Refused as reason:
             raise InvalidInput(f"manifest of run {run_id} is refused ({reason})") from reason
-        signed.verify(run_id)
-        return signed
 
     def _store(
         self, key: str, payload: bytes, lifetime_s: float, owner: bytes | None, timeout_s: float

@@ -47,6 +47,7 @@ class RunRecordValidator(RecordValidatorBase):
         self.refused: Counter[str] = Counter()
         self._identity = identity
         self._manifest_key_id = key_id(manifest_key_of(run))
+        self._revision = 0  # of the manifest, the highest that was seen
         # The same records are read again and again; a signature is checked once.
         self._accepted: OrderedDict[bytes, None] = OrderedDict()
 
@@ -140,11 +141,16 @@ class RunRecordValidator(RecordValidatorBase):
             raise Refused("owner", "the manifest has no subkeys")
         try:
             signed = SignedManifest.from_bytes(envelope.payload)
-            signed.verify(self.run)
+            revision = signed.revision_of(self.run)
         except InvalidInput as error:
             raise Refused("manifest", str(error)) from error
         if signed.public_key != envelope.public_key:
             raise Refused("owner", "only the operator keeps the manifest alive")
+        if revision < self._revision:
+            raise Refused("manifest", f"revision {revision}, when {self._revision} is known")
+        if revision > self._revision:
+            self._revision = revision
+            self._accepted.clear()  # the ones before it are among them
 
 
 def _sealed_bytes(value: bytes) -> bytes:

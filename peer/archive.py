@@ -13,6 +13,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +53,11 @@ class Archive:
         self._start_at = self._look_at = float("-inf")
         self._told: dict[int, tuple[ClaimRecord, float]] = {}  # by stage, and when
 
+    @property
+    def keeper(self) -> Keeper | None:
+        """Its thread, while that lives."""
+        return self._keeper if self._keeper is not None and self._keeper.running else None
+
     def tick(self) -> None:
         """Do what is due; takes a few seconds at most, and never raises."""
         try:
@@ -60,6 +66,12 @@ class Archive:
             logger.warning("the archive: %s", error)
         except Exception:  # the bootstrap is to live on
             logger.exception("the archive failed")
+
+    def revise(self, manifest: Manifest) -> None:
+        """Go on under a newer revision of the manifest."""
+        before, self._manifest = self._manifest, manifest
+        if manifest.rules != before.rules and self._keeper is not None:
+            self._keeper.revise(manifest)
 
     def close(self) -> None:
         """End the thread; twice does no harm."""
@@ -96,7 +108,8 @@ class Archive:
     def _tell(self, claims: Mapping[int, ClaimRecord], heartbeat_s: float) -> None:
         """Publish what is new or not heard for a heartbeat."""
         end = time.monotonic() + TELLING_S
-        for stage, claim in claims.items():
+        for stage, kept in claims.items():
+            claim = replace(kept, revision=self._manifest.operation.revision)
             now = time.monotonic()
             last, at = self._told.get(stage, (None, 0.0))
             if last == claim and now < at + heartbeat_s:

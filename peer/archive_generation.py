@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import Any
 
 from dilocox.peer.archive_state import StateOffer, anchors_around
-from dilocox.peer.catchup import RecordCheck
 from dilocox.peer.files import disk_fault, make_folder, write_atomically
-from dilocox.peer.outer import OuterStep
+from dilocox.peer.plan import outer_step
 from dilocox.peer.record import RecordRefused, RoundRecord, digest_of, parse_header
+from dilocox.peer.record_check import RecordCheck
 from dilocox.peer.roundlog import Head, RoundLog
 from dilocox.peer.snapshot import STATE_FACTS_FILE, STATE_FILE, newest, sha256_of_file
 
@@ -124,7 +124,7 @@ class Generation:
             self.log.header(self.head.round) if self.head.round >= 0 else None
         )
 
-    def proved(self, check: RecordCheck, outer: OuterStep) -> bool | None:
+    def proved(self, check: RecordCheck) -> bool | None:
         """Whether the state is the one its records apply to; None while they are fewer than two.
 
         Takes the time of decoding a record and reading the state once.
@@ -136,6 +136,7 @@ class Generation:
         if first is None or second is None:
             raise RecordRefused(f"{self.folder}: a record vanished")
         average = first.average(check.codec)
+        outer = outer_step(check.manifest, first.rules)
         found = anchors_around(self.state_file, average, outer)
         return found == (first.anchor_before, second.anchor_before)
 

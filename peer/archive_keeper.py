@@ -17,6 +17,7 @@ import contextlib
 import logging
 import threading
 import time
+from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -25,6 +26,7 @@ from typing import Any, AsyncIterator  # noqa: UP035 - hivemind knows this one o
 import torch
 from hivemind.p2p import P2P, P2PContext, ServicerBase
 from hivemind.proto import runtime_pb2
+from hivemind.utils import timed_storage
 
 from dilocox.compression.layout import FlatLayout
 from dilocox.dht.errors import EnvironmentFault
@@ -35,8 +37,9 @@ from dilocox.peer import catchup
 from dilocox.peer.archive_stage import StageArchive
 from dilocox.peer.averager import StageAverager
 from dilocox.peer.kept_chain import keep_manifest
-from dilocox.peer.outer import OuterStep
+from dilocox.peer.probe import Probe
 from dilocox.peer.transport import CHUNK_BYTES, PeerTransport, UploadLimit, reply, unpack
+from dilocox.peer.uploads import UploadRefused, Uploads
 from dilocox.pipeline.stage import parameter_shapes
 
 logger = logging.getLogger(__name__)
@@ -44,6 +47,7 @@ logger = logging.getLogger(__name__)
 START_LIMIT_S = 10.0
 CLOSE_LIMIT_S = 3.0
 STAGES_AT_ONCE = 2  # that are followed; each may hold a record and its decoded mean
+UPLOADS_AT_ONCE = 32  # of a stage: all of its peers may have nobody else
 FAULT_PAUSE_S = 60.0  # after a full disk or a fault of ours
 
 Claims = Mapping[int, Mapping[str, ClaimRecord]]
@@ -51,10 +55,21 @@ Claims = Mapping[int, Mapping[str, ClaimRecord]]
 
 
 class ArchiveService(ServicerBase):
-    """Answers for one stage what an averager answers, as far as it is kept: states and records."""
+    """Answers for one stage what an averager answers, as far as it is kept: states and records.
 
-    def __init__(self, find: Callable[[dict[str, Any]], Awaitable[catchup.Source | None]]):
+    served: bytes by kind (state, record); refused: requests by reason.
+    """
+
+    def __init__(
+        self,
+        find: Callable[[dict[str, Any]], Awaitable[catchup.Source | None]],
+        served: Counter[str],
+        refused: Counter[str],
+    ):
         self._find = find
+        self._served = served
+        self._refused = refused
+        self._uploads = Uploads(UPLOADS_AT_ONCE)
 
     @classmethod
     def _get_handle_name(cls, namespace: str | None, method_name: str) -> str:
@@ -65,32 +80,53 @@ class ArchiveService(ServicerBase):
     ) -> AsyncIterator[runtime_pb2.ExpertResponse]:
         """Serve a record, a certificate or the state, in chunks."""
         try:
-            found = await self._find(unpack(request))
-        except (ValueError, KeyError, TypeError, OSError):
-            found = None
+            want = unpack(request)
+            found = await self._find(want)
+            kind = "state" if want["what"] == "state" else "record"
+        except OSError:
+            self._refused["disk"] += 1
+            found, kind = None, ""
+        except (ValueError, KeyError, TypeError):
+            self._refused["nonsense"] += 1
+            found, kind = None, ""
         if found is None:
             yield reply({})
             return
         with found as source:
-            yield reply(source.facts)
-            while chunk := source.file.read(CHUNK_BYTES):
-                yield reply({}, chunk)
+            try:
+                urgent = source.facts["bytes"] <= CHUNK_BYTES
+                peer = str(context.remote_id)
+                with self._uploads.begin(peer, source.file, urgent=urgent) as upload:
+                    with upload.being_taken():
+                        yield reply(source.facts)
+                    while chunk := upload.read(CHUNK_BYTES):
+                        self._served[kind] += len(chunk)
+                        with upload.being_taken():
+                            yield reply({}, chunk)
+            except UploadRefused as error:
+                self._refused["busy"] += 1
+                yield reply({"busy": str(error)})
 
 
 class Keeper:
     """The thread, the stages that are kept, and their service.
 
-    `claims`: what is to be told of the stages; set whole.
+    `claims`: what is to be told of the stages; set whole. `served`, `refused`: see ArchiveService.
     """
 
     def __init__(self, run: str, me: str, manifest: Manifest, folder: Path):
         self.claims: Mapping[int, ClaimRecord] = {}
+        self.served: Counter[str] = Counter()
+        self.refused: Counter[str] = Counter()
         self._run = run
         self._me = me
         self._manifest = manifest
         self._folder = folder
         self._stages: dict[int, StageArchive] = {}
         self._jobs: dict[int, asyncio.Task[None]] = {}
+        self._serving: set[int] = set()  # stages whose service p2pd knows
+        self._adopting: asyncio.Task[None] | None = None
+        self._between = False  # two revisions: nothing may begin
         self._not_before: dict[int, float] = {}
         self._p2p: Any = None
         self._loop = asyncio.new_event_loop()
@@ -116,10 +152,20 @@ class Keeper:
             self.close()
             raise EnvironmentFault(f"its thread did not start ({error!r})") from error
 
+    @property
+    def rounds(self) -> Mapping[int, int]:
+        """The newest round that is kept, by stage; -1 before the first one."""
+        return {stage: archive.round for stage, archive in self._stages.copy().items()}
+
     def hear(self, claims: Claims) -> None:
         """What is claimed of each stage that gave an answer."""
         with contextlib.suppress(RuntimeError):  # the loop has ended
             self._loop.call_soon_threadsafe(self._heard, claims)
+
+    def revise(self, manifest: Manifest) -> None:
+        """Go on under new rules of the manifest: every stage is taken up anew from the disk."""
+        with contextlib.suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(self._revise, manifest)
 
     def close(self) -> None:
         """End the thread."""
@@ -146,19 +192,48 @@ class Keeper:
             return
         try:
             self._started.set_result(None)
-            for stage in range(self._manifest.stages):
-                if self._of_stage(stage).exists():
-                    self._heard({stage: {}})
+            probe = Probe(self._p2p, now=timed_storage.get_dht_time, bootstraps=None)
+            await asyncio.wait_for(probe.add_p2p_handlers(self._p2p), START_LIMIT_S)
+            self._take_up()
             await self._stop.wait()
         finally:
-            for job in self._jobs.values():
-                job.cancel()
-            await asyncio.gather(*self._jobs.values(), return_exceptions=True)
-            for archive in self._stages.values():
-                await archive.close()
+            await self._put_down()
             await self._p2p.shutdown()
 
+    def _take_up(self) -> None:
+        """Begin with what is on the disk, before anybody claims anything."""
+        for stage in range(self._manifest.stages):
+            if self._of_stage(stage).exists():
+                self._heard({stage: {}})
+
+    async def _put_down(self) -> None:
+        for job in self._jobs.values():
+            job.cancel()
+        await asyncio.gather(*self._jobs.values(), return_exceptions=True)
+        for archive in self._stages.values():
+            await archive.close()
+
+    def _revise(self, manifest: Manifest) -> None:
+        self._adopting = self._loop.create_task(self._adopt(manifest, self._adopting))
+
+    async def _adopt(self, manifest: Manifest, before: asyncio.Task[None] | None) -> None:
+        if before is not None:
+            await before
+        self._between = True
+        try:
+            await self._put_down()
+        finally:
+            self._between = False
+        self._manifest = manifest
+        self._stages.clear()
+        self._jobs.clear()
+        self._not_before.clear()
+        self.claims = {}
+        self._take_up()
+
     def _heard(self, claims: Claims) -> None:
+        if self._between:
+            return
         for stage, of_stage in claims.items():
             if (job := self._jobs.get(stage)) is not None and not job.done():
                 continue
@@ -189,22 +264,30 @@ class Keeper:
     async def _opened(self, stage: int) -> StageArchive:
         keep_manifest(self._folder, self._manifest)  # here, or the pool's threads would race for it
         archive = await self._compute(self._made, stage)
-        service = ArchiveService(lambda want: self._compute(archive.find, want))
-        namespace = averaging_prefix(self._run, stage)
-        await asyncio.wait_for(
-            service.add_p2p_handlers(self._p2p, namespace=namespace), START_LIMIT_S
-        )
+        if stage not in self._serving:
+            self._serving.add(stage)
+            service = ArchiveService(
+                lambda want: self._find(stage, want), self.served, self.refused
+            )
+            namespace = averaging_prefix(self._run, stage)
+            await asyncio.wait_for(
+                service.add_p2p_handlers(self._p2p, namespace=namespace), START_LIMIT_S
+            )
         self._stages[stage] = archive
         return archive
+
+    async def _find(self, stage: int, want: dict[str, Any]) -> catchup.Source | None:
+        archive = self._stages.get(stage)
+        return None if archive is None else await self._compute(archive.find, want)
 
     def _made(self, stage: int) -> StageArchive:
         manifest = self._manifest
         layout = FlatLayout.of(parameter_shapes(manifest.model, manifest.stages, stage))
+        check = catchup.RecordCheck.of(self._run, stage, manifest, layout)
         return StageArchive(
             self._of_stage(stage),
             me=self._me,
-            check=catchup.RecordCheck.of(self._run, stage, manifest, layout),
-            outer=OuterStep(manifest.outer.learning_rate, manifest.outer.momentum),
+            check=check,
             record_lifetime_s=manifest.deadlines.record_lifetime_s,
             keep_bytes=manifest.rounds.log_bytes,
             transport=PeerTransport(
@@ -213,6 +296,7 @@ class Keeper:
                     p2p, peer, namespace=averaging_prefix(self._run, stage)
                 ),
                 limit=UploadLimit(None),
+                record_bytes=check.record_bytes,
             ),
             compute=self._compute,
         )

@@ -22,12 +22,13 @@ from dilocox.peer import catchup
 from dilocox.peer.archive_generation import Generation
 from dilocox.peer.archive_older import OlderRecords
 from dilocox.peer.archive_state import ask_for_state, download_state
+from dilocox.peer.branch import archive_goes_back
 from dilocox.peer.catchup import NoState, Reach
-from dilocox.peer.outer import OuterStep
+from dilocox.peer.files import make_folder
 from dilocox.peer.record import RecordRefused
 from dilocox.peer.record_folder import RecordFolder
 from dilocox.peer.transport import PeerTransport
-from dilocox.peer.view import SwarmView
+from dilocox.peer.view import SwarmView, that_count
 
 logger = logging.getLogger(__name__)
 
@@ -55,7 +56,6 @@ class StageArchive:
         *,
         me: str,
         check: catchup.RecordCheck,
-        outer: OuterStep,
         record_lifetime_s: float,
         keep_bytes: int,
         transport: PeerTransport,
@@ -69,10 +69,11 @@ class StageArchive:
         self._folder = folder
         self._me = me
         self._check = check
-        self._outer = outer
         self._record_lifetime_s = record_lifetime_s
         self._transport = transport
         self._compute = compute
+        make_folder(folder)
+        archive_goes_back(folder, check.manifest)
         kept = Generation.kept(folder, check) or [Generation.begun(folder, 0, check)]
         self._current, self._coming = kept[0], kept[1] if len(kept) > 1 else None
         for more in kept[2:]:
@@ -87,6 +88,11 @@ class StageArchive:
         self._ignored: set[str] = set()
         self._liars: set[str] = set()  # whose states were wrong
 
+    @property
+    def round(self) -> int:
+        """The newest round that is kept; -1 before the first one."""
+        return self._current.head.round
+
     def find(self, want: Mapping[str, Any]) -> catchup.Source | None:
         """What a peer asks for, as catchup.py defines it; KeyError and so on for nonsense."""
         match want["what"]:
@@ -94,8 +100,10 @@ class StageArchive:
                 logs: list[RecordFolder] = [self._current.log]
                 logs += [] if self._coming is None else [self._coming.log]
                 logs += [self._older.records] if want.get("older") else []
+                header = bool(want.get("header"))
                 found = (
-                    catchup.find_in_log(log, want["what"], str(want["digest"])) for log in logs
+                    catchup.find_in_log(log, want["what"], str(want["digest"]), header=header)
+                    for log in logs
                 )
                 return next((source for source in found if source), None)
             case "state":
@@ -109,7 +117,7 @@ class StageArchive:
 
         Raises EnvironmentFault, also in its name for a download that ran beside the last calls.
         """
-        view = SwarmView(me=self._me, claims=claims)
+        view = SwarmView(me=self._me, claims=that_count(claims, self._check.manifest))
         try:
             await self._take_built()
             await self._follow(view)
@@ -282,7 +290,7 @@ class StageArchive:
             if each is None or each.proven:
                 continue
             try:
-                proved = await self._compute(each.proved, self._check, self._outer)
+                proved = await self._compute(each.proved, self._check)
             except RecordRefused as error:
                 logger.error("%s: %s", self, error)
                 proved = False
@@ -335,6 +343,7 @@ class StageArchive:
             tokens=last.tokens,
             chain_tokens=head.chain_tokens,
             record_bytes=head.record_bytes,
+            rules=last.rules,
         )
 
     def _note(self, noted: set[str], name: str) -> None:

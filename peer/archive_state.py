@@ -25,16 +25,11 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from dilocox.dht.errors import EnvironmentFault
-from dilocox.peer.catchup import (
-    MAX_STATE_HEADER_BYTES,
-    Compute,
-    NoState,
-    RecordCheck,
-    fetch_certificate,
-)
+from dilocox.peer.catchup import Compute, NoState, fetch_certificate
 from dilocox.peer.files import disk_fault, make_folder
 from dilocox.peer.outer import OuterStep
 from dilocox.peer.record import RecordRefused, RoundRecord, digest_of
+from dilocox.peer.record_check import RecordCheck
 from dilocox.peer.snapshot import sha256_of_file
 from dilocox.peer.transport import FrameRefused, PeerTransport
 
@@ -69,7 +64,7 @@ async def ask_for_state(
         ConnectionError: the peer cannot be reached.
         RecordRefused, FrameRefused: what it says is not sound.
     """
-    limit = 8 * check.layout.numel + MAX_STATE_HEADER_BYTES
+    limit = check.state_bytes
     blob = await transport.fetch(peer, {"what": "state", "offset": limit}, limit_bytes=limit)
     if blob is None:
         raise NoState(f"{peer} has no state")

@@ -13,7 +13,6 @@ from pathlib import Path
 
 import torch
 
-from dilocox.dht.bootstrap import invite_addresses
 from dilocox.peer.averager import StageAverager
 from dilocox.peer.averaging import AveragerConfig, StageBuffers, open_log
 from dilocox.peer.coordination import coordinator_of
@@ -27,6 +26,7 @@ from dilocox.peer.memory import MAX_WINDOW, window_limit
 from dilocox.peer.options import PeerOptions
 from dilocox.peer.place import Place
 from dilocox.peer.prepare import held_out, local_model, open_corpus
+from dilocox.peer.reachability import described, reached_at
 from dilocox.peer.report import Reporter
 from dilocox.peer.serving import Serving
 from dilocox.peer.signals import StopSignal
@@ -92,6 +92,7 @@ class Assembly:
             merge=self._model.merge,
             lease=self._lease(),
             mover=self._mover(),
+            manifest_file=own.parent / f"{joined.run}.signed",
         )
         self._desk = Desk(
             me=self._place.me,
@@ -133,9 +134,11 @@ class Assembly:
 
     def _make_place(self, config: AveragerConfig, averager: StageAverager) -> Place:
         joined, me = self._joined, self._joined.identity.peer_id
-        visible = joined.dht.visible_addresses()
-        addresses = invite_addresses(self._options.announce, visible, me)
-        logger.info("peer %s, reached at %s", me, ", ".join(addresses))
+        addresses = reached_at(
+            joined.reach, self._options.announce, joined.dht.visible_addresses(), me
+        )
+        level, text = described(joined.reach, self._options.announce, addresses)
+        logger.log(level, "peer %s %s", me, text)
         return Place(
             me=me,
             run=joined.run,
@@ -144,6 +147,7 @@ class Assembly:
             layout=config.layout,
             addresses=addresses,
             client_mode=averager.client_mode,
+            reachability=joined.reach.kind,
             memory_limit_bytes=self._options.memory_limit_bytes,
         )
 

@@ -35,6 +35,7 @@ from hivemind.averaging.group_info import GroupInfo
 from hivemind.utils import MPFuture
 from torch import Tensor
 
+from dilocox.compression.stage_codec import StageCodec
 from dilocox.dht import sockets
 from dilocox.dht.child import BlockingPipe, leave_the_terminal, watch_parent
 from dilocox.dht.keys import averaging_prefix
@@ -52,12 +53,15 @@ from dilocox.peer.groups import (
 )
 from dilocox.peer.matchmaking import aim, pace
 from dilocox.peer.members import AttemptResult
-from dilocox.peer.outer import OuterStep, anchor_sha256
+from dilocox.peer.outer import anchor_sha256
+from dilocox.peer.plan import outer_step
 from dilocox.peer.record import RecordRefused, digest_of
 from dilocox.peer.record_folder import RECORDS_NEEDED
+from dilocox.peer.redial import Targets
 from dilocox.peer.roundlog import RoundLog
 from dilocox.peer.service import PeerService
 from dilocox.peer.transport import PeerTransport, UploadLimit
+from dilocox.peer.ways import WaysService
 
 logger = logging.getLogger(__name__)
 
@@ -66,7 +70,7 @@ CLOSE_GRACE_S = 3.0
 ATTEMPTS_KEPT = 4  # so that members can fetch averaged parts and votes after the end
 
 
-class StageAverager(PeerService, DecentralizedAverager):
+class StageAverager(PeerService, WaysService, DecentralizedAverager):
     """Averages one stage; the first methods are for the trainer's process."""
 
     def __init__(self, *, dht: Any, config: AveragerConfig, buffers: StageBuffers):
@@ -78,8 +82,6 @@ class StageAverager(PeerService, DecentralizedAverager):
         self._main_pid = os.getpid()
         self._order: ExchangeOrder | None = None
         self._asked_at = 0.0  # for the group that forms, or formed last
-        outer = config.manifest.outer
-        self._outer = OuterStep(outer.learning_rate, outer.momentum)
         matchmaking_s = config.manifest.deadlines.matchmaking_s
         super().__init__(
             (buffers.message,),
@@ -90,6 +92,7 @@ class StageAverager(PeerService, DecentralizedAverager):
             request_timeout=0.6 * matchmaking_s,  # must be smaller, or matchmaking may deadlock
             allow_state_sharing=False,
         )
+        self._call("open")
 
     # ---- in the trainer's process ----------------------------------------------------------------
     def exchange(self, order: ExchangeOrder) -> Any:
@@ -120,9 +123,9 @@ class StageAverager(PeerService, DecentralizedAverager):
         """Compute a logged record's outer step from the current buffers; a future of Applied."""
         return self._call("apply", round_number=round_number, current=current, with_own=with_own)
 
-    def catch_up(self, peer: str, digest: str) -> Any:
+    def catch_up(self, peer: str, digest: str, *, limit_bytes: int | None) -> Any:
         """Append the records up to `digest` from a peer's log; a future of catchup.Reach."""
-        return self._call("catch_up", peer=peer, digest=digest)
+        return self._call("catch_up", peer=peer, digest=digest, limit_bytes=limit_bytes)
 
     def fetch_state(self, peer: str, *, current: int, after_round: int) -> Any:
         """Download anchor and momentum into the other buffers; a future of catchup.State."""
@@ -131,6 +134,14 @@ class StageAverager(PeerService, DecentralizedAverager):
     def settle(self, round_number: int, attempt: int) -> Any:
         """Ask the members of an undecided attempt; a future of AttemptResult or None."""
         return self._call("settle", round_number=round_number, attempt=attempt)
+
+    def redial(self, targets: Targets) -> None:
+        """Keep the ways to these peers open, as a peer must that only dials out."""
+        self._call("redial", targets=targets)
+
+    def check_reach(self) -> Any:
+        """Ask the bootstraps whether others reach this peer now; a future of Reach."""
+        return self._call("check_reach")
 
     def close(self) -> None:
         """End the process, in good order if it still answers."""
@@ -206,6 +217,7 @@ class StageAverager(PeerService, DecentralizedAverager):
             p2p=self._p2p,
             stub_for=lambda p2p, peer: self.get_stub(p2p, peer, namespace=self.prefix),
             limit=self.limit,
+            record_bytes=self._check.record_bytes,
             sent=self.sent,
             received=self.received,
         )
@@ -213,9 +225,18 @@ class StageAverager(PeerService, DecentralizedAverager):
     @cached_property
     def _check(self) -> catchup.RecordCheck:
         config = self.config
-        made = catchup.RecordCheck.of(config.run, config.stage, config.manifest, config.layout)
-        made.codec.choose_device(chosen_device(config.device))
-        return made
+        return catchup.RecordCheck.of(config.run, config.stage, config.manifest, config.layout)
+
+    async def _serve_open(self) -> None:
+        await self.answer_others()
+        # now and beside the event loop: CUDA takes seconds to start, in which a group would wait
+        await self.in_pool(self._choose_device, self._check.codec)
+
+    def _choose_device(self, codec: StageCodec) -> None:
+        try:
+            codec.choose_device(chosen_device(self.config.device))
+        except RuntimeError as error:  # torch's own kinds, also for a lack of memory
+            logger.warning("own products are made on the CPU: %s", error)
 
     async def _serve(self, *, name: str, future: Any, arguments: dict[str, Any]) -> None:
         try:
@@ -328,7 +349,7 @@ class StageAverager(PeerService, DecentralizedAverager):
             own = means.own(buffers.message, record.counted(me), out=buffers.own)
             if own is not buffers.own:
                 buffers.own.copy_(own)
-        self._outer.apply(
+        outer_step(self.config.manifest, record.rules).apply(
             buffers.anchors[current],
             buffers.momenta[current],
             means.average(out=self._average),
@@ -346,10 +367,18 @@ class StageAverager(PeerService, DecentralizedAverager):
             seconds=time.monotonic() - started,
         )
 
-    async def _serve_catch_up(self, peer: str, digest: str) -> catchup.Reach:
+    async def _serve_catch_up(
+        self, peer: str, digest: str, limit_bytes: int | None
+    ) -> catchup.Reach:
         with self.counting_refusals():
             return await catchup.catch_up(
-                self._transport, self.log, peer, digest, check=self._check, compute=self.in_pool
+                self._transport,
+                self.log,
+                peer,
+                digest,
+                check=self._check,
+                compute=self.in_pool,
+                limit_bytes=limit_bytes,
             )
 
     async def _serve_fetch_state(self, peer: str, current: int, after_round: int) -> catchup.State:

@@ -68,6 +68,7 @@ class AveragerConfig:
     snapshot_folder: Path  # its newest snapshot is served to joiners
     max_upload_bytes_per_s: float | None
     device: str  # as --device names it; this process may use it too
+    bootstraps: tuple[str, ...] = ()  # peer ids; on their word strangers are dialled back
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,6 +86,6 @@ def open_log(config: AveragerConfig) -> RoundLog:
     """The log of this peer's stage."""
     return RoundLog(
         config.log_folder,
-        manifest_digest=config.manifest.digest,
+        manifest_digest=config.manifest.root,
         codec=stage_codec(config.manifest, config.layout),
     )

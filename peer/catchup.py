@@ -1,43 +1,43 @@
 """How a peer that missed rounds, or that is new, gets what the others have, and how it is served.
 
-Records: walk back from the digest that a peer claims until a record of our own chain, then append
-forward, each with its certificate. State: anchor and outer momentum as of that peer's last
-snapshot, downloaded to disk (resumable), checked by size and sha256 before a byte of it is
-loaded, with the record it stands on.
+Records: walk back by their headers from the digest that a peer claims until a record of our own
+chain, then append forward, each with its certificate. State: anchor and outer momentum as of that
+peer's last snapshot, downloaded to disk (resumable), checked by size and sha256 before a byte of it
+is loaded, with the record it stands on.
 """
 
 from __future__ import annotations
 
+import asyncio
 import io
 import json
+import os
+import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from dilocox.compression.codec import PayloadRefused
-from dilocox.compression.layout import FlatLayout
-from dilocox.compression.stage_codec import StageCodec
-from dilocox.dht.manifest import Manifest
-from dilocox.peer.ballots import check_record_certificate
 from dilocox.peer.files import disk_fault
-from dilocox.peer.groups import tokens_cap
+from dilocox.peer.headers import fetch_header
 from dilocox.peer.outer import anchor_sha256
-from dilocox.peer.plan import stage_codec
-from dilocox.peer.record import RecordRefused, RoundRecord, digest_of, parse_record
+from dilocox.peer.record import RecordRefused, RoundRecord, digest_of
+from dilocox.peer.record_check import RecordCheck
 from dilocox.peer.record_folder import RecordFolder
 from dilocox.peer.roundlog import RoundLog
 from dilocox.peer.snapshot import STATE_FACTS_FILE, STATE_FILE, newest, sha256_of_file
-from dilocox.peer.transport import Blob, FrameRefused, PeerTransport
+from dilocox.peer.transport import STALL_S, Blob, FrameRefused, PeerTransport
 
 Compute = Callable[..., Awaitable[Any]]
 """Runs a function with its arguments in a thread, so that the event loop goes on."""
 
 MAX_CERTIFICATE_BYTES = 1 << 20
-MAX_STATE_HEADER_BYTES = 1 << 16
+HEADERS_LIMIT_S = 60.0  # of a walk along a chain, before the first record
+RECORDS_LIMIT_S = 600.0  # of all that is taken at once
 
 
 class NoState(ConnectionError):
@@ -57,6 +57,7 @@ class Reach:
     fork_digest: str = ""  # of their first record after it
     chain_tokens: int = 0  # of their chain, as its newest record says
     too_far: bool  # their log does not reach back to ours: a state is needed
+    costly: bool = False  # it may, but the records are more bytes than they may be
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,85 +100,93 @@ async def catch_up(
     *,
     check: RecordCheck,
     compute: Compute,
+    limit_bytes: int | None = None,
 ) -> Reach:
     """Fetch the records from our chain up to `digest`, check them, and append them to the log.
 
+    Their headers come first, the newest first: until they meet our chain, no record is worth its
+    bytes. Then come the records, the oldest first, each appended before the next one is asked for:
+    what is cut off goes on later where it was. limit_bytes: of all of them, if they are to cost no
+    more than something else would.
+
     Raises:
-        ConnectionError: the peer cannot be reached.
-        RecordRefused: a record or certificate of it is not sound.
+        ConnectionError: the peer cannot be reached. PeerBusy: it cannot serve now.
+        TimeoutError: the headers, a record, or all of them took too long.
+        FrameRefused, RecordRefused: a header, record or certificate of it is not sound.
     """
-    pending: list[tuple[bytes, bytes]] = []
-    wanted, first_after, chain_tokens = digest, digest, 0
-    while (known := log.find(wanted)) is None:
-        data = await transport.fetch_record(peer, wanted)
-        if data is None and not pending:
-            raise ConnectionError(f"{peer} does not have the record {wanted[:12]} that it claims")
-        if data is None:
-            return Reach(appended=(), fork_round=None, too_far=True)
-        if digest_of(data) != wanted:
-            raise RecordRefused(f"{peer} sent another record than {wanted[:12]}")
-        certificate = await fetch_certificate(transport, peer, wanted)
-        record = await compute(check.record, data, certificate)
-        chain_tokens = chain_tokens if pending else record.chain_tokens
-        pending.append((data, certificate))
-        first_after, wanted = wanted, record.previous
+    walk = _missing(transport, log, peer, digest, check, limit_bytes)
+    missing, known = await asyncio.wait_for(walk, HEADERS_LIMIT_S)
+    if known is None:
+        return Reach(appended=(), fork_round=None, too_far=True)
+    if missing and limit_bytes is not None and sum(missing.values()) > limit_bytes:
+        return Reach(appended=(), fork_round=None, too_far=False, costly=True)
+    end = time.monotonic() + RECORDS_LIMIT_S
     if known != log.head().round:
+        tokens = 0
+        if missing:  # what the newest header says of the chain's tokens is to be proved
+            tokens = (await _checked(transport, peer, digest, check, compute))[0].chain_tokens
         return Reach(
             appended=(),
             fork_round=known,
-            fork_digest=first_after,
-            chain_tokens=chain_tokens,
+            fork_digest=next(reversed(missing), digest),
+            chain_tokens=tokens,
             too_far=False,
         )
     appended: list[int] = []
-    for data, certificate in reversed(pending):
+    for wanted in reversed(missing):
+        if time.monotonic() > end:
+            raise asyncio.TimeoutError(f"{peer} gave {len(appended)} records in the time for all")
+        _, data, certificate = await _checked(transport, peer, wanted, check, compute)
         appended.append((await compute(log.append, data, certificate)).round)
     return Reach(appended=tuple(appended), fork_round=None, too_far=False)
 
 
-@dataclass(frozen=True, kw_only=True)
-class RecordCheck:
-    """What every record from outside must pass."""
+async def _missing(
+    transport: PeerTransport,
+    log: RoundLog,
+    peer: str,
+    digest: str,
+    check: RecordCheck,
+    limit_bytes: int | None,
+) -> tuple[dict[str, int], int | None]:
+    """What leads from our chain to `digest`, the newest first, with their bytes; and the round of
+    ours that they follow, None if the peer does not have all of them.
 
-    run: str
-    stage: int
-    root: str  # digest of the manifest, which stands before the first record
-    layout: FlatLayout
-    codec: StageCodec
-    tokens_cap: int
-    inner_steps: tuple[int, int]  # the manifest's bounds
-
-    @classmethod
-    def of(cls, run: str, stage: int, manifest: Manifest, layout: FlatLayout) -> RecordCheck:
-        """What the manifest says of this stage's records."""
-        return cls(
-            run=run,
-            stage=stage,
-            root=manifest.digest,
-            layout=layout,
-            codec=stage_codec(manifest, layout),
-            tokens_cap=tokens_cap(manifest),
-            inner_steps=(manifest.rounds.min_inner_steps, manifest.rounds.max_inner_steps),
+    It ends early where they are more than `limit_bytes`.
+    """
+    missing: dict[str, int] = {}
+    wanted, above, total = digest, 0, 0
+    while (known := log.find(wanted)) is None:
+        told = await fetch_header(
+            partial(transport.fetch, peer), wanted, limit_bytes=check.record_bytes
         )
+        if told is None and not missing:
+            raise ConnectionError(f"{peer} does not have the record {wanted[:12]} that it claims")
+        if told is None:
+            return missing, None
+        if missing and told.header.round >= above:  # a lie: it would never end
+            raise RecordRefused(f"{peer}: round {told.header.round} comes before round {above}")
+        above, total = told.header.round, total + told.record_bytes
+        missing[wanted] = told.record_bytes
+        if limit_bytes is not None and total > limit_bytes:
+            return missing, above
+        wanted = told.header.previous
+    return missing, known
 
-    def record(self, data: bytes, certificate: bytes) -> RoundRecord:
-        """The record, if it is sound, of this run, stage and model, and committed by a majority."""
-        record = parse_record(data, self.codec)
-        if (record.run, record.stage) != (self.run, self.stage):
-            raise RecordRefused(f"it is of run {record.run}, stage {record.stage}")
-        if record.layout != self.layout.digest:
-            raise RecordRefused("it is of another model")
-        lowest, highest = self.inner_steps
-        if not lowest <= record.next_inner_steps <= highest:
-            raise RecordRefused(f"its next round has {record.next_inner_steps} inner steps")
-        if any(member.tokens > self.tokens_cap for member in record.members):
-            raise RecordRefused(f"a member has more than {self.tokens_cap} tokens")
-        check_record_certificate(record, digest_of(data), certificate)
-        try:
-            record.decoded(self.codec)
-        except PayloadRefused as error:
-            raise RecordRefused(f"a mean cannot be decoded: {error}") from error
-        return record
+
+async def _checked(
+    transport: PeerTransport, peer: str, digest: str, check: RecordCheck, compute: Compute
+) -> tuple[RoundRecord, bytes, bytes]:
+    """A record, its bytes and its certificate."""
+    # the members of an exchange move as many bytes in its time
+    limit_s = min(max(STALL_S, check.manifest.deadlines.exchange_s), RECORDS_LIMIT_S)
+    data = await asyncio.wait_for(transport.fetch_record(peer, digest), limit_s)
+    if data is None:
+        raise ConnectionError(f"{peer} does not have the record {digest[:12]} any more")
+    if digest_of(data) != digest:
+        raise RecordRefused(f"{peer} sent another record than {digest[:12]}")
+    certificate = await fetch_certificate(transport, peer, digest)
+    return await compute(check.record, data, certificate), data, certificate
 
 
 async def fetch_certificate(transport: PeerTransport, peer: str, digest: str) -> bytes:
@@ -189,13 +198,24 @@ async def fetch_certificate(transport: PeerTransport, peer: str, digest: str) ->
     return blob.data
 
 
-def find_in_log(log: RecordFolder, what: str, digest: str) -> Source | None:
-    """A logged record or certificate, to serve."""
+def find_in_log(
+    log: RecordFolder, what: str, digest: str, *, header: bool = False
+) -> Source | None:
+    """A logged record or certificate, to serve; of a record perhaps only the header.
+
+    A record is served as it lies on the disk: who asks knows its digest.
+    """
     round_number = log.find(digest)
     if round_number is None or round_number < 0:
         return None
-    data = log.read_bytes(round_number) if what == "record" else log.certificate(round_number)
-    return None if data is None else Source.of(data)
+    if what != "record":
+        data = log.certificate(round_number)
+        return None if data is None else Source.of(data)
+    if header:
+        data = log.header_bytes(round_number)
+        return None if data is None else Source.of(data)
+    file = log.open(round_number)
+    return None if file is None else Source({"bytes": os.fstat(file.fileno()).st_size}, file)
 
 
 # ---- states --------------------------------------------------------------------------------------
@@ -236,7 +256,7 @@ async def fetch_state(
         FrameRefused, RecordRefused: what it sent is not sound; nothing was loaded.
         EnvironmentFault: no space on the disk.
     """
-    limit = 8 * check.layout.numel + MAX_STATE_HEADER_BYTES
+    limit = check.state_bytes
     facts = (await _fetch(transport, peer, {"what": "state", "offset": limit}, limit)).facts
     digest, sha256, size = (str(facts.get("digest")), str(facts.get("sha256")), facts.get("size"))
     if not isinstance(size, int) or not 0 < size <= limit:
@@ -262,7 +282,7 @@ async def fetch_state(
             raise FrameRefused(f"the state of {peer} does not have the sha256 that it stated")
         await compute(_load, path, anchor, momentum, check.layout.numel)
     except OSError as error:
-        if isinstance(error, ConnectionError):
+        if isinstance(error, (ConnectionError, asyncio.TimeoutError)):  # both are, too
             raise
         raise disk_fault(path, error) from error
     path.unlink()

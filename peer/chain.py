@@ -19,17 +19,19 @@ from typing import Any
 from dilocox.dht.records import ClaimRecord
 from dilocox.peer.averager import StageAverager
 from dilocox.peer.averaging import Applied, AveragerStuck
-from dilocox.peer.catchup import AnchorDiffers, NoState, Reach, State
+from dilocox.peer.catchup import RECORDS_LIMIT_S, AnchorDiffers, NoState, Reach, State
 from dilocox.peer.events import Committed, Event, EventQueue, Resynced
 from dilocox.peer.record import RecordRefused, RoundRecord
 from dilocox.peer.roundlog import Head, RoundLog
-from dilocox.peer.transport import FrameRefused
+from dilocox.peer.transport import FrameRefused, PeerBusy
 from dilocox.peer.view import SwarmView
 
 logger = logging.getLogger(__name__)
 
 CALL_LIMIT_S = 6 * 3600.0  # of a whole model; a transfer that stalls fails much sooner
+WALK_LIMIT_S = 3 * RECORDS_LIMIT_S  # the averager ends it by itself, long before
 PAUSE_AFTER_FAILURE_S = 1.0
+MAX_NOTED = 1000  # digests
 
 
 class ChainFollower:
@@ -96,6 +98,12 @@ class ChainFollower:
         """Whether somebody claims a record that this peer lacks."""
         return self._best_claim(view) is not None
 
+    def stands_on(self, digest: str, rules: int) -> bool:
+        """Whether the record of this digest is in this chain, or one under these rules, which can
+        only follow from it."""
+        last = self.last_record
+        return (last is not None and last.rules >= rules) or self._log.find(digest) is not None
+
     def committed(self, round_number: int, exchange_s: float, matchmaking_s: float | None) -> None:
         """The averager appended a record that this peer took part in."""
         self._times[round_number] = exchange_s, matchmaking_s
@@ -148,7 +156,8 @@ class ChainFollower:
             return
         stated = self._wanted = claim[1]
         missing_bytes = (stated.round - self.head.round) * stated.record_bytes
-        if missing_bytes > self._state_bytes and time.monotonic() >= self._no_state_before:
+        limit_bytes = self._state_bytes if time.monotonic() >= self._no_state_before else None
+        if limit_bytes is not None and missing_bytes > limit_bytes:
             self._need_state, self._state_after, self._saves_bytes = True, self.applied, True
             self._begin_state(view)
             return
@@ -158,13 +167,14 @@ class ChainFollower:
             for peer, other in view.claims.items()
             if peer != view.me and other.digest == stated.digest
         ]
-        peer = random.choice(holders)
+        peer = random.choice(view.within_reach(holders))
         logger.info(
             "behind: %s has round %d, this peer %d", peer[-6:], stated.round, self.head.round
         )
         self._begin(
-            self._averager.catch_up(peer, stated.digest),
+            self._averager.catch_up(peer, stated.digest, limit_bytes=limit_bytes),
             self._reached,
+            WALK_LIMIT_S,
         )
 
     def _begin_state(self, view: SwarmView) -> None:
@@ -177,15 +187,17 @@ class ChainFollower:
         ]
         if not donors:
             return
-        peer = random.choice(donors)
+        peer = random.choice(view.within_reach(donors))
         logger.info("taking anchor and momentum from %s", peer[-6:])
         after_round = -1 if forked else self._state_after
         future = self._averager.fetch_state(peer, current=self.current, after_round=after_round)
         self._begin(future, self._got_state)
 
-    def _begin(self, future: Any, on_done: Callable[[Any], None]) -> None:
+    def _begin(
+        self, future: Any, on_done: Callable[[Any], None], limit_s: float = CALL_LIMIT_S
+    ) -> None:
         self._work, self._on_done = future, on_done
-        self._deadline = time.monotonic() + CALL_LIMIT_S
+        self._deadline = time.monotonic() + limit_s
 
     # ---- ending ----------------------------------------------------------------------------------
     def _advance(self) -> None:
@@ -206,8 +218,12 @@ class ChainFollower:
                 self._need_state = self._saves_bytes = False
                 self._no_state_before = time.monotonic() + self._record_lifetime_s
             self._not_before = time.monotonic() + PAUSE_AFTER_FAILURE_S
+        except PeerBusy as error:
+            logger.info("%s", error)
+            self._not_before = time.monotonic() + PAUSE_AFTER_FAILURE_S
         except (ConnectionError, RecordRefused, FrameRefused, asyncio.TimeoutError) as error:
-            logger.warning("catching up failed, will try again: %s", error)
+            reason = str(error) or type(error).__name__
+            logger.warning("catching up failed, will try again: %s", reason)
             self._doubt()
             self._not_before = time.monotonic() + PAUSE_AFTER_FAILURE_S
         else:
@@ -229,7 +245,8 @@ class ChainFollower:
 
     def _reached(self, reach: Reach) -> None:
         if reach.fork_round is None:
-            self._need_state, self._state_after = reach.too_far, self.applied
+            self._need_state, self._state_after = reach.too_far or reach.costly, self.applied
+            self._saves_bytes = reach.costly
             self._refresh()
             return
         ours = (-self.head.chain_tokens, self._digest_after(reach.fork_round))
@@ -240,7 +257,7 @@ class ChainFollower:
             )
             self._need_state, self._fork_round = True, reach.fork_round
         elif self._wanted is not None:
-            self._ignored.add(self._wanted.digest)  # it lost against ours
+            self._ignore(self._wanted)  # it lost against ours
         self._not_before = time.monotonic() + PAUSE_AFTER_FAILURE_S
 
     def _got_state(self, state: State) -> None:
@@ -253,13 +270,29 @@ class ChainFollower:
         return view.best_claim(self.head.chain_tokens, self.head.digest, self._ignored)
 
     def _doubt(self) -> None:
-        """A commit whose record nobody gives for a record lifetime is presumed void."""
+        """A commit whose record nobody gives for a record lifetime is presumed void.
+
+        Nobody is doubted whose records came, if not all of them.
+        """
+        before = self.head.round
+        self._refresh()
         if self._wanted is None:
             return
+        if self.head.round > before:
+            self._doubted.pop(self._wanted.digest, None)
+            return
+        if len(self._doubted) >= MAX_NOTED:
+            self._doubted.clear()
         since = self._doubted.setdefault(self._wanted.digest, time.monotonic())
         if time.monotonic() - since > self._record_lifetime_s:
             logger.warning("nobody gives the record of round %d: ignored", self._wanted.round)
-            self._ignored.add(self._wanted.digest)
+            self._ignore(self._wanted)
+
+    def _ignore(self, claim: ClaimRecord) -> None:
+        if len(self._ignored) >= MAX_NOTED:
+            self._ignored.clear()
+        self._ignored.add(claim.digest)
+        self._doubted.pop(claim.digest, None)
 
     def _hand_over(self, event: Event, then: Callable[[], None]) -> None:
         self._untaken = (event, then)

@@ -12,12 +12,12 @@ keeps more of it than peers do, and gives that to those who ask for `older` reco
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,18 +26,20 @@ from dilocox.dht.keys import averaging_prefix, claim_key
 from dilocox.dht.records import ClaimRecord
 from dilocox.peer.archive_state import StateOffer, ask_for_state, download_state
 from dilocox.peer.averager import StageAverager
-from dilocox.peer.catchup import MAX_CERTIFICATE_BYTES, RecordCheck
-from dilocox.peer.chain_list import LoggedRound
+from dilocox.peer.catchup import MAX_CERTIFICATE_BYTES
+from dilocox.peer.chain_list import ChainRound
 from dilocox.peer.files import make_folder
+from dilocox.peer.headers import fetch_header
 from dilocox.peer.join import Joined
 from dilocox.peer.kept_chain import KeptChain, KeptState
-from dilocox.peer.record import RecordRefused, RoundRecord, digest_of, parse_header
-from dilocox.peer.record_folder import HEADER_BYTES, RecordFolder
-from dilocox.peer.transport import Blob, FrameRefused, PeerTransport, UploadLimit
+from dilocox.peer.plan import stage_record_bytes
+from dilocox.peer.record import RecordRefused, RoundRecord, digest_of
+from dilocox.peer.record_check import RecordCheck
+from dilocox.peer.record_folder import RecordFolder
+from dilocox.peer.transport import Blob, PeerTransport, UploadLimit
+from dilocox.peer.view import that_count
 
 logger = logging.getLogger(__name__)
-
-MAX_RECORD_BYTES = 1 << 31
 
 # what is wrong with a holder, or with the way to it
 REFUSED = (ConnectionError, ValueError, asyncio.TimeoutError)
@@ -52,10 +54,6 @@ class Fetched:
     certificate: bytes
 
 
-class _Enough(ConnectionError):
-    """The header is here: the rest of the record is not needed."""
-
-
 class ChainHolders:
     """Those who claim a stage's chain, the longest claim first. All waits end at `deadline`.
 
@@ -65,10 +63,15 @@ class ChainHolders:
     def __init__(self, place: Joined, stage: int, transport: PeerTransport, deadline: float):
         self._transport = transport
         self._deadline = deadline
-        self.root = place.manifest.digest
+        self._record_bytes = stage_record_bytes(place.manifest, stage)
+        self.root = place.manifest.root
         found = place.swarm.read(claim_key(place.run, stage), ClaimRecord) or {}
         self._claims = sorted(
-            ((peer, claim) for peer, claim in found.items() if claim.round >= 0),
+            (
+                (peer, claim)
+                for peer, claim in that_count(found, place.manifest).items()
+                if claim.round >= 0
+            ),
             key=lambda item: (-item[1].chain_tokens, -item[1].round, item[0]),
         )
 
@@ -81,6 +84,7 @@ class ChainHolders:
                 p2p, peer, namespace=averaging_prefix(place.run, stage)
             ),
             limit=UploadLimit(None),
+            record_bytes=stage_record_bytes(place.manifest, stage),
         )
         return cls(place, stage, transport, deadline)
 
@@ -103,10 +107,12 @@ class ChainHolders:
         refused: RecordRefused | None = None
         for peer in self.peers:
             try:
-                data = await self._fetch(peer, "record", digest, MAX_RECORD_BYTES)
+                want = {"what": "record", "digest": digest, "older": True}
+                data = await self._fetch(peer, want, limit_bytes=self._record_bytes)
                 if data is None or digest_of(data.data) != digest:
                     continue
-                proof = await self._fetch(peer, "certificate", digest, MAX_CERTIFICATE_BYTES)
+                want = want | {"what": "certificate"}
+                proof = await self._fetch(peer, want, limit_bytes=MAX_CERTIFICATE_BYTES)
                 if proof is not None:
                     header = await asyncio.to_thread(check.record, data.data, proof.data)
                     self._prefer(peer)
@@ -119,23 +125,15 @@ class ChainHolders:
             raise refused
         return None
 
-    async def header(self, digest: str) -> LoggedRound | None:
+    async def header(self, digest: str) -> ChainRound | None:
         """What a record's header says, from the first holder that has it; the rest stays there."""
         for peer in self.peers:
-            data = bytearray()
-
-            def take(chunk: bytes, data: bytearray = data) -> None:
-                data.extend(chunk)
-                if len(data) >= 8 and len(data) >= 8 + int.from_bytes(data[:8], "little"):
-                    raise _Enough
-                if len(data) > HEADER_BYTES:
-                    raise FrameRefused("a record's header is too long")
-
             try:
-                await self._fetch(peer, "record", digest, MAX_RECORD_BYTES, sink=take)
-            except _Enough:
-                with suppress(*REFUSED):
-                    listed = _listed(digest, bytes(data))
+                told = await fetch_header(
+                    partial(self._fetch, peer), digest, limit_bytes=self._record_bytes, older=True
+                )
+                if told is not None:
+                    listed = ChainRound.of(told.header, digest, told.record_bytes)
                     self._prefer(peer)
                     return listed
             except REFUSED as error:
@@ -171,9 +169,8 @@ class ChainHolders:
         )
 
     async def _fetch(
-        self, peer: str, what: str, digest: str, limit_bytes: int, sink: Any = None
+        self, peer: str, want: dict[str, Any], *, limit_bytes: int, sink: Any = None
     ) -> Blob | None:
-        want = {"what": what, "digest": digest, "older": True}
         left_s = self._left_s()
         asked = self._transport.fetch(peer, want, limit_bytes=limit_bytes, sink=sink)
         return await asyncio.wait_for(asked, left_s)
@@ -189,20 +186,20 @@ class ChainHolders:
         return left
 
 
-async def list_chain(holders: ChainHolders) -> list[LoggedRound]:
+async def list_chain(holders: ChainHolders) -> list[ChainRound]:
     """What there is of the chain, in its order; nothing is checked.
 
     Raises:
         EnvironmentFault: nobody gives the records that are claimed, or the time is over.
     """
-    found: list[LoggedRound] = []
+    found: list[ChainRound] = []
     for claimed in holders.digests:
         wanted = claimed
-        while wanted != holders.root and (listed := await holders.header(wanted)) is not None:
-            if found and listed.round >= found[-1].round:
+        while wanted != holders.root and (here := await holders.header(wanted)) is not None:
+            if found and here.listed.round >= found[-1].listed.round:
                 break  # a lie: it would never end
-            found.append(listed)
-            wanted = listed.previous
+            found.append(here)
+            wanted = here.listed.previous
         if found:
             return found[::-1]
     raise _nobody(holders)
@@ -277,15 +274,3 @@ async def _states(
         except REFUSED as error:
             logger.warning("%s gave no state: %s", offer.peer[-6:], error)
     return states
-
-
-def _listed(digest: str, data: bytes) -> LoggedRound:
-    """From a record's first bytes; ValueError if they make no sense."""
-    length = int.from_bytes(data[:8], "little")
-    try:
-        tensors = json.loads(data[8 : 8 + length])
-        ends = [facts["data_offsets"][1] for name, facts in tensors.items() if name[:1] != "_"]
-        header = parse_header(data)
-        return LoggedRound.of(header, digest, 8 + length + int(max(ends, default=0)))
-    except (LookupError, TypeError, AttributeError, RecursionError) as error:
-        raise ValueError(f"no header of a record: {error!r}") from error

@@ -1,13 +1,17 @@
-"""The rounds of a stage's chain, one line each: a table on a terminal, plain lines elsewhere, JSON.
+"""The rounds of a stage's chain, one line each, or what its peers contributed: a table on a
+terminal, plain lines elsewhere, JSON. All of it stands in the records' headers.
 
-All of it stands in the records' headers.
+A peer's contribution are the tokens of its inner steps that are in committed rounds, as the records
+count them. A member whose values came into no mean, because it was cut off during the exchange, has
+none in that round: it sends them again with a later one.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from statistics import median_low
 from typing import Any
 
@@ -61,30 +65,116 @@ class LoggedRound:
         )
 
 
-def as_json(run: str, stages: Mapping[int, Sequence[LoggedRound]]) -> dict[str, Any]:
+@dataclass(frozen=True, kw_only=True)
+class ChainRound:
+    """What a record's header says of the chain, too.
+
+    chain_tokens: of all records up to this one. members: tokens by peer id, of those whose values
+    are in the round's average.
+    """
+
+    listed: LoggedRound
+    chain_tokens: int
+    members: tuple[tuple[str, int], ...] = field(repr=False)
+
+    @classmethod
+    def of(cls, header: RoundRecord, digest: str, record_bytes: int) -> ChainRound:
+        """From a record's header, which may be anybody's; ValueError if it makes no sense."""
+        listed = LoggedRound.of(header, digest, record_bytes)
+        try:
+            counted = set[str]()
+            for part in header.last_parts:
+                if part.stop > part.start:
+                    counted.update(part.contributors)
+            return cls(
+                listed=listed,
+                chain_tokens=int(header.chain_tokens),
+                members=tuple(
+                    (str(each.peer), int(each.tokens))
+                    for each in header.members
+                    if each.peer in counted
+                ),
+            )
+        except (LookupError, TypeError, AttributeError, OverflowError) as error:
+            raise ValueError(f"no header of a record: {error!r}") from error
+
+
+def tokens_by_peer(rounds: Iterable[ChainRound]) -> Counter[str]:
+    """What each peer contributed to these rounds of one stage."""
+    tokens = Counter[str]()
+    for each in rounds:
+        for peer, count in each.members:
+            tokens[peer] += count
+    return tokens
+
+
+def as_json(run: str, stages: Mapping[int, Sequence[ChainRound]]) -> dict[str, Any]:
     """Everything, with totals, by stage."""
     return {
         "run": run,
         "stages": [
             {
                 "stage": stage,
-                "rounds": [asdict(each) for each in rounds],
-                "tokens": sum(each.tokens for each in rounds),
-                "record_bytes": sum(each.record_bytes for each in rounds),
+                "rounds": [asdict(each.listed) for each in rounds],
+                "tokens": sum(each.listed.tokens for each in rounds),
+                "record_bytes": sum(each.listed.record_bytes for each in rounds),
+                "contributions": _contributions(rounds),
+                "tokens_before": _tokens_before(rounds),
             }
             for stage, rounds in sorted(stages.items())
         ],
     }
 
 
-def show(stages: Mapping[int, Sequence[LoggedRound]], console: Console) -> None:
-    """Print all stages."""
-    for stage, rounds in sorted(stages.items()):
+def show(stages: Mapping[int, Sequence[ChainRound]], console: Console) -> None:
+    """Print the rounds of all stages."""
+    for stage, chain in sorted(stages.items()):
+        rounds = [each.listed for each in chain]
         if console.is_terminal:
             console.print(_table(stage, rounds))
             continue
         for line in _lines(stage, rounds):
             console.print(line, highlight=False, soft_wrap=True)  # one line, however long
+
+
+def show_contributions(stages: Mapping[int, Sequence[ChainRound]], console: Console) -> None:
+    """Print what each peer contributed to each stage, the most first."""
+    for stage, chain in sorted(stages.items()):
+        found = _contributions(chain)
+        total = sum(each["tokens"] for each in found)
+        summary = f"stage {stage}: {len(found)} peers, {total:,} tokens"
+        if chain:
+            summary += f" in rounds {chain[0].listed.round} to {chain[-1].listed.round}"
+        if before := _tokens_before(chain):
+            summary += f"; {before:,} tokens of earlier rounds, whose records are not here"
+        shares = [f"{each['tokens'] / total:.1%}" for each in found]
+        if console.is_terminal:
+            table = Table(title=f"stage {stage}", title_justify="left")
+            table.add_column("peer")
+            for name in ("tokens", "share", "rounds"):
+                table.add_column(name, justify="right")
+            for each, share in zip(found, shares, strict=True):
+                table.add_row(each["peer"], f"{each['tokens']:,}", share, str(each["rounds"]))
+            console.print(table)
+        else:
+            for each, share in zip(found, shares, strict=True):
+                line = f"stage {stage} peer {each['peer']}: {each['tokens']:,} tokens ({share}) in "
+                console.print(f"{line}{each['rounds']} rounds", highlight=False, soft_wrap=True)
+        console.print(summary, highlight=False, soft_wrap=True)
+
+
+def _contributions(rounds: Sequence[ChainRound]) -> list[dict[str, Any]]:
+    taken_part = Counter(peer for each in rounds for peer, _ in each.members)
+    tokens = tokens_by_peer(rounds)
+    return [
+        {"peer": peer, "tokens": tokens[peer], "rounds": taken_part[peer]}
+        for peer in sorted(tokens, key=lambda peer: (-tokens[peer], peer))
+    ]
+
+
+def _tokens_before(rounds: Sequence[ChainRound]) -> int:
+    """Tokens behind the part of the chain that is not here."""
+    return rounds[0].chain_tokens - rounds[0].listed.tokens if rounds else 0
 
 
 def _table(stage: int, rounds: Sequence[LoggedRound]) -> Table:

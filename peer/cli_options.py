@@ -7,6 +7,8 @@ from typing import Annotated
 
 import typer
 
+from dilocox.dht.errors import InvalidInput
+from dilocox.dht.invite import SCHEME, Invite, listen_address
 from dilocox.peer.subprocesses import PREFIX
 
 
@@ -83,6 +85,38 @@ MetricsPort = Annotated[
         envvar=env("metrics-port"),
     ),
 ]
+HostedStage = Annotated[
+    str,
+    typer.Option(
+        help="Slice of the model to host, a number from 0; auto takes the one that lacks peers "
+        "most, and another one when that changes.",
+        envvar=env("stage"),
+    ),
+]
+MaxUpload = Annotated[
+    float,
+    typer.Option(
+        min=0,
+        help="Upload limit in MB/s for averaging and for serving joiners; 0 for none.",
+        envvar=env("max-upload"),
+    ),
+]
+MemoryLimit = Annotated[
+    float,
+    typer.Option(
+        min=0,
+        help="Memory limit in GB for all processes of this peer; 0 for none.",
+        envvar=env("memory-limit"),
+    ),
+]
+Data = Annotated[
+    str,
+    typer.Option(
+        help="Train on these files instead of the run's data: a folder, file or glob; .txt, "
+        ".jsonl and .parquet say their format, others have the run's, or are text.",
+        envvar=env("data"),
+    ),
+]
 ChainSource = Annotated[
     str,
     typer.Argument(
@@ -105,3 +139,76 @@ ChainTimeout = Annotated[
         envvar=env("timeout"),
     ),
 ]
+OnlyHours = Annotated[
+    list[str] | None,
+    typer.Option(
+        help="Take part only in these hours of the local day, FIRST-LAST, say 22-6 for 22:00 to "
+        "06:00; may be given several times.",
+        envvar=env("hours"),
+    ),
+]
+MonthlyTraffic = Annotated[
+    float,
+    typer.Option(
+        min=0,
+        help="Limit in GB of what is sent and received in a calendar month (UTC); over it the peer "
+        "rests until the next month; 0 for none.",
+        envvar=env("monthly-traffic"),
+    ),
+]
+Contributions = Annotated[
+    bool,
+    typer.Option(
+        "--contributions",
+        help="List the peers instead, with the tokens of theirs that are in committed rounds of "
+        "each stage.",
+        envvar=env("contributions"),
+    ),
+]
+Text = Annotated[str, typer.Argument(help="What is to be continued.", envvar=env("text"))]
+NewTokens = Annotated[
+    int | None,
+    typer.Option(
+        min=1,
+        show_default="200, or what the model has room for",
+        help="Write at most so many tokens.",
+        envvar=env("tokens"),
+    ),
+]
+Temperature = Annotated[
+    float,
+    typer.Option(
+        min=0,
+        help="How daring it is; 0 takes the likeliest token each time.",
+        envvar=env("temperature"),
+    ),
+]
+TextSeed = Annotated[
+    int | None,
+    typer.Option(
+        min=0, show_default="random", help="The same seed, the same text.", envvar=env("seed")
+    ),
+]
+Cache = Annotated[
+    Path | None,
+    typer.Option(
+        show_default="~/.cache/dilocox",
+        help="Folder for the weights; those of the newest round are not fetched twice.",
+        envvar=env("cache"),
+    ),
+]
+
+
+def announced(addresses: list[str] | None) -> tuple[str, ...]:
+    """What `--announce` names, checked before the imports that take seconds."""
+    for address in addresses or ():
+        try:
+            listen_address(address)
+        except InvalidInput as error:
+            raise InvalidInput(f"--announce: {error}") from error
+    return tuple(addresses or ())
+
+
+def path_or_invite(text: str) -> Path | Invite:
+    """What an argument names that may be either."""
+    return Invite.parse(text) if text.strip().startswith(SCHEME) else Path(text)

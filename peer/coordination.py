@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from dilocox.peer.averager import StageAverager
 from dilocox.peer.chain import ChainFollower
 from dilocox.peer.coordinator import Coordinator
@@ -17,6 +19,7 @@ from dilocox.peer.merge import Merge
 from dilocox.peer.outer import anchor_sha256
 from dilocox.peer.place import Place
 from dilocox.peer.plan import RoundPlan, stage_codec
+from dilocox.peer.revision import ManifestWatch
 from dilocox.peer.roundlog import RoundLog
 from dilocox.peer.vote import AloneWatch
 from dilocox.pipeline.stage_choice import Mover
@@ -31,11 +34,12 @@ def coordinator_of(
     merge: Merge,
     lease: PartLease | None,
     mover: Mover | None,
+    manifest_file: Path | None = None,
 ) -> Coordinator:
     """The coordinator of a peer, with what it drives.
 
     lease: on a part of the data, for peers of stage 0. mover: for peers that may change their
-    stage.
+    stage. manifest_file: where a newer manifest is kept.
     """
     deadlines = place.manifest.deadlines
     plan = RoundPlan(place.manifest, stage_codec(place.manifest, place.layout))
@@ -79,4 +83,5 @@ def coordinator_of(
         events=events,
         lease=lease,
         mover=mover,
+        watch=ManifestWatch(joined.swarm, place.run, place.manifest, manifest_file),
     )

@@ -25,9 +25,11 @@ from dilocox.peer.herald import Herald, replica_record
 from dilocox.peer.lease import PartLease
 from dilocox.peer.memory import check_use
 from dilocox.peer.place import LoopProgress, Place
+from dilocox.peer.revision import ManifestWatch
 from dilocox.peer.round_keeper import RoundKeeper
 from dilocox.peer.view import SwarmView
 from dilocox.peer.vote import AloneWatch
+from dilocox.peer.ways import Ways
 from dilocox.pipeline.stage_choice import Mover
 
 logger = logging.getLogger(__name__)
@@ -35,7 +37,8 @@ logger = logging.getLogger(__name__)
 TICK_S = 0.1
 CLOSE_LIMIT_S = 5.0
 BOOTSTRAP_LIMIT_S = 3.0
-LOOK_S = 1.0  # how often the DHT is read; a bell is heard that late
+LOOK_S = 1.0  # how often the DHT is read at most; a bell is heard that late
+REVISION_S = 30.0
 MOVE_TURN_S = 60.0  # whose turn it is to move changes that often
 
 
@@ -60,6 +63,7 @@ class Coordinator(threading.Thread):
         events: EventQueue,
         lease: PartLease | None,
         mover: Mover | None,
+        watch: ManifestWatch,
     ):
         super().__init__(name="coordinator", daemon=True)
         self._place = place
@@ -72,9 +76,13 @@ class Coordinator(threading.Thread):
         self._alone = alone
         self._lease = lease
         self._mover = mover
+        self._watch = watch
         self._closing = threading.Event()
         self._leaving = self._part_finished = False
-        self._published_at = self._looked_at = self._saw_all_at = float("-inf")
+        self._ways = Ways(place, averager)
+        self._published_at = self._looked_at = self._heard_at = self._saw_all_at = float("-inf")
+        self._paused_since: float | None = None
+        self._asked_at = time.monotonic()
         self._pending_send: Callable[[], None] | None = None
         self.events = events
         self._rounds = RoundKeeper(place.me)
@@ -86,6 +94,21 @@ class Coordinator(threading.Thread):
         self.move_to: int | None = None
 
     # ---- for the training loop -------------------------------------------------------------------
+    @property
+    def revised(self) -> bool:
+        """Whether this peer must start again, under new rules of the manifest."""
+        return self._watch.manifest.rules > self._place.manifest.rules
+
+    @property
+    def paused(self) -> bool:
+        """Whether the operator has paused the run."""
+        return self._watch.manifest.operation.state == "paused"
+
+    @property
+    def ending(self) -> bool:
+        """Whether the operator ends the run: what was learnt is sent, then all leave."""
+        return self._watch.manifest.operation.state == "ended"
+
     @property
     def inner_steps(self) -> int:
         """H of this round: the largest that the last records of this replica's stages name."""
@@ -197,6 +220,8 @@ class Coordinator(threading.Thread):
             raise ChildDied("the DHT process or p2pd has died")
         if not self._averager.is_alive():
             raise ChildDied("the averaging process has died")
+        if self._ways.lost(now):
+            raise ChildDied("others cannot reach this peer any more, as they could at its start")
         if now - self._looked_at >= LOOK_S:
             self._look()
             self._looked_at = time.monotonic()
@@ -212,14 +237,25 @@ class Coordinator(threading.Thread):
 
     # ---- looking and telling ---------------------------------------------------------------------
     def _look(self) -> None:
-        bells = self._rounds.wanted_bells(self._herald.view)
-        # records of stages and replicas change with their heartbeats only
-        pause_s = self._place.manifest.deadlines.heartbeat_s / 2
-        whole = not self.joined.is_set() or time.monotonic() - self._saw_all_at >= pause_s
-        answered = self._herald.look(bells, whole=whole)
+        now, herald, progress = time.monotonic(), self._herald, self.progress
+        # all but the bells changes with the others' heartbeats only
+        heartbeat_s = self._place.manifest.deadlines.heartbeat_s
+        whole = not self.joined.is_set() or now - self._saw_all_at >= heartbeat_s
+        near_end = self.ending or (
+            progress.unsent_tokens > 0
+            and (not progress.head or progress.inner_step >= self.inner_steps)
+        )
+        deaf_s = min(heartbeat_s, self._rounds.deaf_s(herald.view, near_end=near_end))
+        answered = False
+        if whole or now - self._heard_at >= deaf_s:
+            answered = herald.look(self._rounds.wanted_bells(herald.view), whole=whole)
+            self._heard_at = now
         if whole:
-            self._saw_all_at = time.monotonic()
-        view = self._herald.view
+            self._saw_all_at = now
+        view = herald.view
+        self._look_for_revision()
+        if whole:
+            self._ways.look(view)
         evaluated = [
             (record.val_round, record.val_loss)
             for record in view.replicas.values()
@@ -229,7 +265,8 @@ class Coordinator(threading.Thread):
             self.heard_val_loss = max(evaluated)
         if not self.joined.is_set():
             # training begins when nobody has a record that this peer lacks
-            if answered and not self._chain.busy and not self._chain.behind(view):
+            ready = answered and not self._chain.busy and self._stands_on_base()
+            if ready and not self._chain.behind(view):
                 self._rounds.start(view, self._chain.head.round)
                 self._renew_lease()
                 self.joined.set()
@@ -239,18 +276,39 @@ class Coordinator(threading.Thread):
             self._consider_moving(view)
         self.run_ended = view.says_ended(self._place.manifest.end_tokens)
 
+    def _look_for_revision(self) -> None:
+        """Ask for the manifest where somebody knows a newer one, else now and then: it is large."""
+        now = time.monotonic()
+        told = self._herald.revision > self._watch.manifest.operation.revision
+        pause_s = self._place.manifest.deadlines.heartbeat_s / 2 if told else REVISION_S
+        if now - self._asked_at >= pause_s:
+            self._asked_at = now
+            if self._watch.look():
+                self.announce()  # others hear of it from this peer, too
+
     def _follow_round(self, view: SwarmView) -> None:
         progress = self.progress
+        now = time.monotonic()
+        if self._paused_since is not None:
+            self._rounds.stood_still(now - self._paused_since)
+        self._paused_since = now if self.paused else None
         bell = self._rounds.follow(
             view,
             replica_record(self._place, self.round, progress),
             self._clock.time(),
             head=progress.head,
-            inner_steps=self.inner_steps,
+            inner_steps=1 if self.ending else self.inner_steps,
             tokens=progress.unsent_tokens,
             undecided=self._pending_send is not None or self._driver.sent_round is not None,
         )
         self._herald.ring(bell)
+
+    def _stands_on_base(self) -> bool:
+        """Whether this chain holds the record that the operator went back to, if to any."""
+        manifest = self._place.manifest
+        rollbacks = manifest.operation.rollbacks
+        base, since = manifest.base(self._place.stage), rollbacks[-1][0] if rollbacks else 0
+        return self._chain.stands_on(base, since)
 
     def _consider_moving(self, view: SwarmView) -> None:
         if self._mover is not None:
@@ -269,6 +327,7 @@ class Coordinator(threading.Thread):
             chain=self._chain,
             voids=self._driver.voids,
             own=progress,
+            revision=self._watch.manifest.operation.revision,
         )
         if present:
             herald.tell_replica(replica_record(place, self.round, progress))

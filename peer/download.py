@@ -27,10 +27,12 @@ from dilocox.dht.records import ClaimRecord
 from dilocox.peer import catchup
 from dilocox.peer.averager import StageAverager
 from dilocox.peer.join import Joined
-from dilocox.peer.outer import OuterStep, anchor_sha256
+from dilocox.peer.outer import anchor_sha256
+from dilocox.peer.plan import outer_step, stage_record_bytes
 from dilocox.peer.record import RecordRefused, RoundRecord
 from dilocox.peer.roundlog import RoundLog
 from dilocox.peer.transport import PeerTransport, UploadLimit
+from dilocox.peer.view import that_count
 from dilocox.pipeline.stage import build_stage, flatten_parameters, parameter_shapes
 
 logger = logging.getLogger(__name__)
@@ -117,10 +119,15 @@ async def _ask(
             p2p, peer, namespace=averaging_prefix(place.run, stage)
         ),
         limit=UploadLimit(None),
+        record_bytes=stage_record_bytes(place.manifest, stage),
     )
     found = place.swarm.read(claim_key(place.run, stage), ClaimRecord) or {}
     claims = sorted(
-        ((peer, claim) for peer, claim in found.items() if claim.round >= 0),
+        (
+            (peer, claim)
+            for peer, claim in that_count(found, place.manifest).items()
+            if claim.round >= 0
+        ),
         key=lambda item: (-item[1].round, -item[1].chain_tokens, item[0]),
     )
     last = ""
@@ -153,7 +160,7 @@ async def _from_peer(
     check = catchup.RecordCheck.of(place.run, stage, manifest, layout)
     anchor, momentum = torch.zeros(layout.numel), torch.zeros(layout.numel)
     with tempfile.TemporaryDirectory() as folder:
-        log = RoundLog(Path(folder), manifest_digest=manifest.digest, codec=check.codec)
+        log = RoundLog(Path(folder), manifest_digest=manifest.root, codec=check.codec)
         record: RoundRecord | None = None
         digest = claim.digest
         try:
@@ -179,7 +186,6 @@ async def _from_peer(
         head = log.head()
         if head.digest != digest:
             raise RecordRefused("its log does not lead to the record that it claims")
-        outer = OuterStep(manifest.outer.learning_rate, manifest.outer.momentum)
         for number in reach.appended:
             following = log.read(number)
             if following is None:
@@ -191,6 +197,7 @@ async def _from_peer(
                 raise RecordRefused(f"round {number} applies to another anchor")
             record = following
             average = record.average(check.codec)
+            outer = outer_step(manifest, record.rules)
             outer.apply(anchor, momentum, average, anchor, momentum)
     if record is None or round_number not in (None, record.round):
         raise OtherRound("it has no anchor of that round")

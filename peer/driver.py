@@ -185,6 +185,7 @@ class ExchangeDriver:
         order = ExchangeOrder(
             plan=Plan(
                 run=self._run,
+                rules=manifest.rules,
                 stage=self._stage,
                 round=job.round,
                 attempt=job.attempt,

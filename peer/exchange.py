@@ -70,6 +70,7 @@ class Attempt:
         self._started = time.monotonic()
         self._reach = Reach(setup, transport, pool)
         self._shares = Shares(setup, self._reach.compute)
+        self.running = False
         self._waited_out = False  # the exchange's time is over and means are missing
         self.record: bytes | None = None  # as this member made it, for those who lack parts
         self.digest: str | None = None
@@ -83,6 +84,13 @@ class Attempt:
         """The most bytes that a payload of this part may have (`kind`: part, mean)."""
         return self._setup.max_bytes(part, kind)
 
+    def check_sender(self, peer: str, part: int, kind: str) -> None:
+        """Raise ShareRefused unless this peer may send this part (`kind`: part, mean) to us."""
+        if kind == "mean" and self._setup.shares[part].reducer != peer:
+            raise ShareRefused(f"part {part} is not averaged by {peer}")
+        if kind == "part":
+            self._shares.check_sender(peer, part)
+
     async def on_part(self, peer: str, part: int, payload: bytes) -> None:
         """A member's values of a part that we average; refused, it leaves the member out."""
         try:
@@ -92,8 +100,9 @@ class Attempt:
 
     async def on_mean(self, peer: str, mean: Mean) -> None:
         """An averaged part from its reducer."""
-        if not self.has_part(mean.part) or self._setup.shares[mean.part].reducer != peer:
-            raise ShareRefused(f"part {mean.part} is not averaged by {peer}")
+        if not self.has_part(mean.part):
+            raise ShareRefused(f"there is no part {mean.part}")
+        self.check_sender(peer, mean.part, "mean")
         try:
             await self._shares.add_mean(mean)
         except (PayloadRefused, ShareRefused):
@@ -104,8 +113,18 @@ class Attempt:
 
     def on_vote(self, vote: bytes) -> None:
         """A signed vote; ValueError if it is not one of this attempt."""
+        known = self.ballots.voters()
         self.ballots.receive(vote)
         self._reach.notify()
+        self._pass_on(vote, self.ballots.voters() - known)
+
+    def _pass_on(self, vote: bytes, voter: set[str]) -> None:
+        """Those that only dial out do not hear each other."""
+        if not voter or not voter <= set(self._reach.dial_out):
+            return
+        for peer in set(self._reach.dial_out) - voter:
+            call = self._reach.call(self._setup.vote_s, self._transport.send_vote, peer, vote)
+            self._reach.spawn(call, outlives=True)
 
     def mean(self, part: int) -> Mean | None:
         """The averaged part, for members that ask for it."""
@@ -114,6 +133,7 @@ class Attempt:
     # ---- the exchange ----------------------------------------------------------------------------
     async def run(self) -> AttemptResult:
         """Exchange, vote, decide. Never raises for what another member does."""
+        self.running = True
         try:
             self._reach.watch_neighbours()
             for part in self._shares.duties:
@@ -121,6 +141,7 @@ class Attempt:
             record = await self._exchange()
             return await self._decide(record)
         finally:
+            self.running = False
             self._reach.cancel()
 
     async def _exchange(self) -> bytes | None:
@@ -279,7 +300,7 @@ class Attempt:
                     await self._shares.add_mean(mean)
 
     async def _fetch_record(self, digest: str, deadline: float) -> bytes | None:
-        for peer in sorted(self.ballots.voters_for(digest) - {self._setup.me}):
+        for peer in sorted(self.ballots.voters_for(digest) & set(self._reach.others)):
             limit_s = max(0.1, deadline - time.monotonic())
             data = await self._reach.call(limit_s, self._transport.fetch_record, peer, digest)
             if data is not None and digest_of(data) == digest:

@@ -12,7 +12,7 @@ round the weights come from, and marks the folder as one that a later export may
 import json
 import os
 import shutil
-from collections.abc import Generator, Iterable, Mapping
+from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, cast
@@ -24,6 +24,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file  # pyright: ignore[reportUnknownVariableType]
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, ByT5Tokenizer, GenerationConfig
+from transformers.generation.streamers import BaseStreamer
 from transformers.utils import logging as transformers_logging
 
 from dilocox.dht.errors import EnvironmentFault, InvalidInput
@@ -31,6 +32,7 @@ from dilocox.pipeline.partition import build_skeleton
 from dilocox.pipeline.stage import constant_buffers, parameter_shapes
 
 INFO_FILE = "dilocox.json"
+DEFAULT_TOKENS = 200  # that a text is continued by
 
 # The byte tokenizer also counts 125 sentinels, which text never becomes.
 _BYTE_IDS_END = 259
@@ -92,11 +94,24 @@ def evaluate_checkpoint(
     return total / windows[:, 1:].numel()
 
 
-def continue_text(folder: Path, prompt: str, max_new_tokens: int, seed: int) -> str:
+def continue_text(
+    folder: Path,
+    prompt: str,
+    max_new_tokens: int | None,
+    seed: int,
+    *,
+    temperature: float | None = None,
+    tell: Callable[[str], None] | None = None,
+) -> str:
     """What the model writes after `prompt` (not empty), sampled as the folder's settings say.
 
+    Args:
+        max_new_tokens: at most so many; None for DEFAULT_TOKENS, or as many as there is room for.
+        temperature: instead of the folder's; 0 takes the likeliest token each time.
+        tell: gets the text piece by piece as it comes.
+
     The caller's random state stays as it is. Raises InvalidInput if the folder holds no complete
-    checkpoint.
+    checkpoint, or the model has no room for so many tokens.
     """
     if not prompt:
         raise InvalidInput("prompt: it is empty; give at least one character to continue")
@@ -107,10 +122,61 @@ def continue_text(folder: Path, prompt: str, max_new_tokens: int, seed: int) -> 
         prompt, add_special_tokens=False, split_special_tokens=True, return_tensors="pt"
     )
     length = inputs["input_ids"].shape[1]
+    max_new_tokens = _room(model, length, max_new_tokens)
+    settings = model.generation_config
+    if temperature == 0:
+        settings.do_sample, settings.temperature, settings.top_k = False, None, None
+    elif temperature is not None:
+        settings.temperature = temperature
+    streamer = None if tell is None else _Teller(tokenizer, tell)
     with torch.random.fork_rng(devices=[]):  # pyright: ignore[reportUnknownMemberType]
         torch.default_generator.manual_seed(seed)
-        output = model.generate(**inputs, max_new_tokens=max_new_tokens)  # [1, length + new]
+        output = model.generate(
+            **inputs, max_new_tokens=max_new_tokens, streamer=streamer
+        )  # [1, length + new]
     return tokenizer.decode(output[0, length:], skip_special_tokens=True)
+
+
+def _room(model: Any, prompt_tokens: int, wanted: int | None) -> int:
+    """How many tokens are made; InvalidInput if the model has no room for those wanted."""
+    positions = getattr(model.config, "max_position_embeddings", None)
+    room = DEFAULT_TOKENS if positions is None else int(positions) - prompt_tokens
+    if positions is not None and (room < 1 or (wanted or 0) > room):
+        raise InvalidInput(
+            f"a text of {prompt_tokens} tokens and --tokens {wanted or 1} are more than the "
+            f"{positions} tokens that the model takes; give fewer"
+        )
+    return min(DEFAULT_TOKENS, room) if wanted is None else wanted
+
+
+class _Teller(BaseStreamer):
+    """Tells a text as it comes, without the prompt; transformers' own one waits for a space."""
+
+    def __init__(self, tokenizer: Any, tell: Callable[[str], None]):
+        self._tokenizer, self._tell = tokenizer, tell
+        self._line: list[int] = []
+        self._told: int | None = None  # letters of the line; None before the prompt
+
+    def put(self, value: Tensor) -> None:
+        """The prompt first, then each token."""
+        if self._told is None:
+            self._told = 0
+            return
+        self._line += [int(token) for token in value.flatten()]
+        text = self._decoded()
+        if text.endswith("\ufffd"):  # half a letter: the rest of its bytes is to come
+            return
+        self._tell(text[self._told :])
+        self._told = len(text)
+        if text.endswith("\n"):
+            self._line, self._told = [], 0
+
+    def end(self) -> None:
+        """What was held back."""
+        self._tell(self._decoded()[self._told or 0 :])
+
+    def _decoded(self) -> str:
+        return self._tokenizer.decode(self._line, skip_special_tokens=True)
 
 
 def _refuse_foreign(folder: Path) -> None:

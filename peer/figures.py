@@ -97,7 +97,7 @@ class Figures:
             },
             round_trips_s=network.round_trips_s(),
             spares=sum(record.state == "spare" for record in hosts),
-            reachability="dial_out" if self._place.client_mode else "public",
+            reachability=self._place.reachability,
         )
 
     @property

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import tempfile
 from pathlib import Path
 
 from dilocox.dht.errors import EnvironmentFault
@@ -38,6 +39,27 @@ def make_folder(path: Path) -> None:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise disk_fault(path, error) from error
+
+
+def no_temporary_folder() -> EnvironmentFault | None:
+    """The error where nothing can be written to any folder for temporary files; libraries look for
+    one when they are imported.
+    """
+    try:
+        tempfile.gettempdir()
+    except OSError:
+        return EnvironmentFault(
+            "no folder for temporary files can be written: free some space or set TMPDIR, in a "
+            "container give --tmpfs /tmp"
+        )
+    return None
+
+
+def system_fault(error: OSError) -> EnvironmentFault | None:
+    """What an error of the system that nobody expected means for a person; None: it is a bug."""
+    if error.errno in DISK_FULL:
+        return disk_fault(Path(error.filename or "."), error)
+    return no_temporary_folder() if isinstance(error, FileNotFoundError) else None
 
 
 def disk_fault(path: Path, error: OSError) -> EnvironmentFault:

@@ -1,7 +1,8 @@
 """Who may exchange with whom: the plan that keys a group, and what each member states when it
 joins.
 
-The plan (run, stage, round, attempt, ranks, layout, digest of the last record) keys the group in
+The plan (run, rules of the manifest, stage, round, attempt, ranks, layout, digest of the last
+record) keys the group in
 the DHT, so that peers that disagree never meet, and is compared once more in the gathered tickets
 before a byte flows. Weights and modes come from the tickets alone: they are the same for every
 member.
@@ -37,6 +38,7 @@ class Plan:
     """What an attempt is about; peers with unequal plans never meet."""
 
     run: str
+    rules: int = 0
     stage: int
     round: int
     attempt: int
@@ -203,6 +205,7 @@ def _template(order: ExchangeOrder, manifest: Manifest) -> RoundRecord:
         round=plan.round,
         previous=plan.previous,
         anchor_before=order.anchor_before,
+        rules=plan.rules,
         layout=plan.layout,
         ranks=plan.ranks,
         members=(),

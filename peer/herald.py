@@ -12,7 +12,7 @@ from dilocox.dht.records import BellRecord, ClaimRecord, Record, ReplicaRecord, 
 from dilocox.dht.swarm import Swarm
 from dilocox.peer.chain import ChainFollower
 from dilocox.peer.place import LoopProgress, Place
-from dilocox.peer.view import SwarmView
+from dilocox.peer.view import SwarmView, that_count
 
 READ_LIMIT_S = 3.0  # of each look; a slow one must not keep an exchange from its time
 MAX_MEMBERS = 12  # peer ids of 52 characters in a record of 1 KB
@@ -20,19 +20,22 @@ MAX_BLOCKED = 160  # characters: a run of many stages may lack peers for most of
 
 
 class Herald:
-    """Publishes records that live for three heartbeats. `view` is what the last look showed."""
+    """Publishes records that live for three heartbeats. `view` is what the last look showed, and
+    `revision` the newest of the manifest that somebody knows.
+    """
 
     def __init__(self, place: Place, swarm: Swarm):
         self._place = place
         self._swarm = swarm
         self._lifetime_s = place.manifest.deadlines.record_lifetime_s
         self.view = SwarmView(me=place.me)
+        self.revision = 0
 
     def look(self, bell_rounds: Iterable[int], *, whole: bool = True) -> bool:
         """Read what the others say; what gives no answer stays as it was. Whether all answered.
 
-        whole: everything; else only what must be heard at once, bells and records, because each
-        answer holds the signed records of all who wrote under its key.
+        whole: everything; else only the bells, which must be heard at once, because each answer
+        holds the signed records of all who wrote under its key.
         """
         place, view = self._place, self.view
         run, stage = place.run, place.stage
@@ -40,11 +43,11 @@ class Herald:
         hosts = {stage_key(run, number): number for number in range(place.manifest.stages)}
         own_claims, run_claims = claim_key(run, stage), claim_key(run, 0)
         asked: dict[str, type[Record]] = dict.fromkeys(rings, BellRecord)
-        asked[own_claims] = ClaimRecord
         if whole:
             asked |= dict.fromkeys(hosts, StageRecord)
-            asked |= {run_claims: ClaimRecord, replica_key(run): ReplicaRecord}
-        found: dict[str, Any] = dict.fromkeys((*hosts, run_claims, replica_key(run)))
+            asked |= dict.fromkeys((own_claims, run_claims), ClaimRecord)
+            asked[replica_key(run)] = ReplicaRecord
+        found: dict[str, Any] = dict.fromkeys((*hosts, own_claims, run_claims, replica_key(run)))
         found |= self._swarm.read_many(asked, timeout_s=READ_LIMIT_S)
         stages = {
             number: view.stages.get(number, {}) if found[key] is None else found[key]
@@ -53,6 +56,10 @@ class Herald:
         }
         replicas = found[replica_key(run)]
         claims, of_run = found[own_claims], found[run_claims]
+        told: list[ClaimRecord] = [] if claims is None else list(claims.values())
+        claims = None if claims is None else that_count(claims, place.manifest)
+        of_run = None if of_run is None else that_count(of_run, place.manifest)
+        self.revision = max((each.revision for each in told), default=0)
         self.view = SwarmView(
             me=place.me,
             stage=stages.get(stage, {}),
@@ -76,6 +83,7 @@ class Herald:
         chain: ChainFollower,
         voids: int,
         own: LoopProgress,
+        revision: int = 0,
     ) -> None:
         """That this peer hosts its stage, and the last record it holds."""
         place, head, last = self._place, chain.head, chain.last_record
@@ -99,6 +107,8 @@ class Herald:
             tokens=0 if last is None else last.tokens,
             chain_tokens=head.chain_tokens,
             record_bytes=head.record_bytes,
+            rules=0 if last is None else last.rules,
+            revision=revision,
         )
         self._swarm.publish(stage_key(place.run, place.stage), hosting, self._lifetime_s)
         self._swarm.publish(claim_key(place.run, place.stage), claim, self._lifetime_s)

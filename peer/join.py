@@ -7,15 +7,18 @@ from __future__ import annotations
 import multiprocessing
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from pathlib import Path
 
 from dilocox.dht.clock import RunClock
 from dilocox.dht.identity import Identity
 from dilocox.dht.invite import Invite
 from dilocox.dht.manifest import Manifest
 from dilocox.dht.node import RunDHT, open_dht
+from dilocox.dht.reach import Reach
 from dilocox.dht.swarm import Swarm
 from dilocox.dht.validator import RunRecordValidator
+from dilocox.peer.revision import kept_manifest, newer_of
 
 MANIFEST_LIMIT_S = 20.0  # a bootstrap publishes it before it gives the invite away
 
@@ -30,6 +33,7 @@ class Joined:
     clock: RunClock
     dht: RunDHT
     swarm: Swarm
+    reach: Reach = field(default_factory=Reach)
 
 
 @contextmanager
@@ -40,8 +44,11 @@ def joined(
     listen: Sequence[str],
     announce: Sequence[str] = (),
     client_mode: bool = False,
+    kept: Path | None = None,
 ) -> Generator[Joined]:
     """Join the DHT and read the run's manifest; leaves, with all processes, at the end.
+
+    kept: file of a manifest that was seen before (revision.py); the DHT's may be an older one.
 
     Raises:
         InvalidInput: the invite and the manifest do not belong together.
@@ -49,6 +56,8 @@ def joined(
     """
     # hivemind's processes work under fork only; Python's default will change
     multiprocessing.set_start_method("fork", force=True)
+    from dilocox.peer.reachability import find_reach  # hivemind is heavy
+
     clock = RunClock()
     dht = open_dht(
         identity=identity,
@@ -56,12 +65,15 @@ def joined(
         listen=listen,
         announce=announce,
         client_mode=client_mode,
+        find_reach=None if client_mode else find_reach,
         validator=RunRecordValidator(invite.run_id, identity),
         clock=clock,
     )
     try:
         swarm = Swarm(dht, invite.run_id, identity, clock)
         signed = swarm.fetch_manifest(invite.run_id, MANIFEST_LIMIT_S)
+        if kept is not None:
+            signed = newer_of(signed, kept_manifest(kept, invite.run_id), invite.run_id)
         yield Joined(
             identity=identity,
             run=invite.run_id,
@@ -69,6 +81,7 @@ def joined(
             clock=clock,
             dht=dht,
             swarm=swarm,
+            reach=dht.reach(),
         )
     finally:
         dht.close()

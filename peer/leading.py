@@ -27,6 +27,7 @@ logger = logging.getLogger(__name__)
 
 FORM_PAUSE_S = 0.5  # between two tries to form a replica, plus as much again by chance
 LAST_LOSS_PAUSE_S = 0.5
+PAUSED = "the operator has paused the run"
 LAST_LOSS_LIMIT_S = 30.0  # how long the run's last validation waits for all stages' last records
 
 
@@ -70,8 +71,8 @@ class Leading:
 
     @property
     def ended(self) -> bool:
-        """Whether the run has trained on all its tokens."""
-        return self._learner.ended
+        """Whether the run has trained on all its tokens, or its operator has ended it."""
+        return self._learner.ended or self._learner.finished
 
     @property
     def between_steps(self) -> bool:
@@ -80,6 +81,10 @@ class Leading:
 
     def turn(self) -> None:
         """One inner step, or one try to form a replica."""
+        if self._coordinator.paused:
+            self._show_place(PAUSED)
+            self._learner.stand_still()
+            return
         self._follow_lease()
         if not self._head.members and not self._form():
             self._learner.take_events(wait_s=POLL_S)

@@ -40,6 +40,10 @@ CATCH_UP_LIMIT_S = 60.0  # how long a round's end waits for records that are bei
 POLL_S = 0.1
 
 
+class Revised(Exception):
+    """The operator gave the run new rules: this peer starts again from its snapshot under them."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class LocalModel:
     """What this peer trains: its stage, the optimizer, and the merge over their flat weights."""
@@ -83,7 +87,9 @@ class Learner:
         # learning rate would fall back by a whole record.
         self._chain_tokens = coordinator.tokens_at_start
         self._states_taken = 0
-        self._records_unsaved = 0  # applied since the last snapshot
+        self._records_unsaved = self._bytes_unsaved = 0  # applied since the last snapshot
+        self._ending_since: float | None = None
+        self._sent_last = False  # of a run that the operator ends
         self._codec = stage_codec(manifest, model.layout)
         self._takes_at_once = manifest.outer.apply == "arrival" or manifest.outer.merge == "none"
         state: dict[str, Any] = snapshots.data_state() if snapshots.found else {}
@@ -111,14 +117,24 @@ class Learner:
             while not self._coordinator.joined.is_set() and not self._stop.is_set():
                 self.take_events(wait_s=POLL_S)
                 self.publish()
+                if self._coordinator.revised and not self._merge.fly:
+                    raise Revised
         self._tally.start()
 
     def between_steps(self) -> None:
-        """Take what has come, and the send if it is due."""
+        """Take what has come, and the send if it is due.
+
+        Raises `Revised` where this peer is to start again and no send is in flight.
+        """
         # of a coordinator that has ended the last event says why, and no round would end
         if self._takes_at_once or not self._coordinator.is_alive():
             self.take_events()
         due = self._coordinator.send_due()
+        if self._coordinator.revised:
+            if due is not None and not self._takes_at_once:
+                self._catch_up()
+            if not self._merge.fly:
+                raise Revised
         if due is not None and not self.ended:
             self._end_round(*due)
 
@@ -140,6 +156,26 @@ class Learner:
     def ended(self) -> bool:
         """Whether this stage's chain holds all tokens of the run."""
         return self._chain_tokens >= self._manifest.end_tokens
+
+    @property
+    def finished(self) -> bool:
+        """Whether the operator has ended the run and all that this peer learnt is in a record, or
+        will not be in one any more."""
+        if not self._coordinator.ending:
+            return False
+        now = time.monotonic()
+        if self._ending_since is None:
+            self._ending_since = now
+        overdue = now > self._ending_since + self._coordinator.outcome_limit_s
+        return overdue or (not self._merge.fly and (self._sent_last or self._merge.tokens == 0))
+
+    def stand_still(self) -> None:
+        """The run is paused: a moment passes, and records are taken if it is their time."""
+        if self._takes_at_once:
+            self.take_events(wait_s=POLL_S)
+        else:
+            self._stop.wait(POLL_S)
+        self.publish()
 
     @property
     def unsent(self) -> bool:
@@ -164,10 +200,12 @@ class Learner:
         with self._tally.waiting("send"):
             if not self._takes_at_once:
                 self._catch_up()
-            if self._merge.can_send and round_number > self._merge.round:
+            last = self._coordinator.ending
+            if self._merge.can_send and round_number > self._merge.round and not self._sent_last:
+                self._sent_last = last
                 send = self._merge.send(round_number)
                 self._model.buffers.message.copy_(send.message)
-                self._tally.sent(round_number)
+                self._tally.sent(round_number, send.tokens)
                 self._snapshot()
                 self._coordinator.submit(
                     round_number,
@@ -239,7 +277,10 @@ class Learner:
                 values = own_contribution(record, self._me, held.message, self._codec)
             own = OwnContribution(values, record.left_out(self._me, self._codec))
             error = relative_error(held.message, values)
-        tokens = held.tokens if held is not None else 0
+        stated = record.member(self._me)
+        tokens = 0
+        if held is not None and stated is not None:  # of much a record counts less: tokens_cap
+            tokens = min(held.tokens, stated.tokens)
         outcome = self._merge.commit(facts, anchor, momentum, own)
         self._chain_tokens = record.chain_tokens
         self.newest = record
@@ -251,7 +292,10 @@ class Learner:
             residual_norm=norm(self._merge.residual.values),
         )
         self._records_unsaved += 1
-        if self._records_unsaved >= max(1, self._manifest.rounds.records_kept // 2):
+        self._bytes_unsaved += event.payload_bytes
+        rounds = self._manifest.rounds
+        many = self._records_unsaved >= max(1, rounds.records_kept // 2)
+        if many or self._bytes_unsaved >= rounds.log_bytes // 2:
             self._snapshot()  # who only follows has a log that is pruned all the same
 
     def _resync(self, event: Resynced) -> None:
@@ -289,7 +333,7 @@ class Learner:
         return self._manifest.batch.tokens_per_step / speed if speed > 0 else 0.0
 
     def _snapshot(self) -> None:
-        self._records_unsaved = 0
+        self._records_unsaved = self._bytes_unsaved = 0
         self._snapshots.write(self._merge, self._model.optimizer, self.data_state())
 
     def publish(self, *, force: bool = False) -> None:

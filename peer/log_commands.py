@@ -21,36 +21,40 @@ from dilocox.dht.errors import EnvironmentFault, InvalidInput
 from dilocox.dht.identity import Identity
 from dilocox.dht.invite import Invite
 from dilocox.dht.manifest import Manifest
-from dilocox.peer.catchup import RecordCheck
 from dilocox.peer.chain_download import ChainHolders, download_chain, list_chain
-from dilocox.peer.chain_list import LoggedRound, as_json, show
+from dilocox.peer.chain_list import ChainRound, as_json, show, show_contributions
 from dilocox.peer.files import write_atomically
 from dilocox.peer.join import Joined, joined
 from dilocox.peer.kept_chain import KeptChain, KeptRun, kept_run
+from dilocox.peer.record_check import RecordCheck
 from dilocox.peer.replay import Replayed, replay
 from dilocox.peer.signals import StopSignal
 from dilocox.pipeline.stage import parameter_shapes
 
+LISTINGS = 3  # of a folder whose owner moves records while they are read
 STOPPED = 130  # before it was done
 
 
 @dataclass(frozen=True, kw_only=True)
 class ChainOptions:
-    """The options of both commands; see their help texts. json_file: of `dilocox log` alone."""
+    """The options of both commands; see their help texts. json_file and contributions: of
+    `dilocox log` alone.
+    """
 
     source: Path | Invite
     stage: str
     host: str
     timeout_s: float
     json_file: Path | None = None
+    contributions: bool = False
 
 
 def run_log_command(options: ChainOptions) -> int:
-    """List the rounds of one stage or all; the exit code."""
+    """List the rounds of one stage or all, or what its peers contributed; the exit code."""
     with StopSignal():
         run, stages = _listed(options)
         if options.json_file is None:
-            show(stages, Console())
+            (show_contributions if options.contributions else show)(stages, Console())
             return 0
         text = json.dumps(as_json(run, stages), indent=2) + "\n"
         if str(options.json_file) == "-":
@@ -65,7 +69,7 @@ def run_verify_command(options: ChainOptions) -> int:
     """Replay the chain of one stage or all; the exit code, 1 where there is a flaw."""
     with StopSignal():
         if isinstance(options.source, Path):
-            sound = _verify_folder(kept_run(options.source), options)
+            sound = _verify_folder(options.source, options)
         else:
             sound = _verify_swarm(options.source, options)
         return 0 if sound else 1
@@ -73,8 +77,8 @@ def run_verify_command(options: ChainOptions) -> int:
 
 
 # ---- listing -------------------------------------------------------------------------------------
-def _listed(options: ChainOptions) -> tuple[str, Mapping[int, Sequence[LoggedRound]]]:
-    source, stages = options.source, dict[int, Sequence[LoggedRound]]()
+def _listed(options: ChainOptions) -> tuple[str, Mapping[int, Sequence[ChainRound]]]:
+    source, stages = options.source, dict[int, Sequence[ChainRound]]()
     if isinstance(source, Path):
         kept = kept_run(source)
         for stage in _wanted(options, sorted(kept.stages)):
@@ -87,29 +91,39 @@ def _listed(options: ChainOptions) -> tuple[str, Mapping[int, Sequence[LoggedRou
     return source.run_id, stages
 
 
-async def _list(place: Joined, stage: int, deadline: float) -> list[LoggedRound]:
+async def _list(place: Joined, stage: int, deadline: float) -> list[ChainRound]:
     return await list_chain(await _holders(place, stage, deadline))
 
 
-def _rounds(chain: KeptChain) -> list[LoggedRound]:
-    found: list[LoggedRound] = []
+def _rounds(chain: KeptChain) -> list[ChainRound]:
+    found: list[ChainRound] = []
     for entry in chain.records:
         try:
             header = entry.header()
             if header is not None:  # else its owner removed it meanwhile
-                found.append(LoggedRound.of(header, entry.digest, entry.record_bytes))
+                found.append(ChainRound.of(header, entry.digest, entry.record_bytes))
         except ValueError as error:
             raise EnvironmentFault(str(error)) from error
     return found
 
 
 # ---- verifying -----------------------------------------------------------------------------------
-def _verify_folder(kept: KeptRun, options: ChainOptions) -> bool:
+def _verify_folder(folder: Path, options: ChainOptions) -> bool:
+    kept = kept_run(folder)
     manifest = kept.manifest()
     sound = True
     for stage in _wanted(options, sorted(kept.stages)):
-        sound &= _verified(manifest, kept.run, kept.stages[stage], [])
+        found = _replayed(manifest, kept, stage)
+        for _ in range(LISTINGS):
+            if found.gone:  # a running peer or bootstrap has moved records meanwhile
+                found = _replayed(manifest, kept_run(folder), stage)
+        sound &= _told(stage, found, [])
     return sound
+
+
+def _replayed(manifest: Manifest, kept: KeptRun, stage: int) -> Replayed:
+    chain = kept.stages[stage]
+    return replay(manifest, kept.run, stage, chain.records, chain.states)
 
 
 def _verify_swarm(invite: Invite, options: ChainOptions) -> bool:
@@ -119,7 +133,8 @@ def _verify_swarm(invite: Invite, options: ChainOptions) -> bool:
         for stage in _wanted(options, range(place.manifest.stages)):
             with tempfile.TemporaryDirectory() as folder:
                 chain, flaws = asyncio.run(_download(place, stage, deadline, Path(folder)))
-                sound &= _verified(place.manifest, place.run, chain, flaws)
+                found = replay(place.manifest, place.run, stage, chain.records, chain.states)
+                sound &= _told(stage, found, flaws)
     return sound
 
 
@@ -132,13 +147,12 @@ async def _download(
     return await download_chain(await _holders(place, stage, deadline), stage, check, folder)
 
 
-def _verified(manifest: Manifest, run: str, chain: KeptChain, flaws: Sequence[str]) -> bool:
-    """Replay and say what was found; whether there was no flaw."""
-    found = replay(manifest, run, chain.stage, chain.records, chain.states)
+def _told(stage: int, found: Replayed, flaws: Sequence[str]) -> bool:
+    """Say what a replay found; whether there was no flaw, `flaws` of the download included."""
     flaws = [*flaws, *found.flaws]
     for flaw in flaws:
-        typer.echo(f"stage {chain.stage}: {flaw}")
-    typer.echo(f"stage {chain.stage}: {summary(found)}")
+        typer.echo(f"stage {stage}: {flaw}")
+    typer.echo(f"stage {stage}: {summary(found)}")
     return not flaws
 
 

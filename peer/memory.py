@@ -2,19 +2,40 @@
 
 from __future__ import annotations
 
+import logging
+import math
 import os
+import shutil
 from pathlib import Path
-
-import torch
+from typing import TYPE_CHECKING
 
 from dilocox.dht.errors import EnvironmentFault, InvalidInput
+
+if TYPE_CHECKING:  # the doctor looks here where torch cannot be loaded
+    import torch
+
+logger = logging.getLogger(__name__)
 
 PROCESSES_BYTES = 800_000_000  # the five processes before the first vector, measured
 # Vectors of the stage's size, 4 bytes a value: six shared ones (averager.StageBuffers), weights,
 # gradients, two moments, start, residual, and delta and message of a send in flight.
 VECTORS = 14
+SHARED_VECTORS = 6
+DEVICE_VECTORS = 4  # weights, gradients, two moments: on the GPU, where there is one
 ACTIVATION_SHARE = 1.25  # of the above, for activations and temporaries
 MAX_WINDOW = 1024  # microbatches in flight
+
+SHARED_MEMORY = Path("/dev/shm")
+# Of a container, by version of Linux's control groups: the limit, what is used, and details.
+_GROUPS = (
+    ("memory.max", "memory.current", "memory.stat"),
+    (
+        "memory/memory.limit_in_bytes",
+        "memory/memory.usage_in_bytes",
+        "memory/memory.stat",
+    ),
+)
+_GROUPS_FOLDER = Path("/sys/fs/cgroup")
 
 
 def planned_bytes(numel: int) -> int:
@@ -22,13 +43,65 @@ def planned_bytes(numel: int) -> int:
     return PROCESSES_BYTES + round(ACTIVATION_SHARE * VECTORS * 4 * numel)
 
 
+def planned_beside_gpu_bytes(numel: int) -> tuple[int, int]:
+    """The same with a GPU: what it takes of the machine's memory, and of the GPU's."""
+    on_gpu = round(ACTIVATION_SHARE * DEVICE_VECTORS * 4 * numel)
+    return planned_bytes(numel) - on_gpu, on_gpu
+
+
+def shared_bytes(numel: int) -> int:
+    """What a peer of a stage with so many values takes of /dev/shm."""
+    return SHARED_VECTORS * 4 * numel
+
+
+def check_shared(numel: int) -> None:
+    """Raise EnvironmentFault if /dev/shm cannot hold the vectors that the processes share.
+
+    torch ends with a traceback or a bus error otherwise. Nothing is said where there is none.
+    """
+    needed = shared_bytes(numel)
+    free, _ = shared_memory()
+    if 0 < free < needed:
+        raise EnvironmentFault(
+            f"/dev/shm has {free / 1e6:.0f} MB free, this stage needs {needed / 1e6:.0f} MB: "
+            f"{more_shared_memory(needed)}"
+        )
+
+
+def more_shared_memory(needed: int) -> str:
+    """How to have so many bytes of /dev/shm, and a quarter more for what others put there."""
+    size = f"{max(64, -(-needed * 5 // 4 // 2**20))}m"
+    return (
+        f"in a container give --shm-size {size}, else `sudo mount -o remount,size={size} /dev/shm`"
+    )
+
+
+def shared_memory() -> tuple[int, int]:
+    """Free and all bytes of /dev/shm; 0 where there is none."""
+    try:
+        usage = shutil.disk_usage(SHARED_MEMORY)
+    except OSError:
+        return 0, 0
+    return usage.free, usage.total
+
+
 def check_plan(numel: int, limit_bytes: float | None) -> None:
-    """Refuse (InvalidInput) to start a peer that cannot stay within the limit."""
+    """Refuse (InvalidInput) to start a peer that cannot stay within the limit; where the machine
+    has less than planned, warn: the plan is rough.
+    """
     planned = planned_bytes(numel)
     if limit_bytes is not None and planned > limit_bytes:
         raise InvalidInput(
             f"--memory-limit {limit_bytes / 1e9:.1f}: this stage needs about "
             f"{planned / 1e9:.1f} GB; raise the limit or host a smaller stage"
+        )
+    free = available_bytes()
+    if planned > free:
+        logger.warning(
+            "this stage needs about %.1f GB of memory, %.1f GB are free: close other programs or "
+            "host a smaller stage, or the system may end this peer",
+            planned / 1e9,
+            free / 1e9,
         )
 
 
@@ -54,18 +127,41 @@ def window_limit(stored_bytes: int, limit_bytes: float | None, device: torch.dev
     if stored_bytes <= 0:
         return MAX_WINDOW
     on_cpu = device.type == "cpu"
-    room = (available_bytes() if on_cpu else torch.cuda.mem_get_info(device)[0]) / 2
+    room = (available_bytes() if on_cpu else _free_on_gpu(device)) / 2
     if limit_bytes is not None and on_cpu:
         room = min(room, (limit_bytes - PROCESSES_BYTES) * (1 - 1 / ACTIVATION_SHARE))
     return max(1, min(MAX_WINDOW, int(room / stored_bytes)))
 
 
+def _free_on_gpu(device: torch.device) -> int:
+    import torch
+
+    return torch.cuda.mem_get_info(device)[0]
+
+
 def available_bytes() -> int:
-    """Memory that this machine could still give to processes."""
+    """Memory that processes here could still have: the machine's, or the container's if less."""
+    machine = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     for line in Path("/proc/meminfo").read_text().splitlines():
         if line.startswith("MemAvailable:"):
-            return int(line.split()[1]) * 1024
-    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+            machine = int(line.split()[1]) * 1024
+    return int(min(machine, *(_left_in_group(*files) for files in _GROUPS)))
+
+
+def _left_in_group(limit: str, used: str, details: str) -> float:
+    """What a container's control group leaves; infinite where there is no limit, or no group.
+
+    Files that were read and can be dropped count as used there, but are given back when needed.
+    """
+    try:
+        allowed = int((_GROUPS_FOLDER / limit).read_text())
+        taken = int((_GROUPS_FOLDER / used).read_text())
+        lines = (_GROUPS_FOLDER / details).read_text().splitlines()
+    except (OSError, ValueError):  # a limit of "max" is none
+        return math.inf
+    facts = dict(line.split(maxsplit=1) for line in lines if " " in line)
+    droppable = facts.get("total_inactive_file", facts.get("inactive_file", "0"))
+    return max(0, allowed - taken + int(droppable))
 
 
 def proportional_bytes(pid: int) -> int:

@@ -26,10 +26,9 @@ from dilocox.dht.manifest import PROTOCOL_VERSION
 from dilocox.peer.merge import Outcome
 from dilocox.peer.metrics_server import Page
 from dilocox.peer.peer_facts import PeerFacts, Reachability
-from dilocox.peer.report import Status
+from dilocox.peer.report import STATES, Status
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
-STATES = ("joining", "spare", "training", "leaving")
 OUTCOMES = (*(outcome.value for outcome in Outcome), "void")
 EXCHANGE_BUCKETS_S = (0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 80, 160, 320)
 HEAL_BUCKETS_S = (0.25, 0.5, 1, 2, 4, 8, 16, 32, 64)

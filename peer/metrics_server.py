@@ -17,6 +17,7 @@ import socketserver
 import threading
 import time
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from http import HTTPStatus
 from typing import Any, cast
@@ -95,6 +96,28 @@ class PageServer:
 def check_port(host: str, port: int, *, option: str = "metrics") -> None:
     """Raise what `PageServer` would, before anything else is started."""
     _opened(host, port, {}, option).server_close()
+
+
+def served(host: str, port: int | None, pages: Pages) -> AbstractContextManager[object]:
+    """A server of these pages; none at port 0. Without a port, DEFAULT_PORT if that is free.
+
+    Raises what `PageServer` does where a port was given.
+    """
+    if port == 0:
+        return nullcontext()
+    try:
+        server = PageServer(host, DEFAULT_PORT if port is None else port, pages)
+    except EnvironmentFault:
+        if port is not None:
+            raise
+        logger.warning(
+            "no metrics: port %d is taken, by another peer perhaps; --metrics-port takes another "
+            "one, or 0 for none",
+            DEFAULT_PORT,
+        )
+        return nullcontext()
+    logger.info("metrics at http://%s:%d/metrics, health at /healthz", host, server.port)
+    return server
 
 
 def health_page(signs: Mapping[str, Callable[[], bool]]) -> Page:

@@ -15,7 +15,7 @@ import logging
 import os
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import typer
@@ -29,9 +29,10 @@ from dilocox.peer.metrics_server import PageServer, check_port
 from dilocox.peer.monitor_chain import ChainReader, Order, followed, holders_of
 from dilocox.peer.monitor_history import SwarmHistory
 from dilocox.peer.monitor_look import Looker, SwarmLook, bootstrap_ids
-from dilocox.peer.monitor_metrics import exposition
+from dilocox.peer.monitor_metrics import RUN_LABEL, exposition
 from dilocox.peer.monitor_page import MonitorPages
 from dilocox.peer.monitor_status import RunFacts, status_of, swarm_health
+from dilocox.peer.revision import ManifestWatch
 from dilocox.peer.signals import StopSignal
 from dilocox.peer.state_folder import StateFolder
 
@@ -40,11 +41,11 @@ logger = logging.getLogger(__name__)
 LONGEST_LOOK_PERIOD_S = 5.0
 SHORTEST_LOOK_PERIOD_S = 1.0
 SAVE_PERIOD_S = 60.0
+MANIFEST_PERIOD_S = 5.0
 JOIN_PAUSE_S = 10.0
 MAX_GAP_TRIES = 6
 GAP_PAUSE_S = 60.0
 RESTART_AFTER_S = 20.0  # a monitor whose node dies sooner than that does not try again
-RUN_LABEL = 12  # letters of the run id
 
 
 class NodeDied(EnvironmentFault):
@@ -121,9 +122,11 @@ class Monitor:
         self._kept = kept
         self._facts = RunFacts(run=place.run, invite=str(options.invite), manifest=manifest)
         self._looker = Looker(place, bootstraps)
+        self._watch = ManifestWatch(place.swarm, place.run, manifest)
+        self._asked_at = time.monotonic()
         self._bootstraps = bootstraps
-        self._chains = ChainReader(place.dht, place.run, bootstraps)
-        self._history = SwarmHistory.load(kept, manifest.stages, manifest.digest, now)
+        self._chains = ChainReader(place.dht, place.run, manifest, bootstraps)
+        self._history = SwarmHistory.load(kept, manifest.stages, manifest.root, now)
         self._saved_at = time.monotonic()
         self._saved = self._history.counters
         self._gap_at = float("-inf")
@@ -151,12 +154,17 @@ class Monitor:
 
     def look(self) -> None:
         """Read, remember, show."""
+        if time.monotonic() >= self._asked_at + MANIFEST_PERIOD_S:
+            self._asked_at = time.monotonic()
+            if self._watch.look():
+                self._looker.manifest = self._watch.manifest
+                self._facts = replace(self._facts, manifest=self._watch.manifest)
         look = self._looker.look()
         for walk in self._chains.take():
             self._history.walked(walk, look.at)
         self._history.look(look)
         self._follow(look)
-        health = swarm_health(self._place.manifest, look, self._history)
+        health = swarm_health(self._watch.manifest, look, self._history)
         late = time.monotonic() >= self._saved_at + SAVE_PERIOD_S
         if late or self._history.counters != self._saved:
             self._save()  # before they are shown: a counter must not fall when this one is killed

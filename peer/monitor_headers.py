@@ -10,9 +10,8 @@ import asyncio
 import json
 import logging
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field
 
-from dilocox.peer.chain_list import LoggedRound
+from dilocox.peer.chain_list import ChainRound
 from dilocox.peer.record import digest_of, parse_header
 from dilocox.peer.record_folder import HEADER_BYTES
 from dilocox.peer.transport import FrameRefused, PeerTransport
@@ -30,15 +29,6 @@ MAX_TOKENS = 2**53
 REFUSED = (ConnectionError, ValueError, asyncio.TimeoutError)
 
 
-@dataclass(frozen=True, kw_only=True)
-class ChainRound:
-    """What a record's header says. members: tokens by peer id."""
-
-    listed: LoggedRound
-    chain_tokens: int
-    members: tuple[tuple[str, int], ...] = field(repr=False)
-
-
 class _Enough(ConnectionError):
     """The header is here: the rest of the record is not needed."""
 
@@ -46,7 +36,11 @@ class _Enough(ConnectionError):
 class HeaderFetcher:
     """Asks holders for the header of a record."""
 
-    def __init__(self, transport: PeerTransport, run: str, bootstraps: Collection[str]):
+    def __init__(
+        self, transport: PeerTransport, run: str, bootstraps: Collection[str], record_bytes: int
+    ):
+        """record_bytes: the most that a record of these may have."""
+        self._record_bytes = record_bytes
         self._transport = transport
         self._run = run
         self._bootstraps = bootstraps
@@ -77,9 +71,11 @@ class HeaderFetcher:
             if size is None and (size := _stated_bytes(data)) is not None and size > whole_bytes:
                 raise _Enough
 
-        want = {"what": "record", "digest": digest, "older": True}
+        header = whole_bytes == 0  # who knows the word sends no more then
+        want = {"what": "record", "digest": digest, "older": True, "header": header}
+        limit = self._record_bytes
         try:
-            blob = await self._transport.fetch(peer, want, limit_bytes=1 << 31, sink=take)
+            blob = await self._transport.fetch(peer, want, limit_bytes=limit, sink=take)
         except _Enough:
             return header_of(bytes(data), digest, self._run, stage)
         if blob is None:
@@ -111,18 +107,17 @@ def header_of(data: bytes, digest: str, run: str, stage: int) -> ChainRound:
         raise FrameRefused("half a header")
     try:
         header = parse_header(data)
-        listed = LoggedRound.of(header, digest, size)
-        members = tuple((str(each.peer), int(each.tokens)) for each in header.members)
-        chain_tokens = int(header.chain_tokens)
-        where = (header.run, header.stage)
+        found = ChainRound.of(header, digest, size)
+        where, names = (header.run, header.stage), [str(each.peer) for each in header.members]
     except (LookupError, TypeError, AttributeError, OverflowError, RecursionError) as error:
         raise FrameRefused(f"no header of a record: {error!r}") from error
-    numbers = (listed.round, size, chain_tokens, listed.next_inner_steps, listed.tokens)
-    numbers += tuple(tokens for _, tokens in members)
-    if where != (run, stage) or len(members) > MAX_MEMBERS:
+    listed = found.listed
+    numbers = (listed.round, size, found.chain_tokens, listed.next_inner_steps, listed.tokens)
+    numbers += tuple(tokens for _, tokens in found.members)
+    if where != (run, stage) or len(names) > MAX_MEMBERS:
         raise FrameRefused("a record of another run or stage, or of too many members")
     if not all(0 <= number <= MAX_TOKENS for number in numbers):
         raise FrameRefused("a record's numbers make no sense")
-    if any(len(peer) > MAX_NAME for peer, _ in members):
+    if any(len(name) > MAX_NAME for name in names):
         raise FrameRefused("a member's name is none")
-    return ChainRound(listed=listed, chain_tokens=chain_tokens, members=members)
+    return found

@@ -16,6 +16,7 @@ from dilocox.dht.keys import claim_key, replica_key, stage_key
 from dilocox.dht.node import NoAnswer
 from dilocox.dht.records import ClaimRecord, Record, ReplicaRecord, StageRecord
 from dilocox.peer.join import Joined
+from dilocox.peer.view import that_count
 
 READ_LIMIT_S = 5.0
 PING_LIMIT_S = 3.0
@@ -76,6 +77,7 @@ class Looker:
     """Looks again and again; all in one thread."""
 
     def __init__(self, place: Joined, bootstraps: tuple[str, ...]):
+        self.manifest = place.manifest  # the newest, set by the owner
         self._place = place
         self._pinged_at = float("-inf")
         self._last = SwarmLook.nothing(place.clock.time(), dict.fromkeys(bootstraps, True))
@@ -98,7 +100,10 @@ class Looker:
         self._last = SwarmLook(
             at=self._place.clock.time(),
             stages=hosts,
-            claims={s: heard(claim_key(run, s), last.claims.get(s, {})) for s in stages},
+            claims={
+                s: that_count(heard(claim_key(run, s), last.claims.get(s, {})), self.manifest)
+                for s in stages
+            },
             replicas={
                 head: record
                 for head, record in replicas.items()

@@ -18,10 +18,12 @@ from dilocox.peer.health import Health
 from dilocox.peer.monitor_history import SwarmHistory
 from dilocox.peer.monitor_look import SwarmLook
 from dilocox.peer.monitor_rounds import StageRounds
+from dilocox.pipeline.candidates import cannot_be_reached
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 PREFIX = "dilocox_swarm_"
 STATES = ("joining", "spare", "training")
+RUN_LABEL = 12  # letters of the run id
 MAX_RANKS = 50
 MAX_VERSIONS = 10
 OTHER = "other"
@@ -45,9 +47,9 @@ class Family:
         if value is not None and not math.isnan(value):
             self.series.append((labels, value))
 
-    def lines(self, run: str) -> Iterable[str]:
+    def lines(self, run: str, prefix: str = PREFIX) -> Iterable[str]:
         """In Prometheus's text format."""
-        name = PREFIX + self.name
+        name = prefix + self.name
         yield f"# HELP {name} {self.help}"
         yield f"# TYPE {name} {self.kind}"
         for labels, value in self.series:
@@ -104,6 +106,9 @@ def _stages(look: SwarmLook, history: SwarmHistory, health: Health) -> Iterable[
     peers = Family("peers", "gauge", "Peers in view, by stage and state.")
     spares = Family("spares", "gauge", "Peers of a stage that are in no replica.")
     blocked = Family("blocked", "gauge", "1 if this stage stops the run for want of a peer.")
+    unreachable = Family(
+        "stage_unreachable", "gauge", "1 if all peers of this stage can only dial out."
+    )
     voids = Family("voids", "gauge", "Void rounds that peers told, a mean over the stage's peers.")
     for stage in range(len(history.stages)):
         states = Counter(record.state for record in look.present(stage).values())
@@ -111,8 +116,9 @@ def _stages(look: SwarmLook, history: SwarmHistory, health: Health) -> Iterable[
             peers.add(states[state], stage=stage, state=state)
         spares.add(states["spare"], stage=stage)
         blocked.add(float(stage in health.blocked), stage=stage)
+        unreachable.add(float(cannot_be_reached(look.present(stage))), stage=stage)
         voids.add(history.voids[stage], stage=stage)
-    return peers, spares, blocked, voids
+    return peers, spares, blocked, unreachable, voids
 
 
 def _chains(look: SwarmLook, history: SwarmHistory) -> Iterable[Family]:

@@ -12,9 +12,8 @@ from itertools import pairwise
 from statistics import median
 from typing import Any
 
-from dilocox.peer.chain_list import LoggedRound
+from dilocox.peer.chain_list import ChainRound, LoggedRound, tokens_by_peer
 from dilocox.peer.monitor_chain import DETAILED, Walk
-from dilocox.peer.monitor_headers import ChainRound
 
 MAX_POINTS = 1200
 MAX_KNOWN = 20_000
@@ -111,8 +110,7 @@ class StageRounds:
         self._recent[listed.round] = each
         self.rounds += 1
         self.records_seen += 1
-        for peer, tokens in each.members:
-            self.tokens[peer] += tokens
+        self.tokens.update(tokens_by_peer([each]))
         self.points.append(
             Point(
                 round=listed.round,
@@ -135,8 +133,7 @@ class StageRounds:
             del self._recent[number]
             self._known.pop(each.listed.digest, None)
             self.rounds -= 1
-            for peer, tokens in each.members:
-                self.tokens[peer] -= tokens
+            self.tokens.subtract(tokens_by_peer([each]))
             self.points = [point for point in self.points if point.round != number]
 
     def _thin(self) -> None:

@@ -18,6 +18,7 @@ from dilocox.peer.health import Health, StageHealth, SwarmHealth, health_of
 from dilocox.peer.monitor_history import SwarmHistory, cut
 from dilocox.peer.monitor_look import SwarmLook, finite
 from dilocox.peer.view import SwarmView
+from dilocox.pipeline.candidates import cannot_be_reached
 
 MAX_PEERS_SHOWN = 64  # of a stage; the others are counted
 MAX_REPLICAS_SHOWN = 64
@@ -60,7 +61,9 @@ def swarm_health(manifest: Manifest, look: SwarmLook, history: SwarmHistory) -> 
             replicas=len(look.replicas),
             round_s=_round_s(manifest, look, history),
             patience_s=deadlines.matchmaking_s + 2 * (deadlines.exchange_s + deadlines.vote_s),
-            ended=bool(look.claims.get(0)) and view.says_ended(manifest.end_tokens),
+            ended=manifest.operation.state == "ended"
+            or (bool(look.claims.get(0)) and view.says_ended(manifest.end_tokens)),
+            paused=manifest.operation.state == "paused",
             reachable=look.reachable,
             unreachable_since=history.seen_at,
         )
@@ -133,6 +136,7 @@ def _stage(number: int, look: SwarmLook, history: SwarmHistory) -> dict[str, Any
         "stage": number,
         "peers": [_peer(peer, present[peer]) for peer in order[:MAX_PEERS_SHOWN]],
         "more": max(0, len(order) - MAX_PEERS_SHOWN),
+        "unreachable": cannot_be_reached(present),
         "rounds": chain.rounds,
         "round": None if head is None else head.round,
         "last_round_at": chain.progress_at,

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from dilocox.dht.invite import Invite
+from dilocox.peer.allowance import GB, Hours
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,8 +26,15 @@ class PeerOptions:
     data: str
     metrics_host: str = "127.0.0.1"
     metrics_port: int | None = None  # the default one if it is free
+    hours: Hours | None = None
+    monthly_traffic_gb: float = 0.0
 
     @property
     def memory_limit_bytes(self) -> float | None:
         """The memory limit in bytes, None without one."""
-        return self.memory_limit_gb * 1e9 or None
+        return self.memory_limit_gb * GB or None
+
+    @property
+    def monthly_traffic_bytes(self) -> float | None:
+        """The limit of a month's traffic in bytes, None without one."""
+        return self.monthly_traffic_gb * GB or None

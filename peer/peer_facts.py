@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
 
+from dilocox.dht.reach import Reachability
 from dilocox.peer.tally import Waiting
-
-Reachability = Literal["public", "mapped", "dial_out"]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from dilocox.compression.layout import FlatLayout
 from dilocox.dht.manifest import Manifest
+from dilocox.dht.reach import Reachability
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,6 +21,7 @@ class Place:
     addresses: tuple[str, ...]
     client_mode: bool
     memory_limit_bytes: float | None
+    reachability: Reachability = "unknown"
 
 
 @dataclass(frozen=True, kw_only=True)

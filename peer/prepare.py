@@ -61,7 +61,7 @@ def local_model(
             buffers.anchors[0],
             buffers.momenta[0],
             round_number=-1,
-            digest=manifest.digest,
+            digest=manifest.root,
         )
     return LocalModel(
         layout=layout, stage=module, optimizer=optimizer, merge=merge, buffers=buffers

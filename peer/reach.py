@@ -32,7 +32,11 @@ class Reach:
         self._tasks: set[asyncio.Task[Any]] = set()
         self._outliving: set[asyncio.Task[Any]] = set()  # held, or they would be collected
         self.members = tuple(member.peer for member in setup.members)
-        self.others = tuple(peer for peer in self.members if peer != setup.me)
+        dial_out = {member.peer for member in setup.members if member.client_mode}
+        deaf = dial_out if setup.me in dial_out else set[str]()
+        # whom this member can call: of two that only dial out neither can call the other
+        self.others = tuple(peer for peer in self.members if peer not in {setup.me} | deaf)
+        self.dial_out = tuple(peer for peer in self.others if peer in dial_out)
         self.dead: set[str] = set()
         self._over = False
 
@@ -52,7 +56,8 @@ class Reach:
     def watch_neighbours(self) -> None:
         """Begin to watch the members that are next to this one in the group's order."""
         at = self.members.index(self._setup.me)
-        for peer in (self.members[at + 1 :] + self.members[:at])[:MAX_WATCHED]:
+        ring = [peer for peer in self.members[at + 1 :] + self.members[:at] if peer in self.others]
+        for peer in ring[:MAX_WATCHED]:
             self.spawn(self._watch(peer))
 
     async def _watch(self, peer: str) -> None:

@@ -57,6 +57,7 @@ class Part:
 class RoundRecord:
     """One committed round of one stage.
 
+    rules: of the manifest that it was made under; they say how it is applied.
     ranks: per tensor of the layout, as this exchange had them; empty unless the scheme is low_rank.
     window: what the last rounds, this one last, say of the ranks and the times that they needed.
     next_ranks: of the exchange after this one. next_inner_steps: H of the round that it arrives in.
@@ -68,6 +69,7 @@ class RoundRecord:
     round: int
     previous: str
     anchor_before: str
+    rules: int = 0
     layout: str
     ranks: tuple[int, ...]
     members: tuple[Contribution, ...]
@@ -209,14 +211,18 @@ def _facts(facts: dict[str, Any]) -> RoundFacts:
 def _check(record: RoundRecord, codec: StageCodec) -> None:
     _check_types(record)
     try:
-        codec.check(record.ranks)
-        codec.check(record.next_ranks)
+        for ranks in (record.ranks, record.next_ranks, *(facts.ranks for facts in record.window)):
+            codec.check(ranks)
     except ValueError as error:
         raise RecordRefused(str(error)) from error
     if record.next_inner_steps < 1:
         raise RecordRefused("its next round has no inner steps")
     if not 1 <= len(record.window) <= WINDOW:
         raise RecordRefused(f"its window is of {len(record.window)} rounds")
+    for facts in record.window:
+        timed = 0 <= facts.exchange_s < math.inf and 0 <= facts.step_s < math.inf
+        if len(facts.needed) != len(facts.ranks) or not timed:
+            raise RecordRefused("its window says what no round can say")
     names = [member.peer for member in record.members]
     if not names or names != sorted(set(names)):
         raise RecordRefused("its members are not a sorted list of different peers")
@@ -257,7 +263,7 @@ def _check_types(record: RoundRecord) -> None:
         texts += [part.reducer, *part.contributors]
     if any(type(text) is not str for text in texts):
         raise RecordRefused("a text in its header is none")
-    numbers: list[object] = [record.stage, record.round, record.chain_tokens]
+    numbers: list[object] = [record.stage, record.round, record.rules, record.chain_tokens]
     numbers += [record.next_inner_steps, *record.ranks, *record.next_ranks]
     numbers += [number for facts in record.window for number in (*facts.ranks, *facts.needed)]
     numbers += [member.tokens for member in record.members]
@@ -269,6 +275,15 @@ def _check_types(record: RoundRecord) -> None:
     times: list[object] = [time for each in timed for time in (each.exchange_s, each.step_s)]
     if any(type(time) is not float for time in times):
         raise RecordRefused("a time in its header is no number")
+
+
+def max_record_bytes(codec: StageCodec) -> int:
+    """The most bytes of a record of this stage: means under the largest ranks, and the header.
+
+    The header counts twice: each part has more bytes there than its mean has beside its values.
+    """
+    means = sum(phase.mean.max_bytes(phase.numel) for phase in codec.phases(codec.limits))
+    return 8 + 2 * MAX_HEADER_BYTES + means
 
 
 def part_bytes(codec: Codec, numel: int) -> int:

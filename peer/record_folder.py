@@ -14,6 +14,7 @@ import os
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import BinaryIO
 
 from dilocox.peer.files import make_folder, write_atomically
 from dilocox.peer.record import (
@@ -78,16 +79,33 @@ class RecordFolder:
 
     def header(self, round_number: int) -> RoundRecord | None:
         """The record of a round without its means, or None if it is not here."""
-        path = self._records().get(round_number)
-        data = None if path is None else read_file(path, HEADER_BYTES)
+        data = self.header_bytes(round_number)
         if data is None:
             return None
         try:
             return parse_header(data)
         except (ValueError, KeyError, TypeError) as error:
             raise RecordRefused(
-                f"{path}: damaged on disk; move the log folder away to fetch it again"
+                f"{self._records().get(round_number)}: damaged on disk; move the log folder away "
+                "to fetch it again"
             ) from error
+
+    def header_bytes(self, round_number: int) -> bytes | None:
+        """The first bytes of a record, up to its means, or None if it is not here."""
+        file = self.open(round_number)
+        if file is None:
+            return None
+        with file:
+            length = file.read(8)
+            return length + file.read(min(int.from_bytes(length, "little"), MAX_HEADER_BYTES))
+
+    def open(self, round_number: int) -> BinaryIO | None:
+        """The file of a record, unchecked, or None if it is not here."""
+        path = self._records().get(round_number)
+        try:
+            return None if path is None else path.open("rb")
+        except FileNotFoundError:
+            return None
 
     def read_bytes(self, round_number: int) -> bytes | None:
         """The bytes of a record, or None if it is not here.

@@ -24,11 +24,11 @@ from torch import Tensor
 from dilocox.compression.codec import PayloadRefused
 from dilocox.compression.layout import FlatLayout
 from dilocox.dht.manifest import Manifest
-from dilocox.peer.catchup import RecordCheck
 from dilocox.peer.kept_chain import KeptState
-from dilocox.peer.outer import OuterStep, anchor_sha256
-from dilocox.peer.plan import RoundPlan
+from dilocox.peer.outer import anchor_sha256
+from dilocox.peer.plan import RoundPlan, outer_step
 from dilocox.peer.record import RecordRefused, RoundRecord
+from dilocox.peer.record_check import RecordCheck
 from dilocox.peer.record_folder import Entry
 from dilocox.peer.snapshot import sha256_of_file
 from dilocox.pipeline.stage import build_stage, flatten_parameters, parameter_shapes
@@ -41,6 +41,8 @@ class Replayed:
     checked, replayed: rounds whose records were looked at, and those that were applied to an
         anchor. flaws: one line each. anchor_sha256: after the last record, empty if unknown.
         confirmed: rounds after which the anchor was compared with a state, and equal to it.
+        gone: rounds whose records were there when they were listed: their owner has moved or
+        removed them.
     """
 
     checked: tuple[int, ...]
@@ -48,6 +50,7 @@ class Replayed:
     flaws: tuple[str, ...]
     anchor_sha256: str
     confirmed: tuple[int, ...]
+    gone: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,6 +74,7 @@ class _Found:
     replayed: list[int] = field(default_factory=list[int])
     flaws: list[str] = field(default_factory=list[str])
     confirmed: list[int] = field(default_factory=list[int])
+    gone: list[int] = field(default_factory=list[int])
 
 
 def replay(
@@ -94,7 +98,28 @@ def replay(
         flaws=tuple(found.flaws),
         anchor_sha256="" if chain.vectors is None else anchor_sha256(chain.vectors.anchor),
         confirmed=tuple(found.confirmed),
+        gone=tuple(found.gone),
     )
+
+
+def state_after(
+    manifest: Manifest,
+    run: str,
+    stage: int,
+    records: Sequence[Entry],
+    states: Iterable[KeptState] = (),
+) -> tuple[tuple[str, ...], tuple[Tensor, Tensor] | None]:
+    """The flaws of these records, and the anchor and momentum after them; None if unknown.
+
+    Without records they are the initial weights, and zeros.
+    """
+    chain = _Replay(manifest, run, stage, states)
+    if not records:
+        chain.begin()
+    for entry in records:
+        chain.take(entry)
+    vectors = chain.vectors
+    return tuple(chain.found.flaws), None if vectors is None else (vectors.anchor, vectors.momentum)
 
 
 class _Replay:
@@ -107,7 +132,6 @@ class _Replay:
         self._layout = FlatLayout.of(parameter_shapes(manifest.model, manifest.stages, stage))
         self._check = RecordCheck.of(run, stage, manifest, self._layout)
         self._plan = RoundPlan(manifest, self._check.codec)
-        self._outer = OuterStep(manifest.outer.learning_rate, manifest.outer.momentum)
         self._states = {state.digest: state for state in states}
         self._at: _Point | None = None
 
@@ -122,7 +146,7 @@ class _Replay:
             return
         first = len(self.found.checked) == 1
         if first and record.previous == self._check.root:
-            at = self._begun()
+            at = self.begin()
         elif at is not None and record.previous != at.digest:
             self._lost(
                 f"round {entry.round}: follows the record {record.previous[:12]}, not "
@@ -145,6 +169,7 @@ class _Replay:
         """Raises RecordRefused."""
         data, certificate = entry.data(), entry.folder.certificate(entry.round)
         if data is None:
+            self.found.gone.append(entry.round)
             raise RecordRefused("its record is gone; was it removed just now?")
         if certificate is None:
             raise RecordRefused("it has no certificate")
@@ -153,7 +178,8 @@ class _Replay:
             raise RecordRefused(f"the record in its file is of round {record.round}")
         return record
 
-    def _begun(self) -> _Point:
+    def begin(self) -> _Point:
+        """Stand on the manifest, with the initial weights."""
         manifest, root = self._manifest, self._check.root
         module = build_stage(manifest.model, self._check.stage, manifest.stages, manifest.seed)
         anchor = flatten_parameters(module, self._layout).detach().clone()
@@ -169,6 +195,8 @@ class _Replay:
                 f"{here}: counts {record.chain_tokens} tokens of the chain, they are "
                 f"{at.chain_tokens + record.tokens}"
             )
+        if at.record is not None and record.rules < at.record.rules:
+            self.found.flaws.append(f"{here}: is under older rules than the record before it")
         if record.ranks != self._plan.ranks_after(at.record):
             self.found.flaws.append(f"{here}: has other ranks than the record before it names")
         try:
@@ -193,7 +221,7 @@ class _Replay:
             )
             return
         average = record.average(self._check.codec)
-        self._outer.apply(
+        outer_step(self._manifest, record.rules).apply(
             vectors.anchor, vectors.momentum, average, vectors.anchor, vectors.momentum
         )
         self.found.replayed.append(record.round)

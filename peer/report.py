@@ -1,7 +1,7 @@
 """What people and scripts see of a running peer: log lines, a progress line, and two files.
 
-    events.jsonl   one JSON object a line, appended: training, round, validated, void, resynced,
-                   and of the replica: replica, fault, healed, lost, dissolved
+    events.jsonl   one JSON object a line, appended: training, sent, round, validated, void,
+                   resynced, and of the replica: replica, fault, healed, lost, dissolved
     status.json    the newest progress, replaced about once a second
 
 The log is for people; scripts (the demo among them) read the files. Loss is in nats a token.
@@ -21,6 +21,7 @@ from typing import Any, Protocol, cast
 
 from dilocox.peer.files import disk_fault, write_atomically
 
+STATES = ("joining", "spare", "training", "leaving", "resting")
 STATUS_PERIOD_S = 1.0
 PEER_ID_LETTERS = 40  # no other word is so long
 
@@ -31,7 +32,7 @@ logger = logging.getLogger(__name__)
 class Status:
     """Where a peer is right now."""
 
-    state: str  # joining, spare, training, leaving
+    state: str  # of STATES
     head: str  # of the replica that it is in, empty where it is in none
     members: list[str]  # by stage, of the replica that it leads
     epoch: int  # of that replica
@@ -49,6 +50,8 @@ class Status:
     computing_share: float = 0.0  # of the time since it first was in a replica
     applied_round: int
     in_flight: int | None  # the round whose exchange is under way
+    unsent_tokens: int = 0  # of this peer's own, those that no record holds as far as it knows
+    lost_tokens: int = 0  # and those that none ever will
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -62,9 +62,25 @@ class RoundKeeper:
             first = first_round(view.replicas.values(), rung=rung, last_record=last_record)
             self._go_to(max(self.round, first))
 
+    def stood_still(self, seconds: float) -> None:
+        """So many seconds of this round nobody trained: its grace is not to grow by them."""
+        with self._lock:
+            self._began += seconds
+
     def wanted_bells(self, view: SwarmView) -> list[int]:
         """The rounds whose bells are to be read."""
         return bells_to_read(self.round, view.replicas.values())
+
+    def deaf_s(self, view: SwarmView, *, near_end: bool) -> float:
+        """How long the others' bells may go unheard, in seconds.
+
+        Not at all (0) once one has rung or this peer is near the round's end, where all may have
+        rung. Before that a sixteenth of the time that the round has lasted: whoever rings then
+        gives the others a grace of a quarter of it.
+        """
+        if near_end or self._bell is not None or any(view.bells.values()):
+            return 0.0
+        return (time.monotonic() - self._began) / 16
 
     def follow(
         self,

@@ -78,6 +78,8 @@ class RoundLog(RecordFolder):
         if record.chain_tokens != head.chain_tokens + record.tokens:
             raise RecordRefused(f"record {record.round} miscounts the tokens of the chain")
         last = self.header(head.round) if head.round >= 0 else None
+        if last is not None and record.rules < last.rules:
+            raise RecordRefused(f"record {record.round} is under older rules than the one before")
         if record.ranks != (self._codec.first_ranks if last is None else last.next_ranks):
             raise RecordRefused(f"record {record.round} has other ranks than were planned")
         self.write(record.round, data, certificate)

@@ -16,6 +16,7 @@ import asyncio
 import time
 from collections.abc import Callable, Generator
 from contextlib import contextmanager, suppress
+from functools import cached_property
 from typing import Any, AsyncIterator, TypeVar  # noqa: UP035 - hivemind knows this one only
 
 from hivemind.p2p import P2PContext, ServicerBase
@@ -34,6 +35,7 @@ from dilocox.peer.transport import (
     reply,
     unpack,
 )
+from dilocox.peer.uploads import UploadRefused, Uploads
 
 GROUP_WAIT_S = 5.0  # a part may come before its receiver has heard that the group stands
 HEARTBEAT_S = 0.5
@@ -56,6 +58,11 @@ class PeerService(ServicerBase):
     sent: Counts
     received: Counts
     refused: Counts
+
+    @cached_property
+    def uploads(self) -> Uploads:
+        """The records and states that are being served."""
+        return Uploads()
 
     # ---- what other peers call -------------------------------------------------------------------
     async def rpc_put(
@@ -83,6 +90,7 @@ class PeerService(ServicerBase):
             raise FrameRefused("no such part")
         if not isinstance(size, int) or not 0 <= size <= attempt.max_bytes(part, kind):
             raise FrameRefused(f"{size} bytes for part {part}")
+        attempt.check_sender(peer, part, kind)  # before anything of it is held
         payload = bytearray()
         async for frame in request:
             chunk = chunk_of(frame)
@@ -153,12 +161,20 @@ class PeerService(ServicerBase):
         if found is None:
             yield reply({})
             return
+        what, peer = want["what"], str(context.remote_id)
+        urgent = what == "mean" or found.facts["bytes"] <= CHUNK_BYTES
         with found as source:
-            yield reply(source.facts)
-            while chunk := source.file.read(CHUNK_BYTES):
-                await self.limit.spend(len(chunk), first=want["what"] == "mean")
-                self.sent.add(byte_kind(want["what"]), len(chunk))
-                yield reply({}, chunk)
+            try:
+                with self.uploads.begin(peer, source.file, urgent=urgent) as upload:
+                    with upload.being_taken():
+                        yield reply(source.facts)
+                    while chunk := upload.read(CHUNK_BYTES):
+                        await self.limit.spend(len(chunk), first=what == "mean")
+                        self.sent.add(byte_kind(what), len(chunk))
+                        with upload.being_taken():
+                            yield reply({}, chunk)
+            except UploadRefused as error:
+                yield reply({"busy": str(error)})
 
     async def _find(self, want: dict[str, Any]) -> catchup.Source | None:
         match want["what"]:
@@ -169,15 +185,18 @@ class PeerService(ServicerBase):
                     return None
                 return catchup.Source.of(mean.payload, contributors=list(mean.contributors))
             case "record" | "certificate":
-                digest = str(want["digest"])
+                digest, header = str(want["digest"]), bool(want.get("header"))
+                whole = want["what"] == "record" and not header
                 for attempt in self.attempts.values():
-                    if want["what"] == "record" and attempt.digest == digest and attempt.record:
+                    if whole and attempt.digest == digest and attempt.record:
                         return catchup.Source.of(attempt.record)
-                return await self.in_pool(catchup.find_in_log, self.log, want["what"], digest)
+                return await asyncio.to_thread(
+                    catchup.find_in_log, self.log, want["what"], digest, header=header
+                )
             case "state":
                 offset, sha256 = int(want.get("offset", 0)), want.get("sha256")
                 folder = self.config.snapshot_folder
-                return await self.in_pool(catchup.open_state, folder, offset, sha256)
+                return await asyncio.to_thread(catchup.open_state, folder, offset, sha256)
             case _:
                 return None
 

@@ -51,11 +51,12 @@ class Serving:
 
     @property
     def ended(self) -> bool:
-        """Whether this peer is in no replica, and the run has ended.
+        """Whether this peer is in no replica, and the run has ended or its operator has ended it.
 
         The run counts its tokens on stage 0; this stage's chain may be a little ahead or behind.
         """
-        return self._coordinator.run_ended and not self._follower.head
+        ended = self._coordinator.run_ended or self._learner.finished
+        return ended and not self._follower.head
 
     def turn(self) -> None:
         """The next piece of work that came, or a wait for some."""

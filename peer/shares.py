@@ -68,17 +68,22 @@ class Shares:
             ShareRefused: not our share, a stranger, a second part, or one that comes too late.
             PayloadRefused: malformed; the member is left out of this share.
         """
-        duty = self._duties.get(part)
-        if peer not in self._weight or duty is None:
-            raise ShareRefused(f"part {part} is not ours to average for {peer}")
-        if peer in duty.offered or duty.closed:
-            raise ShareRefused(f"the part of {peer} is not waited for any more")
+        duty = self.check_sender(peer, part)
         duty.offered.add(peer)
         try:
             await self._compute(duty.reduction.add, peer, payload)
         except PayloadRefused:
             duty.refused.add(peer)
             raise
+
+    def check_sender(self, peer: str, part: int) -> _Duty:
+        """What a member's part would be added to; ShareRefused as `add_part` would."""
+        duty = self._duties.get(part)
+        if peer not in self._weight or duty is None:
+            raise ShareRefused(f"part {part} is not ours to average for {peer}")
+        if peer in duty.offered or duty.closed:
+            raise ShareRefused(f"the part of {peer} is not waited for any more")
+        return duty
 
     def awaited(self, part: int) -> set[str]:
         """The members whose part of our share is neither in the sum nor given up."""

@@ -26,6 +26,7 @@ class StopSignal:
 
     def __init__(self) -> None:
         self.event = threading.Event()
+        self.asked = False  # by a signal
         self._raises = True
         self._before = {number: signal.getsignal(number) for number in self.SIGNALS}
 
@@ -37,6 +38,10 @@ class StopSignal:
     def defer(self) -> None:
         """From now on a signal only sets `event`."""
         self._raises = False
+
+    def leave(self) -> None:
+        """Set `event` without a signal: a first one may still come, and is no second one."""
+        self.event.set()
 
     def resume(self) -> None:
         """From now on a signal raises again, and one that came meanwhile does so now."""
@@ -54,11 +59,17 @@ class StopSignal:
         return kind is StopRequested
 
     def _handle(self, number: int, _frame: FrameType | None) -> None:
-        if self.event.is_set():
+        if self.asked:
             os._exit(128 + number)  # the children watch this process and end with it
+        self.asked = True
         self.event.set()
         if self._raises:
             raise StopRequested
+
+
+def hold_back() -> None:
+    """For a process that becomes another one: signals wait for its `leave_at_once`."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, StopSignal.SIGNALS)
 
 
 def leave_at_once() -> None:
@@ -69,3 +80,4 @@ def leave_at_once() -> None:
 
     for number in StopSignal.SIGNALS:
         signal.signal(number, leave)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, StopSignal.SIGNALS)

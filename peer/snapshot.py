@@ -64,7 +64,7 @@ def write_snapshot(folder: Path, snapshot: Snapshot) -> Path:
         folder.mkdir(parents=True, exist_ok=True)
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir()
-        _write_state(partial, snapshot)
+        write_state(partial, snapshot)
         facts = {"layout": snapshot.layout, "facts": snapshot.facts}
         _save(partial / LOCAL_FILE, snapshot.tensors, {"local": json.dumps(facts)})
         _sync(partial)
@@ -117,7 +117,8 @@ def newest(folder: Path) -> Path | None:
     return complete[-1] if complete else None
 
 
-def _write_state(folder: Path, snapshot: Snapshot) -> None:
+def write_state(folder: Path, snapshot: Snapshot) -> None:
+    """The part of a snapshot that joiners download, into a folder that is there."""
     path = folder / STATE_FILE
     _save(path, {"anchor": snapshot.anchor, "momentum": snapshot.momentum}, {})
     facts = {

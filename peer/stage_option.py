@@ -31,22 +31,19 @@ def chosen_stage(option: str, joined: Joined, folder: StateFolder) -> int:
     one has other peers and another stage has none. Raises InvalidInput.
     """
     stages = joined.manifest.stages
-    if option != "auto":
-        if not option.isdecimal() or int(option) >= stages:
-            has = "stage 0 only" if stages == 1 else f"the stages 0 to {stages - 1}"
-            raise InvalidInput(f"--stage {option}: the run has {has}; choose one, or auto")
-        return int(option)
-    if stages == 1:
-        return 0
+    named = named_stage(option, stages)
+    if named is not None:
+        return named
     time.sleep(random.uniform(0, JITTER_S))
     me = joined.identity.peer_id
     before = folder.noted_stage(joined.run)
-    stage = _choose(_look(joined), me, before, stages)
+    stage = preferred_stage(look_at_stages(joined), me, before, stages)
     for _ in range(SECOND_THOUGHTS):
         announce_joining(joined, stage)
         time.sleep(SECOND_LOOK_S)
         # of those that join at once the smaller id goes first: it has chosen without the others
-        better = _choose(_without_later_joiners(_look(joined), me), me, before, stages)
+        seen = _without_later_joiners(look_at_stages(joined), me)
+        better = preferred_stage(seen, me, before, stages)
         if better == stage:
             break
         announce_joining(joined, stage, gone=True)
@@ -54,6 +51,16 @@ def chosen_stage(option: str, joined: Joined, folder: StateFolder) -> int:
     folder.note_stage(joined.run, stage)
     logger.info("chose stage %d of %d", stage, stages)
     return stage
+
+
+def named_stage(option: str, stages: int) -> int | None:
+    """The stage that `--stage` leaves no choice about, else None. Raises InvalidInput."""
+    if option == "auto":
+        return 0 if stages == 1 else None
+    if not option.isdecimal() or int(option) >= stages:
+        has = "stage 0 only" if stages == 1 else f"the stages 0 to {stages - 1}"
+        raise InvalidInput(f"--stage {option}: the run has {has}; choose one, or auto")
+    return int(option)
 
 
 def announce_joining(joined: Joined, stage: int, *, gone: bool = False) -> None:
@@ -66,7 +73,7 @@ def announce_joining(joined: Joined, stage: int, *, gone: bool = False) -> None:
         replica="",
         tokens=0,
         tokens_per_s=0.0,
-        client_mode=False,
+        client_mode=joined.reach.kind == "dial_out",
         voids=0,
         version=__version__,
         addresses=(),
@@ -76,7 +83,8 @@ def announce_joining(joined: Joined, stage: int, *, gone: bool = False) -> None:
     joined.swarm.publish(stage_key(joined.run, stage), record, max(lifetime_s, JOINING_S))
 
 
-def _choose(records: Records, me: str, before: int | None, stages: int) -> int:
+def preferred_stage(records: Records, me: str, before: int | None, stages: int) -> int:
+    """The stage that this peer takes by itself, by these records and the stage it had before."""
     stage = choose_stage(records, me=me, num_stages=stages)
     if before is not None and 0 <= before < stages:
         others = {number: set(live_peers(here)) - {me} for number, here in records.items()}
@@ -95,7 +103,8 @@ def _without_later_joiners(records: Records, me: str) -> dict[int, dict[str, Sta
     }
 
 
-def _look(joined: Joined) -> dict[int, dict[str, StageRecord]]:
+def look_at_stages(joined: Joined) -> dict[int, dict[str, StageRecord]]:
+    """Who hosts which stage; a stage whose records could not be had is left out."""
     keys = {stage_key(joined.run, stage): stage for stage in range(joined.manifest.stages)}
     records: dict[int, dict[str, StageRecord]] = {}
     for _ in range(LOOKS):

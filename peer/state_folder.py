@@ -22,6 +22,10 @@ class StateFolder:
         """What belongs to a stage of a run: a folder that is moved away to join anew."""
         return self.path / f"{run}-stage{stage}"
 
+    def manifest(self, run: str) -> Path:
+        """The newest signed manifest of a run that was seen here."""
+        return self.path / f"{run}.signed"
+
     def note_stage(self, run: str, stage: int) -> None:
         """Remember which stage of a run this peer hosts, for its next start."""
         write_atomically(self._note(run), f"{stage}\n".encode())

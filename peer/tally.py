@@ -108,11 +108,12 @@ class Tally:
             self._count_waiting()
             self._waiting_for = outer
 
-    def sent(self, round_number: int) -> None:
-        """The round was sent; its steps wait for their record."""
+    def sent(self, round_number: int, tokens: int) -> None:
+        """The round was sent with so many tokens; its steps wait for their record."""
         loss = sum(self._losses) / len(self._losses) if self._losses else None
         self._steps_of[round_number] = (self.inner_step, loss)
         self._losses.clear()
+        self._reporter.event("sent", round=round_number, tokens=tokens)
 
     def next_round(self) -> None:
         """A new round begins."""
@@ -243,6 +244,8 @@ class Tally:
             computing_share=self._computing_share(place),
             applied_round=merge.round,
             in_flight=next(iter(merge.fly), None),
+            unsent_tokens=merge.tokens + sum(send.tokens for send in merge.fly.values()),
+            lost_tokens=merge.lost_tokens,
         )
         self._reporter.status(status, force=force)
 

@@ -10,7 +10,9 @@ from __future__ import annotations
 import threading
 from typing import Protocol
 
-from dilocox.peer.learner import Learner
+from dilocox.peer.learner import Learner, Revised
+
+__all__ = ["Move", "Part", "Revised", "Trainer"]
 
 
 class Move(Exception):
@@ -56,16 +58,17 @@ class Trainer:
 
         Raises:
             Move: this peer should start anew as a peer of another stage; everything is on disk.
+            Revised: likewise, as a peer of the same stage.
         """
         learner, part = self._learner, self._part
-        move: Move | None = None
-        learner.join()
+        move: Move | Revised | None = None
         try:
+            learner.join()
             while not (self._stop.is_set() or part.ended):
                 if part.between_steps:
                     learner.between_steps()
                 part.turn()
-        except Move as asked:
+        except (Move, Revised) as asked:
             move = asked
         ended = not self._stop.is_set() and move is None
         part.part(ended=ended)

@@ -36,6 +36,10 @@ class FrameRefused(ValueError):
     """A frame from a peer that is not as it must be."""
 
 
+class PeerBusy(ConnectionError):
+    """The peer serves others, as many as it can at once: another may have time."""
+
+
 @dataclass(frozen=True)
 class Blob:
     """Something fetched from a peer, with what it said about it."""
@@ -113,14 +117,18 @@ class PeerTransport:
         p2p: P2P,
         stub_for: Callable[[P2P, PeerID], Any],
         limit: UploadLimit,
+        record_bytes: int,
         sent: Counts | None = None,
         received: Counts | None = None,
         group: bytes = b"",
     ):
-        """`sent`, `received`: where payload bytes are counted, by kind."""
+        """record_bytes: the most that a record of this stage, or a mean in it, may have.
+        `sent`, `received`: where payload bytes are counted, by kind.
+        """
         self._p2p = p2p
         self._stub_for = stub_for
         self._limit = limit
+        self._record_bytes = record_bytes
         self._sent = sent or Counts(BYTE_KINDS)
         self._received = received or Counts(BYTE_KINDS)
         self._group = group
@@ -131,6 +139,7 @@ class PeerTransport:
             p2p=self._p2p,
             stub_for=self._stub_for,
             limit=self._limit,
+            record_bytes=self._record_bytes,
             sent=self._sent,
             received=self._received,
             group=group,
@@ -149,7 +158,7 @@ class PeerTransport:
     async def fetch_mean(self, peer: str, part: int) -> Mean | None:
         """Ask a member for an averaged part; None if it has none."""
         want = {"what": "mean", "group": self._group, "part": part}
-        blob = await self.fetch(peer, want, limit_bytes=1 << 31)
+        blob = await self.fetch(peer, want, limit_bytes=self._record_bytes)
         if blob is None:
             return None
         names = blob.facts.get("contributors")
@@ -160,7 +169,7 @@ class PeerTransport:
     async def fetch_record(self, peer: str, digest: str) -> bytes | None:
         """Ask a member for a round record."""
         want = {"what": "record", "digest": digest}
-        blob = await self.fetch(peer, want, limit_bytes=1 << 31)
+        blob = await self.fetch(peer, want, limit_bytes=self._record_bytes)
         return None if blob is None else blob.data
 
     async def send_vote(self, peer: str, vote: bytes) -> None:
@@ -211,7 +220,7 @@ class PeerTransport:
         limit_bytes: int,
         sink: Callable[[bytes], None] | None = None,
     ) -> Blob | None:
-        """Download something; None if the peer does not have it.
+        """Download something; None if the peer does not have it. PeerBusy: it cannot serve it now.
 
         `sink` gets the chunks as they come (then `data` is empty); the size that the peer states is
         checked against `limit_bytes` before the first chunk is taken.
@@ -219,6 +228,8 @@ class PeerTransport:
         with _reached(peer):
             stream = await self._stub(peer).rpc_get(pack(want))
             facts = unpack(await asyncio.wait_for(anext(stream), STALL_S))
+            if busy := facts.get("busy"):
+                raise PeerBusy(f"{peer} is busy: {str(busy)[:200]}")
             size = facts.get("bytes")
             if size is None:
                 return None

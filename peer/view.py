@@ -2,10 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 
+from dilocox.dht.manifest import Manifest
 from dilocox.dht.records import BellRecord, ClaimRecord, ReplicaRecord, StageRecord
+
+
+def that_count(claims: Mapping[str, ClaimRecord], manifest: Manifest) -> dict[str, ClaimRecord]:
+    """Without those of records that the operator went back behind."""
+    return {
+        peer: claim
+        for peer, claim in claims.items()
+        if not manifest.rolled_back(claim.round, claim.rules)
+    }
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,6 +59,17 @@ class SwarmView:
             if record.state == "training" or record.tokens > 0
         }
         return tuple(sorted(others | {self.me}))
+
+    def within_reach(self, peers: Iterable[str]) -> list[str]:
+        """Those of these peers of the stage that this one can call; all where it could call none.
+
+        Of two that can only dial out neither can call the other.
+        """
+        everybody, own = list(peers), self.stage.get(self.me)
+        if own is None or not own.client_mode:
+            return everybody
+        shut = {peer for peer, record in self.stage.items() if record.client_mode}
+        return [peer for peer in everybody if peer not in shut] or everybody
 
     def best_claim(
         self, chain_tokens: int, digest: str, ignored: Collection[str] = ()

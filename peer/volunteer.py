@@ -16,7 +16,8 @@ import os
 import sys
 import time
 from collections.abc import Generator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, suppress
+from pathlib import Path
 
 import torch
 
@@ -25,22 +26,25 @@ from dilocox.compression.layout import FlatLayout
 from dilocox.dht import sockets
 from dilocox.dht.errors import EnvironmentFault
 from dilocox.dht.identity import Identity
+from dilocox.dht.invite import bootstrap_address
 from dilocox.dht.manifest import warnings
 from dilocox.peer.assembly import Assembly
 from dilocox.peer.averager import StageAverager
 from dilocox.peer.averaging import AveragerConfig, AveragerStuck, StageBuffers
+from dilocox.peer.branch import peer_goes_back
 from dilocox.peer.coordinator import ChildDied
 from dilocox.peer.device import chosen_device
 from dilocox.peer.join import Joined, joined
 from dilocox.peer.kept_chain import keep_manifest
-from dilocox.peer.memory import check_plan
-from dilocox.peer.metrics_server import DEFAULT_PORT, Pages, PageServer, check_port
+from dilocox.peer.memory import check_plan, check_shared
+from dilocox.peer.metrics_server import check_port, served
 from dilocox.peer.options import PeerOptions
 from dilocox.peer.record import RecordRefused
-from dilocox.peer.signals import StopRequested, StopSignal
+from dilocox.peer.resting import Allowance, RestWatch
+from dilocox.peer.signals import StopRequested, StopSignal, hold_back
 from dilocox.peer.stage_option import announce_joining, chosen_stage
 from dilocox.peer.state_folder import StateFolder
-from dilocox.peer.trainer import Move
+from dilocox.peer.trainer import Move, Revised
 from dilocox.pipeline.stage import parameter_shapes
 
 logger = logging.getLogger(__name__)
@@ -61,25 +65,37 @@ def run_peer(options: PeerOptions) -> int:
         listen = [f"/ip4/{options.host}/tcp/{options.port}"]
         try:
             with joined(
-                options.invite, identity, listen=listen, announce=options.announce
+                options.invite,
+                identity,
+                listen=listen,
+                announce=options.announce,
+                kept=folder.manifest(options.invite.run_id),
             ) as place:
                 try:
                     _take_part(options, place, folder, stop)
                 finally:
                     stop.defer()  # closing is not to be left half-way
+            if stop.event.is_set() and not stop.asked:  # to rest, which a new process does
+                _start_again()
         except StopRequested:
             logger.info("left: as asked, before training began")
         except RecordRefused as error:  # of our own log: what peers send is refused elsewhere
             raise EnvironmentFault(str(error)) from error
         except Move as move:
-            if stop.event.is_set():
+            if stop.asked:
                 logger.info("left: as asked")
                 return 0
             folder.note_stage(options.invite.run_id, move.stage)
             logger.warning("moving to stage %d, which has the fewest peers", move.stage)
             _start_again()
+        except Revised:
+            if stop.asked:
+                logger.info("left: as asked")
+                return 0
+            logger.warning("starting again under the new values of the manifest")
+            _start_again()
         except (ChildDied, AveragerStuck) as error:
-            if stop.event.is_set():
+            if stop.asked:
                 logger.warning("left: as asked; %s", error)
                 return 0
             if time.monotonic() - started < RESTART_AFTER_S:
@@ -93,19 +109,33 @@ def run_peer(options: PeerOptions) -> int:
 
 def _start_again() -> None:
     """Become a new process with the same options: what is forked cannot be exchanged."""
+    hold_back()
     sockets.remove(sockets.shared_memory_folder())  # no exit, so nobody else would
+    for descriptor in Path("/proc/self/fd").iterdir():
+        with suppress(OSError):
+            if int(descriptor.name) > 2:  # or torch's shared-memory manager lives on with its end
+                os.set_inheritable(int(descriptor.name), False)
     os.execv(sys.executable, [sys.executable, "-m", "dilocox", *sys.argv[1:]])
 
 
 def _take_part(options: PeerOptions, place: Joined, folder: StateFolder, stop: StopSignal) -> None:
     manifest = place.manifest
+    if manifest.operation.state == "ended":
+        logger.info(
+            "the operator has ended run %s (%s); `dilocox export` writes its model",
+            place.run,
+            manifest.name,
+        )
+        return
     for line in warnings(manifest):
         logger.warning("%s", line)
     stage = chosen_stage(options.stage, place, folder)
     layout = FlatLayout.of(parameter_shapes(manifest.model, manifest.stages, stage))
     check_plan(layout.numel, options.memory_limit_bytes)
+    check_shared(layout.numel)
     own = folder.run(place.run, stage)
     keep_manifest(own, manifest)
+    peer_goes_back(own, manifest)
     config = AveragerConfig(
         run=place.run,
         stage=stage,
@@ -116,6 +146,7 @@ def _take_part(options: PeerOptions, place: Joined, folder: StateFolder, stop: S
         snapshot_folder=own / "snapshots",
         max_upload_bytes_per_s=options.max_upload_mb_s * 1e6 or None,
         device=options.device,
+        bootstraps=tuple({bootstrap_address(a).peer_id for a in options.invite.bootstraps}),
     )
     buffers = StageBuffers.allocate(layout.numel)
     with _averager(place, config, buffers, stop) as averager:
@@ -137,7 +168,9 @@ def _take_part(options: PeerOptions, place: Joined, folder: StateFolder, stop: S
         with assembly.network:
             assembly.coordinator.start()
             try:
-                with _shown(options, assembly.figures.pages()):
+                pages = assembly.figures.pages()
+                watch = RestWatch(Allowance(options), place.dht.carried_bytes, stop)
+                with served(options.metrics_host, options.metrics_port, pages), watch:
                     assembly.trainer.run()
             except Move as move:
                 announce_joining(place, move.stage)  # or another one would move there, too
@@ -145,26 +178,6 @@ def _take_part(options: PeerOptions, place: Joined, folder: StateFolder, stop: S
             finally:
                 assembly.coordinator.close()
         logger.info("left: %s", "the run has ended" if not stop.event.is_set() else "as asked")
-
-
-def _shown(options: PeerOptions, pages: Pages) -> AbstractContextManager[object]:
-    """A server of these pages. A peer that was given no port goes on without where it is taken."""
-    host, port = options.metrics_host, options.metrics_port
-    if port == 0:
-        return nullcontext()
-    try:
-        server = PageServer(host, DEFAULT_PORT if port is None else port, pages)
-    except EnvironmentFault:
-        if port is not None:
-            raise
-        logger.warning(
-            "no metrics: port %d is taken, by another peer perhaps; --metrics-port takes another "
-            "one, or 0 for none",
-            DEFAULT_PORT,
-        )
-        return nullcontext()
-    logger.info("metrics at http://%s:%d/metrics, health at /healthz", host, server.port)
-    return server
 
 
 @contextmanager

@@ -6,7 +6,7 @@ Why: records are hints, some seconds old, and the peers decide themselves (desk.
 only has to be good: those that look free first, the nearest first, and where nothing is known an
 order of each head's own, or all heads would run after the same peer.
 How: pure functions over one look at the DHT. Two peers that can only dial out cannot be neighbours,
-since no stream could be opened between them.
+since no stream could be opened between them, and a head that only dials out cannot ask another one.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ _WORDS = {
         "can only dial out, like its neighbour",
         "can only dial out, like their neighbour",
     ),
+    "unheard": ("can only dial out, like the head", "can only dial out, like the head"),
 }
 
 
@@ -58,13 +59,17 @@ class Vacancies:
 def candidates(records: Records, vacancies: Vacancies) -> dict[int, tuple[str, ...]]:
     """For every vacant stage the peers to ask, the best first; empty where there is nobody.
 
-    Spares first; then nearest first, those of unknown round trip last.
+    Spares first; then nearest first, those of unknown round trip last. Where other heads can only
+    dial out, so that only peers that can be reached may stand beside them, those come last.
     """
     found: dict[int, tuple[str, ...]] = {}
+    generous = _leaves_the_reachable(records, vacancies)
     for stage in vacancies.stages:
         here = records.get(stage, {})
         free = [peer for peer in here if not _obstacle(peer, stage, here[peer], vacancies)]
-        found[stage] = tuple(sorted(free, key=lambda peer: _order(peer, here[peer], vacancies)))
+        found[stage] = tuple(
+            sorted(free, key=lambda peer: _order(peer, here[peer], vacancies, generous))
+        )
     return found
 
 
@@ -126,6 +131,15 @@ def unfilled(records: Records, num_stages: int) -> tuple[str, ...]:
     )
 
 
+def cannot_be_reached(here: Mapping[str, StageRecord]) -> bool:
+    """Whether a stage has peers and all of them can only dial out.
+
+    Then no two of them can average, and no head that only dials out finds a neighbour in it.
+    """
+    hosts = [record for record in here.values() if record.state not in ("left", "joining")]
+    return bool(hosts) and all(record.client_mode for record in hosts)
+
+
 def _obstacle(peer: str, stage: int, record: StageRecord, vacancies: Vacancies) -> str:
     """Why not to ask this peer, as one of `_WORDS`; empty if nothing stands against it."""
     members = vacancies.members
@@ -139,6 +153,8 @@ def _obstacle(peer: str, stage: int, record: StageRecord, vacancies: Vacancies) 
         return "avoided"
     if record.client_mode and (members.get(stage - 1) or members.get(stage + 1)):
         return "client"
+    if record.client_mode and members.get(0):
+        return "unheard"
     return ""
 
 
@@ -155,6 +171,17 @@ def _nobody(stage: int, here: Mapping[str, StageRecord], vacancies: Vacancies) -
     return f"stage {stage} has no free peer ({counts})"
 
 
-def _order(peer: str, record: StageRecord, vacancies: Vacancies) -> tuple[bool, float, bytes]:
+def _leaves_the_reachable(records: Records, vacancies: Vacancies) -> bool:
+    """Whether this head has the choice, and there are others that have not."""
+    heads = records.get(0, {}).items()
+    others = any(head.client_mode for peer, head in heads if peer != vacancies.me)
+    return others and not vacancies.members.get(0)
+
+
+def _order(
+    peer: str, record: StageRecord, vacancies: Vacancies, generous: bool
+) -> tuple[bool, bool, float, bytes]:
     own_order = hashlib.sha256(f"{vacancies.me} {peer}".encode()).digest()
-    return record.state != "spare", vacancies.round_trips.get(peer, math.inf), own_order
+    wanted_elsewhere = generous and not record.client_mode
+    round_trip_s = vacancies.round_trips.get(peer, math.inf)
+    return record.state != "spare", wanted_elsewhere, round_trip_s, own_order

@@ -19,7 +19,20 @@ MAY_IMPORT = {
 ONLY_IN = {
     "hivemind": {
         "dht": {"clock", "daemon", "node", "questions", "sockets", "validator"},
-        "peer": {"archive_keeper", "averager", "matchmaking", "driver", "service", "transport"},
+        "peer": {
+            "archive_keeper",
+            "averager",
+            "dialling",
+            "doctor_swarm",
+            "driver",
+            "matchmaking",
+            "probe",
+            "reachability",
+            "redial",
+            "service",
+            "transport",
+            "ways",
+        },
         "pipeline": {"door"},
     },
     "transformers": {"pipeline": {"partition"}, "peer": {"export", "tokens"}},

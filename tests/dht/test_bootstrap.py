@@ -3,6 +3,7 @@
 import queue
 import threading
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from dilocox.dht.errors import EnvironmentFault, InvalidInput
 from dilocox.dht.identity import Identity
 from dilocox.dht.invite import Invite
 from dilocox.dht.manifest import Manifest
+from dilocox.dht.manifest_keeper import ManifestCopy, OwnManifest
 from dilocox.dht.node import RunDHT
 
 PEER = "QmYyQSo1c1Ym7orWxLYvCrM2EmxTFbqLbrWhX4G5MTWxXT"
@@ -47,11 +49,12 @@ class RunningBootstrap:
 @pytest.fixture
 def options(operator: Identity, manifest: Manifest) -> dict[str, Any]:
     return {
-        "manifest": manifest,
+        "keeper": OwnManifest(operator, manifest),
         "identity": operator,
         "listen": ("/ip4/127.0.0.1/tcp/0",),
         "announce": (),
-        "initial_peers": (),
+        "others": (),
+        "alone": True,
     }
 
 
@@ -69,6 +72,33 @@ def test_manifest_is_found_through_the_invite(
         assert swarm.fetch_manifest(invite.run_id, 10.0).verify(invite.run_id) == manifest
         with pytest.raises(InvalidInput, match="know no run"):
             swarm.fetch_manifest("ab" * 16, 0.6)
+        dht.close()
+    assert running.fault is None
+
+
+def test_a_copy_lets_others_join_when_it_comes_back_and_the_operator_does_not(
+    options: dict[str, Any],
+    open_node: Callable[..., Any],
+    manifest: Manifest,
+    volunteer: Identity,
+    stranger: Identity,
+    run: str,
+    tmp_path: Path,
+):
+    def copy() -> dict[str, Any]:
+        path = tmp_path / "run.manifest"
+        keeper = ManifestCopy(run, path, lambda where, data: where.write_bytes(data))
+        return options | {"identity": stranger, "keeper": keeper, "alone": keeper.known}
+
+    with RunningBootstrap(**options) as first:
+        others = first.invites.get(timeout=60.0).bootstraps
+        with RunningBootstrap(**copy() | {"others": others}) as running:
+            invite = running.invites.get(timeout=60.0)
+            assert invite.bootstraps[-len(others) :] == others
+    with RunningBootstrap(**copy() | {"others": others}) as running:
+        invite = running.invites.get(timeout=60.0)
+        dht, swarm, _ = open_node(volunteer, bootstraps=invite.bootstraps)
+        assert swarm.fetch_manifest(invite.run_id, 10.0).verify(run) == manifest
         dht.close()
     assert running.fault is None
 

@@ -1,11 +1,14 @@
 """Run time follows the bootstraps, is shared with forked children, and is hivemind's time."""
 
+import asyncio
 import multiprocessing
 import time
+from pathlib import Path
 
 import pytest
 
 from dilocox.dht.clock import MAX_ROUND_TRIP_S, OffsetSample, RunClock, median_offset
+from dilocox.dht.daemon import DaemonOptions, DaemonOwner
 
 
 @pytest.fixture
@@ -81,3 +84,34 @@ def test_installed_clock_is_the_time_of_every_hivemind_module(hivemind_time: lis
     clock.install()
     for module in hivemind_time:
         assert abs(module.get_dht_time() - time.time() - 1000.0) < 1.0, module.__name__
+
+
+def test_who_leads_the_time_takes_it_from_others_at_its_start_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    told = [5.0]
+
+    async def asked(*_: object) -> list[OffsetSample]:
+        return [OffsetSample(offset_s=told[0], round_trip_s=0.01)]
+
+    monkeypatch.setattr(DaemonOwner, "_ask", asked)
+    other = "/ip4/127.0.0.1/tcp/1/p2p/QmYyQSo1c1Ym7orWxLYvCrM2EmxTFbqLbrWhX4G5MTWxXT"
+    for leads, later in ((True, 5.0), (False, 7.0)):
+        clock, told[0] = RunClock(), 5.0
+        options = DaemonOptions(
+            identity_path=tmp_path,
+            bootstraps=(other,),
+            reachable=(other,),
+            listen=(),
+            announce=(),
+            client_mode=False,
+            startup_s=1.0,
+            leads_time=leads,
+        )
+        owner = DaemonOwner(options, clock, on_death=lambda: None)
+        assert asyncio.run(owner._measure((other,)))
+        assert clock.offset == 5.0
+        told[0] = 7.0
+        assert asyncio.run(owner._measure((other,), again=True))
+        assert clock.offset == later
+        owner._loop.close()

@@ -163,6 +163,13 @@ def test_value_over_the_limit_never_leaves(second: Node, run: str):
         second[0].put(part_key(run, 0), bytes(32_769), second[2].time() + 10, None, 5.0)
 
 
+def test_what_a_node_sends_and_receives_is_counted(second: Node, run: str):
+    before = second[0].carried_bytes()
+    for stage in range(30, 40):
+        assert second[1].publish(stage_key(run, stage), stage_record(1), 60)
+    assert second[0].carried_bytes() - before > 10 * 300  # a signed record has some 600 bytes
+
+
 def test_bootstraps_answer(first: Node, second: Node):
     assert second[1].bootstrap_answers(5.0)
     assert first[1].bootstrap_answers(5.0)

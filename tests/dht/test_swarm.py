@@ -39,11 +39,6 @@ class FakeDHT:
             self.values.setdefault(key, {})[subkey] = entry
         return True
 
-    def find(self, key: str, *, timeout_s: float) -> object | None:
-        if self.silent:
-            raise NoAnswer("silent")
-        return self.values.get(key)
-
     def find_latest(self, keys: Collection[str], *, timeout_s: float) -> dict[str, object]:
         if self.silent:
             raise NoAnswer("silent")

@@ -23,6 +23,7 @@ from dilocox.dht.keys import (
     stage_key,
 )
 from dilocox.dht.manifest import Manifest, SignedManifest
+from dilocox.dht.manifest_revision import in_state
 from dilocox.dht.records import PartRecord
 from dilocox.dht.validator import CLOCK_SLACK_S, PLAIN, RunRecordValidator
 from dilocox.dht.wire import pack
@@ -250,6 +251,20 @@ def test_declaration_moved_or_prolonged_is_refused(
     assert reason(validator, make(**given, expires_at=EXPIRES, signed_expiry=NOW)) == "expiry"
     late = NOW + MAX_DECLARATION_LIFETIME_S + CLOCK_SLACK_S + 1
     assert reason(validator, make(**given, expires_at=late)) == "expiry"
+
+
+def test_a_node_that_saw_a_revision_takes_no_lower_one(
+    validator: RunRecordValidator, make: Make, operator: Identity, manifest: Manifest, run: str
+):
+    def sealed(revision: Manifest) -> Any:
+        payload = SignedManifest.sign(operator, revision).to_bytes()
+        return make(signer=operator, key=manifest_key(run), subkey=PLAIN, payload=payload)
+
+    first, second = sealed(manifest), sealed(in_state(manifest, "paused"))
+    assert validator.validate(first)
+    assert validator.validate(second)
+    assert reason(validator, first) == "manifest"
+    assert validator.validate(second)
 
 
 def test_declaration_cannot_take_the_place_of_the_manifest(

@@ -152,7 +152,8 @@ class Donor:
     def find(self, want: dict[str, Any]) -> catchup.Source | None:
         if want["what"] == "state":
             return catchup.open_state(self._snapshots, want["offset"], want.get("sha256"))
-        return catchup.find_in_log(self.log, want["what"], want["digest"])
+        header = bool(want.get("header"))
+        return catchup.find_in_log(self.log, want["what"], want["digest"], header=header)
 
 
 class Wire:

@@ -10,10 +10,9 @@ from typing import Any
 
 from dilocox.dht.manifest import Manifest
 from dilocox.dht.records import ClaimRecord, ReplicaRecord, StageRecord
-from dilocox.peer.chain_list import LoggedRound
+from dilocox.peer.chain_list import ChainRound, LoggedRound
 from dilocox.peer.health import Health
 from dilocox.peer.monitor_chain import Walk
-from dilocox.peer.monitor_headers import ChainRound
 from dilocox.peer.monitor_history import SwarmHistory
 from dilocox.peer.monitor_look import SwarmLook
 from dilocox.peer.monitor_status import RunFacts, status_of, swarm_health

@@ -14,8 +14,8 @@ from dilocox.dht.identity import Identity
 from dilocox.dht.manifest import Manifest
 from dilocox.peer.certificate import Ballot, certificate
 from dilocox.peer.kept_chain import keep_manifest
-from dilocox.peer.outer import OuterStep, anchor_sha256
-from dilocox.peer.plan import RoundPlan, stage_codec
+from dilocox.peer.outer import anchor_sha256
+from dilocox.peer.plan import RoundPlan, outer_step, stage_codec
 from dilocox.peer.record import Contribution, Part, RoundRecord, digest_of
 from dilocox.peer.record_folder import RecordFolder
 from dilocox.peer.snapshot import Snapshot, write_snapshot
@@ -60,7 +60,6 @@ class ChainMaker:
         self.layout = FlatLayout.of(parameter_shapes(manifest.model, manifest.stages, stage))
         self.codec = stage_codec(manifest, self.layout)
         self._plan = RoundPlan(manifest, self.codec)
-        self._outer = OuterStep(manifest.outer.learning_rate, manifest.outer.momentum)
         module = build_stage(manifest.model, stage, manifest.stages, manifest.seed)
         self.anchor = flatten_parameters(module, self.layout).detach().clone()
         self.momentum = torch.zeros_like(self.anchor)
@@ -78,12 +77,17 @@ class ChainMaker:
             data = record.to_bytes()
             digest = digest_of(data)
             self.log.write(number, data, self.certificate(record, digest))
-            self._outer.apply(
+            outer_step(self.manifest, record.rules).apply(
                 self.anchor, self.momentum, record.average(self.codec), self.anchor, self.momentum
             )
             self.last = replace(record, means=())
             self.digests.append(digest)
             self.anchors.append(anchor_sha256(self.anchor))
+
+    def revise(self, manifest: Manifest) -> None:
+        """Go on under a newer revision."""
+        self.manifest = manifest
+        keep_manifest(self.own, manifest)
 
     def _unplanned(self, number: int) -> RoundRecord:
         last = self.last
@@ -116,6 +120,7 @@ class ChainMaker:
             round=number,
             previous=self.digests[-1],
             anchor_before=self.anchors[-1],
+            rules=self.manifest.rules,
             layout=self.layout.digest,
             ranks=ranks,
             members=(member,),

@@ -93,6 +93,7 @@ class FakeCoordinator:
         self.data_part: tuple[int, int] = (0, 0)
         self.heard_val_loss: tuple[int, float] | None = None
         self.run_ended = False
+        self.revised = self.paused = self.ending = False
         self.move_to: int | None = None
         self.view = SwarmView(me=ME)
         self.tokens_at_start = 0

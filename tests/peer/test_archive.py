@@ -7,6 +7,7 @@ import contextlib
 import os
 import shutil
 import threading
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -35,8 +36,8 @@ from dilocox.peer.transport import PeerTransport, chunk_of, pack, unpack
 from tests.peer.donors import LAYOUT, MANIFEST, RUN, Donor, Wire
 
 ME = "QmArchive"
-CHECK = catchup.RecordCheck.of(RUN, 0, MANIFEST, LAYOUT)
 OUTER = OuterStep(MANIFEST.outer.learning_rate, MANIFEST.outer.momentum)
+CHECK = catchup.RecordCheck.of(RUN, 0, MANIFEST, LAYOUT)
 
 
 @dataclass
@@ -60,7 +61,6 @@ class Desk:
             folder,
             me=ME,
             check=CHECK,
-            outer=OUTER,
             record_lifetime_s=record_lifetime_s,
             keep_bytes=keep_bytes,
             transport=cast("PeerTransport", Wire(by_peer)),
@@ -515,18 +515,23 @@ def test_the_service_answers_as_an_averager_does(donor: Donor, tmp_path: Path) -
     async def find(want: dict[str, Any]) -> catchup.Source | None:
         return desk.archive.find(want)
 
+    served, refused = Counter[str](), Counter[str]()
+
     async def asked(want: dict[str, Any]) -> list[Any]:
-        service = ArchiveService(find)
-        return [each async for each in service.rpc_get(pack(want), cast("Any", None))]
+        service = ArchiveService(find, served, refused)
+        peer: Any = SimpleNamespace(remote_id=donor.peer)
+        return [each async for each in service.rpc_get(pack(want), peer)]
 
     digest = donor.log.head().digest
     facts, *chunks = asyncio.run(asked({"what": "record", "digest": digest}))
     data = b"".join(chunk_of(chunk) for chunk in chunks)
     assert data == donor.log.read_bytes(1)
+    assert (served, refused) == ({"record": len(data)}, {})
     assert unpack(facts) == {"bytes": len(data)}
     for nonsense in ({}, {"what": "record", "digest": "f" * 64}, {"what": "vote"}):
         (answer,) = asyncio.run(asked(nonsense))
         assert unpack(answer) == {}
+    assert refused == {"nonsense": 1}  # what is not kept is no fault of who asks
     calls = [name for name in dir(ArchiveService) if name.startswith("rpc_")]
     assert calls == ["rpc_get"]
     names = (each._get_handle_name("run", "rpc_get") for each in (ArchiveService, StageAverager))
@@ -554,14 +559,15 @@ def test_the_bootstrap_ticks_what_runs_beside_it_and_closes_it_before_its_node(
         close=lambda: done.append("node closed"),
     )
     monkeypatch.setattr(bootstrap, "open_dht", lambda **_: node)
-    monkeypatch.setattr(bootstrap.Swarm, "publish_manifest", lambda *_: True)
     monkeypatch.setattr(bootstrap, "WATCH_PERIOD_S", 0.001)
+    keeper = SimpleNamespace(run="0" * 32, own=True, due=False, publish=lambda _: True)
     bootstrap.run_bootstrap(
-        manifest=MANIFEST,
+        keeper=cast("Any", keeper),
         identity=identities[0],
         listen=(),
         announce=(),
-        initial_peers=(),
+        others=(),
+        alone=True,
         stop_event=stop,
         on_ready=lambda _: done.clear(),
         beside=lambda *_: Beside(),

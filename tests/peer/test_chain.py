@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from concurrent.futures import Future
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -10,10 +11,15 @@ from typing import Any, cast
 import pytest
 
 from dilocox.dht.identity import Identity
+from dilocox.dht.records import ClaimRecord
+from dilocox.peer import chain as module
 from dilocox.peer.averager import StageAverager
 from dilocox.peer.averaging import Applied
+from dilocox.peer.catchup import NoState, Reach
 from dilocox.peer.chain import ChainFollower
 from dilocox.peer.events import Committed, EventQueue
+from dilocox.peer.record import RecordRefused
+from dilocox.peer.transport import PeerBusy
 from dilocox.peer.view import SwarmView
 from tests.peer.donors import Donor
 
@@ -61,3 +67,159 @@ def test_a_record_that_names_this_peer_comes_with_what_its_own_part_is_made_of(
         assert event.record == logged
     else:
         assert event.record == replace(logged, means=())
+
+
+# ---- records, or a state -------------------------------------------------------------------------
+STATE_BYTES = 1000
+OTHER = "QmOther"
+
+
+@dataclass
+class Behind:
+    """A follower without a record, whose averager answers as it is told.
+
+    asked: what it was asked to do, with the bytes that records may have or the state's round.
+    """
+
+    donor: Donor
+    answers: list[Any]
+    asked: list[tuple[str, int | None]] = field(default_factory=list[tuple[str, "int | None"]])
+    now: float = 5000.0
+
+    def __post_init__(self) -> None:
+        averager = SimpleNamespace(
+            peer_id=self.donor.peer, catch_up=self._catch_up, fetch_state=self._fetch_state
+        )
+        self.chain = ChainFollower(
+            averager=cast("StageAverager", averager),
+            log=self.donor.log,
+            events=EventQueue(),
+            applied=-1,
+            anchor_sha256="b" * 64,
+            state_bytes=STATE_BYTES,
+            record_lifetime_s=30.0,
+            sent_round=lambda: None,
+        )
+
+    def _catch_up(self, peer: str, digest: str, *, limit_bytes: int | None) -> Any:
+        return self._ask("records", limit_bytes)
+
+    def _fetch_state(self, peer: str, *, current: int, after_round: int) -> Any:
+        return self._ask("state", after_round)
+
+    def _ask(self, what: str, fact: int | None) -> Any:
+        self.asked.append((what, fact))
+        future: Future[Any] = Future()
+        answer = self.answers.pop(0)
+        if callable(answer):
+            answer = answer()
+        if isinstance(answer, Exception):
+            future.set_exception(answer)
+        else:
+            future.set_result(answer)
+        return future
+
+    def look(self, *, record_bytes: int = 100, rounds: int = 5, digest: str = "d" * 64) -> None:
+        """Hear of a chain of so many rounds, begin, and take the answer; two seconds go by."""
+        claim = ClaimRecord(
+            round=rounds - 1, digest=digest, tokens=1, chain_tokens=99, record_bytes=record_bytes
+        )
+        view = SwarmView(me=self.donor.peer, claims={OTHER: claim})
+        for _ in range(2):
+            self.chain.tick(view, exchanging=False)
+        self.now += 2.0
+
+
+@pytest.fixture
+def behind(identities: list[Identity], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Behind:
+    found = Behind(Donor(identities[0], tmp_path), [])
+    monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: found.now))
+    return found
+
+
+def nothing(**facts: Any) -> Reach:
+    return replace(Reach(appended=(), fork_round=None, too_far=False), **facts)
+
+
+def test_records_are_taken_where_they_are_fewer_bytes_than_a_state(behind: Behind) -> None:
+    behind.answers = [nothing()]
+    behind.look(record_bytes=200, rounds=5)
+    assert behind.asked == [("records", STATE_BYTES)]
+
+
+def test_a_state_is_taken_where_it_is_fewer_bytes_than_the_records(behind: Behind) -> None:
+    behind.answers = [ConnectionError("gone"), ConnectionError("gone")]
+    behind.look(record_bytes=201, rounds=5)
+    behind.look(record_bytes=201, rounds=5)  # and looked for until it is there
+    assert behind.asked == [("state", -1)] * 2
+
+
+def test_where_no_state_would_help_the_records_are_taken_whatever_they_cost(
+    behind: Behind,
+) -> None:
+    behind.answers = [NoState("none"), nothing(), nothing(), ConnectionError("gone")]
+    for _ in range(3):
+        behind.look(record_bytes=201, rounds=5)
+    assert behind.asked == [("state", -1), ("records", None), ("records", None)]
+    behind.now += 30.0  # by now somebody may have one
+    behind.look(record_bytes=201, rounds=5)
+    assert behind.asked[3:] == [("state", -1)]
+
+
+def test_a_claim_that_told_of_smaller_records_ends_in_a_state_or_in_records(
+    behind: Behind,
+) -> None:
+    behind.answers = [nothing(costly=True), NoState("none"), nothing()]
+    for _ in range(3):
+        behind.look()
+    assert behind.asked == [("records", STATE_BYTES), ("state", -1), ("records", None)]
+
+
+def test_a_log_that_does_not_reach_back_makes_a_state_necessary(behind: Behind) -> None:
+    behind.answers = [nothing(too_far=True), NoState("none"), NoState("none")]
+    for _ in range(3):
+        behind.look()
+    assert [what for what, _ in behind.asked] == ["records", "state", "state"]
+
+
+# ---- whom to doubt -------------------------------------------------------------------------------
+def test_a_record_that_nobody_gives_is_looked_for_no_longer_than_a_record_lives(
+    behind: Behind,
+) -> None:
+    behind.answers = [RecordRefused("nonsense")] * 40
+    for _ in range(40):
+        behind.look()
+    assert 15 <= len(behind.asked) <= 17
+
+
+def test_a_peer_that_is_busy_is_not_doubted(behind: Behind) -> None:
+    behind.answers = [PeerBusy("later")] * 40
+    for _ in range(40):
+        behind.look()
+    assert len(behind.asked) == 40
+
+
+def test_records_that_came_before_the_rest_was_cut_off_count(behind: Behind) -> None:
+    """The exchange and the next walk go on from them."""
+
+    def some() -> Exception:
+        behind.donor.train(0)
+        return ConnectionError("cut off")
+
+    behind.answers = [some]
+    behind.look()
+    assert behind.chain.head.round == 0
+    assert behind.chain.last_record is not None
+
+
+def test_what_is_noted_of_claims_is_bounded(
+    behind: Behind, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "MAX_NOTED", 10)
+    lost = Reach(appended=(), fork_round=-1, fork_digest="f" * 64, chain_tokens=-1, too_far=False)
+    behind.answers = [lost] * 50 + [ConnectionError("gone")] * 50
+    for number in range(100):
+        behind.look(digest=f"{number:064x}")
+    assert len(behind.asked) == 100
+    assert len(behind.chain._ignored) <= 10
+    assert len(behind.chain._doubted) <= 10

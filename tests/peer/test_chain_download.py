@@ -18,10 +18,10 @@ from dilocox.dht.errors import EnvironmentFault
 from dilocox.dht.identity import Identity
 from dilocox.dht.records import ClaimRecord
 from dilocox.peer import catchup
-from dilocox.peer.catchup import RecordCheck
 from dilocox.peer.chain_download import ChainHolders, download_chain, list_chain
 from dilocox.peer.join import Joined
 from dilocox.peer.kept_chain import KeptChain
+from dilocox.peer.record_check import RecordCheck
 from dilocox.peer.record_folder import RecordFolder
 from dilocox.peer.replay import replay
 from dilocox.peer.transport import Blob, FrameRefused, PeerTransport
@@ -139,7 +139,7 @@ def test_the_whole_chain_is_put_together_from_several_holders(
     swarm.add("QmPeer", giving(maker, 1, 2, 3))
     swarm.add("QmArchive", giving(maker, 3, older=(0, 1, 2)))
     listed = asyncio.run(list_chain(swarm.holders()))
-    assert [each.digest for each in listed] == maker.digests[1:]
+    assert [each.listed.digest for each in listed] == maker.digests[1:]
     chain, flaws = swarm.download(tmp_path / "got")
     assert (flaws, [entry.round for entry in chain.records]) == ([], [0, 1, 2, 3])
     found = replay(maker.manifest, RUN, 0, chain.records, chain.states)
@@ -166,8 +166,8 @@ def test_a_listing_moves_headers_only(maker: ChainMaker) -> None:
     swarm = Swarm(maker)
     swarm.add("QmPeer", giving(maker, 0, 1))
     listed = asyncio.run(list_chain(swarm.holders()))
-    sizes = [maker.record_file(each.round).stat().st_size for each in listed]
-    assert [each.record_bytes for each in listed] == sizes
+    sizes = [maker.record_file(each.listed.round).stat().st_size for each in listed]
+    assert [each.listed.record_bytes for each in listed] == sizes
     assert swarm.sent["QmPeer"] < sum(sizes) / 4
 
 
@@ -228,7 +228,7 @@ def test_rounds_that_do_not_fall_on_the_way_back_end_the_walk(
     maker.train(3)
     swarm = Swarm(maker)
     swarm.add("QmPeer", giving(maker, 3, 5))
-    assert [each.round for each in asyncio.run(list_chain(swarm.holders()))] == [3]
+    assert [each.listed.round for each in asyncio.run(list_chain(swarm.holders()))] == [3]
     _, flaws = swarm.download(tmp_path / "got")
     assert flaws == ["round 5 comes before round 3"]
 

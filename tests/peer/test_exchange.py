@@ -240,3 +240,22 @@ def test_no_pattern_of_cut_links_commits_here_and_voids_there(
 
     for cut, seen in zip(CUTS, asyncio.run(all_cuts()), strict=True):
         assert not {Verdict.COMMITTED, Verdict.VOID} <= seen, f"split by {set(cut)}"
+
+
+def test_it_is_known_who_may_send_a_part_before_it_comes(
+    identities: list[Identity], tmp_path: Path
+) -> None:
+    group = Group(identities[:3], tmp_path, passes=everything)
+    me, other, third = group.peers
+    mine, theirs = group.part(0, me), group.part(0, other)
+    attempt = group.attempts[me]
+    attempt.check_sender(other, mine, "part")
+    attempt.check_sender(other, theirs, "mean")
+    for peer, part, kind in [
+        ("QmStranger", mine, "part"),
+        ("QmStranger", theirs, "mean"),
+        (other, theirs, "part"),  # which it averages itself
+        (third, theirs, "mean"),
+    ]:
+        with pytest.raises(ShareRefused):
+            attempt.check_sender(peer, part, kind)

@@ -243,6 +243,37 @@ def test_continuations_depend_on_the_seed_alone(tmp_path: Path) -> None:
     assert torch.equal(torch.get_rng_state(), before)
 
 
+def test_at_temperature_zero_the_seed_does_not_matter_and_at_others_it_does(tmp_path: Path) -> None:
+    write(tmp_path / "out")
+
+    def texts(temperature: float) -> set[str]:
+        return {
+            continue_text(tmp_path / "out", "ab", 30, seed, temperature=temperature)
+            for seed in (1, 2, 3)
+        }
+
+    assert len(texts(0.0)) == 1
+    assert len(texts(5.0)) == 3
+
+
+def test_a_text_is_told_piece_by_piece_and_whole(tmp_path: Path) -> None:
+    write(tmp_path / "out")
+    pieces: list[str] = []
+    text = continue_text(tmp_path / "out", "né ", 120, 3, temperature=3.0, tell=pieces.append)
+    assert "".join(pieces) == text
+    assert len([piece for piece in pieces if piece]) > 50
+
+
+def test_a_model_without_room_for_so_many_tokens_says_so(tmp_path: Path) -> None:
+    write(tmp_path / "out", {**LLAMA, "max_position_embeddings": 16})
+    with pytest.raises(InvalidInput, match=r"8 tokens and --tokens 9 .* the 16 tokens"):
+        continue_text(tmp_path / "out", "12345678", 9, 0)
+    with pytest.raises(InvalidInput, match=r"16 tokens and --tokens 1 "):
+        continue_text(tmp_path / "out", "1234567812345678", None, 0)
+    text = continue_text(tmp_path / "out", "1234567", None, 0, temperature=0.0)
+    assert len(text.encode(errors="replace")) <= 9
+
+
 def test_special_tokens_written_out_in_a_prompt_are_text(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -250,6 +281,8 @@ def test_special_tokens_written_out_in_a_prompt_are_text(
     seen: list[int] = []
 
     class Model:
+        config = generation_config = None
+
         def eval(self) -> "Model":
             return self
 

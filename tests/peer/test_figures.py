@@ -195,6 +195,9 @@ class FakeAttempt:
     def max_bytes(self, part: int, kind: str) -> int:
         return 3 * CHUNK_BYTES
 
+    def check_sender(self, peer: str, part: int, kind: str) -> None:
+        pass
+
     async def on_part(self, peer: str, part: int, payload: bytes) -> None:
         if self.error is not None:
             raise self.error
@@ -266,6 +269,19 @@ def test_what_the_service_refuses_is_counted_by_reason(service: PeerService) -> 
     }
 
 
+def test_a_stranger_is_refused_before_a_byte_of_its_part_is_taken(service: PeerService) -> None:
+    attempt: Any = service.attempts[b"g"]
+
+    def stranger(peer: str, part: int, kind: str) -> None:
+        raise ShareRefused(f"{kind} {part} of {peer}")
+
+    attempt.check_sender = stranger
+    push(service, b"x" * (2 * CHUNK_BYTES))
+    assert counted(service.received) == {}
+    assert counted(service.refused) == {"share": 1}
+    assert attempt.taken == []
+
+
 def test_every_error_is_refused_under_one_of_the_known_names() -> None:
     errors = (
         FrameRefused(""),
@@ -319,6 +335,7 @@ def test_downloads_are_counted_by_kind_on_both_sides(
         p2p=cast(Any, None),
         stub_for=lambda *_: Stub(),
         limit=UploadLimit(None),
+        record_bytes=1 << 20,
         received=received,
     )
     blob = asyncio.run(transport.for_group(b"g").fetch(PEER, {"what": what}, limit_bytes=1 << 20))

@@ -102,6 +102,21 @@ def test_who_only_follows_has_a_snapshot_that_its_pruned_log_reaches_back_to(
     assert saved is not None and saved.round == 1
 
 
+LOG_BYTES = 4000
+
+
+def test_who_only_follows_large_records_has_a_snapshot_before_the_log_is_full(
+    tmp_path: Path,
+) -> None:
+    loop = Loop(tmp_path, manifest(rounds={"log_bytes": LOG_BYTES}))
+    for number in range(3):
+        event = loop.committed(number, 0.1)
+        loop.fake.events.put(replace(event, payload_bytes=LOG_BYTES // 4))
+        loop.learner.between_steps()
+    saved = Snapshots(tmp_path / "snapshots", layout=loop.layout.digest).found
+    assert saved is not None and saved.round == 1
+
+
 def test_under_round_end_a_record_waits_for_the_send(tmp_path: Path) -> None:
     loop = loop_with(tmp_path, apply="round_end")
     loop.train()
@@ -428,3 +443,52 @@ def test_progress_that_is_neither_unsent_nor_in_flight_keeps_nobody(loop: Loop) 
     loop.fake.events.put(loop.committed(0, send.message, mine=True))
     loop.learner.between_steps()
     assert not loop.learner.unsent
+
+
+# ---- the operator --------------------------------------------------------------------------------
+def test_new_rules_wait_for_the_send_in_flight_and_nothing_new_is_sent(loop: Loop) -> None:
+    loop.train(2)
+    loop.fake.due = (0, 100.0)
+    loop.learner.between_steps()
+    loop.train(1)
+    loop.fake.revised, loop.fake.due = True, (1, 200.0)
+    loop.learner.between_steps()  # its message may be in a record under the old rules
+    loop.fake.events.put(loop.committed(0, 0.1, mine=True))
+    with pytest.raises(module.Revised):
+        loop.learner.between_steps()
+    assert [told[1] for told in loop.fake.of_kind("submit")] == [0]
+    assert loop.model.merge.tokens == STEP_TOKENS, "what was learnt since is kept"
+
+
+def test_new_rules_reach_a_peer_that_is_still_joining(loop: Loop) -> None:
+    loop.fake.revised = True
+    with pytest.raises(module.Revised):
+        loop.learner.join()
+
+
+def test_a_run_that_its_operator_ends_is_over_when_the_last_send_is_in_a_record(
+    loop: Loop,
+) -> None:
+    loop.train(1)
+    loop.fake.ending = True
+    assert not loop.learner.finished, "there is something to be sent"
+    loop.fake.due = (0, 100.0)
+    loop.learner.between_steps()
+    assert not loop.learner.finished, "its record is to come"
+    loop.train(1)
+    loop.fake.events.put(loop.committed(0, 0.1, mine=True))
+    loop.learner.between_steps()
+    assert loop.learner.finished
+
+
+def test_who_has_nothing_to_send_leaves_a_run_that_is_ended_at_once(loop: Loop) -> None:
+    assert not loop.learner.finished
+    loop.fake.ending = True
+    assert loop.learner.finished
+
+
+def test_nobody_waits_for_ever_for_the_last_record_of_an_ended_run(loop: Loop) -> None:
+    loop.train(1)
+    loop.fake.ending, loop.fake.outcome_limit_s = True, 0.0
+    loop.learner.finished  # noqa: B018 - the clock starts
+    assert loop.learner.finished

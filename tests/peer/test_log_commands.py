@@ -16,9 +16,10 @@ from typer.testing import CliRunner
 
 from dilocox.dht.errors import DilocoxError
 from dilocox.dht.identity import Identity
-from dilocox.peer import cli
-from dilocox.peer.chain_list import LoggedRound, show
-from dilocox.peer.kept_chain import keep_manifest, kept_run
+from dilocox.peer import cli, log_commands
+from dilocox.peer.chain_list import ChainRound, LoggedRound, show, show_contributions
+from dilocox.peer.kept_chain import KeptRun, keep_manifest, kept_run
+from dilocox.peer.record import Contribution, RoundRecord
 from tests.peer.kept_chains import RUN, ChainMaker, manifest_of
 
 SHA = "ab" * 32
@@ -89,11 +90,50 @@ def test_a_terminal_gets_a_table() -> None:
         digest=SHA,
         previous=SHA,
     )
-    show({0: [row], 1: []}, console)
+    made = ChainRound(listed=row, chain_tokens=5000, members=(("QmA", 4000), ("QmB", 96)))
+    show({0: [made], 1: []}, console)
     text = console.file.getvalue()  # pyright: ignore[reportAttributeAccessIssue]
     for word in ("stage 0", "stage 1", "4,096", "12,345", SHA[:12], "1 rounds"):
         assert word in text
     assert SHA[:13] not in text
+    show_contributions({0: [made], 1: []}, console)
+    text = console.file.getvalue()  # pyright: ignore[reportAttributeAccessIssue]
+    for word in ("QmA", "4,000", "97.7%", "904 tokens of earlier rounds", "stage 1: 0 peers"):
+        assert word in text
+
+
+def test_contributions_are_the_tokens_of_those_whose_values_are_in_a_mean(
+    maker: ChainMaker,
+) -> None:
+    """A member that was cut off before any of its values came sends them again: not counted."""
+
+    def with_one_cut_off(record: RoundRecord) -> RoundRecord:
+        lost = Contribution(peer="QmZ", tokens=7, exchange_s=1.0, step_s=1.0)
+        tokens = record.chain_tokens + 7
+        return replace(record, members=(*record.members, lost), chain_tokens=tokens)
+
+    maker.train(3, change=with_one_cut_off)
+    code, lines = run("log", maker.own, "--contributions")
+    assert (code, lines) == (
+        0,
+        [
+            f"stage 0 peer {maker.peer}: 30 tokens (100.0%) in 3 rounds",
+            "stage 0: 1 peers, 30 tokens in rounds 0 to 3",
+        ],
+    )
+    _, lines = run("log", maker.own, "--json", "-")
+    (stage,) = json.loads("\n".join(lines))["stages"]
+    assert stage["contributions"] == [{"peer": maker.peer, "tokens": 30, "rounds": 3}]
+    assert (stage["tokens"], stage["tokens_before"]) == (37, 0)
+
+
+def test_a_log_that_does_not_reach_back_says_what_it_lacks(maker: ChainMaker) -> None:
+    maker.record_file(0).unlink()
+    _, lines = run("log", maker.own, "--contributions")
+    assert lines[-1] == (
+        "stage 0: 1 peers, 10 tokens in rounds 2 to 2; 10 tokens of earlier rounds, whose records "
+        "are not here"
+    )
 
 
 def test_all_stages_of_a_folder_are_listed_or_the_one_that_is_named(
@@ -199,6 +239,31 @@ def test_an_archive_is_read_across_its_generations(maker: ChainMaker, tmp_path: 
     )
     code, lines = run("log", kept, "--stage", 0)
     assert len(lines) == 6
+
+
+def test_records_that_a_running_bootstrap_moves_meanwhile_are_found_again(
+    maker: ChainMaker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept = tmp_path / "bootstrap" / f"{RUN}-archive-{maker.manifest.digest[:16]}"
+    stage = kept / "stage0"
+    (stage / "older").parent.mkdir(parents=True)
+    maker.snapshot(stage / "00000002" / "state")
+    spread(maker, stage, {"older": [0], "00000002/log": [2]})
+    keep_manifest(kept, maker.manifest)
+    listings: list[KeptRun] = []
+
+    def listed_and_then_moved(folder: Path) -> KeptRun:
+        listings.append(kept_run(folder))
+        if len(listings) == 1:
+            for path in (stage / "00000002" / "log").iterdir():
+                path.rename(stage / "older" / path.name)
+        return listings[-1]
+
+    monkeypatch.setattr(log_commands, "kept_run", listed_and_then_moved)
+    code, lines = run("verify", tmp_path / "bootstrap")
+    assert code == 0
+    assert lines[0].startswith("stage 0: 2 rounds replayed (0 to 2), anchor")
+    assert len(listings) == 2
 
 
 def spread(maker: ChainMaker, stage: Path, places: dict[str, list[int]]) -> None:

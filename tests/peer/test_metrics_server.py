@@ -289,8 +289,8 @@ def options(port: int | None, state: Path = Path()) -> PeerOptions:
 def test_a_second_peer_goes_on_without_the_default_port_and_says_so_once(
     taken_port: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(volunteer, "DEFAULT_PORT", taken_port)
-    with volunteer._shown(options(None), {}) as server:
+    monkeypatch.setattr(metrics_server, "DEFAULT_PORT", taken_port)
+    with metrics_server.served(LOCAL, None, {}) as server:
         assert server is None
     (line,) = [record.getMessage() for record in caplog.records]
     assert f"port {taken_port} is taken" in line
@@ -302,14 +302,14 @@ def test_a_port_that_was_asked_for_must_be_had(taken_port: int, tmp_path: Path) 
         volunteer.run_peer(options(taken_port, tmp_path / "state"))
     assert not (tmp_path / "state").exists()  # it was said before anything was made or joined
     with pytest.raises(EnvironmentFault, match="--metrics-port"):
-        volunteer._shown(options(taken_port), {})  # taken since
+        metrics_server.served(LOCAL, taken_port, {})  # taken since
 
 
 def test_zero_is_no_server_and_a_free_port_is_served() -> None:
-    with volunteer._shown(options(0), {}) as server:
+    with metrics_server.served(LOCAL, 0, {}) as server:
         assert server is None
     with socket.create_server((LOCAL, 0)) as other:
         free = other.getsockname()[1]
-    with volunteer._shown(options(free), {"/page": lambda: Page.text("here")}) as server:
+    with metrics_server.served(LOCAL, free, {"/page": lambda: Page.text("here")}) as server:
         assert isinstance(server, PageServer)
         assert ask(server, "/page")[0] == 200

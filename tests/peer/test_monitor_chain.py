@@ -62,7 +62,7 @@ class Holders:
     def walk(self, start: str, holders: Sequence[str], *, stop: Sequence[str] = (ROOT,)) -> Walk:
         transport = cast("PeerTransport", self)
         walker = Walker(Order(stage=0, start=start, stop=stop, holders=holders))
-        asyncio.run(walker.go(HeaderFetcher(transport, RUN, {"boot"})))
+        asyncio.run(walker.go(HeaderFetcher(transport, RUN, {"boot"}, 1 << 30)))
         return walker.result()
 
 

@@ -32,6 +32,7 @@ NAMES = {
     "bootstrap_up": {"run", "bootstrap"},
     "last_round_timestamp_seconds": {"run", "stage"},
     "blocked": {"run", "stage"},
+    "stage_unreachable": {"run", "stage"},
     "healthy": {"run"},
     "joined_total": {"run"},
     "left_total": {"run"},
@@ -102,6 +103,17 @@ def test_an_empty_stage_is_blocked_and_all_states_are_zero() -> None:
     assert value(swarm, "blocked", stage=1) == 1 and value(swarm, "blocked", stage=0) == 0
     assert value(swarm, "healthy") == 0
     assert value(swarm, "peers", stage=1, state="training") == 0
+
+
+def test_a_stage_whose_peers_all_only_dial_out_is_unreachable() -> None:
+    swarm = trained(stages=2, replicas=2, spares=0)
+    for peer, told in list(swarm.stages[1].items()):
+        assert value(swarm, "stage_unreachable", stage=1) == 0
+        swarm.stages[1][peer] = replace(told, client_mode=True)
+    assert value(swarm, "stage_unreachable", stage=1) == 1
+    assert value(swarm, "stage_unreachable", stage=0) == 0
+    swarm.stages[1].clear()
+    assert value(swarm, "stage_unreachable", stage=1) == 0  # that is another trouble
 
 
 def test_chains_give_rounds_tokens_ranks_and_contributions() -> None:

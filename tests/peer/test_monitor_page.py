@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from dilocox.dht.manifest_revision import in_state
 from dilocox.peer import monitor_page
 from dilocox.peer.metrics_server import PageServer
 from dilocox.peer.monitor_metrics import exposition
@@ -113,6 +114,15 @@ def test_a_run_whose_tokens_are_trained_has_ended() -> None:
     swarm.claims[0] = {"boot0": claim}
     swarm.stages[0].clear()
     assert swarm.health(swarm.look()).state == "ended"
+
+
+def test_the_operators_pause_and_end_are_the_runs_health() -> None:
+    swarm = trained(stages=1, replicas=1, spares=0)
+    running = swarm.manifest
+    swarm.manifest = in_state(running, "paused")
+    assert swarm.health(swarm.look(after_s=86400.0)).sentence == "paused"  # and no stall
+    swarm.manifest = in_state(running, "ended")
+    assert swarm.health(swarm.look()).sentence == "ended"
 
 
 def test_a_stage_whose_record_is_claimed_but_not_fetched_has_begun() -> None:

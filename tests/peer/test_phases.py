@@ -225,6 +225,29 @@ def test_a_member_that_can_only_dial_out_averages_nothing_but_is_in_every_mean(
     assert {part.contributors for part in record.parts} == {tuple(group.peers)}
 
 
+@BOTH
+@pytest.mark.parametrize("clients", [{1, 2}, {0, 1, 3}])
+def test_members_that_do_not_hear_each_other_commit_as_soon_as_all_others(
+    identities: list[Identity], tmp_path: Path, scheme: str, clients: set[int]
+) -> None:
+    asked: list[tuple[str, str]] = []
+
+    def passes(sender: str, receiver: str, kind: str) -> bool:
+        deaf = {group.peers[at] for at in clients}
+        asked.extend([(sender, receiver)] if {sender, receiver} <= deaf else [])
+        return not {sender, receiver} <= deaf
+
+    group = Group(
+        identities[:4], tmp_path, passes=passes, scheme=scheme, clients=frozenset(clients)
+    )
+    results = asyncio.run(group.run())
+    assert verdicts(results) == {Verdict.COMMITTED} and not asked
+    record = record_of(group, results)
+    assert {part.contributors for part in record.parts} == {tuple(group.peers)}
+    for result in results:  # of three that only dial out each needs the votes of two others
+        assert result is not None and result.seconds < group.setups[group.peers[0]].exchange_s
+
+
 # ---- members that are slow -----------------------------------------------------------------------
 def test_parts_of_the_second_phase_are_taken_by_a_member_that_is_still_in_the_first(
     identities: list[Identity], tmp_path: Path

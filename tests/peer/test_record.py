@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from safetensors.torch import save
 
 from dilocox.compression.codec import GroupCodec
+from dilocox.compression.layout import FlatLayout
 from dilocox.peer.adaptation import RoundFacts
 from dilocox.peer.record import (
     Contribution,
@@ -20,6 +21,7 @@ from dilocox.peer.record import (
     RecordRefused,
     RoundRecord,
     digest_of,
+    max_record_bytes,
     own_contribution,
     parse_record,
 )
@@ -137,6 +139,10 @@ FIRST, SECOND = made().parts
         ({"window": (FACTS,) * 6}, "window"),
         ({"window": (replace(FACTS, step_s=0),)}, "time"),
         ({"window": (replace(FACTS, needed=(-1,)),)}, "whole number"),
+        ({"window": (replace(FACTS, needed=(1,)),)}, "window"),
+        ({"window": (replace(FACTS, ranks=(4,), needed=(1,)),)}, "ranks"),
+        ({"window": (replace(FACTS, exchange_s=float("nan")),)}, "window"),
+        ({"window": (replace(FACTS, step_s=-1.0),)}, "window"),
         ({"parts": (replace(FIRST, phase=1), SECOND)}, "phase"),
         ({"parts": (FIRST,), "means": (coded(VALUES[:CUT]),)}, "end at"),
         ({"members": (replace(A, step_s=float("nan")), B)}, "time"),
@@ -210,3 +216,30 @@ def test_a_changed_byte_is_refused_or_gives_another_digest(position: int, flip: 
 def test_random_bytes_are_refused(data: bytes) -> None:
     refused(data)
     refused(with_header(made().to_bytes(), data))
+
+
+# ---- size ----------------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("scheme", "bits"), [("dense", 4), ("dense", 32), ("low_rank", 8), ("top_k", 4)]
+)
+def test_no_record_of_a_stage_is_larger_than_its_limit(scheme: str, bits: int) -> None:
+    """Not under the largest ranks either, nor in as many parts as its vectors can have."""
+    codec = codec_of(LAYOUT, scheme, bits=bits)
+    parts: list[Part] = []
+    means: list[bytes] = []
+    for index, phase in enumerate(codec.phases(codec.limits)):
+        for start in range(0, phase.numel, phase.unit):
+            stop = min(start + phase.unit, phase.numel)
+            means.append(b"m" * phase.mean.max_bytes(stop - start))
+            parts.append(
+                Part(phase=index, reducer="a", start=start, stop=stop, contributors=("a",))
+            )
+    record = made(ranks=codec.limits, parts=tuple(parts), means=tuple(means))
+    size = len(record.to_bytes())
+    assert size <= max_record_bytes(codec) < size + (4 << 20)
+
+
+def test_the_limit_grows_with_the_stage() -> None:
+    large = FlatLayout.of([("weight", (1 << 15, 1 << 15)), ("more", (1 << 26,))])
+    assert max_record_bytes(codec_of(large, bits=16)) > 2 * large.numel > 1 << 31
+    assert max_record_bytes(codec_of(LAYOUT)) < 4 << 20

@@ -161,3 +161,28 @@ def test_a_head_that_has_rung_and_lost_its_replica_keeps_its_appointment(stale: 
     after = SwarmView(me="me", replicas=replicas if stale else {})  # until its record expires
     keeper.follow(after, None, NOW + 1, head="", inner_steps=10, tokens=1, undecided=False)
     assert keeper.send_due(NOW + 1) == due
+
+
+# ---- how often bells are looked for --------------------------------------------------------------
+def test_a_peer_in_mid_round_listens_often_enough_to_use_three_quarters_of_a_grace(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now = 1000.0
+    monkeypatch.setattr("dilocox.peer.round_keeper.time.monotonic", lambda: now)
+    keeper = RoundKeeper("me")
+    assert keeper.deaf_s(VIEW, near_end=False) == 0.0
+    now += 160.0
+    shortest_grace_s = 0.25 * 160.0  # of a replica that rings now
+    assert 0.0 < keeper.deaf_s(VIEW, near_end=False) <= shortest_grace_s / 4
+
+
+def test_a_peer_misses_no_bell_near_the_end_of_a_round(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 1000.0
+    monkeypatch.setattr("dilocox.peer.round_keeper.time.monotonic", lambda: now)
+    keeper = RoundKeeper("me")
+    now += 160.0
+    assert keeper.deaf_s(VIEW, near_end=True) == 0.0
+    another = SwarmView(me="me", bells={0: {"other": bell(NOW)}})
+    assert keeper.deaf_s(another, near_end=False) == 0.0
+    assert follow(keeper, 10, undecided=False)
+    assert keeper.deaf_s(VIEW, near_end=False) == 0.0

@@ -49,6 +49,15 @@ def test_deferred_it_only_sets_the_event(number: signal.Signals) -> None:
         assert stop.event.is_set()
 
 
+def test_leaving_without_a_signal_is_told_apart_and_a_first_signal_is_no_second_one() -> None:
+    with StopSignal() as stop:
+        stop.defer()
+        stop.leave()
+        assert (stop.event.is_set(), stop.asked) == (True, False)
+        send(signal.SIGTERM)
+        assert stop.asked
+
+
 def test_what_came_while_it_was_deferred_is_raised_when_it_is_resumed() -> None:
     with StopSignal() as stop:
         stop.defer()
@@ -84,6 +93,7 @@ DEFERRED = "with StopSignal() as stop:\n    stop.defer(); kill({}); say('on'); k
         (DEFERRED.format("SIGINT", "SIGTERM"), 128 + signal.SIGTERM),
         (DEFERRED.format("SIGTERM", "SIGINT"), 128 + signal.SIGINT),
         ("leave_at_once(); say('on'); kill(SIGTERM)", 0),
+        ("hold_back(); kill(SIGTERM); say('on'); leave_at_once()", 0),
     ],
 )
 def test_the_second_signal_and_one_during_imports_end_the_process_at_once(
@@ -91,7 +101,7 @@ def test_the_second_signal_and_one_during_imports_end_the_process_at_once(
 ) -> None:
     head = (
         "import os, time\nfrom functools import partial\nfrom signal import SIGINT, SIGTERM\n"
-        "from dilocox.peer.signals import StopSignal, leave_at_once\n"
+        "from dilocox.peer.signals import StopSignal, hold_back, leave_at_once\n"
         "kill, say = partial(os.kill, os.getpid()), partial(print, flush=True)\n"
     )
     done = subprocess.run(

@@ -78,7 +78,7 @@ def test_what_joiners_download_has_its_size_and_sha256_beside_it(tmp_path: Path)
     }
 
 
-@pytest.mark.parametrize("moment", ["_write_state", "_save", "_sync"])
+@pytest.mark.parametrize("moment", ["write_state", "_save", "_sync"])
 @pytest.mark.parametrize(
     ("error", "words"),
     [

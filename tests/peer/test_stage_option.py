@@ -11,6 +11,7 @@ import pytest
 
 from dilocox.dht.errors import InvalidInput
 from dilocox.dht.keys import parse_key
+from dilocox.dht.reach import Reach
 from dilocox.dht.records import StageRecord
 from dilocox.peer import stage_option
 from dilocox.peer.join import Joined
@@ -61,6 +62,7 @@ class Looks:
 def joined(looks: Looks, stages: int = 3) -> Joined:
     facts = {
         "identity": SimpleNamespace(peer_id="me"),
+        "reach": Reach(),
         "run": RUN,
         "manifest": SimpleNamespace(
             stages=stages, deadlines=SimpleNamespace(record_lifetime_s=6.0)

@@ -85,7 +85,7 @@ def test_a_round_line_holds_the_steps_loss_and_bytes_of_that_round(
     for loss in (4.0, 2.0):
         tally.stepped(step(loss), 64, 0.5)
     tally.stepped(step(99.0, skipped=True), 64, 0.5)
-    tally.sent(0)
+    tally.sent(0, 64)
     tally.next_round()
     tally.stepped(step(1.0), 64, 0.5)  # of the next round
     sent_bytes.add_(5000)
@@ -167,7 +167,7 @@ def test_a_step_whose_loss_is_not_known_here_counts_but_for_the_loss(
     tally.stepped(step(4.0), 100, 1.0)
     tally.stepped(step(math.nan), 100, 1.0)  # a member that missed the GO and stepped later
     assert (tally.tokens, tally.inner_step, tally.train_loss) == (200, 2, 4.0)
-    tally.sent(0)
+    tally.sent(0, 64)
     tally.committed(committed(0), Outcome.COUNTED, tokens=200)
     tally.report_round()
     (line,) = events(tmp_path)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -86,3 +87,15 @@ def test_the_run_has_ended_when_most_peers_of_stage_0_hold_all_its_records(
     assert SwarmView(me="me", run_claims=claims).says_ended(1000) is ended
     # a stage's own chain says nothing of the run
     assert not SwarmView(me="me", claims=claims).says_ended(1000)
+
+
+def test_a_peer_that_only_dials_out_asks_those_that_can_be_reached() -> None:
+    def view(client_mode: bool) -> SwarmView:
+        shut, own = stage("training"), replace(stage("spare"), client_mode=client_mode)
+        peers = {"me": own, "shut": replace(shut, client_mode=True), "open": shut}
+        return SwarmView(me="me", stage=peers)
+
+    holders = ["shut", "open", "bootstrap"]
+    assert view(True).within_reach(holders) == ["open", "bootstrap"]
+    assert view(True).within_reach(["shut"]) == ["shut"]  # its record may be an old one
+    assert view(False).within_reach(holders) == holders

@@ -8,7 +8,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dilocox.pipeline.candidates import Vacancies, best_chain, candidates, missing
+from dilocox.pipeline.candidates import (
+    Vacancies,
+    best_chain,
+    candidates,
+    cannot_be_reached,
+    missing,
+)
 from tests.pipeline.swarms import in_replica, stage_record
 
 TWO = Vacancies(me="head", num_stages=2, members={0: False})
@@ -69,6 +75,40 @@ def test_a_splice_looks_only_at_the_empty_stage_and_at_its_neighbours_reach() ->
         vacancies = Vacancies(me="head", num_stages=3, members=members)
         assert set(candidates(records, vacancies)[1]) == expected
         assert set(candidates(records, vacancies)) == {1}
+
+
+def test_a_head_that_only_dials_out_asks_none_that_does() -> None:
+    records = {
+        1: {"open": stage_record()},
+        2: {"client": stage_record(client_mode=True), "far": stage_record()},
+    }
+    vacancies = Vacancies(me="head", num_stages=3, members={0: True}, round_trips={"client": 0.01})
+    assert candidates(records, vacancies)[2] == ("far",)
+    del records[2]["far"]
+    assert missing(records, vacancies) == (
+        "stage 2 has no free peer (1 can only dial out, like the head)",
+    )
+
+
+def test_a_head_that_has_the_choice_leaves_the_reachable_to_heads_that_have_not() -> None:
+    stage = {"open": stage_record(), "client": stage_record(client_mode=True)}
+    near = {"open": 0.01, "client": 0.1}
+    alone = {0: {"head": stage_record()}, 1: stage}
+    beside = {0: {"head": stage_record(), "shut": stage_record(client_mode=True)}, 1: stage}
+    for members, records, expected in (
+        ({0: False}, alone, ("open", "client")),
+        ({0: False}, beside, ("client", "open")),
+        ({0: True}, beside, ("open",)),
+    ):
+        vacancies = Vacancies(me="head", num_stages=2, members=members, round_trips=near)
+        assert candidates(records, vacancies)[1] == expected
+
+
+def test_a_stage_cannot_be_reached_if_all_its_peers_only_dial_out() -> None:
+    client, joiner = stage_record(client_mode=True), stage_record("joining")
+    assert cannot_be_reached({"a": client, "b": client, "c": joiner})
+    assert not cannot_be_reached({"a": client, "b": stage_record()})
+    assert not cannot_be_reached({"c": joiner})
 
 
 def test_a_stage_without_anybody_is_named() -> None:

@@ -6,6 +6,7 @@ import re
 import shutil
 import subprocess
 import tempfile
+from collections.abc import Sequence
 from dataclasses import dataclass
 from html import unescape
 from pathlib import Path
@@ -53,9 +54,12 @@ class Shown:
         return self.dom.count(markup)
 
 
-def show(url: str, *flags: str, width: int = 1280, height: int = 1000) -> Shown:
-    """Open a page and read it once it is drawn."""
-    dom, console = _run(url, "--dump-dom", f"--window-size={width},{height}", *flags)
+def show(
+    url: str, *flags: str, width: int = 1280, height: int = 1000, within: Sequence[str] = ()
+) -> Shown:
+    """Open a page and read it once it is drawn; `within` starts the browser on another host."""
+    size = f"--window-size={width},{height}"
+    dom, console = _run(url, "--dump-dom", size, *flags, within=within)
     return Shown(dom, console)
 
 
@@ -65,12 +69,13 @@ def screenshot(url: str, file: Path, *flags: str, width: int, height: int) -> tu
     return _run(url, f"--screenshot={file}", size, *flags)[1]
 
 
-def _run(url: str, *flags: str) -> tuple[str, tuple[str, ...]]:
+def _run(url: str, *flags: str, within: Sequence[str] = ()) -> tuple[str, tuple[str, ...]]:
     browser = chromium()
     assert browser is not None
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as profile:
         done = subprocess.run(
             [
+                *within,
                 browser,
                 *FLAGS,
                 f"--user-data-dir={profile}",

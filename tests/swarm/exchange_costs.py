@@ -37,7 +37,7 @@ WIDE_MODEL = MODEL | {
     "num_attention_heads": 4,
     "num_key_value_heads": 4,
 }
-DEADLINES = {"exchange_s": 30.0, "vote_s": 8.0, "silence_s": 6.0, "heartbeat_s": 3.0}
+DEADLINES = {"exchange_s": 30.0, "vote_s": 8.0, "silence_s": 6.0}
 START_LIMIT_S = 240.0
 MARGIN_S = 0.5  # around an exchange: the clocks of events and of samples
 # Every peer's snapshots go to a disk of its own; these would all go to this machine's.

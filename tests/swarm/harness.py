@@ -29,6 +29,7 @@ from dilocox.peer.subprocesses import Child, start_command, start_process
 from dilocox.pipeline.stage import parameter_shapes
 from tests.swarm.halting import Halt
 from tests.swarm.links import Links
+from tests.swarm.nat import Homes
 from tests.swarm.peer import Peer
 from tests.swarm.processes import TAG, family, send_signal, shared_memory
 from tests.swarm.shown import Shown
@@ -48,10 +49,17 @@ class LocalSwarm:
     """A bootstrap and its peers.
 
     `links`: hosts to run on instead of this machine's loopback, host 0 for the bootstrap, the next
-    ones for the peers in their order.
+    ones for the peers in their order. `bootstrap`: more options of the bootstrap.
     """
 
-    def __init__(self, folder: Path, manifest: dict[str, Any], *, links: Links | None = None):
+    def __init__(
+        self,
+        folder: Path,
+        manifest: dict[str, Any],
+        *,
+        links: Links | Homes | None = None,
+        bootstrap: tuple[str, ...] = (),
+    ):
         self.folder = folder
         self.links = links
         self.peers: list[Peer] = []
@@ -64,12 +72,11 @@ class LocalSwarm:
         run_file = folder / "run.yaml"
         run_file.write_text(yaml.safe_dump(manifest, sort_keys=False))
         self.manifest = Manifest.load(run_file)
-        self._bootstrap = self._launch(
-            ["bootstrap", str(run_file), "--port", "0"], "bootstrap", folder / "bootstrap.log"
-        )
+        self._bootstrap_expected = True
+        self._bootstrap = self._start_bootstrap(0, *bootstrap)
         invite = folder / "bootstrap" / "invite"
         self.wait(invite.exists, START_LIMIT_S, "the bootstrap is up")
-        self.invite = invite.read_text().strip()
+        self.invite = self._own_invite = invite.read_text().strip()
 
     # ---- starting --------------------------------------------------------------------------------
     def add_peer(
@@ -118,6 +125,25 @@ class LocalSwarm:
         peer.child = self._start_peer(peer.name, peer.options, peer.program)
         peer.expected = True
 
+    def kill_bootstrap(self) -> None:
+        """SIGKILL the main process of the bootstrap and wait for the end of the others."""
+        self._bootstrap_expected = False
+        os.kill(self._bootstrap.pid, signal.SIGKILL)
+        self._bootstrap.wait(GONE_LIMIT_S)
+        tag = f"{self.tag}.bootstrap"
+        self.wait(lambda: not family(tag), GONE_LIMIT_S, "nothing runs of the bootstrap")
+
+    def restart_bootstrap(self, *options: str) -> None:
+        """Start a killed bootstrap again, with the same state folder and address."""
+        port = int(self._own_invite.partition("/tcp/")[2].partition("/")[0])
+        self._bootstrap = self._start_bootstrap(port, *options)
+        self._bootstrap_expected = True
+
+    def _start_bootstrap(self, port: int, *options: str) -> Child:
+        run_file, self._starts = self.folder / "run.yaml", self._starts + 1
+        arguments = ["bootstrap", str(run_file), "--port", str(port), *options]
+        return self._launch(arguments, "bootstrap", self.folder / f"bootstrap-{self._starts}.log")
+
     def host(self, peer: Peer) -> int:
         """Which of the `links` leads to it."""
         return 1 + self.peers.index(peer)
@@ -154,7 +180,8 @@ class LocalSwarm:
     def look(self) -> None:
         """Read what the peers have written; fail if one that should run has ended."""
         self._pids |= {process.pid for process in family(self.tag)}
-        self._bootstrap.check()
+        if self._bootstrap_expected:
+            self._bootstrap.check()
         for peer in self.peers:
             peer.look()
             if peer.expected:

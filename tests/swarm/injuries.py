@@ -114,5 +114,6 @@ class Injury:
 
     @property
     def _links(self) -> Links:
-        assert self._swarm.links is not None, "to cut a link the swarm needs Links"
-        return self._swarm.links
+        links = self._swarm.links
+        assert isinstance(links, Links), "to cut a link the swarm needs Links"
+        return links

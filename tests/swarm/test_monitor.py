@@ -74,6 +74,7 @@ def _bootstrap(folder: Path, manifest: Path, port: int) -> Command:
 
 # ---- a running swarm -----------------------------------------------------------------------------
 @pytest.mark.swarm
+@pytest.mark.watch
 @pytest.mark.timeout(600)
 @needs_browser
 def test_the_page_shows_the_true_numbers_and_changes_when_a_peer_dies(

@@ -14,6 +14,7 @@ import asyncio
 import random
 import sys
 import threading
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -162,7 +163,7 @@ def main() -> None:
 async def _serve(place: Joined, told: ToldPeers, stages: int) -> None:
     p2p = await place.dht.replicate_p2p()
     for stage in range(stages):
-        service = ArchiveService(told.find(stage))
+        service = ArchiveService(told.find(stage), Counter(), Counter())
         await service.add_p2p_handlers(p2p, namespace=averaging_prefix(place.run, stage))
 
 

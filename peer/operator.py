@@ -1,0 +1,124 @@
+"""The commands `dilocox operate ...`: the operator changes, pauses, ends or turns back a run.
+
+They work on the state folder of the operator's bootstrap, with its key, while that runs or not: a
+command signs the next revision of the manifest and puts it there; the bootstrap publishes it.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import typer
+
+from dilocox.dht.errors import EnvironmentFault, InvalidInput
+from dilocox.dht.identity import Identity
+from dilocox.dht.invite import Invite
+from dilocox.dht.manifest import Manifest, SignedManifest, warnings
+from dilocox.dht.manifest_revision import RunState, back_to, changes, in_state, revised
+from dilocox.peer.revisions import RevisionFolder
+
+PUBLISH_LIMIT_S = 60.0
+POLL_S = 0.2
+NEXT: dict[RunState, str] = {
+    "paused": "is paused: its peers end the exchange in flight and wait; `resume` lets them go on",
+    "running": "goes on",
+    "ended": "is ended: its peers send what they have learnt, and leave",
+}
+
+
+@dataclass(frozen=True)
+class Operator:
+    """The operator of a run, by the state folder of the bootstrap."""
+
+    state: Path
+    run: str
+    identity: Identity
+    revisions: RevisionFolder
+    manifest: Manifest
+
+    @classmethod
+    def of(cls, state: Path) -> Operator:
+        """Raises InvalidInput where no run is operated from this folder."""
+        mend = "name the --state folder of the `dilocox bootstrap` that was given run.yaml"
+        try:
+            invite = Invite.parse((state / "invite").read_text().strip())
+        except OSError as error:
+            raise InvalidInput(f"{state}: no bootstrap has run here; {mend}") from error
+        revisions = RevisionFolder(state, invite.run_id)
+        signed = revisions.newest()
+        if signed is None or not (state / "identity.key").exists():
+            raise InvalidInput(
+                f"{state}: has not the operator's key of run {invite.run_id}; {mend}"
+            )
+        identity = Identity.load_or_create(state / "identity.key")
+        if identity.public_key != signed.public_key:
+            raise InvalidInput(f"{state}: its key is not that of run {invite.run_id}; {mend}")
+        return cls(state, invite.run_id, identity, revisions, signed.verify(invite.run_id))
+
+    def publish(self, manifest: Manifest) -> int:
+        """Sign the next revision, and see it published if the bootstrap runs; its number.
+
+        Raises EnvironmentFault if that takes too long.
+        """
+        number = self.revisions.add(SignedManifest.sign(self.identity, manifest))
+        deadline = time.monotonic() + PUBLISH_LIMIT_S
+        while self.revisions.published < number:
+            if not self._bootstrap_runs():
+                typer.echo(f"the bootstrap does not run: it publishes revision {number} later")
+                return number
+            if time.monotonic() > deadline:
+                raise EnvironmentFault(
+                    f"revision {number} is signed, but the bootstrap has not published it for "
+                    f"{PUBLISH_LIMIT_S:.0f} s: look at its log"
+                )
+            time.sleep(POLL_S)
+        return number
+
+    def _bootstrap_runs(self) -> bool:
+        with (self.state / "lock").open("a") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            except OSError:
+                return True
+        return False
+
+
+def set_state(state: Path, wanted: RunState) -> int:
+    """`pause`, `resume` and `end`; the exit code."""
+    operator = Operator.of(state)
+    number = operator.publish(in_state(operator.manifest, wanted))
+    typer.echo(f"revision {number}: run {operator.manifest.name} {NEXT[wanted]}")
+    return 0
+
+
+def revise(state: Path, run_yaml: Path) -> int:
+    """`revise`; the exit code."""
+    from dilocox.peer.operate import checked_manifest  # of the libraries for data
+
+    operator = Operator.of(state)
+    wanted = checked_manifest(run_yaml)
+    following = revised(operator.manifest, wanted)
+    for line in warnings(following):
+        typer.echo(f"warning: {line}", err=True)
+    number = operator.publish(following)
+    for change in changes(operator.manifest, following):
+        typer.echo(f"revision {number}: {change}")
+    return 0
+
+
+def roll_back(state: Path, round_number: int, *, tell: Callable[[str], None] = typer.echo) -> int:
+    """`rollback`; the exit code."""
+    from dilocox.peer.rollback import prepare_rollback  # torch, which the others need not
+
+    operator = Operator.of(state)
+    rules = operator.manifest.operation.revision + 1
+    base = prepare_rollback(
+        operator.state, operator.run, operator.manifest, round_number, rules, tell=tell
+    )
+    number = operator.publish(back_to(operator.manifest, round_number, base))
+    tell(f"revision {number}: run {operator.manifest.name} goes on from round {round_number}")
+    return 0

@@ -1,0 +1,110 @@
+"""The ways between a peer and the others of its swarm, tended while it runs.
+
+Its coordinator says whom to dial and when to ask whether others still reach it; its averaging
+process, which has the handle to p2pd, does so and answers those who ask the same (probe.py).
+"""
+
+# pyright: reportMissingTypeStubs=false, reportUnknownMemberType=false
+# hivemind carries no types.
+
+from __future__ import annotations
+
+import logging
+from functools import cached_property
+from typing import Any, Protocol
+
+from hivemind.averaging import control as hivemind_control
+from hivemind.p2p import PeerID
+
+from dilocox.dht.reach import Reach
+from dilocox.peer.exchange import Attempt
+from dilocox.peer.place import Place
+from dilocox.peer.probe import Probe
+from dilocox.peer.reachability import ReachWatch, find_reach
+from dilocox.peer.redial import Redialler, Targets, dial_targets
+from dilocox.peer.view import SwarmView
+from dilocox.pipeline.candidates import cannot_be_reached
+
+logger = logging.getLogger(__name__)
+
+
+class WaysService:
+    """The part of the averaging process; it gives this the attributes below."""
+
+    attempts: dict[bytes, Attempt]
+    config: Any
+    client_mode: bool
+    prefix: str
+    _p2p: Any
+
+    async def answer_others(self) -> None:
+        """hivemind's clients answer nobody, but here means and votes are sent to all members."""
+        probe = Probe(
+            self._p2p,
+            now=hivemind_control.get_dht_time,
+            busy=lambda: any(attempt.running for attempt in self.attempts.values()),
+            bootstraps=self.config.bootstraps,
+        )
+        await probe.add_p2p_handlers(self._p2p)
+        if self.client_mode:
+            averager: Any = self
+            await averager.add_p2p_handlers(self._p2p, namespace=self.prefix)
+
+    async def _serve_redial(self, targets: Targets) -> None:
+        self._redialler.aim(targets)
+
+    async def _serve_check_reach(self) -> Reach:
+        found = [str(address) for address in await self._p2p.get_visible_maddrs(latest=True)]
+        own = [address.rpartition("/p2p/")[0] for address in found]
+        asked = [PeerID.from_base58(peer) for peer in self.config.bootstraps]
+        return await find_reach(self._p2p, asked, own)
+
+    @cached_property
+    def _redialler(self) -> Redialler:
+        return Redialler(self._p2p)
+
+
+class WaysAverager(Protocol):
+    """What the coordinator asks of the averaging process."""
+
+    def redial(self, targets: Targets) -> None:
+        """Keep the ways to these peers open."""
+        ...
+
+    def check_reach(self) -> Any:
+        """Ask whether others reach this peer; a future of Reach."""
+        ...
+
+
+class Ways:
+    """The part of the coordinator, in its thread."""
+
+    def __init__(self, place: Place, averager: WaysAverager):
+        self._place = place
+        self._averager = averager
+        self._dialled: Targets = {}
+        self._shut = False
+        self._watch = ReachWatch(averager.check_reach)
+
+    def look(self, view: SwarmView) -> None:
+        """Keep those to others open where they cannot open them; say where there are none."""
+        place = self._place
+        if not place.client_mode:
+            return
+        targets = dial_targets(view.stages, place.me, place.stage)
+        if targets != self._dialled:
+            self._dialled = targets
+            self._averager.redial(targets)
+        shut = cannot_be_reached(view.stage) and len(view.stage) > 1
+        if shut and not self._shut:
+            logger.warning(
+                "all %d peers of stage %d can only dial out, so they cannot average: one that "
+                "others reach is needed (see --port and --announce)",
+                len(view.stage),
+                place.stage,
+            )
+        self._shut = shut
+
+    def lost(self, now: float) -> bool:
+        """Whether others that reached this peer at its start do not any more."""
+        return self._place.reachability in ("public", "mapped") and self._watch.lost(now)

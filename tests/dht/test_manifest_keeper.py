@@ -1,0 +1,179 @@
+"""A copy of the bootstrap keeps what the operator signed last, and nothing else."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dilocox.dht.envelope import seal, unseal
+from dilocox.dht.errors import EnvironmentFault
+from dilocox.dht.identity import Identity
+from dilocox.dht.keys import manifest_key
+from dilocox.dht.manifest import Manifest, SignedManifest
+from dilocox.dht.manifest_keeper import ManifestCopy, OwnManifest
+from dilocox.dht.manifest_revision import in_state
+
+
+class OneValue:
+    """A swarm as far as its manifest goes."""
+
+    def __init__(self) -> None:
+        self.sealed: bytes | None = None
+        self.stored: list[bytes] = []
+
+    def fetch_manifest(self, run: str, timeout_s: float) -> None:
+        if self.sealed is None:
+            raise EnvironmentFault(f"no manifest of run {run}")
+
+    def sealed_manifest(self) -> bytes | None:
+        return self.sealed
+
+    def store_sealed_manifest(self, sealed: bytes) -> None:
+        self.stored.append(sealed)
+        self.sealed = sealed
+
+
+def envelope(
+    by: Identity, signed: SignedManifest, run: str, sequence: int, lasts_s: float = 60.0
+) -> bytes:
+    return seal(
+        by,
+        key=manifest_key(run),
+        sequence=sequence,
+        expires_at=time.time() + lasts_s,
+        payload=signed.to_bytes(),
+    )
+
+
+@pytest.fixture
+def swarm() -> Any:
+    return OneValue()
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "run.manifest"
+
+
+def copy(run: str, path: Path) -> ManifestCopy:
+    return ManifestCopy(run, path, lambda where, data: where.write_bytes(data))
+
+
+def test_a_copy_gives_the_operators_envelope_back_after_a_restart_without_the_operator(
+    operator: Identity, manifest: Manifest, run: str, path: Path, swarm: Any
+) -> None:
+    signed = SignedManifest.sign(operator, manifest)
+    newest = swarm.sealed = envelope(operator, signed, run, 2)
+    assert copy(run, path).publish(swarm)
+    assert swarm.stored == []
+
+    again, empty = copy(run, path), OneValue()  # nobody else is up
+    assert again.known
+    assert again.publish(empty)  # pyright: ignore[reportArgumentType]
+    assert empty.stored == [newest]
+    assert again.signed.verify(run) == manifest
+    assert again.expires_at == unseal(newest).expires_at
+
+
+def test_the_newest_wins_on_both_sides(
+    operator: Identity, manifest: Manifest, run: str, path: Path, swarm: Any
+) -> None:
+    signed = SignedManifest.sign(operator, manifest)
+    kept = copy(run, path)
+    older, newer = (envelope(operator, signed, run, number) for number in (1, 2))
+    for each in (older, newer):
+        swarm.sealed = each
+        assert kept.publish(swarm)
+    assert path.read_bytes() == newer
+    swarm.sealed = older  # a node that had missed the last one
+    assert kept.publish(swarm)
+    assert swarm.stored == [newer]
+
+
+def test_nobody_but_the_operator_makes_an_envelope_that_a_copy_takes(
+    operator: Identity, volunteer: Identity, manifest: Manifest, run: str, path: Path, swarm: Any
+) -> None:
+    signed = SignedManifest.sign(operator, manifest)
+    theirs = SignedManifest.sign(volunteer, manifest)
+    for by, what in ((volunteer, signed), (volunteer, theirs), (operator, theirs)):
+        swarm.sealed = envelope(by, what, run, 9)
+        with pytest.raises(EnvironmentFault):
+            copy(run, path).publish(swarm)
+        assert not path.exists()
+
+
+def test_a_damaged_file_is_fetched_again(
+    operator: Identity, manifest: Manifest, run: str, path: Path, swarm: Any
+) -> None:
+    path.write_bytes(b"half of")
+    kept = copy(run, path)
+    assert not kept.known
+    with pytest.raises(EnvironmentFault, match="no manifest"):
+        kept.publish(swarm)
+    swarm.sealed = envelope(operator, SignedManifest.sign(operator, manifest), run, 1)
+    assert kept.publish(swarm)
+    assert path.read_bytes() == swarm.sealed
+
+
+def test_a_full_disk_and_an_operator_long_gone_do_not_end_a_copy(
+    operator: Identity,
+    manifest: Manifest,
+    run: str,
+    path: Path,
+    swarm: Any,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def full(where: Path, _data: bytes) -> None:
+        raise EnvironmentFault(f"{where}: no space left")
+
+    signed = SignedManifest.sign(operator, manifest)
+    swarm.sealed = envelope(operator, signed, run, 1, lasts_s=-1.0)
+    kept = ManifestCopy(run, path, full)
+    assert kept.publish(swarm)
+    swarm.sealed = None
+    assert kept.publish(swarm)
+    assert swarm.stored == []  # the DHT drops what has expired
+    assert "no space left" in caplog.text
+    assert "operator's bootstrap must run" in caplog.text
+
+
+class Taking:
+    """A DHT that takes a manifest or not, and may know another one."""
+
+    def __init__(self) -> None:
+        self.takes = False
+        self.known: SignedManifest | None = None
+        self.taken: list[SignedManifest] = []
+
+    def newest_manifest(self) -> SignedManifest | None:
+        return self.known
+
+    def publish_manifest(self, signed: SignedManifest) -> bool:
+        self.taken.append(signed)
+        return self.takes
+
+
+def test_an_operator_who_has_only_the_key_left_goes_on_from_what_the_swarm_knows(
+    operator: Identity, stranger: Identity, manifest: Manifest
+) -> None:
+    swarm: Any = Taking()
+    own = OwnManifest(operator, manifest)
+    swarm.takes, swarm.known = True, SignedManifest.sign(stranger, in_state(manifest, "ended"))
+    assert own.publish(swarm)
+    assert swarm.taken[-1].manifest_bytes == manifest.to_bytes(), "a stranger's counts nothing"
+    swarm.known = SignedManifest.sign(operator, in_state(manifest, "paused"))
+    assert own.publish(swarm)
+    assert own.signed is swarm.taken[-1] is swarm.known
+
+
+def test_the_operator_signs_anew_each_time(operator: Identity, manifest: Manifest) -> None:
+    swarm: Any = Taking()
+    own = OwnManifest(operator, manifest)
+    assert not own.publish(swarm)
+    assert own.expires_at == 0.0
+    swarm.takes = True
+    assert own.publish(swarm)
+    assert own.expires_at > time.time() + 86400  # a weekend without the operator is nothing

@@ -1,0 +1,188 @@
+"""A bootstrap's other bootstraps, and what it shows of itself."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from dilocox.dht.errors import EnvironmentFault, InvalidInput
+from dilocox.dht.identity import base58_encode
+from dilocox.dht.invite import Invite
+from dilocox.peer.bootstrap import BootstrapOptions, other_bootstraps, run_bootstrap_command
+from dilocox.peer.bootstrap_figures import (
+    LOOK_PERIOD_S,
+    STUCK_AFTER_S,
+    BootstrapFacts,
+    BootstrapFigures,
+    exposition,
+)
+
+RUN = "0123456789abcdef" * 2
+ME, OTHER, THIRD = (base58_encode(b"\x12\x20" + bytes([n]) * 32) for n in (1, 2, 3))
+FACTS = BootstrapFacts(
+    not_ready="",
+    dht_peers=7,
+    memory_bytes=400_000_000,
+    manifest_until=1.8e9,
+    archive_bytes={0: 1000, 1: 2000},
+    archive_rounds={0: 11, 1: -1},
+    served_bytes={"state": 5},
+    refused={"dht_expiry": 3},
+)
+NAMES = {
+    "build_info": {"run", "version", "protocol", "role"},
+    "ready": {"run"},
+    "dht_peers": {"run"},
+    "memory_bytes": {"run"},
+    "manifest_expiry_timestamp_seconds": {"run"},
+    "archive_bytes": {"run", "stage"},
+    "archive_round": {"run", "stage"},
+    "served_bytes_total": {"run", "kind"},
+    "refused_total": {"run", "reason"},
+}
+
+
+def address(peer: str, port: int = 1) -> str:
+    return f"/ip4/127.0.0.1/tcp/{port}/p2p/{peer}"
+
+
+def options(source: Path | Invite, *join: str, state: Path = Path()) -> BootstrapOptions:
+    return BootstrapOptions(
+        manifest=source,
+        state=state,
+        host="127.0.0.1",
+        port=0,
+        announce=(),
+        join=join,
+        metrics_host="127.0.0.1",
+        metrics_port=0,
+    )
+
+
+# ---- other bootstraps ----------------------------------------------------------------------------
+def test_others_are_those_of_the_invite_and_those_to_join_without_itself() -> None:
+    invite = Invite(RUN, (address(ME), address(OTHER)))
+    more = Invite(RUN, (address(OTHER), address(THIRD)))
+    found = other_bootstraps(options(invite, str(more), address(ME, 2)), RUN, ME)
+    assert found == (address(OTHER), address(THIRD))
+    assert other_bootstraps(options(Path("run.yaml")), RUN, ME) == ()
+    assert other_bootstraps(options(Path("run.yaml"), address(THIRD)), RUN, ME) == (address(THIRD),)
+
+
+def test_a_bootstrap_of_another_run_is_not_joined() -> None:
+    stranger = Invite("f" * 32, (address(OTHER),))
+    with pytest.raises(InvalidInput, match=r"--join.*is of run f{32}"):
+        other_bootstraps(options(Path("run.yaml"), str(stranger)), RUN, ME)
+    with pytest.raises(InvalidInput, match="multiaddr"):
+        other_bootstraps(options(Path("run.yaml"), "example.org:31337"), RUN, ME)
+
+
+def test_a_copy_of_itself_is_refused(tmp_path: Path) -> None:
+    from dilocox.dht.identity import Identity
+
+    me = Identity.load_or_create(tmp_path / "identity.key").peer_id
+    with pytest.raises(InvalidInput, match=r"names this bootstrap alone.*run\.yaml"):
+        run_bootstrap_command(options(Invite(RUN, (address(me),)), state=tmp_path))
+
+
+# ---- what it shows -------------------------------------------------------------------------------
+def series(text: bytes) -> dict[str, float]:
+    """By name without prefix, and labels without the run."""
+    found: dict[str, float] = {}
+    for family in text_string_to_metric_families(text.decode()):
+        for sample in family.samples:
+            name = sample.name.removeprefix("dilocox_bootstrap_")
+            assert sample.labels.keys() == NAMES[name]
+            assert sample.labels.pop("run") == RUN[:12]
+            found[" ".join([name, *sample.labels.values()])] = sample.value
+    return found
+
+
+def test_every_figure_has_the_agreed_name_and_labels() -> None:
+    found = series(exposition(RUN[:12], "copy", FACTS))
+    assert {name.split()[0] for name in found} == NAMES.keys()
+    assert found["archive_round 0"] == 11
+    assert found["archive_bytes 1"] == 2000
+    assert (found["served_bytes_total state"], found["served_bytes_total record"]) == (5, 0)
+    assert found["refused_total dht_expiry"] == 3
+    assert found["ready"] == 1
+
+
+def test_what_is_not_known_yet_is_left_out() -> None:
+    found = series(exposition(RUN[:12], "operator", BootstrapFacts()))
+    assert found["ready"] == 0
+    assert not {"dht_peers", "memory_bytes", "manifest_expiry_timestamp_seconds"} & found.keys()
+
+
+class Clock:
+    now = 1000.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    standing = Clock()
+    monkeypatch.setattr("dilocox.peer.bootstrap_figures.time", standing)
+    return standing
+
+
+def figures(folder: Path, dht: Any, archive: Any) -> BootstrapFigures:
+    return BootstrapFigures(
+        role="operator",
+        keeper=SimpleNamespace(run=RUN, expires_at=1.8e9),  # pyright: ignore[reportArgumentType]
+        dht=dht,
+        swarm=SimpleNamespace(refused=Counter({"type": 1})),  # pyright: ignore[reportArgumentType]
+        archive=archive,
+        folder=folder,
+    )
+
+
+def test_a_dead_node_a_dead_archive_and_a_stuck_thread_are_told(
+    tmp_path: Path, clock: Clock
+) -> None:
+    def gone(_limit_s: float) -> int:
+        raise EnvironmentFault("the DHT process is gone or stuck")
+
+    keeper = SimpleNamespace(refused=Counter({"disk": 1}), served=Counter(), rounds={0: 4})
+    archive = SimpleNamespace(keeper=keeper)
+    dht = SimpleNamespace(
+        running=True,
+        pid=None,
+        p2pd_pid=0,
+        known_nodes=lambda _: 5,
+        refused_values=lambda _: Counter({"type": 2}),
+    )
+    shown = figures(tmp_path, dht, archive)
+    pages = shown.pages()
+    assert pages["/readyz"]().status == 503  # before the first look
+    (tmp_path / "stage0").mkdir()
+    (tmp_path / "stage0" / "record").write_bytes(b"12345")
+    shown.tick()
+    assert (pages["/readyz"]().status, pages["/healthz"]().status) == (200, 200)
+    found = series(pages["/metrics"]().body)
+    assert (found["dht_peers"], found["archive_bytes 0"], found["archive_round 0"]) == (5, 5, 4)
+    assert found["refused_total dht_type"] == 3
+    assert found["refused_total archive_disk"] == 1
+
+    clock.now += LOOK_PERIOD_S
+    dht.known_nodes, dht.running = gone, False
+    shown.tick()
+    assert b"gone or stuck" in pages["/readyz"]().body
+    assert b"DHT process" in pages["/healthz"]().body
+    assert series(pages["/metrics"]().body)["ready"] == 0
+
+    clock.now += LOOK_PERIOD_S
+    dht.known_nodes, dht.running, archive.keeper = (lambda _: 5), True, None
+    shown.tick()
+    assert b"archive" in pages["/readyz"]().body
+    assert pages["/healthz"]().body == b"dead: archive\n"
+    archive.keeper = keeper
+    clock.now += STUCK_AFTER_S
+    assert pages["/healthz"]().body == b"dead: main thread\n"

@@ -1,0 +1,322 @@
+"""`dilocox doctor` without a run: what it gathers, how it looks, what scripts read, exit codes."""
+
+from __future__ import annotations
+
+import fcntl
+import io
+import json
+import socket
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from dilocox.dht.errors import DilocoxError, EnvironmentFault, InvalidInput
+from dilocox.dht.identity import Identity
+from dilocox.dht.invite import Invite
+from dilocox.dht.manifest import Manifest
+from dilocox.peer import doctor_exam, join, memory
+from dilocox.peer.doctor import DoctorOptions, Page, as_json, run_doctor, verdict
+from dilocox.peer.doctor_bench import Bench
+from dilocox.peer.doctor_checks import Check, Library
+from dilocox.peer.doctor_exam import Part
+from dilocox.peer.doctor_machine import folder_facts, libraries, nearest
+from dilocox.peer.doctor_swarm import StageNeeds
+from dilocox.peer.state_folder import StateFolder
+
+PEER = "QmYyQSo1c1Ym7orWxLYvCrM2EmxTFbqLbrWhX4G5MTWxXT"
+GOOD = Check("python", "ok", "3.11.7")
+BAD = Check("port", "failed", "port 7 is in use", "choose another one with --port")
+
+
+# ---- what it gathers -----------------------------------------------------------------------------
+def test_the_libraries_of_this_machine_are_found_with_what_is_needed() -> None:
+    found = {each.name: each for each in libraries()}
+    assert found["hivemind"].version == "1.1.12" and found["hivemind"].needed == "==1.1.12"
+    assert found["torch"].needed.startswith(">=") and not found["torch"].fault
+
+
+def test_a_folder_that_is_not_there_yet_stays_so(tmp_path: Path) -> None:
+    facts = folder_facts(tmp_path / "a" / "b")
+    assert facts.writable and not facts.in_use and not facts.peer_id
+    assert not (tmp_path / "a").exists()
+    assert nearest(tmp_path / "a" / "b") == tmp_path
+
+
+def test_a_folder_with_a_running_peer_is_seen_and_not_disturbed(tmp_path: Path) -> None:
+    folder = StateFolder(tmp_path)
+    identity = Identity.load_or_create(folder.identity)
+    assert not folder_facts(tmp_path).in_use
+    with folder.locked():
+        facts = folder_facts(tmp_path)
+        assert facts.in_use and facts.peer_id == identity.peer_id
+    assert not folder_facts(tmp_path).in_use
+    with (tmp_path / "lock").open("w") as file:  # what was looked at is free again
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+
+def test_a_key_that_others_can_read_is_a_fault(tmp_path: Path) -> None:
+    Identity.load_or_create(tmp_path / "identity.key")
+    (tmp_path / "identity.key").chmod(0o644)
+    facts = folder_facts(tmp_path)
+    assert facts.key_fault is not None and "chmod 600" in str(facts.key_fault)
+
+
+# ---- what a stage needs --------------------------------------------------------------------------
+def test_a_larger_stage_needs_more_of_everything() -> None:
+    small, tiny = (StageNeeds(_manifest(model), 1) for model in ("small", "tiny"))
+    assert small.values > 3 * tiny.values
+    for name in ("disk_bytes", "record_bytes"):
+        assert getattr(small, name) > getattr(tiny, name)
+    assert small.exchange_bytes(2) > tiny.exchange_bytes(2) > 0
+    assert small.exchange_bytes(8) < 2 * small.exchange_bytes(2)  # it grows towards twice that
+    assert small.disk_bytes > 2 * 9 * 4 * small.values  # two snapshots
+
+
+def test_only_neighbours_cost_bandwidth_for_each_token() -> None:
+    alone = StageNeeds(_manifest("tiny", stages=1), 0)
+    first, middle, last = (StageNeeds(_manifest("tiny", stages=3), stage) for stage in range(3))
+    assert alone.link_bytes_per_token() == 0
+    assert first.link_bytes_per_token() == last.link_bytes_per_token() > 0
+    assert middle.link_bytes_per_token() == 2 * first.link_bytes_per_token()
+
+
+def _manifest(model: str, stages: int = 2) -> Manifest:
+    batch = {"sequence_length": 32, "microbatch_size": 2}
+    facts = {"name": "x", "model": model, "end_tokens": 1000, "stages": stages, "batch": batch}
+    return Manifest.from_dict(facts)
+
+
+# ---- the speed of this machine -------------------------------------------------------------------
+def test_a_stage_is_measured_in_a_process_that_ends_with_it() -> None:
+    with Bench.opened() as bench:
+        assert bench.device("cpu", 1).threads == 1
+        manifest = _manifest("tiny")
+        speed = bench.speed(manifest, 1, 500_000, 60.0)
+        assert speed.measured and not speed.fault and 10 < speed.tokens_per_s < 10_000_000
+        process = bench._process  # pyright: ignore[reportPrivateUsage]
+        assert process.is_alive()
+    assert not process.is_alive()
+
+
+def test_a_stage_that_takes_too_long_is_given_up_in_time() -> None:
+    with Bench.opened() as bench:
+        bench.device("cpu", 1)
+        began = time.monotonic()
+        assert bench.speed(_manifest("tiny"), 0, 500_000, 0.05).fault
+        assert time.monotonic() - began < 2.0
+
+
+def test_a_device_that_is_not_here_is_a_fault_in_one_line() -> None:
+    with Bench.opened() as bench:
+        fault = bench.device("cuda:99", 1).fault
+    assert fault and "\n" not in fault
+
+
+# ---- how it looks --------------------------------------------------------------------------------
+@pytest.fixture
+def file() -> io.StringIO:
+    return io.StringIO()
+
+
+def test_every_line_keeps_to_the_width_and_its_column(file: io.StringIO) -> None:
+    long = Check("reachable", "warning", "others cannot dial this machine " * 4, "forward it " * 9)
+    Page(Console(file=file, width=60)).show([GOOD, long])
+    lines = file.getvalue().splitlines()
+    assert all(len(line) <= 60 for line in lines)
+    assert lines[0] == "ok       python     3.11.7"
+    assert lines[1].startswith("warning  reachable  others")
+    assert all(line.startswith(" " * 20) for line in lines[2:])
+    assert sum("-> forward" in line for line in lines) == 1
+    assert "\x1b" not in file.getvalue()
+
+
+def test_a_mend_that_fits_stands_in_the_same_line(file: io.StringIO) -> None:
+    Page(Console(file=file, width=80)).show([BAD])
+    assert file.getvalue() == (
+        "failed   port       port 7 is in use -> choose another one with --port\n"
+    )
+
+
+def test_what_a_stranger_wrote_does_not_steer_the_terminal(file: io.StringIO) -> None:
+    Page(Console(file=file, width=80)).show([Check("version", "ok", "1 of \x1b[2J\r\x07evil")])
+    assert "\x1b" not in file.getvalue() and "evil" in file.getvalue()
+
+
+def test_the_verdict_names_causes_and_not_what_follows_from_them() -> None:
+    behind = Check("speed", "failed", "not checked", "mend port first")
+    assert verdict([GOOD, BAD, behind], None) == "This machine cannot take part yet: mend port."
+    part = Part(stage=1, tokens_per_s=3_210.0, exchange_s=2.0)
+    assert verdict([GOOD], part) == "This machine can take part: stage 1, about 3,200 tokens/s."
+    warning = Check("clock", "warning", "late", "set it")
+    assert verdict([GOOD, warning], part).endswith("tokens/s; see the warnings: clock.")
+
+
+def test_scripts_read_the_lines_and_the_part() -> None:
+    part = Part(stage=1, tokens_per_s=3_210.0, exchange_s=None)
+    told = json.loads(json.dumps(as_json([GOOD, BAD], part, _options().invite)))
+    assert told["can_take_part"] is False
+    assert told["part"] == {"stage": 1, "tokens_per_s": 3210.0, "exchange_s": None}
+    assert told["checks"][1] == {
+        "name": "port",
+        "status": "failed",
+        "text": "port 7 is in use",
+        "mend": "choose another one with --port",
+    }
+
+
+# ---- an examination without a run ----------------------------------------------------------------
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.fixture
+def taken() -> Iterator[int]:
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen(1)
+        yield other.getsockname()[1]
+
+
+def test_without_a_bootstrap_the_rest_is_checked_all_the_same(here: Path, taken: int) -> None:
+    file = here / "told.json"
+    assert run_doctor(_options(port=taken, json_file=file)) == 1
+    told = json.loads(file.read_text())
+    checks = {check["name"]: check for check in told["checks"]}
+    assert checks["python"]["status"] == checks["disk"]["status"] == "ok"
+    assert checks["port"]["status"] == "failed" and "--port" in checks["port"]["mend"]
+    assert checks["bootstrap"]["status"] == "failed" and checks["bootstrap"]["mend"]
+    for name in ("run", "version", "clock", "stage", "reachable", "bandwidth", "speed"):
+        assert checks[name] == {
+            "name": name,
+            "status": "failed",
+            "text": "not checked",
+            "mend": "mend bootstrap first",
+        }
+    assert told["part"] is None
+    assert told["verdict"] == "This machine cannot take part yet: mend port, bootstrap."
+    assert not (here / "peer").exists()
+
+
+@pytest.mark.parametrize(
+    ("error", "line"),
+    [
+        (EnvironmentFault("no manifest of run 0: check that the bootstrap runs"), "run"),
+        (InvalidInput("protocol is 9; this dilocox speaks protocol 2: install it"), "version"),
+    ],
+)
+def test_a_run_that_cannot_be_joined_says_why_and_the_rest_waits_for_it(
+    here: Path, taken: int, monkeypatch: pytest.MonkeyPatch, error: DilocoxError, line: str
+) -> None:
+    def refuse(*_: Any, **__: Any) -> Any:
+        raise error
+
+    monkeypatch.setattr(join, "joined", refuse)
+    options = replace(_options(json_file=here / "told.json"), invite=_invite(taken))
+    assert run_doctor(options) == 1
+    told = json.loads((here / "told.json").read_text())
+    checks = {check["name"]: check for check in told["checks"]}
+    assert checks["bootstrap"]["status"] == checks["memory"]["status"] == "ok"
+    assert str(error) == f"{checks[line]['text']}: {checks[line]['mend']}"
+    assert checks["speed"]["mend"] == f"mend {line} first"
+    assert told["verdict"] == f"This machine cannot take part yet: mend {line}."
+
+
+def test_without_the_libraries_it_says_so_and_loads_nothing(
+    here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    gone = Library(name="torch", version="", needed=">=2.6")
+    monkeypatch.setattr(doctor_exam, "libraries", lambda: [gone])
+    monkeypatch.setitem(sys.modules, "dilocox.peer.doctor_bench", None)  # importing it fails
+    assert run_doctor(_options()) == 1
+    printed = capsys.readouterr().out
+    assert "missing: torch -> python -m pip install 'torch>=2.6'" in printed
+    assert "mend libraries." in printed
+
+
+def test_without_a_folder_for_temporary_files_nothing_is_loaded(
+    here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    monkeypatch.setattr(tempfile, "_get_default_tempdir", _nowhere)
+    monkeypatch.setitem(sys.modules, "dilocox.peer.doctor_bench", None)
+    assert run_doctor(_options()) == 1
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "failed tmp no folder for temporary files can be written" in printed
+    assert "--tmpfs /tmp" in printed and "mend tmp." in printed
+
+
+def _invite(port: int) -> Invite:
+    return Invite("0" * 32, (f"/ip4/127.0.0.1/tcp/{port}/p2p/{PEER}",))
+
+
+def _nowhere() -> str:
+    raise FileNotFoundError(2, "No usable temporary directory found in ['/tmp']")
+
+
+def _options(*, port: int = 0, json_file: Path | None = None) -> DoctorOptions:
+    with socket.socket() as nobody:  # a port at which nobody listens
+        nobody.bind(("127.0.0.1", 0))
+        closed = nobody.getsockname()[1]
+    return DoctorOptions(
+        invite=_invite(closed),
+        state=Path("peer"),
+        stage="auto",
+        host="127.0.0.1",
+        port=port,
+        announce=(),
+        device="cpu",
+        threads=1,
+        max_upload_mb_s=0,
+        memory_limit_gb=0,
+        data="",
+        json_file=json_file,
+    )
+
+
+# ---- memory of a container -----------------------------------------------------------------------
+@pytest.mark.parametrize("version", [1, 2])
+def test_a_container_has_what_it_is_allowed_and_not_what_the_machine_has(
+    version: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names: Any = {
+        1: ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "memory/memory.stat"),
+        2: ("memory.max", "memory.current", "memory.stat"),
+    }
+    told = ("50000000\n", "30000000\n", "cache 1\ninactive_file 10000000\nactive_file 7\n")
+    for name, text in zip(names[version], told, strict=True):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+    monkeypatch.setattr(memory, "_GROUPS_FOLDER", tmp_path)
+    assert memory.available_bytes() == 30_000_000  # what can be dropped is not used
+    (tmp_path / names[version][0]).write_text("max\n")
+    assert memory.available_bytes() > 50_000_000
+
+
+def test_a_peer_that_may_be_short_of_memory_is_warned_and_not_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(memory.logger, "warning", lambda text, *facts: said.append(text % facts))
+    monkeypatch.setattr(memory, "available_bytes", lambda: 2 * 10**9)
+    memory.check_plan(1_000_000, None)
+    assert not said
+    memory.check_plan(100_000_000, None)
+    assert "needs about 7.8 GB of memory, 2.0 GB are free: close other programs" in said[0]
+
+
+def test_too_little_shared_memory_is_said_before_anything_is_allocated(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(memory, "shared_memory", lambda: (64 << 20, 64 << 20))
+    memory.check_shared(1_000_000)
+    with pytest.raises(EnvironmentFault, match=r"/dev/shm has 67 MB free.*--shm-size \d+m"):
+        memory.check_shared(10_000_000)

@@ -1,0 +1,305 @@
+"""Peers that ask each other about the network between them, over real p2pd on loopback."""
+
+# pyright: reportArgumentType=false
+# hivemind says of a started P2P that its peer id may be None.
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from concurrent.futures import Future
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+from hivemind.p2p import P2P
+
+from dilocox.dht.reach import Reach, Reachability
+from dilocox.peer import dialling
+from dilocox.peer.probe import CALLS_IN_A_WHILE, Probe, asked_to_dial
+from dilocox.peer.reachability import (
+    CHECK_S,
+    ReachWatch,
+    ask_time,
+    described,
+    find_reach,
+    measure_bandwidth,
+    reached_at,
+)
+
+LIMIT_S = 5.0
+SEEN = frozenset({"198.51.100.7"})
+
+
+@asynccontextmanager
+async def nodes(count: int) -> AsyncIterator[list[P2P]]:
+    """So many p2pd; all but the first have dialled the first."""
+    started: list[P2P] = []
+    try:
+        for _ in range(count):
+            first = await started[0].get_visible_maddrs() if started else None
+            p2p = await P2P.create(
+                initial_peers=first, nat_port_map=False, startup_timeout=60, dht_mode="client"
+            )
+            started.append(p2p)
+        yield started
+    finally:
+        for p2p in started:
+            await p2p.shutdown()
+
+
+def run(scene: Callable[[list[P2P]], Awaitable[Any]], count: int = 2) -> Any:
+    async def play() -> Any:
+        async with nodes(count) as started:
+            return await asyncio.wait_for(scene(started), 60)
+
+    return asyncio.run(play())
+
+
+async def serve(p2p: P2P, **options: Any) -> Probe:
+    probe = Probe(p2p, **{"now": time.time, "bootstraps": None, **options})
+    await probe.add_p2p_handlers(p2p)
+    return probe
+
+
+async def own_addresses(p2p: P2P) -> list[str]:
+    return [str(address).partition("/p2p/")[0] for address in await p2p.get_visible_maddrs()]
+
+
+def unused_port() -> int:
+    with socket.socket() as trial:
+        trial.bind(("127.0.0.1", 0))
+        return trial.getsockname()[1]
+
+
+def test_a_peer_that_others_reach_is_public_at_that_address() -> None:
+    async def scene(peers: list[P2P]) -> None:
+        await serve(peers[0])
+        own = await own_addresses(peers[1])
+        started = time.monotonic()
+        reach = await find_reach(peers[1], [peers[0].peer_id], own, limit_s=LIMIT_S)
+        assert (reach.kind, reach.asked, reach.seen) == ("public", 1, ("127.0.0.1",))
+        assert set(reach.addresses) <= set(own) and reach.addresses
+        assert time.monotonic() - started < 1.0  # a start is not held up
+
+    run(scene)
+
+
+def test_a_peer_at_whose_addresses_nobody_answers_only_dials_out() -> None:
+    async def scene(peers: list[P2P]) -> None:
+        await serve(peers[0])
+        wrong = [f"/ip4/127.0.0.1/tcp/{unused_port()}"]
+        # the connection that it has opened itself does not count
+        reach = await find_reach(peers[1], [peers[0].peer_id], wrong, limit_s=LIMIT_S)
+        assert (reach.kind, reach.addresses, reach.asked) == ("dial_out", (), 2)  # it tried twice
+
+    run(scene)
+
+
+def test_a_listener_that_is_not_of_libp2p_is_no_evidence() -> None:
+    async def scene(peers: list[P2P]) -> None:
+        await serve(peers[0])
+
+        async def web(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            writer.write(b"HTTP/1.1 400 Bad Request\r\n\r\n")
+            writer.close()
+
+        server = await asyncio.start_server(web, "127.0.0.1", 0)
+        address = f"/ip4/127.0.0.1/tcp/{server.sockets[0].getsockname()[1]}"
+        reach = await find_reach(peers[1], [peers[0].peer_id], [address], limit_s=LIMIT_S)
+        assert reach.kind == "dial_out"
+        server.close()
+
+    run(scene)
+
+
+def test_where_nobody_can_be_asked_nothing_is_claimed() -> None:
+    async def scene(peers: list[P2P]) -> None:  # an older bootstrap does not answer this
+        own = await own_addresses(peers[1])
+        reach = await find_reach(peers[1], [peers[0].peer_id], own, patience_s=0.5)
+        assert (reach.kind, reach.asked) == ("unknown", 0)
+
+    run(scene)
+
+
+def test_a_bootstrap_that_starts_at_the_same_moment_is_asked_again() -> None:
+    async def scene(peers: list[P2P]) -> None:
+        own = await own_addresses(peers[1])
+        asking = asyncio.ensure_future(
+            find_reach(peers[1], [peers[0].peer_id], own, limit_s=LIMIT_S)
+        )
+        await asyncio.sleep(0.5)
+        await serve(peers[0])
+        assert (await asking).kind == "public"
+
+    run(scene)
+
+
+def test_a_bootstrap_believes_others_more_than_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A router may let in the bootstrap, which the peer has dialled, and nobody else."""
+    asked: list[frozenset[str]] = []
+    let_in = {"others": True}
+
+    async def working(named: Sequence[str], seen: frozenset[str]) -> tuple[str, ...]:
+        asked.append(seen)
+        return tuple(named) if len(asked) % 2 or let_in["others"] else ()
+
+    async def scene(peers: list[P2P]) -> None:
+        bootstrap, other, peer = peers
+        where = {str(other.peer_id): frozenset({"192.0.2.7"}), str(peer.peer_id): SEEN}
+
+        async def connections(p2p: P2P) -> dict[str, frozenset[str]]:
+            return where if p2p is bootstrap else {}
+
+        monkeypatch.setattr("dilocox.peer.probe.connections", connections)
+        monkeypatch.setattr("dilocox.peer.probe.working", working)
+        await serve(bootstrap)
+        await serve(other, bootstraps={str(bootstrap.peer_id)})
+        own = await own_addresses(peer)
+        for let_in["others"], kind in ((True, "public"), (False, "dial_out")):
+            asked.clear()
+            reach = await find_reach(peer, [bootstrap.peer_id], own, limit_s=LIMIT_S)
+            assert (reach.kind, asked[:2]) == (kind, [SEEN, SEEN])
+        # one on the bootstrap's own machine is for the bootstrap to dial
+        where[str(peer.peer_id)] = frozenset({"127.0.0.1"})
+        asked.clear()
+        assert (await find_reach(peer, [bootstrap.peer_id], own, limit_s=LIMIT_S)).kind == "public"
+        assert asked == [frozenset({"127.0.0.1"})]
+
+    run(scene, 3)
+
+
+def test_only_a_bootstrap_has_others_dialled() -> None:
+    async def scene(peers: list[P2P]) -> None:
+        await serve(peers[0], bootstraps={"Qm-another"})
+        question = {"addresses": await own_addresses(peers[1]), "seen": ["127.0.0.1"]}
+        with pytest.raises(ConnectionError, match="only a bootstrap"):
+            await asked_to_dial(peers[1], peers[0].peer_id, question, LIMIT_S)
+
+    run(scene)
+
+
+def test_a_peer_is_not_dialled_back_as_often_as_it_likes() -> None:
+    async def scene(peers: list[P2P]) -> None:
+        await serve(peers[0])
+        question = {"addresses": []}
+        for _ in range(CALLS_IN_A_WHILE):
+            await asked_to_dial(peers[1], peers[0].peer_id, question, LIMIT_S)
+        with pytest.raises(ConnectionError, match="too often"):
+            await asked_to_dial(peers[1], peers[0].peer_id, question, LIMIT_S)
+
+    run(scene)
+
+
+@pytest.mark.parametrize(
+    "address",
+    ["/ip4/10.1.2.3/tcp/22", "/ip4/127.0.0.1/tcp/22", "/ip6/::1/tcp/22", "/dns4/localhost/tcp/22"],
+)
+def test_nobody_is_made_to_look_into_its_own_network(
+    address: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dialled: list[str] = []
+
+    async def greeting(place: Any) -> bytes:
+        dialled.append(place.host)
+        return dialling.GREETING
+
+    monkeypatch.setattr(dialling, "_greeting", greeting)
+    seen = frozenset({"198.51.100.7"})
+    assert asyncio.run(dialling.working([address], seen)) == ("/ip4/198.51.100.7/tcp/22",)
+    assert dialled == ["198.51.100.7"]  # where it comes from, and nowhere else
+
+
+@pytest.mark.parametrize("addresses", [None, 7, [1, "x", "/ip4/1.2.3.4/udp/1", "a" * 9000]])
+def test_addresses_that_are_none_are_passed_over(addresses: object) -> None:
+    async def scene(peers: list[P2P]) -> None:
+        await serve(peers[0])
+        answer = await asked_to_dial(
+            peers[1], peers[0].peer_id, {"addresses": addresses}, limit_s=LIMIT_S
+        )
+        assert answer["worked"] == []
+
+    run(scene)
+
+
+def test_bandwidth_is_measured_both_ways_in_its_time() -> None:
+    async def scene(peers: list[P2P]) -> None:
+        await serve(peers[0])
+        started = time.monotonic()
+        found = await measure_bandwidth(peers[1], peers[0].peer_id, limit_s=1.0)
+        assert time.monotonic() - started < 4.0
+        assert found.down_bytes_per_s > 1e6 and found.up_bytes_per_s > 1e6
+
+    run(scene)
+
+
+def test_a_peer_that_needs_its_link_measures_nothing() -> None:
+    async def scene(peers: list[P2P]) -> None:
+        await serve(peers[0], busy=lambda: True)
+        with pytest.raises(ConnectionError, match="ask later"):
+            await measure_bandwidth(peers[1], peers[0].peer_id, limit_s=1.0)
+
+    run(scene)
+
+
+def test_one_measurement_at_a_time() -> None:
+    async def scene(peers: list[P2P]) -> None:
+        await serve(peers[0])
+        twice = [measure_bandwidth(peers[1], peers[0].peer_id, limit_s=1.0) for _ in range(2)]
+        results = await asyncio.gather(*twice, return_exceptions=True)
+        assert sum(isinstance(result, ConnectionError) for result in results) == 1
+
+    run(scene)
+
+
+def test_the_time_that_a_peer_tells() -> None:
+    async def scene(peers: list[P2P]) -> None:
+        await serve(peers[0], now=lambda: 1234.5)
+        assert await ask_time(peers[1], peers[0].peer_id) == 1234.5
+        with pytest.raises(ConnectionError):
+            await ask_time(peers[0], peers[1].peer_id, limit_s=1.0)  # serves nothing
+
+    run(scene)
+
+
+def test_a_peer_that_was_carried_elsewhere_is_lost_after_two_failures_in_a_row() -> None:
+    answers: list[Future[Reach]] = []
+
+    def ask() -> Future[Reach]:
+        answers.append(Future())
+        return answers[-1]
+
+    watch, now, lost = ReachWatch(ask), time.monotonic(), list[bool]()
+    assert not watch.lost(now) and not answers
+    kinds: tuple[Reachability | None, ...] = ("dial_out", "public", "dial_out", None, "dial_out")
+    for kind in (*kinds, "unknown", "dial_out", "dial_out"):
+        now += CHECK_S + 1
+        assert not watch.lost(now)  # asks
+        assert not watch.lost(now)  # waits
+        if kind is None:
+            answers[-1].set_exception(ConnectionError())
+        else:
+            answers[-1].set_result(Reach(kind=kind))
+        lost.append(watch.lost(now))
+    assert lost == [False] * 7 + [True]
+
+
+def test_a_volunteer_is_told_where_it_is_reached_or_what_to_do() -> None:
+    peer, own = "Qm" + "a" * 44, "/ip4/192.168.1.5/tcp/4001"
+    outside, seen = "/ip4/198.51.100.7/tcp/31337", ("198.51.100.7",)
+    visible = (f"{own}/p2p/{peer}",)
+    mapped = Reach(kind="mapped", addresses=(outside,), seen=seen)
+    at = reached_at(mapped, (), visible, peer)
+    assert at == (f"{outside}/p2p/{peer}", *visible)
+    level, text = described(mapped, (), at)
+    assert level == logging.INFO and f"is reached at {outside}" in text and "router" in text
+    shut = Reach(kind="dial_out", seen=seen)
+    assert reached_at(shut, (), visible, peer) == ()
+    level, text = described(shut, (), ())
+    assert level == logging.WARNING and "only dials out" in text
+    assert f"--port 31337 --announce {outside}" in text
+    assert "198.51.100.9" in described(shut, ("/ip4/198.51.100.9/tcp/1",), ())[1]
+    assert "as far as it knows" in described(Reach(), (), visible)[1]

@@ -1,0 +1,206 @@
+"""A peer that rests: what it shows, when it goes on, and how its volunteer tells it."""
+
+from __future__ import annotations
+
+import json
+import signal
+import socket
+import threading
+import time
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from dilocox.dht.errors import InvalidInput
+from dilocox.dht.identity import Identity
+from dilocox.dht.invite import Invite
+from dilocox.peer import resting
+from dilocox.peer.allowance import GB, Hours
+from dilocox.peer.options import PeerOptions
+from dilocox.peer.resting import Allowance, RestWatch, pause, resume, wait_until_allowed
+from dilocox.peer.signals import StopSignal
+from tests.dht.processes import wait_until
+from tests.peer.commands import Command, error_line
+from tests.peer.test_cli import INVITE
+from tests.peer.test_metrics import Shown
+
+RUN = Invite.parse(INVITE).run_id
+
+
+@pytest.fixture
+def state(tmp_path: Path) -> Path:
+    """The folder of a peer that was of stage 1."""
+    folder = tmp_path / "state"
+    (folder / f"{RUN}-stage1").mkdir(parents=True)
+    Identity.load_or_create(folder / "identity.key")
+    status = {"state": "training", "head": "h", "members": ["h", "m"], "round": 7, "tokens": 64}
+    (folder / f"{RUN}-stage1" / "status.json").write_text(json.dumps(status))
+    return folder
+
+
+def options(state: Path, **changes: Any) -> PeerOptions:
+    given: dict[str, Any] = {
+        "invite": Invite.parse(INVITE),
+        "state": state,
+        "stage": "auto",
+        "host": "127.0.0.1",
+        "port": 0,
+        "announce": (),
+        "device": "cpu",
+        "threads": 1,
+        "max_upload_mb_s": 0.0,
+        "memory_limit_gb": 0.0,
+        "data": "",
+        "metrics_port": 0,
+    }
+    return PeerOptions(**(given | changes))
+
+
+def status_of(state: Path) -> dict[str, Any]:
+    return json.loads((state / f"{RUN}-stage1" / "status.json").read_text())
+
+
+# ---- pausing -------------------------------------------------------------------------------------
+def test_pausing_lasts_until_it_is_resumed_and_twice_does_no_harm(state: Path) -> None:
+    allowance = Allowance(options(state))
+    assert allowance.rest() is None
+    assert f"`dilocox resume --state {state}`" in pause(state)
+    assert "already" in pause(state)
+    rest = Allowance(options(state)).rest()
+    assert rest is not None and (rest.reason, rest.until) == ("paused", None)
+    assert "goes on" in resume(state)
+    assert resume(state) == "it is not paused"
+    assert allowance.rest() is None
+
+
+@pytest.mark.parametrize("command", [pause, resume])
+def test_a_folder_that_is_no_peers_is_named(command: Any, state: Path, tmp_path: Path) -> None:
+    with pytest.raises(InvalidInput, match=r"--state .*nowhere: no peer was started"):
+        command(tmp_path / "nowhere")
+    (state / "invite").write_text("dilocox:...")
+    with pytest.raises(InvalidInput, match=r"this is a bootstrap's folder"):
+        command(state)
+    assert not (state / "paused").exists()
+
+
+# ---- while it trains -----------------------------------------------------------------------------
+def test_over_the_limit_a_training_peer_is_asked_to_leave_and_its_traffic_is_kept(
+    state: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(resting, "LOOK_S", 0.01)
+    total = [0]
+    given = options(state, monthly_traffic_gb=3.0)
+    with StopSignal() as stop:
+        stop.defer()
+        with RestWatch(Allowance(given), lambda: total[0], stop):
+            total[0] = int(2.9 * GB)
+            assert not stop.event.wait(0.2)
+            total[0] = int(3.1 * GB)
+            assert stop.event.wait(5.0)
+            total[0] = int(3.3 * GB)  # until it has left
+        assert not stop.asked
+    after = Allowance(given)
+    assert after.used_bytes == pytest.approx(3.3 * GB)
+    rest = after.rest()
+    assert rest is not None and rest.reason == "traffic"
+    assert rest.words == "3.3 GB of this month's 3 GB are used"
+    assert Allowance(options(state, monthly_traffic_gb=4.0)).rest() is None
+
+
+# ---- while it rests ------------------------------------------------------------------------------
+def test_who_may_take_part_does_not_wait_and_makes_nothing(tmp_path: Path) -> None:
+    hours = Hours.parse(["0-24"])
+    given = options(tmp_path / "new", hours=hours, monthly_traffic_gb=1.0)
+    assert wait_until_allowed(given)
+    assert not (tmp_path / "new").exists()
+
+
+def test_it_says_why_it_rests_and_goes_on_when_it_is_resumed(
+    state: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(resting, "LOOK_S", 0.01)
+    pause(state)
+    seen: list[dict[str, Any]] = []
+
+    def volunteer() -> None:
+        wait_until(lambda: status_of(state)["state"] == "resting", 5.0)
+        seen.append(status_of(state))
+        resume(state)
+
+    thread = threading.Thread(target=volunteer)
+    thread.start()
+    with caplog.at_level("INFO", logger="dilocox.peer.resting"):
+        assert wait_until_allowed(options(state))
+    thread.join()
+    assert seen[0]["resting"] == "paused, until `dilocox resume`"
+    assert (seen[0]["resumes_at"], seen[0]["head"], seen[0]["round"]) == (None, "", 7)
+    after = status_of(state)
+    assert (after["state"], "resting" in after) == ("joining", False)
+    told = [record.getMessage() for record in caplog.records]
+    assert len(told) == 2 and "`dilocox resume --state" in told[0]  # once, not every second
+
+
+def test_the_figures_have_the_names_and_labels_of_a_peer_that_trains(state: Path) -> None:
+    now = 1_763_640_000.0
+    hour = time.localtime(now).tm_hour
+    hours = Hours.parse([f"{(hour + 2) % 24}-{(hour + 3) % 24}"])
+    given = options(state, hours=hours, monthly_traffic_gb=5.0)
+    shown = resting._Resting(given, Allowance(given, clock=lambda: now))
+    assert shown.look()
+    pages = shown.pages()
+    assert pages["/healthz"]().status == 200
+    assert b"resting: outside the hours" in pages["/readyz"]().body
+    found = {
+        family.name: {
+            tuple(sorted(sample.labels.items())): sample.value for sample in family.samples
+        }
+        for family in text_string_to_metric_families(pages["/metrics"]().body.decode())
+    }
+    assert found["dilocox_ready"] == {(("stage", "1"),): 0.0}
+    assert found["dilocox_peer_state"][(("stage", "1"), ("state", "resting"))] == 1.0
+    assert sum(found["dilocox_peer_state"].values()) == 1.0
+    assert found["dilocox_resting"][(("reason", "hours"), ("stage", "1"))] == 1.0
+    (until,) = found["dilocox_resting_until_timestamp_seconds"].values()
+    assert 3600 < until - now <= 7200 and status_of(state)["resumes_at"] == until
+    assert list(found["dilocox_month_traffic_limit_bytes"].values()) == [5e9]
+    training = list(Shown().samples())
+    for name in ("ready", "peer_state", "build_info"):
+        labels = {tuple(sorted(given)) for other, given, _ in training if other == name}
+        here = {tuple(key for key, _ in series) for series in found[f"dilocox_{name}"]}
+        assert here == labels, name
+
+
+# ---- the command itself --------------------------------------------------------------------------
+def test_a_paused_peer_starts_nothing_goes_on_when_resumed_and_leaves_on_a_signal(
+    state: Path,
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    pause(state)
+    arguments = ("peer", INVITE, "--state", str(state), "--metrics-port", str(port))
+    command = Command(*arguments, folder=state)
+    again = None
+    try:
+        command.wait_for("resting: paused")
+        assert len(command.family()) == 1
+        memory = Path(f"/proc/{command.process.pid}/statm").read_text().split()[1]
+        assert int(memory) * 4096 < 150e6  # without torch and hivemind
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/healthz", timeout=5) as answer:
+            assert answer.status == 200
+        began = time.monotonic()
+        command.process.send_signal(signal.SIGTERM)
+        assert command.process.wait(10.0) == 0
+        assert time.monotonic() - began < 2.0
+        again = Command(*arguments, folder=state)
+        again.wait_for("resting: paused")
+        Command("resume", "--state", str(state), folder=state).exit_code(20.0)
+        again.wait_for("going on")
+        assert again.exit_code(60.0) == 1  # nobody is at the invite's address
+        assert "bootstrap" in error_line(again)
+    finally:
+        command.close()
+        if again is not None:
+            again.close()

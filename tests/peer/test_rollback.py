@@ -1,0 +1,174 @@
+"""A chain over a revision of the manifest is replayed, and the operator's way back is prepared
+from the archive and taken by peers and archives, without losing a file."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from dilocox.dht.errors import InvalidInput
+from dilocox.dht.identity import Identity
+from dilocox.dht.manifest import Manifest
+from dilocox.dht.manifest_revision import back_to, in_state, revised
+from dilocox.peer.archive_generation import Generation
+from dilocox.peer.branch import archive_goes_back, peer_goes_back
+from dilocox.peer.kept_chain import keep_manifest, kept_run
+from dilocox.peer.record_check import RecordCheck
+from dilocox.peer.record_folder import RecordFolder
+from dilocox.peer.replay import replay
+from dilocox.peer.rollback import prepare_rollback
+from tests.peer.kept_chains import RUN, ChainMaker, manifest_of
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture
+def maker(identities: list[Identity], tmp_path: Path) -> ChainMaker:
+    return ChainMaker(identities[0], tmp_path / "peer", manifest_of("dense"))
+
+
+def with_rate(manifest: Manifest, rate: float) -> Manifest:
+    outer = replace(manifest.outer, learning_rate=rate)
+    return revised(manifest, replace(manifest, outer=outer))
+
+
+def flaws(maker: ChainMaker, manifest: Manifest | None = None) -> tuple[str, ...]:
+    chain = kept_run(maker.own.parent).stages[0]
+    return replay(manifest or maker.manifest, RUN, 0, chain.records, chain.states).flaws
+
+
+def archive_of(maker: ChainMaker, state: Path) -> Path:
+    """What a bootstrap keeps of this chain; the folder of its stage."""
+    archive = state / f"{RUN}-archive-{maker.manifest.root[:16]}"
+    stage = archive / "stage0"
+    RecordFolder(stage / "00000000" / "log").share(maker.log, maker.log.rounds())
+    keep_manifest(archive, maker.manifest)
+    return stage
+
+
+def roll_back(maker: ChainMaker, state: Path, number: int) -> Manifest:
+    """As the operator's command does; the new revision."""
+    rules = maker.manifest.operation.revision + 1
+    base = prepare_rollback(state, RUN, maker.manifest, number, rules, tell=lambda _: None)
+    return back_to(maker.manifest, number, base)
+
+
+# ---- a revision ----------------------------------------------------------------------------------
+def test_a_chain_over_revisions_is_replayed_with_the_newest_one_alone(maker: ChainMaker) -> None:
+    maker.train(0, 1)
+    maker.revise(with_rate(maker.manifest, 0.3))
+    maker.train(2)
+    maker.revise(in_state(maker.manifest, "paused"))
+    maker.revise(with_rate(maker.manifest, 0.9))
+    maker.train(3, 4)
+    maker.snapshot()
+    chain = kept_run(maker.own.parent).stages[0]
+    found = replay(maker.manifest, RUN, 0, chain.records, chain.states)
+    assert (found.flaws, found.replayed, found.confirmed) == ((), (0, 1, 2, 3, 4), (4,))
+
+
+def test_a_record_under_older_rules_than_the_one_before_it_is_found(maker: ChainMaker) -> None:
+    maker.train(0)
+    maker.revise(with_rate(maker.manifest, 0.3))
+    maker.train(1)
+    maker.train(2, change=lambda record: replace(record, rules=0))
+    assert flaws(maker) == ("round 2: is under older rules than the record before it",)
+
+
+def test_a_record_of_a_revision_that_is_not_known_yet_is_refused(maker: ChainMaker) -> None:
+    first = maker.manifest
+    maker.revise(with_rate(first, 0.3))
+    maker.train(0)
+    (flaw,) = flaws(maker, first)
+    assert "made under revision 1 of the manifest, which is not known here yet" in flaw
+
+
+# ---- the way back --------------------------------------------------------------------------------
+def test_the_state_after_an_earlier_round_is_prepared_and_served(
+    maker: ChainMaker, tmp_path: Path
+) -> None:
+    maker.train(0, 2, 3, 5)
+    stage = archive_of(maker, tmp_path / "boot")
+    newer = roll_back(maker, tmp_path / "boot", 4)
+    assert newer.base(0) == maker.digests[3]  # of round 3, the last one not after 4
+    archive_goes_back(stage, newer)
+    archive_goes_back(stage, newer)  # twice does no harm
+    check = RecordCheck.of(RUN, 0, newer, maker.layout)
+    (current,) = Generation.kept(stage, check)
+    assert (current.head.round, current.state_round) == (3, 3)
+    assert RecordFolder(stage / "older").rounds() == [0, 2, 3]
+    assert RecordFolder(stage / "before-00000001" / "00000000" / "log").rounds() == [0, 2, 3, 5]
+    chain = kept_run(stage.parent).stages[0]
+    found = replay(newer, RUN, 0, chain.records, chain.states)
+    assert (found.flaws, found.confirmed) == ((), (3,))
+    assert found.anchor_sha256 == maker.anchors[3]
+
+
+def test_a_peer_keeps_what_counts_and_puts_the_rest_aside(
+    maker: ChainMaker, tmp_path: Path
+) -> None:
+    maker.train(0, 1, 2)
+    maker.snapshot()
+    archive_of(maker, tmp_path / "boot")
+    newer = roll_back(maker, tmp_path / "boot", 1)
+    assert not peer_goes_back(maker.own, maker.manifest), "nothing to do before the rollback"
+    assert peer_goes_back(maker.own, newer)
+    assert not peer_goes_back(maker.own, newer), "and only once"
+    assert maker.log.rounds() == [0, 1]
+    assert not (maker.own / "snapshots").exists()
+    aside = maker.own / "before-00000001"
+    assert RecordFolder(aside / "log").rounds() == [0, 1, 2]
+    assert list((aside / "snapshots").iterdir())
+
+
+def test_a_peer_whose_log_lacks_the_start_begins_like_a_joiner(
+    maker: ChainMaker, tmp_path: Path
+) -> None:
+    maker.train(0, 1, 2, 3, 4, 5)
+    archive_of(maker, tmp_path / "boot")
+    newer = roll_back(maker, tmp_path / "boot", 3)
+    maker.log.prune(keep=4)
+    assert peer_goes_back(maker.own, newer)
+    assert maker.log.rounds() == []
+
+
+def test_the_abandoned_records_are_refused_and_the_new_ones_are_not(
+    maker: ChainMaker, tmp_path: Path
+) -> None:
+    maker.train(0, 1, 2)
+    archive_of(maker, tmp_path / "boot")
+    newer = roll_back(maker, tmp_path / "boot", 0)
+    (flaw,) = flaws(maker, newer)[:1]
+    assert "the operator went back behind round 1" in flaw
+
+
+def test_back_to_the_initial_weights(maker: ChainMaker, tmp_path: Path) -> None:
+    maker.train(0, 1)
+    stage = archive_of(maker, tmp_path / "boot")
+    newer = roll_back(maker, tmp_path / "boot", -1)
+    assert newer.base(0) == maker.manifest.digest
+    archive_goes_back(stage, newer)
+    (current,) = Generation.kept(stage, RecordCheck.of(RUN, 0, newer, maker.layout))
+    assert current.head.round == -1
+
+
+def test_a_way_back_that_is_none_is_refused_by_name(maker: ChainMaker, tmp_path: Path) -> None:
+    maker.train(0, 1, 2, 3, 4, 5)
+    with pytest.raises(InvalidInput, match="--round 3: the run has no later round"):
+        roll_back(maker, tmp_path / "boot", 3)  # the archive has nothing yet
+    stage = archive_of(maker, tmp_path / "boot")
+    with pytest.raises(InvalidInput, match="--round 5: the run has no later round"):
+        roll_back(maker, tmp_path / "boot", 5)
+    RecordFolder(stage / "00000000" / "log").prune(keep=4)
+    with pytest.raises(InvalidInput, match="--round 3: of stage 0 too few records are kept"):
+        roll_back(maker, tmp_path / "boot", 3)

@@ -1,0 +1,139 @@
+"""How many are served at once, and for how long one that takes nothing is waited for."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import time
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, ExitStack, aclosing
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from dilocox.peer import catchup
+from dilocox.peer.counts import BYTE_KINDS, REFUSALS, Counts
+from dilocox.peer.record import digest_of
+from dilocox.peer.record_folder import RecordFolder
+from dilocox.peer.service import PeerService
+from dilocox.peer.transport import (
+    CHUNK_BYTES,
+    PeerBusy,
+    PeerTransport,
+    UploadLimit,
+    chunk_of,
+    pack,
+    unpack,
+)
+from dilocox.peer.uploads import AT_ONCE, OF_ONE_PEER, UploadRefused, Uploads
+
+PEER = "QmYyQSo1c1Ym7orWxLYvCrM2EmxTFbqLbrWhX4G5MTWxXT"
+RECORD = b"r" * (3 * CHUNK_BYTES + 7)
+WANT = {"what": "record", "digest": digest_of(RECORD)}
+
+
+@pytest.fixture
+def service(tmp_path: Path) -> PeerService:
+    """One without a pool of its own: what is served must not need it."""
+    (tmp_path / "log").mkdir()
+    service = PeerService.__new__(PeerService)
+    service.attempts = {}
+    service.log = RecordFolder(tmp_path / "log")
+    service.log.write(0, RECORD, b"votes")
+    service.sent, service.received = Counts(BYTE_KINDS), Counts(BYTE_KINDS)
+    service.refused = Counts(REFUSALS)
+    service.limit = UploadLimit(None)
+    return service
+
+
+def answers(service: PeerService, peer: str, want: dict[str, Any]) -> Any:
+    return service.rpc_get(pack(want), cast("Any", SimpleNamespace(remote_id=peer)))
+
+
+def test_who_comes_when_all_places_are_taken_is_told_so(service: PeerService) -> None:
+    async def go() -> None:
+        async with AsyncExitStack() as stack:
+            running: list[Any] = []
+            for number in range(AT_ONCE):
+                stream = await stack.enter_async_context(
+                    aclosing(answers(service, f"Qm{number}", WANT))
+                )
+                assert unpack(await anext(stream)) == {"bytes": len(RECORD)}
+                running.append(stream)
+            (refused,) = [unpack(each) async for each in answers(service, PEER, WANT)]
+            assert "busy" in refused and "bytes" not in refused
+            # what is few bytes comes all the same
+            want = WANT | {"what": "certificate"}
+            _, votes = [each async for each in answers(service, PEER, want)]
+            assert chunk_of(votes) == b"votes"
+            rest = b"".join([chunk_of(each) async for each in running[0]])
+            assert rest == RECORD
+            got = b"".join([chunk_of(each) async for each in answers(service, PEER, WANT)])
+            assert got == RECORD
+
+    asyncio.run(go())
+
+
+def test_one_peer_cannot_take_all_places() -> None:
+    uploads = Uploads(100)
+    with ExitStack() as stack:
+
+        def begin(peer: str) -> None:
+            file: Any = SimpleNamespace(close=lambda: None)
+            stack.enter_context(uploads.begin(peer, file, urgent=False))
+
+        for _ in range(OF_ONE_PEER):
+            begin("a")
+        with pytest.raises(UploadRefused):
+            begin("a")
+        begin("b")
+        for _ in range(200):  # these count for nothing
+            stack.enter_context(uploads.begin("c", cast("Any", io.BytesIO()), urgent=True))
+        begin("c")
+    with ExitStack() as stack:
+        begin("a")
+
+
+def test_an_upload_that_nobody_takes_holds_no_file_and_no_place(service: PeerService) -> None:
+    uploads = Uploads(1, stall_s=0.05)
+    vars(service)["uploads"] = uploads
+    find, files = service._find, list[Any]()
+
+    async def watched(want: dict[str, Any]) -> catchup.Source | None:
+        found = await find(want)
+        files.append(found and found.file)
+        return found
+
+    vars(service)["_find"] = watched
+
+    async def go() -> None:
+        stalled = answers(service, "QmSlow", WANT)
+        await anext(stalled)
+        await anext(stalled)
+        deadline = time.monotonic() + 5.0
+        while not files[0].closed and time.monotonic() < deadline:
+            await asyncio.sleep(0.01)
+        got = b"".join([chunk_of(each) async for each in answers(service, PEER, WANT)])
+        assert got == RECORD
+        assert [each async for each in stalled] == []  # what is missing tells the asker
+
+    asyncio.run(go())
+
+
+def test_the_asker_hears_that_it_may_ask_another(service: PeerService) -> None:
+    vars(service)["uploads"] = Uploads(0)
+
+    class Stub:
+        async def rpc_get(self, request: Any) -> AsyncIterator[Any]:
+            return answers(service, PEER, unpack(request))
+
+    transport = PeerTransport(
+        p2p=cast("Any", None),
+        stub_for=lambda *_: Stub(),
+        limit=UploadLimit(None),
+        record_bytes=len(RECORD),
+    )
+    with pytest.raises(PeerBusy, match="served at once"):
+        asyncio.run(transport.fetch_record(PEER, WANT["digest"]))

@@ -1,0 +1,99 @@
+"""What a peer's coordinator does about the ways to others."""
+
+from __future__ import annotations
+
+import logging
+from concurrent.futures import Future
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from dilocox.dht.reach import Reach, Reachability
+from dilocox.peer.place import Place
+from dilocox.peer.reachability import CHECK_S
+from dilocox.peer.redial import Targets
+from dilocox.peer.view import SwarmView
+from dilocox.peer.ways import Ways
+from tests.peer.fabricated import peer_id, stage_record
+
+ME, OPEN, SHUT = (peer_id(number) for number in (1, 2, 3))
+HOST = replace(stage_record(), addresses=(f"/ip4/198.51.100.7/tcp/1/p2p/{OPEN}",))
+CLIENT = replace(stage_record(), client_mode=True)
+
+
+class Averager:
+    def __init__(self, kind: Reachability = "dial_out") -> None:
+        self.dialled: list[Targets] = []
+        self.checks = 0
+        self._kind: Reachability = kind
+
+    def redial(self, targets: Targets) -> None:
+        self.dialled.append(targets)
+
+    def check_reach(self) -> Future[Reach]:
+        self.checks += 1
+        found: Future[Reach] = Future()
+        found.set_result(Reach(kind=self._kind))
+        return found
+
+
+def ways(kind: Reachability, averager: Averager) -> Ways:
+    place: Any = SimpleNamespace(me=ME, stage=0, client_mode=kind == "dial_out", reachability=kind)
+    return Ways(cast(Place, place), averager)
+
+
+def view(**stage: Any) -> SwarmView:
+    here = {ME: CLIENT, **stage}
+    return SwarmView(me=ME, stage=here, stages={0: here})
+
+
+def test_a_peer_that_only_dials_out_dials_those_that_come_once() -> None:
+    averager = Averager()
+    own = ways("dial_out", averager)
+    for _ in range(3):
+        own.look(view(**{OPEN: HOST}))
+    assert averager.dialled == [{OPEN: HOST.addresses}]
+    own.look(view(**{SHUT: CLIENT}))
+    assert averager.dialled[1:] == [{}]
+    other = Averager()
+    ways("public", other).look(view(**{OPEN: HOST}))
+    assert not other.dialled
+
+
+def test_a_stage_that_nobody_can_reach_says_so_once(caplog: pytest.LogCaptureFixture) -> None:
+    own = ways("dial_out", Averager())
+    with caplog.at_level(logging.WARNING):
+        own.look(view())  # alone it trains and commits
+        assert not caplog.messages
+        for _ in range(3):
+            own.look(view(**{SHUT: CLIENT}))
+        (line,) = caplog.messages
+        assert "all 2 peers of stage 0 can only dial out" in line and "--announce" in line
+        own.look(view(**{SHUT: CLIENT, OPEN: HOST}))
+        own.look(view(**{SHUT: CLIENT}))
+        assert len(caplog.messages) == 2
+
+
+@pytest.mark.parametrize(
+    ("at_start", "now", "lost"),
+    [
+        ("public", "dial_out", True),
+        ("mapped", "dial_out", True),
+        ("public", "public", False),
+        ("public", "unknown", False),
+        ("dial_out", "dial_out", False),
+        ("unknown", "dial_out", False),
+    ],
+)
+def test_one_that_was_reached_and_is_not_any_more_is_lost(
+    at_start: Reachability, now: Reachability, lost: bool
+) -> None:
+    averager = Averager(now)
+    own, at, said = ways(at_start, averager), 0.0, False
+    for _ in range(5):
+        at += 1e6 + CHECK_S
+        own.lost(at)  # asks
+        said = own.lost(at) or said
+    assert said is lost

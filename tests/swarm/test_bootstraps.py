@@ -1,0 +1,112 @@
+"""A run has two bootstraps, the operator's and a copy of it, and either may die."""
+
+from __future__ import annotations
+
+import re
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.docker.prometheus import free_ports
+from tests.peer.commands import Command
+from tests.swarm.conftest import StartSwarm
+
+STEP_S = 0.05
+ROUND_LIMIT_S = 180.0
+SEEN_LIMIT_S = 60.0
+MAX_MEMORY = 1e9  # bytes, of all processes of a bootstrap
+SERIES = re.compile(r"dilocox_bootstrap_(\w+)\{run=\"[0-9a-f]{12}\",?([^}]*)\} (\S+)")
+
+
+class Figures:
+    """What a bootstrap shows at a port."""
+
+    def __init__(self, port: int):
+        self.url = f"http://127.0.0.1:{port}"
+
+    def fetch(self, path: str) -> str:
+        with urllib.request.urlopen(self.url + path, timeout=10.0) as answer:
+            return answer.read().decode()
+
+    @property
+    def series(self) -> dict[str, float]:
+        """By name and labels; empty while nobody answers."""
+        try:
+            text = self.fetch("/metrics")
+        except OSError:
+            return {}
+        return {
+            name + (f"{{{labels}}}" if labels else ""): float(value)
+            for name, labels, value in SERIES.findall(text)
+        }
+
+    def keeps(self, number: int) -> bool:
+        """Whether it is ready and its archive has this round."""
+        series = self.series
+        return series.get("ready") == 1 and series.get('archive_round{stage="0"}', -1) >= number
+
+
+@pytest.fixture
+def commands() -> Iterator[list[Command]]:
+    started: list[Command] = []
+    yield started
+    for each in reversed(started):
+        each.close()
+
+
+@pytest.mark.swarm
+@pytest.mark.timeout(600)
+def test_either_of_two_bootstraps_may_die(
+    start_swarm: StartSwarm, commands: list[Command], tmp_path: Path
+) -> None:
+    own_port, copy_port = free_ports(2)
+    own, copys = Figures(own_port), Figures(copy_port)
+    swarm = start_swarm(rounds={"inner_steps": 20})
+    peers = [swarm.add_peer(step_s=STEP_S) for _ in range(2)]
+    place = ["--state", str(tmp_path / "copy"), "--host", "127.0.0.1", "--port", "0"]
+    copy = Command(
+        "bootstrap",
+        swarm.invite,
+        *place,
+        "--metrics-port",
+        str(copy_port),
+        folder=tmp_path,
+    )
+    commands.append(copy)
+    copy.wait_for("dilocox peer dilocox:")
+    swarm.wait_for_rounds(2, ROUND_LIMIT_S)
+    swarm.wait(lambda: copys.keeps(peers[0].rounds[0]["round"]), SEEN_LIMIT_S, "the copy keeps it")
+    both = (tmp_path / "copy" / "invite").read_text().strip()
+    assert both.count("/p2p/") == 2
+    assert swarm.invite.partition("@")[2] in both
+
+    swarm.kill_bootstrap()
+    swarm.invite = both
+    third = swarm.add_peer(step_s=STEP_S)
+    swarm.wait_for_counted(third, limit_s=ROUND_LIMIT_S)
+    swarm.wait_for_rounds(1, ROUND_LIMIT_S)
+    assert copys.fetch("/healthz") == "ok\n"
+    assert copys.fetch("/readyz") == "ready\n"
+
+    swarm.restart_bootstrap("--metrics-port", str(own_port), "--join", both)
+    newest = third.rounds[-1]["round"]
+    swarm.wait(lambda: own.keeps(newest), SEEN_LIMIT_S, "the operator's has caught up")
+    for name, figures in (("the operator's", own), ("the copy", copys)):
+        series = figures.series
+        print(f"{name}: {series}")
+        assert series["dht_peers"] >= 3
+        assert series['archive_bytes{stage="0"}'] > 1000
+        assert 1e7 < series["memory_bytes"] < MAX_MEMORY
+        assert series["manifest_expiry_timestamp_seconds"] > 86400
+    assert copys.series['served_bytes_total{kind="record"}'] > 0  # the third peer's way to the end
+
+    copy.process.kill()
+    copy.clean_within(10)
+    assert (swarm.folder / "bootstrap" / "invite").read_text().count("/p2p/") == 2
+    swarm.wait_for_rounds(1, ROUND_LIMIT_S)
+    assert swarm.terminate(third) == 0
+    swarm.restart(third)
+    swarm.wait_for_counted(third, after_round=third.rounds[-1]["round"], limit_s=ROUND_LIMIT_S)
+    swarm.assert_equal_chains()

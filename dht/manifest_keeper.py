@@ -108,10 +108,16 @@ class OwnManifest:
         newest = self._newest()
         with contextlib.suppress(InvalidInput):
             found = swarm.newest_manifest()
-            if found is not None and found.revision_of(self.run) > newest.revision_of(self.run):
-                logger.warning(
-                    "going on from revision %d, as the swarm knows it", found.revision_of(self.run)
+            own = newest.revision_of(self.run)
+            told = own if found is None else found.revision_of(self.run)
+            if found is not None and told == own and found.manifest_bytes != newest.manifest_bytes:
+                raise EnvironmentFault(
+                    f"the swarm has another manifest of revision {own}, signed with this key: go "
+                    "on with the state folder that made it, or remove this one's folder of "
+                    "revisions"
                 )
+            if found is not None and told > own:
+                logger.warning("going on from revision %d, as the swarm knows it", told)
                 if self._revisions is not None:
                     self._revisions.add(found)
                 newest = found

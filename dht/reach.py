@@ -30,15 +30,13 @@ class Reach:
 
     kind: public (at an address of its own), mapped (at its router's), dial_out (not at all),
     unknown (nobody could be asked). addresses: TCP multiaddrs that worked, without peer id. asked:
-    how many peers dialled. seen: the IP addresses that others see it at. relay: whether it is
-    called over a relay.
+    how many peers dialled. seen: the IP addresses that others see it at.
     """
 
     kind: Reachability = "unknown"
     addresses: tuple[str, ...] = ()
     asked: int = 0
     seen: tuple[str, ...] = ()
-    relay: bool = False
 
 
 FindReach = Callable[[Any, Sequence[Any], Sequence[str]], Awaitable[Reach]]

@@ -265,7 +265,6 @@ class Keeper:
         keep_manifest(self._folder, self._manifest)  # here, or the pool's threads would race for it
         archive = await self._compute(self._made, stage)
         if stage not in self._serving:
-            self._serving.add(stage)
             service = ArchiveService(
                 lambda want: self._find(stage, want), self.served, self.refused
             )
@@ -273,6 +272,7 @@ class Keeper:
             await asyncio.wait_for(
                 service.add_p2p_handlers(self._p2p, namespace=namespace), START_LIMIT_S
             )
+            self._serving.add(stage)
         self._stages[stage] = archive
         return archive
 

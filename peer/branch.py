@@ -61,19 +61,18 @@ def archive_goes_back(folder: Path, manifest: Manifest) -> None:
     bootstrap there is none, and it follows its peers. Raises EnvironmentFault.
     """
     since = last_rollback(manifest)
-    if _done(folder) >= since:
-        return
-    names = sorted(path.name for path in folder.iterdir() if path.name.isdecimal())
-    aside = _put_aside(folder, since, (*names, OLDER_NAME))
-    moved = sorted(path.name for path in aside.iterdir() if path.name.isdecimal())
-    older = RecordFolder(folder / OLDER_NAME)
-    logs = [aside / name / "log" for name in moved] + [aside / OLDER_NAME]
-    for log in map(RecordFolder, logs):
-        older.share(log, [entry.round for entry in _counting(log.entries(), manifest)])
-    ready = prepared(folder, since)
+    if _done(folder) < since:
+        names = sorted(path.name for path in folder.iterdir() if path.name.isdecimal())
+        aside = _put_aside(folder, since, (*names, OLDER_NAME))
+        moved = sorted(path.name for path in aside.iterdir() if path.name.isdecimal())
+        older = RecordFolder(folder / OLDER_NAME)
+        logs = [aside / name / "log" for name in moved] + [aside / OLDER_NAME]
+        for log in map(RecordFolder, logs):
+            older.share(log, [entry.round for entry in _counting(log.entries(), manifest)])
+        _mark(folder, since)
+    # after the mark: who is killed in between finds it here, and puts nothing aside twice
     with contextlib.suppress(FileNotFoundError):
-        ready.rename(folder / f"{int(moved[-1]) + 1 if moved else 0:08d}")
-    _mark(folder, since)
+        prepared(folder, since).rename(folder / f"{_next_generation(folder):08d}")
 
 
 def prepared(folder: Path, rules: int) -> Path:
@@ -134,6 +133,11 @@ def _put_aside(folder: Path, rules: int, names: Iterable[str]) -> Path:
             with contextlib.suppress(FileNotFoundError):
                 (folder / name).rename(aside / name)
     return aside
+
+
+def _next_generation(folder: Path) -> int:
+    found = (*folder.iterdir(), *folder.glob("before-*/*"))
+    return 1 + max((int(path.name) for path in found if path.name.isdecimal()), default=-1)
 
 
 def _done(folder: Path) -> int:

@@ -42,15 +42,21 @@ async def working(named: Sequence[str], seen: frozenset[str]) -> tuple[str, ...]
     seen: IP addresses that the stranger comes from. There its ports are tried, too: behind a mapped
     port it may not know its own address.
     """
+    places = possible(named, seen)
+    may = await asyncio.gather(*(_may_dial(place, seen) for place in places.values()))
+    allowed = [text for text, yes in zip(places, may, strict=True) if yes][:MAX_DIALLED]
+    greets = await asyncio.gather(*(_greets(places[text]) for text in allowed))
+    return tuple(text for text, yes in zip(allowed, greets, strict=True) if yes)
+
+
+def possible(named: Sequence[str], seen: frozenset[str]) -> dict[str, TcpAddress]:
+    """The places to try, by multiaddr."""
     places = {text: place for text in named if (place := _place(text)) is not None}
     for ip in sorted(seen):
         for port in sorted({place.port for place in places.values()}):
             kind = "ip6" if ":" in ip else "ip4"
             places.setdefault(f"/{kind}/{ip}/tcp/{port}", TcpAddress(host=ip, port=port))
-    may = await asyncio.gather(*(_may_dial(place, seen) for place in places.values()))
-    allowed = [text for text, yes in zip(places, may, strict=True) if yes][:MAX_DIALLED]
-    greets = await asyncio.gather(*(_greets(places[text]) for text in allowed))
-    return tuple(text for text, yes in zip(allowed, greets, strict=True) if yes)
+    return places
 
 
 def _place(text: str) -> TcpAddress | None:

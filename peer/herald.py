@@ -56,10 +56,11 @@ class Herald:
         }
         replicas = found[replica_key(run)]
         claims, of_run = found[own_claims], found[run_claims]
-        told: list[ClaimRecord] = [] if claims is None else list(claims.values())
+        if claims is not None:  # of peers under any rules
+            told: Iterable[ClaimRecord] = claims.values()
+            self.revision = max((each.revision for each in told), default=0)
         claims = None if claims is None else that_count(claims, place.manifest)
         of_run = None if of_run is None else that_count(of_run, place.manifest)
-        self.revision = max((each.revision for each in told), default=0)
         self.view = SwarmView(
             me=place.me,
             stage=stages.get(stage, {}),

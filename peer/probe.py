@@ -26,7 +26,7 @@ from typing import Any, AsyncIterator, cast  # noqa: UP035 - hivemind knows this
 from hivemind.p2p import P2P, P2PContext, PeerID, ServicerBase
 from hivemind.proto import runtime_pb2
 
-from dilocox.peer.dialling import DIAL_LIMIT_S, connections, working
+from dilocox.peer.dialling import DIAL_LIMIT_S, connections, possible, working
 from dilocox.peer.transport import FrameRefused, chunk_of, pack, reply, unpack
 
 FORWARD_LIMIT_S = DIAL_LIMIT_S + 1.0
@@ -35,7 +35,8 @@ MAX_NAMED = 16
 OTHERS_ASKED = 3
 DIAL_BACKS_AT_ONCE = 16
 CALLS_IN_A_WHILE, A_WHILE_S = 6, 10.0  # dial-backs of one caller
-BANDWIDTH_LIMIT_S, BANDWIDTH_LIMIT_BYTES = 10.0, 64 << 20
+BANDWIDTH_LIMIT_S, BANDWIDTH_LIMIT_BYTES = 10.0, 16 << 20
+BANDWIDTH_HOUR_BYTES = 256 << 20  # for all callers: a volunteer may pay for its traffic
 CHUNK = bytes(256 << 10)
 
 
@@ -62,7 +63,8 @@ class Probe(ServicerBase):
         self._calls: Counter[str] = Counter()
         self._calls_since = 0.0
         self._dialling = 0
-        self._measuring = False
+        self._measuring_until = 0.0
+        self._measured_bytes, self._measured_since = 0, time.monotonic()
 
     # ---- can the caller be reached ---------------------------------------------------------------
     async def rpc_dial_back(
@@ -82,7 +84,9 @@ class Probe(ServicerBase):
                 raise FrameRefused("asked too often")
             if self._dialling >= DIAL_BACKS_AT_ONCE:
                 raise FrameRefused("too many at once")
-            strangers = () if self._bootstraps is not None else _others(known, caller, seen)
+            # who was reached before is not declared unreachable on the word of strangers
+            alone = self._bootstraps is not None or want.get("again") is True
+            strangers = () if alone else _others(known, caller, seen)
             self._dialling += 1
             try:
                 return reply(await self._dialled(texts(want.get("addresses")), seen, strangers))
@@ -101,7 +105,11 @@ class Probe(ServicerBase):
                 asked_to_dial(self._p2p, PeerID.from_base58(peer), question, FORWARD_LIMIT_S)
                 for peer in random.sample(others, min(OTHERS_ASKED, len(others)))
             )
-            worked = await own if verdict is None else verdict
+            if verdict is None:
+                worked = await own
+            else:
+                places = possible(named, seen)
+                worked = tuple(address for address in verdict if address in places)
         finally:
             own.cancel()
         return {"seen": sorted(seen), "worked": list(worked), "asked": max(1, count)}
@@ -153,13 +161,20 @@ class Probe(ServicerBase):
 
     @contextlib.contextmanager
     def _link(self) -> Generator[None]:
-        if self._measuring or self._busy():
+        now = time.monotonic()
+        if now < self._measuring_until or self._busy():
             raise FrameRefused("this peer needs its link now: ask later")
-        self._measuring = True
+        if now - self._measured_since > 3600.0:
+            self._measured_bytes, self._measured_since = 0, now
+        if self._measured_bytes >= BANDWIDTH_HOUR_BYTES:
+            raise FrameRefused("this peer has measured enough for an hour: ask another one")
+        self._measured_bytes += BANDWIDTH_LIMIT_BYTES
+        # a time, not a flag: who stops reading never lets this go on to its end
+        self._measuring_until = now + 2 * BANDWIDTH_LIMIT_S
         try:
             yield
         finally:
-            self._measuring = False
+            self._measuring_until = 0.0
 
     # ---- what time is it -------------------------------------------------------------------------
     async def rpc_clock(

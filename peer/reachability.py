@@ -52,16 +52,17 @@ async def find_reach(
     *,
     limit_s: float = 10.0,
     patience_s: float = 3.0,
+    again: bool = False,
 ) -> Reach:
     """Have these peers dial this one, all at the same time; the first that succeeds decides.
 
     own_addresses: TCP multiaddrs without peer id, the announced ones first. Ask a bootstrap, which
     has others dial, or peers that this one has not dialled before. While none of them answers they
     are asked again, for `patience_s`; where nothing gets in once more, for a busy machine may be
-    late. Ends within `limit_s`.
+    late. Ends within `limit_s`. again: it was reached before, so a bootstrap's own word is enough.
     """
     started = time.monotonic()
-    question = {"addresses": list(own_addresses[:MAX_NAMED])}
+    question = {"addresses": list(own_addresses[:MAX_NAMED]), "again": again}
     found, failures = Reach(), 0
     while candidates and not found.addresses and failures < TRIES:
         spent_s = time.monotonic() - started

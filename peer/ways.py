@@ -57,7 +57,7 @@ class WaysService:
         found = [str(address) for address in await self._p2p.get_visible_maddrs(latest=True)]
         own = [address.rpartition("/p2p/")[0] for address in found]
         asked = [PeerID.from_base58(peer) for peer in self.config.bootstraps]
-        return await find_reach(self._p2p, asked, own)
+        return await find_reach(self._p2p, asked, own, again=True)
 
     @cached_property
     def _redialler(self) -> Redialler:

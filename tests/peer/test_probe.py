@@ -163,6 +163,10 @@ def test_a_bootstrap_believes_others_more_than_itself(monkeypatch: pytest.Monkey
             asked.clear()
             reach = await find_reach(peer, [bootstrap.peer_id], own, limit_s=LIMIT_S)
             assert (reach.kind, asked[:2]) == (kind, [SEEN, SEEN])
+        # but who was reached before is not declared unreachable on the word of strangers
+        asked.clear()
+        reach = await find_reach(peer, [bootstrap.peer_id], own, limit_s=LIMIT_S, again=True)
+        assert (reach.kind, asked) == ("public", [SEEN])
         # one on the bootstrap's own machine is for the bootstrap to dial
         where[str(peer.peer_id)] = frozenset({"127.0.0.1"})
         asked.clear()

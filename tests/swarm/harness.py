@@ -66,6 +66,7 @@ class LocalSwarm:
         self.tag = uuid.uuid4().hex
         # sockets lie in the folder for temporary files, whose path must be short
         self._temporary = Path(tempfile.mkdtemp(prefix="swarm-"))
+        self._before = {str(path) for path in Path("/dev/shm").glob("torch_*")}
         self._pids: set[int] = set()
         self._starts = 0
         self._ended = False
@@ -308,7 +309,7 @@ class LocalSwarm:
     def _left(self) -> list[str]:
         processes = [f"{process.name} ({process.pid})" for process in family(self.tag)]
         files = [str(path) for path in self._temporary.iterdir()]
-        return processes + files + shared_memory(self._pids)
+        return processes + files + shared_memory(self._pids, self._before)
 
     def tails(self, lines: int = 25) -> str:
         """The ends of all logs, for a test that failed."""

@@ -106,10 +106,15 @@ class Terminal:
                 f"{self.block.place}: no {text!r}\n{self.output[-3000:]}"
             ) from error
 
+    @property
+    def rounds(self) -> int:
+        """Of how many rounds a peer has said that they are committed."""
+        return self.output.count(" committed: ")
+
     def wait_for_rounds(self, count: int, limit_s: float) -> None:
-        """Wait until a peer has said of so many rounds that they are committed."""
+        """Wait until a peer has said so of this many rounds."""
         try:
-            wait_until(lambda: self.output.count(" committed: ") >= count, limit_s)
+            wait_until(lambda: self.rounds >= count, limit_s)
         except AssertionError as error:
             raise AssertionError(f"not {count} rounds:\n{self.output[-3000:]}") from error
 

@@ -55,11 +55,14 @@ def send_signal(processes: list[Process], number: signal.Signals) -> None:
             os.kill(process.pid, number)
 
 
-def shared_memory(pids: set[int]) -> list[str]:
-    """The files in /dev/shm that torch made for one of these processes."""
+def shared_memory(pids: set[int], before: set[str] | None = None) -> list[str]:
+    """The files in /dev/shm that torch made for one of these processes.
+
+    before: what was there at the start, of processes that had the same ids.
+    """
     found: list[str] = []
     for path in Path("/dev/shm").glob("torch_*"):
         maker = path.name.split("_")[1]
-        if maker.isdigit() and int(maker) in pids:
+        if maker.isdigit() and int(maker) in pids and str(path) not in (before or ()):
             found.append(str(path))
     return found

@@ -169,6 +169,19 @@ def test_an_operator_who_has_only_the_key_left_goes_on_from_what_the_swarm_knows
     assert own.signed is swarm.taken[-1] is swarm.known
 
 
+def test_two_manifests_of_one_revision_are_refused_loudly(
+    operator: Identity, manifest: Manifest
+) -> None:
+    swarm: Any = Taking()
+    own = OwnManifest(operator, manifest)
+    swarm.takes = True
+    swarm.known = SignedManifest.sign(operator, in_state(manifest, "paused"))
+    assert own.publish(swarm)
+    swarm.known = SignedManifest.sign(operator, in_state(manifest, "ended"))
+    with pytest.raises(EnvironmentFault, match="another manifest of revision 1"):
+        own.publish(swarm)
+
+
 def test_the_operator_signs_anew_each_time(operator: Identity, manifest: Manifest) -> None:
     swarm: Any = Taking()
     own = OwnManifest(operator, manifest)

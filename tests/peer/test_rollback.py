@@ -14,6 +14,7 @@ from dilocox.dht.errors import InvalidInput
 from dilocox.dht.identity import Identity
 from dilocox.dht.manifest import Manifest
 from dilocox.dht.manifest_revision import back_to, in_state, revised
+from dilocox.peer import branch
 from dilocox.peer.archive_generation import Generation
 from dilocox.peer.branch import archive_goes_back, peer_goes_back
 from dilocox.peer.kept_chain import keep_manifest, kept_run
@@ -112,6 +113,25 @@ def test_the_state_after_an_earlier_round_is_prepared_and_served(
     found = replay(newer, RUN, 0, chain.records, chain.states)
     assert (found.flaws, found.confirmed) == ((), (3,))
     assert found.anchor_sha256 == maker.anchors[3]
+
+
+def test_who_is_killed_at_the_end_of_a_rollback_still_finds_its_state(
+    maker: ChainMaker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    maker.train(0, 2, 3)
+    stage = archive_of(maker, tmp_path / "boot")
+    newer = roll_back(maker, tmp_path / "boot", 2)
+
+    def killed(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    for function in ("_mark", "prepared"):  # before the mark, and between it and the state
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setattr(branch, function, killed)
+            archive_goes_back(stage, newer)
+    archive_goes_back(stage, newer)
+    (current,) = Generation.kept(stage, RecordCheck.of(RUN, 0, newer, maker.layout))
+    assert (current.head.round, current.state_round) == (2, 2)
 
 
 def test_a_peer_keeps_what_counts_and_puts_the_rest_aside(

@@ -107,7 +107,7 @@ async def catch_up(
     Their headers come first, the newest first: until they meet our chain, no record is worth its
     bytes. Then come the records, the oldest first, each appended before the next one is asked for:
     what is cut off goes on later where it was. limit_bytes: of all of them, if they are to cost no
-    more than something else would.
+    more than something else would; then a bootstrap's older ones, besides its newest, are worth it.
 
     Raises:
         ConnectionError: the peer cannot be reached. PeerBusy: it cannot serve now.
@@ -136,7 +136,8 @@ async def catch_up(
     for wanted in reversed(missing):
         if time.monotonic() > end:
             raise asyncio.TimeoutError(f"{peer} gave {len(appended)} records in the time for all")
-        _, data, certificate = await _checked(transport, peer, wanted, check, compute)
+        older = limit_bytes is not None
+        _, data, certificate = await _checked(transport, peer, wanted, check, compute, older=older)
         appended.append((await compute(log.append, data, certificate)).round)
     return Reach(appended=tuple(appended), fork_round=None, too_far=False)
 
@@ -158,7 +159,10 @@ async def _missing(
     wanted, above, total = digest, 0, 0
     while (known := log.find(wanted)) is None:
         told = await fetch_header(
-            partial(transport.fetch, peer), wanted, limit_bytes=check.record_bytes
+            partial(transport.fetch, peer),
+            wanted,
+            limit_bytes=check.record_bytes,
+            older=limit_bytes is not None,
         )
         if told is None and not missing:
             raise ConnectionError(f"{peer} does not have the record {wanted[:12]} that it claims")
@@ -175,23 +179,31 @@ async def _missing(
 
 
 async def _checked(
-    transport: PeerTransport, peer: str, digest: str, check: RecordCheck, compute: Compute
+    transport: PeerTransport,
+    peer: str,
+    digest: str,
+    check: RecordCheck,
+    compute: Compute,
+    *,
+    older: bool = False,
 ) -> tuple[RoundRecord, bytes, bytes]:
     """A record, its bytes and its certificate."""
     # the members of an exchange move as many bytes in its time
     limit_s = min(max(STALL_S, check.manifest.deadlines.exchange_s), RECORDS_LIMIT_S)
-    data = await asyncio.wait_for(transport.fetch_record(peer, digest), limit_s)
+    data = await asyncio.wait_for(transport.fetch_record(peer, digest, older=older), limit_s)
     if data is None:
         raise ConnectionError(f"{peer} does not have the record {digest[:12]} any more")
     if digest_of(data) != digest:
         raise RecordRefused(f"{peer} sent another record than {digest[:12]}")
-    certificate = await fetch_certificate(transport, peer, digest)
+    certificate = await fetch_certificate(transport, peer, digest, older=older)
     return await compute(check.record, data, certificate), data, certificate
 
 
-async def fetch_certificate(transport: PeerTransport, peer: str, digest: str) -> bytes:
+async def fetch_certificate(
+    transport: PeerTransport, peer: str, digest: str, *, older: bool = False
+) -> bytes:
     """The votes that committed a record, as this peer has them."""
-    want = {"what": "certificate", "digest": digest}
+    want = {"what": "certificate", "digest": digest, "older": older}
     blob = await transport.fetch(peer, want, limit_bytes=MAX_CERTIFICATE_BYTES)
     if blob is None:
         raise RecordRefused(f"{peer} has no certificate of {digest[:12]}")

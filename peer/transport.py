@@ -166,9 +166,9 @@ class PeerTransport:
         contributors = tuple(str(name) for name in stated)
         return Mean(part=part, contributors=contributors, payload=blob.data)
 
-    async def fetch_record(self, peer: str, digest: str) -> bytes | None:
-        """Ask a member for a round record."""
-        want = {"what": "record", "digest": digest}
+    async def fetch_record(self, peer: str, digest: str, *, older: bool = False) -> bytes | None:
+        """Ask a member for a round record; `older` as for `headers.fetch_header`."""
+        want = {"what": "record", "digest": digest, "older": older}
         blob = await self.fetch(peer, want, limit_bytes=self._record_bytes)
         return None if blob is None else blob.data
 

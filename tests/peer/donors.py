@@ -183,7 +183,7 @@ class Wire:
                 sink(chunk)
         return Blob(facts=source.facts, data=data)
 
-    async def fetch_record(self, peer: str, digest: str) -> bytes | None:
+    async def fetch_record(self, peer: str, digest: str, *, older: bool = False) -> bytes | None:
         blob = await self.fetch(peer, {"what": "record", "digest": digest}, limit_bytes=1 << 31)
         return None if blob is None else blob.data
 

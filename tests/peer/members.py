@@ -68,7 +68,7 @@ class Link:
     async def fetch_mean(self, peer: str, part: int) -> Mean | None:
         return (await self._to(peer, "fetch")).mean(part)
 
-    async def fetch_record(self, peer: str, digest: str) -> bytes | None:
+    async def fetch_record(self, peer: str, digest: str, *, older: bool = False) -> bytes | None:
         attempt = await self._to(peer, "fetch")
         return attempt.record if attempt.digest == digest else None
 

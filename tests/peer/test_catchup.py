@@ -81,7 +81,7 @@ class Walk:
             sink(data)
         return Blob(facts=found.facts, data=data)
 
-    async def fetch_record(self, peer: str, digest: str) -> bytes | None:
+    async def fetch_record(self, peer: str, digest: str, *, older: bool = False) -> bytes | None:
         limit = self.check.record_bytes
         blob = await self.fetch(peer, {"what": "record", "digest": digest}, limit_bytes=limit)
         return None if blob is None else blob.data

@@ -92,7 +92,7 @@ class Swarm:
                 (sink or chunks.append)(chunk)
         return Blob(facts=found.facts, data=b"".join(chunks))
 
-    async def fetch_record(self, peer: str, digest: str) -> bytes | None:
+    async def fetch_record(self, peer: str, digest: str, *, older: bool = False) -> bytes | None:
         blob = await self.fetch(peer, {"what": "record", "digest": digest}, limit_bytes=1 << 31)
         return None if blob is None else blob.data
 

@@ -10,6 +10,7 @@ import os
 import time
 from collections import Counter
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, cast
@@ -144,11 +145,10 @@ def bytes_by_stage(folder: Path) -> dict[int, int]:
     for path in folder.glob("stage*"):
         if path.name.removeprefix("stage").isdecimal():
             total = 0
-            for file in path.rglob("*"):
-                try:
-                    total += file.stat().st_size if file.is_file() else 0
-                except OSError:
-                    continue
+            for place, _, names in os.walk(path):  # which passes over folders that vanish
+                for name in names:
+                    with suppress(OSError):
+                        total += Path(place, name).stat().st_size
             found[int(path.name.removeprefix("stage"))] = total
     return found
 

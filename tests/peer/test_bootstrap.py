@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,6 +20,7 @@ from dilocox.peer.bootstrap_figures import (
     STUCK_AFTER_S,
     BootstrapFacts,
     BootstrapFigures,
+    bytes_by_stage,
     exposition,
 )
 
@@ -186,3 +188,21 @@ def test_a_dead_node_a_dead_archive_and_a_stuck_thread_are_told(
     archive.keeper = keeper
     clock.now += STUCK_AFTER_S
     assert pages["/healthz"]().body == b"dead: main thread\n"
+
+
+def test_a_folder_that_vanishes_while_its_bytes_are_counted_counts_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for generation in ("00000000", "00000001"):
+        folder = tmp_path / "stage0" / generation / "log"
+        folder.mkdir(parents=True)
+        (folder / "record").write_bytes(b"x" * 100)
+    scandir = os.scandir
+
+    def of_what_is_left(path: Any) -> Any:
+        if Path(path).name == "00000000":  # its archive has a newer one
+            raise FileNotFoundError(path)
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", of_what_is_left)
+    assert bytes_by_stage(tmp_path) == {0: 100}

@@ -45,7 +45,7 @@ def peer_goes_back(own: Path, manifest: Manifest) -> bool:
         return False
     aside = _put_aside(own, since, ("log", "snapshots"))
     log = RecordFolder(aside / "log")
-    kept = _counting(log.entries(), manifest)
+    kept = counting(log.entries(), manifest)
     first = kept[0].header() if kept else None
     if first is not None and first.previous == manifest.root:
         RecordFolder(own / "log").share(log, [entry.round for entry in kept])
@@ -68,7 +68,7 @@ def archive_goes_back(folder: Path, manifest: Manifest) -> None:
         older = RecordFolder(folder / OLDER_NAME)
         logs = [aside / name / "log" for name in moved] + [aside / OLDER_NAME]
         for log in map(RecordFolder, logs):
-            older.share(log, [entry.round for entry in _counting(log.entries(), manifest)])
+            older.share(log, [entry.round for entry in counting(log.entries(), manifest)])
         _mark(folder, since)
     # after the mark: who is killed in between finds it here, and puts nothing aside twice
     with contextlib.suppress(FileNotFoundError):
@@ -115,7 +115,8 @@ def prepare(
         raise disk_fault(final, error) from error
 
 
-def _counting(entries: Iterable[Entry], manifest: Manifest) -> list[Entry]:
+def counting(entries: Iterable[Entry], manifest: Manifest) -> list[Entry]:
+    """The records that no rollback has taken back."""
     found: list[Entry] = []
     for entry in entries:
         header = entry.header()

@@ -13,9 +13,8 @@ from pathlib import Path
 
 from dilocox.dht.errors import EnvironmentFault, InvalidInput
 from dilocox.dht.manifest import Manifest
-from dilocox.peer.branch import prepare
+from dilocox.peer.branch import counting, prepare
 from dilocox.peer.kept_chain import KeptChain, kept_run
-from dilocox.peer.record_folder import Entry
 from dilocox.peer.replay import state_after
 
 TRIES = 3
@@ -61,7 +60,7 @@ def _prepared(
     later = [
         entry
         for chain in stages.values()
-        for entry in _counting(chain, manifest)
+        for entry in counting(chain.records, manifest)
         if entry.round > round_number
     ]
     if not later:
@@ -69,7 +68,7 @@ def _prepared(
     base: list[str] = []
     for stage in range(manifest.stages):
         chain = stages.get(stage, empty)
-        entries = [e for e in _counting(chain, manifest) if e.round <= round_number]
+        entries = [e for e in counting(chain.records, manifest) if e.round <= round_number]
         last = entries[-1] if entries else None
         known = {manifest.root, *(entry.digest for entry in entries)}
         states = [each for each in chain.states if each.digest in known]
@@ -87,12 +86,3 @@ def _prepared(
         where = "the initial weights" if last is None else f"its record of round {last.round}"
         tell(f"stage {stage}: goes back to {where}")
     return base
-
-
-def _counting(chain: KeptChain, manifest: Manifest) -> list[Entry]:
-    found: list[Entry] = []
-    for entry in chain.records:
-        header = entry.header()
-        if header is not None and not manifest.rolled_back(entry.round, header.rules):
-            found.append(entry)
-    return found

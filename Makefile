@@ -30,10 +30,10 @@ demo: install  ## train a small model with a real swarm on this machine (about 3
 test: install  ## unit tests and one small swarm (under 6 minutes)
 	$(BIN)/python -m pytest -m 'not swarm or smoke' $(TEST_ARGS)
 
-test-faults: install  ## a short run with an injected fault, and the demo with its figures checked
+test-faults: install  ## short runs with injected faults, one behind routers, and the demo with its figures checked
 	$(BIN)/python -m pytest -m 'faults or demo' $(TEST_ARGS)
 
-test-watch: install  ## Chromium and Prometheus look at a swarm (they are not installed by this)
+test-watch: install  ## Chromium, Prometheus and a monitor look at swarms (the first two are not installed by this)
 	$(BIN)/python -m pytest -m watch $(TEST_ARGS)
 
 test-swarm: install  ## all swarm tests: real processes, killed and frozen (over an hour)

@@ -24,8 +24,8 @@ from rich.console import Console
 from rich.table import Table
 
 from dilocox.dht.manifest import Manifest
-from dilocox.peer.doctor_swarm import StageNeeds
 from dilocox.peer.memory import planned_bytes, shared_bytes
+from dilocox.peer.needs import StageNeeds
 
 MEMBERS = 4
 GB, MB = 1e9, 1e6

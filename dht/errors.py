@@ -18,6 +18,14 @@ class InvalidInput(DilocoxError):
     exit_code = 2
 
 
+class UnreadableManifest(InvalidInput):
+    """The manifest is proven to be the operator's, and for another version of this program."""
+
+
+class UnknownRun(InvalidInput):
+    """The others answer, and none of them knows a run of this id."""
+
+
 class EnvironmentFault(DilocoxError):
     """The machine or the network is not as needed: no bootstrap answers, disk full, port in use."""
 

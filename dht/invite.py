@@ -6,6 +6,7 @@ are libp2p multiaddrs of bootstrap nodes.
 """
 
 import hashlib
+import ipaddress
 import re
 from dataclasses import dataclass
 
@@ -110,6 +111,16 @@ def _parse(pattern: re.Pattern[str], address: str, example: str) -> TcpAddress:
     match = pattern.fullmatch(address)
     if match is None or int(match["port"]) > 65535:
         raise InvalidInput(f"address {address[:120]!r} is not a TCP multiaddr like {example}")
+    if match["kind"] in ("ip4", "ip6"):
+        try:
+            ip = ipaddress.ip_address(match["host"])
+        except ValueError:
+            ip = None
+        if ip is None or f"ip{ip.version}" != match["kind"]:
+            raise InvalidInput(
+                f"address {address[:120]!r}: {match['host']!r} is no IPv{match['kind'][2]} "
+                "address; write the machine's, or /dns4/NAME for a name"
+            )
     return TcpAddress(
         host=match["host"], port=int(match["port"]), peer_id=match.groupdict().get("peer_id", "")
     )

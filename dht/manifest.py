@@ -17,7 +17,7 @@ from typing import Any, cast
 
 import yaml
 
-from dilocox.dht.errors import InvalidInput
+from dilocox.dht.errors import InvalidInput, UnreadableManifest
 from dilocox.dht.identity import Identity, verify
 from dilocox.dht.invite import run_id as run_id_of
 from dilocox.dht.manifest_checks import (
@@ -67,6 +67,8 @@ SIGNED_VERSION = 1
 MAX_STORED_BYTES = 24 * 1024
 MAX_MANIFEST_BYTES = 256 * 1024
 BYT5_VOCABULARY = 384  # ByT5Tokenizer().vocab_size says 256, but its ids go up to 383
+
+OTHER_VERSION = "install the version that the operator runs"
 
 _SIGNATURE_PURPOSE = b"dilocox manifest\0"
 
@@ -120,7 +122,10 @@ class Manifest(Section):
             mark: Any = getattr(error, "problem_mark", None)
             place = f"line {mark.line + 1}: " if mark else ""
             reason = getattr(error, "problem", None) or " ".join(str(error).split())
-            raise InvalidInput(f"{path}: is not valid YAML ({place}{reason})") from error
+            mend = "; indent with spaces, not tabs" if r"'\t'" in reason else ""
+            raise InvalidInput(f"{path}: is not valid YAML ({place}{reason}){mend}") from error
+        if data is None:
+            raise InvalidInput(f"{path}: is empty; describe the run in it")
         try:
             manifest = cls.from_dict(data)
             if manifest.operation != OperationSpec():
@@ -229,9 +234,19 @@ class SignedManifest:
         return run_id_of(self.public_key, Manifest.from_bytes(self.manifest_bytes).name)
 
     def verify(self, run_id: str) -> Manifest:
-        """The manifest, proven to be the operator's for this run; raises `InvalidInput`."""
-        self.revision_of(run_id)
-        return Manifest.from_bytes(self.manifest_bytes)
+        """The manifest, proven to be the operator's for this run; raises `InvalidInput`.
+
+        `UnreadableManifest` where it is the operator's, but this program knows less than it says.
+        """
+        revision = self.revision_of(run_id)
+        try:
+            return Manifest.from_bytes(self.manifest_bytes)
+        except InvalidInput as error:
+            said = str(error).removesuffix(f": {OTHER_VERSION}")
+            raise UnreadableManifest(
+                f"this dilocox cannot read revision {revision} of the operator's {said}: "
+                f"{OTHER_VERSION}"
+            ) from error
 
     def revision_of(self, run_id: str) -> int:
         """Its revision, proven to be the operator's for this run; raises `InvalidInput`.
@@ -285,7 +300,7 @@ class SignedManifest:
                 if version != SIGNED_VERSION:
                     raise InvalidInput(
                         f"signed manifest has version {version}, this dilocox reads "
-                        f"{SIGNED_VERSION}: install the version that the operator runs"
+                        f"{SIGNED_VERSION}: {OTHER_VERSION}"
                     )
                 return cls(manifest, public_key, signature)
             case _:
@@ -318,7 +333,7 @@ def _check_protocol(protocol: object) -> None:
     if protocol != PROTOCOL_VERSION:
         raise InvalidInput(
             f"protocol is {shown(protocol)}; this dilocox speaks protocol {PROTOCOL_VERSION}: "
-            "install the version that the operator runs"
+            + OTHER_VERSION
         )
 
 

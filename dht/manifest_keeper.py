@@ -14,11 +14,18 @@ from pathlib import Path
 from typing import Protocol
 
 from dilocox.dht.envelope import MAX_VALUE_BYTES, Refused, unseal
-from dilocox.dht.errors import DilocoxError, EnvironmentFault, InvalidInput
+from dilocox.dht.errors import (
+    DilocoxError,
+    EnvironmentFault,
+    InvalidInput,
+    UnknownRun,
+    UnreadableManifest,
+)
 from dilocox.dht.identity import Identity
 from dilocox.dht.invite import run_id
 from dilocox.dht.keys import MANIFEST_LIFETIME_S, manifest_key
 from dilocox.dht.manifest import Manifest, SignedManifest
+from dilocox.dht.manifest_revision import check_of_run
 from dilocox.dht.swarm import Swarm
 
 logger = logging.getLogger(__name__)
@@ -39,7 +46,7 @@ class ManifestKeeper(Protocol):
 
     @property
     def known(self) -> bool:
-        """Whether it has a manifest: a copy has none before it first sees one."""
+        """Whether it has a manifest of the run, and need not hear of one from others first."""
         ...
 
     @property
@@ -63,8 +70,8 @@ class ManifestKeeper(Protocol):
 class Revisions(Protocol):
     """Where the operator's commands put what they sign."""
 
-    def begin(self, identity: Identity, manifest: Manifest) -> SignedManifest:
-        """The newest one at the start; `manifest` is signed as the first one if there is none."""
+    def check(self, manifest: Manifest) -> None:
+        """Raise `InvalidInput` where a run.yaml is not of the run that they belong to."""
         ...
 
     def newest(self) -> SignedManifest | None:
@@ -81,19 +88,35 @@ class Revisions(Protocol):
 
 
 class OwnManifest:
-    """The operator's."""
+    """The operator's.
 
-    def __init__(self, identity: Identity, manifest: Manifest, revisions: Revisions | None = None):
-        """Raises `InvalidInput` for a manifest that is too large, or not of the run that began."""
+    known: whether this folder has a revision of the run; until then it may have begun elsewhere.
+    """
+
+    def __init__(
+        self,
+        identity: Identity,
+        manifest: Manifest,
+        revisions: Revisions | None = None,
+        *,
+        joins: bool = False,
+    ):
+        """joins: whether this bootstrap was told of others, who must be heard before it begins.
+
+        Raises `InvalidInput` for a manifest that is too large, or not of the run that began.
+        """
         self.run = run_id(identity.public_key, manifest.name)
-        self.signed = (
-            SignedManifest.sign(identity, manifest)
-            if revisions is None
-            else revisions.begin(identity, manifest)
-        )
-        self.own = self.known = True
+        newest = None
+        if revisions is not None:
+            revisions.check(manifest)
+            newest = revisions.newest()
+        self.signed = newest or SignedManifest.sign(identity, manifest)
+        self.own = True
+        self.known = newest is not None
         self.expires_at = 0.0
+        self._manifest = manifest
         self._revisions = revisions
+        self._joins = joins
 
     @property
     def due(self) -> bool:
@@ -105,6 +128,8 @@ class OwnManifest:
 
         Where this node has only the operator's key, the swarm may know a newer revision.
         """
+        if not self.known:
+            self._begin(swarm)
         newest = self._newest()
         with contextlib.suppress(InvalidInput):
             found = swarm.newest_manifest()
@@ -118,8 +143,7 @@ class OwnManifest:
                 )
             if found is not None and told > own:
                 logger.warning("going on from revision %d, as the swarm knows it", told)
-                if self._revisions is not None:
-                    self._revisions.add(found)
+                self._keep(found)
                 newest = found
         if not swarm.publish_manifest(newest):
             return False
@@ -128,6 +152,45 @@ class OwnManifest:
         if self._revisions is not None:
             self._revisions.note_published(newest.revision_of(self.run))
         return True
+
+    def _begin(self, swarm: Swarm) -> None:
+        """Go on from what the swarm knows of the run; if that is nothing, the run begins.
+
+        Raises `InvalidInput` where the run.yaml is not the run's, `EnvironmentFault` where the
+        other bootstraps give no answer or a refused one: a second first revision would split the
+        run.
+        """
+        found = known = None
+        try:
+            if self._joins:
+                found = swarm.fetch_manifest(self.run, FIRST_LIMIT_S)
+            else:
+                found = swarm.newest_manifest()
+            known = None if found is None else found.verify(self.run)
+        except UnreadableManifest:
+            raise
+        except UnknownRun:
+            logger.info("nobody knows run %s: it begins here", self.run)
+        except InvalidInput as error:
+            if self._joins:
+                raise EnvironmentFault(
+                    f"what the other bootstraps have of run {self.run} is not this operator's "
+                    f"({error}): check --join and try again"
+                ) from error
+            # nobody was named who could know the run; what a stranger says counts nothing
+            logger.warning("what is told of run %s is refused: %s", self.run, error)
+        if found is not None and known is not None:
+            if known.root != self._manifest.digest:
+                check_of_run(self._manifest, self.run, [known])
+            elif known.operation.revision > 0:
+                self._keep(self.signed)
+            self.signed = found
+        self._keep(self.signed)
+        self.known = True
+
+    def _keep(self, signed: SignedManifest) -> None:
+        if self._revisions is not None:
+            self._revisions.add(signed)
 
     def _newest(self) -> SignedManifest:
         newest = None if self._revisions is None else self._revisions.newest()
@@ -146,7 +209,7 @@ class ManifestCopy:
         self._path = path
         self._write = write
         self._sealed = b""
-        self._sequence = -1
+        self._order = -1, -1  # its revision, and the sequence of its envelope
         # where it is missing or damaged it is fetched again
         with contextlib.suppress(OSError, Refused, InvalidInput), path.open("rb") as file:
             self._take(file.read(MAX_VALUE_BYTES + 1))
@@ -204,8 +267,9 @@ class ManifestCopy:
         signed.verify(self.run)
         if envelope.public_key != signed.public_key or envelope.key != manifest_key(self.run):
             raise Refused("owner", "only the operator's envelope lasts")
-        if envelope.sequence <= self._sequence:
+        order = signed.revision_of(self.run), envelope.sequence
+        if order <= self._order:
             return False
         self._signed, self.expires_at = signed, envelope.expires_at
-        self._sealed, self._sequence = sealed, envelope.sequence
+        self._sealed, self._order = sealed, order
         return True

@@ -7,7 +7,7 @@ So the newest revision is enough to replay all records. Who may revise: whoever 
 key (`dilocox operate`).
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -67,6 +67,18 @@ def changes(before: Manifest, after: Manifest) -> list[Change]:
         for name in names
         if old.get(name) != new.get(name) and not name.startswith("operation.")
     ]
+
+
+def check_of_run(wanted: Manifest, run: str, known: Iterable[Manifest]) -> None:
+    """Raise InvalidInput if a run.yaml differs from all of these revisions of a run that began."""
+    differences = [changes(each, wanted) for each in known]
+    if all(differences):
+        first = differences[-1][0]
+        raise InvalidInput(
+            f"run.yaml says {first.after!r} for {first.field}, run {run} has {first.before!r}; to "
+            "change a run that has begun use `dilocox operate revise`, to begin another one give "
+            "it another name"
+        )
 
 
 def revised(before: Manifest, wanted: Manifest) -> Manifest:

@@ -5,7 +5,7 @@ the warmup and the end of the run) is checked where they meet, in manifest.py.
 """
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 from dilocox.dht.manifest_checks import (
     Section,
@@ -43,7 +43,12 @@ class DataSpec(Section):
     parts: number of disjoint parts that heads lease.
     held_out: sha256 (hex) of the held-out part; empty until `dilocox bootstrap` fills it in.
     held_out_windows: windows of the validation loss.
+
+    SOURCE, FORMAT: what messages name when the source, or its format, is at fault.
     """
+
+    SOURCE: ClassVar[str] = "data.source"
+    FORMAT: ClassVar[str] = "data.format"
 
     source: str = checked(text(_SOME_TEXT, "stdlib, a path or a hub name"), "stdlib")
     format: Literal["stdlib", "text", "json", "parquet", "hub"] = checked(

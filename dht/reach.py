@@ -30,13 +30,15 @@ class Reach:
 
     kind: public (at an address of its own), mapped (at its router's), dial_out (not at all),
     unknown (nobody could be asked). addresses: TCP multiaddrs that worked, without peer id. asked:
-    how many peers dialled. seen: the IP addresses that others see it at.
+    how many peers dialled. seen: the IP addresses that others see it at. by_others: whether it was
+    reached by more than those that it had dialled itself, which a router may let in alone.
     """
 
     kind: Reachability = "unknown"
     addresses: tuple[str, ...] = ()
     asked: int = 0
     seen: tuple[str, ...] = ()
+    by_others: bool = False
 
 
 FindReach = Callable[[Any, Sequence[Any], Sequence[str]], Awaitable[Reach]]

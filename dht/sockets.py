@@ -9,11 +9,13 @@ it whole.
 
 import os
 import shutil
+import signal
 import tempfile
 import time
 from multiprocessing.util import get_temp_dir
 from pathlib import Path
 
+import torch
 from hivemind.p2p import P2P  # pyright: ignore[reportMissingTypeStubs]
 
 from dilocox.dht.errors import EnvironmentFault
@@ -51,6 +53,7 @@ def acquire() -> Path:
             )
         _point_hivemind_to(f"/unix{_folder}/")
         shared_memory_folder()
+        start_shared_memory()
     _users += 1
     return _folder
 
@@ -86,6 +89,19 @@ def shared_memory_folder() -> Path:
     ends without cleaning up.
     """
     return Path(get_temp_dir())
+
+
+def start_shared_memory() -> None:
+    """Start torch's manager of shared memory where no Ctrl-C can hit it.
+
+    A Ctrl-C is for the whole process group. If it ended the manager while that starts, this process
+    would wait for it for ever, within torch, where no signal is heard.
+    """
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
+    try:
+        torch.zeros(1).share_memory_()  # what is blocked here stays so in the manager
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def remove_tensors(*pids: int) -> None:

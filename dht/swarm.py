@@ -15,7 +15,7 @@ from typing import Generic, TypeVar, cast
 
 from dilocox.dht.clock import RunClock
 from dilocox.dht.envelope import Envelope, Refused, seal, unseal
-from dilocox.dht.errors import EnvironmentFault, InvalidInput
+from dilocox.dht.errors import EnvironmentFault, InvalidInput, UnknownRun
 from dilocox.dht.identity import Identity, peer_id_bytes_of
 from dilocox.dht.keys import MANIFEST_LIFETIME_S, MAX_LIFETIME_S, manifest_key, parse_key
 from dilocox.dht.manifest import SignedManifest
@@ -124,8 +124,8 @@ class Swarm:
     def fetch_manifest(self, run_id: str, timeout_s: float) -> SignedManifest:
         """Find the manifest of a run and check that it is the operator's.
 
-        Raises `InvalidInput` when the swarm has none that fits the run id, `EnvironmentFault` when
-        it does not answer.
+        Raises `InvalidInput` when what the swarm has does not fit the run id, `UnknownRun` when it
+        has none, `EnvironmentFault` when it does not answer.
         """
         deadline = time.monotonic() + timeout_s
         key = manifest_key(run_id)
@@ -144,7 +144,7 @@ class Swarm:
             self.bootstrap_answers(min(FETCH_PING_S, left))
             time.sleep(min(FETCH_PAUSE_S, left))
         if answered and self.bootstrap_answers(CALL_TIMEOUT_S):
-            raise InvalidInput(f"the bootstraps answer but know no run {run_id}: check the invite")
+            raise UnknownRun(f"the bootstraps answer but know no run {run_id}: check the invite")
         raise EnvironmentFault(
             f"no manifest of run {run_id} within {timeout_s:.0f} s: "
             "check that this machine is online and that the bootstrap runs"

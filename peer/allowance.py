@@ -95,7 +95,7 @@ def rest_now(
     if limit_bytes is not None and used_bytes >= limit_bytes:
         return Rest(
             reason="traffic",
-            words=f"{used_bytes / GB:.1f} GB of this month's {limit_bytes / GB:g} GB are used",
+            words=f"{used_bytes / GB:.3g} GB of this month's {limit_bytes / GB:g} GB are used",
             until=next_month(now),
         )
     if hours is not None and (start := hours.next_start(now, local)) is not None:

@@ -15,13 +15,13 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from dilocox.peer.archive_state import StateOffer, anchors_around
 from dilocox.peer.files import disk_fault, make_folder, write_atomically
 from dilocox.peer.plan import outer_step
 from dilocox.peer.record import RecordRefused, RoundRecord, digest_of, parse_header
 from dilocox.peer.record_check import RecordCheck
 from dilocox.peer.roundlog import Head, RoundLog
 from dilocox.peer.snapshot import STATE_FACTS_FILE, STATE_FILE, newest, sha256_of_file
+from dilocox.peer.state_file import StateOffer, anchors_around
 
 logger = logging.getLogger(__name__)
 

@@ -28,7 +28,6 @@ from hivemind.p2p import P2P, P2PContext, ServicerBase
 from hivemind.proto import runtime_pb2
 from hivemind.utils import timed_storage
 
-from dilocox.compression.layout import FlatLayout
 from dilocox.dht.errors import EnvironmentFault
 from dilocox.dht.keys import averaging_prefix
 from dilocox.dht.manifest import Manifest
@@ -37,10 +36,10 @@ from dilocox.peer import catchup
 from dilocox.peer.archive_stage import StageArchive
 from dilocox.peer.averager import StageAverager
 from dilocox.peer.kept_chain import keep_manifest
+from dilocox.peer.layouts import stage_layout
 from dilocox.peer.probe import Probe
-from dilocox.peer.transport import CHUNK_BYTES, PeerTransport, UploadLimit, reply, unpack
-from dilocox.peer.uploads import UploadRefused, Uploads
-from dilocox.pipeline.stage import parameter_shapes
+from dilocox.peer.transport import PeerTransport, UploadLimit, reply, unpack
+from dilocox.peer.uploads import Uploads
 
 logger = logging.getLogger(__name__)
 
@@ -69,7 +68,7 @@ class ArchiveService(ServicerBase):
         self._find = find
         self._served = served
         self._refused = refused
-        self._uploads = Uploads(UPLOADS_AT_ONCE)
+        self._uploads = Uploads(UPLOADS_AT_ONCE, on_refusal=self._count_busy)
 
     @classmethod
     def _get_handle_name(cls, namespace: str | None, method_name: str) -> str:
@@ -92,20 +91,17 @@ class ArchiveService(ServicerBase):
         if found is None:
             yield reply({})
             return
-        with found as source:
-            try:
-                urgent = source.facts["bytes"] <= CHUNK_BYTES
-                peer = str(context.remote_id)
-                with self._uploads.begin(peer, source.file, urgent=urgent) as upload:
-                    with upload.being_taken():
-                        yield reply(source.facts)
-                    while chunk := upload.read(CHUNK_BYTES):
-                        self._served[kind] += len(chunk)
-                        with upload.being_taken():
-                            yield reply({}, chunk)
-            except UploadRefused as error:
-                self._refused["busy"] += 1
-                yield reply({"busy": str(error)})
+
+        async def before_chunk(count: int) -> None:
+            self._served[kind] += count
+
+        serve = self._uploads.serve(str(context.remote_id), found, before_chunk=before_chunk)
+        async with contextlib.aclosing(serve) as frames:
+            async for frame in frames:
+                yield frame
+
+    def _count_busy(self) -> None:
+        self._refused["busy"] += 1
 
 
 class Keeper:
@@ -133,6 +129,7 @@ class Keeper:
         self._stop = asyncio.Event()
         self._slots = asyncio.Semaphore(STAGES_AT_ONCE)
         self._pool = ThreadPoolExecutor(2, "archive", torch.set_num_threads, (1,))
+        self._working: set[concurrent.futures.Future[Any]] = set()  # in the pool, or about to be
         self._started: concurrent.futures.Future[None] = concurrent.futures.Future()
         self._thread = threading.Thread(target=self._run_loop, name="archive", daemon=True)
 
@@ -197,6 +194,8 @@ class Keeper:
             self._take_up()
             await self._stop.wait()
         finally:
+            if self._adopting is not None:
+                self._adopting.cancel()
             await self._put_down()
             await self._p2p.shutdown()
 
@@ -210,8 +209,11 @@ class Keeper:
         for job in self._jobs.values():
             job.cancel()
         await asyncio.gather(*self._jobs.values(), return_exceptions=True)
-        for archive in self._stages.values():
-            await archive.close()
+        for stage, archive in self._stages.items():
+            try:
+                await archive.close()
+            except Exception:  # the others, and new rules, do not wait for it
+                logger.exception("archive of stage %d: not put down as it should be", stage)
 
     def _revise(self, manifest: Manifest) -> None:
         self._adopting = self._loop.create_task(self._adopt(manifest, self._adopting))
@@ -222,10 +224,14 @@ class Keeper:
         self._between = True
         try:
             await self._put_down()
+            self._stages.clear()  # so that nobody is given anything of them any more
+            # a thread does not end with the task that waited for it, and folders are about to move
+            await asyncio.gather(
+                *map(asyncio.wrap_future, self._working.copy()), return_exceptions=True
+            )
         finally:
             self._between = False
         self._manifest = manifest
-        self._stages.clear()
         self._jobs.clear()
         self._not_before.clear()
         self.claims = {}
@@ -282,7 +288,7 @@ class Keeper:
 
     def _made(self, stage: int) -> StageArchive:
         manifest = self._manifest
-        layout = FlatLayout.of(parameter_shapes(manifest.model, manifest.stages, stage))
+        layout = stage_layout(manifest, stage)
         check = catchup.RecordCheck.of(self._run, stage, manifest, layout)
         return StageArchive(
             self._of_stage(stage),
@@ -305,4 +311,7 @@ class Keeper:
         return self._folder / f"stage{stage}"
 
     async def _compute(self, function: Callable[..., Any], *arguments: Any) -> Any:
-        return await asyncio.get_running_loop().run_in_executor(self._pool, function, *arguments)
+        work = self._pool.submit(function, *arguments)
+        self._working.add(work)
+        work.add_done_callback(self._working.discard)
+        return await asyncio.wrap_future(work)

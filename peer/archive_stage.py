@@ -21,13 +21,13 @@ from dilocox.dht.records import ClaimRecord
 from dilocox.peer import catchup
 from dilocox.peer.archive_generation import Generation
 from dilocox.peer.archive_older import OlderRecords
-from dilocox.peer.archive_state import ask_for_state, download_state
 from dilocox.peer.branch import archive_goes_back
-from dilocox.peer.catchup import NoState, Reach
+from dilocox.peer.catchup import Reach
 from dilocox.peer.files import make_folder
 from dilocox.peer.record import RecordRefused
 from dilocox.peer.record_folder import RecordFolder
-from dilocox.peer.transport import PeerTransport
+from dilocox.peer.state_file import Compute, NoState, ask_for_state, download_state
+from dilocox.peer.transport import BUSY_LIFETIMES, PeerBusy, PeerTransport
 from dilocox.peer.view import SwarmView, that_count
 
 logger = logging.getLogger(__name__)
@@ -59,7 +59,7 @@ class StageArchive:
         record_lifetime_s: float,
         keep_bytes: int,
         transport: PeerTransport,
-        compute: catchup.Compute,
+        compute: Compute,
     ):
         """Takes up what is on the disk; slow. Raises EnvironmentFault.
 
@@ -84,7 +84,8 @@ class StageArchive:
         self._building: asyncio.Task[Generation] | None = None
         self._replaces = False  # what is being built: the chain, and not only the state
         self._not_before = 0.0
-        self._doubted: dict[str, float] = {}  # digests that could not be had, since when
+        # digests that could not be had, or only as their holders were busy; since when
+        self._doubted: dict[tuple[str, bool], float] = {}
         self._ignored: set[str] = set()
         self._liars: set[str] = set()  # whose states were wrong
 
@@ -205,14 +206,19 @@ class StageArchive:
         self._build(view, claim.digest, replaces=True)
 
     def _doubt(self, claim: ClaimRecord, peer: str, error: Exception) -> None:
-        """A commit whose record nobody gives for a record lifetime is presumed void."""
-        if claim.digest not in self._doubted:
+        """A commit whose record nobody gives for a record lifetime is presumed void.
+
+        Who is busy may well have it, but is not believed for ever: it hides our own claim.
+        """
+        doubt = claim.digest, isinstance(error, PeerBusy)
+        if doubt not in self._doubted:
             logger.info("%s: round %d from %s: %s", self, claim.round, peer[-6:], _said(error))
-        since = self._doubted.setdefault(claim.digest, time.monotonic())
-        if time.monotonic() - since > self._record_lifetime_s:
+        since = self._doubted.setdefault(doubt, time.monotonic())
+        lifetimes = BUSY_LIFETIMES if isinstance(error, PeerBusy) else 1
+        if time.monotonic() - since > lifetimes * self._record_lifetime_s:
             logger.info("%s: nobody gives the record of round %d: ignored", self, claim.round)
             self._note(self._ignored, claim.digest)
-            del self._doubted[claim.digest]
+            del self._doubted[doubt]
         if len(self._doubted) > MAX_NOTED:
             self._doubted.clear()
 

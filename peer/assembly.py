@@ -27,7 +27,9 @@ from dilocox.peer.options import PeerOptions
 from dilocox.peer.place import Place
 from dilocox.peer.prepare import held_out, local_model, open_corpus
 from dilocox.peer.reachability import described, reached_at
+from dilocox.peer.redial import relays_between
 from dilocox.peer.report import Reporter
+from dilocox.peer.resting import Allowance
 from dilocox.peer.serving import Serving
 from dilocox.peer.signals import StopSignal
 from dilocox.peer.snapshots import Snapshots
@@ -38,6 +40,7 @@ from dilocox.pipeline.desk import Desk
 from dilocox.pipeline.following import Follower
 from dilocox.pipeline.frames import FrameLimits
 from dilocox.pipeline.head import Head
+from dilocox.pipeline.letters import Letters
 from dilocox.pipeline.member import Member
 from dilocox.pipeline.network import Network
 from dilocox.pipeline.partition import hidden_size
@@ -58,6 +61,7 @@ class Assembly:
         network: the thread that deals with the replica, not started yet.
         trainer: the loop; to be run while both threads run.
         figures: what can be asked of this peer over HTTP.
+        allowance: what its volunteer allows it, of which the figures tell.
     """
 
     def __init__(
@@ -79,6 +83,7 @@ class Assembly:
         self._snapshots = Snapshots(config.snapshot_folder, layout=layout.digest)
         self._model = local_model(manifest, config.stage, layout, buffers, self._snapshots, device)
         self._place = self._make_place(config, averager)
+        self.allowance = Allowance(options)
         reporter = Reporter(own)
         self._tell = reporter.tell
         self._tally = Tally(
@@ -112,6 +117,8 @@ class Assembly:
                 evaluate_windows=BATCH_WINDOWS,
             ),
             silence_s=manifest.deadlines.silence_s,
+            letters=Letters(joined.identity, joined.run, joined.clock.time),
+            relays=self._relays,
             answer=self._desk.answer,
             admits=lambda _, hello: link_of(hello, config.stage),
         )
@@ -124,6 +131,7 @@ class Assembly:
             coordinator=self.coordinator,
             desk=self._desk,
             network=self.network,
+            allowance=self.allowance,
         )
         reporter.listeners.append(self.figures.metrics)
         self.trainer = self._trainer()
@@ -131,6 +139,11 @@ class Assembly:
     def _wake(self) -> None:
         """A head left an order: the loop should look at once."""
         self.network.wake()
+
+    def _relays(self, peer: str) -> list[str]:
+        """By whose way to ask this peer, if not directly."""
+        place, stages = self._place, self.coordinator.view.stages
+        return relays_between(stages, place.me, place.stage, peer) if place.client_mode else []
 
     def _make_place(self, config: AveragerConfig, averager: StageAverager) -> Place:
         joined, me = self._joined, self._joined.identity.peer_id
@@ -148,6 +161,7 @@ class Assembly:
             addresses=addresses,
             client_mode=averager.client_mode,
             reachability=joined.reach.kind,
+            reached_by_others=joined.reach.by_others,
             memory_limit_bytes=self._options.memory_limit_bytes,
         )
 

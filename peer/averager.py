@@ -139,9 +139,11 @@ class StageAverager(PeerService, WaysService, DecentralizedAverager):
         """Keep the ways to these peers open, as a peer must that only dials out."""
         self._call("redial", targets=targets)
 
-    def check_reach(self) -> Any:
-        """Ask the bootstraps whether others reach this peer now; a future of Reach."""
-        return self._call("check_reach")
+    def check_reach(self, again: bool) -> Any:
+        """Ask the bootstraps whether others reach this peer now, as they did before or as at its
+        start; a future of Reach.
+        """
+        return self._call("check_reach", again=again)
 
     def close(self) -> None:
         """End the process, in good order if it still answers."""

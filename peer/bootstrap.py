@@ -22,6 +22,7 @@ from dilocox.dht.keys import MANIFEST_LIFETIME_S
 from dilocox.dht.manifest import warnings
 from dilocox.dht.manifest_keeper import ManifestCopy, ManifestKeeper, OwnManifest
 from dilocox.dht.node import RunDHT
+from dilocox.dht.reach import check_ports
 from dilocox.dht.swarm import Swarm
 from dilocox.peer.archive import Archive
 from dilocox.peer.bootstrap_figures import BootstrapFigures
@@ -48,6 +49,11 @@ class BootstrapOptions:
     metrics_host: str
     metrics_port: int | None
 
+    @property
+    def listen(self) -> str:
+        """The multiaddr to listen on."""
+        return f"/ip4/{self.host}/tcp/{self.port}"
+
 
 def run_bootstrap_command(options: BootstrapOptions) -> int:
     """Serve until a signal comes; the exit code."""
@@ -58,11 +64,21 @@ def run_bootstrap_command(options: BootstrapOptions) -> int:
     folder = StateFolder(options.state)
     with folder.locked(), StopSignal() as stop:
         is_new = not folder.identity.exists()
+        check_ports([options.listen])  # a start that fails should not leave a key behind
         identity = Identity.load_or_create(folder.identity)
         if is_new and not copies:
             explain_key(folder.identity)
         keeper = keeper_for(identity)
         others = other_bootstraps(options, keeper.run, identity.peer_id)
+        if not (is_new or copies or keeper.known or others):
+            logger.warning(
+                "run %s begins here: this folder has the operator's key, but nothing of the run. "
+                "If it has begun elsewhere, stop this at once, or the run is split: remove the "
+                "folder %s-revisions and start again with --join and the invite of a copy of the "
+                "bootstrap, or put the old folder of that name here",
+                keeper.run,
+                keeper.run,
+            )
         if copies and not others:
             raise InvalidInput(
                 "the invite names this bootstrap alone, and a copy needs another one: give "
@@ -90,7 +106,7 @@ def run_bootstrap_command(options: BootstrapOptions) -> int:
         run_bootstrap(
             keeper=keeper,
             identity=identity,
-            listen=[f"/ip4/{options.host}/tcp/{options.port}"],
+            listen=[options.listen],
             announce=options.announce,
             others=others,
             alone=keeper.known,
@@ -98,6 +114,7 @@ def run_bootstrap_command(options: BootstrapOptions) -> int:
             on_ready=ready,
             beside=beside,
         )
+    logger.info("left: as asked")
     return 0
 
 
@@ -199,6 +216,7 @@ def _keeper(options: BootstrapOptions) -> Callable[[Identity], ManifestKeeper]:
 
     def keeper(identity: Identity) -> OwnManifest:
         run = run_id(identity.public_key, manifest.name)
-        return OwnManifest(identity, manifest, RevisionFolder(options.state, run))
+        revisions = RevisionFolder(options.state, run)
+        return OwnManifest(identity, manifest, revisions, joins=bool(options.join))
 
     return keeper

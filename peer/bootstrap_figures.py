@@ -10,7 +10,6 @@ import os
 import time
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, cast
@@ -22,6 +21,7 @@ from dilocox.dht.manifest_keeper import ManifestKeeper
 from dilocox.dht.node import RunDHT
 from dilocox.dht.swarm import Swarm
 from dilocox.peer.archive import Archive
+from dilocox.peer.files import bytes_below
 from dilocox.peer.memory import proportional_bytes
 from dilocox.peer.metrics_server import Page, Pages, health_page, readiness_page
 from dilocox.peer.monitor_metrics import CONTENT_TYPE, RUN_LABEL, Family
@@ -144,12 +144,7 @@ def bytes_by_stage(folder: Path) -> dict[int, int]:
     found: dict[int, int] = {}
     for path in folder.glob("stage*"):
         if path.name.removeprefix("stage").isdecimal():
-            total = 0
-            for place, _, names in os.walk(path):  # which passes over folders that vanish
-                for name in names:
-                    with suppress(OSError):
-                        total += Path(place, name).stat().st_size
-            found[int(path.name.removeprefix("stage"))] = total
+            found[int(path.name.removeprefix("stage"))] = bytes_below(path)
     return found
 
 

@@ -26,6 +26,7 @@ from dilocox.peer.snapshot import Snapshot, write_state
 logger = logging.getLogger(__name__)
 
 MARK = "rollback"
+ASIDE = "before-"  # how the folders begin of what was put aside
 STATE_NAME = "00000000"
 
 
@@ -127,7 +128,7 @@ def counting(entries: Iterable[Entry], manifest: Manifest) -> list[Entry]:
 
 def _put_aside(folder: Path, rules: int, names: Iterable[str]) -> Path:
     """Move what has these names; after a crash it goes on where it was."""
-    aside = folder / f"before-{rules:08d}"
+    aside = folder / f"{ASIDE}{rules:08d}"
     make_folder(aside)
     for name in names:
         if not (aside / name).exists():
@@ -137,7 +138,7 @@ def _put_aside(folder: Path, rules: int, names: Iterable[str]) -> Path:
 
 
 def _next_generation(folder: Path) -> int:
-    found = (*folder.iterdir(), *folder.glob("before-*/*"))
+    found = (*folder.iterdir(), *folder.glob(f"{ASIDE}*/*"))
     return 1 + max((int(path.name) for path in found if path.name.isdecimal()), default=-1)
 
 

@@ -13,35 +13,27 @@ import io
 import json
 import os
 import time
-from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from torch import Tensor
 
 from dilocox.peer.files import disk_fault
-from dilocox.peer.headers import fetch_header
+from dilocox.peer.headers import fetch_certificate, fetch_header
 from dilocox.peer.outer import anchor_sha256
 from dilocox.peer.record import RecordRefused, RoundRecord, digest_of
 from dilocox.peer.record_check import RecordCheck
 from dilocox.peer.record_folder import RecordFolder
 from dilocox.peer.roundlog import RoundLog
-from dilocox.peer.snapshot import STATE_FACTS_FILE, STATE_FILE, newest, sha256_of_file
-from dilocox.peer.transport import STALL_S, Blob, FrameRefused, PeerTransport
+from dilocox.peer.snapshot import STATE_FACTS_FILE, STATE_FILE, newest
+from dilocox.peer.state_file import Compute, NoState, ask_for_state, download_state
+from dilocox.peer.transport import STALL_S, PeerTransport
 
-Compute = Callable[..., Awaitable[Any]]
-"""Runs a function with its arguments in a thread, so that the event loop goes on."""
-
-MAX_CERTIFICATE_BYTES = 1 << 20
 HEADERS_LIMIT_S = 60.0  # of a walk along a chain, before the first record
 RECORDS_LIMIT_S = 600.0  # of all that is taken at once
-
-
-class NoState(ConnectionError):
-    """The peer has no state that would help: none yet, or one that is not newer than ours."""
 
 
 class AnchorDiffers(RuntimeError):
@@ -199,17 +191,6 @@ async def _checked(
     return await compute(check.record, data, certificate), data, certificate
 
 
-async def fetch_certificate(
-    transport: PeerTransport, peer: str, digest: str, *, older: bool = False
-) -> bytes:
-    """The votes that committed a record, as this peer has them."""
-    want = {"what": "certificate", "digest": digest, "older": older}
-    blob = await transport.fetch(peer, want, limit_bytes=MAX_CERTIFICATE_BYTES)
-    if blob is None:
-        raise RecordRefused(f"{peer} has no certificate of {digest[:12]}")
-    return blob.data
-
-
 def find_in_log(
     log: RecordFolder, what: str, digest: str, *, header: bool = False
 ) -> Source | None:
@@ -264,88 +245,32 @@ async def fetch_state(
 
     Raises:
         NoState: it has none, or an older one.
-        ConnectionError: the peer cannot be reached, or has none.
+        ConnectionError: the peer cannot be reached.
         FrameRefused, RecordRefused: what it sent is not sound; nothing was loaded.
         EnvironmentFault: no space on the disk.
     """
-    limit = check.state_bytes
-    facts = (await _fetch(transport, peer, {"what": "state", "offset": limit}, limit)).facts
-    digest, sha256, size = (str(facts.get("digest")), str(facts.get("sha256")), facts.get("size"))
-    if not isinstance(size, int) or not 0 < size <= limit:
-        raise FrameRefused(f"{peer} has a state of {size} bytes, at most {limit} are due")
-    if len(sha256) != 64 or not set(sha256) <= set("0123456789abcdef"):
-        raise FrameRefused(f"{peer} names its state by what is no sha256")
-    if digest == check.root:
-        raise NoState(f"{peer} has written no state since the first round")
-    record = await transport.fetch_record(peer, digest)
-    if record is None or digest_of(record) != digest:
-        raise FrameRefused(f"{peer} has no record for its state")
-    certificate = await fetch_certificate(transport, peer, digest)
-    checked = await compute(check.record, record, certificate)
-    if checked.round <= after_round:
-        raise NoState(f"{peer} has a state of round {checked.round}, not after {after_round}")
-    path = folder / f"{sha256}.state"
-    for older in set(folder.glob("*.state")) - {path}:
-        older.unlink()
-    try:
-        await _download(transport, peer, path, sha256, size)
-        if await compute(sha256_of_file, path) != sha256:
-            path.unlink()
-            raise FrameRefused(f"the state of {peer} does not have the sha256 that it stated")
-        await compute(_load, path, anchor, momentum, check.layout.numel)
-    except OSError as error:
-        if isinstance(error, (ConnectionError, asyncio.TimeoutError)):  # both are, too
-            raise
-        raise disk_fault(path, error) from error
+    offer = await ask_for_state(transport, peer, check=check, compute=compute)
+    if offer.record.round <= after_round:
+        raise NoState(f"{peer} has a state of round {offer.record.round}, not after {after_round}")
+    numel = check.layout.numel
+    path = await download_state(transport, offer, folder, numel=numel, compute=compute)
+    await compute(_load, path, anchor, momentum)
     path.unlink()
     return State(
-        round=checked.round,
-        digest=digest,
+        round=offer.record.round,
+        digest=offer.digest,
         anchor_sha256=await compute(anchor_sha256, anchor),
-        chain_tokens=checked.chain_tokens,
-        record=record,
-        certificate=certificate,
+        chain_tokens=offer.record.chain_tokens,
+        record=offer.record_bytes,
+        certificate=offer.certificate,
     )
 
 
-async def _download(
-    transport: PeerTransport, peer: str, path: Path, sha256: str, size: int
-) -> None:
-    """Append to what an earlier, broken download of the same bytes left."""
-    with path.open("ab") as file:
-        offset = file.tell()
-        if offset < size:
-            want = {"what": "state", "offset": offset, "sha256": sha256}
-
-            def write(chunk: bytes) -> None:
-                try:
-                    file.write(chunk)
-                except OSError as error:  # the transport would take it for the network's
-                    raise disk_fault(path, error) from error
-
-            if await transport.fetch(peer, want, limit_bytes=size - offset, sink=write) is None:
-                raise ConnectionError(f"{peer} has another state by now")
-
-
-async def _fetch(
-    transport: PeerTransport, peer: str, want: dict[str, Any], limit_bytes: int
-) -> Blob:
-    blob = await transport.fetch(peer, want, limit_bytes=limit_bytes)
-    if blob is None:
-        raise ConnectionError(f"{peer} has no {want['what']}")
-    return blob
-
-
-def _load(path: Path, anchor: Tensor, momentum: Tensor, numel: int) -> None:
+def _load(path: Path, anchor: Tensor, momentum: Tensor) -> None:
+    """Read what was checked before."""
     try:
         with cast(Any, safe_open)(path, framework="pt") as file:
-            for name in ("anchor", "momentum"):
-                piece = file.get_slice(name)
-                if piece.get_shape() != [numel] or piece.get_dtype() != "F32":
-                    raise FrameRefused(f"{name} has shape {piece.get_shape()}, not [{numel}]")
             for name, target in (("anchor", anchor), ("momentum", momentum)):
                 target.copy_(file.get_tensor(name))
-    except SafetensorError as error:
-        raise FrameRefused(f"the state is no safetensors file: {error}") from error
-    if not (anchor.isfinite().all() and momentum.isfinite().all()):
-        raise FrameRefused("the state holds values that are not finite")
+    except OSError as error:
+        raise disk_fault(path, error) from error

@@ -19,11 +19,12 @@ from typing import Any
 from dilocox.dht.records import ClaimRecord
 from dilocox.peer.averager import StageAverager
 from dilocox.peer.averaging import Applied, AveragerStuck
-from dilocox.peer.catchup import RECORDS_LIMIT_S, AnchorDiffers, NoState, Reach, State
+from dilocox.peer.catchup import RECORDS_LIMIT_S, AnchorDiffers, Reach, State
 from dilocox.peer.events import Committed, Event, EventQueue, Resynced
 from dilocox.peer.record import RecordRefused, RoundRecord
 from dilocox.peer.roundlog import Head, RoundLog
-from dilocox.peer.transport import FrameRefused, PeerBusy
+from dilocox.peer.state_file import NoState
+from dilocox.peer.transport import BUSY_LIFETIMES, FrameRefused, PeerBusy
 from dilocox.peer.view import SwarmView
 
 logger = logging.getLogger(__name__)
@@ -79,7 +80,8 @@ class ChainFollower:
         self._state_after = -1
         self._record_lifetime_s = record_lifetime_s
         self._wanted: ClaimRecord | None = None  # what was looked for last
-        self._doubted: dict[str, float] = {}  # digests that could not be had, since when
+        # digests that could not be had, or only as their holders were busy; since when
+        self._doubted: dict[tuple[str, bool], float] = {}
         self._ignored: set[str] = set()
         self.states_taken = 0
 
@@ -95,7 +97,9 @@ class ChainFollower:
         return self._untaken is not None or self.applied != self.head.round
 
     def behind(self, view: SwarmView) -> bool:
-        """Whether somebody claims a record that this peer lacks."""
+        """Whether somebody claims a record that this peer lacks, or may have the state it needs."""
+        if self._need_state and self._donors(view):
+            return True
         return self._best_claim(view) is not None
 
     def stands_on(self, digest: str, rules: int) -> bool:
@@ -178,20 +182,24 @@ class ChainFollower:
         )
 
     def _begin_state(self, view: SwarmView) -> None:
-        forked = self._fork_round is not None  # then those on our own chain are of no use
-        donors = [
-            peer
-            for peer, claim in view.claims.items()
-            if peer != view.me and claim.round >= 0
-            if not forked or self._log.find(claim.digest) is None
-        ]
+        donors = self._donors(view)
         if not donors:
             return
         peer = random.choice(view.within_reach(donors))
         logger.info("taking anchor and momentum from %s", peer[-6:])
-        after_round = -1 if forked else self._state_after
+        after_round = -1 if self._fork_round is not None else self._state_after
         future = self._averager.fetch_state(peer, current=self.current, after_round=after_round)
         self._begin(future, self._got_state)
+
+    def _donors(self, view: SwarmView) -> list[str]:
+        """Who may have a state; after a fork those on our own chain are of no use."""
+        forked = self._fork_round is not None
+        return [
+            peer
+            for peer, claim in view.claims.items()
+            if peer != view.me and claim.round >= 0 and claim.digest not in self._ignored
+            if not forked or self._log.find(claim.digest) is None
+        ]
 
     def _begin(
         self, future: Any, on_done: Callable[[Any], None], limit_s: float = CALL_LIMIT_S
@@ -220,11 +228,15 @@ class ChainFollower:
             self._not_before = time.monotonic() + PAUSE_AFTER_FAILURE_S
         except PeerBusy as error:
             logger.info("%s", error)
+            if not self._need_state:
+                self._doubt(busy=True)
             self._not_before = time.monotonic() + PAUSE_AFTER_FAILURE_S
         except (ConnectionError, RecordRefused, FrameRefused, asyncio.TimeoutError) as error:
             reason = str(error) or type(error).__name__
             logger.warning("catching up failed, will try again: %s", reason)
-            self._doubt()
+            # a state may be gigabytes over a line that breaks: that says nothing of the claim
+            if not self._need_state or isinstance(error, RecordRefused | FrameRefused):
+                self._doubt()
             self._not_before = time.monotonic() + PAUSE_AFTER_FAILURE_S
         else:
             if on_done is not None:
@@ -269,22 +281,23 @@ class ChainFollower:
     def _best_claim(self, view: SwarmView) -> tuple[str, ClaimRecord] | None:
         return view.best_claim(self.head.chain_tokens, self.head.digest, self._ignored)
 
-    def _doubt(self) -> None:
+    def _doubt(self, *, busy: bool = False) -> None:
         """A commit whose record nobody gives for a record lifetime is presumed void.
 
-        Nobody is doubted whose records came, if not all of them.
+        Nobody is doubted whose records came, if not all of them; who is busy only after longer.
         """
         before = self.head.round
         self._refresh()
         if self._wanted is None:
             return
         if self.head.round > before:
-            self._doubted.pop(self._wanted.digest, None)
+            self._forget(self._wanted.digest)
             return
         if len(self._doubted) >= MAX_NOTED:
             self._doubted.clear()
-        since = self._doubted.setdefault(self._wanted.digest, time.monotonic())
-        if time.monotonic() - since > self._record_lifetime_s:
+        since = self._doubted.setdefault((self._wanted.digest, busy), time.monotonic())
+        lifetimes = BUSY_LIFETIMES if busy else 1
+        if time.monotonic() - since > lifetimes * self._record_lifetime_s:
             logger.warning("nobody gives the record of round %d: ignored", self._wanted.round)
             self._ignore(self._wanted)
 
@@ -292,7 +305,13 @@ class ChainFollower:
         if len(self._ignored) >= MAX_NOTED:
             self._ignored.clear()
         self._ignored.add(claim.digest)
-        self._doubted.pop(claim.digest, None)
+        self._forget(claim.digest)
+        # what it made necessary; the next best claim may need nothing of the kind
+        self._need_state, self._fork_round, self._saves_bytes = False, None, False
+
+    def _forget(self, digest: str) -> None:
+        for busy in (False, True):
+            self._doubted.pop((digest, busy), None)
 
     def _hand_over(self, event: Event, then: Callable[[], None]) -> None:
         self._untaken = (event, then)

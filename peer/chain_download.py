@@ -24,18 +24,18 @@ from typing import Any
 from dilocox.dht.errors import EnvironmentFault
 from dilocox.dht.keys import averaging_prefix, claim_key
 from dilocox.dht.records import ClaimRecord
-from dilocox.peer.archive_state import StateOffer, ask_for_state, download_state
 from dilocox.peer.averager import StageAverager
-from dilocox.peer.catchup import MAX_CERTIFICATE_BYTES
+from dilocox.peer.certificate import MAX_CERTIFICATE_BYTES
 from dilocox.peer.chain_list import ChainRound
 from dilocox.peer.files import make_folder
 from dilocox.peer.headers import fetch_header
 from dilocox.peer.join import Joined
 from dilocox.peer.kept_chain import KeptChain, KeptState
-from dilocox.peer.plan import stage_record_bytes
+from dilocox.peer.layouts import stage_record_bytes
 from dilocox.peer.record import RecordRefused, RoundRecord, digest_of
 from dilocox.peer.record_check import RecordCheck
 from dilocox.peer.record_folder import RecordFolder
+from dilocox.peer.state_file import StateOffer, ask_for_state, download_state
 from dilocox.peer.transport import Blob, PeerTransport, UploadLimit
 from dilocox.peer.view import that_count
 

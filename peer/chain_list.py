@@ -19,6 +19,7 @@ from rich.console import Console
 from rich.table import Table
 
 from dilocox.peer.record import RoundRecord
+from dilocox.peer.report import counted
 
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 
@@ -142,7 +143,7 @@ def show_contributions(stages: Mapping[int, Sequence[ChainRound]], console: Cons
     for stage, chain in sorted(stages.items()):
         found = _contributions(chain)
         total = sum(each["tokens"] for each in found)
-        summary = f"stage {stage}: {len(found)} peers, {total:,} tokens"
+        summary = f"stage {stage}: {counted(len(found), 'peer')}, {total:,} tokens"
         if chain:
             summary += f" in rounds {chain[0].listed.round} to {chain[-1].listed.round}"
         if before := _tokens_before(chain):
@@ -159,7 +160,8 @@ def show_contributions(stages: Mapping[int, Sequence[ChainRound]], console: Cons
         else:
             for each, share in zip(found, shares, strict=True):
                 line = f"stage {stage} peer {each['peer']}: {each['tokens']:,} tokens ({share}) in "
-                console.print(f"{line}{each['rounds']} rounds", highlight=False, soft_wrap=True)
+                rounds = counted(each["rounds"], "round")
+                console.print(f"{line}{rounds}", highlight=False, soft_wrap=True)
         console.print(summary, highlight=False, soft_wrap=True)
 
 
@@ -180,7 +182,7 @@ def _tokens_before(rounds: Sequence[ChainRound]) -> int:
 def _table(stage: int, rounds: Sequence[LoggedRound]) -> Table:
     table = Table(title=f"stage {stage}", title_justify="left", show_footer=bool(rounds))
     footers = {
-        "round": f"{len(rounds)} rounds",
+        "round": counted(len(rounds), "round"),
         "tokens": f"{sum(each.tokens for each in rounds):,}",
         "bytes": f"{sum(each.record_bytes for each in rounds):,}",
     }
@@ -202,15 +204,18 @@ def _table(stage: int, rounds: Sequence[LoggedRound]) -> Table:
 
 def _lines(stage: int, rounds: Sequence[LoggedRound]) -> list[str]:
     lines = [
-        f"stage {stage} round {each.round}: {each.tokens:,} tokens, {each.members} members, "
-        f"ranks {_ranks(each)}, H {each.next_inner_steps}, {each.record_bytes:,} bytes, "
-        f"digest {each.digest[:12]}"
+        f"stage {stage} round {each.round}: {each.tokens:,} tokens, "
+        f"{counted(each.members, 'member')}, ranks {_ranks(each)}, H {each.next_inner_steps}, "
+        f"{each.record_bytes:,} bytes, digest {each.digest[:12]}"
         for each in rounds
     ]
     tokens, size = (
         sum(getattr(each, name) for each in rounds) for name in ("tokens", "record_bytes")
     )
-    return [*lines, f"stage {stage}: {len(rounds)} rounds, {tokens:,} tokens, {size:,} bytes"]
+    return [
+        *lines,
+        f"stage {stage}: {counted(len(rounds), 'round')}, {tokens:,} tokens, {size:,} bytes",
+    ]
 
 
 def _ranks(each: LoggedRound) -> str:

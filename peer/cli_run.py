@@ -43,7 +43,7 @@ def demo(
     ] = 2,
     rounds: Annotated[
         int,
-        typer.Option(min=1, help="Stop after this many committed rounds.", envvar=env("rounds")),
+        typer.Option(min=1, help="Stop when every peer has so many rounds.", envvar=env("rounds")),
     ] = 10,
     folder: Annotated[
         Path,

@@ -16,6 +16,7 @@ from functools import partial
 from typing import cast
 
 from dilocox.dht.clock import RunClock
+from dilocox.dht.errors import UnreadableManifest
 from dilocox.dht.node import RunDHT
 from dilocox.peer.averager import StageAverager
 from dilocox.peer.chain import ChainFollower
@@ -38,7 +39,6 @@ TICK_S = 0.1
 CLOSE_LIMIT_S = 5.0
 BOOTSTRAP_LIMIT_S = 3.0
 LOOK_S = 1.0  # how often the DHT is read at most; a bell is heard that late
-REVISION_S = 30.0
 MOVE_TURN_S = 60.0  # whose turn it is to move changes that often
 
 
@@ -82,7 +82,6 @@ class Coordinator(threading.Thread):
         self._ways = Ways(place, averager)
         self._published_at = self._looked_at = self._heard_at = self._saw_all_at = float("-inf")
         self._paused_since: float | None = None
-        self._asked_at = time.monotonic()
         self._pending_send: Callable[[], None] | None = None
         self.events = events
         self._rounds = RoundKeeper(place.me)
@@ -96,8 +95,19 @@ class Coordinator(threading.Thread):
     # ---- for the training loop -------------------------------------------------------------------
     @property
     def revised(self) -> bool:
-        """Whether this peer must start again, under new rules of the manifest."""
-        return self._watch.manifest.rules > self._place.manifest.rules
+        """Whether this peer must not go on under the rules of the manifest that it began with."""
+        newer = self._watch.manifest.rules > self._place.manifest.rules
+        return newer or self.unreadable is not None
+
+    @property
+    def unreadable(self) -> UnreadableManifest | None:
+        """Why this program cannot follow the operator's newest manifest, if so."""
+        return self._watch.unreadable
+
+    @property
+    def revision(self) -> int:
+        """Of the manifest, the newest that this peer follows."""
+        return self._watch.manifest.operation.revision
 
     @property
     def paused(self) -> bool:
@@ -221,7 +231,7 @@ class Coordinator(threading.Thread):
         if not self._averager.is_alive():
             raise ChildDied("the averaging process has died")
         if self._ways.lost(now):
-            raise ChildDied("others cannot reach this peer any more, as they could at its start")
+            raise ChildDied("others cannot reach this peer, for which they wait")
         if now - self._looked_at >= LOOK_S:
             self._look()
             self._looked_at = time.monotonic()
@@ -277,14 +287,9 @@ class Coordinator(threading.Thread):
         self.run_ended = view.says_ended(self._place.manifest.end_tokens)
 
     def _look_for_revision(self) -> None:
-        """Ask for the manifest where somebody knows a newer one, else now and then: it is large."""
-        now = time.monotonic()
-        told = self._herald.revision > self._watch.manifest.operation.revision
-        pause_s = self._place.manifest.deadlines.heartbeat_s / 2 if told else REVISION_S
-        if now - self._asked_at >= pause_s:
-            self._asked_at = now
-            if self._watch.look():
-                self.announce()  # others hear of it from this peer, too
+        heartbeat_s = self._place.manifest.deadlines.heartbeat_s
+        if self._watch.follow(self._herald.revision, heartbeat_s, time.monotonic()):
+            self.announce()  # others hear of it from this peer, too
 
     def _follow_round(self, view: SwarmView) -> None:
         progress = self.progress
@@ -327,7 +332,7 @@ class Coordinator(threading.Thread):
             chain=self._chain,
             voids=self._driver.voids,
             own=progress,
-            revision=self._watch.manifest.operation.revision,
+            revision=self.revision,
         )
         if present:
             herald.tell_replica(replica_record(place, self.round, progress))

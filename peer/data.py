@@ -106,7 +106,8 @@ class Corpus(Iterator[torch.Tensor]):
         if state.get("identity") != self._identity():
             logger.warning(
                 "the saved data position is not of the files, tokenizer, sequence length and seed "
-                "that data.source %r has now; the data part starts from its beginning",
+                "that %s %r has now; the data part starts from its beginning",
+                self._spec.SOURCE,
                 self._spec.source,
             )
             return False

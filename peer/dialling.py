@@ -11,6 +11,7 @@ asked. Strangers may have us dial only where we see them come from, and public a
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import ipaddress
 import socket
 from collections.abc import Sequence
@@ -43,10 +44,11 @@ async def working(named: Sequence[str], seen: frozenset[str]) -> tuple[str, ...]
     port it may not know its own address.
     """
     places = possible(named, seen)
-    may = await asyncio.gather(*(_may_dial(place, seen) for place in places.values()))
-    allowed = [text for text, yes in zip(places, may, strict=True) if yes][:MAX_DIALLED]
-    greets = await asyncio.gather(*(_greets(places[text]) for text in allowed))
-    return tuple(text for text, yes in zip(allowed, greets, strict=True) if yes)
+    checked = await asyncio.gather(*(_checked(place, seen) for place in places.values()))
+    allowed = {text: ips for text, ips in zip(places, checked, strict=True) if ips}
+    dialled = list(allowed)[:MAX_DIALLED]
+    greets = await asyncio.gather(*(_greets(allowed[text], places[text].port) for text in dialled))
+    return tuple(text for text, yes in zip(dialled, greets, strict=True) if yes)
 
 
 def possible(named: Sequence[str], seen: frozenset[str]) -> dict[str, TcpAddress]:
@@ -66,28 +68,36 @@ def _place(text: str) -> TcpAddress | None:
         return None
 
 
-async def _may_dial(place: TcpAddress, seen: frozenset[str]) -> bool:
-    """Whether a stranger may have us dial this."""
+async def _checked(place: TcpAddress, seen: frozenset[str]) -> list[str]:
+    """The IP addresses to dial for this; none if a stranger may not have us do so.
+
+    A name is looked up but once: its owner could answer the second time with another address.
+    """
     look_up = asyncio.get_running_loop().getaddrinfo
     try:
         found = await asyncio.wait_for(
             look_up(place.host, place.port, type=socket.SOCK_STREAM), DIAL_LIMIT_S
         )
     except (OSError, asyncio.TimeoutError, UnicodeError):
-        return False
+        return []
     ips = [str(each[4][0]) for each in found]
-    return all(ip in seen or ipaddress.ip_address(ip).is_global for ip in ips)
+    allowed = all(ip in seen or ipaddress.ip_address(ip).is_global for ip in ips)
+    return ips if allowed else []
 
 
-async def _greets(place: TcpAddress) -> bool:
-    try:
-        return await asyncio.wait_for(_greeting(place), DIAL_LIMIT_S) == GREETING
-    except (OSError, EOFError, asyncio.TimeoutError):
-        return False
+async def _greets(ips: Sequence[str], port: int) -> bool:
+    """Whether one of these answers; all together have the limit of one."""
+    end = asyncio.get_running_loop().time() + DIAL_LIMIT_S
+    for ip in ips:
+        left_s = end - asyncio.get_running_loop().time()
+        with contextlib.suppress(OSError, EOFError, asyncio.TimeoutError):
+            if await asyncio.wait_for(_greeting(ip, port), left_s) == GREETING:
+                return True
+    return False
 
 
-async def _greeting(place: TcpAddress) -> bytes:
-    reader, writer = await asyncio.open_connection(place.host, place.port)
+async def _greeting(ip: str, port: int) -> bytes:
+    reader, writer = await asyncio.open_connection(ip, port)
     try:
         writer.write(GREETING)
         return await reader.readexactly(len(GREETING))

@@ -151,15 +151,31 @@ def folder_check(folder: FolderFacts) -> Check:
 
 
 # ---- room ----------------------------------------------------------------------------------------
-def disk_check(path: str, free_bytes: int, needed_bytes: int | None) -> Check:
-    """Whether snapshots and log of the stage fit; None where the stage is not known."""
+@dataclass(frozen=True, kw_only=True)
+class DiskNeeds:
+    """What a stage is still to take of a disk: more of it in all, and for its next snapshot."""
+
+    more_bytes: int
+    snapshot_bytes: int
+
+
+def disk_check(path: str, free_bytes: int, needs: DiskNeeds | None) -> Check:
+    """Whether snapshots and log of the stage fit; None where nothing is known of it, or nothing is
+    to come.
+
+    With room for one snapshot a peer trains until the disk is full, and its person may free some.
+    """
     text = f"{size(free_bytes)} free for {path}"
-    if needed_bytes is None:
+    if needs is None:
         return Check("disk", "ok", text)
-    text += f", {size(needed_bytes)} needed"
-    if needed_bytes > free_bytes:
-        mend = "free some, or choose a folder on another disk with --state"
-        return Check("disk", "failed", text, mend)
+    mend = "free some, or choose a folder on another disk with --state"
+    if free_bytes < needs.snapshot_bytes:
+        text += f", a snapshot takes {size(needs.snapshot_bytes)}, all that is to come "
+        text += size(needs.more_bytes)
+        return Check("disk", "failed", f"no snapshot fits on the disk: {text}", mend)
+    text += f", {size(needs.more_bytes)} needed"
+    if free_bytes < needs.more_bytes:
+        return Check("disk", "warning", f"the disk will be full: {text}", mend)
     return Check("disk", "ok", text)
 
 

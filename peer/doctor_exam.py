@@ -36,8 +36,9 @@ from dilocox.peer.state_folder import StateFolder
 
 if TYPE_CHECKING:  # imported when it is known that the libraries can be loaded
     from dilocox.peer.doctor_bench import Bench
-    from dilocox.peer.doctor_swarm import StageNeeds, SwarmFacts
+    from dilocox.peer.doctor_swarm import SwarmFacts
     from dilocox.peer.join import Joined
+    from dilocox.peer.needs import StageNeeds
     from dilocox.peer.reachability import Bandwidth
 
 SPEED_LIMIT_S = 10.0
@@ -179,7 +180,8 @@ class Examination:
 
     # ---- in the run ------------------------------------------------------------------------------
     def _in_the_run(self, place: Joined, bench: Bench) -> Iterator[Check]:
-        from dilocox.peer.doctor_swarm import StageNeeds, SwarmFacts
+        from dilocox.peer.doctor_swarm import SwarmFacts
+        from dilocox.peer.needs import StageNeeds
 
         options, manifest = self._options, place.manifest
         with SwarmFacts.opened(place, options.invite, self._folder.peer_id) as swarm:
@@ -234,10 +236,18 @@ class Examination:
             plans, on_gpu = [beside for beside, _ in both], [gpu for _, gpu in both]
             yield machine.memory_check("gpu", self._device.free_bytes, None, on_gpu, stage)
         yield machine.memory_check("memory", available_bytes(), limit, plans, stage)
-        free, needed = disk_free(options.state), None if known is None else known.disk_bytes
-        yield machine.disk_check(str(options.state), free, needed)
+        yield self._disk(known)
         needed = None if known is None else shared_bytes(known.values)
         yield machine.shared_memory_check(*shared_memory(), needed)
+
+    def _disk(self, needs: StageNeeds | None) -> Check:
+        options = self._options
+        if needs is None:
+            return machine.disk_check(str(options.state), disk_free(options.state), None)
+        from dilocox.peer.needs import disk_room
+
+        own = StateFolder(options.state).run(options.invite.run_id, needs.stage)
+        return disk_room(own, needs)
 
     def _data(self, place: Joined) -> Check:
         """Whether a head finds the text: the run's for the validation, and its own."""

@@ -15,25 +15,19 @@ import contextlib
 import logging
 from collections import Counter
 from collections.abc import Coroutine, Generator, Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, TypeVar
 
 from hivemind.p2p import PeerID
 
-from dilocox.compression.layout import FlatLayout
 from dilocox.dht.invite import Invite, bootstrap_address
 from dilocox.dht.keys import claim_key
-from dilocox.dht.manifest import Manifest
 from dilocox.dht.reach import Reach
 from dilocox.dht.records import ClaimRecord, StageRecord
 from dilocox.peer.join import Joined
-from dilocox.peer.plan import stage_codec
 from dilocox.peer.reachability import Bandwidth, ask_time, find_reach, measure_bandwidth
 from dilocox.peer.stage_option import look_at_stages, named_stage, preferred_stage
-from dilocox.pipeline.codecs import encoded_bytes
-from dilocox.pipeline.partition import hidden_size, plan_stages
-from dilocox.pipeline.stage import parameter_shapes
+from dilocox.pipeline.partition import plan_stages
 from dilocox.pipeline.stage_choice import live_peers
 
 logger = logging.getLogger(__name__)
@@ -44,60 +38,8 @@ REACH_LIMIT_S = 8.0
 CLOCK_LIMIT_S = 2.0
 BANDWIDTH_LIMIT_S = 8.0
 PEERS_TRIED = 3  # for the bandwidth: one in an exchange needs its link for itself
-SNAPSHOT_VECTORS = 9  # anchor, momentum, weights, start, residual, a send's two, two moments
-SNAPSHOTS_AT_ONCE = 2  # the old one goes when the new one is whole
 
 T = TypeVar("T")
-
-
-@dataclass(frozen=True)
-class StageNeeds:
-    """What the plan of a run asks of a peer of one stage."""
-
-    manifest: Manifest
-    stage: int
-
-    @cached_property
-    def values(self) -> int:
-        """Length of the stage's flat vector."""
-        return self._layout.numel
-
-    @cached_property
-    def record_bytes(self) -> int:
-        """Of a round record under the first ranks."""
-        return sum(phase.mean.max_bytes(phase.numel) for phase in self._phases)
-
-    @property
-    def disk_bytes(self) -> int:
-        """Snapshots and log."""
-        rounds = self.manifest.rounds
-        log_bytes = max(rounds.log_bytes, 4 * self.record_bytes)
-        snapshots = SNAPSHOTS_AT_ONCE * SNAPSHOT_VECTORS * 4 * self.values
-        return snapshots + min(rounds.records_kept * self.record_bytes, log_bytes)
-
-    def exchange_bytes(self, members: int) -> int:
-        """What a member moves each way: its parts to the others, and the mean of its own."""
-        sent = sum(phase.send.max_bytes(phase.numel) for phase in self._phases)
-        return (sent + self.record_bytes) * (members - 1) // members
-
-    def link_bytes_per_token(self) -> float:
-        """What it sends its neighbours at least for each token; what it gets is as much."""
-        batch, stages = self.manifest.batch, self.manifest.stages
-        neighbours = (self.stage > 0) + (self.stage < stages - 1)
-        codec = self.manifest.pipeline.codec
-        shape = batch.microbatch_size, batch.sequence_length, hidden_size(self.manifest.model)
-        payload = encoded_bytes("int4" if codec == "auto" else codec, shape)
-        return neighbours * payload / (shape[0] * shape[1])
-
-    @cached_property
-    def _layout(self) -> FlatLayout:
-        model, stages = self.manifest.model, self.manifest.stages
-        return FlatLayout.of(parameter_shapes(model, stages, self.stage))
-
-    @cached_property
-    def _phases(self) -> Any:
-        codec = stage_codec(self.manifest, self._layout)
-        return codec.phases(codec.first_ranks)
 
 
 class SwarmFacts:

@@ -27,17 +27,19 @@ from dilocox.dht.records import ClaimRecord
 from dilocox.peer import catchup
 from dilocox.peer.averager import StageAverager
 from dilocox.peer.join import Joined
+from dilocox.peer.layouts import stage_layout, stage_record_bytes
 from dilocox.peer.outer import anchor_sha256
-from dilocox.peer.plan import outer_step, stage_record_bytes
+from dilocox.peer.plan import outer_step
 from dilocox.peer.record import RecordRefused, RoundRecord
 from dilocox.peer.roundlog import RoundLog
 from dilocox.peer.transport import PeerTransport, UploadLimit
-from dilocox.peer.view import that_count
-from dilocox.pipeline.stage import build_stage, flatten_parameters, parameter_shapes
+from dilocox.peer.view import nobody_holds, that_count
+from dilocox.pipeline.stage import build_stage, flatten_parameters
 
 logger = logging.getLogger(__name__)
 
 LOOK_PAUSE_S = 1.0
+PATIENCE_S = 20.0  # before a person is told what is waited for
 COMMON_LIMIT_S = 60.0  # how long anchors of one round are looked for before the newest will do
 
 
@@ -86,16 +88,20 @@ async def _download_all(place: Joined, deadline: float) -> list[StageAnchor]:
 
 
 async def _newest(place: Joined, stage: int, deadline: float) -> StageAnchor:
-    last = "no peer of it is in view, or none has committed a round"
-    while time.monotonic() < deadline:
-        anchor, reason = await _ask(place, stage, None, deadline)
+    last, told = "the time was over before anybody was asked for it", ""
+    tell_at = time.monotonic() + PATIENCE_S
+    while (now := time.monotonic()) < deadline:
+        anchor, last = await _ask(place, stage, None, deadline)
         if anchor is not None:
             return anchor
-        last = reason or last
+        if now >= tell_at and last != told:
+            told = last
+            left_s = deadline - now
+            logger.warning("stage %d: %s; waiting for %.0f s at most", stage, last, left_s)
         await asyncio.sleep(LOOK_PAUSE_S)
     raise EnvironmentFault(
-        f"stage {stage}: no anchor to be had ({last}); check that the run trains, or wait for its "
-        "first round"
+        f"stage {stage}: no anchor to be had: {last}; try again later, or give more time with "
+        "--timeout"
     )
 
 
@@ -122,15 +128,12 @@ async def _ask(
         record_bytes=stage_record_bytes(place.manifest, stage),
     )
     found = place.swarm.read(claim_key(place.run, stage), ClaimRecord) or {}
+    counting = that_count(found, place.manifest)
     claims = sorted(
-        (
-            (peer, claim)
-            for peer, claim in that_count(found, place.manifest).items()
-            if claim.round >= 0
-        ),
+        ((peer, claim) for peer, claim in counting.items() if claim.round >= 0),
         key=lambda item: (-item[1].round, -item[1].chain_tokens, item[0]),
     )
-    last = ""
+    last = nobody_holds(len(counting))
     for peer, claim in claims:
         try:
             limit_s = max(1.0, deadline - time.monotonic())
@@ -138,7 +141,8 @@ async def _ask(
             return await asyncio.wait_for(asked, limit_s), ""
         except (ConnectionError, ValueError, asyncio.TimeoutError) as error:
             last = str(error) or type(error).__name__
-            level = logging.INFO if isinstance(error, OtherRound) else logging.WARNING
+            # another may give it; what is not sound is worth a look all the same
+            level = logging.WARNING if isinstance(error, ValueError) else logging.INFO
             logger.log(level, "stage %d: %s gave no anchor: %s", stage, peer[-6:], error)
     return None, last
 
@@ -156,7 +160,7 @@ async def _from_peer(
     Raises ConnectionError, and ValueError (of several kinds) where what came is not sound.
     """
     manifest = place.manifest
-    layout = FlatLayout.of(parameter_shapes(manifest.model, manifest.stages, stage))
+    layout = stage_layout(manifest, stage)
     check = catchup.RecordCheck.of(place.run, stage, manifest, layout)
     anchor, momentum = torch.zeros(layout.numel), torch.zeros(layout.numel)
     with tempfile.TemporaryDirectory() as folder:

@@ -223,7 +223,10 @@ def _write_shards(
         plain = {name: tensor.cpu().contiguous() for name, tensor in plain.items()}
         shard = f"model-{stage + 1:05d}-of-{num_stages:05d}.safetensors"
         with _disk_faults(draft.parent):
+            (draft / shard).touch()  # as the umask says; save_file writes another for us alone
+            mode = (draft / shard).stat().st_mode
             save_file(plain, draft / shard, metadata={"format": "pt"})
+            (draft / shard).chmod(mode)
         weight_map.update(dict.fromkeys(plain, shard))
         total_bytes += sum(tensor.nbytes for tensor in plain.values())
         written.append((stage, num_stages))

@@ -21,6 +21,7 @@ from dilocox.peer.metrics import Build, PeerMetrics
 from dilocox.peer.metrics_server import Pages, health_page, readiness_page
 from dilocox.peer.peer_facts import PeerFacts
 from dilocox.peer.place import Place
+from dilocox.peer.resting import Allowance
 from dilocox.peer.tally import Tally
 from dilocox.pipeline.desk import Desk
 from dilocox.pipeline.network import Network
@@ -40,6 +41,7 @@ class Figures:
         coordinator: Coordinator,
         desk: Desk,
         network: Network,
+        allowance: Allowance,
     ):
         self._place = place
         self._joined = joined
@@ -49,6 +51,7 @@ class Figures:
         self._coordinator = coordinator
         self._desk = desk
         self._network = network
+        self._allowance = allowance
         self.metrics = PeerMetrics(
             build=Build(version=__version__, run=place.run, stage=place.stage),
             numel=place.layout.numel,
@@ -96,8 +99,11 @@ class Figures:
                 for reason, count in counts.items()
             },
             round_trips_s=network.round_trips_s(),
+            revision=self._coordinator.revision,
             spares=sum(record.state == "spare" for record in hosts),
             reachability=self._place.reachability,
+            month_bytes=self._allowance.used_bytes,
+            month_limit_bytes=self._allowance.limit_bytes,
         )
 
     @property

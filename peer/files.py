@@ -41,6 +41,16 @@ def make_folder(path: Path) -> None:
         raise disk_fault(path, error) from error
 
 
+def bytes_below(folder: Path) -> int:
+    """What the files of a folder hold together; those that vanish meanwhile do not count."""
+    total = 0
+    for place, _, names in os.walk(folder):  # which passes over folders that vanish
+        for name in names:
+            with contextlib.suppress(OSError):
+                total += Path(place, name).stat().st_size
+    return total
+
+
 def no_temporary_folder() -> EnvironmentFault | None:
     """The error where nothing can be written to any folder for temporary files; libraries look for
     one when they are imported.
@@ -62,10 +72,13 @@ def system_fault(error: OSError) -> EnvironmentFault | None:
     return no_temporary_folder() if isinstance(error, FileNotFoundError) else None
 
 
-def disk_fault(path: Path, error: OSError) -> EnvironmentFault:
-    """The error that tells a person what to do when a file could not be written."""
+def disk_fault(path: Path, error: OSError, mend: str = "") -> EnvironmentFault:
+    """The error that tells a person what to do when a file could not be written; `mend`: where it
+    is not the disk that is full.
+    """
     if error.errno in DISK_FULL:
         return EnvironmentFault(
             f"{path}: no space left on the disk; free some, or choose a folder on another disk"
         )
-    return EnvironmentFault(f"{path}: cannot be written: {error.strerror or error}")
+    more = f"; {mend}" if mend else ""
+    return EnvironmentFault(f"{path}: cannot be written: {error.strerror or error}{more}")

@@ -14,7 +14,6 @@ import logging
 import os
 import random
 import shutil
-import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -24,7 +23,6 @@ from typing import TYPE_CHECKING, Any, cast
 import typer
 
 from dilocox.dht.errors import EnvironmentFault, InvalidInput
-from dilocox.dht.identity import Identity
 from dilocox.dht.invite import Invite
 from dilocox.dht.keys import claim_key
 from dilocox.dht.records import ClaimRecord
@@ -90,23 +88,20 @@ def default_cache() -> Path:
 # ---- the newest anchors --------------------------------------------------------------------------
 def _newest_folder(options: GenerateOptions) -> Path:
     from dilocox.peer.download import download_anchors
-    from dilocox.peer.join import joined
+    from dilocox.peer.join import visiting
     from dilocox.peer.operate import write_anchors
 
     home = (options.cache or default_cache()) / options.invite.run_id
-    with tempfile.TemporaryDirectory() as own:
-        identity = Identity.load_or_create(Path(own) / "identity.key")
-        listen = [f"/ip4/{options.host}/tcp/0"]
-        with joined(options.invite, identity, listen=listen, client_mode=True) as place:
-            newest = _newest_claims(place)
-            for folder in _kept(home):
-                if is_newest(_digests(folder), newest):
-                    os.utime(folder)
-                    return folder
-            anchors = download_anchors(place, timeout_s=options.timeout_s)
-            folder = home / folder_name(anchors)
-            if not folder.exists():
-                write_anchors(folder, place, anchors)
+    with visiting(options.invite, options.host) as place:
+        newest = _newest_claims(place)
+        for folder in _kept(home):
+            if is_newest(_digests(folder), newest):
+                os.utime(folder)
+                return folder
+        anchors = download_anchors(place, timeout_s=options.timeout_s)
+        folder = home / folder_name(anchors)
+        if not folder.exists():
+            write_anchors(folder, place, anchors)
     os.utime(folder)
     for older in _kept(home)[FOLDERS_KEPT:]:
         shutil.rmtree(older, ignore_errors=True)
@@ -142,15 +137,10 @@ def newest_claim(claims: Mapping[str, ClaimRecord]) -> ClaimRecord | None:
 
 def missing(stage: int, peers: int) -> str:
     """What to tell a person when nobody holds a round of a stage."""
-    if peers:
-        return (
-            f"stage {stage}: the run has no committed round yet, so there is nothing learnt to "
-            "continue a text with; try again when its first round is over"
-        )
-    return (
-        f"stage {stage}: nobody who holds its weights is in view; check that the run trains (its "
-        "status page says), and try again"
-    )
+    from dilocox.peer.view import nobody_holds
+
+    mend = "; try again when its first round is over" if peers else ", and try again"
+    return f"stage {stage}: {nobody_holds(peers)}{mend}"
 
 
 def is_newest(kept: Sequence[tuple[int, str]], newest: Sequence[ClaimRecord]) -> bool:

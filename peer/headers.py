@@ -1,4 +1,5 @@
-"""The header of a record that another peer has: a long chain can be walked for few bytes.
+"""The header of a record that another peer has, and its certificate: a long chain can be walked for
+few bytes.
 
 Nobody vouches for a header. What it says of its record counts once the record is here, too, and
 has the digest that it was asked for by.
@@ -11,9 +12,10 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from dilocox.peer.record import RoundRecord, parse_header
+from dilocox.peer.certificate import MAX_CERTIFICATE_BYTES
+from dilocox.peer.record import RecordRefused, RoundRecord, parse_header
 from dilocox.peer.record_folder import HEADER_BYTES
-from dilocox.peer.transport import Blob, FrameRefused
+from dilocox.peer.transport import Blob, FrameRefused, PeerTransport
 
 
 class Fetch(Protocol):
@@ -68,6 +70,17 @@ async def fetch_header(
     except _Enough:
         return _told(bytes(data))
     raise FrameRefused(f"{len(data)} bytes are no record")
+
+
+async def fetch_certificate(
+    transport: PeerTransport, peer: str, digest: str, *, older: bool = False
+) -> bytes:
+    """The votes that committed a record, as this peer has them."""
+    want = {"what": "certificate", "digest": digest, "older": older}
+    blob = await transport.fetch(peer, want, limit_bytes=MAX_CERTIFICATE_BYTES)
+    if blob is None:
+        raise RecordRefused(f"{peer} has no certificate of {digest[:12]}")
+    return blob.data
 
 
 def _length(data: bytes | bytearray) -> int:

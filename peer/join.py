@@ -5,10 +5,13 @@ that is given an invite.
 from __future__ import annotations
 
 import multiprocessing
+import tempfile
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+
+import typer
 
 from dilocox.dht.clock import RunClock
 from dilocox.dht.identity import Identity
@@ -34,6 +37,16 @@ class Joined:
     dht: RunDHT
     swarm: Swarm
     reach: Reach = field(default_factory=Reach)
+
+
+@contextmanager
+def visiting(invite: Invite, host: str) -> Generator[Joined]:
+    """Join as somebody who only reads, under an identity for this once; raises as `joined`."""
+    typer.echo(f"looking for the run {invite.run_id} ...", err=True)
+    with tempfile.TemporaryDirectory() as folder:
+        identity = Identity.load_or_create(Path(folder) / "identity.key")
+        with joined(invite, identity, listen=[f"/ip4/{host}/tcp/0"], client_mode=True) as place:
+            yield place
 
 
 @contextmanager

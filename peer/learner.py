@@ -118,23 +118,26 @@ class Learner:
                 self.take_events(wait_s=POLL_S)
                 self.publish()
                 if self._coordinator.revised and not self._merge.fly:
-                    raise Revised
+                    raise self._coordinator.unreadable or Revised()
         self._tally.start()
 
     def between_steps(self) -> None:
         """Take what has come, and the send if it is due.
 
-        Raises `Revised` where this peer is to start again and no send is in flight.
+        Where no send is in flight it raises `Revised` if this peer is to start again, and
+        `UnreadableManifest` if that would not help.
         """
-        # of a coordinator that has ended the last event says why, and no round would end
-        if self._takes_at_once or not self._coordinator.is_alive():
+        # of a coordinator that has ended the last event says why, and no round would end; nor does
+        # one in a run that is paused, whose new rules must not wait for its going on
+        no_end = self._coordinator.paused and self._coordinator.revised
+        if self._takes_at_once or no_end or not self._coordinator.is_alive():
             self.take_events()
         due = self._coordinator.send_due()
         if self._coordinator.revised:
             if due is not None and not self._takes_at_once:
                 self._catch_up()
             if not self._merge.fly:
-                raise Revised
+                raise self._coordinator.unreadable or Revised()
         if due is not None and not self.ended:
             self._end_round(*due)
 

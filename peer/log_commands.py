@@ -8,28 +8,26 @@ import asyncio
 import json
 import tempfile
 import time
-from collections.abc import Generator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import typer
 from rich.console import Console
 
-from dilocox.compression.layout import FlatLayout
 from dilocox.dht.errors import EnvironmentFault, InvalidInput
-from dilocox.dht.identity import Identity
 from dilocox.dht.invite import Invite
 from dilocox.dht.manifest import Manifest
 from dilocox.peer.chain_download import ChainHolders, download_chain, list_chain
 from dilocox.peer.chain_list import ChainRound, as_json, show, show_contributions
 from dilocox.peer.files import write_atomically
-from dilocox.peer.join import Joined, joined
+from dilocox.peer.join import Joined, visiting
 from dilocox.peer.kept_chain import KeptChain, KeptRun, kept_run
+from dilocox.peer.layouts import stage_layout
 from dilocox.peer.record_check import RecordCheck
 from dilocox.peer.replay import Replayed, replay
+from dilocox.peer.report import counted
 from dilocox.peer.signals import StopSignal
-from dilocox.pipeline.stage import parameter_shapes
 
 LISTINGS = 3  # of a folder whose owner moves records while they are read
 STOPPED = 130  # before it was done
@@ -84,7 +82,7 @@ def _listed(options: ChainOptions) -> tuple[str, Mapping[int, Sequence[ChainRoun
         for stage in _wanted(options, sorted(kept.stages)):
             stages[stage] = _rounds(kept.stages[stage])
         return kept.run, stages
-    with _in_swarm(source, options) as place:
+    with visiting(source, options.host) as place:
         deadline = time.monotonic() + options.timeout_s
         for stage in _wanted(options, range(place.manifest.stages)):
             stages[stage] = asyncio.run(_list(place, stage, deadline))
@@ -123,26 +121,34 @@ def _verify_folder(folder: Path, options: ChainOptions) -> bool:
 
 def _replayed(manifest: Manifest, kept: KeptRun, stage: int) -> Replayed:
     chain = kept.stages[stage]
+    _tell_replay(stage, chain)
     return replay(manifest, kept.run, stage, chain.records, chain.states)
 
 
 def _verify_swarm(invite: Invite, options: ChainOptions) -> bool:
     sound = True
-    with _in_swarm(invite, options) as place:
+    with visiting(invite, options.host) as place:
         deadline = time.monotonic() + options.timeout_s
         for stage in _wanted(options, range(place.manifest.stages)):
             with tempfile.TemporaryDirectory() as folder:
+                typer.echo(f"stage {stage}: fetching its rounds ...", err=True)
                 chain, flaws = asyncio.run(_download(place, stage, deadline, Path(folder)))
+                _tell_replay(stage, chain)
                 found = replay(place.manifest, place.run, stage, chain.records, chain.states)
                 sound &= _told(stage, found, flaws)
     return sound
+
+
+def _tell_replay(stage: int, chain: KeptChain) -> None:
+    rounds = counted(len(chain.records), "round")
+    typer.echo(f"stage {stage}: replaying {rounds} ...", err=True)
 
 
 async def _download(
     place: Joined, stage: int, deadline: float, folder: Path
 ) -> tuple[KeptChain, list[str]]:
     manifest = place.manifest
-    layout = FlatLayout.of(parameter_shapes(manifest.model, manifest.stages, stage))
+    layout = stage_layout(manifest, stage)
     check = RecordCheck.of(place.run, stage, manifest, layout)
     return await download_chain(await _holders(place, stage, deadline), stage, check, folder)
 
@@ -185,15 +191,6 @@ def _wanted(options: ChainOptions, there: Sequence[int]) -> list[int]:
         shown = ", ".join(map(str, there)) or "none"
         raise InvalidInput(f"--stage {options.stage}: of the stages there is {shown}, or take all")
     return [int(options.stage)]
-
-
-@contextmanager
-def _in_swarm(invite: Invite, options: ChainOptions) -> Generator[Joined]:
-    with tempfile.TemporaryDirectory() as folder:
-        identity = Identity.load_or_create(Path(folder) / "identity.key")
-        listen = [f"/ip4/{options.host}/tcp/0"]
-        with joined(invite, identity, listen=listen, client_mode=True) as place:
-            yield place
 
 
 async def _holders(place: Joined, stage: int, deadline: float) -> ChainHolders:

@@ -158,6 +158,9 @@ class PeerMetrics(Collector):
             ("kind",),
             {(kind,): float(kind == facts.reachability) for kind in get_args(Reachability)},
         )
+        yield self._gauge(
+            "manifest_revision", "Of the manifest that this peer follows.", facts.revision
+        )
         yield self._gauge("spares", "Peers of this stage that are in no replica.", facts.spares)
 
     def _of_the_work(self, facts: PeerFacts) -> Iterator[Metric]:
@@ -243,6 +246,10 @@ class PeerMetrics(Collector):
             "Of states that this peer took from others.",
             facts.received_bytes.get("state", 0),
         )
+        # in the names of resting.py, which shows them while the peer rests
+        text = "Sent and received in this calendar month (UTC)."
+        yield self._gauge("month_traffic_bytes", text, facts.month_bytes)
+        yield self._gauge("month_traffic_limit_bytes", "Its limit.", facts.month_limit_bytes)
         yield self._family(
             GaugeMetricFamily,
             "hop_round_trip_seconds",

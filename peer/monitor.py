@@ -125,7 +125,7 @@ class Monitor:
         self._watch = ManifestWatch(place.swarm, place.run, manifest)
         self._asked_at = time.monotonic()
         self._bootstraps = bootstraps
-        self._chains = ChainReader(place.dht, place.run, manifest, bootstraps)
+        self._chains = ChainReader(place.dht, place.run, bootstraps)
         self._history = SwarmHistory.load(kept, manifest.stages, manifest.root, now)
         self._saved_at = time.monotonic()
         self._saved = self._history.counters
@@ -165,6 +165,8 @@ class Monitor:
         self._history.look(look)
         self._follow(look)
         health = swarm_health(self._watch.manifest, look, self._history)
+        if (unreadable := self._watch.unreadable) is not None:  # it judges by older rules
+            health = replace(health, sentence=f"{health.sentence}; {unreadable}")
         late = time.monotonic() >= self._saved_at + SAVE_PERIOD_S
         if late or self._history.counters != self._saved:
             self._save()  # before they are shown: a counter must not fall when this one is killed

@@ -17,18 +17,15 @@ import threading
 from collections import Counter, deque
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import lru_cache, partial
 from typing import Any
 
 from dilocox.dht.errors import EnvironmentFault
 from dilocox.dht.keys import averaging_prefix
-from dilocox.dht.manifest import Manifest
 from dilocox.dht.node import RunDHT
 from dilocox.dht.records import ClaimRecord
 from dilocox.peer.averager import StageAverager
 from dilocox.peer.chain_list import ChainRound, LoggedRound, tokens_by_peer
-from dilocox.peer.monitor_headers import HeaderFetcher
-from dilocox.peer.plan import stage_record_bytes
+from dilocox.peer.monitor_headers import MOST_BYTES, HeaderFetcher
 from dilocox.peer.transport import PeerTransport, UploadLimit
 
 logger = logging.getLogger(__name__)
@@ -101,10 +98,9 @@ def holders_of(
 class ChainReader:
     """The thread. `order` and `take` are for the monitor's own."""
 
-    def __init__(self, dht: RunDHT, run: str, manifest: Manifest, bootstraps: Collection[str]):
+    def __init__(self, dht: RunDHT, run: str, bootstraps: Collection[str]):
         self._dht = dht
         self._run = run
-        self._record_bytes = lru_cache(partial(stage_record_bytes, manifest))  # by stage
         self._bootstraps = frozenset(bootstraps)
         self._walks: deque[Walk] = deque()
         self._busy: set[int] = set()
@@ -192,22 +188,21 @@ class ChainReader:
         walk = Walker(order)
         try:
             async with self._slots:
-                limit = await asyncio.to_thread(self._record_bytes, order.stage)
-                transport = self._transport(order.stage, limit)
-                await walk.go(HeaderFetcher(transport, self._run, self._bootstraps, limit))
+                transport = self._transport(order.stage)
+                await walk.go(HeaderFetcher(transport, self._run, self._bootstraps))
         except Exception:  # a header can be anything; the other stages are to be followed
             logger.exception("the chain of stage %d cannot be followed", order.stage)
         finally:
             self._walks.append(walk.result())
 
-    def _transport(self, stage: int, record_bytes: int) -> PeerTransport:
+    def _transport(self, stage: int) -> PeerTransport:
         return PeerTransport(
             p2p=self._p2p,
             stub_for=lambda p2p, peer: StageAverager.get_stub(
                 p2p, peer, namespace=averaging_prefix(self._run, stage)
             ),
             limit=UploadLimit(None),
-            record_bytes=record_bytes,
+            record_bytes=MOST_BYTES,
         )
 
 

@@ -20,6 +20,8 @@ logger = logging.getLogger(__name__)
 
 FETCH_LIMIT_S = 20.0
 HOLDERS_ASKED = 6  # for one record
+# What a run's records may have follows from its model, whose code takes 100 MB; `take` bounds more.
+MOST_BYTES = 1 << 31
 WHOLE_BYTES = 4 << 20  # records up to this size are fetched whole from those who are no bootstrap
 MAX_MEMBERS = 4096
 MAX_NAME = 64
@@ -36,11 +38,7 @@ class _Enough(ConnectionError):
 class HeaderFetcher:
     """Asks holders for the header of a record."""
 
-    def __init__(
-        self, transport: PeerTransport, run: str, bootstraps: Collection[str], record_bytes: int
-    ):
-        """record_bytes: the most that a record of these may have."""
-        self._record_bytes = record_bytes
+    def __init__(self, transport: PeerTransport, run: str, bootstraps: Collection[str]):
         self._transport = transport
         self._run = run
         self._bootstraps = bootstraps
@@ -70,12 +68,13 @@ class HeaderFetcher:
             data.extend(chunk)
             if size is None and (size := _stated_bytes(data)) is not None and size > whole_bytes:
                 raise _Enough
+            if size is not None and len(data) > size:
+                raise FrameRefused("more than its header says")
 
         header = whole_bytes == 0  # who knows the word sends no more then
         want = {"what": "record", "digest": digest, "older": True, "header": header}
-        limit = self._record_bytes
         try:
-            blob = await self._transport.fetch(peer, want, limit_bytes=limit, sink=take)
+            blob = await self._transport.fetch(peer, want, limit_bytes=MOST_BYTES, sink=take)
         except _Enough:
             return header_of(bytes(data), digest, self._run, stage)
         if blob is None:

@@ -30,7 +30,7 @@ class SwarmLook:
 
     at: run time, seconds since the epoch. stages, claims: by stage. replicas: by head, only of
     those that host stage 0. bootstraps: by peer id in the invite's order, whether they answer.
-    answered: whether the DHT gave an answer at all.
+    answered: whether the DHT gave an answer at all. revision: of the operator's manifest.
     """
 
     at: float
@@ -39,6 +39,7 @@ class SwarmLook:
     replicas: Mapping[str, ReplicaRecord] = field(default_factory=dict[str, ReplicaRecord])
     bootstraps: Mapping[str, bool] = field(default_factory=dict[str, bool])
     answered: bool = True
+    revision: int | None = None
 
     @property
     def reachable(self) -> bool:
@@ -111,6 +112,7 @@ class Looker:
             },
             bootstraps=self._bootstraps(),
             answered=answered,
+            revision=self.manifest.operation.revision,
         )
         return self._last
 

@@ -81,6 +81,8 @@ def _swarm(look: SwarmLook, history: SwarmHistory, health: Health) -> Iterable[F
     yield one("healthy", "1 if the run trains, is paused or has ended.", float(health.good))
     yield one("replicas", "Replicas that train now.", len(look.replicas))
     yield one("tokens_per_second", "Tokens a second that all replicas state.", look.tokens_per_s)
+    revision = "Of the operator's newest manifest."
+    yield one("manifest_revision", revision, look.revision)
     tokens = history.stages[0].most_tokens
     yield one("tokens_total", "Tokens behind the records of stage 0.", tokens, "counter")
     loss = "of the newest round that has one, in nats a token."

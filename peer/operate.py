@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -11,7 +10,6 @@ from typing import TYPE_CHECKING
 import typer
 
 from dilocox.dht.errors import InvalidInput
-from dilocox.dht.identity import Identity
 from dilocox.dht.invite import Invite
 from dilocox.dht.manifest import Manifest
 from dilocox.peer.signals import StopSignal
@@ -41,16 +39,19 @@ def run_export_command(options: ExportOptions) -> int:
 
 def _export(options: ExportOptions) -> None:
     from dilocox.peer.download import download_anchors
-    from dilocox.peer.join import joined
+    from dilocox.peer.join import visiting
 
-    with tempfile.TemporaryDirectory() as folder:
-        identity = Identity.load_or_create(Path(folder) / "identity.key")
-        listen = [f"/ip4/{options.host}/tcp/0"]
-        with joined(options.invite, identity, listen=listen, client_mode=True) as place:
-            anchors = download_anchors(place, timeout_s=options.timeout_s)
-            write_anchors(options.folder, place, anchors)
-    rounds = ", ".join(str(each.round) for each in anchors)
-    typer.echo(f"wrote {options.folder}: round {rounds}, {anchors[0].chain_tokens:,} tokens")
+    with visiting(options.invite, options.host) as place:
+        anchors = download_anchors(place, timeout_s=options.timeout_s)
+        write_anchors(options.folder, place, anchors)
+    rounds = shown_rounds([each.round for each in anchors])
+    typer.echo(f"wrote {options.folder}: {rounds}, {anchors[0].chain_tokens:,} tokens")
+
+
+def shown_rounds(rounds: Sequence[int]) -> str:
+    """The rounds of the anchors of all stages."""
+    *others, last = map(str, rounds)
+    return f"rounds {', '.join(others)} and {last} of its stages" if others else f"round {last}"
 
 
 def write_anchors(folder: Path, place: Joined, anchors: Sequence[StageAnchor]) -> None:

@@ -19,7 +19,9 @@ class PeerFacts:
     sent_bytes, received_bytes: by what they were for.
     refused: messages of others, by who refused them and why.
     round_trips_s: to the neighbours whose links stand ("upper", "lower") and back.
+    revision: of the manifest, the newest that this peer follows.
     spares: peers of this stage that are in no replica, as far as this peer knows.
+    month_bytes: sent and received in this calendar month; month_limit_bytes: its limit, if any.
     """
 
     not_ready: str
@@ -32,5 +34,8 @@ class PeerFacts:
     received_bytes: Mapping[str, int]
     refused: Mapping[str, int]
     round_trips_s: Mapping[str, float]
+    revision: int
     spares: int
     reachability: Reachability
+    month_bytes: int
+    month_limit_bytes: float | None

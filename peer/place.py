@@ -22,6 +22,7 @@ class Place:
     client_mode: bool
     memory_limit_bytes: float | None
     reachability: Reachability = "unknown"
+    reached_by_others: bool = False  # not only by a bootstrap
 
 
 @dataclass(frozen=True, kw_only=True)

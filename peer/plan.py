@@ -14,8 +14,7 @@ from dilocox.compression.stage_codec import Compression, StageCodec
 from dilocox.dht.manifest import Manifest
 from dilocox.peer.adaptation import facts_of, following_window, next_inner_steps, next_ranks
 from dilocox.peer.outer import OuterStep
-from dilocox.peer.record import RoundRecord, max_record_bytes
-from dilocox.pipeline.stage import parameter_shapes
+from dilocox.peer.record import RoundRecord
 
 
 def stage_codec(manifest: Manifest, layout: FlatLayout) -> StageCodec:
@@ -31,12 +30,6 @@ def stage_codec(manifest: Manifest, layout: FlatLayout) -> StageCodec:
         top_k=spec.top_k,
     )
     return StageCodec(layout, compression)
-
-
-def stage_record_bytes(manifest: Manifest, stage: int) -> int:
-    """The most bytes of a record of a stage, for who is no peer of it."""
-    layout = FlatLayout.of(parameter_shapes(manifest.model, manifest.stages, stage))
-    return max_record_bytes(stage_codec(manifest, layout))
 
 
 def outer_step(manifest: Manifest, rules: int) -> OuterStep:

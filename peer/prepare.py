@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
@@ -68,6 +68,14 @@ def local_model(
     )
 
 
+@dataclass(frozen=True, kw_only=True)
+class OwnData(DataSpec):
+    """What `--data` names."""
+
+    SOURCE = "--data"
+    FORMAT = "their ending"
+
+
 def own_data(data: DataSpec, option: str) -> DataSpec:
     """What `--data` names in place of the run's data: files, in the format of their ending, else of
     the run's, else text. All of it is this peer's: one part.
@@ -76,7 +84,7 @@ def own_data(data: DataSpec, option: str) -> DataSpec:
         return data
     local = data.format if data.format in ("text", "json", "parquet") else "text"
     chosen = ENDINGS.get(Path(option).suffix, local)
-    return replace(data, source=option, format=chosen, parts=1)
+    return replace(OwnData(**asdict(data)), source=option, format=chosen, parts=1)
 
 
 def open_corpus(manifest: Manifest, option: str) -> Corpus:

@@ -70,7 +70,9 @@ class Probe(ServicerBase):
     async def rpc_dial_back(
         self, request: runtime_pb2.ExpertRequest, context: P2PContext
     ) -> runtime_pb2.ExpertResponse:
-        """Where the caller was seen, which of its addresses worked, and how many peers tried."""
+        """Where the caller was seen, which of its addresses worked, and how many peers tried, or
+        that this one was alone with it.
+        """
         caller = str(context.remote_id)
         try:
             want = unpack(request)
@@ -112,7 +114,8 @@ class Probe(ServicerBase):
                 worked = tuple(address for address in verdict if address in places)
         finally:
             own.cancel()
-        return {"seen": sorted(seen), "worked": list(worked), "asked": max(1, count)}
+        told = {"seen": sorted(seen), "worked": list(worked), "asked": max(1, count)}
+        return told | {"alone": count == 0}
 
     def _admits(self, caller: str) -> bool:
         """Whether this caller has not asked too often."""

@@ -24,7 +24,7 @@ from hivemind.proto import runtime_pb2
 
 from dilocox.dht.bootstrap import MAX_INVITE_ADDRESSES, invite_addresses
 from dilocox.dht.invite import listen_address
-from dilocox.dht.reach import Reach
+from dilocox.dht.reach import Reach, Reachability
 from dilocox.peer.probe import (
     ANSWER_LIMIT_S,
     BANDWIDTH_LIMIT_BYTES,
@@ -43,6 +43,7 @@ logger = logging.getLogger(__name__)
 ASK_AGAIN_S = 0.3  # a bootstrap that starts at the same moment does not answer this yet
 TRIES = 2
 CHECK_S, CHECK_AGAIN_S = 300.0, 60.0
+REACHED: tuple[Reachability, ...] = ("public", "mapped")
 
 
 async def find_reach(
@@ -59,7 +60,8 @@ async def find_reach(
     own_addresses: TCP multiaddrs without peer id, the announced ones first. Ask a bootstrap, which
     has others dial, or peers that this one has not dialled before. While none of them answers they
     are asked again, for `patience_s`; where nothing gets in once more, for a busy machine may be
-    late. Ends within `limit_s`. again: it was reached before, so a bootstrap's own word is enough.
+    late. Ends within `limit_s`. again: others reached it before, so a bootstrap's own word is
+    enough.
     """
     started = time.monotonic()
     question = {"addresses": list(own_addresses[:MAX_NAMED]), "again": again}
@@ -87,6 +89,7 @@ async def _dialled(
     """Ask all of them; what was found, added to what was known, with the kind still open."""
     seen, asked = set(before.seen), before.asked
     worked: tuple[str, ...] = ()
+    by_others = False
     calls = [asyncio.ensure_future(asked_to_dial(p2p, peer, question, span_s)) for peer in peers]
     for call in asyncio.as_completed(calls):
         try:
@@ -97,37 +100,46 @@ async def _dialled(
         asked += _count(answer.get("asked"))
         seen |= set(texts(answer.get("seen")))
         if worked := texts(answer.get("worked")):
+            by_others = answer.get("alone") is not True  # older ones do not say it
             break
     for call in calls:
         call.cancel()
     await asyncio.gather(*calls, return_exceptions=True)
-    return Reach(addresses=worked, asked=asked, seen=tuple(sorted(seen)))
+    return Reach(addresses=worked, asked=asked, seen=tuple(sorted(seen)), by_others=by_others)
 
 
 class ReachWatch:
-    """Whether others still reach a peer that they reached when it started.
+    """Whether others reach a peer that did not start as one that only dials out.
 
-    ask: begins a dial-back; a future of Reach. A laptop that is carried elsewhere must start anew:
-    in a swarm that takes it for reachable all others wait for it in vain.
+    reached: whether they did when it started; else nobody could try, and that is made up for soon.
+    by_others: whether more than a bootstrap did. Until then others are asked, too, as at the start;
+    from then on strangers can take nothing back. ask: begins a dial-back of one that others reached
+    before, or not; a future of Reach. A laptop that is carried elsewhere must start anew: in a
+    swarm that takes it for reachable all others wait for it in vain.
     """
 
-    def __init__(self, ask: Callable[[], Any]):
+    def __init__(self, ask: Callable[[bool], Any], *, reached: bool, by_others: bool):
         self._ask = ask
+        self._reached = reached
+        self._by_others = by_others
         self._asked: Any = None
-        self._next = time.monotonic() + CHECK_S
+        self._next = time.monotonic() + (CHECK_S if reached else CHECK_AGAIN_S)
         self._failed = False
 
     def lost(self, now: float) -> bool:
         """To be called often: true when nothing got in twice, a minute apart."""
         if self._asked is None:
             if now >= self._next:
-                self._asked = self._ask()
+                self._asked = self._ask(self._by_others)
             return False
         if not self._asked.done():
             return False
         asked, self._asked = self._asked, None
-        failed = asked.exception() is None and asked.result().kind == "dial_out"
-        self._next = now + (CHECK_AGAIN_S if failed else CHECK_S)
+        reach = Reach() if asked.exception() is not None else asked.result()
+        self._reached |= reach.kind in REACHED
+        self._by_others |= reach.kind in REACHED and reach.by_others
+        failed = reach.kind == "dial_out"
+        self._next = now + (CHECK_S if self._reached and not failed else CHECK_AGAIN_S)
         before, self._failed = self._failed, failed
         return failed and before
 

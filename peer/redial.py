@@ -14,8 +14,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import random
 import time
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 
 from hivemind.p2p import P2P, PeerID
 from hivemind.utils.multiaddr import Multiaddr
@@ -58,6 +60,22 @@ def dial_targets(
             if peer != me and record.state != "left" and not record.client_mode and there:
                 found[peer] = there
     return dict(list(found.items())[:MAX_DIALLED])
+
+
+def relays_between(
+    stages: Mapping[int, Mapping[str, StageRecord]], me: str, own_stage: int, peer: str
+) -> list[str]:
+    """Who passes requests of a peer that only dials out on to this one, in any order.
+
+    Nobody where it can be dialled. Of two that can only dial out neither can call the other, but
+    both have dialled these.
+    """
+    theirs = [stage for stage, here in stages.items() if peer in here and here[peer].client_mode]
+    if not theirs:
+        return []
+    dialled = dial_targets(stages, me, own_stage)
+    both = [each for each in dial_targets(stages, peer, theirs[0]) if each in dialled]
+    return random.sample(both, len(both))  # others at the next try: some may be gone
 
 
 class Redialler:
@@ -128,6 +146,7 @@ class Redialler:
             logger.debug("no connection to %s to give up: %r", peer, error)
 
 
+@lru_cache(maxsize=4096)  # for each look and each request of a head at home
 def _is_of(peer: str, address: str) -> bool:
     try:
         return bootstrap_address(address).peer_id == peer

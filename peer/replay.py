@@ -22,16 +22,16 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from dilocox.compression.codec import PayloadRefused
-from dilocox.compression.layout import FlatLayout
 from dilocox.dht.manifest import Manifest
 from dilocox.peer.kept_chain import KeptState
+from dilocox.peer.layouts import stage_layout
 from dilocox.peer.outer import anchor_sha256
 from dilocox.peer.plan import RoundPlan, outer_step
 from dilocox.peer.record import RecordRefused, RoundRecord
 from dilocox.peer.record_check import RecordCheck
 from dilocox.peer.record_folder import Entry
 from dilocox.peer.snapshot import sha256_of_file
-from dilocox.pipeline.stage import build_stage, flatten_parameters, parameter_shapes
+from dilocox.pipeline.stage import build_stage, flatten_parameters
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,7 +129,7 @@ class _Replay:
         self.found = _Found()
         self.vectors: _Vectors | None = None
         self._manifest = manifest
-        self._layout = FlatLayout.of(parameter_shapes(manifest.model, manifest.stages, stage))
+        self._layout = stage_layout(manifest, stage)
         self._check = RecordCheck.of(run, stage, manifest, self._layout)
         self._plan = RoundPlan(manifest, self._check.codec)
         self._states = {state.digest: state for state in states}

@@ -144,7 +144,7 @@ class Reporter:
         self._clear()
         logger.info(
             "round %d committed: %d inner steps, %d tokens of %d, train loss %s, validation %s "
-            "(round %d), %.0f tokens/s, waiting %.1f%%, sent %.1f kB (fp16 %.1f kB), %d members, "
+            "(round %d), %.0f tokens/s, waiting %.1f%%, sent %.1f kB (fp16 %.1f kB), %s, "
             "digest %s, anchor %s%s",
             report.round,
             report.inner_steps,
@@ -157,7 +157,7 @@ class Reporter:
             100 * report.waiting_share,
             report.sent_bytes / 1e3,
             report.fp16_bytes / 1e3,
-            report.members,
+            counted(report.members, "member"),
             report.digest[:12],
             report.anchor_sha256[:12],
             "" if report.outcome == "counted" else f" ({report.outcome})",
@@ -185,9 +185,19 @@ def shown_loss(loss: float | None) -> str:
     return "-" if loss is None else f"{loss:.4f}"
 
 
+def counted(number: int, what: str) -> str:
+    """A number of things, whose name takes an s where they are not one."""
+    return f"{number:,} {what}{'' if number == 1 else 's'}"
+
+
 def shown_facts(facts: Mapping[str, object]) -> str:
-    """Facts of an event as people see them; peer ids by their last six letters."""
-    return ", ".join(f"{name} {_shown(value)}" for name, value in facts.items())
+    """Facts of an event as people see them; peer ids by their last six letters. A reason speaks for
+    itself.
+    """
+    return ", ".join(
+        _shown(value) if name == "reason" else f"{name} {_shown(value)}"
+        for name, value in facts.items()
+    )
 
 
 def _shown(value: object) -> str:

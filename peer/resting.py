@@ -53,8 +53,13 @@ class Allowance:
             paused=_flag(self._options.state).exists(),
             hours=self._options.hours,
             used_bytes=self.used_bytes,
-            limit_bytes=self._options.monthly_traffic_bytes,
+            limit_bytes=self.limit_bytes,
         )
+
+    @property
+    def limit_bytes(self) -> float | None:
+        """What may be sent and received in a month; None without a limit."""
+        return self._options.monthly_traffic_bytes
 
     @property
     def used_bytes(self) -> int:
@@ -169,7 +174,7 @@ class _Resting:
         """In the names and labels of metrics.py, whose imports would take the memory of a peer."""
         stage, run, rest = self._stage, self._options.invite.run_id[:12], self._rest
         build = f'version="{__version__}",protocol="{PROTOCOL_VERSION}",run="{run}",stage="{stage}"'
-        limit = self._options.monthly_traffic_bytes
+        limit = self._allowance.limit_bytes
         figures: list[tuple[str, str, dict[str, float | None]]] = [
             ("build_info", "What runs here.", {build: 1}),
             ("ready", "Whether this peer takes part in the run.", {f'stage="{stage}"': 0}),

@@ -7,13 +7,15 @@ into `published`.
 
 from __future__ import annotations
 
+import fcntl
+from collections.abc import Generator
+from contextlib import contextmanager
 from pathlib import Path
 
 from dilocox.dht.errors import EnvironmentFault, InvalidInput
-from dilocox.dht.identity import Identity
 from dilocox.dht.manifest import Manifest, SignedManifest
-from dilocox.dht.manifest_revision import changes
-from dilocox.peer.files import make_folder, write_atomically
+from dilocox.dht.manifest_revision import check_of_run
+from dilocox.peer.files import disk_fault, make_folder, write_atomically
 
 
 class RevisionFolder:
@@ -51,36 +53,23 @@ class RevisionFolder:
             self._read = numbers[-1], self.read(numbers[-1])
         return self._read[1]
 
-    def begin(self, identity: Identity, manifest: Manifest) -> SignedManifest:
-        """The newest revision, at the start of the bootstrap that was given this run.yaml.
-
-        Raises:
-            InvalidInput: the run.yaml is neither that of the run's start nor the newest one.
-        """
-        newest = self.newest()
-        if newest is None:
-            signed = SignedManifest.sign(identity, manifest)
-            self.add(signed)
-            return signed
-        known = [self.read(number).verify(self._run) for number in {0, self.numbers[-1]}]
-        differences = [changes(each, manifest) for each in known]
-        if all(differences):
-            raise InvalidInput(
-                f"run.yaml says {differences[-1][0].after!r} for {differences[-1][0].field}, run "
-                f"{self._run} has {differences[-1][0].before!r}; to change a run that has begun "
-                "use `dilocox operate revise`, to begin another one give it another name"
-            )
-        return newest
+    def check(self, manifest: Manifest) -> None:
+        """Raise InvalidInput if a run.yaml is neither the oldest that is here nor the newest."""
+        numbers = self.numbers
+        if numbers:
+            known = (self.read(number).verify(self._run) for number in (numbers[0], numbers[-1]))
+            check_of_run(manifest, self._run, known)
 
     def add(self, signed: SignedManifest) -> int:
         """Keep the next revision; its number. EnvironmentFault if another one has that."""
         number = signed.revision_of(self._run)
         make_folder(self._folder)
-        if self._path(number).exists():
-            raise EnvironmentFault(
-                f"{self._path(number)}: another command made this revision meanwhile; try again"
-            )
-        write_atomically(self._path(number), signed.to_bytes())
+        with self._locked():  # two commands at once
+            if self._path(number).exists():
+                raise EnvironmentFault(
+                    f"{self._path(number)}: another command made this revision meanwhile; try again"
+                )
+            write_atomically(self._path(number), signed.to_bytes())
         return number
 
     # ---- what the bootstrap tells ----------------------------------------------------------------
@@ -96,6 +85,17 @@ class RevisionFolder:
         """Say that this one is in the DHT."""
         if number != self.published:
             write_atomically(self._folder / "published", f"{number}\n".encode())
+
+    @contextmanager
+    def _locked(self) -> Generator[None]:
+        path = self._folder / "lock"
+        try:
+            file = path.open("a")
+        except OSError as error:
+            raise disk_fault(path, error) from error
+        with file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            yield
 
     def _path(self, number: int) -> Path:
         return self._folder / f"{number:08d}.signed"

@@ -15,7 +15,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Generator
-from contextlib import contextmanager, suppress
+from contextlib import aclosing, contextmanager, suppress
 from functools import cached_property
 from typing import Any, AsyncIterator, TypeVar  # noqa: UP035 - hivemind knows this one only
 
@@ -29,13 +29,12 @@ from dilocox.peer.exchange import Attempt
 from dilocox.peer.members import Mean, ShareRefused
 from dilocox.peer.record import RecordRefused
 from dilocox.peer.transport import (
-    CHUNK_BYTES,
     FrameRefused,
     chunk_of,
     reply,
     unpack,
 )
-from dilocox.peer.uploads import UploadRefused, Uploads
+from dilocox.peer.uploads import Uploads
 
 GROUP_WAIT_S = 5.0  # a part may come before its receiver has heard that the group stands
 HEARTBEAT_S = 0.5
@@ -162,19 +161,16 @@ class PeerService(ServicerBase):
             yield reply({})
             return
         what, peer = want["what"], str(context.remote_id)
-        urgent = what == "mean" or found.facts["bytes"] <= CHUNK_BYTES
-        with found as source:
-            try:
-                with self.uploads.begin(peer, source.file, urgent=urgent) as upload:
-                    with upload.being_taken():
-                        yield reply(source.facts)
-                    while chunk := upload.read(CHUNK_BYTES):
-                        await self.limit.spend(len(chunk), first=what == "mean")
-                        self.sent.add(byte_kind(what), len(chunk))
-                        with upload.being_taken():
-                            yield reply({}, chunk)
-            except UploadRefused as error:
-                yield reply({"busy": str(error)})
+        first = what == "mean"
+
+        async def before_chunk(count: int) -> None:
+            await self.limit.spend(count, first=first)
+            self.sent.add(byte_kind(what), count)
+
+        serve = self.uploads.serve(peer, found, urgent=first, before_chunk=before_chunk)
+        async with aclosing(serve) as frames:
+            async for frame in frames:
+                yield frame
 
     async def _find(self, want: dict[str, Any]) -> catchup.Source | None:
         match want["what"]:

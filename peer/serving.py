@@ -91,6 +91,9 @@ class Serving:
         view = self._coordinator.view
         blocked = "" if head else "; ".join(unfilled(view.stages, self._num_stages))
         if blocked != self._learner.place.blocked:
-            logger.warning("%s", f"the run is blocked: {blocked}" if blocked else "not blocked")
+            if blocked:
+                logger.warning("the run is blocked: %s", blocked)
+            else:
+                logger.info("the run is not blocked any more")
         self._learner.place = replace(self._learner.place, head=head, blocked=blocked)
         self._learner.publish()

@@ -53,12 +53,12 @@ def find_files(spec: DataSpec) -> list[SourceFile]:
     paths = [path for path in paths if path.is_file() and path.stat().st_size]
     if not paths:
         raise InvalidInput(
-            f"data.source {spec.source!r}: no {spec.format} file is there with anything in it; "
+            f"{spec.SOURCE} {spec.source!r}: no {spec.format} file is there with anything in it; "
             "give a file, a folder or a quoted pattern"
         )
     packed = [path for path in paths if spec.format == "text" and path.name.endswith(_PACKED)]
     if packed:
-        raise InvalidInput(f"data.source: {packed[0]} is compressed; unpack text files first")
+        raise InvalidInput(f"{spec.SOURCE}: {packed[0]} is compressed; unpack text files first")
     shared = os.path.commonpath([path.absolute().parent for path in paths])
     return sorted(
         SourceFile(path.absolute().relative_to(shared).as_posix(), str(path), path.stat().st_size)
@@ -93,7 +93,7 @@ def open_table(spec: DataSpec) -> Table:
         splits: dict[Any, list[str]] = builder.config.data_files or {}
         if "train" not in splits:
             raise InvalidInput(
-                f"data.source {spec.source!r} has no split 'train', only "
+                f"{spec.SOURCE} {spec.source!r} has no split 'train', only "
                 f"{', '.join(map(str, splits)) or 'files that cannot be streamed'}; choose another"
             )
         table = Table(tuple(SourceFile(url, url, _size(url)) for url in splits["train"]), builder)
@@ -134,7 +134,7 @@ def _configure(table: Table, spec: DataSpec) -> None:
 
 def _hub_builder(spec: DataSpec) -> Any:
     if not Path(spec.source).is_dir():  # a data set that was downloaded is as good
-        require_hub("dataset", spec.source, "data.source")
+        require_hub("dataset", spec.source, spec.SOURCE)
     datasets: Any = importlib.import_module("datasets")
     with reading(spec), tempfile.TemporaryDirectory() as cache:
         try:
@@ -178,11 +178,11 @@ def reading(spec: DataSpec) -> Generator[None, None, None]:
     try:
         yield
     except (OSError, ValueError, dataset_errors.DatasetsError, hub_errors.HTTPError) as error:
-        mend = "check that its files are whole and of the format that data.format names"
+        mend = f"check that its files are whole and of the format that {spec.FORMAT} names"
         if spec.format == "hub":
             mend = "check the network, and that HF_HOME names a folder that can be written"
         raise EnvironmentFault(
-            f"data.source {spec.source!r} cannot be read ({_reason(error)}); {mend}"
+            f"{spec.SOURCE} {spec.source!r} cannot be read ({_reason(error)}); {mend}"
         ) from error
 
 

@@ -136,9 +136,10 @@ class Source:
             InvalidInput: there are fewer pieces than parts, and this one has none.
         """
         if not self.parts[part]:
+            fewer = f"lower data.parts (now {self.spec.parts}) or " if self.spec.parts > 1 else ""
             raise InvalidInput(
-                f"data part {part} of {self.spec.source!r} is empty; lower data.parts (now "
-                f"{self.spec.parts}) or give more text"
+                f"data part {part} of {self.spec.SOURCE} {self.spec.source!r} is empty; "
+                f"{fewer}give more text"
             )
         first, parts = self.held_out_rows, self.spec.parts
         if first:

@@ -51,7 +51,8 @@ class StateFolder:
             self.path.mkdir(parents=True, exist_ok=True)
             file = (self.path / "lock").open("w")
         except OSError as error:
-            raise disk_fault(self.path, error) from error
+            mend = "choose another folder with --state"
+            raise disk_fault(self.path, error, mend) from error
         with file:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

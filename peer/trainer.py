@@ -10,9 +10,8 @@ from __future__ import annotations
 import threading
 from typing import Protocol
 
+from dilocox.dht.errors import UnreadableManifest
 from dilocox.peer.learner import Learner, Revised
-
-__all__ = ["Move", "Part", "Revised", "Trainer"]
 
 
 class Move(Exception):
@@ -59,16 +58,17 @@ class Trainer:
         Raises:
             Move: this peer should start anew as a peer of another stage; everything is on disk.
             Revised: likewise, as a peer of the same stage.
+            UnreadableManifest: the run goes on under rules that this program cannot follow.
         """
         learner, part = self._learner, self._part
-        move: Move | Revised | None = None
+        move: Move | Revised | UnreadableManifest | None = None
         try:
             learner.join()
             while not (self._stop.is_set() or part.ended):
                 if part.between_steps:
                     learner.between_steps()
                 part.turn()
-        except (Move, Revised) as asked:
+        except (Move, Revised, UnreadableManifest) as asked:
             move = asked
         ended = not self._stop.is_set() and move is None
         part.part(ended=ended)

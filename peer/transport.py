@@ -13,6 +13,8 @@ asyncio have a dozen names for a peer that is gone, and none of them is a fault 
 from __future__ import annotations
 
 import asyncio
+import logging
+import re
 import time
 from collections.abc import AsyncIterator, Callable, Generator
 from contextlib import contextmanager
@@ -20,16 +22,22 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 import msgpack
-from hivemind.p2p import P2P, PeerID
+from hivemind.p2p import P2P, P2PDaemonError, PeerID
 from hivemind.proto import runtime_pb2
 
 from dilocox.dht.errors import DilocoxError
 from dilocox.peer.counts import BYTE_KINDS, Counts, byte_kind
 from dilocox.peer.members import Mean
 
+logger = logging.getLogger(__name__)
+
 CHUNK_BYTES = 64 * 1024
 STALL_S = 30.0  # a download in which nothing comes for so long has failed
 MAX_METADATA_BYTES = 64 * 1024
+BUSY_LIFETIMES = 10  # of a record: so long nobody is busy who has what it claims
+
+
+_NOT_SERVED = re.compile(r"protocols? not supported")
 
 
 class FrameRefused(ValueError):
@@ -37,7 +45,10 @@ class FrameRefused(ValueError):
 
 
 class PeerBusy(ConnectionError):
-    """The peer serves others, as many as it can at once: another may have time."""
+    """The peer serves others, as many as it can at once: another may have time.
+
+    Who is busy may well have what it claims, but is not believed for ever: see BUSY_LIFETIMES.
+    """
 
 
 @dataclass(frozen=True)
@@ -259,5 +270,17 @@ def _reached(peer: str) -> Generator[None]:
     except (asyncio.TimeoutError, ConnectionError, DilocoxError):
         raise
     except Exception as error:
-        reason = " ".join(str(error).split())  # p2pd's are long lists of addresses
-        raise ConnectionError(f"{peer}: {type(error).__name__}: {reason}") from error
+        logger.debug("%s: %r", peer, error)
+        raise ConnectionError(f"{peer} {_in_words(error)}") from error
+
+
+def _in_words(error: Exception) -> str:
+    """What an error of p2pd or hivemind says of a peer."""
+    reason = " ".join(str(error).split())
+    if isinstance(error, P2PDaemonError) and _NOT_SERVED.search(reason):
+        return "does not answer for this stage"
+    if isinstance(error, P2PDaemonError):  # with a long list of addresses
+        return "cannot be reached"
+    if isinstance(error, (EOFError, StopAsyncIteration)):
+        return "broke off"
+    return f"failed: {type(error).__name__}: {reason}"

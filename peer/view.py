@@ -9,6 +9,15 @@ from dilocox.dht.manifest import Manifest
 from dilocox.dht.records import BellRecord, ClaimRecord, ReplicaRecord, StageRecord
 
 
+def nobody_holds(peers: int) -> str:
+    """What to tell a person when none of a stage's peers in view holds a round of it."""
+    if peers:
+        return "the run has no committed round yet, so there is nothing learnt"
+    return (
+        "nobody who holds its weights is in view; check that the run trains (its status page says)"
+    )
+
+
 def that_count(claims: Mapping[str, ClaimRecord], manifest: Manifest) -> dict[str, ClaimRecord]:
     """Without those of records that the operator went back behind."""
     return {

@@ -22,7 +22,6 @@ from pathlib import Path
 import torch
 
 from dilocox import __version__
-from dilocox.compression.layout import FlatLayout
 from dilocox.dht import sockets
 from dilocox.dht.errors import EnvironmentFault
 from dilocox.dht.identity import Identity
@@ -36,16 +35,18 @@ from dilocox.peer.coordinator import ChildDied
 from dilocox.peer.device import chosen_device
 from dilocox.peer.join import Joined, joined
 from dilocox.peer.kept_chain import keep_manifest
+from dilocox.peer.layouts import stage_layout
+from dilocox.peer.learner import Revised
 from dilocox.peer.memory import check_plan, check_shared
 from dilocox.peer.metrics_server import check_port, served
+from dilocox.peer.needs import StageNeeds, check_disk
 from dilocox.peer.options import PeerOptions
 from dilocox.peer.record import RecordRefused
-from dilocox.peer.resting import Allowance, RestWatch
+from dilocox.peer.resting import RestWatch
 from dilocox.peer.signals import StopRequested, StopSignal, hold_back
 from dilocox.peer.stage_option import announce_joining, chosen_stage
 from dilocox.peer.state_folder import StateFolder
-from dilocox.peer.trainer import Move, Revised
-from dilocox.pipeline.stage import parameter_shapes
+from dilocox.peer.trainer import Move
 
 logger = logging.getLogger(__name__)
 
@@ -130,10 +131,11 @@ def _take_part(options: PeerOptions, place: Joined, folder: StateFolder, stop: S
     for line in warnings(manifest):
         logger.warning("%s", line)
     stage = chosen_stage(options.stage, place, folder)
-    layout = FlatLayout.of(parameter_shapes(manifest.model, manifest.stages, stage))
+    layout = stage_layout(manifest, stage)
     check_plan(layout.numel, options.memory_limit_bytes)
     check_shared(layout.numel)
     own = folder.run(place.run, stage)
+    check_disk(own, StageNeeds(manifest, stage))
     keep_manifest(own, manifest)
     peer_goes_back(own, manifest)
     config = AveragerConfig(
@@ -169,7 +171,7 @@ def _take_part(options: PeerOptions, place: Joined, folder: StateFolder, stop: S
             assembly.coordinator.start()
             try:
                 pages = assembly.figures.pages()
-                watch = RestWatch(Allowance(options), place.dht.carried_bytes, stop)
+                watch = RestWatch(assembly.allowance, place.dht.carried_bytes, stop)
                 with served(options.metrics_host, options.metrics_port, pages), watch:
                     assembly.trainer.run()
             except Move as move:

@@ -20,7 +20,7 @@ from dilocox.dht.reach import Reach
 from dilocox.peer.exchange import Attempt
 from dilocox.peer.place import Place
 from dilocox.peer.probe import Probe
-from dilocox.peer.reachability import ReachWatch, find_reach
+from dilocox.peer.reachability import REACHED, ReachWatch, find_reach
 from dilocox.peer.redial import Redialler, Targets, dial_targets
 from dilocox.peer.view import SwarmView
 from dilocox.pipeline.candidates import cannot_be_reached
@@ -53,11 +53,11 @@ class WaysService:
     async def _serve_redial(self, targets: Targets) -> None:
         self._redialler.aim(targets)
 
-    async def _serve_check_reach(self) -> Reach:
+    async def _serve_check_reach(self, again: bool) -> Reach:
         found = [str(address) for address in await self._p2p.get_visible_maddrs(latest=True)]
         own = [address.rpartition("/p2p/")[0] for address in found]
         asked = [PeerID.from_base58(peer) for peer in self.config.bootstraps]
-        return await find_reach(self._p2p, asked, own, again=True)
+        return await find_reach(self._p2p, asked, own, again=again)
 
     @cached_property
     def _redialler(self) -> Redialler:
@@ -71,8 +71,8 @@ class WaysAverager(Protocol):
         """Keep the ways to these peers open."""
         ...
 
-    def check_reach(self) -> Any:
-        """Ask whether others reach this peer; a future of Reach."""
+    def check_reach(self, again: bool) -> Any:
+        """Ask whether others reach this peer; a future of Reach. again: others did before."""
         ...
 
 
@@ -84,7 +84,11 @@ class Ways:
         self._averager = averager
         self._dialled: Targets = {}
         self._shut = False
-        self._watch = ReachWatch(averager.check_reach)
+        self._watch = ReachWatch(
+            averager.check_reach,
+            reached=place.reachability in REACHED,
+            by_others=place.reached_by_others,
+        )
 
     def look(self, view: SwarmView) -> None:
         """Keep those to others open where they cannot open them; say where there are none."""
@@ -106,5 +110,5 @@ class Ways:
         self._shut = shut
 
     def lost(self, now: float) -> bool:
-        """Whether others that reached this peer at its start do not any more."""
-        return self._place.reachability in ("public", "mapped") and self._watch.lost(now)
+        """Whether others do not reach this peer, which did not start as one that they cannot."""
+        return not self._place.client_mode and self._watch.lost(now)

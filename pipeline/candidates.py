@@ -6,7 +6,7 @@ Why: records are hints, some seconds old, and the peers decide themselves (desk.
 only has to be good: those that look free first, the nearest first, and where nothing is known an
 order of each head's own, or all heads would run after the same peer.
 How: pure functions over one look at the DHT. Two peers that can only dial out cannot be neighbours,
-since no stream could be opened between them, and a head that only dials out cannot ask another one.
+since no stream could be opened between them.
 """
 
 from __future__ import annotations
@@ -30,7 +30,6 @@ _WORDS = {
         "can only dial out, like its neighbour",
         "can only dial out, like their neighbour",
     ),
-    "unheard": ("can only dial out, like the head", "can only dial out, like the head"),
 }
 
 
@@ -134,7 +133,7 @@ def unfilled(records: Records, num_stages: int) -> tuple[str, ...]:
 def cannot_be_reached(here: Mapping[str, StageRecord]) -> bool:
     """Whether a stage has peers and all of them can only dial out.
 
-    Then no two of them can average, and no head that only dials out finds a neighbour in it.
+    Then no two of them can average, and nobody that only dials out finds a neighbour in it.
     """
     hosts = [record for record in here.values() if record.state not in ("left", "joining")]
     return bool(hosts) and all(record.client_mode for record in hosts)
@@ -153,8 +152,6 @@ def _obstacle(peer: str, stage: int, record: StageRecord, vacancies: Vacancies) 
         return "avoided"
     if record.client_mode and (members.get(stage - 1) or members.get(stage + 1)):
         return "client"
-    if record.client_mode and members.get(0):
-        return "unheard"
     return ""
 
 

@@ -1,7 +1,9 @@
 """The network thread's way to p2pd: streams to other peers, and those that others open here.
 
 A short request (ping, reserve, assign, release) is a fresh stream with one frame there and one
-back. A stream whose first frame is a `hello` may become a link: that is for network.py to say.
+back; between two peers that can only dial out it goes as a letter (letters.py) by way of others,
+and every door passes letters on. A stream whose first frame is a `hello` may become a link: that is
+for network.py to say.
 Whoever opens a stream is a stranger until its first frame has been answered, and strangers get
 little time, little memory and a limited number of streams. libp2p has proved their peer ids.
 """
@@ -18,7 +20,7 @@ import contextlib
 import logging
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Generator, Mapping
+from collections.abc import Awaitable, Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -30,12 +32,15 @@ from hivemind.proto import p2pd_pb2
 
 from dilocox.pipeline.frames import (
     ANSWER_KINDS,
+    MAX_REPLICA,
+    NO_TENSORS,
     REQUEST_KINDS,
     Frame,
-    FrameLimits,
     FrameRefused,
     encode_prefix_and_header,
+    text,
 )
+from dilocox.pipeline.letters import Letters
 from dilocox.pipeline.links import Answer
 from dilocox.pipeline.streams import Stream, Traffic
 
@@ -44,9 +49,9 @@ logger = logging.getLogger(__name__)
 OPENING_LIMIT_S = 10.0  # a stranger's first frame, and our answer
 CLOSING_S = 0.5  # for each step of it
 STRANGERS, STRANGERS_OF_A_PEER = 256, 16
-NO_TENSORS = FrameLimits(
-    microbatch_size=1, sequence_length=1, hidden_size=1, evaluate_windows=1
-)  # what opens a stream, and what answers, carries none
+RELAYS_ASKED = 2  # at once, with the same letter: the first that arrives is answered
+PASSING_LIMIT_S = 2.0  # a letter to its recipient and the reply back
+_REPLIES = frozenset({"reply", "no"})
 
 
 class Unreachable(ConnectionError):
@@ -67,7 +72,8 @@ class Door:
     """Asks and answers under one handler name; all in the network thread.
 
     answer: the reply to a request, by peer id; it must be quick. welcome: takes a stream that began
-    with a hello, answers it, and says whether it keeps the stream.
+    with a hello, answers it, and says whether it keeps the stream. relays: by whose way to ask a
+    peer that cannot be dialled from here, in any order; empty for all others.
     """
 
     def __init__(
@@ -75,11 +81,15 @@ class Door:
         name: str,
         traffic: Traffic,
         *,
+        letters: Letters,
         answer: Callable[[str, Frame], Frame],
         welcome: Callable[[str, Frame, Stream], Awaitable[bool]],
+        relays: Callable[[str], Sequence[str]],
     ):
         self._name = name
         self._traffic = traffic
+        self._letters = letters
+        self._relays = relays
         self._answer = answer
         self._welcome = welcome
         self._strangers: Counter[str] = Counter()
@@ -104,9 +114,11 @@ class Door:
 
     # ---- to others -------------------------------------------------------------------------------
     async def ask(self, peer: str, frame: Frame, timeout_s: float) -> Answer:
-        """Ask one peer; raises `Unreachable`."""
+        """Ask one peer, by way of others where it must be; raises `Unreachable`."""
+        relays = self._relays(peer)[:RELAYS_ASKED]
         with self._reached(peer):
-            return await asyncio.wait_for(self._asked(peer, frame), timeout_s)
+            asking = self._asked_by_letter(peer, frame, relays) if relays else None
+            return await asyncio.wait_for(asking or self._asked(peer, frame), timeout_s)
 
     async def ask_all(
         self, frames: Mapping[str, Frame], timeout_s: float
@@ -136,17 +148,41 @@ class Door:
                     stream.abort()
             return stream if taken else None
 
-    async def _asked(self, peer: str, frame: Frame) -> Answer:
+    async def _asked(self, peer: str, frame: Frame, kinds: frozenset[str] = ANSWER_KINDS) -> Answer:
         stream = await self._opened(peer)
         try:
             await stream.write(encode_prefix_and_header(frame))
             asked = time.monotonic()
             answer = await stream.read(NO_TENSORS)
-            if answer.kind not in ANSWER_KINDS:
+            if answer.kind not in kinds:
                 raise FrameRefused("kind", f"{answer.kind} as an answer")
             return Answer(frame=answer, round_trip_s=time.monotonic() - asked)
         finally:
             stream.abort()
+
+    async def _asked_by_letter(self, peer: str, frame: Frame, relays: Sequence[str]) -> Answer:
+        """Ask by way of these; the first reply that the peer itself has signed counts."""
+        letter, number = self._letters.write(peer, frame)
+        carried = Frame(kind="relay", letter=letter, facts={"to": peer})
+        asking = [asyncio.ensure_future(self._asked(relay, carried, _REPLIES)) for relay in relays]
+        failed: list[str] = []
+        try:
+            for next_one in asyncio.as_completed(asking):
+                try:
+                    relayed = await next_one
+                    if relayed.frame.kind == "no":
+                        raise Unreachable(text(relayed.frame.facts, "reason"))
+                    reply = self._letters.read_reply(relayed.frame.letter, peer, number)
+                    return Answer(frame=reply, round_trip_s=relayed.round_trip_s)
+                except Exception as error:  # noqa: BLE001 - see `_reached`; another may do it
+                    if isinstance(error, FrameRefused):
+                        self._traffic.refused[error.kind] += 1
+                    failed.append(f"{type(error).__name__}: {error}")
+        finally:
+            for each in asking:
+                each.cancel()
+            await asyncio.gather(*asking, return_exceptions=True)
+        raise Unreachable(f"by way of {len(relays)} others: {'; '.join(failed)}")
 
     async def _opened(self, peer: str) -> Stream:
         """As hivemind's `call_binary_stream_handler`, which leaves a socket open when it fails."""
@@ -206,9 +242,34 @@ class Door:
     async def _received(self, peer: str, stream: Stream) -> bool:
         """Answer a stream's first frame; whether it was kept as a link."""
         frame = await stream.read(NO_TENSORS)
+        if frame.kind == "hello":
+            return await self._welcome(peer, frame, stream)
         if frame.kind in REQUEST_KINDS:
-            await stream.write(encode_prefix_and_header(self._answer(peer, frame)))
-            return False
-        if frame.kind != "hello":
+            answer = self._answer(peer, frame)
+        elif frame.kind == "letter":
+            answer = self._answered(frame)
+        elif frame.kind == "relay":
+            answer = await self._passed_on(frame)
+        else:
             raise FrameRefused("kind", f"{frame.kind} as the first frame")
-        return await self._welcome(peer, frame, stream)
+        await stream.write(encode_prefix_and_header(answer))
+        return False
+
+    def _answered(self, frame: Frame) -> Frame:
+        """The sealed answer to a letter, whoever brought it first."""
+        taken = self._letters.take(frame.letter)
+        if taken is None:
+            return Frame(kind="no", facts={"reason": "it came before, or a later one did"})
+        writer, request, number = taken
+        reply = self._letters.reply(writer, number, self._answer(writer, request))
+        return Frame(kind="reply", letter=reply)
+
+    async def _passed_on(self, frame: Frame) -> Frame:
+        """What the recipient of somebody's letter replies; it has dialled this peer, if any."""
+        peer = text(frame.facts, "to", MAX_REPLICA)
+        passing = self._asked(peer, Frame(kind="letter", letter=frame.letter), _REPLIES)
+        try:
+            return (await asyncio.wait_for(passing, PASSING_LIMIT_S)).frame
+        except Exception as error:  # noqa: BLE001 - see `_reached`
+            reason = f"{type(error).__name__}: {error}"[:200]
+            return Frame(kind="no", facts={"reason": reason})

@@ -44,8 +44,8 @@ from dilocox.pipeline.facts import (
     texts,
 )
 
-__all__ = ["Frame", "FrameLimits", "FrameRefused", "encode_prefix_and_header", "parse_header"]
-__all__ += ["parse_prefix", "read_frame"]
+__all__ = ["NO_TENSORS", "Frame", "FrameLimits", "FrameRefused", "encode_prefix_and_header"]
+__all__ += ["parse_header", "parse_prefix", "read_frame"]
 __all__ += ["flag", "flags", "integer", "number", "text", "texts"]  # readers of a frame's facts
 
 VERSION: Final = 1
@@ -55,7 +55,8 @@ LINK_KINDS: Final = frozenset(
     {"hello", "heartbeat", "forward", "gradient", "sum", "go"}
     | {"ready", "fault", "evaluate", "evaluated", "dissolve"}
 )
-KINDS: Final = REQUEST_KINDS | ANSWER_KINDS | LINK_KINDS
+LETTER_KINDS: Final = frozenset({"relay", "letter", "reply"})  # they carry a sealed request
+KINDS: Final = REQUEST_KINDS | ANSWER_KINDS | LINK_KINDS | LETTER_KINDS
 TENSOR_KINDS: Final = frozenset({"forward", "gradient", "evaluate"})  # they carry a payload
 WINDOW_KINDS: Final = frozenset({"forward", "evaluate"})  # token windows stand behind the tensor
 TENSOR_DTYPE: Final = "float32"  # of every tensor before coding and after decoding
@@ -77,6 +78,7 @@ class Frame:
     codec, shape, dtype: of the tensor in the payload: one of `codecs.CODECS` (or "none": it was not
     finite, only its windows are here), [b, t, d], "float32"; empty without a tensor.
     facts: what a kind needs besides: None, bool, int, float, str and flat lists of these.
+    letter: for LETTER_KINDS only, see letters.py.
     payload: coded bytes, for TENSOR_KINDS only.
     """
 
@@ -89,6 +91,7 @@ class Frame:
     shape: tuple[int, ...] = ()
     dtype: str = ""
     facts: Mapping[str, object] = field(default_factory=dict[str, object])
+    letter: bytes = b""
     payload: bytes = b""
 
 
@@ -117,6 +120,11 @@ class FrameLimits:
         shape = (b, self.sequence_length, self.hidden_size)
         tensor = max(encoded_bytes(codec, shape) for codec in CODECS)
         return tensor + window_bytes(b, self.sequence_length)
+
+
+NO_TENSORS: Final = FrameLimits(
+    microbatch_size=1, sequence_length=1, hidden_size=1, evaluate_windows=1
+)  # of requests and answers
 
 
 def encode_prefix_and_header(frame: Frame) -> bytes:
@@ -222,6 +230,9 @@ def _checked(values: Mapping[object, object]) -> Frame:
         raise FrameRefused("codec", f"{codec!r}: choose one of {', '.join(CODECS)}")
     elif dtype != TENSOR_DTYPE:
         raise FrameRefused("dtype", f"{dtype!r} instead of {TENSOR_DTYPE}")
+    letter = given["letter"]
+    if not isinstance(letter, bytes) or bool(letter) != (kind in LETTER_KINDS):
+        raise FrameRefused("header", f"the letter of a {kind} frame is {show(letter)}")
     return Frame(
         kind=kind,
         replica=text(given, "replica", MAX_REPLICA),
@@ -232,6 +243,7 @@ def _checked(values: Mapping[object, object]) -> Frame:
         shape=shape,
         dtype=dtype,
         facts=checked_facts(given["facts"]),
+        letter=letter,
     )
 
 

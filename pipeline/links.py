@@ -82,7 +82,6 @@ class LinkFacts:
 
     round_trip_s: float | None
     received_bytes_per_s: float | None
-    heard_s_ago: float
 
 
 @dataclass(frozen=True)

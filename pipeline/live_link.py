@@ -105,7 +105,6 @@ class Link:
         return LinkFacts(
             round_trip_s=min(tuple(self._round_trips), default=None),
             received_bytes_per_s=stream.received_bytes_per_s,
-            heard_s_ago=time.monotonic() - stream.heard_at,
         )
 
     def _make_room(self) -> None:

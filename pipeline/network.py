@@ -20,13 +20,14 @@ import logging
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Coroutine, Mapping
+from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
 from typing import Any, TypeVar
 
 from dilocox.dht.errors import EnvironmentFault
 from dilocox.dht.node import RunDHT
 from dilocox.pipeline.door import CLOSING_S, Door, Unreachable, daemon_address
 from dilocox.pipeline.frames import Frame, FrameLimits, encode_prefix_and_header
+from dilocox.pipeline.letters import Letters
 from dilocox.pipeline.links import Answer, Broken, Inbox, LinkFacts, LinkKey, Wake
 from dilocox.pipeline.live_link import FLUSH_S, Link
 from dilocox.pipeline.streams import Stream, Traffic
@@ -51,6 +52,7 @@ class Network:
     answer: called with (peer id, request) for each request, in the network thread: it must be
     quick, and returns a frame of kind "yes" or "no". admits: called likewise with a `hello`; which
     link of this peer it is for, or None to refuse.
+    letters, relays: see door.py; used in the network thread.
     limits: what the tensors of links may be. silence_s: after so long without a byte a link is
     broken. opening_s: one that does not stand after so long (or silence_s) is missing; the
     neighbour may have to finish a piece of work first.
@@ -63,8 +65,10 @@ class Network:
         run: str,
         limits: FrameLimits,
         silence_s: float,
+        letters: Letters,
         answer: Callable[[str, Frame], Frame],
         admits: Callable[[str, Frame], LinkKey | None],
+        relays: Callable[[str], Sequence[str]] = lambda _: (),
         opening_s: float = OPENING_S,
         max_queued: int = MAX_QUEUED,
     ):
@@ -77,7 +81,12 @@ class Network:
         self._max_queued = max_queued
         self._traffic = Traffic()
         self._door = Door(
-            f"dilocox.{run}.replica", self._traffic, answer=answer, welcome=self._welcome
+            f"dilocox.{run}.replica",
+            self._traffic,
+            letters=letters,
+            answer=answer,
+            welcome=self._welcome,
+            relays=relays,
         )
         self._links: dict[LinkKey, Link] = {}
         self._lock = threading.Lock()  # of the table; a link itself belongs to the loop

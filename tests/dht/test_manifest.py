@@ -111,6 +111,18 @@ def test_file_that_is_no_manifest_is_refused_by_name(tmp_path: Path, text: str):
         load(tmp_path, text)
 
 
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("# to come\n", "run.yaml: is empty; describe the run in it"),
+        (SHORT + "inner:\n\tlearning_rate: 1\n", "line 5: .*; indent with spaces, not tabs"),
+    ],
+)
+def test_yaml_that_people_get_wrong_is_named_with_its_mend(tmp_path: Path, text: str, message: str):
+    with pytest.raises(InvalidInput, match=message):
+        load(tmp_path, text)
+
+
 def test_missing_file_is_a_users_mistake(tmp_path: Path):
     with pytest.raises(InvalidInput, match="cannot be read"):
         Manifest.load(tmp_path / "run.yaml")

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from dilocox.dht.envelope import seal, unseal
-from dilocox.dht.errors import EnvironmentFault
+from dilocox.dht.errors import EnvironmentFault, InvalidInput, UnknownRun
 from dilocox.dht.identity import Identity
 from dilocox.dht.keys import manifest_key
 from dilocox.dht.manifest import Manifest, SignedManifest
 from dilocox.dht.manifest_keeper import ManifestCopy, OwnManifest
-from dilocox.dht.manifest_revision import in_state
+from dilocox.dht.manifest_revision import in_state, revised
+from dilocox.peer.revisions import RevisionFolder
 
 
 class OneValue:
@@ -93,6 +95,23 @@ def test_the_newest_wins_on_both_sides(
     assert swarm.stored == [newer]
 
 
+def test_an_older_revision_is_not_taken_though_it_was_signed_later(
+    operator: Identity, manifest: Manifest, run: str, path: Path, swarm: Any
+) -> None:
+    kept = copy(run, path)
+    first, second = manifest, in_state(manifest, "paused")
+    newer = envelope(operator, SignedManifest.sign(operator, second), run, 5)
+    older = envelope(operator, SignedManifest.sign(operator, first), run, 9)
+    for each in (newer, older):  # of an operator who has two machines with the key
+        swarm.sealed = each
+        assert kept.publish(swarm)
+    assert kept.signed.verify(run) == second
+    assert path.read_bytes() == newer
+    renewed = swarm.sealed = envelope(operator, SignedManifest.sign(operator, second), run, 10)
+    assert kept.publish(swarm)
+    assert path.read_bytes() == renewed
+
+
 def test_nobody_but_the_operator_makes_an_envelope_that_a_copy_takes(
     operator: Identity, volunteer: Identity, manifest: Manifest, run: str, path: Path, swarm: Any
 ) -> None:
@@ -145,10 +164,19 @@ class Taking:
 
     def __init__(self) -> None:
         self.takes = False
+        self.answers = True
         self.known: SignedManifest | None = None
         self.taken: list[SignedManifest] = []
 
     def newest_manifest(self) -> SignedManifest | None:
+        return self.known
+
+    def fetch_manifest(self, run: str, _timeout_s: float) -> SignedManifest:
+        if not self.answers:
+            raise EnvironmentFault(f"no manifest of run {run}")
+        if self.known is None:
+            raise UnknownRun(f"the bootstraps answer but know no run {run}")
+        self.known.verify(run)
         return self.known
 
     def publish_manifest(self, signed: SignedManifest) -> bool:
@@ -180,6 +208,67 @@ def test_two_manifests_of_one_revision_are_refused_loudly(
     swarm.known = SignedManifest.sign(operator, in_state(manifest, "ended"))
     with pytest.raises(EnvironmentFault, match="another manifest of revision 1"):
         own.publish(swarm)
+
+
+@pytest.mark.parametrize("joins", [False, True])
+def test_a_new_folder_goes_on_with_the_run_that_has_begun_and_splits_none(
+    operator: Identity, manifest: Manifest, run: str, tmp_path: Path, joins: bool
+) -> None:
+    swarm: Any = Taking()
+    edited = replace(manifest, end_tokens=manifest.end_tokens + 1)
+    second = revised(manifest, edited)
+    cases: list[tuple[Manifest, Manifest, list[int]]] = [
+        (manifest, manifest, [0]),
+        (manifest, edited, []),
+        (second, manifest, [0, 1]),
+        (second, edited, [1]),
+        (second, replace(edited, seed=7), []),
+    ]
+    for number, (known, given, numbers) in enumerate(cases):
+        swarm.takes, swarm.known = True, SignedManifest.sign(operator, known)
+        revisions = RevisionFolder(tmp_path / str(number), run)
+        own = OwnManifest(operator, given, revisions, joins=joins)
+        assert not own.known
+        if not numbers:
+            with pytest.raises(InvalidInput, match=r"run\.yaml says"):
+                own.publish(swarm)
+        else:
+            assert own.publish(swarm)
+            assert own.known
+            assert swarm.taken[-1].manifest_bytes == known.to_bytes()
+        assert revisions.numbers == numbers
+
+
+def test_a_first_revision_is_signed_only_when_a_bootstrap_that_was_named_knows_of_none(
+    operator: Identity, manifest: Manifest, run: str, tmp_path: Path
+) -> None:
+    swarm: Any = Taking()
+    swarm.takes, swarm.answers = True, False
+    revisions = RevisionFolder(tmp_path, run)
+    own = OwnManifest(operator, manifest, revisions, joins=True)
+    with pytest.raises(EnvironmentFault, match="no manifest"):
+        own.publish(swarm)
+    assert (swarm.taken, revisions.numbers, own.known) == ([], [], False)
+    swarm.answers = True
+    assert own.publish(swarm)
+    assert (revisions.numbers, own.known) == ([0], True)
+    swarm.answers = False
+    assert OwnManifest(operator, manifest, revisions, joins=True).publish(swarm)
+
+
+def test_what_is_not_the_operators_is_no_word_that_nobody_knows_the_run(
+    operator: Identity, stranger: Identity, manifest: Manifest, run: str, tmp_path: Path
+) -> None:
+    swarm: Any = Taking()
+    swarm.takes, swarm.known = True, SignedManifest.sign(stranger, manifest)
+    revisions = RevisionFolder(tmp_path, run)
+    own = OwnManifest(operator, manifest, revisions, joins=True)
+    with pytest.raises(EnvironmentFault, match=f"run {run} is not this operator's"):
+        own.publish(swarm)
+    assert (swarm.taken, revisions.numbers, own.known) == ([], [], False)
+    swarm.known = SignedManifest.sign(operator, manifest)  # the one that it should have heard
+    assert own.publish(swarm)
+    assert revisions.numbers == [0]
 
 
 def test_the_operator_signs_anew_each_time(operator: Identity, manifest: Manifest) -> None:

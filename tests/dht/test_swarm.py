@@ -8,7 +8,7 @@ from hivemind.utils.timed_storage import ValueWithExpiration
 
 from dilocox.dht.clock import RunClock
 from dilocox.dht.envelope import seal
-from dilocox.dht.errors import EnvironmentFault, InvalidInput
+from dilocox.dht.errors import EnvironmentFault, InvalidInput, UnknownRun
 from dilocox.dht.identity import Identity, peer_id_bytes_of
 from dilocox.dht.keys import bell_key, manifest_key, part_key, stage_key
 from dilocox.dht.manifest import Manifest, SignedManifest
@@ -298,14 +298,15 @@ def test_forged_manifest_is_refused(
         17,
     ):
         dht.values[key] = value
-        with pytest.raises(InvalidInput, match="manifest"):
+        with pytest.raises(InvalidInput, match="manifest") as refused:
             member(volunteer).fetch_manifest(run, 1.0)
+        assert not isinstance(refused.value, UnknownRun)
 
 
 def test_missing_manifest_is_the_invites_fault_only_if_a_bootstrap_answers(
     member: Member, dht: FakeDHT, volunteer: Identity
 ):
-    with pytest.raises(InvalidInput, match="know no run"):
+    with pytest.raises(UnknownRun, match="know no run"):
         member(volunteer).fetch_manifest("ab" * 16, 0.01)
     dht.reachable = False
     with pytest.raises(EnvironmentFault, match="no manifest of run"):

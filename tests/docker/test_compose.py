@@ -6,6 +6,7 @@ That they work is seen by docker/test-image.sh, which needs root and minutes.
 from __future__ import annotations
 
 import configparser
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ import pytest
 import typer.main
 import yaml
 
+from dilocox.dht.errors import InvalidInput
 from dilocox.dht.manifest import Manifest
 from dilocox.peer.cli import app, known_variables
 
@@ -30,6 +32,14 @@ def variables_of(command: str) -> set[str]:
     """The environment variables of a command's options."""
     commands: Any = getattr(typer.main.get_command(app), "commands", {})
     return {param.envvar for param in commands[command].params if param.envvar}
+
+
+def command_named(words: str) -> Any:
+    """A command of dilocox, of a group by both words."""
+    found: Any = typer.main.get_command(app)
+    for word in words.split():
+        found = found.commands[word]
+    return found
 
 
 def image_variables() -> set[str]:
@@ -75,6 +85,45 @@ def test_every_option_can_be_set_from_outside(name: str, command: str) -> None:
     assert SERVICES[name]["command"] == [command]
     missing = variables_of(command) - set(SERVICES[name]["environment"]) - image_variables()
     assert not missing, "pass these through in docker/compose.yaml"
+
+
+@pytest.mark.parametrize(
+    ("guide", "commands"),
+    [
+        (
+            "operator",
+            {f"operate {each}" for each in ("pause", "resume", "revise", "rollback", "end")},
+        ),
+        ("volunteer", {"pause", "resume", "doctor"}),
+    ],
+)
+def test_what_a_guide_types_into_a_container_lacks_nothing_there(
+    guide: str, commands: set[str]
+) -> None:
+    text = re.sub(r"\\\n", " ", (ROOT / "docs" / f"{guide}.md").read_text())
+    typed = re.findall(
+        r"^.*docker compose -f docker/compose\.yaml (?:exec|run)(?: -\S+)* +(\S+) +"
+        r"(?:.*\bdilocox )?((?:operate )?[a-z]+)\b(.*)$",
+        text,
+        re.MULTILINE,
+    )
+    typed = [each for each in typed if each[1] not in ("cat", "sh")]
+    assert {command for _, command, _ in typed} == commands
+    for service, command, rest in typed:
+        known = set(SERVICES[service]["environment"]) | image_variables()
+        params = {param.envvar: param for param in command_named(command).params if param.envvar}
+        assert "DILOCOX_STATE" in params.keys() & image_variables()
+        lacking = {name for name, param in params.items() if param.required} - known
+        assert all(set(params[name].opts) & set(rest.split()) for name in lacking), command
+
+
+def test_no_peer_is_started_again_for_what_only_a_person_can_mend() -> None:
+    (entrypoint,) = re.findall(r"^ENTRYPOINT (\[.*\])$", DOCKERFILE, re.MULTILINE)
+    tini, *rest = json.loads(entrypoint)
+    peers = [each for each in SERVICES.values() if each.get("restart") == "on-failure"]
+    assert len(peers) == 2
+    for peer in peers:
+        assert peer["entrypoint"] == [tini, "-e", str(InvalidInput.exit_code), *rest]
 
 
 def test_what_is_mounted_exists() -> None:

@@ -80,7 +80,12 @@ class Command:
 
     def exit_code(self, limit_s: float) -> int:
         """Wait for the end of the command; its exit code, with all processes noted on the way."""
-        wait_until(lambda: self.family() == [] or self.process.poll() is not None, limit_s)
+
+        def ended() -> bool:
+            self.family()
+            return self.process.poll() is not None
+
+        wait_until(ended, limit_s)
         return self.process.wait(1.0)
 
     def clean_within(self, limit_s: float) -> float:

@@ -153,6 +153,7 @@ class ToldSwarm:
             replicas=dict(self.replicas),
             bootstraps=dict(self.bootstraps),
             answered=self.answered,
+            revision=self.manifest.operation.revision,
         )
         self.history.look(look)
         return look

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from dilocox.compression.codec import GroupCodec
 from dilocox.compression.layout import FlatLayout
+from dilocox.dht.errors import UnreadableManifest
 from dilocox.dht.manifest import Manifest
 from dilocox.peer.averaging import StageBuffers
 from dilocox.peer.coordinator import Coordinator
@@ -94,6 +95,7 @@ class FakeCoordinator:
         self.heard_val_loss: tuple[int, float] | None = None
         self.run_ended = False
         self.revised = self.paused = self.ending = False
+        self.unreadable: UnreadableManifest | None = None
         self.move_to: int | None = None
         self.view = SwarmView(me=ME)
         self.tokens_at_start = 0

@@ -28,8 +28,8 @@ from dilocox.peer.vote import Verdict
 
 LAYOUT = FlatLayout.of([("weight", (40, 30)), ("bias", (30,))])
 MANIFEST_DIGEST = "0" * 64
-EXCHANGE_S, VOTE_S, SILENCE_S = 1.0, 0.6, 0.3
-LIMIT_S = 5.0  # of a test's group
+EXCHANGE_S, VOTE_S, SILENCE_S = 2.0, 1.0, 0.5  # a busy machine stands still for a second
+LIMIT_S = 10.0  # of a test's group
 
 Passes = Callable[[str, str, str], bool]
 """(sender, receiver, kind) -> whether a message gets through. Parts and means carry their phase:

@@ -22,17 +22,17 @@ from dilocox.dht import bootstrap
 from dilocox.dht.errors import EnvironmentFault
 from dilocox.dht.identity import Identity
 from dilocox.dht.records import ClaimRecord
-from dilocox.peer import archive, archive_stage, archive_state, catchup
+from dilocox.peer import archive, archive_stage, catchup, state_file
 from dilocox.peer.archive import Archive
 from dilocox.peer.archive_generation import Generation
-from dilocox.peer.archive_keeper import ArchiveService
+from dilocox.peer.archive_keeper import ArchiveService, Keeper
 from dilocox.peer.archive_stage import StageArchive
 from dilocox.peer.averager import StageAverager
 from dilocox.peer.kept_chain import kept_run
 from dilocox.peer.outer import OuterStep, anchor_sha256
 from dilocox.peer.replay import Replayed, replay
 from dilocox.peer.roundlog import RoundLog
-from dilocox.peer.transport import PeerTransport, chunk_of, pack, unpack
+from dilocox.peer.transport import PeerBusy, PeerTransport, chunk_of, pack, unpack
 from tests.peer.donors import LAYOUT, MANIFEST, RUN, Donor, Wire
 
 ME = "QmArchive"
@@ -272,6 +272,34 @@ def test_a_claim_that_nobody_can_prove_hides_neither_the_others_nor_ours_for_lon
     assert desk.archive._current.head.digest == donor.claim().digest
 
 
+def test_a_peer_that_is_busy_is_asked_again_but_not_for_ever(
+    donor: Donor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now, busy = [0.0], [True]
+    monkeypatch.setattr(archive_stage, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    find = donor.find
+
+    def find_when_free(want: dict[str, Any]) -> catchup.Source | None:
+        if busy[0] and want["what"] == "record" and not want.get("header"):
+            raise PeerBusy("8 downloads are served at once")
+        return find(want)
+
+    monkeypatch.setattr(donor, "find", find_when_free)
+    desk = Desk.opened(tmp_path / "kept", donor, record_lifetime_s=60.0)
+    donor.train(0)
+    for _ in range(3):
+        assert desk.look(donor) is None
+        now[0] += 61.0
+    busy[0] = False
+    first = desk.look(donor)
+    assert first is not None and first.digest == donor.claim().digest
+    busy[0] = True
+    donor.train(1)
+    assert desk.look(donor) is None  # somebody is ahead
+    now[0] += 601.0
+    assert desk.look(donor) == first
+
+
 def test_what_is_kept_outlives_a_restart_and_what_is_damaged_does_not(
     donor: Donor, tmp_path: Path
 ) -> None:
@@ -317,7 +345,7 @@ def test_a_full_disk_is_said_and_costs_nothing_of_what_is_kept(
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patched:
-        patched.setattr(archive_state, "sha256_of_file", full)
+        patched.setattr(state_file, "sha256_of_file", full)
         with pytest.raises(EnvironmentFault, match="no space left"):
             desk.look(donor)
     assert not list((tmp_path / "kept" / "incoming").iterdir())
@@ -599,6 +627,55 @@ def test_no_fault_of_the_archive_leaves_its_tick(
     kept.tick()
     assert "did not start" in caplog.text
     kept.close()
+
+
+def test_new_rules_move_no_folder_in_which_a_thread_still_works(tmp_path: Path) -> None:
+    keeper = Keeper(RUN, ME, MANIFEST, tmp_path)
+    begun, go_on = threading.Event(), threading.Event()
+
+    def work() -> None:
+        begun.set()
+        go_on.wait(10)
+
+    async def revised() -> None:
+        keeper._jobs[0] = job = asyncio.create_task(keeper._compute(work))
+        await asyncio.to_thread(begun.wait, 10)
+        adopting = asyncio.create_task(keeper._adopt(replace(MANIFEST, end_tokens=1), None))
+        await asyncio.wait([adopting], timeout=0.2)
+        assert job.cancelled()
+        assert keeper._manifest == MANIFEST, "nothing is opened under the new rules yet"
+        go_on.set()
+        await asyncio.wait_for(adopting, 10)
+        assert keeper._manifest.end_tokens == 1
+
+    asyncio.run(revised())
+    keeper._pool.shutdown()
+    keeper._loop.close()
+
+
+def test_a_stage_that_cannot_be_put_down_holds_up_no_new_rules(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    keeper, closed = Keeper(RUN, ME, MANIFEST, tmp_path), list[int]()
+
+    async def fails() -> None:
+        raise RuntimeError("of closing")
+
+    async def closes() -> None:
+        closed.append(1)
+
+    async def revised() -> None:
+        keeper._stages = cast("Any", {0: SimpleNamespace(close=fails)})
+        keeper._stages[1] = cast("Any", SimpleNamespace(close=closes))
+        first = asyncio.create_task(keeper._adopt(replace(MANIFEST, end_tokens=1), None))
+        await asyncio.wait_for(keeper._adopt(replace(MANIFEST, end_tokens=2), first), 10)
+
+    asyncio.run(revised())
+    keeper._pool.shutdown()
+    keeper._loop.close()
+    assert keeper._manifest.end_tokens == 2
+    assert closed == [1] and not keeper._stages
+    assert "archive of stage 0: " in caplog.text and "of closing" in caplog.text
 
 
 def _size(donor: Donor) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,6 +15,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from dilocox.dht.errors import EnvironmentFault, InvalidInput
 from dilocox.dht.identity import base58_encode
 from dilocox.dht.invite import Invite
+from dilocox.dht.keys import MANIFEST_LIFETIME_S
+from dilocox.peer import bootstrap
 from dilocox.peer.bootstrap import BootstrapOptions, other_bootstraps, run_bootstrap_command
 from dilocox.peer.bootstrap_figures import (
     LOOK_PERIOD_S,
@@ -90,6 +93,42 @@ def test_a_copy_of_itself_is_refused(tmp_path: Path) -> None:
     me = Identity.load_or_create(tmp_path / "identity.key").peer_id
     with pytest.raises(InvalidInput, match=r"names this bootstrap alone.*run\.yaml"):
         run_bootstrap_command(options(Invite(RUN, (address(me),)), state=tmp_path))
+
+
+def test_a_bootstrap_says_that_it_left_as_asked(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    caplog.set_level("INFO", "dilocox")
+    monkeypatch.setattr(bootstrap, "run_bootstrap", lambda **_: os.kill(os.getpid(), signal.SIGINT))
+    run_yaml = tmp_path / "run.yaml"
+    run_yaml.write_text("{name: x, model: tiny, end_tokens: 1000}")
+    assert run_bootstrap_command(options(run_yaml, state=tmp_path / "state")) == 0
+    assert caplog.messages[-1] == "left: as asked"
+
+
+# ---- the operator's key --------------------------------------------------------------------------
+def test_what_the_loss_of_the_key_means_is_said_when_it_is_made_and_never_again(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    run_yaml = tmp_path / "run.yaml"
+    run_yaml.write_text("{name: x, model: tiny, end_tokens: 1000}")
+    stranger = str(Invite("f" * 32, (address(OTHER),)))  # what ends each start behind the key
+
+    def said(source: Path | Invite, state: Path) -> str:
+        caplog.clear()
+        with pytest.raises(InvalidInput, match="--join"):
+            run_bootstrap_command(options(source, stranger, state=state))
+        assert (state / "identity.key").exists()
+        return "\n".join(caplog.messages)
+
+    own, copy = tmp_path / "own", tmp_path / "copy"
+    first = said(run_yaml, own)
+    assert str(own / "identity.key") in first
+    for words in ("nobody else can", "secret", "keep a copy", "if it is lost", "is stolen"):
+        assert words in first
+    assert f" {MANIFEST_LIFETIME_S / 86400:.0f} days" in first
+    assert "key" not in said(run_yaml, own)
+    assert "key" not in said(Invite(RUN, (address(THIRD),)), copy)
 
 
 # ---- what it shows -------------------------------------------------------------------------------

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,7 +14,7 @@ import torch
 
 from dilocox.dht.identity import Identity
 from dilocox.peer import catchup
-from dilocox.peer.catchup import Reach, catch_up
+from dilocox.peer.catchup import Reach, State, catch_up
 from dilocox.peer.record import RecordRefused, parse_header
 from dilocox.peer.record_check import RecordCheck
 from dilocox.peer.roundlog import RoundLog
@@ -242,19 +242,45 @@ def test_a_state_that_stops_coming_is_no_fault_of_the_disk(
         return Blob(facts=found.facts, data=b"")
 
     walk.fetch = stalling  # type: ignore[method-assign]
-    numel = maker.layout.numel
-    taking = catchup.fetch_state(
+    with pytest.raises(asyncio.TimeoutError):
+        asyncio.run(taken(walk, tmp_path))
+
+
+@pytest.mark.parametrize(
+    "lie", [{"size": 1 << 40}, {"size": 0}, {"size": "8"}, {"sha256": "../" + "0" * 61}]
+)
+def test_an_offer_of_a_state_that_cannot_be_costs_no_byte_of_it(
+    maker: ChainMaker, tmp_path: Path, lie: dict[str, Any]
+) -> None:
+    maker.train(0)
+    maker.snapshot()
+    walk = Walk(maker, tmp_path / "log")
+    asked: list[dict[str, Any]] = []
+
+    async def lying(peer: str, want: dict[str, Any], **options: Any) -> Blob | None:
+        asked.append(want)
+        found = catchup.open_state(maker.own / "snapshots", want["offset"], None)
+        assert found is not None
+        return Blob(facts=found.facts | lie, data=b"")
+
+    walk.fetch = lying  # type: ignore[method-assign]
+    with pytest.raises(FrameRefused):
+        asyncio.run(taken(walk, tmp_path))
+    assert [want["what"] for want in asked] == ["state"]
+
+
+def taken(walk: Walk, folder: Path) -> Coroutine[Any, Any, State]:
+    numel = walk.maker.layout.numel
+    return catchup.fetch_state(
         cast("PeerTransport", walk),
         PEER,
         check=walk.check,
         compute=asyncio.to_thread,
         after_round=-1,
-        folder=tmp_path,
+        folder=folder,
         anchor=torch.zeros(numel),
         momentum=torch.zeros(numel),
     )
-    with pytest.raises(asyncio.TimeoutError):
-        asyncio.run(taking)
 
 
 # ---- serving -------------------------------------------------------------------------------------

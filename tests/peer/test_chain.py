@@ -15,10 +15,11 @@ from dilocox.dht.records import ClaimRecord
 from dilocox.peer import chain as module
 from dilocox.peer.averager import StageAverager
 from dilocox.peer.averaging import Applied
-from dilocox.peer.catchup import NoState, Reach
+from dilocox.peer.catchup import Reach
 from dilocox.peer.chain import ChainFollower
 from dilocox.peer.events import Committed, EventQueue
 from dilocox.peer.record import RecordRefused
+from dilocox.peer.state_file import NoState
 from dilocox.peer.transport import PeerBusy
 from dilocox.peer.view import SwarmView
 from tests.peer.donors import Donor
@@ -124,9 +125,9 @@ class Behind:
         claim = ClaimRecord(
             round=rounds - 1, digest=digest, tokens=1, chain_tokens=99, record_bytes=record_bytes
         )
-        view = SwarmView(me=self.donor.peer, claims={OTHER: claim})
+        self.view = SwarmView(me=self.donor.peer, claims={OTHER: claim})
         for _ in range(2):
-            self.chain.tick(view, exchanging=False)
+            self.chain.tick(self.view, exchanging=False)
         self.now += 2.0
 
 
@@ -192,11 +193,35 @@ def test_a_record_that_nobody_gives_is_looked_for_no_longer_than_a_record_lives(
     assert 15 <= len(behind.asked) <= 17
 
 
-def test_a_peer_that_is_busy_is_not_doubted(behind: Behind) -> None:
-    behind.answers = [PeerBusy("later")] * 40
+def test_a_peer_that_is_busy_is_doubted_only_after_ten_times_as_long(behind: Behind) -> None:
+    behind.answers = [PeerBusy("later")] * 200
+    for _ in range(200):
+        behind.look()
+    assert 150 <= len(behind.asked) <= 152
+
+
+@pytest.mark.parametrize("error", [ConnectionError("it stalled"), PeerBusy("later")], ids=repr)
+def test_a_state_that_breaks_off_says_nothing_of_the_claim(
+    behind: Behind, error: Exception
+) -> None:
+    """Who gave it up would begin to train from the seed, in a replica of trained stages."""
+    behind.answers = [nothing(too_far=True)] + [error] * 160
+    for _ in range(161):
+        behind.look()
+        assert behind.chain.behind(behind.view)
+    assert [what for what, _ in behind.asked] == ["records"] + ["state"] * 160
+
+
+def test_a_claim_whose_states_are_wrong_is_given_up_and_another_one_needs_none(
+    behind: Behind,
+) -> None:
+    behind.answers = [nothing(too_far=True)] + [RecordRefused("nonsense")] * 40
     for _ in range(40):
         behind.look()
-    assert len(behind.asked) == 40
+    assert 16 <= len(behind.asked) <= 18 and not behind.chain.behind(behind.view)
+    behind.answers = [nothing()]
+    behind.look(digest="e" * 64)
+    assert behind.asked[-1] == ("records", STATE_BYTES)
 
 
 def test_records_that_came_before_the_rest_was_cut_off_count(behind: Behind) -> None:

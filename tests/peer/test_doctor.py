@@ -21,13 +21,13 @@ from dilocox.dht.errors import DilocoxError, EnvironmentFault, InvalidInput
 from dilocox.dht.identity import Identity
 from dilocox.dht.invite import Invite
 from dilocox.dht.manifest import Manifest
-from dilocox.peer import doctor_exam, join, memory
+from dilocox.peer import doctor_exam, join, memory, needs
 from dilocox.peer.doctor import DoctorOptions, Page, as_json, run_doctor, verdict
 from dilocox.peer.doctor_bench import Bench
-from dilocox.peer.doctor_checks import Check, Library
+from dilocox.peer.doctor_checks import Check, Library, size
 from dilocox.peer.doctor_exam import Part
 from dilocox.peer.doctor_machine import folder_facts, libraries, nearest
-from dilocox.peer.doctor_swarm import StageNeeds
+from dilocox.peer.needs import StageNeeds, check_disk, disk_room
 from dilocox.peer.state_folder import StateFolder
 
 PEER = "QmYyQSo1c1Ym7orWxLYvCrM2EmxTFbqLbrWhX4G5MTWxXT"
@@ -77,6 +77,71 @@ def test_a_larger_stage_needs_more_of_everything() -> None:
     assert small.exchange_bytes(2) > tiny.exchange_bytes(2) > 0
     assert small.exchange_bytes(8) < 2 * small.exchange_bytes(2)  # it grows towards twice that
     assert small.disk_bytes > 2 * 9 * 4 * small.values  # two snapshots
+
+
+def test_a_disk_that_becomes_full_is_told_before_the_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    stage_needs = StageNeeds(_manifest("tiny"), 1)
+    own, free = tmp_path / "run-stage1", [0]
+    monkeypatch.setattr(needs, "disk_free", lambda *_: free[0])
+    free[0] = stage_needs.disk_bytes
+    check_disk(own, stage_needs)
+    assert not caplog.messages
+    free[0] -= 1
+    check_disk(own, stage_needs)
+    (line,) = caplog.messages
+    assert f"{size(stage_needs.disk_bytes)} needed" in line and "--state" in line
+    (own / "snapshots" / "00000003").mkdir(parents=True)
+    (own / "snapshots" / "00000003" / "anchor.safetensors").write_bytes(b"x")
+    check_disk(own, stage_needs)  # what is there already needs no room
+    assert len(caplog.messages) == 1
+    free[0] = stage_needs.snapshot_bytes - 1
+    with pytest.raises(
+        EnvironmentFault, match=f"takes {size(stage_needs.snapshot_bytes)}.*--state"
+    ):
+        check_disk(own, stage_needs)
+    (own / "snapshots" / "00000004.partial").mkdir()
+    (own / "snapshots" / "00000004.partial" / "anchor.safetensors").write_bytes(b"x")
+    check_disk(own, stage_needs)  # the next snapshot takes its place
+    assert len(caplog.messages) == 2
+
+
+def test_what_a_rollback_put_aside_is_not_taken_for_what_a_stage_holds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stage_needs = StageNeeds(_manifest("tiny"), 1)
+    monkeypatch.setattr(needs, "disk_free", lambda *_: stage_needs.disk_bytes - 1)
+    aside = tmp_path / "before-00000001" / "snapshots"
+    aside.mkdir(parents=True)
+    (aside / "anchor.safetensors").write_bytes(b"x" * 1000)
+    assert disk_room(tmp_path, stage_needs).status == "warning"
+    (tmp_path / "log").mkdir()
+    (tmp_path / "log" / "00000001.record").write_bytes(b"x")
+    assert disk_room(tmp_path, stage_needs).status == "ok"
+
+
+def test_the_doctor_says_of_a_disk_what_a_start_finds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stage_needs = StageNeeds(_manifest("tiny"), 1)
+    options, free = replace(_options(), state=tmp_path), [stage_needs.snapshot_bytes]
+    monkeypatch.setattr(needs, "disk_free", lambda *_: free[0])
+    own = StateFolder(tmp_path).run(options.invite.run_id, 1)
+
+    def told() -> Check:
+        room = doctor_exam.Examination(options, lambda _: None)._room(stage_needs, None)
+        (check,) = (check for check in room if check.name == "disk")
+        return check
+
+    assert told() == disk_room(own, stage_needs)
+    assert told().status == "warning"
+    (own / "log").mkdir(parents=True)
+    with (own / "log" / "00000001.record").open("wb") as file:
+        file.truncate(stage_needs.disk_bytes - free[0])
+    assert told().status == "ok"  # a peer that has it all needs no more
+    free[0] -= 1
+    assert told().status == "failed"
 
 
 def test_only_neighbours_cost_bandwidth_for_each_token() -> None:

@@ -8,6 +8,7 @@ from dilocox.dht.errors import EnvironmentFault, InvalidInput
 from dilocox.peer.doctor_checks import (
     Check,
     DeviceFacts,
+    DiskNeeds,
     FolderFacts,
     Library,
     device_check,
@@ -145,12 +146,16 @@ def _folder(
 
 
 # ---- room ----------------------------------------------------------------------------------------
-def test_a_disk_must_hold_snapshots_and_log() -> None:
-    assert disk_check("here", 2 * GB, None).status == "ok"
-    assert disk_check("here", 2 * GB, GB).status == "ok"
-    check = disk_check("here", GB, 2 * GB)
+def test_a_disk_must_hold_a_snapshot_and_better_all_that_is_to_come() -> None:
+    needs = DiskNeeds(more_bytes=3 * GB, snapshot_bytes=GB)
+    assert disk_check("here", 0, None).status == "ok"
+    assert disk_check("here", 3 * GB, needs).status == "ok"
+    check = disk_check("here", GB, needs)
+    assert check.status == "warning"
+    assert "1.0 GB free" in check.text and "3.0 GB needed" in check.text and "--state" in check.mend
+    check = disk_check("here", GB - 1, needs)
     assert check.status == "failed"
-    assert "1.0 GB free" in check.text and "2.0 GB needed" in check.text and check.mend
+    assert "a snapshot takes 1.0 GB" in check.text and "--state" in check.mend
 
 
 def test_shared_memory_must_hold_what_the_processes_share() -> None:

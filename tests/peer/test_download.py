@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -13,9 +14,10 @@ import torch
 
 from dilocox.dht.errors import EnvironmentFault
 from dilocox.dht.identity import Identity
+from dilocox.peer import download
 from dilocox.peer.download import StageAnchor
 from dilocox.peer.record import RoundRecord
-from tests.peer.donors import MANIFEST, Change, Donor, take_all
+from tests.peer.donors import MANIFEST, TWO_STAGES, Change, Donor, take_all
 
 
 @pytest.fixture
@@ -89,7 +91,7 @@ def test_without_a_sound_donor_the_last_reason_and_the_mend_are_named(
     liar = Donor(identities[0], tmp_path, another_run)
     liar.train(0)
     began = time.monotonic()
-    with pytest.raises(EnvironmentFault, match=r"it is of run qqq.*check that the run trains"):
+    with pytest.raises(EnvironmentFault, match=r"it is of run qqq.*; try again later"):
         take(liar, timeout_s=0.3)
     assert time.monotonic() - began < 5
 
@@ -97,5 +99,42 @@ def test_without_a_sound_donor_the_last_reason_and_the_mend_are_named(
 def test_a_run_without_a_round_says_that_there_is_none_yet(
     identities: list[Identity], tmp_path: Path, take: Callable[..., StageAnchor]
 ) -> None:
-    with pytest.raises(EnvironmentFault, match=r"none has committed a round.*wait for its first"):
+    with pytest.raises(EnvironmentFault, match=r"no committed round yet.*; try again later"):
         take(Donor(identities[0], tmp_path), timeout_s=0.1)
+
+
+def test_who_is_gone_is_no_warning_where_another_serves(
+    identities: list[Identity],
+    tmp_path: Path,
+    take: Callable[..., StageAnchor],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level("INFO", "dilocox")
+    donor = Donor(identities[0], tmp_path)
+    donor.train(0)
+    take(donor, gone=("QmGone",))
+    assert [(each.levelname, each.message) for each in caplog.records] == [
+        ("INFO", "stage 0: QmGone gave no anchor: QmGone is gone")
+    ]
+
+
+def test_what_is_waited_for_is_told_after_a_while_and_once(
+    identities: list[Identity],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    donor = Donor(identities[0], tmp_path, manifest=TWO_STAGES)
+    donor.train(0)
+
+    def warned(timeout_s: float) -> list[str]:
+        caplog.clear()
+        with pytest.raises(EnvironmentFault, match="nobody who holds its weights is in view"):
+            take_all(monkeypatch, donor, manifest=TWO_STAGES, timeout_s=timeout_s)
+        return caplog.messages
+
+    assert warned(0.3) == []
+    monkeypatch.setattr(download, "PATIENCE_S", 0.0)
+    (line,) = warned(1.0)
+    assert line.startswith("stage 1: nobody who holds its weights is in view; check that the run")
+    assert re.search(r"; waiting for \d s at most$", line)

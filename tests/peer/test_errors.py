@@ -113,6 +113,21 @@ def test_port_in_use_is_named_with_the_option_that_mends_it(run: Run) -> None:
         fails(run("peer", NOBODY, *LOCAL, "--port", port), 1, f"port {port}", "in use", "--port")
 
 
+def test_a_bootstrap_that_cannot_start_leaves_no_key_that_would_alarm_the_next_start(
+    run: Run, tmp_path: Path
+) -> None:
+    manifest = tmp_path / "run.yaml"
+    manifest.write_text("name: test\nmodel: tiny\nend_tokens: 1000\n")
+    state = tmp_path / "fresh"
+    boot = ("bootstrap", str(manifest), *LOCAL, "--state", str(state), "--metrics-port", "0")
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = str(other.getsockname()[1])
+        fails(run(*boot, "--port", port), 1, f"port {port}", "in use", "--port")
+    placeholder = ("--announce", "/ip4/ADDRESS/tcp/31337")
+    fails(run(*boot, *placeholder), 2, "--announce", "'ADDRESS' is no IPv4 address")
+    assert not (state / "identity.key").exists()
+
+
 @pytest.mark.swarm
 def test_unreachable_bootstrap_is_named(run: Run) -> None:
     fails(run("peer", NOBODY, *LOCAL), 1, "/tcp/1/", "Connection refused", "invite is current")

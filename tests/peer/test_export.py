@@ -1,6 +1,7 @@
 """The exported folder, loaded by plain transformers as a stranger would."""
 
 import json
+import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from dilocox.compression.layout import FlatLayout
 from dilocox.dht.errors import EnvironmentFault, InvalidInput
 from dilocox.peer import export
 from dilocox.peer.export import continue_text, evaluate_checkpoint, write_checkpoint
+from dilocox.peer.operate import shown_rounds
 from dilocox.pipeline.stage import build_stage, flatten_parameters, parameter_shapes
 
 Config = dict[str, Any]
@@ -102,6 +104,21 @@ def test_the_folder_holds_one_shard_per_stage_and_an_index_of_all(tmp_path: Path
     assert config["architectures"] == ["LlamaForCausalLM"]
     assert (config["dtype"], config["tie_word_embeddings"]) == ("float32", False)
     assert json.loads((tmp_path / "out/dilocox.json").read_text()) == INFO
+
+
+def test_the_umask_says_who_may_read_each_file(tmp_path: Path) -> None:
+    before = os.umask(0o027)
+    try:
+        write(tmp_path / "out")
+    finally:
+        os.umask(before)
+    assert {oct(path.stat().st_mode & 0o777) for path in (tmp_path / "out").iterdir()} == {"0o640"}
+
+
+def test_the_rounds_of_all_stages_are_told_apart() -> None:
+    assert shown_rounds([14]) == "round 14"
+    assert shown_rounds([14, 14]) == "rounds 14 and 14 of its stages"
+    assert shown_rounds([3, 4, 4]) == "rounds 3, 4 and 4 of its stages"
 
 
 def test_the_folder_has_the_byte_tokenizer_and_its_special_ids(tmp_path: Path) -> None:

@@ -58,7 +58,10 @@ def test_the_lock_ends_with_its_process_however_it_ends(tmp_path: Path) -> None:
 def test_a_state_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
     with (
-        pytest.raises(EnvironmentFault, match="file/state: cannot be written"),
+        pytest.raises(
+            EnvironmentFault,
+            match=r"file/state: cannot be written: .*; choose another folder with --state",
+        ),
         StateFolder(tmp_path / "file" / "state").locked(),
     ):
         pass

@@ -130,7 +130,9 @@ def test_a_round_is_downloaded_once_and_two_of_them_are_kept(
     for _ in range(2):
         assert run(tmp_path) == 0
     assert told.downloads == 1
-    assert capsys.readouterr().out == 2 * "once the end\n"
+    told_people = capsys.readouterr()
+    assert told_people.out == 2 * "once the end\n"
+    assert told_people.err == 2 * f"looking for the run {RUN} ...\n"
     assert told.texts[0][0] == told.texts[1][0]
     for number in (5, 6):
         told.commit(number)

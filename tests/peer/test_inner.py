@@ -69,6 +69,13 @@ def optimizer_of(module: nn.Module, **options: str) -> InnerOptimizer:
     return InnerOptimizer(module.named_parameters(), SPEC, **options)  # type: ignore[arg-type]
 
 
+def through_files(state: InnerState, folder: Path) -> InnerState:
+    """The same, written and read as a snapshot does."""
+    save_file(state.tensors, folder / "inner.safetensors")
+    values = json.loads(json.dumps(state.values))
+    return InnerState(tensors=load_file(folder / "inner.safetensors"), values=values)
+
+
 class TestEqualsPlainPyTorch:
     @pytest.mark.parametrize("clip_norm", [1e-3, 0.5, 1e6])
     def test_five_steps_equal_adamw_with_clip_grad_norm_exactly(self, clip_norm: float) -> None:
@@ -405,19 +412,10 @@ class TestResume:
         steps = batches(6)
         for batch in steps[:3]:
             train_step(steady, optimizer, batch, 1e-2)
-        state = optimizer.state_dict()
-        save_file(state.tensors, tmp_path / "inner.safetensors")
-        (tmp_path / "inner.json").write_text(json.dumps(state.values))
         resumed = model(seed=9)
         resumed.load_state_dict(weights(steady))
-
         other = optimizer_of(resumed, precision=precision)
-        other.load_state_dict(
-            InnerState(
-                tensors=load_file(tmp_path / "inner.safetensors"),
-                values=json.loads((tmp_path / "inner.json").read_text()),
-            )
-        )
+        other.load_state_dict(through_files(optimizer.state_dict(), tmp_path))
         for batch in steps[3:]:
             train_step(steady, optimizer, batch, 1e-2)
             train_step(resumed, other, batch, 1e-2)

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from dilocox.dht.errors import UnreadableManifest
 from dilocox.peer import learner as module
 from dilocox.peer.catchup import State
 from dilocox.peer.events import Failed, Resynced, Voided
@@ -458,6 +459,34 @@ def test_new_rules_wait_for_the_send_in_flight_and_nothing_new_is_sent(loop: Loo
         loop.learner.between_steps()
     assert [told[1] for told in loop.fake.of_kind("submit")] == [0]
     assert loop.model.merge.tokens == STEP_TOKENS, "what was learnt since is kept"
+
+
+def test_new_rules_reach_a_paused_peer_whose_send_is_in_flight(tmp_path: Path) -> None:
+    loop = Loop(tmp_path, manifest(outer={"apply": "round_end"}))
+    loop.train(2)
+    loop.fake.due = (0, 100.0)
+    loop.learner.between_steps()
+    loop.fake.paused = True
+    loop.fake.events.put(loop.committed(0, 0.1, mine=True))
+    loop.learner.between_steps()
+    assert loop.model.merge.fly, "records are taken at the end of the round"
+    loop.fake.revised = True
+    with pytest.raises(module.Revised):
+        loop.learner.between_steps()
+    assert loop.learner.round == 0
+
+
+def test_who_cannot_read_the_new_rules_ends_with_the_reason_when_its_send_is_decided(
+    loop: Loop,
+) -> None:
+    loop.train(2)
+    loop.fake.due = (0, 100.0)
+    loop.learner.between_steps()
+    loop.fake.revised, loop.fake.unreadable = True, UnreadableManifest("update dilocox")
+    loop.learner.between_steps()
+    loop.fake.events.put(loop.committed(0, 0.1, mine=True))
+    with pytest.raises(UnreadableManifest, match="update dilocox"):
+        loop.learner.between_steps()
 
 
 def test_new_rules_reach_a_peer_that_is_still_joining(loop: Loop) -> None:

@@ -46,7 +46,7 @@ def run(*arguments: object) -> tuple[int, list[str]]:
     if isinstance(result.exception, DilocoxError):
         return result.exception.exit_code, [f"error: {result.exception}"]
     assert result.exception is None or isinstance(result.exception, SystemExit), result.exc_info
-    return result.exit_code, result.output.splitlines()
+    return result.exit_code, result.stdout.splitlines()
 
 
 # ---- log -----------------------------------------------------------------------------------------
@@ -58,9 +58,9 @@ def test_rounds_are_listed_one_a_line_with_totals(maker: ChainMaker) -> None:
     ranks = sorted(rank for rank in header.ranks if rank)
     assert code == 0
     assert lines == [
-        f"stage 0 round 0: 10 tokens, 1 members, ranks 6/6/6, H 30, {sizes[0]:,} bytes, "
+        f"stage 0 round 0: 10 tokens, 1 member, ranks 6/6/6, H 30, {sizes[0]:,} bytes, "
         f"digest {maker.digests[1][:12]}",
-        f"stage 0 round 2: 10 tokens, 1 members, ranks {ranks[0]}/{ranks[len(ranks) // 2]}/"
+        f"stage 0 round 2: 10 tokens, 1 member, ranks {ranks[0]}/{ranks[len(ranks) // 2]}/"
         f"{ranks[-1]}, H 30, {sizes[1]:,} bytes, digest {maker.digests[2][:12]}",
         f"stage 0: 2 rounds, 20 tokens, {sum(sizes):,} bytes",
     ]
@@ -93,7 +93,7 @@ def test_a_terminal_gets_a_table() -> None:
     made = ChainRound(listed=row, chain_tokens=5000, members=(("QmA", 4000), ("QmB", 96)))
     show({0: [made], 1: []}, console)
     text = console.file.getvalue()  # pyright: ignore[reportAttributeAccessIssue]
-    for word in ("stage 0", "stage 1", "4,096", "12,345", SHA[:12], "1 rounds"):
+    for word in ("stage 0", "stage 1", "4,096", "12,345", SHA[:12], "1 round"):
         assert word in text
     assert SHA[:13] not in text
     show_contributions({0: [made], 1: []}, console)
@@ -118,7 +118,7 @@ def test_contributions_are_the_tokens_of_those_whose_values_are_in_a_mean(
         0,
         [
             f"stage 0 peer {maker.peer}: 30 tokens (100.0%) in 3 rounds",
-            "stage 0: 1 peers, 30 tokens in rounds 0 to 3",
+            "stage 0: 1 peer, 30 tokens in rounds 0 to 3",
         ],
     )
     _, lines = run("log", maker.own, "--json", "-")
@@ -131,7 +131,7 @@ def test_a_log_that_does_not_reach_back_says_what_it_lacks(maker: ChainMaker) ->
     maker.record_file(0).unlink()
     _, lines = run("log", maker.own, "--contributions")
     assert lines[-1] == (
-        "stage 0: 1 peers, 10 tokens in rounds 2 to 2; 10 tokens of earlier rounds, whose records "
+        "stage 0: 1 peer, 10 tokens in rounds 2 to 2; 10 tokens of earlier rounds, whose records "
         "are not here"
     )
 
@@ -187,6 +187,11 @@ def test_an_invite_that_is_none_is_said_at_once() -> None:
 
 
 # ---- verify --------------------------------------------------------------------------------------
+def test_a_replay_is_told_when_it_begins(maker: ChainMaker) -> None:
+    result = CliRunner().invoke(cli.app, ["verify", str(maker.own.parent)])
+    assert result.stderr.splitlines() == ["stage 0: replaying 2 rounds ..."]
+
+
 def test_a_sound_chain_gives_its_anchor_and_exit_code_0(maker: ChainMaker) -> None:
     maker.snapshot()
     code, lines = run("verify", maker.own.parent)

@@ -33,8 +33,11 @@ FACTS = PeerFacts(
     received_bytes={"averaging": 5, "state": 6, "activations": 7, "dht": 8},
     refused={"pipeline_header": 2, "averaging_frame": 0},
     round_trips_s={"upper": 0.05},
+    revision=4,
     spares=2,
     reachability="public",
+    month_bytes=7_000_000,
+    month_limit_bytes=5e9,
 )
 ROUND = replace(
     REPORT,
@@ -77,7 +80,10 @@ GAUGES = {
     "round": STAGE,
     "in_replica": STAGE,
     "ready": STAGE,
+    "manifest_revision": STAGE,
     "spares": STAGE,
+    "month_traffic_bytes": STAGE,
+    "month_traffic_limit_bytes": STAGE,
 }
 HISTOGRAMS = {
     "exchange_duration_seconds": STAGE,
@@ -186,6 +192,11 @@ def test_what_is_counted_elsewhere_is_shown_as_it_is_at_that_moment(shown: Shown
     assert shown("hop_round_trip_seconds", direction="upper") == 0.05
     assert shown("hop_round_trip_seconds", direction="lower") is None
     assert shown("spares") == 2
+    assert shown("manifest_revision") == 4
+    assert shown("month_traffic_bytes") == 7_000_000
+    assert shown("month_traffic_limit_bytes") == 5e9
+    shown.facts = replace(FACTS, month_limit_bytes=None)
+    assert shown("month_traffic_limit_bytes") is None
     shown.facts = replace(FACTS, tokens=704)
     assert shown("tokens_total") == 704
 

@@ -13,7 +13,9 @@ import pytest
 
 from dilocox.dht import reach
 from dilocox.dht.errors import EnvironmentFault
-from dilocox.dht.invite import Invite
+from dilocox.dht.identity import Identity
+from dilocox.dht.invite import Invite, run_id
+from dilocox.dht.manifest import SignedManifest
 from dilocox.peer import monitor as monitor_module
 from dilocox.peer.join import Joined
 from dilocox.peer.monitor import Monitor, MonitorOptions, run_monitor_command
@@ -29,6 +31,7 @@ from tests.peer.fabricated import (
     stage_record,
     walk_of,
 )
+from tests.peer.test_revision import FIRST, unreadable
 
 TAKING = {"peer": 10}
 
@@ -76,6 +79,11 @@ class Watched:
             swarm=SimpleNamespace(newest_manifest=lambda _limit_s: None),
         )
         self.monitor = self.start()
+
+    def told(self, signed: SignedManifest, run: str) -> None:
+        """From the next start on: of this run, and a DHT that has this manifest."""
+        self._place.run = run
+        self._place.swarm.newest_manifest = lambda _limit_s: signed
 
     def start(self) -> Monitor:
         made = Monitor(self._options, cast("Joined", self._place), self.kept)
@@ -179,6 +187,25 @@ def test_a_counter_is_on_disk_before_it_is_shown(
     monkeypatch.setattr(monitor_module, "SAVE_PERIOD_S", 0.0)
     watched.monitor.look()
     assert watched.kept.exists()
+
+
+def test_a_newer_manifest_that_it_cannot_read_is_said_on_the_page_with_the_mend(
+    watched: Watched, identities: list[Identity], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(monitor_module, "MANIFEST_PERIOD_S", 0.0)
+    watched.monitor.look()
+    before = watched.status()["health"]
+    watched.told(
+        unreadable(identities[0], protocol=99), run_id(identities[0].public_key, FIRST.name)
+    )
+    watched.monitor = watched.start()
+    watched.monitor.look()
+    health = watched.status()["health"]
+    assert health["state"] == before["state"]
+    first, _, mend = health["sentence"].partition("; ")
+    assert first == before["sentence"]
+    assert "cannot read revision 1" in mend and "protocol is 99" in mend
+    assert mend.endswith("install the version that the operator runs")
 
 
 def test_what_it_learnt_is_there_after_a_restart(watched: Watched) -> None:

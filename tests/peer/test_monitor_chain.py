@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import subprocess
+import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -62,7 +64,7 @@ class Holders:
     def walk(self, start: str, holders: Sequence[str], *, stop: Sequence[str] = (ROOT,)) -> Walk:
         transport = cast("PeerTransport", self)
         walker = Walker(Order(stage=0, start=start, stop=stop, holders=holders))
-        asyncio.run(walker.go(HeaderFetcher(transport, RUN, {"boot"}, 1 << 30)))
+        asyncio.run(walker.go(HeaderFetcher(transport, RUN, {"boot"})))
         return walker.result()
 
 
@@ -219,3 +221,21 @@ def test_told_records_are_sound() -> None:
     made = chain(2)
     assert made[1].record.previous == made[0].digest
     assert replace(made[0].record, round=1).to_bytes() != made[0].data
+
+
+def test_who_sends_more_than_its_header_says_is_left_at_once() -> None:
+    holders, (record,) = Holders(), chain(1)
+    endless = replace(record, data=record.data + bytes(1 << 20))
+    holders.give("liar", [endless])
+    holders.give("alice", [record])
+    assert holders.walk(record.digest, ["liar", "alice"]).connected
+    assert holders.sent["liar"] <= len(record.data) + CHUNK_BYTES
+
+
+def test_a_monitor_takes_no_model_into_its_memory() -> None:
+    """The code of models takes 100 MB, in each of its two processes."""
+    code = "import sys, dilocox.peer.monitor; print('transformers' in sys.modules)"
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120
+    )
+    assert done.stdout == "False\n"

@@ -10,6 +10,7 @@ import pytest
 
 from dilocox.dht.invite import Invite
 from dilocox.dht.keys import claim_key, replica_key, stage_key
+from dilocox.dht.manifest_revision import in_state
 from dilocox.dht.node import NoAnswer
 from dilocox.dht.records import ReplicaRecord
 from dilocox.peer import herald, monitor_look
@@ -77,6 +78,12 @@ def test_a_look_reads_every_stage_and_the_replicas(dht: Dht) -> None:
     assert set(look.stages[1]) == {MEMBER, "x"} and set(look.present(1)) == {MEMBER}
     assert look.claims[0][HEAD].round == 3 and set(look.replicas) == {HEAD}
     assert look.bootstraps == {"boot": True, "other": False}
+
+
+def test_a_look_says_which_revision_of_the_manifest_is_the_newest(dht: Dht) -> None:
+    looker = dht.looker()
+    looker.manifest = in_state(looker.manifest, "paused")
+    assert looker.look().revision == 1
 
 
 def test_a_replica_counts_only_under_a_head_that_hosts_stage_0(dht: Dht) -> None:

@@ -12,6 +12,7 @@ from tests.peer.fabricated import RUN, ToldSwarm, peer_id, stage_record
 NAMES = {
     "peers": {"run", "stage", "state"},
     "replicas": {"run"},
+    "manifest_revision": {"run"},
     "spares": {"run", "stage"},
     "rounds_total": {"run", "stage"},
     "rounds_per_hour": {"run", "stage"},

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from dataclasses import replace
 from pathlib import Path
@@ -10,17 +9,16 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from dilocox.dht.errors import InvalidInput
 from dilocox.dht.manifest import InnerSpec
-from dilocox.peer.inner import InnerOptimizer, InnerState
+from dilocox.peer.inner import InnerOptimizer
 from dilocox.peer.inner_parts import is_for_muon
 from dilocox.pipeline.partition import build_skeleton
 from dilocox.pipeline.stage import build_stage
-from tests.peer.test_inner import batches, same, weights
+from tests.peer.test_inner import batches, same, through_files, weights
 from tests.pipeline.whole_model import train_step
 
 MUON = InnerSpec(
@@ -272,16 +270,12 @@ class TestResume:
         steps = batches(6)
         for batch in steps[:3]:
             train_step(steady, optimizer, batch, 1e-2)
-        state = optimizer.state_dict()
-        save_file(state.tensors, tmp_path / "inner.safetensors")
-        (tmp_path / "inner.json").write_text(json.dumps(state.values))
         resumed = model(seed=9)
         resumed.load_state_dict(weights(steady))
         other = optimizer_of(resumed, precision=precision)
-        tensors = load_file(tmp_path / "inner.safetensors")
-        values = json.loads((tmp_path / "inner.json").read_text())
-        other.load_state_dict(InnerState(tensors=tensors, values=values))
-        assert same(other.state_dict().tensors, tensors)
+        state = through_files(optimizer.state_dict(), tmp_path)
+        other.load_state_dict(state)
+        assert same(other.state_dict().tensors, state.tensors)
         for batch in steps[3:]:
             train_step(steady, optimizer, batch, 1e-2)
             train_step(resumed, other, batch, 1e-2)

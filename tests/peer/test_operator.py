@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -13,7 +15,11 @@ import yaml
 from dilocox.dht.errors import InvalidInput
 from dilocox.dht.identity import Identity
 from dilocox.dht.invite import run_id
-from dilocox.peer import operator
+from dilocox.dht.manifest import SignedManifest
+from dilocox.dht.manifest_keeper import OwnManifest
+from dilocox.dht.manifest_revision import in_state
+from dilocox.peer import operator, revisions
+from dilocox.peer.files import write_atomically
 from dilocox.peer.operate import checked_manifest
 from dilocox.peer.revisions import RevisionFolder
 
@@ -31,7 +37,8 @@ class Folder:
         self.key = Identity.load_or_create(path / "identity.key")
         self.run = run_id(key.public_key, "demo")
         self.revisions = RevisionFolder(path, self.run)
-        self.revisions.begin(self.key, checked_manifest(self.yaml()))
+        first = checked_manifest(self.yaml())
+        self.revisions.add(SignedManifest.sign(self.key, first))
         address = f"/ip4/127.0.0.1/tcp/31337/p2p/{key.peer_id}"
         (path / "invite").write_text(f"dilocox:{self.run}@{address}\n")
 
@@ -65,6 +72,31 @@ def test_each_command_adds_a_revision_and_removes_none(
     said = capsys.readouterr().out
     assert "the bootstrap does not run: it publishes revision 1 later" in said
     assert "revision 2: outer.learning_rate: 0.7 -> 0.5" in said
+
+
+def test_of_two_commands_at_once_one_is_told_to_try_again(
+    folder: Folder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    both = threading.Barrier(2)
+
+    def written(path: Path, data: bytes) -> None:
+        with contextlib.suppress(threading.BrokenBarrierError):
+            both.wait(0.3)  # time for the other one to come as far as this
+        write_atomically(path, data)
+
+    monkeypatch.setattr(revisions, "write_atomically", written)
+    newest = folder.revisions.newest()
+    assert newest is not None
+    signed = [
+        SignedManifest.sign(folder.key, in_state(newest.verify(folder.run), state))
+        for state in ("paused", "ended")
+    ]
+    with ThreadPoolExecutor(2) as pool:
+        adding = [pool.submit(RevisionFolder(folder.path, folder.run).add, each) for each in signed]
+        faults = [each.exception(10) for each in adding]
+    (lost,) = (number for number, fault in enumerate(faults) if fault is not None)
+    assert "another command made this revision meanwhile; try again" in str(faults[lost])
+    assert folder.state == (1, ("ended", "paused")[lost])
 
 
 def test_a_command_waits_until_the_running_bootstrap_has_published_it(
@@ -107,8 +139,8 @@ def test_a_bootstrap_starts_with_the_first_run_yaml_or_the_newest_and_no_other(
     operator.revise(folder.path, folder.yaml(outer={"learning_rate": 0.5}))
     second = checked_manifest(folder.yaml(outer={"learning_rate": 0.5}))
     for manifest in (first, second):
-        begun = folder.revisions.begin(folder.key, manifest)
-        assert begun.revision_of(folder.run) == 1
+        begun = OwnManifest(folder.key, manifest, folder.revisions)
+        assert (begun.known, begun.signed.revision_of(folder.run)) == (True, 1)
     other = checked_manifest(folder.yaml(outer={"learning_rate": 0.5}, seed=3))
     with pytest.raises(InvalidInput, match=r"for seed, run .* use `dilocox operate revise`"):
-        folder.revisions.begin(folder.key, other)
+        OwnManifest(folder.key, other, folder.revisions)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from dilocox.dht.errors import InvalidInput
+from dilocox.dht.errors import EnvironmentFault, InvalidInput
 from dilocox.dht.manifest import DataSpec
 from dilocox.peer.device import chosen_device
 from dilocox.peer.prepare import own_data
@@ -43,6 +43,25 @@ def test_own_files_are_what_is_trained_on_in_a_run_on_the_standard_library(tmp_p
     source = open_source(own_data(DataSpec(parts=1), str(tmp_path)))
     document = source.part(0, "order").read()
     assert document is not None and b"secret garden" in document
+
+
+@pytest.mark.parametrize(
+    ("option", "content", "said"),
+    [
+        ("absent.txt", None, "no text file is there"),
+        ("a.txt.gz", b"x", "compressed"),
+        ("a.txt", b"too short to hold any out", "part 0 of .* is empty; give more text"),
+        ("a.jsonl", b'{"te', "cannot be read .* that their ending names"),
+    ],
+)
+def test_a_mistake_in_own_data_names_the_option(
+    option: str, content: bytes | None, said: str, tmp_path: Path
+) -> None:
+    if content is not None:
+        (tmp_path / option).write_bytes(content)
+    with pytest.raises((InvalidInput, EnvironmentFault), match=said) as mistake:
+        open_source(own_data(DataSpec(), str(tmp_path / option))).part(0, "order")
+    assert "--data" in str(mistake.value) and "data." not in str(mistake.value)
 
 
 def test_a_device_that_is_not_here_is_named_with_the_mend() -> None:

@@ -21,6 +21,7 @@ from dilocox.dht.reach import Reach, Reachability
 from dilocox.peer import dialling
 from dilocox.peer.probe import CALLS_IN_A_WHILE, Probe, asked_to_dial
 from dilocox.peer.reachability import (
+    CHECK_AGAIN_S,
     CHECK_S,
     ReachWatch,
     ask_time,
@@ -176,6 +177,38 @@ def test_a_bootstrap_believes_others_more_than_itself(monkeypatch: pytest.Monkey
     run(scene, 3)
 
 
+def test_who_had_nobody_but_the_bootstrap_to_try_it_is_told_so(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def working(named: Sequence[str], seen: frozenset[str]) -> tuple[str, ...]:
+        return tuple(named)
+
+    async def scene(peers: list[P2P]) -> None:
+        bootstrap, other, peer = peers
+        where = {str(peer.peer_id): SEEN}
+        own = await own_addresses(peer)
+
+        async def connections(p2p: P2P) -> dict[str, frozenset[str]]:
+            return where if p2p is bootstrap else {}
+
+        async def by_others(again: bool = False) -> bool:
+            reach = await find_reach(peer, [bootstrap.peer_id], own, limit_s=LIMIT_S, again=again)
+            assert reach.kind == "public"
+            return reach.by_others
+
+        monkeypatch.setattr("dilocox.peer.probe.connections", connections)
+        monkeypatch.setattr("dilocox.peer.probe.working", working)
+        await serve(bootstrap)
+        assert not await by_others()  # it is alone
+        where[str(other.peer_id)] = frozenset({"192.0.2.7"})
+        assert not await by_others()  # the other one gives no answer yet
+        await serve(other, bootstraps={str(bootstrap.peer_id)})
+        assert await by_others()
+        assert not await by_others(again=True)  # for then it asks nobody
+
+    run(scene, 3)
+
+
 def test_only_a_bootstrap_has_others_dialled() -> None:
     async def scene(peers: list[P2P]) -> None:
         await serve(peers[0], bootstraps={"Qm-another"})
@@ -207,14 +240,33 @@ def test_nobody_is_made_to_look_into_its_own_network(
 ) -> None:
     dialled: list[str] = []
 
-    async def greeting(place: Any) -> bytes:
-        dialled.append(place.host)
+    async def greeting(ip: str, port: int) -> bytes:
+        dialled.append(ip)
         return dialling.GREETING
 
     monkeypatch.setattr(dialling, "_greeting", greeting)
     seen = frozenset({"198.51.100.7"})
     assert asyncio.run(dialling.working([address], seen)) == ("/ip4/198.51.100.7/tcp/22",)
     assert dialled == ["198.51.100.7"]  # where it comes from, and nowhere else
+
+
+def test_a_name_is_dialled_at_the_address_that_was_checked(monkeypatch: pytest.MonkeyPatch) -> None:
+    looked_up, dialled = list[str](), list[str]()
+
+    async def rebinding(_: Any, host: str, port: int, **kinds: Any) -> list[Any]:
+        looked_up.append(host)
+        ip = "127.0.0.1" if looked_up.count("rebinds.example") > 1 else "198.51.100.7"
+        return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (ip, port))]
+
+    async def connection(host: str, port: int) -> Any:
+        dialled.append(host)
+        raise ConnectionRefusedError
+
+    monkeypatch.setattr(asyncio.base_events.BaseEventLoop, "getaddrinfo", rebinding)
+    monkeypatch.setattr(asyncio, "open_connection", connection)
+    seen = frozenset({"198.51.100.7"})
+    assert asyncio.run(dialling.working(["/dns4/rebinds.example/tcp/22"], seen)) == ()
+    assert set(dialled) == seen
 
 
 @pytest.mark.parametrize("addresses", [None, 7, [1, "x", "/ip4/1.2.3.4/udp/1", "a" * 9000]])
@@ -272,11 +324,12 @@ def test_the_time_that_a_peer_tells() -> None:
 def test_a_peer_that_was_carried_elsewhere_is_lost_after_two_failures_in_a_row() -> None:
     answers: list[Future[Reach]] = []
 
-    def ask() -> Future[Reach]:
+    def ask(again: bool) -> Future[Reach]:
+        assert again
         answers.append(Future())
         return answers[-1]
 
-    watch, now, lost = ReachWatch(ask), time.monotonic(), list[bool]()
+    watch, now, lost = ReachWatch(ask, reached=True, by_others=True), time.monotonic(), list[bool]()
     assert not watch.lost(now) and not answers
     kinds: tuple[Reachability | None, ...] = ("dial_out", "public", "dial_out", None, "dial_out")
     for kind in (*kinds, "unknown", "dial_out", "dial_out"):
@@ -289,6 +342,52 @@ def test_a_peer_that_was_carried_elsewhere_is_lost_after_two_failures_in_a_row()
             answers[-1].set_result(Reach(kind=kind))
         lost.append(watch.lost(now))
     assert lost == [False] * 7 + [True]
+
+
+def test_one_that_nobody_could_try_is_tried_each_minute_until_somebody_has() -> None:
+    asked: list[bool] = []
+    kinds: list[Reachability] = ["unknown", "unknown", "public", "public"]
+
+    def ask(again: bool) -> Future[Reach]:
+        answer = Future[Reach]()
+        answer.set_result(Reach(kind=kinds[len(asked)], by_others=True))
+        asked.append(again)
+        return answer
+
+    started = time.monotonic()
+    watch = ReachWatch(ask, reached=False, by_others=False)
+    for second in range(int(3 * CHECK_AGAIN_S + CHECK_S) + 9):
+        assert not watch.lost(started + second)
+    assert asked == [False, False, False, True]
+
+
+def test_one_that_only_a_bootstrap_reached_hears_others_until_one_of_them_has() -> None:
+    """The first peer of a swarm: its router may let in the bootstrap alone."""
+    asked: list[bool] = []
+    found: list[Reach] = []
+
+    def ask(again: bool) -> Future[Reach]:
+        answer = Future[Reach]()
+        answer.set_result(found[len(asked)])
+        asked.append(again)
+        return answer
+
+    def watched(*told: Reach) -> tuple[list[bool], bool]:
+        asked.clear()
+        found[:] = told
+        watch, now = ReachWatch(ask, reached=True, by_others=False), time.monotonic()
+        lost = False
+        for _ in told:
+            now += CHECK_S + 1
+            assert not watch.lost(now)  # asks
+            lost = watch.lost(now)
+        return list(asked), lost
+
+    alone, others = Reach(kind="public"), Reach(kind="public", by_others=True)
+    shut = Reach(kind="dial_out", by_others=True)
+    assert watched(alone, alone, alone) == ([False] * 3, False)
+    assert watched(alone, shut, shut) == ([False] * 3, True)
+    assert watched(others, shut, alone, shut) == ([False, True, True, True], False)
 
 
 def test_a_volunteer_is_told_where_it_is_reached_or_what_to_do() -> None:

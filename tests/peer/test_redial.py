@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
+
 from dilocox.dht.records import StageRecord
 from dilocox.peer import redial
-from dilocox.peer.redial import dial_targets
+from dilocox.peer.redial import dial_targets, relays_between
 from tests.peer.fabricated import peer_id, stage_record
 
 ME = peer_id(99)
@@ -43,3 +45,21 @@ def test_nobody_is_dialled_who_cannot_be_or_is_gone_or_names_another() -> None:
         )
     }
     assert dial_targets(stages, ME, 0) == {}
+
+
+def test_between_two_that_only_dial_out_those_pass_letters_on_whom_both_have_dialled(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    at_home, far = host(50, client_mode=True), host(51, client_mode=True)
+    stages = {
+        0: dict([at_home, host(1)]),
+        1: dict([host(2)]),
+        2: dict([far, host(3, state="left")]),
+    }
+    orders = [relays_between(stages, at_home[0], 0, far[0]) for _ in range(50)]
+    assert {tuple(sorted(order)) for order in orders} == {tuple(sorted((peer_id(1), peer_id(2))))}
+    assert len({tuple(order) for order in orders}) == 2, "the same are asked again and again"
+    assert relays_between(stages, at_home[0], 0, peer_id(2)) == [], "it can be dialled"
+    assert relays_between(stages, at_home[0], 0, peer_id(77)) == []
+    monkeypatch.setattr(redial, "MAX_DIALLED", 1)  # each keeps ways to those of its own stage
+    assert relays_between(stages, at_home[0], 0, far[0]) == []

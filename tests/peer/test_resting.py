@@ -167,7 +167,7 @@ def test_the_figures_have_the_names_and_labels_of_a_peer_that_trains(state: Path
     assert 3600 < until - now <= 7200 and status_of(state)["resumes_at"] == until
     assert list(found["dilocox_month_traffic_limit_bytes"].values()) == [5e9]
     training = list(Shown().samples())
-    for name in ("ready", "peer_state", "build_info"):
+    for name in ("ready", "peer_state", "build_info", "month_traffic_bytes"):
         labels = {tuple(sorted(given)) for other, given, _ in training if other == name}
         here = {tuple(key for key, _ in series) for series in found[f"dilocox_{name}"]}
         assert here == labels, name

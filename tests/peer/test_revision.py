@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import json
+import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
 import pytest
 
+from dilocox.dht.errors import UnreadableManifest
 from dilocox.dht.identity import Identity
 from dilocox.dht.invite import run_id
 from dilocox.dht.manifest import Manifest, SignedManifest
 from dilocox.dht.manifest_revision import in_state
 from dilocox.dht.records import ClaimRecord
 from dilocox.dht.swarm import Swarm
-from dilocox.peer.revision import ManifestWatch, kept_manifest, newer_of
+from dilocox.peer.revision import REVISION_S, ManifestWatch, kept_manifest, newer_of
 from dilocox.peer.view import that_count
 
 FIRST = Manifest.from_dict({"name": "demo", "model": "tiny", "end_tokens": 1_000_000})
@@ -26,9 +30,19 @@ class Told:
 
     def __init__(self) -> None:
         self.signed: SignedManifest | None = None
+        self.asked = 0
 
     def newest_manifest(self, _timeout_s: float) -> SignedManifest | None:
+        self.asked += 1
         return self.signed
+
+
+def unreadable(operator: Identity, **values: Any) -> SignedManifest:
+    """As an operator with a newer dilocox signs it."""
+    signed = SignedManifest.sign(operator, PAUSED)
+    content = json.dumps(PAUSED.to_dict() | values).encode()
+    signature = operator.sign(b"dilocox manifest\0" + content)
+    return replace(signed, manifest_bytes=content, signature=signature)
 
 
 @pytest.fixture
@@ -63,24 +77,67 @@ def test_a_newer_one_counts_and_is_kept_for_the_next_start(
     assert newer_of(first, None, run) is first
 
 
-def test_what_is_not_the_operators_or_not_to_be_read_counts_nothing(
+def test_what_is_not_the_operators_counts_nothing_and_ends_nobody(
+    watch: ManifestWatch, told: Told, identities: list[Identity], run: str, tmp_path: Path
+) -> None:
+    told.signed = SignedManifest.sign(identities[1], PAUSED)
+    assert not watch.look()
+    told.signed = replace(unreadable(identities[0], protocol=99), signature=bytes(256))
+    assert not watch.look()
+    assert (watch.manifest, watch.unreadable) == (FIRST, None)
+    assert kept_manifest(tmp_path / "newest.signed", run) is None
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [({"protocol": 99}, "protocol is 99"), ({"wings": 2}, "wings is not a field")],
+)
+def test_what_the_operator_signed_and_nobody_here_can_read_is_a_reason_to_end_also_at_the_start(
     watch: ManifestWatch,
     told: Told,
     identities: list[Identity],
     run: str,
     tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
+    values: dict[str, Any],
+    words: str,
 ) -> None:
-    told.signed = SignedManifest.sign(identities[1], PAUSED)
+    told.signed = unreadable(identities[0], **values)
     assert not watch.look()
-    monkeypatch.setattr("dilocox.dht.manifest.PROTOCOL_VERSION", 99)
-    told.signed = SignedManifest.sign(identities[0], replace(PAUSED, protocol=99))
-    monkeypatch.undo()
-    assert not watch.look()
-    assert "protocol is 99; this dilocox speaks protocol" in caplog.text
     assert watch.manifest == FIRST
-    assert kept_manifest(tmp_path / "newest.signed", run) is None
+    said = str(watch.unreadable)
+    assert words in said
+    assert said.count("install the version that the operator runs") == 1
+    kept = kept_manifest(tmp_path / "newest.signed", run)
+    assert kept is not None
+    with pytest.raises(
+        UnreadableManifest, match="install the version"
+    ):  # a DHT may give an older one
+        newer_of(SignedManifest.sign(identities[0], FIRST), kept, run).verify(run)
+    told.signed = SignedManifest.sign(identities[0], in_state(PAUSED, "running"))
+    assert watch.look()
+    assert watch.unreadable is None, "the operator took it back"
+
+
+def test_who_tells_of_revisions_that_nobody_has_is_believed_less_and_less(
+    watch: ManifestWatch, told: Told, identities: list[Identity]
+) -> None:
+    began, heartbeat_s = time.monotonic(), 4.0
+
+    def asked(since_s: float, until_s: float, tells: Callable[[int], int]) -> int:
+        before = told.asked
+        for second in range(int(since_s), int(until_s)):
+            watch.follow(tells(second), heartbeat_s, began + second)
+        return told.asked - before
+
+    assert asked(1, 300, lambda _: 0) == 299 // REVISION_S
+    assert asked(302, 303, lambda _: 1) == 1, "what is told is looked for at once"
+    lies = asked(303, 903, lambda second: second)
+    assert 600 / REVISION_S <= lies <= 600 / REVISION_S + 4
+    assert asked(903, 1203, lambda second: second if second % 2 else 0) <= 2 * 300 / REVISION_S
+    told.signed = SignedManifest.sign(identities[0], PAUSED)
+    asked(1203, 1203 + REVISION_S + 1, lambda _: 1)
+    assert watch.manifest == PAUSED, "no later than if nobody told of it"
+    assert asked(1240, 1243, lambda _: 2) == 1, "who told the truth is believed again"
 
 
 def test_claims_of_records_behind_which_the_operator_went_back_are_not_followed() -> None:

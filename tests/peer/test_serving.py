@@ -184,6 +184,7 @@ def test_a_member_ends_with_its_head_and_a_spare_with_the_records(served: Server
 def test_a_spare_says_which_stages_keep_the_run_from_training(
     served: Server, caplog: pytest.LogCaptureFixture
 ) -> None:
+    caplog.set_level("INFO", "dilocox")
     served.loop.fake.view = SwarmView(me=ME, stages={0: {}, 1: {ME: stage_record()}})
     for _ in range(3):
         served.part.turn()
@@ -192,6 +193,8 @@ def test_a_spare_says_which_stages_keep_the_run_from_training(
     served.follower.head = HEAD
     served.part.turn()
     assert served.loop.fake.progress.blocked == ""
+    last = caplog.records[-1]
+    assert (last.levelname, last.message) == ("INFO", "the run is not blocked any more")
 
 
 # ---- moving --------------------------------------------------------------------------------------

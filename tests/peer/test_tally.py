@@ -17,7 +17,7 @@ from dilocox.peer.events import Committed
 from dilocox.peer.merge import Outcome
 from dilocox.peer.place import LoopProgress
 from dilocox.peer.record import Contribution
-from dilocox.peer.report import Reporter, RoundReport, Status, shown_loss
+from dilocox.peer.report import Reporter, RoundReport, Status, shown_facts, shown_loss
 from dilocox.peer.subprocesses import Child
 from dilocox.peer.tally import Tally
 from dilocox.peer.watched import WatchedPeer
@@ -279,6 +279,12 @@ def test_a_watched_peer_sees_what_was_written_and_half_a_line_only_when_it_is_wh
     assert watched.waiting_share == 0.01
 
 
+def test_the_facts_of_an_event_read_as_a_sentence() -> None:
+    assert shown_facts({"reason": "its head dissolved it"}) == "its head dissolved it"
+    fault = {"stage": 1, "peer": "Qm" + 38 * "x" + "abcdef", "reason": "silent", "after_s": 2.0}
+    assert shown_facts(fault) == "stage 1, peer abcdef, silent, after_s 2.00"
+
+
 def test_the_status_is_written_about_once_a_second(tmp_path: Path) -> None:
     reporter = Reporter(tmp_path)
     reporter.status(STATUS)
@@ -294,7 +300,8 @@ def test_the_log_line_of_a_round_names_its_figures(
     with caplog.at_level(logging.INFO, logger="dilocox.peer.report"):
         Reporter(tmp_path).committed(replace(REPORT, outcome="undone"))
         Reporter(tmp_path).void(2, "nobody came")
-    round_line, void_line = (record.getMessage() for record in caplog.records)
+        Reporter(tmp_path).committed(replace(REPORT, members=1))
+    round_line, void_line, alone = (record.getMessage() for record in caplog.records)
     for words in (
         "round 1 committed",
         "8 inner steps",
@@ -309,6 +316,7 @@ def test_the_log_line_of_a_round_names_its_figures(
     ):
         assert words in round_line
     assert void_line == "round 2 void: nobody came; nothing is lost, it goes on"
+    assert " 1 member, " in alone
 
 
 def test_a_loss_that_is_not_known_yet_is_a_dash() -> None:

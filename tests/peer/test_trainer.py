@@ -9,7 +9,8 @@ from typing import cast
 
 import pytest
 
-from dilocox.peer.learner import Learner
+from dilocox.dht.errors import UnreadableManifest
+from dilocox.peer.learner import Learner, Revised
 from dilocox.peer.trainer import Move, Trainer
 
 
@@ -106,16 +107,17 @@ def test_a_stop_before_training_still_leaves_in_order(stop: threading.Event) -> 
     assert train(Script(), stop) == ["join", "part ended=False", "leave ended=False"]
 
 
-def test_a_spare_that_moves_leaves_with_all_on_disk_and_then_says_where_to(
-    stop: threading.Event,
+@pytest.mark.parametrize("why", [Move(2), Revised(), UnreadableManifest("update dilocox")])
+def test_who_cannot_stay_as_it_is_leaves_with_all_on_disk_and_then_says_why(
+    why: Exception, stop: threading.Event
 ) -> None:
-    def moves() -> None:
-        raise Move(2)
+    def ends() -> None:
+        raise why
 
-    script = Script(nothing, moves)
-    with pytest.raises(Move) as moved:
+    script = Script(nothing, ends)
+    with pytest.raises(type(why)) as said:
         train(script, stop)
-    assert moved.value.stage == 2
+    assert said.value is why
     assert script.calls[-2:] == ["part ended=False", "leave ended=False"]
 
 

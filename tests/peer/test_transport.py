@@ -1,11 +1,17 @@
-"""The upload limit: how fast bytes may leave, and which go first."""
+"""The upload limit: how fast bytes may leave, and which go first. What a failed call says."""
 
 from __future__ import annotations
 
 import asyncio
 import time
+from typing import Any, cast
 
-from dilocox.peer.transport import UploadLimit
+import pytest
+from hivemind.p2p import P2P, P2PHandlerError
+from hivemind.p2p.p2p_daemon_bindings.utils import ControlFailure
+
+from dilocox.dht.identity import base58_encode
+from dilocox.peer.transport import PeerTransport, UploadLimit
 
 CHUNK, RATE = 1000, 50_000.0  # a chunk takes 20 ms
 
@@ -39,6 +45,39 @@ def test_an_exchange_goes_before_downloads_that_began_earlier() -> None:
 
 def test_without_a_limit_nothing_waits() -> None:
     asyncio.run(asyncio.wait_for(send(UploadLimit(None), 10_000, first=False), 5.0))
+
+
+class Daemon:
+    """A peer's stub whose calls end with this error."""
+
+    def __init__(self, error: Exception):
+        self._error = error
+
+    async def rpc_get(self, _request: Any) -> Any:
+        raise self._error
+
+
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [
+        (ControlFailure("Connect failed. msg=failed to dial: [/ip4/x]"), "cannot be reached"),
+        (ControlFailure("Connect failed. msg=protocols not supported: [x]"), "does not answer for"),
+        (asyncio.IncompleteReadError(b"", 1), "broke off"),
+        (StopAsyncIteration(), "broke off"),
+        (P2PHandlerError("Failed to\ncall"), "failed: P2PHandlerError: Failed to call"),
+    ],
+)
+def test_what_p2pd_says_of_a_peer_is_said_in_words(error: Exception, words: str) -> None:
+    transport = PeerTransport(
+        p2p=cast("P2P", None),
+        stub_for=lambda *_: Daemon(error),
+        limit=UploadLimit(None),
+        record_bytes=1,
+    )
+    peer = base58_encode(b"\x12\x20" + bytes(32))
+    with pytest.raises(ConnectionError, match=f"^{peer} {words}") as caught:
+        asyncio.run(transport.fetch(peer, {"what": "state"}, limit_bytes=1))
+    assert "Connect failed" not in str(caught.value)
 
 
 async def send(limit: UploadLimit, chunks: int, *, first: bool) -> None:

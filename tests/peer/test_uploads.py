@@ -13,13 +13,14 @@ from typing import Any, cast
 
 import pytest
 
-from dilocox.peer import catchup
+from dilocox.peer import catchup, uploads
 from dilocox.peer.counts import BYTE_KINDS, REFUSALS, Counts
 from dilocox.peer.record import digest_of
 from dilocox.peer.record_folder import RecordFolder
 from dilocox.peer.service import PeerService
 from dilocox.peer.transport import (
     CHUNK_BYTES,
+    STALL_S,
     PeerBusy,
     PeerTransport,
     UploadLimit,
@@ -77,12 +78,12 @@ def test_who_comes_when_all_places_are_taken_is_told_so(service: PeerService) ->
 
 
 def test_one_peer_cannot_take_all_places() -> None:
-    uploads = Uploads(100)
+    many = Uploads(100)
     with ExitStack() as stack:
 
         def begin(peer: str) -> None:
             file: Any = SimpleNamespace(close=lambda: None)
-            stack.enter_context(uploads.begin(peer, file, urgent=False))
+            stack.enter_context(many.begin(peer, file, urgent=False))
 
         for _ in range(OF_ONE_PEER):
             begin("a")
@@ -90,15 +91,14 @@ def test_one_peer_cannot_take_all_places() -> None:
             begin("a")
         begin("b")
         for _ in range(200):  # these count for nothing
-            stack.enter_context(uploads.begin("c", cast("Any", io.BytesIO()), urgent=True))
+            stack.enter_context(many.begin("c", cast("Any", io.BytesIO()), urgent=True))
         begin("c")
     with ExitStack() as stack:
         begin("a")
 
 
 def test_an_upload_that_nobody_takes_holds_no_file_and_no_place(service: PeerService) -> None:
-    uploads = Uploads(1, stall_s=0.05)
-    vars(service)["uploads"] = uploads
+    vars(service)["uploads"] = Uploads(1, stall_s=0.05)
     find, files = service._find, list[Any]()
 
     async def watched(want: dict[str, Any]) -> catchup.Source | None:
@@ -118,6 +118,94 @@ def test_an_upload_that_nobody_takes_holds_no_file_and_no_place(service: PeerSer
         got = b"".join([chunk_of(each) async for each in answers(service, PEER, WANT)])
         assert got == RECORD
         assert [each async for each in stalled] == []  # what is missing tells the asker
+
+    asyncio.run(go())
+
+
+def test_who_takes_by_drops_gives_way_to_one_that_finds_no_place(
+    service: PeerService, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = [0.0]
+    monkeypatch.setattr(uploads, "monotonic", lambda: now[0])
+    vars(service)["uploads"] = Uploads(2)
+
+    async def go() -> None:
+        fast, slow = answers(service, "QmFast", WANT), answers(service, "QmSlow", WANT)
+        for stream, waits_s in ((slow, STALL_S - 1), (fast, 0.0)):
+            for _ in range(2):  # the facts and a chunk
+                await anext(stream)
+                now[0] += waits_s
+        (refused,) = [unpack(each) async for each in answers(service, PEER, WANT)]
+        assert "busy" in refused  # the slow one may become faster
+        now[0] += STALL_S - 1
+        got = b"".join([chunk_of(each) async for each in answers(service, PEER, WANT)])
+        assert got == RECORD
+        assert [each async for each in slow] == []
+        rest = b"".join([chunk_of(each) async for each in fast])
+        assert rest == RECORD[CHUNK_BYTES:]
+
+    asyncio.run(go())
+
+
+def test_who_has_most_places_gives_one_to_a_peer_that_has_none(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Three strangers just above the least rate must not hold a peer's places for good."""
+    now = [0.0]
+    monkeypatch.setattr(uploads, "monotonic", lambda: now[0])
+
+    async def go() -> None:
+        running = Uploads(6)
+        with ExitStack() as stack:
+
+            def begin(peer: str) -> tuple[str, io.BytesIO]:
+                file = io.BytesIO(b"x")
+                upload = stack.enter_context(running.begin(peer, file, urgent=False))
+                with upload.being_taken(CHUNK_BYTES):
+                    now[0] += next(waits_s)
+                return peer, file
+
+            # of the peer with most places the slowest one goes, though another peer's is slower
+            waits_s = iter((1.0, 12.0, 2.0, 15.0, 3.0, 4.0, *[5.0] * 9))
+            begun = [begin(peer) for peer in "aaabbc"]
+
+            def closed() -> list[int]:
+                return [number for number, (_, file) in enumerate(begun) if file.closed]
+
+            with pytest.raises(UploadRefused, match="6 downloads"):
+                begin("b")  # it has some
+            begin("d")
+            assert closed() == [1]
+            begin("e")  # a and b have two each
+            assert closed() == [1, 3]
+            begin("f")
+            assert closed() == [1, 2, 3]
+            with pytest.raises(UploadRefused, match="6 downloads"):
+                begin("g")  # all have one
+
+    asyncio.run(go())
+
+
+def test_who_was_fast_before_is_dripping_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+    monkeypatch.setattr(uploads, "monotonic", lambda: now[0])
+
+    async def go() -> None:
+        file = cast("Any", io.BytesIO())
+        with Uploads().begin("a", file, urgent=False) as upload:
+
+            def take(count: int, each_s: float) -> None:
+                for _ in range(count):
+                    with upload.being_taken(CHUNK_BYTES):
+                        now[0] += each_s
+
+            take(1000, 0.1)
+            take(10, CHUNK_BYTES / 15_000)
+            assert not upload.drips
+            take(6, STALL_S - 1)
+            assert upload.drips
+            take(300, 0.1)
+            assert not upload.drips
 
     asyncio.run(go())
 

@@ -26,21 +26,27 @@ CLIENT = replace(stage_record(), client_mode=True)
 class Averager:
     def __init__(self, kind: Reachability = "dial_out") -> None:
         self.dialled: list[Targets] = []
-        self.checks = 0
+        self.checks: list[bool] = []
         self._kind: Reachability = kind
 
     def redial(self, targets: Targets) -> None:
         self.dialled.append(targets)
 
-    def check_reach(self) -> Future[Reach]:
-        self.checks += 1
+    def check_reach(self, again: bool) -> Future[Reach]:
+        self.checks.append(again)
         found: Future[Reach] = Future()
         found.set_result(Reach(kind=self._kind))
         return found
 
 
-def ways(kind: Reachability, averager: Averager) -> Ways:
-    place: Any = SimpleNamespace(me=ME, stage=0, client_mode=kind == "dial_out", reachability=kind)
+def ways(kind: Reachability, averager: Averager, *, by_others: bool = True) -> Ways:
+    place: Any = SimpleNamespace(
+        me=ME,
+        stage=0,
+        client_mode=kind == "dial_out",
+        reachability=kind,
+        reached_by_others=by_others,
+    )
     return Ways(cast(Place, place), averager)
 
 
@@ -84,16 +90,36 @@ def test_a_stage_that_nobody_can_reach_says_so_once(caplog: pytest.LogCaptureFix
         ("public", "public", False),
         ("public", "unknown", False),
         ("dial_out", "dial_out", False),
-        ("unknown", "dial_out", False),
+        ("unknown", "dial_out", True),
+        ("unknown", "unknown", False),
+        ("unknown", "public", False),
     ],
 )
-def test_one_that_was_reached_and_is_not_any_more_is_lost(
+def test_one_that_passes_for_reachable_and_is_not_is_lost(
     at_start: Reachability, now: Reachability, lost: bool
 ) -> None:
     averager = Averager(now)
-    own, at, said = ways(at_start, averager), 0.0, False
+    own, at, said = ways(at_start, averager, by_others=at_start != "unknown"), 0.0, False
     for _ in range(5):
         at += 1e6 + CHECK_S
         own.lost(at)  # asks
         said = own.lost(at) or said
     assert said is lost
+    first = {"dial_out": [], "unknown": [False]}.get(at_start, [True])
+    assert averager.checks[:1] == first  # on whose word it counts as out of reach
+
+
+def test_the_first_peer_of_a_swarm_asks_as_at_its_start_until_others_have_tried() -> None:
+    averager = Averager("public")
+    own = ways("public", averager, by_others=False)
+    own.lost(2e6 + CHECK_S)
+    assert averager.checks == [False]
+
+
+def test_one_that_was_told_to_only_dial_out_is_not_lost() -> None:
+    averager = Averager("dial_out")
+    place: Any = SimpleNamespace(
+        me=ME, stage=0, client_mode=True, reachability="unknown", reached_by_others=False
+    )
+    assert not any(Ways(cast(Place, place), averager).lost(1e9 + at) for at in range(9))
+    assert not averager.checks

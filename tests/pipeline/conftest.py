@@ -1,10 +1,14 @@
-"""Tiny models of many families, each with what its family does differently switched on."""
+"""Tiny models of many families, each with what its family does differently switched on; and nodes
+with real p2pd processes.
+"""
 
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
+
+from tests.pipeline.neighbours import Node, Peer, opened_nodes, running
 
 _SMALL: dict[str, Any] = {
     "vocab_size": 67,
@@ -71,3 +75,18 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="module")
+def nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Node]]:
+    """Three that know each other."""
+    with opened_nodes(tmp_path_factory.mktemp("keys"), 3) as opened:
+        yield opened
+
+
+@pytest.fixture
+def pair(nodes: list[Node]) -> Iterator[tuple[Peer, Peer]]:
+    """The first two, their networks up."""
+    upper, lower = Peer(nodes[0]), Peer(nodes[1])
+    with running(upper, lower):
+        yield upper, lower

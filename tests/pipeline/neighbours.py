@@ -7,7 +7,7 @@ import os
 import queue
 import signal
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,6 +24,7 @@ from dilocox.pipeline.activations import encode
 from dilocox.pipeline.codecs import window_bytes
 from dilocox.pipeline.door import daemon_address
 from dilocox.pipeline.frames import Frame, FrameLimits, encode_prefix_and_header
+from dilocox.pipeline.letters import Letters
 from dilocox.pipeline.links import Broken, LinkKey, Message, Opened
 from dilocox.pipeline.network import Network
 
@@ -44,21 +45,29 @@ class Node:
     """A DHT node with its p2pd."""
 
     dht: RunDHT
-    peer: str
+    identity: Identity
+    clock: RunClock
 
     @classmethod
-    def open(cls, folder: Path, bootstraps: Sequence[str] = ()) -> Node:
+    def open(
+        cls, folder: Path, bootstraps: Sequence[str] = (), *, client_mode: bool = False
+    ) -> Node:
         identity = Identity.load_or_create(folder / f"{time.monotonic_ns()}.key")
+        clock = RunClock()
         dht = open_dht(
             identity=identity,
             bootstraps=bootstraps,
-            listen=("/ip4/127.0.0.1/tcp/0",),
+            listen=() if client_mode else ("/ip4/127.0.0.1/tcp/0",),
             announce=(),
-            client_mode=False,
+            client_mode=client_mode,
             validator=RunRecordValidator(RUN, identity),
-            clock=RunClock(),
+            clock=clock,
         )
-        return cls(dht, identity.peer_id)
+        return cls(dht, identity, clock)
+
+    @property
+    def peer(self) -> str:
+        return self.identity.peer_id
 
 
 @dataclass
@@ -69,16 +78,21 @@ class Peer:
     silence_s: float = 5.0
     max_queued: int = 4096
     limits: FrameLimits = LIMITS
+    relays: Mapping[str, Sequence[str]] = field(default_factory=dict[str, Sequence[str]])
     asked: list[tuple[str, Frame]] = field(default_factory=list[tuple[str, Frame]])
+    letters: Letters = field(init=False)
     network: Network = field(init=False)
 
     def __post_init__(self) -> None:
+        self.letters = Letters(self.node.identity, RUN, self.node.clock.time)
         self.network = Network(
             self.node.dht,
             run=RUN,
             limits=self.limits,
             silence_s=self.silence_s,
             opening_s=self.silence_s,
+            letters=self.letters,
+            relays=lambda peer: self.relays.get(peer, ()),
             answer=self.answer,
             admits=self.admits,
             max_queued=self.max_queued,
@@ -207,12 +221,16 @@ def until(condition: Callable[[], object], timeout_s: float = PATIENCE_S) -> flo
 
 
 @contextmanager
-def three_nodes(folder: Path) -> Iterator[list[Node]]:
-    """Nodes that know each other; their keys go into the folder."""
+def opened_nodes(folder: Path, reachable: int, dialling: int = 0) -> Iterator[list[Node]]:
+    """Nodes that know the first one, then some that only dial out and know all of those; their keys
+    go into the folder.
+    """
     opened = [Node.open(folder)]
     try:
-        for _ in range(2):
-            opened.append(Node.open(folder, opened[0].dht.visible_addresses()))
+        first = opened[0].dht.visible_addresses()
+        opened.extend(Node.open(folder, first) for _ in range(reachable - 1))
+        known = [address for node in opened for address in node.dht.visible_addresses()]
+        opened.extend(Node.open(folder, known, client_mode=True) for _ in range(dialling))
         yield opened
     finally:
         for node in opened:

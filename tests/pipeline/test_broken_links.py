@@ -6,7 +6,6 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -27,22 +26,8 @@ from tests.pipeline.neighbours import (
     raw_stream,
     running,
     small,
-    three_nodes,
     until,
 )
-
-
-@pytest.fixture(scope="module")
-def nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Node]]:
-    with three_nodes(tmp_path_factory.mktemp("keys")) as opened:
-        yield opened
-
-
-@pytest.fixture
-def pair(nodes: list[Node]) -> Iterator[tuple[Peer, Peer]]:
-    upper, lower = Peer(nodes[0]), Peer(nodes[1])
-    with running(upper, lower):
-        yield upper, lower
 
 
 # ---- what is noticed -----------------------------------------------------------------------------

@@ -88,6 +88,10 @@ def test_facts_carry_numbers_that_are_not_finite(value: float):
     [
         {"kind": "hug"},
         {"kind": "go", "payload": b"x"},
+        {"kind": "go", "letter": b"x"},
+        {"kind": "letter", "letter": "x"},
+        {"kind": "letter", "letter": bytes(24 * 1024)},
+        {"kind": "relay"},
         {"kind": "go", "codec": "bf16"},
         {"kind": "forward"},
         {"kind": "go", "epoch": -1},

@@ -128,7 +128,7 @@ class TestTheInnerStep:
         assert alone.kinds("lower") == ["forward"] * 2
         assert alone.kinds("upper") == ["gradient"] * 2
         assert alone.member.totals is None
-        alone.measured = LinkFacts(round_trip_s=0.25, received_bytes_per_s=1e6, heard_s_ago=0.0)
+        alone.measured = LinkFacts(round_trip_s=0.25, received_bytes_per_s=1e6)
         alone.member.leaving = True
         alone.hear("lower", "sum", facts=sum_facts())
         assert alone.kinds("upper") == ["gradient", "gradient", "sum"]

@@ -107,7 +107,7 @@ class TestCodecs:
                 seen.append(set())
                 swarm.leader.step(batch)
                 swarm.settle()
-                facts = LinkFacts(round_trip_s=0.01, received_bytes_per_s=1.0, heard_s_ago=0.0)
+                facts = LinkFacts(round_trip_s=0.01, received_bytes_per_s=1.0)
                 swarm.peers["1a"].box.measured = facts
         # what the second step measured counts from the third on
         assert [codecs - {""} for codecs in seen] == [{"bf16"}, {"bf16"}, {"int4"}]

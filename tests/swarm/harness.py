@@ -87,12 +87,14 @@ class LocalSwarm:
         step_s: float = 0.0,
         shown_s: float | None = None,
         halting: bool = False,
+        older: bool = False,
     ) -> Peer:
         """Start `dilocox peer`.
 
         With `step_s` its inner steps take at least so long. With `shown_s` its forwards and
         backwards do, and are seen from outside: see shown.py. With `halting` it can be made to
-        halt at a point of an exchange: see halting.py.
+        halt at a point of an exchange: see halting.py. An `older` one reads no revision of the
+        manifest but the first: see older.py.
         """
         name = f"peer-{len(self.peers)}"
         if stage is not None:
@@ -105,6 +107,8 @@ class LocalSwarm:
         elif shown_s is not None:
             showing = Shown(self.folder / f"{name}-shown")
             program = (str(HERE / "shown.py"), str(shown_s), str(showing.folder))
+        elif older:
+            program = (str(HERE / "older.py"),)
         elif step_s:
             program = (str(HERE / "paced.py"), str(step_s))
         peer = Peer(

@@ -6,8 +6,11 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
+import msgpack
+
 from dilocox.dht.identity import Identity
 from dilocox.peer.state_folder import StateFolder
+from dilocox.peer.vote import Vote
 from dilocox.peer.watched import WatchedPeer
 from tests.swarm.halting import Halt
 from tests.swarm.processes import Process, family
@@ -75,6 +78,15 @@ class Peer(WatchedPeer):
     def voted(self, round_number: int, attempt: int = 0) -> bool:
         """Whether its vote of this attempt is on disk."""
         return any(self.state.glob(f"*-stage*/log/{round_number:08d}-{attempt}.vote"))
+
+    def votes(self, round_number: int) -> list[Vote]:
+        """Its votes of all attempts that are on disk; for a peer that does not run."""
+        files = sorted(self.state.glob(f"*-stage*/log/{round_number:08d}-*.vote"))
+        votes = [msgpack.unpackb(file.read_bytes()) for file in files]
+        return [
+            Vote(voter=voter, digest=digest, missed=tuple(missed))
+            for voter, digest, missed, *_ in votes
+        ]
 
     def look(self) -> None:
         """Read what it has said since the last look."""

@@ -46,7 +46,7 @@ def test_the_table_is_what_peers_trained_though_one_was_killed_one_came_and_one_
 def test_the_same_of_two_stages_whose_replicas_dissolved_and_formed_anew(
     start_swarm: StartSwarm,
 ) -> None:
-    swarm = start_swarm(stages=2, rounds={"inner_steps": 30})
+    swarm = start_swarm(stages=2, rounds={"inner_steps": 100})
     heads = [swarm.add_peer(stage=0) for _ in range(2)]
     member, victim = [swarm.add_peer(stage=1) for _ in range(2)]
     late = _comes_and_goes(swarm, victim=victim, leaver=heads[1], going_on=[heads[0]])
@@ -107,7 +107,7 @@ def _committed(peer: Peer, rounds: Mapping[int, RoundRecord]) -> int:
     sent = {event["round"]: event["tokens"] for event in peer.of_kind("sent")}
     decided = {event["round"] for event in (*peer.rounds, *peer.of_kind("void"))}
     known = {line["round"]: line["tokens"] for line in peer.rounds if line["outcome"] == "counted"}
-    assert all(sent[number] == tokens for number, tokens in known.items()), (sent, known)
+    assert {number: sent[number] for number in known} == known
     unseen = [number for number in sent if number not in decided]
     assert len(unseen) <= 1  # a stage has one send in flight
     late = sum(sent[n] for n in unseen if n in rounds and rounds[n].counted(peer.peer_id))

@@ -81,8 +81,11 @@ def test_a_peer_killed_between_the_phases_or_decoding_or_appending_leaves_one_re
         swarm.kill(victim)
         print(f"\nkilled {point}, round {number}")
         swarm.wait_until_gone(victim)
-        voted = victim.voted(number)
-        assert voted == (point == "appending")
+        chosen = {vote.digest for vote in victim.votes(number)}
+        if point == "appending":
+            assert chosen, "it took a record of a round in which it had not voted"
+        else:  # on a busy machine its exchange may have timed out before the kill
+            assert chosen <= {None}, "it voted for a record that it could not have"
         ends = others_decide(swarm, victim, number, hit_at)
         passed = newest_round(swarm)
         swarm.restart(victim)
@@ -91,7 +94,9 @@ def test_a_peer_killed_between_the_phases_or_decoding_or_appending_leaves_one_re
         if point == "appending":
             assert ends[0]["event"] == "round"
             line = victim.record(number)
-            assert line is not None and line["outcome"] == "counted", "its send was forgotten"
+            assert line is not None
+            if ends[0]["digest"] in chosen:
+                assert line["outcome"] == "counted", "its send was forgotten"
         wait_for_common_round(swarm)
 
 

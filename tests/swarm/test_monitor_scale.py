@@ -37,6 +37,7 @@ def ended() -> Iterator[list[Any]]:
 
 
 @pytest.mark.swarm
+@pytest.mark.watch
 @pytest.mark.timeout(420)
 def test_a_monitor_of_200_peers_is_small_and_quick(
     tmp_path: Path, ended: list[Any], monkeypatch: pytest.MonkeyPatch

@@ -32,7 +32,7 @@ def swarm_on(kinds: str, folder: Path, *bootstrap: str, stages: int) -> Iterator
     if reason := available():
         pytest.skip(reason)
     manifest = run_manifest(
-        stages=stages, model=MODEL | {"num_hidden_layers": 2}, rounds=fixed_steps(30)
+        stages=stages, model=MODEL | {"num_hidden_layers": max(2, stages)}, rounds=fixed_steps(30)
     )
     with Homes(kinds) as net:
         if kinds[0] == "h":
@@ -76,6 +76,31 @@ def test_peers_that_only_dial_out_train_with_those_that_can_be_reached(tmp_path:
         swarm.assert_equal_chains()
         for replica in (event for peer in (head, far) for event in peer.of_kind("replica")):
             assert not set(replica["members"]) <= at_home, "neighbours that only dial out"
+
+
+@pytest.mark.faults
+def test_a_head_at_home_recruits_peers_at_home_by_way_of_one_that_can_be_reached(
+    tmp_path: Path,
+) -> None:
+    with swarm_on("phphh", tmp_path, stages=3) as swarm:
+        head = swarm.add_peer(stage=0, step_s=0.1)
+        middle = swarm.add_peer(stage=1, step_s=0.1)
+        ends = [swarm.add_peer(stage=2, step_s=0.1) for _ in range(2)]  # one is a spare
+        swarm.wait(lambda: head.of_kind("replica"), START_LIMIT_S, "the head has a replica")
+        for peer in (head, *ends):
+            assert "only dials out" in peer.log_text()
+        members = head.of_kind("replica")[0]["members"]
+        (first,) = (peer for peer in ends if peer.peer_id in members)
+        (spare,) = (peer for peer in ends if peer is not first)
+        swarm.wait_for_rounds(2, 2 * ROUND_LIMIT_S, of=[head, middle, first])
+        swarm.kill(first)
+        swarm.wait(lambda: head.of_kind("healed"), ROUND_LIMIT_S, "the spare is in its place")
+        (healed,) = head.of_kind("healed")
+        assert healed["members"] == [head.peer_id, middle.peer_id, spare.peer_id]
+        print(f"healed by way of the middle after {healed['seconds']:.2f} s")
+        last = max(swarm.chain(2))
+        swarm.wait_for_counted(spare, after_round=last, limit_s=2 * ROUND_LIMIT_S)
+        swarm.assert_equal_chains()
 
 
 def test_a_bootstrap_behind_a_mapped_port_and_a_peer_that_was_cut_off(tmp_path: Path) -> None:

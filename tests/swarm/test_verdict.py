@@ -9,6 +9,8 @@ from typing import Any, cast
 
 import pytest
 
+from dilocox.peer.certificate import SignedVote
+from dilocox.peer.vote import Vote
 from tests.swarm import verdict
 from tests.swarm.campaign import Outcome
 from tests.swarm.harness import LocalSwarm
@@ -118,3 +120,16 @@ def test_what_a_peer_shows_is_seen_from_outside(tmp_path: Path) -> None:
     assert shown.steps == [0.0, 0.0]
     shown.look()
     assert shown.steps == [0.0, 0.0]
+
+
+def test_the_votes_that_a_dead_peer_left_on_its_disk_are_read(tmp_path: Path) -> None:
+    state = tmp_path / "peer-1"
+    left = cast("Peer", SimpleNamespace(state=state))
+    assert Peer.votes(left, 7) == []
+    log = state / "run-stage0" / "log"
+    log.mkdir(parents=True)
+    cast_ = [Vote(voter="me", digest=None, missed=("b",)), Vote(voter="me", digest="d" * 64)]
+    for attempt, vote in enumerate(cast_):
+        signed = SignedVote(vote=vote, public_key=b"key", signature=b"signature")
+        (log / f"00000007-{attempt}.vote").write_bytes(signed.to_bytes())
+    assert Peer.votes(left, 7) == cast_ and Peer.votes(left, 8) == []

@@ -1,10 +1,10 @@
 """The state of a stage as a file: taken from a peer, checked and kept without being loaded whole.
 
-A peer loads a state into its buffers (catchup.fetch_state); who only keeps it for others has no
-room for two vectors of every stage. Each check here reads the file a piece at a time. Beyond what a
-peer checks, a state is proved by two records: the first one after it names the sha256 of the anchor
-before it, and the outer step of that record must lead to the anchor that the second one names,
-which it does from the right momentum only.
+A peer loads it into its buffers afterwards (catchup.fetch_state); who only keeps it for others has
+no room for two vectors of every stage. Each check here reads the file a piece at a time. Who keeps
+a state for others also has it proved by two records: the first one after it names the sha256 of the
+anchor before it, and the outer step of that record must lead to the anchor that the second one
+names, which it does from the right momentum only.
 """
 
 # safetensors carries no types.
@@ -14,7 +14,7 @@ which it does from the right momentum only.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Generator
+from collections.abc import Awaitable, Callable, Generator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -25,8 +25,8 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from dilocox.dht.errors import EnvironmentFault
-from dilocox.peer.catchup import Compute, NoState, fetch_certificate
 from dilocox.peer.files import disk_fault, make_folder
+from dilocox.peer.headers import fetch_certificate
 from dilocox.peer.outer import OuterStep
 from dilocox.peer.record import RecordRefused, RoundRecord, digest_of
 from dilocox.peer.record_check import RecordCheck
@@ -34,6 +34,13 @@ from dilocox.peer.snapshot import sha256_of_file
 from dilocox.peer.transport import FrameRefused, PeerTransport
 
 PIECE_VALUES = 1 << 20
+
+Compute = Callable[..., Awaitable[Any]]
+"""Runs a function with its arguments in a thread, so that the event loop goes on."""
+
+
+class NoState(ConnectionError):
+    """The peer has no state that would help: none yet, or one that is not newer than ours."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,0 +1,72 @@
+"""The bootstrap's unit for systemd: its command is one that dilocox knows, and systemd reads it."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from dilocox.dht.errors import InvalidInput
+from dilocox.peer import bootstrap, cli
+
+GUIDE = Path(__file__).parents[2] / "docs" / "operator.md"
+UNIT = Path(__file__).parents[2] / "docker" / "dilocox-bootstrap.service"
+PROGRAM = "/opt/dilocox/.venv/bin/dilocox"
+
+
+def settings() -> dict[str, str]:
+    return dict(re.findall(r"^(\w+)=(.*)$", UNIT.read_text(), re.MULTILINE))
+
+
+def test_its_command_is_one_that_dilocox_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[Any] = []
+
+    def run(options: Any) -> int:
+        given.append(options)
+        return 0
+
+    monkeypatch.setattr(bootstrap, "run_bootstrap_command", run)
+    program, *arguments = shlex.split(settings()["ExecStart"].replace("ADDRESS", "203.0.113.7"))
+    assert program == PROGRAM
+    result = CliRunner().invoke(cli.app, arguments)
+    assert result.exit_code == 0, result.output
+    (options,) = given
+    assert options.state == Path("/var/lib") / settings()["StateDirectory"]
+    assert (options.port, options.announce) == (31337, ("/ip4/203.0.113.7/tcp/31337",))
+    assert settings()["RestartPreventExitStatus"] == str(InvalidInput.exit_code)
+
+
+def test_the_guide_operates_it_as_the_user_whose_folder_it_is() -> None:
+    user, folder = settings()["User"], f"/var/lib/{settings()['StateDirectory']}"
+    assert "DynamicUser" not in settings()  # only root gets into the folder of such a one
+    part = GUIDE.read_text().partition("\n## As a service\n")[2].partition("\n## ")[0]
+    assert re.search(rf"^sudo useradd --system .*\b{user}$", part, re.MULTILINE)
+    found = re.findall(rf"^(.*){PROGRAM} operate (\w+)(.*)$", part, re.MULTILINE)
+    assert {action for _, action, _ in found} == {"pause", "resume", "revise", "rollback", "end"}
+    for before, _, after in found:
+        assert before == f"sudo -u {user} " and after.endswith(f" --state {folder}")
+
+
+def test_systemd_finds_nothing_wrong_with_it(tmp_path: Path) -> None:
+    analyze = shutil.which("systemd-analyze")
+    if analyze is None:
+        pytest.skip("there is no systemd-analyze here")
+    program = shutil.which("true")  # what is to run must be there
+    assert program is not None
+    copy = tmp_path / UNIT.name
+    copy.write_text(UNIT.read_text().replace(PROGRAM, program))
+    done = subprocess.run(
+        [analyze, "verify", "--man=no", str(copy)],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+    )
+    said = [line for line in done.stderr.splitlines() if UNIT.name in line]
+    assert (done.returncode, said) == (0, []), done.stderr

@@ -1,0 +1,92 @@
+"""Requests between two peers that can only dial out, by way of others: over real p2pd processes."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from dilocox.pipeline.frames import Frame
+from dilocox.pipeline.network import Unreachable
+from tests.pipeline.neighbours import (
+    PING,
+    Node,
+    Peer,
+    frozen,
+    opened_nodes,
+    raw_stream,
+    running,
+    until,
+)
+
+
+@pytest.fixture(scope="module")
+def nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Node]]:
+    """Two that can be reached, then two that only dial out."""
+    with opened_nodes(tmp_path_factory.mktemp("keys"), 2, dialling=2) as opened:
+        yield opened
+
+
+@pytest.fixture
+def peers(nodes: list[Node]) -> Iterator[list[Peer]]:
+    """The same, their networks up; those that dial out have dialled both others."""
+    up = [Peer(node) for node in nodes]
+    with running(*up):
+        for peer in up[2:]:
+            for other in up[:2]:
+                assert peer.network.request(other.id, PING, 5.0).kind == "yes"
+        yield up
+
+
+def test_a_request_arrives_by_way_of_another_peer(peers: list[Peer]) -> None:
+    relay, _, head, far = peers
+    with pytest.raises(Unreachable):
+        head.network.request(far.id, PING, 2.0)
+    head.relays = {far.id: [relay.id]}
+    answer = head.network.request(far.id, PING, 5.0)
+    assert (answer.kind, answer.facts) == ("yes", {"me": far.id})
+    assert far.asked == [(head.id, PING)], "the far one knows who asks, not who brought it"
+
+
+def test_of_two_ways_one_is_enough_and_the_request_counts_once(
+    peers: list[Peer], nodes: list[Node]
+) -> None:
+    relay, other, head, far = peers
+    head.relays = {far.id: [relay.id, other.id]}
+    for count in range(1, 6):
+        assert head.network.request(far.id, PING, 5.0).kind == "yes"
+        assert len(far.asked) == count
+    assert not far.network.refused, "the same letter by another way is no fault"
+    with frozen(nodes[1]):
+        for _ in range(3):
+            assert head.network.request(far.id, PING, 5.0).kind == "yes"
+    other.network.close()
+    assert head.network.request(far.id, PING, 5.0).kind == "yes"
+
+
+def test_who_is_gone_costs_no_more_than_the_limit(peers: list[Peer]) -> None:
+    relay, other, head, far = peers
+    far.network.close()
+    head.relays = {far.id: [relay.id, other.id]}
+    began = time.monotonic()
+    with pytest.raises(Unreachable, match="by way of 2 others"):
+        head.network.request(far.id, PING, 4.0)
+    assert time.monotonic() - began < 5.0
+
+
+def test_a_letter_that_was_brought_before_or_is_none_is_refused(
+    peers: list[Peer], nodes: list[Node]
+) -> None:
+    relay, _, head, far = peers
+    old, _ = head.letters.write(far.id, PING)
+    letter, _ = head.letters.write(far.id, PING)
+    carried = Frame(kind="relay", letter=letter, facts={"to": far.id})
+    assert b"reply" in raw_stream(nodes[1], relay.id, carried)
+    assert far.asked == [(head.id, PING)]
+    for odd in (letter, old, b"?"):
+        carried = Frame(kind="relay", letter=odd, facts={"to": far.id})
+        answer = raw_stream(nodes[1], relay.id, carried)
+        assert b"reply" not in answer and b"reason" in answer
+    assert len(far.asked) == 1
+    until(lambda: far.network.refused["letter"] == 1)

@@ -83,6 +83,8 @@ class ChainFollower:
         # digests that could not be had, or only as their holders were busy; since when
         self._doubted: dict[tuple[str, bool], float] = {}
         self._ignored: set[str] = set()
+        self._donor = ""  # whom the last state was asked of
+        self._blamed: set[str] = set()  # donors of wrong states, asked again where no others are
         self.states_taken = 0
 
     @property
@@ -185,7 +187,8 @@ class ChainFollower:
         donors = self._donors(view)
         if not donors:
             return
-        peer = random.choice(view.within_reach(donors))
+        others = [donor for donor in donors if donor not in self._blamed]
+        peer = self._donor = random.choice(view.within_reach(others or donors))
         logger.info("taking anchor and momentum from %s", peer[-6:])
         after_round = -1 if self._fork_round is not None else self._state_after
         future = self._averager.fetch_state(peer, current=self.current, after_round=after_round)
@@ -234,9 +237,11 @@ class ChainFollower:
         except (ConnectionError, RecordRefused, FrameRefused, asyncio.TimeoutError) as error:
             reason = str(error) or type(error).__name__
             logger.warning("catching up failed, will try again: %s", reason)
-            # a state may be gigabytes over a line that breaks: that says nothing of the claim
-            if not self._need_state or isinstance(error, RecordRefused | FrameRefused):
+            if not self._need_state:
                 self._doubt()
+            # a state may be gigabytes over a line that breaks: that says nothing of the claim
+            elif isinstance(error, RecordRefused | FrameRefused):
+                self._blame()
             self._not_before = time.monotonic() + PAUSE_AFTER_FAILURE_S
         else:
             if on_done is not None:
@@ -300,6 +305,14 @@ class ChainFollower:
         if time.monotonic() - since > lifetimes * self._record_lifetime_s:
             logger.warning("nobody gives the record of round %d: ignored", self._wanted.round)
             self._ignore(self._wanted)
+
+    def _blame(self) -> None:
+        """One donor's wrong state speaks against that donor; against the claim, those of all."""
+        if self._donor in self._blamed:
+            self._doubt()
+        if len(self._blamed) >= MAX_NOTED:
+            self._blamed.clear()
+        self._blamed.add(self._donor)
 
     def _ignore(self, claim: ClaimRecord) -> None:
         if len(self._ignored) >= MAX_NOTED:

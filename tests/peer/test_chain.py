@@ -80,11 +80,13 @@ class Behind:
     """A follower without a record, whose averager answers as it is told.
 
     asked: what it was asked to do, with the bytes that records may have or the state's round.
+    donors: whom states were asked of.
     """
 
     donor: Donor
     answers: list[Any]
     asked: list[tuple[str, int | None]] = field(default_factory=list[tuple[str, "int | None"]])
+    donors: list[str] = field(default_factory=list[str])
     now: float = 5000.0
 
     def __post_init__(self) -> None:
@@ -106,6 +108,7 @@ class Behind:
         return self._ask("records", limit_bytes)
 
     def _fetch_state(self, peer: str, *, current: int, after_round: int) -> Any:
+        self.donors.append(peer)
         return self._ask("state", after_round)
 
     def _ask(self, what: str, fact: int | None) -> Any:
@@ -120,12 +123,19 @@ class Behind:
             future.set_result(answer)
         return future
 
-    def look(self, *, record_bytes: int = 100, rounds: int = 5, digest: str = "d" * 64) -> None:
+    def look(
+        self,
+        *,
+        record_bytes: int = 100,
+        rounds: int = 5,
+        digest: str = "d" * 64,
+        holders: tuple[str, ...] = (OTHER,),
+    ) -> None:
         """Hear of a chain of so many rounds, begin, and take the answer; two seconds go by."""
         claim = ClaimRecord(
             round=rounds - 1, digest=digest, tokens=1, chain_tokens=99, record_bytes=record_bytes
         )
-        self.view = SwarmView(me=self.donor.peer, claims={OTHER: claim})
+        self.view = SwarmView(me=self.donor.peer, claims=dict.fromkeys(holders, claim))
         for _ in range(2):
             self.chain.tick(self.view, exchanging=False)
         self.now += 2.0
@@ -218,10 +228,28 @@ def test_a_claim_whose_states_are_wrong_is_given_up_and_another_one_needs_none(
     behind.answers = [nothing(too_far=True)] + [RecordRefused("nonsense")] * 40
     for _ in range(40):
         behind.look()
-    assert 16 <= len(behind.asked) <= 18 and not behind.chain.behind(behind.view)
+    assert 17 <= len(behind.asked) <= 19 and not behind.chain.behind(behind.view)
     behind.answers = [nothing()]
     behind.look(digest="e" * 64)
     assert behind.asked[-1] == ("records", STATE_BYTES)
+
+
+def test_one_donor_of_wrong_states_is_passed_over_and_the_claim_stands(behind: Behind) -> None:
+    behind.answers = [nothing(too_far=True)]
+    behind.look(holders=(OTHER, "honest"))
+    while behind.donors.count(OTHER) == 0:
+        lies = RecordRefused("nonsense"), ConnectionError("it stalled")
+        behind.answers = [lambda: lies[0] if behind.donors[-1] == OTHER else lies[1]]
+        behind.look(holders=(OTHER, "honest"))
+    behind.answers = [ConnectionError("it stalled")] * 160
+    for _ in range(160):
+        behind.look(holders=(OTHER, "honest"))
+        assert behind.chain.behind(behind.view)
+    assert behind.donors.count(OTHER) == 1
+    behind.answers = [RecordRefused("nonsense")] * 40  # who lied is asked where nobody else is left
+    for _ in range(40):
+        behind.look()
+    assert behind.donors.count(OTHER) >= 15 and not behind.chain.behind(behind.view)
 
 
 def test_records_that_came_before_the_rest_was_cut_off_count(behind: Behind) -> None:
@@ -248,3 +276,7 @@ def test_what_is_noted_of_claims_is_bounded(
     assert len(behind.asked) == 100
     assert len(behind.chain._ignored) <= 10
     assert len(behind.chain._doubted) <= 10
+    behind.answers = [nothing(too_far=True)] + [RecordRefused("nonsense")] * 50
+    for number in range(51):
+        behind.look(holders=(f"donor {number}",))
+    assert 1 <= len(behind.chain._blamed) <= 10

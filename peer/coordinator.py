@@ -155,6 +155,12 @@ class Coordinator(threading.Thread):
         return attempts_s + 2 * deadlines.record_lifetime_s + deadlines.matchmaking_s + NO_GROUP_S
 
     @property
+    def archived(self) -> bool:
+        """Whether a bootstrap keeps this peer's newest record, as far as it was heard; true where
+        none keeps any."""
+        return self._herald.view.archived(self._chain.head.round)
+
+    @property
     def round(self) -> int:
         """The round that this peer is in."""
         return self._rounds.round
@@ -250,7 +256,8 @@ class Coordinator(threading.Thread):
         now, herald, progress = time.monotonic(), self._herald, self.progress
         # all but the bells changes with the others' heartbeats only
         heartbeat_s = self._place.manifest.deadlines.heartbeat_s
-        whole = not self.joined.is_set() or now - self._saw_all_at >= heartbeat_s
+        stays = self.joined.is_set() and not self._leaving
+        whole = not stays or now - self._saw_all_at >= heartbeat_s
         near_end = self.ending or (
             progress.unsent_tokens > 0
             and (not progress.head or progress.inner_step >= self.inner_steps)

@@ -188,7 +188,8 @@ class Learner:
     def leave(self, *, ended: bool) -> None:
         """Finish or abandon the exchange in flight, and keep everything on disk.
 
-        At the end of the run it is finished: no later round would hold it.
+        At the end of the run it is finished, and the bootstraps are given the time to keep the last
+        record: no later round would hold it.
         """
         self._tally.state = "leaving"
         self._coordinator.leave()
@@ -197,6 +198,8 @@ class Learner:
         self._wait_for_outcome(LEAVE_LIMIT_S, threading.Event())
         self._snapshot()
         self.publish(force=True)
+        if ended:
+            self._wait_for_archive()
 
     def _end_round(self, round_number: int, scheduled_at: float) -> None:
         """The send of this round; then, under `merge: none`, its record."""
@@ -240,6 +243,14 @@ class Learner:
         while self._merge.fly and time.monotonic() < end and not stop.is_set():
             self.take_events(wait_s=POLL_S)
             self.publish()
+
+    def _wait_for_archive(self) -> None:
+        self._coordinator.announce()  # its last record
+        end = time.monotonic() + self._manifest.deadlines.record_lifetime_s
+        while not self._coordinator.archived and time.monotonic() < end:
+            if self._stop.is_set() or not self._coordinator.is_alive():
+                return
+            self.take_events(wait_s=POLL_S)
 
     def _catch_up(self) -> None:
         end = time.monotonic() + CATCH_UP_LIMIT_S

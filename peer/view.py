@@ -60,6 +60,14 @@ class SwarmView:
         ended = sum(claim.chain_tokens >= end_tokens for claim in claims)
         return 2 * ended > len(claims)
 
+    def archived(self, round_number: int) -> bool:
+        """Whether an archive holds this round of the stage; true where no archive is in view.
+
+        An archive claims the records of a stage that it does not host.
+        """
+        kept = [claim.round for peer, claim in self.claims.items() if peer not in self.stage]
+        return not kept or max(kept) >= round_number
+
     def counted(self) -> tuple[str, ...]:
         """The peers of the stage that must be reckoned with: they train, or hold unsent tokens."""
         others = {

@@ -103,6 +103,7 @@ class FakeCoordinator:
         self.outcome_limit_s = 60.0
         self.round = 0
         self.inner_steps = 10
+        self.archived = True
         self.on_submit: Callable[[], None] = lambda: None
 
     def is_alive(self) -> bool:

@@ -235,11 +235,14 @@ def test_a_claim_whose_states_are_wrong_is_given_up_and_another_one_needs_none(
 
 
 def test_one_donor_of_wrong_states_is_passed_over_and_the_claim_stands(behind: Behind) -> None:
-    behind.answers = [nothing(too_far=True)]
+
+    def given() -> Exception:
+        lies = behind.donors[-1] == OTHER
+        return RecordRefused("nonsense") if lies else ConnectionError("it stalled")
+
+    behind.answers = [nothing(too_far=True)] + [given] * 300
     behind.look(holders=(OTHER, "honest"))
     while behind.donors.count(OTHER) == 0:
-        lies = RecordRefused("nonsense"), ConnectionError("it stalled")
-        behind.answers = [lambda: lies[0] if behind.donors[-1] == OTHER else lies[1]]
         behind.look(holders=(OTHER, "honest"))
     behind.answers = [ConnectionError("it stalled")] * 160
     for _ in range(160):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -422,6 +423,31 @@ def test_a_leaver_whose_exchange_is_not_decided_takes_it_up_after_its_return(
     assert torch.equal(again.model.merge.fly[0].message, send.message)
     assert torch.equal(again.buffers.message, send.message)
     assert again.learner.unsent
+
+
+def test_at_the_end_of_the_run_a_bootstrap_gets_the_time_to_keep_the_last_record(
+    loop: Loop,
+) -> None:
+    def kept() -> None:
+        loop.fake.archived = True
+
+    loop.fake.archived = False
+    loop.fake.events.to_come.extend([lambda: None, kept])
+    loop.learner.leave(ended=True)
+    assert loop.fake.told == [("leave",), ("announce",)] and loop.fake.archived
+
+
+@pytest.mark.parametrize("case", ["none keeps it", "told to leave", "no end of the run"])
+def test_nobody_waits_long_for_a_bootstrap_that_keeps_nothing(tmp_path: Path, case: str) -> None:
+    run = manifest(deadlines={"heartbeat_s": 1.0})
+    loop = Loop(tmp_path, run)
+    loop.fake.archived = False
+    if case == "told to leave":
+        loop.stop.set()
+    began = time.monotonic()
+    loop.learner.leave(ended=case != "no end of the run")
+    took_s = time.monotonic() - began
+    assert 3.0 <= took_s < 6.0 if case == "none keeps it" else took_s < 1.5
 
 
 def test_what_a_peer_read_before_a_restart_stays_known_until_a_head_reads_on(loop: Loop) -> None:

@@ -89,6 +89,19 @@ def test_the_run_has_ended_when_most_peers_of_stage_0_hold_all_its_records(
     assert not SwarmView(me="me", claims=claims).says_ended(1000)
 
 
+@pytest.mark.parametrize(
+    ("kept", "archived"),
+    [([], True), ([6], False), ([7], True), ([6, 7], True), ([-1], False)],
+)
+def test_a_round_is_archived_when_one_that_hosts_no_stage_claims_it(
+    kept: list[int], archived: bool
+) -> None:
+    claims = {f"b{number}": claim(each, "d", 1) for number, each in enumerate(kept)}
+    claims["peer"] = claim(9, "d", 1)
+    view = SwarmView(me="me", stage={"peer": stage("left")}, claims=claims)
+    assert view.archived(7) is archived
+
+
 def test_a_peer_that_only_dials_out_asks_those_that_can_be_reached() -> None:
     def view(client_mode: bool) -> SwarmView:
         shut, own = stage("training"), replace(stage("spare"), client_mode=client_mode)

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import yaml
 
+from dilocox.peer.kept_chain import kept_run
 from dilocox.peer.record_folder import RecordFolder
 from dilocox.peer.subprocesses import start_process
 from tests.swarm.conftest import StartSwarm
@@ -158,7 +159,7 @@ def roll_back(swarm: LocalSwarm) -> None:
 
 
 def end(swarm: LocalSwarm) -> None:
-    """All commit what they have, and leave with exit code 0."""
+    """All commit what they have, the bootstrap keeps it, and they leave with exit code 0."""
     began = time.time()
     for peer in swarm.peers:
         peer.expected = False
@@ -168,11 +169,13 @@ def end(swarm: LocalSwarm) -> None:
     )
     print(f"all have left {time.time() - began:.1f} s after the command")
     assert [peer.child.returncode for peer in swarm.peers] == [0] * len(swarm.peers)
+    kept = kept_run(swarm.folder / "bootstrap").stages
     for stage in range(swarm.manifest.stages):
         peers = swarm.of_stage(stage)
         longest = max(peers, key=lambda peer: peer.rounds[-1]["chain_tokens"])
         log = swarm.round_log(longest)  # who had nothing to send left before the last round
         assert all(log.find(peer.rounds[-1]["digest"]) is not None for peer in peers)
+        assert kept[stage].records[-1].digest == log.head().digest
     assert all(peer.status["in_flight"] is None for peer in swarm.peers)
 
 

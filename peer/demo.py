@@ -38,6 +38,7 @@ EXPORT_LIMIT_S = 120.0
 EXPORT_START_S = 60.0  # on top, until the command has begun to look for anchors
 LEAVE_LIMIT_S = 30.0
 LOOK_S = 0.5
+MARK = ".dilocox-demo"  # a file in the folder of a demo, which the next one may remove
 PROMPT = "def "
 
 # Rounds of ten seconds and more where four peers share two cores.
@@ -122,13 +123,17 @@ def demo_manifest(options: DemoOptions) -> dict[str, Any]:
 
 
 def _clear(folder: Path) -> None:
-    """Make room for a new demo; only an earlier demo is removed."""
-    is_folder = folder.is_dir()
-    if folder.exists() and not (is_folder and not any(folder.iterdir())):
-        if not (is_folder and (folder / "run.yaml").exists()):
-            raise InvalidInput(f"{folder} is no earlier demo: choose another one with --folder")
+    """Make room for a new demo; only an earlier demo is removed, never a run that has keys."""
+    if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
+        if not (folder / MARK).exists():
+            raise InvalidInput(
+                f"{folder} is not an earlier demo's (it has no file {MARK}), so it is not removed: "
+                "choose another one with --folder"
+            )
+        typer.echo(f"removing the earlier demo in {folder}")
         shutil.rmtree(folder, ignore_errors=True)
     make_folder(folder)
+    (folder / MARK).touch()
 
 
 def _bootstrap(options: DemoOptions, children: list[Child]) -> str:

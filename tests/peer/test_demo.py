@@ -139,6 +139,25 @@ def test_more_stages_than_layers_are_refused_before_anything_is_started_or_remov
     assert (tmp_path / "run.yaml").read_text() == "an earlier demo's"
 
 
+def test_a_demo_takes_the_place_of_a_demo_and_of_nothing_else(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "demo-run"
+    demo._clear(folder)
+    (folder / "run.yaml").write_text("a demo's")
+    assert capsys.readouterr().out == ""
+    demo._clear(folder)
+    assert not (folder / "run.yaml").exists()
+    assert capsys.readouterr().out == f"removing the earlier demo in {folder}\n"
+    of_operator = tmp_path / "run"
+    of_operator.mkdir()
+    for name in ("run.yaml", "operator.key"):
+        (of_operator / name).write_text("not to be had again")
+    with pytest.raises(InvalidInput, match="not an earlier demo"):
+        demo._clear(of_operator)
+    assert len(list(of_operator.iterdir())) == 2
+
+
 def test_peers_are_started_for_their_stages_and_share_the_cores(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -324,8 +324,8 @@ def test_the_children_of_a_killed_demo_end_too(run: Run) -> None:
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        (["--folder", "taken"], ["taken is no earlier demo", "--folder"]),
-        (["--folder", "file"], ["file is no earlier demo", "--folder"]),
+        (["--folder", "taken"], ["taken is not an earlier demo", "--folder"]),
+        (["--folder", "file"], ["file is not an earlier demo", "--folder"]),
         (["--json", "nowhere/figures.json"], ["--json nowhere/figures.json", "make it first"]),
     ],
 )

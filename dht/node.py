@@ -247,9 +247,14 @@ class RunDHT(DHT):
             lambda: self.run_coroutine(questions.reach, return_future=True), timeout_s
         )
 
+    @property
+    def bootstraps(self) -> frozenset[str]:
+        """Peer ids of the bootstraps that this node was given."""
+        return frozenset(bootstrap_address(each).peer_id for each in self._options.bootstraps)
+
     def bootstrap_answers(self, timeout_s: float) -> bool:
         """Whether one of the bootstraps answers a ping; true for a node without bootstraps."""
-        peers = tuple({bootstrap_address(each).peer_id for each in self._options.bootstraps})
+        peers = tuple(self.bootstraps)
         ping = functools.partial(questions.any_answers, peers=peers, timeout_s=timeout_s)
         if not peers:
             return True
@@ -261,7 +266,7 @@ class RunDHT(DHT):
 
     def answering_bootstraps(self, timeout_s: float) -> frozenset[str]:
         """Peer ids of the bootstraps that answer a ping. Raises `NoAnswer`."""
-        peers = tuple({bootstrap_address(each).peer_id for each in self._options.bootstraps})
+        peers = tuple(self.bootstraps)
         ping = functools.partial(questions.who_answers, peers=peers, timeout_s=timeout_s)
         ask = functools.partial(self.run_coroutine, ping, return_future=True)
         return frozenset(self._request(ask, timeout_s + 1.0))

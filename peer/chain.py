@@ -84,7 +84,7 @@ class ChainFollower:
         self._doubted: dict[tuple[str, bool], float] = {}
         self._ignored: set[str] = set()
         self._donor = ""  # whom the last state was asked of
-        self._blamed: set[str] = set()  # donors of wrong states, asked again where no others are
+        self._liars: set[str] = set()  # donors of wrong states, asked again where no others are
         self.states_taken = 0
 
     @property
@@ -187,7 +187,7 @@ class ChainFollower:
         donors = self._donors(view)
         if not donors:
             return
-        others = [donor for donor in donors if donor not in self._blamed]
+        others = [donor for donor in donors if donor not in self._liars]
         peer = self._donor = random.choice(view.within_reach(others or donors))
         logger.info("taking anchor and momentum from %s", peer[-6:])
         after_round = -1 if self._fork_round is not None else self._state_after
@@ -308,11 +308,11 @@ class ChainFollower:
 
     def _blame(self) -> None:
         """One donor's wrong state speaks against that donor; against the claim, those of all."""
-        if self._donor in self._blamed:
+        if self._donor in self._liars:
             self._doubt()
-        if len(self._blamed) >= MAX_NOTED:
-            self._blamed.clear()
-        self._blamed.add(self._donor)
+        if len(self._liars) >= MAX_NOTED:
+            self._liars.clear()
+        self._liars.add(self._donor)
 
     def _ignore(self, claim: ClaimRecord) -> None:
         if len(self._ignored) >= MAX_NOTED:

@@ -79,6 +79,7 @@ class Coordinator(threading.Thread):
         self._watch = watch
         self._closing = threading.Event()
         self._leaving = self._part_finished = False
+        self._bootstrap_answered = True
         self._ways = Ways(place, averager)
         self._published_at = self._looked_at = self._heard_at = self._saw_all_at = float("-inf")
         self._paused_since: float | None = None
@@ -156,9 +157,10 @@ class Coordinator(threading.Thread):
 
     @property
     def archived(self) -> bool:
-        """Whether a bootstrap keeps this peer's newest record, as far as it was heard; true where
-        none keeps any."""
-        return self._herald.view.archived(self._chain.head.round)
+        """Whether a bootstrap keeps this peer's newest record; true where none answers."""
+        if not (self._bootstrap_answered and self._dht.bootstraps):
+            return True
+        return self._herald.view.held_by(self._dht.bootstraps, self._chain.head.round)
 
     @property
     def round(self) -> int:
@@ -345,10 +347,11 @@ class Coordinator(threading.Thread):
             herald.tell_replica(replica_record(place, self.round, progress))
             herald.ring(self._rounds.bell)
             self._renew_lease()
+        self._bootstrap_answered = herald.bootstrap_answers(BOOTSTRAP_LIMIT_S)
         self._alone.observe(
             time.monotonic(),
             others_in_view=len(set(herald.view.counted()) - {place.me}),
-            bootstrap_answered=herald.bootstrap_answers(BOOTSTRAP_LIMIT_S),
+            bootstrap_answered=self._bootstrap_answered,
         )
         check_use(self._pids(), place.memory_limit_bytes)
 

@@ -246,7 +246,8 @@ class Learner:
 
     def _wait_for_archive(self) -> None:
         self._coordinator.announce()  # its last record
-        end = time.monotonic() + self._manifest.deadlines.record_lifetime_s
+        deadlines = self._manifest.deadlines
+        end = time.monotonic() + max(deadlines.record_lifetime_s, deadlines.exchange_s)
         while not self._coordinator.archived and time.monotonic() < end:
             if self._stop.is_set() or not self._coordinator.is_alive():
                 return

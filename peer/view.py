@@ -60,13 +60,10 @@ class SwarmView:
         ended = sum(claim.chain_tokens >= end_tokens for claim in claims)
         return 2 * ended > len(claims)
 
-    def archived(self, round_number: int) -> bool:
-        """Whether an archive holds this round of the stage; true where no archive is in view.
-
-        An archive claims the records of a stage that it does not host.
-        """
-        kept = [claim.round for peer, claim in self.claims.items() if peer not in self.stage]
-        return not kept or max(kept) >= round_number
+    def held_by(self, peers: Iterable[str], round_number: int) -> bool:
+        """Whether one of these peers claims this round of the stage."""
+        held = (self.claims[peer].round for peer in peers if peer in self.claims)
+        return max(held, default=-1) >= round_number
 
     def counted(self) -> tuple[str, ...]:
         """The peers of the stage that must be reckoned with: they train, or hold unsent tokens."""

@@ -282,4 +282,4 @@ def test_what_is_noted_of_claims_is_bounded(
     behind.answers = [nothing(too_far=True)] + [RecordRefused("nonsense")] * 50
     for number in range(51):
         behind.look(holders=(f"donor {number}",))
-    assert 1 <= len(behind.chain._blamed) <= 10
+    assert 1 <= len(behind.chain._liars) <= 10

@@ -439,7 +439,7 @@ def test_at_the_end_of_the_run_a_bootstrap_gets_the_time_to_keep_the_last_record
 
 @pytest.mark.parametrize("case", ["none keeps it", "told to leave", "no end of the run"])
 def test_nobody_waits_long_for_a_bootstrap_that_keeps_nothing(tmp_path: Path, case: str) -> None:
-    run = manifest(deadlines={"heartbeat_s": 1.0})
+    run = manifest(deadlines={"heartbeat_s": 0.5, "exchange_s": 3.0})
     loop = Loop(tmp_path, run)
     loop.fake.archived = False
     if case == "told to leave":

@@ -90,16 +90,14 @@ def test_the_run_has_ended_when_most_peers_of_stage_0_hold_all_its_records(
 
 
 @pytest.mark.parametrize(
-    ("kept", "archived"),
-    [([], True), ([6], False), ([7], True), ([6, 7], True), ([-1], False)],
+    ("kept", "held"),
+    [([], False), ([6], False), ([7], True), ([6, 8], True), ([-1], False)],
 )
-def test_a_round_is_archived_when_one_that_hosts_no_stage_claims_it(
-    kept: list[int], archived: bool
-) -> None:
+def test_a_round_is_held_by_some_when_one_of_them_claims_it(kept: list[int], held: bool) -> None:
     claims = {f"b{number}": claim(each, "d", 1) for number, each in enumerate(kept)}
-    claims["peer"] = claim(9, "d", 1)
-    view = SwarmView(me="me", stage={"peer": stage("left")}, claims=claims)
-    assert view.archived(7) is archived
+    view = SwarmView(me="me", claims=claims | {"peer": claim(9, "d", 1)})
+    assert view.held_by({"b0", "b1", "b2"}, 7) is held
+    assert view.held_by({"b0"}, -1), "there is nothing to hold"
 
 
 def test_a_peer_that_only_dials_out_asks_those_that_can_be_reached() -> None:

@@ -135,8 +135,11 @@ class Upload:
 
     @contextmanager
     def being_taken(self, count: int) -> Generator[None]:
-        """While the peer takes a chunk of so many bytes: if that lasts too long, it is the last."""
-        timer = asyncio.get_running_loop().call_later(self._stall_s, self.end)
+        """While the peer takes a chunk of so many bytes: if that lasts too long, the task that
+        writes it into the peer's stream is cancelled, or it would hold both for ever.
+        """
+        taker = asyncio.current_task()
+        timer = asyncio.get_running_loop().call_later(self._stall_s, self._stalled, taker)
         self._waits_since = monotonic()
         try:
             yield
@@ -146,6 +149,11 @@ class Upload:
         self._taken += count
         if self._waited_s >= LEAST_OVER_S and not self.drips:
             self._taken, self._waited_s = 0, 0.0
+
+    def _stalled(self, taker: asyncio.Task[Any] | None) -> None:
+        self.end()
+        if taker is not None:
+            taker.cancel()
 
     def end(self) -> None:
         """Hold nothing any more."""

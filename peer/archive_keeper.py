@@ -220,7 +220,7 @@ class Keeper:
 
     async def _adopt(self, manifest: Manifest, before: asyncio.Task[None] | None) -> None:
         if before is not None:
-            await before
+            await asyncio.wait([before])  # however it ended: these rules are newer
         self._between = True
         try:
             await self._put_down()

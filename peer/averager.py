@@ -127,9 +127,11 @@ class StageAverager(PeerService, WaysService, DecentralizedAverager):
         """Append the records up to `digest` from a peer's log; a future of catchup.Reach."""
         return self._call("catch_up", peer=peer, digest=digest, limit_bytes=limit_bytes)
 
-    def fetch_state(self, peer: str, *, current: int, after_round: int) -> Any:
+    def fetch_state(self, peer: str, *, current: int, after_round: int, hurry: bool) -> Any:
         """Download anchor and momentum into the other buffers; a future of catchup.State."""
-        return self._call("fetch_state", peer=peer, current=current, after_round=after_round)
+        return self._call(
+            "fetch_state", peer=peer, current=current, after_round=after_round, hurry=hurry
+        )
 
     def settle(self, round_number: int, attempt: int) -> Any:
         """Ask the members of an undecided attempt; a future of AttemptResult or None."""
@@ -383,7 +385,9 @@ class StageAverager(PeerService, WaysService, DecentralizedAverager):
                 limit_bytes=limit_bytes,
             )
 
-    async def _serve_fetch_state(self, peer: str, current: int, after_round: int) -> catchup.State:
+    async def _serve_fetch_state(
+        self, peer: str, current: int, after_round: int, hurry: bool
+    ) -> catchup.State:
         buffers = self._buffers
         with self.counting_refusals():
             state = await catchup.fetch_state(
@@ -395,6 +399,7 @@ class StageAverager(PeerService, WaysService, DecentralizedAverager):
                 folder=self.config.log_folder,
                 anchor=buffers.anchors[1 - current],
                 momentum=buffers.momenta[1 - current],
+                hurry=hurry,
             )
         await self.in_pool(self.log.start_from, state.record, state.certificate)
         return state

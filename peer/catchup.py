@@ -30,7 +30,7 @@ from dilocox.peer.record_folder import RecordFolder
 from dilocox.peer.roundlog import RoundLog
 from dilocox.peer.snapshot import STATE_FACTS_FILE, STATE_FILE, newest
 from dilocox.peer.state_file import Compute, NoState, ask_for_state, download_state
-from dilocox.peer.transport import STALL_S, PeerTransport
+from dilocox.peer.transport import PeerTransport
 
 HEADERS_LIMIT_S = 60.0  # of a walk along a chain, before the first record
 RECORDS_LIMIT_S = 600.0  # of all that is taken at once
@@ -180,8 +180,7 @@ async def _checked(
     older: bool = False,
 ) -> tuple[RoundRecord, bytes, bytes]:
     """A record, its bytes and its certificate."""
-    # the members of an exchange move as many bytes in its time
-    limit_s = min(max(STALL_S, check.manifest.deadlines.exchange_s), RECORDS_LIMIT_S)
+    limit_s = min(check.record_limit_s, RECORDS_LIMIT_S)
     data = await asyncio.wait_for(transport.fetch_record(peer, digest, older=older), limit_s)
     if data is None:
         raise ConnectionError(f"{peer} does not have the record {digest[:12]} any more")
@@ -240,11 +239,14 @@ async def fetch_state(
     folder: Path,
     anchor: Tensor,
     momentum: Tensor,
+    hurry: bool = False,
 ) -> State:
-    """Download a peer's state, newer than `after_round`, into the given vectors.
+    """Download a peer's state, newer than `after_round`, into the given vectors; `hurry` as for
+    `download_state`.
 
     Raises:
         NoState: it has none, or an older one.
+        TooSlow: in a hurry only.
         ConnectionError: the peer cannot be reached.
         FrameRefused, RecordRefused: what it sent is not sound; nothing was loaded.
         EnvironmentFault: no space on the disk.
@@ -253,7 +255,7 @@ async def fetch_state(
     if offer.record.round <= after_round:
         raise NoState(f"{peer} has a state of round {offer.record.round}, not after {after_round}")
     numel = check.layout.numel
-    path = await download_state(transport, offer, folder, numel=numel, compute=compute)
+    path = await download_state(transport, offer, folder, numel=numel, compute=compute, hurry=hurry)
     await compute(_load, path, anchor, momentum)
     path.unlink()
     return State(

@@ -24,15 +24,16 @@ from dilocox.peer.events import Committed, Event, EventQueue, Resynced
 from dilocox.peer.record import RecordRefused, RoundRecord
 from dilocox.peer.roundlog import Head, RoundLog
 from dilocox.peer.state_file import NoState
-from dilocox.peer.transport import BUSY_LIFETIMES, FrameRefused, PeerBusy
+from dilocox.peer.transport import BUSY_LIFETIMES, FrameRefused, PeerBusy, TooSlow
 from dilocox.peer.view import SwarmView
 
 logger = logging.getLogger(__name__)
 
 CALL_LIMIT_S = 6 * 3600.0  # of a whole model; a transfer that stalls fails much sooner
-WALK_LIMIT_S = 3 * RECORDS_LIMIT_S  # the averager ends it by itself, long before
+WALK_LIMIT_S = 3 * RECORDS_LIMIT_S  # the averager ends it by itself before
 PAUSE_AFTER_FAILURE_S = 1.0
 MAX_NOTED = 1000  # digests
+MAX_SLOW = 5  # then it is our own line that is slow
 
 
 class ChainFollower:
@@ -84,6 +85,7 @@ class ChainFollower:
         self._doubted: dict[tuple[str, bool], float] = {}
         self._ignored: set[str] = set()
         self._donor = ""  # whom the last state was asked of
+        self._slow: set[str] = set()  # donors that others may be faster than
         self._liars: set[str] = set()  # donors of wrong states, asked again where no others are
         self.states_taken = 0
 
@@ -187,11 +189,15 @@ class ChainFollower:
         donors = self._donors(view)
         if not donors:
             return
-        others = [donor for donor in donors if donor not in self._liars]
-        peer = self._donor = random.choice(view.within_reach(others or donors))
+        honest = [donor for donor in donors if donor not in self._liars] or donors
+        untried = [donor for donor in honest if donor not in self._slow]
+        hurry = bool(untried) and len(honest) > 1 and len(self._slow) < MAX_SLOW
+        peer = self._donor = random.choice(view.within_reach(untried if hurry else honest))
         logger.info("taking anchor and momentum from %s", peer[-6:])
         after_round = -1 if self._fork_round is not None else self._state_after
-        future = self._averager.fetch_state(peer, current=self.current, after_round=after_round)
+        future = self._averager.fetch_state(
+            peer, current=self.current, after_round=after_round, hurry=hurry
+        )
         self._begin(future, self._got_state)
 
     def _donors(self, view: SwarmView) -> list[str]:
@@ -229,20 +235,23 @@ class ChainFollower:
                 self._need_state = self._saves_bytes = False
                 self._no_state_before = time.monotonic() + self._record_lifetime_s
             self._not_before = time.monotonic() + PAUSE_AFTER_FAILURE_S
+        except TooSlow as error:
+            logger.info("looking for a faster donor: %s", error)
+            self._slow.add(self._donor)
         except PeerBusy as error:
             logger.info("%s", error)
             if not self._need_state:
                 self._doubt(busy=True)
             self._not_before = time.monotonic() + PAUSE_AFTER_FAILURE_S
         except (ConnectionError, RecordRefused, FrameRefused, asyncio.TimeoutError) as error:
-            reason = str(error) or type(error).__name__
+            reason, pause_s = str(error) or type(error).__name__, PAUSE_AFTER_FAILURE_S
             logger.warning("catching up failed, will try again: %s", reason)
             if not self._need_state:
                 self._doubt()
             # a state may be gigabytes over a line that breaks: that says nothing of the claim
             elif isinstance(error, RecordRefused | FrameRefused):
-                self._blame()
-            self._not_before = time.monotonic() + PAUSE_AFTER_FAILURE_S
+                pause_s = self._blame()
+            self._not_before = time.monotonic() + pause_s
         else:
             if on_done is not None:
                 on_done(result)
@@ -281,6 +290,7 @@ class ChainFollower:
         event = Resynced(state=state, fork_round=self._fork_round)
         self._need_state, self._fork_round, self._saves_bytes = False, None, False
         self.states_taken += 1
+        self._slow.clear()
         self._hand_over(event, lambda: self._switched(state.round, state.anchor_sha256))
 
     def _best_claim(self, view: SwarmView) -> tuple[str, ClaimRecord] | None:
@@ -306,13 +316,17 @@ class ChainFollower:
             logger.warning("nobody gives the record of round %d: ignored", self._wanted.round)
             self._ignore(self._wanted)
 
-    def _blame(self) -> None:
-        """One donor's wrong state speaks against that donor; against the claim, those of all."""
+    def _blame(self) -> float:
+        """One donor's wrong state speaks against that donor; against the claim, those of all. How
+        long to wait: nobody's traffic is to be spent on one wrong state after the other.
+        """
         if self._donor in self._liars:
             self._doubt()
+            return self._record_lifetime_s / 2
         if len(self._liars) >= MAX_NOTED:
             self._liars.clear()
         self._liars.add(self._donor)
+        return PAUSE_AFTER_FAILURE_S
 
     def _ignore(self, claim: ClaimRecord) -> None:
         if len(self._ignored) >= MAX_NOTED:

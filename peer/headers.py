@@ -7,6 +7,7 @@ has the digest that it was asked for by.
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ from typing import Any, Protocol
 from dilocox.peer.certificate import MAX_CERTIFICATE_BYTES
 from dilocox.peer.record import RecordRefused, RoundRecord, parse_header
 from dilocox.peer.record_folder import HEADER_BYTES
-from dilocox.peer.transport import Blob, FrameRefused, PeerTransport
+from dilocox.peer.transport import STALL_S, Blob, FrameRefused, PeerTransport
 
 
 class Fetch(Protocol):
@@ -75,9 +76,10 @@ async def fetch_header(
 async def fetch_certificate(
     transport: PeerTransport, peer: str, digest: str, *, older: bool = False
 ) -> bytes:
-    """The votes that committed a record, as this peer has them."""
+    """The votes that committed a record, as this peer has them. TimeoutError: they dripped."""
     want = {"what": "certificate", "digest": digest, "older": older}
-    blob = await transport.fetch(peer, want, limit_bytes=MAX_CERTIFICATE_BYTES)
+    fetching = transport.fetch(peer, want, limit_bytes=MAX_CERTIFICATE_BYTES)
+    blob = await asyncio.wait_for(fetching, STALL_S)
     if blob is None:
         raise RecordRefused(f"{peer} has no certificate of {digest[:12]}")
     return blob.data

@@ -19,6 +19,7 @@ from dilocox.peer.record import (
     max_record_bytes,
     parse_record,
 )
+from dilocox.peer.transport import STALL_S
 
 MAX_STATE_HEADER_BYTES = 1 << 16
 
@@ -54,6 +55,11 @@ class RecordCheck:
     def record_bytes(self) -> int:
         """The most bytes of a record."""
         return max_record_bytes(self.codec)
+
+    @property
+    def record_limit_s(self) -> float:
+        """How long a record may take to come: members of an exchange move as much in its time."""
+        return max(STALL_S, self.manifest.deadlines.exchange_s)
 
     @property
     def state_bytes(self) -> int:

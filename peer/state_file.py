@@ -13,6 +13,7 @@ names, which it does from the right momentum only.
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 from collections.abc import Awaitable, Callable, Generator
 from contextlib import contextmanager
@@ -34,6 +35,7 @@ from dilocox.peer.snapshot import sha256_of_file
 from dilocox.peer.transport import FrameRefused, PeerTransport
 
 PIECE_VALUES = 1 << 20
+HURRY_S = 3600.0  # a state that would take longer is looked for elsewhere
 
 Compute = Callable[..., Awaitable[Any]]
 """Runs a function with its arguments in a thread, so that the event loop goes on."""
@@ -68,7 +70,7 @@ async def ask_for_state(
 
     Raises:
         NoState: it has none, or one that does not help.
-        ConnectionError: the peer cannot be reached.
+        ConnectionError: the peer cannot be reached. TimeoutError: it gives its record by drops.
         RecordRefused, FrameRefused: what it says is not sound.
     """
     limit = check.state_bytes
@@ -85,7 +87,7 @@ async def ask_for_state(
         raise NoState(f"{peer} has written no state since the first round")
     if not helps(digest):
         raise NoState(f"the state of {peer} is not newer, or not on this chain")
-    data = await transport.fetch_record(peer, digest)
+    data = await asyncio.wait_for(transport.fetch_record(peer, digest), check.record_limit_s)
     if data is None or digest_of(data) != digest:
         raise FrameRefused(f"{peer} has no record for its state")
     certificate = await fetch_certificate(transport, peer, digest)
@@ -102,11 +104,20 @@ async def ask_for_state(
 
 
 async def download_state(
-    transport: PeerTransport, offer: StateOffer, folder: Path, *, numel: int, compute: Compute
+    transport: PeerTransport,
+    offer: StateOffer,
+    folder: Path,
+    *,
+    numel: int,
+    compute: Compute,
+    hurry: bool = False,
 ) -> Path:
     """Fetch the file into a folder, going on with what an earlier, broken download of it left.
 
+    hurry: give it up where it would take over an hour, as others may be faster.
+
     Raises:
+        TooSlow: in a hurry only.
         ConnectionError: the peer is gone, or has another state by now.
         FrameRefused: the file is not what the offer says, or no state of so many values.
         EnvironmentFault: no space on the disk; then nothing is left of it.
@@ -117,7 +128,7 @@ async def download_state(
         with _disk(path):
             for older in set(folder.glob("*.state")) - {path}:
                 older.unlink()
-        await _fetch_rest(transport, offer, path)
+        await _fetch_rest(transport, offer, path, hurry)
         with _disk(path):
             found = await compute(sha256_of_file, path)
         if found != offer.sha256:
@@ -129,7 +140,7 @@ async def download_state(
     return path
 
 
-async def _fetch_rest(transport: PeerTransport, offer: StateOffer, path: Path) -> None:
+async def _fetch_rest(transport: PeerTransport, offer: StateOffer, path: Path, hurry: bool) -> None:
     with _disk(path):
         file = path.open("ab")
     with file:
@@ -143,7 +154,11 @@ async def _fetch_rest(transport: PeerTransport, offer: StateOffer, path: Path) -
 
         want = {"what": "state", "offset": offset, "sha256": offer.sha256}
         limit = offer.size - offset
-        if await transport.fetch(offer.peer, want, limit_bytes=limit, sink=write) is None:
+        least = limit / HURRY_S if hurry else 0.0
+        fetching = transport.fetch(
+            offer.peer, want, limit_bytes=limit, sink=write, least_bytes_per_s=least
+        )
+        if await fetching is None:
             raise ConnectionError(f"{offer.peer} has another state by now")
         with _disk(path):
             file.flush()

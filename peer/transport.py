@@ -33,6 +33,7 @@ logger = logging.getLogger(__name__)
 
 CHUNK_BYTES = 64 * 1024
 STALL_S = 30.0  # a download in which nothing comes for so long has failed
+PACE_OVER_S = 60.0
 MAX_METADATA_BYTES = 64 * 1024
 BUSY_LIFETIMES = 10  # of a record: so long nobody is busy who has what it claims
 
@@ -42,6 +43,10 @@ _NOT_SERVED = re.compile(r"protocols? not supported")
 
 class FrameRefused(ValueError):
     """A frame from a peer that is not as it must be."""
+
+
+class TooSlow(ConnectionError):
+    """The peer gives what was asked for, but another one may give it much sooner."""
 
 
 class PeerBusy(ConnectionError):
@@ -230,8 +235,10 @@ class PeerTransport:
         *,
         limit_bytes: int,
         sink: Callable[[bytes], None] | None = None,
+        least_bytes_per_s: float = 0.0,
     ) -> Blob | None:
         """Download something; None if the peer does not have it. PeerBusy: it cannot serve it now.
+        TooSlow: it gave less than `least_bytes_per_s` for a minute.
 
         `sink` gets the chunks as they come (then `data` is empty); the size that the peer states is
         checked against `limit_bytes` before the first chunk is taken.
@@ -250,6 +257,7 @@ class PeerTransport:
                 )
             chunks: list[bytes] = []
             taken, kind = 0, byte_kind(want.get("what"))
+            since, before = time.monotonic(), 0
             while taken < size:
                 chunk = chunk_of(await asyncio.wait_for(anext(stream), STALL_S))
                 taken += len(chunk)
@@ -257,6 +265,10 @@ class PeerTransport:
                 if not chunk or taken > size:
                     raise FrameRefused(f"{peer} sent {taken} bytes of {size}")
                 (sink or chunks.append)(chunk)
+                if (waited_s := time.monotonic() - since) >= PACE_OVER_S:
+                    if taken - before < least_bytes_per_s * waited_s:
+                        raise TooSlow(f"{peer} gave {(taken - before) / waited_s:.0f} bytes/s")
+                    since, before = time.monotonic(), taken
             return Blob(facts=facts, data=b"".join(chunks))
 
     def _stub(self, peer: str) -> Any:

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from dilocox.dht.identity import Identity
-from dilocox.peer import catchup
+from dilocox.peer import catchup, headers, record_check
 from dilocox.peer.catchup import Reach, State, catch_up
 from dilocox.peer.record import RecordRefused, parse_header
 from dilocox.peer.record_check import RecordCheck
@@ -179,12 +179,13 @@ def test_a_header_that_lies_about_what_is_before_it_leads_nowhere(
     assert walk.log.rounds() == []
 
 
-@pytest.mark.parametrize("slow", ["headers", "records"])
+@pytest.mark.parametrize("slow", ["headers", "records", "certificates"])
 def test_a_peer_that_never_ends_its_answer_is_given_up(
     maker: ChainMaker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, slow: str
 ) -> None:
     monkeypatch.setattr(catchup, "HEADERS_LIMIT_S", 0.2 if slow == "headers" else 60.0)
-    monkeypatch.setattr(catchup, "STALL_S", 0.2)
+    for module in (headers, record_check):
+        monkeypatch.setattr(module, "STALL_S", 0.2)
     maker.train(0)
     walk = Walk(maker, tmp_path / "log")
     walk.check = replace(
@@ -196,7 +197,8 @@ def test_a_peer_that_never_ends_its_answer_is_given_up(
     fetch = walk.fetch
 
     async def forever(peer: str, want: dict[str, Any], **options: Any) -> Blob | None:
-        if slow == "headers" or not want.get("header"):
+        asked = "header" if want.get("header") else want["what"]
+        if slow == f"{asked}s":
             await asyncio.sleep(3600)
         return await fetch(peer, want, **options)
 

@@ -20,7 +20,7 @@ from dilocox.peer.chain import ChainFollower
 from dilocox.peer.events import Committed, EventQueue
 from dilocox.peer.record import RecordRefused
 from dilocox.peer.state_file import NoState
-from dilocox.peer.transport import PeerBusy
+from dilocox.peer.transport import PeerBusy, TooSlow
 from dilocox.peer.view import SwarmView
 from tests.peer.donors import Donor
 
@@ -80,13 +80,14 @@ class Behind:
     """A follower without a record, whose averager answers as it is told.
 
     asked: what it was asked to do, with the bytes that records may have or the state's round.
-    donors: whom states were asked of.
+    donors: whom states were asked of, hurried: and whether a slow one was to be given up.
     """
 
     donor: Donor
     answers: list[Any]
     asked: list[tuple[str, int | None]] = field(default_factory=list[tuple[str, "int | None"]])
     donors: list[str] = field(default_factory=list[str])
+    hurried: list[bool] = field(default_factory=list[bool])
     now: float = 5000.0
 
     def __post_init__(self) -> None:
@@ -107,7 +108,8 @@ class Behind:
     def _catch_up(self, peer: str, digest: str, *, limit_bytes: int | None) -> Any:
         return self._ask("records", limit_bytes)
 
-    def _fetch_state(self, peer: str, *, current: int, after_round: int) -> Any:
+    def _fetch_state(self, peer: str, *, current: int, after_round: int, hurry: bool) -> Any:
+        self.hurried.append(hurry)
         self.donors.append(peer)
         return self._ask("state", after_round)
 
@@ -228,7 +230,7 @@ def test_a_claim_whose_states_are_wrong_is_given_up_and_another_one_needs_none(
     behind.answers = [nothing(too_far=True)] + [RecordRefused("nonsense")] * 40
     for _ in range(40):
         behind.look()
-    assert 17 <= len(behind.asked) <= 19 and not behind.chain.behind(behind.view)
+    assert 5 <= len(behind.asked) <= 7 and not behind.chain.behind(behind.view)
     behind.answers = [nothing()]
     behind.look(digest="e" * 64)
     assert behind.asked[-1] == ("records", STATE_BYTES)
@@ -252,7 +254,29 @@ def test_one_donor_of_wrong_states_is_passed_over_and_the_claim_stands(behind: B
     behind.answers = [RecordRefused("nonsense")] * 40  # who lied is asked where nobody else is left
     for _ in range(40):
         behind.look()
-    assert behind.donors.count(OTHER) >= 15 and not behind.chain.behind(behind.view)
+    assert behind.donors.count(OTHER) >= 3 and not behind.chain.behind(behind.view)
+
+
+def test_a_slow_donor_is_left_for_others_until_none_is_faster(behind: Behind) -> None:
+    donors = (OTHER, "second", "third")
+    behind.answers = [nothing(too_far=True)] + [TooSlow("9 bytes/s")] * 3
+    for _ in range(4):
+        behind.look(holders=donors)
+    assert sorted(behind.donors) == sorted(donors) and all(behind.hurried)
+    behind.answers = [ConnectionError("it stalled")] * 20
+    for _ in range(20):
+        behind.look(holders=donors)
+    assert not any(behind.hurried[3:]), "the slowest way is better than none"
+    behind.answers = [ConnectionError("it stalled")]
+    behind.look(holders=(*donors, "fourth"))
+    assert (behind.donors[-1], behind.hurried[-1]) == ("fourth", True)
+
+
+def test_who_has_one_donor_is_in_no_hurry(behind: Behind) -> None:
+    behind.answers = [nothing(too_far=True), ConnectionError("it stalled")]
+    for _ in range(2):
+        behind.look()
+    assert behind.hurried == [False]
 
 
 def test_records_that_came_before_the_rest_was_cut_off_count(behind: Behind) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import AsyncIterator, Coroutine
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -11,7 +13,8 @@ from hivemind.p2p import P2P, P2PHandlerError
 from hivemind.p2p.p2p_daemon_bindings.utils import ControlFailure
 
 from dilocox.dht.identity import base58_encode
-from dilocox.peer.transport import PeerTransport, UploadLimit
+from dilocox.peer import transport as module
+from dilocox.peer.transport import PeerTransport, TooSlow, UploadLimit, reply
 
 CHUNK, RATE = 1000, 50_000.0  # a chunk takes 20 ms
 
@@ -78,6 +81,51 @@ def test_what_p2pd_says_of_a_peer_is_said_in_words(error: Exception, words: str)
     with pytest.raises(ConnectionError, match=f"^{peer} {words}") as caught:
         asyncio.run(transport.fetch(peer, {"what": "state"}, limit_bytes=1))
     assert "Connect failed" not in str(caught.value)
+
+
+def test_a_download_that_comes_too_slowly_is_given_up_where_that_was_asked_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now = [0.0]
+    clock = SimpleNamespace(monotonic=lambda: now[0])
+    monkeypatch.setattr(module, "time", clock)
+    chunks = 300
+
+    async def answer() -> AsyncIterator[Any]:
+        yield reply({"bytes": chunks * CHUNK})
+        for number in range(chunks):
+            now[0] += 1.0 if number < 90 else 10.0  # then it becomes slow
+            yield reply({}, bytes(CHUNK))
+
+    async def rpc_get(_request: Any) -> AsyncIterator[Any]:
+        return answer()
+
+    transport = PeerTransport(
+        p2p=cast("P2P", None),
+        stub_for=lambda *_: SimpleNamespace(rpc_get=rpc_get),
+        limit=UploadLimit(None),
+        record_bytes=1,
+    )
+
+    def fetch(least_bytes_per_s: float) -> int:
+        taken: list[bytes] = []
+        want, peer = {"what": "state"}, base58_encode(b"\x12\x20" + bytes(32))
+        fetching = transport.fetch(
+            peer,
+            want,
+            limit_bytes=chunks * CHUNK,
+            sink=taken.append,
+            least_bytes_per_s=least_bytes_per_s,
+        )
+        try:
+            asyncio.run(cast("Coroutine[Any, Any, Any]", fetching))
+        except TooSlow:
+            assert now[0] > 0
+        return len(taken)
+
+    assert fetch(0.0) == fetch(0.9 * CHUNK / 10) == chunks
+    assert 90 < fetch(0.5 * CHUNK) < 110
+    assert fetch(2.0 * CHUNK) == 60
 
 
 async def send(limit: UploadLimit, chunks: int, *, first: bool) -> None:

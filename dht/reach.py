@@ -7,6 +7,7 @@ others wait for it in vain.
 """
 
 import errno
+import logging
 import socket
 import time
 from collections.abc import Awaitable, Callable, Sequence
@@ -17,9 +18,12 @@ from typing import Any, Literal
 from dilocox.dht.errors import EnvironmentFault
 from dilocox.dht.invite import TcpAddress, bootstrap_address, listen_address
 
+logger = logging.getLogger(__name__)
+
 DIAL_TIMEOUT_S = 3.0
 # A bootstrap that is started at the same moment, as by docker compose, is up within this time.
 BOOTSTRAP_PATIENCE_S = 10.0
+BETWEEN_TRIES_S = 5.0
 
 Reachability = Literal["public", "mapped", "dial_out", "unknown"]
 
@@ -87,6 +91,21 @@ def reachable_bootstraps(bootstraps: Sequence[str], patience_s: float) -> tuple[
                 "that the bootstrap runs and that the invite is current"
             )
         time.sleep(0.5)
+
+
+def wait_for_bootstrap(bootstraps: Sequence[str]) -> None:
+    """Return as soon as one of them accepts a TCP connection; says in the log that it waits."""
+    told = False
+    while True:
+        try:
+            reachable_bootstraps(bootstraps, BOOTSTRAP_PATIENCE_S)
+        except EnvironmentFault as error:
+            if not told:
+                logger.warning("%s; trying until one can be", error)
+            told = True
+            time.sleep(BETWEEN_TRIES_S)
+        else:
+            return
 
 
 def dial_fault(address: str) -> str | None:

@@ -22,6 +22,10 @@ class StateFolder:
         """What belongs to a stage of a run: a folder that is moved away to join anew."""
         return self.path / f"{run}-stage{stage}"
 
+    def took_part(self, run: str) -> bool:
+        """Whether there is something of a run here."""
+        return any(self.path.glob(f"{run}-stage*"))
+
     def manifest(self, run: str) -> Path:
         """The newest signed manifest of a run that was seen here."""
         return self.path / f"{run}.signed"

@@ -27,6 +27,7 @@ from dilocox.dht.errors import EnvironmentFault
 from dilocox.dht.identity import Identity
 from dilocox.dht.invite import bootstrap_address
 from dilocox.dht.manifest import warnings
+from dilocox.dht.reach import wait_for_bootstrap
 from dilocox.peer.assembly import Assembly
 from dilocox.peer.averager import StageAverager
 from dilocox.peer.averaging import AveragerConfig, AveragerStuck, StageBuffers
@@ -65,6 +66,8 @@ def run_peer(options: PeerOptions) -> int:
         identity = Identity.load_or_create(folder.identity)
         listen = [f"/ip4/{options.host}/tcp/{options.port}"]
         try:
+            if folder.took_part(options.invite.run_id):  # who starts again is not to be lost
+                wait_for_bootstrap(options.invite.bootstraps)
             with joined(
                 options.invite,
                 identity,

@@ -115,3 +115,19 @@ def test_either_of_two_bootstraps_may_die(
     swarm.restart(third)
     swarm.wait_for_counted(third, after_round=third.rounds[-1]["round"], limit_s=ROUND_LIMIT_S)
     swarm.assert_equal_chains()
+
+
+@pytest.mark.swarm
+@pytest.mark.timeout(300)
+def test_a_peer_that_starts_again_waits_until_a_bootstrap_is_up(start_swarm: StartSwarm) -> None:
+    swarm = start_swarm(rounds={"inner_steps": 20})
+    peer = swarm.add_peer(step_s=STEP_S)
+    swarm.wait_for_rounds(1, ROUND_LIMIT_S)
+    swarm.kill_bootstrap()
+    assert swarm.terminate(peer) == 0
+    last = peer.rounds[-1]["round"]
+    swarm.restart(peer)
+    said = "trying until one can be"
+    swarm.wait(lambda: said in peer.log_text(), SEEN_LIMIT_S, "the peer says so")
+    swarm.restart_bootstrap()
+    swarm.wait_for_counted(peer, after_round=last, limit_s=ROUND_LIMIT_S)

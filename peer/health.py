@@ -3,7 +3,7 @@
 ended        the run has trained on all its tokens
 paused       the operator has paused it
 unreachable  neither a peer nor a bootstrap is to be seen
-waiting      nobody has joined yet, or all who did are still joining
+waiting      nobody has joined yet, or each stage without peers has one that is joining
 blocked      a stage has no peer, so no replica can be complete
 stalled      all stages have peers, but no round was committed for longer than rounds take
 training     everything else

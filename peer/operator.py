@@ -68,7 +68,7 @@ class Operator:
         deadline = time.monotonic() + PUBLISH_LIMIT_S
         while self.revisions.published < number:
             if not self._bootstrap_runs():
-                typer.echo(f"the bootstrap does not run: it publishes revision {number} later")
+                typer.echo(f"revision {number} is signed, but no bootstrap runs. When it does:")
                 return number
             if time.monotonic() > deadline:
                 raise EnvironmentFault(

@@ -24,7 +24,7 @@ from tests.guide_blocks import Block, unseen
 from tests.swarm.links import Links
 from tests.swarm.processes import TAG, Process, family, send_signal, shared_memory
 
-LEAVE_LIMIT_S = 60.0  # the guides promise no less
+LEAVE_LIMIT_S = 60.0  # twice what the guides promise
 GONE_LIMIT_S = 10.0
 ASK_LIMIT_S = 20.0
 MAX_SHOWN_LINES = 30  # of what a terminal printed

@@ -97,7 +97,7 @@ class ReplicaRecord(Record):
     epoch: grows with every change of the members.
     step_s: longest inner step of this round, in seconds.
     train_loss, val_loss: nats per token, None while unknown or not finite.
-    val_round: the round whose anchor `val_loss` is of.
+    val_round: the round whose anchor `val_loss` is of, -1 before the first one that was evaluated.
     waiting_share: of its last round, for averages; from 0 to 1.
     codec: of the activations.
     last_fault: one line, or empty.

@@ -69,6 +69,7 @@ class SwarmHistory:
     since, watched_since: when the curves begin, and when this monitor was started.
     losses: by round, train and validation loss in nats a token, None while unknown.
     voids: by stage, void rounds that its peers told, as a mean over them.
+    losses_not_finite: heads whose newest validation loss is none that can be, at the last look.
     """
 
     def __init__(self, stages: int, root: str, now: float):
@@ -80,6 +81,7 @@ class SwarmHistory:
         self.faults: deque[FaultLine] = deque(maxlen=MAX_FAULTS)
         self.faults_total = self.joined_total = self.left_total = 0
         self.voids = [0.0] * stages
+        self.losses_not_finite = 0
         self.seen_at: float | None = None  # when the swarm was last to be seen
         self._present: dict[str, int] = {}  # stage by peer
         self._voids_of: dict[str, int] = {}
@@ -157,13 +159,17 @@ class SwarmHistory:
         validation: dict[int, list[float]] = {}
         # one absurd number of a round would press the whole curve together
         last = median_low([each.round for each in replicas] or [0]) + ROUNDS_AHEAD
+        self.losses_not_finite = 0
         for each in replicas:
             if max(each.round, each.val_round) > last:
                 continue
             if each.train_loss is not None and sensible(each.train_loss):
                 weight = max(finite(each.tokens_per_s), 1e-9)
                 train.setdefault(each.round, []).append((each.train_loss, weight))
-            if each.val_loss is not None and sensible(each.val_loss) and each.val_round >= -1:
+            # a head that has evaluated an anchor names its round, and no loss if that is not finite
+            if each.val_loss is None or not sensible(each.val_loss):
+                self.losses_not_finite += each.val_round >= 0
+            elif each.val_round >= -1:
                 validation.setdefault(each.val_round, []).append(each.val_loss)
         for number, heard in train.items():
             weights = sum(weight for _, weight in heard)

@@ -88,6 +88,8 @@ def _swarm(look: SwarmLook, history: SwarmHistory, health: Health) -> Iterable[F
     loss = "of the newest round that has one, in nats a token."
     yield one("validation_loss", f"Validation loss {loss}", validation and validation[1])
     yield one("train_loss", f"Mean train loss {loss}", train and train[1])
+    lost = "Heads whose newest validation loss is not finite."
+    yield one("losses_not_finite", lost, history.losses_not_finite)
     waiting = "Share of their last round that replicas waited for averages, a mean."
     yield one("waiting_ratio", waiting, look.waiting_share)
     faults = "Faults that heads of replicas told."

@@ -41,6 +41,24 @@ def test_of_several_validation_losses_of_a_round_the_middle_one_counts() -> None
     assert swarm.history.validation == (3, 2.1)
 
 
+def test_heads_that_evaluated_and_have_no_finite_loss_are_counted_as_long_as_they_say_so() -> None:
+    swarm = ToldSwarm(replicas=5)
+    fine, one, other, early, liar = swarm.replicas
+    swarm.look()
+    assert swarm.history.losses_not_finite == 0
+    swarm.replicas[one] = replace(swarm.replicas[one], val_loss=None, val_round=4)
+    swarm.replicas[other] = replace(swarm.replicas[other], val_loss=1e30, val_round=4)
+    # nothing was evaluated yet, and a round that no other replica is near
+    swarm.replicas[early] = replace(swarm.replicas[early], val_loss=None, val_round=-1)
+    swarm.replicas[liar] = replace(swarm.replicas[liar], val_loss=None, val_round=10**9)
+    swarm.look()
+    assert swarm.history.losses_not_finite == 2
+    assert swarm.history.validation == (3, 2.4)  # the last one that was a number
+    swarm.replicas = {fine: swarm.replicas[fine]}
+    swarm.look()
+    assert swarm.history.losses_not_finite == 0
+
+
 def test_peers_that_come_leave_and_fall_silent_are_counted() -> None:
     swarm = ToldSwarm(stages=2, replicas=1, spares=1)
     swarm.look()

@@ -20,6 +20,7 @@ NAMES = {
     "tokens_per_second": {"run"},
     "validation_loss": {"run"},
     "train_loss": {"run"},
+    "losses_not_finite": {"run"},
     "round": {"run", "stage"},
     "round_bytes": {"run", "stage"},
     "rank": {"run", "stage", "statistic"},

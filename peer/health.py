@@ -19,6 +19,7 @@ from typing import Literal
 State = Literal["ended", "paused", "unreachable", "waiting", "blocked", "stalled", "training"]
 
 GOOD: tuple[State, ...] = ("ended", "paused", "training")
+IN_MOTION: tuple[State, ...] = ("stalled", "training")  # in all others no round can come
 STALL_ROUNDS = 3.0  # so many usual rounds without a commit are a stall
 STALL_AT_LEAST_S = 60.0
 MAX_NAMED = 4  # stages that a sentence names
@@ -43,6 +44,7 @@ class SwarmHealth:
     """What the sentence follows from.
 
     now, watched_since: seconds since the epoch; the monitor knows nothing from before the latter.
+    held_at: the last time the state was one in which no round can come, None while it never was.
     round_s: how long a round takes, 0 while nothing tells. patience_s: of an exchange with all its
     deadlines. reachable: whether a peer or a bootstrap is to be seen.
     unreachable_since: the last time that one was.
@@ -58,6 +60,7 @@ class SwarmHealth:
     paused: bool = False
     reachable: bool = True
     unreachable_since: float | None = None
+    held_at: float | None = None
 
 
 @dataclass(frozen=True)
@@ -107,6 +110,8 @@ def _moving(swarm: SwarmHealth) -> Health:
     limit_s = max(STALL_AT_LEAST_S, STALL_ROUNDS * swarm.round_s + swarm.patience_s)
     # one stage that stands still is enough: the anchors of the others move away from it
     oldest = min(stage.progress_at or swarm.watched_since for stage in swarm.stages)
+    # nobody could commit, or was seen to, before that
+    oldest = max(oldest, swarm.watched_since, swarm.held_at or swarm.watched_since)
     if swarm.now - oldest <= limit_s:
         return Health("training", "training" if swarm.replicas else "training: replicas form")
     return Health("stalled", f"stalled since {clock(oldest)}")

@@ -165,6 +165,7 @@ class Monitor:
         self._history.look(look)
         self._follow(look)
         health = swarm_health(self._watch.manifest, look, self._history)
+        self._history.judged(health, look.at)
         if (unreadable := self._watch.unreadable) is not None:  # it judges by older rules
             health = replace(health, sentence=f"{health.sentence}; {unreadable}")
         late = time.monotonic() >= self._saved_at + SAVE_PERIOD_S

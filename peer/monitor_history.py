@@ -18,6 +18,7 @@ from typing import Any
 
 from dilocox.dht.records import ReplicaRecord
 from dilocox.peer.files import write_atomically
+from dilocox.peer.health import IN_MOTION, Health
 from dilocox.peer.monitor_chain import Walk
 from dilocox.peer.monitor_look import SwarmLook, finite
 from dilocox.peer.monitor_rounds import StageRounds, thin_keys
@@ -83,6 +84,7 @@ class SwarmHistory:
         self.voids = [0.0] * stages
         self.losses_not_finite = 0
         self.seen_at: float | None = None  # when the swarm was last to be seen
+        self.held_at: float | None = None  # when it was last in a state without rounds
         self._present: dict[str, int] = {}  # stage by peer
         self._voids_of: dict[str, int] = {}
         self._last_faults: dict[str, tuple[int, str]] = {}
@@ -103,6 +105,11 @@ class SwarmHistory:
     def walked(self, walk: Walk, now: float) -> None:
         """Take in what a walk along a chain found."""
         self.stages[walk.stage].add(walk, now, self.root)
+
+    def judged(self, health: Health, now: float) -> None:
+        """Take in how the swarm is."""
+        if health.state not in IN_MOTION:
+            self.held_at = now
 
     @property
     def validation(self) -> tuple[int, float] | None:

@@ -66,6 +66,7 @@ def swarm_health(manifest: Manifest, look: SwarmLook, history: SwarmHistory) -> 
             paused=manifest.operation.state == "paused",
             reachable=look.reachable,
             unreachable_since=history.seen_at,
+            held_at=history.held_at,
         )
     )
 

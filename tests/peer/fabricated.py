@@ -176,7 +176,9 @@ class ToldSwarm:
             self.claims[stage] = dict.fromkeys(peers, claim)
 
     def health(self, look: SwarmLook) -> Health:
-        return swarm_health(self.manifest, look, self.history)
+        health = swarm_health(self.manifest, look, self.history)
+        self.history.judged(health, look.at)
+        return health
 
     def status(self, look: SwarmLook) -> dict[str, Any]:
         facts = RunFacts(run=RUN, invite=INVITE, manifest=self.manifest)

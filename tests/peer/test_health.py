@@ -109,6 +109,20 @@ def test_without_a_round_in_view_the_watch_itself_is_the_measure() -> None:
     assert sentence(fresh, watched_since=NOON - 3600) == "stalled since 11:00 UTC"
 
 
+def test_a_round_from_before_the_watch_is_no_measure() -> None:
+    long_ago = replace(FULL, progress_at=NOON - 7200)
+    assert sentence(long_ago, watched_since=NOON) == "training"
+    assert sentence(long_ago, watched_since=NOON, after_s=111) == "stalled since 12:00 UTC"
+
+
+def test_after_a_time_without_rounds_they_are_waited_for_anew() -> None:
+    before = replace(FULL, progress_at=NOON - 7200)
+    assert sentence(before, watched_since=NOON - 9000, held_at=NOON) == "training"
+    stalled = sentence(before, watched_since=NOON - 9000, held_at=NOON, after_s=111)
+    assert stalled == "stalled since 12:00 UTC"
+    assert sentence(replace(before, progress_at=NOON + 5), held_at=NOON, after_s=114) == "training"
+
+
 def test_spares_without_a_replica_are_said_to_form_one() -> None:
     assert sentence(FULL, FULL, replicas=0) == "training: replicas form"
 

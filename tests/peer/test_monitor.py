@@ -159,6 +159,18 @@ def test_a_gap_is_tried_again_now_and_then_and_not_for_ever(
     assert len(watched.chains.ordered) == 1 + monitor_module.MAX_GAP_TRIES - 1
 
 
+def test_rounds_are_waited_for_from_when_a_stage_had_a_peer_again(watched: Watched) -> None:
+    swarm, peers = watched.swarm, dict(watched.swarm.stages[0])
+    swarm.commit(0)
+    swarm.stages[0].clear()
+    swarm.at += 86400.0
+    watched.monitor.look()
+    assert watched.status()["health"]["state"] == "blocked"
+    swarm.stages[0].update(peers)
+    watched.monitor.look()
+    assert watched.status()["health"]["state"] == "training"
+
+
 def test_it_looks_as_often_as_peers_tell(watched: Watched) -> None:
     assert 4.0 < watched.monitor.turn() <= monitor_module.LONGEST_LOOK_PERIOD_S
 

@@ -16,6 +16,7 @@ import pytest
 from dilocox.dht.manifest_revision import in_state
 from dilocox.peer import monitor_page
 from dilocox.peer.metrics_server import PageServer
+from dilocox.peer.monitor_history import SwarmHistory
 from dilocox.peer.monitor_metrics import exposition
 from dilocox.peer.monitor_page import MonitorPages, content_policy
 from dilocox.peer.monitor_status import MAX_PEERS_SHOWN
@@ -123,6 +124,35 @@ def test_the_operators_pause_and_end_are_the_runs_health() -> None:
     assert swarm.health(swarm.look(after_s=86400.0)).sentence == "paused"  # and no stall
     swarm.manifest = in_state(running, "ended")
     assert swarm.health(swarm.look()).sentence == "ended"
+
+
+def test_a_run_that_goes_on_after_a_long_pause_is_not_stalled() -> None:
+    swarm = trained(stages=1, replicas=1, spares=0)
+    running = swarm.manifest
+    swarm.manifest = in_state(running, "paused")
+    assert swarm.health(swarm.look(after_s=86400.0)).sentence == "paused"
+    swarm.manifest = running
+    assert swarm.health(swarm.look()).sentence == "training"
+    assert swarm.health(swarm.look(after_s=86400.0)).state == "stalled"
+
+
+def test_a_stage_that_has_a_peer_again_after_long_is_not_stalled() -> None:
+    swarm = trained(stages=2, replicas=1, spares=0)
+    peers = dict(swarm.stages[1])
+    swarm.stages[1].clear()
+    assert swarm.health(swarm.look(after_s=86400.0)).state == "blocked"
+    swarm.stages[1].update(peers)
+    assert swarm.health(swarm.look()).state == "training"
+
+
+def test_a_monitor_that_was_away_for_long_waits_for_rounds_before_it_says_stalled(
+    tmp_path: Path,
+) -> None:
+    swarm = trained(stages=1, replicas=1, spares=0)
+    swarm.history.save(tmp_path / "kept.json")
+    kept, later = tmp_path / "kept.json", swarm.at + 86400.0
+    swarm.history = SwarmHistory.load(kept, 1, swarm.manifest.digest, later)
+    assert swarm.health(swarm.look(after_s=86405.0)).sentence == "training"
 
 
 def test_a_stage_whose_record_is_claimed_but_not_fetched_has_begun() -> None:

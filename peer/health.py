@@ -14,10 +14,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
-from typing import Literal
+from typing import Literal, get_args
 
 State = Literal["ended", "paused", "unreachable", "waiting", "blocked", "stalled", "training"]
 
+STATES: tuple[State, ...] = get_args(State)
 GOOD: tuple[State, ...] = ("ended", "paused", "training")
 IN_MOTION: tuple[State, ...] = ("stalled", "training")  # in all others no round can come
 STALL_ROUNDS = 3.0  # so many usual rounds without a commit are a stall

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-from dilocox.peer.health import Health
+from dilocox.peer.health import STATES, Health
 from dilocox.peer.monitor_history import SwarmHistory
 from dilocox.peer.monitor_look import SwarmLook
 from dilocox.peer.monitor_rounds import StageRounds
@@ -22,7 +22,7 @@ from dilocox.pipeline.candidates import cannot_be_reached
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 PREFIX = "dilocox_swarm_"
-STATES = ("joining", "spare", "training")
+PEER_STATES = ("joining", "spare", "training")
 RUN_LABEL = 12  # letters of the run id
 MAX_RANKS = 50
 MAX_VERSIONS = 10
@@ -79,6 +79,10 @@ def _swarm(look: SwarmLook, history: SwarmHistory, health: Health) -> Iterable[F
 
     validation, train = history.validation, history.train
     yield one("healthy", "1 if the run trains, is paused or has ended.", float(health.good))
+    states = Family("state", "gauge", "1 for the state that the status page says, 0 for others.")
+    for state in STATES:
+        states.add(float(state == health.state), state=state)
+    yield states
     yield one("replicas", "Replicas that train now.", len(look.replicas))
     yield one("tokens_per_second", "Tokens a second that all replicas state.", look.tokens_per_s)
     revision = "Of the operator's newest manifest."
@@ -116,7 +120,7 @@ def _stages(look: SwarmLook, history: SwarmHistory, health: Health) -> Iterable[
     voids = Family("voids", "gauge", "Void rounds that peers told, a mean over the stage's peers.")
     for stage in range(len(history.stages)):
         states = Counter(record.state for record in look.present(stage).values())
-        for state in STATES:
+        for state in PEER_STATES:
             peers.add(states[state], stage=stage, state=state)
         spares.add(states["spare"], stage=stage)
         blocked.add(float(stage in health.blocked), stage=stage)

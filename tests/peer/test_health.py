@@ -7,7 +7,8 @@ from datetime import datetime, timezone
 
 import pytest
 
-from dilocox.peer.health import GOOD, Health, StageHealth, SwarmHealth, health_of
+from dilocox.peer import health
+from dilocox.peer.health import GOOD, STATES, Health, StageHealth, SwarmHealth, health_of
 
 NOON = datetime(2026, 11, 20, 12, 0, tzinfo=timezone.utc).timestamp()
 FULL = StageHealth(hosts=2, joining=0, rounds=5, progress_at=NOON)
@@ -131,6 +132,11 @@ def test_a_swarm_out_of_sight_is_unreachable_since_it_was_seen_last() -> None:
     found = health_of(swarm(FULL, reachable=False, unreachable_since=NOON - 60))
     assert found == Health("unreachable", "unreachable: nobody answers since 11:59 UTC")
     assert sentence(FULL, reachable=False).endswith("since 11:00 UTC")
+
+
+def test_the_states_are_those_of_the_modules_text() -> None:
+    told = [line.split()[0] for line in str(health.__doc__).split("\n\n")[1].splitlines()]
+    assert tuple(told) == STATES
 
 
 def test_good_states_are_those_that_need_nobody() -> None:

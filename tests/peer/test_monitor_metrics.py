@@ -6,6 +6,8 @@ from dataclasses import replace
 
 from prometheus_client.parser import text_string_to_metric_families
 
+from dilocox.dht.manifest_revision import in_state
+from dilocox.peer.health import STATES
 from dilocox.peer.monitor_metrics import MAX_RANKS, MAX_VERSIONS, exposition
 from tests.peer.fabricated import RUN, ToldSwarm, peer_id, stage_record
 
@@ -36,6 +38,7 @@ NAMES = {
     "blocked": {"run", "stage"},
     "stage_unreachable": {"run", "stage"},
     "healthy": {"run"},
+    "state": {"run", "state"},
     "joined_total": {"run"},
     "left_total": {"run"},
 }
@@ -97,6 +100,16 @@ def test_peers_are_counted_by_stage_and_state() -> None:
     assert value(swarm, "spares", stage=1) == 2 and value(swarm, "replicas") == 3
     assert value(swarm, "joined_total") == 11  # who has left was never there
     assert value(swarm, "healthy") == 1 and value(swarm, "blocked", stage=1) == 0
+
+
+def test_the_state_is_one_of_all_and_the_others_are_zero() -> None:
+    swarm = trained(stages=1)
+    assert {state: value(swarm, "state", state=state) for state in STATES} == dict.fromkeys(
+        STATES, 0
+    ) | {"training": 1}
+    swarm.manifest = in_state(swarm.manifest, "ended")
+    assert value(swarm, "state", state="ended") == 1
+    assert value(swarm, "state", state="training") == 0
 
 
 def test_an_empty_stage_is_blocked_and_all_states_are_zero() -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from typer.testing import CliRunner
 
 from dilocox.dht.errors import InvalidInput
@@ -40,6 +41,12 @@ def test_its_command_is_one_that_dilocox_takes(monkeypatch: pytest.MonkeyPatch) 
     assert options.state == Path("/var/lib") / settings()["StateDirectory"]
     assert (options.port, options.announce) == (31337, ("/ip4/203.0.113.7/tcp/31337",))
     assert settings()["RestartPreventExitStatus"] == str(InvalidInput.exit_code)
+
+
+def test_it_may_open_as_many_files_as_a_container() -> None:
+    compose = yaml.safe_load((UNIT.parent / "compose.yaml").read_text())
+    limit = compose["services"]["bootstrap"]["ulimits"]["nofile"]
+    assert settings()["LimitNOFILE"] == str(limit)
 
 
 def test_the_guide_operates_it_as_the_user_whose_folder_it_is() -> None:

@@ -126,6 +126,12 @@ def test_no_peer_is_started_again_for_what_only_a_person_can_mend() -> None:
         assert peer["entrypoint"] == [tini, "-e", str(InvalidInput.exit_code), *rest]
 
 
+def test_the_guide_says_how_a_peer_comes_back_after_a_reboot() -> None:
+    text = (ROOT / "docs" / "volunteer.md").read_text()
+    (service,) = re.findall(r"`docker compose -f docker/compose\.yaml start (\S+)`", text)
+    assert SERVICES[service]["restart"] == "on-failure"  # it ended in order, so nothing starts it
+
+
 def test_what_is_mounted_exists() -> None:
     for name, service in SERVICES.items():
         for volume in service.get("volumes", []):

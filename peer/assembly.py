@@ -143,7 +143,7 @@ class Assembly:
     def _relays(self, peer: str) -> list[str]:
         """By whose way to ask this peer, if not directly."""
         place, stages = self._place, self.coordinator.view.stages
-        return relays_between(stages, place.me, place.stage, peer) if place.client_mode else []
+        return relays_between(stages, place.me, place.stage, peer, client_mode=place.client_mode)
 
     def _make_place(self, config: AveragerConfig, averager: StageAverager) -> Place:
         joined, me = self._joined, self._joined.identity.peer_id

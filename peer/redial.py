@@ -13,11 +13,13 @@ comes, the connection is given up, for it may hang for long after the cut has he
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import logging
 import random
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
+from itertools import zip_longest
 
 from hivemind.p2p import P2P, PeerID
 from hivemind.utils.multiaddr import Multiaddr
@@ -35,6 +37,7 @@ LOOK_S = 0.5
 CONNECT_LIMIT_S, ANSWER_LIMIT_S = 5.0, 3.0
 PATIENCE = 3  # failed questions, after which the connection is given up
 MAX_DIALLED = 64
+COMMON = 8  # of them dialled by everybody, so that of two peers each knows whom both have dialled
 AT_ONCE = 8
 
 Targets = Mapping[str, Sequence[str]]
@@ -46,36 +49,48 @@ def dial_targets(
 ) -> dict[str, tuple[str, ...]]:
     """Whom a peer that only dials out must have dialled, so that they can call it.
 
-    Those of its stage, with whom it averages; of the stages beside it, which may become its
-    neighbours; and of stage 0, whose heads recruit. The rest of the swarm if there is room.
+    Those of its stage watch it while they average, each the next members in the order of peer ids,
+    so those just before it come first. The heads of stage 0 recruit it. The rest passes letters on
+    to it; its neighbours in a replica it dials itself. Where there is not room for all, these take
+    turns, and each peer draws others, so that nobody is dialled by all but the common ones.
     """
+    hosts = {stage: _hosts(here, me) for stage, here in stages.items()}
+    own, heads = hosts.get(own_stage, {}), hosts.get(0, {}) if own_stage else {}
+    everybody = {peer: there for here in hosts.values() for peer, there in here.items()}
+    rest = [peer for peer in everybody if peer not in own and peer not in heads]
 
-    def order(stage: int) -> tuple[bool, int]:
-        return stage > 0 and abs(stage - own_stage) > 1, abs(stage - own_stage)
+    def drawn(peers: Iterable[str], by: str) -> list[str]:
+        return sorted(peers, key=lambda peer: _draw(by, peer))
 
-    found: dict[str, tuple[str, ...]] = {}
-    for stage in sorted(stages, key=order):
-        for peer, record in sorted(stages[stage].items()):
-            there = tuple(each for each in record.addresses if _is_of(peer, each))
-            if peer != me and record.state != "left" and not record.client_mode and there:
-                found[peer] = there
-    return dict(list(found.items())[:MAX_DIALLED])
+    before_me_first = sorted(own, key=lambda peer: (peer < me, peer), reverse=True)
+    turns = zip_longest(before_me_first, drawn(heads, me), drawn(rest, me))
+    order = [*drawn(everybody, "")[:COMMON], *(peer for turn in turns for peer in turn if peer)]
+    return {peer: everybody[peer] for peer in list(dict.fromkeys(order))[:MAX_DIALLED]}
 
 
 def relays_between(
-    stages: Mapping[int, Mapping[str, StageRecord]], me: str, own_stage: int, peer: str
+    stages: Mapping[int, Mapping[str, StageRecord]],
+    me: str,
+    own_stage: int,
+    peer: str,
+    *,
+    client_mode: bool,
 ) -> list[str]:
-    """Who passes requests of a peer that only dials out on to this one, in any order.
+    """Who passes this peer's requests on to that one, in any order; nobody where it can be called.
 
-    Nobody where it can be dialled. Of two that can only dial out neither can call the other, but
-    both have dialled these.
+    Who only dials out can be called by those it has dialled alone, so they pass on what others ask
+    it. client_mode: whether this peer only dials out, too; then those come first, to whom it has a
+    way already.
     """
     theirs = [stage for stage, here in stages.items() if peer in here and here[peer].client_mode]
     if not theirs:
         return []
-    dialled = dial_targets(stages, me, own_stage)
-    both = [each for each in dial_targets(stages, peer, theirs[0]) if each in dialled]
-    return random.sample(both, len(both))  # others at the next try: some may be gone
+    dialled = dial_targets(stages, peer, theirs[0])
+    if me in dialled and not client_mode:
+        return []
+    ways = dial_targets(stages, me, own_stage) if client_mode else dialled
+    known = [each for each in dialled if each in ways] or list(dialled)
+    return random.sample(known, len(known))  # others at the next try: some may be gone
 
 
 class Redialler:
@@ -146,7 +161,24 @@ class Redialler:
             logger.debug("no connection to %s to give up: %r", peer, error)
 
 
-@lru_cache(maxsize=4096)  # for each look and each request of a head at home
+def _hosts(here: Mapping[str, StageRecord], me: str) -> dict[str, tuple[str, ...]]:
+    """The addresses of those of a stage that can be dialled, by peer."""
+    found: dict[str, tuple[str, ...]] = {}
+    for peer, record in here.items():
+        if peer != me and record.state != "left" and not record.client_mode:
+            there = tuple(each for each in record.addresses if _is_of(peer, each))
+            if there:
+                found[peer] = there
+    return found
+
+
+@lru_cache(maxsize=1 << 15)  # as below
+def _draw(by: str, peer: str) -> bytes:
+    """Puts peers in an order of this one's own, of which who comes and goes changes little."""
+    return hashlib.sha256(f"{by} {peer}".encode()).digest()
+
+
+@lru_cache(maxsize=4096)  # for each look and each request to a peer at home
 def _is_of(peer: str, address: str) -> bool:
     try:
         return bootstrap_address(address).peer_id == peer

@@ -1,9 +1,9 @@
 """The network thread's way to p2pd: streams to other peers, and those that others open here.
 
 A short request (ping, reserve, assign, release) is a fresh stream with one frame there and one
-back; between two peers that can only dial out it goes as a letter (letters.py) by way of others,
-and every door passes letters on. A stream whose first frame is a `hello` may become a link: that is
-for network.py to say.
+back; to a peer that can only dial out, and has not dialled this one, it goes as a letter
+(letters.py) by way of others, and every door passes letters on. A stream whose first frame is a
+`hello` may become a link: that is for network.py to say.
 Whoever opens a stream is a stranger until its first frame has been answered, and strangers get
 little time, little memory and a limited number of streams. libp2p has proved their peer ids.
 """
@@ -73,7 +73,7 @@ class Door:
 
     answer: the reply to a request, by peer id; it must be quick. welcome: takes a stream that began
     with a hello, answers it, and says whether it keeps the stream. relays: by whose way to ask a
-    peer that cannot be dialled from here, in any order; empty for all others.
+    peer that cannot be called from here, in any order; empty for all others.
     """
 
     def __init__(

@@ -1,9 +1,9 @@
 """Requests that reach a peer by way of a third one: signed, addressed, short-lived, taken once.
 
 What: a letter is a request frame, sealed by whoever asks for one recipient, and the reply likewise.
-Why: of two peers that can only dial out neither can call the other, but both have dialled the same
-peers that can be reached, and such a one passes letters on (door.py). It is a stranger to both: it
-may lose a letter, but not make one up, change it, keep it for later or deliver it twice.
+Why: a peer that can only dial out can be called by those alone whom it has dialled. They can be
+reached by everybody, and pass letters on (door.py). Such a one is a stranger to both: it may lose a
+letter, but not make one up, change it, keep it for later or deliver it twice.
 How: the envelope of the DHT's records. Its key names run and recipient, so no letter can be taken
 for a record or for somebody else's; its sequence grows, and a reply has that of its letter.
 """

@@ -8,6 +8,7 @@ import pytest
 
 from dilocox.dht.records import StageRecord
 from dilocox.peer import redial
+from dilocox.peer.reach import MAX_WATCHED
 from dilocox.peer.redial import dial_targets, relays_between
 from tests.peer.fabricated import peer_id, stage_record
 
@@ -16,13 +17,45 @@ ME = peer_id(99)
 
 def host(number: int, **changes: object) -> tuple[str, StageRecord]:
     peer = peer_id(number)
-    address = f"/ip4/198.51.100.{number}/tcp/31337/p2p/{peer}"
+    address = f"/ip4/198.51.100.{number % 256}/tcp/31337/p2p/{peer}"
     return peer, replace(stage_record(), addresses=(address,), **changes)  # type: ignore[arg-type]
 
 
-def test_those_who_may_call_it_come_first() -> None:
-    stages = {stage: dict([host(stage)]) for stage in range(6)}
-    assert list(dial_targets(stages, ME, 4)) == [peer_id(n) for n in (4, 3, 5, 0, 2, 1)]
+def swarm_of(reachable: int, stages: int = 3) -> dict[int, dict[str, StageRecord]]:
+    """So many peers a stage that can be reached."""
+    return {
+        stage: dict(host(1000 * (stage + 1) + number) for number in range(reachable))
+        for stage in range(stages)
+    }
+
+
+def test_of_a_small_swarm_everybody_is_dialled() -> None:
+    stages = swarm_of(20)
+    assert set(dial_targets(stages, ME, 1)) == {peer for here in stages.values() for peer in here}
+
+
+def test_the_places_are_shared_by_own_stage_heads_and_the_rest() -> None:
+    stages = swarm_of(100)
+    dialled = list(dial_targets(stages, ME, 2))
+    assert len(dialled) == redial.MAX_DIALLED
+    common, drawn = dialled[: redial.COMMON], dialled[redial.COMMON :]
+    for here in stages.values():
+        assert 17 <= len(set(drawn) & set(here)) <= 19
+    order = sorted([*stages[2], ME])
+    at = order.index(ME)
+    watching = {order[at - back] for back in range(1, MAX_WATCHED + 1)}
+    assert watching <= set(dialled), "they would count it as dead"
+    assert all(set(dial_targets(stages, peer_id(n), n % 3)) >= set(common) for n in range(90, 99))
+
+
+def test_each_draws_others_and_one_that_comes_changes_little() -> None:
+    stages = swarm_of(100)
+    mine = dial_targets(stages, ME, 2)
+    heads = [set(dial_targets(stages, peer_id(n), 2)) & set(stages[0]) for n in range(500, 540)]
+    assert len(set[str]().union(*heads)) > 95, "some heads are dialled by nobody"
+    stages[0] |= dict([host(99_000)])
+    stages[1] |= dict([host(99_001)])
+    assert len(set(dial_targets(stages, ME, 2)) - set(mine)) <= 2
 
 
 def test_they_are_bounded() -> None:
@@ -47,19 +80,50 @@ def test_nobody_is_dialled_who_cannot_be_or_is_gone_or_names_another() -> None:
     assert dial_targets(stages, ME, 0) == {}
 
 
-def test_between_two_that_only_dial_out_those_pass_letters_on_whom_both_have_dialled(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_between_two_that_only_dial_out_those_pass_letters_on_whom_both_have_dialled() -> None:
     at_home, far = host(50, client_mode=True), host(51, client_mode=True)
     stages = {
         0: dict([at_home, host(1)]),
         1: dict([host(2)]),
         2: dict([far, host(3, state="left")]),
     }
-    orders = [relays_between(stages, at_home[0], 0, far[0]) for _ in range(50)]
+
+    def relays(peer: str) -> list[str]:
+        return relays_between(stages, at_home[0], 0, peer, client_mode=True)
+
+    orders = [relays(far[0]) for _ in range(50)]
     assert {tuple(sorted(order)) for order in orders} == {tuple(sorted((peer_id(1), peer_id(2))))}
     assert len({tuple(order) for order in orders}) == 2, "the same are asked again and again"
-    assert relays_between(stages, at_home[0], 0, peer_id(2)) == [], "it can be dialled"
-    assert relays_between(stages, at_home[0], 0, peer_id(77)) == []
-    monkeypatch.setattr(redial, "MAX_DIALLED", 1)  # each keeps ways to those of its own stage
-    assert relays_between(stages, at_home[0], 0, far[0]) == []
+    assert relays(peer_id(2)) == [], "it can be dialled"
+    assert relays(peer_id(77)) == []
+
+
+def test_in_a_large_swarm_any_two_that_only_dial_out_have_dialled_the_same_peers() -> None:
+    stages = swarm_of(100)
+    at_home, far = host(50, client_mode=True), host(51, client_mode=True)
+    stages[0] |= dict([at_home])
+    stages[2] |= dict([far])
+    both = relays_between(stages, at_home[0], 0, far[0], client_mode=True)
+    assert len(both) >= redial.COMMON
+    assert set(both) <= set(dial_targets(stages, at_home[0], 0))
+    assert set(both) <= set(dial_targets(stages, far[0], 2))
+
+
+def test_where_they_share_nobody_those_pass_letters_on_whom_the_other_one_has_dialled(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(redial, "MAX_DIALLED", 1)
+    monkeypatch.setattr(redial, "COMMON", 0)  # each keeps ways to those of its own stage
+    far = host(51, client_mode=True)
+    stages = {0: dict([host(1)]), 2: dict([far, host(2)])}
+    assert relays_between(stages, ME, 0, far[0], client_mode=True) == [peer_id(2)]
+
+
+def test_a_head_that_can_be_reached_asks_by_letter_whom_it_cannot_call() -> None:
+    stages = swarm_of(100)
+    far = host(51, client_mode=True)
+    stages[2] |= dict([far])
+    dialled = dial_targets(stages, far[0], 2)
+    for head in stages[0]:
+        relays = relays_between(stages, head, 0, far[0], client_mode=False)
+        assert set(relays) == (set() if head in dialled else set(dialled))

@@ -247,7 +247,7 @@ class Door:
         if frame.kind in REQUEST_KINDS:
             answer = self._answer(peer, frame)
         elif frame.kind == "letter":
-            answer = self._answered(frame)
+            answer = self._answered(peer, frame)
         elif frame.kind == "relay":
             answer = await self._passed_on(frame)
         else:
@@ -255,9 +255,9 @@ class Door:
         await stream.write(encode_prefix_and_header(answer))
         return False
 
-    def _answered(self, frame: Frame) -> Frame:
+    def _answered(self, bringer: str, frame: Frame) -> Frame:
         """The sealed answer to a letter, whoever brought it first."""
-        taken = self._letters.take(frame.letter)
+        taken = self._letters.take(frame.letter, bringer)
         if taken is None:
             return Frame(kind="no", facts={"reason": "it came before, or a later one did"})
         writer, request, number = taken

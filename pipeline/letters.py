@@ -10,6 +10,8 @@ for a record or for somebody else's; its sequence grows, and a reply has that of
 
 from __future__ import annotations
 
+import hashlib
+from collections import Counter
 from collections.abc import Callable
 
 from dilocox.dht.envelope import Envelope, Refused, seal, unseal
@@ -29,7 +31,9 @@ from dilocox.pipeline.frames import (
 LIFE_S = 5.0  # of a letter
 AHEAD_S = 2.0  # how far another one's run time may be ahead of ours
 MAX_WRITERS = 4096
-TAKEN_PER_S = 50  # each costs a signature, in a thread that has activations to move
+# Each costs a check, most a signature, in a thread that has activations to move. Whoever brings
+# nonsense must not have the letters refused that others bring.
+TAKEN_PER_S, TAKEN_OF_A_BRINGER_PER_S = 500, 50
 
 
 class Letters:
@@ -41,21 +45,30 @@ class Letters:
         self._now = now
         self._written = 0
         self._last: dict[str, tuple[int, float]] = {}  # by writer: sequence, until when it counts
-        self._second, self._taken = 0, 0  # letters of this second
+        self._second = 0
+        self._taken: Counter[str] = Counter()  # by bringer, in this second
+        self._read: set[bytes] = set()  # digests of the letters taken in it
 
     def write(self, to: str, request: Frame) -> tuple[bytes, int]:
         """A letter to this peer, and its number."""
         self._written = max(self._written + 1, int(self._now() * 1e6))  # grows beyond a restart
         return self._sealed("letter", to, self._written, request), self._written
 
-    def take(self, data: bytes) -> tuple[str, Frame, int] | None:
+    def take(self, data: bytes, bringer: str) -> tuple[str, Frame, int] | None:
         """Read a letter to this peer: its writer, the request and the letter's number.
 
+        bringer: id of the peer that passed it on, of whom only so many letters are read a second.
         None for one that came before, and for one that a later one overtook: a letter goes by
         several ways at once, so its copies come late through nobody's fault. Raises `FrameRefused`
         (letter, crowd, or what a frame is refused for).
         """
-        self._count()
+        second = int(self._now())
+        if second != self._second:
+            self._second, self._taken, self._read = second, Counter(), set()
+        digest = hashlib.sha256(data).digest()
+        if digest in self._read:
+            return None
+        self._count(bringer)
         letter = self._opened("letter", data)
         writer = letter.owner
         sequence, _ = self._last.get(writer, (-1, 0.0))
@@ -65,14 +78,16 @@ class Letters:
         if request.kind not in REQUEST_KINDS:
             raise FrameRefused("kind", f"{request.kind} in a letter")
         self._note(writer, letter)
+        self._read.add(digest)
         return writer, request, letter.sequence
 
-    def _count(self) -> None:
-        second = int(self._now())
-        self._taken = self._taken + 1 if second == self._second else 1
-        self._second = second
-        if self._taken > TAKEN_PER_S:
-            raise FrameRefused("crowd", f"over {TAKEN_PER_S} letters in a second")
+    def _count(self, bringer: str) -> None:
+        """Raise `FrameRefused` (crowd) where as many letters were read in this second as may be."""
+        if self._taken[bringer] >= TAKEN_OF_A_BRINGER_PER_S:
+            raise FrameRefused("crowd", f"{TAKEN_OF_A_BRINGER_PER_S} letters of a peer in a second")
+        if self._taken.total() >= TAKEN_PER_S:
+            raise FrameRefused("crowd", f"{TAKEN_PER_S} letters in a second")
+        self._taken[bringer] += 1
 
     def _note(self, writer: str, letter: Envelope) -> None:
         if len(self._last) >= MAX_WRITERS and writer not in self._last:

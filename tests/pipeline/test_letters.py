@@ -14,6 +14,7 @@ from dilocox.pipeline.frames import Frame, FrameRefused, encode_prefix_and_heade
 from dilocox.pipeline.letters import AHEAD_S, LIFE_S, Letters
 
 RUN = "0" * 32
+RELAY = "relay"
 ASK = Frame(kind="reserve", replica="head", epoch=3, facts={"stage": 2})
 YES = Frame(kind="yes", replica="head", epoch=3, facts={"state": "reserved"})
 
@@ -45,7 +46,7 @@ def three(identities: list[Identity], clock: Clock) -> list[Letters]:
 def test_a_request_and_its_answer(three: list[Letters], identities: list[Identity]) -> None:
     head, far, _ = three
     letter, number = head.write(identities[1].peer_id, ASK)
-    assert far.take(letter) == (identities[0].peer_id, ASK, number)
+    assert far.take(letter, RELAY) == (identities[0].peer_id, ASK, number)
     reply = far.reply(identities[0].peer_id, number, YES)
     assert head.read_reply(reply, identities[1].peer_id, number) == YES
 
@@ -55,14 +56,14 @@ def test_a_letter_is_taken_once_and_none_after_a_later_one(
 ) -> None:
     head, far, _ = three
     first, second, third = (head.write(identities[1].peer_id, ASK)[0] for _ in range(3))
-    assert far.take(second) is not None
-    assert far.take(second) is None, "it came by another way, too"
-    assert far.take(first) is None
-    assert far.take(third) is not None
-    assert far.take(second) is None, "by another way, late"
+    assert far.take(second, RELAY) is not None
+    assert far.take(second, RELAY) is None, "it came by another way, too"
+    assert far.take(first, RELAY) is None
+    assert far.take(third, RELAY) is not None
+    assert far.take(second, RELAY) is None, "by another way, late"
     clock.now += 60.0  # what it remembered of the head is gone, and so is the letters' life
     with pytest.raises(FrameRefused, match="of this moment"):
-        far.take(third)
+        far.take(third, RELAY)
 
 
 def test_a_restarted_writer_is_heard(
@@ -70,13 +71,13 @@ def test_a_restarted_writer_is_heard(
 ) -> None:
     head, far, _ = three
     for _ in range(10):
-        assert far.take(head.write(identities[1].peer_id, ASK)[0]) is not None
+        assert far.take(head.write(identities[1].peer_id, ASK)[0], RELAY) is not None
     clock.now += 0.5
     again = Letters(identities[0], RUN, clock.time)
-    assert far.take(again.write(identities[1].peer_id, ASK)[0]) is not None
+    assert far.take(again.write(identities[1].peer_id, ASK)[0], RELAY) is not None
 
 
-def test_who_is_flooded_with_letters_signs_no_more_than_so_many_a_second(
+def test_who_is_flooded_with_letters_reads_no_more_than_so_many_a_second(
     three: list[Letters],
     identities: list[Identity],
     clock: Clock,
@@ -85,16 +86,34 @@ def test_who_is_flooded_with_letters_signs_no_more_than_so_many_a_second(
     head, far, other = three
     to = identities[1].peer_id
     monkeypatch.setattr(letters, "MAX_WRITERS", 1)
-    for _ in range(letters.TAKEN_PER_S):
-        assert far.take(head.write(to, ASK)[0]) is not None
+    for count in range(letters.TAKEN_PER_S):
+        assert far.take(head.write(to, ASK)[0], f"relay {count % 25}") is not None
     for letter in (head.write(to, ASK)[0], b"nonsense"):
-        with pytest.raises(FrameRefused, match="in a second"):
-            far.take(letter)
+        with pytest.raises(FrameRefused, match=f"{letters.TAKEN_PER_S} letters in"):
+            far.take(letter, RELAY)
     clock.now += 1.0
     with pytest.raises(FrameRefused, match="1 others wrote"):
-        far.take(other.write(to, ASK)[0])
+        far.take(other.write(to, ASK)[0], RELAY)
     clock.now += LIFE_S  # the head's is forgotten
-    assert far.take(other.write(to, ASK)[0]) is not None
+    assert far.take(other.write(to, ASK)[0], RELAY) is not None
+
+
+def test_who_brings_nonsense_or_copies_has_no_letter_of_others_refused(
+    three: list[Letters], identities: list[Identity]
+) -> None:
+    head, far, _ = three
+    to = identities[1].peer_id
+    first, _ = head.write(to, ASK)
+    assert far.take(first, RELAY) is not None
+    for _ in range(2 * letters.TAKEN_PER_S):
+        assert far.take(first, "echo") is None
+    for count in range(2 * letters.TAKEN_PER_S):
+        kind = "letter" if count < letters.TAKEN_OF_A_BRINGER_PER_S else "crowd"
+        with pytest.raises(FrameRefused) as refused:
+            far.take(b"nonsense", "stranger")
+        assert refused.value.kind == kind
+    assert far.take(head.write(to, ASK)[0], RELAY) is not None
+    assert far.take(head.write(to, ASK)[0], "echo") is not None, "a copy counts for nothing"
 
 
 def test_a_letter_lives_seconds_though_clocks_differ_a_little(
@@ -105,15 +124,15 @@ def test_a_letter_lives_seconds_though_clocks_differ_a_little(
     clock.now += AHEAD_S - 0.1
     ahead, _ = head.write(to, ASK)
     clock.now -= AHEAD_S - 0.1
-    assert far.take(ahead) is not None
+    assert far.take(ahead, RELAY) is not None
     clock.now += 2 * AHEAD_S
     late, _ = head.write(to, ASK)
     clock.now -= 2 * AHEAD_S
     with pytest.raises(FrameRefused, match="of this moment"):
-        far.take(late)
+        far.take(late, RELAY)
     clock.now += 3 * AHEAD_S + LIFE_S
     with pytest.raises(FrameRefused, match="of this moment"):
-        far.take(late)
+        far.take(late, RELAY)
 
 
 def test_nobody_else_takes_it_and_no_reply_of_another_counts(
@@ -122,7 +141,7 @@ def test_nobody_else_takes_it_and_no_reply_of_another_counts(
     head, far, relay = three
     letter, number = head.write(identities[1].peer_id, ASK)
     with pytest.raises(FrameRefused, match="for somebody else"):
-        relay.take(letter)
+        relay.take(letter, RELAY)
     with pytest.raises(FrameRefused, match="another purpose"):
         far.read_reply(letter, identities[0].peer_id, number)
     head_id, far_id = identities[0].peer_id, identities[1].peer_id
@@ -148,7 +167,7 @@ def test_letters_of_another_run_and_records_are_none(
     )
     for data in (other, record):
         with pytest.raises(FrameRefused, match="for another purpose"):
-            three[1].take(data)
+            three[1].take(data, RELAY)
 
 
 @pytest.mark.parametrize("kind", ["yes", "hello", "go", "dissolve"])
@@ -157,7 +176,7 @@ def test_a_letter_holds_a_request(
 ) -> None:
     letter, _ = three[0].write(identities[1].peer_id, Frame(kind=kind))
     with pytest.raises(FrameRefused, match="in a letter"):
-        three[1].take(letter)
+        three[1].take(letter, RELAY)
     reply = three[1].reply(identities[0].peer_id, 1, ASK)
     with pytest.raises(FrameRefused, match="as an answer"):
         three[0].read_reply(reply, identities[1].peer_id, 1)
@@ -182,4 +201,4 @@ def test_whatever_comes_instead_is_refused(identities: list[Identity], data: st.
     )
     for odd in (bytes(broken), letter[:spot], inside, pack([1, 2])):
         with pytest.raises(FrameRefused):
-            far.take(odd)
+            far.take(odd, RELAY)

@@ -51,6 +51,7 @@ CLOSING_S = 0.5  # for each step of it
 STRANGERS, STRANGERS_OF_A_PEER = 256, 16
 RELAYS_ASKED = 2  # at once, with the same letter: the first that arrives is answered
 PASSING_LIMIT_S = 2.0  # a letter to its recipient and the reply back
+PASSED_ON, PASSED_ON_OF_A_PEER = 64, 8  # at once; few, for each takes the place of a stranger
 _REPLIES = frozenset({"reply", "no"})
 
 
@@ -93,6 +94,7 @@ class Door:
         self._answer = answer
         self._welcome = welcome
         self._strangers: Counter[str] = Counter()
+        self._passing: Counter[str] = Counter()  # letters on their way, by who asked
         self._address: Any = None
         self._p2p: Any = None
 
@@ -249,7 +251,7 @@ class Door:
         elif frame.kind == "letter":
             answer = self._answered(peer, frame)
         elif frame.kind == "relay":
-            answer = await self._passed_on(frame)
+            answer = await self._passed_on(peer, frame)
         else:
             raise FrameRefused("kind", f"{frame.kind} as the first frame")
         await stream.write(encode_prefix_and_header(answer))
@@ -264,12 +266,19 @@ class Door:
         reply = self._letters.reply(writer, number, self._answer(writer, request))
         return Frame(kind="reply", letter=reply)
 
-    async def _passed_on(self, frame: Frame) -> Frame:
+    async def _passed_on(self, asker: str, frame: Frame) -> Frame:
         """What the recipient of somebody's letter replies; it has dialled this peer, if any."""
         peer = text(frame.facts, "to", MAX_REPLICA)
+        if self._passing[asker] >= PASSED_ON_OF_A_PEER or self._passing.total() >= PASSED_ON:
+            self._traffic.refused["crowd"] += 1
+            return Frame(kind="no", facts={"reason": "crowd: too many letters are on their way"})
+        self._passing[asker] += 1
         passing = self._asked(peer, Frame(kind="letter", letter=frame.letter), _REPLIES)
         try:
             return (await asyncio.wait_for(passing, PASSING_LIMIT_S)).frame
         except Exception as error:  # noqa: BLE001 - see `_reached`
             reason = f"{type(error).__name__}: {error}"[:200]
             return Frame(kind="no", facts={"reason": reason})
+        finally:
+            self._passing[asker] -= 1
+            self._passing += Counter()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -90,3 +91,20 @@ def test_a_letter_that_was_brought_before_or_is_none_is_refused(
         assert b"reply" not in answer and b"reason" in answer
     assert len(far.asked) == 1
     until(lambda: far.network.refused["letter"] == 1)
+
+
+@pytest.mark.parametrize("limit", ["PASSED_ON", "PASSED_ON_OF_A_PEER"])
+def test_letters_to_who_does_not_answer_take_few_places_of_strangers(
+    peers: list[Peer], nodes: list[Node], monkeypatch: pytest.MonkeyPatch, limit: str
+) -> None:
+    relay, _, head, far = peers
+    monkeypatch.setattr(f"dilocox.pipeline.door.{limit}", 2)
+    head.relays = {far.id: [relay.id]}
+    carried = Frame(kind="relay", letter=b"?", facts={"to": far.id})
+    with frozen(nodes[3]), ThreadPoolExecutor() as pool:
+        held = [pool.submit(raw_stream, nodes[1], relay.id, carried) for _ in range(5)]
+        until(lambda: relay.network.refused["crowd"] == 3)
+        assert not all(each.done() for each in held)
+        assert head.network.request(relay.id, PING, 1.0).kind == "yes", "the door is open"
+        assert sum(b"crowd" in each.result() for each in held) == 3
+    assert head.network.request(far.id, PING, 5.0).kind == "yes", "the places are free again"

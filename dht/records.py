@@ -71,6 +71,7 @@ class StageRecord(Record):
     version: of its dilocox.
     addresses: multiaddrs that reach it.
     blocked: why this peer cannot train now, in one line, or empty.
+    compression_error: of its newest message in a round, |m - c| / |m|; None before there is one.
     """
 
     kind: ClassVar[Kind] = "stage"
@@ -87,6 +88,7 @@ class StageRecord(Record):
     version: str
     addresses: tuple[str, ...]
     blocked: str
+    compression_error: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -101,6 +101,7 @@ class Herald:
             version=__version__,
             addresses=place.addresses,
             blocked=own.blocked[:MAX_BLOCKED],
+            compression_error=own.compression_error,
         )
         claim = ClaimRecord(
             round=head.round,

@@ -371,6 +371,7 @@ class Learner:
             val_loss=val_loss if val_loss is not None and math.isfinite(val_loss) else None,
             val_round=tally.val_round,
             waiting_share=tally.waiting_share,
+            compression_error=tally.compression_error,
         )
         if (before.head, before.members) != (self.place.head, self.place.members):
             self._coordinator.announce()

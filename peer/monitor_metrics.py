@@ -12,6 +12,7 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from statistics import median_low
 from typing import Literal
 
 from dilocox.peer.health import STATES, Health
@@ -118,6 +119,11 @@ def _stages(look: SwarmLook, history: SwarmHistory, health: Health) -> Iterable[
         "stage_unreachable", "gauge", "1 if all peers of this stage can only dial out."
     )
     voids = Family("voids", "gauge", "Void rounds that peers told, a mean over the stage's peers.")
+    error = Family(
+        "compression_error_ratio",
+        "gauge",
+        "What the codec left unsent of a peer's newest message, by norm, a median over peers.",
+    )
     for stage in range(len(history.stages)):
         states = Counter(record.state for record in look.present(stage).values())
         for state in PEER_STATES:
@@ -126,7 +132,10 @@ def _stages(look: SwarmLook, history: SwarmHistory, health: Health) -> Iterable[
         blocked.add(float(stage in health.blocked), stage=stage)
         unreachable.add(float(cannot_be_reached(look.present(stage))), stage=stage)
         voids.add(history.voids[stage], stage=stage)
-    return peers, spares, blocked, unreachable, voids
+        stated = [record.compression_error for record in look.present(stage).values()]
+        if errors := [each for each in stated if each is not None]:
+            error.add(median_low(errors), stage=stage)
+    return peers, spares, blocked, unreachable, voids, error
 
 
 def _chains(look: SwarmLook, history: SwarmHistory) -> Iterable[Family]:

@@ -42,6 +42,7 @@ class LoopProgress:
     val_loss: float | None = None
     val_round: int = -1
     waiting_share: float = 0.0  # of its last round
+    compression_error: float | None = None  # of its newest message in a round
     position: int = 0  # in the data part
     head: str = ""
     members: tuple[str, ...] = ()

@@ -69,6 +69,7 @@ class Tally:
         self.train_loss: float | None = None
         self.val_loss: float | None = None
         self.val_round = -1
+        self.compression_error: float | None = None
         self.waiting_share = 0.0  # for averages, of the time between its last two records
 
     # ---- the loop tells --------------------------------------------------------------------------
@@ -171,6 +172,8 @@ class Tally:
         compression_error: |m - c| / |m| of this peer's message, None where it is not in the record.
         """
         record = event.record
+        if compression_error is not None and math.isfinite(compression_error):
+            self.compression_error = compression_error
         steps, loss = self._steps_of.pop(record.round, (0, None))
         self._count_waiting()
         now = time.monotonic()

@@ -52,6 +52,7 @@ def stage_record(**changes: Any) -> StageRecord:
         version="0.5.0",
         addresses=("/ip4/192.0.2.9/tcp/4001",),
         blocked="",
+        compression_error=0.25,
     )
     return replace(told, **changes)
 

@@ -178,6 +178,8 @@ def test_a_counted_record_says_what_the_codec_left_of_the_message(tmp_path: Path
     assert counted["residual_norm"] == pytest.approx(0.95 * 0.25 * length, rel=1e-4)
     assert (counted["matchmaking_s"], counted["payload_bytes"]) == (3.5, 77)
     assert followed["compression_error"] is None
+    loop.learner.publish()
+    assert loop.fake.progress.compression_error == counted["compression_error"]
     assert followed["residual_norm"] == counted["residual_norm"]
 
 

@@ -37,6 +37,7 @@ NAMES = {
     "last_round_timestamp_seconds": {"run", "stage"},
     "blocked": {"run", "stage"},
     "stage_unreachable": {"run", "stage"},
+    "compression_error_ratio": {"run", "stage"},
     "healthy": {"run"},
     "state": {"run", "state"},
     "joined_total": {"run"},
@@ -129,6 +130,16 @@ def test_a_stage_whose_peers_all_only_dial_out_is_unreachable() -> None:
     assert value(swarm, "stage_unreachable", stage=0) == 0
     swarm.stages[1].clear()
     assert value(swarm, "stage_unreachable", stage=1) == 0  # that is another trouble
+
+
+def test_the_compression_error_of_a_stage_is_what_most_of_its_peers_say() -> None:
+    swarm = trained(stages=2, replicas=3, spares=0)
+    liar, silent, *_ = swarm.stages[1]
+    swarm.stages[1][liar] = replace(swarm.stages[1][liar], compression_error=1e30)
+    assert value(swarm, "compression_error_ratio", stage=1) == 0.25
+    swarm.stages[1] = {silent: replace(swarm.stages[1][silent], compression_error=None)}
+    assert value(swarm, "compression_error_ratio", stage=1) is None
+    assert value(swarm, "compression_error_ratio", stage=0) == 0.25
 
 
 def test_chains_give_rounds_tokens_ranks_and_contributions() -> None:

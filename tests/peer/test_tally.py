@@ -133,6 +133,15 @@ def test_waiting_before_training_begins_does_not_count(
     assert events(tmp_path)[0]["waiting_share"] == 0.0
 
 
+def test_the_newest_compression_error_stays_where_a_record_lacks_this_peers_message(
+    tally: Tally,
+) -> None:
+    assert tally.compression_error is None
+    for number, error in enumerate([0.5, 0.75, None, float("nan")]):
+        tally.committed(committed(number), Outcome.COUNTED, tokens=1, compression_error=error)
+    assert tally.compression_error == 0.75
+
+
 def test_a_record_without_this_peer_has_none_of_its_tokens(tally: Tally, tmp_path: Path) -> None:
     other = next(outcome for outcome in Outcome if outcome is not Outcome.COUNTED)
     tally.committed(committed(0), other, tokens=128)

@@ -189,11 +189,11 @@ def small_disk() -> Iterator[Path]:
 
 
 @pytest.mark.swarm
-def test_full_disk_for_the_snapshot_ends_the_peer_with_the_folder_named(
+def test_disk_without_room_for_a_snapshot_ends_the_peer_with_the_folder_named(
     run: Run, invite: str, small_disk: Path
 ) -> None:
     peer = run("peer", invite, *LOCAL, "--state", str(small_disk / "state"))
-    fails(peer, 1, str(small_disk), "no space left on the disk", "free some")
+    fails(peer, 1, str(small_disk), "no snapshot fits on the disk", "free some")
     assert not list(small_disk.glob("**/*.partial"))
 
 

@@ -178,8 +178,11 @@ def summary(found: Replayed) -> str:
     if others:
         words += f", {others} only checked for want of the anchor before them"
     words += f", anchor sha256 {found.anchor_sha256}"
-    if found.confirmed:
-        words += f", equal to the state of round {found.confirmed[-1]}"
+    if not found.confirmed:
+        return words + ", compared with nothing: there is no state of these rounds"
+    words += f", equal to the state of round {found.confirmed[-1]}"
+    if found.replayed and found.confirmed[-1] < found.replayed[-1]:
+        words += ", after which there is none to compare with"
     return words
 
 

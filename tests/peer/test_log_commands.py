@@ -239,7 +239,7 @@ def test_an_archive_is_read_across_its_generations(maker: ChainMaker, tmp_path: 
         0,
         [
             f"stage 0: 5 rounds replayed (0 to 5), anchor sha256 {maker.anchors[-1]}, equal to "
-            "the state of round 4"
+            "the state of round 4, after which there is none to compare with"
         ],
     )
     code, lines = run("log", kept, "--stage", 0)

@@ -17,6 +17,7 @@ from dilocox import __version__
 from dilocox.dht.errors import DilocoxError
 from dilocox.peer import cli_model, cli_operate, cli_peer, cli_run
 from dilocox.peer.files import system_fault
+from dilocox.peer.logs import line_start
 from dilocox.peer.signals import leave_at_once
 from dilocox.peer.subprocesses import PREFIX
 
@@ -78,12 +79,12 @@ def main() -> NoReturn:
     try:
         app()
     except DilocoxError as error:
-        typer.echo(f"error: {error}", err=True)
+        typer.echo(f"{line_start()}error: {error}", err=True)
         sys.exit(error.exit_code)
     except OSError as error:
         fault = system_fault(error)
         if fault is None:
             raise
-        typer.echo(f"error: {fault}", err=True)
+        typer.echo(f"{line_start()}error: {fault}", err=True)
         sys.exit(fault.exit_code)
     sys.exit(0)

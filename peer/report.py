@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, Protocol, cast
 
 from dilocox.peer.files import disk_fault, write_atomically
+from dilocox.peer.logs import CLEAR_LINE
 
 STATES = ("joining", "spare", "training", "leaving", "resting")
 STATUS_PERIOD_S = 1.0
@@ -102,7 +103,6 @@ class Reporter:
         self._events = folder / "events.jsonl"
         self._terminal = sys.stderr.isatty()
         self._status_at = 0.0
-        self._line_length = 0
         self.listeners: list[Listener] = []
 
     def event(self, kind: str, **facts: Any) -> None:
@@ -119,7 +119,6 @@ class Reporter:
     def tell(self, kind: str, **facts: object) -> None:
         """One event of the replica that this peer is in, and a line in the log."""
         self.event(kind, **facts)
-        self._clear()
         logger.info("%s: %s", kind, shown_facts(facts))
 
     def status(self, status: Status, *, force: bool = False) -> None:
@@ -132,16 +131,12 @@ class Reporter:
         text = json.dumps(asdict(status))
         write_atomically(self._folder / "status.json", text.encode(), durable=False)
         if self._terminal:
-            self._progress(
-                f"round {status.round}  step {status.inner_step}/{status.inner_steps}  "
-                f"loss {shown_loss(status.train_loss)}  {status.tokens_per_s:,.0f} tokens/s  "
-                f"waiting {status.waiting_share:.1%}"
-            )
+            sys.stderr.write(CLEAR_LINE + progress_line(status))
+            sys.stderr.flush()
 
     def committed(self, report: RoundReport) -> None:
         """One line a round."""
         self.event("round", **asdict(report))
-        self._clear()
         logger.info(
             "round %d committed: %d inner steps, %d tokens of %d, train loss %s, validation %s "
             "(round %d), %.0f tokens/s, waiting %.1f%%, sent %.1f kB (fp16 %.1f kB), %s, "
@@ -166,18 +161,16 @@ class Reporter:
     def void(self, round_number: int, reason: str) -> None:
         """A round that came to nothing for this peer."""
         self.event("void", round=round_number, reason=reason)
-        self._clear()
         logger.info("round %d void: %s; nothing is lost, it goes on", round_number, reason)
 
-    def _progress(self, text: str) -> None:
-        sys.stderr.write("\r" + text.ljust(self._line_length))
-        sys.stderr.flush()
-        self._line_length = len(text)
 
-    def _clear(self) -> None:
-        if self._line_length:
-            sys.stderr.write("\r" + " " * self._line_length + "\r")
-            self._line_length = 0
+def progress_line(status: Status) -> str:
+    """What a terminal shows below the log; without a speed in no replica, where nothing moves."""
+    speed = f"{status.tokens_per_s:,.0f}" if status.head else "-"
+    return (
+        f"round {status.round}  step {status.inner_step}/{status.inner_steps}  "
+        f"loss {shown_loss(status.train_loss)}  {speed} tokens/s  waiting {status.waiting_share:.1%}"
+    )
 
 
 def shown_loss(loss: float | None) -> str:

@@ -88,8 +88,7 @@ class Serving:
         head = self._follower.head
         if head != self._learner.place.head:
             self._stepped_at = time.monotonic()
-        view = self._coordinator.view
-        blocked = "" if head else "; ".join(unfilled(view.stages, self._num_stages))
+        blocked = "" if head else self._blocked()
         if blocked != self._learner.place.blocked:
             if blocked:
                 logger.warning("the run is blocked: %s", blocked)
@@ -97,3 +96,13 @@ class Serving:
                 logger.info("the run is not blocked any more")
         self._learner.place = replace(self._learner.place, head=head, blocked=blocked)
         self._learner.publish()
+
+    def _blocked(self) -> str:
+        """Why no replica can be formed; as before where the look at the swarm is not one of now:
+        without a record of this peer, which is here, it does not show others either.
+        """
+        view = self._coordinator.view
+        own = (here[view.me].state for here in view.stages.values() if view.me in here)
+        if all(state in ("left", "joining") for state in own):
+            return self._learner.place.blocked
+        return "; ".join(unfilled(view.stages, self._num_stages))

@@ -197,6 +197,23 @@ def test_a_spare_says_which_stages_keep_the_run_from_training(
     assert (last.levelname, last.message) == ("INFO", "the run is not blocked any more")
 
 
+def test_it_says_nothing_of_stages_before_its_own_record_is_in_view(
+    served: Server, caplog: pytest.LogCaptureFixture
+) -> None:
+    for own in ({}, {ME: stage_record(state="joining")}, {ME: stage_record(state="left")}):
+        served.loop.fake.view = SwarmView(me=ME, stages={0: {}, 1: own})
+        served.part.turn()
+        assert served.loop.fake.progress.blocked == ""
+    served.loop.fake.view = SwarmView(me=ME, stages={0: {}, 1: {ME: stage_record()}})
+    served.part.turn()
+    served.loop.fake.view = SwarmView(me=ME)  # the DHT does not answer
+    served.part.turn()
+    assert served.loop.fake.progress.blocked == "stage 0 has no peer"
+    assert [record.message for record in caplog.records] == [
+        "the run is blocked: stage 0 has no peer"
+    ]
+
+
 # ---- moving --------------------------------------------------------------------------------------
 def test_a_free_spare_moves_when_it_is_its_turn_and_nobody_recruits_it_any_more(
     served: Server,

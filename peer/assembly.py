@@ -86,9 +86,7 @@ class Assembly:
         self.allowance = Allowance(options)
         reporter = Reporter(own)
         self._tell = reporter.tell
-        self._tally = Tally(
-            reporter=reporter, sent_bytes=lambda: buffers.sent_bytes, numel=layout.numel
-        )
+        self._tally = Tally(reporter=reporter, sent=buffers.sent.read, numel=layout.numel)
         self.coordinator = coordinator_of(
             self._place,
             joined,

@@ -6,10 +6,12 @@ from collections.abc import Sequence
 
 import torch
 
-BYTE_KINDS = ("averaging", "state")
-"""What payload bytes are for: exchanges and records, or the states of those who were away."""
+BYTE_KINDS = ("averaging", "record", "state")
+"""What payload bytes are for: exchanges, or records and states for those who were not in them."""
 REFUSALS = ("frame", "group", "share", "payload", "late", "vote", "question", "record")
 """Why the averaging process refuses what another peer sent."""
+
+_KINDS = {"record": "record", "certificate": "record", "state": "state"}
 
 
 class Counts:
@@ -38,4 +40,4 @@ class Counts:
 
 def byte_kind(what: object) -> str:
     """The kind of a download, by what was asked for."""
-    return "state" if what == "state" else "averaging"
+    return _KINDS.get(str(what), "averaging")

@@ -25,6 +25,7 @@ from dilocox.peer.logs import CLEAR_LINE
 STATES = ("joining", "spare", "training", "leaving", "resting")
 STATUS_PERIOD_S = 1.0
 PEER_ID_LETTERS = 40  # no other word is so long
+UNCOUNTED = {"undone": " (without yours, which go with a later one)", "repeated": " (again)"}
 
 logger = logging.getLogger(__name__)
 
@@ -69,7 +70,8 @@ class RoundReport:
     val_round: int
     tokens_per_s: float
     waiting_share: float
-    sent_bytes: int
+    sent_bytes: int  # with the records and states that others fetched
+    averaging_bytes: int  # for the average alone
     fp16_bytes: int  # what a ring all-reduce of fp16 values would have sent
     exchange_s: float | None
     matchmaking_s: float | None = None  # until the group stood
@@ -137,26 +139,7 @@ class Reporter:
     def committed(self, report: RoundReport) -> None:
         """One line a round."""
         self.event("round", **asdict(report))
-        logger.info(
-            "round %d committed: %d inner steps, %d tokens of %d, train loss %s, validation %s "
-            "(round %d), %.0f tokens/s, waiting %.1f%%, sent %.1f kB (fp16 %.1f kB), %s, "
-            "digest %s, anchor %s%s",
-            report.round,
-            report.inner_steps,
-            report.tokens,
-            report.record_tokens,
-            shown_loss(report.train_loss),
-            shown_loss(report.val_loss),
-            report.val_round,
-            report.tokens_per_s,
-            100 * report.waiting_share,
-            report.sent_bytes / 1e3,
-            report.fp16_bytes / 1e3,
-            counted(report.members, "member"),
-            report.digest[:12],
-            report.anchor_sha256[:12],
-            "" if report.outcome == "counted" else f" ({report.outcome})",
-        )
+        logger.info("%s", round_line(report))
 
     def void(self, round_number: int, reason: str) -> None:
         """A round that came to nothing for this peer."""
@@ -169,8 +152,43 @@ def progress_line(status: Status) -> str:
     speed = f"{status.tokens_per_s:,.0f}" if status.head else "-"
     return (
         f"round {status.round}  step {status.inner_step}/{status.inner_steps}  "
-        f"loss {shown_loss(status.train_loss)}  {speed} tokens/s  waiting {status.waiting_share:.1%}"
+        f"loss {shown_loss(status.train_loss)}  {speed} tokens/s  "
+        f"waiting {status.waiting_share:.1%}"
     )
+
+
+def round_line(report: RoundReport) -> str:
+    """A committed round in one line; short where this peer only took what is in its record."""
+    loss = f"validation {shown_validation(report.val_loss, report.val_round)}"
+    group = counted(report.members, "member")
+    stands = f"digest {report.digest[:12]}, anchor {report.anchor_sha256[:12]}"
+    if report.outcome == "followed":
+        return (
+            f"took round {report.round}: {report.record_tokens} tokens of others, {loss}, {group}, "
+            f"{stands}"
+        )
+    if report.outcome == "reset":  # some of the tokens are its own, of a state that is gone
+        return (
+            f"took round {report.round}: {report.record_tokens} tokens, {loss}, {group}, {stands}"
+        )
+    sent = (
+        f"sent {report.averaging_bytes / 1e3:.1f} kB (fp16 {report.fp16_bytes / 1e3:.1f} kB), "
+        f"{group}"
+    )
+    return (
+        f"round {report.round} committed: {report.inner_steps} inner steps, {report.tokens} tokens "
+        f"of {report.record_tokens}, train loss {shown_loss(report.train_loss)}, {loss}, "
+        f"{report.tokens_per_s:.0f} tokens/s, waiting {report.waiting_share:.1%}, "
+        f"{sent if report.members > 1 else 'alone, no average'}, {stands}"
+        f"{UNCOUNTED.get(report.outcome, '')}"
+    )
+
+
+def shown_validation(loss: float | None, round_number: int) -> str:
+    """A validation loss with the round of its anchor; before round 0 that is the start."""
+    if loss is None:
+        return shown_loss(loss)
+    return f"{shown_loss(loss)} ({'start' if round_number < 0 else f'round {round_number}'})"
 
 
 def shown_loss(loss: float | None) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from statistics import median_low
@@ -38,20 +38,21 @@ FOR_AVERAGES: tuple[Waiting, ...] = ("merge", "send", "record")  # what `waiting
 class Tally:
     """What this peer did, since it started and since its last round line."""
 
-    def __init__(self, *, reporter: Reporter, sent_bytes: Callable[[], int], numel: int):
-        """`sent_bytes()`: payload bytes so far; `numel`: values of the stage's flat vector.
+    def __init__(self, *, reporter: Reporter, sent: Callable[[], Mapping[str, int]], numel: int):
+        """`sent()`: payload bytes so far by kind (counts.py); `numel`: values of the stage's flat
+        vector.
 
         `computing_s` is set by the owner: all seconds that the stage has spent computing.
         """
         self._reporter = reporter
-        self._sent_bytes = sent_bytes
+        self._sent = sent
         self._numel = numel
         self._began = self._line_began = time.monotonic()
         self._waiting_s = self._line_waiting_s = 0.0
         self._waiting_since = self._began
         self._waiting_for: Waiting | None = None
         self._accounted_at, self._accounted_s = self._began, 0.0
-        self._line_sent_bytes = 0
+        self._line_sent: Mapping[str, int] = {}
         self._losses: list[float] = []
         # by round sent: inner steps and mean loss
         self._steps_of: dict[int, tuple[int, float | None]] = {}
@@ -179,7 +180,8 @@ class Tally:
         now = time.monotonic()
         wall_s = max(now - self._line_began, 1e-9)
         self.waiting_share = (self._waiting_s - self._line_waiting_s) / wall_s
-        sent_bytes = self._sent_bytes()
+        sent = self._sent()
+        since = {kind: count - self._line_sent.get(kind, 0) for kind, count in sent.items()}
         members = len(record.members)
         self._pending = RoundReport(
             round=record.round,
@@ -192,7 +194,8 @@ class Tally:
             val_round=-1,
             tokens_per_s=self.tokens_per_s,
             waiting_share=self.waiting_share,
-            sent_bytes=sent_bytes - self._line_sent_bytes,
+            sent_bytes=sum(since.values()),
+            averaging_bytes=since.get("averaging", 0),
             fp16_bytes=round(2 * 2 * self._numel * (members - 1) / members),
             exchange_s=event.exchange_s,
             matchmaking_s=event.matchmaking_s,
@@ -206,7 +209,7 @@ class Tally:
             anchor_sha256=event.anchor_sha256,
         )
         self._line_began, self._line_waiting_s = now, self._waiting_s
-        self._line_sent_bytes = sent_bytes
+        self._line_sent = sent
 
     # ---- the log is told -------------------------------------------------------------------------
     def report_round(self) -> None:

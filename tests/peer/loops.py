@@ -164,7 +164,7 @@ class Loop:
         )
         self.tally = Tally(
             reporter=Reporter(folder),
-            sent_bytes=lambda: self.buffers.sent_bytes,
+            sent=self.buffers.sent.read,
             numel=self.layout.numel,
         )
         self.fake = FakeCoordinator()

@@ -45,7 +45,7 @@ def test_counts_are_by_name_and_shared_ones_are_seen_by_both_sides_of_a_fork() -
     counts = Counts(BYTE_KINDS, shared=True)
     counts.add("state", 5)
     counts.add("state", 7)
-    assert (counts.read(), counts.total) == ({"averaging": 0, "state": 12}, 12)
+    assert (counts.read(), counts.total) == ({"averaging": 0, "record": 0, "state": 12}, 12)
     with pytest.raises(KeyError):
         counts.add("no such kind")
     assert counts._counts.is_shared()
@@ -62,7 +62,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 @pytest.fixture
 def tally(clock: Clock, tmp_path: Path) -> Tally:
-    return Tally(reporter=Reporter(tmp_path), sent_bytes=lambda: 0, numel=10)
+    return Tally(reporter=Reporter(tmp_path), sent=dict[str, int], numel=10)
 
 
 def publish(tally: Tally, *, head: str = "h") -> None:
@@ -306,7 +306,9 @@ def test_a_download_that_is_refused_is_counted_and_still_raised(service: PeerSer
     assert counted(service.refused) == {"record": 1}
 
 
-@pytest.mark.parametrize(("what", "kind"), [("state", "state"), ("record", "averaging")])
+@pytest.mark.parametrize(
+    ("what", "kind"), [("state", "state"), ("record", "record"), ("mean", "averaging")]
+)
 def test_downloads_are_counted_by_kind_on_both_sides(
     service: PeerService, what: str, kind: str, tmp_path: Path
 ) -> None:

@@ -49,9 +49,14 @@ def sent_bytes() -> torch.Tensor:
     return torch.zeros((), dtype=torch.int64)
 
 
+def sent_by_kind(total: torch.Tensor) -> dict[str, int]:
+    """A fifth of them is for no average."""
+    return {"averaging": int(total) * 4 // 5, "record": int(total) // 5}
+
+
 @pytest.fixture
 def tally(clock: Clock, sent_bytes: torch.Tensor, tmp_path: Path) -> Tally:
-    tally = Tally(reporter=Reporter(tmp_path), sent_bytes=lambda: int(sent_bytes), numel=NUMEL)
+    tally = Tally(reporter=Reporter(tmp_path), sent=lambda: sent_by_kind(sent_bytes), numel=NUMEL)
     tally.start()
     return tally
 
@@ -99,7 +104,7 @@ def test_a_round_line_holds_the_steps_loss_and_bytes_of_that_round(
     assert (line["inner_steps"], line["train_loss"]) == (3, 3.0)
     assert (line["tokens"], line["record_tokens"], line["chain_tokens"]) == (128, 400, 900)
     assert (line["val_loss"], line["val_round"]) == (3.25, 0)
-    assert line["sent_bytes"] == 5000
+    assert (line["sent_bytes"], line["averaging_bytes"]) == (5000, 4000)
     assert line["fp16_bytes"] == 2 * 2 * NUMEL * 3 / 4  # a ring moves 2 (n - 1) / n of the vector
     assert (line["waiting_share"], line["members"], line["outcome"]) == (0.1, 4, "counted")
     assert line["exchange_s"] == 0.25
@@ -123,7 +128,7 @@ def test_bytes_and_waiting_are_counted_once_from_line_to_line(
 def test_waiting_before_training_begins_does_not_count(
     clock: Clock, sent_bytes: torch.Tensor, tmp_path: Path
 ) -> None:
-    tally = Tally(reporter=Reporter(tmp_path), sent_bytes=lambda: int(sent_bytes), numel=NUMEL)
+    tally = Tally(reporter=Reporter(tmp_path), sent=lambda: sent_by_kind(sent_bytes), numel=NUMEL)
     with tally.waiting("send"):
         clock.now += 60
     tally.start()
@@ -249,7 +254,8 @@ REPORT = RoundReport(
     val_round=-1,
     tokens_per_s=100.0,
     waiting_share=0.025,
-    sent_bytes=1500,
+    sent_bytes=2500,
+    averaging_bytes=1500,
     fp16_bytes=4000,
     exchange_s=None,
     members=2,
@@ -309,23 +315,37 @@ def test_the_log_line_of_a_round_names_its_figures(
     with caplog.at_level(logging.INFO, logger="dilocox.peer.report"):
         Reporter(tmp_path).committed(replace(REPORT, outcome="undone"))
         Reporter(tmp_path).void(2, "nobody came")
-        Reporter(tmp_path).committed(replace(REPORT, members=1))
+        Reporter(tmp_path).committed(replace(REPORT, members=1, val_loss=5.96664))
     round_line, void_line, alone = (record.getMessage() for record in caplog.records)
     for words in (
         "round 1 committed",
         "8 inner steps",
         "512 tokens of 1024",
         "train loss 3.0000",
-        "validation - ",
+        "validation -, 100",
         "waiting 2.5%",
         "sent 1.5 kB (fp16 4.0 kB)",
         "2 members",
         "digest dddddddddddd",
-        "(undone)",
+        "(without yours, which go with a later one)",
     ):
         assert words in round_line
     assert void_line == "round 2 void: nobody came; nothing is lost, it goes on"
-    assert " 1 member, " in alone
+    assert ", waiting 2.5%, alone, no average, digest d" in alone and "sent" not in alone
+    assert ", validation 5.9666 (start), " in alone
+
+
+def test_a_round_that_a_peer_only_takes_is_no_work_of_its_own(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    report = replace(REPORT, inner_steps=0, tokens=0, val_loss=2.5, val_round=3)
+    with caplog.at_level(logging.INFO, logger="dilocox.peer.report"):
+        Reporter(tmp_path).committed(replace(report, outcome="followed"))
+        Reporter(tmp_path).committed(replace(report, outcome="reset"))
+    followed, reset = (record.getMessage() for record in caplog.records)
+    facts = "validation 2.5000 (round 3), 2 members, digest dddddddddddd, anchor aaaaaaaaaaaa"
+    assert followed == f"took round 1: 1024 tokens of others, {facts}"
+    assert reset == f"took round 1: 1024 tokens, {facts}"
 
 
 def test_a_loss_that_is_not_known_yet_is_a_dash() -> None:

@@ -108,8 +108,8 @@ class Terminal:
 
     @property
     def rounds(self) -> int:
-        """Of how many rounds a peer has said that they are committed."""
-        return self.output.count(" committed: ")
+        """How many rounds a peer has named: committed with it, or taken."""
+        return self.output.count(" committed: ") + self.output.count(" took round ")
 
     def wait_for_rounds(self, count: int, limit_s: float) -> None:
         """Wait until a peer has said so of this many rounds."""

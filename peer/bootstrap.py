@@ -35,6 +35,9 @@ from dilocox.peer.state_folder import StateFolder
 
 logger = logging.getLogger(__name__)
 
+# with another folder it would get another key, and with it begin another run
+BOOTSTRAP_RUNS = "the bootstrap of this folder runs already; stop it first"
+
 
 @dataclass(frozen=True, kw_only=True)
 class BootstrapOptions:
@@ -62,7 +65,7 @@ def run_bootstrap_command(options: BootstrapOptions) -> int:
     if options.metrics_port:
         check_port(options.metrics_host, options.metrics_port)
     folder = StateFolder(options.state)
-    with folder.locked(), StopSignal() as stop:
+    with folder.locked(BOOTSTRAP_RUNS), StopSignal() as stop:
         is_new = not folder.identity.exists()
         check_ports([options.listen])  # a start that fails should not leave a key behind
         identity = Identity.load_or_create(folder.identity)

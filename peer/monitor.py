@@ -38,6 +38,8 @@ from dilocox.peer.state_folder import StateFolder
 
 logger = logging.getLogger(__name__)
 
+MONITOR_RUNS = "another monitor uses this folder; stop it, or give this one another with --state"
+
 LONGEST_LOOK_PERIOD_S = 5.0
 SHORTEST_LOOK_PERIOD_S = 1.0
 SAVE_PERIOD_S = 60.0
@@ -65,7 +67,7 @@ class MonitorOptions:
 def run_monitor_command(options: MonitorOptions) -> int:
     """Watch until a signal comes; the exit code."""
     folder = StateFolder(options.state)
-    with folder.locked(), StopSignal() as stop:
+    with folder.locked(MONITOR_RUNS), StopSignal() as stop:
         check_port(options.host, options.port, option="")
         identity = Identity.load_or_create(folder.identity)
         kept = options.state / f"{options.invite.run_id}-monitor.json"

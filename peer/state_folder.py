@@ -10,6 +10,11 @@ from pathlib import Path
 from dilocox.dht.errors import EnvironmentFault
 from dilocox.peer.files import disk_fault, write_atomically
 
+PEER_RUNS = (
+    "another peer uses this state folder; stop it, or give this one a folder of its own with "
+    "--state"
+)
+
 
 class StateFolder:
     """The paths in a state folder, for one stage of one run at a time."""
@@ -45,11 +50,12 @@ class StateFolder:
         return self.path / f"{run}.stage"
 
     @contextmanager
-    def locked(self) -> Generator[None]:
-        """Keep other peers out; the lock ends with the process, however it ends.
+    def locked(self, in_use: str = PEER_RUNS) -> Generator[None]:
+        """Keep other processes out; the lock ends with this one, however it ends.
 
         Raises:
-            EnvironmentFault: another peer runs in this folder, or it cannot be written.
+            EnvironmentFault: `in_use`, where another one runs in this folder; or it cannot be
+                written.
         """
         try:
             self.path.mkdir(parents=True, exist_ok=True)
@@ -61,8 +67,5 @@ class StateFolder:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError as error:
-                raise EnvironmentFault(
-                    f"{self.path}: another peer uses this state folder; stop it, or give this "
-                    "one a folder of its own with --state"
-                ) from error
+                raise EnvironmentFault(f"{self.path}: {in_use}") from error
             yield

@@ -34,6 +34,9 @@ def test_a_state_folder_belongs_to_one_peer_at_a_time(tmp_path: Path) -> None:
             StateFolder(folder.path).locked(),
         ):
             pass
+        with pytest.raises(EnvironmentFault) as refused, StateFolder(folder.path).locked("busy"):
+            pass
+        assert str(refused.value) == f"{folder.path}: busy"
         with StateFolder(tmp_path / "other").locked():
             pass
     with folder.locked():

@@ -24,7 +24,12 @@ from dilocox.peer.signals import StopSignal
 __all__ = ["DoctorOptions", "run_doctor"]
 
 STOPPED = 130  # before it was done
-COLOURS: dict[Status, str] = {"ok": "green", "warning": "yellow", "failed": "bold red"}
+COLOURS: dict[Status, str] = {
+    "ok": "green",
+    "warning": "yellow",
+    "failed": "bold red",
+    "skipped": "dim",
+}
 MARK_WIDTH, NAME_WIDTH = 9, 11
 MAX_WIDTH = 120
 
@@ -75,7 +80,7 @@ def as_json(checks: Sequence[Check], part: Part | None, invite: Invite) -> dict[
 
 def verdict(checks: Sequence[Check], part: Part | None) -> str:
     """What it comes to, in one sentence."""
-    failed = [check.name for check in checks if check.status == "failed" and _is_cause(check)]
+    failed = [check.name for check in checks if check.status == "failed"]
     if failed:
         return f"This machine cannot take part yet: mend {', '.join(dict.fromkeys(failed))}."
     text = "This machine can take part"
@@ -83,10 +88,6 @@ def verdict(checks: Sequence[Check], part: Part | None) -> str:
         text += f": stage {part.stage}, about {rounded(part.tokens_per_s)} tokens/s"
     warned = list(dict.fromkeys(check.name for check in checks if check.status == "warning"))
     return f"{text}; see the warnings: {', '.join(warned)}." if warned else f"{text}."
-
-
-def _is_cause(check: Check) -> bool:
-    return check.text != "not checked"
 
 
 class Page:

@@ -237,7 +237,9 @@ class DaemonOwner:
             await asyncio.sleep(CLOCK_AGAIN_S if self._unanswered else CLOCK_PERIOD_S)
             before, answered = answered, await self._measure(self._options.bootstraps, again=True)
             if before and not answered:  # said once: it may stay away for days
-                logger.warning("no bootstrap answers; run time is kept as it was")
+                logger.warning(
+                    "no bootstrap answers; this machine's clock correction stays as it was"
+                )
 
     async def _measure(self, bootstraps: tuple[str, ...], *, again: bool = False) -> bool:
         """Ask these bootstraps for the time; whether one of them answered in time."""

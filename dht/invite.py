@@ -96,7 +96,7 @@ def bootstrap_address(address: str) -> TcpAddress:
 
 def listen_address(address: str) -> TcpAddress:
     """Check an address to listen on or to announce; raises `InvalidInput`."""
-    return _parse(_LISTEN, address, "/ip4/0.0.0.0/tcp/31337")
+    return _parse(_LISTEN, address, "/ip4/203.0.113.7/tcp/31337")
 
 
 def _is_peer_id(text: str) -> bool:

@@ -141,7 +141,7 @@ class _Resting:
             logger.info("going on")
         elif rest.until is None:
             state = self._options.state
-            logger.info("resting: %s; `dilocox resume --state %s` ends it", rest.words, state)
+            logger.info("resting: %s; `dilocox resume --state %s` ends it", rest.reason, state)
         else:
             logger.info("resting: %s; going on at %s", rest.words, _shown_time(rest.until))
         self._write_status(rest)

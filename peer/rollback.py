@@ -57,14 +57,18 @@ def _prepared(
     archive = state / f"{run}-archive-{manifest.root[:16]}"
     stages = dict(kept_run(archive).stages) if archive.exists() else {}
     empty = KeptChain(stage=0, records=(), states=())
-    later = [
-        entry
-        for chain in stages.values()
-        for entry in counting(chain.records, manifest)
-        if entry.round > round_number
+    rounds = [
+        entry.round for chain in stages.values() for entry in counting(chain.records, manifest)
     ]
-    if not later:
-        raise InvalidInput(f"--round {round_number}: the run has no later round; nothing to do")
+    if not rounds:
+        raise InvalidInput(
+            f"--round {round_number}: the archive has no round yet, so there is none to go back "
+            "behind"
+        )
+    if max(rounds) <= round_number:
+        raise InvalidInput(
+            f"--round {round_number}: the newest round is {max(rounds)}; give an earlier one"
+        )
     base: list[str] = []
     for stage in range(manifest.stages):
         chain = stages.get(stage, empty)

@@ -140,7 +140,8 @@ def test_it_says_why_it_rests_and_goes_on_when_it_is_resumed(
     after = status_of(state)
     assert (after["state"], "resting" in after) == ("joining", False)
     told = [record.getMessage() for record in caplog.records]
-    assert len(told) == 2 and "`dilocox resume --state" in told[0]  # once, not every second
+    assert len(told) == 2  # once, not every second
+    assert told[0] == f"resting: paused; `dilocox resume --state {state}` ends it"
 
 
 def test_the_figures_have_the_names_and_labels_of_a_peer_that_trains(state: Path) -> None:

@@ -184,10 +184,10 @@ def test_back_to_the_initial_weights(maker: ChainMaker, tmp_path: Path) -> None:
 
 def test_a_way_back_that_is_none_is_refused_by_name(maker: ChainMaker, tmp_path: Path) -> None:
     maker.train(0, 1, 2, 3, 4, 5)
-    with pytest.raises(InvalidInput, match="--round 3: the run has no later round"):
+    with pytest.raises(InvalidInput, match="--round 3: the archive has no round yet"):
         roll_back(maker, tmp_path / "boot", 3)  # the archive has nothing yet
     stage = archive_of(maker, tmp_path / "boot")
-    with pytest.raises(InvalidInput, match="--round 5: the run has no later round"):
+    with pytest.raises(InvalidInput, match="--round 5: the newest round is 5; give an earlier"):
         roll_back(maker, tmp_path / "boot", 5)
     RecordFolder(stage / "00000000" / "log").prune(keep=4)
     with pytest.raises(InvalidInput, match="--round 3: of stage 0 too few records are kept"):

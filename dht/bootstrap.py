@@ -27,6 +27,7 @@ WATCH_PERIOD_S = 1.0
 OTHERS_PERIOD_S = 20.0  # between pings of the other bootstraps, which also bring swarms together
 OTHERS_LIMIT_S = 5.0
 MAX_INVITE_ADDRESSES = 4
+RENEWAL_PATIENCE_S = 300.0  # without a renewal until that is told; what is there is valid for days
 
 
 class Companion(Protocol):
@@ -83,14 +84,14 @@ def run_bootstrap(
         on_ready(Invite(run, (*own, *others)[:MAX_BOOTSTRAPS]))
         companion = None if beside is None else beside(dht, swarm)
         published_at = pinged_at = clock.own_time()
+        renewals = Renewals()
         while not stop_event.wait(WATCH_PERIOD_S):
             if not dht.running:
                 raise EnvironmentFault("the DHT node has ended: start the bootstrap again")
             now = clock.own_time()
             if keeper.due or now - published_at > MANIFEST_REFRESH_S:
                 published_at = now
-                if not keeper.publish(swarm):
-                    logger.warning("the manifest could not be renewed; trying again later")
+                renewals.note(keeper.publish(swarm), now)
             if now - pinged_at > OTHERS_PERIOD_S:
                 pinged_at = now
                 swarm.bootstrap_answers(OTHERS_LIMIT_S)
@@ -100,6 +101,35 @@ def run_bootstrap(
         if companion is not None:
             companion.close()
         dht.close()
+
+
+class Renewals:
+    """Whether the DHT takes the manifest, told where it has not for a while.
+
+    A single failure is none of the operator's: one busy node in the swarm, or one that has just
+    got the manifest from another, is enough for it.
+    """
+
+    def __init__(self) -> None:
+        self._failing_since: float | None = None
+        self._told = False
+
+    def note(self, taken: bool, now: float) -> None:
+        """The manifest was published, or not, at `now`, in seconds."""
+        if taken:
+            if self._told:
+                logger.info("the manifest is renewed again")
+            self._failing_since, self._told = None, False
+            return
+        if self._failing_since is None:
+            self._failing_since = now
+        if not self._told and now - self._failing_since >= RENEWAL_PATIENCE_S:
+            self._told = True
+            logger.warning(
+                "the manifest could not be renewed for %.0f minutes: is this machine overloaded or "
+                "cut off? It stays valid for days; trying again",
+                (now - self._failing_since) / 60,
+            )
 
 
 def invite_addresses(

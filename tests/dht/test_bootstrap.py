@@ -120,6 +120,28 @@ def test_manifest_is_kept_alive(
         assert [published.get(timeout=60.0) for _ in range(4)] == [True] * 4
 
 
+def test_a_manifest_that_is_not_renewed_is_told_when_that_lasts_and_once(
+    caplog: pytest.LogCaptureFixture,
+):
+    caplog.set_level("INFO", "dilocox")
+    renewals = bootstrap.Renewals()
+    for now in (0.0, 60.0):
+        renewals.note(False, now)
+    renewals.note(True, 120.0)
+    for now in (180.0, 240.0, 420.0):
+        renewals.note(False, now)
+    assert not caplog.records
+    for now in (480.0, 540.0):
+        renewals.note(False, now)
+    (warning,) = caplog.records
+    assert "could not be renewed for 5 minutes" in warning.getMessage()
+    renewals.note(True, 600.0)
+    renewals.note(True, 660.0)
+    assert [record.getMessage() for record in caplog.records[1:]] == [
+        "the manifest is renewed again"
+    ]
+
+
 def test_bootstrap_whose_node_died_says_so(
     options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ):

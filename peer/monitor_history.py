@@ -85,6 +85,8 @@ class SwarmHistory:
         self.losses_not_finite = 0
         self.seen_at: float | None = None  # when the swarm was last to be seen
         self.held_at: float | None = None  # when it was last in a state without rounds
+        self._rules: int | None = None  # of the last rollback it knows, None before the first look
+        self._set_aside = range(0)  # numbers of the rounds that this one set aside
         self._present: dict[str, int] = {}  # stage by peer
         self._voids_of: dict[str, int] = {}
         self._last_faults: dict[str, tuple[int, str]] = {}
@@ -92,6 +94,7 @@ class SwarmHistory:
     # ---- a look ----------------------------------------------------------------------------------
     def look(self, look: SwarmLook) -> None:
         """Take in what the records say now."""
+        self._go_back(look)
         if look.reachable:
             self.seen_at = look.at
         if not look.answered:
@@ -125,6 +128,24 @@ class SwarmHistory:
         known = [(number, row[column]) for number, row in self.losses.items()]
         newest = max((each for each in known if each[1] is not None), default=None)
         return None if newest is None or newest[1] is None else (newest[0], newest[1])
+
+    def _go_back(self, look: SwarmLook) -> None:
+        """Forget the rounds that the operator has set aside since the last look."""
+        newest, known = max((rules for rules, _ in look.rollbacks), default=0), self._rules
+        self._rules = max(newest, known or 0)
+        if known is None or newest <= known:
+            return
+        last = min(number for rules, number in look.rollbacks if rules > known)
+        heads = [chain.head.round for chain in self.stages if chain.head is not None]
+        self._set_aside = range(last + 1, max([last, *heads, *self.losses]) + 1)
+        self.losses = {number: row for number, row in self.losses.items() if number <= last}
+        for chain in self.stages:
+            chain.go_back(last, look.at)
+        self.held_at = look.at  # no round after it can have come before now
+
+    def _counts(self, number: int) -> bool:
+        """Whether a round was not set aside; heads tell old losses until they go back, too."""
+        return number not in self._set_aside or self.stages[0].holds(number)
 
     def _come_and_go(self, look: SwarmLook) -> None:
         present = {peer: stage for stage in look.stages for peer in look.present(stage)}
@@ -170,9 +191,13 @@ class SwarmHistory:
         for each in replicas:
             if max(each.round, each.val_round) > last:
                 continue
-            if each.train_loss is not None and sensible(each.train_loss):
+            # it is of the round under way, the one after the newest record
+            counts = self._counts(each.round) or self._counts(each.round - 1)
+            if each.train_loss is not None and sensible(each.train_loss) and counts:
                 weight = max(finite(each.tokens_per_s), 1e-9)
                 train.setdefault(each.round, []).append((each.train_loss, weight))
+            if not self._counts(each.val_round):
+                continue
             # a head that has evaluated an anchor names its round, and no loss if that is not finite
             if each.val_loss is None or not sensible(each.val_loss):
                 self.losses_not_finite += each.val_round >= 0
@@ -212,6 +237,8 @@ class SwarmHistory:
             "present": self._present,
             "voids_of": self._voids_of,
             "last_faults": self._last_faults,
+            "rules": self._rules,
+            "set_aside": [self._set_aside.start, self._set_aside.stop],
         }
         write_atomically(path, json.dumps(kept).encode(), durable=False)
 
@@ -245,6 +272,9 @@ class SwarmHistory:
         self.voids = [float(each) for each in kept["voids"]]
         self._present = {str(peer): int(stage) for peer, stage in kept["present"].items()}
         self._voids_of = {str(peer): int(count) for peer, count in kept["voids_of"].items()}
+        rules = kept.get("rules")  # not in what older ones wrote
+        self._rules = None if rules is None else int(rules)
+        self._set_aside = range(*kept.get("set_aside", (0, 0)))
         faults = kept["last_faults"].items()
         self._last_faults = {str(head): (int(n), str(text)) for head, (n, text) in faults}
 

@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -30,7 +30,8 @@ class SwarmLook:
 
     at: run time, seconds since the epoch. stages, claims: by stage. replicas: by head, only of
     those that host stage 0. bootstraps: by peer id in the invite's order, whether they answer.
-    answered: whether the DHT gave an answer at all. revision: of the operator's manifest.
+    answered: whether the DHT gave an answer at all. revision, rollbacks: of the operator's
+    manifest.
     """
 
     at: float
@@ -40,6 +41,7 @@ class SwarmLook:
     bootstraps: Mapping[str, bool] = field(default_factory=dict[str, bool])
     answered: bool = True
     revision: int | None = None
+    rollbacks: Sequence[tuple[int, int]] = ()
 
     @property
     def reachable(self) -> bool:
@@ -113,6 +115,7 @@ class Looker:
             bootstraps=self._bootstraps(),
             answered=answered,
             revision=self.manifest.operation.revision,
+            rollbacks=self.manifest.operation.rollbacks,
         )
         return self._last
 

@@ -42,6 +42,7 @@ class StageRounds:
     tokens: by peer id. gaps: digests of records that nobody gave, and how often they were asked
     for again. head: the newest round. rounds: of the chain; records_seen, most_tokens: the same
     figures for counters, which never fall, not even when the chain goes on elsewhere.
+    paced_from: rounds from before it say nothing of the pace, seconds since the epoch.
     """
 
     def __init__(self) -> None:
@@ -51,12 +52,17 @@ class StageRounds:
         self.head: LoggedRound | None = None
         self.chain_tokens = 0
         self.rounds = self.records_seen = self.most_tokens = 0
+        self.paced_from = 0.0
         self._recent: dict[int, ChainRound] = {}
         self._known: dict[str, int] = {}  # round by digest
 
     def known(self, digest: str) -> bool:
         """Whether this record is counted."""
         return digest in self._known
+
+    def holds(self, number: int) -> bool:
+        """Whether a round of this number is among the newest of the chain."""
+        return number in self._recent
 
     @property
     def digests(self) -> Collection[str]:
@@ -75,8 +81,10 @@ class StageRounds:
                 self.gaps[walk.start] += 1
             return
         from_head = walk.start not in self.gaps
-        live = from_head and self.head is not None and len(walk.rounds) <= LIVE_ROUNDS
+        live = from_head and self.records_seen > 0 and len(walk.rounds) <= LIVE_ROUNDS
         if walk.connected and from_head:
+            if self.rounds and walk.end != root and not self.known(walk.end):
+                return  # it began before the operator went back, and ends where nothing counts
             self._abandon(walk, root)
         for each in reversed(walk.rounds):
             if not self.known(each.listed.digest):
@@ -91,15 +99,31 @@ class StageRounds:
             self.most_tokens = max(self.most_tokens, self.chain_tokens)
         self._thin()
 
+    def go_back(self, last: int, now: float) -> None:
+        """Take away the rounds after this one, as the operator did; the pace begins anew."""
+        self.paced_from = now
+        self._take_away(last)
+        older = [digest for digest, number in self._known.items() if number > last]
+        for digest in older:  # of these nothing but their number is known
+            del self._known[digest]
+        self.rounds -= len(older)
+        self.points = [point for point in self.points if point.round <= last]
+        if (newest := max(self._recent, default=None)) is not None:
+            base = self._recent[newest]
+            self.head, self.chain_tokens = base.listed, base.chain_tokens
+        elif last < 0:
+            self.head, self.chain_tokens = None, 0
+
     def per_hour(self, now: float) -> float | None:
         """Rounds an hour, from those that were seen to come; None while there are too few."""
-        times = [p.at for p in self.points[-RATE_POINTS:] if p.at and p.at >= now - RATE_WINDOW_S]
+        begin = max(now - RATE_WINDOW_S, self.paced_from)
+        times = [p.at for p in self.points[-RATE_POINTS:] if p.at and p.at >= begin]
         return (len(times) - 1) / (now - times[0]) * 3600 if len(times) > 1 else None
 
     @property
     def usual_s(self) -> float:
         """Median time between two of the last rounds that were seen to come, 0 while unknown."""
-        times = [each.at for each in self.points[-9:] if each.at is not None]
+        times = [p.at for p in self.points[-9:] if p.at is not None and p.at >= self.paced_from]
         steps = [late - early for early, late in pairwise(times)]
         return median(steps) if steps else 0.0
 
@@ -126,7 +150,9 @@ class StageRounds:
     def _abandon(self, walk: Walk, root: str) -> None:
         """Take away the rounds that the chain has left."""
         last = -1 if walk.end == root else self._known.get(walk.end, -1)
-        kept = {each.listed.digest for each in walk.rounds}
+        self._take_away(last, {each.listed.digest for each in walk.rounds})
+
+    def _take_away(self, last: int, kept: Collection[str] = ()) -> None:
         for number, each in list(self._recent.items()):
             if number <= last or each.listed.digest in kept:
                 continue
@@ -159,6 +185,7 @@ class StageRounds:
             "rounds": self.rounds,
             "records_seen": self.records_seen,
             "most_tokens": self.most_tokens,
+            "paced_from": self.paced_from,
             "known": self._known,
             "recent": [
                 {"chain_tokens": each.chain_tokens, "members": each.members}
@@ -179,6 +206,7 @@ class StageRounds:
         made.head = None if kept["head"] is None else _listed(kept["head"])
         made.chain_tokens, made.rounds = int(kept["chain_tokens"]), int(kept["rounds"])
         made.records_seen, made.most_tokens = int(kept["records_seen"]), int(kept["most_tokens"])
+        made.paced_from = float(kept.get("paced_from", 0.0))  # not in what older ones wrote
         made._known = {str(digest): int(number) for digest, number in kept["known"].items()}
         for each in kept["recent"]:
             listed = _listed(each["listed"])

@@ -155,12 +155,24 @@ class ToldSwarm:
             bootstraps=dict(self.bootstraps),
             answered=self.answered,
             revision=self.manifest.operation.revision,
+            rollbacks=self.manifest.operation.rollbacks,
         )
         self.history.look(look)
         return look
 
-    def commit(self, number: int, tokens: int = 1000, after_s: float = 5.0) -> None:
-        """A round of every stage, by all peers that train there."""
+    def commit(
+        self,
+        number: int,
+        tokens: int = 1000,
+        after_s: float = 5.0,
+        *,
+        branch: str = "",
+        before: int | None = None,
+    ) -> None:
+        """A round of every stage, by all peers that train there.
+
+        branch: other bytes of the same number. before: the round that it follows, and of branch "".
+        """
         self.at += after_s
         for stage, peers in self.stages.items():
             members = {peer: tokens for peer, told in peers.items() if told.state == "training"}
@@ -169,7 +181,9 @@ class ToldSwarm:
                 stage,
                 number,
                 members,
-                root=self.manifest.digest,
+                previous=digest(stage, before) if before is not None else None,
+                root=self.manifest.root,
+                branch=branch,
                 chain_tokens=chain.chain_tokens + tokens * len(members),
             )
             self.history.walked(walk_of([made], stage=stage), self.at)

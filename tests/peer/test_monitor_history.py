@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from dilocox.dht.manifest_revision import back_to
 from dilocox.peer.monitor_history import MAX_FAULTS, MAX_SAMPLES, Samples, SwarmHistory, cut
-from tests.peer.fabricated import NOW, ToldSwarm, peer_id, stage_record
+from tests.peer.fabricated import NOW, ToldSwarm, digest, peer_id, stage_record
 
 
 def texts(swarm: ToldSwarm) -> list[str]:
@@ -31,6 +32,61 @@ def test_a_round_that_no_other_replica_is_near_enters_no_curve() -> None:
     swarm.replicas[liar] = replace(swarm.replicas[liar], round=10**9, val_round=10**9)
     swarm.look()
     assert max(swarm.history.losses) == 4
+
+
+def trained_and_back(tmp_path: Path, *, down: bool = False) -> ToldSwarm:
+    """Losses up to round 24, then the operator went back to round 1; `down`: unwatched."""
+    swarm = ToldSwarm(stages=1, replicas=2, spares=0)
+    for number in range(24):
+        told(swarm, number)
+        swarm.commit(number)
+        swarm.look()
+    swarm.manifest = back_to(swarm.manifest, 1, [digest(0, 1)])
+    if down:
+        swarm.history.save(tmp_path / "kept.json")
+        swarm.history = SwarmHistory.load(
+            tmp_path / "kept.json", 1, swarm.manifest.root, swarm.at + 60
+        )
+    swarm.look()  # its heads tell of round 24 still
+    return swarm
+
+
+def told(swarm: ToldSwarm, number: int) -> None:
+    """The heads tell of a round under way, and of the anchor before it."""
+    for head, record in swarm.replicas.items():
+        swarm.replicas[head] = replace(
+            record, round=number, val_round=number - 1, train_loss=2.0, val_loss=3.0 - number / 10
+        )
+
+
+@pytest.mark.parametrize("down", [False, True])
+def test_losses_of_rounds_that_the_operator_set_aside_leave_the_curve(
+    tmp_path: Path, down: bool
+) -> None:
+    swarm = trained_and_back(tmp_path, down=down)
+    assert swarm.history.validation == (1, pytest.approx(2.8))
+    assert sorted(swarm.history.losses) == [-1, 0, 1]
+    told(swarm, 24)
+    swarm.commit(24, branch="x", before=1)
+    told(swarm, 25)
+    swarm.look()
+    assert sorted(swarm.history.losses) == [-1, 0, 1, 24, 25]
+
+
+def test_what_is_newest_after_a_rollback_is_so_even_under_smaller_numbers(tmp_path: Path) -> None:
+    swarm = trained_and_back(tmp_path)
+    swarm.commit(2, branch="x", before=1)
+    told(swarm, 3)
+    swarm.look()
+    assert swarm.history.validation == (2, pytest.approx(2.7))
+    assert swarm.history.train == (3, 2.0)
+
+
+def test_a_rollback_is_no_stall_and_its_tokens_are_not_counted(tmp_path: Path) -> None:
+    swarm = trained_and_back(tmp_path)
+    look = swarm.look(after_s=30.0)
+    assert swarm.health(look).state == "training"
+    assert swarm.status(look)["totals"]["tokens"] == 2 * 2 * 1000
 
 
 def test_of_several_validation_losses_of_a_round_the_middle_one_counts() -> None:

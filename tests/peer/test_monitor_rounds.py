@@ -78,6 +78,41 @@ def test_a_fork_with_other_round_numbers_takes_away_all_after_its_base() -> None
     assert stage.rounds == 4 and stage.tokens == Counter({"a": 30, "b": 3, "c": 7})
 
 
+def test_when_the_operator_goes_back_later_rounds_are_taken_away_and_the_pace_begins_anew() -> None:
+    stage = StageRounds()
+    for number in range(6):
+        made = chain_round(0, number, {"a": 10}, root=ROOT, chain_tokens=number)
+        walked(stage, [made], at=float(number))
+    stage.go_back(1, 600.0)
+    assert stage.rounds == 2 and stage.tokens == Counter({"a": 20}) and not stage.holds(2)
+    assert stage.head is not None and (stage.head.round, stage.chain_tokens) == (1, 1)
+    assert stage.per_hour(600.0) is None and stage.usual_s == 0
+    before = digest(0, 1)
+    for number in (6, 7, 8):
+        made = chain_round(0, number, {"a": 10}, previous=before, branch="x", root=ROOT)
+        walked(stage, [made], at=600.0 + 10 * number)
+        before = made.listed.digest
+    assert stage.per_hour(680.0) == pytest.approx(2 / 20 * 3600) and stage.usual_s == 10
+    assert [point.round for point in stage.points] == [0, 1, 6, 7, 8]
+
+
+def test_going_back_before_the_first_round_leaves_nothing_and_the_next_one_has_a_time() -> None:
+    stage = StageRounds()
+    walked(stage, chain_of(2 * DETAILED), at=5.0)
+    stage.go_back(-1, 600.0)
+    assert (stage.head, stage.rounds, stage.chain_tokens, stage.points) == (None, 0, 0, [])
+    walked(stage, [chain_round(0, 200, {"a": 1}, previous=ROOT, branch="x")], at=610.0)
+    assert stage.rounds == 1 and stage.progress_at == 610.0
+
+
+def test_a_walk_that_began_before_the_operator_went_back_takes_nothing_away() -> None:
+    stage = StageRounds()
+    walked(stage, chain_of(6))
+    stage.go_back(2, 600.0)
+    walked(stage, chain_of(1, start=6))  # it ends at round 5, which was known as it began
+    assert stage.rounds == 3 and stage.head is not None and stage.head.round == 2
+
+
 def test_what_nobody_gives_is_a_gap_that_is_filled_later() -> None:
     stage = StageRounds()
     newest = chain_of(2, start=5)

@@ -216,8 +216,10 @@ class SwarmHistory:
 
     @property
     def counters(self) -> tuple[float, ...]:
-        """All that must never fall, for whoever keeps it."""
-        chains = (each for chain in self.stages for each in (chain.records_seen, chain.most_tokens))
+        """What must not fall when a monitor starts again, for whoever keeps it."""
+        chains = (
+            each for chain in self.stages for each in (chain.records_seen, chain.chain_tokens)
+        )
         return (self.faults_total, self.joined_total, self.left_total, *self.voids, *chains)
 
     # ---- on disk ---------------------------------------------------------------------------------

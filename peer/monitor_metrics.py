@@ -88,7 +88,7 @@ def _swarm(look: SwarmLook, history: SwarmHistory, health: Health) -> Iterable[F
     yield one("tokens_per_second", "Tokens a second that all replicas state.", look.tokens_per_s)
     revision = "Of the operator's newest manifest."
     yield one("manifest_revision", revision, look.revision)
-    tokens = history.stages[0].most_tokens
+    tokens = history.stages[0].chain_tokens  # it falls when the operator goes back
     yield one("tokens_total", "Tokens behind the records of stage 0.", tokens, "counter")
     loss = "of the newest round that has one, in nats a token."
     yield one("validation_loss", f"Validation loss {loss}", validation and validation[1])

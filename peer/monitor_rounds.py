@@ -40,8 +40,8 @@ class StageRounds:
     """One stage's chain.
 
     tokens: by peer id. gaps: digests of records that nobody gave, and how often they were asked
-    for again. head: the newest round. rounds: of the chain; records_seen, most_tokens: the same
-    figures for counters, which never fall, not even when the chain goes on elsewhere.
+    for again. head: the newest round. rounds: of the chain; records_seen: the same for a counter,
+    which never falls, not even when the chain goes on elsewhere.
     paced_from: rounds from before it say nothing of the pace, seconds since the epoch.
     """
 
@@ -51,7 +51,7 @@ class StageRounds:
         self.gaps: dict[str, int] = {}
         self.head: LoggedRound | None = None
         self.chain_tokens = 0
-        self.rounds = self.records_seen = self.most_tokens = 0
+        self.rounds = self.records_seen = 0
         self.paced_from = 0.0
         self._recent: dict[int, ChainRound] = {}
         self._known: dict[str, int] = {}  # round by digest
@@ -96,7 +96,6 @@ class StageRounds:
         if from_head:
             newest = walk.rounds[0]
             self.head, self.chain_tokens = newest.listed, newest.chain_tokens
-            self.most_tokens = max(self.most_tokens, self.chain_tokens)
         self._thin()
 
     def go_back(self, last: int, now: float) -> None:
@@ -184,7 +183,6 @@ class StageRounds:
             "chain_tokens": self.chain_tokens,
             "rounds": self.rounds,
             "records_seen": self.records_seen,
-            "most_tokens": self.most_tokens,
             "paced_from": self.paced_from,
             "known": self._known,
             "recent": [
@@ -205,7 +203,7 @@ class StageRounds:
         made.gaps = {str(digest): int(tries) for digest, tries in kept["gaps"].items()}
         made.head = None if kept["head"] is None else _listed(kept["head"])
         made.chain_tokens, made.rounds = int(kept["chain_tokens"]), int(kept["rounds"])
-        made.records_seen, made.most_tokens = int(kept["records_seen"]), int(kept["most_tokens"])
+        made.records_seen = int(kept["records_seen"])
         made.paced_from = float(kept.get("paced_from", 0.0))  # not in what older ones wrote
         made._known = {str(digest): int(number) for digest, number in kept["known"].items()}
         for each in kept["recent"]:

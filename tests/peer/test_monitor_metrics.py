@@ -6,10 +6,10 @@ from dataclasses import replace
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from dilocox.dht.manifest_revision import in_state
+from dilocox.dht.manifest_revision import back_to, in_state
 from dilocox.peer.health import STATES
 from dilocox.peer.monitor_metrics import MAX_RANKS, MAX_VERSIONS, exposition
-from tests.peer.fabricated import RUN, ToldSwarm, peer_id, stage_record
+from tests.peer.fabricated import RUN, ToldSwarm, digest, peer_id, stage_record
 
 NAMES = {
     "peers": {"run", "stage", "state"},
@@ -155,6 +155,16 @@ def test_chains_give_rounds_tokens_ranks_and_contributions() -> None:
     assert value(swarm, "contribution_tokens", rank=2) == 4000
     assert value(swarm, "contribution_tokens", rank=3) is None
     assert value(swarm, "contributors") == 4
+
+
+def test_after_a_rollback_the_tokens_are_those_that_the_page_has() -> None:
+    swarm = trained(stages=1, replicas=2, spares=0)
+    swarm.manifest = back_to(swarm.manifest, 1, [digest(0, 1)])
+    assert value(swarm, "tokens_total") == 2 * 2 * 1000
+    swarm.commit(4, branch="x", before=1)
+    shown = swarm.status(swarm.look())["totals"]["tokens"]
+    assert value(swarm, "tokens_total") == shown == 3 * 2 * 1000
+    assert value(swarm, "rounds_total", stage=0) == 5  # what a counter shows never falls
 
 
 def test_what_is_not_known_is_left_out() -> None:

@@ -7,12 +7,14 @@ waiting      nobody has joined yet, or each stage without peers has one that is 
 blocked      a stage has no peer, so no replica can be complete
 stalled      all stages have peers, but no round was committed for longer than rounds take
 training     everything else
+
+While no bootstrap answers, the sentence says that as well: a run that trains is not well then.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime, timezone
 from typing import Literal, get_args
 
@@ -24,6 +26,7 @@ IN_MOTION: tuple[State, ...] = ("stalled", "training")  # in all others no round
 STALL_ROUNDS = 3.0  # so many usual rounds without a commit are a stall
 STALL_AT_LEAST_S = 60.0
 MAX_NAMED = 4  # stages that a sentence names
+NO_BOOTSTRAP = "no bootstrap answers: nobody can join"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,7 +51,7 @@ class SwarmHealth:
     held_at: the last time the state was one in which no round can come, None while it never was.
     round_s: how long a round takes, 0 while nothing tells. patience_s: of an exchange with all its
     deadlines. reachable: whether a peer or a bootstrap is to be seen.
-    unreachable_since: the last time that one was.
+    unreachable_since: the last time that one was. bootstraps: whether one of them answers.
     """
 
     now: float
@@ -61,21 +64,30 @@ class SwarmHealth:
     paused: bool = False
     reachable: bool = True
     unreachable_since: float | None = None
+    bootstraps: bool = True
     held_at: float | None = None
 
 
 @dataclass(frozen=True)
 class Health:
-    """The state, and the sentence for people; `blocked`: the stages that stop the run."""
+    """The state, and the sentence for people; `blocked`: the stages that stop the run.
+
+    warns: whether the sentence tells of trouble beside the state.
+    """
 
     state: State
     sentence: str
     blocked: tuple[int, ...] = ()
+    warns: bool = False
 
     @property
     def good(self) -> bool:
-        """Whether nobody needs to do anything."""
+        """Whether the state needs nobody; what `warns` tells has an alert of its own."""
         return self.state in GOOD
+
+    def warned(self, trouble: str) -> Health:
+        """The same with this in its sentence."""
+        return replace(self, sentence=f"{self.sentence}; {trouble}", warns=True)
 
 
 def health_of(swarm: SwarmHealth) -> Health:
@@ -83,11 +95,15 @@ def health_of(swarm: SwarmHealth) -> Health:
     if swarm.ended:
         return Health("ended", "ended")
     if swarm.paused:
-        return Health("paused", "paused")
+        return _not_joinable(swarm, Health("paused", "paused"))
     if not swarm.reachable:
         since = swarm.unreachable_since or swarm.watched_since
         return Health("unreachable", f"unreachable: nobody answers since {clock(since)}")
-    return _without_hosts(swarm) or _moving(swarm)
+    return _not_joinable(swarm, _without_hosts(swarm) or _moving(swarm))
+
+
+def _not_joinable(swarm: SwarmHealth, health: Health) -> Health:
+    return health if swarm.bootstraps else health.warned(NO_BOOTSTRAP)
 
 
 def _without_hosts(swarm: SwarmHealth) -> Health | None:

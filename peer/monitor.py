@@ -169,7 +169,7 @@ class Monitor:
         health = swarm_health(self._watch.manifest, look, self._history)
         self._history.judged(health, look.at)
         if (unreadable := self._watch.unreadable) is not None:  # it judges by older rules
-            health = replace(health, sentence=f"{health.sentence}; {unreadable}")
+            health = health.warned(str(unreadable))
         late = time.monotonic() >= self._saved_at + SAVE_PERIOD_S
         if late or self._history.counters != self._saved:
             self._save()  # before they are shown: a counter must not fall when this one is killed

@@ -66,6 +66,7 @@ def swarm_health(manifest: Manifest, look: SwarmLook, history: SwarmHistory) -> 
             paused=manifest.operation.state == "paused",
             reachable=look.reachable,
             unreachable_since=history.seen_at,
+            bootstraps=any(look.bootstraps.values()),
             held_at=history.held_at,
         )
     )
@@ -93,7 +94,7 @@ def status_of(
         "invite": facts.invite,
         "now": round(look.at, 3),
         "since": round(history.since, 3),
-        "health": {"state": health.state, "sentence": health.sentence},
+        "health": {"state": health.state, "sentence": health.sentence, "warns": health.warns},
         "totals": {
             "tokens": history.stages[0].chain_tokens,
             "end_tokens": manifest.end_tokens,

@@ -134,6 +134,17 @@ def test_a_swarm_out_of_sight_is_unreachable_since_it_was_seen_last() -> None:
     assert sentence(FULL, reachable=False).endswith("since 11:00 UTC")
 
 
+def test_without_a_bootstrap_every_sentence_of_a_run_that_goes_on_says_so() -> None:
+    tail = "; no bootstrap answers: nobody can join"
+    found = health_of(swarm(FULL, FULL, bootstraps=False))
+    # the monitor's figure of health stays: for this there is an alert of its own
+    assert found == Health("training", "training" + tail, warns=True) and found.good
+    assert sentence(FULL, EMPTY, bootstraps=False) == "blocked: stage 1 has no peer" + tail
+    assert sentence(FULL, bootstraps=False, paused=True) == "paused" + tail
+    assert sentence(FULL, bootstraps=False, ended=True) == "ended"
+    assert sentence(FULL, bootstraps=False, reachable=False).endswith("since 11:00 UTC")
+
+
 def test_the_states_are_those_of_the_modules_text() -> None:
     told = [line.split()[0] for line in str(health.__doc__).split("\n\n")[1].splitlines()]
     assert tuple(told) == STATES

@@ -213,7 +213,7 @@ def test_a_newer_manifest_that_it_cannot_read_is_said_on_the_page_with_the_mend(
     watched.monitor = watched.start()
     watched.monitor.look()
     health = watched.status()["health"]
-    assert health["state"] == before["state"]
+    assert health["state"] == before["state"] and health["warns"]
     first, _, mend = health["sentence"].partition("; ")
     assert first == before["sentence"]
     assert "cannot read revision 1" in mend and "protocol is 99" in mend

@@ -60,7 +60,7 @@ def trained(**options: int) -> ToldSwarm:
 def test_the_status_has_stages_replicas_and_totals() -> None:
     swarm = trained(stages=2, replicas=2, spares=1)
     status = swarm.status(swarm.look())
-    assert status["health"] == {"state": "training", "sentence": "training"}
+    assert status["health"] == {"state": "training", "sentence": "training", "warns": False}
     assert status["totals"]["peers"] == 6 and status["totals"]["replicas"] == 2
     assert status["totals"]["tokens"] == 8000 and status["invite"] == INVITE
     assert [stage["round"] for stage in status["stages"]] == [3, 3]
@@ -115,6 +115,18 @@ def test_a_run_whose_tokens_are_trained_has_ended() -> None:
     swarm.claims[0] = {"boot0": claim}
     swarm.stages[0].clear()
     assert swarm.health(swarm.look()).state == "ended"
+
+
+def test_the_page_says_that_no_bootstrap_answers_and_is_not_green_then() -> None:
+    swarm = trained(stages=1, replicas=1, spares=0)
+    swarm.bootstraps = {"boot0": False, "boot1": False}
+    health = swarm.status(swarm.look())["health"]
+    assert health["sentence"] == "training; no bootstrap answers: nobody can join"
+    assert health["state"] == "training" and health["warns"]
+    swarm.bootstraps["boot1"] = True
+    assert swarm.status(swarm.look())["health"]["sentence"] == "training"
+    # of two rules for the same dot the later one counts
+    assert HTML.index("#health.training::before") < HTML.index("#health.warns::before")
 
 
 def test_the_operators_pause_and_end_are_the_runs_health() -> None:

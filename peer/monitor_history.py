@@ -33,7 +33,7 @@ MAX_FAULTS = 50
 MAX_TEXT = 120
 MAX_LOSS = 1e4  # nats a token
 ROUNDS_AHEAD = 8  # of most replicas one may be
-MAX_REMEMBERED = 4096  # heads whose last fault is known
+MAX_REMEMBERED = 4096  # heads whose last fault is known, and peers that are known again
 
 
 @dataclass(frozen=True)
@@ -69,6 +69,8 @@ class SwarmHistory:
 
     since, watched_since: when the curves begin, and when this monitor was started.
     losses: by round, train and validation loss in nats a token, None while unknown.
+    joined_total, left_total: of comings and goings; who returns is in both again.
+    peers_total: of peers, each once.
     voids: by stage, void rounds that its peers told, as a mean over them.
     losses_not_finite: heads whose newest validation loss is none that can be, at the last look.
     """
@@ -80,7 +82,7 @@ class SwarmHistory:
         self.losses: dict[int, list[float | None]] = {}
         self.samples = Samples()
         self.faults: deque[FaultLine] = deque(maxlen=MAX_FAULTS)
-        self.faults_total = self.joined_total = self.left_total = 0
+        self.faults_total = self.joined_total = self.left_total = self.peers_total = 0
         self.voids = [0.0] * stages
         self.losses_not_finite = 0
         self.seen_at: float | None = None  # when the swarm was last to be seen
@@ -88,6 +90,7 @@ class SwarmHistory:
         self._rules: int | None = None  # of the last rollback it knows, None before the first look
         self._set_aside = range(0)  # numbers of the rounds that this one set aside
         self._present: dict[str, int] = {}  # stage by peer
+        self._met: dict[str, None] = {}  # peers, who was here last at the end
         self._voids_of: dict[str, int] = {}
         self._last_faults: dict[str, tuple[int, str]] = {}
 
@@ -149,7 +152,13 @@ class SwarmHistory:
 
     def _come_and_go(self, look: SwarmLook) -> None:
         present = {peer: stage for stage in look.stages for peer in look.present(stage)}
-        self.joined_total += len(present.keys() - self._present.keys())
+        came = present.keys() - self._present.keys()
+        self.joined_total += len(came)
+        self.peers_total += len(came - self._met.keys())
+        for peer in present:
+            self._met.pop(peer, None)
+            self._met[peer] = None
+        forget(self._met, MAX_REMEMBERED)
         for peer in self._present.keys() - present.keys():
             self.left_total += 1
             stage = self._present[peer]
@@ -211,6 +220,11 @@ class SwarmHistory:
             self.losses.setdefault(number, [None, None])[1] = median_low(losses)
         thin_keys(self.losses, MAX_LOSSES)
 
+    @property
+    def away(self) -> int:
+        """Peers that were here once and are not now."""
+        return max(0, self.peers_total - len(self._present))
+
     def _fault(self, at: float, text: str) -> None:
         self.faults.append(FaultLine(at, cut(text)))
 
@@ -220,7 +234,8 @@ class SwarmHistory:
         chains = (
             each for chain in self.stages for each in (chain.records_seen, chain.chain_tokens)
         )
-        return (self.faults_total, self.joined_total, self.left_total, *self.voids, *chains)
+        told = (self.faults_total, self.joined_total, self.left_total, self.peers_total)
+        return (*told, *self.voids, *chains)
 
     # ---- on disk ---------------------------------------------------------------------------------
     def save(self, path: Path) -> None:
@@ -236,7 +251,9 @@ class SwarmHistory:
             "faults": [[each.at, each.text] for each in self.faults],
             "totals": [self.faults_total, self.joined_total, self.left_total],
             "voids": self.voids,
+            "peers_total": self.peers_total,
             "present": self._present,
+            "met": list(self._met),
             "voids_of": self._voids_of,
             "last_faults": self._last_faults,
             "rules": self._rules,
@@ -273,6 +290,9 @@ class SwarmHistory:
         self.faults_total, self.joined_total, self.left_total = (int(n) for n in kept["totals"])
         self.voids = [float(each) for each in kept["voids"]]
         self._present = {str(peer): int(stage) for peer, stage in kept["present"].items()}
+        # not in what older ones wrote
+        self._met = {str(peer): None for peer in kept.get("met", self._present)}
+        self.peers_total = int(kept.get("peers_total", len(self._met)))
         self._voids_of = {str(peer): int(count) for peer, count in kept["voids_of"].items()}
         rules = kept.get("rules")  # not in what older ones wrote
         self._rules = None if rules is None else int(rules)

@@ -99,8 +99,10 @@ def _swarm(look: SwarmLook, history: SwarmHistory, health: Health) -> Iterable[F
     yield one("waiting_ratio", waiting, look.waiting_share)
     faults = "Faults that heads of replicas told."
     yield one("faults_total", faults, history.faults_total, "counter")
-    yield one("joined_total", "Peers that came into view.", history.joined_total, "counter")
-    yield one("left_total", "Peers that left or went silent.", history.left_total, "counter")
+    came = "Times that a peer came into view, for the first time or again."
+    yield one("joined_total", came, history.joined_total, "counter")
+    went = "Times that a peer left or went silent."
+    yield one("left_total", went, history.left_total, "counter")
     bootstraps = Family("bootstrap_up", "gauge", "1 if the bootstrap answers, in invite's order.")
     for index, answers in enumerate(look.bootstraps.values()):
         bootstraps.add(float(answers), bootstrap=index)

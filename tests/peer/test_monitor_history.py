@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from dilocox.dht.manifest_revision import back_to
+from dilocox.peer import monitor_history
 from dilocox.peer.monitor_history import MAX_FAULTS, MAX_SAMPLES, Samples, SwarmHistory, cut
 from tests.peer.fabricated import NOW, ToldSwarm, digest, peer_id, stage_record
 
@@ -129,6 +130,31 @@ def test_peers_that_come_leave_and_fall_silent_are_counted() -> None:
     swarm.stages[1][polite] = stage_record(state="joining")
     swarm.look()
     assert swarm.history.joined_total == 5
+
+
+def test_a_peer_that_comes_again_is_the_same_peer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    swarm = ToldSwarm(stages=1, replicas=2, spares=0)
+    everybody = dict(swarm.stages[0])
+    for _ in range(3):  # as at a pause or a revision
+        swarm.stages[0] = dict(everybody)
+        swarm.look()
+        swarm.stages[0].clear()
+        swarm.look()
+    history = swarm.history
+    assert (history.peers_total, history.away) == (2, 2)
+    history.save(tmp_path / "kept.json")
+    swarm.history = SwarmHistory.load(tmp_path / "kept.json", 1, swarm.manifest.digest, NOW)
+    swarm.stages[0] = dict(everybody)
+    totals = swarm.status(swarm.look())["totals"]
+    assert (totals["joined"], totals["left"]) == (2, 0)
+    # for the alert on peers that leave, each return balances a leaving
+    assert (swarm.history.joined_total, swarm.history.left_total) == (8, 6)
+    monkeypatch.setattr(monitor_history, "MAX_REMEMBERED", 1)  # fewer than are here
+    for _ in range(3):
+        swarm.look()
+    assert swarm.history.peers_total == 2
 
 
 def test_a_peer_that_changes_its_stage_neither_left_nor_joined() -> None:

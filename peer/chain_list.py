@@ -186,7 +186,7 @@ def _table(stage: int, rounds: Sequence[LoggedRound]) -> Table:
         "tokens": f"{sum(each.tokens for each in rounds):,}",
         "bytes": f"{sum(each.record_bytes for each in rounds):,}",
     }
-    for name in ("round", "tokens", "members", "ranks", "H", "bytes"):
+    for name in ("round", "tokens", "members", "ranks", "next H", "bytes"):
         table.add_column(name, justify="right", footer=footers.get(name, ""))
     table.add_column("digest")
     for each in rounds:
@@ -205,8 +205,8 @@ def _table(stage: int, rounds: Sequence[LoggedRound]) -> Table:
 def _lines(stage: int, rounds: Sequence[LoggedRound]) -> list[str]:
     lines = [
         f"stage {stage} round {each.round}: {each.tokens:,} tokens, "
-        f"{counted(each.members, 'member')}, ranks {_ranks(each)}, H {each.next_inner_steps}, "
-        f"{each.record_bytes:,} bytes, digest {each.digest[:12]}"
+        f"{counted(each.members, 'member')}, ranks {_ranks(each)}, "
+        f"next H {each.next_inner_steps}, {each.record_bytes:,} bytes, digest {each.digest[:12]}"
         for each in rounds
     ]
     tokens, size = (

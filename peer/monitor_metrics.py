@@ -146,7 +146,8 @@ def _chains(look: SwarmLook, history: SwarmHistory) -> Iterable[Family]:
     number = Family("round", "gauge", "Number of the newest committed round.")
     size = Family("round_bytes", "gauge", "Bytes of the newest round record.")
     rank = Family("rank", "gauge", "Ranks of the newest round record, over its matrices.")
-    inner_steps = Family("inner_steps", "gauge", "H, inner steps of a round, as the chain says.")
+    steps = "H, inner steps of the next round, as the newest record says."
+    inner_steps = Family("inner_steps", "gauge", steps)
     last = Family(
         "last_round_timestamp_seconds", "gauge", "When the newest round was seen to come."
     )

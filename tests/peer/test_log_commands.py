@@ -58,10 +58,10 @@ def test_rounds_are_listed_one_a_line_with_totals(maker: ChainMaker) -> None:
     ranks = sorted(rank for rank in header.ranks if rank)
     assert code == 0
     assert lines == [
-        f"stage 0 round 0: 10 tokens, 1 member, ranks 6/6/6, H 30, {sizes[0]:,} bytes, "
+        f"stage 0 round 0: 10 tokens, 1 member, ranks 6/6/6, next H 30, {sizes[0]:,} bytes, "
         f"digest {maker.digests[1][:12]}",
         f"stage 0 round 2: 10 tokens, 1 member, ranks {ranks[0]}/{ranks[len(ranks) // 2]}/"
-        f"{ranks[-1]}, H 30, {sizes[1]:,} bytes, digest {maker.digests[2][:12]}",
+        f"{ranks[-1]}, next H 30, {sizes[1]:,} bytes, digest {maker.digests[2][:12]}",
         f"stage 0: 2 rounds, 20 tokens, {sum(sizes):,} bytes",
     ]
 

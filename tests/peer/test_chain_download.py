@@ -77,7 +77,13 @@ class Swarm:
         return ChainHolders(cast("Joined", place), 0, transport, time.monotonic() + limit_s)
 
     async def fetch(
-        self, peer: str, want: dict[str, Any], *, limit_bytes: int, sink: Any = None
+        self,
+        peer: str,
+        want: dict[str, Any],
+        *,
+        limit_bytes: int,
+        sink: Any = None,
+        least_bytes_per_s: float = 0.0,
     ) -> Blob | None:
         found = self._finds[peer](want)
         if found is None:

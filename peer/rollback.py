@@ -8,7 +8,7 @@ soon as it sees the revision (branch.py). Nothing of this changes the run before
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from dilocox.dht.errors import EnvironmentFault, InvalidInput
@@ -69,6 +69,7 @@ def _prepared(
         raise InvalidInput(
             f"--round {round_number}: the newest round is {max(rounds)}; give an earlier one"
         )
+    _check_reach(manifest, stages, round_number)
     base: list[str] = []
     for stage in range(manifest.stages):
         chain = stages.get(stage, empty)
@@ -80,13 +81,50 @@ def _prepared(
         if flaws:
             raise EnvironmentFault(f"stage {stage}: the archive is damaged: {flaws[0]}")
         if vectors is None:
-            oldest = min((each.round for each in chain.states), default=-1)
             raise InvalidInput(
-                f"--round {round_number}: of stage {stage} too few records are kept to go back so "
-                f"far; the oldest state is of round {oldest}"
+                f"--round {round_number}: of stage {stage} too few records are kept to go back"
             )
         prepare(archive / f"stage{stage}", rules, last, *vectors)
         base.append(manifest.root if last is None else last.digest)
         where = "the initial weights" if last is None else f"its record of round {last.round}"
         tell(f"stage {stage}: goes back to {where}")
     return base
+
+
+def _check_reach(manifest: Manifest, stages: Mapping[int, KeptChain], round_number: int) -> None:
+    """Raise InvalidInput if what is kept of a stage begins only after that round."""
+    here = f"--round {round_number}: this bootstrap keeps"
+    reach = ((_first(manifest, stages, stage, here), stage) for stage in range(manifest.stages))
+    first, stage = max(reach)
+    if round_number < first:
+        raise InvalidInput(
+            f"{here} stage {stage} from round {first} on; choose a round from {first} on"
+        )
+
+
+def _first(manifest: Manifest, stages: Mapping[int, KeptChain], stage: int, here: str) -> int:
+    """The first round after which a stage's state can be made, -1 for the initial weights.
+
+    That nothing is kept from before it does not say that nothing was: the archive of a bootstrap
+    that began later lacks what came before, and so does one that had to make room.
+    """
+    chain = stages.get(stage)
+    kept = [] if chain is None else counting(chain.records, manifest)
+    if chain is None or not kept:
+        if not all(_whole(each, manifest) for each in stages.values()):
+            raise InvalidInput(f"{here} nothing of stage {stage} yet; try again in some minutes")
+        return -1  # nobody has committed a record of it
+    if _whole(chain, manifest):
+        return -1
+    known = {entry.digest for entry in kept}
+    first = min((each.round for each in chain.states if each.digest in known), default=None)
+    if first is None:
+        raise InvalidInput(f"{here} too few records of stage {stage} to go back to any round")
+    return first
+
+
+def _whole(chain: KeptChain, manifest: Manifest) -> bool:
+    """Whether these records begin at the initial weights; also where there are none."""
+    kept = counting(chain.records, manifest)
+    first = kept[0].header() if kept else None
+    return not kept or (first is not None and first.previous == manifest.root)

@@ -190,5 +190,46 @@ def test_a_way_back_that_is_none_is_refused_by_name(maker: ChainMaker, tmp_path:
     with pytest.raises(InvalidInput, match="--round 5: the newest round is 5; give an earlier"):
         roll_back(maker, tmp_path / "boot", 5)
     RecordFolder(stage / "00000000" / "log").prune(keep=4)
-    with pytest.raises(InvalidInput, match="--round 3: of stage 0 too few records are kept"):
+    with pytest.raises(InvalidInput, match="keeps too few records of stage 0 to go back to any"):
         roll_back(maker, tmp_path / "boot", 3)
+
+
+def test_a_stage_that_is_kept_from_a_later_round_on_does_not_go_back_to_its_beginning(
+    maker: ChainMaker, tmp_path: Path
+) -> None:
+    """As in the archive of a bootstrap that was replaced."""
+    maker.train(0, 1, 2)
+    stage = archive_of(maker, tmp_path / "boot")
+    maker.snapshot(stage / "00000000" / "state")
+    maker.train(3, 4, 5)
+    log = RecordFolder(stage / "00000000" / "log")
+    log.share(maker.log, [3, 4, 5])
+    for number in (-1, 0, 1):
+        assert roll_back(maker, tmp_path / "boot", number)  # its records begin at the beginning
+    log.prune(keep=4)
+    wanted = "this bootstrap keeps stage 0 from round 2 on; choose a round from 2 on"
+    for number in (-1, 0, 1):
+        with pytest.raises(InvalidInput, match=f"--round {number}: {wanted}"):
+            roll_back(maker, tmp_path / "boot", number)
+    assert roll_back(maker, tmp_path / "boot", 2).base(0) == maker.digests[3]
+
+
+def test_a_stage_of_which_nothing_is_kept_yet_does_not_go_back_to_its_beginning(
+    identities: list[Identity], tmp_path: Path
+) -> None:
+    manifest = replace(manifest_of("dense"), stages=2)
+    maker = ChainMaker(identities[0], tmp_path / "peer", manifest)
+    maker.train(0, 1, 2, 3, 4, 5)
+    stage = archive_of(maker, tmp_path / "boot")
+    newer = roll_back(maker, tmp_path / "boot", 4)
+    assert newer.base(1) == manifest.root  # nothing of stage 1 was ever committed
+    maker.snapshot(stage / "00000000" / "state")
+    RecordFolder(stage / "00000000" / "log").prune(keep=1)
+    with pytest.raises(InvalidInput, match="--round 5: the run has no later round"):
+        roll_back(maker, tmp_path / "boot", 5)
+    maker.train(6)
+    RecordFolder(stage / "00000000" / "log").share(maker.log, [6])
+    with pytest.raises(
+        InvalidInput, match="--round 5: this bootstrap keeps nothing of stage 1 yet"
+    ):
+        roll_back(maker, tmp_path / "boot", 5)

@@ -15,6 +15,7 @@ import torch
 
 from dilocox.peer.averager import StageAverager
 from dilocox.peer.averaging import AveragerConfig, StageBuffers, open_log
+from dilocox.peer.branch import newest_aside
 from dilocox.peer.coordination import coordinator_of
 from dilocox.peer.figures import Figures
 from dilocox.peer.inner import clip_factor
@@ -96,6 +97,7 @@ class Assembly:
             lease=self._lease(),
             mover=self._mover(),
             manifest_file=own.parent / f"{joined.run}.signed",
+            first_round=newest_aside(own) + 1,
         )
         self._desk = Desk(
             me=self._place.me,

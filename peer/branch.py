@@ -76,6 +76,16 @@ def archive_goes_back(folder: Path, manifest: Manifest) -> None:
         prepared(folder, since).rename(folder / f"{_next_generation(folder):08d}")
 
 
+def newest_aside(own: Path) -> int:
+    """The newest round of a peer's records that rollbacks have put aside, -1 without one.
+
+    Rounds go on after it: no number may come twice, or who counts by them (a monitor, a log) takes
+    the new rounds for the old ones.
+    """
+    logs = map(RecordFolder, own.glob(f"{ASIDE}*/log"))
+    return max((number for log in logs for number in log.rounds()), default=-1)
+
+
 def prepared(folder: Path, rules: int) -> Path:
     """Where a state lies that the operator's command made for the rules of a rollback."""
     return folder / f"rollback-{rules:08d}"

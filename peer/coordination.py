@@ -35,11 +35,12 @@ def coordinator_of(
     lease: PartLease | None,
     mover: Mover | None,
     manifest_file: Path | None = None,
+    first_round: int = 0,
 ) -> Coordinator:
     """The coordinator of a peer, with what it drives.
 
     lease: on a part of the data, for peers of stage 0. mover: for peers that may change their
-    stage. manifest_file: where a newer manifest is kept.
+    stage. manifest_file: where a newer manifest is kept. first_round: the least one to begin with.
     """
     deadlines = place.manifest.deadlines
     plan = RoundPlan(place.manifest, stage_codec(place.manifest, place.layout))
@@ -84,4 +85,5 @@ def coordinator_of(
         lease=lease,
         mover=mover,
         watch=ManifestWatch(joined.swarm, place.run, place.manifest, manifest_file),
+        first_round=first_round,
     )

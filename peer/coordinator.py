@@ -64,7 +64,9 @@ class Coordinator(threading.Thread):
         lease: PartLease | None,
         mover: Mover | None,
         watch: ManifestWatch,
+        first_round: int = 0,
     ):
+        """first_round: the least one that this peer can begin with."""
         super().__init__(name="coordinator", daemon=True)
         self._place = place
         self._dht = dht
@@ -85,7 +87,7 @@ class Coordinator(threading.Thread):
         self._paused_since: float | None = None
         self._pending_send: Callable[[], None] | None = None
         self.events = events
-        self._rounds = RoundKeeper(place.me)
+        self._rounds = RoundKeeper(place.me, first=first_round)
         self.joined = threading.Event()
         self.progress = LoopProgress()
         self.data_part: tuple[int, int] = (0, 0) if lease is None else (lease.part, 0)

@@ -25,14 +25,15 @@ from dilocox.peer.view import SwarmView
 class RoundKeeper:
     """The round that this peer is in, its own bell, and the time of the group once known."""
 
-    def __init__(self, me: str):
+    def __init__(self, me: str, *, first: int = 0):
+        """first: the least round that it can be in, whatever is seen of the run."""
         self._me = me
         self._lock = threading.Lock()
         self._began = time.monotonic()
         self._bell: BellRecord | None = None
         self._schedule: Schedule | None = None
         self._finished = False
-        self.round = 0
+        self.round = first
 
     # ---- the training loop -----------------------------------------------------------------------
     def send_due(self, now: float) -> tuple[int, float] | None:

@@ -16,7 +16,7 @@ from dilocox.dht.manifest import Manifest
 from dilocox.dht.manifest_revision import back_to, in_state, revised
 from dilocox.peer import branch
 from dilocox.peer.archive_generation import Generation
-from dilocox.peer.branch import archive_goes_back, peer_goes_back
+from dilocox.peer.branch import archive_goes_back, newest_aside, peer_goes_back
 from dilocox.peer.kept_chain import keep_manifest, kept_run
 from dilocox.peer.record_check import RecordCheck
 from dilocox.peer.record_folder import RecordFolder
@@ -149,6 +149,17 @@ def test_a_peer_keeps_what_counts_and_puts_the_rest_aside(
     aside = maker.own / "before-00000001"
     assert RecordFolder(aside / "log").rounds() == [0, 1, 2]
     assert list((aside / "snapshots").iterdir())
+
+
+def test_a_peer_knows_the_newest_round_that_was_put_aside(
+    maker: ChainMaker, tmp_path: Path
+) -> None:
+    maker.train(0, 1, 2)
+    archive_of(maker, tmp_path / "boot")
+    assert newest_aside(maker.own) == -1
+    newer = roll_back(maker, tmp_path / "boot", 0)
+    assert peer_goes_back(maker.own, newer)
+    assert (maker.log.rounds(), newest_aside(maker.own)) == ([0], 2)
 
 
 def test_a_peer_whose_log_lacks_the_start_begins_like_a_joiner(

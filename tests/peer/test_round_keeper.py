@@ -186,3 +186,13 @@ def test_a_peer_misses_no_bell_near_the_end_of_a_round(monkeypatch: pytest.Monke
     assert keeper.deaf_s(another, near_end=False) == 0.0
     assert follow(keeper, 10, undecided=False)
     assert keeper.deaf_s(VIEW, near_end=False) == 0.0
+
+
+# ---- the first round -----------------------------------------------------------------------------
+def test_after_a_rollback_no_round_number_comes_again_though_nobody_knows_it_any_more() -> None:
+    keeper = RoundKeeper("me", first=25)  # its newest record from before was of round 24
+    keeper.start(VIEW, last_record=1)
+    assert keeper.round == 25
+    keeper.end(25)
+    keeper.start(VIEW, last_record=30)  # later it goes on from its chain, as ever
+    assert keeper.round == 31

@@ -102,12 +102,28 @@ def revise(state: Path, run_yaml: Path) -> int:
     operator = Operator.of(state)
     wanted = checked_manifest(run_yaml)
     following = revised(operator.manifest, wanted)
+    _check_end(operator, following)
     for line in warnings(following):
         typer.echo(f"warning: {line}", err=True)
     number = operator.publish(following)
     for change in changes(operator.manifest, following):
         typer.echo(f"revision {number}: {change}")
     return 0
+
+
+def _check_end(operator: Operator, following: Manifest) -> None:
+    """Raise InvalidInput if a new end lies behind what the run has trained: most often a typo."""
+    from dilocox.peer.rollback import archived_tokens
+
+    end = following.end_tokens
+    if end == operator.manifest.end_tokens:
+        return
+    trained = archived_tokens(operator.state, operator.run, operator.manifest)
+    if end <= trained:
+        raise InvalidInput(
+            f"end_tokens is {end:,}, but the run has trained {trained:,} tokens: this would end it "
+            "for everybody; if you mean that, `dilocox operate end`"
+        )
 
 
 def roll_back(state: Path, round_number: int, *, tell: Callable[[str], None] = typer.echo) -> int:

@@ -46,6 +46,19 @@ def prepare_rollback(
     return _prepared(state, run, manifest, round_number, rules, tell)
 
 
+def archived_tokens(state: Path, run: str, manifest: Manifest) -> int:
+    """The tokens that the run has trained, as far as the archive of stage 0 tells."""
+    archive = _archive(state, run, manifest)
+    chain = kept_run(archive).stages.get(0) if archive.exists() else None
+    kept = [] if chain is None else counting(chain.records, manifest)
+    newest = kept[-1].header() if kept else None
+    return 0 if newest is None else newest.chain_tokens
+
+
+def _archive(state: Path, run: str, manifest: Manifest) -> Path:
+    return state / f"{run}-archive-{manifest.root[:16]}"
+
+
 def _prepared(
     state: Path,
     run: str,
@@ -54,7 +67,7 @@ def _prepared(
     rules: int,
     tell: Callable[[str], None],
 ) -> list[str]:
-    archive = state / f"{run}-archive-{manifest.root[:16]}"
+    archive = _archive(state, run, manifest)
     stages = dict(kept_run(archive).stages) if archive.exists() else {}
     empty = KeptChain(stage=0, records=(), states=())
     rounds = [

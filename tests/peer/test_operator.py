@@ -21,7 +21,9 @@ from dilocox.dht.manifest_revision import in_state
 from dilocox.peer import operator, revisions
 from dilocox.peer.files import write_atomically
 from dilocox.peer.operate import checked_manifest
+from dilocox.peer.record_folder import RecordFolder
 from dilocox.peer.revisions import RevisionFolder
+from tests.peer.kept_chains import ChainMaker
 
 RUN_YAML = {"name": "demo", "model": "tiny", "end_tokens": 1_000_000}
 
@@ -72,6 +74,26 @@ def test_each_command_adds_a_revision_and_removes_none(
     said = capsys.readouterr().out
     assert "revision 1 is signed, but no bootstrap runs. When it does:" in said
     assert "revision 2: outer.learning_rate: 0.7 -> 0.5" in said
+
+
+def test_an_end_that_the_run_has_passed_is_refused_and_another_value_is_not(
+    folder: Folder, tmp_path: Path
+) -> None:
+    newest = folder.revisions.newest()
+    assert newest is not None
+    manifest = newest.verify(folder.run)
+    maker = ChainMaker(folder.key, tmp_path / "peer", manifest, run=folder.run)
+    maker.train(0, 1)
+    archive = folder.path / f"{folder.run}-archive-{manifest.root[:16]}"
+    RecordFolder(archive / "stage0" / "00000000" / "log").share(maker.log, [0, 1])
+    assert maker.last is not None
+    trained = maker.last.chain_tokens
+    for end in (5, trained):
+        said = rf"end_tokens is {end:,}, but the run has trained {trained:,} tokens.*operate end"
+        with pytest.raises(InvalidInput, match=said):
+            operator.revise(folder.path, folder.yaml(end_tokens=end))
+    assert folder.revisions.numbers == [0]
+    assert operator.revise(folder.path, folder.yaml(end_tokens=trained + 1)) == 0
 
 
 def test_of_two_commands_at_once_one_is_told_to_try_again(

@@ -73,6 +73,8 @@ def run_bootstrap_command(options: BootstrapOptions) -> int:
             explain_key(folder.identity)
         keeper = keeper_for(identity)
         others = other_bootstraps(options, keeper.run, identity.peer_id)
+        if keeper.known and not (copies or options.join):
+            others = joined_before(options.state, keeper.run, identity.peer_id)
         if not (is_new or copies or keeper.known or others):
             logger.warning(
                 "run %s begins here: this folder has the operator's key, but nothing of the run. "
@@ -207,6 +209,19 @@ def other_bootstraps(options: BootstrapOptions, run: str, me: str) -> tuple[str,
             )
     found: Iterable[str] = [each for invite in invites for each in invite.bootstraps] + addresses
     return tuple(dict.fromkeys(each for each in found if bootstrap_address(each).peer_id != me))
+
+
+def joined_before(state: Path, run: str, me: str) -> tuple[str, ...]:
+    """Addresses of the other bootstraps in the invite that this folder's bootstrap printed last.
+
+    They stay in it without being named again: volunteers who have it are to find them.
+    """
+    try:
+        invite = Invite.parse((state / "invite").read_text())
+    except (OSError, UnicodeDecodeError, InvalidInput):  # none yet, or damaged
+        return ()
+    of_run = invite.bootstraps if invite.run_id == run else ()
+    return tuple(each for each in of_run if bootstrap_address(each).peer_id != me)
 
 
 def _keeper(options: BootstrapOptions) -> Callable[[Identity], ManifestKeeper]:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from dilocox.dht.errors import EnvironmentFault, InvalidInput
+from dilocox.dht.errors import EnvironmentFault, InvalidInput, UnknownRun
 from dilocox.dht.identity import base58_encode
 from dilocox.dht.invite import Invite
 from dilocox.dht.keys import MANIFEST_LIFETIME_S
@@ -85,6 +85,39 @@ def test_a_bootstrap_of_another_run_is_not_joined() -> None:
         other_bootstraps(options(Path("run.yaml"), str(stranger)), RUN, ME)
     with pytest.raises(InvalidInput, match="multiaddr"):
         other_bootstraps(options(Path("run.yaml"), "example.org:31337"), RUN, ME)
+
+
+def test_a_bootstrap_that_joined_others_goes_on_with_them_until_it_is_told_of_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    state, run_yaml = tmp_path / "state", tmp_path / "run.yaml"
+    run_yaml.write_text("{name: x, model: tiny, end_tokens: 1000}")
+    begun: list[tuple[str, ...]] = []
+
+    def run(*, keeper: Any, identity: Any, others: tuple[str, ...], **rest: Any) -> None:
+        begun.append(others)
+        keeper.publish(
+            SimpleNamespace(  # what makes the run known in this folder
+                newest_manifest=lambda: None,
+                fetch_manifest=_unknown,
+                publish_manifest=lambda _: True,
+            )
+        )
+        rest["on_ready"](Invite(keeper.run, (address(identity.peer_id), *others)))
+
+    def _unknown(*_: object) -> None:
+        raise UnknownRun("nobody knows it")
+
+    monkeypatch.setattr(bootstrap, "run_bootstrap", run)
+    for join in ((address(OTHER),), (), (), (address(THIRD),), ()):
+        assert run_bootstrap_command(options(run_yaml, *join, state=state)) == 0
+    assert begun == [(address(peer),) for peer in (OTHER, OTHER, OTHER, THIRD, THIRD)]
+    invite = (state / "invite").read_text()
+    (state / "invite").write_text(invite.replace(invite[8:40], RUN))  # of another run
+    assert run_bootstrap_command(options(run_yaml, state=state)) == 0
+    (state / "invite").write_text("damaged")
+    assert run_bootstrap_command(options(run_yaml, state=state)) == 0
+    assert begun[5:] == [(), ()]
 
 
 def test_a_copy_of_itself_is_refused(tmp_path: Path) -> None:

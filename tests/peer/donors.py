@@ -169,6 +169,7 @@ class Wire:
         *,
         limit_bytes: int,
         sink: Callable[[bytes], None] | None = None,
+        least_bytes_per_s: float = 0.0,
     ) -> Blob | None:
         if peer not in self._donors:
             raise ConnectionError(f"{peer} is gone")

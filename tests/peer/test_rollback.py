@@ -236,7 +236,7 @@ def test_a_stage_of_which_nothing_is_kept_yet_does_not_go_back_to_its_beginning(
     assert newer.base(1) == manifest.root  # nothing of stage 1 was ever committed
     maker.snapshot(stage / "00000000" / "state")
     RecordFolder(stage / "00000000" / "log").prune(keep=1)
-    with pytest.raises(InvalidInput, match="--round 5: the run has no later round"):
+    with pytest.raises(InvalidInput, match="--round 5: the newest round is 5"):
         roll_back(maker, tmp_path / "boot", 5)
     maker.train(6)
     RecordFolder(stage / "00000000" / "log").share(maker.log, [6])

@@ -40,6 +40,7 @@ from dilocox.dht.envelope import MAX_VALUE_BYTES
 from dilocox.dht.errors import DilocoxError, EnvironmentFault
 from dilocox.dht.identity import Identity, peer_id_bytes_of
 from dilocox.dht.invite import bootstrap_address, listen_address
+from dilocox.dht.questions import StoredValue
 from dilocox.dht.reach import FindReach, Reach, check_ports, reachable_bootstraps
 
 logger = logging.getLogger(__name__)
@@ -135,6 +136,7 @@ class RunDHT(DHT):
         self._main_pid = os.getpid()
         self._ended = False
         self._reach = Reach()
+        self._sending = threading.Lock()  # two messages at once would mix in the request pipe
         self._daemon_pid = multiprocessing.get_context("fork").RawValue("i", 0)
         super().__init__(
             list(options.reachable) or None,
@@ -206,21 +208,28 @@ class RunDHT(DHT):
         ask = functools.partial(questions.latest_values, keys=tuple(keys), timeout_s=limit_s)
         return self._request(lambda: self.run_coroutine(ask, return_future=True), timeout_s)
 
-    def put(
-        self, key: str, value: bytes, expires_at: float, subkey: bytes | None, timeout_s: float
-    ) -> bool:
-        """Store a value; whether the DHT accepted it. Raises `NoAnswer`."""
-        if len(value) > MAX_VALUE_BYTES:
-            raise ValueError(f"{len(value)} bytes; the DHT takes {MAX_VALUE_BYTES}")
-        store = functools.partial(self.store, key, value, expires_at, subkey, return_future=True)
-        return self._request(store, timeout_s)
+    def put_many(self, values: Sequence[StoredValue], *, timeout_s: float) -> bool:
+        """Store values in one search; whether the DHT accepted all of them. Raises `NoAnswer`."""
+        for each in values:
+            if len(each.value) > MAX_VALUE_BYTES:
+                raise ValueError(f"{len(each.value)} bytes; the DHT takes {MAX_VALUE_BYTES}")
+        limit_s = ASKING_SHARE * timeout_s
+        store = functools.partial(questions.store_values, values=tuple(values), timeout_s=limit_s)
+        return self._request(lambda: self.run_coroutine(store, return_future=True), timeout_s)
 
     def _request(self, send: Callable[[], Any], timeout_s: float) -> Any:
         """Send a request that returns a future and wait for its result; raises `NoAnswer`."""
-        if not self.running or not self._takes_requests(timeout_s):
+        deadline = time.monotonic() + timeout_s
+        if not self.running or not self._sending.acquire(timeout=max(0.0, timeout_s)):
             raise NoAnswer("the DHT process is gone or stuck")
         try:
-            return self._result(send(), timeout_s)
+            if not self._takes_requests(max(0.0, deadline - time.monotonic())):
+                raise NoAnswer("the DHT process is gone or stuck")
+            future = send()
+        finally:
+            self._sending.release()
+        try:
+            return self._result(future, deadline - time.monotonic())
         except NoAnswer:
             raise
         except Exception as error:  # the node choked on something that a stranger sent it

@@ -7,6 +7,7 @@
 import asyncio
 from collections import Counter
 from collections.abc import Awaitable
+from dataclasses import dataclass
 from typing import Any
 
 from hivemind import DHT
@@ -14,6 +15,16 @@ from hivemind.dht.node import DHTNode
 from hivemind.p2p import PeerID
 
 from dilocox.dht.reach import Reach
+
+
+@dataclass(frozen=True)
+class StoredValue:
+    """A value as it goes into the DHT: under a key, or under one of the key's subkeys."""
+
+    key: str
+    value: bytes
+    expires_at: float  # run time, in seconds
+    subkey: bytes | None = None
 
 
 async def reach(dht: DHT, _node: DHTNode) -> Reach:
@@ -61,6 +72,22 @@ async def latest_values(
         else:
             search.cancel()
     return found
+
+
+async def store_values(
+    _dht: DHT, node: DHTNode, values: tuple[StoredValue, ...], timeout_s: float
+) -> bool:
+    """Store these values in one search; whether all were taken in time."""
+    storing = node.store_many(
+        [each.key for each in values],
+        [each.value for each in values],
+        [each.expires_at for each in values],
+        subkeys=[each.subkey for each in values],
+    )
+    try:
+        return all((await asyncio.wait_for(storing, timeout_s)).values())
+    except asyncio.TimeoutError:
+        return False
 
 
 async def any_answers(_dht: DHT, node: DHTNode, peers: tuple[str, ...], timeout_s: float) -> bool:

@@ -1,12 +1,13 @@
 """What a peer says to the swarm and hears from it: signed records in, checked records out.
 
-All calls block up to a deadline and belong to one thread. Everything read is taken for hostile
-until it has passed the same checks as in the DHT node; what does not pass is skipped and counted. A
-record once seen is kept until it expires or its owner writes a newer one, so an answer that misses
-it, or that brings an older one, does not make its owner vanish.
+All calls block up to a deadline. One thread may publish while another one reads. Everything read is
+taken for hostile until it has passed the same checks as in the DHT node; what does not pass is
+skipped and counted. A record once seen is kept until it expires or its owner writes a newer one, so
+an answer that misses it, or that brings an older one, does not make its owner vanish.
 """
 
 import contextlib
+import threading
 import time
 from collections import Counter
 from collections.abc import Mapping
@@ -20,6 +21,7 @@ from dilocox.dht.identity import Identity, peer_id_bytes_of
 from dilocox.dht.keys import MANIFEST_LIFETIME_S, MAX_LIFETIME_S, manifest_key, parse_key
 from dilocox.dht.manifest import SignedManifest
 from dilocox.dht.node import NoAnswer, RunDHT
+from dilocox.dht.questions import StoredValue
 from dilocox.dht.records import Record
 from dilocox.dht.wire import Malformed
 
@@ -57,6 +59,8 @@ class Swarm:
         self._clock = clock
         self._sequence = 0
         self._expiries: dict[str, float] = {}
+        self._writing = threading.Lock()
+        self._reading = threading.Lock()
         self._seen: dict[str, dict[str, _Seen[Record]]] = {}
 
     def publish(
@@ -66,10 +70,18 @@ class Swarm:
 
         Raises `ValueError` for a record of more than 1 KB or under a key of another kind.
         """
-        if parse_key(key).kind != record.kind:
-            raise ValueError(f"a {record.kind} record does not belong under {key}")
+        return self.publish_many({key: record}, lifetime_s, timeout_s)
+
+    def publish_many(
+        self, records: Mapping[str, Record], lifetime_s: float, timeout_s: float = CALL_TIMEOUT_S
+    ) -> bool:
+        """As `publish`, for many keys in one search; whether the DHT took all of them in time."""
+        for key, record in records.items():
+            if parse_key(key).kind != record.kind:
+                raise ValueError(f"a {record.kind} record does not belong under {key}")
         owner = peer_id_bytes_of(self._identity.public_key)
-        return self._store(key, record.encode(), lifetime_s, owner, timeout_s)
+        payloads = {key: record.encode() for key, record in records.items()}
+        return self._store(payloads, lifetime_s, owner, timeout_s)
 
     def read(
         self, key: str, record_type: type[R], timeout_s: float = CALL_TIMEOUT_S
@@ -95,16 +107,16 @@ class Swarm:
             found = self._dht.find_latest(keys.keys(), timeout_s=timeout_s)
         except NoAnswer:
             found = dict[str, object]()
-        return {
-            key: self._heard(key, record_type, found[key]) if key in found else None
-            for key, record_type in keys.items()
-        }
+        with self._reading:
+            return {
+                key: self._heard(key, record_type, found[key]) if key in found else None
+                for key, record_type in keys.items()
+            }
 
     def publish_manifest(self, signed: SignedManifest, timeout_s: float = CALL_TIMEOUT_S) -> bool:
         """Store the manifest for a week; whether the DHT took it. Only the operator can."""
-        return self._store(
-            manifest_key(self._run), signed.to_bytes(), MANIFEST_LIFETIME_S, None, timeout_s
-        )
+        payloads = {manifest_key(self._run): signed.to_bytes()}
+        return self._store(payloads, MANIFEST_LIFETIME_S, None, timeout_s)
 
     def sealed_manifest(self, timeout_s: float = CALL_TIMEOUT_S) -> bytes | None:
         """The manifest that the operator signed last, in its envelope; None if nobody gave it."""
@@ -118,8 +130,9 @@ class Swarm:
     def store_sealed_manifest(self, sealed: bytes, timeout_s: float = CALL_TIMEOUT_S) -> None:
         """Store what `sealed_manifest` gave, as it is; raises `Refused` if it is no envelope."""
         expires_at = unseal(sealed, check_signature=False).expires_at
+        stored = StoredValue(manifest_key(self._run), sealed, expires_at)
         with contextlib.suppress(NoAnswer):
-            self._dht.put(manifest_key(self._run), sealed, expires_at, None, timeout_s)
+            self._dht.put_many([stored], timeout_s=timeout_s)
 
     def fetch_manifest(self, run_id: str, timeout_s: float) -> SignedManifest:
         """Find the manifest of a run and check that it is the operator's.
@@ -180,8 +193,25 @@ class Swarm:
             raise InvalidInput(f"manifest of run {run_id} is refused ({reason})") from reason
 
     def _store(
-        self, key: str, payload: bytes, lifetime_s: float, owner: bytes | None, timeout_s: float
+        self,
+        payloads: Mapping[str, bytes],
+        lifetime_s: float,
+        owner: bytes | None,
+        timeout_s: float,
     ) -> bool:
+        with self._writing:
+            values = [
+                self._sealed(key, payload, lifetime_s, owner) for key, payload in payloads.items()
+            ]
+            self.sent_bytes += sum(len(each.value) for each in values)
+        try:
+            return self._dht.put_many(values, timeout_s=timeout_s)
+        except NoAnswer:
+            return False
+
+    def _sealed(
+        self, key: str, payload: bytes, lifetime_s: float, owner: bytes | None
+    ) -> StoredValue:
         longest = MAX_LIFETIME_S[parse_key(key).kind]
         if not 0 < lifetime_s <= longest:
             raise ValueError(f"{key} may live up to {longest:g} s, not {lifetime_s:g}")
@@ -197,11 +227,7 @@ class Swarm:
             expires_at=expires_at,
             payload=payload,
         )
-        self.sent_bytes += len(sealed)
-        try:
-            return self._dht.put(key, sealed, expires_at, owner, timeout_s)
-        except NoAnswer:
-            return False
+        return StoredValue(key, sealed, expires_at, owner)
 
     def _heard(self, key: str, record_type: type[R], found: object) -> dict[str, R]:
         """The records in what the DHT has under a key."""

@@ -3,6 +3,7 @@
 import os
 import signal
 import socket
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -19,6 +20,7 @@ from dilocox.dht.identity import Identity, peer_id_bytes_of
 from dilocox.dht.keys import part_key, stage_key
 from dilocox.dht.manifest import Manifest, SignedManifest
 from dilocox.dht.node import NoAnswer, RunDHT
+from dilocox.dht.questions import StoredValue
 from dilocox.dht.records import PartRecord, StageRecord
 from dilocox.dht.swarm import Swarm
 
@@ -110,6 +112,28 @@ def test_many_keys_are_found_in_one_search_across_nodes(
         assert found == expected | {keys[-1]: {}}
 
 
+def test_one_thread_may_publish_while_another_reads(
+    first: Node, second: Node, volunteer: Identity, run: str
+):
+    """The pipe to the node takes one message at a time; two at once would be torn."""
+    keys = [stage_key(run, stage) for stage in range(50, 54)]
+    wrong: list[object] = []
+
+    def read() -> None:
+        for _ in range(30):
+            found = second[1].read_many(dict.fromkeys(keys, StageRecord))
+            wrong.extend(each for each in found.values() if each is None)
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    for number in range(30):
+        assert second[1].publish_many(dict.fromkeys(keys, stage_record(number)), 60)
+    reader.join(60.0)
+    assert not wrong
+    mine = {volunteer.peer_id: stage_record(29)}
+    assert first[1].read_many(dict.fromkeys(keys, StageRecord)) == dict.fromkeys(keys, mine)
+
+
 def test_record_is_replaced_by_its_owner(first: Node, second: Node, volunteer: Identity, run: str):
     for position in range(3):
         assert second[1].publish(part_key(run, 0), PartRecord(part=0, position=position), 60)
@@ -127,7 +151,7 @@ def test_forged_records_are_refused_by_honest_nodes(
     forged = seal(stranger, key=key, sequence=1, expires_at=expires_at, payload=payload)
     before = first[0].refused_values()
     for value in (forged, forged[:-1] + b"\0", b"junk", bytes(20_000)):
-        liar[0].put(key, value, expires_at, victim, 10.0)
+        liar[0].put_many([StoredValue(key, value, expires_at, victim)], timeout_s=10.0)
     assert first[1].read(key, PartRecord) == {}
     assert not first[1].refused
     refused = first[0].refused_values() - before
@@ -160,7 +184,8 @@ def test_manifest_of_a_run_that_nobody_knows_is_a_wrong_invite(second: Node):
 
 def test_value_over_the_limit_never_leaves(second: Node, run: str):
     with pytest.raises(ValueError, match="the DHT takes 32768"):
-        second[0].put(part_key(run, 0), bytes(32_769), second[2].time() + 10, None, 5.0)
+        large = StoredValue(part_key(run, 0), bytes(32_769), second[2].time() + 10)
+        second[0].put_many([large], timeout_s=5.0)
 
 
 def test_what_a_node_sends_and_receives_is_counted(second: Node, run: str):

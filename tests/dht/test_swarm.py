@@ -1,6 +1,6 @@
 """A swarm's answers may be late, old, forged or missing; readers see what owners last said."""
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, cast
 
 import pytest
@@ -13,6 +13,7 @@ from dilocox.dht.identity import Identity, peer_id_bytes_of
 from dilocox.dht.keys import bell_key, manifest_key, part_key, stage_key
 from dilocox.dht.manifest import Manifest, SignedManifest
 from dilocox.dht.node import NoAnswer, RunDHT
+from dilocox.dht.questions import StoredValue
 from dilocox.dht.records import PartRecord, StageRecord
 from dilocox.dht.swarm import Swarm
 
@@ -25,18 +26,20 @@ class FakeDHT:
         self.silent = False
         self.reachable = True
         self.late: set[str] = set()
-        self.searches = 0
+        self.searches = self.stores = 0
         self.expiries: list[float] = []
 
-    def put(self, key: str, value: bytes, expires_at: float, subkey: Any, timeout_s: float) -> bool:
+    def put_many(self, values: Sequence[StoredValue], *, timeout_s: float) -> bool:
         if self.silent:
             raise NoAnswer("silent")
-        self.expiries.append(expires_at)
-        if subkey is None:
-            self.values[key] = value
-        else:
-            entry = ValueWithExpiration(value, expires_at)
-            self.values.setdefault(key, {})[subkey] = entry
+        self.stores += 1
+        for each in values:
+            self.expiries.append(each.expires_at)
+            if each.subkey is None:
+                self.values[each.key] = each.value
+            else:
+                entry = ValueWithExpiration(each.value, each.expires_at)
+                self.values.setdefault(each.key, {})[each.subkey] = entry
         return True
 
     def find_latest(self, keys: Collection[str], *, timeout_s: float) -> dict[str, object]:
@@ -88,6 +91,20 @@ def test_records_are_read_by_owner(
     assert member(volunteer).publish(key, at(2), 15)
     found = member(operator).read(key, PartRecord)
     assert found == {operator.peer_id: at(1), volunteer.peer_id: at(2)}
+
+
+def test_many_records_are_published_in_one_store(
+    member: Member, dht: FakeDHT, volunteer: Identity, run: str
+):
+    records = {part_key(run, part): PartRecord(part=part, position=7) for part in range(3)}
+    swarm = member(volunteer)
+    assert swarm.publish_many(records, 15)
+    assert dht.stores == 1
+    assert swarm.read_many(dict.fromkeys(records, PartRecord)) == {
+        key: {volunteer.peer_id: record} for key, record in records.items()
+    }
+    with pytest.raises(ValueError, match="does not belong under"):
+        swarm.publish_many(records | {stage_key(run, 0): at(1)}, 15)
 
 
 def test_values_published_and_read_are_counted_in_bytes(

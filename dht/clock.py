@@ -14,6 +14,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import Protocol
 
 MAX_ROUND_TRIP_S = 2.0
 
@@ -42,6 +43,18 @@ def median_offset(samples: Iterable[OffsetSample]) -> float | None:
     return statistics.median(offsets) if offsets else None
 
 
+class Clock(Protocol):
+    """What all that controls a peer's rounds takes its time from; a simulation brings its own."""
+
+    def time(self) -> float:
+        """Run time: seconds since the epoch, alike on all peers."""
+        ...
+
+    def monotonic(self) -> float:
+        """Seconds that never step back, for deadlines inside one process."""
+        ...
+
+
 class RunClock:
     """Run time in seconds since the epoch. Make it before any process is forked."""
 
@@ -53,6 +66,10 @@ class RunClock:
     def time(self) -> float:
         """Run time now."""
         return self._start + _ticks() + self._offset.value
+
+    def monotonic(self) -> float:
+        """Seconds that never step back and go on while the machine sleeps, as the swarm does."""
+        return _ticks()
 
     @property
     def offset(self) -> float:

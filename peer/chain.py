@@ -12,10 +12,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-import time
 from collections.abc import Callable
 from typing import Any
 
+from dilocox.dht.clock import Clock
 from dilocox.dht.records import ClaimRecord
 from dilocox.peer.averager import StageAverager
 from dilocox.peer.averaging import Applied, AveragerStuck
@@ -45,6 +45,7 @@ class ChainFollower:
         averager: StageAverager,
         log: RoundLog,
         events: EventQueue,
+        clock: Clock,
         applied: int,
         anchor_sha256: str,
         state_bytes: int,
@@ -57,6 +58,7 @@ class ChainFollower:
         self._averager = averager
         self._log = log
         self._events = events
+        self._clock = clock
         self._sent_round = sent_round
         self.applied = applied
         self.head = log.head()
@@ -128,7 +130,7 @@ class ChainFollower:
         if self._work is not None:
             self._advance()
             return
-        if exchanging or time.monotonic() < self._not_before:
+        if exchanging or self._clock.monotonic() < self._not_before:
             return
         if self._need_state:
             self._begin_state(view)
@@ -164,7 +166,9 @@ class ChainFollower:
             return
         stated = self._wanted = claim[1]
         missing_bytes = (stated.round - self.head.round) * stated.record_bytes
-        limit_bytes = self._state_bytes if time.monotonic() >= self._no_state_before else None
+        limit_bytes = (
+            self._state_bytes if self._clock.monotonic() >= self._no_state_before else None
+        )
         if limit_bytes is not None and missing_bytes > limit_bytes:
             self._need_state, self._state_after, self._saves_bytes = True, self.applied, True
             self._begin_state(view)
@@ -214,12 +218,12 @@ class ChainFollower:
         self, future: Any, on_done: Callable[[Any], None], limit_s: float = CALL_LIMIT_S
     ) -> None:
         self._work, self._on_done = future, on_done
-        self._deadline = time.monotonic() + limit_s
+        self._deadline = self._clock.monotonic() + limit_s
 
     # ---- ending ----------------------------------------------------------------------------------
     def _advance(self) -> None:
         if not self._work.done():
-            if time.monotonic() > self._deadline:  # it may not write into the buffers later
+            if self._clock.monotonic() > self._deadline:  # it may not write into the buffers later
                 raise AveragerStuck("the averaging process does not end a download")
             return
         future, on_done = self._work, self._on_done
@@ -233,8 +237,8 @@ class ChainFollower:
             logger.info("no newer state: %s", error)
             if self._saves_bytes:
                 self._need_state = self._saves_bytes = False
-                self._no_state_before = time.monotonic() + self._record_lifetime_s
-            self._not_before = time.monotonic() + PAUSE_AFTER_FAILURE_S
+                self._no_state_before = self._clock.monotonic() + self._record_lifetime_s
+            self._not_before = self._clock.monotonic() + PAUSE_AFTER_FAILURE_S
         except TooSlow as error:
             logger.info("looking for a faster donor: %s", error)
             self._slow.add(self._donor)
@@ -242,7 +246,7 @@ class ChainFollower:
             logger.info("%s", error)
             if not self._need_state:
                 self._doubt(busy=True)
-            self._not_before = time.monotonic() + PAUSE_AFTER_FAILURE_S
+            self._not_before = self._clock.monotonic() + PAUSE_AFTER_FAILURE_S
         except (ConnectionError, RecordRefused, FrameRefused, asyncio.TimeoutError) as error:
             reason, pause_s = str(error) or type(error).__name__, PAUSE_AFTER_FAILURE_S
             logger.warning("catching up failed, will try again: %s", reason)
@@ -251,7 +255,7 @@ class ChainFollower:
             # a state may be gigabytes over a line that breaks: that says nothing of the claim
             elif isinstance(error, RecordRefused | FrameRefused):
                 pause_s = self._blame()
-            self._not_before = time.monotonic() + pause_s
+            self._not_before = self._clock.monotonic() + pause_s
         else:
             if on_done is not None:
                 on_done(result)
@@ -284,7 +288,7 @@ class ChainFollower:
             self._need_state, self._fork_round = True, reach.fork_round
         elif self._wanted is not None:
             self._ignore(self._wanted)  # it lost against ours
-        self._not_before = time.monotonic() + PAUSE_AFTER_FAILURE_S
+        self._not_before = self._clock.monotonic() + PAUSE_AFTER_FAILURE_S
 
     def _got_state(self, state: State) -> None:
         event = Resynced(state=state, fork_round=self._fork_round)
@@ -310,9 +314,9 @@ class ChainFollower:
             return
         if len(self._doubted) >= MAX_NOTED:
             self._doubted.clear()
-        since = self._doubted.setdefault((self._wanted.digest, busy), time.monotonic())
+        since = self._doubted.setdefault((self._wanted.digest, busy), self._clock.monotonic())
         lifetimes = BUSY_LIFETIMES if busy else 1
-        if time.monotonic() - since > lifetimes * self._record_lifetime_s:
+        if self._clock.monotonic() - since > lifetimes * self._record_lifetime_s:
             logger.warning("nobody gives the record of round %d: ignored", self._wanted.round)
             self._ignore(self._wanted)
 

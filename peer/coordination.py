@@ -52,6 +52,7 @@ def coordinator_of(
         averager=averager,
         log=log,
         events=events,
+        clock=joined.clock,
         applied=merge.round,
         anchor_sha256=anchor_sha256(merge.anchor),
         state_bytes=2 * merge.anchor.nbytes,
@@ -67,7 +68,7 @@ def coordinator_of(
         stage=place.stage,
         layout_digest=place.layout.digest,
         plan=plan,
-        now=joined.clock.time,
+        clock=joined.clock,
         alone=alone,
     )
     for round_number, send in merge.fly.items():

@@ -10,12 +10,11 @@ from __future__ import annotations
 import logging
 import os
 import threading
-import time
 from collections.abc import Callable
 from functools import partial
 from typing import cast
 
-from dilocox.dht.clock import RunClock
+from dilocox.dht.clock import Clock
 from dilocox.dht.errors import UnreadableManifest
 from dilocox.dht.node import RunDHT
 from dilocox.peer.averager import StageAverager
@@ -55,7 +54,7 @@ class Coordinator(threading.Thread):
         place: Place,
         dht: RunDHT,
         herald: Herald,
-        clock: RunClock,
+        clock: Clock,
         averager: StageAverager,
         chain: ChainFollower,
         driver: ExchangeDriver,
@@ -82,12 +81,12 @@ class Coordinator(threading.Thread):
         self._closing = threading.Event()
         self._leaving = self._part_finished = False
         self._bootstrap_answered = True
-        self._ways = Ways(place, averager)
+        self._ways = Ways(place, averager, clock)
         self._published_at = self._looked_at = self._heard_at = self._saw_all_at = float("-inf")
         self._paused_since: float | None = None
         self._pending_send: Callable[[], None] | None = None
         self.events = events
-        self._rounds = RoundKeeper(place.me, first=first_round)
+        self._rounds = RoundKeeper(place.me, clock, first=first_round)
         self.joined = threading.Event()
         self.progress = LoopProgress()
         self.data_part: tuple[int, int] = (0, 0) if lease is None else (lease.part, 0)
@@ -235,7 +234,7 @@ class Coordinator(threading.Thread):
             self.events.put(Failed(error=error))
 
     def _tick(self) -> None:
-        now = time.monotonic()
+        now = self._clock.monotonic()
         if not self._dht.running:
             raise ChildDied("the DHT process or p2pd has died")
         if not self._averager.is_alive():
@@ -244,7 +243,7 @@ class Coordinator(threading.Thread):
             raise ChildDied("others cannot reach this peer, for which they wait")
         if now - self._looked_at >= LOOK_S:
             self._look()
-            self._looked_at = time.monotonic()
+            self._looked_at = self._clock.monotonic()
         if now - self._published_at >= self._place.manifest.deadlines.heartbeat_s:
             self._published_at = now
             self._heartbeat()
@@ -257,7 +256,7 @@ class Coordinator(threading.Thread):
 
     # ---- looking and telling ---------------------------------------------------------------------
     def _look(self) -> None:
-        now, herald, progress = time.monotonic(), self._herald, self.progress
+        now, herald, progress = self._clock.monotonic(), self._herald, self.progress
         # all but the bells changes with the others' heartbeats only
         heartbeat_s = self._place.manifest.deadlines.heartbeat_s
         stays = self.joined.is_set() and not self._leaving
@@ -299,12 +298,12 @@ class Coordinator(threading.Thread):
 
     def _look_for_revision(self) -> None:
         heartbeat_s = self._place.manifest.deadlines.heartbeat_s
-        if self._watch.follow(self._herald.revision, heartbeat_s, time.monotonic()):
+        if self._watch.follow(self._herald.revision, heartbeat_s, self._clock.monotonic()):
             self.announce()  # others hear of it from this peer, too
 
     def _follow_round(self, view: SwarmView) -> None:
         progress = self.progress
-        now = time.monotonic()
+        now = self._clock.monotonic()
         if self._paused_since is not None:
             self._rounds.stood_still(now - self._paused_since)
         self._paused_since = now if self.paused else None
@@ -351,7 +350,7 @@ class Coordinator(threading.Thread):
             self._renew_lease()
         self._bootstrap_answered = herald.bootstrap_answers(BOOTSTRAP_LIMIT_S)
         self._alone.observe(
-            time.monotonic(),
+            self._clock.monotonic(),
             others_in_view=len(set(herald.view.counted()) - {place.me}),
             bootstrap_answered=self._bootstrap_answered,
         )

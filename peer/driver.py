@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import dataclass
 from typing import Any
@@ -24,6 +23,7 @@ from hivemind.averaging.matchmaking import (  # pyright: ignore[reportMissingTyp
     MatchmakingException,
 )
 
+from dilocox.dht.clock import Clock
 from dilocox.dht.errors import DilocoxError
 from dilocox.dht.manifest import Manifest
 from dilocox.peer.averager import StageAverager
@@ -75,7 +75,7 @@ class ExchangeDriver:
         stage: int,
         layout_digest: str,
         plan: RoundPlan,
-        now: Any,
+        clock: Clock,
         alone: AloneWatch,
     ):
         self._averager = averager
@@ -84,11 +84,11 @@ class ExchangeDriver:
         self._manifest = manifest
         self._run, self._stage, self._layout_digest = run, stage, layout_digest
         self._plan = plan
-        self._now = now
+        self._clock = clock
         self._alone = alone
         self._job: _Job | None = None
         self._last_exchange_s = 0.0
-        self._ticked_at = time.monotonic()
+        self._ticked_at = self._clock.monotonic()
         self.voids = 0
 
     @property
@@ -119,13 +119,13 @@ class ExchangeDriver:
             scheduled_at=scheduled_at,
             tokens=tokens,
             step_s=step_s,
-            sent_at=time.monotonic(),
+            sent_at=self._clock.monotonic(),
             states_taken=states_taken,
         )
 
     def resume(self, round_number: int, tokens: int) -> None:
         """A send from before a restart: its group is gone, so it can only be asked about."""
-        now = self._now()
+        now = self._clock.time()
         self._job = _Job(round=round_number, scheduled_at=now, tokens=tokens, resumed=True)
         self._leave_open(self._job)
 
@@ -140,7 +140,7 @@ class ExchangeDriver:
         Raises:
             AveragerStuck: the averaging process hangs.
         """
-        job, gap_s = self._job, time.monotonic() - self._ticked_at
+        job, gap_s = self._job, self._clock.monotonic() - self._ticked_at
         self._ticked_at += gap_s
         if job is None:
             return
@@ -159,7 +159,7 @@ class ExchangeDriver:
 
     # ---- starting --------------------------------------------------------------------------------
     def _try_to_start(self, job: _Job, view: SwarmView) -> None:
-        late = self._now() - job.scheduled_at
+        late = self._clock.time() - job.scheduled_at
         if self._chain.head.round >= job.round:
             return  # the record of this round is here and will be applied
         if self._chain.behind(view):
@@ -168,7 +168,7 @@ class ExchangeDriver:
             return
         counted = view.counted()
         alone = len(counted) == 1
-        if alone and not self._alone.may_commit(time.monotonic()):
+        if alone and not self._alone.may_commit(self._clock.monotonic()):
             if late > 2 * self._manifest.deadlines.record_lifetime_s:
                 self._void(job, "no bootstrap answers, so nobody knows whether this peer is alone")
             return
@@ -180,7 +180,7 @@ class ExchangeDriver:
     def _start(self, job: _Job, counted: tuple[str, ...], *, alone: bool) -> None:
         manifest, deadlines = self._manifest, self._manifest.deadlines
         head, last = self._chain.head, self._chain.last_record
-        matchmaking_s = max(0.0, job.scheduled_at - self._now()) + NO_GROUP_S
+        matchmaking_s = max(0.0, job.scheduled_at - self._clock.time()) + NO_GROUP_S
         matchmaking_s = max(matchmaking_s, deadlines.matchmaking_s + NO_GROUP_S)
         order = ExchangeOrder(
             plan=Plan(
@@ -211,19 +211,19 @@ class ExchangeDriver:
             job.round,
             job.attempt,
             ", ".join(peer[-6:] for peer in counted),
-            job.scheduled_at - self._now(),
+            job.scheduled_at - self._clock.time(),
         )
         try:
             job.future = self._averager.exchange(order)
         except (TimeoutError, FutureTimeout) as error:
             raise AveragerStuck(f"round {job.round}: the averaging process is stuck") from error
         limit_s = matchmaking_s + 2 * deadlines.exchange_s + 2 * deadlines.vote_s + SLACK_S
-        job.limit = time.monotonic() + limit_s
+        job.limit = self._clock.monotonic() + limit_s
 
     # ---- ending ----------------------------------------------------------------------------------
     def _advance(self, job: _Job) -> None:
         if not job.future.done():
-            if time.monotonic() > job.limit:
+            if self._clock.monotonic() > job.limit:
                 raise AveragerStuck(f"round {job.round}: the averaging process does not answer")
             return
         future, job.future = job.future, None
@@ -248,7 +248,7 @@ class ExchangeDriver:
             if not job.undecided:
                 self._leave_open(job)  # the record comes through the chain, if at all
         elif result.verdict is Verdict.COMMITTED:
-            self._last_exchange_s = time.monotonic() - job.sent_at
+            self._last_exchange_s = self._clock.monotonic() - job.sent_at
             self._chain.committed(job.round, result.seconds, result.matchmaking_s)
         elif job.attempt == 0:
             self._retry(job, result)
@@ -265,11 +265,11 @@ class ExchangeDriver:
 
     def _leave_open(self, job: _Job) -> None:
         job.undecided = True
-        job.limit = time.monotonic() + self._manifest.deadlines.record_lifetime_s
+        job.limit = self._clock.monotonic() + self._manifest.deadlines.record_lifetime_s
         logger.info("round %d: undecided, asking the others", job.round)
 
     def _ask(self, job: _Job) -> None:
-        now = time.monotonic()
+        now = self._clock.monotonic()
         if now > job.limit:
             self._void(job, "nobody knows of a record, presumed void", certain=False)
         elif now - job.asked_at > self._manifest.deadlines.heartbeat_s / 2:

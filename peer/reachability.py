@@ -118,12 +118,13 @@ class ReachWatch:
     swarm that takes it for reachable all others wait for it in vain.
     """
 
-    def __init__(self, ask: Callable[[bool], Any], *, reached: bool, by_others: bool):
+    def __init__(self, ask: Callable[[bool], Any], *, reached: bool, by_others: bool, now: float):
+        """now: of the monotonic clock, as in `lost`."""
         self._ask = ask
         self._reached = reached
         self._by_others = by_others
         self._asked: Any = None
-        self._next = time.monotonic() + (CHECK_S if reached else CHECK_AGAIN_S)
+        self._next = now + (CHECK_S if reached else CHECK_AGAIN_S)
         self._failed = False
 
     def lost(self, now: float) -> bool:

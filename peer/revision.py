@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import time
 from pathlib import Path
 
 from dilocox.dht.errors import InvalidInput, UnreadableManifest
@@ -42,7 +41,7 @@ class ManifestWatch:
         self._run = run
         self._file = file
         self._refused = ""
-        self._looked_at = time.monotonic()
+        self._looked_at: float | None = None
         self._in_vain = 0  # looks for what was told
 
     def follow(self, told: int, heartbeat_s: float, now: float) -> bool:
@@ -55,6 +54,8 @@ class ManifestWatch:
         pause_s = REVISION_S
         if newer:
             pause_s = min(pause_s, heartbeat_s / 2 * 2**self._in_vain)
+        if self._looked_at is None:
+            self._looked_at = now
         if now - self._looked_at < pause_s:
             return False
         self._looked_at = now

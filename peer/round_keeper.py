@@ -7,9 +7,9 @@ which ends a round by its send.
 from __future__ import annotations
 
 import threading
-import time
 from dataclasses import replace
 
+from dilocox.dht.clock import Clock
 from dilocox.dht.records import BellRecord, ReplicaRecord
 from dilocox.peer.rounds import (
     RoundView,
@@ -25,11 +25,12 @@ from dilocox.peer.view import SwarmView
 class RoundKeeper:
     """The round that this peer is in, its own bell, and the time of the group once known."""
 
-    def __init__(self, me: str, *, first: int = 0):
+    def __init__(self, me: str, clock: Clock, *, first: int = 0):
         """first: the least round that it can be in, whatever is seen of the run."""
         self._me = me
+        self._clock = clock
         self._lock = threading.Lock()
-        self._began = time.monotonic()
+        self._began = self._clock.monotonic()
         self._bell: BellRecord | None = None
         self._schedule: Schedule | None = None
         self._finished = False
@@ -81,7 +82,7 @@ class RoundKeeper:
         """
         if near_end or self._bell is not None or any(view.bells.values()):
             return 0.0
-        return (time.monotonic() - self._began) / 16
+        return (self._clock.monotonic() - self._began) / 16
 
     def follow(
         self,
@@ -115,7 +116,7 @@ class RoundKeeper:
                 self._bell = BellRecord(
                     round=self.round,
                     finished_at=now,
-                    round_s=time.monotonic() - self._began,
+                    round_s=self._clock.monotonic() - self._began,
                     tokens=tokens,
                     send_after=None,
                     scheduled_at=None,
@@ -148,4 +149,4 @@ class RoundKeeper:
         self.round = round_number
         self._bell = self._schedule = None
         self._finished = False
-        self._began = time.monotonic()
+        self._began = self._clock.monotonic()

@@ -16,6 +16,7 @@ from typing import Any, Protocol
 from hivemind.averaging import control as hivemind_control
 from hivemind.p2p import PeerID
 
+from dilocox.dht.clock import Clock
 from dilocox.dht.reach import Reach
 from dilocox.peer.exchange import Attempt
 from dilocox.peer.place import Place
@@ -79,7 +80,7 @@ class WaysAverager(Protocol):
 class Ways:
     """The part of the coordinator, in its thread."""
 
-    def __init__(self, place: Place, averager: WaysAverager):
+    def __init__(self, place: Place, averager: WaysAverager, clock: Clock):
         self._place = place
         self._averager = averager
         self._dialled: Targets = {}
@@ -88,6 +89,7 @@ class Ways:
             averager.check_reach,
             reached=place.reachability in REACHED,
             by_others=place.reached_by_others,
+            now=clock.monotonic(),
         )
 
     def look(self, view: SwarmView) -> None:

@@ -22,6 +22,7 @@ from dilocox.peer.record import RecordRefused
 from dilocox.peer.state_file import NoState
 from dilocox.peer.transport import PeerBusy, TooSlow
 from dilocox.peer.view import SwarmView
+from tests.peer.clocks import TestClock
 from tests.peer.donors import Donor
 
 
@@ -38,6 +39,7 @@ def follower(donor: Donor, events: EventQueue, *, me: str, sent: int | None) -> 
         averager=cast("StageAverager", averager),
         log=donor.log,
         events=events,
+        clock=TestClock(),
         applied=-1,
         anchor_sha256="b" * 64,
         state_bytes=1 << 30,
@@ -88,7 +90,7 @@ class Behind:
     asked: list[tuple[str, int | None]] = field(default_factory=list[tuple[str, "int | None"]])
     donors: list[str] = field(default_factory=list[str])
     hurried: list[bool] = field(default_factory=list[bool])
-    now: float = 5000.0
+    clock: TestClock = field(default_factory=TestClock)
 
     def __post_init__(self) -> None:
         averager = SimpleNamespace(
@@ -98,6 +100,7 @@ class Behind:
             averager=cast("StageAverager", averager),
             log=self.donor.log,
             events=EventQueue(),
+            clock=self.clock,
             applied=-1,
             anchor_sha256="b" * 64,
             state_bytes=STATE_BYTES,
@@ -140,14 +143,12 @@ class Behind:
         self.view = SwarmView(me=self.donor.peer, claims=dict.fromkeys(holders, claim))
         for _ in range(2):
             self.chain.tick(self.view, exchanging=False)
-        self.now += 2.0
+        self.clock.now += 2.0
 
 
 @pytest.fixture
-def behind(identities: list[Identity], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Behind:
-    found = Behind(Donor(identities[0], tmp_path), [])
-    monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: found.now))
-    return found
+def behind(identities: list[Identity], tmp_path: Path) -> Behind:
+    return Behind(Donor(identities[0], tmp_path), [])
 
 
 def nothing(**facts: Any) -> Reach:
@@ -174,7 +175,7 @@ def test_where_no_state_would_help_the_records_are_taken_whatever_they_cost(
     for _ in range(3):
         behind.look(record_bytes=201, rounds=5)
     assert behind.asked == [("state", -1), ("records", None), ("records", None)]
-    behind.now += 30.0  # by now somebody may have one
+    behind.clock.now += 30.0  # by now somebody may have one
     behind.look(record_bytes=201, rounds=5)
     assert behind.asked[3:] == [("state", -1)]
 

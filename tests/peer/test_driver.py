@@ -9,7 +9,6 @@ import pytest
 
 from dilocox.compression.layout import FlatLayout
 from dilocox.dht.manifest import Manifest
-from dilocox.peer import driver as driver_module
 from dilocox.peer.averaging import AveragerStuck
 from dilocox.peer.driver import FROZEN_S, ExchangeDriver
 from dilocox.peer.events import EventQueue, Voided
@@ -17,6 +16,7 @@ from dilocox.peer.members import AttemptResult
 from dilocox.peer.plan import RoundPlan, stage_codec
 from dilocox.peer.view import SwarmView
 from dilocox.peer.vote import AloneWatch, Verdict
+from tests.peer.clocks import TestClock
 
 VIEW = SwarmView(me="me")
 TICK_S = 0.1
@@ -36,10 +36,9 @@ class Future:
 class World:
     """A driver, the monotonic clock that it sees, and the answers of its averaging process."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch):
-        self.now = 1000.0
+    def __init__(self) -> None:
+        self.clock = TestClock()
         self.answer: Any = Future(done=False)
-        monkeypatch.setattr(driver_module.time, "monotonic", lambda: self.now)
         manifest = Manifest.from_dict({"name": "run", "model": "tiny", "end_tokens": 1000})
         self.deadlines = manifest.deadlines
         self.events = EventQueue()
@@ -58,7 +57,7 @@ class World:
             exchange=lambda order: self.answer, settle=lambda number, attempt: self.answer
         )
         alone = AloneWatch(record_lifetime_s=1.0, heartbeat_s=1e6)
-        for at in (self.now - 2.0, self.now):
+        for at in (self.clock.now - 2.0, self.clock.now):
             alone.observe(at, others_in_view=0, bootstrap_answered=True)
         self.driver = ExchangeDriver(
             averager=averager,
@@ -69,12 +68,12 @@ class World:
             stage=0,
             layout_digest="",
             plan=RoundPlan(manifest, stage_codec(manifest, FlatLayout.of([]))),
-            now=lambda: self.now,
+            clock=self.clock,
             alone=alone,
         )
 
     def tick(self, seconds: float = TICK_S) -> None:
-        self.now += seconds
+        self.clock.now += seconds
         self.driver.tick(VIEW)
 
     def tick_for(self, seconds: float) -> None:
@@ -83,9 +82,9 @@ class World:
 
 
 @pytest.fixture
-def world(monkeypatch: pytest.MonkeyPatch) -> World:
-    world = World(monkeypatch)
-    world.driver.submit(0, scheduled_at=world.now, tokens=10, step_s=0.5, states_taken=0)
+def world() -> World:
+    world = World()
+    world.driver.submit(0, scheduled_at=world.clock.now, tokens=10, step_s=0.5, states_taken=0)
     world.tick()
     assert world.driver.exchanging
     return world
@@ -131,11 +130,13 @@ def test_a_commit_whose_record_nobody_gives_is_presumed_void(world: World) -> No
 
 @pytest.mark.parametrize(("states_taken", "kept"), [(0, False), (1, True)])
 def test_a_send_from_before_a_state_was_taken_is_dropped_and_one_from_after_it_is_not(
-    monkeypatch: pytest.MonkeyPatch, states_taken: int, kept: bool
+    states_taken: int, kept: bool
 ) -> None:
-    world = World(monkeypatch)
+    world = World()
     world.chain.states_taken = 1
-    world.driver.submit(0, scheduled_at=world.now, tokens=10, step_s=0.5, states_taken=states_taken)
+    world.driver.submit(
+        0, scheduled_at=world.clock.now, tokens=10, step_s=0.5, states_taken=states_taken
+    )
     world.tick()
     assert (world.driver.sent_round == 0) is kept
     assert world.events.get() is None  # the loop has undone it itself

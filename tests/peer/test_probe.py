@@ -329,7 +329,8 @@ def test_a_peer_that_was_carried_elsewhere_is_lost_after_two_failures_in_a_row()
         answers.append(Future())
         return answers[-1]
 
-    watch, now, lost = ReachWatch(ask, reached=True, by_others=True), time.monotonic(), list[bool]()
+    now, lost = time.monotonic(), list[bool]()
+    watch = ReachWatch(ask, reached=True, by_others=True, now=now)
     assert not watch.lost(now) and not answers
     kinds: tuple[Reachability | None, ...] = ("dial_out", "public", "dial_out", None, "dial_out")
     for kind in (*kinds, "unknown", "dial_out", "dial_out"):
@@ -355,7 +356,7 @@ def test_one_that_nobody_could_try_is_tried_each_minute_until_somebody_has() -> 
         return answer
 
     started = time.monotonic()
-    watch = ReachWatch(ask, reached=False, by_others=False)
+    watch = ReachWatch(ask, reached=False, by_others=False, now=started)
     for second in range(int(3 * CHECK_AGAIN_S + CHECK_S) + 9):
         assert not watch.lost(started + second)
     assert asked == [False, False, False, True]
@@ -375,7 +376,8 @@ def test_one_that_only_a_bootstrap_reached_hears_others_until_one_of_them_has() 
     def watched(*told: Reach) -> tuple[list[bool], bool]:
         asked.clear()
         found[:] = told
-        watch, now = ReachWatch(ask, reached=True, by_others=False), time.monotonic()
+        now = time.monotonic()
+        watch = ReachWatch(ask, reached=True, by_others=False, now=now)
         lost = False
         for _ in told:
             now += CHECK_S + 1

@@ -7,6 +7,7 @@ import pytest
 from dilocox.dht.records import BellRecord, ReplicaRecord
 from dilocox.peer.round_keeper import RoundKeeper
 from dilocox.peer.view import SwarmView
+from tests.peer.clocks import TestClock
 
 VIEW = SwarmView(me="me")
 NOW = 100.0
@@ -58,25 +59,25 @@ def follow(keeper: RoundKeeper, inner_step: int, *, undecided: bool) -> bool:
 
 # ---- heads ---------------------------------------------------------------------------------------
 def test_a_head_rings_after_its_inner_steps() -> None:
-    keeper = RoundKeeper("me")
+    keeper = RoundKeeper("me", TestClock())
     assert not follow(keeper, 9, undecided=False)
     assert follow(keeper, 10, undecided=False)
 
 
 def test_a_head_does_not_ring_while_its_last_send_is_undecided() -> None:
-    keeper = RoundKeeper("me")
+    keeper = RoundKeeper("me", TestClock())
     assert not follow(keeper, 25, undecided=True)
     assert follow(keeper, 26, undecided=False)
 
 
 def test_a_send_that_becomes_undecided_does_not_take_a_bell_back() -> None:
-    keeper = RoundKeeper("me")
+    keeper = RoundKeeper("me", TestClock())
     assert follow(keeper, 10, undecided=False)
     assert follow(keeper, 11, undecided=True)
 
 
 def test_a_head_that_has_rung_sends_once_the_time_of_the_group_is_known() -> None:
-    keeper = RoundKeeper("me")
+    keeper = RoundKeeper("me", TestClock())
     two = {"me": replica(10), "other": replica(5)}
     view = SwarmView(me="me", replicas=two)
     keeper.follow(view, replica(10), NOW, head="me", inner_steps=10, tokens=1, undecided=False)
@@ -101,14 +102,14 @@ def look(keeper: RoundKeeper, head: str, bells: dict[str, BellRecord]) -> BellRe
 
 @pytest.mark.parametrize("head", ["", "h"])
 def test_who_leads_no_replica_never_rings(head: str) -> None:
-    keeper = RoundKeeper("me")
+    keeper = RoundKeeper("me", TestClock())
     assert look(keeper, head, {}) is None
     assert look(keeper, head, {"h": bell(NOW), "g": bell(NOW)}) is None
     assert keeper.bell is None
 
 
 def test_a_member_sends_when_its_head_has_rung_and_the_group_has_a_time() -> None:
-    keeper = RoundKeeper("me")
+    keeper = RoundKeeper("me", TestClock())
     look(keeper, "h", {"h": bell(NOW)})
     assert keeper.send_due(NOW) is None  # no time yet
     look(keeper, "h", {"h": bell(NOW), "g": bell(NOW, TIMES)})
@@ -116,7 +117,7 @@ def test_a_member_sends_when_its_head_has_rung_and_the_group_has_a_time() -> Non
 
 
 def test_a_member_whose_head_is_late_sends_only_at_the_end_of_the_grace() -> None:
-    keeper = RoundKeeper("me")
+    keeper = RoundKeeper("me", TestClock())
     look(keeper, "h", {"g": bell(NOW, TIMES)})
     assert keeper.send_due(NOW) is None
     assert keeper.send_due(TIMES[0] - 0.1) is None
@@ -124,7 +125,7 @@ def test_a_member_whose_head_is_late_sends_only_at_the_end_of_the_grace() -> Non
 
 
 def test_a_peer_in_no_replica_sends_as_soon_as_the_time_is_known() -> None:
-    keeper = RoundKeeper("me")
+    keeper = RoundKeeper("me", TestClock())
     look(keeper, "", {"h": bell(NOW)})
     assert keeper.send_due(NOW) is None
     look(keeper, "", {"h": bell(NOW), "g": bell(NOW, TIMES)})
@@ -132,7 +133,7 @@ def test_a_peer_in_no_replica_sends_as_soon_as_the_time_is_known() -> None:
 
 
 def test_a_member_that_lost_its_replica_waits_for_no_heads_bell() -> None:
-    keeper = RoundKeeper("me")
+    keeper = RoundKeeper("me", TestClock())
     look(keeper, "h", {"g": bell(NOW, TIMES)})
     assert keeper.send_due(NOW) is None
     look(keeper, "", {"g": bell(NOW, TIMES)})
@@ -140,7 +141,7 @@ def test_a_member_that_lost_its_replica_waits_for_no_heads_bell() -> None:
 
 
 def test_in_the_next_round_the_bells_of_the_last_one_are_forgotten() -> None:
-    keeper = RoundKeeper("me")
+    keeper = RoundKeeper("me", TestClock())
     look(keeper, "h", {"h": bell(NOW, TIMES)})
     assert keeper.send_due(NOW) is not None
     keeper.end(0)
@@ -152,7 +153,7 @@ def test_in_the_next_round_the_bells_of_the_last_one_are_forgotten() -> None:
 
 @pytest.mark.parametrize("stale", [True, False])
 def test_a_head_that_has_rung_and_lost_its_replica_keeps_its_appointment(stale: bool) -> None:
-    keeper = RoundKeeper("me")
+    keeper = RoundKeeper("me", TestClock())
     replicas = {"me": replica(10, "me", "gone")}
     view = SwarmView(me="me", replicas=replicas)
     keeper.follow(view, replicas["me"], NOW, head="me", inner_steps=10, tokens=1, undecided=False)
@@ -164,23 +165,19 @@ def test_a_head_that_has_rung_and_lost_its_replica_keeps_its_appointment(stale: 
 
 
 # ---- how often bells are looked for --------------------------------------------------------------
-def test_a_peer_in_mid_round_listens_often_enough_to_use_three_quarters_of_a_grace(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    now = 1000.0
-    monkeypatch.setattr("dilocox.peer.round_keeper.time.monotonic", lambda: now)
-    keeper = RoundKeeper("me")
+def test_a_peer_in_mid_round_listens_often_enough_to_use_three_quarters_of_a_grace() -> None:
+    clock = TestClock()
+    keeper = RoundKeeper("me", clock)
     assert keeper.deaf_s(VIEW, near_end=False) == 0.0
-    now += 160.0
+    clock.now += 160.0
     shortest_grace_s = 0.25 * 160.0  # of a replica that rings now
     assert 0.0 < keeper.deaf_s(VIEW, near_end=False) <= shortest_grace_s / 4
 
 
-def test_a_peer_misses_no_bell_near_the_end_of_a_round(monkeypatch: pytest.MonkeyPatch) -> None:
-    now = 1000.0
-    monkeypatch.setattr("dilocox.peer.round_keeper.time.monotonic", lambda: now)
-    keeper = RoundKeeper("me")
-    now += 160.0
+def test_a_peer_misses_no_bell_near_the_end_of_a_round() -> None:
+    clock = TestClock()
+    keeper = RoundKeeper("me", clock)
+    clock.now += 160.0
     assert keeper.deaf_s(VIEW, near_end=True) == 0.0
     another = SwarmView(me="me", bells={0: {"other": bell(NOW)}})
     assert keeper.deaf_s(another, near_end=False) == 0.0
@@ -190,7 +187,9 @@ def test_a_peer_misses_no_bell_near_the_end_of_a_round(monkeypatch: pytest.Monke
 
 # ---- the first round -----------------------------------------------------------------------------
 def test_after_a_rollback_no_round_number_comes_again_though_nobody_knows_it_any_more() -> None:
-    keeper = RoundKeeper("me", first=25)  # its newest record from before was of round 24
+    keeper = RoundKeeper(
+        "me", TestClock(), first=25
+    )  # its newest record from before was of round 24
     keeper.start(VIEW, last_record=1)
     assert keeper.round == 25
     keeper.end(25)

@@ -16,6 +16,7 @@ from dilocox.peer.reachability import CHECK_S
 from dilocox.peer.redial import Targets
 from dilocox.peer.view import SwarmView
 from dilocox.peer.ways import Ways
+from tests.peer.clocks import TestClock
 from tests.peer.fabricated import peer_id, stage_record
 
 ME, OPEN, SHUT = (peer_id(number) for number in (1, 2, 3))
@@ -47,7 +48,7 @@ def ways(kind: Reachability, averager: Averager, *, by_others: bool = True) -> W
         reachability=kind,
         reached_by_others=by_others,
     )
-    return Ways(cast(Place, place), averager)
+    return Ways(cast(Place, place), averager, TestClock())
 
 
 def view(**stage: Any) -> SwarmView:
@@ -121,5 +122,7 @@ def test_one_that_was_told_to_only_dial_out_is_not_lost() -> None:
     place: Any = SimpleNamespace(
         me=ME, stage=0, client_mode=True, reachability="unknown", reached_by_others=False
     )
-    assert not any(Ways(cast(Place, place), averager).lost(1e9 + at) for at in range(9))
+    assert not any(
+        Ways(cast(Place, place), averager, TestClock()).lost(1e9 + at) for at in range(9)
+    )
     assert not averager.checks

@@ -14,16 +14,16 @@ from dilocox.dht.errors import InvalidInput
 
 SCHEME = "dilocox:"
 RUN_ID = re.compile(r"[0-9a-f]{32}")
-EXAMPLE = "dilocox:<32 hex digits>@/ip4/203.0.113.7/tcp/31337/p2p/Qm..."
+EXAMPLE = "dilocox:<32 hex digits>@/ip4/203.0.113.7/tcp/31337/p2p/12D3Koo..."
 MAX_BOOTSTRAPS = 16
 
 # How libp2p writes a peer id, and how the bytes of one begin.
 BASE58 = "123456789ABCDEFGHJKLMNPQRSTUVWXYZabcdefghijkmnopqrstuvwxyz"
-SHA256_MULTIHASH = b"\x12\x20"
+PEER_ID_START = b"\x00\x24\x08\x01\x12\x20"  # of an Ed25519 key, which follows
 
 _HOST = r"/(?P<kind>ip4|ip6|dns|dns4|dns6)/(?P<host>[A-Za-z0-9.:_%-]{1,255})"
 _LISTEN = re.compile(_HOST + r"/tcp/(?P<port>[0-9]{1,5})")
-_BOOTSTRAP = re.compile(_LISTEN.pattern + r"/p2p/(?P<peer_id>Qm[1-9A-HJ-NP-Za-km-z]{44})")
+_BOOTSTRAP = re.compile(_LISTEN.pattern + r"/p2p/(?P<peer_id>12D3KooW[1-9A-HJ-NP-Za-km-z]{44})")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,7 +79,7 @@ class Invite:
 
 
 def run_id(operator_public_key: bytes, name: str) -> str:
-    """The id of the run called `name` of the operator with this public key (DER)."""
+    """The id of the run called `name` of the operator with this public key."""
     digest = hashlib.sha256(b"dilocox run\0")
     digest.update(operator_public_key)
     digest.update(name.encode())
@@ -88,7 +88,7 @@ def run_id(operator_public_key: bytes, name: str) -> str:
 
 def bootstrap_address(address: str) -> TcpAddress:
     """Check the address of a bootstrap node, which ends with its peer id; raises `InvalidInput`."""
-    parsed = _parse(_BOOTSTRAP, address, "/ip4/203.0.113.7/tcp/31337/p2p/Qm...")
+    parsed = _parse(_BOOTSTRAP, address, "/ip4/203.0.113.7/tcp/31337/p2p/12D3Koo...")
     if not _is_peer_id(parsed.peer_id):
         raise InvalidInput(f"address {address[:120]!r} ends with a damaged peer id")
     return parsed
@@ -100,11 +100,11 @@ def listen_address(address: str) -> TcpAddress:
 
 
 def _is_peer_id(text: str) -> bool:
-    """Whether base58 of this length is a multihash of sha256; most mistyped ones are, too."""
+    """Whether base58 of this length holds an Ed25519 key; most mistyped ones do, too."""
     number = 0
     for letter in text:
         number = 58 * number + BASE58.index(letter)
-    return number >> 256 == int.from_bytes(SHA256_MULTIHASH, "big")
+    return number >> 256 == int.from_bytes(PEER_ID_START, "big")
 
 
 def _parse(pattern: re.Pattern[str], address: str, example: str) -> TcpAddress:

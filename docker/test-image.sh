@@ -286,7 +286,7 @@ leave() {
     podman start "$NAME-peer-1" >/dev/null 2>&1
     stopped=
     until_true "$ROUND_LIMIT_S" "a round with peer-1 back" has_rounds peer-0 $((before + 1))
-    [ "$(podman logs "$NAME-peer-1" 2>&1 | grep -oE 'peer Qm[A-Za-z0-9]+' | sort -u | wc -l)" -eq 1 ] \
+    [ "$(podman logs "$NAME-peer-1" 2>&1 | grep -oE 'peer 12D3KooW[A-Za-z0-9]+' | sort -u | wc -l)" -eq 1 ] \
         || fail "peer-1 came back as another peer"
     say "peer-1 came back from its volume as the same peer, and trains"
 

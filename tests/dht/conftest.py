@@ -1,4 +1,4 @@
-"""Keys, manifests and nodes for the tests of dht/. Making an RSA key takes a tenth of a second."""
+"""Keys, manifests and nodes for the tests of dht/."""
 
 import contextlib
 from collections.abc import Callable, Iterator

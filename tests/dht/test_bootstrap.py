@@ -17,7 +17,7 @@ from dilocox.dht.manifest import Manifest
 from dilocox.dht.manifest_keeper import ManifestCopy, OwnManifest
 from dilocox.dht.node import RunDHT
 
-PEER = "QmYyQSo1c1Ym7orWxLYvCrM2EmxTFbqLbrWhX4G5MTWxXT"
+PEER = "12D3KooWEXWcUQWJ6amCxHKtPFrcNxgepcmy7YXo7tirWjgiJ9Fr"
 
 
 class RunningBootstrap:

@@ -95,7 +95,7 @@ def test_who_leads_the_time_takes_it_from_others_at_its_start_only(
         return [OffsetSample(offset_s=told[0], round_trip_s=0.01)]
 
     monkeypatch.setattr(DaemonOwner, "_ask", asked)
-    other = "/ip4/127.0.0.1/tcp/1/p2p/QmYyQSo1c1Ym7orWxLYvCrM2EmxTFbqLbrWhX4G5MTWxXT"
+    other = "/ip4/127.0.0.1/tcp/1/p2p/12D3KooWEXWcUQWJ6amCxHKtPFrcNxgepcmy7YXo7tirWjgiJ9Fr"
     for leads, later in ((True, 5.0), (False, 7.0)):
         clock, told[0] = RunClock(), 5.0
         options = DaemonOptions(

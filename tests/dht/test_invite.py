@@ -9,7 +9,7 @@ from dilocox.dht.identity import Identity
 from dilocox.dht.invite import Invite, bootstrap_address, listen_address, run_id
 
 RUN = "0123456789abcdef" * 2
-PEER = "QmYyQSo1c1Ym7orWxLYvCrM2EmxTFbqLbrWhX4G5MTWxXT"
+PEER = "12D3KooWEXWcUQWJ6amCxHKtPFrcNxgepcmy7YXo7tirWjgiJ9Fr"
 FIRST = f"/ip4/203.0.113.7/tcp/31337/p2p/{PEER}"
 SECOND = f"/dns4/boot.example.org/tcp/443/p2p/{PEER}"
 SIXTH = f"/ip6/2001:db8::1/tcp/443/p2p/{PEER}"
@@ -37,7 +37,7 @@ def test_invite_reads_back_what_it_writes():
         (f"dilocox:{RUN}@/ip4/203.0.113.7/tcp/31337", "is not a TCP multiaddr"),
         (f"dilocox:{RUN}@{FIRST.replace('203.0.113.7', 'ADDRESS')}", "'ADDRESS' is no IPv4"),
         (f"dilocox:{RUN}@{FIRST.replace('ip4', 'ip6')}", "'203.0.113.7' is no IPv6"),
-        (f"dilocox:{RUN}@{FIRST.replace('QmYy', 'QmAB')}", "damaged peer id; copy the whole"),
+        (f"dilocox:{RUN}@{FIRST.replace('KooWE', 'KooWz')}", "damaged peer id; copy the whole"),
         (f"dilocox:{RUN}@{','.join([FIRST] * 17)}", "17 bootstrap addresses"),
     ],
 )

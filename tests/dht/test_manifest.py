@@ -251,7 +251,7 @@ def test_changed_manifest_is_refused(operator: Identity, manifest: Manifest, run
 def test_manifest_too_large_for_the_dht_is_refused_with_its_size(
     operator: Identity, manifest: Manifest
 ):
-    model = manifest.model | {"notes": os.urandom(20_000).hex()}
+    model = manifest.model | {"notes": os.urandom(22_000).hex()}
     with pytest.raises(InvalidInput, match=r"manifest has 2\d{4} bytes compressed.*24576"):
         SignedManifest.sign(operator, dataclasses.replace(manifest, model=model))
 

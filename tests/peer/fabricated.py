@@ -20,7 +20,8 @@ from dilocox.peer.monitor_status import RunFacts, status_of, swarm_health
 
 NOW = 1_763_640_000.0  # 12:00:00 UTC of some day
 RUN = "0123456789abcdef" * 2
-INVITE = f"dilocox:{RUN}@/ip4/203.0.113.7/tcp/31337/p2p/Qm{'a' * 44}"
+PEER = "12D3KooWEXWcUQWJ6amCxHKtPFrcNxgepcmy7YXo7tirWjgiJ9Fr"
+INVITE = f"dilocox:{RUN}@/ip4/203.0.113.7/tcp/31337/p2p/{PEER}"
 
 
 def manifest_of(stages: int = 3, **sections: Any) -> Manifest:

@@ -22,7 +22,7 @@ from tests.peer.commands import Command, error_line
 
 INVITE = (
     "dilocox:0123456789abcdef0123456789abcdef@/ip4/127.0.0.1/tcp/1/p2p/"
-    "QmYyQSo1c1Ym7orWxLYvCrM2EmxTFbqLbrWhX4G5MTWxXT"
+    "12D3KooWEXWcUQWJ6amCxHKtPFrcNxgepcmy7YXo7tirWjgiJ9Fr"
 )
 HELP_LIMIT_S = 1.0  # half a second where nothing else runs
 COMMANDS = ("demo", "bootstrap", "peer", "doctor", "export", "log", "verify")

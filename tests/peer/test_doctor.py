@@ -30,7 +30,7 @@ from dilocox.peer.doctor_machine import folder_facts, libraries, nearest
 from dilocox.peer.needs import StageNeeds, check_disk, disk_room
 from dilocox.peer.state_folder import StateFolder
 
-PEER = "QmYyQSo1c1Ym7orWxLYvCrM2EmxTFbqLbrWhX4G5MTWxXT"
+PEER = "12D3KooWEXWcUQWJ6amCxHKtPFrcNxgepcmy7YXo7tirWjgiJ9Fr"
 GOOD = Check("python", "ok", "3.11.7")
 BAD = Check("port", "failed", "port 7 is in use", "choose another one with --port")
 

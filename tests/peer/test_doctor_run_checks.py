@@ -25,7 +25,7 @@ from dilocox.peer.doctor_run_checks import (
     version_check,
 )
 
-PEER = "QmYyQSo1c1Ym7orWxLYvCrM2EmxTFbqLbrWhX4G5MTWxXT"
+PEER = "12D3KooWEXWcUQWJ6amCxHKtPFrcNxgepcmy7YXo7tirWjgiJ9Fr"
 FIRST = f"/ip4/203.0.113.7/tcp/31337/p2p/{PEER}"
 SECOND = f"/dns4/run.example/tcp/443/p2p/{PEER}"
 RUN = RunFacts(name="words", stages=3, model="llama", values=1_200_000_000, trained=0.25)

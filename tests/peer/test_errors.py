@@ -26,7 +26,7 @@ from tests.peer.commands import (
 
 NOBODY = (
     "dilocox:0123456789abcdef0123456789abcdef@/ip4/127.0.0.1/tcp/1/p2p/"
-    "QmYyQSo1c1Ym7orWxLYvCrM2EmxTFbqLbrWhX4G5MTWxXT"
+    "12D3KooWEXWcUQWJ6amCxHKtPFrcNxgepcmy7YXo7tirWjgiJ9Fr"
 )
 LOCAL = ("--host", "127.0.0.1")
 

@@ -37,7 +37,7 @@ from tests.peer import merging
 from tests.peer.loops import Loop
 from tests.peer.test_tally import REPORT, STATUS, Clock
 
-PEER = "QmYyQSo1c1Ym7orWxLYvCrM2EmxTFbqLbrWhX4G5MTWxXT"
+PEER = "12D3KooWEXWcUQWJ6amCxHKtPFrcNxgepcmy7YXo7tirWjgiJ9Fr"
 
 
 # ---- counts --------------------------------------------------------------------------------------

@@ -29,7 +29,7 @@ from dilocox.peer.transport import (
 )
 from dilocox.peer.uploads import AT_ONCE, OF_ONE_PEER, UploadRefused, Uploads
 
-PEER = "QmYyQSo1c1Ym7orWxLYvCrM2EmxTFbqLbrWhX4G5MTWxXT"
+PEER = "12D3KooWEXWcUQWJ6amCxHKtPFrcNxgepcmy7YXo7tirWjgiJ9Fr"
 RECORD = b"r" * (3 * CHUNK_BYTES + 7)
 WANT = {"what": "record", "digest": digest_of(RECORD)}
 

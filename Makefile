@@ -36,7 +36,7 @@ test-faults: install  ## short runs with injected faults, one behind routers, an
 test-watch: install  ## Chromium, Prometheus and a monitor look at swarms (the first two are not installed by this)
 	$(BIN)/python -m pytest -m watch $(TEST_ARGS)
 
-test-swarm: install  ## all swarm tests: real processes, killed and frozen (over an hour)
+test-swarm: install  ## all swarm tests: real processes, killed, frozen and far apart (over two hours)
 	$(BIN)/python -m pytest -m 'swarm' -s $(TEST_ARGS)
 
 test-image:  ## build the container image and train with it (root; podman; about 10 minutes)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.swarm.harness import LocalSwarm
+from tests.swarm.links import Links, available
 from tests.swarm.small_run import run_manifest
 
 StartSwarm = Callable[..., LocalSwarm]
@@ -28,19 +30,28 @@ def pytest_runtest_makereport(
 
 @pytest.fixture
 def start_swarm(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[StartSwarm]:
-    """Start a swarm: `start_swarm(rounds={"inner_steps": 10})` changes the manifest's sections."""
+    """Start a swarm: `start_swarm(rounds={"inner_steps": 10})` changes the manifest's sections.
+
+    `links`: its hosts, which are made here and removed when the swarm has ended; where there can be
+    none the test is skipped.
+    """
     swarms: list[LocalSwarm] = []
 
-    def start(**sections: Any) -> LocalSwarm:
-        swarms.append(LocalSwarm(tmp_path, run_manifest(**sections)))
+    def start(*, links: Links | None = None, **sections: Any) -> LocalSwarm:
+        if links is not None:
+            if reason := available():
+                pytest.skip(reason)
+            hosts.enter_context(links)
+        swarms.append(LocalSwarm(tmp_path, run_manifest(**sections), links=links))
         return swarms[-1]
 
-    yield start
-    for swarm in swarms:
-        try:
-            swarm.close()
-        except AssertionError:
-            print(swarm.tails())
-            raise
-        if request.node.stash.get(FAILED, False):
-            print(swarm.tails())
+    with ExitStack() as hosts:
+        yield start
+        for swarm in swarms:
+            try:
+                swarm.close()
+            except AssertionError:
+                print(swarm.tails())
+                raise
+            if request.node.stash.get(FAILED, False):
+                print(swarm.tails())

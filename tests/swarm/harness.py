@@ -88,13 +88,15 @@ class LocalSwarm:
         shown_s: float | None = None,
         halting: bool = False,
         older: bool = False,
+        disk_bytes_per_s: float = 0.0,
     ) -> Peer:
         """Start `dilocox peer`.
 
         With `step_s` its inner steps take at least so long. With `shown_s` its forwards and
         backwards do, and are seen from outside: see shown.py. With `halting` it can be made to
         halt at a point of an exchange: see halting.py. An `older` one reads no revision of the
-        manifest but the first: see older.py.
+        manifest but the first: see older.py. With `disk_bytes_per_s` its disk is so slow: see
+        slow_disk.py.
         """
         name = f"peer-{len(self.peers)}"
         if stage is not None:
@@ -109,6 +111,9 @@ class LocalSwarm:
             program = (str(HERE / "shown.py"), str(shown_s), str(showing.folder))
         elif older:
             program = (str(HERE / "older.py"),)
+        elif disk_bytes_per_s:
+            notes = self.folder / f"{name}-syncs"
+            program = (str(HERE / "slow_disk.py"), str(disk_bytes_per_s), str(notes))
         elif step_s:
             program = (str(HERE / "paced.py"), str(step_s))
         peer = Peer(

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import Any
+
+from dilocox.dht.manifest import DeadlineSpec
 
 # 131 thousand parameters over bytes: an inner step takes a few milliseconds.
 MODEL = {
@@ -26,6 +29,8 @@ DEADLINES = {
     "exchange_s": 12.0,
     "vote_s": 4.0,
 }
+# Of a run.yaml that names none: for tests whose rounds are as long as those of real runs.
+USUAL_DEADLINES = asdict(DeadlineSpec())
 
 
 def run_manifest(**sections: Any) -> dict[str, Any]:

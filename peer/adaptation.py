@@ -41,31 +41,33 @@ class RoundFacts:
 
     ranks: of the exchange, one a tensor of the layout, 0 where it went dense; empty without ranks.
     needed: columns that hold the energy asked for, measured at these ranks; as many as `ranks`.
-    exchange_s, step_s: seconds of an exchange and of an inner step, medians over the members that
-        state them; 0.0 where nobody does.
+    exchange_s, step_s, stall_s: seconds of an exchange, of an inner step, and that training stood
+        still for a round, medians over the members that state them; 0.0 where nobody does.
     """
 
     ranks: tuple[int, ...]
     needed: tuple[int, ...]
     exchange_s: float
     step_s: float
+    stall_s: float = 0.0
 
 
 def facts_of(
-    *, ranks: Sequence[int], needed: Sequence[int], times: Iterable[tuple[float, float]]
+    *, ranks: Sequence[int], needed: Sequence[int], times: Iterable[tuple[float, float, float]]
 ) -> RoundFacts:
     """The facts of one round.
 
     Args:
         ranks, needed: as in `RoundFacts`.
-        times: (exchange_s, step_s) of every member, in any order; 0 where it knows none.
+        times: (exchange_s, step_s, stall_s) of every member, in any order; 0 where it knows none.
     """
     stated = list(times)
     return RoundFacts(
         ranks=tuple(ranks),
         needed=tuple(needed),
-        exchange_s=_median_known(exchange_s for exchange_s, _ in stated),
-        step_s=_median_known(step_s for _, step_s in stated),
+        exchange_s=_median_known(exchange_s for exchange_s, _, _ in stated),
+        step_s=_median_known(step_s for _, step_s, _ in stated),
+        stall_s=_median_known(stall_s for _, _, stall_s in stated),
     )
 
 

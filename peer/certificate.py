@@ -17,10 +17,9 @@ from dataclasses import dataclass, field
 from typing import Any, cast
 
 from dilocox.dht.wire import Malformed, pack, unpack
-from dilocox.peer.vote import Vote, choices, decide
+from dilocox.peer.vote import MAX_MEMBERS, Vote, choices, decide
 
 VOTE_DOMAIN = "dilocox vote 1"  # so that a signature over a vote can be taken for nothing else
-MAX_MEMBERS = 256
 MAX_VOTE_BYTES = 1 << 16
 MAX_CERTIFICATE_BYTES = 1 << 20
 

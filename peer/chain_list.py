@@ -83,18 +83,10 @@ class ChainRound:
         """From a record's header, which may be anybody's; ValueError if it makes no sense."""
         listed = LoggedRound.of(header, digest, record_bytes)
         try:
-            counted = set[str]()
-            for part in header.last_parts:
-                if part.stop > part.start:
-                    counted.update(part.contributors)
             return cls(
                 listed=listed,
                 chain_tokens=int(header.chain_tokens),
-                members=tuple(
-                    (str(each.peer), int(each.tokens))
-                    for each in header.members
-                    if each.peer in counted
-                ),
+                members=tuple((str(each.peer), int(each.tokens)) for each in header.contributions),
             )
         except (LookupError, TypeError, AttributeError, OverflowError) as error:
             raise ValueError(f"no header of a record: {error!r}") from error

@@ -22,7 +22,7 @@ from dilocox.dht.manifest import Manifest
 from dilocox.peer.ballots import excluded_by
 from dilocox.peer.members import AttemptSetup, Member, PhaseCodecs, Share
 from dilocox.peer.plan import RoundPlan
-from dilocox.peer.record import RoundRecord
+from dilocox.peer.record import RoundRecord, largest_group
 from dilocox.peer.vote import may_start
 
 MAX_COUNTED = 1024  # peers that a ticket may name
@@ -61,6 +61,7 @@ class Ticket:
     tokens: int
     exchange_s: float
     step_s: float
+    stall_s: float  # that its training stood still for its last round
     counted: tuple[str, ...]  # the peers that must be reckoned with, in its view
     aborts: bytes  # the signed aborts of the attempt before, empty in the first one
     client_mode: bool = False
@@ -80,6 +81,7 @@ class Ticket:
                 "tokens": int(tokens),
                 "exchange_s": float(exchange_s),
                 "step_s": float(step_s),
+                "stall_s": float(stall_s),
                 "counted": [*counted],  # pyright: ignore[reportUnknownVariableType]
                 "aborts": bytes(aborts),
             }:
@@ -90,13 +92,17 @@ class Ticket:
             raise GroupRefused("a member states tokens that are no number")
         if len(names) > MAX_COUNTED or not all(isinstance(name, str) for name in names):
             raise GroupRefused("a member counts what are no peers, or too many")
-        if not (0 <= exchange_s < MAX_TIME_S and 0 <= step_s < MAX_TIME_S):
-            raise GroupRefused(f"a member states an exchange of {exchange_s} s, steps of {step_s}")
+        if not all(0 <= seconds < MAX_TIME_S for seconds in (exchange_s, step_s, stall_s)):
+            raise GroupRefused(
+                f"a member states an exchange of {exchange_s} s, steps of {step_s} s, {stall_s} s "
+                "without training"
+            )
         return cls(
             plan=plan,
             tokens=tokens,
             exchange_s=exchange_s,
             step_s=step_s,
+            stall_s=stall_s,
             counted=tuple(str(name) for name in names),
             aborts=aborts,
             client_mode=client_mode,
@@ -118,6 +124,7 @@ class ExchangeOrder:
     step_s: float  # of an inner step of its replica
     anchor_before: str
     last: RoundRecord | None = field(repr=False)  # the chain's newest, without its means
+    stall_s: float = 0.0  # that its training stood still for its last round
     alone: bool = False
     aborts: bytes = field(default=b"", repr=False)
 
@@ -128,6 +135,7 @@ class ExchangeOrder:
             tokens=min(self.tokens, self.tokens_cap),
             exchange_s=round(self.exchange_s, 3),
             step_s=round(self.step_s, 4),
+            stall_s=round(self.stall_s, 4),
             counted=self.counted,
             aborts=self.aborts,
             client_mode=client_mode,
@@ -162,12 +170,18 @@ def attempt_setup(
     views = {peer: frozenset(ticket.counted) for peer, ticket in tickets.items()}
     if not may_start(sorted(tickets), views, order.last_contributors):
         raise GroupRefused(f"{len(tickets)} members are too few of those that must be there")
+    if len(tickets) > (most := largest_group(codec)):
+        raise GroupRefused(
+            f"{len(tickets)} members; a record of this stage holds at most {most}: start new peers "
+            "with --stage of another stage"
+        )
     members = tuple(
         Member(
             peer=peer,
             tokens=tickets[peer].tokens,
             exchange_s=tickets[peer].exchange_s,
             step_s=tickets[peer].step_s,
+            stall_s=tickets[peer].stall_s,
             client_mode=tickets[peer].client_mode,
         )
         for peer in sorted(tickets)

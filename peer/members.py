@@ -88,6 +88,7 @@ class Member:
     exchange_s: float
     step_s: float
     client_mode: bool
+    stall_s: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)

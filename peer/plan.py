@@ -61,7 +61,7 @@ class RoundPlan:
         facts = facts_of(
             ranks=record.ranks,
             needed=record.decoded(self._codec).needed(spec.energy),
-            times=[(member.exchange_s, member.step_s) for member in record.members],
+            times=[(each.exchange_s, each.step_s, each.stall_s) for each in record.members],
         )
         window = following_window(record.window, facts)
         ranks: Sequence[int] = record.ranks

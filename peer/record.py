@@ -3,10 +3,12 @@
 A record is a safetensors file: the encoded mean of every part as bytes, everything else as
 canonical JSON in the header (PROTOCOL of the round log: fixed key and tensor order, no time
 stamp, no voter, no leader), so that all members of a group write the same bytes and its sha256,
-the *digest*, names it. Each record names the digest of the one before and the sha256 of the
-anchor it applies to; the first one names the manifest. Anchor and outer momentum are a pure
-function of the chain, and so is the plan of the next exchange: its ranks, H of the round that it
-arrives in, the basis (the factors of the means), and the window that the next plan looks back on.
+the *digest*, names it. The header names each member once; a part's reducer is a place in that list
+and its contributors are a bitmap over it, so that hundreds of members fit. Each record names the
+digest of the one before and the sha256 of the anchor it applies to; the first one names the
+manifest. Anchor and outer momentum are a pure function of the chain, and so is the plan of the next
+exchange: its ranks, H of the round that it arrives in, the basis (the factors of the means), and
+the window that the next plan looks back on.
 """
 
 from __future__ import annotations
@@ -14,7 +16,8 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
+from functools import lru_cache
 from typing import Any, cast
 
 import torch
@@ -24,8 +27,13 @@ from torch import Tensor
 from dilocox.compression.codec import Codec
 from dilocox.compression.stage_codec import StageCodec, StageMeans
 from dilocox.peer.adaptation import WINDOW, RoundFacts
+from dilocox.peer.bitmap import bitmap_of, chosen_in
+from dilocox.peer.vote import MAX_MEMBERS
 
 MAX_HEADER_BYTES = 1 << 20
+MAX_NAME = 64  # of a peer's id, which has 52 characters
+_MAX_NUMBER = 2**63 - 1
+_MAX_TIME_S = 123456.7891  # as long as any that a ticket may state, which has four decimals
 
 
 class RecordRefused(ValueError):
@@ -40,6 +48,7 @@ class Contribution:
     tokens: int
     exchange_s: float  # from its previous send to its record, as it said; 0 if it had none
     step_s: float  # of one inner step of its replica, as it said; 0 if it made none
+    stall_s: float = 0.0  # that its training stood still for its last round, as it said
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,21 +91,50 @@ class RoundRecord:
 
     def to_bytes(self) -> bytes:
         """The canonical bytes of this record."""
-        header = asdict(self)
-        del header["means"]
         tensors = {
             _tensor_name(index): torch.frombuffer(bytearray(mean), dtype=torch.uint8)
             for index, mean in enumerate(self.means)
             if mean
         }
         # one metadata entry only: safetensors keeps them in a hash map, whose order is random
-        text = json.dumps(header, sort_keys=True, separators=(",", ":"))
+        text = json.dumps(self.header(), sort_keys=True, separators=(",", ":"))
         return save(tensors, metadata={"record": text})
+
+    def header(self) -> dict[str, Any]:
+        """All but the means, as it stands in the header."""
+        names = [member.peer for member in self.members]
+        places = {name: place for place, name in enumerate(names)}
+        header = {name: getattr(self, name) for name in _HEADER_FIELDS}
+        header["members"] = [asdict(member) for member in self.members]
+        header["window"] = [asdict(facts) for facts in self.window]
+        header["parts"] = [
+            [
+                part.phase,
+                places[part.reducer],
+                part.start,
+                part.stop,
+                bitmap_of(names, part.contributors).hex(),
+            ]
+            for part in self.parts
+        ]
+        return header
 
     @property
     def tokens(self) -> int:
-        """The tokens behind this record."""
-        return sum(member.tokens for member in self.members)
+        """The tokens behind this record: of the members whose values are in its average.
+
+        Who is in no part of it takes its send back and counts it again with a later record. Who is
+        in some parts counts in full: what the others lack stays in its residual.
+        """
+        return sum(member.tokens for member in self.contributions)
+
+    @property
+    def contributions(self) -> tuple[Contribution, ...]:
+        """The members whose values are in the average, at least in part."""
+        counted = {
+            peer for part in self.last_parts if part.stop > part.start for peer in part.contributors
+        }
+        return tuple(member for member in self.members if member.peer in counted)
 
     def member(self, peer: str) -> Contribution | None:
         """What this peer put in, or None if it was not in the group."""
@@ -138,6 +176,9 @@ class RoundRecord:
     def average(self, codec: StageCodec) -> Tensor:
         """The averaged message of the stage, flat fp32; PayloadRefused if a part is malformed."""
         return self.decoded(codec).average()
+
+
+_HEADER_FIELDS = tuple(each.name for each in fields(RoundRecord) if each.name != "means")
 
 
 def own_contribution(record: RoundRecord, peer: str, message: Tensor, codec: StageCodec) -> Tensor:
@@ -184,7 +225,10 @@ def parse_header(data: bytes) -> RoundRecord:
     outer = json.loads(data[8 : 8 + header_bytes])
     header = cast("dict[str, Any]", json.loads(outer["__metadata__"]["record"]))
     members = tuple(Contribution(**member) for member in header.pop("members"))
-    parts = tuple(_part(facts) for facts in header.pop("parts"))
+    if len(members) > MAX_MEMBERS:
+        raise RecordRefused(f"it has {len(members)} members; a group has at most {MAX_MEMBERS}")
+    names = [member.peer for member in members]
+    parts = tuple(_part(names, *facts) for facts in header.pop("parts"))
     window = tuple(_facts(facts) for facts in header.pop("window"))
     ranks, next_ranks = (tuple(header.pop(name)) for name in ("ranks", "next_ranks"))
     return RoundRecord(
@@ -198,9 +242,20 @@ def parse_header(data: bytes) -> RoundRecord:
     )
 
 
-def _part(facts: dict[str, Any]) -> Part:
-    contributors = tuple(facts.pop("contributors"))
-    return Part(contributors=contributors, **facts)
+def _part(names: list[str], phase: int, reducer: int, start: int, stop: int, bits: str) -> Part:
+    if type(reducer) is not int or not 0 <= reducer < len(names):
+        raise RecordRefused(f"a part is averaged by member {reducer} of {len(names)}")
+    try:
+        contributors = chosen_in(names, bytes.fromhex(bits))
+    except ValueError as error:
+        raise RecordRefused(f"a part's contributors are no members: {error}") from error
+    return Part(
+        phase=phase,
+        reducer=names[reducer],
+        start=start,
+        stop=stop,
+        contributors=contributors,
+    )
 
 
 def _facts(facts: dict[str, Any]) -> RoundFacts:
@@ -220,20 +275,23 @@ def _check(record: RoundRecord, codec: StageCodec) -> None:
     if not 1 <= len(record.window) <= WINDOW:
         raise RecordRefused(f"its window is of {len(record.window)} rounds")
     for facts in record.window:
-        timed = 0 <= facts.exchange_s < math.inf and 0 <= facts.step_s < math.inf
+        timed = all(0 <= time < math.inf for time in _times(facts))
         if len(facts.needed) != len(facts.ranks) or not timed:
             raise RecordRefused("its window says what no round can say")
     names = [member.peer for member in record.members]
     if not names or names != sorted(set(names)):
         raise RecordRefused("its members are not a sorted list of different peers")
     for member in record.members:
-        times = (member.exchange_s, member.step_s)
-        if member.tokens < 1 or not all(0 <= time < math.inf for time in times):
+        if member.tokens < 1 or not all(0 <= time < math.inf for time in _times(member)):
             raise RecordRefused(f"{member.peer} has no tokens, or a time that is none")
-    _check_parts(record, names, codec)
+    _check_parts(record, codec)
 
 
-def _check_parts(record: RoundRecord, names: list[str], codec: StageCodec) -> None:
+def _times(each: Contribution | RoundFacts) -> tuple[float, float, float]:
+    return each.exchange_s, each.step_s, each.stall_s
+
+
+def _check_parts(record: RoundRecord, codec: StageCodec) -> None:
     phases = codec.phases(record.ranks)
     positions = [0] * len(phases)
     previous = 0
@@ -245,8 +303,8 @@ def _check_parts(record: RoundRecord, names: list[str], codec: StageCodec) -> No
             raise RecordRefused(f"part {part.start}:{part.stop} does not follow {position}")
         if part.stop % phase.unit and part.stop != phase.numel:
             raise RecordRefused(f"part {part.start}:{part.stop} ends within a unit")
-        if not part.contributors or not {part.reducer, *part.contributors} <= set(names):
-            raise RecordRefused("a part was made by nobody or by peers who are no members")
+        if not part.contributors:
+            raise RecordRefused("a part was made by nobody")
         size = part.stop - part.start
         if len(mean) > part_bytes(phase.mean, size) or bool(mean) != bool(size):
             raise RecordRefused(f"a mean of {size} values has {len(mean)} bytes")
@@ -259,8 +317,6 @@ def _check_types(record: RoundRecord) -> None:
     """What JSON gave must be of the declared types exactly: true is no number, 1.0 is not 1."""
     texts: list[object] = [record.run, record.previous, record.anchor_before, record.layout]
     texts += [member.peer for member in record.members]
-    for part in record.parts:
-        texts += [part.reducer, *part.contributors]
     if any(type(text) is not str for text in texts):
         raise RecordRefused("a text in its header is none")
     numbers: list[object] = [record.stage, record.round, record.rules, record.chain_tokens]
@@ -272,9 +328,74 @@ def _check_types(record: RoundRecord) -> None:
     if any(type(number) is not int or number < 0 for number in numbers):
         raise RecordRefused("a number in its header is not a whole number of at least zero")
     timed = (*record.members, *record.window)
-    times: list[object] = [time for each in timed for time in (each.exchange_s, each.step_s)]
+    times: list[object] = [time for each in timed for time in _times(each)]
     if any(type(time) is not float for time in times):
         raise RecordRefused("a time in its header is no number")
+
+
+@lru_cache(maxsize=16)
+def largest_group(codec: StageCodec) -> int:
+    """How many members a group of this stage may have at most, so that the header of its record
+    is within MAX_HEADER_BYTES whatever they state; 0 where not even one fits.
+    """
+    low, high = 0, MAX_MEMBERS
+    while low < high:
+        middle = (low + high + 1) // 2
+        fits = len(_longest_header(codec, middle)) <= MAX_HEADER_BYTES
+        low, high = (middle, high) if fits else (low, middle - 1)
+    return low
+
+
+def _longest_header(codec: StageCodec, members: int) -> bytes:
+    """The longest header that so many members can make, each reducing a part of each phase."""
+    texts = "f" * MAX_NAME
+    facts = RoundFacts(
+        ranks=codec.limits,
+        needed=codec.limits,
+        exchange_s=_MAX_TIME_S,
+        step_s=_MAX_TIME_S,
+        stall_s=_MAX_TIME_S,
+    )
+    everybody = tuple(
+        Contribution(
+            peer=f"{place:0{MAX_NAME}d}",
+            tokens=_MAX_NUMBER,
+            exchange_s=_MAX_TIME_S,
+            step_s=_MAX_TIME_S,
+            stall_s=_MAX_TIME_S,
+        )
+        for place in range(members)
+    )
+    names = tuple(member.peer for member in everybody)
+    parts = tuple(
+        Part(phase=phase, reducer=names[-1], start=numel, stop=numel, contributors=names)
+        for phase, numel in enumerate(each.numel for each in codec.phases(codec.limits))
+        for _ in names
+    )
+    record = RoundRecord(
+        run=texts,
+        stage=_MAX_NUMBER,
+        round=_MAX_NUMBER,
+        previous=texts,
+        anchor_before=texts,
+        rules=_MAX_NUMBER,
+        layout=texts,
+        ranks=codec.limits,
+        members=everybody,
+        chain_tokens=_MAX_NUMBER,
+        parts=parts,
+        window=(facts,) * WINDOW,
+        next_ranks=codec.limits,
+        next_inner_steps=_MAX_NUMBER,
+        means=(),
+    )
+    means = max_record_bytes(codec)
+    tensors = {
+        _tensor_name(index): {"dtype": "U8", "shape": [means], "data_offsets": [means, means]}
+        for index in range(len(parts))
+    }
+    text = json.dumps(record.header(), sort_keys=True, separators=(",", ":"))
+    return json.dumps({"__metadata__": {"record": text}} | tensors).encode()
 
 
 def max_record_bytes(codec: StageCodec) -> int:

@@ -51,7 +51,6 @@ def assemble_record(setup: AttemptSetup, means: Mapping[int, Mean]) -> bytes:
     """The record's canonical bytes, from the mean of every share that holds values."""
     names = tuple(member.peer for member in setup.members)
     empty = Mean(part=-1, contributors=names, payload=b"")
-    tokens = sum(member.tokens for member in setup.members)
     record = replace(
         setup.template,
         members=tuple(
@@ -60,10 +59,10 @@ def assemble_record(setup: AttemptSetup, means: Mapping[int, Mean]) -> bytes:
                 tokens=member.tokens,
                 exchange_s=member.exchange_s,
                 step_s=member.step_s,
+                stall_s=member.stall_s,
             )
             for member in setup.members
         ),
-        chain_tokens=setup.template.chain_tokens + tokens,
         parts=tuple(
             Part(
                 phase=share.phase,
@@ -76,7 +75,8 @@ def assemble_record(setup: AttemptSetup, means: Mapping[int, Mean]) -> bytes:
         ),
         means=tuple(means.get(index, empty).payload for index in range(len(setup.shares))),
     )
-    return setup.plan.finished(record).to_bytes()
+    counted = replace(record, chain_tokens=record.chain_tokens + record.tokens)
+    return setup.plan.finished(counted).to_bytes()
 
 
 def encode(codec: Codec, values: Tensor) -> bytes:

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from enum import Enum
 from itertools import combinations
 
+MAX_MEMBERS = 256  # of a group
 EXCLUSION_WORK = 5000  # sets tried for the smallest exclusion; all sets of 12 peers are fewer
 
 

@@ -83,8 +83,8 @@ def test_three_fields_make_a_manifest(tmp_path: Path):
         ("data: {source: corpus.bin}", "data.format is missing; it must be text, json"),
         ("data: {format: text}", "data.format is 'text' with data.source 'stdlib'"),
         ("data: {held_out: xyz}", "data.held_out is 'xyz'; it must be 64 hex digits or empty"),
-        ("protocol: 3\nnew_field: 1", "protocol is 3; this dilocox speaks protocol 2: install"),
-        ("protocol: one", "protocol is 'one'; this dilocox speaks protocol 2"),
+        ("protocol: 4\nnew_field: 1", "protocol is 4; this dilocox speaks protocol 3: install"),
+        ("protocol: one", "protocol is 'one'; this dilocox speaks protocol 3"),
     ],
 )
 def test_wrong_field_is_named_with_value_and_mend(tmp_path: Path, lines: str, message: str):

@@ -239,22 +239,25 @@ def test_no_stated_time_takes_h_out_of_its_bounds(
 
 # ---- facts ---------------------------------------------------------------------------------------
 def test_a_slow_member_and_a_far_one_do_not_move_the_medians() -> None:
-    usual = [(10.0, 1.0), (11.0, 1.1), (12.0, 1.2)]
-    facts = facts_of(ranks=(4,), needed=(3,), times=[*usual, (900.0, 1.0), (10.5, 50.0)])
-    assert (facts.exchange_s, facts.step_s) == (11.0, 1.1)
+    usual = [(10.0, 1.0, 0.3), (11.0, 1.1, 0.1), (12.0, 1.2, 0.2)]
+    times = [*usual, (900.0, 1.0, 60.0), (10.5, 50.0, 0.2)]
+    facts = facts_of(ranks=(4,), needed=(3,), times=times)
+    assert (facts.exchange_s, facts.step_s, facts.stall_s) == (11.0, 1.1, 0.2)
     assert (facts.ranks, facts.needed) == ((4,), (3,))
 
 
 def test_a_median_is_one_of_the_stated_numbers_and_unknown_times_do_not_count() -> None:
-    facts = facts_of(ranks=(), needed=(), times=[(0, 2.0), (30.0, 0), (20.0, 0), (0, 0)])
-    assert (facts.exchange_s, facts.step_s) == (20.0, 2.0)
-    nobody = facts_of(ranks=(), needed=(), times=[(0, 0)])
-    assert (nobody.exchange_s, nobody.step_s) == (0.0, 0.0)
+    facts = facts_of(
+        ranks=(), needed=(), times=[(0, 2.0, 0), (30.0, 0, 4.0), (20.0, 0, 0), (0, 0, 3.0)]
+    )
+    assert (facts.exchange_s, facts.step_s, facts.stall_s) == (20.0, 2.0, 3.0)
+    nobody = facts_of(ranks=(), needed=(), times=[(0, 0, 0)])
+    assert (nobody.exchange_s, nobody.step_s, nobody.stall_s) == (0.0, 0.0, 0.0)
 
 
 @given(st.permutations([(1.0, 9.0), (2.0, 0.0), (0.0, 7.0), (4.0, 6.0), (5.0, 5.0)]))
 def test_the_order_of_the_members_does_not_matter(times: list[tuple[float, float]]) -> None:
-    facts = facts_of(ranks=(1,), needed=(1,), times=times)
+    facts = facts_of(ranks=(1,), needed=(1,), times=[(*each, 0.0) for each in times])
     assert facts == RoundFacts(ranks=(1,), needed=(1,), exchange_s=2.0, step_s=6.0)
 
 

@@ -275,7 +275,7 @@ def test_without_a_bootstrap_the_rest_is_checked_all_the_same(here: Path, taken:
     ("error", "line"),
     [
         (EnvironmentFault("no manifest of run 0: check that the bootstrap runs"), "run"),
-        (InvalidInput("protocol is 9; this dilocox speaks protocol 2: install it"), "version"),
+        (InvalidInput("protocol is 9; this dilocox speaks protocol 3: install it"), "version"),
     ],
 )
 def test_a_run_that_cannot_be_joined_says_why_and_the_rest_waits_for_it(

@@ -133,6 +133,22 @@ def test_a_malformed_part_leaves_its_sender_out_and_is_named_in_the_record(
 
 
 @BOTH
+def test_the_tokens_of_a_member_that_is_in_no_mean_are_not_in_the_chain(
+    identities: list[Identity], tmp_path: Path, scheme: str
+) -> None:
+    """It takes its send back and counts these tokens again with a later record."""
+
+    def passes(sender: str, receiver: str, kind: str) -> bool:
+        return not (sender == group.peers[2] and kind.startswith("part"))
+
+    group = Group(identities[:3], tmp_path, passes=passes, scheme=scheme, clients=frozenset({2}))
+    record = record_of(group, asyncio.run(group.run()))
+    assert [member.peer for member in record.members] == group.peers
+    assert record.counted(group.peers[2]) == []
+    assert record.chain_tokens == record.tokens == sum(group.tokens[:2])
+
+
+@BOTH
 def test_a_mean_is_taken_from_its_reducer_only(
     identities: list[Identity], tmp_path: Path, scheme: str
 ) -> None:

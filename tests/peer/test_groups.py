@@ -20,6 +20,7 @@ from dilocox.peer.groups import (
 )
 from dilocox.peer.members import AttemptSetup
 from dilocox.peer.plan import stage_codec
+from dilocox.peer.vote import MAX_MEMBERS
 from tests.peer.members import LAYOUT, template
 from tests.peer.test_ballots import ballots_of
 
@@ -117,6 +118,8 @@ def test_a_ticket_states_no_more_tokens_than_the_cap() -> None:
         TICKET.pack() | {"exchange_s": 1e7},
         TICKET.pack() | {"step_s": -1.0},
         TICKET.pack() | {"step_s": float("nan")},
+        TICKET.pack() | {"stall_s": -1.0},
+        TICKET.pack() | {"stall_s": float("inf")},
         TICKET.pack() | {"counted": "abc"},
         TICKET.pack() | {"counted": [1]},
         TICKET.pack() | {"counted": ["a"] * (MAX_COUNTED + 1)},
@@ -171,6 +174,19 @@ def test_the_last_records_contributors_decide_where_they_are_still_there() -> No
     changes: dict[str, Any] = {"last_contributors": ("b", "c")}
     assert "too few" in refusal({"a": TICKET, "b": TICKET}, **changes)
     assert len(setup({"b": TICKET, "c": TICKET}, "b", **changes).members) == 2
+
+
+def test_more_members_than_a_record_holds_leave_before_a_byte_is_sent() -> None:
+    names = [f"peer{place:03d}" for place in range(MAX_MEMBERS + 1)]
+    ticket = replace(TICKET, counted=tuple(names[:3]))
+    assert "holds at most 256" in refusal(dict.fromkeys(names, ticket), names[0])
+    assert len(setup(dict.fromkeys(names[:-1], ticket), names[0]).members) == MAX_MEMBERS
+
+
+def test_what_a_member_states_of_its_times_is_what_its_record_will_say() -> None:
+    ticket = order_of(exchange_s=1.5, step_s=0.25, stall_s=0.125).ticket()
+    (member,) = setup({"a": replace(ticket, counted=("a",))}, counted=("a",)).members
+    assert (member.exchange_s, member.step_s, member.stall_s) == (1.5, 0.25, 0.125)
 
 
 def test_a_peer_that_can_only_dial_out_never_reduces() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +14,8 @@ from hypothesis import strategies as st
 from safetensors.torch import save
 
 from dilocox.compression.codec import GroupCodec
-from dilocox.compression.layout import FlatLayout
+from dilocox.compression.layout import FlatLayout, split
+from dilocox.compression.stage_codec import StageCodec
 from dilocox.peer.adaptation import RoundFacts
 from dilocox.peer.record import (
     Contribution,
@@ -21,10 +23,13 @@ from dilocox.peer.record import (
     RecordRefused,
     RoundRecord,
     digest_of,
+    largest_group,
     max_record_bytes,
     own_contribution,
     parse_record,
 )
+from dilocox.peer.roundlog import RoundLog
+from dilocox.peer.vote import MAX_MEMBERS
 from tests.peer.codecs import codec_of
 from tests.peer.members import LAYOUT, template
 
@@ -56,6 +61,11 @@ def made(**changes: Any) -> RoundRecord:
         "means": (coded(VALUES[:CUT]), coded(VALUES[CUT:])),
     }
     return template(**(facts | changes))
+
+
+FACTS = RoundFacts(ranks=(), needed=(), exchange_s=1.0, step_s=0.5)
+A, B = made().members
+FIRST, SECOND = made().parts
 
 
 def refused(data: bytes) -> str:
@@ -105,19 +115,27 @@ def test_own_contribution_is_what_the_codec_carried_and_zero_where_left_out() ->
     assert not own_contribution(record, "stranger", message, CODEC).any()
 
 
+def test_only_members_whose_values_are_in_the_average_count_their_tokens() -> None:
+    """Who is in some parts counts in full, who is in none, or in an empty part only, not at all."""
+    members = (A, B, replace(A, peer="c"), replace(A, peer="d"))
+    empty = Part(phase=0, reducer="a", start=NUMEL, stop=NUMEL, contributors=("a", "b", "c", "d"))
+    record = made(members=members, parts=(FIRST, SECOND, empty), means=(*made().means, b""))
+    assert record.tokens == A.tokens + B.tokens == 150
+    assert [each.peer for each in record.contributions] == ["a", "b"]
+    assert parse_record(record.to_bytes(), CODEC) == record
+    for member in record.members:
+        in_it = member in record.contributions
+        assert in_it == bool(record.counted(member.peer)), "the merge decides otherwise"
+
+
 # ---- refusals ------------------------------------------------------------------------------------
-FACTS = RoundFacts(ranks=(), needed=(), exchange_s=1.0, step_s=0.5)
-A, B = made().members
-FIRST, SECOND = made().parts
 
 
 @pytest.mark.parametrize(
     ("changes", "word"),
     [
-        ({"members": ()}, "members"),
         ({"members": (B, A)}, "sorted"),
         ({"members": (A, A, B)}, "sorted"),
-        ({"members": (A,)}, "no members"),  # b reduces and contributes, yet is none
         ({"members": (replace(A, tokens=0), B)}, "no tokens"),
         ({"members": (replace(A, tokens=1.0), B)}, "whole number"),
         ({"members": (replace(A, exchange_s=float("nan")), B)}, "time"),
@@ -130,14 +148,14 @@ FIRST, SECOND = made().parts
         ({"parts": (replace(FIRST, stop=CUT + 1), replace(SECOND, start=CUT + 1))}, "unit"),
         ({"parts": (FIRST, replace(SECOND, stop=CUT - 64))}, "refused|follow|mean"),
         ({"parts": (replace(FIRST, contributors=()), SECOND)}, "nobody"),
-        ({"parts": (replace(FIRST, contributors=("a", "c")), SECOND)}, "no members"),
-        ({"parts": (replace(FIRST, reducer="c"), SECOND)}, "no members"),
         ({"means": (coded(VALUES[:CUT], 8), coded(VALUES[CUT:], 8))}, "bytes"),
         ({"ranks": (4,)}, "ranks"),
         ({"next_ranks": (4,)}, "ranks"),
         ({"window": ()}, "window"),
         ({"window": (FACTS,) * 6}, "window"),
         ({"window": (replace(FACTS, step_s=0),)}, "time"),
+        ({"window": (replace(FACTS, stall_s=-1.0),)}, "window"),
+        ({"members": (replace(A, stall_s=float("inf")), B)}, "time"),
         ({"window": (replace(FACTS, needed=(-1,)),)}, "whole number"),
         ({"window": (replace(FACTS, needed=(1,)),)}, "window"),
         ({"window": (replace(FACTS, ranks=(4,), needed=(1,)),)}, "ranks"),
@@ -165,17 +183,55 @@ def with_header(data: bytes, header: bytes) -> bytes:
     return len(header).to_bytes(8, "little") + header + data[8 + size :]
 
 
-def test_other_bytes_that_mean_the_same_are_refused() -> None:
+def header_and_tensors() -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+    """What `made()` consists of."""
     data = made().to_bytes()
     size = int.from_bytes(data[:8], "little")
     outer = json.loads(data[8 : 8 + size])
-    header = json.loads(outer["__metadata__"]["record"])
-    assert "canonical" in refused(with_header(data, data[8 : 8 + size] + b" " * 8))
-    spaced = json.dumps(header, sort_keys=True)
     tensors = {
         f"mean.{index:05d}": torch.frombuffer(bytearray(mean), dtype=torch.uint8)
         for index, mean in enumerate(made().means)
     }
+    return json.loads(outer["__metadata__"]["record"]), tensors
+
+
+@pytest.mark.parametrize(
+    ("part", "word"),
+    [
+        ([0, 2, 0, CUT, "01"], "member 2 of 2"),
+        ([0, -1, 0, CUT, "01"], "member -1 of 2"),
+        ([0, True, 0, CUT, "01"], "member True"),
+        ([0, "a", 0, CUT, "01"], "member a"),
+        ([0, 0, 0, CUT, "05"], "contributors"),  # a third member
+        ([0, 0, 0, CUT, "0100"], "contributors"),
+        ([0, 0, 0, CUT, ""], "contributors"),
+        ([0, 0, 0, CUT, "0x"], "contributors"),
+        ([0, 0, 0, CUT, " 01"], "canonical"),
+        ([0, 0, 0, CUT, 1], "not a round record"),
+        ([0, 0, 0, CUT], "not a round record"),
+        ([0, 0, 0, CUT, "01", 0], "not a round record"),
+    ],
+)
+def test_a_part_of_members_that_are_none_is_refused(part: list[Any], word: str) -> None:
+    header, tensors = header_and_tensors()
+    header["parts"][0] = part
+    text = json.dumps(header, sort_keys=True, separators=(",", ":"))
+    assert word in refused(save(tensors, metadata={"record": text}))
+
+
+def test_a_record_without_members_or_with_more_than_a_group_has_is_refused() -> None:
+    header, tensors = header_and_tensors()
+    for members in ([], header["members"] * 200):
+        text = json.dumps(header | {"members": members}, sort_keys=True, separators=(",", ":"))
+        assert "member" in refused(save(tensors, metadata={"record": text}))
+
+
+def test_other_bytes_that_mean_the_same_are_refused() -> None:
+    data = made().to_bytes()
+    size = int.from_bytes(data[:8], "little")
+    header, tensors = header_and_tensors()
+    assert "canonical" in refused(with_header(data, data[8 : 8 + size] + b" " * 8))
+    spaced = json.dumps(header, sort_keys=True)
     canonical = json.dumps(header, sort_keys=True, separators=(",", ":"))
     assert save(tensors, metadata={"record": canonical}) == data
     assert "canonical" in refused(save(tensors, metadata={"record": spaced}))
@@ -219,6 +275,63 @@ def test_random_bytes_are_refused(data: bytes) -> None:
 
 
 # ---- size ----------------------------------------------------------------------------------------
+def of_members(count: int, codec: StageCodec, ranks: tuple[int, ...]) -> RoundRecord:
+    """A record in which each of so many members reduced a part of each phase."""
+    names = [f"12D3Koo{place:045d}" for place in range(count)]
+    parts: list[Part] = []
+    means: list[bytes] = []
+    for number, phase in enumerate(codec.phases(ranks)):
+        for name, part in zip(names, split(phase.numel, count, phase.unit), strict=True):
+            size = part.stop - part.start
+            where = {"start": part.start, "stop": part.stop}
+            parts.append(Part(phase=number, reducer=name, contributors=tuple(names), **where))
+            means.append(phase.mean.encode(torch.zeros(size)).numpy().tobytes() if size else b"")
+    members = tuple(
+        Contribution(peer=name, tokens=2**40, exchange_s=12.345, step_s=0.1234, stall_s=0.5)
+        for name in names
+    )
+    facts = replace(FACTS, ranks=ranks, needed=ranks)
+    return made(
+        members=members,
+        parts=tuple(parts),
+        means=tuple(means),
+        ranks=ranks,
+        window=(facts,) * 5,
+        next_ranks=ranks,
+        chain_tokens=count * 2**40,
+    )
+
+
+@pytest.mark.parametrize("count", [104, 128, 200, MAX_MEMBERS])
+def test_a_record_of_hundreds_of_members_is_taken_by_the_log(tmp_path: Path, count: int) -> None:
+    """With a list of names for each part that of 104 members had a header of 1.16 MB."""
+    codec = codec_of(LAYOUT, "low_rank")
+    record = of_members(count, codec, codec.first_ranks)
+    data = record.to_bytes()
+    assert parse_record(data, codec) == record
+    assert int.from_bytes(data[:8], "little") < {104: 100_000, 128: 128_000}.get(count, 320_000)
+    log = RoundLog(tmp_path, manifest_digest=record.previous, codec=codec)
+    assert log.append(data, b"votes") == record
+    header = log.header(record.round)
+    assert header is not None and header.members == record.members
+    assert header.parts == record.parts
+
+
+def test_no_header_of_a_group_that_is_let_in_is_longer_than_a_log_takes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    tensors = [(f"layers.{place}.experts.weight", (64, 64)) for place in range(300)]
+    codec = codec_of(FlatLayout.of(tensors), "low_rank")
+    assert largest_group(codec) == MAX_MEMBERS
+    monkeypatch.setattr("dilocox.peer.record.MAX_HEADER_BYTES", 60_000)
+    most = largest_group(codec_of(FlatLayout.of(tensors), "low_rank"))
+    assert 20 < most < MAX_MEMBERS
+    data = of_members(most, codec, codec.limits).to_bytes()
+    assert 40_000 < int.from_bytes(data[:8], "little") <= 60_000
+    longer = of_members(2 * most, codec, codec.limits).to_bytes()
+    assert "claims" in refused(longer), "it would have been made, and then refused"
+
+
 @pytest.mark.parametrize(
     ("scheme", "bits"), [("dense", 4), ("dense", 32), ("low_rank", 8), ("top_k", 4)]
 )

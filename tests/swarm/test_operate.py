@@ -244,7 +244,7 @@ def test_a_peer_of_another_protocol_is_refused_by_name(start_swarm: StartSwarm) 
     child.wait(120)
     said = (swarm.folder / "stranger.log").read_text()
     assert child.returncode == 2, said
-    assert "protocol is 2; this dilocox speaks protocol 99: install the version" in said
+    assert "protocol is 3; this dilocox speaks protocol 99: install the version" in said
 
 
 @pytest.mark.swarm

@@ -16,7 +16,7 @@ from dilocox.peer import tally as module
 from dilocox.peer.events import Committed
 from dilocox.peer.merge import Outcome
 from dilocox.peer.place import LoopProgress
-from dilocox.peer.record import Contribution
+from dilocox.peer.record import Contribution, Part
 from dilocox.peer.report import Reporter, RoundReport, Status, shown_facts, shown_loss
 from dilocox.peer.subprocesses import Child
 from dilocox.peer.tally import Tally
@@ -66,12 +66,13 @@ def step(loss: float, *, skipped: bool = False) -> Stepped:
 
 
 def committed(round_number: int, members: int = 2) -> Committed:
+    names = tuple(str(number) for number in range(members))
     record = template(
         round=round_number,
         members=tuple(
-            Contribution(peer=str(number), tokens=100, exchange_s=0.0, step_s=0.0)
-            for number in range(members)
+            Contribution(peer=name, tokens=100, exchange_s=0.0, step_s=0.0) for name in names
         ),
+        parts=(Part(phase=0, reducer=names[0], start=0, stop=64, contributors=names),),
         chain_tokens=900,
     )
     return Committed(

@@ -11,6 +11,7 @@ from __future__ import annotations
 import re
 import shutil
 import subprocess
+import time
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -30,7 +31,7 @@ from dilocox.peer.averager import StageAverager
 from dilocox.peer.averaging import AveragerConfig, StageBuffers, open_log
 from dilocox.peer.groups import ExchangeOrder, Plan, tokens_cap
 from dilocox.peer.members import AttemptResult
-from dilocox.peer.plan import stage_codec
+from dilocox.peer.plan import RoundPlan, stage_codec
 from dilocox.peer.record import RoundRecord, digest_of, parse_record
 
 RUN = "c0dec" * 6 + "00"  # 32 hex digits, as a run id has
@@ -56,18 +57,40 @@ class Carried:
     search_bytes: int
 
 
+@dataclass(frozen=True, kw_only=True)
+class Sought:
+    """One round's search of the members for each other.
+
+    seconds: of each, from its call to its group. left_s: to the group's time when the last was in
+    its group. sent_bytes: by all p2pd from the first call until then. together: how many are in
+    the largest group.
+    """
+
+    seconds: tuple[float, ...]
+    left_s: float
+    sent_bytes: int
+    together: int
+
+
 class _CountedAverager(StageAverager):
     """Notes what its peer had sent when the group stood, before it sends anything to it."""
 
     def __init__(
-        self, *, sent_before: Tensor, dht: RunDHT, config: AveragerConfig, buffers: StageBuffers
+        self,
+        *,
+        sent_before: Tensor,
+        stood_at: Tensor,
+        dht: RunDHT,
+        config: AveragerConfig,
+        buffers: StageBuffers,
     ):
-        """sent_before: shared int64 scalar."""
-        self._sent_before = sent_before
+        """Shared scalars: `sent_before` int64, `stood_at` float64, monotonic time of the group."""
+        self._sent_before, self._stood_at = sent_before, stood_at
         self._daemon = dht.p2pd_pid
         super().__init__(dht=dht, config=config, buffers=buffers)
 
     async def _aggregate_with_group(self, *arguments: Any, **more: Any) -> AttemptResult:
+        self._stood_at.fill_(time.monotonic())
         self._sent_before.fill_(sent_by([self._daemon]))
         return await super()._aggregate_with_group(*arguments, **more)
 
@@ -130,6 +153,62 @@ class Members:
             for member in members:
                 member.averager.close()
 
+    def searches(
+        self, manifest: Manifest, *, rounds: int, ahead_s: float, spread_s: float
+    ) -> list[Sought]:
+        """Rounds in which the members only look for each other and exchange zeros.
+
+        The first calls `ahead_s` before the group's time, the last `spread_s` later.
+        """
+        members: list[_Member] = []
+        try:
+            for node, identity in zip(self._nodes, self._identities, strict=True):
+                members.append(self._member(manifest, node, identity))
+            found: list[Sought] = []
+            last: RoundRecord | None = None
+            for _ in range(rounds):
+                sought, last = self._search(members, last, ahead_s=ahead_s, spread_s=spread_s)
+                found.append(sought)
+            return found
+        finally:
+            for member in members:
+                member.averager.close()
+
+    def _search(
+        self,
+        members: Sequence[_Member],
+        last: RoundRecord | None,
+        *,
+        ahead_s: float,
+        spread_s: float,
+    ) -> tuple[Sought, RoundRecord]:
+        daemons = [node.p2pd_pid for node in self._nodes]
+        for member in members:
+            member.buffers.message.fill_(0.01)
+        manifest = members[0].config.manifest
+        began, at_first = self._clock.time(), sent_by(daemons)
+        previous = manifest.digest if last is None else digest_of(last.to_bytes())
+        number = 0 if last is None else last.round + 1
+        order = self._order(manifest, last, previous, number, began + ahead_s)
+        steps: list[Any] = []
+        for index, member in enumerate(members):
+            due = began + spread_s * index / max(1, len(members) - 1)
+            time.sleep(max(0.0, due - self._clock.time()))
+            steps.append(member.averager.exchange(order))
+        results: list[AttemptResult] = [step.result(timeout=EXCHANGE_LIMIT_S) for step in steps]
+        before = sum(int(member.sent_before) for member in members)
+        stood = [float(member.stood_at) for member in members]
+        found = next((result.record for result in results if result.record), None)
+        if found is None:
+            raise RuntimeError("a round was not committed: is this machine overloaded?")
+        sought = Sought(
+            seconds=tuple(result.matchmaking_s or 0.0 for result in results),
+            left_s=order.scheduled_at - (self._clock.time() - (time.monotonic() - max(stood))),
+            sent_bytes=before - at_first,
+            together=max(len(result.members) for result in results),
+        )
+        return sought, parse_record(found, stage_codec(manifest, self._layout))
+
     def _member(self, manifest: Manifest, node: RunDHT, identity: Identity) -> _Member:
         folder = self._folder / identity.peer_id / manifest.digest
         config = AveragerConfig(
@@ -145,10 +224,11 @@ class Members:
         )
         buffers = StageBuffers.allocate(self._layout.numel)
         sent_before = torch.zeros((), dtype=torch.int64).share_memory_()
+        stood_at = torch.zeros((), dtype=torch.float64).share_memory_()
         averager = _CountedAverager(
-            sent_before=sent_before, dht=node, config=config, buffers=buffers
+            sent_before=sent_before, stood_at=stood_at, dht=node, config=config, buffers=buffers
         )
-        return _Member(config, buffers, sent_before, averager)
+        return _Member(config, buffers, sent_before, stood_at, averager)
 
     def _exchange(
         self, members: Sequence[_Member], last: RoundRecord, messages: Sequence[Tensor]
@@ -161,7 +241,8 @@ class Members:
             for member in members:
                 open_log(member.config).start_from(data, b"")
             at_first, payload = sent_by(daemons), _payload_of(members)
-            order = self._order(manifest, last, digest_of(data), number)
+            scheduled_at = self._clock.time() + GROUP_S
+            order = self._order(manifest, last, digest_of(data), number, scheduled_at)
             steps = [member.averager.exchange(order) for member in members]
             records = {step.result(timeout=EXCHANGE_LIMIT_S).record for step in steps}
             at_last, before = sent_by(daemons), sum(int(m.sent_before) for m in members)
@@ -179,30 +260,37 @@ class Members:
         raise RuntimeError(f"no record of all in {ATTEMPTS} rounds: is this machine overloaded?")
 
     def _order(
-        self, manifest: Manifest, last: RoundRecord, digest: str, round_number: int
+        self,
+        manifest: Manifest,
+        last: RoundRecord | None,
+        previous: str,
+        round_number: int,
+        scheduled_at: float,
     ) -> ExchangeOrder:
+        codec = stage_codec(manifest, self._layout)
         plan = Plan(
             run=RUN,
             stage=0,
             round=round_number,
             attempt=0,
-            ranks=last.next_ranks,
+            ranks=RoundPlan(manifest, codec).ranks_after(last),
             layout=self._layout.digest,
-            previous=digest,
+            previous=previous,
         )
         peers = tuple(sorted(identity.peer_id for identity in self._identities))
         return ExchangeOrder(
             plan=plan,
-            scheduled_at=self._clock.time() + GROUP_S,
-            matchmaking_limit_s=GROUP_S + 5.0,
-            tokens=last.members[0].tokens,
+            scheduled_at=scheduled_at,
+            matchmaking_limit_s=scheduled_at - self._clock.time() + 5.0,
+            tokens=1 if last is None else last.members[0].tokens,
             tokens_cap=tokens_cap(manifest),
             counted=peers,
             last_contributors=peers,
+            expected=len(peers),
             exchange_s=0.0,
             step_s=0.0,
-            anchor_before=last.anchor_before,
-            last=replace(last, means=()),
+            anchor_before="" if last is None else last.anchor_before,
+            last=None if last is None else replace(last, means=()),
         )
 
 
@@ -211,6 +299,7 @@ class _Member:
     config: AveragerConfig
     buffers: StageBuffers
     sent_before: Tensor
+    stood_at: Tensor
     averager: _CountedAverager
 
 

@@ -24,7 +24,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import cached_property
-from typing import Any, cast
+from typing import Any, AsyncIterator, cast  # noqa: UP035 - hivemind knows this one only
 
 import torch
 from hivemind.averaging import DecentralizedAverager
@@ -32,6 +32,8 @@ from hivemind.averaging import control as hivemind_control
 from hivemind.averaging.allreduce import AveragingMode
 from hivemind.averaging.control import StepControl
 from hivemind.averaging.group_info import GroupInfo
+from hivemind.p2p import P2PContext
+from hivemind.proto import averaging_pb2
 from hivemind.utils import MPFuture
 from torch import Tensor
 
@@ -51,7 +53,7 @@ from dilocox.peer.groups import (
     Ticket,
     attempt_setup,
 )
-from dilocox.peer.matchmaking import aim, pace
+from dilocox.peer.matchmaking import aim, expect, own_time
 from dilocox.peer.members import AttemptResult
 from dilocox.peer.outer import anchor_sha256
 from dilocox.peer.plan import outer_step
@@ -106,9 +108,12 @@ class StageAverager(PeerService, WaysService, DecentralizedAverager):
             return self._call("exchange_alone")
         # as hivemind's `step` does, which would wait for its process without a deadline
         ticket = self.serializer.dumps(order.ticket().pack())
+        now = hivemind_control.get_dht_time()
         step = StepControl(
-            scheduled_time=order.scheduled_at,
-            deadline=hivemind_control.get_dht_time() + order.matchmaking_limit_s,
+            scheduled_time=own_time(
+                order.scheduled_at, now, may_lead=self.mode != AveragingMode.CLIENT
+            ),
+            deadline=now + order.matchmaking_limit_s,
             allow_retries=False,
             weight=1.0,
             data_for_gather=self.serializer.dumps([None, self.mode.value, ticket]),
@@ -196,11 +201,6 @@ class StageAverager(PeerService, WaysService, DecentralizedAverager):
         return ThreadPoolExecutor(1, initializer=torch.set_num_threads, initargs=(1,))
 
     @cached_property
-    def _paced_matchmaking(self) -> Any:
-        pace(self._matchmaking)
-        return self._matchmaking
-
-    @cached_property
     def log(self) -> RoundLog:
         """The round log; this process appends to it."""
         return open_log(self.config)
@@ -255,10 +255,28 @@ class StageAverager(PeerService, WaysService, DecentralizedAverager):
     async def _step(self, *, step: StepControl, future_for_init: Any) -> None:
         """Give the attempt's plan its own group key before hivemind looks for a group."""
         self._asked_at = time.monotonic()
-        key = self._current_order().plan.key
-        aim(self._paced_matchmaking, self.prefix, key)
+        order = self._current_order()
+        aim(self._matchmaking, order.plan.key, expected=order.whole_with)
         with contextlib.suppress(Exception):  # `step` has it already, and the caller gets it there
             await super()._step(step=step, future_for_init=future_for_init)
+
+    async def rpc_join_group(
+        self, request: averaging_pb2.JoinRequest, context: P2PContext
+    ) -> AsyncIterator[averaging_pb2.MessageFromLeader]:
+        """hivemind's, with a group that is whole when it is for all who join it."""
+        if request.schema_hash == self._matchmaking.schema_hash:
+            with contextlib.suppress(GroupRefused):  # refused where the group's tickets are read
+                expect(self._matchmaking, self._ticket(request.gather).expected)
+        async for message in super().rpc_join_group(request, context):
+            yield message
+
+    def _ticket(self, gathered: bytes) -> Ticket:
+        try:
+            _, mode, ticket = cast("list[Any]", self.serializer.loads(gathered))
+            stated = self.serializer.loads(ticket)
+        except Exception as error:
+            raise GroupRefused(f"a ticket cannot be read: {error!r}") from error
+        return Ticket.unpack(stated, client_mode=mode == AveragingMode.CLIENT.value)
 
     async def _serve_exchange_alone(self) -> AttemptResult:
         order = self._current_order()
@@ -269,15 +287,10 @@ class StageAverager(PeerService, WaysService, DecentralizedAverager):
     ) -> AttemptResult:
         """hivemind's hook: the group stands, exchange."""
         order, matchmaking_s = self._current_order(), time.monotonic() - self._asked_at
-        tickets: dict[str, Ticket] = {}
-        for peer, gathered in zip(group_info.peer_ids, group_info.gathered, strict=True):
-            try:
-                _, mode, ticket = cast("list[Any]", self.serializer.loads(gathered))
-                stated = self.serializer.loads(ticket)
-            except Exception as error:
-                raise GroupRefused(f"what {peer} states cannot be read: {error!r}") from error
-            client_mode = mode == AveragingMode.CLIENT.value
-            tickets[str(peer)] = Ticket.unpack(stated, client_mode=client_mode)
+        tickets = {
+            str(peer): self._ticket(gathered)
+            for peer, gathered in zip(group_info.peer_ids, group_info.gathered, strict=True)
+        }
         logger.debug("round %d: a group of %d stands", order.plan.round, len(tickets))
         self._running_groups.pop(group_info.group_id, None)  # or hivemind misses its own all-reduce
         result = await self._attempt(order, group_info.group_id, tickets)

@@ -198,6 +198,7 @@ class ExchangeDriver:
             tokens=job.tokens,
             tokens_cap=tokens_cap(manifest),
             counted=counted,
+            expected=len(counted),
             last_contributors=() if last is None else tuple(m.peer for m in last.members),
             exchange_s=self._last_exchange_s,
             step_s=job.step_s,

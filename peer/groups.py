@@ -63,6 +63,7 @@ class Ticket:
     step_s: float
     stall_s: float  # that its training stood still for its last round
     counted: tuple[str, ...]  # the peers that must be reckoned with, in its view
+    expected: int | None  # members with which its group is whole; None: it does not know
     aborts: bytes  # the signed aborts of the attempt before, empty in the first one
     client_mode: bool = False
 
@@ -83,6 +84,7 @@ class Ticket:
                 "step_s": float(step_s),
                 "stall_s": float(stall_s),
                 "counted": [*counted],  # pyright: ignore[reportUnknownVariableType]
+                "expected": int() | None as expected,
                 "aborts": bytes(aborts),
             }:
                 names = cast("list[object]", counted)
@@ -104,6 +106,7 @@ class Ticket:
             step_s=step_s,
             stall_s=stall_s,
             counted=tuple(str(name) for name in names),
+            expected=expected,
             aborts=aborts,
             client_mode=client_mode,
         )
@@ -120,6 +123,7 @@ class ExchangeOrder:
     tokens_cap: int
     counted: tuple[str, ...]
     last_contributors: tuple[str, ...]
+    expected: int | None = None  # peers that should come: with them the group need not wait
     exchange_s: float  # from this peer's last send to its record
     step_s: float  # of an inner step of its replica
     anchor_before: str
@@ -127,6 +131,15 @@ class ExchangeOrder:
     stall_s: float = 0.0  # that its training stood still for its last round
     alone: bool = False
     aborts: bytes = field(default=b"", repr=False)
+
+    @property
+    def whole_with(self) -> int | None:
+        """How many members make the group whole, so that it does not wait for its time; None where
+        that is not known. Never fewer than could start it.
+        """
+        if self.expected is None:
+            return None
+        return max(2, self.expected, len(set(self.last_contributors) & set(self.counted)))
 
     def ticket(self, *, client_mode: bool = False) -> Ticket:
         """This peer's ticket."""
@@ -137,6 +150,7 @@ class ExchangeOrder:
             step_s=round(self.step_s, 4),
             stall_s=round(self.stall_s, 4),
             counted=self.counted,
+            expected=self.whole_with,
             aborts=self.aborts,
             client_mode=client_mode,
         )

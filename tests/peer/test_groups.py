@@ -98,6 +98,23 @@ def test_a_ticket_is_read_as_it_was_stated_with_the_mode_that_hivemind_saw() -> 
     assert Ticket.unpack(over_the_wire, client_mode=True) == replace(TICKET, client_mode=True)
 
 
+@pytest.mark.parametrize(
+    ("expected", "last", "whole"),
+    [
+        (None, ("a", "b"), None),
+        (3, (), 3),
+        (2, ("a", "b", "c"), 3),  # those that must be there come first
+        (2, ("a", "x", "y", "z"), 2),  # who is not counted has left
+        (1, (), 2),
+    ],
+)
+def test_a_group_is_whole_with_all_that_are_expected_and_never_with_fewer_than_must_be_there(
+    expected: int | None, last: tuple[str, ...], whole: int | None
+) -> None:
+    order = order_of(expected=expected, last_contributors=last)
+    assert order.whole_with == order.ticket().expected == whole
+
+
 def test_a_ticket_states_no_more_tokens_than_the_cap() -> None:
     assert order_of(tokens=5000).ticket().tokens == 1000
 
@@ -121,6 +138,7 @@ def test_a_ticket_states_no_more_tokens_than_the_cap() -> None:
         TICKET.pack() | {"stall_s": -1.0},
         TICKET.pack() | {"stall_s": float("inf")},
         TICKET.pack() | {"counted": "abc"},
+        TICKET.pack() | {"expected": "all"},
         TICKET.pack() | {"counted": [1]},
         TICKET.pack() | {"counted": ["a"] * (MAX_COUNTED + 1)},
         TICKET.pack() | {"aborts": 1 << 40},  # bytes(n) would allocate them

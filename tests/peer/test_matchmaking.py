@@ -1,53 +1,257 @@
-"""Matchmaking as hivemind has it, with a key for each plan and a pause between looks."""
+"""hivemind's matchmaking as it is used here, between members in one event loop."""
 
 from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import AsyncIterator, Iterable
+from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
+from hivemind.averaging.matchmaking import Matchmaking
+from hivemind.p2p import PeerID, ServicerBase
+from hivemind.utils import get_dht_time
+
 from dilocox.peer import matchmaking as module
-from dilocox.peer.matchmaking import SEARCH_PAUSE_S, aim, pace
+from dilocox.peer.matchmaking import LEAD_S, PlanKeys, aim, expect, own_time
 
-KEY = "ab" * 32
+KEY, OTHER_KEY = "ab" * 32, "cd" * 32
+AHEAD_S = 1.0  # from the first call to the group's time
+SOON_S = 0.6  # a group that stands so soon did not wait for its time
 
 
-class Manager:
+class Room:
+    """A DHT without latency, and the calls among members. Counts searches and declarations."""
+
     def __init__(self) -> None:
-        self.prefix = ""
-        self.searches: list[float] = []
+        self.declared: dict[str, dict[bytes, Any]] = {}
+        self.members: dict[PeerID, Matchmaking] = {}
+        self.searches = self.stores = 0
 
-    async def get_averagers(self, key: str, only_active: bool) -> str:
-        self.searches.append(time.monotonic())
-        return f"{key}, {only_active}"
+    async def get(self, key: str, **_: Any) -> Any:
+        self.searches += 1
+        await asyncio.sleep(0.001)
+        found = self.declared.get(key)
+        return None if found is None else SimpleNamespace(value=dict(found))
+
+    async def store(
+        self, *, key: str, subkey: bytes, value: bool, expiration_time: float, **_: Any
+    ) -> bool:
+        self.stores += 1
+        entry = SimpleNamespace(value=value, expiration_time=expiration_time)
+        self.declared.setdefault(key, {})[subkey] = entry
+        return True
+
+    async def rpc_join_group(self, request: Any, *, caller: PeerID, leader: PeerID) -> Any:
+        matchmaking = self.members[leader]
+        stated = int(request.gather.decode())
+        expect(matchmaking, stated or None)
+        answers = matchmaking.rpc_join_group(request, SimpleNamespace(remote_id=caller))  # type: ignore[arg-type]
+
+        async def passed_on() -> AsyncIterator[Any]:
+            async for answer in answers:
+                yield answer
+
+        return passed_on()
 
 
-def made() -> Any:
-    return SimpleNamespace(schema_hash=b"", group_key_manager=Manager())
+class Servicer(ServicerBase):
+    @classmethod
+    def get_stub(cls, p2p: Any, peer: PeerID, *, namespace: str | None = None) -> Any:
+        async def rpc_join_group(request: Any) -> Any:
+            return await p2p.room.rpc_join_group(request, caller=p2p.peer_id, leader=peer)
+
+        return SimpleNamespace(rpc_join_group=rpc_join_group)
 
 
-def test_peers_with_another_plan_look_under_another_key_and_have_another_schema() -> None:
-    matchmaking = made()
-    aim(matchmaking, "run_stage0_averager", KEY)
-    assert matchmaking.schema_hash == bytes.fromhex(KEY)
-    prefix = matchmaking.group_key_manager.prefix
-    assert prefix.startswith("run_stage0_averager-abab")
-    assert "." not in prefix, "hivemind splits keys at dots"
+@dataclass(frozen=True, kw_only=True)
+class Caller:
+    """A member: when it calls, how many it expects (0: it does not know), its plan."""
+
+    name: int
+    expects: int
+    after_s: float = 0.0
+    key: str = KEY
+    client_mode: bool = False
 
 
-def test_searches_are_apart_and_each_has_its_answer(monkeypatch: Any) -> None:
-    monkeypatch.setattr(module, "SEARCH_PAUSE_S", 0.05)
-    matchmaking = made()
-    pace(matchmaking)
-    manager = matchmaking.group_key_manager
+@dataclass
+class Found:
+    """When each caller's group stood, after its call, and who is in it; None: it found none."""
 
-    async def search() -> list[str]:
-        return [await manager.get_averagers(f"k{n}", only_active=True) for n in range(4)]
+    seconds: dict[int, float] = field(default_factory=dict[int, float])
+    groups: dict[int, frozenset[int] | None] = field(
+        default_factory=dict[int, frozenset[int] | None]
+    )
+    room: Room = field(default_factory=Room)
 
+
+def peer_id(name: int) -> PeerID:
+    return PeerID(bytes([18, 32]) + bytes([name]) * 32)
+
+
+async def call(caller: Caller, room: Room, scheduled_at: float, found: Found) -> None:
+    me = peer_id(caller.name)
+    dht: Any = SimpleNamespace(peer_id=me, get=room.get, store=room.store)
+    p2p: Any = SimpleNamespace(peer_id=me, room=room)
+    matchmaking = room.members[me] = Matchmaking(
+        p2p,
+        b"",
+        dht,
+        servicer_type=Servicer,
+        prefix="run_stage0_averager",
+        target_group_size=None,
+        min_group_size=2,
+        min_matchmaking_time=0.3,
+        request_timeout=0.2,
+        client_mode=caller.client_mode,
+    )
+    await asyncio.sleep(caller.after_s)
+    aim(matchmaking, caller.key, expected=caller.expects or None)
     began = time.monotonic()
-    assert asyncio.run(search()) == [f"k{n}, True" for n in range(4)]
-    assert manager.searches[0] - began < 0.04, "the first one waits for nothing"
-    gaps = [b - a for a, b in zip(manager.searches, manager.searches[1:], strict=False)]
-    assert min(gaps) > 0.045
-    assert SEARCH_PAUSE_S <= 0.5, "a group would stand late"
+    deadline = scheduled_at + 0.8
+    step: Any = SimpleNamespace(
+        scheduled_time=own_time(scheduled_at, get_dht_time(), may_lead=not caller.client_mode),
+        deadline=deadline,
+        data_for_gather=str(caller.expects).encode(),
+        get_timeout=lambda: max(0.0, deadline - get_dht_time()),
+    )
+    group = await matchmaking.look_for_group(step)
+    found.seconds[caller.name] = time.monotonic() - began
+    ids = {peer_id(name): name for name in range(1, 20)}
+    found.groups[caller.name] = (
+        None if group is None else frozenset(ids[each] for each in group.peer_ids)
+    )
+
+
+def search(callers: Iterable[Caller]) -> Found:
+    async def together() -> Found:
+        found = Found()
+        scheduled_at = get_dht_time() + AHEAD_S
+        await asyncio.gather(*(call(each, found.room, scheduled_at, found) for each in callers))
+        return found
+
+    return asyncio.run(together())
+
+
+def in_one_group(found: Found, names: Iterable[int]) -> bool:
+    return set(found.groups.values()) == {frozenset(names)}
+
+
+@pytest.mark.parametrize("count", [2, 3, 8])
+@pytest.mark.parametrize("first_has_largest_id", [False, True])
+def test_a_group_closes_when_all_that_are_expected_are_in_it(
+    count: int, first_has_largest_id: bool
+) -> None:
+    names = list(range(1, count + 1))
+    order = reversed(names) if first_has_largest_id else names
+    found = search(
+        Caller(name=name, expects=count, after_s=0.02 * index) for index, name in enumerate(order)
+    )
+    assert in_one_group(found, names)
+    assert max(found.seconds.values()) < SOON_S
+
+
+def test_members_that_call_at_once_meet_too() -> None:
+    found = search(Caller(name=name, expects=4) for name in (3, 1, 4, 2))
+    assert in_one_group(found, (1, 2, 3, 4))
+    assert max(found.seconds.values()) < SOON_S
+
+
+def test_where_one_does_not_come_the_group_stands_at_its_time() -> None:
+    found = search(Caller(name=name, expects=4, after_s=0.02 * name) for name in (1, 2, 3))
+    assert in_one_group(found, (1, 2, 3))
+    assert found.seconds[1] == pytest.approx(AHEAD_S, abs=LEAD_S + 0.15)
+
+
+def test_where_one_does_not_know_whom_to_expect_the_group_waits_for_its_time() -> None:
+    found = search([Caller(name=1, expects=2), Caller(name=2, expects=0, after_s=0.05)])
+    assert in_one_group(found, (1, 2))
+    assert found.seconds[1] > AHEAD_S - 0.1
+
+
+@pytest.mark.parametrize("leader", [1, 3])
+def test_a_leader_that_expects_too_few_is_overruled_by_a_member(leader: int) -> None:
+    second, third = {1: (2, 3), 3: (2, 1)}[leader]
+    found = search(
+        [
+            Caller(name=leader, expects=2),
+            Caller(name=second, expects=3, after_s=0.1),
+            Caller(name=third, expects=3, after_s=0.3),
+        ]
+    )
+    assert in_one_group(found, (1, 2, 3))
+    assert max(found.seconds.values()) < SOON_S
+
+
+def test_a_member_that_only_dials_out_joins_and_never_leads() -> None:
+    found = search(
+        [
+            Caller(name=1, expects=3, client_mode=True),
+            Caller(name=3, expects=3, after_s=0.05),
+            Caller(name=2, expects=3, after_s=0.1),
+        ]
+    )
+    assert in_one_group(found, (1, 2, 3))
+    assert max(found.seconds.values()) < AHEAD_S
+
+
+def test_peers_with_another_plan_are_not_met() -> None:
+    found = search(
+        [
+            Caller(name=1, expects=2),
+            Caller(name=2, expects=2, key=OTHER_KEY),
+            Caller(name=3, expects=2, after_s=0.05),
+        ]
+    )
+    assert found.groups == {1: frozenset({1, 3}), 2: None, 3: frozenset({1, 3})}
+
+
+def test_a_search_costs_few_messages() -> None:
+    """Stock hivemind searches without a pause: hundreds of times in the second here."""
+    met = search(Caller(name=name, expects=4, after_s=0.02 * name) for name in (1, 2, 3, 4)).room
+    assert met.searches <= 4 * 4
+    assert met.stores <= 4, "a declaration each, and none is taken back"
+    waited = search(Caller(name=name, expects=9, after_s=0.02 * name) for name in (1, 2)).room
+    assert waited.searches <= 2 * 6
+
+
+def test_who_asks_earlier_leads() -> None:
+    times = [own_time(1000.0, now) for now in (0.0, 941.0, 990.0, 999.99, 1000.0, 1002.0)]
+    assert times == sorted(times)
+    assert len(set(times[1:-1])) == 4
+    assert own_time(1000.0, 0.0, may_lead=False) == times[-1]
+    assert (times[0], times[-1]) == (1000.0, 1000.0 + LEAD_S)
+
+
+def test_the_pauses_between_searches_grow_and_begin_anew_with_each_plan(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pauses: list[float] = []
+
+    async def sleep(seconds: float) -> None:
+        pauses.append(seconds)
+
+    monkeypatch.setattr(module.asyncio, "sleep", sleep)
+    room = Room()
+    dht: Any = SimpleNamespace(peer_id=None, get=room.get, store=room.store)
+    of: Any = SimpleNamespace(dht=dht, prefix="run_stage0_averager")
+    keys = PlanKeys(of)
+
+    async def searches(count: int) -> list[float]:
+        pauses.clear()
+        for _ in range(count):
+            await keys.get_averagers(keys.current_key, only_active=True)
+        return [each for each in pauses if each != 0.001]
+
+    keys.aim(KEY)
+    first = asyncio.run(searches(12))
+    assert first[0] == 0.0, "the first one waits for nothing"
+    assert first == sorted(first)
+    assert 1.0 <= first[-1] <= 3.0
+    assert keys.current_key.startswith("run_stage0_averager-abab")
+    assert keys.current_key.count(".") == 1, "hivemind splits keys at dots"
+    keys.aim(OTHER_KEY)
+    assert asyncio.run(searches(2)) == first[:2]

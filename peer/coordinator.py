@@ -83,7 +83,8 @@ class Coordinator(threading.Thread):
         self._bootstrap_answered = True
         self._ways = Ways(place, averager, clock)
         self._published_at = self._looked_at = self._heard_at = self._saw_all_at = float("-inf")
-        self._paused_since: float | None = None
+        self._paused_at = float("inf")
+        self._stood_still_since: float | None = None
         self._pending_send: Callable[[], None] | None = None
         self.events = events
         self._rounds = RoundKeeper(place.me, clock, first=first_round)
@@ -265,7 +266,9 @@ class Coordinator(threading.Thread):
             progress.unsent_tokens > 0
             and (not progress.head or progress.inner_step >= self.inner_steps)
         )
-        deaf_s = min(heartbeat_s, self._rounds.deaf_s(herald.view, near_end=near_end))
+        resting = now - self._paused_at > self._place.manifest.deadlines.record_lifetime_s
+        deaf_s = self._rounds.deaf_s(herald.view, near_end=near_end, resting=resting)
+        deaf_s = min(heartbeat_s, deaf_s)
         answered = False
         if whole or now - self._heard_at >= deaf_s:
             answered = herald.look(self._rounds.wanted_bells(herald.view), whole=whole)
@@ -304,9 +307,10 @@ class Coordinator(threading.Thread):
     def _follow_round(self, view: SwarmView) -> None:
         progress = self.progress
         now = self._clock.monotonic()
-        if self._paused_since is not None:
-            self._rounds.stood_still(now - self._paused_since)
-        self._paused_since = now if self.paused else None
+        if self._stood_still_since is not None:
+            self._rounds.stood_still(now - self._stood_still_since)
+        self._stood_still_since = now if self.paused else None
+        self._paused_at = min(self._paused_at, now) if self.paused else float("inf")
         bell = self._rounds.follow(
             view,
             replica_record(self._place, self.round, progress),

@@ -73,13 +73,17 @@ class RoundKeeper:
         """The rounds whose bells are to be read."""
         return bells_to_read(self.round, view.replicas.values())
 
-    def deaf_s(self, view: SwarmView, *, near_end: bool) -> float:
+    def deaf_s(self, view: SwarmView, *, near_end: bool, resting: bool = False) -> float:
         """How long the others' bells may go unheard, in seconds.
 
-        Not at all (0) once one has rung or this peer is near the round's end, where all may have
-        rung. Before that a sixteenth of the time that the round has lasted: whoever rings then
+        For ever (infinity) in a run that has been paused for longer than a bell lives: whoever rang
+        before it has been heard, and nobody rings now.
+        Else not at all (0) once one has rung or this peer is near the round's end, where all may
+        have rung. Before that a sixteenth of the time that the round has lasted: whoever rings then
         gives the others a grace of a quarter of it.
         """
+        if resting:
+            return float("inf")
         if near_end or self._bell is not None or any(view.bells.values()):
             return 0.0
         return (self._clock.monotonic() - self._began) / 16

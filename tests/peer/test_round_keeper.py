@@ -185,6 +185,15 @@ def test_a_peer_misses_no_bell_near_the_end_of_a_round() -> None:
     assert keeper.deaf_s(VIEW, near_end=False) == 0.0
 
 
+def test_a_run_that_rests_is_not_listened_to_for_bells() -> None:
+    clock = TestClock()
+    keeper = RoundKeeper("me", clock)
+    clock.now += 160.0
+    assert follow(keeper, 10, undecided=False), "it rang before the pause"
+    another = SwarmView(me="me", bells={0: {"other": bell(NOW)}})
+    assert keeper.deaf_s(another, near_end=True, resting=True) == float("inf")
+
+
 # ---- the first round -----------------------------------------------------------------------------
 def test_after_a_rollback_no_round_number_comes_again_though_nobody_knows_it_any_more() -> None:
     keeper = RoundKeeper(

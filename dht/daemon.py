@@ -39,7 +39,7 @@ from dilocox.dht.reach import FindReach, Reach
 
 logger = logging.getLogger(__name__)
 
-PING_HANDLER = "DHTProtocol.rpc_ping"
+PING_HANDLER = "RunProtocol.rpc_ping"
 PING_TIMEOUT_S = 3.0
 PINGS_PER_BOOTSTRAP = 3
 # libp2p drops idle paths after a while; routers forget a mapping after 30 s at the earliest.

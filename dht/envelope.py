@@ -92,3 +92,14 @@ def unseal(data: bytes, *, check_signature: bool = True) -> Envelope:
     return Envelope(
         key=key, sequence=sequence, expires_at=expires_at, payload=payload, public_key=public_key
     )
+
+
+def sealed_bytes(value: bytes) -> bytes:
+    """The envelope in a value as hivemind stores it: msgpack around its bytes (`Refused`)."""
+    try:
+        sealed = unpack(value, MAX_VALUE_BYTES)
+    except Malformed as error:
+        raise Refused("malformed", str(error)) from error
+    if not isinstance(sealed, bytes):
+        raise Refused("malformed", "it has no envelope")
+    return sealed

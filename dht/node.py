@@ -21,7 +21,7 @@ import signal
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import InvalidStateError
 from concurrent.futures import TimeoutError as FutureTimeout
 from pathlib import Path
@@ -32,7 +32,7 @@ from hivemind.dht.routing import DHTID
 from hivemind.dht.validation import RecordValidatorBase
 from hivemind.utils import MPFuture
 
-from dilocox.dht import questions, sockets
+from dilocox.dht import protocol, questions, sockets
 from dilocox.dht.child import BlockingPipe, kill_daemon, leave_the_terminal, watch_parent
 from dilocox.dht.clock import RunClock
 from dilocox.dht.daemon import DaemonOptions, DaemonOwner
@@ -40,6 +40,8 @@ from dilocox.dht.envelope import MAX_VALUE_BYTES
 from dilocox.dht.errors import DilocoxError, EnvironmentFault
 from dilocox.dht.identity import Identity, peer_id_bytes_of
 from dilocox.dht.invite import bootstrap_address, listen_address
+from dilocox.dht.keepers import Keepers
+from dilocox.dht.protocol import Entry
 from dilocox.dht.questions import StoredValue
 from dilocox.dht.reach import FindReach, Reach, check_ports, reachable_bootstraps
 
@@ -94,6 +96,7 @@ def open_dht(
             raise
         logger.warning("%s; going on without", error)
     clock.install()
+    protocol.install()
     options = DaemonOptions(
         identity_path=identity.path,
         bootstraps=tuple(bootstraps),
@@ -136,6 +139,7 @@ class RunDHT(DHT):
         self._main_pid = os.getpid()
         self._ended = False
         self._reach = Reach()
+        self.keepers: Keepers | None = None  # the child's
         self._sending = threading.Lock()  # two messages at once would mix in the request pipe
         self._daemon_pid = multiprocessing.get_context("fork").RawValue("i", 0)
         super().__init__(
@@ -201,15 +205,32 @@ class RunDHT(DHT):
         return not self._ended and self.is_alive()
 
     def find_latest(self, keys: Collection[str], *, timeout_s: float) -> dict[str, object]:
-        """The newest value under each key, None where there is none; keys whose search did not end
-        in time are left out. Raises `NoAnswer`.
+        """The newest plain value under each key, None where there is none; keys whose search did
+        not end in time are left out. Raises `NoAnswer`.
         """
         limit_s = ASKING_SHARE * timeout_s
         ask = functools.partial(questions.latest_values, keys=tuple(keys), timeout_s=limit_s)
         return self._request(lambda: self.run_coroutine(ask, return_future=True), timeout_s)
 
+    def find_news(
+        self, known: Mapping[str, Collection[bytes]], *, thorough: bool, timeout_s: float
+    ) -> dict[str, list[Entry]]:
+        """The values under each key that are not among its known marks; keys that nobody answered
+        for in time are left out. `thorough`: all are asked that keep a key, not one of them.
+        Raises `NoAnswer`.
+        """
+        ask = functools.partial(
+            questions.news,
+            known={key: tuple(marks) for key, marks in known.items()},
+            thorough=thorough,
+            timeout_s=ASKING_SHARE * timeout_s,
+        )
+        return self._request(lambda: self.run_coroutine(ask, return_future=True), timeout_s)
+
     def put_many(self, values: Sequence[StoredValue], *, timeout_s: float) -> bool:
-        """Store values in one search; whether the DHT accepted all of them. Raises `NoAnswer`."""
+        """Store values, with one call to each node that keeps some of them; whether the DHT
+        accepted all of them. Raises `NoAnswer`.
+        """
         for each in values:
             if len(each.value) > MAX_VALUE_BYTES:
                 raise ValueError(f"{len(each.value)} bytes; the DHT takes {MAX_VALUE_BYTES}")

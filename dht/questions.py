@@ -6,15 +6,19 @@
 
 import asyncio
 from collections import Counter
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from hivemind import DHT
 from hivemind.dht.node import DHTNode
+from hivemind.dht.routing import DHTID
 from hivemind.p2p import PeerID
 
+from dilocox.dht.keepers import Keepers
+from dilocox.dht.protocol import Entry
 from dilocox.dht.reach import Reach
+from dilocox.dht.wire import pack
 
 
 @dataclass(frozen=True)
@@ -74,20 +78,38 @@ async def latest_values(
     return found
 
 
+async def news(
+    dht: DHT,
+    node: DHTNode,
+    known: Mapping[str, Collection[bytes]],
+    thorough: bool,
+    timeout_s: float,
+) -> dict[str, list[Entry]]:
+    """The values under each key that are not among the known marks (keepers.py)."""
+    keys = {DHTID.generate(key): key for key in known}
+    asked = {key_id: known[key] for key_id, key in keys.items()}
+    found = await _keepers(dht, node).news(asked, thorough=thorough, timeout_s=timeout_s)
+    return {keys[key_id]: entries for key_id, entries in found.items()}
+
+
 async def store_values(
-    _dht: DHT, node: DHTNode, values: tuple[StoredValue, ...], timeout_s: float
+    dht: DHT, node: DHTNode, values: tuple[StoredValue, ...], timeout_s: float
 ) -> bool:
-    """Store these values in one search; whether all were taken in time."""
-    storing = node.store_many(
-        [each.key for each in values],
-        [each.value for each in values],
-        [each.expires_at for each in values],
-        subkeys=[each.subkey for each in values],
-    )
+    """Give these values to the keepers of their keys; whether all were taken in time."""
+    entries = {
+        DHTID.generate(each.key): Entry(each.subkey, pack(each.value), each.expires_at)
+        for each in values
+    }
     try:
-        return all((await asyncio.wait_for(storing, timeout_s)).values())
+        return await asyncio.wait_for(_keepers(dht, node).store(entries), timeout_s)
     except asyncio.TimeoutError:
         return False
+
+
+def _keepers(dht: Any, node: DHTNode) -> Keepers:
+    if dht.keepers is None:
+        dht.keepers = Keepers(node)
+    return dht.keepers
 
 
 async def any_answers(_dht: DHT, node: DHTNode, peers: tuple[str, ...], timeout_s: float) -> bool:

@@ -20,14 +20,14 @@ from hivemind.dht.validation import (  # pyright: ignore[reportMissingTypeStubs]
 )
 from hivemind.utils import timed_storage  # pyright: ignore[reportMissingTypeStubs]
 
-from dilocox.dht.envelope import MAX_VALUE_BYTES, Envelope, Refused, seal, unseal
+from dilocox.dht.envelope import MAX_VALUE_BYTES, Envelope, Refused, seal, sealed_bytes, unseal
 from dilocox.dht.errors import InvalidInput
 from dilocox.dht.identity import Identity
 from dilocox.dht.keys import MAX_DECLARATION_LIFETIME_S, MAX_LIFETIME_S, key_id, parse_key
 from dilocox.dht.keys import manifest_key as manifest_key_of
 from dilocox.dht.manifest import SignedManifest
 from dilocox.dht.records import RECORD_TYPES
-from dilocox.dht.wire import Malformed, pack, unpack
+from dilocox.dht.wire import Malformed, pack
 
 logger = logging.getLogger(__name__)
 
@@ -77,7 +77,7 @@ class RunRecordValidator(RecordValidatorBase):
     def strip_value(self, record: DHTRecord) -> bytes:
         """What a reader gets: the envelope of a record, the bare value of a declaration."""
         with contextlib.suppress(Refused):
-            envelope = unseal(_sealed_bytes(record.value), check_signature=False)
+            envelope = unseal(sealed_bytes(record.value), check_signature=False)
             if isinstance(envelope.key, bytes):
                 return envelope.payload
         return record.value
@@ -95,7 +95,7 @@ class RunRecordValidator(RecordValidatorBase):
         if digest in self._accepted:
             self._accepted.move_to_end(digest)
             return
-        envelope = unseal(_sealed_bytes(record.value))
+        envelope = unseal(sealed_bytes(record.value))
         if envelope.expires_at != record.expiration_time:
             raise Refused("expiry", "it is not the one that was signed")
         if isinstance(envelope.key, bytes):
@@ -151,16 +151,6 @@ class RunRecordValidator(RecordValidatorBase):
         if revision > self._revision:
             self._revision = revision
             self._accepted.clear()  # the ones before it are among them
-
-
-def _sealed_bytes(value: bytes) -> bytes:
-    try:
-        sealed = unpack(value, MAX_VALUE_BYTES)
-    except Malformed as error:
-        raise Refused("malformed", str(error)) from error
-    if not isinstance(sealed, bytes):
-        raise Refused("malformed", "it has no envelope")
-    return sealed
 
 
 def _check_owner(envelope: Envelope, record: DHTRecord) -> None:

@@ -1,0 +1,215 @@
+"""Which nodes keep the values under a key, and what they are told and asked.
+
+The nodes nearest to a key keep what is under it. They change only where nodes come and go near it,
+so they are searched for every ten minutes and not with every call. A value goes to all of them; a
+question goes to one of them at random, another one each time, and says what is known already: what
+one of them missed is heard from the next.
+"""
+
+# hivemind carries no type stubs and leaves much unannotated.
+# pyright: reportMissingTypeStubs=false, reportUnknownMemberType=false
+# pyright: reportUnknownVariableType=false, reportUnknownArgumentType=false
+# pyright: reportPrivateUsage=false, reportAttributeAccessIssue=false
+
+import asyncio
+import contextlib
+import random
+import time
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Mapping
+from typing import Any
+
+from hivemind.dht.node import DHTNode
+from hivemind.dht.routing import DHTID
+from hivemind.p2p import PeerID
+
+from dilocox.dht.protocol import MAX_KEYS, NEAREST, Entry, RunProtocol, entries_of
+
+SEARCH_AGAIN_S = 600.0
+MAX_HOPS = 8  # of a search; each halves the distance to the key at least
+ASKED_AT_ONCE = 2  # nodes for one key in one hop
+MAX_REMEMBERED = 256  # keys
+
+
+class Keepers:
+    """The keepers of keys as one node knows them. Belongs to the node's event loop."""
+
+    def __init__(self, node: DHTNode):
+        self._node = node
+        self._nodes: dict[DHTID, dict[DHTID, PeerID]] = {}
+        self._searched_at: dict[DHTID, float] = {}
+
+    async def store(self, entries: Mapping[DHTID, Entry]) -> bool:
+        """Give each entry to all keepers of its key; whether every one was taken by one at least.
+
+        Where all keepers of a key are gone, those that are left are searched and told.
+        """
+        left = await self._give(entries)
+        if left and self._forget(left):
+            left = await self._give({key: entries[key] for key in left})
+        return not left
+
+    async def news(
+        self, known: Mapping[DHTID, Collection[bytes]], *, thorough: bool, timeout_s: float
+    ) -> dict[DHTID, list[Entry]]:
+        """The values under these keys that are not among the `known` marks.
+
+        Keys of which no keeper answered in time are left out. `thorough`: all keepers are asked,
+        not one.
+        """
+        heard = _Heard(known)
+        with contextlib.suppress(asyncio.TimeoutError):
+            await asyncio.wait_for(self._ask(heard, thorough=thorough), timeout_s)
+        return heard.by_key()
+
+    async def _ask(self, heard: "_Heard", *, thorough: bool) -> None:
+        todo = {key: dict(nodes) for key, nodes in (await self._of(heard.marks)).items()}
+        for key, nodes in todo.items():
+            # also the first node of a swarm, which may only dial out, knows what there is
+            if nodes.pop(self._node.node_id, None) is not None or not nodes:
+                heard.add(key, entries_of(self._protocol.storage.get(key)))
+        left = {key for key in todo if thorough or not heard.answered(key)}
+        while left := {key for key in left if todo[key]}:
+            asked = _one_of_each({key: todo[key] for key in left})
+            calls = [
+                self._protocol.call_news(peer, {key: heard.marks[key] for key in keys})
+                for peer, keys in asked.items()
+            ]
+            answers = await asyncio.gather(*calls)
+            for (peer, keys), answer in zip(asked.items(), answers, strict=True):
+                for key in keys:
+                    todo[key] = {node: at for node, at in todo[key].items() if at != peer}
+                if answer is None:
+                    self._forget(keys)
+                    self._node.blacklist.register_failure(peer)
+                    continue
+                self._node.blacklist.register_success(peer)
+                for key, told in answer.items():
+                    heard.add(key, told)
+                left -= set() if thorough else set(keys)
+
+    async def _give(self, entries: Mapping[DHTID, Entry]) -> set[DHTID]:
+        """Those keys whose entry no keeper took."""
+        keepers, left = await self._of(entries), set(entries)
+        by_peer: dict[PeerID, list[DHTID]] = defaultdict(list)
+        for key, entry in entries.items():
+            for node_id, peer in keepers[key].items():
+                if node_id != self._node.node_id:
+                    by_peer[peer].append(key)
+                elif self._protocol.accepts(key, entry) and self._protocol.storage.store(
+                    key, entry.value, entry.expires_at, subkey=entry.subkey
+                ):
+                    left.discard(key)
+        calls = [
+            self._call_store(peer, {key: entries[key] for key in keys})
+            for peer, keys in by_peer.items()
+        ]
+        for keys, taken in zip(by_peer.values(), await asyncio.gather(*calls), strict=True):
+            if taken is None:
+                self._forget(keys)
+            else:
+                left -= {key for key, done in zip(keys, taken, strict=False) if done}
+        return left
+
+    async def _call_store(self, peer: PeerID, entries: Mapping[DHTID, Entry]) -> Any:
+        return await self._protocol.call_store(
+            peer,
+            keys=list(entries),
+            values=[each.value for each in entries.values()],
+            expiration_time=[each.expires_at for each in entries.values()],
+            subkeys=[each.subkey for each in entries.values()],
+        )
+
+    # ---- who keeps a key -------------------------------------------------------------------------
+    async def _of(self, keys: Iterable[DHTID]) -> dict[DHTID, dict[DHTID, PeerID]]:
+        """The keepers of these keys, this node among them where it is one, nearest first."""
+        keys = list(keys)
+        oldest = time.monotonic() - SEARCH_AGAIN_S
+        late = [key for key in keys if self._searched_at.get(key, oldest) <= oldest]
+        for start in range(0, len(late), MAX_KEYS):
+            await self._search(late[start : start + MAX_KEYS])
+        return {key: self._nearest(key, self._known(key)) for key in keys}
+
+    async def _search(self, keys: list[DHTID]) -> None:
+        """Ask the nearest nodes known for nearer ones, until there are none."""
+        asked: dict[DHTID, set[DHTID]] = {key: {self._node.node_id} for key in keys}
+        self._nodes |= {key: self._known(key) for key in keys}
+        for _ in range(MAX_HOPS):
+            by_peer: dict[PeerID, list[DHTID]] = defaultdict(list)
+            for key in keys:
+                nearest = self._nearest(key, self._nodes[key])
+                for node_id in [each for each in nearest if each not in asked[key]][:ASKED_AT_ONCE]:
+                    asked[key].add(node_id)
+                    by_peer[nearest[node_id]].append(key)
+            if not by_peer:
+                break
+            calls = [self._protocol.call_nearest(peer, near) for peer, near in by_peer.items()]
+            answers = await asyncio.gather(*calls)
+            for (peer, near), answer in zip(by_peer.items(), answers, strict=True):
+                if answer is None:
+                    self._node.blacklist.register_failure(peer)
+                for key in near:
+                    self._nodes[key] |= {} if answer is None else answer[key]
+        for key in keys:
+            self._nodes[key] = self._nearest(key, self._nodes[key])
+            self._searched_at[key] = time.monotonic()
+        while len(self._searched_at) > MAX_REMEMBERED:
+            oldest = min(self._searched_at, key=self._searched_at.__getitem__)
+            self._forget([oldest])
+
+    def _known(self, key: DHTID) -> dict[DHTID, PeerID]:
+        """Keepers as searched for, and nodes met since that are nearer."""
+        table = self._protocol.routing_table
+        met = dict(table.get_nearest_neighbors(key, NEAREST, exclude=self._node.node_id))
+        own = {} if self._protocol.client_mode else {self._node.node_id: self._node.peer_id}
+        return self._nodes.get(key, {}) | met | own
+
+    def _nearest(self, key: DHTID, nodes: Mapping[DHTID, PeerID]) -> dict[DHTID, PeerID]:
+        answering = [each for each, peer in nodes.items() if peer not in self._node.blacklist]
+        return {each: nodes[each] for each in sorted(answering, key=key.xor_distance)[:NEAREST]}
+
+    def _forget(self, keys: Iterable[DHTID]) -> bool:
+        """Search anew for the keepers of these keys; whether any had been searched for."""
+        known = [key for key in keys if self._searched_at.pop(key, None) is not None]
+        for key in known:
+            self._nodes.pop(key, None)
+        return bool(known)
+
+    @property
+    def _protocol(self) -> RunProtocol:
+        protocol: Any = self._node.protocol
+        return protocol
+
+
+class _Heard:
+    """What keepers have told so far, the newest of each owner, and what need not be told again."""
+
+    def __init__(self, known: Mapping[DHTID, Collection[bytes]]):
+        self.marks = {key: set(marks) for key, marks in known.items()}
+        self._entries: dict[DHTID, dict[bytes | None, Entry]] = {}
+
+    def add(self, key: DHTID, told: Iterable[Entry]) -> None:
+        entries, marks = self._entries.setdefault(key, {}), self.marks[key]
+        for entry in told:
+            before = entries.get(entry.subkey)
+            if entry.mark not in marks and (before is None or before.expires_at < entry.expires_at):
+                entries[entry.subkey] = entry
+                marks.add(entry.mark)
+
+    def answered(self, key: DHTID) -> bool:
+        return key in self._entries
+
+    def by_key(self) -> dict[DHTID, list[Entry]]:
+        return {key: list(entries.values()) for key, entries in self._entries.items()}
+
+
+def _one_of_each(
+    keepers: Mapping[DHTID, Mapping[DHTID, PeerID]],
+) -> dict[PeerID, list[DHTID]]:
+    """A keeper at random for every key, and few of them: who is asked is asked for all it keeps."""
+    left, asked = list(keepers), dict[PeerID, list[DHTID]]()
+    while left:
+        peer = random.choice(list(keepers[left[0]].values()))
+        asked[peer] = [key for key in left if peer in keepers[key].values()][:MAX_KEYS]
+        left = [key for key in left if key not in asked[peer]]
+    return asked

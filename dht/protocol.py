@@ -1,0 +1,261 @@
+"""What DHT nodes of a run ask each other: hivemind's calls, bounded, and two cheaper ones.
+
+hivemind's search asks up to twenty nodes near a key, and each answers with all values under it,
+also where the search is only for the nodes that a new value goes to. With a record of every peer
+under one key that is traffic with the square of the swarm. Here `rpc_nearest` answers with nodes
+alone, and `rpc_news` with those values that the asker does not know yet.
+
+hivemind answers any number of keys in one call. A key repeated 1,504 times made an answer that its
+client of p2pd refuses to send, in a way that keeps it in memory for good; so answers are bounded
+here, and `free_failed_answers` mends the client for all calls.
+"""
+
+# hivemind carries no type stubs and leaves much unannotated.
+# pyright: reportMissingTypeStubs=false, reportUnknownMemberType=false
+# pyright: reportUnknownVariableType=false, reportUnknownArgumentType=false
+# pyright: reportUnknownParameterType=false, reportPrivateUsage=false
+# pyright: reportUntypedBaseClass=false, reportAttributeAccessIssue=false
+
+import asyncio
+import hashlib
+import logging
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import Any, cast
+
+from hivemind.dht import node as hivemind_node
+from hivemind.dht.protocol import DHTProtocol
+from hivemind.dht.routing import DHTID
+from hivemind.dht.storage import DictionaryDHTValue
+from hivemind.p2p import P2PContext, PeerID
+from hivemind.p2p.p2p_daemon_bindings.control import ControlClient
+from hivemind.proto import dht_pb2, p2pd_pb2
+
+from dilocox.dht.wire import MAX_ITEMS, Malformed, pack, unpack
+
+logger = logging.getLogger(__name__)
+
+MAX_KEYS = 64  # distinct ones in one question
+MAX_ANSWER_BYTES = 1 << 20  # p2pd carries 4 MiB; what does not fit is asked for again
+MAX_NEWS = MAX_ITEMS // 2  # values under one key in one answer, likewise
+NEAREST = 5  # nodes told for a key: so many keep its values
+MARK_BYTES = 4  # by which an asker says that it knows a value
+KEY_BYTES = DHTID.HASH_NBYTES
+ENTRY_BYTES = 64  # of a value's subkey and expiry in an answer
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A value under a key, as it is stored: subkey (None for a plain value), bytes and expiry in
+    run time."""
+
+    subkey: bytes | None
+    value: bytes
+    expires_at: float
+
+    @property
+    def mark(self) -> bytes:
+        """What stands for it in a question.
+
+        Two values have the same mark once in four billion pairs; then one is heard when it is
+        written the next time.
+        """
+        return mark_of(self.subkey, self.expires_at)
+
+
+def mark_of(subkey: bytes | None, expires_at: float) -> bytes:
+    """The mark of a value: its owner writes a new one with a later expiry, always."""
+    return hashlib.sha1(pack([subkey, expires_at]), usedforsecurity=False).digest()[:MARK_BYTES]
+
+
+def entries_of(stored: Any) -> list[Entry]:
+    """What hivemind's storage has under a key; empty for a plain value and for nothing."""
+    if stored is None or not isinstance(stored.value, DictionaryDHTValue):
+        return []
+    return [
+        Entry(subkey, each.value, each.expiration_time) for subkey, each in stored.value.items()
+    ]
+
+
+class RunProtocol(DHTProtocol):
+    """hivemind's protocol with bounds, `rpc_nearest` and `rpc_news`."""
+
+    _rpc_handlers = None  # hivemind collects the calls of a class once, and would take its own
+
+    async def rpc_find(
+        self, request: dht_pb2.FindRequest, context: P2PContext
+    ) -> dht_pb2.FindResponse:
+        """As hivemind's, for so many keys and bytes as an answer may have."""
+        _check_keys(request.keys)
+        response = await super().rpc_find(request, context)
+        left = MAX_ANSWER_BYTES
+        for result in response.results:
+            if result.ByteSize() > left:
+                result.Clear()
+                result.type = dht_pb2.NOT_FOUND
+            left -= result.ByteSize()
+        return response
+
+    async def rpc_nearest(
+        self, request: dht_pb2.FindRequest, context: P2PContext
+    ) -> dht_pb2.FindResponse:
+        """The nodes nearest to these keys that this one knows, without values."""
+        _check_keys(request.keys)
+        self._met(request, context)
+        response = dht_pb2.FindResponse(results=[], peer=self.node_info)
+        asking = DHTID.from_bytes(request.peer.node_id) if request.peer.node_id else None
+        for key in map(DHTID.from_bytes, request.keys):
+            result = dht_pb2.FindResult(type=dht_pb2.NOT_FOUND)
+            nearest = self.routing_table.get_nearest_neighbors(key, NEAREST, exclude=asking)
+            for node_id, peer_id in nearest:
+                result.nearest_node_ids.append(node_id.to_bytes())
+                result.nearest_peer_ids.append(peer_id.to_bytes())
+            response.results.append(result)
+        return response
+
+    async def rpc_news(
+        self, request: dht_pb2.FindRequest, context: P2PContext
+    ) -> dht_pb2.FindResponse:
+        """The values under these keys that the asker does not know.
+
+        A question is the 20 bytes of a key and the marks of what is known under it.
+        """
+        _check_keys([question[:KEY_BYTES] for question in request.keys])
+        self._met(request, context)
+        response = dht_pb2.FindResponse(results=[], peer=self.node_info)
+        left = MAX_ANSWER_BYTES
+        for question in request.keys:
+            key, known = DHTID.from_bytes(question[:KEY_BYTES]), _marks(question[KEY_BYTES:])
+            news: list[list[object]] = []
+            for entry in entries_of(self.storage.get(key)):
+                size = len(entry.value) + ENTRY_BYTES
+                if entry.mark not in known and size <= left and len(news) < MAX_NEWS:
+                    news.append([entry.subkey, entry.value, entry.expires_at])
+                    left -= size
+            value = pack(news) if news else b""
+            response.results.append(dht_pb2.FindResult(type=dht_pb2.FOUND_DICTIONARY, value=value))
+        return response
+
+    async def call_nearest(
+        self, peer: PeerID, keys: Collection[DHTID]
+    ) -> dict[DHTID, dict[DHTID, PeerID]] | None:
+        """Ask a node for the nodes nearest to these keys; None without an answer."""
+        response = await self._ask(peer, "rpc_nearest", [key.to_bytes() for key in keys])
+        if response is None:
+            return None
+        return {
+            key: dict(
+                zip(
+                    map(DHTID.from_bytes, result.nearest_node_ids[:NEAREST]),
+                    map(PeerID, result.nearest_peer_ids[:NEAREST]),
+                    strict=False,
+                )
+            )
+            for key, result in zip(keys, response.results, strict=True)
+        }
+
+    async def call_news(
+        self, peer: PeerID, known: Mapping[DHTID, Collection[bytes]]
+    ) -> dict[DHTID, list[Entry]] | None:
+        """Ask a node for values that are not among the `known` marks.
+
+        Those that this node's validator accepts; None without an answer.
+        """
+        questions = [key.to_bytes() + b"".join(marks) for key, marks in known.items()]
+        response = await self._ask(peer, "rpc_news", questions)
+        if response is None:
+            return None
+        return {
+            key: self._checked(key, result.value)
+            for key, result in zip(known, response.results, strict=True)
+        }
+
+    def accepts(self, key: DHTID, entry: Entry) -> bool:
+        """Whether this node's validator lets a value under a key pass."""
+        subkey = self.serializer.dumps(entry.subkey)
+        return self._validate_record(key.to_bytes(), subkey, entry.value, entry.expires_at)
+
+    def _checked(self, key: DHTID, packed: bytes) -> list[Entry]:
+        try:
+            told = unpack(packed, MAX_ANSWER_BYTES) if packed else []
+        except Malformed:
+            return []
+        found: list[Entry] = []
+        for each in cast("list[object]", told) if isinstance(told, list) else []:
+            match each:
+                case [bytes(subkey), bytes(value), float(expires_at)]:
+                    entry = Entry(subkey, value, expires_at)
+                    if self.accepts(key, entry):
+                        found.append(entry)
+                case _:
+                    continue
+        return found
+
+    async def _ask(self, peer: PeerID, call: str, keys: list[bytes]) -> Any:
+        """Make one of our calls; None where the answer is none, late or of another length."""
+        request = dht_pb2.FindRequest(keys=keys, peer=self.node_info)
+        try:
+            async with self.rpc_semaphore:
+                stub = self.get_stub(peer)
+                response = await getattr(stub, call)(request, timeout=self.wait_timeout)
+            if len(response.results) != len(keys):
+                raise ValueError(f"{len(response.results)} answers to {len(keys)} questions")
+        except Exception as error:  # noqa: BLE001 - an unreachable peer fails in many ways
+            logger.debug("%s of %s failed: %r", call, peer, error)
+            known: Any = self.routing_table.get(peer_id=peer)
+            asyncio.create_task(self.update_routing_table(known, peer, responded=False))  # noqa: RUF006
+            return None
+        if response.peer and response.peer.node_id:
+            node_id = DHTID.from_bytes(response.peer.node_id)
+            asyncio.create_task(self.update_routing_table(node_id, peer, responded=True))  # noqa: RUF006
+        return response
+
+    def _met(self, request: dht_pb2.FindRequest, context: P2PContext) -> None:
+        """Put whoever asks into the routing table, if it is a node that answers others."""
+        if request.peer and request.peer.node_id:
+            node_id = DHTID.from_bytes(request.peer.node_id)
+            asyncio.create_task(self.update_routing_table(node_id, context.remote_id))  # noqa: RUF006
+
+
+def install() -> None:
+    """Let nodes that are made in this process, and those forked from it, speak `RunProtocol`."""
+    hivemind_node.DHTProtocol = RunProtocol  # pyright: ignore[reportPrivateImportUsage]
+    free_failed_answers()
+
+
+def free_failed_answers() -> None:
+    """Let p2pd's client forget every call that it has dealt with; twice does no harm.
+
+    hivemind 1.1.12 sets a field that does not exist when an answer is too large, keeps the task of
+    that call and with it the answer, and does the same where a call was cancelled.
+    """
+    original = ControlClient._handle_persistent_request
+    if getattr(original, "forgets", False):
+        return
+
+    async def handle(self: ControlClient, call_id: Any, request: Any) -> None:
+        try:
+            await original(self, call_id, request)
+        except ValueError:  # that field: say what was meant
+            answer = p2pd_pb2.CallUnaryResponse(error=b"response size exceeds message size limit")
+            await self._pending_messages.put(
+                p2pd_pb2.PersistentConnectionRequest(callId=call_id.bytes, unaryResponse=answer)
+            )
+        except KeyError:
+            pass  # it was forgotten before
+        finally:
+            self._handler_tasks.pop(call_id, None)
+
+    handle.forgets = True  # pyright: ignore[reportFunctionMemberAccess]
+    ControlClient._handle_persistent_request = handle
+
+
+def _check_keys(keys: Collection[bytes]) -> None:
+    """Raise ValueError for a question that nobody honest asks; the asker is told so."""
+    if len(keys) > MAX_KEYS or len(set(keys)) != len(keys):
+        raise ValueError(f"{len(keys)} keys, at most {MAX_KEYS} different ones are answered")
+
+
+def _marks(joined: bytes) -> set[bytes]:
+    starts = range(0, len(joined), MARK_BYTES)
+    return {joined[start : start + MARK_BYTES] for start in starts}

@@ -1,0 +1,109 @@
+"""What a stranger may ask a node for, and what it costs the node; real nodes on loopback."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+from hivemind.dht.routing import DHTID
+from hivemind.p2p import P2PHandlerError, PeerID
+from hivemind.proto import dht_pb2
+
+from dilocox.dht.clock import RunClock
+from dilocox.dht.identity import Identity
+from dilocox.dht.keys import key_id, part_key
+from dilocox.dht.node import RunDHT
+from dilocox.dht.protocol import MAX_ANSWER_BYTES, MAX_KEYS, RunProtocol
+from dilocox.dht.records import PartRecord
+from dilocox.dht.swarm import Swarm
+
+Node = tuple[RunDHT, Swarm, RunClock]
+OpenNode = Callable[..., Node]
+
+LIMIT_S = 20.0
+
+
+@pytest.fixture(scope="module")
+def asked(open_node: OpenNode, operator: Identity) -> Node:
+    return open_node(operator)
+
+
+@pytest.fixture(scope="module")
+def stranger_node(open_node: OpenNode, stranger: Identity, asked: Node) -> Node:
+    return open_node(stranger, bootstraps=asked[0].visible_addresses())
+
+
+async def find(_dht: object, node: Any, peer: str, keys: list[bytes], call: str) -> Any:
+    """Ask as a program of somebody else would; the answers, or what went wrong."""
+    request = dht_pb2.FindRequest(keys=keys)
+    name = f"{RunProtocol.__name__}.{call}"
+    answer = await node.p2p.call_protobuf_handler(
+        PeerID.from_base58(peer), name, request, dht_pb2.FindResponse
+    )
+    return [result.type for result in answer.results]
+
+
+async def calls_kept(_dht: object, node: Any) -> int:
+    return len(node.p2p._client.control._handler_tasks)
+
+
+async def serve(_dht: object, node: Any, answer_bytes: int) -> None:
+    async def answer(_request: dht_pb2.FindRequest, _context: object) -> dht_pb2.FindResponse:
+        return dht_pb2.FindResponse(results=[dht_pb2.FindResult(value=bytes(answer_bytes))])
+
+    await node.p2p.add_protobuf_handler("large", answer, dht_pb2.FindRequest)
+
+
+async def ask_for_large(_dht: object, node: Any, peer: str) -> None:
+    await node.p2p.call_protobuf_handler(
+        PeerID.from_base58(peer), "large", dht_pb2.FindRequest(), dht_pb2.FindResponse
+    )
+
+
+async def fill(_dht: object, node: Any, keys: list[bytes]) -> None:
+    for key in keys:
+        node.protocol.storage.store(DHTID.from_bytes(key), bytes(30_000), 2e9)
+
+
+def run_in(node: Node, coroutine: Any, **arguments: Any) -> Any:
+    dht: Any = node[0]
+    return dht.run_coroutine(partial(coroutine, **arguments), return_future=True).result(LIMIT_S)
+
+
+@pytest.mark.parametrize("call", ["rpc_find", "rpc_nearest", "rpc_news"])
+def test_a_key_asked_for_a_thousand_times_is_refused_and_nothing_is_kept(
+    asked: Node, stranger_node: Node, operator: Identity, run_of_keys: list[bytes], call: str
+):
+    """33 kB of such a question kept 15 MB in each node that it was put to, for good."""
+    for keys in ([run_of_keys[0]] * 1504, run_of_keys[: MAX_KEYS + 1], [run_of_keys[0]] * 2):
+        with pytest.raises(P2PHandlerError, match="keys, at most 64"):
+            run_in(stranger_node, find, peer=operator.peer_id, keys=keys, call=call)
+    answered = run_in(
+        stranger_node, find, peer=operator.peer_id, keys=run_of_keys[:MAX_KEYS], call=call
+    )
+    assert len(answered) == MAX_KEYS
+    assert run_in(asked, calls_kept) == 0
+
+
+@pytest.fixture(scope="module")
+def run_of_keys(asked: Node, run: str) -> list[bytes]:
+    keys = [part_key(run, part) for part in range(MAX_KEYS + 1)]
+    assert asked[1].publish(keys[0], PartRecord(part=0, position=1), 60)
+    return [key_id(key) for key in keys]
+
+
+def test_an_answer_stays_within_its_bound(asked: Node, stranger_node: Node, operator: Identity):
+    keys = [bytes([number]) * 20 for number in range(50)]
+    assert len(keys) * 30_000 > MAX_ANSWER_BYTES
+    run_in(asked, fill, keys=keys)
+    found = run_in(stranger_node, find, peer=operator.peer_id, keys=keys, call="rpc_find")
+    assert 0 < sum(kind == dht_pb2.FOUND_REGULAR for kind in found) <= MAX_ANSWER_BYTES // 30_000
+
+
+def test_a_call_whose_answer_is_too_large_is_told_so_and_forgotten(
+    asked: Node, stranger_node: Node, operator: Identity
+):
+    run_in(asked, serve, answer_bytes=5 << 20)
+    with pytest.raises(P2PHandlerError, match="exceeds message size limit"):
+        run_in(stranger_node, ask_for_large, peer=operator.peer_id)
+    assert run_in(asked, calls_kept) == 0

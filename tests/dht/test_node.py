@@ -150,7 +150,7 @@ def test_forged_records_are_refused_by_honest_nodes(
     payload = PartRecord(part=7, position=666).encode()
     forged = seal(stranger, key=key, sequence=1, expires_at=expires_at, payload=payload)
     before = first[0].refused_values()
-    for value in (forged, forged[:-1] + b"\0", b"junk", bytes(20_000)):
+    for value in (forged, forged[:-1] + bytes([forged[-1] ^ 1]), b"junk", bytes(20_000)):
         liar[0].put_many([StoredValue(key, value, expires_at, victim)], timeout_s=10.0)
     assert first[1].read(key, PartRecord) == {}
     assert not first[1].refused

@@ -246,7 +246,7 @@ def test_garbage_is_skipped_and_counted_by_reason(
         (b"2", pack([17]), 1015.0),
         (b"4", pack(bytes(40_000)), 1015.0),
         (b"5", pack(bytes(32_760)), 1015.0),
-        (mine, pack(good[:-1] + b"\0"), 1015.0),
+        (mine, pack(good[:-1] + bytes([good[-1] ^ 1])), 1015.0),
         (mine, pack(sealed(operator, under=part_key(run, 1))), 1015.0),
         (peer_id_bytes_of(stranger.public_key), pack(sealed(stranger, b"\x80")), 1015.0),
     ]

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from dilocox.dht.identity import base58_encode
+from dilocox.dht.identity import peer_id_of
 from dilocox.dht.manifest import Manifest
 from dilocox.dht.records import ClaimRecord, ReplicaRecord, StageRecord
 from dilocox.peer.chain_list import ChainRound, LoggedRound
@@ -32,7 +32,7 @@ def manifest_of(stages: int = 3, **sections: Any) -> Manifest:
 
 def peer_id(number: int) -> str:
     """One that nobody has the key of."""
-    return base58_encode(b"\x12\x20" + hashlib.sha256(str(number).encode()).digest())
+    return peer_id_of(hashlib.sha256(str(number).encode()).digest())
 
 
 def digest(stage: int, number: int, branch: str = "") -> str:

@@ -13,7 +13,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from dilocox.dht.errors import EnvironmentFault, InvalidInput, UnknownRun
-from dilocox.dht.identity import base58_encode
+from dilocox.dht.identity import peer_id_of
 from dilocox.dht.invite import Invite
 from dilocox.dht.keys import MANIFEST_LIFETIME_S
 from dilocox.peer import bootstrap
@@ -28,7 +28,7 @@ from dilocox.peer.bootstrap_figures import (
 )
 
 RUN = "0123456789abcdef" * 2
-ME, OTHER, THIRD = (base58_encode(b"\x12\x20" + bytes([n]) * 32) for n in (1, 2, 3))
+ME, OTHER, THIRD = (peer_id_of(bytes([n]) * 32) for n in (1, 2, 3))
 FACTS = BootstrapFacts(
     not_ready="",
     dht_peers=7,

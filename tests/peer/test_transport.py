@@ -12,7 +12,7 @@ import pytest
 from hivemind.p2p import P2P, P2PHandlerError
 from hivemind.p2p.p2p_daemon_bindings.utils import ControlFailure
 
-from dilocox.dht.identity import base58_encode
+from dilocox.dht.identity import peer_id_of
 from dilocox.peer import transport as module
 from dilocox.peer.transport import PeerTransport, TooSlow, UploadLimit, reply
 
@@ -77,7 +77,7 @@ def test_what_p2pd_says_of_a_peer_is_said_in_words(error: Exception, words: str)
         limit=UploadLimit(None),
         record_bytes=1,
     )
-    peer = base58_encode(b"\x12\x20" + bytes(32))
+    peer = peer_id_of(bytes(32))
     with pytest.raises(ConnectionError, match=f"^{peer} {words}") as caught:
         asyncio.run(transport.fetch(peer, {"what": "state"}, limit_bytes=1))
     assert "Connect failed" not in str(caught.value)
@@ -109,7 +109,7 @@ def test_a_download_that_comes_too_slowly_is_given_up_where_that_was_asked_for(
 
     def fetch(least_bytes_per_s: float) -> int:
         taken: list[bytes] = []
-        want, peer = {"what": "state"}, base58_encode(b"\x12\x20" + bytes(32))
+        want, peer = {"what": "state"}, peer_id_of(bytes(32))
         fetching = transport.fetch(
             peer,
             want,

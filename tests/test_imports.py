@@ -18,7 +18,16 @@ MAY_IMPORT = {
 # Libraries that a few files keep from all others, by the part of the house and the file's name.
 ONLY_IN = {
     "hivemind": {
-        "dht": {"clock", "daemon", "node", "questions", "sockets", "validator"},
+        "dht": {
+            "clock",
+            "daemon",
+            "keepers",
+            "node",
+            "protocol",
+            "questions",
+            "sockets",
+            "validator",
+        },
         "peer": {
             "archive_keeper",
             "averager",

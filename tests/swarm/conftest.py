@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.swarm.harness import LocalSwarm
+from tests.swarm.harness import LocalSwarm, memory_folder
 from tests.swarm.links import Links, available
 from tests.swarm.small_run import run_manifest
 
@@ -33,19 +33,22 @@ def start_swarm(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Star
     """Start a swarm: `start_swarm(rounds={"inner_steps": 10})` changes the manifest's sections.
 
     `links`: its hosts, which are made here and removed when the swarm has ended; where there can be
-    none the test is skipped.
+    none the test is skipped. `in_memory`: all its files are there, not on this machine's disk.
     """
     swarms: list[LocalSwarm] = []
 
-    def start(*, links: Links | None = None, **sections: Any) -> LocalSwarm:
+    def start(
+        *, links: Links | None = None, in_memory: bool = False, **sections: Any
+    ) -> LocalSwarm:
         if links is not None:
             if reason := available():
                 pytest.skip(reason)
-            hosts.enter_context(links)
-        swarms.append(LocalSwarm(tmp_path, run_manifest(**sections), links=links))
+            places.enter_context(links)
+        folder = places.enter_context(memory_folder()) if in_memory else tmp_path
+        swarms.append(LocalSwarm(folder, run_manifest(**sections), links=links))
         return swarms[-1]
 
-    with ExitStack() as hosts:
+    with ExitStack() as places:
         yield start
         for swarm in swarms:
             try:

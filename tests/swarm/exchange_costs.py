@@ -9,18 +9,16 @@ their headers.
 from __future__ import annotations
 
 import statistics
-import tempfile
 import time
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 from dilocox.compression.stage_codec import StageCodec
 from dilocox.peer.record import RoundRecord
-from tests.swarm.harness import LocalSwarm
+from tests.swarm.harness import LocalSwarm, memory_folder
 from tests.swarm.links import Links
 from tests.swarm.small_run import MODEL, fixed_steps, run_manifest
 
@@ -40,8 +38,6 @@ WIDE_MODEL = MODEL | {
 DEADLINES = {"exchange_s": 30.0, "vote_s": 8.0, "silence_s": 6.0}
 START_LIMIT_S = 240.0
 MARGIN_S = 0.5  # around an exchange: the clocks of events and of samples
-# Every peer's snapshots go to a disk of its own; these would all go to this machine's.
-MEMORY = Path("/dev/shm")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -159,10 +155,10 @@ def measure(
         deadlines=DEADLINES,
     )
     with (
-        tempfile.TemporaryDirectory(dir=MEMORY if MEMORY.is_dir() else None) as folder,
+        memory_folder() as folder,
         Links(peers + 1, mbit=mbit, delay_ms=delay_ms) as links,
     ):
-        swarm = LocalSwarm(Path(folder), manifest, links=links)
+        swarm = LocalSwarm(folder, manifest, links=links)
         try:
             for _ in range(peers):
                 swarm.add_peer(step_s=step_s)

@@ -14,7 +14,8 @@ import sys
 import tempfile
 import time
 import uuid
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Generator, Iterable
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -43,6 +44,14 @@ POLL_S = 0.05
 HERE = Path(__file__).parent
 
 T = TypeVar("T")
+
+
+@contextmanager
+def memory_folder() -> Generator[Path]:
+    """A folder in memory: snapshots go to a disk of each peer's own, not all to this machine's."""
+    memory = Path("/dev/shm")
+    with tempfile.TemporaryDirectory(dir=memory if memory.is_dir() else None) as folder:
+        yield Path(folder)
 
 
 class LocalSwarm:

@@ -19,6 +19,7 @@ def ten_rounds(start_swarm: StartSwarm, *, mbit: float, codec: dict[str, object]
     """Two peers, their steps as fast as the machine is and H as the records say."""
     swarm = start_swarm(
         links=Links(3, mbit=mbit, delay_ms=20),
+        in_memory=True,
         model=WIDE_MODEL,
         data={"source": "stdlib", "parts": 8, "held_out_windows": 64},
         batch={"sequence_length": 128, "microbatch_size": 4},

@@ -31,6 +31,7 @@ def test_far_peers_on_slow_links_commit_their_rounds_and_hardly_wait(
 ) -> None:
     swarm = start_swarm(
         links=Links(PEERS + 1, mbit=MBIT, delay_ms=DELAY_MS),
+        in_memory=True,
         model=WIDE_MODEL,
         batch={"sequence_length": 32, "microbatch_size": 1},
         codec={"scheme": "low_rank"},

@@ -15,8 +15,11 @@ So the median over the window decides, in which such a round counts as more than
 A smaller rank never shows a larger need for the same matrix. So a rank that has shrunk is used to
 8/10 at most, does not grow again, and a spectrum that stands still brings a rank that does.
 
-H. An exchange should end within half a round: H is twice the exchange in inner steps, medians over
-the window, changed by at most half, and only where it is off by more than a fifth.
+H. An exchange should end within half a round, and training stand still for less than a hundredth of
+it (a send, a merge, whatever else a round costs once). So a round takes at least twice the exchange
+and a hundred times the stall, in inner steps, medians over the window. H lies up to two fifths
+above that, so that times that scatter do not move it; where it must move, it goes to the middle, by
+at most half.
 """
 
 from __future__ import annotations
@@ -32,6 +35,8 @@ WINDOW: Final = 5
 _FULL_TENTHS = 9  # of a rank: from here on the spectrum may go on beyond the basis
 _LOW_TENTHS = 7  # below, a smaller rank saves enough to be worth a new basis
 _AIM_TENTHS = 8  # of a rank that has shrunk; noise of a tenth on either side moves nothing
+_EXCHANGES = 2  # that fit into a round
+_STALLS = 100
 _H_BAND = 0.2  # exchange times scatter by more than a tenth on the best of lines
 
 
@@ -107,16 +112,18 @@ def next_inner_steps(current: int, window: Sequence[RoundFacts], *, low: int, hi
 
     Args:
         current: the newest H that a record, or the manifest, names.
-        window: facts of the last rounds; if none of them knows both times, H stays.
+        window: facts of the last rounds; if they know no step, or nothing that costs time, H stays.
         low, high: the manifest's bounds.
     """
     exchange_s = _median_known(facts.exchange_s for facts in window)
+    stall_s = _median_known(facts.stall_s for facts in window)
     step_s = _median_known(facts.step_s for facts in window)
     following = current
-    if exchange_s and step_s:
-        steps = 2 * exchange_s / step_s
-        target = math.ceil(steps) if steps < 2 * current else 2 * current  # also if infinite
-        if abs(target - current) > _H_BAND * current:
+    if step_s and (exchange_s or stall_s):
+        least = max(_EXCHANGES * exchange_s, _STALLS * stall_s) / step_s
+        steps = (1 + _H_BAND) * least
+        if current < least or current > (1 + _H_BAND) * steps + 1:  # it is rounded up
+            target = math.ceil(steps) if steps < 2 * current else 2 * current  # also if infinite
             following = _at_most_half(current, target)
     return min(max(following, low), high)
 

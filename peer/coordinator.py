@@ -185,11 +185,13 @@ class Coordinator(threading.Thread):
         scheduled_at: float,
         tokens: int,
         step_s: float,
+        stall_s: float,
         states_taken: int,
     ) -> None:
         """The send of this round was taken and is on disk; the next round begins.
 
-        `step_s`: of an inner step. `states_taken`: states of others that were taken before it.
+        `step_s`: of an inner step. `stall_s`: that training stood still for the round before.
+        `states_taken`: states of others that were taken before it.
         """
         self._pending_send = partial(
             self._driver.submit,
@@ -197,6 +199,7 @@ class Coordinator(threading.Thread):
             scheduled_at=scheduled_at,
             tokens=tokens,
             step_s=step_s,
+            stall_s=stall_s,
             states_taken=states_taken,
         )
         self._rounds.end(round_number)

@@ -50,7 +50,7 @@ class _Job:
     scheduled_at: float  # run time
     tokens: int
     step_s: float = 0.0  # of an inner step of this peer's replica
-    sent_at: float = 0.0  # monotonic
+    stall_s: float = 0.0  # that its training stood still for its last round
     attempt: int = 0
     aborts: bytes = b""
     future: Any = None
@@ -108,6 +108,7 @@ class ExchangeDriver:
         scheduled_at: float,
         tokens: int,
         step_s: float,
+        stall_s: float,
         states_taken: int,
     ) -> None:
         """A send was taken and is on disk; its message lies in the shared buffer.
@@ -119,7 +120,7 @@ class ExchangeDriver:
             scheduled_at=scheduled_at,
             tokens=tokens,
             step_s=step_s,
-            sent_at=self._clock.monotonic(),
+            stall_s=stall_s,
             states_taken=states_taken,
         )
 
@@ -202,6 +203,7 @@ class ExchangeDriver:
             last_contributors=() if last is None else tuple(m.peer for m in last.members),
             exchange_s=self._last_exchange_s,
             step_s=job.step_s,
+            stall_s=job.stall_s,
             anchor_before=self._chain.anchor_sha256,
             last=last,
             alone=alone,
@@ -249,7 +251,7 @@ class ExchangeDriver:
             if not job.undecided:
                 self._leave_open(job)  # the record comes through the chain, if at all
         elif result.verdict is Verdict.COMMITTED:
-            self._last_exchange_s = self._clock.monotonic() - job.sent_at
+            self._last_exchange_s = result.seconds
             self._chain.committed(job.round, result.seconds, result.matchmaking_s)
         elif job.attempt == 0:
             self._retry(job, result)

@@ -124,7 +124,7 @@ class ExchangeOrder:
     counted: tuple[str, ...]
     last_contributors: tuple[str, ...]
     expected: int | None = None  # peers that should come: with them the group need not wait
-    exchange_s: float  # from this peer's last send to its record
+    exchange_s: float  # of this peer's last exchange, from its group to the committed record
     step_s: float  # of an inner step of its replica
     anchor_before: str
     last: RoundRecord | None = field(repr=False)  # the chain's newest, without its means

@@ -218,6 +218,7 @@ class Learner:
                     scheduled_at=scheduled_at,
                     tokens=send.tokens,
                     step_s=self._step_s,
+                    stall_s=self._tally.stall_s,
                     states_taken=self._states_taken,
                 )
             else:

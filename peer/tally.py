@@ -33,6 +33,7 @@ Waiting = Literal[OwnWaiting, "neighbours", "spare"]
 OWN_WAITING: tuple[OwnWaiting, ...] = get_args(OwnWaiting)
 WAITING: tuple[Waiting, ...] = (*OWN_WAITING, "neighbours", "spare")
 FOR_AVERAGES: tuple[Waiting, ...] = ("merge", "send", "record")  # what `waiting_share` is of
+PER_ROUND: tuple[Waiting, ...] = ("merge", "send")  # as long in a short round as in a long one
 
 
 class Tally:
@@ -65,6 +66,8 @@ class Tally:
         # seconds since this peer started, by what was waited for
         self.waiting_s: dict[Waiting, float] = dict.fromkeys(WAITING, 0.0)
         self.longest_step_s = 0.0
+        self.stall_s = 0.0  # that training stood still for the last whole round, however long
+        self._stalled_before_s = 0.0
         self.tokens = 0
         self.tokens_per_s = 0.0
         self.train_loss: float | None = None
@@ -80,6 +83,7 @@ class Tally:
         self._reporter.event("training")
         self._began = self._line_began = time.monotonic()
         self._waiting_s = self._line_waiting_s = 0.0
+        self._stalled_before_s = self._stalled_s
 
     def stepped(self, stepped: Stepped, tokens: int, seconds: float) -> None:
         """An inner step on so many tokens was taken, or skipped."""
@@ -121,6 +125,14 @@ class Tally:
         """A new round begins."""
         self.inner_step = 0
         self.longest_step_s = 0.0
+        self._count_waiting()
+        stalled_s = self._stalled_s
+        self.stall_s, self._stalled_before_s = stalled_s - self._stalled_before_s, stalled_s
+
+    @property
+    def _stalled_s(self) -> float:
+        """Since this peer started."""
+        return sum(self.waiting_s[reason] for reason in PER_ROUND)
 
     def _count_waiting(self) -> None:
         """Take in the wait that is not over yet."""

@@ -119,6 +119,7 @@ class FakeCoordinator:
         scheduled_at: float,
         tokens: int,
         step_s: float,
+        stall_s: float,
         states_taken: int,
     ) -> None:
         self.told.append(("submit", round_number, scheduled_at, tokens, states_taken))

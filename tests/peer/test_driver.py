@@ -12,6 +12,7 @@ from dilocox.dht.manifest import Manifest
 from dilocox.peer.averaging import AveragerStuck
 from dilocox.peer.driver import FROZEN_S, ExchangeDriver
 from dilocox.peer.events import EventQueue, Voided
+from dilocox.peer.groups import ExchangeOrder
 from dilocox.peer.members import AttemptResult
 from dilocox.peer.plan import RoundPlan, stage_codec
 from dilocox.peer.view import SwarmView
@@ -51,10 +52,12 @@ class World:
             delivering=False,
             states_taken=0,
             behind=lambda view: False,
+            committed=lambda number, exchange_s, matchmaking_s: None,
         )
         self.chain = chain
+        self.orders: list[ExchangeOrder] = []
         averager: Any = SimpleNamespace(
-            exchange=lambda order: self.answer, settle=lambda number, attempt: self.answer
+            exchange=self.exchange, settle=lambda number, attempt: self.answer
         )
         alone = AloneWatch(record_lifetime_s=1.0, heartbeat_s=1e6)
         for at in (self.clock.now - 2.0, self.clock.now):
@@ -72,6 +75,10 @@ class World:
             alone=alone,
         )
 
+    def exchange(self, order: ExchangeOrder) -> Any:
+        self.orders.append(order)
+        return self.answer
+
     def tick(self, seconds: float = TICK_S) -> None:
         self.clock.now += seconds
         self.driver.tick(VIEW)
@@ -84,7 +91,9 @@ class World:
 @pytest.fixture
 def world() -> World:
     world = World()
-    world.driver.submit(0, scheduled_at=world.clock.now, tokens=10, step_s=0.5, states_taken=0)
+    world.driver.submit(
+        0, scheduled_at=world.clock.now, tokens=10, step_s=0.5, stall_s=0.25, states_taken=0
+    )
     world.tick()
     assert world.driver.exchanging
     return world
@@ -135,8 +144,31 @@ def test_a_send_from_before_a_state_was_taken_is_dropped_and_one_from_after_it_i
     world = World()
     world.chain.states_taken = 1
     world.driver.submit(
-        0, scheduled_at=world.clock.now, tokens=10, step_s=0.5, states_taken=states_taken
+        0,
+        scheduled_at=world.clock.now,
+        tokens=10,
+        step_s=0.5,
+        stall_s=0.25,
+        states_taken=states_taken,
     )
     world.tick()
     assert (world.driver.sent_round == 0) is kept
     assert world.events.get() is None  # the loop has undone it itself
+
+
+def test_what_a_peer_states_of_its_exchange_is_the_exchange_alone() -> None:
+    """Neither the grace before it nor the wait for the group: H would settle at twice as much."""
+    world = World()
+    submit = {"tokens": 10, "step_s": 0.5, "states_taken": 0}
+    world.driver.submit(0, scheduled_at=world.clock.now + 40.0, stall_s=0.0, **submit)
+    world.tick()
+    world.answer = Future(done=False)
+    world.driver._job.future = result(Verdict.COMMITTED, b"record")  # type: ignore[union-attr]
+    world.tick(60.0)
+    world.driver.closed_by_chain(0)
+    world.driver.submit(1, scheduled_at=world.clock.now, stall_s=0.25, **submit)
+    world.tick()
+    first, second = world.orders[0], world.orders[-1]
+    assert (first.exchange_s, first.stall_s) == (0.0, 0.0)
+    assert (second.exchange_s, second.stall_s) == (1.0, 0.25)
+    assert second.ticket().stall_s == 0.25

@@ -90,6 +90,25 @@ def test_waiting_counts_once_for_the_inner_reason(tally: Tally, clock: Clock) ->
     assert waited(tally) == {"send": 5, "record": 15, "merge": 2}
 
 
+def test_the_stall_of_a_round_is_what_its_send_and_its_merges_took(
+    tally: Tally, clock: Clock
+) -> None:
+    with tally.waiting("join"), tally.waiting("merge"):
+        clock.now += 50
+    tally.start()
+    assert tally.stall_s == 0
+    for send_s, merge_s in ((2, 0.5), (4, 0.25)):
+        clock.now += 100  # of work
+        with tally.waiting("merge"):
+            clock.now += merge_s
+        with tally.waiting("send"):
+            clock.now += send_s
+            tally.next_round()
+            with tally.waiting("record"):  # the exchange's own time, which H follows as such
+                clock.now += 30
+        assert tally.stall_s == send_s + merge_s
+
+
 def test_a_wait_that_fails_counts_too(tally: Tally, clock: Clock) -> None:
     with pytest.raises(RuntimeError), tally.waiting("merge"):
         clock.now += 4

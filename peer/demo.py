@@ -112,7 +112,8 @@ def demo_manifest(options: DemoOptions) -> dict[str, Any]:
         "data": {"source": "stdlib", "parts": 16},
         "batch": BATCH,
         "inner": {"learning_rate": 3e-3, "warmup_tokens": tokens_per_round},
-        "rounds": {"inner_steps": INNER_STEPS},
+        # short enough to watch: a real run would make them longer, and train more of the time
+        "rounds": {"inner_steps": INNER_STEPS, "max_inner_steps": INNER_STEPS},
         "deadlines": {
             "heartbeat_s": 4.0,
             "matchmaking_s": 2.0,

@@ -11,7 +11,7 @@ from tests.swarm import links, verdict
 from tests.swarm.campaign import Campaign
 from tests.swarm.harness import LocalSwarm
 from tests.swarm.injuries import KINDS, Fault, draw
-from tests.swarm.small_run import MODEL, run_manifest
+from tests.swarm.small_run import MODEL, fixed_steps, run_manifest
 
 WITHOUT_SPARES = (0, 0, 1, 1, 2, 2)
 SPARE_STAGES = ((0, 1), (0, 2), (1, 2))  # by seed, so that campaigns together hurt them all
@@ -35,7 +35,7 @@ def manifest(stages: int) -> dict[str, Any]:
         stages=stages,
         batch={"microbatches": 4},
         data={"held_out_windows": 32},
-        rounds={"inner_steps": INNER_STEPS},
+        rounds=fixed_steps(INNER_STEPS),
         pipeline={"codec": "bf16"},
     )
 

@@ -29,6 +29,7 @@ FORM_PAUSE_S = 0.5  # between two tries to form a replica, plus as much again by
 LAST_LOSS_PAUSE_S = 0.5
 PAUSED = "the operator has paused the run"
 LAST_LOSS_LIMIT_S = 30.0  # how long the run's last validation waits for all stages' last records
+VALIDATION_SHARE = 0.005  # of a replica's time, at most
 
 
 class Leading:
@@ -66,6 +67,8 @@ class Leading:
         self._batch: list[Tensor] = []  # of the inner step that is not taken yet
         self._tried_at = 0.0
         self._told = ""
+        self._trained = False
+        self._evaluation_s, self._evaluated_at = 0.0, float("-inf")  # the last one's cost and end
         # a round whose anchor is to be evaluated by this replica
         self._to_evaluate: int | None = -1 if learner.round < 0 else None
 
@@ -91,8 +94,9 @@ class Leading:
             self._learner.publish()
             self._move_if_asked()
             return
-        self._validate()
         self._inner_step()
+        if self._head.members:
+            self._validate()
         self._show_place()
 
     def part(self, *, ended: bool) -> None:
@@ -151,7 +155,7 @@ class Leading:
         rate = learning_rate(self._manifest.inner, self._manifest.end_tokens, tokens)
         stepped = self._head.step(self._batch, rate)
         if stepped is not None:
-            self._batch = []
+            self._batch, self._trained = [], True
             self._learner.stepped(stepped, self._head.step_s)
 
     # ---- validation ------------------------------------------------------------------------------
@@ -166,13 +170,27 @@ class Leading:
             self._to_evaluate = None  # other records came since
         return self._to_evaluate is not None
 
+    @property
+    def _affordable(self) -> bool:
+        """Whether an evaluation like the last one is a small share of the time since then; the
+        first one is, but for training that has not begun.
+        """
+        since_s = time.monotonic() - self._evaluated_at
+        return self._trained and self._evaluation_s <= VALIDATION_SHARE * since_s
+
     def _validate(self) -> None:
-        """The validation loss of the anchor, once all stages' anchors are of its round."""
-        if self._unvalidated and self._head.anchors_at(self._learner.round):
+        """The validation loss of the anchor, once all stages' anchors are of its round and the time
+        is there: of short rounds many anchors are not evaluated.
+        """
+        due = self._unvalidated and self._affordable
+        if due and self._head.anchors_at(self._learner.round):
             self._evaluate()
 
     def _evaluate(self) -> None:
+        began = time.monotonic()
         total = self._head.evaluate(self._batches)
+        self._evaluated_at = time.monotonic()
+        self._evaluation_s = self._evaluated_at - began
         if total is not None:
             windows, length = self._windows
             self._tally.validated(self._learner.round, total / (windows * (length - 1)))

@@ -6,7 +6,7 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import count
+from itertools import count, pairwise
 from pathlib import Path
 from typing import Any, cast
 
@@ -30,6 +30,14 @@ HELD_OUT = torch.arange(4 * 9).reshape(4, 9)
 @pytest.fixture(autouse=True)
 def one_thread() -> None:
     torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def any_validation_is_affordable(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if "clock" not in request.fixturenames:
+        monkeypatch.setattr(module, "VALIDATION_SHARE", 1e9)
 
 
 class FakeHead:
@@ -318,6 +326,91 @@ def test_an_evaluation_that_came_to_nothing_is_tried_again(led: Leader) -> None:
     for _ in range(3):
         led.part.turn()
     assert losses(led)[1:] == [(0, 1.0)]
+
+
+class Clock:
+    """time.monotonic as the test turns it."""
+
+    now = 1000.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(module, "time", clock)
+    return clock
+
+
+def timed(folder: Path, clock: Clock, *, evaluation_s: float, step_s: float) -> Leader:
+    """A head whose evaluations and inner steps take so long."""
+    led = leader(Loop(folder, manifest(stages=2)))
+    step, evaluate = led.head.step, led.head.evaluate
+
+    def slow_step(batch: Sequence[Tensor], learning_rate: float) -> Stepped | None:
+        clock.now += step_s
+        return step(batch, learning_rate)
+
+    def slow_evaluate(batches: Sequence[Tensor]) -> float | None:
+        clock.now += evaluation_s
+        return evaluate(batches)
+
+    led.head.step, led.head.evaluate = slow_step, slow_evaluate  # type: ignore[method-assign]
+    return led
+
+
+@pytest.mark.parametrize("round_steps", [20, 400])
+def test_validation_takes_half_a_percent_of_the_time_however_short_the_rounds(
+    tmp_path: Path, clock: Clock, round_steps: int
+) -> None:
+    evaluation_s, step_s, rounds = 0.8, 0.5, 8000 // round_steps
+    led = timed(tmp_path, clock, evaluation_s=evaluation_s, step_s=step_s)
+    began = clock.now
+    for number in range(rounds):
+        for _ in range(round_steps):
+            led.part.turn()
+        merged(led, number, mine=True)
+    spent_s = evaluation_s * (len(led.head.evaluated) - 1)  # the first one is free
+    assert spent_s <= 0.005 * (clock.now - began)
+    # and the loss is known all along, as often as is affordable or as it is this head's turn
+    evaluated = [number for number, _ in losses(led)]
+    per_loss = max(2, 2 * evaluation_s / 0.005 / (round_steps * step_s))
+    assert max(b - a for a, b in pairwise(evaluated)) <= per_loss + 2
+
+
+def test_nothing_is_evaluated_before_the_first_inner_step(tmp_path: Path, clock: Clock) -> None:
+    led = timed(tmp_path, clock, evaluation_s=0.8, step_s=0.5)
+    led.head.steps.append(None)  # a member was lost in it
+    led.part.turn()
+    assert (len(led.head.fed), led.head.evaluated) == (1, [])
+    led.part.turn()
+    assert (len(led.head.fed), led.head.evaluated) == (2, [4])
+
+
+def test_an_anchor_that_cannot_be_evaluated_yet_is_as_soon_as_there_is_time(
+    tmp_path: Path, clock: Clock
+) -> None:
+    led = timed(tmp_path, clock, evaluation_s=0.8, step_s=10.0)
+    led.part.turn()
+    merged(led, 0, mine=True)
+    for _ in range(17):
+        led.part.turn()
+    assert losses(led) == [(-1, 2.0), (0, 2.0)]
+    assert clock.now - 1000.0 == pytest.approx(18 * 10 + 2 * 0.8)
+
+
+def test_the_runs_last_loss_is_evaluated_whether_there_is_time_or_not(
+    tmp_path: Path, clock: Clock
+) -> None:
+    led = timed(tmp_path, clock, evaluation_s=0.8, step_s=0.5)
+    led.part.turn()
+    merged(led, 0, mine=True)
+    led.part.turn()
+    assert len(losses(led)) == 1
+    led.part.part(ended=True)
+    assert losses(led)[1:] == [(0, 2.0)]
 
 
 # ---- the end -------------------------------------------------------------------------------------

@@ -43,6 +43,8 @@ class DataSpec(Section):
     parts: number of disjoint parts that heads lease.
     held_out: sha256 (hex) of the held-out part; empty until `dilocox bootstrap` fills it in.
     held_out_windows: windows of the validation loss.
+    validation_share: the share of a replica's time that its evaluations of anchors may take; of
+        short rounds not each is evaluated.
 
     SOURCE, FORMAT: what messages name when the source, or its format, is at fault.
     """
@@ -60,6 +62,7 @@ class DataSpec(Section):
     parts: int = checked(integer(1, 65536), 64)
     held_out: str = checked(text(r"([0-9a-f]{64})?", "64 hex digits or empty"), "")
     held_out_windows: int = checked(integer(1, 65536), 64)
+    validation_share: float = checked(number(0.0001, 1), 0.005)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -109,7 +109,7 @@ def demo_manifest(options: DemoOptions) -> dict[str, Any]:
         "stages": options.stages,
         "seed": options.seed,
         "end_tokens": (options.rounds + SPARE_ROUNDS) * 2 * tokens_per_round,
-        "data": {"source": "stdlib", "parts": 16},
+        "data": {"source": "stdlib", "parts": 16, "validation_share": 1.0},
         "batch": BATCH,
         "inner": {"learning_rate": 3e-3, "warmup_tokens": tokens_per_round},
         # short enough to watch: a real run would make them longer, and train more of the time

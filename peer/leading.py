@@ -29,7 +29,6 @@ FORM_PAUSE_S = 0.5  # between two tries to form a replica, plus as much again by
 LAST_LOSS_PAUSE_S = 0.5
 PAUSED = "the operator has paused the run"
 LAST_LOSS_LIMIT_S = 30.0  # how long the run's last validation waits for all stages' last records
-VALIDATION_SHARE = 0.005  # of a replica's time, at most
 
 
 class Leading:
@@ -176,7 +175,9 @@ class Leading:
         first one is, but for training that has not begun.
         """
         since_s = time.monotonic() - self._evaluated_at
-        return self._trained and self._evaluation_s <= VALIDATION_SHARE * since_s
+        return (
+            self._trained and self._evaluation_s <= self._manifest.data.validation_share * since_s
+        )
 
     def _validate(self) -> None:
         """The validation loss of the anchor, once all stages' anchors are of its round and the time

@@ -32,12 +32,20 @@ def one_thread() -> None:
     torch.set_num_threads(1)
 
 
+class Clock:
+    """time.monotonic as the test turns it."""
+
+    now = 1000.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+
 @pytest.fixture(autouse=True)
-def any_validation_is_affordable(
-    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if "clock" not in request.fixturenames:
-        monkeypatch.setattr(module, "VALIDATION_SHARE", 1e9)
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(module, "time", clock)
+    return clock
 
 
 class FakeHead:
@@ -167,10 +175,8 @@ def losses(led: Leader) -> list[tuple[int, float]]:
 # ---- the replica ---------------------------------------------------------------------------------
 @pytest.mark.usefixtures("no_chance")
 def test_a_head_without_replica_tries_now_and_then_and_says_what_is_missing(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, clock: Clock
 ) -> None:
-    now = [1000.0]
-    monkeypatch.setattr(time, "monotonic", lambda: now[0])
     led = leader(Loop(tmp_path, manifest(stages=2)))
     led.head.members = ()
     led.head.forms.extend(["stage 1 has no peer", "stage 1 has no peer", ""])
@@ -180,11 +186,11 @@ def test_a_head_without_replica_tries_now_and_then_and_says_what_is_missing(
     for _ in range(5):
         led.part.turn()
     assert (led.head.formed, led.head.fed) == (1, [])
-    now[0] += module.FORM_PAUSE_S
+    clock.now += module.FORM_PAUSE_S
     led.part.turn()
     assert led.head.formed == 2
     assert caplog.text.count("stage 1 has no peer") == 1  # told once, not at every try
-    now[0] += module.FORM_PAUSE_S
+    clock.now += module.FORM_PAUSE_S
     led.part.turn()
     assert len(led.head.fed) == 1
     progress = led.loop.fake.progress
@@ -328,22 +334,6 @@ def test_an_evaluation_that_came_to_nothing_is_tried_again(led: Leader) -> None:
     assert losses(led)[1:] == [(0, 1.0)]
 
 
-class Clock:
-    """time.monotonic as the test turns it."""
-
-    now = 1000.0
-
-    def monotonic(self) -> float:
-        return self.now
-
-
-@pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    clock = Clock()
-    monkeypatch.setattr(module, "time", clock)
-    return clock
-
-
 def timed(folder: Path, clock: Clock, *, evaluation_s: float, step_s: float) -> Leader:
     """A head whose evaluations and inner steps take so long."""
     led = leader(Loop(folder, manifest(stages=2)))
@@ -442,11 +432,16 @@ def test_at_the_end_nobody_waits_for_a_loss_that_will_not_come(led: Leader, why:
 
 
 def test_the_wait_for_the_last_loss_has_an_end(
-    led: Leader, monkeypatch: pytest.MonkeyPatch
+    led: Leader, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "LAST_LOSS_LIMIT_S", 0.1)
+    monkeypatch.setattr(module, "LAST_LOSS_PAUSE_S", 0.0)
     merged(led, 0, mine=True)
-    led.head.losses.extend([None] * 1_000_000)
+
+    def none_for_ever(batches: Sequence[Tensor]) -> float | None:
+        clock.now += 1.0
+        return None
+
+    led.head.evaluate = none_for_ever  # type: ignore[method-assign]
     led.part.part(ended=True)
     assert led.head.dissolved == 1
     assert len(losses(led)) == 1

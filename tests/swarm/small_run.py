@@ -39,7 +39,8 @@ def run_manifest(**sections: Any) -> dict[str, Any]:
         "name": "swarm-test",
         "model": MODEL,
         "end_tokens": 10**9,
-        "data": {"source": "stdlib", "parts": 8, "held_out_windows": 8},
+        # each round's loss is to be seen
+        "data": {"source": "stdlib", "parts": 8, "held_out_windows": 8, "validation_share": 1.0},
         "batch": {"sequence_length": 64, "microbatch_size": 4, "microbatches": 1},
         "inner": {"learning_rate": 3e-3},
         "rounds": {"inner_steps": 20},

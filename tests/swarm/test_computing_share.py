@@ -21,7 +21,7 @@ def ten_rounds(start_swarm: StartSwarm, *, mbit: float, codec: dict[str, object]
         links=Links(3, mbit=mbit, delay_ms=20),
         in_memory=True,
         model=WIDE_MODEL,
-        data={"source": "stdlib", "parts": 8, "held_out_windows": 64},
+        data={"source": "stdlib", "parts": 8, "held_out_windows": 64, "validation_share": 0.005},
         batch={"sequence_length": 128, "microbatch_size": 4},
         codec=codec,
         rounds={"inner_steps": 110},

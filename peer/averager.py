@@ -320,7 +320,9 @@ class StageAverager(PeerService, WaysService, DecentralizedAverager):
         self.attempts[group] = attempt
         while len(self.attempts) > ATTEMPTS_KEPT:
             del self.attempts[next(iter(self.attempts))]
-        return await self._log_if_committed(await attempt.run())
+        with self.limit.exchange():
+            result = await attempt.run()
+        return await self._log_if_committed(result)
 
     def _basis(self, order: ExchangeOrder) -> Tensor | None:
         """The agreed basis of an exchange: the factors of the last record's means."""

@@ -29,6 +29,7 @@ from dilocox.peer.exchange import Attempt
 from dilocox.peer.members import Mean, ShareRefused
 from dilocox.peer.record import RecordRefused
 from dilocox.peer.transport import (
+    CHUNK_BYTES,
     FrameRefused,
     chunk_of,
     reply,
@@ -161,16 +162,27 @@ class PeerService(ServicerBase):
             yield reply({})
             return
         what, peer = want["what"], str(context.remote_id)
-        first = what == "mean"
+        urgent = what == "mean"
+        few = found.facts["bytes"] <= CHUNK_BYTES
+        first = (
+            urgent or few or (what == "record" and self._made_with(peer, str(want.get("digest"))))
+        )
 
         async def before_chunk(count: int) -> None:
             await self.limit.spend(count, first=first)
             self.sent.add(byte_kind(what), count)
 
-        serve = self.uploads.serve(peer, found, urgent=first, before_chunk=before_chunk)
+        serve = self.uploads.serve(peer, found, urgent=urgent, before_chunk=before_chunk)
         async with aclosing(serve) as frames:
             async for frame in frames:
                 yield frame
+
+    def _made_with(self, peer: str, digest: str) -> bool:
+        """Whether this is the record of an exchange that this peer was in: it may lack parts."""
+        return any(
+            attempt.digest == digest and peer in attempt.ballots.ballot.members
+            for attempt in self.attempts.values()
+        )
 
     async def _find(self, want: dict[str, Any]) -> catchup.Source | None:
         match want["what"]:

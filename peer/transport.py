@@ -17,7 +17,7 @@ import logging
 import re
 import time
 from collections.abc import AsyncIterator, Callable, Generator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -33,6 +33,7 @@ logger = logging.getLogger(__name__)
 
 CHUNK_BYTES = 64 * 1024
 STALL_S = 30.0  # a download in which nothing comes for so long has failed
+HELD_BACK_S = 20.0  # of it: eight uploads that send a chunk so rarely take a fifth of 1 Mbit/s
 PACE_OVER_S = 60.0
 MAX_METADATA_BYTES = 64 * 1024
 BUSY_LIFETIMES = 10  # of a record: so long nobody is busy who has what it claims
@@ -103,16 +104,35 @@ def _tensors(chunk: bytes) -> list[runtime_pb2.Tensor]:
 class UploadLimit:
     """A token bucket: `spend` waits until the bytes fit into the volunteer's limit.
 
-    Bytes of an exchange go first: a joiner that downloads a model through a thin link must not
-    make the rounds of all others miss their deadlines.
+    Bytes of an exchange go first, and while one is under way hardly any others: a joiner that
+    downloads a model through a thin link must not make the rounds of all others miss their
+    deadlines. What waits for the end of an exchange waits for HELD_BACK_S at most, or its asker
+    would give up.
     """
 
     def __init__(self, bytes_per_s: float | None):
         self._rate = bytes_per_s
         self._free_at = 0.0
+        self._exchanges = 0  # under way
+        self._idle = asyncio.Event()
+
+    @contextmanager
+    def exchange(self) -> Generator[None]:
+        """While something of an exchange is under way."""
+        self._exchanges += 1
+        self._idle.clear()
+        try:
+            yield
+        finally:
+            self._exchanges -= 1
+            if not self._exchanges:
+                self._idle.set()
 
     async def spend(self, count: int, *, first: bool) -> None:
         """Wait until `count` more bytes may leave; who is not `first` waits for an idle link."""
+        if self._exchanges and not first:
+            with suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(self._idle.wait(), HELD_BACK_S)
         if self._rate is None:
             return
         while not first and (wait_s := self._free_at - time.monotonic()) > 0:
@@ -222,7 +242,8 @@ class PeerTransport:
                 self._sent.add("averaging", len(chunk))
                 yield pack({}, chunk)
 
-        with _reached(peer):
+        # also when the round is decided already: a slow member still needs what it lacks
+        with _reached(peer), self._limit.exchange():
             answer = unpack(await self._stub(peer).rpc_put(frames()))
         if refused := answer.get("refused"):
             raise ConnectionError(f"{peer} refused a {facts['kind']}: {refused}")

@@ -206,6 +206,8 @@ def test_a_counted_record_says_what_the_codec_left_of_the_message(tmp_path: Path
 class FakeAttempt:
     """An attempt of two parts of ten bytes."""
 
+    digest: str | None = None
+
     def __init__(self) -> None:
         self.error: Exception | None = None
         self.taken: list[tuple[int, bytes]] = []

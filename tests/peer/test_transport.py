@@ -50,6 +50,40 @@ def test_without_a_limit_nothing_waits() -> None:
     asyncio.run(asyncio.wait_for(send(UploadLimit(None), 10_000, first=False), 5.0))
 
 
+def test_while_an_exchange_is_under_way_others_wait_for_its_end(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(module, "HELD_BACK_S", 30.0)
+
+    async def go() -> None:
+        limit = UploadLimit(None)
+        with limit.exchange():
+            with limit.exchange():  # a push of it that outlives the attempt, or another one
+                await limit.spend(CHUNK, first=True)
+                download = asyncio.create_task(limit.spend(CHUNK, first=False))
+            await asyncio.sleep(0.05)
+            assert not download.done()
+        await asyncio.wait_for(download, 1.0)
+        await asyncio.wait_for(limit.spend(CHUNK, first=False), 1.0)
+
+    asyncio.run(go())
+
+
+def test_what_waits_for_an_exchange_is_heard_of_before_its_asker_gives_up(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert module.HELD_BACK_S + 5.0 < module.STALL_S
+    monkeypatch.setattr(module, "HELD_BACK_S", 0.05)
+
+    async def go() -> float:
+        limit, began = UploadLimit(None), time.monotonic()
+        with limit.exchange():
+            await send(limit, 3, first=False)
+        return time.monotonic() - began
+
+    assert 0.15 <= asyncio.run(go()) < 2.0
+
+
 class Daemon:
     """A peer's stub whose calls end with this error."""
 

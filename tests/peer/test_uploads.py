@@ -76,6 +76,30 @@ def test_who_comes_when_all_places_are_taken_is_told_so(service: PeerService) ->
     asyncio.run(go())
 
 
+def test_a_record_is_served_when_no_exchange_needs_the_uplink(service: PeerService) -> None:
+    async def taken(peer: str, want: dict[str, Any]) -> bytes:
+        return b"".join([chunk_of(each) async for each in answers(service, peer, want)])
+
+    async def go() -> None:
+        mean = SimpleNamespace(payload=RECORD, contributors=("a",))
+        ballots = SimpleNamespace(ballot=SimpleNamespace(members=("QmMember",)))
+        attempt: Any = SimpleNamespace(
+            mean=lambda part: mean, digest=WANT["digest"], record=RECORD, ballots=ballots
+        )
+        service.attempts[b"group"] = attempt
+        with service.limit.exchange():
+            asked = asyncio.create_task(taken("QmBootstrap", WANT))
+            want = {"what": "mean", "group": b"group", "part": 0}
+            assert await taken("QmMember", want) == RECORD
+            # a member that lacks parts of this very round, and what is few bytes
+            assert await taken("QmMember", WANT) == RECORD
+            assert await taken("QmBootstrap", WANT | {"what": "certificate"}) == b"votes"
+            assert not asked.done()
+        assert await asyncio.wait_for(asked, 5.0) == RECORD
+
+    asyncio.run(go())
+
+
 def test_one_peer_cannot_take_all_places() -> None:
     many = Uploads(100)
     with ExitStack() as stack:

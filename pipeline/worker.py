@@ -178,7 +178,8 @@ class StageWorker:
 
     def squared_norm(self) -> float:
         """Squared norm of the gradients of a finished step; not a number if anything was not."""
-        return math.nan if self._poisoned else self._optimizer.squared_norm()
+        with self._passes.watch.running():
+            return math.nan if self._poisoned else self._optimizer.squared_norm()
 
     def go(self, factor: float, learning_rate: float) -> bool:
         """End the inner step: step the optimizer; returns whether that was taken or skipped.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 
 from dilocox.peer.inner import InnerOptimizer, Precision
 from dilocox.peer.validation import validation_loss
+from dilocox.pipeline import measure
 from dilocox.pipeline.frames import FrameRefused
 from dilocox.pipeline.stage import build_stage
 from dilocox.pipeline.worker import StageWorker
@@ -146,6 +148,33 @@ class TestMeasurements:
             worker.run_one()
             # the input (for the weight's gradient) and the output (for that of tanh), in fp32
             assert worker.stored_bytes == 2 * (2 * 5 * 4) * 4
+
+    def test_the_norm_of_the_gradients_is_computing_too(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """One in a hundred seconds of a small stage, which no account had."""
+        now = [0.0]
+        monkeypatch.setattr(measure, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+        module: Any = Squash()
+        optimizer = InnerOptimizer(module.named_parameters(), SPEC)
+        worker = StageWorker(module, optimizer, microbatches=2, stage_index=1, num_stages=3)
+        for name, seconds in (("squared_norm", 4.0), ("step", 40.0)):
+            real = getattr(optimizer, name)
+
+            def slow(*arguments: Any, real: Any = real, seconds: float = seconds) -> Any:
+                now[0] += seconds
+                return real(*arguments)
+
+            monkeypatch.setattr(optimizer, name, slow)
+        for microbatch in range(2):
+            worker.feed(microbatch, torch.randn(2, 5, 4), torch.zeros(2, 6).long())
+            worker.run_one()
+            worker.feed_gradient(microbatch, torch.ones(2, 5, 4))
+            worker.run_one()
+        assert worker.squared_norm() > 0
+        assert worker.computing_s == 4.0
+        assert worker.go(1.0, 0.1)
+        assert worker.computing_s == now[0]
 
     def test_with_recompute_only_the_input_is_stored(self) -> None:
         worker = self.squash(recompute=True)

@@ -7,7 +7,6 @@ Without files it shows three runs as examples, all with the default batch and co
 
     parameters  of the stage, in millions
     memory      of a peer that computes on a CPU, all its processes, GB
-    shm         the part of it that is in /dev/shm, GB
     disk        snapshots and kept records of a peer, at most, GB
     exchange    what a peer sends in the averaging of a round, with four members, and receives, MB
     token       what it sends its neighbours for a token, with 4 bits and with bf16, kB
@@ -24,7 +23,7 @@ from rich.console import Console
 from rich.table import Table
 
 from dilocox.dht.manifest import Manifest
-from dilocox.peer.memory import planned_bytes, shared_bytes
+from dilocox.peer.memory import planned_bytes
 from dilocox.peer.needs import StageNeeds
 
 MEMBERS = 4
@@ -70,7 +69,6 @@ def row(manifest: Manifest, stage: int) -> list[str]:
         f"{stage} of {manifest.stages}",
         f"{needs.values / MB:.1f}",
         f"{planned_bytes(needs.values) / GB:.1f}",
-        f"{shared_bytes(needs.values) / GB:.2f}",
         f"{needs.disk_bytes / GB:.2f}",
         f"{needs.exchange_bytes(MEMBERS) / MB:.2f}",
         f"{tokens[0]:.2f} / {tokens[1]:.2f}",
@@ -88,7 +86,7 @@ def main() -> None:
     parser.add_argument("files", nargs="*", type=Path, help="descriptions of runs, run.yaml")
     manifests = [Manifest.load(file) for file in parser.parse_args().files] or examples()
     table = Table(title="what a peer of a stage needs")
-    heads = ("run", "stage", "parameters", "memory", "shm", "disk", "exchange", "token")
+    heads = ("run", "stage", "parameters", "memory", "disk", "exchange", "token")
     for name in heads:
         table.add_column(name, justify="right")
     for manifest in manifests:

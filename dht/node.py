@@ -336,9 +336,7 @@ class RunDHT(DHT):
     def run(self) -> None:
         """The child: p2pd first, then hivemind's node on top of it, until told to stop."""
         leave_the_terminal()
-        end = functools.partial(
-            _end_without_parent, self._main_pid, self._daemon_pid, self._socket_folder
-        )
+        end = functools.partial(_end_without_parent, self._daemon_pid, self._socket_folder)
         threading.Thread(
             target=watch_parent, args=(self._main_pid, end), name="parent watch", daemon=True
         ).start()
@@ -385,12 +383,11 @@ class RunDHT(DHT):
         return future.result()
 
 
-def _end_without_parent(main_pid: int, daemon_pid: Any, socket_folder: Path) -> None:
+def _end_without_parent(daemon_pid: Any, socket_folder: Path) -> None:
     """The main process is gone: leave nothing and go."""
     kill_daemon(daemon_pid.value)
     sockets.remove(socket_folder, CLEANUP_PATIENCE_S)
     sockets.remove(sockets.shared_memory_folder())
-    sockets.remove_tensors(main_pid, os.getpid())
     os._exit(1)
 
 

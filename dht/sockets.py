@@ -9,7 +9,6 @@ it whole.
 
 import os
 import shutil
-import signal
 import tempfile
 import time
 from multiprocessing.util import get_temp_dir
@@ -22,8 +21,11 @@ from dilocox.dht.errors import EnvironmentFault
 
 # Linux takes 107 bytes; p2pclient-<11 characters>.sock must fit behind the folder's name.
 MAX_FOLDER_LENGTH = 107 - 27
-SHARED_MEMORY = Path("/dev/shm")
 RETRY_S = 0.1
+
+# hivemind has torch name its shared memory in /dev/shm, where it stays if all that use it are
+# killed, and which takes a process more to tidy up. Here processes pass it on as open files.
+torch.multiprocessing.set_sharing_strategy("file_descriptor")  # pyright: ignore[reportUnknownMemberType]
 
 _HIVEMINDS_PREFIX = P2P._UNIX_SOCKET_PREFIX  # pyright: ignore[reportPrivateUsage]
 
@@ -53,7 +55,6 @@ def acquire() -> Path:
             )
         _point_hivemind_to(f"/unix{_folder}/")
         shared_memory_folder()
-        start_shared_memory()
     _users += 1
     return _folder
 
@@ -83,36 +84,12 @@ def remove(folder: Path, patience_s: float = 0.0) -> None:
 
 
 def shared_memory_folder() -> Path:
-    """Where multiprocessing has the socket over which torch passes shared memory.
+    """Where multiprocessing has the socket over which processes pass files to each other.
 
     Asked for before a fork, so that the children know it too: they remove it where the main process
     ends without cleaning up.
     """
     return Path(get_temp_dir())
-
-
-def start_shared_memory() -> None:
-    """Start torch's manager of shared memory where no Ctrl-C can hit it.
-
-    A Ctrl-C is for the whole process group. If it ended the manager while that starts, this process
-    would wait for it for ever, within torch, where no signal is heard.
-    """
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
-    try:
-        torch.zeros(1).share_memory_()  # what is blocked here stays so in the manager
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
-def remove_tensors(*pids: int) -> None:
-    """Remove the shared memory that torch made for processes that have ended, or end now.
-
-    torch's manager does so for what it heard of: who is killed between making a tensor and telling
-    the manager leaves a file for ever.
-    """
-    for pid in pids:
-        for path in SHARED_MEMORY.glob(f"torch_{pid}_*"):
-            path.unlink(missing_ok=True)
 
 
 def _point_hivemind_to(prefix: str) -> None:

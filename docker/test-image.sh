@@ -164,7 +164,7 @@ check_image() {
 
 # ---- containers ----------------------------------------------------------------------------------
 
-HARD=(--read-only --cap-drop ALL --security-opt no-new-privileges --shm-size 256m
+HARD=(--read-only --cap-drop ALL --security-opt no-new-privileges
     --ulimit nofile=20000:20000 --ulimit nproc=4096:4096)
 
 once() { podman run --rm --network none --no-healthcheck "${HARD[@]}" "$IMAGE" "$@"; }

@@ -38,7 +38,6 @@ from hivemind.utils import MPFuture
 from torch import Tensor
 
 from dilocox.compression.stage_codec import StageCodec
-from dilocox.dht import sockets
 from dilocox.dht.child import BlockingPipe, leave_the_terminal, watch_parent
 from dilocox.dht.keys import averaging_prefix
 from dilocox.peer import catchup
@@ -86,7 +85,7 @@ class StageAverager(PeerService, WaysService, DecentralizedAverager):
         self._asked_at = 0.0  # for the group that forms, or formed last
         matchmaking_s = config.manifest.deadlines.matchmaking_s
         super().__init__(
-            (buffers.message,),
+            (torch.zeros(1),),  # for its own reduction, which is not used
             dht,
             start=True,
             prefix=averaging_prefix(config.run, config.stage),
@@ -426,5 +425,4 @@ class StageAverager(PeerService, WaysService, DecentralizedAverager):
 
 
 def _end_without_parent() -> None:
-    sockets.remove_tensors(os.getpid())
     os._exit(1)

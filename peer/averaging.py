@@ -12,6 +12,7 @@ from dilocox.compression.layout import FlatLayout
 from dilocox.dht.identity import Identity
 from dilocox.dht.manifest import Manifest
 from dilocox.peer.counts import BYTE_KINDS, REFUSALS, Counts
+from dilocox.peer.memory import shared_zeros
 from dilocox.peer.plan import stage_codec
 from dilocox.peer.roundlog import RoundLog
 
@@ -36,9 +37,7 @@ class StageBuffers:
     @classmethod
     def allocate(cls, numel: int) -> StageBuffers:
         """Six vectors of a stage's size."""
-        vectors = [torch.zeros(numel) for _ in range(6)]
-        for vector in vectors:
-            vector.share_memory_()  # pyright: ignore[reportUnknownMemberType]
+        vectors = [shared_zeros(numel, torch.float32) for _ in range(6)]
         return cls(
             message=vectors[0],
             own=vectors[1],

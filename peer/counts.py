@@ -6,6 +6,8 @@ from collections.abc import Sequence
 
 import torch
 
+from dilocox.peer.memory import shared_zeros
+
 BYTE_KINDS = ("averaging", "record", "state")
 """What payload bytes are for: exchanges, or records and states for those who were not in them."""
 REFUSALS = ("frame", "group", "share", "payload", "late", "vote", "question", "record")
@@ -20,9 +22,8 @@ class Counts:
     def __init__(self, names: Sequence[str], *, shared: bool = False):
         """shared: with the processes that are forked after this."""
         self._places = {name: place for place, name in enumerate(names)}
-        self._counts = torch.zeros(len(names), dtype=torch.int64)
-        if shared:
-            self._counts.share_memory_()  # pyright: ignore[reportUnknownMemberType]
+        zeros = shared_zeros if shared else torch.zeros
+        self._counts = zeros(len(names), dtype=torch.int64)
 
     def add(self, name: str, count: int = 1) -> None:
         """Count so many more; KeyError for a name that was not given at the start."""

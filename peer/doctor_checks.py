@@ -14,13 +14,10 @@ from dataclasses import dataclass
 from typing import Literal
 
 from dilocox.dht.errors import DilocoxError
-from dilocox.peer.memory import more_shared_memory
 
 Status = Literal["ok", "warning", "failed", "skipped"]
 
 PYTHONS = ((3, 10), (3, 13))
-SMALL_SHARED_MEMORY = 64 * 2**20  # what containers get unless told otherwise
-LARGER_SHARED_MEMORY = 800 * 2**20
 SPARE_SHARE = 0.85  # of what is free: a plan above it leaves little for other programs
 MAX_NAMED = 6
 
@@ -177,20 +174,6 @@ def disk_check(path: str, free_bytes: int, needs: DiskNeeds | None) -> Check:
     if free_bytes < needs.more_bytes:
         return Check("disk", "warning", f"the disk will be full: {text}", mend)
     return Check("disk", "ok", text)
-
-
-def shared_memory_check(free_bytes: int, total_bytes: int, needed_bytes: int | None) -> Check:
-    """Whether the vectors that a peer's processes share fit into /dev/shm."""
-    text = f"{size(free_bytes)} of {size(total_bytes)} free in /dev/shm"
-    if needed_bytes is None:
-        if total_bytes > SMALL_SHARED_MEMORY:
-            return Check("shm", "ok", text)
-        mend = more_shared_memory(LARGER_SHARED_MEMORY)
-        return Check("shm", "warning", f"{text}, enough for the smallest models only", mend)
-    text += f", {size(needed_bytes)} needed"
-    if needed_bytes > free_bytes:
-        return Check("shm", "failed", text, more_shared_memory(needed_bytes))
-    return Check("shm", "ok", text)
 
 
 def memory_check(

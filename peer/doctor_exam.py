@@ -29,8 +29,6 @@ from dilocox.peer.memory import (
     available_bytes,
     planned_beside_gpu_bytes,
     planned_bytes,
-    shared_bytes,
-    shared_memory,
 )
 from dilocox.peer.state_folder import StateFolder
 
@@ -237,8 +235,6 @@ class Examination:
             yield machine.memory_check("gpu", self._device.free_bytes, None, on_gpu, stage)
         yield machine.memory_check("memory", available_bytes(), limit, plans, stage)
         yield self._disk(known)
-        needed = None if known is None else shared_bytes(known.values)
-        yield machine.shared_memory_check(*shared_memory(), needed)
 
     def _disk(self, needs: StageNeeds | None) -> Check:
         options = self._options

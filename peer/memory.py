@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import logging
 import math
+import mmap
 import os
-import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,16 +16,14 @@ if TYPE_CHECKING:  # the doctor looks here where torch cannot be loaded
 
 logger = logging.getLogger(__name__)
 
-PROCESSES_BYTES = 800_000_000  # the five processes before the first vector, measured
-# Vectors of the stage's size, 4 bytes a value: six shared ones (averager.StageBuffers), weights,
+PROCESSES_BYTES = 800_000_000  # the four processes before the first vector, measured
+# Vectors of the stage's size, 4 bytes a value: six shared ones (averaging.StageBuffers), weights,
 # gradients, two moments, start, residual, and delta and message of a send in flight.
 VECTORS = 14
-SHARED_VECTORS = 6
 DEVICE_VECTORS = 4  # weights, gradients, two moments: on the GPU, where there is one
 ACTIVATION_SHARE = 1.25  # of the above, for activations and temporaries
 MAX_WINDOW = 1024  # microbatches in flight
 
-SHARED_MEMORY = Path("/dev/shm")
 # Of a container, by version of Linux's control groups: the limit, what is used, and details.
 _GROUPS = (
     ("memory.max", "memory.current", "memory.stat"),
@@ -49,40 +47,15 @@ def planned_beside_gpu_bytes(numel: int) -> tuple[int, int]:
     return planned_bytes(numel) - on_gpu, on_gpu
 
 
-def shared_bytes(numel: int) -> int:
-    """What a peer of a stage with so many values takes of /dev/shm."""
-    return SHARED_VECTORS * 4 * numel
+def shared_zeros(numel: int, dtype: torch.dtype) -> torch.Tensor:
+    """A vector of zeros that processes forked after this share.
 
-
-def check_shared(numel: int) -> None:
-    """Raise EnvironmentFault if /dev/shm cannot hold the vectors that the processes share.
-
-    torch ends with a traceback or a bus error otherwise. Nothing is said where there is none.
+    In anonymous memory, which is gone with the last of them however they end, and which the size of
+    /dev/shm does not limit: torch's own has a name there, that stays after a SIGKILL of all.
     """
-    needed = shared_bytes(numel)
-    free, _ = shared_memory()
-    if 0 < free < needed:
-        raise EnvironmentFault(
-            f"/dev/shm has {free / 1e6:.0f} MB free, this stage needs {needed / 1e6:.0f} MB: "
-            f"{more_shared_memory(needed)}"
-        )
+    import torch
 
-
-def more_shared_memory(needed: int) -> str:
-    """How to have so many bytes of /dev/shm, and a quarter more for what others put there."""
-    size = f"{max(64, -(-needed * 5 // 4 // 2**20))}m"
-    return (
-        f"in a container give --shm-size {size}, else `sudo mount -o remount,size={size} /dev/shm`"
-    )
-
-
-def shared_memory() -> tuple[int, int]:
-    """Free and all bytes of /dev/shm; 0 where there is none."""
-    try:
-        usage = shutil.disk_usage(SHARED_MEMORY)
-    except OSError:
-        return 0, 0
-    return usage.free, usage.total
+    return torch.frombuffer(mmap.mmap(-1, numel * dtype.itemsize), dtype=dtype)
 
 
 def check_plan(numel: int, limit_bytes: float | None) -> None:

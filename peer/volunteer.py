@@ -38,7 +38,7 @@ from dilocox.peer.join import Joined, joined
 from dilocox.peer.kept_chain import keep_manifest
 from dilocox.peer.layouts import stage_layout
 from dilocox.peer.learner import Revised
-from dilocox.peer.memory import check_plan, check_shared
+from dilocox.peer.memory import check_plan
 from dilocox.peer.metrics_server import check_port, served
 from dilocox.peer.needs import StageNeeds, check_disk
 from dilocox.peer.options import PeerOptions
@@ -117,7 +117,7 @@ def _start_again() -> None:
     sockets.remove(sockets.shared_memory_folder())  # no exit, so nobody else would
     for descriptor in Path("/proc/self/fd").iterdir():
         with suppress(OSError):
-            if int(descriptor.name) > 2:  # or torch's shared-memory manager lives on with its end
+            if int(descriptor.name) > 2:  # or the new process holds what the old one shared
                 os.set_inheritable(int(descriptor.name), False)
     os.execv(sys.executable, [sys.executable, "-m", "dilocox", *sys.argv[1:]])
 
@@ -136,7 +136,6 @@ def _take_part(options: PeerOptions, place: Joined, folder: StateFolder, stop: S
     stage = chosen_stage(options.stage, place, folder)
     layout = stage_layout(manifest, stage)
     check_plan(layout.numel, options.memory_limit_bytes)
-    check_shared(layout.numel)
     own = folder.run(place.run, stage)
     check_disk(own, StageNeeds(manifest, stage))
     keep_manifest(own, manifest)

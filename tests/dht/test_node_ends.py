@@ -35,6 +35,17 @@ def test_killed_main_process_leaves_nothing(start: Start):
     wait_until(lambda: not program.left(), LIMIT_S)
 
 
+def test_nothing_is_left_in_shared_memory_though_all_processes_are_killed_at_once(start: Start):
+    program = start()
+    assert program.ask("ping")  # an answer comes through shared memory
+    owners = program.process.pid, program.child
+    os.killpg(program.process.pid, signal.SIGKILL)
+    os.killpg(program.child, signal.SIGKILL)
+    program.process.wait()
+    wait_until(lambda: not any(map(is_alive, owners)), LIMIT_S)
+    assert not [path for pid in owners for path in Path("/dev/shm").glob(f"torch_{pid}_*")]
+
+
 @pytest.mark.swarm
 def test_main_process_that_fails_ends_and_leaves_nothing(start: Start):
     program = start()

@@ -376,12 +376,3 @@ def test_a_peer_that_may_be_short_of_memory_is_warned_and_not_refused(
     assert not said
     memory.check_plan(100_000_000, None)
     assert "needs about 7.8 GB of memory, 2.0 GB are free: close other programs" in said[0]
-
-
-def test_too_little_shared_memory_is_said_before_anything_is_allocated(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(memory, "shared_memory", lambda: (64 << 20, 64 << 20))
-    memory.check_shared(1_000_000)
-    with pytest.raises(EnvironmentFault, match=r"/dev/shm has 67 MB free.*--shm-size \d+m"):
-        memory.check_shared(10_000_000)

@@ -19,7 +19,6 @@ from dilocox.peer.doctor_checks import (
     libraries_check,
     memory_check,
     python_check,
-    shared_memory_check,
     size,
 )
 
@@ -156,20 +155,6 @@ def test_a_disk_must_hold_a_snapshot_and_better_all_that_is_to_come() -> None:
     check = disk_check("here", GB - 1, needs)
     assert check.status == "failed"
     assert "a snapshot takes 1.0 GB" in check.text and "--state" in check.mend
-
-
-def test_shared_memory_must_hold_what_the_processes_share() -> None:
-    assert shared_memory_check(8 * GB, 8 * GB, GB).status == "ok"
-    check = shared_memory_check(64 * MB, 64 * MB, 400 * MB)
-    assert check.status == "failed"
-    assert "--shm-size 500m" in check.mend  # a quarter more, for what others put there
-
-
-def test_the_little_that_containers_get_is_a_warning_while_the_stage_is_not_known() -> None:
-    assert shared_memory_check(GB, GB, None).status == "ok"
-    check = shared_memory_check(64 * MB, 64 * MB, None)
-    assert check.status == "warning"
-    assert "--shm-size" in check.mend
 
 
 def test_memory_that_holds_the_stage_is_fine_and_the_others_are_named() -> None:

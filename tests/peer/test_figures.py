@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import multiprocessing
+import os
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -16,6 +18,7 @@ import torch
 
 from dilocox.compression.codec import PayloadRefused
 from dilocox.peer import tally as tally_module
+from dilocox.peer.averaging import StageBuffers
 from dilocox.peer.counts import BYTE_KINDS, REFUSALS, Counts
 from dilocox.peer.exchange import Attempt
 from dilocox.peer.members import ShareRefused
@@ -48,8 +51,31 @@ def test_counts_are_by_name_and_shared_ones_are_seen_by_both_sides_of_a_fork() -
     assert (counts.read(), counts.total) == ({"averaging": 0, "record": 0, "state": 12}, 12)
     with pytest.raises(KeyError):
         counts.add("no such kind")
-    assert counts._counts.is_shared()
-    assert not Counts(BYTE_KINDS)._counts.is_shared()
+    alone = Counts(BYTE_KINDS)
+
+    def add() -> None:
+        counts.add("state", 30)
+        alone.add("state", 30)
+
+    child = multiprocessing.get_context("fork").Process(target=add)
+    child.start()
+    child.join(30.0)
+    assert (counts.total, alone.total) == (42, 0)
+
+
+def test_vectors_that_processes_share_have_no_name_that_could_stay_behind() -> None:
+    """Six of a stage's size stayed in /dev/shm when all processes of a peer were killed."""
+    buffers = StageBuffers.allocate(1000)
+
+    def write() -> None:
+        buffers.anchors[1].fill_(2.5)
+
+    child = multiprocessing.get_context("fork").Process(target=write)
+    child.start()
+    child.join(30.0)
+    assert buffers.anchors[1].tolist() == [2.5] * 1000
+    assert buffers.anchors[0].tolist() == [0.0] * 1000
+    assert not list(Path("/dev/shm").glob(f"torch_{os.getpid()}_*"))
 
 
 # ---- waiting -------------------------------------------------------------------------------------

@@ -1,0 +1,88 @@
+"""However large a swarm grows, what a peer tells and hears stays within its budget."""
+
+from __future__ import annotations
+
+import pytest
+
+from dilocox.dht.keys import MAX_LIFETIME_S
+from dilocox.peer.cadence import LONGEST_S, Cadence, Heard
+
+HEARTBEAT_S = 10.0
+RECORD = 1300  # bytes of a peer's records, about
+
+
+def heard(peers: int, stages: int = 4) -> Heard:
+    own = peers // stages
+    return Heard(peers=peers, own_bytes=own * RECORD, other_bytes=(peers - own) * RECORD)
+
+
+def cadence(peers: int, stages: int = 4, heartbeat_s: float = HEARTBEAT_S) -> Cadence:
+    made = Cadence(heartbeat_s=heartbeat_s, now_s=0.0)
+    made.hear(heard(peers, stages), 0.0)
+    return made
+
+
+def test_a_small_swarm_keeps_the_heartbeat_of_the_manifest() -> None:
+    for peers in (0, 1, 4, 6):
+        small = cadence(peers, stages=1)
+        assert small.announce_s == small.look_s == small.look_at_others_s == HEARTBEAT_S
+        assert small.lifetime_s == 3 * HEARTBEAT_S
+
+
+@pytest.mark.parametrize("stages", [1, 4])
+@pytest.mark.parametrize("peers", [8, 50, 200, 1000, 3000])
+def test_what_all_announce_is_heard_within_the_budget(peers: int, stages: int) -> None:
+    seen, made = heard(peers, stages), cadence(peers, stages)
+    own_per_s = seen.own_bytes / made.announce_s
+    # a look at other stages hears the newest of each owner once
+    others_per_s = seen.other_bytes / max(made.announce_s, made.look_at_others_s)
+    if made.announce_s < LONGEST_S:
+        assert own_per_s + others_per_s <= made.budget_bytes_per_s
+    assert made.look_s <= made.announce_s
+    assert made.lifetime_s <= MAX_LIFETIME_S["stage"]
+
+
+@pytest.mark.parametrize("peers", [1, 50, 1000, 100_000])
+def test_nobody_vanishes_between_two_announcements(peers: int) -> None:
+    made = cadence(peers)
+    # two may be lost, and a look comes late by its own interval
+    assert made.lifetime_s >= 2 * made.announce_s + made.look_s
+
+
+def test_an_operator_who_sets_a_short_heartbeat_gets_it() -> None:
+    made = cadence(6, stages=1, heartbeat_s=1.0)
+    assert made.announce_s == 1.0
+    assert made.lifetime_s == 3.0
+
+
+def test_haste_is_paid_from_what_was_saved_and_comes_back() -> None:
+    made = cadence(200)
+    assert not made.may_hurry(0.0)
+    now, hurried = 0.0, 0
+    while now < 3600.0:
+        now += 1.0
+        if made.may_hurry(now):
+            made.hurried(now)
+            hurried += 1
+    seen = heard(200)
+    paid_per_s = hurried * (seen.own_bytes + seen.other_bytes / 4) / now
+    assert hurried > 5
+    assert paid_per_s <= made.budget_bytes_per_s / 3
+
+
+def test_what_was_saved_in_a_long_time_is_only_so_much() -> None:
+    made = cadence(200)
+    now = 1e6
+    hurried = 0
+    while made.may_hurry(now):
+        made.hurried(now)
+        hurried += 1
+    assert hurried == 4
+
+
+def test_a_bell_costs_its_share_and_is_never_refused() -> None:
+    made = cadence(200)
+    for _ in range(50):
+        made.hurried(0.0, share=0.2)
+    assert not made.may_hurry(100.0)  # it is paid back first
+    assert made.may_hurry(1e5)

@@ -15,8 +15,7 @@ from torch import Tensor
 from dilocox.compression.layout import FlatLayout, split
 from dilocox.compression.stage_codec import Compression, Phase, StageCodec
 from dilocox.peer.adaptation import RoundFacts, facts_of, following_window, next_ranks
-from dilocox.peer.members import PhaseCodecs
-from dilocox.peer.reduction import Reduction, decode, encode
+from dilocox.peer.reduction import Reduction, combine, decode, encode
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,13 +84,14 @@ class Exchange:
 
 def _reduced(phase: Phase, values: Sequence[Tensor]) -> tuple[bytes, int]:
     """The encoded mean of the members' values [n] of a part, and the bytes that went around."""
-    codecs = PhaseCodecs(send=phase.send, mean=phase.mean)
     members = [str(index) for index in range(len(values))]
-    reduction = Reduction(codecs, dict.fromkeys(members, 1), values[0].numel())
+    weight = dict.fromkeys(members, 1)
+    reduction = Reduction(phase.send, weight, values[0].numel())
     payloads = [encode(phase.send, member) for member in values]
     for member, payload in zip(members, payloads, strict=True):
         reduction.add(member, payload)
-    mean = reduction.finish(0)
+    row = reduction.finish()
+    mean = combine(0, [row] if row else [], codec=phase.mean, weight=weight)
     if mean is None:
         raise RuntimeError("a part without members")
     # the reducer is a member: neither its part nor its mean travels

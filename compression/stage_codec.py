@@ -51,12 +51,18 @@ class Compression:
 
 @dataclass(frozen=True)
 class Phase:
-    """One vector of an exchange: its length, the grain of its parts, and their codecs."""
+    """One vector of an exchange: its length, the grain of its parts, and their codecs.
+
+    send: of what a member sends. mean: of the average that all get. row: of the mean over some of
+    the members on its way to where it is averaged with those of others; its error is in nobody's
+    residual, so it has 16 bits.
+    """
 
     numel: int
     unit: int
     send: Codec
     mean: Codec
+    row: Codec
 
 
 class StageCodec:
@@ -75,7 +81,9 @@ class StageCodec:
         self.limits: tuple[int, ...] = ()
         self.device: torch.device | None = None
         group = GroupCodec(compression.bits, compression.max_factor)
+        fine = max(16, compression.bits)
         self._codecs: tuple[Codec, Codec] = (group, group)
+        self._row_codec: Codec = GroupCodec(fine, compression.max_factor)
         match compression.scheme:
             case "dense":
                 pass
@@ -88,6 +96,7 @@ class StageCodec:
                     TopKCodec(compression.top_k, compression.max_factor),
                     SparseMeanCodec(compression.bits, compression.max_factor),
                 )
+                self._row_codec = SparseMeanCodec(fine, compression.max_factor)
         self.first_ranks = tuple(min(compression.rank, limit) for limit in self.limits)
         self._low_rank = lru_cache(maxsize=4)(partial(LowRank, layout))
 
@@ -122,7 +131,7 @@ class StageCodec:
         low_rank = self.low_rank(ranks)
         sizes = (self.layout.numel,) if low_rank is None else (low_rank.p_numel, low_rank.q_numel)
         unit = CHUNK if self.compression.scheme == "top_k" else GROUP_SIZE
-        return tuple(Phase(numel, unit, send, mean) for numel in sizes)
+        return tuple(Phase(numel, unit, send, mean, self._row_codec) for numel in sizes)
 
     def check(self, ranks: Sequence[int]) -> None:
         """Raise ValueError unless an exchange of this run may have these ranks."""

@@ -186,6 +186,7 @@ class RoundSpec(Section):
     records_kept: records that every peer keeps for those who missed them.
     log_bytes: of its records a peer keeps no more than so many bytes, but the newest four; the
         bootstrap keeps so many bytes of every stage's older records, too.
+    group_size: a group of more members than this averages in rows of at most so many.
     """
 
     inner_steps: int = checked(integer(1, 100_000), 100)
@@ -194,6 +195,7 @@ class RoundSpec(Section):
     max_age: int = checked(integer(1, 1000), 8)
     records_kept: int = checked(integer(1, 100_000), 64)
     log_bytes: int = checked(integer(0, 2**53), 1 << 30)
+    group_size: int = checked(integer(2, 256), 32)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -300,7 +300,8 @@ class StageAverager(PeerService, WaysService, DecentralizedAverager):
     ) -> AttemptResult:
         config, plan = self.config, order.plan
         codec = self._check.codec
-        setup = attempt_setup(order, config.manifest, codec, str(self.peer_id), tickets)
+        me = str(self.peer_id)
+        setup = attempt_setup(order, config.manifest, codec, me, tickets, group=group)
         ballot = Ballot(
             run=plan.run,
             stage=plan.stage,
@@ -309,10 +310,11 @@ class StageAverager(PeerService, WaysService, DecentralizedAverager):
             group=group,
             members=tuple(member.peer for member in setup.members),
         )
+        transport = self._transport.for_group(group, ballot.members)
         attempt = Attempt(
             setup,
             encoder=codec.encoder(self._buffers.message, plan.ranks, lambda: self._basis(order)),
-            transport=self._transport.for_group(group),
+            transport=transport,
             ballots=Ballots(identity=config.identity, ballot=ballot, log=self.log),
             pool=self.pool,
         )

@@ -3,7 +3,8 @@ heard."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Collection, Iterable
 
 from dilocox.dht.identity import Identity, peer_id_of, verify
 from dilocox.peer.certificate import (
@@ -59,6 +60,15 @@ class Ballots:
     def all_bytes(self) -> list[bytes]:
         """Every vote at hand, to pass on to a member that asks."""
         return list(self._held)
+
+    def bytes_of(self, voters: Collection[str]) -> list[bytes]:
+        """The votes of these members, to pass on."""
+        return [data for data, signed in self._held.items() if signed.vote.voter in voters]
+
+    def missed_by_several(self) -> set[str]:
+        """The members that at least two others missed, as their votes say."""
+        votes = {(s.vote.voter, peer) for s in self._held.values() for peer in s.vote.missed}
+        return {peer for peer, count in Counter(peer for _, peer in votes).items() if count > 1}
 
     def certificate(self) -> bytes:
         """The winning votes; ValueError where nothing is committed."""

@@ -1,19 +1,25 @@
 """One attempt of one round's exchange, as one member of the group lives it.
 
-An exchange has one phase or two (compression/stage_codec.py). In each, every member splits its flat
-vector over the reducers, *pushes* each reducer its encoded part, and every reducer averages its
-part, encodes the mean once and pushes the same bytes to all, so that all members end with the same
-record. A member's vector of the second phase is made of the means of the first. hivemind's own
-all-reduce hangs on a member that freezes and reports success when a part is missing; here every
-call has its deadline, members watch each other by heartbeat, and the round is committed only by a
-majority of signed votes on the digest of the record (PROTOCOL section 3).
+An exchange has one phase or two (compression/stage_codec.py). In each, a member *pushes* its parts,
+encoded, to the reducers of its row, these push their row's mean to each other, column by column,
+and every share's mean is encoded once and the same bytes reach all (grid.py), so that all members
+end with the same record. A member's vector of the second phase is made of the means of the first.
+hivemind's own all-reduce hangs on a member that freezes and reports success when a part is missing;
+here every call has its deadline, neighbours watch each other by heartbeat, and the round is
+committed only by a majority of signed votes on the digest of the record (PROTOCOL section 3).
 
-A phase has its share of the exchange's time. It bounds how long reducers wait for parts, so that
-who is slow is left out, and when all are asked for a mean that has not come; a member that got its
-means of the first phase too late to be counted in the second can still reduce, and vote.
+A phase has its share of the exchange's time. It bounds how long reducers wait for parts and for
+other rows, so that who is slow is left out, and when all are asked for a mean that has not come; a
+member that got its means of the first phase too late to be counted in the second can still reduce,
+and vote.
+
+A member hears of deaths from those that it watches, and from the votes of those that gave up: two
+that missed the same peer are believed, one alone may be cut off itself. Votes go to one's row, and
+what a row voted to those of the other rows that are opposite; who still lacks some asks its row.
 
 This file knows no network: it talks through `Transport`, and is told what arrives by `on_part`,
-`on_mean` and `on_vote`. It runs in one event loop; the codec runs in a one-thread pool beside it.
+`on_row`, `on_mean` and `on_votes`. It runs in one event loop; the codec runs in a one-thread pool
+beside it.
 """
 
 from __future__ import annotations
@@ -22,7 +28,7 @@ import asyncio
 import logging
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from concurrent.futures import Executor
 from contextlib import suppress
 from typing import Any
@@ -47,8 +53,12 @@ from dilocox.peer.vote import Verdict
 
 logger = logging.getLogger(__name__)
 
-PARTS_SHARE = 0.6  # of a phase's time a reducer waits for parts; the rest is for the means
+# Of a phase's time a reducer waits so long for parts, and, where there are several rows, so long
+# for those and for the other rows; the rest is for the means.
+PARTS_SHARE = 0.6
+PARTS_SHARE_OF_ROWS, ROWS_SHARE = 0.4, 0.65
 FETCH_ROUNDS = 2  # how often everybody is asked for a mean whose reducer is gone
+TALLY_PAUSE_S = 0.25  # a row's votes go to the other rows together, if they come so soon
 
 
 class Attempt:
@@ -71,59 +81,92 @@ class Attempt:
         self._reach = Reach(setup, transport, pool)
         self._shares = Shares(setup, self._reach.compute)
         self.running = False
+        self._told: set[str] = set()  # members of our row whose votes the other rows have from us
         self._waited_out = False  # the exchange's time is over and means are missing
         self.record: bytes | None = None  # as this member made it, for those who lack parts
         self.digest: str | None = None
 
     # ---- what others tell us ---------------------------------------------------------------------
-    def has_part(self, part: int) -> bool:
-        """Whether the vectors are split into more parts than that."""
-        return self._shares.known(part)
+    @property
+    def members(self) -> tuple[str, ...]:
+        """The members of the group, sorted."""
+        return self._reach.members
+
+    def has_part(self, part: int, kind: str) -> bool:
+        """Whether the vectors are split into more parts (`kind`: part), or shares (row, mean)."""
+        if kind == "part":
+            return part in self._setup.columns
+        return kind in ("row", "mean") and self._shares.known(part)
 
     def max_bytes(self, part: int, kind: str) -> int:
-        """The most bytes that a payload of this part may have (`kind`: part, mean)."""
+        """The most bytes that a payload of this part may have (`kind`: part, row, mean)."""
         return self._setup.max_bytes(part, kind)
 
     def check_sender(self, peer: str, part: int, kind: str) -> None:
-        """Raise ShareRefused unless this peer may send this part (`kind`: part, mean) to us."""
-        if kind == "mean" and self._setup.shares[part].reducer != peer:
-            raise ShareRefused(f"part {part} is not averaged by {peer}")
-        if kind == "part":
-            self._shares.check_sender(peer, part)
+        """Raise ShareRefused unless this peer may send this (`kind`: part, row, mean) to us."""
+        match kind:
+            case "part":
+                self._shares.check_sender(peer, part)
+            case "row":
+                self._shares.check_row(peer, part)
+            case _:
+                if self._setup.sender(part) != peer:
+                    raise ShareRefused(f"the mean of part {part} does not come from {peer}")
 
-    async def on_part(self, peer: str, part: int, payload: bytes) -> None:
-        """A member's values of a part that we average; refused, it leaves the member out."""
+    async def on_part(self, peer: str, column: int, payload: bytes) -> None:
+        """A member's values of a column that we average; refused, it leaves the member out."""
         try:
-            await self._shares.add_part(peer, part, payload)
+            await self._shares.add_part(peer, column, payload)
+        finally:
+            self._reach.notify()
+
+    async def on_row(self, peer: str, mean: Mean) -> None:
+        """A row's mean of a share that we average; refused, it leaves the row out."""
+        try:
+            await self._shares.add_row(peer, mean)
         finally:
             self._reach.notify()
 
     async def on_mean(self, peer: str, mean: Mean) -> None:
-        """An averaged part from its reducer."""
-        if not self.has_part(mean.part):
+        """An averaged share from the one that brings it."""
+        if not self.has_part(mean.part, "mean"):
             raise ShareRefused(f"there is no part {mean.part}")
         self.check_sender(peer, mean.part, "mean")
         try:
-            await self._shares.add_mean(mean)
+            await self._take_mean(mean)
         except (PayloadRefused, ShareRefused):
-            self._shares.lied.add(mean.part)
+            self._shares.lied[mean.part] = peer
             raise
         finally:
             self._reach.notify()
 
-    def on_vote(self, vote: bytes) -> None:
-        """A signed vote; ValueError if it is not one of this attempt."""
-        known = self.ballots.voters()
-        self.ballots.receive(vote)
-        self._reach.notify()
-        self._pass_on(vote, self.ballots.voters() - known)
+    async def _take_mean(self, mean: Mean) -> None:
+        if await self._shares.add_mean(mean):
+            self._hand_on(mean)
 
-    def _pass_on(self, vote: bytes, voter: set[str]) -> None:
-        """Those that only dial out do not hear each other."""
-        if not voter or not voter <= set(self._reach.dial_out):
-            return
-        for peer in set(self._reach.dial_out) - voter:
-            call = self._reach.call(self._setup.vote_s, self._transport.send_vote, peer, vote)
+    def on_votes(self, votes: Sequence[bytes]) -> None:
+        """Signed votes; ValueError if one is not of this attempt, after the others were taken."""
+        known, refused = self.ballots.voters(), None
+        for vote in votes:
+            try:
+                self.ballots.receive(vote)
+            except ValueError as error:
+                refused = error
+        self._reach.notify()
+        self._pass_on(self.ballots.voters() - known)
+        if refused is not None:
+            raise refused
+
+    def _pass_on(self, voters: set[str]) -> None:
+        """Those of our row that only dial out do not hear each other."""
+        for voter in voters & set(self._reach.dial_out):
+            self._tell(set(self._reach.dial_out) - {voter}, {voter})
+
+    def _tell(self, peers: Collection[str], voters: Collection[str]) -> None:
+        """Send the votes of some to others."""
+        votes = self.ballots.bytes_of(voters)
+        for peer in peers:
+            call = self._reach.call(self._setup.vote_s, self._transport.send_votes, peer, votes)
             self._reach.spawn(call, outlives=True)
 
     def mean(self, part: int) -> Mean | None:
@@ -136,8 +179,10 @@ class Attempt:
         self.running = True
         try:
             self._reach.watch_neighbours()
-            for part in self._shares.duties:
-                self._reach.spawn(self._reduce(part))
+            for column in self._shares.own_columns:
+                self._reach.spawn(self._reduce(column))
+            if self._reach.opposite:
+                self._reach.spawn(self._tell_other_rows())
             record = await self._exchange()
             return await self._decide(record)
         finally:
@@ -160,35 +205,58 @@ class Attempt:
         setup = self._setup
         try:
             vector = await self._reach.compute(self._encoder.vector, phase, earlier)
-            for part, share in enumerate(setup.shares):
-                if share.phase != phase or not share.numel:
+            for column in setup.columns:
+                span = setup.span(column)
+                if setup.phase_of(column) != phase or span.start == span.stop:
                     continue
-                values = vector[share.start : share.stop]
-                payload = await self._reach.compute(encode, setup.codecs[phase].send, values)
-                if share.reducer == setup.me:
+                payload = await self._reach.compute(encode, setup.codecs[phase].send, vector[span])
+                collector = setup.collector(column)
+                if collector == setup.me:
                     with suppress(ShareRefused):  # the phase's time is over for us too
-                        await self.on_part(setup.me, part, payload)
+                        await self.on_part(setup.me, column, payload)
                 else:
-                    self._push(self._transport.push_part, share.reducer, part, payload)
+                    self._push(self._transport.push_part, collector, column, payload)
         except NotEncodable as error:
             logger.warning("the others average without this peer's message: %s", error)
 
-    async def _reduce(self, part: int) -> None:
-        """Average what arrived for our part by the deadline, and push the mean to everybody."""
-        starts_s, ends_s = self._phase_s(self._setup.shares[part].phase)
+    async def _reduce(self, column: int) -> None:
+        """Average a column over our row, and our share of it over all rows."""
+        setup, shares = self._setup, self._shares
+        starts_s, ends_s = self._phase_s(setup.phase_of(column))
+        several = len(setup.grid.rows) > 1
+        share_of_time = PARTS_SHARE_OF_ROWS if several else PARTS_SHARE
+        starts, span_s = self._started + starts_s, ends_s - starts_s
         await self._reach.until(
-            lambda: self._shares.awaited(part) <= self._reach.dead,
-            self._started + starts_s + (ends_s - starts_s) * PARTS_SHARE,
+            lambda: shares.awaited(column) <= self._gone, starts + span_s * share_of_time
         )
-        mean = await self._shares.reduce(part)
+        row = await shares.reduce(column)
         self._reach.notify()
-        if mean is None:
+        for part in setup.shares_of(column):
+            share = setup.shares[part]
+            if share.numel and share.reducer != setup.me:
+                mean = await shares.row_mean(part, row)
+                self._push(self._transport.push_row, share.reducer, mean)
+        for part in setup.shares_of(column):
+            if setup.shares[part].reducer == setup.me and setup.shares[part].numel:
+                await self._combine(part, starts + span_s * ROWS_SHARE)
+
+    async def _combine(self, part: int, due: float) -> None:
+        """Average a share over the rows whose mean arrives by then, and push it."""
+        await self._reach.until(lambda: self._shares.awaited_rows(part) <= self._gone, due)
+        mean = await self._shares.combine(part)
+        self._reach.notify()
+        if mean is not None:
+            self._hand_on(mean)
+
+    def _hand_on(self, mean: Mean) -> None:
+        """Push a mean to those that get it from us: our column, if we made it, and our row."""
+        setup, made = self._setup, self._setup.shares[mean.part].reducer == self._setup.me
+        if setup.collector(setup.column_of(mean.part)) != setup.me:
             return
-        for peer in self._reach.others:
-            if peer not in self._reach.dead:
-                # a member with a slow link still needs it when the others have all and the round
-                # is decided
-                self._push(self._transport.push_mean, peer, mean, outlives=True)
+        for peer in {*self._reach.row, *(self._reach.column if made else ())} - self._gone:
+            # a member with a slow link still needs it when the others have all and the round is
+            # decided
+            self._push(self._transport.push_mean, peer, mean, outlives=True)
 
     async def _collect(self, phase: int) -> bool:
         """Wait for a phase's means; False if one cannot be had or the attempt is void.
@@ -197,10 +265,10 @@ class Attempt:
         """
         due = self._started + self._phase_s(phase)[1]
         end = self._started + self._setup.exchange_s
-        asked: Counter[int] = Counter()
+        asked, again_at = Counter[int](), 0.0
         while missing := self._shares.missing(phase):
-            orphans = missing & self._orphans()
-            hopeless = any(asked[part] >= FETCH_ROUNDS for part in orphans)
+            lost = missing & self._lost()
+            hopeless = any(asked[part] >= FETCH_ROUNDS for part in lost)
             if hopeless or self.ballots.decision.verdict is Verdict.VOID:
                 return False
             now = time.monotonic()
@@ -208,40 +276,60 @@ class Attempt:
                 self._waited_out = True
                 return False
             late = missing if now >= due else set[int]()
-            wanted = orphans | {part for part in late if not asked[part]}
+            wanted = lost | {part for part in late if not asked[part]}
+            if now >= again_at:
+                again_at = now + self._setup.silence_s / 2
+                wanted |= missing & self._cut_off()
             for part in sorted(wanted):
-                asked[part] += 1
+                asked[part] += part in lost or part in late
                 await self._ask_for_mean(part)
             if not wanted:
-                await self._reach.until(self._news(), end if late else due)
+                until = end if late else due
+                cut_off = missing & self._cut_off()
+                await self._reach.until(self._news(), min(until, again_at) if cut_off else until)
         return True
 
-    def _orphans(self) -> set[int]:
-        """The shares whose reducer is dead, or sent a mean that is none."""
-        shares = enumerate(self._setup.shares)
-        return self._shares.lied | {
-            part for part, share in shares if share.reducer in self._reach.dead
+    @property
+    def _gone(self) -> set[str]:
+        """The members that are dead as far as one can know."""
+        return self._reach.dead | self.ballots.missed_by_several() - {self._setup.me}
+
+    def _lost(self) -> set[int]:
+        """The shares whose reducer is gone, or sent a mean that is none."""
+        gone, lied = self._gone, self._shares.lied
+        return {
+            part
+            for part, share in enumerate(self._setup.shares)
+            if share.reducer in gone or lied.get(part) == share.reducer
+        }
+
+    def _cut_off(self) -> set[int]:
+        """The shares whose mean would come to us through one that is gone, or lied."""
+        gone, lied = self._gone, self._shares.lied
+        return {
+            part
+            for part in range(len(self._setup.shares))
+            if part in lied or self._setup.sender(part) in gone
         }
 
     def _news(self) -> Callable[[], bool]:
         """Whether anything has happened since now that a collecting member looks at."""
 
         def seen() -> tuple[int, int, int]:
-            return len(self._shares.means), len(self._orphans()), len(self.ballots.voters())
+            state = self._shares.means, self._lost() | self._cut_off(), self.ballots.voters()
+            return len(state[0]), len(state[1]), len(state[2])
 
         known = seen()
         return lambda: seen() != known
 
     # ---- the vote --------------------------------------------------------------------------------
     async def settle(self) -> AttemptResult:
-        """After an undecided end: ask every member how it, and those it heard, voted."""
+        """After an undecided end: ask the members how they, and those they heard, voted."""
         limit_s = self._setup.silence_s
-        ballot = self.ballots.ballot
-        for peer in self._reach.others:
-            question = peer, ballot.round, ballot.attempt
-            for vote in await self._reach.call(limit_s, self._transport.ask_votes, *question) or ():
-                with suppress(ValueError):
-                    self.ballots.receive(vote)
+        for peer in self._nearest:
+            if self.ballots.decision.verdict is not Verdict.UNDECIDED:
+                break
+            await self._ask_for_votes(peer, limit_s)
         return await self._result(time.monotonic() + limit_s)
 
     async def _decide(self, record: bytes | None) -> AttemptResult:
@@ -250,22 +338,67 @@ class Attempt:
         self.record = record
         self.digest = None if record is None else digest_of(record)
         vote = self.ballots.cast(self.digest, () if record else tuple(sorted(self._missed())))
+        self._reach.notify()
         sending = [
-            self._reach.spawn(self._reach.call(setup.vote_s, self._transport.send_vote, peer, vote))
-            for peer in self._reach.others
+            self._reach.spawn(
+                self._reach.call(setup.vote_s, self._transport.send_votes, peer, [vote])
+            )
+            for peer in self._reach.row
         ]
-        deadline = time.monotonic() + setup.vote_s
-        await self._reach.until(
-            lambda: (
-                self.ballots.decision.verdict is not Verdict.UNDECIDED
-                or set(self._reach.members) <= self.ballots.voters() | self._reach.dead
-            ),
-            deadline,
-        )
+        # whoever gives up early hears the others when they, too, have given up or are done
+        deadline = self._started + setup.exchange_s + setup.vote_s
+        asking = self._reach.spawn(self._ask_our_row(deadline))
+        await self._reach.until(self._all_heard, deadline)
+        asking.cancel()
         result = await self._result(deadline)
+        self._tell_now()
         if sending:  # a vote that is under way decides the round for others
             await asyncio.wait(sending, timeout=max(0.0, deadline - time.monotonic()))
         return result
+
+    def _all_heard(self) -> bool:
+        """Whether the round is decided, or no further vote can come."""
+        decided = self.ballots.decision.verdict is not Verdict.UNDECIDED
+        return decided or set(self._reach.members) <= self.ballots.voters() | self._reach.dead
+
+    async def _ask_our_row(self, deadline: float) -> None:
+        """Ask one after the other for the votes that did not come to us."""
+        peers = [peer for peer in self._nearest if peer not in self._gone]
+        for peer in peers:
+            await self._reach.until(
+                lambda: False, min(deadline, time.monotonic() + self._setup.silence_s / 4)
+            )
+            await self._ask_for_votes(peer, self._setup.silence_s)
+
+    async def _ask_for_votes(self, peer: str, limit_s: float) -> None:
+        ballot = self.ballots.ballot
+        question = peer, ballot.round, ballot.attempt
+        votes = await self._reach.call(limit_s, self._transport.ask_votes, *question)
+        for vote in votes or ():
+            with suppress(ValueError):
+                self.ballots.receive(vote)
+        self._reach.notify()
+
+    async def _tell_other_rows(self) -> None:
+        """Pass our row's votes on, together as far as they come together."""
+        row, heard = set(self._setup.grid.row(self._setup.me)), self.ballots.voters
+        end = self._started + self._setup.exchange_s + 2 * self._setup.vote_s
+        while await self._reach.until(lambda: bool(self._untold), end):
+            await self._reach.until(
+                lambda: row <= heard() | self._gone, time.monotonic() + TALLY_PAUSE_S
+            )
+            self._tell_now()
+
+    @property
+    def _untold(self) -> set[str]:
+        """The members of our row whose votes the other rows have not from us."""
+        return self.ballots.voters() & set(self._setup.grid.row(self._setup.me)) - self._told
+
+    def _tell_now(self) -> None:
+        voters = self._untold
+        self._told |= voters
+        if voters:
+            self._tell(self._reach.opposite, voters)
 
     async def _result(self, deadline: float) -> AttemptResult:
         """Read the verdict; who lacks the record that was committed fetches it from its voters."""
@@ -282,6 +415,12 @@ class Attempt:
         )
 
     # ---- pieces ----------------------------------------------------------------------------------
+    @property
+    def _nearest(self) -> list[str]:
+        """The members that we can call: those of our row, then those opposite, then the others."""
+        near = [*self._reach.row, *self._reach.opposite, *self._reach.others]
+        return list(dict.fromkeys(near))
+
     def _push(
         self, function: Callable[..., Awaitable[None]], *args: Any, outlives: bool = False
     ) -> None:
@@ -291,16 +430,20 @@ class Attempt:
 
     async def _ask_for_mean(self, part: int) -> None:
         limit_s = min(self._setup.silence_s, max(0.1, self._remaining_s()))
-        for peer in self._reach.others:
-            if peer in self._reach.dead or part in self._shares.means:
+        setup, reach = self._setup, self._reach
+        column = setup.column_of(part)
+        reducers = [setup.reducer_in(column, row) for row in range(len(setup.grid.rows))]
+        for peer in dict.fromkeys([setup.shares[part].reducer, *reducers, *reach.row]):
+            if peer not in reach.others or peer in self._gone or part in self._shares.means:
                 continue
-            mean = await self._reach.call(limit_s, self._transport.fetch_mean, peer, part)
+            mean = await reach.call(limit_s, self._transport.fetch_mean, peer, part)
             if mean is not None and mean.part == part:
                 with suppress(PayloadRefused, ShareRefused):
-                    await self._shares.add_mean(mean)
+                    await self._take_mean(mean)
 
     async def _fetch_record(self, digest: str, deadline: float) -> bytes | None:
-        for peer in sorted(self.ballots.voters_for(digest) & set(self._reach.others)):
+        voters = self.ballots.voters_for(digest)
+        for peer in [peer for peer in self._nearest if peer in voters]:
             limit_s = max(0.1, deadline - time.monotonic())
             data = await self._reach.call(limit_s, self._transport.fetch_record, peer, digest)
             if data is not None and digest_of(data) == digest:

@@ -16,11 +16,11 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, cast
 
-from dilocox.compression.layout import split
 from dilocox.compression.stage_codec import StageCodec
 from dilocox.dht.manifest import Manifest
 from dilocox.peer.ballots import excluded_by
-from dilocox.peer.members import AttemptSetup, Member, PhaseCodecs, Share
+from dilocox.peer.grid import Grid
+from dilocox.peer.members import AttemptSetup, Member, PhaseCodecs
 from dilocox.peer.plan import RoundPlan
 from dilocox.peer.record import RoundRecord, largest_group
 from dilocox.peer.vote import may_start
@@ -162,10 +162,13 @@ def attempt_setup(
     codec: StageCodec,
     me: str,
     tickets: Mapping[str, Ticket],
+    *,
+    group: bytes,
 ) -> AttemptSetup:
     """The agreed facts of an attempt, from what its members stated.
 
-    A repeated attempt leaves out the peers that the signed aborts of the first one blame.
+    A repeated attempt leaves out the peers that the signed aborts of the first one blame. `group`:
+    the id of the group, from which its rows follow.
 
     Raises:
         GroupRefused: a member has another plan or no tokens, too few members, or nobody to reduce.
@@ -206,18 +209,16 @@ def attempt_setup(
     if not reducers:
         raise GroupRefused("no member can be reached from outside, so nobody can reduce")
     phases = codec.phases(plan.ranks)
+    grid = Grid.of(group, sorted(tickets), reducers, manifest.rounds.group_size)
     return AttemptSetup(
         me=me,
         members=members,
+        grid=grid,
         template=_template(order, manifest),
-        shares=tuple(
-            Share(phase=number, reducer=reducer, start=part.start, stop=part.stop)
-            for number, phase in enumerate(phases)
-            for reducer, part in zip(
-                reducers, split(phase.numel, len(reducers), phase.unit), strict=True
-            )
+        shares=grid.shares(phases),
+        codecs=tuple(
+            PhaseCodecs(send=phase.send, row=phase.row, mean=phase.mean) for phase in phases
         ),
-        codecs=tuple(PhaseCodecs(send=phase.send, mean=phase.mean) for phase in phases),
         plan=RoundPlan(manifest, codec),
         exchange_s=manifest.deadlines.exchange_s,
         vote_s=manifest.deadlines.vote_s,

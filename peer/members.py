@@ -12,6 +12,7 @@ from typing import Protocol
 from torch import Tensor
 
 from dilocox.compression.codec import Codec
+from dilocox.peer.grid import Grid, Share
 from dilocox.peer.record import RoundRecord, part_bytes
 from dilocox.peer.vote import Verdict
 
@@ -24,9 +25,12 @@ class ShareRefused(ValueError):
 
 @dataclass(frozen=True, kw_only=True)
 class Mean:
-    """The encoded mean of one part and the members whose values are in it."""
+    """The encoded mean of one share, and the members whose values are in it.
 
-    part: int  # the index of its share in the attempt's setup
+    Of a row's mean on its way to the other rows both are empty where nobody's values came.
+    """
+
+    part: int  # the index of its share in the attempt's setup, and of its part in the record
     contributors: tuple[str, ...]
     payload: bytes = field(repr=False)
 
@@ -34,8 +38,12 @@ class Mean:
 class Transport(Protocol):
     """How a member reaches the others; every method may raise ConnectionError."""
 
-    async def push_part(self, peer: str, part: int, payload: bytes) -> None:
-        """Send this member's encoded part to its reducer."""
+    async def push_part(self, peer: str, column: int, payload: bytes) -> None:
+        """Send this member's encoded part to the reducer of a column in its row."""
+        ...
+
+    async def push_row(self, peer: str, mean: Mean) -> None:
+        """Send this member's row's mean of a share to the one that averages it over the rows."""
         ...
 
     async def push_mean(self, peer: str, mean: Mean) -> None:
@@ -50,8 +58,8 @@ class Transport(Protocol):
         """Ask a member for the committed record of this round."""
         ...
 
-    async def send_vote(self, peer: str, vote: bytes) -> None:
-        """Send a signed vote."""
+    async def send_votes(self, peer: str, votes: Sequence[bytes]) -> None:
+        """Send signed votes, one's own or those of others."""
         ...
 
     async def ask_votes(self, peer: str, round_number: int, attempt: int) -> list[bytes]:
@@ -92,48 +100,77 @@ class Member:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Share:
-    """A part [start, stop) of one phase's vector, and the member that averages it."""
-
-    phase: int
-    reducer: str
-    start: int
-    stop: int
-
-    @property
-    def numel(self) -> int:
-        """How many values it has; where there are none, nothing is sent."""
-        return self.stop - self.start
-
-
-@dataclass(frozen=True, kw_only=True)
 class PhaseCodecs:
-    """How the parts of a phase go to their reducers, and how their means come back."""
+    """How the values of a phase go to a row's reducers, between the rows, and back to all."""
 
     send: Codec
+    row: Codec
     mean: Codec
 
 
 @dataclass(frozen=True, kw_only=True)
 class AttemptSetup:
-    """What all members of a group agree on, and who of them this one is."""
+    """What all members of a group agree on, and who of them this one is.
+
+    A *column* is numbered over all phases: those of phase 0 first. It has one share a row, and in
+    each row one member that averages its values there and brings its means.
+    """
 
     me: str
     members: tuple[Member, ...]  # sorted by peer
+    grid: Grid
     template: RoundRecord  # the record to be made, without members, parts and means
-    shares: tuple[Share, ...]  # all of phase 0 in the order of their reducers, then of phase 1
+    shares: tuple[Share, ...]  # as `Grid.shares` orders them
     codecs: tuple[PhaseCodecs, ...]  # one a phase
     plan: Planner
     exchange_s: float  # for all phases together
     vote_s: float
     silence_s: float
 
-    def max_bytes(self, part: int, kind: str) -> int:
-        """The most bytes of the payload of a share, or of its mean (`kind`: part, mean)."""
-        share = self.shares[part]
+    @property
+    def columns(self) -> range:
+        """The numbers of all columns."""
+        return range(len(self.shares) // len(self.grid.rows))
+
+    def shares_of(self, column: int) -> range:
+        """The indices of a column's shares."""
+        rows = len(self.grid.rows)
+        return range(column * rows, (column + 1) * rows)
+
+    def column_of(self, share: int) -> int:
+        """The column of a share."""
+        return share // len(self.grid.rows)
+
+    def span(self, column: int) -> slice:
+        """Where the values of a column lie in its phase's vector."""
+        shares = self.shares_of(column)
+        return slice(self.shares[shares[0]].start, self.shares[shares[-1]].stop)
+
+    def phase_of(self, column: int) -> int:
+        """The phase of a column."""
+        return self.shares[self.shares_of(column)[0]].phase
+
+    def reducer_in(self, column: int, row: int) -> str:
+        """The member of a row that averages a column there."""
+        return self.shares[self.shares_of(column)[row]].reducer
+
+    def collector(self, column: int) -> str:
+        """The member of one's own row that averages a column there, and brings its means."""
+        return self.reducer_in(column, self.grid.row_of[self.me])
+
+    def sender(self, share: int) -> str:
+        """Who brings the mean of a share: the one that encoded it, or one of one's own row."""
+        collector = self.collector(self.column_of(share))
+        return self.shares[share].reducer if collector == self.me else collector
+
+    def max_bytes(self, index: int, kind: str) -> int:
+        """The most bytes of a payload: `index` is a column for a part, a share for row and mean."""
+        if kind == "part":
+            span = self.span(index)
+            return part_bytes(self.codecs[self.phase_of(index)].send, span.stop - span.start)
+        share = self.shares[index]
         codecs = self.codecs[share.phase]
-        codec = codecs.send if kind == "part" else codecs.mean
-        return part_bytes(codec, share.numel)
+        return part_bytes(codecs.row if kind == "row" else codecs.mean, share.numel)
 
     def phase_ends_s(self) -> tuple[float, ...]:
         """The seconds from the start by which each phase should be over; the last: exchange_s.
@@ -141,8 +178,10 @@ class AttemptSetup:
         Each has a quarter of the time, for its arithmetic and the ways; the rest goes by bytes.
         """
         sizes = [0] * len(self.codecs)
+        for column in self.columns:
+            sizes[self.phase_of(column)] += self.max_bytes(column, "part")
         for index, share in enumerate(self.shares):
-            sizes[share.phase] += self.max_bytes(index, "part") + self.max_bytes(index, "mean")
+            sizes[share.phase] += self.max_bytes(index, "mean")
         rest = 1 - PHASE_SHARE * len(sizes)
         spans = [PHASE_SHARE + rest * size / max(1, sum(sizes)) for size in sizes]
         inner = accumulate(self.exchange_s * span for span in spans[:-1])

@@ -16,7 +16,7 @@ from dilocox.peer.members import AttemptSetup, Transport
 
 logger = logging.getLogger(__name__)
 
-MAX_WATCHED = 7  # neighbours that a member watches; larger groups share the work
+MAX_WATCHED = 7  # neighbours that a member watches in its row; larger groups share the work
 
 T = TypeVar("T")
 
@@ -36,7 +36,12 @@ class Reach:
         deaf = dial_out if setup.me in dial_out else set[str]()
         # whom this member can call: of two that only dial out neither can call the other
         self.others = tuple(peer for peer in self.members if peer not in {setup.me} | deaf)
-        self.dial_out = tuple(peer for peer in self.others if peer in dial_out)
+        grid = setup.grid
+        self.row, self.column, self.opposite = (
+            tuple(peer for peer in peers if peer in set(self.others))
+            for peers in (grid.row(setup.me), grid.column(setup.me), grid.opposite(setup.me))
+        )
+        self.dial_out = tuple(peer for peer in self.row if peer in dial_out)
         self.dead: set[str] = set()
         self._over = False
 
@@ -54,10 +59,14 @@ class Reach:
             task.cancel()
 
     def watch_neighbours(self) -> None:
-        """Begin to watch the members that are next to this one in the group's order."""
-        at = self.members.index(self._setup.me)
-        ring = [peer for peer in self.members[at + 1 :] + self.members[:at] if peer in self.others]
-        for peer in ring[:MAX_WATCHED]:
+        """Begin to watch the members that are next to this one in its row, and in its column."""
+        me, grid = self._setup.me, self._setup.grid
+        watched = set[str]()
+        for line in (grid.row(me), grid.column(me)):
+            at = line.index(me) if line else 0
+            ring = [peer for peer in line[at + 1 :] + line[:at] if peer in self.others]
+            watched.update(ring[:MAX_WATCHED])
+        for peer in sorted(watched):
             self.spawn(self._watch(peer))
 
     async def _watch(self, peer: str) -> None:

@@ -1,4 +1,5 @@
-"""The arithmetic of an attempt: parts in, one mean out; means in, one record out.
+"""The arithmetic of an attempt: parts in, a row's mean out; row means in, one mean out; means in,
+one record out.
 
 Runs in the averaging process's one pool thread, so that what is in a sum is what is named in its
 mean.
@@ -6,35 +7,48 @@ mean.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
 from dilocox.compression.codec import Codec, PayloadRefused
-from dilocox.peer.members import AttemptSetup, Mean, PhaseCodecs
+from dilocox.peer.members import AttemptSetup, Mean
 from dilocox.peer.record import Contribution, Part
 
 
-class Reduction:
-    """A share that one member averages: the sum so far, and whose values are in it."""
+@dataclass(frozen=True)
+class RowMean:
+    """The average of some members' values, fp32 [n], and who they are, sorted."""
 
-    def __init__(self, codecs: PhaseCodecs, weight: Mapping[str, int], numel: int):
-        self._codecs = codecs
+    contributors: tuple[str, ...]
+    values: Tensor = field(repr=False)
+
+    def part(self, piece: slice) -> RowMean:
+        """The same of some of the values."""
+        return RowMean(self.contributors, self.values[piece])
+
+
+class Reduction:
+    """Values that one member averages over its row: the sum so far, and whose values are in it."""
+
+    def __init__(self, codec: Codec, weight: Mapping[str, int], numel: int):
+        """weight: tokens by member of the row. codec: in which the values come."""
+        self._codec = codec
         self._weight = weight
         self._sum = torch.zeros(numel, dtype=torch.float32)
         self.in_sum: set[str] = set()
 
     def add(self, peer: str, payload: bytes) -> None:
         """Add a member's encoded part; PayloadRefused if it is malformed, nothing is added then."""
-        values = decode(self._codecs.send, payload, self._sum.numel())
+        values = decode(self._codec, payload, self._sum.numel())
         # shares of the whole, so that one member alone is not rounded: its share is exactly 1
         self._sum.add_(values.mul_(self._weight[peer] / sum(self._weight.values())))
         self.in_sum.add(peer)
 
-    def finish(self, part: int) -> Mean | None:
-        """The encoded mean of all that was added, once; None if nothing was."""
+    def finish(self) -> RowMean | None:
+        """The mean of all that was added; None if nothing was."""
         total = self._sum
         self._sum = torch.empty(0)  # an attempt is kept for a while after its end
         contributors = tuple(sorted(self.in_sum))
@@ -43,8 +57,24 @@ class Reduction:
         if len(contributors) < len(self._weight):
             present = sum(self._weight[peer] for peer in contributors)
             total.mul_(sum(self._weight.values()) / present)
-        payload = encode(self._codecs.mean, total)
-        return Mean(part=part, contributors=contributors, payload=payload)
+        return RowMean(contributors, total)
+
+
+def combine(
+    part: int, rows: Sequence[RowMean], *, codec: Codec, weight: Mapping[str, int]
+) -> Mean | None:
+    """The mean of a share over all rows, encoded once; None where no row has any.
+
+    rows: at most one of each row, in the order of the rows. weight: tokens by member.
+    """
+    if not rows:
+        return None
+    tokens = [sum(weight[peer] for peer in row.contributors) for row in rows]
+    total = torch.zeros_like(rows[0].values)
+    for row, count in zip(rows, tokens, strict=True):
+        total.add_(row.values, alpha=count / sum(tokens))
+    contributors = tuple(sorted(peer for row in rows for peer in row.contributors))
+    return Mean(part=part, contributors=contributors, payload=encode(codec, total))
 
 
 def assemble_record(setup: AttemptSetup, means: Mapping[int, Mean]) -> bytes:

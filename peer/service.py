@@ -24,6 +24,7 @@ from hivemind.proto import runtime_pb2
 
 from dilocox.compression.codec import PayloadRefused
 from dilocox.peer import catchup
+from dilocox.peer.bitmap import bitmap_of
 from dilocox.peer.counts import Counts, byte_kind
 from dilocox.peer.exchange import Attempt
 from dilocox.peer.members import Mean, ShareRefused
@@ -32,14 +33,17 @@ from dilocox.peer.transport import (
     CHUNK_BYTES,
     FrameRefused,
     chunk_of,
+    contributors_in,
     reply,
     unpack,
 )
 from dilocox.peer.uploads import Uploads
+from dilocox.peer.vote import MAX_MEMBERS
 
 GROUP_WAIT_S = 5.0  # a part may come before its receiver has heard that the group stands
 HEARTBEAT_S = 0.5
 DISCARD_LIMIT_S = 5.0
+MAX_VOTES = 2 * MAX_MEMBERS  # in one message; a member may be seen to vote for two things
 
 T = TypeVar("T")
 
@@ -68,7 +72,7 @@ class PeerService(ServicerBase):
     async def rpc_put(
         self, request: AsyncIterator[runtime_pb2.ExpertRequest], context: P2PContext
     ) -> runtime_pb2.ExpertResponse:
-        """A part or an averaged part of a running attempt."""
+        """A part, a row's mean or an averaged share of a running attempt."""
         peer = str(context.remote_id)
         limit_s = self.config.manifest.deadlines.exchange_s
         try:
@@ -85,8 +89,8 @@ class PeerService(ServicerBase):
         header = unpack(await anext(aiter(request)))
         attempt = await self.find_attempt(header.get("group"))
         part, size = header.get("part"), header.get("bytes")
-        kind = "part" if header.get("kind") == "part" else "mean"
-        if not isinstance(part, int) or not attempt.has_part(part):
+        kind = str(header.get("kind"))
+        if not isinstance(part, int) or not attempt.has_part(part, kind):
             raise FrameRefused("no such part")
         if not isinstance(size, int) or not 0 <= size <= attempt.max_bytes(part, kind):
             raise FrameRefused(f"{size} bytes for part {part}")
@@ -103,17 +107,18 @@ class PeerService(ServicerBase):
         if kind == "part":
             await attempt.on_part(peer, part, bytes(payload))
         else:
-            names = tuple(str(name) for name in header.get("contributors", ()))
-            await attempt.on_mean(peer, Mean(part=part, contributors=names, payload=bytes(payload)))
+            names = contributors_in(attempt.members, header)
+            mean = Mean(part=part, contributors=names, payload=bytes(payload))
+            await (attempt.on_row if kind == "row" else attempt.on_mean)(peer, mean)
         return reply({})
 
     async def rpc_vote(
         self, request: runtime_pb2.ExpertRequest, context: P2PContext
     ) -> runtime_pb2.ExpertResponse:
-        """A signed vote of a running attempt."""
+        """Signed votes of a running attempt."""
         try:
             attempt = await self.find_attempt(unpack(request).get("group"))
-            attempt.on_vote(chunk_of(request))
+            attempt.on_votes([tensor.buffer for tensor in request.tensors[:MAX_VOTES]])
         except ValueError as error:
             self.refused.add("group" if isinstance(error, NoSuchGroup) else "vote")
             return reply({"refused": str(error)[:200]})
@@ -189,9 +194,10 @@ class PeerService(ServicerBase):
             case "mean":
                 attempt = self.attempts.get(want["group"])
                 mean = None if attempt is None else attempt.mean(int(want["part"]))
-                if mean is None:
+                if attempt is None or mean is None:
                     return None
-                return catchup.Source.of(mean.payload, contributors=list(mean.contributors))
+                bits = bitmap_of(attempt.members, mean.contributors)
+                return catchup.Source.of(mean.payload, contributors=bits)
             case "record" | "certificate":
                 digest, header = str(want["digest"]), bool(want.get("header"))
                 whole = want["what"] == "record" and not header

@@ -1,4 +1,4 @@
-"""What one member holds of an attempt's shares: the sums it makes, the means it has.
+"""What one member holds of an attempt: the sums it makes over its row and over all rows, the means.
 
 Here it is decided what is taken from whom; when to wait and whom to ask is exchange.py. Shares of
 a later phase are taken at any time: a member that is ahead must not wait for those behind. Sums,
@@ -7,8 +7,9 @@ codecs and records are computed in the pool, everything else happens in the even
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -16,7 +17,14 @@ from torch import Tensor
 
 from dilocox.compression.codec import PayloadRefused
 from dilocox.peer.members import AttemptSetup, Mean, ShareRefused
-from dilocox.peer.reduction import Reduction, assemble_record, decode
+from dilocox.peer.reduction import (
+    Reduction,
+    RowMean,
+    assemble_record,
+    combine,
+    decode,
+    encode,
+)
 
 T = TypeVar("T")
 
@@ -30,12 +38,22 @@ class Compute(Protocol):
 
 
 @dataclass
-class _Duty:
-    """A share that this member averages."""
+class _Column:
+    """A part that this member averages over its row."""
 
     reduction: Reduction
     offered: set[str] = field(default_factory=set[str])  # whose part came, sound or not
     refused: set[str] = field(default_factory=set[str])  # whose part was malformed
+    closed: bool = False
+
+
+@dataclass
+class _Rows:
+    """A share that this member averages over all rows."""
+
+    means: dict[int, RowMean | None] = field(default_factory=dict[int, RowMean | None])
+    offered: set[int] = field(default_factory=set[int])  # rows whose mean came, sound or not
+    refused: set[int] = field(default_factory=set[int])  # rows whose mean was malformed
     closed: bool = False
 
 
@@ -46,29 +64,37 @@ class Shares:
         self._setup = setup
         self._compute = compute
         self._weight = {member.peer: member.tokens for member in setup.members}
-        self._duties = {
-            part: _Duty(Reduction(setup.codecs[share.phase], self._weight, share.numel))
+        row = {peer: self._weight[peer] for peer in setup.grid.row(setup.me)}
+        self._columns = {
+            column: _Column(Reduction(codec, row, numel))
+            for column in setup.columns
+            if setup.collector(column) == setup.me
+            if (numel := setup.span(column).stop - setup.span(column).start)
+            if (codec := setup.codecs[setup.phase_of(column)].send)
+        }
+        self._rows = {
+            part: _Rows()
             for part, share in enumerate(setup.shares)
             if share.reducer == setup.me and share.numel
         }
         self._decoded: dict[int, Tensor] = {}  # means that a later phase builds on
         self.means: dict[int, Mean] = {}
-        self.lied: set[int] = set()  # shares whose reducer sent a malformed mean
+        self.lied: dict[int, str] = {}  # who sent a malformed mean of a share
 
-    # ---- what it is ours to average --------------------------------------------------------------
+    # ---- what it is ours to average over our row -------------------------------------------------
     @property
-    def duties(self) -> list[int]:
-        """The shares that this member averages."""
-        return list(self._duties)
+    def own_columns(self) -> list[int]:
+        """The columns that this member averages over its row."""
+        return list(self._columns)
 
-    async def add_part(self, peer: str, part: int, payload: bytes) -> None:
-        """Add a member's part to the sum of its share.
+    async def add_part(self, peer: str, column: int, payload: bytes) -> None:
+        """Add a member's part to the sum of its row.
 
         Raises:
-            ShareRefused: not our share, a stranger, a second part, or one that comes too late.
-            PayloadRefused: malformed; the member is left out of this share.
+            ShareRefused: not our column, a stranger, a second part, or one that comes too late.
+            PayloadRefused: malformed; the member is left out of this part.
         """
-        duty = self.check_sender(peer, part)
+        duty = self.check_sender(peer, column)
         duty.offered.add(peer)
         try:
             await self._compute(duty.reduction.add, peer, payload)
@@ -76,32 +102,110 @@ class Shares:
             duty.refused.add(peer)
             raise
 
-    def check_sender(self, peer: str, part: int) -> _Duty:
+    def check_sender(self, peer: str, column: int) -> _Column:
         """What a member's part would be added to; ShareRefused as `add_part` would."""
-        duty = self._duties.get(part)
-        if peer not in self._weight or duty is None:
-            raise ShareRefused(f"part {part} is not ours to average for {peer}")
+        duty = self._columns.get(column)
+        if peer not in self._setup.grid.row(self._setup.me) or duty is None:
+            raise ShareRefused(f"part {column} is not ours to average for {peer}")
         if peer in duty.offered or duty.closed:
             raise ShareRefused(f"the part of {peer} is not waited for any more")
         return duty
 
-    def awaited(self, part: int) -> set[str]:
-        """The members whose part of our share is neither in the sum nor given up."""
-        duty = self._duties[part]
-        return self._weight.keys() - duty.reduction.in_sum - duty.refused
+    def awaited(self, column: int) -> set[str]:
+        """The members of our row whose part is neither in the sum nor given up."""
+        duty = self._columns[column]
+        row = set(self._setup.grid.row(self._setup.me))
+        return row - duty.reduction.in_sum - duty.refused
 
-    async def reduce(self, part: int) -> Mean | None:
-        """The mean of what came for our share; None if nothing did. Nothing is taken after that."""
-        duty = self._duties[part]
+    async def reduce(self, column: int) -> RowMean | None:
+        """Our row's mean; None if nothing came. Nothing is taken after that."""
+        duty = self._columns[column]
         duty.closed = True
-        mean = await self._compute(duty.reduction.finish, part)
+        mean = await self._compute(duty.reduction.finish)
+        own = self._setup.grid.row_of[self._setup.me]
+        for part in self._setup.shares_of(column):
+            if part in self._rows:
+                self._rows[part].means[own] = mean and mean.part(self._piece(part))
+        return mean
+
+    async def row_mean(self, part: int, mean: RowMean | None) -> Mean:
+        """Our row's mean of a share as another row gets it."""
+        if mean is None:
+            return Mean(part=part, contributors=(), payload=b"")
+        codec = self._setup.codecs[self._setup.shares[part].phase].row
+        values = mean.values[self._piece(part)]
+        payload = await self._compute(encode, codec, values)
+        return Mean(part=part, contributors=mean.contributors, payload=payload)
+
+    def _piece(self, part: int) -> slice:
+        """Where the values of a share lie in its column's part."""
+        share = self._setup.shares[part]
+        first = self._setup.span(self._setup.column_of(part)).start
+        return slice(share.start - first, share.stop - first)
+
+    # ---- what it is ours to average over all rows ------------------------------------------------
+    async def add_row(self, peer: str, mean: Mean) -> None:
+        """Take another row's mean of a share that is ours to average over all rows.
+
+        Raises:
+            ShareRefused: not our share, not from the one that averages it there, a second one, one
+                that comes too late, or contributors that are not of that row.
+            PayloadRefused: malformed; that row is left out of this share.
+        """
+        duty = self.check_row(peer, mean.part)
+        row = self._setup.grid.row_of[peer]
+        members = set(self._setup.grid.rows[row])
+        duty.offered.add(row)
+        try:
+            if not set(mean.contributors) <= members or not _sorted(mean.contributors):
+                raise ShareRefused("a row's mean names strangers, or somebody twice")
+            if not mean.contributors:
+                duty.means[row] = None
+                return
+            share = self._setup.shares[mean.part]
+            codec = self._setup.codecs[share.phase].row
+            values = await self._compute(decode, codec, mean.payload, share.numel)
+        except (PayloadRefused, ShareRefused):
+            duty.refused.add(row)
+            raise
+        if not duty.closed:
+            duty.means[row] = RowMean(mean.contributors, values)
+
+    def check_row(self, peer: str, part: int) -> _Rows:
+        """What a row's mean would be added to; ShareRefused as `add_row` would."""
+        duty, row = self._rows.get(part), self._setup.grid.row_of.get(peer)
+        if duty is None or row is None:
+            raise ShareRefused(f"part {part} is not ours to average for {peer}")
+        if (
+            peer == self._setup.me
+            or self._setup.reducer_in(self._setup.column_of(part), row) != peer
+        ):
+            raise ShareRefused(f"part {part} is not averaged by {peer} in its row")
+        if row in duty.offered or duty.closed:
+            raise ShareRefused(f"the row of {peer} is not waited for any more")
+        return duty
+
+    def awaited_rows(self, part: int) -> set[str]:
+        """The reducers of other rows whose mean of our share is neither here nor given up."""
+        duty, column = self._rows[part], self._setup.column_of(part)
+        rows = set(range(len(self._setup.grid.rows))) - duty.means.keys() - duty.refused
+        return {self._setup.reducer_in(column, row) for row in rows}
+
+    async def combine(self, part: int) -> Mean | None:
+        """The mean of our share over all rows that came; None if nothing did."""
+        duty = self._rows[part]
+        duty.closed = True
+        rows = [mean for _, mean in sorted(duty.means.items()) if mean is not None]
+        duty.means = {}
+        codec = self._setup.codecs[self._setup.shares[part].phase].mean
+        mean = await self._compute(partial(combine, codec=codec, weight=self._weight), part, rows)
         if mean is not None:
             await self._keep(mean, checked=True)
         return mean
 
     # ---- the means -------------------------------------------------------------------------------
-    async def add_mean(self, mean: Mean) -> None:
-        """Take an averaged share, whoever brings it.
+    async def add_mean(self, mean: Mean) -> bool:
+        """Take an averaged share, whoever brings it; False if it was here already.
 
         Raises:
             ShareRefused: no share of this attempt, or contributors that cannot be.
@@ -109,12 +213,12 @@ class Shares:
         """
         if not self.known(mean.part) or not self._setup.shares[mean.part].numel:
             raise ShareRefused(f"part {mean.part} has no mean")
-        names = set(mean.contributors)
-        if not names or not names <= set(self._weight) or sorted(names) != list(mean.contributors):
+        names = mean.contributors
+        if not names or not set(names) <= self._weight.keys() or not _sorted(names):
             raise ShareRefused("an averaged part names nobody, strangers, or somebody twice")
-        await self._keep(mean)
+        return await self._keep(mean)
 
-    async def _keep(self, mean: Mean, *, checked: bool = False) -> None:
+    async def _keep(self, mean: Mean, *, checked: bool = False) -> bool:
         """Keep the first mean of a share, decoded too where a later phase needs it."""
         share = self._setup.shares[mean.part]
         needed = share.phase + 1 < len(self._setup.codecs)
@@ -123,7 +227,7 @@ class Shares:
             values = await self._compute(decode, codec, mean.payload, share.numel)
             if needed and mean.part not in self.means:
                 self._decoded[mean.part] = values
-        self.means.setdefault(mean.part, mean)
+        return self.means.setdefault(mean.part, mean) is mean
 
     def known(self, part: int) -> bool:
         """Whether the attempt has this share."""
@@ -150,8 +254,11 @@ class Shares:
     # ---- who is to blame -------------------------------------------------------------------------
     def refused(self) -> set[str]:
         """The members that sent something malformed."""
-        senders = {peer for duty in self._duties.values() for peer in duty.refused}
-        return senders | {self._setup.shares[part].reducer for part in self.lied}
+        senders = {peer for duty in self._columns.values() for peer in duty.refused}
+        for part, duty in self._rows.items():
+            column = self._setup.column_of(part)
+            senders |= {self._setup.reducer_in(column, row) for row in duty.refused}
+        return senders | set(self.lied.values())
 
     def silent(self) -> set[str]:
         """The reducers whose mean is missing in the first phase that lacks one.
@@ -162,3 +269,7 @@ class Shares:
             if missing := self.missing(phase):
                 return {self._setup.shares[part].reducer for part in missing}
         return set()
+
+
+def _sorted(names: Sequence[str]) -> bool:
+    return list(names) == sorted(set(names))

@@ -16,7 +16,7 @@ import asyncio
 import logging
 import re
 import time
-from collections.abc import AsyncIterator, Callable, Generator
+from collections.abc import AsyncIterator, Callable, Generator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, cast
@@ -26,6 +26,7 @@ from hivemind.p2p import P2P, P2PDaemonError, PeerID
 from hivemind.proto import runtime_pb2
 
 from dilocox.dht.errors import DilocoxError
+from dilocox.peer.bitmap import bitmap_of, chosen_in
 from dilocox.peer.counts import BYTE_KINDS, Counts, byte_kind
 from dilocox.peer.members import Mean
 
@@ -93,6 +94,17 @@ def chunk_of(frame: Any) -> bytes:
     return b"".join(tensor.buffer for tensor in frame.tensors)
 
 
+def contributors_in(members: Sequence[str], facts: dict[str, Any]) -> tuple[str, ...]:
+    """Whom the facts of a mean name of a group's members; FrameRefused if they are none."""
+    bits = facts.get("contributors")
+    if not isinstance(bits, bytes):
+        raise FrameRefused("a mean does not say whose it is")
+    try:
+        return chosen_in(members, bits)
+    except ValueError as error:
+        raise FrameRefused(f"a mean of members that are none: {error}") from error
+
+
 def _packb(facts: dict[str, Any]) -> bytes:
     return cast(bytes, msgpack.packb(facts))  # pyright: ignore[reportUnknownMemberType]
 
@@ -157,6 +169,7 @@ class PeerTransport:
         sent: Counts | None = None,
         received: Counts | None = None,
         group: bytes = b"",
+        members: tuple[str, ...] = (),
     ):
         """record_bytes: the most that a record of this stage, or a mean in it, may have.
         `sent`, `received`: where payload bytes are counted, by kind.
@@ -168,9 +181,10 @@ class PeerTransport:
         self._sent = sent or Counts(BYTE_KINDS)
         self._received = received or Counts(BYTE_KINDS)
         self._group = group
+        self._members = members
 
-    def for_group(self, group: bytes) -> PeerTransport:
-        """The same calls, within one averaging group."""
+    def for_group(self, group: bytes, members: tuple[str, ...]) -> PeerTransport:
+        """The same calls, within one averaging group of these members, sorted."""
         return PeerTransport(
             p2p=self._p2p,
             stub_for=self._stub_for,
@@ -179,28 +193,34 @@ class PeerTransport:
             sent=self._sent,
             received=self._received,
             group=group,
+            members=members,
         )
 
     # ---- within a group --------------------------------------------------------------------------
-    async def push_part(self, peer: str, part: int, payload: bytes) -> None:
-        """Send this member's encoded part to its reducer."""
-        await self._push(peer, {"kind": "part", "part": part}, payload)
+    async def push_part(self, peer: str, column: int, payload: bytes) -> None:
+        """Send this member's encoded part to the reducer of a column in its row."""
+        await self._push(peer, {"kind": "part", "part": column}, payload)
+
+    async def push_row(self, peer: str, mean: Mean) -> None:
+        """Send this member's row's mean of a share to the one that averages it over the rows."""
+        await self._push(peer, {"kind": "row"} | self._about(mean), mean.payload)
 
     async def push_mean(self, peer: str, mean: Mean) -> None:
-        """Send an averaged part to a member."""
-        facts = {"kind": "mean", "part": mean.part, "contributors": list(mean.contributors)}
-        await self._push(peer, facts, mean.payload)
+        """Send an averaged share to a member."""
+        await self._push(peer, {"kind": "mean"} | self._about(mean), mean.payload)
+
+    def _about(self, mean: Mean) -> dict[str, Any]:
+        bits = bitmap_of(self._members, mean.contributors)
+        return {"part": mean.part, "contributors": bits}
 
     async def fetch_mean(self, peer: str, part: int) -> Mean | None:
-        """Ask a member for an averaged part; None if it has none."""
+        """Ask a member for an averaged share; None if it has none."""
         want = {"what": "mean", "group": self._group, "part": part}
         blob = await self.fetch(peer, want, limit_bytes=self._record_bytes)
         if blob is None:
             return None
-        names = blob.facts.get("contributors")
-        stated = cast("list[object]", names) if isinstance(names, list) else []
-        contributors = tuple(str(name) for name in stated)
-        return Mean(part=part, contributors=contributors, payload=blob.data)
+        names = contributors_in(self._members, blob.facts)
+        return Mean(part=part, contributors=names, payload=blob.data)
 
     async def fetch_record(self, peer: str, digest: str, *, older: bool = False) -> bytes | None:
         """Ask a member for a round record; `older` as for `headers.fetch_header`."""
@@ -208,10 +228,14 @@ class PeerTransport:
         blob = await self.fetch(peer, want, limit_bytes=self._record_bytes)
         return None if blob is None else blob.data
 
-    async def send_vote(self, peer: str, vote: bytes) -> None:
-        """Send a signed vote."""
+    async def send_votes(self, peer: str, votes: Sequence[bytes]) -> None:
+        """Send signed votes, one's own or those of others."""
+        tensors = [runtime_pb2.Tensor(buffer=vote) for vote in votes]
         with _reached(peer):
-            await self._stub(peer).rpc_vote(pack({"group": self._group}, vote))
+            request = runtime_pb2.ExpertRequest(
+                metadata=_packb({"group": self._group}), tensors=tensors
+            )
+            await self._stub(peer).rpc_vote(request)
 
     async def ask_votes(self, peer: str, round_number: int, attempt: int) -> list[bytes]:
         """Ask a member for the votes of this group's attempt that it holds."""

@@ -10,9 +10,8 @@ from torch import Tensor
 
 from dilocox.compression.layout import split
 from dilocox.compression.stage_codec import Phase, StageCodec
-from dilocox.peer.members import PhaseCodecs
 from dilocox.peer.record import Contribution, Part, RoundRecord
-from dilocox.peer.reduction import Reduction, decode, encode
+from dilocox.peer.reduction import Reduction, combine, decode, encode
 from tests.peer.members import template
 
 Lost = Callable[[str, int, int], bool]
@@ -82,9 +81,9 @@ def averaged(
 def _mean(
     phase: Phase, place: slice, sent: Mapping[str, bytes], weights: Mapping[str, int]
 ) -> bytes:
-    codecs = PhaseCodecs(send=phase.send, mean=phase.mean)
-    reduction = Reduction(codecs, weights, place.stop - place.start)
+    reduction = Reduction(phase.send, weights, place.stop - place.start)
     for peer, payload in sent.items():
         reduction.add(peer, payload)
-    mean = reduction.finish(0)
+    row = reduction.finish()
+    mean = combine(0, [row] if row else [], codec=phase.mean, weight=weights)
     return b"" if mean is None else mean.payload

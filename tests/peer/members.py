@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Generator
+from collections.abc import AsyncIterator, Callable, Generator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dilocox.compression.layout import FlatLayout, split
+from dilocox.compression.layout import FlatLayout
 from dilocox.compression.stage_codec import StageCodec
 from dilocox.dht.identity import Identity
 from dilocox.dht.manifest import Manifest
@@ -20,7 +20,8 @@ from dilocox.peer.adaptation import RoundFacts
 from dilocox.peer.ballots import Ballots, excluded_by
 from dilocox.peer.certificate import Ballot
 from dilocox.peer.exchange import Attempt
-from dilocox.peer.members import AttemptResult, AttemptSetup, Mean, Member, PhaseCodecs, Share
+from dilocox.peer.grid import Grid
+from dilocox.peer.members import AttemptResult, AttemptSetup, Mean, Member, PhaseCodecs
 from dilocox.peer.plan import RoundPlan, stage_codec
 from dilocox.peer.record import RoundRecord, digest_of, parse_record
 from dilocox.peer.roundlog import RoundLog
@@ -32,8 +33,8 @@ EXCHANGE_S, VOTE_S, SILENCE_S = 2.0, 1.0, 0.5  # a busy machine stands still for
 LIMIT_S = 10.0  # of a test's group
 
 Passes = Callable[[str, str, str], bool]
-"""(sender, receiver, kind) -> whether a message gets through. Parts and means carry their phase:
-part0, mean0, part1, mean1; the others are fetch, vote, ask, beat.
+"""(sender, receiver, kind) -> whether a message gets through. Parts, rows and means carry their
+phase: part0, row0, mean0, part1, row1, mean1; the others are fetch, vote, ask, beat.
 """
 
 
@@ -53,11 +54,17 @@ class Link:
         self._me = me
         self._group = group
 
-    async def push_part(self, peer: str, part: int, payload: bytes) -> None:
-        kind = f"part{self._group.shares[part].phase}"
+    async def push_part(self, peer: str, column: int, payload: bytes) -> None:
+        kind = f"part{self._group.setups[self._me].phase_of(column)}"
         attempt = await self._to(peer, kind)
         with refused_as_lost():
-            await attempt.on_part(self._me, part, payload)
+            await attempt.on_part(self._me, column, payload)
+
+    async def push_row(self, peer: str, mean: Mean) -> None:
+        kind = f"row{self._group.shares[mean.part].phase}"
+        attempt = await self._to(peer, kind)
+        with refused_as_lost():
+            await attempt.on_row(self._me, mean)
 
     async def push_mean(self, peer: str, mean: Mean) -> None:
         kind = f"mean{self._group.shares[mean.part].phase}"
@@ -72,8 +79,8 @@ class Link:
         attempt = await self._to(peer, "fetch")
         return attempt.record if attempt.digest == digest else None
 
-    async def send_vote(self, peer: str, vote: bytes) -> None:
-        (await self._to(peer, "vote")).on_vote(vote)
+    async def send_votes(self, peer: str, votes: Sequence[bytes]) -> None:
+        (await self._to(peer, "vote")).on_votes(votes)
 
     async def ask_votes(self, peer: str, round_number: int, attempt: int) -> list[bytes]:
         return (await self._to(peer, "ask")).ballots.all_bytes()
@@ -130,6 +137,8 @@ class Group:
         bits: int = 4,
         clients: frozenset[int] = frozenset(),
         exchange_s: float = EXCHANGE_S,
+        silence_s: float = SILENCE_S,
+        group_size: int = 32,
     ):
         """`clients`: those that can only dial out, so that they average nothing.
 
@@ -154,7 +163,10 @@ class Group:
             Member(peer=peer, tokens=tokens, exchange_s=0.0, step_s=0.0, client_mode=at in clients)
             for at, (peer, tokens) in enumerate(zip(self.peers, self.tokens, strict=True))
         )
-        self.shares = self._shares(ranks)
+        phases = self.codec.phases(ranks)
+        reducers = [member.peer for member in self.members if not member.client_mode]
+        self.grid = Grid.of(b"group", self.peers, reducers, group_size)
+        self.shares = self.grid.shares(phases)
         ballot = Ballot(
             run="run", stage=0, round=3, attempt=0, group=b"group", members=tuple(self.peers)
         )
@@ -163,16 +175,16 @@ class Group:
             setup = self.setups[me] = AttemptSetup(
                 me=me,
                 members=self.members,
+                grid=self.grid,
                 template=template(ranks=ranks, window=()),
                 shares=self.shares,
                 codecs=tuple(
-                    PhaseCodecs(send=phase.send, mean=phase.mean)
-                    for phase in self.codec.phases(ranks)
+                    PhaseCodecs(send=phase.send, row=phase.row, mean=phase.mean) for phase in phases
                 ),
                 plan=RoundPlan(manifest, self.codec),
                 exchange_s=exchange_s,
                 vote_s=VOTE_S,
-                silence_s=SILENCE_S,
+                silence_s=silence_s,
             )
             log = RoundLog(folder / me, manifest_digest=MANIFEST_DIGEST, codec=self.codec)
             self.attempts[me] = Attempt(
@@ -182,16 +194,6 @@ class Group:
                 ballots=Ballots(identity=identity, ballot=ballot, log=log),
                 pool=self.pool,
             )
-
-    def _shares(self, ranks: tuple[int, ...]) -> tuple[Share, ...]:
-        reducers = [member.peer for member in self.members if not member.client_mode]
-        return tuple(
-            Share(phase=number, reducer=reducer, start=part.start, stop=part.stop)
-            for number, phase in enumerate(self.codec.phases(ranks))
-            for reducer, part in zip(
-                reducers, split(phase.numel, len(reducers), phase.unit), strict=True
-            )
-        )
 
     def part(self, phase: int, reducer: str) -> int:
         """The number of a member's share in a phase."""

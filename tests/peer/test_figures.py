@@ -7,7 +7,7 @@ import asyncio
 import itertools
 import multiprocessing
 import os
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -238,7 +238,7 @@ class FakeAttempt:
         self.error: Exception | None = None
         self.taken: list[tuple[int, bytes]] = []
 
-    def has_part(self, part: int) -> bool:
+    def has_part(self, part: int, kind: str) -> bool:
         return part < 2
 
     def max_bytes(self, part: int, kind: str) -> int:
@@ -252,7 +252,7 @@ class FakeAttempt:
             raise self.error
         self.taken.append((part, payload))
 
-    def on_vote(self, vote: bytes) -> None:
+    def on_votes(self, votes: Sequence[bytes]) -> None:
         raise ValueError("no vote of this attempt")
 
 
@@ -389,7 +389,7 @@ def test_downloads_are_counted_by_kind_on_both_sides(
         record_bytes=1 << 20,
         received=received,
     )
-    blob = asyncio.run(transport.for_group(b"g").fetch(PEER, {"what": what}, limit_bytes=1 << 20))
+    blob = asyncio.run(transport.fetch(PEER, {"what": what}, limit_bytes=1 << 20))
     assert blob is not None
     assert len(blob.data) == 2 * CHUNK_BYTES + 9
     assert counted(received) == counted(service.sent) == {kind: 2 * CHUNK_BYTES + 9}

@@ -84,7 +84,11 @@ def test_a_record_is_served_when_no_exchange_needs_the_uplink(service: PeerServi
         mean = SimpleNamespace(payload=RECORD, contributors=("a",))
         ballots = SimpleNamespace(ballot=SimpleNamespace(members=("QmMember",)))
         attempt: Any = SimpleNamespace(
-            mean=lambda part: mean, digest=WANT["digest"], record=RECORD, ballots=ballots
+            mean=lambda part: mean,
+            members=("a",),
+            digest=WANT["digest"],
+            record=RECORD,
+            ballots=ballots,
         )
         service.attempts[b"group"] = attempt
         with service.limit.exchange():

@@ -26,6 +26,8 @@ MAX_LIFETIME_S: dict[Kind, float] = {
     "part": 3600.0,
     "round": 3600.0,
 }
+# Of a round or another index; what is larger is in no key.
+MAX_INDEX = 9_999_999_999
 MAX_DECLARATION_LIFETIME_S = 3600.0
 
 _KEY = re.compile(

@@ -103,6 +103,7 @@ class ReplicaRecord(Record):
     waiting_share: of its last round, for averages; from 0 to 1.
     codec: of the activations.
     last_fault: one line, or empty.
+    hear_s: seconds until this head has surely heard a bell that was written now.
     """
 
     kind: ClassVar[Kind] = "replica"
@@ -119,6 +120,7 @@ class ReplicaRecord(Record):
     waiting_share: float = 0.0
     codec: str
     last_fault: str
+    hear_s: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)

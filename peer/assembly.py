@@ -174,7 +174,6 @@ class Assembly:
             run=self._joined.run,
             me=self._place.me,
             parts=self._manifest.data.parts,
-            lifetime_s=self._manifest.deadlines.record_lifetime_s,
             first=self._snapshots.data_state().get("part") if self._snapshots.found else None,
         )
 

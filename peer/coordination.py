@@ -22,6 +22,7 @@ from dilocox.peer.plan import RoundPlan, stage_codec
 from dilocox.peer.revision import ManifestWatch
 from dilocox.peer.roundlog import RoundLog
 from dilocox.peer.vote import AloneWatch
+from dilocox.peer.worker import WorkerThread
 from dilocox.pipeline.stage_choice import Mover
 
 
@@ -86,5 +87,7 @@ def coordinator_of(
         lease=lease,
         mover=mover,
         watch=ManifestWatch(joined.swarm, place.run, place.manifest, manifest_file),
+        reader=WorkerThread("dht reads"),
+        writer=WorkerThread("dht writes"),
         first_round=first_round,
     )

@@ -1,8 +1,9 @@
 """A peer's dealings with the swarm, in a thread of its own, so that training never waits for them.
 
-It publishes this peer's records, looks at those of the others, says when a round ends, drives the
-exchange of a send (driver.py) and follows the chain (chain.py). What the training loop must know
-comes to it as events; what it is doing it leaves in `progress`.
+It says when a round ends, drives the exchange of a send (driver.py) and follows the chain
+(chain.py). It looks at the others' records and publishes this peer's through two workers: over far
+links each call to the DHT takes seconds, and no exchange may wait for one. What the training loop
+must know comes to it as events; what it is doing it leaves in `progress`.
 """
 
 from __future__ import annotations
@@ -11,12 +12,14 @@ import logging
 import os
 import threading
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import cast
 
 from dilocox.dht.clock import Clock
 from dilocox.dht.errors import UnreadableManifest
 from dilocox.dht.node import RunDHT
+from dilocox.dht.records import Record, ReplicaRecord
 from dilocox.peer.averager import StageAverager
 from dilocox.peer.chain import ChainFollower
 from dilocox.peer.driver import NO_GROUP_S, ExchangeDriver
@@ -30,6 +33,7 @@ from dilocox.peer.round_keeper import RoundKeeper
 from dilocox.peer.view import SwarmView
 from dilocox.peer.vote import AloneWatch
 from dilocox.peer.ways import Ways
+from dilocox.peer.worker import Pending, Worker
 from dilocox.pipeline.stage_choice import Mover
 
 logger = logging.getLogger(__name__)
@@ -37,12 +41,23 @@ logger = logging.getLogger(__name__)
 TICK_S = 0.1
 CLOSE_LIMIT_S = 5.0
 BOOTSTRAP_LIMIT_S = 3.0
-LOOK_S = 1.0  # how often the DHT is read at most; a bell is heard that late
+FOLLOW_S = 1.0  # how often the round is followed without news
+FADES = 0.8  # of the longest time that a call took, with every one that is faster
 MOVE_TURN_S = 60.0  # whose turn it is to move changes that often
 
 
 class ChildDied(RuntimeError):
     """A process of this peer is gone: it must start anew from its snapshot."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Looked:
+    """What a look at the DHT came to. bootstrap: whether one answers, None if it was not asked."""
+
+    answered: bool
+    revised: bool
+    bootstrap: bool | None
+    seconds: float
 
 
 class Coordinator(threading.Thread):
@@ -63,9 +78,13 @@ class Coordinator(threading.Thread):
         lease: PartLease | None,
         mover: Mover | None,
         watch: ManifestWatch,
+        reader: Worker,
+        writer: Worker,
         first_round: int = 0,
     ):
-        """first_round: the least one that this peer can begin with."""
+        """reader, writer: who calls the DHT. first_round: the least one that this peer can begin
+        with.
+        """
         super().__init__(name="coordinator", daemon=True)
         self._place = place
         self._dht = dht
@@ -82,12 +101,24 @@ class Coordinator(threading.Thread):
         self._leaving = self._part_finished = False
         self._bootstrap_answered = True
         self._ways = Ways(place, averager, clock)
-        self._published_at = self._looked_at = self._heard_at = self._saw_all_at = float("-inf")
+        self._reader, self._writer = reader, writer
+        self._reading: Pending | None = None
+        self._writing: Pending | None = None
+        self._read_whole = False
+        self._read_s = self._write_s = 0.0  # what such calls take
+        self._ring_now = False
+        self._published_at = self._followed_at = float("-inf")
+        self._heard_at = self._saw_all_at = float("-inf")
         self._paused_at = float("inf")
         self._stood_still_since: float | None = None
         self._pending_send: Callable[[], None] | None = None
         self.events = events
-        self._rounds = RoundKeeper(place.me, clock, first=first_round)
+        self._rounds = RoundKeeper(
+            place.me,
+            clock,
+            meeting_s=place.manifest.deadlines.matchmaking_s + NO_GROUP_S,
+            first=first_round,
+        )
         self.joined = threading.Event()
         self.progress = LoopProgress()
         self.data_part: tuple[int, int] = (0, 0) if lease is None else (lease.part, 0)
@@ -231,13 +262,19 @@ class Coordinator(threading.Thread):
         """Tick until closed; what goes wrong is the training loop's to hear."""
         try:
             while not self._closing.wait(TICK_S):
-                self._tick()
+                self.tick()
             if self._leaving and self._published_at == float("-inf"):
-                self._heartbeat()  # a peer that leaves at once says so all the same
+                self._announce_all()  # a peer that leaves at once says so all the same
+            if self._writing is not None:
+                self._writing.result(timeout=CLOSE_LIMIT_S)
         except Exception as error:  # noqa: BLE001 - it is raised again in the training loop
             self.events.put(Failed(error=error))
 
-    def _tick(self) -> None:
+    def tick(self) -> None:
+        """Look and tell where that is due, and go on with the round, the send and the chain.
+
+        It waits for nothing.
+        """
         now = self._clock.monotonic()
         if not self._dht.running:
             raise ChildDied("the DHT process or p2pd has died")
@@ -245,42 +282,82 @@ class Coordinator(threading.Thread):
             raise ChildDied("the averaging process has died")
         if self._ways.lost(now):
             raise ChildDied("others cannot reach this peer, for which they wait")
-        if now - self._looked_at >= LOOK_S:
-            self._look()
-            self._looked_at = self._clock.monotonic()
-        if now - self._published_at >= self._place.manifest.deadlines.heartbeat_s:
-            self._published_at = now
-            self._heartbeat()
+        news = self._take_answers()
+        self._look(now)
+        if self.joined.is_set() and not self._leaving and (news or now >= self._followed_at):
+            self._followed_at = now + FOLLOW_S
+            self._follow_round(self._herald.view)
+        self._tell(now)
         if (send := self._pending_send) is not None:
             self._pending_send = None
             send()
         self._driver.closed_by_chain(self._chain.applied)
         self._chain.tick(self._herald.view, exchanging=self._driver.exchanging)
-        self._driver.tick(self._herald.view)
+        self._driver.tick(self._herald.view, meets_at=self._rounds.meets_at, search_s=self._read_s)
 
-    # ---- looking and telling ---------------------------------------------------------------------
-    def _look(self) -> None:
-        now, herald, progress = self._clock.monotonic(), self._herald, self.progress
-        # all but the bells changes with the others' heartbeats only
-        heartbeat_s = self._place.manifest.deadlines.heartbeat_s
+    # ---- looking ---------------------------------------------------------------------------------
+    def _look(self, now: float) -> None:
+        """Have the DHT read if that is due: the bells in the measure of the round, all else when
+        the others' heartbeats may have changed it."""
+        if self._reading is not None:
+            return
+        deadlines = self._place.manifest.deadlines
         stays = self.joined.is_set() and not self._leaving
-        whole = not stays or now - self._saw_all_at >= heartbeat_s
-        near_end = self.ending or (
-            progress.unsent_tokens > 0
-            and (not progress.head or progress.inner_step >= self.inner_steps)
-        )
-        resting = now - self._paused_at > self._place.manifest.deadlines.record_lifetime_s
-        deaf_s = self._rounds.deaf_s(herald.view, near_end=near_end, resting=resting)
-        deaf_s = min(heartbeat_s, deaf_s)
-        answered = False
-        if whole or now - self._heard_at >= deaf_s:
-            answered = herald.look(self._rounds.wanted_bells(herald.view), whole=whole)
+        whole = now - self._saw_all_at >= (deadlines.heartbeat_s if stays else FOLLOW_S)
+        resting = now - self._paused_at > deadlines.record_lifetime_s
+        if whole or now - self._heard_at >= self._rounds.look_s(resting=resting):
             self._heard_at = now
+            self._saw_all_at = now if whole else self._saw_all_at
+            self._read_whole = whole
+            wanted = self._rounds.wanted_bells(self._herald.view)
+            self._reading = self._reader.submit(partial(self._read, wanted, self.round, whole))
+
+    def _read(self, wanted: list[int], own_round: int, whole: bool) -> _Looked:
+        """In the reader's thread."""
+        began = self._clock.monotonic()
+        last_record = self._chain.head.round
+        answered = self._herald.look(
+            wanted, own_round=own_round, last_record=last_record, whole=whole
+        )
+        seconds = self._clock.monotonic() - began
+        heartbeat_s = self._place.manifest.deadlines.heartbeat_s
+        revised = self._watch.follow(self._herald.revision, heartbeat_s, began)
+        bootstrap: bool | None = None
         if whole:
-            self._saw_all_at = now
-        view = herald.view
-        self._look_for_revision()
-        if whole:
+            bootstrap = self._herald.bootstrap_answers(BOOTSTRAP_LIMIT_S)
+            if self._lease is not None and not self._leaving:
+                self._settle_lease(self._lease)
+        return _Looked(answered=answered, revised=revised, bootstrap=bootstrap, seconds=seconds)
+
+    def _settle_lease(self, lease: PartLease) -> None:
+        if self._part_finished:
+            self._part_finished = False
+            lease.finished()
+        if lease.settle():
+            self.data_part = (lease.part, lease.position)
+            self.announce()
+
+    def _take_answers(self) -> bool:
+        """Take what the workers have done by now; whether there is news of the others."""
+        if self._writing is not None and self._writing.done():
+            self._write_s = max(self._writing.result(), FADES * self._write_s)
+            self._writing = None
+        if self._reading is None or not self._reading.done():
+            return False
+        looked: _Looked = self._reading.result()
+        self._reading = None
+        self._read_s = max(looked.seconds, FADES * self._read_s)
+        view = self._herald.view
+        if looked.revised:
+            self.announce()  # others hear of it from this peer, too
+        if looked.bootstrap is not None:
+            self._bootstrap_answered = looked.bootstrap
+            self._alone.observe(
+                self._clock.monotonic(),
+                others_in_view=len(set(view.counted()) - {self._place.me}),
+                bootstrap_answered=looked.bootstrap,
+            )
+        if self._read_whole:
             self._ways.look(view)
         evaluated = [
             (record.val_round, record.val_loss)
@@ -291,21 +368,15 @@ class Coordinator(threading.Thread):
             self.heard_val_loss = max(evaluated)
         if not self.joined.is_set():
             # training begins when nobody has a record that this peer lacks
-            ready = answered and not self._chain.busy and self._stands_on_base()
+            ready = looked.answered and not self._chain.busy and self._stands_on_base()
             if ready and not self._chain.behind(view):
                 self._rounds.start(view, self._chain.head.round)
-                self._renew_lease()
                 self.joined.set()
-                self._published_at = float("-inf")
+                self.announce()
         elif not self._leaving:
-            self._follow_round(view)
             self._consider_moving(view)
         self.run_ended = view.says_ended(self._place.manifest.end_tokens)
-
-    def _look_for_revision(self) -> None:
-        heartbeat_s = self._place.manifest.deadlines.heartbeat_s
-        if self._watch.follow(self._herald.revision, heartbeat_s, self._clock.monotonic()):
-            self.announce()  # others hear of it from this peer, too
+        return True
 
     def _follow_round(self, view: SwarmView) -> None:
         progress = self.progress
@@ -314,16 +385,15 @@ class Coordinator(threading.Thread):
             self._rounds.stood_still(now - self._stood_still_since)
         self._stood_still_since = now if self.paused else None
         self._paused_at = min(self._paused_at, now) if self.paused else float("inf")
-        bell = self._rounds.follow(
+        self._ring_now |= self._rounds.follow(
             view,
-            replica_record(self._place, self.round, progress),
+            self._replica_record(),
             self._clock.time(),
             head=progress.head,
             inner_steps=1 if self.ending else self.inner_steps,
             tokens=progress.unsent_tokens,
             undecided=self._pending_send is not None or self._driver.sent_round is not None,
         )
-        self._herald.ring(bell)
 
     def _stands_on_base(self) -> bool:
         """Whether this chain holds the record that the operator went back to, if to any."""
@@ -338,11 +408,25 @@ class Coordinator(threading.Thread):
             turn = int(self._clock.time() / MOVE_TURN_S)
             self.move_to = self._mover.observe(view.stages, free=free, turn=turn)
 
-    def _heartbeat(self) -> None:
-        place, progress, herald = self._place, self.progress, self._herald
+    # ---- telling ---------------------------------------------------------------------------------
+    def _tell(self, now: float) -> None:
+        """Have what is due published: all at a heartbeat, a bell at once."""
+        if self._writing is not None:
+            return
+        if now - self._published_at >= self._place.manifest.deadlines.heartbeat_s:
+            self._announce_all()
+        elif self._ring_now:
+            self._ring_now = False
+            bells = self._herald.of_bells(self._rounds.bells)
+            self._writing = self._writer.submit(partial(self._write, bells, None))
+
+    def _announce_all(self) -> None:
+        self._published_at = self._clock.monotonic()
+        self._ring_now = False
+        progress, herald = self.progress, self._herald
         present = self.joined.is_set() and not self._leaving
         trains = "training" if progress.head else "spare"
-        herald.tell_stage(
+        records = herald.of_stage(
             "left" if self._leaving else trains if present else "joining",
             round_number=self.round,
             inner_steps=self.planned_steps,
@@ -351,26 +435,28 @@ class Coordinator(threading.Thread):
             own=progress,
             revision=self.revision,
         )
+        lease = self._lease if present else None
         if present:
-            herald.tell_replica(replica_record(place, self.round, progress))
-            herald.ring(self._rounds.bell)
-            self._renew_lease()
-        self._bootstrap_answered = herald.bootstrap_answers(BOOTSTRAP_LIMIT_S)
-        self._alone.observe(
-            self._clock.monotonic(),
-            others_in_view=len(set(herald.view.counted()) - {place.me}),
-            bootstrap_answered=self._bootstrap_answered,
-        )
-        check_use(self._pids(), place.memory_limit_bytes)
+            records |= herald.of_replica(self._replica_record())
+            records |= herald.of_bells(self._rounds.bells)
+        if lease is not None:
+            records |= lease.announcement(progress.position)
+        self._writing = self._writer.submit(partial(self._write, records, lease))
 
-    def _renew_lease(self) -> None:
-        if self._lease is None:
-            return
-        if self._part_finished:
-            self._part_finished = False
-            self._lease.finished()
-        if self._lease.renew(self.progress.position):
-            self.data_part = (self._lease.part, self._lease.position)
+    def _write(self, records: dict[str, Record], lease: PartLease | None) -> float:
+        """In the writer's thread; seconds that the DHT took."""
+        began = self._clock.monotonic()
+        stored = self._herald.tell(records)
+        seconds = self._clock.monotonic() - began
+        if lease is not None:
+            lease.published(stored)
+        check_use(self._pids(), self._place.memory_limit_bytes)
+        return seconds
+
+    def _replica_record(self) -> ReplicaRecord | None:
+        # a bell that is written now is heard after the write, a look interval, and the look
+        hear_s = self._write_s + self._rounds.look_s() + self._read_s
+        return replica_record(self._place, self.round, self.progress, hear_s=round(hear_s, 3))
 
     def _pids(self) -> list[int]:
         dht_pid = cast("int | None", self._dht.pid)  # pyright: ignore[reportUnknownMemberType]

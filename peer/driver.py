@@ -2,7 +2,8 @@
 
 A state machine, driven by the coordinator's thread:
 
-    waiting    until this peer is on the newest record (or, alone, may commit alone)
+    waiting    until shortly before its group's time, and until this peer is on the newest record
+               (or, alone, may commit alone)
     running    the averager looks for the group and exchanges
     retrying   attempt 0 was void; attempt 1 has its own time
     open       undecided: members are asked, and void is presumed after a record lifetime
@@ -12,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Callable
 from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import dataclass
 from typing import Any
@@ -40,6 +42,8 @@ from dilocox.peer.vote import AloneWatch, Verdict
 logger = logging.getLogger(__name__)
 
 NO_GROUP_S = 2.5  # after the scheduled time nobody new joins a group
+LOOKED_AHEAD = 3  # searches of the DHT that a group may take to find itself, beside its least time
+LONGEST_LEAD_S = 30.0
 SLACK_S = 15.0  # beyond all deadlines of an attempt: the averaging process hangs
 FROZEN_S = 3.0  # ticks come every tenth of a second: after such a gap this machine slept
 
@@ -135,8 +139,13 @@ class ExchangeDriver:
         if self._job is not None and self._job.round <= round_number:
             self._job = None
 
-    def tick(self, view: SwarmView) -> None:
+    def tick(
+        self, view: SwarmView, *, meets_at: Callable[[int], float | None], search_s: float
+    ) -> None:
         """Go on with the send that is under way.
+
+        meets_at: the time of a round's group as it is known now. search_s: what a search of the DHT
+        takes.
 
         Raises:
             AveragerStuck: the averaging process hangs.
@@ -155,8 +164,13 @@ class ExchangeDriver:
         elif job.undecided:
             if not self._chain.delivering:
                 self._ask(job)
-        elif not self._chain.busy:
-            self._try_to_start(job, view)
+        else:
+            if job.attempt == 0 and (earlier := meets_at(job.round)) is not None:
+                job.scheduled_at = min(job.scheduled_at, earlier)
+            lead_s = self._manifest.deadlines.matchmaking_s + LOOKED_AHEAD * search_s
+            starts_at = job.scheduled_at - min(lead_s, LONGEST_LEAD_S)
+            if not self._chain.busy and self._clock.time() >= starts_at:
+                self._try_to_start(job, view)
 
     # ---- starting --------------------------------------------------------------------------------
     def _try_to_start(self, job: _Job, view: SwarmView) -> None:
@@ -173,7 +187,8 @@ class ExchangeDriver:
             if late > 2 * self._manifest.deadlines.record_lifetime_s:
                 self._void(job, "no bootstrap answers, so nobody knows whether this peer is alone")
             return
-        if not alone and late > NO_GROUP_S:
+        # others may be as late: while they look for each other, this one can be among them
+        if not alone and late > NO_GROUP_S + self._manifest.deadlines.matchmaking_s:
             self._void(job, "the group's time is over")
             return
         self._start(job, counted, alone=alone)

@@ -1,9 +1,10 @@
 """Tells the swarm about this peer, and looks at what the others tell: records in and out of the
-DHT."""
+DHT. `look` and `bootstrap_answers` belong to one thread and `tell` to another; the rest makes
+records and waits for nothing."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from dilocox import __version__
@@ -12,6 +13,7 @@ from dilocox.dht.records import BellRecord, ClaimRecord, Record, ReplicaRecord, 
 from dilocox.dht.swarm import Swarm
 from dilocox.peer.chain import ChainFollower
 from dilocox.peer.place import LoopProgress, Place
+from dilocox.peer.rounds import newest_credible
 from dilocox.peer.view import SwarmView, that_count
 
 READ_LIMIT_S = 3.0  # of each look; a slow one must not keep an exchange from its time
@@ -31,11 +33,15 @@ class Herald:
         self.view = SwarmView(me=place.me)
         self.revision = 0
 
-    def look(self, bell_rounds: Iterable[int], *, whole: bool = True) -> bool:
+    def look(
+        self, bell_rounds: Iterable[int], *, own_round: int, last_record: int, whole: bool = True
+    ) -> bool:
         """Read what the others say; what gives no answer stays as it was. Whether all answered.
 
-        whole: everything; else only the bells, which must be heard at once, because each answer
-        holds the signed records of all who wrote under its key.
+        own_round, last_record: rounds of this peer and of its chain's newest record; replicas in
+        rounds far from them are counted as refused, and not believed. whole: everything; else only
+        the bells, which must be heard at once, because each answer holds the signed records of all
+        who wrote under its key.
         """
         place, view = self._place, self.view
         run, stage = place.run, place.stage
@@ -54,7 +60,7 @@ class Herald:
             for key, number in hosts.items()
             if found[key] is not None or number in view.stages
         }
-        replicas = found[replica_key(run)]
+        replicas = self._credible(found[replica_key(run)], own_round, last_record)
         claims, of_run = found[own_claims], found[run_claims]
         if claims is not None:  # of peers under any rules
             told: Iterable[ClaimRecord] = claims.values()
@@ -75,7 +81,7 @@ class Herald:
         )
         return found[stage_key(run, stage)] is not None and claims is not None
 
-    def tell_stage(
+    def of_stage(
         self,
         state: str,
         *,
@@ -85,7 +91,7 @@ class Herald:
         voids: int,
         own: LoopProgress,
         revision: int = 0,
-    ) -> None:
+    ) -> dict[str, Record]:
         """That this peer hosts its stage, and the last record it holds."""
         place, head, last = self._place, chain.head, chain.last_record
         hosting = StageRecord(
@@ -112,25 +118,42 @@ class Herald:
             rules=0 if last is None else last.rules,
             revision=revision,
         )
-        self._swarm.publish(stage_key(place.run, place.stage), hosting, self._lifetime_s)
-        self._swarm.publish(claim_key(place.run, place.stage), claim, self._lifetime_s)
+        return {
+            stage_key(place.run, place.stage): hosting,
+            claim_key(place.run, place.stage): claim,
+        }
 
-    def tell_replica(self, record: ReplicaRecord | None) -> None:
+    def of_replica(self, record: ReplicaRecord | None) -> dict[str, Record]:
         """That this head leads a replica; None is nothing to tell."""
-        if record is not None:
-            self._swarm.publish(replica_key(self._place.run), record, self._lifetime_s)
+        return {} if record is None else {replica_key(self._place.run): record}
 
-    def ring(self, bell: BellRecord | None) -> None:
-        """That this head finished a round; None is nothing to tell."""
-        if bell is not None:
-            self._swarm.publish(bell_key(self._place.run, bell.round), bell, self._lifetime_s)
+    def of_bells(self, bells: Iterable[BellRecord]) -> dict[str, Record]:
+        """That this head finished these rounds."""
+        return {bell_key(self._place.run, bell.round): bell for bell in bells}
+
+    def tell(self, records: Mapping[str, Record]) -> bool:
+        """Publish all of this at once; whether the DHT took it."""
+        return self._swarm.publish_many(records, self._lifetime_s)
 
     def bootstrap_answers(self, timeout_s: float) -> bool:
         """Whether one of the bootstraps answers a ping."""
         return self._swarm.bootstrap_answers(timeout_s)
 
+    def _credible(
+        self, replicas: Mapping[str, ReplicaRecord] | None, own_round: int, last_record: int
+    ) -> dict[str, ReplicaRecord] | None:
+        if replicas is None:
+            return None
+        stated = [replica.round for replica in replicas.values()]
+        newest = newest_credible(own_round, last_record, stated)
+        credible = {peer: each for peer, each in replicas.items() if each.round <= newest}
+        self._swarm.refused["round"] += len(replicas) - len(credible)
+        return credible
 
-def replica_record(place: Place, round_number: int, own: LoopProgress) -> ReplicaRecord | None:
+
+def replica_record(
+    place: Place, round_number: int, own: LoopProgress, *, hear_s: float
+) -> ReplicaRecord | None:
     """The record of the replica that this peer leads, None if it leads none."""
     if not own.members:
         return None
@@ -148,4 +171,5 @@ def replica_record(place: Place, round_number: int, own: LoopProgress) -> Replic
         waiting_share=own.waiting_share,
         codec=own.codec,
         last_fault=own.last_fault,
+        hear_s=hear_s,
     )

@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 
 from dilocox.dht.keys import part_key
-from dilocox.dht.records import PartRecord
+from dilocox.dht.records import PartRecord, Record
 from dilocox.dht.swarm import Swarm
 
 MAX_TRIES = 8  # reads of the DHT for one new lease; after that parts are shared
@@ -27,7 +27,6 @@ class PartLease:
         run: str,
         me: str,
         parts: int,
-        lifetime_s: float,
         first: int | None = None,
     ):
         """`first`: the part to try first, that of the snapshot."""
@@ -35,49 +34,56 @@ class PartLease:
         self._run = run
         self._me = me
         self._order = sorted(range(parts), key=lambda part: (part != first, _rank(me, part)))
-        self._lifetime_s = lifetime_s
         self._tried = 0
         self.part = self._order[0]
         self._positions: dict[int, int] = {}  # how far the holders of other parts were seen
         self.held = False
+        self._moved = False  # to a part whose position is not this head's own
 
     @property
     def position(self) -> int:
         """Where to begin in a part that was just taken: how far its last holder was seen."""
         return self._positions.get(self.part, 0)
 
-    def renew(self, position: int) -> bool:
-        """Keep the lease, or take another part if somebody else has this one; True if it changed.
+    def settle(self) -> bool:
+        """Look who else has the part, and take another one if it is somebody else's; whether so.
 
-        `position`: how far this head has read the part that it holds.
+        Then `announcement` is to be published, and `published` told how that went. (Three threads
+        take turns with these: what one of them changes, the others see whole.)
         """
-        before = self.part if self.held else None
-        tries = 0
-        while self._taken_by_another() and tries < MAX_TRIES:
-            self._next()
+        part, tries = self.part, 0
+        while self._taken_by_another(part) and tries < MAX_TRIES:
+            part = self._next()
             tries += 1
-        if self.part != before:
-            position = self.position
-        record = PartRecord(part=self.part, position=position)
-        self.held = self._swarm.publish(part_key(self._run, self.part), record, self._lifetime_s)
-        return self.part != before
+        moved = part != self.part or not self.held
+        self.part, self._moved = part, moved
+        return moved
+
+    def announcement(self, position: int) -> dict[str, Record]:
+        """What keeps the lease. position: how far this head has read the part it held before."""
+        record = PartRecord(part=self.part, position=self.position if self._moved else position)
+        return {part_key(self._run, record.part): record}
+
+    def published(self, stored: bool) -> None:
+        """Whether the DHT took the announcement."""
+        self.held, self._moved = stored, False
 
     def finished(self) -> None:
-        """The part was read to its end: take another one at the next renewal."""
-        self._next()
-        self.held = False
+        """The part was read to its end: take another one."""
+        self.part, self.held = self._next(), False
 
-    def _next(self) -> None:
+    def _next(self) -> int:
         self._tried += 1
-        self.part = self._order[self._tried % len(self._order)]
+        return self._order[self._tried % len(self._order)]
 
-    def _taken_by_another(self) -> bool:
-        holders = self._swarm.read(part_key(self._run, self.part), PartRecord) or {}
+    def _taken_by_another(self, part: int) -> bool:
+        holders = self._swarm.read(part_key(self._run, part), PartRecord) or {}
         others = {peer: lease for peer, lease in holders.items() if peer != self._me}
         if others:
-            self._positions[self.part] = max(lease.position for lease in others.values())
+            self._positions[part] = max(lease.position for lease in others.values())
         # a lease that we hold yields only to a smaller id; a free one must have nobody on it
-        return any(peer < self._me for peer in others) if self.held else bool(others)
+        held = self.held and part == self.part
+        return any(peer < self._me for peer in others) if held else bool(others)
 
 
 def _rank(me: str, part: int) -> bytes:

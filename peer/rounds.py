@@ -7,11 +7,16 @@ formed one group when peers came 3 s apart; with it 8 of 8.) Slower replicas get
 at their next inner step. So nobody waits for the slowest, and nobody meets an empty room.
 
     q    half of the replicas known from their records, rounded up, at least 2 where 2 are known
-    T_R  finish of the q-th + grace + the longest inner step that the replicas state + 2 s;
-         now + that inner step + 2 s once all known replicas have rung
+    T_R  finish of the q-th + grace + the longest inner step that the replicas state + the notice;
+         now + that inner step + the notice once all known replicas have rung
+
+The *notice* is the time until all have heard a bell that is written now: the longest that a head
+states of itself (`hear_s`: how often it looks, and how long its calls to the DHT take), within
+bounds, and at least 2 s.
 
 A head that has rung, sees q bells and finds no T_R writes it into its bell, with the end of the
-grace; all use the smallest T_R they find. Pure rules over records: `now_s` is run time
+grace; all use the smallest T_R that they ever found for the round (round_keeper.py), so it only
+ever moves to an earlier time, and that with notice. Pure rules over records: `now_s` is run time
 (dht/clock.py), equal on all peers within `clock_error_s`. Statements are believed within bounds:
 
 - a bell that finished later than now + clock_error_s does not count (yet);
@@ -20,7 +25,8 @@ grace; all use the smallest T_R they find. Pure rules over records: `now_s` is r
 - the round's time is the lower median of what the first q bells state, and a replica whose one
   inner step takes longer than that is not waited for: no single statement delays the others;
 - equal finish times need no order: only the q-th smallest time enters, and no peer is preferred.
-  Of equal T_R the one with the earlier end of grace counts.
+  Of equal T_R the one with the earlier end of grace counts;
+- a round far beyond the newest record and beyond what most replicas state is nobody's round.
 """
 
 from __future__ import annotations
@@ -29,9 +35,11 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from statistics import median_low
 
+from dilocox.dht.keys import MAX_INDEX
 from dilocox.dht.records import BellRecord, ReplicaRecord
 
 BELLS_READ = 8  # bell keys a head reads at most, so that strange round numbers cost it little
+MAX_AHEAD = 64  # rounds beyond the newest record that others may lead a peer to
 
 
 def quorum(replicas: int) -> int:
@@ -48,10 +56,14 @@ class RoundClock:
     grace_share: float = 0.25
     """Share of the round's time that slower replicas get after the quorum."""
     notice_s: float = 2.0
-    """Time to spread T_R and to write a send, at least."""
+    """Time to spread T_R, at least."""
+    notice_share: float = 0.125
+    """Of the round's time: no head that hears badly has the others give a longer notice."""
+    notice_bound_s: float = 20.0
+    """Unless the round is so short that this is longer: what a bad line takes."""
     clock_error_s: float = 3.0
     """How far run times may be apart; hivemind refuses peers that are further off."""
-    horizon_s: float = 3600.0
+    horizon_s: float = 24 * 3600.0
     """Nothing sensible is announced further ahead, and nothing takes longer."""
 
     def bounded(self, seconds: float) -> float:
@@ -78,6 +90,8 @@ class RoundView:
     """By head: the bells of this round, one's own included once it has rung."""
     replicas: Mapping[str, ReplicaRecord]
     """By head: the replicas known, one's own included while it stands."""
+    known: Schedule | None = None
+    """The times found before: they stand, also where nobody tells of them any more."""
     clock: RoundClock = RoundClock()
 
     def rung(self, now_s: float) -> dict[str, BellRecord]:
@@ -94,7 +108,7 @@ class RoundView:
         return len(self.rung(now_s)) >= self._quorum
 
     def schedule(self, now_s: float) -> Schedule | None:
-        """The smallest T_R that a bell carries, with the end of its grace; None while unknown."""
+        """The smallest T_R that a bell carries or carried, with its end of grace; None if none."""
         found = [
             (bell.scheduled_at, bell.send_after)
             for bell in self.rung(now_s).values()
@@ -103,6 +117,8 @@ class RoundView:
             and bell.finished_at <= bell.scheduled_at <= now_s + self.clock.horizon_s
             and bell.send_after <= bell.scheduled_at
         ]
+        if self.known is not None:
+            found.append((self.known.scheduled_at, self.known.send_after))
         if not found:
             return None
         scheduled_at, send_after = min(found)
@@ -120,7 +136,8 @@ class RoundView:
         found = self.schedule(now_s)
         round_s = self._round_s(rung)
         # who has rung trains on: it takes its send only at the end of the inner step it is in
-        soonest = now_s + min(self._step_s(round_s) + self.clock.notice_s, self.clock.horizon_s)
+        wait_s = self._step_s(round_s) + self._notice_s(round_s)
+        soonest = now_s + min(wait_s, self.clock.horizon_s)
         if self.replicas.keys() <= rung.keys():
             if found is not None and found.scheduled_at <= soonest:
                 return None
@@ -132,7 +149,7 @@ class RoundView:
     ) -> Schedule:
         finishes = sorted(bell.finished_at for bell in rung.values())
         send_after = finishes[self._quorum - 1] + self.clock.grace_share * round_s
-        wanted = send_after + self._step_s(round_s) + self.clock.notice_s
+        wanted = send_after + self._step_s(round_s) + self._notice_s(round_s)
         scheduled_at = min(max(wanted, soonest), now_s + self.clock.horizon_s)
         return Schedule(send_after=min(send_after, scheduled_at), scheduled_at=scheduled_at)
 
@@ -146,6 +163,13 @@ class RoundView:
         # none are known to a head that has rung and then lost its replica
         longest = max((replica.step_s for replica in self.replicas.values()), default=0.0)
         return max(0.0, min(longest, round_s))
+
+    def _notice_s(self, round_s: float) -> float:
+        """Until all have heard of what is written now."""
+        clock = self.clock
+        stated = max((replica.hear_s for replica in self.replicas.values()), default=0.0)
+        bound_s = max(clock.notice_bound_s, clock.notice_share * round_s)
+        return max(clock.notice_s, min(stated, bound_s))
 
     @property
     def _quorum(self) -> int:
@@ -181,11 +205,21 @@ def first_round(
     return max([0, last_record + 1, *rung, *stated])
 
 
+def newest_credible(own: int, last_record: int, stated: Iterable[int]) -> int:
+    """The newest round that others can lead a peer in round `own` to.
+
+    So many rounds after the newest record that it knows, or, where the swarm has gone on without
+    records, the next one after what half of all state, itself included. `stated`: by replicas.
+    """
+    usual = median_low([own, *stated])
+    return min(max(last_record + MAX_AHEAD, own + 1, usual + 1), MAX_INDEX)
+
+
 def bells_to_read(own: int, replicas: Iterable[ReplicaRecord]) -> list[int]:
     """The rounds whose bells a peer in round `own` should look at, newest first.
 
     Its own and the next, and those that other replicas state: such a statement alone moves nobody,
-    the bell does.
+    the bell does. `replicas`: those in credible rounds.
     """
     stated = {replica.round for replica in replicas}
     ahead = {number for stating in stated for number in (stating - 1, stating) if number > own}

@@ -18,8 +18,10 @@ from dilocox.peer.plan import RoundPlan, stage_codec
 from dilocox.peer.view import SwarmView
 from dilocox.peer.vote import AloneWatch, Verdict
 from tests.peer.clocks import TestClock
+from tests.pipeline.swarms import stage_record
 
 VIEW = SwarmView(me="me")
+WITH_ANOTHER = SwarmView(me="me", stage={"other": stage_record(state="training")})
 TICK_S = 0.1
 
 
@@ -33,6 +35,9 @@ class Future:
     def result(self, timeout: float) -> Any:
         return self._result
 
+    def end_as(self, other: Future) -> None:
+        self._result, self._done = other.result(0.0), True
+
 
 class World:
     """A driver, the monotonic clock that it sees, and the answers of its averaging process."""
@@ -40,6 +45,9 @@ class World:
     def __init__(self) -> None:
         self.clock = TestClock()
         self.answer: Any = Future(done=False)
+        self.orders: list[ExchangeOrder] = []
+        self.alone = True
+        self.meets_at: dict[int, float] = {}
         manifest = Manifest.from_dict({"name": "run", "model": "tiny", "end_tokens": 1000})
         self.deadlines = manifest.deadlines
         self.events = EventQueue()
@@ -55,7 +63,6 @@ class World:
             committed=lambda number, exchange_s, matchmaking_s: None,
         )
         self.chain = chain
-        self.orders: list[ExchangeOrder] = []
         averager: Any = SimpleNamespace(
             exchange=self.exchange, settle=lambda number, attempt: self.answer
         )
@@ -81,7 +88,8 @@ class World:
 
     def tick(self, seconds: float = TICK_S) -> None:
         self.clock.now += seconds
-        self.driver.tick(VIEW)
+        view = VIEW if self.alone else WITH_ANOTHER
+        self.driver.tick(view, meets_at=self.meets_at.get, search_s=0.5)
 
     def tick_for(self, seconds: float) -> None:
         for _ in range(int(seconds / TICK_S)):
@@ -97,6 +105,50 @@ def world() -> World:
     world.tick()
     assert world.driver.exchanging
     return world
+
+
+# ---- when it begins ------------------------------------------------------------------------------
+def test_a_group_is_looked_for_shortly_before_its_time_and_not_from_the_send_on() -> None:
+    world = World()
+    meets_at = world.clock.now + 900.0
+    world.driver.submit(
+        0, scheduled_at=meets_at, tokens=10, step_s=0.5, stall_s=0.25, states_taken=0
+    )
+    world.tick_for(890.0)
+    assert not world.orders and not world.driver.exchanging
+    world.tick_for(10.0)
+    assert [order.scheduled_at for order in world.orders] == [meets_at]
+    assert world.driver.exchanging
+
+
+def test_a_send_that_waits_follows_its_group_to_an_earlier_time() -> None:
+    """All have rung, and nobody needs the rest of the grace."""
+    world = World()
+    world.driver.submit(
+        0, scheduled_at=world.clock.now + 900.0, tokens=10, step_s=0.5, stall_s=0.25, states_taken=0
+    )
+    world.tick()
+    earlier = world.meets_at[0] = world.clock.now + 60.0
+    world.tick_for(60.0)
+    assert [order.scheduled_at for order in world.orders] == [earlier]
+
+
+@pytest.mark.parametrize(("late_s", "tried"), [(4.0, True), (9.0, False)])
+def test_who_is_a_little_late_still_looks_whether_the_group_is_open(
+    late_s: float, tried: bool
+) -> None:
+    world = World()
+    world.alone = False
+    world.driver.submit(
+        0,
+        scheduled_at=world.clock.now - late_s,
+        tokens=10,
+        step_s=0.5,
+        stall_s=0.25,
+        states_taken=0,
+    )
+    world.tick()
+    assert bool(world.orders) is tried
 
 
 def result(verdict: Verdict, record: bytes | None = None) -> Future:
@@ -161,9 +213,9 @@ def test_what_a_peer_states_of_its_exchange_is_the_exchange_alone() -> None:
     world = World()
     submit = {"tokens": 10, "step_s": 0.5, "states_taken": 0}
     world.driver.submit(0, scheduled_at=world.clock.now + 40.0, stall_s=0.0, **submit)
-    world.tick()
-    world.answer = Future(done=False)
-    world.driver._job.future = result(Verdict.COMMITTED, b"record")  # type: ignore[union-attr]
+    world.answer = pending = Future(done=False)
+    world.tick_for(40.0)
+    pending.end_as(result(Verdict.COMMITTED, b"record"))
     world.tick(60.0)
     world.driver.closed_by_chain(0)
     world.driver.submit(1, scheduled_at=world.clock.now, stall_s=0.25, **submit)

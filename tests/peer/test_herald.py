@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
 from types import SimpleNamespace
@@ -17,6 +18,7 @@ from dilocox.dht.swarm import Swarm
 from dilocox.peer.chain import ChainFollower
 from dilocox.peer.herald import MAX_MEMBERS, Herald, replica_record
 from dilocox.peer.place import LoopProgress, Place
+from dilocox.peer.rounds import bells_to_read
 from tests.pipeline.swarms import stage_record
 
 RUN = "f" * 32
@@ -32,6 +34,8 @@ class Dht:
         self.silent: set[str] = set()
         self.asked: list[dict[str, type[Record]]] = []
         self.published: dict[str, tuple[Record, float]] = {}
+        self.refused = Counter[str]()
+        self.stores = 0
 
     def read_many(
         self, keys: Mapping[str, type[Record]], timeout_s: float
@@ -41,9 +45,11 @@ class Dht:
             key: None if key in self.silent else dict(self.records.get(key, {})) for key in keys
         }
 
-    def publish(self, key: str, record: Record, lifetime_s: float) -> bool:
-        record.encode()  # as the real one: what is too long raises
-        self.published[key] = (record, lifetime_s)
+    def publish_many(self, records: Mapping[str, Record], lifetime_s: float) -> bool:
+        self.stores += 1
+        for key, record in records.items():
+            record.encode()  # as the real one: what is too long raises
+            self.published[key] = (record, lifetime_s)
         return True
 
 
@@ -65,6 +71,10 @@ def herald(dht: Dht, stage: int, stages: int = 3) -> Herald:
     return Herald(place(stage, stages), cast("Swarm", dht))
 
 
+def look(looking: Herald, bells: list[int], *, whole: bool = True) -> bool:
+    return looking.look(bells, own_round=5, last_record=4, whole=whole)
+
+
 def claim(round_number: int) -> ClaimRecord:
     return ClaimRecord(
         round=round_number, digest="d", tokens=1, chain_tokens=round_number, record_bytes=1
@@ -83,7 +93,7 @@ def bell(round_number: int) -> BellRecord:
 
 
 def replica() -> Any:
-    return replica_record(place(0), 3, LoopProgress(head="h", members=("h", "a", "b")))
+    return replica_record(place(0), 3, LoopProgress(head="h", members=("h", "a", "b")), hear_s=1.0)
 
 
 # ---- looking -------------------------------------------------------------------------------------
@@ -100,7 +110,7 @@ def test_one_look_asks_for_everything_at_once() -> None:
         bell_key(RUN, 5): {"h": bell(5)},
     }
     looking = herald(dht, 1)
-    assert looking.look([5, 6])
+    assert look(looking, [5, 6])
     assert len(dht.asked) == 1
     assert {key for key, kind in dht.asked[0].items() if kind is BellRecord} == {
         bell_key(RUN, 5),
@@ -129,10 +139,10 @@ def test_a_quick_look_asks_for_bells_and_forgets_nothing() -> None:
         replica_key(RUN): {"h": replica()},
     }
     looking = herald(dht, 1)
-    assert looking.look([5])
+    assert look(looking, [5])
     before = looking.view
     dht.records = {claim_key(RUN, 1): {"x": claim(5)}, bell_key(RUN, 5): {"h": bell(5)}}
-    looking.look([5], whole=False)
+    look(looking, [5], whole=False)
     assert set(dht.asked[-1]) == {bell_key(RUN, 5)}
     assert looking.view.claims == {"x": claim(4)}
     assert set(looking.view.bells[5]) == {"h"}
@@ -144,7 +154,7 @@ def test_for_a_peer_of_stage_0_its_own_chain_is_that_of_the_run() -> None:
     dht = Dht()
     dht.records = {claim_key(RUN, 0): {"h": claim(7)}}
     looking = herald(dht, 0, stages=1)
-    assert looking.look([])
+    assert look(looking, [])
     assert looking.view.claims == looking.view.run_claims == {"h": claim(7)}
 
 
@@ -159,17 +169,17 @@ def test_what_gives_no_answer_stays_as_it_was_and_an_empty_answer_does_not() -> 
         )
     ) | {replica_key(RUN): {"h": replica()}, bell_key(RUN, 5): {"h": bell(5)}}
     looking = herald(dht, 1)
-    assert looking.look([5])
+    assert look(looking, [5])
     before = looking.view
     dht.silent = {*dht.records, stage_key(RUN, 2)}
     dht.records = {}
-    assert not looking.look([5])
+    assert not look(looking, [5])
     assert looking.view.stages == before.stages
     assert looking.view.stage == before.stage == {"x": stage_record()}
     assert looking.view.replicas == before.replicas
     assert (looking.view.claims, looking.view.run_claims) == (before.claims, before.run_claims)
     dht.silent = set()
-    assert looking.look([5])
+    assert look(looking, [5])
     assert (looking.view.stage, looking.view.replicas, looking.view.claims) == ({}, {}, {})
     assert looking.view.stages == {0: {}, 1: {}, 2: {}}
 
@@ -178,7 +188,7 @@ def test_a_stage_that_never_answered_is_unknown_and_not_empty() -> None:
     dht = Dht()
     dht.silent = {stage_key(RUN, 2)}
     looking = herald(dht, 1)
-    assert looking.look([])
+    assert look(looking, [])
     assert set(looking.view.stages) == {0, 1}
 
 
@@ -197,7 +207,7 @@ def test_a_look_has_its_answer_with_the_records_of_the_own_stage(
 ) -> None:
     dht = Dht()
     dht.silent = {silent}
-    assert herald(dht, 1).look([]) is answered
+    assert look(herald(dht, 1), []) is answered
 
 
 # ---- telling -------------------------------------------------------------------------------------
@@ -208,9 +218,12 @@ def chain() -> ChainFollower:
 
 def told(own: LoopProgress, state: str = "training", stages: int = 3) -> StageRecord:
     dht = Dht()
-    herald(dht, 1, stages).tell_stage(
+    telling = herald(dht, 1, stages)
+    records = telling.of_stage(
         state, round_number=5, inner_steps=70, chain=chain(), voids=2, own=own
     )
+    assert telling.tell(records)
+    assert dht.stores == 1, "records of one heartbeat are one store"
     record, lifetime_s = dht.published[stage_key(RUN, 1)]
     assert lifetime_s == place(0).manifest.deadlines.record_lifetime_s
     claimed, _ = dht.published[claim_key(RUN, 1)]
@@ -239,10 +252,8 @@ def test_a_run_that_lacks_peers_for_most_stages_still_fits_into_a_record() -> No
 
 
 def test_only_a_peer_that_leads_a_replica_has_a_replica_record() -> None:
-    dht = Dht()
-    assert replica_record(place(1), 3, LoopProgress(head="h")) is None
-    herald(dht, 1).tell_replica(None)
-    assert not dht.published
+    assert replica_record(place(1), 3, LoopProgress(head="h"), hear_s=1.0) is None
+    assert herald(Dht(), 1).of_replica(None) == {}
     own = LoopProgress(
         head="me",
         members=("me", "a", "b"),
@@ -254,14 +265,13 @@ def test_only_a_peer_that_leads_a_replica_has_a_replica_record() -> None:
         codec="int8",
         last_fault="stage 1 silent",
     )
-    record = replica_record(place(0), 3, own)
+    record = replica_record(place(0), 3, own, hear_s=2.5)
     assert record is not None
     assert (record.members, record.epoch, record.round) == (("me", "a", "b"), 4, 3)
-    assert (record.inner_step, record.step_s) == (9, 1.5)
+    assert (record.inner_step, record.step_s, record.hear_s) == (9, 1.5, 2.5)
     assert (record.val_loss, record.val_round) == (2.5, 2)
     assert (record.codec, record.last_fault) == ("int8", "stage 1 silent")
-    herald(dht, 0).tell_replica(record)
-    assert dht.published[replica_key(RUN)][0] == record
+    assert herald(Dht(), 0).of_replica(record) == {replica_key(RUN): record}
 
 
 def test_the_record_of_a_replica_of_many_stages_names_as_many_as_fit() -> None:
@@ -274,14 +284,38 @@ def test_the_record_of_a_replica_of_many_stages_names_as_many_as_fit() -> None:
         codec="bf16,fp32,int4,int8",
         last_fault="stage 39 missing",
     )
-    record = replica_record(place(0), 10**6, own)
+    record = replica_record(place(0), 10**6, own, hear_s=2.5)
     assert record is not None
     assert record.members == members[:MAX_MEMBERS]
     record.encode()
 
 
 def test_a_bell_is_told_under_its_round() -> None:
+    told = herald(Dht(), 0).of_bells([bell(6), bell(7)])
+    assert told == {bell_key(RUN, 6): bell(6), bell_key(RUN, 7): bell(7)}
+
+
+def test_a_replica_in_a_round_that_nobody_can_be_in_is_not_believed() -> None:
+    """Its bells would have keys that are none, and it would count among those that must ring."""
     dht = Dht()
-    herald(dht, 0).ring(None)
-    herald(dht, 0).ring(bell(6))
-    assert set(dht.published) == {bell_key(RUN, 6)}
+    own = LoopProgress(head="me", members=("me",))
+    rounds = {
+        "a": 5,
+        "b": 6,
+        "c": 5,
+        "d": 5,
+        "far": 4 + 64,
+        "farther": 4 + 65,
+        "large": 9_999_999_999,
+        "all": 2**53,
+    }
+    dht.records[replica_key(RUN)] = {
+        peer: replica_record(place(0), number, own, hear_s=1.0) for peer, number in rounds.items()
+    }
+    looking = herald(dht, 0)
+    for _ in range(2):
+        look(looking, [5, 6])
+    assert set(looking.view.replicas) == {"a", "b", "c", "d", "far"}
+    assert dht.refused["round"] == 6
+    for number in bells_to_read(5, looking.view.replicas.values()):
+        bell_key(RUN, number)

@@ -49,15 +49,35 @@ class _Handle:
         return self._dht.read(key)
 
 
-def head(dht: Dht, peer: str, parts: int = 8, first: int | None = None) -> PartLease:
-    return PartLease(
-        swarm=dht.of(peer), run="run", me=peer, parts=parts, lifetime_s=LIFETIME_S, first=first
-    )
+class Head:
+    """A lease, and what its peer does with it at each heartbeat."""
+
+    def __init__(self, dht: Dht, peer: str, parts: int = 8, first: int | None = None):
+        self._swarm = dht.of(peer)
+        self._lease = PartLease(swarm=self._swarm, run="run", me=peer, parts=parts, first=first)
+
+    @property
+    def part(self) -> int:
+        return self._lease.part
+
+    @property
+    def position(self) -> int:
+        return self._lease.position
+
+    def finished(self) -> None:
+        self._lease.finished()
+
+    def renew(self, position: int) -> bool:
+        """Whether it reads another part now."""
+        changed = self._lease.settle()
+        for key, record in self._lease.announcement(position).items():
+            self._lease.published(self._swarm.publish(key, record, LIFETIME_S))
+        return changed
 
 
 def test_heads_that_come_one_by_one_take_different_parts_and_keep_them() -> None:
     dht = Dht()
-    heads = [head(dht, peer) for peer in "abcdef"]
+    heads = [Head(dht, peer) for peer in "abcdef"]
     assert all(lease.renew(0) for lease in heads)
     taken = [lease.part for lease in heads]
     assert len(set(taken)) == len(heads)
@@ -72,7 +92,7 @@ def same_first_part(count: int, parts: int) -> list[str]:
     by_part: dict[int, list[str]] = {}
     for number in range(1000):
         peer = f"peer{number:04d}"
-        found = by_part.setdefault(head(Dht(), peer, parts).part, [])
+        found = by_part.setdefault(Head(Dht(), peer, parts).part, [])
         found.append(peer)
         if len(found) == count:
             return found
@@ -82,7 +102,7 @@ def same_first_part(count: int, parts: int) -> list[str]:
 def test_of_two_that_took_a_part_at_once_the_smaller_id_keeps_it() -> None:
     small, large = same_first_part(2, 8)
     dht = Dht()
-    first, second = head(dht, small), head(dht, large)
+    first, second = Head(dht, small), Head(dht, large)
     dht.answers = False  # neither sees the other
     first.renew(0)
     second.renew(0)
@@ -97,7 +117,7 @@ def test_of_two_that_took_a_part_at_once_the_smaller_id_keeps_it() -> None:
 @pytest.mark.parametrize("seed", range(20))
 def test_whatever_was_lost_heads_end_with_parts_of_their_own(seed: int) -> None:
     dice, dht = random.Random(seed), Dht()
-    heads = [head(dht, f"{dice.random()}", parts=12) for _ in range(6)]
+    heads = [Head(dht, f"{dice.random()}", parts=12) for _ in range(6)]
     for _ in range(4):  # some answers are lost
         for lease in dice.sample(heads, len(heads)):
             dht.answers = dice.random() < 0.5
@@ -115,14 +135,14 @@ def test_whatever_was_lost_heads_end_with_parts_of_their_own(seed: int) -> None:
 def test_a_part_whose_head_is_gone_is_free_after_its_expiry_and_goes_on_where_it_was() -> None:
     first, second = same_first_part(2, 8)
     dht = Dht()
-    gone, stays = head(dht, first), head(dht, second)
+    gone, stays = Head(dht, first), Head(dht, second)
     gone.renew(0)
     gone.renew(500)
     stays.renew(0)
     assert stays.part != gone.part
     assert stays.position == 0
     dht.now += LIFETIME_S + 1
-    heir = head(dht, "heir")
+    heir = Head(dht, "heir")
     while stays.part != gone.part:  # its own parts are read to their ends, one after the other
         stays.finished()
         stays.renew(0)
@@ -137,19 +157,19 @@ def test_a_part_whose_head_is_gone_is_free_after_its_expiry_and_goes_on_where_it
 def test_a_restarted_head_takes_the_part_of_its_snapshot_if_it_is_still_free() -> None:
     dht = Dht()
     for part in range(8):
-        lease = head(Dht(), "a", first=part)
+        lease = Head(Dht(), "a", first=part)
         lease.renew(0)
         assert lease.part == part
-    other = head(dht, "b")
+    other = Head(dht, "b")
     other.renew(0)
-    back = head(dht, "a", first=other.part)
+    back = Head(dht, "a", first=other.part)
     back.renew(0)
     assert back.part != other.part
 
 
 def test_a_head_tells_how_far_it_has_read_its_own_part() -> None:
     dht = Dht()
-    lease = head(dht, "a")
+    lease = Head(dht, "a")
     lease.renew(33)  # of another part, from before
     assert dht.read(part_key("run", lease.part)) == {"a": PartRecord(part=lease.part, position=0)}
     lease.renew(44)
@@ -158,7 +178,7 @@ def test_a_head_tells_how_far_it_has_read_its_own_part() -> None:
 
 def test_more_heads_than_parts_share_them() -> None:
     dht = Dht()
-    heads = [head(dht, peer, parts=2) for peer in "abcd"]
+    heads = [Head(dht, peer, parts=2) for peer in "abcd"]
     for lease in heads:
         lease.renew(0)
     assert {lease.part for lease in heads} == {0, 1}

@@ -146,6 +146,7 @@ def test_a_bootstrap_with_two_addresses_counts_once() -> None:
 
 def test_a_head_tells_how_long_it_waited() -> None:
     progress = LoopProgress(head=HEAD, members=(HEAD, MEMBER), waiting_share=0.125)
-    told = herald.replica_record(cast("Place", SimpleNamespace(me=HEAD)), 3, progress)
+    place = cast("Place", SimpleNamespace(me=HEAD))
+    told = herald.replica_record(place, 3, progress, hear_s=1.0)
     assert told is not None and told.waiting_share == 0.125
     assert ReplicaRecord.decode(told.encode()) == told

@@ -11,6 +11,11 @@ from tests.peer.clocks import TestClock
 
 VIEW = SwarmView(me="me")
 NOW = 100.0
+MEETING_S = 5.5
+
+
+def keeper_of(clock: TestClock | None = None, *, first: int = 0) -> RoundKeeper:
+    return RoundKeeper("me", clock or TestClock(), meeting_s=MEETING_S, first=first)
 
 
 def replica(inner_step: int, *members: str) -> ReplicaRecord:
@@ -43,45 +48,45 @@ def bell(
     )
 
 
-def follow(keeper: RoundKeeper, inner_step: int, *, undecided: bool) -> bool:
+def follow(keeper: RoundKeeper, inner_step: int, *, undecided: bool, now: float = NOW) -> bool:
     """Whether the head has rung after another look."""
     keeper.follow(
         VIEW,
         replica(inner_step),
-        NOW,
+        now,
         head="me",
         inner_steps=10,
         tokens=1,
         undecided=undecided,
     )
-    return keeper.bell is not None
+    return bool(keeper.bells)
 
 
 # ---- heads ---------------------------------------------------------------------------------------
 def test_a_head_rings_after_its_inner_steps() -> None:
-    keeper = RoundKeeper("me", TestClock())
+    keeper = keeper_of()
     assert not follow(keeper, 9, undecided=False)
     assert follow(keeper, 10, undecided=False)
 
 
 def test_a_head_does_not_ring_while_its_last_send_is_undecided() -> None:
-    keeper = RoundKeeper("me", TestClock())
+    keeper = keeper_of()
     assert not follow(keeper, 25, undecided=True)
     assert follow(keeper, 26, undecided=False)
 
 
 def test_a_send_that_becomes_undecided_does_not_take_a_bell_back() -> None:
-    keeper = RoundKeeper("me", TestClock())
+    keeper = keeper_of()
     assert follow(keeper, 10, undecided=False)
     assert follow(keeper, 11, undecided=True)
 
 
 def test_a_head_that_has_rung_sends_once_the_time_of_the_group_is_known() -> None:
-    keeper = RoundKeeper("me", TestClock())
+    keeper = keeper_of()
     two = {"me": replica(10), "other": replica(5)}
     view = SwarmView(me="me", replicas=two)
     keeper.follow(view, replica(10), NOW, head="me", inner_steps=10, tokens=1, undecided=False)
-    assert keeper.bell is not None
+    assert keeper.bells
     assert keeper.send_due(NOW) is None  # of two, two make the quorum
     late = SwarmView(me="me", replicas=two, bells={0: {"other": bell(NOW, (NOW + 9, NOW + 12))}})
     keeper.follow(late, replica(11), NOW, head="me", inner_steps=10, tokens=1, undecided=False)
@@ -93,7 +98,7 @@ HEADS = {"h": replica(10, "h", "me"), "g": replica(7, "g", "other")}
 TIMES = (NOW + 10, NOW + 20)
 
 
-def look(keeper: RoundKeeper, head: str, bells: dict[str, BellRecord]) -> BellRecord | None:
+def look(keeper: RoundKeeper, head: str, bells: dict[str, BellRecord]) -> bool:
     """One look of a peer that is no head, in the replica of `head` or in none."""
     view = SwarmView(me="me", replicas=HEADS, bells={0: bells})
     # more inner steps than a round has, and tokens: a head would ring
@@ -102,14 +107,14 @@ def look(keeper: RoundKeeper, head: str, bells: dict[str, BellRecord]) -> BellRe
 
 @pytest.mark.parametrize("head", ["", "h"])
 def test_who_leads_no_replica_never_rings(head: str) -> None:
-    keeper = RoundKeeper("me", TestClock())
-    assert look(keeper, head, {}) is None
-    assert look(keeper, head, {"h": bell(NOW), "g": bell(NOW)}) is None
-    assert keeper.bell is None
+    keeper = keeper_of()
+    assert not look(keeper, head, {})
+    assert not look(keeper, head, {"h": bell(NOW), "g": bell(NOW)})
+    assert not keeper.bells
 
 
 def test_a_member_sends_when_its_head_has_rung_and_the_group_has_a_time() -> None:
-    keeper = RoundKeeper("me", TestClock())
+    keeper = keeper_of()
     look(keeper, "h", {"h": bell(NOW)})
     assert keeper.send_due(NOW) is None  # no time yet
     look(keeper, "h", {"h": bell(NOW), "g": bell(NOW, TIMES)})
@@ -117,7 +122,7 @@ def test_a_member_sends_when_its_head_has_rung_and_the_group_has_a_time() -> Non
 
 
 def test_a_member_whose_head_is_late_sends_only_at_the_end_of_the_grace() -> None:
-    keeper = RoundKeeper("me", TestClock())
+    keeper = keeper_of()
     look(keeper, "h", {"g": bell(NOW, TIMES)})
     assert keeper.send_due(NOW) is None
     assert keeper.send_due(TIMES[0] - 0.1) is None
@@ -125,7 +130,7 @@ def test_a_member_whose_head_is_late_sends_only_at_the_end_of_the_grace() -> Non
 
 
 def test_a_peer_in_no_replica_sends_as_soon_as_the_time_is_known() -> None:
-    keeper = RoundKeeper("me", TestClock())
+    keeper = keeper_of()
     look(keeper, "", {"h": bell(NOW)})
     assert keeper.send_due(NOW) is None
     look(keeper, "", {"h": bell(NOW), "g": bell(NOW, TIMES)})
@@ -133,7 +138,7 @@ def test_a_peer_in_no_replica_sends_as_soon_as_the_time_is_known() -> None:
 
 
 def test_a_member_that_lost_its_replica_waits_for_no_heads_bell() -> None:
-    keeper = RoundKeeper("me", TestClock())
+    keeper = keeper_of()
     look(keeper, "h", {"g": bell(NOW, TIMES)})
     assert keeper.send_due(NOW) is None
     look(keeper, "", {"g": bell(NOW, TIMES)})
@@ -141,7 +146,7 @@ def test_a_member_that_lost_its_replica_waits_for_no_heads_bell() -> None:
 
 
 def test_in_the_next_round_the_bells_of_the_last_one_are_forgotten() -> None:
-    keeper = RoundKeeper("me", TestClock())
+    keeper = keeper_of()
     look(keeper, "h", {"h": bell(NOW, TIMES)})
     assert keeper.send_due(NOW) is not None
     keeper.end(0)
@@ -153,7 +158,7 @@ def test_in_the_next_round_the_bells_of_the_last_one_are_forgotten() -> None:
 
 @pytest.mark.parametrize("stale", [True, False])
 def test_a_head_that_has_rung_and_lost_its_replica_keeps_its_appointment(stale: bool) -> None:
-    keeper = RoundKeeper("me", TestClock())
+    keeper = keeper_of()
     replicas = {"me": replica(10, "me", "gone")}
     view = SwarmView(me="me", replicas=replicas)
     keeper.follow(view, replicas["me"], NOW, head="me", inner_steps=10, tokens=1, undecided=False)
@@ -164,41 +169,89 @@ def test_a_head_that_has_rung_and_lost_its_replica_keeps_its_appointment(stale: 
     assert keeper.send_due(NOW + 1) == due
 
 
+# ---- what lasts longer than a record in the DHT -------------------------------------------------
+def test_the_time_of_a_group_stands_though_the_bell_that_told_it_has_expired() -> None:
+    """A round of an hour has a grace of fifteen minutes, and its bells live for half a minute."""
+    keeper = keeper_of()
+    far = (NOW + 600, NOW + 640)
+    look(keeper, "h", {"g": bell(NOW, far)})
+    look(keeper, "h", {})
+    assert keeper.send_due(NOW + 599) is None
+    assert keeper.send_due(NOW + 600) == (0, far[1])
+
+
+def test_a_bell_that_has_expired_still_counts_for_the_quorum() -> None:
+    keeper = keeper_of()
+    two = {"me": replica(10), "other": replica(5)}
+    view = SwarmView(me="me", replicas=two, bells={0: {"other": bell(NOW)}})
+    keeper.follow(view, replica(5), NOW, head="me", inner_steps=10, tokens=1, undecided=False)
+    view = SwarmView(me="me", replicas=two)
+    keeper.follow(view, replica(10), NOW, head="me", inner_steps=10, tokens=1, undecided=False)
+    assert keeper.send_due(NOW) is not None
+
+
+def test_a_head_that_has_gone_on_keeps_its_bell_alive_until_the_group_has_met() -> None:
+    keeper = keeper_of()
+    three = {"me": replica(10), "other": replica(5), "slow": replica(1)}
+    view = SwarmView(me="me", replicas=three, bells={0: {"other": bell(NOW)}})
+    keeper.follow(view, replica(10), NOW, head="me", inner_steps=10, tokens=1, undecided=False)
+    due = keeper.send_due(NOW)
+    assert due is not None
+    keeper.end(0)
+    for now in (NOW + 1, due[1], due[1] + MEETING_S):
+        assert not follow(keeper, 0, undecided=True, now=now) or keeper.round == 1
+        assert [each.round for each in keeper.bells] == [0]
+        assert 0 in keeper.wanted_bells(view), "the group's time may yet become an earlier one"
+    follow(keeper, 0, undecided=True, now=due[1] + MEETING_S + 0.1)
+    assert not keeper.bells
+
+
+def test_who_has_sent_hears_that_its_group_meets_earlier() -> None:
+    keeper = keeper_of()
+    look(keeper, "", {"g": bell(NOW, (NOW + 100, NOW + 200))})
+    keeper.end(0)
+    assert keeper.meets_at(0) == NOW + 200
+    look(keeper, "", {"g": bell(NOW, (NOW + 20, NOW + 50))})
+    assert keeper.meets_at(0) == NOW + 50
+    look(keeper, "", {"g": bell(NOW, (NOW + 100, NOW + 300))})
+    assert keeper.meets_at(0) == NOW + 50
+
+
+def test_a_head_tells_the_time_that_another_one_found() -> None:
+    """Should that one be gone, those who have not heard it learn it from here."""
+    keeper = keeper_of()
+    two = {"me": replica(10), "other": replica(10)}
+    view = SwarmView(me="me", replicas=two, bells={0: {"other": bell(NOW, (NOW + 1, NOW + 2))}})
+    keeper.follow(view, replica(10), NOW, head="me", inner_steps=10, tokens=1, undecided=False)
+    assert [each.scheduled_at for each in keeper.bells] == [NOW + 2]
+
+
 # ---- how often bells are looked for --------------------------------------------------------------
-def test_a_peer_in_mid_round_listens_often_enough_to_use_three_quarters_of_a_grace() -> None:
+@pytest.mark.parametrize(
+    ("round_s", "look_s"), [(5.0, 1.0), (60.0, 1.875), (600.0, 18.75), (3600.0, 60.0)]
+)
+def test_bells_are_looked_for_in_the_measure_of_a_round(round_s: float, look_s: float) -> None:
     clock = TestClock()
-    keeper = RoundKeeper("me", clock)
-    assert keeper.deaf_s(VIEW, near_end=False) == 0.0
-    clock.now += 160.0
-    shortest_grace_s = 0.25 * 160.0  # of a replica that rings now
-    assert 0.0 < keeper.deaf_s(VIEW, near_end=False) <= shortest_grace_s / 4
-
-
-def test_a_peer_misses_no_bell_near_the_end_of_a_round() -> None:
-    clock = TestClock()
-    keeper = RoundKeeper("me", clock)
-    clock.now += 160.0
-    assert keeper.deaf_s(VIEW, near_end=True) == 0.0
-    another = SwarmView(me="me", bells={0: {"other": bell(NOW)}})
-    assert keeper.deaf_s(another, near_end=False) == 0.0
-    assert follow(keeper, 10, undecided=False)
-    assert keeper.deaf_s(VIEW, near_end=False) == 0.0
+    keeper = keeper_of(clock)
+    assert keeper.look_s() == 1.0
+    clock.now += round_s
+    assert keeper.look_s() == look_s
+    assert look_s <= max(1.0, 0.25 * round_s / 4), "three quarters of a grace are left"
+    keeper.end(0)
+    assert keeper.look_s() == look_s, "the next round will be about as long"
 
 
 def test_a_run_that_rests_is_not_listened_to_for_bells() -> None:
     clock = TestClock()
-    keeper = RoundKeeper("me", clock)
+    keeper = keeper_of(clock)
     clock.now += 160.0
     assert follow(keeper, 10, undecided=False), "it rang before the pause"
-    another = SwarmView(me="me", bells={0: {"other": bell(NOW)}})
-    assert keeper.deaf_s(another, near_end=True, resting=True) == float("inf")
+    assert keeper.look_s(resting=True) == float("inf")
 
 
 # ---- the first round -----------------------------------------------------------------------------
 def test_after_a_rollback_no_round_number_comes_again_though_nobody_knows_it_any_more() -> None:
-    keeper = RoundKeeper(
-        "me", TestClock(), first=25
-    )  # its newest record from before was of round 24
+    keeper = keeper_of(first=25)  # its newest record from before was of round 24
     keeper.start(VIEW, last_record=1)
     assert keeper.round == 25
     keeper.end(25)

@@ -1,0 +1,548 @@
+"""The averaging process without numbers: who meets, who is left out, how the votes fall, what is
+logged.
+
+Records are chained by real digests and hold real members and tokens, but no means. Meetings follow
+hivemind's matchmaking: the group of a plan closes at its scheduled time, or at the first caller's
+time plus the least time of matchmaking where that is later; who comes after it is told nothing.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+from benchmarks.simulation.clock import Event, SimulatedFuture, ThreadClock
+from benchmarks.simulation.dht import Network
+from dilocox.dht.manifest import Manifest
+from dilocox.dht.reach import Reach as Reachability
+from dilocox.peer.adaptation import RoundFacts, facts_of, following_window, next_inner_steps
+from dilocox.peer.averaging import Applied
+from dilocox.peer.catchup import Reach, State
+from dilocox.peer.groups import ExchangeOrder, GroupRefused
+from dilocox.peer.members import AttemptResult
+from dilocox.peer.record import Contribution
+from dilocox.peer.roundlog import Head
+from dilocox.peer.vote import Verdict, Vote, decide, exclusion, may_start
+
+RECORD_BYTES = 1_000_000
+JOIN_TRIPS = (2.0, 4.0)  # round trips: declare oneself, find the leader, be taken
+LEADER_PATIENCE_S = 10.0  # until a follower gives up a leader that does not answer
+
+
+@dataclass(frozen=True, kw_only=True)
+class SimulatedRecord:
+    """What control code reads of a RoundRecord. members: those whose values are in the means."""
+
+    stage: int
+    round: int
+    previous: str
+    members: tuple[Contribution, ...]
+    chain_tokens: int
+    window: tuple[RoundFacts, ...]
+    next_inner_steps: int
+    rules: int = 0
+    next_ranks: tuple[int, ...] = ()
+
+    @property
+    def tokens(self) -> int:
+        """The tokens behind this record."""
+        return sum(member.tokens for member in self.members)
+
+    @property
+    def digest(self) -> str:
+        """The sha256 of what it says."""
+        return hashlib.sha256(repr(self).encode()).hexdigest()
+
+    def member(self, peer: str) -> Contribution | None:
+        """What this peer put in, or None."""
+        return next((member for member in self.members if member.peer == peer), None)
+
+
+class SimulatedLog:
+    """The chain of one peer's stage, in memory: as RoundLog."""
+
+    def __init__(self, root: str):
+        self._root = Head(round=-1, digest=root, chain_tokens=0, record_bytes=0)
+        self.chain: list[tuple[str, SimulatedRecord]] = []
+
+    def head(self) -> Head:
+        """The newest record."""
+        if not self.chain:
+            return self._root
+        digest, record = self.chain[-1]
+        return Head(
+            round=record.round,
+            digest=digest,
+            chain_tokens=record.chain_tokens,
+            record_bytes=RECORD_BYTES,
+        )
+
+    def rounds(self) -> list[int]:
+        """The rounds of all records."""
+        return [record.round for _, record in self.chain]
+
+    def header(self, number: int) -> SimulatedRecord | None:
+        """The record of a round."""
+        return next((each for _, each in reversed(self.chain) if each.round == number), None)
+
+    read = header
+
+    def find(self, digest: str) -> int | None:
+        """The round of a record, None if it is not here."""
+        if digest == self._root.digest:
+            return -1
+        return next((each.round for found, each in reversed(self.chain) if found == digest), None)
+
+    def append(self, record: SimulatedRecord) -> bool:
+        """Add the next record; whether it was the next one."""
+        head = self.head()
+        if record.previous != head.digest or record.round <= head.round:
+            return False
+        self.chain.append((record.digest, record))
+        return True
+
+    def after_common(self, other: SimulatedLog) -> int:
+        """How many records from the first on two chains have in common."""
+        shared = 0
+        for (mine, _), (theirs, _) in zip(self.chain, other.chain, strict=False):
+            if mine != theirs:
+                break
+            shared += 1
+        return shared
+
+
+@dataclass(kw_only=True)
+class Lines:
+    """What an exchange costs. stage_bytes: of a message; late: chance that a member's parts come
+    too late to be in the means; slow_starts: seconds between an order and the look for the group.
+    """
+
+    network: Network
+    stage_bytes: float = 2.5e6
+    bytes_per_s: float = 1.25e6
+    late: float = 0.0
+    vote_loss: float = 0.0
+
+    def exchange_s(self, members: int) -> float:
+        """Seconds from the group's start until all have all means."""
+        moved = 2 * (members - 1) / members * self.stage_bytes
+        return moved / self.bytes_per_s + 6 * self.network.rtt_s
+
+
+@dataclass
+class _Meeting:
+    """A group that forms."""
+
+    closes_at: float
+    closing: Event
+    comers: dict[str, SimulatedAverager] = field(default_factory=dict[str, "SimulatedAverager"])
+
+
+class Meetings:
+    """Where the averaging processes of a swarm find each other, and exchange."""
+
+    def __init__(self, lines: Lines, manifest: Manifest):
+        self.lines = lines
+        self.manifest = manifest
+        self._open: dict[str, list[_Meeting]] = {}
+
+    def come(self, averager: SimulatedAverager, order: ExchangeOrder) -> None:
+        """A process looks for the group of its plan."""
+        key = order.plan.key
+        here = self._open.setdefault(key, [])
+        network, now = self.lines.network, self.lines.network.timeline.now
+        for meeting in here:
+            leader = next(iter(meeting.comers))
+            if now <= meeting.closes_at and network.connected(leader, averager.peer_id):
+                meeting.comers[averager.peer_id] = averager
+                if self._complete(meeting):
+                    meeting.closing.cancel()
+                    self._close(key, meeting)
+                return
+        closes_at = max(order.scheduled_at, now + self.manifest.deadlines.matchmaking_s)
+        timeline = network.timeline
+        closing = timeline.at(closes_at, lambda: self._close(key, meeting))
+        meeting = _Meeting(closes_at, closing, {averager.peer_id: averager})
+        here.append(meeting)
+
+    def _complete(self, meeting: _Meeting) -> bool:
+        """Whether as many are in as each of them expects."""
+        stated = [each.order.whole_with for each in meeting.comers.values()]
+        return None not in stated and len(stated) >= max(stated)
+
+    def _close(self, key: str, meeting: _Meeting) -> None:
+        self._open[key].remove(meeting)
+        if not self._open[key]:
+            del self._open[key]
+        comers = meeting.comers
+        leader = next(iter(comers.values()))
+        if not leader.answers:
+            for each in comers.values():
+                each.fail("its leader does not answer", after_s=LEADER_PATIENCE_S)
+            return
+        connected = self.lines.network.connected
+        group = {
+            peer: each
+            for peer, each in comers.items()
+            if each.answers and connected(peer, leader.peer_id)
+        }
+        for peer, each in comers.items():
+            if peer not in group:
+                each.fail("cut off from the leader")
+        if len(group) == 1:
+            leader.fail("nobody came")
+            return
+        self.start(group)
+
+    def start(self, group: dict[str, SimulatedAverager]) -> None:
+        """The group stands: what attempt_setup checks of it, then the exchange."""
+        orders = {peer: each.order for peer, each in group.items()}
+        blamed = _excluded(order.aborts for order in orders.values() if order.plan.attempt)
+        for peer in blamed & group.keys():
+            group[peer].fail("the others leave this peer out of the repeated attempt")
+        group = {peer: each for peer, each in sorted(group.items()) if peer not in blamed}
+        if not group:
+            return
+        orders = {peer: orders[peer] for peer in group}
+        views = {peer: frozenset(order.counted) for peer, order in orders.items()}
+        last = next(iter(orders.values())).last_contributors
+        if not may_start(sorted(group), views, last):
+            for each in group.values():
+                each.fail(f"{len(group)} members are too few of those that must be there")
+            return
+        _Exchange(self, group).begin()
+
+
+class _Exchange:
+    """One attempt of one group."""
+
+    def __init__(self, meetings: Meetings, group: dict[str, SimulatedAverager]):
+        self._meetings = meetings
+        self._lines = meetings.lines
+        self._group = group
+        self._orders = {peer: each.order for peer, each in group.items()}
+        self._beats = {peer: each.stumbles for peer, each in group.items()}
+        self._began = self._lines.network.timeline.now
+        self.votes: dict[str, Vote] = {}
+        self.record: SimulatedRecord | None = None
+
+    def begin(self) -> None:
+        """Bytes move; a reducer that is gone is missed once its silence is noticed."""
+        seconds = self._lines.exchange_s(len(self._group))
+        self._lines.network.timeline.after(seconds, self._end)
+
+    def _lost(self) -> set[str]:
+        """Members that died, froze or were cut off since the group stood."""
+        side = self._lines.network.side_of
+        sides = [side(peer) for peer in self._group]
+        main = max(set(sides), key=sides.count)
+        return {
+            peer
+            for peer, each in self._group.items()
+            if not each.answers or each.stumbles != self._beats[peer] or side(peer) != main
+        }
+
+    def _end(self) -> None:
+        lost = self._lost()
+        deadlines = self._meetings.manifest.deadlines
+        if lost:  # their means are missing: all the others abort, and say whom they missed
+            missed = tuple(sorted(lost))
+            for peer in self._group:
+                if self._group[peer].answers:
+                    others = missed if peer not in lost else tuple(sorted(set(self._group) - lost))
+                    self.votes[peer] = Vote(
+                        voter=peer,
+                        digest=None,
+                        missed=tuple(each for each in others if each != peer),
+                    )
+            self._lines.network.timeline.after(deadlines.silence_s, self._tell)
+            return
+        self.record = self._make_record()
+        digest = self.record.digest
+        self.votes = {peer: Vote(voter=peer, digest=digest) for peer in self._group}
+        self._lines.network.timeline.after(self._lines.network.rtt_s, self._tell)
+
+    def _make_record(self) -> SimulatedRecord:
+        orders, network = self._orders, self._lines.network
+        order = next(iter(orders.values()))
+        members = [
+            Contribution(
+                peer=peer,
+                tokens=min(each.tokens, each.tokens_cap),
+                exchange_s=each.exchange_s,
+                step_s=each.step_s,
+                stall_s=each.stall_s,
+            )
+            for peer, each in orders.items()
+        ]
+        timely = [each for each in members if network.random.random() >= self._lines.late]
+        members = timely or members
+        last: Any = order.last
+        window = () if last is None else last.window
+        rounds = self._meetings.manifest.rounds
+        current = rounds.inner_steps if last is None else last.next_inner_steps
+        facts = facts_of(
+            ranks=(),
+            needed=(),
+            times=[(each.exchange_s, each.step_s, each.stall_s) for each in members],
+        )
+        window = following_window(window, facts)
+        steps = next_inner_steps(
+            current, window, low=rounds.min_inner_steps, high=rounds.max_inner_steps
+        )
+        return SimulatedRecord(
+            stage=order.plan.stage,
+            round=order.plan.round,
+            previous=order.plan.previous,
+            members=tuple(members),
+            chain_tokens=(0 if last is None else last.chain_tokens)
+            + sum(each.tokens for each in members),
+            window=window,
+            next_inner_steps=steps,
+        )
+
+    def _tell(self) -> None:
+        """Every member decides by the votes that reached it."""
+        network = self._lines.network
+        for peer, each in self._group.items():
+            each.known[self._orders[peer].plan.round, self._orders[peer].plan.attempt] = self
+            if not each.answers:  # once it goes on, it finds that all is over, and asks
+                each.once_awake(lambda each=each, peer=peer: each.resolve(self.settle(peer)))
+                continue
+            heard = [
+                vote
+                for voter, vote in self.votes.items()
+                if voter == peer
+                or (
+                    network.connected(peer, voter)
+                    and network.random.random() >= self._lines.vote_loss
+                )
+            ]
+            each.resolve(self.result(peer, heard))
+
+    def settle(self, peer: str) -> AttemptResult:
+        """What a member finds that asks all others how they voted."""
+        network = self._lines.network
+        heard = [
+            vote
+            for voter, vote in self.votes.items()
+            if voter == peer or (network.connected(peer, voter) and self._group[voter].answers)
+        ]
+        return self.result(peer, heard)
+
+    def result(self, peer: str, heard: Iterable[Vote]) -> AttemptResult:
+        """The verdict as these votes show it; a record that is committed is logged."""
+        decision = decide(sorted(self._group), heard)
+        record: bytes | None = None
+        if decision.verdict is Verdict.COMMITTED and self.record is not None:
+            self._group[peer].log.append(self.record)
+            record = b"record"
+        aborts = [vote for vote in self.votes.values() if vote.digest is None]
+        silent = sorted(set(self._group) - self.votes.keys())
+        return AttemptResult(
+            verdict=decision.verdict,
+            record=record,
+            certificate=None if record is None else b"certificate",
+            aborts=_packed(aborts, silent),
+            members=tuple(self._group),
+            seconds=self._lines.network.timeline.now - self._began,
+        )
+
+
+class SimulatedAverager:
+    """One peer's averaging process, as the driver and the chain follower call it."""
+
+    pid = 0
+
+    def __init__(
+        self,
+        peer: str,
+        meetings: Meetings,
+        log: SimulatedLog,
+        clock: Callable[[], ThreadClock],
+        peers: Callable[[str], SimulatedAverager | None],
+    ):
+        """peers: the process of another peer, None if it is gone."""
+        self.peer_id = peer
+        self.log = log
+        self.order: Any = None
+        self.answers = True  # neither killed nor frozen
+        self.gone = False  # killed
+        self.stumbles = 0  # how often it was frozen
+        self.known: dict[tuple[int, int], _Exchange] = {}
+        self.woken: Callable[[], None] = lambda: None
+        self._meetings = meetings
+        self._clock = clock
+        self._peers = peers
+        self._future: SimulatedFuture | None = None
+
+    # ---- the driver's ----------------------------------------------------------------------------
+    def exchange(self, order: ExchangeOrder) -> SimulatedFuture:
+        """Look for the group of this attempt, and exchange."""
+        network = self._meetings.lines.network
+        self.order = order
+        future = self._future = self._new_future()
+        starts_at = self._clock().time()
+        if order.alone:
+            network.timeline.at(starts_at, lambda: self._meetings.start({self.peer_id: self}))
+            return future
+        arrives_at = starts_at + network.takes(JOIN_TRIPS)
+
+        def come() -> None:
+            if self._future is future:
+                self.once_awake(lambda: self._meetings.come(self, order))
+
+        network.timeline.at(arrives_at, come)
+        return future
+
+    def once_awake(self, action: Callable[[], None]) -> None:
+        """Do this now, or when it is not frozen any more; never if it is gone."""
+        if self.answers:
+            action()
+        elif not self.gone:
+            self._meetings.lines.network.timeline.after(1.0, lambda: self.once_awake(action))
+
+    def fail(self, reason: str, after_s: float = 0.0) -> None:
+        """No group."""
+        future = self._future
+        if future is not None:
+            failed = GroupRefused(reason)
+            self._later(after_s, lambda: self.once_awake(lambda: future.set(error=failed)))
+
+    def resolve(self, result: AttemptResult) -> None:
+        """How the attempt ended."""
+        if self._future is not None:
+            self._future.set(result)
+
+    def settle(self, round_number: int, attempt: int) -> SimulatedFuture:
+        """Ask the others of an attempt again."""
+        future, known = self._new_future(), self.known.get((round_number, attempt))
+        rtt_s = self._meetings.lines.network.rtt_s
+        self._later(2 * rtt_s, lambda: future.set(known and known.settle(self.peer_id)))
+        return future
+
+    # ---- the chain follower's --------------------------------------------------------------------
+    def apply(self, round_number: int, *, current: int, with_own: bool) -> SimulatedFuture:
+        """The outer step of a record."""
+        record = self.log.header(round_number)
+        if record is None:
+            raise ValueError(f"no record of round {round_number}")
+        done = Applied(
+            round=round_number,
+            digest=record.digest,
+            anchor_sha256=record.digest,
+            payload_bytes=RECORD_BYTES,
+            seconds=0.1,
+        )
+        future = self._new_future()
+        self._later(0.1, lambda: future.set(done))
+        return future
+
+    def catch_up(self, peer: str, digest: str, *, limit_bytes: int | None) -> SimulatedFuture:
+        """Take the records that another peer has and this one lacks."""
+        future = self._new_future()
+        lines = self._meetings.lines
+
+        def arrive() -> None:
+            donor = self._donor(peer)
+            if donor is None:
+                future.set(error=ConnectionError(f"{peer} does not answer"))
+                return
+            theirs = donor.log
+            shared = self.log.after_common(theirs)
+            if shared < len(self.log.chain):
+                future.set(
+                    Reach(
+                        appended=(),
+                        fork_round=self.log.chain[shared - 1][1].round if shared else -1,
+                        fork_digest=theirs.chain[shared][0] if shared < len(theirs.chain) else "",
+                        chain_tokens=theirs.head().chain_tokens,
+                        too_far=False,
+                    )
+                )
+                return
+            missing = [record for _, record in theirs.chain[shared:]]
+            for record in missing:
+                self.log.append(record)
+            rounds = tuple(record.round for record in missing)
+            future.set(Reach(appended=rounds, fork_round=None, too_far=False))
+
+        seconds = 6 * lines.network.rtt_s + RECORD_BYTES / lines.bytes_per_s
+        self._later(seconds, arrive)
+        return future
+
+    def fetch_state(
+        self, peer: str, *, current: int, after_round: int, hurry: bool
+    ) -> SimulatedFuture:
+        """Take another peer's state, and its chain instead of the own one."""
+        future = self._new_future()
+
+        def arrive() -> None:
+            donor = self._donor(peer)
+            if donor is None or not donor.log.chain:
+                future.set(error=ConnectionError(f"{peer} has no state"))
+                return
+            self.log.chain = list(donor.log.chain)
+            head = self.log.head()
+            state = State(
+                round=head.round,
+                digest=head.digest,
+                anchor_sha256=head.digest,
+                chain_tokens=head.chain_tokens,
+                record=b"",
+                certificate=b"",
+            )
+            future.set(state)
+
+        self._later(10 * self._meetings.lines.network.rtt_s + 5.0, arrive)
+        return future
+
+    # ---- the coordinator's -----------------------------------------------------------------------
+    def is_alive(self) -> bool:
+        """A process that dies takes its peer with it."""
+        return True
+
+    def redial(self, targets: Any) -> None:
+        """All ways are open."""
+
+    def check_reach(self, again: bool) -> SimulatedFuture:
+        """Others reach this peer."""
+        future = SimulatedFuture()
+        future.set(Reachability(kind="public", by_others=True))
+        return future
+
+    # ---- pieces ----------------------------------------------------------------------------------
+    def _donor(self, peer: str) -> SimulatedAverager | None:
+        donor = self._peers(peer)
+        if donor is None or not donor.answers:
+            return None
+        return donor if self._meetings.lines.network.connected(peer, self.peer_id) else None
+
+    def _new_future(self) -> SimulatedFuture:
+        future = SimulatedFuture()
+        future.watch(self.woken)
+        return future
+
+    def _later(self, seconds: float, action: Callable[[], None]) -> None:
+        self._meetings.lines.network.timeline.at(self._clock().time() + seconds, action)
+
+
+def _packed(aborts: Iterable[Vote], silent: Iterable[str]) -> bytes:
+    pairs = [[vote.voter, list(vote.missed)] for vote in aborts]
+    return json.dumps([pairs, list(silent)]).encode()
+
+
+def _excluded(stated: Iterable[bytes]) -> set[str]:
+    """Whom the aborts of the first attempt blame."""
+    votes: dict[str, Vote] = {}
+    silent: set[str] = set()
+    for data in stated:
+        if data:
+            pairs, quiet = json.loads(data)
+            silent |= set(quiet)
+            for voter, missed in pairs:
+                votes[voter] = Vote(voter=voter, digest=None, missed=tuple(missed))
+    return set(exclusion(votes.values(), silent - votes.keys()))

@@ -1,0 +1,459 @@
+"""One simulated peer: the product's coordinator, and a training loop of which steps and tokens are
+left.
+
+The loop's books follow peer/learner.py and peer/merge.py: what was trained is unsent, in flight, in
+a record, or lost, and no token is in two of them. Inner steps cost no event: they are counted when
+somebody asks, and the loop is woken only where something waits for it between two of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, cast
+
+from benchmarks.simulation.averaging import SimulatedAverager, SimulatedLog, SimulatedRecord
+from benchmarks.simulation.clock import Event, Threads
+from benchmarks.simulation.dht import SimulatedSwarm
+from dilocox.compression.layout import FlatLayout
+from dilocox.peer.chain import ChainFollower
+from dilocox.peer.coordinator import TICK_S, Coordinator
+from dilocox.peer.driver import ExchangeDriver
+from dilocox.peer.events import Committed, EventQueue, Failed, Resynced, Voided
+from dilocox.peer.events import Event as LoopEvent
+from dilocox.peer.herald import Herald
+from dilocox.peer.place import LoopProgress, Place
+from dilocox.peer.revision import ManifestWatch
+from dilocox.peer.vote import AloneWatch
+
+if TYPE_CHECKING:
+    from benchmarks.simulation.world import World
+
+NEAR_S = 1.0  # between two ticks where something may be due
+SOON_S = 35.0  # before a group's time: the driver may begin to look for it
+REPLICA_S = 3.0  # to form a replica
+
+
+class _Events(EventQueue):
+    """Tells the loop that something has come."""
+
+    def __init__(self, come: Callable[[], None]):
+        super().__init__()
+        self._come = come
+        self.waiting = 0
+
+    def put(self, event: LoopEvent) -> None:
+        super().put(event)
+        self.waiting += 1
+        self._come()
+
+
+@dataclass
+class Books:
+    """Where the tokens are that a peer trained on: as Merge counts them."""
+
+    trained: int = 0
+    unsent: int = 0
+    lost: int = 0
+    fly: dict[int, int] = field(default_factory=dict[int, int])
+    undone: dict[int, int] = field(default_factory=dict[int, int])
+    counted: dict[int, int] = field(default_factory=dict[int, int])
+    round: int = -1
+    age: int = 0
+
+    @property
+    def balanced(self) -> bool:
+        """Whether every token is in one place."""
+        held = self.unsent + sum(self.fly.values()) + sum(self.counted.values())
+        return self.trained == held + self.lost
+
+    def send(self, number: int) -> int:
+        """Take all unsent tokens."""
+        tokens = self.fly[number] = self.unsent
+        self.unsent = self.age = 0
+        return tokens
+
+    def void(self, number: int, *, certain: bool = False) -> None:
+        """Undo a send."""
+        tokens = self.fly.pop(number)
+        self.unsent += tokens
+        if not certain:
+            self.undone[number] = tokens
+
+    def commit(self, record: SimulatedRecord, me: str, max_age: int) -> None:
+        """The next record of the chain."""
+        if record.round <= self.round:
+            return
+        for number in [number for number in self.fly if number < record.round]:
+            self.void(number)
+        member = record.member(me)
+        if member is not None:
+            self._count(record.round, member.tokens)
+        elif record.round in self.fly:
+            self.void(record.round)
+        self.round = record.round
+        self._grow_old(1, max_age)
+
+    def resync(self, chain: list[SimulatedRecord], since: int, me: str, max_age: int) -> None:
+        """Go over to another state, whose chain says which sends it holds."""
+        named = {
+            record.round: member.tokens
+            for record in chain
+            if record.round > since and (member := record.member(me)) is not None
+        }
+        for number in [n for n in self.counted if n > since and n not in named]:
+            self.lost += self.counted.pop(number)
+        for number in [number for number in self.fly if number not in named]:
+            self.void(number)
+        for number in sorted(named.keys() - self.counted.keys()):
+            self._count(number, named[number])
+        self.round = chain[-1].round
+        self._grow_old(1, max_age)
+
+    def forget(self) -> None:
+        """What a process that is killed had not written down."""
+        self.lost += self.unsent
+        self.unsent = 0
+
+    def _count(self, number: int, tokens: int) -> None:
+        if number in self.undone:
+            held = self.undone.pop(number)
+            self.unsent -= held
+        elif number in self.fly:
+            held = self.fly.pop(number)
+        else:  # a send that this peer lost, and what was unsent may be in it
+            self.lost += self.unsent
+            self.unsent, held = 0, tokens
+            self.lost -= tokens
+        self.counted[number] = tokens
+        self.lost += held - tokens
+
+    def _grow_old(self, records: int, max_age: int) -> None:
+        self.age += records if self.unsent else 0
+        if self.age >= max_age:
+            self.forget()
+            self.undone.clear()
+            self.age = 0
+
+
+class SimulatedPeer:
+    """A peer of one stage; a head trains by itself, others with the head that recruited them."""
+
+    def __init__(
+        self,
+        world: World,
+        name: str,
+        *,
+        stage: int = 0,
+        step_s: float = 1.0,
+        books: Books | None = None,
+        log: SimulatedLog | None = None,
+    ):
+        """books, log: of a peer that comes back after it was killed."""
+        manifest = world.manifest
+        self.world = world
+        self.name = name
+        self.stage = stage
+        self.step_s = step_s
+        self.books = books or Books()
+        self.alive = True
+        self.frozen = False
+        self.members: list[SimulatedPeer] = []  # of the replica that this head leads, without it
+        self.leader: SimulatedPeer | None = None  # the head of the replica that it is in
+        self.sends: list[int] = []  # the rounds that it took a send of
+        self.first_round = 0
+        self.voids: list[str] = []
+        self._threads = Threads(world.timeline)
+        self.log = log or SimulatedLog(manifest.root)
+        self.averager = SimulatedAverager(
+            name, world.meetings, self.log, lambda: self._threads.running, world.process
+        )
+        self.averager.woken = self._wake
+        self.swarm = SimulatedSwarm(world.dht, name, lambda: self._threads.running)
+        self.events = _Events(self._arm)
+        self.coordinator = self._new_coordinator()
+        self._inner_step = self._epoch = 0
+        self._origin: float | None = None  # when the inner step under way began
+        self._tick: Event | None = None
+        self._loop: Event | None = None
+        self._meets_at = 0.0  # the group of its last send
+        self._busy_until = 0.0  # the coordinator's thread
+        self._loop_busy_until = 0.0
+        self._joined = False
+        self._begin_tick(world.random.uniform(0.0, TICK_S))
+
+    def _new_coordinator(self) -> Coordinator:
+        world, manifest = self.world, self.world.manifest
+        deadlines = manifest.deadlines
+        place = Place(
+            me=self.name,
+            run=world.run,
+            stage=self.stage,
+            manifest=manifest,
+            layout=FlatLayout.of([]),
+            addresses=(),
+            client_mode=False,
+            memory_limit_bytes=None,
+            reachability="public",
+            reached_by_others=True,
+        )
+        alone = AloneWatch(
+            record_lifetime_s=deadlines.record_lifetime_s, heartbeat_s=deadlines.heartbeat_s
+        )
+        averager, swarm = cast(Any, self.averager), cast(Any, self.swarm)
+        self.chain = ChainFollower(
+            averager=averager,
+            log=cast(Any, self.log),
+            events=self.events,
+            clock=self._threads,
+            applied=self.books.round,
+            anchor_sha256="",
+            state_bytes=1 << 62,
+            record_lifetime_s=deadlines.record_lifetime_s,
+            sent_round=lambda: self.driver.sent_round,
+        )
+        self.driver = ExchangeDriver(
+            averager=averager,
+            chain=self.chain,
+            events=self.events,
+            manifest=manifest,
+            run=world.run,
+            stage=self.stage,
+            layout_digest="",
+            plan=cast(Any, SimpleNamespace(ranks_after=lambda last: ())),
+            clock=self._threads,
+            alone=alone,
+        )
+        for number, tokens in self.books.fly.items():
+            self.driver.resume(number, tokens)
+        dht: Any = SimpleNamespace(running=True, bootstraps=("bootstrap",), pid=0, p2pd_pid=0)
+        return Coordinator(
+            place=place,
+            dht=dht,
+            herald=Herald(place, swarm),
+            clock=self._threads,
+            averager=averager,
+            chain=self.chain,
+            driver=self.driver,
+            alone=alone,
+            events=self.events,
+            lease=None,
+            mover=None,
+            watch=ManifestWatch(swarm, world.run, manifest),
+            reader=self._threads.worker(self._wake),
+            writer=self._threads.worker(lambda: None),
+        )
+
+    # ---- what happens to it ----------------------------------------------------------------------
+    def kill(self) -> None:
+        """Everything ends at once."""
+        self.count_steps()
+        self.alive = self.averager.answers = False
+        self.averager.gone = True
+        for event in (self._tick, self._loop):
+            if event is not None:
+                event.cancel()
+        self.world.left_replica(self)
+
+    def freeze(self, seconds: float) -> None:
+        """All its processes stand still for a while."""
+        self.count_steps()
+        self.frozen, self.averager.answers = True, False
+        self.averager.stumbles += 1
+        for event in (self._tick, self._loop):
+            if event is not None:
+                event.cancel()
+        if self.leader is not None or self.members:
+            self.world.left_replica(self)
+        self.world.timeline.after(seconds, self._thaw)
+
+    def _thaw(self) -> None:
+        if self.alive:
+            self.frozen, self.averager.answers = False, True
+            if self._origin is not None:
+                self._origin = self.world.timeline.now
+            self._begin_tick(0.0)
+            self._arm()
+
+    # ---- training --------------------------------------------------------------------------------
+    @property
+    def trains(self) -> bool:
+        """Whether it is in a replica that makes inner steps."""
+        return self.leader is not None and not self.frozen and self.leader._origin is not None
+
+    @property
+    def free(self) -> bool:
+        """Whether a head may recruit it."""
+        return self.alive and not self.frozen and self._joined and self.leader is None
+
+    def start_training(self) -> None:
+        """This head's replica is complete."""
+        for peer in (self, *self.members):
+            peer.leader = self
+            peer._epoch += 1
+        self._origin = self.world.timeline.now
+        self._arm()
+
+    def stop_training(self) -> None:
+        """The replica is not complete any more."""
+        self.count_steps()
+        self._origin = None
+
+    def count_steps(self) -> None:
+        """Note the inner steps that its replica has made by now."""
+        head = self.leader
+        if head is None or head._origin is None or head.frozen:
+            return
+        steps = int((self.world.timeline.now - head._origin) / head.step_s + 1e-9)
+        if steps > 0:
+            head._origin += steps * head.step_s
+            tokens = steps * self.world.tokens_per_step
+            for peer in (head, *head.members):
+                peer._inner_step += steps
+                peer.books.trained += tokens
+                peer.books.unsent += tokens
+
+    @property
+    def steps_done(self) -> int:
+        """Of this round."""
+        self.count_steps()
+        return self._inner_step
+
+    def _between_steps(self) -> None:
+        self._loop = None
+        if self.world.timeline.now < self._loop_busy_until:
+            self._arm()
+            return
+        self.count_steps()
+        while (event := self.events.get()) is not None:
+            self.events.waiting -= 1
+            self._take(event)
+            event.taken.set()
+            self._wake()
+        due = self.coordinator.send_due() if self._joined else None
+        if due is not None:
+            self._end_round(*due)
+
+    def _take(self, event: LoopEvent) -> None:
+        books, max_age = self.books, self.world.manifest.rounds.max_age
+        match event:
+            case Committed():
+                books.commit(cast(SimulatedRecord, event.record), self.name, max_age)
+            case Voided():
+                if event.round in books.fly:
+                    books.void(event.round, certain=event.certain)
+                    self.voids.append(event.reason)
+            case Resynced():
+                since = books.round if event.fork_round is None else event.fork_round
+                chain = [record for _, record in self.log.chain]
+                books.resync(chain, since, self.name, max_age)
+            case Failed():
+                raise event.error
+            case _:
+                raise TypeError(f"unknown event {event}")
+
+    def _end_round(self, number: int, scheduled_at: float) -> None:
+        books = self.books
+        if not books.fly and books.unsent > 0 and number > books.round:
+            states_taken = self.chain.states_taken
+            tokens = books.send(number)
+            self.sends.append(number)
+            write_s = self.world.write_s
+            self._meets_at = scheduled_at
+
+            def submit() -> None:
+                if self.alive:
+                    self.coordinator.submit(
+                        number,
+                        scheduled_at=scheduled_at,
+                        tokens=tokens,
+                        step_s=self.step_s,
+                        stall_s=0.0,
+                        states_taken=states_taken,
+                    )
+                    self._wake()
+
+            if write_s:
+                self._loop_busy_until = self.world.timeline.now + write_s
+                if self._origin is not None:
+                    self._origin += write_s
+                self.world.timeline.after(write_s, submit)
+            else:
+                submit()
+        else:
+            self.coordinator.skip(number)
+        self._inner_step = 0
+
+    # ---- its threads -----------------------------------------------------------------------------
+    def _arm(self) -> None:
+        """Let the loop run between this inner step and the next one."""
+        if self._loop is not None or self.frozen or not self.alive:
+            return
+        timeline, head = self.world.timeline, self.leader
+        when = timeline.now + TICK_S
+        if head is not None and head._origin is not None and not head.frozen:
+            self.count_steps()
+            when = head._origin + head.step_s
+        self._loop = timeline.at(max(when, self._loop_busy_until), self._between_steps)
+
+    def _wake(self) -> None:
+        """Something has come for the coordinator's thread: it looks at its next tick."""
+        if self._tick is not None and not self.frozen and self.alive:
+            due = max(self.world.timeline.now + TICK_S, self._busy_until)
+            if self._tick.at > due:
+                self._tick.cancel()
+                self._begin_tick(due - self.world.timeline.now)
+
+    def _begin_tick(self, delay_s: float) -> None:
+        self._tick = self.world.timeline.after(delay_s, self._run_tick)
+
+    def _run_tick(self) -> None:
+        clock, coordinator = self._threads.control, self.coordinator
+        clock.spent = 0.0
+        coordinator.progress = self._progress()
+        coordinator.tick()
+        blocked_s, clock.spent = clock.spent + self.world.tick_s, 0.0
+        self._busy_until = self.world.timeline.now + blocked_s
+        if not self._joined and coordinator.joined.is_set():
+            self._joined = True
+            self.first_round = coordinator.round
+            self.world.joined(self)
+        delay_s = self._delay_s()
+        # the loop looks after every inner step; here it is woken only where it would find something
+        clock.spent = delay_s + blocked_s
+        if coordinator.send_due() is not None:
+            self._arm()
+        clock.spent = 0.0
+        self._begin_tick(blocked_s + delay_s)
+
+    def _delay_s(self) -> float:
+        """Until something may be due, if nothing comes; the product ticks every tenth of a second,
+        of which most find nothing."""
+        now = self.world.timeline.now
+        if self.driver.sent_round is not None and not self.driver.exchanging:
+            return min(max(self._meets_at - SOON_S - now, TICK_S), self.world.far_s)
+        if not self._joined or self.driver.sent_round is not None or self.chain.busy:
+            return NEAR_S
+        head = self.leader
+        if head is not self:
+            return self.world.far_s
+        left_s = (self.coordinator.inner_steps - self._inner_step) * self.step_s
+        # after that a bell of its own, or an end that is not decided yet
+        return min(left_s, self.world.far_s) if left_s > 0 else NEAR_S
+
+    def _progress(self) -> LoopProgress:
+        self.count_steps()
+        books, head = self.books, self.leader
+        members: tuple[str, ...] = ()
+        if head is self:
+            members = tuple(peer.name for peer in (self, *self.members))
+        return LoopProgress(
+            inner_step=self._inner_step,
+            unsent_tokens=max(0, books.unsent) + sum(books.fly.values()),
+            step_s=0.0 if head is None else head.step_s,
+            tokens_per_s=0.0 if head is None else self.world.tokens_per_step / head.step_s,
+            head="" if head is None else head.name,
+            members=members,
+            epoch=self._epoch,
+        )

@@ -1,0 +1,67 @@
+"""Which faults a simulated swarm meets: all of it follows from a seed."""
+
+from __future__ import annotations
+
+import random
+
+from benchmarks.simulation.world import Fault, Scenario
+
+
+def every_fifth_round(
+    heads: int, round_s: float, rounds: int, draw: random.Random
+) -> tuple[Fault, ...]:
+    """In every fifth round one head is killed, or frozen for up to half a round."""
+    faults: list[Fault] = []
+    for number in range(2, rounds, 5):
+        kill = draw.random() < 0.5
+        faults.append(
+            Fault(
+                kind="kill" if kill else "freeze",
+                at_s=(number + draw.random()) * round_s,
+                peers=(draw.randrange(heads),),
+                seconds=draw.uniform(20.0, max(30.0, round_s / 2)),
+            )
+        )
+    return tuple(faults)
+
+
+def schedule(seed: int) -> Scenario:
+    """A small swarm with all that can go wrong: for what must hold whatever happens."""
+    draw = random.Random(seed)
+    heads = draw.choice((1, 2, 2, 3, 3, 4, 5, 6))
+    stages = draw.choice((1, 1, 1, 2))
+    round_s = draw.choice((60.0, 60.0, 200.0, 600.0))
+    rounds = draw.randint(6, 12)
+    everybody = heads * stages + stages - 1
+    span_s = rounds * round_s
+    faults: list[Fault] = []
+    for _ in range(draw.randint(0, 6)):
+        kind = draw.choice(("kill", "freeze", "freeze", "partition"))
+        most = max(1, everybody // 2) if kind == "partition" else 1
+        faults.append(
+            Fault(
+                kind=kind,
+                at_s=draw.uniform(5.0, 0.9 * span_s),
+                peers=tuple(draw.randrange(everybody) for _ in range(draw.randint(1, most))),
+                seconds=draw.choice((2.0, 10.0, 40.0, 100.0, round_s)),
+            )
+        )
+    return Scenario(
+        step_s=tuple(draw.uniform(0.5, 3.0) for _ in range(heads)),
+        round_s=round_s,
+        rounds=rounds,
+        rtt_s=draw.choice((0.001, 0.05, 0.2, 0.3)),
+        seed=seed,
+        stages=stages,
+        spares=stages - 1,
+        loss=draw.choice((0.0, 0.0, 0.05, 0.2)),
+        late=draw.choice((0.0, 0.0, 0.1, 0.3)),
+        vote_loss=draw.choice((0.0, 0.1, 0.4)),
+        write_s=draw.choice((0.0, 0.5, 3.0)),
+        tick_s=draw.choice((0.0, 0.0, 0.5, 2.0)),
+        joins=tuple(
+            0.0 if number < 2 or draw.random() < 0.6 else draw.uniform(0, 0.5 * span_s)
+            for number in range(heads)
+        ),
+        faults=tuple(faults),
+    )

@@ -1,0 +1,301 @@
+"""A swarm of simulated peers: its network, who comes and goes, and what must hold at the end."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Literal
+
+from benchmarks.simulation.averaging import (
+    Lines,
+    Meetings,
+    SimulatedAverager,
+    SimulatedLog,
+    SimulatedRecord,
+)
+from benchmarks.simulation.clock import START, Timeline
+from benchmarks.simulation.dht import Network, SimulatedDHT
+from benchmarks.simulation.peer import REPLICA_S, Books, SimulatedPeer
+from dilocox.dht.manifest import Manifest
+
+TOKENS_PER_STEP = 512
+DECIDED_S = 120.0  # from the last send to its record, at most, beside the grace
+NOTICED_S = 5.0  # until a head sees that a member is gone
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fault:
+    """Something that happens to one peer. at_s: after the start. seconds: a freeze lasts so long; a
+    peer that was killed comes back after as many; of a partition, until it heals.
+    """
+
+    kind: Literal["kill", "freeze", "partition"]
+    at_s: float
+    peers: tuple[int, ...]
+    seconds: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scenario:
+    """What a run is like.
+
+    step_s: of each head's inner step; H of the run is round_s, so that a head of 1 s a step takes
+        so long for a round.
+    joins: after the start, in seconds, one for each head (0: at the start).
+    spares: peers of every later stage beside those that the replicas need.
+    write_s: seconds that the loop is busy between a send and its handing over.
+    tick_s: what every tick of a coordinator takes longer.
+    """
+
+    step_s: tuple[float, ...]
+    round_s: float
+    rounds: int
+    rtt_s: float = 0.2
+    seed: int = 0
+    stages: int = 1
+    spares: int = 0
+    loss: float = 0.0
+    late: float = 0.0
+    vote_loss: float = 0.0
+    write_s: float = 0.0
+    tick_s: float = 0.0
+    joins: tuple[float, ...] = ()
+    faults: tuple[Fault, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """What a run came to.
+
+    rounds: that the swarm went through. committed: of them. committed_share: their share.
+    every_head_share: the least share of the committed rounds, over the heads, that hold a head's
+        tokens; counted from its first round on, without those in which it was hurt or cut off.
+    conserved: whether every token is in one place, and records hold what their members were
+        credited. one_chain: whether no two records follow the same one.
+    """
+
+    rounds: int
+    committed: int
+    every_head_share: float
+    conserved: bool
+    one_chain: bool
+    voids: dict[str, int] = field(default_factory=dict[str, int])
+    events: int = 0
+
+    @property
+    def committed_share(self) -> float:
+        """Committed rounds among all."""
+        return self.committed / max(1, self.rounds)
+
+
+def manifest_of(scenario: Scenario) -> Manifest:
+    """A run whose rounds have the scenario's length, whatever the exchanges take."""
+    steps = max(1, round(scenario.round_s))
+    return Manifest.from_dict(
+        {
+            "name": "simulated",
+            "model": "tiny",
+            "stages": scenario.stages,
+            "end_tokens": 10**15,
+            "rounds": {
+                "inner_steps": steps,
+                "min_inner_steps": steps,
+                "max_inner_steps": steps,
+            },
+            "batch": {"sequence_length": TOKENS_PER_STEP, "microbatch_size": 1, "microbatches": 1},
+        }
+    )
+
+
+class World:
+    """One run of a scenario."""
+
+    run = "f" * 32
+    tokens_per_step = TOKENS_PER_STEP
+
+    def __init__(self, scenario: Scenario):
+        random.seed(scenario.seed)  # the product's own draws
+        self.scenario = scenario
+        self.random = random.Random(scenario.seed)
+        self.timeline = Timeline()
+        self.write_s, self.tick_s = scenario.write_s, scenario.tick_s
+        # what is due in mid-round is a look at the bells, 32 of them a round
+        self.far_s = min(max(scenario.round_s / 32, 1.0), 10.0)
+        self.manifest = manifest_of(scenario)
+        self.network = Network(
+            timeline=self.timeline, random=self.random, rtt_s=scenario.rtt_s, loss=scenario.loss
+        )
+        self.dht = SimulatedDHT(self.network)
+        lines = Lines(network=self.network, late=scenario.late, vote_loss=scenario.vote_loss)
+        self.meetings = Meetings(lines, self.manifest)
+        self.peers: dict[str, SimulatedPeer] = {}
+        self.ended: list[SimulatedPeer] = []
+        self.hurt: dict[str, list[tuple[float, float]]] = {}
+
+    # ---- who is there ----------------------------------------------------------------------------
+    def process(self, peer: str) -> SimulatedAverager | None:
+        """A peer's averaging process."""
+        found = self.peers.get(peer)
+        return None if found is None else found.averager
+
+    def start(
+        self,
+        name: str,
+        *,
+        stage: int = 0,
+        step_s: float = 1.0,
+        books: Books | None = None,
+        log: SimulatedLog | None = None,
+    ) -> None:
+        """A peer joins the run."""
+        peer = SimulatedPeer(self, name, stage=stage, step_s=step_s, books=books, log=log)
+        self.peers[name] = peer
+
+    def joined(self, peer: SimulatedPeer) -> None:
+        """A peer is up to date: a head looks for its replica."""
+        if peer.stage == 0:
+            self.timeline.after(REPLICA_S * self.random.random(), lambda: self._form(peer))
+
+    def left_replica(self, peer: SimulatedPeer) -> None:
+        """A peer is gone or frozen: its head takes a spare, or a replica without a head ends."""
+        head = peer.leader
+        if head is None:
+            return
+        head.stop_training()
+        for member in head.members:
+            if member is peer or head is peer:
+                member.leader = None
+        head.members = [] if head is peer else [each for each in head.members if each is not peer]
+        peer.leader = None
+        if head is not peer:
+            head.leader = None
+            self.timeline.after(NOTICED_S, lambda: self._form(head))
+        else:
+            self.timeline.after(NOTICED_S, lambda: self._form(peer))
+
+    def _form(self, head: SimulatedPeer) -> None:
+        if not head.alive or head.leader is head:
+            return
+        chosen = list(head.members)
+        held = {member.stage for member in chosen}
+        for stage in range(1, self.manifest.stages):
+            if stage not in held:
+                free = [
+                    peer
+                    for peer in self.peers.values()
+                    if peer.stage == stage and peer.free
+                    if self.network.connected(head.name, peer.name)
+                ]
+                if head.frozen or not free:
+                    self.timeline.after(REPLICA_S, lambda: self._form(head))
+                    return
+                chosen.append(free[0])
+        if head.frozen:
+            self.timeline.after(REPLICA_S, lambda: self._form(head))
+            return
+        head.members = sorted(chosen, key=lambda peer: peer.stage)
+        head.start_training()
+
+    # ---- the run ---------------------------------------------------------------------------------
+    def play(self) -> Outcome:
+        """Let the scenario happen; its end is when the fastest head can have made its rounds."""
+        scenario, timeline = self.scenario, self.timeline
+        for number, step_s in enumerate(scenario.step_s):
+            at_s = scenario.joins[number] if scenario.joins else 2.0 * self.random.random()
+            self._later(at_s, lambda n=number, s=step_s: self.start(f"head{n:03d}", step_s=s))
+        for stage in range(1, scenario.stages):
+            for number in range(len(scenario.step_s) + scenario.spares):
+                name = f"stage{stage}peer{number:03d}"
+                self._later(self.random.random(), lambda n=name, s=stage: self.start(n, stage=s))
+        for fault in scenario.faults:
+            self._later(fault.at_s, lambda each=fault: self._hurt(each))
+        span_s = scenario.rounds * scenario.round_s * 1.5 * min(scenario.step_s)
+        end = START + max([span_s, *(fault.at_s + fault.seconds for fault in scenario.faults)])
+        while timeline.now < end and self._round() < scenario.rounds:
+            timeline.run_until(timeline.now + scenario.round_s / 4)
+        rounds = self._round()  # the ones before it have been sent, and will be decided
+        timeline.run_until(timeline.now + DECIDED_S + scenario.round_s / 2)
+        return self._judge(rounds)
+
+    def _later(self, seconds: float, action: Callable[[], None]) -> None:
+        self.timeline.at(START + seconds, action)
+
+    def _round(self) -> int:
+        return max((peer.coordinator.round for peer in self.peers.values()), default=0)
+
+    def _hurt(self, fault: Fault) -> None:
+        names = sorted(self.peers)
+        if not names:
+            return
+        chosen = sorted({names[number % len(names)] for number in fault.peers})
+        now = self.timeline.now
+        if fault.kind == "partition":
+            self.network.side = dict.fromkeys(chosen, 1)
+            self.timeline.after(fault.seconds, self._heal)
+        for name in chosen:
+            self.hurt.setdefault(name, []).append((now, now + fault.seconds))
+            peer = self.peers[name]
+            if fault.kind == "freeze" and peer.alive and not peer.frozen:
+                peer.freeze(fault.seconds)
+            elif fault.kind == "kill" and peer.alive and not peer.frozen:
+                peer.kill()
+                peer.books.forget()
+                del self.peers[name]
+                self.ended.append(peer)
+                self.timeline.after(fault.seconds, lambda old=peer: self._restart(old))
+
+    def _heal(self) -> None:
+        self.network.side = {}
+
+    def _restart(self, old: SimulatedPeer) -> None:
+        self.ended.remove(old)
+        self.start(old.name, stage=old.stage, step_s=old.step_s, books=old.books, log=old.log)
+        self.peers[old.name].sends = old.sends
+
+    # ---- what must hold --------------------------------------------------------------------------
+    def _judge(self, rounds: int) -> Outcome:
+        everybody = [*self.peers.values(), *self.ended]
+        for peer in everybody:
+            peer.count_steps()
+        voids: dict[str, int] = {}
+        for peer in everybody:
+            for reason in peer.voids:
+                voids[reason] = voids.get(reason, 0) + 1
+        heads = [peer for peer in everybody if peer.stage == 0]
+        chain = max((peer.log.chain for peer in heads), key=len, default=[])
+        records = [record for _, record in chain if record.round < rounds]
+        return Outcome(
+            rounds=rounds,
+            committed=len(records),
+            every_head_share=min(
+                (self._share(peer, records) for peer in self.peers.values() if peer.stage == 0),
+                default=1.0,
+            ),
+            conserved=all(peer.books.balanced and self._credited(peer) for peer in everybody),
+            one_chain=self._one_chain(everybody),
+            voids=voids,
+            events=self.timeline.happened,
+        )
+
+    def _share(self, peer: SimulatedPeer, records: Iterable[SimulatedRecord]) -> float:
+        mine = [record for record in records if record.round >= peer.first_round]
+        return sum(record.member(peer.name) is not None for record in mine) / max(1, len(mine))
+
+    def _credited(self, peer: SimulatedPeer) -> bool:
+        """Whether the records that a peer has merged hold what it thinks they do."""
+        named = {
+            record.round: member.tokens
+            for _, record in peer.log.chain
+            if record.round <= peer.books.round and (member := record.member(peer.name)) is not None
+        }
+        return named == peer.books.counted
+
+    def _one_chain(self, everybody: Iterable[SimulatedPeer]) -> bool:
+        """Whether no two records of a stage follow the same one."""
+        following: dict[tuple[int, str], str] = {}
+        for peer in everybody:
+            for digest, record in peer.log.chain:
+                if following.setdefault((peer.stage, record.previous), digest) != digest:
+                    return False
+        return True

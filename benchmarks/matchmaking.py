@@ -21,15 +21,23 @@ from typing import Any
 
 import torch
 from rich.console import Console
-from rich.table import Table
 
 from benchmarks import socket_bytes
 from benchmarks.socket_bytes import Members, Sought
+from benchmarks.tables import narrow
 from dilocox.compression.layout import FlatLayout
 from dilocox.dht.identity import Identity
 from dilocox.dht.manifest import Manifest
 
 NUMEL = 4096
+HEADINGS = (
+    "members",
+    " call to group, s",
+    " longest",
+    " left to its time",
+    " kB a member",
+    " groups",
+)
 MODEL = {"name": "matchmaking", "model": "tiny", "end_tokens": 10**9}
 
 
@@ -41,9 +49,9 @@ def main() -> None:
         raise SystemExit(reason)
     torch.set_num_threads(1)
     multiprocessing.set_start_method("fork", force=True)  # hivemind's processes work so only
-    table = Table(
-        "members", "call to group, s", "longest", "left to its time", "kB a member", "groups"
-    )
+    table = narrow()
+    for heading in HEADINGS:
+        table.add_column(heading, justify="right")
     for count in arguments.members:
         with console.status(f"{count} members"):
             table.add_row(str(count), *shown(searched(count, arguments)))

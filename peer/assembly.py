@@ -97,7 +97,8 @@ class Assembly:
             lease=self._lease(),
             mover=self._mover(),
             manifest_file=own.parent / f"{joined.run}.signed",
-            first_round=newest_aside(own) + 1,
+            first_round=1
+            + max([newest_aside(own), *(s.round for s in self._snapshots.sent_since)]),
         )
         self._desk = Desk(
             me=self._place.me,
@@ -174,7 +175,7 @@ class Assembly:
             run=self._joined.run,
             me=self._place.me,
             parts=self._manifest.data.parts,
-            first=self._snapshots.data_state().get("part") if self._snapshots.found else None,
+            first=self._snapshots.found.data.get("part") if self._snapshots.found else None,
         )
 
     def _mover(self) -> Mover | None:

@@ -33,6 +33,15 @@ def write_atomically(path: Path, data: bytes, *, durable: bool = True) -> None:
         raise disk_fault(path, error) from error
 
 
+def sync(path: Path) -> None:
+    """Wait until a file, or the names in a folder, are on the disk (OSError if that fails)."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
 def make_folder(path: Path) -> None:
     """Make a folder and those above it; EnvironmentFault if that cannot be."""
     try:

@@ -25,7 +25,7 @@ from dilocox.peer.coordinator import Coordinator
 from dilocox.peer.events import Committed, Event, Failed, Resynced, Voided
 from dilocox.peer.inner import InnerOptimizer
 from dilocox.peer.merge import Merge, Outcome, OwnContribution, RecordFacts
-from dilocox.peer.norms import norm, relative_error
+from dilocox.peer.norms import fingerprint, norm, relative_error
 from dilocox.peer.place import LoopProgress
 from dilocox.peer.plan import stage_codec
 from dilocox.peer.record import RoundRecord, own_contribution
@@ -92,7 +92,7 @@ class Learner:
         self._sent_last = False  # of a run that the operator ends
         self._codec = stage_codec(manifest, model.layout)
         self._takes_at_once = manifest.outer.apply == "arrival" or manifest.outer.merge == "none"
-        state: dict[str, Any] = snapshots.data_state() if snapshots.found else {}
+        state: dict[str, Any] = snapshots.found.data if snapshots.found else {}
         self.data_state: Callable[[], dict[str, Any]] = lambda: state
         self.place = LoopProgress()
         self.newest: RoundRecord | None = None
@@ -209,18 +209,7 @@ class Learner:
             last = self._coordinator.ending
             if self._merge.can_send and round_number > self._merge.round and not self._sent_last:
                 self._sent_last = last
-                send = self._merge.send(round_number)
-                self._model.buffers.message.copy_(send.message)
-                self._tally.sent(round_number, send.tokens)
-                self._snapshot()
-                self._coordinator.submit(
-                    round_number,
-                    scheduled_at=scheduled_at,
-                    tokens=send.tokens,
-                    step_s=self._step_s,
-                    stall_s=self._tally.stall_s,
-                    states_taken=self._states_taken,
-                )
+                self._send(round_number, scheduled_at)
             else:
                 self._coordinator.skip(round_number)
             self._tally.next_round()
@@ -228,6 +217,25 @@ class Learner:
             if self._manifest.outer.merge == "none":
                 with self._tally.waiting("record"):
                     self._wait_for_outcome(self._coordinator.outcome_limit_s, self._stop)
+
+    def _send(self, round_number: int, scheduled_at: float) -> None:
+        """Send all that is unsent. The group waits for its first byte, so of all that a restart
+        needs only a line of the journal is written before it.
+        """
+        send = self._merge.send(round_number)
+        message = fingerprint(send.message) or ""
+        self._model.buffers.message.copy_(send.message)
+        self._snapshots.sending(self._merge, round_number, send, message)
+        self._coordinator.submit(
+            round_number,
+            scheduled_at=scheduled_at,
+            tokens=send.tokens,
+            step_s=self._step_s,
+            stall_s=self._tally.stall_s,
+            states_taken=self._states_taken,
+        )
+        self._tally.sent(round_number, send.tokens)
+        self._snapshot()
 
     # ---- events ----------------------------------------------------------------------------------
     def take_events(self, wait_s: float = 0.0) -> None:
@@ -295,8 +303,9 @@ class Learner:
             error = relative_error(held.message, values)
         stated = record.member(self._me)
         tokens = 0
-        if held is not None and stated is not None:  # of much a record counts less: tokens_cap
-            tokens = min(held.tokens, stated.tokens)
+        sent_tokens = self._merge.tokens_of(record.round)
+        if sent_tokens is not None and stated is not None:  # of much it counts less: tokens_cap
+            tokens = min(sent_tokens, stated.tokens)
         outcome = self._merge.commit(facts, anchor, momentum, own)
         self._chain_tokens = record.chain_tokens
         self.newest = record

@@ -24,13 +24,13 @@ Sources: DiLoCo (arXiv 2311.08105) for `none`, DiLoCoX (arXiv 2506.21263) for `r
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from enum import Enum
 
 from torch import Tensor
 
-from dilocox.peer.merge_state import MergeConfig, MergeState, Send
+from dilocox.peer.merge_state import SENDS_REMEMBERED, MergeConfig, MergeState, Send
 
 __all__ = [
     "Merge",
@@ -41,8 +41,6 @@ __all__ = [
     "RecordFacts",
     "Send",
 ]
-
-COUNTED_KEPT = 64  # rounds whose tokens are remembered for a fork; two integers each
 
 
 class OutOfOrder(ValueError):
@@ -56,7 +54,7 @@ class Outcome(Enum):
     FOLLOWED = "followed"  # this peer had sent nothing for it
     COUNTED = "counted"  # this peer's send is in it
     UNDONE = "undone"  # this peer had sent but is not in it; that progress is unsent again
-    RESET = "reset"  # it names this peer for a send that the state does not know
+    RESET = "reset"  # it names this peer for a send that is unknown, or in what is unsent
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,6 +87,7 @@ class Merge(MergeState):
         if tokens < 1:
             raise ValueError(f"an inner step on {tokens} tokens")
         self.tokens += tokens
+        self.trained_tokens += tokens
         self._unsent = True
 
     @property
@@ -116,6 +115,12 @@ class Merge(MergeState):
     def held(self, round_number: int) -> Send | None:
         """The send of a round, in flight or undone; own contribution follows from its message."""
         return self.fly.get(round_number) or self.undone.get(round_number)
+
+    def tokens_of(self, round_number: int) -> int | None:
+        """Of the send of a round, also of one that was given up; None where nothing is known."""
+        given_up = self._given_up.get(round_number)
+        send = self.held(round_number) or given_up
+        return None if send is None else send.tokens
 
     # ---- what became of it ----------------------------------------------------------------------
     def commit(
@@ -173,11 +178,20 @@ class Merge(MergeState):
             self._forget(sorted(self.undone)[: -self.config.max_undone])
 
     def drop(self) -> None:
-        """Give up the unsent progress; its tokens count as lost. The live weights stay."""
+        """Give up the unsent progress; its tokens are lost. The live weights stay."""
         self.progress.drop()
-        self.lost_tokens += self.tokens
         self._nothing_unsent()
         self._forget(list(self.undone))  # their progress went with it
+
+    def discard_unsent(self) -> None:
+        """Stand on the anchor with the send in flight on top: what this peer has of its own besides
+        is not finite. Its tokens are lost.
+        """
+        self.residual.clear()
+        self._nothing_unsent()
+        self._forget(list(self.undone))  # their progress went with it
+        self.progress.stand_on(self.anchor)
+        self.progress.rebase(self.anchor, self._in_flight(), self.config.weight)
 
     def resync(
         self,
@@ -188,6 +202,7 @@ class Merge(MergeState):
         *,
         since: int,
         named: Mapping[int, OwnContribution | None],
+        untold: Collection[int] = (),
         records: int,
     ) -> Outcome:
         """Go over to another state: this peer's chain lost a fork, or it was away for too long.
@@ -195,21 +210,27 @@ class Merge(MergeState):
         `since` is the round of the last common record (after an absence: of this peer's last one)
         and `records` how many the new state is ahead of it. `named` are the rounds of those that
         name this peer, with its contribution (None where it cannot be had: then all of the message
-        counts). Another send in flight is undone. Sends that only the lost chain counted are not
-        held any more: their tokens are lost. Unsent progress stays.
+        counts). `untold` are rounds of which nobody said whether a record names this peer: what may
+        be counted is not kept, and its tokens are lost. Another send in flight is undone. Sends
+        that only the lost chain counted are not held any more: their tokens are lost. Unsent
+        progress stays.
         """
         self.progress.check(anchor, momentum, *(own.values for own in named.values() if own))
         for number in [n for n in self._counted if n > since and n not in named]:
-            self.lost_tokens += self._counted.pop(number)
+            self.counted_tokens -= self._counted.pop(number)
         outcome = Outcome.FOLLOWED
+        for number in untold:
+            send = self._release(number)
+            if send is not None:
+                self._give_up({number: send.tokens}, clean=True)
         for number in [number for number in self.fly if number not in named]:
-            self.void(number)
+            # no record up to the new state's can name it: all of those are told
+            self.void(number, certain=since < number <= round_number)
             outcome = Outcome.UNDONE
-        known = {number for number in named if number in self._counted or self.held(number)}
-        for number in known - self._counted.keys():
-            outcome = self._count(number, named[number])
-        if named.keys() > known:
-            outcome = Outcome.RESET
+        for number in named.keys() - self._counted.keys():
+            counted = self._count(number, named[number])
+            if outcome is not Outcome.RESET:
+                outcome = counted
         self._adopt(round_number, digest, anchor, momentum)
         self._settle(records=records, outcome=outcome)
         return outcome
@@ -217,22 +238,32 @@ class Merge(MergeState):
     # ---- steps of the above ---------------------------------------------------------------------
     def _count(self, number: int, own: OwnContribution | None) -> Outcome:
         """A record names this peer for its send of this round."""
-        undone = self.undone.get(number)
+        send, given_up = self._release(number), self._given_up.pop(number, None)
+        if send is not None:
+            if own is not None:
+                self.residual.settle(send.message, own.values, self.config.decay, own.left_out)
+            tokens, outcome = send.tokens, Outcome.COUNTED
+        elif given_up is not None:
+            tokens = given_up.tokens
+            outcome = Outcome.COUNTED if given_up.clean else Outcome.RESET
+        else:
+            return Outcome.RESET
+        self.counted_tokens += tokens
+        self._counted[number] = tokens
+        for old in sorted(self._counted)[:-SENDS_REMEMBERED]:
+            del self._counted[old]
+        return outcome
+
+    def _release(self, number: int) -> Send | None:
+        """The send of a round, if held: from now on none of it is this peer's own."""
+        undone = self.undone.pop(number, None)
         if undone is not None:
+            del self._undone_age[number]
             self.progress.take_again(undone.delta)
             self.residual.reopen(undone.message, undone.delta)
             self.tokens -= undone.tokens
             self._unsent = True  # where a later send took it too, it is unsent with a minus now
-            self._forget([number])
-        send = undone or self.fly.pop(number, None)
-        if send is None:
-            return Outcome.RESET
-        if own is not None:
-            self.residual.settle(send.message, own.values, self.config.decay, own.left_out)
-        self._counted[number] = send.tokens
-        for old in sorted(self._counted)[:-COUNTED_KEPT]:
-            del self._counted[old]
-        return Outcome.COUNTED
+        return undone or self.fly.pop(number, None)
 
     def _settle(self, *, records: int, outcome: Outcome) -> None:
         """Put what is still this peer's own on top of the new anchor."""
@@ -245,9 +276,12 @@ class Merge(MergeState):
         for number in self._undone_age:
             self._undone_age[number] += records
         self._forget([n for n, age in self._undone_age.items() if age > self.config.max_age])
-        in_flight = [send.delta for send in self.fly.values()]
-        self.progress.rebase(self.anchor, in_flight, self.config.weight)
+        self.progress.rebase(self.anchor, self._in_flight(), self.config.weight)
+
+    def _in_flight(self) -> list[Tensor]:
+        return [send.delta for send in self.fly.values()]
 
     def _forget(self, numbers: Iterable[int]) -> None:
         for number in numbers:
-            del self.undone[number], self._undone_age[number]
+            self._give_up({number: self.undone.pop(number).tokens}, clean=False)
+            del self._undone_age[number]

@@ -17,6 +17,8 @@ from torch import Tensor
 from dilocox.compression.residual import Residual
 from dilocox.peer.progress import Progress
 
+SENDS_REMEMBERED = 64  # of those that are not held any more: two integers each
+
 State = TypeVar("State", bound="MergeState")
 
 
@@ -57,11 +59,25 @@ class Send:
     tokens: int
 
 
+@dataclass(frozen=True)
+class GivenUp:
+    """A send that is not held any more, and that a record may name all the same.
+
+    clean: nothing of it is in what this peer still has of its own.
+    """
+
+    tokens: int
+    clean: bool
+
+
 class MergeState:
     """One peer's state of one stage. `progress.live` belongs to the caller and changes in place.
 
     Anchors and momenta are adopted, not copied: whoever passes them must not write to them until
     others were adopted.
+
+    Every token that was trained on is behind the unsent progress (`tokens`), behind a send in
+    flight, in a record as far as this peer knows (`counted_tokens`), or lost.
     """
 
     def __init__(
@@ -86,21 +102,45 @@ class MergeState:
         self.undone: dict[int, Send] = {}
         self.tokens: int = 0  # behind the unsent progress; negative while that is a doubled send's
         self.age: int = 0  # records applied since nothing was unsent, or it was sent
-        self.lost_tokens: int = 0
+        self.trained_tokens: int = 0
+        self.counted_tokens: int = 0
         self._unsent = False
         self._undone_age: dict[int, int] = {}
         self._counted: dict[int, int] = {}  # tokens of own sends in the chain's last records
+        self._given_up: dict[int, GivenUp] = {}
         self._adopt(round_number, digest, anchor, momentum)
         self.reset_to_anchor()
 
+    @property
+    def lost_tokens(self) -> int:
+        """Tokens that no record will hold, as far as is known: one that names a send which was
+        given up takes its tokens back. A record that holds a send twice counts with a minus.
+        """
+        in_flight = sum(send.tokens for send in self.fly.values())
+        return self.trained_tokens - self.counted_tokens - self.tokens - in_flight
+
     def reset_to_anchor(self) -> None:
-        """Stand on the anchor with nothing of one's own: spare, joiner, splice."""
+        """Stand on the anchor with nothing of one's own; what that was counts as lost, unless a
+        record of one of its sends comes after all."""
         self.progress.stand_on(self.anchor)
         self.residual.clear()
+        given_up = {n: send.tokens for n, send in (*self.fly.items(), *self.undone.items())}
+        given_up |= {number: send.tokens for number, send in self._given_up.items()}
+        self._give_up(given_up, clean=True)
         self.fly.clear()
         self.undone.clear()
         self._undone_age.clear()
         self._nothing_unsent()
+
+    def start_over(self, sent: Mapping[int, int], trained_tokens: int) -> None:
+        """Stand on the anchor after a restart: this state was followed by sends that it does not
+        know, whose records may or may not come.
+
+        sent: their tokens, by round. trained_tokens: as of the last of them.
+        """
+        self.trained_tokens = max(self.trained_tokens, trained_tokens)
+        self.reset_to_anchor()
+        self._give_up(sent, clean=True)
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """Tensors (not copied) and JSON facts; `from_state` restores them exactly."""
@@ -120,11 +160,13 @@ class MergeState:
             "digest": self.digest,
             "tokens": self.tokens,
             "age": self.age,
-            "lost_tokens": self.lost_tokens,
+            "trained": self.trained_tokens,
+            "counted_tokens": self.counted_tokens,
             "unsent": self._unsent,
             "fly": [[number, send.tokens] for number, send in self.fly.items()],
             "undone": [[n, send.tokens, self._undone_age[n]] for n, send in self.undone.items()],
             "counted": [[number, tokens] for number, tokens in self._counted.items()],
+            "given_up": [[n, send.tokens, send.clean] for n, send in self._given_up.items()],
         }
         return tensors, facts
 
@@ -136,7 +178,8 @@ class MergeState:
         tensors: Mapping[str, Tensor],
         facts: Mapping[str, Any],
     ) -> State:
-        """The state as it was. `live` is overwritten, the other tensors are adopted.
+        """The state as it was. `live` is overwritten, anchor and momentum are adopted, and the rest
+        is copied.
 
         Raises:
             KeyError: a tensor or a fact is missing.
@@ -148,19 +191,21 @@ class MergeState:
         )
         self.progress.check(tensors["live"], tensors["start"], tensors["residual"])
         live.copy_(tensors["live"])
-        self.progress.start = tensors["start"]
-        self.residual = Residual(tensors["residual"])
+        self.progress.start.copy_(tensors["start"])
+        self.residual.values.copy_(tensors["residual"])
         for kind, sends in (("fly", self.fly), ("undone", self.undone)):
             for number, tokens, *_ in facts[kind]:
                 delta, message = (tensors[f"{kind}.{number}.{n}"] for n in ("delta", "message"))
                 self.progress.check(delta, message)
-                sends[number] = Send(delta, message, tokens)
+                sends[number] = Send(delta.clone(), message.clone(), tokens)
         self._undone_age = {number: age for number, _, age in facts["undone"]}
         self._counted = {number: tokens for number, tokens in facts["counted"]}  # noqa: C416
         self._unsent = facts["unsent"]
         self.age = facts["age"]
         self.tokens = facts["tokens"]
-        self.lost_tokens = facts["lost_tokens"]
+        self.trained_tokens = facts["trained"]
+        self.counted_tokens = facts["counted_tokens"]
+        self._given_up = {n: GivenUp(tokens, clean) for n, tokens, clean in facts["given_up"]}
         return self
 
     def _adopt(self, round_number: int, digest: str, anchor: Tensor, momentum: Tensor) -> None:
@@ -169,6 +214,11 @@ class MergeState:
         self.momentum = momentum
         self.round = round_number
         self.digest = digest
+
+    def _give_up(self, sends: Mapping[int, int], *, clean: bool) -> None:
+        self._given_up |= {number: GivenUp(tokens, clean) for number, tokens in sends.items()}
+        for old in sorted(self._given_up)[:-SENDS_REMEMBERED]:
+            del self._given_up[old]
 
     def _nothing_unsent(self) -> None:
         self.tokens = self.age = 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from dilocox.dht.manifest_defaults import ENDINGS
 from dilocox.peer.averaging import StageBuffers
 from dilocox.peer.data import Corpus, held_out_digest, held_out_windows
 from dilocox.peer.inner import InnerOptimizer
+from dilocox.peer.journal import JournaledSend
 from dilocox.peer.learner import LocalModel
 from dilocox.peer.merge import Merge, MergeConfig
 from dilocox.peer.snapshots import Snapshots
@@ -50,8 +52,6 @@ def local_model(
         tensors |= {"anchor": buffers.anchors[0], "momentum": buffers.momenta[0]}
         merge = Merge.from_state(rule, live, tensors, facts)
         optimizer.load_state_dict(snapshots.inner_state())
-        for send in merge.fly.values():
-            buffers.message.copy_(send.message)
         logger.info("going on from the snapshot of round %d", merge.round)
     else:
         buffers.anchors[0].copy_(live)
@@ -63,8 +63,26 @@ def local_model(
             round_number=-1,
             digest=manifest.root,
         )
+    if snapshots.sent_since:
+        _start_over(merge, snapshots.sent_since)
+    for send in merge.fly.values():
+        buffers.message.copy_(send.message)
+    snapshots.close()
     return LocalModel(
         layout=layout, stage=module, optimizer=optimizer, merge=merge, buffers=buffers
+    )
+
+
+def _start_over(merge: Merge, sent: Sequence[JournaledSend]) -> None:
+    """Go on from the anchor: what was sent since the state was written is not to be sent again."""
+    known = {send.round: send.tokens for send in sent if send.round >= 0}
+    merge.start_over(known, max(send.trained for send in sent))
+    logger.warning(
+        "this peer was killed between a send (round %s) and the writing of its state: it goes on "
+        "from the anchor of round %d; that send counts if its record holds it, and what was learnt "
+        "besides is lost",
+        max(known, default="unknown"),
+        merge.round,
     )
 
 

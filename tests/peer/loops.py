@@ -149,6 +149,7 @@ class Loop:
     def __init__(self, folder: Path, run: Manifest | None = None, *, stage: int = 0):
         self.manifest = run or manifest()
         self.folder = folder
+        self.stage = stage
         self.stop = threading.Event()
         self.layout = FlatLayout.of(
             parameter_shapes(self.manifest.model, self.manifest.stages, stage)
@@ -231,6 +232,10 @@ class Loop:
             chain_tokens=200 * (number + 1),
             means=(GroupCodec(32).encode(torch.zeros(self.layout.numel)).numpy().tobytes(),),
         )
+
+    def again(self) -> Loop:
+        """This peer after a restart: what it finds on its disk."""
+        return Loop(self.folder, self.manifest, stage=self.stage)
 
     def events(self, kind: str) -> list[dict[str, Any]]:
         """What was reported, oldest first."""

@@ -88,8 +88,8 @@ class CodecWorld(World):
         size = sum(abs(number) + 1 for number in integers)
         return (size * self.unit * noise(integers)).to(self.dtype)
 
-    def send(self) -> None:
-        super().send()
+    def send(self, *, killed: bool = False) -> None:
+        super().send(killed=killed)
         self.ranks_at_send[self.newest_round] = self.ranks
 
     def record(self, number: int, draw: Draw, *, mine: bool, left_out: bool = False) -> None:

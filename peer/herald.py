@@ -94,6 +94,8 @@ class Herald:
     ) -> dict[str, Record]:
         """That this peer hosts its stage, and the last record it holds."""
         place, head, last = self._place, chain.head, chain.last_record
+        if own.started_over and state != "left":
+            state = "joining"  # nobody is to wait for it in this round
         hosting = StageRecord(
             state=state,  # pyright: ignore[reportArgumentType] - checked when it is encoded
             round=round_number,

@@ -165,6 +165,12 @@ class InnerOptimizer:
             self._scaler.update(self.loss_scale)  # forgets that they were unscaled
         self._clear()
 
+    def reset(self) -> None:
+        """Forget the moments, and the gradients with them: the next step is like a first one."""
+        for part in self._parts:
+            part.optimizer.state.clear()
+        self.drop()
+
     def state_dict(self) -> InnerState:
         """Return the state; its tensors are the live ones, which the next step changes."""
         tensors = {name: tensor for part in self._parts for name, tensor in part.tensors().items()}

@@ -38,6 +38,7 @@ from dilocox.pipeline.stage import StageModule
 LEAVE_LIMIT_S = 6.0  # how long a leaving peer waits for the exchange in flight
 CATCH_UP_LIMIT_S = 60.0  # how long a round's end waits for records that are being applied
 POLL_S = 0.1
+STARTED_OVER = "its weights were not finite; it goes on from the anchor"
 
 
 class Revised(Exception):
@@ -90,6 +91,7 @@ class Learner:
         self._records_unsaved = self._bytes_unsaved = 0  # applied since the last snapshot
         self._ending_since: float | None = None
         self._sent_last = False  # of a run that the operator ends
+        self._started_over = False  # and took no inner step since
         self._codec = stage_codec(manifest, model.layout)
         self._takes_at_once = manifest.outer.apply == "arrival" or manifest.outer.merge == "none"
         state: dict[str, Any] = snapshots.found.data if snapshots.found else {}
@@ -147,6 +149,9 @@ class Learner:
         self._tally.stepped(stepped, tokens, seconds)
         if not stepped.skipped:
             self._merge.trained(tokens)
+            self._started_over = False
+        elif fingerprint(self._merge.progress.live) is None:
+            self._start_over()  # no inner step would be taken any more
         self.publish()
 
     @property
@@ -223,7 +228,12 @@ class Learner:
         needs only a line of the journal is written before it.
         """
         send = self._merge.send(round_number)
-        message = fingerprint(send.message) or ""
+        message = fingerprint(send.message)
+        if message is None:
+            self._merge.void(round_number, certain=True)
+            self._start_over()
+            self._coordinator.skip(round_number)
+            return
         self._model.buffers.message.copy_(send.message)
         self._snapshots.sending(self._merge, round_number, send, message)
         self._coordinator.submit(
@@ -236,6 +246,17 @@ class Learner:
         )
         self._tally.sent(round_number, send.tokens)
         self._snapshot()
+
+    def _start_over(self) -> None:
+        """This peer's weights are not finite, and never would be again: go on from the anchor, with
+        moments that are new, too. Until its next inner step nobody is to wait for it.
+        """
+        self._tally.started_over(self._merge.tokens)
+        self._merge.discard_unsent()
+        self._model.optimizer.reset()
+        self._started_over = True
+        self._coordinator.announce()
+        self._snapshot()  # the one on the disk may not be finite either
 
     # ---- events ----------------------------------------------------------------------------------
     def take_events(self, wait_s: float = 0.0) -> None:
@@ -382,6 +403,8 @@ class Learner:
             val_round=tally.val_round,
             waiting_share=tally.waiting_share,
             compression_error=tally.compression_error,
+            started_over=self._started_over,
+            blocked=STARTED_OVER if self._started_over else self.place.blocked,
         )
         if (before.head, before.members) != (self.place.head, self.place.members):
             self._coordinator.announce()

@@ -69,6 +69,10 @@ class PeerMetrics(Collector):
         self._faults = self._counter(
             "faults", "Members or heads of its replica that this peer lost.", "role", "kind"
         )
+        self._started_over = self._counter(
+            "started_over", "Times that its weights were not finite, and became the anchor's."
+        )
+        self._started_over.labels(self._stage)  # shown from the start, with zero
         self._exchange = self._histogram(
             "exchange_duration", "Exchanges of committed rounds, from group to verdict."
         )
@@ -102,6 +106,8 @@ class PeerMetrics(Collector):
                 self._committed(facts)
             case "void":
                 self._rounds.labels(self._stage, "void").inc()
+            case "started_over":
+                self._started_over.labels(self._stage).inc()
             case "replica":
                 self._epoch = facts["epoch"]
             case "fault":  # at the head: one of its members

@@ -32,6 +32,7 @@ class LoopProgress:
     head: of the replica that this peer is in, empty where it is in none.
     members: by stage, of the replica that this peer leads; empty where it leads none.
     blocked: why this peer does not train, or empty.
+    started_over: it gave up all that it had learnt, and has taken no inner step since.
     """
 
     inner_step: int = 0
@@ -50,3 +51,4 @@ class LoopProgress:
     codec: str = ""
     last_fault: str = ""
     blocked: str = ""
+    started_over: bool = False

@@ -1,7 +1,8 @@
 """What people and scripts see of a running peer: log lines, a progress line, and two files.
 
     events.jsonl   one JSON object a line, appended: training, sent, round, validated, void,
-                   resynced, and of the replica: replica, fault, healed, lost, dissolved
+                   resynced, started_over, and of the replica: replica, fault, healed, lost,
+                   dissolved
     status.json    the newest progress, replaced about once a second
 
 The log is for people; scripts (the demo among them) read the files. Loss is in nats a token.
@@ -145,6 +146,16 @@ class Reporter:
         """A round that came to nothing for this peer."""
         self.event("void", round=round_number, reason=reason)
         logger.info("round %d void: %s; nothing is lost, it goes on", round_number, reason)
+
+    def started_over(self, tokens: int) -> None:
+        """The weights were not finite, so that they are the anchor's again."""
+        self.event("started_over", tokens=tokens)
+        logger.warning(
+            "the weights here were not finite (NaN): this peer goes on from the anchor with a new "
+            "inner optimizer, and what it learnt from %d tokens is lost; where that comes again "
+            "on one machine, test its memory; on many, the run's inner.learning_rate is too high",
+            tokens,
+        )
 
 
 def progress_line(status: Status) -> str:

@@ -167,6 +167,11 @@ class Tally:
         """The round's exchange came to nothing."""
         self._reporter.void(round_number, reason)
 
+    def started_over(self, tokens: int) -> None:
+        """Its weights were not finite: what it had learnt from so many tokens is lost."""
+        self._losses.clear()
+        self._reporter.started_over(tokens)
+
     def resynced(self, round_number: int) -> None:
         """A state was taken from a peer."""
         self._reporter.event("resynced", round=round_number)

@@ -19,6 +19,7 @@ from dilocox.peer.chain import ChainFollower
 from dilocox.peer.herald import MAX_MEMBERS, Herald, replica_record
 from dilocox.peer.place import LoopProgress, Place
 from dilocox.peer.rounds import bells_to_read
+from dilocox.peer.view import SwarmView
 from tests.pipeline.swarms import stage_record
 
 RUN = "f" * 32
@@ -239,6 +240,14 @@ def test_a_stage_record_names_the_replica_that_a_peer_is_in_and_what_keeps_it_fr
     assert (member.state, member.replica, member.tokens) == ("training", "h", 64)
     blocked = told(LoopProgress(blocked="stage 1 has no peer"), "spare")
     assert (blocked.replica, blocked.blocked) == ("", "stage 1 has no peer")
+
+
+def test_nobody_is_told_to_wait_for_a_peer_that_starts_over() -> None:
+    over = LoopProgress(head="h", started_over=True, blocked="its weights were not finite")
+    assert told(over).state == "joining"
+    assert told(over, "left").state == "left"
+    view = SwarmView(me="me", stage={"me": told(LoopProgress(head="h")), "x": told(over)})
+    assert view.counted() == ("me",)
 
 
 def test_who_has_left_holds_no_tokens_that_others_would_wait_for() -> None:

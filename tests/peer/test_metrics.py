@@ -58,6 +58,7 @@ COUNTERS = {
     "bytes": STAGE | {"direction", "kind"},
     "computing_seconds": STAGE,
     "waiting_seconds": STAGE | {"reason"},
+    "started_over": STAGE,
     "faults": STAGE | {"role", "kind"},
     "refused": STAGE | {"reason"},
     "state_download_bytes": STAGE,
@@ -263,6 +264,9 @@ def test_voids_faults_and_healing_are_counted_as_they_come(shown: Shown) -> None
     assert shown("faults_total", role="member", kind="closed") == 1
     assert shown("faults_total", role="head", kind="closed") == 1
     assert (shown("heal_duration_seconds_sum"), shown("replica_epoch")) == (3.5, 4)
+    assert shown("started_over_total") == 0
+    shown.metrics.on_event("started_over", {"tokens": 64})
+    assert shown("started_over_total") == 1
     for told in ("training", "validated", "resynced", "dissolved", "never heard of"):
         shown.metrics.on_event(told, {})  # nothing to count
 

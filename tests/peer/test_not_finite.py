@@ -1,0 +1,141 @@
+"""Weights that are not finite heal: back to the anchor, with new moments, counted and told."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from dilocox.peer.norms import ROW_VALUES, fingerprint
+from tests.peer.loops import Loop, manifest
+
+STEP_TOKENS = 16
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(params=[0, 1], ids=["head", "member"])
+def loop(tmp_path: Path, request: pytest.FixtureRequest) -> Loop:
+    return Loop(tmp_path, manifest(stages=2), stage=request.param)
+
+
+def step(loop: Loop) -> None:
+    """An inner step of the real optimizer, skipped where it cannot be taken."""
+    gradient = torch.ones(())
+    if not bool(loop.live.isfinite().all()):
+        gradient = gradient * torch.nan  # as what comes out of such weights
+    for parameter in loop.model.stage.parameters():
+        parameter.grad = gradient.expand_as(parameter).clone()
+    taken = loop.model.optimizer.step(1.0, 1e-3)
+    loop.train(skipped=not taken)
+
+
+def send(loop: Loop, number: int) -> None:
+    loop.fake.due = (number, 1.0)
+    loop.learner.between_steps()
+
+
+def test_a_peer_whose_weights_are_not_finite_contributes_again_in_the_next_round(
+    loop: Loop, caplog: pytest.LogCaptureFixture
+) -> None:
+    step(loop)
+    send(loop, 0)
+    loop.fake.events.put(loop.committed(0, 0.1, mine=True))
+    step(loop)
+    loop.live[3] = torch.nan  # as a bad memory cell
+    loop.learner.take_events()  # the record changes nothing about it
+    assert fingerprint(loop.live) is None
+    step(loop)  # cannot be taken
+    assert torch.equal(loop.live, loop.model.merge.anchor)
+    assert "test its memory" in caplog.text
+    (event,) = loop.events("started_over")
+    assert event["tokens"] == STEP_TOKENS
+    assert loop.model.merge.lost_tokens == STEP_TOKENS
+    assert loop.fake.progress.started_over and loop.fake.progress.blocked
+    assert loop.fake.progress.unsent_tokens == 0
+    assert ("announce",) in loop.fake.told
+    step(loop)
+    assert not loop.fake.progress.started_over and not loop.fake.progress.blocked
+    send(loop, 1)
+    assert [told[1] for told in loop.fake.of_kind("submit")] == [0, 1]
+    assert fingerprint(loop.buffers.message) is not None
+
+
+def test_a_send_that_is_not_finite_does_not_leave_and_the_next_one_does(loop: Loop) -> None:
+    step(loop)
+    loop.live[3] = torch.inf
+    send(loop, 0)
+    assert loop.fake.of_kind("submit") == [] and loop.fake.of_kind("skip") == [("skip", 0)]
+    assert torch.equal(loop.live, loop.model.merge.anchor)
+    assert not loop.again().snapshots.sent_since
+    step(loop)
+    send(loop, 1)
+    assert loop.fake.of_kind("submit")[0][:2] == ("submit", 1)
+    assert fingerprint(loop.buffers.message) is not None
+
+
+def test_moments_that_are_not_finite_heal_with_the_weights(loop: Loop) -> None:
+    step(loop)
+    for name, tensor in loop.model.optimizer.state_dict().tensors.items():
+        if name.startswith("exp_avg/"):
+            tensor.fill_(torch.nan)
+    for _ in range(4):
+        step(loop)
+    assert len(loop.events("started_over")) == 1
+    assert bool(loop.live.isfinite().all())
+    moments = loop.model.optimizer.state_dict().tensors.values()
+    assert moments and all(bool(tensor.isfinite().all()) for tensor in moments)
+    assert loop.model.merge.tokens > 0
+
+
+def test_a_send_in_flight_outlives_it(loop: Loop) -> None:
+    step(loop)
+    send(loop, 0)
+    step(loop)
+    loop.live[0] = torch.nan
+    step(loop)
+    merge = loop.model.merge
+    assert list(merge.fly) == [0] and not merge.can_send, "one send at a time"
+    expected = merge.anchor - merge.config.weight * merge.fly[0].delta
+    torch.testing.assert_close(loop.live, expected)
+    loop.fake.events.put(loop.committed(0, merge.fly[0].message, mine=True))
+    loop.learner.take_events()
+    assert (merge.counted_tokens, merge.lost_tokens) == (STEP_TOKENS, STEP_TOKENS)
+    torch.testing.assert_close(loop.live, merge.anchor)
+
+
+def test_what_was_healed_is_on_the_disk(loop: Loop) -> None:
+    step(loop)
+    loop.live[0] = torch.nan
+    loop.learner.leave(ended=False)  # a state that is not finite
+    again = loop.again()
+    step(again)
+    assert bool(again.again().live.isfinite().all())
+
+
+def test_a_step_that_another_stage_skipped_costs_nothing(loop: Loop) -> None:
+    step(loop)
+    before = loop.live.clone()
+    loop.train(skipped=True)
+    assert torch.equal(loop.live, before)
+    assert not loop.events("started_over") and loop.model.merge.tokens == STEP_TOKENS
+
+
+@pytest.mark.parametrize("numel", [1, ROW_VALUES, 2 * ROW_VALUES + 3])
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_a_fingerprint_tells_vectors_apart_and_finds_what_is_not_finite(
+    numel: int, bad: float
+) -> None:
+    values = torch.linspace(-1.0, 1.0, numel) + 2.0
+    mark = fingerprint(values)
+    assert mark is not None and mark == fingerprint(values.clone())
+    for place in {0, numel // 2, numel - 1}:
+        other = values.clone()
+        other[place] += 0.5
+        assert fingerprint(other) not in (None, mark)
+        other[place] = bad
+        assert fingerprint(other) is None

@@ -143,23 +143,35 @@ class DaemonOwner:
             self._tasks.append(self._loop.create_task(self._keep_time()))
 
     async def _launch(self) -> None:
-        options = self._options
         try:
-            with _children_die_with_this_thread():
-                self._p2p = await P2P.create(
-                    initial_peers=options.reachable or None,
-                    announce_maddrs=options.announce or None,
-                    host_maddrs=options.listen or None,
-                    no_listen=not options.listen,
-                    identity_path=str(options.identity_path),
-                    dht_mode="client" if options.client_mode else "server",
-                    nat_port_map=any(not _is_loopback(address) for address in options.listen),
-                    startup_timeout=options.startup_s,
-                    check_if_identity_free=False,
-                )
-        except (P2PDaemonError, OSError) as error:
+            self._p2p = await self._new_p2pd()
+        except P2PDaemonError as error:
+            if "bootstrap" not in str(error):
+                raise self._explained(str(error)) from error
+            # p2pd gives up at its first failure; where a machine is busy the second try succeeds
+            logger.debug("p2pd did not reach a bootstrap, trying again: %s", error)
+            try:
+                self._p2p = await self._new_p2pd()
+            except (P2PDaemonError, OSError) as again:
+                raise self._explained(str(again)) from again
+        except OSError as error:
             raise self._explained(str(error)) from error
         self._tasks = [self._loop.create_task(self._watch())]
+
+    async def _new_p2pd(self) -> P2P:
+        options = self._options
+        with _children_die_with_this_thread():
+            return await P2P.create(
+                initial_peers=options.reachable or None,
+                announce_maddrs=options.announce or None,
+                host_maddrs=options.listen or None,
+                no_listen=not options.listen,
+                identity_path=str(options.identity_path),
+                dht_mode="client" if options.client_mode else "server",
+                nat_port_map=any(not _is_loopback(address) for address in options.listen),
+                startup_timeout=max(1.0, self._deadline - time.monotonic()),
+                check_if_identity_free=False,
+            )
 
     async def _find_reach(self, find_reach: FindReach) -> None:
         """Ask others how they reach this node; where p2pd does not know it, start it once more."""

@@ -116,6 +116,14 @@ def open_dht(
         raise
     try:
         dht.start_and_wait(startup_s)
+        if reachable and not dht.meets(reachable, max(1.0, deadline - time.monotonic())):
+            silent = f"no answer from the bootstraps {', '.join(reachable)}"
+            if not alone:
+                raise EnvironmentFault(
+                    f"{silent} within {startup_s:.0f} s, though they can be connected to: is "
+                    "this machine or theirs overloaded?"
+                )
+            logger.warning("%s; going on without", silent)
     except BaseException:
         dht.close()
         raise
@@ -153,6 +161,8 @@ class RunDHT(DHT):
             node_id=DHTID.generate(source=peer_id),
             # A clock that is off has been corrected; one odd bootstrap must not keep a peer out.
             strict=False,
+            # It would end at the first ping that comes too late; `meets` pings again.
+            ensure_bootstrap_success=False,
             # Cached answers of others are taken at their word for their expiry, and reads that
             # want the latest ask the network anyway.
             cache_locally=False,
@@ -198,6 +208,14 @@ class RunDHT(DHT):
             raise
         except Exception as error:
             raise EnvironmentFault(f"the DHT node did not start ({error})") from error
+
+    def meets(self, bootstraps: Sequence[str], timeout_s: float) -> bool:
+        """Whether one of the bootstraps lets this node in; they are asked until one does."""
+        peers = tuple({bootstrap_address(address).peer_id for address in bootstraps})
+        ask = functools.partial(questions.meet, peers=peers, timeout_s=timeout_s)
+        return self._request(
+            lambda: self.run_coroutine(ask, return_future=True), timeout_s + START_MARGIN_S
+        )
 
     @property
     def running(self) -> bool:

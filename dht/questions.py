@@ -5,6 +5,7 @@
 # pyright: reportUnknownVariableType=false, reportUnknownArgumentType=false
 
 import asyncio
+import contextlib
 from collections import Counter
 from collections.abc import Awaitable, Collection, Mapping
 from dataclasses import dataclass
@@ -19,6 +20,8 @@ from dilocox.dht.keepers import Keepers
 from dilocox.dht.protocol import Entry
 from dilocox.dht.reach import Reach
 from dilocox.dht.wire import pack
+
+PAUSE_S = 0.2  # between two pings
 
 
 @dataclass(frozen=True)
@@ -124,6 +127,24 @@ async def any_answers(_dht: DHT, node: DHTNode, peers: tuple[str, ...], timeout_
         except asyncio.TimeoutError:
             return False
     return False
+
+
+async def meet(dht: DHT, node: DHTNode, peers: tuple[str, ...], timeout_s: float) -> bool:
+    """Whether the node knows another one; while it does not, these are pinged again and again.
+
+    hivemind pings each of them once as it starts, and a machine that is busy answers too late.
+    """
+    known = node.protocol.routing_table.uid_to_peer_id
+    loop = asyncio.get_running_loop()
+    end = loop.time() + timeout_s
+    while not known and loop.time() < end:
+        answered = await any_answers(dht, node, peers, end - loop.time())
+        await asyncio.sleep(PAUSE_S)  # who answers is entered in a task of its own
+        if answered and known:
+            with contextlib.suppress(asyncio.TimeoutError):
+                neighbours = node.find_nearest_nodes([node.node_id])
+                await asyncio.wait_for(neighbours, max(PAUSE_S, end - loop.time()))
+    return bool(known)
 
 
 async def who_answers(

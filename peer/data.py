@@ -46,7 +46,7 @@ class Corpus(Iterator[torch.Tensor]):
     def __init__(self, spec: DataSpec, *, sequence_length: int, microbatch_size: int, seed: int):
         self._spec = spec
         self._source = open_source(spec)
-        self._tokenizer = open_tokenizer(spec.tokenizer)
+        self.tokenizer = open_tokenizer(spec.tokenizer)
         self._sequence_length = sequence_length
         self._microbatch_size = microbatch_size
         self._seed = seed
@@ -118,7 +118,7 @@ class Corpus(Iterator[torch.Tensor]):
         return True
 
     def _part_reader(self, part: int) -> "_PartReader":
-        return _PartReader(self._source, self._tokenizer, self._sequence_length, self._seed, part)
+        return _PartReader(self._source, self.tokenizer, self._sequence_length, self._seed, part)
 
     def _open_reader(self) -> "_PartReader":
         if self._reader is None:

@@ -76,16 +76,21 @@ def write_anchors(folder: Path, place: Joined, anchors: Sequence[StageAnchor]) -
 
 def checked_manifest(path: Path) -> Manifest:
     """The run's description, completed by what only this machine can tell: that the model can be
-    cut, and the digest of the held-out data.
+    cut and has a row for each id of the tokenizer, and the digest of the held-out data.
 
     Raises:
-        InvalidInput: a field is wrong, the model cannot be cut so, or the data are not as stated.
+        InvalidInput: a field is wrong, the model cannot be cut so, there is no such tokenizer or
+            it has too many ids, or the data are not as stated.
+        EnvironmentFault: the tokenizer or the data are on the hub, which does not answer.
     """
     from dilocox.peer.data import held_out_digest
+    from dilocox.peer.tokens import check_vocabulary, open_tokenizer
     from dilocox.pipeline.partition import plan_stages
 
     manifest = Manifest.load(path)
     plan_stages(manifest.model, manifest.stages)
+    tokenizer = manifest.data.tokenizer
+    check_vocabulary(tokenizer, open_tokenizer(tokenizer), manifest.model)
     found = held_out_digest(manifest.data)
     if manifest.data.held_out not in ("", found):
         raise InvalidInput(

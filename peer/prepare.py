@@ -19,6 +19,7 @@ from dilocox.peer.journal import JournaledSend
 from dilocox.peer.learner import LocalModel
 from dilocox.peer.merge import Merge, MergeConfig
 from dilocox.peer.snapshots import Snapshots
+from dilocox.peer.tokens import check_vocabulary
 from dilocox.pipeline.stage import build_stage, flatten_parameters
 
 logger = logging.getLogger(__name__)
@@ -106,14 +107,19 @@ def own_data(data: DataSpec, option: str) -> DataSpec:
 
 
 def open_corpus(manifest: Manifest, option: str) -> Corpus:
-    """The text to train on: the run's, or what `--data` names (InvalidInput if there is none)."""
+    """The text to train on: the run's, or what `--data` names.
+
+    Raises InvalidInput: there is none, or its tokenizer has more ids than the model has rows.
+    """
     batch = manifest.batch
-    return Corpus(
+    corpus = Corpus(
         own_data(manifest.data, option),
         sequence_length=batch.sequence_length,
         microbatch_size=batch.microbatch_size,
         seed=manifest.seed,
     )
+    check_vocabulary(manifest.data.tokenizer, corpus.tokenizer, manifest.model)
+    return corpus
 
 
 def held_out(manifest: Manifest) -> torch.Tensor:

@@ -5,6 +5,7 @@ there.
 """
 
 import importlib
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -76,6 +77,17 @@ def open_tokenizer(name: str) -> Tokenizer:
         EnvironmentFault: it is not on this machine and the hub does not answer.
     """
     return ByteTokenizer() if name == "byt5" else PretrainedTokenizer(name)
+
+
+def check_vocabulary(name: str, tokenizer: Tokenizer, model: Mapping[str, Any]) -> None:
+    """Raise `InvalidInput` where a model has no row for some of the tokenizer's ids."""
+    rows = int(model["vocab_size"])
+    if tokenizer.vocab_size > rows:
+        raise InvalidInput(
+            f"data.tokenizer {name!r} has {tokenizer.vocab_size} ids, and model.vocab_size is "
+            f"{rows}: set model.vocab_size to {tokenizer.vocab_size} or more, or choose a smaller "
+            "tokenizer"
+        )
 
 
 def _load_pretrained(name: str) -> Any:

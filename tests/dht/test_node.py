@@ -10,7 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hivemind.dht.protocol import DHTProtocol
 from hivemind.dht.validation import DHTRecord, RecordValidatorBase
+from hivemind.p2p import P2P, P2PDaemonError
 from hivemind.utils import timed_storage
 
 from dilocox.dht.clock import RunClock
@@ -301,6 +303,52 @@ def test_bootstrap_of_another_peer_id_is_refused(
     address = first[0].visible_addresses()[0].rpartition("/")[0] + f"/{stranger.peer_id}"
     with pytest.raises(EnvironmentFault, match="no bootstrap of that peer id"):
         open_node(volunteer, bootstraps=(address,))
+
+
+def test_first_ping_that_comes_too_late_is_followed_by_another(
+    open_node: OpenNode, first: Node, stranger: Identity, monkeypatch: pytest.MonkeyPatch
+):
+    ping, pings = DHTProtocol.call_ping, list[object]()
+
+    async def slow_at_first(self: Any, peer: Any, **options: Any) -> Any:
+        pings.append(peer)
+        return None if len(pings) < 3 else await ping(self, peer, **options)
+
+    monkeypatch.setattr(DHTProtocol, "call_ping", slow_at_first)  # for the child that is forked
+    dht, _, _ = open_node(stranger, bootstraps=first[0].visible_addresses())
+    assert dht.known_nodes() > 0
+    dht.close()
+
+
+def test_bootstrap_that_p2pd_does_not_reach_at_once_is_tried_again(
+    open_node: OpenNode, first: Node, stranger: Identity, monkeypatch: pytest.MonkeyPatch
+):
+    create, tries = P2P.create, list[int]()
+
+    async def busy_at_first(**options: Any) -> P2P:
+        tries.append(1)
+        if len(tries) == 1:
+            raise P2PDaemonError("Daemon failed to start: failed to connect to bootstrap peers")
+        return await create(**options)
+
+    monkeypatch.setattr(P2P, "create", busy_at_first)
+    dht, _, _ = open_node(stranger, bootstraps=first[0].visible_addresses())
+    assert dht.known_nodes() > 0
+    dht.close()
+
+
+def test_node_that_no_bootstrap_ever_lets_in_says_so_at_its_deadline(
+    open_node: OpenNode, first: Node, stranger: Identity, monkeypatch: pytest.MonkeyPatch
+):
+    async def too_slow(self: Any, peer: Any, **options: Any) -> None:
+        return None
+
+    monkeypatch.setattr(DHTProtocol, "call_ping", too_slow)
+    addresses = first[0].visible_addresses()
+    with pytest.raises(EnvironmentFault, match="no answer from the bootstraps"):
+        open_node(stranger, bootstraps=addresses, startup_s=3.0)
+    dht, _, _ = open_node(stranger, bootstraps=addresses, startup_s=3.0, alone=True)
+    dht.close()
 
 
 def test_silent_bootstrap_is_given_up_at_the_deadline(

@@ -8,10 +8,16 @@ from pathlib import Path
 
 import pytest
 import torch
+import yaml
 
 from dilocox.dht.errors import InvalidInput
+from dilocox.dht.manifest import Manifest
+from dilocox.peer import tokens
+from dilocox.peer.operate import checked_manifest
+from dilocox.peer.prepare import open_corpus
 from dilocox.peer.tokens import open_tokenizer
 from tests.peer.corpora import corpus, documents, take, write_json
+from tests.peer.loops import MODEL
 
 
 class TestTokenizers:
@@ -83,3 +89,42 @@ class TestTokenizers:
         tokenizer.save_pretrained(tmp_path / "without")
         with pytest.raises(InvalidInput, match="no end-of-text token"):
             open_tokenizer(str(tmp_path / "without"))
+
+    @pytest.mark.parametrize(("rows", "fits"), [(4000, True), (258, False)])
+    def test_a_run_whose_model_lacks_rows_for_its_tokenizer_is_refused_before_it_begins(
+        self, folder: Path, tmp_path: Path, rows: int, fits: bool
+    ) -> None:
+        ids = open_tokenizer(str(folder)).vocab_size
+        assert 258 < ids < 4000
+        data = write_json(tmp_path, [documents(90)])
+        run = {
+            "name": "t",
+            "model": dict(MODEL, vocab_size=rows),
+            "end_tokens": 1000,
+            "batch": {"sequence_length": 8},
+            "data": {"source": data.source, "format": "json", "tokenizer": str(folder)},
+        }
+        path = tmp_path / "run.yaml"
+        path.write_text(yaml.safe_dump(run))
+        if fits:
+            assert checked_manifest(path).data.held_out
+            return
+        said = f"has {ids} ids, and model.vocab_size is {rows}: set model.vocab_size to {ids}"
+        with pytest.raises(InvalidInput, match=said):
+            checked_manifest(path)
+        # nor does a volunteer of such a run begin, who would fail at the first step
+        with pytest.raises(InvalidInput, match=said):
+            open_corpus(Manifest.load(path), "")
+
+    def test_a_run_with_a_tokenizer_that_does_not_exist_is_refused_before_it_begins(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def no_such(kind: str, name: str, field: str) -> None:
+            raise InvalidInput(f"{field} {name!r} is neither here nor on the Hugging Face hub")
+
+        monkeypatch.setattr(tokens, "require_hub", no_such)
+        path = tmp_path / "run.yaml"
+        run = {"name": "t", "model": "tiny", "end_tokens": 1000}
+        path.write_text(yaml.safe_dump(run | {"data": {"tokenizer": "nobody/nothing"}}))
+        with pytest.raises(InvalidInput, match=r"data\.tokenizer 'nobody/nothing' is neither here"):
+            checked_manifest(path)

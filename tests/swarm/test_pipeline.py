@@ -25,7 +25,7 @@ from dilocox.peer.outer import OuterStep, anchor_sha256
 from dilocox.peer.plan import stage_codec
 from dilocox.peer.prepare import held_out
 from dilocox.peer.roundlog import RoundLog
-from dilocox.peer.snapshots import Snapshots
+from dilocox.peer.snapshot import read_snapshot
 from dilocox.peer.validation import validation_loss
 from dilocox.pipeline.stage import StageModule, build_stage, parameter_shapes
 from tests.pipeline.conftest import FAMILIES
@@ -120,7 +120,7 @@ def _anchors(swarm: LocalSwarm, peer: Peer) -> Iterator[Anchor]:
         if steps <= MOST_STEPS:
             weights = {name: view.clone() for name, view in layout.view(anchor).items()}
             yield Anchor(number, steps, weights)
-    kept = Snapshots(own / "snapshots", layout=layout.digest).found
+    kept = read_snapshot(own / "snapshots", layout=layout.digest)
     assert kept is not None
     if kept.round == max(said):
         assert anchor_sha256(kept.anchor) == said[kept.round]["anchor_sha256"]

@@ -6,12 +6,13 @@ runs once more before its backward. Inputs and gradients come from any device an
 and results stay on the stage's device.
 """
 
-from contextlib import AbstractContextManager
+from collections.abc import Generator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from dilocox.pipeline.loss import next_token_loss, summed_next_token_loss
 from dilocox.pipeline.measure import Smoothed, Stopwatch, StoredBytes
@@ -125,11 +126,12 @@ class StagePasses:
 
     @torch.no_grad()
     def evaluate(self, inputs: Tensor | None, windows: Tensor) -> Tensor | float:
-        """Run in full precision and keep nothing: hidden states, or on the last stage the loss.
+        """Run in full precision, without dropout, and keep nothing: hidden states, or on the last
+        stage the loss.
 
         That is the sum over b * t tokens, in nats. Arguments as for `forward`.
         """
-        with self.watch.running():
+        with self.watch.running(), _evaluating(self._stage):
             output = cast(Tensor, self._stage(self._leaf(inputs, windows)))
             if not self._stage.is_last:
                 return output
@@ -154,6 +156,17 @@ class StagePasses:
             return self._run(forwarded.inputs)
         finally:
             _set_random_state(self._device, now)
+
+
+@contextmanager
+def _evaluating(stage: nn.Module) -> Generator[None]:
+    """For a while nothing is left to chance (no dropout), as it is in training."""
+    training = stage.training
+    stage.eval()
+    try:
+        yield
+    finally:
+        stage.train(training)
 
 
 def _random_state(device: torch.device) -> Tensor:

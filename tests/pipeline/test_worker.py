@@ -16,7 +16,18 @@ from dilocox.pipeline import measure
 from dilocox.pipeline.frames import FrameRefused
 from dilocox.pipeline.stage import build_stage
 from dilocox.pipeline.worker import StageWorker
-from tests.pipeline.chains import MICROBATCHES, SEED, SPEC, Config, batches, chain, same, weights
+from tests.pipeline.chains import (
+    MICROBATCHES,
+    SEED,
+    SPEC,
+    Chain,
+    Config,
+    batches,
+    chain,
+    rate,
+    same,
+    weights,
+)
 
 
 class TestOrder:
@@ -78,20 +89,43 @@ class TestOrder:
         assert all(worker.finished for worker in chained.workers)
 
 
+def evaluated(chained: Chain, windows: Tensor) -> float:
+    hidden: Tensor | None = None
+    for worker in chained.workers[:-1]:
+        made = worker.evaluate(hidden, windows)
+        assert isinstance(made, Tensor) and not made.requires_grad
+        hidden = made
+    summed = chained.workers[-1].evaluate(hidden, windows)
+    assert isinstance(summed, float)
+    return summed
+
+
 class TestEvaluate:
+    @pytest.mark.parametrize("num_stages", [1, 3])
+    def test_nothing_is_dropped_out_of_what_is_evaluated_and_training_goes_on_as_before(
+        self, llama_config: Config, num_stages: int
+    ) -> None:
+        config = {**llama_config, "attention_dropout": 0.5}
+        chained, steady = chain(config, num_stages), chain(config, num_stages)
+        windows = batches(config, 1)[0][0]
+        expected = evaluated(chain(llama_config, num_stages), windows)
+        assert [evaluated(chained, windows) for _ in range(3)] == [expected] * 3
+        without = chain(llama_config, num_stages)
+        for step, batch in enumerate(batches(config, 2)):
+            for each in (chained, steady, without):
+                torch.manual_seed(step)
+                each.step(batch, rate(step))
+            evaluated(chained, windows)
+        assert same(weights(chained), weights(steady))
+        assert not same(weights(chained), weights(without)), "no dropout in training any more"
+
     def test_the_chain_equals_the_validation_loss_of_the_whole_model(
         self, llama_config: Config
     ) -> None:
         chained = chain(llama_config, 3)
         windows = batches(llama_config, 1)[0][0]
         before = [worker.computing_s for worker in chained.workers]
-        hidden: Tensor | None = None
-        for worker in chained.workers[:-1]:
-            made = worker.evaluate(hidden, windows)
-            assert isinstance(made, Tensor)
-            assert not made.requires_grad
-            hidden = made
-        summed = chained.workers[-1].evaluate(hidden, windows)
+        summed = evaluated(chained, windows)
         whole = build_stage(llama_config, 0, 1, SEED)
         assert summed == pytest.approx(validation_loss(whole, windows) * 2 * 8, rel=1e-6)
         assert all(

@@ -127,9 +127,13 @@ class StageAverager(PeerService, WaysService, DecentralizedAverager):
         """Compute a logged record's outer step from the current buffers; a future of Applied."""
         return self._call("apply", round_number=round_number, current=current, with_own=with_own)
 
-    def catch_up(self, peer: str, digest: str, *, limit_bytes: int | None) -> Any:
+    def catch_up(
+        self, peer: str, digest: str, *, limit_bytes: int | None, back_to: int | None
+    ) -> Any:
         """Append the records up to `digest` from a peer's log; a future of catchup.Reach."""
-        return self._call("catch_up", peer=peer, digest=digest, limit_bytes=limit_bytes)
+        return self._call(
+            "catch_up", peer=peer, digest=digest, limit_bytes=limit_bytes, back_to=back_to
+        )
 
     def fetch_state(self, peer: str, *, current: int, after_round: int, hurry: bool) -> Any:
         """Download anchor and momentum into the other buffers; a future of catchup.State."""
@@ -388,7 +392,7 @@ class StageAverager(PeerService, WaysService, DecentralizedAverager):
         )
 
     async def _serve_catch_up(
-        self, peer: str, digest: str, limit_bytes: int | None
+        self, peer: str, digest: str, limit_bytes: int | None, back_to: int | None
     ) -> catchup.Reach:
         with self.counting_refusals():
             return await catchup.catch_up(
@@ -399,6 +403,8 @@ class StageAverager(PeerService, WaysService, DecentralizedAverager):
                 check=self._check,
                 compute=self.in_pool,
                 limit_bytes=limit_bytes,
+                me=str(self.peer_id),
+                back_to=back_to,
             )
 
     async def _serve_fetch_state(

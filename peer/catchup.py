@@ -13,7 +13,8 @@ import io
 import json
 import os
 import time
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO, cast
@@ -22,7 +23,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from dilocox.peer.files import disk_fault
-from dilocox.peer.headers import fetch_certificate, fetch_header
+from dilocox.peer.headers import ToldHeader, fetch_certificate, fetch_header
 from dilocox.peer.outer import anchor_sha256
 from dilocox.peer.record import RecordRefused, RoundRecord, digest_of
 from dilocox.peer.record_check import RecordCheck
@@ -41,6 +42,26 @@ class AnchorDiffers(RuntimeError):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Told:
+    """What the headers of another peer's chain say of this peer.
+
+    after: of all records of later rounds, up to the newest. named: rounds of those that count this
+    peer. rounds: of those records, by digest.
+    """
+
+    after: int
+    named: frozenset[int]
+    rounds: Mapping[str, int]
+
+    def up_to(self, digest: str) -> Told | None:
+        """Likewise, up to the record of this digest; None where it is another chain's."""
+        newest = self.rounds.get(digest)
+        if newest is None:
+            return None
+        return replace(self, named=frozenset(n for n in self.named if n <= newest))
+
+
+@dataclass(frozen=True, kw_only=True)
 class Reach:
     """What a walk along another peer's chain found."""
 
@@ -50,6 +71,7 @@ class Reach:
     chain_tokens: int = 0  # of their chain, as its newest record says
     too_far: bool  # their log does not reach back to ours: a state is needed
     costly: bool = False  # it may, but the records are more bytes than they may be
+    told: Told | None = None  # by the headers, where the records were not taken
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,25 +115,32 @@ async def catch_up(
     check: RecordCheck,
     compute: Compute,
     limit_bytes: int | None = None,
+    me: str = "",
+    back_to: int | None = None,
 ) -> Reach:
     """Fetch the records from our chain up to `digest`, check them, and append them to the log.
 
     Their headers come first, the newest first: until they meet our chain, no record is worth its
     bytes. Then come the records, the oldest first, each appended before the next one is asked for:
-    what is cut off goes on later where it was. limit_bytes: of all of them, if they are to cost no
-    more than something else would; then a bootstrap's older ones, besides its newest, are worth it.
+    what is cut off goes on later where it was.
+
+    limit_bytes: of all of them, if they are to cost no more than something else would; then a
+    bootstrap's older ones, besides its newest, are worth it. back_to: a round of which `me` wants
+    to know whether it is in its record, even where the records cost too much.
 
     Raises:
         ConnectionError: the peer cannot be reached. PeerBusy: it cannot serve now.
         TimeoutError: the headers, a record, or all of them took too long.
         FrameRefused, RecordRefused: a header, record or certificate of it is not sound.
     """
-    walk = _missing(transport, log, peer, digest, check, limit_bytes)
-    missing, known = await asyncio.wait_for(walk, HEADERS_LIMIT_S)
+    walk = _missing(transport, log, peer, digest, check, limit_bytes, back_to)
+    headers, known = await asyncio.wait_for(walk, HEADERS_LIMIT_S)
+    missing = {wanted: told.record_bytes for wanted, told in headers.items()}
+    told = _told(headers, known, me)
     if known is None:
-        return Reach(appended=(), fork_round=None, too_far=True)
+        return Reach(appended=(), fork_round=None, too_far=True, told=told)
     if missing and limit_bytes is not None and sum(missing.values()) > limit_bytes:
-        return Reach(appended=(), fork_round=None, too_far=False, costly=True)
+        return Reach(appended=(), fork_round=None, too_far=False, costly=True, told=told)
     end = time.monotonic() + RECORDS_LIMIT_S
     if known != log.head().round:
         tokens = 0
@@ -123,6 +152,7 @@ async def catch_up(
             fork_digest=next(reversed(missing), digest),
             chain_tokens=tokens,
             too_far=False,
+            told=told,
         )
     appended: list[int] = []
     for wanted in reversed(missing):
@@ -141,14 +171,17 @@ async def _missing(
     digest: str,
     check: RecordCheck,
     limit_bytes: int | None,
-) -> tuple[dict[str, int], int | None]:
-    """What leads from our chain to `digest`, the newest first, with their bytes; and the round of
-    ours that they follow, None if the peer does not have all of them.
+    back_to: int | None,
+) -> tuple[dict[str, ToldHeader], int | None]:
+    """The headers of what leads from our chain to `digest`, the newest first, and the round of ours
+    that they follow, None if the peer does not have all of them.
 
-    It ends early where they are more than `limit_bytes`.
+    It ends early where the records are more than `limit_bytes`, and the headers reach `back_to` or
+    take long.
     """
-    missing: dict[str, int] = {}
+    missing: dict[str, ToldHeader] = {}
     wanted, above, total = digest, 0, 0
+    enough_at = time.monotonic() + HEADERS_LIMIT_S / 2
     while (known := log.find(wanted)) is None:
         told = await fetch_header(
             partial(transport.fetch, peer),
@@ -163,11 +196,25 @@ async def _missing(
         if missing and told.header.round >= above:  # a lie: it would never end
             raise RecordRefused(f"{peer}: round {told.header.round} comes before round {above}")
         above, total = told.header.round, total + told.record_bytes
-        missing[wanted] = told.record_bytes
-        if limit_bytes is not None and total > limit_bytes:
+        missing[wanted] = told
+        far_enough = back_to is None or above <= back_to or time.monotonic() > enough_at
+        if limit_bytes is not None and total > limit_bytes and far_enough:
             return missing, above
         wanted = told.header.previous
     return missing, known
+
+
+def _told(headers: Mapping[str, ToldHeader], known: int | None, me: str) -> Told | None:
+    """What headers, the newest first, say of this peer; `known`: the round that they follow."""
+    if not headers:
+        return None
+    rounds = {digest: told.header.round for digest, told in headers.items()}
+    oldest = min(rounds.values())
+    return Told(
+        after=known if known is not None and known < oldest else oldest - 1,
+        named=frozenset(told.header.round for told in headers.values() if told.header.counted(me)),
+        rounds=rounds,
+    )
 
 
 async def _checked(

@@ -12,14 +12,14 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 from dilocox.dht.clock import Clock
 from dilocox.dht.records import ClaimRecord
 from dilocox.peer.averager import StageAverager
 from dilocox.peer.averaging import Applied, AveragerStuck
-from dilocox.peer.catchup import RECORDS_LIMIT_S, AnchorDiffers, Reach, State
+from dilocox.peer.catchup import RECORDS_LIMIT_S, AnchorDiffers, Reach, State, Told
 from dilocox.peer.events import Committed, Event, EventQueue, Resynced
 from dilocox.peer.record import RecordRefused, RoundRecord
 from dilocox.peer.roundlog import Head, RoundLog
@@ -51,15 +51,19 @@ class ChainFollower:
         state_bytes: int,
         record_lifetime_s: float,
         sent_round: Callable[[], int | None],
+        unsettled: Callable[[], Collection[int]] = tuple,
     ):
         """state_bytes: of an anchor and a momentum. sent_round: the round whose message lies in the
-        shared buffer, while undecided.
+        shared buffer, while undecided. unsettled: rounds whose records may name this peer, as far
+        as it knows.
         """
         self._averager = averager
         self._log = log
         self._events = events
         self._clock = clock
         self._sent_round = sent_round
+        self._unsettled = unsettled
+        self._told: Told | None = None  # by the last walk
         self.applied = applied
         self.head = log.head()
         self.current = 0  # which of the paired buffers holds the current anchor
@@ -169,7 +173,9 @@ class ChainFollower:
         limit_bytes = (
             self._state_bytes if self._clock.monotonic() >= self._no_state_before else None
         )
-        if limit_bytes is not None and missing_bytes > limit_bytes:
+        unsettled = self._unsettled()
+        # what became of those is in the headers, which come before any record
+        if limit_bytes is not None and missing_bytes > limit_bytes and not unsettled:
             self._need_state, self._state_after, self._saves_bytes = True, self.applied, True
             self._begin_state(view)
             return
@@ -184,7 +190,9 @@ class ChainFollower:
             "behind: %s has round %d, this peer %d", peer[-6:], stated.round, self.head.round
         )
         self._begin(
-            self._averager.catch_up(peer, stated.digest, limit_bytes=limit_bytes),
+            self._averager.catch_up(
+                peer, stated.digest, limit_bytes=limit_bytes, back_to=min(unsettled, default=None)
+            ),
             self._reached,
             WALK_LIMIT_S,
         )
@@ -274,6 +282,7 @@ class ChainFollower:
         self._hand_over(event, lambda: self._switched(record.round, applied.anchor_sha256))
 
     def _reached(self, reach: Reach) -> None:
+        self._told = reach.told
         if reach.fork_round is None:
             self._need_state, self._state_after = reach.too_far or reach.costly, self.applied
             self._saves_bytes = reach.costly
@@ -291,7 +300,8 @@ class ChainFollower:
         self._not_before = self._clock.monotonic() + PAUSE_AFTER_FAILURE_S
 
     def _got_state(self, state: State) -> None:
-        event = Resynced(state=state, fork_round=self._fork_round)
+        told = None if self._told is None else self._told.up_to(state.digest)
+        event = Resynced(state=state, fork_round=self._fork_round, told=told)
         self._need_state, self._fork_round, self._saves_bytes = False, None, False
         self.states_taken += 1
         self._slow.clear()

@@ -59,6 +59,7 @@ def coordinator_of(
         state_bytes=2 * merge.anchor.nbytes,
         record_lifetime_s=deadlines.record_lifetime_s,
         sent_round=lambda: driver.sent_round,
+        unsettled=lambda: merge.unsettled,
     )
     driver = ExchangeDriver(
         averager=averager,

@@ -6,7 +6,7 @@ import queue
 import threading
 from dataclasses import dataclass, field
 
-from dilocox.peer.catchup import State
+from dilocox.peer.catchup import State, Told
 from dilocox.peer.record import RoundRecord
 
 
@@ -45,6 +45,7 @@ class Resynced(Event):
 
     state: State
     fork_round: int | None  # our records after this one are void; None where we were only behind
+    told: Told | None = None  # which records up to the state's count this peer, if headers said so
 
 
 @dataclass(frozen=True, kw_only=True)

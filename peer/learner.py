@@ -349,10 +349,12 @@ class Learner:
         self._states_taken += 1
         anchor, momentum = self._other_buffers()
         since = merge.round if event.fork_round is None else event.fork_round
-        # A send of a round that the new state passed may be in a record that was never seen: what
-        # may have been counted is not sent again.
-        held = merge.fly.keys() | merge.undone.keys()
-        named = {number: None for number in held if since < number <= state.round}
+        # What the headers do not tell may have been counted, and is not sent again.
+        passed = {number for number in merge.unsettled if since < number <= state.round}
+        told, named = event.told, dict[int, OwnContribution | None]()
+        if told is not None:
+            passed = {number for number in passed if number <= told.after}
+            named = dict.fromkeys(number for number in told.named if number > since)
         merge.resync(
             state.round,
             state.digest,
@@ -360,6 +362,7 @@ class Learner:
             momentum,
             since=since,
             named=named,
+            untold=passed,
             records=max(1, state.round - since),
         )
         self._chain_tokens = state.chain_tokens

@@ -116,6 +116,11 @@ class Merge(MergeState):
         """The send of a round, in flight or undone; own contribution follows from its message."""
         return self.fly.get(round_number) or self.undone.get(round_number)
 
+    @property
+    def unsettled(self) -> tuple[int, ...]:
+        """The rounds of sends whose record may still come; any thread may ask."""
+        return *tuple(self.fly), *tuple(self.undone)
+
     def tokens_of(self, round_number: int) -> int | None:
         """Of the send of a round, also of one that was given up; None where nothing is known."""
         given_up = self._given_up.get(round_number)

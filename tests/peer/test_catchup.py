@@ -51,7 +51,13 @@ class Walk:
         self.records: list[int] = []
         self.before: Callable[[], None] = lambda: None
 
-    def go(self, limit_bytes: int | None = None, digest: str = "") -> Reach:
+    def go(
+        self,
+        limit_bytes: int | None = None,
+        digest: str = "",
+        back_to: int | None = None,
+        me: str = "",
+    ) -> Reach:
         return asyncio.run(
             catch_up(
                 cast("PeerTransport", self),
@@ -61,6 +67,8 @@ class Walk:
                 check=self.check,
                 compute=asyncio.to_thread,
                 limit_bytes=limit_bytes,
+                back_to=back_to,
+                me=me,
             )
         )
 
@@ -122,6 +130,29 @@ def test_records_that_would_be_more_bytes_than_they_may_be_are_not_fetched(
     assert walk.go(limit_bytes=newest.record_bytes).costly
     assert walk.headers == [3, 2]  # the others would change nothing
     assert walk.go(limit_bytes=total).appended == (0, 1, 2, 3)
+
+
+def test_headers_say_which_records_count_a_peer_though_the_records_cost_too_much(
+    maker: ChainMaker, tmp_path: Path, identities: list[Identity]
+) -> None:
+    maker.train(0, 1, 2, 3)
+    walk = Walk(maker, tmp_path / "log")
+    newest = maker.log.newest()
+    assert newest is not None
+    member = maker.peer
+    for back_to, headers in ((None, [3, 2]), (1, [3, 2, 1]), (-1, [3, 2, 1, 0])):
+        walk.headers.clear()
+        reach = walk.go(limit_bytes=newest.record_bytes, back_to=back_to, me=member)
+        assert reach.costly and walk.headers == headers and walk.records == []
+        assert reach.told is not None and reach.told.named == set(headers)
+        assert reach.told.after == headers[-1] - 1
+    stranger = walk.go(limit_bytes=1, back_to=-1, me=identities[2].peer_id)
+    assert stranger.told is not None and stranger.told.named == frozenset()
+    # of a log that does not reach back it is told as far as it reaches
+    maker.log.prune(2)
+    assert maker.log.rounds() == [2, 3]
+    far = walk.go(me=member)
+    assert far.too_far and far.told is not None and (far.told.after, far.told.named) == (1, {2, 3})
 
 
 def test_a_chain_whose_rounds_do_not_fall_is_refused_at_once(

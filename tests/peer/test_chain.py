@@ -15,9 +15,9 @@ from dilocox.dht.records import ClaimRecord
 from dilocox.peer import chain as module
 from dilocox.peer.averager import StageAverager
 from dilocox.peer.averaging import Applied
-from dilocox.peer.catchup import Reach
+from dilocox.peer.catchup import Reach, State, Told
 from dilocox.peer.chain import ChainFollower
-from dilocox.peer.events import Committed, EventQueue
+from dilocox.peer.events import Committed, EventQueue, Resynced
 from dilocox.peer.record import RecordRefused
 from dilocox.peer.state_file import NoState
 from dilocox.peer.transport import PeerBusy, TooSlow
@@ -91,6 +91,9 @@ class Behind:
     donors: list[str] = field(default_factory=list[str])
     hurried: list[bool] = field(default_factory=list[bool])
     clock: TestClock = field(default_factory=TestClock)
+    chain_events: EventQueue = field(default_factory=EventQueue)
+    unsettled: tuple[int, ...] = ()
+    back_to: list[int | None] = field(default_factory=list["int | None"])
 
     def __post_init__(self) -> None:
         averager = SimpleNamespace(
@@ -99,16 +102,20 @@ class Behind:
         self.chain = ChainFollower(
             averager=cast("StageAverager", averager),
             log=self.donor.log,
-            events=EventQueue(),
+            events=self.chain_events,
             clock=self.clock,
             applied=-1,
             anchor_sha256="b" * 64,
             state_bytes=STATE_BYTES,
             record_lifetime_s=30.0,
             sent_round=lambda: None,
+            unsettled=lambda: self.unsettled,
         )
 
-    def _catch_up(self, peer: str, digest: str, *, limit_bytes: int | None) -> Any:
+    def _catch_up(
+        self, peer: str, digest: str, *, limit_bytes: int | None, back_to: int | None
+    ) -> Any:
+        self.back_to.append(back_to)
         return self._ask("records", limit_bytes)
 
     def _fetch_state(self, peer: str, *, current: int, after_round: int, hurry: bool) -> Any:
@@ -194,6 +201,32 @@ def test_a_log_that_does_not_reach_back_makes_a_state_necessary(behind: Behind) 
     for _ in range(3):
         behind.look()
     assert [what for what, _ in behind.asked] == ["records", "state", "state"]
+
+
+@pytest.mark.parametrize("digest", ["9" * 64, "8" * 64], ids=["of the walk", "of another chain"])
+def test_who_takes_a_state_to_save_bytes_hears_from_the_headers_what_became_of_its_sends(
+    behind: Behind, digest: str
+) -> None:
+    told = Told(after=-1, named=frozenset({2, 4}), rounds={"9" * 64: 3, "d" * 64: 4})
+    state = State(
+        round=3,
+        digest=digest,
+        anchor_sha256="a" * 64,
+        chain_tokens=9,
+        record=b"",
+        certificate=b"",
+    )
+    behind.unsettled = (2, 1)
+    behind.answers = [nothing(costly=True, told=told), state]
+    for _ in range(2):
+        behind.look(record_bytes=201, rounds=5)
+    assert behind.asked == [("records", STATE_BYTES), ("state", -1)] and behind.back_to == [1]
+    event = behind.chain_events.get()
+    assert isinstance(event, Resynced)
+    if digest == "8" * 64:
+        assert event.told is None
+    else:
+        assert event.told is not None and event.told.named == {2}, "what the state holds"
 
 
 # ---- whom to doubt -------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ import torch
 
 from dilocox.dht.errors import UnreadableManifest
 from dilocox.peer import learner as module
-from dilocox.peer.catchup import State
+from dilocox.peer.catchup import State, Told
 from dilocox.peer.events import Failed, Resynced, Voided
 from dilocox.peer.place import LoopProgress
 from dilocox.peer.snapshots import Snapshots
@@ -272,7 +272,9 @@ def test_under_merge_none_a_stop_ends_the_wait(tmp_path: Path) -> None:
 
 
 # ---- another state -------------------------------------------------------------------------------
-def resynced(loop: Loop, number: int, fork_round: int | None) -> Resynced:
+def resynced(
+    loop: Loop, number: int, fork_round: int | None, told: Told | None = None
+) -> Resynced:
     loop.committed(number, 0.25)  # writes the state into the buffers that are not current
     state = State(
         round=number,
@@ -282,7 +284,7 @@ def resynced(loop: Loop, number: int, fork_round: int | None) -> Resynced:
         record=b"",
         certificate=b"",
     )
-    return Resynced(state=state, fork_round=fork_round)
+    return Resynced(state=state, fork_round=fork_round, told=told)
 
 
 def test_a_state_of_others_is_taken_with_ones_own_progress_on_top(loop: Loop) -> None:
@@ -308,7 +310,50 @@ def test_a_send_that_the_new_state_may_hold_is_not_sent_again(loop: Loop) -> Non
     loop.learner.between_steps()
     loop.fake.events.put(resynced(loop, 5, None))
     loop.learner.between_steps()
-    assert (loop.model.merge.fly, loop.model.merge.tokens) == ({}, 0)
+    merge = loop.model.merge
+    assert (merge.fly, merge.tokens) == ({}, 0)
+    assert merge.lost_tokens == 2 * STEP_TOKENS, "as far as is known"
+
+
+@pytest.mark.parametrize("void", [False, True], ids=["in flight", "presumed void"])
+@pytest.mark.parametrize(
+    ("after", "named", "fate"),
+    [(-1, {0}, "counted"), (-1, set[int](), "unsent"), (2, set[int](), "lost")],
+)
+def test_what_became_of_a_send_is_taken_from_the_headers_of_the_new_states_chain(
+    tmp_path: Path, after: int, named: set[int], fate: str, void: bool
+) -> None:
+    loop = Loop(tmp_path)
+    merge = loop.model.merge
+    loop.train(2)
+    loop.fake.due = (0, 1.0)
+    loop.learner.between_steps()
+    if void:
+        loop.fake.events.put(Voided(round=0, reason="nobody knows", certain=False))
+        loop.learner.between_steps()
+    told = Told(after=after, named=frozenset(named), rounds={"5" * 64: 5})
+    loop.fake.events.put(resynced(loop, 5, None, told))
+    loop.learner.between_steps()
+    tokens = {
+        "counted": merge.counted_tokens,
+        "unsent": merge.tokens,
+        "lost": merge.lost_tokens,
+    }
+    assert tokens.pop(fate) == 2 * STEP_TOKENS and set(tokens.values()) == {0}
+    assert not merge.fly
+    expected = merge.anchor - (fate == "unsent") * merge.config.weight * 0.002
+    torch.testing.assert_close(loop.live, expected, rtol=0, atol=1e-6)
+
+
+def test_a_state_that_holds_a_send_which_is_not_known_here_resets_to_its_anchor(
+    loop: Loop,
+) -> None:
+    loop.train(2)
+    told = Told(after=-1, named=frozenset({3}), rounds={"5" * 64: 5})
+    loop.fake.events.put(resynced(loop, 5, None, told))
+    loop.learner.between_steps()
+    assert torch.equal(loop.live, loop.model.merge.anchor)
+    assert loop.model.merge.lost_tokens == 2 * STEP_TOKENS
 
 
 def test_a_send_from_after_the_new_state_is_undone(loop: Loop) -> None:

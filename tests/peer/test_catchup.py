@@ -140,12 +140,12 @@ def test_headers_say_which_records_count_a_peer_though_the_records_cost_too_much
     newest = maker.log.newest()
     assert newest is not None
     member = maker.peer
-    for back_to, headers in ((None, [3, 2]), (1, [3, 2, 1]), (-1, [3, 2, 1, 0])):
+    for back_to, asked in ((None, [3, 2]), (1, [3, 2, 1]), (-1, [3, 2, 1, 0])):
         walk.headers.clear()
         reach = walk.go(limit_bytes=newest.record_bytes, back_to=back_to, me=member)
-        assert reach.costly and walk.headers == headers and walk.records == []
-        assert reach.told is not None and reach.told.named == set(headers)
-        assert reach.told.after == headers[-1] - 1
+        assert reach.costly and walk.headers == asked and walk.records == []
+        assert reach.told is not None and reach.told.named == set(asked)
+        assert reach.told.after == asked[-1] - 1
     stranger = walk.go(limit_bytes=1, back_to=-1, me=identities[2].peer_id)
     assert stranger.told is not None and stranger.told.named == frozenset()
     # of a log that does not reach back it is told as far as it reaches

@@ -1,6 +1,7 @@
 """What peers say about themselves in the DHT: the whole vocabulary of the swarm, small and typed.
 
-A record is a frozen dataclass, written as a msgpack map of its fields and at most 1 KB long.
+A record is a frozen dataclass, written as a msgpack map of its fields and at most 1 KB long; that
+of a replica has 4 KB, which is room for the peers of 64 stages.
 Decoding ignores fields it does not know (a newer version may send them) and refuses everything else
 that is not exactly of the declared type: missing fields, wrong types, infinite numbers, endless
 text.
@@ -29,23 +30,24 @@ class Record:
     """A record; each subclass is one kind and lives under one kind of key."""
 
     kind: ClassVar[Kind]
+    max_bytes: ClassVar[int] = MAX_RECORD_BYTES
 
     def encode(self) -> bytes:
-        """msgpack; raises `Malformed` when a field is not of its type or the whole is over 1 KB."""
+        """msgpack; raises `Malformed` when a field is not of its type or the whole is too long."""
         values = {spec.name: getattr(self, spec.name) for spec in fields(self)}
         for name, hint in _hints(type(self)).items():
             _checked(name, values[name], hint)
         data = pack(values)
-        if len(data) > MAX_RECORD_BYTES:
+        if len(data) > self.max_bytes:
             raise Malformed(
-                f"{self.kind} record has {len(data)} bytes, it may have {MAX_RECORD_BYTES}"
+                f"{self.kind} record has {len(data)} bytes, it may have {self.max_bytes}"
             )
         return data
 
     @classmethod
     def decode(cls: type[R], data: bytes) -> R:
         """Read a record; raises `Malformed`."""
-        value = unpack(data, MAX_RECORD_BYTES)
+        value = unpack(data, cls.max_bytes)
         if not isinstance(value, dict):
             raise Malformed(f"{cls.kind} record is no map")
         given = cast(dict[str, object], value)
@@ -107,6 +109,7 @@ class ReplicaRecord(Record):
     """
 
     kind: ClassVar[Kind] = "replica"
+    max_bytes: ClassVar[int] = 4 * MAX_RECORD_BYTES
 
     members: tuple[str, ...]
     epoch: int

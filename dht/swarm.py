@@ -69,7 +69,7 @@ class Swarm:
     ) -> bool:
         """Store a record under this peer's id; whether the DHT took it in time.
 
-        Raises `ValueError` for a record of more than 1 KB or under a key of another kind.
+        Raises `ValueError` for a record that is too long or under a key of another kind.
         """
         return self.publish_many({key: record}, lifetime_s, timeout_s)
 

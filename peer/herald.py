@@ -9,7 +9,14 @@ from typing import Any
 
 from dilocox import __version__
 from dilocox.dht.keys import bell_key, claim_key, replica_key, stage_key
-from dilocox.dht.records import BellRecord, ClaimRecord, Record, ReplicaRecord, StageRecord
+from dilocox.dht.records import (
+    MAX_TEXTS,
+    BellRecord,
+    ClaimRecord,
+    Record,
+    ReplicaRecord,
+    StageRecord,
+)
 from dilocox.dht.swarm import Swarm
 from dilocox.peer.chain import ChainFollower
 from dilocox.peer.place import LoopProgress, Place
@@ -17,7 +24,6 @@ from dilocox.peer.rounds import newest_credible
 from dilocox.peer.view import SwarmView, that_count
 
 READ_LIMIT_S = 3.0  # of each look; a slow one must not keep an exchange from its time
-MAX_MEMBERS = 12  # peer ids of 52 characters in a record of 1 KB
 MAX_BLOCKED = 160  # characters: a run of many stages may lack peers for most of them
 
 
@@ -161,7 +167,7 @@ def replica_record(
         return None
     return ReplicaRecord(
         # a record has room for that many; of more stages the last ones are not told
-        members=own.members[:MAX_MEMBERS],
+        members=own.members[:MAX_TEXTS],
         epoch=own.epoch,
         round=round_number,
         inner_step=own.inner_step,

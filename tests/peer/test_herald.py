@@ -13,10 +13,10 @@ import pytest
 from dilocox.compression.layout import FlatLayout
 from dilocox.dht.keys import bell_key, claim_key, replica_key, stage_key
 from dilocox.dht.manifest import Manifest
-from dilocox.dht.records import BellRecord, ClaimRecord, Record, StageRecord
+from dilocox.dht.records import BellRecord, ClaimRecord, Record, ReplicaRecord, StageRecord
 from dilocox.dht.swarm import Swarm
 from dilocox.peer.chain import ChainFollower
-from dilocox.peer.herald import MAX_MEMBERS, Herald, replica_record
+from dilocox.peer.herald import Herald, replica_record
 from dilocox.peer.place import LoopProgress, Place
 from dilocox.peer.rounds import bells_to_read
 from dilocox.peer.view import SwarmView
@@ -283,20 +283,20 @@ def test_only_a_peer_that_leads_a_replica_has_a_replica_record() -> None:
     assert herald(Dht(), 0).of_replica(record) == {replica_key(RUN): record}
 
 
-def test_the_record_of_a_replica_of_many_stages_names_as_many_as_fit() -> None:
-    members = tuple(f"{PEER_ID[:-2]}{number:02}" for number in range(40))
+@pytest.mark.parametrize("stages", [1, 13, 40, 64])
+def test_the_record_of_a_replica_of_many_stages_names_all_of_its_members(stages: int) -> None:
+    members = tuple(f"{PEER_ID[:-2]}{number:02}" for number in range(stages))
     own = LoopProgress(
         head=members[0],
         members=members,
         epoch=2**40,
         inner_step=10**6,
-        codec="bf16,fp32,int4,int8",
-        last_fault="stage 39 missing",
+        codec=",".join(["bf16"] * stages)[:256],
+        last_fault="stage 39 missing" * 10,
     )
     record = replica_record(place(0), 10**6, own, hear_s=2.5)
-    assert record is not None
-    assert record.members == members[:MAX_MEMBERS]
-    record.encode()
+    assert record is not None and record.members == members
+    assert ReplicaRecord.decode(record.encode()) == record
 
 
 def test_a_bell_is_told_under_its_round() -> None:

@@ -272,9 +272,7 @@ def test_under_merge_none_a_stop_ends_the_wait(tmp_path: Path) -> None:
 
 
 # ---- another state -------------------------------------------------------------------------------
-def resynced(
-    loop: Loop, number: int, fork_round: int | None, told: Told | None = None
-) -> Resynced:
+def resynced(loop: Loop, number: int, fork_round: int | None, told: Told | None = None) -> Resynced:
     loop.committed(number, 0.25)  # writes the state into the buffers that are not current
     state = State(
         round=number,

@@ -441,7 +441,9 @@ class SimulatedAverager:
         self._later(0.1, lambda: future.set(done))
         return future
 
-    def catch_up(self, peer: str, digest: str, *, limit_bytes: int | None) -> SimulatedFuture:
+    def catch_up(
+        self, peer: str, digest: str, *, limit_bytes: int | None, back_to: int | None
+    ) -> SimulatedFuture:
         """Take the records that another peer has and this one lacks."""
         future = self._new_future()
         lines = self._meetings.lines

@@ -11,7 +11,7 @@ DEMO_ARGS ?=
 TEST_ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-swarm test-faults test-watch test-image lint type bench clean
+.PHONY: help install demo test test-swarm test-faults test-watch test-image simulate lint type bench clean
 
 help:  ## show this help
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 22
@@ -41,6 +41,9 @@ test-swarm: install  ## all swarm tests: real processes, killed, frozen and far 
 
 test-image:  ## build the container image and train with it (root; podman; about 10 minutes)
 	docker/test-image.sh
+
+simulate: install  ## 2,000 seeded schedules of faults in a swarm under a simulated clock (about 15 minutes)
+	$(BIN)/python benchmarks/simulate.py --campaign 2000
 
 lint: install  ## ruff: rules and format
 	$(BIN)/ruff check .

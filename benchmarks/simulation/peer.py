@@ -251,9 +251,7 @@ class SimulatedPeer:
         self.count_steps()
         self.alive = self.averager.answers = False
         self.averager.gone = True
-        for event in (self._tick, self._loop):
-            if event is not None:
-                event.cancel()
+        self._stop_threads()
         self.world.left_replica(self)
 
     def freeze(self, seconds: float) -> None:
@@ -261,12 +259,15 @@ class SimulatedPeer:
         self.count_steps()
         self.frozen, self.averager.answers = True, False
         self.averager.stumbles += 1
+        self._stop_threads()
+        self.world.left_replica(self)
+        self.world.timeline.after(seconds, self._thaw)
+
+    def _stop_threads(self) -> None:
         for event in (self._tick, self._loop):
             if event is not None:
                 event.cancel()
-        if self.leader is not None or self.members:
-            self.world.left_replica(self)
-        self.world.timeline.after(seconds, self._thaw)
+        self._tick = self._loop = None
 
     def _thaw(self) -> None:
         if self.alive:

@@ -28,10 +28,10 @@ def every_fifth_round(
 def schedule(seed: int) -> Scenario:
     """A small swarm with all that can go wrong: for what must hold whatever happens."""
     draw = random.Random(seed)
-    heads = draw.choice((1, 2, 2, 3, 3, 4, 5, 6))
+    heads = draw.choice((1, 2, 2, 3, 3, 4, 4, 5))
     stages = draw.choice((1, 1, 1, 2))
-    round_s = draw.choice((60.0, 60.0, 200.0, 600.0))
-    rounds = draw.randint(6, 12)
+    round_s = draw.choice((60.0, 60.0, 60.0, 200.0, 600.0))
+    rounds = draw.randint(4, 6) if round_s > 60 else draw.randint(5, 9)
     everybody = heads * stages + stages - 1
     span_s = rounds * round_s
     faults: list[Fault] = []

@@ -16,6 +16,7 @@ from dilocox.peer.rounds import (
     current_round,
     first_round,
     must_ring,
+    newest_credible,
     quorum,
 )
 
@@ -231,6 +232,44 @@ def test_bells_are_read_of_the_rounds_that_others_state_and_only_of_so_many() ->
     many = [replica(round_number=10 * number) for number in range(1, 50)]
     assert len(bells_to_read(3, many)) == BELLS_READ
     assert bells_to_read(3, many)[-2:] == [4, 3]
+
+
+@pytest.mark.parametrize(
+    ("own", "last_record", "stated", "newest"),
+    [
+        (7, 6, [], 6 + 64),  # so far ahead of the newest record others may be
+        (7, 6, [9_999_999_999], 6 + 64),
+        (7, 6, [2**53, 7, 8], 6 + 64),
+        (0, 500, [503], 564),  # a joiner that has caught up
+        (90, -1, [90, 91], 91),  # a swarm that trains without committing
+        (0, -1, [500, 501, 502], 501),  # one that joins it
+        (0, 9_999_999_990, [], 9_999_999_999),  # and no key has a larger one
+    ],
+)
+def test_a_round_far_from_all_that_is_known_is_nobodys(
+    own: int, last_record: int, stated: list[int], newest: int
+) -> None:
+    assert newest_credible(own, last_record, stated) == newest
+
+
+@pytest.mark.parametrize(("hear_s", "notice_s"), [(0.0, 2.0), (1.5, 2.0), (7.0, 7.0), (1e9, 20.0)])
+def test_the_notice_is_what_heads_state_of_their_hearing_within_bounds(
+    hear_s: float, notice_s: float
+) -> None:
+    seen = view({"a": bell(100), "b": bell(101), "c": bell(102)})
+    hears = replace(replica(), hear_s=hear_s)
+    seen = replace(seen, replicas={**seen.replicas, "b": hears})
+    assert seen.proposal("c", 102.5) == Schedule(
+        send_after=102.5, scheduled_at=102.5 + 1.0 + notice_s
+    )
+
+
+def test_a_notice_of_a_minute_fits_into_a_round_of_an_hour() -> None:
+    bells = {head: bell(100, round_s=3600.0) for head in "abc"}
+    seen = view(bells)
+    hears = replace(replica(), hear_s=63.0)
+    seen = replace(seen, replicas={**seen.replicas, "b": hears})
+    assert seen.proposal("c", 100) == Schedule(send_after=100, scheduled_at=164)
 
 
 def test_retry_comes_after_both_deadlines_of_the_first_attempt() -> None:

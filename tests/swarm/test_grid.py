@@ -33,7 +33,7 @@ def test_twelve_peers_in_groups_of_four_agree_and_lose_a_reducer_at_the_cost_of_
     swarm = start_swarm(
         in_memory=True,
         rounds=fixed_steps(INNER_STEPS) | {"group_size": GROUP_SIZE},
-        data={"held_out_windows": 2, "validation_share": 0.0},
+        data={"held_out_windows": 2, "validation_share": 0.005},
         deadlines=DEADLINES,
     )
     for number in range(PEERS):

@@ -106,7 +106,7 @@ class StageAverager(PeerService, WaysService, DecentralizedAverager):
         if order.alone:
             return self._call("exchange_alone")
         # as hivemind's `step` does, which would wait for its process without a deadline
-        ticket = self.serializer.dumps(order.ticket().pack())
+        ticket = self.serializer.dumps(order.ticket().pack(order.last_contributors))
         now = hivemind_control.get_dht_time()
         step = StepControl(
             scheduled_time=own_time(
@@ -279,7 +279,8 @@ class StageAverager(PeerService, WaysService, DecentralizedAverager):
             stated = self.serializer.loads(ticket)
         except Exception as error:
             raise GroupRefused(f"a ticket cannot be read: {error!r}") from error
-        return Ticket.unpack(stated, client_mode=mode == AveragingMode.CLIENT.value)
+        last = self._current_order().last_contributors
+        return Ticket.unpack(stated, last, client_mode=mode == AveragingMode.CLIENT.value)
 
     async def _serve_exchange_alone(self) -> AttemptResult:
         order = self._current_order()

@@ -11,6 +11,7 @@ from dilocox.peer.certificate import (
     Ballot,
     Certificate,
     SignedVote,
+    StatedAbort,
     VoteRefused,
     certificate,
     check_certificate,
@@ -75,10 +76,13 @@ class Ballots:
         digest = self._decision.digest or ""
         return certificate(self.ballot, self._held.values(), digest).to_bytes()
 
-    def aborts(self) -> bytes:
-        """The signed aborts with their ballot, for the members of a repeated attempt."""
-        votes = tuple(signed for signed in self._held.values() if signed.vote.digest is None)
-        return Certificate(ballot=self.ballot, votes=votes).to_bytes()
+    def abort(self) -> bytes:
+        """This member's own signed abort, for the members of a repeated attempt; empty if none."""
+        me = self._identity.peer_id
+        for signed in self._held.values():
+            if signed.vote.voter == me and signed.vote.digest is None:
+                return StatedAbort.of(self.ballot, signed).to_bytes()
+        return b""
 
     def _hold(self, data: bytes, signed: SignedVote) -> None:
         self._held[data] = signed
@@ -86,27 +90,25 @@ class Ballots:
         self._decision = decide(self.ballot.members, votes)
 
 
-def excluded_by(aborts: Iterable[bytes], *, run: str, stage: int, round_number: int) -> list[str]:
-    """Whom a repeated attempt leaves out, from the signed aborts that its members state.
+def excluded_by(
+    aborts: Iterable[bytes], members: Collection[str], *, run: str, stage: int, round_number: int
+) -> list[str]:
+    """Whom a repeated attempt leaves out, from the signed abort that each of its members states.
 
-    Aborts that are malformed, unsigned or of another round do not count; all members state
-    theirs to all, so all reach the same set.
+    Aborts that are malformed, unsigned or of another round do not count; all members state theirs
+    to all, so all reach the same set. Votes of those that are not there do not matter: they are in
+    no pair of members. `members`: of the repeated attempt; those without an abort were silent.
     """
     votes: dict[tuple[str, tuple[str, ...]], Vote] = {}
-    members: set[str] = set()
     for data in aborts:
         try:
-            proof = Certificate.from_bytes(data)
-            ballot = proof.ballot
-            if (ballot.run, ballot.stage, ballot.round) != (run, stage, round_number):
-                continue
-            for signed in proof.votes:
-                ballot.check(signed, verify, peer_id_of)
-                votes[signed.vote.voter, signed.vote.missed] = signed.vote
+            stated = StatedAbort.from_bytes(data)
+            stated.check(run, stage, round_number, verify, peer_id_of)
         except VoteRefused:
             continue
-        members |= set(ballot.members)
-    silent = members - {voter for voter, _ in votes}
+        vote = stated.signed.vote
+        votes[vote.voter, vote.missed] = vote
+    silent = set(members) - {voter for voter, _ in votes}
     return list(exclusion(votes.values(), silent))
 
 

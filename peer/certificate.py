@@ -12,14 +12,16 @@ raises VoteRefused, whose `kind` names the reason for metrics.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, cast
 
 from dilocox.dht.wire import Malformed, pack, unpack
 from dilocox.peer.vote import MAX_MEMBERS, Vote, choices, decide
 
-VOTE_DOMAIN = "dilocox vote 1"  # so that a signature over a vote can be taken for nothing else
+VOTE_DOMAIN = "dilocox vote 2"  # so that a signature over a vote can be taken for nothing else
 MAX_VOTE_BYTES = 1 << 16
 MAX_CERTIFICATE_BYTES = 1 << 20
 
@@ -79,13 +81,18 @@ class Ballot:
             raise ValueError(f"{len(self.members)} members; a group has at most {MAX_MEMBERS}")
 
     def fields(self) -> list[object]:
-        """What identifies the attempt, in the order in which it is signed."""
+        """What identifies the attempt, in its order on the wire."""
         return [self.run, self.stage, self.round, self.attempt, self.group, list(self.members)]
 
     def signed_bytes(self, vote: Vote) -> bytes:
         """The canonical bytes that the voter signs."""
-        choice = [vote.voter, vote.digest, list(vote.missed)]
-        return pack([VOTE_DOMAIN, *self.fields(), *choice])
+        attempt = [self.run, self.stage, self.round, self.attempt, self.group]
+        return _signed_bytes(attempt, self.members_sha256, vote)
+
+    @cached_property
+    def members_sha256(self) -> bytes:
+        """Stands for the members in what is signed."""
+        return hashlib.sha256(pack(list(self.members))).digest()
 
     def sign(self, vote: Vote, public_key: bytes, sign: Callable[[bytes], bytes]) -> SignedVote:
         """One's own vote, signed; VoteRefused if no member would accept it."""
@@ -124,6 +131,57 @@ class Ballot:
             raise VoteRefused("missed", f"{vote.voter} missed peers that are no other members")
         if vote.digest is not None and vote.missed:
             raise VoteRefused("missed", f"{vote.voter} votes for a digest, yet missed peers")
+
+
+@dataclass(frozen=True, kw_only=True)
+class StatedAbort:
+    """A member's abort as it states it to the members of a repeated attempt, which need not know
+    who was in the first one to see that it signed it.
+    """
+
+    attempt: int
+    group: bytes
+    members_sha256: bytes
+    signed: SignedVote
+
+    @classmethod
+    def of(cls, ballot: Ballot, signed: SignedVote) -> StatedAbort:
+        """An abort of this ballot."""
+        return cls(
+            attempt=ballot.attempt,
+            group=ballot.group,
+            members_sha256=ballot.members_sha256,
+            signed=signed,
+        )
+
+    def to_bytes(self) -> bytes:
+        """This abort as it travels."""
+        return pack([self.attempt, self.group, self.members_sha256, self.signed.fields()])
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> StatedAbort:
+        """Read an abort without believing it; VoteRefused if it is malformed."""
+        attempt, group, members, vote = _typed(
+            _unpack(data, MAX_VOTE_BYTES), (int, bytes, bytes, list), "an abort"
+        )
+        signed = _signed_vote(vote)
+        return cls(attempt=attempt, group=group, members_sha256=members, signed=signed)
+
+    def check(
+        self, run: str, stage: int, round_number: int, verify: Verify, peer_id_of: PeerIdOf
+    ) -> None:
+        """Raise VoteRefused unless its voter signed it, as an abort of this round."""
+        vote = self.signed.vote
+        if vote.digest is not None or vote.voter in vote.missed:
+            raise VoteRefused("missed", f"{vote.voter} states what is no abort")
+        if list(vote.missed) != sorted(set(vote.missed)):
+            raise VoteRefused("missed", f"the peers that {vote.voter} missed are not sorted")
+        if peer_id_of(self.signed.public_key) != vote.voter:
+            raise VoteRefused("owner", f"the abort of {vote.voter} comes with another peer's key")
+        attempt = [run, stage, round_number, self.attempt, self.group]
+        data = _signed_bytes(attempt, self.members_sha256, vote)
+        if not verify(self.signed.public_key, data, self.signed.signature):
+            raise VoteRefused("signature", f"{vote.voter} did not sign this abort of this round")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -203,6 +261,11 @@ def check_certificate(
         raise VoteRefused("majority", f"{len(voters)} votes of {len(ballot.members)} members")
     for signed in proof.votes:
         ballot.check(signed, verify, peer_id_of)
+
+
+def _signed_bytes(attempt: list[object], members_sha256: bytes, vote: Vote) -> bytes:
+    choice = [vote.voter, vote.digest, list(vote.missed)]
+    return pack([VOTE_DOMAIN, *attempt, members_sha256, *choice])
 
 
 def _is_sha256(text: str) -> bool:

@@ -56,7 +56,7 @@ class _Job:
     step_s: float = 0.0  # of an inner step of this peer's replica
     stall_s: float = 0.0  # that its training stood still for its last round
     attempt: int = 0
-    aborts: bytes = b""
+    abort: bytes = b""
     future: Any = None
     limit: float = 0.0  # monotonic time: of the state the job is in
     undecided: bool = False
@@ -222,7 +222,7 @@ class ExchangeDriver:
             anchor_before=self._chain.anchor_sha256,
             last=last,
             alone=alone,
-            aborts=job.aborts,
+            abort=job.abort,
         )
         logger.debug(
             "round %d, attempt %d: looking for the group of %s, due in %.1f s",
@@ -275,7 +275,7 @@ class ExchangeDriver:
 
     def _retry(self, job: _Job, result: AttemptResult) -> None:
         deadlines = self._manifest.deadlines
-        job.attempt, job.aborts, job.undecided = 1, result.aborts, False
+        job.attempt, job.abort, job.undecided = 1, result.abort, False
         job.scheduled_at = attempt_at(
             job.scheduled_at, 1, exchange_s=deadlines.exchange_s, vote_s=deadlines.vote_s
         )

@@ -409,7 +409,7 @@ class Attempt:
             verdict=verdict,
             record=self.record if chosen is not None else None,
             certificate=self.ballots.certificate() if chosen is not None else None,
-            aborts=self.ballots.aborts(),
+            abort=self.ballots.abort(),
             members=self._reach.members,
             seconds=time.monotonic() - self._started,
         )

@@ -12,13 +12,14 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any, cast
+from typing import cast
 
 from dilocox.compression.stage_codec import StageCodec
 from dilocox.dht.manifest import Manifest
 from dilocox.peer.ballots import excluded_by
+from dilocox.peer.bitmap import bitmap_of, chosen_in
 from dilocox.peer.grid import Grid
 from dilocox.peer.members import AttemptSetup, Member, PhaseCodecs
 from dilocox.peer.plan import RoundPlan
@@ -64,52 +65,91 @@ class Ticket:
     stall_s: float  # that its training stood still for its last round
     counted: tuple[str, ...]  # the peers that must be reckoned with, in its view
     expected: int | None  # members with which its group is whole; None: it does not know
-    aborts: bytes  # the signed aborts of the attempt before, empty in the first one
+    abort: (
+        bytes  # its signed abort of the attempt before; empty in the first one, or if it had none
+    )
     client_mode: bool = False
 
-    def pack(self) -> dict[str, Any]:
-        """As hivemind gathers it; the mode is hivemind's own field."""
-        facts = asdict(self)
-        del facts["client_mode"]
-        return facts
+    def pack(self, last: Collection[str]) -> list[object]:
+        """As hivemind gathers it; the mode is hivemind's own field.
+
+        Every member gets the tickets of all, so they are short: of the counted peers those among
+        `last`, the last record's contributors, as a bitmap; of the others a hash each, and only
+        where they matter to `may_start`, because none of `last` is counted.
+        """
+        among = sorted(set(last))
+        there = set(among) & set(self.counted)
+        others = [] if there else [_short(peer) for peer in self.counted]
+        return [
+            bytes.fromhex(self.plan),
+            self.tokens,
+            self.exchange_s,
+            self.step_s,
+            self.stall_s,
+            bitmap_of(among, there),
+            others,
+            self.expected,
+            self.abort,
+        ]
 
     @classmethod
-    def unpack(cls, facts: object, *, client_mode: bool) -> Ticket:
-        """Read what a member stated; GroupRefused if it is malformed."""
+    def unpack(cls, facts: object, last: Collection[str], *, client_mode: bool) -> Ticket:
+        """Read what a member stated; GroupRefused if it is malformed, or of another record.
+
+        Counted peers that are not among `last` are named by their hash: see `resolved`.
+        """
         match facts:
-            case {
-                "plan": str(plan),
-                "tokens": int(tokens),
-                "exchange_s": float(exchange_s),
-                "step_s": float(step_s),
-                "stall_s": float(stall_s),
-                "counted": [*counted],  # pyright: ignore[reportUnknownVariableType]
-                "expected": int() | None as expected,
-                "aborts": bytes(aborts),
-            }:
-                names = cast("list[object]", counted)
+            case [
+                bytes(plan),
+                int(tokens),
+                float(exchange_s),
+                float(step_s),
+                float(stall_s),
+                bytes(bits),
+                [*others],  # pyright: ignore[reportUnknownVariableType]
+                int() | None as expected,
+                bytes(abort),
+            ]:
+                hashes = cast("list[object]", others)
             case _:
                 raise GroupRefused("a member's ticket is malformed")
+        if len(hashes) > MAX_COUNTED or not all(isinstance(each, bytes) for each in hashes):
+            raise GroupRefused("a member counts what are no peers, or too many")
+        try:
+            counted = chosen_in(sorted(set(last)), bits)
+        except ValueError as error:
+            raise GroupRefused(f"a member has another last record: {error}") from error
         if type(tokens) is not int:  # True would pass here and be refused in every log
             raise GroupRefused("a member states tokens that are no number")
-        if len(names) > MAX_COUNTED or not all(isinstance(name, str) for name in names):
-            raise GroupRefused("a member counts what are no peers, or too many")
         if not all(0 <= seconds < MAX_TIME_S for seconds in (exchange_s, step_s, stall_s)):
             raise GroupRefused(
                 f"a member states an exchange of {exchange_s} s, steps of {step_s} s, {stall_s} s "
                 "without training"
             )
         return cls(
-            plan=plan,
+            plan=plan.hex(),
             tokens=tokens,
             exchange_s=exchange_s,
             step_s=step_s,
             stall_s=stall_s,
-            counted=tuple(str(name) for name in names),
+            counted=counted + tuple(_named(each) for each in hashes if isinstance(each, bytes)),
             expected=expected,
-            aborts=aborts,
+            abort=abort,
             client_mode=client_mode,
         )
+
+    def resolved(self, group: Collection[str]) -> frozenset[str]:
+        """The counted peers; of those that are named by a hash the members of a group by name."""
+        names = {_named(_short(peer)): peer for peer in group}
+        return frozenset(names.get(peer, peer) for peer in self.counted)
+
+
+def _short(peer: str) -> bytes:
+    return hashlib.sha256(peer.encode()).digest()[:8]
+
+
+def _named(short: bytes) -> str:
+    return f"#{short.hex()}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,7 +170,7 @@ class ExchangeOrder:
     last: RoundRecord | None = field(repr=False)  # the chain's newest, without its means
     stall_s: float = 0.0  # that its training stood still for its last round
     alone: bool = False
-    aborts: bytes = field(default=b"", repr=False)
+    abort: bytes = field(default=b"", repr=False)  # its own, of the attempt before
 
     @property
     def whole_with(self) -> int | None:
@@ -151,7 +191,7 @@ class ExchangeOrder:
             stall_s=round(self.stall_s, 4),
             counted=self.counted,
             expected=self.whole_with,
-            aborts=self.aborts,
+            abort=self.abort,
             client_mode=client_mode,
         )
 
@@ -174,8 +214,8 @@ def attempt_setup(
         GroupRefused: a member has another plan or no tokens, too few members, or nobody to reduce.
     """
     plan = order.plan
-    aborts = [ticket.aborts for ticket in tickets.values() if ticket.aborts and plan.attempt]
-    excluded = excluded_by(aborts, run=plan.run, stage=plan.stage, round_number=plan.round)
+    aborts = [ticket.abort for ticket in tickets.values() if ticket.abort and plan.attempt]
+    excluded = excluded_by(aborts, tickets, run=plan.run, stage=plan.stage, round_number=plan.round)
     if me in excluded:
         raise GroupRefused("the others leave this peer out of the repeated attempt")
     tickets = {peer: ticket for peer, ticket in tickets.items() if peer not in excluded}
@@ -184,7 +224,7 @@ def attempt_setup(
             raise GroupRefused(f"{peer} has another plan")
         if not 1 <= ticket.tokens <= order.tokens_cap:
             raise GroupRefused(f"{peer} states {ticket.tokens} tokens")
-    views = {peer: frozenset(ticket.counted) for peer, ticket in tickets.items()}
+    views = {peer: ticket.resolved(tickets) for peer, ticket in tickets.items()}
     if not may_start(sorted(tickets), views, order.last_contributors):
         raise GroupRefused(f"{len(tickets)} members are too few of those that must be there")
     if len(tickets) > (most := largest_group(codec)):

@@ -195,7 +195,7 @@ class AttemptResult:
     verdict: Verdict
     record: bytes | None = field(repr=False)
     certificate: bytes | None = field(repr=False)
-    aborts: bytes = field(repr=False)
+    abort: bytes = field(repr=False)  # this member's own, signed, for a repeated attempt
     members: tuple[str, ...]
     seconds: float
     matchmaking_s: float | None = None  # until its group stood; None of a peer alone

@@ -267,8 +267,9 @@ def record_of(group: Group, results: list[AttemptResult | None]) -> RoundRecord:
 
 def blamed(results: list[AttemptResult | None]) -> list[str]:
     """Whom a repeated attempt would leave out."""
-    aborts = [result.aborts for result in results if result]
-    return excluded_by(aborts, run="run", stage=0, round_number=3)
+    ended = [result for result in results if result]
+    aborts, members = [result.abort for result in ended], ended[0].members
+    return excluded_by(aborts, members, run="run", stage=0, round_number=3)
 
 
 def seconds(results: list[AttemptResult | None]) -> float:

@@ -157,7 +157,7 @@ def result(verdict: Verdict, record: bytes | None = None) -> Future:
             verdict=verdict,
             record=record,
             certificate=None,
-            aborts=b"",
+            abort=b"",
             members=("me",),
             seconds=1.0,
         )

@@ -13,7 +13,7 @@ raises VoteRefused, whose `kind` names the reason for metrics.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, cast
@@ -263,7 +263,7 @@ def check_certificate(
         ballot.check(signed, verify, peer_id_of)
 
 
-def _signed_bytes(attempt: list[object], members_sha256: bytes, vote: Vote) -> bytes:
+def _signed_bytes(attempt: Sequence[object], members_sha256: bytes, vote: Vote) -> bytes:
     choice = [vote.voter, vote.digest, list(vote.missed)]
     return pack([VOTE_DOMAIN, *attempt, members_sha256, *choice])
 

@@ -60,6 +60,7 @@ bench: install  ## the measured claims, one script each
 	$(BIN)/python benchmarks/pipeline.py
 	$(BIN)/python benchmarks/memory.py
 	$(BIN)/python benchmarks/matchmaking.py
+	$(BIN)/python benchmarks/grid.py
 
 clean:  ## remove what the other targets made
 	rm -rf $(VENV) build dist demo-run *.egg-info .pytest_cache .ruff_cache .hypothesis

@@ -31,7 +31,10 @@ class Process:
 
 
 def family(tag: str) -> list[Process]:
-    """The running processes whose tag starts with this one; zombies do not count."""
+    """The running processes whose tag is this one, or goes on with a dot; zombies do not count.
+
+    Of twelve peers the tag of the second one is the beginning of two others' tags.
+    """
     wanted = f"{TAG}={tag}".encode()
     found: list[Process] = []
     for folder in Path("/proc").iterdir():
@@ -39,7 +42,7 @@ def family(tag: str) -> list[Process]:
             continue
         with contextlib.suppress(OSError):
             variables = (folder / "environ").read_bytes().split(b"\0")
-            if not any(variable.startswith(wanted) for variable in variables):
+            if not any(each == wanted or each.startswith(wanted + b".") for each in variables):
                 continue
             name, _, rest = (folder / "stat").read_text().partition("(")[2].rpartition(")")
             state, parent = rest.split()[:2]

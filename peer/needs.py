@@ -19,6 +19,7 @@ from dilocox.peer.doctor_machine import disk_free
 from dilocox.peer.files import bytes_below
 from dilocox.peer.layouts import stage_layout
 from dilocox.peer.plan import stage_codec
+from dilocox.peer.snapshot import DAMAGED
 from dilocox.pipeline.codecs import encoded_bytes
 from dilocox.pipeline.partition import hidden_size
 
@@ -84,8 +85,9 @@ class StageNeeds:
 
 def disk_room(folder: Path, needs: StageNeeds) -> Check:
     """Whether the disk of a peer's folder of this stage has room for what is to come there."""
-    # what a rollback put aside stays beside all that the stage takes
-    aside = sum(bytes_below(each) for each in folder.glob(f"{ASIDE}*"))
+    # what a rollback put aside, or a damaged snapshot, stays beside all that the stage takes
+    kept_aside = (*folder.glob(f"{ASIDE}*"), *folder.glob(f"snapshots/*{DAMAGED}"))
+    aside = sum(bytes_below(each) for each in kept_aside)
     # what a snapshot that was cut off left goes when the next one is written
     cut_off = sum(bytes_below(each) for each in folder.glob("snapshots/*.partial"))
     held = bytes_below(folder) - aside

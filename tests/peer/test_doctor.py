@@ -107,14 +107,14 @@ def test_a_disk_that_becomes_full_is_told_before_the_start(
     assert len(caplog.messages) == 2
 
 
-def test_what_a_rollback_put_aside_is_not_taken_for_what_a_stage_holds(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("aside", ["before-00000001/snapshots", "snapshots/00000001.damaged"])
+def test_what_was_put_aside_is_not_taken_for_what_a_stage_holds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, aside: str
 ) -> None:
     stage_needs = StageNeeds(_manifest("tiny"), 1)
     monkeypatch.setattr(needs, "disk_free", lambda *_: stage_needs.disk_bytes - 1)
-    aside = tmp_path / "before-00000001" / "snapshots"
-    aside.mkdir(parents=True)
-    (aside / "anchor.safetensors").write_bytes(b"x" * 1000)
+    (tmp_path / aside).mkdir(parents=True)
+    (tmp_path / aside / "anchor.safetensors").write_bytes(b"x" * 1000)
     assert disk_room(tmp_path, stage_needs).status == "warning"
     (tmp_path / "log").mkdir()
     (tmp_path / "log" / "00000001.record").write_bytes(b"x")

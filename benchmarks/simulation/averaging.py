@@ -200,7 +200,9 @@ class Meetings:
     def start(self, group: dict[str, SimulatedAverager]) -> None:
         """The group stands: what attempt_setup checks of it, then the exchange."""
         orders = {peer: each.order for peer, each in group.items()}
-        blamed = _excluded(order.aborts for order in orders.values() if order.plan.attempt)
+        blamed = _excluded(
+            [order.abort for order in orders.values() if order.plan.attempt], orders.keys()
+        )
         for peer in blamed & group.keys():
             group[peer].fail("the others leave this peer out of the repeated attempt")
         group = {peer: each for peer, each in sorted(group.items()) if peer not in blamed}
@@ -340,13 +342,13 @@ class _Exchange:
         if decision.verdict is Verdict.COMMITTED and self.record is not None:
             self._group[peer].log.append(self.record)
             record = b"record"
-        aborts = [vote for vote in self.votes.values() if vote.digest is None]
-        silent = sorted(set(self._group) - self.votes.keys())
+        own = self.votes.get(peer)
+        abort = b"" if own is None or own.digest is not None else _packed(own)
         return AttemptResult(
             verdict=decision.verdict,
             record=record,
             certificate=None if record is None else b"certificate",
-            aborts=_packed(aborts, silent),
+            abort=abort,
             members=tuple(self._group),
             seconds=self._lines.network.timeline.now - self._began,
         )
@@ -532,19 +534,15 @@ class SimulatedAverager:
         self._meetings.lines.network.timeline.at(self._clock().time() + seconds, action)
 
 
-def _packed(aborts: Iterable[Vote], silent: Iterable[str]) -> bytes:
-    pairs = [[vote.voter, list(vote.missed)] for vote in aborts]
-    return json.dumps([pairs, list(silent)]).encode()
+def _packed(abort: Vote) -> bytes:
+    return json.dumps([abort.voter, list(abort.missed)]).encode()
 
 
-def _excluded(stated: Iterable[bytes]) -> set[str]:
-    """Whom the aborts of the first attempt blame."""
+def _excluded(stated: Iterable[bytes], members: Iterable[str]) -> set[str]:
+    """Whom the aborts of the first attempt blame, as the members of the second one state them."""
     votes: dict[str, Vote] = {}
-    silent: set[str] = set()
     for data in stated:
         if data:
-            pairs, quiet = json.loads(data)
-            silent |= set(quiet)
-            for voter, missed in pairs:
-                votes[voter] = Vote(voter=voter, digest=None, missed=tuple(missed))
-    return set(exclusion(votes.values(), silent - votes.keys()))
+            voter, missed = json.loads(data)
+            votes[voter] = Vote(voter=voter, digest=None, missed=tuple(missed))
+    return set(exclusion(votes.values(), set(members) - votes.keys()))

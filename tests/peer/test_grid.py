@@ -138,7 +138,7 @@ def test_twelve_members_in_rows_of_four_make_the_record_of_the_flat_exchange(
     assert record.tokens == sum(rows.tokens)
     # a row's mean travels with 16 bits, and then both are coded once
     off = (record.average(rows.codec) - expected).norm() / expected.norm()
-    assert off <= {4: 0.2, 8: 0.02, 32: 1e-4}[bits]
+    assert off <= {4: 0.3, 8: 0.02, 32: 1e-4}[bits]
     if bits == 32:
         assert off > 0, "nothing travelled between rows"
 

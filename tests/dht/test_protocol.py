@@ -1,5 +1,7 @@
 """What a stranger may ask a node for, and what it costs the node; real nodes on loopback."""
 
+# pyright: reportAttributeAccessIssue=false
+
 from collections.abc import Callable
 from functools import partial
 from typing import Any

@@ -234,8 +234,7 @@ class SimulatedSwarm:
                 peers=self.peers,
                 own_bytes=own,
                 other_bytes=sum(len(topic.owners) * topic.record_bytes for topic in others),
-            ),
-            now,
+            )
         )
         return cadence.look_s
 

@@ -33,8 +33,6 @@ LIFETIMES = 3  # intervals that a record lives
 LONGEST_S = min(MAX_LIFETIME_S["stage"], MAX_LIFETIME_S["bell"]) / LIFETIMES
 LOOKS = 4  # at one's own stage, between two announcements of the others
 OTHERS_SHARE = 4  # intervals between two looks at other stages
-# Of a record beside its fields: envelope, key, signature, and its place in an answer.
-RECORD_BYTES = 230
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,12 +55,11 @@ class Cadence:
         """heartbeat_s: of the manifest, the shortest interval."""
         self._heartbeat_s = heartbeat_s
         self._heard = Heard()
-        self._saved = 0.0
+        self._saved = float(SAVED_ANNOUNCEMENTS)  # who comes has something to tell
         self._filled_at = now_s
 
-    def hear(self, heard: Heard, now_s: float) -> None:
-        """Take in what a look has shown."""
-        self._fill(now_s)
+    def hear(self, heard: Heard) -> None:
+        """Take in what a look has shown; this alone may be called from another thread."""
         self._heard = heard
 
     @property
@@ -98,7 +95,7 @@ class Cadence:
     def may_hurry(self, now_s: float) -> bool:
         """Whether enough was saved for an announcement before its time."""
         self._fill(now_s)
-        return self._saved >= min(self._announcement_bytes, self._most_saved)
+        return self._saved >= 1.0
 
     def hurried(self, now_s: float, share: float = 1.0) -> None:
         """An announcement was made before its time, or a `share` of one, as a bell alone is.
@@ -106,18 +103,16 @@ class Cadence:
         It is paid for also where nothing was saved: the next ones wait longer.
         """
         self._fill(now_s)
-        self._saved -= share * self._announcement_bytes
+        self._saved -= share
 
     def _fill(self, now_s: float) -> None:
-        saving = (1 - REGULAR_SHARE) * self.budget_bytes_per_s
-        self._saved = min(self._most_saved, self._saved + saving * (now_s - self._filled_at))
-        self._filled_at = now_s
+        """Announcements are what is saved: what one costs changes with the swarm."""
+        one_in_s = self._announcement_bytes / ((1 - REGULAR_SHARE) * self.budget_bytes_per_s)
+        since_s, self._filled_at = now_s - self._filled_at, now_s
+        # a bell costs little where nobody is: a hundred announcements a second are enough
+        self._saved = min(SAVED_ANNOUNCEMENTS, self._saved + since_s / max(one_in_s, 0.01))
 
     @property
     def _announcement_bytes(self) -> float:
         """What it costs a peer when all announce once."""
         return self._heard.own_bytes + self._heard.other_bytes / OTHERS_SHARE
-
-    @property
-    def _most_saved(self) -> float:
-        return SAVED_ANNOUNCEMENTS * max(self._announcement_bytes, BUDGET_BYTES_PER_S)

@@ -78,7 +78,7 @@ def coordinator_of(
     return Coordinator(
         place=place,
         dht=joined.dht,
-        herald=Herald(place, joined.swarm),
+        herald=Herald(place, joined.swarm, joined.clock),
         clock=joined.clock,
         averager=averager,
         chain=chain,

@@ -41,6 +41,7 @@ logger = logging.getLogger(__name__)
 TICK_S = 0.1
 CLOSE_LIMIT_S = 5.0
 BOOTSTRAP_LIMIT_S = 3.0
+BELLS_SHARE = 0.2  # of an announcement is a bell
 FOLLOW_S = 1.0  # how often the round is followed without news
 FADES = 0.8  # of the longest time that a call took, with every one that is faster
 MOVE_TURN_S = 60.0  # whose turn it is to move changes that often
@@ -106,7 +107,7 @@ class Coordinator(threading.Thread):
         self._writing: Pending | None = None
         self._read_whole = False
         self._read_s = self._write_s = 0.0  # what such calls take
-        self._ring_now = False
+        self._ring_now = self._hurry = False
         self._published_at = self._followed_at = float("-inf")
         self._heard_at = self._saw_all_at = float("-inf")
         self._paused_at = float("inf")
@@ -240,8 +241,8 @@ class Coordinator(threading.Thread):
         self._rounds.end(round_number)
 
     def announce(self) -> None:
-        """Something changed that the others should know: tell them without waiting."""
-        self._published_at = float("-inf")
+        """Something changed that the others should know: tell them as soon as that is paid for."""
+        self._hurry = True
 
     def finish_part(self) -> None:
         """The part of the data was read to its end: another one is leased at the next heartbeat."""
@@ -250,7 +251,7 @@ class Coordinator(threading.Thread):
     def leave(self) -> None:
         """The loop has ended: tell the others, and start no new round."""
         self._leaving = True
-        self.announce()
+        self._published_at = float("-inf")
 
     def close(self) -> None:
         """End the thread."""
@@ -310,14 +311,17 @@ class Coordinator(threading.Thread):
             self._saw_all_at = now if whole else self._saw_all_at
             self._read_whole = whole
             wanted = self._rounds.wanted_bells(self._herald.view)
-            self._reading = self._reader.submit(partial(self._read, wanted, self.round, whole))
+            # who waits for a record, or for the outcome of a send, looks with every heartbeat
+            eager = not stays or self._driver.sent_round is not None
+            ask = partial(self._read, wanted, self.round, whole=whole, eager=eager)
+            self._reading = self._reader.submit(ask)
 
-    def _read(self, wanted: list[int], own_round: int, whole: bool) -> _Looked:
+    def _read(self, wanted: list[int], own_round: int, *, whole: bool, eager: bool) -> _Looked:
         """In the reader's thread."""
         began = self._clock.monotonic()
         last_record = self._chain.head.round
         answered = self._herald.look(
-            wanted, own_round=own_round, last_record=last_record, whole=whole
+            wanted, own_round=own_round, last_record=last_record, whole=whole, eager=eager
         )
         seconds = self._clock.monotonic() - began
         heartbeat_s = self._place.manifest.deadlines.heartbeat_s
@@ -413,16 +417,21 @@ class Coordinator(threading.Thread):
         """Have what is due published: all at a heartbeat, a bell at once."""
         if self._writing is not None:
             return
-        if now - self._published_at >= self._place.manifest.deadlines.heartbeat_s:
+        cadence = self._herald.cadence
+        if now - self._published_at >= cadence.announce_s:
+            self._announce_all()
+        elif self._hurry and cadence.may_hurry(now):
+            cadence.hurried(now)
             self._announce_all()
         elif self._ring_now:
             self._ring_now = False
+            cadence.hurried(now, BELLS_SHARE)
             bells = self._herald.of_bells(self._rounds.bells)
             self._writing = self._writer.submit(partial(self._write, bells, None))
 
     def _announce_all(self) -> None:
         self._published_at = self._clock.monotonic()
-        self._ring_now = False
+        self._ring_now = self._hurry = False
         progress, herald = self.progress, self._herald
         present = self.joined.is_set() and not self._leaving
         trains = "training" if progress.head else "spare"

@@ -28,9 +28,14 @@ from dilocox.peer.tokens import TokenIds, Tokenizer, open_tokenizer
 
 SHELF_TOKENS = 1 << 18
 _MIN_SHELF_WINDOWS = 32  # for very long windows
-_ROW_BITS = 40  # the low bits of a position count rows, the others epochs
+_ROW_BITS = 32  # the low bits of a position count rows, the others epochs
 
 logger = logging.getLogger(__name__)
+
+
+def position_of(epoch: int, rows: int = 0) -> int:
+    """A place in a part as one integer, which a record in the DHT has room for up to epoch 2^21."""
+    return epoch << _ROW_BITS | rows
 
 
 class Corpus(Iterator[torch.Tensor]):
@@ -79,7 +84,7 @@ class Corpus(Iterator[torch.Tensor]):
     def position(self) -> int:
         """Where the current shelf began: one integer, for a peer that takes the part over."""
         reader = self._open_reader()
-        return reader.epoch << _ROW_BITS | int(reader.shelf_start["rows"])
+        return position_of(reader.epoch, int(reader.shelf_start["rows"]))
 
     def __next__(self) -> torch.Tensor:
         """Return the next microbatch."""

@@ -4,10 +4,11 @@ records and waits for nothing."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 from dilocox import __version__
+from dilocox.dht.clock import Clock
 from dilocox.dht.keys import bell_key, claim_key, replica_key, stage_key
 from dilocox.dht.records import (
     MAX_TEXTS,
@@ -18,36 +19,50 @@ from dilocox.dht.records import (
     StageRecord,
 )
 from dilocox.dht.swarm import Swarm
+from dilocox.peer.cadence import Cadence, Heard
 from dilocox.peer.chain import ChainFollower
 from dilocox.peer.place import LoopProgress, Place
 from dilocox.peer.rounds import newest_credible
 from dilocox.peer.view import SwarmView, that_count
 
+# Of a record beside its fields: envelope, key, signature, and its place in an answer.
+ENVELOPE_BYTES = 230
 READ_LIMIT_S = 3.0  # of each look; a slow one must not keep an exchange from its time
 MAX_BLOCKED = 160  # characters: a run of many stages may lack peers for most of them
 
 
 class Herald:
-    """Publishes records that live for three heartbeats. `view` is what the last look showed, and
-    `revision` the newest of the manifest that somebody knows.
+    """Publishes records and looks at those of others, as often as `cadence` allows. `view` is what
+    the last looks showed, and `revision` the newest of the manifest that somebody knows.
     """
 
-    def __init__(self, place: Place, swarm: Swarm):
+    def __init__(self, place: Place, swarm: Swarm, clock: Clock):
+        deadlines = place.manifest.deadlines
         self._place = place
         self._swarm = swarm
-        self._lifetime_s = place.manifest.deadlines.record_lifetime_s
+        self._clock = clock
+        self.cadence = Cadence(heartbeat_s=deadlines.heartbeat_s, now_s=clock.monotonic())
+        self._looked_at = self._looked_at_others_at = float("-inf")
+        self._answered = False
         self.view = SwarmView(me=place.me)
         self.revision = 0
 
     def look(
-        self, bell_rounds: Iterable[int], *, own_round: int, last_record: int, whole: bool = True
+        self,
+        bell_rounds: Iterable[int],
+        *,
+        own_round: int,
+        last_record: int,
+        whole: bool = True,
+        eager: bool = False,
     ) -> bool:
         """Read what the others say; what gives no answer stays as it was. Whether all answered.
 
         own_round, last_record: rounds of this peer and of its chain's newest record; replicas in
-        rounds far from them are counted as refused, and not believed. whole: everything; else only
-        the bells, which must be heard at once, because each answer holds the signed records of all
-        who wrote under its key.
+        rounds far from them are counted as refused, and not believed. whole: everything whose time
+        has come; else only the bells, which must be heard at once. eager: the time of one's own
+        stage has come, whatever the cadence says. Where nobody else of the stage is in view all
+        nodes are asked that may know somebody, every time.
         """
         place, view = self._place, self.view
         run, stage = place.run, place.stage
@@ -55,12 +70,19 @@ class Herald:
         hosts = {stage_key(run, number): number for number in range(place.manifest.stages)}
         own_claims, run_claims = claim_key(run, stage), claim_key(run, 0)
         asked: dict[str, type[Record]] = dict.fromkeys(rings, BellRecord)
-        if whole:
-            asked |= dict.fromkeys(hosts, StageRecord)
-            asked |= dict.fromkeys((own_claims, run_claims), ClaimRecord)
+        now = self._clock.monotonic()
+        slack_s = place.manifest.deadlines.heartbeat_s / 2  # looks come with heartbeats
+        alone = not view.stage.keys() - {place.me}
+        eager = eager or alone or now + slack_s >= self._looked_at + self.cadence.look_s
+        if whole and eager:
+            self._looked_at = now
+            asked |= {stage_key(run, stage): StageRecord, own_claims: ClaimRecord}
             asked[replica_key(run)] = ReplicaRecord
+        if whole and now + slack_s >= self._looked_at_others_at + self.cadence.look_at_others_s:
+            self._looked_at_others_at = now
+            asked |= dict.fromkeys(hosts, StageRecord) | {run_claims: ClaimRecord}
         found: dict[str, Any] = dict.fromkeys((*hosts, own_claims, run_claims, replica_key(run)))
-        found |= self._swarm.read_many(asked, timeout_s=READ_LIMIT_S)
+        found |= self._swarm.read_many(asked, timeout_s=READ_LIMIT_S, thorough=whole and alone)
         stages = {
             number: view.stages.get(number, {}) if found[key] is None else found[key]
             for key, number in hosts.items()
@@ -85,7 +107,10 @@ class Herald:
             claims=view.claims if claims is None else claims,
             run_claims=view.run_claims if of_run is None else of_run,
         )
-        return found[stage_key(run, stage)] is not None and claims is not None
+        self._reckon()
+        if stage_key(run, stage) in asked:
+            self._answered = found[stage_key(run, stage)] is not None and claims is not None
+        return self._answered
 
     def of_stage(
         self,
@@ -141,11 +166,27 @@ class Herald:
 
     def tell(self, records: Mapping[str, Record]) -> bool:
         """Publish all of this at once; whether the DHT took it."""
-        return self._swarm.publish_many(records, self._lifetime_s)
+        return self._swarm.publish_many(records, self.cadence.lifetime_s)
 
     def bootstrap_answers(self, timeout_s: float) -> bool:
         """Whether one of the bootstraps answers a ping."""
         return self._swarm.bootstrap_answers(timeout_s)
+
+    def _reckon(self) -> None:
+        """What it costs this peer when all that are in view announce once."""
+        view, stage = self.view, self._place.stage
+        hosts = dict(view.stages) | {stage: view.stage}
+        sizes = {number: _bytes_of(records.values()) for number, records in hosts.items()}
+        claims = _bytes_of(view.claims.values())
+        self.cadence.hear(
+            Heard(
+                peers=sum(map(len, hosts.values())),
+                own_bytes=sizes[stage] + claims + _bytes_of(view.replicas.values()),
+                other_bytes=sum(sizes.values())
+                - sizes[stage]
+                + (_bytes_of(view.run_claims.values()) if stage else 0),
+            )
+        )
 
     def _credible(
         self, replicas: Mapping[str, ReplicaRecord] | None, own_round: int, last_record: int
@@ -157,6 +198,12 @@ class Herald:
         credible = {peer: each for peer, each in replicas.items() if each.round <= newest}
         self._swarm.refused["round"] += len(replicas) - len(credible)
         return credible
+
+
+def _bytes_of(records: Collection[Record]) -> int:
+    """What these records are in the DHT, all taken to be as long as the first."""
+    first = next(iter(records), None)
+    return 0 if first is None else len(records) * (len(first.encode()) + ENVELOPE_BYTES)
 
 
 def replica_record(

@@ -59,7 +59,7 @@ class Leading:
         self._coordinator = coordinator
         self._tally = tally
         self._stop = stop
-        self._held: int | None = None  # the part of the data that is open
+        self._held: tuple[int, int] | None = None  # the part that is open, where it was begun
         self._first_epoch = 0
         self._saved = learner.data_state()
         learner.data_state = self._data_state
@@ -205,8 +205,8 @@ class Leading:
         """Read the part of the data that this peer holds a lease on."""
         if self._batch:
             return  # its microbatches are counted in the position of the part that they are from
-        part, position = self._coordinator.data_part
-        if part == self._held:
+        part, position = lease = self._coordinator.data_part
+        if lease == self._held:
             if self._corpus.epoch > self._first_epoch:
                 self._first_epoch = self._corpus.epoch  # told once an epoch
                 self._coordinator.finish_part()
@@ -214,4 +214,4 @@ class Leading:
         state, self._saved = self._saved, {}
         if state.get("part") != part or not self._corpus.load_state_dict(state):
             self._corpus.open_part(part, position)
-        self._held, self._first_epoch = part, self._corpus.epoch
+        self._held, self._first_epoch = lease, self._corpus.epoch

@@ -3,18 +3,23 @@
 A lease is a signed record that expires by itself. A head tries parts in an order of its own (by a
 hash of its id, so that heads rarely meet), takes the first that nobody holds, and looks again at
 every heartbeat: where two took the same part at once, the smaller id keeps it and the other moves
-on.
+on. Where there are more heads than parts they are spread over them, and whoever shares a part reads
+it from an epoch of its own: in another order than the others.
 """
 
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 
 from dilocox.dht.keys import part_key
 from dilocox.dht.records import PartRecord, Record
 from dilocox.dht.swarm import Swarm
+from dilocox.peer.data import position_of
 
-MAX_TRIES = 8  # reads of the DHT for one new lease; after that parts are shared
+READ_AT_ONCE = 16  # parts that are looked at together
+# Epochs at which those who share a part begin: beyond what a first reader comes to.
+SHARED_EPOCHS = range(1 << 12, 1 << 20)
 
 
 class PartLease:
@@ -38,11 +43,17 @@ class PartLease:
         self.part = self._order[0]
         self._positions: dict[int, int] = {}  # how far the holders of other parts were seen
         self.held = False
+        self._shared = False  # with a head that was there before
         self._moved = False  # to a part whose position is not this head's own
 
     @property
     def position(self) -> int:
-        """Where to begin in a part that was just taken: how far its last holder was seen."""
+        """Where to begin in a part that was just taken: how far its last holder was seen, or where
+        nobody else reads that shares it.
+        """
+        if self._shared:
+            own = int.from_bytes(_rank(self._me, self.part)[:8], "big")
+            return position_of(SHARED_EPOCHS[own % len(SHARED_EPOCHS)])
         return self._positions.get(self.part, 0)
 
     def settle(self) -> bool:
@@ -51,12 +62,16 @@ class PartLease:
         Then `announcement` is to be published, and `published` told how that went. (Three threads
         take turns with these: what one of them changes, the others see whole.)
         """
-        part, tries = self.part, 0
-        while self._taken_by_another(part) and tries < MAX_TRIES:
-            part = self._next()
-            tries += 1
+        part, shared = self.part, self._shared
+        holders = self._holders([part])[part]
+        # a lease that we hold yields only to a smaller id; a free one must have nobody on it
+        lost = any(peer < self._me for peer in holders) if self.held else bool(holders)
+        if lost and not (shared and self.held):
+            part, shared = self._free_part()
+        elif not holders:
+            shared = False  # it goes on where it is, and is the part's first reader now
         moved = part != self.part or not self.held
-        self.part, self._moved = part, moved
+        self.part, self._shared, self._moved = part, shared, moved
         return moved
 
     def announcement(self, position: int) -> dict[str, Record]:
@@ -70,20 +85,39 @@ class PartLease:
 
     def finished(self) -> None:
         """The part was read to its end: take another one."""
-        self.part, self.held = self._next(), False
+        self.part, self.held, self._shared = self._next(), False, False
 
     def _next(self) -> int:
         self._tried += 1
         return self._order[self._tried % len(self._order)]
 
-    def _taken_by_another(self, part: int) -> bool:
-        holders = self._swarm.read(part_key(self._run, part), PartRecord) or {}
-        others = {peer: lease for peer, lease in holders.items() if peer != self._me}
-        if others:
-            self._positions[part] = max(lease.position for lease in others.values())
-        # a lease that we hold yields only to a smaller id; a free one must have nobody on it
-        held = self.held and part == self.part
-        return any(peer < self._me for peer in others) if held else bool(others)
+    def _free_part(self) -> tuple[int, bool]:
+        """The next part that nobody holds; if there is none, the next of those that the fewest
+        hold, and that it is shared.
+        """
+        first = self._tried + 1
+        ahead = [self._order[(first + n) % len(self._order)] for n in range(len(self._order))]
+        holders: dict[int, int] = {}
+        for start in range(0, len(ahead), READ_AT_ONCE):
+            found = self._holders(ahead[start : start + READ_AT_ONCE])
+            holders |= {part: len(peers) for part, peers in found.items()}
+            if not all(found.values()):
+                break
+        part = min(holders, key=holders.__getitem__)  # the first where they tie
+        self._tried = first + ahead.index(part)
+        return part, bool(holders[part])
+
+    def _holders(self, parts: Sequence[int]) -> dict[int, set[str]]:
+        """Who else holds these parts."""
+        keys = {part_key(self._run, part): part for part in parts}
+        found = self._swarm.read_many(dict.fromkeys(keys, PartRecord), thorough=False)
+        holders: dict[int, set[str]] = {}
+        for key, part in keys.items():
+            others = {peer: each for peer, each in (found[key] or {}).items() if peer != self._me}
+            if others:
+                self._positions[part] = max(lease.position for lease in others.values())
+            holders[part] = set(others)
+        return holders
 
 
 def _rank(me: str, part: int) -> bytes:

@@ -132,7 +132,7 @@ class SimulatedSwarm:
         return self.read_many({key: record_type}, timeout_s)[key]
 
     def read_many(
-        self, keys: Mapping[str, Any], timeout_s: float = 10.0
+        self, keys: Mapping[str, Any], timeout_s: float = 10.0, *, thorough: bool = True
     ) -> dict[str, dict[str, Any] | None]:
         """The records under these keys, in one search; None for all where it took too long."""
         clock, network = self._clock(), self._dht.network

@@ -231,7 +231,7 @@ class SimulatedPeer:
         return Coordinator(
             place=place,
             dht=dht,
-            herald=Herald(place, swarm),
+            herald=Herald(place, swarm, self._threads),
             clock=self._threads,
             averager=averager,
             chain=self.chain,

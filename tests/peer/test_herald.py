@@ -11,6 +11,7 @@ from typing import Any, cast
 import pytest
 
 from dilocox.compression.layout import FlatLayout
+from dilocox.dht.clock import Clock
 from dilocox.dht.keys import bell_key, claim_key, replica_key, stage_key
 from dilocox.dht.manifest import Manifest
 from dilocox.dht.records import BellRecord, ClaimRecord, Record, ReplicaRecord, StageRecord
@@ -39,7 +40,7 @@ class Dht:
         self.stores = 0
 
     def read_many(
-        self, keys: Mapping[str, type[Record]], timeout_s: float
+        self, keys: Mapping[str, type[Record]], timeout_s: float, *, thorough: bool
     ) -> dict[str, dict[str, Any] | None]:
         self.asked.append(dict(keys))
         return {
@@ -68,8 +69,28 @@ def place(stage: int, stages: int = 3) -> Place:
     )
 
 
-def herald(dht: Dht, stage: int, stages: int = 3) -> Herald:
-    return Herald(place(stage, stages), cast("Swarm", dht))
+class Hourly:
+    """A clock by which every look is an hour later, so that the time of everything has come."""
+
+    now = 0.0
+
+    def time(self) -> float:
+        return self.now
+
+    def monotonic(self) -> float:
+        self.now += 3600.0
+        return self.now
+
+
+class Standing(Hourly):
+    """A clock that is set."""
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+def herald(dht: Dht, stage: int, stages: int = 3, clock: Clock | None = None) -> Herald:
+    return Herald(place(stage, stages), cast("Swarm", dht), clock or Hourly())
 
 
 def look(looking: Herald, bells: list[int], *, whole: bool = True) -> bool:
@@ -95,6 +116,58 @@ def bell(round_number: int) -> BellRecord:
 
 def replica() -> Any:
     return replica_record(place(0), 3, LoopProgress(head="h", members=("h", "a", "b")), hear_s=1.0)
+
+
+# ---- how often -----------------------------------------------------------------------------------
+def crowd(peers: int, stages: int) -> Dht:
+    dht = Dht()
+    of = {stage: [f"{number}" for number in range(stage, peers, stages)] for stage in range(stages)}
+    for stage, members in of.items():
+        dht.records[stage_key(RUN, stage)] = {peer: stage_record() for peer in members}
+        dht.records[claim_key(RUN, stage)] = {peer: claim(4) for peer in members}
+    dht.records[replica_key(RUN)] = {peer: replica() for peer in of[0]}
+    return dht
+
+
+def looked_at(dht: Dht, looking: Herald, seconds: int, clock: Standing) -> Counter[str]:
+    """How often each key was asked for in this time, with a look at every heartbeat."""
+    dht.asked.clear()
+    for _ in range(0, seconds, 10):
+        clock.now += 10.0
+        look(looking, [5])
+    return Counter(key for asked in dht.asked for key in asked)
+
+
+def test_in_a_small_swarm_every_heartbeat_shows_everything() -> None:
+    dht, clock = crowd(4, 2), Standing()
+    looking = herald(dht, 1, 2, clock)
+    asked = looked_at(dht, looking, 600, clock)
+    assert set(asked.values()) == {60}
+    assert looking.cadence.lifetime_s == 30.0
+
+
+def test_in_a_large_one_other_stages_are_read_more_rarely_than_ones_own() -> None:
+    dht, clock = crowd(400, 4), Standing()
+    looking = herald(dht, 1, 4, clock)
+    look(looking, [5])
+    asked = looked_at(dht, looking, 3600, clock)
+    assert asked[bell_key(RUN, 5)] == 360
+    assert asked[stage_key(RUN, 1)] == asked[claim_key(RUN, 1)] == asked[replica_key(RUN)] < 180
+    assert asked[stage_key(RUN, 2)] * 8 < asked[stage_key(RUN, 1)]
+    assert len(looking.view.stages) == 4  # and are not forgotten meanwhile
+    looking.tell({})
+    assert looking.cadence.lifetime_s > 100.0
+
+
+def test_who_waits_for_a_record_and_who_sees_nobody_looks_with_every_heartbeat() -> None:
+    dht, clock = crowd(400, 4), Standing()
+    looking = herald(dht, 1, 4, clock)
+    for _ in range(10):
+        looking.look([5], own_round=5, last_record=4, whole=True, eager=True)
+    assert all(stage_key(RUN, 1) in asked for asked in dht.asked)
+    dht.records[stage_key(RUN, 1)] = {}
+    asked = looked_at(dht, looking, 3600, clock)
+    assert asked[stage_key(RUN, 1)] > 300
 
 
 # ---- looking -------------------------------------------------------------------------------------

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
+from collections.abc import Mapping
 from typing import Any, cast
 
 import pytest
@@ -21,6 +23,7 @@ class Dht:
     def __init__(self) -> None:
         self.now = 0.0
         self.answers = True
+        self.searches = 0
         self._records: dict[str, dict[str, tuple[float, PartRecord]]] = {}
 
     def of(self, peer: str) -> Swarm:
@@ -44,9 +47,12 @@ class _Handle:
         self._dht.publish(self._peer, key, record, lifetime_s)
         return True
 
-    def read(self, key: str, record_type: type[Any]) -> dict[str, PartRecord] | None:
-        assert record_type is PartRecord
-        return self._dht.read(key)
+    def read_many(
+        self, keys: Mapping[str, type[Any]], *, thorough: bool
+    ) -> dict[str, dict[str, PartRecord] | None]:
+        assert set(keys.values()) == {PartRecord}
+        self._dht.searches += 1
+        return {key: self._dht.read(key) for key in keys}
 
 
 class Head:
@@ -176,9 +182,40 @@ def test_a_head_tells_how_far_it_has_read_its_own_part() -> None:
     assert dht.read(part_key("run", lease.part)) == {"a": PartRecord(part=lease.part, position=44)}
 
 
-def test_more_heads_than_parts_share_them() -> None:
+def test_more_heads_than_parts_are_spread_and_each_reads_in_an_order_of_its_own() -> None:
+    """They read the same windows in the same order, in parts that eight tries had found."""
     dht = Dht()
-    heads = [Head(dht, peer, parts=2) for peer in "abcd"]
+    heads = [Head(dht, f"{number:02d}", parts=16) for number in range(48)]
+    for _ in range(3):
+        for lease in heads:
+            lease.renew(0)
+        dht.now += LIFETIME_S / 3
+    assert set(Counter(lease.part for lease in heads).values()) == {3}
+    assert len({(lease.part, lease.position) for lease in heads}) == len(heads)
+    assert not any(lease.renew(0) for lease in heads)
+
+
+def test_the_last_free_part_of_many_is_found_in_few_searches() -> None:
+    dht = Dht()
+    heads = [Head(dht, f"{number:02d}", parts=64) for number in range(64)]
     for lease in heads:
+        before = dht.searches
         lease.renew(0)
-    assert {lease.part for lease in heads} == {0, 1}
+        assert dht.searches - before <= 1 + 64 // 16
+    assert len({lease.part for lease in heads}) == 64
+
+
+def test_who_shared_a_part_takes_a_free_one_at_the_end_of_its_own() -> None:
+    dht = Dht()
+    heads = {name: Head(dht, name, parts=2) for name in "abc"}
+    for lease in heads.values():
+        lease.renew(0)
+    sharer = heads["c"]
+    gone = next(name for name in "ab" if heads[name].part != sharer.part)
+    dht.now += LIFETIME_S + 1  # it has left
+    stays = next(name for name in "ab" if name != gone)
+    heads[stays].renew(0)
+    sharer.finished()
+    sharer.renew(0)
+    assert sharer.part == heads[gone].part
+    assert sharer.position == 0

@@ -8,6 +8,7 @@ from typing import Any, cast
 
 import pytest
 
+from dilocox.dht.identity import peer_id_of
 from dilocox.dht.invite import Invite
 from dilocox.dht.keys import claim_key, replica_key, stage_key
 from dilocox.dht.manifest_revision import in_state
@@ -139,7 +140,7 @@ def test_bootstraps_are_pinged_less_often_than_records_are_read(
 
 
 def test_a_bootstrap_with_two_addresses_counts_once() -> None:
-    ids = [f"Qm{letter * 44}" for letter in "ab"]
+    ids = [peer_id_of(bytes([number]) * 32) for number in (1, 2)]
     places = [f"/ip4/192.0.2.{n}/tcp/1/p2p/{ids[n // 2]}" for n in range(3)]
     assert bootstrap_ids(Invite(RUN, tuple(places))) == tuple(ids)
 

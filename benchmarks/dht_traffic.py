@@ -52,6 +52,7 @@ from dilocox.dht.records import (
 from dilocox.dht.swarm import Swarm
 from dilocox.dht.validator import RunRecordValidator
 from dilocox.peer.cadence import Cadence, Heard
+from dilocox.peer.round_keeper import LONGEST_LOOK_S, LOOK_S, LOOKS
 
 CALL_BYTES = 500  # of a question and its answer, without keys and records, both ways
 KEY_BYTES = 40
@@ -303,7 +304,7 @@ class SimulatedSwarm:
 
 def look_s(round_s: float) -> float:
     """Seconds between two looks at the bells."""
-    return min(max(round_s / 64, 1.0), 30.0)
+    return min(max(round_s / LOOKS, LOOK_S), LONGEST_LOOK_S)
 
 
 def before(peers: int, stages: int, round_s: float, sizes: Sizes) -> float:

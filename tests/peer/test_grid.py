@@ -127,6 +127,7 @@ def test_twelve_members_in_rows_of_four_make_the_record_of_the_flat_exchange(
             scheme=scheme,
             bits=bits,
             exchange_s=SLOW_S,
+            silence_s=QUIET_S,
             group_size=size,
         )
         for size in (ROW, COUNT)
@@ -161,7 +162,9 @@ def retried(twelve: list[Identity], folder: Path, results: list[AttemptResult | 
     """The repeated attempt, as the driver begins it: without those whom the aborts blame."""
     out = blamed(results)
     left = [identity for identity in twelve if identity.peer_id not in out]
-    return Group(left, folder, passes=everything, exchange_s=SLOW_S, group_size=ROW)
+    return Group(
+        left, folder, passes=everything, exchange_s=SLOW_S, silence_s=QUIET_S, group_size=ROW
+    )
 
 
 @pytest.mark.parametrize("moment", ["beat", "part0", "row0", "mean0", "vote"])
@@ -337,6 +340,7 @@ def test_those_that_only_dial_out_are_in_every_mean_and_hear_every_vote(
         passes=everything,
         clients=clients,
         exchange_s=SLOW_S,
+        silence_s=QUIET_S,
         group_size=ROW,
     )
     shut = {group.peers[at] for at in clients}

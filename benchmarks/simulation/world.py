@@ -70,7 +70,7 @@ class Outcome:
 
     rounds: that the swarm went through. committed: of them. committed_share: their share.
     every_head_share: the least share of the committed rounds, over the heads, that hold a head's
-        tokens; counted from its first round on, without those in which it was hurt or cut off.
+        tokens; counted from its first round on, those in which it was hurt included.
     conserved: whether every token is in one place, and records hold what their members were
         credited. one_chain: whether no two records follow the same one.
     """
@@ -131,7 +131,6 @@ class World:
         self.meetings = Meetings(lines, self.manifest)
         self.peers: dict[str, SimulatedPeer] = {}
         self.ended: list[SimulatedPeer] = []
-        self.hurt: dict[str, list[tuple[float, float]]] = {}
 
     # ---- who is there ----------------------------------------------------------------------------
     def process(self, peer: str) -> SimulatedAverager | None:
@@ -229,12 +228,10 @@ class World:
         if not names:
             return
         chosen = sorted({names[number % len(names)] for number in fault.peers})
-        now = self.timeline.now
         if fault.kind == "partition":
             self.network.side = dict.fromkeys(chosen, 1)
             self.timeline.after(fault.seconds, self._heal)
         for name in chosen:
-            self.hurt.setdefault(name, []).append((now, now + fault.seconds))
             peer = self.peers[name]
             if fault.kind == "freeze" and peer.alive and not peer.frozen:
                 peer.freeze(fault.seconds)

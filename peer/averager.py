@@ -62,6 +62,7 @@ from dilocox.peer.redial import Targets
 from dilocox.peer.roundlog import RoundLog
 from dilocox.peer.service import PeerService
 from dilocox.peer.transport import PeerTransport, UploadLimit
+from dilocox.peer.vote import Verdict
 from dilocox.peer.ways import WaysService
 
 logger = logging.getLogger(__name__)
@@ -326,8 +327,12 @@ class StageAverager(PeerService, WaysService, DecentralizedAverager):
         self.attempts[group] = attempt
         while len(self.attempts) > ATTEMPTS_KEPT:
             del self.attempts[next(iter(self.attempts))]
+        before = self.sent.read()["averaging"]
         with self.limit.exchange():
             result = await attempt.run()
+        if result.verdict is Verdict.COMMITTED:
+            sent_bytes = self.sent.read()["averaging"] - before
+            self.limit.measured(sent_bytes, result.seconds, limit_s=setup.exchange_s)
         return await self._log_if_committed(result)
 
     def _basis(self, order: ExchangeOrder) -> Tensor | None:

@@ -35,6 +35,7 @@ logger = logging.getLogger(__name__)
 CHUNK_BYTES = 64 * 1024
 STALL_S = 30.0  # a download in which nothing comes for so long has failed
 HELD_BACK_S = 20.0  # of it: eight uploads that send a chunk so rarely take a fifth of 1 Mbit/s
+THIN_SHARE = 0.25  # of its time: an exchange that takes longer is held up by its peers' links
 PACE_OVER_S = 60.0
 MAX_METADATA_BYTES = 64 * 1024
 BUSY_LIFETIMES = 10  # of a record: so long nobody is busy who has what it claims
@@ -119,14 +120,24 @@ class UploadLimit:
     Bytes of an exchange go first, and while one is under way hardly any others: a joiner that
     downloads a model through a thin link must not make the rounds of all others miss their
     deadlines. What waits for the end of an exchange waits for HELD_BACK_S at most, or its asker
-    would give up.
+    would give up. On a link that an exchange has shown to be thin (`measured`) the others are paced
+    between exchanges, too: p2pd and the kernel take megabytes at once, which would still drain
+    through it when the next exchange begins.
     """
 
     def __init__(self, bytes_per_s: float | None):
         self._rate = bytes_per_s
         self._free_at = 0.0
+        self._others_rate: float | None = None
+        self._others_free_at = 0.0
         self._exchanges = 0  # under way
         self._idle = asyncio.Event()
+
+    def measured(self, sent_bytes: int, seconds: float, *, limit_s: float) -> None:
+        """A committed exchange sent so many bytes and took so long of the time that it may take."""
+        thin = sent_bytes > 0 and seconds > THIN_SHARE * limit_s
+        slowest = CHUNK_BYTES / HELD_BACK_S  # an asker must hear of us before it gives up
+        self._others_rate = max(sent_bytes / seconds / 2, slowest) if thin else None
 
     @contextmanager
     def exchange(self) -> Generator[None]:
@@ -145,6 +156,11 @@ class UploadLimit:
         if self._exchanges and not first:
             with suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(self._idle.wait(), HELD_BACK_S)
+        if self._others_rate is not None and not first:
+            now = time.monotonic()
+            start = max(now, self._others_free_at)
+            self._others_free_at = start + count / self._others_rate
+            await asyncio.sleep(start - now)
         if self._rate is None:
             return
         while not first and (wait_s := self._free_at - time.monotonic()) > 0:

@@ -84,6 +84,23 @@ def test_what_waits_for_an_exchange_is_heard_of_before_its_asker_gives_up(
     assert 0.15 <= asyncio.run(go()) < 2.0
 
 
+def test_on_a_thin_link_others_take_half_of_what_an_exchange_carried() -> None:
+    async def go(seconds: float) -> tuple[float, float]:
+        limit = UploadLimit(None)
+        limit.measured(20 * CHUNK, seconds, limit_s=4.0)  # 2 s: ten chunks a second
+        took = list[float]()
+        for first in (True, False):
+            began = time.monotonic()
+            await send(limit, 4, first=first)
+            took.append(time.monotonic() - began)
+        return took[0], took[1]
+
+    exchange_s, others_s = asyncio.run(go(2.0))
+    assert exchange_s < 0.3
+    assert 0.6 <= others_s < 2.0  # four chunks, the first at once, at five a second
+    assert asyncio.run(go(0.5))[1] < 0.3  # an exchange so short says nothing of the link
+
+
 class Daemon:
     """A peer's stub whose calls end with this error."""
 

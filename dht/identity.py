@@ -87,9 +87,16 @@ class Identity:
         return self._key.sign(data)
 
 
-@lru_cache(maxsize=4096)
 def peer_id_of(public_key: bytes) -> str:
-    """The libp2p peer id (base58) of a public key."""
+    """The libp2p peer id (base58) of a public key; empty, nobody's, for bytes that are none.
+
+    A stranger's bytes may be long, and base58 takes time with the square of their length.
+    """
+    return _peer_id(public_key) if len(public_key) == PUBLIC_KEY_BYTES else ""
+
+
+@lru_cache(maxsize=4096)
+def _peer_id(public_key: bytes) -> str:
     return base58_encode(peer_id_bytes_of(public_key))
 
 

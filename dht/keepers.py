@@ -65,9 +65,11 @@ class Keepers:
     async def _ask(self, heard: "_Heard", *, thorough: bool) -> None:
         todo = {key: dict(nodes) for key, nodes in (await self._of(heard.marks)).items()}
         for key, nodes in todo.items():
-            # also the first node of a swarm, which may only dial out, knows what there is
-            if nodes.pop(self._node.node_id, None) is not None or not nodes:
-                heard.add(key, entries_of(self._protocol.storage.get(key)))
+            # also the first node of a swarm, which may only dial out, knows what there is; beside
+            # other keepers what lies here is no answer: they may not tell this node everything
+            nodes.pop(self._node.node_id, None)
+            if not nodes:
+                heard.add(key, self._own(key))
         left = {key for key in todo if thorough or not heard.answered(key)}
         while left := {key for key in left if todo[key]}:
             asked = _one_of_each({key: todo[key] for key in left})
@@ -85,8 +87,12 @@ class Keepers:
                     continue
                 self._node.blacklist.register_success(peer)
                 for key, told in answer.items():
+                    heard.add(key, self._own(key))
                     heard.add(key, told)
                 left -= set() if thorough else set(keys)
+
+    def _own(self, key: DHTID) -> list[Entry]:
+        return entries_of(self._protocol.storage.get(key))
 
     async def _give(self, entries: Mapping[DHTID, Entry]) -> set[DHTID]:
         """Those keys whose entry no keeper took."""
@@ -133,11 +139,11 @@ class Keepers:
     async def _search(self, keys: list[DHTID]) -> None:
         """Ask the nearest nodes known for nearer ones, until there are none."""
         asked: dict[DHTID, set[DHTID]] = {key: {self._node.node_id} for key in keys}
-        self._nodes |= {key: self._known(key) for key in keys}
+        found = {key: self._known(key) for key in keys}  # two threads' searches may meet here
         for _ in range(MAX_HOPS):
             by_peer: dict[PeerID, list[DHTID]] = defaultdict(list)
             for key in keys:
-                nearest = self._nearest(key, self._nodes[key])
+                nearest = self._nearest(key, found[key])
                 for node_id in [each for each in nearest if each not in asked[key]][:ASKED_AT_ONCE]:
                     asked[key].add(node_id)
                     by_peer[nearest[node_id]].append(key)
@@ -149,9 +155,9 @@ class Keepers:
                 if answer is None:
                     self._node.blacklist.register_failure(peer)
                 for key in near:
-                    self._nodes[key] |= {} if answer is None else answer[key]
+                    found[key] |= {} if answer is None else answer[key]
         for key in keys:
-            self._nodes[key] = self._nearest(key, self._nodes[key])
+            self._nodes[key] = self._nearest(key, found[key])
             self._searched_at[key] = time.monotonic()
         while len(self._searched_at) > MAX_REMEMBERED:
             oldest = min(self._searched_at, key=self._searched_at.__getitem__)
@@ -165,7 +171,10 @@ class Keepers:
         return self._nodes.get(key, {}) | met | own
 
     def _nearest(self, key: DHTID, nodes: Mapping[DHTID, PeerID]) -> dict[DHTID, PeerID]:
+        own = self._node.node_id
         answering = [each for each, peer in nodes.items() if peer not in self._node.blacklist]
+        if all(each == own for each in answering):  # nobody answered: then it was our own line
+            answering = list(nodes)
         return {each: nodes[each] for each in sorted(answering, key=key.xor_distance)[:NEAREST]}
 
     def _forget(self, keys: Iterable[DHTID]) -> bool:

@@ -144,13 +144,15 @@ class RunProtocol(DHTProtocol):
         if response is None:
             return None
         return {
-            key: dict(
-                zip(
-                    map(DHTID.from_bytes, result.nearest_node_ids[:NEAREST]),
-                    map(PeerID, result.nearest_peer_ids[:NEAREST]),
+            key: {
+                node_id: PeerID(at)
+                for stated, at in zip(
+                    result.nearest_node_ids[:NEAREST],
+                    result.nearest_peer_ids[:NEAREST],
                     strict=False,
                 )
-            )
+                if (node_id := _node_id(stated, at)) is not None
+            }
             for key, result in zip(keys, response.results, strict=True)
         }
 
@@ -205,16 +207,24 @@ class RunProtocol(DHTProtocol):
             known: Any = self.routing_table.get(peer_id=peer)
             asyncio.create_task(self.update_routing_table(known, peer, responded=False))  # noqa: RUF006
             return None
-        if response.peer and response.peer.node_id:
-            node_id = DHTID.from_bytes(response.peer.node_id)
+        if (node_id := _node_id(response.peer.node_id, peer.to_bytes())) is not None:
             asyncio.create_task(self.update_routing_table(node_id, peer, responded=True))  # noqa: RUF006
         return response
 
     def _met(self, request: dht_pb2.FindRequest, context: P2PContext) -> None:
         """Put whoever asks into the routing table, if it is a node that answers others."""
-        if request.peer and request.peer.node_id:
-            node_id = DHTID.from_bytes(request.peer.node_id)
-            asyncio.create_task(self.update_routing_table(node_id, context.remote_id))  # noqa: RUF006
+        at = context.remote_id
+        if (node_id := _node_id(request.peer.node_id, at.to_bytes())) is not None:
+            asyncio.create_task(self.update_routing_table(node_id, at))  # noqa: RUF006
+
+
+def _node_id(stated: bytes, peer: bytes) -> DHTID | None:
+    """The node id that a peer states, None if it is not the one that follows from its peer id.
+
+    Whoever could choose it would choose five ids next to a key, and keep all that is under it.
+    """
+    node_id = DHTID.generate(source=peer)
+    return node_id if node_id.to_bytes() == stated else None
 
 
 def install() -> None:

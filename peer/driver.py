@@ -241,7 +241,9 @@ class ExchangeDriver:
     # ---- ending ----------------------------------------------------------------------------------
     def _advance(self, job: _Job) -> None:
         if not job.future.done():
-            if self._clock.monotonic() > job.limit:
+            # a question has a deadline of its own, and may be asked just before the limit
+            asks_s = 3 * self._manifest.deadlines.silence_s + SLACK_S if job.undecided else 0.0
+            if self._clock.monotonic() > job.limit + asks_s:
                 raise AveragerStuck(f"round {job.round}: the averaging process does not answer")
             return
         future, job.future = job.future, None

@@ -26,6 +26,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import random
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Collection, Sequence
@@ -58,6 +59,7 @@ logger = logging.getLogger(__name__)
 PARTS_SHARE = 0.6
 PARTS_SHARE_OF_ROWS, ROWS_SHARE = 0.4, 0.65
 FETCH_ROUNDS = 2  # how often everybody is asked for a mean whose reducer is gone
+ASKED_AT_ONCE = 16  # members, other ones each time, how an undecided vote ended
 TALLY_PAUSE_S = 0.25  # a row's votes go to the other rows together, if they come so soon
 
 
@@ -326,10 +328,8 @@ class Attempt:
     async def settle(self) -> AttemptResult:
         """After an undecided end: ask the members how they, and those they heard, voted."""
         limit_s = self._setup.silence_s
-        for peer in self._nearest:
-            if self.ballots.decision.verdict is not Verdict.UNDECIDED:
-                break
-            await self._ask_for_votes(peer, limit_s)
+        asked = random.sample(self._nearest, min(len(self._nearest), ASKED_AT_ONCE))
+        await asyncio.gather(*(self._ask_for_votes(peer, limit_s) for peer in asked))
         return await self._result(time.monotonic() + limit_s)
 
     async def _decide(self, record: bytes | None) -> AttemptResult:

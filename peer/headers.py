@@ -95,7 +95,15 @@ def _told(data: bytes) -> ToldHeader:
         ends = [facts["data_offsets"][1] for name, facts in tensors.items() if name[:1] != "_"]
         header = parse_header(data)
         size = 8 + _length(data) + int(max(ends, default=0))
-    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+        header.counted("")  # what it says of its parts can be compared
+    except (
+        ArithmeticError,
+        ValueError,
+        LookupError,
+        TypeError,
+        AttributeError,
+        RecursionError,
+    ) as error:
         raise FrameRefused(f"no header of a record: {error!r}") from error
     if type(header.round) is not int or header.round < 0 or type(header.previous) is not str:
         raise FrameRefused("a record's header names no round, or no record before it")

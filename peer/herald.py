@@ -19,6 +19,7 @@ from dilocox.dht.records import (
     StageRecord,
 )
 from dilocox.dht.swarm import Swarm
+from dilocox.dht.wire import Malformed
 from dilocox.peer.cadence import Cadence, Heard
 from dilocox.peer.chain import ChainFollower
 from dilocox.peer.place import LoopProgress, Place
@@ -203,7 +204,13 @@ class Herald:
 def _bytes_of(records: Collection[Record]) -> int:
     """What these records are in the DHT, all taken to be as long as the first."""
     first = next(iter(records), None)
-    return 0 if first is None else len(records) * (len(first.encode()) + ENVELOPE_BYTES)
+    if first is None:
+        return 0
+    try:
+        size = len(first.encode())
+    except Malformed:  # others may write numbers in fewer bytes than we do
+        size = first.max_bytes
+    return len(records) * (size + ENVELOPE_BYTES)
 
 
 def replica_record(

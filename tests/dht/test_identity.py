@@ -100,3 +100,9 @@ def test_peer_id_of_a_public_key_is_that_of_its_identity(volunteer: Identity):
 
 def test_base58_keeps_leading_zeros():
     assert base58_encode(b"\0\0a") == "112g"
+
+
+def test_what_is_no_public_key_is_nobodys_and_costs_nothing():
+    """Base58 of 64 kB takes 15 s, and a stranger sends as many votes as he likes."""
+    assert peer_id_of(bytes(64_000)) == ""
+    assert peer_id_of(b"") == ""

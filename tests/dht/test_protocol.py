@@ -72,6 +72,31 @@ def run_in(node: Node, coroutine: Any, **arguments: Any) -> Any:
     return dht.run_coroutine(partial(coroutine, **arguments), return_future=True).result(LIMIT_S)
 
 
+async def nearest_as_told(_dht: object, node: Any, answers: list[tuple[bytes, bytes]]) -> Any:
+    """What this node makes of the nodes that another one tells it."""
+    ids, peers = [each[0] for each in answers], [each[1] for each in answers]
+    result = dht_pb2.FindResult(nearest_node_ids=ids, nearest_peer_ids=peers)
+
+    class Told:
+        async def rpc_nearest(self, _request: object, timeout: float) -> dht_pb2.FindResponse:
+            return dht_pb2.FindResponse(results=[result])
+
+    node.protocol.get_stub = lambda _peer: Told()
+    try:
+        found = await node.protocol.call_nearest(PeerID(peers[0]), [DHTID(7)])
+    finally:
+        del node.protocol.get_stub
+    return [peer.to_bytes() for peer in found[DHTID(7)].values()]
+
+
+def test_a_node_may_not_choose_the_id_that_it_is_found_by(asked: Node):
+    """It would choose five next to a key; and one of 21 bytes once failed every search."""
+    peer = b"\x12\x20" + bytes(32)
+    own = DHTID.generate(source=peer).to_bytes()
+    told = [(b"\xff" * 21, peer), (DHTID(6).to_bytes(), peer), (own, peer)]
+    assert run_in(asked, nearest_as_told, answers=told) == [peer]
+
+
 @pytest.mark.parametrize("call", ["rpc_find", "rpc_nearest", "rpc_news"])
 def test_a_key_asked_for_a_thousand_times_is_refused_and_nothing_is_kept(
     asked: Node, stranger_node: Node, operator: Identity, run_of_keys: list[bytes], call: str

@@ -45,6 +45,7 @@ class World:
     def __init__(self) -> None:
         self.clock = TestClock()
         self.answer: Any = Future(done=False)
+        self.settle: Any = lambda: self.answer
         self.orders: list[ExchangeOrder] = []
         self.alone = True
         self.meets_at: dict[int, float] = {}
@@ -64,7 +65,7 @@ class World:
         )
         self.chain = chain
         averager: Any = SimpleNamespace(
-            exchange=self.exchange, settle=lambda number, attempt: self.answer
+            exchange=self.exchange, settle=lambda number, attempt: self.settle()
         )
         alone = AloneWatch(record_lifetime_s=1.0, heartbeat_s=1e6)
         for at in (self.clock.now - 2.0, self.clock.now):
@@ -183,6 +184,27 @@ def test_a_commit_whose_record_nobody_gives_is_presumed_void(world: World) -> No
     world.tick_for(world.deadlines.record_lifetime_s - 1.0)
     assert world.driver.sent_round == 0
     world.tick_for(2.0)
+    assert world.driver.sent_round is None
+    event = world.events.get()
+    assert isinstance(event, Voided)
+    assert not event.certain
+
+
+def test_a_member_that_answers_no_question_is_no_sign_of_a_stuck_averager(world: World) -> None:
+    """Each question waits for it; one is under way whenever the time to ask is over."""
+    silence_s = world.deadlines.silence_s
+
+    class Slow(Future):
+        def __init__(self) -> None:
+            super().__init__(result(Verdict.UNDECIDED).result(0.0))
+            self._due = world.clock.now + silence_s
+
+        def done(self) -> bool:
+            return world.clock.now >= self._due
+
+    world.settle = Slow
+    world.answer.end_as(result(Verdict.UNDECIDED))
+    world.tick_for(world.deadlines.record_lifetime_s + 2 * silence_s)
     assert world.driver.sent_round is None
     event = world.events.get()
     assert isinstance(event, Voided)

@@ -401,3 +401,12 @@ def test_a_replica_in_a_round_that_nobody_can_be_in_is_not_believed() -> None:
     assert dht.refused["round"] == 6
     for number in bells_to_read(5, looking.view.replicas.values()):
         bell_key(RUN, number)
+
+
+def test_a_record_that_would_be_longer_if_we_wrote_it_is_read_all_the_same() -> None:
+    """Numbers may be written in fewer bytes than ours: one that was full is too long then."""
+    dht = Dht()
+    dht.records[stage_key(RUN, 0)] = {"a": replace(stage_record(), blocked="x" * 2000)}
+    looking = herald(dht, 0)
+    look(looking, [5])
+    assert set(looking.view.stage) == {"a"}

@@ -42,7 +42,7 @@ test-swarm: install  ## all swarm tests: real processes, killed, frozen and far 
 test-image:  ## build the container image and train with it (root; podman; about 10 minutes)
 	docker/test-image.sh
 
-simulate: install  ## 2,000 seeded schedules of faults in a swarm under a simulated clock (about 15 minutes)
+simulate: install  ## 2,000 seeded schedules of faults in a swarm under a simulated clock (up to 25 minutes)
 	$(BIN)/python benchmarks/simulate.py --campaign 2000
 
 lint: install  ## ruff: rules and format

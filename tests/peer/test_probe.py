@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 from hivemind.p2p import P2P
 
+from dilocox.dht.identity import peer_id_of
 from dilocox.dht.reach import Reach, Reachability
 from dilocox.peer import dialling
 from dilocox.peer.probe import CALLS_IN_A_WHILE, Probe, asked_to_dial
@@ -393,7 +394,7 @@ def test_one_that_only_a_bootstrap_reached_hears_others_until_one_of_them_has() 
 
 
 def test_a_volunteer_is_told_where_it_is_reached_or_what_to_do() -> None:
-    peer, own = "Qm" + "a" * 44, "/ip4/192.168.1.5/tcp/4001"
+    peer, own = peer_id_of(bytes(32)), "/ip4/192.168.1.5/tcp/4001"
     outside, seen = "/ip4/198.51.100.7/tcp/31337", ("198.51.100.7",)
     visible = (f"{own}/p2p/{peer}",)
     mapped = Reach(kind="mapped", addresses=(outside,), seen=seen)

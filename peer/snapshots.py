@@ -44,11 +44,6 @@ class Snapshots:
         self.found = None if found is None else Found(round=found.round, data=found.facts["data"])
         self.sent_since: tuple[JournaledSend, ...] = self._journal.since(self._number)
 
-    @property
-    def newest_sent(self) -> int:
-        """The round of the last of those sends, -1 where there is none: none goes for it again."""
-        return max((send.round for send in self.sent_since), default=-1)
-
     def sending(self, merge: Merge, round_number: int, send: Send, message: str) -> None:
         """Write down that this send is about to leave; EnvironmentFault if the disk is full.
 

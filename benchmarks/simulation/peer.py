@@ -315,12 +315,6 @@ class SimulatedPeer:
                 peer.books.trained += tokens
                 peer.books.unsent += tokens
 
-    @property
-    def steps_done(self) -> int:
-        """Of this round."""
-        self.count_steps()
-        return self._inner_step
-
     def _between_steps(self) -> None:
         self._loop = None
         if self.world.timeline.now < self._loop_busy_until:

@@ -354,11 +354,10 @@ class RunDHT(DHT):
     def run(self) -> None:
         """The child: p2pd first, then hivemind's node on top of it, until told to stop."""
         leave_the_terminal()
-        end = functools.partial(_end_without_parent, self._daemon_pid, self._socket_folder)
         threading.Thread(
-            target=watch_parent, args=(self._main_pid, end), name="parent watch", daemon=True
+            target=watch_parent, args=(self._main_pid, self._end), name="parent watch", daemon=True
         ).start()
-        owner = DaemonOwner(self._options, self._clock, on_death=_end_without_daemon)
+        owner = DaemonOwner(self._options, self._clock, on_death=self._end)
         try:
             owner.start()
             self._daemon_pid.value = owner.pid
@@ -372,6 +371,18 @@ class RunDHT(DHT):
                 self._ready.set_exception(error)
         finally:
             owner.stop()
+
+    def _end(self) -> None:
+        """The main process or p2pd is gone: go, too, and leave nothing if nobody else can tidy up.
+
+        The main process sees that we end, and removes what is left itself. If it is gone, p2pd goes
+        here, which calls this a second time from the thread that watches it.
+        """
+        if os.getppid() != self._main_pid:
+            kill_daemon(self._daemon_pid.value)
+            for folder in (self._socket_folder, sockets.shared_memory_folder()):
+                sockets.remove(folder, CLEANUP_PATIENCE_S)
+        os._exit(1)
 
     async def _run_coroutine(self, coro: Any, future: Any) -> None:
         """As hivemind's, but quiet where nobody waits for the answer any more."""
@@ -399,16 +410,3 @@ class RunDHT(DHT):
             with contextlib.suppress(FutureTimeout):
                 future.exception(min(left, POLL_S))
         return future.result()
-
-
-def _end_without_parent(daemon_pid: Any, socket_folder: Path) -> None:
-    """The main process is gone: leave nothing and go."""
-    kill_daemon(daemon_pid.value)
-    sockets.remove(socket_folder, CLEANUP_PATIENCE_S)
-    sockets.remove(sockets.shared_memory_folder())
-    os._exit(1)
-
-
-def _end_without_daemon() -> None:
-    """p2pd is gone: nothing works without it, and the main process sees that we end."""
-    os._exit(1)

@@ -1,8 +1,11 @@
 """Programs for the tests that need a main process of their own, and a look at what is alive."""
 
 import json
+import os
+import shutil
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -50,11 +53,14 @@ class NodeProgram:
     child: int
     p2pd: int
     sockets: Path
+    temporary: Path  # a folder of its own: nothing may stay in it
 
     @classmethod
     def start(cls, key: Path, *options: str) -> "NodeProgram":
+        temporary = Path(tempfile.mkdtemp(prefix="node-"))
         process = subprocess.Popen(
             [sys.executable, "-c", OPEN_A_NODE, str(key), *options],
+            env={**os.environ, "TMPDIR": str(temporary)},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -66,7 +72,7 @@ class NodeProgram:
         assert line, process.communicate()[1]
         facts = json.loads(line)
         assert facts["alive"]
-        return cls(process, facts["child"], facts["p2pd"], Path(facts["sockets"]))
+        return cls(process, facts["child"], facts["p2pd"], Path(facts["sockets"]), temporary)
 
     def tell(self, command: str) -> None:
         assert self.process.stdin
@@ -83,13 +89,14 @@ class NodeProgram:
         names = {"child": self.child, "p2pd": self.p2pd}
         left = [name for name, pid in names.items() if is_alive(pid)]
         shared = [path.name for path in Path("/dev/shm").glob(f"torch_{self.process.pid}_*")]
-        return left + ([str(self.sockets)] if self.sockets.exists() else []) + shared
+        return left + [str(path) for path in self.temporary.iterdir()] + shared
 
     def end(self) -> None:
         """For the end of a test, however it went."""
         self.process.kill()
         self.process.wait()
         kill(self.child, self.p2pd)
+        shutil.rmtree(self.temporary, ignore_errors=True)
         for pipe in (self.process.stdin, self.process.stdout, self.process.stderr):
             if pipe:
                 pipe.close()

@@ -35,6 +35,14 @@ def test_killed_main_process_leaves_nothing(start: Start):
     wait_until(lambda: not program.left(), LIMIT_S)
 
 
+def test_nothing_is_left_when_p2pd_goes_before_the_child_has_seen_the_end(start: Start):
+    program = start()
+    program.process.kill()
+    program.process.wait()
+    os.kill(program.p2pd, signal.SIGKILL)
+    wait_until(lambda: not program.left(), LIMIT_S)
+
+
 def test_nothing_is_left_in_shared_memory_though_all_processes_are_killed_at_once(start: Start):
     program = start()
     assert program.ask("ping")  # an answer comes through shared memory

@@ -6,10 +6,12 @@ import signal
 import time
 from collections.abc import Callable
 from multiprocessing.connection import Connection
+from multiprocessing.synchronize import RLock
 from pathlib import Path
 from typing import Any
 
 WATCH_PERIOD_S = 0.5
+SEND_LIMIT_S = 10.0
 
 
 def leave_the_terminal() -> None:
@@ -35,6 +37,27 @@ def kill_daemon(pid: int) -> None:
     with contextlib.suppress(OSError):
         if pid and Path(f"/proc/{pid}/comm").read_text().strip() == "p2pd":
             os.kill(pid, signal.SIGKILL)
+
+
+class SharedPipe:
+    """The end of the request pipe into which several processes of a peer write, one at a time.
+
+    A message over 16 KB goes in pieces, between which another process put its own.
+    """
+
+    def __init__(self, pipe: "Connection[Any, Any]", lock: RLock):
+        self._pipe, self._lock = pipe, lock
+        self.fileno = pipe.fileno
+        self.close = pipe.close
+
+    def send(self, message: object) -> None:
+        """Send one message whole; raises `OSError` if others hold the pipe for too long."""
+        if not self._lock.acquire(timeout=SEND_LIMIT_S):
+            raise OSError("the request pipe is held by another process")
+        try:
+            self._pipe.send(message)
+        finally:
+            self._lock.release()
 
 
 class BlockingPipe:

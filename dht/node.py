@@ -33,7 +33,13 @@ from hivemind.dht.validation import RecordValidatorBase
 from hivemind.utils import MPFuture
 
 from dilocox.dht import protocol, questions, sockets
-from dilocox.dht.child import BlockingPipe, kill_daemon, leave_the_terminal, watch_parent
+from dilocox.dht.child import (
+    BlockingPipe,
+    SharedPipe,
+    kill_daemon,
+    leave_the_terminal,
+    watch_parent,
+)
 from dilocox.dht.clock import RunClock
 from dilocox.dht.daemon import DaemonOptions, DaemonOwner
 from dilocox.dht.envelope import MAX_VALUE_BYTES
@@ -148,8 +154,9 @@ class RunDHT(DHT):
         self._ended = False
         self._reach = Reach()
         self.keepers: Keepers | None = None  # the child's
-        self._sending = threading.Lock()  # two messages at once would mix in the request pipe
-        self._daemon_pid = multiprocessing.get_context("fork").RawValue("i", 0)
+        forking = multiprocessing.get_context("fork")
+        self._sending = forking.RLock()
+        self._daemon_pid = forking.RawValue("i", 0)
         super().__init__(
             list(options.reachable) or None,
             start=False,
@@ -169,6 +176,7 @@ class RunDHT(DHT):
             cache_nearest=0,
             cache_on_store=False,
         )
+        self._outer_pipe: Any = SharedPipe(self._outer_pipe, self._sending)
 
     @property
     def p2pd_pid(self) -> int:

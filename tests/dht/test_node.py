@@ -215,6 +215,7 @@ def test_stopped_node_leaves_its_caller_a_deadline(second: Node, run: str):
         assert time.monotonic() - started < 10.0
     finally:
         os.kill(dht.pid, signal.SIGCONT)
+    assert swarm.publish(part_key(run, 0), PartRecord(part=0, position=1), 60)
     assert swarm.read(part_key(run, 0), PartRecord) is not None
 
 

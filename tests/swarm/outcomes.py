@@ -8,7 +8,22 @@ from typing import Any
 
 from tests.swarm.harness import LocalSwarm, Peer
 
+AIM_LIMIT_S, TELL_LIMIT_S = 120.0, 15.0
 BACK_LIMIT_S = 150.0
+
+
+def halt(swarm: LocalSwarm, victim: Peer, point: str) -> int:
+    """Let the victim halt at this point of the next exchange that comes to it; its round."""
+    armed = victim.halt
+    assert armed is not None
+    armed.arm(point)
+    swarm.wait(lambda: armed.halted, AIM_LIMIT_S, f"{victim.name} has come to {point}")
+
+    def sent() -> tuple[int] | None:
+        number = victim.in_flight
+        return None if number is None else (number,)
+
+    return swarm.wait(sent, TELL_LIMIT_S, "it tells the round of its send")[0]
 
 
 def others_decide(

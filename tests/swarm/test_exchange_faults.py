@@ -16,14 +16,13 @@ from pathlib import Path
 import pytest
 
 from tests.swarm.conftest import StartSwarm
-from tests.swarm.harness import LocalSwarm, Peer
-from tests.swarm.outcomes import comes_back, newest_round, others_decide
+from tests.swarm.harness import LocalSwarm
+from tests.swarm.outcomes import comes_back, halt, newest_round, others_decide
 from tests.swarm.processes import send_signal
 from tests.swarm.small_run import fixed_steps
 
 INNER_STEPS, STEP_S = 60, 0.1
 DEADLINES = {"exchange_s": 8.0, "vote_s": 4.0, "silence_s": 3.0}
-AIM_LIMIT_S = 60.0
 LEFT_LIMIT_S = 60.0
 DISK_BYTES = 48 << 20  # a snapshot has 5 MB
 POINTS = ("between phases", "decoding", "appending")
@@ -53,19 +52,6 @@ def wait_for_common_round(swarm: LocalSwarm) -> None:
         return any(line["members"] == 3 for line in lines if line["round"] not in known)
 
     swarm.wait(found, 200, "a record of all three")
-
-
-def halt(swarm: LocalSwarm, victim: Peer, point: str) -> int:
-    """Let the victim halt at this point of an exchange of all three; its round."""
-    assert victim.halt is not None
-    victim.halt.arm(point)
-    stopped = victim.halt
-    swarm.wait(lambda: stopped.halted, AIM_LIMIT_S, f"{victim.name} has come to {point}")
-
-    def sent() -> tuple[int] | None:
-        return None if victim.in_flight is None else (victim.in_flight,)
-
-    return swarm.wait(sent, 5.0, "it tells the round of its send")[0]
 
 
 @pytest.mark.swarm

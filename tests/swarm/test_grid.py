@@ -9,7 +9,7 @@ import pytest
 
 from tests.swarm.conftest import StartSwarm
 from tests.swarm.harness import LocalSwarm, Peer
-from tests.swarm.outcomes import comes_back, newest_round
+from tests.swarm.outcomes import comes_back, halt, newest_round
 from tests.swarm.processes import send_signal
 from tests.swarm.small_run import fixed_steps
 
@@ -22,7 +22,7 @@ DEADLINES = {
     "exchange_s": 20.0,
     "vote_s": 8.0,
 }
-START_LIMIT_S, ROUND_LIMIT_S, AIM_LIMIT_S = 400.0, 120.0, 120.0
+START_LIMIT_S, ROUND_LIMIT_S = 400.0, 120.0
 
 
 @pytest.mark.swarm
@@ -53,16 +53,12 @@ def test_twelve_peers_in_groups_of_four_agree_and_lose_a_reducer_at_the_cost_of_
     voids = sum(len(peer.of_kind("void")) for peer in swarm.peers)
     print(f"\nrounds {rounds_of_all(swarm, began)}, voids {voids}")
     for victim, hurt in zip(swarm.peers[:2], (signal.SIGKILL, signal.SIGSTOP), strict=True):
-        assert victim.halt is not None
-        victim.halt.arm("decoding")
-        halt = victim.halt
-        swarm.wait(lambda halt=halt: halt.halted, AIM_LIMIT_S, f"{victim.name} halts")
-        number = victim.in_flight
-        assert number is not None
+        number = halt(swarm, victim, "decoding")
         frozen = victim.processes()
         victim.expected = False
         send_signal(frozen, hurt)
-        halt.release()
+        assert victim.halt is not None
+        victim.halt.release()
         others = [peer for peer in swarm.peers if peer is not victim and peer.expected]
         swarm.wait(
             lambda number=number, others=others: all(peer.decided(number) for peer in others),

@@ -196,6 +196,7 @@ class ExchangeDriver:
     def _start(self, job: _Job, counted: tuple[str, ...], *, alone: bool) -> None:
         manifest, deadlines = self._manifest, self._manifest.deadlines
         head, last = self._chain.head, self._chain.last_record
+        last_contributors = () if last is None else tuple(m.peer for m in last.members)
         matchmaking_s = max(0.0, job.scheduled_at - self._clock.time()) + NO_GROUP_S
         matchmaking_s = max(matchmaking_s, deadlines.matchmaking_s + NO_GROUP_S)
         order = ExchangeOrder(
@@ -214,8 +215,9 @@ class ExchangeDriver:
             tokens=job.tokens,
             tokens_cap=tokens_cap(manifest),
             counted=counted,
-            expected=len(counted),
-            last_contributors=() if last is None else tuple(m.peer for m in last.members),
+            # While somebody is new, not all know of all: then the group waits for its time.
+            expected=len(counted) if set(counted) <= set(last_contributors) else None,
+            last_contributors=last_contributors,
             exchange_s=self._last_exchange_s,
             step_s=job.step_s,
             stall_s=job.stall_s,

@@ -190,6 +190,7 @@ class Attempt:
         finally:
             self.running = False
             self._reach.cancel()
+            self._shares.give_up()
 
     async def _exchange(self) -> bytes | None:
         """The record; None if a mean cannot be had or the attempt is void."""

@@ -42,15 +42,16 @@ class Reduction:
 
     def add(self, peer: str, payload: bytes) -> None:
         """Add a member's encoded part; PayloadRefused if it is malformed, nothing is added then."""
-        values = decode(self._codec, payload, self._sum.numel())
+        total = self._sum
+        values = decode(self._codec, payload, total.numel())
         # shares of the whole, so that one member alone is not rounded: its share is exactly 1
-        self._sum.add_(values.mul_(self._weight[peer] / sum(self._weight.values())))
+        total.add_(values.mul_(self._weight[peer] / sum(self._weight.values())))
         self.in_sum.add(peer)
 
     def finish(self) -> RowMean | None:
         """The mean of all that was added; None if nothing was."""
         total = self._sum
-        self._sum = torch.empty(0)  # an attempt is kept for a while after its end
+        self.give_up()
         contributors = tuple(sorted(self.in_sum))
         if not contributors:
             return None
@@ -58,6 +59,10 @@ class Reduction:
             present = sum(self._weight[peer] for peer in contributors)
             total.mul_(sum(self._weight.values()) / present)
         return RowMean(contributors, total)
+
+    def give_up(self) -> None:
+        """Free the sum: an attempt is kept for a while after its end."""
+        self._sum = torch.empty(0)
 
 
 def combine(

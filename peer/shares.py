@@ -203,6 +203,16 @@ class Shares:
             await self._keep(mean, checked=True)
         return mean
 
+    def give_up(self) -> None:
+        """Take nothing more and free all sums: the attempt is over, and kept for its means."""
+        for column in self._columns.values():
+            column.closed = True
+            column.reduction.give_up()
+        for rows in self._rows.values():
+            rows.closed = True
+            rows.means = {}
+        self._decoded = {}
+
     # ---- the means -------------------------------------------------------------------------------
     async def add_mean(self, mean: Mean) -> bool:
         """Take an averaged share, whoever brings it; False if it was here already.

@@ -152,6 +152,25 @@ def test_who_is_a_little_late_still_looks_whether_the_group_is_open(
     assert bool(world.orders) is tried
 
 
+@pytest.mark.parametrize(
+    ("last", "expected"), [(None, None), (("me",), None), (("gone", "me", "other"), 2)]
+)
+def test_a_group_is_closed_early_only_while_nobody_is_new(
+    last: tuple[str, ...] | None, expected: int | None
+) -> None:
+    """Where somebody is, not all know of all: those that were missed met apart, too few."""
+    world = World()
+    world.alone = False
+    if last is not None:
+        members = [SimpleNamespace(peer=peer) for peer in last]
+        world.chain.last_record = SimpleNamespace(members=members, next_ranks=())
+    world.driver.submit(
+        0, scheduled_at=world.clock.now, tokens=10, step_s=0.5, stall_s=0.25, states_taken=0
+    )
+    world.tick()
+    assert world.orders[0].whole_with == expected
+
+
 def result(verdict: Verdict, record: bytes | None = None) -> Future:
     return Future(
         AttemptResult(

@@ -34,11 +34,10 @@ from dilocox.dht.manifest import Manifest
 from dilocox.dht.records import ClaimRecord
 from dilocox.peer import catchup
 from dilocox.peer.archive_stage import StageArchive
-from dilocox.peer.averager import StageAverager
 from dilocox.peer.kept_chain import keep_manifest
 from dilocox.peer.layouts import stage_layout
 from dilocox.peer.probe import Probe
-from dilocox.peer.transport import PeerTransport, UploadLimit, reply, unpack
+from dilocox.peer.transport import Client, UploadLimit, handler_name, reply, unpack
 from dilocox.peer.uploads import Uploads
 
 logger = logging.getLogger(__name__)
@@ -72,7 +71,7 @@ class ArchiveService(ServicerBase):
 
     @classmethod
     def _get_handle_name(cls, namespace: str | None, method_name: str) -> str:
-        return StageAverager._get_handle_name(namespace, method_name)
+        return handler_name(namespace or "", method_name)
 
     async def rpc_get(
         self, request: runtime_pb2.ExpertRequest, context: P2PContext
@@ -296,11 +295,9 @@ class Keeper:
             check=check,
             record_lifetime_s=manifest.deadlines.record_lifetime_s,
             keep_bytes=manifest.rounds.log_bytes,
-            transport=PeerTransport(
+            client=Client(
                 p2p=self._p2p,
-                stub_for=lambda p2p, peer: StageAverager.get_stub(
-                    p2p, peer, namespace=averaging_prefix(self._run, stage)
-                ),
+                namespace=averaging_prefix(self._run, stage),
                 limit=UploadLimit(None),
                 record_bytes=check.record_bytes,
             ),

@@ -27,7 +27,7 @@ from dilocox.peer.files import make_folder
 from dilocox.peer.record import RecordRefused
 from dilocox.peer.record_folder import RecordFolder
 from dilocox.peer.state_file import Compute, NoState, ask_for_state, download_state
-from dilocox.peer.transport import BUSY_LIFETIMES, PeerBusy, PeerTransport
+from dilocox.peer.transport import BUSY_LIFETIMES, Client, PeerBusy
 from dilocox.peer.view import SwarmView, that_count
 
 logger = logging.getLogger(__name__)
@@ -58,7 +58,7 @@ class StageArchive:
         check: catchup.RecordCheck,
         record_lifetime_s: float,
         keep_bytes: int,
-        transport: PeerTransport,
+        client: Client,
         compute: Compute,
     ):
         """Takes up what is on the disk; slow. Raises EnvironmentFault.
@@ -70,7 +70,7 @@ class StageArchive:
         self._me = me
         self._check = check
         self._record_lifetime_s = record_lifetime_s
-        self._transport = transport
+        self._client = client
         self._compute = compute
         make_folder(folder)
         archive_goes_back(folder, check.manifest)
@@ -166,7 +166,7 @@ class StageArchive:
 
     async def _catch_up(self, generation: Generation, peer: str, digest: str) -> Reach:
         walk = catchup.catch_up(
-            self._transport,
+            self._client,
             generation.log,
             peer,
             digest,
@@ -246,7 +246,7 @@ class StageArchive:
 
         try:
             offer = await ask_for_state(
-                self._transport, peer, check=check, compute=self._compute, helps=helps
+                self._client, peer, check=check, compute=self._compute, helps=helps
             )
         except NoState:
             if not replaces:
@@ -255,7 +255,7 @@ class StageArchive:
         else:
             logger.info("%s: taking the state of round %d", self, offer.record.round)
             file = await download_state(
-                self._transport,
+                self._client,
                 offer,
                 self._folder / "incoming",
                 numel=check.layout.numel,

@@ -46,6 +46,7 @@ from dilocox.peer.ballots import Ballots
 from dilocox.peer.certificate import Ballot
 from dilocox.peer.device import chosen_device
 from dilocox.peer.exchange import Attempt
+from dilocox.peer.group_calls import GroupCalls
 from dilocox.peer.groups import (
     ExchangeOrder,
     GroupRefused,
@@ -61,7 +62,7 @@ from dilocox.peer.record_folder import RECORDS_NEEDED
 from dilocox.peer.redial import Targets
 from dilocox.peer.roundlog import RoundLog
 from dilocox.peer.service import PeerService
-from dilocox.peer.transport import PeerTransport, UploadLimit
+from dilocox.peer.transport import Client, UploadLimit, handler_name
 from dilocox.peer.vote import Verdict
 from dilocox.peer.ways import WaysService
 
@@ -184,6 +185,10 @@ class StageAverager(PeerService, WaysService, DecentralizedAverager):
         if await_ready:
             self.wait_until_ready(timeout)
 
+    @classmethod
+    def _get_handle_name(cls, namespace: str | None, method_name: str) -> str:
+        return handler_name(namespace or "", method_name)
+
     # ---- in the averaging process: life ----------------------------------------------------------
     def run(self) -> None:
         """Serve until the trainer's process ends."""
@@ -220,10 +225,10 @@ class StageAverager(PeerService, WaysService, DecentralizedAverager):
         return UploadLimit(self.config.max_upload_bytes_per_s)
 
     @cached_property
-    def _transport(self) -> PeerTransport:
-        return PeerTransport(
+    def _client(self) -> Client:
+        return Client(
             p2p=self._p2p,
-            stub_for=lambda p2p, peer: self.get_stub(p2p, peer, namespace=self.prefix),
+            namespace=self.prefix,
             limit=self.limit,
             record_bytes=self._check.record_bytes,
             sent=self.sent,
@@ -316,12 +321,11 @@ class StageAverager(PeerService, WaysService, DecentralizedAverager):
             group=group,
             members=tuple(member.peer for member in setup.members),
         )
-        transport = self._transport.for_group(group, ballot.members)
         attempt = Attempt(
             setup,
             encoder=codec.encoder(self._buffers.message, plan.ranks, lambda: self._basis(order)),
-            transport=transport,
-            ballots=Ballots(identity=config.identity, ballot=ballot, log=self.log),
+            transport=GroupCalls(self._client, group, ballot.members),
+            ballots=Ballots(identity=config.identity, ballot=ballot, save_vote=self.log.save_vote),
             pool=self.pool,
         )
         self.attempts[group] = attempt
@@ -402,7 +406,7 @@ class StageAverager(PeerService, WaysService, DecentralizedAverager):
     ) -> catchup.Reach:
         with self.counting_refusals():
             return await catchup.catch_up(
-                self._transport,
+                self._client,
                 self.log,
                 peer,
                 digest,
@@ -419,7 +423,7 @@ class StageAverager(PeerService, WaysService, DecentralizedAverager):
         buffers = self._buffers
         with self.counting_refusals():
             state = await catchup.fetch_state(
-                self._transport,
+                self._client,
                 peer,
                 check=self._check,
                 compute=self.in_pool,

@@ -4,7 +4,7 @@ heard."""
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 
 from dilocox.dht.identity import Identity, peer_id_of, verify
 from dilocox.peer.certificate import (
@@ -17,17 +17,19 @@ from dilocox.peer.certificate import (
     check_certificate,
 )
 from dilocox.peer.record import RecordRefused, RoundRecord
-from dilocox.peer.roundlog import RoundLog
 from dilocox.peer.vote import Decision, Verdict, Vote, decide, exclusion
 
 
 class Ballots:
     """Collects votes on one ballot; the decision follows from `vote.decide` alone."""
 
-    def __init__(self, *, identity: Identity, ballot: Ballot, log: RoundLog):
+    def __init__(
+        self, *, identity: Identity, ballot: Ballot, save_vote: Callable[[int, int, bytes], None]
+    ):
+        """save_vote: puts a vote of a round and attempt on disk, before anybody hears of it."""
         self.ballot = ballot
         self._identity = identity
-        self._log = log
+        self._save_vote = save_vote
         self._held: dict[bytes, SignedVote] = {}
         self._decision = Decision(verdict=Verdict.UNDECIDED)
 
@@ -36,7 +38,7 @@ class Ballots:
         vote = Vote(voter=self._identity.peer_id, digest=digest, missed=missed)
         signed = self.ballot.sign(vote, self._identity.public_key, self._identity.sign)
         data = signed.to_bytes()
-        self._log.save_vote(self.ballot.round, self.ballot.attempt, data)
+        self._save_vote(self.ballot.round, self.ballot.attempt, data)
         self._hold(data, signed)
         return data
 

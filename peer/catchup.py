@@ -31,7 +31,7 @@ from dilocox.peer.record_folder import RecordFolder
 from dilocox.peer.roundlog import RoundLog
 from dilocox.peer.snapshot import STATE_FACTS_FILE, STATE_FILE, newest
 from dilocox.peer.state_file import Compute, NoState, ask_for_state, download_state
-from dilocox.peer.transport import PeerTransport
+from dilocox.peer.transport import Client
 
 HEADERS_LIMIT_S = 60.0  # of a walk along a chain, before the first record
 RECORDS_LIMIT_S = 600.0  # of all that is taken at once
@@ -107,7 +107,7 @@ class Source:
 
 # ---- records -------------------------------------------------------------------------------------
 async def catch_up(
-    transport: PeerTransport,
+    client: Client,
     log: RoundLog,
     peer: str,
     digest: str,
@@ -133,7 +133,7 @@ async def catch_up(
         TimeoutError: the headers, a record, or all of them took too long.
         FrameRefused, RecordRefused: a header, record or certificate of it is not sound.
     """
-    walk = _missing(transport, log, peer, digest, check, limit_bytes, back_to)
+    walk = _missing(client, log, peer, digest, check, limit_bytes, back_to)
     headers, known = await asyncio.wait_for(walk, HEADERS_LIMIT_S)
     missing = {wanted: told.record_bytes for wanted, told in headers.items()}
     told = _told(headers, known, me)
@@ -145,7 +145,7 @@ async def catch_up(
     if known != log.head().round:
         tokens = 0
         if missing:  # what the newest header says of the chain's tokens is to be proved
-            tokens = (await _checked(transport, peer, digest, check, compute))[0].chain_tokens
+            tokens = (await _checked(client, peer, digest, check, compute))[0].chain_tokens
         return Reach(
             appended=(),
             fork_round=known,
@@ -159,13 +159,13 @@ async def catch_up(
         if time.monotonic() > end:
             raise asyncio.TimeoutError(f"{peer} gave {len(appended)} records in the time for all")
         older = limit_bytes is not None
-        _, data, certificate = await _checked(transport, peer, wanted, check, compute, older=older)
+        _, data, certificate = await _checked(client, peer, wanted, check, compute, older=older)
         appended.append((await compute(log.append, data, certificate)).round)
     return Reach(appended=tuple(appended), fork_round=None, too_far=False)
 
 
 async def _missing(
-    transport: PeerTransport,
+    client: Client,
     log: RoundLog,
     peer: str,
     digest: str,
@@ -184,7 +184,7 @@ async def _missing(
     enough_at = time.monotonic() + HEADERS_LIMIT_S / 2
     while (known := log.find(wanted)) is None:
         told = await fetch_header(
-            partial(transport.fetch, peer),
+            partial(client.fetch, peer),
             wanted,
             limit_bytes=check.record_bytes,
             older=limit_bytes is not None,
@@ -218,7 +218,7 @@ def _told(headers: Mapping[str, ToldHeader], known: int | None, me: str) -> Told
 
 
 async def _checked(
-    transport: PeerTransport,
+    client: Client,
     peer: str,
     digest: str,
     check: RecordCheck,
@@ -228,12 +228,12 @@ async def _checked(
 ) -> tuple[RoundRecord, bytes, bytes]:
     """A record, its bytes and its certificate."""
     limit_s = min(check.record_limit_s, RECORDS_LIMIT_S)
-    data = await asyncio.wait_for(transport.fetch_record(peer, digest, older=older), limit_s)
+    data = await asyncio.wait_for(client.fetch_record(peer, digest, older=older), limit_s)
     if data is None:
         raise ConnectionError(f"{peer} does not have the record {digest[:12]} any more")
     if digest_of(data) != digest:
         raise RecordRefused(f"{peer} sent another record than {digest[:12]}")
-    certificate = await fetch_certificate(transport, peer, digest, older=older)
+    certificate = await fetch_certificate(client, peer, digest, older=older)
     return await compute(check.record, data, certificate), data, certificate
 
 
@@ -277,7 +277,7 @@ def open_state(folder: Path, offset: int, sha256: str | None) -> Source | None:
 
 
 async def fetch_state(
-    transport: PeerTransport,
+    client: Client,
     peer: str,
     *,
     check: RecordCheck,
@@ -298,11 +298,11 @@ async def fetch_state(
         FrameRefused, RecordRefused: what it sent is not sound; nothing was loaded.
         EnvironmentFault: no space on the disk.
     """
-    offer = await ask_for_state(transport, peer, check=check, compute=compute)
+    offer = await ask_for_state(client, peer, check=check, compute=compute)
     if offer.record.round <= after_round:
         raise NoState(f"{peer} has a state of round {offer.record.round}, not after {after_round}")
     numel = check.layout.numel
-    path = await download_state(transport, offer, folder, numel=numel, compute=compute, hurry=hurry)
+    path = await download_state(client, offer, folder, numel=numel, compute=compute, hurry=hurry)
     await compute(_load, path, anchor, momentum)
     path.unlink()
     return State(

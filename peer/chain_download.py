@@ -24,7 +24,6 @@ from typing import Any
 from dilocox.dht.errors import EnvironmentFault
 from dilocox.dht.keys import averaging_prefix, claim_key
 from dilocox.dht.records import ClaimRecord
-from dilocox.peer.averager import StageAverager
 from dilocox.peer.certificate import MAX_CERTIFICATE_BYTES
 from dilocox.peer.chain_list import ChainRound
 from dilocox.peer.files import make_folder
@@ -36,7 +35,7 @@ from dilocox.peer.record import RecordRefused, RoundRecord, digest_of
 from dilocox.peer.record_check import RecordCheck
 from dilocox.peer.record_folder import RecordFolder
 from dilocox.peer.state_file import StateOffer, ask_for_state, download_state
-from dilocox.peer.transport import Blob, PeerTransport, UploadLimit
+from dilocox.peer.transport import Blob, Client, UploadLimit
 from dilocox.peer.view import that_count
 
 logger = logging.getLogger(__name__)
@@ -60,8 +59,8 @@ class ChainHolders:
     deadline: on the monotonic clock.
     """
 
-    def __init__(self, place: Joined, stage: int, transport: PeerTransport, deadline: float):
-        self._transport = transport
+    def __init__(self, place: Joined, stage: int, client: Client, deadline: float):
+        self._client = client
         self._deadline = deadline
         self._record_bytes = stage_record_bytes(place.manifest, stage)
         self.root = place.manifest.root
@@ -78,15 +77,13 @@ class ChainHolders:
     @classmethod
     async def of(cls, place: Joined, stage: int, deadline: float) -> ChainHolders:
         """Those of a stage, over the network."""
-        transport = PeerTransport(
+        client = Client(
             p2p=await place.dht.replicate_p2p(),
-            stub_for=lambda p2p, peer: StageAverager.get_stub(
-                p2p, peer, namespace=averaging_prefix(place.run, stage)
-            ),
+            namespace=averaging_prefix(place.run, stage),
             limit=UploadLimit(None),
             record_bytes=stage_record_bytes(place.manifest, stage),
         )
-        return cls(place, stage, transport, deadline)
+        return cls(place, stage, client, deadline)
 
     @property
     def peers(self) -> list[str]:
@@ -148,7 +145,7 @@ class ChainHolders:
             left_s = self._left_s()
             with suppress(*REFUSED):
                 asked = ask_for_state(
-                    self._transport,
+                    self._client,
                     peer,
                     check=check,
                     compute=asyncio.to_thread,
@@ -160,9 +157,7 @@ class ChainHolders:
     async def state(self, offer: StateOffer, folder: Path, numel: int) -> KeptState:
         """Download a state; raises what `download_state` raises."""
         left_s = self._left_s()
-        taking = download_state(
-            self._transport, offer, folder, numel=numel, compute=asyncio.to_thread
-        )
+        taking = download_state(self._client, offer, folder, numel=numel, compute=asyncio.to_thread)
         file = await asyncio.wait_for(taking, left_s)
         return KeptState(
             round=offer.record.round, digest=offer.digest, sha256=offer.sha256, file=file
@@ -172,7 +167,7 @@ class ChainHolders:
         self, peer: str, want: dict[str, Any], *, limit_bytes: int, sink: Any = None
     ) -> Blob | None:
         left_s = self._left_s()
-        asked = self._transport.fetch(peer, want, limit_bytes=limit_bytes, sink=sink)
+        asked = self._client.fetch(peer, want, limit_bytes=limit_bytes, sink=sink)
         return await asyncio.wait_for(asked, left_s)
 
     def _prefer(self, peer: str) -> None:

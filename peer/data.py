@@ -23,19 +23,14 @@ import torch
 
 from dilocox.dht.errors import InvalidInput
 from dilocox.dht.manifest import DataSpec
+from dilocox.peer.lease import place_of, position_of
 from dilocox.peer.sources import DocumentStream, Source, open_source
 from dilocox.peer.tokens import TokenIds, Tokenizer, open_tokenizer
 
 SHELF_TOKENS = 1 << 18
 _MIN_SHELF_WINDOWS = 32  # for very long windows
-_ROW_BITS = 32  # the low bits of a position count rows, the others epochs
 
 logger = logging.getLogger(__name__)
-
-
-def position_of(epoch: int, rows: int = 0) -> int:
-    """A place in a part as one integer, which a record in the DHT has room for up to epoch 2^21."""
-    return epoch << _ROW_BITS | rows
 
 
 class Corpus(Iterator[torch.Tensor]):
@@ -66,7 +61,8 @@ class Corpus(Iterator[torch.Tensor]):
         if not 0 <= part < self._spec.parts:
             raise InvalidInput(f"data part {part} is not one of 0 to {self._spec.parts - 1}")
         reader = self._part_reader(part)
-        reader.start_epoch(position >> _ROW_BITS, skip=position & ((1 << _ROW_BITS) - 1))
+        epoch, rows = place_of(position)
+        reader.start_epoch(epoch, skip=rows)
         reader.fill_shelf()
         self._reader = reader
 

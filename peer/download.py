@@ -25,14 +25,13 @@ from dilocox.dht.errors import EnvironmentFault
 from dilocox.dht.keys import averaging_prefix, claim_key
 from dilocox.dht.records import ClaimRecord
 from dilocox.peer import catchup
-from dilocox.peer.averager import StageAverager
 from dilocox.peer.join import Joined
 from dilocox.peer.layouts import stage_layout, stage_record_bytes
 from dilocox.peer.outer import anchor_sha256
 from dilocox.peer.plan import outer_step
 from dilocox.peer.record import RecordRefused, RoundRecord
 from dilocox.peer.roundlog import RoundLog
-from dilocox.peer.transport import PeerTransport, UploadLimit
+from dilocox.peer.transport import Client, UploadLimit
 from dilocox.peer.view import nobody_holds, that_count
 from dilocox.pipeline.stage import build_stage, flatten_parameters
 
@@ -119,11 +118,9 @@ async def _ask(
     place: Joined, stage: int, round_number: int | None, deadline: float
 ) -> tuple[StageAnchor | None, str]:
     """Ask the peers of a stage in turn, the longest chain first; the last reason if all fail."""
-    transport = PeerTransport(
+    client = Client(
         p2p=await place.dht.replicate_p2p(),
-        stub_for=lambda p2p, peer: StageAverager.get_stub(
-            p2p, peer, namespace=averaging_prefix(place.run, stage)
-        ),
+        namespace=averaging_prefix(place.run, stage),
         limit=UploadLimit(None),
         record_bytes=stage_record_bytes(place.manifest, stage),
     )
@@ -137,7 +134,7 @@ async def _ask(
     for peer, claim in claims:
         try:
             limit_s = max(1.0, deadline - time.monotonic())
-            asked = _from_peer(place, stage, transport, peer, claim, round_number)
+            asked = _from_peer(place, stage, client, peer, claim, round_number)
             return await asyncio.wait_for(asked, limit_s), ""
         except (ConnectionError, ValueError, asyncio.TimeoutError) as error:
             last = str(error) or type(error).__name__
@@ -150,7 +147,7 @@ async def _ask(
 async def _from_peer(
     place: Joined,
     stage: int,
-    transport: PeerTransport,
+    client: Client,
     peer: str,
     claim: ClaimRecord,
     round_number: int | None,
@@ -169,7 +166,7 @@ async def _from_peer(
         digest = claim.digest
         try:
             state = await catchup.fetch_state(
-                transport,
+                client,
                 peer,
                 check=check,
                 compute=asyncio.to_thread,
@@ -185,7 +182,7 @@ async def _from_peer(
             module = build_stage(manifest.model, stage, manifest.stages, manifest.seed)
             anchor.copy_(flatten_parameters(module, layout))
         reach = await catchup.catch_up(
-            transport, log, peer, digest, check=check, compute=asyncio.to_thread
+            client, log, peer, digest, check=check, compute=asyncio.to_thread
         )
         head = log.head()
         if head.digest != digest:

@@ -16,11 +16,11 @@ from typing import Any, Protocol
 from dilocox.peer.certificate import MAX_CERTIFICATE_BYTES
 from dilocox.peer.record import RecordRefused, RoundRecord, parse_header
 from dilocox.peer.record_folder import HEADER_BYTES
-from dilocox.peer.transport import STALL_S, Blob, FrameRefused, PeerTransport
+from dilocox.peer.transport import STALL_S, Blob, Client, FrameRefused
 
 
 class Fetch(Protocol):
-    """A download from one peer; see PeerTransport.fetch."""
+    """A download from one peer; see Client.fetch."""
 
     def __call__(
         self, want: dict[str, Any], *, limit_bytes: int, sink: Callable[[bytes], None]
@@ -74,11 +74,11 @@ async def fetch_header(
 
 
 async def fetch_certificate(
-    transport: PeerTransport, peer: str, digest: str, *, older: bool = False
+    client: Client, peer: str, digest: str, *, older: bool = False
 ) -> bytes:
     """The votes that committed a record, as this peer has them. TimeoutError: they dripped."""
     want = {"what": "certificate", "digest": digest, "older": older}
-    fetching = transport.fetch(peer, want, limit_bytes=MAX_CERTIFICATE_BYTES)
+    fetching = client.fetch(peer, want, limit_bytes=MAX_CERTIFICATE_BYTES)
     blob = await asyncio.wait_for(fetching, STALL_S)
     if blob is None:
         raise RecordRefused(f"{peer} has no certificate of {digest[:12]}")

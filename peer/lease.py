@@ -15,11 +15,21 @@ from collections.abc import Sequence
 from dilocox.dht.keys import part_key
 from dilocox.dht.records import PartRecord, Record
 from dilocox.dht.swarm import Swarm
-from dilocox.peer.data import position_of
 
 READ_AT_ONCE = 16  # parts that are looked at together
 # Epochs at which those who share a part begin: beyond what a first reader comes to.
 SHARED_EPOCHS = range(1 << 12, 1 << 20)
+_ROW_BITS = 32  # the low bits of a position count rows, the others epochs
+
+
+def position_of(epoch: int, rows: int = 0) -> int:
+    """A place in a part as one integer, which a record in the DHT has room for up to epoch 2^21."""
+    return epoch << _ROW_BITS | rows
+
+
+def place_of(position: int) -> tuple[int, int]:
+    """The epoch and the rows of it that were read."""
+    return position >> _ROW_BITS, position & ((1 << _ROW_BITS) - 1)
 
 
 class PartLease:

@@ -23,10 +23,9 @@ from dilocox.dht.errors import EnvironmentFault
 from dilocox.dht.keys import averaging_prefix
 from dilocox.dht.node import RunDHT
 from dilocox.dht.records import ClaimRecord
-from dilocox.peer.averager import StageAverager
 from dilocox.peer.chain_list import ChainRound, LoggedRound, tokens_by_peer
 from dilocox.peer.monitor_headers import MOST_BYTES, HeaderFetcher
-from dilocox.peer.transport import PeerTransport, UploadLimit
+from dilocox.peer.transport import Client, UploadLimit
 
 logger = logging.getLogger(__name__)
 
@@ -188,19 +187,17 @@ class ChainReader:
         walk = Walker(order)
         try:
             async with self._slots:
-                transport = self._transport(order.stage)
-                await walk.go(HeaderFetcher(transport, self._run, self._bootstraps))
+                client = self._client(order.stage)
+                await walk.go(HeaderFetcher(client, self._run, self._bootstraps))
         except Exception:  # a header can be anything; the other stages are to be followed
             logger.exception("the chain of stage %d cannot be followed", order.stage)
         finally:
             self._walks.append(walk.result())
 
-    def _transport(self, stage: int) -> PeerTransport:
-        return PeerTransport(
+    def _client(self, stage: int) -> Client:
+        return Client(
             p2p=self._p2p,
-            stub_for=lambda p2p, peer: StageAverager.get_stub(
-                p2p, peer, namespace=averaging_prefix(self._run, stage)
-            ),
+            namespace=averaging_prefix(self._run, stage),
             limit=UploadLimit(None),
             record_bytes=MOST_BYTES,
         )

@@ -14,7 +14,7 @@ from collections.abc import Collection, Sequence
 from dilocox.peer.chain_list import ChainRound
 from dilocox.peer.record import digest_of, parse_header
 from dilocox.peer.record_folder import HEADER_BYTES
-from dilocox.peer.transport import FrameRefused, PeerTransport
+from dilocox.peer.transport import Client, FrameRefused
 
 logger = logging.getLogger(__name__)
 
@@ -38,8 +38,8 @@ class _Enough(ConnectionError):
 class HeaderFetcher:
     """Asks holders for the header of a record."""
 
-    def __init__(self, transport: PeerTransport, run: str, bootstraps: Collection[str]):
-        self._transport = transport
+    def __init__(self, client: Client, run: str, bootstraps: Collection[str]):
+        self._client = client
         self._run = run
         self._bootstraps = bootstraps
 
@@ -74,7 +74,7 @@ class HeaderFetcher:
         header = whole_bytes == 0  # who knows the word sends no more then
         want = {"what": "record", "digest": digest, "older": True, "header": header}
         try:
-            blob = await self._transport.fetch(peer, want, limit_bytes=MOST_BYTES, sink=take)
+            blob = await self._client.fetch(peer, want, limit_bytes=MOST_BYTES, sink=take)
         except _Enough:
             return header_of(bytes(data), digest, self._run, stage)
         if blob is None:

@@ -27,13 +27,13 @@ from dilocox.peer import catchup
 from dilocox.peer.bitmap import bitmap_of
 from dilocox.peer.counts import Counts, byte_kind
 from dilocox.peer.exchange import Attempt
+from dilocox.peer.group_calls import contributors_in
 from dilocox.peer.members import Mean, ShareRefused
 from dilocox.peer.record import RecordRefused
 from dilocox.peer.transport import (
     CHUNK_BYTES,
     FrameRefused,
     chunk_of,
-    contributors_in,
     reply,
     unpack,
 )

@@ -32,7 +32,7 @@ from dilocox.peer.outer import OuterStep
 from dilocox.peer.record import RecordRefused, RoundRecord, digest_of
 from dilocox.peer.record_check import RecordCheck
 from dilocox.peer.snapshot import sha256_of_file
-from dilocox.peer.transport import FrameRefused, PeerTransport
+from dilocox.peer.transport import Client, FrameRefused
 
 PIECE_VALUES = 1 << 20
 HURRY_S = 3600.0  # a state that would take longer is looked for elsewhere
@@ -59,7 +59,7 @@ class StateOffer:
 
 
 async def ask_for_state(
-    transport: PeerTransport,
+    client: Client,
     peer: str,
     *,
     check: RecordCheck,
@@ -74,7 +74,7 @@ async def ask_for_state(
         RecordRefused, FrameRefused: what it says is not sound.
     """
     limit = check.state_bytes
-    blob = await transport.fetch(peer, {"what": "state", "offset": limit}, limit_bytes=limit)
+    blob = await client.fetch(peer, {"what": "state", "offset": limit}, limit_bytes=limit)
     if blob is None:
         raise NoState(f"{peer} has no state")
     digest, sha256 = str(blob.facts.get("digest")), str(blob.facts.get("sha256"))
@@ -87,10 +87,10 @@ async def ask_for_state(
         raise NoState(f"{peer} has written no state since the first round")
     if not helps(digest):
         raise NoState(f"the state of {peer} is not newer, or not on this chain")
-    data = await asyncio.wait_for(transport.fetch_record(peer, digest), check.record_limit_s)
+    data = await asyncio.wait_for(client.fetch_record(peer, digest), check.record_limit_s)
     if data is None or digest_of(data) != digest:
         raise FrameRefused(f"{peer} has no record for its state")
-    certificate = await fetch_certificate(transport, peer, digest)
+    certificate = await fetch_certificate(client, peer, digest)
     record = await compute(check.record, data, certificate)
     return StateOffer(
         peer=peer,
@@ -104,7 +104,7 @@ async def ask_for_state(
 
 
 async def download_state(
-    transport: PeerTransport,
+    client: Client,
     offer: StateOffer,
     folder: Path,
     *,
@@ -128,7 +128,7 @@ async def download_state(
         with _disk(path):
             for older in set(folder.glob("*.state")) - {path}:
                 older.unlink()
-        await _fetch_rest(transport, offer, path, hurry)
+        await _fetch_rest(client, offer, path, hurry)
         with _disk(path):
             found = await compute(sha256_of_file, path)
         if found != offer.sha256:
@@ -140,7 +140,7 @@ async def download_state(
     return path
 
 
-async def _fetch_rest(transport: PeerTransport, offer: StateOffer, path: Path, hurry: bool) -> None:
+async def _fetch_rest(client: Client, offer: StateOffer, path: Path, hurry: bool) -> None:
     with _disk(path):
         file = path.open("ab")
     with file:
@@ -155,7 +155,7 @@ async def _fetch_rest(transport: PeerTransport, offer: StateOffer, path: Path, h
         want = {"what": "state", "offset": offset, "sha256": offer.sha256}
         limit = offer.size - offset
         least = limit / HURRY_S if hurry else 0.0
-        fetching = transport.fetch(
+        fetching = client.fetch(
             offer.peer, want, limit_bytes=limit, sink=write, least_bytes_per_s=least
         )
         if await fetching is None:

@@ -1,4 +1,4 @@
-"""What travels between members of a stage: frames, the calls that send them, and the upload limit.
+"""How peers of a stage call each other: frames, the client that sends them, and the upload limit.
 
 All calls are hivemind P2P calls in the averager's namespace. A frame's metadata is msgpack, its
 bulk comes in chunks. Whatever goes wrong on the way becomes a ConnectionError: p2pd, hivemind and
@@ -16,7 +16,7 @@ import asyncio
 import logging
 import re
 import time
-from collections.abc import AsyncIterator, Callable, Generator, Sequence
+from collections.abc import AsyncIterator, Callable, Generator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, cast
@@ -26,9 +26,7 @@ from hivemind.p2p import P2P, P2PDaemonError, PeerID
 from hivemind.proto import runtime_pb2
 
 from dilocox.dht.errors import DilocoxError
-from dilocox.peer.bitmap import bitmap_of, chosen_in
 from dilocox.peer.counts import BYTE_KINDS, Counts, byte_kind
-from dilocox.peer.members import Mean
 
 logger = logging.getLogger(__name__)
 
@@ -42,6 +40,11 @@ BUSY_LIFETIMES = 10  # of a record: so long nobody is busy who has what it claim
 
 
 _NOT_SERVED = re.compile(r"protocols? not supported")
+
+
+def handler_name(namespace: str, method: str) -> str:
+    """What p2pd knows a handler by, of whichever class it is."""
+    return f"{namespace}::stage.{method}"
 
 
 class FrameRefused(ValueError):
@@ -69,12 +72,12 @@ class Blob:
 
 def pack(facts: dict[str, Any], chunk: bytes = b"") -> runtime_pb2.ExpertRequest:
     """A request frame."""
-    return runtime_pb2.ExpertRequest(metadata=_packb(facts), tensors=_tensors(chunk))
+    return runtime_pb2.ExpertRequest(metadata=packed(facts), tensors=_tensors(chunk))
 
 
 def reply(facts: dict[str, Any], chunk: bytes = b"") -> runtime_pb2.ExpertResponse:
     """A response frame."""
-    return runtime_pb2.ExpertResponse(metadata=_packb(facts), tensors=_tensors(chunk))
+    return runtime_pb2.ExpertResponse(metadata=packed(facts), tensors=_tensors(chunk))
 
 
 def unpack(frame: Any) -> dict[str, Any]:
@@ -95,18 +98,8 @@ def chunk_of(frame: Any) -> bytes:
     return b"".join(tensor.buffer for tensor in frame.tensors)
 
 
-def contributors_in(members: Sequence[str], facts: dict[str, Any]) -> tuple[str, ...]:
-    """Whom the facts of a mean name of a group's members; FrameRefused if they are none."""
-    bits = facts.get("contributors")
-    if not isinstance(bits, bytes):
-        raise FrameRefused("a mean does not say whose it is")
-    try:
-        return chosen_in(members, bits)
-    except ValueError as error:
-        raise FrameRefused(f"a mean of members that are none: {error}") from error
-
-
-def _packb(facts: dict[str, Any]) -> bytes:
+def packed(facts: dict[str, Any]) -> bytes:
+    """Metadata of a frame."""
     return cast(bytes, msgpack.packb(facts))  # pyright: ignore[reportUnknownMemberType]
 
 
@@ -172,110 +165,54 @@ class UploadLimit:
             await asyncio.sleep(start - now)
 
 
-class PeerTransport:
-    """One member's calls to others: those of an attempt (see exchange.Transport), downloads."""
+class Client:
+    """Calls to the peers of a stage, whose handlers have the namespace of run and stage."""
 
     def __init__(
         self,
         *,
         p2p: P2P,
-        stub_for: Callable[[P2P, PeerID], Any],
+        namespace: str,
         limit: UploadLimit,
         record_bytes: int,
         sent: Counts | None = None,
         received: Counts | None = None,
-        group: bytes = b"",
-        members: tuple[str, ...] = (),
     ):
         """record_bytes: the most that a record of this stage, or a mean in it, may have.
         `sent`, `received`: where payload bytes are counted, by kind.
         """
         self._p2p = p2p
-        self._stub_for = stub_for
+        self._namespace = namespace
         self._limit = limit
-        self._record_bytes = record_bytes
+        self.record_bytes = record_bytes
         self._sent = sent or Counts(BYTE_KINDS)
         self._received = received or Counts(BYTE_KINDS)
-        self._group = group
-        self._members = members
 
-    def for_group(self, group: bytes, members: tuple[str, ...]) -> PeerTransport:
-        """The same calls, within one averaging group of these members, sorted."""
-        return PeerTransport(
-            p2p=self._p2p,
-            stub_for=self._stub_for,
-            limit=self._limit,
-            record_bytes=self._record_bytes,
-            sent=self._sent,
-            received=self._received,
-            group=group,
-            members=members,
-        )
-
-    # ---- within a group --------------------------------------------------------------------------
-    async def push_part(self, peer: str, column: int, payload: bytes) -> None:
-        """Send this member's encoded part to the reducer of a column in its row."""
-        await self._push(peer, {"kind": "part", "part": column}, payload)
-
-    async def push_row(self, peer: str, mean: Mean) -> None:
-        """Send this member's row's mean of a share to the one that averages it over the rows."""
-        await self._push(peer, {"kind": "row"} | self._about(mean), mean.payload)
-
-    async def push_mean(self, peer: str, mean: Mean) -> None:
-        """Send an averaged share to a member."""
-        await self._push(peer, {"kind": "mean"} | self._about(mean), mean.payload)
-
-    def _about(self, mean: Mean) -> dict[str, Any]:
-        bits = bitmap_of(self._members, mean.contributors)
-        return {"part": mean.part, "contributors": bits}
-
-    async def fetch_mean(self, peer: str, part: int) -> Mean | None:
-        """Ask a member for an averaged share; None if it has none."""
-        want = {"what": "mean", "group": self._group, "part": part}
-        blob = await self.fetch(peer, want, limit_bytes=self._record_bytes)
-        if blob is None:
-            return None
-        names = contributors_in(self._members, blob.facts)
-        return Mean(part=part, contributors=names, payload=blob.data)
-
-    async def fetch_record(self, peer: str, digest: str, *, older: bool = False) -> bytes | None:
-        """Ask a member for a round record; `older` as for `headers.fetch_header`."""
-        want = {"what": "record", "digest": digest, "older": older}
-        blob = await self.fetch(peer, want, limit_bytes=self._record_bytes)
-        return None if blob is None else blob.data
-
-    async def send_votes(self, peer: str, votes: Sequence[bytes]) -> None:
-        """Send signed votes, one's own or those of others."""
-        tensors = [runtime_pb2.Tensor(buffer=vote) for vote in votes]
+    async def call(self, peer: str, method: str, request: Any) -> Any:
+        """A handler's answer, a frame; `request` is a frame or yields them."""
         with _reached(peer):
-            request = runtime_pb2.ExpertRequest(
-                metadata=_packb({"group": self._group}), tensors=tensors
+            name = handler_name(self._namespace, method)
+            return await self._p2p.call_protobuf_handler(
+                PeerID.from_base58(peer), name, request, runtime_pb2.ExpertResponse
             )
-            await self._stub(peer).rpc_vote(request)
 
-    async def ask_votes(self, peer: str, round_number: int, attempt: int) -> list[bytes]:
-        """Ask a member for the votes of this group's attempt that it holds."""
-        question = {"group": self._group, "round": round_number, "attempt": attempt}
+    async def stream(self, peer: str, method: str, request: Any) -> AsyncIterator[Any]:
+        """The frames of a handler that answers with several."""
         with _reached(peer):
-            answer = unpack(await self._stub(peer).rpc_ask(pack(question)))
-        votes = answer.get("votes")
-        held = cast("list[object]", votes) if isinstance(votes, list) else []
-        return [vote for vote in held if isinstance(vote, bytes)]
-
-    async def heartbeats(self, peer: str) -> AsyncIterator[None]:
-        """A stream that yields while the member is alive."""
-        with _reached(peer):
-            stream = await self._stub(peer).rpc_watch(pack({"group": self._group}))
+            name = handler_name(self._namespace, method)
+            frames = await self._p2p.iterate_protobuf_handler(
+                PeerID.from_base58(peer), name, request, runtime_pb2.ExpertResponse
+            )
         while True:
             with _reached(peer):
-                await anext(stream)
-            yield
+                frame = await anext(frames)
+            yield frame
 
-    async def _push(self, peer: str, facts: dict[str, Any], payload: bytes) -> None:
-        header = facts | {"group": self._group, "bytes": len(payload)}
+    async def push(self, peer: str, facts: dict[str, Any], payload: bytes) -> None:
+        """Send something of an exchange; ConnectionError if the peer refuses it."""
 
         async def frames() -> AsyncIterator[runtime_pb2.ExpertRequest]:
-            yield pack(header)
+            yield pack(facts | {"bytes": len(payload)})
             for start in range(0, len(payload), CHUNK_BYTES):
                 chunk = payload[start : start + CHUNK_BYTES]
                 await self._limit.spend(len(chunk), first=True)
@@ -283,12 +220,11 @@ class PeerTransport:
                 yield pack({}, chunk)
 
         # also when the round is decided already: a slow member still needs what it lacks
-        with _reached(peer), self._limit.exchange():
-            answer = unpack(await self._stub(peer).rpc_put(frames()))
+        with self._limit.exchange():
+            answer = unpack(await self.call(peer, "rpc_put", frames()))
         if refused := answer.get("refused"):
             raise ConnectionError(f"{peer} refused a {facts['kind']}: {refused}")
 
-    # ---- downloads -------------------------------------------------------------------------------
     async def fetch(
         self,
         peer: str,
@@ -305,7 +241,7 @@ class PeerTransport:
         checked against `limit_bytes` before the first chunk is taken.
         """
         with _reached(peer):
-            stream = await self._stub(peer).rpc_get(pack(want))
+            stream = self.stream(peer, "rpc_get", pack(want))
             facts = unpack(await asyncio.wait_for(anext(stream), STALL_S))
             if busy := facts.get("busy"):
                 raise PeerBusy(f"{peer} is busy: {str(busy)[:200]}")
@@ -332,8 +268,11 @@ class PeerTransport:
                     since, before = time.monotonic(), taken
             return Blob(facts=facts, data=b"".join(chunks))
 
-    def _stub(self, peer: str) -> Any:
-        return self._stub_for(self._p2p, PeerID.from_base58(peer))
+    async def fetch_record(self, peer: str, digest: str, *, older: bool = False) -> bytes | None:
+        """Ask a member for a round record; `older` as for `headers.fetch_header`."""
+        want = {"what": "record", "digest": digest, "older": older}
+        blob = await self.fetch(peer, want, limit_bytes=self.record_bytes)
+        return None if blob is None else blob.data
 
 
 @contextmanager

@@ -111,7 +111,7 @@ class Donor:
             group=b"g",
             members=(self.peer,),
         )
-        ballots = Ballots(identity=self._identity, ballot=ballot, log=self.log)
+        ballots = Ballots(identity=self._identity, ballot=ballot, save_vote=self.log.save_vote)
         ballots.cast(digest_of(data), ())
         self.log.append(data, ballots.certificate())
         outer = OuterStep(MANIFEST.outer.learning_rate, MANIFEST.outer.momentum)
@@ -211,7 +211,7 @@ def take_all(
         return claims | dict.fromkeys(gone if stage == 0 else (), long_chain)
 
     wire = Wire({donor.peer: donor for donor in donors})
-    monkeypatch.setattr(download, "PeerTransport", lambda **_: wire)
+    monkeypatch.setattr(download, "Client", lambda **_: wire)
     monkeypatch.setattr(download, "LOOK_PAUSE_S", 0.01)
     place = SimpleNamespace(
         run=RUN,

@@ -191,7 +191,7 @@ class Group:
                 setup,
                 encoder=self.codec.encoder(message, ranks, lambda: self.codec.first_basis("seed")),
                 transport=Link(me, self),
-                ballots=Ballots(identity=identity, ballot=ballot, log=log),
+                ballots=Ballots(identity=identity, ballot=ballot, save_vote=log.save_vote),
                 pool=self.pool,
             )
 

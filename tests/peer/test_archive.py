@@ -32,7 +32,7 @@ from dilocox.peer.kept_chain import kept_run
 from dilocox.peer.outer import OuterStep, anchor_sha256
 from dilocox.peer.replay import Replayed, replay
 from dilocox.peer.roundlog import RoundLog
-from dilocox.peer.transport import PeerBusy, PeerTransport, chunk_of, pack, unpack
+from dilocox.peer.transport import Client, PeerBusy, chunk_of, pack, unpack
 from tests.peer.donors import LAYOUT, MANIFEST, RUN, Donor, Wire
 
 ME = "QmArchive"
@@ -63,7 +63,7 @@ class Desk:
             check=CHECK,
             record_lifetime_s=record_lifetime_s,
             keep_bytes=keep_bytes,
-            transport=cast("PeerTransport", Wire(by_peer)),
+            client=cast("Client", Wire(by_peer)),
             compute=asyncio.to_thread,
         )
         return cls(folder, by_peer, kept)
@@ -94,14 +94,14 @@ class Desk:
 
     def joiner_gets(self, folder: Path, claim: ClaimRecord) -> Tensor:
         """The anchor that a peer has which takes all from the archive, by its own code."""
-        transport = cast("PeerTransport", Wire({ME: cast("Donor", self.archive)}))
+        client = cast("Client", Wire({ME: cast("Donor", self.archive)}))
         anchor, momentum = torch.zeros(LAYOUT.numel), torch.zeros(LAYOUT.numel)
         log = RoundLog(folder / "joined", manifest_digest=MANIFEST.digest, codec=CHECK.codec)
 
         async def take() -> tuple[int, ...]:
             try:
                 state = await catchup.fetch_state(
-                    transport,
+                    client,
                     ME,
                     check=CHECK,
                     compute=asyncio.to_thread,
@@ -114,7 +114,7 @@ class Desk:
             except ConnectionError:
                 anchor.copy_(Donor(IDENTITY[0], folder / "start").anchor)
             reach = await catchup.catch_up(
-                transport, log, ME, claim.digest, check=CHECK, compute=asyncio.to_thread
+                client, log, ME, claim.digest, check=CHECK, compute=asyncio.to_thread
             )
             return reach.appended
 

@@ -38,7 +38,9 @@ def ballots_of(identities: list[Identity], folder: Path, **changes: object) -> l
         Ballots(
             identity=identity,
             ballot=ballot,
-            log=RoundLog(folder / identity.peer_id, manifest_digest=MANIFEST_DIGEST, codec=CODEC),
+            save_vote=RoundLog(
+                folder / identity.peer_id, manifest_digest=MANIFEST_DIGEST, codec=CODEC
+            ).save_vote,
         )
         for identity in identities
     ]

@@ -18,7 +18,7 @@ from dilocox.peer.catchup import Reach, State, catch_up
 from dilocox.peer.record import RecordRefused, parse_header
 from dilocox.peer.record_check import RecordCheck
 from dilocox.peer.roundlog import RoundLog
-from dilocox.peer.transport import Blob, FrameRefused, PeerTransport
+from dilocox.peer.transport import Blob, Client, FrameRefused
 from tests.peer.kept_chains import RUN, ChainMaker, manifest_of
 
 PEER = "QmPeer"
@@ -60,7 +60,7 @@ class Walk:
     ) -> Reach:
         return asyncio.run(
             catch_up(
-                cast("PeerTransport", self),
+                cast("Client", self),
                 self.log,
                 PEER,
                 digest or self.maker.digests[-1],
@@ -305,7 +305,7 @@ def test_an_offer_of_a_state_that_cannot_be_costs_no_byte_of_it(
 def taken(walk: Walk, folder: Path) -> Coroutine[Any, Any, State]:
     numel = walk.maker.layout.numel
     return catchup.fetch_state(
-        cast("PeerTransport", walk),
+        cast("Client", walk),
         PEER,
         check=walk.check,
         compute=asyncio.to_thread,

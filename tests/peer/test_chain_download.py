@@ -24,7 +24,7 @@ from dilocox.peer.kept_chain import KeptChain
 from dilocox.peer.record_check import RecordCheck
 from dilocox.peer.record_folder import RecordFolder
 from dilocox.peer.replay import replay
-from dilocox.peer.transport import Blob, FrameRefused, PeerTransport
+from dilocox.peer.transport import Blob, Client, FrameRefused
 from tests.peer.kept_chains import RUN, ChainMaker, manifest_of
 
 CHUNK_BYTES = 2048  # smaller than a network's, since these records are small
@@ -73,8 +73,8 @@ class Swarm:
             manifest=self.maker.manifest,
             swarm=SimpleNamespace(read=lambda *_: self.claims),
         )
-        transport = cast("PeerTransport", self)
-        return ChainHolders(cast("Joined", place), 0, transport, time.monotonic() + limit_s)
+        client = cast("Client", self)
+        return ChainHolders(cast("Joined", place), 0, client, time.monotonic() + limit_s)
 
     async def fetch(
         self,

@@ -29,8 +29,8 @@ from dilocox.peer.service import NoSuchGroup, PeerService, refusal
 from dilocox.peer.tally import Tally
 from dilocox.peer.transport import (
     CHUNK_BYTES,
+    Client,
     FrameRefused,
-    PeerTransport,
     UploadLimit,
     pack,
     reply,
@@ -377,14 +377,16 @@ def test_downloads_are_counted_by_kind_on_both_sides(
 
     vars(service)["_find"] = find
 
-    class Stub:
-        async def rpc_get(self, request: Any) -> AsyncIterator[Any]:
+    class Daemon:
+        async def iterate_protobuf_handler(
+            self, _peer: Any, _name: str, request: Any, _answer: Any
+        ) -> AsyncIterator[Any]:
             return service.rpc_get(request, cast(Any, SimpleNamespace(remote_id=PEER)))
 
     received = Counts(BYTE_KINDS)
-    transport = PeerTransport(
-        p2p=cast(Any, None),
-        stub_for=lambda *_: Stub(),
+    transport = Client(
+        p2p=cast(Any, Daemon()),
+        namespace="",
         limit=UploadLimit(None),
         record_bytes=1 << 20,
         received=received,

@@ -22,7 +22,7 @@ from dilocox.peer.monitor_chain import (
     holders_of,
 )
 from dilocox.peer.monitor_headers import WHOLE_BYTES, HeaderFetcher, header_of
-from dilocox.peer.transport import Blob, FrameRefused, PeerTransport
+from dilocox.peer.transport import Blob, Client, FrameRefused
 from tests.peer.fabricated import RUN, claim_record
 from tests.peer.told_records import ToldRecord, told_chain
 
@@ -62,9 +62,9 @@ class Holders:
         return Blob(facts={}, data=b"")
 
     def walk(self, start: str, holders: Sequence[str], *, stop: Sequence[str] = (ROOT,)) -> Walk:
-        transport = cast("PeerTransport", self)
+        client = cast("Client", self)
         walker = Walker(Order(stage=0, start=start, stop=stop, holders=holders))
-        asyncio.run(walker.go(HeaderFetcher(transport, RUN, {"boot"})))
+        asyncio.run(walker.go(HeaderFetcher(client, RUN, {"boot"})))
         return walker.result()
 
 

@@ -14,7 +14,7 @@ from hivemind.p2p.p2p_daemon_bindings.utils import ControlFailure
 
 from dilocox.dht.identity import peer_id_of
 from dilocox.peer import transport as module
-from dilocox.peer.transport import PeerTransport, TooSlow, UploadLimit, reply
+from dilocox.peer.transport import Client, TooSlow, UploadLimit, reply
 
 CHUNK, RATE = 1000, 50_000.0  # a chunk takes 20 ms
 
@@ -102,12 +102,12 @@ def test_on_a_thin_link_others_take_half_of_what_an_exchange_carried() -> None:
 
 
 class Daemon:
-    """A peer's stub whose calls end with this error."""
+    """A p2pd whose calls end with this error."""
 
     def __init__(self, error: Exception):
         self._error = error
 
-    async def rpc_get(self, _request: Any) -> Any:
+    async def iterate_protobuf_handler(self, *_: Any) -> Any:
         raise self._error
 
 
@@ -122,9 +122,9 @@ class Daemon:
     ],
 )
 def test_what_p2pd_says_of_a_peer_is_said_in_words(error: Exception, words: str) -> None:
-    transport = PeerTransport(
-        p2p=cast("P2P", None),
-        stub_for=lambda *_: Daemon(error),
+    transport = Client(
+        p2p=cast("P2P", Daemon(error)),
+        namespace="",
         limit=UploadLimit(None),
         record_bytes=1,
     )
@@ -148,12 +148,12 @@ def test_a_download_that_comes_too_slowly_is_given_up_where_that_was_asked_for(
             now[0] += 1.0 if number < 90 else 10.0  # then it becomes slow
             yield reply({}, bytes(CHUNK))
 
-    async def rpc_get(_request: Any) -> AsyncIterator[Any]:
+    async def opened(*_: Any) -> AsyncIterator[Any]:
         return answer()
 
-    transport = PeerTransport(
-        p2p=cast("P2P", None),
-        stub_for=lambda *_: SimpleNamespace(rpc_get=rpc_get),
+    transport = Client(
+        p2p=cast("P2P", SimpleNamespace(iterate_protobuf_handler=opened)),
+        namespace="",
         limit=UploadLimit(None),
         record_bytes=1,
     )

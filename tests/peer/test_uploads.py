@@ -20,8 +20,8 @@ from dilocox.peer.service import PeerService
 from dilocox.peer.transport import (
     CHUNK_BYTES,
     STALL_S,
+    Client,
     PeerBusy,
-    PeerTransport,
     UploadLimit,
     chunk_of,
     pack,
@@ -244,13 +244,15 @@ def test_who_was_fast_before_is_dripping_all_the_same(monkeypatch: pytest.Monkey
 def test_the_asker_hears_that_it_may_ask_another(service: PeerService) -> None:
     vars(service)["uploads"] = Uploads(0)
 
-    class Stub:
-        async def rpc_get(self, request: Any) -> AsyncIterator[Any]:
+    class Daemon:
+        async def iterate_protobuf_handler(
+            self, _peer: Any, _name: str, request: Any, _answer: Any
+        ) -> AsyncIterator[Any]:
             return answers(service, PEER, unpack(request))
 
-    transport = PeerTransport(
-        p2p=cast("Any", None),
-        stub_for=lambda *_: Stub(),
+    transport = Client(
+        p2p=cast("Any", Daemon()),
+        namespace="",
         limit=UploadLimit(None),
         record_bytes=len(RECORD),
     )

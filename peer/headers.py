@@ -69,7 +69,7 @@ async def fetch_header(
         if await fetch(want, limit_bytes=limit_bytes, sink=take) is None:
             return None
     except _Enough:
-        return _told(bytes(data))
+        return _told_header(bytes(data))
     raise FrameRefused(f"{len(data)} bytes are no record")
 
 
@@ -89,7 +89,7 @@ def _length(data: bytes | bytearray) -> int:
     return int.from_bytes(data[:8], "little")
 
 
-def _told(data: bytes) -> ToldHeader:
+def _told_header(data: bytes) -> ToldHeader:
     try:
         tensors = json.loads(data[8 : 8 + _length(data)])
         ends = [facts["data_offsets"][1] for name, facts in tensors.items() if name[:1] != "_"]

@@ -22,13 +22,13 @@ from torch import Tensor
 
 from benchmarks.tables import narrow
 from dilocox.dht.manifest import Manifest
-from dilocox.peer.inner import InnerOptimizer, clip_factor, learning_rate
-from dilocox.peer.prepare import held_out, open_corpus
-from dilocox.peer.validation import batches_of
-from dilocox.pipeline.activations import decode, encode
-from dilocox.pipeline.codecs import CODECS
+from dilocox.peer.process.prepare import held_out, open_corpus
+from dilocox.peer.training.data import batches_of
+from dilocox.peer.training.inner_optimizer import InnerOptimizer, clip_factor, learning_rate
+from dilocox.pipeline.activation_codec import decode, encode
+from dilocox.pipeline.frames import CODECS
 from dilocox.pipeline.stage import build_stage
-from dilocox.pipeline.worker import Produced, StageWorker
+from dilocox.pipeline.stage_worker import Produced, StageWorker
 from tests.swarm.small_run import run_manifest
 
 LAST_STEPS = 20  # over which training losses are averaged

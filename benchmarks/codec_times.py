@@ -20,7 +20,7 @@ from benchmarks.tables import narrow
 from dilocox.compression.layout import FlatLayout
 from dilocox.compression.stage_codec import StageCodec, StageEncoder
 from dilocox.dht.manifest import Manifest
-from dilocox.peer.plan import stage_codec
+from dilocox.peer.rounds.adaptation import stage_codec
 
 HIDDEN, INTERMEDIATE = 2048, 5632
 MATRICES = {

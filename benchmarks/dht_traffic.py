@@ -1,9 +1,10 @@
 """What peers send for the DHT, by the size of their swarm.
 
 A swarm of peers that all train: each tells of itself, looks at the others and, as a head, rings a
-bell in every round. The intervals are those of peer/cadence.py and peer/rounds.py, the records real
-ones, encoded and sealed, and the keepers of a key those of dht/keepers.py: the five nodes nearest
-to it, of which a look asks one. What is modelled is the time only, and the bytes of a call beside
+bell in every round. The intervals are those of peer/averaging/announcer.py and
+peer/rounds/round_clock.py, the records real ones, encoded and sealed, and the keepers of a key
+those of dht/keepers.py: the five nodes nearest to it, of which a look asks one.
+What is modelled is the time only, and the bytes of a call beside
 its records (CALL_BYTES, KEY_BYTES); `--real N` measures those with nodes on loopback, by what the
 TCP sockets of their p2pd send, and prints them beside the model's.
 
@@ -36,10 +37,8 @@ from rich.console import Console
 from benchmarks import socket_bytes
 from benchmarks.tables import narrow
 from dilocox.dht.clock import RunClock
-from dilocox.dht.envelope import seal
 from dilocox.dht.identity import Identity
 from dilocox.dht.invite import run_id
-from dilocox.dht.keys import bell_key, claim_key, key_id, part_key, replica_key, stage_key
 from dilocox.dht.node import RunDHT, open_dht
 from dilocox.dht.records import (
     BellRecord,
@@ -48,11 +47,18 @@ from dilocox.dht.records import (
     Record,
     ReplicaRecord,
     StageRecord,
+    bell_key,
+    claim_key,
+    key_id,
+    part_key,
+    replica_key,
+    stage_key,
 )
 from dilocox.dht.swarm import Swarm
 from dilocox.dht.validator import RunRecordValidator
-from dilocox.peer.cadence import Cadence, Heard
-from dilocox.peer.round_keeper import LONGEST_LOOK_S, LOOK_S, LOOKS
+from dilocox.dht.wire import seal
+from dilocox.peer.averaging.announcer import Cadence, Heard
+from dilocox.peer.rounds.round_clock import LONGEST_LOOK_S, LOOK_S, LOOKS
 
 CALL_BYTES = 500  # of a question and its answer, without keys and records, both ways
 KEY_BYTES = 40

@@ -19,11 +19,10 @@ from torch.func import functional_call, grad_and_value, vmap
 
 from dilocox.compression.layout import FlatLayout
 from dilocox.dht.manifest import InnerSpec
-from dilocox.peer.inner import InnerOptimizer, clip_factor
-from dilocox.peer.inner_parts import is_for_muon
-from dilocox.peer.validation import validation_loss
-from dilocox.pipeline.loss import next_token_loss
+from dilocox.peer.training.data import validation_loss
+from dilocox.peer.training.inner_optimizer import InnerOptimizer, clip_factor, is_for_muon
 from dilocox.pipeline.stage import build_stage, flatten_parameters
+from dilocox.pipeline.stage_worker import next_token_loss
 
 # scaled dot product attention has no vectorised kernel for CPUs and says so; it is as fast without
 warnings.filterwarnings("ignore", message=".*have not yet implemented the batching rule.*")

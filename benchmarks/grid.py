@@ -26,11 +26,10 @@ from benchmarks.tables import narrow
 from dilocox.compression.layout import FlatLayout
 from dilocox.compression.stage_codec import Phase
 from dilocox.dht.manifest import Manifest
-from dilocox.peer.adaptation import RoundFacts
-from dilocox.peer.grid import Grid, Share
-from dilocox.peer.groups import Ticket
-from dilocox.peer.plan import stage_codec
-from dilocox.peer.record import Contribution, Part, RoundRecord
+from dilocox.peer.rounds.adaptation import stage_codec
+from dilocox.peer.rounds.grid import Grid, Share
+from dilocox.peer.rounds.group import Ticket
+from dilocox.peer.rounds.record import Contribution, Part, RoundFacts, RoundRecord
 
 GROUPS = [(12, 12), (12, 4), (32, 32), (32, 8), (128, 128), (128, 32), (128, 16)]
 BYTES_PER_S, WAY_S = 10e6 / 8, 0.1

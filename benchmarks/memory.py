@@ -37,13 +37,12 @@ from rich.table import Table
 from dilocox.compression.layout import FlatLayout
 from dilocox.dht.errors import InvalidInput
 from dilocox.dht.manifest import Manifest
-from dilocox.peer.averaging import StageBuffers
-from dilocox.peer.prepare import local_model
-from dilocox.peer.snapshots import Snapshots
+from dilocox.peer.averaging.averager import StageBuffers
+from dilocox.peer.process.prepare import local_model
+from dilocox.peer.training.snapshots import Snapshots
 from dilocox.pipeline.partition import plan_stages
-from dilocox.pipeline.schedule import window_size
 from dilocox.pipeline.stage import parameter_shapes
-from dilocox.pipeline.worker import StageWorker
+from dilocox.pipeline.stage_worker import StageWorker, window_size
 
 STAGE_LIMIT_S = 600.0
 LEARNING_RATE = 1e-4

@@ -19,14 +19,18 @@ from collections.abc import Generator
 from dataclasses import dataclass
 from pathlib import Path
 
-# As peer/logs.py does, but before hivemind is imported below.
+# As peer/os_process.py does, but before hivemind is imported below.
 os.environ.setdefault("HIVEMIND_LOGLEVEL", "CRITICAL")
 
 from dilocox.peer import cli
-from dilocox.pipeline.measure import Smoothed, Stopwatch
-from dilocox.pipeline.passes import StageOptimizer, StagePasses
 from dilocox.pipeline.stage import StageModule
-from dilocox.pipeline.worker import StageWorker
+from dilocox.pipeline.stage_worker import (
+    Smoothed,
+    StageOptimizer,
+    StagePasses,
+    StageWorker,
+    Stopwatch,
+)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -43,7 +43,7 @@ from benchmarks.codec_losses import LOSS_LIMITS, losses, model_description
 from benchmarks.paced_passes import LoggedStep, logged_steps
 from benchmarks.pipeline_plot import Drawing
 from benchmarks.tables import narrow
-from dilocox.peer.subprocesses import Child
+from dilocox.peer.os_process import Child
 from tests.swarm.harness import LocalSwarm
 from tests.swarm.links import Links, available
 from tests.swarm.small_run import run_manifest

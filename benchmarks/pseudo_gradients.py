@@ -17,19 +17,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dilocox.compression.codec import GroupCodec
+from dilocox.compression.error_feedback import Residual
+from dilocox.compression.group_codec import GroupCodec
 from dilocox.compression.layout import FlatLayout
-from dilocox.compression.residual import Residual
 from dilocox.compression.stage_codec import StageCodec
 from dilocox.dht.manifest import Manifest
-from dilocox.peer.inner import InnerOptimizer, clip_factor, learning_rate
-from dilocox.peer.merge import Merge, MergeConfig, OwnContribution, RecordFacts
-from dilocox.peer.outer import OuterStep
-from dilocox.peer.plan import RoundPlan, stage_codec
-from dilocox.peer.prepare import open_corpus
-from dilocox.peer.record import RoundRecord
-from dilocox.pipeline.loss import next_token_loss
+from dilocox.peer.process.prepare import open_corpus
+from dilocox.peer.rounds.adaptation import RoundPlan, stage_codec
+from dilocox.peer.rounds.outer_step import OuterStep
+from dilocox.peer.rounds.record import RoundRecord
+from dilocox.peer.training.inner_optimizer import InnerOptimizer, clip_factor, learning_rate
+from dilocox.peer.training.merge import Merge, MergeConfig, OwnContribution, RecordFacts
 from dilocox.pipeline.stage import build_stage, flatten_parameters, parameter_shapes
+from dilocox.pipeline.stage_worker import next_token_loss
 from tests.peer.averaged import averaged
 from tests.swarm.small_run import MODEL, fixed_steps, run_manifest
 

@@ -14,8 +14,9 @@ from torch import Tensor
 
 from dilocox.compression.layout import FlatLayout, split
 from dilocox.compression.stage_codec import Compression, Phase, StageCodec
-from dilocox.peer.adaptation import RoundFacts, facts_of, following_window, next_ranks
-from dilocox.peer.reduction import Reduction, combine, decode, encode
+from dilocox.peer.rounds.adaptation import facts_of, following_window, next_ranks
+from dilocox.peer.rounds.record import RoundFacts
+from dilocox.peer.rounds.shares import Reduction, combine, decode, encode
 
 
 @dataclass(frozen=True, kw_only=True)

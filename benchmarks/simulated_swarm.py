@@ -21,10 +21,10 @@ from benchmarks.fleet import Fleet
 from benchmarks.simulated_exchange import Exchange
 from dilocox.compression.stage_codec import Compression
 from dilocox.dht.manifest import DataSpec, InnerSpec
-from dilocox.peer.data import Corpus, held_out_windows
-from dilocox.peer.inner import learning_rate
-from dilocox.peer.merge import Merge, MergeConfig, OwnContribution, RecordFacts
-from dilocox.peer.outer import OuterStep
+from dilocox.peer.rounds.outer_step import OuterStep
+from dilocox.peer.training.data import Corpus, held_out_windows
+from dilocox.peer.training.inner_optimizer import learning_rate
+from dilocox.peer.training.merge import Merge, MergeConfig, OwnContribution, RecordFacts
 from dilocox.pipeline.stage import parameter_shapes
 
 FP16_BYTES = 2  # of a value

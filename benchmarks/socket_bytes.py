@@ -27,12 +27,10 @@ from dilocox.dht.identity import Identity
 from dilocox.dht.manifest import Manifest
 from dilocox.dht.node import RunDHT, open_dht
 from dilocox.dht.validator import RunRecordValidator
-from dilocox.peer.averager import StageAverager
-from dilocox.peer.averaging import AveragerConfig, StageBuffers, open_log
-from dilocox.peer.groups import ExchangeOrder, Plan, tokens_cap
-from dilocox.peer.members import AttemptResult
-from dilocox.peer.plan import RoundPlan, stage_codec
-from dilocox.peer.record import RoundRecord, digest_of, parse_record
+from dilocox.peer.averaging.averager import AveragerConfig, StageAverager, StageBuffers, open_log
+from dilocox.peer.rounds.adaptation import RoundPlan, stage_codec
+from dilocox.peer.rounds.group import AttemptResult, ExchangeOrder, Plan, tokens_cap
+from dilocox.peer.rounds.record import RoundRecord, digest_of, parse_record
 
 RUN = "c0dec" * 6 + "00"  # 32 hex digits, as a run id has
 LOOPBACK = "/ip4/127.0.0.1/tcp/0"

@@ -2,11 +2,11 @@
 
 A *scheme* says what the peers of a stage exchange of their message, in one or two phases:
 
-    dense     the message itself, in groups of 64 values (codec.py)
+    dense     the message itself, in groups of 64 values (group_codec.py)
     low_rank  first P of every matrix that gains from it, then Q' of these and all other tensors
               (low_rank.py; PowerSGD, arXiv 1905.13727)
     top_k     the largest values of every 4096 to the reducers; their mean comes back with a bitmap
-              of where somebody sent one (sparse.py; SparseLoCo, arXiv 2508.15706)
+              of where somebody sent one (top_k.py; SparseLoCo, arXiv 2508.15706)
 
 Each phase has one flat vector, cut into one part a reducer. What comes out of the means depends on
 their bytes alone, on every machine (exact.py); a peer's own vectors need not be equal elsewhere.
@@ -23,11 +23,10 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from dilocox.compression.codec import Codec, GroupCodec
-from dilocox.compression.groups import GROUP_SIZE
+from dilocox.compression.group_codec import GROUP_SIZE, Codec, GroupCodec
 from dilocox.compression.layout import FlatLayout
 from dilocox.compression.low_rank import LowRank, rank_limits
-from dilocox.compression.sparse import CHUNK, SparseMeanCodec, TopKCodec
+from dilocox.compression.top_k import CHUNK, SparseMeanCodec, TopKCodec
 
 Scheme = Literal["dense", "low_rank", "top_k"]
 
@@ -36,7 +35,7 @@ Scheme = Literal["dense", "low_rank", "top_k"]
 class Compression:
     """What the manifest says of a run's exchanges.
 
-    bits: 4, 8, 16 or 32 per value; 4 or 8 with low_rank. max_factor: see codec.py. rank: of the
+    bits: 4, 8, 16 or 32 per value; 4 or 8 with low_rank. max_factor: see group_codec.py. rank: of the
     first exchange. min_rank, max_rank: its bounds. top_k: values of 4096 that are sent.
     """
 

@@ -8,6 +8,7 @@ are libp2p multiaddrs of bootstrap nodes.
 import hashlib
 import ipaddress
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from dilocox.dht.errors import InvalidInput
@@ -124,3 +125,30 @@ def _parse(pattern: re.Pattern[str], address: str, example: str) -> TcpAddress:
     return TcpAddress(
         host=match["host"], port=int(match["port"]), peer_id=match.groupdict().get("peer_id", "")
     )
+
+
+MAX_INVITE_ADDRESSES = 4
+
+
+def invite_addresses(
+    announce: Sequence[str], visible: Sequence[str], peer_id: str
+) -> tuple[str, ...]:
+    """The addresses for the invite: those announced, else those that reach furthest.
+
+    Public addresses stand before those of a local network; loopback ones are named only when there
+    is nothing else, as for a swarm on one machine.
+    """
+    if announce:
+        return tuple(f"{address}/p2p/{peer_id}" for address in announce)
+    reaches = {address: _reach(address) for address in visible}
+    useful = [address for address in visible if reaches[address] > 0] or list(visible)
+    useful.sort(key=lambda address: -reaches[address])
+    return tuple(useful[:MAX_INVITE_ADDRESSES])
+
+
+def _reach(address: str) -> int:
+    try:
+        ip = ipaddress.ip_address(bootstrap_address(address).host)
+    except ValueError:
+        return 2  # a name
+    return 2 if ip.is_global else 0 if ip.is_loopback or ip.is_link_local else 1

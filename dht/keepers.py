@@ -6,7 +6,7 @@ question goes to one of them at random, another one each time, and says what is 
 one of them missed is heard from the next.
 """
 
-# hivemind carries no type stubs and leaves much unannotated.
+# hivemind and its generated protocol classes carry no types.
 # pyright: reportMissingTypeStubs=false, reportUnknownMemberType=false
 # pyright: reportUnknownVariableType=false, reportUnknownArgumentType=false
 # pyright: reportPrivateUsage=false, reportAttributeAccessIssue=false

@@ -20,7 +20,7 @@ import yaml
 from dilocox.dht.errors import InvalidInput, UnreadableManifest
 from dilocox.dht.identity import Identity, verify
 from dilocox.dht.invite import run_id as run_id_of
-from dilocox.dht.manifest_checks import (
+from dilocox.dht.manifest_schema import (
     Section,
     build,
     checked,
@@ -30,7 +30,6 @@ from dilocox.dht.manifest_checks import (
     shown,
     text,
 )
-from dilocox.dht.manifest_defaults import preset_names, with_defaults
 from dilocox.dht.manifest_specs import (
     MAX_TOKENS,
     BatchSpec,
@@ -42,6 +41,8 @@ from dilocox.dht.manifest_specs import (
     OuterSpec,
     PipelineSpec,
     RoundSpec,
+    preset_names,
+    with_defaults,
 )
 from dilocox.dht.wire import Malformed, pack, unpack
 
@@ -175,7 +176,7 @@ class Manifest(Section):
         """sha256 (hex) of the canonical JSON."""
         return hashlib.sha256(self.to_bytes()).hexdigest()
 
-    # ---- revisions (manifest_revision.py) --------------------------------------------------------
+    # ---- revisions (revisions.py) ------------------------------------------------------------------
     @property
     def root(self) -> str:
         """Digest of the run's first revision: record -1 of every stage's chain."""

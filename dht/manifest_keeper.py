@@ -3,7 +3,7 @@
 The operator's signs an envelope around the manifest, with a new expiry again and again. A copy has
 no key of the operator: it keeps the newest envelope that it saw, in a file, too, and stores it
 again as it is, byte for byte. So nobody has to trust a copy, and it helps for as long as the
-operator made the envelope valid (keys.py).
+operator made the envelope valid (records.py).
 """
 
 import contextlib
@@ -13,7 +13,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol
 
-from dilocox.dht.envelope import MAX_VALUE_BYTES, Refused, unseal
 from dilocox.dht.errors import (
     DilocoxError,
     EnvironmentFault,
@@ -23,10 +22,11 @@ from dilocox.dht.errors import (
 )
 from dilocox.dht.identity import Identity
 from dilocox.dht.invite import run_id
-from dilocox.dht.keys import MANIFEST_LIFETIME_S, manifest_key
 from dilocox.dht.manifest import Manifest, SignedManifest
-from dilocox.dht.manifest_revision import check_of_run
+from dilocox.dht.records import MANIFEST_LIFETIME_S, manifest_key
+from dilocox.dht.revisions import check_of_run
 from dilocox.dht.swarm import Swarm
+from dilocox.dht.wire import MAX_VALUE_BYTES, Refused, unseal
 
 logger = logging.getLogger(__name__)
 

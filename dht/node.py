@@ -3,13 +3,18 @@
 hivemind.DHT is subclassed where it falls short of DESIGN section 3: its child and p2pd live on when
 the main process is killed, a terminal's Ctrl-C reaches p2pd, sockets stay behind, messages of more
 than 16 KB kill it, and it waits for answers without a deadline.
+
+Questions that the main process puts to its DHT child: coroutines that run beside the node.
 """
 
-# hivemind carries no type stubs and leaves much unannotated.
+# hivemind and its generated protocol classes carry no types.
 # pyright: reportMissingTypeStubs=false, reportUnknownMemberType=false
 # pyright: reportUnknownVariableType=false, reportUnknownArgumentType=false
 # pyright: reportPrivateUsage=false
 
+from __future__ import annotations
+
+import asyncio
 import atexit
 import contextlib
 import functools
@@ -21,37 +26,181 @@ import signal
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from concurrent.futures import InvalidStateError
 from concurrent.futures import TimeoutError as FutureTimeout
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from hivemind import DHT
+from hivemind.dht.node import DHTNode
 from hivemind.dht.routing import DHTID
 from hivemind.dht.validation import RecordValidatorBase
+from hivemind.p2p import PeerID
 from hivemind.utils import MPFuture
 
-from dilocox.dht import protocol, questions, sockets
-from dilocox.dht.child import (
+from dilocox.dht import node_process, protocol
+from dilocox.dht.addresses import FindReach, Reach, check_ports, reachable_bootstraps
+from dilocox.dht.clock import RunClock
+from dilocox.dht.errors import DilocoxError, EnvironmentFault
+from dilocox.dht.identity import Identity, peer_id_bytes_of
+from dilocox.dht.invite import bootstrap_address, listen_address
+from dilocox.dht.keepers import Keepers
+from dilocox.dht.node_process import (
     BlockingPipe,
     SharedPipe,
     kill_daemon,
     leave_the_terminal,
     watch_parent,
 )
-from dilocox.dht.clock import RunClock
-from dilocox.dht.daemon import DaemonOptions, DaemonOwner
-from dilocox.dht.envelope import MAX_VALUE_BYTES
-from dilocox.dht.errors import DilocoxError, EnvironmentFault
-from dilocox.dht.identity import Identity, peer_id_bytes_of
-from dilocox.dht.invite import bootstrap_address, listen_address
-from dilocox.dht.keepers import Keepers
+from dilocox.dht.p2p_daemon import DaemonOptions, DaemonOwner
 from dilocox.dht.protocol import Entry
-from dilocox.dht.questions import StoredValue
-from dilocox.dht.reach import FindReach, Reach, check_ports, reachable_bootstraps
+from dilocox.dht.wire import MAX_VALUE_BYTES, pack
 
 logger = logging.getLogger(__name__)
+
+PAUSE_S = 0.2  # between two pings
+
+
+@dataclass(frozen=True)
+class StoredValue:
+    """A value as it goes into the DHT: under a key, or under one of the key's subkeys."""
+
+    key: str
+    value: bytes
+    expires_at: float  # run time, in seconds
+    subkey: bytes | None = None
+
+
+async def reach(dht: DHT, _node: DHTNode) -> Reach:
+    """How others reached the node when it started."""
+    return getattr(dht, "_reach", Reach())
+
+
+async def visible_addresses(_dht: DHT, node: DHTNode) -> tuple[str, ...]:
+    """Multiaddrs, with peer id, that the node is reached at as far as it knows."""
+    try:
+        return tuple(str(address) for address in await node.get_visible_maddrs(latest=True))
+    except ValueError:  # a node that listens nowhere
+        return ()
+
+
+async def known_nodes(_dht: DHT, node: DHTNode) -> int:
+    """How many other nodes stand in the node's routing table."""
+    return len(node.protocol.routing_table.uid_to_peer_id)
+
+
+async def refused_values(_dht: DHT, node: DHTNode) -> Counter[str]:
+    """How many values the node's validators refused, by reason."""
+    counts: Counter[str] = Counter()
+    for validator in getattr(node.protocol.record_validator, "_validators", ()):
+        counts.update(getattr(validator, "refused", ()))
+    return counts
+
+
+async def latest_values(
+    _dht: DHT, node: DHTNode, keys: tuple[str, ...], timeout_s: float
+) -> dict[str, Any]:
+    """The newest value under each key, None where nobody has one, in one search for all of them.
+
+    Keys whose search did not end in time are left out; a frozen node delays only those it is near.
+    """
+    searches: Any = await node.get_many(
+        keys, sufficient_expiration_time=float("inf"), return_futures=True
+    )
+    if searches:
+        await asyncio.wait(searches.values(), timeout=timeout_s)
+    found: dict[str, Any] = {}
+    for key, search in searches.items():
+        if search.done() and not search.cancelled() and search.exception() is None:
+            found[key] = None if search.result() is None else search.result().value
+        else:
+            search.cancel()
+    return found
+
+
+async def news(
+    dht: DHT,
+    node: DHTNode,
+    known: Mapping[str, Collection[bytes]],
+    thorough: bool,
+    timeout_s: float,
+) -> dict[str, list[Entry]]:
+    """The values under each key that are not among the known marks (keepers.py)."""
+    keys = {DHTID.generate(key): key for key in known}
+    asked = {key_id: known[key] for key_id, key in keys.items()}
+    found = await _keepers(dht, node).news(asked, thorough=thorough, timeout_s=timeout_s)
+    return {keys[key_id]: entries for key_id, entries in found.items()}
+
+
+async def store_values(
+    dht: DHT, node: DHTNode, values: tuple[StoredValue, ...], timeout_s: float
+) -> bool:
+    """Give these values to the keepers of their keys; whether all were taken in time."""
+    entries = {
+        DHTID.generate(each.key): Entry(each.subkey, pack(each.value), each.expires_at)
+        for each in values
+    }
+    try:
+        return await asyncio.wait_for(_keepers(dht, node).store(entries), timeout_s)
+    except asyncio.TimeoutError:
+        return False
+
+
+def _keepers(dht: Any, node: DHTNode) -> Keepers:
+    if dht.keepers is None:
+        dht.keepers = Keepers(node)
+    return dht.keepers
+
+
+async def any_answers(_dht: DHT, node: DHTNode, peers: tuple[str, ...], timeout_s: float) -> bool:
+    """Whether one of these peers answers a ping in time."""
+    calls: list[Awaitable[object]] = [
+        node.protocol.call_ping(PeerID.from_base58(peer)) for peer in peers
+    ]
+    for call in asyncio.as_completed(calls, timeout=timeout_s):
+        try:
+            if await call is not None:
+                return True
+        except asyncio.TimeoutError:
+            return False
+    return False
+
+
+async def meet(dht: DHT, node: DHTNode, peers: tuple[str, ...], timeout_s: float) -> bool:
+    """Whether the node knows another one; while it does not, these are pinged again and again.
+
+    hivemind pings each of them once as it starts, and a machine that is busy answers too late.
+    """
+    known = node.protocol.routing_table.uid_to_peer_id
+    loop = asyncio.get_running_loop()
+    end = loop.time() + timeout_s
+    while not known and loop.time() < end:
+        answered = await any_answers(dht, node, peers, end - loop.time())
+        await asyncio.sleep(PAUSE_S)  # who answers is entered in a task of its own
+        if answered and known:
+            with contextlib.suppress(asyncio.TimeoutError):
+                neighbours = node.find_nearest_nodes([node.node_id])
+                await asyncio.wait_for(neighbours, max(PAUSE_S, end - loop.time()))
+    return bool(known)
+
+
+async def who_answers(
+    _dht: DHT, node: DHTNode, peers: tuple[str, ...], timeout_s: float
+) -> tuple[str, ...]:
+    """Those of these peers that answer a ping in time."""
+    calls = {
+        asyncio.ensure_future(node.protocol.call_ping(PeerID.from_base58(peer))): peer
+        for peer in peers
+    }
+    done, late = await asyncio.wait(calls, timeout=timeout_s) if calls else (set(), set())
+    for call in late:
+        call.cancel()
+    return tuple(
+        calls[call] for call in done if call.exception() is None and call.result() is not None
+    )
+
 
 CLOSE_GRACE_S = 4.0
 ANSWER_LIMIT_S = 2.0  # a frozen node keeps every search that meets it waiting for so long
@@ -78,7 +227,7 @@ def open_dht(
     alone: bool = False,
     leads_time: bool = False,
     find_reach: FindReach | None = None,
-) -> "RunDHT":
+) -> RunDHT:
     """Start a node and wait until it has joined; without bootstraps it is the first of its swarm.
 
     `alone`: start although no bootstrap can be reached; they are tried again all the time.
@@ -114,11 +263,11 @@ def open_dht(
         leads_time=leads_time,
         startup_s=max(1.0, deadline - time.monotonic()),
     )
-    folder = sockets.acquire()
+    folder = node_process.acquire()
     try:
         dht = RunDHT(options, validator, clock, peer_id_bytes_of(identity.public_key), folder)
     except BaseException:
-        sockets.release()
+        node_process.release()
         raise
     try:
         dht.start_and_wait(startup_s)
@@ -220,7 +369,7 @@ class RunDHT(DHT):
     def meets(self, bootstraps: Sequence[str], timeout_s: float) -> bool:
         """Whether one of the bootstraps lets this node in; they are asked until one does."""
         peers = tuple({bootstrap_address(address).peer_id for address in bootstraps})
-        ask = functools.partial(questions.meet, peers=peers, timeout_s=timeout_s)
+        ask = functools.partial(meet, peers=peers, timeout_s=timeout_s)
         return self._request(
             lambda: self.run_coroutine(ask, return_future=True), timeout_s + START_MARGIN_S
         )
@@ -235,7 +384,7 @@ class RunDHT(DHT):
         not end in time are left out. Raises `NoAnswer`.
         """
         limit_s = ASKING_SHARE * timeout_s
-        ask = functools.partial(questions.latest_values, keys=tuple(keys), timeout_s=limit_s)
+        ask = functools.partial(latest_values, keys=tuple(keys), timeout_s=limit_s)
         return self._request(lambda: self.run_coroutine(ask, return_future=True), timeout_s)
 
     def find_news(
@@ -246,7 +395,7 @@ class RunDHT(DHT):
         Raises `NoAnswer`.
         """
         ask = functools.partial(
-            questions.news,
+            news,
             known={key: tuple(marks) for key, marks in known.items()},
             thorough=thorough,
             timeout_s=ASKING_SHARE * timeout_s,
@@ -261,7 +410,7 @@ class RunDHT(DHT):
             if len(each.value) > MAX_VALUE_BYTES:
                 raise ValueError(f"{len(each.value)} bytes; the DHT takes {MAX_VALUE_BYTES}")
         limit_s = ASKING_SHARE * timeout_s
-        store = functools.partial(questions.store_values, values=tuple(values), timeout_s=limit_s)
+        store = functools.partial(store_values, values=tuple(values), timeout_s=limit_s)
         return self._request(lambda: self.run_coroutine(store, return_future=True), timeout_s)
 
     def _request(self, send: Callable[[], Any], timeout_s: float) -> Any:
@@ -294,14 +443,12 @@ class RunDHT(DHT):
     def visible_addresses(self, timeout_s: float = 10.0) -> tuple[str, ...]:
         """Multiaddrs, with peer id, that this node is reached at as far as it knows."""
         return self._request(
-            lambda: self.run_coroutine(questions.visible_addresses, return_future=True), timeout_s
+            lambda: self.run_coroutine(visible_addresses, return_future=True), timeout_s
         )
 
     def reach(self, timeout_s: float = 10.0) -> Reach:
         """How others reached this node when it started."""
-        return self._request(
-            lambda: self.run_coroutine(questions.reach, return_future=True), timeout_s
-        )
+        return self._request(lambda: self.run_coroutine(reach, return_future=True), timeout_s)
 
     @property
     def bootstraps(self) -> frozenset[str]:
@@ -311,7 +458,7 @@ class RunDHT(DHT):
     def bootstrap_answers(self, timeout_s: float) -> bool:
         """Whether one of the bootstraps answers a ping; true for a node without bootstraps."""
         peers = tuple(self.bootstraps)
-        ping = functools.partial(questions.any_answers, peers=peers, timeout_s=timeout_s)
+        ping = functools.partial(any_answers, peers=peers, timeout_s=timeout_s)
         if not peers:
             return True
         with contextlib.suppress(NoAnswer):
@@ -323,20 +470,18 @@ class RunDHT(DHT):
     def answering_bootstraps(self, timeout_s: float) -> frozenset[str]:
         """Peer ids of the bootstraps that answer a ping. Raises `NoAnswer`."""
         peers = tuple(self.bootstraps)
-        ping = functools.partial(questions.who_answers, peers=peers, timeout_s=timeout_s)
+        ping = functools.partial(who_answers, peers=peers, timeout_s=timeout_s)
         ask = functools.partial(self.run_coroutine, ping, return_future=True)
         return frozenset(self._request(ask, timeout_s + 1.0))
 
     def known_nodes(self, timeout_s: float = 5.0) -> int:
         """How many other nodes this one knows."""
-        return self._request(
-            lambda: self.run_coroutine(questions.known_nodes, return_future=True), timeout_s
-        )
+        return self._request(lambda: self.run_coroutine(known_nodes, return_future=True), timeout_s)
 
     def refused_values(self, timeout_s: float = 5.0) -> Counter[str]:
         """How many values this node's validator refused, by reason."""
         return self._request(
-            lambda: self.run_coroutine(questions.refused_values, return_future=True), timeout_s
+            lambda: self.run_coroutine(refused_values, return_future=True), timeout_s
         )
 
     def close(self) -> None:
@@ -353,7 +498,7 @@ class RunDHT(DHT):
             self.kill()
             self.join(1.0)
         kill_daemon(self.p2pd_pid)
-        sockets.release()
+        node_process.release()
 
     def shutdown(self) -> None:
         """What hivemind calls the same thing."""
@@ -388,8 +533,8 @@ class RunDHT(DHT):
         """
         if os.getppid() != self._main_pid:
             kill_daemon(self._daemon_pid.value)
-            for folder in (self._socket_folder, sockets.shared_memory_folder()):
-                sockets.remove(folder, CLEANUP_PATIENCE_S)
+            for folder in (self._socket_folder, node_process.shared_memory_folder()):
+                node_process.remove(folder, CLEANUP_PATIENCE_S)
         os._exit(1)
 
     async def _run_coroutine(self, coro: Any, future: Any) -> None:
@@ -401,7 +546,7 @@ class RunDHT(DHT):
         with contextlib.suppress(InvalidStateError):
             future.set_result(answer) if error is None else future.set_exception(error)
 
-    def _result(self, future: "MPFuture[Any]", timeout_s: float) -> Any:
+    def _result(self, future: MPFuture[Any], timeout_s: float) -> Any:
         deadline = time.monotonic() + timeout_s
         alive = True
         while not future.done():
@@ -418,3 +563,13 @@ class RunDHT(DHT):
             with contextlib.suppress(FutureTimeout):
                 future.exception(min(left, POLL_S))
         return future.result()
+
+
+def daemon_address(dht: DHT, timeout_s: float) -> Any:
+    """Where the node's p2pd listens for its clients; raises TimeoutError.
+
+    hivemind's `replicate_p2p` hands out one handle to all of a process, tied to one event loop.
+    """
+    ask = DHT._get_p2p_daemon_listen_maddr  # pyright: ignore[reportPrivateUsage]
+    asked: Any = dht.run_coroutine(ask, return_future=True)
+    return asked.result(timeout_s)

@@ -10,7 +10,7 @@ client of p2pd refuses to send, in a way that keeps it in memory for good; so an
 here, and `free_failed_answers` mends the client for all calls.
 """
 
-# hivemind carries no type stubs and leaves much unannotated.
+# hivemind and its generated protocol classes carry no types.
 # pyright: reportMissingTypeStubs=false, reportUnknownMemberType=false
 # pyright: reportUnknownVariableType=false, reportUnknownArgumentType=false
 # pyright: reportUnknownParameterType=false, reportPrivateUsage=false

@@ -15,16 +15,13 @@ from dataclasses import dataclass
 from typing import Generic, TypeVar, cast
 
 from dilocox.dht.clock import RunClock
-from dilocox.dht.envelope import Envelope, Refused, seal, sealed_bytes, unseal
 from dilocox.dht.errors import EnvironmentFault, InvalidInput, UnknownRun
 from dilocox.dht.identity import Identity, peer_id_bytes_of
-from dilocox.dht.keys import MANIFEST_LIFETIME_S, MAX_LIFETIME_S, manifest_key, parse_key
 from dilocox.dht.manifest import SignedManifest
-from dilocox.dht.node import NoAnswer, RunDHT
+from dilocox.dht.node import NoAnswer, RunDHT, StoredValue
 from dilocox.dht.protocol import Entry
-from dilocox.dht.questions import StoredValue
-from dilocox.dht.records import Record
-from dilocox.dht.wire import Malformed
+from dilocox.dht.records import MANIFEST_LIFETIME_S, MAX_LIFETIME_S, Record, manifest_key, parse_key
+from dilocox.dht.wire import Envelope, Malformed, Refused, seal, sealed_bytes, unseal
 
 R = TypeVar("R", bound=Record)
 

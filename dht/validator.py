@@ -20,14 +20,27 @@ from hivemind.dht.validation import (  # pyright: ignore[reportMissingTypeStubs]
 )
 from hivemind.utils import timed_storage  # pyright: ignore[reportMissingTypeStubs]
 
-from dilocox.dht.envelope import MAX_VALUE_BYTES, Envelope, Refused, seal, sealed_bytes, unseal
 from dilocox.dht.errors import InvalidInput
 from dilocox.dht.identity import Identity
-from dilocox.dht.keys import MAX_DECLARATION_LIFETIME_S, MAX_LIFETIME_S, key_id, parse_key
-from dilocox.dht.keys import manifest_key as manifest_key_of
 from dilocox.dht.manifest import SignedManifest
-from dilocox.dht.records import RECORD_TYPES
-from dilocox.dht.wire import Malformed, pack
+from dilocox.dht.records import (
+    MAX_DECLARATION_LIFETIME_S,
+    MAX_LIFETIME_S,
+    RECORD_TYPES,
+    key_id,
+    parse_key,
+)
+from dilocox.dht.records import manifest_key as manifest_key_of
+from dilocox.dht.wire import (
+    MAX_VALUE_BYTES,
+    Envelope,
+    Malformed,
+    Refused,
+    pack,
+    seal,
+    sealed_bytes,
+    unseal,
+)
 
 logger = logging.getLogger(__name__)
 

@@ -16,8 +16,8 @@ import typer
 
 from dilocox import __version__
 from dilocox.dht.errors import DilocoxError
+from dilocox.dht.files import system_fault
 from dilocox.dht.invite import Invite
-from dilocox.peer.allowance import Hours
 from dilocox.peer.cli_options import (
     Announce,
     Cache,
@@ -48,10 +48,8 @@ from dilocox.peer.cli_options import (
     env,
     path_or_invite,
 )
-from dilocox.peer.files import system_fault
-from dilocox.peer.logs import line_start, set_up_logging
-from dilocox.peer.signals import leave_at_once
-from dilocox.peer.subprocesses import PREFIX
+from dilocox.peer.options import Hours
+from dilocox.peer.os_process import PREFIX, leave_at_once, line_start, set_up_logging
 
 app = typer.Typer(
     name="dilocox",
@@ -117,7 +115,7 @@ def demo(
 ) -> None:
     """Start a whole swarm on this machine, watch it learn, and get a checkpoint."""
     set_up_logging("warning")
-    from dilocox.peer.demo import DemoOptions, run_demo
+    from dilocox.peer.commands.demo import DemoOptions, run_demo
 
     options = DemoOptions(
         replicas=replicas,
@@ -159,7 +157,7 @@ def bootstrap(
     """Boot a run and print its invite; or, with an invite, run a second bootstrap for it."""
     set_up_logging(log_level)
     parsed = path_or_invite(manifest)
-    from dilocox.peer.bootstrap import BootstrapOptions, run_bootstrap_command
+    from dilocox.peer.commands.bootstrap import BootstrapOptions, run_bootstrap_command
 
     options = BootstrapOptions(
         manifest=parsed,
@@ -195,7 +193,7 @@ OPERATOR_FOLDER = Path("dilocox-bootstrap")
 def pause_run(state: OperatorState = OPERATOR_FOLDER, log_level: LogLevel = "warning") -> None:
     """Let all peers stop training; they stay, and keep and serve what they have."""
     set_up_logging(log_level)
-    from dilocox.peer.operator import set_state
+    from dilocox.peer.commands.operate import set_state
 
     raise typer.Exit(set_state(state, "paused"))
 
@@ -204,7 +202,7 @@ def pause_run(state: OperatorState = OPERATOR_FOLDER, log_level: LogLevel = "war
 def resume_run(state: OperatorState = OPERATOR_FOLDER, log_level: LogLevel = "warning") -> None:
     """Let the peers of a paused run train again."""
     set_up_logging(log_level)
-    from dilocox.peer.operator import set_state
+    from dilocox.peer.commands.operate import set_state
 
     raise typer.Exit(set_state(state, "running"))
 
@@ -213,7 +211,7 @@ def resume_run(state: OperatorState = OPERATOR_FOLDER, log_level: LogLevel = "wa
 def end(state: OperatorState = OPERATOR_FOLDER, log_level: LogLevel = "warning") -> None:
     """End the run for good: its peers commit what they have learnt, and leave."""
     set_up_logging(log_level)
-    from dilocox.peer.operator import set_state
+    from dilocox.peer.commands.operate import set_state
 
     raise typer.Exit(set_state(state, "ended"))
 
@@ -228,7 +226,7 @@ def revise(
 ) -> None:
     """Give the run other learning rates, deadlines or another end."""
     set_up_logging(log_level)
-    from dilocox.peer.operator import revise as revise_run
+    from dilocox.peer.commands.operate import revise as revise_run
 
     raise typer.Exit(revise_run(state, manifest))
 
@@ -249,7 +247,7 @@ def rollback(
 ) -> None:
     """Go back to an earlier round; later rounds are kept aside and count no more."""
     set_up_logging(log_level)
-    from dilocox.peer.operator import roll_back
+    from dilocox.peer.commands.operate import roll_back
 
     raise typer.Exit(roll_back(state, round_number))
 
@@ -282,7 +280,7 @@ def monitor(
     """Watch a whole run: a status page for people, figures for Prometheus."""
     set_up_logging(log_level)
     parsed = Invite.parse(invite)
-    from dilocox.peer.monitor import MonitorOptions, run_monitor_command
+    from dilocox.peer.monitor.monitor import MonitorOptions, run_monitor_command
 
     options = MonitorOptions(invite=parsed, state=state, host=host, port=port)
     raise typer.Exit(run_monitor_command(options))
@@ -314,7 +312,7 @@ def peer(
     set_up_logging(log_level)
     parsed = Invite.parse(invite)  # before the imports that take seconds
     from dilocox.peer.options import PeerOptions
-    from dilocox.peer.resting import wait_until_allowed
+    from dilocox.peer.process.resting import wait_until_allowed
 
     options = PeerOptions(
         invite=parsed,
@@ -335,7 +333,7 @@ def peer(
     )
     if not wait_until_allowed(options):
         raise typer.Exit
-    from dilocox.peer.volunteer import run_peer  # not while it rests: it takes its memory
+    from dilocox.peer.process.peer import run_peer  # not while it rests: it takes its memory
 
     raise typer.Exit(run_peer(options))
 
@@ -366,7 +364,7 @@ def doctor(
     """Check whether a peer with these options could take part; exit code 1 if it could not."""
     set_up_logging(log_level)
     parsed = Invite.parse(invite)
-    from dilocox.peer.doctor import DoctorOptions, run_doctor
+    from dilocox.peer.commands.doctor import DoctorOptions, run_doctor
 
     options = DoctorOptions(
         invite=parsed,
@@ -388,7 +386,7 @@ def doctor(
 @app.command()
 def pause(state: State = Path("dilocox-peer")) -> None:
     """Let a peer leave the swarm and stay away until `resume`, also after a restart."""
-    from dilocox.peer import resting
+    from dilocox.peer.process import resting
 
     typer.echo(resting.pause(state))
 
@@ -396,7 +394,7 @@ def pause(state: State = Path("dilocox-peer")) -> None:
 @app.command()
 def resume(state: State = Path("dilocox-peer")) -> None:
     """Let a paused peer take part again."""
-    from dilocox.peer import resting
+    from dilocox.peer.process import resting
 
     typer.echo(resting.resume(state))
 
@@ -420,7 +418,7 @@ def export(
     """Write the newest anchors of a run as a Hugging Face folder."""
     set_up_logging(log_level)
     parsed = Invite.parse(invite)
-    from dilocox.peer.operate import ExportOptions, run_export_command
+    from dilocox.peer.commands.export import ExportOptions, run_export_command
 
     options = ExportOptions(invite=parsed, folder=folder, host=host, timeout_s=timeout)
     raise typer.Exit(run_export_command(options))
@@ -441,7 +439,7 @@ def generate(
     """Continue a text with the newest anchors of a run."""
     set_up_logging(log_level)
     parsed = Invite.parse(invite)
-    from dilocox.peer.generate import GenerateOptions, run_generate_command
+    from dilocox.peer.commands.generate import GenerateOptions, run_generate_command
 
     options = GenerateOptions(
         invite=parsed,
@@ -476,7 +474,7 @@ def log_(
     """List a run's rounds (tokens, members, ranks, H, bytes, digest), or what each peer gave."""
     set_up_logging(log_level)
     parsed = path_or_invite(source)
-    from dilocox.peer.log_commands import ChainOptions, run_log_command
+    from dilocox.peer.commands.history import ChainOptions, run_log_command
 
     options = ChainOptions(
         source=parsed,
@@ -500,7 +498,7 @@ def verify(
     """Replay a run's rounds and check that they make its anchors; exit code 1 on a flaw."""
     set_up_logging(log_level)
     parsed = path_or_invite(source)
-    from dilocox.peer.log_commands import ChainOptions, run_verify_command
+    from dilocox.peer.commands.history import ChainOptions, run_verify_command
 
     options = ChainOptions(source=parsed, stage=stage, host=host, timeout_s=timeout)
     raise typer.Exit(run_verify_command(options))

@@ -1,7 +1,5 @@
 """The options that several commands of `dilocox` share, with their help texts and variables."""
 
-# no `from __future__ import annotations`: typer reads these as they are
-
 from pathlib import Path
 from typing import Annotated
 
@@ -9,7 +7,7 @@ import typer
 
 from dilocox.dht.errors import InvalidInput
 from dilocox.dht.invite import SCHEME, Invite, listen_address
-from dilocox.peer.subprocesses import PREFIX
+from dilocox.peer.os_process import PREFIX
 
 
 def env(option: str) -> str:

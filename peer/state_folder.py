@@ -8,7 +8,9 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from dilocox.dht.errors import EnvironmentFault
-from dilocox.peer.files import disk_fault, write_atomically
+from dilocox.dht.files import disk_fault, write_atomically
+
+ASIDE = "before-"  # how the folders begin of what was put aside
 
 PEER_RUNS = (
     "another peer uses this state folder; stop it, or give this one a folder of its own with "

@@ -18,19 +18,11 @@ from collections.abc import Callable, Collection, Sequence
 
 from torch import Tensor
 
-from dilocox.pipeline.desk import Assignment
-from dilocox.pipeline.happenings import (
-    Evaluated,
-    Fault,
-    Go,
-    Happening,
-    Ready,
-    Stepped,
-    Totals,
-)
+from dilocox.pipeline.link import Asking, receive
 from dilocox.pipeline.member import Member
-from dilocox.pipeline.ports import Asking, receive
+from dilocox.pipeline.messages import Evaluated, Fault, Go, Happening, Ready, Stepped, Totals
 from dilocox.pipeline.recruiting import Recruiter, Replica
+from dilocox.pipeline.reservation import Assignment
 from dilocox.pipeline.tuning import Tuning
 
 POLL_S = 0.2

@@ -2,7 +2,7 @@
 
 What: one thread with an event loop and a handle of its own to this node's p2pd. It answers and asks
 short requests (ping, reserve, assign, release: a fresh stream, one frame there and one back) and
-keeps the links to the two neighbours (live_link.py). What comes over links goes into `inbox`.
+keeps the links to the two neighbours (link.py). What comes over links goes into `inbox`.
 Why a thread: torch computes in the main thread for seconds at a time, and the neighbours must hear
 meanwhile that this peer lives.
 
@@ -24,17 +24,26 @@ from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
 from typing import Any, TypeVar
 
 from dilocox.dht.errors import EnvironmentFault
-from dilocox.dht.node import RunDHT
-from dilocox.pipeline.door import CLOSING_S, Door, Unreachable, daemon_address
+from dilocox.dht.node import RunDHT, daemon_address
 from dilocox.pipeline.frames import Frame, FrameLimits, encode_prefix_and_header
-from dilocox.pipeline.letters import Letters
-from dilocox.pipeline.links import Answer, Broken, Inbox, LinkFacts, LinkKey, Wake
-from dilocox.pipeline.live_link import FLUSH_S, Link
-from dilocox.pipeline.streams import Stream, Traffic
-
-__all__ = ["Answer", "Network", "Unreachable"]
+from dilocox.pipeline.link import (
+    FLUSH_S,
+    Answer,
+    Broken,
+    Inbox,
+    Link,
+    LinkFacts,
+    LinkKey,
+    Stream,
+    Traffic,
+    Wake,
+)
+from dilocox.pipeline.relayed_requests import Letters
+from dilocox.pipeline.requests import CLOSING_S, Door, Unreachable
 
 logger = logging.getLogger(__name__)
+
+__all__ = ["Answer", "Network", "Unreachable"]
 
 T = TypeVar("T")
 
@@ -52,7 +61,7 @@ class Network:
     answer: called with (peer id, request) for each request, in the network thread: it must be
     quick, and returns a frame of kind "yes" or "no". admits: called likewise with a `hello`; which
     link of this peer it is for, or None to refuse.
-    letters, relays: see door.py; used in the network thread.
+    letters, relays: see requests.py; used in the network thread.
     limits: what the tensors of links may be. silence_s: after so long without a byte a link is
     broken. opening_s: one that does not stand after so long (or silence_s) is missing; the
     neighbour may have to finish a piece of work first.

@@ -9,7 +9,12 @@ only what remains gets memory. The model's own forward runs, so masks, rotary ta
 scaling stay the family's. So do the rules of initialisation, run module by module; but their random
 numbers come from a stream keyed by seed and module name and are made of integers and single IEEE
 operations, because torch's own differ between processors with and without AVX2.
+
+The device that a peer computes on. Nobody may ask for it before everything is forked: a process
+that has touched CUDA cannot fork one that will.
 """
+
+from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -25,6 +30,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from dilocox.compression.layout import FlatLayout
 from dilocox.dht.errors import InvalidInput
+from dilocox.dht.manifest import Manifest
 from dilocox.pipeline.partition import ADVICE, Skeleton, StagePlan, build_skeleton, plan_skeleton
 
 _NOTHING = torch.empty(0)
@@ -120,7 +126,7 @@ class StageModule(nn.Module):
         made, outlet.made = outlet.made, _NOTHING
         return made
 
-    def train(self, mode: bool = True) -> "StageModule":
+    def train(self, mode: bool = True) -> StageModule:
         """Set the mode of the stage and of the model whose forward it runs."""
         self.training = mode
         self._set_mode(mode)
@@ -296,3 +302,21 @@ class _SeededDraws(TorchDispatchMode):
 
     def _uniform(self, count: int, low: float, high: float) -> _Doubles:
         return (self._stream.random_raw(count) >> np.uint64(40)) / (1 << 24) * (high - low) + low
+
+
+def stage_layout(manifest: Manifest, stage: int) -> FlatLayout:
+    """Of the parameters of a stage."""
+    return FlatLayout.of(parameter_shapes(manifest.model, manifest.stages, stage))
+
+
+def chosen_device(option: str) -> torch.device:
+    """The device that `--device` names; InvalidInput if it is not here."""
+    if option == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(option)
+        torch.zeros((), device=device)
+    except (RuntimeError, AssertionError) as error:
+        reason = str(error).splitlines()[0]
+        raise InvalidInput(f"--device {option}: {reason}; choose cpu or auto") from error
+    return device

@@ -6,11 +6,10 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from dilocox.pipeline.codecs import CODECS, encoded_bytes
-from dilocox.pipeline.happenings import StageReport
-from dilocox.pipeline.ports import Shape
-from dilocox.pipeline.schedule import window_size
-from dilocox.pipeline.streams import MEASURED_BYTES
+from dilocox.pipeline.frames import CODECS, encoded_bytes
+from dilocox.pipeline.link import MEASURED_BYTES, Shape
+from dilocox.pipeline.messages import StageReport
+from dilocox.pipeline.stage_worker import window_size
 
 AUTO_CODECS = CODECS[1:]  # most faithful first
 _MARGIN = 1.25  # a measured speed varies by so much

@@ -16,16 +16,15 @@ from typing import Any
 
 from benchmarks.simulation.clock import Event, SimulatedFuture, ThreadClock
 from benchmarks.simulation.dht import Network
+from dilocox.dht.addresses import Reach as Reachability
 from dilocox.dht.manifest import Manifest
-from dilocox.dht.reach import Reach as Reachability
-from dilocox.peer.adaptation import RoundFacts, facts_of, following_window, next_inner_steps
-from dilocox.peer.averaging import Applied
-from dilocox.peer.catchup import Reach, State
-from dilocox.peer.groups import ExchangeOrder, GroupRefused
-from dilocox.peer.members import AttemptResult
-from dilocox.peer.record import Contribution
-from dilocox.peer.roundlog import Head
-from dilocox.peer.vote import Verdict, Vote, decide, exclusion, may_start
+from dilocox.peer.averaging.averager import Applied
+from dilocox.peer.chain.catchup import Reach, State
+from dilocox.peer.chain.store import Head
+from dilocox.peer.rounds.adaptation import facts_of, following_window, next_inner_steps
+from dilocox.peer.rounds.group import AttemptResult, ExchangeOrder, GroupRefused
+from dilocox.peer.rounds.record import Contribution, RoundFacts
+from dilocox.peer.rounds.vote import Verdict, Vote, decide, exclusion, may_start
 
 RECORD_BYTES = 1_000_000
 JOIN_TRIPS = (2.0, 4.0)  # round trips: declare oneself, find the leader, be taken

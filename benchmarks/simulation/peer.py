@@ -1,7 +1,7 @@
 """One simulated peer: the product's coordinator, and a training loop of which steps and tokens are
 left.
 
-The loop's books follow peer/learner.py and peer/merge.py: what was trained is unsent, in flight, in
+The loop's books follow peer/training (loop.py, merge.py): what was trained is unsent, in flight, in
 a record, or lost, and no token is in two of them. Inner steps cost no event: they are counted when
 somebody asks, and the loop is woken only where something waits for it between two of them.
 """
@@ -17,15 +17,15 @@ from benchmarks.simulation.averaging import SimulatedAverager, SimulatedLog, Sim
 from benchmarks.simulation.clock import Event, Threads
 from benchmarks.simulation.dht import SimulatedSwarm
 from dilocox.compression.layout import FlatLayout
-from dilocox.peer.chain import ChainFollower
-from dilocox.peer.coordinator import TICK_S, Coordinator
-from dilocox.peer.driver import ExchangeDriver
-from dilocox.peer.events import Committed, EventQueue, Failed, Resynced, Voided
-from dilocox.peer.events import Event as LoopEvent
-from dilocox.peer.herald import Herald
-from dilocox.peer.place import LoopProgress, Place
-from dilocox.peer.revision import ManifestWatch
-from dilocox.peer.vote import AloneWatch
+from dilocox.dht.revisions import ManifestWatch
+from dilocox.peer.averaging.announcer import Herald
+from dilocox.peer.averaging.connectivity import LoopProgress, Place
+from dilocox.peer.averaging.coordinator import TICK_S, Coordinator
+from dilocox.peer.averaging.driver import ExchangeDriver
+from dilocox.peer.averaging.events import Committed, EventQueue, Failed, Resynced, Voided
+from dilocox.peer.averaging.events import Event as LoopEvent
+from dilocox.peer.averaging.follower import ChainFollower
+from dilocox.peer.rounds.vote import AloneWatch
 
 if TYPE_CHECKING:
     from benchmarks.simulation.world import World

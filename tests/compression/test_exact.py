@@ -11,7 +11,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn import functional
 
-from dilocox.compression.codec import GroupCodec
 from dilocox.compression.exact import (
     MAX_RANK,
     exact_product,
@@ -20,6 +19,7 @@ from dilocox.compression.exact import (
     squared_norms,
     tree_sum,
 )
+from dilocox.compression.group_codec import GroupCodec
 
 EXAMPLES = settings(deadline=None, max_examples=40)
 seeds = st.integers(0, 2**32)

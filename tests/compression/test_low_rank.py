@@ -11,10 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from dilocox.compression.codec import GroupCodec
-from dilocox.compression.factors import matrix_shape
+from dilocox.compression.group_codec import GroupCodec
 from dilocox.compression.layout import FlatLayout
-from dilocox.compression.low_rank import LowRank, rank_limits
+from dilocox.compression.low_rank import LowRank, matrix_shape, rank_limits
 
 SEED = "run/0/1"
 SHAPES = [("w", (96, 160)), ("norm", (50,)), ("heads", (3, 30, 70)), ("small", (4, 5)), ("g", ())]

@@ -15,9 +15,9 @@ from hypothesis.extra import numpy as hnp
 from numpy.typing import NDArray
 from torch import Tensor
 
-from dilocox.compression import chunks
-from dilocox.compression.codec import Codec, GroupCodec
-from dilocox.compression.sparse import CHUNK, SparseMeanCodec, TopKCodec
+from dilocox.compression import top_k
+from dilocox.compression.group_codec import Codec, GroupCodec
+from dilocox.compression.top_k import CHUNK, SparseMeanCodec, TopKCodec
 
 EXAMPLES = settings(deadline=None, max_examples=60)
 WIDE = 2.0**96
@@ -278,7 +278,7 @@ class TestEqualBytes:
         payload = codec.encode(values)
         decoded = codec.decode(payload, len(values))
         torch.set_num_threads(2)
-        monkeypatch.setattr(chunks, "_BLOCK", 3)
+        monkeypatch.setattr(top_k, "_BLOCK", 3)
         assert torch.equal(codec.encode(values), payload)
         assert torch.equal(codec.decode(payload, len(values)), decoded)
 

@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from dilocox.compression.codec import Codec, GroupCodec, NotEncodable, PayloadRefused
-from dilocox.compression.sparse import CHUNK, SparseMeanCodec, TopKCodec
+from dilocox.compression.group_codec import Codec, GroupCodec, NotEncodable, PayloadRefused
+from dilocox.compression.top_k import CHUNK, SparseMeanCodec, TopKCodec
 
 CODECS = pytest.mark.parametrize("codec", [TopKCodec(64), SparseMeanCodec(4)], ids=lambda c: c.name)
 

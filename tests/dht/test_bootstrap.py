@@ -8,11 +8,12 @@ from typing import Any
 
 import pytest
 
-from dilocox.dht import bootstrap
-from dilocox.dht.bootstrap import invite_addresses, run_bootstrap
+from dilocox.dht import bootstrap_node
+from dilocox.dht import invite as invite_module
+from dilocox.dht.bootstrap_node import run_bootstrap
 from dilocox.dht.errors import EnvironmentFault, InvalidInput
 from dilocox.dht.identity import Identity
-from dilocox.dht.invite import Invite
+from dilocox.dht.invite import Invite, invite_addresses
 from dilocox.dht.manifest import Manifest
 from dilocox.dht.manifest_keeper import ManifestCopy, OwnManifest
 from dilocox.dht.node import RunDHT
@@ -107,15 +108,15 @@ def test_manifest_is_kept_alive(
     options: dict[str, Any], monkeypatch: pytest.MonkeyPatch, manifest: Manifest
 ):
     published: queue.Queue[bool] = queue.Queue()
-    original = bootstrap.Swarm.publish_manifest
+    original = bootstrap_node.Swarm.publish_manifest
 
     def publish(swarm: Any, signed: Any) -> bool:
         published.put(original(swarm, signed))
         return True
 
-    monkeypatch.setattr(bootstrap.Swarm, "publish_manifest", publish)
-    monkeypatch.setattr(bootstrap, "MANIFEST_REFRESH_S", 0.0)
-    monkeypatch.setattr(bootstrap, "WATCH_PERIOD_S", 0.01)
+    monkeypatch.setattr(bootstrap_node.Swarm, "publish_manifest", publish)
+    monkeypatch.setattr(bootstrap_node, "MANIFEST_REFRESH_S", 0.0)
+    monkeypatch.setattr(bootstrap_node, "WATCH_PERIOD_S", 0.01)
     with RunningBootstrap(**options):
         assert [published.get(timeout=60.0) for _ in range(4)] == [True] * 4
 
@@ -124,7 +125,7 @@ def test_a_manifest_that_is_not_renewed_is_told_when_that_lasts_and_once(
     caplog: pytest.LogCaptureFixture,
 ):
     caplog.set_level("INFO", "dilocox")
-    renewals = bootstrap.Renewals()
+    renewals = bootstrap_node.Renewals()
     for now in (0.0, 60.0):
         renewals.note(False, now)
     renewals.note(True, 120.0)
@@ -146,7 +147,7 @@ def test_bootstrap_whose_node_died_says_so(
     options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(RunDHT, "running", property(lambda _: False))
-    monkeypatch.setattr(bootstrap.Swarm, "publish_manifest", lambda *_: True)
+    monkeypatch.setattr(bootstrap_node.Swarm, "publish_manifest", lambda *_: True)
     monkeypatch.setattr(RunDHT, "visible_addresses", lambda _: (f"/ip4/1.2.3.4/tcp/5/p2p/{PEER}",))
     with RunningBootstrap(**options) as running:
         running.invites.get(timeout=60.0)
@@ -164,4 +165,4 @@ def test_invite_names_the_addresses_that_reach_furthest():
     assert invite_addresses((), [loopback], PEER) == (loopback,)
     named = "/dns4/boot.example.org/tcp/443"
     assert invite_addresses((named,), [public], PEER) == (f"{named}/p2p/{PEER}",)
-    assert len(invite_addresses((), [local] * 9, PEER)) == bootstrap.MAX_INVITE_ADDRESSES
+    assert len(invite_addresses((), [local] * 9, PEER)) == invite_module.MAX_INVITE_ADDRESSES

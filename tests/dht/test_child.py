@@ -2,7 +2,7 @@
 
 import multiprocessing
 
-from dilocox.dht.child import SharedPipe
+from dilocox.dht.node_process import SharedPipe
 
 SENDERS, MESSAGES, BYTES = 2, 200, 40_000  # more than a pipe takes in one piece
 LIMIT_S = 30.0

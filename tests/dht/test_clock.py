@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from dilocox.dht.clock import MAX_ROUND_TRIP_S, OffsetSample, RunClock, median_offset
-from dilocox.dht.daemon import DaemonOptions, DaemonOwner
+from dilocox.dht.p2p_daemon import DaemonOptions, DaemonOwner
 
 
 @pytest.fixture

@@ -9,14 +9,13 @@ from typing import Any
 
 import pytest
 
-from dilocox.dht.envelope import seal, unseal
 from dilocox.dht.errors import EnvironmentFault, InvalidInput, UnknownRun
 from dilocox.dht.identity import Identity
-from dilocox.dht.keys import manifest_key
 from dilocox.dht.manifest import Manifest, SignedManifest
 from dilocox.dht.manifest_keeper import ManifestCopy, OwnManifest
-from dilocox.dht.manifest_revision import in_state, revised
-from dilocox.peer.revisions import RevisionFolder
+from dilocox.dht.records import manifest_key
+from dilocox.dht.revisions import RevisionFolder, in_state, revised
+from dilocox.dht.wire import seal, unseal
 
 
 class OneValue:

@@ -16,15 +16,13 @@ from hivemind.p2p import P2P, P2PDaemonError
 from hivemind.utils import timed_storage
 
 from dilocox.dht.clock import RunClock
-from dilocox.dht.envelope import seal
 from dilocox.dht.errors import EnvironmentFault, InvalidInput
 from dilocox.dht.identity import Identity, peer_id_bytes_of
-from dilocox.dht.keys import part_key, stage_key
 from dilocox.dht.manifest import Manifest, SignedManifest
-from dilocox.dht.node import NoAnswer, RunDHT
-from dilocox.dht.questions import StoredValue
-from dilocox.dht.records import PartRecord, StageRecord
+from dilocox.dht.node import NoAnswer, RunDHT, StoredValue
+from dilocox.dht.records import PartRecord, StageRecord, part_key, stage_key
 from dilocox.dht.swarm import Swarm
+from dilocox.dht.wire import seal
 
 Node = tuple[RunDHT, Swarm, RunClock]
 OpenNode = Callable[..., Node]

@@ -13,10 +13,9 @@ from hivemind.proto import dht_pb2
 
 from dilocox.dht.clock import RunClock
 from dilocox.dht.identity import Identity
-from dilocox.dht.keys import key_id, part_key
 from dilocox.dht.node import RunDHT
 from dilocox.dht.protocol import MAX_ANSWER_BYTES, MAX_KEYS, RunProtocol
-from dilocox.dht.records import PartRecord
+from dilocox.dht.records import PartRecord, key_id, part_key
 from dilocox.dht.swarm import Swarm
 
 Node = tuple[RunDHT, Swarm, RunClock]

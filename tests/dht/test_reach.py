@@ -9,12 +9,11 @@ from typing import Any
 
 import pytest
 
+from dilocox.dht.addresses import Reach
 from dilocox.dht.clock import RunClock
 from dilocox.dht.identity import Identity
-from dilocox.dht.keys import part_key
 from dilocox.dht.node import RunDHT
-from dilocox.dht.reach import Reach
-from dilocox.dht.records import PartRecord
+from dilocox.dht.records import PartRecord, part_key
 from dilocox.dht.swarm import Swarm
 
 Node = tuple[RunDHT, Swarm, RunClock]

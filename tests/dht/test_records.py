@@ -9,7 +9,7 @@ from hivemind.dht.routing import DHTID
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dilocox.dht import keys
+from dilocox.dht import records
 from dilocox.dht.records import (
     MAX_RECORD_BYTES,
     RECORD_TYPES,
@@ -145,19 +145,19 @@ def test_hostile_msgpack_is_refused_without_its_memory(data: bytes):
 
 
 KEYS = {
-    keys.manifest_key(RUN): ("manifest", 0),
-    keys.replica_key(RUN): ("replica", 0),
-    keys.stage_key(RUN, 0): ("stage", 0),
-    keys.stage_key(RUN, 12): ("stage", 12),
-    keys.bell_key(RUN, 345): ("bell", 345),
-    keys.part_key(RUN, 6): ("part", 6),
-    keys.claim_key(RUN, 1): ("round", 1),
+    records.manifest_key(RUN): ("manifest", 0),
+    records.replica_key(RUN): ("replica", 0),
+    records.stage_key(RUN, 0): ("stage", 0),
+    records.stage_key(RUN, 12): ("stage", 12),
+    records.bell_key(RUN, 345): ("bell", 345),
+    records.part_key(RUN, 6): ("part", 6),
+    records.claim_key(RUN, 1): ("round", 1),
 }
 
 
 @pytest.mark.parametrize("key", KEYS)
 def test_key_tells_run_kind_and_index(key: str):
-    parsed = keys.parse_key(key)
+    parsed = records.parse_key(key)
     assert (parsed.run, (parsed.kind, parsed.index)) == (RUN, KEYS[key])
 
 
@@ -166,14 +166,14 @@ def test_key_tells_run_kind_and_index(key: str):
 )
 def test_other_keys_are_none_of_ours(key: str):
     with pytest.raises(ValueError, match="is not a key of dilocox"):
-        keys.parse_key(key)
+        records.parse_key(key)
 
 
 def test_key_id_equals_the_hash_that_hivemind_stores():
-    key = keys.stage_key(RUN, 0)
-    assert keys.key_id(key) == DHTID.generate(source=key).to_bytes()
-    assert len(keys.key_id(key)) == hashlib.sha1(b"").digest_size
+    key = records.stage_key(RUN, 0)
+    assert records.key_id(key) == DHTID.generate(source=key).to_bytes()
+    assert len(records.key_id(key)) == hashlib.sha1(b"").digest_size
 
 
 def test_averaging_prefix_has_no_dot():
-    assert "." not in keys.averaging_prefix(RUN, 3)
+    assert "." not in records.averaging_prefix(RUN, 3)

@@ -6,17 +6,14 @@ from typing import Any, cast
 import pytest
 
 from dilocox.dht.clock import RunClock
-from dilocox.dht.envelope import seal
 from dilocox.dht.errors import EnvironmentFault, InvalidInput, UnknownRun
 from dilocox.dht.identity import Identity, peer_id_bytes_of
-from dilocox.dht.keys import bell_key, manifest_key, part_key, stage_key
 from dilocox.dht.manifest import Manifest, SignedManifest
-from dilocox.dht.node import NoAnswer, RunDHT
+from dilocox.dht.node import NoAnswer, RunDHT, StoredValue
 from dilocox.dht.protocol import Entry
-from dilocox.dht.questions import StoredValue
-from dilocox.dht.records import PartRecord, StageRecord
+from dilocox.dht.records import PartRecord, StageRecord, bell_key, manifest_key, part_key, stage_key
 from dilocox.dht.swarm import Swarm
-from dilocox.dht.wire import pack
+from dilocox.dht.wire import pack, seal
 
 
 class FakeDHT:

@@ -11,22 +11,21 @@ from hivemind.utils import timed_storage
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from dilocox.dht.envelope import MAX_VALUE_BYTES, Refused, seal, unseal
 from dilocox.dht.identity import Identity, peer_id_bytes_of
-from dilocox.dht.keys import (
+from dilocox.dht.manifest import Manifest, SignedManifest
+from dilocox.dht.records import (
     MAX_DECLARATION_LIFETIME_S,
     MAX_LIFETIME_S,
+    PartRecord,
     claim_key,
     key_id,
     manifest_key,
     part_key,
     stage_key,
 )
-from dilocox.dht.manifest import Manifest, SignedManifest
-from dilocox.dht.manifest_revision import in_state
-from dilocox.dht.records import PartRecord
+from dilocox.dht.revisions import in_state
 from dilocox.dht.validator import CLOCK_SLACK_S, PLAIN, RunRecordValidator
-from dilocox.dht.wire import pack
+from dilocox.dht.wire import MAX_VALUE_BYTES, Refused, pack, seal, unseal
 
 NOW = 1_000_000.0
 EXPIRES = NOW + 15.0

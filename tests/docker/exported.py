@@ -12,7 +12,7 @@ from typing import Any
 import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
-from dilocox.peer.bootstrap_figures import exposition
+from dilocox.peer.commands.bootstrap import exposition
 from tests.peer.test_bootstrap import FACTS, RUN
 from tests.peer.test_metrics import Shown
 from tests.peer.test_monitor_metrics import text as monitor_text

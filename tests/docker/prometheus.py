@@ -15,7 +15,7 @@ from typing import Any
 
 import yaml
 
-from dilocox.peer.subprocesses import start_process
+from dilocox.peer.os_process import start_process
 from tests.docker.exported import DOCKER
 
 ANSWER_LIMIT_S = 10.0

@@ -14,7 +14,8 @@ import yaml
 from typer.testing import CliRunner
 
 from dilocox.dht.errors import InvalidInput
-from dilocox.peer import bootstrap, cli
+from dilocox.peer import cli
+from dilocox.peer.commands import bootstrap
 
 GUIDE = Path(__file__).parents[2] / "docs" / "operator.md"
 UNIT = Path(__file__).parents[2] / "docker" / "dilocox-bootstrap.service"

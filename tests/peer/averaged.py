@@ -10,8 +10,8 @@ from torch import Tensor
 
 from dilocox.compression.layout import split
 from dilocox.compression.stage_codec import Phase, StageCodec
-from dilocox.peer.record import Contribution, Part, RoundRecord
-from dilocox.peer.reduction import Reduction, combine, decode, encode
+from dilocox.peer.rounds.record import Contribution, Part, RoundRecord
+from dilocox.peer.rounds.shares import Reduction, combine, decode, encode
 from tests.peer.members import template
 
 Lost = Callable[[str, int, int], bool]

@@ -10,8 +10,8 @@ import pyarrow.parquet as pq
 import torch
 
 from dilocox.dht.manifest import DataSpec
-from dilocox.peer.data import Corpus
-from dilocox.peer.sources import open_source
+from dilocox.peer.training.data import Corpus
+from dilocox.peer.training.data_sources import open_source
 
 LENGTH = 16
 EOS = 1

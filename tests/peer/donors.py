@@ -13,24 +13,22 @@ from typing import Any, cast
 import pytest
 import torch
 
-from dilocox.compression.codec import GroupCodec
+from dilocox.compression.group_codec import GroupCodec
 from dilocox.compression.layout import FlatLayout
 from dilocox.dht.identity import Identity
-from dilocox.dht.keys import claim_key
+from dilocox.dht.join import Joined
 from dilocox.dht.manifest import Manifest
-from dilocox.dht.records import ClaimRecord
-from dilocox.peer import catchup, download
-from dilocox.peer.adaptation import RoundFacts, following_window
-from dilocox.peer.ballots import Ballots
-from dilocox.peer.certificate import Ballot
-from dilocox.peer.download import StageAnchor, download_anchors
-from dilocox.peer.join import Joined
-from dilocox.peer.outer import OuterStep, anchor_sha256
-from dilocox.peer.plan import stage_codec
-from dilocox.peer.record import Contribution, Part, RoundRecord, digest_of
-from dilocox.peer.roundlog import RoundLog
-from dilocox.peer.snapshot import Snapshot, write_snapshot
-from dilocox.peer.transport import Blob
+from dilocox.dht.records import ClaimRecord, claim_key
+from dilocox.dht.rpc import Blob
+from dilocox.peer.chain import catchup, download
+from dilocox.peer.chain.download import StageAnchor, download_anchors
+from dilocox.peer.chain.snapshot_files import Snapshot, write_snapshot
+from dilocox.peer.chain.store import RoundLog
+from dilocox.peer.rounds.adaptation import following_window, stage_codec
+from dilocox.peer.rounds.ballots import Ballots
+from dilocox.peer.rounds.outer_step import OuterStep, anchor_sha256
+from dilocox.peer.rounds.record import Contribution, Part, RoundFacts, RoundRecord, digest_of
+from dilocox.peer.rounds.vote import Ballot
 from dilocox.pipeline.stage import build_stage, flatten_parameters, parameter_shapes
 
 MANIFEST = Manifest.from_dict(

@@ -11,12 +11,12 @@ from typing import Any
 from dilocox.dht.identity import peer_id_of
 from dilocox.dht.manifest import Manifest
 from dilocox.dht.records import ClaimRecord, ReplicaRecord, StageRecord
-from dilocox.peer.chain_list import ChainRound, LoggedRound
-from dilocox.peer.health import Health
-from dilocox.peer.monitor_chain import Walk
-from dilocox.peer.monitor_history import SwarmHistory
-from dilocox.peer.monitor_look import SwarmLook
-from dilocox.peer.monitor_status import RunFacts, status_of, swarm_health
+from dilocox.peer.chain.summary import ChainRound, LoggedRound
+from dilocox.peer.monitor.chains import Walk
+from dilocox.peer.monitor.health import Health
+from dilocox.peer.monitor.history import SwarmHistory
+from dilocox.peer.monitor.look import SwarmLook
+from dilocox.peer.monitor.status import RunFacts, status_of, swarm_health
 
 NOW = 1_763_640_000.0  # 12:00:00 UTC of some day
 RUN = "0123456789abcdef" * 2

@@ -12,14 +12,12 @@ import torch
 from dilocox.compression.layout import FlatLayout
 from dilocox.dht.identity import Identity
 from dilocox.dht.manifest import Manifest
-from dilocox.peer.certificate import Ballot, certificate
-from dilocox.peer.kept_chain import keep_manifest
-from dilocox.peer.outer import anchor_sha256
-from dilocox.peer.plan import RoundPlan, outer_step, stage_codec
-from dilocox.peer.record import Contribution, Part, RoundRecord, digest_of
-from dilocox.peer.record_folder import RecordFolder
-from dilocox.peer.snapshot import Snapshot, write_snapshot
-from dilocox.peer.vote import Vote
+from dilocox.peer.chain.snapshot_files import Snapshot, write_snapshot
+from dilocox.peer.chain.store import RecordFolder, keep_manifest
+from dilocox.peer.rounds.adaptation import RoundPlan, outer_step, stage_codec
+from dilocox.peer.rounds.outer_step import anchor_sha256
+from dilocox.peer.rounds.record import Contribution, Part, RoundRecord, digest_of
+from dilocox.peer.rounds.vote import Ballot, Vote, certificate
 from dilocox.pipeline.stage import build_stage, flatten_parameters, parameter_shapes
 
 RUN = "0123456789abcdef" * 2

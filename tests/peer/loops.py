@@ -14,23 +14,22 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from dilocox.compression.codec import GroupCodec
+from dilocox.compression.group_codec import GroupCodec
 from dilocox.compression.layout import FlatLayout
 from dilocox.dht.errors import UnreadableManifest
 from dilocox.dht.manifest import Manifest
-from dilocox.peer.averaging import StageBuffers
-from dilocox.peer.coordinator import Coordinator
-from dilocox.peer.events import Committed, Event, EventQueue
-from dilocox.peer.learner import Learner, LocalModel
-from dilocox.peer.outer import OuterStep
-from dilocox.peer.place import LoopProgress
-from dilocox.peer.prepare import local_model
-from dilocox.peer.record import Contribution, Part, RoundRecord
-from dilocox.peer.report import Reporter
-from dilocox.peer.snapshots import Snapshots
-from dilocox.peer.tally import Tally
-from dilocox.peer.view import SwarmView
-from dilocox.pipeline.happenings import Stepped
+from dilocox.dht.swarm_view import SwarmView
+from dilocox.peer.averaging.averager import StageBuffers
+from dilocox.peer.averaging.connectivity import LoopProgress
+from dilocox.peer.averaging.coordinator import Coordinator
+from dilocox.peer.averaging.events import Committed, Event, EventQueue
+from dilocox.peer.process.prepare import local_model
+from dilocox.peer.rounds.outer_step import OuterStep
+from dilocox.peer.rounds.record import Contribution, Part, RoundRecord
+from dilocox.peer.training.loop import Learner, LocalModel
+from dilocox.peer.training.report import Reporter, Tally
+from dilocox.peer.training.snapshots import Snapshots
+from dilocox.pipeline.messages import Stepped
 from dilocox.pipeline.stage import parameter_shapes
 from tests.peer.members import template
 

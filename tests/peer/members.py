@@ -16,16 +16,14 @@ from dilocox.compression.layout import FlatLayout
 from dilocox.compression.stage_codec import StageCodec
 from dilocox.dht.identity import Identity
 from dilocox.dht.manifest import Manifest
-from dilocox.peer.adaptation import RoundFacts
-from dilocox.peer.ballots import Ballots, excluded_by
-from dilocox.peer.certificate import Ballot
-from dilocox.peer.exchange import Attempt
-from dilocox.peer.grid import Grid
-from dilocox.peer.members import AttemptResult, AttemptSetup, Mean, Member, PhaseCodecs
-from dilocox.peer.plan import RoundPlan, stage_codec
-from dilocox.peer.record import RoundRecord, digest_of, parse_record
-from dilocox.peer.roundlog import RoundLog
-from dilocox.peer.vote import Verdict
+from dilocox.peer.chain.store import RoundLog
+from dilocox.peer.rounds.adaptation import RoundPlan, stage_codec
+from dilocox.peer.rounds.ballots import Ballots, excluded_by
+from dilocox.peer.rounds.exchange import Attempt
+from dilocox.peer.rounds.grid import Grid
+from dilocox.peer.rounds.group import AttemptResult, AttemptSetup, Mean, Member, PhaseCodecs
+from dilocox.peer.rounds.record import RoundFacts, RoundRecord, digest_of, parse_record
+from dilocox.peer.rounds.vote import Ballot, Verdict
 
 LAYOUT = FlatLayout.of([("weight", (40, 30)), ("bias", (30,))])
 MANIFEST_DIGEST = "0" * 64

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from dilocox.peer.merge import Merge, MergeConfig, Outcome, OwnContribution, RecordFacts
-from dilocox.peer.outer import OuterStep
+from dilocox.peer.rounds.outer_step import OuterStep
+from dilocox.peer.training.merge import Merge, MergeConfig, Outcome, OwnContribution, RecordFacts
 
 OUTER = OuterStep(0.5, 0.5)
 CONFIG = MergeConfig(weight=0.75, decay=1.0, max_age=8)

@@ -8,14 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dilocox.peer.adaptation import (
-    WINDOW,
-    RoundFacts,
-    facts_of,
-    following_window,
-    next_inner_steps,
-    next_ranks,
-)
+from dilocox.peer.rounds.adaptation import facts_of, following_window, next_inner_steps, next_ranks
+from dilocox.peer.rounds.record import WINDOW, RoundFacts
 
 ENERGY = 0.95
 

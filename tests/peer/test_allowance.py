@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from dilocox.dht.errors import EnvironmentFault, InvalidInput
-from dilocox.peer import traffic
-from dilocox.peer.allowance import GB, Hours, Rest, month_of, next_month, rest_now
-from dilocox.peer.traffic import MonthlyTraffic
+from dilocox.peer.options import GB, Hours, next_month
+from dilocox.peer.process import resting
+from dilocox.peer.process.resting import MonthlyTraffic, Rest, month_of, rest_now
 
 EAST = timezone(timedelta(hours=5, minutes=30))  # whose hours do not begin with those of UTC
 
@@ -182,7 +182,7 @@ def test_the_file_is_written_at_most_once_a_minute(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock = [1000.0]
-    monkeypatch.setattr(traffic.time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(resting.time, "monotonic", lambda: clock[0])
     path, now = tmp_path / "traffic.json", utc("2026-11-20")
 
     def on_disk() -> int:

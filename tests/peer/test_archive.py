@@ -18,21 +18,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from dilocox.dht import bootstrap
+from dilocox.dht import bootstrap_node
 from dilocox.dht.errors import EnvironmentFault
 from dilocox.dht.identity import Identity
 from dilocox.dht.records import ClaimRecord
-from dilocox.peer import archive, archive_stage, catchup, state_file
-from dilocox.peer.archive import Archive
-from dilocox.peer.archive_generation import Generation
-from dilocox.peer.archive_keeper import ArchiveService, Keeper
-from dilocox.peer.archive_stage import StageArchive
-from dilocox.peer.averager import StageAverager
-from dilocox.peer.kept_chain import kept_run
-from dilocox.peer.outer import OuterStep, anchor_sha256
-from dilocox.peer.replay import Replayed, replay
-from dilocox.peer.roundlog import RoundLog
-from dilocox.peer.transport import Client, PeerBusy, chunk_of, pack, unpack
+from dilocox.dht.rpc import Client, PeerBusy, chunk_of, pack, unpack
+from dilocox.peer.averaging.averager import StageAverager
+from dilocox.peer.chain import archive, archive_keeper, catchup
+from dilocox.peer.chain.archive import Generation, StageArchive
+from dilocox.peer.chain.archive_keeper import Archive, ArchiveService, Keeper
+from dilocox.peer.chain.replay import Replayed, replay
+from dilocox.peer.chain.store import RoundLog, kept_run
+from dilocox.peer.rounds.outer_step import OuterStep, anchor_sha256
 from tests.peer.donors import LAYOUT, MANIFEST, RUN, Donor, Wire
 
 ME = "QmArchive"
@@ -46,7 +43,7 @@ class Desk:
 
     folder: Path
     donors: dict[str, Any]
-    archive: StageArchive
+    archive_keeper: StageArchive
 
     @classmethod
     def opened(
@@ -132,8 +129,8 @@ IDENTITY: list[Identity] = []
 @pytest.fixture(autouse=True)
 def prompt(monkeypatch: pytest.MonkeyPatch, identities: list[Identity]) -> Iterator[None]:
     """States are looked for after two records already, and at once."""
-    monkeypatch.setattr(archive_stage, "RECORDS_AFTER_STATE", 2)
-    monkeypatch.setattr(archive_stage, "PAUSE_S", 0.0)
+    monkeypatch.setattr(archive, "RECORDS_AFTER_STATE", 2)
+    monkeypatch.setattr(archive, "PAUSE_S", 0.0)
     IDENTITY[:] = identities
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -276,7 +273,7 @@ def test_a_peer_that_is_busy_is_asked_again_but_not_for_ever(
     donor: Donor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now, busy = [0.0], [True]
-    monkeypatch.setattr(archive_stage, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(archive, "time", SimpleNamespace(monotonic=lambda: now[0]))
     find = donor.find
 
     def find_when_free(want: dict[str, Any]) -> catchup.Source | None:
@@ -345,7 +342,7 @@ def test_a_full_disk_is_said_and_costs_nothing_of_what_is_kept(
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patched:
-        patched.setattr(state_file, "sha256_of_file", full)
+        patched.setattr(catchup, "sha256_of_file", full)
         with pytest.raises(EnvironmentFault, match="no space left"):
             desk.look(donor)
     assert not list((tmp_path / "kept" / "incoming").iterdir())
@@ -586,10 +583,10 @@ def test_the_bootstrap_ticks_what_runs_beside_it_and_closes_it_before_its_node(
         visible_addresses=lambda: [f"/ip4/127.0.0.1/tcp/1/p2p/{identities[0].peer_id}"],
         close=lambda: done.append("node closed"),
     )
-    monkeypatch.setattr(bootstrap, "open_dht", lambda **_: node)
-    monkeypatch.setattr(bootstrap, "WATCH_PERIOD_S", 0.001)
+    monkeypatch.setattr(bootstrap_node, "open_dht", lambda **_: node)
+    monkeypatch.setattr(bootstrap_node, "WATCH_PERIOD_S", 0.001)
     keeper = SimpleNamespace(run="0" * 32, own=True, due=False, publish=lambda _: True)
-    bootstrap.run_bootstrap(
+    bootstrap_node.run_bootstrap(
         keeper=cast("Any", keeper),
         identity=identities[0],
         listen=(),
@@ -623,7 +620,7 @@ def test_no_fault_of_the_archive_leaves_its_tick(
     kept.tick()
     assert not caplog.text  # it waits before it tries again
     kept._start_at = 0.0
-    monkeypatch.setattr(archive, "daemon_address", lambda *_: f"/unix/{os.devnull}")
+    monkeypatch.setattr(archive_keeper, "daemon_address", lambda *_: f"/unix/{os.devnull}")
     kept.tick()
     assert "did not start" in caplog.text
     kept.close()

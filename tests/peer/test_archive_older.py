@@ -11,9 +11,8 @@ import pytest
 import torch
 
 from dilocox.dht.identity import Identity
-from dilocox.peer.archive_generation import Generation
-from dilocox.peer.archive_older import OlderRecords
-from dilocox.peer.record_folder import RecordFolder
+from dilocox.peer.chain.archive import Generation, OlderRecords
+from dilocox.peer.chain.store import RecordFolder
 from tests.peer.kept_chains import ChainMaker, manifest_of
 
 

@@ -8,11 +8,10 @@ from pathlib import Path
 import pytest
 
 from dilocox.dht.identity import Identity
-from dilocox.peer.ballots import Ballots, check_record_certificate, excluded_by
-from dilocox.peer.certificate import Ballot, VoteRefused
-from dilocox.peer.record import Contribution, RecordRefused
-from dilocox.peer.roundlog import RoundLog
-from dilocox.peer.vote import Verdict
+from dilocox.peer.chain.store import RoundLog
+from dilocox.peer.rounds.ballots import Ballots, check_record_certificate, excluded_by
+from dilocox.peer.rounds.record import Contribution, RecordRefused
+from dilocox.peer.rounds.vote import Ballot, Verdict, VoteRefused
 from tests.peer.codecs import codec_of
 from tests.peer.members import LAYOUT, MANIFEST_DIGEST, template
 

@@ -15,16 +15,18 @@ from prometheus_client.parser import text_string_to_metric_families
 from dilocox.dht.errors import EnvironmentFault, InvalidInput, UnknownRun
 from dilocox.dht.identity import peer_id_of
 from dilocox.dht.invite import Invite
-from dilocox.dht.keys import MANIFEST_LIFETIME_S
-from dilocox.peer import bootstrap
-from dilocox.peer.bootstrap import BootstrapOptions, other_bootstraps, run_bootstrap_command
-from dilocox.peer.bootstrap_figures import (
+from dilocox.dht.records import MANIFEST_LIFETIME_S
+from dilocox.peer.commands import bootstrap
+from dilocox.peer.commands.bootstrap import (
     LOOK_PERIOD_S,
     STUCK_AFTER_S,
     BootstrapFacts,
     BootstrapFigures,
+    BootstrapOptions,
     bytes_by_stage,
     exposition,
+    other_bootstraps,
+    run_bootstrap_command,
 )
 
 RUN = "0123456789abcdef" * 2
@@ -203,7 +205,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     standing = Clock()
-    monkeypatch.setattr("dilocox.peer.bootstrap_figures.time", standing)
+    monkeypatch.setattr("dilocox.peer.commands.bootstrap.time", standing)
     return standing
 
 

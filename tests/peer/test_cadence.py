@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from dilocox.dht.keys import MAX_LIFETIME_S
-from dilocox.peer.cadence import LONGEST_S, Cadence, Heard
+from dilocox.dht.records import MAX_LIFETIME_S
+from dilocox.peer.averaging.announcer import LONGEST_S, Cadence, Heard
 
 HEARTBEAT_S = 10.0
 RECORD = 1300  # bytes of a peer's records, about

@@ -13,12 +13,12 @@ import pytest
 import torch
 
 from dilocox.dht.identity import Identity
-from dilocox.peer import catchup, headers, record_check
-from dilocox.peer.catchup import Reach, State, catch_up
-from dilocox.peer.record import RecordRefused, parse_header
-from dilocox.peer.record_check import RecordCheck
-from dilocox.peer.roundlog import RoundLog
-from dilocox.peer.transport import Blob, Client, FrameRefused
+from dilocox.dht.rpc import Blob, Client, FrameRefused
+from dilocox.peer.chain import catchup, record_check
+from dilocox.peer.chain.catchup import Reach, State, catch_up
+from dilocox.peer.chain.record_check import RecordCheck
+from dilocox.peer.chain.store import RoundLog
+from dilocox.peer.rounds.record import RecordRefused, parse_header
 from tests.peer.kept_chains import RUN, ChainMaker, manifest_of
 
 PEER = "QmPeer"
@@ -215,7 +215,7 @@ def test_a_peer_that_never_ends_its_answer_is_given_up(
     maker: ChainMaker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, slow: str
 ) -> None:
     monkeypatch.setattr(catchup, "HEADERS_LIMIT_S", 0.2 if slow == "headers" else 60.0)
-    for module in (headers, record_check):
+    for module in (catchup, record_check):
         monkeypatch.setattr(module, "STALL_S", 0.2)
     maker.train(0)
     walk = Walk(maker, tmp_path / "log")

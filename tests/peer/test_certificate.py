@@ -11,15 +11,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dilocox.peer.certificate import (
+from dilocox.peer.rounds.vote import (
     Ballot,
     Certificate,
     SignedVote,
+    Vote,
     VoteRefused,
     certificate,
     check_certificate,
 )
-from dilocox.peer.vote import Vote
 
 D1, D2 = "1" * 64, "2" * 64
 BALLOT = Ballot(

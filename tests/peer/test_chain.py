@@ -12,16 +12,14 @@ import pytest
 
 from dilocox.dht.identity import Identity
 from dilocox.dht.records import ClaimRecord
-from dilocox.peer import chain as module
-from dilocox.peer.averager import StageAverager
-from dilocox.peer.averaging import Applied
-from dilocox.peer.catchup import Reach, State, Told
-from dilocox.peer.chain import ChainFollower
-from dilocox.peer.events import Committed, EventQueue, Resynced
-from dilocox.peer.record import RecordRefused
-from dilocox.peer.state_file import NoState
-from dilocox.peer.transport import PeerBusy, TooSlow
-from dilocox.peer.view import SwarmView
+from dilocox.dht.rpc import PeerBusy, TooSlow
+from dilocox.dht.swarm_view import SwarmView
+from dilocox.peer.averaging import follower as follower_module
+from dilocox.peer.averaging.averager import Applied, StageAverager
+from dilocox.peer.averaging.events import Committed, EventQueue, Resynced
+from dilocox.peer.averaging.follower import ChainFollower
+from dilocox.peer.chain.catchup import NoState, Reach, State, Told
+from dilocox.peer.rounds.record import RecordRefused
 from tests.peer.clocks import TestClock
 from tests.peer.donors import Donor
 
@@ -329,7 +327,7 @@ def test_records_that_came_before_the_rest_was_cut_off_count(behind: Behind) -> 
 def test_what_is_noted_of_claims_is_bounded(
     behind: Behind, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "MAX_NOTED", 10)
+    monkeypatch.setattr(follower_module, "MAX_NOTED", 10)
     lost = Reach(appended=(), fork_round=-1, fork_digest="f" * 64, chain_tokens=-1, too_far=False)
     behind.answers = [lost] * 50 + [ConnectionError("gone")] * 50
     for number in range(100):

@@ -16,15 +16,14 @@ import torch
 
 from dilocox.dht.errors import EnvironmentFault
 from dilocox.dht.identity import Identity
+from dilocox.dht.join import Joined
 from dilocox.dht.records import ClaimRecord
-from dilocox.peer import catchup
-from dilocox.peer.chain_download import ChainHolders, download_chain, list_chain
-from dilocox.peer.join import Joined
-from dilocox.peer.kept_chain import KeptChain
-from dilocox.peer.record_check import RecordCheck
-from dilocox.peer.record_folder import RecordFolder
-from dilocox.peer.replay import replay
-from dilocox.peer.transport import Blob, Client, FrameRefused
+from dilocox.dht.rpc import Blob, Client, FrameRefused
+from dilocox.peer.chain import catchup
+from dilocox.peer.chain.download import ChainHolders, download_chain, list_chain
+from dilocox.peer.chain.record_check import RecordCheck
+from dilocox.peer.chain.replay import replay
+from dilocox.peer.chain.store import KeptChain, RecordFolder
 from tests.peer.kept_chains import RUN, ChainMaker, manifest_of
 
 CHUNK_BYTES = 2048  # smaller than a network's, since these records are small
@@ -269,7 +268,7 @@ def test_a_state_that_stands_on_no_record_of_the_chain_is_not_taken(
 
 
 def test_what_a_header_cannot_say_is_refused(maker: ChainMaker) -> None:
-    from dilocox.peer.chain_list import LoggedRound
+    from dilocox.peer.chain.summary import LoggedRound
 
     maker.train(0)
     header, digest = maker.log.header(0), maker.digests[-1]

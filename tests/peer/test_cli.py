@@ -16,8 +16,9 @@ from typer.testing import CliRunner
 
 from dilocox import __version__
 from dilocox.dht.errors import EnvironmentFault, InvalidInput
-from dilocox.peer import bootstrap, cli, demo, log_commands, operate
-from dilocox.peer.logs import set_up_logging
+from dilocox.peer import cli
+from dilocox.peer.commands import bootstrap, demo, history, operate
+from dilocox.peer.os_process import set_up_logging
 from tests.peer.commands import Command, error_line
 
 INVITE = (
@@ -50,8 +51,8 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     monkeypatch.setattr(demo, "run_demo", record)
     monkeypatch.setattr(bootstrap, "run_bootstrap_command", record)
     monkeypatch.setattr(operate, "run_export_command", record)
-    monkeypatch.setattr(log_commands, "run_log_command", record)
-    monkeypatch.setattr(log_commands, "run_verify_command", record)
+    monkeypatch.setattr(history, "run_log_command", record)
+    monkeypatch.setattr(history, "run_verify_command", record)
     return options
 
 

@@ -10,10 +10,9 @@ import torch
 
 from dilocox.dht.errors import InvalidInput
 from dilocox.dht.manifest import DataSpec
-from dilocox.peer import data
-from dilocox.peer.data import Corpus, held_out_digest, held_out_windows
-from dilocox.peer.sources import open_source
-from dilocox.peer.stdlib_corpus import library_files
+from dilocox.peer.training import data
+from dilocox.peer.training.data import Corpus, held_out_digest, held_out_windows
+from dilocox.peer.training.data_sources import library_files, open_source
 from tests.peer.corpora import (
     EOS,
     FORMATS,
@@ -223,14 +222,14 @@ class TestHeldOut:
         total = sum(map(len, documents(400)))
         held_out = sum(map(len, open_source(spec).held_out_documents()))
         assert 0.04 * total < held_out < 0.08 * total
-        monkeypatch.setattr("dilocox.peer.sources.HELD_OUT_BYTES", 500)
+        monkeypatch.setattr("dilocox.peer.training.data_sources.HELD_OUT_BYTES", 500)
         assert 500 <= sum(map(len, open_source(spec).held_out_documents())) < 620
 
     def test_of_a_large_held_out_file_only_the_first_documents_are_read(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         spec = write_json(tmp_path, [documents(200, file) for file in range(4)])
-        monkeypatch.setattr("dilocox.peer.sources.HELD_OUT_BYTES", 500)
+        monkeypatch.setattr("dilocox.peer.training.data_sources.HELD_OUT_BYTES", 500)
         source = open_source(spec)
         [held_out] = source.held_out
         texts = [json.loads(line)["text"] for line in Path(held_out.path).read_text().splitlines()]

@@ -13,12 +13,19 @@ import yaml
 
 from dilocox.dht.errors import EnvironmentFault, InvalidInput
 from dilocox.dht.manifest import Manifest
-from dilocox.peer import demo, subprocesses
-from dilocox.peer.demo import DemoOptions, demo_manifest, run_demo
-from dilocox.peer.demo_result import DemoResult, demo_result, exported_round
-from dilocox.peer.subprocesses import Child, start_command
-from dilocox.peer.swarm_table import SwarmTable
-from dilocox.peer.watched import WatchedPeer
+from dilocox.peer import os_process
+from dilocox.peer.commands import demo
+from dilocox.peer.commands.demo import (
+    DemoOptions,
+    DemoResult,
+    SwarmTable,
+    WatchedPeer,
+    demo_manifest,
+    demo_result,
+    exported_round,
+    run_demo,
+)
+from dilocox.peer.os_process import Child, start_command
 
 OPTIONS = DemoOptions(
     replicas=2, stages=2, rounds=3, folder=Path("x"), json_file=None, device="cpu", seed=5
@@ -267,7 +274,7 @@ def test_a_child_whose_parent_died_before_it_could_be_told_does_not_start(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     program(monkeypatch, tmp_path, "print('started')")
-    monkeypatch.setattr(subprocesses.os, "getpid", lambda: 1)
+    monkeypatch.setattr(os_process.os, "getpid", lambda: 1)
     child = start_command(["peer"], tmp_path / "log")
     child.wait(20.0)
     assert child.returncode == 1

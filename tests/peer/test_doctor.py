@@ -17,17 +17,19 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from dilocox.dht import join
 from dilocox.dht.errors import DilocoxError, EnvironmentFault, InvalidInput
 from dilocox.dht.identity import Identity
 from dilocox.dht.invite import Invite
 from dilocox.dht.manifest import Manifest
-from dilocox.peer import doctor_exam, join, memory, needs
-from dilocox.peer.doctor import DoctorOptions, Page, as_json, run_doctor, verdict
-from dilocox.peer.doctor_bench import Bench
-from dilocox.peer.doctor_checks import Check, Library, size
-from dilocox.peer.doctor_exam import Part
-from dilocox.peer.doctor_machine import folder_facts, libraries, nearest
-from dilocox.peer.needs import StageNeeds, check_disk, disk_room
+from dilocox.peer import resources
+from dilocox.peer.commands import doctor
+from dilocox.peer.commands.doctor import DoctorOptions, Page, Part, as_json, run_doctor, verdict
+from dilocox.peer.commands.doctor_bench import Bench
+from dilocox.peer.commands.doctor_checks import Library, folder_facts, libraries
+from dilocox.peer.process import prepare
+from dilocox.peer.process.prepare import StageNeeds, check_disk, disk_room
+from dilocox.peer.resources import Check, nearest, size
 from dilocox.peer.state_folder import StateFolder
 
 PEER = "12D3KooWEXWcUQWJ6amCxHKtPFrcNxgepcmy7YXo7tirWjgiJ9Fr"
@@ -84,7 +86,7 @@ def test_a_disk_that_becomes_full_is_told_before_the_start(
 ) -> None:
     stage_needs = StageNeeds(_manifest("tiny"), 1)
     own, free = tmp_path / "run-stage1", [0]
-    monkeypatch.setattr(needs, "disk_free", lambda *_: free[0])
+    monkeypatch.setattr(prepare, "disk_free", lambda *_: free[0])
     free[0] = stage_needs.disk_bytes
     check_disk(own, stage_needs)
     assert not caplog.messages
@@ -112,7 +114,7 @@ def test_what_was_put_aside_is_not_taken_for_what_a_stage_holds(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, aside: str
 ) -> None:
     stage_needs = StageNeeds(_manifest("tiny"), 1)
-    monkeypatch.setattr(needs, "disk_free", lambda *_: stage_needs.disk_bytes - 1)
+    monkeypatch.setattr(prepare, "disk_free", lambda *_: stage_needs.disk_bytes - 1)
     (tmp_path / aside).mkdir(parents=True)
     (tmp_path / aside / "anchor.safetensors").write_bytes(b"x" * 1000)
     assert disk_room(tmp_path, stage_needs).status == "warning"
@@ -126,11 +128,11 @@ def test_the_doctor_says_of_a_disk_what_a_start_finds(
 ) -> None:
     stage_needs = StageNeeds(_manifest("tiny"), 1)
     options, free = replace(_options(), state=tmp_path), [stage_needs.snapshot_bytes]
-    monkeypatch.setattr(needs, "disk_free", lambda *_: free[0])
+    monkeypatch.setattr(prepare, "disk_free", lambda *_: free[0])
     own = StateFolder(tmp_path).run(options.invite.run_id, 1)
 
     def told() -> Check:
-        room = doctor_exam.Examination(options, lambda _: None)._room(stage_needs, None)
+        room = doctor.Examination(options, lambda _: None)._room(stage_needs, None)
         (check,) = (check for check in room if check.name == "disk")
         return check
 
@@ -299,8 +301,10 @@ def test_without_the_libraries_it_says_so_and_loads_nothing(
     here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     gone = Library(name="torch", version="", needed=">=2.6")
-    monkeypatch.setattr(doctor_exam, "libraries", lambda: [gone])
-    monkeypatch.setitem(sys.modules, "dilocox.peer.doctor_bench", None)  # importing it fails
+    monkeypatch.setattr(doctor, "libraries", lambda: [gone])
+    monkeypatch.setitem(
+        sys.modules, "dilocox.peer.commands.doctor_bench", None
+    )  # importing it fails
     assert run_doctor(_options()) == 1
     printed = capsys.readouterr().out
     assert "missing: torch -> python -m pip install 'torch>=2.6'" in printed
@@ -312,7 +316,7 @@ def test_without_a_folder_for_temporary_files_nothing_is_loaded(
 ) -> None:
     monkeypatch.setattr(tempfile, "tempdir", None)
     monkeypatch.setattr(tempfile, "_get_default_tempdir", _nowhere)
-    monkeypatch.setitem(sys.modules, "dilocox.peer.doctor_bench", None)
+    monkeypatch.setitem(sys.modules, "dilocox.peer.commands.doctor_bench", None)
     assert run_doctor(_options()) == 1
     printed = " ".join(capsys.readouterr().out.split())
     assert "failed tmp no folder for temporary files can be written" in printed
@@ -360,19 +364,19 @@ def test_a_container_has_what_it_is_allowed_and_not_what_the_machine_has(
     for name, text in zip(names[version], told, strict=True):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(text)
-    monkeypatch.setattr(memory, "_GROUPS_FOLDER", tmp_path)
-    assert memory.available_bytes() == 30_000_000  # what can be dropped is not used
+    monkeypatch.setattr(resources, "_GROUPS_FOLDER", tmp_path)
+    assert resources.available_bytes() == 30_000_000  # what can be dropped is not used
     (tmp_path / names[version][0]).write_text("max\n")
-    assert memory.available_bytes() > 50_000_000
+    assert resources.available_bytes() > 50_000_000
 
 
 def test_a_peer_that_may_be_short_of_memory_is_warned_and_not_refused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     said: list[str] = []
-    monkeypatch.setattr(memory.logger, "warning", lambda text, *facts: said.append(text % facts))
-    monkeypatch.setattr(memory, "available_bytes", lambda: 2 * 10**9)
-    memory.check_plan(1_000_000, None)
+    monkeypatch.setattr(resources.logger, "warning", lambda text, *facts: said.append(text % facts))
+    monkeypatch.setattr(resources, "available_bytes", lambda: 2 * 10**9)
+    resources.check_plan(1_000_000, None)
     assert not said
-    memory.check_plan(100_000_000, None)
+    resources.check_plan(100_000_000, None)
     assert "needs about 7.8 GB of memory, 2.0 GB are free: close other programs" in said[0]

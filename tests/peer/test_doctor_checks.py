@@ -5,22 +5,19 @@ from __future__ import annotations
 import pytest
 
 from dilocox.dht.errors import EnvironmentFault, InvalidInput
-from dilocox.peer.doctor_checks import (
-    Check,
+from dilocox.peer.commands.doctor_checks import (
     DeviceFacts,
-    DiskNeeds,
     FolderFacts,
     Library,
     device_check,
-    disk_check,
     fault,
     folder_check,
     key_check,
     libraries_check,
     memory_check,
     python_check,
-    size,
 )
+from dilocox.peer.resources import Check, DiskNeeds, disk_check, size
 
 GB, MB = 10**9, 2**20
 

@@ -8,7 +8,7 @@ from typing import Literal
 import pytest
 
 from dilocox.dht.errors import EnvironmentFault
-from dilocox.peer.doctor_run_checks import (
+from dilocox.peer.commands.doctor_checks import (
     ExchangeFacts,
     ReachFacts,
     RunFacts,

@@ -14,9 +14,9 @@ import torch
 
 from dilocox.dht.errors import EnvironmentFault
 from dilocox.dht.identity import Identity
-from dilocox.peer import download
-from dilocox.peer.download import StageAnchor
-from dilocox.peer.record import RoundRecord
+from dilocox.peer.chain import download
+from dilocox.peer.chain.download import StageAnchor
+from dilocox.peer.rounds.record import RoundRecord
 from tests.peer.donors import MANIFEST, TWO_STAGES, Change, Donor, take_all
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from dilocox.dht.identity import Identity
-from dilocox.peer import download
+from dilocox.peer.chain import download
 from tests.peer.donors import TWO_STAGES, Donor, take_all
 
 

@@ -9,14 +9,13 @@ import pytest
 
 from dilocox.compression.layout import FlatLayout
 from dilocox.dht.manifest import Manifest
-from dilocox.peer.averaging import AveragerStuck
-from dilocox.peer.driver import FROZEN_S, ExchangeDriver
-from dilocox.peer.events import EventQueue, Voided
-from dilocox.peer.groups import ExchangeOrder
-from dilocox.peer.members import AttemptResult
-from dilocox.peer.plan import RoundPlan, stage_codec
-from dilocox.peer.view import SwarmView
-from dilocox.peer.vote import AloneWatch, Verdict
+from dilocox.dht.swarm_view import SwarmView
+from dilocox.peer.averaging.averager import AveragerStuck
+from dilocox.peer.averaging.driver import FROZEN_S, ExchangeDriver
+from dilocox.peer.averaging.events import EventQueue, Voided
+from dilocox.peer.rounds.adaptation import RoundPlan, stage_codec
+from dilocox.peer.rounds.group import AttemptResult, ExchangeOrder
+from dilocox.peer.rounds.vote import AloneWatch, Verdict
 from tests.peer.clocks import TestClock
 from tests.pipeline.swarms import stage_record
 

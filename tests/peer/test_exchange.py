@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from dilocox.compression.codec import PayloadRefused
+from dilocox.compression.group_codec import PayloadRefused
 from dilocox.dht.identity import Identity
-from dilocox.peer.members import Mean, ShareRefused
-from dilocox.peer.record import own_contribution
-from dilocox.peer.vote import Verdict
+from dilocox.peer.rounds.group import Mean, ShareRefused
+from dilocox.peer.rounds.record import own_contribution
+from dilocox.peer.rounds.vote import Verdict
 from tests.peer.members import (
     SILENCE_S,
     VOTE_S,

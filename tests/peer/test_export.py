@@ -14,9 +14,13 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from dilocox.compression.layout import FlatLayout
 from dilocox.dht.errors import EnvironmentFault, InvalidInput
-from dilocox.peer import export
-from dilocox.peer.export import continue_text, evaluate_checkpoint, write_checkpoint
-from dilocox.peer.operate import shown_rounds
+from dilocox.peer.commands import export
+from dilocox.peer.commands.export import (
+    continue_text,
+    evaluate_checkpoint,
+    shown_rounds,
+    write_checkpoint,
+)
 from dilocox.pipeline.stage import build_stage, flatten_parameters, parameter_shapes
 
 Config = dict[str, Any]

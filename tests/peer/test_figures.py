@@ -16,26 +16,27 @@ from typing import Any, cast
 import pytest
 import torch
 
-from dilocox.compression.codec import PayloadRefused
-from dilocox.peer import tally as tally_module
-from dilocox.peer.averaging import StageBuffers
-from dilocox.peer.counts import BYTE_KINDS, REFUSALS, Counts
-from dilocox.peer.exchange import Attempt
-from dilocox.peer.members import ShareRefused
-from dilocox.peer.place import LoopProgress
-from dilocox.peer.record import RecordRefused
-from dilocox.peer.report import Reporter, Status
-from dilocox.peer.service import NoSuchGroup, PeerService, refusal
-from dilocox.peer.tally import Tally
-from dilocox.peer.transport import (
+from dilocox.compression.group_codec import PayloadRefused
+from dilocox.dht.rpc import (
+    BYTE_KINDS,
     CHUNK_BYTES,
+    REFUSALS,
     Client,
+    Counts,
     FrameRefused,
     UploadLimit,
     pack,
     reply,
 )
-from dilocox.pipeline.happenings import Stepped
+from dilocox.peer.averaging.averager import StageBuffers
+from dilocox.peer.averaging.connectivity import LoopProgress
+from dilocox.peer.averaging.service import NoSuchGroup, PeerService, refusal
+from dilocox.peer.rounds.exchange import Attempt
+from dilocox.peer.rounds.group import ShareRefused
+from dilocox.peer.rounds.record import RecordRefused
+from dilocox.peer.training import report
+from dilocox.peer.training.report import Reporter, Status, Tally
+from dilocox.pipeline.messages import Stepped
 from tests.peer import merging
 from tests.peer.loops import Loop
 from tests.peer.test_tally import REPORT, STATUS, Clock
@@ -82,7 +83,7 @@ def test_vectors_that_processes_share_have_no_name_that_could_stay_behind() -> N
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
-    monkeypatch.setattr(tally_module, "time", clock)
+    monkeypatch.setattr(report, "time", clock)
     return clock
 
 
@@ -258,7 +259,7 @@ class FakeAttempt:
 
 @pytest.fixture
 def service(monkeypatch: pytest.MonkeyPatch) -> PeerService:
-    monkeypatch.setattr("dilocox.peer.service.GROUP_WAIT_S", 0.05)
+    monkeypatch.setattr("dilocox.peer.averaging.service.GROUP_WAIT_S", 0.05)
     service = PeerService.__new__(PeerService)
     service.attempts = {b"g": cast("Attempt", FakeAttempt())}
     service.sent, service.received = Counts(BYTE_KINDS), Counts(BYTE_KINDS)

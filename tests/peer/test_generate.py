@@ -13,12 +13,18 @@ from typing import Any
 
 import pytest
 
+from dilocox.dht import join
 from dilocox.dht.errors import EnvironmentFault, InvalidInput
 from dilocox.dht.invite import Invite
-from dilocox.dht.keys import claim_key
-from dilocox.dht.records import ClaimRecord
-from dilocox.peer import download, export, generate, join, operate
-from dilocox.peer.generate import GenerateOptions, is_newest, newest_claim, run_generate_command
+from dilocox.dht.records import ClaimRecord, claim_key
+from dilocox.peer.chain import download as download_module
+from dilocox.peer.commands import export, generate, operate
+from dilocox.peer.commands.generate import (
+    GenerateOptions,
+    is_newest,
+    newest_claim,
+    run_generate_command,
+)
 from tests.peer.fabricated import claim_record, manifest_of
 from tests.peer.test_cli import INVITE
 
@@ -103,7 +109,7 @@ def told(monkeypatch: pytest.MonkeyPatch) -> Told:
     monkeypatch.setattr(generate, "LOOK_LIMIT_S", 0.05)
     monkeypatch.setattr(generate, "LOOK_PAUSE_S", 0.01)
     monkeypatch.setattr(join, "joined", swarm.joined)
-    monkeypatch.setattr(download, "download_anchors", swarm.download)
+    monkeypatch.setattr(download_module, "download_anchors", swarm.download)
     monkeypatch.setattr(operate, "write_anchors", swarm.write)
     monkeypatch.setattr(export, "continue_text", swarm.continue_text)
     return swarm

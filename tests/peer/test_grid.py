@@ -10,14 +10,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from dilocox.compression.codec import GroupCodec
+from dilocox.compression.group_codec import GroupCodec
 from dilocox.compression.stage_codec import Phase
 from dilocox.dht.identity import Identity
-from dilocox.peer.grid import Grid
-from dilocox.peer.members import AttemptResult, Mean
-from dilocox.peer.record import own_contribution
-from dilocox.peer.reduction import encode
-from dilocox.peer.vote import Verdict
+from dilocox.peer.rounds.grid import Grid
+from dilocox.peer.rounds.group import AttemptResult, Mean
+from dilocox.peer.rounds.record import own_contribution
+from dilocox.peer.rounds.shares import encode
+from dilocox.peer.rounds.vote import Verdict
 from tests.peer.members import (
     LIMIT_S,
     VOTE_S,
@@ -45,7 +45,9 @@ def twelve(tmp_path_factory: pytest.TempPathFactory) -> list[Identity]:
 @pytest.fixture(autouse=True)
 def no_fault_of_ours(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
     yield
-    faults = [each for each in caplog.get_records("call") if each.name == "dilocox.peer.reach"]
+    faults = [
+        each for each in caplog.get_records("call") if each.name == "dilocox.peer.rounds.exchange"
+    ]
     assert not faults
 
 

@@ -13,17 +13,17 @@ from hypothesis import strategies as st
 
 from dilocox.dht.identity import Identity
 from dilocox.dht.manifest import Manifest
-from dilocox.peer.groups import (
+from dilocox.peer.rounds.adaptation import stage_codec
+from dilocox.peer.rounds.group import (
     MAX_COUNTED,
+    AttemptSetup,
     ExchangeOrder,
     GroupRefused,
     Plan,
     Ticket,
     attempt_setup,
 )
-from dilocox.peer.members import AttemptSetup
-from dilocox.peer.plan import stage_codec
-from dilocox.peer.vote import MAX_MEMBERS, may_start
+from dilocox.peer.rounds.vote import MAX_MEMBERS, may_start
 from tests.peer.members import LAYOUT, template
 from tests.peer.test_ballots import ballots_of
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from dilocox.peer.headers import fetch_header
-from dilocox.peer.transport import Blob, FrameRefused
+from dilocox.dht.rpc import Blob, FrameRefused
+from dilocox.peer.chain.catchup import fetch_header
 
 MEMBER = {"peer": "a", "tokens": 1, "exchange_s": 0.0, "step_s": 0.0, "stall_s": 0.0}
 HEADER: dict[str, Any] = {

@@ -7,8 +7,8 @@ from datetime import datetime, timezone
 
 import pytest
 
-from dilocox.peer import health
-from dilocox.peer.health import GOOD, STATES, Health, StageHealth, SwarmHealth, health_of
+from dilocox.peer.monitor import health
+from dilocox.peer.monitor.health import GOOD, STATES, Health, StageHealth, SwarmHealth, health_of
 
 NOON = datetime(2026, 11, 20, 12, 0, tzinfo=timezone.utc).timestamp()
 FULL = StageHealth(hosts=2, joining=0, rounds=5, progress_at=NOON)

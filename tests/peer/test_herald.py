@@ -12,15 +12,24 @@ import pytest
 
 from dilocox.compression.layout import FlatLayout
 from dilocox.dht.clock import Clock
-from dilocox.dht.keys import bell_key, claim_key, replica_key, stage_key
 from dilocox.dht.manifest import Manifest
-from dilocox.dht.records import BellRecord, ClaimRecord, Record, ReplicaRecord, StageRecord
+from dilocox.dht.records import (
+    BellRecord,
+    ClaimRecord,
+    Record,
+    ReplicaRecord,
+    StageRecord,
+    bell_key,
+    claim_key,
+    replica_key,
+    stage_key,
+)
 from dilocox.dht.swarm import Swarm
-from dilocox.peer.chain import ChainFollower
-from dilocox.peer.herald import Herald, replica_record
-from dilocox.peer.place import LoopProgress, Place
-from dilocox.peer.rounds import bells_to_read
-from dilocox.peer.view import SwarmView
+from dilocox.dht.swarm_view import SwarmView
+from dilocox.peer.averaging.announcer import Herald, replica_record
+from dilocox.peer.averaging.connectivity import LoopProgress, Place
+from dilocox.peer.averaging.follower import ChainFollower
+from dilocox.peer.rounds.round_clock import bells_to_read
 from tests.pipeline.swarms import stage_record
 
 RUN = "f" * 32

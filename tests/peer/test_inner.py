@@ -13,13 +13,13 @@ from torch.utils.hooks import RemovableHandle
 
 from dilocox.dht.errors import InvalidInput
 from dilocox.dht.manifest import InnerSpec
-from dilocox.peer.inner import (
+from dilocox.peer.training.inner_optimizer import (
     InnerOptimizer,
     InnerState,
     clip_factor,
     learning_rate,
 )
-from dilocox.pipeline.loss import next_token_loss
+from dilocox.pipeline.stage_worker import next_token_loss
 from tests.pipeline.whole_model import train_step
 
 VOCABULARY = 32

@@ -14,13 +14,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from dilocox.peer import leading as module
-from dilocox.peer.data import Corpus
-from dilocox.peer.leading import Leading
-from dilocox.pipeline.desk import Desk
+from dilocox.peer.training import roles
+from dilocox.peer.training.data import Corpus
+from dilocox.peer.training.roles import Leading
 from dilocox.pipeline.frames import Frame
-from dilocox.pipeline.happenings import Stepped
 from dilocox.pipeline.head import Head
+from dilocox.pipeline.messages import Stepped
+from dilocox.pipeline.reservation import Desk
 from tests.peer.loops import ME, Loop, manifest
 
 STEP_TOKENS = 16
@@ -44,7 +44,7 @@ class Clock:
 @pytest.fixture(autouse=True)
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
-    monkeypatch.setattr(module, "time", clock)
+    monkeypatch.setattr(roles, "time", clock)
     return clock
 
 
@@ -186,11 +186,11 @@ def test_a_head_without_replica_tries_now_and_then_and_says_what_is_missing(
     for _ in range(5):
         led.part.turn()
     assert (led.head.formed, led.head.fed) == (1, [])
-    clock.now += module.FORM_PAUSE_S
+    clock.now += roles.FORM_PAUSE_S
     led.part.turn()
     assert led.head.formed == 2
     assert caplog.text.count("stage 1 has no peer") == 1  # told once, not at every try
-    clock.now += module.FORM_PAUSE_S
+    clock.now += roles.FORM_PAUSE_S
     led.part.turn()
     assert len(led.head.fed) == 1
     progress = led.loop.fake.progress
@@ -200,7 +200,7 @@ def test_a_head_without_replica_tries_now_and_then_and_says_what_is_missing(
 
 @pytest.fixture
 def no_chance(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module.random, "random", lambda: 0.0)
+    monkeypatch.setattr(roles.random, "random", lambda: 0.0)
 
 
 def test_while_it_waits_for_peers_a_head_merges_records(tmp_path: Path) -> None:
@@ -434,7 +434,7 @@ def test_at_the_end_nobody_waits_for_a_loss_that_will_not_come(led: Leader, why:
 def test_the_wait_for_the_last_loss_has_an_end(
     led: Leader, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "LAST_LOSS_PAUSE_S", 0.0)
+    monkeypatch.setattr(roles, "LAST_LOSS_PAUSE_S", 0.0)
     merged(led, 0, mine=True)
 
     def none_for_ever(batches: Sequence[Tensor]) -> float | None:

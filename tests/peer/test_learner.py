@@ -12,11 +12,11 @@ import pytest
 import torch
 
 from dilocox.dht.errors import UnreadableManifest
-from dilocox.peer import learner as module
-from dilocox.peer.catchup import State, Told
-from dilocox.peer.events import Failed, Resynced, Voided
-from dilocox.peer.place import LoopProgress
-from dilocox.peer.snapshots import Snapshots
+from dilocox.peer.averaging.connectivity import LoopProgress
+from dilocox.peer.averaging.events import Failed, Resynced, Voided
+from dilocox.peer.chain.catchup import State, Told
+from dilocox.peer.training import loop as loop_module
+from dilocox.peer.training.snapshots import Snapshots
 from tests.peer.loops import END_TOKENS, Loop, manifest
 
 STEP_TOKENS = 16
@@ -454,7 +454,7 @@ def test_a_leaver_waits_for_the_exchange_in_flight_and_keeps_all_on_disk(loop: L
 def test_a_leaver_whose_exchange_is_not_decided_takes_it_up_after_its_return(
     loop: Loop, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "LEAVE_LIMIT_S", 0.05)
+    monkeypatch.setattr(loop_module, "LEAVE_LIMIT_S", 0.05)
     loop.train(2)
     loop.fake.due = (0, 1.0)
     loop.learner.between_steps()
@@ -522,7 +522,7 @@ def test_new_rules_wait_for_the_send_in_flight_and_nothing_new_is_sent(loop: Loo
     loop.fake.revised, loop.fake.due = True, (1, 200.0)
     loop.learner.between_steps()  # its message may be in a record under the old rules
     loop.fake.events.put(loop.committed(0, 0.1, mine=True))
-    with pytest.raises(module.Revised):
+    with pytest.raises(loop_module.Revised):
         loop.learner.between_steps()
     assert [told[1] for told in loop.fake.of_kind("submit")] == [0]
     assert loop.model.merge.tokens == STEP_TOKENS, "what was learnt since is kept"
@@ -538,7 +538,7 @@ def test_new_rules_reach_a_paused_peer_whose_send_is_in_flight(tmp_path: Path) -
     loop.learner.between_steps()
     assert loop.model.merge.fly, "records are taken at the end of the round"
     loop.fake.revised = True
-    with pytest.raises(module.Revised):
+    with pytest.raises(loop_module.Revised):
         loop.learner.between_steps()
     assert loop.learner.round == 0
 
@@ -558,7 +558,7 @@ def test_who_cannot_read_the_new_rules_ends_with_the_reason_when_its_send_is_dec
 
 def test_new_rules_reach_a_peer_that_is_still_joining(loop: Loop) -> None:
     loop.fake.revised = True
-    with pytest.raises(module.Revised):
+    with pytest.raises(loop_module.Revised):
         loop.learner.join()
 
 

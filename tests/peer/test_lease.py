@@ -9,10 +9,9 @@ from typing import Any, cast
 
 import pytest
 
-from dilocox.dht.keys import part_key
-from dilocox.dht.records import PartRecord
+from dilocox.dht.records import PartRecord, part_key
 from dilocox.dht.swarm import Swarm
-from dilocox.peer.lease import PartLease
+from dilocox.peer.averaging.data_lease import PartLease
 
 LIFETIME_S = 15.0
 

@@ -16,10 +16,12 @@ from typer.testing import CliRunner
 
 from dilocox.dht.errors import DilocoxError
 from dilocox.dht.identity import Identity
-from dilocox.peer import cli, log_commands
-from dilocox.peer.chain_list import ChainRound, LoggedRound, show, show_contributions
-from dilocox.peer.kept_chain import KeptRun, keep_manifest, kept_run
-from dilocox.peer.record import Contribution, RoundRecord
+from dilocox.peer import cli
+from dilocox.peer.chain.store import KeptRun, keep_manifest, kept_run
+from dilocox.peer.chain.summary import ChainRound, LoggedRound
+from dilocox.peer.commands import history
+from dilocox.peer.commands.history import show, show_contributions
+from dilocox.peer.rounds.record import Contribution, RoundRecord
 from tests.peer.kept_chains import RUN, ChainMaker, manifest_of
 
 SHA = "ab" * 32
@@ -263,7 +265,7 @@ def test_records_that_a_running_bootstrap_moves_meanwhile_are_found_again(
                 path.rename(stage / "older" / path.name)
         return listings[-1]
 
-    monkeypatch.setattr(log_commands, "kept_run", listed_and_then_moved)
+    monkeypatch.setattr(history, "kept_run", listed_and_then_moved)
     code, lines = run("verify", tmp_path / "bootstrap")
     assert code == 0
     assert lines[0].startswith("stage 0: 2 rounds replayed (0 to 2), anchor")
@@ -271,7 +273,7 @@ def test_records_that_a_running_bootstrap_moves_meanwhile_are_found_again(
 
 
 def spread(maker: ChainMaker, stage: Path, places: dict[str, list[int]]) -> None:
-    from dilocox.peer.record_folder import RecordFolder
+    from dilocox.peer.chain.store import RecordFolder
 
     for name, rounds in places.items():
         RecordFolder(stage / name).share(maker.log, rounds)

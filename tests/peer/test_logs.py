@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from dilocox.peer.logs import line_start, set_up_logging
-from dilocox.peer.report import Reporter, progress_line
+from dilocox.peer.os_process import line_start, set_up_logging
+from dilocox.peer.training.report import Reporter, progress_line
 from tests.peer.test_tally import STATUS
 
 
@@ -43,7 +43,7 @@ def test_a_line_of_any_logger_takes_the_place_of_the_progress_line(
     monkeypatch.setattr(sys, "stderr", terminal)
     set_up_logging("info")
     Reporter(tmp_path).status(STATUS, force=True)
-    logging.getLogger("dilocox.peer.volunteer").info("left: as asked")
+    logging.getLogger("dilocox.peer.process.peer").info("left: as asked")
     Reporter(tmp_path).status(STATUS, force=True)
     logging.getLogger("dilocox.dht").warning("no bootstrap answers")
     seen = terminal.seen()

@@ -14,13 +14,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from dilocox.peer.merge import (
-    Merge,
-    MergeConfig,
-    Outcome,
-    OwnContribution,
-    RecordFacts,
-)
+from dilocox.peer.training.merge import Merge, MergeConfig, Outcome, OwnContribution, RecordFacts
 from tests.peer.merging import Peer
 
 H = 4

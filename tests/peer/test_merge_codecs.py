@@ -22,8 +22,8 @@ from torch import Tensor
 
 from dilocox.compression.layout import FlatLayout
 from dilocox.compression.stage_codec import StageCodec
-from dilocox.peer.merge import MergeConfig, OwnContribution, RecordFacts
-from dilocox.peer.record import RoundRecord, own_contribution
+from dilocox.peer.rounds.record import RoundRecord, own_contribution
+from dilocox.peer.training.merge import MergeConfig, OwnContribution, RecordFacts
 from tests.peer.averaged import averaged
 from tests.peer.codecs import codec_of
 from tests.peer.test_merge_invariant import FOREVER, SMALL, Draw, Schedule, Told, World

@@ -19,13 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from dilocox.peer.merge import (
-    Merge,
-    MergeConfig,
-    Outcome,
-    OwnContribution,
-    RecordFacts,
-)
+from dilocox.peer.training.merge import Merge, MergeConfig, Outcome, OwnContribution, RecordFacts
 
 Draw = tuple[int, int, int]
 Schedule = list[tuple[int, Draw]]

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from dilocox.peer.merge import (
+from dilocox.peer.training.merge import (
     MergeConfig,
     Outcome,
     OutOfOrder,

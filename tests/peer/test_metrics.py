@@ -10,12 +10,9 @@ import pytest
 import torch
 from prometheus_client.parser import text_string_to_metric_families
 
-from dilocox.peer.metrics import Build, PeerMetrics
-from dilocox.peer.norms import norm, relative_error
-from dilocox.peer.peer_facts import PeerFacts
-from dilocox.peer.progress import CHUNK_VALUES
-from dilocox.peer.report import RoundReport
-from dilocox.peer.tally import WAITING, Waiting, rank_span
+from dilocox.peer.process.metrics import Build, PeerFacts, PeerMetrics
+from dilocox.peer.training.progress import CHUNK_VALUES, norm, relative_error
+from dilocox.peer.training.report import WAITING, RoundReport, Waiting, rank_span
 from tests.peer.test_tally import REPORT, STATUS
 
 NUMEL = 1000

@@ -15,9 +15,8 @@ from typing import Any, cast
 import pytest
 
 from dilocox.dht.errors import EnvironmentFault, InvalidInput
-from dilocox.peer import metrics_server, volunteer
-from dilocox.peer.figures import Figures
-from dilocox.peer.metrics_server import (
+from dilocox.peer import http_pages
+from dilocox.peer.http_pages import (
     Page,
     Pages,
     PageServer,
@@ -27,6 +26,8 @@ from dilocox.peer.metrics_server import (
     readiness_page,
 )
 from dilocox.peer.options import PeerOptions
+from dilocox.peer.process import peer as peer_module
+from dilocox.peer.process.metrics import Figures
 from tests.peer.test_metrics import FACTS, Shown
 
 LOCAL = "127.0.0.1"
@@ -182,7 +183,7 @@ def test_many_can_look_at_once_while_the_peer_goes_on() -> None:
 def test_who_sends_nothing_or_no_http_keeps_nobody_else_out(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(metrics_server, "REQUEST_LIMIT_S", 0.5)
+    monkeypatch.setattr(http_pages, "REQUEST_LIMIT_S", 0.5)
     with served({"/page": lambda: Page.text("here")}) as server:
         silent = [socket.create_connection((LOCAL, server.port)) for _ in range(8)]
         try:
@@ -208,7 +209,7 @@ def test_a_request_that_is_too_long_is_ended_at_once() -> None:
 
 
 def test_one_byte_now_and_then_does_not_prolong_a_request(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(metrics_server, "REQUEST_LIMIT_S", 0.5)
+    monkeypatch.setattr(http_pages, "REQUEST_LIMIT_S", 0.5)
     with (
         served({}) as server,
         socket.create_connection((LOCAL, server.port), timeout=5) as slow,
@@ -222,7 +223,7 @@ def test_one_byte_now_and_then_does_not_prolong_a_request(monkeypatch: pytest.Mo
 
 
 def test_more_than_so_many_at_once_are_turned_away(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(metrics_server, "MAX_REQUESTS", 2)
+    monkeypatch.setattr(http_pages, "MAX_REQUESTS", 2)
     with served({"/page": lambda: Page.text("here")}) as server:
         held = [socket.create_connection((LOCAL, server.port)) for _ in range(2)]
         try:
@@ -289,8 +290,8 @@ def options(port: int | None, state: Path = Path()) -> PeerOptions:
 def test_a_second_peer_goes_on_without_the_default_port_and_says_so_once(
     taken_port: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(metrics_server, "DEFAULT_PORT", taken_port)
-    with metrics_server.served(LOCAL, None, {}) as server:
+    monkeypatch.setattr(http_pages, "DEFAULT_PORT", taken_port)
+    with http_pages.served(LOCAL, None, {}) as server:
         assert server is None
     (line,) = [record.getMessage() for record in caplog.records]
     assert f"port {taken_port} is taken" in line
@@ -299,17 +300,17 @@ def test_a_second_peer_goes_on_without_the_default_port_and_says_so_once(
 
 def test_a_port_that_was_asked_for_must_be_had(taken_port: int, tmp_path: Path) -> None:
     with pytest.raises(EnvironmentFault, match="--metrics-port"):
-        volunteer.run_peer(options(taken_port, tmp_path / "state"))
+        peer_module.run_peer(options(taken_port, tmp_path / "state"))
     assert not (tmp_path / "state").exists()  # it was said before anything was made or joined
     with pytest.raises(EnvironmentFault, match="--metrics-port"):
-        metrics_server.served(LOCAL, taken_port, {})  # taken since
+        http_pages.served(LOCAL, taken_port, {})  # taken since
 
 
 def test_zero_is_no_server_and_a_free_port_is_served() -> None:
-    with metrics_server.served(LOCAL, 0, {}) as server:
+    with http_pages.served(LOCAL, 0, {}) as server:
         assert server is None
     with socket.create_server((LOCAL, 0)) as other:
         free = other.getsockname()[1]
-    with metrics_server.served(LOCAL, free, {"/page": lambda: Page.text("here")}) as server:
+    with http_pages.served(LOCAL, free, {"/page": lambda: Page.text("here")}) as server:
         assert isinstance(server, PageServer)
         assert ask(server, "/page")[0] == 200

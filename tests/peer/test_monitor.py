@@ -11,15 +11,15 @@ from typing import Any, cast
 
 import pytest
 
-from dilocox.dht import reach
+from dilocox.dht import addresses
 from dilocox.dht.errors import EnvironmentFault
 from dilocox.dht.identity import Identity
 from dilocox.dht.invite import Invite, run_id
+from dilocox.dht.join import Joined
 from dilocox.dht.manifest import SignedManifest
-from dilocox.peer import monitor as monitor_module
-from dilocox.peer.join import Joined
-from dilocox.peer.monitor import Monitor, MonitorOptions, run_monitor_command
-from dilocox.peer.monitor_chain import Order, Walk
+from dilocox.peer.monitor import monitor
+from dilocox.peer.monitor.chains import Order, Walk
+from dilocox.peer.monitor.monitor import Monitor, MonitorOptions, run_monitor_command
 from tests.peer.fabricated import (
     INVITE,
     NOW,
@@ -66,8 +66,8 @@ class Watched:
         self.swarm = ToldSwarm(stages=stages)
         self.kept = folder / "kept.json"
         self._monkeypatch = monkeypatch
-        monkeypatch.setattr(monitor_module, "ChainReader", Chains)
-        monkeypatch.setattr(monitor_module, "Looker", lambda *_: self)
+        monkeypatch.setattr(monitor, "ChainReader", Chains)
+        monkeypatch.setattr(monitor, "Looker", lambda *_: self)
         self._options = MonitorOptions(
             invite=Invite.parse(INVITE), state=folder, host="127.0.0.1", port=0
         )
@@ -149,14 +149,14 @@ def test_a_gap_is_tried_again_now_and_then_and_not_for_ever(
     watched.monitor.look()
     watched.monitor.look()
     assert [order.start for order in watched.chains.ordered] == [digest(0, 4)]
-    monkeypatch.setattr(monitor_module, "GAP_PAUSE_S", 0.0)
+    monkeypatch.setattr(monitor, "GAP_PAUSE_S", 0.0)
     nothing = Walk(
         stage=0, start=digest(0, 4), rounds=(), end="", connected=False, folded=Counter()
     )
     for _ in range(20):
         watched.chains.walks.append(nothing)
         watched.monitor.look()
-    assert len(watched.chains.ordered) == 1 + monitor_module.MAX_GAP_TRIES - 1
+    assert len(watched.chains.ordered) == 1 + monitor.MAX_GAP_TRIES - 1
 
 
 def test_rounds_are_waited_for_from_when_a_stage_had_a_peer_again(watched: Watched) -> None:
@@ -172,7 +172,7 @@ def test_rounds_are_waited_for_from_when_a_stage_had_a_peer_again(watched: Watch
 
 
 def test_it_looks_as_often_as_peers_tell(watched: Watched) -> None:
-    assert 4.0 < watched.monitor.turn() <= monitor_module.LONGEST_LOOK_PERIOD_S
+    assert 4.0 < watched.monitor.turn() <= monitor.LONGEST_LOOK_PERIOD_S
 
 
 def test_a_look_that_fails_does_not_end_the_watch(
@@ -196,7 +196,7 @@ def test_a_counter_is_on_disk_before_it_is_shown(
     watched.monitor.look()
     assert json.loads(watched.kept.read_bytes())["totals"] == [0, 3, 1]
     watched.kept.unlink()
-    monkeypatch.setattr(monitor_module, "SAVE_PERIOD_S", 0.0)
+    monkeypatch.setattr(monitor, "SAVE_PERIOD_S", 0.0)
     watched.monitor.look()
     assert watched.kept.exists()
 
@@ -204,7 +204,7 @@ def test_a_counter_is_on_disk_before_it_is_shown(
 def test_a_newer_manifest_that_it_cannot_read_is_said_on_the_page_with_the_mend(
     watched: Watched, identities: list[Identity], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(monitor_module, "MANIFEST_PERIOD_S", 0.0)
+    monkeypatch.setattr(monitor, "MANIFEST_PERIOD_S", 0.0)
     watched.monitor.look()
     before = watched.status()["health"]
     watched.told(
@@ -238,7 +238,7 @@ def test_a_full_disk_does_not_end_the_watch(
 
     history = watched.monitor._history  # pyright: ignore[reportPrivateUsage]
     monkeypatch.setattr(history, "save", full)
-    monkeypatch.setattr(monitor_module, "SAVE_PERIOD_S", 0.0)
+    monkeypatch.setattr(monitor, "SAVE_PERIOD_S", 0.0)
     watched.monitor.look()
     assert "no space left" in caplog.text and watched.status()["run"] == RUN
 
@@ -272,7 +272,7 @@ def test_absurd_figures_of_peers_end_nothing(watched: Watched) -> None:
 def test_a_monitor_of_an_unknown_run_says_that_no_bootstrap_answers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(reach, "BOOTSTRAP_PATIENCE_S", 0.1)
+    monkeypatch.setattr(addresses, "BOOTSTRAP_PATIENCE_S", 0.1)
     nobody = INVITE.replace("203.0.113.7/tcp/31337", "127.0.0.1/tcp/9")
     options = MonitorOptions(invite=Invite.parse(nobody), state=tmp_path, host="127.0.0.1", port=0)
     with pytest.raises(EnvironmentFault, match="no bootstrap can be reached"):

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from dilocox.dht.manifest_revision import back_to
-from dilocox.peer import monitor_history
-from dilocox.peer.monitor_history import MAX_FAULTS, MAX_SAMPLES, Samples, SwarmHistory, cut
+from dilocox.dht.revisions import back_to
+from dilocox.peer.monitor import history as history_module
+from dilocox.peer.monitor.history import MAX_FAULTS, MAX_SAMPLES, Samples, SwarmHistory, cut
 from tests.peer.fabricated import NOW, ToldSwarm, digest, peer_id, stage_record
 
 
@@ -151,7 +151,7 @@ def test_a_peer_that_comes_again_is_the_same_peer(
     assert (totals["joined"], totals["left"]) == (2, 0)
     # for the alert on peers that leave, each return balances a leaving
     assert (swarm.history.joined_total, swarm.history.left_total) == (8, 6)
-    monkeypatch.setattr(monitor_history, "MAX_REMEMBERED", 1)  # fewer than are here
+    monkeypatch.setattr(history_module, "MAX_REMEMBERED", 1)  # fewer than are here
     for _ in range(3):
         swarm.look()
     assert swarm.history.peers_total == 2

@@ -10,14 +10,14 @@ import pytest
 
 from dilocox.dht.identity import peer_id_of
 from dilocox.dht.invite import Invite
-from dilocox.dht.keys import claim_key, replica_key, stage_key
-from dilocox.dht.manifest_revision import in_state
+from dilocox.dht.join import Joined
 from dilocox.dht.node import NoAnswer
-from dilocox.dht.records import ReplicaRecord
-from dilocox.peer import herald, monitor_look
-from dilocox.peer.join import Joined
-from dilocox.peer.monitor_look import Looker, SwarmLook, bootstrap_ids
-from dilocox.peer.place import LoopProgress, Place
+from dilocox.dht.records import ReplicaRecord, claim_key, replica_key, stage_key
+from dilocox.dht.revisions import in_state
+from dilocox.peer.averaging import announcer
+from dilocox.peer.averaging.connectivity import LoopProgress, Place
+from dilocox.peer.monitor import look as look_module
+from dilocox.peer.monitor.look import Looker, SwarmLook, bootstrap_ids
 from tests.peer.fabricated import (
     NOW,
     RUN,
@@ -134,7 +134,7 @@ def test_bootstraps_are_pinged_less_often_than_records_are_read(
     for _ in range(3):
         looker.look()
     assert dht.pings == 1
-    monkeypatch.setattr(monitor_look, "PING_PERIOD_S", 0.0)
+    monkeypatch.setattr(look_module, "PING_PERIOD_S", 0.0)
     looker.look()
     assert dht.pings == 2
 
@@ -148,6 +148,6 @@ def test_a_bootstrap_with_two_addresses_counts_once() -> None:
 def test_a_head_tells_how_long_it_waited() -> None:
     progress = LoopProgress(head=HEAD, members=(HEAD, MEMBER), waiting_share=0.125)
     place = cast("Place", SimpleNamespace(me=HEAD))
-    told = herald.replica_record(place, 3, progress, hear_s=1.0)
+    told = announcer.replica_record(place, 3, progress, hear_s=1.0)
     assert told is not None and told.waiting_share == 0.125
     assert ReplicaRecord.decode(told.encode()) == told

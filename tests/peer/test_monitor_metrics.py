@@ -6,9 +6,9 @@ from dataclasses import replace
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from dilocox.dht.manifest_revision import back_to, in_state
-from dilocox.peer.health import STATES
-from dilocox.peer.monitor_metrics import MAX_RANKS, MAX_VERSIONS, exposition
+from dilocox.dht.revisions import back_to, in_state
+from dilocox.peer.monitor.health import STATES
+from dilocox.peer.monitor.status import MAX_RANKS, MAX_VERSIONS, exposition
 from tests.peer.fabricated import RUN, ToldSwarm, digest, peer_id, stage_record
 
 NAMES = {

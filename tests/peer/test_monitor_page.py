@@ -13,13 +13,12 @@ from pathlib import Path
 
 import pytest
 
-from dilocox.dht.manifest_revision import in_state
-from dilocox.peer import monitor_page
-from dilocox.peer.metrics_server import PageServer
-from dilocox.peer.monitor_history import SwarmHistory
-from dilocox.peer.monitor_metrics import exposition
-from dilocox.peer.monitor_page import MonitorPages, content_policy
-from dilocox.peer.monitor_status import MAX_PEERS_SHOWN
+from dilocox.dht.revisions import in_state
+from dilocox.peer.http_pages import PageServer
+from dilocox.peer.monitor import monitor
+from dilocox.peer.monitor.history import SwarmHistory
+from dilocox.peer.monitor.monitor import MonitorPages, content_policy
+from dilocox.peer.monitor.status import MAX_PEERS_SHOWN, exposition
 from tests.peer.fabricated import (
     INVITE,
     RUN,
@@ -31,7 +30,7 @@ from tests.peer.fabricated import (
 )
 from tests.swarm.browser import chromium, show
 
-HTML = (files("dilocox.peer") / "page" / "status.html").read_text()
+HTML = (files("dilocox.peer.monitor") / "page" / "status.html").read_text()
 EVIL = "<img src=x onerror=\"console.error('gotcha')\">"
 
 needs_browser = pytest.mark.skipif(
@@ -215,7 +214,7 @@ def test_health_and_readiness_follow_the_looks(monkeypatch: pytest.MonkeyPatch) 
     assert pages.pages()["/readyz"]().status == 503 and pages.pages()["/healthz"]().status == 200
     pages.show({"run": RUN}, b"")
     assert pages.pages()["/readyz"]().status == 200 and pages.pages()["/healthz"]().status == 200
-    monkeypatch.setattr(monitor_page, "LOOKS_LATE_S", 0.0)
+    monkeypatch.setattr(monitor, "LOOKS_LATE_S", 0.0)
     assert pages.pages()["/healthz"]().status == 503
     monkeypatch.undo()
     alive = False
@@ -265,4 +264,4 @@ def test_peer_ids_that_differ_only_at_the_end_are_told_apart() -> None:
 
 
 def test_the_page_is_part_of_the_package() -> None:
-    assert Path(str(files("dilocox.peer") / "page" / "status.html")).is_file()
+    assert Path(str(files("dilocox.peer.monitor") / "page" / "status.html")).is_file()

@@ -8,8 +8,8 @@ from dataclasses import replace
 
 import pytest
 
-from dilocox.peer.monitor_chain import DETAILED
-from dilocox.peer.monitor_rounds import MAX_POINTS, StageRounds
+from dilocox.peer.monitor.chains import DETAILED
+from dilocox.peer.monitor.history import MAX_POINTS, StageRounds
 from tests.peer.fabricated import chain_round, digest, walk_of
 
 ROOT = "root"

@@ -14,8 +14,7 @@ from torch.nn import functional as F
 
 from dilocox.dht.errors import InvalidInput
 from dilocox.dht.manifest import InnerSpec
-from dilocox.peer.inner import InnerOptimizer
-from dilocox.peer.inner_parts import is_for_muon
+from dilocox.peer.training.inner_optimizer import InnerOptimizer, is_for_muon
 from dilocox.pipeline.partition import build_skeleton
 from dilocox.pipeline.stage import build_stage
 from tests.peer.test_inner import batches, same, through_files, weights

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from dilocox.peer import outer
-from dilocox.peer.outer import OuterStep, anchor_sha256
+from dilocox.peer.rounds import outer_step
+from dilocox.peer.rounds.outer_step import OuterStep, anchor_sha256
 
 
 def plain_loop(
@@ -73,7 +73,7 @@ def test_chunks_change_no_bit(monkeypatch: pytest.MonkeyPatch, chunk: int) -> No
         torch.tensor(values, dtype=torch.float32)
         for values in plain_loop(step, anchor, buffer, average)
     ]
-    monkeypatch.setattr(outer, "CHUNK_VALUES", chunk)
+    monkeypatch.setattr(outer_step, "CHUNK_VALUES", chunk)
     out_anchor, out_buffer = torch.empty(numel), torch.empty(numel)
     step.apply(anchor, buffer, average, out_anchor, out_buffer)
     assert torch.equal(out_anchor, whole[0])

@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from dilocox.dht.identity import Identity
-from dilocox.peer.members import AttemptSetup, Mean
-from dilocox.peer.record import RoundRecord, own_contribution
-from dilocox.peer.vote import Verdict
+from dilocox.peer.rounds.group import AttemptSetup, Mean
+from dilocox.peer.rounds.record import RoundRecord, own_contribution
+from dilocox.peer.rounds.vote import Verdict
 from tests.peer.members import (
     EXCHANGE_S,
     SILENCE_S,
@@ -27,7 +27,7 @@ from tests.peer.members import (
     verdicts,
 )
 
-REACH = "dilocox.peer.reach"
+REACH = "dilocox.peer.rounds.exchange"
 BOTH = pytest.mark.parametrize("scheme", ["dense", "low_rank"])
 
 

@@ -10,9 +10,9 @@ import torch
 
 from dilocox.dht.errors import EnvironmentFault, InvalidInput
 from dilocox.dht.manifest import DataSpec
-from dilocox.peer.device import chosen_device
-from dilocox.peer.prepare import own_data
-from dilocox.peer.sources import open_source
+from dilocox.peer.process.prepare import own_data
+from dilocox.peer.training.data_sources import open_source
+from dilocox.pipeline.stage import chosen_device
 
 
 @pytest.mark.parametrize(

@@ -17,15 +17,17 @@ from typing import Any
 import pytest
 from hivemind.p2p import P2P
 
+from dilocox.dht import reachability
+from dilocox.dht.addresses import Reach, Reachability
 from dilocox.dht.identity import peer_id_of
-from dilocox.dht.reach import Reach, Reachability
-from dilocox.peer import dialling
-from dilocox.peer.probe import CALLS_IN_A_WHILE, Probe, asked_to_dial
-from dilocox.peer.reachability import (
+from dilocox.dht.reachability import (
+    CALLS_IN_A_WHILE,
     CHECK_AGAIN_S,
     CHECK_S,
+    Probe,
     ReachWatch,
     ask_time,
+    asked_to_dial,
     described,
     find_reach,
     measure_bandwidth,
@@ -156,8 +158,8 @@ def test_a_bootstrap_believes_others_more_than_itself(monkeypatch: pytest.Monkey
         async def connections(p2p: P2P) -> dict[str, frozenset[str]]:
             return where if p2p is bootstrap else {}
 
-        monkeypatch.setattr("dilocox.peer.probe.connections", connections)
-        monkeypatch.setattr("dilocox.peer.probe.working", working)
+        monkeypatch.setattr("dilocox.dht.reachability.connections", connections)
+        monkeypatch.setattr("dilocox.dht.reachability.working", working)
         await serve(bootstrap)
         await serve(other, bootstraps={str(bootstrap.peer_id)})
         own = await own_addresses(peer)
@@ -197,8 +199,8 @@ def test_who_had_nobody_but_the_bootstrap_to_try_it_is_told_so(
             assert reach.kind == "public"
             return reach.by_others
 
-        monkeypatch.setattr("dilocox.peer.probe.connections", connections)
-        monkeypatch.setattr("dilocox.peer.probe.working", working)
+        monkeypatch.setattr("dilocox.dht.reachability.connections", connections)
+        monkeypatch.setattr("dilocox.dht.reachability.working", working)
         await serve(bootstrap)
         assert not await by_others()  # it is alone
         where[str(other.peer_id)] = frozenset({"192.0.2.7"})
@@ -243,11 +245,11 @@ def test_nobody_is_made_to_look_into_its_own_network(
 
     async def greeting(ip: str, port: int) -> bytes:
         dialled.append(ip)
-        return dialling.GREETING
+        return reachability.GREETING
 
-    monkeypatch.setattr(dialling, "_greeting", greeting)
+    monkeypatch.setattr(reachability, "_greeting", greeting)
     seen = frozenset({"198.51.100.7"})
-    assert asyncio.run(dialling.working([address], seen)) == ("/ip4/198.51.100.7/tcp/22",)
+    assert asyncio.run(reachability.working([address], seen)) == ("/ip4/198.51.100.7/tcp/22",)
     assert dialled == ["198.51.100.7"]  # where it comes from, and nowhere else
 
 
@@ -266,7 +268,7 @@ def test_a_name_is_dialled_at_the_address_that_was_checked(monkeypatch: pytest.M
     monkeypatch.setattr(asyncio.base_events.BaseEventLoop, "getaddrinfo", rebinding)
     monkeypatch.setattr(asyncio, "open_connection", connection)
     seen = frozenset({"198.51.100.7"})
-    assert asyncio.run(dialling.working(["/dns4/rebinds.example/tcp/22"], seen)) == ()
+    assert asyncio.run(reachability.working(["/dns4/rebinds.example/tcp/22"], seen)) == ()
     assert set(dialled) == seen
 
 

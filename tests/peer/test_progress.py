@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from dilocox.peer import progress
-from dilocox.peer.merge import Merge, MergeConfig, RecordFacts
+from dilocox.peer.training import progress
+from dilocox.peer.training.merge import Merge, MergeConfig, RecordFacts
 
 CONFIG = MergeConfig(weight=0.75, decay=1.0)
 

@@ -13,7 +13,7 @@ from typing import Any, cast
 import pytest
 
 from dilocox.dht.identity import Identity
-from dilocox.peer.reach import Reach
+from dilocox.peer.rounds.exchange import Reach
 from tests.peer.members import Group, everything
 
 
@@ -96,6 +96,6 @@ def test_a_fault_in_what_nobody_waits_for_is_logged(
         await asyncio.wait([reach.spawn(fault())])
         await asyncio.sleep(0)
 
-    with caplog.at_level(logging.ERROR, logger="dilocox.peer.reach"):
+    with caplog.at_level(logging.ERROR, logger="dilocox.peer.rounds.exchange"):
         asyncio.run(go())
     assert [record.exc_info and str(record.exc_info[1]) for record in caplog.records] == ["ours"]

@@ -13,14 +13,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import save
 
-from dilocox.compression.codec import GroupCodec
+from dilocox.compression.group_codec import GroupCodec
 from dilocox.compression.layout import FlatLayout, split
 from dilocox.compression.stage_codec import StageCodec
-from dilocox.peer.adaptation import RoundFacts
-from dilocox.peer.record import (
+from dilocox.peer.chain.store import RoundLog
+from dilocox.peer.rounds.record import (
     Contribution,
     Part,
     RecordRefused,
+    RoundFacts,
     RoundRecord,
     digest_of,
     largest_group,
@@ -28,8 +29,7 @@ from dilocox.peer.record import (
     own_contribution,
     parse_record,
 )
-from dilocox.peer.roundlog import RoundLog
-from dilocox.peer.vote import MAX_MEMBERS
+from dilocox.peer.rounds.vote import MAX_MEMBERS
 from tests.peer.codecs import codec_of
 from tests.peer.members import LAYOUT, template
 
@@ -323,7 +323,7 @@ def test_no_header_of_a_group_that_is_let_in_is_longer_than_a_log_takes(
     tensors = [(f"layers.{place}.experts.weight", (64, 64)) for place in range(300)]
     codec = codec_of(FlatLayout.of(tensors), "low_rank")
     assert largest_group(codec) == MAX_MEMBERS
-    monkeypatch.setattr("dilocox.peer.record.MAX_HEADER_BYTES", 60_000)
+    monkeypatch.setattr("dilocox.peer.rounds.record.MAX_HEADER_BYTES", 60_000)
     most = largest_group(codec_of(FlatLayout.of(tensors), "low_rank"))
     assert 20 < most < MAX_MEMBERS
     data = of_members(most, codec, codec.limits).to_bytes()

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from dilocox.peer.files import write_atomically
-from dilocox.peer.record import RecordRefused, digest_of
-from dilocox.peer.record_folder import RecordFolder
+from dilocox.dht.files import write_atomically
+from dilocox.peer.chain.store import RecordFolder
+from dilocox.peer.rounds.record import RecordRefused, digest_of
 
 
 def folder_of(path: Path, *sizes: int) -> RecordFolder:

@@ -6,10 +6,10 @@ from dataclasses import replace
 
 import pytest
 
+from dilocox.dht import reconnect
+from dilocox.dht.reconnect import dial_targets, relays_between
 from dilocox.dht.records import StageRecord
-from dilocox.peer import redial
-from dilocox.peer.reach import MAX_WATCHED
-from dilocox.peer.redial import dial_targets, relays_between
+from dilocox.peer.rounds.exchange import MAX_WATCHED
 from tests.peer.fabricated import peer_id, stage_record
 
 ME = peer_id(99)
@@ -37,8 +37,8 @@ def test_of_a_small_swarm_everybody_is_dialled() -> None:
 def test_the_places_are_shared_by_own_stage_heads_and_the_rest() -> None:
     stages = swarm_of(100)
     dialled = list(dial_targets(stages, ME, 2))
-    assert len(dialled) == redial.MAX_DIALLED
-    common, drawn = dialled[: redial.COMMON], dialled[redial.COMMON :]
+    assert len(dialled) == reconnect.MAX_DIALLED
+    common, drawn = dialled[: reconnect.COMMON], dialled[reconnect.COMMON :]
     for here in stages.values():
         assert 17 <= len(set(drawn) & set(here)) <= 20
     order = sorted([*stages[2], ME])
@@ -60,7 +60,7 @@ def test_each_draws_others_and_one_that_comes_changes_little() -> None:
 
 def test_they_are_bounded() -> None:
     stages = {0: dict(host(number) for number in range(1, 90))}
-    assert len(dial_targets(stages, ME, 0)) == redial.MAX_DIALLED
+    assert len(dial_targets(stages, ME, 0)) == reconnect.MAX_DIALLED
 
 
 def test_nobody_is_dialled_who_cannot_be_or_is_gone_or_names_another() -> None:
@@ -104,7 +104,7 @@ def test_in_a_large_swarm_any_two_that_only_dial_out_have_dialled_the_same_peers
     stages[0] |= dict([at_home])
     stages[2] |= dict([far])
     both = relays_between(stages, at_home[0], 0, far[0], client_mode=True)
-    assert len(both) >= redial.COMMON
+    assert len(both) >= reconnect.COMMON
     assert set(both) <= set(dial_targets(stages, at_home[0], 0))
     assert set(both) <= set(dial_targets(stages, far[0], 2))
 
@@ -112,8 +112,8 @@ def test_in_a_large_swarm_any_two_that_only_dial_out_have_dialled_the_same_peers
 def test_where_they_share_nobody_those_pass_letters_on_whom_the_other_one_has_dialled(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(redial, "MAX_DIALLED", 1)
-    monkeypatch.setattr(redial, "COMMON", 0)  # each keeps ways to those of its own stage
+    monkeypatch.setattr(reconnect, "MAX_DIALLED", 1)
+    monkeypatch.setattr(reconnect, "COMMON", 0)  # each keeps ways to those of its own stage
     far = host(51, client_mode=True)
     stages = {0: dict([host(1)]), 2: dict([far, host(2)])}
     assert relays_between(stages, ME, 0, far[0], client_mode=True) == [peer_id(2)]

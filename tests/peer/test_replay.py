@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from dilocox.dht.identity import Identity
-from dilocox.peer.kept_chain import kept_run
-from dilocox.peer.record import RoundRecord
-from dilocox.peer.replay import Replayed, replay
+from dilocox.peer.chain.replay import Replayed, replay
+from dilocox.peer.chain.store import kept_run
+from dilocox.peer.rounds.record import RoundRecord
 from tests.peer.kept_chains import ChainMaker, Change, manifest_of
 
 

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from dilocox.peer import journal
-from dilocox.peer import snapshots as module
-from dilocox.peer.snapshot import LOCAL_FILE
+from dilocox.peer.chain import journal
+from dilocox.peer.chain.snapshot_files import LOCAL_FILE
+from dilocox.peer.training import snapshots
 from tests.peer.loops import Loop
 
 STEP_TOKENS = 16
@@ -81,7 +81,7 @@ def test_what_may_have_been_sent_is_not_sent_again(
         case "submit":
             loop.fake.on_submit = killed
         case _:
-            monkeypatch.setattr(module, "write_snapshot", killed)
+            monkeypatch.setattr(snapshots, "write_snapshot", killed)
     with pytest.raises(Killed):
         send(loop, 1)
     monkeypatch.undo()

@@ -17,11 +17,10 @@ from prometheus_client.parser import text_string_to_metric_families
 from dilocox.dht.errors import InvalidInput
 from dilocox.dht.identity import Identity
 from dilocox.dht.invite import Invite
-from dilocox.peer import resting
-from dilocox.peer.allowance import GB, Hours
-from dilocox.peer.options import PeerOptions
-from dilocox.peer.resting import Allowance, RestWatch, pause, resume, wait_until_allowed
-from dilocox.peer.signals import StopSignal
+from dilocox.peer.options import GB, Hours, PeerOptions
+from dilocox.peer.os_process import StopSignal
+from dilocox.peer.process import resting
+from dilocox.peer.process.resting import Allowance, RestWatch, pause, resume, wait_until_allowed
 from tests.dht.processes import wait_until
 from tests.peer.commands import Command
 from tests.peer.test_cli import INVITE
@@ -132,7 +131,7 @@ def test_it_says_why_it_rests_and_goes_on_when_it_is_resumed(
 
     thread = threading.Thread(target=volunteer)
     thread.start()
-    with caplog.at_level("INFO", logger="dilocox.peer.resting"):
+    with caplog.at_level("INFO", logger="dilocox.peer.process.resting"):
         assert wait_until_allowed(options(state))
     thread.join()
     assert seen[0]["resting"] == "paused, until `dilocox resume`"

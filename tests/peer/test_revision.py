@@ -15,11 +15,10 @@ from dilocox.dht.errors import UnreadableManifest
 from dilocox.dht.identity import Identity
 from dilocox.dht.invite import run_id
 from dilocox.dht.manifest import Manifest, SignedManifest
-from dilocox.dht.manifest_revision import in_state
 from dilocox.dht.records import ClaimRecord
+from dilocox.dht.revisions import REVISION_S, ManifestWatch, in_state, kept_manifest, newer_of
 from dilocox.dht.swarm import Swarm
-from dilocox.peer.revision import REVISION_S, ManifestWatch, kept_manifest, newer_of
-from dilocox.peer.view import that_count
+from dilocox.dht.swarm_view import that_count
 
 FIRST = Manifest.from_dict({"name": "demo", "model": "tiny", "end_tokens": 1_000_000})
 PAUSED = in_state(FIRST, "paused")

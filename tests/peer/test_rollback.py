@@ -13,15 +13,18 @@ import torch
 from dilocox.dht.errors import InvalidInput
 from dilocox.dht.identity import Identity
 from dilocox.dht.manifest import Manifest
-from dilocox.dht.manifest_revision import back_to, in_state, revised
-from dilocox.peer import branch
-from dilocox.peer.archive_generation import Generation
-from dilocox.peer.branch import archive_goes_back, newest_aside, peer_goes_back
-from dilocox.peer.kept_chain import keep_manifest, kept_run
-from dilocox.peer.record_check import RecordCheck
-from dilocox.peer.record_folder import RecordFolder
-from dilocox.peer.replay import replay
-from dilocox.peer.rollback import prepare_rollback
+from dilocox.dht.revisions import back_to, in_state, revised
+from dilocox.peer.chain import rollback
+from dilocox.peer.chain.archive import Generation
+from dilocox.peer.chain.record_check import RecordCheck
+from dilocox.peer.chain.replay import replay
+from dilocox.peer.chain.rollback import (
+    archive_goes_back,
+    newest_aside,
+    peer_goes_back,
+    prepare_rollback,
+)
+from dilocox.peer.chain.store import RecordFolder, keep_manifest, kept_run
 from tests.peer.kept_chains import RUN, ChainMaker, manifest_of
 
 
@@ -127,7 +130,7 @@ def test_who_is_killed_at_the_end_of_a_rollback_still_finds_its_state(
 
     for function in ("_mark", "prepared"):  # before the mark, and between it and the state
         with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-            patch.setattr(branch, function, killed)
+            patch.setattr(rollback, function, killed)
             archive_goes_back(stage, newer)
     archive_goes_back(stage, newer)
     (current,) = Generation.kept(stage, RecordCheck.of(RUN, 0, newer, maker.layout))

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from dilocox.dht.records import BellRecord, ReplicaRecord
-from dilocox.peer.round_keeper import RoundKeeper
-from dilocox.peer.view import SwarmView
+from dilocox.dht.swarm_view import SwarmView
+from dilocox.peer.rounds.round_clock import RoundKeeper
 from tests.peer.clocks import TestClock
 
 VIEW = SwarmView(me="me")

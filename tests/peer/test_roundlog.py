@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from dilocox.compression.codec import GroupCodec
+from dilocox.compression.group_codec import GroupCodec
 from dilocox.dht.errors import EnvironmentFault
-from dilocox.peer import record_folder
-from dilocox.peer.record import Contribution, Part, RecordRefused, digest_of, parse_record
-from dilocox.peer.roundlog import Head, RoundLog
+from dilocox.peer.chain import store
+from dilocox.peer.chain.store import Head, RoundLog
+from dilocox.peer.rounds.record import Contribution, Part, RecordRefused, digest_of, parse_record
 from tests.peer.codecs import codec_of
 from tests.peer.members import LAYOUT, MANIFEST_DIGEST, template
 
@@ -100,14 +100,14 @@ def test_a_crash_between_certificate_and_record_leaves_the_chain_as_it_was(
 ) -> None:
     first, second = chain(0, 1)
     log.append(first, PROOF)
-    write = record_folder.write_atomically
+    write = store.write_atomically
 
     def crash_before_record(path: Path, data: bytes) -> None:
         if path.suffix == ".record":
             raise EnvironmentFault("power is gone")
         write(path, data)
 
-    monkeypatch.setattr(record_folder, "write_atomically", crash_before_record)
+    monkeypatch.setattr(store, "write_atomically", crash_before_record)
     with pytest.raises(EnvironmentFault):
         log.append(second, PROOF)
     monkeypatch.undo()

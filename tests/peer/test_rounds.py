@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from dilocox.dht.records import BellRecord, ReplicaRecord
-from dilocox.peer.rounds import (
+from dilocox.peer.rounds.round_clock import (
     BELLS_READ,
     RoundView,
     Schedule,

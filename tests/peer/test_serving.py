@@ -13,15 +13,14 @@ from typing import Any, cast
 import pytest
 import torch
 
-from dilocox.peer import serving as module
-from dilocox.peer.serving import Serving
-from dilocox.peer.trainer import Move
-from dilocox.peer.view import SwarmView
-from dilocox.pipeline.desk import Assignment, Desk
-from dilocox.pipeline.following import Follower
+from dilocox.dht.swarm_view import SwarmView
+from dilocox.peer.training import roles
+from dilocox.peer.training.loop import Move
+from dilocox.peer.training.roles import Serving
 from dilocox.pipeline.frames import Frame
-from dilocox.pipeline.happenings import Stepped
-from dilocox.pipeline.member import Member
+from dilocox.pipeline.member import Follower, Member
+from dilocox.pipeline.messages import Stepped
+from dilocox.pipeline.reservation import Assignment, Desk
 from tests.peer.loops import ME, Loop, manifest
 from tests.pipeline.swarms import stage_record
 
@@ -136,7 +135,7 @@ def test_inner_steps_count_with_the_time_since_the_last_one(
     served: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = [5000.0]
-    monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(roles, "time", SimpleNamespace(monotonic=lambda: now[0]))
     served.follower.head = HEAD
     served.part.turn()  # the replica begins now
     now[0] += 2.0
@@ -155,7 +154,7 @@ def test_time_in_no_replica_makes_no_inner_step_long(
     served: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = [5000.0]
-    monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(roles, "time", SimpleNamespace(monotonic=lambda: now[0]))
     for _ in range(2):
         now[0] += 600.0  # a spare for ten minutes
         served.part.turn()
@@ -281,7 +280,7 @@ def test_a_leaver_works_on_until_its_head_has_replaced_it(served: Server) -> Non
 def test_a_leaver_waits_for_no_head_for_long(
     served: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "HANDOVER_LIMIT_S", 0.05)
+    monkeypatch.setattr(roles, "HANDOVER_LIMIT_S", 0.05)
     served.follower.head = HEAD
     served.part.part(ended=False)
     assert (served.follower.head, served.follower.left) == ("", 1)

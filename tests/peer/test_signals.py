@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from dilocox.peer.signals import StopRequested, StopSignal
+from dilocox.peer.os_process import StopRequested, StopSignal
 
 BOTH = (signal.SIGINT, signal.SIGTERM)
 

@@ -13,8 +13,8 @@ import torch
 from safetensors import SafetensorError
 
 from dilocox.dht.errors import EnvironmentFault
-from dilocox.peer import snapshot as module
-from dilocox.peer.snapshot import (
+from dilocox.peer.chain import snapshot_files
+from dilocox.peer.chain.snapshot_files import (
     LOCAL_FILE,
     STATE_FACTS_FILE,
     STATE_FILE,
@@ -95,7 +95,7 @@ def test_a_disk_that_gives_up_at_any_moment_leaves_the_old_snapshot(
     def fail(*_: Any) -> None:
         raise error
 
-    monkeypatch.setattr(module, moment, fail)
+    monkeypatch.setattr(snapshot_files, moment, fail)
     with pytest.raises(EnvironmentFault, match=words) as caught:
         write_snapshot(tmp_path, made(4))
     assert str(tmp_path) in str(caught.value)

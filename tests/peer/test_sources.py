@@ -21,11 +21,9 @@ import torch
 
 from dilocox.dht.errors import EnvironmentFault, InvalidInput
 from dilocox.dht.manifest import DataSpec
-from dilocox.peer import source_files
-from dilocox.peer.data import held_out_digest, held_out_windows
-from dilocox.peer.sources import open_source
-from dilocox.peer.stdlib_corpus import library_files
-from dilocox.peer.tokens import open_tokenizer
+from dilocox.peer.training import data_sources
+from dilocox.peer.training.data import held_out_digest, held_out_windows, open_tokenizer
+from dilocox.peer.training.data_sources import library_files, open_source
 from tests.peer.corpora import (
     FORMATS,
     LENGTH,
@@ -265,7 +263,7 @@ class TestHubOutOfReach:
     @pytest.fixture
     def unanswered(self, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         """A hub that takes the connection and never says a word."""
-        monkeypatch.setattr(source_files, "_HUB_ANSWER_S", 0.2)
+        monkeypatch.setattr(data_sources, "_HUB_ANSWER_S", 0.2)
         with socket.create_server(("127.0.0.1", 0)) as server:
             address = f"http://127.0.0.1:{server.getsockname()[1]}"
             monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", address)
@@ -305,7 +303,7 @@ class TestHubOutOfReach:
         def refuse(*_: object, **__: object) -> None:
             raise PermissionError(13, "Permission denied: '/home/x/.cache'")
 
-        monkeypatch.setattr(source_files, "require_hub", lambda *_: None)
+        monkeypatch.setattr(data_sources, "require_hub", lambda *_: None)
         monkeypatch.setattr("datasets.load_dataset_builder", refuse)
         with pytest.raises(EnvironmentFault, match=r"Permission denied.*HF_HOME"):
             open_source(self.SPEC)

@@ -9,13 +9,12 @@ from typing import Any, cast
 
 import pytest
 
+from dilocox.dht.addresses import Reach
 from dilocox.dht.errors import InvalidInput
-from dilocox.dht.keys import parse_key
-from dilocox.dht.reach import Reach
-from dilocox.dht.records import StageRecord
-from dilocox.peer import stage_option
-from dilocox.peer.join import Joined
-from dilocox.peer.stage_option import LOOKS, chosen_stage
+from dilocox.dht.join import Joined
+from dilocox.dht.records import StageRecord, parse_key
+from dilocox.peer.process import stage_selection
+from dilocox.peer.process.stage_selection import LOOKS, chosen_stage
 from dilocox.peer.state_folder import StateFolder
 from tests.pipeline.swarms import stage_record
 
@@ -25,8 +24,8 @@ Answer = Mapping[int, dict[str, StageRecord]]
 
 @pytest.fixture(autouse=True)
 def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stage_option, "JITTER_S", 0.0)
-    monkeypatch.setattr(stage_option, "SECOND_LOOK_S", 0.0)
+    monkeypatch.setattr(stage_selection, "JITTER_S", 0.0)
+    monkeypatch.setattr(stage_selection, "SECOND_LOOK_S", 0.0)
 
 
 @pytest.fixture

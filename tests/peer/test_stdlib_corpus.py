@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from dilocox.dht.errors import EnvironmentFault
-from dilocox.peer.stdlib_corpus import HELD_OUT_MODULES, MAX_FILE_BYTES, library_files
+from dilocox.peer.training.data_sources import HELD_OUT_MODULES, MAX_FILE_BYTES, library_files
 
 
 def write(library: Path, *names: str, size: int = 10) -> None:

@@ -12,16 +12,22 @@ from typing import Any, cast
 import pytest
 import torch
 
-from dilocox.peer import tally as module
-from dilocox.peer.events import Committed
-from dilocox.peer.merge import Outcome
-from dilocox.peer.place import LoopProgress
-from dilocox.peer.record import Contribution, Part
-from dilocox.peer.report import Reporter, RoundReport, Status, shown_facts, shown_loss
-from dilocox.peer.subprocesses import Child
-from dilocox.peer.tally import Tally
-from dilocox.peer.watched import WatchedPeer
-from dilocox.pipeline.happenings import Stepped
+from dilocox.peer.averaging.connectivity import LoopProgress
+from dilocox.peer.averaging.events import Committed
+from dilocox.peer.commands.demo import WatchedPeer
+from dilocox.peer.os_process import Child
+from dilocox.peer.rounds.record import Contribution, Part
+from dilocox.peer.training import report as report_module
+from dilocox.peer.training.merge import Outcome
+from dilocox.peer.training.report import (
+    Reporter,
+    RoundReport,
+    Status,
+    Tally,
+    shown_facts,
+    shown_loss,
+)
+from dilocox.pipeline.messages import Stepped
 from tests.peer import merging
 from tests.peer.members import template
 
@@ -40,7 +46,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
-    monkeypatch.setattr(module, "time", clock)
+    monkeypatch.setattr(report_module, "time", clock)
     return clock
 
 
@@ -313,7 +319,7 @@ def test_the_status_is_written_about_once_a_second(tmp_path: Path) -> None:
 def test_the_log_line_of_a_round_names_its_figures(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with caplog.at_level(logging.INFO, logger="dilocox.peer.report"):
+    with caplog.at_level(logging.INFO, logger="dilocox.peer.training.report"):
         Reporter(tmp_path).committed(replace(REPORT, outcome="undone"))
         Reporter(tmp_path).void(2, "nobody came")
         Reporter(tmp_path).committed(replace(REPORT, members=1, val_loss=5.96664))
@@ -340,7 +346,7 @@ def test_a_round_that_a_peer_only_takes_is_no_work_of_its_own(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     report = replace(REPORT, inner_steps=0, tokens=0, val_loss=2.5, val_round=3)
-    with caplog.at_level(logging.INFO, logger="dilocox.peer.report"):
+    with caplog.at_level(logging.INFO, logger="dilocox.peer.training.report"):
         Reporter(tmp_path).committed(replace(report, outcome="followed"))
         Reporter(tmp_path).committed(replace(report, outcome="reset"))
     followed, reset = (record.getMessage() for record in caplog.records)

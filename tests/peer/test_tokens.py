@@ -12,10 +12,10 @@ import yaml
 
 from dilocox.dht.errors import InvalidInput
 from dilocox.dht.manifest import Manifest
-from dilocox.peer import tokens
-from dilocox.peer.operate import checked_manifest
-from dilocox.peer.prepare import open_corpus
-from dilocox.peer.tokens import open_tokenizer
+from dilocox.peer.commands.operate import checked_manifest
+from dilocox.peer.process.prepare import open_corpus
+from dilocox.peer.training import data as data_module
+from dilocox.peer.training.data import open_tokenizer
 from tests.peer.corpora import corpus, documents, take, write_json
 from tests.peer.loops import MODEL
 
@@ -122,7 +122,7 @@ class TestTokenizers:
         def no_such(kind: str, name: str, field: str) -> None:
             raise InvalidInput(f"{field} {name!r} is neither here nor on the Hugging Face hub")
 
-        monkeypatch.setattr(tokens, "require_hub", no_such)
+        monkeypatch.setattr(data_module, "require_hub", no_such)
         path = tmp_path / "run.yaml"
         run = {"name": "t", "model": "tiny", "end_tokens": 1000}
         path.write_text(yaml.safe_dump(run | {"data": {"tokenizer": "nobody/nothing"}}))

@@ -10,8 +10,7 @@ from typing import cast
 import pytest
 
 from dilocox.dht.errors import UnreadableManifest
-from dilocox.peer.learner import Learner, Revised
-from dilocox.peer.trainer import Move, Trainer
+from dilocox.peer.training.loop import Learner, Move, Revised, Trainer
 
 
 class Script:

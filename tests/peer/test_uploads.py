@@ -12,22 +12,24 @@ from typing import Any, cast
 
 import pytest
 
-from dilocox.peer import catchup, uploads
-from dilocox.peer.counts import BYTE_KINDS, REFUSALS, Counts
-from dilocox.peer.record import digest_of
-from dilocox.peer.record_folder import RecordFolder
-from dilocox.peer.service import PeerService
-from dilocox.peer.transport import (
+from dilocox.dht.rpc import (
+    BYTE_KINDS,
     CHUNK_BYTES,
+    REFUSALS,
     STALL_S,
     Client,
+    Counts,
     PeerBusy,
     UploadLimit,
     chunk_of,
     pack,
     unpack,
 )
-from dilocox.peer.uploads import AT_ONCE, OF_ONE_PEER, UploadRefused, Uploads
+from dilocox.peer.averaging.service import PeerService
+from dilocox.peer.chain import catchup, uploads
+from dilocox.peer.chain.store import RecordFolder
+from dilocox.peer.chain.uploads import AT_ONCE, OF_ONE_PEER, UploadRefused, Uploads
+from dilocox.peer.rounds.record import digest_of
 
 PEER = "12D3KooWEXWcUQWJ6amCxHKtPFrcNxgepcmy7YXo7tirWjgiJ9Fr"
 RECORD = b"r" * (3 * CHUNK_BYTES + 7)

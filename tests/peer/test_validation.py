@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from dilocox.peer.validation import validation_loss, weights_replaced
+from dilocox.peer.training.data import validation_loss, weights_replaced
 
 VOCABULARY = 16
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from dilocox.dht.records import ClaimRecord, StageRecord
-from dilocox.peer.view import SwarmView
+from dilocox.dht.swarm_view import SwarmView
 
 
 def stage(state: Any, tokens: int = 0) -> StageRecord:

@@ -10,12 +10,11 @@ from typing import Any, cast
 
 import pytest
 
-from dilocox.dht.reach import Reach, Reachability
-from dilocox.peer.place import Place
-from dilocox.peer.reachability import CHECK_S
-from dilocox.peer.redial import Targets
-from dilocox.peer.view import SwarmView
-from dilocox.peer.ways import Ways
+from dilocox.dht.addresses import Reach, Reachability
+from dilocox.dht.reachability import CHECK_S
+from dilocox.dht.reconnect import Targets
+from dilocox.dht.swarm_view import SwarmView
+from dilocox.peer.averaging.connectivity import Place, Ways
 from tests.peer.clocks import TestClock
 from tests.peer.fabricated import peer_id, stage_record
 

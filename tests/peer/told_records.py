@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from dilocox.peer.adaptation import RoundFacts
-from dilocox.peer.record import Contribution, Part, RoundRecord, digest_of
+from dilocox.peer.rounds.record import Contribution, Part, RoundFacts, RoundRecord, digest_of
 
 
 @dataclass(frozen=True)

@@ -7,18 +7,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dilocox.pipeline.activations import tensor_frame
-from dilocox.pipeline.desk import Assignment
+from dilocox.pipeline.activation_codec import tensor_frame
 from dilocox.pipeline.frames import Frame
-from dilocox.pipeline.happenings import (
-    Go,
-    Happening,
-    StageReport,
-    Stepped,
-    Totals,
-)
-from dilocox.pipeline.links import Arrived, LinkFacts, LinkKey
+from dilocox.pipeline.link import Arrived, LinkFacts, LinkKey
 from dilocox.pipeline.member import Member
+from dilocox.pipeline.messages import Go, Happening, StageReport, Stepped, Totals
+from dilocox.pipeline.reservation import Assignment
 from tests.pipeline.chains import batches
 from tests.pipeline.peers import TINY, Peer, Plan
 from tests.pipeline.wires import LIMITS, Wires

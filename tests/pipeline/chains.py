@@ -17,10 +17,9 @@ import torch
 from torch import Tensor
 
 from dilocox.dht.manifest import InnerSpec
-from dilocox.peer.inner import InnerOptimizer, Precision, clip_factor
-from dilocox.pipeline.schedule import Policy
+from dilocox.peer.training.inner_optimizer import InnerOptimizer, Precision, clip_factor
 from dilocox.pipeline.stage import StageModule, build_stage
-from dilocox.pipeline.worker import Produced, StageWorker
+from dilocox.pipeline.stage_worker import Policy, Produced, StageWorker
 from tests.pipeline.whole_model import StepResult, train_step
 
 Config = dict[str, Any]

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from dilocox.pipeline.desk import Assignment, Desk
 from dilocox.pipeline.frames import Frame
+from dilocox.pipeline.reservation import Assignment, Desk
 
 LEASE_S = 10.0
 

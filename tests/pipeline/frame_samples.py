@@ -9,8 +9,15 @@ from typing import Any
 from hypothesis import strategies as st
 
 from dilocox.pipeline import frames
-from dilocox.pipeline.codecs import CODECS, NOT_FINITE, encoded_bytes, window_bytes
-from dilocox.pipeline.frames import Frame, FrameLimits, read_frame
+from dilocox.pipeline.frames import (
+    CODECS,
+    NOT_FINITE,
+    Frame,
+    FrameLimits,
+    encoded_bytes,
+    read_frame,
+    window_bytes,
+)
 
 LIMITS = FrameLimits(microbatch_size=2, sequence_length=3, hidden_size=70, evaluate_windows=5)
 PREFIX = struct.Struct("<2sBBIQ")

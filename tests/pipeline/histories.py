@@ -10,9 +10,9 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from dilocox.peer.inner import InnerOptimizer, clip_factor
+from dilocox.peer.training.inner_optimizer import InnerOptimizer, clip_factor
 from dilocox.pipeline.frames import Frame
-from dilocox.pipeline.worker import StageWorker
+from dilocox.pipeline.stage_worker import StageWorker
 from tests.pipeline.chains import SPEC, Chain
 from tests.pipeline.peers import fresh_stage
 from tests.pipeline.replicas import Swarm

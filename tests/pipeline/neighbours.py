@@ -18,15 +18,13 @@ from hivemind.p2p import P2P, PeerID
 
 from dilocox.dht.clock import RunClock
 from dilocox.dht.identity import Identity
-from dilocox.dht.node import RunDHT, open_dht
+from dilocox.dht.node import RunDHT, daemon_address, open_dht
 from dilocox.dht.validator import RunRecordValidator
-from dilocox.pipeline.activations import encode
-from dilocox.pipeline.codecs import window_bytes
-from dilocox.pipeline.door import daemon_address
-from dilocox.pipeline.frames import Frame, FrameLimits, encode_prefix_and_header
-from dilocox.pipeline.letters import Letters
-from dilocox.pipeline.links import Broken, LinkKey, Message, Opened
+from dilocox.pipeline.activation_codec import encode
+from dilocox.pipeline.frames import Frame, FrameLimits, encode_prefix_and_header, window_bytes
+from dilocox.pipeline.link import Broken, LinkKey, Message, Opened
 from dilocox.pipeline.network import Network
+from dilocox.pipeline.relayed_requests import Letters
 
 RUN = "0" * 32
 REPLICA = "head"

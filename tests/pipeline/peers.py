@@ -14,13 +14,11 @@ import torch
 from torch import Tensor
 
 from dilocox.dht.manifest import InnerSpec
-from dilocox.peer.inner import InnerOptimizer
-from dilocox.pipeline.desk import Desk
-from dilocox.pipeline.following import Follower
-from dilocox.pipeline.member import Member
-from dilocox.pipeline.schedule import Policy
+from dilocox.peer.training.inner_optimizer import InnerOptimizer
+from dilocox.pipeline.member import Follower, Member
+from dilocox.pipeline.reservation import Desk
 from dilocox.pipeline.stage import StageModule, build_stage
-from dilocox.pipeline.worker import StageWorker
+from dilocox.pipeline.stage_worker import Policy, StageWorker
 from tests.pipeline.chains import SEED, SPEC, Config
 from tests.pipeline.wires import Box, Wires
 

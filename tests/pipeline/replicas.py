@@ -15,11 +15,11 @@ from unittest import mock
 from torch import Tensor
 
 from dilocox.dht.records import StageRecord
-from dilocox.peer.inner import clip_factor
-from dilocox.pipeline import following, head, recruiting
+from dilocox.peer.training.inner_optimizer import clip_factor
+from dilocox.pipeline import head, member, recruiting
 from dilocox.pipeline.frames import FrameLimits
-from dilocox.pipeline.happenings import Stepped
 from dilocox.pipeline.head import Head
+from dilocox.pipeline.messages import Stepped
 from dilocox.pipeline.recruiting import Recruiter
 from dilocox.pipeline.tuning import Tuning
 from tests.pipeline.peers import Peer, Plan
@@ -41,7 +41,7 @@ class Going:
 
 
 class Leader:
-    """A peer of stage 0 with its head; does what peer/leading.py does around it."""
+    """A peer of stage 0 with its head; does what peer/training/roles.py does around it."""
 
     def __init__(self, swarm: Swarm, peer: Peer) -> None:
         plan = swarm.plan
@@ -169,7 +169,7 @@ class Swarm:
         self._patches = ExitStack()
 
     def __enter__(self) -> Swarm:
-        for module in (following, head, recruiting):
+        for module in (member, head, recruiting):
             self._patches.enter_context(mock.patch.object(module, "time", self.wires))
         return self
 

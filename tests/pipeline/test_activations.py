@@ -11,20 +11,28 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from dilocox.pipeline.activations import (
+from dilocox.pipeline.activation_codec import (
     NotFinite,
     decode,
     decode_windows,
     encode,
     encode_windows,
     encoded_bytes,
+    put_back,
     split_forward,
     split_gradient,
+    take_out,
     tensor_frame,
 )
-from dilocox.pipeline.codecs import CODECS, GROUP_CODECS, NOT_FINITE, window_bytes
-from dilocox.pipeline.frames import Frame, FrameRefused, encode_prefix_and_header
-from dilocox.pipeline.levels import put_back, take_out
+from dilocox.pipeline.frames import (
+    CODECS,
+    GROUP_CODECS,
+    NOT_FINITE,
+    Frame,
+    FrameRefused,
+    encode_prefix_and_header,
+    window_bytes,
+)
 from tests.pipeline.frame_samples import LIMITS, Wire
 
 ALL = pytest.mark.parametrize("codec", CODECS)

@@ -8,9 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dilocox.pipeline.desk import Assignment
-from dilocox.pipeline.facts import checked_facts
-from dilocox.pipeline.frames import FrameRefused
+from dilocox.pipeline.frames import FrameRefused, checked_facts
+from dilocox.pipeline.reservation import Assignment
 from tests.pipeline.desks import assignment
 
 

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from dilocox.pipeline import live_link
+from dilocox.pipeline import link as link_module
 from dilocox.pipeline.frames import Frame, encode_prefix_and_header
-from dilocox.pipeline.links import Arrived, Broken, Opened
+from dilocox.pipeline.link import Arrived, Broken, Opened
 from dilocox.pipeline.network import Unreachable
 from tests.pipeline.neighbours import (
     PING,
@@ -153,7 +153,7 @@ def test_rubbish_on_a_link_breaks_it(
 def test_rubbish_instead_of_a_request_gets_no_answer(
     nodes: list[Node], monkeypatch: pytest.MonkeyPatch, rubbish: bytes
 ) -> None:
-    monkeypatch.setattr("dilocox.pipeline.door.OPENING_LIMIT_S", 1.0)
+    monkeypatch.setattr("dilocox.pipeline.requests.OPENING_LIMIT_S", 1.0)
     peer = Peer(nodes[0])
     with running(peer):
         assert raw_stream(nodes[1], peer.id, rubbish) == b""
@@ -164,7 +164,7 @@ def test_rubbish_instead_of_a_request_gets_no_answer(
 def test_peer_may_open_only_so_many_streams_without_a_frame(
     nodes: list[Node], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("dilocox.pipeline.door.STRANGERS_OF_A_PEER", 0)
+    monkeypatch.setattr("dilocox.pipeline.requests.STRANGERS_OF_A_PEER", 0)
     peer = Peer(nodes[0])
     with running(peer):
         assert raw_stream(nodes[1], peer.id, PING) == b""
@@ -205,7 +205,7 @@ def test_more_frames_than_may_wait_to_be_sent_break_the_link(nodes: list[Node]) 
 def test_who_takes_nothing_slows_its_neighbour_and_blocks_nobody(
     nodes: list[Node], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(live_link, "INBOX_BYTES", 0)  # so four of the largest frames
+    monkeypatch.setattr(link_module, "INBOX_BYTES", 0)  # so four of the largest frames
     upper, lower, third = (Peer(node, silence_s=1.0) for node in nodes)
     frames = [large(each) for each in range(16)]
     with running(upper, lower, third):

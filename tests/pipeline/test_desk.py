@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from dilocox.pipeline.desk import Desk
 from dilocox.pipeline.frames import Frame
+from dilocox.pipeline.reservation import Desk
 from tests.pipeline.desks import LEASE_S, Clock, ask, assign, assignment
 
 

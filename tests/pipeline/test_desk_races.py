@@ -8,7 +8,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from dilocox.pipeline.desk import Desk
+from dilocox.pipeline.reservation import Desk
 from tests.pipeline.desks import LEASE_S, Clock, ask, assign, assignment
 
 HEADS = ("A", "B")

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from dilocox.peer.validation import validation_loss
+from dilocox.peer.training.data import validation_loss
 from dilocox.pipeline.frames import Frame
 from dilocox.pipeline.stage import build_stage
 from tests.pipeline.chains import SEED, batches

@@ -9,8 +9,7 @@ from typing import Any, cast
 import pytest
 
 from dilocox.pipeline import frames
-from dilocox.pipeline.facts import numbers
-from dilocox.pipeline.frames import FrameRefused
+from dilocox.pipeline.frames import FrameRefused, numbers
 
 FACTS: Mapping[str, object] = {
     "int": 5,

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from dilocox.pipeline.following import STALL_LIMIT_S
 from dilocox.pipeline.frames import Frame
+from dilocox.pipeline.member import STALL_LIMIT_S
 from tests.pipeline.chains import batches
 from tests.pipeline.histories import How, after_frames, check_history, equal, retraced, strike
 from tests.pipeline.peers import TINY, Peer, Plan

@@ -12,8 +12,9 @@ from hypothesis import given, settings
 
 from dilocox.dht.wire import pack
 from dilocox.pipeline import frames
-from dilocox.pipeline.codecs import CODECS, NOT_FINITE
 from dilocox.pipeline.frames import (
+    CODECS,
+    NOT_FINITE,
     PREFIX_BYTES,
     Frame,
     FrameLimits,

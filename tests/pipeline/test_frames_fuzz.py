@@ -14,12 +14,7 @@ from hypothesis import strategies as st
 
 from dilocox.dht.wire import pack
 from dilocox.pipeline import frames
-from dilocox.pipeline.frames import (
-    PREFIX_BYTES,
-    Frame,
-    FrameRefused,
-    encode_prefix_and_header,
-)
+from dilocox.pipeline.frames import PREFIX_BYTES, Frame, FrameRefused, encode_prefix_and_header
 from tests.pipeline.frame_samples import LIMITS, PREFIX, Wire, any_frames, payload_bytes, plain
 
 EXAMPLES = settings(deadline=None, max_examples=150)

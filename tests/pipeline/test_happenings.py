@@ -9,17 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dilocox.pipeline.codecs import CODECS
-from dilocox.pipeline.desk import MAX_LEARNING_RATE, MAX_WINDOW
-from dilocox.pipeline.frames import Frame, FrameRefused
-from dilocox.pipeline.happenings import (
-    FAULT_REASONS,
-    Evaluated,
-    Fault,
-    Go,
-    StageReport,
-    Totals,
-)
+from dilocox.pipeline.frames import CODECS, Frame, FrameRefused
+from dilocox.pipeline.messages import FAULT_REASONS, Evaluated, Fault, Go, StageReport, Totals
+from dilocox.pipeline.reservation import MAX_LEARNING_RATE, MAX_WINDOW
 from tests.pipeline.wires import over_the_wire
 
 SECONDS = st.floats(0.0, 1e9)

@@ -6,7 +6,7 @@ import pytest
 
 from dilocox.pipeline.frames import Frame
 from dilocox.pipeline.head import LAST_STEP_LIMIT_S, STALL_LIMIT_S
-from dilocox.pipeline.schedule import Policy
+from dilocox.pipeline.stage_worker import Policy
 from tests.pipeline.chains import batches
 from tests.pipeline.histories import check_weights
 from tests.pipeline.peers import TINY, Peer, Plan

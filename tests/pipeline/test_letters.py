@@ -6,12 +6,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dilocox.dht.envelope import seal
 from dilocox.dht.identity import Identity
-from dilocox.dht.wire import pack
-from dilocox.pipeline import letters
+from dilocox.dht.wire import pack, seal
+from dilocox.pipeline import relayed_requests
 from dilocox.pipeline.frames import Frame, FrameRefused, encode_prefix_and_header
-from dilocox.pipeline.letters import AHEAD_S, LIFE_S, Letters
+from dilocox.pipeline.relayed_requests import AHEAD_S, LIFE_S, Letters
 
 RUN = "0" * 32
 RELAY = "relay"
@@ -85,11 +84,11 @@ def test_who_is_flooded_with_letters_reads_no_more_than_so_many_a_second(
 ) -> None:
     head, far, other = three
     to = identities[1].peer_id
-    monkeypatch.setattr(letters, "MAX_WRITERS", 1)
-    for count in range(letters.TAKEN_PER_S):
+    monkeypatch.setattr(relayed_requests, "MAX_WRITERS", 1)
+    for count in range(relayed_requests.TAKEN_PER_S):
         assert far.take(head.write(to, ASK)[0], f"relay {count % 25}") is not None
     for letter in (head.write(to, ASK)[0], b"nonsense"):
-        with pytest.raises(FrameRefused, match=f"{letters.TAKEN_PER_S} letters in"):
+        with pytest.raises(FrameRefused, match=f"{relayed_requests.TAKEN_PER_S} letters in"):
             far.take(letter, RELAY)
     clock.now += 1.0
     with pytest.raises(FrameRefused, match="1 others wrote"):
@@ -105,10 +104,10 @@ def test_who_brings_nonsense_or_copies_has_no_letter_of_others_refused(
     to = identities[1].peer_id
     first, _ = head.write(to, ASK)
     assert far.take(first, RELAY) is not None
-    for _ in range(2 * letters.TAKEN_PER_S):
+    for _ in range(2 * relayed_requests.TAKEN_PER_S):
         assert far.take(first, "echo") is None
-    for count in range(2 * letters.TAKEN_PER_S):
-        kind = "letter" if count < letters.TAKEN_OF_A_BRINGER_PER_S else "crowd"
+    for count in range(2 * relayed_requests.TAKEN_PER_S):
+        kind = "letter" if count < relayed_requests.TAKEN_OF_A_BRINGER_PER_S else "crowd"
         with pytest.raises(FrameRefused) as refused:
             far.take(b"nonsense", "stranger")
         assert refused.value.kind == kind

@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from dilocox.compression.codec import GroupCodec
-from dilocox.pipeline.activations import decode, encode
-from dilocox.pipeline.levels import NotLevelled, level_bytes, put_back, take_out
+from dilocox.compression.group_codec import GroupCodec
+from dilocox.pipeline.activation_codec import NotLevelled, decode, encode, put_back, take_out
+from dilocox.pipeline.frames import level_bytes
 
 
 def normal(*shape: int, seed: int = 0) -> Tensor:

@@ -7,9 +7,10 @@ import math
 import pytest
 import torch
 
-from dilocox.pipeline.activations import tensor_frame
+from dilocox.pipeline.activation_codec import tensor_frame
 from dilocox.pipeline.frames import Frame
-from dilocox.pipeline.happenings import (
+from dilocox.pipeline.link import Arrived, Broken, LinkFacts, LinkKey, Opened, Wake
+from dilocox.pipeline.messages import (
     Dissolved,
     Evaluated,
     Fault,
@@ -18,7 +19,6 @@ from dilocox.pipeline.happenings import (
     Stepped,
     Totals,
 )
-from dilocox.pipeline.links import Arrived, Broken, LinkFacts, LinkKey, Opened, Wake
 from tests.pipeline.alone import BATCH, SHAPE, Alone, go_facts, sum_facts
 
 

@@ -8,10 +8,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from dilocox.pipeline.activations import tensor_frame
+from dilocox.pipeline.activation_codec import tensor_frame
 from dilocox.pipeline.frames import Frame
-from dilocox.pipeline.happenings import Fault
-from dilocox.pipeline.links import Arrived
+from dilocox.pipeline.link import Arrived
+from dilocox.pipeline.messages import Fault
 from tests.pipeline.alone import BATCH, SHAPE, Alone, go_facts, sum_facts
 
 

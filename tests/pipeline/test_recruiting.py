@@ -10,10 +10,10 @@ import pytest
 
 from dilocox.dht.records import StageRecord
 from dilocox.pipeline import recruiting
-from dilocox.pipeline.desk import Assignment, Desk
 from dilocox.pipeline.frames import Frame
-from dilocox.pipeline.happenings import Fault
+from dilocox.pipeline.messages import Fault
 from dilocox.pipeline.recruiting import AVOID_S, SAME_LINK_S, UNBOUNDED, Recruiter, Replica
+from dilocox.pipeline.reservation import Assignment, Desk
 from tests.pipeline.swarms import in_replica, stage_record
 from tests.pipeline.wires import LIMITS, Box, Wires
 

@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from dilocox.pipeline.links import LinkFacts
-from dilocox.pipeline.schedule import Policy
+from dilocox.pipeline.link import LinkFacts
+from dilocox.pipeline.stage_worker import Policy
 from tests.pipeline.chains import SPEC, Config, batches, chain, rate, whole_run
 from tests.pipeline.peers import TINY, Peer, Plan
 from tests.pipeline.replicas import Swarm

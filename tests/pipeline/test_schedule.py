@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dilocox.pipeline.schedule import Action, Policy, next_action, window_size
+from dilocox.pipeline.stage_worker import Action, Policy, next_action, window_size
 
 
 def action(policy: Policy, **changes: Any) -> Action | None:

@@ -8,7 +8,7 @@ import time
 import pytest
 
 from dilocox.pipeline.frames import Frame, encode_prefix_and_header
-from dilocox.pipeline.links import Arrived, Broken, Opened, Wake
+from dilocox.pipeline.link import Arrived, Broken, Opened, Wake
 from dilocox.pipeline.network import Unreachable
 from tests.pipeline.neighbours import (
     PING,

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from dilocox.compression.layout import FlatLayout
-from dilocox.peer.inner import InnerOptimizer, Precision
+from dilocox.peer.training.inner_optimizer import InnerOptimizer, Precision
 from dilocox.pipeline.stage import build_stage, flatten_parameters, parameter_shapes
-from dilocox.pipeline.worker import Produced, StageWorker
+from dilocox.pipeline.stage_worker import Produced, StageWorker
 from tests.pipeline.chains import (
     MICROBATCHES,
     SEED,

@@ -7,10 +7,9 @@ from itertools import pairwise
 
 import pytest
 
-from dilocox.pipeline.codecs import encoded_bytes
-from dilocox.pipeline.happenings import StageReport
-from dilocox.pipeline.ports import Shape
-from dilocox.pipeline.streams import MEASURED_BYTES
+from dilocox.pipeline.frames import encoded_bytes
+from dilocox.pipeline.link import MEASURED_BYTES, Shape
+from dilocox.pipeline.messages import StageReport
 from dilocox.pipeline.tuning import AUTO_CODECS, Tuning, next_codec
 
 SHAPE = (2, 8, 64)

@@ -10,12 +10,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from dilocox.peer.inner import InnerOptimizer, Precision
-from dilocox.peer.validation import validation_loss
-from dilocox.pipeline import measure
+from dilocox.peer.training.data import validation_loss
+from dilocox.peer.training.inner_optimizer import InnerOptimizer, Precision
+from dilocox.pipeline import stage_worker
 from dilocox.pipeline.frames import FrameRefused
 from dilocox.pipeline.stage import build_stage
-from dilocox.pipeline.worker import StageWorker
+from dilocox.pipeline.stage_worker import StageWorker
 from tests.pipeline.chains import (
     MICROBATCHES,
     SEED,
@@ -188,7 +188,7 @@ class TestMeasurements:
     ) -> None:
         """One in a hundred seconds of a small stage, which no account had."""
         now = [0.0]
-        monkeypatch.setattr(measure, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+        monkeypatch.setattr(stage_worker, "time", SimpleNamespace(perf_counter=lambda: now[0]))
         module: Any = Squash()
         optimizer = InnerOptimizer(module.named_parameters(), SPEC)
         worker = StageWorker(module, optimizer, microbatches=2, stage_index=1, num_stages=3)

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from dilocox.peer.inner import InnerOptimizer, clip_factor
-from dilocox.pipeline.loss import next_token_loss
+from dilocox.peer.training.inner_optimizer import InnerOptimizer, clip_factor
+from dilocox.pipeline.stage_worker import next_token_loss
 
 
 @dataclass(frozen=True, kw_only=True)

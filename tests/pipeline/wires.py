@@ -22,7 +22,7 @@ from dilocox.pipeline.frames import (
     parse_header,
     parse_prefix,
 )
-from dilocox.pipeline.links import (
+from dilocox.pipeline.link import (
     Arrived,
     Broken,
     BrokenKind,
@@ -31,9 +31,9 @@ from dilocox.pipeline.links import (
     LinkKey,
     Message,
     Opened,
+    link_of,
 )
 from dilocox.pipeline.network import Answer
-from dilocox.pipeline.ports import link_of
 
 SILENCE_S = 5.0
 OPENING_S = 8.0
@@ -76,7 +76,7 @@ class WireInbox(Inbox):
 
 
 class Box:
-    """What one peer has of a network; the rest of the interface of pipeline/ports.py."""
+    """What one peer has of a network; the rest of the interface of pipeline/link.py."""
 
     def __init__(self, wires: Wires, me: str, stage: int, answer: Callable[[str, Frame], Frame]):
         self.inbox = WireInbox()

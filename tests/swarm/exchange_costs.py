@@ -17,7 +17,7 @@ from itertools import pairwise
 from typing import Any
 
 from dilocox.compression.stage_codec import StageCodec
-from dilocox.peer.record import RoundRecord
+from dilocox.peer.rounds.record import RoundRecord
 from tests.swarm.harness import LocalSwarm, memory_folder
 from tests.swarm.links import Links
 from tests.swarm.small_run import MODEL, fixed_steps, run_manifest

@@ -83,13 +83,14 @@ class _Halting:
 def _halt(halting: _Halting) -> None:
     """Put the points into the product's functions."""
     from dilocox.compression.stage_codec import StageEncoder
-    from dilocox.peer import record_folder, reduction, shares
-    from dilocox.peer.plan import RoundPlan
-    from dilocox.peer.roundlog import RoundLog
+    from dilocox.peer.chain import store
+    from dilocox.peer.chain.store import RoundLog
+    from dilocox.peer.rounds import shares
+    from dilocox.peer.rounds.adaptation import RoundPlan
 
     vector, write, ranks_after = (
         StageEncoder.vector,
-        record_folder.write_atomically,
+        store.write_atomically,
         RoundPlan.ranks_after,
     )
 
@@ -112,17 +113,17 @@ def _halt(halting: _Halting) -> None:
         return ranks
 
     StageEncoder.vector = vector_of
-    record_folder.write_atomically = write_halting
+    store.write_atomically = write_halting
     RoundPlan.ranks_after = other_ranks
     RoundLog.save_vote = halting.before(RoundLog.save_vote, "voting")
-    modules: list[Any] = [reduction, shares]
+    modules: list[Any] = [shares, shares]
     for module in modules:
         module.decode = halting.before(module.decode, "decoding")
 
 
 def main() -> None:
     """Take the first two arguments away, put the points in, and go on as `dilocox`."""
-    # As peer/logs.py does, but before hivemind is imported below.
+    # As peer/os_process.py does, but before hivemind is imported below.
     os.environ.setdefault("HIVEMIND_LOGLEVEL", "CRITICAL")
     from dilocox.peer import cli
     from tests.swarm.paced import pace

@@ -24,9 +24,9 @@ import yaml
 from dilocox.compression.layout import FlatLayout
 from dilocox.compression.stage_codec import StageCodec
 from dilocox.dht.manifest import Manifest
-from dilocox.peer.plan import stage_codec
-from dilocox.peer.roundlog import RoundLog
-from dilocox.peer.subprocesses import Child, start_command, start_process
+from dilocox.peer.chain.store import RoundLog
+from dilocox.peer.os_process import Child, start_command, start_process
+from dilocox.peer.rounds.adaptation import stage_codec
 from dilocox.pipeline.stage import parameter_shapes
 from tests.swarm.halting import Halt
 from tests.swarm.links import Links

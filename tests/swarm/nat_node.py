@@ -15,9 +15,8 @@ import time
 
 from hivemind.p2p import P2P
 
-from dilocox.peer.probe import Probe
-from dilocox.peer.reachability import ask_time
-from dilocox.peer.redial import Redialler
+from dilocox.dht.reachability import Probe, ask_time
+from dilocox.dht.reconnect import Redialler
 
 CALL_LIMIT_S = 1.0
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import os
 
-# As peer/logs.py does, but before hivemind is imported below.
+# As peer/os_process.py does, but before hivemind is imported below.
 os.environ.setdefault("HIVEMIND_LOGLEVEL", "CRITICAL")
 
 from dilocox.dht.errors import InvalidInput

@@ -15,11 +15,11 @@ import time
 
 from torch import Tensor
 
-# As peer/logs.py does, but before hivemind is imported below.
+# As peer/os_process.py does, but before hivemind is imported below.
 os.environ.setdefault("HIVEMIND_LOGLEVEL", "CRITICAL")
 
 from dilocox.peer import cli
-from dilocox.pipeline.worker import StageWorker
+from dilocox.pipeline.stage_worker import StageWorker
 
 
 def pace(step_s: float) -> None:

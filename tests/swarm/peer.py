@@ -9,9 +9,9 @@ from typing import Any
 import msgpack
 
 from dilocox.dht.identity import Identity
+from dilocox.peer.commands.demo import WatchedPeer
+from dilocox.peer.rounds.vote import Vote
 from dilocox.peer.state_folder import StateFolder
-from dilocox.peer.vote import Vote
-from dilocox.peer.watched import WatchedPeer
 from tests.swarm.halting import Halt
 from tests.swarm.processes import Process, family
 from tests.swarm.shown import Shown

@@ -111,8 +111,8 @@ def main() -> None:
 
     import torch
 
-    from dilocox.peer.kept_chain import kept_run
-    from dilocox.peer.replay import replay
+    from dilocox.peer.chain.replay import replay
+    from dilocox.peer.chain.store import kept_run
 
     torch.set_num_threads(arguments.threads)
     permuted = None if arguments.permuted is None else _permute_terms(arguments.permuted)

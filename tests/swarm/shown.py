@@ -101,11 +101,10 @@ def _mapped(path: Path) -> mmap.mmap:
 
 def main() -> None:
     """Take the first two arguments away, wrap what computes, and go on as `dilocox`."""
-    # As peer/logs.py does, but before hivemind is imported below.
+    # As peer/os_process.py does, but before hivemind is imported below.
     os.environ.setdefault("HIVEMIND_LOGLEVEL", "CRITICAL")
     from dilocox.peer import cli
-    from dilocox.pipeline.passes import StagePasses
-    from dilocox.pipeline.worker import StageWorker
+    from dilocox.pipeline.stage_worker import StagePasses, StageWorker
 
     own = sys.argv[1:3]
     del sys.argv[1:3]

@@ -56,7 +56,7 @@ def slow_down(bytes_per_s: float, notes: Path) -> None:
 
 def main() -> None:
     """Take the first two arguments away, slow the disk, and go on as `dilocox`."""
-    # As peer/logs.py does, but before hivemind is imported below.
+    # As peer/os_process.py does, but before hivemind is imported below.
     os.environ.setdefault("HIVEMIND_LOGLEVEL", "CRITICAL")
     from dilocox.peer import cli
 

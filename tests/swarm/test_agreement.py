@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from dilocox.compression.layout import FlatLayout
 from dilocox.dht.manifest import Manifest
-from dilocox.peer.data import Corpus
+from dilocox.peer.training.data import Corpus
 from dilocox.pipeline.stage import build_stage, flatten_parameters, parameter_shapes
 from tests.swarm.conftest import StartSwarm
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from dilocox.peer.record import RoundRecord
+from dilocox.peer.rounds.record import RoundRecord
 from tests.swarm.conftest import StartSwarm
 from tests.swarm.harness import LocalSwarm
 from tests.swarm.peer import Peer

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from dilocox.peer.memory import proportional_bytes
+from dilocox.peer.resources import proportional_bytes
 from tests.dht.processes import NodeProgram, wait_until
 from tests.peer.commands import Command, write_manifest
 from tests.swarm.monitors import WatchingMonitor

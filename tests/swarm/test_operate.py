@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 import yaml
 
-from dilocox.peer.kept_chain import kept_run
-from dilocox.peer.record_folder import RecordFolder
-from dilocox.peer.subprocesses import start_process
+from dilocox.peer.chain.store import RecordFolder, kept_run
+from dilocox.peer.os_process import start_process
 from tests.swarm.conftest import StartSwarm
 from tests.swarm.harness import LocalSwarm, Peer
 

@@ -19,14 +19,13 @@ from torch import Tensor
 
 from dilocox.compression.layout import FlatLayout
 from dilocox.dht.manifest import Manifest
-from dilocox.peer.data import Corpus
-from dilocox.peer.inner import InnerOptimizer, learning_rate
-from dilocox.peer.outer import OuterStep, anchor_sha256
-from dilocox.peer.plan import stage_codec
-from dilocox.peer.prepare import held_out
-from dilocox.peer.roundlog import RoundLog
-from dilocox.peer.snapshot import read_snapshot
-from dilocox.peer.validation import validation_loss
+from dilocox.peer.chain.snapshot_files import read_snapshot
+from dilocox.peer.chain.store import RoundLog
+from dilocox.peer.process.prepare import held_out
+from dilocox.peer.rounds.adaptation import stage_codec
+from dilocox.peer.rounds.outer_step import OuterStep, anchor_sha256
+from dilocox.peer.training.data import Corpus, validation_loss
+from dilocox.peer.training.inner_optimizer import InnerOptimizer, learning_rate
 from dilocox.pipeline.stage import StageModule, build_stage, parameter_shapes
 from tests.pipeline.conftest import FAMILIES
 from tests.pipeline.whole_model import train_step

@@ -11,8 +11,8 @@ import pytest
 
 from dilocox.compression.layout import FlatLayout
 from dilocox.dht.invite import Invite
-from dilocox.peer.plan import stage_codec
-from dilocox.peer.roundlog import RoundLog
+from dilocox.peer.chain.store import RoundLog
+from dilocox.peer.rounds.adaptation import stage_codec
 from dilocox.peer.state_folder import StateFolder
 from dilocox.pipeline.stage import parameter_shapes
 from tests.swarm.conftest import StartSwarm

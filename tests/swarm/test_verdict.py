@@ -9,8 +9,7 @@ from typing import Any, cast
 
 import pytest
 
-from dilocox.peer.certificate import SignedVote
-from dilocox.peer.vote import Vote
+from dilocox.peer.rounds.vote import SignedVote, Vote
 from tests.swarm import verdict
 from tests.swarm.campaign import Outcome
 from tests.swarm.harness import LocalSwarm

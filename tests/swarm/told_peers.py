@@ -21,12 +21,19 @@ from typing import Any
 
 from dilocox.dht.identity import Identity
 from dilocox.dht.invite import Invite
-from dilocox.dht.keys import averaging_prefix, claim_key, replica_key, stage_key
-from dilocox.dht.records import ClaimRecord, ReplicaRecord, StageRecord
+from dilocox.dht.join import Joined, joined
+from dilocox.dht.records import (
+    ClaimRecord,
+    ReplicaRecord,
+    StageRecord,
+    averaging_prefix,
+    claim_key,
+    replica_key,
+    stage_key,
+)
 from dilocox.dht.swarm import Swarm
-from dilocox.peer.archive_keeper import ArchiveService
-from dilocox.peer.catchup import Source
-from dilocox.peer.join import Joined, joined
+from dilocox.peer.chain.archive_keeper import ArchiveService
+from dilocox.peer.chain.catchup import Source
 from tests.peer.told_records import ToldRecord, told_chain
 
 PERIOD_S = 15.0

@@ -1,0 +1,100 @@
+"""From an invite to the swarm: open the DHT, fetch the manifest, prove it. Used by every command
+that is given an invite.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import tempfile
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import typer
+
+from dilocox.dht.addresses import Reach
+from dilocox.dht.clock import RunClock
+from dilocox.dht.identity import Identity
+from dilocox.dht.invite import Invite
+from dilocox.dht.manifest import Manifest
+from dilocox.dht.node import RunDHT, open_dht
+from dilocox.dht.revisions import kept_manifest, newer_of
+from dilocox.dht.swarm import Swarm
+from dilocox.dht.validator import RunRecordValidator
+
+MANIFEST_LIMIT_S = 20.0  # a bootstrap publishes it before it gives the invite away
+
+
+@dataclass(frozen=True, kw_only=True)
+class Joined:
+    """A place in the swarm of one run."""
+
+    identity: Identity
+    run: str
+    manifest: Manifest
+    clock: RunClock
+    dht: RunDHT
+    swarm: Swarm
+    reach: Reach = field(default_factory=Reach)
+
+
+@contextmanager
+def visiting(invite: Invite, host: str) -> Generator[Joined]:
+    """Join as somebody who only reads, under an identity for this once; raises as `joined`."""
+    typer.echo(f"looking for the run {invite.run_id} ...", err=True)
+    with tempfile.TemporaryDirectory() as folder:
+        identity = Identity.load_or_create(Path(folder) / "identity.key")
+        with joined(invite, identity, listen=[f"/ip4/{host}/tcp/0"], client_mode=True) as place:
+            yield place
+
+
+@contextmanager
+def joined(
+    invite: Invite,
+    identity: Identity,
+    *,
+    listen: Sequence[str],
+    announce: Sequence[str] = (),
+    client_mode: bool = False,
+    kept: Path | None = None,
+) -> Generator[Joined]:
+    """Join the DHT and read the run's manifest; leaves, with all processes, at the end.
+
+    kept: file of a manifest that was seen before (revisions.py); the DHT's may be an older one.
+
+    Raises:
+        InvalidInput: the invite and the manifest do not belong together.
+        EnvironmentFault: no bootstrap answers, or a port is in use.
+    """
+    # hivemind's processes work under fork only; Python's default will change
+    multiprocessing.set_start_method("fork", force=True)
+    from dilocox.dht.reachability import find_reach  # hivemind is heavy
+
+    clock = RunClock()
+    dht = open_dht(
+        identity=identity,
+        bootstraps=invite.bootstraps,
+        listen=listen,
+        announce=announce,
+        client_mode=client_mode,
+        find_reach=None if client_mode else find_reach,
+        validator=RunRecordValidator(invite.run_id, identity),
+        clock=clock,
+    )
+    try:
+        swarm = Swarm(dht, invite.run_id, identity, clock)
+        signed = swarm.fetch_manifest(invite.run_id, MANIFEST_LIMIT_S)
+        if kept is not None:
+            signed = newer_of(signed, kept_manifest(kept, invite.run_id), invite.run_id)
+        yield Joined(
+            identity=identity,
+            run=invite.run_id,
+            manifest=signed.verify(invite.run_id),
+            clock=clock,
+            dht=dht,
+            swarm=swarm,
+            reach=dht.reach(),
+        )
+    finally:
+        dht.close()

@@ -1,0 +1,324 @@
+"""p2pd, the libp2p daemon, owned by a thread of the DHT child.
+
+hivemind would start p2pd inside its DHT node. Here it starts before the node, so that run time can
+be measured against the bootstraps first (hivemind refuses a peer whose clock is three seconds off)
+and others asked whether they reach us; and it is watched: when p2pd ends, so does the child, and
+when the child ends, the kernel ends p2pd. The thread has an event loop of its own, in which the
+clock is measured again and again; that also keeps the connections to the bootstraps alive, which
+libp2p does not dial again by itself.
+"""
+
+# hivemind and its generated protocol classes carry no types.
+# pyright: reportMissingTypeStubs=false, reportUnknownMemberType=false
+# pyright: reportUnknownVariableType=false, reportUnknownArgumentType=false
+# pyright: reportPrivateUsage=false, reportAttributeAccessIssue=false
+
+import asyncio
+import asyncio.subprocess
+import contextlib
+import ctypes
+import functools
+import logging
+import signal
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Generator
+from concurrent.futures import TimeoutError as FutureTimeout
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from hivemind.p2p import P2P, P2PDaemonError, PeerID
+from hivemind.proto import dht_pb2
+from hivemind.utils.multiaddr import Multiaddr
+
+from dilocox.dht.addresses import FindReach, Reach
+from dilocox.dht.clock import OffsetSample, RunClock, median_offset
+from dilocox.dht.errors import EnvironmentFault
+from dilocox.dht.invite import bootstrap_address, listen_address
+
+logger = logging.getLogger(__name__)
+
+PING_HANDLER = "RunProtocol.rpc_ping"
+PING_TIMEOUT_S = 3.0
+PINGS_PER_BOOTSTRAP = 3
+# libp2p drops idle paths after a while; routers forget a mapping after 30 s at the earliest.
+CLOCK_PERIOD_S = 20.0
+CLOCK_AGAIN_S = 5.0  # after a bootstrap gave no answer
+PATIENCE = 3  # answers that do not come, after which a connection is given up
+STOP_GRACE_S = 1.0
+PR_SET_PDEATHSIG = 1
+LOOPBACK = ("127.", "::1", "localhost")
+
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DaemonOptions:
+    """What p2pd is started with.
+
+    bootstraps: addresses of all bootstraps; without any this node is the first of its swarm.
+    reachable: those that p2pd dials at its start, since it waits for each of them.
+    listen, announce: TCP multiaddrs to listen on and to tell others.
+    client_mode: this node only dials out.
+    find_reach: asks others whether this node only dials out; None where that is known.
+    leads_time: it takes the bootstraps' time once, when it starts: two that follow each other for
+        good would drift away together.
+    """
+
+    identity_path: Path
+    bootstraps: tuple[str, ...]
+    reachable: tuple[str, ...]
+    listen: tuple[str, ...]
+    announce: tuple[str, ...]
+    client_mode: bool
+    startup_s: float
+    find_reach: FindReach | None = None
+    leads_time: bool = False
+
+
+class DaemonOwner:
+    """Starts p2pd, watches it and measures run time through it."""
+
+    def __init__(self, options: DaemonOptions, clock: RunClock, on_death: Callable[[], None]):
+        self._options = options
+        self._clock = clock
+        self._on_death = on_death
+        self._deadline = 0.0
+        self._p2p: P2P | None = None
+        self._loop = asyncio.SelectorEventLoop()
+        self._thread = threading.Thread(target=self._run, name="p2pd owner", daemon=True)
+        self._tasks: list[asyncio.Task[None]] = []
+        self.reach = Reach()
+        self._unanswered: Counter[str] = Counter()
+
+    def start(self) -> None:
+        """Start p2pd and measure the clock; raises `EnvironmentFault`."""
+        self._deadline = time.monotonic() + self._options.startup_s
+        # hivemind's event loops refuse to watch children from a thread.
+        policy = asyncio.DefaultEventLoopPolicy()
+        asyncio.set_event_loop_policy(policy)  # pyright: ignore[reportDeprecated]
+        self._thread.start()
+        asyncio.run_coroutine_threadsafe(self._start(), self._loop).result()
+
+    def stop(self) -> None:
+        """End p2pd."""
+        if self._thread.is_alive():
+            with contextlib.suppress(FutureTimeout):
+                asyncio.run_coroutine_threadsafe(self._stop(), self._loop).result(2 * STOP_GRACE_S)
+
+    @property
+    def client_mode(self) -> bool:
+        """Whether this node only dials out, as far as is known by now."""
+        return self._options.client_mode
+
+    @property
+    def pid(self) -> int:
+        """Process id of p2pd."""
+        return self._started._child.pid
+
+    @property
+    def control_address(self) -> Multiaddr:
+        """Where handles of other threads and processes reach p2pd."""
+        return self._started.daemon_listen_maddr
+
+    @property
+    def _started(self) -> P2P:
+        if self._p2p is None:
+            raise RuntimeError("p2pd has not been started")
+        return self._p2p
+
+    def _run(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        self._loop.run_forever()
+
+    async def _start(self) -> None:
+        await self._launch()
+        options = self._options
+        if options.reachable:
+            await self._first_measurement()
+            if options.find_reach is not None and options.listen:
+                await self._find_reach(options.find_reach)
+        if options.bootstraps:
+            self._tasks.append(self._loop.create_task(self._keep_time()))
+
+    async def _launch(self) -> None:
+        try:
+            self._p2p = await self._new_p2pd()
+        except P2PDaemonError as error:
+            if "bootstrap" not in str(error):
+                raise self._explained(str(error)) from error
+            # p2pd gives up at its first failure; where a machine is busy the second try succeeds
+            logger.debug("p2pd did not reach a bootstrap, trying again: %s", error)
+            try:
+                self._p2p = await self._new_p2pd()
+            except (P2PDaemonError, OSError) as again:
+                raise self._explained(str(again)) from again
+        except OSError as error:
+            raise self._explained(str(error)) from error
+        self._tasks = [self._loop.create_task(self._watch())]
+
+    async def _new_p2pd(self) -> P2P:
+        options = self._options
+        with _children_die_with_this_thread():
+            return await P2P.create(
+                initial_peers=options.reachable or None,
+                announce_maddrs=options.announce or None,
+                host_maddrs=options.listen or None,
+                no_listen=not options.listen,
+                identity_path=str(options.identity_path),
+                dht_mode="client" if options.client_mode else "server",
+                nat_port_map=any(not _is_loopback(address) for address in options.listen),
+                startup_timeout=max(1.0, self._deadline - time.monotonic()),
+                check_if_identity_free=False,
+            )
+
+    async def _find_reach(self, find_reach: FindReach) -> None:
+        """Ask others how they reach this node; where p2pd does not know it, start it once more."""
+        options, p2p = self._options, self._started
+        peers = {bootstrap_address(each).peer_id for each in options.reachable}
+        found = [str(address) for address in await p2p.get_visible_maddrs(latest=True)]
+        own = [address.rpartition("/p2p/")[0] for address in found]
+        asked = [PeerID.from_base58(peer) for peer in sorted(peers)]
+        reach = self.reach = await find_reach(p2p, asked, own)
+        if reach.kind == "dial_out":
+            # nobody is to be sent to an address at which nothing comes in
+            self._options = replace(options, client_mode=True, listen=(), announce=())
+        elif reach.addresses and not set(reach.addresses) & set(own):
+            ports = {listen_address(address).port for address in own}
+            if len(ports) != 1:
+                return
+            listen = tuple(
+                f"{address.rpartition('/')[0]}/{min(ports)}" for address in options.listen
+            )
+            self._options = replace(options, listen=listen, announce=reach.addresses)
+        else:
+            return
+        for task in self._tasks:
+            task.cancel()
+        await p2p.shutdown()
+        await self._launch()
+        await self._first_measurement()  # and so is connected again
+
+    def _explained(self, reason: str) -> EnvironmentFault:
+        """What p2pd's last line means for a person."""
+        options = self._options
+        if "bootstrap" in reason:
+            return EnvironmentFault(
+                f"{', '.join(options.reachable)} accept connections but are no bootstrap "
+                "of that peer id: check that the invite is current"
+            )
+        if "listen" in reason:
+            return EnvironmentFault(
+                f"p2pd cannot listen on {', '.join(options.listen)} ({reason}): "
+                "choose another port with --port"
+            )
+        unheard = f", and do {', '.join(options.reachable)} answer" if options.reachable else ""
+        return EnvironmentFault(
+            f"p2pd did not start ({reason}): is this machine overloaded{unheard}?"
+        )
+
+    async def _watch(self) -> None:
+        await self._started._child.wait()
+        self._on_death()
+
+    async def _stop(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        p2p = self._p2p
+        if p2p is None:
+            return
+        try:
+            await asyncio.wait_for(p2p.shutdown(), STOP_GRACE_S)
+        except asyncio.TimeoutError:
+            with contextlib.suppress(ProcessLookupError):
+                p2p._child.kill()
+
+    async def _first_measurement(self) -> None:
+        while not await self._measure(self._options.reachable):
+            if time.monotonic() > self._deadline:
+                raise EnvironmentFault(
+                    f"no answer from the bootstraps {', '.join(self._options.bootstraps)}: "
+                    "check that they run the same version of dilocox"
+                )
+            await asyncio.sleep(0.2)
+
+    async def _keep_time(self) -> None:
+        answered = True
+        while True:
+            await asyncio.sleep(CLOCK_AGAIN_S if self._unanswered else CLOCK_PERIOD_S)
+            before, answered = answered, await self._measure(self._options.bootstraps, again=True)
+            if before and not answered:  # said once: it may stay away for days
+                logger.warning(
+                    "no bootstrap answers; this machine's clock correction stays as it was"
+                )
+
+    async def _measure(self, bootstraps: tuple[str, ...], *, again: bool = False) -> bool:
+        """Ask these bootstraps for the time; whether one of them answered in time."""
+        peers: dict[str, list[Multiaddr]] = {}
+        for address in bootstraps:
+            peers.setdefault(bootstrap_address(address).peer_id, []).append(_dialable(address))
+        answers = await asyncio.gather(
+            *(self._ask(PeerID.from_base58(peer), addresses) for peer, addresses in peers.items())
+        )
+        offset = median_offset(sample for samples in answers for sample in samples)
+        if offset is None:
+            return False
+        if not (again and self._options.leads_time):
+            self._clock.measured(offset)
+        return True
+
+    async def _ask(self, peer: PeerID, addresses: list[Multiaddr]) -> list[OffsetSample]:
+        samples: list[OffsetSample] = []
+        try:
+            await asyncio.wait_for(self._started._client.connect(peer, addresses), PING_TIMEOUT_S)
+            for _ in range(PINGS_PER_BOOTSTRAP):
+                asked_at = self._clock.own_time()
+                answer = await asyncio.wait_for(
+                    self._started.call_protobuf_handler(
+                        peer, PING_HANDLER, dht_pb2.PingRequest(), dht_pb2.PingResponse
+                    ),
+                    PING_TIMEOUT_S,
+                )
+                answered_at = self._clock.own_time()
+                samples.append(OffsetSample.from_ping(asked_at, answer.dht_time, answered_at))
+            del self._unanswered[str(peer)]
+        except Exception as error:  # noqa: BLE001 - an unreachable peer fails in many ways
+            logger.debug("bootstrap %s does not answer: %r", peer, error)
+            self._unanswered[str(peer)] += 1
+            if self._unanswered[str(peer)] % PATIENCE == 0:
+                await self._hang_up(peer)
+        return samples
+
+    async def _hang_up(self, peer: PeerID) -> None:
+        """Give up a connection, which may hang for long after what cut it is over."""
+        with contextlib.suppress(Exception):
+            await asyncio.wait_for(self._started._client.disconnect(peer), PING_TIMEOUT_S)
+
+
+@contextlib.contextmanager
+def _children_die_with_this_thread() -> Generator[None, None, None]:
+    """Let the kernel kill p2pd when this thread is gone, however that came about.
+
+    hivemind offers no way to pass a hook on; so its call is caught, in this child only.
+    """
+    original = asyncio.subprocess.create_subprocess_exec
+    asyncio.subprocess.create_subprocess_exec = functools.partial(
+        original, preexec_fn=_die_with_parent
+    )
+    try:
+        yield
+    finally:
+        asyncio.subprocess.create_subprocess_exec = original
+
+
+def _die_with_parent() -> None:
+    _libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def _dialable(address: str) -> Multiaddr:
+    return Multiaddr(address.rpartition("/p2p/")[0])
+
+
+def _is_loopback(address: str) -> bool:
+    return listen_address(address).host.startswith(LOOPBACK)

@@ -1,0 +1,554 @@
+"""Dialling a stranger back: fresh TCP connections to the addresses it names, and whose greeting
+comes.
+
+That a libp2p listener answers is evidence enough that an address can be reached; who it is, is not
+asked. Strangers may have us dial only where we see them come from, and public addresses.
+
+What peers ask each other about the network between them: can I be reached, how fast, what time.
+
+Every peer and every bootstrap answers. A dial-back opens fresh TCP connections; fresh they
+must be, for libp2p would use the one that the caller has opened. A router may let in only
+those whom the caller has dialled before, as it has the bootstraps; so a bootstrap has others dial,
+too, and believes them more than itself. An asked peer works for strangers here, so all is bounded:
+addresses, connections, bytes, seconds.
+
+How others reach this peer, found by asking them; and how fast the way to one of them is.
+The callers' side is for a peer that starts, and for the doctor.
+"""
+
+# hivemind and its generated protocol classes carry no types.
+# pyright: reportMissingTypeStubs=false, reportUnknownMemberType=false
+# pyright: reportUnknownVariableType=false, reportUnknownArgumentType=false
+# pyright: reportUnknownParameterType=false, reportAttributeAccessIssue=false
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ipaddress
+import logging
+import random
+import socket
+import time
+from collections import Counter
+from collections.abc import Callable, Collection, Generator, Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, AsyncIterator, cast  # noqa: UP035 - hivemind knows this one only
+
+from hivemind.p2p import P2P, P2PContext, PeerID, ServicerBase
+from hivemind.proto import runtime_pb2
+
+from dilocox.dht.addresses import Reach, Reachability
+from dilocox.dht.errors import InvalidInput
+from dilocox.dht.invite import MAX_INVITE_ADDRESSES, TcpAddress, invite_addresses, listen_address
+from dilocox.dht.rpc import FrameRefused, chunk_of, pack, reply, unpack
+
+logger = logging.getLogger(__name__)
+
+GREETING = b"\x13/multistream/1.0.0\n"  # with which both ends of a libp2p connection begin
+DIAL_LIMIT_S = 2.5  # a connection and its greeting; who drops packets answers nothing
+MAX_DIALLED = 4
+
+
+async def connections(p2p: P2P) -> dict[str, frozenset[str]]:
+    """The IP addresses at the other ends of this p2pd's connections, by peer id."""
+    found: dict[str, frozenset[str]] = {}
+    for info in await p2p.list_peers():
+        texts = [str(address) for address in info.addrs]
+        direct = [text.split("/") for text in texts if "circuit" not in text]
+        ips = {words[2] for words in direct if words[1] in ("ip4", "ip6") and words[3:4] == ["tcp"]}
+        found[str(info.peer_id)] = found.get(str(info.peer_id), frozenset()) | ips
+    return found
+
+
+async def working(named: Sequence[str], seen: frozenset[str]) -> tuple[str, ...]:
+    """Those of these multiaddrs that may be dialled and at which a libp2p listener answers.
+
+    seen: IP addresses that the stranger comes from. There its ports are tried, too: behind a mapped
+    port it may not know its own address.
+    """
+    places = possible(named, seen)
+    checked = await asyncio.gather(*(_checked(place, seen) for place in places.values()))
+    allowed = {text: ips for text, ips in zip(places, checked, strict=True) if ips}
+    dialled = list(allowed)[:MAX_DIALLED]
+    greets = await asyncio.gather(*(_greets(allowed[text], places[text].port) for text in dialled))
+    return tuple(text for text, yes in zip(dialled, greets, strict=True) if yes)
+
+
+def possible(named: Sequence[str], seen: frozenset[str]) -> dict[str, TcpAddress]:
+    """The places to try, by multiaddr."""
+    places = {text: place for text in named if (place := _place(text)) is not None}
+    for ip in sorted(seen):
+        for port in sorted({place.port for place in places.values()}):
+            kind = "ip6" if ":" in ip else "ip4"
+            places.setdefault(f"/{kind}/{ip}/tcp/{port}", TcpAddress(host=ip, port=port))
+    return places
+
+
+def _place(text: str) -> TcpAddress | None:
+    try:
+        return listen_address(text)
+    except InvalidInput:
+        return None
+
+
+async def _checked(place: TcpAddress, seen: frozenset[str]) -> list[str]:
+    """The IP addresses to dial for this; none if a stranger may not have us do so.
+
+    A name is looked up but once: its owner could answer the second time with another address.
+    """
+    look_up = asyncio.get_running_loop().getaddrinfo
+    try:
+        found = await asyncio.wait_for(
+            look_up(place.host, place.port, type=socket.SOCK_STREAM), DIAL_LIMIT_S
+        )
+    except (OSError, asyncio.TimeoutError, UnicodeError):
+        return []
+    ips = [str(each[4][0]) for each in found]
+    allowed = all(ip in seen or ipaddress.ip_address(ip).is_global for ip in ips)
+    return ips if allowed else []
+
+
+async def _greets(ips: Sequence[str], port: int) -> bool:
+    """Whether one of these answers; all together have the limit of one."""
+    end = asyncio.get_running_loop().time() + DIAL_LIMIT_S
+    for ip in ips:
+        left_s = end - asyncio.get_running_loop().time()
+        with contextlib.suppress(OSError, EOFError, asyncio.TimeoutError):
+            if await asyncio.wait_for(_greeting(ip, port), left_s) == GREETING:
+                return True
+    return False
+
+
+async def _greeting(ip: str, port: int) -> bytes:
+    reader, writer = await asyncio.open_connection(ip, port)
+    try:
+        writer.write(GREETING)
+        return await reader.readexactly(len(GREETING))
+    finally:
+        writer.transport.abort()
+
+
+FORWARD_LIMIT_S = DIAL_LIMIT_S + 1.0
+ANSWER_LIMIT_S = FORWARD_LIMIT_S + 0.5
+MAX_NAMED = 16
+OTHERS_ASKED = 3
+DIAL_BACKS_AT_ONCE = 16
+CALLS_IN_A_WHILE, A_WHILE_S = 6, 10.0  # dial-backs of one caller
+BANDWIDTH_LIMIT_S, BANDWIDTH_LIMIT_BYTES = 10.0, 16 << 20
+BANDWIDTH_HOUR_BYTES = 256 << 20  # for all callers: a volunteer may pay for its traffic
+CHUNK = bytes(256 << 10)
+
+
+class Probe(ServicerBase):
+    """The service; one for each p2pd."""
+
+    def __init__(
+        self,
+        p2p: P2P,
+        *,
+        now: Callable[[], float],
+        busy: Callable[[], bool] = lambda: False,
+        bootstraps: Collection[str] | None = (),
+    ):
+        """What it takes from its owner.
+
+        now: run time. busy: whether this peer needs its link for itself, as in an exchange.
+        bootstraps: peer ids on whose word others are dialled; None on a bootstrap itself.
+        """
+        self._p2p = p2p
+        self._now = now
+        self._busy = busy
+        self._bootstraps = bootstraps
+        self._calls: Counter[str] = Counter()
+        self._calls_since = 0.0
+        self._dialling = 0
+        self._measuring_until = 0.0
+        self._measured_bytes, self._measured_since = 0, time.monotonic()
+
+    # ---- can the caller be reached ---------------------------------------------------------------
+    async def rpc_dial_back(
+        self, request: runtime_pb2.ExpertRequest, context: P2PContext
+    ) -> runtime_pb2.ExpertResponse:
+        """Where the caller was seen, which of its addresses worked, and how many peers tried, or
+        that this one was alone with it.
+        """
+        caller = str(context.remote_id)
+        try:
+            want = unpack(request)
+            known = await connections(self._p2p)
+            seen = known.get(caller, frozenset())
+            if "seen" in want:  # of another one
+                if caller not in (self._bootstraps or ()):
+                    raise FrameRefused("only a bootstrap may ask for others")
+                seen = frozenset(texts(want["seen"]))
+            elif not self._admits(caller):
+                raise FrameRefused("asked too often")
+            if self._dialling >= DIAL_BACKS_AT_ONCE:
+                raise FrameRefused("too many at once")
+            # who was reached before is not declared unreachable on the word of strangers
+            alone = self._bootstraps is not None or want.get("again") is True
+            strangers = () if alone else _others(known, caller, seen)
+            self._dialling += 1
+            try:
+                return reply(await self._dialled(texts(want.get("addresses")), seen, strangers))
+            finally:
+                self._dialling -= 1
+        except FrameRefused as refused:
+            return reply({"refused": str(refused)})
+
+    async def _dialled(
+        self, named: Sequence[str], seen: frozenset[str], others: Sequence[str]
+    ) -> dict[str, Any]:
+        question = {"addresses": list(named), "seen": sorted(seen)}
+        own = asyncio.ensure_future(working(named, seen))
+        try:
+            verdict, count = await _first_yes(
+                asked_to_dial(self._p2p, PeerID.from_base58(peer), question, FORWARD_LIMIT_S)
+                for peer in random.sample(others, min(OTHERS_ASKED, len(others)))
+            )
+            if verdict is None:
+                worked = await own
+            else:
+                places = possible(named, seen)
+                worked = tuple(address for address in verdict if address in places)
+        finally:
+            own.cancel()
+        told = {"seen": sorted(seen), "worked": list(worked), "asked": max(1, count)}
+        return told | {"alone": count == 0}
+
+    def _admits(self, caller: str) -> bool:
+        """Whether this caller has not asked too often."""
+        if time.monotonic() - self._calls_since > A_WHILE_S:
+            self._calls.clear()
+            self._calls_since = time.monotonic()
+        self._calls[caller] += 1
+        return self._calls[caller] <= CALLS_IN_A_WHILE
+
+    # ---- how fast is the way ---------------------------------------------------------------------
+    async def rpc_bandwidth_down(
+        self, request: runtime_pb2.ExpertRequest, context: P2PContext
+    ) -> AsyncIterator[runtime_pb2.ExpertResponse]:
+        """Send until the time that was asked for is over, within the bounds."""
+        try:
+            with self._link():
+                limit_s = unpack(request).get("seconds")
+                if not isinstance(limit_s, (int, float)):
+                    raise FrameRefused("no number of seconds")
+                yield reply({})
+                end = time.monotonic() + min(limit_s, BANDWIDTH_LIMIT_S)
+                for _ in range(BANDWIDTH_LIMIT_BYTES // len(CHUNK)):
+                    if time.monotonic() >= end:
+                        break
+                    yield reply({}, CHUNK)
+        except FrameRefused as refused:
+            yield reply({"refused": str(refused)})
+
+    async def rpc_bandwidth_up(
+        self, request: AsyncIterator[runtime_pb2.ExpertRequest], context: P2PContext
+    ) -> runtime_pb2.ExpertResponse:
+        """Take what comes, within the bounds, and say how much it was in how many seconds."""
+        try:
+            with self._link():
+                frames = aiter(request)
+                await asyncio.wait_for(anext(frames), BANDWIDTH_LIMIT_S)
+                taken, started = 0, time.monotonic()
+                with contextlib.suppress(StopAsyncIteration, asyncio.TimeoutError):
+                    while taken < BANDWIDTH_LIMIT_BYTES:
+                        left_s = started + BANDWIDTH_LIMIT_S - time.monotonic()
+                        frame = await asyncio.wait_for(anext(frames), max(0.0, left_s))
+                        taken += len(chunk_of(frame))
+                return reply({"bytes": taken, "seconds": time.monotonic() - started})
+        except (FrameRefused, StopAsyncIteration, asyncio.TimeoutError) as refused:
+            return reply({"refused": str(refused) or "nothing came"})
+
+    @contextlib.contextmanager
+    def _link(self) -> Generator[None]:
+        now = time.monotonic()
+        if now < self._measuring_until or self._busy():
+            raise FrameRefused("this peer needs its link now: ask later")
+        if now - self._measured_since > 3600.0:
+            self._measured_bytes, self._measured_since = 0, now
+        if self._measured_bytes >= BANDWIDTH_HOUR_BYTES:
+            raise FrameRefused("this peer has measured enough for an hour: ask another one")
+        self._measured_bytes += BANDWIDTH_LIMIT_BYTES
+        # a time, not a flag: who stops reading never lets this go on to its end
+        self._measuring_until = now + 2 * BANDWIDTH_LIMIT_S
+        try:
+            yield
+        finally:
+            self._measuring_until = 0.0
+
+    # ---- what time is it -------------------------------------------------------------------------
+    async def rpc_clock(
+        self, request: runtime_pb2.ExpertRequest, context: P2PContext
+    ) -> runtime_pb2.ExpertResponse:
+        """This peer's run time."""
+        return reply({"time": self._now()})
+
+
+# ---- calls ---------------------------------------------------------------------------------------
+async def asked_to_dial(
+    p2p: P2P, peer: PeerID, question: dict[str, Any], limit_s: float
+) -> dict[str, Any]:
+    """What a peer answers to a dial-back; raises ConnectionError."""
+    stub: Any = Probe.get_stub(p2p, peer)
+    return answered(await called(peer, stub.rpc_dial_back(pack(question)), limit_s))
+
+
+async def called(peer: PeerID, call: Any, limit_s: float) -> Any:
+    """Await a call; whatever fails is a ConnectionError."""
+    try:
+        return await asyncio.wait_for(call, limit_s)
+    except ConnectionError:
+        raise
+    except Exception as error:
+        reason = " ".join(str(error).split())  # p2pd's are long lists of addresses
+        raise ConnectionError(f"{peer}: {type(error).__name__}: {reason}") from error
+
+
+def answered(frame: Any) -> dict[str, Any]:
+    """What an answer holds; ConnectionError if it is malformed or says no."""
+    try:
+        answer = unpack(frame)
+    except FrameRefused as error:
+        raise ConnectionError(f"a malformed answer: {error}") from error
+    if "refused" in answer:
+        raise ConnectionError(f"refused: {str(answer['refused'])[:200]}")
+    return answer
+
+
+def texts(value: object) -> tuple[str, ...]:
+    """A list of texts from a stranger; what is none is left out."""
+    items = cast("list[object]", value) if isinstance(value, list) else []
+    return tuple(item for item in items[:MAX_NAMED] if isinstance(item, str) and len(item) < 300)
+
+
+def _others(known: dict[str, frozenset[str]], caller: str, seen: frozenset[str]) -> tuple[str, ...]:
+    """Whom to have dial: not those who share the caller's way to the world, and nobody where the
+    caller is on this machine, for that address leads others to themselves.
+    """
+    if any(ipaddress.ip_address(ip).is_loopback for ip in seen):
+        return ()
+    return tuple(peer for peer, ips in known.items() if peer != caller and not ips & seen)
+
+
+async def _first_yes(calls: Iterable[Any]) -> tuple[tuple[str, ...] | None, int]:
+    """The addresses of the first answer that names some, else none of them; None without any
+    answer. And how many have answered by then.
+    """
+    worked, count = None, 0
+    tasks = [asyncio.ensure_future(call) for call in calls]
+    for each in asyncio.as_completed(tasks):
+        with contextlib.suppress(ConnectionError):
+            worked, count = texts((await each).get("worked")), count + 1
+            if worked:
+                break
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+    return worked, count
+
+
+ASK_AGAIN_S = 0.3  # a bootstrap that starts at the same moment does not answer this yet
+TRIES = 2
+CHECK_S, CHECK_AGAIN_S = 300.0, 60.0
+REACHED: tuple[Reachability, ...] = ("public", "mapped")
+
+
+async def find_reach(
+    p2p: P2P,
+    candidates: Sequence[PeerID],
+    own_addresses: Sequence[str],
+    *,
+    limit_s: float = 10.0,
+    patience_s: float = 3.0,
+    again: bool = False,
+) -> Reach:
+    """Have these peers dial this one, all at the same time; the first that succeeds decides.
+
+    own_addresses: TCP multiaddrs without peer id, the announced ones first. Ask a bootstrap, which
+    has others dial, or peers that this one has not dialled before. While none of them answers they
+    are asked again, for `patience_s`; where nothing gets in once more, for a busy machine may be
+    late. Ends within `limit_s`. again: others reached it before, so a bootstrap's own word is
+    enough.
+    """
+    started = time.monotonic()
+    question = {"addresses": list(own_addresses[:MAX_NAMED]), "again": again}
+    found, failures = Reach(), 0
+    while candidates and not found.addresses and failures < TRIES:
+        spent_s = time.monotonic() - started
+        if spent_s > (limit_s if found.asked else patience_s):
+            break
+        span_s = max(0.1, min(limit_s - spent_s, ANSWER_LIMIT_S))
+        before = found.asked
+        found = await _dialled(p2p, candidates, question, span_s, found)
+        if found.asked > before:
+            failures += 1
+        else:
+            await asyncio.sleep(ASK_AGAIN_S)
+    if found.addresses:
+        own = any(_is_own(address) for address in found.addresses)
+        return replace(found, kind="public" if own else "mapped")
+    return replace(found, kind="dial_out" if found.asked else "unknown")
+
+
+async def _dialled(
+    p2p: P2P, peers: Sequence[PeerID], question: dict[str, Any], span_s: float, before: Reach
+) -> Reach:
+    """Ask all of them; what was found, added to what was known, with the kind still open."""
+    seen, asked = set(before.seen), before.asked
+    worked: tuple[str, ...] = ()
+    by_others = False
+    calls = [asyncio.ensure_future(asked_to_dial(p2p, peer, question, span_s)) for peer in peers]
+    for call in asyncio.as_completed(calls):
+        try:
+            answer = await call
+        except ConnectionError as error:
+            logger.debug("no dial-back: %s", error)
+            continue
+        asked += _count(answer.get("asked"))
+        seen |= set(texts(answer.get("seen")))
+        if worked := texts(answer.get("worked")):
+            by_others = answer.get("alone") is not True  # older ones do not say it
+            break
+    for call in calls:
+        call.cancel()
+    await asyncio.gather(*calls, return_exceptions=True)
+    return Reach(addresses=worked, asked=asked, seen=tuple(sorted(seen)), by_others=by_others)
+
+
+class ReachWatch:
+    """Whether others reach a peer that did not start as one that only dials out.
+
+    reached: whether they did when it started; else nobody could try, and that is made up for soon.
+    by_others: whether more than a bootstrap did. Until then others are asked, too, as at the start;
+    from then on strangers can take nothing back. ask: begins a dial-back of one that others reached
+    before, or not; a future of Reach. A laptop that is carried elsewhere must start anew: in a
+    swarm that takes it for reachable all others wait for it in vain.
+    """
+
+    def __init__(self, ask: Callable[[bool], Any], *, reached: bool, by_others: bool, now: float):
+        """now: of the monotonic clock, as in `lost`."""
+        self._ask = ask
+        self._reached = reached
+        self._by_others = by_others
+        self._asked: Any = None
+        self._next = now + (CHECK_S if reached else CHECK_AGAIN_S)
+        self._failed = False
+
+    def lost(self, now: float) -> bool:
+        """To be called often: true when nothing got in twice, a minute apart."""
+        if self._asked is None:
+            if now >= self._next:
+                self._asked = self._ask(self._by_others)
+            return False
+        if not self._asked.done():
+            return False
+        asked, self._asked = self._asked, None
+        reach = Reach() if asked.exception() is not None else asked.result()
+        self._reached |= reach.kind in REACHED
+        self._by_others |= reach.kind in REACHED and reach.by_others
+        failed = reach.kind == "dial_out"
+        self._next = now + (CHECK_S if self._reached and not failed else CHECK_AGAIN_S)
+        before, self._failed = self._failed, failed
+        return failed and before
+
+
+def reached_at(
+    reach: Reach, announced: Sequence[str], visible: Sequence[str], peer_id: str
+) -> tuple[str, ...]:
+    """The multiaddrs, with peer id, that a peer tells others, those that were tried first."""
+    if reach.kind == "dial_out":
+        return ()
+    tried = tuple(f"{address}/p2p/{peer_id}" for address in reach.addresses)
+    told = dict.fromkeys((*tried, *invite_addresses(announced, visible, peer_id)))
+    return tuple(told)[:MAX_INVITE_ADDRESSES]
+
+
+def described(reach: Reach, announced: Sequence[str], told: Sequence[str]) -> tuple[int, str]:
+    """What a volunteer should know of it, with the level at which to log it."""
+    at = ", ".join(told)
+    if reach.kind == "unknown":
+        return logging.INFO, f"is reached at {at} as far as it knows; nobody could try"
+    if reach.kind != "dial_out":
+        through = ", which its router maps to it" if reach.kind == "mapped" else ""
+        return logging.INFO, f"is reached at {at}{through}"
+    where = ", ".join(announced or reach.seen)
+    host = next((ip for ip in reach.seen if ":" not in ip), "ADDRESS")
+    return logging.WARNING, (
+        f"only dials out: nobody gets in at {where}. It trains all the same, beside peers that "
+        "can be reached. To be one of those, forward a TCP port of the router to this machine, "
+        f"say 31337, and start with --port 31337 --announce /ip4/{host}/tcp/31337"
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bandwidth:
+    """Bytes a second from and to a peer."""
+
+    down_bytes_per_s: float
+    up_bytes_per_s: float
+
+
+async def measure_bandwidth(p2p: P2P, peer: PeerID, *, limit_s: float = 10.0) -> Bandwidth:
+    """Bytes a second from and to a peer, each measured for half of `limit_s`.
+
+    Raises ConnectionError if it does not answer or needs its link for itself.
+    """
+    span_s = limit_s / 2
+    return Bandwidth(
+        down_bytes_per_s=await called(peer, _down(p2p, peer, span_s), span_s + ANSWER_LIMIT_S),
+        up_bytes_per_s=await called(peer, _up(p2p, peer, span_s), span_s + ANSWER_LIMIT_S),
+    )
+
+
+async def ask_time(p2p: P2P, peer: PeerID, *, limit_s: float = 3.0) -> float:
+    """A peer's run time in seconds; raises ConnectionError if it does not answer."""
+    stub: Any = Probe.get_stub(p2p, peer)
+    told = answered(await called(peer, stub.rpc_clock(pack({})), limit_s)).get("time")
+    if not isinstance(told, float):
+        raise ConnectionError(f"{peer} told no time")
+    return told
+
+
+async def _down(p2p: P2P, peer: PeerID, span_s: float) -> float:
+    stub: Any = Probe.get_stub(p2p, peer)
+    frames = await stub.rpc_bandwidth_down(pack({"seconds": span_s}))
+    answered(await anext(frames))
+    taken, started = 0, time.monotonic()
+    async for frame in frames:
+        taken += len(chunk_of(frame))
+        if taken > BANDWIDTH_LIMIT_BYTES:
+            raise ConnectionError("it sends more than was asked for")
+    return taken / max(1e-6, time.monotonic() - started)
+
+
+async def _up(p2p: P2P, peer: PeerID, span_s: float) -> float:
+    stub: Any = Probe.get_stub(p2p, peer)
+
+    async def frames() -> AsyncIterator[runtime_pb2.ExpertRequest]:
+        yield pack({})
+        end = time.monotonic() + span_s
+        for _ in range(BANDWIDTH_LIMIT_BYTES // len(CHUNK)):
+            if time.monotonic() > end:
+                return
+            yield pack({}, CHUNK)
+
+    answer = answered(await stub.rpc_bandwidth_up(frames()))
+    return float(answer["bytes"]) / max(1e-6, float(answer["seconds"]))
+
+
+def _count(value: object) -> int:
+    return value if type(value) is int and 0 < value < MAX_NAMED else 1
+
+
+def _is_own(address: str) -> bool:
+    """Whether an address is one of this machine's interfaces."""
+    host = listen_address(address).host
+    with contextlib.suppress(OSError):
+        family, kind, protocol, _, target = socket.getaddrinfo(host, 0, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind, protocol) as trial:
+            trial.bind(target)
+            return True
+    return False

@@ -1,0 +1,186 @@
+"""Ways that a peer which only dials out keeps open: others cannot open them.
+
+libp2p does not dial again by itself after a cut, and routers forget a way that is not used. So such
+a peer dials everybody who may have to call it, and asks them the time now and then; where no answer
+comes, the connection is given up, for it may hang for long after the cut has healed, and made anew.
+"""
+
+# hivemind and its generated protocol classes carry no types.
+# pyright: reportMissingTypeStubs=false, reportUnknownMemberType=false
+# pyright: reportUnknownVariableType=false, reportUnknownArgumentType=false
+# pyright: reportPrivateUsage=false, reportAttributeAccessIssue=false
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import logging
+import random
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from functools import lru_cache
+from itertools import zip_longest
+
+from hivemind.p2p import P2P, PeerID
+from hivemind.utils.multiaddr import Multiaddr
+
+from dilocox.dht.errors import InvalidInput
+from dilocox.dht.invite import bootstrap_address
+from dilocox.dht.reachability import ask_time
+from dilocox.dht.records import StageRecord
+
+logger = logging.getLogger(__name__)
+
+BEAT_S = 20.0  # routers forget a mapping after 30 s at the earliest
+SOON_S = 5.0  # to the next try where one failed
+LOOK_S = 0.5
+CONNECT_LIMIT_S, ANSWER_LIMIT_S = 5.0, 3.0
+PATIENCE = 3  # failed questions, after which the connection is given up
+MAX_DIALLED = 64
+COMMON = 8  # of them dialled by everybody, so that of two peers each knows whom both have dialled
+AT_ONCE = 8
+
+Targets = Mapping[str, Sequence[str]]
+"""Multiaddrs by peer id."""
+
+
+def dial_targets(
+    stages: Mapping[int, Mapping[str, StageRecord]], me: str, own_stage: int
+) -> dict[str, tuple[str, ...]]:
+    """Whom a peer that only dials out must have dialled, so that they can call it.
+
+    Those of its stage watch it while they average, each the next members in the order of peer ids,
+    so those just before it come first. The heads of stage 0 recruit it. The rest passes letters on
+    to it; its neighbours in a replica it dials itself. Where there is not room for all, these take
+    turns, and each peer draws others, so that nobody is dialled by all but the common ones.
+    """
+    hosts = {stage: _hosts(here, me) for stage, here in stages.items()}
+    own, heads = hosts.get(own_stage, {}), hosts.get(0, {}) if own_stage else {}
+    everybody = {peer: there for here in hosts.values() for peer, there in here.items()}
+    rest = [peer for peer in everybody if peer not in own and peer not in heads]
+
+    def drawn(peers: Iterable[str], by: str) -> list[str]:
+        return sorted(peers, key=lambda peer: _draw(by, peer))
+
+    before_me_first = sorted(own, key=lambda peer: (peer < me, peer), reverse=True)
+    turns = zip_longest(before_me_first, drawn(heads, me), drawn(rest, me))
+    order = [*drawn(everybody, "")[:COMMON], *(peer for turn in turns for peer in turn if peer)]
+    return {peer: everybody[peer] for peer in list(dict.fromkeys(order))[:MAX_DIALLED]}
+
+
+def relays_between(
+    stages: Mapping[int, Mapping[str, StageRecord]],
+    me: str,
+    own_stage: int,
+    peer: str,
+    *,
+    client_mode: bool,
+) -> list[str]:
+    """Who passes this peer's requests on to that one, in any order; nobody where it can be called.
+
+    Who only dials out can be called by those it has dialled alone, so they pass on what others ask
+    it. client_mode: whether this peer only dials out, too; then those come first, to whom it has a
+    way already.
+    """
+    theirs = [stage for stage, here in stages.items() if peer in here and here[peer].client_mode]
+    if not theirs:
+        return []
+    dialled = dial_targets(stages, peer, theirs[0])
+    if me in dialled and not client_mode:
+        return []
+    ways = dial_targets(stages, me, own_stage) if client_mode else dialled
+    known = [each for each in dialled if each in ways] or list(dialled)
+    return random.sample(known, len(known))  # others at the next try: some may be gone
+
+
+class Redialler:
+    """Keeps the ways to its targets open; lives in one event loop."""
+
+    def __init__(self, p2p: P2P):
+        self._p2p = p2p
+        self._targets: Targets = {}
+        self._next: dict[str, float] = {}
+        self._failures: dict[str, int] = {}
+        self._busy: set[str] = set()
+        self._slots = asyncio.Semaphore(AT_ONCE)
+        self._task: asyncio.Task[None] | None = None
+
+    def aim(self, targets: Targets) -> None:
+        """Dial these from now on, those that are new at once."""
+        self._targets = targets
+        self._next = {peer: at for peer, at in self._next.items() if peer in targets}
+        self._failures = {peer: n for peer, n in self._failures.items() if peer in targets}
+        if self._task is None:
+            self._task = asyncio.ensure_future(self._live())
+
+    def close(self) -> None:
+        """Dial nobody any more."""
+        if self._task is not None:
+            self._task.cancel()
+
+    async def _live(self) -> None:
+        beats: set[asyncio.Task[None]] = set()
+        while True:
+            now = time.monotonic()
+            for peer, addresses in self._targets.items():
+                if peer not in self._busy and self._next.get(peer, 0.0) <= now:
+                    self._busy.add(peer)
+                    beat = asyncio.ensure_future(self._beat(peer, addresses))
+                    beats.add(beat)
+                    beat.add_done_callback(beats.discard)
+            await asyncio.sleep(LOOK_S)
+
+    async def _beat(self, peer: str, addresses: Sequence[str]) -> None:
+        try:
+            async with self._slots:
+                answered = await self._answers(PeerID.from_base58(peer), addresses)
+                failures = self._failures[peer] = 0 if answered else self._failures.get(peer, 0) + 1
+                if failures and failures % PATIENCE == 0:
+                    logger.info("%s gives no answer: dialling it anew", peer)
+                    await self._hang_up(PeerID.from_base58(peer))
+                    answered = await self._answers(PeerID.from_base58(peer), addresses)
+            self._next[peer] = time.monotonic() + (BEAT_S if answered else SOON_S)
+        finally:
+            self._busy.discard(peer)
+
+    async def _answers(self, peer: PeerID, addresses: Sequence[str]) -> bool:
+        places = [Multiaddr(address.rpartition("/p2p/")[0]) for address in addresses]
+        try:
+            # does nothing where a connection stands
+            await asyncio.wait_for(self._p2p._client.connect(peer, places), CONNECT_LIMIT_S)
+            await ask_time(self._p2p, peer, limit_s=ANSWER_LIMIT_S)
+        except Exception as error:  # noqa: BLE001 - p2pd has many names for a peer that is gone
+            logger.debug("%s not dialled: %r", peer, error)
+            return False
+        return True
+
+    async def _hang_up(self, peer: PeerID) -> None:
+        try:
+            await asyncio.wait_for(self._p2p._client.disconnect(peer), CONNECT_LIMIT_S)
+        except Exception as error:  # noqa: BLE001 - as above
+            logger.debug("no connection to %s to give up: %r", peer, error)
+
+
+def _hosts(here: Mapping[str, StageRecord], me: str) -> dict[str, tuple[str, ...]]:
+    """The addresses of those of a stage that can be dialled, by peer."""
+    found: dict[str, tuple[str, ...]] = {}
+    for peer, record in here.items():
+        if peer != me and record.state != "left" and not record.client_mode:
+            there = tuple(each for each in record.addresses if _is_of(peer, each))
+            if there:
+                found[peer] = there
+    return found
+
+
+@lru_cache(maxsize=1 << 15)  # as below
+def _draw(by: str, peer: str) -> bytes:
+    """Puts peers in an order of this one's own, of which who comes and goes changes little."""
+    return hashlib.sha256(f"{by} {peer}".encode()).digest()
+
+
+@lru_cache(maxsize=4096)  # for each look and each request to a peer at home
+def _is_of(peer: str, address: str) -> bool:
+    try:
+        return bootstrap_address(address).peer_id == peer
+    except InvalidInput:
+        return False

@@ -1,0 +1,337 @@
+"""How peers of a stage call each other: frames, the client that sends them, and the upload limit.
+
+All calls are hivemind P2P calls in the averager's namespace. A frame's metadata is msgpack, its
+bulk comes in chunks. Whatever goes wrong on the way becomes a ConnectionError: p2pd, hivemind and
+asyncio have a dozen names for a peer that is gone, and none of them is a fault of ours.
+
+Counters that the averaging process moves and the trainer's process reads: bytes, refusals.
+"""
+
+# hivemind and its generated protocol classes carry no types.
+# pyright: reportMissingTypeStubs=false, reportUnknownMemberType=false
+# pyright: reportUnknownVariableType=false, reportUnknownArgumentType=false
+# pyright: reportUnknownParameterType=false, reportAttributeAccessIssue=false
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import re
+import time
+from collections.abc import AsyncIterator, Callable, Generator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from typing import Any, cast
+
+import msgpack
+import torch
+from hivemind.p2p import P2P, P2PDaemonError, PeerID
+from hivemind.proto import runtime_pb2
+
+from dilocox.dht.errors import DilocoxError
+from dilocox.dht.node_process import shared_zeros
+
+logger = logging.getLogger(__name__)
+
+BYTE_KINDS = ("averaging", "record", "state")
+"""What payload bytes are for: exchanges, or records and states for those who were not in them."""
+REFUSALS = ("frame", "group", "share", "payload", "late", "vote", "question", "record")
+"""Why the averaging process refuses what another peer sent."""
+
+_KINDS = {"record": "record", "certificate": "record", "state": "state"}
+
+
+class Counts:
+    """Integers by name. Only one process may add."""
+
+    def __init__(self, names: Sequence[str], *, shared: bool = False):
+        """shared: with the processes that are forked after this."""
+        self._places = {name: place for place, name in enumerate(names)}
+        zeros = shared_zeros if shared else torch.zeros
+        self._counts = zeros(len(names), dtype=torch.int64)
+
+    def add(self, name: str, count: int = 1) -> None:
+        """Count so many more; KeyError for a name that was not given at the start."""
+        self._counts[self._places[name]] += count
+
+    def read(self) -> dict[str, int]:
+        """All counts."""
+        return {name: int(self._counts[place]) for name, place in self._places.items()}
+
+    @property
+    def total(self) -> int:
+        """The sum of all counts."""
+        return int(self._counts.sum())
+
+
+def byte_kind(what: object) -> str:
+    """The kind of a download, by what was asked for."""
+    return _KINDS.get(str(what), "averaging")
+
+
+CHUNK_BYTES = 64 * 1024
+STALL_S = 30.0  # a download in which nothing comes for so long has failed
+HELD_BACK_S = 20.0  # of it: eight uploads that send a chunk so rarely take a fifth of 1 Mbit/s
+THIN_SHARE = 0.25  # of its time: an exchange that takes longer is held up by its peers' links
+PACE_OVER_S = 60.0
+MAX_METADATA_BYTES = 64 * 1024
+BUSY_LIFETIMES = 10  # of a record: so long nobody is busy who has what it claims
+
+
+_NOT_SERVED = re.compile(r"protocols? not supported")
+
+
+def handler_name(namespace: str, method: str) -> str:
+    """What p2pd knows a handler by, of whichever class it is."""
+    return f"{namespace}::stage.{method}"
+
+
+class FrameRefused(ValueError):
+    """A frame from a peer that is not as it must be."""
+
+
+class TooSlow(ConnectionError):
+    """The peer gives what was asked for, but another one may give it much sooner."""
+
+
+class PeerBusy(ConnectionError):
+    """The peer serves others, as many as it can at once: another may have time.
+
+    Who is busy may well have what it claims, but is not believed for ever: see BUSY_LIFETIMES.
+    """
+
+
+@dataclass(frozen=True)
+class Blob:
+    """Something fetched from a peer, with what it said about it."""
+
+    facts: dict[str, Any]
+    data: bytes
+
+
+def pack(facts: dict[str, Any], chunk: bytes = b"") -> runtime_pb2.ExpertRequest:
+    """A request frame."""
+    return runtime_pb2.ExpertRequest(metadata=packed(facts), tensors=_tensors(chunk))
+
+
+def reply(facts: dict[str, Any], chunk: bytes = b"") -> runtime_pb2.ExpertResponse:
+    """A response frame."""
+    return runtime_pb2.ExpertResponse(metadata=packed(facts), tensors=_tensors(chunk))
+
+
+def unpack(frame: Any) -> dict[str, Any]:
+    """The metadata of a frame; FrameRefused if it is no map or too large."""
+    if len(frame.metadata) > MAX_METADATA_BYTES:
+        raise FrameRefused(f"{len(frame.metadata)} bytes of metadata")
+    try:
+        facts: object = msgpack.unpackb(frame.metadata, strict_map_key=True)  # pyright: ignore[reportUnknownMemberType]
+    except (ValueError, msgpack.UnpackException) as error:
+        raise FrameRefused(f"metadata is not msgpack: {error}") from error
+    if not isinstance(facts, dict):
+        raise FrameRefused("metadata is not a map")
+    return cast("dict[str, Any]", facts)
+
+
+def chunk_of(frame: Any) -> bytes:
+    """The bulk bytes of a frame."""
+    return b"".join(tensor.buffer for tensor in frame.tensors)
+
+
+def packed(facts: dict[str, Any]) -> bytes:
+    """Metadata of a frame."""
+    return cast(bytes, msgpack.packb(facts))  # pyright: ignore[reportUnknownMemberType]
+
+
+def _tensors(chunk: bytes) -> list[runtime_pb2.Tensor]:
+    return [runtime_pb2.Tensor(buffer=chunk)] if chunk else []
+
+
+class UploadLimit:
+    """A token bucket: `spend` waits until the bytes fit into the volunteer's limit.
+
+    Bytes of an exchange go first, and while one is under way hardly any others: a joiner that
+    downloads a model through a thin link must not make the rounds of all others miss their
+    deadlines. What waits for the end of an exchange waits for HELD_BACK_S at most, or its asker
+    would give up. On a link that an exchange has shown to be thin (`measured`) the others are paced
+    between exchanges, too: p2pd and the kernel take megabytes at once, which would still drain
+    through it when the next exchange begins.
+    """
+
+    def __init__(self, bytes_per_s: float | None):
+        self._rate = bytes_per_s
+        self._free_at = 0.0
+        self._others_rate: float | None = None
+        self._others_free_at = 0.0
+        self._exchanges = 0  # under way
+        self._idle = asyncio.Event()
+
+    def measured(self, sent_bytes: int, seconds: float, *, limit_s: float) -> None:
+        """A committed exchange sent so many bytes and took so long of the time that it may take."""
+        thin = sent_bytes > 0 and seconds > THIN_SHARE * limit_s
+        slowest = CHUNK_BYTES / HELD_BACK_S  # an asker must hear of us before it gives up
+        self._others_rate = max(sent_bytes / seconds / 2, slowest) if thin else None
+
+    @contextmanager
+    def exchange(self) -> Generator[None]:
+        """While something of an exchange is under way."""
+        self._exchanges += 1
+        self._idle.clear()
+        try:
+            yield
+        finally:
+            self._exchanges -= 1
+            if not self._exchanges:
+                self._idle.set()
+
+    async def spend(self, count: int, *, first: bool) -> None:
+        """Wait until `count` more bytes may leave; who is not `first` waits for an idle link."""
+        if self._exchanges and not first:
+            with suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(self._idle.wait(), HELD_BACK_S)
+        if self._others_rate is not None and not first:
+            now = time.monotonic()
+            start = max(now, self._others_free_at)
+            self._others_free_at = start + count / self._others_rate
+            await asyncio.sleep(start - now)
+        if self._rate is None:
+            return
+        while not first and (wait_s := self._free_at - time.monotonic()) > 0:
+            await asyncio.sleep(wait_s)
+        now = time.monotonic()
+        start = max(now, self._free_at)
+        self._free_at = start + count / self._rate
+        if start > now:
+            await asyncio.sleep(start - now)
+
+
+class Client:
+    """Calls to the peers of a stage, whose handlers have the namespace of run and stage."""
+
+    def __init__(
+        self,
+        *,
+        p2p: P2P,
+        namespace: str,
+        limit: UploadLimit,
+        record_bytes: int,
+        sent: Counts | None = None,
+        received: Counts | None = None,
+    ):
+        """record_bytes: the most that a record of this stage, or a mean in it, may have.
+        `sent`, `received`: where payload bytes are counted, by kind.
+        """
+        self._p2p = p2p
+        self._namespace = namespace
+        self._limit = limit
+        self.record_bytes = record_bytes
+        self._sent = sent or Counts(BYTE_KINDS)
+        self._received = received or Counts(BYTE_KINDS)
+
+    async def call(self, peer: str, method: str, request: Any) -> Any:
+        """A handler's answer, a frame; `request` is a frame or yields them."""
+        with _reached(peer):
+            name = handler_name(self._namespace, method)
+            return await self._p2p.call_protobuf_handler(
+                PeerID.from_base58(peer), name, request, runtime_pb2.ExpertResponse
+            )
+
+    async def stream(self, peer: str, method: str, request: Any) -> AsyncIterator[Any]:
+        """The frames of a handler that answers with several."""
+        with _reached(peer):
+            name = handler_name(self._namespace, method)
+            frames = await self._p2p.iterate_protobuf_handler(
+                PeerID.from_base58(peer), name, request, runtime_pb2.ExpertResponse
+            )
+        while True:
+            with _reached(peer):
+                frame = await anext(frames)
+            yield frame
+
+    async def push(self, peer: str, facts: dict[str, Any], payload: bytes) -> None:
+        """Send something of an exchange; ConnectionError if the peer refuses it."""
+
+        async def frames() -> AsyncIterator[runtime_pb2.ExpertRequest]:
+            yield pack(facts | {"bytes": len(payload)})
+            for start in range(0, len(payload), CHUNK_BYTES):
+                chunk = payload[start : start + CHUNK_BYTES]
+                await self._limit.spend(len(chunk), first=True)
+                self._sent.add("averaging", len(chunk))
+                yield pack({}, chunk)
+
+        # also when the round is decided already: a slow member still needs what it lacks
+        with self._limit.exchange():
+            answer = unpack(await self.call(peer, "rpc_put", frames()))
+        if refused := answer.get("refused"):
+            raise ConnectionError(f"{peer} refused a {facts['kind']}: {refused}")
+
+    async def fetch(
+        self,
+        peer: str,
+        want: dict[str, Any],
+        *,
+        limit_bytes: int,
+        sink: Callable[[bytes], None] | None = None,
+        least_bytes_per_s: float = 0.0,
+    ) -> Blob | None:
+        """Download something; None if the peer does not have it. PeerBusy: it cannot serve it now.
+        TooSlow: it gave less than `least_bytes_per_s` for a minute.
+
+        `sink` gets the chunks as they come (then `data` is empty); the size that the peer states is
+        checked against `limit_bytes` before the first chunk is taken.
+        """
+        with _reached(peer):
+            stream = self.stream(peer, "rpc_get", pack(want))
+            facts = unpack(await asyncio.wait_for(anext(stream), STALL_S))
+            if busy := facts.get("busy"):
+                raise PeerBusy(f"{peer} is busy: {str(busy)[:200]}")
+            size = facts.get("bytes")
+            if size is None:
+                return None
+            if not isinstance(size, int) or not 0 <= size <= limit_bytes:
+                raise FrameRefused(
+                    f"{peer} wants to send {size} bytes, at most {limit_bytes} are due"
+                )
+            chunks: list[bytes] = []
+            taken, kind = 0, byte_kind(want.get("what"))
+            since, before = time.monotonic(), 0
+            while taken < size:
+                chunk = chunk_of(await asyncio.wait_for(anext(stream), STALL_S))
+                taken += len(chunk)
+                self._received.add(kind, len(chunk))
+                if not chunk or taken > size:
+                    raise FrameRefused(f"{peer} sent {taken} bytes of {size}")
+                (sink or chunks.append)(chunk)
+                if (waited_s := time.monotonic() - since) >= PACE_OVER_S:
+                    if taken - before < least_bytes_per_s * waited_s:
+                        raise TooSlow(f"{peer} gave {(taken - before) / waited_s:.0f} bytes/s")
+                    since, before = time.monotonic(), taken
+            return Blob(facts=facts, data=b"".join(chunks))
+
+    async def fetch_record(self, peer: str, digest: str, *, older: bool = False) -> bytes | None:
+        """Ask a member for a round record; `older` as for `headers.fetch_header`."""
+        want = {"what": "record", "digest": digest, "older": older}
+        blob = await self.fetch(peer, want, limit_bytes=self.record_bytes)
+        return None if blob is None else blob.data
+
+
+@contextmanager
+def _reached(peer: str) -> Generator[None]:
+    try:
+        yield
+    except (asyncio.TimeoutError, ConnectionError, DilocoxError):
+        raise
+    except Exception as error:
+        logger.debug("%s: %r", peer, error)
+        raise ConnectionError(f"{peer} {_in_words(error)}") from error
+
+
+def _in_words(error: Exception) -> str:
+    """What an error of p2pd or hivemind says of a peer."""
+    reason = " ".join(str(error).split())
+    if isinstance(error, P2PDaemonError) and _NOT_SERVED.search(reason):
+        return "does not answer for this stage"
+    if isinstance(error, P2PDaemonError):  # with a long list of addresses
+        return "cannot be reached"
+    if isinstance(error, (EOFError, StopAsyncIteration)):
+        return "broke off"
+    return f"failed: {type(error).__name__}: {reason}"

@@ -1,0 +1,518 @@
+"""A peer's dealings with the swarm, in a thread of its own, so that training never waits for them.
+
+It says when a round ends, drives the exchange of a send (driver.py) and follows the chain
+(follower.py). It looks at the others' records and publishes this peer's through two workers: over far
+links each call to the DHT takes seconds, and no exchange may wait for one. What the training loop
+must know comes to it as events; what it is doing it leaves in `progress`.
+
+A thread that does one call after the other, for a control thread that must not wait for them.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import queue
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Protocol, cast
+
+from dilocox.dht.clock import Clock
+from dilocox.dht.errors import UnreadableManifest
+from dilocox.dht.node import RunDHT
+from dilocox.dht.records import Record, ReplicaRecord
+from dilocox.dht.revisions import ManifestWatch
+from dilocox.dht.swarm_view import SwarmView
+from dilocox.peer.averaging.announcer import Herald, replica_record
+from dilocox.peer.averaging.averager import StageAverager
+from dilocox.peer.averaging.connectivity import LoopProgress, Place, Ways
+from dilocox.peer.averaging.data_lease import PartLease
+from dilocox.peer.averaging.driver import NO_GROUP_S, ExchangeDriver
+from dilocox.peer.averaging.events import EventQueue, Failed
+from dilocox.peer.averaging.follower import ChainFollower
+from dilocox.peer.resources import check_use
+from dilocox.peer.rounds.round_clock import RoundKeeper
+from dilocox.peer.rounds.vote import AloneWatch
+from dilocox.pipeline.placement import Mover
+
+logger = logging.getLogger(__name__)
+
+
+class Pending(Protocol):
+    """The answer to a call, once it is there."""
+
+    def done(self) -> bool:
+        """Whether it is."""
+        ...
+
+    def result(self, timeout: float | None = None) -> Any:
+        """What the call returned, or raises what it raised."""
+        ...
+
+
+class Worker(Protocol):
+    """Who does the calls; a simulation brings its own."""
+
+    def submit(self, call: Callable[[], Any]) -> Pending:
+        """Do this after all that was submitted before."""
+        ...
+
+
+class WorkerThread:
+    """One daemon thread: a call that hangs does not keep the process from its end."""
+
+    def __init__(self, name: str):
+        self._calls: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]]] = queue.SimpleQueue()
+        threading.Thread(target=self._run, name=name, daemon=True).start()
+
+    def submit(self, call: Callable[[], Any]) -> Future[Any]:
+        """Do this after all that was submitted before."""
+        future: Future[Any] = Future()
+        self._calls.put((call, future))
+        return future
+
+    def _run(self) -> None:
+        while True:
+            call, future = self._calls.get()
+            try:
+                future.set_result(call())
+            except Exception as error:  # noqa: BLE001 - whoever asked gets it
+                future.set_exception(error)
+
+
+TICK_S = 0.1
+CLOSE_LIMIT_S = 5.0
+BOOTSTRAP_LIMIT_S = 3.0
+BELLS_SHARE = 0.2  # of an announcement is a bell
+FOLLOW_S = 1.0  # how often the round is followed without news
+FADES = 0.8  # of the longest time that a call took, with every one that is faster
+MOVE_TURN_S = 60.0  # whose turn it is to move changes that often
+
+
+class ChildDied(RuntimeError):
+    """A process of this peer is gone: it must start anew from its snapshot."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Looked:
+    """What a look at the DHT came to. bootstrap: whether one answers, None if it was not asked."""
+
+    answered: bool
+    revised: bool
+    bootstrap: bool | None
+    seconds: float
+
+
+class Coordinator(threading.Thread):
+    """The thread. Attributes without underscore are for the training loop; each is set whole."""
+
+    def __init__(
+        self,
+        *,
+        place: Place,
+        dht: RunDHT,
+        herald: Herald,
+        clock: Clock,
+        averager: StageAverager,
+        chain: ChainFollower,
+        driver: ExchangeDriver,
+        alone: AloneWatch,
+        events: EventQueue,
+        lease: PartLease | None,
+        mover: Mover | None,
+        watch: ManifestWatch,
+        reader: Worker,
+        writer: Worker,
+        first_round: int = 0,
+    ):
+        """reader, writer: who calls the DHT. first_round: the least one that this peer can begin
+        with.
+        """
+        super().__init__(name="coordinator", daemon=True)
+        self._place = place
+        self._dht = dht
+        self._herald = herald
+        self._clock = clock
+        self._averager = averager
+        self._chain = chain
+        self._driver = driver
+        self._alone = alone
+        self._lease = lease
+        self._mover = mover
+        self._watch = watch
+        self._closing = threading.Event()
+        self._leaving = self._part_finished = False
+        self._bootstrap_answered = True
+        self._ways = Ways(place, averager, clock)
+        self._reader, self._writer = reader, writer
+        self._reading: Pending | None = None
+        self._writing: Pending | None = None
+        self._read_whole = False
+        self._read_s = self._write_s = 0.0  # what such calls take
+        self._ring_now = self._hurry = False
+        self._published_at = self._followed_at = float("-inf")
+        self._heard_at = self._saw_all_at = float("-inf")
+        self._paused_at = float("inf")
+        self._stood_still_since: float | None = None
+        self._pending_send: Callable[[], None] | None = None
+        self.events = events
+        self._rounds = RoundKeeper(
+            place.me,
+            clock,
+            meeting_s=place.manifest.deadlines.matchmaking_s + NO_GROUP_S,
+            first=first_round,
+        )
+        self.joined = threading.Event()
+        self.progress = LoopProgress()
+        self.data_part: tuple[int, int] = (0, 0) if lease is None else (lease.part, 0)
+        self.heard_val_loss: tuple[int, float] | None = None
+        self.run_ended = False
+        self.move_to: int | None = None
+
+    # ---- for the training loop -------------------------------------------------------------------
+    @property
+    def revised(self) -> bool:
+        """Whether this peer must not go on under the rules of the manifest that it began with."""
+        newer = self._watch.manifest.rules > self._place.manifest.rules
+        return newer or self.unreadable is not None
+
+    @property
+    def unreadable(self) -> UnreadableManifest | None:
+        """Why this program cannot follow the operator's newest manifest, if so."""
+        return self._watch.unreadable
+
+    @property
+    def revision(self) -> int:
+        """Of the manifest, the newest that this peer follows."""
+        return self._watch.manifest.operation.revision
+
+    @property
+    def paused(self) -> bool:
+        """Whether the operator has paused the run."""
+        return self._watch.manifest.operation.state == "paused"
+
+    @property
+    def ending(self) -> bool:
+        """Whether the operator ends the run: what was learnt is sent, then all leave."""
+        return self._watch.manifest.operation.state == "ended"
+
+    @property
+    def inner_steps(self) -> int:
+        """H of this round: the largest that the last records of this replica's stages name."""
+        stages = self._herald.view.stages
+        stated = [
+            record.inner_steps
+            for stage, peer in enumerate(self.progress.members)
+            if (record := stages.get(stage, {}).get(peer)) is not None
+        ]
+        return max([self.planned_steps, *stated])
+
+    @property
+    def planned_steps(self) -> int:
+        """What this stage's last record says of H, else the manifest."""
+        last = self._chain.last_record
+        planned = self._place.manifest.rounds.inner_steps
+        return planned if last is None else last.next_inner_steps
+
+    @property
+    def tokens_at_start(self) -> int:
+        """Tokens behind the chain up to the record that was merged when this peer started."""
+        return self._chain.tokens_at_start
+
+    @property
+    def applying(self) -> bool:
+        """Whether a record is on its way into the training loop."""
+        return self._chain.busy
+
+    @property
+    def outcome_limit_s(self) -> float:
+        """How long it can take at most until a send is decided."""
+        deadlines = self._place.manifest.deadlines
+        attempts_s = 2 * (deadlines.exchange_s + deadlines.vote_s)
+        return attempts_s + 2 * deadlines.record_lifetime_s + deadlines.matchmaking_s + NO_GROUP_S
+
+    @property
+    def archived(self) -> bool:
+        """Whether a bootstrap keeps this peer's newest record; true where none answers."""
+        if not (self._bootstrap_answered and self._dht.bootstraps):
+            return True
+        return self._herald.view.held_by(self._dht.bootstraps, self._chain.head.round)
+
+    @property
+    def round(self) -> int:
+        """The round that this peer is in."""
+        return self._rounds.round
+
+    @property
+    def view(self) -> SwarmView:
+        """What the last look at the DHT showed."""
+        return self._herald.view
+
+    def send_due(self) -> tuple[int, float] | None:
+        """The round and the time of its group if this replica must take its send now."""
+        return None if self._leaving else self._rounds.send_due(self._clock.time())
+
+    def submit(
+        self,
+        round_number: int,
+        *,
+        scheduled_at: float,
+        tokens: int,
+        step_s: float,
+        stall_s: float,
+        states_taken: int,
+    ) -> None:
+        """The send of this round was taken and is on disk; the next round begins.
+
+        `step_s`: of an inner step. `stall_s`: that training stood still for the round before.
+        `states_taken`: states of others that were taken before it.
+        """
+        self._pending_send = partial(
+            self._driver.submit,
+            round_number,
+            scheduled_at=scheduled_at,
+            tokens=tokens,
+            step_s=step_s,
+            stall_s=stall_s,
+            states_taken=states_taken,
+        )
+        self._rounds.end(round_number)
+
+    def skip(self, round_number: int) -> None:
+        """Nothing is sent in this round; the next one begins."""
+        self._rounds.end(round_number)
+
+    def announce(self) -> None:
+        """Something changed that the others should know: tell them as soon as that is paid for."""
+        self._hurry = True
+
+    def finish_part(self) -> None:
+        """The part of the data was read to its end: another one is leased at the next heartbeat."""
+        self._part_finished = True
+
+    def leave(self) -> None:
+        """The loop has ended: tell the others, and start no new round."""
+        self._leaving = True
+        self._published_at = float("-inf")
+
+    def close(self) -> None:
+        """End the thread."""
+        self._closing.set()
+        self.join(CLOSE_LIMIT_S)
+
+    # ---- the thread ------------------------------------------------------------------------------
+    def run(self) -> None:
+        """Tick until closed; what goes wrong is the training loop's to hear."""
+        try:
+            while not self._closing.wait(TICK_S):
+                self.tick()
+            if self._leaving and self._published_at == float("-inf"):
+                self._announce_all()  # a peer that leaves at once says so all the same
+            if self._writing is not None:
+                self._writing.result(timeout=CLOSE_LIMIT_S)
+        except Exception as error:  # noqa: BLE001 - it is raised again in the training loop
+            self.events.put(Failed(error=error))
+
+    def tick(self) -> None:
+        """Look and tell where that is due, and go on with the round, the send and the chain.
+
+        It waits for nothing.
+        """
+        now = self._clock.monotonic()
+        if not self._dht.running:
+            raise ChildDied("the DHT process or p2pd has died")
+        if not self._averager.is_alive():
+            raise ChildDied("the averaging process has died")
+        if self._ways.lost(now):
+            raise ChildDied("others cannot reach this peer, for which they wait")
+        news = self._take_answers()
+        self._look(now)
+        if self.joined.is_set() and not self._leaving and (news or now >= self._followed_at):
+            self._followed_at = now + FOLLOW_S
+            self._follow_round(self._herald.view)
+        self._tell(now)
+        if (send := self._pending_send) is not None:
+            self._pending_send = None
+            send()
+        self._driver.closed_by_chain(self._chain.applied)
+        self._chain.tick(self._herald.view, exchanging=self._driver.exchanging)
+        self._driver.tick(self._herald.view, meets_at=self._rounds.meets_at, search_s=self._read_s)
+
+    # ---- looking ---------------------------------------------------------------------------------
+    def _look(self, now: float) -> None:
+        """Have the DHT read if that is due: the bells in the measure of the round, all else when
+        the others' heartbeats may have changed it."""
+        if self._reading is not None:
+            return
+        deadlines = self._place.manifest.deadlines
+        stays = self.joined.is_set() and not self._leaving
+        whole = now - self._saw_all_at >= (deadlines.heartbeat_s if stays else FOLLOW_S)
+        resting = now - self._paused_at > deadlines.record_lifetime_s
+        if whole or now - self._heard_at >= self._rounds.look_s(resting=resting):
+            self._heard_at = now
+            self._saw_all_at = now if whole else self._saw_all_at
+            self._read_whole = whole
+            wanted = self._rounds.wanted_bells(self._herald.view)
+            # who waits for a record, or for the outcome of a send, looks with every heartbeat
+            eager = not stays or self._driver.sent_round is not None
+            ask = partial(self._read, wanted, self.round, whole=whole, eager=eager)
+            self._reading = self._reader.submit(ask)
+
+    def _read(self, wanted: list[int], own_round: int, *, whole: bool, eager: bool) -> _Looked:
+        """In the reader's thread."""
+        began = self._clock.monotonic()
+        last_record = self._chain.head.round
+        answered = self._herald.look(
+            wanted, own_round=own_round, last_record=last_record, whole=whole, eager=eager
+        )
+        seconds = self._clock.monotonic() - began
+        heartbeat_s = self._place.manifest.deadlines.heartbeat_s
+        revised = self._watch.follow(self._herald.revision, heartbeat_s, began)
+        bootstrap: bool | None = None
+        if whole:
+            bootstrap = self._herald.bootstrap_answers(BOOTSTRAP_LIMIT_S)
+            if self._lease is not None and not self._leaving:
+                self._settle_lease(self._lease)
+        return _Looked(answered=answered, revised=revised, bootstrap=bootstrap, seconds=seconds)
+
+    def _settle_lease(self, lease: PartLease) -> None:
+        if self._part_finished:
+            self._part_finished = False
+            lease.finished()
+        if lease.settle():
+            self.data_part = (lease.part, lease.position)
+            self.announce()
+
+    def _take_answers(self) -> bool:
+        """Take what the workers have done by now; whether there is news of the others."""
+        if self._writing is not None and self._writing.done():
+            self._write_s = max(self._writing.result(), FADES * self._write_s)
+            self._writing = None
+        if self._reading is None or not self._reading.done():
+            return False
+        looked: _Looked = self._reading.result()
+        self._reading = None
+        self._read_s = max(looked.seconds, FADES * self._read_s)
+        view = self._herald.view
+        if looked.revised:
+            self.announce()  # others hear of it from this peer, too
+        if looked.bootstrap is not None:
+            self._bootstrap_answered = looked.bootstrap
+            self._alone.observe(
+                self._clock.monotonic(),
+                others_in_view=len(set(view.counted()) - {self._place.me}),
+                bootstrap_answered=looked.bootstrap,
+            )
+        if self._read_whole:
+            self._ways.look(view)
+        evaluated = [
+            (record.val_round, record.val_loss)
+            for record in view.replicas.values()
+            if record.val_loss is not None and record.val_round <= self._chain.head.round
+        ]
+        if evaluated:
+            self.heard_val_loss = max(evaluated)
+        if not self.joined.is_set():
+            # training begins when nobody has a record that this peer lacks
+            ready = looked.answered and not self._chain.busy and self._stands_on_base()
+            if ready and not self._chain.behind(view):
+                self._rounds.start(view, self._chain.head.round)
+                self.joined.set()
+                self.announce()
+        elif not self._leaving:
+            self._consider_moving(view)
+        self.run_ended = view.says_ended(self._place.manifest.end_tokens)
+        return True
+
+    def _follow_round(self, view: SwarmView) -> None:
+        progress = self.progress
+        now = self._clock.monotonic()
+        if self._stood_still_since is not None:
+            self._rounds.stood_still(now - self._stood_still_since)
+        self._stood_still_since = now if self.paused else None
+        self._paused_at = min(self._paused_at, now) if self.paused else float("inf")
+        self._ring_now |= self._rounds.follow(
+            view,
+            self._replica_record(),
+            self._clock.time(),
+            head=progress.head,
+            inner_steps=1 if self.ending else self.inner_steps,
+            tokens=progress.unsent_tokens,
+            undecided=self._pending_send is not None or self._driver.sent_round is not None,
+        )
+
+    def _stands_on_base(self) -> bool:
+        """Whether this chain holds the record that the operator went back to, if to any."""
+        manifest = self._place.manifest
+        rollbacks = manifest.operation.rollbacks
+        base, since = manifest.base(self._place.stage), rollbacks[-1][0] if rollbacks else 0
+        return self._chain.stands_on(base, since)
+
+    def _consider_moving(self, view: SwarmView) -> None:
+        if self._mover is not None:
+            free = not self.progress.head and self.progress.unsent_tokens == 0
+            turn = int(self._clock.time() / MOVE_TURN_S)
+            self.move_to = self._mover.observe(view.stages, free=free, turn=turn)
+
+    # ---- telling ---------------------------------------------------------------------------------
+    def _tell(self, now: float) -> None:
+        """Have what is due published: all at a heartbeat, a bell at once."""
+        if self._writing is not None:
+            return
+        cadence = self._herald.cadence
+        if now - self._published_at >= cadence.announce_s:
+            self._announce_all()
+        elif self._hurry and cadence.may_hurry(now):
+            cadence.hurried(now)
+            self._announce_all()
+        elif self._ring_now:
+            self._ring_now = False
+            cadence.hurried(now, BELLS_SHARE)
+            bells = self._herald.of_bells(self._rounds.bells)
+            self._writing = self._writer.submit(partial(self._write, bells, None))
+
+    def _announce_all(self) -> None:
+        self._published_at = self._clock.monotonic()
+        self._ring_now = self._hurry = False
+        progress, herald = self.progress, self._herald
+        present = self.joined.is_set() and not self._leaving
+        trains = "training" if progress.head else "spare"
+        records = herald.of_stage(
+            "left" if self._leaving else trains if present else "joining",
+            round_number=self.round,
+            inner_steps=self.planned_steps,
+            chain=self._chain,
+            voids=self._driver.voids,
+            own=progress,
+            revision=self.revision,
+        )
+        lease = self._lease if present else None
+        if present:
+            records |= herald.of_replica(self._replica_record())
+            records |= herald.of_bells(self._rounds.bells)
+        if lease is not None:
+            records |= lease.announcement(progress.position)
+        self._writing = self._writer.submit(partial(self._write, records, lease))
+
+    def _write(self, records: dict[str, Record], lease: PartLease | None) -> float:
+        """In the writer's thread; seconds that the DHT took."""
+        began = self._clock.monotonic()
+        stored = self._herald.tell(records)
+        seconds = self._clock.monotonic() - began
+        if lease is not None:
+            lease.published(stored)
+        check_use(self._pids(), self._place.memory_limit_bytes)
+        return seconds
+
+    def _replica_record(self) -> ReplicaRecord | None:
+        # a bell that is written now is heard after the write, a look interval, and the look
+        hear_s = self._write_s + self._rounds.look_s() + self._read_s
+        return replica_record(self._place, self.round, self.progress, hear_s=round(hear_s, 3))
+
+    def _pids(self) -> list[int]:
+        dht_pid = cast("int | None", self._dht.pid)  # pyright: ignore[reportUnknownMemberType]
+        pids = (os.getpid(), dht_pid, self._dht.p2pd_pid, self._averager.pid)
+        return [pid for pid in pids if pid]

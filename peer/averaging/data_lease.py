@@ -1,0 +1,133 @@
+"""Leases on data parts: heads agree through the DHT who reads which, while peers come and go.
+
+A lease is a signed record that expires by itself. A head tries parts in an order of its own (by a
+hash of its id, so that heads rarely meet), takes the first that nobody holds, and looks again at
+every heartbeat: where two took the same part at once, the smaller id keeps it and the other moves
+on. Where there are more heads than parts they are spread over them, and whoever shares a part reads
+it from an epoch of its own: in another order than the others.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+
+from dilocox.dht.records import PartRecord, Record, part_key
+from dilocox.dht.swarm import Swarm
+
+READ_AT_ONCE = 16  # parts that are looked at together
+# Epochs at which those who share a part begin: beyond what a first reader comes to.
+SHARED_EPOCHS = range(1 << 12, 1 << 20)
+_ROW_BITS = 32  # the low bits of a position count rows, the others epochs
+
+
+def position_of(epoch: int, rows: int = 0) -> int:
+    """A place in a part as one integer, which a record in the DHT has room for up to epoch 2^21."""
+    return epoch << _ROW_BITS | rows
+
+
+def place_of(position: int) -> tuple[int, int]:
+    """The epoch and the rows of it that were read."""
+    return position >> _ROW_BITS, position & ((1 << _ROW_BITS) - 1)
+
+
+class PartLease:
+    """The part of the data that this head reads."""
+
+    def __init__(
+        self,
+        *,
+        swarm: Swarm,
+        run: str,
+        me: str,
+        parts: int,
+        first: int | None = None,
+    ):
+        """`first`: the part to try first, that of the snapshot."""
+        self._swarm = swarm
+        self._run = run
+        self._me = me
+        self._order = sorted(range(parts), key=lambda part: (part != first, _rank(me, part)))
+        self._tried = 0
+        self.part = self._order[0]
+        self._positions: dict[int, int] = {}  # how far the holders of other parts were seen
+        self.held = False
+        self._shared = False  # with a head that was there before
+        self._moved = False  # to a part whose position is not this head's own
+
+    @property
+    def position(self) -> int:
+        """Where to begin in a part that was just taken: how far its last holder was seen, or where
+        nobody else reads that shares it.
+        """
+        if self._shared:
+            own = int.from_bytes(_rank(self._me, self.part)[:8], "big")
+            return position_of(SHARED_EPOCHS[own % len(SHARED_EPOCHS)])
+        return self._positions.get(self.part, 0)
+
+    def settle(self) -> bool:
+        """Look who else has the part, and take another one if it is somebody else's; whether so.
+
+        Then `announcement` is to be published, and `published` told how that went. (Three threads
+        take turns with these: what one of them changes, the others see whole.)
+        """
+        part, shared = self.part, self._shared
+        holders = self._holders([part])[part]
+        # a lease that we hold yields only to a smaller id; a free one must have nobody on it
+        lost = any(peer < self._me for peer in holders) if self.held else bool(holders)
+        if lost and not (shared and self.held):
+            part, shared = self._free_part()
+        elif not holders:
+            shared = False  # it goes on where it is, and is the part's first reader now
+        moved = part != self.part or not self.held
+        self.part, self._shared, self._moved = part, shared, moved
+        return moved
+
+    def announcement(self, position: int) -> dict[str, Record]:
+        """What keeps the lease. position: how far this head has read the part it held before."""
+        record = PartRecord(part=self.part, position=self.position if self._moved else position)
+        return {part_key(self._run, record.part): record}
+
+    def published(self, stored: bool) -> None:
+        """Whether the DHT took the announcement."""
+        self.held, self._moved = stored, False
+
+    def finished(self) -> None:
+        """The part was read to its end: take another one."""
+        self.part, self.held, self._shared = self._next(), False, False
+
+    def _next(self) -> int:
+        self._tried += 1
+        return self._order[self._tried % len(self._order)]
+
+    def _free_part(self) -> tuple[int, bool]:
+        """The next part that nobody holds; if there is none, the next of those that the fewest
+        hold, and that it is shared.
+        """
+        first = self._tried + 1
+        ahead = [self._order[(first + n) % len(self._order)] for n in range(len(self._order))]
+        holders: dict[int, int] = {}
+        for start in range(0, len(ahead), READ_AT_ONCE):
+            found = self._holders(ahead[start : start + READ_AT_ONCE])
+            holders |= {part: len(peers) for part, peers in found.items()}
+            if not all(found.values()):
+                break
+        part = min(holders, key=holders.__getitem__)  # the first where they tie
+        self._tried = first + ahead.index(part)
+        return part, bool(holders[part])
+
+    def _holders(self, parts: Sequence[int]) -> dict[int, set[str]]:
+        """Who else holds these parts."""
+        keys = {part_key(self._run, part): part for part in parts}
+        found = self._swarm.read_many(dict.fromkeys(keys, PartRecord), thorough=False)
+        holders: dict[int, set[str]] = {}
+        for key, part in keys.items():
+            others = {peer: each for peer, each in (found[key] or {}).items() if peer != self._me}
+            if others:
+                self._positions[part] = max(lease.position for lease in others.values())
+            holders[part] = set(others)
+        return holders
+
+
+def _rank(me: str, part: int) -> bytes:
+    return hashlib.sha256(f"{me}/{part}".encode()).digest()

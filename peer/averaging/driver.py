@@ -1,0 +1,302 @@
+"""Takes one send from the training loop to its end: committed, or undone.
+
+A state machine, driven by the coordinator's thread:
+
+    waiting    until shortly before its group's time, and until this peer is on the newest record
+               (or, alone, may commit alone)
+    running    the averager looks for the group and exchanges
+    retrying   attempt 0 was void; attempt 1 has its own time
+    open       undecided: members are asked, and void is presumed after a record lifetime
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from concurrent.futures import TimeoutError as FutureTimeout
+from dataclasses import dataclass
+from typing import Any
+
+from hivemind.averaging.allreduce import (  # pyright: ignore[reportMissingTypeStubs]
+    AllreduceException,
+)
+from hivemind.averaging.matchmaking import (  # pyright: ignore[reportMissingTypeStubs]
+    MatchmakingException,
+)
+
+from dilocox.dht.clock import Clock
+from dilocox.dht.errors import DilocoxError
+from dilocox.dht.manifest import Manifest
+from dilocox.dht.swarm_view import SwarmView
+from dilocox.peer.averaging.averager import AveragerStuck, StageAverager
+from dilocox.peer.averaging.events import EventQueue, Voided
+from dilocox.peer.averaging.follower import ChainFollower
+from dilocox.peer.rounds.adaptation import RoundPlan
+from dilocox.peer.rounds.group import AttemptResult, ExchangeOrder, GroupRefused, Plan, tokens_cap
+from dilocox.peer.rounds.round_clock import attempt_at
+from dilocox.peer.rounds.vote import AloneWatch, Verdict
+
+logger = logging.getLogger(__name__)
+
+NO_GROUP_S = 2.5  # after the scheduled time nobody new joins a group
+LOOKED_AHEAD = 3  # searches of the DHT that a group may take to find itself, beside its least time
+LONGEST_LEAD_S = 30.0
+SLACK_S = 15.0  # beyond all deadlines of an attempt: the averaging process hangs
+FROZEN_S = 3.0  # ticks come every tenth of a second: after such a gap this machine slept
+
+
+@dataclass
+class _Job:
+    round: int
+    scheduled_at: float  # run time
+    tokens: int
+    step_s: float = 0.0  # of an inner step of this peer's replica
+    stall_s: float = 0.0  # that its training stood still for its last round
+    attempt: int = 0
+    abort: bytes = b""
+    future: Any = None
+    limit: float = 0.0  # monotonic time: of the state the job is in
+    undecided: bool = False
+    states_taken: int = 0  # by the training loop, when it took this send
+    resumed: bool = False  # from before a restart: its attempt is not known to the averager
+    asked_at: float = 0.0
+
+
+class ExchangeDriver:
+    """At most one send is under way; `sent_round` names it."""
+
+    def __init__(
+        self,
+        *,
+        averager: StageAverager,
+        chain: ChainFollower,
+        events: EventQueue,
+        manifest: Manifest,
+        run: str,
+        stage: int,
+        layout_digest: str,
+        plan: RoundPlan,
+        clock: Clock,
+        alone: AloneWatch,
+    ):
+        self._averager = averager
+        self._chain = chain
+        self._events = events
+        self._manifest = manifest
+        self._run, self._stage, self._layout_digest = run, stage, layout_digest
+        self._plan = plan
+        self._clock = clock
+        self._alone = alone
+        self._job: _Job | None = None
+        self._last_exchange_s = 0.0
+        self._ticked_at = self._clock.monotonic()
+        self.voids = 0
+
+    @property
+    def sent_round(self) -> int | None:
+        """The round whose send is undecided."""
+        return None if self._job is None else self._job.round
+
+    @property
+    def exchanging(self) -> bool:
+        """Whether the averager is at work, so that nothing else may use the buffers."""
+        return self._job is not None and self._job.future is not None
+
+    def submit(
+        self,
+        round_number: int,
+        *,
+        scheduled_at: float,
+        tokens: int,
+        step_s: float,
+        stall_s: float,
+        states_taken: int,
+    ) -> None:
+        """A send was taken and is on disk; its message lies in the shared buffer.
+
+        `states_taken`: how many states of others the training loop had taken before it.
+        """
+        self._job = _Job(
+            round=round_number,
+            scheduled_at=scheduled_at,
+            tokens=tokens,
+            step_s=step_s,
+            stall_s=stall_s,
+            states_taken=states_taken,
+        )
+
+    def resume(self, round_number: int, tokens: int) -> None:
+        """A send from before a restart: its group is gone, so it can only be asked about."""
+        now = self._clock.time()
+        self._job = _Job(round=round_number, scheduled_at=now, tokens=tokens, resumed=True)
+        self._leave_open(self._job)
+
+    def closed_by_chain(self, round_number: int) -> None:
+        """A record of this round or a later one was applied: the chain has decided the send."""
+        if self._job is not None and self._job.round <= round_number:
+            self._job = None
+
+    def tick(
+        self, view: SwarmView, *, meets_at: Callable[[int], float | None], search_s: float
+    ) -> None:
+        """Go on with the send that is under way.
+
+        meets_at: the time of a round's group as it is known now. search_s: what a search of the DHT
+        takes.
+
+        Raises:
+            AveragerStuck: the averaging process hangs.
+        """
+        job, gap_s = self._job, self._clock.monotonic() - self._ticked_at
+        self._ticked_at += gap_s
+        if job is None:
+            return
+        if job.states_taken != self._chain.states_taken and job.future is None:
+            self._job = None  # another state was taken since, and the loop undoes what it had sent
+            return
+        if gap_s > FROZEN_S:  # the averaging process slept too, and may answer yet
+            job.limit += gap_s
+        if job.future is not None:
+            self._advance(job)
+        elif job.undecided:
+            if not self._chain.delivering:
+                self._ask(job)
+        else:
+            if job.attempt == 0 and (earlier := meets_at(job.round)) is not None:
+                job.scheduled_at = min(job.scheduled_at, earlier)
+            lead_s = self._manifest.deadlines.matchmaking_s + LOOKED_AHEAD * search_s
+            starts_at = job.scheduled_at - min(lead_s, LONGEST_LEAD_S)
+            if not self._chain.busy and self._clock.time() >= starts_at:
+                self._try_to_start(job, view)
+
+    # ---- starting --------------------------------------------------------------------------------
+    def _try_to_start(self, job: _Job, view: SwarmView) -> None:
+        late = self._clock.time() - job.scheduled_at
+        if self._chain.head.round >= job.round:
+            return  # the record of this round is here and will be applied
+        if self._chain.behind(view):
+            if late > 0:
+                self._void(job, "behind the others at the scheduled time")
+            return
+        counted = view.counted()
+        alone = len(counted) == 1
+        if alone and not self._alone.may_commit(self._clock.monotonic()):
+            if late > 2 * self._manifest.deadlines.record_lifetime_s:
+                self._void(job, "no bootstrap answers, so nobody knows whether this peer is alone")
+            return
+        # others may be as late: while they look for each other, this one can be among them
+        if not alone and late > NO_GROUP_S + self._manifest.deadlines.matchmaking_s:
+            self._void(job, "the group's time is over")
+            return
+        self._start(job, counted, alone=alone)
+
+    def _start(self, job: _Job, counted: tuple[str, ...], *, alone: bool) -> None:
+        manifest, deadlines = self._manifest, self._manifest.deadlines
+        head, last = self._chain.head, self._chain.last_record
+        last_contributors = () if last is None else tuple(m.peer for m in last.members)
+        matchmaking_s = max(0.0, job.scheduled_at - self._clock.time()) + NO_GROUP_S
+        matchmaking_s = max(matchmaking_s, deadlines.matchmaking_s + NO_GROUP_S)
+        order = ExchangeOrder(
+            plan=Plan(
+                run=self._run,
+                rules=manifest.rules,
+                stage=self._stage,
+                round=job.round,
+                attempt=job.attempt,
+                ranks=self._plan.ranks_after(last),
+                layout=self._layout_digest,
+                previous=head.digest,
+            ),
+            scheduled_at=job.scheduled_at,
+            matchmaking_limit_s=matchmaking_s,
+            tokens=job.tokens,
+            tokens_cap=tokens_cap(manifest),
+            counted=counted,
+            # While somebody is new, not all know of all: then the group waits for its time.
+            expected=len(counted) if set(counted) <= set(last_contributors) else None,
+            last_contributors=last_contributors,
+            exchange_s=self._last_exchange_s,
+            step_s=job.step_s,
+            stall_s=job.stall_s,
+            anchor_before=self._chain.anchor_sha256,
+            last=last,
+            alone=alone,
+            abort=job.abort,
+        )
+        logger.debug(
+            "round %d, attempt %d: looking for the group of %s, due in %.1f s",
+            job.round,
+            job.attempt,
+            ", ".join(peer[-6:] for peer in counted),
+            job.scheduled_at - self._clock.time(),
+        )
+        try:
+            job.future = self._averager.exchange(order)
+        except (TimeoutError, FutureTimeout) as error:
+            raise AveragerStuck(f"round {job.round}: the averaging process is stuck") from error
+        limit_s = matchmaking_s + 2 * deadlines.exchange_s + 2 * deadlines.vote_s + SLACK_S
+        job.limit = self._clock.monotonic() + limit_s
+
+    # ---- ending ----------------------------------------------------------------------------------
+    def _advance(self, job: _Job) -> None:
+        if not job.future.done():
+            # a question has a deadline of its own, and may be asked just before the limit
+            asks_s = 3 * self._manifest.deadlines.silence_s + SLACK_S if job.undecided else 0.0
+            if self._clock.monotonic() > job.limit + asks_s:
+                raise AveragerStuck(f"round {job.round}: the averaging process does not answer")
+            return
+        future, job.future = job.future, None
+        try:
+            result: AttemptResult | None = future.result(timeout=1.0)
+        except DilocoxError:
+            raise
+        except (AllreduceException, MatchmakingException, GroupRefused) as error:
+            self._void(job, f"no group: {error}")
+            return
+        except (Exception, asyncio.CancelledError):  # hivemind hands on the latter as a result
+            logger.exception("round %d: the exchange failed; asking the others", job.round)
+            result = None
+        else:
+            if result is None and not job.resumed:  # the averager knows of no such attempt
+                self._void(job, "no exchange took place")
+                return
+        if result is None or result.verdict is Verdict.UNDECIDED:
+            if not job.undecided:
+                self._leave_open(job)
+        elif result.verdict is Verdict.COMMITTED and result.record is None:
+            if not job.undecided:
+                self._leave_open(job)  # the record comes through the chain, if at all
+        elif result.verdict is Verdict.COMMITTED:
+            self._last_exchange_s = result.seconds
+            self._chain.committed(job.round, result.seconds, result.matchmaking_s)
+        elif job.attempt == 0:
+            self._retry(job, result)
+        else:
+            self._void(job, "both attempts were void")
+
+    def _retry(self, job: _Job, result: AttemptResult) -> None:
+        deadlines = self._manifest.deadlines
+        job.attempt, job.abort, job.undecided = 1, result.abort, False
+        job.scheduled_at = attempt_at(
+            job.scheduled_at, 1, exchange_s=deadlines.exchange_s, vote_s=deadlines.vote_s
+        )
+        logger.info("round %d: attempt 0 was void, trying once more", job.round)
+
+    def _leave_open(self, job: _Job) -> None:
+        job.undecided = True
+        job.limit = self._clock.monotonic() + self._manifest.deadlines.record_lifetime_s
+        logger.info("round %d: undecided, asking the others", job.round)
+
+    def _ask(self, job: _Job) -> None:
+        now = self._clock.monotonic()
+        if now > job.limit:
+            self._void(job, "nobody knows of a record, presumed void", certain=False)
+        elif now - job.asked_at > self._manifest.deadlines.heartbeat_s / 2:
+            job.asked_at = now
+            job.future = self._averager.settle(job.round, job.attempt)
+
+    def _void(self, job: _Job, reason: str, *, certain: bool = True) -> None:
+        self.voids += 1
+        self._job = None
+        self._events.put(Voided(round=job.round, reason=reason, certain=certain))

@@ -1,0 +1,379 @@
+"""Follows the chain of a stage: applies its records in order, catches up, changes to a better
+chain.
+
+A peer that is behind takes the records that it lacks, or a state where that is fewer bytes.
+Driven by the coordinator's thread. At most one thing is under way at a time, and nothing is while
+an exchange runs: an outer step, a walk along another peer's log, the download of a state, or an
+event that the training loop has not taken yet.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+from collections.abc import Callable, Collection
+from typing import Any
+
+from dilocox.dht.clock import Clock
+from dilocox.dht.records import ClaimRecord
+from dilocox.dht.rpc import BUSY_LIFETIMES, FrameRefused, PeerBusy, TooSlow
+from dilocox.dht.swarm_view import SwarmView
+from dilocox.peer.averaging.averager import Applied, AveragerStuck, StageAverager
+from dilocox.peer.averaging.events import Committed, Event, EventQueue, Resynced
+from dilocox.peer.chain.catchup import RECORDS_LIMIT_S, AnchorDiffers, NoState, Reach, State, Told
+from dilocox.peer.chain.store import Head, RoundLog
+from dilocox.peer.rounds.record import RecordRefused, RoundRecord
+
+logger = logging.getLogger(__name__)
+
+CALL_LIMIT_S = 6 * 3600.0  # of a whole model; a transfer that stalls fails much sooner
+WALK_LIMIT_S = 3 * RECORDS_LIMIT_S  # the averager ends it by itself before
+PAUSE_AFTER_FAILURE_S = 1.0
+MAX_NOTED = 1000  # digests
+MAX_SLOW = 5  # then it is our own line that is slow
+
+
+class ChainFollower:
+    """Keeps this peer on the chain; `applied` is the round that the training loop has merged."""
+
+    def __init__(
+        self,
+        *,
+        averager: StageAverager,
+        log: RoundLog,
+        events: EventQueue,
+        clock: Clock,
+        applied: int,
+        anchor_sha256: str,
+        state_bytes: int,
+        record_lifetime_s: float,
+        sent_round: Callable[[], int | None],
+        unsettled: Callable[[], Collection[int]] = tuple,
+    ):
+        """state_bytes: of an anchor and a momentum. sent_round: the round whose message lies in the
+        shared buffer, while undecided. unsettled: rounds whose records may name this peer, as far
+        as it knows.
+        """
+        self._averager = averager
+        self._log = log
+        self._events = events
+        self._clock = clock
+        self._sent_round = sent_round
+        self._unsettled = unsettled
+        self._told: Told | None = None  # by the last walk
+        self.applied = applied
+        self.head = log.head()
+        self.current = 0  # which of the paired buffers holds the current anchor
+        self.last_record: RoundRecord | None = (
+            log.header(self.head.round) if self.head.round >= 0 else None
+        )
+        self.anchor_sha256 = anchor_sha256
+        self.tokens_at_start = self._tokens_at(applied)
+        # by round: of its exchange, and until its group stood
+        self._times: dict[int, tuple[float, float | None]] = {}
+        self._work: Any = None
+        self._on_done: Callable[[Any], None] | None = None
+        self._deadline = 0.0
+        self._untaken: tuple[Event, Callable[[], None]] | None = None
+        self._not_before = 0.0
+        self._need_state = False
+        self._state_bytes = state_bytes
+        self._saves_bytes = False  # the records would do as well as the state that is needed
+        self._no_state_before = 0.0  # monotonic: until then no state would save bytes
+        self._fork_round: int | None = None
+        self._state_after = -1
+        self._record_lifetime_s = record_lifetime_s
+        self._wanted: ClaimRecord | None = None  # what was looked for last
+        # digests that could not be had, or only as their holders were busy; since when
+        self._doubted: dict[tuple[str, bool], float] = {}
+        self._ignored: set[str] = set()
+        self._donor = ""  # whom the last state was asked of
+        self._slow: set[str] = set()  # donors that others may be faster than
+        self._liars: set[str] = set()  # donors of wrong states, asked again where no others are
+        self.states_taken = 0
+
+    @property
+    def busy(self) -> bool:
+        """Whether something is under way that must end before an exchange may start."""
+        return self._work is not None or self.delivering
+
+    @property
+    def delivering(self) -> bool:
+        """Whether a record or a state is on its way into the training loop, which may decide the
+        send whose message the averager still reads."""
+        return self._untaken is not None or self.applied != self.head.round
+
+    def behind(self, view: SwarmView) -> bool:
+        """Whether somebody claims a record that this peer lacks, or may have the state it needs."""
+        if self._need_state and self._donors(view):
+            return True
+        return self._best_claim(view) is not None
+
+    def stands_on(self, digest: str, rules: int) -> bool:
+        """Whether the record of this digest is in this chain, or one under these rules, which can
+        only follow from it."""
+        last = self.last_record
+        return (last is not None and last.rules >= rules) or self._log.find(digest) is not None
+
+    def committed(self, round_number: int, exchange_s: float, matchmaking_s: float | None) -> None:
+        """The averager appended a record that this peer took part in."""
+        self._times[round_number] = exchange_s, matchmaking_s
+        self._refresh()
+
+    def tick(self, view: SwarmView, *, exchanging: bool) -> None:
+        """Go on with what is under way, or begin the next thing that is due."""
+        if self._untaken is not None:
+            event, then = self._untaken
+            if not event.taken.is_set():
+                return
+            self._untaken = None
+            then()
+        if self._work is not None:
+            self._advance()
+            return
+        if exchanging or self._clock.monotonic() < self._not_before:
+            return
+        if self._need_state:
+            self._begin_state(view)
+        elif self.applied != self.head.round:
+            self._begin_apply()
+        else:
+            self._begin_catch_up(view)
+
+    # ---- beginning -------------------------------------------------------------------------------
+    def _begin_apply(self) -> None:
+        following = [number for number in self._log.rounds() if number > self.applied]
+        if not following:
+            self._refresh()
+            if self.head.round < self.applied:
+                logger.error("alarm: the log lacks the record of this anchor; taking a state")
+                self._need_state, self._fork_round, self._state_after = True, None, -1
+            return
+        record = self._log.header(following[0])
+        if record is None:
+            return
+        named = record.member(self._own_id()) is not None
+        with_own = named and self._sent_round() == record.round
+        if named and not with_own:  # the loop may hold that send, undone: its part is in the means
+            record = self._log.read(record.round) or record
+        self._begin(
+            self._averager.apply(record.round, current=self.current, with_own=with_own),
+            lambda applied: self._applied(applied, record, with_own),
+        )
+
+    def _begin_catch_up(self, view: SwarmView) -> None:
+        claim = self._best_claim(view)
+        if claim is None:
+            return
+        stated = self._wanted = claim[1]
+        missing_bytes = (stated.round - self.head.round) * stated.record_bytes
+        limit_bytes = (
+            self._state_bytes if self._clock.monotonic() >= self._no_state_before else None
+        )
+        unsettled = self._unsettled()
+        # what became of those is in the headers, which come before any record
+        if limit_bytes is not None and missing_bytes > limit_bytes and not unsettled:
+            self._need_state, self._state_after, self._saves_bytes = True, self.applied, True
+            self._begin_state(view)
+            return
+        # any of those who claim it: one that is out of our reach must not keep us from the others
+        holders = [
+            peer
+            for peer, other in view.claims.items()
+            if peer != view.me and other.digest == stated.digest
+        ]
+        peer = random.choice(view.within_reach(holders))
+        logger.info(
+            "behind: %s has round %d, this peer %d", peer[-6:], stated.round, self.head.round
+        )
+        self._begin(
+            self._averager.catch_up(
+                peer, stated.digest, limit_bytes=limit_bytes, back_to=min(unsettled, default=None)
+            ),
+            self._reached,
+            WALK_LIMIT_S,
+        )
+
+    def _begin_state(self, view: SwarmView) -> None:
+        donors = self._donors(view)
+        if not donors:
+            return
+        honest = [donor for donor in donors if donor not in self._liars] or donors
+        untried = [donor for donor in honest if donor not in self._slow]
+        hurry = bool(untried) and len(honest) > 1 and len(self._slow) < MAX_SLOW
+        peer = self._donor = random.choice(view.within_reach(untried if hurry else honest))
+        logger.info("taking anchor and momentum from %s", peer[-6:])
+        after_round = -1 if self._fork_round is not None else self._state_after
+        future = self._averager.fetch_state(
+            peer, current=self.current, after_round=after_round, hurry=hurry
+        )
+        self._begin(future, self._got_state)
+
+    def _donors(self, view: SwarmView) -> list[str]:
+        """Who may have a state; after a fork those on our own chain are of no use."""
+        forked = self._fork_round is not None
+        return [
+            peer
+            for peer, claim in view.claims.items()
+            if peer != view.me and claim.round >= 0 and claim.digest not in self._ignored
+            if not forked or self._log.find(claim.digest) is None
+        ]
+
+    def _begin(
+        self, future: Any, on_done: Callable[[Any], None], limit_s: float = CALL_LIMIT_S
+    ) -> None:
+        self._work, self._on_done = future, on_done
+        self._deadline = self._clock.monotonic() + limit_s
+
+    # ---- ending ----------------------------------------------------------------------------------
+    def _advance(self) -> None:
+        if not self._work.done():
+            if self._clock.monotonic() > self._deadline:  # it may not write into the buffers later
+                raise AveragerStuck("the averaging process does not end a download")
+            return
+        future, on_done = self._work, self._on_done
+        self._work = None
+        try:
+            result = future.result(timeout=1.0)
+        except AnchorDiffers as error:
+            logger.error("alarm: %s; taking a state from another peer", error)
+            self._need_state, self._fork_round, self._state_after = True, None, -1
+        except NoState as error:
+            logger.info("no newer state: %s", error)
+            if self._saves_bytes:
+                self._need_state = self._saves_bytes = False
+                self._no_state_before = self._clock.monotonic() + self._record_lifetime_s
+            self._not_before = self._clock.monotonic() + PAUSE_AFTER_FAILURE_S
+        except TooSlow as error:
+            logger.info("looking for a faster donor: %s", error)
+            self._slow.add(self._donor)
+        except PeerBusy as error:
+            logger.info("%s", error)
+            if not self._need_state:
+                self._doubt(busy=True)
+            self._not_before = self._clock.monotonic() + PAUSE_AFTER_FAILURE_S
+        except (ConnectionError, RecordRefused, FrameRefused, asyncio.TimeoutError) as error:
+            reason, pause_s = str(error) or type(error).__name__, PAUSE_AFTER_FAILURE_S
+            logger.warning("catching up failed, will try again: %s", reason)
+            if not self._need_state:
+                self._doubt()
+            # a state may be gigabytes over a line that breaks: that says nothing of the claim
+            elif isinstance(error, RecordRefused | FrameRefused):
+                pause_s = self._blame()
+            self._not_before = self._clock.monotonic() + pause_s
+        else:
+            if on_done is not None:
+                on_done(result)
+
+    def _applied(self, applied: Applied, record: RoundRecord, own_ready: bool) -> None:
+        exchange_s, matchmaking_s = self._times.pop(record.round, (None, None))
+        event = Committed(
+            record=record,
+            digest=applied.digest,
+            anchor_sha256=applied.anchor_sha256,
+            own_ready=own_ready,
+            exchange_s=exchange_s,
+            matchmaking_s=matchmaking_s,
+            payload_bytes=applied.payload_bytes,
+        )
+        self._hand_over(event, lambda: self._switched(record.round, applied.anchor_sha256))
+
+    def _reached(self, reach: Reach) -> None:
+        self._told = reach.told
+        if reach.fork_round is None:
+            self._need_state, self._state_after = reach.too_far or reach.costly, self.applied
+            self._saves_bytes = reach.costly
+            self._refresh()
+            return
+        ours = (-self.head.chain_tokens, self._digest_after(reach.fork_round))
+        if (-reach.chain_tokens, reach.fork_digest) < ours:
+            logger.error(
+                "alarm: two certified chains since round %d; changing to the one with more tokens",
+                reach.fork_round,
+            )
+            self._need_state, self._fork_round = True, reach.fork_round
+        elif self._wanted is not None:
+            self._ignore(self._wanted)  # it lost against ours
+        self._not_before = self._clock.monotonic() + PAUSE_AFTER_FAILURE_S
+
+    def _got_state(self, state: State) -> None:
+        told = None if self._told is None else self._told.up_to(state.digest)
+        event = Resynced(state=state, fork_round=self._fork_round, told=told)
+        self._need_state, self._fork_round, self._saves_bytes = False, None, False
+        self.states_taken += 1
+        self._slow.clear()
+        self._hand_over(event, lambda: self._switched(state.round, state.anchor_sha256))
+
+    def _best_claim(self, view: SwarmView) -> tuple[str, ClaimRecord] | None:
+        return view.best_claim(self.head.chain_tokens, self.head.digest, self._ignored)
+
+    def _doubt(self, *, busy: bool = False) -> None:
+        """A commit whose record nobody gives for a record lifetime is presumed void.
+
+        Nobody is doubted whose records came, if not all of them; who is busy only after longer.
+        """
+        before = self.head.round
+        self._refresh()
+        if self._wanted is None:
+            return
+        if self.head.round > before:
+            self._forget(self._wanted.digest)
+            return
+        if len(self._doubted) >= MAX_NOTED:
+            self._doubted.clear()
+        since = self._doubted.setdefault((self._wanted.digest, busy), self._clock.monotonic())
+        lifetimes = BUSY_LIFETIMES if busy else 1
+        if self._clock.monotonic() - since > lifetimes * self._record_lifetime_s:
+            logger.warning("nobody gives the record of round %d: ignored", self._wanted.round)
+            self._ignore(self._wanted)
+
+    def _blame(self) -> float:
+        """One donor's wrong state speaks against that donor; against the claim, those of all. How
+        long to wait: nobody's traffic is to be spent on one wrong state after the other.
+        """
+        if self._donor in self._liars:
+            self._doubt()
+            return self._record_lifetime_s / 2
+        if len(self._liars) >= MAX_NOTED:
+            self._liars.clear()
+        self._liars.add(self._donor)
+        return PAUSE_AFTER_FAILURE_S
+
+    def _ignore(self, claim: ClaimRecord) -> None:
+        if len(self._ignored) >= MAX_NOTED:
+            self._ignored.clear()
+        self._ignored.add(claim.digest)
+        self._forget(claim.digest)
+        # what it made necessary; the next best claim may need nothing of the kind
+        self._need_state, self._fork_round, self._saves_bytes = False, None, False
+
+    def _forget(self, digest: str) -> None:
+        for busy in (False, True):
+            self._doubted.pop((digest, busy), None)
+
+    def _hand_over(self, event: Event, then: Callable[[], None]) -> None:
+        self._untaken = (event, then)
+        self._events.put(event)
+
+    def _switched(self, round_number: int, anchor_sha256: str) -> None:
+        self.current = 1 - self.current
+        self.applied = round_number
+        self.anchor_sha256 = anchor_sha256
+        self._refresh()
+
+    def _refresh(self) -> None:
+        self.head: Head = self._log.head()
+        self.last_record = self._log.header(self.head.round) if self.head.round >= 0 else None
+
+    def _tokens_at(self, round_number: int) -> int:
+        record = self._log.header(round_number) if round_number >= 0 else None
+        return 0 if record is None else record.chain_tokens
+
+    def _digest_after(self, fork_round: int) -> str:
+        following = [number for number in self._log.rounds() if number > fork_round]
+        record = self._log.header(following[1]) if len(following) > 1 else None
+        return record.previous if record is not None else self.head.digest
+
+    def _own_id(self) -> str:
+        return str(self._averager.peer_id)

@@ -1,0 +1,255 @@
+"""What a peer's averaging process answers to other peers: parts, means, votes, records, states.
+
+Nothing here trusts what comes in: lengths are checked before bytes are taken, what is malformed
+is refused with a word about why, and no handler writes bulk data without being asked for it, so
+that a frozen peer can hang nobody but itself.
+"""
+
+# hivemind and its generated protocol classes carry no types.
+# pyright: reportMissingTypeStubs=false, reportUnknownMemberType=false
+# pyright: reportUnknownVariableType=false, reportUnknownArgumentType=false
+# pyright: reportUnknownParameterType=false, reportAttributeAccessIssue=false
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Generator
+from contextlib import aclosing, contextmanager, suppress
+from functools import cached_property
+from typing import Any, AsyncIterator, TypeVar  # noqa: UP035 - hivemind knows this one only
+
+from hivemind.p2p import P2PContext, ServicerBase
+from hivemind.proto import runtime_pb2
+
+from dilocox.compression.group_codec import PayloadRefused
+from dilocox.dht.rpc import CHUNK_BYTES, Counts, FrameRefused, byte_kind, chunk_of, reply, unpack
+from dilocox.peer.chain import catchup
+from dilocox.peer.chain.uploads import Uploads
+from dilocox.peer.rounds.exchange import Attempt
+from dilocox.peer.rounds.group import Mean, ShareRefused
+from dilocox.peer.rounds.group_calls import contributors_in
+from dilocox.peer.rounds.record import RecordRefused, bitmap_of
+from dilocox.peer.rounds.vote import MAX_MEMBERS
+
+GROUP_WAIT_S = 5.0  # a part may come before its receiver has heard that the group stands
+HEARTBEAT_S = 0.5
+DISCARD_LIMIT_S = 5.0
+MAX_VOTES = 2 * MAX_MEMBERS  # in one message; a member may be seen to vote for two things
+
+T = TypeVar("T")
+
+
+class NoSuchGroup(FrameRefused):
+    """What came is for a group that this peer is not, or not any more, in."""
+
+
+class PeerService(ServicerBase):
+    """The rpc_ methods of the averaging process, which gives them the attributes below."""
+
+    config: Any
+    attempts: dict[bytes, Attempt]
+    log: Any
+    limit: Any
+    sent: Counts
+    received: Counts
+    refused: Counts
+
+    @cached_property
+    def uploads(self) -> Uploads:
+        """The records and states that are being served."""
+        return Uploads()
+
+    # ---- what other peers call -------------------------------------------------------------------
+    async def rpc_put(
+        self, request: AsyncIterator[runtime_pb2.ExpertRequest], context: P2PContext
+    ) -> runtime_pb2.ExpertResponse:
+        """A part, a row's mean or an averaged share of a running attempt."""
+        peer = str(context.remote_id)
+        limit_s = self.config.manifest.deadlines.exchange_s
+        try:
+            return await asyncio.wait_for(self._take(peer, request), limit_s)
+        except (ValueError, TypeError, ConnectionError, asyncio.TimeoutError) as error:
+            with suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(_discard(request), DISCARD_LIMIT_S)
+            self.refused.add(refusal(error))
+            return reply({"refused": f"{type(error).__name__}: {error}"[:200]})
+
+    async def _take(
+        self, peer: str, request: AsyncIterator[runtime_pb2.ExpertRequest]
+    ) -> runtime_pb2.ExpertResponse:
+        header = unpack(await anext(aiter(request)))
+        attempt = await self.find_attempt(header.get("group"))
+        part, size = header.get("part"), header.get("bytes")
+        kind = str(header.get("kind"))
+        if not isinstance(part, int) or not attempt.has_part(part, kind):
+            raise FrameRefused("no such part")
+        if not isinstance(size, int) or not 0 <= size <= attempt.max_bytes(part, kind):
+            raise FrameRefused(f"{size} bytes for part {part}")
+        attempt.check_sender(peer, part, kind)  # before anything of it is held
+        payload = bytearray()
+        async for frame in request:
+            chunk = chunk_of(frame)
+            payload += chunk
+            self.received.add("averaging", len(chunk))
+            if len(payload) > size:
+                raise FrameRefused(f"more than the {size} bytes of part {part}")
+        if len(payload) != size:
+            raise FrameRefused(f"{len(payload)} of {size} bytes of part {part}")
+        if kind == "part":
+            await attempt.on_part(peer, part, bytes(payload))
+        else:
+            names = contributors_in(attempt.members, header)
+            mean = Mean(part=part, contributors=names, payload=bytes(payload))
+            await (attempt.on_row if kind == "row" else attempt.on_mean)(peer, mean)
+        return reply({})
+
+    async def rpc_vote(
+        self, request: runtime_pb2.ExpertRequest, context: P2PContext
+    ) -> runtime_pb2.ExpertResponse:
+        """Signed votes of a running attempt."""
+        try:
+            attempt = await self.find_attempt(unpack(request).get("group"))
+            attempt.on_votes([tensor.buffer for tensor in request.tensors[:MAX_VOTES]])
+        except ValueError as error:
+            self.refused.add("group" if isinstance(error, NoSuchGroup) else "vote")
+            return reply({"refused": str(error)[:200]})
+        return reply({})
+
+    async def rpc_ask(
+        self, request: runtime_pb2.ExpertRequest, context: P2PContext
+    ) -> runtime_pb2.ExpertResponse:
+        """How this peer, and those it heard, voted in an attempt."""
+        try:
+            question = unpack(request)
+            attempt = self.attempts.get(question["group"])
+            own = self.log.own_vote(int(question["round"]), int(question["attempt"]))
+        except (ValueError, KeyError, TypeError) as error:
+            self.refused.add("question")
+            return reply({"refused": repr(error)[:200]})
+        votes = [] if attempt is None else attempt.ballots.all_bytes()
+        if own is not None and own not in votes:  # cast before this peer was restarted
+            votes.append(own)
+        return reply({"votes": votes})
+
+    async def rpc_watch(
+        self, request: runtime_pb2.ExpertRequest, context: P2PContext
+    ) -> AsyncIterator[runtime_pb2.ExpertResponse]:
+        """A heartbeat every half second, for as long as an attempt can take."""
+        deadlines = self.config.manifest.deadlines
+        end = time.monotonic() + 2 * (deadlines.exchange_s + deadlines.vote_s)
+        while time.monotonic() < end:
+            yield reply({})
+            await asyncio.sleep(HEARTBEAT_S)
+
+    async def rpc_get(
+        self, request: runtime_pb2.ExpertRequest, context: P2PContext
+    ) -> AsyncIterator[runtime_pb2.ExpertResponse]:
+        """Serve an averaged part, a record, a certificate or the newest state, in chunks."""
+        want: dict[str, Any] = {}
+        try:
+            want = unpack(request)
+            found = await self._find(want)
+        except (ValueError, KeyError, TypeError):
+            self.refused.add("question")
+            found = None
+        except OSError:  # our own disk
+            found = None
+        if found is None:
+            yield reply({})
+            return
+        what, peer = want["what"], str(context.remote_id)
+        urgent = what == "mean"
+        few = found.facts["bytes"] <= CHUNK_BYTES
+        first = (
+            urgent or few or (what == "record" and self._made_with(peer, str(want.get("digest"))))
+        )
+
+        async def before_chunk(count: int) -> None:
+            await self.limit.spend(count, first=first)
+            self.sent.add(byte_kind(what), count)
+
+        serve = self.uploads.serve(peer, found, urgent=urgent, before_chunk=before_chunk)
+        async with aclosing(serve) as frames:
+            async for frame in frames:
+                yield frame
+
+    def _made_with(self, peer: str, digest: str) -> bool:
+        """Whether this is the record of an exchange that this peer was in: it may lack parts."""
+        return any(
+            attempt.digest == digest and peer in attempt.ballots.ballot.members
+            for attempt in self.attempts.values()
+        )
+
+    async def _find(self, want: dict[str, Any]) -> catchup.Source | None:
+        match want["what"]:
+            case "mean":
+                attempt = self.attempts.get(want["group"])
+                mean = None if attempt is None else attempt.mean(int(want["part"]))
+                if attempt is None or mean is None:
+                    return None
+                bits = bitmap_of(attempt.members, mean.contributors)
+                return catchup.Source.of(mean.payload, contributors=bits)
+            case "record" | "certificate":
+                digest, header = str(want["digest"]), bool(want.get("header"))
+                whole = want["what"] == "record" and not header
+                for attempt in self.attempts.values():
+                    if whole and attempt.digest == digest and attempt.record:
+                        return catchup.Source.of(attempt.record)
+                return await asyncio.to_thread(
+                    catchup.find_in_log, self.log, want["what"], digest, header=header
+                )
+            case "state":
+                offset, sha256 = int(want.get("offset", 0)), want.get("sha256")
+                folder = self.config.snapshot_folder
+                return await asyncio.to_thread(catchup.open_state, folder, offset, sha256)
+            case _:
+                return None
+
+    # ---- helpers ---------------------------------------------------------------------------------
+    @contextmanager
+    def counting_refusals(self) -> Generator[None]:
+        """Count what is refused of a download."""
+        try:
+            yield
+        except (FrameRefused, RecordRefused) as error:
+            self.refused.add(refusal(error))
+            raise
+
+    async def find_attempt(self, group: object) -> Attempt:
+        """The running attempt of a group, waiting a little for one that is about to start."""
+        deadline = time.monotonic() + GROUP_WAIT_S
+        while True:
+            attempt = self.attempts.get(group) if isinstance(group, bytes) else None
+            if attempt is not None:
+                return attempt
+            if time.monotonic() > deadline:
+                raise NoSuchGroup("no such group")
+            await asyncio.sleep(0.02)
+
+    async def in_pool(self, function: Callable[..., T], *arguments: Any) -> T:
+        """Run something slow beside the event loop, so that heartbeats go on."""
+        return await asyncio.get_running_loop().run_in_executor(self.pool, function, *arguments)
+
+
+def refusal(error: Exception) -> str:
+    """What a refusal is counted as; of counts.REFUSALS."""
+    match error:
+        case NoSuchGroup():
+            return "group"
+        case ShareRefused():
+            return "share"
+        case PayloadRefused():
+            return "payload"
+        case RecordRefused():
+            return "record"
+        case asyncio.TimeoutError() | ConnectionError():
+            return "late"
+        case _:
+            return "frame"
+
+
+async def _discard(request: AsyncIterator[runtime_pb2.ExpertRequest]) -> None:
+    """Read what a refused sender still sends: leaving at once would leak hivemind's input task."""
+    async for _ in request:
+        pass

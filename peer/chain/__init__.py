@@ -1,0 +1,1 @@
+"""The history: keep, give, take, replay, roll back."""

@@ -1,0 +1,580 @@
+"""What the bootstrap keeps of one stage, so that the stage outlives all of its peers.
+
+A *generation* grows by the records that peers commit. When many have come,
+the next one is begun from a peer's newer state, and takes over once two records have proved that
+state; until then the older one is kept, grows and is served. A chain that cannot be followed any
+more (the peers' logs do not reach back so far, or it lost against one with more tokens) is replaced
+at once. Nothing is computed but checks.
+
+A state of one stage and the records after it, on disk: what a joiner needs, complete by itself.
+
+A folder, complete once its name is a number:
+    state/00000000/  the state as in a peer's snapshot folder (snapshot_files.py); not there where the
+                     records begin at the initial weights
+    log/             the record that the state stands on and those after it, with certificates
+
+What an archive keeps of a stage's chain from before its current generation, for the history.
+
+Nobody needs these records to go on: they are given only to those who ask for `older` ones, to list
+a run from its first round, or to replay it. Oldest first they make room for newer ones.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import random
+import shutil
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from dilocox.dht.files import disk_fault, make_folder, write_atomically
+from dilocox.dht.records import ClaimRecord
+from dilocox.dht.rpc import BUSY_LIFETIMES, Client, PeerBusy
+from dilocox.dht.swarm_view import SwarmView, that_count
+from dilocox.peer.chain import catchup
+from dilocox.peer.chain.catchup import (
+    Compute,
+    NoState,
+    Reach,
+    StateOffer,
+    anchors_around,
+    ask_for_state,
+    download_state,
+)
+from dilocox.peer.chain.record_check import RecordCheck
+from dilocox.peer.chain.rollback import archive_goes_back
+from dilocox.peer.chain.snapshot_files import STATE_FACTS_FILE, STATE_FILE, newest, sha256_of_file
+from dilocox.peer.chain.store import OLDER_NAME, Head, RecordFolder, RoundLog
+from dilocox.peer.rounds.adaptation import outer_step
+from dilocox.peer.rounds.record import RecordRefused, RoundRecord, digest_of, parse_header
+
+logger = logging.getLogger(__name__)
+
+STATE_NAME = "00000000"
+
+
+class Generation:
+    """One generation; only its log grows.
+
+    state_round: of the record that the state stands on, -1 without a state. donor: who gave the
+    state, empty after a restart. proven: whether two records have shown the state to be right.
+    """
+
+    def __init__(self, folder: Path, check: RecordCheck, *, donor: str = ""):
+        self.folder = folder
+        self.number = int(folder.name)
+        self.donor = donor
+        self.states = folder / "state"
+        self.log = RoundLog(folder / "log", manifest_digest=check.root, codec=check.codec)
+        self.state_round = int(self._state_facts().get("round", -1))
+        self.proven = self.state_round < 0
+        self.grown()
+
+    @classmethod
+    def begun(
+        cls,
+        folder: Path,
+        number: int,
+        check: RecordCheck,
+        state: tuple[StateOffer, Path] | None = None,
+    ) -> Generation:
+        """A new one from a checked state, whose file is moved into it, or from the initial weights.
+
+        Raises EnvironmentFault if the disk is full.
+        """
+        final, partial = folder / f"{number:08d}", folder / f"{number:08d}.partial"
+        try:
+            shutil.rmtree(partial, ignore_errors=True)
+            make_folder(partial)
+            if state is not None:
+                offer, file = state
+                _keep_state(partial / "state" / STATE_NAME, offer, file)
+                log = RoundLog(partial / "log", manifest_digest=check.root, codec=check.codec)
+                log.start_from(offer.record_bytes, offer.certificate)
+            partial.rename(final)
+        except OSError as error:
+            raise disk_fault(final, error) from error
+        return cls(final, check, donor="" if state is None else state[0].peer)
+
+    @classmethod
+    def kept(cls, folder: Path, check: RecordCheck) -> list[Generation]:
+        """Those in a folder that are whole, oldest first; the others, and halves, are removed."""
+        make_folder(folder)
+        found: list[Generation] = []
+        for path in sorted(folder.iterdir()):
+            if path.name.endswith(".partial"):
+                shutil.rmtree(path, ignore_errors=True)
+            elif path.name.isdecimal():
+                try:
+                    found.append(cls._whole(path, check))
+                except (ValueError, KeyError, TypeError, OSError) as error:
+                    logger.warning("%s: damaged (%s), left out", path, error)
+                    shutil.rmtree(path, ignore_errors=True)
+        return found
+
+    @classmethod
+    def _whole(cls, folder: Path, check: RecordCheck) -> Generation:
+        """Raises what parsing raises, or RecordRefused."""
+        made = cls(folder, check)
+        rounds, facts = made.log.rounds(), made._state_facts()
+        previous = check.root
+        if facts:
+            if sha256_of_file(made.state_file) != facts["sha256"]:
+                raise RecordRefused("its state is not what it was")
+            if made.log.find(facts["digest"]) != made.state_round or made.state_round != rounds[0]:
+                raise RecordRefused("its records do not begin at its state")
+        for number in rounds:
+            data = made.log.read_bytes(number)
+            if data is None or made.log.certificate(number) is None:
+                raise RecordRefused(f"round {number} is not whole")
+            if number != made.state_round and parse_header(data).previous != previous:
+                raise RecordRefused(f"round {number} does not follow the one before it")
+            previous = digest_of(data)
+        return made
+
+    @property
+    def state_file(self) -> Path:
+        """The file of its state; there is none where it begins at the initial weights."""
+        return self.states / STATE_NAME / STATE_FILE
+
+    @property
+    def records_after(self) -> int:
+        """How many records follow the state."""
+        return len(self._following())
+
+    def grown(self) -> None:
+        """Look at the log's end anew."""
+        self.head: Head = self.log.head()
+        self.last: RoundRecord | None = (
+            self.log.header(self.head.round) if self.head.round >= 0 else None
+        )
+
+    def proved(self, check: RecordCheck) -> bool | None:
+        """Whether the state is the one its records apply to; None while they are fewer than two.
+
+        Takes the time of decoding a record and reading the state once.
+        """
+        following = self._following()[:2]
+        if len(following) < 2:
+            return None
+        first, second = self.log.read(following[0]), self.log.header(following[1])
+        if first is None or second is None:
+            raise RecordRefused(f"{self.folder}: a record vanished")
+        average = first.average(check.codec)
+        outer = outer_step(check.manifest, first.rules)
+        found = anchors_around(self.state_file, average, outer)
+        return found == (first.anchor_before, second.anchor_before)
+
+    def remove(self) -> None:
+        """Take it from the disk."""
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+    def _following(self) -> list[int]:
+        return [number for number in self.log.rounds() if number > self.state_round]
+
+    def _state_facts(self) -> dict[str, Any]:
+        found = newest(self.states)
+        return {} if found is None else json.loads((found / STATE_FACTS_FILE).read_text())
+
+
+def _keep_state(folder: Path, offer: StateOffer, file: Path) -> None:
+    facts = {
+        "round": offer.record.round,
+        "digest": offer.digest,
+        "size": offer.size,
+        "sha256": offer.sha256,
+    }
+    make_folder(folder)
+    file.replace(folder / STATE_FILE)
+    with (folder / STATE_FILE).open("rb") as moved:
+        os.fsync(moved.fileno())
+    write_atomically(folder / STATE_FACTS_FILE, json.dumps(facts).encode())
+
+
+class OlderRecords:
+    """Records that end where a generation begins; empty where its chain is not theirs."""
+
+    def __init__(self, folder: Path, keep_bytes: int):
+        """folder: of the stage. keep_bytes: of records, the newest four aside."""
+        self.records = RecordFolder(folder / OLDER_NAME)
+        self._keep_bytes = keep_bytes
+
+    def keep(self, log: RecordFolder) -> None:
+        """Take over all records of a generation that is given up for its state alone."""
+        self._take(log, log.rounds())
+
+    def lead_to(self, generation: Generation, before: Generation | None = None) -> None:
+        """Be the records before this generation's first one.
+
+        before: the generation that it replaces; what is here ends where that begins. It may be
+            removed afterwards, and not sooner: a crash in between costs nothing.
+        """
+        first = next(iter(generation.log.entries()), None)
+        header = None if first is None or generation.state_round < 0 else first.header()
+        if first is None or header is None:  # it begins at the initial weights
+            self.records.drop_from(0)
+            return
+        log = None if before is None else before.log
+        for source in (log, self.records):
+            newest = None if source is None else source.newest()
+            if source is None or newest is None:
+                continue
+            if source.find(first.digest) is not None or newest.digest == header.previous:
+                if before is not None and source is log:
+                    if before.state_round < 0:
+                        self.records.drop_from(0)  # that one has all of its chain
+                    self._take(source, [n for n in source.rounds() if n < first.round])
+                self.records.drop_from(first.round)
+                return
+        self.records.drop_from(0)
+
+    def _take(self, log: RecordFolder, rounds: list[int]) -> None:
+        self.records.share(log, rounds)
+        self.records.prune(sys.maxsize, self._keep_bytes)
+
+
+RECORDS_AFTER_STATE = 8  # when more have come, a newer state is looked for
+TRIED_AT_ONCE = 3  # claims: one that is a lie must not hide the others
+RECORDS_LIMIT_S = 600.0  # of a walk; a transfer that stalls fails much sooner
+STATE_LIMIT_S = 6 * 3600.0  # of a whole model
+PAUSE_S = 5.0  # after a state that could not be had
+MAX_NOTED = 1000  # digests or peers
+
+# what is wrong with a peer, or with the way to it
+REFUSED = (ConnectionError, ValueError, asyncio.TimeoutError)
+
+
+class StageArchive:
+    """Keeps one stage. All calls belong to one event loop; slow work runs in `compute`.
+
+    claim: what is to be told of it: its last record, or None while it has none or somebody is known
+    to be ahead, so that nobody takes a chain that is behind, or has lost, for a current one.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        me: str,
+        check: catchup.RecordCheck,
+        record_lifetime_s: float,
+        keep_bytes: int,
+        client: Client,
+        compute: Compute,
+    ):
+        """Takes up what is on the disk; slow. Raises EnvironmentFault.
+
+        keep_bytes: of records from before the current generation.
+        """
+        self.claim: ClaimRecord | None = None
+        self._folder = folder
+        self._me = me
+        self._check = check
+        self._record_lifetime_s = record_lifetime_s
+        self._client = client
+        self._compute = compute
+        make_folder(folder)
+        archive_goes_back(folder, check.manifest)
+        kept = Generation.kept(folder, check) or [Generation.begun(folder, 0, check)]
+        self._current, self._coming = kept[0], kept[1] if len(kept) > 1 else None
+        for more in kept[2:]:
+            more.remove()
+        self._older = OlderRecords(folder, keep_bytes)
+        if self._current.state_round >= 0:
+            self._older.lead_to(self._current)
+        self._building: asyncio.Task[Generation] | None = None
+        self._replaces = False  # what is being built: the chain, and not only the state
+        self._not_before = 0.0
+        # digests that could not be had, or only as their holders were busy; since when
+        self._doubted: dict[tuple[str, bool], float] = {}
+        self._ignored: set[str] = set()
+        self._liars: set[str] = set()  # whose states were wrong
+
+    @property
+    def round(self) -> int:
+        """The newest round that is kept; -1 before the first one."""
+        return self._current.head.round
+
+    def find(self, want: Mapping[str, Any]) -> catchup.Source | None:
+        """What a peer asks for, as catchup.py defines it; KeyError and so on for nonsense."""
+        match want["what"]:
+            case "record" | "certificate":
+                logs: list[RecordFolder] = [self._current.log]
+                logs += [] if self._coming is None else [self._coming.log]
+                logs += [self._older.records] if want.get("older") else []
+                header = bool(want.get("header"))
+                found = (
+                    catchup.find_in_log(log, want["what"], str(want["digest"]), header=header)
+                    for log in logs
+                )
+                return next((source for source in found if source), None)
+            case "state":
+                offset, sha256 = int(want.get("offset", 0)), want.get("sha256")
+                return catchup.open_state(self._current.states, offset, sha256)
+            case _:
+                return None
+
+    async def tend(self, claims: Mapping[str, ClaimRecord]) -> None:
+        """Follow the best of these claims as far as possible; `claim` is right again after it.
+
+        Raises EnvironmentFault, also in its name for a download that ran beside the last calls.
+        """
+        view = SwarmView(me=self._me, claims=that_count(claims, self._check.manifest))
+        try:
+            await self._take_built()
+            await self._follow(view)
+            await self._prove()
+            if self._current.records_after > RECORDS_AFTER_STATE and self._coming is None:
+                head = self._current.head.digest
+                self._build(view, head, replaces=False)
+        finally:
+            self.claim = None if self._ahead(view) else self._own_claim()
+
+    async def close(self) -> None:
+        """End what runs beside."""
+        building, self._building = self._building, None
+        if building is not None:
+            building.cancel()
+            await asyncio.wait([building])
+
+    # ---- records ---------------------------------------------------------------------------------
+    def _ahead(self, view: SwarmView) -> list[ClaimRecord]:
+        """What others claim beyond our chain or against it, the most tokens first."""
+        head, found, ignored = self._current.head, list[ClaimRecord](), set(self._ignored)
+        while best := view.best_claim(head.chain_tokens, head.digest, ignored):
+            found.append(best[1])
+            ignored.add(best[1].digest)
+        return found
+
+    async def _follow(self, view: SwarmView) -> None:
+        for claim in self._ahead(view)[:TRIED_AT_ONCE]:
+            peer = random.choice(_holders(view, claim.digest))
+            try:
+                reach = await self._catch_up(self._current, peer, claim.digest)
+            except REFUSED as error:
+                self._doubt(claim, peer, error)
+                continue
+            self._doubted.clear()
+            fork_round = reach.fork_round
+            if reach.too_far or (fork_round is not None and self._loses(reach, fork_round)):
+                self._cannot_follow(view, claim, reach)
+            elif fork_round is not None:
+                self._note(self._ignored, claim.digest)  # it lost against ours
+                continue
+            elif self._coming is not None:
+                await self._follow_with(self._coming, peer, claim.digest)
+            return
+
+    async def _catch_up(self, generation: Generation, peer: str, digest: str) -> Reach:
+        walk = catchup.catch_up(
+            self._client,
+            generation.log,
+            peer,
+            digest,
+            check=self._check,
+            compute=self._compute,
+        )
+        try:
+            return await asyncio.wait_for(walk, RECORDS_LIMIT_S)
+        finally:
+            generation.grown()
+
+    async def _follow_with(self, coming: Generation, peer: str, digest: str) -> None:
+        """Let the next generation grow too; one that cannot is given up."""
+        try:
+            reach = await self._catch_up(coming, peer, digest)
+        except REFUSED as error:
+            logger.info("%s: the next generation waits: %s", self, _said(error))
+            return
+        if reach.too_far or reach.fork_round is not None:
+            self._drop_coming()
+
+    def _loses(self, reach: Reach, fork_round: int) -> bool:
+        """Whether their chain beats ours since the fork; the rule of follower.py."""
+        log, head = self._current.log, self._current.head
+        following = [number for number in log.rounds() if number > fork_round]
+        after = log.header(following[1]) if len(following) > 1 else None
+        first = head.digest if after is None else after.previous
+        return (-reach.chain_tokens, reach.fork_digest) < (-head.chain_tokens, first)
+
+    def _cannot_follow(self, view: SwarmView, claim: ClaimRecord, reach: Reach) -> None:
+        if self._coming and self._coming.head.chain_tokens > self._current.head.chain_tokens:
+            self._adopt(self._coming)
+            return
+        self._drop_coming()
+        if not reach.too_far and not self._replaces:
+            logger.error("alarm: %s: two certified chains; changing to the one with more", self)
+        self._build(view, claim.digest, replaces=True)
+
+    def _doubt(self, claim: ClaimRecord, peer: str, error: Exception) -> None:
+        """A commit whose record nobody gives for a record lifetime is presumed void.
+
+        Who is busy may well have it, but is not believed for ever: it hides our own claim.
+        """
+        doubt = claim.digest, isinstance(error, PeerBusy)
+        if doubt not in self._doubted:
+            logger.info("%s: round %d from %s: %s", self, claim.round, peer[-6:], _said(error))
+        since = self._doubted.setdefault(doubt, time.monotonic())
+        lifetimes = BUSY_LIFETIMES if isinstance(error, PeerBusy) else 1
+        if time.monotonic() - since > lifetimes * self._record_lifetime_s:
+            logger.info("%s: nobody gives the record of round %d: ignored", self, claim.round)
+            self._note(self._ignored, claim.digest)
+            del self._doubted[doubt]
+        if len(self._doubted) > MAX_NOTED:
+            self._doubted.clear()
+
+    # ---- states ----------------------------------------------------------------------------------
+    def _build(self, view: SwarmView, digest: str, *, replaces: bool) -> None:
+        """Begin the next generation from a peer that claims this record, beside all else."""
+        if self._building is not None or time.monotonic() < self._not_before:
+            return
+        donors = [peer for peer in _holders(view, digest) if peer not in self._liars]
+        if donors:
+            self._replaces = replaces
+            building = self._built_in_time(random.choice(donors), digest, replaces)
+            self._building = asyncio.ensure_future(building)
+
+    async def _built_in_time(self, peer: str, digest: str, replaces: bool) -> Generation:
+        return await asyncio.wait_for(self._built(peer, digest, replaces), STATE_LIMIT_S)
+
+    async def _built(self, peer: str, digest: str, replaces: bool) -> Generation:
+        current, check = self._current, self._check
+        number = current.number + 1
+
+        def helps(digest: str) -> bool:
+            known = current.log.find(digest)
+            return replaces or (known is not None and known > current.state_round)
+
+        try:
+            offer = await ask_for_state(
+                self._client, peer, check=check, compute=self._compute, helps=helps
+            )
+        except NoState:
+            if not replaces:
+                raise
+            generation = await self._compute(Generation.begun, self._folder, number, check)
+        else:
+            logger.info("%s: taking the state of round %d", self, offer.record.round)
+            file = await download_state(
+                self._client,
+                offer,
+                self._folder / "incoming",
+                numel=check.layout.numel,
+                compute=self._compute,
+            )
+            begun = (self._folder, number, check, (offer, file))
+            generation = await self._compute(Generation.begun, *begun)
+        try:
+            if generation.log.find(digest) is None:
+                reach = await self._catch_up(generation, peer, digest)
+                ahead = generation.head.chain_tokens > current.head.chain_tokens
+                if not (generation.log.find(digest) is not None or (reach.too_far and ahead)):
+                    raise ConnectionError(f"the log of {peer} does not lead to {digest[:12]}")
+        except BaseException:
+            generation.remove()
+            raise
+        return generation
+
+    async def _take_built(self) -> None:
+        """What was built beside becomes the next generation, or the only one."""
+        building = self._building
+        if building is None or not building.done():
+            return
+        self._building = None
+        self._not_before = time.monotonic() + PAUSE_S
+        try:
+            generation = building.result()
+        except REFUSED as error:
+            logger.info("%s: no newer state: %s", self, _said(error))
+            return
+        if self._replaces:
+            self._adopt(generation)
+        else:
+            self._coming = generation
+
+    async def _prove(self) -> None:
+        for each in (self._coming, self._current):
+            if each is None or each.proven:
+                continue
+            try:
+                proved = await self._compute(each.proved, self._check)
+            except RecordRefused as error:
+                logger.error("%s: %s", self, error)
+                proved = False
+            if proved:
+                each.proven = True
+                if each is self._coming:
+                    self._adopt(each)
+            elif proved is False:
+                logger.error("alarm: %s: the state of %s is wrong", self, each.donor or "the disk")
+                self._note(self._liars, each.donor)
+                if each is self._coming:
+                    self._drop_coming()
+                else:
+                    self._start_over()
+
+    def _adopt(self, generation: Generation) -> None:
+        old, self._current, self._coming = self._current, generation, None
+        self._older.lead_to(generation, old)
+        old.remove()
+        logger.info(
+            "%s: kept from the state of round %d on, %d records",
+            self,
+            generation.state_round,
+            generation.records_after,
+        )
+
+    def _drop_coming(self) -> None:
+        if self._coming is not None:
+            self._coming.remove()
+            self._coming = None
+
+    def _start_over(self) -> None:
+        old = self._current
+        self._older.keep(old.log)  # its records are sound
+        self._drop_coming()
+        if self._building is not None:
+            self._building.cancel()
+            self._building = None
+        self._current = Generation.begun(self._folder, old.number + 2, self._check)
+        old.remove()
+
+    # ---- telling ---------------------------------------------------------------------------------
+    def _own_claim(self) -> ClaimRecord | None:
+        head, last = self._current.head, self._current.last
+        if last is None:
+            return None
+        return ClaimRecord(
+            round=head.round,
+            digest=head.digest,
+            tokens=last.tokens,
+            chain_tokens=head.chain_tokens,
+            record_bytes=head.record_bytes,
+            rules=last.rules,
+        )
+
+    def _note(self, noted: set[str], name: str) -> None:
+        if len(noted) >= MAX_NOTED:
+            noted.clear()
+        noted.add(name)
+
+    def __str__(self) -> str:
+        return f"archive of stage {self._check.stage}"
+
+
+def _holders(view: SwarmView, digest: str) -> list[str]:
+    """Those who claim this record: one that is out of reach must not hide the others."""
+    return [
+        peer for peer, claim in view.claims.items() if peer != view.me and claim.digest == digest
+    ]
+
+
+def _said(error: Exception) -> str:
+    text = str(error) or type(error).__name__
+    return text if len(text) <= 160 else f"{text[:160]}..."  # p2pd lists all addresses

@@ -1,0 +1,419 @@
+"""The archive's thread: follows what is claimed of each stage, and answers who asks for it.
+
+It has an event loop and a handle of its own to p2pd. One job per stage at a time; what fails is
+logged and tried again with the next claims that are heard, or later where the disk is at fault.
+
+Keeps every stage's newest state and records beside the bootstrap, so that none of it is lost
+when all peers of a stage leave.
+
+It follows what peers claim (archive.py), gives what it has to whoever asks by the call that
+peers answer too, and claims it, so that joiners find it. It is no peer of any stage: it says
+nothing else of itself, and neither averages nor votes. The DHT is read and written in the
+bootstrap's thread, as its manifest is; all traffic with peers is in a thread of its own. Whatever
+goes wrong here is logged and tried again later.
+"""
+
+# hivemind and its generated protocol classes carry no types.
+# pyright: reportMissingTypeStubs=false, reportUnknownMemberType=false
+# pyright: reportUnknownVariableType=false, reportUnknownArgumentType=false
+# pyright: reportUnknownParameterType=false, reportAttributeAccessIssue=false
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import contextlib
+import logging
+import threading
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, AsyncIterator  # noqa: UP035 - hivemind knows this one only
+
+import torch
+from hivemind.p2p import P2P, P2PContext, ServicerBase
+from hivemind.proto import runtime_pb2
+from hivemind.utils import timed_storage
+
+from dilocox.dht.errors import EnvironmentFault
+from dilocox.dht.manifest import Manifest
+from dilocox.dht.node import RunDHT, daemon_address
+from dilocox.dht.reachability import Probe
+from dilocox.dht.records import ClaimRecord, averaging_prefix, claim_key
+from dilocox.dht.rpc import Client, UploadLimit, handler_name, reply, unpack
+from dilocox.dht.swarm import Swarm
+from dilocox.peer.chain import catchup
+from dilocox.peer.chain.archive import StageArchive
+from dilocox.peer.chain.store import keep_manifest
+from dilocox.peer.chain.uploads import Uploads
+from dilocox.pipeline.stage import stage_layout
+
+logger = logging.getLogger(__name__)
+
+START_LIMIT_S = 10.0
+CLOSE_LIMIT_S = 3.0
+STAGES_AT_ONCE = 2  # that are followed; each may hold a record and its decoded mean
+UPLOADS_AT_ONCE = 32  # of a stage: all of its peers may have nobody else
+FAULT_PAUSE_S = 60.0  # after a full disk or a fault of ours
+
+Claims = Mapping[int, Mapping[str, ClaimRecord]]
+"""By stage and peer."""
+
+
+class ArchiveService(ServicerBase):
+    """Answers for one stage what an averager answers, as far as it is kept: states and records.
+
+    served: bytes by kind (state, record); refused: requests by reason.
+    """
+
+    def __init__(
+        self,
+        find: Callable[[dict[str, Any]], Awaitable[catchup.Source | None]],
+        served: Counter[str],
+        refused: Counter[str],
+    ):
+        self._find = find
+        self._served = served
+        self._refused = refused
+        self._uploads = Uploads(UPLOADS_AT_ONCE, on_refusal=self._count_busy)
+
+    @classmethod
+    def _get_handle_name(cls, namespace: str | None, method_name: str) -> str:
+        return handler_name(namespace or "", method_name)
+
+    async def rpc_get(
+        self, request: runtime_pb2.ExpertRequest, context: P2PContext
+    ) -> AsyncIterator[runtime_pb2.ExpertResponse]:
+        """Serve a record, a certificate or the state, in chunks."""
+        try:
+            want = unpack(request)
+            found = await self._find(want)
+            kind = "state" if want["what"] == "state" else "record"
+        except OSError:
+            self._refused["disk"] += 1
+            found, kind = None, ""
+        except (ValueError, KeyError, TypeError):
+            self._refused["nonsense"] += 1
+            found, kind = None, ""
+        if found is None:
+            yield reply({})
+            return
+
+        async def before_chunk(count: int) -> None:
+            self._served[kind] += count
+
+        serve = self._uploads.serve(str(context.remote_id), found, before_chunk=before_chunk)
+        async with contextlib.aclosing(serve) as frames:
+            async for frame in frames:
+                yield frame
+
+    def _count_busy(self) -> None:
+        self._refused["busy"] += 1
+
+
+class Keeper:
+    """The thread, the stages that are kept, and their service.
+
+    `claims`: what is to be told of the stages; set whole. `served`, `refused`: see ArchiveService.
+    """
+
+    def __init__(self, run: str, me: str, manifest: Manifest, folder: Path):
+        self.claims: Mapping[int, ClaimRecord] = {}
+        self.served: Counter[str] = Counter()
+        self.refused: Counter[str] = Counter()
+        self._run = run
+        self._me = me
+        self._manifest = manifest
+        self._folder = folder
+        self._stages: dict[int, StageArchive] = {}
+        self._jobs: dict[int, asyncio.Task[None]] = {}
+        self._serving: set[int] = set()  # stages whose service p2pd knows
+        self._adopting: asyncio.Task[None] | None = None
+        self._between = False  # two revisions: nothing may begin
+        self._not_before: dict[int, float] = {}
+        self._p2p: Any = None
+        self._loop = asyncio.new_event_loop()
+        self._stop = asyncio.Event()
+        self._slots = asyncio.Semaphore(STAGES_AT_ONCE)
+        self._pool = ThreadPoolExecutor(2, "archive", torch.set_num_threads, (1,))
+        self._working: set[concurrent.futures.Future[Any]] = set()  # in the pool, or about to be
+        self._started: concurrent.futures.Future[None] = concurrent.futures.Future()
+        self._thread = threading.Thread(target=self._run_loop, name="archive", daemon=True)
+
+    # ---- in the bootstrap's thread ---------------------------------------------------------------
+    @property
+    def running(self) -> bool:
+        """Whether the thread lives."""
+        return self._thread.is_alive()
+
+    def start(self, address: Any) -> None:
+        """Start with the p2pd that listens at this address; raises EnvironmentFault."""
+        self._address = address
+        self._thread.start()
+        try:
+            self._started.result(START_LIMIT_S + 1.0)
+        except Exception as error:
+            self.close()
+            raise EnvironmentFault(f"its thread did not start ({error!r})") from error
+
+    @property
+    def rounds(self) -> Mapping[int, int]:
+        """The newest round that is kept, by stage; -1 before the first one."""
+        return {stage: archive.round for stage, archive in self._stages.copy().items()}
+
+    def hear(self, claims: Claims) -> None:
+        """What is claimed of each stage that gave an answer."""
+        with contextlib.suppress(RuntimeError):  # the loop has ended
+            self._loop.call_soon_threadsafe(self._heard, claims)
+
+    def revise(self, manifest: Manifest) -> None:
+        """Go on under new rules of the manifest: every stage is taken up anew from the disk."""
+        with contextlib.suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(self._revise, manifest)
+
+    def close(self) -> None:
+        """End the thread."""
+        with contextlib.suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(self._stop.set)
+        self._thread.join(CLOSE_LIMIT_S)
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+    # ---- in the archive's thread -----------------------------------------------------------------
+    def _run_loop(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        try:
+            self._loop.run_until_complete(self._live())
+        except Exception:
+            logger.exception("the archive's thread failed")
+        finally:
+            self._loop.close()
+
+    async def _live(self) -> None:
+        try:
+            self._p2p = await asyncio.wait_for(P2P.replicate(self._address), START_LIMIT_S)
+        except Exception as error:  # noqa: BLE001 - `start` raises it
+            self._started.set_exception(error)
+            return
+        try:
+            self._started.set_result(None)
+            probe = Probe(self._p2p, now=timed_storage.get_dht_time, bootstraps=None)
+            await asyncio.wait_for(probe.add_p2p_handlers(self._p2p), START_LIMIT_S)
+            self._take_up()
+            await self._stop.wait()
+        finally:
+            if self._adopting is not None:
+                self._adopting.cancel()
+            await self._put_down()
+            await self._p2p.shutdown()
+
+    def _take_up(self) -> None:
+        """Begin with what is on the disk, before anybody claims anything."""
+        for stage in range(self._manifest.stages):
+            if self._of_stage(stage).exists():
+                self._heard({stage: {}})
+
+    async def _put_down(self) -> None:
+        for job in self._jobs.values():
+            job.cancel()
+        await asyncio.gather(*self._jobs.values(), return_exceptions=True)
+        for stage, archive in self._stages.items():
+            try:
+                await archive.close()
+            except Exception:  # the others, and new rules, do not wait for it
+                logger.exception("archive of stage %d: not put down as it should be", stage)
+
+    def _revise(self, manifest: Manifest) -> None:
+        self._adopting = self._loop.create_task(self._adopt(manifest, self._adopting))
+
+    async def _adopt(self, manifest: Manifest, before: asyncio.Task[None] | None) -> None:
+        if before is not None:
+            await asyncio.wait([before])  # however it ended: these rules are newer
+        self._between = True
+        try:
+            await self._put_down()
+            self._stages.clear()  # so that nobody is given anything of them any more
+            # a thread does not end with the task that waited for it, and folders are about to move
+            await asyncio.gather(
+                *map(asyncio.wrap_future, self._working.copy()), return_exceptions=True
+            )
+        finally:
+            self._between = False
+        self._manifest = manifest
+        self._jobs.clear()
+        self._not_before.clear()
+        self.claims = {}
+        self._take_up()
+
+    def _heard(self, claims: Claims) -> None:
+        if self._between:
+            return
+        for stage, of_stage in claims.items():
+            if (job := self._jobs.get(stage)) is not None and not job.done():
+                continue
+            known = stage in self._stages or self._of_stage(stage).exists()
+            wanted = known or any(claim.round >= 0 for claim in of_stage.values())
+            if wanted and time.monotonic() >= self._not_before.get(stage, 0.0):
+                self._jobs[stage] = self._loop.create_task(self._tend(stage, of_stage))
+
+    async def _tend(self, stage: int, claims: Mapping[str, ClaimRecord]) -> None:
+        try:
+            async with self._slots:
+                archive = self._stages.get(stage) or await self._opened(stage)
+                try:
+                    await archive.tend(claims)
+                finally:
+                    self._show(stage, archive.claim)
+        except EnvironmentFault as error:
+            logger.error("archive of stage %d: %s", stage, error)
+            self._not_before[stage] = time.monotonic() + FAULT_PAUSE_S
+        except Exception:  # the other stages are to be kept all the same
+            logger.exception("archive of stage %d: failed", stage)
+            self._not_before[stage] = time.monotonic() + FAULT_PAUSE_S
+
+    def _show(self, stage: int, claim: ClaimRecord | None) -> None:
+        others = {number: each for number, each in self.claims.items() if number != stage}
+        self.claims = others if claim is None else others | {stage: claim}
+
+    async def _opened(self, stage: int) -> StageArchive:
+        keep_manifest(self._folder, self._manifest)  # here, or the pool's threads would race for it
+        archive = await self._compute(self._made, stage)
+        if stage not in self._serving:
+            service = ArchiveService(
+                lambda want: self._find(stage, want), self.served, self.refused
+            )
+            namespace = averaging_prefix(self._run, stage)
+            await asyncio.wait_for(
+                service.add_p2p_handlers(self._p2p, namespace=namespace), START_LIMIT_S
+            )
+            self._serving.add(stage)
+        self._stages[stage] = archive
+        return archive
+
+    async def _find(self, stage: int, want: dict[str, Any]) -> catchup.Source | None:
+        archive = self._stages.get(stage)
+        return None if archive is None else await self._compute(archive.find, want)
+
+    def _made(self, stage: int) -> StageArchive:
+        manifest = self._manifest
+        layout = stage_layout(manifest, stage)
+        check = catchup.RecordCheck.of(self._run, stage, manifest, layout)
+        return StageArchive(
+            self._of_stage(stage),
+            me=self._me,
+            check=check,
+            record_lifetime_s=manifest.deadlines.record_lifetime_s,
+            keep_bytes=manifest.rounds.log_bytes,
+            client=Client(
+                p2p=self._p2p,
+                namespace=averaging_prefix(self._run, stage),
+                limit=UploadLimit(None),
+                record_bytes=check.record_bytes,
+            ),
+            compute=self._compute,
+        )
+
+    def _of_stage(self, stage: int) -> Path:
+        return self._folder / f"stage{stage}"
+
+    async def _compute(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        work = self._pool.submit(function, *arguments)
+        self._working.add(work)
+        work.add_done_callback(self._working.discard)
+        return await asyncio.wrap_future(work)
+
+
+LOOK_S = 2.0  # how often the claims are read; no longer than a heartbeat
+DHT_LIMIT_S = 3.0  # of each question and each answer to it
+TELLING_S = 1.0  # claims that are due are told for so long in one go
+START_PAUSE_S = 60.0
+
+
+class Archive:
+    """The archive of a run; all calls in the bootstrap's thread.
+
+    me: this node's peer id. folder: what is kept, of this run and manifest alone.
+    """
+
+    def __init__(
+        self, *, dht: RunDHT, swarm: Swarm, run: str, me: str, manifest: Manifest, folder: Path
+    ):
+        self._dht = dht
+        self._swarm = swarm
+        self._run = run
+        self._me = me
+        self._manifest = manifest
+        self._folder = folder
+        self._keeper: Keeper | None = None
+        self._start_at = self._look_at = float("-inf")
+        self._told: dict[int, tuple[ClaimRecord, float]] = {}  # by stage, and when
+
+    @property
+    def keeper(self) -> Keeper | None:
+        """Its thread, while that lives."""
+        return self._keeper if self._keeper is not None and self._keeper.running else None
+
+    def tick(self) -> None:
+        """Do what is due; takes a few seconds at most, and never raises."""
+        try:
+            self._tick(time.monotonic())
+        except EnvironmentFault as error:
+            logger.warning("the archive: %s", error)
+        except Exception:  # the bootstrap is to live on
+            logger.exception("the archive failed")
+
+    def revise(self, manifest: Manifest) -> None:
+        """Go on under a newer revision of the manifest."""
+        before, self._manifest = self._manifest, manifest
+        if manifest.rules != before.rules and self._keeper is not None:
+            self._keeper.revise(manifest)
+
+    def close(self) -> None:
+        """End the thread; twice does no harm."""
+        if self._keeper is not None:
+            self._keeper.close()
+            self._keeper = None
+
+    def _tick(self, now: float) -> None:
+        if self._keeper is None or not self._keeper.running:
+            if now < self._start_at:
+                return
+            self._start_at = now + START_PAUSE_S
+            self.close()
+            keeper = Keeper(self._run, self._me, self._manifest, self._folder)
+            keeper.start(self._daemon())
+            self._keeper = keeper
+        heartbeat_s = self._manifest.deadlines.heartbeat_s
+        if now >= self._look_at:
+            self._look_at = now + min(LOOK_S, heartbeat_s)
+            self._keeper.hear(self._claims())
+        self._tell(self._keeper.claims, heartbeat_s)
+
+    def _daemon(self) -> Any:
+        try:
+            return daemon_address(self._dht, START_LIMIT_S)
+        except Exception as error:
+            raise EnvironmentFault(f"p2pd is not to be had ({error!r})") from error
+
+    def _claims(self) -> Claims:
+        keys = {claim_key(self._run, stage): stage for stage in range(self._manifest.stages)}
+        found = self._swarm.read_many(dict.fromkeys(keys, ClaimRecord), DHT_LIMIT_S)
+        return {stage: claims for key, stage in keys.items() if (claims := found[key]) is not None}
+
+    def _tell(self, claims: Mapping[int, ClaimRecord], heartbeat_s: float) -> None:
+        """Publish what is new or not heard for a heartbeat."""
+        end = time.monotonic() + TELLING_S
+        for stage, kept in claims.items():
+            claim = replace(kept, revision=self._manifest.operation.revision)
+            now = time.monotonic()
+            last, at = self._told.get(stage, (None, 0.0))
+            if last == claim and now < at + heartbeat_s:
+                continue
+            if now > end:
+                return
+            lifetime_s = self._manifest.deadlines.record_lifetime_s
+            key = claim_key(self._run, stage)
+            if self._swarm.publish(key, claim, lifetime_s, DHT_LIMIT_S):
+                self._told[stage] = (claim, now)

@@ -1,0 +1,93 @@
+"""What every record from outside must pass: it is sound, of this chain, and a majority made it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+from dilocox.compression.group_codec import PayloadRefused
+from dilocox.compression.layout import FlatLayout
+from dilocox.compression.stage_codec import StageCodec
+from dilocox.dht.manifest import Manifest
+from dilocox.dht.rpc import STALL_S
+from dilocox.peer.rounds.adaptation import stage_codec
+from dilocox.peer.rounds.ballots import check_record_certificate
+from dilocox.peer.rounds.group import tokens_cap
+from dilocox.peer.rounds.record import (
+    RecordRefused,
+    RoundRecord,
+    digest_of,
+    max_record_bytes,
+    parse_record,
+)
+
+MAX_STATE_HEADER_BYTES = 1 << 16
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecordCheck:
+    """What every record from outside must pass."""
+
+    run: str
+    stage: int
+    root: str  # digest of the manifest, which stands before the first record
+    layout: FlatLayout
+    codec: StageCodec
+    tokens_cap: int
+    inner_steps: tuple[int, int]  # the manifest's bounds
+    manifest: Manifest
+
+    @classmethod
+    def of(cls, run: str, stage: int, manifest: Manifest, layout: FlatLayout) -> RecordCheck:
+        """What the manifest says of this stage's records."""
+        return cls(
+            run=run,
+            stage=stage,
+            root=manifest.root,
+            layout=layout,
+            codec=stage_codec(manifest, layout),
+            tokens_cap=tokens_cap(manifest),
+            inner_steps=(manifest.rounds.min_inner_steps, manifest.rounds.max_inner_steps),
+            manifest=manifest,
+        )
+
+    @cached_property
+    def record_bytes(self) -> int:
+        """The most bytes of a record."""
+        return max_record_bytes(self.codec)
+
+    @property
+    def record_limit_s(self) -> float:
+        """How long a record may take to come: members of an exchange move as much in its time."""
+        return max(STALL_S, self.manifest.deadlines.exchange_s)
+
+    @property
+    def state_bytes(self) -> int:
+        """The most bytes of a state."""
+        return 8 * self.layout.numel + MAX_STATE_HEADER_BYTES
+
+    def record(self, data: bytes, certificate: bytes) -> RoundRecord:
+        """The record, if it is sound, of this run, stage and model, and committed by a majority."""
+        record = parse_record(data, self.codec)
+        if (record.run, record.stage) != (self.run, self.stage):
+            raise RecordRefused(f"it is of run {record.run}, stage {record.stage}")
+        if record.layout != self.layout.digest:
+            raise RecordRefused("it is of another model")
+        if record.rules > self.manifest.rules:
+            raise RecordRefused(
+                f"it was made under revision {record.rules} of the manifest, which is not known "
+                "here yet"
+            )
+        if self.manifest.rolled_back(record.round, record.rules):
+            raise RecordRefused(f"the operator went back behind round {record.round}")
+        lowest, highest = self.inner_steps
+        if not lowest <= record.next_inner_steps <= highest:
+            raise RecordRefused(f"its next round has {record.next_inner_steps} inner steps")
+        if any(member.tokens > self.tokens_cap for member in record.members):
+            raise RecordRefused(f"a member has more than {self.tokens_cap} tokens")
+        check_record_certificate(record, digest_of(data), certificate)
+        try:
+            record.decoded(self.codec)
+        except PayloadRefused as error:
+            raise RecordRefused(f"a mean cannot be decoded: {error}") from error
+        return record

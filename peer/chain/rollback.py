@@ -1,0 +1,297 @@
+"""Prepares the return of a run to an earlier round, beside the operator's running bootstrap.
+
+Every stage's records are replayed, from the initial weights or a state that the archive keeps, up
+to the last one that is to count. What they make is put beside the archive, which begins with it as
+soon as it sees the revision. Nothing of this changes the run before that is published.
+
+What happens on disk when the operator goes back to an earlier round.
+
+The chain of a stage goes on from its last record of that round or an earlier one; the records after
+it, under the rules before, do not count any more (`Manifest.rolled_back`). Whoever kept them puts
+them aside, in a folder `before-RULES`, and removes nothing. A peer begins with what is left of its
+log if that reaches back to the initial weights; else, like any joiner, with a state: the operator's
+command made it by replaying the archive, and the operator's bootstrap gives it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import shutil
+import time
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+
+from torch import Tensor
+
+from dilocox.dht.errors import EnvironmentFault, InvalidInput
+from dilocox.dht.files import disk_fault, make_folder, write_atomically
+from dilocox.dht.manifest import Manifest
+from dilocox.peer.chain.replay import state_after
+from dilocox.peer.chain.snapshot_files import Snapshot, write_state
+from dilocox.peer.chain.store import OLDER_NAME, Entry, KeptChain, RecordFolder, kept_run
+from dilocox.peer.state_folder import ASIDE
+
+logger = logging.getLogger(__name__)
+
+MARK = "rollback"
+STATE_NAME = "00000000"
+
+
+def last_rollback(manifest: Manifest) -> int:
+    """The rules of the operator's last rollback, 0 if there was none."""
+    rollbacks = manifest.operation.rollbacks
+    return rollbacks[-1][0] if rollbacks else 0
+
+
+def peer_goes_back(own: Path, manifest: Manifest) -> bool:
+    """Bring a peer's folder of a stage in line with the manifest; whether that changed it.
+
+    Raises EnvironmentFault if the disk is full.
+    """
+    since = last_rollback(manifest)
+    if _done(own) >= since:
+        return False
+    aside = _put_aside(own, since, ("log", "snapshots"))
+    log = RecordFolder(aside / "log")
+    kept = counting(log.entries(), manifest)
+    first = kept[0].header() if kept else None
+    if first is not None and first.previous == manifest.root:
+        RecordFolder(own / "log").share(log, [entry.round for entry in kept])
+    _mark(own, since)
+    logger.warning("records and snapshots from before the rollback are in %s", aside)
+    return True
+
+
+def archive_goes_back(folder: Path, manifest: Manifest) -> None:
+    """Bring an archive's folder of a stage in line with the manifest.
+
+    The state that the operator's command prepared becomes the current generation; in a copy of the
+    bootstrap there is none, and it follows its peers. Raises EnvironmentFault.
+    """
+    since = last_rollback(manifest)
+    if _done(folder) < since:
+        names = sorted(path.name for path in folder.iterdir() if path.name.isdecimal())
+        aside = _put_aside(folder, since, (*names, OLDER_NAME))
+        moved = sorted(path.name for path in aside.iterdir() if path.name.isdecimal())
+        older = RecordFolder(folder / OLDER_NAME)
+        logs = [aside / name / "log" for name in moved] + [aside / OLDER_NAME]
+        for log in map(RecordFolder, logs):
+            older.share(log, [entry.round for entry in counting(log.entries(), manifest)])
+        _mark(folder, since)
+    # after the mark: who is killed in between finds it here, and puts nothing aside twice
+    with contextlib.suppress(FileNotFoundError):
+        prepared(folder, since).rename(folder / f"{_next_generation(folder):08d}")
+
+
+def newest_aside(own: Path) -> int:
+    """The newest round of a peer's records that rollbacks have put aside, -1 without one.
+
+    Rounds go on after it: no number may come twice, or who counts by them (a monitor, a log) takes
+    the new rounds for the old ones.
+    """
+    logs = map(RecordFolder, own.glob(f"{ASIDE}*/log"))
+    return max((number for log in logs for number in log.rounds()), default=-1)
+
+
+def prepared(folder: Path, rules: int) -> Path:
+    """Where a state lies that the operator's command made for the rules of a rollback."""
+    return folder / f"rollback-{rules:08d}"
+
+
+def prepare(
+    folder: Path, rules: int, entry: Entry | None, anchor: Tensor, momentum: Tensor
+) -> None:
+    """Make the generation that an archive begins with after a rollback (archive.py).
+
+    entry: the record that the state stands on; None for the initial weights. Raises
+    EnvironmentFault.
+    """
+    final = prepared(folder, rules)
+    partial = final.with_name(f"{final.name}.partial")
+    try:
+        for old in (final, partial):
+            shutil.rmtree(old, ignore_errors=True)
+        make_folder(partial / "log")
+        if entry is not None:
+            state = partial / "state" / STATE_NAME
+            make_folder(state)
+            write_state(
+                state,
+                Snapshot(
+                    round=entry.round,
+                    digest=entry.digest,
+                    layout="",
+                    anchor=anchor,
+                    momentum=momentum,
+                    tensors={},
+                    facts={},
+                ),
+            )
+            RecordFolder(partial / "log").share(entry.folder, [entry.round])
+        partial.rename(final)
+    except OSError as error:
+        raise disk_fault(final, error) from error
+
+
+def counting(entries: Iterable[Entry], manifest: Manifest) -> list[Entry]:
+    """The records that no rollback has taken back."""
+    found: list[Entry] = []
+    for entry in entries:
+        header = entry.header()
+        if header is not None and not manifest.rolled_back(entry.round, header.rules):
+            found.append(entry)
+    return found
+
+
+def _put_aside(folder: Path, rules: int, names: Iterable[str]) -> Path:
+    """Move what has these names; after a crash it goes on where it was."""
+    aside = folder / f"{ASIDE}{rules:08d}"
+    make_folder(aside)
+    for name in names:
+        if not (aside / name).exists():
+            with contextlib.suppress(FileNotFoundError):
+                (folder / name).rename(aside / name)
+    return aside
+
+
+def _next_generation(folder: Path) -> int:
+    found = (*folder.iterdir(), *folder.glob(f"{ASIDE}*/*"))
+    return 1 + max((int(path.name) for path in found if path.name.isdecimal()), default=-1)
+
+
+def _done(folder: Path) -> int:
+    try:
+        return int((folder / MARK).read_text())
+    except (OSError, ValueError):
+        return 0
+
+
+def _mark(folder: Path, rules: int) -> None:
+    write_atomically(folder / MARK, f"{rules}\n".encode())
+
+
+TRIES = 3
+PAUSE_S = 1.0
+
+
+def prepare_rollback(
+    state: Path,
+    run: str,
+    manifest: Manifest,
+    round_number: int,
+    rules: int,
+    *,
+    tell: Callable[[str], None],
+) -> list[str]:
+    """Make each stage's state after a round; the digests of the records that they stand on.
+
+    rules: those of the rollback's own revision.
+
+    Raises:
+        InvalidInput: there is nothing after that round, or too little is kept to go back to it.
+        EnvironmentFault: what is kept is damaged, or the disk is full.
+    """
+    for _ in range(TRIES - 1):
+        try:
+            return _prepared(state, run, manifest, round_number, rules, tell)
+        except EnvironmentFault:  # the archive changes under our eyes
+            time.sleep(PAUSE_S)
+    return _prepared(state, run, manifest, round_number, rules, tell)
+
+
+def archived_tokens(state: Path, run: str, manifest: Manifest) -> int:
+    """The tokens that the run has trained, as far as the archive of stage 0 tells."""
+    archive = _archive(state, run, manifest)
+    chain = kept_run(archive).stages.get(0) if archive.exists() else None
+    kept = [] if chain is None else counting(chain.records, manifest)
+    newest = kept[-1].header() if kept else None
+    return 0 if newest is None else newest.chain_tokens
+
+
+def _archive(state: Path, run: str, manifest: Manifest) -> Path:
+    return state / f"{run}-archive-{manifest.root[:16]}"
+
+
+def _prepared(
+    state: Path,
+    run: str,
+    manifest: Manifest,
+    round_number: int,
+    rules: int,
+    tell: Callable[[str], None],
+) -> list[str]:
+    archive = _archive(state, run, manifest)
+    stages = dict(kept_run(archive).stages) if archive.exists() else {}
+    empty = KeptChain(stage=0, records=(), states=())
+    rounds = [
+        entry.round for chain in stages.values() for entry in counting(chain.records, manifest)
+    ]
+    if not rounds:
+        raise InvalidInput(
+            f"--round {round_number}: the archive has no round yet, so there is none to go back "
+            "behind"
+        )
+    if max(rounds) <= round_number:
+        raise InvalidInput(
+            f"--round {round_number}: the newest round is {max(rounds)}; give an earlier one"
+        )
+    _check_reach(manifest, stages, round_number)
+    base: list[str] = []
+    for stage in range(manifest.stages):
+        chain = stages.get(stage, empty)
+        entries = [e for e in counting(chain.records, manifest) if e.round <= round_number]
+        last = entries[-1] if entries else None
+        known = {manifest.root, *(entry.digest for entry in entries)}
+        states = [each for each in chain.states if each.digest in known]
+        flaws, vectors = state_after(manifest, run, stage, entries, states)
+        if flaws:
+            raise EnvironmentFault(f"stage {stage}: the archive is damaged: {flaws[0]}")
+        if vectors is None:
+            raise InvalidInput(
+                f"--round {round_number}: of stage {stage} too few records are kept to go back"
+            )
+        prepare(archive / f"stage{stage}", rules, last, *vectors)
+        base.append(manifest.root if last is None else last.digest)
+        where = "the initial weights" if last is None else f"its record of round {last.round}"
+        tell(f"stage {stage}: goes back to {where}")
+    return base
+
+
+def _check_reach(manifest: Manifest, stages: Mapping[int, KeptChain], round_number: int) -> None:
+    """Raise InvalidInput if what is kept of a stage begins only after that round."""
+    here = f"--round {round_number}: this bootstrap keeps"
+    reach = ((_first(manifest, stages, stage, here), stage) for stage in range(manifest.stages))
+    first, stage = max(reach)
+    if round_number < first:
+        raise InvalidInput(
+            f"{here} stage {stage} from round {first} on; choose a round from {first} on"
+        )
+
+
+def _first(manifest: Manifest, stages: Mapping[int, KeptChain], stage: int, here: str) -> int:
+    """The first round after which a stage's state can be made, -1 for the initial weights.
+
+    That nothing is kept from before it does not say that nothing was: the archive of a bootstrap
+    that began later lacks what came before, and so does one that had to make room.
+    """
+    chain = stages.get(stage)
+    kept = [] if chain is None else counting(chain.records, manifest)
+    if chain is None or not kept:
+        if not all(_whole(each, manifest) for each in stages.values()):
+            raise InvalidInput(f"{here} nothing of stage {stage} yet; try again in some minutes")
+        return -1  # nobody has committed a record of it
+    if _whole(chain, manifest):
+        return -1
+    known = {entry.digest for entry in kept}
+    first = min((each.round for each in chain.states if each.digest in known), default=None)
+    if first is None:
+        raise InvalidInput(f"{here} too few records of stage {stage} to go back to any round")
+    return first
+
+
+def _whole(chain: KeptChain, manifest: Manifest) -> bool:
+    """Whether these records begin at the initial weights; also where there are none."""
+    kept = counting(chain.records, manifest)
+    first = kept[0].header() if kept else None
+    return not kept or (first is not None and first.previous == manifest.root)

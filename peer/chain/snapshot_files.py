@@ -1,0 +1,205 @@
+"""A peer's whole state on disk, so that a killed peer goes on where it was.
+
+A snapshot is a folder, complete once it has its final name:
+    anchor.safetensors  anchor and outer momentum, equal on all peers; what joiners download
+    anchor.json         its size, sha256 and the record it stands on
+    local.safetensors   this peer's own: live weights, unsent and undecided progress, residual,
+                        inner optimizer; what is no tensor (data position, ...) in its header
+The newest folder that can be read counts; one that cannot is set aside under another name. Nothing
+is pickled.
+"""
+
+# safetensors carries no types.
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
+# pyright: reportUnknownArgumentType=false
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import logging
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from dilocox.dht.errors import EnvironmentFault
+from dilocox.dht.files import disk_fault, sync
+
+logger = logging.getLogger(__name__)
+
+STATE_FILE = "anchor.safetensors"
+STATE_FACTS_FILE = "anchor.json"
+LOCAL_FILE = "local.safetensors"
+HASH_CHUNK_BYTES = 1 << 20
+DAMAGED = ".damaged"  # how the name of a folder ends that was set aside
+MEND = "move the state folder away to join anew"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Snapshot:
+    """A peer's whole state. The tensors of one that was read lie in its files, which take their
+    space on the disk as long as one of the tensors is there.
+
+    number: of the folder that it was read from.
+    """
+
+    round: int  # of the last record applied, -1 if none was
+    digest: str  # of that record
+    layout: str
+    anchor: Tensor  # [numel] fp32
+    momentum: Tensor  # [numel] fp32
+    tensors: Mapping[str, Tensor]
+    facts: Mapping[str, Any]
+    number: int = -1
+
+
+def write_snapshot(folder: Path, snapshot: Snapshot, *, above: int = -1) -> Path:
+    """Write the next snapshot, under a number over `above`, and remove those before it.
+
+    Raises:
+        EnvironmentFault: the disk is full or the folder cannot be written; the old snapshot stays.
+    """
+    earlier = _complete(folder)
+    number = 1 + max([above, *map(_number, earlier)])
+    final = folder / f"{number:08d}"
+    partial = folder / f"{number:08d}.partial"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for left in folder.glob("*.partial"):
+            shutil.rmtree(left, ignore_errors=True)
+        partial.mkdir()
+        write_state(partial, snapshot)
+        facts = {"layout": snapshot.layout, "facts": snapshot.facts}
+        _save(partial / LOCAL_FILE, snapshot.tensors, {"local": json.dumps(facts)})
+        sync(partial)
+        partial.rename(final)
+        sync(folder)
+    except (OSError, SafetensorError) as error:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise disk_fault(folder, _as_os_error(error)) from error
+    for old in earlier:
+        shutil.rmtree(old, ignore_errors=True)
+    return final
+
+
+def oldest_number(folder: Path) -> int:
+    """The number of the oldest complete snapshot, -1 where there is none."""
+    complete = _complete(folder)
+    return _number(complete[0]) if complete else -1
+
+
+def read_snapshot(folder: Path, *, layout: str) -> Snapshot | None:
+    """The newest snapshot that can be read, None if there is none.
+
+    One that is damaged is set aside, with a warning.
+
+    Raises:
+        EnvironmentFault: it is of another model, or a damaged one cannot be set aside.
+    """
+    for found in reversed(_complete(folder)):
+        try:
+            snapshot = _read(found)
+        except (OSError, SafetensorError, KeyError, ValueError, TypeError) as error:
+            _set_aside(found, error)
+            continue
+        if snapshot.layout != layout:
+            raise EnvironmentFault(f"{found}: the snapshot is of another model or stage; {MEND}")
+        return snapshot
+    return None
+
+
+def _read(found: Path) -> Snapshot:
+    facts = json.loads((found / STATE_FACTS_FILE).read_text())
+    with safe_open(found / STATE_FILE, framework="pt") as file:
+        anchor, momentum = file.get_tensor("anchor"), file.get_tensor("momentum")
+    with safe_open(found / LOCAL_FILE, framework="pt") as file:
+        local = json.loads(file.metadata()["local"])
+        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    return Snapshot(
+        round=facts["round"],
+        digest=facts["digest"],
+        layout=local["layout"],
+        anchor=anchor,
+        momentum=momentum,
+        tensors=tensors,
+        facts=local["facts"],
+        number=_number(found),
+    )
+
+
+def _set_aside(found: Path, error: Exception) -> None:
+    """Only the newest of them stays: nobody has planned the disk for more."""
+    aside = found.with_name(found.name + DAMAGED)
+    try:
+        for older in found.parent.glob(f"*{DAMAGED}"):
+            shutil.rmtree(older)
+        found.rename(aside)
+        sync(found.parent)
+    except OSError as fault:
+        raise disk_fault(found, fault, MEND) from fault
+    logger.warning(
+        "the snapshot %s is damaged (%s): it is now %s, which you may delete, and this peer takes "
+        "what it can from an older one or from the others",
+        found,
+        error,
+        aside.name,
+    )
+
+
+def newest(folder: Path) -> Path | None:
+    """The folder of the newest complete snapshot."""
+    complete = _complete(folder)
+    return complete[-1] if complete else None
+
+
+def write_state(folder: Path, snapshot: Snapshot) -> None:
+    """The part of a snapshot that joiners download, into a folder that is there."""
+    path = folder / STATE_FILE
+    _save(path, {"anchor": snapshot.anchor, "momentum": snapshot.momentum}, {})
+    facts = {
+        "round": snapshot.round,
+        "digest": snapshot.digest,
+        "size": path.stat().st_size,
+        "sha256": sha256_of_file(path),
+    }
+    (folder / STATE_FACTS_FILE).write_text(json.dumps(facts))
+    sync(folder / STATE_FACTS_FILE)
+
+
+def sha256_of_file(path: Path) -> str:
+    """The sha256 of a file, in hex, a megabyte at a time."""
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while chunk := file.read(HASH_CHUNK_BYTES):
+            digest.update(chunk)
+    return digest.hexdigest()
+
+
+def _save(path: Path, tensors: Mapping[str, Tensor], metadata: dict[str, str]) -> None:
+    save_file(dict(tensors), path, metadata=metadata)
+    sync(path)
+
+
+def _number(complete: Path) -> int:
+    return int(complete.name)
+
+
+def _complete(folder: Path) -> list[Path]:
+    if not folder.is_dir():
+        return []
+    return sorted(path for path in folder.iterdir() if path.name.isdigit())
+
+
+def _as_os_error(error: Exception) -> OSError:
+    """safetensors reports a full disk as its own error, with the system's text in it."""
+    if isinstance(error, OSError):
+        return error
+    full = "No space left" in str(error) or "os error 28" in str(error)
+    return OSError(errno.ENOSPC if full else errno.EIO, str(error))

@@ -1,0 +1,464 @@
+"""Round records as files: found, read, and removed when there are too many of them.
+
+A folder with two kinds of file: `<round>-<digest>.record` (see record.py) and `<round>.certificate`
+(the signed votes that committed it, written first, so that a record on disk always has one). Here
+nobody checks what a record says: who appends does (`RoundLog`), or who replays (replay.py). It is
+checked against the digest in its name when it is read; where only its header matters, only that is
+read.
+
+The round log on disk: the newest records of one stage's chain, each with its certificate.
+
+A folder of records in which, beside them, lies `<round>-<attempt>.vote`: this
+peer's own vote, on disk before it leaves, so that a restarted peer cannot vote twice. A record is
+checked when it is added.
+
+What a state folder holds of a stage's chain: records, and states that some of them lead to.
+
+A peer keeps the newest records and one state (`RUN-stage0/log`, `.../snapshots`), a bootstrap
+more of both, for every stage (`RUN-archive-DIGEST/stage0/older`, `.../00000003/log`, `.../state`).
+Whoever reads them here needs no lock: the owner may be running.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import BinaryIO
+
+from dilocox.compression.stage_codec import StageCodec
+from dilocox.dht.errors import InvalidInput
+from dilocox.dht.files import make_folder, write_atomically
+from dilocox.dht.manifest import Manifest
+from dilocox.peer.chain.snapshot_files import STATE_FACTS_FILE, STATE_FILE, newest
+from dilocox.peer.rounds.record import (
+    MAX_HEADER_BYTES,
+    RecordRefused,
+    RoundRecord,
+    digest_of,
+    parse_header,
+    parse_record,
+)
+
+HEADER_BYTES = MAX_HEADER_BYTES + 8
+RECORDS_NEEDED = 4  # whoever takes our state needs the record it stands on, and those since
+
+
+@dataclass(frozen=True, kw_only=True)
+class Entry:
+    """A record that lies in a folder."""
+
+    round: int
+    digest: str
+    record_bytes: int
+    folder: RecordFolder = field(repr=False, compare=False)
+
+    def header(self) -> RoundRecord | None:
+        """The record without its means; None if it is gone by now (RecordRefused: damaged)."""
+        return self.folder.header(self.round)
+
+    def data(self) -> bytes | None:
+        """The record's bytes; None if it is gone by now (RecordRefused: damaged)."""
+        return self.folder.read_bytes(self.round)
+
+
+class RecordFolder:
+    """Records of one stage. Many processes may read it; one writes."""
+
+    def __init__(self, folder: Path):
+        """The folder need not be there; then it is empty, and nobody makes it."""
+        self._folder = folder
+
+    def rounds(self) -> list[int]:
+        """The rounds whose records are here, in chain order."""
+        return sorted(self._records())
+
+    def entries(self) -> list[Entry]:
+        """The records that are here, in chain order."""
+        found: list[Entry] = []
+        for number, path in sorted(self._records().items()):
+            with contextlib.suppress(FileNotFoundError):  # the writer removed it meanwhile
+                found.append(_entry(self, number, path))
+        return found
+
+    def newest(self) -> Entry | None:
+        """The record of the highest round."""
+        records = self._records()
+        if not records:
+            return None
+        number = max(records)
+        try:
+            return _entry(self, number, records[number])
+        except FileNotFoundError as error:
+            raise RecordRefused(f"{records[number]} vanished while it was read") from error
+
+    def header(self, round_number: int) -> RoundRecord | None:
+        """The record of a round without its means, or None if it is not here."""
+        data = self.header_bytes(round_number)
+        if data is None:
+            return None
+        try:
+            return parse_header(data)
+        except (ValueError, KeyError, TypeError) as error:
+            raise RecordRefused(
+                f"{self._records().get(round_number)}: damaged on disk; move the log folder away "
+                "to fetch it again"
+            ) from error
+
+    def header_bytes(self, round_number: int) -> bytes | None:
+        """The first bytes of a record, up to its means, or None if it is not here."""
+        file = self.open(round_number)
+        if file is None:
+            return None
+        with file:
+            length = file.read(8)
+            return length + file.read(min(int.from_bytes(length, "little"), MAX_HEADER_BYTES))
+
+    def open(self, round_number: int) -> BinaryIO | None:
+        """The file of a record, unchecked, or None if it is not here."""
+        path = self._records().get(round_number)
+        try:
+            return None if path is None else path.open("rb")
+        except FileNotFoundError:
+            return None
+
+    def read_bytes(self, round_number: int) -> bytes | None:
+        """The bytes of a record, or None if it is not here.
+
+        Raises:
+            RecordRefused: the file is not what its name says.
+        """
+        path = self._records().get(round_number)
+        data = None if path is None else read_file(path)
+        if path is not None and data is not None and digest_of(data) != _digest(path):
+            raise RecordRefused(f"{path}: damaged on disk; remove it to fetch it again")
+        return data
+
+    def certificate(self, round_number: int) -> bytes | None:
+        """The votes that committed a record."""
+        return read_file(self._certificate_path(round_number))
+
+    def find(self, digest: str) -> int | None:
+        """The round whose record has this digest, None if it is not here."""
+        return next((n for n, path in self._records().items() if _digest(path) == digest), None)
+
+    def write(self, round_number: int, data: bytes, certificate: bytes) -> None:
+        """Put a record into the folder; EnvironmentFault if the disk is full."""
+        write_atomically(self._certificate_path(round_number), certificate)
+        write_atomically(self._folder / _record_name(round_number, digest_of(data)), data)
+
+    def share(self, other: RecordFolder, rounds: Iterable[int]) -> None:
+        """Have these records of another folder here, too, as far as they are there.
+
+        They take no room twice where the disk has hard links. EnvironmentFault if it is full.
+        """
+        make_folder(self._folder)
+        records, own = other._records(), self._records()
+        for number in sorted(set(rounds) & records.keys()):
+            if number in own and own[number].name != records[number].name:
+                own[number].unlink(missing_ok=True)  # never two records of one round
+                self._certificate_path(number).unlink(missing_ok=True)
+            for source in (other._certificate_path(number), records[number]):
+                _share(source, self._folder / source.name)
+
+    def prune(
+        self, keep: int, keep_bytes: int | None = None, *, applied: int | None = None
+    ) -> None:
+        """Keep only the newest records, and no certificate or vote older than they are.
+
+        Args:
+            keep: so many at most.
+            keep_bytes: of so many bytes at most, but four records (or `keep`) in any case.
+            applied: a round whose record, and those after it, are kept in any case.
+        """
+        entries = self.entries()
+        kept: set[int] = set()
+        total = 0
+        for entry in reversed(entries):
+            total += entry.record_bytes
+            fits = keep_bytes is None or total <= keep_bytes or len(kept) < RECORDS_NEEDED
+            if not (len(kept) < keep and fits) and (applied is None or entry.round < applied):
+                break
+            kept.add(entry.round)
+        records = self._records()
+        for entry in entries:
+            if entry.round not in kept:
+                records[entry.round].unlink(missing_ok=True)
+        self._prune_others(min(kept, default=0))
+
+    def drop_from(self, first: int) -> None:
+        """Remove the records of this round and all after it, with their certificates."""
+        for number, path in self._records().items():
+            if number >= first:
+                path.unlink(missing_ok=True)
+                self._certificate_path(number).unlink(missing_ok=True)
+
+    def _prune_others(self, first: int) -> None:
+        for pattern in ("*.certificate", "*.vote"):
+            for path in self._folder.glob(pattern):
+                if int(path.stem.split("-")[0]) < first:
+                    path.unlink(missing_ok=True)
+
+    def _records(self) -> dict[int, Path]:
+        return {int(path.stem.split("-")[0]): path for path in self._folder.glob("*.record")}
+
+    def _certificate_path(self, round_number: int) -> Path:
+        return self._folder / f"{round_number:08d}.certificate"
+
+
+def _entry(folder: RecordFolder, number: int, path: Path) -> Entry:
+    size = path.stat().st_size
+    return Entry(round=number, digest=_digest(path), record_bytes=size, folder=folder)
+
+
+def _record_name(round_number: int, digest: str) -> str:
+    return f"{round_number:08d}-{digest}.record"
+
+
+def _digest(record_path: Path) -> str:
+    return record_path.stem.split("-")[1]
+
+
+def _share(source: Path, target: Path) -> None:
+    try:
+        os.link(source, target)
+    except (FileExistsError, FileNotFoundError):
+        pass
+    except OSError:  # this disk has none
+        write_atomically(target, source.read_bytes())
+
+
+def read_file(path: Path, limit: int = -1) -> bytes | None:
+    """The first bytes of a file, by default all; None if there is none."""
+    try:
+        with path.open("rb") as file:
+            return file.read(limit)
+    except FileNotFoundError:
+        return None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Head:
+    """The end of a chain; `round` is -1 where only the manifest stands."""
+
+    round: int
+    digest: str
+    chain_tokens: int
+    record_bytes: int
+
+
+class RoundLog(RecordFolder):
+    """Append-only records of one stage. Two processes may read it; one appends."""
+
+    def __init__(self, folder: Path, *, manifest_digest: str, codec: StageCodec):
+        super().__init__(folder)
+        self._codec = codec
+        self._root = Head(round=-1, digest=manifest_digest, chain_tokens=0, record_bytes=0)
+        make_folder(folder)
+
+    def read(self, round_number: int) -> RoundRecord | None:
+        """The record of a round, checked, or None if it is not here."""
+        data = self.read_bytes(round_number)
+        return None if data is None else parse_record(data, self._codec)
+
+    def find(self, digest: str) -> int | None:
+        """The round whose record has this digest (-1 for the manifest), None if it is not here."""
+        if digest == self._root.digest:
+            return self._root.round
+        return super().find(digest)
+
+    def head(self) -> Head:
+        """The newest record."""
+        newest = self.newest()
+        if newest is None:
+            return self._root
+        header = newest.header()
+        if header is None:
+            raise RecordRefused(f"record {newest.round} vanished while it was read")
+        return Head(
+            round=newest.round,
+            digest=newest.digest,
+            chain_tokens=header.chain_tokens,
+            record_bytes=newest.record_bytes,
+        )
+
+    def append(self, data: bytes, certificate: bytes) -> RoundRecord:
+        """Add the next record of the chain.
+
+        Raises:
+            RecordRefused: malformed, or not the successor of the head.
+            EnvironmentFault: the disk is full.
+        """
+        record = parse_record(data, self._codec)
+        head = self.head()
+        if record.previous != head.digest or record.round <= head.round:
+            raise RecordRefused(
+                f"record {record.round} follows {record.previous[:12]}, the log ends with round "
+                f"{head.round}, {head.digest[:12]}"
+            )
+        if record.chain_tokens != head.chain_tokens + record.tokens:
+            raise RecordRefused(f"record {record.round} miscounts the tokens of the chain")
+        last = self.header(head.round) if head.round >= 0 else None
+        if last is not None and record.rules < last.rules:
+            raise RecordRefused(f"record {record.round} is under older rules than the one before")
+        if record.ranks != (self._codec.first_ranks if last is None else last.next_ranks):
+            raise RecordRefused(f"record {record.round} has other ranks than were planned")
+        self.write(record.round, data, certificate)
+        return record
+
+    def start_from(self, data: bytes, certificate: bytes) -> RoundRecord:
+        """Begin with this record and forget all others (after a state was taken from a peer)."""
+        record = parse_record(data, self._codec)
+        others = self._records()
+        same = others.pop(record.round, None)
+        if same is not None:  # never two records of one round, whenever a crash comes
+            same.unlink(missing_ok=True)
+        self.write(record.round, data, certificate)
+        for path in others.values():
+            path.unlink(missing_ok=True)
+        return record
+
+    def save_vote(self, round_number: int, attempt: int, vote: bytes) -> None:
+        """Put this peer's vote on disk; call it before the vote leaves."""
+        write_atomically(self._vote_path(round_number, attempt), vote)
+
+    def own_vote(self, round_number: int, attempt: int) -> bytes | None:
+        """The vote this peer cast in that attempt, also before a restart."""
+        return read_file(self._vote_path(round_number, attempt))
+
+    def _vote_path(self, round_number: int, attempt: int) -> Path:
+        return self._folder / f"{round_number:08d}-{attempt}.vote"
+
+
+MANIFEST_FILE = "manifest.json"
+OLDER_NAME = "older"
+
+_OF_PEER = re.compile(r"[0-9a-f]{32}-stage[0-9]{1,3}")
+_OF_ARCHIVE = re.compile(r"[0-9a-f]{32}-archive-[0-9a-f]{16}")
+_STAGE = re.compile(r"stage(?P<stage>[0-9]{1,3})")
+
+
+@dataclass(frozen=True, kw_only=True)
+class KeptState:
+    """An anchor and momentum on disk, and the record that they stand on."""
+
+    round: int  # -1 for the initial weights
+    digest: str  # of that record, or of the manifest
+    sha256: str  # of the file
+    file: Path
+
+
+@dataclass(frozen=True, kw_only=True)
+class KeptChain:
+    """One stage's chain, as far as it is kept; the records are in chain order."""
+
+    stage: int
+    records: tuple[Entry, ...]
+    states: tuple[KeptState, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class KeptRun:
+    """What a state folder holds of a run, by stage."""
+
+    run: str
+    stages: Mapping[int, KeptChain]
+    folder: Path  # the manifest is in it
+
+    def manifest(self) -> Manifest:
+        """The run's manifest, as its owner knew it; InvalidInput if it is not there."""
+        path = self.folder / MANIFEST_FILE
+        try:
+            return Manifest.from_bytes(path.read_bytes())
+        except OSError as error:
+            raise InvalidInput(
+                f"{path}: cannot be read ({error.strerror}); a peer or bootstrap writes it when it "
+                "starts: start it once, or give the invite instead of the folder"
+            ) from error
+        except InvalidInput as error:
+            raise InvalidInput(f"{path}: {error}") from error
+
+
+def keep_manifest(folder: Path, manifest: Manifest) -> None:
+    """Write the manifest beside what is kept under it; EnvironmentFault if the disk is full."""
+    make_folder(folder)
+    write_atomically(folder / MANIFEST_FILE, manifest.to_bytes())
+
+
+def kept_run(path: Path) -> KeptRun:
+    """What is kept in a state folder, or in one of its folders that belong to a run.
+
+    Raises:
+        InvalidInput: there is nothing of the kind, or of several runs.
+    """
+    path = path.resolve()
+    inside = sorted(path.iterdir()) if path.is_dir() else []
+    peers = [each for each in (path, *inside) if _OF_PEER.fullmatch(each.name)]
+    archives = [each for each in (path, *inside) if _OF_ARCHIVE.fullmatch(each.name)]
+    if not peers and not archives:
+        raise InvalidInput(
+            f"{path}: there is no round log; name the folder that a peer or bootstrap was given as "
+            "--state, or an invite"
+        )
+    owners = {each.name.partition("-")[0] for each in peers} | {each.name for each in archives}
+    if len(owners) > 1:
+        names = ", ".join(str(each) for each in (*peers, *archives))
+        raise InvalidInput(f"{path}: holds several runs; name one of {names}")
+    chains = [_of_peer(each) for each in peers] if peers else _of_archive(archives[0])
+    return KeptRun(
+        run=(peers + archives)[0].name.partition("-")[0],
+        stages={chain.stage: chain for chain in chains},
+        folder=(peers + archives)[0],
+    )
+
+
+def _of_peer(folder: Path) -> KeptChain:
+    stage = int(folder.name.rpartition("-stage")[2])
+    return _chain(stage, [folder / "log"], [folder / "snapshots"])
+
+
+def _of_archive(folder: Path) -> list[KeptChain]:
+    """All that an archive keeps of its stages: see archive.py."""
+    chains: list[KeptChain] = []
+    for path in sorted(folder.iterdir()):
+        if match := _STAGE.fullmatch(path.name):
+            generations = sorted(each for each in path.iterdir() if each.name.isdecimal())
+            logs = [each / "log" for each in generations]
+            states = [each / "state" for each in generations]
+            chains.append(_chain(int(match["stage"]), [*logs, path / OLDER_NAME], states))
+    return chains
+
+
+def _chain(stage: int, logs: Iterable[Path], states: Iterable[Path]) -> KeptChain:
+    records: dict[int, Entry] = {}
+    for log in logs:  # what two of them have is the same; else the first one counts
+        for entry in RecordFolder(log).entries():
+            records.setdefault(entry.round, entry)
+    found = [state for folder in states if (state := _state(folder)) is not None]
+    return KeptChain(
+        stage=stage,
+        records=tuple(records[number] for number in sorted(records)),
+        states=tuple(found),
+    )
+
+
+def _state(folder: Path) -> KeptState | None:
+    snapshot = newest(folder)
+    if snapshot is None:
+        return None
+    try:
+        facts = json.loads((snapshot / STATE_FACTS_FILE).read_text())
+        return KeptState(
+            round=int(facts["round"]),
+            digest=str(facts["digest"]),
+            sha256=str(facts["sha256"]),
+            file=snapshot / STATE_FILE,
+        )
+    except FileNotFoundError:  # its owner wrote a newer one meanwhile
+        return None
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise InvalidInput(f"{snapshot}: the snapshot is damaged ({error})") from error

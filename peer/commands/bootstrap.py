@@ -1,0 +1,431 @@
+"""The command `dilocox bootstrap`: the operator's of a run, or a copy of it.
+
+Both are the same node with the same archive and figures; only the manifest comes from elsewhere
+(dht/manifest_keeper.py). A copy needs nothing but an invite.
+
+What can be asked of a running bootstrap over HTTP: figures, health, readiness.
+
+The bootstrap's thread looks every few seconds, because the DHT process answers it alone; who asks
+gets what it saw last. The text is written as the monitor's is.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal, cast
+
+import typer
+
+from dilocox import __version__
+from dilocox.dht.addresses import check_ports
+from dilocox.dht.bootstrap_node import run_bootstrap
+from dilocox.dht.errors import EnvironmentFault, InvalidInput
+from dilocox.dht.files import bytes_below, write_atomically
+from dilocox.dht.identity import Identity
+from dilocox.dht.invite import SCHEME, Invite, bootstrap_address, run_id
+from dilocox.dht.manifest import PROTOCOL_VERSION, warnings
+from dilocox.dht.manifest_keeper import ManifestCopy, ManifestKeeper, OwnManifest
+from dilocox.dht.node import RunDHT
+from dilocox.dht.records import MANIFEST_LIFETIME_S
+from dilocox.dht.revisions import RevisionFolder
+from dilocox.dht.swarm import Swarm
+from dilocox.peer.chain.archive_keeper import Archive
+from dilocox.peer.commands.operate import checked_manifest
+from dilocox.peer.http_pages import (
+    CONTENT_TYPE,
+    RUN_LABEL,
+    Family,
+    Page,
+    Pages,
+    check_port,
+    health_page,
+    readiness_page,
+    served,
+)
+from dilocox.peer.os_process import StopSignal
+from dilocox.peer.resources import proportional_bytes
+from dilocox.peer.state_folder import StateFolder
+
+logger = logging.getLogger(__name__)
+
+PREFIX = "dilocox_bootstrap_"
+LOOK_PERIOD_S = 10.0
+DISK_PERIOD_S = 60.0  # the archive may have many files
+ASK_LIMIT_S = 2.0
+STUCK_AFTER_S = 90.0  # a turn of the bootstrap's thread waits for the DHT for up to half a minute
+
+Role = Literal["operator", "copy"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class BootstrapFacts:
+    """What was seen at one look; None and empty what is not known. Counts are since the start.
+
+    archive_bytes, archive_rounds: by stage. served_bytes: by what it was. refused: by who refused
+    and why. manifest_until: Unix time.
+    """
+
+    not_ready: str = "the first look is to come"
+    dht_peers: int | None = None
+    memory_bytes: int | None = None
+    manifest_until: float = 0.0
+    archive_bytes: Mapping[int, int] = field(default_factory=dict[int, int])
+    archive_rounds: Mapping[int, int] = field(default_factory=dict[int, int])
+    served_bytes: Mapping[str, int] = field(default_factory=dict[str, int])
+    refused: Mapping[str, int] = field(default_factory=dict[str, int])
+
+
+class BootstrapFigures:
+    """Of one bootstrap; `tick` belongs to its thread, the pages to those who ask."""
+
+    def __init__(
+        self,
+        *,
+        role: Role,
+        keeper: ManifestKeeper,
+        dht: RunDHT,
+        swarm: Swarm,
+        archive: Archive,
+        folder: Path,
+    ):
+        """folder: the archive's."""
+        self._role: Role = role
+        self._keeper = keeper
+        self._dht = dht
+        self._swarm = swarm
+        self._archive = archive
+        self._folder = folder
+        self._facts = BootstrapFacts()
+        self._archive_bytes: Mapping[int, int] = {}
+        self._turn_at = time.monotonic()
+        self._looked_at = self._measured_at = float("-inf")
+
+    def tick(self) -> None:
+        """Look, if it is due; takes a few seconds at most."""
+        now = self._turn_at = time.monotonic()
+        if now < self._looked_at + LOOK_PERIOD_S:
+            return
+        self._looked_at = now
+        if now >= self._measured_at + DISK_PERIOD_S:
+            self._measured_at = now
+            self._archive_bytes = bytes_by_stage(self._folder)
+        self._facts = self._look()
+
+    def pages(self) -> Pages:
+        """What is served."""
+        signs = {
+            "main thread": lambda: time.monotonic() < self._turn_at + STUCK_AFTER_S,
+            "DHT process": lambda: bool(self._dht.running),
+            "archive": lambda: self._archive.keeper is not None,
+        }
+        return {
+            "/metrics": self.page,
+            "/healthz": lambda: health_page(signs),
+            "/readyz": lambda: readiness_page(self._facts.not_ready),
+        }
+
+    def page(self) -> Page:
+        """The text of `/metrics`."""
+        body = exposition(self._keeper.run[:RUN_LABEL], self._role, self._facts)
+        return Page(body=body, content_type=CONTENT_TYPE)
+
+    def _look(self) -> BootstrapFacts:
+        keeper = self._archive.keeper
+        refused = {
+            "dht": self._swarm.refused.copy(),
+            "archive": Counter[str]() if keeper is None else keeper.refused.copy(),
+        }
+        try:
+            dht_peers = self._dht.known_nodes(ASK_LIMIT_S)
+            refused["dht"] += self._dht.refused_values(ASK_LIMIT_S)
+            not_ready = ""
+        except EnvironmentFault as error:
+            dht_peers, not_ready = None, str(error)
+        if keeper is None:
+            not_ready = not_ready or "the archive does not run"
+        child = cast("int | None", self._dht.pid)  # pyright: ignore[reportUnknownMemberType]
+        pids = (os.getpid(), child, self._dht.p2pd_pid)
+        return BootstrapFacts(
+            not_ready=not_ready,
+            dht_peers=dht_peers,
+            memory_bytes=sum(proportional_bytes(pid) for pid in pids if pid),
+            manifest_until=self._keeper.expires_at,
+            archive_bytes=self._archive_bytes,
+            archive_rounds={} if keeper is None else keeper.rounds,
+            served_bytes={} if keeper is None else keeper.served.copy(),
+            refused={
+                f"{source}_{reason}": count
+                for source, counts in refused.items()
+                for reason, count in counts.items()
+            },
+        )
+
+
+def bytes_by_stage(folder: Path) -> dict[int, int]:
+    """What the files of each stage's archive hold together; those that vanish meanwhile do not."""
+    found: dict[int, int] = {}
+    for path in folder.glob("stage*"):
+        if path.name.removeprefix("stage").isdecimal():
+            found[int(path.name.removeprefix("stage"))] = bytes_below(path)
+    return found
+
+
+def exposition(run: str, role: Role, facts: BootstrapFacts) -> bytes:
+    """Everything as Prometheus reads it; run: the label's value."""
+    lines = [
+        line
+        for family in _families(role, facts)
+        if family.series
+        for line in family.lines(run, PREFIX)
+    ]
+    return ("\n".join(lines) + "\n").encode()
+
+
+def _families(role: Role, facts: BootstrapFacts) -> Iterable[Family]:
+    def many(
+        name: str,
+        kind: Literal["gauge", "counter"],
+        text: str,
+        label: str,
+        values: Mapping[int, int] | Mapping[str, int],
+    ) -> Family:
+        family = Family(name, kind, text)
+        for key, value in values.items():
+            family.add(value, **{label: key})
+        return family
+
+    def one(name: str, text: str, value: float | None) -> Family:
+        family = Family(name, "gauge", text)
+        family.add(value)
+        return family
+
+    build = Family("build_info", "gauge", "What runs here: the operator's bootstrap, or a copy.")
+    build.add(1, version=__version__, protocol=PROTOCOL_VERSION, role=role)
+    yield build
+    yield one("ready", "Whether peers can join and fetch here.", float(not facts.not_ready))
+    yield one("dht_peers", "Other DHT nodes that this one knows.", facts.dht_peers)
+    memory = "Of all processes, proportional set size."
+    yield one("memory_bytes", memory, facts.memory_bytes)
+    until = "Until when the manifest is valid, if the operator's bootstrap does not renew it."
+    yield one("manifest_expiry_timestamp_seconds", until, facts.manifest_until or None)
+    kept = "Bytes on the disk of a stage's states and records."
+    yield many("archive_bytes", "gauge", kept, "stage", facts.archive_bytes)
+    newest = "The newest round of a stage that is kept; -1 before the first one."
+    yield many("archive_round", "gauge", newest, "stage", facts.archive_rounds)
+    served = {"state": 0, "record": 0} | dict(facts.served_bytes)
+    sent = "Payload bytes of what was kept, sent to those who asked."
+    yield many("served_bytes_total", "counter", sent, "kind", served)
+    refused = "Records of others and requests that were refused, by who refused them and why."
+    yield many("refused_total", "counter", refused, "reason", facts.refused)
+
+
+# with another folder it would get another key, and with it begin another run
+BOOTSTRAP_RUNS = "the bootstrap of this folder runs already; stop it first"
+
+
+@dataclass(frozen=True, kw_only=True)
+class BootstrapOptions:
+    """The options of `dilocox bootstrap`; see their help texts. With an invite it is a copy."""
+
+    manifest: Path | Invite
+    state: Path
+    host: str
+    port: int
+    announce: tuple[str, ...]
+    join: tuple[str, ...]
+    metrics_host: str
+    metrics_port: int | None
+
+    @property
+    def listen(self) -> str:
+        """The multiaddr to listen on."""
+        return f"/ip4/{self.host}/tcp/{self.port}"
+
+
+def run_bootstrap_command(options: BootstrapOptions) -> int:
+    """Serve until a signal comes; the exit code."""
+    keeper_for = _keeper(options)
+    copies = isinstance(options.manifest, Invite)
+    if options.metrics_port:
+        check_port(options.metrics_host, options.metrics_port)
+    folder = StateFolder(options.state)
+    with folder.locked(BOOTSTRAP_RUNS), StopSignal() as stop:
+        is_new = not folder.identity.exists()
+        check_ports([options.listen])  # a start that fails should not leave a key behind
+        identity = Identity.load_or_create(folder.identity)
+        if is_new and not copies:
+            explain_key(folder.identity)
+        keeper = keeper_for(identity)
+        others = other_bootstraps(options, keeper.run, identity.peer_id)
+        if keeper.known and not (copies or options.join):
+            others = joined_before(options.state, keeper.run, identity.peer_id)
+        if not (is_new or copies or keeper.known or others):
+            logger.warning(
+                "run %s begins here: this folder has the operator's key, but nothing of the run. "
+                "If it has begun elsewhere, stop this at once, or the run is split: remove the "
+                "folder %s-revisions and start again with --join and the invite of a copy of the "
+                "bootstrap, or put the old folder of that name here",
+                keeper.run,
+                keeper.run,
+            )
+        if copies and not others:
+            raise InvalidInput(
+                "the invite names this bootstrap alone, and a copy needs another one: give "
+                "run.yaml if this is the operator's state folder, else the operator's invite"
+            )
+
+        def ready(invite: Invite) -> None:
+            stop.defer()
+            if copies and keeper.signed.public_key == identity.public_key:
+                raise InvalidInput(
+                    f"--state {options.state}: it has the operator's key, so this is no copy; give "
+                    "run.yaml instead of the invite, or another folder"
+                )
+            manifest = keeper.signed.verify(keeper.run)
+            for line in warnings(manifest):
+                logger.warning("%s", line)
+            write_atomically(options.state / "invite", f"{invite}\n".encode())
+            what = "a copy of the bootstrap of run" if copies else "run"
+            logger.info("%s %s (%s) is up; volunteers join with", what, keeper.run, manifest.name)
+            typer.echo(f"dilocox peer {invite}")
+
+        def beside(dht: RunDHT, swarm: Swarm) -> Beside:
+            return Beside(options, keeper, identity, dht, swarm)
+
+        run_bootstrap(
+            keeper=keeper,
+            identity=identity,
+            listen=[options.listen],
+            announce=options.announce,
+            others=others,
+            alone=keeper.known,
+            stop_event=stop.event,
+            on_ready=ready,
+            beside=beside,
+        )
+    logger.info("left: as asked")
+    return 0
+
+
+def explain_key(path: Path) -> None:
+    """Say what the key is that was just made, and what its loss would mean."""
+    logger.warning("made the operator's key of this run: %s", path.resolve())
+    for line in (
+        "whoever has it can revise, pause, end and roll back the run, and nobody else can: keep it "
+        "secret",
+        "keep a copy of it in another place: it cannot be made again. Without it the peers train "
+        "on to the end, but nothing can be changed, and nobody new can join once the manifest "
+        f"expires, {MANIFEST_LIFETIME_S / 86400:.0f} days after it was renewed last",
+        "if it is lost: let the peers train to the end; `dilocox export` writes the model. If it "
+        "is stolen: export the model, and tell the volunteers to leave",
+    ):
+        logger.warning("%s", line)
+
+
+class Beside:
+    """What runs beside the DHT node, in its thread: the archive, and the figures of it all."""
+
+    def __init__(
+        self,
+        options: BootstrapOptions,
+        keeper: ManifestKeeper,
+        identity: Identity,
+        dht: RunDHT,
+        swarm: Swarm,
+    ):
+        """Raises EnvironmentFault if the port for the figures cannot be had."""
+        self._keeper = keeper
+        self._signed = keeper.signed
+        manifest = keeper.signed.verify(keeper.run)
+        # with another root nothing of it would fit
+        folder = options.state / f"{keeper.run}-archive-{manifest.root[:16]}"
+        self._archive = Archive(
+            dht=dht,
+            swarm=swarm,
+            run=keeper.run,
+            me=identity.peer_id,
+            manifest=manifest,
+            folder=folder,
+        )
+        self._figures = BootstrapFigures(
+            role="operator" if keeper.own else "copy",
+            keeper=keeper,
+            dht=dht,
+            swarm=swarm,
+            archive=self._archive,
+            folder=folder,
+        )
+        self._open = ExitStack()
+        pages = self._figures.pages()
+        self._open.enter_context(served(options.metrics_host, options.metrics_port, pages))
+
+    def tick(self) -> None:
+        """Do what is due."""
+        if self._keeper.signed.manifest_bytes != self._signed.manifest_bytes:
+            self._signed = self._keeper.signed
+            self._archive.revise(self._signed.verify(self._keeper.run))
+        self._archive.tick()
+        self._figures.tick()
+
+    def close(self) -> None:
+        """End it all."""
+        self._open.close()
+        self._archive.close()
+
+
+def other_bootstraps(options: BootstrapOptions, run: str, me: str) -> tuple[str, ...]:
+    """Addresses of the run's other bootstraps, each once: of the invite, and those to join.
+
+    Raises:
+        InvalidInput: an invite is of another run, or an address is none.
+    """
+    invites = [options.manifest] if isinstance(options.manifest, Invite) else []
+    addresses: list[str] = []
+    for text in options.join:
+        if text.startswith(SCHEME):
+            invites.append(Invite.parse(text))
+        else:
+            addresses.append(text)
+    for invite in invites:
+        if invite.run_id != run:
+            raise InvalidInput(
+                f"--join: the invite is of run {invite.run_id}, this bootstrap's is {run}"
+            )
+    found: Iterable[str] = [each for invite in invites for each in invite.bootstraps] + addresses
+    return tuple(dict.fromkeys(each for each in found if bootstrap_address(each).peer_id != me))
+
+
+def joined_before(state: Path, run: str, me: str) -> tuple[str, ...]:
+    """Addresses of the other bootstraps in the invite that this folder's bootstrap printed last.
+
+    They stay in it without being named again: volunteers who have it are to find them.
+    """
+    try:
+        invite = Invite.parse((state / "invite").read_text())
+    except (OSError, UnicodeDecodeError, InvalidInput):  # none yet, or damaged
+        return ()
+    of_run = invite.bootstraps if invite.run_id == run else ()
+    return tuple(each for each in of_run if bootstrap_address(each).peer_id != me)
+
+
+def _keeper(options: BootstrapOptions) -> Callable[[Identity], ManifestKeeper]:
+    """What keeps the manifest, for an identity. Raises InvalidInput for a wrong run.yaml."""
+    source = options.manifest
+    if isinstance(source, Invite):
+        path = options.state / f"{source.run_id}.manifest"
+        return lambda _: ManifestCopy(source.run_id, path, write_atomically)
+    manifest = checked_manifest(source)
+
+    def keeper(identity: Identity) -> OwnManifest:
+        run = run_id(identity.public_key, manifest.name)
+        revisions = RevisionFolder(options.state, run)
+        return OwnManifest(identity, manifest, revisions, joins=bool(options.join))
+
+    return keeper

@@ -1,0 +1,483 @@
+"""The command `dilocox doctor`: what of this machine fits a run, what does not, and what to do.
+
+One examination by `dilocox doctor`: everything that a peer needs, in the order in which it meets
+it. What stands behind a mishap is not checked: without a way to the run nothing can be said of it.
+The rules are in doctor_checks.py.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import platform
+import sys
+import tempfile
+from collections.abc import Callable, Generator, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from dilocox import __version__
+from dilocox.dht.errors import DilocoxError, InvalidInput
+from dilocox.dht.files import no_temporary_folder
+from dilocox.dht.identity import Identity
+from dilocox.dht.invite import Invite
+from dilocox.peer import resources
+from dilocox.peer.commands import doctor_checks
+from dilocox.peer.commands.doctor_checks import (
+    DeviceFacts,
+    ExchangeFacts,
+    ReachFacts,
+    RunFacts,
+    SpeedFacts,
+    fault,
+    folder_facts,
+    libraries,
+    not_checked,
+)
+from dilocox.peer.resources import (
+    Check,
+    available_bytes,
+    disk_free,
+    planned_beside_gpu_bytes,
+    planned_bytes,
+)
+from dilocox.peer.state_folder import StateFolder
+
+if TYPE_CHECKING:  # imported when it is known that the libraries can be loaded
+    from dilocox.dht.join import Joined
+    from dilocox.dht.reachability import Bandwidth
+    from dilocox.peer.commands.doctor_bench import Bench
+    from dilocox.peer.commands.doctor_swarm import SwarmFacts
+    from dilocox.peer.process.prepare import StageNeeds
+import json
+import textwrap
+from collections.abc import Iterable
+from dataclasses import asdict
+from typing import Any
+
+import typer
+from rich.console import Console
+from rich.text import Text
+
+from dilocox.dht.files import write_atomically
+from dilocox.peer.commands.doctor_checks import rounded
+from dilocox.peer.os_process import StopSignal
+from dilocox.peer.resources import Status
+
+SPEED_LIMIT_S = 10.0
+OF_THE_RUN = ("run", "version", "clock", "stage", "reachable", "bandwidth", "speed")
+
+
+@dataclass(frozen=True, kw_only=True)
+class DoctorOptions:
+    """The options of `dilocox doctor`, which are those of `dilocox peer`; see their help texts."""
+
+    invite: Invite
+    state: Path
+    stage: str
+    host: str
+    port: int
+    announce: tuple[str, ...]
+    device: str
+    threads: int
+    max_upload_mb_s: float
+    memory_limit_gb: float
+    data: str
+    json_file: Path | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """What this machine would contribute. exchange_s: None where it is not known."""
+
+    stage: int
+    tokens_per_s: float
+    exchange_s: float | None
+
+
+class Examination:
+    """One of them. `part` is known when it is over, None where it could not be found out."""
+
+    def __init__(self, options: DoctorOptions, busy: Callable[[str], None]):
+        """busy: told what takes a while now."""
+        self.part: Part | None = None
+        self._options = options
+        self._busy = busy
+        self._folder = folder_facts(options.state)
+        self._device = DeviceFacts()
+
+    def checks(self) -> Iterator[Check]:
+        """The lines, each as soon as it is known."""
+        yield doctor_checks.python_check(
+            sys.version_info[:3], platform.system(), platform.machine()
+        )
+        unwritable = no_temporary_folder()
+        if unwritable is not None:  # libraries cannot be loaded without
+            yield fault("tmp", unwritable)
+            yield from self._without_libraries("tmp")
+            return
+        self._busy("loading libraries")
+        found = doctor_checks.libraries_check(libraries())
+        yield found
+        if found.status == "failed":
+            yield from self._without_libraries("libraries")
+            return
+        from dilocox.peer.commands.doctor_bench import Bench
+
+        with Bench.opened() as bench:  # before any thread is started
+            options = self._options
+            self._device = bench.device(options.device, options.threads)
+            yield doctor_checks.device_check(options.device, self._device)
+            yield from self._state()
+            yield from self._from_the_bootstraps_on(bench)
+
+    def _without_libraries(self, cause: str) -> Iterator[Check]:
+        yield from self._state()
+        yield from self._room(None, None)
+        yield from _unchecked(OF_THE_RUN, cause)
+
+    def _state(self) -> Iterator[Check]:
+        yield doctor_checks.folder_check(self._folder)
+        yield doctor_checks.key_check(self._folder)
+
+    # ---- the way to the run ----------------------------------------------------------------------
+    def _from_the_bootstraps_on(self, bench: Bench) -> Iterator[Check]:
+        port = yield from self._port()
+        self._busy("dialling the bootstraps")
+        dialled = doctor_checks.bootstrap_checks(self._dialled())
+        yield from dialled
+        if all(check.status == "failed" for check in dialled):
+            yield from self._room(None, None)
+            yield from _unchecked(OF_THE_RUN, "bootstrap")
+            return
+        self._busy("joining the run")
+        with contextlib.ExitStack() as stack:
+            try:
+                place = stack.enter_context(self._joined(port))
+            except DilocoxError as error:
+                name = "version" if "speaks protocol" in str(error) else "run"
+                yield fault(name, error)
+                yield from self._room(None, None)
+                yield from _unchecked(OF_THE_RUN, name)
+                return
+            try:
+                yield from self._in_the_run(place, bench)
+            except DilocoxError as error:  # this machine's own node has ended in the middle
+                yield fault("run", error)
+
+    def _port(self) -> Generator[Check, None, int]:
+        """Whether it is free, and the one that the doctor listens on: another where it is not."""
+        from dilocox.dht.addresses import check_ports
+
+        host, port = self._options.host, self._options.port
+        error: DilocoxError | None = None
+        try:
+            check_ports([f"/ip4/{host}/tcp/{port}"])
+        except DilocoxError as raised:
+            error = raised
+        yield doctor_checks.port_check(host, port, error, own_peer=self._folder.in_use)
+        return port if error is None else 0
+
+    def _dialled(self) -> dict[str, str | None]:
+        from dilocox.dht.addresses import dial_fault
+
+        addresses = self._options.invite.bootstraps
+        with ThreadPoolExecutor(max_workers=len(addresses)) as pool:
+            return dict(zip(addresses, pool.map(dial_fault, addresses), strict=True))
+
+    @contextlib.contextmanager
+    def _joined(self, port: int) -> Generator[Joined]:
+        """A place in the DHT under an identity of its own, for a peer may use this folder's."""
+        from dilocox.dht.join import joined
+
+        options = self._options
+        listen = [f"/ip4/{options.host}/tcp/{port}"]
+        with tempfile.TemporaryDirectory() as name:
+            identity = Identity.load_or_create(Path(name) / "identity.key")
+            with joined(
+                options.invite,
+                identity,
+                listen=listen,
+                announce=options.announce,
+                client_mode=True,
+            ) as place:
+                yield place
+
+    # ---- in the run ------------------------------------------------------------------------------
+    def _in_the_run(self, place: Joined, bench: Bench) -> Iterator[Check]:
+        from dilocox.peer.commands.doctor_swarm import SwarmFacts
+        from dilocox.peer.process.prepare import StageNeeds
+
+        options, manifest = self._options, place.manifest
+        with SwarmFacts.opened(place, options.invite, self._folder.peer_id) as swarm:
+            yield doctor_checks.run_check(
+                RunFacts(
+                    name=manifest.name,
+                    stages=manifest.stages,
+                    model=str(manifest.model["model_type"]),
+                    values=sum(swarm.sizes),
+                    trained=swarm.trained,
+                    state=manifest.operation.state,
+                )
+            )
+            self._busy("looking who is there")
+            yield doctor_checks.version_check(__version__, manifest.protocol, swarm.versions)
+            before = StateFolder(options.state).noted_stage(place.run)
+            try:
+                stage = swarm.stage(options.stage, before)
+            except InvalidInput as error:
+                yield fault("stage", error)
+                yield from self._room(None, swarm.sizes)
+                yield from self._network(place, swarm, 0)
+                yield from _unchecked(("bandwidth", "speed"), "stage")
+                return
+            needs = StageNeeds(manifest, stage)
+            peers, stages = swarm.peers, manifest.stages
+            yield doctor_checks.stage_check(options.stage, stage, peers, stages, before)
+            room = list(self._room(needs, swarm.sizes))
+            yield from room
+            if stage == 0:
+                yield self._data(place)
+            yield from self._network(place, swarm, stage)
+            exchange = yield from self._exchange(swarm, needs)
+            short = [check.name for check in room if check.status == "failed"]
+            if short:
+                yield not_checked("speed", ", ".join(short))
+            else:
+                yield self._speed(bench, needs, exchange)
+
+    def _room(self, needs: StageNeeds | None, sizes: Sequence[int] | None) -> Iterator[Check]:
+        """Memory, disk and shared memory, as the stage asks. A peer that runs has its share, and so
+        is asked for nothing."""
+        options = self._options
+        known = None if self._folder.in_use else needs
+        stage = None if known is None else known.stage
+        limit = options.memory_limit_gb * 1e9 or None
+        plans: list[int] | None = None
+        if sizes is not None:
+            plans = [planned_bytes(values) for values in sizes]
+        if sizes is not None and self._device.kind == "cuda":
+            both = [planned_beside_gpu_bytes(values) for values in sizes]
+            plans, on_gpu = [beside for beside, _ in both], [gpu for _, gpu in both]
+            yield doctor_checks.memory_check("gpu", self._device.free_bytes, None, on_gpu, stage)
+        yield doctor_checks.memory_check("memory", available_bytes(), limit, plans, stage)
+        yield self._disk(known)
+
+    def _disk(self, needs: StageNeeds | None) -> Check:
+        options = self._options
+        if needs is None:
+            return resources.disk_check(str(options.state), disk_free(options.state), None)
+        from dilocox.peer.process.prepare import disk_room
+
+        own = StateFolder(options.state).run(options.invite.run_id, needs.stage)
+        return disk_room(own, needs)
+
+    def _data(self, place: Joined) -> Check:
+        """Whether a head finds the text: the run's for the validation, and its own."""
+        from dilocox.peer.process.prepare import own_data
+        from dilocox.peer.training.data_sources import find_files
+
+        data = place.manifest.data
+        for spec in (data, own_data(data, self._options.data)):
+            if spec.format not in ("stdlib", "hub"):
+                try:
+                    find_files(spec)
+                except InvalidInput as error:
+                    return fault("data", error)
+        return Check("data", "ok", self._options.data or data.source)
+
+    def _network(self, place: Joined, swarm: SwarmFacts, stage: int) -> Iterator[Check]:
+        options = self._options
+        yield doctor_checks.clock_check(place.clock.offset, swarm.peer_clock(stage))
+        self._busy("asking others to dial this machine")
+        # where this folder's peer runs, its own port is the one that matters
+        found = swarm.reach(options.announce, options.port if self._folder.in_use else 0)
+        yield doctor_checks.reach_check(
+            ReachFacts(
+                kind=found.kind,
+                addresses=found.addresses or options.announce,
+                seen=found.seen,
+                port=options.port,
+                announced=bool(options.announce),
+            )
+        )
+
+    def _exchange(
+        self, swarm: SwarmFacts, needs: StageNeeds
+    ) -> Generator[Check, None, ExchangeFacts | None]:
+        """How fast the link is, and what that means for an exchange."""
+        self._busy("measuring the link, 8 s")
+        link = swarm.bandwidth(needs.stage)
+        if link is None:
+            mend = "try again: a peer in the middle of an exchange has no time for this"
+            yield Check("bandwidth", "warning", "not known: no peer had time to measure it", mend)
+            return None
+        facts = _exchange_facts(self._options, needs, link, swarm.peers.get(needs.stage, 0))
+        yield doctor_checks.bandwidth_check(facts)
+        return facts
+
+    def _speed(self, bench: Bench, needs: StageNeeds, exchange: ExchangeFacts | None) -> Check:
+        self._busy("training a few steps, up to 10 s")
+        values = needs.values
+        found = bench.speed(needs.manifest, needs.stage, values, SPEED_LIMIT_S)
+        per_token = needs.link_bytes_per_token()
+        carried = None
+        if exchange is not None and per_token:
+            carried = min(exchange.down, exchange.link_up) / per_token
+        speed = SpeedFacts(
+            tokens_per_s=found.tokens_per_s,
+            measured=found.measured,
+            fault=found.fault,
+            link_tokens_per_s=carried,
+            shared=self._folder.in_use,
+        )
+        exchange_s = None if exchange is None else exchange.seconds
+        if not speed.fault:
+            self.part = Part(
+                stage=needs.stage,
+                tokens_per_s=doctor_checks.tokens_per_s(speed),
+                exchange_s=exchange_s,
+            )
+        return doctor_checks.speed_check(needs.stage, speed, exchange_s)
+
+
+def _exchange_facts(
+    options: DoctorOptions, needs: StageNeeds, link: Bandwidth, others: int
+) -> ExchangeFacts:
+    """With the others of the stage, or with one that is still to come."""
+    up = link.up_bytes_per_s
+    return ExchangeFacts(
+        stage=needs.stage,
+        payload_bytes=needs.exchange_bytes(max(2, others + 1)),
+        down=link.down_bytes_per_s,
+        up=min(up, options.max_upload_mb_s * 1e6 or up),
+        link_up=up,
+        limit_s=needs.manifest.deadlines.exchange_s,
+    )
+
+
+def _unchecked(names: Sequence[str], first: str) -> Iterator[Check]:
+    for name in names:
+        if name != first:
+            yield not_checked(name, first)
+
+
+__all__ = ["DoctorOptions", "run_doctor"]
+
+STOPPED = 130  # before it was done
+COLOURS: dict[Status, str] = {
+    "ok": "green",
+    "warning": "yellow",
+    "failed": "bold red",
+    "skipped": "dim",
+}
+MARK_WIDTH, NAME_WIDTH = 9, 11
+MAX_WIDTH = 120
+
+
+def run_doctor(options: DoctorOptions) -> int:
+    """Examine, show, and say whether this machine could take part; the exit code."""
+    with StopSignal():
+        checks = _shown(options) if options.json_file is None else _written(options)
+        return 1 if any(check.status == "failed" for check in checks) else 0
+    return STOPPED
+
+
+def _shown(options: DoctorOptions) -> list[Check]:
+    page = Page(Console(highlight=False, soft_wrap=False))
+    examination = Examination(options, page.busy)
+    try:
+        checks = page.show(examination.checks())
+    finally:
+        page.busy("")
+    page.say("")
+    page.say(verdict(checks, examination.part))
+    return checks
+
+
+def _written(options: DoctorOptions) -> list[Check]:
+    examination = Examination(options, lambda _: None)
+    checks = list(examination.checks())
+    told = as_json(checks, examination.part, options.invite)
+    text = json.dumps(told, indent=2) + "\n"
+    if str(options.json_file) == "-":
+        typer.echo(text, nl=False)
+    elif options.json_file is not None:
+        write_atomically(options.json_file, text.encode())
+    return checks
+
+
+def as_json(checks: Sequence[Check], part: Part | None, invite: Invite) -> dict[str, Any]:
+    """What scripts read: the lines, and what this machine would contribute."""
+    return {
+        "run": invite.run_id,
+        "version": __version__,
+        "can_take_part": all(check.status != "failed" for check in checks),
+        "verdict": verdict(checks, part),
+        "part": None if part is None else asdict(part),
+        "checks": [asdict(check) for check in checks],
+    }
+
+
+def verdict(checks: Sequence[Check], part: Part | None) -> str:
+    """What it comes to, in one sentence."""
+    failed = [check.name for check in checks if check.status == "failed"]
+    if failed:
+        return f"This machine cannot take part yet: mend {', '.join(dict.fromkeys(failed))}."
+    text = "This machine can take part"
+    if part is not None:
+        text += f": stage {part.stage}, about {rounded(part.tokens_per_s)} tokens/s"
+    warned = list(dict.fromkeys(check.name for check in checks if check.status == "warning"))
+    return f"{text}; see the warnings: {', '.join(warned)}." if warned else f"{text}."
+
+
+class Page:
+    """The lines on a terminal or in a file: mark, name, text, and the mend below it."""
+
+    def __init__(self, console: Console):
+        self._console = console
+        self._width = min(console.width, MAX_WIDTH)
+
+    def show(self, checks: Iterable[Check]) -> list[Check]:
+        """Print them as they come; all of them."""
+        shown: list[Check] = []
+        for check in checks:
+            self.busy("")
+            self._line(check)
+            shown.append(check)
+        return shown
+
+    def say(self, text: str) -> None:
+        """A sentence of its own."""
+        for line in _wrapped(text, self._width):
+            self._console.print(Text(line), soft_wrap=True)
+
+    def busy(self, doing: str) -> None:
+        """Show what takes a while, on a terminal; the next line takes its place.
+
+        No thread draws it: what is forked meanwhile would inherit its locks.
+        """
+        if self._console.is_terminal:
+            sys.stdout.write(f"\r\x1b[K{doing + ' ...' if doing else ''}")
+            sys.stdout.flush()
+
+    def _line(self, check: Check) -> None:
+        indent = MARK_WIDTH + NAME_WIDTH
+        room = max(20, self._width - indent)
+        lines, mend = _wrapped(check.text, room), _wrapped(f"-> {check.mend}", room, "   ")
+        if check.mend and len(lines) == len(mend) == 1 and len(lines[0] + mend[0]) < room:
+            lines, mend = [f"{lines[0]} {mend[0]}"], []  # it fits into the same line
+        lines += mend if check.mend else []
+        head = Text.assemble(
+            (check.status.ljust(MARK_WIDTH), COLOURS[check.status]), check.name.ljust(NAME_WIDTH)
+        )
+        for line in lines:
+            self._console.print(head + Text(line), soft_wrap=True)
+            head = Text(" " * indent)
+
+
+def _wrapped(text: str, width: int, indent: str = "") -> list[str]:
+    """In lines of this width; what some peer said may not steer the terminal."""
+    printable = "".join(letter if letter.isprintable() else "?" for letter in text)
+    return textwrap.wrap(printable, width, subsequent_indent=indent, break_on_hyphens=False) or [""]

@@ -1,0 +1,565 @@
+"""What `dilocox doctor` concludes about a machine: pure rules, from facts to one line each.
+
+failed   a peer could not take part
+warning  it can, but worse than it could, or something here could not be found out
+ok       nothing to do
+
+Whatever is not ok names its mend. Machine first, then the network and the run.
+
+Gathers what `dilocox doctor` must know of this machine, without a network.
+
+Nothing is written: a doctor leaves no trace in a state folder.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import importlib
+import importlib.metadata
+import os
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from dilocox.dht.addresses import Reachability
+from dilocox.dht.errors import DilocoxError
+from dilocox.dht.identity import Identity
+from dilocox.dht.invite import bootstrap_address
+from dilocox.peer.resources import SPARE_SHARE, Check, nearest, size
+from dilocox.peer.state_folder import StateFolder
+
+PYTHONS = ((3, 10), (3, 13))
+MAX_NAMED = 6
+
+
+def fault(name: str, error: DilocoxError) -> Check:
+    """What an error for people says, which ends with its mend."""
+    text = str(error)
+    cut = max(text.rfind(": "), text.rfind("; "))
+    if cut < 0:
+        return Check(name, "failed", text, "see more with --log-level debug")
+    return Check(name, "failed", text[:cut], text[cut + 2 :])
+
+
+def not_checked(name: str, first: str) -> Check:
+    """What cannot be known before another line is mended."""
+    return Check(name, "skipped", "not checked", f"mend {first} first")
+
+
+# ---- programs ------------------------------------------------------------------------------------
+def python_check(version: tuple[int, int, int], system: str, machine: str) -> Check:
+    """Whether this Python and this system are ones that dilocox runs on."""
+    text = f"{'.'.join(map(str, version))}, {system} on {machine}"
+    low, high = PYTHONS
+    if not low <= version[:2] <= high:
+        wanted = f"{low[0]}.{low[1]} to {high[0]}.{high[1]}"
+        return Check("python", "failed", text, f"install it for a Python from {wanted}")
+    if (system, machine) != ("Linux", "x86_64"):
+        mend = "if it does not start, use Linux on x86-64, or the container image there"
+        return Check("python", "warning", f"{text}, which nobody has tried", mend)
+    return Check("python", "ok", text)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Library:
+    """A library that dilocox needs. needed: as in `==1.1.12`. fault: why it cannot be used."""
+
+    name: str
+    version: str
+    needed: str = ""
+    fault: str = ""
+
+
+def libraries_check(libraries: Sequence[Library]) -> Check:
+    """Whether the libraries are there, of the right versions, and can be loaded."""
+    missing = [each for each in libraries if not each.version]
+    if missing:
+        names = ", ".join(each.name for each in missing)
+        wanted = " ".join(f"'{each.name}{each.needed}'" for each in missing)
+        return Check("libraries", "failed", f"missing: {names}", f"python -m pip install {wanted}")
+    wrong = [each for each in libraries if not _satisfied(each.version, each.needed)]
+    if wrong:
+        found = ", ".join(f"{each.name} {each.version}, not {each.needed}" for each in wrong)
+        wanted = " ".join(f"'{each.name}{each.needed}'" for each in wrong)
+        return Check("libraries", "failed", found, f"python -m pip install {wanted}")
+    broken = next((each for each in libraries if each.fault), None)
+    if broken is not None:
+        text = f"{broken.name} {broken.version} cannot be loaded: {broken.fault}"
+        mend = f"python -m pip install --force-reinstall '{broken.name}=={broken.version}'"
+        return Check("libraries", "failed", text, mend)
+    return Check("libraries", "ok", ", ".join(f"{each.name} {each.version}" for each in libraries))
+
+
+def _satisfied(version: str, needed: str) -> bool:
+    """Whether a version is as `==1.2` or `>=1.2` asks; whatever else is asked for passes."""
+    if needed.startswith("=="):
+        return _numbers(version) == _numbers(needed[2:])
+    if needed.startswith(">="):
+        return _numbers(version) >= _numbers(needed[2:])
+    return True
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    parts = version.partition("+")[0].split(".")
+    return tuple(int(part) for part in parts if part.isdecimal())
+
+
+# ---- state folder --------------------------------------------------------------------------------
+@dataclass(frozen=True, kw_only=True)
+class FolderFacts:
+    """A state folder. writable: the folder, or where it would be made. fault: of its key file.
+
+    paused: by `dilocox pause`. peer_id: of its key, empty where there is none yet.
+    """
+
+    path: str
+    writable: bool
+    in_use: bool
+    paused: bool = False
+    peer_id: str = ""
+    key_fault: DilocoxError | None = None
+
+
+def key_check(folder: FolderFacts) -> Check:
+    """Whether the key file, which is who this peer is, can be used."""
+    if folder.key_fault is not None:
+        return fault("key", folder.key_fault)
+    if not folder.peer_id:
+        return Check("key", "ok", "none yet; the first start makes one")
+    return Check("key", "ok", f"peer {folder.peer_id}")
+
+
+def folder_check(folder: FolderFacts) -> Check:
+    """Whether a peer can use the state folder now."""
+    if folder.in_use:
+        return Check(
+            "folder",
+            "warning",
+            f"{folder.path}: its peer runs now; the lines below say what it leaves",
+            "give a second peer a folder and a port of its own with --state and --port",
+        )
+    if not folder.writable:
+        mend = "name a folder that this user can write to with --state"
+        return Check("folder", "failed", f"{folder.path}: this user cannot write to it", mend)
+    if folder.paused:
+        mend = f"`dilocox resume --state {folder.path}` lets it take part"
+        return Check("folder", "warning", f"{folder.path}: its peer is paused", mend)
+    return Check("folder", "ok", folder.path)
+
+
+def memory_check(
+    name: str,
+    free_bytes: int,
+    limit_bytes: float | None,
+    plans: Sequence[int] | None,
+    stage: int | None,
+) -> Check:
+    """Whether the stage, and which others, fit into memory.
+
+    name: "memory", or the GPU's. limit_bytes: of `--memory-limit`. plans: bytes that a peer of each
+    stage takes, None where the run is not known. stage: the one that this peer takes.
+    """
+    limited = limit_bytes is not None and limit_bytes < free_bytes
+    room = int(limit_bytes) if limited and limit_bytes is not None else free_bytes
+    text = f"{size(room)} {'allowed by --memory-limit' if limited else 'free'}"
+    if plans is None or stage is None:
+        return Check(name, "ok", text)
+    fitting = [number for number, plan in enumerate(plans) if plan <= room]
+    text += f", {size(plans[stage])} needed for stage {stage}"
+    if len(plans) > 1:
+        text += f"; {_stages(fitting, len(plans))}"
+    if plans[stage] > room:
+        smaller = f", or host stage {fitting[0]} with `--stage {fitting[0]}`" if fitting else ""
+        raise_it = "raise --memory-limit" if limited else "close other programs"
+        return Check(name, "failed", text, f"{raise_it}{smaller or ', or use a larger machine'}")
+    if plans[stage] > SPARE_SHARE * room and not limited:
+        return Check(name, "warning", text, "close other programs, or the system may end the peer")
+    return Check(name, "ok", text)
+
+
+def _stages(fitting: Sequence[int], count: int) -> str:
+    """Which stages of several this machine has room for."""
+    if len(fitting) == count:
+        return "all stages fit"
+    if not fitting:
+        return "no stage fits"
+    shown = ", ".join(map(str, fitting[:MAX_NAMED]))
+    more = f" and {len(fitting) - MAX_NAMED} more" if len(fitting) > MAX_NAMED else ""
+    return f"of {count} stages {shown}{more} fit{'s' if len(fitting) == 1 else ''}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeviceFacts:
+    """Where a peer computes.
+
+    name, free_bytes: of the GPU. threads: of the CPU. fault: why what `--device` names is not here.
+    """
+
+    kind: Literal["cpu", "cuda"] = "cpu"
+    name: str = ""
+    threads: int = 1
+    free_bytes: int = 0
+    fault: str = ""
+
+
+def device_check(option: str, device: DeviceFacts) -> Check:
+    """What a peer computes on."""
+    if device.fault:
+        return Check("device", "failed", f"--device {option}: {device.fault}", "choose cpu or auto")
+    if device.kind == "cuda":
+        return Check("device", "ok", f"{device.name}, {size(device.free_bytes)} free")
+    threads = f"{device.threads} thread{'s' if device.threads > 1 else ''}"
+    found = "" if option == "cpu" else "; no GPU that torch can use"
+    return Check("device", "ok", f"CPU, {threads}{found}")
+
+
+def counts_in_words(counts: Mapping[str, int]) -> str:
+    """How often each, the most frequent first, as in `3 of 0.1.0, 1 of 0.2.0`."""
+    ordered = sorted(counts.items(), key=lambda item: (-item[1], item[0]))
+    told = [f"{count} of {what}" for what, count in ordered[:MAX_NAMED]]
+    return ", ".join(told) + (", ..." if len(ordered) > MAX_NAMED else "")
+
+
+# Those whose version matters or whose import can fail on a machine; the others come with them.
+LIBRARIES = ("torch", "hivemind", "transformers", "datasets", "safetensors")
+
+PAUSED = "paused"  # what `dilocox pause` leaves there
+
+_REQUIREMENT = re.compile(r"([A-Za-z0-9_-]+)((?:[<>=!~]=?.*)?)")
+
+
+def libraries() -> list[Library]:
+    """The versions that are here, those that are needed, and whether they can be loaded."""
+    needed = _needed()
+    return [_library(name, needed.get(name, "")) for name in LIBRARIES]
+
+
+def _needed() -> dict[str, str]:
+    """What this program's own package asks for; nothing where it was not installed as one."""
+    try:
+        lines = importlib.metadata.requires("dilocox") or []
+    except importlib.metadata.PackageNotFoundError:
+        return {}
+    found = (_REQUIREMENT.fullmatch(line) for line in lines if ";" not in line)
+    return {match[1]: match[2].replace(" ", "") for match in found if match is not None}
+
+
+def _library(name: str, needed: str) -> Library:
+    try:
+        version = importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return Library(name=name, version="", needed=needed)
+    why = ""
+    try:
+        importlib.import_module(name)
+    except Exception as error:  # noqa: BLE001 - a broken library raises what it likes
+        why = (str(error) or type(error).__name__).splitlines()[0]
+    return Library(name=name, version=version, needed=needed, fault=why)
+
+
+def folder_facts(path: Path) -> FolderFacts:
+    """A state folder as a peer would find it."""
+    folder = StateFolder(path)
+    peer_id, key_fault = "", None
+    if folder.identity.exists():
+        try:
+            peer_id = Identity.load_or_create(folder.identity).peer_id
+        except DilocoxError as error:
+            key_fault = error
+    return FolderFacts(
+        path=str(path),
+        writable=os.access(nearest(path), os.W_OK | os.X_OK),
+        in_use=_locked(path / "lock"),
+        paused=(path / PAUSED).exists(),
+        peer_id=peer_id,
+        key_fault=key_fault,
+    )
+
+
+def _locked(file: Path) -> bool:
+    """Whether a running peer holds this lock."""
+    try:
+        with file.open() as opened:
+            fcntl.flock(opened, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+    return False
+
+
+CLOCK_WARNING_S = 2.0
+SOME_PORT = 31337  # to name one, where `--port` does not
+PEER_CLOCK_S = 1.0  # what two peers of a run may be apart
+
+
+# ---- the way to the run --------------------------------------------------------------------------
+def bootstrap_checks(faults: Mapping[str, str | None]) -> list[Check]:
+    """One line for each address of the invite; None where somebody listens, else why not."""
+    reached = any(why is None for why in faults.values())
+    return [_bootstrap_check(address, why, reached) for address, why in faults.items()]
+
+
+def _bootstrap_check(address: str, why: str | None, others: bool) -> Check:
+    at = bootstrap_address(address)
+    where = f"{at.host} port {at.port}"
+    if why is None:
+        return Check("bootstrap", "ok", f"{where} accepts connections")
+    text = f"{where}: {why}"
+    if others:
+        return Check("bootstrap", "warning", text, "another one is enough; tell the operator")
+    reason = why.lower()
+    if "refused" in reason:
+        mend = "ask the operator whether the bootstrap runs and whether the invite is current"
+    elif "name" in reason or "resolution" in reason or "address associated" in reason:
+        mend = "check that this machine is online, and the name in the invite"
+    else:
+        mend = (
+            f"check that this machine is online and may dial out to TCP port {at.port}, and ask "
+            "the operator whether the bootstrap runs"
+        )
+    return Check("bootstrap", "failed", text, mend)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunFacts:
+    """What the manifest and the chain say.
+
+    model: its family. values: parameters of the whole model. trained: the share of the run's tokens
+    that is in round records. state: as the operator set it.
+    """
+
+    name: str
+    stages: int
+    model: str
+    values: int
+    trained: float
+    state: Literal["running", "paused", "ended"] = "running"
+
+
+def run_check(run: RunFacts) -> Check:
+    """What the invite leads to."""
+    stages = f"{run.stages} stage{'s' if run.stages > 1 else ''}"
+    text = f"{run.name}: {stages}, {run.model}, {_millions(run.values)}"
+    if run.state == "ended" or run.trained >= 1:
+        mend = "ask the operator for the invite of another run"
+        return Check("run", "failed", f"{text}; it has ended", mend)
+    if run.state == "paused":
+        mend = "no need to do anything: a peer waits until the operator resumes it"
+        return Check("run", "warning", f"{text}; its operator has paused it", mend)
+    return Check("run", "ok", f"{text}, {100 * run.trained:.0f} % done")
+
+
+def version_check(own: str, protocol: int, others: Mapping[str, int]) -> Check:
+    """Whether this program speaks as the run's peers do. others: how many peers have a version."""
+    text = f"{own} with protocol {protocol}, as the run"
+    if not others:
+        return Check("version", "ok", text)
+    if set(others) == {own}:
+        return Check("version", "ok", f"{text} and its peers")
+    text += f"; its peers: {counts_in_words(others)}"
+    newest = max(others, key=lambda version: (others[version], version))
+    if others.get(own, 0) >= others[newest]:
+        return Check("version", "ok", text)
+    mend = f"it works, as the protocol is the same; to be like most, install {newest}"
+    return Check("version", "warning", text, mend)
+
+
+def clock_check(offset_s: float, peer_offset_s: float | None) -> Check:
+    """Whether the clocks agree.
+
+    offset_s: how far the bootstraps' clocks are ahead of this machine's. peer_offset_s: how far a
+    peer's run time is ahead of ours, None where no peer told its own.
+    """
+    text = f"{abs(offset_s):.1f} s {'behind' if offset_s > 0 else 'ahead of'} the bootstraps"
+    if abs(offset_s) < 0.05:
+        text = "as the bootstraps'"
+    if peer_offset_s is not None and abs(peer_offset_s) > PEER_CLOCK_S:
+        return Check(
+            "clock",
+            "warning",
+            f"the run's time here and at a peer are {abs(peer_offset_s):.1f} s apart",
+            "tell the operator: the clocks of the bootstraps and of that peer differ",
+        )
+    if abs(offset_s) > CLOCK_WARNING_S:
+        mend = "dilocox corrects it; for other programs: `sudo timedatectl set-ntp true`"
+        return Check("clock", "warning", text, mend)
+    return Check("clock", "ok", text)
+
+
+# ---- the way to this peer ------------------------------------------------------------------------
+@dataclass(frozen=True, kw_only=True)
+class ReachFacts:
+    """What others found when they dialled back.
+
+    addresses: that worked, or that were announced. seen: the IP addresses that they see it at.
+    port: of `--port`.
+    """
+
+    kind: Reachability
+    addresses: Sequence[str]
+    seen: Sequence[str]
+    port: int
+    announced: bool
+
+
+def reach_check(reach: ReachFacts) -> Check:
+    """Whether others can dial this peer. One that only dials out takes part all the same."""
+    if reach.kind in ("public", "mapped"):
+        text = f"others reach this machine at {_shown(reach.addresses)}"
+        return Check("reachable", "ok", text)
+    if reach.kind == "unknown":
+        return Check(
+            "reachable",
+            "warning",
+            "not known: nobody answered who could dial back",
+            "try again when the run has more peers",
+        )
+    text = "others cannot dial this machine: it would only dial out, and lead nobody"
+    return Check("reachable", "warning", text, _opening(reach))
+
+
+def _opening(reach: ReachFacts) -> str:
+    """How to make a port reachable."""
+    if reach.announced:
+        return f"see that {_shown(reach.addresses)} leads to port {reach.port} of this machine"
+    port = reach.port or SOME_PORT
+    host = next((ip for ip in reach.seen if ":" not in ip), "ADDRESS")
+    return (
+        f"it works without; better: let TCP port {port} through firewall and router to this "
+        f"machine (in a container -p {port}:{port}) and start with --port {port} --announce "
+        f"/ip4/{host}/tcp/{port}"
+    )
+
+
+def _shown(addresses: Sequence[str]) -> str:
+    """The first address, and how many more there are."""
+    if not addresses:
+        return "its own address"
+    first = addresses[0].partition("/p2p/")[0]
+    return first if len(addresses) == 1 else f"{first} and {len(addresses) - 1} more"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExchangeFacts:
+    """What an exchange of the stage moves each way, and how fast it may.
+
+    down, link_up: bytes a second, measured. up: as `--max-upload` bounds it. limit_s: of an
+    exchange.
+    """
+
+    stage: int
+    payload_bytes: int
+    down: float
+    link_up: float
+    up: float
+    limit_s: float
+
+    @property
+    def seconds(self) -> float:
+        """How long an exchange takes at least."""
+        return self.payload_bytes / max(1.0, min(self.down, self.up))
+
+
+def bandwidth_check(exchange: ExchangeFacts) -> Check:
+    """Whether the link moves an exchange within its deadline."""
+    text = f"{size(exchange.down)}/s down, {size(exchange.up)}/s up"
+    if exchange.seconds > exchange.limit_s:
+        return Check(
+            "bandwidth",
+            "failed",
+            f"{text}; an exchange of stage {exchange.stage} would take {exchange.seconds:.0f} s, "
+            f"it may take {exchange.limit_s:.0f} s",
+            "use a faster link, raise --max-upload if it is set, or host a smaller stage",
+        )
+    return Check("bandwidth", "ok", text)
+
+
+def port_check(host: str, port: int, error: DilocoxError | None, *, own_peer: bool) -> Check:
+    """Whether this peer can listen. own_peer: one runs in this state folder, and may have it."""
+    if error is None:
+        return Check("port", "ok", f"{port} of {host} is free" if port else "any free one")
+    if own_peer:
+        return Check("port", "ok", f"{port} of {host} is in use, by this folder's peer it seems")
+    return fault("port", error)
+
+
+# ---- the part it would play ----------------------------------------------------------------------
+def stage_check(
+    option: str, stage: int, peers: Mapping[int, int], stages: int, before: int | None
+) -> Check:
+    """Which stage this peer takes.
+
+    peers: others by stage, without the stages of which nothing could be learnt. before: the stage
+    that it had last.
+    """
+    here = peers.get(stage)
+    others = "nobody else" if here == 0 else f"{here} other peer{'' if here == 1 else 's'}"
+    has = "of which nobody knows who has it" if here is None else f"which has {others}"
+    text = f"it would take stage {stage}, {has}"
+    if option == "auto" and stages > 1:
+        counts = ", ".join(str(peers.get(number, "?")) for number in range(min(stages, 16)))
+        more = ", ..." if stages > 16 else ""
+        text += "; it had it before" if before == stage else f"; peers by stage: {counts}{more}"
+    empty = [number for number in range(stages) if peers.get(number) == 0 and number != stage]
+    if empty:
+        text += f"; stage {', '.join(map(str, empty[:4]))} would still have nobody"
+        mend = "invite more volunteers: a run trains when every stage has a peer"
+        return Check("stage", "warning", text, mend)
+    return Check("stage", "ok", text)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SpeedFacts:
+    """How fast this machine computes a stage. measured: by inner steps, else from multiplications.
+
+    link_tokens_per_s: what the links to its neighbours carry at most, None where it has none, or
+    they are not known. shared: another peer computes here now. fault: why nothing is known.
+    """
+
+    tokens_per_s: float = 0.0
+    measured: bool = True
+    link_tokens_per_s: float | None = None
+    shared: bool = False
+    fault: str = ""
+
+
+def speed_check(stage: int, speed: SpeedFacts, exchange_s: float | None) -> Check:
+    """What this peer would contribute."""
+    if speed.fault:
+        mend = "see more with --log-level debug"
+        return Check("speed", "warning", f"not known: {speed.fault}", mend)
+    text = f"about {rounded(tokens_per_s(speed))} tokens/s in stage {stage}"
+    if bound_by_link(speed):
+        text += f", bound by the link (it computes {rounded(speed.tokens_per_s)})"
+    elif not speed.measured:
+        text += ", estimated from multiplications"
+    if speed.shared:
+        text += ", beside the peer that runs"
+    if exchange_s is not None:
+        text += f"; {max(0.1, exchange_s):.{0 if exchange_s > 9 else 1}f} s an exchange"
+    return Check("speed", "ok", text)
+
+
+def bound_by_link(speed: SpeedFacts) -> bool:
+    """Whether the links to its neighbours carry less than it computes."""
+    return speed.link_tokens_per_s is not None and speed.link_tokens_per_s < speed.tokens_per_s
+
+
+def tokens_per_s(speed: SpeedFacts) -> float:
+    """What comes through: computed, and carried to the neighbours."""
+    limit = speed.link_tokens_per_s
+    return speed.tokens_per_s if limit is None else min(limit, speed.tokens_per_s)
+
+
+def rounded(value: float) -> str:
+    """Two digits of it, and commas."""
+    return f"{float(f'{value:.2g}'):,.0f}"
+
+
+def _millions(values: int) -> str:
+    if values >= 1e9:
+        return f"{values / 1e9:.1f} billion parameters"
+    return f"{values / 1e6:.{1 if values < 1e8 else 0}f} million parameters"

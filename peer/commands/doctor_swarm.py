@@ -1,0 +1,191 @@
+"""Gathers what `dilocox doctor` must know of the run: from a place in its DHT and from its peers.
+
+The doctor joins as a client under an identity of its own, which it forgets, and publishes nothing:
+to the run it was never there. It listens as the peer would, so that others can dial it back.
+"""
+
+# hivemind and its generated protocol classes carry no types.
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
+# pyright: reportUnknownArgumentType=false, reportMissingTypeStubs=false
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections import Counter
+from collections.abc import Coroutine, Generator, Sequence
+from functools import cached_property
+from typing import Any, TypeVar
+
+from hivemind.p2p import PeerID
+
+from dilocox.dht.addresses import Reach
+from dilocox.dht.invite import Invite, bootstrap_address
+from dilocox.dht.join import Joined
+from dilocox.dht.reachability import Bandwidth, ask_time, find_reach, measure_bandwidth
+from dilocox.dht.records import ClaimRecord, StageRecord, claim_key
+from dilocox.peer.process.stage_selection import look_at_stages, named_stage, preferred_stage
+from dilocox.pipeline.partition import plan_stages
+from dilocox.pipeline.placement import live_peers
+
+logger = logging.getLogger(__name__)
+
+HANDLE_LIMIT_S = 5.0
+MAX_VERSION = 20  # letters of what a peer may have written there
+REACH_LIMIT_S = 8.0
+CLOCK_LIMIT_S = 2.0
+BANDWIDTH_LIMIT_S = 8.0
+PEERS_TRIED = 3  # for the bandwidth: one in an exchange needs its link for itself
+
+T = TypeVar("T")
+
+
+class SwarmFacts:
+    """Asks the run, through a place in its DHT; `opened` makes one."""
+
+    def __init__(self, place: Joined, invite: Invite, own_id: str):
+        self._place = place
+        ids = (bootstrap_address(address).peer_id for address in invite.bootstraps)
+        self._bootstraps = tuple(dict.fromkeys(ids))
+        self._own_id = own_id
+        self._loop = asyncio.new_event_loop()
+        self._p2p: Any = None
+
+    @classmethod
+    @contextlib.contextmanager
+    def opened(cls, place: Joined, invite: Invite, own_id: str) -> Generator[SwarmFacts]:
+        """For the peer with this id, which may run elsewhere; empty for one that is new."""
+        facts = cls(place, invite, own_id)
+        try:
+            yield facts
+        finally:
+            facts._close()
+
+    # ---- records ---------------------------------------------------------------------------------
+    @cached_property
+    def sizes(self) -> list[int]:
+        """Parameters of each stage."""
+        manifest = self._place.manifest
+        return [plan.num_parameters for plan in plan_stages(manifest.model, manifest.stages)]
+
+    @cached_property
+    def records(self) -> dict[int, dict[str, StageRecord]]:
+        """What the others say of themselves, by stage."""
+        found = look_at_stages(self._place)
+        return {
+            stage: {peer: record for peer, record in here.items() if peer != self._own_id}
+            for stage, here in found.items()
+        }
+
+    @property
+    def trained(self) -> float:
+        """The share of the run's tokens that some peer claims to hold records of."""
+        claims = self._place.swarm.read(claim_key(self._place.run, 0), ClaimRecord) or {}
+        tokens = max((claim.chain_tokens for claim in claims.values()), default=0)
+        return tokens / self._place.manifest.end_tokens
+
+    @property
+    def peers(self) -> dict[int, int]:
+        """How many others host each stage."""
+        return {stage: len(live_peers(here)) for stage, here in self.records.items()}
+
+    @property
+    def versions(self) -> Counter[str]:
+        """How many of them have which version."""
+        return Counter(
+            record.version[:MAX_VERSION]
+            for here in self.records.values()
+            for record in here.values()
+            if record.state != "left"
+        )
+
+    def stage(self, option: str, before: int | None) -> int:
+        """The stage that this peer would take. Raises InvalidInput for one that is none."""
+        stages = self._place.manifest.stages
+        named = named_stage(option, stages)
+        if named is not None:
+            return named
+        return preferred_stage(self.records, self._own_id, before, stages)
+
+    # ---- questions -------------------------------------------------------------------------------
+    def peer_clock(self, stage: int) -> float | None:
+        """How far some peer's run time is ahead of ours, in seconds; None if nobody tells."""
+        clock = self._place.clock
+
+        async def ask(peer: PeerID) -> float:
+            began = clock.time()
+            told = await ask_time(self._p2p, peer, limit_s=CLOCK_LIMIT_S)
+            return told - (began + clock.time()) / 2
+
+        return self._first(ask, self._hosts(stage))
+
+    def reach(self, announce: Sequence[str], port: int = 0) -> Reach:
+        """What others find who dial this machine: the doctor, or whoever listens at this port."""
+        own = list(announce)
+        for address in self._place.dht.visible_addresses():
+            told = address.partition("/p2p/")[0]
+            own.append(f"{told.rpartition('/')[0]}/{port}" if port else told)
+        asked = [PeerID.from_base58(peer) for peer in self._bootstraps]
+
+        async def find() -> Reach:
+            return await find_reach(self._p2p, asked, own, limit_s=REACH_LIMIT_S)
+
+        return self._run(find(), REACH_LIMIT_S + 2.0) or Reach(kind="unknown")
+
+    def bandwidth(self, stage: int) -> Bandwidth | None:
+        """Bytes a second from and to a peer of the run, None if nobody has time for that."""
+
+        async def measure(peer: PeerID) -> Bandwidth:
+            return await measure_bandwidth(self._p2p, peer, limit_s=BANDWIDTH_LIMIT_S)
+
+        return self._first(measure, self._hosts(stage))
+
+    # ---- pieces ----------------------------------------------------------------------------------
+    def _hosts(self, stage: int) -> list[PeerID]:
+        """Whom to ask: peers of the stage, then others, then the bootstraps."""
+        hosts: list[str] = []
+        for number in sorted(self.records, key=lambda number: number != stage):
+            here = self.records[number]
+            hosts += [peer for peer in live_peers(here) if not here[peer].client_mode]
+        few = hosts[: PEERS_TRIED - 1]
+        return [PeerID.from_base58(peer) for peer in (*few, *self._bootstraps[:PEERS_TRIED])]
+
+    def _first(self, ask: Any, peers: Sequence[PeerID]) -> Any:
+        """The first answer of peers that are asked one after the other."""
+
+        async def first() -> Any:
+            for peer in peers:
+                try:
+                    return await ask(peer)
+                except ConnectionError as error:
+                    logger.debug("no answer: %s", error)
+            return None
+
+        return self._run(first(), BANDWIDTH_LIMIT_S + 10.0)
+
+    def _run(self, question: Coroutine[Any, Any, T], limit_s: float) -> T | None:
+        """Ask within a deadline; None if nothing came."""
+
+        async def asked() -> T:
+            if self._p2p is None:
+                handle = self._place.dht.replicate_p2p()
+                self._p2p = await asyncio.wait_for(handle, HANDLE_LIMIT_S)
+            return await asyncio.wait_for(question, limit_s)
+
+        try:
+            return self._loop.run_until_complete(asked())
+        except (ConnectionError, asyncio.TimeoutError) as error:
+            logger.debug("not asked: %r", error)
+            return None
+        finally:
+            question.close()
+
+    def _close(self) -> None:
+        async def shut() -> None:
+            with contextlib.suppress(Exception):  # p2pd may be gone
+                await asyncio.wait_for(self._p2p.shutdown(), HANDLE_LIMIT_S)
+
+        if self._p2p is not None:
+            self._loop.run_until_complete(shut())
+        self._loop.close()

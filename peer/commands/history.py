@@ -1,0 +1,264 @@
+"""The commands `dilocox log` and `dilocox verify`: what a run's rounds were, and whether the anchor
+is what they make. Both read a state folder, or ask the swarm.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from dilocox.dht.errors import EnvironmentFault, InvalidInput
+from dilocox.dht.files import write_atomically
+from dilocox.dht.invite import Invite
+from dilocox.dht.join import Joined, visiting
+from dilocox.dht.manifest import Manifest
+from dilocox.peer.chain.download import ChainHolders, download_chain, list_chain
+from dilocox.peer.chain.record_check import RecordCheck
+from dilocox.peer.chain.replay import Replayed, replay
+from dilocox.peer.chain.store import KeptChain, KeptRun, kept_run
+from dilocox.peer.chain.summary import ChainRound, _contributions, _lines, _table, _tokens_before
+from dilocox.peer.os_process import StopSignal, counted
+from dilocox.pipeline.stage import stage_layout
+
+
+def as_json(run: str, stages: Mapping[int, Sequence[ChainRound]]) -> dict[str, Any]:
+    """Everything, with totals, by stage."""
+    return {
+        "run": run,
+        "stages": [
+            {
+                "stage": stage,
+                "rounds": [asdict(each.listed) for each in rounds],
+                "tokens": sum(each.listed.tokens for each in rounds),
+                "record_bytes": sum(each.listed.record_bytes for each in rounds),
+                "contributions": _contributions(rounds),
+                "tokens_before": _tokens_before(rounds),
+            }
+            for stage, rounds in sorted(stages.items())
+        ],
+    }
+
+
+def show(stages: Mapping[int, Sequence[ChainRound]], console: Console) -> None:
+    """Print the rounds of all stages."""
+    for stage, chain in sorted(stages.items()):
+        rounds = [each.listed for each in chain]
+        if console.is_terminal:
+            console.print(_table(stage, rounds))
+            continue
+        for line in _lines(stage, rounds):
+            console.print(line, highlight=False, soft_wrap=True)  # one line, however long
+
+
+def show_contributions(stages: Mapping[int, Sequence[ChainRound]], console: Console) -> None:
+    """Print what each peer contributed to each stage, the most first."""
+    for stage, chain in sorted(stages.items()):
+        found = _contributions(chain)
+        total = sum(each["tokens"] for each in found)
+        summary = f"stage {stage}: {counted(len(found), 'peer')}, {total:,} tokens"
+        if chain:
+            summary += f" in rounds {chain[0].listed.round} to {chain[-1].listed.round}"
+        if before := _tokens_before(chain):
+            summary += f"; {before:,} tokens of earlier rounds, whose records are not here"
+        shares = [f"{each['tokens'] / total:.1%}" for each in found]
+        if console.is_terminal:
+            table = Table(title=f"stage {stage}", title_justify="left")
+            table.add_column("peer")
+            for name in ("tokens", "share", "rounds"):
+                table.add_column(name, justify="right")
+            for each, share in zip(found, shares, strict=True):
+                table.add_row(each["peer"], f"{each['tokens']:,}", share, str(each["rounds"]))
+            console.print(table)
+        else:
+            for each, share in zip(found, shares, strict=True):
+                line = f"stage {stage} peer {each['peer']}: {each['tokens']:,} tokens ({share}) in "
+                rounds = counted(each["rounds"], "round")
+                console.print(f"{line}{rounds}", highlight=False, soft_wrap=True)
+        console.print(summary, highlight=False, soft_wrap=True)
+
+
+LISTINGS = 3  # of a folder whose owner moves records while they are read
+STOPPED = 130  # before it was done
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChainOptions:
+    """The options of both commands; see their help texts. json_file and contributions: of
+    `dilocox log` alone.
+    """
+
+    source: Path | Invite
+    stage: str
+    host: str
+    timeout_s: float
+    json_file: Path | None = None
+    contributions: bool = False
+
+
+def run_log_command(options: ChainOptions) -> int:
+    """List the rounds of one stage or all, or what its peers contributed; the exit code."""
+    with StopSignal():
+        run, stages = _listed(options)
+        if options.json_file is None:
+            (show_contributions if options.contributions else show)(stages, Console())
+            return 0
+        text = json.dumps(as_json(run, stages), indent=2) + "\n"
+        if str(options.json_file) == "-":
+            typer.echo(text, nl=False)
+        else:
+            write_atomically(options.json_file, text.encode())
+        return 0
+    return STOPPED
+
+
+def run_verify_command(options: ChainOptions) -> int:
+    """Replay the chain of one stage or all; the exit code, 1 where there is a flaw."""
+    with StopSignal():
+        if isinstance(options.source, Path):
+            sound = _verify_folder(options.source, options)
+        else:
+            sound = _verify_swarm(options.source, options)
+        return 0 if sound else 1
+    return STOPPED
+
+
+# ---- listing -------------------------------------------------------------------------------------
+def _listed(options: ChainOptions) -> tuple[str, Mapping[int, Sequence[ChainRound]]]:
+    source, stages = options.source, dict[int, Sequence[ChainRound]]()
+    if isinstance(source, Path):
+        kept = kept_run(source)
+        for stage in _wanted(options, sorted(kept.stages)):
+            stages[stage] = _rounds(kept.stages[stage])
+        return kept.run, stages
+    with visiting(source, options.host) as place:
+        deadline = time.monotonic() + options.timeout_s
+        for stage in _wanted(options, range(place.manifest.stages)):
+            stages[stage] = asyncio.run(_list(place, stage, deadline))
+    return source.run_id, stages
+
+
+async def _list(place: Joined, stage: int, deadline: float) -> list[ChainRound]:
+    return await list_chain(await _holders(place, stage, deadline))
+
+
+def _rounds(chain: KeptChain) -> list[ChainRound]:
+    found: list[ChainRound] = []
+    for entry in chain.records:
+        try:
+            header = entry.header()
+            if header is not None:  # else its owner removed it meanwhile
+                found.append(ChainRound.of(header, entry.digest, entry.record_bytes))
+        except ValueError as error:
+            raise EnvironmentFault(str(error)) from error
+    return found
+
+
+# ---- verifying -----------------------------------------------------------------------------------
+def _verify_folder(folder: Path, options: ChainOptions) -> bool:
+    kept = kept_run(folder)
+    manifest = kept.manifest()
+    sound = True
+    for stage in _wanted(options, sorted(kept.stages)):
+        found = _replayed(manifest, kept, stage)
+        for _ in range(LISTINGS):
+            if found.gone:  # a running peer or bootstrap has moved records meanwhile
+                found = _replayed(manifest, kept_run(folder), stage)
+        sound &= _told(stage, found, [])
+    return sound
+
+
+def _replayed(manifest: Manifest, kept: KeptRun, stage: int) -> Replayed:
+    chain = kept.stages[stage]
+    _tell_replay(stage, chain)
+    return replay(manifest, kept.run, stage, chain.records, chain.states)
+
+
+def _verify_swarm(invite: Invite, options: ChainOptions) -> bool:
+    sound = True
+    with visiting(invite, options.host) as place:
+        deadline = time.monotonic() + options.timeout_s
+        for stage in _wanted(options, range(place.manifest.stages)):
+            with tempfile.TemporaryDirectory() as folder:
+                typer.echo(f"stage {stage}: fetching its rounds ...", err=True)
+                chain, flaws = asyncio.run(_download(place, stage, deadline, Path(folder)))
+                _tell_replay(stage, chain)
+                found = replay(place.manifest, place.run, stage, chain.records, chain.states)
+                sound &= _told(stage, found, flaws)
+    return sound
+
+
+def _tell_replay(stage: int, chain: KeptChain) -> None:
+    rounds = counted(len(chain.records), "round")
+    typer.echo(f"stage {stage}: replaying {rounds} ...", err=True)
+
+
+async def _download(
+    place: Joined, stage: int, deadline: float, folder: Path
+) -> tuple[KeptChain, list[str]]:
+    manifest = place.manifest
+    layout = stage_layout(manifest, stage)
+    check = RecordCheck.of(place.run, stage, manifest, layout)
+    return await download_chain(await _holders(place, stage, deadline), stage, check, folder)
+
+
+def _told(stage: int, found: Replayed, flaws: Sequence[str]) -> bool:
+    """Say what a replay found; whether there was no flaw, `flaws` of the download included."""
+    flaws = [*flaws, *found.flaws]
+    for flaw in flaws:
+        typer.echo(f"stage {stage}: {flaw}")
+    typer.echo(f"stage {stage}: {summary(found)}")
+    return not flaws
+
+
+def summary(found: Replayed) -> str:
+    """What a replay found, in one line."""
+    if not found.checked:
+        return "no rounds yet"
+    if not found.anchor_sha256:
+        return (
+            f"{len(found.checked)} rounds checked, none replayed to the end: there is no state "
+            "before the last of them, and they do not begin at the initial weights"
+        )
+    words = f"{len(found.replayed)} rounds replayed"
+    if found.replayed:
+        words += f" ({found.replayed[0]} to {found.replayed[-1]})"
+    others = len(found.checked) - len(found.replayed)
+    if others:
+        words += f", {others} only checked for want of the anchor before them"
+    words += f", anchor sha256 {found.anchor_sha256}"
+    if not found.confirmed:
+        return words + ", compared with nothing: there is no state of these rounds"
+    words += f", equal to the state of round {found.confirmed[-1]}"
+    if found.replayed and found.confirmed[-1] < found.replayed[-1]:
+        words += ", after which there is none to compare with"
+    return words
+
+
+# ---- both ----------------------------------------------------------------------------------------
+def _wanted(options: ChainOptions, there: Sequence[int]) -> list[int]:
+    if options.stage in ("all", "auto"):  # a peer's environment may name the latter
+        return list(there)
+    if not options.stage.isdecimal() or int(options.stage) not in there:
+        shown = ", ".join(map(str, there)) or "none"
+        raise InvalidInput(f"--stage {options.stage}: of the stages there is {shown}, or take all")
+    return [int(options.stage)]
+
+
+async def _holders(place: Joined, stage: int, deadline: float) -> ChainHolders:
+    holders = await ChainHolders.of(place, stage, deadline)
+    if not holders.peers:
+        raise EnvironmentFault(
+            f"stage {stage}: nobody in view has committed a round; check that the run trains, or "
+            "wait for its first round"
+        )
+    return holders

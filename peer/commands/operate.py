@@ -1,0 +1,174 @@
+"""The commands `dilocox operate ...`: the operator changes, pauses, ends or turns back a run.
+
+They work on the state folder of the operator's bootstrap, with its key, while that runs or not: a
+command signs the next revision of the manifest and puts it there; the bootstrap publishes it.
+
+The command `dilocox export`, and what an operator's run.yaml must hold to be published.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import typer
+
+from dilocox.dht.errors import InvalidInput
+from dilocox.dht.invite import Invite
+from dilocox.dht.manifest import Manifest
+
+if TYPE_CHECKING:  # both are heavy, and `dilocox --help` needs none of them
+    pass
+import fcntl
+import time
+from collections.abc import Callable
+
+from dilocox.dht.errors import EnvironmentFault
+from dilocox.dht.identity import Identity
+from dilocox.dht.manifest import SignedManifest, warnings
+from dilocox.dht.revisions import RevisionFolder, RunState, back_to, changes, in_state, revised
+
+
+def checked_manifest(path: Path) -> Manifest:
+    """The run's description, completed by what only this machine can tell: that the model can be
+    cut and has a row for each id of the tokenizer, and the digest of the held-out data.
+
+    Raises:
+        InvalidInput: a field is wrong, the model cannot be cut so, there is no such tokenizer or
+            it has too many ids, or the data are not as stated.
+        EnvironmentFault: the tokenizer or the data are on the hub, which does not answer.
+    """
+    from dilocox.peer.training.data import check_vocabulary, held_out_digest, open_tokenizer
+    from dilocox.pipeline.partition import plan_stages
+
+    manifest = Manifest.load(path)
+    plan_stages(manifest.model, manifest.stages)
+    tokenizer = manifest.data.tokenizer
+    check_vocabulary(tokenizer, open_tokenizer(tokenizer), manifest.model)
+    found = held_out_digest(manifest.data)
+    if manifest.data.held_out not in ("", found):
+        raise InvalidInput(
+            f"{path}: data.held_out is {manifest.data.held_out[:12]}..., the data here give "
+            f"{found[:12]}...; remove the field, or use the data it was made from"
+        )
+    return replace(manifest, data=replace(manifest.data, held_out=found))
+
+
+PUBLISH_LIMIT_S = 60.0
+POLL_S = 0.2
+NEXT: dict[RunState, str] = {
+    "paused": "is paused: its peers end the exchange in flight and wait; `resume` lets them go on",
+    "running": "goes on",
+    "ended": "is ended: its peers send what they have learnt, and leave",
+}
+
+
+@dataclass(frozen=True)
+class Operator:
+    """The operator of a run, by the state folder of the bootstrap."""
+
+    state: Path
+    run: str
+    identity: Identity
+    revisions: RevisionFolder
+    manifest: Manifest
+
+    @classmethod
+    def of(cls, state: Path) -> Operator:
+        """Raises InvalidInput where no run is operated from this folder."""
+        mend = "name the --state folder of the `dilocox bootstrap` that was given run.yaml"
+        try:
+            invite = Invite.parse((state / "invite").read_text().strip())
+        except OSError as error:
+            raise InvalidInput(f"{state}: no bootstrap has run here; {mend}") from error
+        revisions = RevisionFolder(state, invite.run_id)
+        signed = revisions.newest()
+        if signed is None or not (state / "identity.key").exists():
+            raise InvalidInput(
+                f"{state}: has not the operator's key of run {invite.run_id}; {mend}"
+            )
+        identity = Identity.load_or_create(state / "identity.key")
+        if identity.public_key != signed.public_key:
+            raise InvalidInput(f"{state}: its key is not that of run {invite.run_id}; {mend}")
+        return cls(state, invite.run_id, identity, revisions, signed.verify(invite.run_id))
+
+    def publish(self, manifest: Manifest) -> int:
+        """Sign the next revision, and see it published if the bootstrap runs; its number.
+
+        Raises EnvironmentFault if that takes too long.
+        """
+        number = self.revisions.add(SignedManifest.sign(self.identity, manifest))
+        deadline = time.monotonic() + PUBLISH_LIMIT_S
+        while self.revisions.published < number:
+            if not self._bootstrap_runs():
+                typer.echo(f"revision {number} is signed, but no bootstrap runs. When it does:")
+                return number
+            if time.monotonic() > deadline:
+                raise EnvironmentFault(
+                    f"revision {number} is signed, but the bootstrap has not published it for "
+                    f"{PUBLISH_LIMIT_S:.0f} s: look at its log"
+                )
+            time.sleep(POLL_S)
+        return number
+
+    def _bootstrap_runs(self) -> bool:
+        with (self.state / "lock").open("a") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            except OSError:
+                return True
+        return False
+
+
+def set_state(state: Path, wanted: RunState) -> int:
+    """`pause`, `resume` and `end`; the exit code."""
+    operator = Operator.of(state)
+    number = operator.publish(in_state(operator.manifest, wanted))
+    typer.echo(f"revision {number}: run {operator.manifest.name} {NEXT[wanted]}")
+    return 0
+
+
+def revise(state: Path, run_yaml: Path) -> int:
+    """`revise`; the exit code."""
+    pass  # of the libraries for data
+
+    operator = Operator.of(state)
+    wanted = checked_manifest(run_yaml)
+    following = revised(operator.manifest, wanted)
+    _check_end(operator, following)
+    for line in warnings(following):
+        typer.echo(f"warning: {line}", err=True)
+    number = operator.publish(following)
+    for change in changes(operator.manifest, following):
+        typer.echo(f"revision {number}: {change}")
+    return 0
+
+
+def _check_end(operator: Operator, following: Manifest) -> None:
+    """Raise InvalidInput if a new end lies behind what the run has trained: most often a typo."""
+    from dilocox.peer.chain.rollback import archived_tokens
+
+    end = following.end_tokens
+    if end == operator.manifest.end_tokens:
+        return
+    trained = archived_tokens(operator.state, operator.run, operator.manifest)
+    if end <= trained:
+        raise InvalidInput(
+            f"end_tokens is {end:,}, but the run has trained {trained:,} tokens: this would end it "
+            "for everybody; if you mean that, `dilocox operate end`"
+        )
+
+
+def roll_back(state: Path, round_number: int, *, tell: Callable[[str], None] = typer.echo) -> int:
+    """`rollback`; the exit code."""
+    from dilocox.peer.chain.rollback import prepare_rollback  # torch, which the others need not
+
+    operator = Operator.of(state)
+    rules = operator.manifest.operation.revision + 1
+    base = prepare_rollback(
+        operator.state, operator.run, operator.manifest, round_number, rules, tell=tell
+    )
+    number = operator.publish(back_to(operator.manifest, round_number, base))
+    tell(f"revision {number}: run {operator.manifest.name} goes on from round {round_number}")
+    return 0

@@ -1,0 +1,1 @@
+"""`dilocox monitor`."""

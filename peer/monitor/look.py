@@ -1,0 +1,143 @@
+"""One look of the monitor at the swarm: what the signed records in the DHT say right now."""
+
+# hivemind and its generated protocol classes carry no types.
+# pyright: reportUnknownMemberType=false, reportUnknownArgumentType=false
+# pyright: reportUnknownVariableType=false
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+from dilocox.dht.invite import Invite, bootstrap_address
+from dilocox.dht.join import Joined
+from dilocox.dht.node import NoAnswer
+from dilocox.dht.records import (
+    ClaimRecord,
+    Record,
+    ReplicaRecord,
+    StageRecord,
+    claim_key,
+    replica_key,
+    stage_key,
+)
+from dilocox.dht.swarm_view import that_count
+
+READ_LIMIT_S = 5.0
+PING_LIMIT_S = 3.0
+PING_PERIOD_S = 10.0
+MAX_NUMBER = 1e12  # tokens a second, or seconds, that a peer may state
+
+
+@dataclass(frozen=True, kw_only=True)
+class SwarmLook:
+    """Records by peer id, of every stage and of the run.
+
+    at: run time, seconds since the epoch. stages, claims: by stage. replicas: by head, only of
+    those that host stage 0. bootstraps: by peer id in the invite's order, whether they answer.
+    answered: whether the DHT gave an answer at all. revision, rollbacks: of the operator's
+    manifest.
+    """
+
+    at: float
+    stages: Mapping[int, Mapping[str, StageRecord]]
+    claims: Mapping[int, Mapping[str, ClaimRecord]]
+    replicas: Mapping[str, ReplicaRecord] = field(default_factory=dict[str, ReplicaRecord])
+    bootstraps: Mapping[str, bool] = field(default_factory=dict[str, bool])
+    answered: bool = True
+    revision: int | None = None
+    rollbacks: Sequence[tuple[int, int]] = ()
+
+    @property
+    def reachable(self) -> bool:
+        """Whether anybody is to be seen; an empty answer and no swarm look alike in the DHT."""
+        seen = any(self.stages.values()) or any(self.claims.values())
+        return (self.answered and seen) or any(self.bootstraps.values())
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Of all replicas together, as they state it."""
+        return sum(finite(each.tokens_per_s) for each in self.replicas.values())
+
+    @property
+    def waiting_share(self) -> float | None:
+        """Of the replicas' last rounds, a mean as they state it; None without replicas."""
+        told = [min(1.0, finite(each.waiting_share)) for each in self.replicas.values()]
+        return sum(told) / len(told) if told else None
+
+    def present(self, stage: int) -> dict[str, StageRecord]:
+        """The peers of a stage that have not left."""
+        records = self.stages.get(stage, {})
+        return {peer: record for peer, record in records.items() if record.state != "left"}
+
+    @classmethod
+    def nothing(cls, at: float, bootstraps: Mapping[str, bool]) -> SwarmLook:
+        """Before the first look, and while the swarm cannot be reached."""
+        return cls(at=at, stages={}, claims={}, bootstraps=bootstraps, answered=False)
+
+
+def bootstrap_ids(invite: Invite) -> tuple[str, ...]:
+    """Peer ids of the bootstraps, in the invite's order, each once."""
+    return tuple(dict.fromkeys(bootstrap_address(each).peer_id for each in invite.bootstraps))
+
+
+class Looker:
+    """Looks again and again; all in one thread."""
+
+    def __init__(self, place: Joined, bootstraps: tuple[str, ...]):
+        self.manifest = place.manifest  # the newest, set by the owner
+        self._place = place
+        self._pinged_at = float("-inf")
+        self._last = SwarmLook.nothing(place.clock.time(), dict.fromkeys(bootstraps, True))
+
+    def look(self) -> SwarmLook:
+        """Read everything; what gives no answer stays as it was."""
+        run, last = self._place.run, self._last
+        stages = range(self._place.manifest.stages)
+        asked: dict[str, type[Record]] = {stage_key(run, stage): StageRecord for stage in stages}
+        asked |= {claim_key(run, stage): ClaimRecord for stage in stages}
+        asked[replica_key(run)] = ReplicaRecord
+        found = cast("Mapping[str, Any]", self._place.swarm.read_many(asked, READ_LIMIT_S))
+        answered = any(found[key] is not None for key in asked)
+
+        def heard(key: str, before: Any) -> Any:
+            return before if found[key] is None else found[key]
+
+        hosts = {s: heard(stage_key(run, s), last.stages.get(s, {})) for s in stages}
+        replicas = heard(replica_key(run), last.replicas)
+        self._last = SwarmLook(
+            at=self._place.clock.time(),
+            stages=hosts,
+            claims={
+                s: that_count(heard(claim_key(run, s), last.claims.get(s, {})), self.manifest)
+                for s in stages
+            },
+            replicas={
+                head: record
+                for head, record in replicas.items()
+                if record.members[:1] == (head,) and head in hosts[0]
+            },
+            bootstraps=self._bootstraps(),
+            answered=answered,
+            revision=self.manifest.operation.revision,
+            rollbacks=self.manifest.operation.rollbacks,
+        )
+        return self._last
+
+    def _bootstraps(self) -> Mapping[str, bool]:
+        now = time.monotonic()
+        if now < self._pinged_at + PING_PERIOD_S:
+            return self._last.bootstraps
+        self._pinged_at = now
+        try:
+            answering = self._place.dht.answering_bootstraps(PING_LIMIT_S)
+        except NoAnswer:
+            answering = frozenset[str]()
+        return {peer: peer in answering for peer in self._last.bootstraps}
+
+
+def finite(number: float) -> float:
+    """A number that a peer states, within what adds up: 0 if it is none or below."""
+    return min(number, MAX_NUMBER) if number > 0 else 0.0

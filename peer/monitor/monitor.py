@@ -1,0 +1,287 @@
+"""The command `dilocox monitor`: watches a whole run from outside, for Prometheus and for people.
+
+It joins the DHT as a client, looks every few seconds at the signed records, follows the chains of
+round records, and serves metrics and a status page. It takes no part in the run. Bootstraps and
+peers may come and go; when its own node dies it starts again, and what it learnt is on disk.
+
+What the monitor answers over HTTP: the status page, its figures, metrics, health.
+
+The monitor's thread makes the figures after each look and leaves them here as bytes; who asks gets
+the newest, however busy that thread is.
+"""
+
+# hivemind and its generated protocol classes carry no types.
+# pyright: reportUnknownMemberType=false, reportUnknownArgumentType=false
+# pyright: reportUnknownVariableType=false
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import logging
+import os
+import re
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import typer
+
+from dilocox.dht import node_process
+from dilocox.dht.errors import EnvironmentFault
+from dilocox.dht.identity import Identity
+from dilocox.dht.invite import Invite
+from dilocox.dht.join import Joined, joined
+from dilocox.dht.revisions import ManifestWatch
+from dilocox.peer.http_pages import (
+    CONTENT_TYPE,
+    RUN_LABEL,
+    Page,
+    Pages,
+    PageServer,
+    check_port,
+    health_page,
+    readiness_page,
+)
+from dilocox.peer.monitor.chains import ChainReader, Order, followed, holders_of
+from dilocox.peer.monitor.history import SwarmHistory
+from dilocox.peer.monitor.look import Looker, SwarmLook, bootstrap_ids
+from dilocox.peer.monitor.status import RunFacts, exposition, status_of, swarm_health
+from dilocox.peer.os_process import StopSignal
+from dilocox.peer.state_folder import StateFolder
+
+logger = logging.getLogger(__name__)
+
+LOOKS_LATE_S = 60.0  # a monitor that has not looked for so long hangs
+STATUS_FILE = "status.html"
+
+_INLINE = re.compile(r"<(script|style)>(.*?)</\1>", re.DOTALL)
+
+
+class MonitorPages:
+    """The newest figures, and the pages that show them. alive: whether the monitor's parts live."""
+
+    def __init__(self, alive: Callable[[], bool]):
+        self._alive = alive
+        self._status = b"{}"
+        self._metrics = b""
+        self._looked_at: float | None = None
+        self._html = (files("dilocox.peer.monitor") / "page" / STATUS_FILE).read_bytes()
+        policy = content_policy(self._html.decode())
+        self._headers = {"Content-Security-Policy": policy, "Referrer-Policy": "no-referrer"}
+
+    def show(self, status: dict[str, Any], metrics: bytes) -> None:
+        """The figures after a look."""
+        text = json.dumps(status, allow_nan=False, separators=(",", ":"))
+        self._status, self._metrics = text.encode(), metrics
+        self._looked_at = time.monotonic()
+
+    def pages(self) -> Pages:
+        """By path."""
+        return {
+            "/": self._page,
+            "/status.json": lambda: Page(body=self._status, content_type="application/json"),
+            "/metrics": lambda: Page(body=self._metrics, content_type=CONTENT_TYPE),
+            "/healthz": lambda: health_page({"monitor": self._alive, "looks": self._looks}),
+            "/readyz": lambda: readiness_page("" if self._looked_at else "it has not looked yet"),
+        }
+
+    def _page(self) -> Page:
+        return Page(body=self._html, content_type="text/html; charset=utf-8", headers=self._headers)
+
+    def _looks(self) -> bool:
+        return self._looked_at is None or time.monotonic() - self._looked_at < LOOKS_LATE_S
+
+
+def content_policy(html: str) -> str:
+    """Only the page's own script and style may run, named by their hashes, and nothing is loaded
+    from anywhere but this server.
+    """
+    hashes: dict[str, list[str]] = {"script": [], "style": []}
+    for match in _INLINE.finditer(html):
+        digest = hashlib.sha256(match[2].encode()).digest()
+        hashes[match[1]].append(f"'sha256-{base64.b64encode(digest).decode()}'")
+    return (
+        f"default-src 'none'; script-src {' '.join(hashes['script'])}; "
+        f"style-src {' '.join(hashes['style'])}; connect-src 'self'; img-src data:; "
+        "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    )
+
+
+MONITOR_RUNS = "another monitor uses this folder; stop it, or give this one another with --state"
+
+LONGEST_LOOK_PERIOD_S = 5.0
+SHORTEST_LOOK_PERIOD_S = 1.0
+SAVE_PERIOD_S = 60.0
+MANIFEST_PERIOD_S = 5.0
+JOIN_PAUSE_S = 10.0
+MAX_GAP_TRIES = 6
+GAP_PAUSE_S = 60.0
+RESTART_AFTER_S = 20.0  # a monitor whose node dies sooner than that does not try again
+
+
+class NodeDied(EnvironmentFault):
+    """The monitor's own DHT node, or the thread that follows chains, has ended."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MonitorOptions:
+    """The options of `dilocox monitor`; see their help texts."""
+
+    invite: Invite
+    state: Path
+    host: str
+    port: int
+
+
+def run_monitor_command(options: MonitorOptions) -> int:
+    """Watch until a signal comes; the exit code."""
+    folder = StateFolder(options.state)
+    with folder.locked(MONITOR_RUNS), StopSignal() as stop:
+        check_port(options.host, options.port, option="")
+        identity = Identity.load_or_create(folder.identity)
+        kept = options.state / f"{options.invite.run_id}-monitor.json"
+        started = time.monotonic()
+        while True:
+            try:
+                with joined(options.invite, identity, listen=(), client_mode=True) as place:
+                    stop.defer()
+                    _serve(options, place, kept, stop)
+                break
+            except NodeDied:
+                if time.monotonic() - started < RESTART_AFTER_S:
+                    raise
+                _start_again()
+            except EnvironmentFault as error:
+                # a run that is known may be without bootstraps for a while
+                if stop.event.is_set() or not kept.exists():
+                    raise
+                logger.warning("%s; trying again", error)
+                stop.resume()
+                stop.event.wait(JOIN_PAUSE_S)
+    return 0
+
+
+def _serve(options: MonitorOptions, place: Joined, kept: Path, stop: StopSignal) -> None:
+    monitor = Monitor(options, place, kept)
+    monitor.start()
+    try:
+        with PageServer(options.host, options.port, monitor.pages.pages(), option="") as server:
+            shown = f"[{options.host}]" if ":" in options.host else options.host
+            typer.echo(f"watching run {place.run} ({place.manifest.name})")
+            typer.echo(f"status page http://{shown}:{server.port}/ and figures at /metrics")
+            while not stop.event.wait(monitor.turn()):
+                if not monitor.alive:
+                    raise NodeDied("this monitor's own node has ended; start it again")
+    finally:
+        monitor.close()
+
+
+def _start_again() -> None:
+    """Become a new process with the same options: what is forked cannot be exchanged."""
+    logger.warning("this monitor's node has ended: starting again")
+    node_process.remove(node_process.shared_memory_folder())  # no exit, so nobody else would
+    os.execv(sys.executable, [sys.executable, "-m", "dilocox", *sys.argv[1:]])
+
+
+class Monitor:
+    """Looks, follows chains, remembers, and shows. All calls in one thread."""
+
+    def __init__(self, options: MonitorOptions, place: Joined, kept: Path):
+        manifest, now = place.manifest, place.clock.time()
+        bootstraps = bootstrap_ids(options.invite)
+        self._place = place
+        self._kept = kept
+        self._facts = RunFacts(run=place.run, invite=str(options.invite), manifest=manifest)
+        self._looker = Looker(place, bootstraps)
+        self._watch = ManifestWatch(place.swarm, place.run, manifest)
+        self._asked_at = time.monotonic()
+        self._bootstraps = bootstraps
+        self._chains = ChainReader(place.dht, place.run, bootstraps)
+        self._history = SwarmHistory.load(kept, manifest.stages, manifest.root, now)
+        self._saved_at = time.monotonic()
+        self._saved = self._history.counters
+        self._gap_at = float("-inf")
+        heartbeat_s = manifest.deadlines.heartbeat_s
+        self._period_s = min(max(heartbeat_s, SHORTEST_LOOK_PERIOD_S), LONGEST_LOOK_PERIOD_S)
+        self.pages = MonitorPages(lambda: self.alive)
+
+    @property
+    def alive(self) -> bool:
+        """Whether its node and its thread live."""
+        return self._place.dht.running and self._chains.running
+
+    def start(self) -> None:
+        """Start following chains; raises EnvironmentFault."""
+        self._chains.start()
+
+    def turn(self) -> float:
+        """One look at the swarm, whatever comes of it; the seconds until the next one."""
+        began = time.monotonic()
+        try:
+            self.look()
+        except Exception:  # /healthz says so if it goes on
+            logger.exception("a look at the swarm failed")
+        return max(0.1, began + self._period_s - time.monotonic())
+
+    def look(self) -> None:
+        """Read, remember, show."""
+        if time.monotonic() >= self._asked_at + MANIFEST_PERIOD_S:
+            self._asked_at = time.monotonic()
+            if self._watch.look():
+                self._looker.manifest = self._watch.manifest
+                self._facts = replace(self._facts, manifest=self._watch.manifest)
+        look = self._looker.look()
+        for walk in self._chains.take():
+            self._history.walked(walk, look.at)
+        self._history.look(look)
+        self._follow(look)
+        health = swarm_health(self._watch.manifest, look, self._history)
+        self._history.judged(health, look.at)
+        if (unreadable := self._watch.unreadable) is not None:  # it judges by older rules
+            health = health.warned(str(unreadable))
+        late = time.monotonic() >= self._saved_at + SAVE_PERIOD_S
+        if late or self._history.counters != self._saved:
+            self._save()  # before they are shown: a counter must not fall when this one is killed
+        self.pages.show(
+            status_of(self._facts, look, self._history, health),
+            exposition(self._place.run[:RUN_LABEL], look, self._history, health),
+        )
+
+    def close(self) -> None:
+        """End the thread and write what was learnt; twice does no harm."""
+        self._chains.close()
+        self._save()
+
+    def _save(self) -> None:
+        self._saved_at, self._saved = time.monotonic(), self._history.counters
+        try:
+            self._history.save(self._kept)
+        except EnvironmentFault as error:  # a full disk must not end the watch
+            logger.warning("%s", error)
+
+    # ---- chains ----------------------------------------------------------------------------------
+    def _follow(self, look: SwarmLook) -> None:
+        """Have walked what is claimed and not known yet; else what could not be had before."""
+        retry = time.monotonic() >= self._gap_at + GAP_PAUSE_S
+        for stage, chain in enumerate(self._history.stages):
+            claims = look.claims.get(stage, {})
+            start = followed(claims)
+            if start is None:
+                continue
+            if chain.known(start):
+                gaps = [gap for gap, tries in chain.gaps.items() if tries < MAX_GAP_TRIES]
+                if not gaps or not retry:
+                    continue
+                start = gaps[0]
+                self._gap_at = time.monotonic()
+            stop = {*chain.digests, self._history.root}
+            hosts = look.stages.get(stage, {})
+            dial_out = {peer for peer, record in hosts.items() if record.client_mode}
+            holders = holders_of(claims, start, bootstraps=self._bootstraps, dial_out=dial_out)
+            self._chains.order(Order(stage=stage, start=start, stop=stop, holders=holders))

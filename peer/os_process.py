@@ -1,0 +1,209 @@
+"""SIGINT and SIGTERM mean: leave. The first one asks, the second one ends at once.
+
+While a command starts, asking means to raise `StopRequested`: whatever waits for the network is
+left at once, and all that is open is closed on the way out. From `defer` on it only sets `event`,
+for the loop that has something to finish first.
+
+Starts this program's own commands as child processes that do not outlive their parent.
+
+Log lines for people: one format, and hivemind's own chatter kept down.
+
+On a terminal a line takes the place of the progress line (report.py).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import logging
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import FrameType
+
+from dilocox.dht.errors import EnvironmentFault, InvalidInput
+
+LEVELS = ("debug", "info", "warning", "error")
+CLEAR_LINE = "\r\x1b[K"  # what stands in this line of the terminal goes
+
+
+def set_up_logging(level: str) -> None:
+    """Log to standard error; raises InvalidInput for an unknown level.
+
+    Call it before hivemind is imported: it reads its level from the environment.
+    """
+    if level not in LEVELS:
+        raise InvalidInput(f"--log-level {level}: choose one of {', '.join(LEVELS)}")
+    logging.addLevelName(logging.WARNING, "WARN")  # as hivemind does where it is imported
+    handler = logging.StreamHandler(sys.stderr)
+    line = f"{line_start()}%(asctime)s %(levelname)-7s %(message)s"
+    handler.setFormatter(logging.Formatter(line, "%H:%M:%S"))
+    root = logging.getLogger("dilocox")
+    root.handlers[:] = [handler]
+    root.setLevel(level.upper())
+    root.propagate = False
+    # hivemind prints a traceback for every round that finds no group; what matters we say ourselves
+    os.environ.setdefault("HIVEMIND_LOGLEVEL", "DEBUG" if level == "debug" else "CRITICAL")
+
+
+def line_start() -> str:
+    """What a line on standard error begins with: whatever thread or process writes it, a peer's
+    progress line may stand there.
+    """
+    return CLEAR_LINE if sys.stderr.isatty() else ""
+
+
+def counted(number: int, what: str) -> str:
+    """A number of things, whose name takes an s where they are not one."""
+    return f"{number:,} {what}{'' if number == 1 else 's'}"
+
+
+class StopRequested(BaseException):
+    """A signal came while there was nothing to finish."""
+
+
+class StopSignal:
+    """A context in which the two signals ask to leave. It ends quietly by a `StopRequested`, and
+    what was to happen on the signals before is put back.
+    """
+
+    SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+    def __init__(self) -> None:
+        self.event = threading.Event()
+        self.asked = False  # by a signal
+        self._raises = True
+        self._before = {number: signal.getsignal(number) for number in self.SIGNALS}
+
+    def install(self) -> None:
+        """Install the handlers (again: hivemind's averager sets SIGINT to be ignored)."""
+        for number in self.SIGNALS:
+            signal.signal(number, self._handle)
+
+    def defer(self) -> None:
+        """From now on a signal only sets `event`."""
+        self._raises = False
+
+    def leave(self) -> None:
+        """Set `event` without a signal: a first one may still come, and is no second one."""
+        self.event.set()
+
+    def resume(self) -> None:
+        """From now on a signal raises again, and one that came meanwhile does so now."""
+        self._raises = True
+        if self.event.is_set():
+            raise StopRequested
+
+    def __enter__(self) -> StopSignal:
+        self.install()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> bool:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+        return kind is StopRequested
+
+    def _handle(self, number: int, _frame: FrameType | None) -> None:
+        if self.asked:
+            os._exit(128 + number)  # the children watch this process and end with it
+        self.asked = True
+        self.event.set()
+        if self._raises:
+            raise StopRequested
+
+
+def hold_back() -> None:
+    """For a process that becomes another one: signals wait for its `leave_at_once`."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, StopSignal.SIGNALS)
+
+
+def leave_at_once() -> None:
+    """For the seconds of imports before a command has started anything: just end."""
+
+    def leave(_number: int, _frame: FrameType | None) -> None:
+        os._exit(0)
+
+    for number in StopSignal.SIGNALS:
+        signal.signal(number, leave)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, StopSignal.SIGNALS)
+
+
+PREFIX = "DILOCOX_"  # of the environment variables that are options
+PR_SET_PDEATHSIG = 1
+
+
+class Child:
+    """A running command, with its log."""
+
+    def __init__(self, process: subprocess.Popen[bytes], log: Path):
+        self._process = process
+        self.log = log
+
+    @property
+    def pid(self) -> int:
+        """Its process id."""
+        return self._process.pid
+
+    @property
+    def returncode(self) -> int | None:
+        """Its exit code, None while it runs."""
+        return self._process.poll()
+
+    def check(self) -> None:
+        """Raise EnvironmentFault if it has ended by itself."""
+        if self.returncode is not None:
+            raise EnvironmentFault(f"{self.log.stem} ended by itself: {self.last_line()}")
+
+    def last_line(self) -> str:
+        """The last line of its log."""
+        lines = self.log.read_text(errors="replace").strip().splitlines()
+        return lines[-1] if lines else "(its log is empty)"
+
+    def terminate(self) -> None:
+        """Ask it to leave."""
+        if self.returncode is None:
+            self._process.terminate()
+
+    def wait(self, limit_s: float) -> None:
+        """Wait for its end; kill it when the limit is over."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(limit_s)
+            return
+        self._process.kill()
+        self._process.wait(limit_s)
+
+
+def start_command(arguments: list[str], log: Path, *, env: dict[str, str] | None = None) -> Child:
+    """Start `dilocox` with these arguments; see `start_process`."""
+    return start_process([sys.executable, "-m", "dilocox", *arguments], log, env=env)
+
+
+def start_process(command: Sequence[str], log: Path, *, env: Mapping[str, str] | None) -> Child:
+    """Start a command, its output into the log file.
+
+    It gets a session of its own, so that Ctrl-C reaches it through us, and SIGTERM when we die. The
+    environment's options are ours, not its own: its arguments and `env` say all.
+    """
+    libc, parent = ctypes.CDLL(None), os.getpid()
+    inherited = {name: text for name, text in os.environ.items() if not name.startswith(PREFIX)}
+
+    def die_with_parent() -> None:
+        libc.prctl(PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
+        if os.getppid() != parent:  # it was too late to be told
+            os._exit(1)
+
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+            start_new_session=True,
+            preexec_fn=die_with_parent,  # noqa: PLW1509 - looked up before the fork
+            env={**inherited, **(env or {})},
+        )
+    return Child(process, log)

@@ -1,0 +1,1 @@
+"""`dilocox peer` as a program."""

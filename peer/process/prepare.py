@@ -1,0 +1,238 @@
+"""What a peer sets up before it trains: device, stage with weights, text, held-out windows.
+
+What the plan of a run asks of a peer of one stage: disk and traffic. The doctor shows it; a peer
+that starts looks whether its disk has the room.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from dilocox.compression.layout import FlatLayout
+from dilocox.dht.errors import EnvironmentFault
+from dilocox.dht.files import bytes_below
+from dilocox.dht.manifest import DataSpec, Manifest
+from dilocox.dht.manifest_specs import ENDINGS
+from dilocox.peer.averaging.averager import StageBuffers
+from dilocox.peer.chain.journal import JournaledSend
+from dilocox.peer.chain.snapshot_files import DAMAGED
+from dilocox.peer.resources import Check, DiskNeeds, disk_check, disk_free
+from dilocox.peer.rounds.adaptation import stage_codec
+from dilocox.peer.state_folder import ASIDE
+from dilocox.peer.training.data import Corpus, check_vocabulary, held_out_digest, held_out_windows
+from dilocox.peer.training.inner_optimizer import InnerOptimizer
+from dilocox.peer.training.loop import LocalModel
+from dilocox.peer.training.merge import Merge, MergeConfig
+from dilocox.peer.training.snapshots import Snapshots
+from dilocox.pipeline.frames import encoded_bytes
+from dilocox.pipeline.partition import hidden_size
+from dilocox.pipeline.stage import build_stage, flatten_parameters, stage_layout
+
+logger = logging.getLogger(__name__)
+
+
+def local_model(
+    manifest: Manifest,
+    stage: int,
+    layout: FlatLayout,
+    buffers: StageBuffers,
+    snapshots: Snapshots,
+    device: torch.device,
+) -> LocalModel:
+    """The stage with its weights: those of the snapshot, or those of the manifest's seed.
+
+    Anchor and momentum lie in the first of the shared buffers.
+    """
+    module = build_stage(manifest.model, stage, manifest.stages, manifest.seed, device)
+    live = flatten_parameters(module, layout)
+    optimizer = InnerOptimizer(module.named_parameters(), manifest.inner)
+    rule = MergeConfig.of(
+        manifest.outer.merge,
+        rebase_weight=manifest.outer.rebase_weight,
+        decay=manifest.codec.residual_decay,
+        max_age=manifest.rounds.max_age,
+    )
+    if snapshots.found is not None:
+        tensors, facts = snapshots.merge_state()
+        buffers.anchors[0].copy_(tensors["anchor"])
+        buffers.momenta[0].copy_(tensors["momentum"])
+        tensors |= {"anchor": buffers.anchors[0], "momentum": buffers.momenta[0]}
+        merge = Merge.from_state(rule, live, tensors, facts)
+        optimizer.load_state_dict(snapshots.inner_state())
+        logger.info("going on from the snapshot of round %d", merge.round)
+    else:
+        buffers.anchors[0].copy_(live)
+        merge = Merge(
+            rule,
+            live,
+            buffers.anchors[0],
+            buffers.momenta[0],
+            round_number=-1,
+            digest=manifest.root,
+        )
+    if snapshots.sent_since:
+        _start_over(merge, snapshots.sent_since)
+    for send in merge.fly.values():
+        buffers.message.copy_(send.message)
+    snapshots.close()
+    return LocalModel(
+        layout=layout, stage=module, optimizer=optimizer, merge=merge, buffers=buffers
+    )
+
+
+def _start_over(merge: Merge, sent: Sequence[JournaledSend]) -> None:
+    """Go on from the anchor: what was sent since the state was written is not to be sent again."""
+    known = {send.round: send.tokens for send in sent if send.round >= 0}
+    merge.start_over(known, max(send.trained for send in sent))
+    logger.warning(
+        "this peer was killed between a send (round %s) and the writing of its state: it goes on "
+        "from the anchor of round %d; that send counts if its record holds it, and what was learnt "
+        "besides is lost",
+        max(known, default="unknown"),
+        merge.round,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class OwnData(DataSpec):
+    """What `--data` names."""
+
+    SOURCE = "--data"
+    FORMAT = "their ending"
+
+
+def own_data(data: DataSpec, option: str) -> DataSpec:
+    """What `--data` names in place of the run's data: files, in the format of their ending, else of
+    the run's, else text. All of it is this peer's: one part.
+    """
+    if not option:
+        return data
+    local = data.format if data.format in ("text", "json", "parquet") else "text"
+    chosen = ENDINGS.get(Path(option).suffix, local)
+    return replace(OwnData(**asdict(data)), source=option, format=chosen, parts=1)
+
+
+def open_corpus(manifest: Manifest, option: str) -> Corpus:
+    """The text to train on: the run's, or what `--data` names.
+
+    Raises InvalidInput: there is none, or its tokenizer has more ids than the model has rows.
+    """
+    batch = manifest.batch
+    corpus = Corpus(
+        own_data(manifest.data, option),
+        sequence_length=batch.sequence_length,
+        microbatch_size=batch.microbatch_size,
+        seed=manifest.seed,
+    )
+    check_vocabulary(manifest.data.tokenizer, corpus.tokenizer, manifest.model)
+    return corpus
+
+
+def held_out(manifest: Manifest) -> torch.Tensor:
+    """The windows of the validation loss, of the run's data whatever this peer trains on."""
+    found = held_out_digest(manifest.data)
+    if manifest.data.held_out and found != manifest.data.held_out:
+        logger.warning(
+            "the held-out part here (%s) is not the run's (%s): validation losses of this peer "
+            "do not compare with those of others; for the data `stdlib` use the operator's "
+            "version of Python",
+            found[:12],
+            manifest.data.held_out[:12],
+        )
+    return held_out_windows(
+        manifest.data, manifest.batch.sequence_length, manifest.data.held_out_windows
+    )
+
+
+SNAPSHOT_VECTORS = 9  # anchor, momentum, weights, start, residual, a send's two, two moments
+SNAPSHOTS_AT_ONCE = 2  # the old one goes when the new one is whole
+
+
+@dataclass(frozen=True)
+class StageNeeds:
+    """What the plan of a run asks of a peer of one stage."""
+
+    manifest: Manifest
+    stage: int
+
+    @cached_property
+    def values(self) -> int:
+        """Length of the stage's flat vector."""
+        return self._layout.numel
+
+    @cached_property
+    def record_bytes(self) -> int:
+        """Of a round record under the first ranks."""
+        return sum(phase.mean.max_bytes(phase.numel) for phase in self._phases)
+
+    @property
+    def snapshot_bytes(self) -> int:
+        """Of a whole one."""
+        return SNAPSHOT_VECTORS * 4 * self.values
+
+    @property
+    def disk_bytes(self) -> int:
+        """Snapshots and log."""
+        rounds = self.manifest.rounds
+        log_bytes = max(rounds.log_bytes, 4 * self.record_bytes)
+        kept_bytes = min(rounds.records_kept * self.record_bytes, log_bytes)
+        return SNAPSHOTS_AT_ONCE * self.snapshot_bytes + kept_bytes
+
+    def exchange_bytes(self, members: int) -> int:
+        """What a member moves each way: its parts to the others, and the mean of its own."""
+        sent = sum(phase.send.max_bytes(phase.numel) for phase in self._phases)
+        return (sent + self.record_bytes) * (members - 1) // members
+
+    def link_bytes_per_token(self) -> float:
+        """What it sends its neighbours at least for each token; what it gets is as much."""
+        batch, stages = self.manifest.batch, self.manifest.stages
+        neighbours = (self.stage > 0) + (self.stage < stages - 1)
+        codec = self.manifest.pipeline.codec
+        shape = batch.microbatch_size, batch.sequence_length, hidden_size(self.manifest.model)
+        payload = encoded_bytes("int4" if codec == "auto" else codec, shape)
+        return neighbours * payload / (shape[0] * shape[1])
+
+    @cached_property
+    def _layout(self) -> FlatLayout:
+        return stage_layout(self.manifest, self.stage)
+
+    @cached_property
+    def _phases(self) -> Any:
+        codec = stage_codec(self.manifest, self._layout)
+        return codec.phases(codec.first_ranks)
+
+
+def disk_room(folder: Path, needs: StageNeeds) -> Check:
+    """Whether the disk of a peer's folder of this stage has room for what is to come there."""
+    # what a rollback put aside, or a damaged snapshot, stays beside all that the stage takes
+    kept_aside = (*folder.glob(f"{ASIDE}*"), *folder.glob(f"snapshots/*{DAMAGED}"))
+    aside = sum(bytes_below(each) for each in kept_aside)
+    # what a snapshot that was cut off left goes when the next one is written
+    cut_off = sum(bytes_below(each) for each in folder.glob("snapshots/*.partial"))
+    held = bytes_below(folder) - aside
+    return disk_check(
+        str(folder),
+        disk_free(folder),
+        DiskNeeds(
+            more_bytes=max(0, needs.disk_bytes - held),
+            snapshot_bytes=max(0, needs.snapshot_bytes - cut_off),
+        ),
+    )
+
+
+def check_disk(folder: Path, needs: StageNeeds) -> None:
+    """Warn where the disk of a peer's folder has no room for what is to come; EnvironmentFault if
+    not even one more snapshot fits.
+    """
+    check = disk_room(folder, needs)
+    if check.status == "failed":
+        raise EnvironmentFault(f"{check.text}: {check.mend}")
+    if check.status == "warning":
+        logger.warning("%s: %s", check.text, check.mend)

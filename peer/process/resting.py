@@ -1,0 +1,382 @@
+"""A peer rests while its volunteer does not want it to take part: paused, outside its hours, or
+with this month's traffic used up (options.py says when).
+
+A peer that trains leaves as at SIGTERM, then its process starts anew and waits here, before it has
+imported or opened anything: no DHT, no replica, no GPU. It still answers /metrics and /healthz and
+says in status.json why it rests and when it goes on. Pausing is a file in the state folder, so it
+outlives a restart.
+
+What a peer has sent and received in each calendar month (UTC), in its state folder.
+
+It is counted at libp2p's daemon (`RunDHT.carried_bytes`), the upkeep of the DHT included. The file
+is written at most once a minute, so that a peer that is killed forgets no more than that.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any, cast, get_args
+
+from dilocox import __version__
+from dilocox.dht.errors import EnvironmentFault, InvalidInput
+from dilocox.dht.files import disk_fault, write_atomically
+from dilocox.dht.manifest import PROTOCOL_VERSION
+from dilocox.peer.http_pages import Page, Pages, health_page, readiness_page, served
+from dilocox.peer.options import GB, Hours, Local, PeerOptions, Reason, next_month
+from dilocox.peer.os_process import StopSignal
+from dilocox.peer.state_folder import StateFolder
+from dilocox.peer.training.report import STATES
+
+logger = logging.getLogger(__name__)
+
+REASONS: tuple[Reason, ...] = get_args(Reason)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rest:
+    """Why a peer rests, in words too; `until`: seconds since the epoch, None until it is told."""
+
+    reason: Reason
+    words: str
+    until: float | None
+
+
+def rest_now(
+    now: float,
+    *,
+    paused: bool,
+    hours: Hours | None,
+    used_bytes: int,
+    limit_bytes: float | None,
+    local: Local = datetime.fromtimestamp,
+) -> Rest | None:
+    """Why a peer should rest now, the reason that lasts longest first; None if it should not.
+
+    now: seconds since the epoch. used_bytes: of this month. local: the local time of such seconds.
+    """
+    if paused:
+        return Rest(reason="paused", words="paused, until `dilocox resume`", until=None)
+    if limit_bytes is not None and used_bytes >= limit_bytes:
+        return Rest(
+            reason="traffic",
+            words=f"{used_bytes / GB:.3g} GB of this month's {limit_bytes / GB:g} GB are used",
+            until=next_month(now),
+        )
+    if hours is not None and (start := hours.next_start(now, local)) is not None:
+        return Rest(reason="hours", words=f"outside the hours {hours.shown}", until=start)
+    return None
+
+
+def month_of(now: float) -> str:
+    """The calendar month in UTC, as in 2026-11."""
+    return datetime.fromtimestamp(now, timezone.utc).strftime("%Y-%m")
+
+
+WRITE_PERIOD_S = 60.0
+MONTHS_KEPT = 12
+
+
+class MonthlyTraffic:
+    """Bytes by month; of one process at a time."""
+
+    def __init__(self, path: Path):
+        """Read the file if there is one.
+
+        Raises:
+            EnvironmentFault: it is damaged.
+        """
+        self._path = path
+        self._months = _read(path)
+        self._total = 0
+        self._written_at = float("-inf")
+        self._unwritten = False
+
+    def used_bytes(self, now: float) -> int:
+        """Sent and received in the month of `now`, in seconds since the epoch."""
+        return self._months.get(month_of(now), 0)
+
+    def count(self, total: int, now: float) -> None:
+        """Take in what this process has sent and received since it started, in bytes;
+        EnvironmentFault if the file is due and cannot be written.
+        """
+        if total > self._total:
+            month = month_of(now)
+            self._months[month] = self._months.get(month, 0) + total - self._total
+            self._total = total
+            self._unwritten = True
+        if time.monotonic() >= self._written_at + WRITE_PERIOD_S:
+            self.keep()
+
+    def keep(self) -> None:
+        """Write the file if there is something new; EnvironmentFault if that cannot be."""
+        self._written_at = time.monotonic()  # a full disk is not tried more often
+        if not self._unwritten:
+            return
+        newest = sorted(self._months)[-MONTHS_KEPT:]
+        kept = {month: self._months[month] for month in newest}
+        write_atomically(self._path, (json.dumps(kept, indent=2) + "\n").encode())
+        self._unwritten = False
+
+
+def _read(path: Path) -> dict[str, int]:
+    try:
+        kept = cast("dict[str, Any]", json.loads(path.read_bytes()))
+        return {month: int(total) for month, total in kept.items()}
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError, TypeError, AttributeError) as error:
+        raise EnvironmentFault(
+            f"{path}: this month's traffic cannot be read ({error}); remove the file, then it is "
+            "counted from now on"
+        ) from error
+
+
+LOOK_S = 1.0
+CLOSE_LIMIT_S = 5.0
+METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+
+
+class Allowance:
+    """What a volunteer allows a peer, with the figures and flags of its state folder."""
+
+    def __init__(self, options: PeerOptions, clock: Callable[[], float] = time.time):
+        """clock: seconds since the epoch. Raises EnvironmentFault if the figures are damaged."""
+        self._options = options
+        self._clock = clock
+        self._traffic = MonthlyTraffic(options.state / "traffic.json")
+
+    def rest(self) -> Rest | None:
+        """Why this peer should rest now, None if it should not."""
+        return rest_now(
+            self._clock(),
+            paused=_flag(self._options.state).exists(),
+            hours=self._options.hours,
+            used_bytes=self.used_bytes,
+            limit_bytes=self.limit_bytes,
+        )
+
+    @property
+    def limit_bytes(self) -> float | None:
+        """What may be sent and received in a month; None without a limit."""
+        return self._options.monthly_traffic_bytes
+
+    @property
+    def used_bytes(self) -> int:
+        """Sent and received in this month."""
+        return self._traffic.used_bytes(self._clock())
+
+    def count(self, total: int, *, last: bool = False) -> None:
+        """Take in the bytes that this process has sent and received since it started; warns where
+        that cannot be written. `last`: nothing follows.
+        """
+        try:
+            self._traffic.count(total, self._clock())
+            if last:
+                self._traffic.keep()
+        except EnvironmentFault as error:
+            logger.warning("this month's traffic is not kept: %s", error)
+
+
+class RestWatch:
+    """A context in which a peer takes part, and is asked to leave when it should rest."""
+
+    def __init__(self, allowance: Allowance, traffic: Callable[[], int], stop: StopSignal):
+        """traffic: bytes sent and received since this process started."""
+        self._allowance = allowance
+        self._traffic = traffic
+        self._stop = stop
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="rest", daemon=True)
+
+    def __enter__(self) -> RestWatch:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._closing.set()
+        self._thread.join(CLOSE_LIMIT_S)
+        self._allowance.count(self._traffic(), last=True)
+
+    def _run(self) -> None:
+        while not self._closing.wait(LOOK_S):
+            self._allowance.count(self._traffic())
+            rest = self._allowance.rest()
+            if rest is not None and not self._stop.event.is_set():
+                logger.info("leaving to rest: %s", rest.words)
+                self._stop.leave()
+
+
+def wait_until_allowed(options: PeerOptions) -> bool:
+    """Rest as long as the volunteer wants this peer to; False if a signal came meanwhile."""
+    allowance = Allowance(options)
+    if allowance.rest() is None:
+        return True
+    resting = _Resting(options, allowance)
+    with StateFolder(options.state).locked(), StopSignal() as stop:
+        with served(options.metrics_host, options.metrics_port, resting.pages()):
+            while resting.look():
+                stop.event.wait(LOOK_S)
+        return True
+    logger.info("left: as asked, while it rested")
+    return False
+
+
+class _Resting:
+    """What is shown of a peer that rests."""
+
+    def __init__(self, options: PeerOptions, allowance: Allowance):
+        self._options = options
+        self._allowance = allowance
+        self._rest: Rest | None = None
+        self._stage, self._status = _last_place(options)
+
+    def look(self) -> bool:
+        """Whether it still rests; says so where that changed."""
+        rest = self._allowance.rest()
+        if rest == self._rest:
+            return rest is not None
+        self._rest = rest
+        if rest is None:
+            logger.info("going on")
+        elif rest.until is None:
+            state = self._options.state
+            logger.info("resting: %s; `dilocox resume --state %s` ends it", rest.reason, state)
+        else:
+            logger.info("resting: %s; going on at %s", rest.words, _shown_time(rest.until))
+        self._write_status(rest)
+        return rest is not None
+
+    def pages(self) -> Pages:
+        """What is served."""
+        return {
+            "/metrics": self._metrics,
+            "/healthz": lambda: health_page({}),
+            "/readyz": lambda: readiness_page(f"resting: {self._rest.words if self._rest else ''}"),
+        }
+
+    def _write_status(self, rest: Rest | None) -> None:
+        try:
+            known = cast("dict[str, Any]", json.loads(self._status.read_bytes()))
+        except (OSError, ValueError):
+            known = {}
+        for name in ("resting", "resumes_at"):
+            known.pop(name, None)
+        known |= {"state": "joining", "head": "", "members": [], "tokens_per_s": 0.0}
+        if rest is not None:
+            known |= {"state": "resting", "resting": rest.words, "resumes_at": rest.until}
+        if rest is None and self._status.parent == self._options.state:
+            self._status.unlink(missing_ok=True)  # from now on it is in the folder of a stage
+        else:
+            write_atomically(self._status, json.dumps(known).encode(), durable=False)
+
+    def _metrics(self) -> Page:
+        """In the names and labels of metrics.py, whose imports would take the memory of a peer."""
+        stage, run, rest = self._stage, self._options.invite.run_id[:12], self._rest
+        build = f'version="{__version__}",protocol="{PROTOCOL_VERSION}",run="{run}",stage="{stage}"'
+        limit = self._allowance.limit_bytes
+        figures: list[tuple[str, str, dict[str, float | None]]] = [
+            ("build_info", "What runs here.", {build: 1}),
+            ("ready", "Whether this peer takes part in the run.", {f'stage="{stage}"': 0}),
+            (
+                "peer_state",
+                "Where this peer is.",
+                {f'stage="{stage}",state="{name}"': name == "resting" for name in STATES},
+            ),
+            (
+                "resting",
+                "Why this peer rests.",
+                {
+                    f'stage="{stage}",reason="{name}"': rest is not None and rest.reason == name
+                    for name in REASONS
+                },
+            ),
+            (
+                "resting_until_timestamp_seconds",
+                "When it goes on.",
+                {f'stage="{stage}"': rest.until if rest else None},
+            ),
+            (
+                "month_traffic_bytes",
+                "Sent and received in this calendar month (UTC).",
+                {f'stage="{stage}"': self._allowance.used_bytes},
+            ),
+            ("month_traffic_limit_bytes", "Its limit.", {f'stage="{stage}"': limit}),
+        ]
+        lines: list[str] = []
+        for name, text, series in figures:
+            lines += [f"# HELP dilocox_{name} {text}", f"# TYPE dilocox_{name} gauge"]
+            told = ((labels, value) for labels, value in series.items() if value is not None)
+            lines += [f"dilocox_{name}{{{labels}}} {float(value)!r}" for labels, value in told]
+        return Page(body=("\n".join(lines) + "\n").encode(), content_type=METRICS_TYPE)
+
+
+def _last_place(options: PeerOptions) -> tuple[str, Path]:
+    """The stage that this peer hosts or hosted, empty if none is known, and its status.json."""
+    folder, run = StateFolder(options.state), options.invite.run_id
+    found = sorted(options.state.glob(f"{run}-stage*"))
+    if options.stage.isdecimal():
+        stage: int | None = int(options.stage)
+    elif (stage := folder.noted_stage(run)) is None and len(found) == 1:
+        stage = int(found[0].name.rpartition("-stage")[2])
+    if stage is None:
+        return "", options.state / "status.json"
+    own = folder.run(run, stage)
+    return str(stage), (own if own.is_dir() else options.state) / "status.json"
+
+
+def _shown_time(at: float) -> str:
+    return datetime.fromtimestamp(at).strftime("%Y-%m-%d %H:%M")
+
+
+# ---- the commands --------------------------------------------------------------------------------
+def pause(state: Path) -> str:
+    """Let the peer of this folder rest until `resume`; what to tell the volunteer.
+
+    Raises:
+        InvalidInput: no peer's folder. EnvironmentFault: it cannot be written.
+    """
+    flag = _checked_flag(state)
+    if flag.exists():
+        return f"paused already; `dilocox resume --state {state}` ends it"
+    try:
+        flag.touch()
+    except OSError as error:
+        raise disk_fault(flag, error) from error
+    return (
+        "paused: the peer leaves the swarm within seconds and stays away, also after a restart, "
+        f"until `dilocox resume --state {state}`"
+    )
+
+
+def resume(state: Path) -> str:
+    """Let the peer of this folder take part again; raises as `pause` does."""
+    flag = _checked_flag(state)
+    if not flag.exists():
+        return "it is not paused"
+    try:
+        flag.unlink(missing_ok=True)
+    except OSError as error:
+        raise disk_fault(flag, error) from error
+    return "resumed: a peer that waits goes on within seconds, unless hours or traffic forbid it"
+
+
+def _checked_flag(state: Path) -> Path:
+    if (state / "invite").exists():
+        raise InvalidInput(f"--state {state}: this is a bootstrap's folder; name the one of a peer")
+    if not (state / "identity.key").exists():
+        raise InvalidInput(
+            f"--state {state}: no peer was started with this folder; name the one that "
+            "`dilocox peer` was given as --state"
+        )
+    return _flag(state)
+
+
+def _flag(state: Path) -> Path:
+    return state / "paused"

@@ -1,0 +1,117 @@
+"""Which stage a peer hosts when it starts: the one asked for, or the one that lacks peers."""
+
+from __future__ import annotations
+
+import logging
+import random
+import time
+
+from dilocox import __version__
+from dilocox.dht.errors import InvalidInput
+from dilocox.dht.join import Joined
+from dilocox.dht.records import StageRecord, stage_key
+from dilocox.peer.state_folder import StateFolder
+from dilocox.pipeline.placement import Records, choose_stage, live_peers
+
+logger = logging.getLogger(__name__)
+
+JITTER_S = 2.0  # peers that start together do not look at the same moment
+LOOK_LIMIT_S = 10.0
+LOOKS = 3
+SECOND_THOUGHTS = 2
+SECOND_LOOK_S = 1.0
+JOINING_S = 20.0  # about what it takes until a joiner's own records come
+
+
+def chosen_stage(option: str, joined: Joined, folder: StateFolder) -> int:
+    """The stage that `--stage` names, or with `auto` the one with the fewest peers.
+
+    A peer that was here before goes back to its stage, whose weights are on its disk, unless that
+    one has other peers and another stage has none. Raises InvalidInput.
+    """
+    stages = joined.manifest.stages
+    named = named_stage(option, stages)
+    if named is not None:
+        return named
+    time.sleep(random.uniform(0, JITTER_S))
+    me = joined.identity.peer_id
+    before = folder.noted_stage(joined.run)
+    stage = preferred_stage(look_at_stages(joined), me, before, stages)
+    for _ in range(SECOND_THOUGHTS):
+        announce_joining(joined, stage)
+        time.sleep(SECOND_LOOK_S)
+        # of those that join at once the smaller id goes first: it has chosen without the others
+        seen = _without_later_joiners(look_at_stages(joined), me)
+        better = preferred_stage(seen, me, before, stages)
+        if better == stage:
+            break
+        announce_joining(joined, stage, gone=True)
+        stage = better
+    folder.note_stage(joined.run, stage)
+    logger.info("chose stage %d of %d", stage, stages)
+    return stage
+
+
+def named_stage(option: str, stages: int) -> int | None:
+    """The stage that `--stage` leaves no choice about, else None. Raises InvalidInput."""
+    if option == "auto":
+        return 0 if stages == 1 else None
+    if not option.isdecimal() or int(option) >= stages:
+        has = "stage 0 only" if stages == 1 else f"the stages 0 to {stages - 1}"
+        raise InvalidInput(f"--stage {option}: the run has {has}; choose one, or auto")
+    return int(option)
+
+
+def announce_joining(joined: Joined, stage: int, *, gone: bool = False) -> None:
+    """Say that this peer is about to host a stage, long before it can; or that it is not."""
+    record = StageRecord(
+        state="left" if gone else "joining",
+        round=0,
+        inner_steps=0,
+        digest="",
+        replica="",
+        tokens=0,
+        tokens_per_s=0.0,
+        client_mode=joined.reach.kind == "dial_out",
+        voids=0,
+        version=__version__,
+        addresses=(),
+        blocked="",
+    )
+    lifetime_s = joined.manifest.deadlines.record_lifetime_s
+    joined.swarm.publish(stage_key(joined.run, stage), record, max(lifetime_s, JOINING_S))
+
+
+def preferred_stage(records: Records, me: str, before: int | None, stages: int) -> int:
+    """The stage that this peer takes by itself, by these records and the stage it had before."""
+    stage = choose_stage(records, me=me, num_stages=stages)
+    if before is not None and 0 <= before < stages:
+        others = {number: set(live_peers(here)) - {me} for number, here in records.items()}
+        # Of a stage with nobody only this peer may have the chain.
+        if others.get(stage) or not others.get(before):
+            return before
+    return stage
+
+
+def _without_later_joiners(records: Records, me: str) -> dict[int, dict[str, StageRecord]]:
+    return {
+        stage: {
+            peer: record for peer, record in here.items() if record.state != "joining" or peer <= me
+        }
+        for stage, here in records.items()
+    }
+
+
+def look_at_stages(joined: Joined) -> dict[int, dict[str, StageRecord]]:
+    """Who hosts which stage; a stage whose records could not be had is left out."""
+    keys = {stage_key(joined.run, stage): stage for stage in range(joined.manifest.stages)}
+    records: dict[int, dict[str, StageRecord]] = {}
+    for _ in range(LOOKS):
+        found = joined.swarm.read_many(dict.fromkeys(keys, StageRecord), LOOK_LIMIT_S)
+        for key, stage in keys.items():
+            here = found[key]
+            if here is not None:
+                records[stage] = here
+        if len(records) == len(keys):
+            break
+    return records

@@ -1,0 +1,223 @@
+"""What a round teaches the next ones: the ranks of the coming exchange and the H of a coming round.
+
+Why: one rank for all matrices is too small for some and wasted on others, and an H that fits one
+line starves another. How: each record carries the facts of the last rounds, its *window*; what
+follows from them is a pure function, so every peer reads the same numbers in the record and
+anybody can check them. (After the adaptive gradient compression of DiLoCoX, arXiv 2506.21263, which
+judges one rank for all matrices by the mean over a window.)
+
+Ranks. A round says of a matrix how many columns hold most of its energy, `needed`. Where that is
+almost the whole rank it says only that more are needed: a basis shows no spectrum beyond itself.
+So the median over the window decides, in which such a round counts as more than any number:
+    almost the whole rank, also in the newest round:   grow by half
+    under 7/10 of the rank, and not in the newest:     shrink to where it is 8/10, at most by half
+    else:                                              stay
+A smaller rank never shows a larger need for the same matrix. So a rank that has shrunk is used to
+8/10 at most, does not grow again, and a spectrum that stands still brings a rank that does.
+
+H. An exchange should end within half a round, and training stand still for less than a hundredth of
+it (a send, a merge, whatever else a round costs once). So a round takes at least twice the exchange
+and a hundred times the stall, in inner steps, medians over the window. H lies up to two fifths
+above that, so that times that scatter do not move it; where it must move, it goes to the middle, by
+at most half.
+
+What a round's record says of the next ones: their ranks, and H.
+
+A pure function of the record before and of what the members gathered and averaged, so all members
+write the same, and whoever replays the log finds it again.
+
+How the stages of a run's model lie in flat vectors, and what follows from that.
+
+It imports the code of models, of 100 MB: who only watches a run, as a monitor does, stays without.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from statistics import median_low
+
+from dilocox.compression.layout import FlatLayout
+from dilocox.compression.stage_codec import Compression, StageCodec
+from dilocox.dht.manifest import Manifest
+from dilocox.peer.rounds.outer_step import OuterStep
+from dilocox.peer.rounds.record import WINDOW, RoundFacts, RoundRecord, max_record_bytes
+from dilocox.pipeline.stage import stage_layout
+
+_FULL_TENTHS = 9  # of a rank: from here on the spectrum may go on beyond the basis
+_LOW_TENTHS = 7  # below, a smaller rank saves enough to be worth a new basis
+_AIM_TENTHS = 8  # of a rank that has shrunk; noise of a tenth on either side moves nothing
+_EXCHANGES = 2  # that fit into a round
+_STALLS = 100
+_H_BAND = 0.2  # exchange times scatter by more than a tenth on the best of lines
+
+
+def facts_of(
+    *, ranks: Sequence[int], needed: Sequence[int], times: Iterable[tuple[float, float, float]]
+) -> RoundFacts:
+    """The facts of one round.
+
+    Args:
+        ranks, needed: as in `RoundFacts`.
+        times: (exchange_s, step_s, stall_s) of every member, in any order; 0 where it knows none.
+    """
+    stated = list(times)
+    return RoundFacts(
+        ranks=tuple(ranks),
+        needed=tuple(needed),
+        exchange_s=_median_known(exchange_s for exchange_s, _, _ in stated),
+        step_s=_median_known(step_s for _, step_s, _ in stated),
+        stall_s=_median_known(stall_s for _, _, stall_s in stated),
+    )
+
+
+def following_window(window: Sequence[RoundFacts], facts: RoundFacts) -> tuple[RoundFacts, ...]:
+    """The window of a record: that of the record before it and its own round, five at most."""
+    return (*window, facts)[-WINDOW:]
+
+
+def next_ranks(
+    ranks: Sequence[int],
+    window: Sequence[RoundFacts],
+    *,
+    limits: Sequence[int],
+    min_rank: int,
+) -> tuple[int, ...]:
+    """The ranks of the next exchange, one a tensor.
+
+    Args:
+        ranks: of the exchange that just ended.
+        window: facts of the last rounds, oldest first; without any the ranks stay.
+        limits: the largest rank of each tensor; 0 for one that goes dense, whose rank is 0.
+        min_rank: the smallest rank of a factored tensor; a smaller limit goes before it.
+
+    Raises:
+        ValueError: these are not about the same number of tensors.
+    """
+    columns = [zip(facts.ranks, facts.needed, strict=True) for facts in window]
+    measured = zip(*columns, strict=True) if columns else ((),) * len(ranks)
+    return tuple(
+        min(max(_next_rank(rank, pairs), min_rank), limit)
+        for rank, limit, pairs in zip(ranks, limits, measured, strict=True)
+    )
+
+
+def next_inner_steps(current: int, window: Sequence[RoundFacts], *, low: int, high: int) -> int:
+    """H of a later round.
+
+    Args:
+        current: the newest H that a record, or the manifest, names.
+        window: facts of the last rounds; if they know no step, or nothing that costs time, H stays.
+        low, high: the manifest's bounds.
+    """
+    exchange_s = _median_known(facts.exchange_s for facts in window)
+    stall_s = _median_known(facts.stall_s for facts in window)
+    step_s = _median_known(facts.step_s for facts in window)
+    following = current
+    if step_s and (exchange_s or stall_s):
+        least = max(_EXCHANGES * exchange_s, _STALLS * stall_s) / step_s
+        steps = (1 + _H_BAND) * least
+        if current < least or current > (1 + _H_BAND) * steps + 1:  # it is rounded up
+            target = math.ceil(steps) if steps < 2 * current else 2 * current  # also if infinite
+            following = _at_most_half(current, target)
+    return min(max(following, low), high)
+
+
+def _next_rank(rank: int, measured: Sequence[tuple[int, int]]) -> int:
+    """`measured`: pairs of a rank and what was needed at it, the newest last."""
+    if not measured or not rank:
+        return rank
+    needs = [None if _is_full(*pair) else pair[1] for pair in measured]
+    full = needs[-1] is None
+    need = median_low(math.inf if need is None else need for need in needs)
+    if need == math.inf:
+        return _at_most_half(rank, 2 * rank) if full else rank
+    if full or 10 * need >= _LOW_TENTHS * rank:
+        return rank
+    return _at_most_half(rank, -(-10 * int(need) // _AIM_TENTHS))
+
+
+def _is_full(rank: int, needed: int) -> bool:
+    return 10 * needed >= _FULL_TENTHS * rank
+
+
+def _at_most_half(current: int, target: int) -> int:
+    """As near to the target as half of the current number takes it; upwards at least by one."""
+    half = current // 2
+    return min(max(target, current - half), current + max(half, 1))
+
+
+def _median_known(values: Iterable[float]) -> float:
+    known = [value for value in values if value > 0]
+    return median_low(known) if known else 0.0
+
+
+def stage_codec(manifest: Manifest, layout: FlatLayout) -> StageCodec:
+    """How the records of a stage of this layout are coded."""
+    spec = manifest.codec
+    compression = Compression(
+        scheme=spec.scheme,
+        bits=spec.bits,
+        max_factor=spec.max_factor,
+        rank=spec.rank,
+        min_rank=spec.min_rank,
+        max_rank=spec.max_rank,
+        top_k=spec.top_k,
+    )
+    return StageCodec(layout, compression)
+
+
+def outer_step(manifest: Manifest, rules: int) -> OuterStep:
+    """The outer step of a record that was made under these rules."""
+    return OuterStep(*manifest.outer_under(rules))
+
+
+class RoundPlan:
+    """The plan of one stage of a run."""
+
+    def __init__(self, manifest: Manifest, codec: StageCodec):
+        self._manifest = manifest
+        self._codec = codec
+
+    def ranks_after(self, last: RoundRecord | None) -> tuple[int, ...]:
+        """The ranks of the exchange after a record; None is the manifest, before the first."""
+        return self._codec.first_ranks if last is None else last.next_ranks
+
+    def inner_steps_after(self, last: RoundRecord | None) -> int:
+        """The newest H that a record, or the manifest, names."""
+        return self._manifest.rounds.inner_steps if last is None else last.next_inner_steps
+
+    def finished(self, record: RoundRecord) -> RoundRecord:
+        """A record that is whole but for its plan.
+
+        Its `window` and `next_inner_steps` are still those of the record before it.
+        """
+        spec, rounds = self._manifest.codec, self._manifest.rounds
+        facts = facts_of(
+            ranks=record.ranks,
+            needed=record.decoded(self._codec).needed(spec.energy),
+            times=[(each.exchange_s, each.step_s, each.stall_s) for each in record.members],
+        )
+        window = following_window(record.window, facts)
+        ranks: Sequence[int] = record.ranks
+        if spec.adaptive:
+            limits = self._codec.limits
+            ranks = next_ranks(ranks, window, limits=limits, min_rank=spec.min_rank)
+        low, high = rounds.min_inner_steps, rounds.max_inner_steps
+        steps = next_inner_steps(record.next_inner_steps, window, low=low, high=high)
+        return replace(record, window=window, next_ranks=tuple(ranks), next_inner_steps=steps)
+
+    def follows(self, record: RoundRecord, last: RoundRecord | None) -> bool:
+        """Whether this is the plan that must stand in a record after `last` (with its means)."""
+        unplanned = replace(
+            record,
+            window=() if last is None else last.window,
+            next_inner_steps=self.inner_steps_after(last),
+        )
+        return self.finished(unplanned) == record
+
+
+def stage_record_bytes(manifest: Manifest, stage: int) -> int:
+    """The most bytes of a record of a stage, for who is no peer of it."""
+    return max_record_bytes(stage_codec(manifest, stage_layout(manifest, stage)))

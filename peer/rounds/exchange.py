@@ -1,0 +1,572 @@
+"""One attempt of one round's exchange, as one member of the group lives it.
+
+An exchange has one phase or two (compression/stage_codec.py). In each, a member *pushes* its parts,
+encoded, to the reducers of its row, these push their row's mean to each other, column by column,
+and every share's mean is encoded once and the same bytes reach all (grid.py), so that all members
+end with the same record. A member's vector of the second phase is made of the means of the first.
+hivemind's own all-reduce hangs on a member that freezes and reports success when a part is missing;
+here every call has its deadline, neighbours watch each other by heartbeat, and the round is
+committed only by a majority of signed votes on the digest of the record (PROTOCOL section 3).
+
+A phase has its share of the exchange's time. It bounds how long reducers wait for parts and for
+other rows, so that who is slow is left out, and when all are asked for a mean that has not come; a
+member that got its means of the first phase too late to be counted in the second can still reduce,
+and vote.
+
+A member hears of deaths from those that it watches, and from the votes of those that gave up: two
+that missed the same peer are believed, one alone may be cut off itself. Votes go to one's row, and
+what a row voted to those of the other rows that are opposite; who still lacks some asks its row.
+
+This file knows no network: it talks through `Transport`, and is told what arrives by `on_part`,
+`on_row`, `on_mean` and `on_votes`. It runs in one event loop; the codec runs in a one-thread pool
+beside it.
+
+The other members of a group as one member reaches them: every call and every wait has its
+deadline, and who gives no sign of life counts as dead.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable, Collection, Sequence
+from concurrent.futures import Executor
+from contextlib import suppress
+from typing import Any, TypeVar
+
+from torch import Tensor
+
+from dilocox.compression.group_codec import NotEncodable, PayloadRefused
+from dilocox.peer.rounds.ballots import Ballots
+from dilocox.peer.rounds.group import (
+    AttemptResult,
+    AttemptSetup,
+    Encoder,
+    Mean,
+    ShareRefused,
+    Transport,
+)
+from dilocox.peer.rounds.record import digest_of
+from dilocox.peer.rounds.shares import Shares, encode
+from dilocox.peer.rounds.vote import Verdict
+
+logger = logging.getLogger(__name__)
+
+MAX_WATCHED = 7  # neighbours that a member watches in its row; larger groups share the work
+
+T = TypeVar("T")
+
+
+class Reach:
+    """The tasks of one attempt and the event that wakes them; lives in one event loop."""
+
+    def __init__(self, setup: AttemptSetup, transport: Transport, pool: Executor):
+        self._setup = setup
+        self._transport = transport
+        self._pool = pool
+        self._changed = asyncio.Event()
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self._outliving: set[asyncio.Task[Any]] = set()  # held, or they would be collected
+        self.members = tuple(member.peer for member in setup.members)
+        dial_out = {member.peer for member in setup.members if member.client_mode}
+        deaf = dial_out if setup.me in dial_out else set[str]()
+        # whom this member can call: of two that only dial out neither can call the other
+        self.others = tuple(peer for peer in self.members if peer not in {setup.me} | deaf)
+        grid = setup.grid
+        self.row, self.column, self.opposite = (
+            tuple(peer for peer in peers if peer in set(self.others))
+            for peers in (grid.row(setup.me), grid.column(setup.me), grid.opposite(setup.me))
+        )
+        self.dial_out = tuple(peer for peer in self.row if peer in dial_out)
+        self.dead: set[str] = set()
+        self._over = False
+
+    def spawn(self, work: Awaitable[T], *, outlives: bool = False) -> asyncio.Task[T]:
+        """Start work beside this; `outlives`: it goes on, in its own deadline, after `cancel`."""
+        task = asyncio.ensure_future(work)
+        task.add_done_callback(_report)
+        (self._outliving if outlives else self._tasks).add(task)
+        return task
+
+    def cancel(self) -> None:
+        """End all work that does not outlive the attempt."""
+        self._over = True
+        for task in self._tasks:
+            task.cancel()
+
+    def watch_neighbours(self) -> None:
+        """Begin to watch the members that are next to this one in its row, and in its column."""
+        me, grid = self._setup.me, self._setup.grid
+        watched = set[str]()
+        for line in (grid.row(me), grid.column(me)):
+            at = line.index(me) if line else 0
+            ring = [peer for peer in line[at + 1 :] + line[:at] if peer in self.others]
+            watched.update(ring[:MAX_WATCHED])
+        for peer in sorted(watched):
+            self.spawn(self._watch(peer))
+
+    async def _watch(self, peer: str) -> None:
+        """Count a member as dead when its heartbeats stop, whatever the reason."""
+        try:
+            beats = aiter(self._transport.heartbeats(peer))
+            # before Python 3.12 wait_for forgets a cancel that comes together with its result
+            while not self._over:
+                await asyncio.wait_for(anext(beats), self._setup.silence_s)
+            return
+        except (ConnectionError, asyncio.TimeoutError, StopAsyncIteration) as error:
+            logger.debug("%s counts as dead: %r", peer, error)
+        self.dead.add(peer)
+        self.notify()
+
+    async def call(
+        self, limit_s: float, function: Callable[..., Awaitable[T]], peer: str, *args: Any
+    ) -> T | None:
+        """A call to a member whose failure only means that it could not be reached."""
+        try:
+            return await asyncio.wait_for(function(peer, *args), limit_s)
+        except (ConnectionError, asyncio.TimeoutError) as error:
+            logger.debug("%s not reached: %r", peer, error)
+            return None
+
+    async def compute(self, function: Callable[..., T], *args: Any) -> T:
+        """Call a function in the pool, so that heartbeats go on meanwhile."""
+        return await asyncio.get_running_loop().run_in_executor(self._pool, function, *args)
+
+    def notify(self) -> None:
+        """Something happened that somebody may wait for."""
+        self._changed.set()
+
+    async def until(self, condition: Callable[[], bool], deadline: float) -> bool:
+        """Wait until a condition holds; False where it does not by the deadline (monotonic)."""
+        while not condition():
+            remaining_s = deadline - time.monotonic()
+            if remaining_s <= 0:
+                return False
+            self._changed.clear()
+            with suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(self._changed.wait(), remaining_s)
+        return True
+
+
+def _report(task: asyncio.Task[Any]) -> None:
+    """Log what nobody would hear of: a fault of ours, for those of others are waited out."""
+    if not task.cancelled() and (error := task.exception()) is not None:
+        logger.error("a part of the exchange failed", exc_info=error)
+
+
+# Of a phase's time a reducer waits so long for parts, and, where there are several rows, so long
+# for those and for the other rows; the rest is for the means.
+PARTS_SHARE = 0.6
+PARTS_SHARE_OF_ROWS, ROWS_SHARE = 0.4, 0.65
+FETCH_ROUNDS = 2  # how often everybody is asked for a mean whose reducer is gone
+ASKED_AT_ONCE = 16  # members, other ones each time, how an undecided vote ended
+TALLY_PAUSE_S = 0.25  # a row's votes go to the other rows together, if they come so soon
+
+
+class Attempt:
+    """One member's side of one attempt; `run` returns within the two deadlines of its setup."""
+
+    def __init__(
+        self,
+        setup: AttemptSetup,
+        *,
+        encoder: Encoder,
+        transport: Transport,
+        ballots: Ballots,
+        pool: Executor,
+    ):
+        self._setup = setup
+        self._encoder = encoder
+        self._transport = transport
+        self.ballots = ballots
+        self._started = time.monotonic()
+        self._reach = Reach(setup, transport, pool)
+        self._shares = Shares(setup, self._reach.compute)
+        self.running = False
+        self._told: set[str] = set()  # members of our row whose votes the other rows have from us
+        self._waited_out = False  # the exchange's time is over and means are missing
+        self.record: bytes | None = None  # as this member made it, for those who lack parts
+        self.digest: str | None = None
+
+    # ---- what others tell us ---------------------------------------------------------------------
+    @property
+    def members(self) -> tuple[str, ...]:
+        """The members of the group, sorted."""
+        return self._reach.members
+
+    def has_part(self, part: int, kind: str) -> bool:
+        """Whether the vectors are split into more parts (`kind`: part), or shares (row, mean)."""
+        if kind == "part":
+            return part in self._setup.columns
+        return kind in ("row", "mean") and self._shares.known(part)
+
+    def max_bytes(self, part: int, kind: str) -> int:
+        """The most bytes that a payload of this part may have (`kind`: part, row, mean)."""
+        return self._setup.max_bytes(part, kind)
+
+    def check_sender(self, peer: str, part: int, kind: str) -> None:
+        """Raise ShareRefused unless this peer may send this (`kind`: part, row, mean) to us."""
+        match kind:
+            case "part":
+                self._shares.check_sender(peer, part)
+            case "row":
+                self._shares.check_row(peer, part)
+            case _:
+                if self._setup.sender(part) != peer:
+                    raise ShareRefused(f"the mean of part {part} does not come from {peer}")
+
+    async def on_part(self, peer: str, column: int, payload: bytes) -> None:
+        """A member's values of a column that we average; refused, it leaves the member out."""
+        try:
+            await self._shares.add_part(peer, column, payload)
+        finally:
+            self._reach.notify()
+
+    async def on_row(self, peer: str, mean: Mean) -> None:
+        """A row's mean of a share that we average; refused, it leaves the row out."""
+        try:
+            await self._shares.add_row(peer, mean)
+        finally:
+            self._reach.notify()
+
+    async def on_mean(self, peer: str, mean: Mean) -> None:
+        """An averaged share from the one that brings it."""
+        if not self.has_part(mean.part, "mean"):
+            raise ShareRefused(f"there is no part {mean.part}")
+        self.check_sender(peer, mean.part, "mean")
+        try:
+            await self._take_mean(mean)
+        except (PayloadRefused, ShareRefused):
+            self._shares.lied[mean.part] = peer
+            raise
+        finally:
+            self._reach.notify()
+
+    async def _take_mean(self, mean: Mean) -> None:
+        if await self._shares.add_mean(mean):
+            self._hand_on(mean)
+
+    def on_votes(self, votes: Sequence[bytes]) -> None:
+        """Signed votes; ValueError if one is not of this attempt, after the others were taken."""
+        known, refused = self.ballots.voters(), None
+        for vote in votes:
+            try:
+                self.ballots.receive(vote)
+            except ValueError as error:
+                refused = error
+        self._reach.notify()
+        self._pass_on(self.ballots.voters() - known)
+        if refused is not None:
+            raise refused
+
+    def _pass_on(self, voters: set[str]) -> None:
+        """Those of our row that only dial out do not hear each other."""
+        for voter in voters & set(self._reach.dial_out):
+            self._tell(set(self._reach.dial_out) - {voter}, {voter})
+
+    def _tell(self, peers: Collection[str], voters: Collection[str]) -> None:
+        """Send the votes of some to others."""
+        votes = self.ballots.bytes_of(voters)
+        for peer in peers:
+            call = self._reach.call(self._setup.vote_s, self._transport.send_votes, peer, votes)
+            self._reach.spawn(call, outlives=True)
+
+    def mean(self, part: int) -> Mean | None:
+        """The averaged part, for members that ask for it."""
+        return self._shares.means.get(part)
+
+    # ---- the exchange ----------------------------------------------------------------------------
+    async def run(self) -> AttemptResult:
+        """Exchange, vote, decide. Never raises for what another member does."""
+        self.running = True
+        try:
+            self._reach.watch_neighbours()
+            for column in self._shares.own_columns:
+                self._reach.spawn(self._reduce(column))
+            if self._reach.opposite:
+                self._reach.spawn(self._tell_other_rows())
+            record = await self._exchange()
+            return await self._decide(record)
+        finally:
+            self.running = False
+            self._reach.cancel()
+            self._shares.give_up()
+
+    async def _exchange(self) -> bytes | None:
+        """The record; None if a mean cannot be had or the attempt is void."""
+        last = len(self._setup.codecs) - 1
+        earlier: list[Tensor] = []
+        for phase in range(last + 1):
+            self._reach.spawn(self._send_parts(phase, tuple(earlier)))
+            if not await self._collect(phase):
+                return None
+            if phase < last:
+                earlier.append(await self._reach.compute(self._shares.vector, phase))
+        return await self._shares.record()
+
+    async def _send_parts(self, phase: int, earlier: tuple[Tensor, ...]) -> None:
+        setup = self._setup
+        try:
+            vector = await self._reach.compute(self._encoder.vector, phase, earlier)
+            for column in setup.columns:
+                span = setup.span(column)
+                if setup.phase_of(column) != phase or span.start == span.stop:
+                    continue
+                payload = await self._reach.compute(encode, setup.codecs[phase].send, vector[span])
+                collector = setup.collector(column)
+                if collector == setup.me:
+                    with suppress(ShareRefused):  # the phase's time is over for us too
+                        await self.on_part(setup.me, column, payload)
+                else:
+                    self._push(self._transport.push_part, collector, column, payload)
+        except NotEncodable as error:
+            logger.warning("the others average without this peer's message: %s", error)
+
+    async def _reduce(self, column: int) -> None:
+        """Average a column over our row, and our share of it over all rows."""
+        setup, shares = self._setup, self._shares
+        starts_s, ends_s = self._phase_s(setup.phase_of(column))
+        several = len(setup.grid.rows) > 1
+        share_of_time = PARTS_SHARE_OF_ROWS if several else PARTS_SHARE
+        starts, span_s = self._started + starts_s, ends_s - starts_s
+        await self._reach.until(
+            lambda: shares.awaited(column) <= self._gone, starts + span_s * share_of_time
+        )
+        row = await shares.reduce(column)
+        self._reach.notify()
+        for part in setup.shares_of(column):
+            share = setup.shares[part]
+            if share.numel and share.reducer != setup.me:
+                mean = await shares.row_mean(part, row)
+                self._push(self._transport.push_row, share.reducer, mean)
+        for part in setup.shares_of(column):
+            if setup.shares[part].reducer == setup.me and setup.shares[part].numel:
+                await self._combine(part, starts + span_s * ROWS_SHARE)
+
+    async def _combine(self, part: int, due: float) -> None:
+        """Average a share over the rows whose mean arrives by then, and push it."""
+        await self._reach.until(lambda: self._shares.awaited_rows(part) <= self._gone, due)
+        mean = await self._shares.combine(part)
+        self._reach.notify()
+        if mean is not None:
+            self._hand_on(mean)
+
+    def _hand_on(self, mean: Mean) -> None:
+        """Push a mean to those that get it from us: our column, if we made it, and our row."""
+        setup, made = self._setup, self._setup.shares[mean.part].reducer == self._setup.me
+        if setup.collector(setup.column_of(mean.part)) != setup.me:
+            return
+        for peer in {*self._reach.row, *(self._reach.column if made else ())} - self._gone:
+            # a member with a slow link still needs it when the others have all and the round is
+            # decided
+            self._push(self._transport.push_mean, peer, mean, outlives=True)
+
+    async def _collect(self, phase: int) -> bool:
+        """Wait for a phase's means; False if one cannot be had or the attempt is void.
+
+        Where others have committed already, their means are still under way.
+        """
+        due = self._started + self._phase_s(phase)[1]
+        end = self._started + self._setup.exchange_s
+        asked, again_at = Counter[int](), 0.0
+        while missing := self._shares.missing(phase):
+            lost = missing & self._lost()
+            hopeless = any(asked[part] >= FETCH_ROUNDS for part in lost)
+            if hopeless or self.ballots.decision.verdict is Verdict.VOID:
+                return False
+            now = time.monotonic()
+            if now >= end:
+                self._waited_out = True
+                return False
+            late = missing if now >= due else set[int]()
+            wanted = lost | {part for part in late if not asked[part]}
+            if now >= again_at:
+                again_at = now + self._setup.silence_s / 2
+                wanted |= missing & self._cut_off()
+            for part in sorted(wanted):
+                asked[part] += part in lost or part in late
+                await self._ask_for_mean(part)
+            if not wanted:
+                until = end if late else due
+                cut_off = missing & self._cut_off()
+                await self._reach.until(self._news(), min(until, again_at) if cut_off else until)
+        return True
+
+    @property
+    def _gone(self) -> set[str]:
+        """The members that are dead as far as one can know."""
+        return self._reach.dead | self.ballots.missed_by_several() - {self._setup.me}
+
+    def _lost(self) -> set[int]:
+        """The shares whose reducer is gone, or sent a mean that is none."""
+        gone, lied = self._gone, self._shares.lied
+        return {
+            part
+            for part, share in enumerate(self._setup.shares)
+            if share.reducer in gone or lied.get(part) == share.reducer
+        }
+
+    def _cut_off(self) -> set[int]:
+        """The shares whose mean would come to us through one that is gone, or lied."""
+        gone, lied = self._gone, self._shares.lied
+        return {
+            part
+            for part in range(len(self._setup.shares))
+            if part in lied or self._setup.sender(part) in gone
+        }
+
+    def _news(self) -> Callable[[], bool]:
+        """Whether anything has happened since now that a collecting member looks at."""
+
+        def seen() -> tuple[int, int, int]:
+            state = self._shares.means, self._lost() | self._cut_off(), self.ballots.voters()
+            return len(state[0]), len(state[1]), len(state[2])
+
+        known = seen()
+        return lambda: seen() != known
+
+    # ---- the vote --------------------------------------------------------------------------------
+    async def settle(self) -> AttemptResult:
+        """After an undecided end: ask the members how they, and those they heard, voted."""
+        limit_s = self._setup.silence_s
+        asked = random.sample(self._nearest, min(len(self._nearest), ASKED_AT_ONCE))
+        await asyncio.gather(*(self._ask_for_votes(peer, limit_s) for peer in asked))
+        return await self._result(time.monotonic() + limit_s)
+
+    async def _decide(self, record: bytes | None) -> AttemptResult:
+        """Cast the one final vote and hear the others'."""
+        setup = self._setup
+        self.record = record
+        self.digest = None if record is None else digest_of(record)
+        vote = self.ballots.cast(self.digest, () if record else tuple(sorted(self._missed())))
+        self._reach.notify()
+        sending = [
+            self._reach.spawn(
+                self._reach.call(setup.vote_s, self._transport.send_votes, peer, [vote])
+            )
+            for peer in self._reach.row
+        ]
+        # whoever gives up early hears the others when they, too, have given up or are done
+        deadline = self._started + setup.exchange_s + setup.vote_s
+        asking = self._reach.spawn(self._ask_our_row(deadline))
+        await self._reach.until(self._all_heard, deadline)
+        asking.cancel()
+        result = await self._result(deadline)
+        self._tell_now()
+        if sending:  # a vote that is under way decides the round for others
+            await asyncio.wait(sending, timeout=max(0.0, deadline - time.monotonic()))
+        return result
+
+    def _all_heard(self) -> bool:
+        """Whether the round is decided, or no further vote can come."""
+        decided = self.ballots.decision.verdict is not Verdict.UNDECIDED
+        return decided or set(self._reach.members) <= self.ballots.voters() | self._reach.dead
+
+    async def _ask_our_row(self, deadline: float) -> None:
+        """Ask one after the other for the votes that did not come to us."""
+        peers = [peer for peer in self._nearest if peer not in self._gone]
+        for peer in peers:
+            await self._reach.until(
+                lambda: False, min(deadline, time.monotonic() + self._setup.silence_s / 4)
+            )
+            await self._ask_for_votes(peer, self._setup.silence_s)
+
+    async def _ask_for_votes(self, peer: str, limit_s: float) -> None:
+        ballot = self.ballots.ballot
+        question = peer, ballot.round, ballot.attempt
+        votes = await self._reach.call(limit_s, self._transport.ask_votes, *question)
+        for vote in votes or ():
+            with suppress(ValueError):
+                self.ballots.receive(vote)
+        self._reach.notify()
+
+    async def _tell_other_rows(self) -> None:
+        """Pass our row's votes on, together as far as they come together."""
+        row, heard = set(self._setup.grid.row(self._setup.me)), self.ballots.voters
+        end = self._started + self._setup.exchange_s + 2 * self._setup.vote_s
+        while await self._reach.until(lambda: bool(self._untold), end):
+            await self._reach.until(
+                lambda: row <= heard() | self._gone, time.monotonic() + TALLY_PAUSE_S
+            )
+            self._tell_now()
+
+    @property
+    def _untold(self) -> set[str]:
+        """The members of our row whose votes the other rows have not from us."""
+        return self.ballots.voters() & set(self._setup.grid.row(self._setup.me)) - self._told
+
+    def _tell_now(self) -> None:
+        voters = self._untold
+        self._told |= voters
+        if voters:
+            self._tell(self._reach.opposite, voters)
+
+    async def _result(self, deadline: float) -> AttemptResult:
+        """Read the verdict; who lacks the record that was committed fetches it from its voters."""
+        verdict, chosen = self.ballots.decision.verdict, self.ballots.decision.digest
+        if chosen is not None and chosen != self.digest:
+            self.record = await self._fetch_record(chosen, deadline)
+        return AttemptResult(
+            verdict=verdict,
+            record=self.record if chosen is not None else None,
+            certificate=self.ballots.certificate() if chosen is not None else None,
+            abort=self.ballots.abort(),
+            members=self._reach.members,
+            seconds=time.monotonic() - self._started,
+        )
+
+    # ---- pieces ----------------------------------------------------------------------------------
+    @property
+    def _nearest(self) -> list[str]:
+        """The members that we can call: those of our row, then those opposite, then the others."""
+        near = [*self._reach.row, *self._reach.opposite, *self._reach.others]
+        return list(dict.fromkeys(near))
+
+    def _push(
+        self, function: Callable[..., Awaitable[None]], *args: Any, outlives: bool = False
+    ) -> None:
+        """Send something beside all else, in the time that is left of the exchange."""
+        call = self._reach.call(self._remaining_s(), function, *args)
+        self._reach.spawn(call, outlives=outlives)
+
+    async def _ask_for_mean(self, part: int) -> None:
+        limit_s = min(self._setup.silence_s, max(0.1, self._remaining_s()))
+        setup, reach = self._setup, self._reach
+        column = setup.column_of(part)
+        reducers = [setup.reducer_in(column, row) for row in range(len(setup.grid.rows))]
+        for peer in dict.fromkeys([setup.shares[part].reducer, *reducers, *reach.row]):
+            if peer not in reach.others or peer in self._gone or part in self._shares.means:
+                continue
+            mean = await reach.call(limit_s, self._transport.fetch_mean, peer, part)
+            if mean is not None and mean.part == part:
+                with suppress(PayloadRefused, ShareRefused):
+                    await self._take_mean(mean)
+
+    async def _fetch_record(self, digest: str, deadline: float) -> bytes | None:
+        voters = self.ballots.voters_for(digest)
+        for peer in [peer for peer in self._nearest if peer in voters]:
+            limit_s = max(0.1, deadline - time.monotonic())
+            data = await self._reach.call(limit_s, self._transport.fetch_record, peer, digest)
+            if data is not None and digest_of(data) == digest:
+                return data
+        return None
+
+    def _missed(self) -> set[str]:
+        """Whom this member missed: the dead, the refused, and reducers whose mean never came.
+
+        Where the attempt failed before its time was over, a mean that is not here yet is nobody's
+        fault: a repeated attempt would leave out a sound reducer.
+        """
+        silent = self._shares.silent() if self._waited_out else set[str]()
+        return (silent | self._reach.dead | self._shares.refused()) - {self._setup.me}
+
+    def _phase_s(self, phase: int) -> tuple[float, float]:
+        """The seconds from the attempt's start at which a phase should begin and end."""
+        borders = (0.0, *self._setup.phase_ends_s())
+        return borders[phase], borders[phase + 1]
+
+    def _remaining_s(self) -> float:
+        return max(0.1, self._started + self._setup.exchange_s - time.monotonic())

@@ -1,0 +1,483 @@
+"""Who may exchange with whom: the plan that keys a group, and what each member states when it
+joins.
+
+The plan (run, rules of the manifest, stage, round, attempt, ranks, layout, digest of the last
+record) keys the group in
+the DHT, so that peers that disagree never meet, and is compared once more in the gathered tickets
+before a byte flows. Weights and modes come from the tickets alone: they are the same for every
+member.
+
+The members of an averaging group as an attempt knows them: who they are, what they agreed on,
+and how they are reached. The attempt itself is exchange.py.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import AsyncIterator, Collection, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from itertools import accumulate
+from typing import Protocol, cast
+
+from torch import Tensor
+
+from dilocox.compression.group_codec import Codec
+from dilocox.compression.stage_codec import StageCodec
+from dilocox.dht.manifest import Manifest
+from dilocox.peer.rounds.adaptation import RoundPlan
+from dilocox.peer.rounds.ballots import excluded_by
+from dilocox.peer.rounds.grid import Grid, Share
+from dilocox.peer.rounds.record import RoundRecord, bitmap_of, chosen_in, largest_group, part_bytes
+from dilocox.peer.rounds.vote import Verdict, may_start
+
+PHASE_SHARE = 0.25  # of the exchange's time that a phase has whatever its bytes
+
+
+class ShareRefused(ValueError):
+    """A part or a mean that does not belong where it was sent."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mean:
+    """The encoded mean of one share, and the members whose values are in it.
+
+    Of a row's mean on its way to the other rows both are empty where nobody's values came.
+    """
+
+    part: int  # the index of its share in the attempt's setup, and of its part in the record
+    contributors: tuple[str, ...]
+    payload: bytes = field(repr=False)
+
+
+class Transport(Protocol):
+    """How a member reaches the others; every method may raise ConnectionError."""
+
+    async def push_part(self, peer: str, column: int, payload: bytes) -> None:
+        """Send this member's encoded part to the reducer of a column in its row."""
+        ...
+
+    async def push_row(self, peer: str, mean: Mean) -> None:
+        """Send this member's row's mean of a share to the one that averages it over the rows."""
+        ...
+
+    async def push_mean(self, peer: str, mean: Mean) -> None:
+        """Send an averaged part to a member."""
+        ...
+
+    async def fetch_mean(self, peer: str, part: int) -> Mean | None:
+        """Ask a member for an averaged part; None if it has none."""
+        ...
+
+    async def fetch_record(self, peer: str, digest: str) -> bytes | None:
+        """Ask a member for the committed record of this round."""
+        ...
+
+    async def send_votes(self, peer: str, votes: Sequence[bytes]) -> None:
+        """Send signed votes, one's own or those of others."""
+        ...
+
+    async def ask_votes(self, peer: str, round_number: int, attempt: int) -> list[bytes]:
+        """Ask a member for the votes of this attempt that it holds."""
+        ...
+
+    def heartbeats(self, peer: str) -> AsyncIterator[None]:
+        """A stream that yields while the member is alive."""
+        ...
+
+
+class Encoder(Protocol):
+    """This member's message, as the vector of each phase; called in the pool."""
+
+    def vector(self, phase: int, earlier: Sequence[Tensor]) -> Tensor:
+        """The phase's vector, fp32 [n]; `earlier`: the decoded means of the phases before it."""
+        ...
+
+
+class Planner(Protocol):
+    """The rule that all members end a record by; pure, called in the pool."""
+
+    def finished(self, record: RoundRecord) -> RoundRecord:
+        """The record with its window, next ranks and next inner steps; all else is filled."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Member:
+    """What a member said of itself when the group formed."""
+
+    peer: str
+    tokens: int
+    exchange_s: float
+    step_s: float
+    client_mode: bool
+    stall_s: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class PhaseCodecs:
+    """How the values of a phase go to a row's reducers, between the rows, and back to all."""
+
+    send: Codec
+    row: Codec
+    mean: Codec
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttemptSetup:
+    """What all members of a group agree on, and who of them this one is.
+
+    A *column* is numbered over all phases: those of phase 0 first. It has one share a row, and in
+    each row one member that averages its values there and brings its means.
+    """
+
+    me: str
+    members: tuple[Member, ...]  # sorted by peer
+    grid: Grid
+    template: RoundRecord  # the record to be made, without members, parts and means
+    shares: tuple[Share, ...]  # as `Grid.shares` orders them
+    codecs: tuple[PhaseCodecs, ...]  # one a phase
+    plan: Planner
+    exchange_s: float  # for all phases together
+    vote_s: float
+    silence_s: float
+
+    @property
+    def columns(self) -> range:
+        """The numbers of all columns."""
+        return range(len(self.shares) // len(self.grid.rows))
+
+    def shares_of(self, column: int) -> range:
+        """The indices of a column's shares."""
+        rows = len(self.grid.rows)
+        return range(column * rows, (column + 1) * rows)
+
+    def column_of(self, share: int) -> int:
+        """The column of a share."""
+        return share // len(self.grid.rows)
+
+    def span(self, column: int) -> slice:
+        """Where the values of a column lie in its phase's vector."""
+        shares = self.shares_of(column)
+        return slice(self.shares[shares[0]].start, self.shares[shares[-1]].stop)
+
+    def phase_of(self, column: int) -> int:
+        """The phase of a column."""
+        return self.shares[self.shares_of(column)[0]].phase
+
+    def reducer_in(self, column: int, row: int) -> str:
+        """The member of a row that averages a column there."""
+        return self.shares[self.shares_of(column)[row]].reducer
+
+    def collector(self, column: int) -> str:
+        """The member of one's own row that averages a column there, and brings its means."""
+        return self.reducer_in(column, self.grid.row_of[self.me])
+
+    def sender(self, share: int) -> str:
+        """Who brings the mean of a share: the one that encoded it, or one of one's own row."""
+        collector = self.collector(self.column_of(share))
+        return self.shares[share].reducer if collector == self.me else collector
+
+    def max_bytes(self, index: int, kind: str) -> int:
+        """The most bytes of a payload: `index` is a column for a part, a share for row and mean."""
+        if kind == "part":
+            span = self.span(index)
+            return part_bytes(self.codecs[self.phase_of(index)].send, span.stop - span.start)
+        share = self.shares[index]
+        codecs = self.codecs[share.phase]
+        return part_bytes(codecs.row if kind == "row" else codecs.mean, share.numel)
+
+    def phase_ends_s(self) -> tuple[float, ...]:
+        """The seconds from the start by which each phase should be over; the last: exchange_s.
+
+        Each has a quarter of the time, for its arithmetic and the ways; the rest goes by bytes.
+        """
+        sizes = [0] * len(self.codecs)
+        for column in self.columns:
+            sizes[self.phase_of(column)] += self.max_bytes(column, "part")
+        for index, share in enumerate(self.shares):
+            sizes[share.phase] += self.max_bytes(index, "mean")
+        rest = 1 - PHASE_SHARE * len(sizes)
+        spans = [PHASE_SHARE + rest * size / max(1, sum(sizes)) for size in sizes]
+        inner = accumulate(self.exchange_s * span for span in spans[:-1])
+        return (*inner, self.exchange_s)
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttemptResult:
+    """How an attempt ended. `record` stands where it was committed."""
+
+    verdict: Verdict
+    record: bytes | None = field(repr=False)
+    certificate: bytes | None = field(repr=False)
+    abort: bytes = field(repr=False)  # this member's own, signed, for a repeated attempt
+    members: tuple[str, ...]
+    seconds: float
+    matchmaking_s: float | None = None  # until its group stood; None of a peer alone
+
+
+MAX_COUNTED = 1024  # peers that a ticket may name
+MAX_TIME_S = 1e6
+
+
+class GroupRefused(Exception):
+    """The group that formed may not exchange: every member leaves before a byte is sent."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """What an attempt is about; peers with unequal plans never meet."""
+
+    run: str
+    rules: int = 0
+    stage: int
+    round: int
+    attempt: int
+    ranks: tuple[int, ...]
+    layout: str
+    previous: str
+
+    @property
+    def key(self) -> str:
+        """The sha256 of the plan, in hex."""
+        text = json.dumps(asdict(self), sort_keys=True, separators=(",", ":"))
+        return hashlib.sha256(text.encode()).hexdigest()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ticket:
+    """What a member states when it joins a group."""
+
+    plan: str
+    tokens: int
+    exchange_s: float
+    step_s: float
+    stall_s: float  # that its training stood still for its last round
+    counted: tuple[str, ...]  # the peers that must be reckoned with, in its view
+    expected: int | None  # members with which its group is whole; None: it does not know
+    abort: (
+        bytes  # its signed abort of the attempt before; empty in the first one, or if it had none
+    )
+    client_mode: bool = False
+
+    def pack(self, last: Collection[str]) -> list[object]:
+        """As hivemind gathers it; the mode is hivemind's own field.
+
+        Every member gets the tickets of all, so they are short: of the counted peers those among
+        `last`, the last record's contributors, as a bitmap; of the others a hash each, and only
+        where they matter to `may_start`, because none of `last` is counted.
+        """
+        among = sorted(set(last))
+        there = set(among) & set(self.counted)
+        others = [] if there else [_short(peer) for peer in self.counted]
+        return [
+            bytes.fromhex(self.plan),
+            self.tokens,
+            self.exchange_s,
+            self.step_s,
+            self.stall_s,
+            bitmap_of(among, there),
+            others,
+            self.expected,
+            self.abort,
+        ]
+
+    @classmethod
+    def unpack(cls, facts: object, last: Collection[str], *, client_mode: bool) -> Ticket:
+        """Read what a member stated; GroupRefused if it is malformed, or of another record.
+
+        Counted peers that are not among `last` are named by their hash: see `resolved`.
+        """
+        match facts:
+            case [
+                bytes(plan),
+                int(tokens),
+                float(exchange_s),
+                float(step_s),
+                float(stall_s),
+                bytes(bits),
+                [*others],  # pyright: ignore[reportUnknownVariableType]
+                int() | None as expected,
+                bytes(abort),
+            ]:
+                hashes = cast("list[object]", others)
+            case _:
+                raise GroupRefused("a member's ticket is malformed")
+        if len(hashes) > MAX_COUNTED or not all(isinstance(each, bytes) for each in hashes):
+            raise GroupRefused("a member counts what are no peers, or too many")
+        try:
+            counted = chosen_in(sorted(set(last)), bits)
+        except ValueError as error:
+            raise GroupRefused(f"a member has another last record: {error}") from error
+        if type(tokens) is not int:  # True would pass here and be refused in every log
+            raise GroupRefused("a member states tokens that are no number")
+        if not all(0 <= seconds < MAX_TIME_S for seconds in (exchange_s, step_s, stall_s)):
+            raise GroupRefused(
+                f"a member states an exchange of {exchange_s} s, steps of {step_s} s, {stall_s} s "
+                "without training"
+            )
+        return cls(
+            plan=plan.hex(),
+            tokens=tokens,
+            exchange_s=exchange_s,
+            step_s=step_s,
+            stall_s=stall_s,
+            counted=counted + tuple(_named(each) for each in hashes if isinstance(each, bytes)),
+            expected=expected,
+            abort=abort,
+            client_mode=client_mode,
+        )
+
+    def resolved(self, group: Collection[str]) -> frozenset[str]:
+        """The counted peers; of those that are named by a hash the members of a group by name."""
+        names = {_named(_short(peer)): peer for peer in group}
+        return frozenset(names.get(peer, peer) for peer in self.counted)
+
+
+def _short(peer: str) -> bytes:
+    return hashlib.sha256(peer.encode()).digest()[:8]
+
+
+def _named(short: bytes) -> str:
+    return f"#{short.hex()}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExchangeOrder:
+    """What the trainer's process asks of the averaging process for one attempt."""
+
+    plan: Plan
+    scheduled_at: float  # run time at which the group starts, the same for all
+    matchmaking_limit_s: float
+    tokens: int
+    tokens_cap: int
+    counted: tuple[str, ...]
+    last_contributors: tuple[str, ...]
+    expected: int | None = None  # peers that should come: with them the group need not wait
+    exchange_s: float  # of this peer's last exchange, from its group to the committed record
+    step_s: float  # of an inner step of its replica
+    anchor_before: str
+    last: RoundRecord | None = field(repr=False)  # the chain's newest, without its means
+    stall_s: float = 0.0  # that its training stood still for its last round
+    alone: bool = False
+    abort: bytes = field(default=b"", repr=False)  # its own, of the attempt before
+
+    @property
+    def whole_with(self) -> int | None:
+        """How many members make the group whole, so that it does not wait for its time; None where
+        that is not known. Never fewer than could start it.
+        """
+        if self.expected is None:
+            return None
+        return max(2, self.expected, len(set(self.last_contributors) & set(self.counted)))
+
+    def ticket(self, *, client_mode: bool = False) -> Ticket:
+        """This peer's ticket."""
+        return Ticket(
+            plan=self.plan.key,
+            tokens=min(self.tokens, self.tokens_cap),
+            exchange_s=round(self.exchange_s, 3),
+            step_s=round(self.step_s, 4),
+            stall_s=round(self.stall_s, 4),
+            counted=self.counted,
+            expected=self.whole_with,
+            abort=self.abort,
+            client_mode=client_mode,
+        )
+
+
+def attempt_setup(
+    order: ExchangeOrder,
+    manifest: Manifest,
+    codec: StageCodec,
+    me: str,
+    tickets: Mapping[str, Ticket],
+    *,
+    group: bytes,
+) -> AttemptSetup:
+    """The agreed facts of an attempt, from what its members stated.
+
+    A repeated attempt leaves out the peers that the signed aborts of the first one blame. `group`:
+    the id of the group, from which its rows follow.
+
+    Raises:
+        GroupRefused: a member has another plan or no tokens, too few members, or nobody to reduce.
+    """
+    plan = order.plan
+    aborts = [ticket.abort for ticket in tickets.values() if ticket.abort and plan.attempt]
+    excluded = excluded_by(aborts, tickets, run=plan.run, stage=plan.stage, round_number=plan.round)
+    if me in excluded:
+        raise GroupRefused("the others leave this peer out of the repeated attempt")
+    tickets = {peer: ticket for peer, ticket in tickets.items() if peer not in excluded}
+    for peer, ticket in tickets.items():
+        if ticket.plan != order.plan.key:
+            raise GroupRefused(f"{peer} has another plan")
+        if not 1 <= ticket.tokens <= order.tokens_cap:
+            raise GroupRefused(f"{peer} states {ticket.tokens} tokens")
+    views = {peer: ticket.resolved(tickets) for peer, ticket in tickets.items()}
+    if not may_start(sorted(tickets), views, order.last_contributors):
+        raise GroupRefused(f"{len(tickets)} members are too few of those that must be there")
+    if len(tickets) > (most := largest_group(codec)):
+        raise GroupRefused(
+            f"{len(tickets)} members; a record of this stage holds at most {most}: start new peers "
+            "with --stage of another stage"
+        )
+    members = tuple(
+        Member(
+            peer=peer,
+            tokens=tickets[peer].tokens,
+            exchange_s=tickets[peer].exchange_s,
+            step_s=tickets[peer].step_s,
+            stall_s=tickets[peer].stall_s,
+            client_mode=tickets[peer].client_mode,
+        )
+        for peer in sorted(tickets)
+    )
+    if len(members) == 1:  # alone, a peer that can only dial out averages its own part
+        members = (replace(members[0], client_mode=False),)
+    reducers = [member.peer for member in members if not member.client_mode]
+    if not reducers:
+        raise GroupRefused("no member can be reached from outside, so nobody can reduce")
+    phases = codec.phases(plan.ranks)
+    grid = Grid.of(group, sorted(tickets), reducers, manifest.rounds.group_size)
+    return AttemptSetup(
+        me=me,
+        members=members,
+        grid=grid,
+        template=_template(order, manifest),
+        shares=grid.shares(phases),
+        codecs=tuple(
+            PhaseCodecs(send=phase.send, row=phase.row, mean=phase.mean) for phase in phases
+        ),
+        plan=RoundPlan(manifest, codec),
+        exchange_s=manifest.deadlines.exchange_s,
+        vote_s=manifest.deadlines.vote_s,
+        silence_s=manifest.deadlines.silence_s,
+    )
+
+
+def _template(order: ExchangeOrder, manifest: Manifest) -> RoundRecord:
+    plan, last = order.plan, order.last
+    return RoundRecord(
+        run=plan.run,
+        stage=plan.stage,
+        round=plan.round,
+        previous=plan.previous,
+        anchor_before=order.anchor_before,
+        rules=plan.rules,
+        layout=plan.layout,
+        ranks=plan.ranks,
+        members=(),
+        chain_tokens=0 if last is None else last.chain_tokens,
+        parts=(),
+        window=() if last is None else last.window,
+        next_ranks=(),
+        next_inner_steps=(manifest.rounds.inner_steps if last is None else last.next_inner_steps),
+        means=(),
+    )
+
+
+def tokens_cap(manifest: Manifest) -> int:
+    """The largest weight a member may state: all that its unsent progress can hold."""
+    rounds = manifest.rounds
+    return rounds.max_age * rounds.max_inner_steps * manifest.batch.tokens_per_step

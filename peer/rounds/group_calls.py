@@ -1,0 +1,90 @@
+"""The calls of an exchange to the other members of its group."""
+
+# hivemind and its generated protocol classes carry no types.
+# pyright: reportMissingTypeStubs=false, reportUnknownMemberType=false
+# pyright: reportUnknownVariableType=false, reportUnknownArgumentType=false
+# pyright: reportAttributeAccessIssue=false
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Sequence
+from typing import Any, cast
+
+from hivemind.proto import runtime_pb2
+
+from dilocox.dht.rpc import Client, FrameRefused, pack, packed, unpack
+from dilocox.peer.rounds.group import Mean
+from dilocox.peer.rounds.record import bitmap_of, chosen_in
+
+
+class GroupCalls:
+    """One member's calls within one averaging group: see exchange.Transport."""
+
+    def __init__(self, client: Client, group: bytes, members: tuple[str, ...]):
+        """members: peer ids, sorted."""
+        self._client = client
+        self._group = group
+        self._members = members
+
+    async def push_part(self, peer: str, column: int, payload: bytes) -> None:
+        """Send this member's encoded part to the reducer of a column in its row."""
+        await self._push(peer, {"kind": "part", "part": column}, payload)
+
+    async def push_row(self, peer: str, mean: Mean) -> None:
+        """Send this member's row's mean of a share to the one that averages it over the rows."""
+        await self._push(peer, {"kind": "row"} | self._about(mean), mean.payload)
+
+    async def push_mean(self, peer: str, mean: Mean) -> None:
+        """Send an averaged share to a member."""
+        await self._push(peer, {"kind": "mean"} | self._about(mean), mean.payload)
+
+    async def fetch_mean(self, peer: str, part: int) -> Mean | None:
+        """Ask a member for an averaged share; None if it has none."""
+        want = {"what": "mean", "group": self._group, "part": part}
+        blob = await self._client.fetch(peer, want, limit_bytes=self._client.record_bytes)
+        if blob is None:
+            return None
+        names = contributors_in(self._members, blob.facts)
+        return Mean(part=part, contributors=names, payload=blob.data)
+
+    async def fetch_record(self, peer: str, digest: str) -> bytes | None:
+        """Ask a member for the round's record."""
+        return await self._client.fetch_record(peer, digest)
+
+    async def send_votes(self, peer: str, votes: Sequence[bytes]) -> None:
+        """Send signed votes, one's own or those of others."""
+        tensors = [runtime_pb2.Tensor(buffer=vote) for vote in votes]
+        metadata = packed({"group": self._group})
+        request = runtime_pb2.ExpertRequest(metadata=metadata, tensors=tensors)
+        await self._client.call(peer, "rpc_vote", request)
+
+    async def ask_votes(self, peer: str, round_number: int, attempt: int) -> list[bytes]:
+        """Ask a member for the votes of this group's attempt that it holds."""
+        question = {"group": self._group, "round": round_number, "attempt": attempt}
+        answer = unpack(await self._client.call(peer, "rpc_ask", pack(question)))
+        votes = answer.get("votes")
+        held = cast("list[object]", votes) if isinstance(votes, list) else []
+        return [vote for vote in held if isinstance(vote, bytes)]
+
+    async def heartbeats(self, peer: str) -> AsyncIterator[None]:
+        """A stream that yields while the member is alive."""
+        async for _ in self._client.stream(peer, "rpc_watch", pack({"group": self._group})):
+            yield
+
+    async def _push(self, peer: str, facts: dict[str, Any], payload: bytes) -> None:
+        await self._client.push(peer, facts | {"group": self._group}, payload)
+
+    def _about(self, mean: Mean) -> dict[str, Any]:
+        bits = bitmap_of(self._members, mean.contributors)
+        return {"part": mean.part, "contributors": bits}
+
+
+def contributors_in(members: Sequence[str], facts: dict[str, Any]) -> tuple[str, ...]:
+    """Whom the facts of a mean name of a group's members; FrameRefused if they are none."""
+    bits = facts.get("contributors")
+    if not isinstance(bits, bytes):
+        raise FrameRefused("a mean does not say whose it is")
+    try:
+        return chosen_in(members, bits)
+    except ValueError as error:
+        raise FrameRefused(f"a mean of members that are none: {error}") from error

@@ -1,0 +1,463 @@
+"""The round record: one stage's averaged, encoded pseudo-gradient of one round, and who took part.
+
+A record is a safetensors file: the encoded mean of every part as bytes, everything else as
+canonical JSON in the header (PROTOCOL of the round log: fixed key and tensor order, no time
+stamp, no voter, no leader), so that all members of a group write the same bytes and its sha256,
+the *digest*, names it. The header names each member once; a part's reducer is a place in that list
+and its contributors are a bitmap over it, so that hundreds of members fit. Each record names the
+digest of the one before and the sha256 of the anchor it applies to; the first one names the
+manifest. Anchor and outer momentum are a pure function of the chain, and so is the plan of the next
+exchange: its ranks, H of the round that it arrives in, the basis (the factors of the means), and
+the window that the next plan looks back on.
+
+Which of a sorted list of names are meant, one bit each: records and tickets name members once.
+
+A list of the names themselves, one for each part and each member, grows with the square of the
+group: of 104 members a record had 1.2 MB of them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Collection, Sequence
+from dataclasses import asdict, dataclass, field, fields, replace
+from functools import lru_cache
+from typing import Any, Final, cast
+
+import torch
+from safetensors.torch import load, save
+from torch import Tensor
+
+from dilocox.compression.group_codec import Codec
+from dilocox.compression.stage_codec import StageCodec, StageMeans
+from dilocox.peer.rounds.vote import MAX_MEMBERS
+
+WINDOW: Final = 5
+
+
+@dataclass(frozen=True, kw_only=True)
+class RoundFacts:
+    """One round of one stage, as its record tells it.
+
+    ranks: of the exchange, one a tensor of the layout, 0 where it went dense; empty without ranks.
+    needed: columns that hold the energy asked for, measured at these ranks; as many as `ranks`.
+    exchange_s, step_s, stall_s: seconds of an exchange, of an inner step, and that training stood
+        still for a round, medians over the members that state them; 0.0 where nobody does.
+    """
+
+    ranks: tuple[int, ...]
+    needed: tuple[int, ...]
+    exchange_s: float
+    step_s: float
+    stall_s: float = 0.0
+
+
+def bitmap_of(names: Sequence[str], chosen: Collection[str]) -> bytes:
+    """The chosen ones among the names: the first name is the lowest bit of the first byte.
+
+    ValueError where one is chosen that is not among them.
+    """
+    places = {name: place for place, name in enumerate(names)}
+    bits = bytearray(-(-len(names) // 8))
+    for name in chosen:
+        if name not in places:
+            raise ValueError(f"{name} is none of the {len(names)} names")
+        place = places[name]
+        bits[place // 8] |= 1 << place % 8
+    return bytes(bits)
+
+
+def chosen_in(names: Sequence[str], bits: bytes) -> tuple[str, ...]:
+    """The names that a bitmap chooses, in their order; ValueError if it is not one of them."""
+    beyond = len(names) % 8 and bits and bits[-1] >> len(names) % 8
+    if len(bits) != -(-len(names) // 8) or beyond:
+        raise ValueError(f"a bitmap of {len(bits)} bytes is none of {len(names)} names")
+    return tuple(name for place, name in enumerate(names) if bits[place // 8] >> place % 8 & 1)
+
+
+MAX_HEADER_BYTES = 1 << 20
+MAX_NAME = 64  # of a peer's id, which has 52 characters
+_MAX_NUMBER = 2**63 - 1
+_MAX_TIME_S = 123456.7891  # as long as any that a ticket may state, which has four decimals
+
+
+class RecordRefused(ValueError):
+    """A record from a peer or from disk that is not exactly as a record must be."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Contribution:
+    """A member of the group that made a record, and the tokens that were its weight."""
+
+    peer: str
+    tokens: int
+    exchange_s: float  # from its previous send to its record, as it said; 0 if it had none
+    step_s: float  # of one inner step of its replica, as it said; 0 if it made none
+    stall_s: float = 0.0  # that its training stood still for its last round, as it said
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """A slice [start, stop) of a phase's vector, who averaged it, whose values are in it."""
+
+    phase: int
+    reducer: str
+    start: int
+    stop: int
+    contributors: tuple[str, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RoundRecord:
+    """One committed round of one stage.
+
+    rules: of the manifest that it was made under; they say how it is applied.
+    ranks: per tensor of the layout, as this exchange had them; empty unless the scheme is low_rank.
+    window: what the last rounds, this one last, say of the ranks and the times that they needed.
+    next_ranks: of the exchange after this one. next_inner_steps: H of the round that it arrives in.
+    means: `means[i]` is the encoded mean of `parts[i]`.
+    """
+
+    run: str
+    stage: int
+    round: int
+    previous: str
+    anchor_before: str
+    rules: int = 0
+    layout: str
+    ranks: tuple[int, ...]
+    members: tuple[Contribution, ...]
+    chain_tokens: int
+    parts: tuple[Part, ...]
+    window: tuple[RoundFacts, ...]
+    next_ranks: tuple[int, ...]
+    next_inner_steps: int
+    means: tuple[bytes, ...] = field(repr=False)
+
+    def to_bytes(self) -> bytes:
+        """The canonical bytes of this record."""
+        tensors = {
+            _tensor_name(index): torch.frombuffer(bytearray(mean), dtype=torch.uint8)
+            for index, mean in enumerate(self.means)
+            if mean
+        }
+        # one metadata entry only: safetensors keeps them in a hash map, whose order is random
+        text = json.dumps(self.header(), sort_keys=True, separators=(",", ":"))
+        return save(tensors, metadata={"record": text})
+
+    def header(self) -> dict[str, Any]:
+        """All but the means, as it stands in the header."""
+        names = [member.peer for member in self.members]
+        places = {name: place for place, name in enumerate(names)}
+        header = {name: getattr(self, name) for name in _HEADER_FIELDS}
+        header["members"] = [asdict(member) for member in self.members]
+        header["window"] = [asdict(facts) for facts in self.window]
+        header["parts"] = [
+            [
+                part.phase,
+                places[part.reducer],
+                part.start,
+                part.stop,
+                bitmap_of(names, part.contributors).hex(),
+            ]
+            for part in self.parts
+        ]
+        return header
+
+    @property
+    def tokens(self) -> int:
+        """The tokens behind this record: of the members whose values are in its average.
+
+        Who is in no part of it takes its send back and counts it again with a later record. Who is
+        in some parts counts in full: what the others lack stays in its residual.
+        """
+        return sum(member.tokens for member in self.contributions)
+
+    @property
+    def contributions(self) -> tuple[Contribution, ...]:
+        """The members whose values are in the average, at least in part."""
+        counted = {
+            peer for part in self.last_parts if part.stop > part.start for peer in part.contributors
+        }
+        return tuple(member for member in self.members if member.peer in counted)
+
+    def member(self, peer: str) -> Contribution | None:
+        """What this peer put in, or None if it was not in the group."""
+        return next((member for member in self.members if member.peer == peer), None)
+
+    @property
+    def last_parts(self) -> tuple[Part, ...]:
+        """Those of the last phase: whose values are in them is in the average."""
+        return tuple(part for part in self.parts if part.phase == self.parts[-1].phase)
+
+    def counted(self, peer: str) -> list[slice]:
+        """The slices of the last phase's vector whose mean holds this member's values."""
+        return [
+            slice(part.start, part.stop)
+            for part in self.last_parts
+            if part.stop > part.start and peer in part.contributors
+        ]
+
+    def left_out(self, peer: str, codec: StageCodec) -> list[slice]:
+        """The slices of the stage's vector that lack this member's values, at least in part."""
+        missing = [
+            slice(part.start, part.stop)
+            for part in self.last_parts
+            if peer not in part.contributors
+        ]
+        return codec.undecayed(self.ranks, missing)
+
+    def decoded(self, codec: StageCodec) -> StageMeans:
+        """Its means; PayloadRefused if a part is malformed."""
+        phases = codec.phases(self.ranks)
+        vectors = [torch.empty(phase.numel, dtype=torch.float32) for phase in phases]
+        for part, mean in zip(self.parts, self.means, strict=True):
+            if part.stop > part.start:
+                payload = torch.frombuffer(bytearray(mean), dtype=torch.uint8)
+                out = vectors[part.phase][part.start : part.stop]
+                phases[part.phase].mean.decode(payload, out.numel(), out=out)
+        return codec.means(self.ranks, vectors)
+
+    def average(self, codec: StageCodec) -> Tensor:
+        """The averaged message of the stage, flat fp32; PayloadRefused if a part is malformed."""
+        return self.decoded(codec).average()
+
+
+_HEADER_FIELDS = tuple(each.name for each in fields(RoundRecord) if each.name != "means")
+
+
+def own_contribution(record: RoundRecord, peer: str, message: Tensor, codec: StageCodec) -> Tensor:
+    """What the average holds of a member: its message as the codec carried it, 0 where left out."""
+    return record.decoded(codec).own(message, record.counted(peer))
+
+
+def digest_of(data: bytes) -> str:
+    """The name of a record: the sha256 of its bytes, in hex."""
+    return hashlib.sha256(data).hexdigest()
+
+
+def parse_record(data: bytes, codec: StageCodec) -> RoundRecord:
+    """Read a record that nobody vouches for yet.
+
+    Raises:
+        RecordRefused: wrong types, parts that do not tile the vectors, lengths that do not fit the
+            codec, contributors who are no members, or bytes that are not canonical.
+    """
+    try:
+        header = parse_header(data)
+        tensors = load(data)
+        means = tuple(
+            tensors[_tensor_name(index)].numpy().tobytes() if part.stop > part.start else b""
+            for index, part in enumerate(header.parts)
+        )
+        record = replace(header, means=means)
+        _check(record, codec)
+        canonical = record.to_bytes() == data
+    except RecordRefused:
+        raise
+    except Exception as error:
+        raise RecordRefused(f"not a round record: {type(error).__name__}: {error}") from error
+    if not canonical:
+        raise RecordRefused("its bytes are not canonical")
+    return record
+
+
+def parse_header(data: bytes) -> RoundRecord:
+    """The record without its means, from its first bytes; for what was checked before."""
+    header_bytes = int.from_bytes(data[:8], "little")
+    if header_bytes > MAX_HEADER_BYTES or header_bytes + 8 > len(data):
+        raise RecordRefused(f"its header claims {header_bytes} bytes of {len(data)}")
+    outer = json.loads(data[8 : 8 + header_bytes])
+    header = cast("dict[str, Any]", json.loads(outer["__metadata__"]["record"]))
+    members = tuple(Contribution(**member) for member in header.pop("members"))
+    if len(members) > MAX_MEMBERS:
+        raise RecordRefused(f"it has {len(members)} members; a group has at most {MAX_MEMBERS}")
+    names = [member.peer for member in members]
+    parts = tuple(_part(names, *facts) for facts in header.pop("parts"))
+    window = tuple(_facts(facts) for facts in header.pop("window"))
+    ranks, next_ranks = (tuple(header.pop(name)) for name in ("ranks", "next_ranks"))
+    return RoundRecord(
+        members=members,
+        parts=parts,
+        window=window,
+        ranks=ranks,
+        next_ranks=next_ranks,
+        means=(),
+        **header,
+    )
+
+
+def _part(names: list[str], phase: int, reducer: int, start: int, stop: int, bits: str) -> Part:
+    if type(reducer) is not int or not 0 <= reducer < len(names):
+        raise RecordRefused(f"a part is averaged by member {reducer} of {len(names)}")
+    try:
+        contributors = chosen_in(names, bytes.fromhex(bits))
+    except ValueError as error:
+        raise RecordRefused(f"a part's contributors are no members: {error}") from error
+    return Part(
+        phase=phase,
+        reducer=names[reducer],
+        start=start,
+        stop=stop,
+        contributors=contributors,
+    )
+
+
+def _facts(facts: dict[str, Any]) -> RoundFacts:
+    ranks, needed = tuple(facts.pop("ranks")), tuple(facts.pop("needed"))
+    return RoundFacts(ranks=ranks, needed=needed, **facts)
+
+
+def _check(record: RoundRecord, codec: StageCodec) -> None:
+    _check_types(record)
+    try:
+        for ranks in (record.ranks, record.next_ranks, *(facts.ranks for facts in record.window)):
+            codec.check(ranks)
+    except ValueError as error:
+        raise RecordRefused(str(error)) from error
+    if record.next_inner_steps < 1:
+        raise RecordRefused("its next round has no inner steps")
+    if not 1 <= len(record.window) <= WINDOW:
+        raise RecordRefused(f"its window is of {len(record.window)} rounds")
+    for facts in record.window:
+        timed = all(0 <= time < math.inf for time in _times(facts))
+        if len(facts.needed) != len(facts.ranks) or not timed:
+            raise RecordRefused("its window says what no round can say")
+    names = [member.peer for member in record.members]
+    if not names or names != sorted(set(names)):
+        raise RecordRefused("its members are not a sorted list of different peers")
+    for member in record.members:
+        if member.tokens < 1 or not all(0 <= time < math.inf for time in _times(member)):
+            raise RecordRefused(f"{member.peer} has no tokens, or a time that is none")
+    _check_parts(record, codec)
+
+
+def _times(each: Contribution | RoundFacts) -> tuple[float, float, float]:
+    return each.exchange_s, each.step_s, each.stall_s
+
+
+def _check_parts(record: RoundRecord, codec: StageCodec) -> None:
+    phases = codec.phases(record.ranks)
+    positions = [0] * len(phases)
+    previous = 0
+    for part, mean in zip(record.parts, record.means, strict=True):
+        if not previous <= part.phase < len(phases):
+            raise RecordRefused(f"a part of phase {part.phase} follows one of phase {previous}")
+        previous, phase, position = part.phase, phases[part.phase], positions[part.phase]
+        if part.start != position or part.stop < part.start:
+            raise RecordRefused(f"part {part.start}:{part.stop} does not follow {position}")
+        if part.stop % phase.unit and part.stop != phase.numel:
+            raise RecordRefused(f"part {part.start}:{part.stop} ends within a unit")
+        if not part.contributors:
+            raise RecordRefused("a part was made by nobody")
+        size = part.stop - part.start
+        if len(mean) > part_bytes(phase.mean, size) or bool(mean) != bool(size):
+            raise RecordRefused(f"a mean of {size} values has {len(mean)} bytes")
+        positions[part.phase] = part.stop
+    if positions != [phase.numel for phase in phases]:
+        raise RecordRefused(f"its parts end at {positions}")
+
+
+def _check_types(record: RoundRecord) -> None:
+    """What JSON gave must be of the declared types exactly: true is no number, 1.0 is not 1."""
+    texts: list[object] = [record.run, record.previous, record.anchor_before, record.layout]
+    texts += [member.peer for member in record.members]
+    if any(type(text) is not str for text in texts):
+        raise RecordRefused("a text in its header is none")
+    numbers: list[object] = [record.stage, record.round, record.rules, record.chain_tokens]
+    numbers += [record.next_inner_steps, *record.ranks, *record.next_ranks]
+    numbers += [number for facts in record.window for number in (*facts.ranks, *facts.needed)]
+    numbers += [member.tokens for member in record.members]
+    for part in record.parts:
+        numbers += [part.phase, part.start, part.stop]
+    if any(type(number) is not int or number < 0 for number in numbers):
+        raise RecordRefused("a number in its header is not a whole number of at least zero")
+    timed = (*record.members, *record.window)
+    times: list[object] = [time for each in timed for time in _times(each)]
+    if any(type(time) is not float for time in times):
+        raise RecordRefused("a time in its header is no number")
+
+
+@lru_cache(maxsize=16)
+def largest_group(codec: StageCodec) -> int:
+    """How many members a group of this stage may have at most, so that the header of its record
+    is within MAX_HEADER_BYTES whatever they state; 0 where not even one fits.
+    """
+    low, high = 0, MAX_MEMBERS
+    while low < high:
+        middle = (low + high + 1) // 2
+        fits = len(_longest_header(codec, middle)) <= MAX_HEADER_BYTES
+        low, high = (middle, high) if fits else (low, middle - 1)
+    return low
+
+
+def _longest_header(codec: StageCodec, members: int) -> bytes:
+    """The longest header that so many members can make, each reducing a part of each phase."""
+    texts = "f" * MAX_NAME
+    facts = RoundFacts(
+        ranks=codec.limits,
+        needed=codec.limits,
+        exchange_s=_MAX_TIME_S,
+        step_s=_MAX_TIME_S,
+        stall_s=_MAX_TIME_S,
+    )
+    everybody = tuple(
+        Contribution(
+            peer=f"{place:0{MAX_NAME}d}",
+            tokens=_MAX_NUMBER,
+            exchange_s=_MAX_TIME_S,
+            step_s=_MAX_TIME_S,
+            stall_s=_MAX_TIME_S,
+        )
+        for place in range(members)
+    )
+    names = tuple(member.peer for member in everybody)
+    parts = tuple(
+        Part(phase=phase, reducer=names[-1], start=numel, stop=numel, contributors=names)
+        for phase, numel in enumerate(each.numel for each in codec.phases(codec.limits))
+        for _ in names
+    )
+    record = RoundRecord(
+        run=texts,
+        stage=_MAX_NUMBER,
+        round=_MAX_NUMBER,
+        previous=texts,
+        anchor_before=texts,
+        rules=_MAX_NUMBER,
+        layout=texts,
+        ranks=codec.limits,
+        members=everybody,
+        chain_tokens=_MAX_NUMBER,
+        parts=parts,
+        window=(facts,) * WINDOW,
+        next_ranks=codec.limits,
+        next_inner_steps=_MAX_NUMBER,
+        means=(),
+    )
+    means = max_record_bytes(codec)
+    tensors = {
+        _tensor_name(index): {"dtype": "U8", "shape": [means], "data_offsets": [means, means]}
+        for index in range(len(parts))
+    }
+    text = json.dumps(record.header(), sort_keys=True, separators=(",", ":"))
+    return json.dumps({"__metadata__": {"record": text}} | tensors).encode()
+
+
+def max_record_bytes(codec: StageCodec) -> int:
+    """The most bytes of a record of this stage: means under the largest ranks, and the header.
+
+    The header counts twice: each part has more bytes there than its mean has beside its values.
+    """
+    means = sum(phase.mean.max_bytes(phase.numel) for phase in codec.phases(codec.limits))
+    return 8 + 2 * MAX_HEADER_BYTES + means
+
+
+def part_bytes(codec: Codec, numel: int) -> int:
+    """The most bytes of an encoded part; an empty part has none."""
+    return codec.max_bytes(numel) if numel else 0
+
+
+def _tensor_name(index: int) -> str:
+    return f"mean.{index:05d}"

@@ -1,0 +1,429 @@
+"""Rounds and the bell: which round a replica is in, when its group meets, and when it sends.
+
+Round numbers belong to the run. A head *rings the bell* of round R (writes a BellRecord) when its
+replica made H inner steps in it, and the replica trains on. Once a quorum of heads has rung, T_R
+is known: the one moment at which all groups of the round form. (Without a common time 0 of 8 rounds
+formed one group when peers came 3 s apart; with it 8 of 8.) Slower replicas get a grace, then stop
+at their next inner step. So nobody waits for the slowest, and nobody meets an empty room.
+
+    q    half of the replicas known from their records, rounded up, at least 2 where 2 are known
+    T_R  finish of the q-th + grace + the longest inner step that the replicas state + the notice;
+         now + that inner step + the notice once all known replicas have rung
+
+The *notice* is the time until all have heard a bell that is written now: the longest that a head
+states of itself (`hear_s`: how often it looks, and how long its calls to the DHT take), within
+bounds, and at least 2 s.
+
+A head that has rung, sees q bells and finds no T_R writes it into its bell, with the end of the
+grace; all use the smallest T_R that they ever found for the round (`RoundKeeper`), so it only
+ever moves to an earlier time, and that with notice. Pure rules over records: `now_s` is run time
+(dht/clock.py), equal on all peers within `clock_error_s`. Statements are believed within bounds:
+
+- a bell that finished later than now + clock_error_s does not count (yet);
+- a T_R before its own bell's finish or beyond the horizon does not count, nor does one without
+  the end of its grace; a T_R in the past does: who is late finds no group and sends with the next;
+- the round's time is the lower median of what the first q bells state, and a replica whose one
+  inner step takes longer than that is not waited for: no single statement delays the others;
+- equal finish times need no order: only the q-th smallest time enters, and no peer is preferred.
+  Of equal T_R the one with the earlier end of grace counts;
+- a round far beyond the newest record and beyond what most replicas state is nobody's round.
+
+Keeps the round of a peer: when a head rings, when to send, when to go on.
+
+What was seen of a round stays seen until its group has met, also by peers that have gone on: bells
+in the DHT live for three heartbeats, and a round may last an hour. For the same reason a head keeps
+its own bell of a round alive until then. (With bells that were forgotten as they expired, 4 heads
+committed every third round of 600 s: slower ones rang into an empty room.)
+
+Two threads use it: the coordinator's, which looks at the others' bells, and the training loop,
+which ends a round by its send.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from statistics import median_low
+
+from dilocox.dht.clock import Clock
+from dilocox.dht.records import MAX_INDEX, BellRecord, ReplicaRecord
+from dilocox.dht.swarm_view import SwarmView
+
+BELLS_READ = 8  # bell keys a head reads at most, so that strange round numbers cost it little
+MAX_AHEAD = 64  # rounds beyond the newest record that others may lead a peer to
+
+
+def quorum(replicas: int) -> int:
+    """How many bells end a round: half of the known replicas, rounded up, at least 2 of 2."""
+    if replicas < 1:
+        raise ValueError(f"{replicas} replicas known; one's own is always known")
+    return max((replicas + 1) // 2, min(2, replicas))
+
+
+@dataclass(frozen=True, kw_only=True)
+class RoundClock:
+    """The constants of a round's times."""
+
+    grace_share: float = 0.25
+    """Share of the round's time that slower replicas get after the quorum."""
+    notice_s: float = 2.0
+    """Time to spread T_R, at least."""
+    notice_share: float = 0.125
+    """Of the round's time: no head that hears badly has the others give a longer notice."""
+    notice_bound_s: float = 20.0
+    """Unless the round is so short that this is longer: what a bad line takes."""
+    clock_error_s: float = 3.0
+    """How far run times may be apart; hivemind refuses peers that are further off."""
+    horizon_s: float = 24 * 3600.0
+    """Nothing sensible is announced further ahead, and nothing takes longer."""
+
+    def bounded(self, seconds: float) -> float:
+        """A duration that somebody states, within reason."""
+        return min(max(seconds, 0.0), self.horizon_s)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Schedule:
+    """The times of one round, in run time."""
+
+    send_after: float
+    """End of the grace: a replica that has not rung stops at its next inner step after it."""
+    scheduled_at: float
+    """T_R: when the group forms."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RoundView:
+    """What one head or peer sees of a round."""
+
+    round: int
+    bells: Mapping[str, BellRecord]
+    """By head: the bells of this round, one's own included once it has rung."""
+    replicas: Mapping[str, ReplicaRecord]
+    """By head: the replicas known, one's own included while it stands."""
+    known: Schedule | None = None
+    """The times found before: they stand, also where nobody tells of them any more."""
+    clock: RoundClock = RoundClock()
+
+    def rung(self, now_s: float) -> dict[str, BellRecord]:
+        """The bells that count."""
+        latest = now_s + self.clock.clock_error_s
+        return {
+            head: bell
+            for head, bell in self.bells.items()
+            if bell.round == self.round and bell.finished_at <= latest
+        }
+
+    def reached(self, now_s: float) -> bool:
+        """Whether the bell of this round has its quorum."""
+        return len(self.rung(now_s)) >= self._quorum
+
+    def schedule(self, now_s: float) -> Schedule | None:
+        """The smallest T_R that a bell carries or carried, with its end of grace; None if none."""
+        found = [
+            (bell.scheduled_at, bell.send_after)
+            for bell in self.rung(now_s).values()
+            if bell.scheduled_at is not None
+            and bell.send_after is not None
+            and bell.finished_at <= bell.scheduled_at <= now_s + self.clock.horizon_s
+            and bell.send_after <= bell.scheduled_at
+        ]
+        if self.known is not None:
+            found.append((self.known.scheduled_at, self.known.send_after))
+        if not found:
+            return None
+        scheduled_at, send_after = min(found)
+        return Schedule(send_after=send_after, scheduled_at=scheduled_at)
+
+    def proposal(self, me: str, now_s: float) -> Schedule | None:
+        """The times that this head should write into its bell now; None if it has nothing to add.
+
+        A head that has not rung has no bell to write into. Once it is found, T_R moves for one
+        reason: when all have rung, nobody needs the rest of the grace.
+        """
+        rung = self.rung(now_s)
+        if me not in rung or not self.reached(now_s):
+            return None
+        found = self.schedule(now_s)
+        round_s = self._round_s(rung)
+        # who has rung trains on: it takes its send only at the end of the inner step it is in
+        wait_s = self._step_s(round_s) + self._notice_s(round_s)
+        soonest = now_s + min(wait_s, self.clock.horizon_s)
+        if self.replicas.keys() <= rung.keys():
+            if found is not None and found.scheduled_at <= soonest:
+                return None
+            return Schedule(send_after=now_s, scheduled_at=soonest)
+        return self._after_grace(rung, round_s, soonest, now_s) if found is None else None
+
+    def _after_grace(
+        self, rung: Mapping[str, BellRecord], round_s: float, soonest: float, now_s: float
+    ) -> Schedule:
+        finishes = sorted(bell.finished_at for bell in rung.values())
+        send_after = finishes[self._quorum - 1] + self.clock.grace_share * round_s
+        wanted = send_after + self._step_s(round_s) + self._notice_s(round_s)
+        scheduled_at = min(max(wanted, soonest), now_s + self.clock.horizon_s)
+        return Schedule(send_after=min(send_after, scheduled_at), scheduled_at=scheduled_at)
+
+    def _round_s(self, rung: Mapping[str, BellRecord]) -> float:
+        """How long the round took the first q heads, by the lower median."""
+        first = sorted(rung.values(), key=lambda bell: bell.finished_at)[: self._quorum]
+        return self.clock.bounded(median_low(bell.round_s for bell in first))
+
+    def _step_s(self, round_s: float) -> float:
+        """The longest inner step that the replicas state; one absurd record delays nobody."""
+        # none are known to a head that has rung and then lost its replica
+        longest = max((replica.step_s for replica in self.replicas.values()), default=0.0)
+        return max(0.0, min(longest, round_s))
+
+    def _notice_s(self, round_s: float) -> float:
+        """Until all have heard of what is written now."""
+        clock = self.clock
+        stated = max((replica.hear_s for replica in self.replicas.values()), default=0.0)
+        bound_s = max(clock.notice_bound_s, clock.notice_share * round_s)
+        return max(clock.notice_s, min(stated, bound_s))
+
+    @property
+    def _quorum(self) -> int:
+        return quorum(max(1, len(self.replicas)))
+
+
+def must_ring(inner_steps_done: int, inner_steps: int, *, rung: bool) -> bool:
+    """Whether the head rings now: its replica has made its H inner steps in this round.
+
+    Its steps since its last send count, also those made in rounds that it skipped; the time they
+    took is the bell's `round_s`.
+    """
+    return not rung and inner_steps_done >= inner_steps
+
+
+def current_round(own: int, *, rung: Iterable[int] = ()) -> int:
+    """The round of a replica that was in round `own`; never an earlier one.
+
+    `rung`: rounds of which a bell is in view. One bell R proves that bell R-1 reached its quorum,
+    so a replica in an earlier round goes to R at once and keeps its steps.
+    """
+    return max([own, *rung])
+
+
+def first_round(
+    replicas: Iterable[ReplicaRecord], *, rung: Iterable[int] = (), last_record: int = -1
+) -> int:
+    """The round in which a joiner or spare starts: the current one as far as records show it.
+
+    `last_record`: round of the newest record of its stage's chain; there is none in round 0.
+    """
+    stated = (replica.round for replica in replicas)
+    return max([0, last_record + 1, *rung, *stated])
+
+
+def newest_credible(own: int, last_record: int, stated: Iterable[int]) -> int:
+    """The newest round that others can lead a peer in round `own` to.
+
+    So many rounds after the newest record that it knows, or, where the swarm has gone on without
+    records, the next one after what half of all state, itself included. `stated`: by replicas.
+    """
+    usual = median_low([own, *stated])
+    return min(max(last_record + MAX_AHEAD, own + 1, usual + 1), MAX_INDEX)
+
+
+def bells_to_read(own: int, replicas: Iterable[ReplicaRecord]) -> list[int]:
+    """The rounds whose bells a peer in round `own` should look at, newest first.
+
+    Its own and the next, and those that other replicas state: such a statement alone moves nobody,
+    the bell does. `replicas`: those in credible rounds.
+    """
+    stated = {replica.round for replica in replicas}
+    ahead = {number for stating in stated for number in (stating - 1, stating) if number > own}
+    return [*sorted(ahead - {own + 1}, reverse=True)[: BELLS_READ - 2], own + 1, own]
+
+
+def attempt_at(scheduled_at: float, attempt: int, *, exchange_s: float, vote_s: float) -> float:
+    """When the group of an attempt forms: attempt 0 at T_R, its one retry after both deadlines."""
+    if attempt not in (0, 1):
+        raise ValueError(f"attempt {attempt}: a round is tried once and repeated once")
+    return scheduled_at + attempt * (exchange_s + vote_s)
+
+
+LOOKS = 32  # at others' bells in the time of a round
+LOOK_S, LONGEST_LOOK_S = 1.0, 60.0  # between two of them
+
+
+@dataclass
+class _Round:
+    """What is known of one round. own: this head's bell. times: the smallest ever seen."""
+
+    bells: dict[str, BellRecord] = field(default_factory=dict[str, BellRecord])
+    own: BellRecord | None = None
+    times: Schedule | None = None
+
+
+class RoundKeeper:
+    """The round that this peer is in, its own bells, and the times of the groups once known."""
+
+    def __init__(self, me: str, clock: Clock, *, meeting_s: float, first: int = 0):
+        """meeting_s: how long after its time a group may still form. first: the least round that it
+        can be in, whatever is seen of the run.
+        """
+        self._me = me
+        self._clock = clock
+        self._meeting_s = meeting_s
+        self._lock = threading.Lock()
+        self._began = clock.monotonic()
+        self._lasted_s = 0.0  # the round before
+        self._finished = False
+        self._known: dict[int, _Round] = {first: _Round()}  # this round, and those yet to meet
+        self.round = first
+
+    # ---- the training loop -----------------------------------------------------------------------
+    def send_due(self, now: float) -> tuple[int, float] | None:
+        """The round and the time of its group if the send is to be taken at this inner step."""
+        with self._lock:
+            times = self._here.times
+            if times is None or not (self._finished or now >= times.send_after):
+                return None
+            return self.round, times.scheduled_at
+
+    def end(self, round_number: int) -> None:
+        """The send of this round was taken, or skipped."""
+        with self._lock:
+            if round_number >= self.round:  # else the others' bells have led on already
+                self._go_to(round_number + 1)
+
+    # ---- the coordinator -------------------------------------------------------------------------
+    @property
+    def bells(self) -> list[BellRecord]:
+        """This head's bells, to be kept alive in the DHT."""
+        with self._lock:
+            return [each.own for each in self._known.values() if each.own is not None]
+
+    def meets_at(self, round_number: int) -> float | None:
+        """The time of a round's group, also of one that it has sent in; None if not known."""
+        known = self._known.get(round_number)
+        return None if known is None or known.times is None else known.times.scheduled_at
+
+    def start(self, view: SwarmView, last_record: int) -> None:
+        """The round in which a peer begins that joins or comes back."""
+        with self._lock:
+            rung = [number for number, bells in view.bells.items() if bells]
+            first = first_round(view.replicas.values(), rung=rung, last_record=last_record)
+            self._go_to(max(self.round, first))
+
+    def stood_still(self, seconds: float) -> None:
+        """So many seconds of this round nobody trained: its grace is not to grow by them."""
+        with self._lock:
+            self._began += seconds
+
+    def wanted_bells(self, view: SwarmView) -> list[int]:
+        """The rounds whose bells are to be read."""
+        wanted = bells_to_read(self.round, view.replicas.values())
+        return [*wanted, *sorted(self._known.keys() - set(wanted), reverse=True)]
+
+    def look_s(self, *, resting: bool = False) -> float:
+        """Seconds between two looks at the others' bells.
+
+        In the measure of a round's time: who rings gives the others a grace of a quarter of it, and
+        a notice that counts with this. Infinity in a run that has been paused (`resting`) for
+        longer than a bell lives: whoever rang before it has been heard, and nobody rings now.
+        """
+        if resting:
+            return math.inf
+        lasted_s = max(self._clock.monotonic() - self._began, self._lasted_s)
+        return min(max(lasted_s / LOOKS, LOOK_S), LONGEST_LOOK_S)
+
+    def follow(
+        self,
+        view: SwarmView,
+        own: ReplicaRecord | None,
+        now: float,
+        *,
+        head: str,
+        inner_steps: int,
+        tokens: int,
+        undecided: bool,
+    ) -> bool:
+        """Move with the others, ring when it is time; whether `bells` are to be published at once.
+
+        Only heads ring. Other members (`own` is None) take their send once their `head` has rung;
+        a peer in no replica, which learns nothing more, as soon as the time of the group is known.
+
+        A head does not ring while its last send is `undecided`: it trains on, and the round lasts
+        as long as the exchange. If it rang, it would have to skip the send of this round, and two
+        heads that skip in turn would never meet.
+        """
+        with self._lock:
+            self._hear(view)
+            rung = [number for number, each in self._known.items() if each.bells]
+            newest = current_round(self.round, rung=rung)
+            if newest != self.round:
+                self._go_to(newest)
+            here = self._here
+            before = here.own
+            steps = 0 if own is None or undecided else own.inner_step
+            if must_ring(steps, inner_steps, rung=before is not None):
+                here.own = BellRecord(
+                    round=self.round,
+                    finished_at=now,
+                    round_s=self._clock.monotonic() - self._began,
+                    tokens=tokens,
+                    send_after=None,
+                    scheduled_at=None,
+                )
+            proposed = self._view(self.round, view, own).proposal(self._me, now)
+            if proposed is not None and here.own is not None:
+                here.own = _with(here.own, proposed)
+            urgent = here.own != before
+            self._set_times(view, own, now)
+            own_rung = head == self._me and here.own is not None
+            self._finished = not head or own_rung or head in here.bells
+            return urgent
+
+    def _hear(self, view: SwarmView) -> None:
+        for number, bells in view.bells.items():
+            if number in self._known or (number > self.round and bells):
+                known = self._known.setdefault(number, _Round())
+                known.bells |= {
+                    head: bell
+                    for head, bell in bells.items()
+                    # of our own, what the DHT has may be older than what we know
+                    if head != self._me and bell.round == number
+                }
+
+    def _set_times(self, view: SwarmView, own: ReplicaRecord | None, now: float) -> None:
+        for number, known in list(self._known.items()):
+            known.times = self._view(number, view, own).schedule(now)
+            over = known.times is None or now > known.times.scheduled_at + self._meeting_s
+            if over and number < self.round:
+                del self._known[number]
+                continue
+            if known.own is not None and known.times is not None:
+                # should the one that wrote them be gone, others learn them from here
+                known.own = _with(known.own, known.times)
+
+    def _view(self, number: int, view: SwarmView, own: ReplicaRecord | None) -> RoundView:
+        known = self._known[number]
+        bells = dict(known.bells)
+        if known.own is not None:
+            bells[self._me] = known.own
+        replicas = dict(view.replicas)
+        replicas.pop(self._me, None)
+        if own is not None:
+            replicas[self._me] = own
+        return RoundView(round=number, bells=bells, replicas=replicas, known=known.times)
+
+    @property
+    def _here(self) -> _Round:
+        return self._known[self.round]
+
+    def _go_to(self, round_number: int) -> None:
+        if round_number != self.round:
+            self._lasted_s = self._clock.monotonic() - self._began
+        self.round = round_number
+        self._known.setdefault(round_number, _Round())
+        self._finished = False
+        self._began = self._clock.monotonic()
+
+
+def _with(bell: BellRecord, times: Schedule) -> BellRecord:
+    return replace(bell, send_after=times.send_after, scheduled_at=times.scheduled_at)

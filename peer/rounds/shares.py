@@ -1,0 +1,393 @@
+"""What one member holds of an attempt: the sums it makes over its row and over all rows, the means.
+
+Here it is decided what is taken from whom; when to wait and whom to ask is exchange.py. Shares of
+a later phase are taken at any time: a member that is ahead must not wait for those behind. Sums,
+codecs and records are computed in the pool, everything else happens in the event loop.
+
+The arithmetic of an attempt: parts in, a row's mean out; row means in, one mean out; means in,
+one record out.
+
+Runs in the averaging process's one pool thread, so that what is in a sum is what is named in its
+mean.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any, Protocol, TypeVar
+
+import torch
+from torch import Tensor
+
+from dilocox.compression.group_codec import Codec, PayloadRefused
+from dilocox.peer.rounds.group import AttemptSetup, Mean, ShareRefused
+from dilocox.peer.rounds.record import Contribution, Part
+
+
+@dataclass(frozen=True)
+class RowMean:
+    """The average of some members' values, fp32 [n], and who they are, sorted."""
+
+    contributors: tuple[str, ...]
+    values: Tensor = field(repr=False)
+
+    def part(self, piece: slice) -> RowMean:
+        """The same of some of the values."""
+        return RowMean(self.contributors, self.values[piece])
+
+
+class Reduction:
+    """Values that one member averages over its row: the sum so far, and whose values are in it."""
+
+    def __init__(self, codec: Codec, weight: Mapping[str, int], numel: int):
+        """weight: tokens by member of the row. codec: in which the values come."""
+        self._codec = codec
+        self._weight = weight
+        self._sum = torch.zeros(numel, dtype=torch.float32)
+        self.in_sum: set[str] = set()
+
+    def add(self, peer: str, payload: bytes) -> None:
+        """Add a member's encoded part; PayloadRefused if it is malformed, nothing is added then."""
+        total = self._sum
+        values = decode(self._codec, payload, total.numel())
+        # shares of the whole, so that one member alone is not rounded: its share is exactly 1
+        total.add_(values.mul_(self._weight[peer] / sum(self._weight.values())))
+        self.in_sum.add(peer)
+
+    def finish(self) -> RowMean | None:
+        """The mean of all that was added; None if nothing was."""
+        total = self._sum
+        self.give_up()
+        contributors = tuple(sorted(self.in_sum))
+        if not contributors:
+            return None
+        if len(contributors) < len(self._weight):
+            present = sum(self._weight[peer] for peer in contributors)
+            total.mul_(sum(self._weight.values()) / present)
+        return RowMean(contributors, total)
+
+    def give_up(self) -> None:
+        """Free the sum: an attempt is kept for a while after its end."""
+        self._sum = torch.empty(0)
+
+
+def combine(
+    part: int, rows: Sequence[RowMean], *, codec: Codec, weight: Mapping[str, int]
+) -> Mean | None:
+    """The mean of a share over all rows, encoded once; None where no row has any.
+
+    rows: at most one of each row, in the order of the rows. weight: tokens by member.
+    """
+    if not rows:
+        return None
+    tokens = [sum(weight[peer] for peer in row.contributors) for row in rows]
+    total = torch.zeros_like(rows[0].values)
+    for row, count in zip(rows, tokens, strict=True):
+        total.add_(row.values, alpha=count / sum(tokens))
+    contributors = tuple(sorted(peer for row in rows for peer in row.contributors))
+    return Mean(part=part, contributors=contributors, payload=encode(codec, total))
+
+
+def assemble_record(setup: AttemptSetup, means: Mapping[int, Mean]) -> bytes:
+    """The record's canonical bytes, from the mean of every share that holds values."""
+    names = tuple(member.peer for member in setup.members)
+    empty = Mean(part=-1, contributors=names, payload=b"")
+    record = replace(
+        setup.template,
+        members=tuple(
+            Contribution(
+                peer=member.peer,
+                tokens=member.tokens,
+                exchange_s=member.exchange_s,
+                step_s=member.step_s,
+                stall_s=member.stall_s,
+            )
+            for member in setup.members
+        ),
+        parts=tuple(
+            Part(
+                phase=share.phase,
+                reducer=share.reducer,
+                start=share.start,
+                stop=share.stop,
+                contributors=means.get(index, empty).contributors,
+            )
+            for index, share in enumerate(setup.shares)
+        ),
+        means=tuple(means.get(index, empty).payload for index in range(len(setup.shares))),
+    )
+    counted = replace(record, chain_tokens=record.chain_tokens + record.tokens)
+    return setup.plan.finished(counted).to_bytes()
+
+
+def encode(codec: Codec, values: Tensor) -> bytes:
+    """The payload of these values [n] fp32."""
+    return codec.encode(values).numpy().tobytes()
+
+
+def decode(codec: Codec, payload: bytes, numel: int) -> Tensor:
+    """The values of a payload, a new vector [numel]; PayloadRefused if it is malformed."""
+    if not payload:  # which torch takes for no buffer
+        raise PayloadRefused("length", f"no bytes for {numel} values")
+    return codec.decode(torch.frombuffer(bytearray(payload), dtype=torch.uint8), numel)
+
+
+T = TypeVar("T")
+
+
+class Compute(Protocol):
+    """Calls a function in the pool."""
+
+    def __call__(self, function: Callable[..., T], *args: Any) -> Awaitable[T]:
+        """What the function returns, or raises."""
+        ...
+
+
+@dataclass
+class _Column:
+    """A part that this member averages over its row."""
+
+    reduction: Reduction
+    offered: set[str] = field(default_factory=set[str])  # whose part came, sound or not
+    refused: set[str] = field(default_factory=set[str])  # whose part was malformed
+    closed: bool = False
+
+
+@dataclass
+class _Rows:
+    """A share that this member averages over all rows."""
+
+    means: dict[int, RowMean | None] = field(default_factory=dict[int, RowMean | None])
+    offered: set[int] = field(default_factory=set[int])  # rows whose mean came, sound or not
+    refused: set[int] = field(default_factory=set[int])  # rows whose mean was malformed
+    closed: bool = False
+
+
+class Shares:
+    """The parts and means of one attempt as they come in."""
+
+    def __init__(self, setup: AttemptSetup, compute: Compute):
+        self._setup = setup
+        self._compute = compute
+        self._weight = {member.peer: member.tokens for member in setup.members}
+        row = {peer: self._weight[peer] for peer in setup.grid.row(setup.me)}
+        self._columns = {
+            column: _Column(Reduction(codec, row, numel))
+            for column in setup.columns
+            if setup.collector(column) == setup.me
+            if (numel := setup.span(column).stop - setup.span(column).start)
+            if (codec := setup.codecs[setup.phase_of(column)].send)
+        }
+        self._rows = {
+            part: _Rows()
+            for part, share in enumerate(setup.shares)
+            if share.reducer == setup.me and share.numel
+        }
+        self._decoded: dict[int, Tensor] = {}  # means that a later phase builds on
+        self.means: dict[int, Mean] = {}
+        self.lied: dict[int, str] = {}  # who sent a malformed mean of a share
+
+    # ---- what it is ours to average over our row -------------------------------------------------
+    @property
+    def own_columns(self) -> list[int]:
+        """The columns that this member averages over its row."""
+        return list(self._columns)
+
+    async def add_part(self, peer: str, column: int, payload: bytes) -> None:
+        """Add a member's part to the sum of its row.
+
+        Raises:
+            ShareRefused: not our column, a stranger, a second part, or one that comes too late.
+            PayloadRefused: malformed; the member is left out of this part.
+        """
+        duty = self.check_sender(peer, column)
+        duty.offered.add(peer)
+        try:
+            await self._compute(duty.reduction.add, peer, payload)
+        except PayloadRefused:
+            duty.refused.add(peer)
+            raise
+
+    def check_sender(self, peer: str, column: int) -> _Column:
+        """What a member's part would be added to; ShareRefused as `add_part` would."""
+        duty = self._columns.get(column)
+        if peer not in self._setup.grid.row(self._setup.me) or duty is None:
+            raise ShareRefused(f"part {column} is not ours to average for {peer}")
+        if peer in duty.offered or duty.closed:
+            raise ShareRefused(f"the part of {peer} is not waited for any more")
+        return duty
+
+    def awaited(self, column: int) -> set[str]:
+        """The members of our row whose part is neither in the sum nor given up."""
+        duty = self._columns[column]
+        row = set(self._setup.grid.row(self._setup.me))
+        return row - duty.reduction.in_sum - duty.refused
+
+    async def reduce(self, column: int) -> RowMean | None:
+        """Our row's mean; None if nothing came. Nothing is taken after that."""
+        duty = self._columns[column]
+        duty.closed = True
+        mean = await self._compute(duty.reduction.finish)
+        own = self._setup.grid.row_of[self._setup.me]
+        for part in self._setup.shares_of(column):
+            if part in self._rows:
+                self._rows[part].means[own] = mean and mean.part(self._piece(part))
+        return mean
+
+    async def row_mean(self, part: int, mean: RowMean | None) -> Mean:
+        """Our row's mean of a share as another row gets it."""
+        if mean is None:
+            return Mean(part=part, contributors=(), payload=b"")
+        codec = self._setup.codecs[self._setup.shares[part].phase].row
+        values = mean.values[self._piece(part)]
+        payload = await self._compute(encode, codec, values)
+        return Mean(part=part, contributors=mean.contributors, payload=payload)
+
+    def _piece(self, part: int) -> slice:
+        """Where the values of a share lie in its column's part."""
+        share = self._setup.shares[part]
+        first = self._setup.span(self._setup.column_of(part)).start
+        return slice(share.start - first, share.stop - first)
+
+    # ---- what it is ours to average over all rows ------------------------------------------------
+    async def add_row(self, peer: str, mean: Mean) -> None:
+        """Take another row's mean of a share that is ours to average over all rows.
+
+        Raises:
+            ShareRefused: not our share, not from the one that averages it there, a second one, one
+                that comes too late, or contributors that are not of that row.
+            PayloadRefused: malformed; that row is left out of this share.
+        """
+        duty = self.check_row(peer, mean.part)
+        row = self._setup.grid.row_of[peer]
+        members = set(self._setup.grid.rows[row])
+        duty.offered.add(row)
+        try:
+            if not set(mean.contributors) <= members or not _sorted(mean.contributors):
+                raise ShareRefused("a row's mean names strangers, or somebody twice")
+            if not mean.contributors:
+                duty.means[row] = None
+                return
+            share = self._setup.shares[mean.part]
+            codec = self._setup.codecs[share.phase].row
+            values = await self._compute(decode, codec, mean.payload, share.numel)
+        except (PayloadRefused, ShareRefused):
+            duty.refused.add(row)
+            raise
+        if not duty.closed:
+            duty.means[row] = RowMean(mean.contributors, values)
+
+    def check_row(self, peer: str, part: int) -> _Rows:
+        """What a row's mean would be added to; ShareRefused as `add_row` would."""
+        duty, row = self._rows.get(part), self._setup.grid.row_of.get(peer)
+        if duty is None or row is None:
+            raise ShareRefused(f"part {part} is not ours to average for {peer}")
+        if (
+            peer == self._setup.me
+            or self._setup.reducer_in(self._setup.column_of(part), row) != peer
+        ):
+            raise ShareRefused(f"part {part} is not averaged by {peer} in its row")
+        if row in duty.offered or duty.closed:
+            raise ShareRefused(f"the row of {peer} is not waited for any more")
+        return duty
+
+    def awaited_rows(self, part: int) -> set[str]:
+        """The reducers of other rows whose mean of our share is neither here nor given up."""
+        duty, column = self._rows[part], self._setup.column_of(part)
+        rows = set(range(len(self._setup.grid.rows))) - duty.means.keys() - duty.refused
+        return {self._setup.reducer_in(column, row) for row in rows}
+
+    async def combine(self, part: int) -> Mean | None:
+        """The mean of our share over all rows that came; None if nothing did."""
+        duty = self._rows[part]
+        duty.closed = True
+        rows = [mean for _, mean in sorted(duty.means.items()) if mean is not None]
+        duty.means = {}
+        codec = self._setup.codecs[self._setup.shares[part].phase].mean
+        mean = await self._compute(partial(combine, codec=codec, weight=self._weight), part, rows)
+        if mean is not None:
+            await self._keep(mean, checked=True)
+        return mean
+
+    def give_up(self) -> None:
+        """Take nothing more and free all sums: the attempt is over, and kept for its means."""
+        for column in self._columns.values():
+            column.closed = True
+            column.reduction.give_up()
+        for rows in self._rows.values():
+            rows.closed = True
+            rows.means = {}
+        self._decoded = {}
+
+    # ---- the means -------------------------------------------------------------------------------
+    async def add_mean(self, mean: Mean) -> bool:
+        """Take an averaged share, whoever brings it; False if it was here already.
+
+        Raises:
+            ShareRefused: no share of this attempt, or contributors that cannot be.
+            PayloadRefused: malformed.
+        """
+        if not self.known(mean.part) or not self._setup.shares[mean.part].numel:
+            raise ShareRefused(f"part {mean.part} has no mean")
+        names = mean.contributors
+        if not names or not set(names) <= self._weight.keys() or not _sorted(names):
+            raise ShareRefused("an averaged part names nobody, strangers, or somebody twice")
+        return await self._keep(mean)
+
+    async def _keep(self, mean: Mean, *, checked: bool = False) -> bool:
+        """Keep the first mean of a share, decoded too where a later phase needs it."""
+        share = self._setup.shares[mean.part]
+        needed = share.phase + 1 < len(self._setup.codecs)
+        if mean.part not in self.means and (needed or not checked):
+            codec = self._setup.codecs[share.phase].mean
+            values = await self._compute(decode, codec, mean.payload, share.numel)
+            if needed and mean.part not in self.means:
+                self._decoded[mean.part] = values
+        return self.means.setdefault(mean.part, mean) is mean
+
+    def known(self, part: int) -> bool:
+        """Whether the attempt has this share."""
+        return 0 <= part < len(self._setup.shares)
+
+    def missing(self, phase: int) -> set[int]:
+        """The shares of a phase whose mean is not here."""
+        return {
+            part
+            for part, share in enumerate(self._setup.shares)
+            if share.phase == phase and share.numel and part not in self.means
+        }
+
+    def vector(self, phase: int) -> Tensor:
+        """The decoded mean of a phase whose means are all here; may be called once."""
+        parts = [part for part, share in enumerate(self._setup.shares) if share.phase == phase]
+        found = [self._decoded.pop(part) for part in parts if self._setup.shares[part].numel]
+        return torch.cat(found) if found else torch.empty(0)
+
+    async def record(self) -> bytes:
+        """The record, once no mean is missing."""
+        return await self._compute(assemble_record, self._setup, dict(self.means))
+
+    # ---- who is to blame -------------------------------------------------------------------------
+    def refused(self) -> set[str]:
+        """The members that sent something malformed."""
+        senders = {peer for duty in self._columns.values() for peer in duty.refused}
+        for part, duty in self._rows.items():
+            column = self._setup.column_of(part)
+            senders |= {self._setup.reducer_in(column, row) for row in duty.refused}
+        return senders | set(self.lied.values())
+
+    def silent(self) -> set[str]:
+        """The reducers whose mean is missing in the first phase that lacks one.
+
+        Nobody can be blamed for a later phase: its means are made of what is missing.
+        """
+        for phase in range(len(self._setup.codecs)):
+            if missing := self.missing(phase):
+                return {self._setup.shares[part].reducer for part in missing}
+        return set()
+
+
+def _sorted(names: Sequence[str]) -> bool:
+    return list(names) == sorted(set(names))

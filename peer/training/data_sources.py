@@ -1,0 +1,564 @@
+"""Where documents come from, which of them are held out, and how the rest is split into data parts.
+
+`datasets` streams them. The rules give the same answer on every machine that sees the same files:
+
+- `stdlib` and local text are lists of pieces: whole files, or cuts of long ones. A piece is one
+  document, read as bytes, so newlines and invalid UTF-8 stay what they are. A `stdlib` file
+  belongs to the part its name hashes to, so that Pythons whose libraries differ in a few files
+  agree on all others; its held-out files are named. The pieces of local text are dealt out in the
+  order of a hash of their names.
+- JSON lines, Parquet and hub data sets hold one document a row. Their files are dealt out like
+  pieces where there is one for every part. With fewer files rows are: row i goes to part i modulo
+  `parts`, in file order, and every peer reads all files for its share, so prefer at least as many
+  files as parts.
+- What is dealt out first is held out: pieces, files or rows up to 1 MiB, or a twentieth of a
+  smaller source, and always at least one. No part contains any of it.
+
+The files behind a source: found on this machine, or named by the Hugging Face hub.
+
+JSON lines, Parquet and hub data sets are read by the builders of `datasets`. A builder is made
+once, in a cache folder that goes away at once (streaming needs none, and a home that cannot be
+written is no obstacle to local data); after that it streams whatever list of files it is given.
+
+The embedded default text: the source of the running Python's own standard library.
+
+Every machine that can run a peer has it, so a first run needs no network, no account and no
+files. It is a few megabytes of real text with structure worth learning. What is left out: tests,
+generated tables (encodings, pydoc topics, build settings), programs beside the library, and the
+largest files, each of which would be a noticeable share of one data part.
+
+The held-out part is a list of module names that every supported Python has. The library differs
+between Python versions, so its digest belongs beside every validation loss: losses compare only
+at equal digests.
+"""
+
+import glob
+import hashlib
+import importlib
+import json
+import os
+import sysconfig
+import tempfile
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import contextmanager
+from copy import deepcopy
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+from dilocox.dht.errors import EnvironmentFault, InvalidInput
+from dilocox.dht.manifest import DataSpec
+
+HELD_OUT_MODULES = (
+    "argparse",
+    "bisect",
+    "calendar",
+    "csv",
+    "email/message",
+    "fractions",
+    "heapq",
+    "html/parser",
+    "json/decoder",
+    "logging/handlers",
+    "queue",
+    "shlex",
+    "statistics",
+    "textwrap",
+    "unittest/case",
+)
+"""Modules whose files are never trained on: about 5 % of the text, from many corners of the
+library.
+"""
+
+MAX_FILE_BYTES = 150_000
+
+_LEFT_OUT_FOLDERS = frozenset(
+    {
+        "test",
+        "tests",
+        "idle_test",
+        "site-packages",
+        "dist-packages",
+        "__pycache__",
+        "encodings",
+        "pydoc_data",
+        "idlelib",
+        "distutils",
+        "turtledemo",
+    }
+)
+_LEFT_OUT_PREFIXES = ("_sysconfigdata", "sitecustomize", "usercustomize")
+
+
+class SourceFile(NamedTuple):
+    """One file of a corpus: its name, the same on every machine, where it is, and its size."""
+
+    name: str
+    path: str
+    size: int
+
+
+def library_files(library: Path | None = None) -> tuple[list[SourceFile], list[SourceFile]]:
+    """List the training files and the held-out files, each sorted by name.
+
+    Args:
+        library: the library's folder; the running Python's when None.
+
+    Raises:
+        EnvironmentFault: this Python carries no sources (zipped, or stripped for a small image).
+    """
+    library = library or Path(sysconfig.get_paths()["stdlib"])
+    held_out_names = {f"{module}.py" for module in HELD_OUT_MODULES}
+    training: list[SourceFile] = []
+    held_out: list[SourceFile] = []
+    for path in _source_paths(library):
+        name, size = path.relative_to(library).as_posix(), path.stat().st_size
+        if 0 < size <= MAX_FILE_BYTES:
+            files = held_out if name in held_out_names else training
+            files.append(SourceFile(name, str(path), size))
+    if not training or not held_out:
+        raise EnvironmentFault(
+            f"the standard library of this Python, {library}, has no sources (zipped or stripped): "
+            "give text of your own with --data, or data.source in run.yaml, or use a full Python"
+        )
+    return sorted(training), sorted(held_out)
+
+
+def _source_paths(library: Path) -> Iterator[Path]:
+    for folder, subfolders, names in os.walk(library):
+        # Pruned in place, so that a site-packages of a hundred thousand files is never walked.
+        subfolders[:] = [
+            name
+            for name in subfolders
+            if name not in _LEFT_OUT_FOLDERS and not name.startswith("config-")
+        ]
+        for name in names:
+            path = Path(folder, name)
+            if path.suffix == ".py" and not name.startswith(_LEFT_OUT_PREFIXES) and path.is_file():
+                yield path
+
+
+_ENDINGS = {
+    "json": (".json", ".jsonl", ".ndjson", ".json.gz", ".jsonl.gz", ".json.zst", ".jsonl.zst"),
+    "parquet": (".parquet",),
+}
+_PACKED = (".gz", ".bz2", ".xz", ".zst", ".zip")
+_HUB_ANSWER_S = 10.0
+
+
+def find_files(spec: DataSpec) -> list[SourceFile]:
+    """List the files of a local source, sorted by name; empty ones are passed over.
+
+    The source is a file, a glob pattern, or a folder: of a folder every file below it counts that
+    is not hidden and, for JSON lines and Parquet, has such an ending. Names are relative to the
+    folder that all files share, so that they do not depend on where the data lies.
+
+    Raises:
+        InvalidInput: nothing is found, or a text file is compressed.
+    """
+    source = Path(spec.source).expanduser()
+    endings = _ENDINGS.get(spec.format, ("",))
+    if source.is_dir():
+        paths = [
+            path
+            for path in source.rglob("*")
+            if path.name.endswith(endings)
+            and not any(word.startswith(".") for word in path.relative_to(source).parts)
+        ]
+    elif source.is_file():
+        paths = [source]
+    else:
+        paths = [Path(path) for path in glob.glob(str(source), recursive=True)]  # noqa: PTH207
+    paths = [path for path in paths if path.is_file() and path.stat().st_size]
+    if not paths:
+        raise InvalidInput(
+            f"{spec.SOURCE} {spec.source!r}: no {spec.format} file is there with anything in it; "
+            "give a file, a folder or a quoted pattern"
+        )
+    packed = [path for path in paths if spec.format == "text" and path.name.endswith(_PACKED)]
+    if packed:
+        raise InvalidInput(f"{spec.SOURCE}: {packed[0]} is compressed; unpack text files first")
+    shared = os.path.commonpath([path.absolute().parent for path in paths])
+    return sorted(
+        SourceFile(path.absolute().relative_to(shared).as_posix(), str(path), path.stat().st_size)
+        for path in paths
+    )
+
+
+@dataclass(frozen=True)
+class Table:
+    """A source of rows: its files (of size 0 where that is unknown), and a builder for them."""
+
+    files: tuple[SourceFile, ...]
+    builder: Any
+
+    def stream(self, paths: Sequence[str]) -> Any:
+        """Stream the rows of some of the files, in the order given, as an `IterableDataset`."""
+        data_files: Any = importlib.import_module("datasets.data_files")
+        files = data_files.DataFilesList(list(paths), [])
+        self.builder.config.data_files = data_files.DataFilesDict({"train": files})
+        return self.builder.as_streaming_dataset(split="train")
+
+
+def open_table(spec: DataSpec) -> Table:
+    """Open JSON lines, Parquet or a hub data set; of the last only the list of files is fetched.
+
+    Raises:
+        InvalidInput: no such files, data set, subset, split or field.
+        EnvironmentFault: the hub does not answer, or the files cannot be read.
+    """
+    if spec.format == "hub":
+        builder = _hub_builder(spec)
+        splits: dict[Any, list[str]] = builder.config.data_files or {}
+        if "train" not in splits:
+            raise InvalidInput(
+                f"{spec.SOURCE} {spec.source!r} has no split 'train', only "
+                f"{', '.join(map(str, splits)) or 'files that cannot be streamed'}; choose another"
+            )
+        table = Table(tuple(SourceFile(url, url, _size(url)) for url in splits["train"]), builder)
+    else:
+        files = find_files(spec)
+        with reading(spec), tempfile.TemporaryDirectory() as cache:
+            datasets: Any = importlib.import_module("datasets")
+            builder = datasets.load_dataset_builder(
+                spec.format, data_files=glob.escape(files[0].path), cache_dir=cache
+            )
+        table = Table(tuple(files), builder)
+    _configure(table, spec)
+    return table
+
+
+def _size(url: str) -> int:
+    # Not known on the hub; there the address names the revision, which tells changed files apart.
+    return 0 if "://" in url else Path(url).stat().st_size
+
+
+def _configure(table: Table, spec: DataSpec) -> None:
+    config = table.builder.config
+    if table.builder.name == "json":
+        # Any spelling but "utf-8" makes the reader decode, and so replace what is not UTF-8.
+        config.encoding, config.encoding_errors = "UTF-8", "replace"
+    elif table.builder.name == "text":
+        config.sample_by, config.encoding_errors = "document", "replace"
+    with reading(spec):
+        columns = table.stream([table.files[0].path]).column_names
+    if columns is not None and spec.text_field not in columns:
+        raise InvalidInput(
+            f"data.text_field: {spec.source!r} has no field {spec.text_field!r}; "
+            f"it has {', '.join(map(repr, columns))}"
+        )
+    if hasattr(config, "columns"):
+        config.columns = [spec.text_field]  # the others are not even downloaded
+
+
+def _hub_builder(spec: DataSpec) -> Any:
+    if not Path(spec.source).is_dir():  # a data set that was downloaded is as good
+        require_hub("dataset", spec.source, spec.SOURCE)
+    datasets: Any = importlib.import_module("datasets")
+    with reading(spec), tempfile.TemporaryDirectory() as cache:
+        try:
+            return datasets.load_dataset_builder(spec.source, spec.subset, cache_dir=cache)
+        except ValueError as error:
+            if "BuilderConfig" not in str(error) and "Config name" not in str(error):
+                raise
+            raise InvalidInput(f"data.subset of {spec.source!r}: {error}") from error
+
+
+def require_hub(kind: Literal["dataset", "model"], name: str, field: str) -> None:
+    """Ask the hub once, with a short deadline, whether a repository is there.
+
+    What follows would otherwise retry for half a minute before it says that there is no network.
+
+    Raises:
+        InvalidInput: the hub answers that there is no such repository, or none for this account.
+        EnvironmentFault: it does not answer.
+    """
+    hub: Any = importlib.import_module("huggingface_hub")
+    errors: Any = importlib.import_module("huggingface_hub.errors")
+    try:
+        getattr(hub.HfApi(), f"{kind}_info")(name, timeout=_HUB_ANSWER_S)
+    except (errors.RepositoryNotFoundError, errors.HFValidationError) as error:
+        raise InvalidInput(
+            f"{field} {name!r} is neither here nor on the Hugging Face hub; check the name "
+            "(a private or gated one needs the environment variable HF_TOKEN)"
+        ) from error
+    except (OSError, errors.HTTPError) as error:
+        raise EnvironmentFault(
+            f"the Hugging Face hub does not answer for {field} {name!r} ({_reason(error)}); "
+            f"check the network, or set {field} to something on this machine"
+        ) from error
+
+
+@contextmanager
+def reading(spec: DataSpec) -> Generator[None, None, None]:
+    """Turn what reading files or the hub raises into an EnvironmentFault that names the source."""
+    dataset_errors: Any = importlib.import_module("datasets.exceptions")
+    hub_errors: Any = importlib.import_module("huggingface_hub.errors")
+    try:
+        yield
+    except (OSError, ValueError, dataset_errors.DatasetsError, hub_errors.HTTPError) as error:
+        mend = f"check that its files are whole and of the format that {spec.FORMAT} names"
+        if spec.format == "hub":
+            mend = "check the network, and that HF_HOME names a folder that can be written"
+        raise EnvironmentFault(
+            f"{spec.SOURCE} {spec.source!r} cannot be read ({_reason(error)}); {mend}"
+        ) from error
+
+
+def _reason(error: Exception) -> str:
+    return str(error).strip().partition("\n")[0] or type(error).__name__
+
+
+HELD_OUT_BYTES = 1 << 20
+_HELD_OUT_SHARE = 20  # at most one byte in so many of a source
+_PIECE_BYTES = (1 << 12, 1 << 18)  # a long text is cut into pieces between these sizes
+_PIECES_PER_PART = 8  # so that there is something to shuffle
+
+
+class Piece(NamedTuple):
+    """What is dealt out: a range of a text's bytes, or a whole file of rows (maybe at a URL)."""
+
+    name: str
+    path: str
+    start: int
+    stop: int
+
+
+Opener = Callable[[Sequence[Piece]], Any]
+"""Opens pieces, in the order given, as a streaming `datasets.IterableDataset`."""
+
+
+class DocumentStream:
+    """The documents of one part in one order, as bytes, with a position that can be saved.
+
+    `rows` counts the rows read so far, those of other parts included.
+    """
+
+    def __init__(self, dataset: Any, spec: DataSpec, mine: Callable[[int], bool]):
+        self.rows = 0
+        self._dataset = dataset
+        self._spec = spec
+        self._text_field = "text" if spec.format in ("stdlib", "text") else spec.text_field
+        self._mine = mine
+        self._iterator: Iterator[dict[str, Any]] | None = None
+        self._start: dict[str, Any] = dataset.state_dict()
+
+    def read(self) -> bytes | None:
+        """Return the next document, never an empty one, or None at the end."""
+        while (row := self._next_row()) is not None:
+            if self._mine(self.rows - 1) and (text := self._text_of(row)):
+                return text
+        return None
+
+    def skip(self, rows: int) -> None:
+        """Pass over so many rows, or to the end."""
+        for _ in range(rows):
+            if self._next_row() is None:
+                return
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the position: JSON-able, of no use for other files or another order of them."""
+        # Until its first row an IterableDataset does not tell that it was told where to start.
+        state = self._start if self._iterator is None else self._dataset.state_dict()
+        return {"rows": self.rows, "dataset": deepcopy(state)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go to a position that `state_dict` returned."""
+        self.rows = int(state["rows"])
+        self._start = deepcopy(state["dataset"])
+        self._dataset.load_state_dict(deepcopy(self._start))
+        self._iterator = None
+
+    def _next_row(self) -> dict[str, Any] | None:
+        with reading(self._spec):
+            if self._iterator is None:
+                self._iterator = iter(self._dataset)
+            row = next(self._iterator, None)
+        self.rows += row is not None
+        return row
+
+    def _text_of(self, row: dict[str, Any]) -> bytes:
+        if self._text_field not in row:
+            raise InvalidInput(
+                f"data.text_field: {self._spec.source!r} has no field {self._text_field!r}; "
+                f"it has {', '.join(map(repr, row))}"
+            )
+        text = row[self._text_field]
+        if isinstance(text, str):
+            return text.encode()
+        if text is None or isinstance(text, bytes):
+            return text or b""
+        raise InvalidInput(
+            f"data.text_field: {self._text_field!r} of {self._spec.source!r} holds "
+            f"{type(text).__name__}; name a field that holds text"
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Source:
+    """A source that was opened: what is held out, what each part holds, and a digest of its files.
+
+    Where rows are split, not pieces, the held-out part and every part list the same files, and
+    the first `held_out_rows` rows are held out.
+    """
+
+    spec: DataSpec
+    held_out: tuple[Piece, ...]
+    parts: tuple[tuple[Piece, ...], ...]
+    open_pieces: Opener
+    fingerprint: str
+    held_out_rows: int = 0
+
+    def part(self, part: int, order: str) -> DocumentStream:
+        """Open a part; `order` seeds the order of its pieces (rows that are split keep theirs).
+
+        Raises:
+            InvalidInput: there are fewer pieces than parts, and this one has none.
+        """
+        if not self.parts[part]:
+            fewer = f"lower data.parts (now {self.spec.parts}) or " if self.spec.parts > 1 else ""
+            raise InvalidInput(
+                f"data part {part} of {self.spec.SOURCE} {self.spec.source!r} is empty; "
+                f"{fewer}give more text"
+            )
+        first, parts = self.held_out_rows, self.spec.parts
+        if first:
+            return DocumentStream(
+                self._open(self.parts[part]),
+                self.spec,
+                lambda row: row >= first and (row - first) % parts == part,
+            )
+        pieces = sorted(self.parts[part], key=lambda piece: _hash(order, piece.name, piece.start))
+        return DocumentStream(self._open(pieces), self.spec, lambda row: True)
+
+    def held_out_documents(self) -> Iterator[bytes]:
+        """Yield the held-out documents; of a large held-out file of rows only the first MiB."""
+        rows, bounded = self.held_out_rows, self.spec.format not in ("stdlib", "text")
+        stream = DocumentStream(
+            self._open(self.held_out), self.spec, lambda row: not rows or row < rows
+        )
+        total = 0
+        while not (rows and stream.rows >= rows) and (text := stream.read()) is not None:
+            yield text
+            total += len(text)
+            if bounded and total >= HELD_OUT_BYTES:
+                return
+
+    def _open(self, pieces: Sequence[Piece]) -> Any:
+        with reading(self.spec):
+            return self.open_pieces(pieces)
+
+
+def open_source(spec: DataSpec) -> Source:
+    """Find the files of a source and deal them out; reads no more of them than held-out rows.
+
+    Raises:
+        InvalidInput: nothing matches, or the files are not what the manifest says.
+        EnvironmentFault: the files or the hub cannot be read, or this Python has no sources.
+    """
+    if spec.format == "stdlib":
+        return _open_stdlib(spec)
+    if spec.format == "text":
+        return _open_text(spec)
+    return _open_tables(spec)
+
+
+def _open_stdlib(spec: DataSpec) -> Source:
+    training, held_out = library_files()
+    parts: list[list[Piece]] = [[] for _ in range(spec.parts)]
+    for piece in map(_whole, training):
+        parts[int(_hash(piece.name), 16) % spec.parts].append(piece)
+    return Source(
+        spec=spec,
+        held_out=tuple(map(_whole, held_out)),
+        parts=tuple(map(tuple, parts)),
+        open_pieces=_open_bytes,
+        fingerprint=_fingerprint(spec, training),
+    )
+
+
+def _open_text(spec: DataSpec) -> Source:
+    files = find_files(spec)
+    least, most = _PIECE_BYTES
+    total = sum(file.size for file in files)
+    size = max(least, min(most, total // (_PIECES_PER_PART * spec.parts)))
+    pieces = [
+        Piece(file.name, file.path, start, min(start + size, file.size))
+        for file in files
+        for start in range(0, file.size, size)
+    ]
+    return _dealt(spec, pieces, _open_bytes, _fingerprint(spec, files))
+
+
+def _open_tables(spec: DataSpec) -> Source:
+    table = open_table(spec)
+
+    def open_rows(pieces: Sequence[Piece]) -> Any:
+        return table.stream([piece.path for piece in pieces])
+
+    pieces = list(map(_whole, table.files))
+    fingerprint = _fingerprint(spec, table.files)
+    source = _dealt(spec, pieces, open_rows, fingerprint)
+    if all(source.parts):
+        return source
+    with reading(spec):
+        rows = DocumentStream(open_rows(pieces), spec, lambda row: True)
+    known = [piece.stop for piece in pieces if piece.stop]
+    budget = _held_out_bytes(known) if known else HELD_OUT_BYTES
+    while budget > 0 and (text := rows.read()) is not None:
+        budget -= len(text)
+    return Source(
+        spec=spec,
+        held_out=tuple(pieces),
+        parts=(tuple(pieces),) * spec.parts,
+        open_pieces=open_rows,
+        fingerprint=fingerprint,
+        held_out_rows=rows.rows,
+    )
+
+
+def _dealt(spec: DataSpec, pieces: list[Piece], open_pieces: Opener, fingerprint: str) -> Source:
+    """Deal pieces out in the order of their hashes: to the held-out part, then round the parts."""
+    pieces = sorted(pieces, key=lambda piece: _hash(piece.name, piece.start))
+    budget = _held_out_bytes([piece.stop - piece.start for piece in pieces])
+    count = 0
+    while budget > 0:
+        budget -= max(1, pieces[count].stop - pieces[count].start)
+        count += 1
+    return Source(
+        spec=spec,
+        held_out=tuple(pieces[:count]),
+        parts=tuple(tuple(pieces[count + part :: spec.parts]) for part in range(spec.parts)),
+        open_pieces=open_pieces,
+        fingerprint=fingerprint,
+    )
+
+
+def _held_out_bytes(sizes: Sequence[int]) -> int:
+    """How many bytes to hold out of pieces of these sizes: at least 1, which means one piece."""
+    return max(1, min(HELD_OUT_BYTES, sum(sizes) // _HELD_OUT_SHARE))
+
+
+def _open_bytes(pieces: Sequence[Piece]) -> Any:
+    def read(row: dict[str, Any]) -> dict[str, bytes]:
+        with Path(row["path"]).open("rb") as file:
+            file.seek(row["start"])
+            return {"text": file.read(row["stop"] - row["start"])}
+
+    datasets: Any = importlib.import_module("datasets")
+    columns = {key: [getattr(piece, key) for piece in pieces] for key in ("path", "start", "stop")}
+    rows = datasets.Dataset.from_dict(columns).to_iterable_dataset()
+    return rows.map(read, remove_columns=list(columns))
+
+
+def _whole(file: SourceFile) -> Piece:
+    return Piece(file.name, file.path, 0, file.size)
+
+
+def _fingerprint(spec: DataSpec, files: Sequence[SourceFile]) -> str:
+    listed = sorted((file.name, file.size) for file in files)
+    return _hash(spec.format, spec.subset, spec.text_field, spec.parts, listed)
+
+
+def _hash(*words: object) -> str:
+    return hashlib.sha256(json.dumps(words).encode()).hexdigest()

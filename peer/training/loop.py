@@ -1,0 +1,490 @@
+"""The training loop of a peer: inner steps with its replica, and what comes between them.
+
+Runs in the main thread. A peer of stage 0 forms a replica and leads it; a peer of another stage
+serves the head that recruited it. Who is in no replica follows the records and waits: heads for
+free peers, others for a head. Records and sends are `Learner`'s.
+
+What a peer's stage learns between two inner steps: records come in, sends go out.
+
+Runs in the thread that trains. Everything that talks to others happens elsewhere (coordinator.py)
+and reaches this one as events, which it takes between two inner steps: at once (`apply: arrival`),
+at the end of a round (`round_end`), or, under `merge: none`, in the wait for the round's own one.
+It is the same for heads, other members and spares; how inner steps are made is `Trainer`'s.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from dilocox.compression.layout import FlatLayout
+from dilocox.dht.errors import UnreadableManifest
+from dilocox.dht.manifest import Manifest
+from dilocox.peer.averaging.averager import StageBuffers
+from dilocox.peer.averaging.connectivity import LoopProgress
+from dilocox.peer.averaging.coordinator import Coordinator
+from dilocox.peer.averaging.events import Committed, Event, Failed, Resynced, Voided
+from dilocox.peer.rounds.adaptation import stage_codec
+from dilocox.peer.rounds.record import RoundRecord, own_contribution
+from dilocox.peer.training.data import weights_replaced
+from dilocox.peer.training.inner_optimizer import InnerOptimizer
+from dilocox.peer.training.merge import Merge, Outcome, OwnContribution, RecordFacts
+from dilocox.peer.training.progress import fingerprint, norm, relative_error
+from dilocox.peer.training.report import Tally
+from dilocox.peer.training.snapshots import Snapshots
+from dilocox.pipeline.messages import Stepped
+from dilocox.pipeline.stage import StageModule
+
+LEAVE_LIMIT_S = 6.0  # how long a leaving peer waits for the exchange in flight
+CATCH_UP_LIMIT_S = 60.0  # how long a round's end waits for records that are being applied
+POLL_S = 0.1
+STARTED_OVER = "its weights were not finite; it goes on from the anchor"
+
+
+class Revised(Exception):
+    """The operator gave the run new rules: this peer starts again from its snapshot under them."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LocalModel:
+    """What this peer trains: its stage, the optimizer, and the merge over their flat weights."""
+
+    layout: FlatLayout
+    stage: StageModule
+    optimizer: InnerOptimizer
+    merge: Merge
+    buffers: StageBuffers
+
+
+class Learner:
+    """One peer's stage between inner steps.
+
+    Attributes:
+        data_state: what a snapshot keeps of the data; set by a head.
+        newest: the record merged last since it was asked for; the owner takes it away.
+        place: what the owner wants the swarm to know; see LoopProgress.
+    """
+
+    def __init__(
+        self,
+        *,
+        me: str,
+        manifest: Manifest,
+        model: LocalModel,
+        coordinator: Coordinator,
+        snapshots: Snapshots,
+        tally: Tally,
+        stop: threading.Event,
+    ):
+        self._me = me
+        self._manifest = manifest
+        self._model = model
+        self._merge = model.merge
+        self._coordinator = coordinator
+        self._snapshots = snapshots
+        self._tally = tally
+        self._stop = stop
+        # Kept here and not in the coordinator's thread: between a merge and its noticing it, the
+        # learning rate would fall back by a whole record.
+        self._chain_tokens = coordinator.tokens_at_start
+        self._states_taken = 0
+        self._records_unsaved = self._bytes_unsaved = 0  # applied since the last snapshot
+        self._ending_since: float | None = None
+        self._sent_last = False  # of a run that the operator ends
+        self._started_over = False  # and took no inner step since
+        self._codec = stage_codec(manifest, model.layout)
+        self._takes_at_once = manifest.outer.apply == "arrival" or manifest.outer.merge == "none"
+        state: dict[str, Any] = snapshots.found.data if snapshots.found else {}
+        self.data_state: Callable[[], dict[str, Any]] = lambda: state
+        self.place = LoopProgress()
+        self.newest: RoundRecord | None = None
+
+    # ---- the anchor, for evaluations (pipeline/member.py) ----------------------------------------
+    @property
+    def round(self) -> int:
+        """The round of the last record in the anchor."""
+        return self._merge.round
+
+    @contextmanager
+    def in_place(self) -> Generator[None]:
+        """For a while the stage has the anchor's weights."""
+        with weights_replaced(self._merge.progress.live, self._merge.anchor):
+            yield
+
+    # ---- phases ----------------------------------------------------------------------------------
+    def join(self) -> None:
+        """Take what the others have before the first inner step."""
+        self._tally.state = "joining"
+        with self._tally.waiting("join"):
+            while not self._coordinator.joined.is_set() and not self._stop.is_set():
+                self.take_events(wait_s=POLL_S)
+                self.publish()
+                if self._coordinator.revised and not self._merge.fly:
+                    raise self._coordinator.unreadable or Revised()
+        self._tally.start()
+
+    def between_steps(self) -> None:
+        """Take what has come, and the send if it is due.
+
+        Where no send is in flight it raises `Revised` if this peer is to start again, and
+        `UnreadableManifest` if that would not help.
+        """
+        # of a coordinator that has ended the last event says why, and no round would end; nor does
+        # one in a run that is paused, whose new rules must not wait for its going on
+        no_end = self._coordinator.paused and self._coordinator.revised
+        if self._takes_at_once or no_end or not self._coordinator.is_alive():
+            self.take_events()
+        due = self._coordinator.send_due()
+        if self._coordinator.revised:
+            if due is not None and not self._takes_at_once:
+                self._catch_up()
+            if not self._merge.fly:
+                raise self._coordinator.unreadable or Revised()
+        if due is not None and not self.ended:
+            self._end_round(*due)
+
+    def stepped(self, stepped: Stepped, seconds: float) -> None:
+        """Count an inner step that was made on the live weights."""
+        tokens = self._manifest.batch.tokens_per_step
+        self._tally.stepped(stepped, tokens, seconds)
+        if not stepped.skipped:
+            self._merge.trained(tokens)
+            self._started_over = False
+        elif fingerprint(self._merge.progress.live) is None:
+            self._start_over()  # no inner step would be taken any more
+        self.publish()
+
+    @property
+    def tokens_of_run(self) -> int:
+        """The run's tokens as this peer knows them: the chain's, and its own since."""
+        in_flight = sum(send.tokens for send in self._merge.fly.values())
+        return self._chain_tokens + in_flight + self._merge.tokens
+
+    @property
+    def ended(self) -> bool:
+        """Whether this stage's chain holds all tokens of the run."""
+        return self._chain_tokens >= self._manifest.end_tokens
+
+    @property
+    def finished(self) -> bool:
+        """Whether the operator has ended the run and all that this peer learnt is in a record, or
+        will not be in one any more."""
+        if not self._coordinator.ending:
+            return False
+        now = time.monotonic()
+        if self._ending_since is None:
+            self._ending_since = now
+        overdue = now > self._ending_since + self._coordinator.outcome_limit_s
+        return overdue or (not self._merge.fly and (self._sent_last or self._merge.tokens == 0))
+
+    def stand_still(self) -> None:
+        """The run is paused: a moment passes, and records are taken if it is their time."""
+        if self._takes_at_once:
+            self.take_events(wait_s=POLL_S)
+        else:
+            self._stop.wait(POLL_S)
+        self.publish()
+
+    @property
+    def unsent(self) -> bool:
+        """Whether this peer learnt something that no record holds yet."""
+        return self._merge.tokens > 0 or bool(self._merge.fly)
+
+    def leave(self, *, ended: bool) -> None:
+        """Finish or abandon the exchange in flight, and keep everything on disk.
+
+        At the end of the run it is finished, and the bootstraps are given the time to keep the last
+        record: no later round would hold it.
+        """
+        self._tally.state = "leaving"
+        self._coordinator.leave()
+        if ended:
+            self._wait_for_outcome(self._coordinator.outcome_limit_s, self._stop)
+        self._wait_for_outcome(LEAVE_LIMIT_S, threading.Event())
+        self._snapshot()
+        self.publish(force=True)
+        if ended:
+            self._wait_for_archive()
+
+    def _end_round(self, round_number: int, scheduled_at: float) -> None:
+        """The send of this round; then, under `merge: none`, its record."""
+        with self._tally.waiting("send"):
+            if not self._takes_at_once:
+                self._catch_up()
+            last = self._coordinator.ending
+            if self._merge.can_send and round_number > self._merge.round and not self._sent_last:
+                self._sent_last = last
+                self._send(round_number, scheduled_at)
+            else:
+                self._coordinator.skip(round_number)
+            self._tally.next_round()
+            self.publish()
+            if self._manifest.outer.merge == "none":
+                with self._tally.waiting("record"):
+                    self._wait_for_outcome(self._coordinator.outcome_limit_s, self._stop)
+
+    def _send(self, round_number: int, scheduled_at: float) -> None:
+        """Send all that is unsent. The group waits for its first byte, so of all that a restart
+        needs only a line of the journal is written before it.
+        """
+        send = self._merge.send(round_number)
+        message = fingerprint(send.message)
+        if message is None:
+            self._merge.void(round_number, certain=True)
+            self._start_over()
+            self._coordinator.skip(round_number)
+            return
+        self._model.buffers.message.copy_(send.message)
+        self._snapshots.sending(self._merge, round_number, send, message)
+        self._coordinator.submit(
+            round_number,
+            scheduled_at=scheduled_at,
+            tokens=send.tokens,
+            step_s=self._step_s,
+            stall_s=self._tally.stall_s,
+            states_taken=self._states_taken,
+        )
+        self._tally.sent(round_number, send.tokens)
+        self._snapshot()
+
+    def _start_over(self) -> None:
+        """This peer's weights are not finite, and never would be again: go on from the anchor, with
+        moments that are new, too. Until its next inner step nobody is to wait for it.
+        """
+        self._tally.started_over(self._merge.tokens)
+        self._merge.discard_unsent()
+        self._model.optimizer.reset()
+        self._started_over = True
+        self._coordinator.announce()
+        self._snapshot()  # the one on the disk may not be finite either
+
+    # ---- events ----------------------------------------------------------------------------------
+    def take_events(self, wait_s: float = 0.0) -> None:
+        """Merge what has come, waiting so long for the first."""
+        while (event := self._coordinator.events.get(wait_s)) is not None:
+            with self._tally.waiting("merge"):
+                self._take(event)
+            event.taken.set()
+            self._tally.report_round()
+            wait_s = 0.0
+
+    def _wait_for_outcome(self, limit_s: float, stop: threading.Event) -> None:
+        end = time.monotonic() + limit_s
+        while self._merge.fly and time.monotonic() < end and not stop.is_set():
+            self.take_events(wait_s=POLL_S)
+            self.publish()
+
+    def _wait_for_archive(self) -> None:
+        self._coordinator.announce()  # its last record
+        deadlines = self._manifest.deadlines
+        end = time.monotonic() + max(deadlines.record_lifetime_s, deadlines.exchange_s)
+        while not self._coordinator.archived and time.monotonic() < end:
+            if self._stop.is_set() or not self._coordinator.is_alive():
+                return
+            self.take_events(wait_s=POLL_S)
+
+    def _catch_up(self) -> None:
+        end = time.monotonic() + CATCH_UP_LIMIT_S
+        self.take_events()
+        while self._coordinator.applying and time.monotonic() < end:
+            self.take_events(wait_s=POLL_S)
+
+    def _take(self, event: Event) -> None:
+        match event:
+            case Committed():
+                self._commit(event)
+            case Voided():
+                if event.round in self._merge.fly:
+                    self._merge.void(event.round, certain=event.certain)
+                    self._tally.void(event.round, event.reason)
+            case Resynced():
+                self._resync(event)
+            case Failed():
+                raise event.error
+            case _:
+                raise TypeError(f"unknown event {event}")
+
+    def _commit(self, event: Committed) -> None:
+        record = event.record
+        facts = RecordFacts(
+            round=record.round,
+            digest=event.digest,
+            previous=record.previous,
+            contributor=bool(record.counted(self._me)),
+        )
+        anchor, momentum = self._other_buffers()
+        own: OwnContribution | None = None
+        error: float | None = None
+        held = self._merge.held(record.round)
+        if facts.contributor and held is not None:
+            values = self._model.buffers.own
+            if not event.own_ready:
+                values = own_contribution(record, self._me, held.message, self._codec)
+            own = OwnContribution(values, record.left_out(self._me, self._codec))
+            error = relative_error(held.message, values)
+        stated = record.member(self._me)
+        tokens = 0
+        sent_tokens = self._merge.tokens_of(record.round)
+        if sent_tokens is not None and stated is not None:  # of much it counts less: tokens_cap
+            tokens = min(sent_tokens, stated.tokens)
+        outcome = self._merge.commit(facts, anchor, momentum, own)
+        self._chain_tokens = record.chain_tokens
+        self.newest = record
+        self._tally.committed(
+            event,
+            outcome,
+            tokens,
+            compression_error=error if outcome is Outcome.COUNTED else None,
+            residual_norm=norm(self._merge.residual.values),
+        )
+        self._records_unsaved += 1
+        self._bytes_unsaved += event.payload_bytes
+        rounds = self._manifest.rounds
+        many = self._records_unsaved >= max(1, rounds.records_kept // 2)
+        if many or self._bytes_unsaved >= rounds.log_bytes // 2:
+            self._snapshot()  # who only follows has a log that is pruned all the same
+
+    def _resync(self, event: Resynced) -> None:
+        state, merge = event.state, self._merge
+        self._states_taken += 1
+        anchor, momentum = self._other_buffers()
+        since = merge.round if event.fork_round is None else event.fork_round
+        # What the headers do not tell may have been counted, and is not sent again.
+        passed = {number for number in merge.unsettled if since < number <= state.round}
+        told, named = event.told, dict[int, OwnContribution | None]()
+        if told is not None:
+            passed = {number for number in passed if number <= told.after}
+            named = dict.fromkeys(number for number in told.named if number > since)
+        merge.resync(
+            state.round,
+            state.digest,
+            anchor,
+            momentum,
+            since=since,
+            named=named,
+            untold=passed,
+            records=max(1, state.round - since),
+        )
+        self._chain_tokens = state.chain_tokens
+        self._tally.resynced(state.round)
+        self._snapshot()  # the log begins at this state now, and an older snapshot cannot follow it
+
+    def _other_buffers(self) -> tuple[Tensor, Tensor]:
+        buffers = self._model.buffers
+        current = 0 if self._merge.anchor.data_ptr() == buffers.anchors[0].data_ptr() else 1
+        return buffers.anchors[1 - current], buffers.momenta[1 - current]
+
+    # ---- pieces ----------------------------------------------------------------------------------
+    @property
+    def _step_s(self) -> float:
+        """Seconds of an inner step of this peer's replica, smoothed; 0 before the first one."""
+        speed = self._tally.tokens_per_s
+        return self._manifest.batch.tokens_per_step / speed if speed > 0 else 0.0
+
+    def _snapshot(self) -> None:
+        self._records_unsaved = self._bytes_unsaved = 0
+        self._snapshots.write(self._merge, self._model.optimizer, self.data_state())
+
+    def publish(self, *, force: bool = False) -> None:
+        """Say where this peer is, to the swarm and on disk."""
+        tally = self._tally
+        heard = self._coordinator.heard_val_loss
+        if heard is not None:
+            tally.heard(*heard)
+        val_loss = tally.val_loss
+        # what is in flight counts too: a peer that only waits for its record must be reckoned with
+        in_flight = sum(send.tokens for send in self._merge.fly.values())
+        before = self._coordinator.progress
+        self._coordinator.progress = replace(
+            self.place,
+            inner_step=tally.inner_step,
+            unsent_tokens=max(0, self._merge.tokens) + in_flight,
+            step_s=tally.longest_step_s,
+            tokens_per_s=tally.tokens_per_s,
+            train_loss=tally.train_loss,
+            val_loss=val_loss if val_loss is not None and math.isfinite(val_loss) else None,
+            val_round=tally.val_round,
+            waiting_share=tally.waiting_share,
+            compression_error=tally.compression_error,
+            started_over=self._started_over,
+            blocked=STARTED_OVER if self._started_over else self.place.blocked,
+        )
+        if (before.head, before.members) != (self.place.head, self.place.members):
+            self._coordinator.announce()
+        tally.publish(
+            round_number=self._coordinator.round,
+            inner_steps=self._coordinator.inner_steps,
+            merge=self._merge,
+            place=self.place,
+            force=force,
+        )
+
+
+class Move(Exception):
+    """This spare is to host another stage."""
+
+    def __init__(self, stage: int):
+        super().__init__(stage)
+        self.stage = stage
+
+
+class Part(Protocol):
+    """What differs between a head and the other members of a replica."""
+
+    def turn(self) -> None:
+        """Do the next piece of work, of a few seconds at most, or wait a moment for some."""
+        ...
+
+    @property
+    def between_steps(self) -> bool:
+        """Whether the weights may be changed now."""
+        ...
+
+    @property
+    def ended(self) -> bool:
+        """Whether there is nothing more to do here."""
+        ...
+
+    def part(self, *, ended: bool) -> None:
+        """Leave the replica in good order."""
+        ...
+
+
+class Trainer:
+    """One peer's training; `run` returns when the run has ended or `stop` is set."""
+
+    def __init__(self, *, learner: Learner, part: Part, stop: threading.Event):
+        self._learner = learner
+        self._part = part
+        self._stop = stop
+
+    def run(self) -> None:
+        """Join, then train until the run's end, a stop, or a failure (which is raised).
+
+        Raises:
+            Move: this peer should start anew as a peer of another stage; everything is on disk.
+            Revised: likewise, as a peer of the same stage.
+            UnreadableManifest: the run goes on under rules that this program cannot follow.
+        """
+        learner, part = self._learner, self._part
+        move: Move | Revised | UnreadableManifest | None = None
+        try:
+            learner.join()
+            while not (self._stop.is_set() or part.ended):
+                if part.between_steps:
+                    learner.between_steps()
+                part.turn()
+        except (Move, Revised, UnreadableManifest) as asked:
+            move = asked
+        ended = not self._stop.is_set() and move is None
+        part.part(ended=ended)
+        learner.leave(ended=ended)
+        if move is not None:
+            raise move

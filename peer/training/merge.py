@@ -1,0 +1,509 @@
+"""The merge: a peer's live weights follow the anchor, and no inner step is lost or counted twice.
+
+A send goes out while training continues, and its record comes back late, without this peer, or
+never. What a peer learnt and no record holds yet is its unsent progress (start - p) plus the sends
+in flight. A record may arrive between any two inner steps: it moves the anchor A, and that
+progress, weighted by w, goes on top. With E the residual, m a message and c this peer's own decoded
+contribution to a record:
+
+    inner step         p = inner step from p;  start stays
+    send               delta = start - p;  m = delta + E;  E = 0;  start = p;  m is exchanged
+    record, I in it    E += decay * (m - c), and E += m - c where a part of mine was left out
+    record, I not      E += m - delta;  start += delta       (the send is undone)
+    every record then  u = start - p;  p = A - w * (u + deltas in flight);  start = p + u
+    void               E += m - delta;  start += delta       (the send is undone; A and p stay)
+    undone, yet named  start -= delta;  E -= m - delta;      then as "record, I in it"
+
+With decay 1 and any schedule: sum of all inner steps = own c in committed records + E + m in flight
++ (start - p). `rebase` has w = 0.75, `reset` w = 0; `none` waits for its own record, so its u is 0
+and w plays no part. One code path serves the three; when a record is applied is the caller's
+business. `MergeState` holds the state and says what memory it takes.
+
+Sources: DiLoCo (arXiv 2311.08105) for `none`, DiLoCoX (arXiv 2506.21263) for `reset`.
+
+The state of the merge for one peer and stage: what a snapshot holds, exactly.
+
+Memory, in vectors of the stage's size: live weights (the caller's), anchor, outer momentum, start
+and residual; two more for a send in flight and for each undone send (at most `max_undone`).
+Settling a residual allocates one or two for a moment; live weights on a GPU are copied in chunks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from dilocox.compression.error_feedback import Residual
+from dilocox.peer.training.progress import Progress
+
+SENDS_REMEMBERED = 64  # of those that are not held any more: two integers each
+
+State = TypeVar("State", bound="MergeState")
+
+
+@dataclass(frozen=True, kw_only=True)
+class MergeConfig:
+    """The merge rule of a run in numbers."""
+
+    weight: float = 0.75
+    """w, the share of progress without a record that the live weights keep; 0 is `reset`."""
+    decay: float = 0.95
+    """How much of the codec's error the residual keeps."""
+    max_age: int = 8
+    """Records after which unsent progress is dropped and undone sends are forgotten."""
+    max_undone: int = 2
+    """Undone sends kept, the newest, two vectors each; one named after that costs a reset."""
+
+    def __post_init__(self) -> None:
+        if not (0 <= self.weight <= 1 and 0 <= self.decay <= 1):
+            raise ValueError(f"merge weight {self.weight}, decay {self.decay}: choose from 0 to 1")
+        if self.max_age < 1 or self.max_undone < 1:
+            raise ValueError(f"max_age {self.max_age}, max_undone {self.max_undone}: at least 1")
+
+    @classmethod
+    def of(cls, merge: str, *, rebase_weight: float, decay: float, max_age: int) -> MergeConfig:
+        """From the manifest's words: `merge` is rebase, reset or none."""
+        if merge not in ("rebase", "reset", "none"):
+            raise ValueError(f"merge {merge!r}: choose rebase, reset or none")
+        weight = 0.0 if merge == "reset" else rebase_weight
+        return cls(weight=weight, decay=decay, max_age=max_age)
+
+
+@dataclass(frozen=True, eq=False)
+class Send:
+    """One send: the progress, the message (progress and residual), the tokens behind them."""
+
+    delta: Tensor
+    message: Tensor
+    tokens: int
+
+
+@dataclass(frozen=True)
+class GivenUp:
+    """A send that is not held any more, and that a record may name all the same.
+
+    clean: nothing of it is in what this peer still has of its own.
+    """
+
+    tokens: int
+    clean: bool
+
+
+class MergeState:
+    """One peer's state of one stage. `progress.live` belongs to the caller and changes in place.
+
+    Anchors and momenta are adopted, not copied: whoever passes them must not write to them until
+    others were adopted.
+
+    Every token that was trained on is behind the unsent progress (`tokens`), behind a send in
+    flight, in a record as far as this peer knows (`counted_tokens`), or lost.
+    """
+
+    def __init__(
+        self,
+        config: MergeConfig,
+        live: Tensor,
+        anchor: Tensor,
+        momentum: Tensor,
+        *,
+        round_number: int,
+        digest: str,
+    ):
+        """As a joiner or spare: live weights set to the anchor of this record.
+
+        Before the first record `round_number` is -1 and `digest` the manifest's. All vectors are
+        flat, of one length and dtype; live weights may be on another device.
+        """
+        self.config = config
+        self.progress = Progress(live, torch.empty_like(anchor))
+        self.residual = Residual(torch.zeros_like(anchor))
+        self.fly: dict[int, Send] = {}
+        self.undone: dict[int, Send] = {}
+        self.tokens: int = 0  # behind the unsent progress; negative while that is a doubled send's
+        self.age: int = 0  # records applied since nothing was unsent, or it was sent
+        self.trained_tokens: int = 0
+        self.counted_tokens: int = 0
+        self._unsent = False
+        self._undone_age: dict[int, int] = {}
+        self._counted: dict[int, int] = {}  # tokens of own sends in the chain's last records
+        self._given_up: dict[int, GivenUp] = {}
+        self._adopt(round_number, digest, anchor, momentum)
+        self.reset_to_anchor()
+
+    @property
+    def lost_tokens(self) -> int:
+        """Tokens that no record will hold, as far as is known: one that names a send which was
+        given up takes its tokens back. A record that holds a send twice counts with a minus.
+        """
+        in_flight = sum(send.tokens for send in self.fly.values())
+        return self.trained_tokens - self.counted_tokens - self.tokens - in_flight
+
+    def reset_to_anchor(self) -> None:
+        """Stand on the anchor with nothing of one's own; what that was counts as lost, unless a
+        record of one of its sends comes after all."""
+        self.progress.stand_on(self.anchor)
+        self.residual.clear()
+        given_up = {n: send.tokens for n, send in (*self.fly.items(), *self.undone.items())}
+        given_up |= {number: send.tokens for number, send in self._given_up.items()}
+        self._give_up(given_up, clean=True)
+        self.fly.clear()
+        self.undone.clear()
+        self._undone_age.clear()
+        self._nothing_unsent()
+
+    def start_over(self, sent: Mapping[int, int], trained_tokens: int) -> None:
+        """Stand on the anchor after a restart: this state was followed by sends that it does not
+        know, whose records may or may not come.
+
+        sent: their tokens, by round. trained_tokens: as of the last of them.
+        """
+        self.trained_tokens = max(self.trained_tokens, trained_tokens)
+        self.reset_to_anchor()
+        self._give_up(sent, clean=True)
+
+    def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """Tensors (not copied) and JSON facts; `from_state` restores them exactly."""
+        tensors = {
+            "anchor": self.anchor,
+            "momentum": self.momentum,
+            "live": self.progress.live_on_host(),
+            "start": self.progress.start,
+            "residual": self.residual.values,
+        }
+        for kind, sends in (("fly", self.fly), ("undone", self.undone)):
+            for number, send in sends.items():
+                tensors[f"{kind}.{number}.delta"] = send.delta
+                tensors[f"{kind}.{number}.message"] = send.message
+        facts: dict[str, Any] = {
+            "round": self.round,
+            "digest": self.digest,
+            "tokens": self.tokens,
+            "age": self.age,
+            "trained": self.trained_tokens,
+            "counted_tokens": self.counted_tokens,
+            "unsent": self._unsent,
+            "fly": [[number, send.tokens] for number, send in self.fly.items()],
+            "undone": [[n, send.tokens, self._undone_age[n]] for n, send in self.undone.items()],
+            "counted": [[number, tokens] for number, tokens in self._counted.items()],
+            "given_up": [[n, send.tokens, send.clean] for n, send in self._given_up.items()],
+        }
+        return tensors, facts
+
+    @classmethod
+    def from_state(
+        cls: type[State],
+        config: MergeConfig,
+        live: Tensor,
+        tensors: Mapping[str, Tensor],
+        facts: Mapping[str, Any],
+    ) -> State:
+        """The state as it was. `live` is overwritten, anchor and momentum are adopted, and the rest
+        is copied.
+
+        Raises:
+            KeyError: a tensor or a fact is missing.
+            ValueError: vectors that do not fit the live weights.
+        """
+        anchor, momentum = tensors["anchor"], tensors["momentum"]
+        self = cls(
+            config, live, anchor, momentum, round_number=facts["round"], digest=facts["digest"]
+        )
+        self.progress.check(tensors["live"], tensors["start"], tensors["residual"])
+        live.copy_(tensors["live"])
+        self.progress.start.copy_(tensors["start"])
+        self.residual.values.copy_(tensors["residual"])
+        for kind, sends in (("fly", self.fly), ("undone", self.undone)):
+            for number, tokens, *_ in facts[kind]:
+                delta, message = (tensors[f"{kind}.{number}.{n}"] for n in ("delta", "message"))
+                self.progress.check(delta, message)
+                sends[number] = Send(delta.clone(), message.clone(), tokens)
+        self._undone_age = {number: age for number, _, age in facts["undone"]}
+        self._counted = {number: tokens for number, tokens in facts["counted"]}  # noqa: C416
+        self._unsent = facts["unsent"]
+        self.age = facts["age"]
+        self.tokens = facts["tokens"]
+        self.trained_tokens = facts["trained"]
+        self.counted_tokens = facts["counted_tokens"]
+        self._given_up = {n: GivenUp(tokens, clean) for n, tokens, clean in facts["given_up"]}
+        return self
+
+    def _adopt(self, round_number: int, digest: str, anchor: Tensor, momentum: Tensor) -> None:
+        self.progress.check(anchor, momentum)
+        self.anchor = anchor
+        self.momentum = momentum
+        self.round = round_number
+        self.digest = digest
+
+    def _give_up(self, sends: Mapping[int, int], *, clean: bool) -> None:
+        self._given_up |= {number: GivenUp(tokens, clean) for number, tokens in sends.items()}
+        for old in sorted(self._given_up)[:-SENDS_REMEMBERED]:
+            del self._given_up[old]
+
+    def _nothing_unsent(self) -> None:
+        self.tokens = self.age = 0
+        self._unsent = False
+
+
+__all__ = [
+    "Merge",
+    "MergeConfig",
+    "OutOfOrder",
+    "Outcome",
+    "OwnContribution",
+    "RecordFacts",
+    "Send",
+]
+
+
+class OutOfOrder(ValueError):
+    """A record that does not follow the last one applied: fetch those between, or resync."""
+
+
+class Outcome(Enum):
+    """What a record, or another chain's state, meant for this peer's own progress."""
+
+    REPEATED = "repeated"  # it was applied before; nothing changed
+    FOLLOWED = "followed"  # this peer had sent nothing for it
+    COUNTED = "counted"  # this peer's send is in it
+    UNDONE = "undone"  # this peer had sent but is not in it; that progress is unsent again
+    RESET = "reset"  # it names this peer for a send that is unknown, or in what is unsent
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecordFacts:
+    """What the merge must know of a round record."""
+
+    round: int
+    digest: str
+    previous: str
+    contributor: bool
+    """Whether the mean of at least one part holds this peer's values."""
+
+
+@dataclass(frozen=True, eq=False)
+class OwnContribution:
+    """What a record holds of this peer's message: decoded values [n], 0 where it was left out, and
+    the slices where that is so at least in part.
+    """
+
+    values: Tensor
+    left_out: Iterable[slice] = ()
+
+
+class Merge(MergeState):
+    """The rules. Methods run between two inner steps, in the thread that trains."""
+
+    # ---- this peer trains and sends -------------------------------------------------------------
+    def trained(self, tokens: int) -> None:
+        """Count an inner step that was made on the live weights."""
+        if tokens < 1:
+            raise ValueError(f"an inner step on {tokens} tokens")
+        self.tokens += tokens
+        self.trained_tokens += tokens
+        self._unsent = True
+
+    @property
+    def can_send(self) -> bool:
+        """Whether there are tokens to send and no send is in flight."""
+        return not self.fly and self.tokens > 0
+
+    def send(self, round_number: int) -> Send:
+        """Take all unsent progress as the send of a round; it is in flight until it is decided.
+
+        Raises:
+            ValueError: nothing to send, one still in flight, or a round that the chain has passed.
+        """
+        if not self.can_send or round_number <= self.round:
+            raise ValueError(
+                f"no send for round {round_number}: {self.tokens} tokens unsent, in flight "
+                f"{list(self.fly)}, last record {self.round}; ask can_send first"
+            )
+        delta = self.progress.take()
+        send = Send(delta, self.residual.take(delta), self.tokens)
+        self.fly[round_number] = send
+        self._nothing_unsent()
+        return send
+
+    def held(self, round_number: int) -> Send | None:
+        """The send of a round, in flight or undone; own contribution follows from its message."""
+        return self.fly.get(round_number) or self.undone.get(round_number)
+
+    @property
+    def unsettled(self) -> tuple[int, ...]:
+        """The rounds of sends whose record may still come; any thread may ask."""
+        return *tuple(self.fly), *tuple(self.undone)
+
+    def tokens_of(self, round_number: int) -> int | None:
+        """Of the send of a round, also of one that was given up; None where nothing is known."""
+        given_up = self._given_up.get(round_number)
+        send = self.held(round_number) or given_up
+        return None if send is None else send.tokens
+
+    # ---- what became of it ----------------------------------------------------------------------
+    def commit(
+        self,
+        record: RecordFacts,
+        anchor: Tensor,
+        momentum: Tensor,
+        own: OwnContribution | None = None,
+    ) -> Outcome:
+        """Apply the next record of the chain; `anchor` and `momentum` are those after it.
+
+        A record of a round that was passed changes nothing. An open send of an earlier round is
+        closed as void. `own` is needed where the record names this peer and `held` knows the send.
+
+        Raises:
+            OutOfOrder: the record does not follow the last one applied.
+            ValueError: vectors that do not fit, or `own` is missing. Nothing has changed then.
+        """
+        if record.round <= self.round:
+            return Outcome.REPEATED
+        if record.previous != self.digest:
+            raise OutOfOrder(
+                f"record {record.round} follows {record.previous[:12]}, but the last one applied "
+                f"is {self.digest[:12]} of round {self.round}"
+            )
+        if record.contributor and own is None and self.held(record.round) is not None:
+            raise ValueError(f"record {record.round} names this peer: pass its own contribution")
+        self.progress.check(anchor, momentum, *([own.values] if own else []))
+        for number in [number for number in self.fly if number < record.round]:
+            self.void(number)
+        outcome = Outcome.FOLLOWED
+        if record.contributor:
+            outcome = self._count(record.round, own)
+        elif record.round in self.fly:
+            self.void(record.round)
+            outcome = Outcome.UNDONE
+        self._adopt(record.round, record.digest, anchor, momentum)
+        self._settle(records=1, outcome=outcome)
+        return outcome
+
+    def void(self, round_number: int, *, certain: bool = False) -> None:
+        """Undo the send in flight: its last attempt is void, or presumed so.
+
+        `certain`: no record can ever name it, because half of its group signed aborts or no byte
+        of it left this peer; then it is not kept among the undone.
+        """
+        send = self.fly.pop(round_number)
+        self.residual.restore(send.message, send.delta)
+        self.progress.give_back(send.delta)
+        self.tokens += send.tokens
+        self._unsent = True
+        if not certain:
+            self.undone[round_number] = send
+            self._undone_age[round_number] = 0
+            self._forget(sorted(self.undone)[: -self.config.max_undone])
+
+    def drop(self) -> None:
+        """Give up the unsent progress; its tokens are lost. The live weights stay."""
+        self.progress.drop()
+        self._nothing_unsent()
+        self._forget(list(self.undone))  # their progress went with it
+
+    def discard_unsent(self) -> None:
+        """Stand on the anchor with the send in flight on top: what this peer has of its own besides
+        is not finite. Its tokens are lost.
+        """
+        self.residual.clear()
+        self._nothing_unsent()
+        self._forget(list(self.undone))  # their progress went with it
+        self.progress.stand_on(self.anchor)
+        self.progress.rebase(self.anchor, self._in_flight(), self.config.weight)
+
+    def resync(
+        self,
+        round_number: int,
+        digest: str,
+        anchor: Tensor,
+        momentum: Tensor,
+        *,
+        since: int,
+        named: Mapping[int, OwnContribution | None],
+        untold: Collection[int] = (),
+        records: int,
+    ) -> Outcome:
+        """Go over to another state: this peer's chain lost a fork, or it was away for too long.
+
+        `since` is the round of the last common record (after an absence: of this peer's last one)
+        and `records` how many the new state is ahead of it. `named` are the rounds of those that
+        name this peer, with its contribution (None where it cannot be had: then all of the message
+        counts). `untold` are rounds of which nobody said whether a record names this peer: what may
+        be counted is not kept, and its tokens are lost. Another send in flight is undone. Sends
+        that only the lost chain counted are not held any more: their tokens are lost. Unsent
+        progress stays.
+        """
+        self.progress.check(anchor, momentum, *(own.values for own in named.values() if own))
+        for number in [n for n in self._counted if n > since and n not in named]:
+            self.counted_tokens -= self._counted.pop(number)
+        outcome = Outcome.FOLLOWED
+        for number in untold:
+            send = self._release(number)
+            if send is not None:
+                self._give_up({number: send.tokens}, clean=True)
+        for number in [number for number in self.fly if number not in named]:
+            # no record up to the new state's can name it: all of those are told
+            self.void(number, certain=since < number <= round_number)
+            outcome = Outcome.UNDONE
+        for number in named.keys() - self._counted.keys():
+            counted = self._count(number, named[number])
+            if outcome is not Outcome.RESET:
+                outcome = counted
+        self._adopt(round_number, digest, anchor, momentum)
+        self._settle(records=records, outcome=outcome)
+        return outcome
+
+    # ---- steps of the above ---------------------------------------------------------------------
+    def _count(self, number: int, own: OwnContribution | None) -> Outcome:
+        """A record names this peer for its send of this round."""
+        send, given_up = self._release(number), self._given_up.pop(number, None)
+        if send is not None:
+            if own is not None:
+                self.residual.settle(send.message, own.values, self.config.decay, own.left_out)
+            tokens, outcome = send.tokens, Outcome.COUNTED
+        elif given_up is not None:
+            tokens = given_up.tokens
+            outcome = Outcome.COUNTED if given_up.clean else Outcome.RESET
+        else:
+            return Outcome.RESET
+        self.counted_tokens += tokens
+        self._counted[number] = tokens
+        for old in sorted(self._counted)[:-SENDS_REMEMBERED]:
+            del self._counted[old]
+        return outcome
+
+    def _release(self, number: int) -> Send | None:
+        """The send of a round, if held: from now on none of it is this peer's own."""
+        undone = self.undone.pop(number, None)
+        if undone is not None:
+            del self._undone_age[number]
+            self.progress.take_again(undone.delta)
+            self.residual.reopen(undone.message, undone.delta)
+            self.tokens -= undone.tokens
+            self._unsent = True  # where a later send took it too, it is unsent with a minus now
+        return undone or self.fly.pop(number, None)
+
+    def _settle(self, *, records: int, outcome: Outcome) -> None:
+        """Put what is still this peer's own on top of the new anchor."""
+        if outcome is Outcome.RESET:  # what was unsent may be in that send: it was counted
+            self.reset_to_anchor()
+            return
+        self.age += records if self._unsent else 0
+        if self.age >= self.config.max_age:
+            self.drop()
+        for number in self._undone_age:
+            self._undone_age[number] += records
+        self._forget([n for n, age in self._undone_age.items() if age > self.config.max_age])
+        self.progress.rebase(self.anchor, self._in_flight(), self.config.weight)
+
+    def _in_flight(self) -> list[Tensor]:
+        return [send.delta for send in self.fly.values()]
+
+    def _forget(self, numbers: Iterable[int]) -> None:
+        for number in numbers:
+            self._give_up({number: self.undone.pop(number).tokens}, clean=False)
+            del self._undone_age[number]

@@ -1,0 +1,512 @@
+"""The figures of a peer's training, from the loop to the log: losses, tokens, waiting, bytes.
+
+What people and scripts see of a running peer: log lines, a progress line, and two files.
+
+    events.jsonl   one JSON object a line, appended: training, sent, round, validated, void,
+                   resynced, started_over, and of the replica: replica, fault, healed, lost,
+                   dissolved
+    status.json    the newest progress, replaced about once a second
+
+The log is for people; scripts (the demo among them) read the files. Loss is in nats a token.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import sys
+import time
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from statistics import median_low
+from typing import Any, Literal, Protocol, cast, get_args
+
+from dilocox.dht.files import disk_fault, write_atomically
+from dilocox.peer.averaging.connectivity import LoopProgress
+from dilocox.peer.averaging.events import Committed
+from dilocox.peer.os_process import CLEAR_LINE, counted
+from dilocox.peer.training.merge import Merge, Outcome
+from dilocox.pipeline.messages import Stepped
+
+logger = logging.getLogger(__name__)
+
+STATES = ("joining", "spare", "training", "leaving", "resting")
+STATUS_PERIOD_S = 1.0
+PEER_ID_LETTERS = 40  # no other word is so long
+UNCOUNTED = {"undone": " (without yours, which go with a later one)", "repeated": " (again)"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Status:
+    """Where a peer is right now."""
+
+    state: str  # of STATES
+    head: str  # of the replica that it is in, empty where it is in none
+    members: list[str]  # by stage, of the replica that it leads
+    epoch: int  # of that replica
+    codec: str  # of that replica's activations
+    blocked: str  # why it forms no replica, or empty
+    round: int
+    inner_step: int
+    inner_steps: int
+    tokens: int
+    train_loss: float | None
+    val_loss: float | None
+    val_round: int
+    tokens_per_s: float
+    waiting_share: float
+    computing_share: float = 0.0  # of the time since it first was in a replica
+    applied_round: int
+    in_flight: int | None  # the round whose exchange is under way
+    unsent_tokens: int = 0  # of this peer's own, those that no record holds as far as it knows
+    lost_tokens: int = 0  # and those that none ever will
+
+
+@dataclass(frozen=True, kw_only=True)
+class RoundReport:
+    """One committed round, as this peer saw it."""
+
+    round: int
+    inner_steps: int
+    tokens: int  # this peer's own in this record
+    record_tokens: int
+    chain_tokens: int
+    train_loss: float | None
+    val_loss: float | None
+    val_round: int
+    tokens_per_s: float
+    waiting_share: float
+    sent_bytes: int  # with the records and states that others fetched
+    averaging_bytes: int  # for the average alone
+    fp16_bytes: int  # what a ring all-reduce of fp16 values would have sent
+    exchange_s: float | None
+    matchmaking_s: float | None = None  # until the group stood
+    members: int
+    ranks: tuple[int, int, int] | None = None  # smallest, median, largest of factored tensors
+    payload_bytes: int = 0  # of the record's means, which is one direction of an exchange
+    compression_error: float | None = None  # |m - c| / |m|; None where m is not in the record
+    residual_norm: float | None = None  # after the merge
+    outcome: str  # of merge.Outcome: what the record meant for this peer
+    digest: str
+    anchor_sha256: str
+
+
+class Listener(Protocol):
+    """Hears what a peer reports, in the thread that trains: it must be quick and raise nothing."""
+
+    def on_event(self, kind: str, facts: Mapping[str, Any]) -> None:
+        """An event, with the facts that events.jsonl gets."""
+        ...
+
+    def on_status(self, status: Status) -> None:
+        """Where the peer is; after every inner step."""
+        ...
+
+
+class Reporter:
+    """Writes the log and the two files of one peer. `listeners` hear all of it."""
+
+    def __init__(self, folder: Path):
+        self._folder = folder
+        self._events = folder / "events.jsonl"
+        self._terminal = sys.stderr.isatty()
+        self._status_at = 0.0
+        self.listeners: list[Listener] = []
+
+    def event(self, kind: str, **facts: Any) -> None:
+        """Append one event for scripts; EnvironmentFault if the disk is full."""
+        for listener in self.listeners:
+            listener.on_event(kind, facts)
+        line = json.dumps({"event": kind, "time": round(time.time(), 3)} | facts)
+        try:
+            with self._events.open("a") as file:
+                file.write(line + "\n")
+        except OSError as error:
+            raise disk_fault(self._events, error) from error
+
+    def tell(self, kind: str, **facts: object) -> None:
+        """One event of the replica that this peer is in, and a line in the log."""
+        self.event(kind, **facts)
+        logger.info("%s: %s", kind, shown_facts(facts))
+
+    def status(self, status: Status, *, force: bool = False) -> None:
+        """Show the progress, about once a second."""
+        for listener in self.listeners:
+            listener.on_status(status)
+        if not force and time.monotonic() - self._status_at < STATUS_PERIOD_S:
+            return
+        self._status_at = time.monotonic()
+        text = json.dumps(asdict(status))
+        write_atomically(self._folder / "status.json", text.encode(), durable=False)
+        if self._terminal:
+            sys.stderr.write(CLEAR_LINE + progress_line(status))
+            sys.stderr.flush()
+
+    def committed(self, report: RoundReport) -> None:
+        """One line a round."""
+        self.event("round", **asdict(report))
+        logger.info("%s", round_line(report))
+
+    def void(self, round_number: int, reason: str) -> None:
+        """A round that came to nothing for this peer."""
+        self.event("void", round=round_number, reason=reason)
+        logger.info("round %d void: %s; nothing is lost, it goes on", round_number, reason)
+
+    def started_over(self, tokens: int) -> None:
+        """The weights were not finite, so that they are the anchor's again."""
+        self.event("started_over", tokens=tokens)
+        logger.warning(
+            "the weights here were not finite (NaN): this peer goes on from the anchor with a new "
+            "inner optimizer, and what it learnt from %d tokens is lost; where that comes again "
+            "on one machine, test its memory; on many, the run's inner.learning_rate is too high",
+            tokens,
+        )
+
+
+def progress_line(status: Status) -> str:
+    """What a terminal shows below the log; without a speed in no replica, where nothing moves."""
+    speed = f"{status.tokens_per_s:,.0f}" if status.head else "-"
+    return (
+        f"round {status.round}  step {status.inner_step}/{status.inner_steps}  "
+        f"loss {shown_loss(status.train_loss)}  {speed} tokens/s  "
+        f"waiting {status.waiting_share:.1%}"
+    )
+
+
+def round_line(report: RoundReport) -> str:
+    """A committed round in one line; short where this peer only took what is in its record."""
+    loss = f"validation {shown_validation(report.val_loss, report.val_round)}"
+    group = counted(report.members, "member")
+    stands = f"digest {report.digest[:12]}, anchor {report.anchor_sha256[:12]}"
+    if report.outcome == "followed":
+        return (
+            f"took round {report.round}: {report.record_tokens} tokens of others, {loss}, {group}, "
+            f"{stands}"
+        )
+    if report.outcome == "reset":  # some of the tokens are its own, of a state that is gone
+        return (
+            f"took round {report.round}: {report.record_tokens} tokens, {loss}, {group}, {stands}"
+        )
+    sent = (
+        f"sent {report.averaging_bytes / 1e3:.1f} kB (fp16 {report.fp16_bytes / 1e3:.1f} kB), "
+        f"{group}"
+    )
+    return (
+        f"round {report.round} committed: {report.inner_steps} inner steps, {report.tokens} tokens "
+        f"of {report.record_tokens}, train loss {shown_loss(report.train_loss)}, {loss}, "
+        f"{report.tokens_per_s:.0f} tokens/s, waiting {report.waiting_share:.1%}, "
+        f"{sent if report.members > 1 else 'alone, no average'}, {stands}"
+        f"{UNCOUNTED.get(report.outcome, '')}"
+    )
+
+
+def shown_validation(loss: float | None, round_number: int) -> str:
+    """A validation loss with the round of its anchor; before round 0 that is the start."""
+    if loss is None:
+        return shown_loss(loss)
+    return f"{shown_loss(loss)} ({'start' if round_number < 0 else f'round {round_number}'})"
+
+
+def shown_loss(loss: float | None) -> str:
+    """A loss as people see it; a dash where there is none yet."""
+    return "-" if loss is None else f"{loss:.4f}"
+
+
+def shown_facts(facts: Mapping[str, object]) -> str:
+    """Facts of an event as people see them; peer ids by their last six letters. A reason speaks for
+    itself.
+    """
+    return ", ".join(
+        _shown(value) if name == "reason" else f"{name} {_shown(value)}"
+        for name, value in facts.items()
+    )
+
+
+def _shown(value: object) -> str:
+    match value:
+        case float() if math.isfinite(value):
+            return f"{value:.2f}"
+        case str() if len(value) > PEER_ID_LETTERS and " " not in value:
+            return value[-6:]
+        case list():
+            return " ".join(_shown(item) for item in cast("list[object]", value))
+        case _:
+            return str(value)
+
+
+SMOOTHING = 0.8  # of the loss and the speed that the progress line shows
+
+OwnWaiting = Literal["join", "merge", "send", "record", "replica"]
+Waiting = Literal[OwnWaiting, "neighbours", "spare"]
+"""What a peer waits for while it does not compute.
+
+    join        the records or the state that it lacks at its start
+    merge       a record or a state to be merged
+    send        a message to be taken and put on disk
+    record      the round's own record, under `merge: none`
+    replica     a replica to be formed, as its head
+    neighbours  activations and gradients, in a replica; data and the like count here too
+    spare       a replica that wants it
+"""
+OWN_WAITING: tuple[OwnWaiting, ...] = get_args(OwnWaiting)
+WAITING: tuple[Waiting, ...] = (*OWN_WAITING, "neighbours", "spare")
+FOR_AVERAGES: tuple[Waiting, ...] = ("merge", "send", "record")  # what `waiting_share` is of
+PER_ROUND: tuple[Waiting, ...] = ("merge", "send")  # as long in a short round as in a long one
+
+
+class Tally:
+    """What this peer did, since it started and since its last round line."""
+
+    def __init__(self, *, reporter: Reporter, sent: Callable[[], Mapping[str, int]], numel: int):
+        """`sent()`: payload bytes so far by kind (dht/rpc.py); `numel`: values of the stage's flat
+        vector.
+
+        `computing_s` is set by the owner: all seconds that the stage has spent computing.
+        """
+        self._reporter = reporter
+        self._sent = sent
+        self._numel = numel
+        self._began = self._line_began = time.monotonic()
+        self._waiting_s = self._line_waiting_s = 0.0
+        self._waiting_since = self._began
+        self._waiting_for: Waiting | None = None
+        self._accounted_at, self._accounted_s = self._began, 0.0
+        self._line_sent: Mapping[str, int] = {}
+        self._losses: list[float] = []
+        # by round sent: inner steps and mean loss
+        self._steps_of: dict[int, tuple[int, float | None]] = {}
+        self._pending: RoundReport | None = None
+        self._in_replica_since: float | None = None
+        self.computing_s: Callable[[], float] = lambda: 0.0
+        self.state = "joining"
+        self.inner_step = 0  # of this round
+        self.inner_steps = self.skipped_steps = 0  # taken, and not, since this peer started
+        # seconds since this peer started, by what was waited for
+        self.waiting_s: dict[Waiting, float] = dict.fromkeys(WAITING, 0.0)
+        self.longest_step_s = 0.0
+        self.stall_s = 0.0  # that training stood still for the last whole round, however long
+        self._stalled_before_s = 0.0
+        self.tokens = 0
+        self.tokens_per_s = 0.0
+        self.train_loss: float | None = None
+        self.val_loss: float | None = None
+        self.val_round = -1
+        self.compression_error: float | None = None
+        self.waiting_share = 0.0  # for averages, of the time between its last two records
+
+    # ---- the loop tells --------------------------------------------------------------------------
+    def start(self) -> None:
+        """Training begins; what came before is no waiting."""
+        self.state = "training"
+        self._reporter.event("training")
+        self._began = self._line_began = time.monotonic()
+        self._waiting_s = self._line_waiting_s = 0.0
+        self._stalled_before_s = self._stalled_s
+
+    def stepped(self, stepped: Stepped, tokens: int, seconds: float) -> None:
+        """An inner step on so many tokens was taken, or skipped."""
+        self.inner_step += 1
+        self.longest_step_s = max(self.longest_step_s, seconds)
+        if stepped.skipped:
+            self.skipped_steps += 1
+            return
+        self.inner_steps += 1
+        self.tokens += tokens
+        self.tokens_per_s = _smooth(self.tokens_per_s or None, tokens / max(seconds, 1e-9))
+        if math.isfinite(stepped.loss):  # a member that missed the GO does not know it
+            self._losses.append(stepped.loss)
+            self.train_loss = _smooth(self.train_loss, stepped.loss)
+
+    @contextmanager
+    def waiting(self, reason: Waiting) -> Generator[None]:
+        """Time in which the loop does not train: merging, sending, waiting for a record.
+
+        May be nested (a record is merged within the wait for it); the time counts once, for the
+        inner reason.
+        """
+        self._count_waiting()
+        outer, self._waiting_for = self._waiting_for, reason
+        try:
+            yield
+        finally:
+            self._count_waiting()
+            self._waiting_for = outer
+
+    def sent(self, round_number: int, tokens: int) -> None:
+        """The round was sent with so many tokens; its steps wait for their record."""
+        loss = sum(self._losses) / len(self._losses) if self._losses else None
+        self._steps_of[round_number] = (self.inner_step, loss)
+        self._losses.clear()
+        self._reporter.event("sent", round=round_number, tokens=tokens)
+
+    def next_round(self) -> None:
+        """A new round begins."""
+        self.inner_step = 0
+        self.longest_step_s = 0.0
+        self._count_waiting()
+        stalled_s = self._stalled_s
+        self.stall_s, self._stalled_before_s = stalled_s - self._stalled_before_s, stalled_s
+
+    @property
+    def _stalled_s(self) -> float:
+        """Since this peer started."""
+        return sum(self.waiting_s[reason] for reason in PER_ROUND)
+
+    def _count_waiting(self) -> None:
+        """Take in the wait that is not over yet."""
+        now = time.monotonic()
+        if self._waiting_for is not None:
+            if self._waiting_for in FOR_AVERAGES:
+                self._waiting_s += now - self._waiting_since
+            self.waiting_s[self._waiting_for] += now - self._waiting_since
+        self._waiting_since = now
+
+    def _count_rest(self, *, in_replica: bool) -> None:
+        """Take in the time since the last call in which the stage neither computed nor waited for
+        anything of its own: its neighbours, or a replica, let it wait."""
+        self._count_waiting()
+        now, computing_s = time.monotonic(), self.computing_s()
+        accounted_s = computing_s + sum(self.waiting_s[reason] for reason in OWN_WAITING)
+        rest_s = (now - self._accounted_at) - (accounted_s - self._accounted_s)
+        self.waiting_s["neighbours" if in_replica else "spare"] += max(0.0, rest_s)
+        self._accounted_at, self._accounted_s = now, accounted_s
+
+    def validated(self, round_number: int, loss: float) -> None:
+        """The anchor that stands on this round's record was evaluated."""
+        self.val_loss, self.val_round = loss, round_number
+        self._reporter.event("validated", round=round_number, loss=loss)
+
+    def heard(self, round_number: int, loss: float) -> None:
+        """Another head evaluated a newer anchor."""
+        if round_number > self.val_round:
+            self.val_loss, self.val_round = loss, round_number
+
+    def void(self, round_number: int, reason: str) -> None:
+        """The round's exchange came to nothing."""
+        self._reporter.void(round_number, reason)
+
+    def started_over(self, tokens: int) -> None:
+        """Its weights were not finite: what it had learnt from so many tokens is lost."""
+        self._losses.clear()
+        self._reporter.started_over(tokens)
+
+    def resynced(self, round_number: int) -> None:
+        """A state was taken from a peer."""
+        self._reporter.event("resynced", round=round_number)
+
+    def committed(
+        self,
+        event: Committed,
+        outcome: Outcome,
+        tokens: int,
+        *,
+        compression_error: float | None = None,
+        residual_norm: float | None = None,
+    ) -> None:
+        """A record was merged; its line is written by `report_round`.
+
+        compression_error: |m - c| / |m| of this peer's message, None where it is not in the record.
+        """
+        record = event.record
+        if compression_error is not None and math.isfinite(compression_error):
+            self.compression_error = compression_error
+        steps, loss = self._steps_of.pop(record.round, (0, None))
+        self._count_waiting()
+        now = time.monotonic()
+        wall_s = max(now - self._line_began, 1e-9)
+        self.waiting_share = (self._waiting_s - self._line_waiting_s) / wall_s
+        sent = self._sent()
+        since = {kind: count - self._line_sent.get(kind, 0) for kind, count in sent.items()}
+        members = len(record.members)
+        self._pending = RoundReport(
+            round=record.round,
+            inner_steps=steps,
+            tokens=tokens if outcome is Outcome.COUNTED else 0,
+            record_tokens=record.tokens,
+            chain_tokens=record.chain_tokens,
+            train_loss=loss,
+            val_loss=None,
+            val_round=-1,
+            tokens_per_s=self.tokens_per_s,
+            waiting_share=self.waiting_share,
+            sent_bytes=sum(since.values()),
+            averaging_bytes=since.get("averaging", 0),
+            fp16_bytes=round(2 * 2 * self._numel * (members - 1) / members),
+            exchange_s=event.exchange_s,
+            matchmaking_s=event.matchmaking_s,
+            members=members,
+            ranks=rank_span(record.ranks),
+            payload_bytes=event.payload_bytes,
+            compression_error=compression_error,
+            residual_norm=residual_norm,
+            outcome=outcome.value,
+            digest=event.digest,
+            anchor_sha256=event.anchor_sha256,
+        )
+        self._line_began, self._line_waiting_s = now, self._waiting_s
+        self._line_sent = sent
+
+    # ---- the log is told -------------------------------------------------------------------------
+    def report_round(self) -> None:
+        """Write the line of the round that was merged last."""
+        if self._pending is None:
+            return
+        report, self._pending = self._pending, None
+        self._reporter.committed(replace(report, val_loss=self.val_loss, val_round=self.val_round))
+
+    def publish(
+        self,
+        *,
+        round_number: int,
+        inner_steps: int,
+        merge: Merge,
+        place: LoopProgress,
+        force: bool,
+    ) -> None:
+        """Show where this peer is."""
+        self._count_rest(in_replica=bool(place.head))
+        wall_s = max(time.monotonic() - self._began, 1e-9)
+        status = Status(
+            state="spare" if self.state == "training" and not place.head else self.state,
+            head=place.head,
+            members=list(place.members),
+            epoch=place.epoch,
+            codec=place.codec,
+            blocked=place.blocked,
+            round=round_number,
+            inner_step=self.inner_step,
+            inner_steps=inner_steps,
+            tokens=self.tokens,
+            train_loss=self.train_loss,
+            val_loss=self.val_loss,
+            val_round=self.val_round,
+            tokens_per_s=self.tokens_per_s,
+            waiting_share=self._waiting_s / wall_s,
+            computing_share=self._computing_share(place),
+            applied_round=merge.round,
+            in_flight=next(iter(merge.fly), None),
+            unsent_tokens=merge.tokens + sum(send.tokens for send in merge.fly.values()),
+            lost_tokens=merge.lost_tokens,
+        )
+        self._reporter.status(status, force=force)
+
+    def _computing_share(self, place: LoopProgress) -> float:
+        """Share of the time since the stage first was in a replica in which it computed."""
+        now = time.monotonic()
+        if self._in_replica_since is None and place.head:
+            self._in_replica_since = now
+        since = self._in_replica_since
+        return 0.0 if since is None else self.computing_s() / max(now - since, 1e-9)
+
+
+def rank_span(ranks: Sequence[int]) -> tuple[int, int, int] | None:
+    """Smallest, median and largest rank of the factored tensors; None without any."""
+    factored = sorted(rank for rank in ranks if rank > 0)
+    return (factored[0], median_low(factored), factored[-1]) if factored else None
+
+
+def _smooth(old: float | None, new: float) -> float:
+    return new if old is None else SMOOTHING * old + (1 - SMOOTHING) * new

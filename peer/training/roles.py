@@ -1,0 +1,312 @@
+"""The part of a head: data, learning rate, inner steps with its replica, validation losses.
+
+The part of a peer of any stage but the first: it serves the head that recruited it.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import islice
+from typing import Any
+
+from torch import Tensor
+
+from dilocox.dht.manifest import Manifest
+from dilocox.peer.averaging.coordinator import Coordinator
+from dilocox.peer.training.data import Corpus, batches_of
+from dilocox.peer.training.inner_optimizer import learning_rate
+from dilocox.peer.training.loop import POLL_S, Learner, Move
+from dilocox.peer.training.report import Tally
+from dilocox.pipeline.head import Head
+from dilocox.pipeline.member import Follower, Member
+from dilocox.pipeline.messages import Stepped
+from dilocox.pipeline.placement import unfilled
+from dilocox.pipeline.reservation import Desk
+
+logger = logging.getLogger(__name__)
+
+FORM_PAUSE_S = 0.5  # between two tries to form a replica, plus as much again by chance
+LAST_LOSS_PAUSE_S = 0.5
+PAUSED = "the operator has paused the run"
+LAST_LOSS_LIMIT_S = 30.0  # how long the run's last validation waits for all stages' last records
+
+
+class Leading:
+    """What a peer of stage 0 does between two looks at records and sends."""
+
+    def __init__(
+        self,
+        *,
+        manifest: Manifest,
+        learner: Learner,
+        head: Head,
+        desk: Desk,
+        corpus: Corpus,
+        held_out: Tensor,
+        coordinator: Coordinator,
+        tally: Tally,
+        me: str,
+        stop: threading.Event,
+    ):
+        self._me = me
+        self._manifest = manifest
+        self._learner = learner
+        self._head = head
+        self._desk = desk
+        self._corpus = corpus
+        self._batches = batches_of(held_out)
+        self._windows = held_out.shape
+        self._coordinator = coordinator
+        self._tally = tally
+        self._stop = stop
+        self._held: tuple[int, int] | None = None  # the part that is open, where it was begun
+        self._first_epoch = 0
+        self._saved = learner.data_state()
+        learner.data_state = self._data_state
+        self._batch: list[Tensor] = []  # of the inner step that is not taken yet
+        self._tried_at = 0.0
+        self._told = ""
+        self._trained = False
+        self._evaluation_s, self._evaluated_at = 0.0, float("-inf")  # the last one's cost and end
+        # a round whose anchor is to be evaluated by this replica
+        self._to_evaluate: int | None = -1 if learner.round < 0 else None
+
+    @property
+    def ended(self) -> bool:
+        """Whether the run has trained on all its tokens, or its operator has ended it."""
+        return self._learner.ended or self._learner.finished
+
+    @property
+    def between_steps(self) -> bool:
+        """Always: a head comes back when an inner step is complete."""
+        return True
+
+    def turn(self) -> None:
+        """One inner step, or one try to form a replica."""
+        if self._coordinator.paused:
+            self._show_place(PAUSED)
+            self._learner.stand_still()
+            return
+        self._follow_lease()
+        if not self._head.members and not self._form():
+            self._learner.take_events(wait_s=POLL_S)
+            self._learner.publish()
+            self._move_if_asked()
+            return
+        self._inner_step()
+        if self._head.members:
+            self._validate()
+        self._show_place()
+
+    def part(self, *, ended: bool) -> None:
+        """Let the replica go; at the run's end when its last anchor has been evaluated."""
+        if ended:
+            end = time.monotonic() + LAST_LOSS_LIMIT_S
+            while self._unvalidated and self._head.members and time.monotonic() < end:
+                if self._stop.is_set():
+                    break
+                self._evaluate()  # None as long as a stage lacks its last record
+                self._learner.take_events(wait_s=LAST_LOSS_PAUSE_S)
+        self._head.dissolve()
+        self._show_place()
+
+    def _move_if_asked(self) -> None:
+        move = self._coordinator.move_to
+        if move is not None and not self._learner.unsent:
+            raise Move(move)
+
+    # ---- the replica -----------------------------------------------------------------------------
+    def _form(self) -> bool:
+        now = time.monotonic()
+        if now < self._tried_at:
+            return False
+        self._tried_at = now + FORM_PAUSE_S * (1 + random.random())
+        with self._tally.waiting("replica"):
+            blocked = self._head.form()
+        if blocked != self._told:
+            self._told = blocked
+            if blocked:
+                logger.warning("this replica is not complete: %s; waiting", blocked)
+        self._show_place(blocked)
+        return not blocked
+
+    def _show_place(self, blocked: str = "") -> None:
+        head, learner = self._head, self._learner
+        members = head.members
+        learner.place = replace(
+            learner.place,
+            head=self._me if members else "",
+            members=members,
+            epoch=head.epoch,
+            codec=head.codec,
+            last_fault=head.last_fault,
+            blocked=blocked,
+            position=0 if self._held is None else self._corpus.position,
+        )
+        self._desk.open({"members": list(members), "epoch": head.epoch})
+        learner.publish()
+
+    def _inner_step(self) -> None:
+        batch = self._manifest.batch
+        if not self._batch:
+            self._batch = list(islice(self._corpus, batch.microbatches))
+        tokens = self._learner.tokens_of_run + batch.tokens_per_step
+        rate = learning_rate(self._manifest.inner, self._manifest.end_tokens, tokens)
+        stepped = self._head.step(self._batch, rate)
+        if stepped is not None:
+            self._batch, self._trained = [], True
+            self._learner.stepped(stepped, self._head.step_s)
+
+    # ---- validation ------------------------------------------------------------------------------
+    @property
+    def _unvalidated(self) -> bool:
+        """Whether this replica has an anchor to evaluate. Replicas take turns."""
+        record, self._learner.newest = self._learner.newest, None
+        if record is not None:
+            turn = record.members[record.round % len(record.members)].peer
+            self._to_evaluate = record.round if turn == self._me else None
+        if self._to_evaluate != self._learner.round:
+            self._to_evaluate = None  # other records came since
+        return self._to_evaluate is not None
+
+    @property
+    def _affordable(self) -> bool:
+        """Whether an evaluation like the last one is a small share of the time since then; the
+        first one is, but for training that has not begun.
+        """
+        since_s = time.monotonic() - self._evaluated_at
+        return (
+            self._trained and self._evaluation_s <= self._manifest.data.validation_share * since_s
+        )
+
+    def _validate(self) -> None:
+        """The validation loss of the anchor, once all stages' anchors are of its round and the time
+        is there: of short rounds many anchors are not evaluated.
+        """
+        due = self._unvalidated and self._affordable
+        if due and self._head.anchors_at(self._learner.round):
+            self._evaluate()
+
+    def _evaluate(self) -> None:
+        began = time.monotonic()
+        total = self._head.evaluate(self._batches)
+        self._evaluated_at = time.monotonic()
+        self._evaluation_s = self._evaluated_at - began
+        if total is not None:
+            windows, length = self._windows
+            self._tally.validated(self._learner.round, total / (windows * (length - 1)))
+            self._to_evaluate = None
+
+    # ---- data ------------------------------------------------------------------------------------
+    def _data_state(self) -> dict[str, Any]:
+        return self._saved if self._held is None else self._corpus.state_dict()
+
+    def _follow_lease(self) -> None:
+        """Read the part of the data that this peer holds a lease on."""
+        if self._batch:
+            return  # its microbatches are counted in the position of the part that they are from
+        part, position = lease = self._coordinator.data_part
+        if lease == self._held:
+            if self._corpus.epoch > self._first_epoch:
+                self._first_epoch = self._corpus.epoch  # told once an epoch
+                self._coordinator.finish_part()
+            return
+        state, self._saved = self._saved, {}
+        if state.get("part") != part or not self._corpus.load_state_dict(state):
+            self._corpus.open_part(part, position)
+        self._held, self._first_epoch = lease, self._corpus.epoch
+
+
+HANDOVER_LIMIT_S = 5.0  # how long a leaving member waits for the head to replace it
+
+
+class Serving:
+    """What such a peer does between two looks at records and sends."""
+
+    def __init__(
+        self,
+        *,
+        learner: Learner,
+        follower: Follower,
+        member: Member,
+        desk: Desk,
+        coordinator: Coordinator,
+        num_stages: int,
+        window: Callable[[], int],
+    ):
+        self._learner = learner
+        self._follower = follower
+        self._member = member
+        self._desk = desk
+        self._coordinator = coordinator
+        self._num_stages = num_stages
+        self._window = window
+        self._stepped_at = time.monotonic()
+
+    @property
+    def between_steps(self) -> bool:
+        """Whether nothing of an inner step is under way here."""
+        return self._follower.between_steps
+
+    @property
+    def ended(self) -> bool:
+        """Whether this peer is in no replica, and the run has ended or its operator has ended it.
+
+        The run counts its tokens on stage 0; this stage's chain may be a little ahead or behind.
+        """
+        ended = self._coordinator.run_ended or self._learner.finished
+        return ended and not self._follower.head
+
+    def turn(self) -> None:
+        """The next piece of work that came, or a wait for some."""
+        self._desk.open({"round": self._learner.round, "window": self._window()})
+        self._take(self._follower.turn(POLL_S))
+        move = self._coordinator.move_to
+        if move is not None and not self._learner.unsent and self._desk.state == "free":
+            self._desk.shut("it moves to another stage")
+            raise Move(move)
+
+    def part(self, *, ended: bool) -> None:
+        """Wait for the head to replace this peer at the end of an inner step, for a while."""
+        self._desk.shut("it leaves")
+        self._member.leaving = True
+        end = time.monotonic() + HANDOVER_LIMIT_S
+        while self._follower.head and time.monotonic() < end:
+            self._take(self._follower.turn(POLL_S))
+        self._follower.leave()
+        self._show_place()
+
+    def _take(self, stepped: Stepped | None) -> None:
+        if stepped is not None:
+            now = time.monotonic()
+            self._learner.stepped(stepped, now - self._stepped_at)
+            self._stepped_at = now
+        self._show_place()
+
+    def _show_place(self) -> None:
+        head = self._follower.head
+        if head != self._learner.place.head:
+            self._stepped_at = time.monotonic()
+        blocked = "" if head else self._blocked()
+        if blocked != self._learner.place.blocked:
+            if blocked:
+                logger.warning("the run is blocked: %s", blocked)
+            else:
+                logger.info("the run is not blocked any more")
+        self._learner.place = replace(self._learner.place, head=head, blocked=blocked)
+        self._learner.publish()
+
+    def _blocked(self) -> str:
+        """Why no replica can be formed; as before where the look at the swarm is not one of now:
+        without a record of this peer, which is here, it does not show others either.
+        """
+        view = self._coordinator.view
+        own = (here[view.me].state for here in view.stages.values() if view.me in here)
+        if all(state in ("left", "joining") for state in own):
+            return self._learner.place.blocked
+        return "; ".join(unfilled(view.stages, self._num_stages))

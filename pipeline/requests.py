@@ -1,0 +1,272 @@
+"""The network thread's way to p2pd: streams to other peers, and those that others open here.
+
+A short request (ping, reserve, assign, release) is a fresh stream with one frame there and one
+back; to a peer that can only dial out, and has not dialled this one, it goes as a letter
+(relayed_requests.py) by way of others, and every door passes letters on. A stream whose first frame is a
+`hello` may become a link: that is for network.py to say.
+Whoever opens a stream is a stranger until its first frame has been answered, and strangers get
+little time, little memory and a limited number of streams. libp2p has proved their peer ids.
+"""
+
+# hivemind and its generated protocol classes carry no types.
+# pyright: reportMissingTypeStubs=false, reportUnknownMemberType=false
+# pyright: reportUnknownVariableType=false, reportUnknownArgumentType=false
+# pyright: reportUnknownParameterType=false, reportAttributeAccessIssue=false
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from hivemind.p2p import P2P, PeerID
+from hivemind.p2p.p2p_daemon_bindings.control import DaemonConnector
+from hivemind.p2p.p2p_daemon_bindings.utils import raise_if_failed, read_pbmsg_safe, write_pbmsg
+from hivemind.proto import p2pd_pb2
+
+from dilocox.pipeline.frames import (
+    ANSWER_KINDS,
+    MAX_REPLICA,
+    NO_TENSORS,
+    REQUEST_KINDS,
+    Frame,
+    FrameRefused,
+    encode_prefix_and_header,
+    text,
+)
+from dilocox.pipeline.link import Answer, Stream, Traffic
+from dilocox.pipeline.relayed_requests import Letters
+
+logger = logging.getLogger(__name__)
+
+OPENING_LIMIT_S = 10.0  # a stranger's first frame, and our answer
+CLOSING_S = 0.5  # for each step of it
+STRANGERS, STRANGERS_OF_A_PEER = 256, 16
+RELAYS_ASKED = 2  # at once, with the same letter: the first that arrives is answered
+PASSING_LIMIT_S = 2.0  # a letter to its recipient and the reply back
+PASSED_ON, PASSED_ON_OF_A_PEER = 64, 8  # at once; few, for each takes the place of a stranger
+_REPLIES = frozenset({"reply", "no"})
+
+
+class Unreachable(ConnectionError):
+    """A peer could not be asked, or did not answer in time, or not in frames."""
+
+
+class Door:
+    """Asks and answers under one handler name; all in the network thread.
+
+    answer: the reply to a request, by peer id; it must be quick. welcome: takes a stream that began
+    with a hello, answers it, and says whether it keeps the stream. relays: by whose way to ask a
+    peer that cannot be called from here, in any order; empty for all others.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        traffic: Traffic,
+        *,
+        letters: Letters,
+        answer: Callable[[str, Frame], Frame],
+        welcome: Callable[[str, Frame, Stream], Awaitable[bool]],
+        relays: Callable[[str], Sequence[str]],
+    ):
+        self._name = name
+        self._traffic = traffic
+        self._letters = letters
+        self._relays = relays
+        self._answer = answer
+        self._welcome = welcome
+        self._strangers: Counter[str] = Counter()
+        self._passing: Counter[str] = Counter()  # letters on their way, by who asked
+        self._address: Any = None
+        self._p2p: Any = None
+
+    async def open(self, address: Any) -> None:
+        """Let others in, through the p2pd at this address."""
+        self._address = address
+        self._p2p = await P2P.replicate(address)
+        await self._p2p.add_binary_stream_handler(self._name, self._handle)
+
+    async def close(self) -> None:
+        """Let nobody in any more."""
+        if self._p2p is None:
+            return
+        with contextlib.suppress(Exception):  # p2pd may be gone
+            remove = self._p2p.remove_binary_stream_handler(self._name)
+            await asyncio.wait_for(remove, CLOSING_S)
+        await self._p2p.shutdown()
+        self._p2p = None
+
+    # ---- to others -------------------------------------------------------------------------------
+    async def ask(self, peer: str, frame: Frame, timeout_s: float) -> Answer:
+        """Ask one peer, by way of others where it must be; raises `Unreachable`."""
+        relays = self._relays(peer)[:RELAYS_ASKED]
+        with self._reached(peer):
+            asking = self._asked_by_letter(peer, frame, relays) if relays else None
+            return await asyncio.wait_for(asking or self._asked(peer, frame), timeout_s)
+
+    async def ask_all(
+        self, frames: Mapping[str, Frame], timeout_s: float
+    ) -> dict[str, Answer | None]:
+        """Ask peers at the same time; None for those that do not answer."""
+
+        async def ask(peer: str, frame: Frame) -> Answer | None:
+            try:
+                return await self.ask(peer, frame, timeout_s)
+            except Unreachable as error:
+                logger.debug("not reached: %s", error)
+                return None
+
+        answers = await asyncio.gather(*(ask(peer, frame) for peer, frame in frames.items()))
+        return dict(zip(frames, answers, strict=True))
+
+    async def dial(self, peer: str, hello: Frame) -> Stream | None:
+        """A stream that the peer has taken as a link; None if it says no. Raises `Unreachable`."""
+        with self._reached(peer):
+            stream = await self._opened(peer)
+            taken = False
+            try:
+                await stream.write(encode_prefix_and_header(hello))
+                taken = (await stream.read(NO_TENSORS)).kind == "yes"
+            finally:
+                if not taken:
+                    stream.abort()
+            return stream if taken else None
+
+    async def _asked(self, peer: str, frame: Frame, kinds: frozenset[str] = ANSWER_KINDS) -> Answer:
+        stream = await self._opened(peer)
+        try:
+            await stream.write(encode_prefix_and_header(frame))
+            asked = time.monotonic()
+            answer = await stream.read(NO_TENSORS)
+            if answer.kind not in kinds:
+                raise FrameRefused("kind", f"{answer.kind} as an answer")
+            return Answer(frame=answer, round_trip_s=time.monotonic() - asked)
+        finally:
+            stream.abort()
+
+    async def _asked_by_letter(self, peer: str, frame: Frame, relays: Sequence[str]) -> Answer:
+        """Ask by way of these; the first reply that the peer itself has signed counts."""
+        letter, number = self._letters.write(peer, frame)
+        carried = Frame(kind="relay", letter=letter, facts={"to": peer})
+        asking = [asyncio.ensure_future(self._asked(relay, carried, _REPLIES)) for relay in relays]
+        failed: list[str] = []
+        try:
+            for next_one in asyncio.as_completed(asking):
+                try:
+                    relayed = await next_one
+                    if relayed.frame.kind == "no":
+                        raise Unreachable(text(relayed.frame.facts, "reason"))
+                    reply = self._letters.read_reply(relayed.frame.letter, peer, number)
+                    return Answer(frame=reply, round_trip_s=relayed.round_trip_s)
+                except Exception as error:  # noqa: BLE001 - see `_reached`; another may do it
+                    if isinstance(error, FrameRefused):
+                        self._traffic.refused[error.kind] += 1
+                    failed.append(f"{type(error).__name__}: {error}")
+        finally:
+            for each in asking:
+                each.cancel()
+            await asyncio.gather(*asking, return_exceptions=True)
+        raise Unreachable(f"by way of {len(relays)} others: {'; '.join(failed)}")
+
+    async def _opened(self, peer: str) -> Stream:
+        """As hivemind's `call_binary_stream_handler`, which leaves a socket open when it fails."""
+        reader, writer = await DaemonConnector(self._address).open_connection()
+        stream = Stream(reader, writer, self._traffic)
+        try:
+            wanted = p2pd_pb2.StreamOpenRequest(
+                peer=PeerID.from_base58(peer).to_bytes(), proto=[self._name]
+            )
+            kind = p2pd_pb2.Request.STREAM_OPEN
+            await write_pbmsg(writer, p2pd_pb2.Request(type=kind, streamOpen=wanted))
+            response = p2pd_pb2.Response()
+            await read_pbmsg_safe(reader, response)
+            raise_if_failed(response)
+        except BaseException:
+            stream.abort()
+            raise
+        return stream
+
+    @contextmanager
+    def _reached(self, peer: str) -> Generator[None]:
+        """Whatever p2pd, hivemind and asyncio call it: the peer was not reached."""
+        try:
+            yield
+        except FrameRefused as refused:
+            self._traffic.refused[refused.kind] += 1
+            raise Unreachable(f"{peer}: {refused}") from refused
+        except Exception as error:
+            reason = " ".join(str(error).split())  # p2pd's are long lists of addresses
+            raise Unreachable(f"{peer}: {type(error).__name__}: {reason}") from error
+
+    # ---- from others -----------------------------------------------------------------------------
+    async def _handle(self, info: Any, reader: Any, writer: Any) -> None:
+        """A stream that another peer has opened."""
+        peer, stream = str(info.peer_id), Stream(reader, writer, self._traffic)
+        adopted = False
+        try:
+            if self._strangers[peer] >= STRANGERS_OF_A_PEER or self._strangers.total() >= STRANGERS:
+                self._traffic.refused["crowd"] += 1
+                return
+            self._strangers[peer] += 1
+            try:
+                adopted = await asyncio.wait_for(self._received(peer, stream), OPENING_LIMIT_S)
+            finally:
+                self._strangers[peer] -= 1
+                self._strangers += Counter()  # forgets who has none
+        except FrameRefused as refused:
+            self._traffic.refused[refused.kind] += 1
+        except (EOFError, OSError, asyncio.TimeoutError, asyncio.CancelledError):
+            pass  # it went away, or we do
+        except Exception:  # hivemind's server would swallow it
+            logger.exception("a request of %s failed", peer)
+        finally:
+            if not adopted:
+                await stream.close(CLOSING_S)
+
+    async def _received(self, peer: str, stream: Stream) -> bool:
+        """Answer a stream's first frame; whether it was kept as a link."""
+        frame = await stream.read(NO_TENSORS)
+        if frame.kind == "hello":
+            return await self._welcome(peer, frame, stream)
+        if frame.kind in REQUEST_KINDS:
+            answer = self._answer(peer, frame)
+        elif frame.kind == "letter":
+            answer = self._answered(peer, frame)
+        elif frame.kind == "relay":
+            answer = await self._passed_on(peer, frame)
+        else:
+            raise FrameRefused("kind", f"{frame.kind} as the first frame")
+        await stream.write(encode_prefix_and_header(answer))
+        return False
+
+    def _answered(self, bringer: str, frame: Frame) -> Frame:
+        """The sealed answer to a letter, whoever brought it first."""
+        taken = self._letters.take(frame.letter, bringer)
+        if taken is None:
+            return Frame(kind="no", facts={"reason": "it came before, or a later one did"})
+        writer, request, number = taken
+        reply = self._letters.reply(writer, number, self._answer(writer, request))
+        return Frame(kind="reply", letter=reply)
+
+    async def _passed_on(self, asker: str, frame: Frame) -> Frame:
+        """What the recipient of somebody's letter replies; it has dialled this peer, if any."""
+        peer = text(frame.facts, "to", MAX_REPLICA)
+        if self._passing[asker] >= PASSED_ON_OF_A_PEER or self._passing.total() >= PASSED_ON:
+            self._traffic.refused["crowd"] += 1
+            return Frame(kind="no", facts={"reason": "crowd: too many letters are on their way"})
+        self._passing[asker] += 1
+        passing = self._asked(peer, Frame(kind="letter", letter=frame.letter), _REPLIES)
+        try:
+            return (await asyncio.wait_for(passing, PASSING_LIMIT_S)).frame
+        except Exception as error:  # noqa: BLE001 - see `_reached`
+            reason = f"{type(error).__name__}: {error}"[:200]
+            return Frame(kind="no", facts={"reason": reason})
+        finally:
+            self._passing[asker] -= 1
+            self._passing += Counter()

@@ -1,0 +1,317 @@
+"""Whether this peer is free for a replica: who may have it, and in which epoch it works.
+
+What: a desk answers the requests of heads (ping, reserve, assign, release) in the network thread
+and hands the assignment that follows to the thread that computes.
+Why: the swarm's records are hints, seconds old; two heads may want the same spare at once. Only the
+peer itself knows whether it is free, so a head reserves all it needs and then assigns them
+(two-phase). A reservation expires by itself: a head that dies in between blocks nobody.
+How: one lock, no I/O, time from a clock that is passed in. Nothing that a peer sends raises: what
+is odd is answered with "no" and counted.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Literal
+
+from dilocox.pipeline.frames import (
+    CODECS,
+    MAX_INTEGER,
+    MAX_REPLICA,
+    Frame,
+    FrameRefused,
+    flags,
+    integer,
+    number,
+    text,
+    texts,
+)
+
+State = Literal["shut", "free", "reserved", "member"]
+
+LEASE_S = 10.0
+MAX_WINDOW = 65536
+MAX_LEARNING_RATE = 10.0  # no manifest has more
+
+
+@dataclass(frozen=True, kw_only=True)
+class Assignment:
+    """One epoch of a replica: who works in it, and from where.
+
+    replica, head: peer id of the stage-0 peer. members: peer ids by stage.
+    clients: by stage, whether the member can only dial out; of two neighbours at most one.
+    window: microbatches in flight at once. codecs: of each link, from the head downwards.
+    step: the inner step that comes next. done: number, clip factor (not a number: skipped) and
+    learning rate of the last GO, for members that have not taken that step; None before the first.
+    """
+
+    replica: str
+    epoch: int
+    head: str
+    members: tuple[str, ...]
+    clients: tuple[bool, ...]
+    window: int
+    codecs: tuple[str, ...]
+    step: int
+    done: tuple[int, float, float] | None
+
+    def to_facts(self) -> dict[str, object]:
+        """Plain values that a frame carries."""
+        step, factor, learning_rate = self.done or (None, None, None)
+        return {
+            "replica": self.replica,
+            "epoch": self.epoch,
+            "head": self.head,
+            "members": self.members,
+            "clients": self.clients,
+            "window": self.window,
+            "codecs": self.codecs,
+            "step": self.step,
+            "done_step": step,
+            "done_factor": factor,
+            "done_learning_rate": learning_rate,
+        }
+
+    @classmethod
+    def from_facts(cls, facts: Mapping[str, object], num_stages: int) -> Assignment:
+        """Read what `to_facts` wrote; raises `FrameRefused` (header) for anything odd."""
+        assignment = cls(
+            replica=text(facts, "replica", MAX_REPLICA),
+            epoch=integer(facts, "epoch", 0, MAX_INTEGER),
+            head=text(facts, "head", MAX_REPLICA),
+            members=texts(facts, "members", num_stages, MAX_REPLICA),
+            clients=flags(facts, "clients", num_stages),
+            window=integer(facts, "window", 1, MAX_WINDOW),
+            codecs=texts(facts, "codecs", num_stages - 1, MAX_REPLICA),
+            step=integer(facts, "step", 0, MAX_INTEGER),
+            done=_done(facts),
+        )
+        assignment._check()
+        return assignment
+
+    def _check(self) -> None:
+        if self.members[0] != self.head or self.replica != self.head:
+            raise FrameRefused("header", "the head is not the member of stage 0")
+        if len(set(self.members)) != len(self.members) or not all(self.members):
+            raise FrameRefused("header", "members are missing or there twice")
+        if any(codec not in CODECS for codec in self.codecs):
+            raise FrameRefused("header", f"codecs other than {', '.join(CODECS)}")
+        if any(upper and lower for upper, lower in pairwise(self.clients)):
+            raise FrameRefused("header", "two neighbours that can only dial out")
+        if self.done is not None and self.done[0] >= self.step:
+            raise FrameRefused("header", f"step {self.done[0]} is done, {self.step} comes next")
+
+
+@dataclass(frozen=True)
+class _Reservation:
+    head: str
+    expires_at: float
+
+
+class Desk:
+    """Says yes to one head at a time. All methods may be called from any thread.
+
+    lease_s: how long a reservation holds if no assignment follows.
+    clock: monotonic seconds.
+    on_change: called, without a lock, after an answer that changed the state; to wake the thread
+        that takes assignments.
+    `refused` counts requests that were odd (not those that came too late), by kind.
+    """
+
+    def __init__(
+        self,
+        *,
+        me: str,
+        stage: int,
+        num_stages: int,
+        lease_s: float = LEASE_S,
+        clock: Callable[[], float] = time.monotonic,
+        on_change: Callable[[], None],
+    ):
+        self.refused: Counter[str] = Counter()
+        self._me = me
+        self._stage = stage
+        self._num_stages = num_stages
+        self._lease_s = lease_s
+        self._clock = clock
+        self._on_change = on_change
+        self._lock = threading.Lock()
+        self._facts: dict[str, object] = {}
+        self._shut: str | None = "starting"  # why, None while open
+        self._reservation: _Reservation | None = None
+        self._assignment: Assignment | None = None
+        self._waiting: Assignment | None = None  # not taken yet
+        self._taken = ""  # the replica whose assignment the other thread took last
+
+    # ---- the peer's own side ---------------------------------------------------------------------
+    def open(self, facts: Mapping[str, object]) -> None:
+        """From now on this peer may be recruited.
+
+        facts: what heads hear in every answer; the desk adds `stage`, `state`, `reason` and, to
+        its own head, `epoch`. Called again it renews the facts, in a replica too.
+        """
+        with self._lock:
+            self._facts = dict(facts)
+            self._shut = None
+
+    def shut(self, reason: str) -> None:
+        """From now on nobody recruits this peer; a reservation is void, a membership stays."""
+        with self._lock:
+            self._shut = reason
+            self._reservation = None
+
+    def leave(self, replica: str) -> None:
+        """This peer has left that replica: it was dissolved, or let this peer go.
+
+        An assignment that came meanwhile and is not taken yet stands, unless the desk is shut.
+        """
+        with self._lock:
+            current = self._assignment
+            overtaken = self._waiting is not None and self._shut is None
+            if current is not None and current.replica == replica and not overtaken:
+                self._assignment = self._waiting = None
+            if self._taken == replica:
+                self._taken = ""
+
+    def take_assignment(self) -> Assignment | None:
+        """The newest assignment, once; None if there is nothing new."""
+        with self._lock:
+            taken, self._waiting = self._waiting, None
+            if taken is not None:
+                self._taken = taken.replica
+            return taken
+
+    @property
+    def assignment(self) -> Assignment | None:
+        """The newest assignment, None while this peer is in no replica."""
+        with self._lock:
+            return self._assignment
+
+    @property
+    def released(self) -> bool:
+        """Whether the head let this peer go from the replica whose assignment was taken last.
+
+        True until that replica is left (`leave`) or another assignment is taken, so that it is
+        never missed between two looks.
+        """
+        with self._lock:
+            now = "" if self._assignment is None else self._assignment.replica
+            return self._taken not in ("", now)
+
+    @property
+    def state(self) -> State:
+        """What this peer is to others now."""
+        with self._lock:
+            return self._state()
+
+    # ---- requests of heads -----------------------------------------------------------------------
+    def answer(self, peer: str, frame: Frame) -> Frame:
+        """Answer a request of `peer` with "yes" or "no"; the facts of "no" hold a `reason`."""
+        with self._lock:
+            before = self._assignment, self._reservation
+            try:
+                reason = self._reason_against(peer, frame)
+            except FrameRefused as odd:
+                self.refused[odd.kind] += 1
+                reason = str(odd)
+            changed = before != (self._assignment, self._reservation)
+            reply = self._reply(frame, reason)
+        if changed:
+            self._on_change()
+        return reply
+
+    def _reason_against(self, peer: str, frame: Frame) -> str:
+        """Do what is asked; why not, empty if it is done."""
+        if frame.kind == "ping":
+            return ""
+        if frame.replica != peer:
+            raise FrameRefused("replica", "only its head speaks for a replica")
+        match frame.kind:
+            case "reserve":
+                return self._reserve(peer, frame.facts)
+            case "assign":
+                return self._assign(peer, Assignment.from_facts(frame.facts, self._num_stages))
+            case "release":
+                return self._release(peer)
+            case _:
+                raise FrameRefused("kind", f"{frame.kind} is no request")
+
+    def _reserve(self, head: str, facts: Mapping[str, object]) -> str:
+        # A record of a peer that has moved is there until it expires.
+        if "stage" in facts and facts["stage"] != self._stage:
+            return f"it hosts stage {self._stage}"
+        state = self._state()
+        if state == "member":
+            # Its own head asks again when it was restarted or its release was lost: the next
+            # assignment says which, and the answer which epoch it must exceed.
+            return "" if self._assigned_to(head) else "it is in another replica"
+        if state == "shut":
+            return self._shut or ""
+        if self._stage == 0:
+            return "it is a head"
+        if state == "reserved" and not self._reserved_for(head):
+            return "it is reserved for another replica"
+        self._reservation = _Reservation(head, self._clock() + self._lease_s)
+        return ""
+
+    def _assign(self, head: str, assignment: Assignment) -> str:
+        if assignment.head != head:
+            raise FrameRefused("header", "another peer is its head")
+        if assignment.members[self._stage] != self._me:
+            raise FrameRefused("header", f"this peer is not its member of stage {self._stage}")
+        if self._stage == 0:
+            raise FrameRefused("header", "a head is assigned to nothing")
+        current = self._assignment
+        if current is not None and current.replica == assignment.replica:
+            if assignment.epoch <= current.epoch:
+                return "" if repr(assignment) == repr(current) else f"epoch {current.epoch} is on"
+        elif current is not None or not self._reserved_for(head):
+            return "it is in another replica" if current else "it is not reserved for this replica"
+        self._assignment = self._waiting = assignment
+        self._reservation = None
+        return ""
+
+    def _release(self, head: str) -> str:
+        if self._reserved_for(head):
+            self._reservation = None
+        if self._assigned_to(head):
+            self._assignment = self._waiting = None
+        return ""
+
+    def _reply(self, frame: Frame, reason: str) -> Frame:
+        facts = {**self._facts, "stage": self._stage, "state": self._state()}
+        facts["reason"] = reason or self._shut or ""
+        if self._assignment is not None and self._assignment.replica == frame.replica:
+            facts["epoch"] = self._assignment.epoch
+        kind = "no" if reason else "yes"
+        return Frame(kind=kind, replica=frame.replica, epoch=frame.epoch, facts=facts)
+
+    def _state(self) -> State:
+        if self._assignment is not None:
+            return "member"
+        if self._reservation is not None and self._clock() < self._reservation.expires_at:
+            return "reserved"
+        return "free" if self._shut is None else "shut"
+
+    def _reserved_for(self, head: str) -> bool:
+        reservation = self._reservation
+        return self._state() == "reserved" and reservation is not None and reservation.head == head
+
+    def _assigned_to(self, head: str) -> bool:
+        return self._assignment is not None and self._assignment.head == head
+
+
+def _done(facts: Mapping[str, object]) -> tuple[int, float, float] | None:
+    names = ("done_step", "done_factor", "done_learning_rate")
+    if all(name in facts and facts[name] is None for name in names):
+        return None
+    return (
+        integer(facts, "done_step", 0, MAX_INTEGER),
+        number(facts, "done_factor", 0.0, 1.0, nan=True),
+        number(facts, "done_learning_rate", 0.0, MAX_LEARNING_RATE),
+    )

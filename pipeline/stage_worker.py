@@ -1,0 +1,625 @@
+"""One stage at work in a replica: forwards and backwards of an inner step's microbatches.
+
+What: inputs and gradients that arrived are fed in, `run_one` computes the next piece and returns
+what to send to a neighbour, `go` ends the inner step. No network, no threads, no waiting.
+Why: that a replica trains exactly like the same model in one process is decided here, and can be
+tested here without links.
+How: the last stage runs a backward right after its forward, the others keep a microbatch until the
+gradient of their output is there. Gradients add up in the parameters until `go`. A microbatch that
+is not finite anywhere is None from there on, up and down the chain, and makes the squared norm of
+the step not a number on all stages that it passes, so that every stage skips the step.
+
+Forward and backward passes of one stage over one microbatch.
+
+How: hidden states that arrive become leaves of autograd, so that a backward leaves their gradient
+in them. A forward keeps its graph, or (to save memory) only its input and the random state, and
+runs once more before its backward. Inputs and gradients come from any device and in any float type,
+and results stay on the stage's device.
+
+What a stage measures of itself: seconds of computing, and bytes that a microbatch holds.
+
+Why: both decide how many microbatches are kept in flight, and depend on family, kernels, precision
+and machine in ways that no formula follows.
+
+What the last stage makes of logits: the cross-entropy of every next token, in fp32 nats.
+
+In one place, so that a stage of a replica, a model in one piece and the validation compute the same
+numbers.
+
+What a stage computes next, and how many microbatches a replica keeps in flight.
+
+Why: over slow links a stage that insists on an order waits for frames while it could compute.
+Backward-first takes whatever is there and the older half of the work first, which also frees memory
+soonest; 1F1B is the order of data centres and stays for comparison.
+"""
+
+import math
+import time
+from collections import deque
+from collections.abc import Generator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from dilocox.pipeline.frames import FrameRefused
+from dilocox.pipeline.stage import StageModule
+
+
+def next_token_loss(logits: Tensor, windows: Tensor) -> Tensor:
+    """Return the mean cross-entropy, in fp32, of logits [b, t, v] against windows [b, t + 1]."""
+    return _cross_entropy(logits, windows, "mean")
+
+
+def summed_next_token_loss(logits: Tensor, windows: Tensor) -> Tensor:
+    """Return the sum over all b * t tokens of what `next_token_loss` is the mean of."""
+    return _cross_entropy(logits, windows, "sum")
+
+
+def _cross_entropy(logits: Tensor, windows: Tensor, reduction: str) -> Tensor:
+    targets = windows[:, 1:].reshape(-1)
+    return F.cross_entropy(logits.float().reshape(len(targets), -1), targets, reduction=reduction)
+
+
+_SMOOTHING = 0.2  # weight of the newest measurement of a time
+
+
+class Smoothed:
+    """A moving mean of measurements without the first one, which warms up caches.
+
+    Attributes:
+        value: the mean; until the second measurement the first, before it 0.0.
+    """
+
+    def __init__(self) -> None:
+        self.value = 0.0
+        self._count = 0
+
+    def add(self, measured: float) -> None:
+        """Take a measurement."""
+        weight = 1.0 if self._count < 2 else _SMOOTHING
+        self.value += weight * (measured - self.value)
+        self._count += 1
+
+
+class Stopwatch:
+    """Seconds of computing on a device.
+
+    Attributes:
+        total_s: all so far.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self.total_s = 0.0
+
+    @contextmanager
+    def running(self, smoothed: Smoothed | None = None) -> Generator[None]:
+        """Measure what runs inside, on a GPU until it has really been computed."""
+        start = time.perf_counter()
+        yield
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        taken_s = time.perf_counter() - start
+        self.total_s += taken_s
+        if smoothed is not None:
+            smoothed.add(taken_s)
+
+
+class StoredBytes:
+    """Measures what the first forward of a module keeps for its backward.
+
+    Autograd shows every tensor that it saves. Each storage counts once, those of parameters and
+    buffers not at all; weights that autocast converts anew for every forward do count.
+
+    Attributes:
+        measured: bytes of the first forward; 0 before it.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        self.measured = 0
+
+    @contextmanager
+    def measuring(self) -> Generator["StorageTally"]:
+        """Count what autograd saves inside and what is added, if this is the first forward."""
+        tally = StorageTally()
+        if self.measured:
+            yield tally
+            return
+        with torch.autograd.graph.saved_tensors_hooks(tally.keep, _as_it_is):
+            yield tally
+        # Now, because weights may have moved into a flat vector since this object was made.
+        lasting = {_address(tensor) for tensor in self._module.parameters()}
+        lasting |= {_address(tensor) for tensor in self._module.buffers()}
+        self.measured = sum(size for address, size in tally.sizes.items() if address not in lasting)
+
+
+class StorageTally:
+    """Sizes in bytes of storages by address; equal addresses are equal storages while all live."""
+
+    def __init__(self) -> None:
+        self.sizes: dict[int, int] = {}
+
+    def add(self, tensor: Tensor) -> None:
+        """Count the storage of a tensor that stays alive."""
+        self.sizes[_address(tensor)] = tensor.untyped_storage().nbytes()
+
+    def keep(self, tensor: Tensor) -> Tensor:
+        """Count a tensor that autograd saves, and let it save just that."""
+        self.add(tensor)
+        return tensor
+
+
+def _address(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+def _as_it_is(tensor: Tensor) -> Tensor:
+    return tensor
+
+
+class StageOptimizer(Protocol):
+    """What a stage needs of the optimizer of its parameters."""
+
+    @property
+    def device(self) -> torch.device:
+        """Where the parameters are."""
+        ...
+
+    def autocast(self) -> AbstractContextManager[Any]:
+        """Return the context in which forward passes run."""
+        ...
+
+    def scale(self, loss: Tensor) -> Tensor:
+        """Return the loss to call `backward` on."""
+        ...
+
+    def squared_norm(self) -> float:
+        """Return the squared norm of this step's gradients, which are all there now."""
+        ...
+
+    def step(self, factor: float, learning_rate: float) -> bool:
+        """Take a step with gradients times `factor` unless that is not finite; clear them."""
+        ...
+
+    def drop(self) -> None:
+        """Clear the gradients."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Forwarded:
+    """A microbatch between its forward and its backward."""
+
+    inputs: Tensor
+    """Ids int64 [b, t], or the leaf [b, t, d] that collects the gradient."""
+    output: Tensor | None
+    """Hidden states [b, t, d] with their graph; None: to be computed again."""
+    random_state: Tensor | None
+    """Before the forward that is to be repeated."""
+
+
+class StagePasses:
+    """Runs a stage; gradients add up in its parameters.
+
+    Attributes:
+        watch: seconds spent in here, and wherever else its owner lets it run.
+        forward_s, backward_s: smoothed seconds of one; a `forward_backward` counts as a backward.
+        stored: bytes that the first forward kept.
+    """
+
+    def __init__(self, stage: StageModule, optimizer: StageOptimizer, *, recompute: bool) -> None:
+        self._stage = stage
+        self._optimizer = optimizer
+        self._device = optimizer.device
+        self._recompute = recompute
+        self.watch = Stopwatch(self._device)
+        self.forward_s = Smoothed()
+        self.backward_s = Smoothed()
+        self.stored = StoredBytes(stage)
+
+    def forward(self, inputs: Tensor | None, windows: Tensor) -> tuple[Tensor, Forwarded]:
+        """Return the hidden states [b, t, d] to send on, and what `backward` needs.
+
+        Args:
+            inputs: hidden states [b, t, d]; None on the first stage.
+            windows: token ids int64 [b, t + 1].
+        """
+        with self.watch.running(self.forward_s):
+            leaf = self._leaf(inputs, windows)
+            random_state = _random_state(self._device) if self._recompute else None
+            with torch.set_grad_enabled(not self._recompute), self.stored.measuring() as tally:
+                output = self._run(leaf)
+                for kept in [leaf] if self._recompute else [leaf, output]:
+                    tally.add(kept)
+        kept_output = None if self._recompute else output
+        forwarded = Forwarded(inputs=leaf, output=kept_output, random_state=random_state)
+        return output.detach(), forwarded
+
+    def backward(self, forwarded: Forwarded, gradient: Tensor) -> Tensor | None:
+        """From the gradient [b, t, d] of the output to that of the input; None for token ids."""
+        with self.watch.running(self.backward_s):
+            output = forwarded.output
+            if output is None:
+                output = self._run_again(forwarded)
+            gradient = gradient.to(output.device, non_blocking=True)
+            torch.autograd.backward(output, gradient)
+        return forwarded.inputs.grad
+
+    def forward_backward(
+        self, inputs: Tensor | None, windows: Tensor, share: float
+    ) -> tuple[Tensor, Tensor | None]:
+        """On the last stage: the mean loss over `share`, and its gradient for the input [b, t, d].
+
+        Arguments as for `forward`. The loss is a scalar in nats, fp32; the gradient is None for
+        token ids, and scaled as `StageOptimizer.scale` does.
+        """
+        with self.watch.running(self.backward_s):
+            leaf = self._leaf(inputs, windows)
+            targets = windows.to(self._device, non_blocking=True)
+            with self.stored.measuring() as tally:
+                loss = next_token_loss(self._run(leaf), targets) / share
+                tally.add(leaf)
+            self._optimizer.scale(loss).backward()  # pyright: ignore[reportUnknownMemberType]
+        return loss.detach(), leaf.grad
+
+    @torch.no_grad()
+    def evaluate(self, inputs: Tensor | None, windows: Tensor) -> Tensor | float:
+        """Run in full precision, without dropout, and keep nothing: hidden states, or on the last
+        stage the loss.
+
+        That is the sum over b * t tokens, in nats. Arguments as for `forward`.
+        """
+        with self.watch.running(), _evaluating(self._stage):
+            output = cast(Tensor, self._stage(self._leaf(inputs, windows)))
+            if not self._stage.is_last:
+                return output
+            return float(summed_next_token_loss(output, windows.to(self._device)))
+
+    def _leaf(self, inputs: Tensor | None, windows: Tensor) -> Tensor:
+        """Ids, or a leaf of autograd that shares no gradient with what was given."""
+        if inputs is None:
+            return windows[:, :-1].to(self._device, non_blocking=True)
+        moved = inputs.detach().to(self._device, torch.float32, non_blocking=True)
+        return moved.requires_grad_()
+
+    def _run(self, inputs: Tensor) -> Tensor:
+        with self._optimizer.autocast():
+            return cast(Tensor, self._stage(inputs))
+
+    def _run_again(self, forwarded: Forwarded) -> Tensor:
+        """The output with a graph, from the random state in which it was computed first."""
+        now = _random_state(self._device)
+        _set_random_state(self._device, cast(Tensor, forwarded.random_state))
+        try:
+            return self._run(forwarded.inputs)
+        finally:
+            _set_random_state(self._device, now)
+
+
+@contextmanager
+def _evaluating(stage: nn.Module) -> Generator[None]:
+    """For a while nothing is left to chance (no dropout), as it is in training."""
+    training = stage.training
+    stage.eval()
+    try:
+        yield
+    finally:
+        stage.train(training)
+
+
+def _random_state(device: torch.device) -> Tensor:
+    return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
+
+
+def _set_random_state(device: torch.device, state: Tensor) -> None:
+    if device.type == "cuda":
+        torch.cuda.set_rng_state(state, device)
+    else:
+        torch.set_rng_state(state)
+
+
+Policy = Literal["backward_first", "1f1b"]
+Action = Literal["forward", "backward"]
+
+# Microbatches wait for each other, because forwards and backwards take different times: in
+# simulated chains a window without margin leaves stages idle for up to 15 % of the time.
+_MARGIN = 1.5
+
+
+def next_action(
+    policy: Policy,
+    *,
+    warm_up: int,
+    microbatches: int,
+    forwards: int,
+    backwards: int,
+    forward_ready: bool,
+    backward_ready: bool,
+) -> Action | None:
+    """Return what a stage runs now; None if it has to wait for a neighbour.
+
+    Args:
+        policy: "backward_first" runs a backward when one is ready, else a forward. "1f1b" runs
+            `warm_up` forwards, then a backward and a forward in turns, waiting where need be.
+        warm_up: stages from this one on, itself included.
+        microbatches: of an inner step.
+        forwards, backwards: how many of them ran in this step.
+        forward_ready, backward_ready: whether the input of one is there.
+    """
+    if policy == "1f1b":
+        if forwards < microbatches and forwards - backwards < warm_up:
+            return "forward" if forward_ready else None
+        return "backward" if backward_ready else None
+    if backward_ready:
+        return "backward"
+    return "forward" if forward_ready else None
+
+
+def window_size(
+    *,
+    stages: int,
+    microbatches: int,
+    round_trip_s: float | None,
+    compute_s: float,
+    limit: int,
+) -> int:
+    """Return how many microbatches the head keeps in flight.
+
+    Half as many again as the slowest stage finishes (one in `compute_s`) while one travels through
+    all stages and back; at least one for every stage, and twice that while nothing is measured.
+
+    Args:
+        stages: of the replica.
+        microbatches: of an inner step; no more can be in flight.
+        round_trip_s: seconds that one microbatch spends on links, down the whole chain and back up,
+            transfers included; None while unknown.
+        compute_s: seconds of one forward plus one backward on the slowest stage; 0 while unknown.
+        limit: what memory or the manifest allows; goes before all the rest, but one is always let
+            through.
+    """
+    if round_trip_s is None or compute_s <= 0:
+        wanted = 2 * stages
+    else:
+        # Little's law: in flight = rate * time = (stages * compute_s + round_trip_s) / compute_s
+        on_links = min(round_trip_s / compute_s, microbatches)
+        wanted = math.ceil(_MARGIN * (stages + on_links))
+    return max(1, min(wanted, microbatches, limit))
+
+
+__all__ = ["Produced", "StageOptimizer", "StageWorker"]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Produced:
+    """What `run_one` computed."""
+
+    kind: Literal["forward", "gradient", "backward"]
+    """"forward" goes to the lower neighbour, "gradient" to the upper one; "backward" was the first
+    stage's and goes nowhere."""
+    microbatch: int
+    tensor: Tensor | None = None
+    """Hidden states or their gradient [b, t, d] on the stage's device; None: not finite, or
+    "backward"."""
+    windows: Tensor | None = None
+    """Of a "forward": as they were fed, int64 [b, t + 1]."""
+
+
+class StageWorker:
+    """Computes inner steps of one stage, one piece at a time.
+
+    Args:
+        stage: this peer's part of the model.
+        optimizer: of its parameters.
+        microbatches: of an inner step; their losses weigh the same.
+        stage_index, num_stages: the stage's place in the chain.
+        policy: the order of the pieces, see `schedule.next_action`.
+        recompute: keep only the input of a forward and run it again before its backward.
+
+    Attributes:
+        window: how many microbatches the head keeps in flight, None for at least one a stage. Only
+            "1f1b" needs it, which would wait for more for ever.
+    """
+
+    def __init__(
+        self,
+        stage: StageModule,
+        optimizer: StageOptimizer,
+        *,
+        microbatches: int,
+        stage_index: int,
+        num_stages: int,
+        policy: Policy = "backward_first",
+        recompute: bool = False,
+    ) -> None:
+        self._optimizer = optimizer
+        self._microbatches = microbatches
+        self._is_first = stage_index == 0
+        self._is_last = stage_index == num_stages - 1
+        self._policy: Policy = policy
+        self._stages_from_here = num_stages - stage_index
+        self._passes = StagePasses(stage, optimizer, recompute=recompute)
+        self.window: int | None = None
+        self._forget()
+
+    def restart(self) -> None:
+        """Drop everything in flight and all gradients: the inner step begins anew."""
+        self._optimizer.drop()
+        self._forget()
+
+    def feed(self, microbatch: int, inputs: Tensor | None, windows: Tensor) -> None:
+        """Take the input of a forward.
+
+        Args:
+            microbatch: its number in this inner step, from 0.
+            inputs: hidden states [b, t, d], None if they are not finite; None on the first stage.
+            windows: token ids int64 [b, t + 1].
+
+        Raises:
+            FrameRefused: "order": no such microbatch, or it was there before.
+        """
+        if not 0 <= microbatch < self._microbatches:
+            raise FrameRefused("order", f"microbatch {microbatch} of {self._microbatches}")
+        if microbatch in self._fed:
+            raise FrameRefused("order", f"microbatch {microbatch} came twice")
+        self._fed.add(microbatch)
+        self._inputs.append((microbatch, inputs, windows))
+
+    def feed_gradient(self, microbatch: int, gradient: Tensor | None) -> None:
+        """Take the gradient [b, t, d] of what was sent down, None if it is not finite.
+
+        Raises:
+            FrameRefused: "order": that microbatch waits for no gradient.
+        """
+        if microbatch not in self._awaited:
+            raise FrameRefused("order", f"no gradient is due for microbatch {microbatch}")
+        self._gradients.append((microbatch, self._awaited.pop(microbatch), gradient))
+
+    def run_one(self) -> Produced | None:
+        """Run a backward or a forward, on the last stage both; None if none can run now.
+
+        What comes out is not checked: a caller that finds it not finite sends None in its place.
+        """
+        action = next_action(
+            self._policy,
+            warm_up=min(self._stages_from_here, self.window or self._stages_from_here),
+            microbatches=self._microbatches,
+            forwards=self._forwards,
+            backwards=self._backwards,
+            forward_ready=bool(self._inputs),
+            backward_ready=bool(self._gradients),
+        )
+        if action == "backward":
+            return self._run_backward(*self._gradients.popleft())
+        if action == "forward":
+            run = self._run_both if self._is_last else self._run_forward
+            return run(*self._inputs.popleft())
+        return None
+
+    @property
+    def idle(self) -> bool:
+        """Whether nothing of an inner step is here: the weights may be changed."""
+        return not self._fed
+
+    @property
+    def finished(self) -> bool:
+        """Whether all backwards of this inner step ran."""
+        return self._backwards == self._microbatches
+
+    @property
+    def in_flight(self) -> int:
+        """Microbatches that were fed and whose backward has not run."""
+        return len(self._fed) - self._backwards
+
+    @property
+    def compute_s(self) -> float:
+        """Smoothed seconds of one forward plus one backward; 0.0 before the first."""
+        return self._passes.forward_s.value + self._passes.backward_s.value
+
+    @property
+    def computing_s(self) -> float:
+        """All seconds spent computing so far, evaluation and optimizer included."""
+        return self._passes.watch.total_s
+
+    @property
+    def stored_bytes(self) -> int:
+        """Bytes that one microbatch keeps for its backward, without weights; 0 before the first.
+
+        Measured at the first forward. On the last stage they are there only while it runs.
+        """
+        return self._passes.stored.measured
+
+    @property
+    def loss(self) -> float:
+        """On the last stage the mean loss of a finished step, in nats; elsewhere 0.0.
+
+        Added up in fp32 in the order of the microbatches, whatever the order they came in.
+        """
+        total = torch.zeros((), device=self._optimizer.device)
+        for microbatch in sorted(self._losses):
+            total += self._losses[microbatch]
+        return float(total)
+
+    def squared_norm(self) -> float:
+        """Squared norm of the gradients of a finished step; not a number if anything was not."""
+        with self._passes.watch.running():
+            return math.nan if self._poisoned else self._optimizer.squared_norm()
+
+    def go(self, factor: float, learning_rate: float) -> bool:
+        """End the inner step: step the optimizer; returns whether that was taken or skipped.
+
+        Args:
+            factor: what gradients are multiplied by; not a number to skip the step.
+            learning_rate: of this step.
+
+        Raises:
+            FrameRefused: "order": the step is not finished here.
+        """
+        if not self.finished:
+            done = f"{self._backwards} of {self._microbatches} microbatches"
+            raise FrameRefused("order", f"go after {done}")
+        with self._passes.watch.running():
+            taken = self._optimizer.step(math.nan if self._poisoned else factor, learning_rate)
+        self._forget()
+        return taken
+
+    def evaluate(self, inputs: Tensor | None, windows: Tensor) -> Tensor | float:
+        """Run the stage on held-out `windows` [b, t + 1], in full precision, keeping nothing.
+
+        `inputs` as in `feed`. Returns hidden states [b, t, d]; on the last stage the cross-entropy
+        in nats, summed over the b * t tokens. Not a number on any stage whose inputs are not
+        finite: no stage below can say more.
+        """
+        if inputs is None and not self._is_first:
+            return math.nan
+        return self._passes.evaluate(inputs, windows)
+
+    def _forget(self) -> None:
+        """Begin an inner step."""
+        self._fed: set[int] = set()
+        self._inputs: deque[tuple[int, Tensor | None, Tensor]] = deque()
+        self._awaited: dict[int, Forwarded | None] = {}
+        self._gradients: deque[tuple[int, Forwarded | None, Tensor | None]] = deque()
+        self._losses: dict[int, Tensor] = {}
+        self._forwards = 0
+        self._backwards = 0
+        self._poisoned = False
+
+    def _run_forward(self, microbatch: int, inputs: Tensor | None, windows: Tensor) -> Produced:
+        self._forwards += 1
+        output: Tensor | None = None
+        self._awaited[microbatch] = None
+        if inputs is None and not self._is_first:
+            self._poisoned = True
+        else:
+            output, self._awaited[microbatch] = self._passes.forward(inputs, windows)
+        return Produced(kind="forward", microbatch=microbatch, tensor=output, windows=windows)
+
+    def _run_backward(
+        self, microbatch: int, forwarded: Forwarded | None, gradient: Tensor | None
+    ) -> Produced:
+        self._backwards += 1
+        if forwarded is None or gradient is None:
+            self._poisoned = True
+            return self._upward(microbatch, None)
+        return self._upward(microbatch, self._passes.backward(forwarded, gradient))
+
+    def _run_both(self, microbatch: int, inputs: Tensor | None, windows: Tensor) -> Produced:
+        self._forwards += 1
+        self._backwards += 1
+        if inputs is None and not self._is_first:
+            self._poisoned = True
+            self._losses[microbatch] = torch.tensor(math.nan)
+            return self._upward(microbatch, None)
+        self._losses[microbatch], gradient = self._passes.forward_backward(
+            inputs, windows, self._microbatches
+        )
+        return self._upward(microbatch, gradient)
+
+    def _upward(self, microbatch: int, gradient: Tensor | None) -> Produced:
+        kind = "backward" if self._is_first else "gradient"
+        return Produced(kind=kind, microbatch=microbatch, tensor=gradient)

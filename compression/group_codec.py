@@ -29,13 +29,11 @@ group, or 2^-24 of the factor more where the fp16 scale is subnormal. Groups of 
 2^-25 of the factor have scale 0 and decode as zero, within half of the smallest step. Parts of
 magnitudes up to 2^-121, as subnormal ones are, have factor 0.
 
-Equal values have equal bytes on every machine and device (`groups` says how). Whatever goes in,
+Equal values have equal bytes on every machine and device (see below). Whatever goes in,
 decoding yields finite values, with less than 32 bits at most limit * max_factor.
 
-Arithmetic on groups of 64 fp32 values: magnitudes, scales, codes. `codec` puts them into bytes.
-
-Why apart: these are the functions whose results must be equal, to the last bit, on every machine.
-Each result is made of single IEEE operations, none of them fused or summed, and none depends on a
+The arithmetic on groups has results that must be equal, to the last bit, on every machine. Each
+result is made of single IEEE operations, none of them fused or summed, and none depends on a
 subnormal number, so neither CUDA nor a library that flushes subnormals to zero changes one.
 
 How: in blocks that stay in a core's cache, through one scratch block, so a pass reads memory once.

@@ -35,8 +35,8 @@ Scheme = Literal["dense", "low_rank", "top_k"]
 class Compression:
     """What the manifest says of a run's exchanges.
 
-    bits: 4, 8, 16 or 32 per value; 4 or 8 with low_rank. max_factor: see group_codec.py. rank: of the
-    first exchange. min_rank, max_rank: its bounds. top_k: values of 4096 that are sent.
+    bits: 4, 8, 16 or 32 per value; 4 or 8 with low_rank. max_factor: see group_codec.py. rank: of
+    the first exchange. min_rank, max_rank: its bounds. top_k: values of 4096 that are sent.
     """
 
     scheme: Scheme

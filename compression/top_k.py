@@ -38,10 +38,8 @@ A mean of the members (`SparseMeanCodec`) is zero where nobody sent. B is numel 
 All is filled up with zero bits. At k = 64 that is 0.5 bits a value for two members and 0.8 for
 four, whose places differ; with a plain bitmap it would be 1.1 and 1.3.
 
-Arithmetic on chunks of 4096 fp32 values: their largest, two levels for these, places in bytes.
-
-Why apart: as in `groups`, results must be equal to the last bit on every machine. They are made of
-integers and of single IEEE operations, and none depends on a subnormal number.
+The arithmetic on chunks has results that must be equal to the last bit on every machine: they are
+made of integers and of single IEEE operations, and none depends on a subnormal number.
 
 How: with numpy, whose partial sort is ten times as fast as torch's, in blocks that stay in a core's
 cache. Magnitudes are compared as the bits of fp32, which have the same order as integers.

@@ -176,7 +176,7 @@ class Manifest(Section):
         """sha256 (hex) of the canonical JSON."""
         return hashlib.sha256(self.to_bytes()).hexdigest()
 
-    # ---- revisions (revisions.py) ------------------------------------------------------------------
+    # ---- revisions (revisions.py) ----------------------------------------------------------------
     @property
     def root(self) -> str:
         """Digest of the run's first revision: record -1 of every stage's chain."""

@@ -1,12 +1,10 @@
-"""What the DHT child does as a process: leave the terminal, watch its parent, clean up.
+"""What the DHT child does as a process: it leaves the terminal, watches its parent, cleans up.
 
-Where this process's unix sockets lie: one private folder, so that all of them can be removed at
-once.
-
-hivemind puts a socket for p2pd and one for every client of it into /tmp under random names,
-readable by everybody, and leaves them there when a process is killed. Here its prefix points into a
-folder of mode 0700 that the processes of one peer share; whoever of them is left in the end removes
-it whole.
+Its unix sockets lie in one private folder, so that all of them can be removed at once. hivemind
+puts a socket for p2pd and one for every client of it into /tmp under random names, readable by
+everybody, and leaves them there when a process is killed. Here its prefix points into a folder of
+mode 0700 that the processes of one peer share; whoever of them is left in the end removes it whole.
+Memory that the processes share has no name at all.
 """
 
 from __future__ import annotations

@@ -1,19 +1,15 @@
-"""Dialling a stranger back: fresh TCP connections to the addresses it names, and whose greeting
-comes.
+"""Can others reach this peer, how fast is the way to them, and what time is it: what peers ask each
+other about the network between them.
 
-That a libp2p listener answers is evidence enough that an address can be reached; who it is, is not
-asked. Strangers may have us dial only where we see them come from, and public addresses.
+Every peer and every bootstrap answers. A dial-back opens fresh TCP connections to the addresses
+that the caller names, and looks whose greeting comes: that a libp2p listener answers is evidence
+enough. Fresh they must be, for libp2p would use the one that the caller has opened. A router may
+let in only those whom the caller has dialled before, as it has the bootstraps; so a bootstrap has
+others dial, too, and believes them more than itself. An asked peer works for strangers here, so all
+is bounded: addresses (public ones, or where the caller is seen to come from), connections, bytes,
+seconds.
 
-What peers ask each other about the network between them: can I be reached, how fast, what time.
-
-Every peer and every bootstrap answers. A dial-back opens fresh TCP connections; fresh they
-must be, for libp2p would use the one that the caller has opened. A router may let in only
-those whom the caller has dialled before, as it has the bootstraps; so a bootstrap has others dial,
-too, and believes them more than itself. An asked peer works for strangers here, so all is bounded:
-addresses, connections, bytes, seconds.
-
-How others reach this peer, found by asking them; and how fast the way to one of them is.
-The callers' side is for a peer that starts, and for the doctor.
+The callers' side, for a peer that starts and for the doctor, stands at the end.
 """
 
 # hivemind and its generated protocol classes carry no types.

@@ -2,9 +2,9 @@
 
 What: from the swarm's stage records, per stage the peers to reserve in the order in which to try
 them; the best chain among those that said yes; one line for each stage that nobody can fill.
-Why: records are hints, some seconds old, and the peers decide themselves (reservation.py), so the order
-only has to be good: those that look free first, the nearest first, and where nothing is known an
-order of each head's own, or all heads would run after the same peer.
+Why: records are hints, some seconds old, and the peers decide themselves (reservation.py), so the
+order only has to be good: those that look free first, the nearest first, and where nothing is known
+an order of each head's own, or all heads would run after the same peer.
 How: pure functions over one look at the DHT. Two peers that can only dial out cannot be neighbours,
 since no stream could be opened between them.
 

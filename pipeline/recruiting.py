@@ -1,8 +1,8 @@
 """How a head finds its members, and finds out who is missing.
 
 Records say who might be free (placement.py), a ping how far away a peer is, and only the peer
-itself whether it is free (reservation.py). A peer that gave no answer is left alone for a while: its
-records live longer than it does.
+itself whether it is free (reservation.py). A peer that gave no answer is left alone for a while:
+its records live longer than it does.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 What: a letter is a request frame, sealed by whoever asks for one recipient, and the reply likewise.
 Why: a peer that can only dial out can be called by those alone whom it has dialled. They can be
-reached by everybody, and pass letters on (requests.py). Such a one is a stranger to both: it may lose a
-letter, but not make one up, change it, keep it for later or deliver it twice.
+reached by everybody, and pass letters on (requests.py). Such a one is a stranger to both: it may
+lose a letter, but not make one up, change it, keep it for later or deliver it twice.
 How: the envelope of the DHT's records. Its key names run and recipient, so no letter can be taken
 for a record or for somebody else's; its sequence grows, and a reply has that of its letter.
 """

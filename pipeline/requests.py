@@ -2,8 +2,8 @@
 
 A short request (ping, reserve, assign, release) is a fresh stream with one frame there and one
 back; to a peer that can only dial out, and has not dialled this one, it goes as a letter
-(relayed_requests.py) by way of others, and every door passes letters on. A stream whose first frame is a
-`hello` may become a link: that is for network.py to say.
+(relayed_requests.py) by way of others, and every door passes letters on. A stream whose first frame
+is a `hello` may become a link: that is for network.py to say.
 Whoever opens a stream is a stranger until its first frame has been answered, and strangers get
 little time, little memory and a limited number of streams. libp2p has proved their peer ids.
 """

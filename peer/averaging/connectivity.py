@@ -1,7 +1,8 @@
 """The ways between a peer and the others of its swarm, tended while it runs.
 
 Its coordinator says whom to dial and when to ask whether others still reach it; its averaging
-process, which has the handle to p2pd, does so and answers those who ask the same (dht/reachability.py).
+process, which has the handle to p2pd, does so and answers those who ask the same
+(dht/reachability.py).
 
 Which peer this is, and where its training loop stands: what the coordinator's parts share.
 """

@@ -1,9 +1,9 @@
 """A peer's dealings with the swarm, in a thread of its own, so that training never waits for them.
 
 It says when a round ends, drives the exchange of a send (driver.py) and follows the chain
-(follower.py). It looks at the others' records and publishes this peer's through two workers: over far
-links each call to the DHT takes seconds, and no exchange may wait for one. What the training loop
-must know comes to it as events; what it is doing it leaves in `progress`.
+(follower.py). It looks at the others' records and publishes this peer's through two workers: over
+far links each call to the DHT takes seconds, and no exchange may wait for one. What the training
+loop must know comes to it as events; what it is doing it leaves in `progress`.
 
 A thread that does one call after the other, for a control thread that must not wait for them.
 """

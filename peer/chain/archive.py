@@ -9,8 +9,8 @@ at once. Nothing is computed but checks.
 A state of one stage and the records after it, on disk: what a joiner needs, complete by itself.
 
 A folder, complete once its name is a number:
-    state/00000000/  the state as in a peer's snapshot folder (snapshot_files.py); not there where the
-                     records begin at the initial weights
+    state/00000000/  the state as in a peer's snapshot folder (snapshot_files.py); not there where
+                     the records begin at the initial weights
     log/             the record that the state stands on and those after it, with certificates
 
 What an archive keeps of a stage's chain from before its current generation, for the history.

@@ -7,10 +7,7 @@ members can ever decide differently, whichever votes are lost on the way. (An ea
 that I see alive agree", committed here and voided there in 268 of 1024 patterns of cut links
 between four members.)
 
-Pure rules over facts: nothing here reads a clock, a key or a socket. certificate.py signs votes,
-checks those that arrive, and keeps the winning ones as the record's certificate.
-
-Signed votes: what a member signs, what it accepts, and the certificate that proves a commit.
+Pure rules over facts: nothing here reads a clock, a disk or a socket.
 
 A vote is signed together with everything that identifies its attempt, members included, so it
 counts for that group alone. The winning votes are the record's *certificate*: it is kept beside the

@@ -6,8 +6,9 @@ Decoding ignores fields it does not know (a newer version may send them) and ref
 that is not exactly of the declared type: missing fields, wrong types, infinite numbers, endless
 text.
 
-Every key and lifetime in the DHT stands here, too. All keys of a run start with its id, so one parser tells which run and which kind of record a key is
-for. hivemind's matchmaking adds keys of its own, which start with `averaging_prefix`.
+Every key and lifetime in the DHT stands here, too. All keys of a run start with its id, so one
+parser tells which run and which kind of record a key is for. hivemind's matchmaking adds keys of
+its own, which start with `averaging_prefix`.
 """
 
 import hashlib

@@ -31,13 +31,15 @@ from collections.abc import Generator, Iterable, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from dilocox.dht.errors import EnvironmentFault, InvalidInput, UnreadableManifest
 from dilocox.dht.files import disk_fault, make_folder, write_atomically
 from dilocox.dht.manifest import Manifest, OperationSpec, SignedManifest
 from dilocox.dht.manifest_schema import shown
-from dilocox.dht.swarm import Swarm
+
+if TYPE_CHECKING:
+    from dilocox.dht.swarm import Swarm
 
 logger = logging.getLogger(__name__)
 

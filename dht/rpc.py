@@ -101,6 +101,10 @@ class PeerBusy(ConnectionError):
     """
 
 
+REFUSED = (ConnectionError, ValueError, asyncio.TimeoutError)
+"""What is wrong with a peer that was asked, or with the way to it."""
+
+
 @dataclass(frozen=True)
 class Blob:
     """Something fetched from a peer, with what it said about it."""

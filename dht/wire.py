@@ -5,11 +5,11 @@ Only plain values pass (no extension types, no objects), text must be UTF-8, map
 This is the one file that knows the msgpack package.
 
 And the envelope that a record travels in: who says it, where, until when, as which in a row, and
-the signature over that. hivemind shows a validator only the hash of a key, so the key itself stands inside the envelope,
-under the signature; so do run (the key starts with it), owner (the peer id is the hash of the
-public key), sequence number and expiry. A stranger can neither forge a record, nor move it to
-another key or owner, nor make it live longer. hivemind's own declarations in matchmaking are sealed
-the same way, with the hash in the place of the key.
+the signature over that. hivemind shows a validator only the hash of a key, so the key itself stands
+inside the envelope, under the signature; so do run (the key starts with it), owner (the peer id is
+the hash of the public key), sequence number and expiry. A stranger can neither forge a record, nor
+move it to another key or owner, nor make it live longer. hivemind's own declarations in matchmaking
+are sealed the same way, with the hash in the place of the key.
 """
 
 from dataclasses import dataclass

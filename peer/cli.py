@@ -8,7 +8,6 @@ is quick.
 from __future__ import annotations
 
 import os
-import sys
 from pathlib import Path
 from typing import Annotated, NoReturn
 
@@ -49,7 +48,7 @@ from dilocox.peer.cli_options import (
     path_or_invite,
 )
 from dilocox.peer.options import Hours
-from dilocox.peer.os_process import PREFIX, leave_at_once, line_start, set_up_logging
+from dilocox.peer.os_process import PREFIX, end_process, leave_at_once, line_start, set_up_logging
 
 app = typer.Typer(
     name="dilocox",
@@ -516,7 +515,15 @@ def known_variables() -> set[str]:
 
 
 def main() -> NoReturn:
-    """Run the command line; a person's mistake or a machine's trouble is one line, no traceback."""
+    """Run the command line and end this process."""
+    end_process(run())
+
+
+def run() -> int:
+    """Run the command line; a person's mistake or a machine's trouble is one line, no traceback.
+
+    Returns the exit code.
+    """
     leave_at_once()
     unknown = sorted(
         name for name in os.environ if name.startswith(PREFIX) and name not in known_variables()
@@ -527,11 +534,13 @@ def main() -> NoReturn:
         app()
     except DilocoxError as error:
         typer.echo(f"{line_start()}error: {error}", err=True)
-        sys.exit(error.exit_code)
+        return error.exit_code
     except OSError as error:
         fault = system_fault(error)
         if fault is None:
             raise
         typer.echo(f"{line_start()}error: {fault}", err=True)
-        sys.exit(fault.exit_code)
-    sys.exit(0)
+        return fault.exit_code
+    except SystemExit as ended:  # how click ends every command
+        return ended.code if isinstance(ended.code, int) else int(ended.code is not None)
+    return 0

@@ -13,6 +13,7 @@ On a terminal a line takes the place of the progress line (report.py).
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import ctypes
 import logging
@@ -24,6 +25,7 @@ import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import FrameType
+from typing import NoReturn
 
 from dilocox.dht.errors import EnvironmentFault, InvalidInput
 
@@ -130,6 +132,20 @@ def leave_at_once() -> None:
     for number in StopSignal.SIGNALS:
         signal.signal(number, leave)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, StopSignal.SIGNALS)
+
+
+def end_process(code: int) -> NoReturn:
+    """End this process with what was registered for its end, but without the interpreter's own end.
+
+    There a daemon thread that comes back from torch is unwound through C++ that does not allow it:
+    "terminate called without an active exception", and a peer that left in good order has exit code
+    -6. hivemind has such threads, and nobody can end them.
+    """
+    atexit._run_exitfuncs()  # pyright: ignore[reportPrivateUsage]
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):
+            stream.flush()
+    os._exit(code)
 
 
 PREFIX = "DILOCOX_"  # of the environment variables that are options

@@ -17,6 +17,9 @@ PEER_RUNS = (
     "--state"
 )
 
+STATES = ("joining", "spare", "training", "leaving", "resting")
+"""What a peer may say of itself in status.json."""
+
 
 class StateFolder:
     """The paths in a state folder, for one stage of one run at a time."""

@@ -153,7 +153,7 @@ def _said(phrase: str) -> bool:
 @cache
 def _messages() -> tuple[str, ...]:
     """All texts in the source, with a # for what is filled in."""
-    files = [path for part in ("peer", "dht", "pipeline") for path in (ROOT / part).glob("*.py")]
+    files = [path for part in ("peer", "dht", "pipeline") for path in (ROOT / part).rglob("*.py")]
     return tuple(text for file in files for text in _texts(file))
 
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from hivemind.averaging import control as hivemind_control
 from hivemind.p2p import PeerID
@@ -27,8 +27,10 @@ from dilocox.dht.manifest import Manifest
 from dilocox.dht.reachability import REACHED, Probe, ReachWatch, find_reach
 from dilocox.dht.reconnect import Redialler, Targets, dial_targets
 from dilocox.dht.swarm_view import SwarmView
-from dilocox.peer.rounds.exchange import Attempt
 from dilocox.pipeline.placement import cannot_be_reached
+
+if TYPE_CHECKING:
+    from dilocox.peer.rounds.exchange import Attempt
 
 logger = logging.getLogger(__name__)
 

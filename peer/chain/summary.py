@@ -1,5 +1,5 @@
-"""The rounds of a stage's chain, one line each, or what its peers contributed: a table on a
-terminal, plain lines elsewhere, JSON. All of it stands in the records' headers.
+"""The rounds of a stage's chain as plain values, and what its peers contributed. All of it stands
+in the records' headers.
 
 A peer's contribution are the tokens of its inner steps that are in committed rounds, as the records
 count them. A member whose values came into no mean, because it was cut off during the exchange, has
@@ -10,14 +10,10 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from statistics import median_low
-from typing import Any
 
-from rich.table import Table
-
-from dilocox.peer.os_process import counted
 from dilocox.peer.rounds.record import RoundRecord
 
 _SHA256 = re.compile(r"[0-9a-f]{64}")
@@ -98,60 +94,3 @@ def tokens_by_peer(rounds: Iterable[ChainRound]) -> Counter[str]:
         for peer, count in each.members:
             tokens[peer] += count
     return tokens
-
-
-def _contributions(rounds: Sequence[ChainRound]) -> list[dict[str, Any]]:
-    taken_part = Counter(peer for each in rounds for peer, _ in each.members)
-    tokens = tokens_by_peer(rounds)
-    return [
-        {"peer": peer, "tokens": tokens[peer], "rounds": taken_part[peer]}
-        for peer in sorted(tokens, key=lambda peer: (-tokens[peer], peer))
-    ]
-
-
-def _tokens_before(rounds: Sequence[ChainRound]) -> int:
-    """Tokens behind the part of the chain that is not here."""
-    return rounds[0].chain_tokens - rounds[0].listed.tokens if rounds else 0
-
-
-def _table(stage: int, rounds: Sequence[LoggedRound]) -> Table:
-    table = Table(title=f"stage {stage}", title_justify="left", show_footer=bool(rounds))
-    footers = {
-        "round": counted(len(rounds), "round"),
-        "tokens": f"{sum(each.tokens for each in rounds):,}",
-        "bytes": f"{sum(each.record_bytes for each in rounds):,}",
-    }
-    for name in ("round", "tokens", "members", "ranks", "next H", "bytes"):
-        table.add_column(name, justify="right", footer=footers.get(name, ""))
-    table.add_column("digest")
-    for each in rounds:
-        table.add_row(
-            str(each.round),
-            f"{each.tokens:,}",
-            str(each.members),
-            _ranks(each),
-            str(each.next_inner_steps),
-            f"{each.record_bytes:,}",
-            each.digest[:12],
-        )
-    return table
-
-
-def _lines(stage: int, rounds: Sequence[LoggedRound]) -> list[str]:
-    lines = [
-        f"stage {stage} round {each.round}: {each.tokens:,} tokens, "
-        f"{counted(each.members, 'member')}, ranks {_ranks(each)}, "
-        f"next H {each.next_inner_steps}, {each.record_bytes:,} bytes, digest {each.digest[:12]}"
-        for each in rounds
-    ]
-    tokens, size = (
-        sum(getattr(each, name) for each in rounds) for name in ("tokens", "record_bytes")
-    )
-    return [
-        *lines,
-        f"stage {stage}: {counted(len(rounds), 'round')}, {tokens:,} tokens, {size:,} bytes",
-    ]
-
-
-def _ranks(each: LoggedRound) -> str:
-    return "-" if each.ranks is None else "/".join(map(str, each.ranks))

@@ -8,6 +8,7 @@ import asyncio
 import json
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -26,7 +27,7 @@ from dilocox.peer.chain.download import ChainHolders, download_chain, list_chain
 from dilocox.peer.chain.record_check import RecordCheck
 from dilocox.peer.chain.replay import Replayed, replay
 from dilocox.peer.chain.store import KeptChain, KeptRun, kept_run
-from dilocox.peer.chain.summary import ChainRound, _contributions, _lines, _table, _tokens_before
+from dilocox.peer.chain.summary import ChainRound, LoggedRound, tokens_by_peer
 from dilocox.peer.os_process import StopSignal, counted
 from dilocox.pipeline.stage import stage_layout
 
@@ -262,3 +263,60 @@ async def _holders(place: Joined, stage: int, deadline: float) -> ChainHolders:
             "wait for its first round"
         )
     return holders
+
+
+def _contributions(rounds: Sequence[ChainRound]) -> list[dict[str, Any]]:
+    taken_part = Counter(peer for each in rounds for peer, _ in each.members)
+    tokens = tokens_by_peer(rounds)
+    return [
+        {"peer": peer, "tokens": tokens[peer], "rounds": taken_part[peer]}
+        for peer in sorted(tokens, key=lambda peer: (-tokens[peer], peer))
+    ]
+
+
+def _tokens_before(rounds: Sequence[ChainRound]) -> int:
+    """Tokens behind the part of the chain that is not here."""
+    return rounds[0].chain_tokens - rounds[0].listed.tokens if rounds else 0
+
+
+def _table(stage: int, rounds: Sequence[LoggedRound]) -> Table:
+    table = Table(title=f"stage {stage}", title_justify="left", show_footer=bool(rounds))
+    footers = {
+        "round": counted(len(rounds), "round"),
+        "tokens": f"{sum(each.tokens for each in rounds):,}",
+        "bytes": f"{sum(each.record_bytes for each in rounds):,}",
+    }
+    for name in ("round", "tokens", "members", "ranks", "next H", "bytes"):
+        table.add_column(name, justify="right", footer=footers.get(name, ""))
+    table.add_column("digest")
+    for each in rounds:
+        table.add_row(
+            str(each.round),
+            f"{each.tokens:,}",
+            str(each.members),
+            _ranks(each),
+            str(each.next_inner_steps),
+            f"{each.record_bytes:,}",
+            each.digest[:12],
+        )
+    return table
+
+
+def _lines(stage: int, rounds: Sequence[LoggedRound]) -> list[str]:
+    lines = [
+        f"stage {stage} round {each.round}: {each.tokens:,} tokens, "
+        f"{counted(each.members, 'member')}, ranks {_ranks(each)}, "
+        f"next H {each.next_inner_steps}, {each.record_bytes:,} bytes, digest {each.digest[:12]}"
+        for each in rounds
+    ]
+    tokens, size = (
+        sum(getattr(each, name) for each in rounds) for name in ("tokens", "record_bytes")
+    )
+    return [
+        *lines,
+        f"stage {stage}: {counted(len(rounds), 'round')}, {tokens:,} tokens, {size:,} bytes",
+    ]
+
+
+def _ranks(each: LoggedRound) -> str:
+    return "-" if each.ranks is None else "/".join(map(str, each.ranks))

@@ -43,8 +43,9 @@ from dilocox.peer.averaging.connectivity import Place
 from dilocox.peer.averaging.coordinator import Coordinator
 from dilocox.peer.http_pages import Page, Pages, health_page, readiness_page
 from dilocox.peer.process.resting import Allowance
+from dilocox.peer.state_folder import STATES
 from dilocox.peer.training.merge import Outcome
-from dilocox.peer.training.report import STATES, Status, Tally, Waiting
+from dilocox.peer.training.report import Status, Tally, Waiting
 from dilocox.pipeline.network import Network
 from dilocox.pipeline.reservation import Desk
 

@@ -31,8 +31,7 @@ from dilocox.dht.manifest import PROTOCOL_VERSION
 from dilocox.peer.http_pages import Page, Pages, health_page, readiness_page, served
 from dilocox.peer.options import GB, Hours, Local, PeerOptions, Reason, next_month
 from dilocox.peer.os_process import StopSignal
-from dilocox.peer.state_folder import StateFolder
-from dilocox.peer.training.report import STATES
+from dilocox.peer.state_folder import STATES, StateFolder
 
 logger = logging.getLogger(__name__)
 

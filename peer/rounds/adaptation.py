@@ -25,10 +25,6 @@ What a round's record says of the next ones: their ranks, and H.
 
 A pure function of the record before and of what the members gathered and averaged, so all members
 write the same, and whoever replays the log finds it again.
-
-How the stages of a run's model lie in flat vectors, and what follows from that.
-
-It imports the code of models, of 100 MB: who only watches a run, as a monitor does, stays without.
 """
 
 from __future__ import annotations
@@ -42,8 +38,7 @@ from dilocox.compression.layout import FlatLayout
 from dilocox.compression.stage_codec import Compression, StageCodec
 from dilocox.dht.manifest import Manifest
 from dilocox.peer.rounds.outer_step import OuterStep
-from dilocox.peer.rounds.record import WINDOW, RoundFacts, RoundRecord, max_record_bytes
-from dilocox.pipeline.stage import stage_layout
+from dilocox.peer.rounds.record import WINDOW, RoundFacts, RoundRecord
 
 _FULL_TENTHS = 9  # of a rank: from here on the spectrum may go on beyond the basis
 _LOW_TENTHS = 7  # below, a smaller rank saves enough to be worth a new basis
@@ -216,8 +211,3 @@ class RoundPlan:
             next_inner_steps=self.inner_steps_after(last),
         )
         return self.finished(unplanned) == record
-
-
-def stage_record_bytes(manifest: Manifest, stage: int) -> int:
-    """The most bytes of a record of a stage, for who is no peer of it."""
-    return max_record_bytes(stage_codec(manifest, stage_layout(manifest, stage)))

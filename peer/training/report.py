@@ -22,18 +22,19 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import median_low
-from typing import Any, Literal, Protocol, cast, get_args
+from typing import TYPE_CHECKING, Any, Literal, Protocol, cast, get_args
 
 from dilocox.dht.files import disk_fault, write_atomically
-from dilocox.peer.averaging.connectivity import LoopProgress
-from dilocox.peer.averaging.events import Committed
 from dilocox.peer.os_process import CLEAR_LINE, counted
 from dilocox.peer.training.merge import Merge, Outcome
 from dilocox.pipeline.messages import Stepped
 
+if TYPE_CHECKING:
+    from dilocox.peer.averaging.connectivity import LoopProgress
+    from dilocox.peer.averaging.events import Committed
+
 logger = logging.getLogger(__name__)
 
-STATES = ("joining", "spare", "training", "leaving", "resting")
 STATUS_PERIOD_S = 1.0
 PEER_ID_LETTERS = 40  # no other word is so long
 UNCOUNTED = {"undone": " (without yours, which go with a later one)", "repeated": " (again)"}

@@ -43,7 +43,7 @@ class Desk:
 
     folder: Path
     donors: dict[str, Any]
-    archive_keeper: StageArchive
+    archive: StageArchive
 
     @classmethod
     def opened(

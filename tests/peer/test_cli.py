@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 from dilocox import __version__
 from dilocox.dht.errors import EnvironmentFault, InvalidInput
 from dilocox.peer import cli
-from dilocox.peer.commands import bootstrap, demo, history, operate
+from dilocox.peer.commands import bootstrap, demo, export, history
 from dilocox.peer.os_process import set_up_logging
 from tests.peer.commands import Command, error_line
 
@@ -50,7 +50,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
     monkeypatch.setattr(demo, "run_demo", record)
     monkeypatch.setattr(bootstrap, "run_bootstrap_command", record)
-    monkeypatch.setattr(operate, "run_export_command", record)
+    monkeypatch.setattr(export, "run_export_command", record)
     monkeypatch.setattr(history, "run_log_command", record)
     monkeypatch.setattr(history, "run_verify_command", record)
     return options
@@ -182,10 +182,7 @@ def test_a_wrong_address_to_announce_is_refused_before_anything_is_loaded(comman
 def run_main(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
     monkeypatch.setattr(cli, "leave_at_once", lambda: None)
     monkeypatch.setattr(sys, "argv", ["dilocox", *arguments])
-    with pytest.raises(SystemExit) as caught:
-        cli.main()
-    assert isinstance(caught.value.code, int)
-    return caught.value.code
+    return cli.run()
 
 
 def test_an_unknown_variable_is_named_in_a_warning_and_a_known_one_is_not(
@@ -312,7 +309,7 @@ def test_a_bug_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", ["dilocox", "demo"])
     monkeypatch.setattr(cli, "leave_at_once", lambda: None)
     with pytest.raises(PermissionError):
-        cli.main()
+        cli.run()
 
 
 def test_the_program_itself_ends_with_the_code_of_the_error(tmp_path: Path) -> None:

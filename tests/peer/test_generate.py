@@ -18,7 +18,7 @@ from dilocox.dht.errors import EnvironmentFault, InvalidInput
 from dilocox.dht.invite import Invite
 from dilocox.dht.records import ClaimRecord, claim_key
 from dilocox.peer.chain import download as download_module
-from dilocox.peer.commands import export, generate, operate
+from dilocox.peer.commands import export, generate
 from dilocox.peer.commands.generate import (
     GenerateOptions,
     is_newest,
@@ -110,7 +110,7 @@ def told(monkeypatch: pytest.MonkeyPatch) -> Told:
     monkeypatch.setattr(generate, "LOOK_PAUSE_S", 0.01)
     monkeypatch.setattr(join, "joined", swarm.joined)
     monkeypatch.setattr(download_module, "download_anchors", swarm.download)
-    monkeypatch.setattr(operate, "write_anchors", swarm.write)
+    monkeypatch.setattr(export, "write_anchors", swarm.write)
     monkeypatch.setattr(export, "continue_text", swarm.continue_text)
     return swarm
 

@@ -14,8 +14,17 @@ from typing import Any, cast
 import pytest
 
 from dilocox.dht.rpc import Blob, Client, FrameRefused
-from dilocox.peer.chain.download import WHOLE_BYTES, HeaderFetcher, header_of
-from dilocox.peer.monitor.chains import DETAILED, Order, Walk, Walker, followed, holders_of
+from dilocox.peer.monitor.chains import (
+    DETAILED,
+    WHOLE_BYTES,
+    HeaderFetcher,
+    Order,
+    Walk,
+    Walker,
+    followed,
+    header_of,
+    holders_of,
+)
 from tests.peer.fabricated import RUN, claim_record
 from tests.peer.told_records import ToldRecord, told_chain
 

@@ -101,7 +101,7 @@ def test_the_second_signal_and_one_during_imports_end_the_process_at_once(
 ) -> None:
     head = (
         "import os, time\nfrom functools import partial\nfrom signal import SIGINT, SIGTERM\n"
-        "from dilocox.peer.signals import StopSignal, hold_back, leave_at_once\n"
+        "from dilocox.peer.os_process import StopSignal, hold_back, leave_at_once\n"
         "kill, say = partial(os.kill, os.getpid()), partial(print, flush=True)\n"
     )
     done = subprocess.run(
@@ -112,3 +112,33 @@ def test_the_second_signal_and_one_during_imports_end_the_process_at_once(
         check=False,
     )
     assert (done.stdout, done.returncode) == ("on\n", code), done.stderr
+
+
+ENDS_WITH_BUSY_THREADS = """
+import atexit, threading, time, torch
+from dilocox.peer.os_process import end_process
+
+def compute():
+    values = torch.rand(64, 64)
+    while True:
+        values = (values @ values).clamp(0, 1)
+
+torch.set_num_threads(1)
+for _ in range(4):
+    threading.Thread(target=compute, daemon=True).start()
+time.sleep(0.2)
+atexit.register(print, "tidied")
+end_process(3)
+"""
+
+
+def test_a_process_ends_with_its_code_though_threads_of_torch_still_run() -> None:
+    """The interpreter's own end aborted it in their midst: exit code -6 after a clean leave."""
+    ended = subprocess.run(
+        [sys.executable, "-c", ENDS_WITH_BUSY_THREADS],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert (ended.returncode, ended.stdout) == (3, "tidied\n")

@@ -314,7 +314,7 @@ class TestHubOutOfReach:
         write_json(tmp_path, [documents(60)])
         program = f"""
 from dilocox.dht.manifest import DataSpec
-from dilocox.peer.data import Corpus, held_out_digest
+from dilocox.peer.training.data import Corpus, held_out_digest
 for spec in (DataSpec(), DataSpec(source={str(tmp_path)!r}, format="json", parts=2)):
     corpus = Corpus(spec, sequence_length=16, microbatch_size=2, seed=0)
     corpus.open_part(1)

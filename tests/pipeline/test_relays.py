@@ -98,7 +98,7 @@ def test_letters_to_who_does_not_answer_take_few_places_of_strangers(
     peers: list[Peer], nodes: list[Node], monkeypatch: pytest.MonkeyPatch, limit: str
 ) -> None:
     relay, _, head, far = peers
-    monkeypatch.setattr(f"dilocox.pipeline.door.{limit}", 2)
+    monkeypatch.setattr(f"dilocox.pipeline.requests.{limit}", 2)
     head.relays = {far.id: [relay.id]}
     carried = Frame(kind="relay", letter=b"?", facts={"to": far.id})
     with frozen(nodes[3]), ThreadPoolExecutor() as pool:

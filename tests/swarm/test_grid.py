@@ -56,7 +56,10 @@ def test_twelve_peers_in_groups_of_four_agree_and_lose_a_reducer_at_the_cost_of_
         number = halt(swarm, victim, "decoding")
         frozen = victim.processes()
         victim.expected = False
-        send_signal(frozen, hurt)
+        if hurt is signal.SIGKILL:
+            swarm.kill(victim)
+        else:
+            send_signal(frozen, hurt)
         assert victim.halt is not None
         victim.halt.release()
         others = [peer for peer in swarm.peers if peer is not victim and peer.expected]

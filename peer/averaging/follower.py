@@ -17,11 +17,12 @@ from typing import Any
 
 from dilocox.dht.clock import Clock
 from dilocox.dht.records import ClaimRecord
-from dilocox.dht.rpc import BUSY_LIFETIMES, FrameRefused, PeerBusy, TooSlow
+from dilocox.dht.rpc import FrameRefused, PeerBusy, TooSlow
 from dilocox.dht.swarm_view import SwarmView
 from dilocox.peer.averaging.averager import Applied, AveragerStuck, StageAverager
 from dilocox.peer.averaging.events import Committed, Event, EventQueue, Resynced
 from dilocox.peer.chain.catchup import RECORDS_LIMIT_S, AnchorDiffers, NoState, Reach, State, Told
+from dilocox.peer.chain.claims import ClaimBook, holders, wins
 from dilocox.peer.chain.store import Head, RoundLog
 from dilocox.peer.rounds.record import RecordRefused, RoundRecord
 
@@ -30,7 +31,6 @@ logger = logging.getLogger(__name__)
 CALL_LIMIT_S = 6 * 3600.0  # of a whole model; a transfer that stalls fails much sooner
 WALK_LIMIT_S = 3 * RECORDS_LIMIT_S  # the averager ends it by itself before
 PAUSE_AFTER_FAILURE_S = 1.0
-MAX_NOTED = 1000  # digests
 MAX_SLOW = 5  # then it is our own line that is slow
 
 
@@ -85,12 +85,9 @@ class ChainFollower:
         self._state_after = -1
         self._record_lifetime_s = record_lifetime_s
         self._wanted: ClaimRecord | None = None  # what was looked for last
-        # digests that could not be had, or only as their holders were busy; since when
-        self._doubted: dict[tuple[str, bool], float] = {}
-        self._ignored: set[str] = set()
+        self._book = ClaimBook(record_lifetime_s=record_lifetime_s, now=clock.monotonic)
         self._donor = ""  # whom the last state was asked of
         self._slow: set[str] = set()  # donors that others may be faster than
-        self._liars: set[str] = set()  # donors of wrong states, asked again where no others are
         self.states_taken = 0
 
     @property
@@ -108,7 +105,7 @@ class ChainFollower:
         """Whether somebody claims a record that this peer lacks, or may have the state it needs."""
         if self._need_state and self._donors(view):
             return True
-        return self._best_claim(view) is not None
+        return self._book.best(view, self.head) is not None
 
     def stands_on(self, digest: str, rules: int) -> bool:
         """Whether the record of this digest is in this chain, or one under these rules, which can
@@ -163,10 +160,9 @@ class ChainFollower:
         )
 
     def _begin_catch_up(self, view: SwarmView) -> None:
-        claim = self._best_claim(view)
-        if claim is None:
+        stated = self._wanted = self._book.best(view, self.head)
+        if stated is None:
             return
-        stated = self._wanted = claim[1]
         missing_bytes = (stated.round - self.head.round) * stated.record_bytes
         limit_bytes = (
             self._state_bytes if self._clock.monotonic() >= self._no_state_before else None
@@ -178,12 +174,7 @@ class ChainFollower:
             self._begin_state(view)
             return
         # any of those who claim it: one that is out of our reach must not keep us from the others
-        holders = [
-            peer
-            for peer, other in view.claims.items()
-            if peer != view.me and other.digest == stated.digest
-        ]
-        peer = random.choice(view.within_reach(holders))
+        peer = random.choice(view.within_reach(holders(view, stated.digest)))
         logger.info(
             "behind: %s has round %d, this peer %d", peer[-6:], stated.round, self.head.round
         )
@@ -199,7 +190,7 @@ class ChainFollower:
         donors = self._donors(view)
         if not donors:
             return
-        honest = [donor for donor in donors if donor not in self._liars] or donors
+        honest = self._book.donors(donors)
         untried = [donor for donor in honest if donor not in self._slow]
         hurry = bool(untried) and len(honest) > 1 and len(self._slow) < MAX_SLOW
         peer = self._donor = random.choice(view.within_reach(untried if hurry else honest))
@@ -216,7 +207,7 @@ class ChainFollower:
         return [
             peer
             for peer, claim in view.claims.items()
-            if peer != view.me and claim.round >= 0 and claim.digest not in self._ignored
+            if peer != view.me and claim.round >= 0 and self._book.believed(claim)
             if not forked or self._log.find(claim.digest) is None
         ]
 
@@ -286,15 +277,15 @@ class ChainFollower:
             self._saves_bytes = reach.costly
             self._refresh()
             return
-        ours = (-self.head.chain_tokens, self._digest_after(reach.fork_round))
-        if (-reach.chain_tokens, reach.fork_digest) < ours:
+        if wins(reach, self._log, self.head):
             logger.error(
                 "alarm: two certified chains since round %d; changing to the one with more tokens",
                 reach.fork_round,
             )
             self._need_state, self._fork_round = True, reach.fork_round
         elif self._wanted is not None:
-            self._ignore(self._wanted)  # it lost against ours
+            self._book.ignore(self._wanted.digest)  # it lost against ours
+            self._need_nothing()
         self._not_before = self._clock.monotonic() + PAUSE_AFTER_FAILURE_S
 
     def _got_state(self, state: State) -> None:
@@ -305,52 +296,30 @@ class ChainFollower:
         self._slow.clear()
         self._hand_over(event, lambda: self._switched(state.round, state.anchor_sha256))
 
-    def _best_claim(self, view: SwarmView) -> tuple[str, ClaimRecord] | None:
-        return view.best_claim(self.head.chain_tokens, self.head.digest, self._ignored)
-
     def _doubt(self, *, busy: bool = False) -> None:
-        """A commit whose record nobody gives for a record lifetime is presumed void.
-
-        Nobody is doubted whose records came, if not all of them; who is busy only after longer.
-        """
+        """What was looked for could not be had. Whose records came, if not all, is not doubted."""
         before = self.head.round
         self._refresh()
         if self._wanted is None:
             return
         if self.head.round > before:
-            self._forget(self._wanted.digest)
-            return
-        if len(self._doubted) >= MAX_NOTED:
-            self._doubted.clear()
-        since = self._doubted.setdefault((self._wanted.digest, busy), self._clock.monotonic())
-        lifetimes = BUSY_LIFETIMES if busy else 1
-        if self._clock.monotonic() - since > lifetimes * self._record_lifetime_s:
+            self._book.came(self._wanted.digest)
+        elif self._book.failed(self._wanted.digest, busy=busy):
             logger.warning("nobody gives the record of round %d: ignored", self._wanted.round)
-            self._ignore(self._wanted)
+            self._need_nothing()
 
     def _blame(self) -> float:
         """One donor's wrong state speaks against that donor; against the claim, those of all. How
         long to wait: nobody's traffic is to be spent on one wrong state after the other.
         """
-        if self._donor in self._liars:
-            self._doubt()
-            return self._record_lifetime_s / 2
-        if len(self._liars) >= MAX_NOTED:
-            self._liars.clear()
-        self._liars.add(self._donor)
-        return PAUSE_AFTER_FAILURE_S
+        if not self._book.lied(self._donor):
+            return PAUSE_AFTER_FAILURE_S
+        self._doubt()
+        return self._record_lifetime_s / 2
 
-    def _ignore(self, claim: ClaimRecord) -> None:
-        if len(self._ignored) >= MAX_NOTED:
-            self._ignored.clear()
-        self._ignored.add(claim.digest)
-        self._forget(claim.digest)
-        # what it made necessary; the next best claim may need nothing of the kind
+    def _need_nothing(self) -> None:
+        """What an ignored claim made necessary; the next best one may need nothing of the kind."""
         self._need_state, self._fork_round, self._saves_bytes = False, None, False
-
-    def _forget(self, digest: str) -> None:
-        for busy in (False, True):
-            self._doubted.pop((digest, busy), None)
 
     def _hand_over(self, event: Event, then: Callable[[], None]) -> None:
         self._untaken = (event, then)
@@ -369,11 +338,6 @@ class ChainFollower:
     def _tokens_at(self, round_number: int) -> int:
         record = self._log.header(round_number) if round_number >= 0 else None
         return 0 if record is None else record.chain_tokens
-
-    def _digest_after(self, fork_round: int) -> str:
-        following = [number for number in self._log.rounds() if number > fork_round]
-        record = self._log.header(following[1]) if len(following) > 1 else None
-        return record.previous if record is not None else self.head.digest
 
     def _own_id(self) -> str:
         return str(self._averager.peer_id)

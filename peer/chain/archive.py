@@ -35,7 +35,7 @@ from typing import Any
 
 from dilocox.dht.files import disk_fault, make_folder, write_atomically
 from dilocox.dht.records import ClaimRecord
-from dilocox.dht.rpc import BUSY_LIFETIMES, Client, PeerBusy
+from dilocox.dht.rpc import REFUSED, Client, PeerBusy
 from dilocox.dht.swarm_view import SwarmView, that_count
 from dilocox.peer.chain import catchup
 from dilocox.peer.chain.catchup import (
@@ -47,6 +47,7 @@ from dilocox.peer.chain.catchup import (
     ask_for_state,
     download_state,
 )
+from dilocox.peer.chain.claims import ClaimBook, holders, wins
 from dilocox.peer.chain.record_check import RecordCheck
 from dilocox.peer.chain.rollback import archive_goes_back
 from dilocox.peer.chain.snapshot_files import STATE_FACTS_FILE, STATE_FILE, newest, sha256_of_file
@@ -244,10 +245,6 @@ TRIED_AT_ONCE = 3  # claims: one that is a lie must not hide the others
 RECORDS_LIMIT_S = 600.0  # of a walk; a transfer that stalls fails much sooner
 STATE_LIMIT_S = 6 * 3600.0  # of a whole model
 PAUSE_S = 5.0  # after a state that could not be had
-MAX_NOTED = 1000  # digests or peers
-
-# what is wrong with a peer, or with the way to it
-REFUSED = (ConnectionError, ValueError, asyncio.TimeoutError)
 
 
 class StageArchive:
@@ -291,10 +288,7 @@ class StageArchive:
         self._building: asyncio.Task[Generation] | None = None
         self._replaces = False  # what is being built: the chain, and not only the state
         self._not_before = 0.0
-        # digests that could not be had, or only as their holders were busy; since when
-        self._doubted: dict[tuple[str, bool], float] = {}
-        self._ignored: set[str] = set()
-        self._liars: set[str] = set()  # whose states were wrong
+        self._book = ClaimBook(record_lifetime_s=record_lifetime_s, now=time.monotonic)
 
     @property
     def round(self) -> int:
@@ -334,7 +328,8 @@ class StageArchive:
                 head = self._current.head.digest
                 self._build(view, head, replaces=False)
         finally:
-            self.claim = None if self._ahead(view) else self._own_claim()
+            behind = self._book.best(view, self._current.head) is not None
+            self.claim = None if behind else self._own_claim()
 
     async def close(self) -> None:
         """End what runs beside."""
@@ -344,28 +339,20 @@ class StageArchive:
             await asyncio.wait([building])
 
     # ---- records ---------------------------------------------------------------------------------
-    def _ahead(self, view: SwarmView) -> list[ClaimRecord]:
-        """What others claim beyond our chain or against it, the most tokens first."""
-        head, found, ignored = self._current.head, list[ClaimRecord](), set(self._ignored)
-        while best := view.best_claim(head.chain_tokens, head.digest, ignored):
-            found.append(best[1])
-            ignored.add(best[1].digest)
-        return found
-
     async def _follow(self, view: SwarmView) -> None:
-        for claim in self._ahead(view)[:TRIED_AT_ONCE]:
-            peer = random.choice(_holders(view, claim.digest))
+        for claim in self._book.ahead(view, self._current.head)[:TRIED_AT_ONCE]:
+            peer, before = random.choice(holders(view, claim.digest)), self._current.head.round
             try:
                 reach = await self._catch_up(self._current, peer, claim.digest)
             except REFUSED as error:
-                self._doubt(claim, peer, error)
+                self._doubt(claim, peer, error, came=self._current.head.round > before)
                 continue
-            self._doubted.clear()
-            fork_round = reach.fork_round
-            if reach.too_far or (fork_round is not None and self._loses(reach, fork_round)):
+            self._book.came(claim.digest)
+            forked = reach.fork_round is not None
+            if reach.too_far or (forked and wins(reach, self._current.log, self._current.head)):
                 self._cannot_follow(view, claim, reach)
-            elif fork_round is not None:
-                self._note(self._ignored, claim.digest)  # it lost against ours
+            elif forked:
+                self._book.ignore(claim.digest)  # it lost against ours
                 continue
             elif self._coming is not None:
                 await self._follow_with(self._coming, peer, claim.digest)
@@ -395,14 +382,6 @@ class StageArchive:
         if reach.too_far or reach.fork_round is not None:
             self._drop_coming()
 
-    def _loses(self, reach: Reach, fork_round: int) -> bool:
-        """Whether their chain beats ours since the fork; the rule of follower.py."""
-        log, head = self._current.log, self._current.head
-        following = [number for number in log.rounds() if number > fork_round]
-        after = log.header(following[1]) if len(following) > 1 else None
-        first = head.digest if after is None else after.previous
-        return (-reach.chain_tokens, reach.fork_digest) < (-head.chain_tokens, first)
-
     def _cannot_follow(self, view: SwarmView, claim: ClaimRecord, reach: Reach) -> None:
         if self._coming and self._coming.head.chain_tokens > self._current.head.chain_tokens:
             self._adopt(self._coming)
@@ -412,29 +391,21 @@ class StageArchive:
             logger.error("alarm: %s: two certified chains; changing to the one with more", self)
         self._build(view, claim.digest, replaces=True)
 
-    def _doubt(self, claim: ClaimRecord, peer: str, error: Exception) -> None:
-        """A commit whose record nobody gives for a record lifetime is presumed void.
-
-        Who is busy may well have it, but is not believed for ever: it hides our own claim.
-        """
-        doubt = claim.digest, isinstance(error, PeerBusy)
-        if doubt not in self._doubted:
+    def _doubt(self, claim: ClaimRecord, peer: str, error: Exception, *, came: bool) -> None:
+        if came:
+            self._book.came(claim.digest)
+            return
+        if not self._book.failing(claim.digest):
             logger.info("%s: round %d from %s: %s", self, claim.round, peer[-6:], _said(error))
-        since = self._doubted.setdefault(doubt, time.monotonic())
-        lifetimes = BUSY_LIFETIMES if isinstance(error, PeerBusy) else 1
-        if time.monotonic() - since > lifetimes * self._record_lifetime_s:
+        if self._book.failed(claim.digest, busy=isinstance(error, PeerBusy)):
             logger.info("%s: nobody gives the record of round %d: ignored", self, claim.round)
-            self._note(self._ignored, claim.digest)
-            del self._doubted[doubt]
-        if len(self._doubted) > MAX_NOTED:
-            self._doubted.clear()
 
     # ---- states ----------------------------------------------------------------------------------
     def _build(self, view: SwarmView, digest: str, *, replaces: bool) -> None:
         """Begin the next generation from a peer that claims this record, beside all else."""
         if self._building is not None or time.monotonic() < self._not_before:
             return
-        donors = [peer for peer in _holders(view, digest) if peer not in self._liars]
+        donors = self._book.donors(holders(view, digest))
         if donors:
             self._replaces = replaces
             building = self._built_in_time(random.choice(donors), digest, replaces)
@@ -513,7 +484,9 @@ class StageArchive:
                     self._adopt(each)
             elif proved is False:
                 logger.error("alarm: %s: the state of %s is wrong", self, each.donor or "the disk")
-                self._note(self._liars, each.donor)
+                if each.donor and self._book.lied(each.donor):
+                    # nobody's traffic is to be spent on one wrong state after the other
+                    self._not_before = time.monotonic() + self._record_lifetime_s / 2
                 if each is self._coming:
                     self._drop_coming()
                 else:
@@ -559,20 +532,8 @@ class StageArchive:
             rules=last.rules,
         )
 
-    def _note(self, noted: set[str], name: str) -> None:
-        if len(noted) >= MAX_NOTED:
-            noted.clear()
-        noted.add(name)
-
     def __str__(self) -> str:
         return f"archive of stage {self._check.stage}"
-
-
-def _holders(view: SwarmView, digest: str) -> list[str]:
-    """Those who claim this record: one that is out of reach must not hide the others."""
-    return [
-        peer for peer, claim in view.claims.items() if peer != view.me and claim.digest == digest
-    ]
 
 
 def _said(error: Exception) -> str:

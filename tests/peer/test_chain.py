@@ -14,7 +14,6 @@ from dilocox.dht.identity import Identity
 from dilocox.dht.records import ClaimRecord
 from dilocox.dht.rpc import PeerBusy, TooSlow
 from dilocox.dht.swarm_view import SwarmView
-from dilocox.peer.averaging import follower as follower_module
 from dilocox.peer.averaging.averager import Applied, StageAverager
 from dilocox.peer.averaging.events import Committed, EventQueue, Resynced
 from dilocox.peer.averaging.follower import ChainFollower
@@ -322,20 +321,3 @@ def test_records_that_came_before_the_rest_was_cut_off_count(behind: Behind) -> 
     behind.look()
     assert behind.chain.head.round == 0
     assert behind.chain.last_record is not None
-
-
-def test_what_is_noted_of_claims_is_bounded(
-    behind: Behind, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(follower_module, "MAX_NOTED", 10)
-    lost = Reach(appended=(), fork_round=-1, fork_digest="f" * 64, chain_tokens=-1, too_far=False)
-    behind.answers = [lost] * 50 + [ConnectionError("gone")] * 50
-    for number in range(100):
-        behind.look(digest=f"{number:064x}")
-    assert len(behind.asked) == 100
-    assert len(behind.chain._ignored) <= 10
-    assert len(behind.chain._doubted) <= 10
-    behind.answers = [nothing(too_far=True)] + [RecordRefused("nonsense")] * 50
-    for number in range(51):
-        behind.look(holders=(f"donor {number}",))
-    assert 1 <= len(behind.chain._liars) <= 10

@@ -1,0 +1,167 @@
+"""Which claims are believed, whom one asks, who lied, and which of two chains wins: one table for
+peers and archives, whose own tests show that they keep to it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from dilocox.dht.records import ClaimRecord
+from dilocox.dht.rpc import BUSY_LIFETIMES
+from dilocox.dht.swarm_view import SwarmView
+from dilocox.peer.chain.catchup import Reach
+from dilocox.peer.chain.claims import MAX_NOTED, ClaimBook, holders, wins
+from dilocox.peer.chain.store import Head, RoundLog
+from tests.peer.clocks import TestClock
+
+LIFETIME_S = 60.0
+HEAD = Head(round=4, digest="aa", chain_tokens=500, record_bytes=10)
+
+
+def claim(digest: str, tokens: int = 600, number: int = 5) -> ClaimRecord:
+    return ClaimRecord(
+        round=number, digest=digest, tokens=1, chain_tokens=tokens, record_bytes=10, rules=0
+    )
+
+
+def view(**claims: ClaimRecord) -> SwarmView:
+    return SwarmView(me="me", claims=claims)
+
+
+@pytest.fixture
+def clock() -> TestClock:
+    return TestClock()
+
+
+@pytest.fixture
+def book(clock: TestClock) -> ClaimBook:
+    return ClaimBook(record_lifetime_s=LIFETIME_S, now=clock.monotonic)
+
+
+# ---- what is ahead -------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("claims", "expected"),
+    [
+        ({}, []),
+        ({"a": claim("aa", 500, 4)}, []),  # our own record
+        ({"a": claim("bb", 499)}, []),  # behind us, or a fork that has lost
+        ({"a": claim("bb", 500, 4)}, ["bb"]),  # a fork with as many tokens: it may win
+        ({"a": claim("bb"), "b": claim("bb")}, ["bb"]),
+        ({"a": claim("bb"), "b": claim("cc", 700), "d": claim("dd", 700)}, ["cc", "dd", "bb"]),
+        ({"me": claim("bb")}, []),
+        ({"a": claim("bb", 600, -1)}, []),
+    ],
+)
+def test_what_is_ahead_is_asked_for_the_most_tokens_first(
+    book: ClaimBook, claims: dict[str, ClaimRecord], expected: list[str]
+) -> None:
+    seen = view(**claims)
+    assert [each.digest for each in book.ahead(seen, HEAD)] == expected
+    best = book.best(seen, HEAD)
+    assert (best and best.digest) == (expected[0] if expected else None)
+
+
+def test_all_who_claim_a_record_can_be_asked_for_it() -> None:
+    seen = view(a=claim("bb"), b=claim("cc"), d=claim("bb"), me=claim("bb"))
+    assert holders(seen, "bb") == ["a", "d"]
+
+
+# ---- doubt ---------------------------------------------------------------------------------------
+@pytest.mark.parametrize(("busy", "lifetimes"), [(False, 1), (True, BUSY_LIFETIMES)])
+def test_a_claim_that_nobody_proves_is_believed_so_long_and_no_longer(
+    book: ClaimBook, clock: TestClock, busy: bool, lifetimes: int
+) -> None:
+    seen = view(a=claim("bb"), b=claim("cc", 550))
+    assert not book.failing("bb")
+    assert not book.failed("bb", busy=busy)
+    assert book.failing("bb")
+    clock.now += lifetimes * LIFETIME_S
+    assert not book.failed("bb", busy=busy)
+    assert [each.digest for each in book.ahead(seen, HEAD)] == ["bb", "cc"]
+    clock.now += 1.0
+    assert book.failed("bb", busy=busy)
+    assert not book.believed(claim("bb"))
+    assert [each.digest for each in book.ahead(seen, HEAD)] == ["cc"]
+
+
+def test_time_in_which_its_holders_were_only_busy_does_not_count_as_silence(
+    book: ClaimBook, clock: TestClock
+) -> None:
+    book.failed("bb", busy=True)
+    clock.now += 2 * LIFETIME_S
+    assert not book.failed("bb")
+
+
+def test_records_that_came_end_the_doubt_of_their_claim_and_of_no_other(
+    book: ClaimBook, clock: TestClock
+) -> None:
+    book.failed("bb")
+    book.failed("cc")
+    book.came("bb")
+    clock.now += LIFETIME_S + 1.0
+    assert not book.failed("bb"), "it begins anew"
+    assert book.failed("cc"), "a lie would be believed for as long as others are honest"
+
+
+def test_what_lost_against_ours_is_not_looked_at_again(book: ClaimBook) -> None:
+    book.ignore("bb")
+    assert book.best(view(a=claim("bb")), HEAD) is None
+
+
+# ---- liars ---------------------------------------------------------------------------------------
+def test_who_gave_a_wrong_state_is_asked_again_only_where_nobody_else_has_one(
+    book: ClaimBook,
+) -> None:
+    assert book.donors(("a", "b")) == ["a", "b"]
+    assert not book.lied("a")
+    assert book.donors(("a", "b")) == ["b"]
+    assert book.donors(("a",)) == ["a"]
+    assert book.lied("a"), "twice: then it speaks against the claim"
+
+
+def test_what_is_noted_is_bounded(book: ClaimBook) -> None:
+    for number in range(MAX_NOTED + 1):
+        book.failed(f"{number:x}")
+        book.ignore(f"{number:x}")
+        book.lied(f"{number:x}")
+    assert book.believed(claim("0")) and not book.believed(claim(f"{MAX_NOTED:x}"))
+    assert book.donors(("0", f"{MAX_NOTED:x}")) == ["0"]
+
+
+# ---- forks ---------------------------------------------------------------------------------------
+class Log:
+    """Rounds, and what the header of each names as the one before it."""
+
+    def __init__(self, *previous: str):
+        self._previous = previous
+
+    def rounds(self) -> Sequence[int]:
+        return range(len(self._previous))
+
+    def header(self, number: int) -> Any:
+        return SimpleNamespace(previous=self._previous[number])
+
+
+@pytest.mark.parametrize(
+    ("tokens", "first", "theirs_wins"),
+    [
+        (501, "ff", True),  # more tokens
+        (499, "00", False),
+        (500, "00", True),  # as many: the smaller digest after the fork
+        (500, "ff", False),
+    ],
+)
+@pytest.mark.parametrize("length", [1, 2])
+def test_of_two_chains_the_one_with_more_tokens_wins(
+    tokens: int, first: str, theirs_wins: bool, length: int
+) -> None:
+    """Ours goes on with the record "aa" after round 0, and with another one after that."""
+    log = Log("root", "common", *["aa"] * (length - 1))
+    ours = Head(
+        round=length, digest="aa" if length == 1 else "99", chain_tokens=500, record_bytes=1
+    )
+    reach = Reach(appended=(), fork_round=0, fork_digest=first, chain_tokens=tokens, too_far=False)
+    assert wins(reach, cast("RoundLog", log), ours) is theirs_wins

@@ -1,4 +1,4 @@
-"""What slow links cost a replica, and what codecs and the order of the work win back.
+"""What slow links cost a replica, and what codecs win back.
 
     python benchmarks/pipeline.py [--steps 5] [--pass-s 0.1] [--mbit 50] [--delay-ms 50]
                                   [--loss-seeds 3] [--plot FILE]
@@ -60,14 +60,12 @@ class Setting:
     """One replica of the first table."""
 
     codec: str
-    schedule: str = "backward_first"
     shaped: bool = True
 
     @property
     def name(self) -> str:
         """For the plot."""
-        first = self.codec if self.shaped else f"loopback\n{self.codec}"
-        return first if self.schedule == "backward_first" else f"{first}\n1F1B"
+        return self.codec if self.shaped else f"loopback\n{self.codec}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,7 +110,7 @@ def run_description(arguments: argparse.Namespace, setting: Setting) -> dict[str
             "microbatch_size": arguments.microbatch_size,
             "microbatches": arguments.microbatches,
         },
-        pipeline={"codec": setting.codec, "schedule": setting.schedule},
+        pipeline={"codec": setting.codec},
         rounds={"inner_steps": steps, "min_inner_steps": steps, "max_inner_steps": steps},
     )
 
@@ -156,41 +154,34 @@ def _computing(log: list[LoggedStep]) -> float:
 
 
 def speeds(arguments: argparse.Namespace, console: Console) -> dict[Setting, Speed]:
-    """Measure and print the first table, and whether backward-first beats 1F1B."""
-    same = arguments.schedule_codec
+    """Measure and print the first table."""
     settings = [Setting(codec="bf16", shaped=False)]
     if reason := available():
         console.print(f"no shaped links here: {reason}")
     else:
         settings += [Setting(codec=codec) for codec in arguments.codecs]
-        settings += [Setting(codec=same, schedule="1f1b")]
     table = narrow(
         f"{arguments.stages} stages, {arguments.microbatches} microbatches of "
         f"{arguments.pass_s * 1e3:g} ms; shaped: {arguments.mbit:g} Mbit/s, "
         f"{arguments.delay_ms:g} ms one way"
     )
-    for heading in ("links", "codec", "order"):
+    for heading in ("links", "codec"):
         table.add_column(heading)
     for heading in ("computing", "mean", "tokens/s", "of loopback"):
         table.add_column(heading, justify="right")
     found: dict[Setting, Speed] = {}
     for setting in settings:
-        with console.status(f"{setting.codec}, {setting.schedule}"):
+        with console.status(setting.codec):
             speed = found[setting] = measure(arguments, setting)
         table.add_row(
             "shaped" if setting.shaped else "loopback",
             setting.codec,
-            setting.schedule,
             " ".join(f"{share:.0%}" for share in speed.computing),
             f"{statistics.fmean(speed.computing):.0%}",
             f"{speed.tokens_per_s:,.0f}",
             f"{speed.tokens_per_s / found[settings[0]].tokens_per_s:.0%}",
         )
     console.print(table)
-    ours, theirs = found.get(Setting(codec=same)), found.get(Setting(codec=same, schedule="1f1b"))
-    if ours and theirs:
-        gain = ours.tokens_per_s / theirs.tokens_per_s - 1
-        console.print(f"backward-first with {same}: {gain:+.0%} tokens/s over 1F1B")
     return found
 
 
@@ -210,14 +201,11 @@ def main() -> None:
     parser.add_argument("--microbatch-size", type=int, default=4)
     parser.add_argument("--microbatches", type=int, default=16, help="of an inner step")
     parser.add_argument("--codecs", nargs="+", default=["bf16", "int8", "int4"], help="shaped")
-    parser.add_argument("--schedule-codec", default="int4", help="one of these, also with 1F1B")
     parser.add_argument("--seed", type=int, default=0, help="the first one of the losses")
     parser.add_argument("--loss-seeds", type=int, default=3, help="how many from there on")
     parser.add_argument("--loss-steps", type=int, default=200, help="0: no losses")
     parser.add_argument("--plot", type=Path, help="a file to draw both tables in, .svg or .png")
     arguments = parser.parse_args()
-    if arguments.schedule_codec not in arguments.codecs:
-        parser.error("--schedule-codec must be one of --codecs")
     if arguments.plot and importlib.util.find_spec("matplotlib") is None:
         parser.error("--plot needs matplotlib: install the dev extra")
     console = Console()

@@ -149,8 +149,6 @@ class PipelineSpec(Section):
 
     codec: of activations and their gradients; "auto" chooses bf16, int8 or int4 for each link by
         its speed.
-    schedule: "backward_first" runs a backward as soon as one is ready and keeps a window of
-        microbatches in flight; "1f1b" is the classic order, for comparison.
     recompute: keep only a microbatch's input and run its forward again before its backward; less
         memory, a third more computing.
     window: microbatches in flight at once; 0 lets the head choose by what it measures.
@@ -158,9 +156,6 @@ class PipelineSpec(Section):
 
     codec: Literal["auto", "fp32", "bf16", "int8", "int4"] = checked(
         choice("auto", "fp32", "bf16", "int8", "int4"), "auto"
-    )
-    schedule: Literal["backward_first", "1f1b"] = checked(
-        choice("backward_first", "1f1b"), "backward_first"
     )
     recompute: bool = checked(choice(False, True), False)
     window: int = checked(integer(0, 1024), 0)

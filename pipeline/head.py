@@ -166,7 +166,6 @@ class Head:
             head=self._me,
             members=tuple(replica.members[stage] for stage in stages),
             clients=tuple(replica.clients[stage] for stage in stages),
-            window=replica.window,
             codecs=replica.codecs,
             step=self._step,
             done=replica.done,
@@ -240,7 +239,6 @@ class Head:
             learning_rate=learning_rate,
             loss=totals.loss,
             codecs=replica.codecs,
-            window=replica.window,
         )
         stepped = self._member.go(go)
         replica.done = (stepped.step, factor, learning_rate)

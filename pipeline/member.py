@@ -129,7 +129,6 @@ class Member:
         self.end()
         self.assignment, self.step = assignment, assignment.step
         self._codecs = assignment.codecs
-        self.worker.window = assignment.window
         k = self._stage
         if not self.is_first:
             self._upper = LinkKey(assignment.replica, assignment.epoch, k - 1, "upper")
@@ -307,7 +306,7 @@ class Member:
 
     def _go(self, go: Go) -> Stepped:
         self._send(self._lower, self._frame("go", facts=go.to_facts()))
-        self._codecs, self.worker.window = go.codecs, go.window
+        self._codecs = go.codecs
         return self._step(go.factor, go.learning_rate, go.loss)
 
     def _step(self, factor: float, learning_rate: float, loss: float) -> Stepped:

@@ -112,15 +112,13 @@ class Totals:
 class Go:
     """The head's word that an inner step is complete: all stages clip and step now.
 
-    codecs: by link, from the next inner step on; window: microbatches in flight, likewise. loss:
-    the mean of this one's.
+    codecs: by link, from the next inner step on. loss: the mean of this one's.
     """
 
     factor: float
     learning_rate: float
     loss: float
     codecs: tuple[str, ...]
-    window: int
 
     def to_facts(self) -> dict[str, object]:
         """For a `go` frame."""
@@ -129,7 +127,6 @@ class Go:
             "learning_rate": self.learning_rate,
             "loss": self.loss,
             "codecs": list(self.codecs),
-            "window": self.window,
         }
 
     @classmethod
@@ -143,7 +140,6 @@ class Go:
             learning_rate=number(facts, "learning_rate", 0.0, MAX_LEARNING_RATE),
             loss=number(facts, "loss", nan=True),
             codecs=codecs,
-            window=integer(facts, "window", 1, MAX_WINDOW),
         )
 
 

@@ -45,7 +45,7 @@ class Assignment:
 
     replica, head: peer id of the stage-0 peer. members: peer ids by stage.
     clients: by stage, whether the member can only dial out; of two neighbours at most one.
-    window: microbatches in flight at once. codecs: of each link, from the head downwards.
+    codecs: of each link, from the head downwards.
     step: the inner step that comes next. done: number, clip factor (not a number: skipped) and
     learning rate of the last GO, for members that have not taken that step; None before the first.
     """
@@ -55,7 +55,6 @@ class Assignment:
     head: str
     members: tuple[str, ...]
     clients: tuple[bool, ...]
-    window: int
     codecs: tuple[str, ...]
     step: int
     done: tuple[int, float, float] | None
@@ -69,7 +68,6 @@ class Assignment:
             "head": self.head,
             "members": self.members,
             "clients": self.clients,
-            "window": self.window,
             "codecs": self.codecs,
             "step": self.step,
             "done_step": step,
@@ -86,7 +84,6 @@ class Assignment:
             head=text(facts, "head", MAX_REPLICA),
             members=texts(facts, "members", num_stages, MAX_REPLICA),
             clients=flags(facts, "clients", num_stages),
-            window=integer(facts, "window", 1, MAX_WINDOW),
             codecs=texts(facts, "codecs", num_stages - 1, MAX_REPLICA),
             step=integer(facts, "step", 0, MAX_INTEGER),
             done=_done(facts),

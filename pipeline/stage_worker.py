@@ -26,11 +26,9 @@ What the last stage makes of logits: the cross-entropy of every next token, in f
 In one place, so that a stage of a replica, a model in one piece and the validation compute the same
 numbers.
 
-What a stage computes next, and how many microbatches a replica keeps in flight.
-
-Why: over slow links a stage that insists on an order waits for frames while it could compute.
-Backward-first takes whatever is there and the older half of the work first, which also frees memory
-soonest; 1F1B is the order of data centres and stays for comparison.
+A stage runs a backward when one is there, else a forward. Over slow links a stage that insists on
+an order, as 1F1B in data centres, waits for frames while it could compute; and a backward frees
+memory.
 """
 
 import math
@@ -323,41 +321,9 @@ def _set_random_state(device: torch.device, state: Tensor) -> None:
         torch.set_rng_state(state)
 
 
-Policy = Literal["backward_first", "1f1b"]
-Action = Literal["forward", "backward"]
-
 # Microbatches wait for each other, because forwards and backwards take different times: in
 # simulated chains a window without margin leaves stages idle for up to 15 % of the time.
 _MARGIN = 1.5
-
-
-def next_action(
-    policy: Policy,
-    *,
-    warm_up: int,
-    microbatches: int,
-    forwards: int,
-    backwards: int,
-    forward_ready: bool,
-    backward_ready: bool,
-) -> Action | None:
-    """Return what a stage runs now; None if it has to wait for a neighbour.
-
-    Args:
-        policy: "backward_first" runs a backward when one is ready, else a forward. "1f1b" runs
-            `warm_up` forwards, then a backward and a forward in turns, waiting where need be.
-        warm_up: stages from this one on, itself included.
-        microbatches: of an inner step.
-        forwards, backwards: how many of them ran in this step.
-        forward_ready, backward_ready: whether the input of one is there.
-    """
-    if policy == "1f1b":
-        if forwards < microbatches and forwards - backwards < warm_up:
-            return "forward" if forward_ready else None
-        return "backward" if backward_ready else None
-    if backward_ready:
-        return "backward"
-    return "forward" if forward_ready else None
 
 
 def window_size(
@@ -417,12 +383,7 @@ class StageWorker:
         optimizer: of its parameters.
         microbatches: of an inner step; their losses weigh the same.
         stage_index, num_stages: the stage's place in the chain.
-        policy: the order of the pieces, see `schedule.next_action`.
         recompute: keep only the input of a forward and run it again before its backward.
-
-    Attributes:
-        window: how many microbatches the head keeps in flight, None for at least one a stage. Only
-            "1f1b" needs it, which would wait for more for ever.
     """
 
     def __init__(
@@ -433,17 +394,13 @@ class StageWorker:
         microbatches: int,
         stage_index: int,
         num_stages: int,
-        policy: Policy = "backward_first",
         recompute: bool = False,
     ) -> None:
         self._optimizer = optimizer
         self._microbatches = microbatches
         self._is_first = stage_index == 0
         self._is_last = stage_index == num_stages - 1
-        self._policy: Policy = policy
-        self._stages_from_here = num_stages - stage_index
         self._passes = StagePasses(stage, optimizer, recompute=recompute)
-        self.window: int | None = None
         self._forget()
 
     def restart(self) -> None:
@@ -484,18 +441,9 @@ class StageWorker:
 
         What comes out is not checked: a caller that finds it not finite sends None in its place.
         """
-        action = next_action(
-            self._policy,
-            warm_up=min(self._stages_from_here, self.window or self._stages_from_here),
-            microbatches=self._microbatches,
-            forwards=self._forwards,
-            backwards=self._backwards,
-            forward_ready=bool(self._inputs),
-            backward_ready=bool(self._gradients),
-        )
-        if action == "backward":
+        if self._gradients:
             return self._run_backward(*self._gradients.popleft())
-        if action == "forward":
+        if self._inputs:
             run = self._run_both if self._is_last else self._run_forward
             return run(*self._inputs.popleft())
         return None
@@ -585,12 +533,10 @@ class StageWorker:
         self._awaited: dict[int, Forwarded | None] = {}
         self._gradients: deque[tuple[int, Forwarded | None, Tensor | None]] = deque()
         self._losses: dict[int, Tensor] = {}
-        self._forwards = 0
         self._backwards = 0
         self._poisoned = False
 
     def _run_forward(self, microbatch: int, inputs: Tensor | None, windows: Tensor) -> Produced:
-        self._forwards += 1
         output: Tensor | None = None
         self._awaited[microbatch] = None
         if inputs is None and not self._is_first:
@@ -609,7 +555,6 @@ class StageWorker:
         return self._upward(microbatch, self._passes.backward(forwarded, gradient))
 
     def _run_both(self, microbatch: int, inputs: Tensor | None, windows: Tensor) -> Produced:
-        self._forwards += 1
         self._backwards += 1
         if inputs is None and not self._is_first:
             self._poisoned = True

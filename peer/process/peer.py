@@ -308,7 +308,6 @@ class Assembly:
             microbatches=manifest.batch.microbatches,
             stage_index=self._place.stage,
             num_stages=manifest.stages,
-            policy=manifest.pipeline.schedule,
             recompute=manifest.pipeline.recompute,
         )
         self._tally.computing_s = lambda: worker.computing_s

@@ -51,7 +51,7 @@ def test_three_fields_make_a_manifest(tmp_path: Path):
         ("rounds: {inner_steps: true}", "rounds.inner_steps is True; it must be an integer"),
         ("rounds: {inner_stps: 5}", "rounds.inner_stps is not a field.*did you mean inner_steps?"),
         ("pipeline: {codec: zip}", "codec is 'zip'; it must be auto, fp32, bf16, int8 or int4"),
-        ("pipeline: {schedule: gpipe}", "schedule is 'gpipe'; it must be backward_first or 1f1b"),
+        ("pipeline: {codec: gzip}", "codec is 'gzip'; it must be auto, fp32, bf16, int8 or int4"),
         ("pipeline: {recompute: 1}", "pipeline.recompute is 1; it must be False or True"),
         ("pipeline: {window: -1}", "pipeline.window is -1; it must be an integer from 0 to 1024"),
         ("colour: red", "colour is not a field of the manifest; known here: name"),

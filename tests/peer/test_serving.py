@@ -95,7 +95,6 @@ def recruit(served: Server) -> None:
         head=HEAD,
         members=(HEAD, ME),
         clients=(False, False),
-        window=2,
         codecs=("bf16",),
         step=0,
         done=None,

@@ -74,7 +74,6 @@ class Alone:
                 head="p0",
                 members=tuple(f"p{stage}" for stage in range(len(self.clients))),
                 clients=self.clients,
-                window=2,
                 codecs=("fp32",) * (len(self.clients) - 1),
                 step=step,
                 **{"done": None, **fields},
@@ -125,7 +124,7 @@ class Alone:
 
 
 def go_facts(**fields: Any) -> dict[str, object]:
-    go = Go(factor=0.5, learning_rate=1e-2, loss=2.0, codecs=("fp32", "int8"), window=1)
+    go = Go(factor=0.5, learning_rate=1e-2, loss=2.0, codecs=("fp32", "int8"))
     return {**go.to_facts(), **fields}
 
 

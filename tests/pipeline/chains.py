@@ -19,7 +19,7 @@ from torch import Tensor
 from dilocox.dht.manifest import InnerSpec
 from dilocox.peer.training.inner_optimizer import InnerOptimizer, Precision, clip_factor
 from dilocox.pipeline.stage import StageModule, build_stage
-from dilocox.pipeline.stage_worker import Policy, Produced, StageWorker
+from dilocox.pipeline.stage_worker import Produced, StageWorker
 from tests.pipeline.whole_model import StepResult, train_step
 
 Config = dict[str, Any]
@@ -144,7 +144,6 @@ def chain(
     microbatches: int = MICROBATCHES,
     window: int = 2,
     seed: int = 0,
-    policy: Policy = "backward_first",
     recompute: bool = False,
     spec: InnerSpec = SPEC,
     precisions: tuple[Precision | None, ...] | None = None,
@@ -162,7 +161,6 @@ def chain(
             microbatches=microbatches,
             stage_index=index,
             num_stages=num_stages,
-            policy=policy,
             recompute=recompute,
         )
         for index, (stage, optimizer) in enumerate(zip(stages, optimizers, strict=True))

@@ -24,7 +24,6 @@ def assignment(head: str = "A", epoch: int = 1, **fields: Any) -> Assignment:
     plain: dict[str, Any] = {
         "members": (head, "me", "last"),
         "clients": (False, True, False),
-        "window": 6,
         "codecs": ("bf16", "int4"),
         "step": 4,
         "done": (3, 0.5, 1e-3),

@@ -18,7 +18,7 @@ from dilocox.peer.training.inner_optimizer import InnerOptimizer
 from dilocox.pipeline.member import Follower, Member
 from dilocox.pipeline.reservation import Desk
 from dilocox.pipeline.stage import StageModule, build_stage
-from dilocox.pipeline.stage_worker import Policy, StageWorker
+from dilocox.pipeline.stage_worker import StageWorker
 from tests.pipeline.chains import SEED, SPEC, Config
 from tests.pipeline.wires import Box, Wires
 
@@ -44,7 +44,6 @@ class Plan:
     microbatches: int = 3
     window: int = 0
     codec: str = "fp32"
-    policy: Policy = "backward_first"
     recompute: bool = False
     spec: InnerSpec = SPEC
 
@@ -113,7 +112,6 @@ class Peer:
             microbatches=plan.microbatches,
             stage_index=stage,
             num_stages=plan.num_stages,
-            policy=plan.policy,
             recompute=plan.recompute,
         )
         self.anchor = Anchor(self.module)

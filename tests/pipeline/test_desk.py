@@ -96,7 +96,7 @@ def test_only_a_later_epoch_replaces_an_assignment(desk: Desk) -> None:
     desk.take_assignment()
     old = assign(desk, assignment(epoch=2))
     assert (old.kind, old.facts["reason"], old.facts["epoch"]) == ("no", "epoch 3 is on", 3)
-    assert assign(desk, assignment(epoch=3, window=9)).kind == "no"
+    assert assign(desk, assignment(epoch=3, step=9)).kind == "no"
     assert assign(desk, assignment(epoch=3)).kind == "yes"  # the same again: its answer was lost
     assert desk.take_assignment() is None
     desk.shut("nobody else")  # a member stays one until it leaves
@@ -206,9 +206,9 @@ def test_who_speaks_for_another_is_refused(desk: Desk, peer: str, frame: Frame, 
 
 def test_odd_assignment_is_refused_and_counted(desk: Desk) -> None:
     ask(desk, "reserve", "A")
-    odd = Frame(kind="assign", replica="A", facts=assignment().to_facts() | {"window": 0})
+    odd = Frame(kind="assign", replica="A", facts=assignment().to_facts() | {"step": -1})
     answer = desk.answer("A", odd)
-    assert (answer.kind, "window" in str(answer.facts["reason"])) == ("no", True)
+    assert (answer.kind, "step" in str(answer.facts["reason"])) == ("no", True)
     assert (desk.refused, desk.state) == ({"header": 1}, "reserved")
 
 

@@ -29,7 +29,7 @@ REPORTS = st.builds(
 LOSSES = st.floats(allow_infinity=False)
 SUMS = st.floats(0.0, allow_infinity=False) | st.just(math.nan)
 ONE = Totals(squared_norm=1.0, loss=2.0, reports=(StageReport(anchor_round=1, compute_s=0.5),))
-GO = Go(factor=0.5, learning_rate=1e-3, loss=2.0, codecs=("bf16", "int4"), window=4)
+GO = Go(factor=0.5, learning_rate=1e-3, loss=2.0, codecs=("bf16", "int4"))
 
 
 def travelled(kind: str, facts: dict[str, object]) -> Any:
@@ -99,12 +99,11 @@ class TestGo:
         st.floats(0.0, MAX_LEARNING_RATE),
         LOSSES,
         st.lists(st.sampled_from(CODECS), max_size=8),
-        st.integers(1, MAX_WINDOW),
     )
     def test_it_arrives_as_it_was(
-        self, factor: float, rate: float, loss: float, codecs: list[str], window: int
+        self, factor: float, rate: float, loss: float, codecs: list[str]
     ) -> None:
-        go = Go(factor=factor, learning_rate=rate, loss=loss, codecs=tuple(codecs), window=window)
+        go = Go(factor=factor, learning_rate=rate, loss=loss, codecs=tuple(codecs))
         read = Go.from_facts(travelled("go", go.to_facts()), len(codecs) + 1)
         assert repr(read) == repr(go)
 
@@ -121,7 +120,6 @@ class TestGo:
             {"factor": 1.5},
             {"factor": -0.5},
             {"loss": None},
-            {"window": 0},
         ],
     )
     def test_an_odd_one_is_refused(self, odd: dict[str, object]) -> None:

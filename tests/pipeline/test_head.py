@@ -6,7 +6,6 @@ import pytest
 
 from dilocox.pipeline.frames import Frame
 from dilocox.pipeline.head import LAST_STEP_LIMIT_S, STALL_LIMIT_S
-from dilocox.pipeline.stage_worker import Policy
 from tests.pipeline.chains import batches
 from tests.pipeline.histories import check_weights
 from tests.pipeline.peers import TINY, Peer, Plan
@@ -94,10 +93,9 @@ class TestWindow:
         assert swarm.wires.now - start < STALL_LIMIT_S
         return most
 
-    @pytest.mark.parametrize("policy", ["backward_first", "1f1b"])
     @pytest.mark.parametrize("name", ["head", "1a", "2a"])
-    def test_it_is_that_of_the_scarcest(self, policy: Policy, name: str) -> None:
-        with Swarm(Plan(policy=policy)) as swarm:
+    def test_it_is_that_of_the_scarcest(self, name: str) -> None:
+        with Swarm(Plan()) as swarm:
             if name != "head":
                 swarm.peers[name].set_window(1)
             swarm.leader.form()

@@ -67,7 +67,6 @@ class Town:
             head="me",
             members=tuple(replica.members[k] for k in stages),
             clients=tuple(replica.clients[k] for k in stages),
-            window=1,
             codecs=("fp32",) * (self.stages - 1),
             step=0,
             done=None,

@@ -54,27 +54,6 @@ class TestEqualsTheWholeModel:
             assert (loss, squared_norm) == (results[step].loss, results[step].squared_norm)
         assert same(weights(chained), expected)
 
-    @pytest.mark.parametrize("window", [1, 2, 3])
-    def test_1f1b_takes_the_same_steps_whatever_the_window(
-        self, llama_config: Config, window: int
-    ) -> None:
-        ours = chain(llama_config, 3, policy="1f1b", window=window)
-        theirs = chain(llama_config, 3)
-        for worker in ours.workers:
-            worker.window = window
-        for step, batch in enumerate(batches(llama_config, 2)):
-            assert ours.step(batch, rate(step)) == theirs.step(batch, rate(step))
-        assert same(weights(ours), weights(theirs))
-        assert ours.most_in_flight == window
-
-    def test_1f1b_alternates_after_its_warm_up(self, llama_config: Config) -> None:
-        chained = chain(llama_config, 3, policy="1f1b", window=6, microbatches=6)
-        [batch] = batches(llama_config, 1, 6)
-        chained.run(batch)
-        for stage, order in enumerate(("FFFBFBFBFBBB", "FFBFBFBFBFBB")):
-            kinds = [kind for at, kind, _ in chained.history if at == stage]
-            assert "".join("F" if kind == "forward" else "B" for kind in kinds) == order
-
     def test_the_weights_may_be_views_of_one_flat_vector(self, llama_config: Config) -> None:
         plain, flat = chain(llama_config, 2), chain(llama_config, 2)
         for stage, module in enumerate(flat.stages):

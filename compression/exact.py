@@ -8,11 +8,10 @@ How: either each step is one IEEE operation per element in a fixed order (`tree_
 that BLAS may use any order (`exact_product`). Do not put a fused call (addcmul), a reduction (sum,
 norm, dot) or a function beyond + - * / sqrt in here.
 
-The basis of a factored matrix: the directions in which its next updates are looked for.
-
-Why: a peer that draws or orders a basis otherwise than the group spoils the average of P. So a
-draw comes from a hash, not from a library's random numbers, whose streams differ by version and
-processor, and the rows are chosen and orthonormalised by `exact` arithmetic.
+The basis of a factored matrix, the directions in which its next updates are looked for, is made of
+the same arithmetic (`strongest`, `continued`): a peer that draws or orders it otherwise than the
+group spoils the average of P. A draw comes from a hash, not from a library's random numbers, whose
+streams differ by version and processor.
 """
 
 import hashlib

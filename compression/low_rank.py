@@ -15,7 +15,7 @@ basis vector has Q^T like phase 1, without the other tensors.
 How: own products are fp32 matrix products. What all peers must agree on to the last bit (P^, the
 average, the next basis, the ranks needed) is `exact` arithmetic on the CPU. One matrix at a time.
 
-Where the pieces of each tensor lie in these vectors is `Factors`' business: shapes and sums alone.
+Where the pieces of each tensor lie in these vectors, `Factored` and `Dense` say: shapes and sums.
 """
 
 import math

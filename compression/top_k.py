@@ -272,8 +272,6 @@ def room(out: Tensor | None, numel: int, device: torch.device) -> Tensor:
     return out
 
 
-__all__ = ["CHUNK", "SparseMeanCodec", "TopKCodec"]
-
 _BITS = 2
 _HEADER = struct.Struct("<BBHf")
 _MIN_FACTOR = 2.0**-80  # with it no subnormal value reaches 2^-21 of a chunk that is sent

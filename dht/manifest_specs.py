@@ -3,10 +3,9 @@
 Each section stands alone; what concerns several of them (a model's vocabulary and the tokenizer,
 the warmup and the end of the run) is checked where they meet, in manifest.py.
 
-What a run.yaml may leave out because it follows from something else, and the presets that ship.
-
-A preset names a model only. The manifest that is signed spells everything out, so that peers of
-another version never fill in another default.
+`with_defaults` fills in what a run.yaml may leave out because it follows from something else, and
+the model of a preset, which names nothing more. The manifest that is signed spells everything out,
+so that peers of another version never fill in another default.
 """
 
 from dataclasses import dataclass
@@ -82,7 +81,7 @@ def _preset(name: str) -> dict[str, Any]:
 
 
 MAX_TOKENS = 10**15
-# Long heartbeats would make records outlive what the DHT keeps (keys.MAX_LIFETIME_S).
+# Long heartbeats would make records outlive what the DHT keeps (records.MAX_LIFETIME_S).
 MAX_HEARTBEAT_S = 600.0
 MAX_REVISION = 2**31
 MAX_REVISIONS_NOTED = 256

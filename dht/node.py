@@ -1,10 +1,10 @@
 """A DHT node in a child process that cannot outlive its peer.
 
-hivemind.DHT is subclassed where it falls short of DESIGN section 3: its child and p2pd live on when
+hivemind.DHT is subclassed where it falls short of what a run needs: its child and p2pd live on when
 the main process is killed, a terminal's Ctrl-C reaches p2pd, sockets stay behind, messages of more
 than 16 KB kill it, and it waits for answers without a deadline.
 
-Questions that the main process puts to its DHT child: coroutines that run beside the node.
+What the main process asks its child stands first: coroutines that run there, beside the node.
 """
 
 # hivemind and its generated protocol classes carry no types.

@@ -6,17 +6,15 @@ names the rules it was made under, and a manifest tells what its run needs to kn
 So the newest revision is enough to replay all records. Who may revise: whoever has the operator's
 key (`dilocox operate`).
 
-Follows the manifest of a run: the operator may sign a newer revision at any time.
-
-A state alone (paused, ended, running again) takes effect in the running process. New rules enter
-the outer step, the deadlines of an exchange or the records that count, and are spread over several
+`ManifestWatch` follows the manifest of a run: the operator may sign a newer one at any time. A
+state alone (paused, ended, running again) takes effect in the running process. New rules enter the
+outer step, the deadlines of an exchange or the records that count, and are spread over several
 processes: for them a peer starts again from its snapshot, between two inner steps with no send in
 flight. Records name the rules that they were made under, so it does not matter who is first. Who
 cannot read the new rules must leave all the same: under the old ones it would make a chain of its
 own.
 
-The operator's folder of revisions: every manifest of a run that was signed, none ever removed.
-
+`RevisionFolder` is the operator's: every manifest of a run that was signed, none ever removed.
 `RUN-revisions/00000003.signed` in the operator's state folder. `dilocox operate` puts a new one
 there; the bootstrap that runs beside it looks every second, publishes it, and writes its number
 into `published`.

@@ -4,7 +4,7 @@ All calls are hivemind P2P calls in the averager's namespace. A frame's metadata
 bulk comes in chunks. Whatever goes wrong on the way becomes a ConnectionError: p2pd, hivemind and
 asyncio have a dozen names for a peer that is gone, and none of them is a fault of ours.
 
-Counters that the averaging process moves and the trainer's process reads: bytes, refusals.
+`Counts` are moved by the averaging process and read by the trainer's: bytes, refusals.
 """
 
 # hivemind and its generated protocol classes carry no types.
@@ -312,7 +312,7 @@ class Client:
             return Blob(facts=facts, data=b"".join(chunks))
 
     async def fetch_record(self, peer: str, digest: str, *, older: bool = False) -> bytes | None:
-        """Ask a member for a round record; `older` as for `headers.fetch_header`."""
+        """Ask a member for a round record; `older` as for `catchup.fetch_header`."""
         want = {"what": "record", "digest": digest, "older": older}
         blob = await self.fetch(peer, want, limit_bytes=self.record_bytes)
         return None if blob is None else blob.data

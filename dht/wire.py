@@ -2,7 +2,7 @@
 did not send.
 
 Only plain values pass (no extension types, no objects), text must be UTF-8, map keys must be text.
-This is the one file that knows the msgpack package.
+Only this file and rpc.py know the msgpack package.
 
 And the envelope that a record travels in: who says it, where, until when, as which in a row, and
 the signature over that. hivemind shows a validator only the hash of a key, so the key itself stands

@@ -6,6 +6,8 @@ likes to send a request, and as many clients as there are. Here a connection has
 its first byte to its last, and there are only so many at once.
 How: daemon threads, which end with the process. Start it after all forks: a child would keep the
 port, and threads do not survive a fork.
+
+`Family` is a metric in Prometheus's text format, as the monitor and the bootstrap write it.
 """
 
 from __future__ import annotations

@@ -1,13 +1,8 @@
-"""The options of `dilocox peer`.
+"""The options of `dilocox peer`, and when the hours and months begin that they name.
 
-When a peer may take part, as its volunteer wants it: the pure rules.
-
-What: a peer rests while it is paused, while the month's traffic is over its limit, and outside the
-hours of the day that it was given; `rest_now` says which and until when.
-Why here: whoever asks (resting.py) brings the clock, the figures and the state folder.
-How: hours are hours of this machine's local day, from the first to before the last (22-6 is from
-22:00 to 06:00). The next change is looked for hour by hour in real time, so that it is right on
-days of 23 and 25 hours, too. Months are those of UTC.
+`Hours` are hours of this machine's local day, from the first to before the last (22-6 is from 22:00
+to 06:00). Their next start is looked for hour by hour in real time, so that it is right on days of
+23 and 25 hours, too. Months are those of UTC. Who rests when is said in process/resting.py.
 """
 
 from __future__ import annotations

@@ -1,14 +1,13 @@
-"""SIGINT and SIGTERM mean: leave. The first one asks, the second one ends at once.
+"""A command as a process: the signals that end it, the commands that it starts, its log.
 
-While a command starts, asking means to raise `StopRequested`: whatever waits for the network is
-left at once, and all that is open is closed on the way out. From `defer` on it only sets `event`,
-for the loop that has something to finish first.
+SIGINT and SIGTERM mean: leave. The first one asks, the second one ends at once. While a command
+starts, asking means to raise `StopRequested`: whatever waits for the network is left at once, and
+all that is open is closed on the way out. From `defer` on it only sets `event`, for the loop that
+has something to finish first.
 
-Starts this program's own commands as child processes that do not outlive their parent.
-
-Log lines for people: one format, and hivemind's own chatter kept down.
-
-On a terminal a line takes the place of the progress line (report.py).
+`start_process` starts children that do not outlive their parent. Log lines are for people: one
+format, and hivemind's own chatter kept down. On a terminal a line takes the place of the progress
+line (peer/training/report.py).
 """
 
 from __future__ import annotations

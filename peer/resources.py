@@ -1,25 +1,27 @@
-"""How much memory a peer needs and takes, so that a volunteer can bound it."""
+"""How much memory and disk a peer needs and takes, so that a volunteer can bound it.
+
+A `Check` is a line of `dilocox doctor` about it; a peer that starts looks at its disk likewise.
+"""
 
 from __future__ import annotations
 
 import logging
 import math
 import os
+import shutil
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from dilocox.dht.errors import EnvironmentFault, InvalidInput
 
 if TYPE_CHECKING:  # the doctor looks here where torch cannot be loaded
     import torch
-import shutil
-from dataclasses import dataclass
-from typing import Literal
 
 logger = logging.getLogger(__name__)
 
 PROCESSES_BYTES = 800_000_000  # the four processes before the first vector, measured
-# Vectors of the stage's size, 4 bytes a value: six shared ones (averaging.StageBuffers), weights,
+# Vectors of the stage's size, 4 bytes a value: six shared ones (averager.StageBuffers), weights,
 # gradients, two moments, start, residual, and delta and message of a send in flight.
 VECTORS = 14
 DEVICE_VECTORS = 4  # weights, gradients, two moments: on the GPU, where there is one

@@ -1,1 +1,1 @@
-"""One replica of the model: how it is cut into stages and how a stage is built."""
+"""One replica of the model: its stages, the links between them, how it forms and how it heals."""

@@ -2,17 +2,17 @@
 
 Why: over a volunteer's uplink the codec decides how much of the time a pipeline computes. So every
 link has the most faithful one that its speed allows (`tuning`).
-How: "fp32", "int8" and "int4" are parts of `compression.codec`: one factor a frame and one scale
+How: "fp32", "int8" and "int4" are parts of a `GroupCodec`: one factor a frame and one scale
 for every 64 values, which are always values of one token (its last group is filled up with zeros),
 for tokens differ in magnitude by thousands. With "int4", what all tokens have in common is taken
-out before and stands in front (`levels`). "bf16" is the values' upper halves, rounded to
+out before and stands in front (`take_out`). "bf16" is the values' upper halves, rounded to
 nearest even, little-endian. Windows are int32, little-endian.
 
 What is not finite is never sent: the frame says codec "none" instead, and whoever gets it counts
 the microbatch as not finite, as if it had computed so itself. What a peer sent is finite after
 decoding, or refused.
 
-Levels: what all tokens have in common, channel by channel, is said once and taken out.
+`take_out` says once, channel by channel, what all tokens have in common, and takes it out.
 
 Why: 4-bit groups of neighbouring channels have one scale each. In hidden states a few channels are
 far larger than their neighbours, and many lie around a centre far from zero, in every token. Codes
@@ -93,10 +93,6 @@ def _reciprocal_sizes(values: Tensor) -> Tensor:
         raise NotLevelled(f"a value is {kind}")
     return sizes.clamp_(min=_SMALLEST).reciprocal_()
 
-
-__all__ = ["CODECS", "NOT_FINITE", "NotFinite", "decode", "decode_windows"]
-__all__ += ["encode", "encode_windows", "encoded_bytes", "split_forward"]
-__all__ += ["split_gradient", "tensor_frame"]
 
 Payload = bytes | memoryview
 

@@ -18,20 +18,14 @@ little-endian:
 
 The header is a map of the fields of `Frame` without the payload; those at their default are left
 out. A tensor's payload: the activation or gradient, coded, then (forward, evaluate) the token
-windows; `activations` says how. Its bytes follow from kind, codec and shape, and must be just so.
+windows; activation_codec.py says how. Its bytes follow from kind, codec and shape, and must be just
+so: the names of the codecs and the bytes of what they make stand here, because a frame's length is
+checked before its payload is read.
 
-The small facts that frames carry, and why a frame is refused.
-
-What: `checked_facts` lets plain values and flat lists of them pass; the readers (`integer`,
-`number`, `flag`, `text`, `texts`, `flags`) take one fact out, of the type and within the bounds
-that the reader of a kind asks for.
-Why: whatever a peer wrote, a fact that is missing or odd becomes a `FrameRefused`, never a KeyError
-or a NaN in the middle of a step.
-
-Names of the activation codecs and the exact bytes of what they make.
-
-Why apart: a frame's length is checked before its payload is read (`frames`), by rules that belong
-to the coding (`activations`), and both must agree on them.
+Of the small facts that a frame carries `checked_facts` lets plain values and flat lists of them
+pass; the readers (`integer`, `number`, `flag`, `text`, `texts`, `flags`) take one fact out, of the
+type and within the bounds that the reader of a kind asks for. So whatever a peer wrote, a fact that
+is missing or odd becomes a `FrameRefused`, never a KeyError or a NaN in the middle of a step.
 """
 
 from __future__ import annotations
@@ -243,10 +237,6 @@ def _odd(name: str, value: object, fault: str) -> FrameRefused:
     return FrameRefused("header", f"{name} is {show(value)}: {fault}")
 
 
-__all__ = ["NO_TENSORS", "Frame", "FrameLimits", "FrameRefused", "encode_prefix_and_header"]
-__all__ += ["parse_header", "parse_prefix", "read_frame"]
-__all__ += ["flag", "flags", "integer", "number", "text", "texts"]  # readers of a frame's facts
-
 VERSION: Final = 1
 REQUEST_KINDS: Final = frozenset({"ping", "reserve", "assign", "release"})
 ANSWER_KINDS: Final = frozenset({"yes", "no"})
@@ -274,7 +264,7 @@ class Frame:
     """One message between two peers of a replica.
 
     replica: peer id of the head. epoch, step, microbatch: what it belongs to.
-    codec, shape, dtype: of the tensor in the payload: one of `codecs.CODECS` (or "none": it was not
+    codec, shape, dtype: of the tensor in the payload: one of `CODECS` (or "none": it was not
     finite, only its windows are here), [b, t, d], "float32"; empty without a tensor.
     facts: what a kind needs besides: None, bool, int, float, str and flat lists of these.
     letter: for LETTER_KINDS only, see relayed_requests.py.

@@ -1,25 +1,22 @@
-"""Links between the neighbours of a replica, as the computing thread sees them: keys, messages, and
-the inbox that they come in.
+"""Links between the neighbours of a replica: what the computing thread sees of them, and each one
+from the wish to have it to its end.
 
-The network thread (network.py) puts messages in, the computing thread takes them out when it has
-time. The inbox knows how much of each link lies in it, so that a neighbour which sends more than
-this peer can take costs no more than a bounded piece of memory.
+Keys, messages and the inbox that they come in stand first. The network thread (network.py) puts
+messages in, the computing thread takes them out when it has time. The inbox knows how much of each
+link lies in it, so that a neighbour which sends more than this peer can take costs no more than a
+bounded piece of memory.
 
-A link from the wish to have it to its end: frames both ways, heartbeats, the silence limit.
+A `Stream` is one libp2p stream to one peer, with frames on it, counted and timed. Any byte is noted
+as a sign of life, not only a whole frame, or a large activation on a slow line would look like
+silence.
 
-Why: a killed process closes its streams, a frozen one does not (20 s without an error were
-measured), so each side of a link says every half second that it lives. Silence is counted in
-*observed* time: a process that was itself frozen has observed nothing, and accuses nobody when it
-thaws.
+A `Link` is frames both ways, heartbeats, the silence limit. A killed process closes its streams, a
+frozen one does not (20 s without an error were measured), so each side says every half second that
+it lives. Silence is counted in *observed* time: a process that was itself frozen has observed
+nothing, and accuses nobody when it thaws. All of it runs in the network thread, but for `post` and
+`facts`.
 
-All of this runs in the network thread, but for `post` and `facts`.
-
-One libp2p stream to one peer, with frames on it, counted and timed.
-
-Any byte is noted as a sign of life, not only a whole frame, or a large activation on a slow line
-would look like silence.
-
-What the parts of a replica need around them: the network, the optimizer, the anchor.
+Last comes what the parts of a replica need around them: the network, the optimizer, the anchor.
 """
 
 from __future__ import annotations
@@ -37,6 +34,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, Protocol
 
 from dilocox.pipeline.frames import (
+    CHUNK_BYTES,
     LINK_KINDS,
     Frame,
     FrameLimits,
@@ -185,7 +183,6 @@ class Inbox:
                 return message
 
 
-CHUNK_BYTES = 64 * 1024
 MEASURED_BYTES = 32 * 1024  # a smaller payload says more about the delay than about the speed
 SPEED_MEMORY = 0.8  # what a measurement weighs when the next one is there
 

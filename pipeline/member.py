@@ -4,15 +4,14 @@ Tensors and small facts come from the neighbours as frames, go through the worke
 frames. It is the same for every stage: a head has nobody above, the last stage nobody below. What
 only a head decides is in head.py.
 
-An inner step ends as PROTOCOL section 6 says: sums go up the chain, GO comes down, and a stage
-steps once per number. Until then a new epoch drops the step, and it is replayed.
+An inner step ends so: sums go up the chain, GO comes down, and a stage steps once per number. Until
+then a new epoch drops the step, and it is replayed.
 
-A member that is no head: it does what comes over its links, and knows when it is on its own.
-
-A head that dies or freezes tells nobody. So a member that loses a neighbour asks the head whether
-it still leads this replica, again and again; when the head does not answer, or says no, the member
-leaves the replica, keeps what it learnt, and is free for another head. A head that does answer is
-given a while to heal.
+`Follower` is a member that is no head: it does what comes over its links, and knows when it is on
+its own. A head that dies or freezes tells nobody. So a member that loses a neighbour asks the head
+whether it still leads this replica, again and again; when the head does not answer, or says no, the
+member leaves the replica, keeps what it learnt, and is free for another head. A head that does
+answer is given a while to heal.
 """
 
 from __future__ import annotations

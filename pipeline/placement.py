@@ -8,7 +8,7 @@ an order of each head's own, or all heads would run after the same peer.
 How: pure functions over one look at the DHT. Two peers that can only dial out cannot be neighbours,
 since no stream could be opened between them.
 
-Which stage a peer hosts: the emptiest when it joins, and later now and then another one.
+By the same records a peer hosts the emptiest stage when it joins, and later now and then another.
 
 What: `choose_stage` for a joiner; `Mover` tells a spare when it is its turn to move to the stage
 that has the fewest peers.

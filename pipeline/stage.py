@@ -10,8 +10,8 @@ scaling stay the family's. So do the rules of initialisation, run module by modu
 numbers come from a stream keyed by seed and module name and are made of integers and single IEEE
 operations, because torch's own differ between processors with and without AVX2.
 
-The device that a peer computes on. Nobody may ask for it before everything is forked: a process
-that has touched CUDA cannot fork one that will.
+`chosen_device` is what a peer computes on. Nobody may ask for it before everything is forked: a
+process that has touched CUDA cannot fork one that will.
 """
 
 from __future__ import annotations

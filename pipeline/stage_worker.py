@@ -9,22 +9,19 @@ gradient of their output is there. Gradients add up in the parameters until `go`
 is not finite anywhere is None from there on, up and down the chain, and makes the squared norm of
 the step not a number on all stages that it passes, so that every stage skips the step.
 
-Forward and backward passes of one stage over one microbatch.
+`StagePasses` makes the forward and backward pass over one microbatch.
 
 How: hidden states that arrive become leaves of autograd, so that a backward leaves their gradient
 in them. A forward keeps its graph, or (to save memory) only its input and the random state, and
 runs once more before its backward. Inputs and gradients come from any device and in any float type,
 and results stay on the stage's device.
 
-What a stage measures of itself: seconds of computing, and bytes that a microbatch holds.
+A stage measures of itself the seconds of computing, and the bytes that a microbatch holds: both
+decide how many microbatches are kept in flight (`window_size`), and depend on family, kernels,
+precision and machine in ways that no formula follows.
 
-Why: both decide how many microbatches are kept in flight, and depend on family, kernels, precision
-and machine in ways that no formula follows.
-
-What the last stage makes of logits: the cross-entropy of every next token, in fp32 nats.
-
-In one place, so that a stage of a replica, a model in one piece and the validation compute the same
-numbers.
+`next_token_loss` is what the last stage makes of logits, in fp32 nats: in one place, so that a
+stage of a replica, a model in one piece and the validation compute the same numbers.
 
 A stage runs a backward when one is there, else a forward. Over slow links a stage that insists on
 an order, as 1F1B in data centres, waits for frames while it could compute; and a backward frees
@@ -355,9 +352,6 @@ def window_size(
         on_links = min(round_trip_s / compute_s, microbatches)
         wanted = math.ceil(_MARGIN * (stages + on_links))
     return max(1, min(wanted, microbatches, limit))
-
-
-__all__ = ["Produced", "StageOptimizer", "StageWorker"]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

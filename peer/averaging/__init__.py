@@ -1,1 +1,1 @@
-"""The process that carries rounds out."""
+"""Rounds carried out: the coordinator's thread, and the averaging process that it drives."""

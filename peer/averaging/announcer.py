@@ -2,7 +2,7 @@
 DHT. `look` and `bootstrap_answers` belong to one thread and `tell` to another; the rest makes
 records and waits for nothing.
 
-How often a peer tells and hears, so that what it costs stays within a budget of bytes.
+`Cadence` says how often a peer tells and hears, so that it costs no more than a budget of bytes.
 
 Every announcement of a peer is carried to all who look where it was made. In a swarm of equals a
 peer therefore pays, for each of its announcements, what it hears when all of them announce once;
@@ -18,7 +18,7 @@ of the others. Other stages than one's own are looked at once in four intervals.
     interval (bytes heard when all announce once) / (two thirds of the budget), no shorter than the
              manifest's heartbeat, no longer than a record may live
 
-Pure rules over numbers and the times that the caller gives.
+These are pure rules over numbers and the times that the caller gives.
 """
 
 from __future__ import annotations

@@ -1,16 +1,15 @@
 """A background process that averages a stage's pseudo-gradients with its other peers.
 
 hivemind brings the process, the averaging group (matchmaking) and the step control; the exchange
-itself is ours (exchange.py). The process also serves what other peers ask for (service.py) and
-does the outer arithmetic, so that the training loop never waits for any of it.
+itself is ours (peer/rounds/exchange.py). The process also serves what other peers ask for
+(service.py) and does the outer arithmetic, so that the training loop never waits for any of it.
 
 The trainer and this process share the vectors of `StageBuffers`. The trainer writes `message`
 before it starts an exchange; this process writes only `own` and the vectors that are not current,
 and the trainer switches to them between two inner steps.
 
-What the trainer's process and the averaging process share: buffers, configuration, results.
-
-How the members of an attempt find each other: hivemind's matchmaking, made cheap and prompt.
+What both processes share stands first: buffers, configuration, results. Then how the members of an
+attempt find each other: hivemind's matchmaking, made cheap and prompt.
 
 hivemind takes one group key and one schema for all of an averager's life, lets a group wait until
 its time even if everybody is in it, and its leader asks the DHT for others without a pause: seen
@@ -69,6 +68,7 @@ from dilocox.dht.rpc import BYTE_KINDS, REFUSALS, Client, Counts, UploadLimit, h
 from dilocox.peer.averaging.connectivity import WaysService
 from dilocox.peer.averaging.service import PeerService
 from dilocox.peer.chain import catchup
+from dilocox.peer.chain.record_check import RecordCheck
 from dilocox.peer.chain.store import RECORDS_NEEDED, RoundLog
 from dilocox.peer.rounds.adaptation import outer_step, stage_codec
 from dilocox.peer.rounds.ballots import Ballots
@@ -412,9 +412,9 @@ class StageAverager(PeerService, WaysService, DecentralizedAverager):
         )
 
     @cached_property
-    def _check(self) -> catchup.RecordCheck:
+    def _check(self) -> RecordCheck:
         config = self.config
-        return catchup.RecordCheck.of(config.run, config.stage, config.manifest, config.layout)
+        return RecordCheck.of(config.run, config.stage, config.manifest, config.layout)
 
     async def _serve_open(self) -> None:
         await self.answer_others()

@@ -4,7 +4,8 @@ Its coordinator says whom to dial and when to ask whether others still reach it;
 process, which has the handle to p2pd, does so and answers those who ask the same
 (dht/reachability.py).
 
-Which peer this is, and where its training loop stands: what the coordinator's parts share.
+`Place` says which peer this is, `LoopProgress` where its training loop stands: all parts of the
+coordinator share them.
 """
 
 # hivemind and its generated protocol classes carry no types.

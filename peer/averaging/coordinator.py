@@ -5,7 +5,7 @@ It says when a round ends, drives the exchange of a send (driver.py) and follows
 far links each call to the DHT takes seconds, and no exchange may wait for one. What the training
 loop must know comes to it as events; what it is doing it leaves in `progress`.
 
-A thread that does one call after the other, for a control thread that must not wait for them.
+A worker is a thread that does one call after the other (`WorkerThread`).
 """
 
 from __future__ import annotations

@@ -233,7 +233,7 @@ class PeerService(ServicerBase):
 
 
 def refusal(error: Exception) -> str:
-    """What a refusal is counted as; of counts.REFUSALS."""
+    """What a refusal is counted as; of `REFUSALS` (dht/rpc.py)."""
     match error:
         case NoSuchGroup():
             return "group"

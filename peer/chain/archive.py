@@ -1,22 +1,19 @@
 """What the bootstrap keeps of one stage, so that the stage outlives all of its peers.
 
-A *generation* grows by the records that peers commit. When many have come,
-the next one is begun from a peer's newer state, and takes over once two records have proved that
-state; until then the older one is kept, grows and is served. A chain that cannot be followed any
-more (the peers' logs do not reach back so far, or it lost against one with more tokens) is replaced
-at once. Nothing is computed but checks.
+A *generation* grows by the records that peers commit. When many have come, the next one is begun
+from a peer's newer state, and takes over once two records have proved that state; until then the
+older one is kept, grows and is served. A chain that cannot be followed any more (the peers' logs do
+not reach back so far, or it lost against one with more tokens) is replaced at once. Nothing is
+computed but checks.
 
-A state of one stage and the records after it, on disk: what a joiner needs, complete by itself.
-
-A folder, complete once its name is a number:
+On disk a generation has all that a joiner needs, in a folder, complete once its name is a number:
     state/00000000/  the state as in a peer's snapshot folder (snapshot_files.py); not there where
                      the records begin at the initial weights
     log/             the record that the state stands on and those after it, with certificates
 
-What an archive keeps of a stage's chain from before its current generation, for the history.
-
-Nobody needs these records to go on: they are given only to those who ask for `older` ones, to list
-a run from its first round, or to replay it. Oldest first they make room for newer ones.
+`OlderRecords` are those from before the current generation, for the history. Nobody needs them to
+go on: they are given only to those who ask for `older` ones, to list a run from its first round, or
+to replay it. Oldest first they make room for newer ones.
 """
 
 from __future__ import annotations
@@ -49,15 +46,13 @@ from dilocox.peer.chain.catchup import (
 )
 from dilocox.peer.chain.claims import ClaimBook, holders, wins
 from dilocox.peer.chain.record_check import RecordCheck
-from dilocox.peer.chain.rollback import archive_goes_back
+from dilocox.peer.chain.rollback import STATE_NAME, archive_goes_back
 from dilocox.peer.chain.snapshot_files import STATE_FACTS_FILE, STATE_FILE, newest, sha256_of_file
 from dilocox.peer.chain.store import OLDER_NAME, Head, RecordFolder, RoundLog
 from dilocox.peer.rounds.adaptation import outer_step
 from dilocox.peer.rounds.record import RecordRefused, RoundRecord, digest_of, parse_header
 
 logger = logging.getLogger(__name__)
-
-STATE_NAME = "00000000"
 
 
 class Generation:
@@ -259,7 +254,7 @@ class StageArchive:
         folder: Path,
         *,
         me: str,
-        check: catchup.RecordCheck,
+        check: RecordCheck,
         record_lifetime_s: float,
         keep_bytes: int,
         client: Client,

@@ -1,16 +1,14 @@
-"""The archive's thread: follows what is claimed of each stage, and answers who asks for it.
-
-It has an event loop and a handle of its own to p2pd. One job per stage at a time; what fails is
-logged and tried again with the next claims that are heard, or later where the disk is at fault.
-
-Keeps every stage's newest state and records beside the bootstrap, so that none of it is lost
+"""Keeps every stage's newest state and records beside the bootstrap, so that none of it is lost
 when all peers of a stage leave.
 
 It follows what peers claim (archive.py), gives what it has to whoever asks by the call that
 peers answer too, and claims it, so that joiners find it. It is no peer of any stage: it says
-nothing else of itself, and neither averages nor votes. The DHT is read and written in the
-bootstrap's thread, as its manifest is; all traffic with peers is in a thread of its own. Whatever
-goes wrong here is logged and tried again later.
+nothing else of itself, and neither averages nor votes.
+
+The DHT is read and written in the bootstrap's thread, as its manifest is (`Archive`). All traffic
+with peers is in a thread of its own, with an event loop and a handle to p2pd (`Keeper`). One job
+per stage at a time; what fails is logged and tried again with the next claims that are heard, or
+later where the disk is at fault.
 """
 
 # hivemind and its generated protocol classes carry no types.

@@ -5,19 +5,16 @@ chain, then append forward, each with its certificate. State: anchor and outer m
 peer's last snapshot, downloaded to disk (resumable), checked by size and sha256 before a byte of it
 is loaded, with the record it stands on.
 
-The header of a record that another peer has, and its certificate: a long chain can be walked for
-few bytes.
+By headers, each with its certificate, a long chain is walked for few bytes (`fetch_header`). Nobody
+vouches for a header. What it says of its record counts once the record is here, too, and has the
+digest that it was asked for by.
 
-Nobody vouches for a header. What it says of its record counts once the record is here, too, and
-has the digest that it was asked for by.
-
-The state of a stage as a file: taken from a peer, checked and kept without being loaded whole.
-
-A peer loads it into its buffers afterwards (catchup.fetch_state); who only keeps it for others has
-no room for two vectors of every stage. Each check here reads the file a piece at a time. Who keeps
-a state for others also has it proved by two records: the first one after it names the sha256 of the
-anchor before it, and the outer step of that record must lead to the anchor that the second one
-names, which it does from the right momentum only.
+A state is taken as a file, and checked without being loaded whole (`download_state`). A peer loads
+it into its buffers afterwards (`fetch_state`); who only keeps it for others has no room for two
+vectors of every stage. So each check reads the file a piece at a time. Who keeps a state for others
+also has it proved by two records: the first one after it names the sha256 of the anchor before it,
+and the outer step of that record must lead to the anchor that the second one names, which it does
+from the right momentum only.
 """
 
 # safetensors carries no types.

@@ -5,11 +5,10 @@ The chain is walked back from the record that the longest claim names. A record 
 digest, so it does not matter who gives it: whoever of the claimers has it. A bootstrap's archive
 keeps more of it than peers do, and gives that to those who ask for `older` records.
 
-The newest anchors of all stages, for somebody who is no peer: state from one, records after it.
-
-Stages commit their rounds by themselves, so the newest anchors are of different rounds for a
-moment. They are asked for again until all are of one round: only those were ever evaluated
-together.
+`download_anchors` brings the newest anchors of all stages to somebody who is no peer: the state of
+one, and the records after it. Stages commit their rounds by themselves, so the newest anchors are
+of different rounds for a moment. They are asked for again until all are of one round: only those
+were ever evaluated together.
 """
 
 # hivemind and its generated protocol classes carry no types.
@@ -409,7 +408,7 @@ async def _from_peer(
     """
     manifest = place.manifest
     layout = stage_layout(manifest, stage)
-    check = catchup.RecordCheck.of(place.run, stage, manifest, layout)
+    check = RecordCheck.of(place.run, stage, manifest, layout)
     anchor, momentum = torch.zeros(layout.numel), torch.zeros(layout.numel)
     with tempfile.TemporaryDirectory() as folder:
         log = RoundLog(Path(folder), manifest_digest=manifest.root, codec=check.codec)

@@ -1,16 +1,17 @@
-"""Prepares the return of a run to an earlier round, beside the operator's running bootstrap.
+"""The return of a run to an earlier round: how it is prepared, and what it does to those who kept
+more.
 
-Every stage's records are replayed, from the initial weights or a state that the archive keeps, up
-to the last one that is to count. What they make is put beside the archive, which begins with it as
-soon as it sees the revision. Nothing of this changes the run before that is published.
+`prepare_rollback` works beside the operator's running bootstrap. Every stage's records are
+replayed, from the initial weights or a state that the archive keeps, up to the last one that is to
+count. What they make is put beside the archive, which begins with it as soon as it sees the
+revision. Nothing of this changes the run before that is published.
 
-What happens on disk when the operator goes back to an earlier round.
-
-The chain of a stage goes on from its last record of that round or an earlier one; the records after
-it, under the rules before, do not count any more (`Manifest.rolled_back`). Whoever kept them puts
-them aside, in a folder `before-RULES`, and removes nothing. A peer begins with what is left of its
-log if that reaches back to the initial weights; else, like any joiner, with a state: the operator's
-command made it by replaying the archive, and the operator's bootstrap gives it.
+Once it is published (`peer_goes_back`, `archive_goes_back`), the chain of a stage goes on from its
+last record of that round or an earlier one; the records after it, under the rules before, do not
+count any more (`Manifest.rolled_back`). Whoever kept them puts them aside, in a folder
+`before-RULES`, and removes nothing. A peer begins with what is left of its log if that reaches back
+to the initial weights; else, like any joiner, with a state: the operator's command made it by
+replaying the archive, and the operator's bootstrap gives it.
 """
 
 from __future__ import annotations

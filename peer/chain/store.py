@@ -1,21 +1,18 @@
 """Round records as files: found, read, and removed when there are too many of them.
 
-A folder with two kinds of file: `<round>-<digest>.record` (see record.py) and `<round>.certificate`
-(the signed votes that committed it, written first, so that a record on disk always has one). Here
-nobody checks what a record says: who appends does (`RoundLog`), or who replays (replay.py). It is
-checked against the digest in its name when it is read; where only its header matters, only that is
-read.
+A folder with two kinds of file: `<round>-<digest>.record` (rounds/record.py) and
+`<round>.certificate` (the signed votes that committed it, written first, so that a record on disk
+always has one). Here nobody checks what a record says: who appends does (`RoundLog`), or who
+replays (replay.py). It is checked against the digest in its name when it is read; where only its
+header matters, only that is read.
 
-The round log on disk: the newest records of one stage's chain, each with its certificate.
+`RoundLog` is such a folder of a peer, with the newest records of its stage's chain. Beside them
+lies `<round>-<attempt>.vote`: this peer's own vote, on disk before it leaves, so that a restarted
+peer cannot vote twice. A record is checked when it is added.
 
-A folder of records in which, beside them, lies `<round>-<attempt>.vote`: this
-peer's own vote, on disk before it leaves, so that a restarted peer cannot vote twice. A record is
-checked when it is added.
-
-What a state folder holds of a stage's chain: records, and states that some of them lead to.
-
-A peer keeps the newest records and one state (`RUN-stage0/log`, `.../snapshots`), a bootstrap
-more of both, for every stage (`RUN-archive-DIGEST/stage0/older`, `.../00000003/log`, `.../state`).
+`kept_run` finds what a state folder holds of a run: records, and states that some of them lead to.
+A peer keeps the newest records and one state (`RUN-stage0/log`, `.../snapshots`), a bootstrap more
+of both, for every stage (`RUN-archive-DIGEST/stage0/older`, `.../00000003/log`, `.../state`).
 Whoever reads them here needs no lock: the owner may be running.
 """
 

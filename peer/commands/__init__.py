@@ -1,1 +1,1 @@
-"""Every other command."""
+"""The commands of `dilocox`, but for `peer` and `monitor`."""

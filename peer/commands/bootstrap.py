@@ -3,10 +3,9 @@
 Both are the same node with the same archive and figures; only the manifest comes from elsewhere
 (dht/manifest_keeper.py). A copy needs nothing but an invite.
 
-What can be asked of a running bootstrap over HTTP: figures, health, readiness.
-
-The bootstrap's thread looks every few seconds, because the DHT process answers it alone; who asks
-gets what it saw last. The text is written as the monitor's is.
+`BootstrapFigures` can be asked over HTTP: figures, health, readiness. The bootstrap's thread looks
+every few seconds, because the DHT process answers it alone; who asks gets what it saw last. The
+text is written as the monitor's is.
 """
 
 from __future__ import annotations

@@ -4,14 +4,10 @@ It does what an operator and volunteers do, with the same commands: `dilocox boo
 `dilocox peer`, `dilocox export`. It reads their status files for the table, and at the end loads
 the checkpoint with plain transformers to see that the reported loss is true.
 
-The figures of a demo, from what its peers wrote.
-
-Every stage has a chain of its own: rounds and tokens are those of stage 0, where a replica's tokens
-count once; digests are compared among the peers of one stage.
-
-One live table of a swarm on a terminal; plain lines, one a round, elsewhere.
-
-A peer on this machine as seen through the files that it writes (report.py).
+`WatchedPeer` is a peer as seen through the files that it writes (peer/training/report.py), and
+`SwarmTable` one live table of them on a terminal; plain lines, one a round, elsewhere. `DemoResult`
+has their figures. Every stage has a chain of its own: rounds and tokens are those of stage 0, where
+a replica's tokens count once; digests are compared among the peers of one stage.
 """
 
 from __future__ import annotations

@@ -1,25 +1,31 @@
 """The command `dilocox doctor`: what of this machine fits a run, what does not, and what to do.
 
-One examination by `dilocox doctor`: everything that a peer needs, in the order in which it meets
-it. What stands behind a mishap is not checked: without a way to the run nothing can be said of it.
-The rules are in doctor_checks.py.
+An `Examination` goes through everything that a peer needs, in the order in which it meets it. What
+stands behind a mishap is not checked: without a way to the run nothing can be said of it. The rules
+are in doctor_checks.py.
 """
 
 from __future__ import annotations
 
 import contextlib
+import json
 import platform
 import sys
 import tempfile
-from collections.abc import Callable, Generator, Iterator, Sequence
+import textwrap
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+import typer
+from rich.console import Console
+from rich.text import Text
 
 from dilocox import __version__
 from dilocox.dht.errors import DilocoxError, InvalidInput
-from dilocox.dht.files import no_temporary_folder
+from dilocox.dht.files import no_temporary_folder, write_atomically
 from dilocox.dht.identity import Identity
 from dilocox.dht.invite import Invite
 from dilocox.peer import resources
@@ -34,9 +40,12 @@ from dilocox.peer.commands.doctor_checks import (
     folder_facts,
     libraries,
     not_checked,
+    rounded,
 )
+from dilocox.peer.os_process import StopSignal
 from dilocox.peer.resources import (
     Check,
+    Status,
     available_bytes,
     disk_free,
     planned_beside_gpu_bytes,
@@ -50,20 +59,6 @@ if TYPE_CHECKING:  # imported when it is known that the libraries can be loaded
     from dilocox.peer.commands.doctor_bench import Bench
     from dilocox.peer.commands.doctor_swarm import SwarmFacts
     from dilocox.peer.process.prepare import StageNeeds
-import json
-import textwrap
-from collections.abc import Iterable
-from dataclasses import asdict
-from typing import Any
-
-import typer
-from rich.console import Console
-from rich.text import Text
-
-from dilocox.dht.files import write_atomically
-from dilocox.peer.commands.doctor_checks import rounded
-from dilocox.peer.os_process import StopSignal
-from dilocox.peer.resources import Status
 
 SPEED_LIMIT_S = 10.0
 OF_THE_RUN = ("run", "version", "clock", "stage", "reachable", "bandwidth", "speed")
@@ -362,8 +357,6 @@ def _unchecked(names: Sequence[str], first: str) -> Iterator[Check]:
         if name != first:
             yield not_checked(name, first)
 
-
-__all__ = ["DoctorOptions", "run_doctor"]
 
 STOPPED = 130  # before it was done
 COLOURS: dict[Status, str] = {

@@ -1,4 +1,4 @@
-"""What `dilocox doctor` concludes about a machine: pure rules, from facts to one line each.
+"""What `dilocox doctor` concludes about a machine and a run: rules, from facts to one line each.
 
 failed   a peer could not take part
 warning  it can, but worse than it could, or something here could not be found out
@@ -6,9 +6,8 @@ ok       nothing to do
 
 Whatever is not ok names its mend. Machine first, then the network and the run.
 
-Gathers what `dilocox doctor` must know of this machine, without a network.
-
-Nothing is written: a doctor leaves no trace in a state folder.
+The rules are pure. `libraries` and `folder_facts` gather what they must know of this machine,
+without a network; nothing is written: a doctor leaves no trace in a state folder.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""Write the trained model as a Hugging Face folder, and use such a folder with plain transformers.
+"""The command `dilocox export`: the trained model as a Hugging Face folder, and how such a folder
+is used with plain transformers.
 
 What: `write_checkpoint` makes the folder from the stages, one shard each; `evaluate_checkpoint` and
 `continue_text` load it as any stranger would.
@@ -11,29 +12,18 @@ round the weights come from, and marks the folder as one that a later export may
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING
-
-import typer
-
-from dilocox.dht.errors import InvalidInput
-from dilocox.dht.invite import Invite
-from dilocox.peer.os_process import StopSignal
-
-if TYPE_CHECKING:  # both are heavy, and `dilocox --help` needs none of them
-    from dilocox.dht.join import Joined
-    from dilocox.peer.chain.download import StageAnchor
 import json
 import os
 import shutil
-from collections.abc import Callable, Generator, Iterable, Mapping
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from typing import Any, cast
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.nn.functional as F
+import typer
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from safetensors.torch import save_file  # pyright: ignore[reportUnknownVariableType]
@@ -42,9 +32,15 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, ByT5Tokenizer, Gen
 from transformers.generation.streamers import BaseStreamer
 from transformers.utils import logging as transformers_logging
 
-from dilocox.dht.errors import EnvironmentFault
+from dilocox.dht.errors import EnvironmentFault, InvalidInput
+from dilocox.dht.invite import Invite
+from dilocox.peer.os_process import StopSignal
 from dilocox.pipeline.partition import build_skeleton
 from dilocox.pipeline.stage import constant_buffers, parameter_shapes
+
+if TYPE_CHECKING:  # hivemind comes with both, and a text is continued without it
+    from dilocox.dht.join import Joined
+    from dilocox.peer.chain.download import StageAnchor
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,30 +3,23 @@
 They work on the state folder of the operator's bootstrap, with its key, while that runs or not: a
 command signs the next revision of the manifest and puts it there; the bootstrap publishes it.
 
-The command `dilocox export`, and what an operator's run.yaml must hold to be published.
+`checked_manifest` says what a run.yaml must hold to be published; `dilocox bootstrap` asks it, too.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import TYPE_CHECKING
-
-import typer
-
-from dilocox.dht.errors import InvalidInput
-from dilocox.dht.invite import Invite
-from dilocox.dht.manifest import Manifest
-
-if TYPE_CHECKING:  # both are heavy, and `dilocox --help` needs none of them
-    pass
 import fcntl
 import time
 from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
 
-from dilocox.dht.errors import EnvironmentFault
+import typer
+
+from dilocox.dht.errors import EnvironmentFault, InvalidInput
 from dilocox.dht.identity import Identity
-from dilocox.dht.manifest import SignedManifest, warnings
+from dilocox.dht.invite import Invite
+from dilocox.dht.manifest import Manifest, SignedManifest, warnings
 from dilocox.dht.revisions import RevisionFolder, RunState, back_to, changes, in_state, revised
 
 

@@ -3,9 +3,9 @@
 Everything is bounded: curves lose every second point of their older half when they grow too long,
 samples double their spacing. It is kept on disk, so that a monitor that starts again has it still.
 
-What a monitor keeps of one stage's chain: sums for good, details of the newest rounds, and a
-bounded curve. A record counts once, however often it is met; when the chain turns out to go on
-elsewhere, what the abandoned records added is taken away again.
+`StageRounds` is what it keeps of one stage's chain: sums for good, details of the newest rounds,
+and a bounded curve. A record counts once, however often it is met; when the chain turns out to go
+on elsewhere, what the abandoned records added is taken away again.
 """
 
 from __future__ import annotations

@@ -4,10 +4,9 @@ It joins the DHT as a client, looks every few seconds at the signed records, fol
 round records, and serves metrics and a status page. It takes no part in the run. Bootstraps and
 peers may come and go; when its own node dies it starts again, and what it learnt is on disk.
 
-What the monitor answers over HTTP: the status page, its figures, metrics, health.
-
-The monitor's thread makes the figures after each look and leaves them here as bytes; who asks gets
-the newest, however busy that thread is.
+`MonitorPages` answers over HTTP: the status page, its figures, metrics, health. The monitor's
+thread makes them after each look and leaves them there as bytes; who asks gets the newest, however
+busy that thread is.
 """
 
 # hivemind and its generated protocol classes carry no types.

@@ -1,12 +1,12 @@
-"""What the status page shows, as plain values for JSON. Pure: from a look and what is remembered.
+"""What a monitor shows of the swarm. Pure: from a look and what is remembered.
 
-No address of a peer is in it, and every text that a peer chose is cut to one short line.
+`status_of` is for the status page: plain values for JSON. No address of a peer is in it, and every
+text that a peer chose is cut to one short line.
 
-The whole swarm for Prometheus, as a monitor sees it: figures by run, stage and rank.
-
-Volunteers behind address translation cannot be scraped, so this is what the dashboard reads. No
-peer id and no text of a peer is a label, but for versions, which are few and of a fixed form. The
-text format is written here: it is short, and the client library knows one process's own figures.
+`exposition` is for Prometheus: figures by run, stage and rank. Volunteers behind address
+translation cannot be scraped, so this is what the dashboard reads. No peer id and no text of a peer
+is a label, but for versions, which are few and of a fixed form. The text format is our own
+(http_pages.py): it is short, and the client library knows one process's own figures.
 """
 
 from __future__ import annotations

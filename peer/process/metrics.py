@@ -3,13 +3,9 @@
 Everything here is read in the threads of those who ask, while the peer trains: nothing waits, takes
 a lock for long, or asks another process.
 
-What a peer is asked for its figures: read when somebody looks, and never waited for.
-
-A peer's figures for Prometheus; the one file of a peer that knows its client library.
-
-What: `PeerMetrics` hears what the reporter tells (report.py), asks for the rest when somebody looks
-(peer_facts.py), and makes the text of `/metrics`. Base units; labels only of a few values each,
-never a peer id or a round.
+What: `Figures` gathers what is known (`PeerFacts`) when somebody looks. `PeerMetrics`, which alone
+knows Prometheus's client library, hears what the reporter tells (peer/training/report.py) and makes
+the text of `/metrics`. Base units; labels only of a few values each, never a peer id or a round.
 Why: code below returns facts and knows nothing of metrics.
 How: what is counted elsewhere is read at each look, so that it is exact then; only what happens in
 events is kept here. A figure that is not known yet is left out. The registry is our own, and there
@@ -41,7 +37,7 @@ from dilocox.dht.manifest import PROTOCOL_VERSION
 from dilocox.peer.averaging.averager import StageAverager, StageBuffers
 from dilocox.peer.averaging.connectivity import Place
 from dilocox.peer.averaging.coordinator import Coordinator
-from dilocox.peer.http_pages import Page, Pages, health_page, readiness_page
+from dilocox.peer.http_pages import CONTENT_TYPE, Page, Pages, health_page, readiness_page
 from dilocox.peer.process.resting import Allowance
 from dilocox.peer.state_folder import STATES
 from dilocox.peer.training.merge import Outcome
@@ -82,7 +78,6 @@ class PeerFacts:
     month_limit_bytes: float | None
 
 
-CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 OUTCOMES = (*(outcome.value for outcome in Outcome), "void")
 EXCHANGE_BUCKETS_S = (0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 80, 160, 320)
 HEAL_BUCKETS_S = (0.25, 0.5, 1, 2, 4, 8, 16, 32, 64)

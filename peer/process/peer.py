@@ -4,10 +4,9 @@ The order matters. The DHT process and the averaging process are forked first, f
 and before CUDA is touched; the manifest comes through the first and shapes the second. Then the
 model is built, the last snapshot loaded, the coordinator's thread started, and training begins.
 
-Puts a peer's parts together: the thread that deals with the swarm, the network of its replica,
-and the loop that trains.
-
-Puts a coordinator together with what it drives: the chain, the driver of sends, the herald.
+`Assembly` puts the parts together: the thread that deals with the swarm, the network of the
+replica, and the loop that trains. `coordinator_of` gives that thread what it drives: the chain, the
+driver of sends, the herald.
 """
 
 # hivemind and its generated protocol classes carry no types.

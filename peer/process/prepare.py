@@ -1,7 +1,7 @@
 """What a peer sets up before it trains: device, stage with weights, text, held-out windows.
 
-What the plan of a run asks of a peer of one stage: disk and traffic. The doctor shows it; a peer
-that starts looks whether its disk has the room.
+`StageNeeds` is what the plan of a run asks of a peer of one stage: disk and traffic. The doctor
+shows it; a peer that starts looks whether its disk has the room.
 """
 
 from __future__ import annotations

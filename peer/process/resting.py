@@ -1,15 +1,14 @@
 """A peer rests while its volunteer does not want it to take part: paused, outside its hours, or
-with this month's traffic used up (options.py says when).
+with this month's traffic used up (`rest_now`).
 
 A peer that trains leaves as at SIGTERM, then its process starts anew and waits here, before it has
 imported or opened anything: no DHT, no replica, no GPU. It still answers /metrics and /healthz and
 says in status.json why it rests and when it goes on. Pausing is a file in the state folder, so it
 outlives a restart.
 
-What a peer has sent and received in each calendar month (UTC), in its state folder.
-
-It is counted at libp2p's daemon (`RunDHT.carried_bytes`), the upkeep of the DHT included. The file
-is written at most once a minute, so that a peer that is killed forgets no more than that.
+`MonthlyTraffic` is what it has sent and received in each calendar month (UTC), counted at libp2p's
+daemon (`RunDHT.carried_bytes`), the upkeep of the DHT included. The file in the state folder is
+written at most once a minute, so that a peer that is killed forgets no more than that.
 """
 
 from __future__ import annotations
@@ -28,7 +27,14 @@ from dilocox import __version__
 from dilocox.dht.errors import EnvironmentFault, InvalidInput
 from dilocox.dht.files import disk_fault, write_atomically
 from dilocox.dht.manifest import PROTOCOL_VERSION
-from dilocox.peer.http_pages import Page, Pages, health_page, readiness_page, served
+from dilocox.peer.http_pages import (
+    CONTENT_TYPE,
+    Page,
+    Pages,
+    health_page,
+    readiness_page,
+    served,
+)
 from dilocox.peer.options import GB, Hours, Local, PeerOptions, Reason, next_month
 from dilocox.peer.os_process import StopSignal
 from dilocox.peer.state_folder import STATES, StateFolder
@@ -139,7 +145,6 @@ def _read(path: Path) -> dict[str, int]:
 
 LOOK_S = 1.0
 CLOSE_LIMIT_S = 5.0
-METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
 class Allowance:
@@ -313,7 +318,7 @@ class _Resting:
             lines += [f"# HELP dilocox_{name} {text}", f"# TYPE dilocox_{name} gauge"]
             told = ((labels, value) for labels, value in series.items() if value is not None)
             lines += [f"dilocox_{name}{{{labels}}} {float(value)!r}" for labels, value in told]
-        return Page(body=("\n".join(lines) + "\n").encode(), content_type=METRICS_TYPE)
+        return Page(body=("\n".join(lines) + "\n").encode(), content_type=CONTENT_TYPE)
 
 
 def _last_place(options: PeerOptions) -> tuple[str, Path]:

@@ -21,10 +21,9 @@ and a hundred times the stall, in inner steps, medians over the window. H lies u
 above that, so that times that scatter do not move it; where it must move, it goes to the middle, by
 at most half.
 
-What a round's record says of the next ones: their ranks, and H.
-
-A pure function of the record before and of what the members gathered and averaged, so all members
-write the same, and whoever replays the log finds it again.
+`RoundPlan` makes of these rules what a round's record says of the next ones: a pure function of the
+record before and of what the members gathered and averaged, so all members write the same, and
+whoever replays the log finds it again.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ and every share's mean is encoded once and the same bytes reach all (grid.py), s
 end with the same record. A member's vector of the second phase is made of the means of the first.
 hivemind's own all-reduce hangs on a member that freezes and reports success when a part is missing;
 here every call has its deadline, neighbours watch each other by heartbeat, and the round is
-committed only by a majority of signed votes on the digest of the record (PROTOCOL section 3).
+committed only by a majority of signed votes on the digest of the record (vote.py).
 
 A phase has its share of the exchange's time. It bounds how long reducers wait for parts and for
 other rows, so that who is slow is left out, and when all are asked for a mean that has not come; a
@@ -21,8 +21,8 @@ This file knows no network: it talks through `Transport`, and is told what arriv
 `on_row`, `on_mean` and `on_votes`. It runs in one event loop; the codec runs in a one-thread pool
 beside it.
 
-The other members of a group as one member reaches them: every call and every wait has its
-deadline, and who gives no sign of life counts as dead.
+`Reach` is the other members of a group as one member reaches them: every call and every wait has
+its deadline, and who gives no sign of life counts as dead.
 """
 
 from __future__ import annotations

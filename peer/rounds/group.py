@@ -2,13 +2,12 @@
 joins.
 
 The plan (run, rules of the manifest, stage, round, attempt, ranks, layout, digest of the last
-record) keys the group in
-the DHT, so that peers that disagree never meet, and is compared once more in the gathered tickets
-before a byte flows. Weights and modes come from the tickets alone: they are the same for every
-member.
+record) keys the group in the DHT, so that peers that disagree never meet, and is compared once more
+in the gathered tickets before a byte flows. Weights and modes come from the tickets alone: they are
+the same for every member.
 
-The members of an averaging group as an attempt knows them: who they are, what they agreed on,
-and how they are reached. The attempt itself is exchange.py.
+`AttemptSetup` is the group as an attempt knows it: who its members are and what they agreed on;
+`Transport` is how they are reached. The attempt itself is exchange.py.
 """
 
 from __future__ import annotations

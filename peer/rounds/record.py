@@ -1,19 +1,18 @@
 """The round record: one stage's averaged, encoded pseudo-gradient of one round, and who took part.
 
 A record is a safetensors file: the encoded mean of every part as bytes, everything else as
-canonical JSON in the header (PROTOCOL of the round log: fixed key and tensor order, no time
-stamp, no voter, no leader), so that all members of a group write the same bytes and its sha256,
-the *digest*, names it. The header names each member once; a part's reducer is a place in that list
-and its contributors are a bitmap over it, so that hundreds of members fit. Each record names the
-digest of the one before and the sha256 of the anchor it applies to; the first one names the
-manifest. Anchor and outer momentum are a pure function of the chain, and so is the plan of the next
-exchange: its ranks, H of the round that it arrives in, the basis (the factors of the means), and
-the window that the next plan looks back on.
+canonical JSON in the header (fixed key and tensor order, no time stamp, no voter, no leader), so
+that all members of a group write the same bytes and its sha256, the *digest*, names it. The header
+names each member once; a part's reducer is a place in that list and its contributors are a bitmap
+over it, so that hundreds of members fit. Each record names the digest of the one before and the
+sha256 of the anchor it applies to; the first one names the manifest. Anchor and outer momentum are
+a pure function of the chain, and so is the plan of the next exchange: its ranks, H of the round
+that it arrives in, the basis (the factors of the means), and the window that the next plan looks
+back on.
 
-Which of a sorted list of names are meant, one bit each: records and tickets name members once.
-
-A list of the names themselves, one for each part and each member, grows with the square of the
-group: of 104 members a record had 1.2 MB of them.
+`bitmap_of` says which of a sorted list of names are meant, one bit each: records and tickets name
+members once. A list of the names themselves, one for each part and each member, grows with the
+square of the group: of 104 members a record had 1.2 MB of them.
 """
 
 from __future__ import annotations

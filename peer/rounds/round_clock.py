@@ -28,12 +28,12 @@ ever moves to an earlier time, and that with notice. Pure rules over records: `n
   Of equal T_R the one with the earlier end of grace counts;
 - a round far beyond the newest record and beyond what most replicas state is nobody's round.
 
-Keeps the round of a peer: when a head rings, when to send, when to go on.
+`RoundKeeper` keeps the round of a peer: when a head rings, when to send, when to go on.
 
-What was seen of a round stays seen until its group has met, also by peers that have gone on: bells
-in the DHT live for three heartbeats, and a round may last an hour. For the same reason a head keeps
-its own bell of a round alive until then. (With bells that were forgotten as they expired, 4 heads
-committed every third round of 600 s: slower ones rang into an empty room.)
+What it has seen of a round stays seen until its group has met, also by peers that have gone on:
+bells in the DHT live for three heartbeats, and a round may last an hour. For the same reason a head
+keeps its own bell of a round alive until then. (With bells that were forgotten as they expired, 4
+heads committed every third round of 600 s: slower ones rang into an empty room.)
 
 Two threads use it: the coordinator's, which looks at the others' bells, and the training loop,
 which ends a round by its send.

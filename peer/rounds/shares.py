@@ -4,11 +4,9 @@ Here it is decided what is taken from whom; when to wait and whom to ask is exch
 a later phase are taken at any time: a member that is ahead must not wait for those behind. Sums,
 codecs and records are computed in the pool, everything else happens in the event loop.
 
-The arithmetic of an attempt: parts in, a row's mean out; row means in, one mean out; means in,
-one record out.
-
-Runs in the averaging process's one pool thread, so that what is in a sum is what is named in its
-mean.
+The arithmetic comes first: parts in, a row's mean out (`Reduction`); row means in, one mean out;
+means in, one record out. It runs in the averaging process's one pool thread, so that what is in a
+sum is what is named in its mean.
 """
 
 from __future__ import annotations

@@ -10,12 +10,10 @@ of its windows were used. (A shuffle buffer of `datasets` forgets its contents o
 Neighbouring windows share one token, so that every token of a shelf is predicted once; tokens
 after the last whole window are not.
 
-Tokenizers: documents, as bytes, to token ids.
+A `Tokenizer` makes token ids of a document's bytes. No text becomes a special token, whatever it
+spells: a document that contains `</s>` must not end there.
 
-No text becomes a special token, whatever it spells: a document that contains `</s>` must not end
-there.
-
-The validation loss: of the anchor, on the run's fixed held-out windows.
+The validation loss is that of the anchor, on the run's fixed held-out windows.
 """
 
 # torch leaves `split` and `flatten` unannotated.

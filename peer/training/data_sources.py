@@ -14,18 +14,17 @@
 - What is dealt out first is held out: pieces, files or rows up to 1 MiB, or a twentieth of a
   smaller source, and always at least one. No part contains any of it.
 
-The files behind a source: found on this machine, or named by the Hugging Face hub.
+The files behind a source are found on this machine, or named by the Hugging Face hub.
 
 JSON lines, Parquet and hub data sets are read by the builders of `datasets`. A builder is made
 once, in a cache folder that goes away at once (streaming needs none, and a home that cannot be
 written is no obstacle to local data); after that it streams whatever list of files it is given.
 
-The embedded default text: the source of the running Python's own standard library.
-
-Every machine that can run a peer has it, so a first run needs no network, no account and no
-files. It is a few megabytes of real text with structure worth learning. What is left out: tests,
-generated tables (encodings, pydoc topics, build settings), programs beside the library, and the
-largest files, each of which would be a noticeable share of one data part.
+The default text, `stdlib`, is the source of the running Python's own standard library. Every
+machine that can run a peer has it, so a first run needs no network, no account and no files. It is
+a few megabytes of real text with structure worth learning. What is left out: tests, generated
+tables (encodings, pydoc topics, build settings), programs beside the library, and the largest
+files, each of which would be a noticeable share of one data part.
 
 The held-out part is a list of module names that every supported Python has. The library differs
 between Python versions, so its digest belongs beside every validation loss: losses compare only

@@ -10,7 +10,7 @@ fp16 scales the loss (`torch.amp.GradScaler`) so that small gradients survive; t
 before anything looks at them. Every peer of such a run has a scale, also those that compute in
 fp32, and all stages of a replica use their head's, which travels with the forward frames.
 
-Which of torch's optimizers steps which parameters of a stage, and their state by name.
+`inner_parts` says which of torch's optimizers steps which parameters of a stage.
 
 AdamW steps everything, or, where the run chose Muon, all that Muon is not for. Muon
 (https://kellerjordan.github.io/posts/muon/) steps matrices between hidden states only: the 2-D

@@ -4,12 +4,11 @@ Runs in the main thread. A peer of stage 0 forms a replica and leads it; a peer 
 serves the head that recruited it. Who is in no replica follows the records and waits: heads for
 free peers, others for a head. Records and sends are `Learner`'s.
 
-What a peer's stage learns between two inner steps: records come in, sends go out.
-
-Runs in the thread that trains. Everything that talks to others happens elsewhere (coordinator.py)
-and reaches this one as events, which it takes between two inner steps: at once (`apply: arrival`),
-at the end of a round (`round_end`), or, under `merge: none`, in the wait for the round's own one.
-It is the same for heads, other members and spares; how inner steps are made is `Trainer`'s.
+`Learner` is what a peer's stage learns between two inner steps: records come in, sends go out. All
+that talks to others happens elsewhere (peer/averaging/coordinator.py) and reaches it as events,
+which it takes between two inner steps: at once (`apply: arrival`), at the end of a round
+(`round_end`), or, under `merge: none`, in the wait for the round's own one. It is the same for
+heads, other members and spares; how inner steps are made is their `Part`'s (roles.py).
 """
 
 from __future__ import annotations

@@ -17,15 +17,14 @@ contribution to a record:
 With decay 1 and any schedule: sum of all inner steps = own c in committed records + E + m in flight
 + (start - p). `rebase` has w = 0.75, `reset` w = 0; `none` waits for its own record, so its u is 0
 and w plays no part. One code path serves the three; when a record is applied is the caller's
-business. `MergeState` holds the state and says what memory it takes.
+business.
 
 Sources: DiLoCo (arXiv 2311.08105) for `none`, DiLoCoX (arXiv 2506.21263) for `reset`.
 
-The state of the merge for one peer and stage: what a snapshot holds, exactly.
-
-Memory, in vectors of the stage's size: live weights (the caller's), anchor, outer momentum, start
-and residual; two more for a send in flight and for each undone send (at most `max_undone`).
-Settling a residual allocates one or two for a moment; live weights on a GPU are copied in chunks.
+`MergeState` is the state for one peer and stage: what a snapshot holds, exactly. Its memory, in
+vectors of the stage's size: live weights (the caller's), anchor, outer momentum, start and
+residual; two more for a send in flight and for each undone send (at most `max_undone`). Settling a
+residual allocates one or two for a moment; live weights on a GPU are copied in chunks.
 """
 
 from __future__ import annotations
@@ -247,17 +246,6 @@ class MergeState:
     def _nothing_unsent(self) -> None:
         self.tokens = self.age = 0
         self._unsent = False
-
-
-__all__ = [
-    "Merge",
-    "MergeConfig",
-    "OutOfOrder",
-    "Outcome",
-    "OwnContribution",
-    "RecordFacts",
-    "Send",
-]
 
 
 class OutOfOrder(ValueError):

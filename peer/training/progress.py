@@ -8,7 +8,7 @@ The live weights are the flat tensor of which the model's parameters are views, 
 place only. They may be on another device than `start` (a GPU): then they are copied a chunk at a
 time, and no vector of the stage's size is allocated for it.
 
-Norms of a stage's vectors, in chunks: no vector is allocated for them.
+Norms of such vectors are made in chunks, too (`norm`, `relative_error`).
 """
 
 # torch.linalg is not annotated.

@@ -1,6 +1,6 @@
 """The figures of a peer's training, from the loop to the log: losses, tokens, waiting, bytes.
 
-What people and scripts see of a running peer: log lines, a progress line, and two files.
+`Tally` counts them; `Reporter` shows them: log lines, a progress line, and two files.
 
     events.jsonl   one JSON object a line, appended: training, sent, round, validated, void,
                    resynced, started_over, and of the replica: replica, fault, healed, lost,

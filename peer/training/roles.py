@@ -1,6 +1,7 @@
-"""The part of a head: data, learning rate, inner steps with its replica, validation losses.
+"""The two parts that a peer may have in the training loop (loop.py).
 
-The part of a peer of any stage but the first: it serves the head that recruited it.
+`Leading` is that of a head: data, learning rate, inner steps with its replica, validation losses.
+`Serving` is that of a peer of any stage but the first: it serves the head that recruited it.
 """
 
 from __future__ import annotations

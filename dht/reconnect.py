@@ -1,4 +1,4 @@
-"""Ways that a peer which only dials out keeps open: others cannot open them.
+"""Connections that a peer which only dials out keeps open: others cannot open them.
 
 libp2p does not dial again by itself after a cut, and routers forget a way that is not used. So such
 a peer dials everybody who may have to call it, and asks them the time now and then; where no answer

@@ -38,8 +38,8 @@ from dilocox.pipeline.link import (
     Traffic,
     Wake,
 )
-from dilocox.pipeline.relayed_requests import Letters
-from dilocox.pipeline.requests import CLOSING_S, Door, Unreachable
+from dilocox.pipeline.relayed_requests import RelayedRequests
+from dilocox.pipeline.requests import CLOSING_S, RequestServer, Unreachable
 
 logger = logging.getLogger(__name__)
 
@@ -74,7 +74,7 @@ class Network:
         run: str,
         limits: FrameLimits,
         silence_s: float,
-        letters: Letters,
+        letters: RelayedRequests,
         answer: Callable[[str, Frame], Frame],
         admits: Callable[[str, Frame], LinkKey | None],
         relays: Callable[[str], Sequence[str]] = lambda _: (),
@@ -89,7 +89,7 @@ class Network:
         self._admits = admits
         self._max_queued = max_queued
         self._traffic = Traffic()
-        self._door = Door(
+        self._server = RequestServer(
             f"dilocox.{run}.replica",
             self._traffic,
             letters=letters,
@@ -182,14 +182,14 @@ class Network:
     # ---- from any thread: requests ---------------------------------------------------------------
     def request(self, peer: str, frame: Frame, timeout_s: float) -> Frame:
         """Ask one peer and wait for its answer; raises `Unreachable`."""
-        return self._wait(self._door.ask(peer, frame, timeout_s), timeout_s).frame
+        return self._wait(self._server.ask(peer, frame, timeout_s), timeout_s).frame
 
     def request_all(
         self, frames: Mapping[str, Frame], timeout_s: float
     ) -> dict[str, Answer | None]:
         """Ask peers at the same time, each its own question; None for one that does not answer."""
         try:
-            return self._wait(self._door.ask_all(dict(frames), timeout_s), timeout_s)
+            return self._wait(self._server.ask_all(dict(frames), timeout_s), timeout_s)
         except Unreachable:
             return dict.fromkeys(frames)
 
@@ -299,7 +299,7 @@ class Network:
     async def _dial(self, link: Link, hello: Frame) -> Stream:
         while True:
             try:
-                stream = await self._door.dial(link.peer, hello)
+                stream = await self._server.dial(link.peer, hello)
                 if stream is not None:
                     return stream
             except Unreachable as error:
@@ -335,7 +335,7 @@ class Network:
 
     async def _serve(self) -> None:
         try:
-            await self._door.open(self._daemon_address)
+            await self._server.open(self._daemon_address)
             self._started.set_result(None)
             await self._stop.wait()
         except Exception as error:  # noqa: BLE001 - `start` raises it
@@ -347,7 +347,7 @@ class Network:
         """Links first, while p2pd still carries their last words."""
         if self._lives:
             await asyncio.wait(self._lives, timeout=FLUSH_S + 0.1)
-        await self._door.close()
+        await self._server.close()
         left = asyncio.all_tasks() - {asyncio.current_task()}
         for task in left:
             task.cancel()

@@ -36,7 +36,7 @@ MAX_WRITERS = 4096
 TAKEN_PER_S, TAKEN_OF_A_BRINGER_PER_S = 500, 50
 
 
-class Letters:
+class RelayedRequests:
     """Those of one peer in one run; lives in one thread. now: run time in seconds."""
 
     def __init__(self, identity: Identity, run: str, now: Callable[[], float]):

@@ -2,7 +2,7 @@
 
 A short request (ping, reserve, assign, release) is a fresh stream with one frame there and one
 back; to a peer that can only dial out, and has not dialled this one, it goes as a letter
-(relayed_requests.py) by way of others, and every door passes letters on. A stream whose first frame
+(relayed_requests.py) by way of others, and every peer passes letters on. A stream whose first frame
 is a `hello` may become a link: that is for network.py to say.
 Whoever opens a stream is a stranger until its first frame has been answered, and strangers get
 little time, little memory and a limited number of streams. libp2p has proved their peer ids.
@@ -40,7 +40,7 @@ from dilocox.pipeline.frames import (
     text,
 )
 from dilocox.pipeline.link import Answer, Stream, Traffic
-from dilocox.pipeline.relayed_requests import Letters
+from dilocox.pipeline.relayed_requests import RelayedRequests
 
 logger = logging.getLogger(__name__)
 
@@ -57,7 +57,7 @@ class Unreachable(ConnectionError):
     """A peer could not be asked, or did not answer in time, or not in frames."""
 
 
-class Door:
+class RequestServer:
     """Asks and answers under one handler name; all in the network thread.
 
     answer: the reply to a request, by peer id; it must be quick. welcome: takes a stream that began
@@ -70,7 +70,7 @@ class Door:
         name: str,
         traffic: Traffic,
         *,
-        letters: Letters,
+        letters: RelayedRequests,
         answer: Callable[[str, Frame], Frame],
         welcome: Callable[[str, Frame, Stream], Awaitable[bool]],
         relays: Callable[[str], Sequence[str]],

@@ -18,7 +18,7 @@ from benchmarks.simulation.clock import Event, Threads
 from benchmarks.simulation.dht import SimulatedSwarm
 from dilocox.compression.layout import FlatLayout
 from dilocox.dht.revisions import ManifestWatch
-from dilocox.peer.averaging.announcer import Herald
+from dilocox.peer.averaging.announcer import Announcer
 from dilocox.peer.averaging.connectivity import LoopProgress, Place
 from dilocox.peer.averaging.coordinator import TICK_S, Coordinator
 from dilocox.peer.averaging.driver import ExchangeDriver
@@ -231,7 +231,7 @@ class SimulatedPeer:
         return Coordinator(
             place=place,
             dht=dht,
-            herald=Herald(place, swarm, self._threads),
+            announcer=Announcer(place, swarm, self._threads),
             clock=self._threads,
             averager=averager,
             chain=self.chain,

@@ -150,7 +150,7 @@ READ_LIMIT_S = 3.0  # of each look; a slow one must not keep an exchange from it
 MAX_BLOCKED = 160  # characters: a run of many stages may lack peers for most of them
 
 
-class Herald:
+class Announcer:
     """Publishes records and looks at those of others, as often as `cadence` allows. `view` is what
     the last looks showed, and `revision` the newest of the manifest that somebody knows.
     """

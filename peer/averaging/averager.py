@@ -65,7 +65,7 @@ from dilocox.dht.node_process import BlockingPipe, leave_the_terminal, shared_ze
 from dilocox.dht.reconnect import Targets
 from dilocox.dht.records import averaging_prefix
 from dilocox.dht.rpc import BYTE_KINDS, REFUSALS, Client, Counts, UploadLimit, handler_name
-from dilocox.peer.averaging.connectivity import WaysService
+from dilocox.peer.averaging.connectivity import ConnectivityService
 from dilocox.peer.averaging.service import PeerService
 from dilocox.peer.chain import catchup
 from dilocox.peer.chain.record_check import RecordCheck
@@ -249,7 +249,7 @@ CLOSE_GRACE_S = 3.0
 ATTEMPTS_KEPT = 4  # so that members can fetch averaged parts and votes after the end
 
 
-class StageAverager(PeerService, WaysService, DecentralizedAverager):
+class StageAverager(PeerService, ConnectivityService, DecentralizedAverager):
     """Averages one stage; the first methods are for the trainer's process."""
 
     def __init__(self, *, dht: Any, config: AveragerConfig, buffers: StageBuffers):

@@ -81,7 +81,7 @@ class LoopProgress:
     started_over: bool = False
 
 
-class WaysService:
+class ConnectivityService:
     """The part of the averaging process; it gives this the attributes below."""
 
     attempts: dict[bytes, Attempt]
@@ -129,7 +129,7 @@ class WaysAverager(Protocol):
         ...
 
 
-class Ways:
+class Connectivity:
     """The part of the coordinator, in its thread."""
 
     def __init__(self, place: Place, averager: WaysAverager, clock: Clock):

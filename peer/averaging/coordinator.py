@@ -26,9 +26,9 @@ from dilocox.dht.node import RunDHT
 from dilocox.dht.records import Record, ReplicaRecord
 from dilocox.dht.revisions import ManifestWatch
 from dilocox.dht.swarm_view import SwarmView
-from dilocox.peer.averaging.announcer import Herald, replica_record
+from dilocox.peer.averaging.announcer import Announcer, replica_record
 from dilocox.peer.averaging.averager import StageAverager
-from dilocox.peer.averaging.connectivity import LoopProgress, Place, Ways
+from dilocox.peer.averaging.connectivity import Connectivity, LoopProgress, Place
 from dilocox.peer.averaging.data_lease import PartLease
 from dilocox.peer.averaging.driver import NO_GROUP_S, ExchangeDriver
 from dilocox.peer.averaging.events import EventQueue, Failed
@@ -114,7 +114,7 @@ class Coordinator(threading.Thread):
         *,
         place: Place,
         dht: RunDHT,
-        herald: Herald,
+        announcer: Announcer,
         clock: Clock,
         averager: StageAverager,
         chain: ChainFollower,
@@ -134,7 +134,7 @@ class Coordinator(threading.Thread):
         super().__init__(name="coordinator", daemon=True)
         self._place = place
         self._dht = dht
-        self._herald = herald
+        self._announcer = announcer
         self._clock = clock
         self._averager = averager
         self._chain = chain
@@ -146,7 +146,7 @@ class Coordinator(threading.Thread):
         self._closing = threading.Event()
         self._leaving = self._part_finished = False
         self._bootstrap_answered = True
-        self._ways = Ways(place, averager, clock)
+        self._ways = Connectivity(place, averager, clock)
         self._reader, self._writer = reader, writer
         self._reading: Pending | None = None
         self._writing: Pending | None = None
@@ -202,7 +202,7 @@ class Coordinator(threading.Thread):
     @property
     def inner_steps(self) -> int:
         """H of this round: the largest that the last records of this replica's stages name."""
-        stages = self._herald.view.stages
+        stages = self._announcer.view.stages
         stated = [
             record.inner_steps
             for stage, peer in enumerate(self.progress.members)
@@ -239,7 +239,7 @@ class Coordinator(threading.Thread):
         """Whether a bootstrap keeps this peer's newest record; true where none answers."""
         if not (self._bootstrap_answered and self._dht.bootstraps):
             return True
-        return self._herald.view.held_by(self._dht.bootstraps, self._chain.head.round)
+        return self._announcer.view.held_by(self._dht.bootstraps, self._chain.head.round)
 
     @property
     def round(self) -> int:
@@ -249,7 +249,7 @@ class Coordinator(threading.Thread):
     @property
     def view(self) -> SwarmView:
         """What the last look at the DHT showed."""
-        return self._herald.view
+        return self._announcer.view
 
     def send_due(self) -> tuple[int, float] | None:
         """The round and the time of its group if this replica must take its send now."""
@@ -332,14 +332,16 @@ class Coordinator(threading.Thread):
         self._look(now)
         if self.joined.is_set() and not self._leaving and (news or now >= self._followed_at):
             self._followed_at = now + FOLLOW_S
-            self._follow_round(self._herald.view)
+            self._follow_round(self._announcer.view)
         self._tell(now)
         if (send := self._pending_send) is not None:
             self._pending_send = None
             send()
         self._driver.closed_by_chain(self._chain.applied)
-        self._chain.tick(self._herald.view, exchanging=self._driver.exchanging)
-        self._driver.tick(self._herald.view, meets_at=self._rounds.meets_at, search_s=self._read_s)
+        self._chain.tick(self._announcer.view, exchanging=self._driver.exchanging)
+        self._driver.tick(
+            self._announcer.view, meets_at=self._rounds.meets_at, search_s=self._read_s
+        )
 
     # ---- looking ---------------------------------------------------------------------------------
     def _look(self, now: float) -> None:
@@ -355,7 +357,7 @@ class Coordinator(threading.Thread):
             self._heard_at = now
             self._saw_all_at = now if whole else self._saw_all_at
             self._read_whole = whole
-            wanted = self._rounds.wanted_bells(self._herald.view)
+            wanted = self._rounds.wanted_bells(self._announcer.view)
             # who waits for a record, or for the outcome of a send, looks with every heartbeat
             eager = not stays or self._driver.sent_round is not None
             ask = partial(self._read, wanted, self.round, whole=whole, eager=eager)
@@ -365,15 +367,15 @@ class Coordinator(threading.Thread):
         """In the reader's thread."""
         began = self._clock.monotonic()
         last_record = self._chain.head.round
-        answered = self._herald.look(
+        answered = self._announcer.look(
             wanted, own_round=own_round, last_record=last_record, whole=whole, eager=eager
         )
         seconds = self._clock.monotonic() - began
         heartbeat_s = self._place.manifest.deadlines.heartbeat_s
-        revised = self._watch.follow(self._herald.revision, heartbeat_s, began)
+        revised = self._watch.follow(self._announcer.revision, heartbeat_s, began)
         bootstrap: bool | None = None
         if whole:
-            bootstrap = self._herald.bootstrap_answers(BOOTSTRAP_LIMIT_S)
+            bootstrap = self._announcer.bootstrap_answers(BOOTSTRAP_LIMIT_S)
             if self._lease is not None and not self._leaving:
                 self._settle_lease(self._lease)
         return _Looked(answered=answered, revised=revised, bootstrap=bootstrap, seconds=seconds)
@@ -396,7 +398,7 @@ class Coordinator(threading.Thread):
         looked: _Looked = self._reading.result()
         self._reading = None
         self._read_s = max(looked.seconds, FADES * self._read_s)
-        view = self._herald.view
+        view = self._announcer.view
         if looked.revised:
             self.announce()  # others hear of it from this peer, too
         if looked.bootstrap is not None:
@@ -462,7 +464,7 @@ class Coordinator(threading.Thread):
         """Have what is due published: all at a heartbeat, a bell at once."""
         if self._writing is not None:
             return
-        cadence = self._herald.cadence
+        cadence = self._announcer.cadence
         if now - self._published_at >= cadence.announce_s:
             self._announce_all()
         elif self._hurry and cadence.may_hurry(now):
@@ -471,16 +473,16 @@ class Coordinator(threading.Thread):
         elif self._ring_now:
             self._ring_now = False
             cadence.hurried(now, BELLS_SHARE)
-            bells = self._herald.of_bells(self._rounds.bells)
+            bells = self._announcer.of_bells(self._rounds.bells)
             self._writing = self._writer.submit(partial(self._write, bells, None))
 
     def _announce_all(self) -> None:
         self._published_at = self._clock.monotonic()
         self._ring_now = self._hurry = False
-        progress, herald = self.progress, self._herald
+        progress, announcer = self.progress, self._announcer
         present = self.joined.is_set() and not self._leaving
         trains = "training" if progress.head else "spare"
-        records = herald.of_stage(
+        records = announcer.of_stage(
             "left" if self._leaving else trains if present else "joining",
             round_number=self.round,
             inner_steps=self.planned_steps,
@@ -491,8 +493,8 @@ class Coordinator(threading.Thread):
         )
         lease = self._lease if present else None
         if present:
-            records |= herald.of_replica(self._replica_record())
-            records |= herald.of_bells(self._rounds.bells)
+            records |= announcer.of_replica(self._replica_record())
+            records |= announcer.of_bells(self._rounds.bells)
         if lease is not None:
             records |= lease.announcement(progress.position)
         self._writing = self._writer.submit(partial(self._write, records, lease))
@@ -500,7 +502,7 @@ class Coordinator(threading.Thread):
     def _write(self, records: dict[str, Record], lease: PartLease | None) -> float:
         """In the writer's thread; seconds that the DHT took."""
         began = self._clock.monotonic()
-        stored = self._herald.tell(records)
+        stored = self._announcer.tell(records)
         seconds = self._clock.monotonic() - began
         if lease is not None:
             lease.published(stored)

@@ -6,7 +6,7 @@ model is built, the last snapshot loaded, the coordinator's thread started, and 
 
 `Assembly` puts the parts together: the thread that deals with the swarm, the network of the
 replica, and the loop that trains. `coordinator_of` gives that thread what it drives: the chain, the
-driver of sends, the herald.
+driver of sends, the announcer.
 """
 
 # hivemind and its generated protocol classes carry no types.
@@ -37,7 +37,7 @@ from dilocox.dht.manifest import warnings
 from dilocox.dht.reachability import described, reached_at
 from dilocox.dht.reconnect import relays_between
 from dilocox.dht.revisions import ManifestWatch
-from dilocox.peer.averaging.announcer import Herald
+from dilocox.peer.averaging.announcer import Announcer
 from dilocox.peer.averaging.averager import (
     AveragerConfig,
     AveragerStuck,
@@ -81,7 +81,7 @@ from dilocox.pipeline.network import Network
 from dilocox.pipeline.partition import hidden_size
 from dilocox.pipeline.placement import Mover
 from dilocox.pipeline.recruiting import Recruiter
-from dilocox.pipeline.relayed_requests import Letters
+from dilocox.pipeline.relayed_requests import RelayedRequests
 from dilocox.pipeline.reservation import Desk
 from dilocox.pipeline.stage import chosen_device, stage_layout
 from dilocox.pipeline.stage_worker import StageWorker
@@ -142,7 +142,7 @@ def coordinator_of(
     return Coordinator(
         place=place,
         dht=joined.dht,
-        herald=Herald(place, joined.swarm, joined.clock),
+        announcer=Announcer(place, joined.swarm, joined.clock),
         clock=joined.clock,
         averager=averager,
         chain=chain,
@@ -222,7 +222,7 @@ class Assembly:
                 evaluate_windows=BATCH_WINDOWS,
             ),
             silence_s=manifest.deadlines.silence_s,
-            letters=Letters(joined.identity, joined.run, joined.clock.time),
+            letters=RelayedRequests(joined.identity, joined.run, joined.clock.time),
             relays=self._relays,
             answer=self._desk.answer,
             admits=lambda _, hello: link_of(hello, config.stage),

@@ -26,7 +26,7 @@ from dilocox.dht.records import (
 )
 from dilocox.dht.swarm import Swarm
 from dilocox.dht.swarm_view import SwarmView
-from dilocox.peer.averaging.announcer import Herald, replica_record
+from dilocox.peer.averaging.announcer import Announcer, replica_record
 from dilocox.peer.averaging.connectivity import LoopProgress, Place
 from dilocox.peer.averaging.follower import ChainFollower
 from dilocox.peer.rounds.round_clock import bells_to_read
@@ -98,11 +98,11 @@ class Standing(Hourly):
         return self.now
 
 
-def herald(dht: Dht, stage: int, stages: int = 3, clock: Clock | None = None) -> Herald:
-    return Herald(place(stage, stages), cast("Swarm", dht), clock or Hourly())
+def announcer(dht: Dht, stage: int, stages: int = 3, clock: Clock | None = None) -> Announcer:
+    return Announcer(place(stage, stages), cast("Swarm", dht), clock or Hourly())
 
 
-def look(looking: Herald, bells: list[int], *, whole: bool = True) -> bool:
+def look(looking: Announcer, bells: list[int], *, whole: bool = True) -> bool:
     return looking.look(bells, own_round=5, last_record=4, whole=whole)
 
 
@@ -138,7 +138,7 @@ def crowd(peers: int, stages: int) -> Dht:
     return dht
 
 
-def looked_at(dht: Dht, looking: Herald, seconds: int, clock: Standing) -> Counter[str]:
+def looked_at(dht: Dht, looking: Announcer, seconds: int, clock: Standing) -> Counter[str]:
     """How often each key was asked for in this time, with a look at every heartbeat."""
     dht.asked.clear()
     for _ in range(0, seconds, 10):
@@ -149,7 +149,7 @@ def looked_at(dht: Dht, looking: Herald, seconds: int, clock: Standing) -> Count
 
 def test_in_a_small_swarm_every_heartbeat_shows_everything() -> None:
     dht, clock = crowd(4, 2), Standing()
-    looking = herald(dht, 1, 2, clock)
+    looking = announcer(dht, 1, 2, clock)
     asked = looked_at(dht, looking, 600, clock)
     assert set(asked.values()) == {60}
     assert looking.cadence.lifetime_s == 30.0
@@ -157,7 +157,7 @@ def test_in_a_small_swarm_every_heartbeat_shows_everything() -> None:
 
 def test_in_a_large_one_other_stages_are_read_more_rarely_than_ones_own() -> None:
     dht, clock = crowd(400, 4), Standing()
-    looking = herald(dht, 1, 4, clock)
+    looking = announcer(dht, 1, 4, clock)
     look(looking, [5])
     asked = looked_at(dht, looking, 3600, clock)
     assert asked[bell_key(RUN, 5)] == 360
@@ -170,7 +170,7 @@ def test_in_a_large_one_other_stages_are_read_more_rarely_than_ones_own() -> Non
 
 def test_who_waits_for_a_record_and_who_sees_nobody_looks_with_every_heartbeat() -> None:
     dht, clock = crowd(400, 4), Standing()
-    looking = herald(dht, 1, 4, clock)
+    looking = announcer(dht, 1, 4, clock)
     for _ in range(10):
         looking.look([5], own_round=5, last_record=4, whole=True, eager=True)
     assert all(stage_key(RUN, 1) in asked for asked in dht.asked)
@@ -192,7 +192,7 @@ def test_one_look_asks_for_everything_at_once() -> None:
         replica_key(RUN): {"h": replica()},
         bell_key(RUN, 5): {"h": bell(5)},
     }
-    looking = herald(dht, 1)
+    looking = announcer(dht, 1)
     assert look(looking, [5, 6])
     assert len(dht.asked) == 1
     assert {key for key, kind in dht.asked[0].items() if kind is BellRecord} == {
@@ -221,7 +221,7 @@ def test_a_quick_look_asks_for_bells_and_forgets_nothing() -> None:
         claim_key(RUN, 1): {"x": claim(4)},
         replica_key(RUN): {"h": replica()},
     }
-    looking = herald(dht, 1)
+    looking = announcer(dht, 1)
     assert look(looking, [5])
     before = looking.view
     dht.records = {claim_key(RUN, 1): {"x": claim(5)}, bell_key(RUN, 5): {"h": bell(5)}}
@@ -236,7 +236,7 @@ def test_a_quick_look_asks_for_bells_and_forgets_nothing() -> None:
 def test_for_a_peer_of_stage_0_its_own_chain_is_that_of_the_run() -> None:
     dht = Dht()
     dht.records = {claim_key(RUN, 0): {"h": claim(7)}}
-    looking = herald(dht, 0, stages=1)
+    looking = announcer(dht, 0, stages=1)
     assert look(looking, [])
     assert looking.view.claims == looking.view.run_claims == {"h": claim(7)}
 
@@ -251,7 +251,7 @@ def test_what_gives_no_answer_stays_as_it_was_and_an_empty_answer_does_not() -> 
             strict=True,
         )
     ) | {replica_key(RUN): {"h": replica()}, bell_key(RUN, 5): {"h": bell(5)}}
-    looking = herald(dht, 1)
+    looking = announcer(dht, 1)
     assert look(looking, [5])
     before = looking.view
     dht.silent = {*dht.records, stage_key(RUN, 2)}
@@ -270,7 +270,7 @@ def test_what_gives_no_answer_stays_as_it_was_and_an_empty_answer_does_not() -> 
 def test_a_stage_that_never_answered_is_unknown_and_not_empty() -> None:
     dht = Dht()
     dht.silent = {stage_key(RUN, 2)}
-    looking = herald(dht, 1)
+    looking = announcer(dht, 1)
     assert look(looking, [])
     assert set(looking.view.stages) == {0, 1}
 
@@ -290,7 +290,7 @@ def test_a_look_has_its_answer_with_the_records_of_the_own_stage(
 ) -> None:
     dht = Dht()
     dht.silent = {silent}
-    assert look(herald(dht, 1), []) is answered
+    assert look(announcer(dht, 1), []) is answered
 
 
 # ---- telling -------------------------------------------------------------------------------------
@@ -301,7 +301,7 @@ def chain() -> ChainFollower:
 
 def told(own: LoopProgress, state: str = "training", stages: int = 3) -> StageRecord:
     dht = Dht()
-    telling = herald(dht, 1, stages)
+    telling = announcer(dht, 1, stages)
     records = telling.of_stage(
         state, round_number=5, inner_steps=70, chain=chain(), voids=2, own=own
     )
@@ -344,7 +344,7 @@ def test_a_run_that_lacks_peers_for_most_stages_still_fits_into_a_record() -> No
 
 def test_only_a_peer_that_leads_a_replica_has_a_replica_record() -> None:
     assert replica_record(place(1), 3, LoopProgress(head="h"), hear_s=1.0) is None
-    assert herald(Dht(), 1).of_replica(None) == {}
+    assert announcer(Dht(), 1).of_replica(None) == {}
     own = LoopProgress(
         head="me",
         members=("me", "a", "b"),
@@ -362,7 +362,7 @@ def test_only_a_peer_that_leads_a_replica_has_a_replica_record() -> None:
     assert (record.inner_step, record.step_s, record.hear_s) == (9, 1.5, 2.5)
     assert (record.val_loss, record.val_round) == (2.5, 2)
     assert (record.codec, record.last_fault) == ("int8", "stage 1 silent")
-    assert herald(Dht(), 0).of_replica(record) == {replica_key(RUN): record}
+    assert announcer(Dht(), 0).of_replica(record) == {replica_key(RUN): record}
 
 
 @pytest.mark.parametrize("stages", [1, 13, 40, 64])
@@ -382,7 +382,7 @@ def test_the_record_of_a_replica_of_many_stages_names_all_of_its_members(stages:
 
 
 def test_a_bell_is_told_under_its_round() -> None:
-    told = herald(Dht(), 0).of_bells([bell(6), bell(7)])
+    told = announcer(Dht(), 0).of_bells([bell(6), bell(7)])
     assert told == {bell_key(RUN, 6): bell(6), bell_key(RUN, 7): bell(7)}
 
 
@@ -403,7 +403,7 @@ def test_a_replica_in_a_round_that_nobody_can_be_in_is_not_believed() -> None:
     dht.records[replica_key(RUN)] = {
         peer: replica_record(place(0), number, own, hear_s=1.0) for peer, number in rounds.items()
     }
-    looking = herald(dht, 0)
+    looking = announcer(dht, 0)
     for _ in range(2):
         look(looking, [5, 6])
     assert set(looking.view.replicas) == {"a", "b", "c", "d", "far"}
@@ -416,6 +416,6 @@ def test_a_record_that_would_be_longer_if_we_wrote_it_is_read_all_the_same() -> 
     """Numbers may be written in fewer bytes than ours: one that was full is too long then."""
     dht = Dht()
     dht.records[stage_key(RUN, 0)] = {"a": replace(stage_record(), blocked="x" * 2000)}
-    looking = herald(dht, 0)
+    looking = announcer(dht, 0)
     look(looking, [5])
     assert set(looking.view.stage) == {"a"}

@@ -14,7 +14,7 @@ from dilocox.dht.addresses import Reach, Reachability
 from dilocox.dht.reachability import CHECK_S
 from dilocox.dht.reconnect import Targets
 from dilocox.dht.swarm_view import SwarmView
-from dilocox.peer.averaging.connectivity import Place, Ways
+from dilocox.peer.averaging.connectivity import Connectivity, Place
 from tests.peer.clocks import TestClock
 from tests.peer.fabricated import peer_id, stage_record
 
@@ -39,7 +39,7 @@ class Averager:
         return found
 
 
-def ways(kind: Reachability, averager: Averager, *, by_others: bool = True) -> Ways:
+def ways(kind: Reachability, averager: Averager, *, by_others: bool = True) -> Connectivity:
     place: Any = SimpleNamespace(
         me=ME,
         stage=0,
@@ -47,7 +47,7 @@ def ways(kind: Reachability, averager: Averager, *, by_others: bool = True) -> W
         reachability=kind,
         reached_by_others=by_others,
     )
-    return Ways(cast(Place, place), averager, TestClock())
+    return Connectivity(cast(Place, place), averager, TestClock())
 
 
 def view(**stage: Any) -> SwarmView:
@@ -122,6 +122,6 @@ def test_one_that_was_told_to_only_dial_out_is_not_lost() -> None:
         me=ME, stage=0, client_mode=True, reachability="unknown", reached_by_others=False
     )
     assert not any(
-        Ways(cast(Place, place), averager, TestClock()).lost(1e9 + at) for at in range(9)
+        Connectivity(cast(Place, place), averager, TestClock()).lost(1e9 + at) for at in range(9)
     )
     assert not averager.checks

@@ -24,7 +24,7 @@ from dilocox.pipeline.activation_codec import encode
 from dilocox.pipeline.frames import Frame, FrameLimits, encode_prefix_and_header, window_bytes
 from dilocox.pipeline.link import Broken, LinkKey, Message, Opened
 from dilocox.pipeline.network import Network
-from dilocox.pipeline.relayed_requests import Letters
+from dilocox.pipeline.relayed_requests import RelayedRequests
 
 RUN = "0" * 32
 REPLICA = "head"
@@ -78,11 +78,11 @@ class Peer:
     limits: FrameLimits = LIMITS
     relays: Mapping[str, Sequence[str]] = field(default_factory=dict[str, Sequence[str]])
     asked: list[tuple[str, Frame]] = field(default_factory=list[tuple[str, Frame]])
-    letters: Letters = field(init=False)
+    letters: RelayedRequests = field(init=False)
     network: Network = field(init=False)
 
     def __post_init__(self) -> None:
-        self.letters = Letters(self.node.identity, RUN, self.node.clock.time)
+        self.letters = RelayedRequests(self.node.identity, RUN, self.node.clock.time)
         self.network = Network(
             self.node.dht,
             run=RUN,

@@ -10,7 +10,7 @@ from dilocox.dht.identity import Identity
 from dilocox.dht.wire import pack, seal
 from dilocox.pipeline import relayed_requests
 from dilocox.pipeline.frames import Frame, FrameRefused, encode_prefix_and_header
-from dilocox.pipeline.relayed_requests import AHEAD_S, LIFE_S, Letters
+from dilocox.pipeline.relayed_requests import AHEAD_S, LIFE_S, RelayedRequests
 
 RUN = "0" * 32
 RELAY = "relay"
@@ -38,11 +38,11 @@ def clock() -> Clock:
 
 
 @pytest.fixture
-def three(identities: list[Identity], clock: Clock) -> list[Letters]:
-    return [Letters(identity, RUN, clock.time) for identity in identities]
+def three(identities: list[Identity], clock: Clock) -> list[RelayedRequests]:
+    return [RelayedRequests(identity, RUN, clock.time) for identity in identities]
 
 
-def test_a_request_and_its_answer(three: list[Letters], identities: list[Identity]) -> None:
+def test_a_request_and_its_answer(three: list[RelayedRequests], identities: list[Identity]) -> None:
     head, far, _ = three
     letter, number = head.write(identities[1].peer_id, ASK)
     assert far.take(letter, RELAY) == (identities[0].peer_id, ASK, number)
@@ -51,7 +51,7 @@ def test_a_request_and_its_answer(three: list[Letters], identities: list[Identit
 
 
 def test_a_letter_is_taken_once_and_none_after_a_later_one(
-    three: list[Letters], identities: list[Identity], clock: Clock
+    three: list[RelayedRequests], identities: list[Identity], clock: Clock
 ) -> None:
     head, far, _ = three
     first, second, third = (head.write(identities[1].peer_id, ASK)[0] for _ in range(3))
@@ -66,18 +66,18 @@ def test_a_letter_is_taken_once_and_none_after_a_later_one(
 
 
 def test_a_restarted_writer_is_heard(
-    three: list[Letters], identities: list[Identity], clock: Clock
+    three: list[RelayedRequests], identities: list[Identity], clock: Clock
 ) -> None:
     head, far, _ = three
     for _ in range(10):
         assert far.take(head.write(identities[1].peer_id, ASK)[0], RELAY) is not None
     clock.now += 0.5
-    again = Letters(identities[0], RUN, clock.time)
+    again = RelayedRequests(identities[0], RUN, clock.time)
     assert far.take(again.write(identities[1].peer_id, ASK)[0], RELAY) is not None
 
 
 def test_who_is_flooded_with_letters_reads_no_more_than_so_many_a_second(
-    three: list[Letters],
+    three: list[RelayedRequests],
     identities: list[Identity],
     clock: Clock,
     monkeypatch: pytest.MonkeyPatch,
@@ -98,7 +98,7 @@ def test_who_is_flooded_with_letters_reads_no_more_than_so_many_a_second(
 
 
 def test_who_brings_nonsense_or_copies_has_no_letter_of_others_refused(
-    three: list[Letters], identities: list[Identity]
+    three: list[RelayedRequests], identities: list[Identity]
 ) -> None:
     head, far, _ = three
     to = identities[1].peer_id
@@ -116,7 +116,7 @@ def test_who_brings_nonsense_or_copies_has_no_letter_of_others_refused(
 
 
 def test_a_letter_lives_seconds_though_clocks_differ_a_little(
-    three: list[Letters], identities: list[Identity], clock: Clock
+    three: list[RelayedRequests], identities: list[Identity], clock: Clock
 ) -> None:
     head, far, _ = three
     to = identities[1].peer_id
@@ -135,7 +135,7 @@ def test_a_letter_lives_seconds_though_clocks_differ_a_little(
 
 
 def test_nobody_else_takes_it_and_no_reply_of_another_counts(
-    three: list[Letters], identities: list[Identity]
+    three: list[RelayedRequests], identities: list[Identity]
 ) -> None:
     head, far, relay = three
     letter, number = head.write(identities[1].peer_id, ASK)
@@ -153,10 +153,10 @@ def test_nobody_else_takes_it_and_no_reply_of_another_counts(
 
 
 def test_letters_of_another_run_and_records_are_none(
-    three: list[Letters], identities: list[Identity], clock: Clock
+    three: list[RelayedRequests], identities: list[Identity], clock: Clock
 ) -> None:
     to = identities[1].peer_id
-    other, _ = Letters(identities[0], "1" * 32, clock.time).write(to, ASK)
+    other, _ = RelayedRequests(identities[0], "1" * 32, clock.time).write(to, ASK)
     record = seal(
         identities[0],
         key=f"{RUN}/stage/1",
@@ -171,7 +171,7 @@ def test_letters_of_another_run_and_records_are_none(
 
 @pytest.mark.parametrize("kind", ["yes", "hello", "go", "dissolve"])
 def test_a_letter_holds_a_request(
-    three: list[Letters], identities: list[Identity], kind: str
+    three: list[RelayedRequests], identities: list[Identity], kind: str
 ) -> None:
     letter, _ = three[0].write(identities[1].peer_id, Frame(kind=kind))
     with pytest.raises(FrameRefused, match="in a letter"):
@@ -185,7 +185,7 @@ def test_a_letter_holds_a_request(
 @given(data=st.data())
 def test_whatever_comes_instead_is_refused(identities: list[Identity], data: st.DataObject) -> None:
     clock = Clock()
-    head, far = (Letters(identity, RUN, clock.time) for identity in identities[:2])
+    head, far = (RelayedRequests(identity, RUN, clock.time) for identity in identities[:2])
     letter, _ = head.write(identities[1].peer_id, ASK)
     spot = data.draw(st.integers(0, len(letter) - 1))
     bit = data.draw(st.integers(0, 7))

@@ -39,7 +39,7 @@ from dilocox.peer.training.report import Reporter, Status, Tally
 from dilocox.pipeline.messages import Stepped
 from tests.peer import merging
 from tests.peer.loops import Loop
-from tests.peer.test_tally import REPORT, STATUS, Clock
+from tests.peer.test_report import REPORT, STATUS, Clock
 
 PEER = "12D3KooWEXWcUQWJ6amCxHKtPFrcNxgepcmy7YXo7tirWjgiJ9Fr"
 

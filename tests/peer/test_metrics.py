@@ -13,7 +13,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from dilocox.peer.process.metrics import Build, PeerFacts, PeerMetrics
 from dilocox.peer.training.progress import CHUNK_VALUES, norm, relative_error
 from dilocox.peer.training.report import WAITING, RoundReport, Waiting, rank_span
-from tests.peer.test_tally import REPORT, STATUS
+from tests.peer.test_report import REPORT, STATUS
 
 NUMEL = 1000
 RUN = "0123456789abcdef0123456789abcdef"

@@ -17,7 +17,7 @@ from dilocox.dht.manifest import InnerSpec
 from dilocox.peer.training.inner_optimizer import InnerOptimizer, is_for_muon
 from dilocox.pipeline.partition import build_skeleton
 from dilocox.pipeline.stage import build_stage
-from tests.peer.test_inner import batches, same, through_files, weights
+from tests.peer.test_inner_optimizer import batches, same, through_files, weights
 from tests.pipeline.whole_model import train_step
 
 MUON = InnerSpec(

@@ -25,6 +25,7 @@ import contextlib
 import hashlib
 import heapq
 import random
+import sys
 import tempfile
 import time
 from collections import Counter
@@ -33,6 +34,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from rich.console import Console
+
+# a script has only its own folder on the path
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks import socket_bytes
 from benchmarks.tables import narrow

@@ -18,9 +18,14 @@ from __future__ import annotations
 
 import argparse
 import math
+import sys
+from pathlib import Path
 
 from hivemind.utils import MSGPackSerializer  # pyright: ignore[reportMissingTypeStubs]
 from rich.console import Console
+
+# a script has only its own folder on the path
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.tables import narrow
 from dilocox.compression.layout import FlatLayout

@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import multiprocessing
 import statistics
+import sys
 import tempfile
 import time
 from pathlib import Path
@@ -21,6 +22,9 @@ from typing import Any
 
 import torch
 from rich.console import Console
+
+# a script has only its own folder on the path
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks import socket_bytes
 from benchmarks.socket_bytes import Members, Sought

@@ -38,3 +38,18 @@ def test_files_that_the_readme_links_to_exist() -> None:
     assert links
     for link in links:
         assert (ROOT / link).exists(), link
+
+
+def test_benchmarks_run_as_their_heads_say_with_only_their_own_folder_on_the_path() -> None:
+    """Anywhere else the root is on the path, so that a script that cannot start looks sound."""
+    scripts = [
+        path
+        for path in sorted((ROOT / "benchmarks").glob("*.py"))
+        if f"python benchmarks/{path.name}" in path.read_text()
+    ]
+    assert len(scripts) > 8
+    for path in scripts:
+        text = path.read_text()
+        needs_root = re.search(r"^from (benchmarks|tests)\b", text, re.MULTILINE)
+        if needs_root is not None:
+            assert "sys.path.insert(0," in text[: needs_root.start()], path.name

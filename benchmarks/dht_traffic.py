@@ -3,10 +3,9 @@
 A swarm of peers that all train: each tells of itself, looks at the others and, as a head, rings a
 bell in every round. The intervals are those of peer/averaging/announcer.py and
 peer/rounds/round_clock.py, the records real ones, encoded and sealed, and the keepers of a key
-those of dht/keepers.py: the five nodes nearest to it, of which a look asks one.
-What is modelled is the time only, and the bytes of a call beside
-its records (CALL_BYTES, KEY_BYTES); `--real N` measures those with nodes on loopback, by what the
-TCP sockets of their p2pd send, and prints them beside the model's.
+those of dht/keepers.py: the five nodes nearest to it, of which a look asks one. What is modelled is
+the time only, and the bytes of a call beside its records (CALL_BYTES, KEY_BYTES); `--real N` prints
+instead what nodes on loopback send, by the TCP sockets of their p2pd.
 
 The row "before" is the rule that was there until protocol 3: with every heartbeat of 10 s each peer
 reads the records of all peers of all stages from all nodes near their key, twenty at most, searches

@@ -17,8 +17,9 @@ with four members on loopback, 6.7 MB in the three seconds before an exchange of
 
 - each plan has its own key, so that peers with another one are never found;
 - a group closes as soon as it has as many members as any of them expects. A member that expects
-  too many lets it wait until its time, as does one that does not know; one that expects too few is
-  overruled by the others, and by the last contributors that are counted;
+  too many lets it wait until its time, as does one that does not know, for somebody is new
+  (driver.py); one that expects too few is overruled by the others, and by the last contributors
+  that are counted;
 - who asks first leads: later callers find the leader with one search and join it, and it need not
   look for others. Only where two ask at once, or clocks differ, do leaders meet by searching;
 - searches have growing pauses between them and ask few nodes, and nobody takes a declaration back:

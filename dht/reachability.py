@@ -243,14 +243,17 @@ class Probe(ServicerBase):
     async def rpc_bandwidth_up(
         self, request: AsyncIterator[runtime_pb2.ExpertRequest], context: P2PContext
     ) -> runtime_pb2.ExpertResponse:
-        """Take what comes, within the bounds, and say how much it was in how many seconds."""
+        """Take what comes, within the bounds, and say how much it was in how many seconds.
+
+        It is read to its end: p2pd resets a stream whose reader leaves earlier, the answer with it.
+        """
         try:
             with self._link():
                 frames = aiter(request)
                 await asyncio.wait_for(anext(frames), BANDWIDTH_LIMIT_S)
                 taken, started = 0, time.monotonic()
                 with contextlib.suppress(StopAsyncIteration, asyncio.TimeoutError):
-                    while taken < BANDWIDTH_LIMIT_BYTES:
+                    while taken <= BANDWIDTH_LIMIT_BYTES:
                         left_s = started + BANDWIDTH_LIMIT_S - time.monotonic()
                         frame = await asyncio.wait_for(anext(frames), max(0.0, left_s))
                         taken += len(chunk_of(frame))

@@ -185,7 +185,7 @@ class PeerService(ServicerBase):
         match want["what"]:
             case "mean":
                 attempt = self.attempts.get(want["group"])
-                mean = None if attempt is None else attempt.mean(int(want["part"]))
+                mean = None if attempt is None else await attempt.checked_mean(int(want["part"]))
                 if attempt is None or mean is None:
                     return None
                 bits = bitmap_of(attempt.members, mean.contributors)

@@ -242,12 +242,13 @@ class Attempt:
         except (PayloadRefused, ShareRefused):
             self._shares.lied[mean.part] = peer
             raise
-        finally:
-            self._reach.notify()
 
     async def _take_mean(self, mean: Mean) -> None:
-        if await self._shares.add_mean(mean):
-            self._hand_on(mean)
+        try:
+            if await self._shares.add_mean(mean):
+                self._hand_on(mean)
+        finally:
+            self._reach.notify()
 
     def on_votes(self, votes: Sequence[bytes]) -> None:
         """Signed votes; ValueError if one is not of this attempt, after the others were taken."""
@@ -275,8 +276,17 @@ class Attempt:
             self._reach.spawn(call, outlives=True)
 
     def mean(self, part: int) -> Mean | None:
-        """The averaged part, for members that ask for it."""
+        """The averaged part, if it is here."""
         return self._shares.means.get(part)
+
+    async def checked_mean(self, part: int) -> Mean | None:
+        """The averaged part, for members that ask for it.
+
+        One that is being checked is waited for: who asks may have nobody else.
+        """
+        end = self._started + self._setup.exchange_s
+        await self._reach.until(lambda: not self._shares.coming(part), end)
+        return self.mean(part)
 
     # ---- the exchange ----------------------------------------------------------------------------
     async def run(self) -> AttemptResult:
@@ -382,17 +392,18 @@ class Attempt:
                 self._waited_out = True
                 return False
             late = missing if now >= due else set[int]()
-            wanted = lost | {part for part in late if not asked[part]}
-            if now >= again_at:
+            wanted = {part for part in late if not asked[part]}
+            # not at once again: what its reducer gave others may still be on its way to them
+            elsewhere = lost | (missing & self._cut_off())
+            if now >= again_at and elsewhere:
                 again_at = now + self._setup.silence_s / 2
-                wanted |= missing & self._cut_off()
+                wanted |= elsewhere
             for part in sorted(wanted):
                 asked[part] += part in lost or part in late
                 await self._ask_for_mean(part)
             if not wanted:
                 until = end if late else due
-                cut_off = missing & self._cut_off()
-                await self._reach.until(self._news(), min(until, again_at) if cut_off else until)
+                await self._reach.until(self._news(), min(until, again_at) if elsewhere else until)
         return True
 
     @property

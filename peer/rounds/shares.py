@@ -11,6 +11,7 @@ sum is what is named in its mean.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -184,6 +185,7 @@ class Shares:
             if share.reducer == setup.me and share.numel
         }
         self._decoded: dict[int, Tensor] = {}  # means that a later phase builds on
+        self._in_check = Counter[int]()  # calls that decode a mean of this share
         self.means: dict[int, Mean] = {}
         self.lied: dict[int, str] = {}  # who sent a malformed mean of a share
 
@@ -340,10 +342,18 @@ class Shares:
         needed = share.phase + 1 < len(self._setup.codecs)
         if mean.part not in self.means and (needed or not checked):
             codec = self._setup.codecs[share.phase].mean
-            values = await self._compute(decode, codec, mean.payload, share.numel)
+            self._in_check[mean.part] += 1
+            try:
+                values = await self._compute(decode, codec, mean.payload, share.numel)
+            finally:
+                self._in_check[mean.part] -= 1
             if needed and mean.part not in self.means:
                 self._decoded[mean.part] = values
         return self.means.setdefault(mean.part, mean) is mean
+
+    def coming(self, part: int) -> bool:
+        """Whether a mean of this share came and is not here only because it is being checked."""
+        return part not in self.means and self._in_check[part] > 0
 
     def known(self, part: int) -> bool:
         """Whether the attempt has this share."""

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Callable, Generator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from dilocox.peer.rounds.exchange import Attempt
 from dilocox.peer.rounds.grid import Grid
 from dilocox.peer.rounds.group import AttemptResult, AttemptSetup, Mean, Member, PhaseCodecs
 from dilocox.peer.rounds.record import RoundFacts, RoundRecord, digest_of, parse_record
+from dilocox.peer.rounds.shares import decode
 from dilocox.peer.rounds.vote import Ballot, Verdict
 
 LAYOUT = FlatLayout.of([("weight", (40, 30)), ("bias", (30,))])
@@ -71,7 +73,7 @@ class Link:
             await attempt.on_mean(self._me, mean)
 
     async def fetch_mean(self, peer: str, part: int) -> Mean | None:
-        return (await self._to(peer, "fetch")).mean(part)
+        return await (await self._to(peer, "fetch")).checked_mean(part)
 
     async def fetch_record(self, peer: str, digest: str, *, older: bool = False) -> bytes | None:
         attempt = await self._to(peer, "fetch")
@@ -118,6 +120,19 @@ def template(**changes: object) -> RoundRecord:
     return RoundRecord(**(facts | changes))  # type: ignore[arg-type]
 
 
+class Pool(ThreadPoolExecutor):
+    """The one thread in which members compute."""
+
+    def __init__(self, decoding_s: float):
+        super().__init__(1, initializer=torch.set_num_threads, initargs=(1,))
+        self._decoding_s = decoding_s
+
+    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        if fn is decode and self._decoding_s:
+            super().submit(time.sleep, self._decoding_s)
+        return super().submit(fn, *args, **kwargs)
+
+
 class Group:
     """N members with keys, logs and messages of their own.
 
@@ -137,8 +152,11 @@ class Group:
         exchange_s: float = EXCHANGE_S,
         silence_s: float = SILENCE_S,
         group_size: int = 32,
+        decoding_s: float = 0.0,
     ):
         """`clients`: those that can only dial out, so that they average nothing.
+
+        decoding_s: so long takes each member to check a mean, one after the other.
 
         Whoever is put into `frozen` neither answers nor is refused any more.
         """
@@ -156,7 +174,7 @@ class Group:
         self.tokens = [100 * (index + 1) for index in range(len(self.peers))]
         self.attempts: dict[str, Attempt] = {}
         self.setups: dict[str, AttemptSetup] = {}
-        self.pool = ThreadPoolExecutor(1, initializer=torch.set_num_threads, initargs=(1,))
+        self.pool = Pool(decoding_s)
         self.members = tuple(
             Member(peer=peer, tokens=tokens, exchange_s=0.0, step_s=0.0, client_mode=at in clients)
             for at, (peer, tokens) in enumerate(zip(self.peers, self.tokens, strict=True))

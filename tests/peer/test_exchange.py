@@ -95,8 +95,9 @@ def test_a_member_dead_from_the_start_voids_the_attempt_within_its_deadlines(
 
 
 @BOTH
+@pytest.mark.parametrize("decoding_s", [0.0, 0.1])
 def test_a_reducer_that_dies_after_serving_one_member_still_commits_on_all_others(
-    identities: list[Identity], tmp_path: Path, scheme: str
+    identities: list[Identity], tmp_path: Path, scheme: str, decoding_s: float
 ) -> None:
     served: list[str] = []
     last = "mean1" if scheme == "low_rank" else "mean0"
@@ -109,7 +110,14 @@ def test_a_reducer_that_dies_after_serving_one_member_still_commits_on_all_other
         # after that it is gone for everybody
         return not (served and victim in (sender, receiver))
 
-    group = Group(identities[:3], tmp_path, passes=passes, scheme=scheme)
+    group = Group(
+        identities[:3],
+        tmp_path,
+        passes=passes,
+        scheme=scheme,
+        decoding_s=decoding_s,
+        exchange_s=4.0,
+    )
     results = asyncio.run(group.run())
     record_of(group, results[1:])
     assert served

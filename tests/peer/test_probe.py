@@ -21,11 +21,14 @@ from dilocox.dht import reachability
 from dilocox.dht.addresses import Reach, Reachability
 from dilocox.dht.identity import peer_id_of
 from dilocox.dht.reachability import (
+    BANDWIDTH_LIMIT_BYTES,
     CALLS_IN_A_WHILE,
     CHECK_AGAIN_S,
     CHECK_S,
+    CHUNK,
     Probe,
     ReachWatch,
+    answered,
     ask_time,
     asked_to_dial,
     described,
@@ -33,6 +36,7 @@ from dilocox.dht.reachability import (
     measure_bandwidth,
     reached_at,
 )
+from dilocox.dht.rpc import pack
 
 LIMIT_S = 5.0
 SEEN = frozenset({"198.51.100.7"})
@@ -291,6 +295,23 @@ def test_bandwidth_is_measured_both_ways_in_its_time() -> None:
         found = await measure_bandwidth(peers[1], peers[0].peer_id, limit_s=1.0)
         assert time.monotonic() - started < 4.0
         assert found.down_bytes_per_s > 1e6 and found.up_bytes_per_s > 1e6
+
+    run(scene)
+
+
+def test_the_answer_arrives_though_the_end_of_what_was_sent_comes_late() -> None:
+    async def scene(peers: list[P2P]) -> None:
+        await serve(peers[0])
+
+        async def frames() -> AsyncIterator[Any]:
+            yield pack({})
+            for _ in range(BANDWIDTH_LIMIT_BYTES // len(CHUNK)):
+                yield pack({}, CHUNK)
+            await asyncio.sleep(0.2)
+
+        stub: Any = Probe.get_stub(peers[1], peers[0].peer_id)
+        answer = answered(await stub.rpc_bandwidth_up(frames()))
+        assert answer["bytes"] == BANDWIDTH_LIMIT_BYTES
 
     run(scene)
 

@@ -105,7 +105,6 @@ def test_facts_carry_numbers_that_are_not_finite(value: float):
         {"kind": "go", "facts": {"x": "\ud800"}},
         {"kind": "go", "facts": {str(i): "x" * 1000 for i in range(30)}},
     ],
-    ids=str,
 )
 def test_what_no_receiver_would_take_is_not_written(fields: dict[str, Any]):
     with pytest.raises(ValueError):

@@ -34,7 +34,7 @@ from dilocox.dht.manifest import Manifest
 from dilocox.peer.rounds.adaptation import stage_codec
 from dilocox.peer.rounds.grid import Grid, Share
 from dilocox.peer.rounds.group import Ticket
-from dilocox.peer.rounds.record import Contribution, Part, RoundFacts, RoundRecord
+from dilocox.peer.rounds.record import Contribution, ReducedShare, RoundFacts, RoundRecord
 
 GROUPS = [(12, 12), (12, 4), (32, 32), (32, 8), (128, 128), (128, 32), (128, 16)]
 BYTES_PER_S, WAY_S = 10e6 / 8, 0.1
@@ -81,7 +81,7 @@ def header_bytes(names: tuple[str, ...], shares: tuple[Share, ...]) -> int:
         members=tuple(Contribution(peer=name, tokens=10**6, **times) for name in names),
         chain_tokens=10**9,
         parts=tuple(
-            Part(
+            ReducedShare(
                 phase=share.phase,
                 reducer=share.reducer,
                 start=share.start,

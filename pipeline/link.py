@@ -122,7 +122,7 @@ class Answer:
     round_trip_s: float
 
 
-class Share:
+class Backlog:
     """How much of one link lies in the inbox. Its methods may be called from any thread.
 
     dropped: nobody wants to see messages of this link any more.
@@ -163,23 +163,23 @@ class Inbox:
     """Messages in the order of their arrival, from the network thread to the computing thread."""
 
     def __init__(self) -> None:
-        self._queue: queue.SimpleQueue[tuple[Message, Share | None]] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[tuple[Message, Backlog | None]] = queue.SimpleQueue()
 
-    def put(self, message: Message, share: Share | None = None) -> None:
-        """Add a message, of the link with this share; from any thread."""
-        if share is not None:
-            share.add(message)
-        self._queue.put((message, share))
+    def put(self, message: Message, backlog: Backlog | None = None) -> None:
+        """Add a message, of the link with this backlog; from any thread."""
+        if backlog is not None:
+            backlog.add(message)
+        self._queue.put((message, backlog))
 
     def get(self, timeout: float) -> Message:
         """The next message, of links that were not dropped; raises `queue.Empty` after so long."""
         deadline = time.monotonic() + timeout
         while True:
-            message, share = self._queue.get(timeout=max(0.0, deadline - time.monotonic()))
-            if share is None:
+            message, backlog = self._queue.get(timeout=max(0.0, deadline - time.monotonic()))
+            if backlog is None:
                 return message
-            share.take(message)
-            if not share.dropped:
+            backlog.take(message)
+            if not backlog.dropped:
                 return message
 
 
@@ -276,7 +276,7 @@ class Link:
     """One link of this peer, from the wish to have it to its end.
 
     expected: whether the neighbour dials. adopted: the network sets it to the stream then.
-    share: how much of the link lies in the inbox.
+    backlog: how much of the link lies in the inbox.
     """
 
     def __init__(
@@ -316,7 +316,7 @@ class Link:
         self._round_trips: deque[float] = deque(maxlen=ROUND_TRIPS_KEPT)
         self._room = asyncio.Event()
         self._room.set()
-        self.share = Share(
+        self.backlog = Backlog(
             max_bytes=max(INBOX_BYTES, 4 * limits.max_payload), on_room=self._make_room
         )
 
@@ -395,7 +395,7 @@ class Link:
             await asyncio.wait({opener, self._verdict}, return_when=asyncio.FIRST_COMPLETED)
             if not self._verdict.done():
                 self._stream = opener.result()
-                self._inbox.put(Opened(self.key), self.share)
+                self._inbox.put(Opened(self.key), self.backlog)
                 self._wake.set()
                 tasks += [asyncio.create_task(self._read(self._stream))]
                 tasks += [asyncio.create_task(self._write(self._stream))]
@@ -469,11 +469,11 @@ class Link:
             pass  # nobody wants it any more
         elif frame.kind not in LINK_KINDS or frame.kind == "hello":
             raise FrameRefused("kind", f"{frame.kind} on a link")
-        elif self.share.frames >= self._max_queued:
-            raise FrameRefused("flood", f"{self.share.frames} frames wait to be taken")
+        elif self.backlog.frames >= self._max_queued:
+            raise FrameRefused("flood", f"{self.backlog.frames} frames wait to be taken")
         else:
-            self._inbox.put(Arrived(self.key, frame), self.share)
-            if self.share.full:
+            self._inbox.put(Arrived(self.key, frame), self.backlog)
+            if self.backlog.full:
                 self._room.clear()
 
     def _next_heartbeat(self, *, last: bool = False) -> bytes:

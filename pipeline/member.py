@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from typing import Protocol
 
 from torch import Tensor
 
@@ -48,7 +47,7 @@ from dilocox.pipeline.messages import (
     Stepped,
     Totals,
 )
-from dilocox.pipeline.reservation import MAX_WINDOW, Assignment
+from dilocox.pipeline.reservation import MAX_WINDOW, Assignment, Reservation
 from dilocox.pipeline.stage_worker import StageWorker
 
 EXACT = "fp32"  # the codec of what is evaluated: rare, and to be compared between runs
@@ -400,33 +399,23 @@ STALL_LIMIT_S = 300.0  # without a piece of work in a replica whose links stand
 RESCUE_LIMIT_S = 45.0  # what healing may take before a member gives its replica up
 
 
-class Orders(Protocol):
-    """What a follower needs of its desk, where heads leave their orders."""
-
-    @property
-    def released(self) -> bool:
-        """Whether the head let this peer go."""
-        ...
-
-    def take_assignment(self) -> Assignment | None:
-        """The newest assignment that was not taken yet."""
-        ...
-
-    def leave(self, replica: str) -> None:
-        """This peer is in that replica no more."""
-        ...
-
-
 class Follower:
     """Turns what heads and neighbours say into inner steps of this stage.
 
     `tell(kind, **facts)` hears of faults and of the end of a replica.
     """
 
-    def __init__(self, *, member: Member, network: Asking, desk: Orders, tell: Callable[..., None]):
+    def __init__(
+        self,
+        *,
+        member: Member,
+        network: Asking,
+        reservation: Reservation,
+        tell: Callable[..., None],
+    ):
         self._member = member
         self._network = network
-        self._desk = desk
+        self._reservation = reservation
         self._tell = tell
         self._lost_at: float | None = None
         self._asked_at = 0.0
@@ -446,10 +435,10 @@ class Follower:
 
     def turn(self, wait_s: float) -> Stepped | None:
         """Do the next piece of work, or wait for some; the inner step that it completed."""
-        assignment = self._desk.take_assignment()
+        assignment = self._reservation.take_assignment()
         if assignment is not None:
             return self._take_up(assignment)
-        if self._desk.released and self.head:
+        if self._reservation.released and self.head:
             stepped = self._receive(0.0)  # its last words may have come before that
             if stepped is None and self.head:
                 self._leave("its head let it go")
@@ -522,7 +511,7 @@ class Follower:
         self._lost_at = None
         self._member.end()
         if assignment is not None:
-            self._desk.leave(assignment.replica)
+            self._reservation.leave(assignment.replica)
             self._tell("dissolved", reason=reason)
 
 

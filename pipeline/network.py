@@ -268,7 +268,7 @@ class Network:
         self._in_loop(lambda: self._give_life(link, hello))
 
     def _drop(self, link: Link) -> None:
-        link.share.dropped = True
+        link.backlog.dropped = True
         del self._links[link.key]
         self._in_loop(link.finish)
 
@@ -294,7 +294,7 @@ class Network:
                 del self._links[link.key]
         if kind is not None:
             broken = Broken(link.key, link.peer, kind, link.unheard_s)
-            self.inbox.put(broken, link.share)
+            self.inbox.put(broken, link.backlog)
 
     async def _dial(self, link: Link, hello: Frame) -> Stream:
         while True:

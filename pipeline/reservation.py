@@ -1,7 +1,7 @@
 """Whether this peer is free for a replica: who may have it, and in which epoch it works.
 
-What: a desk answers the requests of heads (ping, reserve, assign, release) in the network thread
-and hands the assignment that follows to the thread that computes.
+What: `Reservation` answers the requests of heads (ping, reserve, assign, release) in the network
+thread and hands the assignment that follows to the thread that computes.
 Why: the swarm's records are hints, seconds old; two heads may want the same spare at once. Only the
 peer itself knows whether it is free, so a head reserves all it needs and then assigns them
 (two-phase). A reservation expires by itself: a head that dies in between blocks nobody.
@@ -105,12 +105,12 @@ class Assignment:
 
 
 @dataclass(frozen=True)
-class _Reservation:
+class _Hold:
     head: str
     expires_at: float
 
 
-class Desk:
+class Reservation:
     """Says yes to one head at a time. All methods may be called from any thread.
 
     lease_s: how long a reservation holds if no assignment follows.
@@ -140,7 +140,7 @@ class Desk:
         self._lock = threading.Lock()
         self._facts: dict[str, object] = {}
         self._shut: str | None = "starting"  # why, None while open
-        self._reservation: _Reservation | None = None
+        self._hold: _Hold | None = None
         self._assignment: Assignment | None = None
         self._waiting: Assignment | None = None  # not taken yet
         self._taken = ""  # the replica whose assignment the other thread took last
@@ -149,8 +149,8 @@ class Desk:
     def open(self, facts: Mapping[str, object]) -> None:
         """From now on this peer may be recruited.
 
-        facts: what heads hear in every answer; the desk adds `stage`, `state`, `reason` and, to
-        its own head, `epoch`. Called again it renews the facts, in a replica too.
+        facts: what heads hear in every answer, beside `stage`, `state`, `reason` and, for its own
+        head, `epoch`. Called again it renews the facts, in a replica too.
         """
         with self._lock:
             self._facts = dict(facts)
@@ -160,12 +160,12 @@ class Desk:
         """From now on nobody recruits this peer; a reservation is void, a membership stays."""
         with self._lock:
             self._shut = reason
-            self._reservation = None
+            self._hold = None
 
     def leave(self, replica: str) -> None:
         """This peer has left that replica: it was dissolved, or let this peer go.
 
-        An assignment that came meanwhile and is not taken yet stands, unless the desk is shut.
+        An assignment that came meanwhile and is not taken yet stands, unless this is shut.
         """
         with self._lock:
             current = self._assignment
@@ -210,13 +210,13 @@ class Desk:
     def answer(self, peer: str, frame: Frame) -> Frame:
         """Answer a request of `peer` with "yes" or "no"; the facts of "no" hold a `reason`."""
         with self._lock:
-            before = self._assignment, self._reservation
+            before = self._assignment, self._hold
             try:
                 reason = self._reason_against(peer, frame)
             except FrameRefused as odd:
                 self.refused[odd.kind] += 1
                 reason = str(odd)
-            changed = before != (self._assignment, self._reservation)
+            changed = before != (self._assignment, self._hold)
             reply = self._reply(frame, reason)
         if changed:
             self._on_change()
@@ -253,7 +253,7 @@ class Desk:
             return "it is a head"
         if state == "reserved" and not self._reserved_for(head):
             return "it is reserved for another replica"
-        self._reservation = _Reservation(head, self._clock() + self._lease_s)
+        self._hold = _Hold(head, self._clock() + self._lease_s)
         return ""
 
     def _assign(self, head: str, assignment: Assignment) -> str:
@@ -270,12 +270,12 @@ class Desk:
         elif current is not None or not self._reserved_for(head):
             return "it is in another replica" if current else "it is not reserved for this replica"
         self._assignment = self._waiting = assignment
-        self._reservation = None
+        self._hold = None
         return ""
 
     def _release(self, head: str) -> str:
         if self._reserved_for(head):
-            self._reservation = None
+            self._hold = None
         if self._assigned_to(head):
             self._assignment = self._waiting = None
         return ""
@@ -291,13 +291,13 @@ class Desk:
     def _state(self) -> State:
         if self._assignment is not None:
             return "member"
-        if self._reservation is not None and self._clock() < self._reservation.expires_at:
+        if self._hold is not None and self._clock() < self._hold.expires_at:
             return "reserved"
         return "free" if self._shut is None else "shut"
 
     def _reserved_for(self, head: str) -> bool:
-        reservation = self._reservation
-        return self._state() == "reserved" and reservation is not None and reservation.head == head
+        hold = self._hold
+        return self._state() == "reserved" and hold is not None and hold.head == head
 
     def _assigned_to(self, head: str) -> bool:
         return self._assignment is not None and self._assignment.head == head

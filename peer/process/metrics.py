@@ -43,7 +43,7 @@ from dilocox.peer.state_folder import STATES
 from dilocox.peer.training.merge import Outcome
 from dilocox.peer.training.report import Status, Tally, Waiting
 from dilocox.pipeline.network import Network
-from dilocox.pipeline.reservation import Desk
+from dilocox.pipeline.reservation import Reservation
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -370,7 +370,7 @@ class Figures:
         buffers: StageBuffers,
         tally: Tally,
         coordinator: Coordinator,
-        desk: Desk,
+        reservation: Reservation,
         network: Network,
         allowance: Allowance,
     ):
@@ -380,7 +380,7 @@ class Figures:
         self._buffers = buffers
         self._tally = tally
         self._coordinator = coordinator
-        self._desk = desk
+        self._reservation = reservation
         self._network = network
         self._allowance = allowance
         self.metrics = PeerMetrics(
@@ -408,7 +408,7 @@ class Figures:
         """What the metrics ask for."""
         tally, network, swarm = self._tally, self._network, self._joined.swarm
         refused = {
-            "pipeline": network.refused + self._desk.refused.copy(),
+            "pipeline": network.refused + self._reservation.refused.copy(),
             "averaging": self._buffers.refused.read(),
             "dht": swarm.refused.copy(),
         }

@@ -82,7 +82,7 @@ from dilocox.pipeline.partition import hidden_size
 from dilocox.pipeline.placement import Mover
 from dilocox.pipeline.recruiting import Recruiter
 from dilocox.pipeline.relayed_requests import RelayedRequests
-from dilocox.pipeline.reservation import Desk
+from dilocox.pipeline.reservation import Reservation
 from dilocox.pipeline.stage import chosen_device, stage_layout
 from dilocox.pipeline.stage_worker import StageWorker
 from dilocox.pipeline.tuning import Tuning
@@ -204,7 +204,7 @@ class Assembly:
             first_round=1
             + max([newest_aside(own), *(s.round for s in self._snapshots.sent_since)]),
         )
-        self._desk = Desk(
+        self._reservation = Reservation(
             me=self._place.me,
             stage=config.stage,
             num_stages=manifest.stages,
@@ -224,7 +224,7 @@ class Assembly:
             silence_s=manifest.deadlines.silence_s,
             letters=RelayedRequests(joined.identity, joined.run, joined.clock.time),
             relays=self._relays,
-            answer=self._desk.answer,
+            answer=self._reservation.answer,
             admits=lambda _, hello: link_of(hello, config.stage),
         )
         self.figures = Figures(
@@ -234,7 +234,7 @@ class Assembly:
             buffers=buffers,
             tally=self._tally,
             coordinator=self.coordinator,
-            desk=self._desk,
+            reservation=self._reservation,
             network=self.network,
             allowance=self.allowance,
         )
@@ -322,8 +322,8 @@ class Assembly:
             window_limit=lambda: self._window_limit(worker),
         )
         leads = self._place.stage == 0
-        part = self._leading(learner, member) if leads else self._serving(learner, member)
-        return Trainer(learner=learner, part=part, stop=self._stop)
+        role = self._leading(learner, member) if leads else self._serving(learner, member)
+        return Trainer(learner=learner, role=role, stop=self._stop)
 
     def _window_limit(self, worker: StageWorker) -> int:
         """Microbatches in flight that this peer has memory for; a last stage stores one."""
@@ -363,7 +363,7 @@ class Assembly:
             manifest=manifest,
             learner=learner,
             head=head,
-            desk=self._desk,
+            reservation=self._reservation,
             corpus=open_corpus(manifest, self._options.data),
             held_out=held_out(manifest),
             coordinator=self.coordinator,
@@ -373,12 +373,14 @@ class Assembly:
         )
 
     def _serving(self, learner: Learner, member: Member) -> Serving:
-        follower = Follower(member=member, network=self.network, desk=self._desk, tell=self._tell)
+        follower = Follower(
+            member=member, network=self.network, reservation=self._reservation, tell=self._tell
+        )
         return Serving(
             learner=learner,
             follower=follower,
             member=member,
-            desk=self._desk,
+            reservation=self._reservation,
             coordinator=self.coordinator,
             num_stages=self._manifest.stages,
             window=lambda: self._window_limit(member.worker),

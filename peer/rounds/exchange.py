@@ -21,8 +21,8 @@ This file knows no network: it talks through `Transport`, and is told what arriv
 `on_row`, `on_mean` and `on_votes`. It runs in one event loop; the codec runs in a one-thread pool
 beside it.
 
-`Reach` is the other members of a group as one member reaches them: every call and every wait has
-its deadline, and who gives no sign of life counts as dead.
+`LiveGroup` is the other members of a group as one member reaches them: every call and every wait
+has its deadline, and who gives no sign of life counts as dead.
 """
 
 from __future__ import annotations
@@ -60,8 +60,8 @@ MAX_WATCHED = 7  # neighbours that a member watches in its row; larger groups sh
 T = TypeVar("T")
 
 
-class Reach:
-    """The tasks of one attempt and the event that wakes them; lives in one event loop."""
+class LiveGroup:
+    """The members of one attempt as this one reaches them; lives in one event loop."""
 
     def __init__(self, setup: AttemptSetup, transport: Transport, pool: Executor):
         self._setup = setup
@@ -183,8 +183,8 @@ class Attempt:
         self._transport = transport
         self.ballots = ballots
         self._started = time.monotonic()
-        self._reach = Reach(setup, transport, pool)
-        self._shares = Shares(setup, self._reach.compute)
+        self._group = LiveGroup(setup, transport, pool)
+        self._shares = Shares(setup, self._group.compute)
         self.running = False
         self._told: set[str] = set()  # members of our row whose votes the other rows have from us
         self._waited_out = False  # the exchange's time is over and means are missing
@@ -195,7 +195,7 @@ class Attempt:
     @property
     def members(self) -> tuple[str, ...]:
         """The members of the group, sorted."""
-        return self._reach.members
+        return self._group.members
 
     def has_part(self, part: int, kind: str) -> bool:
         """Whether the vectors are split into more parts (`kind`: part), or shares (row, mean)."""
@@ -223,14 +223,14 @@ class Attempt:
         try:
             await self._shares.add_part(peer, column, payload)
         finally:
-            self._reach.notify()
+            self._group.notify()
 
     async def on_row(self, peer: str, mean: Mean) -> None:
         """A row's mean of a share that we average; refused, it leaves the row out."""
         try:
             await self._shares.add_row(peer, mean)
         finally:
-            self._reach.notify()
+            self._group.notify()
 
     async def on_mean(self, peer: str, mean: Mean) -> None:
         """An averaged share from the one that brings it."""
@@ -248,7 +248,7 @@ class Attempt:
             if await self._shares.add_mean(mean):
                 self._hand_on(mean)
         finally:
-            self._reach.notify()
+            self._group.notify()
 
     def on_votes(self, votes: Sequence[bytes]) -> None:
         """Signed votes; ValueError if one is not of this attempt, after the others were taken."""
@@ -258,22 +258,22 @@ class Attempt:
                 self.ballots.receive(vote)
             except ValueError as error:
                 refused = error
-        self._reach.notify()
+        self._group.notify()
         self._pass_on(self.ballots.voters() - known)
         if refused is not None:
             raise refused
 
     def _pass_on(self, voters: set[str]) -> None:
         """Those of our row that only dial out do not hear each other."""
-        for voter in voters & set(self._reach.dial_out):
-            self._tell(set(self._reach.dial_out) - {voter}, {voter})
+        for voter in voters & set(self._group.dial_out):
+            self._tell(set(self._group.dial_out) - {voter}, {voter})
 
     def _tell(self, peers: Collection[str], voters: Collection[str]) -> None:
         """Send the votes of some to others."""
         votes = self.ballots.bytes_of(voters)
         for peer in peers:
-            call = self._reach.call(self._setup.vote_s, self._transport.send_votes, peer, votes)
-            self._reach.spawn(call, outlives=True)
+            call = self._group.call(self._setup.vote_s, self._transport.send_votes, peer, votes)
+            self._group.spawn(call, outlives=True)
 
     def mean(self, part: int) -> Mean | None:
         """The averaged part, if it is here."""
@@ -285,7 +285,7 @@ class Attempt:
         One that is being checked is waited for: who asks may have nobody else.
         """
         end = self._started + self._setup.exchange_s
-        await self._reach.until(lambda: not self._shares.coming(part), end)
+        await self._group.until(lambda: not self._shares.coming(part), end)
         return self.mean(part)
 
     # ---- the exchange ----------------------------------------------------------------------------
@@ -293,16 +293,16 @@ class Attempt:
         """Exchange, vote, decide. Never raises for what another member does."""
         self.running = True
         try:
-            self._reach.watch_neighbours()
+            self._group.watch_neighbours()
             for column in self._shares.own_columns:
-                self._reach.spawn(self._reduce(column))
-            if self._reach.opposite:
-                self._reach.spawn(self._tell_other_rows())
+                self._group.spawn(self._reduce(column))
+            if self._group.opposite:
+                self._group.spawn(self._tell_other_rows())
             record = await self._exchange()
             return await self._decide(record)
         finally:
             self.running = False
-            self._reach.cancel()
+            self._group.cancel()
             self._shares.give_up()
 
     async def _exchange(self) -> bytes | None:
@@ -310,22 +310,22 @@ class Attempt:
         last = len(self._setup.codecs) - 1
         earlier: list[Tensor] = []
         for phase in range(last + 1):
-            self._reach.spawn(self._send_parts(phase, tuple(earlier)))
+            self._group.spawn(self._send_parts(phase, tuple(earlier)))
             if not await self._collect(phase):
                 return None
             if phase < last:
-                earlier.append(await self._reach.compute(self._shares.vector, phase))
+                earlier.append(await self._group.compute(self._shares.vector, phase))
         return await self._shares.record()
 
     async def _send_parts(self, phase: int, earlier: tuple[Tensor, ...]) -> None:
         setup = self._setup
         try:
-            vector = await self._reach.compute(self._encoder.vector, phase, earlier)
+            vector = await self._group.compute(self._encoder.vector, phase, earlier)
             for column in setup.columns:
                 span = setup.span(column)
                 if setup.phase_of(column) != phase or span.start == span.stop:
                     continue
-                payload = await self._reach.compute(encode, setup.codecs[phase].send, vector[span])
+                payload = await self._group.compute(encode, setup.codecs[phase].send, vector[span])
                 collector = setup.collector(column)
                 if collector == setup.me:
                     with suppress(ShareRefused):  # the phase's time is over for us too
@@ -342,11 +342,11 @@ class Attempt:
         several = len(setup.grid.rows) > 1
         share_of_time = PARTS_SHARE_OF_ROWS if several else PARTS_SHARE
         starts, span_s = self._started + starts_s, ends_s - starts_s
-        await self._reach.until(
+        await self._group.until(
             lambda: shares.awaited(column) <= self._gone, starts + span_s * share_of_time
         )
         row = await shares.reduce(column)
-        self._reach.notify()
+        self._group.notify()
         for part in setup.shares_of(column):
             share = setup.shares[part]
             if share.numel and share.reducer != setup.me:
@@ -358,9 +358,9 @@ class Attempt:
 
     async def _combine(self, part: int, due: float) -> None:
         """Average a share over the rows whose mean arrives by then, and push it."""
-        await self._reach.until(lambda: self._shares.awaited_rows(part) <= self._gone, due)
+        await self._group.until(lambda: self._shares.awaited_rows(part) <= self._gone, due)
         mean = await self._shares.combine(part)
-        self._reach.notify()
+        self._group.notify()
         if mean is not None:
             self._hand_on(mean)
 
@@ -369,7 +369,7 @@ class Attempt:
         setup, made = self._setup, self._setup.shares[mean.part].reducer == self._setup.me
         if setup.collector(setup.column_of(mean.part)) != setup.me:
             return
-        for peer in {*self._reach.row, *(self._reach.column if made else ())} - self._gone:
+        for peer in {*self._group.row, *(self._group.column if made else ())} - self._gone:
             # a member with a slow link still needs it when the others have all and the round is
             # decided
             self._push(self._transport.push_mean, peer, mean, outlives=True)
@@ -403,13 +403,13 @@ class Attempt:
                 await self._ask_for_mean(part)
             if not wanted:
                 until = end if late else due
-                await self._reach.until(self._news(), min(until, again_at) if elsewhere else until)
+                await self._group.until(self._news(), min(until, again_at) if elsewhere else until)
         return True
 
     @property
     def _gone(self) -> set[str]:
         """The members that are dead as far as one can know."""
-        return self._reach.dead | self.ballots.missed_by_several() - {self._setup.me}
+        return self._group.dead | self.ballots.missed_by_several() - {self._setup.me}
 
     def _lost(self) -> set[int]:
         """The shares whose reducer is gone, or sent a mean that is none."""
@@ -453,17 +453,17 @@ class Attempt:
         self.record = record
         self.digest = None if record is None else digest_of(record)
         vote = self.ballots.cast(self.digest, () if record else tuple(sorted(self._missed())))
-        self._reach.notify()
+        self._group.notify()
         sending = [
-            self._reach.spawn(
-                self._reach.call(setup.vote_s, self._transport.send_votes, peer, [vote])
+            self._group.spawn(
+                self._group.call(setup.vote_s, self._transport.send_votes, peer, [vote])
             )
-            for peer in self._reach.row
+            for peer in self._group.row
         ]
         # whoever gives up early hears the others when they, too, have given up or are done
         deadline = self._started + setup.exchange_s + setup.vote_s
-        asking = self._reach.spawn(self._ask_our_row(deadline))
-        await self._reach.until(self._all_heard, deadline)
+        asking = self._group.spawn(self._ask_our_row(deadline))
+        await self._group.until(self._all_heard, deadline)
         asking.cancel()
         result = await self._result(deadline)
         self._tell_now()
@@ -474,13 +474,13 @@ class Attempt:
     def _all_heard(self) -> bool:
         """Whether the round is decided, or no further vote can come."""
         decided = self.ballots.decision.verdict is not Verdict.UNDECIDED
-        return decided or set(self._reach.members) <= self.ballots.voters() | self._reach.dead
+        return decided or set(self._group.members) <= self.ballots.voters() | self._group.dead
 
     async def _ask_our_row(self, deadline: float) -> None:
         """Ask one after the other for the votes that did not come to us."""
         peers = [peer for peer in self._nearest if peer not in self._gone]
         for peer in peers:
-            await self._reach.until(
+            await self._group.until(
                 lambda: False, min(deadline, time.monotonic() + self._setup.silence_s / 4)
             )
             await self._ask_for_votes(peer, self._setup.silence_s)
@@ -488,18 +488,18 @@ class Attempt:
     async def _ask_for_votes(self, peer: str, limit_s: float) -> None:
         ballot = self.ballots.ballot
         question = peer, ballot.round, ballot.attempt
-        votes = await self._reach.call(limit_s, self._transport.ask_votes, *question)
+        votes = await self._group.call(limit_s, self._transport.ask_votes, *question)
         for vote in votes or ():
             with suppress(ValueError):
                 self.ballots.receive(vote)
-        self._reach.notify()
+        self._group.notify()
 
     async def _tell_other_rows(self) -> None:
         """Pass our row's votes on, together as far as they come together."""
         row, heard = set(self._setup.grid.row(self._setup.me)), self.ballots.voters
         end = self._started + self._setup.exchange_s + 2 * self._setup.vote_s
-        while await self._reach.until(lambda: bool(self._untold), end):
-            await self._reach.until(
+        while await self._group.until(lambda: bool(self._untold), end):
+            await self._group.until(
                 lambda: row <= heard() | self._gone, time.monotonic() + TALLY_PAUSE_S
             )
             self._tell_now()
@@ -513,7 +513,7 @@ class Attempt:
         voters = self._untold
         self._told |= voters
         if voters:
-            self._tell(self._reach.opposite, voters)
+            self._tell(self._group.opposite, voters)
 
     async def _result(self, deadline: float) -> AttemptResult:
         """Read the verdict; who lacks the record that was committed fetches it from its voters."""
@@ -525,7 +525,7 @@ class Attempt:
             record=self.record if chosen is not None else None,
             certificate=self.ballots.certificate() if chosen is not None else None,
             abort=self.ballots.abort(),
-            members=self._reach.members,
+            members=self._group.members,
             seconds=time.monotonic() - self._started,
         )
 
@@ -533,25 +533,25 @@ class Attempt:
     @property
     def _nearest(self) -> list[str]:
         """The members that we can call: those of our row, then those opposite, then the others."""
-        near = [*self._reach.row, *self._reach.opposite, *self._reach.others]
+        near = [*self._group.row, *self._group.opposite, *self._group.others]
         return list(dict.fromkeys(near))
 
     def _push(
         self, function: Callable[..., Awaitable[None]], *args: Any, outlives: bool = False
     ) -> None:
         """Send something beside all else, in the time that is left of the exchange."""
-        call = self._reach.call(self._remaining_s(), function, *args)
-        self._reach.spawn(call, outlives=outlives)
+        call = self._group.call(self._remaining_s(), function, *args)
+        self._group.spawn(call, outlives=outlives)
 
     async def _ask_for_mean(self, part: int) -> None:
         limit_s = min(self._setup.silence_s, max(0.1, self._remaining_s()))
-        setup, reach = self._setup, self._reach
+        setup, group = self._setup, self._group
         column = setup.column_of(part)
         reducers = [setup.reducer_in(column, row) for row in range(len(setup.grid.rows))]
-        for peer in dict.fromkeys([setup.shares[part].reducer, *reducers, *reach.row]):
-            if peer not in reach.others or peer in self._gone or part in self._shares.means:
+        for peer in dict.fromkeys([setup.shares[part].reducer, *reducers, *group.row]):
+            if peer not in group.others or peer in self._gone or part in self._shares.means:
                 continue
-            mean = await reach.call(limit_s, self._transport.fetch_mean, peer, part)
+            mean = await group.call(limit_s, self._transport.fetch_mean, peer, part)
             if mean is not None and mean.part == part:
                 with suppress(PayloadRefused, ShareRefused):
                     await self._take_mean(mean)
@@ -560,7 +560,7 @@ class Attempt:
         voters = self.ballots.voters_for(digest)
         for peer in [peer for peer in self._nearest if peer in voters]:
             limit_s = max(0.1, deadline - time.monotonic())
-            data = await self._reach.call(limit_s, self._transport.fetch_record, peer, digest)
+            data = await self._group.call(limit_s, self._transport.fetch_record, peer, digest)
             if data is not None and digest_of(data) == digest:
                 return data
         return None
@@ -572,7 +572,7 @@ class Attempt:
         fault: a repeated attempt would leave out a sound reducer.
         """
         silent = self._shares.silent() if self._waited_out else set[str]()
-        return (silent | self._reach.dead | self._shares.refused()) - {self._setup.me}
+        return (silent | self._group.dead | self._shares.refused()) - {self._setup.me}
 
     def _phase_s(self, phase: int) -> tuple[float, float]:
         """The seconds from the attempt's start at which a phase should begin and end."""

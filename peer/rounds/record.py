@@ -98,7 +98,7 @@ class Contribution:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Part:
+class ReducedShare:
     """A slice [start, stop) of a phase's vector, who averaged it, whose values are in it."""
 
     phase: int
@@ -129,7 +129,7 @@ class RoundRecord:
     ranks: tuple[int, ...]
     members: tuple[Contribution, ...]
     chain_tokens: int
-    parts: tuple[Part, ...]
+    parts: tuple[ReducedShare, ...]
     window: tuple[RoundFacts, ...]
     next_ranks: tuple[int, ...]
     next_inner_steps: int
@@ -187,7 +187,7 @@ class RoundRecord:
         return next((member for member in self.members if member.peer == peer), None)
 
     @property
-    def last_parts(self) -> tuple[Part, ...]:
+    def last_parts(self) -> tuple[ReducedShare, ...]:
         """Those of the last phase: whose values are in them is in the average."""
         return tuple(part for part in self.parts if part.phase == self.parts[-1].phase)
 
@@ -288,14 +288,16 @@ def parse_header(data: bytes) -> RoundRecord:
     )
 
 
-def _part(names: list[str], phase: int, reducer: int, start: int, stop: int, bits: str) -> Part:
+def _part(
+    names: list[str], phase: int, reducer: int, start: int, stop: int, bits: str
+) -> ReducedShare:
     if type(reducer) is not int or not 0 <= reducer < len(names):
         raise RecordRefused(f"a part is averaged by member {reducer} of {len(names)}")
     try:
         contributors = chosen_in(names, bytes.fromhex(bits))
     except ValueError as error:
         raise RecordRefused(f"a part's contributors are no members: {error}") from error
-    return Part(
+    return ReducedShare(
         phase=phase,
         reducer=names[reducer],
         start=start,
@@ -414,7 +416,7 @@ def _longest_header(codec: StageCodec, members: int) -> bytes:
     )
     names = tuple(member.peer for member in everybody)
     parts = tuple(
-        Part(phase=phase, reducer=names[-1], start=numel, stop=numel, contributors=names)
+        ReducedShare(phase=phase, reducer=names[-1], start=numel, stop=numel, contributors=names)
         for phase, numel in enumerate(each.numel for each in codec.phases(codec.limits))
         for _ in names
     )

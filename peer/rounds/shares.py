@@ -22,7 +22,7 @@ from torch import Tensor
 
 from dilocox.compression.group_codec import Codec, PayloadRefused
 from dilocox.peer.rounds.group import AttemptSetup, Mean, ShareRefused
-from dilocox.peer.rounds.record import Contribution, Part
+from dilocox.peer.rounds.record import Contribution, ReducedShare
 
 
 @dataclass(frozen=True)
@@ -106,7 +106,7 @@ def assemble_record(setup: AttemptSetup, means: Mapping[int, Mean]) -> bytes:
             for member in setup.members
         ),
         parts=tuple(
-            Part(
+            ReducedShare(
                 phase=share.phase,
                 reducer=share.reducer,
                 start=share.start,

@@ -8,7 +8,7 @@ free peers, others for a head. Records and sends are `Learner`'s.
 that talks to others happens elsewhere (peer/averaging/coordinator.py) and reaches it as events,
 which it takes between two inner steps: at once (`apply: arrival`), at the end of a round
 (`round_end`), or, under `merge: none`, in the wait for the round's own one. It is the same for
-heads, other members and spares; how inner steps are made is their `Part`'s (roles.py).
+heads, other members and spares; how inner steps are made is their `Role`'s (roles.py).
 """
 
 from __future__ import annotations
@@ -434,7 +434,7 @@ class Move(Exception):
         self.stage = stage
 
 
-class Part(Protocol):
+class Role(Protocol):
     """What differs between a head and the other members of a replica."""
 
     def turn(self) -> None:
@@ -451,7 +451,7 @@ class Part(Protocol):
         """Whether there is nothing more to do here."""
         ...
 
-    def part(self, *, ended: bool) -> None:
+    def release(self, *, ended: bool) -> None:
         """Leave the replica in good order."""
         ...
 
@@ -459,9 +459,9 @@ class Part(Protocol):
 class Trainer:
     """One peer's training; `run` returns when the run has ended or `stop` is set."""
 
-    def __init__(self, *, learner: Learner, part: Part, stop: threading.Event):
+    def __init__(self, *, learner: Learner, role: Role, stop: threading.Event):
         self._learner = learner
-        self._part = part
+        self._role = role
         self._stop = stop
 
     def run(self) -> None:
@@ -472,18 +472,18 @@ class Trainer:
             Revised: likewise, as a peer of the same stage.
             UnreadableManifest: the run goes on under rules that this program cannot follow.
         """
-        learner, part = self._learner, self._part
+        learner, role = self._learner, self._role
         move: Move | Revised | UnreadableManifest | None = None
         try:
             learner.join()
-            while not (self._stop.is_set() or part.ended):
-                if part.between_steps:
+            while not (self._stop.is_set() or role.ended):
+                if role.between_steps:
                     learner.between_steps()
-                part.turn()
+                role.turn()
         except (Move, Revised, UnreadableManifest) as asked:
             move = asked
         ended = not self._stop.is_set() and move is None
-        part.part(ended=ended)
+        role.release(ended=ended)
         learner.leave(ended=ended)
         if move is not None:
             raise move

@@ -1,4 +1,4 @@
-"""The two parts that a peer may have in the training loop (loop.py).
+"""The two roles that a peer may have in the training loop (loop.py).
 
 `Leading` is that of a head: data, learning rate, inner steps with its replica, validation losses.
 `Serving` is that of a peer of any stage but the first: it serves the head that recruited it.
@@ -27,7 +27,7 @@ from dilocox.pipeline.head import Head
 from dilocox.pipeline.member import Follower, Member
 from dilocox.pipeline.messages import Stepped
 from dilocox.pipeline.placement import unfilled
-from dilocox.pipeline.reservation import Desk
+from dilocox.pipeline.reservation import Reservation
 
 logger = logging.getLogger(__name__)
 
@@ -46,7 +46,7 @@ class Leading:
         manifest: Manifest,
         learner: Learner,
         head: Head,
-        desk: Desk,
+        reservation: Reservation,
         corpus: Corpus,
         held_out: Tensor,
         coordinator: Coordinator,
@@ -58,7 +58,7 @@ class Leading:
         self._manifest = manifest
         self._learner = learner
         self._head = head
-        self._desk = desk
+        self._reservation = reservation
         self._corpus = corpus
         self._batches = batches_of(held_out)
         self._windows = held_out.shape
@@ -104,7 +104,7 @@ class Leading:
             self._validate()
         self._show_place()
 
-    def part(self, *, ended: bool) -> None:
+    def release(self, *, ended: bool) -> None:
         """Let the replica go; at the run's end when its last anchor has been evaluated."""
         if ended:
             end = time.monotonic() + LAST_LOSS_LIMIT_S
@@ -149,7 +149,7 @@ class Leading:
             blocked=blocked,
             position=0 if self._held is None else self._corpus.position,
         )
-        self._desk.open({"members": list(members), "epoch": head.epoch})
+        self._reservation.open({"members": list(members), "epoch": head.epoch})
         learner.publish()
 
     def _inner_step(self) -> None:
@@ -235,7 +235,7 @@ class Serving:
         learner: Learner,
         follower: Follower,
         member: Member,
-        desk: Desk,
+        reservation: Reservation,
         coordinator: Coordinator,
         num_stages: int,
         window: Callable[[], int],
@@ -243,7 +243,7 @@ class Serving:
         self._learner = learner
         self._follower = follower
         self._member = member
-        self._desk = desk
+        self._reservation = reservation
         self._coordinator = coordinator
         self._num_stages = num_stages
         self._window = window
@@ -265,16 +265,16 @@ class Serving:
 
     def turn(self) -> None:
         """The next piece of work that came, or a wait for some."""
-        self._desk.open({"round": self._learner.round, "window": self._window()})
+        self._reservation.open({"round": self._learner.round, "window": self._window()})
         self._take(self._follower.turn(POLL_S))
         move = self._coordinator.move_to
-        if move is not None and not self._learner.unsent and self._desk.state == "free":
-            self._desk.shut("it moves to another stage")
+        if move is not None and not self._learner.unsent and self._reservation.state == "free":
+            self._reservation.shut("it moves to another stage")
             raise Move(move)
 
-    def part(self, *, ended: bool) -> None:
+    def release(self, *, ended: bool) -> None:
         """Wait for the head to replace this peer at the end of an inner step, for a while."""
-        self._desk.shut("it leaves")
+        self._reservation.shut("it leaves")
         self._member.leaving = True
         end = time.monotonic() + HANDOVER_LIMIT_S
         while self._follower.head and time.monotonic() < end:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from dilocox.compression.layout import split
 from dilocox.compression.stage_codec import Phase, StageCodec
-from dilocox.peer.rounds.record import Contribution, Part, RoundRecord
+from dilocox.peer.rounds.record import Contribution, ReducedShare, RoundRecord
 from dilocox.peer.rounds.shares import Reduction, combine, decode, encode
 from tests.peer.members import template
 
@@ -40,7 +40,7 @@ def averaged(
     members = sorted(messages)
     weights = {peer: tokens[peer] for peer in members}
     encoders = {peer: codec.encoder(messages[peer], ranks, lambda: basis) for peer in members}
-    parts, payloads = list[Part](), list[bytes]()
+    parts, payloads = list[ReducedShare](), list[bytes]()
     vectors, lossless = list[Tensor](), torch.empty(0)
     for number, phase in enumerate(codec.phases(ranks)):
         own = {peer: encoders[peer].vector(number, vectors) for peer in members}
@@ -60,7 +60,7 @@ def averaged(
                     lossless[place] += values * (weights[peer] / total)
             contributors = tuple(sorted(here)) or tuple(members)
             facts = {"phase": number, "start": place.start, "stop": place.stop}
-            parts.append(Part(reducer=members[index], contributors=contributors, **facts))
+            parts.append(ReducedShare(reducer=members[index], contributors=contributors, **facts))
             payloads.append(payload)
         vectors.append(vector)
     record = template(

@@ -27,7 +27,13 @@ from dilocox.peer.chain.store import RoundLog
 from dilocox.peer.rounds.adaptation import following_window, stage_codec
 from dilocox.peer.rounds.ballots import Ballots
 from dilocox.peer.rounds.outer_step import OuterStep, anchor_sha256
-from dilocox.peer.rounds.record import Contribution, Part, RoundFacts, RoundRecord, digest_of
+from dilocox.peer.rounds.record import (
+    Contribution,
+    ReducedShare,
+    RoundFacts,
+    RoundRecord,
+    digest_of,
+)
 from dilocox.peer.rounds.vote import Ballot
 from dilocox.pipeline.stage import build_stage, flatten_parameters, parameter_shapes
 
@@ -86,7 +92,7 @@ class Donor:
             members=(Contribution(peer=self.peer, tokens=10, exchange_s=0.0, step_s=0.0),),
             chain_tokens=head.chain_tokens + 10,
             parts=(
-                Part(
+                ReducedShare(
                     phase=0,
                     reducer=self.peer,
                     start=0,

@@ -16,7 +16,7 @@ from dilocox.peer.chain.snapshot_files import Snapshot, write_snapshot
 from dilocox.peer.chain.store import RecordFolder, keep_manifest
 from dilocox.peer.rounds.adaptation import RoundPlan, outer_step, stage_codec
 from dilocox.peer.rounds.outer_step import anchor_sha256
-from dilocox.peer.rounds.record import Contribution, Part, RoundRecord, digest_of
+from dilocox.peer.rounds.record import Contribution, ReducedShare, RoundRecord, digest_of
 from dilocox.peer.rounds.vote import Ballot, Vote, certificate
 from dilocox.pipeline.stage import build_stage, flatten_parameters, parameter_shapes
 
@@ -95,7 +95,7 @@ class ChainMaker:
         low_rank = self.codec.low_rank(ranks)
         basis = None if low_rank is None else low_rank.initial_basis(f"{number}")
         encoder = self.codec.encoder(message, ranks, lambda: basis)
-        parts: list[Part] = []
+        parts: list[ReducedShare] = []
         means: list[bytes] = []
         vectors: list[torch.Tensor] = []
         for index, phase in enumerate(self.codec.phases(ranks)):
@@ -103,7 +103,7 @@ class ChainMaker:
             vectors.append(phase.mean.decode(payload, phase.numel))
             means.append(payload.numpy().tobytes())
             parts.append(
-                Part(
+                ReducedShare(
                     phase=index,
                     reducer=self.peer,
                     start=0,

@@ -25,7 +25,7 @@ from dilocox.peer.averaging.coordinator import Coordinator
 from dilocox.peer.averaging.events import Committed, Event, EventQueue
 from dilocox.peer.process.prepare import local_model
 from dilocox.peer.rounds.outer_step import OuterStep
-from dilocox.peer.rounds.record import Contribution, Part, RoundRecord
+from dilocox.peer.rounds.record import Contribution, ReducedShare, RoundRecord
 from dilocox.peer.training.loop import Learner, LocalModel
 from dilocox.peer.training.report import Reporter, Tally
 from dilocox.peer.training.snapshots import Snapshots
@@ -220,7 +220,9 @@ class Loop:
 
     def _record(self, number: int, *, mine: bool) -> RoundRecord:
         members = (ME, "other") if mine else ("other", "third")
-        part = Part(phase=0, reducer="other", start=0, stop=self.layout.numel, contributors=members)
+        part = ReducedShare(
+            phase=0, reducer="other", start=0, stop=self.layout.numel, contributors=members
+        )
         return template(
             round=number,
             previous=self.model.merge.digest,

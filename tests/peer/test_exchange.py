@@ -95,7 +95,7 @@ def test_a_member_dead_from_the_start_voids_the_attempt_within_its_deadlines(
 
 
 @BOTH
-@pytest.mark.parametrize("decoding_s", [0.0, 0.1])
+@pytest.mark.parametrize("decoding_s", [0.0, 0.05])
 def test_a_reducer_that_dies_after_serving_one_member_still_commits_on_all_others(
     identities: list[Identity], tmp_path: Path, scheme: str, decoding_s: float
 ) -> None:

@@ -19,8 +19,8 @@ from dilocox.compression.stage_codec import StageCodec
 from dilocox.peer.chain.store import RoundLog
 from dilocox.peer.rounds.record import (
     Contribution,
-    Part,
     RecordRefused,
+    ReducedShare,
     RoundFacts,
     RoundRecord,
     digest_of,
@@ -55,8 +55,8 @@ def made(**changes: Any) -> RoundRecord:
         ),
         "chain_tokens": 150,
         "parts": (
-            Part(phase=0, reducer="a", start=0, stop=CUT, contributors=("a",)),
-            Part(phase=0, reducer="b", start=CUT, stop=NUMEL, contributors=("a", "b")),
+            ReducedShare(phase=0, reducer="a", start=0, stop=CUT, contributors=("a",)),
+            ReducedShare(phase=0, reducer="b", start=CUT, stop=NUMEL, contributors=("a", "b")),
         ),
         "means": (coded(VALUES[:CUT]), coded(VALUES[CUT:])),
     }
@@ -86,8 +86,8 @@ def test_a_record_comes_back_as_it_was_written_with_the_same_bytes() -> None:
 
 
 def test_an_empty_part_needs_no_bytes() -> None:
-    empty = Part(phase=0, reducer="b", start=NUMEL, stop=NUMEL, contributors=("a",))
-    whole = Part(phase=0, reducer="a", start=0, stop=NUMEL, contributors=("a",))
+    empty = ReducedShare(phase=0, reducer="b", start=NUMEL, stop=NUMEL, contributors=("a",))
+    whole = ReducedShare(phase=0, reducer="a", start=0, stop=NUMEL, contributors=("a",))
     record = made(parts=(whole, empty), means=(coded(VALUES), b""))
     assert parse_record(record.to_bytes(), CODEC) == record
 
@@ -118,7 +118,9 @@ def test_own_contribution_is_what_the_codec_carried_and_zero_where_left_out() ->
 def test_only_members_whose_values_are_in_the_average_count_their_tokens() -> None:
     """Who is in some parts counts in full, who is in none, or in an empty part only, not at all."""
     members = (A, B, replace(A, peer="c"), replace(A, peer="d"))
-    empty = Part(phase=0, reducer="a", start=NUMEL, stop=NUMEL, contributors=("a", "b", "c", "d"))
+    empty = ReducedShare(
+        phase=0, reducer="a", start=NUMEL, stop=NUMEL, contributors=("a", "b", "c", "d")
+    )
     record = made(members=members, parts=(FIRST, SECOND, empty), means=(*made().means, b""))
     assert record.tokens == A.tokens + B.tokens == 150
     assert [each.peer for each in record.contributions] == ["a", "b"]
@@ -278,13 +280,15 @@ def test_random_bytes_are_refused(data: bytes) -> None:
 def of_members(count: int, codec: StageCodec, ranks: tuple[int, ...]) -> RoundRecord:
     """A record in which each of so many members reduced a part of each phase."""
     names = [f"12D3Koo{place:045d}" for place in range(count)]
-    parts: list[Part] = []
+    parts: list[ReducedShare] = []
     means: list[bytes] = []
     for number, phase in enumerate(codec.phases(ranks)):
         for name, part in zip(names, split(phase.numel, count, phase.unit), strict=True):
             size = part.stop - part.start
             where = {"start": part.start, "stop": part.stop}
-            parts.append(Part(phase=number, reducer=name, contributors=tuple(names), **where))
+            parts.append(
+                ReducedShare(phase=number, reducer=name, contributors=tuple(names), **where)
+            )
             means.append(phase.mean.encode(torch.zeros(size)).numpy().tobytes() if size else b"")
     members = tuple(
         Contribution(peer=name, tokens=2**40, exchange_s=12.345, step_s=0.1234, stall_s=0.5)
@@ -338,14 +342,14 @@ def test_no_header_of_a_group_that_is_let_in_is_longer_than_a_log_takes(
 def test_no_record_of_a_stage_is_larger_than_its_limit(scheme: str, bits: int) -> None:
     """Not under the largest ranks either, nor in as many parts as its vectors can have."""
     codec = codec_of(LAYOUT, scheme, bits=bits)
-    parts: list[Part] = []
+    parts: list[ReducedShare] = []
     means: list[bytes] = []
     for index, phase in enumerate(codec.phases(codec.limits)):
         for start in range(0, phase.numel, phase.unit):
             stop = min(start + phase.unit, phase.numel)
             means.append(b"m" * phase.mean.max_bytes(stop - start))
             parts.append(
-                Part(phase=index, reducer="a", start=start, stop=stop, contributors=("a",))
+                ReducedShare(phase=index, reducer="a", start=start, stop=stop, contributors=("a",))
             )
     record = made(ranks=codec.limits, parts=tuple(parts), means=tuple(means))
     size = len(record.to_bytes())

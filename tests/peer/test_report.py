@@ -16,7 +16,7 @@ from dilocox.peer.averaging.connectivity import LoopProgress
 from dilocox.peer.averaging.events import Committed
 from dilocox.peer.commands.demo import WatchedPeer
 from dilocox.peer.os_process import Child
-from dilocox.peer.rounds.record import Contribution, Part
+from dilocox.peer.rounds.record import Contribution, ReducedShare
 from dilocox.peer.training import report as report_module
 from dilocox.peer.training.merge import Outcome
 from dilocox.peer.training.report import (
@@ -81,7 +81,7 @@ def committed(round_number: int, members: int = 2) -> Committed:
         members=tuple(
             Contribution(peer=name, tokens=100, exchange_s=0.0, step_s=0.0) for name in names
         ),
-        parts=(Part(phase=0, reducer=names[0], start=0, stop=64, contributors=names),),
+        parts=(ReducedShare(phase=0, reducer=names[0], start=0, stop=64, contributors=names),),
         chain_tokens=900,
     )
     return Committed(

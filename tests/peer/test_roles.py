@@ -1,4 +1,4 @@
-"""A head's part: it forms its replica, feeds it, and evaluates each anchor once."""
+"""A head's role: it forms its replica, feeds it, and evaluates each anchor once."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from dilocox.peer.training.roles import Leading
 from dilocox.pipeline.frames import Frame
 from dilocox.pipeline.head import Head
 from dilocox.pipeline.messages import Stepped
-from dilocox.pipeline.reservation import Desk
+from dilocox.pipeline.reservation import Reservation
 from tests.peer.loops import ME, Loop, manifest
 
 STEP_TOKENS = 16
@@ -120,23 +120,23 @@ class FakeCorpus:
 
 @dataclass
 class Leader:
-    """A head's part and all that it talks to."""
+    """A head's role and all that it talks to."""
 
     loop: Loop
     head: FakeHead
     corpus: FakeCorpus
-    desk: Desk
-    part: Leading
+    reservation: Reservation
+    role: Leading
 
 
 def leader(loop: Loop) -> Leader:
     head, corpus = FakeHead(), FakeCorpus()
-    desk = Desk(me=ME, stage=0, num_stages=2, on_change=lambda: None)
-    part = Leading(
+    reservation = Reservation(me=ME, stage=0, num_stages=2, on_change=lambda: None)
+    role = Leading(
         manifest=loop.manifest,
         learner=loop.learner,
         head=cast("Head", head),
-        desk=desk,
+        reservation=reservation,
         corpus=cast("Corpus", corpus),
         held_out=HELD_OUT,
         coordinator=loop.coordinator,
@@ -144,14 +144,14 @@ def leader(loop: Loop) -> Leader:
         me=ME,
         stop=loop.stop,
     )
-    return Leader(loop, head, corpus, desk, part)
+    return Leader(loop, head, corpus, reservation, role)
 
 
 @pytest.fixture
 def led(tmp_path: Path) -> Leader:
     """A head in training: the anchor of the manifest was evaluated."""
     made = leader(Loop(tmp_path, manifest(stages=2)))
-    made.part.turn()
+    made.role.turn()
     assert made.head.evaluated == [4]
     made.head.evaluated.clear()
     made.head.fed.clear()
@@ -180,18 +180,18 @@ def test_a_head_without_replica_tries_now_and_then_and_says_what_is_missing(
     led = leader(Loop(tmp_path, manifest(stages=2)))
     led.head.members = ()
     led.head.forms.extend(["stage 1 has no peer", "stage 1 has no peer", ""])
-    led.part.turn()
+    led.role.turn()
     assert led.loop.fake.progress.blocked == "stage 1 has no peer"
     assert (led.loop.fake.progress.head, led.loop.fake.progress.members) == ("", ())
     for _ in range(5):
-        led.part.turn()
+        led.role.turn()
     assert (led.head.formed, led.head.fed) == (1, [])
     clock.now += roles.FORM_PAUSE_S
-    led.part.turn()
+    led.role.turn()
     assert led.head.formed == 2
     assert caplog.text.count("stage 1 has no peer") == 1  # told once, not at every try
     clock.now += roles.FORM_PAUSE_S
-    led.part.turn()
+    led.role.turn()
     assert len(led.head.fed) == 1
     progress = led.loop.fake.progress
     assert (progress.blocked, progress.head, progress.members) == ("", ME, (ME, "a"))
@@ -209,13 +209,13 @@ def test_while_it_waits_for_peers_a_head_merges_records(tmp_path: Path) -> None:
     led.head.forms.append("stage 1 has no peer")
     record = led.loop.committed(0, 0.1)
     led.loop.fake.events.to_come.append(lambda: led.loop.fake.events.put(record))
-    led.part.turn()
+    led.role.turn()
     assert led.loop.learner.round == 0
 
 
 def leads(led: Leader) -> object:
     """What a member hears that asks its head."""
-    return led.desk.answer("a", Frame(kind="ping", replica=ME)).facts.get("members")
+    return led.reservation.answer("a", Frame(kind="ping", replica=ME)).facts.get("members")
 
 
 def test_members_that_ask_hear_whom_the_head_leads_now(led: Leader) -> None:
@@ -225,7 +225,7 @@ def test_members_that_ask_hear_whom_the_head_leads_now(led: Leader) -> None:
         led.head.members = ()
 
     led.head.step = dissolves  # type: ignore[method-assign]
-    led.part.turn()
+    led.role.turn()
     assert leads(led) == []
     assert led.loop.fake.progress.members == ()
 
@@ -233,7 +233,7 @@ def test_members_that_ask_hear_whom_the_head_leads_now(led: Leader) -> None:
 def test_the_replica_is_shown_with_epoch_codec_and_last_fault(led: Leader) -> None:
     led.head.epoch, led.head.codec, led.head.last_fault = 5, "int4,int8", "stage 1 silent"
     led.corpus.position = 77
-    led.part.turn()
+    led.role.turn()
     shown = led.loop.fake.progress
     assert (shown.epoch, shown.codec, shown.last_fault) == (5, "int4,int8", "stage 1 silent")
     assert shown.position == 77
@@ -244,7 +244,7 @@ def test_an_inner_step_that_was_not_taken_is_taken_later_on_the_same_data(led: L
     led.head.steps.extend([None, None])
     led.loop.fake.data_part = (3, 0)  # meanwhile the part changes hands
     for _ in range(4):
-        led.part.turn()
+        led.role.turn()
     batches = [batch for batch, _ in led.head.fed]
     assert batches[0] == batches[1] == batches[2]
     assert batches[3] == [batches[0][-1] + 1, batches[0][-1] + 2]
@@ -254,18 +254,18 @@ def test_an_inner_step_that_was_not_taken_is_taken_later_on_the_same_data(led: L
 def test_the_part_of_the_data_changes_only_between_taken_steps(led: Leader) -> None:
     assert led.corpus.opened == [(0, 0)]
     led.head.steps.extend([None])
-    led.part.turn()
+    led.role.turn()
     led.loop.fake.data_part = (3, 500)
-    led.part.turn()
+    led.role.turn()
     assert led.corpus.opened == [(0, 0)]
-    led.part.turn()
+    led.role.turn()
     assert led.corpus.opened == [(0, 0), (3, 500)]
 
 
 def test_skipped_steps_use_data_but_count_no_tokens(led: Leader) -> None:
     led.head.steps.append(Stepped(step=1, loss=float("nan"), skipped=True))
-    led.part.turn()
-    led.part.turn()
+    led.role.turn()
+    led.role.turn()
     assert led.head.fed[0][0] != led.head.fed[1][0]
     assert led.loop.model.merge.tokens == 2 * STEP_TOKENS
 
@@ -274,19 +274,19 @@ def test_the_learning_rate_follows_the_runs_tokens(tmp_path: Path) -> None:
     inner = {"learning_rate": 0.01, "warmup_tokens": 100 * STEP_TOKENS}
     led = leader(Loop(tmp_path, manifest(stages=2, inner=inner)))
     for _ in range(3):
-        led.part.turn()
+        led.role.turn()
     rates = [rate for _, rate in led.head.fed]
     assert rates == pytest.approx([0.0001, 0.0002, 0.0003])
     merged(led, 0, mine=False)  # 200 tokens of others
-    led.part.turn()
+    led.role.turn()
     assert led.head.fed[-1][1] == pytest.approx(0.01 * (200 + 4 * STEP_TOKENS) / 1600)
 
 
 # ---- validation ----------------------------------------------------------------------------------
 def test_the_weights_that_the_run_begins_with_are_evaluated_first(tmp_path: Path) -> None:
     led = leader(Loop(tmp_path, manifest(stages=2)))
-    led.part.turn()
-    led.part.turn()
+    led.role.turn()
+    led.role.turn()
     assert led.head.evaluated == [4]
     assert losses(led) == [(-1, 64.0 / (4 * 8))]  # nats a token
     assert led.loop.fake.progress.val_round == -1
@@ -295,12 +295,12 @@ def test_the_weights_that_the_run_begins_with_are_evaluated_first(tmp_path: Path
 def test_an_anchor_is_evaluated_once_when_all_stages_have_it(led: Leader) -> None:
     led.head.anchors = -1
     merged(led, 0, mine=True)
-    led.part.turn()
-    led.part.turn()
+    led.role.turn()
+    led.role.turn()
     assert led.head.evaluated == []  # a stage below still has the one before
     led.head.anchors = 0
     for _ in range(3):
-        led.part.turn()
+        led.role.turn()
     assert led.head.evaluated == [4]
     assert losses(led)[1:] == [(0, 2.0)]
     assert len(led.head.fed) == 5  # and training went on
@@ -309,20 +309,20 @@ def test_an_anchor_is_evaluated_once_when_all_stages_have_it(led: Leader) -> Non
 def test_replicas_take_turns(led: Leader) -> None:
     for number in range(4):
         merged(led, number, mine=True)
-        led.part.turn()
+        led.role.turn()
     merged(led, 4, mine=False)
-    led.part.turn()
+    led.role.turn()
     assert [number for number, _ in losses(led)[1:]] == [0, 2]
 
 
 def test_an_anchor_that_others_have_followed_is_not_evaluated(led: Leader) -> None:
     led.head.anchors = -1
     merged(led, 0, mine=True)
-    led.part.turn()
+    led.role.turn()
     merged(led, 1, mine=True)  # the other one's turn
     led.head.anchors = None
-    led.part.turn()
-    led.part.turn()
+    led.role.turn()
+    led.role.turn()
     assert led.head.evaluated == []
 
 
@@ -330,7 +330,7 @@ def test_an_evaluation_that_came_to_nothing_is_tried_again(led: Leader) -> None:
     merged(led, 0, mine=True)
     led.head.losses.extend([None, 32.0])
     for _ in range(3):
-        led.part.turn()
+        led.role.turn()
     assert losses(led)[1:] == [(0, 1.0)]
 
 
@@ -360,7 +360,7 @@ def test_validation_takes_half_a_percent_of_the_time_however_short_the_rounds(
     began = clock.now
     for number in range(rounds):
         for _ in range(round_steps):
-            led.part.turn()
+            led.role.turn()
         merged(led, number, mine=True)
     spent_s = evaluation_s * (len(led.head.evaluated) - 1)  # the first one is free
     assert spent_s <= 0.005 * (clock.now - began)
@@ -373,9 +373,9 @@ def test_validation_takes_half_a_percent_of_the_time_however_short_the_rounds(
 def test_nothing_is_evaluated_before_the_first_inner_step(tmp_path: Path, clock: Clock) -> None:
     led = timed(tmp_path, clock, evaluation_s=0.8, step_s=0.5)
     led.head.steps.append(None)  # a member was lost in it
-    led.part.turn()
+    led.role.turn()
     assert (len(led.head.fed), led.head.evaluated) == (1, [])
-    led.part.turn()
+    led.role.turn()
     assert (len(led.head.fed), led.head.evaluated) == (2, [4])
 
 
@@ -383,10 +383,10 @@ def test_an_anchor_that_cannot_be_evaluated_yet_is_as_soon_as_there_is_time(
     tmp_path: Path, clock: Clock
 ) -> None:
     led = timed(tmp_path, clock, evaluation_s=0.8, step_s=10.0)
-    led.part.turn()
+    led.role.turn()
     merged(led, 0, mine=True)
     for _ in range(17):
-        led.part.turn()
+        led.role.turn()
     assert losses(led) == [(-1, 2.0), (0, 2.0)]
     assert clock.now - 1000.0 == pytest.approx(18 * 10 + 2 * 0.8)
 
@@ -395,11 +395,11 @@ def test_the_runs_last_loss_is_evaluated_whether_there_is_time_or_not(
     tmp_path: Path, clock: Clock
 ) -> None:
     led = timed(tmp_path, clock, evaluation_s=0.8, step_s=0.5)
-    led.part.turn()
+    led.role.turn()
     merged(led, 0, mine=True)
-    led.part.turn()
+    led.role.turn()
     assert len(losses(led)) == 1
-    led.part.part(ended=True)
+    led.role.release(ended=True)
     assert losses(led)[1:] == [(0, 2.0)]
 
 
@@ -409,8 +409,8 @@ def test_at_the_runs_end_the_last_anchor_is_evaluated_and_the_replica_let_go(led
     merged(led, 0, mine=True)
     led.head.losses.extend([None, None, 32.0])  # their last record is on its way
     led.loop.fake.run_ended = True
-    assert not led.part.ended  # a head believes its own chain alone
-    led.part.part(ended=True)
+    assert not led.role.ended  # a head believes its own chain alone
+    led.role.release(ended=True)
     assert losses(led)[1:] == [(0, 1.0)]
     assert led.head.dissolved == 1
     assert led.loop.fake.progress.members == ()
@@ -423,9 +423,9 @@ def test_at_the_end_nobody_waits_for_a_loss_that_will_not_come(led: Leader, why:
     if why == "no replica":
         led.head.members = ()
     if why == "evaluated":
-        led.part.turn()
+        led.role.turn()
     before, began = len(led.head.evaluated), time.monotonic()
-    led.part.part(ended=True)
+    led.role.release(ended=True)
     assert time.monotonic() - began < 1
     assert len(led.head.evaluated) == before
     assert led.head.dissolved == 1
@@ -442,14 +442,14 @@ def test_the_wait_for_the_last_loss_has_an_end(
         return None
 
     led.head.evaluate = none_for_ever  # type: ignore[method-assign]
-    led.part.part(ended=True)
+    led.role.release(ended=True)
     assert led.head.dissolved == 1
     assert len(losses(led)) == 1
 
 
 def test_a_head_that_is_told_to_leave_lets_its_replica_go_at_once(led: Leader) -> None:
     merged(led, 0, mine=True)
-    led.part.part(ended=False)
+    led.role.release(ended=False)
     assert (led.head.evaluated, led.head.dissolved) == ([], 1)
 
 
@@ -457,30 +457,30 @@ def test_a_head_that_is_told_to_leave_lets_its_replica_go_at_once(led: Leader) -
 def test_the_end_of_a_part_is_told_once_and_the_next_part_opened_where_it_was_left(
     led: Leader,
 ) -> None:
-    led.part.turn()
+    led.role.turn()
     assert not led.loop.fake.of_kind("finish_part")
     led.corpus.epoch = 1
-    led.part.turn()
-    led.part.turn()
+    led.role.turn()
+    led.role.turn()
     assert len(led.loop.fake.of_kind("finish_part")) == 1
     led.loop.fake.data_part = (5, 123)
-    led.part.turn()
+    led.role.turn()
     assert led.corpus.opened[-1] == (5, 123)
-    led.part.turn()
+    led.role.turn()
     assert len(led.loop.fake.of_kind("finish_part")) == 1
 
 
 def restarted(folder: Path, part: int, *, fits: bool = True) -> FakeCorpus:
     """A head that comes back to a snapshot which was made in data part 0."""
     first = leader(Loop(folder, manifest(stages=2)))
-    first.part.turn()
+    first.role.turn()
     first.loop.learner.leave(ended=False)
     back = leader(Loop(folder, manifest(stages=2)))
     back.corpus.fits = fits
     # what was saved is kept as long as nothing was read
     assert back.loop.learner.data_state() == {"part": 0, "reads": True}
     back.loop.fake.data_part = (part, 40)
-    back.part.turn()
+    back.role.turn()
     return back.corpus
 
 

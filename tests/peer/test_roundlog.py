@@ -11,7 +11,13 @@ from dilocox.compression.group_codec import GroupCodec
 from dilocox.dht.errors import EnvironmentFault
 from dilocox.peer.chain import store
 from dilocox.peer.chain.store import Head, RoundLog
-from dilocox.peer.rounds.record import Contribution, Part, RecordRefused, digest_of, parse_record
+from dilocox.peer.rounds.record import (
+    Contribution,
+    RecordRefused,
+    ReducedShare,
+    digest_of,
+    parse_record,
+)
 from tests.peer.codecs import codec_of
 from tests.peer.members import LAYOUT, MANIFEST_DIGEST, template
 
@@ -29,7 +35,7 @@ def record_bytes(round_number: int, previous: str, chain_tokens: int, tokens: in
         previous=previous,
         members=(Contribution(peer="a", tokens=tokens, exchange_s=0.0, step_s=0.0),),
         chain_tokens=chain_tokens,
-        parts=(Part(phase=0, reducer="a", start=0, stop=numel, contributors=("a",)),),
+        parts=(ReducedShare(phase=0, reducer="a", start=0, stop=numel, contributors=("a",)),),
         means=(mean,),
     ).to_bytes()
 

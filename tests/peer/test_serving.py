@@ -1,4 +1,4 @@
-"""The part of a peer below the head: it serves, waits to be recruited, or moves elsewhere."""
+"""The role of a peer below the head: it serves, waits to be recruited, or moves elsewhere."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from dilocox.peer.training.roles import Serving
 from dilocox.pipeline.frames import Frame
 from dilocox.pipeline.member import Follower, Member
 from dilocox.pipeline.messages import Stepped
-from dilocox.pipeline.reservation import Assignment, Desk
+from dilocox.pipeline.reservation import Assignment, Reservation
 from tests.peer.loops import ME, Loop, manifest
 from tests.pipeline.swarms import stage_record
 
@@ -56,38 +56,38 @@ class FakeFollower:
 
 @dataclass
 class Server:
-    """A stage's part and all that it talks to."""
+    """A member's role and all that it talks to."""
 
     loop: Loop
     follower: FakeFollower
     member: Any
-    desk: Desk
-    part: Serving
+    reservation: Reservation
+    role: Serving
 
 
 @pytest.fixture
 def served(tmp_path: Path) -> Server:
     loop = Loop(tmp_path, manifest(stages=2), stage=1)
     follower, member = FakeFollower(), SimpleNamespace(leaving=False)
-    desk = Desk(me=ME, stage=1, num_stages=2, on_change=lambda: None)
-    part = Serving(
+    reservation = Reservation(me=ME, stage=1, num_stages=2, on_change=lambda: None)
+    role = Serving(
         learner=loop.learner,
         follower=cast("Follower", follower),
         member=cast("Member", member),
-        desk=desk,
+        reservation=reservation,
         coordinator=loop.coordinator,
         num_stages=2,
         window=lambda: 7,
     )
-    return Server(loop, follower, member, desk, part)
+    return Server(loop, follower, member, reservation, role)
 
 
 def reserve(served: Server) -> Frame:
-    return served.desk.answer(HEAD, Frame(kind="reserve", replica=HEAD))
+    return served.reservation.answer(HEAD, Frame(kind="reserve", replica=HEAD))
 
 
 def recruit(served: Server) -> None:
-    """A head takes this peer, as far as its desk is concerned."""
+    """A head takes this peer, as far as its reservation is concerned."""
     assert reserve(served).kind == "yes"
     assignment = Assignment(
         replica=HEAD,
@@ -99,7 +99,7 @@ def recruit(served: Server) -> None:
         step=0,
         done=None,
     )
-    answer = served.desk.answer(
+    answer = served.reservation.answer(
         HEAD, Frame(kind="assign", replica=HEAD, facts=assignment.to_facts())
     )
     assert answer.kind == "yes"
@@ -108,24 +108,24 @@ def recruit(served: Server) -> None:
 # ---- work ----------------------------------------------------------------------------------------
 def test_heads_hear_of_its_anchor_and_its_room_for_microbatches(served: Server) -> None:
     assert reserve(served).kind == "no"  # nobody is recruited before its first turn
-    served.part.turn()
+    served.role.turn()
     facts = reserve(served).facts
     assert (facts["round"], facts["window"]) == (-1, 7)
     served.loop.fake.events.put(served.loop.committed(0, 0.0))
     served.loop.learner.take_events()
-    served.part.turn()
+    served.role.turn()
     assert reserve(served).facts["round"] == 0
 
 
 def test_the_head_that_it_serves_is_shown_and_announced(served: Server) -> None:
-    served.part.turn()
+    served.role.turn()
     assert not served.loop.fake.told
     served.follower.head = HEAD
-    served.part.turn()
+    served.role.turn()
     assert served.loop.fake.progress.head == HEAD
     assert served.loop.fake.progress.members == ()  # it leads none
     served.follower.head = ""
-    served.part.turn()
+    served.role.turn()
     assert served.loop.fake.progress.head == ""
     assert served.loop.fake.told == [("announce",), ("announce",)]
 
@@ -136,15 +136,15 @@ def test_inner_steps_count_with_the_time_since_the_last_one(
     now = [5000.0]
     monkeypatch.setattr(roles, "time", SimpleNamespace(monotonic=lambda: now[0]))
     served.follower.head = HEAD
-    served.part.turn()  # the replica begins now
+    served.role.turn()  # the replica begins now
     now[0] += 2.0
     served.follower.turns.append(lambda: STEPPED)
-    served.part.turn()
+    served.role.turn()
     tally = served.loop.tally
     assert (tally.inner_step, tally.longest_step_s, tally.train_loss) == (1, 2.0, 2.5)
     now[0] += 3.0
     served.follower.turns.append(lambda: STEPPED)
-    served.part.turn()
+    served.role.turn()
     assert (tally.inner_step, tally.longest_step_s) == (2, 3.0)
     assert served.loop.model.merge.tokens == 2 * 16
 
@@ -156,27 +156,27 @@ def test_time_in_no_replica_makes_no_inner_step_long(
     monkeypatch.setattr(roles, "time", SimpleNamespace(monotonic=lambda: now[0]))
     for _ in range(2):
         now[0] += 600.0  # a spare for ten minutes
-        served.part.turn()
+        served.role.turn()
     served.follower.head = HEAD
-    served.part.turn()
+    served.role.turn()
     now[0] += 1.0
     served.follower.turns.append(lambda: STEPPED)
-    served.part.turn()
+    served.role.turn()
     assert served.loop.tally.longest_step_s == 1.0
 
 
 def test_the_weights_may_change_when_the_follower_says_so(served: Server) -> None:
-    assert served.part.between_steps
+    assert served.role.between_steps
     served.follower.between_steps = False
-    assert not served.part.between_steps
+    assert not served.role.between_steps
 
 
 def test_a_member_ends_with_its_head_and_a_spare_with_the_records(served: Server) -> None:
-    assert not served.part.ended
+    assert not served.role.ended
     served.loop.fake.run_ended = True
-    assert served.part.ended
+    assert served.role.ended
     served.follower.head = HEAD  # which may want the last anchor evaluated
-    assert not served.part.ended
+    assert not served.role.ended
 
 
 def test_a_spare_says_which_stages_keep_the_run_from_training(
@@ -185,11 +185,11 @@ def test_a_spare_says_which_stages_keep_the_run_from_training(
     caplog.set_level("INFO", "dilocox")
     served.loop.fake.view = SwarmView(me=ME, stages={0: {}, 1: {ME: stage_record()}})
     for _ in range(3):
-        served.part.turn()
+        served.role.turn()
     assert "stage 0" in served.loop.fake.progress.blocked
     assert caplog.text.count("blocked: ") == 1
     served.follower.head = HEAD
-    served.part.turn()
+    served.role.turn()
     assert served.loop.fake.progress.blocked == ""
     last = caplog.records[-1]
     assert (last.levelname, last.message) == ("INFO", "the run is not blocked any more")
@@ -200,12 +200,12 @@ def test_it_says_nothing_of_stages_before_its_own_record_is_in_view(
 ) -> None:
     for own in ({}, {ME: stage_record(state="joining")}, {ME: stage_record(state="left")}):
         served.loop.fake.view = SwarmView(me=ME, stages={0: {}, 1: own})
-        served.part.turn()
+        served.role.turn()
         assert served.loop.fake.progress.blocked == ""
     served.loop.fake.view = SwarmView(me=ME, stages={0: {}, 1: {ME: stage_record()}})
-    served.part.turn()
+    served.role.turn()
     served.loop.fake.view = SwarmView(me=ME)  # the DHT does not answer
-    served.part.turn()
+    served.role.turn()
     assert served.loop.fake.progress.blocked == "stage 0 has no peer"
     assert [record.message for record in caplog.records] == [
         "the run is blocked: stage 0 has no peer"
@@ -216,10 +216,10 @@ def test_it_says_nothing_of_stages_before_its_own_record_is_in_view(
 def test_a_free_spare_moves_when_it_is_its_turn_and_nobody_recruits_it_any_more(
     served: Server,
 ) -> None:
-    served.part.turn()
+    served.role.turn()
     served.loop.fake.move_to = 0
     with pytest.raises(Move) as moved:
-        served.part.turn()
+        served.role.turn()
     assert moved.value.stage == 0
     assert reserve(served).kind == "no"
 
@@ -227,36 +227,36 @@ def test_a_free_spare_moves_when_it_is_its_turn_and_nobody_recruits_it_any_more(
 def test_it_does_not_move_with_progress_that_no_record_holds(served: Server) -> None:
     served.loop.train()
     served.loop.fake.move_to = 0
-    served.part.turn()
+    served.role.turn()
     served.loop.fake.due = (0, 1.0)
     served.loop.learner.between_steps()
-    served.part.turn()  # now it is in flight
+    served.role.turn()  # now it is in flight
     (send,) = served.loop.model.merge.fly.values()
     served.loop.fake.events.put(served.loop.committed(0, send.message, mine=True))
     served.loop.learner.take_events()
     with pytest.raises(Move):
-        served.part.turn()
+        served.role.turn()
 
 
 def test_it_does_not_move_once_a_head_has_reserved_or_taken_it(served: Server) -> None:
-    served.part.turn()
+    served.role.turn()
     served.loop.fake.move_to = 0
     assert reserve(served).kind == "yes"
-    served.part.turn()
+    served.role.turn()
     recruit(served)
-    served.part.turn()
-    assert served.desk.state == "member"
-    served.desk.answer(HEAD, Frame(kind="release", replica=HEAD))
+    served.role.turn()
+    assert served.reservation.state == "member"
+    served.reservation.answer(HEAD, Frame(kind="release", replica=HEAD))
     with pytest.raises(Move):
-        served.part.turn()
+        served.role.turn()
 
 
 # ---- leaving -------------------------------------------------------------------------------------
 def test_a_leaver_works_on_until_its_head_has_replaced_it(served: Server) -> None:
-    served.part.turn()
+    served.role.turn()
     recruit(served)
     served.follower.head = HEAD
-    served.part.turn()
+    served.role.turn()
 
     def replaced() -> None:
         served.follower.head = ""
@@ -268,12 +268,12 @@ def test_a_leaver_works_on_until_its_head_has_replaced_it(served: Server) -> Non
         return STEPPED
 
     served.follower.turns.extend([lambda: None, last_step, replaced])
-    served.part.part(ended=False)
+    served.role.release(ended=False)
     assert seen == [True]  # the head hears of it at the end of the inner step
     assert served.loop.tally.inner_step == 1
     assert (served.follower.taken, served.follower.left) == (5, 1)
     assert served.loop.fake.progress.head == ""
-    assert served.desk.answer("g", Frame(kind="reserve", replica="g")).kind == "no"
+    assert served.reservation.answer("g", Frame(kind="reserve", replica="g")).kind == "no"
 
 
 def test_a_leaver_waits_for_no_head_for_long(
@@ -281,14 +281,14 @@ def test_a_leaver_waits_for_no_head_for_long(
 ) -> None:
     monkeypatch.setattr(roles, "HANDOVER_LIMIT_S", 0.05)
     served.follower.head = HEAD
-    served.part.part(ended=False)
+    served.role.release(ended=False)
     assert (served.follower.head, served.follower.left) == ("", 1)
     assert served.loop.fake.progress.head == ""
 
 
 def test_a_spare_leaves_at_once(served: Server) -> None:
-    served.part.turn()
+    served.role.turn()
     taken = served.follower.taken
-    served.part.part(ended=False)
+    served.role.release(ended=False)
     assert served.follower.taken == taken
     assert reserve(served).kind == "no"

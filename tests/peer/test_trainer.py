@@ -14,7 +14,7 @@ from dilocox.peer.training.loop import Learner, Move, Revised, Trainer
 
 
 class Script:
-    """Learner and part in one: notes what is called; `turns` says what happens in each turn."""
+    """Learner and role in one: notes what is called; `turns` says what happens in each turn."""
 
     def __init__(self, *turns: Callable[[], None]):
         self.calls: list[str] = []
@@ -26,8 +26,8 @@ class Script:
         self.calls.append("turn")
         self.turns.popleft()()
 
-    def part(self, *, ended: bool) -> None:
-        self.calls.append(f"part ended={ended}")
+    def release(self, *, ended: bool) -> None:
+        self.calls.append(f"release ended={ended}")
 
 
 class Learning:
@@ -52,7 +52,7 @@ def stop() -> threading.Event:
 def train(script: Script, stop: threading.Event) -> list[str]:
     learner = cast("Learner", Learning(script))
     try:
-        Trainer(learner=learner, part=script, stop=stop).run()
+        Trainer(learner=learner, role=script, stop=stop).run()
     finally:
         assert not script.turns, "it ended too early"
     return script.calls
@@ -72,7 +72,7 @@ def test_records_and_sends_come_between_turns_until_it_is_told_to_stop(
         "turn",
         "between",
         "turn",
-        "part ended=False",
+        "release ended=False",
         "leave ended=False",
     ]
 
@@ -98,12 +98,12 @@ def test_it_ends_when_there_is_nothing_more_to_do(stop: threading.Event) -> None
         script.ended = True
 
     script.turns.append(ends)
-    assert train(script, stop)[-3:] == ["turn", "part ended=True", "leave ended=True"]
+    assert train(script, stop)[-3:] == ["turn", "release ended=True", "leave ended=True"]
 
 
 def test_a_stop_before_training_still_leaves_in_order(stop: threading.Event) -> None:
     stop.set()
-    assert train(Script(), stop) == ["join", "part ended=False", "leave ended=False"]
+    assert train(Script(), stop) == ["join", "release ended=False", "leave ended=False"]
 
 
 @pytest.mark.parametrize("why", [Move(2), Revised(), UnreadableManifest("update dilocox")])
@@ -117,7 +117,7 @@ def test_who_cannot_stay_as_it_is_leaves_with_all_on_disk_and_then_says_why(
     with pytest.raises(type(why)) as said:
         train(script, stop)
     assert said.value is why
-    assert script.calls[-2:] == ["part ended=False", "leave ended=False"]
+    assert script.calls[-2:] == ["release ended=False", "leave ended=False"]
 
 
 def test_a_failure_is_raised_at_once(stop: threading.Event) -> None:

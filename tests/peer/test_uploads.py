@@ -83,10 +83,12 @@ def test_a_record_is_served_when_no_exchange_needs_the_uplink(service: PeerServi
         return b"".join([chunk_of(each) async for each in answers(service, peer, want)])
 
     async def go() -> None:
-        mean = SimpleNamespace(payload=RECORD, contributors=("a",))
+        async def checked_mean(part: int) -> Any:
+            return SimpleNamespace(payload=RECORD, contributors=("a",))
+
         ballots = SimpleNamespace(ballot=SimpleNamespace(members=("QmMember",)))
         attempt: Any = SimpleNamespace(
-            mean=lambda part: mean,
+            checked_mean=checked_mean,
             members=("a",),
             digest=WANT["digest"],
             record=RECORD,

@@ -5,7 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from dilocox.peer.rounds.record import Contribution, Part, RoundFacts, RoundRecord, digest_of
+from dilocox.peer.rounds.record import (
+    Contribution,
+    ReducedShare,
+    RoundFacts,
+    RoundRecord,
+    digest_of,
+)
 
 
 @dataclass(frozen=True)
@@ -45,7 +51,9 @@ def told_chain(
             ),
             chain_tokens=tokens,
             parts=(
-                Part(phase=0, reducer=names[0], start=0, stop=mean_bytes, contributors=(*names,)),
+                ReducedShare(
+                    phase=0, reducer=names[0], start=0, stop=mean_bytes, contributors=(*names,)
+                ),
             ),
             window=(RoundFacts(ranks=(4, 0, 16), needed=(4, 0, 16), exchange_s=1.0, step_s=0.5),),
             next_ranks=(4, 0, 16),

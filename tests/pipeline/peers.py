@@ -1,4 +1,4 @@
-"""One peer of one process, with everything real but its network: stage, worker, member, desk."""
+"""One peer of one process, all real but its network: stage, worker, member, reservation."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torch import Tensor
 from dilocox.dht.manifest import InnerSpec
 from dilocox.peer.training.inner_optimizer import InnerOptimizer
 from dilocox.pipeline.member import Follower, Member
-from dilocox.pipeline.reservation import Desk
+from dilocox.pipeline.reservation import Reservation
 from dilocox.pipeline.stage import StageModule, build_stage
 from dilocox.pipeline.stage_worker import StageWorker
 from tests.pipeline.chains import SEED, SPEC, Config
@@ -115,7 +115,7 @@ class Peer:
             recompute=plan.recompute,
         )
         self.anchor = Anchor(self.module)
-        self.desk = Desk(
+        self.reservation = Reservation(
             me=me,
             stage=stage,
             num_stages=plan.num_stages,
@@ -123,7 +123,7 @@ class Peer:
             on_change=lambda: None,
         )
         self.set_window(64)
-        self.box = Box(wires, me, stage, self.desk.answer)
+        self.box = Box(wires, me, stage, self.reservation.answer)
         wires.boxes[me] = self.box
         self.member = Member(
             stage=stage,
@@ -137,13 +137,13 @@ class Peer:
             window_limit=lambda: self.window,
         )
         self.follower = Follower(
-            member=self.member, network=self.box, desk=self.desk, tell=self.tell
+            member=self.member, network=self.box, reservation=self.reservation, tell=self.tell
         )
 
     def set_window(self, microbatches: int) -> None:
         """It has memory for so many in flight."""
         self.window = microbatches
-        self.desk.open({"window": microbatches})
+        self.reservation.open({"window": microbatches})
 
     def tell(self, kind: str, **facts: Any) -> None:
         self.told.append((kind, facts))

@@ -1,4 +1,4 @@
-"""Peers of one process that train replicas: real members, workers, optimizers, desks and heads.
+"""Peers of one process that train replicas: real members, workers, reservations and heads.
 
 A head blocks in its inbox and in its requests; what the others do meanwhile happens there, one
 piece at a time and in an order that dice decide. Time passes only when nothing else can happen.
@@ -109,7 +109,7 @@ class Leader:
         return made
 
     def _show(self) -> None:
-        self.peer.desk.open({"members": list(self.members), "epoch": self.head.epoch})
+        self.peer.reservation.open({"members": list(self.members), "epoch": self.head.epoch})
 
     def _clip(self, squared_norm: float, loss: float) -> float:
         batch, learning_rate = self._fed
@@ -192,7 +192,7 @@ class Swarm:
         """What stands in the DHT; also of those that are gone."""
         records: dict[int, dict[str, StageRecord]] = {}
         for peer in self.peers.values():
-            assignment = peer.desk.assignment
+            assignment = peer.reservation.assignment
             records.setdefault(peer.stage, {})[peer.me] = stage_record(
                 "spare" if assignment is None else "training",
                 replica="" if assignment is None else assignment.head,

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from dilocox.pipeline.frames import FrameRefused, checked_facts
 from dilocox.pipeline.reservation import Assignment
-from tests.pipeline.desks import assignment
+from tests.pipeline.reservations import assignment
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,7 @@ def left_because(peer: Peer) -> list[str]:
 
 
 def check_that_another_head_goes_on(swarm: Swarm) -> None:
-    assert {peer.desk.state for peer in followers(swarm)} == {"free"}
+    assert {peer.reservation.state for peer in followers(swarm)} == {"free"}
     assert all(peer.clean and not peer.follower.head for peer in followers(swarm))
     other = swarm.lead("other")
     assert other.form() == ""
@@ -93,7 +93,7 @@ class TestTheHeadIsGone:
             swarm.wires.unreachable.add("head")
             swarm.run_for(10.0)
             assert left_because(swarm.peers["2a"]) == ["its head is gone"]
-            assert swarm.peers["2a"].desk.state == "free"
+            assert swarm.peers["2a"].reservation.state == "free"
 
 
 class TestTheHeadGoesOn:
@@ -107,7 +107,7 @@ class TestTheHeadGoesOn:
             assert last.follower.head == "head"
             swarm.run_for(10.0)
             assert left_because(last) == ["it was not healed in time"]
-            assert last.desk.state == "free"
+            assert last.reservation.state == "free"
 
     @pytest.mark.parametrize("stage", [1, 2])
     def test_a_member_that_thaws_after_it_was_replaced_is_free_soon(self, stage: int) -> None:
@@ -119,7 +119,7 @@ class TestTheHeadGoesOn:
             swarm.wires.thaw(frozen.me)
             swarm.run_for(2.0)
             assert left_because(frozen) == ["its head leads a replica without it, or none"]
-            assert frozen.desk.state == "free"
+            assert frozen.reservation.state == "free"
             assert swarm.leader.step(BATCHES[1]) is not None
             assert frozen.steps == []
 
@@ -157,7 +157,7 @@ class TestTheHeadGoesOn:
             assert heard or reasons == {"its head dissolved it"}
             for peer in followers(swarm):
                 assert len(left_because(peer)) == 1
-                assert peer.desk.state == "free"
+                assert peer.reservation.state == "free"
                 assert peer.clean
 
     def test_a_head_that_stalls_for_minutes_is_left(self) -> None:
@@ -168,7 +168,7 @@ class TestTheHeadGoesOn:
             assert not any(left_because(peer) for peer in followers(swarm))
             swarm.run_for(20.0)
             assert left_because(swarm.peers["1a"]) == ["nothing came from its head"]
-            assert {peer.desk.state for peer in followers(swarm)} == {"free"}
+            assert {peer.reservation.state for peer in followers(swarm)} == {"free"}
 
     def test_a_release_does_not_hide_what_came_before_it(self) -> None:
         """Such as the GO of the last inner step."""
@@ -183,11 +183,11 @@ class TestTheHeadGoesOn:
             swarm.leader.step(batches(TINY, 1)[0])
             swarm.leader.head.dissolve()
             swarm.settle()
-            assert below.desk.released
+            assert below.reservation.released
             below.busy = False
             swarm.settle()
             assert below.steps == [("head", 0)]
-            assert below.desk.state == "free"
+            assert below.reservation.state == "free"
 
 
 class TestItLeavesByItself:
@@ -197,7 +197,7 @@ class TestItLeavesByItself:
             swarm.leader.step(BATCHES[0])
             swarm.settle()
             leaver = swarm.peers[swarm.leader.members[2]]
-            leaver.desk.shut("it leaves")
+            leaver.reservation.shut("it leaves")
             leaver.follower.leave()
             leaver.follower.leave()  # twice does no harm
             assert left_because(leaver) == ["this peer leaves"]
@@ -206,7 +206,7 @@ class TestItLeavesByItself:
             assert stepped is not None
             assert stepped.step == 1
             assert leaver.me not in swarm.leader.members
-            assert leaver.desk.state == "shut"
+            assert leaver.reservation.state == "shut"
 
     def test_weights_may_change_only_between_inner_steps(self) -> None:
         seen: set[bool] = set()

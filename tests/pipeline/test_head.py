@@ -29,7 +29,7 @@ class TestForming:
             swarm.wires.kill("2a", flushed=False)
             for _ in range(2):
                 assert swarm.leader.form() == "stage 2 has no free peer (1 failed lately)"
-            assert swarm.peers["1a"].desk.state == "free"
+            assert swarm.peers["1a"].reservation.state == "free"
             assert swarm.leader.peer.told == []
             swarm.add("2b", 2)
             assert swarm.leader.form() == ""
@@ -117,7 +117,7 @@ class TestLeaving:
             leader.step(BATCHES[0])
             before = leader.members
             for stage in stages:
-                swarm.peers[before[stage]].desk.shut("it leaves")
+                swarm.peers[before[stage]].reservation.shut("it leaves")
                 swarm.peers[before[stage]].member.leaving = True
             assert leader.step(BATCHES[1]) is not None
             swarm.settle()
@@ -128,7 +128,7 @@ class TestLeaving:
                 leaver = swarm.peers[before[stage]]
                 assert leaver.steps == [("head", 0), ("head", 1)]
                 assert leaver.follower.head == ""
-                assert leaver.desk.state == "shut"
+                assert leaver.reservation.state == "shut"
             assert leader.step(BATCHES[2]) is not None
             assert leader.head.last_fault == f"stage {stages[0]} left"
             check_weights(swarm)
@@ -137,7 +137,7 @@ class TestLeaving:
         with Swarm(PLAN) as swarm:
             leader = swarm.leader
             leader.form()
-            swarm.peers["1a"].desk.shut("it leaves")
+            swarm.peers["1a"].reservation.shut("it leaves")
             swarm.peers["1a"].member.leaving = True
             stepped = leader.step(BATCHES[0])
             assert stepped is not None
@@ -146,8 +146,8 @@ class TestLeaving:
                 "stage 1 has no free peer (1 failed lately)"
             ]
             swarm.run_for(3.0)
-            assert swarm.peers["1a"].desk.state == "shut"
-            assert swarm.peers["2a"].desk.state == "free"
+            assert swarm.peers["1a"].reservation.state == "shut"
+            assert swarm.peers["2a"].reservation.state == "free"
             assert all(peer.clean for peer in swarm.alive)
             check_weights(swarm)
 
@@ -182,7 +182,7 @@ class TestFaultsOfLinks:
             swarm.run_for(3.0)
             assert leader.members[above + 1] != before[above + 1]
             assert leader.members[2 - above] == before[2 - above]
-            assert swarm.peers[before[above + 1]].desk.state == "free"
+            assert swarm.peers[before[above + 1]].reservation.state == "free"
             check_weights(swarm)
 
     def test_one_that_breaks_again_much_later_is_forgiven(self) -> None:

@@ -130,7 +130,7 @@ class TestAMemberVanishes:
 
     def check_that_all_is_free_again(self, swarm: Swarm, victim: Peer, given: int) -> None:
         others = [peer for peer in swarm.alive if peer.stage > 0]
-        assert {peer.desk.state for peer in others} == {"free"}
+        assert {peer.reservation.state for peer in others} == {"free"}
         assert all(peer.member.assignment is None for peer in others)
         reason = swarm.leader.form()
         assert reason == f"stage {victim.stage} has no free peer (1 failed lately)"
@@ -188,7 +188,9 @@ class Storm:
 
     def _vanish(self, asked: str, stage: int, how: How, lasts: int) -> None:
         swarm = self._swarm
-        members = [p for p in swarm.alive if p.stage == stage and p.desk.assignment is not None]
+        members = [
+            p for p in swarm.alive if p.stage == stage and p.reservation.assignment is not None
+        ]
         victims = members or [peer for peer in swarm.alive if peer.stage == stage]
         if asked and swarm.peers[asked].stage > 0:
             victims = [peer for peer in swarm.alive if peer.me == asked]
@@ -225,5 +227,5 @@ def test_any_faults_at_any_moments(seed: int) -> None:
     for peer in swarm.alive:
         assert peer.clean
         assert peer.member.assignment is None
-        assert peer.stage == 0 or peer.desk.state == "free"
+        assert peer.stage == 0 or peer.reservation.state == "free"
     assert not swarm.wires.refused

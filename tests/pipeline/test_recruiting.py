@@ -13,19 +13,19 @@ from dilocox.pipeline import recruiting
 from dilocox.pipeline.frames import Frame
 from dilocox.pipeline.messages import Fault
 from dilocox.pipeline.recruiting import AVOID_S, SAME_LINK_S, UNBOUNDED, Recruiter, Replica
-from dilocox.pipeline.reservation import Assignment, Desk
+from dilocox.pipeline.reservation import Assignment, Reservation
 from tests.pipeline.swarms import in_replica, stage_record
 from tests.pipeline.wires import LIMITS, Box, Wires
 
 
 class Town:
-    """Desks that answer, records of them, and a recruiter of the head `me`."""
+    """Reservations that answer, records of them, and a recruiter of the head `me`."""
 
     def __init__(self, stages: int) -> None:
         self.stages = stages
         self.wires = Wires(LIMITS)
         self.records: dict[int, dict[str, StageRecord]] = {}
-        self.desks: dict[str, Desk] = {}
+        self.reservations: dict[str, Reservation] = {}
         self.asked: list[str] = []
         self.wires.on_request = lambda _, peer, frame: self.asked.append(f"{frame.kind} {peer}")
         self.recruiter = self.recruiter_of("me")
@@ -37,20 +37,20 @@ class Town:
 
     def add(
         self, peer: str, stage: int, *, distance_s: float = 0.01, window: object = 9, **record: Any
-    ) -> Desk:
-        desk = Desk(
+    ) -> Reservation:
+        reservation = Reservation(
             me=peer,
             stage=stage,
             num_stages=self.stages,
             clock=self.wires.monotonic,
             on_change=lambda: None,
         )
-        desk.open({"window": window})
-        self.desks[peer] = desk
-        self.wires.boxes[peer] = Box(self.wires, peer, stage, desk.answer)
+        reservation.open({"window": window})
+        self.reservations[peer] = reservation
+        self.wires.boxes[peer] = Box(self.wires, peer, stage, reservation.answer)
         self.wires.boxes[peer].distance_s = distance_s
         self.records.setdefault(stage, {})[peer] = stage_record(**record)
-        return desk
+        return reservation
 
     def recruit(self, replica: Replica) -> str:
         self.asked.clear()
@@ -74,7 +74,7 @@ class Town:
         facts = assignment.to_facts()
         answers = self.recruiter.ask_all(replica.others.values(), "assign", facts)
         assert all(answer and answer.frame.kind == "yes" for answer in answers.values())
-        assert all(self.desks[peer].take_assignment() for peer in replica.others.values())
+        assert all(self.reservations[peer].take_assignment() for peer in replica.others.values())
 
 
 @pytest.fixture
@@ -99,8 +99,8 @@ class TestOrder:
         assert ours.members == {0: "me", 1: "near", 2: "last"}
         assert sorted(town.asked[:3]) == ["ping far", "ping last", "ping near"]
         assert town.asked[3:] == ["reserve near", "reserve last"]
-        assert town.desks["near"].state == "reserved"
-        assert town.desks["far"].state == "free"
+        assert town.reservations["near"].state == "reserved"
+        assert town.reservations["far"].state == "free"
         town.recruiter.ask_all(ours.others.values(), "release")
         town.recruit(replica())
         assert town.asked == ["reserve near", "reserve last"], "distances are remembered"
@@ -127,7 +127,7 @@ class TestOrder:
         town.records[1] = {"moved": town.records[2].pop("moved")}
         town.add("last", 2)
         assert town.recruit(replica()) == "stage 1 has no free peer"
-        assert town.desks["moved"].state == "free"
+        assert town.reservations["moved"].state == "free"
 
     def test_only_vacant_stages_are_filled(self, town: Town) -> None:
         town.add("one", 1)
@@ -200,7 +200,7 @@ class TestPeersThatOnlyDialOut:
         assert town.recruit(ours) == ""
         assert ours.members == {0: "me", 1: "open1", 2: "dials2"}
         assert ours.clients == {0: False, 1: False, 2: True}
-        assert town.desks["dials1"].state == "free"
+        assert town.reservations["dials1"].state == "free"
         assert "release dials1" in town.asked
 
 
@@ -247,8 +247,8 @@ class TestAnswers:
         assert town.recruit(again) == ""
         assert town.recruiter.epoch == 42
         town.assign(again)
-        assert town.desks["one"].assignment is not None
-        assert town.desks["one"].assignment.epoch == 43
+        assert town.reservations["one"].assignment is not None
+        assert town.reservations["one"].assignment.epoch == 43
 
     @pytest.mark.parametrize(("told", "limit"), [(3, 3), (0, UNBOUNDED), ("many", UNBOUNDED)])
     def test_windows_are_limited_by_those_that_say_so(
@@ -283,7 +283,7 @@ class TestMissing:
 
     def test_and_those_that_have_left_but_they_may_be_asked_again_at_once(self, town: Town) -> None:
         ours = self.standing(town)
-        town.desks["one"].leave("me")
+        town.reservations["one"].leave("me")
         assert town.recruiter.missing(ours, self.fault(2, 1)) == {1}
         del ours.members[1]
         assert town.recruit(ours) == ""

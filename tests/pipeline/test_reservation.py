@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from dilocox.pipeline.frames import Frame
-from dilocox.pipeline.reservation import Desk
-from tests.pipeline.desks import LEASE_S, Clock, ask, assign, assignment
+from dilocox.pipeline.reservation import Reservation
+from tests.pipeline.reservations import LEASE_S, Clock, ask, assign, assignment
 
 
 @pytest.fixture
@@ -20,169 +20,181 @@ def changes() -> list[str]:
 
 
 @pytest.fixture
-def desk(clock: Clock, changes: list[str]) -> Desk:
+def reservation(clock: Clock, changes: list[str]) -> Reservation:
     def on_change() -> None:
-        changes.append(desk.state)  # reads the desk: it is called without the lock
+        changes.append(reservation.state)  # reads the reservation: it is called without the lock
 
-    desk = Desk(me="me", stage=1, num_stages=3, lease_s=LEASE_S, clock=clock, on_change=on_change)
-    desk.open({"anchor_round": 7})
-    return desk
+    reservation = Reservation(
+        me="me", stage=1, num_stages=3, lease_s=LEASE_S, clock=clock, on_change=on_change
+    )
+    reservation.open({"anchor_round": 7})
+    return reservation
 
 
 def test_a_head_reserves_then_assigns_and_the_peer_takes_it_once(
-    desk: Desk, changes: list[str]
+    reservation: Reservation, changes: list[str]
 ) -> None:
-    answer = ask(desk, "reserve", "A")
+    answer = ask(reservation, "reserve", "A")
     assert (answer.kind, answer.facts["anchor_round"], answer.facts["stage"]) == ("yes", 7, 1)
-    assert desk.state == "reserved"
-    assert assign(desk, assignment()).kind == "yes"
-    assert desk.state == "member"
+    assert reservation.state == "reserved"
+    assert assign(reservation, assignment()).kind == "yes"
+    assert reservation.state == "member"
     assert changes == ["reserved", "member"]
-    assert desk.take_assignment() == assignment()
-    assert desk.take_assignment() is None
-    assert desk.assignment == assignment()
+    assert reservation.take_assignment() == assignment()
+    assert reservation.take_assignment() is None
+    assert reservation.assignment == assignment()
 
 
-def test_a_peer_that_is_shut_is_not_recruited_but_answers_a_ping(desk: Desk) -> None:
-    desk.shut("catching up")
-    refused = ask(desk, "reserve", "A")
+def test_a_peer_that_is_shut_is_not_recruited_but_answers_a_ping(reservation: Reservation) -> None:
+    reservation.shut("catching up")
+    refused = ask(reservation, "reserve", "A")
     assert (refused.kind, refused.facts["reason"]) == ("no", "catching up")
-    pong = ask(desk, "ping", "A")
+    pong = ask(reservation, "ping", "A")
     assert (pong.kind, pong.facts["state"], pong.facts["reason"]) == ("yes", "shut", "catching up")
-    desk.open({"anchor_round": 8})
-    assert ask(desk, "reserve", "A").facts["anchor_round"] == 8
-    desk.shut("leaving")
-    assert assign(desk, assignment()).kind == "no"
-    starting = Desk(me="me", stage=1, num_stages=3, on_change=lambda: None)
+    reservation.open({"anchor_round": 8})
+    assert ask(reservation, "reserve", "A").facts["anchor_round"] == 8
+    reservation.shut("leaving")
+    assert assign(reservation, assignment()).kind == "no"
+    starting = Reservation(me="me", stage=1, num_stages=3, on_change=lambda: None)
     assert (starting.state, ask(starting, "reserve", "A").kind) == ("shut", "no")
 
 
-def test_a_ping_changes_nothing(desk: Desk, changes: list[str]) -> None:
-    assert desk.answer("anybody", Frame(kind="ping")).facts["state"] == "free"
+def test_a_ping_changes_nothing(reservation: Reservation, changes: list[str]) -> None:
+    assert reservation.answer("anybody", Frame(kind="ping")).facts["state"] == "free"
     assert changes == []
 
 
-def test_the_second_head_gets_a_refusal_and_the_first_may_ask_again(desk: Desk) -> None:
-    assert ask(desk, "reserve", "A").kind == "yes"
-    refused = ask(desk, "reserve", "B")
+def test_the_second_head_gets_a_refusal_and_the_first_may_ask_again(
+    reservation: Reservation,
+) -> None:
+    assert ask(reservation, "reserve", "A").kind == "yes"
+    refused = ask(reservation, "reserve", "B")
     assert (refused.kind, refused.facts["reason"]) == ("no", "it is reserved for another replica")
-    assert assign(desk, assignment("B")).kind == "no"
-    assert ask(desk, "reserve", "A").kind == "yes"
-    assert assign(desk, assignment("A")).kind == "yes"
-    refused = ask(desk, "reserve", "B")
+    assert assign(reservation, assignment("B")).kind == "no"
+    assert ask(reservation, "reserve", "A").kind == "yes"
+    assert assign(reservation, assignment("A")).kind == "yes"
+    refused = ask(reservation, "reserve", "B")
     assert (refused.kind, refused.facts["reason"]) == ("no", "it is in another replica")
-    assert assign(desk, assignment("B", epoch=9)).kind == "no"
-    assert desk.assignment == assignment("A")
+    assert assign(reservation, assignment("B", epoch=9)).kind == "no"
+    assert reservation.assignment == assignment("A")
 
 
-def test_a_reservation_expires_and_is_renewed_by_asking_again(desk: Desk, clock: Clock) -> None:
-    ask(desk, "reserve", "A")
+def test_a_reservation_expires_and_is_renewed_by_asking_again(
+    reservation: Reservation, clock: Clock
+) -> None:
+    ask(reservation, "reserve", "A")
     clock.now += LEASE_S - 1
-    ask(desk, "reserve", "A")
+    ask(reservation, "reserve", "A")
     clock.now += LEASE_S - 1
-    assert ask(desk, "reserve", "B").kind == "no"
+    assert ask(reservation, "reserve", "B").kind == "no"
     clock.now += 1
-    assert desk.state == "free"
-    late = assign(desk, assignment("A"))
+    assert reservation.state == "free"
+    late = assign(reservation, assignment("A"))
     assert (late.kind, late.facts["reason"]) == ("no", "it is not reserved for this replica")
-    assert ask(desk, "reserve", "B").kind == "yes"
-    assert assign(desk, assignment("A")).kind == "no"
-    assert assign(desk, assignment("B")).kind == "yes"
+    assert ask(reservation, "reserve", "B").kind == "yes"
+    assert assign(reservation, assignment("A")).kind == "no"
+    assert assign(reservation, assignment("B")).kind == "yes"
 
 
-def test_only_a_later_epoch_replaces_an_assignment(desk: Desk) -> None:
-    ask(desk, "reserve", "A")
-    assign(desk, assignment(epoch=3))
-    desk.take_assignment()
-    old = assign(desk, assignment(epoch=2))
+def test_only_a_later_epoch_replaces_an_assignment(reservation: Reservation) -> None:
+    ask(reservation, "reserve", "A")
+    assign(reservation, assignment(epoch=3))
+    reservation.take_assignment()
+    old = assign(reservation, assignment(epoch=2))
     assert (old.kind, old.facts["reason"], old.facts["epoch"]) == ("no", "epoch 3 is on", 3)
-    assert assign(desk, assignment(epoch=3, step=9)).kind == "no"
-    assert assign(desk, assignment(epoch=3)).kind == "yes"  # the same again: its answer was lost
-    assert desk.take_assignment() is None
-    desk.shut("nobody else")  # a member stays one until it leaves
+    assert assign(reservation, assignment(epoch=3, step=9)).kind == "no"
+    assert (
+        assign(reservation, assignment(epoch=3)).kind == "yes"
+    )  # the same again: its answer was lost
+    assert reservation.take_assignment() is None
+    reservation.shut("nobody else")  # a member stays one until it leaves
     for epoch in (5, 6):
-        assert assign(desk, assignment(epoch=epoch)).kind == "yes"
-    assert desk.take_assignment() == assignment(epoch=6)
+        assert assign(reservation, assignment(epoch=epoch)).kind == "yes"
+    assert reservation.take_assignment() == assignment(epoch=6)
 
 
-def test_a_head_that_was_restarted_hears_which_epoch_to_exceed(desk: Desk) -> None:
-    ask(desk, "reserve", "A")
-    assign(desk, assignment(epoch=5))
-    again = ask(desk, "reserve", "A")
+def test_a_head_that_was_restarted_hears_which_epoch_to_exceed(reservation: Reservation) -> None:
+    ask(reservation, "reserve", "A")
+    assign(reservation, assignment(epoch=5))
+    again = ask(reservation, "reserve", "A")
     assert (again.kind, again.facts["epoch"], again.facts["state"]) == ("yes", 5, "member")
-    assert "epoch" not in ask(desk, "ping", "B").facts
-    assert assign(desk, assignment(epoch=6)).kind == "yes"
+    assert "epoch" not in ask(reservation, "ping", "B").facts
+    assert assign(reservation, assignment(epoch=6)).kind == "yes"
 
 
-def test_a_peer_that_moved_is_not_taken_for_its_old_stage(desk: Desk) -> None:
-    refused = ask(desk, "reserve", "A", stage=2)
+def test_a_peer_that_moved_is_not_taken_for_its_old_stage(reservation: Reservation) -> None:
+    refused = ask(reservation, "reserve", "A", stage=2)
     assert (refused.kind, refused.facts["reason"]) == ("no", "it hosts stage 1")
-    assert ask(desk, "reserve", "A", stage=1).kind == "yes"
+    assert ask(reservation, "reserve", "A", stage=1).kind == "yes"
 
 
-def test_release_ends_a_reservation_or_a_membership(desk: Desk) -> None:
-    ask(desk, "reserve", "A")
-    assert ask(desk, "release", "B").kind == "yes"
-    assert desk.state == "reserved"
-    assert ask(desk, "release", "A").kind == "yes"
-    assert (desk.state, desk.released) == ("free", False)
-    ask(desk, "reserve", "A")
-    assign(desk, assignment())
-    desk.take_assignment()
-    ask(desk, "release", "B")
-    assert (desk.state, desk.released) == ("member", False)
-    ask(desk, "release", "A")
-    assert (desk.state, desk.released, desk.assignment) == ("free", True, None)
-    assert desk.take_assignment() is None
-    assert desk.released  # until it is acted on
-    desk.leave("A")
-    assert not desk.released
+def test_release_ends_a_reservation_or_a_membership(reservation: Reservation) -> None:
+    ask(reservation, "reserve", "A")
+    assert ask(reservation, "release", "B").kind == "yes"
+    assert reservation.state == "reserved"
+    assert ask(reservation, "release", "A").kind == "yes"
+    assert (reservation.state, reservation.released) == ("free", False)
+    ask(reservation, "reserve", "A")
+    assign(reservation, assignment())
+    reservation.take_assignment()
+    ask(reservation, "release", "B")
+    assert (reservation.state, reservation.released) == ("member", False)
+    ask(reservation, "release", "A")
+    assert (reservation.state, reservation.released, reservation.assignment) == ("free", True, None)
+    assert reservation.take_assignment() is None
+    assert reservation.released  # until it is acted on
+    reservation.leave("A")
+    assert not reservation.released
 
 
-def test_a_release_is_not_missed_when_the_next_head_is_quick(desk: Desk) -> None:
-    ask(desk, "reserve", "A")
-    assign(desk, assignment("A"))
-    desk.take_assignment()
-    ask(desk, "release", "A")
-    ask(desk, "reserve", "B")
-    assign(desk, assignment("B"))
-    assert desk.released
-    desk.leave("A")
-    assert not desk.released
-    assert desk.take_assignment() == assignment("B")
+def test_a_release_is_not_missed_when_the_next_head_is_quick(reservation: Reservation) -> None:
+    ask(reservation, "reserve", "A")
+    assign(reservation, assignment("A"))
+    reservation.take_assignment()
+    ask(reservation, "release", "A")
+    ask(reservation, "reserve", "B")
+    assign(reservation, assignment("B"))
+    assert reservation.released
+    reservation.leave("A")
+    assert not reservation.released
+    assert reservation.take_assignment() == assignment("B")
 
 
-def test_an_assignment_that_was_never_taken_is_let_go_silently(desk: Desk) -> None:
-    ask(desk, "reserve", "A")
-    assign(desk, assignment())
-    ask(desk, "release", "A")
-    assert (desk.take_assignment(), desk.released) == (None, False)
+def test_an_assignment_that_was_never_taken_is_let_go_silently(reservation: Reservation) -> None:
+    ask(reservation, "reserve", "A")
+    assign(reservation, assignment())
+    ask(reservation, "release", "A")
+    assert (reservation.take_assignment(), reservation.released) == (None, False)
 
 
-def test_a_peer_that_leaves_is_free_again(desk: Desk) -> None:
-    ask(desk, "reserve", "A")
-    assign(desk, assignment())
-    desk.take_assignment()
-    desk.leave("B")
-    assert desk.state == "member"
-    desk.leave("A")
-    assert (desk.state, desk.assignment, desk.take_assignment()) == ("free", None, None)
-    assert assign(desk, assignment(epoch=2)).kind == "no"
+def test_a_peer_that_leaves_is_free_again(reservation: Reservation) -> None:
+    ask(reservation, "reserve", "A")
+    assign(reservation, assignment())
+    reservation.take_assignment()
+    reservation.leave("B")
+    assert reservation.state == "member"
+    reservation.leave("A")
+    assert (reservation.state, reservation.assignment, reservation.take_assignment()) == (
+        "free",
+        None,
+        None,
+    )
+    assert assign(reservation, assignment(epoch=2)).kind == "no"
 
 
 @pytest.mark.parametrize("shut", [False, True])
 def test_an_epoch_that_comes_while_a_peer_leaves_is_taken_unless_it_leaves_for_good(
-    desk: Desk, shut: bool
+    reservation: Reservation, shut: bool
 ) -> None:
-    ask(desk, "reserve", "A")
-    assign(desk, assignment())
-    desk.take_assignment()
-    assign(desk, assignment(epoch=2))
+    ask(reservation, "reserve", "A")
+    assign(reservation, assignment())
+    reservation.take_assignment()
+    assign(reservation, assignment(epoch=2))
     if shut:
-        desk.shut("leaving")
-    desk.leave("A")
-    assert desk.take_assignment() == (None if shut else assignment(epoch=2))
-    assert desk.state == ("shut" if shut else "member")
+        reservation.shut("leaving")
+    reservation.leave("A")
+    assert reservation.take_assignment() == (None if shut else assignment(epoch=2))
+    assert reservation.state == ("shut" if shut else "member")
 
 
 @pytest.mark.parametrize(
@@ -197,32 +209,34 @@ def test_an_epoch_that_comes_while_a_peer_leaves_is_taken_unless_it_leaves_for_g
     ],
     ids=lambda value: getattr(value, "kind", value),
 )
-def test_who_speaks_for_another_is_refused(desk: Desk, peer: str, frame: Frame, kind: str) -> None:
-    ask(desk, "reserve", peer)
-    before = desk.state
-    assert desk.answer(peer, frame).kind == "no"
-    assert (desk.refused, desk.state) == ({kind: 1}, before)
+def test_who_speaks_for_another_is_refused(
+    reservation: Reservation, peer: str, frame: Frame, kind: str
+) -> None:
+    ask(reservation, "reserve", peer)
+    before = reservation.state
+    assert reservation.answer(peer, frame).kind == "no"
+    assert (reservation.refused, reservation.state) == ({kind: 1}, before)
 
 
-def test_odd_assignment_is_refused_and_counted(desk: Desk) -> None:
-    ask(desk, "reserve", "A")
+def test_odd_assignment_is_refused_and_counted(reservation: Reservation) -> None:
+    ask(reservation, "reserve", "A")
     odd = Frame(kind="assign", replica="A", facts=assignment().to_facts() | {"step": -1})
-    answer = desk.answer("A", odd)
+    answer = reservation.answer("A", odd)
     assert (answer.kind, "step" in str(answer.facts["reason"])) == ("no", True)
-    assert (desk.refused, desk.state) == ({"header": 1}, "reserved")
+    assert (reservation.refused, reservation.state) == ({"header": 1}, "reserved")
 
 
-def test_an_assignment_must_name_this_peer_at_its_stage(desk: Desk) -> None:
-    ask(desk, "reserve", "A")
-    assert assign(desk, assignment(members=("A", "last", "me"))).kind == "no"
-    assert assign(desk, assignment(members=("A", "last", "other"))).kind == "no"
-    assert desk.refused == {"header": 2}
+def test_an_assignment_must_name_this_peer_at_its_stage(reservation: Reservation) -> None:
+    ask(reservation, "reserve", "A")
+    assert assign(reservation, assignment(members=("A", "last", "me"))).kind == "no"
+    assert assign(reservation, assignment(members=("A", "last", "other"))).kind == "no"
+    assert reservation.refused == {"header": 2}
 
 
 def test_a_head_is_recruited_by_nobody() -> None:
-    desk = Desk(me="me", stage=0, num_stages=3, on_change=lambda: None)
-    desk.open({})
-    assert ask(desk, "reserve", "A").kind == "no"
+    reservation = Reservation(me="me", stage=0, num_stages=3, on_change=lambda: None)
+    reservation.open({})
+    assert ask(reservation, "reserve", "A").kind == "no"
     own = assignment("me", members=("me", "x", "y"))
-    assert assign(desk, own, by="me").kind == "no"
-    assert desk.state == "free"
+    assert assign(reservation, own, by="me").kind == "no"
+    assert reservation.state == "free"

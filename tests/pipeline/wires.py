@@ -65,7 +65,7 @@ class WireInbox(Inbox):
         self.messages: deque[Message] = deque()
         self.wait: Callable[[float], None] = lambda _: None
 
-    def put(self, message: Message, share: object = None) -> None:
+    def put(self, message: Message, backlog: object = None) -> None:
         self.messages.append(message)
 
     def get(self, timeout: float) -> Message:

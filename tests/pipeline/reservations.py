@@ -1,11 +1,11 @@
-"""A desk's clock, and requests as heads make them, for the tests of recruiting."""
+"""A reservation's clock, and requests as heads make them, for the tests of recruiting."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from dilocox.pipeline.frames import Frame
-from dilocox.pipeline.reservation import Assignment, Desk
+from dilocox.pipeline.reservation import Assignment, Reservation
 
 LEASE_S = 10.0
 
@@ -31,10 +31,10 @@ def assignment(head: str = "A", epoch: int = 1, **fields: Any) -> Assignment:
     return Assignment(replica=head, head=head, epoch=epoch, **plain | fields)
 
 
-def assign(desk: Desk, what: Assignment, *, by: str = "") -> Frame:
+def assign(reservation: Reservation, what: Assignment, *, by: str = "") -> Frame:
     peer = by or what.head
-    return desk.answer(peer, Frame(kind="assign", replica=peer, facts=what.to_facts()))
+    return reservation.answer(peer, Frame(kind="assign", replica=peer, facts=what.to_facts()))
 
 
-def ask(desk: Desk, kind: str, head: str, **facts: object) -> Frame:
-    return desk.answer(head, Frame(kind=kind, replica=head, facts=facts))
+def ask(reservation: Reservation, kind: str, head: str, **facts: object) -> Frame:
+    return reservation.answer(head, Frame(kind=kind, replica=head, facts=facts))

@@ -13,7 +13,7 @@ from typing import Any, cast
 import pytest
 
 from dilocox.dht.identity import Identity
-from dilocox.peer.rounds.exchange import Reach
+from dilocox.peer.rounds.exchange import LiveGroup
 from tests.peer.members import Group, everything
 
 
@@ -32,10 +32,10 @@ class Beating:
             yield
 
 
-def reach_of(identities: list[Identity], folder: Path, transport: object) -> Reach:
-    group = Group(identities[:2], folder, passes=everything)
-    setup = group.setups[group.peers[0]]
-    return Reach(setup, cast("Any", transport), ThreadPoolExecutor(1))
+def live_group(identities: list[Identity], folder: Path, transport: object) -> LiveGroup:
+    made = Group(identities[:2], folder, passes=everything)
+    setup = made.setups[made.peers[0]]
+    return LiveGroup(setup, cast("Any", transport), ThreadPoolExecutor(1))
 
 
 @pytest.mark.parametrize("steps", range(6))
@@ -44,14 +44,14 @@ def test_a_watch_ends_with_the_attempt_also_where_a_heartbeat_comes_in_the_same_
 ) -> None:
     async def go() -> None:
         transport = Beating()
-        reach = reach_of(identities, tmp_path, transport)
-        reach.watch_neighbours()
+        group = live_group(identities, tmp_path, transport)
+        group.watch_neighbours()
         for _ in range(5):
             await asyncio.sleep(0)
         transport.beat.set()
         for _ in range(steps):
             await asyncio.sleep(0)
-        reach.cancel()
+        group.cancel()
         await asyncio.sleep(0.01)
         seen = transport.beats
         transport.beat.set()
@@ -73,13 +73,13 @@ def test_a_call_that_fails_or_takes_too_long_only_means_that_nobody_was_reached(
         return what
 
     async def go() -> None:
-        reach = reach_of(identities, tmp_path, Beating())
+        group = live_group(identities, tmp_path, Beating())
         answers = [
-            await reach.call(0.05, answer, "peer", what) for what in ("broken", "slow", "well")
+            await group.call(0.05, answer, "peer", what) for what in ("broken", "slow", "well")
         ]
         assert answers == [None, None, "well"]
         began = time.monotonic()
-        assert not await reach.until(lambda: False, began + 0.05)
+        assert not await group.until(lambda: False, began + 0.05)
         assert 0.05 <= time.monotonic() - began < 1.0
 
     asyncio.run(go())
@@ -92,8 +92,8 @@ def test_a_fault_in_what_nobody_waits_for_is_logged(
         raise RuntimeError("ours")
 
     async def go() -> None:
-        reach = reach_of(identities, tmp_path, Beating())
-        await asyncio.wait([reach.spawn(fault())])
+        group = live_group(identities, tmp_path, Beating())
+        await asyncio.wait([group.spawn(fault())])
         await asyncio.sleep(0)
 
     with caplog.at_level(logging.ERROR, logger="dilocox.peer.rounds.exchange"):

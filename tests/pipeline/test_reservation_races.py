@@ -8,24 +8,24 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from dilocox.pipeline.reservation import Desk
-from tests.pipeline.desks import LEASE_S, Clock, ask, assign, assignment
+from dilocox.pipeline.reservation import Reservation
+from tests.pipeline.reservations import LEASE_S, Clock, ask, assign, assignment
 
 HEADS = ("A", "B")
 
 
 def test_of_many_heads_at_once_one_gets_the_peer() -> None:
     """Every head reserves and, if it may, assigns; in threads that start together."""
-    desk = Desk(me="me", stage=1, num_stages=3, on_change=lambda: None)
-    desk.open({})
+    reservation = Reservation(me="me", stage=1, num_stages=3, on_change=lambda: None)
+    reservation.open({})
     for _ in range(20):
         start, won = threading.Barrier(8), list[str]()
 
         def run(head: str, start: threading.Barrier = start, won: list[str] = won) -> None:
             start.wait(5.0)
-            if ask(desk, "reserve", head).kind == "yes":
+            if ask(reservation, "reserve", head).kind == "yes":
                 won.append(head)
-                assert assign(desk, assignment(head)).kind == "yes"
+                assert assign(reservation, assignment(head)).kind == "yes"
 
         threads = [threading.Thread(target=run, args=(f"head{number}",)) for number in range(8)]
         for thread in threads:
@@ -33,10 +33,10 @@ def test_of_many_heads_at_once_one_gets_the_peer() -> None:
         for thread in threads:
             thread.join(5.0)
         (winner,) = won
-        taken = desk.take_assignment()
+        taken = reservation.take_assignment()
         assert taken is not None
         assert taken.head == winner
-        desk.leave(winner)
+        reservation.leave(winner)
 
 
 class TwoHeads(RuleBasedStateMachine):
@@ -45,7 +45,7 @@ class TwoHeads(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.clock = Clock()
-        self.desk = Desk(
+        self.reservation = Reservation(
             me="me",
             stage=1,
             num_stages=3,
@@ -53,14 +53,14 @@ class TwoHeads(RuleBasedStateMachine):
             clock=self.clock,
             on_change=lambda: None,
         )
-        self.desk.open({})
+        self.reservation.open({})
         self.leases: dict[str, float] = {}
         self.member_of = ""
         self.epoch = 0
 
     @rule(head=st.sampled_from(HEADS))
     def reserve(self, head: str) -> None:
-        yes = ask(self.desk, "reserve", head).kind == "yes"
+        yes = ask(self.reservation, "reserve", head).kind == "yes"
         others = [each for each in self.holders() if each != head]
         assert yes == (self.member_of in ("", head) and not others)
         if yes and not self.member_of:
@@ -68,7 +68,7 @@ class TwoHeads(RuleBasedStateMachine):
 
     @rule(head=st.sampled_from(HEADS), epoch=st.integers(0, 4))
     def assign(self, head: str, epoch: int) -> None:
-        yes = assign(self.desk, assignment(head, epoch)).kind == "yes"
+        yes = assign(self.reservation, assignment(head, epoch)).kind == "yes"
         if self.member_of == head:
             assert yes == (epoch >= self.epoch)
         else:
@@ -78,15 +78,15 @@ class TwoHeads(RuleBasedStateMachine):
 
     @rule(head=st.sampled_from(HEADS))
     def release(self, head: str) -> None:
-        assert ask(self.desk, "release", head).kind == "yes"
+        assert ask(self.reservation, "release", head).kind == "yes"
         self.leases.pop(head, None)
         if self.member_of == head:
             self.member_of = ""
 
     @rule()
     def leave(self) -> None:
-        self.desk.take_assignment()
-        self.desk.leave(self.member_of)
+        self.reservation.take_assignment()
+        self.reservation.leave(self.member_of)
         self.member_of = ""
 
     @rule(seconds=st.sampled_from([1.0, 6.0, LEASE_S]))
@@ -97,12 +97,12 @@ class TwoHeads(RuleBasedStateMachine):
         return [head for head, until in self.leases.items() if self.clock.now < until]
 
     @invariant()
-    def the_desk_says_what_the_heads_heard(self) -> None:
+    def the_reservation_says_what_the_heads_heard(self) -> None:
         assert len(self.holders()) <= 1
-        current = self.desk.assignment
+        current = self.reservation.assignment
         assert (current.head if current else "") == self.member_of
         expected = "member" if self.member_of else "reserved" if self.holders() else "free"
-        assert self.desk.state == expected
+        assert self.reservation.state == expected
 
 
 TestTwoHeads = TwoHeads.TestCase

@@ -27,8 +27,8 @@ install: $(BIN)/.installed  ## make .venv and install everything into it
 demo: install  ## train a small model with a real swarm on this machine (about 3 minutes)
 	$(BIN)/dilocox demo $(DEMO_ARGS)
 
-test: install  ## unit tests and one small swarm (about 7 minutes)
-	$(BIN)/python -m pytest -m 'not swarm or smoke' $(TEST_ARGS)
+test: install  ## unit tests and one small swarm, in two processes (about 4 minutes)
+	$(BIN)/python -m pytest -n 2 -m 'not swarm or smoke' $(TEST_ARGS)
 
 test-faults: install  ## short runs with injected faults, one behind routers, and the demo with its figures checked
 	$(BIN)/python -m pytest -m 'faults or demo' $(TEST_ARGS)

@@ -19,12 +19,13 @@ from benchmarks.simulation.dht import SimulatedSwarm
 from dilocox.compression.layout import FlatLayout
 from dilocox.dht.revisions import ManifestWatch
 from dilocox.peer.averaging.announcer import Announcer
-from dilocox.peer.averaging.connectivity import LoopProgress, Place
+from dilocox.peer.averaging.connectivity import Place
 from dilocox.peer.averaging.coordinator import TICK_S, Coordinator
 from dilocox.peer.averaging.driver import ExchangeDriver
 from dilocox.peer.averaging.events import Committed, EventQueue, Failed, Resynced, Voided
 from dilocox.peer.averaging.events import Event as LoopEvent
 from dilocox.peer.averaging.follower import ChainFollower
+from dilocox.peer.averaging.loop_status import LoopStatus
 from dilocox.peer.rounds.vote import AloneWatch
 
 if TYPE_CHECKING:
@@ -406,7 +407,7 @@ class SimulatedPeer:
     def _run_tick(self) -> None:
         clock, coordinator = self._threads.control, self.coordinator
         clock.spent = 0.0
-        coordinator.progress = self._progress()
+        coordinator.status = self._status()
         coordinator.tick()
         blocked_s, clock.spent = clock.spent + self.world.tick_s, 0.0
         self._busy_until = self.world.timeline.now + blocked_s
@@ -437,13 +438,13 @@ class SimulatedPeer:
         # after that a bell of its own, or an end that is not decided yet
         return min(left_s, self.world.far_s) if left_s > 0 else NEAR_S
 
-    def _progress(self) -> LoopProgress:
+    def _status(self) -> LoopStatus:
         self.count_steps()
         books, head = self.books, self.leader
         members: tuple[str, ...] = ()
         if head is self:
             members = tuple(peer.name for peer in (self, *self.members))
-        return LoopProgress(
+        return LoopStatus(
             inner_step=self._inner_step,
             unsent_tokens=max(0, books.unsent) + sum(books.fly.values()),
             step_s=0.0 if head is None else head.step_s,

@@ -24,8 +24,8 @@ These are pure rules over numbers and the times that the caller gives.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, fields
+from typing import Any, TypeVar
 
 from dilocox import __version__
 from dilocox.dht.clock import Clock
@@ -45,9 +45,12 @@ from dilocox.dht.records import (
 from dilocox.dht.swarm import Swarm
 from dilocox.dht.swarm_view import SwarmView, that_count
 from dilocox.dht.wire import Malformed
-from dilocox.peer.averaging.connectivity import LoopProgress, Place
+from dilocox.peer.averaging.connectivity import Place
 from dilocox.peer.averaging.follower import ChainFollower
+from dilocox.peer.averaging.loop_status import LoopStatus
 from dilocox.peer.rounds.round_clock import newest_credible
+
+R = TypeVar("R", bound=Record)
 
 BUDGET_BYTES_PER_S = 1300.0
 BUDGET_OF_LARGE = 2.0  # bytes/s more for each peer above LARGE_SWARM
@@ -147,6 +150,7 @@ class Cadence:
 # Of a record beside its fields: envelope, key, signature, and its place in an answer.
 ENVELOPE_BYTES = 230
 READ_LIMIT_S = 3.0  # of each look; a slow one must not keep an exchange from its time
+STARTED_OVER = "its weights were not finite; it goes on from the anchor"
 MAX_BLOCKED = 160  # characters: a run of many stages may lack peers for most of them
 
 
@@ -239,27 +243,27 @@ class Announcer:
         inner_steps: int,
         chain: ChainFollower,
         voids: int,
-        own: LoopProgress,
+        own: LoopStatus,
         revision: int = 0,
     ) -> dict[str, Record]:
         """That this peer hosts its stage, and the last record it holds."""
         place, head, last = self._place, chain.head, chain.last_record
         if own.started_over and state != "left":
             state = "joining"  # nobody is to wait for it in this round
-        hosting = StageRecord(
-            state=state,  # pyright: ignore[reportArgumentType] - checked when it is encoded
+        hosting = _told(
+            StageRecord,
+            own,
+            state=state,
             round=round_number,
             inner_steps=inner_steps,
             digest=head.digest,
             replica=own.head,
             tokens=0 if state == "left" else own.unsent_tokens,
-            tokens_per_s=own.tokens_per_s,
             client_mode=place.client_mode,
             voids=voids,
             version=__version__,
             addresses=place.addresses,
-            blocked=own.blocked[:MAX_BLOCKED],
-            compression_error=own.compression_error,
+            blocked=(STARTED_OVER if own.started_over else own.blocked)[:MAX_BLOCKED],
         )
         claim = ClaimRecord(
             round=head.round,
@@ -332,24 +336,23 @@ def _bytes_of(records: Collection[Record]) -> int:
 
 
 def replica_record(
-    place: Place, round_number: int, own: LoopProgress, *, hear_s: float
+    place: Place, round_number: int, own: LoopStatus, *, hear_s: float
 ) -> ReplicaRecord | None:
     """The record of the replica that this peer leads, None if it leads none."""
     if not own.members:
         return None
-    return ReplicaRecord(
+    return _told(
+        ReplicaRecord,
+        own,
         # a record has room for that many; of more stages the last ones are not told
         members=own.members[:MAX_TEXTS],
-        epoch=own.epoch,
         round=round_number,
-        inner_step=own.inner_step,
-        step_s=own.step_s,
-        tokens_per_s=own.tokens_per_s,
-        train_loss=own.train_loss,
-        val_loss=own.val_loss,
-        val_round=own.val_round,
-        waiting_share=own.waiting_share,
-        codec=own.codec,
-        last_fault=own.last_fault,
+        waiting_share=own.round_waiting_share,
         hear_s=hear_s,
     )
+
+
+def _told(kind: type[R], own: LoopStatus, **facts: Any) -> R:
+    """A record of these facts and, for its other fields, the loop's figures of the same names."""
+    names = {spec.name for spec in fields(kind)} - facts.keys()
+    return kind(**facts, **{name: getattr(own, name) for name in names})

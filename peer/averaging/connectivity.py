@@ -4,8 +4,7 @@ Its coordinator says whom to dial and when to ask whether others still reach it;
 process, which has the handle to p2pd, does so and answers those who ask the same
 (dht/reachability.py).
 
-`Place` says which peer this is, `LoopProgress` where its training loop stands: all parts of the
-coordinator share them.
+`Place` says which peer this is: all parts of the coordinator share it.
 """
 
 # hivemind and its generated protocol classes carry no types.
@@ -50,35 +49,6 @@ class Place:
     memory_limit_bytes: float | None
     reachability: Reachability = "unknown"
     reached_by_others: bool = False  # not only by a bootstrap
-
-
-@dataclass(frozen=True, kw_only=True)
-class LoopProgress:
-    """Where the training loop is, as it says after every inner step.
-
-    head: of the replica that this peer is in, empty where it is in none.
-    members: by stage, of the replica that this peer leads; empty where it leads none.
-    blocked: why this peer does not train, or empty.
-    started_over: it gave up all that it had learnt, and has taken no inner step since.
-    """
-
-    inner_step: int = 0
-    unsent_tokens: int = 0
-    step_s: float = 0.0
-    tokens_per_s: float = 0.0
-    train_loss: float | None = None
-    val_loss: float | None = None
-    val_round: int = -1
-    waiting_share: float = 0.0  # of its last round
-    compression_error: float | None = None  # of its newest message in a round
-    position: int = 0  # in the data part
-    head: str = ""
-    members: tuple[str, ...] = ()
-    epoch: int = 0
-    codec: str = ""
-    last_fault: str = ""
-    blocked: str = ""
-    started_over: bool = False
 
 
 class ConnectivityService:

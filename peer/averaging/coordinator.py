@@ -3,7 +3,7 @@
 It says when a round ends, drives the exchange of a send (driver.py) and follows the chain
 (follower.py). It looks at the others' records and publishes this peer's through two workers: over
 far links each call to the DHT takes seconds, and no exchange may wait for one. What the training
-loop must know comes to it as events; what it is doing it leaves in `progress`.
+loop must know comes to it as events; what it is doing it leaves in `status`.
 
 A worker is a thread that does one call after the other (`WorkerThread`).
 """
@@ -28,11 +28,12 @@ from dilocox.dht.revisions import ManifestWatch
 from dilocox.dht.swarm_view import SwarmView
 from dilocox.peer.averaging.announcer import Announcer, replica_record
 from dilocox.peer.averaging.averager import StageAverager
-from dilocox.peer.averaging.connectivity import Connectivity, LoopProgress, Place
+from dilocox.peer.averaging.connectivity import Connectivity, Place
 from dilocox.peer.averaging.data_lease import PartLease
 from dilocox.peer.averaging.driver import NO_GROUP_S, ExchangeDriver
 from dilocox.peer.averaging.events import EventQueue, Failed
 from dilocox.peer.averaging.follower import ChainFollower
+from dilocox.peer.averaging.loop_status import LoopStatus
 from dilocox.peer.resources import check_use
 from dilocox.peer.rounds.round_clock import RoundKeeper
 from dilocox.peer.rounds.vote import AloneWatch
@@ -166,7 +167,7 @@ class Coordinator(threading.Thread):
             first=first_round,
         )
         self.joined = threading.Event()
-        self.progress = LoopProgress()
+        self.status = LoopStatus()
         self.data_part: tuple[int, int] = (0, 0) if lease is None else (lease.part, 0)
         self.heard_val_loss: tuple[int, float] | None = None
         self.run_ended = False
@@ -205,7 +206,7 @@ class Coordinator(threading.Thread):
         stages = self._announcer.view.stages
         stated = [
             record.inner_steps
-            for stage, peer in enumerate(self.progress.members)
+            for stage, peer in enumerate(self.status.members)
             if (record := stages.get(stage, {}).get(peer)) is not None
         ]
         return max([self.planned_steps, *stated])
@@ -430,7 +431,7 @@ class Coordinator(threading.Thread):
         return True
 
     def _follow_round(self, view: SwarmView) -> None:
-        progress = self.progress
+        status = self.status
         now = self._clock.monotonic()
         if self._stood_still_since is not None:
             self._rounds.stood_still(now - self._stood_still_since)
@@ -440,9 +441,9 @@ class Coordinator(threading.Thread):
             view,
             self._replica_record(),
             self._clock.time(),
-            head=progress.head,
+            head=status.head,
             inner_steps=1 if self.ending else self.inner_steps,
-            tokens=progress.unsent_tokens,
+            tokens=status.unsent_tokens,
             undecided=self._pending_send is not None or self._driver.sent_round is not None,
         )
 
@@ -455,7 +456,7 @@ class Coordinator(threading.Thread):
 
     def _consider_moving(self, view: SwarmView) -> None:
         if self._mover is not None:
-            free = not self.progress.head and self.progress.unsent_tokens == 0
+            free = not self.status.head and self.status.unsent_tokens == 0
             turn = int(self._clock.time() / MOVE_TURN_S)
             self.move_to = self._mover.observe(view.stages, free=free, turn=turn)
 
@@ -479,16 +480,16 @@ class Coordinator(threading.Thread):
     def _announce_all(self) -> None:
         self._published_at = self._clock.monotonic()
         self._ring_now = self._hurry = False
-        progress, announcer = self.progress, self._announcer
+        status, announcer = self.status, self._announcer
         present = self.joined.is_set() and not self._leaving
-        trains = "training" if progress.head else "spare"
+        trains = "training" if status.head else "spare"
         records = announcer.of_stage(
             "left" if self._leaving else trains if present else "joining",
             round_number=self.round,
             inner_steps=self.planned_steps,
             chain=self._chain,
             voids=self._driver.voids,
-            own=progress,
+            own=status,
             revision=self.revision,
         )
         lease = self._lease if present else None
@@ -496,7 +497,7 @@ class Coordinator(threading.Thread):
             records |= announcer.of_replica(self._replica_record())
             records |= announcer.of_bells(self._rounds.bells)
         if lease is not None:
-            records |= lease.announcement(progress.position)
+            records |= lease.announcement(status.data_position)
         self._writing = self._writer.submit(partial(self._write, records, lease))
 
     def _write(self, records: dict[str, Record], lease: PartLease | None) -> float:
@@ -512,7 +513,7 @@ class Coordinator(threading.Thread):
     def _replica_record(self) -> ReplicaRecord | None:
         # a bell that is written now is heard after the write, a look interval, and the look
         hear_s = self._write_s + self._rounds.look_s() + self._read_s
-        return replica_record(self._place, self.round, self.progress, hear_s=round(hear_s, 3))
+        return replica_record(self._place, self.round, self.status, hear_s=round(hear_s, 3))
 
     def _pids(self) -> list[int]:
         dht_pid = cast("int | None", self._dht.pid)  # pyright: ignore[reportUnknownMemberType]

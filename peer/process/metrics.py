@@ -37,11 +37,12 @@ from dilocox.dht.manifest import PROTOCOL_VERSION
 from dilocox.peer.averaging.averager import StageAverager, StageBuffers
 from dilocox.peer.averaging.connectivity import Place
 from dilocox.peer.averaging.coordinator import Coordinator
+from dilocox.peer.averaging.loop_status import LoopStatus
 from dilocox.peer.http_pages import CONTENT_TYPE, Page, Pages, health_page, readiness_page
 from dilocox.peer.process.resting import Allowance
 from dilocox.peer.state_folder import STATES
 from dilocox.peer.training.merge import Outcome
-from dilocox.peer.training.report import Status, Tally, Waiting
+from dilocox.peer.training.report import LoopMeter, Waiting
 from dilocox.pipeline.network import Network
 from dilocox.pipeline.reservation import Reservation
 
@@ -108,7 +109,7 @@ class PeerMetrics(Collector):
         self._stage = str(build.stage)
         self._numel = numel
         self._facts = facts
-        self._status: Status | None = None
+        self._status: LoopStatus | None = None
         self._round: Mapping[str, Any] = {}  # the newest committed one
         self._error: float | None = None
         self._committed_at: float | None = None
@@ -144,7 +145,7 @@ class PeerMetrics(Collector):
         return Page(body=generate_latest(self._registry), content_type=CONTENT_TYPE)
 
     # ---- from the reporter, in the thread that trains --------------------------------------------
-    def on_status(self, status: Status) -> None:
+    def on_status(self, status: LoopStatus) -> None:
         """Where the peer is."""
         self._status = status
 
@@ -368,7 +369,7 @@ class Figures:
         joined: Joined,
         averager: StageAverager,
         buffers: StageBuffers,
-        tally: Tally,
+        meter: LoopMeter,
         coordinator: Coordinator,
         reservation: Reservation,
         network: Network,
@@ -378,7 +379,7 @@ class Figures:
         self._joined = joined
         self._averager = averager
         self._buffers = buffers
-        self._tally = tally
+        self._meter = meter
         self._coordinator = coordinator
         self._reservation = reservation
         self._network = network
@@ -406,7 +407,7 @@ class Figures:
 
     def facts(self) -> PeerFacts:
         """What the metrics ask for."""
-        tally, network, swarm = self._tally, self._network, self._joined.swarm
+        meter, network, swarm = self._meter, self._network, self._joined.swarm
         refused = {
             "pipeline": network.refused + self._reservation.refused.copy(),
             "averaging": self._buffers.refused.read(),
@@ -415,11 +416,11 @@ class Figures:
         hosts = self._coordinator.view.stage.values()
         return PeerFacts(
             not_ready=self._not_ready,
-            tokens=tally.tokens,
-            inner_steps=tally.inner_steps,
-            skipped_steps=tally.skipped_steps,
-            computing_s=tally.computing_s(),
-            waiting_s=dict(tally.waiting_s),
+            tokens=meter.tokens,
+            inner_steps=meter.inner_steps,
+            skipped_steps=meter.skipped_steps,
+            computing_s=meter.computing_s(),
+            waiting_s=dict(meter.waiting_s),
             sent_bytes=self._buffers.sent.read()
             | {"activations": network.sent_bytes, "dht": swarm.sent_bytes},
             received_bytes=self._buffers.received.read()
@@ -440,5 +441,5 @@ class Figures:
     @property
     def _not_ready(self) -> str:
         """Why this peer does not take part, or empty."""
-        state = self._tally.state
+        state = self._meter.state
         return "" if state == "training" else state

@@ -70,7 +70,7 @@ from dilocox.peer.training.data import BATCH_WINDOWS
 from dilocox.peer.training.inner_optimizer import clip_factor
 from dilocox.peer.training.loop import Learner, Move, Revised, Trainer
 from dilocox.peer.training.merge import Merge
-from dilocox.peer.training.report import Reporter, Tally
+from dilocox.peer.training.report import LoopMeter, Reporter
 from dilocox.peer.training.roles import Leading, Serving
 from dilocox.peer.training.snapshots import Snapshots
 from dilocox.pipeline.frames import FrameLimits
@@ -191,7 +191,7 @@ class Assembly:
         self.allowance = Allowance(options)
         reporter = Reporter(own)
         self._tell = reporter.tell
-        self._tally = Tally(reporter=reporter, sent=buffers.sent.read, numel=layout.numel)
+        self._meter = LoopMeter(reporter=reporter, sent=buffers.sent.read, numel=layout.numel)
         self.coordinator = coordinator_of(
             self._place,
             joined,
@@ -232,7 +232,7 @@ class Assembly:
             joined=joined,
             averager=averager,
             buffers=buffers,
-            tally=self._tally,
+            meter=self._meter,
             coordinator=self.coordinator,
             reservation=self._reservation,
             network=self.network,
@@ -298,7 +298,7 @@ class Assembly:
             model=model,
             coordinator=self.coordinator,
             snapshots=self._snapshots,
-            tally=self._tally,
+            meter=self._meter,
             stop=self._stop,
         )
         worker = StageWorker(
@@ -309,7 +309,7 @@ class Assembly:
             num_stages=manifest.stages,
             recompute=manifest.pipeline.recompute,
         )
-        self._tally.computing_s = lambda: worker.computing_s
+        self._meter.computing_s = lambda: worker.computing_s
         member = Member(
             stage=self._place.stage,
             num_stages=manifest.stages,
@@ -367,7 +367,7 @@ class Assembly:
             corpus=open_corpus(manifest, self._options.data),
             held_out=held_out(manifest),
             coordinator=self.coordinator,
-            tally=self._tally,
+            meter=self._meter,
             me=self._place.me,
             stop=self._stop,
         )

@@ -13,12 +13,11 @@ heads, other members and spares; how inner steps are made is their `Role`'s (rol
 
 from __future__ import annotations
 
-import math
 import threading
 import time
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -27,16 +26,16 @@ from dilocox.compression.layout import FlatLayout
 from dilocox.dht.errors import UnreadableManifest
 from dilocox.dht.manifest import Manifest
 from dilocox.peer.averaging.averager import StageBuffers
-from dilocox.peer.averaging.connectivity import LoopProgress
 from dilocox.peer.averaging.coordinator import Coordinator
 from dilocox.peer.averaging.events import Committed, Event, Failed, Resynced, Voided
+from dilocox.peer.averaging.loop_status import LoopStatus
 from dilocox.peer.rounds.adaptation import stage_codec
 from dilocox.peer.rounds.record import RoundRecord, own_contribution
 from dilocox.peer.training.data import weights_replaced
 from dilocox.peer.training.inner_optimizer import InnerOptimizer
 from dilocox.peer.training.merge import Merge, Outcome, OwnContribution, RecordFacts
 from dilocox.peer.training.progress import fingerprint, norm, relative_error
-from dilocox.peer.training.report import Tally
+from dilocox.peer.training.report import LoopMeter
 from dilocox.peer.training.snapshots import Snapshots
 from dilocox.pipeline.messages import Stepped
 from dilocox.pipeline.stage import StageModule
@@ -44,7 +43,6 @@ from dilocox.pipeline.stage import StageModule
 LEAVE_LIMIT_S = 6.0  # how long a leaving peer waits for the exchange in flight
 CATCH_UP_LIMIT_S = 60.0  # how long a round's end waits for records that are being applied
 POLL_S = 0.1
-STARTED_OVER = "its weights were not finite; it goes on from the anchor"
 
 
 class Revised(Exception):
@@ -68,7 +66,7 @@ class Learner:
     Attributes:
         data_state: what a snapshot keeps of the data; set by a head.
         newest: the record merged last since it was asked for; the owner takes it away.
-        place: what the owner wants the swarm to know; see LoopProgress.
+        status: where the loop stands; its role says what it is in which replica.
     """
 
     def __init__(
@@ -79,7 +77,7 @@ class Learner:
         model: LocalModel,
         coordinator: Coordinator,
         snapshots: Snapshots,
-        tally: Tally,
+        meter: LoopMeter,
         stop: threading.Event,
     ):
         self._me = me
@@ -88,7 +86,7 @@ class Learner:
         self._merge = model.merge
         self._coordinator = coordinator
         self._snapshots = snapshots
-        self._tally = tally
+        self._meter = meter
         self._stop = stop
         # Kept here and not in the coordinator's thread: between a merge and its noticing it, the
         # learning rate would fall back by a whole record.
@@ -102,7 +100,7 @@ class Learner:
         self._takes_at_once = manifest.outer.apply == "arrival" or manifest.outer.merge == "none"
         state: dict[str, Any] = snapshots.found.data if snapshots.found else {}
         self.data_state: Callable[[], dict[str, Any]] = lambda: state
-        self.place = LoopProgress()
+        self.status = LoopStatus()
         self.newest: RoundRecord | None = None
 
     # ---- the anchor, for evaluations (pipeline/member.py) ----------------------------------------
@@ -120,14 +118,14 @@ class Learner:
     # ---- phases ----------------------------------------------------------------------------------
     def join(self) -> None:
         """Take what the others have before the first inner step."""
-        self._tally.state = "joining"
-        with self._tally.waiting("join"):
+        self._meter.state = "joining"
+        with self._meter.waiting("join"):
             while not self._coordinator.joined.is_set() and not self._stop.is_set():
                 self.take_events(wait_s=POLL_S)
                 self.publish()
                 if self._coordinator.revised and not self._merge.fly:
                     raise self._coordinator.unreadable or Revised()
-        self._tally.start()
+        self._meter.start()
 
     def between_steps(self) -> None:
         """Take what has come, and the send if it is due.
@@ -152,7 +150,7 @@ class Learner:
     def stepped(self, stepped: Stepped, seconds: float) -> None:
         """Count an inner step that was made on the live weights."""
         tokens = self._manifest.batch.tokens_per_step
-        self._tally.stepped(stepped, tokens, seconds)
+        self._meter.stepped(stepped, tokens, seconds)
         if not stepped.skipped:
             self._merge.trained(tokens)
             self._started_over = False
@@ -202,7 +200,7 @@ class Learner:
         At the end of the run it is finished, and the bootstraps are given the time to keep the last
         record: no later round would hold it.
         """
-        self._tally.state = "leaving"
+        self._meter.state = "leaving"
         self._coordinator.leave()
         if ended:
             self._wait_for_outcome(self._coordinator.outcome_limit_s, self._stop)
@@ -214,7 +212,7 @@ class Learner:
 
     def _end_round(self, round_number: int, scheduled_at: float) -> None:
         """The send of this round; then, under `merge: none`, its record."""
-        with self._tally.waiting("send"):
+        with self._meter.waiting("send"):
             if not self._takes_at_once:
                 self._catch_up()
             last = self._coordinator.ending
@@ -223,10 +221,10 @@ class Learner:
                 self._send(round_number, scheduled_at)
             else:
                 self._coordinator.skip(round_number)
-            self._tally.next_round()
+            self._meter.next_round()
             self.publish()
             if self._manifest.outer.merge == "none":
-                with self._tally.waiting("record"):
+                with self._meter.waiting("record"):
                     self._wait_for_outcome(self._coordinator.outcome_limit_s, self._stop)
 
     def _send(self, round_number: int, scheduled_at: float) -> None:
@@ -247,17 +245,17 @@ class Learner:
             scheduled_at=scheduled_at,
             tokens=send.tokens,
             step_s=self._step_s,
-            stall_s=self._tally.stall_s,
+            stall_s=self._meter.stall_s,
             states_taken=self._states_taken,
         )
-        self._tally.sent(round_number, send.tokens)
+        self._meter.sent(round_number, send.tokens)
         self._snapshot()
 
     def _start_over(self) -> None:
         """This peer's weights are not finite, and never would be again: go on from the anchor, with
         moments that are new, too. Until its next inner step nobody is to wait for it.
         """
-        self._tally.started_over(self._merge.tokens)
+        self._meter.started_over(self._merge.tokens)
         self._merge.discard_unsent()
         self._model.optimizer.reset()
         self._started_over = True
@@ -268,10 +266,10 @@ class Learner:
     def take_events(self, wait_s: float = 0.0) -> None:
         """Merge what has come, waiting so long for the first."""
         while (event := self._coordinator.events.get(wait_s)) is not None:
-            with self._tally.waiting("merge"):
+            with self._meter.waiting("merge"):
                 self._take(event)
             event.taken.set()
-            self._tally.report_round()
+            self._meter.report_round()
             wait_s = 0.0
 
     def _wait_for_outcome(self, limit_s: float, stop: threading.Event) -> None:
@@ -302,7 +300,7 @@ class Learner:
             case Voided():
                 if event.round in self._merge.fly:
                     self._merge.void(event.round, certain=event.certain)
-                    self._tally.void(event.round, event.reason)
+                    self._meter.void(event.round, event.reason)
             case Resynced():
                 self._resync(event)
             case Failed():
@@ -336,7 +334,7 @@ class Learner:
         outcome = self._merge.commit(facts, anchor, momentum, own)
         self._chain_tokens = record.chain_tokens
         self.newest = record
-        self._tally.committed(
+        self._meter.committed(
             event,
             outcome,
             tokens,
@@ -372,7 +370,7 @@ class Learner:
             records=max(1, state.round - since),
         )
         self._chain_tokens = state.chain_tokens
-        self._tally.resynced(state.round)
+        self._meter.resynced(state.round)
         self._snapshot()  # the log begins at this state now, and an older snapshot cannot follow it
 
     def _other_buffers(self) -> tuple[Tensor, Tensor]:
@@ -384,7 +382,7 @@ class Learner:
     @property
     def _step_s(self) -> float:
         """Seconds of an inner step of this peer's replica, smoothed; 0 before the first one."""
-        speed = self._tally.tokens_per_s
+        speed = self._meter.tokens_per_s
         return self._manifest.batch.tokens_per_step / speed if speed > 0 else 0.0
 
     def _snapshot(self) -> None:
@@ -393,37 +391,25 @@ class Learner:
 
     def publish(self, *, force: bool = False) -> None:
         """Say where this peer is, to the swarm and on disk."""
-        tally = self._tally
-        heard = self._coordinator.heard_val_loss
-        if heard is not None:
-            tally.heard(*heard)
-        val_loss = tally.val_loss
+        coordinator, merge = self._coordinator, self._merge
+        if coordinator.heard_val_loss is not None:
+            self._meter.heard(*coordinator.heard_val_loss)
         # what is in flight counts too: a peer that only waits for its record must be reckoned with
-        in_flight = sum(send.tokens for send in self._merge.fly.values())
-        before = self._coordinator.progress
-        self._coordinator.progress = replace(
-            self.place,
-            inner_step=tally.inner_step,
-            unsent_tokens=max(0, self._merge.tokens) + in_flight,
-            step_s=tally.longest_step_s,
-            tokens_per_s=tally.tokens_per_s,
-            train_loss=tally.train_loss,
-            val_loss=val_loss if val_loss is not None and math.isfinite(val_loss) else None,
-            val_round=tally.val_round,
-            waiting_share=tally.waiting_share,
-            compression_error=tally.compression_error,
+        in_flight = sum(send.tokens for send in merge.fly.values())
+        self.status = self._meter.read(
+            self.status,
             started_over=self._started_over,
-            blocked=STARTED_OVER if self._started_over else self.place.blocked,
+            round=coordinator.round,
+            inner_steps=coordinator.inner_steps,
+            applied_round=merge.round,
+            in_flight=next(iter(merge.fly), None),
+            unsent_tokens=max(0, merge.tokens) + in_flight,
+            lost_tokens=merge.lost_tokens,
         )
-        if (before.head, before.members) != (self.place.head, self.place.members):
-            self._coordinator.announce()
-        tally.publish(
-            round_number=self._coordinator.round,
-            inner_steps=self._coordinator.inner_steps,
-            merge=self._merge,
-            place=self.place,
-            force=force,
-        )
+        before, coordinator.status = coordinator.status, self.status
+        if (before.head, before.members) != (self.status.head, self.status.members):
+            coordinator.announce()
+        self._meter.show(self.status, force=force)
 
 
 class Move(Exception):

@@ -1,6 +1,6 @@
 """The figures of a peer's training, from the loop to the log: losses, tokens, waiting, bytes.
 
-`Tally` counts them; `Reporter` shows them: log lines, a progress line, and two files.
+`LoopMeter` counts them; `Reporter` shows them: log lines, a progress line, and two files.
 
     events.jsonl   one JSON object a line, appended: training, sent, round, validated, void,
                    resynced, started_over, and of the replica: replica, fault, healed, lost,
@@ -25,12 +25,12 @@ from statistics import median_low
 from typing import TYPE_CHECKING, Any, Literal, Protocol, cast, get_args
 
 from dilocox.dht.files import disk_fault, write_atomically
+from dilocox.peer.averaging.loop_status import LoopStatus
 from dilocox.peer.os_process import CLEAR_LINE, counted
-from dilocox.peer.training.merge import Merge, Outcome
+from dilocox.peer.training.merge import Outcome
 from dilocox.pipeline.messages import Stepped
 
 if TYPE_CHECKING:
-    from dilocox.peer.averaging.connectivity import LoopProgress
     from dilocox.peer.averaging.events import Committed
 
 logger = logging.getLogger(__name__)
@@ -38,32 +38,6 @@ logger = logging.getLogger(__name__)
 STATUS_PERIOD_S = 1.0
 PEER_ID_LETTERS = 40  # no other word is so long
 UNCOUNTED = {"undone": " (without yours, which go with a later one)", "repeated": " (again)"}
-
-
-@dataclass(frozen=True, kw_only=True)
-class Status:
-    """Where a peer is right now."""
-
-    state: str  # of STATES
-    head: str  # of the replica that it is in, empty where it is in none
-    members: list[str]  # by stage, of the replica that it leads
-    epoch: int  # of that replica
-    codec: str  # of that replica's activations
-    blocked: str  # why it forms no replica, or empty
-    round: int
-    inner_step: int
-    inner_steps: int
-    tokens: int
-    train_loss: float | None
-    val_loss: float | None
-    val_round: int
-    tokens_per_s: float
-    waiting_share: float
-    computing_share: float = 0.0  # of the time since it first was in a replica
-    applied_round: int
-    in_flight: int | None  # the round whose exchange is under way
-    unsent_tokens: int = 0  # of this peer's own, those that no record holds as far as it knows
-    lost_tokens: int = 0  # and those that none ever will
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,7 +76,7 @@ class Listener(Protocol):
         """An event, with the facts that events.jsonl gets."""
         ...
 
-    def on_status(self, status: Status) -> None:
+    def on_status(self, status: LoopStatus) -> None:
         """Where the peer is; after every inner step."""
         ...
 
@@ -133,7 +107,7 @@ class Reporter:
         self.event(kind, **facts)
         logger.info("%s: %s", kind, shown_facts(facts))
 
-    def status(self, status: Status, *, force: bool = False) -> None:
+    def status(self, status: LoopStatus, *, force: bool = False) -> None:
         """Show the progress, about once a second."""
         for listener in self.listeners:
             listener.on_status(status)
@@ -167,7 +141,7 @@ class Reporter:
         )
 
 
-def progress_line(status: Status) -> str:
+def progress_line(status: LoopStatus) -> str:
     """What a terminal shows below the log; without a speed in no replica, where nothing moves."""
     speed = f"{status.tokens_per_s:,.0f}" if status.head else "-"
     return (
@@ -258,7 +232,7 @@ FOR_AVERAGES: tuple[Waiting, ...] = ("merge", "send", "record")  # what `waiting
 PER_ROUND: tuple[Waiting, ...] = ("merge", "send")  # as long in a short round as in a long one
 
 
-class Tally:
+class LoopMeter:
     """What this peer did, since it started and since its last round line."""
 
     def __init__(self, *, reporter: Reporter, sent: Callable[[], Mapping[str, int]], numel: int):
@@ -296,7 +270,7 @@ class Tally:
         self.val_loss: float | None = None
         self.val_round = -1
         self.compression_error: float | None = None
-        self.waiting_share = 0.0  # for averages, of the time between its last two records
+        self.round_waiting_share = 0.0  # for averages, of the time between its last two records
 
     # ---- the loop tells --------------------------------------------------------------------------
     def start(self) -> None:
@@ -418,7 +392,7 @@ class Tally:
         self._count_waiting()
         now = time.monotonic()
         wall_s = max(now - self._line_began, 1e-9)
-        self.waiting_share = (self._waiting_s - self._line_waiting_s) / wall_s
+        self.round_waiting_share = (self._waiting_s - self._line_waiting_s) / wall_s
         sent = self._sent()
         since = {kind: count - self._line_sent.get(kind, 0) for kind, count in sent.items()}
         members = len(record.members)
@@ -432,7 +406,7 @@ class Tally:
             val_loss=None,
             val_round=-1,
             tokens_per_s=self.tokens_per_s,
-            waiting_share=self.waiting_share,
+            waiting_share=self.round_waiting_share,
             sent_bytes=sum(since.values()),
             averaging_bytes=since.get("averaging", 0),
             fp16_bytes=round(2 * 2 * self._numel * (members - 1) / members),
@@ -458,49 +432,36 @@ class Tally:
         report, self._pending = self._pending, None
         self._reporter.committed(replace(report, val_loss=self.val_loss, val_round=self.val_round))
 
-    def publish(
-        self,
-        *,
-        round_number: int,
-        inner_steps: int,
-        merge: Merge,
-        place: LoopProgress,
-        force: bool,
-    ) -> None:
-        """Show where this peer is."""
-        self._count_rest(in_replica=bool(place.head))
-        wall_s = max(time.monotonic() - self._began, 1e-9)
-        status = Status(
-            state="spare" if self.state == "training" and not place.head else self.state,
-            head=place.head,
-            members=list(place.members),
-            epoch=place.epoch,
-            codec=place.codec,
-            blocked=place.blocked,
-            round=round_number,
-            inner_step=self.inner_step,
-            inner_steps=inner_steps,
-            tokens=self.tokens,
-            train_loss=self.train_loss,
-            val_loss=self.val_loss,
-            val_round=self.val_round,
-            tokens_per_s=self.tokens_per_s,
-            waiting_share=self._waiting_s / wall_s,
-            computing_share=self._computing_share(place),
-            applied_round=merge.round,
-            in_flight=next(iter(merge.fly), None),
-            unsent_tokens=merge.tokens + sum(send.tokens for send in merge.fly.values()),
-            lost_tokens=merge.lost_tokens,
-        )
-        self._reporter.status(status, force=force)
-
-    def _computing_share(self, place: LoopProgress) -> float:
-        """Share of the time since the stage first was in a replica in which it computed."""
+    def read(self, known: LoopStatus, **facts: Any) -> LoopStatus:
+        """The status of now: what was `known` of the replica, these facts, and all that is counted
+        here.
+        """
         now = time.monotonic()
-        if self._in_replica_since is None and place.head:
+        self._count_rest(in_replica=bool(known.head))
+        if self._in_replica_since is None and known.head:
             self._in_replica_since = now
-        since = self._in_replica_since
-        return 0.0 if since is None else self.computing_s() / max(now - since, 1e-9)
+        computing_s, since = self.computing_s(), self._in_replica_since
+        not_finite = self.val_loss is not None and not math.isfinite(self.val_loss)
+        return replace(
+            known,
+            state="spare" if self.state == "training" and not known.head else self.state,
+            inner_step=self.inner_step,
+            step_s=self.longest_step_s,
+            tokens=self.tokens,
+            tokens_per_s=self.tokens_per_s,
+            train_loss=self.train_loss,
+            val_loss=None if not_finite else self.val_loss,
+            val_round=self.val_round,
+            waiting_share=self._waiting_s / max(now - self._began, 1e-9),
+            round_waiting_share=self.round_waiting_share,
+            computing_share=0.0 if since is None else computing_s / max(now - since, 1e-9),
+            compression_error=self.compression_error,
+            **facts,
+        )
+
+    def show(self, status: LoopStatus, *, force: bool = False) -> None:
+        """Show it, about once a second; `force`: now."""
+        self._reporter.status(status, force=force)
 
 
 def rank_span(ranks: Sequence[int]) -> tuple[int, int, int] | None:

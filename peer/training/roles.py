@@ -22,7 +22,7 @@ from dilocox.peer.averaging.coordinator import Coordinator
 from dilocox.peer.training.data import Corpus, batches_of
 from dilocox.peer.training.inner_optimizer import learning_rate
 from dilocox.peer.training.loop import POLL_S, Learner, Move
-from dilocox.peer.training.report import Tally
+from dilocox.peer.training.report import LoopMeter
 from dilocox.pipeline.head import Head
 from dilocox.pipeline.member import Follower, Member
 from dilocox.pipeline.messages import Stepped
@@ -50,7 +50,7 @@ class Leading:
         corpus: Corpus,
         held_out: Tensor,
         coordinator: Coordinator,
-        tally: Tally,
+        meter: LoopMeter,
         me: str,
         stop: threading.Event,
     ):
@@ -63,7 +63,7 @@ class Leading:
         self._batches = batches_of(held_out)
         self._windows = held_out.shape
         self._coordinator = coordinator
-        self._tally = tally
+        self._meter = meter
         self._stop = stop
         self._held: tuple[int, int] | None = None  # the part that is open, where it was begun
         self._first_epoch = 0
@@ -90,7 +90,7 @@ class Leading:
     def turn(self) -> None:
         """One inner step, or one try to form a replica."""
         if self._coordinator.paused:
-            self._show_place(PAUSED)
+            self._show_replica(PAUSED)
             self._learner.stand_still()
             return
         self._follow_lease()
@@ -102,7 +102,7 @@ class Leading:
         self._inner_step()
         if self._head.members:
             self._validate()
-        self._show_place()
+        self._show_replica()
 
     def release(self, *, ended: bool) -> None:
         """Let the replica go; at the run's end when its last anchor has been evaluated."""
@@ -114,7 +114,7 @@ class Leading:
                 self._evaluate()  # None as long as a stage lacks its last record
                 self._learner.take_events(wait_s=LAST_LOSS_PAUSE_S)
         self._head.dissolve()
-        self._show_place()
+        self._show_replica()
 
     def _move_if_asked(self) -> None:
         move = self._coordinator.move_to
@@ -127,27 +127,27 @@ class Leading:
         if now < self._tried_at:
             return False
         self._tried_at = now + FORM_PAUSE_S * (1 + random.random())
-        with self._tally.waiting("replica"):
+        with self._meter.waiting("replica"):
             blocked = self._head.form()
         if blocked != self._told:
             self._told = blocked
             if blocked:
                 logger.warning("this replica is not complete: %s; waiting", blocked)
-        self._show_place(blocked)
+        self._show_replica(blocked)
         return not blocked
 
-    def _show_place(self, blocked: str = "") -> None:
+    def _show_replica(self, blocked: str = "") -> None:
         head, learner = self._head, self._learner
         members = head.members
-        learner.place = replace(
-            learner.place,
+        learner.status = replace(
+            learner.status,
             head=self._me if members else "",
             members=members,
             epoch=head.epoch,
             codec=head.codec,
             last_fault=head.last_fault,
             blocked=blocked,
-            position=0 if self._held is None else self._corpus.position,
+            data_position=0 if self._held is None else self._corpus.position,
         )
         self._reservation.open({"members": list(members), "epoch": head.epoch})
         learner.publish()
@@ -200,7 +200,7 @@ class Leading:
         self._evaluation_s = self._evaluated_at - began
         if total is not None:
             windows, length = self._windows
-            self._tally.validated(self._learner.round, total / (windows * (length - 1)))
+            self._meter.validated(self._learner.round, total / (windows * (length - 1)))
             self._to_evaluate = None
 
     # ---- data ------------------------------------------------------------------------------------
@@ -280,26 +280,26 @@ class Serving:
         while self._follower.head and time.monotonic() < end:
             self._take(self._follower.turn(POLL_S))
         self._follower.leave()
-        self._show_place()
+        self._show_replica()
 
     def _take(self, stepped: Stepped | None) -> None:
         if stepped is not None:
             now = time.monotonic()
             self._learner.stepped(stepped, now - self._stepped_at)
             self._stepped_at = now
-        self._show_place()
+        self._show_replica()
 
-    def _show_place(self) -> None:
+    def _show_replica(self) -> None:
         head = self._follower.head
-        if head != self._learner.place.head:
+        if head != self._learner.status.head:
             self._stepped_at = time.monotonic()
         blocked = "" if head else self._blocked()
-        if blocked != self._learner.place.blocked:
+        if blocked != self._learner.status.blocked:
             if blocked:
                 logger.warning("the run is blocked: %s", blocked)
             else:
                 logger.info("the run is not blocked any more")
-        self._learner.place = replace(self._learner.place, head=head, blocked=blocked)
+        self._learner.status = replace(self._learner.status, head=head, blocked=blocked)
         self._learner.publish()
 
     def _blocked(self) -> str:
@@ -309,5 +309,5 @@ class Serving:
         view = self._coordinator.view
         own = (here[view.me].state for here in view.stages.values() if view.me in here)
         if all(state in ("left", "joining") for state in own):
-            return self._learner.place.blocked
+            return self._learner.status.blocked
         return "; ".join(unfilled(view.stages, self._num_stages))

@@ -20,14 +20,14 @@ from dilocox.dht.errors import UnreadableManifest
 from dilocox.dht.manifest import Manifest
 from dilocox.dht.swarm_view import SwarmView
 from dilocox.peer.averaging.averager import StageBuffers
-from dilocox.peer.averaging.connectivity import LoopProgress
 from dilocox.peer.averaging.coordinator import Coordinator
 from dilocox.peer.averaging.events import Committed, Event, EventQueue
+from dilocox.peer.averaging.loop_status import LoopStatus
 from dilocox.peer.process.prepare import local_model
 from dilocox.peer.rounds.outer_step import OuterStep
 from dilocox.peer.rounds.record import Contribution, ReducedShare, RoundRecord
 from dilocox.peer.training.loop import Learner, LocalModel
-from dilocox.peer.training.report import Reporter, Tally
+from dilocox.peer.training.report import LoopMeter, Reporter
 from dilocox.peer.training.snapshots import Snapshots
 from dilocox.pipeline.messages import Stepped
 from dilocox.pipeline.stage import parameter_shapes
@@ -89,7 +89,7 @@ class FakeCoordinator:
         self.alive = True
         self.events = Events()
         self.joined = threading.Event()
-        self.progress = LoopProgress()
+        self.status = LoopStatus()
         self.data_part: tuple[int, int] = (0, 0)
         self.heard_val_loss: tuple[int, float] | None = None
         self.run_ended = False
@@ -163,7 +163,7 @@ class Loop:
             self.snapshots,
             torch.device("cpu"),
         )
-        self.tally = Tally(
+        self.meter = LoopMeter(
             reporter=Reporter(folder),
             sent=self.buffers.sent.read,
             numel=self.layout.numel,
@@ -175,7 +175,7 @@ class Loop:
             model=self.model,
             coordinator=self.coordinator,
             snapshots=self.snapshots,
-            tally=self.tally,
+            meter=self.meter,
             stop=self.stop,
         )
 

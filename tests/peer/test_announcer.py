@@ -27,8 +27,9 @@ from dilocox.dht.records import (
 from dilocox.dht.swarm import Swarm
 from dilocox.dht.swarm_view import SwarmView
 from dilocox.peer.averaging.announcer import Announcer, replica_record
-from dilocox.peer.averaging.connectivity import LoopProgress, Place
+from dilocox.peer.averaging.connectivity import Place
 from dilocox.peer.averaging.follower import ChainFollower
+from dilocox.peer.averaging.loop_status import LoopStatus
 from dilocox.peer.rounds.round_clock import bells_to_read
 from tests.pipeline.swarms import stage_record
 
@@ -124,7 +125,7 @@ def bell(round_number: int) -> BellRecord:
 
 
 def replica() -> Any:
-    return replica_record(place(0), 3, LoopProgress(head="h", members=("h", "a", "b")), hear_s=1.0)
+    return replica_record(place(0), 3, LoopStatus(head="h", members=("h", "a", "b")), hear_s=1.0)
 
 
 # ---- how often -----------------------------------------------------------------------------------
@@ -299,7 +300,7 @@ def chain() -> ChainFollower:
     return cast("ChainFollower", SimpleNamespace(head=head, last_record=None))
 
 
-def told(own: LoopProgress, state: str = "training", stages: int = 3) -> StageRecord:
+def told(own: LoopStatus, state: str = "training", stages: int = 3) -> StageRecord:
     dht = Dht()
     telling = announcer(dht, 1, stages)
     records = telling.of_stage(
@@ -318,34 +319,34 @@ def told(own: LoopProgress, state: str = "training", stages: int = 3) -> StageRe
 
 
 def test_a_stage_record_names_the_replica_that_a_peer_is_in_and_what_keeps_it_from_one() -> None:
-    member = told(LoopProgress(head="h", unsent_tokens=64))
+    member = told(LoopStatus(head="h", unsent_tokens=64))
     assert (member.state, member.replica, member.tokens) == ("training", "h", 64)
-    blocked = told(LoopProgress(blocked="stage 1 has no peer"), "spare")
+    blocked = told(LoopStatus(blocked="stage 1 has no peer"), "spare")
     assert (blocked.replica, blocked.blocked) == ("", "stage 1 has no peer")
 
 
 def test_nobody_is_told_to_wait_for_a_peer_that_starts_over() -> None:
-    over = LoopProgress(head="h", started_over=True, blocked="its weights were not finite")
+    over = LoopStatus(head="h", started_over=True)
     assert told(over).state == "joining"
     assert told(over, "left").state == "left"
-    view = SwarmView(me="me", stage={"me": told(LoopProgress(head="h")), "x": told(over)})
+    view = SwarmView(me="me", stage={"me": told(LoopStatus(head="h")), "x": told(over)})
     assert view.counted() == ("me",)
 
 
 def test_who_has_left_holds_no_tokens_that_others_would_wait_for() -> None:
-    assert told(LoopProgress(head="h", unsent_tokens=64), "left").tokens == 0
+    assert told(LoopStatus(head="h", unsent_tokens=64), "left").tokens == 0
 
 
 def test_a_run_that_lacks_peers_for_most_stages_still_fits_into_a_record() -> None:
     reasons = "; ".join(f"stage {n} has no free peer (3 train in other replicas)" for n in range(9))
-    record = told(LoopProgress(head=PEER_ID, blocked=reasons), stages=10)
+    record = told(LoopStatus(head=PEER_ID, blocked=reasons), stages=10)
     assert record.blocked.startswith("stage 0 has no free peer")
 
 
 def test_only_a_peer_that_leads_a_replica_has_a_replica_record() -> None:
-    assert replica_record(place(1), 3, LoopProgress(head="h"), hear_s=1.0) is None
+    assert replica_record(place(1), 3, LoopStatus(head="h"), hear_s=1.0) is None
     assert announcer(Dht(), 1).of_replica(None) == {}
-    own = LoopProgress(
+    own = LoopStatus(
         head="me",
         members=("me", "a", "b"),
         epoch=4,
@@ -368,7 +369,7 @@ def test_only_a_peer_that_leads_a_replica_has_a_replica_record() -> None:
 @pytest.mark.parametrize("stages", [1, 13, 40, 64])
 def test_the_record_of_a_replica_of_many_stages_names_all_of_its_members(stages: int) -> None:
     members = tuple(f"{PEER_ID[:-2]}{number:02}" for number in range(stages))
-    own = LoopProgress(
+    own = LoopStatus(
         head=members[0],
         members=members,
         epoch=2**40,
@@ -389,7 +390,7 @@ def test_a_bell_is_told_under_its_round() -> None:
 def test_a_replica_in_a_round_that_nobody_can_be_in_is_not_believed() -> None:
     """Its bells would have keys that are none, and it would count among those that must ring."""
     dht = Dht()
-    own = LoopProgress(head="me", members=("me",))
+    own = LoopStatus(head="me", members=("me",))
     rounds = {
         "a": 5,
         "b": 6,

@@ -29,15 +29,14 @@ from dilocox.dht.rpc import (
     reply,
 )
 from dilocox.peer.averaging.averager import StageBuffers
-from dilocox.peer.averaging.connectivity import LoopProgress
+from dilocox.peer.averaging.loop_status import LoopStatus
 from dilocox.peer.averaging.service import NoSuchGroup, PeerService, refusal
 from dilocox.peer.rounds.exchange import Attempt
 from dilocox.peer.rounds.group import ShareRefused
 from dilocox.peer.rounds.record import RecordRefused
 from dilocox.peer.training import report
-from dilocox.peer.training.report import Reporter, Status, Tally
+from dilocox.peer.training.report import LoopMeter, Reporter
 from dilocox.pipeline.messages import Stepped
-from tests.peer import merging
 from tests.peer.loops import Loop
 from tests.peer.test_report import REPORT, STATUS, Clock
 
@@ -88,102 +87,100 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 
 @pytest.fixture
-def tally(clock: Clock, tmp_path: Path) -> Tally:
-    return Tally(reporter=Reporter(tmp_path), sent=dict[str, int], numel=10)
+def meter(clock: Clock, tmp_path: Path) -> LoopMeter:
+    return LoopMeter(reporter=Reporter(tmp_path), sent=dict[str, int], numel=10)
 
 
-def publish(tally: Tally, *, head: str = "h") -> None:
-    merge = merging.Peer().merge
-    place = LoopProgress(head=head)
-    tally.publish(round_number=0, inner_steps=1, merge=merge, place=place, force=False)
+def publish(meter: LoopMeter, *, head: str = "h") -> None:
+    meter.show(meter.read(LoopStatus(head=head)))
 
 
-def waited(tally: Tally) -> dict[str, float]:
-    return {str(reason): spent_s for reason, spent_s in tally.waiting_s.items() if spent_s}
+def waited(meter: LoopMeter) -> dict[str, float]:
+    return {str(reason): spent_s for reason, spent_s in meter.waiting_s.items() if spent_s}
 
 
-def test_waiting_counts_once_for_the_inner_reason(tally: Tally, clock: Clock) -> None:
-    with tally.waiting("send"):
+def test_waiting_counts_once_for_the_inner_reason(meter: LoopMeter, clock: Clock) -> None:
+    with meter.waiting("send"):
         clock.now += 2
-        with tally.waiting("record"):
+        with meter.waiting("record"):
             clock.now += 10
-            with tally.waiting("merge"):
+            with meter.waiting("merge"):
                 clock.now += 1
             clock.now += 5
         clock.now += 3
     clock.now += 100  # of work
-    with tally.waiting("merge"):
+    with meter.waiting("merge"):
         clock.now += 1
-    assert waited(tally) == {"send": 5, "record": 15, "merge": 2}
+    assert waited(meter) == {"send": 5, "record": 15, "merge": 2}
 
 
 def test_the_stall_of_a_round_is_what_its_send_and_its_merges_took(
-    tally: Tally, clock: Clock
+    meter: LoopMeter, clock: Clock
 ) -> None:
-    with tally.waiting("join"), tally.waiting("merge"):
+    with meter.waiting("join"), meter.waiting("merge"):
         clock.now += 50
-    tally.start()
-    assert tally.stall_s == 0
+    meter.start()
+    assert meter.stall_s == 0
     for send_s, merge_s in ((2, 0.5), (4, 0.25)):
         clock.now += 100  # of work
-        with tally.waiting("merge"):
+        with meter.waiting("merge"):
             clock.now += merge_s
-        with tally.waiting("send"):
+        with meter.waiting("send"):
             clock.now += send_s
-            tally.next_round()
-            with tally.waiting("record"):  # the exchange's own time, which H follows as such
+            meter.next_round()
+            with meter.waiting("record"):  # the exchange's own time, which H follows as such
                 clock.now += 30
-        assert tally.stall_s == send_s + merge_s
+        assert meter.stall_s == send_s + merge_s
 
 
-def test_a_wait_that_fails_counts_too(tally: Tally, clock: Clock) -> None:
-    with pytest.raises(RuntimeError), tally.waiting("merge"):
+def test_a_wait_that_fails_counts_too(meter: LoopMeter, clock: Clock) -> None:
+    with pytest.raises(RuntimeError), meter.waiting("merge"):
         clock.now += 4
         raise RuntimeError
     clock.now += 9
-    assert waited(tally) == {"merge": 4}
+    assert waited(meter) == {"merge": 4}
 
 
-def test_all_time_is_computing_or_waiting_for_something(tally: Tally, clock: Clock) -> None:
+def test_all_time_is_computing_or_waiting_for_something(meter: LoopMeter, clock: Clock) -> None:
     computed = 0.0
-    tally.computing_s = lambda: computed
+    meter.computing_s = lambda: computed
     began = clock.now
-    with tally.waiting("join"):
+    with meter.waiting("join"):
         clock.now += 3
-        publish(tally, head="")
+        publish(meter, head="")
         clock.now += 1
-    tally.start()
+    meter.start()
     clock.now += 5  # a spare
-    publish(tally, head="")
+    publish(meter, head="")
     clock.now += 4
     computed += 3  # of these four
-    publish(tally)
-    with tally.waiting("merge"):
+    publish(meter)
+    with meter.waiting("merge"):
         clock.now += 2
     computed += 1
     clock.now += 8
-    publish(tally)
-    assert waited(tally) == {"join": 4, "spare": 5, "neighbours": 1 + 7, "merge": 2}
-    assert computed + sum(tally.waiting_s.values()) == clock.now - began
+    publish(meter)
+    assert waited(meter) == {"join": 4, "spare": 5, "neighbours": 1 + 7, "merge": 2}
+    assert computed + sum(meter.waiting_s.values()) == clock.now - began
 
 
-def test_inner_steps_and_those_not_taken_are_counted_over_all_rounds(tally: Tally) -> None:
+def test_inner_steps_and_those_not_taken_are_counted_over_all_rounds(meter: LoopMeter) -> None:
     for skipped in (False, True, False):
-        tally.stepped(Stepped(step=0, loss=1.0, skipped=skipped), 10, 1.0)
-        tally.next_round()
-    assert (tally.inner_steps, tally.skipped_steps, tally.tokens) == (2, 1, 20)
+        meter.stepped(Stepped(step=0, loss=1.0, skipped=skipped), 10, 1.0)
+        meter.next_round()
+    assert (meter.inner_steps, meter.skipped_steps, meter.tokens) == (2, 1, 20)
 
 
 # ---- listeners -----------------------------------------------------------------------------------
 class Ear:
     def __init__(self) -> None:
         self.events: list[tuple[str, Mapping[str, Any]]] = []
-        self.statuses: list[Status] = []
+        self.statuses: list[LoopStatus] = []
 
     def on_event(self, kind: str, facts: Mapping[str, Any]) -> None:
         self.events.append((kind, facts))
 
-    def on_status(self, status: Status) -> None:
+    def on_status(self, status: LoopStatus) -> None:
         self.statuses.append(status)
 
 
@@ -225,7 +222,7 @@ def test_a_counted_record_says_what_the_codec_left_of_the_message(tmp_path: Path
     assert (counted["matchmaking_s"], counted["payload_bytes"]) == (3.5, 77)
     assert followed["compression_error"] is None
     loop.learner.publish()
-    assert loop.fake.progress.compression_error == counted["compression_error"]
+    assert loop.fake.status.compression_error == counted["compression_error"]
     assert followed["residual_norm"] == counted["residual_norm"]
 
 

@@ -111,14 +111,14 @@ class FakePeer:
 
     def __init__(self) -> None:
         self.alive = {"coordinator": True, "averager": True, "dht": True, "network": True}
-        self.tally = SimpleNamespace(state="joining")
+        self.meter = SimpleNamespace(state="joining")
         self.figures: Figures = cast("Figures", Figures.__new__(Figures))
         vars(self.figures).update(
             _coordinator=SimpleNamespace(is_alive=lambda: self.alive["coordinator"]),
             _averager=SimpleNamespace(is_alive=lambda: self.alive["averager"]),
             _joined=SimpleNamespace(dht=self),
             _network=SimpleNamespace(running=True),
-            _tally=self.tally,
+            _meter=self.meter,
             metrics=Shown().metrics,
         )
 
@@ -132,7 +132,7 @@ def test_a_peer_is_ready_between_joining_and_leaving() -> None:
     pages = peer.figures.pages()
     statuses: list[int] = []
     for state in ("joining", "training", "leaving"):
-        peer.tally.state = state
+        peer.meter.state = state
         statuses.append(pages["/readyz"]().status)
     assert statuses == [503, 200, 503]
 

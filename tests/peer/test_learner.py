@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from dilocox.dht.errors import UnreadableManifest
-from dilocox.peer.averaging.connectivity import LoopProgress
 from dilocox.peer.averaging.events import Failed, Resynced, Voided
+from dilocox.peer.averaging.loop_status import LoopStatus
 from dilocox.peer.chain.catchup import State, Told
 from dilocox.peer.training import loop as loop_module
 from dilocox.peer.training.snapshots import Snapshots
@@ -42,7 +42,7 @@ def test_a_joiner_merges_what_the_others_have_before_it_trains(loop: Loop) -> No
 
     def record(number: int) -> Callable[[], None]:
         def comes() -> None:
-            seen.append((loop.tally.state, loop.learner.round))
+            seen.append((loop.meter.state, loop.learner.round))
             loop.fake.events.put(loop.committed(number, 0.1))
 
         return comes
@@ -50,7 +50,7 @@ def test_a_joiner_merges_what_the_others_have_before_it_trains(loop: Loop) -> No
     loop.fake.events.to_come.extend([record(0), record(1), loop.fake.joined.set])
     loop.learner.join()
     assert seen == [("joining", -1), ("joining", 0)]
-    assert (loop.learner.round, loop.tally.state) == (1, "training")
+    assert (loop.learner.round, loop.meter.state) == (1, "training")
     assert len(loop.events("training")) == 1
     assert torch.equal(loop.live, loop.model.merge.anchor)
 
@@ -181,7 +181,7 @@ def test_at_the_rounds_end_all_that_was_learnt_is_sent(loop: Loop) -> None:
     assert torch.equal(tensors["fly.0.message"], send.message)
     assert facts["fly"] == [[0, 3 * STEP_TOKENS]]
     assert saved.found is not None and saved.found.data == {"part": 7}
-    assert (loop.tally.inner_step, loop.tally.longest_step_s) == (0, 0.0)
+    assert (loop.meter.inner_step, loop.meter.longest_step_s) == (0, 0.0)
     loop.learner.between_steps()
     assert len(loop.fake.told) == 1
 
@@ -401,9 +401,9 @@ def test_the_anchor_takes_the_place_of_the_weights_for_an_evaluation(loop: Loop)
 # ---- telling -------------------------------------------------------------------------------------
 def test_progress_says_what_was_done_and_not_yet_sent(loop: Loop) -> None:
     loop.fake.heard_val_loss = (3, 2.5)
-    loop.learner.place = LoopProgress(head="h", codec="int8")
+    loop.learner.status = LoopStatus(head="h", codec="int8")
     loop.train(2)
-    progress = loop.fake.progress
+    progress = loop.fake.status
     assert (progress.inner_step, progress.unsent_tokens) == (2, 2 * STEP_TOKENS)
     assert (progress.head, progress.codec) == ("h", "int8")
     assert (progress.train_loss, progress.step_s) == (3.0, 0.5)
@@ -411,20 +411,20 @@ def test_progress_says_what_was_done_and_not_yet_sent(loop: Loop) -> None:
     loop.fake.heard_val_loss = (4, float("nan"))
     loop.learner.publish()
     # a record holds finite numbers only: the round alone says that there was something to evaluate
-    assert (loop.fake.progress.val_loss, loop.fake.progress.val_round) == (None, 4)
+    assert (loop.fake.status.val_loss, loop.fake.status.val_round) == (None, 4)
 
 
 def test_a_change_of_the_replica_is_announced_at_once_and_only_that(loop: Loop) -> None:
     loop.learner.publish()
     loop.train(3)
     assert not loop.fake.told
-    loop.learner.place = LoopProgress(head="h", members=("h", "a"))
+    loop.learner.status = LoopStatus(head="h", members=("h", "a"))
     loop.learner.publish()
     loop.learner.publish()
     assert loop.fake.told == [("announce",)]
-    loop.learner.place = replace(loop.learner.place, members=("h", "b"), epoch=2)
+    loop.learner.status = replace(loop.learner.status, members=("h", "b"), epoch=2)
     loop.learner.publish()
-    loop.learner.place = replace(loop.learner.place, position=5)
+    loop.learner.status = replace(loop.learner.status, data_position=5)
     loop.learner.publish()
     assert len(loop.fake.told) == 2
 
@@ -444,7 +444,7 @@ def test_a_leaver_waits_for_the_exchange_in_flight_and_keeps_all_on_disk(loop: L
     loop.fake.events.to_come.extend([lambda: None, record])
     loop.learner.leave(ended=False)
     assert loop.fake.told[-1] == ("leave",)
-    assert loop.tally.state == "leaving"
+    assert loop.meter.state == "leaving"
     again = Loop(loop.folder)
     assert again.snapshots.found is not None
     assert (again.learner.round, again.model.merge.tokens) == (0, STEP_TOKENS)

@@ -55,11 +55,11 @@ def test_a_peer_whose_weights_are_not_finite_contributes_again_in_the_next_round
     (event,) = loop.events("started_over")
     assert event["tokens"] == STEP_TOKENS
     assert loop.model.merge.lost_tokens == STEP_TOKENS
-    assert loop.fake.progress.started_over and loop.fake.progress.blocked
-    assert loop.fake.progress.unsent_tokens == 0
+    assert loop.fake.status.started_over
+    assert loop.fake.status.unsent_tokens == 0
     assert ("announce",) in loop.fake.told
     step(loop)
-    assert not loop.fake.progress.started_over and not loop.fake.progress.blocked
+    assert not loop.fake.status.started_over
     send(loop, 1)
     assert [told[1] for told in loop.fake.of_kind("submit")] == [0, 1]
     assert fingerprint(loop.buffers.message) is not None

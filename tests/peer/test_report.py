@@ -12,23 +12,21 @@ from typing import Any, cast
 import pytest
 import torch
 
-from dilocox.peer.averaging.connectivity import LoopProgress
 from dilocox.peer.averaging.events import Committed
+from dilocox.peer.averaging.loop_status import LoopStatus
 from dilocox.peer.commands.demo import WatchedPeer
 from dilocox.peer.os_process import Child
 from dilocox.peer.rounds.record import Contribution, ReducedShare
 from dilocox.peer.training import report as report_module
 from dilocox.peer.training.merge import Outcome
 from dilocox.peer.training.report import (
+    LoopMeter,
     Reporter,
     RoundReport,
-    Status,
-    Tally,
     shown_facts,
     shown_loss,
 )
 from dilocox.pipeline.messages import Stepped
-from tests.peer import merging
 from tests.peer.members import template
 
 NUMEL = 1000
@@ -64,10 +62,12 @@ def sent_by_kind(total: torch.Tensor) -> dict[str, int]:
 
 
 @pytest.fixture
-def tally(clock: Clock, sent_bytes: torch.Tensor, tmp_path: Path) -> Tally:
-    tally = Tally(reporter=Reporter(tmp_path), sent=lambda: sent_by_kind(sent_bytes), numel=NUMEL)
-    tally.start()
-    return tally
+def meter(clock: Clock, sent_bytes: torch.Tensor, tmp_path: Path) -> LoopMeter:
+    meter = LoopMeter(
+        reporter=Reporter(tmp_path), sent=lambda: sent_by_kind(sent_bytes), numel=NUMEL
+    )
+    meter.start()
+    return meter
 
 
 def step(loss: float, *, skipped: bool = False) -> Stepped:
@@ -95,21 +95,21 @@ def events(folder: Path, kind: str = "round") -> list[dict[str, Any]]:
 
 
 def test_a_round_line_holds_the_steps_loss_and_bytes_of_that_round(
-    tally: Tally, clock: Clock, sent_bytes: torch.Tensor, tmp_path: Path
+    meter: LoopMeter, clock: Clock, sent_bytes: torch.Tensor, tmp_path: Path
 ) -> None:
     for loss in (4.0, 2.0):
-        tally.stepped(step(loss), 64, 0.5)
-    tally.stepped(step(99.0, skipped=True), 64, 0.5)
-    tally.sent(0, 64)
-    tally.next_round()
-    tally.stepped(step(1.0), 64, 0.5)  # of the next round
+        meter.stepped(step(loss), 64, 0.5)
+    meter.stepped(step(99.0, skipped=True), 64, 0.5)
+    meter.sent(0, 64)
+    meter.next_round()
+    meter.stepped(step(1.0), 64, 0.5)  # of the next round
     sent_bytes.add_(5000)
-    with tally.waiting("send"):
+    with meter.waiting("send"):
         clock.now += 1
     clock.now += 9
-    tally.committed(committed(0, members=4), Outcome.COUNTED, tokens=128)
-    tally.validated(0, 3.25)
-    tally.report_round()
+    meter.committed(committed(0, members=4), Outcome.COUNTED, tokens=128)
+    meter.validated(0, 3.25)
+    meter.report_round()
     (line,) = events(tmp_path)
     assert (line["inner_steps"], line["train_loss"]) == (3, 3.0)
     assert (line["tokens"], line["record_tokens"], line["chain_tokens"]) == (128, 400, 900)
@@ -121,15 +121,15 @@ def test_a_round_line_holds_the_steps_loss_and_bytes_of_that_round(
 
 
 def test_bytes_and_waiting_are_counted_once_from_line_to_line(
-    tally: Tally, clock: Clock, sent_bytes: torch.Tensor, tmp_path: Path
+    meter: LoopMeter, clock: Clock, sent_bytes: torch.Tensor, tmp_path: Path
 ) -> None:
     for round_number, (waited, worked, sent) in enumerate([(2, 8, 300), (0, 5, 0), (1, 1, 50)]):
-        with tally.waiting("send"):
+        with meter.waiting("send"):
             clock.now += waited
         clock.now += worked
         sent_bytes.add_(sent)
-        tally.committed(committed(round_number), Outcome.COUNTED, tokens=1)
-        tally.report_round()
+        meter.committed(committed(round_number), Outcome.COUNTED, tokens=1)
+        meter.report_round()
     lines = events(tmp_path)
     assert [line["sent_bytes"] for line in lines] == [300, 0, 50]
     assert [line["waiting_share"] for line in lines] == [0.2, 0.0, 0.5]
@@ -138,62 +138,66 @@ def test_bytes_and_waiting_are_counted_once_from_line_to_line(
 def test_waiting_before_training_begins_does_not_count(
     clock: Clock, sent_bytes: torch.Tensor, tmp_path: Path
 ) -> None:
-    tally = Tally(reporter=Reporter(tmp_path), sent=lambda: sent_by_kind(sent_bytes), numel=NUMEL)
-    with tally.waiting("send"):
+    meter = LoopMeter(
+        reporter=Reporter(tmp_path), sent=lambda: sent_by_kind(sent_bytes), numel=NUMEL
+    )
+    with meter.waiting("send"):
         clock.now += 60
-    tally.start()
+    meter.start()
     clock.now += 10
-    tally.committed(committed(0), Outcome.COUNTED, tokens=1)
-    tally.report_round()
+    meter.committed(committed(0), Outcome.COUNTED, tokens=1)
+    meter.report_round()
     assert events(tmp_path)[0]["waiting_share"] == 0.0
 
 
 def test_the_newest_compression_error_stays_where_a_record_lacks_this_peers_message(
-    tally: Tally,
+    meter: LoopMeter,
 ) -> None:
-    assert tally.compression_error is None
+    assert meter.compression_error is None
     for number, error in enumerate([0.5, 0.75, None, float("nan")]):
-        tally.committed(committed(number), Outcome.COUNTED, tokens=1, compression_error=error)
-    assert tally.compression_error == 0.75
+        meter.committed(committed(number), Outcome.COUNTED, tokens=1, compression_error=error)
+    assert meter.compression_error == 0.75
 
 
-def test_a_record_without_this_peer_has_none_of_its_tokens(tally: Tally, tmp_path: Path) -> None:
+def test_a_record_without_this_peer_has_none_of_its_tokens(
+    meter: LoopMeter, tmp_path: Path
+) -> None:
     other = next(outcome for outcome in Outcome if outcome is not Outcome.COUNTED)
-    tally.committed(committed(0), other, tokens=128)
-    tally.report_round()
-    tally.report_round()  # once is enough
+    meter.committed(committed(0), other, tokens=128)
+    meter.report_round()
+    meter.report_round()  # once is enough
     (line,) = events(tmp_path)
     assert (line["tokens"], line["inner_steps"], line["train_loss"]) == (0, 0, None)
     assert line["outcome"] == other.value
 
 
-def test_the_newest_validation_is_kept_whoever_made_it(tally: Tally) -> None:
-    tally.heard(4, 2.5)
-    assert (tally.val_loss, tally.val_round) == (2.5, 4)
-    tally.heard(3, 9.0)
-    assert (tally.val_loss, tally.val_round) == (2.5, 4)
-    tally.validated(5, 2.0)
-    assert (tally.val_loss, tally.val_round) == (2.0, 5)
+def test_the_newest_validation_is_kept_whoever_made_it(meter: LoopMeter) -> None:
+    meter.heard(4, 2.5)
+    assert (meter.val_loss, meter.val_round) == (2.5, 4)
+    meter.heard(3, 9.0)
+    assert (meter.val_loss, meter.val_round) == (2.5, 4)
+    meter.validated(5, 2.0)
+    assert (meter.val_loss, meter.val_round) == (2.0, 5)
 
 
-def test_speed_and_loss_are_smoothed_and_skipped_steps_left_out(tally: Tally) -> None:
-    tally.stepped(step(4.0), 100, 1.0)
-    tally.stepped(step(2.0), 200, 1.0)
-    tally.stepped(step(0.0, skipped=True), 900, 3.0)
-    assert tally.train_loss == pytest.approx(0.8 * 4.0 + 0.2 * 2.0)
-    assert tally.tokens_per_s == pytest.approx(0.8 * 100 + 0.2 * 200)
-    assert (tally.tokens, tally.inner_step, tally.longest_step_s) == (300, 3, 3.0)
+def test_speed_and_loss_are_smoothed_and_skipped_steps_left_out(meter: LoopMeter) -> None:
+    meter.stepped(step(4.0), 100, 1.0)
+    meter.stepped(step(2.0), 200, 1.0)
+    meter.stepped(step(0.0, skipped=True), 900, 3.0)
+    assert meter.train_loss == pytest.approx(0.8 * 4.0 + 0.2 * 2.0)
+    assert meter.tokens_per_s == pytest.approx(0.8 * 100 + 0.2 * 200)
+    assert (meter.tokens, meter.inner_step, meter.longest_step_s) == (300, 3, 3.0)
 
 
 def test_a_step_whose_loss_is_not_known_here_counts_but_for_the_loss(
-    tally: Tally, tmp_path: Path
+    meter: LoopMeter, tmp_path: Path
 ) -> None:
-    tally.stepped(step(4.0), 100, 1.0)
-    tally.stepped(step(math.nan), 100, 1.0)  # a member that missed the GO and stepped later
-    assert (tally.tokens, tally.inner_step, tally.train_loss) == (200, 2, 4.0)
-    tally.sent(0, 64)
-    tally.committed(committed(0), Outcome.COUNTED, tokens=200)
-    tally.report_round()
+    meter.stepped(step(4.0), 100, 1.0)
+    meter.stepped(step(math.nan), 100, 1.0)  # a member that missed the GO and stepped later
+    assert (meter.tokens, meter.inner_step, meter.train_loss) == (200, 2, 4.0)
+    meter.sent(0, 64)
+    meter.committed(committed(0), Outcome.COUNTED, tokens=200)
+    meter.report_round()
     (line,) = events(tmp_path)
     assert (line["inner_steps"], line["train_loss"]) == (2, 4.0)
 
@@ -201,19 +205,17 @@ def test_a_step_whose_loss_is_not_known_here_counts_but_for_the_loss(
 @pytest.mark.parametrize(
     ("loop", "place", "shown"),
     [
-        ("joining", LoopProgress(), "joining"),
-        ("training", LoopProgress(blocked="stage 1 has no peer"), "spare"),
-        ("training", LoopProgress(head="h"), "training"),
-        ("leaving", LoopProgress(), "leaving"),
+        ("joining", LoopStatus(), "joining"),
+        ("training", LoopStatus(blocked="stage 1 has no peer"), "spare"),
+        ("training", LoopStatus(head="h"), "training"),
+        ("leaving", LoopStatus(), "leaving"),
     ],
 )
 def test_the_status_says_in_which_replica_a_peer_is_or_that_it_is_spare(
-    tally: Tally, tmp_path: Path, loop: str, place: LoopProgress, shown: str
+    meter: LoopMeter, tmp_path: Path, loop: str, place: LoopStatus, shown: str
 ) -> None:
-    tally.state = loop
-    tally.publish(
-        round_number=3, inner_steps=8, merge=merging.Peer().merge, place=place, force=True
-    )
+    meter.state = loop
+    meter.show(meter.read(place, round=3), force=True)
     status = json.loads((tmp_path / "status.json").read_text())
     assert (status["state"], status["head"], status["blocked"]) == (
         shown,
@@ -224,20 +226,19 @@ def test_the_status_says_in_which_replica_a_peer_is_or_that_it_is_spare(
 
 
 def test_the_status_of_a_head_names_the_members_of_its_replica(
-    tally: Tally, tmp_path: Path
+    meter: LoopMeter, tmp_path: Path
 ) -> None:
-    place = LoopProgress(head="h", members=("h", "m"), epoch=7, codec="int8")
-    merge = merging.Peer().merge
-    tally.publish(round_number=0, inner_steps=8, merge=merge, place=place, force=True)
+    place = LoopStatus(head="h", members=("h", "m"), epoch=7, codec="int8")
+    meter.show(meter.read(place), force=True)
     status = json.loads((tmp_path / "status.json").read_text())
     assert (status["members"], status["epoch"], status["codec"]) == (["h", "m"], 7, "int8")
 
 
 # ---- the files and the log -----------------------------------------------------------------------
-STATUS = Status(
+STATUS = LoopStatus(
     state="training",
     head="h",
-    members=["h", "m"],
+    members=("h", "m"),
     epoch=1,
     codec="bf16",
     blocked="",

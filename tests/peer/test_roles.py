@@ -140,7 +140,7 @@ def leader(loop: Loop) -> Leader:
         corpus=cast("Corpus", corpus),
         held_out=HELD_OUT,
         coordinator=loop.coordinator,
-        tally=loop.tally,
+        meter=loop.meter,
         me=ME,
         stop=loop.stop,
     )
@@ -181,8 +181,8 @@ def test_a_head_without_replica_tries_now_and_then_and_says_what_is_missing(
     led.head.members = ()
     led.head.forms.extend(["stage 1 has no peer", "stage 1 has no peer", ""])
     led.role.turn()
-    assert led.loop.fake.progress.blocked == "stage 1 has no peer"
-    assert (led.loop.fake.progress.head, led.loop.fake.progress.members) == ("", ())
+    assert led.loop.fake.status.blocked == "stage 1 has no peer"
+    assert (led.loop.fake.status.head, led.loop.fake.status.members) == ("", ())
     for _ in range(5):
         led.role.turn()
     assert (led.head.formed, led.head.fed) == (1, [])
@@ -193,7 +193,7 @@ def test_a_head_without_replica_tries_now_and_then_and_says_what_is_missing(
     clock.now += roles.FORM_PAUSE_S
     led.role.turn()
     assert len(led.head.fed) == 1
-    progress = led.loop.fake.progress
+    progress = led.loop.fake.status
     assert (progress.blocked, progress.head, progress.members) == ("", ME, (ME, "a"))
     assert caplog.text.count("is not complete") == 1
 
@@ -227,16 +227,16 @@ def test_members_that_ask_hear_whom_the_head_leads_now(led: Leader) -> None:
     led.head.step = dissolves  # type: ignore[method-assign]
     led.role.turn()
     assert leads(led) == []
-    assert led.loop.fake.progress.members == ()
+    assert led.loop.fake.status.members == ()
 
 
 def test_the_replica_is_shown_with_epoch_codec_and_last_fault(led: Leader) -> None:
     led.head.epoch, led.head.codec, led.head.last_fault = 5, "int4,int8", "stage 1 silent"
     led.corpus.position = 77
     led.role.turn()
-    shown = led.loop.fake.progress
+    shown = led.loop.fake.status
     assert (shown.epoch, shown.codec, shown.last_fault) == (5, "int4,int8", "stage 1 silent")
-    assert shown.position == 77
+    assert shown.data_position == 77
 
 
 # ---- inner steps ---------------------------------------------------------------------------------
@@ -289,7 +289,7 @@ def test_the_weights_that_the_run_begins_with_are_evaluated_first(tmp_path: Path
     led.role.turn()
     assert led.head.evaluated == [4]
     assert losses(led) == [(-1, 64.0 / (4 * 8))]  # nats a token
-    assert led.loop.fake.progress.val_round == -1
+    assert led.loop.fake.status.val_round == -1
 
 
 def test_an_anchor_is_evaluated_once_when_all_stages_have_it(led: Leader) -> None:
@@ -413,7 +413,7 @@ def test_at_the_runs_end_the_last_anchor_is_evaluated_and_the_replica_let_go(led
     led.role.release(ended=True)
     assert losses(led)[1:] == [(0, 1.0)]
     assert led.head.dissolved == 1
-    assert led.loop.fake.progress.members == ()
+    assert led.loop.fake.status.members == ()
     assert leads(led) == []
 
 

@@ -122,11 +122,11 @@ def test_the_head_that_it_serves_is_shown_and_announced(served: Server) -> None:
     assert not served.loop.fake.told
     served.follower.head = HEAD
     served.role.turn()
-    assert served.loop.fake.progress.head == HEAD
-    assert served.loop.fake.progress.members == ()  # it leads none
+    assert served.loop.fake.status.head == HEAD
+    assert served.loop.fake.status.members == ()  # it leads none
     served.follower.head = ""
     served.role.turn()
-    assert served.loop.fake.progress.head == ""
+    assert served.loop.fake.status.head == ""
     assert served.loop.fake.told == [("announce",), ("announce",)]
 
 
@@ -140,12 +140,12 @@ def test_inner_steps_count_with_the_time_since_the_last_one(
     now[0] += 2.0
     served.follower.turns.append(lambda: STEPPED)
     served.role.turn()
-    tally = served.loop.tally
-    assert (tally.inner_step, tally.longest_step_s, tally.train_loss) == (1, 2.0, 2.5)
+    meter = served.loop.meter
+    assert (meter.inner_step, meter.longest_step_s, meter.train_loss) == (1, 2.0, 2.5)
     now[0] += 3.0
     served.follower.turns.append(lambda: STEPPED)
     served.role.turn()
-    assert (tally.inner_step, tally.longest_step_s) == (2, 3.0)
+    assert (meter.inner_step, meter.longest_step_s) == (2, 3.0)
     assert served.loop.model.merge.tokens == 2 * 16
 
 
@@ -162,7 +162,7 @@ def test_time_in_no_replica_makes_no_inner_step_long(
     now[0] += 1.0
     served.follower.turns.append(lambda: STEPPED)
     served.role.turn()
-    assert served.loop.tally.longest_step_s == 1.0
+    assert served.loop.meter.longest_step_s == 1.0
 
 
 def test_the_weights_may_change_when_the_follower_says_so(served: Server) -> None:
@@ -186,11 +186,11 @@ def test_a_spare_says_which_stages_keep_the_run_from_training(
     served.loop.fake.view = SwarmView(me=ME, stages={0: {}, 1: {ME: stage_record()}})
     for _ in range(3):
         served.role.turn()
-    assert "stage 0" in served.loop.fake.progress.blocked
+    assert "stage 0" in served.loop.fake.status.blocked
     assert caplog.text.count("blocked: ") == 1
     served.follower.head = HEAD
     served.role.turn()
-    assert served.loop.fake.progress.blocked == ""
+    assert served.loop.fake.status.blocked == ""
     last = caplog.records[-1]
     assert (last.levelname, last.message) == ("INFO", "the run is not blocked any more")
 
@@ -201,12 +201,12 @@ def test_it_says_nothing_of_stages_before_its_own_record_is_in_view(
     for own in ({}, {ME: stage_record(state="joining")}, {ME: stage_record(state="left")}):
         served.loop.fake.view = SwarmView(me=ME, stages={0: {}, 1: own})
         served.role.turn()
-        assert served.loop.fake.progress.blocked == ""
+        assert served.loop.fake.status.blocked == ""
     served.loop.fake.view = SwarmView(me=ME, stages={0: {}, 1: {ME: stage_record()}})
     served.role.turn()
     served.loop.fake.view = SwarmView(me=ME)  # the DHT does not answer
     served.role.turn()
-    assert served.loop.fake.progress.blocked == "stage 0 has no peer"
+    assert served.loop.fake.status.blocked == "stage 0 has no peer"
     assert [record.message for record in caplog.records] == [
         "the run is blocked: stage 0 has no peer"
     ]
@@ -270,9 +270,9 @@ def test_a_leaver_works_on_until_its_head_has_replaced_it(served: Server) -> Non
     served.follower.turns.extend([lambda: None, last_step, replaced])
     served.role.release(ended=False)
     assert seen == [True]  # the head hears of it at the end of the inner step
-    assert served.loop.tally.inner_step == 1
+    assert served.loop.meter.inner_step == 1
     assert (served.follower.taken, served.follower.left) == (5, 1)
-    assert served.loop.fake.progress.head == ""
+    assert served.loop.fake.status.head == ""
     assert served.reservation.answer("g", Frame(kind="reserve", replica="g")).kind == "no"
 
 
@@ -283,7 +283,7 @@ def test_a_leaver_waits_for_no_head_for_long(
     served.follower.head = HEAD
     served.role.release(ended=False)
     assert (served.follower.head, served.follower.left) == ("", 1)
-    assert served.loop.fake.progress.head == ""
+    assert served.loop.fake.status.head == ""
 
 
 def test_a_spare_leaves_at_once(served: Server) -> None:

@@ -1,29 +1,34 @@
-"""A small HTTP server beside everything else: figures, health and readiness on one port.
+"""A small HTTP server beside everything else: metrics, health and readiness on one port.
 
-What: pages by path, each made when it is asked for. GET and HEAD, one request a connection.
-Why not http.server: it asks the DNS for its own name when it starts, takes as long as a client
-likes to send a request, and as many clients as there are. Here a connection has one deadline from
-its first byte to its last, and there are only so many at once.
+What: pages by path, each made when it is asked for; GET and HEAD, one request a connection.
+Prometheus's client library writes the text of `/metrics`: a program lists its metrics as a table of
+`MetricSpec`, and `MetricTable` reads them when somebody asks.
+Why not the standard library's server as it is: it asks the DNS for its own name when it starts, and
+takes as many clients as there are, each for as long as it likes. Here a connection has one deadline
+from its first byte to its last, and there are only so many at once.
 How: daemon threads, which end with the process. Start it after all forks: a child would keep the
 port, and threads do not survive a fork.
-
-`Family` is a metric in Prometheus's text format, as the monitor and the bootstrap write it.
 """
 
 from __future__ import annotations
 
 import errno
+import io
 import logging
-import math
 import socket
-import socketserver
 import threading
-import time
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field
 from http import HTTPStatus
-from typing import Any, Literal, cast
+from http.client import LineTooLong
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from socketserver import TCPServer
+from typing import Any, Generic, TypeVar, cast
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
+from prometheus_client.registry import Collector
 
 from dilocox.dht.errors import EnvironmentFault, InvalidInput
 
@@ -35,6 +40,9 @@ MAX_REQUESTS = 32  # at once; a browser opens six
 MAX_HEADER_BYTES = 16 * 1024
 CLOSE_LIMIT_S = 1.0
 POLL_S = 0.1
+RUN_LABEL = 12  # letters of the run id
+
+S = TypeVar("S")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,25 +68,46 @@ class PortTaken(EnvironmentFault):
     """Another program listens there."""
 
 
-class PageServer:
+class PageServer(ThreadingHTTPServer):
     """A context in which the pages are served; the port is taken when it is made.
 
     Attributes:
         port: the one it listens on.
     """
 
-    def __init__(self, host: str, port: int, pages: Pages, *, option: str = "metrics"):
+    block_on_close = False
+    request_queue_size = MAX_REQUESTS
+
+    def __init__(
+        self,
+        host: str,
+        port: int,
+        pages: Pages,
+        *,
+        option: str = "metrics",
+        request_limit_s: float = REQUEST_LIMIT_S,
+        max_requests: int = MAX_REQUESTS,
+    ):
         """option: what the names of the options for host and port begin with, for errors.
+        request_limit_s: from a connection to the end of the answer. max_requests: at once.
 
         Raises:
             PortTaken: another program listens there.
             EnvironmentFault: this user may not open that port.
             InvalidInput: the host is no address of this machine.
         """
-        self._server = _opened(host, port, pages, option)
-        self.port = int(self._server.server_address[1])
+        self.pages = pages
+        self._request_limit_s = request_limit_s
+        self._slots = threading.BoundedSemaphore(max_requests)
+        try:
+            found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+            self.address_family, _, _, _, address = found[0]
+            super().__init__(cast("tuple[str, int]", address), _Request)
+        except OSError as error:
+            raise _fault(error, host, port, f"--{option}-" if option else "--") from error
+        self.port = int(self.server_address[1])
         self._thread = threading.Thread(
-            target=self._server.serve_forever, args=(POLL_S,), name="pages", daemon=True
+            target=self.serve_forever, args=(POLL_S,), name="pages", daemon=True
         )
 
     def __enter__(self) -> PageServer:
@@ -91,32 +120,61 @@ class PageServer:
     def close(self) -> None:
         """Give the port back, within a second; an answer under way may be cut off."""
         if self._thread.is_alive():
-            threading.Thread(target=self._server.shutdown, daemon=True).start()
+            threading.Thread(target=self.shutdown, daemon=True).start()
             self._thread.join(CLOSE_LIMIT_S)
-        self._server.server_close()
+        self.server_close()
+
+    # ---- what the base class calls ---------------------------------------------------------------
+    def server_bind(self) -> None:
+        """As the base class, but without a question to the DNS."""
+        TCPServer.server_bind(self)
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        """Answer in a thread, if not too many are answered already."""
+        if self._slots.acquire(blocking=False):
+            super().process_request(request, client_address)
+        else:
+            self.shutdown_request(request)
+
+    def process_request_thread(self, request: Any, client_address: Any) -> None:
+        """Answer; at the deadline whatever waits for the client ends."""
+        deadline = threading.Timer(self._request_limit_s, _cut_off, (request,))
+        deadline.daemon = True
+        deadline.start()
+        try:
+            super().process_request_thread(request, client_address)
+        finally:
+            deadline.cancel()
+            self._slots.release()
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """A client that went away, as a rule; it is nothing for a volunteer's terminal."""
+        logger.debug("a request was not answered", exc_info=True)
 
 
 def check_port(host: str, port: int, *, option: str = "metrics") -> None:
     """Raise what `PageServer` would, before anything else is started."""
-    _opened(host, port, {}, option).server_close()
+    PageServer(host, port, {}, option=option).server_close()
 
 
-def served(host: str, port: int | None, pages: Pages) -> AbstractContextManager[object]:
-    """A server of these pages; none at port 0. Without a port, DEFAULT_PORT if that is free.
+def served(
+    host: str, port: int | None, pages: Pages, *, default: int = DEFAULT_PORT
+) -> AbstractContextManager[object]:
+    """A server of these pages; none at port 0. Without a port, the default one if that is free.
 
     Raises what `PageServer` does where a port was given.
     """
     if port == 0:
         return nullcontext()
     try:
-        server = PageServer(host, DEFAULT_PORT if port is None else port, pages)
+        server = PageServer(host, default if port is None else port, pages)
     except EnvironmentFault:
         if port is not None:
             raise
         logger.warning(
             "no metrics: port %d is taken, by another peer perhaps; --metrics-port takes another "
             "one, or 0 for none",
-            DEFAULT_PORT,
+            default,
         )
         return nullcontext()
     logger.info("metrics at http://%s:%d/metrics, health at /healthz", host, server.port)
@@ -138,67 +196,118 @@ def readiness_page(reason: str) -> Page:
     return Page.text("ready")
 
 
-# ---- the server ----------------------------------------------------------------------------------
-class _Server(socketserver.ThreadingTCPServer):
-    allow_reuse_address = True  # connections of a former start may linger
-    daemon_threads = True
-    block_on_close = False
-    request_queue_size = MAX_REQUESTS
-
-    def __init__(self, address: tuple[Any, ...], family: socket.AddressFamily, pages: Pages):
-        self.address_family = family
-        self.pages = pages
-        self._slots = threading.BoundedSemaphore(MAX_REQUESTS)
-        super().__init__(address, _Request)
-
-    def process_request(self, request: Any, client_address: Any) -> None:
-        if self._slots.acquire(blocking=False):
-            super().process_request(request, client_address)
-        else:
-            self.shutdown_request(request)
-
-    def process_request_thread(self, request: Any, client_address: Any) -> None:
-        try:
-            super().process_request_thread(request, client_address)
-        finally:
-            self._slots.release()
-
-    def handle_error(self, request: Any, client_address: Any) -> None:
-        """A client that went away, as a rule; it is nothing for a volunteer's terminal."""
-        logger.debug("a request was not answered", exc_info=True)
+# ---- metrics -------------------------------------------------------------------------------------
+Value = float | None
 
 
-class _Request(socketserver.BaseRequestHandler):
+@dataclass(frozen=True)
+class MetricSpec(Generic[S]):
+    """One metric: a counter if its name ends in `_total`, else a gauge.
+
+    read: its value, None where it is not known; where it has `labels`, values by their values (a
+    tuple of these for more than one label). Called in the thread of whoever asks.
+    """
+
+    name: str
+    help: str
+    read: Callable[[S], Value | Mapping[Any, Value]]
+    labels: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)  # a registry needs a hash
+class MetricTable(Collector, Generic[S]):
+    """All metrics of a program, read from `source` at each look; those without a value are left
+    out. Every name begins with `prefix`, every series has `labels`.
+    """
+
+    specs: Sequence[MetricSpec[S]]
+    source: Callable[[], S]
+    prefix: str
+    labels: Mapping[str, str]
+
+    def collect(self) -> Iterator[Metric]:
+        """What Prometheus's client library asks for."""
+        source = self.source()
+        for spec in self.specs:
+            kind = CounterMetricFamily if spec.name.endswith("_total") else GaugeMetricFamily
+            names = (*self.labels, *spec.labels)
+            family = kind(self.prefix + spec.name, spec.help, labels=names)
+            found = spec.read(source)
+            for key, value in (found if isinstance(found, Mapping) else {(): found}).items():
+                if value is not None:
+                    own = cast("tuple[Any, ...]", key if isinstance(key, tuple) else (key,))
+                    family.add_metric((*self.labels.values(), *map(str, own)), float(value))
+            if family.samples:
+                yield family
+
+
+def metrics_page(metrics: Collector) -> Page:
+    """What `/metrics` answers."""
+    return Page(body=generate_latest(metrics), content_type=CONTENT_TYPE_LATEST)
+
+
+def by_source(counts: Mapping[str, Mapping[str, int]]) -> dict[str, int]:
+    """Counts by reason of several sources, as one table by `source_reason`."""
+    return {
+        f"{source}_{reason}": count
+        for source, reasons in counts.items()
+        for reason, count in reasons.items()
+    }
+
+
+def one_of(name: str, names: Sequence[str]) -> dict[str, float]:
+    """1 for this one, 0 for the others."""
+    return {each: float(each == name) for each in names}
+
+
+# ---- a request -----------------------------------------------------------------------------------
+class _Head(io.BufferedReader):
+    """The lines of a request, of MAX_HEADER_BYTES together."""
+
+    left = MAX_HEADER_BYTES
+
+    def readline(self, size: int | None = -1, /) -> bytes:
+        if not self.left:
+            raise LineTooLong("the request's header")  # the base class answers 431
+        line = super().readline(self.left if size is None or size < 0 else min(size, self.left))
+        self.left -= len(line)
+        return line
+
+
+class _Request(BaseHTTPRequestHandler):
     """One connection."""
 
-    def handle(self) -> None:
-        self._deadline = time.monotonic() + REQUEST_LIMIT_S
-        head = self._head()
-        if head is None:
-            return
-        words = head.split(b"\r\n", 1)[0].decode("latin-1").split(" ")
-        if len(words) != 3 or not words[2].startswith("HTTP/1."):
-            page, method = Page.text("no HTTP request", HTTPStatus.BAD_REQUEST), "GET"
-        else:
-            method = words[0]
-            page = self._page(method, words[1].partition("?")[0])
-        self._answer(page, with_body=method != "HEAD")
+    protocol_version = "HTTP/1.1"
+    default_request_version = "HTTP/1.0"  # of 0.9 an error would have no status
+    error_message_format = "%(code)d %(message)s\n"
+    error_content_type = "text/plain; charset=utf-8"
 
-    def _head(self) -> bytes | None:
-        """The request up to its empty line; None if it does not come, or is too long."""
-        taken = b""
-        while b"\r\n\r\n" not in taken:
-            self._patience()
-            piece = self.request.recv(4096)
-            taken += piece
-            if not piece or len(taken) > MAX_HEADER_BYTES:
-                return None
-        return taken
+    def setup(self) -> None:
+        super().setup()
+        self.rfile = _Head(self.rfile.detach())
 
-    def _page(self, method: str, path: str) -> Page:
-        if method not in ("GET", "HEAD"):
-            return Page.text("only GET and HEAD", HTTPStatus.METHOD_NOT_ALLOWED)
-        pages = cast("_Server", self.server).pages
+    def do_GET(self) -> None:
+        page = self._page(self.path.partition("?")[0])
+        headers = {
+            "Content-Type": page.content_type,
+            "Content-Length": str(len(page.body)),
+            "Connection": "close",
+            "Cache-Control": "no-store",
+            "X-Content-Type-Options": "nosniff",
+            **page.headers,
+        }
+        self.send_response(page.status)
+        for name, value in headers.items():
+            self.send_header(name, value)
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(page.body)
+
+    def do_HEAD(self) -> None:
+        self.do_GET()
+
+    def _page(self, path: str) -> Page:
+        pages = cast("PageServer", self.server).pages
         make = pages.get(path)
         if make is None:
             known = " ".join(sorted(pages))
@@ -209,74 +318,31 @@ class _Request(socketserver.BaseRequestHandler):
             logger.exception("%s could not be made", path)
             return Page.text("an error, see the log", HTTPStatus.INTERNAL_SERVER_ERROR)
 
-    def _answer(self, page: Page, *, with_body: bool) -> None:
-        headers = {
-            "Content-Type": page.content_type,
-            "Content-Length": str(len(page.body)),
-            "Connection": "close",
-            "Cache-Control": "no-store",
-            "X-Content-Type-Options": "nosniff",
-            **page.headers,
-        }
-        lines = [f"HTTP/1.1 {page.status} {HTTPStatus(page.status).phrase}"]
-        lines += [f"{name}: {value}" for name, value in headers.items()]
-        head = "\r\n".join([*lines, "", ""]).encode("latin-1")
-        self._patience()
-        self.request.sendall(head + page.body if with_body else head)
+    def version_string(self) -> str:
+        """Not the versions of Python and its server."""
+        return "dilocox"
 
-    def _patience(self) -> None:
-        """What comes next may take until the deadline."""
-        self.request.settimeout(max(0.001, self._deadline - time.monotonic()))
+    def log_message(self, format: str, *args: Any) -> None:
+        """Requests are nothing for a volunteer's terminal."""
+        logger.debug(format, *args)
 
 
-def _opened(host: str, port: int, pages: Pages, option: str) -> _Server:
-    flag = f"--{option}-" if option else "--"
-    try:
-        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-        family, _, _, _, address = found[0]
-        return _Server(address, family, pages)
-    except OSError as error:
-        if error.errno == errno.EADDRINUSE:
-            raise PortTaken(
-                f"port {port} of {host} is in use by another program: stop it, or choose another "
-                f"one with {flag}port"
-            ) from error
-        if error.errno in (errno.EACCES, errno.EPERM):
-            raise EnvironmentFault(
-                f"this user may not open port {port}: choose one from 1024 up with {flag}port"
-            ) from error
-        raise InvalidInput(
-            f"{flag}host {host!r} is no address of this machine ({error.strerror}): give "
-            "127.0.0.1 for this machine only, or 0.0.0.0 for all networks"
-        ) from error
+def _cut_off(request: socket.socket) -> None:
+    with suppress(OSError):  # it has just ended
+        request.shutdown(socket.SHUT_RDWR)
 
 
-CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
-PREFIX = "dilocox_swarm_"
-RUN_LABEL = 12  # letters of the run id
-
-
-@dataclass
-class Family:
-    """A metric: labels and value of each of its series."""
-
-    name: str
-    kind: Literal["gauge", "counter"]
-    help: str
-    series: list[tuple[Mapping[str, object], float]] = field(
-        default_factory=list[tuple[Mapping[str, object], float]]
+def _fault(error: OSError, host: str, port: int, flag: str) -> Exception:
+    if error.errno == errno.EADDRINUSE:
+        return PortTaken(
+            f"port {port} of {host} is in use by another program: stop it, or choose another one "
+            f"with {flag}port"
+        )
+    if error.errno in (errno.EACCES, errno.EPERM):
+        return EnvironmentFault(
+            f"this user may not open port {port}: choose one from 1024 up with {flag}port"
+        )
+    return InvalidInput(
+        f"{flag}host {host!r} is no address of this machine ({error.strerror}): give 127.0.0.1 for "
+        "this machine only, or 0.0.0.0 for all networks"
     )
-
-    def add(self, value: float | None, **labels: object) -> None:
-        """One more series; nothing where the value is not known."""
-        if value is not None and not math.isnan(value):
-            self.series.append((labels, value))
-
-    def lines(self, run: str, prefix: str = PREFIX) -> Iterable[str]:
-        """In Prometheus's text format."""
-        name = prefix + self.name
-        yield f"# HELP {name} {self.help}"
-        yield f"# TYPE {name} {self.kind}"
-        for labels, value in self.series:
-            told = ",".join(f'{key}="{text}"' for key, text in [("run", run), *labels.items()])
-            yield f"{name}{{{told}}} {value!r}"

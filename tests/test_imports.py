@@ -54,7 +54,7 @@ ONLY_IN = {
         "pipeline/requests",
     },
     "transformers": {"pipeline/partition", "peer/commands/export", "peer/training/data"},
-    "prometheus_client": {"peer/process/metrics"},
+    "prometheus_client": {"peer/http_pages", "peer/process/metrics"},
 }
 NUMBERS_ONLY = {"torch", "numpy"}  # all that compression needs beside the standard library
 

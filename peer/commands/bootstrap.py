@@ -3,9 +3,8 @@
 Both are the same node with the same archive and figures; only the manifest comes from elsewhere
 (dht/manifest_keeper.py). A copy needs nothing but an invite.
 
-`BootstrapFigures` can be asked over HTTP: figures, health, readiness. The bootstrap's thread looks
-every few seconds, because the DHT process answers it alone; who asks gets what it saw last. The
-text is written as the monitor's is.
+`BootstrapMetrics` can be asked over HTTP: figures, health, readiness. The bootstrap's thread looks
+every few seconds, because the DHT process answers it alone; who asks gets what it saw last.
 """
 
 from __future__ import annotations
@@ -38,13 +37,14 @@ from dilocox.dht.swarm import Swarm
 from dilocox.peer.chain.archive_keeper import Archive
 from dilocox.peer.commands.operate import checked_manifest
 from dilocox.peer.http_pages import (
-    CONTENT_TYPE,
     RUN_LABEL,
-    Family,
-    Page,
+    MetricSpec,
+    MetricTable,
     Pages,
+    by_source,
     check_port,
     health_page,
+    metrics_page,
     readiness_page,
     served,
 )
@@ -71,6 +71,7 @@ class BootstrapFacts:
     and why. manifest_until: Unix time.
     """
 
+    role: Role
     not_ready: str = "the first look is to come"
     dht_peers: int | None = None
     memory_bytes: int | None = None
@@ -81,7 +82,7 @@ class BootstrapFacts:
     refused: Mapping[str, int] = field(default_factory=dict[str, int])
 
 
-class BootstrapFigures:
+class BootstrapMetrics:
     """Of one bootstrap; `tick` belongs to its thread, the pages to those who ask."""
 
     def __init__(
@@ -101,7 +102,7 @@ class BootstrapFigures:
         self._swarm = swarm
         self._archive = archive
         self._folder = folder
-        self._facts = BootstrapFacts()
+        self._facts = BootstrapFacts(role=role)
         self._archive_bytes: Mapping[int, int] = {}
         self._turn_at = time.monotonic()
         self._looked_at = self._measured_at = float("-inf")
@@ -119,21 +120,17 @@ class BootstrapFigures:
 
     def pages(self) -> Pages:
         """What is served."""
+        metrics = metrics_of(self._keeper.run, lambda: self._facts)
         signs = {
             "main thread": lambda: time.monotonic() < self._turn_at + STUCK_AFTER_S,
             "DHT process": lambda: bool(self._dht.running),
             "archive": lambda: self._archive.keeper is not None,
         }
         return {
-            "/metrics": self.page,
+            "/metrics": lambda: metrics_page(metrics),
             "/healthz": lambda: health_page(signs),
             "/readyz": lambda: readiness_page(self._facts.not_ready),
         }
-
-    def page(self) -> Page:
-        """The text of `/metrics`."""
-        body = exposition(self._keeper.run[:RUN_LABEL], self._role, self._facts)
-        return Page(body=body, content_type=CONTENT_TYPE)
 
     def _look(self) -> BootstrapFacts:
         keeper = self._archive.keeper
@@ -152,6 +149,7 @@ class BootstrapFigures:
         child = cast("int | None", self._dht.pid)  # pyright: ignore[reportUnknownMemberType]
         pids = (os.getpid(), child, self._dht.p2pd_pid)
         return BootstrapFacts(
+            role=self._role,
             not_ready=not_ready,
             dht_peers=dht_peers,
             memory_bytes=sum(proportional_bytes(pid) for pid in pids if pid),
@@ -159,11 +157,7 @@ class BootstrapFigures:
             archive_bytes=self._archive_bytes,
             archive_rounds={} if keeper is None else keeper.rounds,
             served_bytes={} if keeper is None else keeper.served.copy(),
-            refused={
-                f"{source}_{reason}": count
-                for source, counts in refused.items()
-                for reason, count in counts.items()
-            },
+            refused=by_source(refused),
         )
 
 
@@ -176,53 +170,53 @@ def bytes_by_stage(folder: Path) -> dict[int, int]:
     return found
 
 
-def exposition(run: str, role: Role, facts: BootstrapFacts) -> bytes:
-    """Everything as Prometheus reads it; run: the label's value."""
-    lines = [
-        line
-        for family in _families(role, facts)
-        if family.series
-        for line in family.lines(run, PREFIX)
-    ]
-    return ("\n".join(lines) + "\n").encode()
+_Spec = MetricSpec[BootstrapFacts]
+METRICS = (
+    _Spec(
+        "build_info",
+        "What runs here: the operator's bootstrap, or a copy.",
+        lambda f: {(__version__, PROTOCOL_VERSION, f.role): 1},
+        ("version", "protocol", "role"),
+    ),
+    _Spec("ready", "Whether peers can join and fetch here.", lambda f: not f.not_ready),
+    _Spec("dht_peers", "Other DHT nodes that this one knows.", lambda f: f.dht_peers),
+    _Spec("memory_bytes", "Of all processes, proportional set size.", lambda f: f.memory_bytes),
+    _Spec(
+        "manifest_expiry_timestamp_seconds",
+        "Until when the manifest is valid, if the operator's bootstrap does not renew it.",
+        lambda f: f.manifest_until or None,
+    ),
+    _Spec(
+        "archive_bytes",
+        "Bytes on the disk of a stage's states and records.",
+        lambda f: f.archive_bytes,
+        ("stage",),
+    ),
+    _Spec(
+        "archive_round",
+        "The newest round of a stage that is kept; -1 before the first one.",
+        lambda f: f.archive_rounds,
+        ("stage",),
+    ),
+    _Spec(
+        "served_bytes_total",
+        "Payload bytes of what was kept, sent to those who asked.",
+        lambda f: {"state": 0, "record": 0} | dict(f.served_bytes),
+        ("kind",),
+    ),
+    _Spec(
+        "refused_total",
+        "Records of others and requests that were refused, by who refused them and why.",
+        lambda f: f.refused,
+        ("reason",),
+    ),
+)
 
 
-def _families(role: Role, facts: BootstrapFacts) -> Iterable[Family]:
-    def many(
-        name: str,
-        kind: Literal["gauge", "counter"],
-        text: str,
-        label: str,
-        values: Mapping[int, int] | Mapping[str, int],
-    ) -> Family:
-        family = Family(name, kind, text)
-        for key, value in values.items():
-            family.add(value, **{label: key})
-        return family
-
-    def one(name: str, text: str, value: float | None) -> Family:
-        family = Family(name, "gauge", text)
-        family.add(value)
-        return family
-
-    build = Family("build_info", "gauge", "What runs here: the operator's bootstrap, or a copy.")
-    build.add(1, version=__version__, protocol=PROTOCOL_VERSION, role=role)
-    yield build
-    yield one("ready", "Whether peers can join and fetch here.", float(not facts.not_ready))
-    yield one("dht_peers", "Other DHT nodes that this one knows.", facts.dht_peers)
-    memory = "Of all processes, proportional set size."
-    yield one("memory_bytes", memory, facts.memory_bytes)
-    until = "Until when the manifest is valid, if the operator's bootstrap does not renew it."
-    yield one("manifest_expiry_timestamp_seconds", until, facts.manifest_until or None)
-    kept = "Bytes on the disk of a stage's states and records."
-    yield many("archive_bytes", "gauge", kept, "stage", facts.archive_bytes)
-    newest = "The newest round of a stage that is kept; -1 before the first one."
-    yield many("archive_round", "gauge", newest, "stage", facts.archive_rounds)
-    served = {"state": 0, "record": 0} | dict(facts.served_bytes)
-    sent = "Payload bytes of what was kept, sent to those who asked."
-    yield many("served_bytes_total", "counter", sent, "kind", served)
-    refused = "Records of others and requests that were refused, by who refused them and why."
-    yield many("refused_total", "counter", refused, "reason", facts.refused)
+def metrics_of(run: str, facts: Callable[[], BootstrapFacts]) -> MetricTable[BootstrapFacts]:
+    """What `/metrics` says."""
+    labels = {"run": run[:RUN_LABEL]}
+    return MetricTable(specs=METRICS, source=facts, prefix=PREFIX, labels=labels)
 
 
 # with another folder it would get another key, and with it begin another run
@@ -353,7 +347,7 @@ class Beside:
             manifest=manifest,
             folder=folder,
         )
-        self._figures = BootstrapFigures(
+        self._metrics = BootstrapMetrics(
             role="operator" if keeper.own else "copy",
             keeper=keeper,
             dht=dht,
@@ -362,7 +356,7 @@ class Beside:
             folder=folder,
         )
         self._open = ExitStack()
-        pages = self._figures.pages()
+        pages = self._metrics.pages()
         self._open.enter_context(served(options.metrics_host, options.metrics_port, pages))
 
     def tick(self) -> None:
@@ -371,7 +365,7 @@ class Beside:
             self._signed = self._keeper.signed
             self._archive.revise(self._signed.verify(self._keeper.run))
         self._archive.tick()
-        self._figures.tick()
+        self._metrics.tick()
 
     def close(self) -> None:
         """End it all."""

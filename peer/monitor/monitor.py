@@ -38,19 +38,18 @@ from dilocox.dht.invite import Invite
 from dilocox.dht.join import Joined, joined
 from dilocox.dht.revisions import ManifestWatch
 from dilocox.peer.http_pages import (
-    CONTENT_TYPE,
-    RUN_LABEL,
     Page,
     Pages,
     PageServer,
     check_port,
     health_page,
+    metrics_page,
     readiness_page,
 )
 from dilocox.peer.monitor.chains import ChainReader, Order, followed, holders_of
 from dilocox.peer.monitor.history import SwarmHistory
 from dilocox.peer.monitor.look import Looker, SwarmLook, bootstrap_ids
-from dilocox.peer.monitor.status import RunFacts, exposition, status_of, swarm_health
+from dilocox.peer.monitor.status import RunFacts, Seen, metrics_of, status_of, swarm_health
 from dilocox.peer.os_process import StopSignal
 from dilocox.peer.state_folder import StateFolder
 
@@ -68,13 +67,13 @@ class MonitorPages:
     def __init__(self, alive: Callable[[], bool]):
         self._alive = alive
         self._status = b"{}"
-        self._metrics = b""
+        self._metrics = Page(body=b"")
         self._looked_at: float | None = None
         self._html = (files("dilocox.peer.monitor") / "page" / STATUS_FILE).read_bytes()
         policy = content_policy(self._html.decode())
         self._headers = {"Content-Security-Policy": policy, "Referrer-Policy": "no-referrer"}
 
-    def show(self, status: dict[str, Any], metrics: bytes) -> None:
+    def show(self, status: dict[str, Any], metrics: Page) -> None:
         """The figures after a look."""
         text = json.dumps(status, allow_nan=False, separators=(",", ":"))
         self._status, self._metrics = text.encode(), metrics
@@ -85,7 +84,7 @@ class MonitorPages:
         return {
             "/": self._page,
             "/status.json": lambda: Page(body=self._status, content_type="application/json"),
-            "/metrics": lambda: Page(body=self._metrics, content_type=CONTENT_TYPE),
+            "/metrics": lambda: self._metrics,
             "/healthz": lambda: health_page({"monitor": self._alive, "looks": self._looks}),
             "/readyz": lambda: readiness_page("" if self._looked_at else "it has not looked yet"),
         }
@@ -247,10 +246,9 @@ class Monitor:
         late = time.monotonic() >= self._saved_at + SAVE_PERIOD_S
         if late or self._history.counters != self._saved:
             self._save()  # before they are shown: a counter must not fall when this one is killed
-        self.pages.show(
-            status_of(self._facts, look, self._history, health),
-            exposition(self._place.run[:RUN_LABEL], look, self._history, health),
-        )
+        seen = Seen(look=look, history=self._history, health=health)
+        metrics = metrics_page(metrics_of(self._place.run, seen))
+        self.pages.show(status_of(self._facts, seen), metrics)
 
     def close(self) -> None:
         """End the thread and write what was learnt; twice does no harm."""

@@ -3,166 +3,103 @@
 `status_of` is for the status page: plain values for JSON. No address of a peer is in it, and every
 text that a peer chose is cut to one short line.
 
-`exposition` is for Prometheus: figures by run, stage and rank. Volunteers behind address
+`metrics_of` is for Prometheus: metrics by run, stage and rank. Volunteers behind address
 translation cannot be scraped, so this is what the dashboard reads. No peer id and no text of a peer
-is a label, but for versions, which are few and of a fixed form. The text format is our own
-(http_pages.py): it is short, and the client library knows one process's own figures.
+is a label, but for versions, which are few and of a fixed form.
 """
 
 from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from itertools import islice
 from statistics import median, median_low
-from typing import Any, Literal
+from typing import Any
 
 from dilocox import __version__
 from dilocox.dht.manifest import Manifest
 from dilocox.dht.records import ReplicaRecord, StageRecord
 from dilocox.dht.swarm_view import SwarmView
-from dilocox.peer.http_pages import Family
+from dilocox.peer.chain.summary import LoggedRound
+from dilocox.peer.http_pages import RUN_LABEL, MetricSpec, MetricTable, Value, one_of
 from dilocox.peer.monitor.health import STATES, Health, StageHealth, SwarmHealth, health_of
 from dilocox.peer.monitor.history import StageRounds, SwarmHistory, cut
 from dilocox.peer.monitor.look import SwarmLook, finite
 from dilocox.pipeline.placement import cannot_be_reached
 
+PREFIX = "dilocox_swarm_"
 PEER_STATES = ("joining", "spare", "training")
 MAX_RANKS = 50
 MAX_VERSIONS = 10
 OTHER = "other"
+MAX_PEERS_SHOWN = 64  # of a stage; the others are counted
+MAX_REPLICAS_SHOWN = 64
+MAX_CONTRIBUTORS_SHOWN = 50
+MAX_FAULTS_SHOWN = 12
+SHORT = 24  # letters of a version or codec
 
 _VERSION = re.compile(r"[0-9A-Za-z.+-]{1,24}")
 
 
-def exposition(run: str, look: SwarmLook, history: SwarmHistory, health: Health) -> bytes:
-    """Everything as Prometheus reads it; run: the label's value."""
-    families = [
-        *_swarm(look, history, health),
-        *_stages(look, history, health),
-        *_chains(look, history),
-        *_contribution(history),
-    ]
-    lines = [line for family in families if family.series for line in family.lines(run)]
-    return ("\n".join(lines) + "\n").encode()
+@dataclass(frozen=True, kw_only=True)
+class Seen:
+    """All that one look says; what the metrics and the page are made of."""
+
+    look: SwarmLook
+    history: SwarmHistory
+    health: Health
+
+    @property
+    def stages(self) -> range:
+        """Of the run."""
+        return range(len(self.history.stages))
+
+    @property
+    def contributors(self) -> int:
+        """Peers that are in a record of any stage."""
+        return len(set[str]().union(*(each.tokens for each in self.history.stages)))
 
 
-def _swarm(look: SwarmLook, history: SwarmHistory, health: Health) -> Iterable[Family]:
-    def one(
-        name: str, text: str, value: float | None, kind: Literal["gauge", "counter"] = "gauge"
-    ) -> Family:
-        family = Family(name, kind, text)
-        family.add(value)
-        return family
-
-    validation, train = history.validation, history.train
-    yield one("healthy", "1 if the run trains, is paused or has ended.", float(health.good))
-    states = Family("state", "gauge", "1 for the state that the status page says, 0 for others.")
-    for state in STATES:
-        states.add(float(state == health.state), state=state)
-    yield states
-    yield one("replicas", "Replicas that train now.", len(look.replicas))
-    yield one("tokens_per_second", "Tokens a second that all replicas state.", look.tokens_per_s)
-    revision = "Of the operator's newest manifest."
-    yield one("manifest_revision", revision, look.revision)
-    tokens = history.stages[0].chain_tokens  # it falls when the operator goes back
-    yield one("tokens_total", "Tokens behind the records of stage 0.", tokens, "counter")
-    loss = "of the newest round that has one, in nats a token."
-    yield one("validation_loss", f"Validation loss {loss}", validation and validation[1])
-    yield one("train_loss", f"Mean train loss {loss}", train and train[1])
-    lost = "Heads whose newest validation loss is not finite."
-    yield one("losses_not_finite", lost, history.losses_not_finite)
-    waiting = "Share of their last round that replicas waited for averages, a mean."
-    yield one("waiting_ratio", waiting, look.waiting_share)
-    faults = "Faults that heads of replicas told."
-    yield one("faults_total", faults, history.faults_total, "counter")
-    came = "Times that a peer came into view, for the first time or again."
-    yield one("joined_total", came, history.joined_total, "counter")
-    went = "Times that a peer left or went silent."
-    yield one("left_total", went, history.left_total, "counter")
-    bootstraps = Family("bootstrap_up", "gauge", "1 if the bootstrap answers, in invite's order.")
-    for index, answers in enumerate(look.bootstraps.values()):
-        bootstraps.add(float(answers), bootstrap=index)
-    yield bootstraps
-    versions = Family("peer_versions", "gauge", "Peers by version of their dilocox.")
-    for version, count in _versions(look, len(history.stages)).items():
-        versions.add(count, version=version)
-    yield versions
+def metrics_of(run: str, seen: Seen) -> MetricTable[Seen]:
+    """What `/metrics` says."""
+    labels = {"run": run[:RUN_LABEL]}
+    return MetricTable(specs=METRICS, source=lambda: seen, prefix=PREFIX, labels=labels)
 
 
-def _stages(look: SwarmLook, history: SwarmHistory, health: Health) -> Iterable[Family]:
-    peers = Family("peers", "gauge", "Peers in view, by stage and state.")
-    spares = Family("spares", "gauge", "Peers of a stage that are in no replica.")
-    blocked = Family("blocked", "gauge", "1 if this stage stops the run for want of a peer.")
-    unreachable = Family(
-        "stage_unreachable", "gauge", "1 if all peers of this stage can only dial out."
-    )
-    voids = Family("voids", "gauge", "Void rounds that peers told, a mean over the stage's peers.")
-    error = Family(
-        "compression_error_ratio",
-        "gauge",
-        "What the codec left unsent of a peer's newest message, by norm, a median over peers.",
-    )
-    for stage in range(len(history.stages)):
-        states = Counter(record.state for record in look.present(stage).values())
-        for state in PEER_STATES:
-            peers.add(states[state], stage=stage, state=state)
-        spares.add(states["spare"], stage=stage)
-        blocked.add(float(stage in health.blocked), stage=stage)
-        unreachable.add(float(cannot_be_reached(look.present(stage))), stage=stage)
-        voids.add(history.voids[stage], stage=stage)
-        stated = [record.compression_error for record in look.present(stage).values()]
-        if errors := [each for each in stated if each is not None]:
-            error.add(median_low(errors), stage=stage)
-    return peers, spares, blocked, unreachable, voids, error
+def _peers(seen: Seen) -> Mapping[tuple[int, str], Value]:
+    return {
+        (stage, state): sum(each.state == state for each in seen.look.present(stage).values())
+        for stage in seen.stages
+        for state in PEER_STATES
+    }
 
 
-def _chains(look: SwarmLook, history: SwarmHistory) -> Iterable[Family]:
-    rounds = Family("rounds_total", "counter", "Records of committed rounds that were seen.")
-    per_hour = Family("rounds_per_hour", "gauge", "Rounds an hour, over the last hour.")
-    number = Family("round", "gauge", "Number of the newest committed round.")
-    size = Family("round_bytes", "gauge", "Bytes of the newest round record.")
-    rank = Family("rank", "gauge", "Ranks of the newest round record, over its matrices.")
-    steps = "H, inner steps of the next round, as the newest record says."
-    inner_steps = Family("inner_steps", "gauge", steps)
-    last = Family(
-        "last_round_timestamp_seconds", "gauge", "When the newest round was seen to come."
-    )
-    for stage, chain in enumerate(history.stages):
-        rounds.add(chain.records_seen, stage=stage)
-        per_hour.add(chain.per_hour(look.at), stage=stage)
-        last.add(chain.progress_at, stage=stage)
-        head = chain.head
-        if head is None:
-            continue
-        number.add(head.round, stage=stage)
-        size.add(head.record_bytes, stage=stage)
-        inner_steps.add(head.next_inner_steps, stage=stage)
-        for statistic, value in zip(("min", "median", "max"), head.ranks or (), strict=False):
-            rank.add(value, stage=stage, statistic=statistic)
-    return rounds, per_hour, number, size, rank, inner_steps, last
+def _spares(present: Mapping[str, StageRecord]) -> Value:
+    return sum(record.state == "spare" for record in present.values())
 
 
-def _contribution(history: SwarmHistory) -> Iterable[Family]:
-    shares = Family(
-        "contribution_tokens", "gauge", "Tokens of a peer in the records of stage 0, by its rank."
-    )
-    first: StageRounds = history.stages[0]
-    for index, (_, tokens) in enumerate(first.tokens.most_common(MAX_RANKS), start=1):
-        shares.add(tokens, rank=index)
-    everybody = set[str]().union(*(each.tokens for each in history.stages))
-    contributors = Family("contributors", "gauge", "Peers that are in a record of any stage.")
-    contributors.add(len(everybody))
-    return shares, contributors
+def _compression_error(present: Mapping[str, StageRecord]) -> Value:
+    told = [record.compression_error for record in present.values()]
+    errors = [each for each in told if each is not None]
+    return median_low(errors) if errors else None
 
 
-def _versions(look: SwarmLook, stages: int) -> Mapping[str, int]:
+def _ranks(seen: Seen) -> Mapping[tuple[int, str], Value]:
+    return {
+        (stage, statistic): rank
+        for stage, chain in enumerate(seen.history.stages)
+        if chain.head is not None
+        for statistic, rank in zip(("min", "median", "max"), chain.head.ranks or (), strict=False)
+    }
+
+
+def _versions(seen: Seen) -> Mapping[str, int]:
     told = Counter(
         record.version if _VERSION.fullmatch(record.version) else OTHER
-        for stage in range(stages)
-        for record in look.present(stage).values()
+        for stage in seen.stages
+        for record in seen.look.present(stage).values()
     )
     shown = dict(told.most_common(MAX_VERSIONS))
     rest = sum(told.values()) - sum(shown.values())
@@ -171,13 +108,148 @@ def _versions(look: SwarmLook, stages: int) -> Mapping[str, int]:
     return shown
 
 
-MAX_PEERS_SHOWN = 64  # of a stage; the others are counted
-MAX_REPLICAS_SHOWN = 64
-MAX_CONTRIBUTORS_SHOWN = 50
-MAX_FAULTS_SHOWN = 12
-SHORT = 24  # letters of a version or codec
+_Spec = MetricSpec[Seen]
 
 
+def _of_peers(name: str, text: str, read: Callable[[Mapping[str, StageRecord]], Value]) -> _Spec:
+    """By stage, of the peers there that have not left."""
+    return _Spec(name, text, lambda s: {n: read(s.look.present(n)) for n in s.stages}, ("stage",))
+
+
+def _of_chain(name: str, text: str, read: Callable[[StageRounds, float], Value]) -> _Spec:
+    """By stage, of what is remembered of its chain, and the time of the look."""
+    return _Spec(
+        name,
+        text,
+        lambda s: {n: read(chain, s.look.at) for n, chain in enumerate(s.history.stages)},
+        ("stage",),
+    )
+
+
+def _of_head(name: str, text: str, read: Callable[[LoggedRound], Value]) -> _Spec:
+    """By stage, of its newest round."""
+    return _of_chain(name, text, lambda chain, _: chain.head and read(chain.head))
+
+
+METRICS = (
+    _Spec("healthy", "1 if the run trains, is paused or has ended.", lambda s: s.health.good),
+    _Spec(
+        "state",
+        "1 for the state that the status page says, 0 for others.",
+        lambda s: one_of(s.health.state, STATES),
+        ("state",),
+    ),
+    _Spec("replicas", "Replicas that train now.", lambda s: len(s.look.replicas)),
+    _Spec(
+        "tokens_per_second",
+        "Tokens a second that all replicas state.",
+        lambda s: s.look.tokens_per_s,
+    ),
+    _Spec("manifest_revision", "Of the operator's newest manifest.", lambda s: s.look.revision),
+    _Spec(  # it falls when the operator goes back
+        "tokens_total",
+        "Tokens behind the records of stage 0.",
+        lambda s: s.history.stages[0].chain_tokens,
+    ),
+    _Spec(
+        "validation_loss",
+        "Validation loss of the newest round that has one, in nats a token.",
+        lambda s: s.history.validation and s.history.validation[1],
+    ),
+    _Spec(
+        "train_loss",
+        "Mean train loss of the newest round that has one, in nats a token.",
+        lambda s: s.history.train and s.history.train[1],
+    ),
+    _Spec(
+        "losses_not_finite",
+        "Heads whose newest validation loss is not finite.",
+        lambda s: s.history.losses_not_finite,
+    ),
+    _Spec(
+        "waiting_ratio",
+        "Share of their last round that replicas waited for averages, a mean.",
+        lambda s: s.look.waiting_share,
+    ),
+    _Spec("faults_total", "Faults that heads of replicas told.", lambda s: s.history.faults_total),
+    _Spec(
+        "joined_total",
+        "Times that a peer came into view, for the first time or again.",
+        lambda s: s.history.joined_total,
+    ),
+    _Spec("left_total", "Times that a peer left or went silent.", lambda s: s.history.left_total),
+    _Spec(
+        "bootstrap_up",
+        "1 if the bootstrap answers, in invite's order.",
+        lambda s: dict(enumerate(s.look.bootstraps.values())),
+        ("bootstrap",),
+    ),
+    _Spec("peer_versions", "Peers by version of their dilocox.", _versions, ("version",)),
+    # ---- the peers of a stage
+    _Spec("peers", "Peers in view, by stage and state.", _peers, ("stage", "state")),
+    _of_peers("spares", "Peers of a stage that are in no replica.", _spares),
+    _Spec(
+        "blocked",
+        "1 if this stage stops the run for want of a peer.",
+        lambda s: {stage: stage in s.health.blocked for stage in s.stages},
+        ("stage",),
+    ),
+    _of_peers(
+        "stage_unreachable", "1 if all peers of this stage can only dial out.", cannot_be_reached
+    ),
+    _Spec(
+        "voids",
+        "Void rounds that peers told, a mean over the stage's peers.",
+        lambda s: dict(enumerate(s.history.voids)),
+        ("stage",),
+    ),
+    _of_peers(
+        "compression_error_ratio",
+        "What the codec left unsent of a peer's newest message, by norm, a median over peers.",
+        _compression_error,
+    ),
+    # ---- the chain of a stage
+    _of_chain(
+        "rounds_total", "Records of committed rounds that were seen.", lambda c, _: c.records_seen
+    ),
+    _of_chain(
+        "rounds_per_hour", "Rounds an hour, over the last hour.", lambda c, now: c.per_hour(now)
+    ),
+    _of_chain(
+        "last_round_timestamp_seconds",
+        "When the newest round was seen to come.",
+        lambda c, _: c.progress_at,
+    ),
+    _of_head("round", "Number of the newest committed round.", lambda head: head.round),
+    _of_head("round_bytes", "Bytes of the newest round record.", lambda head: head.record_bytes),
+    _of_head(
+        "inner_steps",
+        "H, inner steps of the next round, as the newest record says.",
+        lambda head: head.next_inner_steps,
+    ),
+    _Spec(
+        "rank",
+        "Ranks of the newest round record, over its matrices.",
+        _ranks,
+        ("stage", "statistic"),
+    ),
+    # ---- contributions
+    _Spec(
+        "contribution_tokens",
+        "Tokens of a peer in the records of stage 0, by its rank.",
+        lambda s: {
+            rank: tokens
+            for rank, (_, tokens) in enumerate(
+                s.history.stages[0].tokens.most_common(MAX_RANKS), start=1
+            )
+        },
+        ("rank",),
+    ),
+    _Spec("contributors", "Peers that are in a record of any stage.", lambda s: s.contributors),
+)
+
+
+# ---- the status page -----------------------------------------------------------------------------
 @dataclass(frozen=True, kw_only=True)
 class RunFacts:
     """What does not change while the monitor runs."""
@@ -232,11 +304,9 @@ def _round_s(manifest: Manifest, look: SwarmLook, history: SwarmHistory) -> floa
     return max(usual, inner_steps * (median(steps) if steps else 0.0))
 
 
-def status_of(
-    facts: RunFacts, look: SwarmLook, history: SwarmHistory, health: Health
-) -> dict[str, Any]:
+def status_of(facts: RunFacts, seen: Seen) -> dict[str, Any]:
     """Everything that the page draws; see page/status.html."""
-    manifest = facts.manifest
+    manifest, look, history, health = facts.manifest, seen.look, seen.history, seen.health
     validation, train = history.validation, history.train
     return {
         "run": facts.run,
@@ -260,7 +330,7 @@ def status_of(
             "faults": history.faults_total,
             "joined": history.peers_total,
             "left": history.away,
-            "contributors": len(set[str]().union(*(each.tokens for each in history.stages))),
+            "contributors": seen.contributors,
         },
         "bootstraps": list(look.bootstraps.values()),
         "stages": [_stage(number, look, history) for number in range(manifest.stages)],

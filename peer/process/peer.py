@@ -56,7 +56,7 @@ from dilocox.peer.chain.store import RoundLog, keep_manifest
 from dilocox.peer.http_pages import check_port, served
 from dilocox.peer.options import PeerOptions
 from dilocox.peer.os_process import StopRequested, StopSignal, hold_back
-from dilocox.peer.process.metrics import Figures
+from dilocox.peer.process.metrics import PeerMetrics
 from dilocox.peer.process.prepare import StageNeeds, check_disk, held_out, local_model, open_corpus
 from dilocox.peer.process.resting import Allowance, RestWatch
 from dilocox.peer.process.stage_selection import announce_joining, chosen_stage
@@ -165,8 +165,8 @@ class Assembly:
         coordinator: the thread that deals with the swarm, not started yet.
         network: the thread that deals with the replica, not started yet.
         trainer: the loop; to be run while both threads run.
-        figures: what can be asked of this peer over HTTP.
-        allowance: what its volunteer allows it, of which the figures tell.
+        metrics: what can be asked of this peer over HTTP.
+        allowance: what its volunteer allows it, of which the metrics tell.
     """
 
     def __init__(
@@ -227,7 +227,7 @@ class Assembly:
             answer=self._reservation.answer,
             admits=lambda _, hello: link_of(hello, config.stage),
         )
-        self.figures = Figures(
+        self.metrics = PeerMetrics(
             place=self._place,
             joined=joined,
             averager=averager,
@@ -238,7 +238,7 @@ class Assembly:
             network=self.network,
             allowance=self.allowance,
         )
-        reporter.listeners.append(self.figures.metrics)
+        reporter.listeners.append(self.metrics)
         self.trainer = self._trainer()
 
     def _wake(self) -> None:
@@ -508,7 +508,7 @@ def _take_part(options: PeerOptions, place: Joined, folder: StateFolder, stop: S
         with assembly.network:
             assembly.coordinator.start()
             try:
-                pages = assembly.figures.pages()
+                pages = assembly.metrics.pages()
                 watch = RestWatch(assembly.allowance, place.dht.carried_bytes, stop)
                 with served(options.metrics_host, options.metrics_port, pages), watch:
                     assembly.trainer.run()

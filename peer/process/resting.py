@@ -28,10 +28,13 @@ from dilocox.dht.errors import EnvironmentFault, InvalidInput
 from dilocox.dht.files import disk_fault, write_atomically
 from dilocox.dht.manifest import PROTOCOL_VERSION
 from dilocox.peer.http_pages import (
-    CONTENT_TYPE,
-    Page,
+    RUN_LABEL,
+    MetricSpec,
+    MetricTable,
     Pages,
     health_page,
+    metrics_page,
+    one_of,
     readiness_page,
     served,
 )
@@ -233,20 +236,21 @@ def wait_until_allowed(options: PeerOptions) -> bool:
 
 
 class _Resting:
-    """What is shown of a peer that rests."""
+    """What is shown of a peer that rests. run, rest, allowance: what its metrics read."""
 
     def __init__(self, options: PeerOptions, allowance: Allowance):
+        self.run = options.invite.run_id
+        self.allowance = allowance
+        self.rest: Rest | None = None
         self._options = options
-        self._allowance = allowance
-        self._rest: Rest | None = None
         self._stage, self._status = _last_place(options)
 
     def look(self) -> bool:
         """Whether it still rests; says so where that changed."""
-        rest = self._allowance.rest()
-        if rest == self._rest:
+        rest = self.allowance.rest()
+        if rest == self.rest:
             return rest is not None
-        self._rest = rest
+        self.rest = rest
         if rest is None:
             logger.info("going on")
         elif rest.until is None:
@@ -259,10 +263,13 @@ class _Resting:
 
     def pages(self) -> Pages:
         """What is served."""
+        metrics = MetricTable(
+            specs=METRICS, source=lambda: self, prefix="dilocox_", labels={"stage": self._stage}
+        )
         return {
-            "/metrics": self._metrics,
+            "/metrics": lambda: metrics_page(metrics),
             "/healthz": lambda: health_page({}),
-            "/readyz": lambda: readiness_page(f"resting: {self._rest.words if self._rest else ''}"),
+            "/readyz": lambda: readiness_page(f"resting: {self.rest.words if self.rest else ''}"),
         }
 
     def _write_status(self, rest: Rest | None) -> None:
@@ -280,45 +287,32 @@ class _Resting:
         else:
             write_atomically(self._status, json.dumps(known).encode(), durable=False)
 
-    def _metrics(self) -> Page:
-        """In the names and labels of metrics.py, whose imports would take the memory of a peer."""
-        stage, run, rest = self._stage, self._options.invite.run_id[:12], self._rest
-        build = f'version="{__version__}",protocol="{PROTOCOL_VERSION}",run="{run}",stage="{stage}"'
-        limit = self._allowance.limit_bytes
-        figures: list[tuple[str, str, dict[str, float | None]]] = [
-            ("build_info", "What runs here.", {build: 1}),
-            ("ready", "Whether this peer takes part in the run.", {f'stage="{stage}"': 0}),
-            (
-                "peer_state",
-                "Where this peer is.",
-                {f'stage="{stage}",state="{name}"': name == "resting" for name in STATES},
-            ),
-            (
-                "resting",
-                "Why this peer rests.",
-                {
-                    f'stage="{stage}",reason="{name}"': rest is not None and rest.reason == name
-                    for name in REASONS
-                },
-            ),
-            (
-                "resting_until_timestamp_seconds",
-                "When it goes on.",
-                {f'stage="{stage}"': rest.until if rest else None},
-            ),
-            (
-                "month_traffic_bytes",
-                "Sent and received in this calendar month (UTC).",
-                {f'stage="{stage}"': self._allowance.used_bytes},
-            ),
-            ("month_traffic_limit_bytes", "Its limit.", {f'stage="{stage}"': limit}),
-        ]
-        lines: list[str] = []
-        for name, text, series in figures:
-            lines += [f"# HELP dilocox_{name} {text}", f"# TYPE dilocox_{name} gauge"]
-            told = ((labels, value) for labels, value in series.items() if value is not None)
-            lines += [f"dilocox_{name}{{{labels}}} {float(value)!r}" for labels, value in told]
-        return Page(body=("\n".join(lines) + "\n").encode(), content_type=CONTENT_TYPE)
+
+# In the names and labels of metrics.py, whose imports would take the memory of a peer.
+_Spec = MetricSpec[_Resting]
+METRICS = (
+    _Spec(
+        "build_info",
+        "What runs here.",
+        lambda p: {(__version__, PROTOCOL_VERSION, p.run[:RUN_LABEL]): 1},
+        ("version", "protocol", "run"),
+    ),
+    _Spec("ready", "Whether this peer takes part in the run.", lambda _: 0),
+    _Spec("peer_state", "Where this peer is.", lambda _: one_of("resting", STATES), ("state",)),
+    _Spec(
+        "resting",
+        "Why this peer rests.",
+        lambda p: one_of(p.rest.reason if p.rest else "", REASONS),
+        ("reason",),
+    ),
+    _Spec("resting_until_timestamp_seconds", "When it goes on.", lambda p: p.rest and p.rest.until),
+    _Spec(
+        "month_traffic_bytes",
+        "Sent and received in this calendar month (UTC).",
+        lambda p: p.allowance.used_bytes,
+    ),
+    _Spec("month_traffic_limit_bytes", "Its limit.", lambda p: p.allowance.limit_bytes),
+)
 
 
 def _last_place(options: PeerOptions) -> tuple[str, Path]:

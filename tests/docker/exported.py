@@ -12,8 +12,8 @@ from typing import Any
 import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
-from dilocox.peer.commands.bootstrap import exposition
-from tests.peer.test_bootstrap import FACTS, RUN
+from tests.peer.test_bootstrap import FACTS
+from tests.peer.test_bootstrap import text as bootstrap_text
 from tests.peer.test_metrics import Shown
 from tests.peer.test_monitor_metrics import text as monitor_text
 from tests.peer.test_monitor_metrics import trained
@@ -39,8 +39,7 @@ def exported() -> dict[str, set[str]]:
     shown = Shown()
     shown.everything()
     labels: dict[str, set[str]] = {}
-    bootstrap = exposition(RUN[:12], "operator", FACTS).decode()
-    for text in (shown.text, monitor_text(trained()), bootstrap):
+    for text in (shown.text, monitor_text(trained()), bootstrap_text(FACTS).decode()):
         for family in text_string_to_metric_families(text):
             for sample in family.samples:
                 labels.setdefault(sample.name, set()).update(sample.labels)

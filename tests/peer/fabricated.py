@@ -16,7 +16,7 @@ from dilocox.peer.monitor.chains import Walk
 from dilocox.peer.monitor.health import Health
 from dilocox.peer.monitor.history import SwarmHistory
 from dilocox.peer.monitor.look import SwarmLook
-from dilocox.peer.monitor.status import RunFacts, status_of, swarm_health
+from dilocox.peer.monitor.status import RunFacts, Seen, status_of, swarm_health
 
 NOW = 1_763_640_000.0  # 12:00:00 UTC of some day
 RUN = "0123456789abcdef" * 2
@@ -196,6 +196,9 @@ class ToldSwarm:
         self.history.judged(health, look.at)
         return health
 
+    def seen(self, look: SwarmLook) -> Seen:
+        return Seen(look=look, history=self.history, health=self.health(look))
+
     def status(self, look: SwarmLook) -> dict[str, Any]:
         facts = RunFacts(run=RUN, invite=INVITE, manifest=self.manifest)
-        return status_of(facts, look, self.history, self.health(look))
+        return status_of(facts, self.seen(look))

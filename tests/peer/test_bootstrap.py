@@ -21,17 +21,19 @@ from dilocox.peer.commands.bootstrap import (
     LOOK_PERIOD_S,
     STUCK_AFTER_S,
     BootstrapFacts,
-    BootstrapFigures,
+    BootstrapMetrics,
     BootstrapOptions,
     bytes_by_stage,
-    exposition,
+    metrics_of,
     other_bootstraps,
     run_bootstrap_command,
 )
+from dilocox.peer.http_pages import metrics_page
 
 RUN = "0123456789abcdef" * 2
 ME, OTHER, THIRD = (peer_id_of(bytes([n]) * 32) for n in (1, 2, 3))
 FACTS = BootstrapFacts(
+    role="copy",
     not_ready="",
     dht_peers=7,
     memory_bytes=400_000_000,
@@ -167,6 +169,10 @@ def test_what_the_loss_of_the_key_means_is_said_when_it_is_made_and_never_again(
 
 
 # ---- what it shows -------------------------------------------------------------------------------
+def text(facts: BootstrapFacts) -> bytes:
+    return metrics_page(metrics_of(RUN, lambda: facts)).body
+
+
 def series(text: bytes) -> dict[str, float]:
     """By name without prefix, and labels without the run."""
     found: dict[str, float] = {}
@@ -180,7 +186,7 @@ def series(text: bytes) -> dict[str, float]:
 
 
 def test_every_figure_has_the_agreed_name_and_labels() -> None:
-    found = series(exposition(RUN[:12], "copy", FACTS))
+    found = series(text(FACTS))
     assert {name.split()[0] for name in found} == NAMES.keys()
     assert found["archive_round 0"] == 11
     assert found["archive_bytes 1"] == 2000
@@ -190,7 +196,7 @@ def test_every_figure_has_the_agreed_name_and_labels() -> None:
 
 
 def test_what_is_not_known_yet_is_left_out() -> None:
-    found = series(exposition(RUN[:12], "operator", BootstrapFacts()))
+    found = series(text(BootstrapFacts(role="operator")))
     assert found["ready"] == 0
     assert not {"dht_peers", "memory_bytes", "manifest_expiry_timestamp_seconds"} & found.keys()
 
@@ -209,8 +215,8 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     return standing
 
 
-def figures(folder: Path, dht: Any, archive: Any) -> BootstrapFigures:
-    return BootstrapFigures(
+def figures(folder: Path, dht: Any, archive: Any) -> BootstrapMetrics:
+    return BootstrapMetrics(
         role="operator",
         keeper=SimpleNamespace(run=RUN, expires_at=1.8e9),  # pyright: ignore[reportArgumentType]
         dht=dht,

@@ -6,36 +6,38 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Generator
-from contextlib import closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager, suppress
 from http.client import HTTPConnection
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
 from dilocox.dht.errors import EnvironmentFault, InvalidInput
 from dilocox.peer import http_pages
 from dilocox.peer.http_pages import (
+    MetricSpec,
+    MetricTable,
     Page,
     Pages,
     PageServer,
     PortTaken,
     check_port,
     health_page,
+    metrics_page,
     readiness_page,
 )
 from dilocox.peer.options import PeerOptions
-from dilocox.peer.process import peer as peer_module
-from dilocox.peer.process.metrics import Figures
-from tests.peer.test_metrics import FACTS, Shown
+from dilocox.peer.process.peer import run_peer
+from tests.dht.processes import wait_until
 
 LOCAL = "127.0.0.1"
 
 
 @contextmanager
-def served(pages: Pages) -> Generator[PageServer]:
-    with PageServer(LOCAL, 0, pages) as server:
+def served(pages: Pages, **limits: Any) -> Generator[PageServer]:
+    with PageServer(LOCAL, 0, pages, **limits) as server:
         yield server
 
 
@@ -71,7 +73,7 @@ def test_a_page_is_made_anew_for_each_request_and_the_query_does_not_matter() ->
 def test_head_has_no_body_and_other_methods_and_paths_are_refused() -> None:
     with served({"/page": lambda: Page.text("here")}) as server:
         assert ask(server, "/page", "HEAD")[:2] == (200, "")
-        assert ask(server, "/page", "POST")[0] == 405
+        assert ask(server, "/page", "POST")[0] == 501
         status, body, _ = ask(server, "/elsewhere")
     assert status == 404
     assert "/page" in body
@@ -105,115 +107,56 @@ def test_readiness_names_why_not() -> None:
     assert (page.status, page.body) == (503, b"not ready: joining\n")
 
 
-# ---- a peer's own pages --------------------------------------------------------------------------
-class FakePeer:
-    """The parts of a peer whose life is shown."""
-
-    def __init__(self) -> None:
-        self.alive = {"coordinator": True, "averager": True, "dht": True, "network": True}
-        self.meter = SimpleNamespace(state="joining")
-        self.figures: Figures = cast("Figures", Figures.__new__(Figures))
-        vars(self.figures).update(
-            _coordinator=SimpleNamespace(is_alive=lambda: self.alive["coordinator"]),
-            _averager=SimpleNamespace(is_alive=lambda: self.alive["averager"]),
-            _joined=SimpleNamespace(dht=self),
-            _network=SimpleNamespace(running=True),
-            _meter=self.meter,
-            metrics=Shown().metrics,
-        )
-
-    @property
-    def running(self) -> bool:
-        return self.alive["dht"]
-
-
-def test_a_peer_is_ready_between_joining_and_leaving() -> None:
-    peer = FakePeer()
-    pages = peer.figures.pages()
-    statuses: list[int] = []
-    for state in ("joining", "training", "leaving"):
-        peer.meter.state = state
-        statuses.append(pages["/readyz"]().status)
-    assert statuses == [503, 200, 503]
-
-
-@pytest.mark.parametrize("part", ["coordinator", "averager", "dht"])
-def test_health_fails_when_a_part_of_the_process_is_gone(part: str) -> None:
-    peer = FakePeer()
-    with served(peer.figures.pages()) as server:
-        assert ask(server, "/healthz")[:2] == (200, "ok\n")
-        peer.alive[part] = False
-        assert ask(server, "/healthz")[0] == 503
-
-
-def test_health_fails_when_the_training_thread_has_ended() -> None:
-    peer, made = FakePeer(), list[Pages]()
-    training = threading.Thread(target=lambda: made.append(peer.figures.pages()))
-    training.start()
-    training.join()
-    page = made[0]["/healthz"]()
-    assert (page.status, page.body) == (503, b"dead: training\n")
-
-
-def test_many_can_look_at_once_while_the_peer_goes_on() -> None:
-    shown, statuses = Shown(), list[int]()
-    pages: Pages = {"/metrics": shown.metrics.page}
-    with served(pages) as server:
-
-        def look() -> None:
-            for _ in range(5):
-                statuses.append(ask(server, "/metrics")[0])
-
-        lookers = [threading.Thread(target=look) for _ in range(8)]
-        for looker in lookers:
-            looker.start()
-        for _ in range(300):
-            shown.everything()
-        for looker in lookers:
-            looker.join(20)
-        assert statuses == [200] * 40
-        status, body, headers = ask(server, "/metrics")
-    assert status == 200
-    assert headers["Content-Type"].startswith("text/plain; version=0.0.4")
-    assert f'dilocox_tokens_total{{stage="1"}} {float(FACTS.tokens)}' in body
-    assert 'dilocox_rounds_total{outcome="counted",stage="1"} 300.0' in body
+# ---- metrics -------------------------------------------------------------------------------------
+def test_metrics_are_counters_or_gauges_by_their_names_and_unknown_ones_are_left_out() -> None:
+    table = MetricTable(
+        specs=(
+            MetricSpec[int]("seen_total", "Counted.", lambda n: n),
+            MetricSpec[int]("up", "Whether it is.", lambda _: True, ()),
+            MetricSpec[int]("unknown", "Nobody knows.", lambda _: None),
+            MetricSpec[int]("kinds", "By kind.", lambda _: {"a": 1, 'b"\n': None}, ("kind",)),
+            MetricSpec[int]("pairs", "By two.", lambda n: {(n, 'x"\n'): 0.5}, ("n", "text")),
+        ),
+        source=lambda: 7,
+        prefix="p_",
+        labels={"run": "r"},
+    )
+    families = text_string_to_metric_families(metrics_page(table).body.decode())
+    assert {
+        (each.name, each.type, each.documentation, *(str((s[1], s[2])) for s in each.samples))
+        for each in families
+    } == {
+        ("p_seen", "counter", "Counted.", "({'run': 'r'}, 7.0)"),
+        ("p_up", "gauge", "Whether it is.", "({'run': 'r'}, 1.0)"),
+        ("p_kinds", "gauge", "By kind.", "({'kind': 'a', 'run': 'r'}, 1.0)"),
+        ("p_pairs", "gauge", "By two.", str(({"n": "7", "run": "r", "text": 'x"\n'}, 0.5))),
+    }
 
 
 # ---- clients that do not behave ------------------------------------------------------------------
-def test_who_sends_nothing_or_no_http_keeps_nobody_else_out(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(http_pages, "REQUEST_LIMIT_S", 0.5)
-    with served({"/page": lambda: Page.text("here")}) as server:
-        silent = [socket.create_connection((LOCAL, server.port)) for _ in range(8)]
-        try:
-            assert ask(server, "/page")[0] == 200
-            with socket.create_connection((LOCAL, server.port), timeout=5) as odd:
-                odd.sendall(b"hello\r\n\r\n")
-                assert odd.recv(100).startswith(b"HTTP/1.1 400")
-            for each in silent:
-                each.settimeout(5)
-                assert _ended(each)  # one deadline for all of a request
-        finally:
-            for each in silent:
-                each.close()
-
-
-def test_a_request_that_is_too_long_is_ended_at_once() -> None:
+def test_who_sends_nothing_or_no_http_keeps_nobody_else_out() -> None:
     with (
-        served({}) as server,
-        socket.create_connection((LOCAL, server.port), timeout=3) as long,
+        served({"/page": lambda: Page.text("here")}, request_limit_s=0.5) as server,
+        ExitStack() as s,
     ):
-        long.sendall(b"x" * 20_000)
-        assert _ended(long)
+        silent = [s.enter_context(connected(server)) for _ in range(8)]
+        assert ask(server, "/page")[0] == 200
+        odd = s.enter_context(connected(server))
+        odd.sendall(b"hello\r\n\r\n")
+        assert odd.recv(100).startswith(b"HTTP/1.1 400")
+        assert all(_ended(each) for each in silent)  # one deadline for all of a request
 
 
-def test_one_byte_now_and_then_does_not_prolong_a_request(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(http_pages, "REQUEST_LIMIT_S", 0.5)
-    with (
-        served({}) as server,
-        socket.create_connection((LOCAL, server.port), timeout=5) as slow,
-    ):
+@pytest.mark.parametrize("begin", [b"", b"GET / HTTP/1.1\r\n", b"GET / HTTP/1.1\r\nX: 1\r\nY: "])
+def test_a_request_that_is_too_long_is_refused_at_once(begin: bytes) -> None:
+    with served({}, request_limit_s=60.0) as server, connected(server) as long:
+        long.sendall(begin + b"x" * 20_000)
+        with suppress(ConnectionResetError):  # it does not take all of it
+            assert long.recv(100).startswith((b"HTTP/1.1 400", b"HTTP/1.1 431"))
+
+
+def test_one_byte_now_and_then_does_not_prolong_a_request() -> None:
+    with served({}, request_limit_s=0.5) as server, connected(server) as slow:
         began = time.monotonic()
         with pytest.raises(OSError, match=r"reset|pipe"):
             while time.monotonic() < began + 5:
@@ -222,25 +165,24 @@ def test_one_byte_now_and_then_does_not_prolong_a_request(monkeypatch: pytest.Mo
         assert time.monotonic() < began + 3
 
 
-def test_more_than_so_many_at_once_are_turned_away(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(http_pages, "MAX_REQUESTS", 2)
-    with served({"/page": lambda: Page.text("here")}) as server:
-        held = [socket.create_connection((LOCAL, server.port)) for _ in range(2)]
-        try:
-            with socket.create_connection((LOCAL, server.port), timeout=5) as third:
-                assert _ended(third)
-        finally:
-            for each in held:
-                each.close()
-        deadline = time.monotonic() + 5
-        while time.monotonic() < deadline:  # the places come back
-            try:
-                assert ask(server, "/page")[0] == 200
-                break
-            except OSError:
-                time.sleep(0.05)
-        else:
-            pytest.fail("the server turns everybody away")
+def test_who_does_not_read_holds_its_place_until_the_deadline_and_others_are_turned_away() -> None:
+    large = {"/large": lambda: Page(body=bytes(50_000_000)), "/page": lambda: Page.text("here")}
+    with served(large, request_limit_s=1.0, max_requests=1) as server, connected(server) as deaf:
+        deaf.sendall(b"GET /large HTTP/1.1\r\n\r\n")
+        assert deaf.recv(100).startswith(b"HTTP/1.1 200")
+        with connected(server) as other:
+            assert _ended(other)
+
+        def answers() -> bool:
+            with suppress(OSError):
+                return ask(server, "/page")[0] == 200
+            return False
+
+        wait_until(answers, 5.0)
+
+
+def connected(server: PageServer) -> socket.socket:
+    return socket.create_connection((LOCAL, server.port), timeout=5)
 
 
 def _ended(connection: socket.socket) -> bool:
@@ -281,26 +223,21 @@ def test_a_host_that_is_none_is_named_with_its_mend(host: str) -> None:
 
 
 # ---- a peer's port -------------------------------------------------------------------------------
-def options(port: int | None, state: Path = Path()) -> PeerOptions:
-    given: dict[str, Any] = dict.fromkeys(PeerOptions.__dataclass_fields__, "")
-    given |= {"state": state, "metrics_host": LOCAL, "metrics_port": port}
-    return PeerOptions(**given)
-
-
 def test_a_second_peer_goes_on_without_the_default_port_and_says_so_once(
-    taken_port: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    taken_port: int, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(http_pages, "DEFAULT_PORT", taken_port)
-    with http_pages.served(LOCAL, None, {}) as server:
+    with http_pages.served(LOCAL, None, {}, default=taken_port) as server:
         assert server is None
-    (line,) = [record.getMessage() for record in caplog.records]
+    (line,) = caplog.messages
     assert f"port {taken_port} is taken" in line
     assert "--metrics-port" in line
 
 
 def test_a_port_that_was_asked_for_must_be_had(taken_port: int, tmp_path: Path) -> None:
+    given: dict[str, Any] = dict.fromkeys(PeerOptions.__dataclass_fields__, "")
+    given |= {"state": tmp_path / "state", "metrics_host": LOCAL, "metrics_port": taken_port}
     with pytest.raises(EnvironmentFault, match="--metrics-port"):
-        peer_module.run_peer(options(taken_port, tmp_path / "state"))
+        run_peer(PeerOptions(**given))
     assert not (tmp_path / "state").exists()  # it was said before anything was made or joined
     with pytest.raises(EnvironmentFault, match="--metrics-port"):
         http_pages.served(LOCAL, taken_port, {})  # taken since

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from prometheus_client.parser import text_string_to_metric_families
 
-from dilocox.peer.process.metrics import Build, PeerFacts, PeerMetrics
+from dilocox.peer.http_pages import Page
+from dilocox.peer.process.metrics import PeerMetrics
 from dilocox.peer.training.progress import CHUNK_VALUES, norm, relative_error
 from dilocox.peer.training.report import WAITING, RoundReport, Waiting, rank_span
 from tests.peer.test_report import REPORT, STATUS
@@ -19,23 +24,6 @@ NUMEL = 1000
 RUN = "0123456789abcdef0123456789abcdef"
 WAITED_S: dict[Waiting, float] = dict.fromkeys(WAITING, 0.0)
 WAITED_S["merge"], WAITED_S["neighbours"] = 0.25, 3.0
-FACTS = PeerFacts(
-    not_ready="",
-    tokens=640,
-    inner_steps=10,
-    skipped_steps=1,
-    computing_s=12.5,
-    waiting_s=WAITED_S,
-    sent_bytes={"averaging": 1, "state": 2, "activations": 3, "dht": 4},
-    received_bytes={"averaging": 5, "state": 6, "activations": 7, "dht": 8},
-    refused={"pipeline_header": 2, "averaging_frame": 0},
-    round_trips_s={"upper": 0.05},
-    revision=4,
-    spares=2,
-    reachability="public",
-    month_bytes=7_000_000,
-    month_limit_bytes=5e9,
-)
 ROUND = replace(
     REPORT,
     exchange_s=0.3,
@@ -91,14 +79,59 @@ HISTOGRAMS = {
 TYPES = {"counter": COUNTERS, "gauge": GAUGES, "histogram": HISTOGRAMS}
 
 
+def counts(**kinds: int) -> Any:
+    return SimpleNamespace(read=lambda: kinds)
+
+
 class Shown:
-    """A peer's metrics, and what they show of the facts that stand there."""
+    """A peer's metrics, and what they show of parts that are only told."""
 
     def __init__(self) -> None:
-        self.facts = FACTS
-        self.metrics = PeerMetrics(
-            build=Build(version="1.2.3", run=RUN, stage=1), numel=NUMEL, facts=lambda: self.facts
+        self.meter = SimpleNamespace(
+            state="training",
+            tokens=640,
+            inner_steps=10,
+            skipped_steps=1,
+            computing_s=lambda: 12.5,
+            waiting_s=WAITED_S,
         )
+        self.allowance = SimpleNamespace(used_bytes=7_000_000, limit_bytes=5e9)
+        self.place = SimpleNamespace(
+            run=RUN, stage=1, layout=SimpleNamespace(numel=NUMEL), reachability="public"
+        )
+        self.dht = SimpleNamespace(running=True)
+        self.lives = True  # of the coordinator and the averaging process
+        self.coordinator = SimpleNamespace(
+            is_alive=lambda: self.lives,
+            revision=4,
+            view=SimpleNamespace(stage={n: SimpleNamespace(state="spare") for n in "ab"}),
+        )
+        self.network = SimpleNamespace(
+            running=True,
+            sent_bytes=3,
+            received_bytes=7,
+            refused=Counter({"header": 2}),
+            round_trips_s=lambda: {"upper": 0.05},
+        )
+        parts: dict[str, Any] = {
+            "place": self.place,
+            "joined": SimpleNamespace(
+                dht=self.dht,
+                swarm=SimpleNamespace(sent_bytes=4, received_bytes=8, refused=Counter()),
+            ),
+            "averager": SimpleNamespace(is_alive=lambda: self.lives),
+            "buffers": SimpleNamespace(
+                sent=counts(averaging=1, state=2),
+                received=counts(averaging=5, state=6),
+                refused=counts(frame=0),
+            ),
+            "meter": self.meter,
+            "coordinator": self.coordinator,
+            "reservation": SimpleNamespace(refused=Counter()),
+            "network": self.network,
+            "allowance": self.allowance,
+        }
+        self.metrics = PeerMetrics(**parts)
 
     @property
     def text(self) -> str:
@@ -193,20 +226,14 @@ def test_what_is_counted_elsewhere_is_shown_as_it_is_at_that_moment(shown: Shown
     assert shown("manifest_revision") == 4
     assert shown("month_traffic_bytes") == 7_000_000
     assert shown("month_traffic_limit_bytes") == 5e9
-    shown.facts = replace(FACTS, month_limit_bytes=None)
+    shown.allowance.limit_bytes = None
     assert shown("month_traffic_limit_bytes") is None
-    shown.facts = replace(FACTS, tokens=704)
+    shown.meter.tokens = 704
     assert shown("tokens_total") == 704
 
 
-@pytest.mark.parametrize(("not_ready", "ready"), [("", 1), ("joining", 0)])
-def test_readiness(shown: Shown, not_ready: str, ready: int) -> None:
-    shown.facts = replace(FACTS, not_ready=not_ready)
-    assert shown("ready") == ready
-
-
 def test_reachability_is_one_of_its_kinds(shown: Shown) -> None:
-    shown.facts = replace(FACTS, reachability="dial_out")
+    shown.place.reachability = "dial_out"
     kinds = {kind: shown("reachable", kind=kind) for kind in ("public", "mapped", "dial_out")}
     assert kinds == {"public": 0, "mapped": 0, "dial_out": 1}
 
@@ -266,6 +293,35 @@ def test_voids_faults_and_healing_are_counted_as_they_come(shown: Shown) -> None
     assert shown("started_over_total") == 1
     for told in ("training", "validated", "resynced", "dissolved", "never heard of"):
         shown.metrics.on_event(told, {})  # nothing to count
+
+
+def test_many_can_look_while_the_loop_reports(shown: Shown) -> None:
+    with ThreadPoolExecutor(8) as lookers:
+        looks = [lookers.submit(shown.metrics.page) for _ in range(40)]
+        for _ in range(300):
+            shown.everything()
+        assert all(look.result(20.0).body for look in looks)
+    assert shown("rounds_total", outcome="counted") == 300
+
+
+# ---- health and readiness ------------------------------------------------------------------------
+def test_a_peer_is_ready_between_joining_and_leaving(shown: Shown) -> None:
+    pages = shown.metrics.pages()
+    for state, status in (("joining", 503), ("training", 200), ("leaving", 503)):
+        shown.meter.state = state
+        assert (pages["/readyz"]().status, shown("ready")) == (status, status == 200)
+
+
+def test_health_names_the_parts_of_the_process_that_are_gone(shown: Shown) -> None:
+    training = ThreadPoolExecutor(1)
+    page = training.submit(shown.metrics.pages).result(5.0)["/healthz"]
+    assert page() == Page.text("ok")
+    training.shutdown()
+    shown.lives = shown.network.running = shown.dht.running = False
+    assert (page().status, page().body) == (
+        503,
+        b"dead: training, coordinator, replica network, averaging process, DHT process\n",
+    )
 
 
 # ---- the figures behind them ---------------------------------------------------------------------

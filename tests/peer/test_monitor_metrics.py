@@ -7,8 +7,9 @@ from dataclasses import replace
 from prometheus_client.parser import text_string_to_metric_families
 
 from dilocox.dht.revisions import back_to, in_state
+from dilocox.peer.http_pages import metrics_page
 from dilocox.peer.monitor.health import STATES
-from dilocox.peer.monitor.status import MAX_RANKS, MAX_VERSIONS, exposition
+from dilocox.peer.monitor.status import MAX_RANKS, MAX_VERSIONS, metrics_of
 from tests.peer.fabricated import RUN, ToldSwarm, digest, peer_id, stage_record
 
 NAMES = {
@@ -48,8 +49,7 @@ Series = dict[tuple[str, frozenset[tuple[str, str]]], float]
 
 
 def text(swarm: ToldSwarm) -> str:
-    look = swarm.look()
-    return exposition(RUN[:12], look, swarm.history, swarm.health(look)).decode()
+    return metrics_page(metrics_of(RUN, swarm.seen(swarm.look()))).body.decode()
 
 
 def series(swarm: ToldSwarm) -> Series:

@@ -14,11 +14,11 @@ from pathlib import Path
 import pytest
 
 from dilocox.dht.revisions import in_state
-from dilocox.peer.http_pages import PageServer
+from dilocox.peer.http_pages import Page, PageServer, metrics_page
 from dilocox.peer.monitor import monitor
 from dilocox.peer.monitor.history import SwarmHistory
 from dilocox.peer.monitor.monitor import MonitorPages, content_policy
-from dilocox.peer.monitor.status import MAX_PEERS_SHOWN, exposition
+from dilocox.peer.monitor.status import MAX_PEERS_SHOWN, metrics_of
 from tests.peer.fabricated import (
     INVITE,
     RUN,
@@ -41,8 +41,8 @@ needs_browser = pytest.mark.skipif(
 def pages_of(swarm: ToldSwarm) -> MonitorPages:
     look = swarm.look()
     pages = MonitorPages(lambda: True)
-    figures = exposition(RUN[:12], look, swarm.history, swarm.health(look))
-    pages.show(swarm.status(look), figures)
+    metrics = metrics_page(metrics_of(RUN, swarm.seen(look)))
+    pages.show(swarm.status(look), metrics)
     return pages
 
 
@@ -212,7 +212,7 @@ def test_health_and_readiness_follow_the_looks(monkeypatch: pytest.MonkeyPatch) 
     alive = True
     pages = MonitorPages(lambda: alive)
     assert pages.pages()["/readyz"]().status == 503 and pages.pages()["/healthz"]().status == 200
-    pages.show({"run": RUN}, b"")
+    pages.show({"run": RUN}, Page(body=b""))
     assert pages.pages()["/readyz"]().status == 200 and pages.pages()["/healthz"]().status == 200
     monkeypatch.setattr(monitor, "LOOKS_LATE_S", 0.0)
     assert pages.pages()["/healthz"]().status == 503

@@ -19,7 +19,7 @@ from benchmarks.simulation.dht import SimulatedSwarm
 from dilocox.compression.layout import FlatLayout
 from dilocox.dht.revisions import ManifestWatch
 from dilocox.peer.averaging.announcer import Announcer
-from dilocox.peer.averaging.connectivity import Place
+from dilocox.peer.averaging.connectivity import LocalPeer
 from dilocox.peer.averaging.coordinator import TICK_S, Coordinator
 from dilocox.peer.averaging.driver import ExchangeDriver
 from dilocox.peer.averaging.events import Committed, EventQueue, Failed, Resynced, Voided
@@ -187,7 +187,7 @@ class SimulatedPeer:
     def _new_coordinator(self) -> Coordinator:
         world, manifest = self.world, self.world.manifest
         deadlines = manifest.deadlines
-        place = Place(
+        local = LocalPeer(
             me=self.name,
             run=world.run,
             stage=self.stage,
@@ -230,9 +230,9 @@ class SimulatedPeer:
             self.driver.resume(number, tokens)
         dht: Any = SimpleNamespace(running=True, bootstraps=("bootstrap",), pid=0, p2pd_pid=0)
         return Coordinator(
-            place=place,
+            local=local,
             dht=dht,
-            announcer=Announcer(place, swarm, self._threads),
+            announcer=Announcer(local, swarm, self._threads),
             clock=self._threads,
             averager=averager,
             chain=self.chain,

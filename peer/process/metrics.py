@@ -35,7 +35,7 @@ from dilocox.dht.addresses import Reachability
 from dilocox.dht.join import Joined
 from dilocox.dht.manifest import PROTOCOL_VERSION
 from dilocox.peer.averaging.averager import StageAverager, StageBuffers
-from dilocox.peer.averaging.connectivity import Place
+from dilocox.peer.averaging.connectivity import LocalPeer
 from dilocox.peer.averaging.coordinator import Coordinator
 from dilocox.peer.averaging.loop_status import LoopStatus
 from dilocox.peer.http_pages import CONTENT_TYPE, Page, Pages, health_page, readiness_page
@@ -365,7 +365,7 @@ class Figures:
     def __init__(
         self,
         *,
-        place: Place,
+        local: LocalPeer,
         joined: Joined,
         averager: StageAverager,
         buffers: StageBuffers,
@@ -375,7 +375,7 @@ class Figures:
         network: Network,
         allowance: Allowance,
     ):
-        self._place = place
+        self._local = local
         self._joined = joined
         self._averager = averager
         self._buffers = buffers
@@ -385,8 +385,8 @@ class Figures:
         self._network = network
         self._allowance = allowance
         self.metrics = PeerMetrics(
-            build=Build(version=__version__, run=place.run, stage=place.stage),
-            numel=place.layout.numel,
+            build=Build(version=__version__, run=local.run, stage=local.stage),
+            numel=local.layout.numel,
             facts=self.facts,
         )
 
@@ -433,7 +433,7 @@ class Figures:
             round_trips_s=network.round_trips_s(),
             revision=self._coordinator.revision,
             spares=sum(record.state == "spare" for record in hosts),
-            reachability=self._place.reachability,
+            reachability=self._local.reachability,
             month_bytes=self._allowance.used_bytes,
             month_limit_bytes=self._allowance.limit_bytes,
         )

@@ -26,6 +26,7 @@ from dilocox.peer.averaging.events import Committed, EventQueue, Failed, Resynce
 from dilocox.peer.averaging.events import Event as LoopEvent
 from dilocox.peer.averaging.follower import ChainFollower
 from dilocox.peer.averaging.loop_status import LoopStatus
+from dilocox.peer.rounds.record import SendFacts
 from dilocox.peer.rounds.vote import AloneWatch
 
 if TYPE_CHECKING:
@@ -362,10 +363,8 @@ class SimulatedPeer:
                 if self.alive:
                     self.coordinator.submit(
                         number,
+                        SendFacts(tokens=tokens, step_s=self.step_s),
                         scheduled_at=scheduled_at,
-                        tokens=tokens,
-                        step_s=self.step_s,
-                        stall_s=0.0,
                         states_taken=states_taken,
                     )
                     self._wake()

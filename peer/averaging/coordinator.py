@@ -35,6 +35,7 @@ from dilocox.peer.averaging.events import EventQueue, Failed
 from dilocox.peer.averaging.follower import ChainFollower
 from dilocox.peer.averaging.loop_status import LoopStatus
 from dilocox.peer.resources import check_use
+from dilocox.peer.rounds.record import SendFacts
 from dilocox.peer.rounds.round_clock import RoundKeeper
 from dilocox.peer.rounds.vote import AloneWatch
 from dilocox.pipeline.placement import Mover
@@ -257,27 +258,17 @@ class Coordinator(threading.Thread):
         return None if self._leaving else self._rounds.send_due(self._clock.time())
 
     def submit(
-        self,
-        round_number: int,
-        *,
-        scheduled_at: float,
-        tokens: int,
-        step_s: float,
-        stall_s: float,
-        states_taken: int,
+        self, round_number: int, facts: SendFacts, *, scheduled_at: float, states_taken: int
     ) -> None:
         """The send of this round was taken and is on disk; the next round begins.
 
-        `step_s`: of an inner step. `stall_s`: that training stood still for the round before.
         `states_taken`: states of others that were taken before it.
         """
         self._pending_send = partial(
             self._driver.submit,
             round_number,
+            facts,
             scheduled_at=scheduled_at,
-            tokens=tokens,
-            step_s=step_s,
-            stall_s=stall_s,
             states_taken=states_taken,
         )
         self._rounds.end(round_number)

@@ -45,12 +45,12 @@ def visiting(invite: Invite, host: str) -> Generator[Joined]:
     typer.echo(f"looking for the run {invite.run_id} ...", err=True)
     with tempfile.TemporaryDirectory() as folder:
         identity = Identity.load_or_create(Path(folder) / "identity.key")
-        with joined(invite, identity, listen=[f"/ip4/{host}/tcp/0"], client_mode=True) as place:
+        with join_run(invite, identity, listen=[f"/ip4/{host}/tcp/0"], client_mode=True) as place:
             yield place
 
 
 @contextmanager
-def joined(
+def join_run(
     invite: Invite,
     identity: Identity,
     *,

@@ -270,13 +270,7 @@ class _Exchange:
         orders, network = self._orders, self._lines.network
         order = next(iter(orders.values()))
         members = [
-            Contribution(
-                peer=peer,
-                tokens=min(each.tokens, each.tokens_cap),
-                exchange_s=each.exchange_s,
-                step_s=each.step_s,
-                stall_s=each.stall_s,
-            )
+            Contribution(peer=peer, tokens=min(each.tokens, each.tokens_cap), **each.times)
             for peer, each in orders.items()
         ]
         timely = [each for each in members if network.random.random() >= self._lines.late]
@@ -285,11 +279,7 @@ class _Exchange:
         window = () if last is None else last.window
         rounds = self._meetings.manifest.rounds
         current = rounds.inner_steps if last is None else last.next_inner_steps
-        facts = facts_of(
-            ranks=(),
-            needed=(),
-            times=[(each.exchange_s, each.step_s, each.stall_s) for each in members],
-        )
+        facts = facts_of(ranks=(), needed=(), times=members)
         window = following_window(window, facts)
         steps = next_inner_steps(
             current, window, low=rounds.min_inner_steps, high=rounds.max_inner_steps

@@ -19,13 +19,14 @@ from benchmarks.simulation.dht import SimulatedSwarm
 from dilocox.compression.layout import FlatLayout
 from dilocox.dht.revisions import ManifestWatch
 from dilocox.peer.averaging.announcer import Announcer
-from dilocox.peer.averaging.connectivity import Place
+from dilocox.peer.averaging.connectivity import LocalPeer
 from dilocox.peer.averaging.coordinator import TICK_S, Coordinator
 from dilocox.peer.averaging.driver import ExchangeDriver
 from dilocox.peer.averaging.events import Committed, EventQueue, Failed, Resynced, Voided
 from dilocox.peer.averaging.events import Event as LoopEvent
 from dilocox.peer.averaging.follower import ChainFollower
 from dilocox.peer.averaging.loop_status import LoopStatus
+from dilocox.peer.rounds.record import SendFacts
 from dilocox.peer.rounds.vote import AloneWatch
 
 if TYPE_CHECKING:
@@ -187,7 +188,7 @@ class SimulatedPeer:
     def _new_coordinator(self) -> Coordinator:
         world, manifest = self.world, self.world.manifest
         deadlines = manifest.deadlines
-        place = Place(
+        local = LocalPeer(
             me=self.name,
             run=world.run,
             stage=self.stage,
@@ -230,9 +231,9 @@ class SimulatedPeer:
             self.driver.resume(number, tokens)
         dht: Any = SimpleNamespace(running=True, bootstraps=("bootstrap",), pid=0, p2pd_pid=0)
         return Coordinator(
-            place=place,
+            local=local,
             dht=dht,
-            announcer=Announcer(place, swarm, self._threads),
+            announcer=Announcer(local, swarm, self._threads),
             clock=self._threads,
             averager=averager,
             chain=self.chain,
@@ -362,10 +363,8 @@ class SimulatedPeer:
                 if self.alive:
                     self.coordinator.submit(
                         number,
+                        SendFacts(tokens=tokens, step_s=self.step_s),
                         scheduled_at=scheduled_at,
-                        tokens=tokens,
-                        step_s=self.step_s,
-                        stall_s=0.0,
                         states_taken=states_taken,
                     )
                     self._wake()

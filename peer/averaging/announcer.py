@@ -45,7 +45,7 @@ from dilocox.dht.records import (
 from dilocox.dht.swarm import Swarm
 from dilocox.dht.swarm_view import SwarmView, that_count
 from dilocox.dht.wire import Malformed
-from dilocox.peer.averaging.connectivity import Place
+from dilocox.peer.averaging.connectivity import LocalPeer
 from dilocox.peer.averaging.follower import ChainFollower
 from dilocox.peer.averaging.loop_status import LoopStatus
 from dilocox.peer.rounds.round_clock import newest_credible
@@ -159,15 +159,15 @@ class Announcer:
     the last looks showed, and `revision` the newest of the manifest that somebody knows.
     """
 
-    def __init__(self, place: Place, swarm: Swarm, clock: Clock):
-        deadlines = place.manifest.deadlines
-        self._place = place
+    def __init__(self, local: LocalPeer, swarm: Swarm, clock: Clock):
+        deadlines = local.manifest.deadlines
+        self._local = local
         self._swarm = swarm
         self._clock = clock
         self.cadence = Cadence(heartbeat_s=deadlines.heartbeat_s, now_s=clock.monotonic())
         self._looked_at = self._looked_at_others_at = float("-inf")
         self._answered = False
-        self.view = SwarmView(me=place.me)
+        self.view = SwarmView(me=local.me)
         self.revision = 0
 
     def look(
@@ -187,15 +187,15 @@ class Announcer:
         stage has come, whatever the cadence says. Where nobody else of the stage is in view all
         nodes are asked that may know somebody, every time.
         """
-        place, view = self._place, self.view
-        run, stage = place.run, place.stage
+        local, view = self._local, self.view
+        run, stage = local.run, local.stage
         rings = {bell_key(run, number): number for number in bell_rounds}
-        hosts = {stage_key(run, number): number for number in range(place.manifest.stages)}
+        hosts = {stage_key(run, number): number for number in range(local.manifest.stages)}
         own_claims, run_claims = claim_key(run, stage), claim_key(run, 0)
         asked: dict[str, type[Record]] = dict.fromkeys(rings, BellRecord)
         now = self._clock.monotonic()
-        slack_s = place.manifest.deadlines.heartbeat_s / 2  # looks come with heartbeats
-        alone = not view.stage.keys() - {place.me}
+        slack_s = local.manifest.deadlines.heartbeat_s / 2  # looks come with heartbeats
+        alone = not view.stage.keys() - {local.me}
         eager = eager or alone or now + slack_s >= self._looked_at + self.cadence.look_s
         if whole and eager:
             self._looked_at = now
@@ -216,10 +216,10 @@ class Announcer:
         if claims is not None:  # of peers under any rules
             told: Iterable[ClaimRecord] = claims.values()
             self.revision = max((each.revision for each in told), default=0)
-        claims = None if claims is None else that_count(claims, place.manifest)
-        of_run = None if of_run is None else that_count(of_run, place.manifest)
+        claims = None if claims is None else that_count(claims, local.manifest)
+        of_run = None if of_run is None else that_count(of_run, local.manifest)
         self.view = SwarmView(
-            me=place.me,
+            me=local.me,
             stage=stages.get(stage, {}),
             stages=stages,
             replicas=view.replicas if replicas is None else replicas,
@@ -247,7 +247,7 @@ class Announcer:
         revision: int = 0,
     ) -> dict[str, Record]:
         """That this peer hosts its stage, and the last record it holds."""
-        place, head, last = self._place, chain.head, chain.last_record
+        local, head, last = self._local, chain.head, chain.last_record
         if own.started_over and state != "left":
             state = "joining"  # nobody is to wait for it in this round
         hosting = _told(
@@ -259,10 +259,10 @@ class Announcer:
             digest=head.digest,
             replica=own.head,
             tokens=0 if state == "left" else own.unsent_tokens,
-            client_mode=place.client_mode,
+            client_mode=local.client_mode,
             voids=voids,
             version=__version__,
-            addresses=place.addresses,
+            addresses=local.addresses,
             blocked=(STARTED_OVER if own.started_over else own.blocked)[:MAX_BLOCKED],
         )
         claim = ClaimRecord(
@@ -275,17 +275,17 @@ class Announcer:
             revision=revision,
         )
         return {
-            stage_key(place.run, place.stage): hosting,
-            claim_key(place.run, place.stage): claim,
+            stage_key(local.run, local.stage): hosting,
+            claim_key(local.run, local.stage): claim,
         }
 
     def of_replica(self, record: ReplicaRecord | None) -> dict[str, Record]:
         """That this head leads a replica; None is nothing to tell."""
-        return {} if record is None else {replica_key(self._place.run): record}
+        return {} if record is None else {replica_key(self._local.run): record}
 
     def of_bells(self, bells: Iterable[BellRecord]) -> dict[str, Record]:
         """That this head finished these rounds."""
-        return {bell_key(self._place.run, bell.round): bell for bell in bells}
+        return {bell_key(self._local.run, bell.round): bell for bell in bells}
 
     def tell(self, records: Mapping[str, Record]) -> bool:
         """Publish all of this at once; whether the DHT took it."""
@@ -297,7 +297,7 @@ class Announcer:
 
     def _reckon(self) -> None:
         """What it costs this peer when all that are in view announce once."""
-        view, stage = self.view, self._place.stage
+        view, stage = self.view, self._local.stage
         hosts = dict(view.stages) | {stage: view.stage}
         sizes = {number: _bytes_of(records.values()) for number, records in hosts.items()}
         claims = _bytes_of(view.claims.values())
@@ -336,7 +336,7 @@ def _bytes_of(records: Collection[Record]) -> int:
 
 
 def replica_record(
-    place: Place, round_number: int, own: LoopStatus, *, hear_s: float
+    local: LocalPeer, round_number: int, own: LoopStatus, *, hear_s: float
 ) -> ReplicaRecord | None:
     """The record of the replica that this peer leads, None if it leads none."""
     if not own.members:

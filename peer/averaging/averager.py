@@ -325,7 +325,7 @@ class StageAverager(PeerService, ConnectivityService, DecentralizedAverager):
         return self._call("settle", round_number=round_number, attempt=attempt)
 
     def redial(self, targets: Targets) -> None:
-        """Keep the ways to these peers open, as a peer must that only dials out."""
+        """Keep connections to these peers open, as a peer must that only dials out."""
         self._call("redial", targets=targets)
 
     def check_reach(self, again: bool) -> Any:

@@ -1,10 +1,10 @@
-"""The ways between a peer and the others of its swarm, tended while it runs.
+"""The connections between a peer and the others of its swarm, kept open while it runs.
 
 Its coordinator says whom to dial and when to ask whether others still reach it; its averaging
 process, which has the handle to p2pd, does so and answers those who ask the same
 (dht/reachability.py).
 
-`Place` says which peer this is: all parts of the coordinator share it.
+`LocalPeer` says which peer this is: all parts of the coordinator share it.
 """
 
 # hivemind and its generated protocol classes carry no types.
@@ -36,7 +36,7 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Place:
+class LocalPeer:
     """Which peer this is, in which run."""
 
     me: str
@@ -87,11 +87,11 @@ class ConnectivityService:
         return Redialler(self._p2p)
 
 
-class WaysAverager(Protocol):
+class DialsOthers(Protocol):
     """What the coordinator asks of the averaging process."""
 
     def redial(self, targets: Targets) -> None:
-        """Keep the ways to these peers open."""
+        """Keep connections to these peers open."""
         ...
 
     def check_reach(self, again: bool) -> Any:
@@ -102,24 +102,24 @@ class WaysAverager(Protocol):
 class Connectivity:
     """The part of the coordinator, in its thread."""
 
-    def __init__(self, place: Place, averager: WaysAverager, clock: Clock):
-        self._place = place
+    def __init__(self, local: LocalPeer, averager: DialsOthers, clock: Clock):
+        self._local = local
         self._averager = averager
         self._dialled: Targets = {}
         self._shut = False
         self._watch = ReachWatch(
             averager.check_reach,
-            reached=place.reachability in REACHED,
-            by_others=place.reached_by_others,
+            reached=local.reachability in REACHED,
+            by_others=local.reached_by_others,
             now=clock.monotonic(),
         )
 
     def look(self, view: SwarmView) -> None:
         """Keep those to others open where they cannot open them; say where there are none."""
-        place = self._place
-        if not place.client_mode:
+        local = self._local
+        if not local.client_mode:
             return
-        targets = dial_targets(view.stages, place.me, place.stage)
+        targets = dial_targets(view.stages, local.me, local.stage)
         if targets != self._dialled:
             self._dialled = targets
             self._averager.redial(targets)
@@ -129,10 +129,10 @@ class Connectivity:
                 "all %d peers of stage %d can only dial out, so they cannot average: one that "
                 "others reach is needed (see --port and --announce)",
                 len(view.stage),
-                place.stage,
+                local.stage,
             )
         self._shut = shut
 
     def lost(self, now: float) -> bool:
         """Whether others do not reach this peer, which did not start as one that they cannot."""
-        return not self._place.client_mode and self._watch.lost(now)
+        return not self._local.client_mode and self._watch.lost(now)

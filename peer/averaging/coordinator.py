@@ -28,13 +28,14 @@ from dilocox.dht.revisions import ManifestWatch
 from dilocox.dht.swarm_view import SwarmView
 from dilocox.peer.averaging.announcer import Announcer, replica_record
 from dilocox.peer.averaging.averager import StageAverager
-from dilocox.peer.averaging.connectivity import Connectivity, Place
+from dilocox.peer.averaging.connectivity import Connectivity, LocalPeer
 from dilocox.peer.averaging.data_lease import PartLease
 from dilocox.peer.averaging.driver import NO_GROUP_S, ExchangeDriver
 from dilocox.peer.averaging.events import EventQueue, Failed
 from dilocox.peer.averaging.follower import ChainFollower
 from dilocox.peer.averaging.loop_status import LoopStatus
 from dilocox.peer.resources import check_use
+from dilocox.peer.rounds.record import SendFacts
 from dilocox.peer.rounds.round_clock import RoundKeeper
 from dilocox.peer.rounds.vote import AloneWatch
 from dilocox.pipeline.placement import Mover
@@ -113,7 +114,7 @@ class Coordinator(threading.Thread):
     def __init__(
         self,
         *,
-        place: Place,
+        local: LocalPeer,
         dht: RunDHT,
         announcer: Announcer,
         clock: Clock,
@@ -133,7 +134,7 @@ class Coordinator(threading.Thread):
         with.
         """
         super().__init__(name="coordinator", daemon=True)
-        self._place = place
+        self._local = local
         self._dht = dht
         self._announcer = announcer
         self._clock = clock
@@ -147,7 +148,7 @@ class Coordinator(threading.Thread):
         self._closing = threading.Event()
         self._leaving = self._part_finished = False
         self._bootstrap_answered = True
-        self._ways = Connectivity(place, averager, clock)
+        self._connectivity = Connectivity(local, averager, clock)
         self._reader, self._writer = reader, writer
         self._reading: Pending | None = None
         self._writing: Pending | None = None
@@ -161,9 +162,9 @@ class Coordinator(threading.Thread):
         self._pending_send: Callable[[], None] | None = None
         self.events = events
         self._rounds = RoundKeeper(
-            place.me,
+            local.me,
             clock,
-            meeting_s=place.manifest.deadlines.matchmaking_s + NO_GROUP_S,
+            meeting_s=local.manifest.deadlines.matchmaking_s + NO_GROUP_S,
             first=first_round,
         )
         self.joined = threading.Event()
@@ -177,7 +178,7 @@ class Coordinator(threading.Thread):
     @property
     def revised(self) -> bool:
         """Whether this peer must not go on under the rules of the manifest that it began with."""
-        newer = self._watch.manifest.rules > self._place.manifest.rules
+        newer = self._watch.manifest.rules > self._local.manifest.rules
         return newer or self.unreadable is not None
 
     @property
@@ -215,7 +216,7 @@ class Coordinator(threading.Thread):
     def planned_steps(self) -> int:
         """What this stage's last record says of H, else the manifest."""
         last = self._chain.last_record
-        planned = self._place.manifest.rounds.inner_steps
+        planned = self._local.manifest.rounds.inner_steps
         return planned if last is None else last.next_inner_steps
 
     @property
@@ -231,7 +232,7 @@ class Coordinator(threading.Thread):
     @property
     def outcome_limit_s(self) -> float:
         """How long it can take at most until a send is decided."""
-        deadlines = self._place.manifest.deadlines
+        deadlines = self._local.manifest.deadlines
         attempts_s = 2 * (deadlines.exchange_s + deadlines.vote_s)
         return attempts_s + 2 * deadlines.record_lifetime_s + deadlines.matchmaking_s + NO_GROUP_S
 
@@ -257,27 +258,17 @@ class Coordinator(threading.Thread):
         return None if self._leaving else self._rounds.send_due(self._clock.time())
 
     def submit(
-        self,
-        round_number: int,
-        *,
-        scheduled_at: float,
-        tokens: int,
-        step_s: float,
-        stall_s: float,
-        states_taken: int,
+        self, round_number: int, facts: SendFacts, *, scheduled_at: float, states_taken: int
     ) -> None:
         """The send of this round was taken and is on disk; the next round begins.
 
-        `step_s`: of an inner step. `stall_s`: that training stood still for the round before.
         `states_taken`: states of others that were taken before it.
         """
         self._pending_send = partial(
             self._driver.submit,
             round_number,
+            facts,
             scheduled_at=scheduled_at,
-            tokens=tokens,
-            step_s=step_s,
-            stall_s=stall_s,
             states_taken=states_taken,
         )
         self._rounds.end(round_number)
@@ -327,7 +318,7 @@ class Coordinator(threading.Thread):
             raise ChildDied("the DHT process or p2pd has died")
         if not self._averager.is_alive():
             raise ChildDied("the averaging process has died")
-        if self._ways.lost(now):
+        if self._connectivity.lost(now):
             raise ChildDied("others cannot reach this peer, for which they wait")
         news = self._take_answers()
         self._look(now)
@@ -350,7 +341,7 @@ class Coordinator(threading.Thread):
         the others' heartbeats may have changed it."""
         if self._reading is not None:
             return
-        deadlines = self._place.manifest.deadlines
+        deadlines = self._local.manifest.deadlines
         stays = self.joined.is_set() and not self._leaving
         whole = now - self._saw_all_at >= (deadlines.heartbeat_s if stays else FOLLOW_S)
         resting = now - self._paused_at > deadlines.record_lifetime_s
@@ -372,7 +363,7 @@ class Coordinator(threading.Thread):
             wanted, own_round=own_round, last_record=last_record, whole=whole, eager=eager
         )
         seconds = self._clock.monotonic() - began
-        heartbeat_s = self._place.manifest.deadlines.heartbeat_s
+        heartbeat_s = self._local.manifest.deadlines.heartbeat_s
         revised = self._watch.follow(self._announcer.revision, heartbeat_s, began)
         bootstrap: bool | None = None
         if whole:
@@ -406,11 +397,11 @@ class Coordinator(threading.Thread):
             self._bootstrap_answered = looked.bootstrap
             self._alone.observe(
                 self._clock.monotonic(),
-                others_in_view=len(set(view.counted()) - {self._place.me}),
+                others_in_view=len(set(view.counted()) - {self._local.me}),
                 bootstrap_answered=looked.bootstrap,
             )
         if self._read_whole:
-            self._ways.look(view)
+            self._connectivity.look(view)
         evaluated = [
             (record.val_round, record.val_loss)
             for record in view.replicas.values()
@@ -427,7 +418,7 @@ class Coordinator(threading.Thread):
                 self.announce()
         elif not self._leaving:
             self._consider_moving(view)
-        self.run_ended = view.says_ended(self._place.manifest.end_tokens)
+        self.run_ended = view.says_ended(self._local.manifest.end_tokens)
         return True
 
     def _follow_round(self, view: SwarmView) -> None:
@@ -449,9 +440,9 @@ class Coordinator(threading.Thread):
 
     def _stands_on_base(self) -> bool:
         """Whether this chain holds the record that the operator went back to, if to any."""
-        manifest = self._place.manifest
+        manifest = self._local.manifest
         rollbacks = manifest.operation.rollbacks
-        base, since = manifest.base(self._place.stage), rollbacks[-1][0] if rollbacks else 0
+        base, since = manifest.base(self._local.stage), rollbacks[-1][0] if rollbacks else 0
         return self._chain.stands_on(base, since)
 
     def _consider_moving(self, view: SwarmView) -> None:
@@ -507,13 +498,13 @@ class Coordinator(threading.Thread):
         seconds = self._clock.monotonic() - began
         if lease is not None:
             lease.published(stored)
-        check_use(self._pids(), self._place.memory_limit_bytes)
+        check_use(self._pids(), self._local.memory_limit_bytes)
         return seconds
 
     def _replica_record(self) -> ReplicaRecord | None:
         # a bell that is written now is heard after the write, a look interval, and the look
         hear_s = self._write_s + self._rounds.look_s() + self._read_s
-        return replica_record(self._place, self.round, self.status, hear_s=round(hear_s, 3))
+        return replica_record(self._local, self.round, self.status, hear_s=round(hear_s, 3))
 
     def _pids(self) -> list[int]:
         dht_pid = cast("int | None", self._dht.pid)  # pyright: ignore[reportUnknownMemberType]

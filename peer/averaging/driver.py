@@ -34,6 +34,7 @@ from dilocox.peer.averaging.events import EventQueue, Voided
 from dilocox.peer.averaging.follower import ChainFollower
 from dilocox.peer.rounds.adaptation import RoundPlan
 from dilocox.peer.rounds.group import AttemptResult, ExchangeOrder, GroupRefused, Plan, tokens_cap
+from dilocox.peer.rounds.record import SendFacts
 from dilocox.peer.rounds.round_clock import attempt_at
 from dilocox.peer.rounds.vote import AloneWatch, Verdict
 
@@ -50,9 +51,7 @@ FROZEN_S = 3.0  # ticks come every tenth of a second: after such a gap this mach
 class _Job:
     round: int
     scheduled_at: float  # run time
-    tokens: int
-    step_s: float = 0.0  # of an inner step of this peer's replica
-    stall_s: float = 0.0  # that its training stood still for its last round
+    facts: SendFacts
     attempt: int = 0
     abort: bytes = b""
     future: Any = None
@@ -104,14 +103,7 @@ class ExchangeDriver:
         return self._job is not None and self._job.future is not None
 
     def submit(
-        self,
-        round_number: int,
-        *,
-        scheduled_at: float,
-        tokens: int,
-        step_s: float,
-        stall_s: float,
-        states_taken: int,
+        self, round_number: int, facts: SendFacts, *, scheduled_at: float, states_taken: int
     ) -> None:
         """A send was taken and is on disk; its message lies in the shared buffer.
 
@@ -120,16 +112,16 @@ class ExchangeDriver:
         self._job = _Job(
             round=round_number,
             scheduled_at=scheduled_at,
-            tokens=tokens,
-            step_s=step_s,
-            stall_s=stall_s,
+            facts=facts,
             states_taken=states_taken,
         )
 
     def resume(self, round_number: int, tokens: int) -> None:
         """A send from before a restart: its group is gone, so it can only be asked about."""
         now = self._clock.time()
-        self._job = _Job(round=round_number, scheduled_at=now, tokens=tokens, resumed=True)
+        self._job = _Job(
+            round=round_number, scheduled_at=now, facts=SendFacts(tokens=tokens), resumed=True
+        )
         self._leave_open(self._job)
 
     def closed_by_chain(self, round_number: int) -> None:
@@ -210,15 +202,13 @@ class ExchangeDriver:
             ),
             scheduled_at=job.scheduled_at,
             matchmaking_limit_s=matchmaking_s,
-            tokens=job.tokens,
+            tokens=job.facts.tokens,
+            **(job.facts.times | {"exchange_s": self._last_exchange_s}),
             tokens_cap=tokens_cap(manifest),
             counted=counted,
             # While somebody is new, not all know of all: then the group waits for its time.
             expected=len(counted) if set(counted) <= set(last_contributors) else None,
             last_contributors=last_contributors,
-            exchange_s=self._last_exchange_s,
-            step_s=job.step_s,
-            stall_s=job.stall_s,
             anchor_before=self._chain.anchor_sha256,
             last=last,
             alone=alone,

@@ -184,13 +184,13 @@ class Examination:
     @contextlib.contextmanager
     def _joined(self, port: int) -> Generator[Joined]:
         """A place in the DHT under an identity of its own, for a peer may use this folder's."""
-        from dilocox.dht.join import joined
+        from dilocox.dht.join import join_run
 
         options = self._options
         listen = [f"/ip4/{options.host}/tcp/{port}"]
         with tempfile.TemporaryDirectory() as name:
             identity = Identity.load_or_create(Path(name) / "identity.key")
-            with joined(
+            with join_run(
                 options.invite,
                 identity,
                 listen=listen,

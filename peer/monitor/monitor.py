@@ -35,7 +35,7 @@ from dilocox.dht import node_process
 from dilocox.dht.errors import EnvironmentFault
 from dilocox.dht.identity import Identity
 from dilocox.dht.invite import Invite
-from dilocox.dht.join import Joined, joined
+from dilocox.dht.join import Joined, join_run
 from dilocox.dht.revisions import ManifestWatch
 from dilocox.peer.http_pages import (
     Page,
@@ -147,7 +147,7 @@ def run_monitor_command(options: MonitorOptions) -> int:
         started = time.monotonic()
         while True:
             try:
-                with joined(options.invite, identity, listen=(), client_mode=True) as place:
+                with join_run(options.invite, identity, listen=(), client_mode=True) as place:
                     stop.defer()
                     _serve(options, place, kept, stop)
                 break

@@ -28,7 +28,7 @@ from dilocox.dht.addresses import Reachability
 from dilocox.dht.join import Joined
 from dilocox.dht.manifest import PROTOCOL_VERSION
 from dilocox.peer.averaging.averager import StageAverager, StageBuffers
-from dilocox.peer.averaging.connectivity import Place
+from dilocox.peer.averaging.connectivity import LocalPeer
 from dilocox.peer.averaging.coordinator import Coordinator
 from dilocox.peer.averaging.loop_status import LoopStatus
 from dilocox.peer.http_pages import (
@@ -68,7 +68,7 @@ class PeerMetrics:
     def __init__(
         self,
         *,
-        place: Place,
+        local: LocalPeer,
         joined: Joined,
         averager: StageAverager,
         buffers: StageBuffers,
@@ -78,7 +78,7 @@ class PeerMetrics:
         network: Network,
         allowance: Allowance,
     ):
-        self.place, self.joined = place, joined
+        self.local, self.joined = local, joined
         self.averager, self.buffers = averager, buffers
         self.meter, self.coordinator = meter, coordinator
         self.reservation, self.network, self.allowance = reservation, network, allowance
@@ -87,7 +87,7 @@ class PeerMetrics:
         self.compression_error: float | None = None
         self.committed_at: float | None = None
         self.epoch: int | None = None
-        self._stage = str(place.stage)
+        self._stage = str(local.stage)
         self._registry = CollectorRegistry()
         self._rounds = self._counter("rounds", "Rounds that ended, by outcome.", "outcome")
         self._faults = self._counter(
@@ -222,7 +222,7 @@ class PeerMetrics:
     def compression_ratio(self) -> float | None:
         """Of the last record, in one direction."""
         payload_bytes = self.round.get("payload_bytes")
-        return 4 * self.place.layout.numel / payload_bytes if payload_bytes else None
+        return 4 * self.local.layout.numel / payload_bytes if payload_bytes else None
 
     # ---- pieces ----------------------------------------------------------------------------------
     def _counter(self, name: str, text: str, *labels: str) -> Counter:
@@ -243,14 +243,14 @@ METRICS = (
     _Spec(
         "build_info",
         "What runs here.",
-        lambda p: {(__version__, PROTOCOL_VERSION, p.place.run[:RUN_LABEL]): 1},
+        lambda p: {(__version__, PROTOCOL_VERSION, p.local.run[:RUN_LABEL]): 1},
         ("version", "protocol", "run"),
     ),
     _Spec("ready", "Whether this peer takes part in the run.", lambda p: not p.not_ready),
     _Spec(
         "reachable",
         "How others reach this peer.",
-        lambda p: one_of(p.place.reachability, get_args(Reachability)),
+        lambda p: one_of(p.local.reachability, get_args(Reachability)),
         ("kind",),
     ),
     _Spec(

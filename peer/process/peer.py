@@ -32,7 +32,7 @@ from dilocox.dht.addresses import wait_for_bootstrap
 from dilocox.dht.errors import EnvironmentFault
 from dilocox.dht.identity import Identity
 from dilocox.dht.invite import bootstrap_address
-from dilocox.dht.join import Joined, joined
+from dilocox.dht.join import Joined, join_run
 from dilocox.dht.manifest import warnings
 from dilocox.dht.reachability import described, reached_at
 from dilocox.dht.reconnect import relays_between
@@ -45,7 +45,7 @@ from dilocox.peer.averaging.averager import (
     StageBuffers,
     open_log,
 )
-from dilocox.peer.averaging.connectivity import Place
+from dilocox.peer.averaging.connectivity import LocalPeer
 from dilocox.peer.averaging.coordinator import ChildDied, Coordinator, WorkerThread
 from dilocox.peer.averaging.data_lease import PartLease
 from dilocox.peer.averaging.driver import ExchangeDriver
@@ -91,7 +91,7 @@ logger = logging.getLogger(__name__)
 
 
 def coordinator_of(
-    place: Place,
+    local: LocalPeer,
     joined: Joined,
     *,
     averager: StageAverager,
@@ -107,8 +107,8 @@ def coordinator_of(
     lease: on a part of the data, for peers of stage 0. mover: for peers that may change their
     stage. manifest_file: where a newer manifest is kept. first_round: the least one to begin with.
     """
-    deadlines = place.manifest.deadlines
-    plan = RoundPlan(place.manifest, stage_codec(place.manifest, place.layout))
+    deadlines = local.manifest.deadlines
+    plan = RoundPlan(local.manifest, stage_codec(local.manifest, local.layout))
     events = EventQueue()
     alone = AloneWatch(
         record_lifetime_s=deadlines.record_lifetime_s, heartbeat_s=deadlines.heartbeat_s
@@ -129,10 +129,10 @@ def coordinator_of(
         averager=averager,
         chain=chain,
         events=events,
-        manifest=place.manifest,
-        run=place.run,
-        stage=place.stage,
-        layout_digest=place.layout.digest,
+        manifest=local.manifest,
+        run=local.run,
+        stage=local.stage,
+        layout_digest=local.layout.digest,
         plan=plan,
         clock=joined.clock,
         alone=alone,
@@ -140,9 +140,9 @@ def coordinator_of(
     for round_number, send in merge.fly.items():
         driver.resume(round_number, send.tokens)
     return Coordinator(
-        place=place,
+        local=local,
         dht=joined.dht,
-        announcer=Announcer(place, joined.swarm, joined.clock),
+        announcer=Announcer(local, joined.swarm, joined.clock),
         clock=joined.clock,
         averager=averager,
         chain=chain,
@@ -151,7 +151,7 @@ def coordinator_of(
         events=events,
         lease=lease,
         mover=mover,
-        watch=ManifestWatch(joined.swarm, place.run, place.manifest, manifest_file),
+        watch=ManifestWatch(joined.swarm, local.run, local.manifest, manifest_file),
         reader=WorkerThread("dht reads"),
         writer=WorkerThread("dht writes"),
         first_round=first_round,
@@ -187,13 +187,13 @@ class Assembly:
         self._stop = stop.event
         self._snapshots = Snapshots(config.snapshot_folder, layout=layout.digest)
         self._model = local_model(manifest, config.stage, layout, buffers, self._snapshots, device)
-        self._place = self._make_place(config, averager)
+        self._local = self._local_peer(config, averager)
         self.allowance = Allowance(options)
         reporter = Reporter(own)
         self._tell = reporter.tell
         self._meter = LoopMeter(reporter=reporter, sent=buffers.sent.read, numel=layout.numel)
         self.coordinator = coordinator_of(
-            self._place,
+            self._local,
             joined,
             averager=averager,
             log=open_log(config),
@@ -205,7 +205,7 @@ class Assembly:
             + max([newest_aside(own), *(s.round for s in self._snapshots.sent_since)]),
         )
         self._reservation = Reservation(
-            me=self._place.me,
+            me=self._local.me,
             stage=config.stage,
             num_stages=manifest.stages,
             on_change=self._wake,
@@ -228,7 +228,7 @@ class Assembly:
             admits=lambda _, hello: link_of(hello, config.stage),
         )
         self.metrics = PeerMetrics(
-            place=self._place,
+            local=self._local,
             joined=joined,
             averager=averager,
             buffers=buffers,
@@ -247,17 +247,17 @@ class Assembly:
 
     def _relays(self, peer: str) -> list[str]:
         """By whose way to ask this peer, if not directly."""
-        place, stages = self._place, self.coordinator.view.stages
-        return relays_between(stages, place.me, place.stage, peer, client_mode=place.client_mode)
+        local, stages = self._local, self.coordinator.view.stages
+        return relays_between(stages, local.me, local.stage, peer, client_mode=local.client_mode)
 
-    def _make_place(self, config: AveragerConfig, averager: StageAverager) -> Place:
+    def _local_peer(self, config: AveragerConfig, averager: StageAverager) -> LocalPeer:
         joined, me = self._joined, self._joined.identity.peer_id
         addresses = reached_at(
             joined.reach, self._options.announce, joined.dht.visible_addresses(), me
         )
         level, text = described(joined.reach, self._options.announce, addresses)
         logger.log(level, "peer %s %s", me, text)
-        return Place(
+        return LocalPeer(
             me=me,
             run=joined.run,
             stage=config.stage,
@@ -272,12 +272,12 @@ class Assembly:
 
     def _lease(self) -> PartLease | None:
         """A lease on a part of the run's data; who has no use for one, or own data, needs none."""
-        if self._options.data or self._place.stage > 0:
+        if self._options.data or self._local.stage > 0:
             return None
         return PartLease(
             swarm=self._joined.swarm,
             run=self._joined.run,
-            me=self._place.me,
+            me=self._local.me,
             parts=self._manifest.data.parts,
             first=self._snapshots.found.data.get("part") if self._snapshots.found else None,
         )
@@ -286,14 +286,14 @@ class Assembly:
         """What tells a peer that may choose its stage when to change it."""
         if self._options.stage != "auto" or self._manifest.stages == 1:
             return None
-        place = self._place
-        return Mover(me=place.me, stage=place.stage, num_stages=self._manifest.stages)
+        local = self._local
+        return Mover(me=local.me, stage=local.stage, num_stages=self._manifest.stages)
 
     # ---- the loop --------------------------------------------------------------------------------
     def _trainer(self) -> Trainer:
         manifest, model = self._manifest, self._model
         learner = Learner(
-            me=self._place.me,
+            me=self._local.me,
             manifest=manifest,
             model=model,
             coordinator=self.coordinator,
@@ -305,13 +305,13 @@ class Assembly:
             model.stage,
             model.optimizer,
             microbatches=manifest.batch.microbatches,
-            stage_index=self._place.stage,
+            stage_index=self._local.stage,
             num_stages=manifest.stages,
             recompute=manifest.pipeline.recompute,
         )
         self._meter.computing_s = lambda: worker.computing_s
         member = Member(
-            stage=self._place.stage,
+            stage=self._local.stage,
             num_stages=manifest.stages,
             worker=worker,
             optimizer=model.optimizer,
@@ -321,24 +321,24 @@ class Assembly:
             vocabulary=int(manifest.model["vocab_size"]),
             window_limit=lambda: self._window_limit(worker),
         )
-        leads = self._place.stage == 0
+        leads = self._local.stage == 0
         role = self._leading(learner, member) if leads else self._serving(learner, member)
         return Trainer(learner=learner, role=role, stop=self._stop)
 
     def _window_limit(self, worker: StageWorker) -> int:
         """Microbatches in flight that this peer has memory for; a last stage stores one."""
-        if self._place.stage == self._manifest.stages - 1:
+        if self._local.stage == self._manifest.stages - 1:
             return MAX_WINDOW
-        limit = self._place.memory_limit_bytes
+        limit = self._local.memory_limit_bytes
         return window_limit(worker.stored_bytes, limit, self._model.optimizer.device)
 
     def _leading(self, learner: Learner, member: Member) -> Leading:
         manifest = self._manifest
         clip_norm = manifest.inner.clip_norm
         head = Head(
-            me=self._place.me,
+            me=self._local.me,
             num_stages=manifest.stages,
-            client_mode=self._place.client_mode,
+            client_mode=self._local.client_mode,
             tuning=Tuning(
                 microbatches=manifest.batch.microbatches,
                 shape=self._shape,
@@ -348,7 +348,7 @@ class Assembly:
             member=member,
             network=self.network,
             recruiter=Recruiter(
-                me=self._place.me,
+                me=self._local.me,
                 num_stages=manifest.stages,
                 network=self.network,
                 records=lambda: self.coordinator.view.stages,
@@ -368,7 +368,7 @@ class Assembly:
             held_out=held_out(manifest),
             coordinator=self.coordinator,
             meter=self._meter,
-            me=self._place.me,
+            me=self._local.me,
             stop=self._stop,
         )
 
@@ -404,15 +404,15 @@ def run_peer(options: PeerOptions) -> int:
         try:
             if folder.took_part(options.invite.run_id):  # who starts again is not to be lost
                 wait_for_bootstrap(options.invite.bootstraps)
-            with joined(
+            with join_run(
                 options.invite,
                 identity,
                 listen=listen,
                 announce=options.announce,
                 kept=folder.manifest(options.invite.run_id),
-            ) as place:
+            ) as joined:
                 try:
-                    _take_part(options, place, folder, stop)
+                    _take_part(options, joined, folder, stop)
                 finally:
                     stop.defer()  # closing is not to be left half-way
             if stop.event.is_set() and not stop.asked:  # to rest, which a new process does
@@ -458,30 +458,30 @@ def _start_again() -> None:
     os.execv(sys.executable, [sys.executable, "-m", "dilocox", *sys.argv[1:]])
 
 
-def _take_part(options: PeerOptions, place: Joined, folder: StateFolder, stop: StopSignal) -> None:
-    manifest = place.manifest
+def _take_part(options: PeerOptions, joined: Joined, folder: StateFolder, stop: StopSignal) -> None:
+    manifest = joined.manifest
     if manifest.operation.state == "ended":
         logger.info(
             "the operator has ended run %s (%s); `dilocox export` writes its model",
-            place.run,
+            joined.run,
             manifest.name,
         )
         return
     for line in warnings(manifest):
         logger.warning("%s", line)
-    stage = chosen_stage(options.stage, place, folder)
+    stage = chosen_stage(options.stage, joined, folder)
     layout = stage_layout(manifest, stage)
     check_plan(layout.numel, options.memory_limit_bytes)
-    own = folder.run(place.run, stage)
+    own = folder.run(joined.run, stage)
     check_disk(own, StageNeeds(manifest, stage))
     keep_manifest(own, manifest)
     peer_goes_back(own, manifest)
     config = AveragerConfig(
-        run=place.run,
+        run=joined.run,
         stage=stage,
         manifest=manifest,
         layout=layout,
-        identity=place.identity,
+        identity=joined.identity,
         log_folder=own / "log",
         snapshot_folder=own / "snapshots",
         max_upload_bytes_per_s=options.max_upload_mb_s * 1e6 or None,
@@ -489,13 +489,13 @@ def _take_part(options: PeerOptions, place: Joined, folder: StateFolder, stop: S
         bootstraps=tuple({bootstrap_address(a).peer_id for a in options.invite.bootstraps}),
     )
     buffers = StageBuffers.allocate(layout.numel)
-    with _averager(place, config, buffers, stop) as averager:
+    with _averager(joined, config, buffers, stop) as averager:
         # from here on CUDA may be touched: everything is forked
         device = chosen_device(options.device)
         logger.info(
             "dilocox %s, run %s (%s), stage %d of %d, %s values, device %s, state in %s",
             __version__,
-            place.run,
+            joined.run,
             manifest.name,
             stage,
             manifest.stages,
@@ -503,17 +503,17 @@ def _take_part(options: PeerOptions, place: Joined, folder: StateFolder, stop: S
             device,
             own,
         )
-        assembly = Assembly(options, place, config, averager, buffers, own, device, stop)
+        assembly = Assembly(options, joined, config, averager, buffers, own, device, stop)
         stop.defer()
         with assembly.network:
             assembly.coordinator.start()
             try:
                 pages = assembly.metrics.pages()
-                watch = RestWatch(assembly.allowance, place.dht.carried_bytes, stop)
+                watch = RestWatch(assembly.allowance, joined.dht.carried_bytes, stop)
                 with served(options.metrics_host, options.metrics_port, pages), watch:
                     assembly.trainer.run()
             except Move as move:
-                announce_joining(place, move.stage)  # or another one would move there, too
+                announce_joining(joined, move.stage)  # or another one would move there, too
                 raise
             finally:
                 assembly.coordinator.close()
@@ -522,10 +522,10 @@ def _take_part(options: PeerOptions, place: Joined, folder: StateFolder, stop: S
 
 @contextmanager
 def _averager(
-    place: Joined, config: AveragerConfig, buffers: StageBuffers, stop: StopSignal
+    joined: Joined, config: AveragerConfig, buffers: StageBuffers, stop: StopSignal
 ) -> Generator[StageAverager]:
     stop.defer()  # a process that was forked half-way could not be closed
-    averager = StageAverager(dht=place.dht, config=config, buffers=buffers)
+    averager = StageAverager(dht=joined.dht, config=config, buffers=buffers)
     try:
         stop.resume()
         yield averager

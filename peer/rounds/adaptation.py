@@ -37,7 +37,7 @@ from dilocox.compression.layout import FlatLayout
 from dilocox.compression.stage_codec import Compression, StageCodec
 from dilocox.dht.manifest import Manifest
 from dilocox.peer.rounds.outer_step import OuterStep
-from dilocox.peer.rounds.record import WINDOW, RoundFacts, RoundRecord
+from dilocox.peer.rounds.record import WINDOW, RoundFacts, RoundRecord, Times
 
 _FULL_TENTHS = 9  # of a rank: from here on the spectrum may go on beyond the basis
 _LOW_TENTHS = 7  # below, a smaller rank saves enough to be worth a new basis
@@ -47,23 +47,15 @@ _STALLS = 100
 _H_BAND = 0.2  # exchange times scatter by more than a tenth on the best of lines
 
 
-def facts_of(
-    *, ranks: Sequence[int], needed: Sequence[int], times: Iterable[tuple[float, float, float]]
-) -> RoundFacts:
+def facts_of(*, ranks: Sequence[int], needed: Sequence[int], times: Sequence[Times]) -> RoundFacts:
     """The facts of one round.
 
     Args:
         ranks, needed: as in `RoundFacts`.
-        times: (exchange_s, step_s, stall_s) of every member, in any order; 0 where it knows none.
+        times: of every member, in any order.
     """
-    stated = list(times)
-    return RoundFacts(
-        ranks=tuple(ranks),
-        needed=tuple(needed),
-        exchange_s=_median_known(exchange_s for exchange_s, _, _ in stated),
-        step_s=_median_known(step_s for _, step_s, _ in stated),
-        stall_s=_median_known(stall_s for _, _, stall_s in stated),
-    )
+    medians = {name: _median_known(each.times[name] for each in times) for name in Times().times}
+    return RoundFacts(ranks=tuple(ranks), needed=tuple(needed), **medians)
 
 
 def following_window(window: Sequence[RoundFacts], facts: RoundFacts) -> tuple[RoundFacts, ...]:
@@ -191,7 +183,7 @@ class RoundPlan:
         facts = facts_of(
             ranks=record.ranks,
             needed=record.decoded(self._codec).needed(spec.energy),
-            times=[(each.exchange_s, each.step_s, each.stall_s) for each in record.members],
+            times=record.members,
         )
         window = following_window(record.window, facts)
         ranks: Sequence[int] = record.ranks

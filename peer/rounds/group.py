@@ -27,7 +27,15 @@ from dilocox.dht.manifest import Manifest
 from dilocox.peer.rounds.adaptation import RoundPlan
 from dilocox.peer.rounds.ballots import excluded_by
 from dilocox.peer.rounds.grid import Grid, Share
-from dilocox.peer.rounds.record import RoundRecord, bitmap_of, chosen_in, largest_group, part_bytes
+from dilocox.peer.rounds.record import (
+    Contribution,
+    RoundRecord,
+    SendFacts,
+    bitmap_of,
+    chosen_in,
+    largest_group,
+    part_bytes,
+)
 from dilocox.peer.rounds.vote import Verdict, may_start
 
 PHASE_SHARE = 0.25  # of the exchange's time that a phase has whatever its bytes
@@ -102,15 +110,10 @@ class Planner(Protocol):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Member:
-    """What a member said of itself when the group formed."""
+class Member(Contribution):
+    """What a member said of itself when the group formed. client_mode: it can only dial out."""
 
-    peer: str
-    tokens: int
-    exchange_s: float
-    step_s: float
     client_mode: bool
-    stall_s: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -244,19 +247,13 @@ class Plan:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Ticket:
+class Ticket(SendFacts):
     """What a member states when it joins a group."""
 
     plan: str
-    tokens: int
-    exchange_s: float
-    step_s: float
-    stall_s: float  # that its training stood still for its last round
     counted: tuple[str, ...]  # the peers that must be reckoned with, in its view
     expected: int | None  # members with which its group is whole; None: it does not know
-    abort: (
-        bytes  # its signed abort of the attempt before; empty in the first one, or if it had none
-    )
+    abort: bytes  # its signed one of the attempt before, empty if there is none
     client_mode: bool = False
 
     def pack(self, last: Collection[str]) -> list[object]:
@@ -272,9 +269,7 @@ class Ticket:
         return [
             bytes.fromhex(self.plan),
             self.tokens,
-            self.exchange_s,
-            self.step_s,
-            self.stall_s,
+            *self.times.values(),
             bitmap_of(among, there),
             others,
             self.expected,
@@ -342,22 +337,18 @@ def _named(short: bytes) -> str:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ExchangeOrder:
+class ExchangeOrder(SendFacts):
     """What the trainer's process asks of the averaging process for one attempt."""
 
     plan: Plan
     scheduled_at: float  # run time at which the group starts, the same for all
     matchmaking_limit_s: float
-    tokens: int
     tokens_cap: int
     counted: tuple[str, ...]
     last_contributors: tuple[str, ...]
     expected: int | None = None  # peers that should come: with them the group need not wait
-    exchange_s: float  # of this peer's last exchange, from its group to the committed record
-    step_s: float  # of an inner step of its replica
     anchor_before: str
     last: RoundRecord | None = field(repr=False)  # the chain's newest, without its means
-    stall_s: float = 0.0  # that its training stood still for its last round
     alone: bool = False
     abort: bytes = field(default=b"", repr=False)  # its own, of the attempt before
 
@@ -422,15 +413,8 @@ def attempt_setup(
             "with --stage of another stage"
         )
     members = tuple(
-        Member(
-            peer=peer,
-            tokens=tickets[peer].tokens,
-            exchange_s=tickets[peer].exchange_s,
-            step_s=tickets[peer].step_s,
-            stall_s=tickets[peer].stall_s,
-            client_mode=tickets[peer].client_mode,
-        )
-        for peer in sorted(tickets)
+        Member(peer=peer, tokens=each.tokens, client_mode=each.client_mode, **each.times)
+        for peer, each in sorted(tickets.items())
     )
     if len(members) == 1:  # alone, a peer that can only dial out averages its own part
         members = (replace(members[0], client_mode=False),)

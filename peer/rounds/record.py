@@ -37,20 +37,45 @@ WINDOW: Final = 5
 
 
 @dataclass(frozen=True, kw_only=True)
-class RoundFacts:
-    """One round of one stage, as its record tells it.
+class Times:
+    """Seconds of one round, 0 where there is none to tell.
+
+    exchange_s: of the exchange, from its group to the committed record.
+    step_s: of an inner step of the replica.
+    stall_s: that training stood still.
+    """
+
+    exchange_s: float = 0.0
+    step_s: float = 0.0
+    stall_s: float = 0.0
+
+    @property
+    def times(self) -> dict[str, float]:
+        """The three by name."""
+        return {"exchange_s": self.exchange_s, "step_s": self.step_s, "stall_s": self.stall_s}
+
+
+@dataclass(frozen=True, kw_only=True)
+class RoundFacts(Times):
+    """One round of one stage, as its record tells it: times are medians of what members state.
 
     ranks: of the exchange, one a tensor of the layout, 0 where it went dense; empty without ranks.
     needed: columns that hold the energy asked for, measured at these ranks; as many as `ranks`.
-    exchange_s, step_s, stall_s: seconds of an exchange, of an inner step, and that training stood
-        still for a round, medians over the members that state them; 0.0 where nobody does.
     """
 
     ranks: tuple[int, ...]
     needed: tuple[int, ...]
-    exchange_s: float
-    step_s: float
-    stall_s: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class SendFacts(Times):
+    """What a peer states of one send, from its training loop to the record.
+
+    tokens: that it learnt from and no record holds yet, which is the send's weight. The exchange is
+    that of its previous send; it stood still for its last round.
+    """
+
+    tokens: int
 
 
 def bitmap_of(names: Sequence[str], chosen: Collection[str]) -> bytes:
@@ -87,14 +112,10 @@ class RecordRefused(ValueError):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Contribution:
-    """A member of the group that made a record, and the tokens that were its weight."""
+class Contribution(SendFacts):
+    """A member of the group that made a record, and what it stated of its send."""
 
     peer: str
-    tokens: int
-    exchange_s: float  # from its previous send to its record, as it said; 0 if it had none
-    step_s: float  # of one inner step of its replica, as it said; 0 if it made none
-    stall_s: float = 0.0  # that its training stood still for its last round, as it said
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -323,20 +344,20 @@ def _check(record: RoundRecord, codec: StageCodec) -> None:
     if not 1 <= len(record.window) <= WINDOW:
         raise RecordRefused(f"its window is of {len(record.window)} rounds")
     for facts in record.window:
-        timed = all(0 <= time < math.inf for time in _times(facts))
+        timed = _timed(facts)
         if len(facts.needed) != len(facts.ranks) or not timed:
             raise RecordRefused("its window says what no round can say")
     names = [member.peer for member in record.members]
     if not names or names != sorted(set(names)):
         raise RecordRefused("its members are not a sorted list of different peers")
     for member in record.members:
-        if member.tokens < 1 or not all(0 <= time < math.inf for time in _times(member)):
+        if member.tokens < 1 or not _timed(member):
             raise RecordRefused(f"{member.peer} has no tokens, or a time that is none")
     _check_parts(record, codec)
 
 
-def _times(each: Contribution | RoundFacts) -> tuple[float, float, float]:
-    return each.exchange_s, each.step_s, each.stall_s
+def _timed(each: Times) -> bool:
+    return all(0 <= seconds < math.inf for seconds in each.times.values())
 
 
 def _check_parts(record: RoundRecord, codec: StageCodec) -> None:
@@ -376,7 +397,7 @@ def _check_types(record: RoundRecord) -> None:
     if any(type(number) is not int or number < 0 for number in numbers):
         raise RecordRefused("a number in its header is not a whole number of at least zero")
     timed = (*record.members, *record.window)
-    times: list[object] = [time for each in timed for time in _times(each)]
+    times: list[object] = [time for each in timed for time in each.times.values()]
     if any(type(time) is not float for time in times):
         raise RecordRefused("a time in its header is no number")
 
@@ -397,21 +418,10 @@ def largest_group(codec: StageCodec) -> int:
 def _longest_header(codec: StageCodec, members: int) -> bytes:
     """The longest header that so many members can make, each reducing a part of each phase."""
     texts = "f" * MAX_NAME
-    facts = RoundFacts(
-        ranks=codec.limits,
-        needed=codec.limits,
-        exchange_s=_MAX_TIME_S,
-        step_s=_MAX_TIME_S,
-        stall_s=_MAX_TIME_S,
-    )
+    longest = dict.fromkeys(Times().times, _MAX_TIME_S)
+    facts = RoundFacts(ranks=codec.limits, needed=codec.limits, **longest)
     everybody = tuple(
-        Contribution(
-            peer=f"{place:0{MAX_NAME}d}",
-            tokens=_MAX_NUMBER,
-            exchange_s=_MAX_TIME_S,
-            step_s=_MAX_TIME_S,
-            stall_s=_MAX_TIME_S,
-        )
+        Contribution(peer=f"{place:0{MAX_NAME}d}", tokens=_MAX_NUMBER, **longest)
         for place in range(members)
     )
     names = tuple(member.peer for member in everybody)

@@ -96,13 +96,7 @@ def assemble_record(setup: AttemptSetup, means: Mapping[int, Mean]) -> bytes:
     record = replace(
         setup.template,
         members=tuple(
-            Contribution(
-                peer=member.peer,
-                tokens=member.tokens,
-                exchange_s=member.exchange_s,
-                step_s=member.step_s,
-                stall_s=member.stall_s,
-            )
+            Contribution(peer=member.peer, tokens=member.tokens, **member.times)
             for member in setup.members
         ),
         parts=tuple(

@@ -30,7 +30,7 @@ from dilocox.peer.averaging.coordinator import Coordinator
 from dilocox.peer.averaging.events import Committed, Event, Failed, Resynced, Voided
 from dilocox.peer.averaging.loop_status import LoopStatus
 from dilocox.peer.rounds.adaptation import stage_codec
-from dilocox.peer.rounds.record import RoundRecord, own_contribution
+from dilocox.peer.rounds.record import RoundRecord, SendFacts, own_contribution
 from dilocox.peer.training.data import weights_replaced
 from dilocox.peer.training.inner_optimizer import InnerOptimizer
 from dilocox.peer.training.merge import Merge, Outcome, OwnContribution, RecordFacts
@@ -242,10 +242,8 @@ class Learner:
         self._snapshots.sending(self._merge, round_number, send, message)
         self._coordinator.submit(
             round_number,
+            SendFacts(tokens=send.tokens, step_s=self._step_s, stall_s=self._meter.stall_s),
             scheduled_at=scheduled_at,
-            tokens=send.tokens,
-            step_s=self._step_s,
-            stall_s=self._meter.stall_s,
             states_taken=self._states_taken,
         )
         self._meter.sent(round_number, send.tokens)

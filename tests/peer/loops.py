@@ -25,7 +25,7 @@ from dilocox.peer.averaging.events import Committed, Event, EventQueue
 from dilocox.peer.averaging.loop_status import LoopStatus
 from dilocox.peer.process.prepare import local_model
 from dilocox.peer.rounds.outer_step import OuterStep
-from dilocox.peer.rounds.record import Contribution, ReducedShare, RoundRecord
+from dilocox.peer.rounds.record import Contribution, ReducedShare, RoundRecord, SendFacts
 from dilocox.peer.training.loop import Learner, LocalModel
 from dilocox.peer.training.report import LoopMeter, Reporter
 from dilocox.peer.training.snapshots import Snapshots
@@ -112,16 +112,9 @@ class FakeCoordinator:
         return self.due
 
     def submit(
-        self,
-        round_number: int,
-        *,
-        scheduled_at: float,
-        tokens: int,
-        step_s: float,
-        stall_s: float,
-        states_taken: int,
+        self, round_number: int, facts: SendFacts, *, scheduled_at: float, states_taken: int
     ) -> None:
-        self.told.append(("submit", round_number, scheduled_at, tokens, states_taken))
+        self.told.append(("submit", round_number, scheduled_at, facts.tokens, states_taken))
         self.due, self.round = None, round_number + 1
         self.on_submit()
 

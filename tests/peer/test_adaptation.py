@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dilocox.peer.rounds.adaptation import facts_of, following_window, next_inner_steps, next_ranks
-from dilocox.peer.rounds.record import WINDOW, RoundFacts
+from dilocox.peer.rounds.record import WINDOW, RoundFacts, Times
 
 ENERGY = 0.95
 
@@ -281,27 +281,31 @@ def test_no_stated_time_takes_h_out_of_its_bounds(
         assert 3 <= next_h(current, *times, stall_s=stall_s, low=3, high=999) <= 999
 
 
+def seconds(*stated: tuple[float, ...]) -> list[Times]:
+    """Times of members: exchange, inner step, stall."""
+    return [Times(**dict(zip(Times().times, each, strict=False))) for each in stated]
+
+
 # ---- facts ---------------------------------------------------------------------------------------
 def test_a_slow_member_and_a_far_one_do_not_move_the_medians() -> None:
     usual = [(10.0, 1.0, 0.3), (11.0, 1.1, 0.1), (12.0, 1.2, 0.2)]
     times = [*usual, (900.0, 1.0, 60.0), (10.5, 50.0, 0.2)]
-    facts = facts_of(ranks=(4,), needed=(3,), times=times)
+    facts = facts_of(ranks=(4,), needed=(3,), times=seconds(*times))
     assert (facts.exchange_s, facts.step_s, facts.stall_s) == (11.0, 1.1, 0.2)
     assert (facts.ranks, facts.needed) == ((4,), (3,))
 
 
 def test_a_median_is_one_of_the_stated_numbers_and_unknown_times_do_not_count() -> None:
-    facts = facts_of(
-        ranks=(), needed=(), times=[(0, 2.0, 0), (30.0, 0, 4.0), (20.0, 0, 0), (0, 0, 3.0)]
-    )
+    times = seconds((0, 2.0, 0), (30.0, 0, 4.0), (20.0, 0, 0), (0, 0, 3.0))
+    facts = facts_of(ranks=(), needed=(), times=times)
     assert (facts.exchange_s, facts.step_s, facts.stall_s) == (20.0, 2.0, 3.0)
-    nobody = facts_of(ranks=(), needed=(), times=[(0, 0, 0)])
+    nobody = facts_of(ranks=(), needed=(), times=seconds((0, 0, 0)))
     assert (nobody.exchange_s, nobody.step_s, nobody.stall_s) == (0.0, 0.0, 0.0)
 
 
 @given(st.permutations([(1.0, 9.0), (2.0, 0.0), (0.0, 7.0), (4.0, 6.0), (5.0, 5.0)]))
 def test_the_order_of_the_members_does_not_matter(times: list[tuple[float, float]]) -> None:
-    facts = facts_of(ranks=(1,), needed=(1,), times=[(*each, 0.0) for each in times])
+    facts = facts_of(ranks=(1,), needed=(1,), times=seconds(*times))
     assert facts == RoundFacts(ranks=(1,), needed=(1,), exchange_s=2.0, step_s=6.0)
 
 

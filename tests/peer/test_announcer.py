@@ -27,7 +27,7 @@ from dilocox.dht.records import (
 from dilocox.dht.swarm import Swarm
 from dilocox.dht.swarm_view import SwarmView
 from dilocox.peer.averaging.announcer import Announcer, replica_record
-from dilocox.peer.averaging.connectivity import Place
+from dilocox.peer.averaging.connectivity import LocalPeer
 from dilocox.peer.averaging.follower import ChainFollower
 from dilocox.peer.averaging.loop_status import LoopStatus
 from dilocox.peer.rounds.round_clock import bells_to_read
@@ -65,9 +65,9 @@ class Dht:
         return True
 
 
-def place(stage: int, stages: int = 3) -> Place:
+def local(stage: int, stages: int = 3) -> LocalPeer:
     manifest = Manifest.from_dict({"name": "t", "model": "tiny", "end_tokens": 1000})
-    return Place(
+    return LocalPeer(
         me="me",
         run=RUN,
         stage=stage,
@@ -100,7 +100,7 @@ class Standing(Hourly):
 
 
 def announcer(dht: Dht, stage: int, stages: int = 3, clock: Clock | None = None) -> Announcer:
-    return Announcer(place(stage, stages), cast("Swarm", dht), clock or Hourly())
+    return Announcer(local(stage, stages), cast("Swarm", dht), clock or Hourly())
 
 
 def look(looking: Announcer, bells: list[int], *, whole: bool = True) -> bool:
@@ -125,7 +125,7 @@ def bell(round_number: int) -> BellRecord:
 
 
 def replica() -> Any:
-    return replica_record(place(0), 3, LoopStatus(head="h", members=("h", "a", "b")), hear_s=1.0)
+    return replica_record(local(0), 3, LoopStatus(head="h", members=("h", "a", "b")), hear_s=1.0)
 
 
 # ---- how often -----------------------------------------------------------------------------------
@@ -309,7 +309,7 @@ def told(own: LoopStatus, state: str = "training", stages: int = 3) -> StageReco
     assert telling.tell(records)
     assert dht.stores == 1, "records of one heartbeat are one store"
     record, lifetime_s = dht.published[stage_key(RUN, 1)]
-    assert lifetime_s == place(0).manifest.deadlines.record_lifetime_s
+    assert lifetime_s == local(0).manifest.deadlines.record_lifetime_s
     claimed, _ = dht.published[claim_key(RUN, 1)]
     assert isinstance(claimed, ClaimRecord)
     assert (claimed.round, claimed.chain_tokens) == (4, 900)
@@ -344,7 +344,7 @@ def test_a_run_that_lacks_peers_for_most_stages_still_fits_into_a_record() -> No
 
 
 def test_only_a_peer_that_leads_a_replica_has_a_replica_record() -> None:
-    assert replica_record(place(1), 3, LoopStatus(head="h"), hear_s=1.0) is None
+    assert replica_record(local(1), 3, LoopStatus(head="h"), hear_s=1.0) is None
     assert announcer(Dht(), 1).of_replica(None) == {}
     own = LoopStatus(
         head="me",
@@ -357,7 +357,7 @@ def test_only_a_peer_that_leads_a_replica_has_a_replica_record() -> None:
         codec="int8",
         last_fault="stage 1 silent",
     )
-    record = replica_record(place(0), 3, own, hear_s=2.5)
+    record = replica_record(local(0), 3, own, hear_s=2.5)
     assert record is not None
     assert (record.members, record.epoch, record.round) == (("me", "a", "b"), 4, 3)
     assert (record.inner_step, record.step_s, record.hear_s) == (9, 1.5, 2.5)
@@ -377,7 +377,7 @@ def test_the_record_of_a_replica_of_many_stages_names_all_of_its_members(stages:
         codec=",".join(["bf16"] * stages)[:256],
         last_fault="stage 39 missing" * 10,
     )
-    record = replica_record(place(0), 10**6, own, hear_s=2.5)
+    record = replica_record(local(0), 10**6, own, hear_s=2.5)
     assert record is not None and record.members == members
     assert ReplicaRecord.decode(record.encode()) == record
 
@@ -402,7 +402,7 @@ def test_a_replica_in_a_round_that_nobody_can_be_in_is_not_believed() -> None:
         "all": 2**53,
     }
     dht.records[replica_key(RUN)] = {
-        peer: replica_record(place(0), number, own, hear_s=1.0) for peer, number in rounds.items()
+        peer: replica_record(local(0), number, own, hear_s=1.0) for peer, number in rounds.items()
     }
     looking = announcer(dht, 0)
     for _ in range(2):

@@ -14,7 +14,7 @@ from dilocox.dht.addresses import Reach, Reachability
 from dilocox.dht.reachability import CHECK_S
 from dilocox.dht.reconnect import Targets
 from dilocox.dht.swarm_view import SwarmView
-from dilocox.peer.averaging.connectivity import Connectivity, Place
+from dilocox.peer.averaging.connectivity import Connectivity, LocalPeer
 from tests.peer.clocks import TestClock
 from tests.peer.fabricated import peer_id, stage_record
 
@@ -40,14 +40,14 @@ class Averager:
 
 
 def ways(kind: Reachability, averager: Averager, *, by_others: bool = True) -> Connectivity:
-    place: Any = SimpleNamespace(
+    local: Any = SimpleNamespace(
         me=ME,
         stage=0,
         client_mode=kind == "dial_out",
         reachability=kind,
         reached_by_others=by_others,
     )
-    return Connectivity(cast(Place, place), averager, TestClock())
+    return Connectivity(cast(LocalPeer, local), averager, TestClock())
 
 
 def view(**stage: Any) -> SwarmView:
@@ -118,10 +118,11 @@ def test_the_first_peer_of_a_swarm_asks_as_at_its_start_until_others_have_tried(
 
 def test_one_that_was_told_to_only_dial_out_is_not_lost() -> None:
     averager = Averager("dial_out")
-    place: Any = SimpleNamespace(
+    local: Any = SimpleNamespace(
         me=ME, stage=0, client_mode=True, reachability="unknown", reached_by_others=False
     )
     assert not any(
-        Connectivity(cast(Place, place), averager, TestClock()).lost(1e9 + at) for at in range(9)
+        Connectivity(cast(LocalPeer, local), averager, TestClock()).lost(1e9 + at)
+        for at in range(9)
     )
     assert not averager.checks

@@ -286,7 +286,7 @@ def test_a_run_that_cannot_be_joined_says_why_and_the_rest_waits_for_it(
     def refuse(*_: Any, **__: Any) -> Any:
         raise error
 
-    monkeypatch.setattr(join, "joined", refuse)
+    monkeypatch.setattr(join, "join_run", refuse)
     options = replace(_options(json_file=here / "told.json"), invite=_invite(taken))
     assert run_doctor(options) == 1
     told = json.loads((here / "told.json").read_text())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,6 +16,7 @@ from dilocox.peer.averaging.driver import FROZEN_S, ExchangeDriver
 from dilocox.peer.averaging.events import EventQueue, Voided
 from dilocox.peer.rounds.adaptation import RoundPlan, stage_codec
 from dilocox.peer.rounds.group import AttemptResult, ExchangeOrder
+from dilocox.peer.rounds.record import SendFacts
 from dilocox.peer.rounds.vote import AloneWatch, Verdict
 from tests.peer.clocks import TestClock
 from tests.pipeline.swarms import stage_record
@@ -22,6 +24,7 @@ from tests.pipeline.swarms import stage_record
 VIEW = SwarmView(me="me")
 WITH_ANOTHER = SwarmView(me="me", stage={"other": stage_record(state="training")})
 TICK_S = 0.1
+FACTS = SendFacts(tokens=10, step_s=0.5, stall_s=0.25)
 
 
 class Future:
@@ -99,9 +102,7 @@ class World:
 @pytest.fixture
 def world() -> World:
     world = World()
-    world.driver.submit(
-        0, scheduled_at=world.clock.now, tokens=10, step_s=0.5, stall_s=0.25, states_taken=0
-    )
+    world.driver.submit(0, FACTS, scheduled_at=world.clock.now, states_taken=0)
     world.tick()
     assert world.driver.exchanging
     return world
@@ -111,9 +112,7 @@ def world() -> World:
 def test_a_group_is_looked_for_shortly_before_its_time_and_not_from_the_send_on() -> None:
     world = World()
     meets_at = world.clock.now + 900.0
-    world.driver.submit(
-        0, scheduled_at=meets_at, tokens=10, step_s=0.5, stall_s=0.25, states_taken=0
-    )
+    world.driver.submit(0, FACTS, scheduled_at=meets_at, states_taken=0)
     world.tick_for(890.0)
     assert not world.orders and not world.driver.exchanging
     world.tick_for(10.0)
@@ -124,9 +123,7 @@ def test_a_group_is_looked_for_shortly_before_its_time_and_not_from_the_send_on(
 def test_a_send_that_waits_follows_its_group_to_an_earlier_time() -> None:
     """All have rung, and nobody needs the rest of the grace."""
     world = World()
-    world.driver.submit(
-        0, scheduled_at=world.clock.now + 900.0, tokens=10, step_s=0.5, stall_s=0.25, states_taken=0
-    )
+    world.driver.submit(0, FACTS, scheduled_at=world.clock.now + 900.0, states_taken=0)
     world.tick()
     earlier = world.meets_at[0] = world.clock.now + 60.0
     world.tick_for(60.0)
@@ -141,10 +138,8 @@ def test_who_is_a_little_late_still_looks_whether_the_group_is_open(
     world.alone = False
     world.driver.submit(
         0,
+        FACTS,
         scheduled_at=world.clock.now - late_s,
-        tokens=10,
-        step_s=0.5,
-        stall_s=0.25,
         states_taken=0,
     )
     world.tick()
@@ -163,9 +158,7 @@ def test_a_group_is_closed_early_only_while_nobody_is_new(
     if last is not None:
         members = [SimpleNamespace(peer=peer) for peer in last]
         world.chain.last_record = SimpleNamespace(members=members, next_ranks=())
-    world.driver.submit(
-        0, scheduled_at=world.clock.now, tokens=10, step_s=0.5, stall_s=0.25, states_taken=0
-    )
+    world.driver.submit(0, FACTS, scheduled_at=world.clock.now, states_taken=0)
     world.tick()
     assert world.orders[0].whole_with == expected
 
@@ -237,10 +230,8 @@ def test_a_send_from_before_a_state_was_taken_is_dropped_and_one_from_after_it_i
     world.chain.states_taken = 1
     world.driver.submit(
         0,
+        FACTS,
         scheduled_at=world.clock.now,
-        tokens=10,
-        step_s=0.5,
-        stall_s=0.25,
         states_taken=states_taken,
     )
     world.tick()
@@ -251,14 +242,15 @@ def test_a_send_from_before_a_state_was_taken_is_dropped_and_one_from_after_it_i
 def test_what_a_peer_states_of_its_exchange_is_the_exchange_alone() -> None:
     """Neither the grace before it nor the wait for the group: H would settle at twice as much."""
     world = World()
-    submit = {"tokens": 10, "step_s": 0.5, "states_taken": 0}
-    world.driver.submit(0, scheduled_at=world.clock.now + 40.0, stall_s=0.0, **submit)
+    world.driver.submit(
+        0, replace(FACTS, stall_s=0.0), scheduled_at=world.clock.now + 40.0, states_taken=0
+    )
     world.answer = pending = Future(done=False)
     world.tick_for(40.0)
     pending.end_as(result(Verdict.COMMITTED, b"record"))
     world.tick(60.0)
     world.driver.closed_by_chain(0)
-    world.driver.submit(1, scheduled_at=world.clock.now, stall_s=0.25, **submit)
+    world.driver.submit(1, FACTS, scheduled_at=world.clock.now, states_taken=0)
     world.tick()
     first, second = world.orders[0], world.orders[-1]
     assert (first.exchange_s, first.stall_s) == (0.0, 0.0)

@@ -108,7 +108,7 @@ def told(monkeypatch: pytest.MonkeyPatch) -> Told:
     swarm = Told()
     monkeypatch.setattr(generate, "LOOK_LIMIT_S", 0.05)
     monkeypatch.setattr(generate, "LOOK_PAUSE_S", 0.01)
-    monkeypatch.setattr(join, "joined", swarm.joined)
+    monkeypatch.setattr(join, "join_run", swarm.joined)
     monkeypatch.setattr(download_module, "download_anchors", swarm.download)
     monkeypatch.setattr(export, "write_anchors", swarm.write)
     monkeypatch.setattr(export, "continue_text", swarm.continue_text)

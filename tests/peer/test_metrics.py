@@ -96,7 +96,7 @@ class Shown:
             waiting_s=WAITED_S,
         )
         self.allowance = SimpleNamespace(used_bytes=7_000_000, limit_bytes=5e9)
-        self.place = SimpleNamespace(
+        self.local = SimpleNamespace(
             run=RUN, stage=1, layout=SimpleNamespace(numel=NUMEL), reachability="public"
         )
         self.dht = SimpleNamespace(running=True)
@@ -114,7 +114,7 @@ class Shown:
             round_trips_s=lambda: {"upper": 0.05},
         )
         parts: dict[str, Any] = {
-            "place": self.place,
+            "local": self.local,
             "joined": SimpleNamespace(
                 dht=self.dht,
                 swarm=SimpleNamespace(sent_bytes=4, received_bytes=8, refused=Counter()),
@@ -233,7 +233,7 @@ def test_what_is_counted_elsewhere_is_shown_as_it_is_at_that_moment(shown: Shown
 
 
 def test_reachability_is_one_of_its_kinds(shown: Shown) -> None:
-    shown.place.reachability = "dial_out"
+    shown.local.reachability = "dial_out"
     kinds = {kind: shown("reachable", kind=kind) for kind in ("public", "mapped", "dial_out")}
     assert kinds == {"public": 0, "mapped": 0, "dial_out": 1}
 

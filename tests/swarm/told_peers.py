@@ -21,7 +21,7 @@ from typing import Any
 
 from dilocox.dht.identity import Identity
 from dilocox.dht.invite import Invite
-from dilocox.dht.join import Joined, joined
+from dilocox.dht.join import Joined, join_run
 from dilocox.dht.records import (
     ClaimRecord,
     ReplicaRecord,
@@ -150,7 +150,7 @@ def main() -> None:
     folder.mkdir(exist_ok=True)
     identity = Identity.load_or_create(folder / "0.key")
     ended = threading.Event()
-    with joined(invite, identity, listen=["/ip4/127.0.0.1/tcp/0"]) as place:
+    with join_run(invite, identity, listen=["/ip4/127.0.0.1/tcp/0"]) as place:
         told = ToldPeers(place, folder, peers, stages, rounds)
         loop = asyncio.new_event_loop()
         threading.Thread(target=loop.run_forever, daemon=True).start()

@@ -271,13 +271,13 @@ class Monitor:
             start = followed(claims)
             if start is None:
                 continue
-            if chain.known(start):
+            if start in chain.known:
                 gaps = [gap for gap, tries in chain.gaps.items() if tries < MAX_GAP_TRIES]
                 if not gaps or not retry:
                     continue
                 start = gaps[0]
                 self._gap_at = time.monotonic()
-            stop = {*chain.digests, self._history.root}
+            stop = {*chain.known, self._history.root}
             hosts = look.stages.get(stage, {})
             dial_out = {peer for peer, record in hosts.items() if record.client_mode}
             holders = holders_of(claims, start, bootstraps=self._bootstraps, dial_out=dial_out)

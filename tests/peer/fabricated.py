@@ -132,7 +132,7 @@ class ToldSwarm:
         self.claims: dict[int, dict[str, ClaimRecord]] = {n: {} for n in range(stages)}
         self.bootstraps = {"boot0": True}
         self.answered = True
-        self.history = SwarmHistory(stages, self.manifest.digest, NOW)
+        self.history = SwarmHistory.begun(stages, self.manifest.digest, NOW)
         for number in range(replicas):
             members = [peer_id(100 * stage + number) for stage in range(stages)]
             for stage, peer in enumerate(members):

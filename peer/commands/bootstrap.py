@@ -60,6 +60,9 @@ DISK_PERIOD_S = 60.0  # the archive may have many files
 ASK_LIMIT_S = 2.0
 STUCK_AFTER_S = 90.0  # a turn of the bootstrap's thread waits for the DHT for up to half a minute
 
+# with another folder it would get another key, and with it begin another run
+BOOTSTRAP_RUNS = "the bootstrap of this folder runs already; stop it first"
+
 Role = Literal["operator", "copy"]
 
 
@@ -94,8 +97,10 @@ class BootstrapMetrics:
         swarm: Swarm,
         archive: Archive,
         folder: Path,
+        clock: Callable[[], float] = time.monotonic,
     ):
-        """folder: the archive's."""
+        """folder: the archive's. clock: seconds that only grow."""
+        self._clock = clock
         self._role: Role = role
         self._keeper = keeper
         self._dht = dht
@@ -104,12 +109,12 @@ class BootstrapMetrics:
         self._folder = folder
         self._facts = BootstrapFacts(role=role)
         self._archive_bytes: Mapping[int, int] = {}
-        self._turn_at = time.monotonic()
+        self._turn_at = clock()
         self._looked_at = self._measured_at = float("-inf")
 
     def tick(self) -> None:
         """Look, if it is due; takes a few seconds at most."""
-        now = self._turn_at = time.monotonic()
+        now = self._turn_at = self._clock()
         if now < self._looked_at + LOOK_PERIOD_S:
             return
         self._looked_at = now
@@ -122,7 +127,7 @@ class BootstrapMetrics:
         """What is served."""
         metrics = metrics_of(self._keeper.run, lambda: self._facts)
         signs = {
-            "main thread": lambda: time.monotonic() < self._turn_at + STUCK_AFTER_S,
+            "main thread": lambda: self._clock() < self._turn_at + STUCK_AFTER_S,
             "DHT process": lambda: bool(self._dht.running),
             "archive": lambda: self._archive.keeper is not None,
         }
@@ -219,10 +224,7 @@ def metrics_of(run: str, facts: Callable[[], BootstrapFacts]) -> MetricTable[Boo
     return MetricTable(specs=METRICS, source=facts, prefix=PREFIX, labels=labels)
 
 
-# with another folder it would get another key, and with it begin another run
-BOOTSTRAP_RUNS = "the bootstrap of this folder runs already; stop it first"
-
-
+# ---- the command --------------------------------------------------------------------------------
 @dataclass(frozen=True, kw_only=True)
 class BootstrapOptions:
     """The options of `dilocox bootstrap`; see their help texts. With an invite it is a copy."""

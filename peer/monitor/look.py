@@ -1,8 +1,7 @@
 """One look of the monitor at the swarm: what the signed records in the DHT say right now."""
 
-# hivemind and its generated protocol classes carry no types.
-# pyright: reportUnknownMemberType=false, reportUnknownArgumentType=false
-# pyright: reportUnknownVariableType=false
+# RunDHT extends hivemind's DHT, which carries no types.
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
 
 from __future__ import annotations
 
@@ -86,9 +85,12 @@ def bootstrap_ids(invite: Invite) -> tuple[str, ...]:
 class Looker:
     """Looks again and again; all in one thread."""
 
-    def __init__(self, place: Joined, bootstraps: tuple[str, ...]):
+    def __init__(
+        self, place: Joined, bootstraps: tuple[str, ...], *, ping_period_s: float = PING_PERIOD_S
+    ):
         self.manifest = place.manifest  # the newest, set by the owner
         self._place = place
+        self._ping_period_s = ping_period_s
         self._pinged_at = float("-inf")
         self._last = SwarmLook.nothing(place.clock.time(), dict.fromkeys(bootstraps, True))
 
@@ -128,7 +130,7 @@ class Looker:
 
     def _bootstraps(self) -> Mapping[str, bool]:
         now = time.monotonic()
-        if now < self._pinged_at + PING_PERIOD_S:
+        if now < self._pinged_at + self._ping_period_s:
             return self._last.bootstraps
         self._pinged_at = now
         try:

@@ -9,7 +9,7 @@ thread makes them after each look and leaves them there as bytes; who asks gets 
 busy that thread is.
 """
 
-# hivemind and its generated protocol classes carry no types.
+# RunDHT extends hivemind's DHT, which carries no types.
 # pyright: reportUnknownMemberType=false, reportUnknownArgumentType=false
 # pyright: reportUnknownVariableType=false
 
@@ -55,17 +55,27 @@ from dilocox.peer.state_folder import StateFolder
 
 logger = logging.getLogger(__name__)
 
-LOOKS_LATE_S = 60.0  # a monitor that has not looked for so long hangs
+LOOKS_LATE_S = 60.0
+LONGEST_LOOK_PERIOD_S = 5.0
+SHORTEST_LOOK_PERIOD_S = 1.0
+JOIN_PAUSE_S = 10.0
+MAX_GAP_TRIES = 6
+RESTART_AFTER_S = 20.0  # a monitor whose node dies sooner than that does not try again
+MONITOR_RUNS = "another monitor uses this folder; stop it, or give this one another with --state"
 STATUS_FILE = "status.html"
 
 _INLINE = re.compile(r"<(script|style)>(.*?)</\1>", re.DOTALL)
 
 
 class MonitorPages:
-    """The newest figures, and the pages that show them. alive: whether the monitor's parts live."""
+    """The newest figures, and the pages that show them.
 
-    def __init__(self, alive: Callable[[], bool]):
+    alive: whether the monitor's parts live. late_s: without a look for so long, it hangs.
+    """
+
+    def __init__(self, alive: Callable[[], bool], *, late_s: float = LOOKS_LATE_S):
         self._alive = alive
+        self._late_s = late_s
         self._status = b"{}"
         self._metrics = Page(body=b"")
         self._looked_at: float | None = None
@@ -93,7 +103,7 @@ class MonitorPages:
         return Page(body=self._html, content_type="text/html; charset=utf-8", headers=self._headers)
 
     def _looks(self) -> bool:
-        return self._looked_at is None or time.monotonic() - self._looked_at < LOOKS_LATE_S
+        return self._looked_at is None or time.monotonic() - self._looked_at < self._late_s
 
 
 def content_policy(html: str) -> str:
@@ -111,18 +121,7 @@ def content_policy(html: str) -> str:
     )
 
 
-MONITOR_RUNS = "another monitor uses this folder; stop it, or give this one another with --state"
-
-LONGEST_LOOK_PERIOD_S = 5.0
-SHORTEST_LOOK_PERIOD_S = 1.0
-SAVE_PERIOD_S = 60.0
-MANIFEST_PERIOD_S = 5.0
-JOIN_PAUSE_S = 10.0
-MAX_GAP_TRIES = 6
-GAP_PAUSE_S = 60.0
-RESTART_AFTER_S = 20.0  # a monitor whose node dies sooner than that does not try again
-
-
+# ---- the command --------------------------------------------------------------------------------
 class NodeDied(EnvironmentFault):
     """The monitor's own DHT node, or the thread that follows chains, has ended."""
 
@@ -187,14 +186,33 @@ def _start_again() -> None:
     os.execv(sys.executable, [sys.executable, "-m", "dilocox", *sys.argv[1:]])
 
 
+@dataclass(frozen=True, kw_only=True)
+class Periods:
+    """What a monitor does less often than it looks: write what it learnt, ask for the manifest, and
+    ask again for a record that nobody gave.
+    """
+
+    save_s: float = 60.0
+    manifest_s: float = 5.0
+    gap_s: float = 60.0
+
+
 class Monitor:
     """Looks, follows chains, remembers, and shows. All calls in one thread."""
 
-    def __init__(self, options: MonitorOptions, place: Joined, kept: Path):
+    def __init__(
+        self,
+        options: MonitorOptions,
+        place: Joined,
+        kept: Path,
+        *,
+        periods: Periods = Periods(),
+    ):
         manifest, now = place.manifest, place.clock.time()
         bootstraps = bootstrap_ids(options.invite)
         self._place = place
         self._kept = kept
+        self._periods = periods
         self._facts = RunFacts(run=place.run, invite=str(options.invite), manifest=manifest)
         self._looker = Looker(place, bootstraps)
         self._watch = ManifestWatch(place.swarm, place.run, manifest)
@@ -229,7 +247,7 @@ class Monitor:
 
     def look(self) -> None:
         """Read, remember, show."""
-        if time.monotonic() >= self._asked_at + MANIFEST_PERIOD_S:
+        if time.monotonic() >= self._asked_at + self._periods.manifest_s:
             self._asked_at = time.monotonic()
             if self._watch.look():
                 self._looker.manifest = self._watch.manifest
@@ -243,7 +261,7 @@ class Monitor:
         self._history.judged(health, look.at)
         if (unreadable := self._watch.unreadable) is not None:  # it judges by older rules
             health = health.warned(str(unreadable))
-        late = time.monotonic() >= self._saved_at + SAVE_PERIOD_S
+        late = time.monotonic() >= self._saved_at + self._periods.save_s
         if late or self._history.counters != self._saved:
             self._save()  # before they are shown: a counter must not fall when this one is killed
         seen = Seen(look=look, history=self._history, health=health)
@@ -265,7 +283,7 @@ class Monitor:
     # ---- chains ----------------------------------------------------------------------------------
     def _follow(self, look: SwarmLook) -> None:
         """Have walked what is claimed and not known yet; else what could not be had before."""
-        retry = time.monotonic() >= self._gap_at + GAP_PAUSE_S
+        retry = time.monotonic() >= self._gap_at + self._periods.gap_s
         for stage, chain in enumerate(self._history.stages):
             claims = look.claims.get(stage, {})
             start = followed(claims)

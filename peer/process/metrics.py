@@ -10,7 +10,7 @@ only of a few values each, never a peer id or a round.
 How: the registry is our own, and there are no `_created` series, which would double their number.
 """
 
-# hivemind and its generated protocol classes carry no types.
+# RunDHT extends hivemind's DHT, which carries no types.
 # pyright: reportUnknownMemberType=false, reportUnknownArgumentType=false
 
 from __future__ import annotations

@@ -45,6 +45,10 @@ from dilocox.peer.state_folder import STATES, StateFolder
 logger = logging.getLogger(__name__)
 
 REASONS: tuple[Reason, ...] = get_args(Reason)
+WRITE_PERIOD_S = 60.0
+MONTHS_KEPT = 12
+LOOK_S = 1.0
+CLOSE_LIMIT_S = 5.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,10 +91,6 @@ def month_of(now: float) -> str:
     return datetime.fromtimestamp(now, timezone.utc).strftime("%Y-%m")
 
 
-WRITE_PERIOD_S = 60.0
-MONTHS_KEPT = 12
-
-
 class MonthlyTraffic:
     """Bytes by month; of one process at a time."""
 
@@ -110,23 +110,19 @@ class MonthlyTraffic:
         """Sent and received in the month of `now`, in seconds since the epoch."""
         return self._months.get(month_of(now), 0)
 
-    def count(self, total: int, now: float) -> None:
-        """Take in what this process has sent and received since it started, in bytes;
-        EnvironmentFault if the file is due and cannot be written.
+    def count(self, total: int, now: float, *, last: bool = False) -> None:
+        """Take in what this process has sent and received since it started, in bytes. The file is
+        written once a minute, and where nothing follows (`last`); EnvironmentFault if it cannot be.
         """
         if total > self._total:
             month = month_of(now)
             self._months[month] = self._months.get(month, 0) + total - self._total
             self._total = total
             self._unwritten = True
-        if time.monotonic() >= self._written_at + WRITE_PERIOD_S:
-            self.keep()
-
-    def keep(self) -> None:
-        """Write the file if there is something new; EnvironmentFault if that cannot be."""
-        self._written_at = time.monotonic()  # a full disk is not tried more often
-        if not self._unwritten:
+        due = last or not 0 <= now - self._written_at < WRITE_PERIOD_S
+        if not (due and self._unwritten):
             return
+        self._written_at = now  # a full disk is not tried more often
         newest = sorted(self._months)[-MONTHS_KEPT:]
         kept = {month: self._months[month] for month in newest}
         write_atomically(self._path, (json.dumps(kept, indent=2) + "\n").encode())
@@ -144,10 +140,6 @@ def _read(path: Path) -> dict[str, int]:
             f"{path}: this month's traffic cannot be read ({error}); remove the file, then it is "
             "counted from now on"
         ) from error
-
-
-LOOK_S = 1.0
-CLOSE_LIMIT_S = 5.0
 
 
 class Allowance:
@@ -184,9 +176,7 @@ class Allowance:
         that cannot be written. `last`: nothing follows.
         """
         try:
-            self._traffic.count(total, self._clock())
-            if last:
-                self._traffic.keep()
+            self._traffic.count(total, self._clock(), last=last)
         except EnvironmentFault as error:
             logger.warning("this month's traffic is not kept: %s", error)
 
@@ -194,11 +184,19 @@ class Allowance:
 class RestWatch:
     """A context in which a peer takes part, and is asked to leave when it should rest."""
 
-    def __init__(self, allowance: Allowance, traffic: Callable[[], int], stop: StopSignal):
-        """traffic: bytes sent and received since this process started."""
+    def __init__(
+        self,
+        allowance: Allowance,
+        traffic: Callable[[], int],
+        stop: StopSignal,
+        *,
+        look_s: float = LOOK_S,
+    ):
+        """traffic: bytes sent and received since the start. look_s: between two looks."""
         self._allowance = allowance
         self._traffic = traffic
         self._stop = stop
+        self._look_s = look_s
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="rest", daemon=True)
 
@@ -212,7 +210,7 @@ class RestWatch:
         self._allowance.count(self._traffic(), last=True)
 
     def _run(self) -> None:
-        while not self._closing.wait(LOOK_S):
+        while not self._closing.wait(self._look_s):
             self._allowance.count(self._traffic())
             rest = self._allowance.rest()
             if rest is not None and not self._stop.event.is_set():
@@ -220,22 +218,22 @@ class RestWatch:
                 self._stop.leave()
 
 
-def wait_until_allowed(options: PeerOptions) -> bool:
+def wait_until_allowed(options: PeerOptions, *, look_s: float = LOOK_S) -> bool:
     """Rest as long as the volunteer wants this peer to; False if a signal came meanwhile."""
     allowance = Allowance(options)
     if allowance.rest() is None:
         return True
-    resting = _Resting(options, allowance)
+    resting = Resting(options, allowance)
     with StateFolder(options.state).locked(), StopSignal() as stop:
         with served(options.metrics_host, options.metrics_port, resting.pages()):
             while resting.look():
-                stop.event.wait(LOOK_S)
+                stop.event.wait(look_s)
         return True
     logger.info("left: as asked, while it rested")
     return False
 
 
-class _Resting:
+class Resting:
     """What is shown of a peer that rests. run, rest, allowance: what its metrics read."""
 
     def __init__(self, options: PeerOptions, allowance: Allowance):
@@ -289,7 +287,7 @@ class _Resting:
 
 
 # In the names and labels of metrics.py, whose imports would take the memory of a peer.
-_Spec = MetricSpec[_Resting]
+_Spec = MetricSpec[Resting]
 METRICS = (
     _Spec(
         "build_info",

@@ -202,3 +202,13 @@ class ToldSwarm:
     def status(self, look: SwarmLook) -> dict[str, Any]:
         facts = RunFacts(run=RUN, invite=INVITE, manifest=self.manifest)
         return status_of(facts, self.seen(look))
+
+
+def trained(**options: int) -> ToldSwarm:
+    """A swarm after four rounds."""
+    swarm = ToldSwarm(**options)
+    swarm.look()
+    for number in range(4):
+        swarm.commit(number)
+        swarm.look()
+    return swarm

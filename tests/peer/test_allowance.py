@@ -10,7 +10,6 @@ import pytest
 
 from dilocox.dht.errors import EnvironmentFault, InvalidInput
 from dilocox.peer.options import GB, Hours, next_month
-from dilocox.peer.process import resting
 from dilocox.peer.process.resting import MonthlyTraffic, Rest, month_of, rest_now
 
 EAST = timezone(timedelta(hours=5, minutes=30))  # whose hours do not begin with those of UTC
@@ -160,8 +159,7 @@ def test_traffic_counts_for_the_month_in_which_it_was_seen(tmp_path: Path) -> No
     kept.count(115, last)
     assert kept.used_bytes(last) == 115
     assert kept.used_bytes(first) == 0
-    kept.count(118, first)
-    kept.keep()
+    kept.count(118, first, last=True)
     assert (kept.used_bytes(last), kept.used_bytes(first)) == (115, 3)
     assert json.loads((tmp_path / "traffic.json").read_text()) == {
         "2026-11": 115,
@@ -173,29 +171,22 @@ def test_a_new_process_counts_from_zero_on_top_of_what_was_kept(tmp_path: Path) 
     now = utc("2026-11-20")
     for total in (115, 230):
         kept = MonthlyTraffic(tmp_path / "traffic.json")
-        kept.count(115, now)
+        kept.count(115, now, last=True)
         assert kept.used_bytes(now) == total
-        kept.keep()
 
 
-def test_the_file_is_written_at_most_once_a_minute(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    clock = [1000.0]
-    monkeypatch.setattr(resting.time, "monotonic", lambda: clock[0])
-    path, now = tmp_path / "traffic.json", utc("2026-11-20")
-
-    def on_disk() -> int:
-        return MonthlyTraffic(path).used_bytes(now)
-
+def test_the_file_is_written_at_most_once_a_minute(tmp_path: Path) -> None:
+    path, begin = tmp_path / "traffic.json", utc("2026-11-20")
     kept = MonthlyTraffic(path)
     for second, total, expected in ((0, 1, 1), (1, 2, 1), (59, 3, 1), (60, 4, 4), (61, 5, 4)):
-        clock[0] = 1000.0 + second
-        kept.count(total, now)
-        assert (kept.used_bytes(now), on_disk()) == (total, expected)
+        kept.count(total, begin + second)
+        on_disk = MonthlyTraffic(path).used_bytes(begin)
+        assert (kept.used_bytes(begin), on_disk) == (total, expected)
+    kept.count(6, begin)  # the clock was set back
+    assert MonthlyTraffic(path).used_bytes(begin) == 6
 
 
-def test_a_damaged_file_is_named_with_the_mend(tmp_path: Path) -> None:
+def test_a_damaged_file_is_named_with_the_fix(tmp_path: Path) -> None:
     path = tmp_path / "traffic.json"
     for text in ("{", "[]", '{"2026-11": "x"}', '{"2026-11": {}}'):
         path.write_text(text)

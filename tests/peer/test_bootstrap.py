@@ -201,34 +201,9 @@ def test_what_is_not_known_yet_is_left_out() -> None:
     assert not {"dht_peers", "memory_bytes", "manifest_expiry_timestamp_seconds"} & found.keys()
 
 
-class Clock:
+def test_a_dead_node_a_dead_archive_and_a_stuck_thread_are_told(tmp_path: Path) -> None:
     now = 1000.0
 
-    def monotonic(self) -> float:
-        return self.now
-
-
-@pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    standing = Clock()
-    monkeypatch.setattr("dilocox.peer.commands.bootstrap.time", standing)
-    return standing
-
-
-def figures(folder: Path, dht: Any, archive: Any) -> BootstrapMetrics:
-    return BootstrapMetrics(
-        role="operator",
-        keeper=SimpleNamespace(run=RUN, expires_at=1.8e9),  # pyright: ignore[reportArgumentType]
-        dht=dht,
-        swarm=SimpleNamespace(refused=Counter({"type": 1})),  # pyright: ignore[reportArgumentType]
-        archive=archive,
-        folder=folder,
-    )
-
-
-def test_a_dead_node_a_dead_archive_and_a_stuck_thread_are_told(
-    tmp_path: Path, clock: Clock
-) -> None:
     def gone(_limit_s: float) -> int:
         raise EnvironmentFault("the DHT process is gone or stuck")
 
@@ -241,7 +216,14 @@ def test_a_dead_node_a_dead_archive_and_a_stuck_thread_are_told(
         known_nodes=lambda _: 5,
         refused_values=lambda _: Counter({"type": 2}),
     )
-    shown = figures(tmp_path, dht, archive)
+    parts: dict[str, Any] = {
+        "keeper": SimpleNamespace(run=RUN, expires_at=1.8e9),
+        "dht": dht,
+        "swarm": SimpleNamespace(refused=Counter({"type": 1})),
+        "archive": archive,
+        "folder": tmp_path,
+    }
+    shown = BootstrapMetrics(role="operator", clock=lambda: now, **parts)
     pages = shown.pages()
     assert pages["/readyz"]().status == 503  # before the first look
     (tmp_path / "stage0").mkdir()
@@ -253,20 +235,20 @@ def test_a_dead_node_a_dead_archive_and_a_stuck_thread_are_told(
     assert found["refused_total dht_type"] == 3
     assert found["refused_total archive_disk"] == 1
 
-    clock.now += LOOK_PERIOD_S
+    now += LOOK_PERIOD_S
     dht.known_nodes, dht.running = gone, False
     shown.tick()
     assert b"gone or stuck" in pages["/readyz"]().body
     assert b"DHT process" in pages["/healthz"]().body
     assert series(pages["/metrics"]().body)["ready"] == 0
 
-    clock.now += LOOK_PERIOD_S
+    now += LOOK_PERIOD_S
     dht.known_nodes, dht.running, archive.keeper = (lambda _: 5), True, None
     shown.tick()
     assert b"archive" in pages["/readyz"]().body
     assert pages["/healthz"]().body == b"dead: archive\n"
     archive.keeper = keeper
-    clock.now += STUCK_AFTER_S
+    now += STUCK_AFTER_S
     assert pages["/healthz"]().body == b"dead: main thread\n"
 
 

@@ -8,7 +8,7 @@ from datetime import datetime, timezone
 import pytest
 
 from dilocox.peer.monitor import health
-from dilocox.peer.monitor.health import GOOD, STATES, Health, StageHealth, SwarmHealth, health_of
+from dilocox.peer.monitor.health import STATES, Health, StageHealth, SwarmHealth, health_of
 
 NOON = datetime(2026, 11, 20, 12, 0, tzinfo=timezone.utc).timestamp()
 FULL = StageHealth(hosts=2, joining=0, rounds=5, progress_at=NOON)
@@ -32,23 +32,14 @@ def sentence(*stages: StageHealth, **changes: object) -> str:
     return health_of(swarm(*stages, **changes)).sentence  # pyright: ignore[reportArgumentType]
 
 
-def test_it_trains_while_rounds_come() -> None:
+def test_a_state_is_told_in_one_sentence_and_an_operators_word_goes_first() -> None:
     assert health_of(swarm(FULL, FULL)) == Health("training", "training")
-
-
-def test_a_run_at_its_end_has_ended_even_when_all_peers_have_left() -> None:
+    assert sentence(FULL, FULL, replicas=0) == "training: replicas form"
     assert health_of(swarm(EMPTY, EMPTY, ended=True)) == Health("ended", "ended")
-
-
-def test_a_paused_run_is_no_alarm() -> None:
-    found = health_of(swarm(FULL, FULL, after_s=10_000, paused=True))
-    assert found == Health("paused", "paused") and found.good
-
-
-def test_a_stage_without_peers_blocks_and_is_named() -> None:
-    found = health_of(swarm(FULL, FULL, EMPTY))
-    assert found == Health("blocked", "blocked: stage 2 has no peer", (2,))
-    assert not found.good
+    paused = health_of(swarm(FULL, FULL, after_s=10_000, paused=True))
+    assert paused == Health("paused", "paused") and paused.good
+    blocked = health_of(swarm(FULL, FULL, EMPTY))
+    assert blocked == Health("blocked", "blocked: stage 2 has no peer", (2,)) and not blocked.good
 
 
 @pytest.mark.parametrize(
@@ -67,25 +58,15 @@ def test_several_empty_stages_are_named_up_to_four(empty: tuple[int, ...], named
     assert found.blocked == empty
 
 
-def test_a_swarm_that_lost_everybody_says_so() -> None:
-    assert sentence(EMPTY, EMPTY) == "blocked: no stage has a peer"
-
-
-def test_nobody_yet_is_waiting_not_blocked() -> None:
-    assert health_of(swarm(NEW, NEW, replicas=0)) == Health(
-        "waiting", "waiting for the first peers"
-    )
-
-
-def test_before_the_first_round_a_stage_that_lacks_peers_is_named_too() -> None:
-    assert sentence(replace(NEW, hosts=1), NEW) == "blocked: stage 1 has no peer"
-
-
-def test_peers_that_join_are_waited_for() -> None:
+def test_empty_stages_are_waited_for_while_their_peers_join_or_nobody_has_begun() -> None:
     joining = replace(EMPTY, joining=1)
-    found = health_of(swarm(FULL, joining))
-    assert found == Health("waiting", "waiting: the peers of stage 1 are joining", (1,))
+    assert sentence(NEW, NEW, replicas=0) == "waiting for the first peers"
+    assert sentence(replace(NEW, hosts=1), NEW) == "blocked: stage 1 has no peer"
+    assert sentence(EMPTY, EMPTY) == "blocked: no stage has a peer"
     assert sentence(joining, EMPTY) == "blocked: stage 1 has no peer"
+    assert health_of(swarm(FULL, joining)) == Health(
+        "waiting", "waiting: the peers of stage 1 are joining", (1,)
+    )
 
 
 def test_no_round_for_three_usual_ones_is_a_stall_since_the_last() -> None:
@@ -94,14 +75,10 @@ def test_no_round_for_three_usual_ones_is_a_stall_since_the_last() -> None:
     assert health_of(swarm(FULL, FULL, after_s=111)) == Health("stalled", "stalled since 12:00 UTC")
 
 
-def test_short_rounds_are_given_a_minute() -> None:
+def test_short_rounds_are_given_a_minute_and_one_stage_is_enough_for_a_stall() -> None:
     assert sentence(FULL, after_s=59, round_s=1.0, patience_s=1.0) == "training"
     assert sentence(FULL, after_s=61, round_s=1.0, patience_s=1.0) == "stalled since 12:00 UTC"
-
-
-def test_one_stage_that_stands_still_is_a_stall() -> None:
-    behind = replace(FULL, progress_at=NOON - 600)
-    assert sentence(FULL, behind) == "stalled since 11:50 UTC"
+    assert sentence(FULL, replace(FULL, progress_at=NOON - 600)) == "stalled since 11:50 UTC"
 
 
 def test_without_a_round_in_view_the_watch_itself_is_the_measure() -> None:
@@ -124,10 +101,6 @@ def test_after_a_time_without_rounds_they_are_waited_for_anew() -> None:
     assert sentence(replace(before, progress_at=NOON + 5), held_at=NOON, after_s=114) == "training"
 
 
-def test_spares_without_a_replica_are_said_to_form_one() -> None:
-    assert sentence(FULL, FULL, replicas=0) == "training: replicas form"
-
-
 def test_a_swarm_out_of_sight_is_unreachable_since_it_was_seen_last() -> None:
     found = health_of(swarm(FULL, reachable=False, unreachable_since=NOON - 60))
     assert found == Health("unreachable", "unreachable: nobody answers since 11:59 UTC")
@@ -148,7 +121,3 @@ def test_without_a_bootstrap_every_sentence_of_a_run_that_goes_on_says_so() -> N
 def test_the_states_are_those_of_the_modules_text() -> None:
     told = [line.split()[0] for line in str(health.__doc__).split("\n\n")[1].splitlines()]
     assert tuple(told) == STATES
-
-
-def test_good_states_are_those_that_need_nobody() -> None:
-    assert set(GOOD) == {"training", "ended", "paused"}

@@ -208,7 +208,7 @@ def test_its_threads_end_with_the_process() -> None:
         assert any(thread.name == "pages" for thread in threading.enumerate())
 
 
-def test_a_taken_port_is_named_with_its_mend(taken_port: int) -> None:
+def test_a_taken_port_is_named_with_the_fix(taken_port: int) -> None:
     for opens in (check_port, lambda host, port: PageServer(host, port, {})):
         with pytest.raises(PortTaken, match=rf"port {taken_port} .*--metrics-port"):
             opens(LOCAL, taken_port)
@@ -217,7 +217,7 @@ def test_a_taken_port_is_named_with_its_mend(taken_port: int) -> None:
 
 
 @pytest.mark.parametrize("host", ["203.0.113.7", "no such host", ""])
-def test_a_host_that_is_none_is_named_with_its_mend(host: str) -> None:
+def test_a_host_that_is_none_is_named_with_the_fix(host: str) -> None:
     with pytest.raises(InvalidInput, match=r"--metrics-host .*127\.0\.0\.1"):
         check_port(host, 0)
 

@@ -19,7 +19,7 @@ from dilocox.dht.join import Joined
 from dilocox.dht.manifest import SignedManifest
 from dilocox.peer.monitor import monitor
 from dilocox.peer.monitor.chains import Order, Walk
-from dilocox.peer.monitor.monitor import Monitor, MonitorOptions, run_monitor_command
+from dilocox.peer.monitor.monitor import Monitor, MonitorOptions, Periods, run_monitor_command
 from tests.peer.fabricated import (
     INVITE,
     NOW,
@@ -39,7 +39,7 @@ TAKING = {"peer": 10}
 class Chains:
     """A chain reader without a network: it keeps what is ordered, and gives what a test puts in."""
 
-    def __init__(self, *_: object) -> None:
+    def __init__(self) -> None:
         self.ordered: list[Order] = []
         self.walks: list[Walk] = []
         self.running = False
@@ -65,8 +65,8 @@ class Watched:
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch, stages: int = 1):
         self.swarm = ToldSwarm(stages=stages)
         self.kept = folder / "kept.json"
-        self._monkeypatch = monkeypatch
-        monkeypatch.setattr(monitor, "ChainReader", Chains)
+        self.chains = Chains()
+        monkeypatch.setattr(monitor, "ChainReader", lambda *_: self.chains)
         monkeypatch.setattr(monitor, "Looker", lambda *_: self)
         self._options = MonitorOptions(
             invite=Invite.parse(INVITE), state=folder, host="127.0.0.1", port=0
@@ -85,18 +85,16 @@ class Watched:
         self._place.run = run
         self._place.swarm.newest_manifest = lambda _limit_s: signed
 
-    def start(self) -> Monitor:
-        made = Monitor(self._options, cast("Joined", self._place), self.kept)
+    def start(self, **periods: float) -> Monitor:
+        made = Monitor(
+            self._options, cast("Joined", self._place), self.kept, periods=Periods(**periods)
+        )
         made.start()
         return made
 
     def look(self) -> Any:
         """What the monitor's looker gives."""
         return self.swarm.look()
-
-    @property
-    def chains(self) -> Chains:
-        return cast("Chains", self.monitor._chains)  # pyright: ignore[reportPrivateUsage]
 
     def status(self) -> dict[str, Any]:
         return json.loads(self.monitor.pages.pages()["/status.json"]().body)
@@ -140,16 +138,15 @@ def test_what_a_walk_found_is_shown_and_not_asked_for_again(watched: Watched) ->
     assert watched.chains.ordered[0].stop == {watched.swarm.manifest.digest, digest(0, 0)}
 
 
-def test_a_gap_is_tried_again_now_and_then_and_not_for_ever(
-    watched: Watched, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_gap_is_tried_again_now_and_then_and_not_for_ever(watched: Watched) -> None:
     claimed(watched, 5)
     newest = chain_round(0, 5, TAKING)
     watched.chains.walks.append(walk_of([newest], connected=False))
     watched.monitor.look()
     watched.monitor.look()
     assert [order.start for order in watched.chains.ordered] == [digest(0, 4)]
-    monkeypatch.setattr(monitor, "GAP_PAUSE_S", 0.0)
+    watched.monitor.close()
+    watched.monitor = watched.start(gap_s=0.0)
     nothing = Walk(
         stage=0, start=digest(0, 4), rounds=(), end="", connected=False, folded=Counter()
     )
@@ -184,9 +181,7 @@ def test_a_look_that_fails_does_not_end_the_watch(
     assert watched.monitor.pages.pages()["/readyz"]().status == 503
 
 
-def test_a_counter_is_on_disk_before_it_is_shown(
-    watched: Watched, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_counter_is_on_disk_before_it_is_shown(watched: Watched) -> None:
     watched.monitor.look()
     assert watched.kept.exists()  # peers came into view
     watched.kept.unlink()
@@ -196,29 +191,28 @@ def test_a_counter_is_on_disk_before_it_is_shown(
     watched.monitor.look()
     kept = json.loads(watched.kept.read_bytes())
     assert (kept["joined_total"], kept["left_total"]) == (3, 1)
+    often = watched.start(save_s=0.0)
     watched.kept.unlink()
-    monkeypatch.setattr(monitor, "SAVE_PERIOD_S", 0.0)
-    watched.monitor.look()
+    often.look()
     assert watched.kept.exists()
 
 
-def test_a_newer_manifest_that_it_cannot_read_is_said_on_the_page_with_the_mend(
-    watched: Watched, identities: list[Identity], monkeypatch: pytest.MonkeyPatch
+def test_a_newer_manifest_that_it_cannot_read_is_said_on_the_page_with_the_fix(
+    watched: Watched, identities: list[Identity]
 ) -> None:
-    monkeypatch.setattr(monitor, "MANIFEST_PERIOD_S", 0.0)
     watched.monitor.look()
     before = watched.status()["health"]
     watched.told(
         unreadable(identities[0], protocol=99), run_id(identities[0].public_key, FIRST.name)
     )
-    watched.monitor = watched.start()
+    watched.monitor = watched.start(manifest_s=0.0)
     watched.monitor.look()
     health = watched.status()["health"]
     assert health["state"] == before["state"] and health["warns"]
-    first, _, mend = health["sentence"].partition("; ")
+    first, _, fix = health["sentence"].partition("; ")
     assert first == before["sentence"]
-    assert "cannot read revision 1" in mend and "protocol is 99" in mend
-    assert mend.endswith("install the version that the operator runs")
+    assert "cannot read revision 1" in fix and "protocol is 99" in fix
+    assert fix.endswith("install the version that the operator runs")
 
 
 def test_what_it_learnt_is_there_after_a_restart(watched: Watched) -> None:
@@ -232,9 +226,8 @@ def test_what_it_learnt_is_there_after_a_restart(watched: Watched) -> None:
 
 
 def test_a_full_disk_does_not_end_the_watch(
-    watched: Watched, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    watched: Watched, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(monitor, "SAVE_PERIOD_S", 0.0)
     watched.kept.mkdir()  # it cannot be written
     watched.monitor.look()
     assert str(watched.kept) in caplog.text and watched.status()["run"] == RUN

@@ -17,7 +17,6 @@ from dilocox.dht.revisions import in_state
 from dilocox.peer.averaging import announcer
 from dilocox.peer.averaging.connectivity import LocalPeer
 from dilocox.peer.averaging.loop_status import LoopStatus
-from dilocox.peer.monitor import look as look_module
 from dilocox.peer.monitor.look import Looker, SwarmLook, bootstrap_ids
 from tests.peer.fabricated import (
     NOW,
@@ -51,7 +50,7 @@ class Dht:
             raise NoAnswer("stuck")
         return self.answering
 
-    def looker(self) -> Looker:
+    def looker(self, **options: float) -> Looker:
         local = SimpleNamespace(
             run=RUN,
             manifest=manifest_of(stages=2),
@@ -59,7 +58,7 @@ class Dht:
             swarm=self,
             dht=self,
         )
-        return Looker(cast("Joined", local), ("boot", "other"))
+        return Looker(cast("Joined", local), ("boot", "other"), **options)
 
 
 @pytest.fixture
@@ -107,37 +106,25 @@ def test_what_gives_no_answer_stays_as_it_was(dht: Dht) -> None:
     assert look.answered and look.stages == before.stages and look.replicas == before.replicas
 
 
-def test_no_answer_at_all_is_told(dht: Dht) -> None:
+def test_it_is_unreachable_where_neither_a_peer_nor_a_bootstrap_is_to_be_seen(dht: Dht) -> None:
     looker = dht.looker()
     looker.look()
-    dht.stored = dict.fromkeys(dht.asked)
+    dht.stored = dict.fromkeys(dht.asked)  # no answer at all
     look = looker.look()
     assert not look.answered and look.reachable  # a bootstrap answers
-
-
-def test_nobody_to_be_seen_and_no_bootstrap_is_unreachable(dht: Dht) -> None:
-    dht.stored.clear()
-    dht.answering = None
+    dht.stored, dht.answering = {}, None
     look = dht.looker().look()
     assert look.answered and not look.reachable
-
-
-def test_peers_alone_make_it_reachable(dht: Dht) -> None:
-    dht.answering = frozenset()
-    assert dht.looker().look().reachable
+    dht.stored, dht.answering = {stage_key(RUN, 0): {HEAD: stage_record()}}, frozenset()
+    assert dht.looker().look().reachable  # peers alone
     assert not SwarmLook.nothing(NOW, {"boot": False}).reachable
 
 
-def test_bootstraps_are_pinged_less_often_than_records_are_read(
-    dht: Dht, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    looker = dht.looker()
-    for _ in range(3):
+def test_bootstraps_are_pinged_less_often_than_records_are_read(dht: Dht) -> None:
+    seldom, often = dht.looker(), dht.looker(ping_period_s=0.0)
+    for looker in (seldom, seldom, seldom, often, often):
         looker.look()
-    assert dht.pings == 1
-    monkeypatch.setattr(look_module, "PING_PERIOD_S", 0.0)
-    looker.look()
-    assert dht.pings == 2
+    assert dht.pings == 1 + 2
 
 
 def test_a_bootstrap_with_two_addresses_counts_once() -> None:

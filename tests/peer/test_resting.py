@@ -19,8 +19,14 @@ from dilocox.dht.identity import Identity
 from dilocox.dht.invite import Invite
 from dilocox.peer.options import GB, Hours, PeerOptions
 from dilocox.peer.os_process import StopSignal
-from dilocox.peer.process import resting
-from dilocox.peer.process.resting import Allowance, RestWatch, pause, resume, wait_until_allowed
+from dilocox.peer.process.resting import (
+    Allowance,
+    Resting,
+    RestWatch,
+    pause,
+    resume,
+    wait_until_allowed,
+)
 from tests.dht.processes import wait_until
 from tests.peer.commands import Command
 from tests.peer.test_cli import INVITE
@@ -87,14 +93,13 @@ def test_a_folder_that_is_no_peers_is_named(command: Any, state: Path, tmp_path:
 
 # ---- while it trains -----------------------------------------------------------------------------
 def test_over_the_limit_a_training_peer_is_asked_to_leave_and_its_traffic_is_kept(
-    state: Path, monkeypatch: pytest.MonkeyPatch
+    state: Path,
 ) -> None:
-    monkeypatch.setattr(resting, "LOOK_S", 0.01)
     total = [0]
     given = options(state, monthly_traffic_gb=3.0)
     with StopSignal() as stop:
         stop.defer()
-        with RestWatch(Allowance(given), lambda: total[0], stop):
+        with RestWatch(Allowance(given), lambda: total[0], stop, look_s=0.01):
             total[0] = int(2.9 * GB)
             assert not stop.event.wait(0.2)
             total[0] = int(3.1 * GB)
@@ -118,9 +123,8 @@ def test_who_may_take_part_does_not_wait_and_makes_nothing(tmp_path: Path) -> No
 
 
 def test_it_says_why_it_rests_and_goes_on_when_it_is_resumed(
-    state: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    state: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(resting, "LOOK_S", 0.01)
     pause(state)
     seen: list[dict[str, Any]] = []
 
@@ -132,7 +136,7 @@ def test_it_says_why_it_rests_and_goes_on_when_it_is_resumed(
     thread = threading.Thread(target=volunteer)
     thread.start()
     with caplog.at_level("INFO", logger="dilocox.peer.process.resting"):
-        assert wait_until_allowed(options(state))
+        assert wait_until_allowed(options(state), look_s=0.01)
     thread.join()
     assert seen[0]["resting"] == "paused, until `dilocox resume`"
     assert (seen[0]["resumes_at"], seen[0]["head"], seen[0]["round"]) == (None, "", 7)
@@ -148,7 +152,7 @@ def test_the_figures_have_the_names_and_labels_of_a_peer_that_trains(state: Path
     hour = time.localtime(now).tm_hour
     hours = Hours.parse([f"{(hour + 2) % 24}-{(hour + 3) % 24}"])
     given = options(state, hours=hours, monthly_traffic_gb=5.0)
-    shown = resting._Resting(given, Allowance(given, clock=lambda: now))
+    shown = Resting(given, Allowance(given, clock=lambda: now))
     assert shown.look()
     pages = shown.pages()
     assert pages["/healthz"]().status == 200

@@ -5,7 +5,7 @@ from __future__ import annotations
 import socket
 import threading
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Generator
 from contextlib import ExitStack, closing, contextmanager, suppress
 from http.client import HTTPConnection
 from pathlib import Path
@@ -92,16 +92,10 @@ def test_a_page_that_cannot_be_made_is_an_error_without_its_text(
     assert "a secret" in caplog.text
 
 
-def test_health_names_what_is_dead() -> None:
-    lives = {"training": True, "averaging process": True}
-    signs: dict[str, Callable[[], bool]] = {name: lambda name=name: lives[name] for name in lives}
-    assert health_page(signs) == Page.text("ok")
-    lives["averaging process"] = False
-    page = health_page(signs)
+def test_health_and_readiness_name_what_is_dead_and_why_not() -> None:
+    assert health_page({"training": lambda: True}) == Page.text("ok")
+    page = health_page({"training": lambda: True, "averaging process": lambda: False})
     assert (page.status, page.body) == (503, b"dead: averaging process\n")
-
-
-def test_readiness_names_why_not() -> None:
     assert readiness_page("").status == 200
     page = readiness_page("joining")
     assert (page.status, page.body) == (503, b"not ready: joining\n")
@@ -195,17 +189,13 @@ def _ended(connection: socket.socket) -> bool:
 
 # ---- its life ------------------------------------------------------------------------------------
 def test_it_gives_the_port_back_at_once_though_a_client_hangs_on() -> None:
-    with PageServer(LOCAL, 0, {}) as server, socket.create_connection((LOCAL, server.port)):
+    with PageServer(LOCAL, 0, {}) as server, connected(server):
+        pages = [thread for thread in threading.enumerate() if thread.name == "pages"]
+        assert pages and all(thread.daemon for thread in pages)  # they end with the process
         began = time.monotonic()
         server.close()
         assert time.monotonic() - began < 2
         check_port(LOCAL, server.port)
-
-
-def test_its_threads_end_with_the_process() -> None:
-    with PageServer(LOCAL, 0, {}):
-        assert all(thread.daemon for thread in threading.enumerate() if thread.name == "pages")
-        assert any(thread.name == "pages" for thread in threading.enumerate())
 
 
 def test_a_taken_port_is_named_with_the_fix(taken_port: int) -> None:

@@ -34,49 +34,35 @@ ROUND = replace(
     residual_norm=1.5,
 )
 # The names are fixed: the monitor, the rules and the dashboard use them.
-STAGE = {"stage"}
-COUNTERS = {
-    "tokens": STAGE,
-    "inner_steps": STAGE,
-    "inner_steps_skipped": STAGE,
-    "rounds": STAGE | {"outcome"},
-    "bytes": STAGE | {"direction", "kind"},
-    "computing_seconds": STAGE,
-    "waiting_seconds": STAGE | {"reason"},
-    "started_over": STAGE,
-    "faults": STAGE | {"role", "kind"},
-    "refused": STAGE | {"reason"},
-    "state_download_bytes": STAGE,
+LABELS = {
+    "counter": {
+        (): "tokens inner_steps inner_steps_skipped computing_seconds started_over "
+        "state_download_bytes",
+        ("outcome",): "rounds",
+        ("direction", "kind"): "bytes",
+        ("reason",): "waiting_seconds refused",
+        ("role", "kind"): "faults",
+    },
+    "gauge": {
+        (): "group_size compression_ratio compression_error_ratio residual_norm round "
+        "round_inner_steps train_loss validation_loss replica_epoch last_round_timestamp_seconds "
+        "in_replica ready manifest_revision spares month_traffic_bytes month_traffic_limit_bytes",
+        ("version", "protocol", "run"): "build_info",
+        ("state",): "peer_state",
+        ("statistic",): "rank",
+        ("direction",): "hop_round_trip_seconds",
+        ("kind",): "reachable",
+    },
+    "histogram": {
+        (): "exchange_duration_seconds matchmaking_duration_seconds heal_duration_seconds"
+    },
 }
-GAUGES = {
-    "build_info": STAGE | {"version", "protocol", "run"},
-    "peer_state": STAGE | {"state"},
-    "group_size": STAGE,
-    "rank": STAGE | {"statistic"},
-    "compression_ratio": STAGE,
-    "compression_error_ratio": STAGE,
-    "residual_norm": STAGE,
-    "round_inner_steps": STAGE,
-    "train_loss": STAGE,
-    "validation_loss": STAGE,
-    "replica_epoch": STAGE,
-    "hop_round_trip_seconds": STAGE | {"direction"},
-    "reachable": STAGE | {"kind"},
-    "last_round_timestamp_seconds": STAGE,
-    "round": STAGE,
-    "in_replica": STAGE,
-    "ready": STAGE,
-    "manifest_revision": STAGE,
-    "spares": STAGE,
-    "month_traffic_bytes": STAGE,
-    "month_traffic_limit_bytes": STAGE,
+EXPECTED = {
+    f"dilocox_{name}": (kind, {"stage", *labels})
+    for kind, families in LABELS.items()
+    for labels, names in families.items()
+    for name in names.split()
 }
-HISTOGRAMS = {
-    "exchange_duration_seconds": STAGE,
-    "matchmaking_duration_seconds": STAGE,
-    "heal_duration_seconds": STAGE,
-}
-TYPES = {"counter": COUNTERS, "gauge": GAUGES, "histogram": HISTOGRAMS}
 
 
 def counts(**kinds: int) -> Any:
@@ -171,16 +157,15 @@ def shown() -> Shown:
 # ---- names ---------------------------------------------------------------------------------------
 def test_names_types_and_labels_are_the_fixed_ones(shown: Shown) -> None:
     shown.everything()
-    families = {family.name: family for family in text_string_to_metric_families(shown.text)}
-    expected = {f"dilocox_{name}" for names in TYPES.values() for name in names}
-    assert families.keys() == expected
-    for kind, names in TYPES.items():
-        for name, labels in names.items():
-            family = families[f"dilocox_{name}"]
-            assert (family.type, bool(family.documentation)) == (kind, True), name
-            assert family.samples, name
-            for sample in family.samples:
-                assert sample.labels.keys() - {"le"} == labels, sample
+    families = list(text_string_to_metric_families(shown.text))
+    assert all(family.documentation for family in families)
+    assert {
+        family.name: (family.type, {label for each in family.samples for label in each.labels})
+        for family in families
+    } == {
+        name: (kind, labels | {"le"} if kind == "histogram" else labels)
+        for name, (kind, labels) in EXPECTED.items()
+    }
 
 
 def test_every_label_has_few_values_and_none_names_a_peer(shown: Shown) -> None:
@@ -201,8 +186,8 @@ def test_counters_stand_at_zero_from_the_start_and_what_is_not_known_is_left_out
 ) -> None:
     for outcome in ("counted", "followed", "undone", "reset", "repeated", "void"):
         assert shown("rounds_total", outcome=outcome) == 0
-    for histogram in HISTOGRAMS:
-        assert shown(f"{histogram}_count") == 0
+    for histogram in ("exchange_duration", "matchmaking_duration", "heal_duration"):
+        assert shown(f"{histogram}_seconds_count") == 0
     unknown = ("train_loss", "group_size", "residual_norm", "replica_epoch", "compression_ratio")
     assert all(shown(name) is None for name in unknown)
     assert shown("peer_state", state="joining") == 1

@@ -10,13 +10,25 @@ import urllib.request
 from pathlib import Path
 from typing import Any
 
+from prometheus_client.parser import text_string_to_metric_families
+
 from tests.dht.processes import wait_until
 from tests.peer.commands import Command
 
 ANSWER_LIMIT_S = 10.0
 LEAVE_LIMIT_S = 20.0
 
-_SERIES = re.compile(r"dilocox_swarm_(\w+)\{run=\"[0-9a-f]{12}\",?([^}]*)\} (\S+)")
+
+def series_of(text: str, prefix: str) -> dict[str, float]:
+    """Metrics by their names without the prefix, and their labels without the run."""
+    found: dict[str, float] = {}
+    for family in text_string_to_metric_families(text):
+        for sample in family.samples:
+            own = sorted(each for each in sample.labels.items() if each[0] != "run")
+            labels = ",".join(f'{label}="{value}"' for label, value in own)
+            name = sample.name.removeprefix(prefix)
+            found[f"{name}{{{labels}}}" if labels else name] = sample.value
+    return found
 
 
 class WatchingMonitor:
@@ -51,10 +63,7 @@ class WatchingMonitor:
     @property
     def series(self) -> dict[str, float]:
         """The metrics by name and labels, as in `peers{stage="0",state="spare"}`."""
-        return {
-            match[1] + (f"{{{match[2]}}}" if match[2] else ""): float(match[3])
-            for match in _SERIES.finditer(self.fetch("metrics").decode())
-        }
+        return series_of(self.fetch("metrics").decode(), "dilocox_swarm_")
 
     @property
     def ready(self) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,13 +11,13 @@ import pytest
 from tests.docker.prometheus import free_ports
 from tests.peer.commands import Command
 from tests.swarm.conftest import StartSwarm
+from tests.swarm.monitors import series_of
 
 STEP_S = 0.05
 ROUND_LIMIT_S = 180.0
 SEEN_LIMIT_S = 60.0
 MEASURED_LIMIT_S = 150.0  # disk and memory are measured once a minute
 MAX_MEMORY = 1e9  # bytes, of all processes of a bootstrap
-SERIES = re.compile(r"dilocox_bootstrap_(\w+)\{run=\"[0-9a-f]{12}\",?([^}]*)\} (\S+)")
 
 
 class Figures:
@@ -38,10 +37,7 @@ class Figures:
             text = self.fetch("/metrics")
         except OSError:
             return {}
-        return {
-            name + (f"{{{labels}}}" if labels else ""): float(value)
-            for name, labels, value in SERIES.findall(text)
-        }
+        return series_of(text, "dilocox_bootstrap_")
 
     def keeps(self, number: int) -> bool:
         """Whether it is ready and its archive has this round."""

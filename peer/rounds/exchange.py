@@ -544,14 +544,15 @@ class Attempt:
         self._group.spawn(call, outlives=outlives)
 
     async def _ask_for_mean(self, part: int) -> None:
-        limit_s = min(self._setup.silence_s, max(0.1, self._remaining_s()))
         setup, group = self._setup, self._group
         column = setup.column_of(part)
         reducers = [setup.reducer_in(column, row) for row in range(len(setup.grid.rows))]
         for peer in dict.fromkeys([setup.shares[part].reducer, *reducers, *group.row]):
             if peer not in group.others or peer in self._gone or part in self._shares.means:
                 continue
-            mean = await group.call(limit_s, self._transport.fetch_mean, peer, part)
+            # a large share takes its time through a thin link; who gives nothing is not waited for
+            wanted = peer, part, setup.silence_s
+            mean = await group.call(self._remaining_s(), self._transport.fetch_mean, *wanted)
             if mean is not None and mean.part == part:
                 with suppress(PayloadRefused, ShareRefused):
                     await self._take_mean(mean)

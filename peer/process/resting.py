@@ -228,7 +228,7 @@ def wait_until_allowed(options: PeerOptions) -> bool:
             while resting.look():
                 stop.event.wait(LOOK_S)
         return True
-    logger.info("left: as asked, while it rested")
+    logger.info("left: stopped on request, while it rested")
     return False
 
 

@@ -170,7 +170,7 @@ class OwnManifest:
         except UnreadableManifest:
             raise
         except UnknownRun:
-            logger.info("nobody knows run %s: it begins here", self.run)
+            logger.info("run %s is new: publishing its first manifest", self.run)
         except InvalidInput as error:
             if self._joins:
                 raise EnvironmentFault(
@@ -178,7 +178,7 @@ class OwnManifest:
                     f"({error}): check --join and try again"
                 ) from error
             # nobody was named who could know the run; what a stranger says counts nothing
-            logger.warning("what is told of run %s is refused: %s", self.run, error)
+            logger.warning("refused a manifest of run %s: %s", self.run, error)
         if found is not None and known is not None:
             if known.root != self._manifest.digest:
                 check_of_run(self._manifest, self.run, [known])

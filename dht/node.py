@@ -249,7 +249,7 @@ def open_dht(
     except EnvironmentFault as error:
         if not alone:
             raise
-        logger.warning("%s; going on without", error)
+        logger.warning("%s; continuing without it", error)
     clock.install()
     protocol.install()
     options = DaemonOptions(
@@ -278,7 +278,7 @@ def open_dht(
                     f"{silent} within {startup_s:.0f} s, though they can be connected to: is "
                     "this machine or theirs overloaded?"
                 )
-            logger.warning("%s; going on without", silent)
+            logger.warning("%s; continuing without it", silent)
     except BaseException:
         dht.close()
         raise

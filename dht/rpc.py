@@ -276,16 +276,18 @@ class Client:
         limit_bytes: int,
         sink: Callable[[bytes], None] | None = None,
         least_bytes_per_s: float = 0.0,
+        stall_s: float = STALL_S,
     ) -> Blob | None:
         """Download something; None if the peer does not have it. PeerBusy: it cannot serve it now.
-        TooSlow: it gave less than `least_bytes_per_s` for a minute.
+        TooSlow: it gave less than `least_bytes_per_s` for a minute. A peer that gives nothing for
+        `stall_s` has failed (TimeoutError).
 
         `sink` gets the chunks as they come (then `data` is empty); the size that the peer states is
         checked against `limit_bytes` before the first chunk is taken.
         """
         with _reached(peer):
             stream = self.stream(peer, "rpc_get", pack(want))
-            facts = unpack(await asyncio.wait_for(anext(stream), STALL_S))
+            facts = unpack(await asyncio.wait_for(anext(stream), stall_s))
             if busy := facts.get("busy"):
                 raise PeerBusy(f"{peer} is busy: {str(busy)[:200]}")
             size = facts.get("bytes")
@@ -299,7 +301,7 @@ class Client:
             taken, kind = 0, byte_kind(want.get("what"))
             since, before = time.monotonic(), 0
             while taken < size:
-                chunk = chunk_of(await asyncio.wait_for(anext(stream), STALL_S))
+                chunk = chunk_of(await asyncio.wait_for(anext(stream), stall_s))
                 taken += len(chunk)
                 self._received.add(kind, len(chunk))
                 if not chunk or taken > size:

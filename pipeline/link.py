@@ -367,7 +367,7 @@ class Link:
     def refuse(self, kind: str) -> None:
         """Count a frame that cannot be, and end the link."""
         self._traffic.refused[kind] += 1
-        logger.warning("%s sent what cannot be (%s)", self.peer, kind)
+        logger.warning("%s sent an invalid frame (%s); closing the link", self.peer, kind)
         self.end("refused")
 
     def finish(self) -> None:

@@ -426,7 +426,7 @@ class StageAverager(PeerService, ConnectivityService, DecentralizedAverager):
         try:
             codec.choose_device(chosen_device(self.config.device))
         except RuntimeError as error:  # torch's own kinds, also for a lack of memory
-            logger.warning("own products are made on the CPU: %s", error)
+            logger.warning("the codec's matrix products run on the CPU: %s", error)
 
     async def _serve(self, *, name: str, future: Any, arguments: dict[str, Any]) -> None:
         try:

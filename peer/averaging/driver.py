@@ -271,12 +271,12 @@ class ExchangeDriver:
         job.scheduled_at = attempt_at(
             job.scheduled_at, 1, exchange_s=deadlines.exchange_s, vote_s=deadlines.vote_s
         )
-        logger.info("round %d: attempt 0 was void, trying once more", job.round)
+        logger.info("round %d: the first attempt was void; trying once more", job.round)
 
     def _leave_open(self, job: _Job) -> None:
         job.undecided = True
         job.limit = self._clock.monotonic() + self._manifest.deadlines.record_lifetime_s
-        logger.info("round %d: undecided, asking the others", job.round)
+        logger.info("round %d: this peer heard no decision; asking the other members", job.round)
 
     def _ask(self, job: _Job) -> None:
         now = self._clock.monotonic()

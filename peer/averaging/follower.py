@@ -144,7 +144,9 @@ class ChainFollower:
         if not following:
             self._refresh()
             if self.head.round < self.applied:
-                logger.error("alarm: the log lacks the record of this anchor; taking a state")
+                logger.error(
+                    "alarm: the record of this peer's anchor is missing; downloading a state"
+                )
                 self._need_state, self._fork_round, self._state_after = True, None, -1
             return
         record = self._log.header(following[0])
@@ -194,7 +196,7 @@ class ChainFollower:
         untried = [donor for donor in honest if donor not in self._slow]
         hurry = bool(untried) and len(honest) > 1 and len(self._slow) < MAX_SLOW
         peer = self._donor = random.choice(view.within_reach(untried if hurry else honest))
-        logger.info("taking anchor and momentum from %s", peer[-6:])
+        logger.info("downloading anchor and momentum from %s", peer[-6:])
         after_round = -1 if self._fork_round is not None else self._state_after
         future = self._averager.fetch_state(
             peer, current=self.current, after_round=after_round, hurry=hurry
@@ -246,7 +248,7 @@ class ChainFollower:
             self._not_before = self._clock.monotonic() + PAUSE_AFTER_FAILURE_S
         except (ConnectionError, RecordRefused, FrameRefused, asyncio.TimeoutError) as error:
             reason, pause_s = str(error) or type(error).__name__, PAUSE_AFTER_FAILURE_S
-            logger.warning("catching up failed, will try again: %s", reason)
+            logger.warning("catching up failed; trying again: %s", reason)
             if not self._need_state:
                 self._doubt()
             # a state may be gigabytes over a line that breaks: that says nothing of the claim
@@ -279,7 +281,7 @@ class ChainFollower:
             return
         if wins(reach, self._log, self.head):
             logger.error(
-                "alarm: two certified chains since round %d; changing to the one with more tokens",
+                "alarm: two certified chains since round %d; switching to the one with more tokens",
                 reach.fork_round,
             )
             self._need_state, self._fork_round = True, reach.fork_round
@@ -305,7 +307,9 @@ class ChainFollower:
         if self.head.round > before:
             self._book.came(self._wanted.digest)
         elif self._book.failed(self._wanted.digest, busy=busy):
-            logger.warning("nobody gives the record of round %d: ignored", self._wanted.round)
+            logger.warning(
+                "no peer serves the record of round %d; ignoring its claim", self._wanted.round
+            )
             self._need_nothing()
 
     def _blame(self) -> float:

@@ -393,7 +393,9 @@ class StageArchive:
         if not self._book.failing(claim.digest):
             logger.info("%s: round %d from %s: %s", self, claim.round, peer[-6:], _said(error))
         if self._book.failed(claim.digest, busy=isinstance(error, PeerBusy)):
-            logger.info("%s: nobody gives the record of round %d: ignored", self, claim.round)
+            logger.info(
+                "%s: no peer serves the record of round %d; ignoring its claim", self, claim.round
+            )
 
     # ---- states ----------------------------------------------------------------------------------
     def _build(self, view: SwarmView, digest: str, *, replaces: bool) -> None:

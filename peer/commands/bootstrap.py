@@ -305,7 +305,7 @@ def run_bootstrap_command(options: BootstrapOptions) -> int:
             on_ready=ready,
             beside=beside,
         )
-    logger.info("left: as asked")
+    logger.info("left: stopped on request")
     return 0
 
 

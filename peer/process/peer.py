@@ -418,31 +418,31 @@ def run_peer(options: PeerOptions) -> int:
             if stop.event.is_set() and not stop.asked:  # to rest, which a new process does
                 _start_again()
         except StopRequested:
-            logger.info("left: as asked, before training began")
+            logger.info("left: stopped on request, before training began")
         except RecordRefused as error:  # of our own log: what peers send is refused elsewhere
             raise EnvironmentFault(str(error)) from error
         except Move as move:
             if stop.asked:
-                logger.info("left: as asked")
+                logger.info("left: stopped on request")
                 return 0
             folder.note_stage(options.invite.run_id, move.stage)
             logger.warning("moving to stage %d, which has the fewest peers", move.stage)
             _start_again()
         except Revised:
             if stop.asked:
-                logger.info("left: as asked")
+                logger.info("left: stopped on request")
                 return 0
-            logger.warning("starting again under the new values of the manifest")
+            logger.warning("restarting with the revised manifest")
             _start_again()
         except (ChildDied, AveragerStuck) as error:
             if stop.asked:
-                logger.warning("left: as asked; %s", error)
+                logger.warning("left: stopped on request; %s", error)
                 return 0
             if time.monotonic() - started < RESTART_AFTER_S:
                 raise EnvironmentFault(
                     f"{error}, soon after the start; see more with --log-level debug"
                 ) from error
-            logger.warning("%s: starting again from the snapshot", error)
+            logger.warning("%s: restarting from the snapshot", error)
             _start_again()
     return 0
 
@@ -517,7 +517,9 @@ def _take_part(options: PeerOptions, joined: Joined, folder: StateFolder, stop: 
                 raise
             finally:
                 assembly.coordinator.close()
-        logger.info("left: %s", "the run has ended" if not stop.event.is_set() else "as asked")
+        logger.info(
+            "left: %s", "the run has ended" if not stop.event.is_set() else "stopped on request"
+        )
 
 
 @contextmanager

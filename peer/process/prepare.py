@@ -66,7 +66,7 @@ def local_model(
         tensors |= {"anchor": buffers.anchors[0], "momentum": buffers.momenta[0]}
         merge = Merge.from_state(rule, live, tensors, facts)
         optimizer.load_state_dict(snapshots.inner_state())
-        logger.info("going on from the snapshot of round %d", merge.round)
+        logger.info("continuing from the snapshot of round %d", merge.round)
     else:
         buffers.anchors[0].copy_(live)
         merge = Merge(

@@ -229,7 +229,7 @@ def wait_until_allowed(options: PeerOptions, *, look_s: float = LOOK_S) -> bool:
             while resting.look():
                 stop.event.wait(look_s)
         return True
-    logger.info("left: as asked, while it rested")
+    logger.info("left: stopped on request, while it rested")
     return False
 
 

@@ -138,6 +138,7 @@ class LiveGroup:
     def notify(self) -> None:
         """Something happened that somebody may wait for."""
         self._changed.set()
+        self._changed = asyncio.Event()
 
     async def until(self, condition: Callable[[], bool], deadline: float) -> bool:
         """Wait until a condition holds; False where it does not by the deadline (monotonic)."""
@@ -145,9 +146,11 @@ class LiveGroup:
             remaining_s = deadline - time.monotonic()
             if remaining_s <= 0:
                 return False
-            self._changed.clear()
+            # One event for each change, never cleared: of several that wait one would clear it
+            # before `wait_for` has begun to wait for another.
+            changed = self._changed
             with suppress(asyncio.TimeoutError):
-                await asyncio.wait_for(self._changed.wait(), remaining_s)
+                await asyncio.wait_for(changed.wait(), remaining_s)
         return True
 
 
@@ -544,14 +547,15 @@ class Attempt:
         self._group.spawn(call, outlives=outlives)
 
     async def _ask_for_mean(self, part: int) -> None:
-        limit_s = min(self._setup.silence_s, max(0.1, self._remaining_s()))
         setup, group = self._setup, self._group
         column = setup.column_of(part)
         reducers = [setup.reducer_in(column, row) for row in range(len(setup.grid.rows))]
         for peer in dict.fromkeys([setup.shares[part].reducer, *reducers, *group.row]):
             if peer not in group.others or peer in self._gone or part in self._shares.means:
                 continue
-            mean = await group.call(limit_s, self._transport.fetch_mean, peer, part)
+            # a large share takes its time through a thin link; who gives nothing is not waited for
+            wanted = peer, part, setup.silence_s
+            mean = await group.call(self._remaining_s(), self._transport.fetch_mean, *wanted)
             if mean is not None and mean.part == part:
                 with suppress(PayloadRefused, ShareRefused):
                     await self._take_mean(mean)

@@ -72,8 +72,10 @@ class Transport(Protocol):
         """Send an averaged part to a member."""
         ...
 
-    async def fetch_mean(self, peer: str, part: int) -> Mean | None:
-        """Ask a member for an averaged part; None if it has none."""
+    async def fetch_mean(self, peer: str, part: int, stall_s: float) -> Mean | None:
+        """Ask a member for an averaged part; None if it has none. It fails where nothing comes for
+        `stall_s`.
+        """
         ...
 
     async def fetch_record(self, peer: str, digest: str) -> bytes | None:

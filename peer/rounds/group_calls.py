@@ -38,10 +38,11 @@ class GroupCalls:
         """Send an averaged share to a member."""
         await self._push(peer, {"kind": "mean"} | self._about(mean), mean.payload)
 
-    async def fetch_mean(self, peer: str, part: int) -> Mean | None:
+    async def fetch_mean(self, peer: str, part: int, stall_s: float) -> Mean | None:
         """Ask a member for an averaged share; None if it has none."""
         want = {"what": "mean", "group": self._group, "part": part}
-        blob = await self._client.fetch(peer, want, limit_bytes=self._client.record_bytes)
+        limit_bytes = self._client.record_bytes
+        blob = await self._client.fetch(peer, want, limit_bytes=limit_bytes, stall_s=stall_s)
         if blob is None:
             return None
         names = contributors_in(self._members, blob.facts)

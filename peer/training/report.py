@@ -128,7 +128,11 @@ class Reporter:
     def void(self, round_number: int, reason: str) -> None:
         """A round that came to nothing for this peer."""
         self.event("void", round=round_number, reason=reason)
-        logger.info("round %d void: %s; nothing is lost, it goes on", round_number, reason)
+        logger.info(
+            "round %d void: %s; nothing is lost: its tokens go with the next round",
+            round_number,
+            reason,
+        )
 
     def started_over(self, tokens: int) -> None:
         """The weights were not finite, so that they are the anchor's again."""

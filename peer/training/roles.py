@@ -132,7 +132,7 @@ class Leading:
         if blocked != self._told:
             self._told = blocked
             if blocked:
-                logger.warning("this replica is not complete: %s; waiting", blocked)
+                logger.warning("waiting for a complete replica: %s", blocked)
         self._show_replica(blocked)
         return not blocked
 
@@ -298,7 +298,7 @@ class Serving:
             if blocked:
                 logger.warning("the run is blocked: %s", blocked)
             else:
-                logger.info("the run is not blocked any more")
+                logger.info("the run is no longer blocked")
         self._learner.status = replace(self._learner.status, head=head, blocked=blocked)
         self._learner.publish()
 

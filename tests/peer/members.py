@@ -72,8 +72,10 @@ class Link:
         with refused_as_lost():
             await attempt.on_mean(self._me, mean)
 
-    async def fetch_mean(self, peer: str, part: int) -> Mean | None:
-        return await (await self._to(peer, "fetch")).checked_mean(part)
+    async def fetch_mean(self, peer: str, part: int, stall_s: float) -> Mean | None:
+        attempt = await asyncio.wait_for(self._to(peer, "fetch"), stall_s)
+        await asyncio.sleep(self._group.fetching_s)  # something comes all the time
+        return await attempt.checked_mean(part)
 
     async def fetch_record(self, peer: str, digest: str, *, older: bool = False) -> bytes | None:
         attempt = await self._to(peer, "fetch")
@@ -153,14 +155,17 @@ class Group:
         silence_s: float = SILENCE_S,
         group_size: int = 32,
         decoding_s: float = 0.0,
+        fetching_s: float = 0.0,
     ):
         """`clients`: those that can only dial out, so that they average nothing.
 
-        decoding_s: so long takes each member to check a mean, one after the other.
+        decoding_s, fetching_s: so long it takes each member to check a mean, one after the other,
+        and to fetch one.
 
         Whoever is put into `frozen` neither answers nor is refused any more.
         """
         self.passes = passes
+        self.fetching_s = fetching_s
         self.frozen: set[str] = set()
         self.identities = sorted(identities, key=lambda identity: identity.peer_id)
         self.peers = [identity.peer_id for identity in self.identities]

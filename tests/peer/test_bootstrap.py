@@ -140,7 +140,7 @@ def test_a_bootstrap_says_that_it_left_as_asked(
     run_yaml = tmp_path / "run.yaml"
     run_yaml.write_text("{name: x, model: tiny, end_tokens: 1000}")
     assert run_bootstrap_command(options(run_yaml, state=tmp_path / "state")) == 0
-    assert caplog.messages[-1] == "left: as asked"
+    assert caplog.messages[-1] == "left: stopped on request"
 
 
 # ---- the operator's key --------------------------------------------------------------------------

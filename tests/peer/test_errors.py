@@ -250,7 +250,7 @@ def test_a_training_peer_asked_to_leave_leaves_in_order(
     assert len(peer.family()) == 5  # main, DHT, averaging, p2pd, torch's shared-memory manager
     ask(peer)
     leaves(peer)
-    assert peer.output().strip().endswith("left: as asked")
+    assert peer.output().strip().endswith("left: stopped on request")
 
 
 @pytest.mark.swarm

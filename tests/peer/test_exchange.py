@@ -95,9 +95,9 @@ def test_a_member_dead_from_the_start_voids_the_attempt_within_its_deadlines(
 
 
 @BOTH
-@pytest.mark.parametrize("decoding_s", [0.0, 0.05])
+@pytest.mark.parametrize(("decoding_s", "fetching_s"), [(0.0, 0.0), (0.05, 0.0), (0.0, 2.5)])
 def test_a_reducer_that_dies_after_serving_one_member_still_commits_on_all_others(
-    identities: list[Identity], tmp_path: Path, scheme: str, decoding_s: float
+    identities: list[Identity], tmp_path: Path, scheme: str, decoding_s: float, fetching_s: float
 ) -> None:
     served: list[str] = []
     last = "mean1" if scheme == "low_rank" else "mean0"
@@ -115,8 +115,10 @@ def test_a_reducer_that_dies_after_serving_one_member_still_commits_on_all_other
         tmp_path,
         passes=passes,
         scheme=scheme,
+        silence_s=2.0,
+        exchange_s=6.0,
         decoding_s=decoding_s,
-        exchange_s=4.0,
+        fetching_s=fetching_s,
     )
     results = asyncio.run(group.run())
     record_of(group, results[1:])

@@ -43,11 +43,11 @@ def test_a_line_of_any_logger_takes_the_place_of_the_progress_line(
     monkeypatch.setattr(sys, "stderr", terminal)
     set_up_logging("info")
     Reporter(tmp_path).status(STATUS, force=True)
-    logging.getLogger("dilocox.peer.process.peer").info("left: as asked")
+    logging.getLogger("dilocox.peer.process.peer").info("left: stopped on request")
     Reporter(tmp_path).status(STATUS, force=True)
     logging.getLogger("dilocox.dht").warning("no bootstrap answers")
     seen = terminal.seen()
-    assert re.fullmatch(r"\d\d:\d\d:\d\d INFO    left: as asked", seen[0])
+    assert re.fullmatch(r"\d\d:\d\d:\d\d INFO    left: stopped on request", seen[0])
     assert re.fullmatch(r"\d\d:\d\d:\d\d WARN    no bootstrap answers", seen[1])
     assert seen[2] == ""
 

@@ -341,7 +341,9 @@ def test_the_log_line_of_a_round_names_its_figures(
         "(without yours, which go with a later one)",
     ):
         assert words in round_line
-    assert void_line == "round 2 void: nobody came; nothing is lost, it goes on"
+    assert (
+        void_line == "round 2 void: nobody came; nothing is lost: its tokens go with the next round"
+    )
     assert ", waiting 2.5%, alone, no average, digest d" in alone and "sent" not in alone
     assert ", validation 5.9666 (start), " in alone
 

@@ -192,7 +192,7 @@ def test_a_spare_says_which_stages_keep_the_run_from_training(
     served.role.turn()
     assert served.loop.fake.status.blocked == ""
     last = caplog.records[-1]
-    assert (last.levelname, last.message) == ("INFO", "the run is not blocked any more")
+    assert (last.levelname, last.message) == ("INFO", "the run is no longer blocked")
 
 
 def test_it_says_nothing_of_stages_before_its_own_record_is_in_view(

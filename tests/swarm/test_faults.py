@@ -117,5 +117,5 @@ def test_a_peer_whose_p2pd_is_killed_in_mid_exchange_starts_itself_again(
     assert_in_the_middle(swarm, number)
     others_decide(swarm, victim, number, hit_at)
     comes_back(swarm, victim, newest_round(swarm))
-    assert "starting again from the snapshot" in victim.log_text()
+    assert "restarting from the snapshot" in victim.log_text()
     assert len(victim.of_kind("training")) == 2

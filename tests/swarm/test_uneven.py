@@ -196,7 +196,7 @@ def test_a_run_that_lost_all_peers_of_a_stage_says_so_and_goes_on_with_the_next_
     else:
         comer = swarm.add_peer(stage=lost_stage, step_s=STEP_S)
     swarm.wait_for_rounds(3, ROUNDS_LIMIT_S, of=[comer, *others])
-    assert ("going on from the snapshot of round" in comer.log_text()) == comes_back
+    assert ("continuing from the snapshot of round" in comer.log_text()) == comes_back
     _assert_nothing_was_lost(swarm, [comer, *others], before)
     swarm.wait(
         lambda: sum(line["tokens"] for line in trainer.rounds) >= trained,

@@ -42,6 +42,7 @@ from dilocox.peer.commands.doctor_checks import (
     not_checked,
     rounded,
 )
+from dilocox.peer.options import DoctorOptions
 from dilocox.peer.os_process import StopSignal
 from dilocox.peer.resources import (
     Check,
@@ -62,24 +63,6 @@ if TYPE_CHECKING:  # imported when it is known that the libraries can be loaded
 
 SPEED_LIMIT_S = 10.0
 OF_THE_RUN = ("run", "version", "clock", "stage", "reachable", "bandwidth", "speed")
-
-
-@dataclass(frozen=True, kw_only=True)
-class DoctorOptions:
-    """The options of `dilocox doctor`, which are those of `dilocox peer`; see their help texts."""
-
-    invite: Invite
-    state: Path
-    stage: str
-    host: str
-    port: int
-    announce: tuple[str, ...]
-    device: str
-    threads: int
-    max_upload_mb_s: float
-    memory_limit_gb: float
-    data: str
-    json_file: Path | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

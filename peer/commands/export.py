@@ -17,7 +17,6 @@ import os
 import shutil
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -33,7 +32,7 @@ from transformers.generation.streamers import BaseStreamer
 from transformers.utils import logging as transformers_logging
 
 from dilocox.dht.errors import EnvironmentFault, InvalidInput
-from dilocox.dht.invite import Invite
+from dilocox.peer.options import ExportOptions
 from dilocox.peer.os_process import StopSignal
 from dilocox.pipeline.partition import build_skeleton
 from dilocox.pipeline.stage import constant_buffers, parameter_shapes
@@ -41,16 +40,6 @@ from dilocox.pipeline.stage import constant_buffers, parameter_shapes
 if TYPE_CHECKING:  # hivemind comes with both, and a text is continued without it
     from dilocox.dht.join import Joined
     from dilocox.peer.chain.download import StageAnchor
-
-
-@dataclass(frozen=True, kw_only=True)
-class ExportOptions:
-    """The options of `dilocox export`; see their help texts."""
-
-    invite: Invite
-    folder: Path
-    host: str
-    timeout_s: float
 
 
 def run_export_command(options: ExportOptions) -> int:

@@ -16,15 +16,14 @@ import random
 import shutil
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import typer
 
 from dilocox.dht.errors import EnvironmentFault, InvalidInput
-from dilocox.dht.invite import Invite
 from dilocox.dht.records import ClaimRecord, claim_key
+from dilocox.peer.options import GenerateOptions
 from dilocox.peer.os_process import StopSignal
 
 if TYPE_CHECKING:  # both are heavy, and `dilocox --help` needs none of them
@@ -37,20 +36,6 @@ LOOK_LIMIT_S = 15.0  # for somebody who holds each stage
 LOOK_PAUSE_S = 1.0
 FOLDERS_KEPT = 2  # of a run: one may be in use while another is downloaded
 STOPPED = 130
-
-
-@dataclass(frozen=True, kw_only=True)
-class GenerateOptions:
-    """The options of `dilocox generate`; see their help texts. None takes the default."""
-
-    invite: Invite
-    text: str
-    tokens: int | None
-    temperature: float
-    seed: int | None
-    cache: Path | None
-    host: str
-    timeout_s: float
 
 
 def run_generate_command(options: GenerateOptions) -> int:

@@ -24,7 +24,7 @@ import re
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -34,7 +34,6 @@ import typer
 from dilocox.dht import node_process
 from dilocox.dht.errors import EnvironmentFault
 from dilocox.dht.identity import Identity
-from dilocox.dht.invite import Invite
 from dilocox.dht.join import Joined, join_run
 from dilocox.dht.revisions import ManifestWatch
 from dilocox.peer.http_pages import (
@@ -51,6 +50,7 @@ from dilocox.peer.monitor.chains import ChainReader, Order, followed, holders_of
 from dilocox.peer.monitor.history import SwarmHistory
 from dilocox.peer.monitor.look import Looker, SwarmLook, bootstrap_ids
 from dilocox.peer.monitor.status import RunFacts, exposition, status_of, swarm_health
+from dilocox.peer.options import MonitorOptions
 from dilocox.peer.os_process import StopSignal
 from dilocox.peer.state_folder import StateFolder
 
@@ -126,16 +126,6 @@ RESTART_AFTER_S = 20.0  # a monitor whose node dies sooner than that does not tr
 
 class NodeDied(EnvironmentFault):
     """The monitor's own DHT node, or the thread that follows chains, has ended."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class MonitorOptions:
-    """The options of `dilocox monitor`; see their help texts."""
-
-    invite: Invite
-    state: Path
-    host: str
-    port: int
 
 
 def run_monitor_command(options: MonitorOptions) -> int:

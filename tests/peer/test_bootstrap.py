@@ -22,12 +22,12 @@ from dilocox.peer.commands.bootstrap import (
     STUCK_AFTER_S,
     BootstrapFacts,
     BootstrapFigures,
-    BootstrapOptions,
     bytes_by_stage,
     exposition,
     other_bootstraps,
     run_bootstrap_command,
 )
+from dilocox.peer.options import BootstrapOptions
 
 RUN = "0123456789abcdef" * 2
 ME, OTHER, THIRD = (peer_id_of(bytes([n]) * 32) for n in (1, 2, 3))

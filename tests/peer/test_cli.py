@@ -111,7 +111,7 @@ def test_every_option_has_its_variable_and_a_help_text_with_default(
         text = plain(invoke(command, "--help").output)
         assert flags[0] in text
         default = param.default
-        if default not in (None, "", False):
+        if default not in (None, "", False, []):
             assert f"[default: {default}" in text, text
 
 

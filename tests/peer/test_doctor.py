@@ -24,9 +24,10 @@ from dilocox.dht.invite import Invite
 from dilocox.dht.manifest import Manifest
 from dilocox.peer import resources
 from dilocox.peer.commands import doctor
-from dilocox.peer.commands.doctor import DoctorOptions, Page, Part, as_json, run_doctor, verdict
+from dilocox.peer.commands.doctor import Page, Part, as_json, run_doctor, verdict
 from dilocox.peer.commands.doctor_bench import Bench
 from dilocox.peer.commands.doctor_checks import Library, folder_facts, libraries
+from dilocox.peer.options import DoctorOptions
 from dilocox.peer.process import prepare
 from dilocox.peer.process.prepare import StageNeeds, check_disk, disk_room
 from dilocox.peer.resources import Check, nearest, size

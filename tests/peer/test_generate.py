@@ -20,11 +20,11 @@ from dilocox.dht.records import ClaimRecord, claim_key
 from dilocox.peer.chain import download as download_module
 from dilocox.peer.commands import export, generate
 from dilocox.peer.commands.generate import (
-    GenerateOptions,
     is_newest,
     newest_claim,
     run_generate_command,
 )
+from dilocox.peer.options import GenerateOptions
 from tests.peer.fabricated import claim_record, manifest_of
 from tests.peer.test_cli import INVITE
 

@@ -26,6 +26,7 @@ from dilocox.dht.invite import SCHEME, Invite, listen_address
 
 GB = 1e9
 HOUR_S = 3600.0
+MAX_NAME = 24  # characters
 LONGEST_WAIT_HOURS = 49  # two days: on one of them the clocks may leave out the only hour
 
 Reason = Literal["paused", "traffic", "hours"]
@@ -106,6 +107,13 @@ def announced(addresses: Sequence[str]) -> tuple[str, ...]:
 def path_or_invite(text: str) -> Path | Invite:
     """What an argument names that may be either."""
     return Invite.parse(text) if text.strip().startswith(SCHEME) else Path(text)
+
+
+def peer_name(text: str) -> str:
+    """The name of `--name`: it is shown on pages and terminals of others."""
+    if len(text) > MAX_NAME or not text.isprintable():
+        raise InvalidInput(f"--name {text!r}: give at most {MAX_NAME} printable characters")
+    return text
 
 
 InviteText = Annotated[
@@ -327,6 +335,11 @@ class PeerOptions:
             help="Train on these files instead of the run's data: a folder, file or glob; .txt, "
             ".jsonl and .parquet say their format, others have the run's, or are text."
         ),
+    ] = ""
+    name: Annotated[
+        str,
+        typer.Option(help="Name of this peer that others see, at most 24 characters."),
+        ReadFrom(str, peer_name),
     ] = ""
     hours: Annotated[
         Hours | None,

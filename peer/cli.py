@@ -250,7 +250,7 @@ def export(options: ExportOptions) -> int:
 @command(app, GenerateOptions)
 def generate(options: GenerateOptions) -> int:
     """Continue a text with the newest anchors of a run."""
-    from dilocox.peer.commands.generate import run_generate_command
+    from dilocox.peer.commands.export import run_generate_command
 
     return run_generate_command(options)
 

@@ -104,6 +104,13 @@ def announced(addresses: Sequence[str]) -> tuple[str, ...]:
     return tuple(addresses)
 
 
+def text_to_continue(text: str) -> str:
+    """The argument TEXT, which a model cannot continue if it is empty."""
+    if not text:
+        raise InvalidInput("TEXT is empty: give at least one character to continue")
+    return text
+
+
 def path_or_invite(text: str) -> Path | Invite:
     """What an argument names that may be either."""
     return Invite.parse(text) if text.strip().startswith(SCHEME) else Path(text)
@@ -412,7 +419,9 @@ class GenerateOptions:
     """The options of `dilocox generate`; None takes the default."""
 
     invite: InviteText
-    text: Annotated[str, typer.Argument(help="What is to be continued.")]
+    text: Annotated[
+        str, typer.Argument(help="What is to be continued."), ReadFrom(str, text_to_continue)
+    ]
     tokens: Annotated[
         int | None,
         typer.Option(
@@ -428,13 +437,6 @@ class GenerateOptions:
     seed: Annotated[
         int | None,
         typer.Option(min=0, show_default="random", help="The same seed, the same text."),
-    ] = None
-    cache: Annotated[
-        Path | None,
-        typer.Option(
-            show_default="~/.cache/dilocox",
-            help="Folder for the weights; those of the newest round are not fetched twice.",
-        ),
     ] = None
     host: Host = "0.0.0.0"
     timeout_s: ChainTimeout = 600

@@ -63,6 +63,9 @@ def counted(number: int, what: str) -> str:
     return f"{number:,} {what}{'' if number == 1 else 's'}"
 
 
+STOPPED = 130  # exit code of a command that a signal ended before it was done
+
+
 class StopRequested(BaseException):
     """A signal came while there was nothing to finish."""
 

@@ -43,7 +43,7 @@ from dilocox.peer.commands.doctor_checks import (
     rounded,
 )
 from dilocox.peer.options import DoctorOptions
-from dilocox.peer.os_process import StopSignal
+from dilocox.peer.os_process import STOPPED, StopSignal
 from dilocox.peer.resources import (
     Check,
     Status,
@@ -342,7 +342,6 @@ def _unchecked(names: Sequence[str], first: str) -> Iterator[Check]:
             yield not_checked(name, first)
 
 
-STOPPED = 130  # before it was done
 COLOURS: dict[Status, str] = {
     "ok": "green",
     "warning": "yellow",

@@ -29,7 +29,7 @@ from dilocox.peer.chain.replay import Replayed, replay
 from dilocox.peer.chain.store import KeptChain, KeptRun, kept_run
 from dilocox.peer.chain.summary import ChainRound, LoggedRound, tokens_by_peer
 from dilocox.peer.options import LogOptions, VerifyOptions
-from dilocox.peer.os_process import StopSignal, counted
+from dilocox.peer.os_process import STOPPED, StopSignal, counted
 from dilocox.pipeline.stage import stage_layout
 
 
@@ -90,7 +90,6 @@ def show_contributions(stages: Mapping[int, Sequence[ChainRound]], console: Cons
 
 
 LISTINGS = 3  # of a folder whose owner moves records while they are read
-STOPPED = 130  # before it was done
 
 
 def run_log_command(options: LogOptions) -> int:

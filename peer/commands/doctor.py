@@ -400,7 +400,7 @@ def verdict(checks: Sequence[Check], part: Part | None) -> str:
     """What it comes to, in one sentence."""
     failed = [check.name for check in checks if check.status == "failed"]
     if failed:
-        return f"This machine cannot take part yet: mend {', '.join(dict.fromkeys(failed))}."
+        return f"This machine cannot take part yet: fix {', '.join(dict.fromkeys(failed))}."
     text = "This machine can take part"
     if part is not None:
         text += f": stage {part.stage}, about {rounded(part.tokens_per_s)} tokens/s"
@@ -409,7 +409,7 @@ def verdict(checks: Sequence[Check], part: Part | None) -> str:
 
 
 class Page:
-    """The lines on a terminal or in a file: mark, name, text, and the mend below it."""
+    """The lines on a terminal or in a file: mark, name, text, and the remedy below it."""
 
     def __init__(self, console: Console):
         self._console = console

@@ -212,8 +212,8 @@ def test_what_a_stranger_wrote_does_not_steer_the_terminal(file: io.StringIO) ->
 
 
 def test_the_verdict_names_causes_and_not_what_follows_from_them() -> None:
-    behind = Check("speed", "skipped", "not checked", "mend port first")
-    assert verdict([GOOD, BAD, behind], None) == "This machine cannot take part yet: mend port."
+    behind = Check("speed", "skipped", "not checked", "fix port first")
+    assert verdict([GOOD, BAD, behind], None) == "This machine cannot take part yet: fix port."
     part = Part(stage=1, tokens_per_s=3_210.0, exchange_s=2.0)
     assert verdict([GOOD], part) == "This machine can take part: stage 1, about 3,200 tokens/s."
     warning = Check("clock", "warning", "late", "set it")
@@ -261,10 +261,10 @@ def test_without_a_bootstrap_the_rest_is_checked_all_the_same(here: Path, taken:
             "name": name,
             "status": "skipped",
             "text": "not checked",
-            "mend": "mend bootstrap first",
+            "mend": "fix bootstrap first",
         }
     assert told["part"] is None
-    assert told["verdict"] == "This machine cannot take part yet: mend port, bootstrap."
+    assert told["verdict"] == "This machine cannot take part yet: fix port, bootstrap."
     assert not (here / "peer").exists()
 
 
@@ -288,8 +288,8 @@ def test_a_run_that_cannot_be_joined_says_why_and_the_rest_waits_for_it(
     checks = {check["name"]: check for check in told["checks"]}
     assert checks["bootstrap"]["status"] == checks["memory"]["status"] == "ok"
     assert str(error) == f"{checks[line]['text']}: {checks[line]['mend']}"
-    assert checks["speed"]["mend"] == f"mend {line} first"
-    assert told["verdict"] == f"This machine cannot take part yet: mend {line}."
+    assert checks["speed"]["mend"] == f"fix {line} first"
+    assert told["verdict"] == f"This machine cannot take part yet: fix {line}."
 
 
 def test_without_the_libraries_it_says_so_and_loads_nothing(
@@ -303,7 +303,7 @@ def test_without_the_libraries_it_says_so_and_loads_nothing(
     assert run_doctor(_options()) == 1
     printed = capsys.readouterr().out
     assert "missing: torch -> python -m pip install 'torch>=2.6'" in printed
-    assert "mend libraries." in printed
+    assert "fix libraries." in printed
 
 
 def test_without_a_folder_for_temporary_files_nothing_is_loaded(
@@ -315,7 +315,7 @@ def test_without_a_folder_for_temporary_files_nothing_is_loaded(
     assert run_doctor(_options()) == 1
     printed = " ".join(capsys.readouterr().out.split())
     assert "failed tmp no folder for temporary files can be written" in printed
-    assert "--tmpfs /tmp" in printed and "mend tmp." in printed
+    assert "--tmpfs /tmp" in printed and "fix tmp." in printed
 
 
 def _invite(port: int) -> Invite:

@@ -1,4 +1,5 @@
-"""The bootstrap node: the address that an invite names, and the keeper of the run's manifest.
+"""The bootstrap node: the address that an invite names, and the keeper of the run's manifest. It
+stands apart from the command, because it is a node of the DHT alone: no chain, no figures.
 
 The operator's signs the manifest and renews it. A copy has an identity of its own and no key of the
 operator: it keeps what the operator signed last, on disk and in the DHT, for as long as that is

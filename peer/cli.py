@@ -1,53 +1,42 @@
-"""The console command `dilocox`: options, environment, exit codes.
+"""The console command `dilocox`: its commands, environment, exit codes.
 
-Every option is also an environment variable `DILOCOX_<OPTION>`; a flag wins over the environment,
-the environment over the default. What a command does is imported when it runs, so that `--help`
-is quick.
+`command` makes a command of a function that takes one of the dataclasses of peer/options.py. Every
+option is also an environment variable `DILOCOX_<OPTION>`; a flag wins over the environment, the
+environment over the default. What a command does is imported when it runs, so that `--help` is
+quick.
 """
 
 from __future__ import annotations
 
+import copy
+import inspect
 import os
-from pathlib import Path
-from typing import Annotated, NoReturn
+from collections.abc import Callable
+from dataclasses import MISSING, fields
+from typing import Annotated, Any, NoReturn, TypeVar, cast, get_args, get_type_hints
 
 import typer
+from typer.models import ParameterInfo
 
 from dilocox import __version__
 from dilocox.dht.errors import DilocoxError
 from dilocox.dht.files import system_fault
-from dilocox.dht.invite import Invite
-from dilocox.peer.cli_options import (
-    Announce,
-    Cache,
-    ChainSource,
-    ChainStage,
-    ChainTimeout,
-    Contributions,
-    Data,
-    Device,
-    Host,
-    HostedStage,
-    InviteText,
-    LogLevel,
-    MaxUpload,
-    MemoryLimit,
-    MetricsHost,
-    MetricsPort,
-    MonthlyTraffic,
-    NewTokens,
-    OnlyHours,
-    Port,
-    State,
-    Temperature,
-    Text,
-    TextSeed,
-    Threads,
-    announced,
-    env,
-    path_or_invite,
+from dilocox.peer.options import (
+    BootstrapOptions,
+    DemoOptions,
+    DoctorOptions,
+    ExportOptions,
+    GenerateOptions,
+    LogOptions,
+    MonitorOptions,
+    OperateOptions,
+    PeerOptions,
+    ReadFrom,
+    RestOptions,
+    ReviseOptions,
+    RollbackOptions,
+    VerifyOptions,
 )
-from dilocox.peer.options import Hours
 from dilocox.peer.os_process import PREFIX, end_process, leave_at_once, line_start, set_up_logging
 
 app = typer.Typer(
@@ -76,99 +65,80 @@ def _common(
     pass
 
 
+# ---- from a dataclass to a command line ----------------------------------------------------------
+T = TypeVar("T")
+Command = Callable[[T], int]
+
+
+def command(group: typer.Typer, options: type[T], name: str = "") -> Callable[[Command[T]], None]:
+    """Make a command of a function: its arguments and options are the fields of `options`, the
+    function gets them all in one, and returns the exit code.
+    """
+
+    def add(function: Command[T]) -> None:
+        def called(**given: Any) -> None:
+            set_up_logging(given.get("log_level", "warning"))  # the first that may find a fault
+            read = {field: readers[field](value) for field, value in given.items()}
+            raise typer.Exit(function(options(**read)))
+
+        parameters, readers = _command_line(options)
+        called.__doc__ = function.__doc__
+        cast("Any", called).__signature__ = inspect.Signature(parameters)
+        group.command(name or function.__name__)(called)
+
+    return add
+
+
+def _command_line(
+    options: Any,
+) -> tuple[list[inspect.Parameter], dict[str, Callable[[Any], Any]]]:
+    """The parameters that typer is to see, and what makes a field's value of what typer gives."""
+    parameters: list[inspect.Parameter] = []
+    readers: dict[str, Callable[[Any], Any]] = {}
+    hints = get_type_hints(options, include_extras=True)
+    # those of a base class come first: `--help` lists what is required before, the log level last
+    order = sorted(fields(options), key=lambda f: (f.name == "log_level", f.default is not MISSING))
+    for field in order:
+        kind, *notes = get_args(hints[field.name])
+        shown = copy.copy(next(note for note in notes if isinstance(note, ParameterInfo)))
+        (form,) = [note for note in notes if isinstance(note, ReadFrom)] or [ReadFrom(kind, _same)]
+        flag = shown.default if isinstance(shown.default, str) else field.name
+        shown.envvar = PREFIX + flag.removeprefix("--").replace("-", "_").upper()
+        default = inspect.Parameter.empty if field.default is MISSING else field.default
+        readers[field.name] = form.read
+        parameters.append(
+            inspect.Parameter(
+                field.name,
+                inspect.Parameter.KEYWORD_ONLY,
+                default=[] if form.given == list[str] else default,
+                annotation=Annotated[form.given, shown],
+            )
+        )
+    return parameters, readers
+
+
+def _same(value: Any) -> Any:
+    return value
+
+
 # ---- what boots a run, changes it and watches it -------------------------------------------------
 # commands stand in the order in which `--help` lists them
 
 
-@app.command()
-def demo(
-    replicas: Annotated[
-        int,
-        typer.Option(
-            min=1, max=16, help="Replicas to start, a peer a stage each.", envvar=env("replicas")
-        ),
-    ] = 2,
-    stages: Annotated[
-        int,
-        typer.Option(
-            min=1,
-            max=16,
-            help="Stages to cut the model into; a peer of a replica trains one.",
-            envvar=env("stages"),
-        ),
-    ] = 2,
-    rounds: Annotated[
-        int,
-        typer.Option(min=1, help="Stop when every peer has so many rounds.", envvar=env("rounds")),
-    ] = 10,
-    folder: Annotated[
-        Path,
-        typer.Option(help="Folder for logs, states and the export.", envvar=env("folder")),
-    ] = Path("demo-run"),
-    json_file: Annotated[
-        Path | None,
-        typer.Option("--json", help="Write the figures to this file.", envvar=env("json")),
-    ] = None,
-    device: Device = "auto",
-    seed: Annotated[int, typer.Option(help="Seed of the run.", envvar=env("seed"))] = 0,
-) -> None:
+@command(app, DemoOptions)
+def demo(options: DemoOptions) -> int:
     """Start a whole swarm on this machine, watch it learn, and get a checkpoint."""
-    set_up_logging("warning")
-    from dilocox.peer.commands.demo import DemoOptions, run_demo
+    from dilocox.peer.commands.demo import run_demo
 
-    options = DemoOptions(
-        replicas=replicas,
-        stages=stages,
-        rounds=rounds,
-        folder=folder,
-        json_file=json_file,
-        device=device,
-        seed=seed,
-    )
-    raise typer.Exit(run_demo(options))
+    return run_demo(options)
 
 
-@app.command()
-def bootstrap(
-    manifest: Annotated[
-        str,
-        typer.Argument(
-            help="The run's description, run.yaml; or its invite, to run a copy of its bootstrap.",
-            envvar=env("manifest"),
-        ),
-    ],
-    state: State = Path("dilocox-bootstrap"),
-    port: Port = 31337,
-    host: Host = "0.0.0.0",
-    announce: Announce = None,
-    join: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="Another bootstrap of this run, for the invite to name it, too: its invite or "
-            "multiaddress; may be given several times.",
-            envvar=env("join"),
-        ),
-    ] = None,
-    metrics_host: MetricsHost = "127.0.0.1",
-    metrics_port: MetricsPort = None,
-    log_level: LogLevel = "info",
-) -> None:
+@command(app, BootstrapOptions)
+def bootstrap(options: BootstrapOptions) -> int:
     """Boot a run and print its invite; or, with an invite, run a second bootstrap for it."""
-    set_up_logging(log_level)
-    parsed = path_or_invite(manifest)
-    from dilocox.peer.commands.bootstrap import BootstrapOptions, run_bootstrap_command
+    from dilocox.peer.commands.bootstrap import run_bootstrap_command
 
-    options = BootstrapOptions(
-        manifest=parsed,
-        state=state,
-        host=host,
-        port=port,
-        announce=announced(announce),
-        join=tuple(join or ()),
-        metrics_host=metrics_host,
-        metrics_port=metrics_port,
-    )
-    raise typer.Exit(run_bootstrap_command(options))
+    return run_bootstrap_command(options)
 
 
 operate = typer.Typer(
@@ -177,330 +147,128 @@ operate = typer.Typer(
     no_args_is_help=True,
 )
 
-OperatorState = Annotated[
-    Path,
-    typer.Option(
-        help="The state folder of the `dilocox bootstrap` that was given run.yaml; it may be "
-        "running.",
-        envvar=env("state"),
-    ),
-]
-OPERATOR_FOLDER = Path("dilocox-bootstrap")
 
-
-@operate.command("pause")
-def pause_run(state: OperatorState = OPERATOR_FOLDER, log_level: LogLevel = "warning") -> None:
+@command(operate, OperateOptions, "pause")
+def pause_run(options: OperateOptions) -> int:
     """Let all peers stop training; they stay, and keep and serve what they have."""
-    set_up_logging(log_level)
     from dilocox.peer.commands.operate import set_state
 
-    raise typer.Exit(set_state(state, "paused"))
+    return set_state(options.state, "paused")
 
 
-@operate.command("resume")
-def resume_run(state: OperatorState = OPERATOR_FOLDER, log_level: LogLevel = "warning") -> None:
+@command(operate, OperateOptions, "resume")
+def resume_run(options: OperateOptions) -> int:
     """Let the peers of a paused run train again."""
-    set_up_logging(log_level)
     from dilocox.peer.commands.operate import set_state
 
-    raise typer.Exit(set_state(state, "running"))
+    return set_state(options.state, "running")
 
 
-@operate.command()
-def end(state: OperatorState = OPERATOR_FOLDER, log_level: LogLevel = "warning") -> None:
+@command(operate, OperateOptions)
+def end(options: OperateOptions) -> int:
     """End the run for good: its peers commit what they have learnt, and leave."""
-    set_up_logging(log_level)
     from dilocox.peer.commands.operate import set_state
 
-    raise typer.Exit(set_state(state, "ended"))
+    return set_state(options.state, "ended")
 
 
-@operate.command()
-def revise(
-    manifest: Annotated[
-        Path, typer.Argument(help="The run.yaml with its new values.", envvar=env("manifest"))
-    ],
-    state: OperatorState = OPERATOR_FOLDER,
-    log_level: LogLevel = "warning",
-) -> None:
+@command(operate, ReviseOptions, "revise")
+def revise_run(options: ReviseOptions) -> int:
     """Give the run other learning rates, deadlines or another end."""
-    set_up_logging(log_level)
-    from dilocox.peer.commands.operate import revise as revise_run
+    from dilocox.peer.commands.operate import revise
 
-    raise typer.Exit(revise_run(state, manifest))
+    return revise(options.state, options.manifest)
 
 
-@operate.command()
-def rollback(
-    round_number: Annotated[
-        int,
-        typer.Option(
-            "--round",
-            min=-1,
-            help="Go on from the models after this round; -1 for the initial weights.",
-            envvar=env("round"),
-        ),
-    ],
-    state: OperatorState = OPERATOR_FOLDER,
-    log_level: LogLevel = "warning",
-) -> None:
+@command(operate, RollbackOptions)
+def rollback(options: RollbackOptions) -> int:
     """Go back to an earlier round; later rounds are kept aside and count no more."""
-    set_up_logging(log_level)
     from dilocox.peer.commands.operate import roll_back
 
-    raise typer.Exit(roll_back(state, round_number))
+    return roll_back(options.state, options.round_number)
 
 
 app.add_typer(operate)
 
 
-@app.command()
-def monitor(
-    invite: InviteText,
-    state: Annotated[
-        Path,
-        typer.Option(
-            help="Folder for what the monitor has learnt, so that its curves outlive it.",
-            envvar=env("state"),
-        ),
-    ] = Path("dilocox-monitor"),
-    port: Annotated[
-        int,
-        typer.Option(
-            min=0,
-            max=65535,
-            help="TCP port of the status page and the figures; 0 takes a free one.",
-            envvar=env("port"),
-        ),
-    ] = 9470,
-    host: Host = "127.0.0.1",
-    log_level: LogLevel = "info",
-) -> None:
+@command(app, MonitorOptions)
+def monitor(options: MonitorOptions) -> int:
     """Watch a whole run: a status page for people, figures for Prometheus."""
-    set_up_logging(log_level)
-    parsed = Invite.parse(invite)
-    from dilocox.peer.monitor.monitor import MonitorOptions, run_monitor_command
+    from dilocox.peer.monitor.monitor import run_monitor_command
 
-    options = MonitorOptions(invite=parsed, state=state, host=host, port=port)
-    raise typer.Exit(run_monitor_command(options))
+    return run_monitor_command(options)
 
 
 # ---- a volunteer's peer --------------------------------------------------------------------------
-
-
-@app.command()
-def peer(
-    invite: InviteText,
-    state: State = Path("dilocox-peer"),
-    stage: HostedStage = "auto",
-    port: Port = 0,
-    host: Host = "0.0.0.0",
-    announce: Announce = None,
-    device: Device = "auto",
-    threads: Threads = 0,
-    max_upload: MaxUpload = 0,
-    memory_limit: MemoryLimit = 0,
-    data: Data = "",
-    hours: OnlyHours = None,
-    monthly_traffic: MonthlyTraffic = 0,
-    metrics_host: MetricsHost = "127.0.0.1",
-    metrics_port: MetricsPort = None,
-    log_level: LogLevel = "info",
-) -> None:
+@command(app, PeerOptions)
+def peer(options: PeerOptions) -> int:
     """Take part in a run: all it needs is the invite."""
-    set_up_logging(log_level)
-    parsed = Invite.parse(invite)  # before the imports that take seconds
-    from dilocox.peer.options import PeerOptions
     from dilocox.peer.process.resting import wait_until_allowed
 
-    options = PeerOptions(
-        invite=parsed,
-        state=state,
-        stage=stage,
-        host=host,
-        port=port,
-        announce=announced(announce),
-        device=device,
-        threads=threads,
-        max_upload_mb_s=max_upload,
-        memory_limit_gb=memory_limit,
-        data=data,
-        metrics_host=metrics_host,
-        metrics_port=metrics_port,
-        hours=Hours.parse(hours or ()),
-        monthly_traffic_gb=monthly_traffic,
-    )
     if not wait_until_allowed(options):
-        raise typer.Exit
+        return 0
     from dilocox.peer.process.peer import run_peer  # not while it rests: it takes its memory
 
-    raise typer.Exit(run_peer(options))
+    return run_peer(options)
 
 
-@app.command()
-def doctor(
-    invite: InviteText,
-    state: State = Path("dilocox-peer"),
-    stage: HostedStage = "auto",
-    port: Port = 0,
-    host: Host = "0.0.0.0",
-    announce: Announce = None,
-    device: Device = "auto",
-    threads: Threads = 0,
-    max_upload: MaxUpload = 0,
-    memory_limit: MemoryLimit = 0,
-    data: Data = "",
-    json_file: Annotated[
-        Path | None,
-        typer.Option(
-            "--json",
-            help="Write what was found to this file instead, - for the terminal.",
-            envvar=env("json"),
-        ),
-    ] = None,
-    log_level: LogLevel = "error",
-) -> None:
+@command(app, DoctorOptions)
+def doctor(options: DoctorOptions) -> int:
     """Check whether a peer with these options could take part; exit code 1 if it could not."""
-    set_up_logging(log_level)
-    parsed = Invite.parse(invite)
-    from dilocox.peer.commands.doctor import DoctorOptions, run_doctor
+    from dilocox.peer.commands.doctor import run_doctor
 
-    options = DoctorOptions(
-        invite=parsed,
-        state=state,
-        stage=stage,
-        host=host,
-        port=port,
-        announce=announced(announce),
-        device=device,
-        threads=threads,
-        max_upload_mb_s=max_upload,
-        memory_limit_gb=memory_limit,
-        data=data,
-        json_file=json_file,
-    )
-    raise typer.Exit(run_doctor(options))
+    return run_doctor(options)
 
 
-@app.command()
-def pause(state: State = Path("dilocox-peer")) -> None:
+@command(app, RestOptions, "pause")
+def pause_peer(options: RestOptions) -> int:
     """Let a peer leave the swarm and stay away until `resume`, also after a restart."""
-    from dilocox.peer.process import resting
+    from dilocox.peer.process.resting import pause
 
-    typer.echo(resting.pause(state))
+    typer.echo(pause(options.state))
+    return 0
 
 
-@app.command()
-def resume(state: State = Path("dilocox-peer")) -> None:
+@command(app, RestOptions, "resume")
+def resume_peer(options: RestOptions) -> int:
     """Let a paused peer take part again."""
-    from dilocox.peer.process import resting
+    from dilocox.peer.process.resting import resume
 
-    typer.echo(resting.resume(state))
+    typer.echo(resume(options.state))
+    return 0
 
 
 # ---- what reads a run: its models and its rounds -------------------------------------------------
-
-
-@app.command()
-def export(
-    invite: InviteText,
-    folder: Annotated[
-        Path, typer.Argument(help="Folder to write the checkpoint to.", envvar=env("folder"))
-    ],
-    host: Host = "0.0.0.0",
-    timeout: Annotated[
-        float,
-        typer.Option(min=1, help="Give up after this many seconds.", envvar=env("timeout")),
-    ] = 600,
-    log_level: LogLevel = "warning",
-) -> None:
+@command(app, ExportOptions)
+def export(options: ExportOptions) -> int:
     """Write the newest anchors of a run as a Hugging Face folder."""
-    set_up_logging(log_level)
-    parsed = Invite.parse(invite)
-    from dilocox.peer.commands.export import ExportOptions, run_export_command
+    from dilocox.peer.commands.export import run_export_command
 
-    options = ExportOptions(invite=parsed, folder=folder, host=host, timeout_s=timeout)
-    raise typer.Exit(run_export_command(options))
+    return run_export_command(options)
 
 
-@app.command()
-def generate(
-    invite: InviteText,
-    text: Text,
-    tokens: NewTokens = None,
-    temperature: Temperature = 0.8,
-    seed: TextSeed = None,
-    cache: Cache = None,
-    host: Host = "0.0.0.0",
-    timeout: ChainTimeout = 600,
-    log_level: LogLevel = "warning",
-) -> None:
+@command(app, GenerateOptions)
+def generate(options: GenerateOptions) -> int:
     """Continue a text with the newest anchors of a run."""
-    set_up_logging(log_level)
-    parsed = Invite.parse(invite)
-    from dilocox.peer.commands.generate import GenerateOptions, run_generate_command
+    from dilocox.peer.commands.export import run_generate_command
 
-    options = GenerateOptions(
-        invite=parsed,
-        text=text,
-        tokens=tokens,
-        temperature=temperature,
-        seed=seed,
-        cache=cache,
-        host=host,
-        timeout_s=timeout,
-    )
-    raise typer.Exit(run_generate_command(options))
+    return run_generate_command(options)
 
 
-@app.command("log")
-def log_(
-    source: ChainSource,
-    stage: ChainStage = "all",
-    contributions: Contributions = False,
-    json_file: Annotated[
-        Path | None,
-        typer.Option(
-            "--json",
-            help="Write the figures to this file instead, - for the terminal.",
-            envvar=env("json"),
-        ),
-    ] = None,
-    host: Host = "0.0.0.0",
-    timeout: ChainTimeout = 600,
-    log_level: LogLevel = "warning",
-) -> None:
+@command(app, LogOptions)
+def log(options: LogOptions) -> int:
     """List a run's rounds (tokens, members, ranks, H, bytes, digest), or what each peer gave."""
-    set_up_logging(log_level)
-    parsed = path_or_invite(source)
-    from dilocox.peer.commands.history import ChainOptions, run_log_command
+    from dilocox.peer.commands.history import run_log_command
 
-    options = ChainOptions(
-        source=parsed,
-        stage=stage,
-        host=host,
-        timeout_s=timeout,
-        json_file=json_file,
-        contributions=contributions,
-    )
-    raise typer.Exit(run_log_command(options))
+    return run_log_command(options)
 
 
-@app.command()
-def verify(
-    source: ChainSource,
-    stage: ChainStage = "all",
-    host: Host = "0.0.0.0",
-    timeout: ChainTimeout = 600,
-    log_level: LogLevel = "warning",
-) -> None:
+@command(app, VerifyOptions)
+def verify(options: VerifyOptions) -> int:
     """Replay a run's rounds and check that they make its anchors; exit code 1 on a flaw."""
-    set_up_logging(log_level)
-    parsed = path_or_invite(source)
-    from dilocox.peer.commands.history import ChainOptions, run_verify_command
+    from dilocox.peer.commands.history import run_verify_command
 
-    options = ChainOptions(source=parsed, stage=stage, host=host, timeout_s=timeout)
-    raise typer.Exit(run_verify_command(options))
+    return run_verify_command(options)
 
 
 # ---- the program ---------------------------------------------------------------------------------

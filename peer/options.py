@@ -1,4 +1,9 @@
-"""The options of `dilocox peer`, and when the hours and months begin that they name.
+"""The options of every command. A field of a dataclass here is an option, and all that it takes.
+
+A field states its type, its default, its help text and its limits (typer's `Argument` or `Option`);
+cli.py makes the flag and the environment variable from its name. A type that typer does not know
+takes a `ReadFrom`, which may check what was given. Types that several commands share have a name
+above the dataclasses. This file imports nothing heavy: `--help` needs all of it.
 
 `Hours` are hours of this machine's local day, from the first to before the last (22-6 is from 22:00
 to 06:00). Their next start is looked for hour by hour in real time, so that it is right on days of
@@ -12,13 +17,16 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Any, Literal
+
+import typer
 
 from dilocox.dht.errors import InvalidInput
-from dilocox.dht.invite import Invite
+from dilocox.dht.invite import SCHEME, Invite, listen_address
 
 GB = 1e9
 HOUR_S = 3600.0
+MAX_NAME = 24  # characters
 LONGEST_WAIT_HOURS = 49  # two days: on one of them the clocks may leave out the only hour
 
 Reason = Literal["paused", "traffic", "hours"]
@@ -73,25 +81,293 @@ def next_month(now: float) -> float:
     return datetime(year, month, 1, tzinfo=timezone.utc).timestamp()
 
 
+# ---- what a field is read from ------------------------------------------------------------------
+@dataclass(frozen=True)
+class ReadFrom:
+    """How a field is read: the type that the command line gives, and the function that makes the
+    field's value of it; the function raises InvalidInput for a wrong one.
+
+    A list that nobody gives is empty.
+    """
+
+    given: Any
+    read: Callable[[Any], Any]
+
+
+def announced(addresses: Sequence[str]) -> tuple[str, ...]:
+    """The addresses of `--announce`, checked before the imports that take seconds."""
+    for address in addresses:
+        try:
+            listen_address(address)
+        except InvalidInput as error:
+            raise InvalidInput(f"--announce: {error}") from error
+    return tuple(addresses)
+
+
+def text_to_continue(text: str) -> str:
+    """The argument TEXT, which a model cannot continue if it is empty."""
+    if not text:
+        raise InvalidInput("TEXT is empty: give at least one character to continue")
+    return text
+
+
+def path_or_invite(text: str) -> Path | Invite:
+    """What an argument names that may be either."""
+    return Invite.parse(text) if text.strip().startswith(SCHEME) else Path(text)
+
+
+def peer_name(text: str) -> str:
+    """The name of `--name`: it is shown on pages and terminals of others."""
+    if len(text) > MAX_NAME or not text.isprintable():
+        raise InvalidInput(f"--name {text!r}: give at most {MAX_NAME} printable characters")
+    return text
+
+
+InviteText = Annotated[
+    Invite,
+    typer.Argument(help="The one string that the operator gave you: dilocox:RUN@ADDRESS,..."),
+    ReadFrom(str, Invite.parse),
+]
+Source = Annotated[
+    Path | Invite,
+    typer.Argument(help="The state folder of a peer or bootstrap, or an invite to ask the swarm."),
+    ReadFrom(str, path_or_invite),
+]
+State = Annotated[
+    Path,
+    typer.Option(help="Folder for identity, snapshots and log; it belongs to one peer at a time."),
+]
+OperatorState = Annotated[
+    Path,
+    typer.Option(
+        help="The state folder of the `dilocox bootstrap` that was given run.yaml; it may be "
+        "running."
+    ),
+]
+Port = Annotated[
+    int, typer.Option(min=0, max=65535, help="TCP port to listen on; 0 takes a free one.")
+]
+Host = Annotated[
+    str,
+    typer.Option(help="Address to listen on; 0.0.0.0 for all, 127.0.0.1 for this machine only."),
+]
+Announce = Annotated[
+    tuple[str, ...],
+    typer.Option(
+        help="Multiaddress at which others reach this peer, if it is not the one it listens on "
+        "(say /ip4/203.0.113.7/tcp/31337); may be given several times."
+    ),
+    ReadFrom(list[str], announced),
+]
+Device = Annotated[
+    str, typer.Option(help="Where to train: auto (a GPU if there is one), cpu, cuda or cuda:N.")
+]
+MetricsHost = Annotated[
+    str,
+    typer.Option(
+        help="Address to show figures and health at; 127.0.0.1 for this machine only, 0.0.0.0 for "
+        "all networks."
+    ),
+]
+MetricsPort = Annotated[
+    int | None,
+    typer.Option(
+        min=0,
+        max=65535,
+        show_default="9400 if that is free",
+        help="TCP port of /metrics, /healthz and /readyz; 0 for none.",
+    ),
+]
+ChainStage = Annotated[
+    str,
+    typer.Option(help="Slice of the model whose chain is meant, a number from 0, or all."),
+]
+ChainTimeout = Annotated[
+    float,
+    typer.Option("--timeout", min=1, help="Give up asking the swarm after this many seconds."),
+]
+LogLevel = Annotated[str, typer.Option(help="debug, info, warning or error.")]
+
+
+# ---- what boots a run, changes it and watches it -------------------------------------------------
+@dataclass(frozen=True, kw_only=True)
+class DemoOptions:
+    """The options of `dilocox demo`."""
+
+    replicas: Annotated[
+        int, typer.Option(min=1, max=16, help="Replicas to start, a peer a stage each.")
+    ] = 2
+    stages: Annotated[
+        int,
+        typer.Option(
+            min=1, max=16, help="Stages to cut the model into; a peer of a replica trains one."
+        ),
+    ] = 2
+    rounds: Annotated[int, typer.Option(min=1, help="Stop when every peer has so many rounds.")] = (
+        10
+    )
+    folder: Annotated[Path, typer.Option(help="Folder for logs, states and the export.")] = Path(
+        "demo-run"
+    )
+    json_file: Annotated[
+        Path | None, typer.Option("--json", help="Write the figures to this file.")
+    ] = None
+    device: Device = "auto"
+    seed: Annotated[int, typer.Option(help="Seed of the run.")] = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class BootstrapOptions:
+    """The options of `dilocox bootstrap`; with an invite it is a copy."""
+
+    manifest: Annotated[
+        Path | Invite,
+        typer.Argument(
+            help="The run's description, run.yaml; or its invite, to run a copy of its bootstrap."
+        ),
+        ReadFrom(str, path_or_invite),
+    ]
+    state: State = Path("dilocox-bootstrap")
+    port: Port = 31337
+    host: Host = "0.0.0.0"
+    announce: Announce = ()
+    join: Annotated[
+        tuple[str, ...],
+        typer.Option(
+            help="Another bootstrap of this run, for the invite to name it, too: its invite or "
+            "multiaddress; may be given several times."
+        ),
+        ReadFrom(list[str], tuple),
+    ] = ()
+    metrics_host: MetricsHost = "127.0.0.1"
+    metrics_port: MetricsPort = None
+    log_level: LogLevel = "info"
+
+    @property
+    def listen(self) -> str:
+        """The multiaddr to listen on."""
+        return f"/ip4/{self.host}/tcp/{self.port}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class OperateOptions:
+    """The options of `dilocox operate pause`, `resume` and `end`."""
+
+    state: OperatorState = Path("dilocox-bootstrap")
+    log_level: LogLevel = "warning"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReviseOptions(OperateOptions):
+    """The options of `dilocox operate revise`."""
+
+    manifest: Annotated[Path, typer.Argument(help="The run.yaml with its new values.")]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RollbackOptions(OperateOptions):
+    """The options of `dilocox operate rollback`."""
+
+    round_number: Annotated[
+        int,
+        typer.Option(
+            "--round",
+            min=-1,
+            help="Go on from the models after this round; -1 for the initial weights.",
+        ),
+    ]
+
+
+@dataclass(frozen=True, kw_only=True)
+class MonitorOptions:
+    """The options of `dilocox monitor`."""
+
+    invite: InviteText
+    state: Annotated[
+        Path,
+        typer.Option(help="Folder for what the monitor has learnt, so that its curves outlive it."),
+    ] = Path("dilocox-monitor")
+    port: Annotated[
+        int,
+        typer.Option(
+            min=0,
+            max=65535,
+            help="TCP port of the status page and the figures; 0 takes a free one.",
+        ),
+    ] = 9470
+    host: Host = "127.0.0.1"
+    log_level: LogLevel = "info"
+
+
+# ---- a volunteer's peer --------------------------------------------------------------------------
 @dataclass(frozen=True, kw_only=True)
 class PeerOptions:
-    """The options of `dilocox peer`; see their help texts."""
+    """The options of `dilocox peer`."""
 
-    invite: Invite
-    state: Path
-    stage: str
-    host: str
-    port: int
-    announce: tuple[str, ...]
-    device: str
-    threads: int
-    max_upload_mb_s: float
-    memory_limit_gb: float
-    data: str
-    metrics_host: str = "127.0.0.1"
-    metrics_port: int | None = None  # the default one if it is free
-    hours: Hours | None = None
-    monthly_traffic_gb: float = 0.0
+    invite: InviteText
+    state: State = Path("dilocox-peer")
+    stage: Annotated[
+        str,
+        typer.Option(
+            help="Slice of the model to host, a number from 0; auto takes the one that lacks peers "
+            "most, and another one when that changes."
+        ),
+    ] = "auto"
+    port: Port = 0
+    host: Host = "0.0.0.0"
+    announce: Announce = ()
+    device: Device = "auto"
+    threads: Annotated[
+        int, typer.Option(min=0, help="CPU threads for training; 0 takes all cores.")
+    ] = 0
+    max_upload_mb_s: Annotated[
+        float,
+        typer.Option(
+            "--max-upload",
+            min=0,
+            help="Upload limit in MB/s for averaging and for serving joiners; 0 for none.",
+        ),
+    ] = 0
+    memory_limit_gb: Annotated[
+        float,
+        typer.Option(
+            "--memory-limit",
+            min=0,
+            help="Memory limit in GB for all processes of this peer; 0 for none.",
+        ),
+    ] = 0
+    data: Annotated[
+        str,
+        typer.Option(
+            help="Train on these files instead of the run's data: a folder, file or glob; .txt, "
+            ".jsonl and .parquet say their format, others have the run's, or are text."
+        ),
+    ] = ""
+    name: Annotated[
+        str,
+        typer.Option(help="Name of this peer that others see, at most 24 characters."),
+        ReadFrom(str, peer_name),
+    ] = ""
+    hours: Annotated[
+        Hours | None,
+        typer.Option(
+            help="Take part only in these hours of the local day, FIRST-LAST, say 22-6 for 22:00 "
+            "to 06:00; may be given several times."
+        ),
+        ReadFrom(list[str], Hours.parse),
+    ] = None
+    monthly_traffic_gb: Annotated[
+        float,
+        typer.Option(
+            "--monthly-traffic",
+            min=0,
+            help="Limit in GB of what is sent and received in a calendar month (UTC); over it the "
+            "peer rests until the next month; 0 for none.",
+        ),
+    ] = 0
+    metrics_host: MetricsHost = "127.0.0.1"
+    metrics_port: MetricsPort = None
+    log_level: LogLevel = "info"
 
     @property
     def memory_limit_bytes(self) -> float | None:
@@ -102,3 +378,100 @@ class PeerOptions:
     def monthly_traffic_bytes(self) -> float | None:
         """The limit of a month's traffic in bytes, None without one."""
         return self.monthly_traffic_gb * GB or None
+
+
+@dataclass(frozen=True, kw_only=True)
+class DoctorOptions(PeerOptions):
+    """The options of `dilocox doctor`: those of the peer that it examines, and where it writes."""
+
+    json_file: Annotated[
+        Path | None,
+        typer.Option(
+            "--json", help="Write what was found to this file instead, - for the terminal."
+        ),
+    ] = None
+    log_level: LogLevel = "error"
+
+
+@dataclass(frozen=True, kw_only=True)
+class RestOptions:
+    """The options of `dilocox pause` and `dilocox resume`."""
+
+    state: State = Path("dilocox-peer")
+
+
+# ---- what reads a run: its models and its rounds -------------------------------------------------
+@dataclass(frozen=True, kw_only=True)
+class ExportOptions:
+    """The options of `dilocox export`."""
+
+    invite: InviteText
+    folder: Annotated[Path, typer.Argument(help="Folder to write the checkpoint to.")]
+    host: Host = "0.0.0.0"
+    timeout_s: Annotated[
+        float, typer.Option("--timeout", min=1, help="Give up after this many seconds.")
+    ] = 600
+    log_level: LogLevel = "warning"
+
+
+@dataclass(frozen=True, kw_only=True)
+class GenerateOptions:
+    """The options of `dilocox generate`; None takes the default."""
+
+    invite: InviteText
+    text: Annotated[
+        str, typer.Argument(help="What is to be continued."), ReadFrom(str, text_to_continue)
+    ]
+    tokens: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            show_default="200, or what the model has room for",
+            help="Write at most so many tokens.",
+        ),
+    ] = None
+    temperature: Annotated[
+        float,
+        typer.Option(min=0, help="How daring it is; 0 takes the likeliest token each time."),
+    ] = 0.8
+    seed: Annotated[
+        int | None,
+        typer.Option(min=0, show_default="random", help="The same seed, the same text."),
+    ] = None
+    host: Host = "0.0.0.0"
+    timeout_s: ChainTimeout = 600
+    log_level: LogLevel = "warning"
+
+
+@dataclass(frozen=True, kw_only=True)
+class LogOptions:
+    """The options of `dilocox log`."""
+
+    source: Source
+    stage: ChainStage = "all"
+    contributions: Annotated[
+        bool,
+        typer.Option(
+            "--contributions",
+            help="List the peers instead, with the tokens of theirs that are in committed rounds "
+            "of each stage.",
+        ),
+    ] = False
+    json_file: Annotated[
+        Path | None,
+        typer.Option("--json", help="Write the figures to this file instead, - for the terminal."),
+    ] = None
+    host: Host = "0.0.0.0"
+    timeout_s: ChainTimeout = 600
+    log_level: LogLevel = "warning"
+
+
+@dataclass(frozen=True, kw_only=True)
+class VerifyOptions:
+    """The options of `dilocox verify`."""
+
+    source: Source
+    stage: ChainStage = "all"
+    host: Host = "0.0.0.0"
+    timeout_s: ChainTimeout = 600
+    log_level: LogLevel = "warning"

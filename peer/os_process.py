@@ -63,6 +63,10 @@ def counted(number: int, what: str) -> str:
     return f"{number:,} {what}{'' if number == 1 else 's'}"
 
 
+RESTART_AFTER_S = 20.0  # a command whose processes die sooner than that does not try again
+STOPPED = 130  # exit code of a command that a signal ended before it was done
+
+
 class StopRequested(BaseException):
     """A signal came while there was nothing to finish."""
 
@@ -131,6 +135,19 @@ def leave_at_once() -> None:
     for number in StopSignal.SIGNALS:
         signal.signal(number, leave)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, StopSignal.SIGNALS)
+
+
+def start_again() -> NoReturn:
+    """Become a new process with the same options: what is forked cannot be exchanged."""
+    from dilocox.dht import node_process  # hivemind, which `--help` need not load
+
+    hold_back()
+    node_process.remove(node_process.shared_memory_folder())  # no exit, so nobody else would
+    for descriptor in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(OSError):
+            if int(descriptor.name) > 2:  # or the new process holds what the old one shared
+                os.set_inheritable(int(descriptor.name), False)
+    os.execv(sys.executable, [sys.executable, "-m", "dilocox", *sys.argv[1:]])
 
 
 def end_process(code: int) -> NoReturn:

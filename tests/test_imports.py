@@ -68,8 +68,6 @@ def modules() -> list[Path]:
 
 def room_of(module: str) -> str:
     """The room of a module, given as its path without `.py`, or of a name in it."""
-    if module.startswith("peer/cli_options"):  # a part of the command line
-        return "peer/cli"
     return max((room for room in ROOMS if f"{module}/".startswith(f"{room}/")), key=len)
 
 

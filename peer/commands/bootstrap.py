@@ -48,6 +48,7 @@ from dilocox.peer.http_pages import (
     readiness_page,
     served,
 )
+from dilocox.peer.options import BootstrapOptions
 from dilocox.peer.os_process import StopSignal
 from dilocox.peer.resources import proportional_bytes
 from dilocox.peer.state_folder import StateFolder
@@ -225,25 +226,6 @@ def metrics_of(run: str, facts: Callable[[], BootstrapFacts]) -> MetricTable[Boo
 
 
 # ---- the command --------------------------------------------------------------------------------
-@dataclass(frozen=True, kw_only=True)
-class BootstrapOptions:
-    """The options of `dilocox bootstrap`; see their help texts. With an invite it is a copy."""
-
-    manifest: Path | Invite
-    state: Path
-    host: str
-    port: int
-    announce: tuple[str, ...]
-    join: tuple[str, ...]
-    metrics_host: str
-    metrics_port: int | None
-
-    @property
-    def listen(self) -> str:
-        """The multiaddr to listen on."""
-        return f"/ip4/{self.host}/tcp/{self.port}"
-
-
 def run_bootstrap_command(options: BootstrapOptions) -> int:
     """Serve until a signal comes; the exit code."""
     keeper_for = _keeper(options)

@@ -32,6 +32,7 @@ from rich.table import Table
 from dilocox.dht.errors import EnvironmentFault, InvalidInput
 from dilocox.dht.files import make_folder, write_atomically
 from dilocox.dht.manifest import Manifest
+from dilocox.peer.options import DemoOptions
 from dilocox.peer.os_process import Child, StopSignal, start_command
 from dilocox.peer.training.report import shown_loss
 from dilocox.pipeline.partition import plan_stages
@@ -282,19 +283,6 @@ PROMPT = "def "
 INNER_STEPS = 40
 BATCH = {"sequence_length": 256, "microbatch_size": 2, "microbatches": 2}
 SPARE_ROUNDS = 10  # the schedule ends later than the demo, which stops by itself
-
-
-@dataclass(frozen=True, kw_only=True)
-class DemoOptions:
-    """The options of `dilocox demo`; see their help texts."""
-
-    replicas: int
-    stages: int
-    rounds: int
-    folder: Path
-    json_file: Path | None
-    device: str
-    seed: int
 
 
 def run_demo(options: DemoOptions) -> int:

@@ -42,7 +42,8 @@ from dilocox.peer.commands.doctor_checks import (
     not_checked,
     rounded,
 )
-from dilocox.peer.os_process import StopSignal
+from dilocox.peer.options import DoctorOptions
+from dilocox.peer.os_process import STOPPED, StopSignal
 from dilocox.peer.resources import (
     Check,
     Status,
@@ -56,30 +57,11 @@ from dilocox.peer.state_folder import StateFolder
 if TYPE_CHECKING:  # imported when it is known that the libraries can be loaded
     from dilocox.dht.join import Joined
     from dilocox.dht.reachability import Bandwidth
-    from dilocox.peer.commands.doctor_bench import Bench
     from dilocox.peer.commands.doctor_swarm import SwarmFacts
     from dilocox.peer.process.prepare import StageNeeds
 
 SPEED_LIMIT_S = 10.0
 OF_THE_RUN = ("run", "version", "clock", "stage", "reachable", "bandwidth", "speed")
-
-
-@dataclass(frozen=True, kw_only=True)
-class DoctorOptions:
-    """The options of `dilocox doctor`, which are those of `dilocox peer`; see their help texts."""
-
-    invite: Invite
-    state: Path
-    stage: str
-    host: str
-    port: int
-    announce: tuple[str, ...]
-    device: str
-    threads: int
-    max_upload_mb_s: float
-    memory_limit_gb: float
-    data: str
-    json_file: Path | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,14 +100,13 @@ class Examination:
         if found.status == "failed":
             yield from self._without_libraries("libraries")
             return
-        from dilocox.peer.commands.doctor_bench import Bench
+        from dilocox.peer.commands.doctor_bench import look_at_device
 
-        with Bench.opened() as bench:  # before any thread is started
-            options = self._options
-            self._device = bench.device(options.device, options.threads)
-            yield doctor_checks.device_check(options.device, self._device)
-            yield from self._state()
-            yield from self._from_the_bootstraps_on(bench)
+        options = self._options
+        self._device = look_at_device(options.device, options.threads)
+        yield doctor_checks.device_check(options.device, self._device)
+        yield from self._state()
+        yield from self._from_the_bootstraps_on()
 
     def _without_libraries(self, cause: str) -> Iterator[Check]:
         yield from self._state()
@@ -137,7 +118,7 @@ class Examination:
         yield doctor_checks.key_check(self._folder)
 
     # ---- the way to the run ----------------------------------------------------------------------
-    def _from_the_bootstraps_on(self, bench: Bench) -> Iterator[Check]:
+    def _from_the_bootstraps_on(self) -> Iterator[Check]:
         port = yield from self._port()
         self._busy("dialling the bootstraps")
         dialled = doctor_checks.bootstrap_checks(self._dialled())
@@ -157,7 +138,7 @@ class Examination:
                 yield from _unchecked(OF_THE_RUN, name)
                 return
             try:
-                yield from self._in_the_run(place, bench)
+                yield from self._in_the_run(place)
             except DilocoxError as error:  # this machine's own node has ended in the middle
                 yield fault("run", error)
 
@@ -200,7 +181,7 @@ class Examination:
                 yield place
 
     # ---- in the run ------------------------------------------------------------------------------
-    def _in_the_run(self, place: Joined, bench: Bench) -> Iterator[Check]:
+    def _in_the_run(self, place: Joined) -> Iterator[Check]:
         from dilocox.peer.commands.doctor_swarm import SwarmFacts
         from dilocox.peer.process.prepare import StageNeeds
 
@@ -240,7 +221,7 @@ class Examination:
             if short:
                 yield not_checked("speed", ", ".join(short))
             else:
-                yield self._speed(bench, needs, exchange)
+                yield self._speed(needs, exchange)
 
     def _room(self, needs: StageNeeds | None, sizes: Sequence[int] | None) -> Iterator[Check]:
         """Memory, disk and shared memory, as the stage asks. A peer that runs has its share, and so
@@ -312,10 +293,13 @@ class Examination:
         yield doctor_checks.bandwidth_check(facts)
         return facts
 
-    def _speed(self, bench: Bench, needs: StageNeeds, exchange: ExchangeFacts | None) -> Check:
+    def _speed(self, needs: StageNeeds, exchange: ExchangeFacts | None) -> Check:
+        from dilocox.peer.commands.doctor_bench import measure_speed
+
         self._busy("training a few steps, up to 10 s")
-        values = needs.values
-        found = bench.speed(needs.manifest, needs.stage, values, SPEED_LIMIT_S)
+        found = measure_speed(
+            self._options.device, needs.manifest, needs.stage, needs.values, limit_s=SPEED_LIMIT_S
+        )
         per_token = needs.link_bytes_per_token()
         carried = None
         if exchange is not None and per_token:
@@ -358,7 +342,6 @@ def _unchecked(names: Sequence[str], first: str) -> Iterator[Check]:
             yield not_checked(name, first)
 
 
-STOPPED = 130  # before it was done
 COLOURS: dict[Status, str] = {
     "ok": "green",
     "warning": "yellow",
@@ -417,7 +400,7 @@ def verdict(checks: Sequence[Check], part: Part | None) -> str:
     """What it comes to, in one sentence."""
     failed = [check.name for check in checks if check.status == "failed"]
     if failed:
-        return f"This machine cannot take part yet: mend {', '.join(dict.fromkeys(failed))}."
+        return f"This machine cannot take part yet: fix {', '.join(dict.fromkeys(failed))}."
     text = "This machine can take part"
     if part is not None:
         text += f": stage {part.stage}, about {rounded(part.tokens_per_s)} tokens/s"
@@ -426,7 +409,7 @@ def verdict(checks: Sequence[Check], part: Part | None) -> str:
 
 
 class Page:
-    """The lines on a terminal or in a file: mark, name, text, and the mend below it."""
+    """The lines on a terminal or in a file: mark, name, text, and the remedy below it."""
 
     def __init__(self, console: Console):
         self._console = console

@@ -1,21 +1,16 @@
-"""How fast this machine computes a stage: a few microbatches of it, in a process of its own.
+"""How fast this machine computes a stage: a few microbatches of it. It imports torch, which the
+doctor does only once it is known that the libraries can be loaded.
 
-A process of its own, because it may have to be ended in the middle (the stage is large, the machine
-slow, the memory short), and because nobody may fork after CUDA was touched. It is forked before
-anything else and waits for its orders. Orders and answers are lines of JSON over a pipe.
+The questions are answered in daemon threads with a deadline: where the stage is large or the
+machine slow, the doctor goes on without an answer, and the thread ends with the command.
 """
 
 from __future__ import annotations
 
-import contextlib
-import json
-import multiprocessing
-import signal
 import statistics
+import threading
 import time
-from collections.abc import Generator
-from multiprocessing.connection import Connection
-from typing import Any
+from collections.abc import Callable
 
 import torch
 
@@ -34,115 +29,59 @@ MULTIPLIED_S = 0.5
 MATRIX = 1024
 EFFICIENCY = 0.4  # of what multiplications alone reach, a model's steps do; on the low side
 FLOPS_PER_PARAMETER = 6  # a token: forward twice, backward four times
-MAX_LIFE_S = 120
 
 
-class Bench:
-    """The process. `closed` ends it, whatever it does."""
+def look_at_device(option: str, threads: int) -> DeviceFacts:
+    """What `--device` and `--threads` lead to."""
+    found = [DeviceFacts(fault="the device did not answer")]
+    _within(DEVICE_LIMIT_S, lambda: found.append(_device(option, threads)))
+    return found[-1]
 
-    def __init__(self) -> None:
-        context = multiprocessing.get_context("fork")
-        self._pipe, theirs = context.Pipe()
-        self._process = context.Process(target=_live, args=(theirs, self._pipe), daemon=True)
-        self._process.start()
-        theirs.close()
 
-    @classmethod
-    @contextlib.contextmanager
-    def opened(cls) -> Generator[Bench]:
-        """Start it; ended with the context. To be called before any thread is started."""
-        bench = cls()
+def measure_speed(
+    option: str, manifest: Manifest, stage: int, values: int, *, limit_s: float
+) -> SpeedFacts:
+    """Tokens a second of a stage, as good as it can be known in this time.
+
+    option: the device's. values: parameters of the stage.
+    """
+    found = [SpeedFacts(fault=f"this machine needs more than {limit_s:.0f} s to tell")]
+
+    def measure() -> None:
+        """Find an estimate, then the measured speed."""
         try:
-            yield bench
-        finally:
-            bench.close()
+            device = chosen_device(option)
+            per_token = FLOPS_PER_PARAMETER * max(1, values)
+            flops = _multiplied(device, manifest.inner.precision) * EFFICIENCY
+            found.append(SpeedFacts(tokens_per_s=flops / per_token, measured=False))
+            found.append(SpeedFacts(tokens_per_s=_measured(manifest, stage, device)))
+        except (DilocoxError, RuntimeError, MemoryError, ValueError) as error:
+            reason = (str(error) or type(error).__name__).splitlines()[0]
+            found.append(SpeedFacts(fault=reason))
 
-    def device(self, option: str, threads: int) -> DeviceFacts:
-        """What `--device` and `--threads` lead to."""
-        self._order({"do": "device", "option": option, "threads": threads})
-        answer = self._answer(DEVICE_LIMIT_S)
-        if answer is None:
-            return DeviceFacts(fault="the device did not answer")
-        return DeviceFacts(**answer)
-
-    def speed(self, manifest: Manifest, stage: int, values: int, limit_s: float) -> SpeedFacts:
-        """Tokens a second of a stage, as good as it can be known in this time.
-
-        values: parameters of the stage. It is asked for after `device`, and only once.
-        """
-        told = manifest.to_bytes().decode()
-        self._order({"do": "speed", "manifest": told, "stage": stage, "values": values})
-        deadline = time.monotonic() + limit_s
-        best = SpeedFacts(fault=f"this machine needs more than {limit_s:.0f} s to tell")
-        while (answer := self._answer(deadline - time.monotonic())) is not None:
-            best = SpeedFacts(**answer)
-            if best.fault or best.measured:
-                break
-        return best
-
-    def close(self) -> None:
-        """End it; twice does no harm."""
-        self._process.kill()
-        self._process.join(5.0)
-        self._pipe.close()
-
-    def _order(self, order: dict[str, Any]) -> None:
-        with contextlib.suppress(OSError):  # it has ended: no answer comes either
-            self._pipe.send_bytes(json.dumps(order).encode())
-
-    def _answer(self, limit_s: float) -> dict[str, Any] | None:
-        with contextlib.suppress(OSError, EOFError):
-            if self._pipe.poll(max(0.0, limit_s)):
-                return json.loads(self._pipe.recv_bytes())
-        return None
+    _within(limit_s, measure)
+    return found[-1]
 
 
-# ---- in the process ------------------------------------------------------------------------------
-def _live(pipe: Connection, theirs: Connection) -> None:
-    """Do as told until the pipe ends, or for as long as any doctor lives."""
-    theirs.close()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends it
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    signal.signal(signal.SIGALRM, signal.SIG_DFL)
-    signal.alarm(MAX_LIFE_S)
-    option = "auto"
-    with contextlib.suppress(OSError, EOFError):
-        while True:
-            order = json.loads(pipe.recv_bytes())
-            if order["do"] == "device":
-                option = order["option"]
-                answers = iter([_device(option, order["threads"])])
-            else:
-                answers = _speeds(option, order)
-            for answer in answers:
-                pipe.send_bytes(json.dumps(answer).encode())
+def _within(limit_s: float, work: Callable[[], None]) -> None:
+    """Work in a daemon thread, and wait for its end or for the limit."""
+    thread = threading.Thread(target=work, name="doctor-bench", daemon=True)
+    thread.start()
+    thread.join(limit_s)
 
 
-def _device(option: str, threads: int) -> dict[str, Any]:
+def _device(option: str, threads: int) -> DeviceFacts:
     if threads:
         torch.set_num_threads(threads)
     try:
         device = chosen_device(option)
         if device.type == "cuda":
             name, free = torch.cuda.get_device_name(device), torch.cuda.mem_get_info(device)[0]
-            return {"kind": "cuda", "name": name, "free_bytes": free}
+            return DeviceFacts(kind="cuda", name=name, free_bytes=free)
     except (DilocoxError, RuntimeError) as error:
         reason = str(error).splitlines()[0].removeprefix(f"--device {option}: ")
-        return {"fault": reason.partition("; choose")[0]}
-    return {"kind": "cpu", "threads": torch.get_num_threads()}
-
-
-def _speeds(option: str, order: dict[str, Any]) -> Generator[dict[str, Any]]:
-    """An estimate, then what was measured."""
-    try:
-        device = chosen_device(option)
-        manifest = Manifest.from_bytes(order["manifest"].encode())
-        per_token = FLOPS_PER_PARAMETER * max(1, order["values"])
-        flops = _multiplied(device, manifest.inner.precision) * EFFICIENCY
-        yield {"tokens_per_s": flops / per_token, "measured": False}
-        yield {"tokens_per_s": _measured(manifest, order["stage"], device)}
-    except (DilocoxError, RuntimeError, MemoryError, ValueError) as error:
-        yield {"fault": (str(error) or type(error).__name__).splitlines()[0]}
+        return DeviceFacts(fault=reason.partition("; choose")[0])
+    return DeviceFacts(kind="cpu", threads=torch.get_num_threads())
 
 
 def _multiplied(device: torch.device, precision: str) -> float:

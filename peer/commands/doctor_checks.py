@@ -44,7 +44,7 @@ def fault(name: str, error: DilocoxError) -> Check:
 
 def not_checked(name: str, first: str) -> Check:
     """What cannot be known before another line is mended."""
-    return Check(name, "skipped", "not checked", f"mend {first} first")
+    return Check(name, "skipped", "not checked", f"fix {first} first")
 
 
 # ---- programs ------------------------------------------------------------------------------------

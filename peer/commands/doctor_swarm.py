@@ -1,4 +1,5 @@
-"""Gathers what `dilocox doctor` must know of the run: from a place in its DHT and from its peers.
+"""What `dilocox doctor` must know of the run, from its DHT and its peers. It is a file of its own,
+because it needs hivemind, and the doctor also runs where that cannot be loaded.
 
 The doctor joins as a client under an identity of its own, which it forgets, and publishes nothing:
 to the run it was never there. It listens as the peer would, so that others can dial it back.

@@ -1,5 +1,5 @@
-"""The command `dilocox export`: the trained model as a Hugging Face folder, and how such a folder
-is used with plain transformers.
+"""The commands `dilocox export` and `dilocox generate`: the trained model as a Hugging Face folder,
+and how such a folder is used with plain transformers.
 
 What: `write_checkpoint` makes the folder from the stages, one shard each; `evaluate_checkpoint` and
 `continue_text` load it as any stranger would.
@@ -14,10 +14,11 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import shutil
+import tempfile
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -33,8 +34,8 @@ from transformers.generation.streamers import BaseStreamer
 from transformers.utils import logging as transformers_logging
 
 from dilocox.dht.errors import EnvironmentFault, InvalidInput
-from dilocox.dht.invite import Invite
-from dilocox.peer.os_process import StopSignal
+from dilocox.peer.options import ExportOptions, GenerateOptions
+from dilocox.peer.os_process import STOPPED, StopSignal
 from dilocox.pipeline.partition import build_skeleton
 from dilocox.pipeline.stage import constant_buffers, parameter_shapes
 
@@ -43,22 +44,12 @@ if TYPE_CHECKING:  # hivemind comes with both, and a text is continued without i
     from dilocox.peer.chain.download import StageAnchor
 
 
-@dataclass(frozen=True, kw_only=True)
-class ExportOptions:
-    """The options of `dilocox export`; see their help texts."""
-
-    invite: Invite
-    folder: Path
-    host: str
-    timeout_s: float
-
-
 def run_export_command(options: ExportOptions) -> int:
     """Download the newest anchors of a run and write a Hugging Face folder; the exit code."""
     with StopSignal():
         _export(options)
         return 0
-    return 130  # stopped before it was done
+    return STOPPED
 
 
 def _export(options: ExportOptions) -> None:
@@ -72,6 +63,33 @@ def _export(options: ExportOptions) -> None:
     typer.echo(f"wrote {options.folder}: {rounds}, {anchors[0].chain_tokens:,} tokens")
 
 
+def run_generate_command(options: GenerateOptions) -> int:
+    """Continue a text on the terminal with the newest anchors of a run; the exit code."""
+    from dilocox.dht.join import visiting
+    from dilocox.peer.chain.download import download_anchors
+
+    with StopSignal(), tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary) / "model"
+        with visiting(options.invite, options.host) as place:
+            write_anchors(folder, place, download_anchors(place, timeout_s=options.timeout_s))
+        _tell(options.text)
+        continue_text(
+            folder,
+            options.text,
+            options.tokens,
+            random.getrandbits(32) if options.seed is None else options.seed,
+            temperature=options.temperature,
+            tell=_tell,
+        )
+        typer.echo()
+        return 0
+    return STOPPED
+
+
+def _tell(text: str) -> None:
+    typer.echo(text, nl=False)
+
+
 def shown_rounds(rounds: Sequence[int]) -> str:
     """The rounds of the anchors of all stages."""
     *others, last = map(str, rounds)
@@ -80,8 +98,6 @@ def shown_rounds(rounds: Sequence[int]) -> str:
 
 def write_anchors(folder: Path, place: Joined, anchors: Sequence[StageAnchor]) -> None:
     """Write a Hugging Face folder from the anchors of all stages; raises as `write_checkpoint`."""
-    pass
-
     manifest = place.manifest
     info = {
         "run": place.run,

@@ -10,7 +10,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,8 @@ from dilocox.peer.chain.record_check import RecordCheck
 from dilocox.peer.chain.replay import Replayed, replay
 from dilocox.peer.chain.store import KeptChain, KeptRun, kept_run
 from dilocox.peer.chain.summary import ChainRound, LoggedRound, tokens_by_peer
-from dilocox.peer.os_process import StopSignal, counted
+from dilocox.peer.options import LogOptions, VerifyOptions
+from dilocox.peer.os_process import STOPPED, StopSignal, counted
 from dilocox.pipeline.stage import stage_layout
 
 
@@ -89,24 +90,9 @@ def show_contributions(stages: Mapping[int, Sequence[ChainRound]], console: Cons
 
 
 LISTINGS = 3  # of a folder whose owner moves records while they are read
-STOPPED = 130  # before it was done
 
 
-@dataclass(frozen=True, kw_only=True)
-class ChainOptions:
-    """The options of both commands; see their help texts. json_file and contributions: of
-    `dilocox log` alone.
-    """
-
-    source: Path | Invite
-    stage: str
-    host: str
-    timeout_s: float
-    json_file: Path | None = None
-    contributions: bool = False
-
-
-def run_log_command(options: ChainOptions) -> int:
+def run_log_command(options: LogOptions) -> int:
     """List the rounds of one stage or all, or what its peers contributed; the exit code."""
     with StopSignal():
         run, stages = _listed(options)
@@ -122,7 +108,7 @@ def run_log_command(options: ChainOptions) -> int:
     return STOPPED
 
 
-def run_verify_command(options: ChainOptions) -> int:
+def run_verify_command(options: VerifyOptions) -> int:
     """Replay the chain of one stage or all; the exit code, 1 where there is a flaw."""
     with StopSignal():
         if isinstance(options.source, Path):
@@ -134,16 +120,16 @@ def run_verify_command(options: ChainOptions) -> int:
 
 
 # ---- listing -------------------------------------------------------------------------------------
-def _listed(options: ChainOptions) -> tuple[str, Mapping[int, Sequence[ChainRound]]]:
+def _listed(options: LogOptions) -> tuple[str, Mapping[int, Sequence[ChainRound]]]:
     source, stages = options.source, dict[int, Sequence[ChainRound]]()
     if isinstance(source, Path):
         kept = kept_run(source)
-        for stage in _wanted(options, sorted(kept.stages)):
+        for stage in _wanted(options.stage, sorted(kept.stages)):
             stages[stage] = _rounds(kept.stages[stage])
         return kept.run, stages
     with visiting(source, options.host) as place:
         deadline = time.monotonic() + options.timeout_s
-        for stage in _wanted(options, range(place.manifest.stages)):
+        for stage in _wanted(options.stage, range(place.manifest.stages)):
             stages[stage] = asyncio.run(_list(place, stage, deadline))
     return source.run_id, stages
 
@@ -165,11 +151,11 @@ def _rounds(chain: KeptChain) -> list[ChainRound]:
 
 
 # ---- verifying -----------------------------------------------------------------------------------
-def _verify_folder(folder: Path, options: ChainOptions) -> bool:
+def _verify_folder(folder: Path, options: VerifyOptions) -> bool:
     kept = kept_run(folder)
     manifest = kept.manifest()
     sound = True
-    for stage in _wanted(options, sorted(kept.stages)):
+    for stage in _wanted(options.stage, sorted(kept.stages)):
         found = _replayed(manifest, kept, stage)
         for _ in range(LISTINGS):
             if found.gone:  # a running peer or bootstrap has moved records meanwhile
@@ -184,11 +170,11 @@ def _replayed(manifest: Manifest, kept: KeptRun, stage: int) -> Replayed:
     return replay(manifest, kept.run, stage, chain.records, chain.states)
 
 
-def _verify_swarm(invite: Invite, options: ChainOptions) -> bool:
+def _verify_swarm(invite: Invite, options: VerifyOptions) -> bool:
     sound = True
     with visiting(invite, options.host) as place:
         deadline = time.monotonic() + options.timeout_s
-        for stage in _wanted(options, range(place.manifest.stages)):
+        for stage in _wanted(options.stage, range(place.manifest.stages)):
             with tempfile.TemporaryDirectory() as folder:
                 typer.echo(f"stage {stage}: fetching its rounds ...", err=True)
                 chain, flaws = asyncio.run(_download(place, stage, deadline, Path(folder)))
@@ -246,13 +232,13 @@ def summary(found: Replayed) -> str:
 
 
 # ---- both ----------------------------------------------------------------------------------------
-def _wanted(options: ChainOptions, there: Sequence[int]) -> list[int]:
-    if options.stage in ("all", "auto"):  # a peer's environment may name the latter
+def _wanted(stage: str, there: Sequence[int]) -> list[int]:
+    if stage in ("all", "auto"):  # a peer's environment may name the latter
         return list(there)
-    if not options.stage.isdecimal() or int(options.stage) not in there:
+    if not stage.isdecimal() or int(stage) not in there:
         shown = ", ".join(map(str, there)) or "none"
-        raise InvalidInput(f"--stage {options.stage}: of the stages there is {shown}, or take all")
-    return [int(options.stage)]
+        raise InvalidInput(f"--stage {stage}: of the stages there is {shown}, or take all")
+    return [int(stage)]
 
 
 async def _holders(place: Joined, stage: int, deadline: float) -> ChainHolders:

@@ -124,8 +124,6 @@ def set_state(state: Path, wanted: RunState) -> int:
 
 def revise(state: Path, run_yaml: Path) -> int:
     """`revise`; the exit code."""
-    pass  # of the libraries for data
-
     operator = Operator.of(state)
     wanted = checked_manifest(run_yaml)
     following = revised(operator.manifest, wanted)

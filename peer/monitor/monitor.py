@@ -19,9 +19,7 @@ import base64
 import hashlib
 import json
 import logging
-import os
 import re
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -31,10 +29,8 @@ from typing import Any
 
 import typer
 
-from dilocox.dht import node_process
 from dilocox.dht.errors import EnvironmentFault
 from dilocox.dht.identity import Identity
-from dilocox.dht.invite import Invite
 from dilocox.dht.join import Joined, join_run
 from dilocox.dht.revisions import ManifestWatch
 from dilocox.peer.http_pages import (
@@ -50,7 +46,8 @@ from dilocox.peer.monitor.chains import ChainReader, Order, followed, holders_of
 from dilocox.peer.monitor.history import SwarmHistory
 from dilocox.peer.monitor.look import Looker, SwarmLook, bootstrap_ids
 from dilocox.peer.monitor.status import RunFacts, Seen, metrics_of, status_of, swarm_health
-from dilocox.peer.os_process import StopSignal
+from dilocox.peer.options import MonitorOptions
+from dilocox.peer.os_process import RESTART_AFTER_S, StopSignal, start_again
 from dilocox.peer.state_folder import StateFolder
 
 logger = logging.getLogger(__name__)
@@ -60,7 +57,6 @@ LONGEST_LOOK_PERIOD_S = 5.0
 SHORTEST_LOOK_PERIOD_S = 1.0
 JOIN_PAUSE_S = 10.0
 MAX_GAP_TRIES = 6
-RESTART_AFTER_S = 20.0  # a monitor whose node dies sooner than that does not try again
 MONITOR_RUNS = "another monitor uses this folder; stop it, or give this one another with --state"
 STATUS_FILE = "status.html"
 
@@ -126,16 +122,6 @@ class NodeDied(EnvironmentFault):
     """The monitor's own DHT node, or the thread that follows chains, has ended."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class MonitorOptions:
-    """The options of `dilocox monitor`; see their help texts."""
-
-    invite: Invite
-    state: Path
-    host: str
-    port: int
-
-
 def run_monitor_command(options: MonitorOptions) -> int:
     """Watch until a signal comes; the exit code."""
     folder = StateFolder(options.state)
@@ -153,7 +139,8 @@ def run_monitor_command(options: MonitorOptions) -> int:
             except NodeDied:
                 if time.monotonic() - started < RESTART_AFTER_S:
                     raise
-                _start_again()
+                logger.warning("this monitor's node has ended: starting again")
+                start_again()
             except EnvironmentFault as error:
                 # a run that is known may be without bootstraps for a while
                 if stop.event.is_set() or not kept.exists():
@@ -177,13 +164,6 @@ def _serve(options: MonitorOptions, place: Joined, kept: Path, stop: StopSignal)
                     raise NodeDied("this monitor's own node has ended; start it again")
     finally:
         monitor.close()
-
-
-def _start_again() -> None:
-    """Become a new process with the same options: what is forked cannot be exchanged."""
-    logger.warning("this monitor's node has ended: starting again")
-    node_process.remove(node_process.shared_memory_folder())  # no exit, so nobody else would
-    os.execv(sys.executable, [sys.executable, "-m", "dilocox", *sys.argv[1:]])
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,17 +17,14 @@ from __future__ import annotations
 
 import logging
 import math
-import os
-import sys
 import time
 from collections.abc import Generator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
 
 from dilocox import __version__
-from dilocox.dht import node_process
 from dilocox.dht.addresses import wait_for_bootstrap
 from dilocox.dht.errors import EnvironmentFault
 from dilocox.dht.identity import Identity
@@ -55,7 +52,7 @@ from dilocox.peer.chain.rollback import newest_aside, peer_goes_back
 from dilocox.peer.chain.store import RoundLog, keep_manifest
 from dilocox.peer.http_pages import check_port, served
 from dilocox.peer.options import PeerOptions
-from dilocox.peer.os_process import StopRequested, StopSignal, hold_back
+from dilocox.peer.os_process import RESTART_AFTER_S, StopRequested, StopSignal, start_again
 from dilocox.peer.process.metrics import PeerMetrics
 from dilocox.peer.process.prepare import StageNeeds, check_disk, held_out, local_model, open_corpus
 from dilocox.peer.process.resting import Allowance, RestWatch
@@ -387,9 +384,6 @@ class Assembly:
         )
 
 
-RESTART_AFTER_S = 20.0  # a peer whose processes die sooner than that does not try again
-
-
 def run_peer(options: PeerOptions) -> int:
     """Take part in a run until it ends or a signal comes; the exit code."""
     folder = StateFolder(options.state)
@@ -416,7 +410,7 @@ def run_peer(options: PeerOptions) -> int:
                 finally:
                     stop.defer()  # closing is not to be left half-way
             if stop.event.is_set() and not stop.asked:  # to rest, which a new process does
-                _start_again()
+                start_again()
         except StopRequested:
             logger.info("left: stopped on request, before training began")
         except RecordRefused as error:  # of our own log: what peers send is refused elsewhere
@@ -427,13 +421,13 @@ def run_peer(options: PeerOptions) -> int:
                 return 0
             folder.note_stage(options.invite.run_id, move.stage)
             logger.warning("moving to stage %d, which has the fewest peers", move.stage)
-            _start_again()
+            start_again()
         except Revised:
             if stop.asked:
                 logger.info("left: stopped on request")
                 return 0
             logger.warning("restarting with the revised manifest")
-            _start_again()
+            start_again()
         except (ChildDied, AveragerStuck) as error:
             if stop.asked:
                 logger.warning("left: stopped on request; %s", error)
@@ -443,19 +437,8 @@ def run_peer(options: PeerOptions) -> int:
                     f"{error}, soon after the start; see more with --log-level debug"
                 ) from error
             logger.warning("%s: restarting from the snapshot", error)
-            _start_again()
+            start_again()
     return 0
-
-
-def _start_again() -> None:
-    """Become a new process with the same options: what is forked cannot be exchanged."""
-    hold_back()
-    node_process.remove(node_process.shared_memory_folder())  # no exit, so nobody else would
-    for descriptor in Path("/proc/self/fd").iterdir():
-        with suppress(OSError):
-            if int(descriptor.name) > 2:  # or the new process holds what the old one shared
-                os.set_inheritable(int(descriptor.name), False)
-    os.execv(sys.executable, [sys.executable, "-m", "dilocox", *sys.argv[1:]])
 
 
 def _take_part(options: PeerOptions, joined: Joined, folder: StateFolder, stop: StopSignal) -> None:

@@ -22,13 +22,13 @@ from dilocox.peer.commands.bootstrap import (
     STUCK_AFTER_S,
     BootstrapFacts,
     BootstrapMetrics,
-    BootstrapOptions,
     bytes_by_stage,
     metrics_of,
     other_bootstraps,
     run_bootstrap_command,
 )
 from dilocox.peer.http_pages import metrics_page
+from dilocox.peer.options import BootstrapOptions
 
 RUN = "0123456789abcdef" * 2
 ME, OTHER, THIRD = (peer_id_of(bytes([n]) * 32) for n in (1, 2, 3))

@@ -111,7 +111,7 @@ def test_every_option_has_its_variable_and_a_help_text_with_default(
         text = plain(invoke(command, "--help").output)
         assert flags[0] in text
         default = param.default
-        if default not in (None, "", False):
+        if default not in (None, "", False, []):
             assert f"[default: {default}" in text, text
 
 
@@ -270,6 +270,8 @@ def test_errors_for_people_are_one_line_and_their_exit_code(
     ("arguments", "named"),
     [
         (["peer", INVITE, "--hours", "22-6", "--hours", "9"], "--hours 9: give whole hours"),
+        (["peer", INVITE, "--name", 25 * "x"], f"--name '{25 * 'x'}': give at most 24"),
+        (["peer", INVITE, "--name", "a\x1b[2J"], "--name 'a\\x1b[2J': give at most 24 printable"),
         (["pause", "--state", "nowhere"], "--state nowhere: no peer was started"),
         (["resume", "--state", "nowhere"], "--state nowhere: no peer was started"),
         (["generate", INVITE, ""], "TEXT is empty: give at least one character"),

@@ -16,7 +16,6 @@ from dilocox.dht.manifest import Manifest
 from dilocox.peer import os_process
 from dilocox.peer.commands import demo
 from dilocox.peer.commands.demo import (
-    DemoOptions,
     DemoResult,
     SwarmTable,
     WatchedPeer,
@@ -25,6 +24,7 @@ from dilocox.peer.commands.demo import (
     exported_round,
     run_demo,
 )
+from dilocox.peer.options import DemoOptions
 from dilocox.peer.os_process import Child, start_command
 
 OPTIONS = DemoOptions(

@@ -19,7 +19,8 @@ from dilocox.dht.join import Joined
 from dilocox.dht.manifest import SignedManifest
 from dilocox.peer.monitor import monitor
 from dilocox.peer.monitor.chains import Order, Walk
-from dilocox.peer.monitor.monitor import Monitor, MonitorOptions, Periods, run_monitor_command
+from dilocox.peer.monitor.monitor import Monitor, Periods, run_monitor_command
+from dilocox.peer.options import MonitorOptions
 from tests.peer.fabricated import (
     INVITE,
     NOW,

@@ -17,7 +17,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from dilocox.dht.manifest import Manifest
-from dilocox.peer.commands.demo import DemoOptions, demo_manifest
+from dilocox.peer.commands.demo import demo_manifest
+from dilocox.peer.options import DemoOptions
 from dilocox.peer.training.data import held_out_windows
 from tests.swarm.harness import LocalSwarm
 

@@ -175,14 +175,16 @@ class Exchanged:
         """
         codec, record = self.codec, self.record
         phases = codec.phases(record.ranks)
-        up = sum(phases[part.phase].send.max_bytes(part.stop - part.start) for part in record.parts)
+        up = sum(
+            phases[part.phase].codec.encoded_bytes(part.stop - part.start) for part in record.parts
+        )
         down = sum(map(len, record.means))
         pieces = codec.layout.slices
         vectors = 0
         if record.ranks:
             group = GroupCodec(codec.compression.bits)
-            alone = [group.max_bytes(p.numel) for p in pieces if len(p.shape) < 2]
-            vectors = sum(alone) - len(alone) * group.max_bytes(0)
+            alone = [group.encoded_bytes(p.numel) for p in pieces if len(p.shape) < 2]
+            vectors = sum(alone) - len(alone) * group.encoded_bytes(0)
             pieces = [piece for piece in pieces if len(piece.shape) >= 2]
         values = sum(piece.numel for piece in pieces)
         return 8 * (up - vectors) / values, 8 * (down - vectors) / values

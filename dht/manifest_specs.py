@@ -207,26 +207,22 @@ class OuterSpec(Section):
 class CodecSpec(Section):
     """How pseudo-gradients travel.
 
-    scheme: "low_rank" sends the factors of every matrix that gains from it, "top_k" the largest
-        values only, "dense" all of them; low_rank if left out, with 16 or 32 bits dense.
+    scheme: "low_rank" sends the factors of every matrix that gains from it, "dense" all values;
+        low_rank if left out, with 16 or 32 bits dense.
     bits: 4, 8 or 16 per value in groups of 64, or 32 for raw fp32.
     rank: of the first exchange. adaptive: later ones have, per matrix, the rank that holds `energy`
         of the average, from min_rank to max_rank.
-    top_k: values of every 4096 that a peer sends.
     residual_decay: what is kept of the codec's error each round.
     max_factor: the largest factor of a part; a part with a larger one is refused.
     """
 
-    scheme: Literal["low_rank", "top_k", "dense"] = checked(
-        choice("low_rank", "top_k", "dense"), "low_rank"
-    )
+    scheme: Literal["low_rank", "dense"] = checked(choice("low_rank", "dense"), "low_rank")
     bits: Literal[4, 8, 16, 32] = checked(choice(4, 8, 16, 32), 4)
     rank: int = checked(integer(1, 64), 16)
     adaptive: bool = checked(choice(False, True), True)
     energy: float = checked(number(0, 1, above=True), 0.95)
     min_rank: int = checked(integer(1, 64), 4)
     max_rank: int = checked(integer(1, 64), 64)
-    top_k: int = checked(integer(1, 4096), 128)
     residual_decay: float = checked(number(0, 1), 0.95)
     max_factor: float = checked(number(0, 1e30, above=True), 1e4)
 

@@ -17,7 +17,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dilocox.compression.error_feedback import Residual
 from dilocox.compression.group_codec import GroupCodec
 from dilocox.compression.layout import FlatLayout
 from dilocox.compression.stage_codec import StageCodec
@@ -27,7 +26,13 @@ from dilocox.peer.rounds.adaptation import RoundPlan, stage_codec
 from dilocox.peer.rounds.outer_step import OuterStep
 from dilocox.peer.rounds.record import RoundRecord
 from dilocox.peer.training.inner_optimizer import InnerOptimizer, clip_factor, learning_rate
-from dilocox.peer.training.merge import Merge, MergeConfig, OwnContribution, RecordFacts
+from dilocox.peer.training.merge import (
+    Merge,
+    MergeConfig,
+    OwnContribution,
+    RecordFacts,
+    Residual,
+)
 from dilocox.pipeline.stage import build_stage, flatten_parameters, parameter_shapes
 from dilocox.pipeline.stage_worker import next_token_loss
 from tests.peer.averaged import averaged

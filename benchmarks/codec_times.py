@@ -34,7 +34,6 @@ MATRICES = {
 }
 LAYER = FlatLayout.of([*MATRICES.items(), ("norm", (HIDDEN,)), ("second_norm", (HIDDEN,))])
 PER = 100_000_000  # parameters
-MEMBERS = 4
 REPEATS = 5
 
 
@@ -120,21 +119,18 @@ class _Member:
         self._payloads: list[Tensor] = []
         for number, phase in enumerate(self._phases):
             vector = self._encoder().vector(number, self._means)
-            # others' values, that a mean of top-k has as many as in a group
-            sent = [phase.send.encode(vector.roll(phase.unit * k)) for k in range(MEMBERS)]
-            mean = torch.stack([phase.send.decode(each, phase.numel) for each in sent]).mean(0)
-            self._payloads.append(phase.mean.encode(mean))
-            self._means.append(phase.mean.decode(self._payloads[-1], phase.numel))
+            self._payloads.append(phase.codec.encode(vector))
+            self._means.append(phase.codec.decode(self._payloads[-1], phase.numel))
 
     def encode(self) -> None:
         encoder = self._encoder()
         for number, phase in enumerate(self._phases):
-            phase.send.encode(encoder.vector(number, self._means))
+            phase.codec.encode(encoder.vector(number, self._means))
 
     def decode(self) -> Tensor:
         vectors = [torch.empty(phase.numel) for phase in self._phases]
         for phase, payload, vector in zip(self._phases, self._payloads, vectors, strict=True):
-            phase.mean.decode(payload, phase.numel, out=vector)
+            phase.codec.decode(payload, phase.numel, out=vector)
         return self._codec.means(self._ranks, vectors).average(out=self._average)
 
     def encode_and_decode(self) -> Tensor:

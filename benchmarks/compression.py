@@ -76,15 +76,14 @@ CODECS: dict[str, dict[str, Any]] = {
     **{f"rank {rank}": {"rank": rank, "adaptive": False} for rank in FIXED_RANKS},
     "adaptive": {},
     "adaptive, 64": {"rank": 64},
-    "top-k, 2 bit": {"scheme": "top_k"},
 }
 ADAPTIVE, FROM_ABOVE = "adaptive", "adaptive, 64"
-SIZES_VARY = (ADAPTIVE, FROM_ABOVE, "top-k, 2 bit")  # with the run
+SIZES_VARY = (ADAPTIVE, FROM_ABOVE)  # with the run
 BITS_LIMIT = 1.0  # of adaptive, at the larger H
 RATIO_LIMIT = 1.5  # of rank 16
 SAME = 0.01
 COLOURS = ("#4477aa", "#ee6677", "#ccbb44")
-MARKERS = {ADAPTIVE: "*", FROM_ABOVE: "*", "top-k, 2 bit": "^"}
+MARKERS = {ADAPTIVE: "*", FROM_ABOVE: "*"}
 
 
 @dataclass(frozen=True, kw_only=True)

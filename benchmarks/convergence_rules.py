@@ -41,7 +41,6 @@ SIXTEEN_BIT = "ours, 16 bit"
 FOUR_BIT = "ours, 4 bit"
 ADAPTIVE = "ours, adaptive"
 DEFAULTS = "ours, defaults"
-TOP_K = "ours, top-k"
 MUON = "DiLoCo, Muon"
 MUON_FOUR_BIT = "ours, Muon"
 
@@ -58,22 +57,19 @@ TUNED = {
     FOUR_BIT: (1.0, 0.0),
     ADAPTIVE: (1.0, 0.0),
     DEFAULTS: (1.0, 0.0),
-    TOP_K: (1.0, 0.5),
     MUON: (0.7, 0.5),
     MUON_FOUR_BIT: (0.7, 0.5),
 }
 ALL_REDUCE_RATE = 2e-3  # its inner learning rate, tuned in place of an outer step
 
 CODEC = CodecSpec()
-DENSE = Compression(
-    scheme="dense", bits=16, max_factor=1e4, rank=1, min_rank=1, max_rank=64, top_k=128
-)
+DENSE = Compression(scheme="dense", bits=16, max_factor=1e4, rank=1, min_rank=1, max_rank=64)
 # Ranks for a model 64 wide; they grow with the width. Those of DiLoCoX send about as many bytes.
 # The defaults of the manifest are for matrices of a thousand rows and more: here they save less.
 FIXED_RANK = 7
 START_RANK, MIN_RANK, MAX_RANK = 14, 7, 14
 ENERGY = 0.85
-DECAY = {"dense": 0.95, "top_k": 0.95, "low_rank": 1.0}  # the better of these two for each scheme
+DECAY = {"dense": 0.95, "low_rank": 1.0}  # the better of these two for each scheme
 
 
 def rules(world: World) -> dict[str, Rule]:
@@ -83,7 +79,6 @@ def rules(world: World) -> dict[str, Rule]:
     fast = replace(adamw, learning_rate=ALL_REDUCE_RATE)
     wider = world.model["hidden_size"] // 64
     four_bit = replace(DENSE, bits=4)
-    top_k = replace(four_bit, scheme="top_k")
     fixed = replace(four_bit, scheme="low_rank", rank=wider * FIXED_RANK)
     adaptive = replace(
         fixed, rank=wider * START_RANK, min_rank=wider * MIN_RANK, max_rank=wider * MAX_RANK
@@ -97,7 +92,6 @@ def rules(world: World) -> dict[str, Rule]:
         FOUR_BIT: Rule(merge="rebase", compression=four_bit, inner=adamw),
         ADAPTIVE: Rule(merge="rebase", compression=adaptive, energy=ENERGY, inner=adamw),
         DEFAULTS: Rule(merge="rebase", compression=default, energy=CODEC.energy, inner=adamw),
-        TOP_K: Rule(merge="rebase", compression=top_k, inner=adamw),
         MUON: Rule(merge="none", compression=DENSE, inner=muon),
         MUON_FOUR_BIT: Rule(merge="rebase", compression=four_bit, inner=muon),
     }
@@ -123,8 +117,6 @@ def codec(rule: Rule, rank: float) -> str:
     compression = rule.compression
     if rule.merge == "gradients":
         return "fp16"
-    if compression.scheme == "top_k":
-        return f"{compression.top_k / 4096:.0%}, 2 bit"
     ranks = f"rank {rank:.1f}, " if compression.scheme == "low_rank" else ""
     return f"{ranks}{compression.bits} bit"
 

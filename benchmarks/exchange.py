@@ -3,8 +3,8 @@
     python benchmarks/exchange.py [--peers 4] [--mbit 10] [--rounds 2]
 
 For each scheme a swarm of real processes, each peer behind a link of its own (it needs Linux and
-root: network namespaces), with a model of 3.4 million parameters. Means go in 4 bits, as do all
-values but those of top-k. A row has medians over peers and rounds, in kB and seconds:
+root: network namespaces), with a model of 3.4 million parameters. All values go in 4 bits. A row
+has medians over peers and rounds, in kB and seconds:
 
     payload   what a peer's averaging streams have to carry in a round
     fp16      how many times as much a ring all-reduce of fp16 values would have sent

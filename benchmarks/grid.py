@@ -54,16 +54,16 @@ def sent_by(grid: Grid, shares: tuple[Share, ...], phase: Phase, peer: str) -> t
     for first in range(0, len(shares), rows):
         column = shares[first : first + rows]
         collector = column[own].reducer
-        push({collector}, phase.send.max_bytes(column[-1].stop - column[0].start))
+        push({collector}, phase.codec.encoded_bytes(column[-1].stop - column[0].start))
         if collector != peer:
             continue
         for share in column:
             if share.numel and share.reducer != peer:
-                push({share.reducer}, phase.row.max_bytes(share.numel))
+                push({share.reducer}, phase.row_codec.encoded_bytes(share.numel))
             made = share.reducer == peer
             to = set(grid.row(peer)) | (set(grid.column(peer)) if made else set[str]())
             if share.numel:
-                push(to - {share.reducer}, phase.mean.max_bytes(share.numel))
+                push(to - {share.reducer}, phase.codec.encoded_bytes(share.numel))
     return total, reached
 
 

@@ -17,7 +17,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dilocox.compression.error_feedback import Residual
 from dilocox.compression.group_codec import GroupCodec
 from dilocox.compression.layout import FlatLayout
 from dilocox.compression.stage_codec import StageCodec
@@ -27,7 +26,13 @@ from dilocox.peer.rounds.adaptation import RoundPlan, stage_codec
 from dilocox.peer.rounds.outer_step import OuterStep
 from dilocox.peer.rounds.record import RoundRecord
 from dilocox.peer.training.inner_optimizer import InnerOptimizer, clip_factor, learning_rate
-from dilocox.peer.training.merge import Merge, MergeConfig, OwnContribution, RecordFacts
+from dilocox.peer.training.merge import (
+    Merge,
+    MergeConfig,
+    OwnContribution,
+    RecordFacts,
+    Residual,
+)
 from dilocox.pipeline.stage import build_stage, flatten_parameters, parameter_shapes
 from dilocox.pipeline.stage_worker import next_token_loss
 from tests.peer.averaged import averaged
@@ -175,14 +180,16 @@ class Exchanged:
         """
         codec, record = self.codec, self.record
         phases = codec.phases(record.ranks)
-        up = sum(phases[part.phase].send.max_bytes(part.stop - part.start) for part in record.parts)
+        up = sum(
+            phases[part.phase].codec.encoded_bytes(part.stop - part.start) for part in record.parts
+        )
         down = sum(map(len, record.means))
         pieces = codec.layout.slices
         vectors = 0
         if record.ranks:
             group = GroupCodec(codec.compression.bits)
-            alone = [group.max_bytes(p.numel) for p in pieces if len(p.shape) < 2]
-            vectors = sum(alone) - len(alone) * group.max_bytes(0)
+            alone = [group.encoded_bytes(p.numel) for p in pieces if len(p.shape) < 2]
+            vectors = sum(alone) - len(alone) * group.encoded_bytes(0)
             pieces = [piece for piece in pieces if len(piece.shape) >= 2]
         values = sum(piece.numel for piece in pieces)
         return 8 * (up - vectors) / values, 8 * (down - vectors) / values

@@ -52,11 +52,11 @@ class Exchange:
         bytes_sent = 0
         for number, phase in enumerate(codec.phases(ranks)):
             sent = [encoder.vector(number, vectors) for encoder in encoders]
-            parts = [p for p in split(phase.numel, len(sent), phase.unit) if p.stop > p.start]
+            parts = [p for p in split(phase.numel, len(sent)) if p.stop > p.start]
             mean = torch.empty(phase.numel)
             for part in parts:
                 payload, bytes_of_part = _reduced(phase, [vector[part] for vector in sent])
-                mean[part] = decode(phase.mean, payload, part.stop - part.start)
+                mean[part] = decode(phase.codec, payload, part.stop - part.start)
                 bytes_sent += bytes_of_part
             vectors.append(mean)
         means = codec.means(ranks, vectors)
@@ -87,12 +87,12 @@ def _reduced(phase: Phase, values: Sequence[Tensor]) -> tuple[bytes, int]:
     """The encoded mean of the members' values [n] of a part, and the bytes that went around."""
     members = [str(index) for index in range(len(values))]
     weight = dict.fromkeys(members, 1)
-    reduction = Reduction(phase.send, weight, values[0].numel())
-    payloads = [encode(phase.send, member) for member in values]
+    reduction = Reduction(phase.codec, weight, values[0].numel())
+    payloads = [encode(phase.codec, member) for member in values]
     for member, payload in zip(members, payloads, strict=True):
         reduction.add(member, payload)
     row = reduction.finish()
-    mean = combine(0, [row] if row else [], codec=phase.mean, weight=weight)
+    mean = combine(0, [row] if row else [], codec=phase.codec, weight=weight)
     if mean is None:
         raise RuntimeError("a part without members")
     # the reducer is a member: neither its part nor its mean travels

@@ -1,4 +1,4 @@
-"""Arithmetic whose results are equal, to the last bit, on every machine and in any order of work.
+"""Arithmetic equal to the last bit on every machine; a file of its own, for its own rules (How).
 
 Why: the factors of an averaged update enter the anchor, and anchors are compared by hash. A sum
 whose order depends on threads or vector width would split the swarm.

@@ -43,7 +43,7 @@ import math
 import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Final, Literal, Protocol
+from typing import Final, Literal
 
 import torch
 from torch import Tensor
@@ -159,7 +159,7 @@ _FACTOR_CEILING = 2.0**96  # far from overflow: the values, sums of them, and 1 
 _ONE_AS_FP16_BITS = 0x3C00
 
 RefusalKind = Literal[
-    "length", "version", "bits", "reserved", "factor", "scale", "code", "padding", "value", "index"
+    "length", "version", "bits", "reserved", "factor", "scale", "code", "padding", "value"
 ]
 
 
@@ -177,27 +177,6 @@ class PayloadRefused(ValueError):
 
 class NotEncodable(ValueError):
     """Values that no part can hold: infinities, NaN, magnitudes beyond what max_factor allows."""
-
-
-class Codec(Protocol):
-    """What turns the values of a part into bytes and back; stateless, equal bytes everywhere."""
-
-    @property
-    def name(self) -> str:
-        """A short name for tables."""
-        ...
-
-    def max_bytes(self, numel: int) -> int:
-        """The most bytes that a part of `numel` values can have."""
-        ...
-
-    def encode(self, values: Tensor) -> Tensor:
-        """Encode fp32 values [n] into uint8 bytes; NotEncodable where that cannot be."""
-        ...
-
-    def decode(self, payload: Tensor, numel: int, out: Tensor | None = None) -> Tensor:
-        """Decode uint8 bytes into fp32 [numel], all finite; PayloadRefused for what is no part."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -229,10 +208,6 @@ class GroupCodec:
         if self.bits == _RAW_BITS:
             return _RAW_HEADER.size + 4 * numel
         return _HEADER.size + group_count(numel) * (2 + self._group_bytes)
-
-    def max_bytes(self, numel: int) -> int:
-        """The same: all parts of so many values have one length."""
-        return self.encoded_bytes(numel)
 
     def encode(self, values: Tensor) -> Tensor:
         """Encode fp32 values [n], contiguous, into uint8 [encoded_bytes(n)] on the same device.

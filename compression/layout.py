@@ -79,13 +79,13 @@ class FlatLayout:
         }
 
 
-def split(numel: int, count: int, unit: int = GROUP_SIZE) -> list[slice]:
-    """Split [0, numel) over `count` reducers by whole units, the first ones one unit larger.
+def split(numel: int, count: int) -> list[slice]:
+    """Split [0, numel) over `count` reducers by whole groups, the first ones one group larger.
 
-    The last unit may be shorter. A part is empty where there are fewer units than reducers.
+    The last group may be shorter. A part is empty where there are fewer groups than reducers.
     """
     if count < 1:
         raise ValueError(f"{count} parts: must be 1 or more")
-    size, larger = divmod(-(-numel // unit), count)
-    borders = [unit * (index * size + min(index, larger)) for index in range(count + 1)]
+    size, larger = divmod(group_count(numel), count)
+    borders = [GROUP_SIZE * (index * size + min(index, larger)) for index in range(count + 1)]
     return [slice(min(start, numel), min(stop, numel)) for start, stop in pairwise(borders)]

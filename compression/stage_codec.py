@@ -5,8 +5,6 @@ A *scheme* says what the peers of a stage exchange of their message, in one or t
     dense     the message itself, in groups of 64 values (group_codec.py)
     low_rank  first P of every matrix that gains from it, then Q' of these and all other tensors
               (low_rank.py; PowerSGD, arXiv 1905.13727)
-    top_k     the largest values of every 4096 to the reducers; their mean comes back with a bitmap
-              of where somebody sent one (top_k.py; SparseLoCo, arXiv 2508.15706)
 
 Each phase has one flat vector, cut into one part a reducer. What comes out of the means depends on
 their bytes alone, on every machine (exact.py); a peer's own vectors need not be equal elsewhere.
@@ -23,12 +21,11 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from dilocox.compression.group_codec import GROUP_SIZE, Codec, GroupCodec
+from dilocox.compression.group_codec import GroupCodec
 from dilocox.compression.layout import FlatLayout
 from dilocox.compression.low_rank import LowRank, rank_limits
-from dilocox.compression.top_k import CHUNK, SparseMeanCodec, TopKCodec
 
-Scheme = Literal["dense", "low_rank", "top_k"]
+Scheme = Literal["dense", "low_rank"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,7 +33,7 @@ class Compression:
     """What the manifest says of a run's exchanges.
 
     bits: 4, 8, 16 or 32 per value; 4 or 8 with low_rank. max_factor: see group_codec.py. rank: of
-    the first exchange. min_rank, max_rank: its bounds. top_k: values of 4096 that are sent.
+    the first exchange. min_rank, max_rank: its bounds.
     """
 
     scheme: Scheme
@@ -45,23 +42,20 @@ class Compression:
     rank: int
     min_rank: int
     max_rank: int
-    top_k: int
 
 
 @dataclass(frozen=True)
 class Phase:
-    """One vector of an exchange: its length, the grain of its parts, and their codecs.
+    """One vector of an exchange: its length, and the codecs of its parts.
 
-    send: of what a member sends. mean: of the average that all get. row: of the mean over some of
-    the members on its way to where it is averaged with those of others; its error is in nobody's
+    codec: of what a member sends, and of the average that all get. row_codec: of the mean over some
+    of the members on its way to where it is averaged with those of others; its error is in nobody's
     residual, so it has 16 bits.
     """
 
     numel: int
-    unit: int
-    send: Codec
-    mean: Codec
-    row: Codec
+    codec: GroupCodec
+    row_codec: GroupCodec
 
 
 class StageCodec:
@@ -79,23 +73,12 @@ class StageCodec:
         self.compression = compression
         self.limits: tuple[int, ...] = ()
         self.device: torch.device | None = None
-        group = GroupCodec(compression.bits, compression.max_factor)
-        fine = max(16, compression.bits)
-        self._codecs: tuple[Codec, Codec] = (group, group)
-        self._row_codec: Codec = GroupCodec(fine, compression.max_factor)
-        match compression.scheme:
-            case "dense":
-                pass
-            case "low_rank":
-                limits = rank_limits(layout, compression.max_rank)
-                # below the smallest rank of the run a matrix would gain too little to be factored
-                self.limits = tuple(0 if n < compression.min_rank else n for n in limits)
-            case "top_k":
-                self._codecs = (
-                    TopKCodec(compression.top_k, compression.max_factor),
-                    SparseMeanCodec(compression.bits, compression.max_factor),
-                )
-                self._row_codec = SparseMeanCodec(fine, compression.max_factor)
+        self._codec = GroupCodec(compression.bits, compression.max_factor)
+        self._row_codec = GroupCodec(max(16, compression.bits), compression.max_factor)
+        if compression.scheme == "low_rank":
+            limits = rank_limits(layout, compression.max_rank)
+            # below the smallest rank of the run a matrix would gain too little to be factored
+            self.limits = tuple(0 if n < compression.min_rank else n for n in limits)
         self.first_ranks = tuple(min(compression.rank, limit) for limit in self.limits)
         self._low_rank = lru_cache(maxsize=4)(partial(LowRank, layout))
 
@@ -126,11 +109,9 @@ class StageCodec:
     def phases(self, ranks: Sequence[int]) -> tuple[Phase, ...]:
         """The vectors that an exchange under these ranks moves; ValueError for impossible ranks."""
         self.check(ranks)
-        send, mean = self._codecs
         low_rank = self.low_rank(ranks)
         sizes = (self.layout.numel,) if low_rank is None else (low_rank.p_numel, low_rank.q_numel)
-        unit = CHUNK if self.compression.scheme == "top_k" else GROUP_SIZE
-        return tuple(Phase(numel, unit, send, mean, self._row_codec) for numel in sizes)
+        return tuple(Phase(numel, self._codec, self._row_codec) for numel in sizes)
 
     def check(self, ranks: Sequence[int]) -> None:
         """Raise ValueError unless an exchange of this run may have these ranks."""
@@ -149,7 +130,7 @@ class StageCodec:
 
     def means(self, ranks: Sequence[int], vectors: Sequence[Tensor]) -> StageMeans:
         """What the decoded mean vectors of an exchange's phases say."""
-        return StageMeans(self.low_rank(ranks), self._codecs[0], vectors, self.device)
+        return StageMeans(self.low_rank(ranks), self._codec, vectors, self.device)
 
     def encoder(
         self, message: Tensor, ranks: Sequence[int], basis: Callable[[], Tensor | None]
@@ -197,14 +178,14 @@ class StageMeans:
     def __init__(
         self,
         low_rank: LowRank | None,
-        send: Codec,
+        codec: GroupCodec,
         vectors: Sequence[Tensor],
         device: torch.device | None,
     ):
         """vectors: the mean vector of each phase, fp32. device: see StageCodec."""
         self._low_rank = low_rank
         self._device = device
-        self._send = send
+        self._codec = codec
         self._vectors = vectors
 
     @cached_property
@@ -232,7 +213,7 @@ class StageMeans:
         sent = torch.zeros_like(vector)
         for part in counted:
             values = vector[part]
-            self._send.decode(self._send.encode(values), values.numel(), out=sent[part])
+            self._codec.decode(self._codec.encode(values), values.numel(), out=sent[part])
         return sent if low_rank is None else low_rank.expand_own(self._p_hat, sent, counted, out)
 
     def needed(self, energy: float) -> tuple[int, ...]:

@@ -1,9 +1,9 @@
 """How a manifest is checked: one rule beside each field, one message for each mistake.
 
-A section of the manifest is a frozen dataclass derived from `Section`; every field carries a rule
-that turns what YAML or JSON gave into the field's type or says what the value must be. The message
-names the field, the value and the mend, as in `rounds.inner_steps is 0; it must be an integer from
-1 to 100000`.
+A section of the manifest is a frozen dataclass derived from `Section`. Every field has a rule, its
+own or that of its type (a Literal, a bool), which turns what YAML or JSON gave into the field's
+type or says what the value must be. The message names the field, the value and the mend, as in
+`rounds.inner_steps is 0; it must be an integer from 1 to 100000`.
 """
 
 import difflib
@@ -12,7 +12,7 @@ import math
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, Field, dataclass, field, fields
-from typing import Any, TypeVar, cast
+from typing import Any, Literal, TypeVar, cast, get_args, get_origin
 
 from dilocox.dht.errors import InvalidInput
 
@@ -146,7 +146,7 @@ class Section:
 
     def __post_init__(self) -> None:
         for spec in fields(self):
-            if "rule" in spec.metadata:
+            if "section" not in spec.metadata:
                 converted = _apply(spec, getattr(self, spec.name), "")
                 object.__setattr__(self, spec.name, converted)
 
@@ -179,6 +179,14 @@ def shown(value: object) -> str:
     return short if len(short) <= 60 else f"{short[:57]}..."
 
 
+def _rule(spec: "Field[Any]") -> Rule:
+    if spec.type is bool:
+        return choice(False, True)
+    if get_origin(spec.type) is Literal:
+        return choice(*get_args(spec.type))
+    return spec.metadata["rule"]
+
+
 def _value(spec: "Field[Any]", value: object, prefix: str) -> object:
     if "section" in spec.metadata:
         return build(spec.metadata["section"], value, prefix + spec.name)
@@ -187,14 +195,14 @@ def _value(spec: "Field[Any]", value: object, prefix: str) -> object:
 
 def _apply(spec: "Field[Any]", value: object, prefix: str) -> object:
     try:
-        return spec.metadata["rule"](value)
+        return _rule(spec)(value)
     except ValueError as error:
         raise InvalidInput(f"{prefix}{spec.name} is {shown(value)}; {error}") from error
 
 
 def _wanted(spec: "Field[Any]") -> str:
     try:
-        spec.metadata["rule"](None)
+        _rule(spec)(None)
     except ValueError as error:
         return str(error)
     return "it must be given"

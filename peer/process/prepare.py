@@ -170,7 +170,7 @@ class StageNeeds:
     @cached_property
     def record_bytes(self) -> int:
         """Of a round record under the first ranks."""
-        return sum(phase.mean.max_bytes(phase.numel) for phase in self._phases)
+        return sum(phase.codec.encoded_bytes(phase.numel) for phase in self._phases)
 
     @property
     def snapshot_bytes(self) -> int:
@@ -187,7 +187,7 @@ class StageNeeds:
 
     def exchange_bytes(self, members: int) -> int:
         """What a member moves each way: its parts to the others, and the mean of its own."""
-        sent = sum(phase.send.max_bytes(phase.numel) for phase in self._phases)
+        sent = sum(phase.codec.encoded_bytes(phase.numel) for phase in self._phases)
         return (sent + self.record_bytes) * (members - 1) // members
 
     def link_bytes_per_token(self) -> float:

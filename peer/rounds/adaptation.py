@@ -149,7 +149,6 @@ def stage_codec(manifest: Manifest, layout: FlatLayout) -> StageCodec:
         rank=spec.rank,
         min_rank=spec.min_rank,
         max_rank=spec.max_rank,
-        top_k=spec.top_k,
     )
     return StageCodec(layout, compression)
 

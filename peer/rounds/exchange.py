@@ -310,7 +310,7 @@ class Attempt:
 
     async def _exchange(self) -> bytes | None:
         """The record; None if a mean cannot be had or the attempt is void."""
-        last = len(self._setup.codecs) - 1
+        last = len(self._setup.phases) - 1
         earlier: list[Tensor] = []
         for phase in range(last + 1):
             self._group.spawn(self._send_parts(phase, tuple(earlier)))
@@ -328,7 +328,8 @@ class Attempt:
                 span = setup.span(column)
                 if setup.phase_of(column) != phase or span.start == span.stop:
                     continue
-                payload = await self._group.compute(encode, setup.codecs[phase].send, vector[span])
+                codec = setup.phases[phase].codec
+                payload = await self._group.compute(encode, codec, vector[span])
                 collector = setup.collector(column)
                 if collector == setup.me:
                     with suppress(ShareRefused):  # the phase's time is over for us too

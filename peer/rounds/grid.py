@@ -108,8 +108,8 @@ class Grid:
         """All shares: by phase, then by column, then by the row of the one that encodes it."""
         found: list[Share] = []
         for number, phase in enumerate(phases):
-            for place, part in enumerate(split(phase.numel, self.width, phase.unit)):
-                pieces = split(part.stop - part.start, len(self.rows), phase.unit)
+            for place, part in enumerate(split(phase.numel, self.width)):
+                pieces = split(part.stop - part.start, len(self.rows))
                 for row, piece in zip(self.rows, pieces, strict=True):
                     start, stop = part.start + piece.start, part.start + piece.stop
                     found.append(Share(phase=number, reducer=row[place], start=start, stop=stop))

@@ -21,8 +21,7 @@ from typing import Protocol, cast
 
 from torch import Tensor
 
-from dilocox.compression.group_codec import Codec
-from dilocox.compression.stage_codec import StageCodec
+from dilocox.compression.stage_codec import Phase, StageCodec
 from dilocox.dht.manifest import Manifest
 from dilocox.peer.rounds.adaptation import RoundPlan
 from dilocox.peer.rounds.ballots import excluded_by
@@ -119,15 +118,6 @@ class Member(Contribution):
 
 
 @dataclass(frozen=True, kw_only=True)
-class PhaseCodecs:
-    """How the values of a phase go to a row's reducers, between the rows, and back to all."""
-
-    send: Codec
-    row: Codec
-    mean: Codec
-
-
-@dataclass(frozen=True, kw_only=True)
 class AttemptSetup:
     """What all members of a group agree on, and who of them this one is.
 
@@ -140,7 +130,7 @@ class AttemptSetup:
     grid: Grid
     template: RoundRecord  # the record to be made, without members, parts and means
     shares: tuple[Share, ...]  # as `Grid.shares` orders them
-    codecs: tuple[PhaseCodecs, ...]  # one a phase
+    phases: tuple[Phase, ...]
     plan: Planner
     exchange_s: float  # for all phases together
     vote_s: float
@@ -186,17 +176,17 @@ class AttemptSetup:
         """The most bytes of a payload: `index` is a column for a part, a share for row and mean."""
         if kind == "part":
             span = self.span(index)
-            return part_bytes(self.codecs[self.phase_of(index)].send, span.stop - span.start)
+            return part_bytes(self.phases[self.phase_of(index)].codec, span.stop - span.start)
         share = self.shares[index]
-        codecs = self.codecs[share.phase]
-        return part_bytes(codecs.row if kind == "row" else codecs.mean, share.numel)
+        phase = self.phases[share.phase]
+        return part_bytes(phase.row_codec if kind == "row" else phase.codec, share.numel)
 
     def phase_ends_s(self) -> tuple[float, ...]:
         """The seconds from the start by which each phase should be over; the last: exchange_s.
 
         Each has a quarter of the time, for its arithmetic and the ways; the rest goes by bytes.
         """
-        sizes = [0] * len(self.codecs)
+        sizes = [0] * len(self.phases)
         for column in self.columns:
             sizes[self.phase_of(column)] += self.max_bytes(column, "part")
         for index, share in enumerate(self.shares):
@@ -431,9 +421,7 @@ def attempt_setup(
         grid=grid,
         template=_template(order, manifest),
         shares=grid.shares(phases),
-        codecs=tuple(
-            PhaseCodecs(send=phase.send, row=phase.row, mean=phase.mean) for phase in phases
-        ),
+        phases=phases,
         plan=RoundPlan(manifest, codec),
         exchange_s=manifest.deadlines.exchange_s,
         vote_s=manifest.deadlines.vote_s,

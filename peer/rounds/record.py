@@ -29,7 +29,7 @@ import torch
 from safetensors.torch import load, save
 from torch import Tensor
 
-from dilocox.compression.group_codec import Codec
+from dilocox.compression.group_codec import GROUP_SIZE, GroupCodec
 from dilocox.compression.stage_codec import StageCodec, StageMeans
 from dilocox.peer.rounds.vote import MAX_MEMBERS
 
@@ -237,7 +237,7 @@ class RoundRecord:
             if part.stop > part.start:
                 payload = torch.frombuffer(bytearray(mean), dtype=torch.uint8)
                 out = vectors[part.phase][part.start : part.stop]
-                phases[part.phase].mean.decode(payload, out.numel(), out=out)
+                phases[part.phase].codec.decode(payload, out.numel(), out=out)
         return codec.means(self.ranks, vectors)
 
     def average(self, codec: StageCodec) -> Tensor:
@@ -370,12 +370,12 @@ def _check_parts(record: RoundRecord, codec: StageCodec) -> None:
         previous, phase, position = part.phase, phases[part.phase], positions[part.phase]
         if part.start != position or part.stop < part.start:
             raise RecordRefused(f"part {part.start}:{part.stop} does not follow {position}")
-        if part.stop % phase.unit and part.stop != phase.numel:
-            raise RecordRefused(f"part {part.start}:{part.stop} ends within a unit")
+        if part.stop % GROUP_SIZE and part.stop != phase.numel:
+            raise RecordRefused(f"part {part.start}:{part.stop} ends within a group")
         if not part.contributors:
             raise RecordRefused("a part was made by nobody")
         size = part.stop - part.start
-        if len(mean) > part_bytes(phase.mean, size) or bool(mean) != bool(size):
+        if len(mean) > part_bytes(phase.codec, size) or bool(mean) != bool(size):
             raise RecordRefused(f"a mean of {size} values has {len(mean)} bytes")
         positions[part.phase] = part.stop
     if positions != [phase.numel for phase in phases]:
@@ -461,13 +461,13 @@ def max_record_bytes(codec: StageCodec) -> int:
 
     The header counts twice: each part has more bytes there than its mean has beside its values.
     """
-    means = sum(phase.mean.max_bytes(phase.numel) for phase in codec.phases(codec.limits))
+    means = sum(phase.codec.encoded_bytes(phase.numel) for phase in codec.phases(codec.limits))
     return 8 + 2 * MAX_HEADER_BYTES + means
 
 
-def part_bytes(codec: Codec, numel: int) -> int:
-    """The most bytes of an encoded part; an empty part has none."""
-    return codec.max_bytes(numel) if numel else 0
+def part_bytes(codec: GroupCodec, numel: int) -> int:
+    """The bytes of an encoded part; an empty part has none."""
+    return codec.encoded_bytes(numel) if numel else 0
 
 
 def _tensor_name(index: int) -> str:

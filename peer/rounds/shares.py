@@ -20,7 +20,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from dilocox.compression.group_codec import Codec, PayloadRefused
+from dilocox.compression.group_codec import GroupCodec, PayloadRefused
 from dilocox.peer.rounds.group import AttemptSetup, Mean, ShareRefused
 from dilocox.peer.rounds.record import Contribution, ReducedShare
 
@@ -40,7 +40,7 @@ class RowMean:
 class Reduction:
     """Values that one member averages over its row: the sum so far, and whose values are in it."""
 
-    def __init__(self, codec: Codec, weight: Mapping[str, int], numel: int):
+    def __init__(self, codec: GroupCodec, weight: Mapping[str, int], numel: int):
         """weight: tokens by member of the row. codec: in which the values come."""
         self._codec = codec
         self._weight = weight
@@ -73,7 +73,7 @@ class Reduction:
 
 
 def combine(
-    part: int, rows: Sequence[RowMean], *, codec: Codec, weight: Mapping[str, int]
+    part: int, rows: Sequence[RowMean], *, codec: GroupCodec, weight: Mapping[str, int]
 ) -> Mean | None:
     """The mean of a share over all rows, encoded once; None where no row has any.
 
@@ -115,12 +115,12 @@ def assemble_record(setup: AttemptSetup, means: Mapping[int, Mean]) -> bytes:
     return setup.plan.finished(counted).to_bytes()
 
 
-def encode(codec: Codec, values: Tensor) -> bytes:
+def encode(codec: GroupCodec, values: Tensor) -> bytes:
     """The payload of these values [n] fp32."""
     return codec.encode(values).numpy().tobytes()
 
 
-def decode(codec: Codec, payload: bytes, numel: int) -> Tensor:
+def decode(codec: GroupCodec, payload: bytes, numel: int) -> Tensor:
     """The values of a payload, a new vector [numel]; PayloadRefused if it is malformed."""
     if not payload:  # which torch takes for no buffer
         raise PayloadRefused("length", f"no bytes for {numel} values")
@@ -171,7 +171,7 @@ class Shares:
             for column in setup.columns
             if setup.collector(column) == setup.me
             if (numel := setup.span(column).stop - setup.span(column).start)
-            if (codec := setup.codecs[setup.phase_of(column)].send)
+            if (codec := setup.phases[setup.phase_of(column)].codec)
         }
         self._rows = {
             part: _Rows()
@@ -234,7 +234,7 @@ class Shares:
         """Our row's mean of a share as another row gets it."""
         if mean is None:
             return Mean(part=part, contributors=(), payload=b"")
-        codec = self._setup.codecs[self._setup.shares[part].phase].row
+        codec = self._setup.phases[self._setup.shares[part].phase].row_codec
         values = mean.values[self._piece(part)]
         payload = await self._compute(encode, codec, values)
         return Mean(part=part, contributors=mean.contributors, payload=payload)
@@ -265,7 +265,7 @@ class Shares:
                 duty.means[row] = None
                 return
             share = self._setup.shares[mean.part]
-            codec = self._setup.codecs[share.phase].row
+            codec = self._setup.phases[share.phase].row_codec
             values = await self._compute(decode, codec, mean.payload, share.numel)
         except (PayloadRefused, ShareRefused):
             duty.refused.add(row)
@@ -299,7 +299,7 @@ class Shares:
         duty.closed = True
         rows = [mean for _, mean in sorted(duty.means.items()) if mean is not None]
         duty.means = {}
-        codec = self._setup.codecs[self._setup.shares[part].phase].mean
+        codec = self._setup.phases[self._setup.shares[part].phase].codec
         mean = await self._compute(partial(combine, codec=codec, weight=self._weight), part, rows)
         if mean is not None:
             await self._keep(mean, checked=True)
@@ -333,9 +333,9 @@ class Shares:
     async def _keep(self, mean: Mean, *, checked: bool = False) -> bool:
         """Keep the first mean of a share, decoded too where a later phase needs it."""
         share = self._setup.shares[mean.part]
-        needed = share.phase + 1 < len(self._setup.codecs)
+        needed = share.phase + 1 < len(self._setup.phases)
         if mean.part not in self.means and (needed or not checked):
-            codec = self._setup.codecs[share.phase].mean
+            codec = self._setup.phases[share.phase].codec
             self._in_check[mean.part] += 1
             try:
                 values = await self._compute(decode, codec, mean.payload, share.numel)
@@ -385,7 +385,7 @@ class Shares:
 
         Nobody can be blamed for a later phase: its means are made of what is missing.
         """
-        for phase in range(len(self._setup.codecs)):
+        for phase in range(len(self._setup.phases)):
             if missing := self.missing(phase):
                 return {self._setup.shares[part].reducer for part in missing}
         return set()

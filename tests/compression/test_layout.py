@@ -8,6 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from dilocox.compression.group_codec import GROUP_SIZE
 from dilocox.compression.layout import FlatLayout, split
 
 shapes = st.lists(st.lists(st.integers(0, 9), max_size=3).map(tuple), max_size=8)
@@ -44,17 +45,17 @@ def test_views_share_the_flat_vectors_memory(sizes: list[tuple[int, ...]]):
     assert flat.sum() == sum(tensor.numel() for tensor in views.values())
 
 
-@given(numel=st.integers(0, 20_000), count=st.integers(1, 40), unit=st.sampled_from([64, 4096]))
+@given(numel=st.integers(0, 20_000), count=st.integers(1, 40))
 @settings(deadline=None)
-def test_parts_cover_everything_once_in_whole_units_evenly(numel: int, count: int, unit: int):
-    parts = split(numel, count, unit)
+def test_parts_cover_everything_once_in_whole_groups_evenly(numel: int, count: int):
+    parts = split(numel, count)
     assert len(parts) == count
     assert parts[0].start == 0
     assert parts[-1].stop == numel
     assert all(before.stop == after.start for before, after in pairwise(parts))
-    assert all(part.start % unit == 0 or part.start == numel for part in parts)
+    assert all(part.start % GROUP_SIZE == 0 or part.start == numel for part in parts)
     lengths = [part.stop - part.start for part in parts]
-    assert max(lengths) - min(lengths) < 2 * unit
+    assert max(lengths) - min(lengths) < 2 * GROUP_SIZE
 
 
 def test_the_digest_is_the_documented_one():

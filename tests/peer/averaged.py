@@ -45,18 +45,18 @@ def averaged(
     for number, phase in enumerate(codec.phases(ranks)):
         own = {peer: encoders[peer].vector(number, vectors) for peer in members}
         vector, lossless = torch.zeros(phase.numel), torch.zeros(phase.numel)
-        for index, place in enumerate(split(phase.numel, len(members), phase.unit)):
+        for index, place in enumerate(split(phase.numel, len(members))):
             here = {
-                peer: encode(phase.send, own[peer][place])
+                peer: encode(phase.codec, own[peer][place])
                 for peer in members
                 if place.stop > place.start and not lost(peer, number, index)
             }
             payload = _mean(phase, place, here, weights)
             if payload:
-                vector[place] = decode(phase.mean, payload, place.stop - place.start)
+                vector[place] = decode(phase.codec, payload, place.stop - place.start)
                 total = sum(weights[peer] for peer in here)
                 for peer, sent in here.items():
-                    values = decode(phase.send, sent, place.stop - place.start)
+                    values = decode(phase.codec, sent, place.stop - place.start)
                     lossless[place] += values * (weights[peer] / total)
             contributors = tuple(sorted(here)) or tuple(members)
             facts = {"phase": number, "start": place.start, "stop": place.stop}
@@ -81,9 +81,9 @@ def averaged(
 def _mean(
     phase: Phase, place: slice, sent: Mapping[str, bytes], weights: Mapping[str, int]
 ) -> bytes:
-    reduction = Reduction(phase.send, weights, place.stop - place.start)
+    reduction = Reduction(phase.codec, weights, place.stop - place.start)
     for peer, payload in sent.items():
         reduction.add(peer, payload)
     row = reduction.finish()
-    mean = combine(0, [row] if row else [], codec=phase.mean, weight=weights)
+    mean = combine(0, [row] if row else [], codec=phase.codec, weight=weights)
     return b"" if mean is None else mean.payload

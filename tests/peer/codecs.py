@@ -16,6 +16,5 @@ def codec_of(layout: FlatLayout, scheme: Any = "dense", **fields: Any) -> StageC
         "rank": 4,
         "min_rank": 2,
         "max_rank": 16,
-        "top_k": 128,
     }
     return StageCodec(layout, Compression(scheme=scheme, **facts | fields))

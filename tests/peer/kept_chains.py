@@ -99,8 +99,8 @@ class ChainMaker:
         means: list[bytes] = []
         vectors: list[torch.Tensor] = []
         for index, phase in enumerate(self.codec.phases(ranks)):
-            payload = phase.mean.encode(encoder.vector(index, vectors))
-            vectors.append(phase.mean.decode(payload, phase.numel))
+            payload = phase.codec.encode(encoder.vector(index, vectors))
+            vectors.append(phase.codec.decode(payload, phase.numel))
             means.append(payload.numpy().tobytes())
             parts.append(
                 ReducedShare(

@@ -22,7 +22,7 @@ from dilocox.peer.rounds.adaptation import RoundPlan, stage_codec
 from dilocox.peer.rounds.ballots import Ballots, excluded_by
 from dilocox.peer.rounds.exchange import Attempt
 from dilocox.peer.rounds.grid import Grid
-from dilocox.peer.rounds.group import AttemptResult, AttemptSetup, Mean, Member, PhaseCodecs
+from dilocox.peer.rounds.group import AttemptResult, AttemptSetup, Mean, Member
 from dilocox.peer.rounds.record import RoundFacts, RoundRecord, digest_of, parse_record
 from dilocox.peer.rounds.shares import decode
 from dilocox.peer.rounds.vote import Ballot, Verdict
@@ -199,9 +199,7 @@ class Group:
                 grid=self.grid,
                 template=template(ranks=ranks, window=()),
                 shares=self.shares,
-                codecs=tuple(
-                    PhaseCodecs(send=phase.send, row=phase.row, mean=phase.mean) for phase in phases
-                ),
+                phases=phases,
                 plan=RoundPlan(manifest, self.codec),
                 exchange_s=exchange_s,
                 vote_s=VOTE_S,

@@ -28,7 +28,7 @@ from tests.peer.members import (
 )
 
 BOTH = pytest.mark.parametrize("scheme", ["dense", "low_rank"])
-FORMS = [("dense", 4), ("dense", 8), ("dense", 32), ("low_rank", 4), ("low_rank", 8), ("top_k", 4)]
+FORMS = [("dense", 4), ("dense", 8), ("dense", 32), ("low_rank", 4), ("low_rank", 8)]
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 4])
@@ -49,8 +49,6 @@ def test_all_members_make_the_same_record_of_the_weighted_mean(
             assert (average - expected).abs().max() <= 4.0 * step + 1e-6
         case "low_rank":
             assert (average - expected).norm() <= {4: 0.35, 8: 0.02}[bits] * expected.norm()
-        case _:
-            assert (average - expected).norm() < expected.norm()  # most of it was left unsent
 
 
 @pytest.mark.parametrize(("scheme", "bits"), FORMS)
@@ -169,7 +167,7 @@ def test_a_mean_is_taken_from_its_reducer_only(
         attempt, names = group.attempts[group.peers[0]], tuple(group.peers)
         for phase in range(len(group.codec.phases(group.codec.first_ranks))):
             part = group.part(phase, group.peers[1])
-            codec = group.codec.phases(group.codec.first_ranks)[phase].mean
+            codec = group.codec.phases(group.codec.first_ranks)[phase].codec
             payload = codec.encode(torch.zeros(group.shares[part].numel)).numpy().tobytes()
             mean = Mean(part=part, contributors=names, payload=payload)
             with pytest.raises(ShareRefused):
@@ -204,7 +202,7 @@ def test_a_stranger_or_a_second_part_of_a_member_is_refused(
         attempt = group.attempts[group.peers[0]]
         for phase, form in enumerate(group.codec.phases(group.codec.first_ranks)):
             part = group.part(phase, group.peers[0])
-            payload = form.send.encode(torch.ones(group.shares[part].numel)).numpy().tobytes()
+            payload = form.codec.encode(torch.ones(group.shares[part].numel)).numpy().tobytes()
             assert len(payload) <= attempt.max_bytes(part, "part")
             with pytest.raises(ShareRefused):
                 await attempt.on_part("stranger", part, payload)
@@ -230,7 +228,7 @@ def test_a_part_that_comes_after_its_mean_was_made_is_refused_but_no_fault(
         record = record_of(group, await group.run())
         part = group.part(0, group.peers[0])
         assert record.parts[part].contributors == (group.peers[0],)
-        payload = group.codec.phases(())[0].send.encode(torch.ones(group.shares[part].numel))
+        payload = group.codec.phases(())[0].codec.encode(torch.ones(group.shares[part].numel))
         with pytest.raises(ShareRefused):
             await attempt.on_part(group.peers[1], part, payload.numpy().tobytes())
 

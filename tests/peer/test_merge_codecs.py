@@ -35,7 +35,6 @@ UNIT = 0.01
 SCHEMES: dict[str, dict[str, Any]] = {
     "dense": {},
     "low_rank": {"rank": 4, "min_rank": 1, "max_rank": 16},
-    "top_k": {"top_k": 64},
 }
 FP32 = 1e-6  # of the values in a sum, with room for the few sums of an event
 EVERY_SCHEME = pytest.mark.parametrize("scheme", SCHEMES)

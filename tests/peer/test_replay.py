@@ -36,7 +36,7 @@ def replayed(maker: ChainMaker) -> Replayed:
     return replay(kept.manifest(), kept.run, maker.stage, chain.records, chain.states)
 
 
-@pytest.mark.parametrize("scheme", ["dense", "low_rank", "top_k"])
+@pytest.mark.parametrize("scheme", ["dense", "low_rank"])
 def test_a_chain_from_the_start_leads_to_the_anchor(
     identities: list[Identity], tmp_path: Path, scheme: str
 ) -> None:

@@ -25,7 +25,6 @@ from tests.swarm.small_run import MODEL, fixed_steps, run_manifest
 SCHEMES = {
     "dense": {"scheme": "dense", "bits": 4},
     "low rank": {"scheme": "low_rank", "bits": 4, "rank": 32},
-    "top-k": {"scheme": "top_k", "bits": 4},
 }
 # 3.4 million parameters: several hundred kilobytes even in low rank.
 WIDE_MODEL = MODEL | {
@@ -62,7 +61,7 @@ class Payload:
         sums = [[0] * len(phases) for _ in range(4)]
         for part, mean in zip(record.parts, record.means, strict=True):
             size = part.stop - part.start
-            sent = phases[part.phase].send.max_bytes(size) if size else 0
+            sent = phases[part.phase].codec.encoded_bytes(size) if size else 0
             if part.reducer == peer:
                 sums[1][part.phase] += sent * others
                 sums[2][part.phase] += len(mean) * others

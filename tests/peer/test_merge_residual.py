@@ -6,8 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from dilocox.compression.error_feedback import Residual
 from dilocox.compression.group_codec import GroupCodec
+from dilocox.peer.training.merge import Residual
 
 NUMEL = 8
 # Multiples of 2^-10 within bounds: their sums are exact in float64.

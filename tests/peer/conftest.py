@@ -1,10 +1,17 @@
-"""Keys for the tests of peer/; making one takes a tenth of a second."""
+"""Keys for the tests of peer/, of which one takes a tenth of a second, and a single thread."""
 
 from __future__ import annotations
 
 import pytest
+import torch
 
 from dilocox.dht.identity import Identity
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> None:
+    """Tensors are small here: on a busy machine a second thread costs more than it does."""
+    torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="session")

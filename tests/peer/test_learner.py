@@ -22,11 +22,6 @@ from tests.peer.loops import END_TOKENS, Loop, manifest
 STEP_TOKENS = 16
 
 
-@pytest.fixture(autouse=True)
-def one_thread() -> None:
-    torch.set_num_threads(1)
-
-
 @pytest.fixture
 def loop(tmp_path: Path) -> Loop:
     return Loop(tmp_path)

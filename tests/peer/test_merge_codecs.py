@@ -10,7 +10,6 @@ the account would only agree with itself.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -50,15 +49,6 @@ def noise(*seed: object) -> Tensor:
             left, right = (torch.randn(size, 2, generator=generator) for size in tensor.shape)
             tensor.add_(left @ right.T)
     return flat
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """These tensors are small: on a busy machine a second thread costs more than it does."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @dataclass(kw_only=True)

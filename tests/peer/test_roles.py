@@ -27,11 +27,6 @@ STEP_TOKENS = 16
 HELD_OUT = torch.arange(4 * 9).reshape(4, 9)
 
 
-@pytest.fixture(autouse=True)
-def one_thread() -> None:
-    torch.set_num_threads(1)
-
-
 class Clock:
     """time.monotonic as the test turns it."""
 

@@ -11,7 +11,6 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
-import torch
 
 from dilocox.dht.swarm_view import SwarmView
 from dilocox.peer.training import roles
@@ -26,11 +25,6 @@ from tests.pipeline.swarms import stage_record
 
 HEAD = "h"
 STEPPED = Stepped(step=4, loss=2.5, skipped=False)
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> None:
-    torch.set_num_threads(1)
 
 
 class FakeFollower:

@@ -138,6 +138,7 @@ class LiveGroup:
     def notify(self) -> None:
         """Something happened that somebody may wait for."""
         self._changed.set()
+        self._changed = asyncio.Event()
 
     async def until(self, condition: Callable[[], bool], deadline: float) -> bool:
         """Wait until a condition holds; False where it does not by the deadline (monotonic)."""
@@ -145,9 +146,11 @@ class LiveGroup:
             remaining_s = deadline - time.monotonic()
             if remaining_s <= 0:
                 return False
-            self._changed.clear()
+            # One event for each change, never cleared: of several that wait one would clear it
+            # before `wait_for` has begun to wait for another.
+            changed = self._changed
             with suppress(asyncio.TimeoutError):
-                await asyncio.wait_for(self._changed.wait(), remaining_s)
+                await asyncio.wait_for(changed.wait(), remaining_s)
         return True
 
 

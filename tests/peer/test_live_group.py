@@ -99,3 +99,20 @@ def test_a_fault_in_what_nobody_waits_for_is_logged(
     with caplog.at_level(logging.ERROR, logger="dilocox.peer.rounds.exchange"):
         asyncio.run(go())
     assert [record.exc_info and str(record.exc_info[1]) for record in caplog.records] == ["ours"]
+
+
+def test_who_waits_hears_of_a_change_though_another_begins_to_wait_at_once(
+    identities: list[Identity], tmp_path: Path
+) -> None:
+    async def go() -> None:
+        group, due = live_group(identities, tmp_path, Beating()), False
+        began = time.monotonic()
+        waiting = asyncio.ensure_future(group.until(lambda: due, began + 5.0))
+        await asyncio.sleep(0)
+        due = True
+        group.notify()
+        assert not await group.until(lambda: False, began + 0.05)
+        assert await waiting
+        assert time.monotonic() - began < 2.5
+
+    asyncio.run(go())

@@ -1,11 +1,18 @@
-"""Keys for the tests of peer/, of which one takes a tenth of a second, and a single thread."""
+"""Keys for the tests of peer/, of which one takes a tenth of a second, and a single thread.
+
+No example of hypothesis has a deadline: a busy machine stands still for longer than any of them.
+"""
 
 from __future__ import annotations
 
 import pytest
 import torch
+from hypothesis import settings
 
 from dilocox.dht.identity import Identity
+
+settings.register_profile("busy machine", deadline=None)
+settings.load_profile("busy machine")
 
 
 @pytest.fixture(autouse=True)

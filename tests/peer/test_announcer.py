@@ -31,7 +31,7 @@ from dilocox.peer.averaging.connectivity import LocalPeer
 from dilocox.peer.averaging.follower import ChainFollower
 from dilocox.peer.averaging.loop_status import LoopStatus
 from dilocox.peer.rounds.round_clock import bells_to_read
-from tests.pipeline.swarms import stage_record
+from tests.pipeline.swarms import bell_record, stage_record
 
 RUN = "f" * 32
 PEER_ID = "12D3KooW" + "x" * 44
@@ -114,14 +114,7 @@ def claim(round_number: int) -> ClaimRecord:
 
 
 def bell(round_number: int) -> BellRecord:
-    return BellRecord(
-        round=round_number,
-        finished_at=1.0,
-        round_s=1.0,
-        tokens=1,
-        send_after=None,
-        scheduled_at=None,
-    )
+    return bell_record(1.0, round=round_number)
 
 
 def replica() -> Any:

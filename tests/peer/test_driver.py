@@ -89,6 +89,11 @@ class World:
         self.orders.append(order)
         return self.answer
 
+    def submit(self, scheduled_at: float | None = None, *, states_taken: int = 0) -> None:
+        """The send of round 0; its group meets now unless said otherwise."""
+        at = self.clock.now if scheduled_at is None else scheduled_at
+        self.driver.submit(0, FACTS, scheduled_at=at, states_taken=states_taken)
+
     def tick(self, seconds: float = TICK_S) -> None:
         self.clock.now += seconds
         view = VIEW if self.alone else WITH_ANOTHER
@@ -102,7 +107,7 @@ class World:
 @pytest.fixture
 def world() -> World:
     world = World()
-    world.driver.submit(0, FACTS, scheduled_at=world.clock.now, states_taken=0)
+    world.submit()
     world.tick()
     assert world.driver.exchanging
     return world
@@ -112,7 +117,7 @@ def world() -> World:
 def test_a_group_is_looked_for_shortly_before_its_time_and_not_from_the_send_on() -> None:
     world = World()
     meets_at = world.clock.now + 900.0
-    world.driver.submit(0, FACTS, scheduled_at=meets_at, states_taken=0)
+    world.submit(meets_at)
     world.tick_for(890.0)
     assert not world.orders and not world.driver.exchanging
     world.tick_for(10.0)
@@ -123,7 +128,7 @@ def test_a_group_is_looked_for_shortly_before_its_time_and_not_from_the_send_on(
 def test_a_send_that_waits_follows_its_group_to_an_earlier_time() -> None:
     """All have rung, and nobody needs the rest of the grace."""
     world = World()
-    world.driver.submit(0, FACTS, scheduled_at=world.clock.now + 900.0, states_taken=0)
+    world.submit(world.clock.now + 900.0)
     world.tick()
     earlier = world.meets_at[0] = world.clock.now + 60.0
     world.tick_for(60.0)
@@ -136,12 +141,7 @@ def test_who_is_a_little_late_still_looks_whether_the_group_is_open(
 ) -> None:
     world = World()
     world.alone = False
-    world.driver.submit(
-        0,
-        FACTS,
-        scheduled_at=world.clock.now - late_s,
-        states_taken=0,
-    )
+    world.submit(world.clock.now - late_s)
     world.tick()
     assert bool(world.orders) is tried
 
@@ -158,7 +158,7 @@ def test_a_group_is_closed_early_only_while_nobody_is_new(
     if last is not None:
         members = [SimpleNamespace(peer=peer) for peer in last]
         world.chain.last_record = SimpleNamespace(members=members, next_ranks=())
-    world.driver.submit(0, FACTS, scheduled_at=world.clock.now, states_taken=0)
+    world.submit()
     world.tick()
     assert world.orders[0].whole_with == expected
 
@@ -190,8 +190,7 @@ def test_a_peer_that_was_frozen_lets_its_averaging_process_answer(world: World) 
 
 
 def test_a_commit_whose_record_nobody_gives_is_presumed_void(world: World) -> None:
-    world.driver._job.future = result(Verdict.COMMITTED)  # type: ignore[union-attr]
-    world.answer = result(Verdict.COMMITTED)
+    world.answer.end_as(result(Verdict.COMMITTED))
     world.tick_for(world.deadlines.record_lifetime_s - 1.0)
     assert world.driver.sent_round == 0
     world.tick_for(2.0)
@@ -228,12 +227,7 @@ def test_a_send_from_before_a_state_was_taken_is_dropped_and_one_from_after_it_i
 ) -> None:
     world = World()
     world.chain.states_taken = 1
-    world.driver.submit(
-        0,
-        FACTS,
-        scheduled_at=world.clock.now,
-        states_taken=states_taken,
-    )
+    world.submit(states_taken=states_taken)
     world.tick()
     assert (world.driver.sent_round == 0) is kept
     assert world.events.get() is None  # the loop has undone it itself

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Iterator
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -34,7 +35,7 @@ from tests.peer.members import (
 
 Take = Callable[[str, Mean], Awaitable[None]]
 COUNT, ROW = 12, 4
-SLOW_S, QUIET_S = 8.0, 1.5  # of an exchange of twelve on a busy machine
+SLOW_S, QUIET_S = 8.0, 2.0  # of an exchange of twelve on a busy machine
 
 
 @pytest.fixture(scope="module")
@@ -167,7 +168,7 @@ def retried(twelve: list[Identity], folder: Path, results: list[AttemptResult | 
     )
 
 
-@pytest.mark.parametrize("moment", ["beat", "part0", "row0", "mean0", "vote"])
+@pytest.mark.parametrize("moment", ["part0", "row0", "mean0", "vote"])
 @pytest.mark.parametrize("frozen", [False, True])
 def test_a_reducer_that_is_gone_costs_at_most_one_attempt(
     twelve: list[Identity], tmp_path: Path, moment: str, frozen: bool
@@ -194,17 +195,16 @@ def test_a_reducer_that_is_gone_costs_at_most_one_attempt(
         record_of(again, asyncio.run(again.run()))
 
 
-@pytest.mark.parametrize("phase", [0, 1])
-def test_a_reducer_killed_in_either_phase_of_low_rank_is_blamed(
-    twelve: list[Identity], tmp_path: Path, phase: int
+def test_a_reducer_killed_in_the_second_phase_is_blamed(
+    twelve: list[Identity], tmp_path: Path
 ) -> None:
     groups: list[Group] = []
     group = grid_of(twelve, tmp_path, everything, scheme="low_rank")
     victim = group.peers.index(
-        next(share.reducer for share in group.shares if share.phase == phase and share.numel)
+        next(share.reducer for share in group.shares if share.phase == 1 and share.numel)
     )
     groups.append(group)
-    group.passes = killed_at(f"mean{phase}", groups, victim)
+    group.passes = killed_at("mean1", groups, victim)
     results = asyncio.run(until_others_end(group, victim))
     assert verdicts(results) == {Verdict.VOID}
     assert blamed(results) == [group.peers[victim]]
@@ -273,47 +273,29 @@ def test_a_malformed_row_mean_leaves_that_row_out_and_blames_its_sender(
     assert set(record.parts[part].contributors) == others
 
 
-def test_what_a_row_is_told_wrongly_it_gets_from_others(
-    twelve: list[Identity], tmp_path: Path
+@pytest.mark.parametrize("sound", [False, True])
+def test_what_one_member_tells_its_row_wrongly_costs_nothing(
+    twelve: list[Identity], tmp_path: Path, sound: bool
 ) -> None:
-    """Malformed means that one member hands on cost nothing: its row asks who made them."""
+    """Of malformed means the row asks who made them; by those that are sound, yet not the ones
+    that all others got, its votes alone change, and it fetches the record of the others.
+    """
     group = grid_of(twelve, tmp_path, everything)
     liar = group.grid.rows[1][2]
+
+    def told(mean: Mean) -> Mean:
+        share = group.shares[mean.part]
+        payload = b"\xff"
+        if sound:
+            payload = encode(group.codec.phases(())[0].codec, torch.zeros(share.numel))
+        lies = share.numel if sound else share.reducer != liar
+        return replace(mean, payload=payload) if lies else mean
+
     for peer in set(group.grid.rows[1]) - {liar}:
         attempt = group.attempts[peer]
 
-        async def receive(
-            sender: str,
-            mean: Mean,
-            honest: Callable[[str, Mean], Awaitable[None]] = attempt.on_mean,
-        ) -> None:
-            if sender == liar and group.shares[mean.part].reducer != liar:
-                mean = Mean(part=mean.part, contributors=mean.contributors, payload=b"\xff")
-            await honest(sender, mean)
-
-        attempt.on_mean = receive  # type: ignore[method-assign]
-    record_of(group, asyncio.run(group.run()))
-
-
-def test_a_row_that_is_told_another_mean_fetches_the_record_of_the_others(
-    twelve: list[Identity], tmp_path: Path
-) -> None:
-    """A mean that is sound, yet not the one that all others got, changes one row's votes only."""
-    group = grid_of(twelve, tmp_path, everything)
-    liar = group.grid.rows[1][2]
-    for peer in set(group.grid.rows[1]) - {liar}:
-        attempt = group.attempts[peer]
-
-        async def receive(
-            sender: str,
-            mean: Mean,
-            honest: Callable[[str, Mean], Awaitable[None]] = attempt.on_mean,
-        ) -> None:
-            if sender == liar and group.shares[mean.part].numel:
-                zeros = torch.zeros(group.shares[mean.part].numel)
-                payload = encode(group.codec.phases(())[0].codec, zeros)
-                mean = Mean(part=mean.part, contributors=mean.contributors, payload=payload)
-            await honest(sender, mean)
+        async def receive(sender: str, mean: Mean, honest: Take = attempt.on_mean) -> None:
+            await honest(sender, told(mean) if sender == liar else mean)
 
         attempt.on_mean = receive  # type: ignore[method-assign]
     record_of(group, asyncio.run(group.run()))

@@ -22,14 +22,26 @@ from tests.peer.loops import END_TOKENS, Loop, manifest
 STEP_TOKENS = 16
 
 
-@pytest.fixture(autouse=True)
-def one_thread() -> None:
-    torch.set_num_threads(1)
-
-
 @pytest.fixture
 def loop(tmp_path: Path) -> Loop:
     return Loop(tmp_path)
+
+
+def end_round(loop: Loop, steps: int, *, number: int = 0) -> None:
+    """The inner steps of a round, and the send at its end."""
+    loop.train(steps)
+    loop.fake.due = (number, 1.0)
+    loop.learner.between_steps()
+
+
+def own_record(loop: Loop) -> None:
+    """The record of the send in flight comes."""
+    ((number, sent),) = loop.model.merge.fly.items()
+    loop.fake.events.put(loop.committed(number, sent.message, mine=True))
+
+
+def snapshots(loop: Loop) -> Snapshots:
+    return Snapshots(loop.folder / "snapshots", layout=loop.layout.digest)
 
 
 def loop_with(folder: Path, **outer: Any) -> Loop:
@@ -93,30 +105,21 @@ def test_records_in_a_row_are_merged_one_after_the_other(loop: Loop) -> None:
     assert [line["round"] for line in loop.events("round")] == [0, 1]
 
 
+@pytest.mark.parametrize(
+    ("limits", "payload_bytes"),
+    [({"records_kept": 4}, 0), ({"log_bytes": 4000}, 1000)],
+    ids=["many records", "large records"],
+)
 def test_who_only_follows_has_a_snapshot_that_its_pruned_log_reaches_back_to(
-    tmp_path: Path,
+    tmp_path: Path, limits: dict[str, int], payload_bytes: int
 ) -> None:
-    loop = Loop(tmp_path, manifest(rounds={"records_kept": 4}))
-    for number in range(3):
-        loop.fake.events.put(loop.committed(number, 0.1))
-        loop.learner.between_steps()
-    saved = Snapshots(tmp_path / "snapshots", layout=loop.layout.digest).found
-    assert saved is not None and saved.round == 1
-
-
-LOG_BYTES = 4000
-
-
-def test_who_only_follows_large_records_has_a_snapshot_before_the_log_is_full(
-    tmp_path: Path,
-) -> None:
-    loop = Loop(tmp_path, manifest(rounds={"log_bytes": LOG_BYTES}))
+    loop = Loop(tmp_path, manifest(rounds=limits))
     for number in range(3):
         event = loop.committed(number, 0.1)
-        loop.fake.events.put(replace(event, payload_bytes=LOG_BYTES // 4))
+        loop.fake.events.put(replace(event, payload_bytes=payload_bytes or event.payload_bytes))
         loop.learner.between_steps()
-    saved = Snapshots(tmp_path / "snapshots", layout=loop.layout.digest).found
-    assert saved is not None and saved.round == 1
+    found = snapshots(loop).found
+    assert found is not None and found.round == 1
 
 
 def test_under_round_end_a_record_waits_for_the_send(tmp_path: Path) -> None:
@@ -176,7 +179,7 @@ def test_at_the_rounds_end_all_that_was_learnt_is_sent(loop: Loop) -> None:
     torch.testing.assert_close(
         send.message, torch.full_like(send.message, 0.003), rtol=0, atol=1e-6
     )
-    saved = Snapshots(loop.folder / "snapshots", layout=loop.layout.digest)
+    saved = snapshots(loop)
     tensors, facts = saved.merge_state()
     assert torch.equal(tensors["fly.0.message"], send.message)
     assert facts["fly"] == [[0, 3 * STEP_TOKENS]]
@@ -190,9 +193,7 @@ def test_without_anything_to_send_the_round_is_skipped(loop: Loop) -> None:
     loop.train(skipped=True)
     loop.fake.due = (0, 1.0)
     loop.learner.between_steps()
-    loop.train()
-    loop.fake.due = (1, 2.0)
-    loop.learner.between_steps()
+    end_round(loop, 1, number=1)
     loop.train()
     loop.fake.due = (2, 3.0)  # the last send is still in flight
     loop.learner.between_steps()
@@ -204,19 +205,14 @@ def test_nothing_is_sent_for_a_round_that_the_chain_has_passed(loop: Loop) -> No
     for number in range(3):
         loop.fake.events.put(loop.committed(number, 0.0))
         loop.learner.take_events()
-    loop.train()
-    loop.fake.due = (2, 1.0)
-    loop.learner.between_steps()
+    end_round(loop, 1, number=2)
     assert loop.fake.told == [("skip", 2)]
 
 
 def test_a_record_with_this_peer_in_it_counts_what_it_sent(loop: Loop) -> None:
-    loop.train(2)
-    loop.fake.due = (0, 1.0)
-    loop.learner.between_steps()
-    (send,) = loop.model.merge.fly.values()
+    end_round(loop, 2)
     loop.train()
-    loop.fake.events.put(loop.committed(0, send.message, mine=True))
+    own_record(loop)
     loop.learner.between_steps()
     merge = loop.model.merge
     assert (merge.fly, merge.tokens) == ({}, STEP_TOKENS)
@@ -231,9 +227,7 @@ def test_a_record_with_this_peer_in_it_counts_what_it_sent(loop: Loop) -> None:
 
 
 def test_a_void_send_is_unsent_again_and_goes_with_the_next(loop: Loop) -> None:
-    loop.train(2)
-    loop.fake.due = (0, 1.0)
-    loop.learner.between_steps()
+    end_round(loop, 2)
     assert loop.learner.unsent
     loop.fake.events.put(Voided(round=0, reason="nobody came", certain=True))
     loop.fake.events.put(Voided(round=9, reason="unknown", certain=True))
@@ -251,11 +245,7 @@ def test_under_merge_none_the_loop_waits_for_its_own_record(tmp_path: Path) -> N
     loop.train(2)
     loop.fake.due = (0, 1.0)
 
-    def record() -> None:
-        (send,) = loop.model.merge.fly.values()
-        loop.fake.events.put(loop.committed(0, send.message, mine=True))
-
-    loop.fake.events.to_come.extend([lambda: None, record])
+    loop.fake.events.to_come.extend([lambda: None, lambda: own_record(loop)])
     loop.learner.between_steps()
     assert (loop.learner.round, loop.model.merge.fly) == (0, {})
     assert torch.equal(loop.live, loop.model.merge.anchor)
@@ -295,7 +285,7 @@ def test_a_state_of_others_is_taken_with_ones_own_progress_on_top(loop: Loop) ->
     assert loop.learner.tokens_of_run == 5_000 + 2 * STEP_TOKENS
     assert [event["round"] for event in loop.events("resynced")] == [4]
     # on disk at once: the log begins at this state now
-    assert Snapshots(loop.folder / "snapshots", layout=loop.layout.digest).found is not None
+    assert snapshots(loop).found is not None
     loop.fake.due = (5, 1.0)
     loop.learner.between_steps()
     # the send says that a state was taken before it
@@ -303,9 +293,7 @@ def test_a_state_of_others_is_taken_with_ones_own_progress_on_top(loop: Loop) ->
 
 
 def test_a_send_that_the_new_state_may_hold_is_not_sent_again(loop: Loop) -> None:
-    loop.train(2)
-    loop.fake.due = (0, 1.0)
-    loop.learner.between_steps()
+    end_round(loop, 2)
     loop.fake.events.put(resynced(loop, 5, None))
     loop.learner.between_steps()
     merge = loop.model.merge
@@ -323,9 +311,7 @@ def test_what_became_of_a_send_is_taken_from_the_headers_of_the_new_states_chain
 ) -> None:
     loop = Loop(tmp_path)
     merge = loop.model.merge
-    loop.train(2)
-    loop.fake.due = (0, 1.0)
-    loop.learner.between_steps()
+    end_round(loop, 2)
     if void:
         loop.fake.events.put(Voided(round=0, reason="nobody knows", certain=False))
         loop.learner.between_steps()
@@ -355,9 +341,7 @@ def test_a_state_that_holds_a_send_which_is_not_known_here_resets_to_its_anchor(
 
 
 def test_a_send_from_after_the_new_state_is_undone(loop: Loop) -> None:
-    loop.train(2)
-    loop.fake.due = (7, 1.0)
-    loop.learner.between_steps()
+    end_round(loop, 2, number=7)
     loop.fake.events.put(resynced(loop, 5, None))
     loop.learner.between_steps()
     assert loop.model.merge.fly == {}
@@ -372,8 +356,7 @@ def test_the_runs_tokens_are_the_chains_and_own_ones_wherever_they_are(loop: Loo
     loop.learner.between_steps()
     loop.train()
     assert loop.learner.tokens_of_run == 3 * STEP_TOKENS
-    (send,) = loop.model.merge.fly.values()
-    loop.fake.events.put(loop.committed(0, send.message, mine=True))
+    own_record(loop)
     loop.learner.between_steps()
     assert loop.learner.tokens_of_run == 200 + STEP_TOKENS  # 200: what the record says
 
@@ -431,17 +414,11 @@ def test_a_change_of_the_replica_is_announced_at_once_and_only_that(loop: Loop) 
 
 # ---- leaving -------------------------------------------------------------------------------------
 def test_a_leaver_waits_for_the_exchange_in_flight_and_keeps_all_on_disk(loop: Loop) -> None:
-    loop.train(2)
-    loop.fake.due = (0, 1.0)
-    loop.learner.between_steps()
+    end_round(loop, 2)
     loop.train()
     loop.stop.set()  # which must not end this wait
 
-    def record() -> None:
-        (send,) = loop.model.merge.fly.values()
-        loop.fake.events.put(loop.committed(0, send.message, mine=True))
-
-    loop.fake.events.to_come.extend([lambda: None, record])
+    loop.fake.events.to_come.extend([lambda: None, lambda: own_record(loop)])
     loop.learner.leave(ended=False)
     assert loop.fake.told[-1] == ("leave",)
     assert loop.meter.state == "leaving"
@@ -455,9 +432,7 @@ def test_a_leaver_whose_exchange_is_not_decided_takes_it_up_after_its_return(
     loop: Loop, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(loop_module, "LEAVE_LIMIT_S", 0.05)
-    loop.train(2)
-    loop.fake.due = (0, 1.0)
-    loop.learner.between_steps()
+    end_round(loop, 2)
     (send,) = loop.model.merge.fly.values()
     loop.learner.leave(ended=False)
     again = Loop(loop.folder)
@@ -507,17 +482,14 @@ def test_progress_that_is_neither_unsent_nor_in_flight_keeps_nobody(loop: Loop) 
     loop.fake.due = (0, 1.0)
     loop.learner.between_steps()
     assert loop.learner.unsent
-    (send,) = loop.model.merge.fly.values()
-    loop.fake.events.put(loop.committed(0, send.message, mine=True))
+    own_record(loop)
     loop.learner.between_steps()
     assert not loop.learner.unsent
 
 
 # ---- the operator --------------------------------------------------------------------------------
 def test_new_rules_wait_for_the_send_in_flight_and_nothing_new_is_sent(loop: Loop) -> None:
-    loop.train(2)
-    loop.fake.due = (0, 100.0)
-    loop.learner.between_steps()
+    end_round(loop, 2)
     loop.train(1)
     loop.fake.revised, loop.fake.due = True, (1, 200.0)
     loop.learner.between_steps()  # its message may be in a record under the old rules
@@ -530,9 +502,7 @@ def test_new_rules_wait_for_the_send_in_flight_and_nothing_new_is_sent(loop: Loo
 
 def test_new_rules_reach_a_paused_peer_whose_send_is_in_flight(tmp_path: Path) -> None:
     loop = Loop(tmp_path, manifest(outer={"apply": "round_end"}))
-    loop.train(2)
-    loop.fake.due = (0, 100.0)
-    loop.learner.between_steps()
+    end_round(loop, 2)
     loop.fake.paused = True
     loop.fake.events.put(loop.committed(0, 0.1, mine=True))
     loop.learner.between_steps()
@@ -546,9 +516,7 @@ def test_new_rules_reach_a_paused_peer_whose_send_is_in_flight(tmp_path: Path) -
 def test_who_cannot_read_the_new_rules_ends_with_the_reason_when_its_send_is_decided(
     loop: Loop,
 ) -> None:
-    loop.train(2)
-    loop.fake.due = (0, 100.0)
-    loop.learner.between_steps()
+    end_round(loop, 2)
     loop.fake.revised, loop.fake.unreadable = True, UnreadableManifest("update dilocox")
     loop.learner.between_steps()
     loop.fake.events.put(loop.committed(0, 0.1, mine=True))

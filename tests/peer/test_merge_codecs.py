@@ -10,7 +10,6 @@ the account would only agree with itself.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,7 +25,7 @@ from dilocox.peer.rounds.record import RoundRecord, own_contribution
 from dilocox.peer.training.merge import MergeConfig, OwnContribution, RecordFacts
 from tests.peer.averaged import averaged
 from tests.peer.codecs import codec_of
-from tests.peer.test_merge_invariant import FOREVER, SMALL, Draw, Schedule, Told, World
+from tests.peer.test_merge_invariant import EVENT, FOREVER, Draw, Schedule, Told, World
 
 LAYOUT = FlatLayout.of([("up", (48, 64)), ("bias", (40,)), ("down", (64, 96))])
 ME = "b"
@@ -49,15 +48,6 @@ def noise(*seed: object) -> Tensor:
             left, right = (torch.randn(size, 2, generator=generator) for size in tensor.shape)
             tensor.add_(left @ right.T)
     return flat
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """These tensors are small: on a busy machine a second thread costs more than it does."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @dataclass(kw_only=True)
@@ -174,11 +164,7 @@ def assert_nothing_missing(world: CodecWorld) -> None:
 
 @EVERY_SCHEME
 @settings(max_examples=20, deadline=None)
-@given(
-    schedule=st.lists(
-        st.tuples(st.integers(0, 5039), st.tuples(SMALL, SMALL, SMALL)), min_size=20, max_size=40
-    )
-)
+@given(schedule=st.lists(EVENT, min_size=20, max_size=40))
 def test_nothing_is_lost_or_counted_twice_under_any_schedule(
     scheme: str, schedule: Schedule
 ) -> None:

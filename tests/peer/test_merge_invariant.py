@@ -231,10 +231,16 @@ class World:
         return self.tokens_stepped - (self.tokens_counted + kept)
 
 
-SMALL = st.integers(-8, 8)
-SCHEDULE = st.lists(
-    st.tuples(st.integers(0, 5039), st.tuples(SMALL, SMALL, SMALL)), min_size=20, max_size=60
-)
+def event_of(number: int) -> tuple[int, Draw]:
+    """An event of a schedule out of one number, for hypothesis takes its time for each it draws."""
+    rest, third = divmod(number, 17)
+    rest, second = divmod(rest, 17)
+    which, first = divmod(rest, 17)
+    return which, (first - 8, second - 8, third - 8)
+
+
+EVENT = st.integers(0, 5040 * 17**3 - 1).map(event_of)
+SCHEDULE = st.lists(EVENT, min_size=20, max_size=60)
 
 
 @settings(max_examples=200, deadline=None)
@@ -250,16 +256,6 @@ def test_nothing_is_lost_or_counted_twice_exactly_in_float64(
         assert world.tokens_gap() == 0, world.happened
 
     world.run(schedule, check)
-
-
-@settings(max_examples=100, deadline=None)
-@given(schedule=SCHEDULE)
-def test_nothing_is_lost_or_counted_twice_in_fp32_within_rounding(schedule: Schedule) -> None:
-    config = MergeConfig(weight=0.75, decay=1.0, max_age=FOREVER, max_undone=FOREVER)
-    world = World(config, torch.float32, 0.013)
-    world.run(schedule, lambda: None)
-    # values stay under 32, which fp32 rounds by 2e-6, a few times an event
-    assert world.gap().abs().max().item() <= 2e-5 * (1 + len(schedule))
 
 
 @settings(max_examples=100, deadline=None)

@@ -20,37 +20,37 @@ from dilocox.peer.training.merge import (
 from tests.peer.merging import Peer, one
 
 
+@pytest.fixture
+def sent() -> Peer:
+    """A peer whose four inner steps are in flight: its weight is 96."""
+    peer = Peer()
+    peer.steps(4)
+    peer.send(0)
+    return peer
+
+
 # ---- order, doubles, gaps ------------------------------------------------------------------------
-def test_doubled_record_changes_nothing() -> None:
-    peer = Peer()
-    peer.steps(4)
-    peer.send(0)
-    peer.steps(1)
-    peer.record(0, 4, mine=4)
-    before = peer.at, peer.merge.tokens, peer.merge.age
-    assert peer.record(0, 4, mine=4) is Outcome.REPEATED
-    assert (peer.at, peer.merge.tokens, peer.merge.age) == before
+def test_doubled_record_changes_nothing(sent: Peer) -> None:
+    sent.steps(1)
+    sent.record(0, 4, mine=4)
+    before = sent.at, sent.merge.tokens, sent.merge.age
+    assert sent.record(0, 4, mine=4) is Outcome.REPEATED
+    assert (sent.at, sent.merge.tokens, sent.merge.age) == before
 
 
-def test_record_that_skips_one_of_the_chain_is_refused_and_changes_nothing() -> None:
-    peer = Peer()
-    peer.steps(4)
-    peer.send(0)
+def test_record_that_skips_one_of_the_chain_is_refused_and_changes_nothing(sent: Peer) -> None:
     facts = RecordFacts(round=1, digest="d1", previous="d0", contributor=False)
     with pytest.raises(OutOfOrder, match="follows d0"):
-        peer.merge.commit(facts, one(0), one(0))
-    assert peer.at == (100, 96, 96)
-    assert list(peer.merge.fly) == [0]
+        sent.merge.commit(facts, one(0), one(0))
+    assert sent.at == (100, 96, 96)
+    assert list(sent.merge.fly) == [0]
 
 
-def test_later_record_of_the_chain_closes_an_open_send_as_void() -> None:
-    peer = Peer()
-    peer.steps(4)
-    peer.send(0)
-    peer.record(1, 4)  # no record 0 in this chain;  u = 4;  p = 97 - 3
-    assert peer.at == (97, 94, 98)
-    assert not peer.merge.fly
-    assert peer.merge.can_send
+def test_later_record_of_the_chain_closes_an_open_send_as_void(sent: Peer) -> None:
+    sent.record(1, 4)  # no record 0 in this chain;  u = 4;  p = 97 - 3
+    assert sent.at == (97, 94, 98)
+    assert not sent.merge.fly
+    assert sent.merge.can_send
 
 
 def test_earlier_record_leaves_a_send_in_flight_and_keeps_it_in_the_live_weight() -> None:
@@ -73,15 +73,14 @@ def test_record_that_names_an_unknown_send_resets_to_the_anchor() -> None:
     assert (peer.merge.tokens, peer.merge.lost_tokens) == (0, 3)
 
 
-def test_naming_a_known_send_without_its_contribution_is_refused_before_anything_changes() -> None:
-    peer = Peer()
-    peer.steps(4)
-    peer.send(0)
+def test_naming_a_known_send_without_its_contribution_is_refused_before_anything_changes(
+    sent: Peer,
+) -> None:
     facts = RecordFacts(round=0, digest="d0", previous="m", contributor=True)
     with pytest.raises(ValueError, match="own contribution"):
-        peer.merge.commit(facts, one(0), one(0))
-    assert peer.at == (100, 96, 96)
-    assert peer.merge.round == -1
+        sent.merge.commit(facts, one(0), one(0))
+    assert sent.at == (100, 96, 96)
+    assert sent.merge.round == -1
 
 
 def test_only_one_send_is_in_flight_and_none_goes_without_tokens_or_behind_the_chain() -> None:
@@ -120,15 +119,12 @@ def test_undone_sends_are_forgotten_when_max_age_records_have_passed() -> None:
     assert 0 not in peer.merge.undone
 
 
-def test_undone_send_whose_progress_was_dropped_is_unknown_when_it_is_named() -> None:
-    peer = Peer()
-    peer.steps(4)
-    peer.send(0)
-    peer.merge.void(0)
-    peer.merge.drop()
-    assert peer.record(0, 4, mine=4) is Outcome.RESET
-    assert peer.at == (97, 97, 97)
-    assert peer.merge.lost_tokens == 0, "they are in that record"
+def test_undone_send_whose_progress_was_dropped_is_unknown_when_it_is_named(sent: Peer) -> None:
+    sent.merge.void(0)
+    sent.merge.drop()
+    assert sent.record(0, 4, mine=4) is Outcome.RESET
+    assert sent.at == (97, 97, 97)
+    assert sent.merge.lost_tokens == 0, "they are in that record"
 
 
 def test_progress_of_an_undone_send_ages_from_its_void() -> None:
@@ -142,35 +138,26 @@ def test_progress_of_an_undone_send_ages_from_its_void() -> None:
     assert (peer.merge.age, peer.merge.lost_tokens) == (0, 4)
 
 
-def test_progress_unsent_with_a_minus_ages_too() -> None:
-    peer = Peer()
-    peer.steps(4)
-    peer.send(0)
-    peer.merge.void(0)
-    peer.send(1)  # has the steps of round 0 once more
-    peer.record(0, 4, mine=4)
-    assert (peer.merge.tokens, peer.merge.age) == (-4, 1)
+def test_progress_unsent_with_a_minus_ages_too(sent: Peer) -> None:
+    sent.merge.void(0)
+    sent.send(1)  # has the steps of round 0 once more
+    sent.record(0, 4, mine=4)
+    assert (sent.merge.tokens, sent.merge.age) == (-4, 1)
 
 
-def test_reset_peer_follows_the_chain_as_a_new_one_does() -> None:
-    peer = Peer()
-    peer.steps(4)
-    peer.send(0)
-    peer.merge.void(0)
-    peer.merge.reset_to_anchor()
+def test_reset_peer_follows_the_chain_as_a_new_one_does(sent: Peer) -> None:
+    sent.merge.void(0)
+    sent.merge.reset_to_anchor()
     for number in range(1, 12):
-        assert peer.record(number, 4) is Outcome.FOLLOWED
-    assert peer.at[0] == peer.at[1] == peer.at[2]
+        assert sent.record(number, 4) is Outcome.FOLLOWED
+    assert sent.at[0] == sent.at[1] == sent.at[2]
 
 
-def test_splice_keeps_nothing_of_ones_own() -> None:
-    peer = Peer()
-    peer.steps(4)
-    peer.send(0)
-    peer.steps(1)
-    peer.merge.reset_to_anchor()
-    assert peer.at == (100, 100, 100)
-    assert (peer.merge.tokens, peer.merge.fly, peer.merge.undone) == (0, {}, {})
+def test_splice_keeps_nothing_of_ones_own(sent: Peer) -> None:
+    sent.steps(1)
+    sent.merge.reset_to_anchor()
+    assert sent.at == (100, 100, 100)
+    assert (sent.merge.tokens, sent.merge.fly, sent.merge.undone) == (0, {}, {})
 
 
 # ---- another chain's state -----------------------------------------------------------------------
@@ -179,65 +166,49 @@ def resync(peer: Peer, **changes: Any) -> Outcome:
     return peer.merge.resync(3, "w3", one(50), one(7), **arguments)
 
 
-def test_fork_loser_takes_the_winners_anchor_undoes_its_open_send_and_keeps_its_progress() -> None:
-    peer = Peer()
-    peer.steps(4)
-    peer.send(0)
-    peer.steps(1)
-    assert resync(peer) is Outcome.UNDONE  # u = 1 + 4;  p = 50 - 3.75
-    assert peer.at == (50, 46.25, 51.25)
-    assert (peer.merge.round, peer.merge.digest, peer.merge.momentum.item()) == (3, "w3", 7)
-    assert peer.merge.tokens == 5
+def test_fork_loser_takes_the_winners_anchor_undoes_its_open_send_and_keeps_its_progress(
+    sent: Peer,
+) -> None:
+    sent.steps(1)
+    assert resync(sent) is Outcome.UNDONE  # u = 1 + 4;  p = 50 - 3.75
+    assert sent.at == (50, 46.25, 51.25)
+    assert (sent.merge.round, sent.merge.digest, sent.merge.momentum.item()) == (3, "w3", 7)
+    assert sent.merge.tokens == 5
 
 
-def test_resync_counts_an_open_send_that_the_other_chain_names() -> None:
-    peer = Peer()
-    peer.steps(4)
-    peer.send(0)
-    peer.steps(1)
-    assert resync(peer, named={0: OwnContribution(one(3))}) is Outcome.COUNTED
-    assert peer.at == (50, 49.25, 50.25)  # u = 1
-    assert peer.merge.residual.values.item() == 1
+def test_resync_counts_an_open_send_that_the_other_chain_names(sent: Peer) -> None:
+    sent.steps(1)
+    assert resync(sent, named={0: OwnContribution(one(3))}) is Outcome.COUNTED
+    assert sent.at == (50, 49.25, 50.25)  # u = 1
+    assert sent.merge.residual.values.item() == 1
 
 
-def test_resync_counts_an_undone_send_that_the_other_chain_names() -> None:
-    peer = Peer()
-    peer.steps(4)
-    peer.send(0)
-    peer.merge.void(0)
-    assert resync(peer, named={0: None}) is Outcome.COUNTED
-    assert peer.at == (50, 50, 50)
-    assert peer.merge.residual.values.item() == 0
+def test_resync_counts_an_undone_send_that_the_other_chain_names(sent: Peer) -> None:
+    sent.merge.void(0)
+    assert resync(sent, named={0: None}) is Outcome.COUNTED
+    assert sent.at == (50, 50, 50)
+    assert sent.merge.residual.values.item() == 0
 
 
-def test_send_that_only_the_lost_chain_counted_is_lost_and_said_so() -> None:
-    peer = Peer()
-    peer.steps(4)
-    peer.send(0)
-    peer.record(0, 4, mine=4)
-    peer.steps(1)
-    assert resync(peer) is Outcome.FOLLOWED
-    assert (peer.merge.lost_tokens, peer.merge.tokens) == (4, 1)
-    assert peer.at == (50, 49.25, 50.25)
+def test_send_that_only_the_lost_chain_counted_is_lost_and_said_so(sent: Peer) -> None:
+    sent.record(0, 4, mine=4)
+    sent.steps(1)
+    assert resync(sent) is Outcome.FOLLOWED
+    assert (sent.merge.lost_tokens, sent.merge.tokens) == (4, 1)
+    assert sent.at == (50, 49.25, 50.25)
 
 
-def test_send_that_both_chains_counted_is_neither_lost_nor_unknown() -> None:
-    peer = Peer()
-    peer.steps(4)
-    peer.send(0)
-    peer.record(0, 4, mine=4)
-    peer.steps(1)
-    assert resync(peer, named={0: None}) is Outcome.FOLLOWED
-    assert (peer.merge.lost_tokens, peer.merge.tokens) == (0, 1)
+def test_send_that_both_chains_counted_is_neither_lost_nor_unknown(sent: Peer) -> None:
+    sent.record(0, 4, mine=4)
+    sent.steps(1)
+    assert resync(sent, named={0: None}) is Outcome.FOLLOWED
+    assert (sent.merge.lost_tokens, sent.merge.tokens) == (0, 1)
 
 
-def test_send_counted_before_the_fork_is_not_lost_with_it() -> None:
-    peer = Peer()
-    peer.steps(4)
-    peer.send(0)
-    peer.record(0, 4, mine=4)
-    resync(peer, since=0)
-    assert peer.merge.lost_tokens == 0
+def test_send_counted_before_the_fork_is_not_lost_with_it(sent: Peer) -> None:
+    sent.record(0, 4, mine=4)
+    resync(sent, since=0)
+    assert sent.merge.lost_tokens == 0
 
 
 def test_state_that_is_many_records_ahead_ages_what_is_unsent_or_undone_by_as_many() -> None:

@@ -13,11 +13,6 @@ from tests.peer.loops import Loop, manifest
 STEP_TOKENS = 16
 
 
-@pytest.fixture(autouse=True)
-def one_thread() -> None:
-    torch.set_num_threads(1)
-
-
 @pytest.fixture(params=[0, 1], ids=["head", "member"])
 def loop(tmp_path: Path, request: pytest.FixtureRequest) -> Loop:
     return Loop(tmp_path, manifest(stages=2), stage=request.param)

@@ -49,13 +49,6 @@ def test_equals_the_plain_loop_bit_for_bit_over_ten_steps(dtype: torch.dtype) ->
         average = average * -0.9
 
 
-def test_one_step_by_hand() -> None:
-    # buf = 0.5 * 2 + 4 = 5;  d = 4 + 0.5 * 5 = 6.5;  A = 10 - 0.25 * 6.5 = 8.375
-    anchor, buffer = torch.tensor([10.0]), torch.tensor([2.0])
-    OuterStep(0.25, 0.5).apply(anchor, buffer, torch.tensor([4.0]), anchor, buffer)
-    assert (anchor.item(), buffer.item()) == (8.375, 5.0)
-
-
 def test_without_momentum_it_is_plain_sgd_and_the_buffer_holds_the_average() -> None:
     anchor, buffer, average = vectors(64)
     out_anchor, out_buffer = torch.empty(64), torch.empty(64)
@@ -64,38 +57,19 @@ def test_without_momentum_it_is_plain_sgd_and_the_buffer_holds_the_average() -> 
     assert torch.equal(out_buffer, average)
 
 
-@pytest.mark.parametrize("chunk", [1, 7, 64, 1000, 1 << 20])
-def test_chunks_change_no_bit(monkeypatch: pytest.MonkeyPatch, chunk: int) -> None:
-    numel = 1000 + 3
-    step = OuterStep(0.7, 0.9)
-    anchor, buffer, average = vectors(numel)
-    whole = [
-        torch.tensor(values, dtype=torch.float32)
-        for values in plain_loop(step, anchor, buffer, average)
-    ]
-    monkeypatch.setattr(outer_step, "CHUNK_VALUES", chunk)
+def test_a_vector_of_many_chunks_is_stepped_as_a_whole_and_inputs_beside_stay_as_they_were() -> (
+    None
+):
+    numel = 3 * outer_step.CHUNK_VALUES + 7
+    inputs = anchor, buffer, average = vectors(numel)
+    before = [tensor.clone() for tensor in inputs]
     out_anchor, out_buffer = torch.empty(numel), torch.empty(numel)
-    step.apply(anchor, buffer, average, out_anchor, out_buffer)
-    assert torch.equal(out_anchor, whole[0])
-    assert torch.equal(out_buffer, whole[1])
-
-
-def test_a_fused_step_would_differ_so_the_comparison_has_teeth() -> None:
-    anchor, _, average = vectors(1 << 12)
-    zero = torch.zeros(1 << 12)
-    out = torch.empty(1 << 12)
-    OuterStep(0.7, 0.0).apply(anchor, zero, average, out, torch.empty(1 << 12))
-    learning_rate = np.float32(0.7).astype(np.float64)
-    fused = (anchor.double() - float(learning_rate) * average.double()).float()
-    assert not torch.equal(out, fused)
-
-
-def test_outputs_beside_the_inputs_leave_the_inputs_untouched() -> None:
-    anchor, buffer, average = vectors(200)
-    before = [tensor.clone() for tensor in (anchor, buffer, average)]
-    OuterStep(0.7, 0.5).apply(anchor, buffer, average, torch.empty(200), torch.empty(200))
-    for tensor, kept in zip((anchor, buffer, average), before, strict=True):
-        assert torch.equal(tensor, kept)
+    OuterStep(0.7, 0.9).apply(anchor, buffer, average, out_anchor, out_buffer)
+    whole = buffer * torch.tensor(0.9) + average
+    assert torch.equal(out_buffer, whole)
+    direction = average + whole * torch.tensor(0.9)
+    assert torch.equal(out_anchor, anchor - direction * torch.tensor(0.7))
+    assert all(map(torch.equal, inputs, before))
 
 
 def test_refuses_vectors_that_do_not_fit() -> None:

@@ -21,6 +21,7 @@ from dilocox.pipeline.frames import Frame
 from dilocox.pipeline.head import Head
 from dilocox.pipeline.messages import Stepped
 from dilocox.pipeline.reservation import Reservation
+from tests.peer.clocks import TestClock
 from tests.peer.loops import ME, Loop, manifest
 
 STEP_TOKENS = 16
@@ -28,22 +29,8 @@ HELD_OUT = torch.arange(4 * 9).reshape(4, 9)
 
 
 @pytest.fixture(autouse=True)
-def one_thread() -> None:
-    torch.set_num_threads(1)
-
-
-class Clock:
-    """time.monotonic as the test turns it."""
-
-    now = 1000.0
-
-    def monotonic(self) -> float:
-        return self.now
-
-
-@pytest.fixture(autouse=True)
-def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    clock = Clock()
+def clock(monkeypatch: pytest.MonkeyPatch) -> TestClock:
+    clock = TestClock()
     monkeypatch.setattr(roles, "time", clock)
     return clock
 
@@ -175,7 +162,7 @@ def losses(led: Leader) -> list[tuple[int, float]]:
 # ---- the replica ---------------------------------------------------------------------------------
 @pytest.mark.usefixtures("no_chance")
 def test_a_head_without_replica_tries_now_and_then_and_says_what_is_missing(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, clock: Clock
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, clock: TestClock
 ) -> None:
     led = leader(Loop(tmp_path, manifest(stages=2)))
     led.head.members = ()
@@ -195,7 +182,7 @@ def test_a_head_without_replica_tries_now_and_then_and_says_what_is_missing(
     assert len(led.head.fed) == 1
     progress = led.loop.fake.status
     assert (progress.blocked, progress.head, progress.members) == ("", ME, (ME, "a"))
-    assert caplog.text.count("is not complete") == 1
+    assert caplog.text.count("waiting for a complete replica") == 1
 
 
 @pytest.fixture
@@ -334,7 +321,7 @@ def test_an_evaluation_that_came_to_nothing_is_tried_again(led: Leader) -> None:
     assert losses(led)[1:] == [(0, 1.0)]
 
 
-def timed(folder: Path, clock: Clock, *, evaluation_s: float, step_s: float) -> Leader:
+def timed(folder: Path, clock: TestClock, *, evaluation_s: float, step_s: float) -> Leader:
     """A head whose evaluations and inner steps take so long."""
     led = leader(Loop(folder, manifest(stages=2)))
     step, evaluate = led.head.step, led.head.evaluate
@@ -353,7 +340,7 @@ def timed(folder: Path, clock: Clock, *, evaluation_s: float, step_s: float) -> 
 
 @pytest.mark.parametrize("round_steps", [20, 400])
 def test_validation_takes_half_a_percent_of_the_time_however_short_the_rounds(
-    tmp_path: Path, clock: Clock, round_steps: int
+    tmp_path: Path, clock: TestClock, round_steps: int
 ) -> None:
     evaluation_s, step_s, rounds = 0.8, 0.5, 8000 // round_steps
     led = timed(tmp_path, clock, evaluation_s=evaluation_s, step_s=step_s)
@@ -370,7 +357,7 @@ def test_validation_takes_half_a_percent_of_the_time_however_short_the_rounds(
     assert max(b - a for a, b in pairwise(evaluated)) <= per_loss + 2
 
 
-def test_nothing_is_evaluated_before_the_first_inner_step(tmp_path: Path, clock: Clock) -> None:
+def test_nothing_is_evaluated_before_the_first_inner_step(tmp_path: Path, clock: TestClock) -> None:
     led = timed(tmp_path, clock, evaluation_s=0.8, step_s=0.5)
     led.head.steps.append(None)  # a member was lost in it
     led.role.turn()
@@ -380,7 +367,7 @@ def test_nothing_is_evaluated_before_the_first_inner_step(tmp_path: Path, clock:
 
 
 def test_an_anchor_that_cannot_be_evaluated_yet_is_as_soon_as_there_is_time(
-    tmp_path: Path, clock: Clock
+    tmp_path: Path, clock: TestClock
 ) -> None:
     led = timed(tmp_path, clock, evaluation_s=0.8, step_s=10.0)
     led.role.turn()
@@ -392,7 +379,7 @@ def test_an_anchor_that_cannot_be_evaluated_yet_is_as_soon_as_there_is_time(
 
 
 def test_the_runs_last_loss_is_evaluated_whether_there_is_time_or_not(
-    tmp_path: Path, clock: Clock
+    tmp_path: Path, clock: TestClock
 ) -> None:
     led = timed(tmp_path, clock, evaluation_s=0.8, step_s=0.5)
     led.role.turn()
@@ -432,7 +419,7 @@ def test_at_the_end_nobody_waits_for_a_loss_that_will_not_come(led: Leader, why:
 
 
 def test_the_wait_for_the_last_loss_has_an_end(
-    led: Leader, clock: Clock, monkeypatch: pytest.MonkeyPatch
+    led: Leader, clock: TestClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(roles, "LAST_LOSS_PAUSE_S", 0.0)
     merged(led, 0, mine=True)

@@ -19,36 +19,19 @@ from dilocox.peer.rounds.round_clock import (
     newest_credible,
     quorum,
 )
+from tests.pipeline.swarms import bell_record, replica_record
 
 R = 7
 
 
-def bell(finished_at: float, round_s: float = 40.0, times: tuple[float, float] | None = None):
-    send_after, scheduled_at = times or (None, None)
-    return BellRecord(
-        round=R,
-        finished_at=finished_at,
-        round_s=round_s,
-        tokens=1000,
-        send_after=send_after,
-        scheduled_at=scheduled_at,
-    )
+def bell(
+    finished_at: float, round_s: float = 40.0, times: tuple[float, float] | None = None
+) -> BellRecord:
+    return bell_record(finished_at, times, round=R, round_s=round_s)
 
 
 def replica(step_s: float = 1.0, round_number: int = R) -> ReplicaRecord:
-    return ReplicaRecord(
-        members=("a",),
-        epoch=0,
-        round=round_number,
-        inner_step=3,
-        step_s=step_s,
-        tokens_per_s=100.0,
-        train_loss=None,
-        val_loss=None,
-        val_round=-1,
-        codec="bf16",
-        last_fault="",
-    )
+    return replica_record("a", round=round_number, step_s=step_s)
 
 
 def view(bells: dict[str, BellRecord], heads: str = "abc", step_s: float = 1.0) -> RoundView:

@@ -8,6 +8,7 @@ from dilocox.dht.records import BellRecord, ReplicaRecord
 from dilocox.dht.swarm_view import SwarmView
 from dilocox.peer.rounds.round_clock import RoundKeeper
 from tests.peer.clocks import TestClock
+from tests.pipeline.swarms import bell_record, replica_record
 
 VIEW = SwarmView(me="me")
 NOW = 100.0
@@ -19,65 +20,39 @@ def keeper_of(clock: TestClock | None = None, *, first: int = 0) -> RoundKeeper:
 
 
 def replica(inner_step: int, *members: str) -> ReplicaRecord:
-    return ReplicaRecord(
-        members=members or ("me",),
-        epoch=0,
-        round=0,
-        inner_step=inner_step,
-        step_s=0.1,
-        tokens_per_s=1.0,
-        train_loss=None,
-        val_loss=None,
-        val_round=-1,
-        codec="",
-        last_fault="",
-    )
+    return replica_record(*members, inner_step=inner_step, step_s=0.1)
 
 
-def bell(
-    finished_at: float, times: tuple[float, float] | None = None, round_number: int = 0
-) -> BellRecord:
-    send_after, scheduled_at = times or (None, None)
-    return BellRecord(
-        round=round_number,
-        finished_at=finished_at,
-        round_s=40.0,
-        tokens=1000,
-        send_after=send_after,
-        scheduled_at=scheduled_at,
-    )
-
-
-def follow(keeper: RoundKeeper, inner_step: int, *, undecided: bool, now: float = NOW) -> bool:
+def follow(
+    keeper: RoundKeeper,
+    inner_step: int,
+    view: SwarmView = VIEW,
+    *,
+    undecided: bool = False,
+    now: float = NOW,
+) -> bool:
     """Whether the head has rung after another look."""
-    keeper.follow(
-        VIEW,
-        replica(inner_step),
-        now,
-        head="me",
-        inner_steps=10,
-        tokens=1,
-        undecided=undecided,
-    )
+    own = replica(inner_step)
+    keeper.follow(view, own, now, head="me", inner_steps=10, tokens=1, undecided=undecided)
     return bool(keeper.bells)
 
 
 # ---- heads ---------------------------------------------------------------------------------------
 def test_a_head_rings_after_its_inner_steps() -> None:
     keeper = keeper_of()
-    assert not follow(keeper, 9, undecided=False)
-    assert follow(keeper, 10, undecided=False)
+    assert not follow(keeper, 9)
+    assert follow(keeper, 10)
 
 
 def test_a_head_does_not_ring_while_its_last_send_is_undecided() -> None:
     keeper = keeper_of()
     assert not follow(keeper, 25, undecided=True)
-    assert follow(keeper, 26, undecided=False)
+    assert follow(keeper, 26)
 
 
 def test_a_send_that_becomes_undecided_does_not_take_a_bell_back() -> None:
     keeper = keeper_of()
-    assert follow(keeper, 10, undecided=False)
+    assert follow(keeper, 10)
     assert follow(keeper, 11, undecided=True)
 
 
@@ -85,11 +60,13 @@ def test_a_head_that_has_rung_sends_once_the_time_of_the_group_is_known() -> Non
     keeper = keeper_of()
     two = {"me": replica(10), "other": replica(5)}
     view = SwarmView(me="me", replicas=two)
-    keeper.follow(view, replica(10), NOW, head="me", inner_steps=10, tokens=1, undecided=False)
+    follow(keeper, 10, view)
     assert keeper.bells
     assert keeper.send_due(NOW) is None  # of two, two make the quorum
-    late = SwarmView(me="me", replicas=two, bells={0: {"other": bell(NOW, (NOW + 9, NOW + 12))}})
-    keeper.follow(late, replica(11), NOW, head="me", inner_steps=10, tokens=1, undecided=False)
+    late = SwarmView(
+        me="me", replicas=two, bells={0: {"other": bell_record(NOW, (NOW + 9, NOW + 12))}}
+    )
+    follow(keeper, 11, late)
     assert keeper.send_due(NOW) is not None
 
 
@@ -109,21 +86,21 @@ def look(keeper: RoundKeeper, head: str, bells: dict[str, BellRecord]) -> bool:
 def test_who_leads_no_replica_never_rings(head: str) -> None:
     keeper = keeper_of()
     assert not look(keeper, head, {})
-    assert not look(keeper, head, {"h": bell(NOW), "g": bell(NOW)})
+    assert not look(keeper, head, {"h": bell_record(NOW), "g": bell_record(NOW)})
     assert not keeper.bells
 
 
 def test_a_member_sends_when_its_head_has_rung_and_the_group_has_a_time() -> None:
     keeper = keeper_of()
-    look(keeper, "h", {"h": bell(NOW)})
+    look(keeper, "h", {"h": bell_record(NOW)})
     assert keeper.send_due(NOW) is None  # no time yet
-    look(keeper, "h", {"h": bell(NOW), "g": bell(NOW, TIMES)})
+    look(keeper, "h", {"h": bell_record(NOW), "g": bell_record(NOW, TIMES)})
     assert keeper.send_due(NOW) == (0, TIMES[1])
 
 
 def test_a_member_whose_head_is_late_sends_only_at_the_end_of_the_grace() -> None:
     keeper = keeper_of()
-    look(keeper, "h", {"g": bell(NOW, TIMES)})
+    look(keeper, "h", {"g": bell_record(NOW, TIMES)})
     assert keeper.send_due(NOW) is None
     assert keeper.send_due(TIMES[0] - 0.1) is None
     assert keeper.send_due(TIMES[0]) == (0, TIMES[1])
@@ -131,28 +108,28 @@ def test_a_member_whose_head_is_late_sends_only_at_the_end_of_the_grace() -> Non
 
 def test_a_peer_in_no_replica_sends_as_soon_as_the_time_is_known() -> None:
     keeper = keeper_of()
-    look(keeper, "", {"h": bell(NOW)})
+    look(keeper, "", {"h": bell_record(NOW)})
     assert keeper.send_due(NOW) is None
-    look(keeper, "", {"h": bell(NOW), "g": bell(NOW, TIMES)})
+    look(keeper, "", {"h": bell_record(NOW), "g": bell_record(NOW, TIMES)})
     assert keeper.send_due(NOW) == (0, TIMES[1])
 
 
 def test_a_member_that_lost_its_replica_waits_for_no_heads_bell() -> None:
     keeper = keeper_of()
-    look(keeper, "h", {"g": bell(NOW, TIMES)})
+    look(keeper, "h", {"g": bell_record(NOW, TIMES)})
     assert keeper.send_due(NOW) is None
-    look(keeper, "", {"g": bell(NOW, TIMES)})
+    look(keeper, "", {"g": bell_record(NOW, TIMES)})
     assert keeper.send_due(NOW) == (0, TIMES[1])
 
 
 def test_in_the_next_round_the_bells_of_the_last_one_are_forgotten() -> None:
     keeper = keeper_of()
-    look(keeper, "h", {"h": bell(NOW, TIMES)})
+    look(keeper, "h", {"h": bell_record(NOW, TIMES)})
     assert keeper.send_due(NOW) is not None
     keeper.end(0)
     assert keeper.round == 1
     assert keeper.send_due(NOW + 1000) is None
-    look(keeper, "h", {"h": bell(NOW, TIMES)})
+    look(keeper, "h", {"h": bell_record(NOW, TIMES)})
     assert keeper.send_due(NOW + 1000) is None
 
 
@@ -174,7 +151,7 @@ def test_the_time_of_a_group_stands_though_the_bell_that_told_it_has_expired() -
     """A round of an hour has a grace of fifteen minutes, and its bells live for half a minute."""
     keeper = keeper_of()
     far = (NOW + 600, NOW + 640)
-    look(keeper, "h", {"g": bell(NOW, far)})
+    look(keeper, "h", {"g": bell_record(NOW, far)})
     look(keeper, "h", {})
     assert keeper.send_due(NOW + 599) is None
     assert keeper.send_due(NOW + 600) == (0, far[1])
@@ -183,18 +160,18 @@ def test_the_time_of_a_group_stands_though_the_bell_that_told_it_has_expired() -
 def test_a_bell_that_has_expired_still_counts_for_the_quorum() -> None:
     keeper = keeper_of()
     two = {"me": replica(10), "other": replica(5)}
-    view = SwarmView(me="me", replicas=two, bells={0: {"other": bell(NOW)}})
-    keeper.follow(view, replica(5), NOW, head="me", inner_steps=10, tokens=1, undecided=False)
+    view = SwarmView(me="me", replicas=two, bells={0: {"other": bell_record(NOW)}})
+    follow(keeper, 5, view)
     view = SwarmView(me="me", replicas=two)
-    keeper.follow(view, replica(10), NOW, head="me", inner_steps=10, tokens=1, undecided=False)
+    follow(keeper, 10, view)
     assert keeper.send_due(NOW) is not None
 
 
 def test_a_head_that_has_gone_on_keeps_its_bell_alive_until_the_group_has_met() -> None:
     keeper = keeper_of()
     three = {"me": replica(10), "other": replica(5), "slow": replica(1)}
-    view = SwarmView(me="me", replicas=three, bells={0: {"other": bell(NOW)}})
-    keeper.follow(view, replica(10), NOW, head="me", inner_steps=10, tokens=1, undecided=False)
+    view = SwarmView(me="me", replicas=three, bells={0: {"other": bell_record(NOW)}})
+    follow(keeper, 10, view)
     due = keeper.send_due(NOW)
     assert due is not None
     keeper.end(0)
@@ -208,12 +185,12 @@ def test_a_head_that_has_gone_on_keeps_its_bell_alive_until_the_group_has_met() 
 
 def test_who_has_sent_hears_that_its_group_meets_earlier() -> None:
     keeper = keeper_of()
-    look(keeper, "", {"g": bell(NOW, (NOW + 100, NOW + 200))})
+    look(keeper, "", {"g": bell_record(NOW, (NOW + 100, NOW + 200))})
     keeper.end(0)
     assert keeper.meets_at(0) == NOW + 200
-    look(keeper, "", {"g": bell(NOW, (NOW + 20, NOW + 50))})
+    look(keeper, "", {"g": bell_record(NOW, (NOW + 20, NOW + 50))})
     assert keeper.meets_at(0) == NOW + 50
-    look(keeper, "", {"g": bell(NOW, (NOW + 100, NOW + 300))})
+    look(keeper, "", {"g": bell_record(NOW, (NOW + 100, NOW + 300))})
     assert keeper.meets_at(0) == NOW + 50
 
 
@@ -221,8 +198,10 @@ def test_a_head_tells_the_time_that_another_one_found() -> None:
     """Should that one be gone, those who have not heard it learn it from here."""
     keeper = keeper_of()
     two = {"me": replica(10), "other": replica(10)}
-    view = SwarmView(me="me", replicas=two, bells={0: {"other": bell(NOW, (NOW + 1, NOW + 2))}})
-    keeper.follow(view, replica(10), NOW, head="me", inner_steps=10, tokens=1, undecided=False)
+    view = SwarmView(
+        me="me", replicas=two, bells={0: {"other": bell_record(NOW, (NOW + 1, NOW + 2))}}
+    )
+    follow(keeper, 10, view)
     assert [each.scheduled_at for each in keeper.bells] == [NOW + 2]
 
 
@@ -245,7 +224,7 @@ def test_a_run_that_rests_is_not_listened_to_for_bells() -> None:
     clock = TestClock()
     keeper = keeper_of(clock)
     clock.now += 160.0
-    assert follow(keeper, 10, undecided=False), "it rang before the pause"
+    assert follow(keeper, 10), "it rang before the pause"
     assert keeper.look_s(resting=True) == float("inf")
 
 

@@ -11,7 +11,6 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
-import torch
 
 from dilocox.dht.swarm_view import SwarmView
 from dilocox.peer.training import roles
@@ -21,16 +20,12 @@ from dilocox.pipeline.frames import Frame
 from dilocox.pipeline.member import Follower, Member
 from dilocox.pipeline.messages import Stepped
 from dilocox.pipeline.reservation import Assignment, Reservation
+from tests.peer.clocks import TestClock
 from tests.peer.loops import ME, Loop, manifest
 from tests.pipeline.swarms import stage_record
 
 HEAD = "h"
 STEPPED = Stepped(step=4, loss=2.5, skipped=False)
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> None:
-    torch.set_num_threads(1)
 
 
 class FakeFollower:
@@ -130,36 +125,37 @@ def test_the_head_that_it_serves_is_shown_and_announced(served: Server) -> None:
     assert served.loop.fake.told == [("announce",), ("announce",)]
 
 
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> TestClock:
+    clock = TestClock()
+    monkeypatch.setattr(roles, "time", clock)
+    return clock
+
+
 def test_inner_steps_count_with_the_time_since_the_last_one(
-    served: Server, monkeypatch: pytest.MonkeyPatch
+    served: Server, clock: TestClock
 ) -> None:
-    now = [5000.0]
-    monkeypatch.setattr(roles, "time", SimpleNamespace(monotonic=lambda: now[0]))
     served.follower.head = HEAD
     served.role.turn()  # the replica begins now
-    now[0] += 2.0
+    clock.now += 2.0
     served.follower.turns.append(lambda: STEPPED)
     served.role.turn()
     meter = served.loop.meter
     assert (meter.inner_step, meter.longest_step_s, meter.train_loss) == (1, 2.0, 2.5)
-    now[0] += 3.0
+    clock.now += 3.0
     served.follower.turns.append(lambda: STEPPED)
     served.role.turn()
     assert (meter.inner_step, meter.longest_step_s) == (2, 3.0)
     assert served.loop.model.merge.tokens == 2 * 16
 
 
-def test_time_in_no_replica_makes_no_inner_step_long(
-    served: Server, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    now = [5000.0]
-    monkeypatch.setattr(roles, "time", SimpleNamespace(monotonic=lambda: now[0]))
+def test_time_in_no_replica_makes_no_inner_step_long(served: Server, clock: TestClock) -> None:
     for _ in range(2):
-        now[0] += 600.0  # a spare for ten minutes
+        clock.now += 600.0  # a spare for ten minutes
         served.role.turn()
     served.follower.head = HEAD
     served.role.turn()
-    now[0] += 1.0
+    clock.now += 1.0
     served.follower.turns.append(lambda: STEPPED)
     served.role.turn()
     assert served.loop.meter.longest_step_s == 1.0

@@ -3,29 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import pytest
 
-from dilocox.dht.records import ClaimRecord, StageRecord
+from dilocox.dht.records import ClaimRecord
 from dilocox.dht.swarm_view import SwarmView
-
-
-def stage(state: Any, tokens: int = 0) -> StageRecord:
-    return StageRecord(
-        state=state,
-        round=1,
-        inner_steps=100,
-        digest="d",
-        replica="",
-        tokens=tokens,
-        tokens_per_s=1.0,
-        client_mode=False,
-        voids=0,
-        version="1",
-        addresses=(),
-        blocked="",
-    )
+from tests.pipeline.swarms import stage_record
 
 
 def claim(round_number: int, digest: str, chain_tokens: int = 0) -> ClaimRecord:
@@ -38,11 +21,11 @@ def test_counted_are_those_that_train_or_hold_unsent_tokens_and_oneself() -> Non
     view = SwarmView(
         me="m",
         stage={
-            "z": stage("training"),
-            "joins": stage("joining"),
-            "spare": stage("spare"),
-            "busy spare": stage("spare", tokens=5),
-            "left": stage("left"),
+            "z": stage_record("training"),
+            "joins": stage_record("joining"),
+            "spare": stage_record("spare"),
+            "busy spare": stage_record("spare", tokens=5),
+            "left": stage_record("left"),
         },
     )
     assert view.counted() == ("busy spare", "m", "z")
@@ -102,7 +85,10 @@ def test_a_round_is_held_by_some_when_one_of_them_claims_it(kept: list[int], hel
 
 def test_a_peer_that_only_dials_out_asks_those_that_can_be_reached() -> None:
     def view(client_mode: bool) -> SwarmView:
-        shut, own = stage("training"), replace(stage("spare"), client_mode=client_mode)
+        shut, own = (
+            stage_record("training"),
+            replace(stage_record("spare"), client_mode=client_mode),
+        )
         peers = {"me": own, "shut": replace(shut, client_mode=True), "open": shut}
         return SwarmView(me="me", stage=peers)
 

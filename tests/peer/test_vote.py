@@ -10,7 +10,6 @@ from itertools import combinations, permutations, product
 import pytest
 
 from dilocox.peer.rounds.vote import (
-    EXCLUSION_WORK,
     AloneWatch,
     Decision,
     Verdict,
@@ -125,24 +124,15 @@ def patterns(size: int, *, one_way: bool) -> list[frozenset[tuple[int, int]]]:
     ]
 
 
-@pytest.mark.parametrize("one_way, cases", [(False, 8), (True, 64)])
-def test_no_cut_pattern_of_three_members_commits_on_one_and_voids_on_another(
-    one_way: bool, cases: int
+@pytest.mark.parametrize(
+    "size, one_way, cases", [(3, False, 8), (3, True, 64), (4, False, 64), (4, True, 4096)]
+)
+def test_no_cut_pattern_commits_on_one_member_and_voids_on_another(
+    size: int, one_way: bool, cases: int
 ) -> None:
-    lost_patterns = patterns(3, one_way=one_way)
+    lost_patterns = patterns(size, one_way=one_way)
     assert len(lost_patterns) == cases
-    for cast in product("12x-", repeat=3):
-        for lost in lost_patterns:
-            assert not {COMMITTED, VOID} <= verdicts_under("".join(cast), lost)
-
-
-@pytest.mark.parametrize("one_way, cases", [(False, 64), (True, 4096)])
-def test_no_cut_pattern_of_four_members_commits_on_one_and_voids_on_another(
-    one_way: bool, cases: int
-) -> None:
-    lost_patterns = patterns(4, one_way=one_way)
-    assert len(lost_patterns) == cases
-    for cast in {"".join(sorted(cast)) for cast in product("12x-", repeat=4)}:
+    for cast in {"".join(sorted(cast)) for cast in product("12x-", repeat=size)}:
         for lost in lost_patterns:  # all patterns stand for all orders of the same votes
             assert not {COMMITTED, VOID} <= verdicts_under(cast, lost)
 
@@ -158,20 +148,6 @@ def test_no_cut_pattern_splits_members_who_lose_means_and_votes_alike(size: int)
         assert not {COMMITTED, VOID} <= verdicts
         committed += COMMITTED in verdicts
     assert committed > 1  # also where something was cut
-
-
-def test_the_rule_that_all_in_sight_agree_would_split_so_the_patterns_have_teeth() -> None:
-    def naive(seen: str) -> Verdict:
-        return COMMITTED if set(seen) <= {"1", "-"} else VOID
-
-    splits = 0
-    for lost in patterns(3, one_way=True):
-        seen = [
-            "".join("-" if (v, reader) in lost else "11x"[v] for v in range(3))
-            for reader in range(3)
-        ]
-        splits += len({naive(view) for view in seen}) > 1
-    assert splits > 0
 
 
 # ---- whom a retry leaves out -------------------------------------------------------------------
@@ -235,10 +211,9 @@ def test_exclusion_of_a_large_group_in_pieces_is_bounded_and_still_covers() -> N
     aborts = [abort(peer, *chance.sample(peers, 6)) for peer in peers]
     started = time.process_time()
     left_out = set(exclusion(aborts, peers[:5]))
-    assert time.process_time() - started < 10  # EXCLUSION_WORK sets, not 2 ** 64
+    assert time.process_time() - started < 10  # and not 2 ** 64 sets
     assert all(vote.voter in left_out or set(vote.missed) <= left_out for vote in aborts)
     assert len(left_out) < len(peers)
-    assert EXCLUSION_WORK > 2**12
 
 
 # ---- who must be there -------------------------------------------------------------------------

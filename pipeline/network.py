@@ -28,6 +28,7 @@ from dilocox.dht.node import RunDHT, daemon_address
 from dilocox.pipeline.frames import Frame, FrameLimits, encode_prefix_and_header
 from dilocox.pipeline.link import (
     FLUSH_S,
+    INBOX_BYTES,
     Answer,
     Broken,
     Inbox,
@@ -39,7 +40,7 @@ from dilocox.pipeline.link import (
     Wake,
 )
 from dilocox.pipeline.relayed_requests import RelayedRequests
-from dilocox.pipeline.requests import CLOSING_S, RequestServer, Unreachable
+from dilocox.pipeline.requests import CLOSING_S, RequestServer, StrangerLimits, Unreachable
 
 logger = logging.getLogger(__name__)
 
@@ -52,7 +53,7 @@ CLOSE_LIMIT_S = 3.0
 DIAL_PAUSE_S = 0.1
 MARGIN_S = 1.0  # beyond a request's own limit, for a busy network thread
 OPENING_S = 8.0
-MAX_QUEUED = 4096  # frames of one link, to be sent or to be taken
+MAX_QUEUED = 4096
 
 
 class Network:
@@ -64,7 +65,9 @@ class Network:
     letters, relays: see requests.py; used in the network thread.
     limits: what the tensors of links may be. silence_s: after so long without a byte a link is
     broken. opening_s: one that does not stand after so long (or silence_s) is missing; the
-    neighbour may have to finish a piece of work first.
+    neighbour may have to finish a piece of work first. max_queued: frames of one link, to be sent
+    or to be taken. inbox_bytes: what one link may leave in the inbox, at least four of its largest
+    frames. strangers: what streams of others may take before they are links.
     """
 
     def __init__(
@@ -80,6 +83,8 @@ class Network:
         relays: Callable[[str], Sequence[str]] = lambda _: (),
         opening_s: float = OPENING_S,
         max_queued: int = MAX_QUEUED,
+        inbox_bytes: int = INBOX_BYTES,
+        strangers: StrangerLimits | None = None,
     ):
         self.inbox = Inbox()
         self._dht = dht
@@ -88,6 +93,7 @@ class Network:
         self._opening_s = opening_s
         self._admits = admits
         self._max_queued = max_queued
+        self._inbox_bytes = inbox_bytes
         self._traffic = Traffic()
         self._server = RequestServer(
             f"dilocox.{run}.replica",
@@ -96,6 +102,7 @@ class Network:
             answer=answer,
             welcome=self._welcome,
             relays=relays,
+            limits=strangers or StrangerLimits(),
         )
         self._links: dict[LinkKey, Link] = {}
         self._lock = threading.Lock()  # of the table; a link itself belongs to the loop
@@ -259,6 +266,7 @@ class Network:
             silence_s=self._silence_s,
             opening_s=max(self._silence_s, self._opening_s),
             max_queued=self._max_queued,
+            inbox_bytes=self._inbox_bytes,
             expected=hello is None,
         )
         with self._lock:

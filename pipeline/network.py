@@ -44,8 +44,6 @@ from dilocox.pipeline.requests import CLOSING_S, RequestServer, StrangerLimits, 
 
 logger = logging.getLogger(__name__)
 
-__all__ = ["Answer", "Network", "Unreachable"]
-
 T = TypeVar("T")
 
 START_LIMIT_S = 20.0
@@ -164,7 +162,7 @@ class Network:
     @property
     def refused(self) -> Counter[str]:
         """How many frames and streams were refused, by kind."""
-        return Counter(self._traffic.refused.copy())
+        return self._traffic.refused.copy()
 
     def round_trips_s(self) -> dict[str, float]:
         """Seconds to each neighbour and back, by side; of links that stand and were measured."""

@@ -12,8 +12,7 @@ import pytest
 
 from dilocox.pipeline.frames import Frame, encode_prefix_and_header
 from dilocox.pipeline.link import Arrived, Broken, Opened, Wake
-from dilocox.pipeline.network import Unreachable
-from dilocox.pipeline.requests import StrangerLimits
+from dilocox.pipeline.requests import StrangerLimits, Unreachable
 from tests.pipeline.neighbours import (
     PING,
     REPLICA,

@@ -9,8 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from dilocox.pipeline.frames import Frame
-from dilocox.pipeline.network import Unreachable
-from dilocox.pipeline.requests import StrangerLimits
+from dilocox.pipeline.requests import StrangerLimits, Unreachable
 from tests.pipeline.neighbours import (
     PING,
     Node,

@@ -177,15 +177,6 @@ class TestTheInnerStep:
         alone.member.work()
         assert alone.sent[-1][1].codec == "int8"
 
-    def test_go_that_says_skip_leaves_the_weights_alone(self, alone: Alone) -> None:
-        alone.compute()
-        before = alone.weights()
-        stepped = alone.hear("upper", "go", facts=go_facts(factor=math.nan, loss=math.nan))
-        assert isinstance(stepped, Stepped)
-        assert stepped.skipped
-        assert all(torch.equal(a, b) for a, b in zip(alone.weights(), before, strict=True))
-        assert alone.peer.clean
-
     @pytest.mark.parametrize(
         ("computed", "done", "takes"),
         [

@@ -9,7 +9,7 @@ import pytest
 from dilocox.dht.records import StageRecord
 from dilocox.pipeline.frames import Frame
 from dilocox.pipeline.messages import Fault
-from dilocox.pipeline.recruiting import AVOID_S, SAME_LINK_S, UNBOUNDED, Recruiter, Replica
+from dilocox.pipeline.recruiting import AVOID_S, UNBOUNDED, Recruiter, Replica
 from dilocox.pipeline.reservation import Assignment, Reservation
 from tests.pipeline.swarms import stage_record
 from tests.pipeline.wires import LIMITS, Box, Wires
@@ -235,24 +235,6 @@ class TestMissing:
         del ours.members[1]
         assert town.recruit(ours) == ""
         assert ours.members[1] == "one"
-
-    @pytest.mark.parametrize("fault", [(2, 1), (1, 2)])
-    def test_a_link_is_forgiven_once_then_its_lower_peer_goes(
-        self, town: Town, fault: tuple[int, int]
-    ) -> None:
-        ours = self.standing(town)
-        assert town.recruiter.missing(ours, self.fault(1, 0)) == set()
-        assert town.recruiter.missing(ours, self.fault(*fault)) == set()
-        town.wires.now += SAME_LINK_S - 1
-        assert town.recruiter.missing(ours, self.fault(*fault)) == {2}
-        del ours.members[2]
-        assert town.recruit(ours) == "stage 2 has no free peer (1 failed lately)"
-
-    def test_much_later_it_is_forgiven_again(self, town: Town) -> None:
-        ours = self.standing(town)
-        for _ in range(3):
-            assert town.recruiter.missing(ours, self.fault(2, 1)) == set()
-            town.wires.now += SAME_LINK_S
 
     def test_a_head_never_gives_up_itself(self, town: Town) -> None:
         ours = self.standing(town)

@@ -52,13 +52,16 @@ def run_bootstrap(
     stop_event: threading.Event,
     on_ready: Callable[[Invite], None],
     beside: Callable[[RunDHT, Swarm], Companion] | None = None,
+    look_s: float = WATCH_PERIOD_S,
+    refresh_s: float = MANIFEST_REFRESH_S,
 ) -> None:
     """Serve the DHT and keep the signed manifest alive in it until `stop_event` is set.
 
     `others`: addresses of other bootstraps of the run; `alone`: none of them needs to be up.
     `on_ready` gets the invite as soon as a peer can join with it; what `beside` makes then is
-    called until the end. Raises what `keeper.publish` raises at first, and `EnvironmentFault` when
-    the node cannot start or ends by itself.
+    called until the end. `look_s`: seconds between two looks at the node; `refresh_s`: between two
+    renewals of the manifest. Raises what `keeper.publish` raises at first, and `EnvironmentFault`
+    when the node cannot start or ends by itself.
     """
     run, clock = keeper.run, RunClock()
     dht = open_dht(
@@ -84,11 +87,11 @@ def run_bootstrap(
         companion = None if beside is None else beside(dht, swarm)
         published_at = pinged_at = clock.own_time()
         renewals = Renewals()
-        while not stop_event.wait(WATCH_PERIOD_S):
+        while not stop_event.wait(look_s):
             if not dht.running:
                 raise EnvironmentFault("the DHT node has ended: start the bootstrap again")
             now = clock.own_time()
-            if keeper.due or now - published_at > MANIFEST_REFRESH_S:
+            if keeper.due or now - published_at > refresh_s:
                 published_at = now
                 renewals.note(keeper.publish(swarm), now)
             if now - pinged_at > OTHERS_PERIOD_S:

@@ -89,7 +89,7 @@ def relays_between(
     if me in dialled and not client_mode:
         return []
     ways = dial_targets(stages, me, own_stage) if client_mode else dialled
-    known = [each for each in dialled if each in ways] or list(dialled)
+    known = [each for each in dialled if each in ways]  # never empty: both dial the common ones
     return random.sample(known, len(known))  # others at the next try: some may be gone
 
 

@@ -61,6 +61,7 @@ class Head:
         clip: Callable[[float, float], float],
         tell: Callable[..., None],
         stopping: Callable[[], bool],
+        clock: Callable[[], float] = time.monotonic,
     ):
         """What it takes from its owner.
 
@@ -80,6 +81,7 @@ class Head:
         self._clip = clip
         self._tell = tell
         self._stopping = stopping
+        self._clock = clock
         self._replica: Replica | None = None
         self._step = 0
         self._evaluated = 0
@@ -134,11 +136,11 @@ class Head:
 
     def _make_whole(self, vacant: set[int]) -> str:
         """Fill these stages and begin an epoch, again and again; why it failed, or empty."""
-        end = time.monotonic() + HEAL_LIMIT_S
+        end = self._clock() + HEAL_LIMIT_S
         replica = self._held()
         replaced: list[str] = []
         reason = "its members do not come together"
-        while time.monotonic() < end and not self._stopping():
+        while self._clock() < end and not self._stopping():
             for stage in vacant:
                 replaced += [replica.members.pop(stage)] if stage in replica.members else []
             reason = self._recruiter.recruit(replica, vacant) if vacant else ""
@@ -184,8 +186,8 @@ class Head:
         return failed or self._wait_until_ready(replica)
 
     def _wait_until_ready(self, replica: Replica) -> set[int] | None:
-        end = time.monotonic() + READY_LIMIT_S
-        while time.monotonic() < end and not self._stopping():
+        end = self._clock() + READY_LIMIT_S
+        while self._clock() < end and not self._stopping():
             happening = self._next_happening(POLL_S)
             if isinstance(happening, Ready):
                 return None
@@ -208,9 +210,9 @@ class Head:
 
     def _step_once(self, batch: Sequence[Tensor], learning_rate: float) -> Stepped | None:
         member, replica = self._member, self._held()
-        fed, moved_at = 0, time.monotonic()
+        fed, moved_at = 0, self._clock()
         limit_s = max(STALL_LIMIT_S, 10 * len(batch) * member.worker.compute_s)
-        began, give_up = time.monotonic(), math.inf
+        began, give_up = self._clock(), math.inf
         while (totals := member.totals) is None:
             while fed < len(batch) and member.worker.in_flight < replica.window:
                 member.feed(fed, batch[fed])
@@ -218,14 +220,14 @@ class Head:
             worked = member.work()
             happened = self._drain(0.0 if worked else POLL_S)
             if worked or happened:
-                moved_at = time.monotonic()
+                moved_at = self._clock()
             if self._stopping():  # the step in flight is finished, if it is not a long one
-                give_up = min(give_up, time.monotonic() + LAST_STEP_LIMIT_S)
-            if time.monotonic() > give_up:
+                give_up = min(give_up, self._clock() + LAST_STEP_LIMIT_S)
+            if self._clock() > give_up:
                 return None
-            if time.monotonic() - moved_at > limit_s:
+            if self._clock() - moved_at > limit_s:
                 raise Lost(Fault(stage=1, seen_by=0, reason="silent", after_s=limit_s))
-        self.step_s = time.monotonic() - began
+        self.step_s = self._clock() - began
         return self._go(replica, totals, learning_rate)
 
     def _go(self, replica: Replica, totals: Totals, learning_rate: float) -> Stepped:
@@ -265,7 +267,7 @@ class Head:
     # ---- healing ---------------------------------------------------------------------------------
     def _heal(self, fault: Fault, leaving: Collection[int] = ()) -> None:
         """Replace who is missing, or has said that it is leaving; else dissolve the replica."""
-        began, replica = time.monotonic(), self._held()
+        began, replica = self._clock(), self._held()
         vacant = set(leaving) or self._recruiter.missing(replica, fault)
         lost = [replica.members[stage] for stage in vacant]
         if leaving:  # to its own head it would say yes
@@ -286,7 +288,7 @@ class Head:
             self._tell("dissolved", reason=reason)
             self.dissolve()
             return
-        splice_s = time.monotonic() - began
+        splice_s = self._clock() - began
         self._tell(
             "healed",
             stage=stage,
@@ -305,7 +307,7 @@ class Head:
         first = self._evaluated  # numbers go on, so that late answers are told from new ones
         self._evaluated += len(batches)
         losses: dict[int, float] = {}
-        sent, end = 0, time.monotonic() + STALL_LIMIT_S
+        sent, end = 0, self._clock() + STALL_LIMIT_S
         try:
             while len(losses) < len(batches):
                 if sent < len(batches) and sent - len(losses) < self._num_stages:
@@ -319,7 +321,7 @@ class Head:
                     if happening.loss is None:
                         return None
                     losses[happening.batch] = happening.loss
-                if self._stopping() or time.monotonic() > end:
+                if self._stopping() or self._clock() > end:
                     return None
         except Lost as lost:
             self._heal(lost.fault)

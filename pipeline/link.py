@@ -267,7 +267,7 @@ class Stream:
 
 LONGEST_TICK_S = 0.5
 FLUSH_S = 1.0  # what was said just before a link is dropped may still leave
-INBOX_BYTES = 64 * 1024 * 1024  # or four of the largest frames
+INBOX_BYTES = 64 * 1024 * 1024
 ROUND_TRIPS_KEPT = 8
 LONGEST_TIME_S = 1e15  # of a peer's monotonic clock
 
@@ -291,6 +291,7 @@ class Link:
         silence_s: float,
         opening_s: float,
         max_queued: int,
+        inbox_bytes: int,
         expected: bool,
     ):
         self.key = key
@@ -317,7 +318,7 @@ class Link:
         self._room = asyncio.Event()
         self._room.set()
         self.backlog = Backlog(
-            max_bytes=max(INBOX_BYTES, 4 * limits.max_payload), on_room=self._make_room
+            max_bytes=max(inbox_bytes, 4 * limits.max_payload), on_room=self._make_room
         )
 
     # ---- from any thread -------------------------------------------------------------------------

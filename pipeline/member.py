@@ -412,11 +412,13 @@ class Follower:
         network: Asking,
         reservation: Reservation,
         tell: Callable[..., None],
+        clock: Callable[[], float] = time.monotonic,
     ):
         self._member = member
         self._network = network
         self._reservation = reservation
         self._tell = tell
+        self._clock = clock
         self._lost_at: float | None = None
         self._asked_at = 0.0
         self._unanswered = 0
@@ -445,8 +447,8 @@ class Follower:
             return stepped
         worked = self._lost_at is None and self._member.work()
         if worked:
-            self._moved_at = time.monotonic()
-        elif self.head and time.monotonic() - self._moved_at > STALL_LIMIT_S:
+            self._moved_at = self._clock()
+        elif self.head and self._clock() - self._moved_at > STALL_LIMIT_S:
             self._leave("nothing came from its head")
         return self._receive(0.0 if worked else wait_s)
 
@@ -456,7 +458,7 @@ class Follower:
             self._leave("this peer leaves")
 
     def _take_up(self, assignment: Assignment) -> Stepped | None:
-        self._lost_at, self._moved_at = None, time.monotonic()
+        self._lost_at, self._moved_at = None, self._clock()
         stepped = self._member.take_up(assignment)
         self._tell("replica", epoch=assignment.epoch, members=list(assignment.members))
         return stepped
@@ -480,14 +482,14 @@ class Follower:
 
     def _lose(self, fault: Fault) -> None:
         if self._lost_at is None:
-            self._lost_at = time.monotonic()
+            self._lost_at = self._clock()
             self._asked_at = 0.0
             self._unanswered = 0 if fault.stage > 0 else PATIENCE - 1  # it is the head that is lost
             self._tell("lost", stage=fault.stage, reason=fault.reason, after_s=fault.after_s)
 
     def _ask_head(self) -> None:
         """With a neighbour lost: is there still a head that will heal this replica?"""
-        assignment, now = self._member.assignment, time.monotonic()
+        assignment, now = self._member.assignment, self._clock()
         if self._lost_at is None or assignment is None or now - self._asked_at < ASK_S:
             return
         if now - self._lost_at > RESCUE_LIMIT_S:
@@ -495,7 +497,7 @@ class Follower:
             return
         ping = Frame(kind="ping", replica=assignment.replica, epoch=assignment.epoch)
         answer = self._network.request_all({assignment.head: ping}, PING_LIMIT_S)[assignment.head]
-        self._asked_at = time.monotonic()
+        self._asked_at = self._clock()
         if answer is None:
             self._unanswered += 1
             if self._unanswered >= PATIENCE:

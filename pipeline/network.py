@@ -28,6 +28,7 @@ from dilocox.dht.node import RunDHT, daemon_address
 from dilocox.pipeline.frames import Frame, FrameLimits, encode_prefix_and_header
 from dilocox.pipeline.link import (
     FLUSH_S,
+    INBOX_BYTES,
     Answer,
     Broken,
     Inbox,
@@ -39,11 +40,9 @@ from dilocox.pipeline.link import (
     Wake,
 )
 from dilocox.pipeline.relayed_requests import RelayedRequests
-from dilocox.pipeline.requests import CLOSING_S, RequestServer, Unreachable
+from dilocox.pipeline.requests import CLOSING_S, RequestServer, StrangerLimits, Unreachable
 
 logger = logging.getLogger(__name__)
-
-__all__ = ["Answer", "Network", "Unreachable"]
 
 T = TypeVar("T")
 
@@ -52,7 +51,7 @@ CLOSE_LIMIT_S = 3.0
 DIAL_PAUSE_S = 0.1
 MARGIN_S = 1.0  # beyond a request's own limit, for a busy network thread
 OPENING_S = 8.0
-MAX_QUEUED = 4096  # frames of one link, to be sent or to be taken
+MAX_QUEUED = 4096
 
 
 class Network:
@@ -64,7 +63,9 @@ class Network:
     letters, relays: see requests.py; used in the network thread.
     limits: what the tensors of links may be. silence_s: after so long without a byte a link is
     broken. opening_s: one that does not stand after so long (or silence_s) is missing; the
-    neighbour may have to finish a piece of work first.
+    neighbour may have to finish a piece of work first. max_queued: frames of one link, to be sent
+    or to be taken. inbox_bytes: what one link may leave in the inbox, at least four of its largest
+    frames. strangers: what streams of others may take before they are links.
     """
 
     def __init__(
@@ -80,6 +81,8 @@ class Network:
         relays: Callable[[str], Sequence[str]] = lambda _: (),
         opening_s: float = OPENING_S,
         max_queued: int = MAX_QUEUED,
+        inbox_bytes: int = INBOX_BYTES,
+        strangers: StrangerLimits | None = None,
     ):
         self.inbox = Inbox()
         self._dht = dht
@@ -88,6 +91,7 @@ class Network:
         self._opening_s = opening_s
         self._admits = admits
         self._max_queued = max_queued
+        self._inbox_bytes = inbox_bytes
         self._traffic = Traffic()
         self._server = RequestServer(
             f"dilocox.{run}.replica",
@@ -96,6 +100,7 @@ class Network:
             answer=answer,
             welcome=self._welcome,
             relays=relays,
+            limits=strangers or StrangerLimits(),
         )
         self._links: dict[LinkKey, Link] = {}
         self._lock = threading.Lock()  # of the table; a link itself belongs to the loop
@@ -157,7 +162,7 @@ class Network:
     @property
     def refused(self) -> Counter[str]:
         """How many frames and streams were refused, by kind."""
-        return Counter(self._traffic.refused.copy())
+        return self._traffic.refused.copy()
 
     def round_trips_s(self) -> dict[str, float]:
         """Seconds to each neighbour and back, by side; of links that stand and were measured."""
@@ -259,6 +264,7 @@ class Network:
             silence_s=self._silence_s,
             opening_s=max(self._silence_s, self._opening_s),
             max_queued=self._max_queued,
+            inbox_bytes=self._inbox_bytes,
             expected=hello is None,
         )
         with self._lock:

@@ -63,19 +63,26 @@ class Recruiter:
     """
 
     def __init__(
-        self, *, me: str, num_stages: int, network: Asking, records: Callable[[], Records]
+        self,
+        *,
+        me: str,
+        num_stages: int,
+        network: Asking,
+        records: Callable[[], Records],
+        clock: Callable[[], float] = time.monotonic,
     ):
         self.epoch = 0
         self._me = me
         self._num_stages = num_stages
         self._network = network
         self._records = records
+        self._clock = clock
         self._avoid: dict[str, float] = {}
         self._round_trips: dict[str, float] = {}
 
     def recruit(self, replica: Replica, vacant: set[int]) -> str:
         """Reserve a peer for each of these stages, the nearest first; why it failed, or empty."""
-        now = time.monotonic()
+        now = self._clock()
         self._avoid = {peer: until for peer, until in self._avoid.items() if until > now}
         vacancies = Vacancies(
             me=self._me,
@@ -159,7 +166,7 @@ class Recruiter:
         if not gone:
             # Both ends live: the link between them failed. Once is forgiven.
             link = (min(fault.stage, fault.seen_by), max(fault.stage, fault.seen_by))
-            now = time.monotonic()
+            now = self._clock()
             before = replica.broken_links.get(link, -SAME_LINK_S)
             replica.broken_links[link] = now
             if now - before < SAME_LINK_S and link[1] > 0:
@@ -175,7 +182,7 @@ class Recruiter:
 
     def avoid(self, peers: Collection[str]) -> None:
         """Leave these peers alone for a while."""
-        until = time.monotonic() + AVOID_S
+        until = self._clock() + AVOID_S
         for peer in peers:
             self._avoid[peer] = until
             self._round_trips.pop(peer, None)

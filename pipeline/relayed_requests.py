@@ -37,12 +37,23 @@ TAKEN_PER_S, TAKEN_OF_A_BRINGER_PER_S = 500, 50
 
 
 class RelayedRequests:
-    """Those of one peer in one run; lives in one thread. now: run time in seconds."""
+    """Those of one peer in one run; lives in one thread.
 
-    def __init__(self, identity: Identity, run: str, now: Callable[[], float]):
+    now: run time in seconds. max_writers: whose letters are told apart at a time.
+    """
+
+    def __init__(
+        self,
+        identity: Identity,
+        run: str,
+        now: Callable[[], float],
+        *,
+        max_writers: int = MAX_WRITERS,
+    ):
         self._identity = identity
         self._run = run
         self._now = now
+        self._max_writers = max_writers
         self._written = 0
         self._last: dict[str, tuple[int, float]] = {}  # by writer: sequence, until when it counts
         self._second = 0
@@ -90,11 +101,11 @@ class RelayedRequests:
         self._taken[bringer] += 1
 
     def _note(self, writer: str, letter: Envelope) -> None:
-        if len(self._last) >= MAX_WRITERS and writer not in self._last:
+        if len(self._last) >= self._max_writers and writer not in self._last:
             now = self._now()
             self._last = {peer: last for peer, last in self._last.items() if last[1] > now}
-            if len(self._last) >= MAX_WRITERS:
-                raise FrameRefused("crowd", f"{MAX_WRITERS} others wrote in the last seconds")
+            if len(self._last) >= self._max_writers:
+                raise FrameRefused("crowd", f"{self._max_writers} others wrote in the last seconds")
         self._last[writer] = letter.sequence, letter.expires_at
 
     def reply(self, to: str, number: int, answer: Frame) -> bytes:

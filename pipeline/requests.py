@@ -22,6 +22,7 @@ import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 from hivemind.p2p import P2P, PeerID
@@ -44,17 +45,30 @@ from dilocox.pipeline.relayed_requests import RelayedRequests
 
 logger = logging.getLogger(__name__)
 
-OPENING_LIMIT_S = 10.0  # a stranger's first frame, and our answer
 CLOSING_S = 0.5  # for each step of it
-STRANGERS, STRANGERS_OF_A_PEER = 256, 16
 RELAYS_ASKED = 2  # at once, with the same letter: the first that arrives is answered
 PASSING_LIMIT_S = 2.0  # a letter to its recipient and the reply back
-PASSED_ON, PASSED_ON_OF_A_PEER = 64, 8  # at once; few, for each takes the place of a stranger
 _REPLIES = frozenset({"reply", "no"})
 
 
 class Unreachable(ConnectionError):
     """A peer could not be asked, or did not answer in time, or not in frames."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StrangerLimits:
+    """What streams of strangers may take.
+
+    opening_s: for a stranger's first frame and our answer. strangers: of all peers and of one.
+    passed_on: letters on their way at once, of all peers and of one; few, for each takes the place
+        of a stranger.
+    """
+
+    opening_s: float = 10.0
+    strangers: int = 256
+    strangers_of_a_peer: int = 16
+    passed_on: int = 64
+    passed_on_of_a_peer: int = 8
 
 
 class RequestServer:
@@ -74,11 +88,13 @@ class RequestServer:
         answer: Callable[[str, Frame], Frame],
         welcome: Callable[[str, Frame, Stream], Awaitable[bool]],
         relays: Callable[[str], Sequence[str]],
+        limits: StrangerLimits,
     ):
         self._name = name
         self._traffic = traffic
         self._letters = letters
         self._relays = relays
+        self._limits = limits
         self._answer = answer
         self._welcome = welcome
         self._strangers: Counter[str] = Counter()
@@ -210,12 +226,16 @@ class RequestServer:
         peer, stream = str(info.peer_id), Stream(reader, writer, self._traffic)
         adopted = False
         try:
-            if self._strangers[peer] >= STRANGERS_OF_A_PEER or self._strangers.total() >= STRANGERS:
+            if (
+                self._strangers[peer] >= self._limits.strangers_of_a_peer
+                or self._strangers.total() >= self._limits.strangers
+            ):
                 self._traffic.refused["crowd"] += 1
                 return
             self._strangers[peer] += 1
             try:
-                adopted = await asyncio.wait_for(self._received(peer, stream), OPENING_LIMIT_S)
+                received = self._received(peer, stream)
+                adopted = await asyncio.wait_for(received, self._limits.opening_s)
             finally:
                 self._strangers[peer] -= 1
                 self._strangers += Counter()  # forgets who has none
@@ -257,7 +277,10 @@ class RequestServer:
     async def _passed_on(self, asker: str, frame: Frame) -> Frame:
         """What the recipient of somebody's letter replies; it has dialled this peer, if any."""
         peer = text(frame.facts, "to", MAX_REPLICA)
-        if self._passing[asker] >= PASSED_ON_OF_A_PEER or self._passing.total() >= PASSED_ON:
+        if (
+            self._passing[asker] >= self._limits.passed_on_of_a_peer
+            or self._passing.total() >= self._limits.passed_on
+        ):
             self._traffic.refused["crowd"] += 1
             return Frame(kind="no", facts={"reason": "crowd: too many letters are on their way"})
         self._passing[asker] += 1

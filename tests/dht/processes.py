@@ -31,8 +31,7 @@ if "ignore" in sys.argv:
 loop = asyncio.new_event_loop()
 threading.Thread(target=loop.run_forever, daemon=True).start()
 asyncio.run_coroutine_threadsafe(dht.replicate_p2p(), loop).result(30)
-facts = {"main": os.getpid(), "child": dht.pid, "p2pd": dht.p2pd_pid,
-         "sockets": str(dht._socket_folder), "alive": dht.visible_addresses()}
+facts = {"child": dht.pid, "p2pd": dht.p2pd_pid, "alive": dht.visible_addresses()}
 print(json.dumps(facts), flush=True)
 for line in sys.stdin:
     if line.strip() == "raise":
@@ -52,7 +51,6 @@ class NodeProgram:
     process: "subprocess.Popen[str]"
     child: int
     p2pd: int
-    sockets: Path
     temporary: Path  # a folder of its own: nothing may stay in it
 
     @classmethod
@@ -72,7 +70,7 @@ class NodeProgram:
         assert line, process.communicate()[1]
         facts = json.loads(line)
         assert facts["alive"]
-        return cls(process, facts["child"], facts["p2pd"], Path(facts["sockets"]), temporary)
+        return cls(process, facts["child"], facts["p2pd"], temporary)
 
     def tell(self, command: str) -> None:
         assert self.process.stdin
@@ -83,6 +81,11 @@ class NodeProgram:
         self.tell(command)
         assert self.process.stdout
         return json.loads(self.process.stdout.readline())
+
+    @property
+    def sockets(self) -> list[Path]:
+        """The folders of sockets that are there."""
+        return list(self.temporary.glob("dilocox-*"))
 
     def left(self) -> list[str]:
         """What of the node is still there."""

@@ -1,9 +1,12 @@
 """The bootstrap's invite is all that a peer needs to find a manifest that proves itself."""
 
+import os
 import queue
+import signal
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,6 +20,7 @@ from dilocox.dht.invite import Invite, invite_addresses
 from dilocox.dht.manifest import Manifest
 from dilocox.dht.manifest_keeper import ManifestCopy, OwnManifest
 from dilocox.dht.node import RunDHT
+from dilocox.dht.swarm import Swarm
 
 PEER = "12D3KooWEXWcUQWJ6amCxHKtPFrcNxgepcmy7YXo7tirWjgiJ9Fr"
 
@@ -43,6 +47,9 @@ class RunningBootstrap:
 
     def __exit__(self, *_: object) -> None:
         self.stop.set()
+        self.join()
+
+    def join(self) -> None:
         self._thread.join(30.0)
         assert not self._thread.is_alive()
 
@@ -104,19 +111,16 @@ def test_a_copy_lets_others_join_when_it_comes_back_and_the_operator_does_not(
     assert running.fault is None
 
 
-def test_manifest_is_kept_alive(
-    options: dict[str, Any], monkeypatch: pytest.MonkeyPatch, manifest: Manifest
-):
+def test_manifest_is_kept_alive(options: dict[str, Any], manifest: Manifest, operator: Identity):
     published: queue.Queue[bool] = queue.Queue()
-    original = bootstrap_node.Swarm.publish_manifest
 
-    def publish(swarm: Any, signed: Any) -> bool:
-        published.put(original(swarm, signed))
-        return True
+    class Watched(OwnManifest):
+        def publish(self, swarm: Swarm) -> bool:
+            taken = super().publish(swarm)
+            published.put(taken)
+            return taken
 
-    monkeypatch.setattr(bootstrap_node.Swarm, "publish_manifest", publish)
-    monkeypatch.setattr(bootstrap_node, "MANIFEST_REFRESH_S", 0.0)
-    monkeypatch.setattr(bootstrap_node, "WATCH_PERIOD_S", 0.01)
+    options |= {"keeper": Watched(operator, manifest), "look_s": 0.01, "refresh_s": 0.0}
     with RunningBootstrap(**options):
         assert [published.get(timeout=60.0) for _ in range(4)] == [True] * 4
 
@@ -143,15 +147,14 @@ def test_a_manifest_that_is_not_renewed_is_told_when_that_lasts_and_once(
     ]
 
 
-def test_bootstrap_whose_node_died_says_so(
-    options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-):
-    monkeypatch.setattr(RunDHT, "running", property(lambda _: False))
-    monkeypatch.setattr(bootstrap_node.Swarm, "publish_manifest", lambda *_: True)
-    monkeypatch.setattr(RunDHT, "visible_addresses", lambda _: (f"/ip4/1.2.3.4/tcp/5/p2p/{PEER}",))
-    with RunningBootstrap(**options) as running:
-        running.invites.get(timeout=60.0)
-        running._thread.join(30.0)
+def test_bootstrap_whose_node_died_says_so(options: dict[str, Any]):
+    def die(dht: RunDHT, _: Swarm) -> Any:
+        assert dht.pid
+        os.kill(dht.pid, signal.SIGKILL)
+        return SimpleNamespace(tick=lambda: None, close=lambda: None)
+
+    with RunningBootstrap(**options, beside=die) as running:
+        running.join()
     assert "start the bootstrap again" in str(running.fault)
 
 

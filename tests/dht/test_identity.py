@@ -94,10 +94,6 @@ def test_identity_survives_pickling(volunteer: Identity):
     assert verify(volunteer.public_key, b"data", copy.sign(b"data"))
 
 
-def test_peer_id_of_a_public_key_is_that_of_its_identity(volunteer: Identity):
-    assert peer_id_of(volunteer.public_key) == volunteer.peer_id
-
-
 def test_base58_keeps_leading_zeros():
     assert base58_encode(b"\0\0a") == "112g"
 

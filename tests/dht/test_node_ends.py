@@ -68,12 +68,13 @@ def test_ctrl_c_and_sigterm_leave_the_node_to_the_main_process(start: Start):
         os.killpg(program.process.pid, number)
     os.kill(program.child, signal.SIGTERM)
     assert program.ask("ping")
+    assert program.sockets
     assert is_alive(program.child)
     assert is_alive(program.p2pd)
     assert program.ask("close") == "closed"
     assert not is_alive(program.child)
     assert not is_alive(program.p2pd)
-    assert not program.sockets.exists()
+    assert not program.sockets
 
 
 def test_node_ends_with_its_p2pd(start: Start):
@@ -81,7 +82,7 @@ def test_node_ends_with_its_p2pd(start: Start):
     os.kill(program.p2pd, signal.SIGKILL)
     wait_until(lambda: not is_alive(program.child), LIMIT_S)
     assert program.ask("close") == "closed"
-    assert not program.sockets.exists()
+    assert not program.sockets
 
 
 def test_p2pd_ends_with_its_node(start: Start):
@@ -89,7 +90,7 @@ def test_p2pd_ends_with_its_node(start: Start):
     os.kill(program.child, signal.SIGKILL)
     wait_until(lambda: not is_alive(program.p2pd), LIMIT_S)
     assert program.ask("close") == "closed"
-    assert not program.sockets.exists()
+    assert not program.sockets
 
 
 @pytest.mark.swarm
@@ -98,4 +99,4 @@ def test_stopped_node_is_closed_all_the_same(start: Start):
     os.kill(program.child, signal.SIGSTOP)
     assert program.ask("close") == "closed"
     wait_until(lambda: not is_alive(program.child) and not is_alive(program.p2pd), LIMIT_S)
-    assert not program.sockets.exists()
+    assert not program.sockets

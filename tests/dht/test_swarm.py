@@ -1,5 +1,6 @@
 """A swarm's answers may be late, old, forged or missing; readers see what owners last said."""
 
+import tracemalloc
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, cast
 
@@ -11,7 +12,15 @@ from dilocox.dht.identity import Identity, peer_id_bytes_of
 from dilocox.dht.manifest import Manifest, SignedManifest
 from dilocox.dht.node import NoAnswer, RunDHT, StoredValue
 from dilocox.dht.protocol import Entry
-from dilocox.dht.records import PartRecord, StageRecord, bell_key, manifest_key, part_key, stage_key
+from dilocox.dht.records import (
+    BellRecord,
+    PartRecord,
+    StageRecord,
+    bell_key,
+    manifest_key,
+    part_key,
+    stage_key,
+)
 from dilocox.dht.swarm import Swarm
 from dilocox.dht.wire import pack, seal
 
@@ -274,20 +283,25 @@ def test_record_under_a_key_of_another_kind_is_a_programming_error(
 
 
 def test_memory_of_past_rounds_is_given_up(
-    member: Member, clock: StandingClock, volunteer: Identity, run: str
+    member: Member, dht: FakeDHT, clock: StandingClock, volunteer: Identity, run: str
 ):
-    from dilocox.dht.records import BellRecord
-
     swarm = member(volunteer)
     bell = BellRecord(
         round=0, finished_at=0, round_s=1, tokens=1, send_after=None, scheduled_at=None
     )
-    for number in range(600):
-        clock.now += 20.0
-        swarm.publish(bell_key(run, number), bell, 15)
-        swarm.read(bell_key(run, number), BellRecord)
-    assert len(swarm._seen) <= 257
-    assert len(swarm._expiries) <= 2
+    used: list[int] = []
+    tracemalloc.start()
+    try:
+        for number in range(900):
+            clock.now += 20.0
+            swarm.publish(bell_key(run, number), bell, 15)
+            swarm.read(bell_key(run, number), BellRecord)
+            dht.values.clear()
+            used.append(tracemalloc.get_traced_memory()[0])
+    finally:
+        tracemalloc.stop()
+    # it grows by 600 bytes a round until 256 keys are there
+    assert used[-1] - used[400] < 100_000 < used[250] - used[0]
 
 
 def test_manifest_is_fetched_and_proven(

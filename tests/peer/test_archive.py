@@ -584,7 +584,6 @@ def test_the_bootstrap_ticks_what_runs_beside_it_and_closes_it_before_its_node(
         close=lambda: done.append("node closed"),
     )
     monkeypatch.setattr(bootstrap_node, "open_dht", lambda **_: node)
-    monkeypatch.setattr(bootstrap_node, "WATCH_PERIOD_S", 0.001)
     keeper = SimpleNamespace(run="0" * 32, own=True, due=False, publish=lambda _: True)
     bootstrap_node.run_bootstrap(
         keeper=cast("Any", keeper),
@@ -596,6 +595,7 @@ def test_the_bootstrap_ticks_what_runs_beside_it_and_closes_it_before_its_node(
         stop_event=stop,
         on_ready=lambda _: done.clear(),
         beside=lambda *_: Beside(),
+        look_s=0.001,
     )
     assert done == ["tick", "tick", "tick", "closed", "node closed"]
 

@@ -77,7 +77,7 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Node]]:
     """Three that know each other."""
     with opened_nodes(tmp_path_factory.mktemp("keys"), 3) as opened:

@@ -25,6 +25,7 @@ from dilocox.pipeline.frames import Frame, FrameLimits, encode_prefix_and_header
 from dilocox.pipeline.link import Broken, LinkKey, Message, Opened
 from dilocox.pipeline.network import Network
 from dilocox.pipeline.relayed_requests import RelayedRequests
+from dilocox.pipeline.requests import StrangerLimits
 
 RUN = "0" * 32
 REPLICA = "head"
@@ -75,6 +76,8 @@ class Peer:
     node: Node
     silence_s: float = 5.0
     max_queued: int = 4096
+    inbox_bytes: int = 64 * 2**20
+    strangers: StrangerLimits = field(default_factory=StrangerLimits)
     limits: FrameLimits = LIMITS
     relays: Mapping[str, Sequence[str]] = field(default_factory=dict[str, Sequence[str]])
     asked: list[tuple[str, Frame]] = field(default_factory=list[tuple[str, Frame]])
@@ -94,6 +97,8 @@ class Peer:
             answer=self.answer,
             admits=self.admits,
             max_queued=self.max_queued,
+            inbox_bytes=self.inbox_bytes,
+            strangers=self.strangers,
         )
 
     @property
@@ -104,6 +109,8 @@ class Peer:
         self.asked.append((peer, frame))
         if "fail" in frame.facts:
             raise RuntimeError("an answer failed")
+        if frame.facts.get("blocks_s"):  # the whole network thread, as a frozen process would
+            time.sleep(float(str(frame.facts["blocks_s"])))
         return Frame(kind="yes", replica=frame.replica, facts={"me": self.id})
 
     def admits(self, peer: str, hello: Frame) -> LinkKey | None:

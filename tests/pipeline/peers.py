@@ -137,7 +137,11 @@ class Peer:
             window_limit=lambda: self.window,
         )
         self.follower = Follower(
-            member=self.member, network=self.box, reservation=self.reservation, tell=self.tell
+            member=self.member,
+            network=self.box,
+            reservation=self.reservation,
+            tell=self.tell,
+            clock=wires.monotonic,
         )
 
     def set_window(self, microbatches: int) -> None:

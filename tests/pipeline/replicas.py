@@ -8,15 +8,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from contextlib import ExitStack
 from dataclasses import dataclass
-from unittest import mock
 
 from torch import Tensor
 
 from dilocox.dht.records import StageRecord
 from dilocox.peer.training.inner_optimizer import clip_factor
-from dilocox.pipeline import head, member, recruiting
 from dilocox.pipeline.frames import FrameLimits
 from dilocox.pipeline.head import Head
 from dilocox.pipeline.messages import Stepped
@@ -56,6 +53,7 @@ class Leader:
             num_stages=plan.num_stages,
             network=peer.box,
             records=swarm.records,
+            clock=swarm.wires.monotonic,
         )
         self.head = Head(
             me=peer.me,
@@ -73,6 +71,7 @@ class Leader:
             clip=self._clip,
             tell=peer.tell,
             stopping=lambda: self.stop,
+            clock=swarm.wires.monotonic,
         )
         self._show()
 
@@ -150,7 +149,7 @@ class Leader:
 
 
 class Swarm:
-    """Peers, and the wires between them; a context manager in which time is the wires'."""
+    """Peers, and the wires between them, whose time is theirs."""
 
     def __init__(self, plan: Plan, *, spares: int = 0, seed: int = 0) -> None:
         self.plan = plan
@@ -166,15 +165,6 @@ class Swarm:
         for stage in range(1, plan.num_stages):
             for number in range(1 + spares):
                 self.add(f"{stage}{'abcdefgh'[number]}", stage)
-        self._patches = ExitStack()
-
-    def __enter__(self) -> Swarm:
-        for module in (member, head, recruiting):
-            self._patches.enter_context(mock.patch.object(module, "time", self.wires))
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._patches.close()
 
     def add(self, me: str, stage: int, *, client: bool = False) -> Peer:
         peer = Peer(self.plan, self.wires, me, stage, client=client)

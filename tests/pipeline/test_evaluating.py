@@ -32,83 +32,83 @@ class TestEvaluating:
 
     @pytest.mark.parametrize("num_stages", [1, 2, 3])
     def test_it_is_the_loss_of_the_whole_model_on_the_anchors(self, num_stages: int) -> None:
-        with Swarm(Plan(num_stages=num_stages, microbatches=2)) as swarm:
-            swarm.leader.form()
-            for batch in BATCHES[:2]:
-                swarm.leader.step(batch)
-            swarm.settle()
-            before = [peer.weights() for peer in swarm.alive]
-            for _ in range(2):
-                total = swarm.leader.head.evaluate(VALIDATION)
-                assert total == pytest.approx(self.expected(), rel=1e-6)
-            assert all(equal(p.weights(), b) for p, b in zip(swarm.alive, before, strict=True))
-            swarm.leader.step(BATCHES[2])
-            check_weights(swarm)
-            assert swarm.leader.head.anchors_at(0)
-            assert not swarm.leader.head.anchors_at(1)
+        swarm = Swarm(Plan(num_stages=num_stages, microbatches=2))
+        swarm.leader.form()
+        for batch in BATCHES[:2]:
+            swarm.leader.step(batch)
+        swarm.settle()
+        before = [peer.weights() for peer in swarm.alive]
+        for _ in range(2):
+            total = swarm.leader.head.evaluate(VALIDATION)
+            assert total == pytest.approx(self.expected(), rel=1e-6)
+        assert all(equal(p.weights(), b) for p, b in zip(swarm.alive, before, strict=True))
+        swarm.leader.step(BATCHES[2])
+        check_weights(swarm)
+        assert swarm.leader.head.anchors_at(0)
+        assert not swarm.leader.head.anchors_at(1)
 
     @pytest.mark.parametrize("stage", [0, 1, 2])
     def test_there_is_none_while_a_stage_has_another_anchor(self, stage: int) -> None:
-        with Swarm(PLAN) as swarm:
-            swarm.leader.form()
-            swarm.alive[stage].anchor.round = 1
-            assert swarm.leader.head.evaluate(VALIDATION) is None
-            swarm.leader.step(BATCHES[0])
-            assert not swarm.leader.head.anchors_at(0)
-            assert not swarm.leader.head.anchors_at(1)
-            for peer in swarm.alive:
-                peer.anchor.round = 1
-            swarm.leader.step(BATCHES[1])
-            assert swarm.leader.head.anchors_at(1)
-            assert swarm.leader.head.evaluate(VALIDATION) == pytest.approx(self.expected())
+        swarm = Swarm(PLAN)
+        swarm.leader.form()
+        swarm.alive[stage].anchor.round = 1
+        assert swarm.leader.head.evaluate(VALIDATION) is None
+        swarm.leader.step(BATCHES[0])
+        assert not swarm.leader.head.anchors_at(0)
+        assert not swarm.leader.head.anchors_at(1)
+        for peer in swarm.alive:
+            peer.anchor.round = 1
+        swarm.leader.step(BATCHES[1])
+        assert swarm.leader.head.anchors_at(1)
+        assert swarm.leader.head.evaluate(VALIDATION) == pytest.approx(self.expected())
 
     @pytest.mark.parametrize("seed", range(5))
     def test_late_answers_belong_to_no_later_evaluation(self, seed: int) -> None:
-        with Swarm(PLAN, seed=seed) as swarm:
-            swarm.leader.form()
-            last = swarm.peers["2a"]
-            last.anchor.round = 1
-            answers = 0
+        swarm = Swarm(PLAN, seed=seed)
+        swarm.leader.form()
+        last = swarm.peers["2a"]
+        last.anchor.round = 1
+        answers = 0
 
-            def look(frame: Frame) -> None:
-                nonlocal answers
-                answers += frame.kind == "evaluated"
-                if answers == 1:  # from now on it answers with numbers
-                    last.anchor.round = 0
+        def look(frame: Frame) -> None:
+            nonlocal answers
+            answers += frame.kind == "evaluated"
+            if answers == 1:  # from now on it answers with numbers
+                last.anchor.round = 0
 
-            swarm.wires.on_frame = look
-            assert swarm.leader.head.evaluate([*VALIDATION, *HELD_OUT]) is None
-            with torch.no_grad():
-                last.anchor.weights[-1].mul_(0.5)
-            late = swarm.leader.head.evaluate(VALIDATION)
-            swarm.settle()
-            assert late == swarm.leader.head.evaluate(VALIDATION)
-            assert late != pytest.approx(self.expected())
+        swarm.wires.on_frame = look
+        assert swarm.leader.head.evaluate([*VALIDATION, *HELD_OUT]) is None
+        with torch.no_grad():
+            last.anchor.weights[-1].mul_(0.5)
+        late = swarm.leader.head.evaluate(VALIDATION)
+        swarm.settle()
+        assert late == swarm.leader.head.evaluate(VALIDATION)
+        assert late != pytest.approx(self.expected())
 
     @pytest.mark.parametrize("moment", range(5))
     def test_a_member_that_is_lost_meanwhile_is_replaced(self, moment: int) -> None:
-        with Swarm(PLAN, spares=1, seed=moment) as swarm:
-            swarm.leader.form()
-            victim = swarm.leader.members[1 + moment % 2]
-            due = swarm.wires.delivered + moment
+        swarm = Swarm(PLAN, spares=1, seed=moment)
+        swarm.leader.form()
+        victim = swarm.leader.members[1 + moment % 2]
+        due = swarm.wires.delivered + moment
 
-            def look(_: Frame) -> None:
-                if swarm.wires.delivered == due:
-                    swarm.wires.kill(victim, flushed=False)
-
-            swarm.wires.on_frame = look
-            if moment == 0:
+        def look(_: Frame) -> None:
+            if swarm.wires.delivered == due:
                 swarm.wires.kill(victim, flushed=False)
-            assert swarm.leader.head.evaluate(VALIDATION) is None
-            assert victim not in swarm.leader.members
-            assert swarm.leader.head.evaluate(VALIDATION) == pytest.approx(self.expected())
-            assert swarm.leader.step(BATCHES[0]) is not None
-            check_weights(swarm)
+
+        swarm.wires.on_frame = look
+        if moment == 0:
+            swarm.wires.kill(victim, flushed=False)
+        assert swarm.leader.head.evaluate(VALIDATION) is None
+        assert victim not in swarm.leader.members
+        assert swarm.leader.head.evaluate(VALIDATION) == pytest.approx(self.expected())
+        assert swarm.leader.step(BATCHES[0]) is not None
+        check_weights(swarm)
 
     def test_anchors_that_are_not_finite_give_no_number(self) -> None:
-        with Swarm(PLAN) as swarm:
-            swarm.leader.form()
-            swarm.peers["1a"].anchor.weights[-1].fill_(math.nan)
-            total = swarm.leader.head.evaluate(VALIDATION)
-            assert total is not None
-            assert math.isnan(total)
+        swarm = Swarm(PLAN)
+        swarm.leader.form()
+        swarm.peers["1a"].anchor.weights[-1].fill_(math.nan)
+        total = swarm.leader.head.evaluate(VALIDATION)
+        assert total is not None
+        assert math.isnan(total)

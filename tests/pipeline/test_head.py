@@ -18,63 +18,63 @@ BATCHES = batches(TINY, 4, 2)
 
 class TestForming:
     def test_of_one_stage_nobody_else_is_needed(self) -> None:
-        with Swarm(Plan(num_stages=1)) as swarm:
-            assert swarm.leader.form() == ""
-            assert swarm.leader.members == ("head",)
-            swarm.leader.head.dissolve()
-            assert swarm.leader.members == ()
+        swarm = Swarm(Plan(num_stages=1))
+        assert swarm.leader.form() == ""
+        assert swarm.leader.members == ("head",)
+        swarm.leader.head.dissolve()
+        assert swarm.leader.members == ()
 
     def test_it_says_what_is_missing_and_blocks_nobody(self) -> None:
-        with Swarm(PLAN) as swarm:
-            swarm.wires.kill("2a", flushed=False)
-            for _ in range(2):
-                assert swarm.leader.form() == "stage 2 has no free peer (1 failed lately)"
-            assert swarm.peers["1a"].reservation.state == "free"
-            assert swarm.leader.peer.told == []
-            swarm.add("2b", 2)
-            assert swarm.leader.form() == ""
-            [told] = swarm.leader.peer.telling("replica")
-            assert told["members"] == ["head", "1a", "2b"]
+        swarm = Swarm(PLAN)
+        swarm.wires.kill("2a", flushed=False)
+        for _ in range(2):
+            assert swarm.leader.form() == "stage 2 has no free peer (1 failed lately)"
+        assert swarm.peers["1a"].reservation.state == "free"
+        assert swarm.leader.peer.told == []
+        swarm.add("2b", 2)
+        assert swarm.leader.form() == ""
+        [told] = swarm.leader.peer.telling("replica")
+        assert told["members"] == ["head", "1a", "2b"]
 
     @pytest.mark.parametrize("moment", range(8))
     def test_of_two_heads_for_the_same_peers_one_gets_them(self, moment: int) -> None:
-        with Swarm(PLAN, seed=moment) as swarm:
-            other, asked, said = swarm.lead("other"), 0, "not asked yet"
+        swarm = Swarm(PLAN, seed=moment)
+        other, asked, said = swarm.lead("other"), 0, "not asked yet"
 
-            def meddle(asker: str, _: str, __: Frame) -> None:
-                nonlocal asked, said
-                asked += asker == "head"
-                if asked > moment and said == "not asked yet":
-                    said = ""
-                    said = other.form()
-
-            swarm.wires.on_request = meddle
-            ours = swarm.leader.form()
-            if said == "not asked yet":  # after all that the first one asks
+        def meddle(asker: str, _: str, __: Frame) -> None:
+            nonlocal asked, said
+            asked += asker == "head"
+            if asked > moment and said == "not asked yet":
+                said = ""
                 said = other.form()
-            assert sorted([bool(ours), bool(said)]) == [False, True]
-            winner, loser = (swarm.leader, other) if said else (other, swarm.leader)
-            assert winner.members == (winner.me, "1a", "2a")
-            assert loser.members == ()
-            assert "has no free peer" in ours + said
-            assert winner.step(BATCHES[0]) is not None
-            winner.head.dissolve()
-            swarm.run_for(6.0)
-            assert loser.form() == ""
-            assert loser.step(BATCHES[1]) is not None
-            check_weights(swarm)
+
+        swarm.wires.on_request = meddle
+        ours = swarm.leader.form()
+        if said == "not asked yet":  # after all that the first one asks
+            said = other.form()
+        assert sorted([bool(ours), bool(said)]) == [False, True]
+        winner, loser = (swarm.leader, other) if said else (other, swarm.leader)
+        assert winner.members == (winner.me, "1a", "2a")
+        assert loser.members == ()
+        assert "has no free peer" in ours + said
+        assert winner.step(BATCHES[0]) is not None
+        winner.head.dissolve()
+        swarm.run_for(6.0)
+        assert loser.form() == ""
+        assert loser.step(BATCHES[1]) is not None
+        check_weights(swarm)
 
     def test_a_peer_that_is_busy_for_too_long_is_replaced(self) -> None:
-        with Swarm(PLAN) as swarm:
-            swarm.peers["2a"].busy = True
-            # its link is forgiven once
-            assert swarm.leader.form() == "stage 2 has no free peer (1 failed lately)"
-            assert swarm.leader.members == ()
-            swarm.add("2b", 2)
-            swarm.run_for(OPENING_S)
-            assert swarm.leader.form() == ""
-            assert swarm.leader.members[2] == "2b"
-            assert swarm.leader.step(BATCHES[0]) is not None
+        swarm = Swarm(PLAN)
+        swarm.peers["2a"].busy = True
+        # its link is forgiven once
+        assert swarm.leader.form() == "stage 2 has no free peer (1 failed lately)"
+        assert swarm.leader.members == ()
+        swarm.add("2b", 2)
+        swarm.run_for(OPENING_S)
+        assert swarm.leader.form() == ""
+        assert swarm.leader.members[2] == "2b"
+        assert swarm.leader.step(BATCHES[0]) is not None
 
 
 class TestWindow:
@@ -95,61 +95,61 @@ class TestWindow:
 
     @pytest.mark.parametrize("name", ["head", "1a", "2a"])
     def test_it_is_that_of_the_scarcest(self, name: str) -> None:
-        with Swarm(Plan()) as swarm:
-            if name != "head":
-                swarm.peers[name].set_window(1)
-            swarm.leader.form()
-            assert self.most_in_flight(swarm) == (3 if name == "head" else 1)
-            swarm.peers[name].set_window(2)
-            self.most_in_flight(swarm)
-            assert self.most_in_flight(swarm) == 2
+        swarm = Swarm(Plan())
+        if name != "head":
             swarm.peers[name].set_window(1)
-            self.most_in_flight(swarm)
-            assert self.most_in_flight(swarm) == 1
+        swarm.leader.form()
+        assert self.most_in_flight(swarm) == (3 if name == "head" else 1)
+        swarm.peers[name].set_window(2)
+        self.most_in_flight(swarm)
+        assert self.most_in_flight(swarm) == 2
+        swarm.peers[name].set_window(1)
+        self.most_in_flight(swarm)
+        assert self.most_in_flight(swarm) == 1
 
 
 class TestLeaving:
     @pytest.mark.parametrize("stages", [(1,), (2,), (1, 2)])
     def test_spares_take_over_at_the_end_of_the_step(self, stages: tuple[int, ...]) -> None:
-        with Swarm(PLAN, spares=1) as swarm:
-            leader = swarm.leader
-            leader.form()
-            leader.step(BATCHES[0])
-            before = leader.members
-            for stage in stages:
-                swarm.peers[before[stage]].reservation.shut("it leaves")
-                swarm.peers[before[stage]].member.leaving = True
-            assert leader.step(BATCHES[1]) is not None
-            swarm.settle()
-            assert {stage for stage in range(3) if leader.members[stage] != before[stage]} == set(
-                stages
-            )
-            for stage in stages:
-                leaver = swarm.peers[before[stage]]
-                assert leaver.steps == [("head", 0), ("head", 1)]
-                assert leaver.follower.head == ""
-                assert leaver.reservation.state == "shut"
-            assert leader.step(BATCHES[2]) is not None
-            assert leader.head.last_fault == f"stage {stages[0]} left"
-            check_weights(swarm)
+        swarm = Swarm(PLAN, spares=1)
+        leader = swarm.leader
+        leader.form()
+        leader.step(BATCHES[0])
+        before = leader.members
+        for stage in stages:
+            swarm.peers[before[stage]].reservation.shut("it leaves")
+            swarm.peers[before[stage]].member.leaving = True
+        assert leader.step(BATCHES[1]) is not None
+        swarm.settle()
+        assert {stage for stage in range(3) if leader.members[stage] != before[stage]} == set(
+            stages
+        )
+        for stage in stages:
+            leaver = swarm.peers[before[stage]]
+            assert leaver.steps == [("head", 0), ("head", 1)]
+            assert leaver.follower.head == ""
+            assert leaver.reservation.state == "shut"
+        assert leader.step(BATCHES[2]) is not None
+        assert leader.head.last_fault == f"stage {stages[0]} left"
+        check_weights(swarm)
 
     def test_without_a_spare_the_replica_dissolves_and_keeps_the_step(self) -> None:
-        with Swarm(PLAN) as swarm:
-            leader = swarm.leader
-            leader.form()
-            swarm.peers["1a"].reservation.shut("it leaves")
-            swarm.peers["1a"].member.leaving = True
-            stepped = leader.step(BATCHES[0])
-            assert stepped is not None
-            assert leader.members == ()
-            assert [facts["reason"] for facts in leader.peer.telling("dissolved")] == [
-                "stage 1 has no free peer (1 failed lately)"
-            ]
-            swarm.run_for(3.0)
-            assert swarm.peers["1a"].reservation.state == "shut"
-            assert swarm.peers["2a"].reservation.state == "free"
-            assert all(peer.clean for peer in swarm.alive)
-            check_weights(swarm)
+        swarm = Swarm(PLAN)
+        leader = swarm.leader
+        leader.form()
+        swarm.peers["1a"].reservation.shut("it leaves")
+        swarm.peers["1a"].member.leaving = True
+        stepped = leader.step(BATCHES[0])
+        assert stepped is not None
+        assert leader.members == ()
+        assert [facts["reason"] for facts in leader.peer.telling("dissolved")] == [
+            "stage 1 has no free peer (1 failed lately)"
+        ]
+        swarm.run_for(3.0)
+        assert swarm.peers["1a"].reservation.state == "shut"
+        assert swarm.peers["2a"].reservation.state == "free"
+        assert all(peer.clean for peer in swarm.alive)
+        check_weights(swarm)
 
 
 class TestFaultsOfLinks:
@@ -160,58 +160,58 @@ class TestFaultsOfLinks:
 
     @pytest.mark.parametrize("above", [0, 1])
     def test_a_link_that_breaks_once_is_made_anew(self, above: int) -> None:
-        with Swarm(PLAN, spares=1) as swarm:
-            leader = swarm.leader
-            leader.form()
-            before = leader.members
-            self.broken(swarm, swarm.peers[before[above]])
-            assert leader.step(BATCHES[0]) is not None
-            assert leader.members == before
-            assert leader.head.epoch == 2
-            check_weights(swarm)
+        swarm = Swarm(PLAN, spares=1)
+        leader = swarm.leader
+        leader.form()
+        before = leader.members
+        self.broken(swarm, swarm.peers[before[above]])
+        assert leader.step(BATCHES[0]) is not None
+        assert leader.members == before
+        assert leader.head.epoch == 2
+        check_weights(swarm)
 
     @pytest.mark.parametrize("above", [0, 1])
     def test_one_that_breaks_again_costs_the_lower_peer_its_place(self, above: int) -> None:
-        with Swarm(PLAN, spares=1) as swarm:
-            leader = swarm.leader
-            leader.form()
-            before = leader.members
-            for batch in BATCHES[:2]:
-                self.broken(swarm, swarm.peers[leader.members[above]])
-                assert leader.step(batch) is not None
-            swarm.run_for(3.0)
-            assert leader.members[above + 1] != before[above + 1]
-            assert leader.members[2 - above] == before[2 - above]
-            assert swarm.peers[before[above + 1]].reservation.state == "free"
-            check_weights(swarm)
+        swarm = Swarm(PLAN, spares=1)
+        leader = swarm.leader
+        leader.form()
+        before = leader.members
+        for batch in BATCHES[:2]:
+            self.broken(swarm, swarm.peers[leader.members[above]])
+            assert leader.step(batch) is not None
+        swarm.run_for(3.0)
+        assert leader.members[above + 1] != before[above + 1]
+        assert leader.members[2 - above] == before[2 - above]
+        assert swarm.peers[before[above + 1]].reservation.state == "free"
+        check_weights(swarm)
 
     def test_one_that_breaks_again_much_later_is_forgiven(self) -> None:
-        with Swarm(PLAN, spares=1) as swarm:
-            leader = swarm.leader
-            leader.form()
-            before = leader.members
-            for batch in BATCHES[:2]:
-                self.broken(swarm, swarm.peers[leader.members[1]])
-                assert leader.step(batch) is not None
-                swarm.run_for(61.0)
-            assert leader.members == before
+        swarm = Swarm(PLAN, spares=1)
+        leader = swarm.leader
+        leader.form()
+        before = leader.members
+        for batch in BATCHES[:2]:
+            self.broken(swarm, swarm.peers[leader.members[1]])
+            assert leader.step(batch) is not None
+            swarm.run_for(61.0)
+        assert leader.members == before
 
     def test_a_stage_that_makes_no_progress_is_a_fault(self) -> None:
-        with Swarm(PLAN) as swarm:
-            swarm.leader.form()
-            below, start = swarm.peers["1a"], swarm.wires.now
-            below.busy = True
-            before = swarm.wires.pass_time
+        swarm = Swarm(PLAN)
+        swarm.leader.form()
+        below, start = swarm.peers["1a"], swarm.wires.now
+        below.busy = True
+        before = swarm.wires.pass_time
 
-            def wakes(seconds: float) -> None:
-                before(seconds)
-                below.busy = below.busy and swarm.wires.now - start < STALL_LIMIT_S + 2
+        def wakes(seconds: float) -> None:
+            before(seconds)
+            below.busy = below.busy and swarm.wires.now - start < STALL_LIMIT_S + 2
 
-            swarm.wires.pass_time = wakes
-            assert swarm.leader.step(BATCHES[0]) is not None
-            assert swarm.wires.now - start >= STALL_LIMIT_S
-            assert swarm.leader.head.last_fault == "stage 1 silent"
-            check_weights(swarm)
+        swarm.wires.pass_time = wakes
+        assert swarm.leader.step(BATCHES[0]) is not None
+        assert swarm.wires.now - start >= STALL_LIMIT_S
+        assert swarm.leader.head.last_fault == "stage 1 silent"
+        check_weights(swarm)
 
 
 class TestStopping:
@@ -219,24 +219,24 @@ class TestStopping:
         ("moment", "stuck"), [(1, False), (5, False), (9, False), (1, True), (5, True)]
     )
     def test_it_finishes_the_step_unless_that_takes_long(self, moment: int, stuck: bool) -> None:
-        with Swarm(PLAN) as swarm:
-            swarm.leader.form()
-            swarm.leader.step(BATCHES[0])
-            swarm.settle()
-            due = swarm.wires.delivered + moment
+        swarm = Swarm(PLAN)
+        swarm.leader.form()
+        swarm.leader.step(BATCHES[0])
+        swarm.settle()
+        due = swarm.wires.delivered + moment
 
-            def stop(_: Frame) -> None:
-                swarm.leader.stop = swarm.wires.delivered >= due
-                swarm.peers["1a"].busy = swarm.leader.stop and stuck
+        def stop(_: Frame) -> None:
+            swarm.leader.stop = swarm.wires.delivered >= due
+            swarm.peers["1a"].busy = swarm.leader.stop and stuck
 
-            swarm.wires.on_frame = stop
-            start = swarm.wires.now
-            assert (swarm.leader.step(BATCHES[1]) is None) == stuck
-            assert swarm.wires.now - start < LAST_STEP_LIMIT_S + 0.5
-            swarm.wires.on_frame = lambda _: None
-            swarm.peers["1a"].busy = False
-            swarm.leader.head.dissolve()
-            swarm.settle()
-            assert all(peer.clean for peer in swarm.alive)
-            assert len(swarm.leader.peer.steps) == (1 if stuck else 2)
-            check_weights(swarm)
+        swarm.wires.on_frame = stop
+        start = swarm.wires.now
+        assert (swarm.leader.step(BATCHES[1]) is None) == stuck
+        assert swarm.wires.now - start < LAST_STEP_LIMIT_S + 0.5
+        swarm.wires.on_frame = lambda _: None
+        swarm.peers["1a"].busy = False
+        swarm.leader.head.dissolve()
+        swarm.settle()
+        assert all(peer.clean for peer in swarm.alive)
+        assert len(swarm.leader.peer.steps) == (1 if stuck else 2)
+        check_weights(swarm)

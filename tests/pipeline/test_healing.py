@@ -45,31 +45,31 @@ class TestAMemberVanishes:
     """In the second of three inner steps, after any number of its frames."""
 
     def test_a_step_has_as_many_frames_as_the_moments_below_assume(self) -> None:
-        with Swarm(PLAN) as swarm:
-            swarm.leader.form()
-            for batch in BATCHES[:2]:
-                before = swarm.wires.delivered
-                swarm.leader.step(batch)
-                swarm.settle()
-                assert swarm.wires.delivered - before == FRAMES_A_STEP
+        swarm = Swarm(PLAN)
+        swarm.leader.form()
+        for batch in BATCHES[:2]:
+            before = swarm.wires.delivered
+            swarm.leader.step(batch)
+            swarm.settle()
+            assert swarm.wires.delivered - before == FRAMES_A_STEP
 
     @pytest.mark.parametrize(("how", "moment"), [*KILLS, *FREEZES, *LAST_WORDS])
     @pytest.mark.parametrize("stage", [1, 2])
     def test_a_spare_takes_its_place(self, moment: int, stage: int, how: How) -> None:
-        with Swarm(PLAN, spares=1, seed=moment) as swarm:
-            swarm.leader.form()
-            swarm.leader.step(BATCHES[0])
-            swarm.settle()
-            victim = swarm.peers[swarm.leader.members[stage]]
-            [spare] = [p for p in swarm.alive if p.stage == stage and p is not victim]
+        swarm = Swarm(PLAN, spares=1, seed=moment)
+        swarm.leader.form()
+        swarm.leader.step(BATCHES[0])
+        swarm.settle()
+        victim = swarm.peers[swarm.leader.members[stage]]
+        [spare] = [p for p in swarm.alive if p.stage == stage and p is not victim]
 
-            def vanish() -> None:
-                spare.copy_of(victim)  # so that only what is lost can make a difference
-                strike(swarm, victim.me, how)
+        def vanish() -> None:
+            spare.copy_of(victim)  # so that only what is lost can make a difference
+            strike(swarm, victim.me, how)
 
-            with after_frames(swarm, moment, vanish):
-                stepped = [swarm.leader.step(batch) for batch in BATCHES[1:]]
-            swarm.settle()
+        with after_frames(swarm, moment, vanish):
+            stepped = [swarm.leader.step(batch) for batch in BATCHES[1:]]
+        swarm.settle()
         assert [each.step if each else None for each in stepped] == [1, 2]
         survivors = [swarm.peers[name] for name in swarm.leader.members]
         assert survivors[stage] is spare
@@ -105,28 +105,28 @@ class TestAMemberVanishes:
     @pytest.mark.parametrize(("how", "moment"), [*KILLS, *FREEZES[::4]])
     @pytest.mark.parametrize("stage", [1, 2])
     def test_without_a_spare_the_replica_dissolves(self, moment: int, stage: int, how: How) -> None:
-        with Swarm(PLAN, seed=moment) as swarm:
-            leader = swarm.leader
-            leader.form()
-            leader.step(BATCHES[0])
-            swarm.settle()
-            victim = swarm.peers[leader.members[stage]]
-            with after_frames(swarm, moment, lambda: strike(swarm, victim.me, how)):
-                for batch in BATCHES[1:]:
-                    leader.step(batch)
-            assert leader.members == ()
-            assert leader.peer.telling("dissolved")
-            swarm.settle()
-            given = swarm.goings[-1].step
-            for peer in (leader.peer, swarm.peers["1a" if stage == 2 else "2a"]):
-                made = [number for _, number in peer.steps]
-                # only who would have heard the GO from the dead one may have missed it
-                heard = made == list(range(given + 1))
-                assert heard or (peer.stage > stage and made == list(range(given)))
-                assert peer.clean
-                if heard:
-                    assert equal(peer.weights(), undisturbed(given + 1)[peer.stage])
-            self.check_that_all_is_free_again(swarm, victim, given)
+        swarm = Swarm(PLAN, seed=moment)
+        leader = swarm.leader
+        leader.form()
+        leader.step(BATCHES[0])
+        swarm.settle()
+        victim = swarm.peers[leader.members[stage]]
+        with after_frames(swarm, moment, lambda: strike(swarm, victim.me, how)):
+            for batch in BATCHES[1:]:
+                leader.step(batch)
+        assert leader.members == ()
+        assert leader.peer.telling("dissolved")
+        swarm.settle()
+        given = swarm.goings[-1].step
+        for peer in (leader.peer, swarm.peers["1a" if stage == 2 else "2a"]):
+            made = [number for _, number in peer.steps]
+            # only who would have heard the GO from the dead one may have missed it
+            heard = made == list(range(given + 1))
+            assert heard or (peer.stage > stage and made == list(range(given)))
+            assert peer.clean
+            if heard:
+                assert equal(peer.weights(), undisturbed(given + 1)[peer.stage])
+        self.check_that_all_is_free_again(swarm, victim, given)
 
     def check_that_all_is_free_again(self, swarm: Swarm, victim: Peer, given: int) -> None:
         others = [peer for peer in swarm.alive if peer.stage > 0]
@@ -211,13 +211,13 @@ class Storm:
 @pytest.mark.parametrize("seed", range(16))
 def test_any_faults_at_any_moments(seed: int) -> None:
     relieved = seed % 2 == 0
-    with Swarm(PLAN, spares=int(relieved), seed=seed) as swarm:
-        storm = Storm(swarm, some_faults(random.Random(seed)), relieved=relieved)
-        made = swarm.leader.train([*BATCHES, *BATCHES])
-        for name in swarm.peers:
-            swarm.wires.thaw(name)
-        swarm.leader.head.dissolve()
-        swarm.run_for(10.0)
+    swarm = Swarm(PLAN, spares=int(relieved), seed=seed)
+    storm = Storm(swarm, some_faults(random.Random(seed)), relieved=relieved)
+    made = swarm.leader.train([*BATCHES, *BATCHES])
+    for name in swarm.peers:
+        swarm.wires.thaw(name)
+    swarm.leader.head.dissolve()
+    swarm.run_for(10.0)
     assert storm.struck > 0
     assert [stepped.step for stepped in made] == list(range(6))
     assert not any(stepped.skipped for stepped in made)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -20,6 +21,14 @@ from dilocox.pipeline.messages import (
     Totals,
 )
 from tests.pipeline.alone import BATCH, SHAPE, Alone, go_facts, sum_facts
+
+
+@pytest.fixture
+def alone() -> Alone:
+    """A member of stage 1 that was taken up into a replica of three."""
+    alone = Alone()
+    alone.take_up()
+    return alone
 
 
 class TestLinks:
@@ -62,9 +71,7 @@ class TestLinks:
         assert happened == [None, None, Ready()]
         assert alone.kinds("upper") == ["ready"]
 
-    def test_a_new_epoch_begins_from_nothing(self) -> None:
-        alone = Alone()
-        alone.take_up()
+    def test_a_new_epoch_begins_from_nothing(self, alone: Alone) -> None:
         alone.hear("lower", "ready")
         alone.member.handle(Opened(alone.key("upper")))
         alone.forward()
@@ -98,9 +105,7 @@ class TestFaults:
         assert (side, frame.kind) == ("upper", "fault")
         assert Fault.from_facts(frame.facts, 3) == fault
 
-    def test_one_that_breaks_above_cannot_be(self) -> None:
-        alone = Alone()
-        alone.take_up()
+    def test_one_that_breaks_above_cannot_be(self, alone: Alone) -> None:
         fault = alone.member.handle(Broken(alone.key("upper"), "p0", "closed", 1.0))
         assert fault == Fault(stage=0, seen_by=1, reason="closed", after_s=1.0)
         assert not alone.sent
@@ -121,9 +126,7 @@ class TestFaults:
 
 
 class TestTheInnerStep:
-    def test_sums_go_up_once_all_below_have_them(self) -> None:
-        alone = Alone()
-        alone.take_up()
+    def test_sums_go_up_once_all_below_have_them(self, alone: Alone) -> None:
         alone.compute()
         assert alone.kinds("lower") == ["forward"] * 2
         assert alone.kinds("upper") == ["gradient"] * 2
@@ -149,9 +152,7 @@ class TestTheInnerStep:
             leaving=True,
         )
 
-    def test_a_sum_that_comes_early_waits_for_the_stages_own(self) -> None:
-        alone = Alone()
-        alone.take_up()
+    def test_a_sum_that_comes_early_waits_for_the_stages_own(self, alone: Alone) -> None:
         alone.hear("lower", "sum", facts=sum_facts())
         assert alone.kinds("upper") == []
         alone.compute()
@@ -159,9 +160,7 @@ class TestTheInnerStep:
         alone.hear("lower", "sum", facts=sum_facts())  # a second one is not passed on
         assert alone.kinds("upper") == ["gradient", "gradient", "sum"]
 
-    def test_go_is_passed_down_and_taken_once(self) -> None:
-        alone = Alone()
-        alone.take_up()
+    def test_go_is_passed_down_and_taken_once(self, alone: Alone) -> None:
         alone.compute()
         alone.hear("lower", "sum", facts=sum_facts())
         before = alone.weights()
@@ -177,17 +176,6 @@ class TestTheInnerStep:
         alone.forward(step=1)
         alone.member.work()
         assert alone.sent[-1][1].codec == "int8"
-
-    def test_go_that_says_skip_leaves_the_weights_alone(self) -> None:
-        alone = Alone()
-        alone.take_up()
-        alone.compute()
-        before = alone.weights()
-        stepped = alone.hear("upper", "go", facts=go_facts(factor=math.nan, loss=math.nan))
-        assert isinstance(stepped, Stepped)
-        assert stepped.skipped
-        assert all(torch.equal(a, b) for a, b in zip(alone.weights(), before, strict=True))
-        assert alone.peer.clean
 
     @pytest.mark.parametrize(
         ("computed", "done", "takes"),
@@ -226,9 +214,7 @@ class TestTheInnerStep:
 
 
 class TestEvaluating:
-    def test_windows_go_down_and_losses_up(self) -> None:
-        alone = Alone()
-        alone.take_up()
+    def test_windows_go_down_and_losses_up(self, alone: Alone) -> None:
         frame = Frame(kind="evaluate", replica="p0", epoch=1, microbatch=5, facts={"round": 0})
         made = tensor_frame(frame, "fp32", torch.randn(SHAPE), BATCH[0])
         assert alone.member.handle(Arrived(alone.key("upper"), made)) is None
@@ -243,9 +229,9 @@ class TestEvaluating:
         ]
 
     @pytest.mark.parametrize("facts", [{"round": 1}, {}, {"round": "0"}])
-    def test_of_another_round_it_answers_that_there_is_none(self, facts: dict[str, object]) -> None:
-        alone = Alone()
-        alone.take_up()
+    def test_of_another_round_it_answers_that_there_is_none(
+        self, alone: Alone, facts: dict[str, object]
+    ) -> None:
         frame = Frame(kind="evaluate", replica="p0", epoch=1, microbatch=5, facts=facts)
         made = tensor_frame(frame, "fp32", torch.randn(SHAPE), BATCH[0])
         assert alone.member.handle(Arrived(alone.key("upper"), made)) is None
@@ -263,3 +249,110 @@ def test_outside_of_a_replica_it_has_nothing_to_say() -> None:
     assert not alone.member.work()
     alone.member.end()
     assert alone.member.handle(Opened(alone.key("upper"))) is None
+
+
+class TestRefusals:
+    """A link over which came what cannot be is broken, and nothing else happens."""
+
+    def check(self, alone: Alone, side: str, reason: str) -> None:
+        assert alone.refused == [(side, reason)]
+        assert alone.member.assignment is not None
+
+    @pytest.mark.parametrize("step", [1, 99])
+    def test_of_another_step(self, step: int) -> None:
+        for act, side in (
+            (lambda a: a.forward(step=step), "upper"),
+            (lambda a: a.hear("upper", "go", step=step, facts=go_facts()), "upper"),
+            (lambda a: a.gradient(step=step), "lower"),
+            (lambda a: a.hear("lower", "sum", step=step, facts=sum_facts()), "lower"),
+        ):
+            alone = Alone()
+            alone.take_up()
+            assert act(alone) is None
+            self.check(alone, side, "step")
+
+    @pytest.mark.parametrize(
+        "kind", ["gradient", "sum", "ready", "fault", "evaluated", "hello", "heartbeat", "yes"]
+    )
+    def test_what_only_comes_from_below(self, kind: str) -> None:
+        alone = Alone()
+        alone.take_up()
+        assert alone.hear("upper", kind, facts=sum_facts()) is None
+        self.check(alone, "upper", "kind")
+
+    @pytest.mark.parametrize("kind", ["forward", "go", "evaluate", "dissolve", "hello", "ping"])
+    def test_what_only_comes_from_above(self, alone: Alone, kind: str) -> None:
+        assert alone.hear("lower", kind, facts=go_facts()) is None
+        self.check(alone, "lower", "kind")
+
+    def test_go_before_all_gradients(self, alone: Alone) -> None:
+        alone.forward()
+        alone.member.work()
+        before = alone.weights()
+        assert alone.hear("upper", "go", facts=go_facts()) is None
+        self.check(alone, "upper", "order")
+        assert all(torch.equal(a, b) for a, b in zip(alone.weights(), before, strict=True))
+        assert alone.kinds("lower") == ["forward"]
+
+    @pytest.mark.parametrize("microbatch", [0, 2])
+    def test_a_microbatch_twice_or_one_too_many(self, alone: Alone, microbatch: int) -> None:
+        alone.forward()
+        alone.forward(microbatch)
+        self.check(alone, "upper", "order")
+
+    def test_a_gradient_that_nobody_waits_for(self, alone: Alone) -> None:
+        alone.forward()
+        alone.gradient()
+        self.check(alone, "lower", "order")
+
+    @pytest.mark.parametrize(
+        ("side", "kind", "facts"),
+        [
+            ("upper", "go", go_facts(learning_rate=-1.0)),
+            ("upper", "go", go_facts(learning_rate=math.nan)),
+            ("upper", "go", go_facts(codecs=["fp32"])),
+            ("upper", "go", go_facts(codecs=["fp32", "zip"])),
+            ("upper", "go", {}),
+            ("lower", "sum", sum_facts(compute_s=[math.nan])),
+            ("lower", "sum", sum_facts(leaving=[])),
+            ("lower", "sum", sum_facts(squared_norm="much")),
+            ("lower", "sum", {}),
+            ("lower", "fault", {"stage": 3, "seen_by": 0, "reason": "closed", "after_s": 0.0}),
+            ("lower", "fault", {"stage": 1, "seen_by": 0, "reason": "bored", "after_s": 0.0}),
+            ("lower", "evaluated", {"loss": "low"}),
+        ],
+    )
+    def test_odd_facts(self, alone: Alone, side: str, kind: str, facts: dict[str, object]) -> None:
+        alone.compute()
+        sent = len(alone.sent)
+        assert alone.hear(side, kind, facts=facts) is None
+        self.check(alone, side, "header")
+        assert len(alone.sent) == sent
+
+    @pytest.mark.parametrize(("stage", "seen_by"), [(0, 0), (1, 0), (2, 1), (2, 2), (2, 3)])
+    def test_a_fault_that_its_sender_cannot_have_seen(self, stage: int, seen_by: int) -> None:
+        alone = Alone(clients=(False,) * 4)
+        alone.take_up()
+        facts = Fault(stage=stage, seen_by=seen_by, reason="closed").to_facts()
+        assert alone.hear("lower", "fault", facts=facts) is None
+        self.check(alone, "lower", "header")
+        assert alone.sent == []
+
+    @pytest.mark.parametrize("scale", [0.0, -1.0, math.inf, 2.0**50, "big"])
+    def test_an_odd_loss_scale(self, scale: object) -> None:
+        alone = Alone()
+        alone.take_up()
+        assert alone.forward(loss_scale=scale) is None
+        self.check(alone, "upper", "header")
+        assert alone.peer.worker.idle
+
+    def test_tokens_beyond_the_vocabulary(self, alone: Alone) -> None:
+        frame = Frame(kind="forward", replica="p0", epoch=1)
+        odd = BATCH[0].clone()
+        odd[0, 0] = 31
+        made = tensor_frame(frame, "fp32", torch.zeros(SHAPE), odd)
+        for kind, facts in (("forward", {}), ("evaluate", {"round": 0})):
+            alone.refused.clear()
+            arrived = Arrived(alone.key("upper"), replace(made, kind=kind, facts=facts))
+            assert alone.member.handle(arrived) is None
+            self.check(alone, "upper", "values")

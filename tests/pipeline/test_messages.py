@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import pytest
@@ -37,134 +38,123 @@ def travelled(kind: str, facts: dict[str, object]) -> Any:
     return over_the_wire(Frame(kind=kind, facts=facts)).facts
 
 
-class TestTotals:
-    @given(SUMS, LOSSES, st.lists(REPORTS, max_size=8))
-    def test_they_arrive_as_they_were(
-        self, squared_norm: float, loss: float, reports: list[StageReport]
-    ) -> None:
-        totals = Totals(squared_norm=squared_norm, loss=loss, reports=tuple(reports))
-        read = Totals.from_facts(travelled("sum", totals.to_facts()), len(reports))
-        assert repr(read) == repr(totals)  # a NaN is no NaN's equal
+FAULT = Fault(stage=1, seen_by=0, reason="closed", after_s=0.0)
+READERS: dict[str, tuple[dict[str, object], Callable[[Mapping[str, object]], object]]] = {
+    "sum": (ONE.to_facts(), lambda facts: Totals.from_facts(facts, 1)),
+    "go": (GO.to_facts(), lambda facts: Go.from_facts(facts, 3)),
+    "fault": (FAULT.to_facts(), lambda facts: Fault.from_facts(facts, 4)),
+    "evaluated": (
+        {"loss": 3.5},
+        lambda facts: Evaluated.of(Frame(kind="evaluated", facts=facts)),
+    ),
+}
 
-    def test_an_overflow_is_not_a_number(self) -> None:
-        totals = Totals(squared_norm=math.inf, loss=math.nan)
-        read = Totals.from_facts(travelled("sum", totals.to_facts()), 0)
-        assert math.isnan(read.squared_norm)
-        assert math.isnan(read.loss)
 
-    def test_the_stage_above_comes_first(self) -> None:
-        upper = StageReport(anchor_round=2, compute_s=0.1)
-        both = ONE.plus(3.0, upper)
-        assert both.reports == (upper, *ONE.reports)
-        assert (both.squared_norm, both.loss) == (4.0, 2.0)
-        assert math.isnan(both.plus(math.nan, upper).squared_norm)
+@given(SUMS, LOSSES, st.lists(REPORTS, max_size=8))
+def test_totals_arrive_as_they_were(
+    squared_norm: float, loss: float, reports: list[StageReport]
+) -> None:
+    totals = Totals(squared_norm=squared_norm, loss=loss, reports=tuple(reports))
+    read = Totals.from_facts(travelled("sum", totals.to_facts()), len(reports))
+    assert repr(read) == repr(totals)  # a NaN is no NaN's equal
 
-    @pytest.mark.parametrize("stages", [0, 2])
-    def test_of_another_number_of_stages_they_are_refused(self, stages: int) -> None:
+
+@given(
+    st.floats(0.0, 1.0) | st.just(math.nan),
+    st.floats(0.0, MAX_LEARNING_RATE),
+    LOSSES,
+    st.lists(st.sampled_from(CODECS), max_size=8),
+)
+def test_go_arrives_as_it_was(factor: float, rate: float, loss: float, codecs: list[str]) -> None:
+    go = Go(factor=factor, learning_rate=rate, loss=loss, codecs=tuple(codecs))
+    read = Go.from_facts(travelled("go", go.to_facts()), len(codecs) + 1)
+    assert repr(read) == repr(go)
+
+
+@given(st.integers(0, 3), st.integers(0, 3), st.sampled_from(FAULT_REASONS), SECONDS)
+def test_a_fault_arrives_as_it_was(stage: int, seen_by: int, reason: str, after_s: float) -> None:
+    fault = Fault(stage=stage, seen_by=seen_by, reason=reason, after_s=after_s)
+    assert Fault.from_facts(travelled("fault", fault.to_facts()), 4) == fault
+
+
+@pytest.mark.parametrize("loss", [None, 0.0, 3.5])
+def test_an_evaluation_has_a_loss_or_none(loss: float | None) -> None:
+    frame = Frame(kind="evaluated", microbatch=7, facts={"loss": loss})
+    assert Evaluated.of(over_the_wire(frame)) == Evaluated(batch=7, loss=loss)
+
+
+def test_an_overflow_is_not_a_number() -> None:
+    totals = Totals(squared_norm=math.inf, loss=math.nan)
+    read = Totals.from_facts(travelled("sum", totals.to_facts()), 0)
+    loss = Evaluated.of(Frame(kind="evaluated", facts={"loss": math.inf})).loss
+    assert loss is not None
+    assert all(map(math.isnan, (read.squared_norm, read.loss, loss)))
+
+
+def test_the_report_of_the_stage_above_comes_first() -> None:
+    upper = StageReport(anchor_round=2, compute_s=0.1)
+    both = ONE.plus(3.0, upper)
+    assert both.reports == (upper, *ONE.reports)
+    assert (both.squared_norm, both.loss) == (4.0, 2.0)
+    assert math.isnan(both.plus(math.nan, upper).squared_norm)
+
+
+@pytest.mark.parametrize(
+    ("kind", "odd"),
+    [
+        *(
+            ("sum", {name: value})
+            for name, value in (
+                ("anchor_round", [math.inf]),
+                ("anchor_round", ["1"]),
+                ("compute_s", [-1.0]),
+                ("compute_s", []),  # of another number of stages
+                ("upper_bytes_per_s", [math.nan]),
+                ("lower_bytes_per_s", 1.0),
+                ("lower_round_trip_s", [True]),
+                ("leaving", [1]),
+                ("squared_norm", None),
+                ("squared_norm", -1.0),
+                ("window", [0]),
+                ("window", [MAX_WINDOW + 1]),
+                ("loss", "2"),
+            )
+        ),
+        *(
+            ("go", {name: value})
+            for name, value in (
+                ("codecs", ["bf16"]),
+                ("codecs", ["bf16", "none"]),
+                ("codecs", "bf16"),
+                ("learning_rate", -1e-9),
+                ("learning_rate", MAX_LEARNING_RATE + 1),
+                ("learning_rate", math.nan),
+                ("factor", "1"),
+                ("factor", 1.5),
+                ("factor", -0.5),
+                ("loss", None),
+            )
+        ),
+        *(
+            ("fault", {name: value})
+            for name, value in (
+                ("stage", 4),
+                ("stage", -1),
+                ("seen_by", 1.5),
+                ("reason", "x" * 100),
+                ("reason", 1),
+                ("after_s", -1.0),
+                ("after_s", math.inf),
+            )
+        ),
+        *(("evaluated", {"loss": value}) for value in ("low", [1.0], True)),
+    ],
+)
+def test_an_odd_or_missing_fact_is_refused(kind: str, odd: dict[str, object]) -> None:
+    facts, read = READERS[kind]
+    read(facts)
+    with pytest.raises(FrameRefused, match="header"):
+        read(facts | odd)
+    if kind != "evaluated":  # which may have no loss
         with pytest.raises(FrameRefused, match="header"):
-            Totals.from_facts(ONE.to_facts(), stages)
-
-    @pytest.mark.parametrize(
-        "odd",
-        [
-            {"anchor_round": [math.inf]},
-            {"anchor_round": ["1"]},
-            {"compute_s": [-1.0]},
-            {"upper_bytes_per_s": [math.nan]},
-            {"lower_bytes_per_s": 1.0},
-            {"lower_round_trip_s": [True]},
-            {"leaving": [1]},
-            {"squared_norm": None},
-            {"squared_norm": -1.0},
-            {"window": [0]},
-            {"window": [MAX_WINDOW + 1]},
-            {"loss": "2"},
-        ],
-    )
-    def test_odd_ones_are_refused(self, odd: dict[str, object]) -> None:
-        with pytest.raises(FrameRefused, match="header"):
-            Totals.from_facts({**ONE.to_facts(), **odd}, 1)
-
-    @pytest.mark.parametrize("name", list(ONE.to_facts()))
-    def test_incomplete_ones_are_refused(self, name: str) -> None:
-        facts = ONE.to_facts()
-        del facts[name]
-        with pytest.raises(FrameRefused, match="header"):
-            Totals.from_facts(facts, 1)
-
-
-class TestGo:
-    @given(
-        st.floats(0.0, 1.0) | st.just(math.nan),
-        st.floats(0.0, MAX_LEARNING_RATE),
-        LOSSES,
-        st.lists(st.sampled_from(CODECS), max_size=8),
-    )
-    def test_it_arrives_as_it_was(
-        self, factor: float, rate: float, loss: float, codecs: list[str]
-    ) -> None:
-        go = Go(factor=factor, learning_rate=rate, loss=loss, codecs=tuple(codecs))
-        read = Go.from_facts(travelled("go", go.to_facts()), len(codecs) + 1)
-        assert repr(read) == repr(go)
-
-    @pytest.mark.parametrize(
-        "odd",
-        [
-            {"codecs": ["bf16"]},
-            {"codecs": ["bf16", "none"]},
-            {"codecs": "bf16"},
-            {"learning_rate": -1e-9},
-            {"learning_rate": MAX_LEARNING_RATE + 1},
-            {"learning_rate": math.nan},
-            {"factor": "1"},
-            {"factor": 1.5},
-            {"factor": -0.5},
-            {"loss": None},
-        ],
-    )
-    def test_an_odd_one_is_refused(self, odd: dict[str, object]) -> None:
-        with pytest.raises(FrameRefused, match="header"):
-            Go.from_facts({**GO.to_facts(), **odd}, 3)
-
-
-class TestFault:
-    @given(st.integers(0, 3), st.integers(0, 3), st.sampled_from(FAULT_REASONS), SECONDS)
-    def test_it_arrives_as_it_was(
-        self, stage: int, seen_by: int, reason: str, after_s: float
-    ) -> None:
-        fault = Fault(stage=stage, seen_by=seen_by, reason=reason, after_s=after_s)
-        assert Fault.from_facts(travelled("fault", fault.to_facts()), 4) == fault
-
-    @pytest.mark.parametrize(
-        "odd",
-        [
-            {"stage": 4},
-            {"stage": -1},
-            {"seen_by": 1.5},
-            {"reason": "x" * 100},
-            {"reason": 1},
-            {"after_s": -1.0},
-            {"after_s": math.inf},
-        ],
-    )
-    def test_an_odd_one_is_refused(self, odd: dict[str, object]) -> None:
-        facts = Fault(stage=1, seen_by=0, reason="closed", after_s=0.0).to_facts()
-        with pytest.raises(FrameRefused, match="header"):
-            Fault.from_facts({**facts, **odd}, 4)
-
-
-class TestEvaluated:
-    @pytest.mark.parametrize("loss", [None, 0.0, 3.5])
-    def test_an_evaluation_has_a_loss_or_none(self, loss: float | None) -> None:
-        frame = Frame(kind="evaluated", microbatch=7, facts={"loss": loss})
-        assert Evaluated.of(over_the_wire(frame)) == Evaluated(batch=7, loss=loss)
-
-    def test_a_loss_that_is_not_finite_is_not_a_number(self) -> None:
-        loss = Evaluated.of(Frame(kind="evaluated", facts={"loss": math.inf})).loss
-        assert loss is not None
-        assert math.isnan(loss)
-
-    @pytest.mark.parametrize("loss", ["low", [1.0], True])
-    def test_an_odd_loss_is_refused(self, loss: object) -> None:
-        with pytest.raises(FrameRefused, match="header"):
-            Evaluated.of(Frame(kind="evaluated", facts={"loss": loss}))
+            read({name: value for name, value in facts.items() if name not in odd})

@@ -41,12 +41,6 @@ def test_a_peer_that_is_still_recorded_in_the_heads_own_replica_is_asked() -> No
     assert candidates({1: {"peer": in_replica("head")}}, TWO) == {1: ("peer",)}
 
 
-def test_the_dead_are_avoided() -> None:
-    vacancies = Vacancies(me="head", num_stages=2, members={0: False}, avoid={"dead"})
-    records = {1: {"dead": stage_record(), "alive": stage_record()}}
-    assert candidates(records, vacancies) == {1: ("alive",)}
-
-
 def test_heads_that_know_no_round_trips_ask_in_different_orders() -> None:
     records = {1: {f"peer{index}": stage_record() for index in range(20)}}
     orders = set[tuple[str, ...]]()
@@ -69,15 +63,6 @@ def test_a_splice_looks_only_at_the_empty_stage_and_at_its_neighbours_reach() ->
         vacancies = Vacancies(me="head", num_stages=3, members=members)
         assert set(candidates(records, vacancies)[1]) == expected
         assert set(candidates(records, vacancies)) == {1}
-
-
-def test_a_head_that_only_dials_out_asks_those_that_do_where_they_are_no_neighbours() -> None:
-    records = {
-        1: {"open": stage_record(), "near": stage_record(client_mode=True)},
-        2: {"client": stage_record(client_mode=True)},
-    }
-    vacancies = Vacancies(me="head", num_stages=3, members={0: True})
-    assert candidates(records, vacancies) == {1: ("open",), 2: ("client",)}
 
 
 def test_a_head_that_has_the_choice_leaves_the_reachable_to_heads_that_have_not() -> None:

@@ -80,11 +80,10 @@ def test_who_is_flooded_with_letters_reads_no_more_than_so_many_a_second(
     three: list[RelayedRequests],
     identities: list[Identity],
     clock: Clock,
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    head, far, other = three
+    head, _, other = three
     to = identities[1].peer_id
-    monkeypatch.setattr(relayed_requests, "MAX_WRITERS", 1)
+    far = RelayedRequests(identities[1], RUN, clock.time, max_writers=1)
     for count in range(relayed_requests.TAKEN_PER_S):
         assert far.take(head.write(to, ASK)[0], f"relay {count % 25}") is not None
     for letter in (head.write(to, ASK)[0], b"nonsense"):

@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from dilocox.pipeline.frames import Frame
-from dilocox.pipeline.network import Unreachable
+from dilocox.pipeline.requests import StrangerLimits, Unreachable
 from tests.pipeline.neighbours import (
     PING,
     Node,
@@ -93,18 +93,20 @@ def test_a_letter_that_was_brought_before_or_is_none_is_refused(
     until(lambda: far.network.refused["letter"] == 1)
 
 
-@pytest.mark.parametrize("limit", ["PASSED_ON", "PASSED_ON_OF_A_PEER"])
+@pytest.mark.parametrize("limit", ["passed_on", "passed_on_of_a_peer"])
 def test_letters_to_who_does_not_answer_take_few_places_of_strangers(
-    peers: list[Peer], nodes: list[Node], monkeypatch: pytest.MonkeyPatch, limit: str
+    nodes: list[Node], limit: str
 ) -> None:
-    relay, _, head, far = peers
-    monkeypatch.setattr(f"dilocox.pipeline.requests.{limit}", 2)
-    head.relays = {far.id: [relay.id]}
-    carried = Frame(kind="relay", letter=b"?", facts={"to": far.id})
-    with frozen(nodes[3]), ThreadPoolExecutor() as pool:
-        held = [pool.submit(raw_stream, nodes[1], relay.id, carried) for _ in range(5)]
-        until(lambda: relay.network.refused["crowd"] == 3)
-        assert not all(each.done() for each in held)
-        assert head.network.request(relay.id, PING, 1.0).kind == "yes", "the door is open"
-        assert sum(b"crowd" in each.result() for each in held) == 3
-    assert head.network.request(far.id, PING, 5.0).kind == "yes", "the places are free again"
+    head, far = Peer(nodes[2]), Peer(nodes[3])
+    relay = Peer(nodes[0], strangers=StrangerLimits(**{limit: 2}))
+    with running(relay, head, far):
+        assert far.network.request(relay.id, PING, 5.0).kind == "yes"
+        head.relays = {far.id: [relay.id]}
+        carried = Frame(kind="relay", letter=b"?", facts={"to": far.id})
+        with frozen(nodes[3]), ThreadPoolExecutor() as pool:
+            held = [pool.submit(raw_stream, nodes[1], relay.id, carried) for _ in range(5)]
+            until(lambda: relay.network.refused["crowd"] == 3)
+            assert not all(each.done() for each in held)
+            assert head.network.request(relay.id, PING, 1.0).kind == "yes", "it answers others"
+            assert sum(b"crowd" in each.result() for each in held) == 3
+        assert head.network.request(far.id, PING, 5.0).kind == "yes", "the places are free again"

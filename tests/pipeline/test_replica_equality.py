@@ -18,13 +18,13 @@ from tests.pipeline.replicas import Swarm
 
 def trained(plan: Plan, steps: int, seed: int = 0) -> Swarm:
     """A replica after so many inner steps."""
-    with Swarm(plan, seed=seed) as swarm:
-        assert swarm.leader.form() == ""
-        for step, batch in enumerate(batches(plan.config, steps, plan.microbatches)):
-            stepped = swarm.leader.step(batch, rate(step))
-            assert stepped is not None
-            assert stepped.step == step
-        swarm.settle()
+    swarm = Swarm(plan, seed=seed)
+    assert swarm.leader.form() == ""
+    for step, batch in enumerate(batches(plan.config, steps, plan.microbatches)):
+        stepped = swarm.leader.step(batch, rate(step))
+        assert stepped is not None
+        assert stepped.step == step
+    swarm.settle()
     assert all(peer.clean for peer in swarm.alive)
     assert not swarm.wires.refused
     return swarm
@@ -63,26 +63,26 @@ class TestEqualsTheWholeModel:
     @pytest.mark.parametrize("seed", range(4))
     def test_in_any_order_of_delivery_the_losses_are_those_of_the_chain(self, seed: int) -> None:
         chained = chain(TINY, 3)
-        with Swarm(Plan(), seed=seed) as swarm:
-            swarm.leader.form()
-            for step, batch in enumerate(batches(TINY, 2)):
-                stepped = swarm.leader.step(batch, rate(step))
-                loss, _, _ = chained.step(batch, rate(step))
-                assert stepped is not None
-                assert stepped.loss == loss
+        swarm = Swarm(Plan(), seed=seed)
+        swarm.leader.form()
+        for step, batch in enumerate(batches(TINY, 2)):
+            stepped = swarm.leader.step(batch, rate(step))
+            loss, _, _ = chained.step(batch, rate(step))
+            assert stepped is not None
+            assert stepped.loss == loss
 
     @pytest.mark.parametrize("clients", [(0,), (1,), (2,)])
     def test_with_peers_that_can_only_dial_out(self, clients: tuple[int, ...]) -> None:
         expected = chained_weights(Plan(), 1)
-        with Swarm(Plan()) as swarm:
-            leader = swarm.lead("dials" if 0 in clients else "head2", client=0 in clients)
-            for stage in (1, 2):
-                swarm.add(f"new{stage}", stage, client=stage in clients)
-                swarm.wires.kill(f"{stage}a", flushed=False)
-            swarm.wires.kill("head", flushed=False)
-            assert leader.form() == ""
-            assert leader.step(batches(TINY, 1)[0], rate(0)) is not None
-            swarm.settle()
+        swarm = Swarm(Plan())
+        leader = swarm.lead("dials" if 0 in clients else "head2", client=0 in clients)
+        for stage in (1, 2):
+            swarm.add(f"new{stage}", stage, client=stage in clients)
+            swarm.wires.kill(f"{stage}a", flushed=False)
+        swarm.wires.kill("head", flushed=False)
+        assert leader.form() == ""
+        assert leader.step(batches(TINY, 1)[0], rate(0)) is not None
+        swarm.settle()
         ours = [tensor for name in leader.members for tensor in swarm.peers[name].weights()]
         assert all(torch.equal(a, b) for a, b in zip(ours, expected, strict=True))
 
@@ -95,16 +95,16 @@ class TestCodecs:
         assert 0 < max(apart) < near
 
     def test_a_slow_link_gets_a_smaller_codec_at_once_on_both_of_its_ends(self) -> None:
-        with Swarm(Plan(codec="auto")) as swarm:
-            swarm.leader.form()
-            seen: list[set[str]] = []
-            swarm.wires.on_frame = lambda frame: seen[-1].add(frame.codec)
-            for batch in batches(TINY, 3):
-                seen.append(set())
-                swarm.leader.step(batch)
-                swarm.settle()
-                facts = LinkFacts(round_trip_s=0.01, received_bytes_per_s=1.0)
-                swarm.peers["1a"].box.measured = facts
+        swarm = Swarm(Plan(codec="auto"))
+        swarm.leader.form()
+        seen: list[set[str]] = []
+        swarm.wires.on_frame = lambda frame: seen[-1].add(frame.codec)
+        for batch in batches(TINY, 3):
+            seen.append(set())
+            swarm.leader.step(batch)
+            swarm.settle()
+            facts = LinkFacts(round_trip_s=0.01, received_bytes_per_s=1.0)
+            swarm.peers["1a"].box.measured = facts
         # what the second step measured counts from the third on
         assert [codecs - {""} for codecs in seen] == [{"bf16"}, {"bf16"}, {"int4"}]
         assert swarm.leader.head.codec == "int4"
@@ -117,26 +117,26 @@ class TestNotFinite:
         self, stage: int, backward: bool
     ) -> None:
         first, second, third = batches(TINY, 3)
-        with Swarm(Plan()) as swarm:
-            swarm.leader.form()
-            swarm.leader.step(first)
-            swarm.settle()
-            before = weights(swarm)
-            moments = [peer.optimizer.state_dict().tensors for peer in swarm.alive]
-            kept = [{name: tensor.clone() for name, tensor in each.items()} for each in moments]
-            spoil(swarm.alive[stage].module, backward=backward)
-            stepped = swarm.leader.step(second)
-            assert stepped is not None
-            assert stepped.skipped
-            assert math.isnan(stepped.loss) != backward
-            swarm.settle()
-            assert all(torch.equal(a, b) for a, b in zip(before, weights(swarm), strict=True))
-            for peer, tensors in zip(swarm.alive, kept, strict=True):
-                state = peer.optimizer.state_dict()
-                assert state.values["skipped"] == 1
-                assert all(torch.equal(state.tensors[name], tensors[name]) for name in tensors)
-            swarm.leader.step(third)
-            swarm.settle()
+        swarm = Swarm(Plan())
+        swarm.leader.form()
+        swarm.leader.step(first)
+        swarm.settle()
+        before = weights(swarm)
+        moments = [peer.optimizer.state_dict().tensors for peer in swarm.alive]
+        kept = [{name: tensor.clone() for name, tensor in each.items()} for each in moments]
+        spoil(swarm.alive[stage].module, backward=backward)
+        stepped = swarm.leader.step(second)
+        assert stepped is not None
+        assert stepped.skipped
+        assert math.isnan(stepped.loss) != backward
+        swarm.settle()
+        assert all(torch.equal(a, b) for a, b in zip(before, weights(swarm), strict=True))
+        for peer, tensors in zip(swarm.alive, kept, strict=True):
+            state = peer.optimizer.state_dict()
+            assert state.values["skipped"] == 1
+            assert all(torch.equal(state.tensors[name], tensors[name]) for name in tensors)
+        swarm.leader.step(third)
+        swarm.settle()
         steady = chain(TINY, 3)
         steady.step(first, 1e-2)
         steady.step(third, 1e-2)
@@ -163,17 +163,17 @@ class TestLossScale:
     def test_all_stages_use_that_of_the_head(self) -> None:
         spec = replace(SPEC, precision="fp16")
         exact = weights(trained(Plan(), 2))
-        with Swarm(Plan(spec=spec)) as swarm:
-            scales = dict(zip(swarm.alive, (64.0, 1024.0, 4.0), strict=True))
-            for peer, scale in scales.items():
-                peer.optimizer.take_loss_scale(scale)
-            swarm.leader.form()
-            for step, batch in enumerate(batches(TINY, 2)):
-                stepped = swarm.leader.step(batch, rate(step))
-                assert stepped is not None
-                assert not stepped.skipped
-            swarm.settle()
-            assert {scale_of(peer) for peer in swarm.alive} == {64.0}
+        swarm = Swarm(Plan(spec=spec))
+        scales = dict(zip(swarm.alive, (64.0, 1024.0, 4.0), strict=True))
+        for peer, scale in scales.items():
+            peer.optimizer.take_loss_scale(scale)
+        swarm.leader.form()
+        for step, batch in enumerate(batches(TINY, 2)):
+            stepped = swarm.leader.step(batch, rate(step))
+            assert stepped is not None
+            assert not stepped.skipped
+        swarm.settle()
+        assert {scale_of(peer) for peer in swarm.alive} == {64.0}
         ours = weights(swarm)
         assert max(float((a - b).abs().max()) for a, b in zip(exact, ours, strict=True)) < 1e-4
 

@@ -1,12 +1,54 @@
-"""A peer is in one replica at a time, whoever asks for it and however often."""
+"""A peer is in one replica at a time, whoever asks for it, however often and at the same time.
+
+An assignment comes from a stranger's machine: it is whole and consistent, or it is refused.
+"""
 
 from __future__ import annotations
 
-import pytest
+import math
+import threading
+from typing import Any
 
-from dilocox.pipeline.frames import Frame
-from dilocox.pipeline.reservation import Reservation
-from tests.pipeline.reservations import LEASE_S, Clock, ask, assign, assignment
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+
+from dilocox.pipeline.frames import Frame, FrameRefused, checked_facts
+from dilocox.pipeline.reservation import Assignment, Reservation
+
+LEASE_S = 10.0
+HEADS = ("A", "B")
+
+
+class Clock:
+    """Seconds that pass only when told."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def assignment(head: str = "A", epoch: int = 1, **fields: Any) -> Assignment:
+    plain: dict[str, Any] = {
+        "members": (head, "me", "last"),
+        "clients": (False, True, False),
+        "codecs": ("bf16", "int4"),
+        "step": 4,
+        "done": (3, 0.5, 1e-3),
+    }
+    return Assignment(replica=head, head=head, epoch=epoch, **plain | fields)
+
+
+def assign(reservation: Reservation, what: Assignment, *, by: str = "") -> Frame:
+    peer = by or what.head
+    return reservation.answer(peer, Frame(kind="assign", replica=peer, facts=what.to_facts()))
+
+
+def ask(reservation: Reservation, kind: str, head: str, **facts: object) -> Frame:
+    return reservation.answer(head, Frame(kind=kind, replica=head, facts=facts))
 
 
 @pytest.fixture
@@ -59,41 +101,20 @@ def test_a_peer_that_is_shut_is_not_recruited_but_answers_a_ping(reservation: Re
     assert (starting.state, ask(starting, "reserve", "A").kind) == ("shut", "no")
 
 
-def test_a_ping_changes_nothing(reservation: Reservation, changes: list[str]) -> None:
-    assert reservation.answer("anybody", Frame(kind="ping")).facts["state"] == "free"
-    assert changes == []
-
-
 def test_the_second_head_gets_a_refusal_and_the_first_may_ask_again(
     reservation: Reservation,
 ) -> None:
     assert ask(reservation, "reserve", "A").kind == "yes"
     refused = ask(reservation, "reserve", "B")
     assert (refused.kind, refused.facts["reason"]) == ("no", "it is reserved for another replica")
-    assert assign(reservation, assignment("B")).kind == "no"
+    late = assign(reservation, assignment("B"))
+    assert (late.kind, late.facts["reason"]) == ("no", "it is not reserved for this replica")
     assert ask(reservation, "reserve", "A").kind == "yes"
     assert assign(reservation, assignment("A")).kind == "yes"
     refused = ask(reservation, "reserve", "B")
     assert (refused.kind, refused.facts["reason"]) == ("no", "it is in another replica")
     assert assign(reservation, assignment("B", epoch=9)).kind == "no"
     assert reservation.assignment == assignment("A")
-
-
-def test_a_reservation_expires_and_is_renewed_by_asking_again(
-    reservation: Reservation, clock: Clock
-) -> None:
-    ask(reservation, "reserve", "A")
-    clock.now += LEASE_S - 1
-    ask(reservation, "reserve", "A")
-    clock.now += LEASE_S - 1
-    assert ask(reservation, "reserve", "B").kind == "no"
-    clock.now += 1
-    assert reservation.state == "free"
-    late = assign(reservation, assignment("A"))
-    assert (late.kind, late.facts["reason"]) == ("no", "it is not reserved for this replica")
-    assert ask(reservation, "reserve", "B").kind == "yes"
-    assert assign(reservation, assignment("A")).kind == "no"
-    assert assign(reservation, assignment("B")).kind == "yes"
 
 
 def test_only_a_later_epoch_replaces_an_assignment(reservation: Reservation) -> None:
@@ -111,15 +132,6 @@ def test_only_a_later_epoch_replaces_an_assignment(reservation: Reservation) -> 
     for epoch in (5, 6):
         assert assign(reservation, assignment(epoch=epoch)).kind == "yes"
     assert reservation.take_assignment() == assignment(epoch=6)
-
-
-def test_a_head_that_was_restarted_hears_which_epoch_to_exceed(reservation: Reservation) -> None:
-    ask(reservation, "reserve", "A")
-    assign(reservation, assignment(epoch=5))
-    again = ask(reservation, "reserve", "A")
-    assert (again.kind, again.facts["epoch"], again.facts["state"]) == ("yes", 5, "member")
-    assert "epoch" not in ask(reservation, "ping", "B").facts
-    assert assign(reservation, assignment(epoch=6)).kind == "yes"
 
 
 def test_a_peer_that_moved_is_not_taken_for_its_old_stage(reservation: Reservation) -> None:
@@ -165,21 +177,6 @@ def test_an_assignment_that_was_never_taken_is_let_go_silently(reservation: Rese
     assign(reservation, assignment())
     ask(reservation, "release", "A")
     assert (reservation.take_assignment(), reservation.released) == (None, False)
-
-
-def test_a_peer_that_leaves_is_free_again(reservation: Reservation) -> None:
-    ask(reservation, "reserve", "A")
-    assign(reservation, assignment())
-    reservation.take_assignment()
-    reservation.leave("B")
-    assert reservation.state == "member"
-    reservation.leave("A")
-    assert (reservation.state, reservation.assignment, reservation.take_assignment()) == (
-        "free",
-        None,
-        None,
-    )
-    assert assign(reservation, assignment(epoch=2)).kind == "no"
 
 
 @pytest.mark.parametrize("shut", [False, True])
@@ -240,3 +237,169 @@ def test_a_head_is_recruited_by_nobody() -> None:
     own = assignment("me", members=("me", "x", "y"))
     assert assign(reservation, own, by="me").kind == "no"
     assert reservation.state == "free"
+
+
+# ---- assignments ---------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    "given", [assignment(), assignment(done=None), assignment(done=(3, math.nan, 0.0))]
+)
+def test_assignment_reads_back_equal(given: Assignment) -> None:
+    facts = given.to_facts()
+    assert checked_facts(facts) == facts  # what a frame can carry
+    assert repr(Assignment.from_facts(facts, 3)) == repr(given)
+
+
+def test_largest_run_fits_into_a_frame() -> None:
+    members = tuple(f"{number:0>60}" for number in range(256))
+    large = assignment(members[0], members=members, clients=(False,) * 256, codecs=("int8",) * 255)
+    assert Assignment.from_facts(checked_facts(large.to_facts()), 256) == large
+
+
+@pytest.mark.parametrize(
+    "odd",
+    [
+        {"replica": "B"},
+        {"replica": 7},
+        {"head": "me"},
+        {"epoch": -1},
+        {"epoch": True},
+        {"epoch": 2**60},
+        {"members": ("A", "me")},
+        {"members": ("A", "me", "me")},
+        {"members": ("A", "me", "")},
+        {"members": ("A", "me", "x" * 65)},
+        {"members": "Ame"},
+        {"clients": (True, True, False)},
+        {"clients": (False, 1, False)},
+        {"clients": (False, False)},
+        {"codecs": ("bf16",)},
+        {"codecs": ("bf16", "none")},
+        {"codecs": ("bf16", "zip")},
+        {"step": 3},
+        {"step": 1.0},
+        {"done_step": None},
+        {"done_factor": None},
+        {"done_factor": "much"},
+        {"done_factor": -0.5},
+        {"done_learning_rate": math.nan},
+        {"done_learning_rate": math.inf},
+        {"done_learning_rate": -1e-3},
+    ],
+    ids=str,
+)
+def test_odd_assignment_is_refused(odd: dict[str, object]) -> None:
+    facts = assignment().to_facts() | odd
+    with pytest.raises(FrameRefused):
+        Assignment.from_facts(facts, 3)
+    with pytest.raises(FrameRefused):
+        Assignment.from_facts({name: facts[name] for name in facts if name not in odd}, 3)
+
+
+PLAIN = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=70)
+NAMES = st.sampled_from(sorted(assignment().to_facts()))
+
+
+@settings(deadline=None, max_examples=100)
+@given(st.dictionaries(NAMES, PLAIN | st.lists(PLAIN, max_size=3), max_size=4))
+def test_any_facts_are_an_assignment_or_refused(facts: dict[str, object]) -> None:
+    changed = assignment().to_facts() | facts
+    try:
+        Assignment.from_facts(changed, 3)
+    except FrameRefused as reason:
+        assert reason.kind == "header"
+
+
+# ---- at the same time ----------------------------------------------------------------------------
+def test_of_many_heads_at_once_one_gets_the_peer() -> None:
+    """Every head reserves and, if it may, assigns; in threads that start together."""
+    reservation = Reservation(me="me", stage=1, num_stages=3, on_change=lambda: None)
+    reservation.open({})
+    for _ in range(20):
+        start, won = threading.Barrier(8), list[str]()
+
+        def run(head: str, start: threading.Barrier = start, won: list[str] = won) -> None:
+            start.wait(5.0)
+            if ask(reservation, "reserve", head).kind == "yes":
+                won.append(head)
+                assert assign(reservation, assignment(head)).kind == "yes"
+
+        threads = [threading.Thread(target=run, args=(f"head{number}",)) for number in range(8)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(5.0)
+        (winner,) = won
+        taken = reservation.take_assignment()
+        assert taken is not None
+        assert taken.head == winner
+        reservation.leave(winner)
+
+
+class TwoHeads(RuleBasedStateMachine):
+    """Requests in any order, late and repeated, against what each head may believe."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.clock = Clock()
+        self.reservation = Reservation(
+            me="me",
+            stage=1,
+            num_stages=3,
+            lease_s=LEASE_S,
+            clock=self.clock,
+            on_change=lambda: None,
+        )
+        self.reservation.open({})
+        self.leases: dict[str, float] = {}
+        self.member_of = ""
+        self.epoch = 0
+
+    @rule(head=st.sampled_from(HEADS))
+    def reserve(self, head: str) -> None:
+        yes = ask(self.reservation, "reserve", head).kind == "yes"
+        others = [each for each in self.holders() if each != head]
+        assert yes == (self.member_of in ("", head) and not others)
+        if yes and not self.member_of:
+            self.leases[head] = self.clock.now + LEASE_S
+
+    @rule(head=st.sampled_from(HEADS), epoch=st.integers(0, 4))
+    def assign(self, head: str, epoch: int) -> None:
+        yes = assign(self.reservation, assignment(head, epoch)).kind == "yes"
+        if self.member_of == head:
+            assert yes == (epoch >= self.epoch)
+        else:
+            assert yes == (not self.member_of and head in self.holders())
+        if yes:
+            self.member_of, self.epoch, self.leases = head, epoch, {}
+
+    @rule(head=st.sampled_from(HEADS))
+    def release(self, head: str) -> None:
+        assert ask(self.reservation, "release", head).kind == "yes"
+        self.leases.pop(head, None)
+        if self.member_of == head:
+            self.member_of = ""
+
+    @rule()
+    def leave(self) -> None:
+        self.reservation.take_assignment()
+        self.reservation.leave(self.member_of)
+        self.member_of = ""
+
+    @rule(seconds=st.sampled_from([1.0, 6.0, LEASE_S]))
+    def wait(self, seconds: float) -> None:
+        self.clock.now += seconds
+
+    def holders(self) -> list[str]:
+        return [head for head, until in self.leases.items() if self.clock.now < until]
+
+    @invariant()
+    def the_reservation_says_what_the_heads_heard(self) -> None:
+        assert len(self.holders()) <= 1
+        current = self.reservation.assignment
+        assert (current.head if current else "") == self.member_of
+        expected = "member" if self.member_of else "reserved" if self.holders() else "free"
+        assert self.reservation.state == expected
+
+
+TestTwoHeads = TwoHeads.TestCase
+TestTwoHeads.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)

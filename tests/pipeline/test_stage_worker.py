@@ -1,20 +1,20 @@
-"""One stage at work: what it refuses, evaluates and measures."""
+"""Stages at work: they train like the whole model, and what each refuses, evaluates, measures."""
 
 from __future__ import annotations
 
 import math
-from types import SimpleNamespace
+import time
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from dilocox.peer.training.data import validation_loss
+from dilocox.compression.layout import FlatLayout
 from dilocox.peer.training.inner_optimizer import InnerOptimizer, Precision
-from dilocox.pipeline import stage_worker
 from dilocox.pipeline.frames import FrameRefused
-from dilocox.pipeline.stage import build_stage
+from dilocox.pipeline.stage import build_stage, flatten_parameters, parameter_shapes
 from dilocox.pipeline.stage_worker import StageWorker
 from tests.pipeline.chains import (
     MICROBATCHES,
@@ -22,30 +22,163 @@ from tests.pipeline.chains import (
     SPEC,
     Chain,
     Config,
+    Weights,
     batches,
     chain,
     rate,
     same,
     weights,
+    whole_run,
 )
 
 
-class TestOrder:
-    def worker(self, config: Config, stage: int) -> StageWorker:
-        return chain(config, 2).workers[stage]
+class TestEqualsTheWholeModel:
+    def test_one_stage_equals_train_step_to_the_last_bit(self, llama_config: Config) -> None:
+        expected, results = whole_run(tuple(llama_config.items()), 3)
+        chained = chain(llama_config, 1)
+        for step, batch in enumerate(batches(llama_config, 3)):
+            loss, squared_norm, _ = chained.step(batch, rate(step))
+            assert (loss, squared_norm) == (results[step].loss, results[step].squared_norm)
+        assert same(weights(chained), expected)
 
-    @pytest.mark.parametrize("microbatch", [-1, MICROBATCHES])
-    def test_a_microbatch_that_does_not_exist_is_refused(
-        self, llama_config: Config, microbatch: int
+    def test_the_weights_may_be_views_of_one_flat_vector(self, llama_config: Config) -> None:
+        plain, flat = chain(llama_config, 2), chain(llama_config, 2)
+        for stage, module in enumerate(flat.stages):
+            flatten_parameters(module, FlatLayout.of(parameter_shapes(llama_config, 2, stage)))
+        for chained in (plain, flat):
+            for step, batch in enumerate(batches(llama_config, 2)):
+                chained.step(batch, rate(step))
+        assert same(weights(plain), weights(flat))
+        measured = [[worker.stored_bytes for worker in made.workers] for made in (plain, flat)]
+        assert measured[0] == measured[1]
+
+
+class TestReplay:
+    def test_a_finished_step_is_replayed_too(self, llama_config: Config) -> None:
+        spec = replace(SPEC, precision="fp16")  # whose gradients are unscaled by `squared_norm`
+        steady, disturbed = (chain(llama_config, 2, spec=spec) for _ in range(2))
+        [batch] = batches(llama_config, 1)
+        disturbed.run(batch)
+        assert all(worker.squared_norm() > 0 for worker in disturbed.workers)
+        disturbed.restart()
+        assert disturbed.step(batch, 1e-2) == steady.step(batch, 1e-2)
+        assert same(weights(steady), weights(disturbed))
+
+
+class TestRecompute:
+    def test_it_takes_the_same_steps_and_keeps_only_the_input(self, llama_config: Config) -> None:
+        # Dropout must drop the same values in the second forward.
+        config = {**llama_config, "attention_dropout": 0.5}
+        runs: list[Weights] = []
+        stored: list[list[int]] = []
+        for recompute in (False, True):
+            chained = chain(config, 3, recompute=recompute)
+            torch.manual_seed(3)
+            for step, batch in enumerate(batches(config, 2)):
+                chained.step(batch, rate(step))
+            runs.append(weights(chained))
+            stored.append([worker.stored_bytes for worker in chained.workers])
+        assert same(*runs)
+        undisturbed, _ = whole_run(tuple(llama_config.items()), 2)
+        assert not same(runs[0], undisturbed), "no dropout: a weak test"
+        assert stored[1][0] == 2 * 9 * 8  # windows
+        assert stored[1][1] == 2 * 8 * 32 * 4  # hidden states in fp32
+        assert stored[1][2] == stored[0][2] > 10 * stored[1][1]
+        assert stored[0][1] > 10 * stored[1][1]
+
+
+class TestNotFinite:
+    @pytest.mark.parametrize("stage", [0, 1, 2])
+    def test_a_stage_that_saw_it_skips_whatever_factor_it_is_told(
+        self, llama_config: Config, stage: int
     ) -> None:
-        with pytest.raises(FrameRefused, match="order") as refused:
-            self.worker(llama_config, 0).feed(microbatch, None, torch.zeros(2, 9).long())
-        assert refused.value.kind == "order"
+        spoiled = (1, "forward", 0)
+        chained = chain(
+            llama_config, 3, spoil=lambda at, it: (at, it.kind, it.microbatch) == spoiled
+        )
+        chained.run(batches(llama_config, 1)[0])
+        before = weights(chained)
+        worker = chained.workers[stage]
+        assert math.isnan(worker.squared_norm())
+        assert not worker.go(1.0, 1e-2)
+        assert same(weights(chained), before)
+        assert not worker.finished
 
+
+class TestLossScale:
+    """fp16: the head's scale travels with its frames."""
+
+    SPEC = replace(SPEC, precision="fp16")
+
+    # A CPU in fp32 among GPUs in fp16: it must unscale what others scaled, and scale for them.
+    @pytest.mark.parametrize(
+        "precisions", [("fp16", "fp16", "fp16"), ("fp32", "fp16", "fp32"), ("fp16", "fp32", "fp32")]
+    )
+    def test_stages_of_different_scales_step_alike_with_that_of_the_head(
+        self, llama_config: Config, precisions: tuple[Precision, ...]
+    ) -> None:
+        expected, results = whole_run(tuple(llama_config.items()), 2)
+        chained = chain(llama_config, 3, spec=self.SPEC, precisions=precisions)
+        for optimizer, scale in zip(chained.optimizers, (64.0, 1024.0, 4.0), strict=True):
+            optimizer.take_loss_scale(scale)
+        for step, batch in enumerate(batches(llama_config, 2)):
+            for optimizer in chained.optimizers[1:]:
+                optimizer.take_loss_scale(chained.optimizers[0].loss_scale)
+            loss, squared_norm, taken = chained.step(batch, rate(step))
+            assert taken == [True] * 3
+            assert loss == pytest.approx(results[step].loss, rel=1e-3)
+            assert squared_norm == pytest.approx(results[step].squared_norm, rel=0.02)
+        close = [(tensor - expected[n]).abs().mean() for n, tensor in weights(chained).items()]
+        assert max(close) < 1e-3
+
+    def test_an_overflow_on_one_stage_lowers_the_scale_of_all(self, llama_config: Config) -> None:
+        spoiled = (2, "gradient", 2)
+        chained = chain(
+            llama_config,
+            3,
+            spec=self.SPEC,
+            spoil=lambda at, it: (at, it.kind, it.microbatch) == spoiled,
+        )
+        before = chained.optimizers[0].loss_scale
+        assert chained.step(batches(llama_config, 1)[0], 1e-2)[2] == [False] * 3
+        assert [optimizer.loss_scale for optimizer in chained.optimizers] == [before / 2] * 3
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("recompute", [False, True])
+def test_a_stage_on_a_gpu_works_with_one_on_a_cpu(llama_config: Config, recompute: bool) -> None:
+    expected, results = whole_run(tuple(llama_config.items()), 3)
+    spec = replace(SPEC, precision="fp32")
+    stages = [
+        build_stage(llama_config, stage, 2, SEED, device)
+        for stage, device in enumerate(("cuda", "cpu"))
+    ]
+    optimizers = [InnerOptimizer(stage.named_parameters(), spec) for stage in stages]
+    workers = [
+        StageWorker(
+            stage,
+            optimizer,
+            microbatches=MICROBATCHES,
+            stage_index=index,
+            num_stages=2,
+            recompute=recompute,
+        )
+        for index, (stage, optimizer) in enumerate(zip(stages, optimizers, strict=True))
+    ]
+    chained = Chain(stages, workers, optimizers, window=2)
+    for step, batch in enumerate(batches(llama_config, 3)):
+        loss, _, _ = chained.step(batch, rate(step))
+        assert loss == pytest.approx(results[step].loss, rel=1e-4)
+    for stage in stages:
+        for name, parameter in stage.named_parameters():
+            torch.testing.assert_close(parameter.cpu(), expected[name], rtol=0, atol=1e-3)
+
+
+class TestOrder:
     def test_a_microbatch_is_refused_the_second_time_even_when_it_is_done(
         self, llama_config: Config
     ) -> None:
-        worker = self.worker(llama_config, 1)
+        worker = chain(llama_config, 2).workers[1]
         for _ in range(2):
             worker.feed(0, torch.zeros(2, 8, 32), torch.zeros(2, 9).long())
             for _ in range(2):
@@ -53,40 +186,6 @@ class TestOrder:
                     worker.feed(0, torch.zeros(2, 8, 32), torch.zeros(2, 9).long())
                 worker.run_one()
             worker.restart()  # and welcome again after it
-
-    def test_a_gradient_is_refused_unless_its_forward_ran_and_it_is_the_first(
-        self, llama_config: Config
-    ) -> None:
-        worker, gradient = self.worker(llama_config, 0), torch.zeros(2, 8, 32)
-        worker.feed(0, None, torch.zeros(2, 9).long())
-        with pytest.raises(FrameRefused, match="no gradient is due for microbatch 0"):
-            worker.feed_gradient(0, gradient)
-        worker.run_one()
-        worker.feed_gradient(0, gradient)
-        for _ in range(2):
-            with pytest.raises(FrameRefused, match="no gradient is due for microbatch 0"):
-                worker.feed_gradient(0, gradient)
-            worker.run_one()
-
-    def test_the_last_stage_takes_no_gradient(self, llama_config: Config) -> None:
-        worker = self.worker(llama_config, 1)
-        worker.feed(0, torch.zeros(2, 8, 32), torch.zeros(2, 9).long())
-        worker.run_one()
-        with pytest.raises(FrameRefused, match="order"):
-            worker.feed_gradient(0, torch.zeros(2, 8, 32))
-
-    def test_go_before_the_end_of_the_step_is_refused_and_changes_nothing(
-        self, llama_config: Config
-    ) -> None:
-        chained = chain(llama_config, 2)
-        before = weights(chained)
-        [batch] = batches(llama_config, 1)
-        chained.run(batch, events=12)
-        with pytest.raises(FrameRefused, match=r"go after \d of 3"):
-            chained.workers[0].go(1.0, 1e-2)
-        assert same(weights(chained), before)
-        chained.run(batch)
-        assert all(worker.finished for worker in chained.workers)
 
 
 def evaluated(chained: Chain, windows: Tensor) -> float:
@@ -118,29 +217,6 @@ class TestEvaluate:
             evaluated(chained, windows)
         assert same(weights(chained), weights(steady))
         assert not same(weights(chained), weights(without)), "no dropout in training any more"
-
-    def test_the_chain_equals_the_validation_loss_of_the_whole_model(
-        self, llama_config: Config
-    ) -> None:
-        chained = chain(llama_config, 3)
-        windows = batches(llama_config, 1)[0][0]
-        before = [worker.computing_s for worker in chained.workers]
-        summed = evaluated(chained, windows)
-        whole = build_stage(llama_config, 0, 1, SEED)
-        assert summed == pytest.approx(validation_loss(whole, windows) * 2 * 8, rel=1e-6)
-        assert all(
-            worker.computing_s > start
-            for worker, start in zip(chained.workers, before, strict=True)
-        )
-        assert all(worker.compute_s == 0.0 for worker in chained.workers)
-
-    def test_what_is_not_finite_stays_so_on_every_later_stage(self, llama_config: Config) -> None:
-        chained = chain(llama_config, 3)
-        windows = batches(llama_config, 1)[0][0]
-        for worker in chained.workers[1:]:
-            made = worker.evaluate(None, windows)
-            assert isinstance(made, float)
-            assert math.isnan(made)
 
     def test_in_the_middle_of_a_step_it_changes_nothing(self, llama_config: Config) -> None:
         steady, disturbed = chain(llama_config, 2), chain(llama_config, 2)
@@ -183,38 +259,24 @@ class TestMeasurements:
             # the input (for the weight's gradient) and the output (for that of tanh), in fp32
             assert worker.stored_bytes == 2 * (2 * 5 * 4) * 4
 
-    def test_the_norm_of_the_gradients_is_computing_too(
-        self, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        """One in a hundred seconds of a small stage, which no account had."""
-        now = [0.0]
-        monkeypatch.setattr(stage_worker, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+    def test_the_norm_of_the_gradients_is_computing_too(self) -> None:
+        class Slow(InnerOptimizer):
+            def squared_norm(self) -> float:
+                end = time.perf_counter() + 0.05
+                while time.perf_counter() < end:
+                    pass
+                return super().squared_norm()
+
         module: Any = Squash()
-        optimizer = InnerOptimizer(module.named_parameters(), SPEC)
-        worker = StageWorker(module, optimizer, microbatches=2, stage_index=1, num_stages=3)
-        for name, seconds in (("squared_norm", 4.0), ("step", 40.0)):
-            real = getattr(optimizer, name)
-
-            def slow(*arguments: Any, real: Any = real, seconds: float = seconds) -> Any:
-                now[0] += seconds
-                return real(*arguments)
-
-            monkeypatch.setattr(optimizer, name, slow)
-        for microbatch in range(2):
-            worker.feed(microbatch, torch.randn(2, 5, 4), torch.zeros(2, 6).long())
-            worker.run_one()
-            worker.feed_gradient(microbatch, torch.ones(2, 5, 4))
-            worker.run_one()
-        assert worker.squared_norm() > 0
-        assert worker.computing_s == 4.0
-        assert worker.go(1.0, 0.1)
-        assert worker.computing_s == now[0]
-
-    def test_with_recompute_only_the_input_is_stored(self) -> None:
-        worker = self.squash(recompute=True)
+        optimizer = Slow(module.named_parameters(), SPEC)
+        worker = StageWorker(module, optimizer, microbatches=1, stage_index=1, num_stages=3)
         worker.feed(0, torch.randn(2, 5, 4), torch.zeros(2, 6).long())
         worker.run_one()
-        assert worker.stored_bytes == (2 * 5 * 4) * 4
+        worker.feed_gradient(0, torch.ones(2, 5, 4))
+        worker.run_one()
+        before = worker.computing_s
+        assert worker.squared_norm() > 0
+        assert worker.computing_s >= before + 0.05
 
     def test_what_is_fed_is_neither_changed_nor_tied_to_what_is_produced(self) -> None:
         worker, fed = self.squash(), torch.randn(2, 5, 4)
@@ -269,8 +331,3 @@ class TestMeasurements:
         assert head.in_flight == 2
         assert head.run_one() is not None
         assert head.run_one() is None
-
-    def test_only_the_last_stage_has_a_loss(self, llama_config: Config) -> None:
-        chained = chain(llama_config, 3)
-        chained.run(batches(llama_config, 1)[0])
-        assert [worker.loss > 0 for worker in chained.workers] == [False, False, True]

@@ -23,6 +23,7 @@ from dilocox.pipeline.frames import (
     parse_prefix,
 )
 from dilocox.pipeline.link import (
+    Answer,
     Arrived,
     Broken,
     BrokenKind,
@@ -33,7 +34,6 @@ from dilocox.pipeline.link import (
     Opened,
     link_of,
 )
-from dilocox.pipeline.network import Answer
 
 SILENCE_S = 5.0
 OPENING_S = 8.0

@@ -1,4 +1,4 @@
-"""One private folder holds a process's sockets; the last user takes it away."""
+"""Processes of a peer share a private folder of sockets and the pipe into the DHT child."""
 
 import multiprocessing
 from pathlib import Path
@@ -8,6 +8,10 @@ from hivemind.p2p import P2P
 
 from dilocox.dht import node_process
 from dilocox.dht.errors import EnvironmentFault
+from dilocox.dht.node_process import SharedPipe
+
+SENDERS, MESSAGES, BYTES = 2, 200, 40_000  # more than a pipe takes in one piece
+LIMIT_S = 30.0
 
 
 def test_folder_is_shared_private_and_removed_with_its_last_user():
@@ -59,3 +63,24 @@ def test_unwritable_temporary_folder_names_tmpdir(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr("tempfile.tempdir", "/proc/no-such-folder")
     with pytest.raises(EnvironmentFault, match="TMPDIR"):
         node_process.acquire()
+
+
+def test_large_messages_of_two_processes_arrive_whole():
+    forking = multiprocessing.get_context("fork")
+    reader, writer = forking.Pipe(duplex=False)
+    shared = SharedPipe(writer, forking.RLock())
+
+    def send(sender: int) -> None:
+        for _ in range(MESSAGES):
+            shared.send(bytes([sender]) * BYTES)
+
+    senders = [forking.Process(target=send, args=(number,), daemon=True) for number in (1, 2)]
+    for process in senders:
+        process.start()
+    heard: list[bytes] = []
+    while len(heard) < SENDERS * MESSAGES:
+        assert reader.poll(LIMIT_S)
+        heard.append(reader.recv())
+    for process in senders:
+        process.join(LIMIT_S)
+    assert sorted(heard) == [bytes([number]) * BYTES for number in (1, 2) for _ in range(MESSAGES)]

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import pytest
-
 from dilocox.dht import reconnect
 from dilocox.dht.reconnect import dial_targets, relays_between
 from dilocox.dht.records import StageRecord
@@ -58,11 +56,6 @@ def test_each_draws_others_and_one_that_comes_changes_little() -> None:
     assert len(set(dial_targets(stages, ME, 2)) - set(mine)) <= 2
 
 
-def test_they_are_bounded() -> None:
-    stages = {0: dict(host(number) for number in range(1, 90))}
-    assert len(dial_targets(stages, ME, 0)) == reconnect.MAX_DIALLED
-
-
 def test_nobody_is_dialled_who_cannot_be_or_is_gone_or_names_another() -> None:
     liar, theirs = host(5)
     stages = {
@@ -107,16 +100,6 @@ def test_in_a_large_swarm_any_two_that_only_dial_out_have_dialled_the_same_peers
     assert len(both) >= reconnect.COMMON
     assert set(both) <= set(dial_targets(stages, at_home[0], 0))
     assert set(both) <= set(dial_targets(stages, far[0], 2))
-
-
-def test_where_they_share_nobody_those_pass_letters_on_whom_the_other_one_has_dialled(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(reconnect, "MAX_DIALLED", 1)
-    monkeypatch.setattr(reconnect, "COMMON", 0)  # each keeps ways to those of its own stage
-    far = host(51, client_mode=True)
-    stages = {0: dict([host(1)]), 2: dict([far, host(2)])}
-    assert relays_between(stages, ME, 0, far[0], client_mode=True) == [peer_id(2)]
 
 
 def test_a_head_that_can_be_reached_asks_by_letter_whom_it_cannot_call() -> None:

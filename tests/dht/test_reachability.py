@@ -316,21 +316,16 @@ def test_the_answer_arrives_though_the_end_of_what_was_sent_comes_late() -> None
     run(scene)
 
 
-def test_a_peer_that_needs_its_link_measures_nothing() -> None:
+def test_one_measurement_at_a_time_and_none_while_a_peer_needs_its_link() -> None:
     async def scene(peers: list[P2P]) -> None:
-        await serve(peers[0], busy=lambda: True)
-        with pytest.raises(ConnectionError, match="ask later"):
-            await measure_bandwidth(peers[1], peers[0].peer_id, limit_s=1.0)
-
-    run(scene)
-
-
-def test_one_measurement_at_a_time() -> None:
-    async def scene(peers: list[P2P]) -> None:
-        await serve(peers[0])
+        busy: list[bool] = []
+        await serve(peers[0], busy=lambda: bool(busy))
         twice = [measure_bandwidth(peers[1], peers[0].peer_id, limit_s=1.0) for _ in range(2)]
         results = await asyncio.gather(*twice, return_exceptions=True)
         assert sum(isinstance(result, ConnectionError) for result in results) == 1
+        busy.append(True)
+        with pytest.raises(ConnectionError, match="ask later"):
+            await measure_bandwidth(peers[1], peers[0].peer_id, limit_s=1.0)
 
     run(scene)
 
@@ -369,45 +364,40 @@ def test_a_peer_that_was_carried_elsewhere_is_lost_after_two_failures_in_a_row()
     assert lost == [False] * 7 + [True]
 
 
-def test_one_that_nobody_could_try_is_tried_each_minute_until_somebody_has() -> None:
-    asked: list[bool] = []
-    kinds: list[Reachability] = ["unknown", "unknown", "public", "public"]
+class Told:
+    """A swarm that answers at once; `asked`: whether each question was "again"."""
 
-    def ask(again: bool) -> Future[Reach]:
+    def __init__(self, *answers: Reach) -> None:
+        self.asked: list[bool] = []
+        self._answers = answers
+
+    def __call__(self, again: bool) -> Future[Reach]:
         answer = Future[Reach]()
-        answer.set_result(Reach(kind=kinds[len(asked)], by_others=True))
-        asked.append(again)
+        answer.set_result(self._answers[len(self.asked)])
+        self.asked.append(again)
         return answer
 
-    started = time.monotonic()
-    watch = ReachWatch(ask, reached=False, by_others=False, now=started)
+
+def test_one_that_nobody_could_try_is_tried_each_minute_until_somebody_has() -> None:
+    unknown, public = Reach(by_others=True), Reach(kind="public", by_others=True)
+    told, started = Told(unknown, unknown, public, public), time.monotonic()
+    watch = ReachWatch(told, reached=False, by_others=False, now=started)
     for second in range(int(3 * CHECK_AGAIN_S + CHECK_S) + 9):
         assert not watch.lost(started + second)
-    assert asked == [False, False, False, True]
+    assert told.asked == [False, False, False, True]
 
 
 def test_one_that_only_a_bootstrap_reached_hears_others_until_one_of_them_has() -> None:
     """The first peer of a swarm: its router may let in the bootstrap alone."""
-    asked: list[bool] = []
-    found: list[Reach] = []
 
-    def ask(again: bool) -> Future[Reach]:
-        answer = Future[Reach]()
-        answer.set_result(found[len(asked)])
-        asked.append(again)
-        return answer
-
-    def watched(*told: Reach) -> tuple[list[bool], bool]:
-        asked.clear()
-        found[:] = told
-        now = time.monotonic()
-        watch = ReachWatch(ask, reached=True, by_others=False, now=now)
-        lost = False
-        for _ in told:
+    def watched(*answers: Reach) -> tuple[list[bool], bool]:
+        told, now, lost = Told(*answers), time.monotonic(), False
+        watch = ReachWatch(told, reached=True, by_others=False, now=now)
+        for _ in answers:
             now += CHECK_S + 1
             assert not watch.lost(now)  # asks
             lost = watch.lost(now)
-        return list(asked), lost
+        return told.asked, lost
 
     alone, others = Reach(kind="public"), Reach(kind="public", by_others=True)
     shut = Reach(kind="dial_out", by_others=True)

@@ -1,0 +1,376 @@
+"""Requests and links over real p2pd processes: what arrives, is noticed, refused and bounded."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from dilocox.pipeline.frames import Frame, encode_prefix_and_header
+from dilocox.pipeline.link import Arrived, Broken, Opened, Wake
+from dilocox.pipeline.requests import StrangerLimits, Unreachable
+from tests.pipeline.neighbours import (
+    PING,
+    REPLICA,
+    Node,
+    Peer,
+    frozen,
+    hello,
+    large,
+    link,
+    raw_stream,
+    running,
+    small,
+    until,
+)
+
+
+# ---- requests ------------------------------------------------------------------------------------
+def test_request_is_answered_by_a_peer_who_knows_who_asks(pair: tuple[Peer, Peer]) -> None:
+    upper, lower = pair
+    answer = upper.network.request(lower.id, PING, 5.0)
+    assert answer.kind == "yes"
+    assert answer.facts == {"me": lower.id}
+    assert lower.asked == [(upper.id, PING)]
+
+
+def test_many_are_asked_at_once_and_those_that_are_gone_are_none(nodes: list[Node]) -> None:
+    asking, answering, gone = Peer(nodes[0]), Peer(nodes[1]), nodes[2].peer
+    with running(asking, answering):
+        frames = dict.fromkeys((answering.id, gone, "no peer id"), PING)
+        began = time.monotonic()
+        answers = asking.network.request_all(frames, 5.0)
+        assert time.monotonic() - began < 2.0
+    answer = answers.pop(answering.id)
+    assert answer is not None
+    assert 0 < answer.round_trip_s < 1.0
+    assert answers == {gone: None, "no peer id": None}
+
+
+def test_frozen_peer_costs_a_request_its_limit_and_no_more(nodes: list[Node]) -> None:
+    asking, other = Peer(nodes[0]), Peer(nodes[1])
+    with running(asking, other), frozen(nodes[1]):
+        began = time.monotonic()
+        with pytest.raises(Unreachable):
+            asking.network.request(other.id, PING, 0.5)
+        assert 0.4 < time.monotonic() - began < 1.0
+
+
+def test_failing_answer_ends_that_request_only(pair: tuple[Peer, Peer]) -> None:
+    upper, lower = pair
+    with pytest.raises(Unreachable):
+        upper.network.request(lower.id, Frame(kind="ping", facts={"fail": True}), 5.0)
+    assert upper.network.request(lower.id, PING, 5.0).kind == "yes"
+
+
+def test_wake_ends_a_wait(pair: tuple[Peer, Peer]) -> None:
+    pair[0].network.wake()
+    assert pair[0].next(Wake) == Wake()
+
+
+# ---- links ---------------------------------------------------------------------------------------
+@pytest.mark.parametrize("dialler", ["upper", "lower"])
+def test_link_carries_frames_in_order_whoever_dials(pair: tuple[Peer, Peer], dialler: str) -> None:
+    upper, lower = pair
+    if dialler == "upper":
+        keys = upper.dial(lower.id, "lower"), lower.expect(upper.id, "upper")
+    else:
+        keys = upper.expect(lower.id, "lower"), lower.dial(upper.id, "upper")
+    upper.network.send(keys[0], small(0))  # it waits for the link
+    assert upper.next(Opened) == Opened(keys[0])
+    assert lower.next(Opened) == Opened(keys[1])
+    for step in range(1, 20):
+        upper.network.send(keys[0], small(step))
+        lower.network.send(keys[1], small(step, kind="go"))
+    assert [lower.next(Arrived).frame.step for _ in range(20)] == list(range(20))
+    arrived = [upper.next(Arrived) for _ in range(19)]
+    assert arrived == [Arrived(keys[0], small(step, kind="go")) for step in range(1, 20)]
+
+
+def test_link_knows_its_round_trip_on_both_sides(pair: tuple[Peer, Peer]) -> None:
+    keys = link(*pair)
+    for peer, key in zip(pair, keys, strict=True):
+        until(lambda p=peer, k=key: (f := p.network.link_facts(k)) and f.round_trip_s is not None)
+        facts = peer.network.link_facts(key)
+        assert facts is not None
+        assert facts.round_trip_s is not None
+        assert 0 < facts.round_trip_s < 0.2
+        assert facts.received_bytes_per_s is None
+    assert pair[0].network.link_facts(keys[1]) is None
+    assert [list(peer.network.round_trips_s()) for peer in pair] == [["lower"], ["upper"]]
+    assert 0 < pair[0].network.round_trips_s()["lower"] < 0.2
+
+
+def test_large_frames_cross_each_other_unharmed(pair: tuple[Peer, Peer]) -> None:
+    upper, lower = pair
+    keys = link(upper, lower)
+    for microbatch in range(3):
+        upper.network.send(keys[0], large(microbatch))
+        lower.network.send(keys[1], large(10 + microbatch, "gradient"))
+    assert [lower.next(Arrived).frame for _ in range(3)] == [large(each) for each in range(3)]
+    gradients = [upper.next(Arrived).frame for _ in range(3)]
+    assert gradients == [large(10 + each, "gradient") for each in range(3)]
+    facts = lower.network.link_facts(keys[1])
+    assert facts is not None
+    assert facts.received_bytes_per_s is not None
+    assert facts.received_bytes_per_s > 10e6  # on loopback
+    assert upper.network.sent_bytes > 3 * 8 * 2**20
+    assert upper.network.received_bytes > 3 * 8 * 2**20
+
+
+def test_dialler_waits_for_one_who_learns_of_the_link_later(pair: tuple[Peer, Peer]) -> None:
+    upper, lower = pair
+    upper.dial(lower.id, "lower")
+    assert upper.hears_nothing(0.5)
+    lower.expect(upper.id, "upper")
+    upper.next(Opened)
+    lower.next(Opened)
+
+
+def test_link_that_nobody_takes_up_is_missing_on_either_side(nodes: list[Node]) -> None:
+    upper, lower, third = (Peer(node, silence_s=1.0) for node in nodes)
+    with running(upper, lower, third):
+        key = upper.dial(lower.id, "lower")
+        broken = upper.next(Broken)
+        assert (broken.key, broken.peer, broken.kind) == (key, lower.id, "missing")
+        assert 0.9 < broken.after_s < 1.6
+        lower.expect(third.id, "upper")  # another than the one who dials
+        upper.dial(lower.id, "lower")
+        assert lower.next(Broken).kind == "missing"
+        assert upper.next(Broken).kind == "missing"
+
+
+def test_hello_that_is_not_admitted_gets_a_no(pair: tuple[Peer, Peer], nodes: list[Node]) -> None:
+    lower = pair[1]
+    lower.expect(nodes[2].peer, "upper")
+    strange = Frame(kind="hello", replica=REPLICA, epoch=1)
+    other_epoch = hello("lower", epoch=2)
+    no = [Frame(kind="no", replica=REPLICA, epoch=epoch) for epoch in (1, 2)]
+    assert raw_stream(nodes[2], lower.id, strange) == encode_prefix_and_header(no[0])
+    assert raw_stream(nodes[2], lower.id, other_epoch) == encode_prefix_and_header(no[1])
+    assert lower.hears_nothing(0.1)
+
+
+def test_dropped_links_are_silent_here_and_closed_there(nodes: list[Node]) -> None:
+    head, first, second = (Peer(node) for node in nodes)
+    with running(head, first, second):
+        kept = head.dial(first.id, "lower", epoch=1), first.expect(head.id, "upper", epoch=1)
+        gone = head.dial(second.id, "lower", epoch=2), second.expect(head.id, "upper", epoch=2)
+        for peer in (head, head, first, second):
+            peer.next(Opened)
+        head.network.send(gone[0], small(7, epoch=2, kind="dissolve"))
+        head.network.drop_links(keep=[kept[0]])
+        second.network.send(gone[1], small(8, epoch=2))  # too late, or to nobody
+        assert second.next(Arrived).frame.step == 7  # what was said last is heard
+        assert second.next(Broken).kind == "closed"
+        assert head.hears_nothing(0.5)
+        first.network.send(kept[1], small(9))
+        assert head.next(Arrived).frame.step == 9
+
+
+def test_link_made_anew_under_its_key_gives_nothing_of_the_old_one(
+    pair: tuple[Peer, Peer],
+) -> None:
+    upper, lower = pair
+    keys = link(upper, lower)
+    before = upper.network.received_bytes
+    lower.network.send(keys[1], small(1))
+    until(lambda: upper.network.received_bytes - before > 16 + 40)  # more than heartbeats
+    for peer in pair:
+        peer.network.drop_links()
+    link(upper, lower)
+    lower.network.send(keys[1], small(2))
+    assert upper.next(Arrived).frame.step == 2
+
+
+# ---- what is noticed -----------------------------------------------------------------------------
+def test_frozen_neighbour_is_silent_within_the_limit(nodes: list[Node]) -> None:
+    upper, lower = (Peer(node, silence_s=1.0) for node in nodes[:2])
+    with running(upper, lower):
+        key, _ = link(upper, lower)
+        assert upper.hears_nothing(1.5)  # heartbeats keep an idle link
+        with frozen(nodes[1]):
+            began = time.monotonic()
+            broken = upper.next(Broken)
+            assert 0.6 < time.monotonic() - began < 1.5
+            assert (broken.key, broken.kind) == (key, "silent")
+            assert broken.after_s == pytest.approx(1.1, abs=0.3)
+            assert lower.next(Broken).kind == "silent"
+
+
+def test_who_was_frozen_itself_accuses_nobody(nodes: list[Node]) -> None:
+    upper, lower, third = (
+        Peer(nodes[0], silence_s=1.0),
+        Peer(nodes[1], silence_s=20.0),
+        Peer(nodes[2]),
+    )
+    frozen_s = Frame(kind="ping", replica=REPLICA, facts={"blocks_s": 1.5})
+    with running(upper, lower, third):
+        keys = link(upper, lower)
+        with frozen(nodes[1]):  # longer than the limit, but nobody has watched
+            assert third.network.request(upper.id, frozen_s, 5.0).kind == "yes"
+        upper.network.send(keys[0], small(1))
+        assert lower.next(Arrived).frame.step == 1
+        assert upper.hears_nothing(0.3)
+
+
+def test_killed_p2pd_closes_links_and_the_network_closes_after_it(
+    nodes: list[Node], tmp_path: Path
+) -> None:
+    node = Node.open(tmp_path, nodes[0].dht.visible_addresses())
+    upper, lower = Peer(nodes[0]), Peer(node)
+    try:
+        with running(upper, lower):
+            link(upper, lower)
+            os.kill(node.dht.p2pd_pid, signal.SIGKILL)
+            began = time.monotonic()
+            assert upper.next(Broken).kind == "closed"
+            assert lower.next(Broken).kind == "closed"
+            assert time.monotonic() - began < 2.0
+            with pytest.raises(Unreachable):
+                lower.network.request(upper.id, PING, 1.0)
+            began = time.monotonic()
+            lower.network.close()
+            assert time.monotonic() - began < 3.0
+            assert upper.network.request_all({node.peer: PING}, 2.0) == {node.peer: None}
+    finally:
+        node.dht.close()
+
+
+def test_closed_network_leaves_no_thread_and_no_socket(nodes: list[Node]) -> None:
+    threads, files = threading.active_count(), open_files()
+    for _ in range(3):
+        upper, lower = Peer(nodes[0]), Peer(nodes[1])
+        with running(upper, lower):
+            keys = link(upper, lower)
+            upper.network.request_all({lower.id: PING, nodes[2].peer: PING}, 2.0)
+            lower.dial(nodes[2].peer, "lower", epoch=3)  # to nobody, again and again
+            upper.network.send(keys[0], large(0))
+            began = time.monotonic()
+            upper.network.close()
+            assert time.monotonic() - began < 3.0
+    assert threading.active_count() == threads
+    until(lambda: open_files() <= files, 3.0)
+
+
+def open_files() -> int:
+    return len(list(Path("/proc/self/fd").iterdir()))
+
+
+# ---- what is refused -----------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("frame", "kind"),
+    [
+        (small(0, epoch=2), "epoch"),
+        (Frame(kind="sum", replica="another", epoch=1), "epoch"),
+        (small(0, kind="ping"), "kind"),
+        (small(0, kind="hello"), "kind"),
+        (small(0, kind="yes"), "kind"),
+        (Frame(kind="heartbeat", replica=REPLICA, epoch=1), "header"),
+    ],
+    ids=["epoch", "replica", "request", "hello", "answer", "heartbeat"],
+)
+def test_frame_that_cannot_be_breaks_its_link(
+    pair: tuple[Peer, Peer], frame: Frame, kind: str
+) -> None:
+    upper, lower = pair
+    keys = link(upper, lower)
+    upper.network.send(keys[0], frame)
+    broken = lower.next(Broken)
+    assert (broken.key, broken.peer, broken.kind) == (keys[1], upper.id, "refused")
+    assert lower.network.refused == {kind: 1}
+    assert upper.next(Broken).kind == "closed"
+
+
+@pytest.mark.parametrize(
+    "rubbish",
+    [b"\x00" * 64, bytes(range(256)), b"dx\x01\x00" + b"\xff" * 12, encode_prefix_and_header(PING)],
+    ids=["zeros", "bytes", "oversized", "request"],
+)
+def test_rubbish_on_a_link_breaks_it(
+    pair: tuple[Peer, Peer], nodes: list[Node], rubbish: bytes
+) -> None:
+    lower = pair[1]
+    key = lower.expect(nodes[2].peer, "upper")
+    assert raw_stream(nodes[2], lower.id, hello("lower"), rubbish)
+    assert lower.next(Opened).key == key
+    assert lower.next(Broken).kind == "refused"
+    assert lower.network.refused.total() == 1
+
+
+@pytest.mark.parametrize(
+    "rubbish",
+    [b"\x00" * 64, b"dx\x01\x00" + b"\xff" * 12, encode_prefix_and_header(small(0)), b"dx"],
+    ids=["zeros", "oversized", "link frame", "nothing more"],
+)
+def test_rubbish_instead_of_a_request_gets_no_answer(nodes: list[Node], rubbish: bytes) -> None:
+    peer = Peer(nodes[0], strangers=StrangerLimits(opening_s=0.5))
+    with running(peer):
+        assert raw_stream(nodes[1], peer.id, rubbish) == b""
+        assert peer.asked == []
+        assert peer.hears_nothing(0.0)
+
+
+def test_peer_may_open_only_so_many_streams_without_a_frame(nodes: list[Node]) -> None:
+    peer = Peer(nodes[0], strangers=StrangerLimits(strangers_of_a_peer=0))
+    with running(peer):
+        assert raw_stream(nodes[1], peer.id, PING) == b""
+        assert peer.network.refused == {"crowd": 1}
+
+
+def test_link_over_which_came_what_cannot_be_is_broken(pair: tuple[Peer, Peer]) -> None:
+    upper, lower = pair
+    keys = link(upper, lower)
+    upper.network.break_link(keys[0], "order")
+    assert upper.next(Broken).kind == "refused"
+    assert upper.network.refused == {"order": 1}
+    assert lower.next(Broken).kind == "closed"
+
+
+# ---- what is bounded -----------------------------------------------------------------------------
+def test_more_frames_than_may_wait_are_a_flood(nodes: list[Node]) -> None:
+    upper, lower = Peer(nodes[0]), Peer(nodes[1], max_queued=50)
+    with running(upper, lower):
+        keys = link(upper, lower)
+        for step in range(51):
+            upper.network.send(keys[0], small(step))
+        until(lambda: lower.network.refused["flood"])
+        assert [lower.next(Arrived).frame.step for _ in range(50)] == list(range(50))
+        assert lower.next(Broken).kind == "refused"
+
+
+def test_more_frames_than_may_wait_to_be_sent_break_the_link(nodes: list[Node]) -> None:
+    peer = Peer(nodes[0], max_queued=50)
+    with running(peer):
+        key = peer.expect(nodes[1].peer, "lower")
+        for step in range(51):
+            peer.network.send(key, small(step))
+        assert peer.next(Broken).kind == "stuck"
+        peer.network.send(key, small(0))  # to a link that is gone
+
+
+def test_who_takes_nothing_slows_its_neighbour_and_blocks_nobody(nodes: list[Node]) -> None:
+    # so four of the largest frames
+    upper, lower, third = (Peer(node, silence_s=1.0, inbox_bytes=0) for node in nodes)
+    frames = [large(each) for each in range(16)]
+    with running(upper, lower, third):
+        keys = link(upper, lower)
+        for frame in frames:
+            upper.network.send(keys[0], frame)
+        until(lambda: lower.network.received_bytes > 4 * 8 * 2**20)
+        assert third.network.request(lower.id, PING, 1.0).kind == "yes"
+        assert upper.hears_nothing(1.2)  # longer than the silence limit
+        assert lower.network.received_bytes < 8 * 8 * 2**20
+        assert [lower.next(Arrived).frame for _ in frames] == frames
+        lower.network.send(keys[1], small(1))
+        assert upper.next(Arrived).frame.step == 1
+
+
+def test_frame_that_nobody_would_take_is_the_senders_mistake(pair: tuple[Peer, Peer]) -> None:
+    keys = link(*pair)
+    with pytest.raises(ValueError, match="payload"):
+        pair[0].network.send(keys[0], Frame(kind="sum", payload=b"1"))

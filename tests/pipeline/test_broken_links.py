@@ -52,8 +52,7 @@ def test_who_was_frozen_itself_accuses_nobody(nodes: list[Node]) -> None:
         with frozen(nodes[1]):
             time.sleep(0.6)
             thawed = threading.Event()
-            loop = upper.network._loop
-            loop.call_soon_threadsafe(lambda: (time.sleep(3.0), thawed.set()))
+            upper.network.thread.post(lambda: (time.sleep(3.0), thawed.set()))
             assert thawed.wait(5.0)  # longer than the limit, but nobody has watched
             time.sleep(0.1)
         upper.network.send(keys[0], small(1))

@@ -1,7 +1,8 @@
 """Keeps every stage's newest state and records beside the bootstrap, so that none of it is lost
 when all peers of a stage leave.
 
-It follows what peers claim (archive.py), gives what it has to whoever asks by the call that
+It follows what peers claim (archive.py: what happens to one stage, without a thread or a network of
+its own; together the two are over 650 lines), gives what it has to whoever asks by the call that
 peers answer too, and claims it, so that joiners find it. It is no peer of any stage: it says
 nothing else of itself, and neither averages nor votes.
 

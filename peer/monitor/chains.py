@@ -27,7 +27,8 @@ logger = logging.getLogger(__name__)
 
 FETCH_LIMIT_S = 20.0
 HOLDERS_ASKED = 6  # for one record
-# What a run's records may have follows from its model, whose code takes 100 MB; `take` bounds more.
+# What a run's records may have follows from its model, whose code takes 100 MB; HeaderClient bounds
+# what is taken of each.
 MOST_BYTES = 1 << 31
 
 START_LIMIT_S = 10.0

@@ -72,7 +72,7 @@ class ChainMaker:
         keep_manifest(self.own, manifest)
 
     def train(self, *rounds: int, change: Change = lambda record: record) -> None:
-        """Commit these rounds; what `change` makes of a record is written and, if sound, applied."""
+        """Commit these rounds; what `change` makes of a record is written, and applied if sound."""
         for number in rounds:
             record = change(self._plan.finished(self._unplanned(number)))
             data = record.to_bytes()

@@ -4,7 +4,8 @@ All calls are hivemind P2P calls in the averager's namespace. A frame's metadata
 bulk comes in chunks. Whatever goes wrong on the way becomes a ConnectionError: p2pd, hivemind and
 asyncio have a dozen names for a peer that is gone, and none of them is a fault of ours.
 
-`Counts` are moved by the averaging process and read by the trainer's: bytes, refusals.
+`Counts` are moved by the averaging process and read by the trainer's: bytes, refusals. `LoopThread`
+is for a process that does other work than calling peers.
 """
 
 # hivemind and its generated protocol classes carry no types.
@@ -15,23 +16,27 @@ asyncio have a dozen names for a peer that is gone, and none of them is a fault 
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import logging
 import re
+import threading
 import time
-from collections.abc import AsyncIterator, Callable, Generator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Generator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import msgpack
 import torch
 from hivemind.p2p import P2P, P2PDaemonError, PeerID
 from hivemind.proto import runtime_pb2
 
-from dilocox.dht.errors import DilocoxError
+from dilocox.dht.errors import DilocoxError, EnvironmentFault
 from dilocox.dht.node_process import shared_zeros
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 BYTE_KINDS = ("averaging", "record", "state")
 """What payload bytes are for: exchanges, or records and states for those who were not in them."""
@@ -75,6 +80,8 @@ HELD_BACK_S = 20.0  # of it: eight uploads that send a chunk so rarely take a fi
 THIN_SHARE = 0.25  # of its time: an exchange that takes longer is held up by its peers' links
 PACE_OVER_S = 60.0
 MAX_METADATA_BYTES = 64 * 1024
+CLOSE_LIMIT_S = 3.0
+MARGIN_S = 1.0  # for a thread that is busy
 BUSY_LIFETIMES = 10  # of a record: so long nobody is busy who has what it claims
 
 
@@ -314,10 +321,124 @@ class Client:
             return Blob(facts=facts, data=b"".join(chunks))
 
     async def fetch_record(self, peer: str, digest: str, *, older: bool = False) -> bytes | None:
-        """Ask a member for a round record; `older` as for `catchup.fetch_header`."""
+        """Ask a member for a round record; `older` as for `HeaderClient`."""
         want = {"what": "record", "digest": digest, "older": older}
         blob = await self.fetch(peer, want, limit_bytes=self.record_bytes)
         return None if blob is None else blob.data
+
+
+class LoopThread:
+    """A thread with an event loop, and perhaps a handle of its own to this node's p2pd.
+
+    name: what it is called in errors. p2p: makes the handle, which is `p2p` until the thread ends.
+    begin: runs once the handle is there; `start` waits for it. end: runs before the handle goes,
+    also where `begin` failed.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        *,
+        p2p: Callable[[], Awaitable[Any]] | None = None,
+        begin: Callable[[], Awaitable[object]] | None = None,
+        end: Callable[[], Awaitable[object]] | None = None,
+    ):
+        self.loop = asyncio.new_event_loop()
+        self.p2p: Any = None
+        self._name = name
+        self._replicate = p2p
+        self._begin = begin
+        self._end = end
+        self._start_limit_s = 0.0
+        self._stop = asyncio.Event()
+        self._started: concurrent.futures.Future[None] = concurrent.futures.Future()
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+
+    @property
+    def running(self) -> bool:
+        """Whether the thread lives."""
+        return self._thread.is_alive()
+
+    def start(self, limit_s: float) -> None:
+        """Begin; raises EnvironmentFault if that fails, or takes longer."""
+        try:
+            if self._thread.ident is not None or self.loop.is_closed():
+                raise ConnectionError("it has ended before")
+            self._start_limit_s = limit_s
+            self._thread.start()
+            self._started.result(limit_s + MARGIN_S)
+        except Exception as error:
+            self.close()
+            reason = str(error) or type(error).__name__
+            raise EnvironmentFault(
+                f"the {self._name} thread did not start within {limit_s:.0f} s ({reason}): is this "
+                "machine overloaded?"
+            ) from error
+
+    def close(self, limit_s: float = CLOSE_LIMIT_S) -> None:
+        """End the thread; twice, or before its start, does no harm."""
+        if self._thread.ident is None:
+            self.loop.close()
+            return
+        self.post(self._stop.set)
+        self._thread.join(limit_s)
+        if self.running:
+            logger.warning("the %s thread did not end within %.0f s", self._name, limit_s)
+
+    def post(self, act: Callable[..., object], *arguments: Any) -> None:
+        """Call a function in the thread; nothing happens once that has ended."""
+        with suppress(RuntimeError):
+            self.loop.call_soon_threadsafe(act, *arguments)
+
+    def ask(self, question: Coroutine[Any, Any, T], limit_s: float) -> T:
+        """Run a coroutine in the thread and wait for its result.
+
+        Raises ConnectionError if it takes longer or the thread ends, and what the coroutine raises.
+        """
+        try:
+            future = asyncio.run_coroutine_threadsafe(question, self.loop)
+        except RuntimeError as error:
+            question.close()
+            raise ConnectionError(f"the {self._name} thread has ended") from error
+        try:
+            return future.result(limit_s)
+        except (concurrent.futures.TimeoutError, concurrent.futures.CancelledError) as error:
+            future.cancel()
+            raise ConnectionError(f"the {self._name} thread is busy or has ended") from error
+
+    def _run(self) -> None:
+        asyncio.set_event_loop(self.loop)
+        try:
+            self.loop.run_until_complete(self._live())
+        except Exception:
+            logger.exception("the %s thread failed", self._name)
+        finally:
+            self.loop.close()
+
+    async def _live(self) -> None:
+        try:
+            await asyncio.wait_for(self._open(), self._start_limit_s)
+            self._started.set_result(None)
+            await self._stop.wait()
+        except Exception as error:  # noqa: BLE001 - `start` raises it
+            self._started.set_exception(error)
+        finally:
+            if self._end is not None:
+                await self._end()
+            left = asyncio.all_tasks() - {asyncio.current_task()}
+            for task in left:
+                task.cancel()
+            if left:
+                await asyncio.wait(left, timeout=CLOSE_LIMIT_S)
+            if self.p2p is not None:
+                with suppress(Exception):  # p2pd may be gone
+                    await asyncio.wait_for(self.p2p.shutdown(), CLOSE_LIMIT_S)
+
+    async def _open(self) -> None:
+        if self._replicate is not None:
+            self.p2p = await self._replicate()
+        if self._begin is not None:
+            await self._begin()
 
 
 @contextmanager

@@ -14,8 +14,6 @@ who is at the other end.
 from __future__ import annotations
 
 import asyncio
-import concurrent.futures
-import contextlib
 import logging
 import threading
 import time
@@ -25,6 +23,7 @@ from typing import Any, TypeVar
 
 from dilocox.dht.errors import EnvironmentFault
 from dilocox.dht.node import RunDHT, daemon_address
+from dilocox.dht.rpc import MARGIN_S, LoopThread
 from dilocox.pipeline.frames import Frame, FrameLimits, encode_prefix_and_header
 from dilocox.pipeline.link import (
     FLUSH_S,
@@ -40,16 +39,14 @@ from dilocox.pipeline.link import (
     Wake,
 )
 from dilocox.pipeline.relayed_requests import RelayedRequests
-from dilocox.pipeline.requests import CLOSING_S, RequestServer, StrangerLimits, Unreachable
+from dilocox.pipeline.requests import RequestServer, StrangerLimits, Unreachable
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
 START_LIMIT_S = 20.0
-CLOSE_LIMIT_S = 3.0
 DIAL_PAUSE_S = 0.1
-MARGIN_S = 1.0  # beyond a request's own limit, for a busy network thread
 OPENING_S = 8.0
 MAX_QUEUED = 4096
 
@@ -61,11 +58,11 @@ class Network:
     quick, and returns a frame of kind "yes" or "no". admits: called likewise with a `hello`; which
     link of this peer it is for, or None to refuse.
     letters, relays: see requests.py; used in the network thread.
-    limits: what the tensors of links may be. silence_s: after so long without a byte a link is
-    broken. opening_s: one that does not stand after so long (or silence_s) is missing; the
-    neighbour may have to finish a piece of work first. max_queued: frames of one link, to be sent
-    or to be taken. inbox_bytes: what one link may leave in the inbox, at least four of its largest
-    frames. strangers: what streams of others may take before they are links.
+    thread: in which it runs. limits: what the tensors of links may be. silence_s: after so long
+    without a byte a link is broken. opening_s: one that does not stand after so long (or silence_s)
+    is missing; the neighbour may have to finish a piece of work first. max_queued: frames of one
+    link, to be sent or to be taken. inbox_bytes: what one link may leave in the inbox, at least
+    four of its largest frames. strangers: what streams of others may take before they are links.
     """
 
     def __init__(
@@ -105,11 +102,10 @@ class Network:
         self._links: dict[LinkKey, Link] = {}
         self._lock = threading.Lock()  # of the table; a link itself belongs to the loop
         self._lives: set[asyncio.Task[None]] = set()
-        self._loop = asyncio.new_event_loop()
-        self._stop = asyncio.Event()
-        self._started: concurrent.futures.Future[None] = concurrent.futures.Future()
         self._daemon_address: Any = None
-        self._thread = threading.Thread(target=self._run, name="replica network", daemon=True)
+        self.thread = LoopThread(
+            "network", begin=lambda: self._server.open(self._daemon_address), end=self._end
+        )
         self._closed = False
 
     # ---- from any thread: life -------------------------------------------------------------------
@@ -118,14 +114,15 @@ class Network:
         deadline = time.monotonic() + timeout_s
         try:
             self._daemon_address = daemon_address(self._dht, timeout_s)
-            self._thread.start()
-            self._started.result(max(0.0, deadline - time.monotonic()))
+            self.thread.start(max(0.0, deadline - time.monotonic()))
+        except EnvironmentFault:
+            self.close()
+            raise
         except Exception as error:
             self.close()
-            reason = str(error) or type(error).__name__
             raise EnvironmentFault(
-                f"the network thread did not start within {timeout_s:.0f} s ({reason}): "
-                "is this machine overloaded?"
+                f"p2pd did not say within {timeout_s:.0f} s where it listens ({error!r}): is this "
+                "machine overloaded?"
             ) from error
         return self
 
@@ -134,14 +131,8 @@ class Network:
         if self._closed:
             return
         self._closed = True
-        if not self._thread.is_alive():
-            self._loop.close()
-            return
         self.drop_links()
-        self._in_loop(self._stop.set)
-        self._thread.join(CLOSE_LIMIT_S)
-        if self._thread.is_alive():
-            logger.warning("the network thread did not end within %.0f s", CLOSE_LIMIT_S)
+        self.thread.close()
 
     def __enter__(self) -> Network:
         return self.start()
@@ -178,7 +169,7 @@ class Network:
     @property
     def running(self) -> bool:
         """Whether the thread lives."""
-        return self._thread.is_alive()
+        return self.thread.running
 
     def wake(self) -> None:
         """End a `get` of the inbox with a `Wake`."""
@@ -203,15 +194,11 @@ class Network:
             asking.close()
             raise Unreachable("the network thread has ended")
         try:
-            future = asyncio.run_coroutine_threadsafe(asking, self._loop)
-        except RuntimeError as error:
-            asking.close()
-            raise Unreachable("the network thread has ended") from error
-        try:
-            return future.result(timeout_s + MARGIN_S)
-        except (concurrent.futures.TimeoutError, concurrent.futures.CancelledError) as error:
-            future.cancel()
-            raise Unreachable("the network thread is busy or has ended") from error
+            return self.thread.ask(asking, timeout_s + MARGIN_S)
+        except Unreachable:
+            raise
+        except ConnectionError as error:
+            raise Unreachable(str(error)) from error
 
     # ---- from any thread: links ------------------------------------------------------------------
     def open_link(self, key: LinkKey, peer: str, hello: Frame) -> None:
@@ -236,7 +223,7 @@ class Network:
         """End a link over which came what cannot be: counted in `refused`, told as `Broken`."""
         link = self._links.get(key)
         if link is not None:
-            self._in_loop(lambda: link.refuse(reason))
+            self.thread.post(lambda: link.refuse(reason))
 
     def drop_links(self, *, keep: Collection[LinkKey] = ()) -> None:
         """End links; the inbox gives nothing of them from now on, and no `Broken`.
@@ -257,7 +244,7 @@ class Network:
         link = Link(
             key,
             peer,
-            loop=self._loop,
+            loop=self.thread.loop,
             limits=self._limits,
             inbox=self.inbox,
             traffic=self._traffic,
@@ -271,20 +258,16 @@ class Network:
             if key in self._links:
                 self._drop(self._links[key])
             self._links[key] = link
-        self._in_loop(lambda: self._give_life(link, hello))
+        self.thread.post(lambda: self._give_life(link, hello))
 
     def _drop(self, link: Link) -> None:
         link.backlog.dropped = True
         del self._links[link.key]
-        self._in_loop(link.finish)
-
-    def _in_loop(self, act: Callable[[], None]) -> None:
-        with contextlib.suppress(RuntimeError):  # the network is closed
-            self._loop.call_soon_threadsafe(act)
+        self.thread.post(link.finish)
 
     # ---- in the network thread: links ------------------------------------------------------------
     def _give_life(self, link: Link, hello: Frame | None) -> None:
-        task = self._loop.create_task(self._live(link, hello))
+        task = self.thread.loop.create_task(self._live(link, hello))
         self._lives.add(task)
         task.add_done_callback(self._lives.discard)
 
@@ -332,33 +315,11 @@ class Network:
         return link if fits else None
 
     # ---- in the network thread: life -------------------------------------------------------------
-    def _run(self) -> None:
-        asyncio.set_event_loop(self._loop)
-        try:
-            self._loop.run_until_complete(self._serve())
-        finally:
-            self._loop.close()
-
-    async def _serve(self) -> None:
-        try:
-            await self._server.open(self._daemon_address)
-            self._started.set_result(None)
-            await self._stop.wait()
-        except Exception as error:  # noqa: BLE001 - `start` raises it
-            self._started.set_exception(error)
-        finally:
-            await self._end()
-
     async def _end(self) -> None:
         """Links first, while p2pd still carries their last words."""
         if self._lives:
             await asyncio.wait(self._lives, timeout=FLUSH_S + 0.1)
         await self._server.close()
-        left = asyncio.all_tasks() - {asyncio.current_task()}
-        for task in left:
-            task.cancel()
-        if left:
-            await asyncio.wait(left, timeout=CLOSING_S)
 
 
 async def _adopted(link: Link) -> Stream:

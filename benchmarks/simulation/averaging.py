@@ -19,8 +19,8 @@ from benchmarks.simulation.dht import Network
 from dilocox.dht.addresses import Reach as Reachability
 from dilocox.dht.manifest import Manifest
 from dilocox.peer.averaging.averager import Applied
-from dilocox.peer.chain.catchup import Reach, State
-from dilocox.peer.chain.store import Head
+from dilocox.peer.chain.store import Tip
+from dilocox.peer.chain.sync import Reached, State
 from dilocox.peer.rounds.adaptation import facts_of, following_window, next_inner_steps
 from dilocox.peer.rounds.group import AttemptResult, ExchangeOrder, GroupRefused
 from dilocox.peer.rounds.record import Contribution, RoundFacts
@@ -64,15 +64,15 @@ class SimulatedLog:
     """The chain of one peer's stage, in memory: as RoundLog."""
 
     def __init__(self, root: str):
-        self._root = Head(round=-1, digest=root, chain_tokens=0, record_bytes=0)
+        self._root = Tip(round=-1, digest=root, chain_tokens=0, record_bytes=0)
         self.chain: list[tuple[str, SimulatedRecord]] = []
 
-    def head(self) -> Head:
+    def head(self) -> Tip:
         """The newest record."""
         if not self.chain:
             return self._root
         digest, record = self.chain[-1]
-        return Head(
+        return Tip(
             round=record.round,
             digest=digest,
             chain_tokens=record.chain_tokens,
@@ -448,7 +448,7 @@ class SimulatedAverager:
             shared = self.log.after_common(theirs)
             if shared < len(self.log.chain):
                 future.set(
-                    Reach(
+                    Reached(
                         appended=(),
                         fork_round=self.log.chain[shared - 1][1].round if shared else -1,
                         fork_digest=theirs.chain[shared][0] if shared < len(theirs.chain) else "",
@@ -461,7 +461,7 @@ class SimulatedAverager:
             for record in missing:
                 self.log.append(record)
             rounds = tuple(record.round for record in missing)
-            future.set(Reach(appended=rounds, fork_round=None, too_far=False))
+            future.set(Reached(appended=rounds, fork_round=None, too_far=False))
 
         seconds = 6 * lines.network.rtt_s + RECORD_BYTES / lines.bytes_per_s
         self._later(seconds, arrive)

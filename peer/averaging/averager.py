@@ -68,9 +68,9 @@ from dilocox.dht.records import averaging_prefix
 from dilocox.dht.rpc import BYTE_KINDS, REFUSALS, Client, Counts, UploadLimit, handler_name
 from dilocox.peer.averaging.connectivity import ConnectivityService
 from dilocox.peer.averaging.service import PeerService
-from dilocox.peer.chain import catchup
 from dilocox.peer.chain.record_check import RecordCheck
 from dilocox.peer.chain.store import RECORDS_NEEDED, RoundLog
+from dilocox.peer.chain.sync import AnchorDiffers, ChainClient, Reached, State
 from dilocox.peer.rounds.adaptation import outer_step, stage_codec
 from dilocox.peer.rounds.ballots import Ballots
 from dilocox.peer.rounds.exchange import Attempt
@@ -309,13 +309,13 @@ class StageAverager(PeerService, ConnectivityService, DecentralizedAverager):
     def catch_up(
         self, peer: str, digest: str, *, limit_bytes: int | None, back_to: int | None
     ) -> Any:
-        """Append the records up to `digest` from a peer's log; a future of catchup.Reach."""
+        """Append the records up to `digest` from a peer's log; a future of Reached."""
         return self._call(
             "catch_up", peer=peer, digest=digest, limit_bytes=limit_bytes, back_to=back_to
         )
 
     def fetch_state(self, peer: str, *, current: int, after_round: int, hurry: bool) -> Any:
-        """Download anchor and momentum into the other buffers; a future of catchup.State."""
+        """Download anchor and momentum into the other buffers; a future of State."""
         return self._call(
             "fetch_state", peer=peer, current=current, after_round=after_round, hurry=hurry
         )
@@ -411,6 +411,9 @@ class StageAverager(PeerService, ConnectivityService, DecentralizedAverager):
             sent=self.sent,
             received=self.received,
         )
+
+    def _chain(self, holders: list[str], *, older: bool = False) -> ChainClient:
+        return ChainClient(self._client, self._check, holders, compute=self.in_pool, older=older)
 
     @cached_property
     def _check(self) -> RecordCheck:
@@ -549,11 +552,11 @@ class StageAverager(PeerService, ConnectivityService, DecentralizedAverager):
         try:
             record, data = self.log.read(round_number), self.log.read_bytes(round_number)
         except RecordRefused as error:
-            raise catchup.AnchorDiffers(f"record {round_number} is damaged: {error}") from error
+            raise AnchorDiffers(f"record {round_number} is damaged: {error}") from error
         if record is None or data is None:
-            raise catchup.AnchorDiffers(f"record {round_number} is not in the log any more")
+            raise AnchorDiffers(f"record {round_number} is not in the log any more")
         if record.anchor_before != anchor_sha256(buffers.anchors[current]):
-            raise catchup.AnchorDiffers(f"record {round_number} applies to another anchor")
+            raise AnchorDiffers(f"record {round_number} applies to another anchor")
         means = record.decoded(self._check.codec)
         if with_own:
             me = str(self.peer_id)
@@ -580,34 +583,25 @@ class StageAverager(PeerService, ConnectivityService, DecentralizedAverager):
 
     async def _serve_catch_up(
         self, peer: str, digest: str, limit_bytes: int | None, back_to: int | None
-    ) -> catchup.Reach:
+    ) -> Reached:
+        # where the records are worth more bytes, a bootstrap's older ones are, too
+        chain = self._chain([peer], older=limit_bytes is not None)
         with self.counting_refusals():
-            return await catchup.catch_up(
-                self._client,
-                self.log,
-                peer,
-                digest,
-                check=self._check,
-                compute=self.in_pool,
-                limit_bytes=limit_bytes,
-                me=str(self.peer_id),
-                back_to=back_to,
+            return await chain.catch_up(
+                self.log, digest, limit_bytes=limit_bytes, me=str(self.peer_id), back_to=back_to
             )
 
     async def _serve_fetch_state(
         self, peer: str, current: int, after_round: int, hurry: bool
-    ) -> catchup.State:
+    ) -> State:
         buffers = self._buffers
         with self.counting_refusals():
-            state = await catchup.fetch_state(
-                self._client,
+            state = await self._chain([peer]).state(
                 peer,
-                check=self._check,
-                compute=self.in_pool,
+                self.config.log_folder,
+                buffers.anchors[1 - current],
+                buffers.momenta[1 - current],
                 after_round=after_round,
-                folder=self.config.log_folder,
-                anchor=buffers.anchors[1 - current],
-                momentum=buffers.momenta[1 - current],
                 hurry=hurry,
             )
         await self.in_pool(self.log.start_from, state.record, state.certificate)

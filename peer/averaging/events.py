@@ -6,7 +6,7 @@ import queue
 import threading
 from dataclasses import dataclass, field
 
-from dilocox.peer.chain.catchup import State, Told
+from dilocox.peer.chain.sync import State, Told
 from dilocox.peer.rounds.record import RoundRecord
 
 

@@ -21,9 +21,16 @@ from dilocox.dht.rpc import FrameRefused, PeerBusy, TooSlow
 from dilocox.dht.swarm_view import SwarmView
 from dilocox.peer.averaging.averager import Applied, AveragerStuck, StageAverager
 from dilocox.peer.averaging.events import Committed, Event, EventQueue, Resynced
-from dilocox.peer.chain.catchup import RECORDS_LIMIT_S, AnchorDiffers, NoState, Reach, State, Told
 from dilocox.peer.chain.claims import ClaimBook, holders, wins
-from dilocox.peer.chain.store import Head, RoundLog
+from dilocox.peer.chain.store import RoundLog, Tip
+from dilocox.peer.chain.sync import (
+    RECORDS_LIMIT_S,
+    AnchorDiffers,
+    NoState,
+    Reached,
+    State,
+    Told,
+)
 from dilocox.peer.rounds.record import RecordRefused, RoundRecord
 
 logger = logging.getLogger(__name__)
@@ -272,7 +279,7 @@ class ChainFollower:
         )
         self._hand_over(event, lambda: self._switched(record.round, applied.anchor_sha256))
 
-    def _reached(self, reach: Reach) -> None:
+    def _reached(self, reach: Reached) -> None:
         self._told = reach.told
         if reach.fork_round is None:
             self._need_state, self._state_after = reach.too_far or reach.costly, self.applied
@@ -336,7 +343,7 @@ class ChainFollower:
         self._refresh()
 
     def _refresh(self) -> None:
-        self.head: Head = self._log.head()
+        self.head: Tip = self._log.head()
         self.last_record = self._log.header(self.head.round) if self.head.round >= 0 else None
 
     def _tokens_at(self, round_number: int) -> int:

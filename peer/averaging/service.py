@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Awaitable, Callable, Generator
 from contextlib import aclosing, contextmanager, suppress
 from functools import cached_property
 from typing import Any, AsyncIterator, TypeVar  # noqa: UP035 - hivemind knows this one only
@@ -24,8 +24,7 @@ from hivemind.proto import runtime_pb2
 
 from dilocox.compression.group_codec import PayloadRefused
 from dilocox.dht.rpc import CHUNK_BYTES, Counts, FrameRefused, byte_kind, chunk_of, reply, unpack
-from dilocox.peer.chain import catchup
-from dilocox.peer.chain.uploads import Uploads
+from dilocox.peer.chain.uploads import Source, Uploads, find_in_log, open_state
 from dilocox.peer.rounds.exchange import Attempt
 from dilocox.peer.rounds.group import Mean, ShareRefused
 from dilocox.peer.rounds.group_calls import contributors_in
@@ -146,31 +145,25 @@ class PeerService(ServicerBase):
         self, request: runtime_pb2.ExpertRequest, context: P2PContext
     ) -> AsyncIterator[runtime_pb2.ExpertResponse]:
         """Serve an averaged part, a record, a certificate or the newest state, in chunks."""
-        want: dict[str, Any] = {}
-        try:
-            want = unpack(request)
-            found = await self._find(want)
-        except (ValueError, KeyError, TypeError):
-            self.refused.add("question")
-            found = None
-        except OSError:  # our own disk
-            found = None
-        if found is None:
-            yield reply({})
-            return
-        what, peer = want["what"], str(context.remote_id)
-        urgent = what == "mean"
-        few = found.facts["bytes"] <= CHUNK_BYTES
-        first = (
-            urgent or few or (what == "record" and self._made_with(peer, str(want.get("digest"))))
-        )
+        peer = str(context.remote_id)
 
-        async def before_chunk(count: int) -> None:
-            await self.limit.spend(count, first=first)
-            self.sent.add(byte_kind(what), count)
+        def refuse(reason: str) -> None:
+            if reason == "nonsense":
+                self.refused.add("question")
 
-        serve = self.uploads.serve(peer, found, urgent=urgent, before_chunk=before_chunk)
-        async with aclosing(serve) as frames:
+        def pace(want: dict[str, Any], found: Source) -> Callable[[int], Awaitable[None]]:
+            first = want["what"] == "mean" or found.facts["bytes"] <= CHUNK_BYTES
+            if want["what"] == "record":
+                first = first or self._made_with(peer, str(want.get("digest")))
+
+            async def before_chunk(count: int) -> None:
+                await self.limit.spend(count, first=first)
+                self.sent.add(byte_kind(want["what"]), count)
+
+            return before_chunk
+
+        answer = self.uploads.answer(request, peer, self._find, refuse=refuse, pace=pace)
+        async with aclosing(answer) as frames:
             async for frame in frames:
                 yield frame
 
@@ -181,7 +174,7 @@ class PeerService(ServicerBase):
             for attempt in self.attempts.values()
         )
 
-    async def _find(self, want: dict[str, Any]) -> catchup.Source | None:
+    async def _find(self, want: dict[str, Any]) -> Source | None:
         match want["what"]:
             case "mean":
                 attempt = self.attempts.get(want["group"])
@@ -189,20 +182,20 @@ class PeerService(ServicerBase):
                 if attempt is None or mean is None:
                     return None
                 bits = bitmap_of(attempt.members, mean.contributors)
-                return catchup.Source.of(mean.payload, contributors=bits)
+                return Source.of(mean.payload, contributors=bits)
             case "record" | "certificate":
                 digest, header = str(want["digest"]), bool(want.get("header"))
                 whole = want["what"] == "record" and not header
                 for attempt in self.attempts.values():
                     if whole and attempt.digest == digest and attempt.record:
-                        return catchup.Source.of(attempt.record)
+                        return Source.of(attempt.record)
                 return await asyncio.to_thread(
-                    catchup.find_in_log, self.log, want["what"], digest, header=header
+                    find_in_log, self.log, want["what"], digest, header=header
                 )
             case "state":
                 offset, sha256 = int(want.get("offset", 0)), want.get("sha256")
                 folder = self.config.snapshot_folder
-                return await asyncio.to_thread(catchup.open_state, folder, offset, sha256)
+                return await asyncio.to_thread(open_state, folder, offset, sha256)
             case _:
                 return None
 

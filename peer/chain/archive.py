@@ -26,7 +26,7 @@ import random
 import shutil
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -34,21 +34,21 @@ from dilocox.dht.files import disk_fault, make_folder, write_atomically
 from dilocox.dht.records import ClaimRecord
 from dilocox.dht.rpc import REFUSED, Client, PeerBusy
 from dilocox.dht.swarm_view import SwarmView, that_count
-from dilocox.peer.chain import catchup
-from dilocox.peer.chain.catchup import (
-    Compute,
-    NoState,
-    Reach,
-    StateOffer,
-    anchors_around,
-    ask_for_state,
-    download_state,
-)
 from dilocox.peer.chain.claims import ClaimBook, holders, wins
 from dilocox.peer.chain.record_check import RecordCheck
 from dilocox.peer.chain.rollback import STATE_NAME, archive_goes_back
 from dilocox.peer.chain.snapshot_files import STATE_FACTS_FILE, STATE_FILE, newest, sha256_of_file
-from dilocox.peer.chain.store import OLDER_NAME, Head, RecordFolder, RoundLog
+from dilocox.peer.chain.store import OLDER_NAME, RecordFolder, RoundLog, Tip
+from dilocox.peer.chain.sync import (
+    RECORDS_LIMIT_S,
+    ChainClient,
+    Compute,
+    NoState,
+    Reached,
+    StateOffer,
+    anchors_around,
+)
+from dilocox.peer.chain.uploads import Source, find_in_log, open_state
 from dilocox.peer.rounds.adaptation import outer_step
 from dilocox.peer.rounds.record import RecordRefused, RoundRecord, digest_of, parse_header
 
@@ -146,7 +146,7 @@ class Generation:
 
     def grown(self) -> None:
         """Look at the log's end anew."""
-        self.head: Head = self.log.head()
+        self.head: Tip = self.log.head()
         self.last: RoundRecord | None = (
             self.log.header(self.head.round) if self.head.round >= 0 else None
         )
@@ -235,11 +235,10 @@ class OlderRecords:
         self.records.prune(sys.maxsize, self._keep_bytes)
 
 
-RECORDS_AFTER_STATE = 8  # when more have come, a newer state is looked for
+RECORDS_AFTER_STATE = 8
 TRIED_AT_ONCE = 3  # claims: one that is a lie must not hide the others
-RECORDS_LIMIT_S = 600.0  # of a walk; a transfer that stalls fails much sooner
 STATE_LIMIT_S = 6 * 3600.0  # of a whole model
-PAUSE_S = 5.0  # after a state that could not be had
+PAUSE_S = 5.0
 
 
 class StageArchive:
@@ -259,10 +258,14 @@ class StageArchive:
         keep_bytes: int,
         client: Client,
         compute: Compute,
+        records_after_state: int = RECORDS_AFTER_STATE,
+        pause_s: float = PAUSE_S,
+        now: Callable[[], float] = time.monotonic,
     ):
         """Takes up what is on the disk; slow. Raises EnvironmentFault.
 
-        keep_bytes: of records from before the current generation.
+        keep_bytes: of records from before the current generation. records_after_state: when more
+        have come, a newer state is looked for. pause_s: after a state that could not be had.
         """
         self.claim: ClaimRecord | None = None
         self._folder = folder
@@ -271,6 +274,9 @@ class StageArchive:
         self._record_lifetime_s = record_lifetime_s
         self._client = client
         self._compute = compute
+        self._records_after_state = records_after_state
+        self._pause_s = pause_s
+        self._now = now
         make_folder(folder)
         archive_goes_back(folder, check.manifest)
         kept = Generation.kept(folder, check) or [Generation.begun(folder, 0, check)]
@@ -283,15 +289,15 @@ class StageArchive:
         self._building: asyncio.Task[Generation] | None = None
         self._replaces = False  # what is being built: the chain, and not only the state
         self._not_before = 0.0
-        self._book = ClaimBook(record_lifetime_s=record_lifetime_s, now=time.monotonic)
+        self._book = ClaimBook(record_lifetime_s=record_lifetime_s, now=now)
 
     @property
     def round(self) -> int:
         """The newest round that is kept; -1 before the first one."""
         return self._current.head.round
 
-    def find(self, want: Mapping[str, Any]) -> catchup.Source | None:
-        """What a peer asks for, as catchup.py defines it; KeyError and so on for nonsense."""
+    def find(self, want: Mapping[str, Any]) -> Source | None:
+        """What a peer asks for, as uploads.py answers it; KeyError and so on for nonsense."""
         match want["what"]:
             case "record" | "certificate":
                 logs: list[RecordFolder] = [self._current.log]
@@ -299,13 +305,13 @@ class StageArchive:
                 logs += [self._older.records] if want.get("older") else []
                 header = bool(want.get("header"))
                 found = (
-                    catchup.find_in_log(log, want["what"], str(want["digest"]), header=header)
+                    find_in_log(log, want["what"], str(want["digest"]), header=header)
                     for log in logs
                 )
                 return next((source for source in found if source), None)
             case "state":
                 offset, sha256 = int(want.get("offset", 0)), want.get("sha256")
-                return catchup.open_state(self._current.states, offset, sha256)
+                return open_state(self._current.states, offset, sha256)
             case _:
                 return None
 
@@ -319,7 +325,7 @@ class StageArchive:
             await self._take_built()
             await self._follow(view)
             await self._prove()
-            if self._current.records_after > RECORDS_AFTER_STATE and self._coming is None:
+            if self._current.records_after > self._records_after_state and self._coming is None:
                 head = self._current.head.digest
                 self._build(view, head, replaces=False)
         finally:
@@ -353,19 +359,15 @@ class StageArchive:
                 await self._follow_with(self._coming, peer, claim.digest)
             return
 
-    async def _catch_up(self, generation: Generation, peer: str, digest: str) -> Reach:
-        walk = catchup.catch_up(
-            self._client,
-            generation.log,
-            peer,
-            digest,
-            check=self._check,
-            compute=self._compute,
-        )
+    async def _catch_up(self, generation: Generation, peer: str, digest: str) -> Reached:
+        walk = self._chain(peer).catch_up(generation.log, digest)
         try:
             return await asyncio.wait_for(walk, RECORDS_LIMIT_S)
         finally:
             generation.grown()
+
+    def _chain(self, peer: str) -> ChainClient:
+        return ChainClient(self._client, self._check, [peer], compute=self._compute)
 
     async def _follow_with(self, coming: Generation, peer: str, digest: str) -> None:
         """Let the next generation grow too; one that cannot is given up."""
@@ -377,7 +379,7 @@ class StageArchive:
         if reach.too_far or reach.fork_round is not None:
             self._drop_coming()
 
-    def _cannot_follow(self, view: SwarmView, claim: ClaimRecord, reach: Reach) -> None:
+    def _cannot_follow(self, view: SwarmView, claim: ClaimRecord, reach: Reached) -> None:
         if self._coming and self._coming.head.chain_tokens > self._current.head.chain_tokens:
             self._adopt(self._coming)
             return
@@ -400,7 +402,7 @@ class StageArchive:
     # ---- states ----------------------------------------------------------------------------------
     def _build(self, view: SwarmView, digest: str, *, replaces: bool) -> None:
         """Begin the next generation from a peer that claims this record, beside all else."""
-        if self._building is not None or time.monotonic() < self._not_before:
+        if self._building is not None or self._now() < self._not_before:
             return
         donors = self._book.donors(holders(view, digest))
         if donors:
@@ -419,24 +421,17 @@ class StageArchive:
             known = current.log.find(digest)
             return replaces or (known is not None and known > current.state_round)
 
+        chain = self._chain(peer)
         try:
-            offer = await ask_for_state(
-                self._client, peer, check=check, compute=self._compute, helps=helps
-            )
+            offer = await chain.offer(peer, helps)
         except NoState:
             if not replaces:
                 raise
             generation = await self._compute(Generation.begun, self._folder, number, check)
         else:
             logger.info("%s: taking the state of round %d", self, offer.record.round)
-            file = await download_state(
-                self._client,
-                offer,
-                self._folder / "incoming",
-                numel=check.layout.numel,
-                compute=self._compute,
-            )
-            begun = (self._folder, number, check, (offer, file))
+            kept = await chain.download(offer, self._folder / "incoming")
+            begun = (self._folder, number, check, (offer, kept.file))
             generation = await self._compute(Generation.begun, *begun)
         try:
             if generation.log.find(digest) is None:
@@ -455,7 +450,7 @@ class StageArchive:
         if building is None or not building.done():
             return
         self._building = None
-        self._not_before = time.monotonic() + PAUSE_S
+        self._not_before = self._now() + self._pause_s
         try:
             generation = building.result()
         except REFUSED as error:
@@ -483,7 +478,7 @@ class StageArchive:
                 logger.error("alarm: %s: the state of %s is wrong", self, each.donor or "the disk")
                 if each.donor and self._book.lied(each.donor):
                     # nobody's traffic is to be spent on one wrong state after the other
-                    self._not_before = time.monotonic() + self._record_lifetime_s / 2
+                    self._not_before = self._now() + self._record_lifetime_s / 2
                 if each is self._coming:
                     self._drop_coming()
                 else:

@@ -1,7 +1,8 @@
 """Keeps every stage's newest state and records beside the bootstrap, so that none of it is lost
 when all peers of a stage leave.
 
-It follows what peers claim (archive.py), gives what it has to whoever asks by the call that
+It follows what peers claim (archive.py: what happens to one stage, without a thread or a network of
+its own; together the two are over 650 lines), gives what it has to whoever asks by the call that
 peers answer too, and claims it, so that joiners find it. It is no peer of any stage: it says
 nothing else of itself, and neither averages nor votes.
 
@@ -22,7 +23,6 @@ import asyncio
 import concurrent.futures
 import contextlib
 import logging
-import threading
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping
@@ -41,18 +41,17 @@ from dilocox.dht.manifest import Manifest
 from dilocox.dht.node import RunDHT, daemon_address
 from dilocox.dht.reachability import Probe
 from dilocox.dht.records import ClaimRecord, averaging_prefix, claim_key
-from dilocox.dht.rpc import Client, UploadLimit, handler_name, reply, unpack
+from dilocox.dht.rpc import Client, LoopThread, UploadLimit, byte_kind, handler_name
 from dilocox.dht.swarm import Swarm
-from dilocox.peer.chain import catchup
 from dilocox.peer.chain.archive import StageArchive
+from dilocox.peer.chain.record_check import RecordCheck
 from dilocox.peer.chain.store import keep_manifest
-from dilocox.peer.chain.uploads import Uploads
+from dilocox.peer.chain.uploads import Source, Uploads
 from dilocox.pipeline.stage import stage_layout
 
 logger = logging.getLogger(__name__)
 
 START_LIMIT_S = 10.0
-CLOSE_LIMIT_S = 3.0
 STAGES_AT_ONCE = 2  # that are followed; each may hold a record and its decoded mean
 UPLOADS_AT_ONCE = 32  # of a stage: all of its peers may have nobody else
 FAULT_PAUSE_S = 60.0  # after a full disk or a fault of ours
@@ -69,7 +68,7 @@ class ArchiveService(ServicerBase):
 
     def __init__(
         self,
-        find: Callable[[dict[str, Any]], Awaitable[catchup.Source | None]],
+        find: Callable[[dict[str, Any]], Awaitable[Source | None]],
         served: Counter[str],
         refused: Counter[str],
     ):
@@ -86,25 +85,19 @@ class ArchiveService(ServicerBase):
         self, request: runtime_pb2.ExpertRequest, context: P2PContext
     ) -> AsyncIterator[runtime_pb2.ExpertResponse]:
         """Serve a record, a certificate or the state, in chunks."""
-        try:
-            want = unpack(request)
-            found = await self._find(want)
-            kind = "state" if want["what"] == "state" else "record"
-        except OSError:
-            self._refused["disk"] += 1
-            found, kind = None, ""
-        except (ValueError, KeyError, TypeError):
-            self._refused["nonsense"] += 1
-            found, kind = None, ""
-        if found is None:
-            yield reply({})
-            return
 
-        async def before_chunk(count: int) -> None:
-            self._served[kind] += count
+        def refuse(reason: str) -> None:
+            self._refused[reason] += 1
 
-        serve = self._uploads.serve(str(context.remote_id), found, before_chunk=before_chunk)
-        async with contextlib.aclosing(serve) as frames:
+        def pace(want: dict[str, Any], found: Source) -> Callable[[int], Awaitable[None]]:
+            async def before_chunk(count: int) -> None:
+                self._served[byte_kind(want["what"])] += count
+
+            return before_chunk
+
+        peer = str(context.remote_id)
+        answer = self._uploads.answer(request, peer, self._find, refuse=refuse, pace=pace)
+        async with contextlib.aclosing(answer) as frames:
             async for frame in frames:
                 yield frame
 
@@ -132,30 +125,31 @@ class Keeper:
         self._adopting: asyncio.Task[None] | None = None
         self._between = False  # two revisions: nothing may begin
         self._not_before: dict[int, float] = {}
-        self._p2p: Any = None
-        self._loop = asyncio.new_event_loop()
-        self._stop = asyncio.Event()
         self._slots = asyncio.Semaphore(STAGES_AT_ONCE)
         self._pool = ThreadPoolExecutor(2, "archive", torch.set_num_threads, (1,))
         self._working: set[concurrent.futures.Future[Any]] = set()  # in the pool, or about to be
-        self._started: concurrent.futures.Future[None] = concurrent.futures.Future()
-        self._thread = threading.Thread(target=self._run_loop, name="archive", daemon=True)
+        self._address: Any = None
+        self._thread = LoopThread(
+            "archive",
+            p2p=lambda: P2P.replicate(self._address),
+            begin=self._begin,
+            end=self._end,
+        )
 
     # ---- in the bootstrap's thread ---------------------------------------------------------------
     @property
     def running(self) -> bool:
         """Whether the thread lives."""
-        return self._thread.is_alive()
+        return self._thread.running
 
     def start(self, address: Any) -> None:
         """Start with the p2pd that listens at this address; raises EnvironmentFault."""
         self._address = address
-        self._thread.start()
         try:
-            self._started.result(START_LIMIT_S + 1.0)
-        except Exception as error:
+            self._thread.start(START_LIMIT_S)
+        except EnvironmentFault:
             self.close()
-            raise EnvironmentFault(f"its thread did not start ({error!r})") from error
+            raise
 
     @property
     def rounds(self) -> Mapping[int, int]:
@@ -164,48 +158,28 @@ class Keeper:
 
     def hear(self, claims: Claims) -> None:
         """What is claimed of each stage that gave an answer."""
-        with contextlib.suppress(RuntimeError):  # the loop has ended
-            self._loop.call_soon_threadsafe(self._heard, claims)
+        self._thread.post(self._heard, claims)
 
     def revise(self, manifest: Manifest) -> None:
         """Go on under new rules of the manifest: every stage is taken up anew from the disk."""
-        with contextlib.suppress(RuntimeError):
-            self._loop.call_soon_threadsafe(self._revise, manifest)
+        self._thread.post(self._revise, manifest)
 
     def close(self) -> None:
         """End the thread."""
-        with contextlib.suppress(RuntimeError):
-            self._loop.call_soon_threadsafe(self._stop.set)
-        self._thread.join(CLOSE_LIMIT_S)
+        self._thread.close()
         self._pool.shutdown(wait=False, cancel_futures=True)
 
     # ---- in the archive's thread -----------------------------------------------------------------
-    def _run_loop(self) -> None:
-        asyncio.set_event_loop(self._loop)
-        try:
-            self._loop.run_until_complete(self._live())
-        except Exception:
-            logger.exception("the archive's thread failed")
-        finally:
-            self._loop.close()
+    async def _begin(self) -> None:
+        p2p = self._thread.p2p
+        probe = Probe(p2p, now=timed_storage.get_dht_time, bootstraps=None)
+        await probe.add_p2p_handlers(p2p)
+        self._take_up()
 
-    async def _live(self) -> None:
-        try:
-            self._p2p = await asyncio.wait_for(P2P.replicate(self._address), START_LIMIT_S)
-        except Exception as error:  # noqa: BLE001 - `start` raises it
-            self._started.set_exception(error)
-            return
-        try:
-            self._started.set_result(None)
-            probe = Probe(self._p2p, now=timed_storage.get_dht_time, bootstraps=None)
-            await asyncio.wait_for(probe.add_p2p_handlers(self._p2p), START_LIMIT_S)
-            self._take_up()
-            await self._stop.wait()
-        finally:
-            if self._adopting is not None:
-                self._adopting.cancel()
-            await self._put_down()
-            await self._p2p.shutdown()
+    async def _end(self) -> None:
+        if self._adopting is not None:
+            self._adopting.cancel()
+        await self._put_down()
 
     def _take_up(self) -> None:
         """Begin with what is on the disk, before anybody claims anything."""
@@ -224,7 +198,7 @@ class Keeper:
                 logger.exception("archive of stage %d: not put down as it should be", stage)
 
     def _revise(self, manifest: Manifest) -> None:
-        self._adopting = self._loop.create_task(self._adopt(manifest, self._adopting))
+        self._adopting = self._thread.loop.create_task(self._adopt(manifest, self._adopting))
 
     async def _adopt(self, manifest: Manifest, before: asyncio.Task[None] | None) -> None:
         if before is not None:
@@ -254,7 +228,7 @@ class Keeper:
             known = stage in self._stages or self._of_stage(stage).exists()
             wanted = known or any(claim.round >= 0 for claim in of_stage.values())
             if wanted and time.monotonic() >= self._not_before.get(stage, 0.0):
-                self._jobs[stage] = self._loop.create_task(self._tend(stage, of_stage))
+                self._jobs[stage] = self._thread.loop.create_task(self._tend(stage, of_stage))
 
     async def _tend(self, stage: int, claims: Mapping[str, ClaimRecord]) -> None:
         try:
@@ -284,20 +258,20 @@ class Keeper:
             )
             namespace = averaging_prefix(self._run, stage)
             await asyncio.wait_for(
-                service.add_p2p_handlers(self._p2p, namespace=namespace), START_LIMIT_S
+                service.add_p2p_handlers(self._thread.p2p, namespace=namespace), START_LIMIT_S
             )
             self._serving.add(stage)
         self._stages[stage] = archive
         return archive
 
-    async def _find(self, stage: int, want: dict[str, Any]) -> catchup.Source | None:
+    async def _find(self, stage: int, want: dict[str, Any]) -> Source | None:
         archive = self._stages.get(stage)
         return None if archive is None else await self._compute(archive.find, want)
 
     def _made(self, stage: int) -> StageArchive:
         manifest = self._manifest
         layout = stage_layout(manifest, stage)
-        check = catchup.RecordCheck.of(self._run, stage, manifest, layout)
+        check = RecordCheck.of(self._run, stage, manifest, layout)
         return StageArchive(
             self._of_stage(stage),
             me=self._me,
@@ -305,7 +279,7 @@ class Keeper:
             record_lifetime_s=manifest.deadlines.record_lifetime_s,
             keep_bytes=manifest.rounds.log_bytes,
             client=Client(
-                p2p=self._p2p,
+                p2p=self._thread.p2p,
                 namespace=averaging_prefix(self._run, stage),
                 limit=UploadLimit(None),
                 record_bytes=check.record_bytes,

@@ -19,8 +19,8 @@ from dilocox.dht.rpc import BUSY_LIFETIMES
 from dilocox.dht.swarm_view import SwarmView
 
 if TYPE_CHECKING:
-    from dilocox.peer.chain.catchup import Reach
-    from dilocox.peer.chain.store import Head, RoundLog
+    from dilocox.peer.chain.store import RoundLog, Tip
+    from dilocox.peer.chain.sync import Reached
 
 MAX_NOTED = 1000  # digests or peers
 
@@ -38,7 +38,7 @@ class ClaimBook:
         self._liars: set[str] = set()
 
     # ---- claims ----------------------------------------------------------------------------------
-    def ahead(self, view: SwarmView, head: Head) -> list[ClaimRecord]:
+    def ahead(self, view: SwarmView, head: Tip) -> list[ClaimRecord]:
         """What others claim beyond our chain or against it, each digest once, the most tokens
         first.
         """
@@ -48,7 +48,7 @@ class ClaimBook:
             passed.add(best[1].digest)
         return found
 
-    def best(self, view: SwarmView, head: Head) -> ClaimRecord | None:
+    def best(self, view: SwarmView, head: Tip) -> ClaimRecord | None:
         """The first of those."""
         found = view.best_claim(head.chain_tokens, head.digest, self._ignored)
         return None if found is None else found[1]
@@ -103,7 +103,7 @@ def holders(view: SwarmView, digest: str) -> list[str]:
     ]
 
 
-def wins(reach: Reach, log: RoundLog, head: Head) -> bool:
+def wins(reach: Reached, log: RoundLog, head: Tip) -> bool:
     """Whether the chain that was walked beats ours since the fork: by more tokens, or as many and
     the smaller digest of its first record.
 

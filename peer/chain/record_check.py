@@ -9,7 +9,6 @@ from dilocox.compression.group_codec import PayloadRefused
 from dilocox.compression.layout import FlatLayout
 from dilocox.compression.stage_codec import StageCodec
 from dilocox.dht.manifest import Manifest
-from dilocox.dht.rpc import STALL_S
 from dilocox.peer.rounds.adaptation import stage_codec
 from dilocox.peer.rounds.ballots import check_record_certificate
 from dilocox.peer.rounds.group import tokens_cap
@@ -55,11 +54,6 @@ class RecordCheck:
     def record_bytes(self) -> int:
         """The most bytes of a record."""
         return max_record_bytes(self.codec)
-
-    @property
-    def record_limit_s(self) -> float:
-        """How long a record may take to come: members of an exchange move as much in its time."""
-        return max(STALL_S, self.manifest.deadlines.exchange_s)
 
     @property
     def state_bytes(self) -> int:

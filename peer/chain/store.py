@@ -239,7 +239,7 @@ def read_file(path: Path, limit: int = -1) -> bytes | None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Head:
+class Tip:
     """The end of a chain; `round` is -1 where only the manifest stands."""
 
     round: int
@@ -254,7 +254,7 @@ class RoundLog(RecordFolder):
     def __init__(self, folder: Path, *, manifest_digest: str, codec: StageCodec):
         super().__init__(folder)
         self._codec = codec
-        self._root = Head(round=-1, digest=manifest_digest, chain_tokens=0, record_bytes=0)
+        self._root = Tip(round=-1, digest=manifest_digest, chain_tokens=0, record_bytes=0)
         make_folder(folder)
 
     def read(self, round_number: int) -> RoundRecord | None:
@@ -268,7 +268,7 @@ class RoundLog(RecordFolder):
             return self._root.round
         return super().find(digest)
 
-    def head(self) -> Head:
+    def head(self) -> Tip:
         """The newest record."""
         newest = self.newest()
         if newest is None:
@@ -276,7 +276,7 @@ class RoundLog(RecordFolder):
         header = newest.header()
         if header is None:
             raise RecordRefused(f"record {newest.round} vanished while it was read")
-        return Head(
+        return Tip(
             round=newest.round,
             digest=newest.digest,
             chain_tokens=header.chain_tokens,

@@ -11,20 +11,83 @@ nobody else wants it, and who has several keeps the slowest only while nobody wi
 from __future__ import annotations
 
 import asyncio
+import io
+import json
+import os
 from collections import Counter
 from collections.abc import AsyncGenerator, Awaitable, Callable, Generator
-from contextlib import contextmanager
+from contextlib import aclosing, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
 from time import monotonic
 from typing import Any, BinaryIO
 
-from dilocox.dht.rpc import CHUNK_BYTES, STALL_S, reply
-from dilocox.peer.chain.catchup import Source
+from dilocox.dht.rpc import CHUNK_BYTES, STALL_S, reply, unpack
+from dilocox.peer.chain.snapshot_files import STATE_FACTS_FILE, STATE_FILE, newest
+from dilocox.peer.chain.store import RecordFolder
 
 AT_ONCE = 8
 OF_ONE_PEER = 3
 # An honest asker takes 15 kB/s even where eight share an uplink of 1 Mbit/s.
 LEAST_BYTES_PER_S = 4096.0
 LEAST_OVER_S = 60.0  # that an asker was waited for
+
+
+@dataclass(frozen=True)
+class Source:
+    """Something to serve: what is said about it, and its bytes."""
+
+    facts: dict[str, Any]
+    file: BinaryIO
+
+    @classmethod
+    def of(cls, data: bytes, **facts: Any) -> Source:
+        """Serve bytes that are in memory."""
+        return cls({"bytes": len(data)} | facts, io.BytesIO(data))
+
+    def __enter__(self) -> Source:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.file.close()
+
+
+def find_in_log(
+    log: RecordFolder, what: str, digest: str, *, header: bool = False
+) -> Source | None:
+    """A logged record or certificate, to serve; of a record perhaps only the header.
+
+    A record is served as it lies on the disk: who asks knows its digest.
+    """
+    round_number = log.find(digest)
+    if round_number is None or round_number < 0:
+        return None
+    if what != "record":
+        data = log.certificate(round_number)
+        return None if data is None else Source.of(data)
+    if header:
+        data = log.header_bytes(round_number)
+        return None if data is None else Source.of(data)
+    file = log.open(round_number)
+    return None if file is None else Source({"bytes": os.fstat(file.fileno()).st_size}, file)
+
+
+def open_state(folder: Path, offset: int, sha256: str | None) -> Source | None:
+    """The anchor and momentum of the newest snapshot, from a byte on, to serve.
+
+    `sha256`: the state that is wanted, if not just any: None is served where the newest snapshot
+    is another one by now. Once it is open, it is served to its end, whatever snapshots come.
+    """
+    snapshot = newest(folder)
+    if snapshot is None:
+        return None
+    facts = json.loads((snapshot / STATE_FACTS_FILE).read_text())
+    if sha256 is not None and facts["sha256"] != sha256:
+        return None
+    file = (snapshot / STATE_FILE).open("rb")
+    offset = min(max(offset, 0), facts["size"])
+    file.seek(offset)
+    return Source(facts | {"bytes": facts["size"] - offset}, file)
 
 
 class UploadRefused(Exception):
@@ -73,6 +136,38 @@ class Uploads:
             except UploadRefused as error:
                 self._on_refusal()
                 yield reply({"busy": str(error)})
+
+    async def answer(
+        self,
+        request: Any,
+        peer: str,
+        find: Callable[[dict[str, Any]], Awaitable[Source | None]],
+        *,
+        refuse: Callable[[str], None],
+        pace: Callable[[dict[str, Any], Source], Callable[[int], Awaitable[None]]],
+    ) -> AsyncGenerator[Any, None]:
+        """The frames that answer a `get` of this peer.
+
+        find: what it asks for, None if it is not here. refuse: counts what was asked in vain for
+            "nonsense" or our "disk". pace: the `before_chunk` of `serve` for what was found.
+        """
+        want: dict[str, Any] = {}
+        found: Source | None = None
+        try:
+            want = unpack(request)
+            found = await find(want)
+        except OSError:
+            refuse("disk")
+        except (ValueError, KeyError, TypeError):
+            refuse("nonsense")
+        if found is None:
+            yield reply({})
+            return
+        urgent = want["what"] == "mean"  # an exchange waits for it
+        paced = pace(want, found)
+        async with aclosing(self.serve(peer, found, urgent=urgent, before_chunk=paced)) as frames:
+            async for frame in frames:
+                yield frame
 
     @contextmanager
     def begin(self, peer: str, file: BinaryIO, *, urgent: bool) -> Generator[Upload]:

@@ -22,10 +22,12 @@ from typing import Any, TypeVar
 from hivemind.p2p import PeerID
 
 from dilocox.dht.addresses import Reach
+from dilocox.dht.errors import EnvironmentFault
 from dilocox.dht.invite import Invite, bootstrap_address
 from dilocox.dht.join import Joined
 from dilocox.dht.reachability import Bandwidth, ask_time, find_reach, measure_bandwidth
 from dilocox.dht.records import ClaimRecord, StageRecord, claim_key
+from dilocox.dht.rpc import LoopThread
 from dilocox.peer.process.stage_selection import look_at_stages, named_stage, preferred_stage
 from dilocox.pipeline.partition import plan_stages
 from dilocox.pipeline.placement import live_peers
@@ -50,8 +52,7 @@ class SwarmFacts:
         ids = (bootstrap_address(address).peer_id for address in invite.bootstraps)
         self._bootstraps = tuple(dict.fromkeys(ids))
         self._own_id = own_id
-        self._loop = asyncio.new_event_loop()
-        self._p2p: Any = None
+        self._thread = LoopThread("doctor's network", p2p=place.dht.replicate_p2p)
 
     @classmethod
     @contextlib.contextmanager
@@ -61,7 +62,7 @@ class SwarmFacts:
         try:
             yield facts
         finally:
-            facts._close()
+            facts._thread.close()
 
     # ---- records ---------------------------------------------------------------------------------
     @cached_property
@@ -116,7 +117,7 @@ class SwarmFacts:
 
         async def ask(peer: PeerID) -> float:
             began = clock.time()
-            told = await ask_time(self._p2p, peer, limit_s=CLOCK_LIMIT_S)
+            told = await ask_time(self._thread.p2p, peer, limit_s=CLOCK_LIMIT_S)
             return told - (began + clock.time()) / 2
 
         return self._first(ask, self._hosts(stage))
@@ -130,7 +131,7 @@ class SwarmFacts:
         asked = [PeerID.from_base58(peer) for peer in self._bootstraps]
 
         async def find() -> Reach:
-            return await find_reach(self._p2p, asked, own, limit_s=REACH_LIMIT_S)
+            return await find_reach(self._thread.p2p, asked, own, limit_s=REACH_LIMIT_S)
 
         return self._run(find(), REACH_LIMIT_S + 2.0) or Reach(kind="unknown")
 
@@ -138,7 +139,7 @@ class SwarmFacts:
         """Bytes a second from and to a peer of the run, None if nobody has time for that."""
 
         async def measure(peer: PeerID) -> Bandwidth:
-            return await measure_bandwidth(self._p2p, peer, limit_s=BANDWIDTH_LIMIT_S)
+            return await measure_bandwidth(self._thread.p2p, peer, limit_s=BANDWIDTH_LIMIT_S)
 
         return self._first(measure, self._hosts(stage))
 
@@ -168,25 +169,15 @@ class SwarmFacts:
     def _run(self, question: Coroutine[Any, Any, T], limit_s: float) -> T | None:
         """Ask within a deadline; None if nothing came."""
 
-        async def asked() -> T:
-            if self._p2p is None:
-                handle = self._place.dht.replicate_p2p()
-                self._p2p = await asyncio.wait_for(handle, HANDLE_LIMIT_S)
-            return await asyncio.wait_for(question, limit_s)
-
         try:
-            return self._loop.run_until_complete(asked())
+            if not self._thread.running:
+                self._thread.start(HANDLE_LIMIT_S)
+        except EnvironmentFault as error:
+            question.close()
+            logger.debug("not asked: %r", error)
+            return None
+        try:
+            return self._thread.ask(question, limit_s)
         except (ConnectionError, asyncio.TimeoutError) as error:
             logger.debug("not asked: %r", error)
             return None
-        finally:
-            question.close()
-
-    def _close(self) -> None:
-        async def shut() -> None:
-            with contextlib.suppress(Exception):  # p2pd may be gone
-                await asyncio.wait_for(self._p2p.shutdown(), HANDLE_LIMIT_S)
-
-        if self._p2p is not None:
-            self._loop.run_until_complete(shut())
-        self._loop.close()

@@ -23,14 +23,12 @@ from dilocox.dht.files import write_atomically
 from dilocox.dht.invite import Invite
 from dilocox.dht.join import Joined, visiting
 from dilocox.dht.manifest import Manifest
-from dilocox.peer.chain.download import ChainHolders, download_chain, list_chain
-from dilocox.peer.chain.record_check import RecordCheck
+from dilocox.peer.chain.download import ClaimedChain, claimed_chain, download_chain, list_chain
 from dilocox.peer.chain.replay import Replayed, replay
 from dilocox.peer.chain.store import KeptChain, KeptRun, kept_run
 from dilocox.peer.chain.summary import ChainRound, LoggedRound, tokens_by_peer
 from dilocox.peer.options import LogOptions, VerifyOptions
 from dilocox.peer.os_process import STOPPED, StopSignal, counted
-from dilocox.pipeline.stage import stage_layout
 
 
 def as_json(run: str, stages: Mapping[int, Sequence[ChainRound]]) -> dict[str, Any]:
@@ -135,7 +133,7 @@ def _listed(options: LogOptions) -> tuple[str, Mapping[int, Sequence[ChainRound]
 
 
 async def _list(place: Joined, stage: int, deadline: float) -> list[ChainRound]:
-    return await list_chain(await _holders(place, stage, deadline))
+    return await list_chain(await _claimed(place, stage, deadline))
 
 
 def _rounds(chain: KeptChain) -> list[ChainRound]:
@@ -192,10 +190,7 @@ def _tell_replay(stage: int, chain: KeptChain) -> None:
 async def _download(
     place: Joined, stage: int, deadline: float, folder: Path
 ) -> tuple[KeptChain, list[str]]:
-    manifest = place.manifest
-    layout = stage_layout(manifest, stage)
-    check = RecordCheck.of(place.run, stage, manifest, layout)
-    return await download_chain(await _holders(place, stage, deadline), stage, check, folder)
+    return await download_chain(await _claimed(place, stage, deadline), folder)
 
 
 def _told(stage: int, found: Replayed, flaws: Sequence[str]) -> bool:
@@ -241,14 +236,14 @@ def _wanted(stage: str, there: Sequence[int]) -> list[int]:
     return [int(stage)]
 
 
-async def _holders(place: Joined, stage: int, deadline: float) -> ChainHolders:
-    holders = await ChainHolders.of(place, stage, deadline)
-    if not holders.peers:
+async def _claimed(place: Joined, stage: int, deadline: float) -> ClaimedChain:
+    claimed = await claimed_chain(place, stage, deadline)
+    if not claimed.claims:
         raise EnvironmentFault(
             f"stage {stage}: nobody in view has committed a round; check that the run trains, or "
             "wait for its first round"
         )
-    return holders
+    return claimed
 
 
 def _contributions(rounds: Sequence[ChainRound]) -> list[dict[str, Any]]:

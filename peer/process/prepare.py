@@ -21,7 +21,6 @@ from dilocox.dht.files import bytes_below
 from dilocox.dht.manifest import DataSpec, Manifest
 from dilocox.dht.manifest_specs import ENDINGS
 from dilocox.peer.averaging.averager import StageBuffers
-from dilocox.peer.chain.journal import JournaledSend
 from dilocox.peer.chain.snapshot_files import DAMAGED
 from dilocox.peer.resources import Check, DiskNeeds, disk_check, disk_free
 from dilocox.peer.rounds.adaptation import stage_codec
@@ -30,7 +29,7 @@ from dilocox.peer.training.data import Corpus, check_vocabulary, held_out_digest
 from dilocox.peer.training.inner_optimizer import InnerOptimizer
 from dilocox.peer.training.loop import LocalModel
 from dilocox.peer.training.merge import Merge, MergeConfig
-from dilocox.peer.training.snapshots import Snapshots
+from dilocox.peer.training.snapshots import JournaledSend, Snapshots
 from dilocox.pipeline.frames import encoded_bytes
 from dilocox.pipeline.partition import hidden_size
 from dilocox.pipeline.stage import build_stage, flatten_parameters, stage_layout

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import io
 import os
 import shutil
 import threading
+import time
 from collections import Counter
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -21,60 +23,72 @@ from torch import Tensor
 from dilocox.dht import bootstrap_node
 from dilocox.dht.errors import EnvironmentFault
 from dilocox.dht.identity import Identity
+from dilocox.dht.manifest import Manifest
 from dilocox.dht.records import ClaimRecord
-from dilocox.dht.rpc import Client, PeerBusy, chunk_of, pack, unpack
-from dilocox.peer.averaging.averager import StageAverager
-from dilocox.peer.chain import archive, archive_keeper, catchup
+from dilocox.dht.rpc import PeerBusy, chunk_of, pack, unpack
+from dilocox.peer.chain import archive_keeper
 from dilocox.peer.chain.archive import Generation, StageArchive
 from dilocox.peer.chain.archive_keeper import Archive, ArchiveService, Keeper
+from dilocox.peer.chain.record_check import RecordCheck
 from dilocox.peer.chain.replay import Replayed, replay
+from dilocox.peer.chain.snapshot_files import STATE_FILE, sha256_of_file
 from dilocox.peer.chain.store import RoundLog, kept_run
+from dilocox.peer.chain.sync import ChainClient, NoState
+from dilocox.peer.chain.uploads import Source
 from dilocox.peer.rounds.outer_step import OuterStep, anchor_sha256
-from tests.peer.donors import LAYOUT, MANIFEST, RUN, Donor, Wire
+from dilocox.pipeline.stage import build_stage, flatten_parameters, stage_layout
+from tests.peer.kept_chains import RUN, ChainMaker
+from tests.peer.memory_swarm import MemorySwarm
 
+MANIFEST = Manifest.from_dict(
+    {"name": "test", "model": "tiny", "end_tokens": 1000, "codec": {"scheme": "dense"}}
+)
 ME = "QmArchive"
 OUTER = OuterStep(MANIFEST.outer.learning_rate, MANIFEST.outer.momentum)
-CHECK = catchup.RecordCheck.of(RUN, 0, MANIFEST, LAYOUT)
+CHECK = RecordCheck.of(RUN, 0, MANIFEST, stage_layout(MANIFEST, 0))
 
 
-@dataclass
-class Desk:
-    """An archive and the donors that it can reach."""
+class Kept:
+    """An archive and the donors that it can reach, by peer."""
 
-    folder: Path
-    donors: dict[str, Any]
-    archive: StageArchive
-
-    @classmethod
-    def opened(
-        cls,
+    def __init__(
+        self,
         folder: Path,
-        *donors: Donor,
+        *donors: ChainMaker,
         record_lifetime_s: float = 60.0,
         keep_bytes: int = 1 << 30,
-    ) -> Desk:
-        by_peer: dict[str, Any] = {donor.peer: donor for donor in donors}
-        kept = StageArchive(
+        now: Callable[[], float] = time.monotonic,
+    ):
+        self.folder = folder
+        self.swarm = MemorySwarm(**{donor.peer: donor.find for donor in donors})
+        self.disk_full = False
+        self.archive = StageArchive(
             folder,
             me=ME,
             check=CHECK,
             record_lifetime_s=record_lifetime_s,
             keep_bytes=keep_bytes,
-            client=cast("Client", Wire(by_peer)),
-            compute=asyncio.to_thread,
+            client=self.swarm.client(),
+            compute=self._compute,
+            records_after_state=2,
+            pause_s=0.0,
+            now=now,
         )
-        return cls(folder, by_peer, kept)
 
-    def look(self, *donors: Donor, times: int = 1, **more: ClaimRecord) -> ClaimRecord | None:
+    async def _compute(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        if self.disk_full and function is sha256_of_file:
+            raise OSError(28, "No space left on device")
+        return await asyncio.to_thread(function, *arguments)
+
+    def look(self, *donors: ChainMaker, times: int = 1, **more: ClaimRecord) -> ClaimRecord | None:
         """Let it see what these claim; what it claims then."""
         claims = {donor.peer: donor.claim() for donor in donors} | more
 
         async def tend() -> None:
             for _ in range(times):
                 await self.archive.tend(claims)
-                building = self.archive._building
-                if building is not None:
-                    await asyncio.wait([building], timeout=20)
+                if beside := asyncio.all_tasks() - {asyncio.current_task()}:
+                    await asyncio.wait(beside, timeout=20)
                 await self.archive.tend(claims)
             await self.archive.close()  # the next look has another event loop
 
@@ -87,33 +101,23 @@ class Desk:
 
     @property
     def state_round(self) -> int:
-        return self.archive._current.state_round
+        """Of the state that is given, -1 without one."""
+        found = self.archive.find({"what": "state", "offset": 0})
+        return -1 if found is None else found.facts["round"]
 
     def joiner_gets(self, folder: Path, claim: ClaimRecord) -> Tensor:
         """The anchor that a peer has which takes all from the archive, by its own code."""
-        client = cast("Client", Wire({ME: cast("Donor", self.archive)}))
-        anchor, momentum = torch.zeros(LAYOUT.numel), torch.zeros(LAYOUT.numel)
-        log = RoundLog(folder / "joined", manifest_digest=MANIFEST.digest, codec=CHECK.codec)
+        chain = ChainClient(MemorySwarm(QmArchive=self.archive.find).client(), CHECK, [ME])
+        log = RoundLog(folder / "joined", manifest_digest=MANIFEST.root, codec=CHECK.codec)
+        module = build_stage(MANIFEST.model, 0, 1, MANIFEST.seed)
+        anchor = flatten_parameters(module, CHECK.layout).detach().clone()
+        momentum = torch.zeros_like(anchor)
 
         async def take() -> tuple[int, ...]:
-            try:
-                state = await catchup.fetch_state(
-                    client,
-                    ME,
-                    check=CHECK,
-                    compute=asyncio.to_thread,
-                    after_round=-1,
-                    folder=folder,
-                    anchor=anchor,
-                    momentum=momentum,
-                )
+            with contextlib.suppress(NoState):
+                state = await chain.state(ME, folder, anchor, momentum, after_round=-1)
                 log.start_from(state.record, state.certificate)
-            except ConnectionError:
-                anchor.copy_(Donor(IDENTITY[0], folder / "start").anchor)
-            reach = await catchup.catch_up(
-                client, log, ME, claim.digest, check=CHECK, compute=asyncio.to_thread
-            )
-            return reach.appended
+            return (await chain.catch_up(log, claim.digest)).appended
 
         for number in asyncio.run(take()):
             record = log.read(number)
@@ -123,79 +127,76 @@ class Desk:
         return anchor
 
 
-IDENTITY: list[Identity] = []
-
-
 @pytest.fixture(autouse=True)
-def prompt(monkeypatch: pytest.MonkeyPatch, identities: list[Identity]) -> Iterator[None]:
-    """States are looked for after two records already, and at once."""
-    monkeypatch.setattr(archive, "RECORDS_AFTER_STATE", 2)
-    monkeypatch.setattr(archive, "PAUSE_S", 0.0)
-    IDENTITY[:] = identities
+def one_thread() -> Iterator[None]:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
 
 
+def maker(identity: Identity, folder: Path) -> ChainMaker:
+    return ChainMaker(identity, folder, MANIFEST)
+
+
 @pytest.fixture
-def donor(identities: list[Identity], tmp_path: Path) -> Donor:
-    return Donor(identities[0], tmp_path / "donor")
+def donor(identities: list[Identity], tmp_path: Path) -> ChainMaker:
+    return maker(identities[0], tmp_path / "donor")
 
 
 def test_few_records_are_kept_without_a_state_and_lead_a_joiner_to_the_anchor(
-    donor: Donor, tmp_path: Path
+    donor: ChainMaker, tmp_path: Path
 ) -> None:
-    desk = Desk.opened(tmp_path / "kept", donor)
-    assert desk.look(donor) is None  # there is no record yet
+    kept = Kept(tmp_path / "kept", donor)
+    assert kept.look(donor) is None  # there is no record yet
     for round_number in (0, 2):
         donor.train(round_number)
-        assert desk.look(donor) == replace(donor.claim(), record_bytes=_size(donor))
-    assert desk.state_round == -1
+        assert kept.look(donor) == donor.claim()
+    assert kept.state_round == -1
     claim = donor.claim()
-    desk.donors.clear()  # all peers of the stage are gone
-    assert desk.look() == replace(claim, record_bytes=_size(donor))
-    assert torch.equal(desk.joiner_gets(tmp_path, claim), donor.anchor)
+    kept.swarm.finds.clear()  # all peers of the stage are gone
+    assert kept.look() == claim
+    assert torch.equal(kept.joiner_gets(tmp_path, claim), donor.anchor)
 
 
 def test_a_newer_state_takes_over_when_two_records_have_proved_it(
-    donor: Donor, tmp_path: Path
+    donor: ChainMaker, tmp_path: Path
 ) -> None:
-    desk = Desk.opened(tmp_path / "kept", donor)
+    kept = Kept(tmp_path / "kept", donor)
     for round_number in range(3):
         donor.train(round_number)
     donor.snapshot()
     for round_number in (3, 4):
-        desk.look(donor)
-        assert (desk.state_round, desk.generations) == (-1, ["00000000", "00000001"])
+        kept.look(donor)
+        assert (kept.state_round, kept.generations) == (-1, ["00000000", "00000001"])
         donor.train(round_number)
-    claim = desk.look(donor)
+    claim = kept.look(donor)
     assert claim is not None and claim.digest == donor.claim().digest
-    assert (desk.state_round, desk.generations) == (2, ["00000001"])
-    assert torch.equal(desk.joiner_gets(tmp_path, claim), donor.anchor)
+    assert (kept.state_round, kept.generations) == (2, ["00000001"])
+    assert torch.equal(kept.joiner_gets(tmp_path, claim), donor.anchor)
 
 
 @pytest.mark.parametrize("wrong", ["anchor", "momentum"])
 def test_a_state_that_its_records_do_not_fit_is_never_served(
-    donor: Donor, tmp_path: Path, wrong: str
+    donor: ChainMaker, tmp_path: Path, wrong: str
 ) -> None:
-    desk = Desk.opened(tmp_path / "kept", donor)
+    kept = Kept(tmp_path / "kept", donor)
     for round_number in range(3):
         donor.train(round_number)
     lie(donor, wrong)
     for round_number in (3, 4):
-        desk.look(donor)
-        assert desk.generations == ["00000000", "00000001"]
+        kept.look(donor)
+        assert kept.generations == ["00000000", "00000001"]
         donor.train(round_number)
-    claim = desk.look(donor)
-    assert (desk.state_round, desk.generations) == (-1, ["00000000"])
+    claim = kept.look(donor)
+    assert (kept.state_round, kept.generations) == (-1, ["00000000"])
     assert claim is not None
-    assert torch.equal(desk.joiner_gets(tmp_path, claim), donor.anchor)
-    desk.look(donor)
-    assert desk.generations == ["00000000"]  # nothing more is taken from such a peer
+    assert torch.equal(kept.joiner_gets(tmp_path, claim), donor.anchor)
+    kept.look(donor)
+    assert kept.generations == ["00000000"]  # nothing more is taken from such a peer
 
 
-def lie(donor: Donor, wrong: str) -> None:
+def lie(donor: ChainMaker, wrong: str) -> None:
     """Let it serve a state that is off by a little."""
     values = getattr(donor, wrong)
     right = values.clone()
@@ -205,51 +206,51 @@ def lie(donor: Donor, wrong: str) -> None:
 
 
 def test_where_logs_do_not_reach_back_a_state_is_taken_at_once(
-    donor: Donor, tmp_path: Path
+    donor: ChainMaker, tmp_path: Path
 ) -> None:
     for round_number in range(6):
         donor.train(round_number)
         if round_number == 3:
             donor.snapshot()
     donor.log.prune(keep=3)
-    desk = Desk.opened(tmp_path / "kept", donor)
-    claim = desk.look(donor)
-    assert desk.state_round == 3
+    kept = Kept(tmp_path / "kept", donor)
+    claim = kept.look(donor)
+    assert kept.state_round == 3
     assert claim is not None
-    assert torch.equal(desk.joiner_gets(tmp_path, claim), donor.anchor)
+    assert torch.equal(kept.joiner_gets(tmp_path, claim), donor.anchor)
 
 
 def test_a_state_taken_at_once_that_proves_wrong_is_thrown_away(
-    donor: Donor, tmp_path: Path
+    donor: ChainMaker, tmp_path: Path
 ) -> None:
     for round_number in range(4):
         donor.train(round_number)
     lie(donor, "anchor")
     donor.log.prune(keep=1)
-    desk = Desk.opened(tmp_path / "kept", donor)
-    assert desk.look(donor) is not None  # nothing better is known yet
+    kept = Kept(tmp_path / "kept", donor)
+    assert kept.look(donor) is not None  # nothing better is known yet
     for round_number in (4, 5):
         donor.train(round_number)
-    assert desk.look(donor) is None
-    assert desk.look(donor, times=2) is None  # and it is not taken from the same peer again
+    assert kept.look(donor) is None
+    assert kept.look(donor, times=2) is None  # and it is not taken from the same peer again
 
 
 def test_a_chain_with_more_tokens_wins_and_one_that_lost_is_not_told(
     identities: list[Identity], tmp_path: Path
 ) -> None:
-    ours, theirs = (Donor(each, tmp_path / each.peer_id) for each in identities[:2])
+    ours, theirs = (maker(each, tmp_path / each.peer_id) for each in identities[:2])
     for round_number in range(2):
         ours.train(round_number)
     for round_number in range(3):
         theirs.train(round_number)
-    desk = Desk.opened(tmp_path / "kept", ours, theirs)
-    desk.look(ours)
+    kept = Kept(tmp_path / "kept", ours, theirs)
+    kept.look(ours)
     theirs_claim = theirs.claim()
-    del desk.donors[theirs.peer]
+    del kept.swarm.finds[theirs.peer]
     known: dict[str, Any] = {theirs.peer: theirs_claim}
-    assert desk.look(ours, **known) is None  # out of reach, but known
-    desk.donors[theirs.peer] = theirs
-    fresh = Desk.opened(tmp_path / "other", ours, theirs)
+    assert kept.look(ours, **known) is None  # out of reach, but known
+    kept.swarm.finds[theirs.peer] = theirs.find
+    fresh = Kept(tmp_path / "other", ours, theirs)
     fresh.look(ours)
     claim = fresh.look(ours, theirs)
     assert claim is not None and claim.digest == theirs.claim().digest
@@ -259,123 +260,110 @@ def test_a_chain_with_more_tokens_wins_and_one_that_lost_is_not_told(
 
 
 def test_a_claim_that_nobody_can_prove_hides_neither_the_others_nor_ours_for_long(
-    donor: Donor, tmp_path: Path
+    donor: ChainMaker, tmp_path: Path
 ) -> None:
-    desk = Desk.opened(tmp_path / "kept", donor, record_lifetime_s=0.0)
+    kept = Kept(tmp_path / "kept", donor, record_lifetime_s=0.0)
     donor.train(0)
     lie = replace(donor.claim(), round=99, chain_tokens=10**9, digest="f" * 64)
-    claims = [desk.look(donor, QmLiar=lie) for _ in range(3)]
+    claims = [kept.look(donor, QmLiar=lie) for _ in range(3)]
     assert [claim and claim.digest for claim in claims][-1] == donor.claim().digest
-    assert desk.archive._current.head.digest == donor.claim().digest
 
 
 def test_a_peer_that_is_busy_is_asked_again_but_not_for_ever(
-    donor: Donor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    donor: ChainMaker, tmp_path: Path
 ) -> None:
     now, busy = [0.0], [True]
-    monkeypatch.setattr(archive, "time", SimpleNamespace(monotonic=lambda: now[0]))
-    find = donor.find
+    kept = Kept(tmp_path / "kept", donor, record_lifetime_s=60.0, now=lambda: now[0])
 
-    def find_when_free(want: dict[str, Any]) -> catchup.Source | None:
+    async def when_free(_: str, want: dict[str, Any]) -> None:
         if busy[0] and want["what"] == "record" and not want.get("header"):
             raise PeerBusy("8 downloads are served at once")
-        return find(want)
 
-    monkeypatch.setattr(donor, "find", find_when_free)
-    desk = Desk.opened(tmp_path / "kept", donor, record_lifetime_s=60.0)
+    kept.swarm.before = when_free
     donor.train(0)
     for _ in range(3):
-        assert desk.look(donor) is None
+        assert kept.look(donor) is None
         now[0] += 61.0
     busy[0] = False
-    first = desk.look(donor)
-    assert first is not None and first.digest == donor.claim().digest
+    first = kept.look(donor)
+    assert first == donor.claim()
     busy[0] = True
     donor.train(1)
-    assert desk.look(donor) is None  # somebody is ahead
+    assert kept.look(donor) is None  # somebody is ahead
     now[0] += 601.0
-    assert desk.look(donor) == first
+    assert kept.look(donor) == first
 
 
 def test_what_is_kept_outlives_a_restart_and_what_is_damaged_does_not(
-    donor: Donor, tmp_path: Path
+    donor: ChainMaker, tmp_path: Path
 ) -> None:
-    desk = Desk.opened(tmp_path / "kept", donor)
+    kept = Kept(tmp_path / "kept", donor)
     for round_number in range(6):
         donor.train(round_number)
         if round_number == 2:
             donor.snapshot()
-        desk.look(donor)
-    assert desk.state_round == 2
-    again = Desk.opened(tmp_path / "kept")
+        kept.look(donor)
+    assert kept.state_round == 2
+    again = Kept(tmp_path / "kept")
     claim = again.look()
-    assert claim is not None and claim == desk.archive.claim
+    assert claim is not None and claim == kept.archive.claim
     assert torch.equal(again.joiner_gets(tmp_path, claim), donor.anchor)
-    with again.archive._current.state_file.open("r+b") as file:
+    (state,) = tmp_path.glob(f"kept/*/state/*/{STATE_FILE}")
+    with state.open("r+b") as file:
         file.seek(5000)
         file.write(b"\xff")
-    damaged = Desk.opened(tmp_path / "kept", donor)
+    damaged = Kept(tmp_path / "kept", donor)
     assert damaged.look() is None
     claim = damaged.look(donor)
     assert claim is not None and claim.digest == donor.claim().digest
 
 
-def test_a_half_made_generation_is_cleared_away(donor: Donor, tmp_path: Path) -> None:
+def test_a_half_made_generation_is_cleared_away(donor: ChainMaker, tmp_path: Path) -> None:
     donor.train(0)
-    Desk.opened(tmp_path / "kept", donor).look(donor)
+    Kept(tmp_path / "kept", donor).look(donor)
     (tmp_path / "kept" / "00000001.partial" / "log").mkdir(parents=True)
-    again = Desk.opened(tmp_path / "kept")
+    again = Kept(tmp_path / "kept")
     assert again.look() is not None
     assert not list((tmp_path / "kept").glob("*.partial"))
 
 
 def test_a_full_disk_is_said_and_costs_nothing_of_what_is_kept(
-    donor: Donor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    donor: ChainMaker, tmp_path: Path
 ) -> None:
-    desk = Desk.opened(tmp_path / "kept", donor)
-    for round_number in range(3):
-        donor.train(round_number)
-    desk.look(donor)
+    kept = Kept(tmp_path / "kept", donor)
+    donor.train(0, 1, 2)
+    kept.look(donor)
     donor.snapshot()
-
-    def full(*_: object) -> Path:
-        raise OSError(28, "No space left on device")
-
-    with monkeypatch.context() as patched:
-        patched.setattr(catchup, "sha256_of_file", full)
-        with pytest.raises(EnvironmentFault, match="no space left"):
-            desk.look(donor)
+    kept.disk_full = True
+    with pytest.raises(EnvironmentFault, match="no space left"):
+        kept.look(donor)
+    kept.disk_full = False
     assert not list((tmp_path / "kept" / "incoming").iterdir())
-    claim = desk.look(donor)
+    claim = kept.look(donor)
     assert claim is not None
-    assert torch.equal(desk.joiner_gets(tmp_path, claim), donor.anchor)
+    assert torch.equal(kept.joiner_gets(tmp_path, claim), donor.anchor)
 
 
-def test_a_broken_download_goes_on_where_it_was(
-    donor: Donor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for round_number in range(4):
-        donor.train(round_number)
+def test_a_broken_download_goes_on_where_it_was(donor: ChainMaker, tmp_path: Path) -> None:
+    donor.train(0, 1, 2, 3)
     donor.snapshot()
     donor.log.prune(keep=1)
-    desk = Desk.opened(tmp_path / "kept", donor)
+    kept = Kept(tmp_path / "kept", donor)
     offsets: list[int] = []
-    original = Wire.fetch
 
-    async def breaking(self: Wire, peer: str, want: dict[str, Any], **options: Any) -> Any:
-        if "sha256" not in want:
-            return await original(self, peer, want, **options)
+    def breaking(want: dict[str, Any]) -> Source | None:
+        found = donor.find(want)
+        if found is None or "sha256" not in want:
+            return found
         offsets.append(want["offset"])
-        if len(offsets) == 1:
-            data = donor.find(want)
-            assert data is not None
-            options["sink"](data.file.read(1000))
-            raise ConnectionError("broken")
-        return await original(self, peer, want, **options)
+        if len(offsets) > 1:
+            return found
+        with found as source:
+            return Source(found.facts, io.BytesIO(source.file.read(1000)))
 
-    monkeypatch.setattr(Wire, "fetch", breaking)
-    assert desk.look(donor) is None
-    assert desk.look(donor) is not None
+    kept.swarm.finds[donor.peer] = breaking
+    assert kept.look(donor) is None
+    assert kept.look(donor) is not None
     assert offsets == [0, 1000]
 
 
@@ -391,24 +379,24 @@ def history(folder: Path) -> Replayed:
     return replay(MANIFEST, RUN, 0, chain.records, chain.states)
 
 
-def through_generations(desk: Desk, donor: Donor, *rounds: int) -> None:
+def through_generations(kept: Kept, donor: ChainMaker, *rounds: int) -> None:
     """Train and let the archive follow; the donor writes a snapshot every other round."""
     for number in rounds:
         donor.train(number)
         if number % 2:
             donor.snapshot()
-        desk.look(donor)
+        kept.look(donor)
 
 
 def test_the_whole_run_can_be_replayed_after_many_generations_and_restarts(
-    donor: Donor, tmp_path: Path
+    donor: ChainMaker, tmp_path: Path
 ) -> None:
-    desk = Desk.opened(of_run(tmp_path), donor)
-    through_generations(desk, donor, *range(8))
-    assert desk.state_round > 2
-    desk = Desk.opened(of_run(tmp_path), donor)
-    through_generations(desk, donor, *range(8, 12))
-    assert desk.generations[0] > "00000002"
+    kept = Kept(of_run(tmp_path), donor)
+    through_generations(kept, donor, *range(8))
+    assert kept.state_round > 2
+    kept = Kept(of_run(tmp_path), donor)
+    through_generations(kept, donor, *range(8, 12))
+    assert kept.generations[0] > "00000002"
     found = history(tmp_path)
     assert (found.flaws, found.replayed) == ((), tuple(range(12)))
     assert found.anchor_sha256 == anchor_sha256(donor.anchor)
@@ -416,26 +404,26 @@ def test_the_whole_run_can_be_replayed_after_many_generations_and_restarts(
 
 
 def test_older_records_are_given_to_who_asks_for_them_and_to_nobody_else(
-    donor: Donor, tmp_path: Path
+    donor: ChainMaker, tmp_path: Path
 ) -> None:
-    desk = Desk.opened(of_run(tmp_path), donor)
-    through_generations(desk, donor, *range(8))
+    kept = Kept(of_run(tmp_path), donor)
+    through_generations(kept, donor, *range(8))
     digest = donor.log.entries()[0].digest
     for what, due in (
         ("record", donor.log.read_bytes(0)),
         ("certificate", donor.log.certificate(0)),
     ):
         want = {"what": what, "digest": digest}
-        assert desk.archive.find(want) is None  # a peer that is so far behind takes the state
-        found = desk.archive.find(want | {"older": True})
+        assert kept.archive.find(want) is None  # a peer that is so far behind takes the state
+        found = kept.archive.find(want | {"older": True})
         assert found is not None and found.file.read() == due
 
 
-def test_older_records_make_room_when_they_are_too_many(donor: Donor, tmp_path: Path) -> None:
-    desk = Desk.opened(of_run(tmp_path), donor, keep_bytes=1)
-    through_generations(desk, donor, *range(12))
+def test_older_records_make_room_when_they_are_too_many(donor: ChainMaker, tmp_path: Path) -> None:
+    kept = Kept(of_run(tmp_path), donor, keep_bytes=1)
+    through_generations(kept, donor, *range(12))
     found = history(tmp_path)
-    state = desk.state_round
+    state = kept.state_round
     assert found.flaws == ()
     assert found.checked == tuple(range(state - 4, 12))
     assert found.replayed == tuple(range(state + 1, 12))
@@ -444,63 +432,53 @@ def test_older_records_make_room_when_they_are_too_many(donor: Donor, tmp_path: 
 def test_a_chain_that_lost_leaves_nothing_in_the_history(
     identities: list[Identity], tmp_path: Path
 ) -> None:
-    ours, theirs = (Donor(each, tmp_path / each.peer_id) for each in identities[:2])
-    desk = Desk.opened(of_run(tmp_path), ours, theirs)
-    through_generations(desk, ours, *range(6))
-    assert desk.state_round > 0
+    ours, theirs = (maker(each, tmp_path / each.peer_id) for each in identities[:2])
+    kept = Kept(of_run(tmp_path), ours, theirs)
+    through_generations(kept, ours, *range(6))
+    assert kept.state_round > 0
     for number in range(0, 20, 2):
         theirs.train(number)
-    desk.look(theirs, times=2)
+    kept.look(theirs, times=2)
     found = history(tmp_path)
     assert (found.flaws, found.replayed) == ((), tuple(range(0, 20, 2)))
     assert found.anchor_sha256 == anchor_sha256(theirs.anchor)
 
 
-def test_the_history_outlives_a_state_that_proves_wrong(donor: Donor, tmp_path: Path) -> None:
-    desk = Desk.opened(of_run(tmp_path), donor)
-    through_generations(desk, donor, *range(6))
-    desk.archive._start_over()
-    donor.log.prune(keep=1)
-    through_generations(desk, donor, *range(6, 10))
-    found = history(tmp_path)
-    assert (found.flaws, found.replayed) == ((), tuple(range(10)))
-
-
 def test_a_history_that_does_not_lead_to_what_a_restart_finds_is_emptied(
-    donor: Donor, tmp_path: Path
+    donor: ChainMaker, tmp_path: Path
 ) -> None:
-    desk = Desk.opened(of_run(tmp_path), donor)
+    kept = Kept(of_run(tmp_path), donor)
     number = 0
-    while number < 6 or len(desk.generations) < 2:
-        through_generations(desk, donor, number)
+    while number < 6 or len(kept.generations) < 2:
+        through_generations(kept, donor, number)
         number += 1
-    shutil.rmtree(of_run(tmp_path) / desk.generations[0])
-    Desk.opened(of_run(tmp_path), donor)
+    shutil.rmtree(of_run(tmp_path) / kept.generations[0])
+    Kept(of_run(tmp_path), donor)
     found = history(tmp_path)
     assert (found.flaws, found.checked[-1]) == ((), number - 1)
     assert found.replayed == found.checked[1:]
 
 
 def test_where_records_are_missing_in_between_the_history_begins_anew(
-    donor: Donor, tmp_path: Path
+    donor: ChainMaker, tmp_path: Path
 ) -> None:
-    desk = Desk.opened(of_run(tmp_path), donor)
-    through_generations(desk, donor, *range(6))
+    kept = Kept(of_run(tmp_path), donor)
+    through_generations(kept, donor, *range(6))
     for number in range(6, 12):
         donor.train(number)
     donor.snapshot()
     donor.train(12)
     donor.log.prune(keep=2)
-    desk.look(donor, times=2)
+    kept.look(donor, times=2)
     found = history(tmp_path)
     assert (found.flaws, found.checked, found.replayed) == ((), (11, 12), (12,))
 
 
 def test_a_crash_while_records_move_to_the_history_costs_none(
-    donor: Donor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    donor: ChainMaker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    desk = Desk.opened(of_run(tmp_path), donor)
-    through_generations(desk, donor, *range(4))
+    kept = Kept(of_run(tmp_path), donor)
+    through_generations(kept, donor, *range(4))
 
     def crash(_: Generation) -> None:
         raise KeyboardInterrupt
@@ -508,10 +486,10 @@ def test_a_crash_while_records_move_to_the_history_costs_none(
     with monkeypatch.context() as patched:
         patched.setattr(Generation, "remove", crash)
         with pytest.raises(KeyboardInterrupt):
-            through_generations(desk, donor, *range(4, 8))
-    assert len(desk.generations) == 2
+            through_generations(kept, donor, *range(4, 8))
+    assert len(kept.generations) == 2
     assert history(tmp_path).flaws == ()
-    again = Desk.opened(of_run(tmp_path), donor)
+    again = Kept(of_run(tmp_path), donor)
     through_generations(again, donor, 8, 9)
     found = history(tmp_path)
     assert (found.flaws, found.replayed) == ((), found.checked)
@@ -523,22 +501,22 @@ def test_a_crash_while_records_move_to_the_history_costs_none(
     "want", [{}, {"what": "mean"}, {"what": "state", "offset": "x"}, {"what": "record"}]
 )
 def test_questions_that_make_no_sense_find_nothing(
-    donor: Donor, tmp_path: Path, want: Mapping[str, Any]
+    donor: ChainMaker, tmp_path: Path, want: Mapping[str, Any]
 ) -> None:
-    desk = Desk.opened(tmp_path / "kept", donor)
+    kept = Kept(tmp_path / "kept", donor)
     with contextlib.suppress(ValueError, KeyError, TypeError):  # the service takes those so too
-        assert desk.archive.find(want) is None
+        assert kept.archive.find(want) is None
 
 
-def test_the_service_answers_as_an_averager_does(donor: Donor, tmp_path: Path) -> None:
+def test_the_service_answers_as_an_averager_does(donor: ChainMaker, tmp_path: Path) -> None:
     donor.train(0)
     donor.train(1)
     donor.snapshot()
-    desk = Desk.opened(tmp_path / "kept", donor)
-    desk.look(donor)
+    kept = Kept(tmp_path / "kept", donor)
+    kept.look(donor)
 
-    async def find(want: dict[str, Any]) -> catchup.Source | None:
-        return desk.archive.find(want)
+    async def find(want: dict[str, Any]) -> Source | None:
+        return kept.archive.find(want)
 
     served, refused = Counter[str](), Counter[str]()
 
@@ -557,10 +535,7 @@ def test_the_service_answers_as_an_averager_does(donor: Donor, tmp_path: Path) -
         (answer,) = asyncio.run(asked(nonsense))
         assert unpack(answer) == {}
     assert refused == {"nonsense": 1}  # what is not kept is no fault of who asks
-    calls = [name for name in dir(ArchiveService) if name.startswith("rpc_")]
-    assert calls == ["rpc_get"]
-    names = (each._get_handle_name("run", "rpc_get") for each in (ArchiveService, StageAverager))
-    assert len(set(names)) == 1
+    assert [name for name in dir(ArchiveService) if name.startswith("rpc_")] == ["rpc_get"]
 
 
 def test_the_bootstrap_ticks_what_runs_beside_it_and_closes_it_before_its_node(
@@ -646,8 +621,7 @@ def test_new_rules_move_no_folder_in_which_a_thread_still_works(tmp_path: Path) 
         assert keeper._manifest.end_tokens == 1
 
     asyncio.run(revised())
-    keeper._pool.shutdown()
-    keeper._loop.close()
+    keeper.close()
 
 
 def test_a_stage_that_cannot_be_put_down_holds_up_no_new_rules(
@@ -668,12 +642,7 @@ def test_a_stage_that_cannot_be_put_down_holds_up_no_new_rules(
         await asyncio.wait_for(keeper._adopt(replace(MANIFEST, end_tokens=2), first), 10)
 
     asyncio.run(revised())
-    keeper._pool.shutdown()
-    keeper._loop.close()
+    keeper.close()
     assert keeper._manifest.end_tokens == 2
     assert closed == [1] and not keeper._stages
     assert "archive of stage 0: " in caplog.text and "of closing" in caplog.text
-
-
-def _size(donor: Donor) -> int:
-    return donor.log.head().record_bytes

@@ -17,13 +17,13 @@ from dilocox.dht.swarm_view import SwarmView
 from dilocox.peer.averaging.averager import Applied, StageAverager
 from dilocox.peer.averaging.events import Committed, EventQueue, Resynced
 from dilocox.peer.averaging.follower import ChainFollower
-from dilocox.peer.chain.catchup import NoState, Reach, State, Told
+from dilocox.peer.chain.sync import NoState, Reached, State, Told
 from dilocox.peer.rounds.record import RecordRefused
 from tests.peer.clocks import TestClock
-from tests.peer.donors import Donor
+from tests.peer.kept_chains import ChainMaker, manifest_of
 
 
-def follower(donor: Donor, events: EventQueue, *, me: str, sent: int | None) -> ChainFollower:
+def follower(donor: ChainMaker, events: EventQueue, *, me: str, sent: int | None) -> ChainFollower:
     def apply(round_number: int, *, current: int, with_own: bool) -> Any:
         digest = donor.log.head().digest
         done = Applied(
@@ -51,7 +51,7 @@ def test_a_record_that_names_this_peer_comes_with_what_its_own_part_is_made_of(
 ) -> None:
     """In the averager's buffers while the send is under way, else in the record's means: a send
     that was presumed void is named by a late record."""
-    donor = Donor(identities[0], tmp_path)
+    donor = ChainMaker(identities[0], tmp_path, manifest_of())
     donor.train(0)
     events = EventQueue()
     chain = follower(donor, events, me=donor.peer, sent=sent)
@@ -82,7 +82,7 @@ class Behind:
     donors: whom states were asked of, hurried: and whether a slow one was to be given up.
     """
 
-    donor: Donor
+    donor: ChainMaker
     answers: list[Any]
     asked: list[tuple[str, int | None]] = field(default_factory=list[tuple[str, "int | None"]])
     donors: list[str] = field(default_factory=list[str])
@@ -152,11 +152,11 @@ class Behind:
 
 @pytest.fixture
 def behind(identities: list[Identity], tmp_path: Path) -> Behind:
-    return Behind(Donor(identities[0], tmp_path), [])
+    return Behind(ChainMaker(identities[0], tmp_path, manifest_of()), [])
 
 
-def nothing(**facts: Any) -> Reach:
-    return replace(Reach(appended=(), fork_round=None, too_far=False), **facts)
+def nothing(**facts: Any) -> Reached:
+    return replace(Reached(appended=(), fork_round=None, too_far=False), **facts)
 
 
 def test_records_are_taken_where_they_are_fewer_bytes_than_a_state(behind: Behind) -> None:

@@ -12,13 +12,13 @@ import pytest
 from dilocox.dht.records import ClaimRecord
 from dilocox.dht.rpc import BUSY_LIFETIMES
 from dilocox.dht.swarm_view import SwarmView
-from dilocox.peer.chain.catchup import Reach
 from dilocox.peer.chain.claims import MAX_NOTED, ClaimBook, holders, wins
-from dilocox.peer.chain.store import Head, RoundLog
+from dilocox.peer.chain.store import RoundLog, Tip
+from dilocox.peer.chain.sync import Reached
 from tests.peer.clocks import TestClock
 
 LIFETIME_S = 60.0
-HEAD = Head(round=4, digest="aa", chain_tokens=500, record_bytes=10)
+HEAD = Tip(round=4, digest="aa", chain_tokens=500, record_bytes=10)
 
 
 def claim(digest: str, tokens: int = 600, number: int = 5) -> ClaimRecord:
@@ -160,8 +160,8 @@ def test_of_two_chains_the_one_with_more_tokens_wins(
 ) -> None:
     """Ours goes on with the record "aa" after round 0, and with another one after that."""
     log = Log("root", "common", *["aa"] * (length - 1))
-    ours = Head(
-        round=length, digest="aa" if length == 1 else "99", chain_tokens=500, record_bytes=1
+    ours = Tip(round=length, digest="aa" if length == 1 else "99", chain_tokens=500, record_bytes=1)
+    reached = Reached(
+        appended=(), fork_round=0, fork_digest=first, chain_tokens=tokens, too_far=False
     )
-    reach = Reach(appended=(), fork_round=0, fork_digest=first, chain_tokens=tokens, too_far=False)
-    assert wins(reach, cast("RoundLog", log), ours) is theirs_wins
+    assert wins(reached, cast("RoundLog", log), ours) is theirs_wins

@@ -1,4 +1,4 @@
-"""Downloading an anchor as somebody who is no peer: from logs and snapshots, honest and not."""
+"""Downloading anchors as somebody who is no peer: from logs and snapshots, honest and not."""
 
 from __future__ import annotations
 
@@ -7,48 +7,74 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
 from dilocox.dht.errors import EnvironmentFault
 from dilocox.dht.identity import Identity
-from dilocox.peer.chain import download
-from dilocox.peer.chain.download import StageAnchor
+from dilocox.dht.manifest import Manifest
+from dilocox.dht.records import ClaimRecord
+from dilocox.peer.chain.download import Patience, StageAnchor, download_anchors
 from dilocox.peer.rounds.record import RoundRecord
-from tests.peer.donors import MANIFEST, TWO_STAGES, Change, Donor, take_all
+from tests.peer.kept_chains import ChainMaker, Change
+from tests.peer.memory_swarm import MemorySwarm
+
+MANIFEST = Manifest.from_dict(
+    {"name": "test", "model": "tiny", "end_tokens": 1000, "codec": {"scheme": "dense"}}
+)
+TWO_STAGES = replace(MANIFEST, stages=2)
 
 
-@pytest.fixture
-def take(monkeypatch: pytest.MonkeyPatch) -> Callable[..., StageAnchor]:
+def take_all(
+    *donors: ChainMaker,
+    gone: tuple[str, ...] = (),
+    timeout_s: float = 20.0,
+    look: Callable[[], None] = lambda: None,
+    told_s: float = 20.0,
+    common_s: float = 60.0,
+) -> list[StageAnchor]:
+    """Download all stages of a run from these donors.
+
+    The peers in `gone` claim a long chain of stage 0 and do not answer. `look` is called before
+    each look at the claims.
+    """
+    long_chain = replace(donors[0].claim(), round=999)
+    swarm = MemorySwarm(**{donor.peer: donor.find for donor in donors})
+
+    def claims(stage: int) -> dict[str, ClaimRecord]:
+        look()
+        found = {donor.peer: donor.claim() for donor in donors if donor.stage == stage}
+        return found | dict.fromkeys(gone if stage == 0 else (), long_chain)
+
+    place = swarm.place(donors[0].manifest, claims)
+    patience = Patience(look_s=0.01, told_s=told_s, common_s=common_s)
+    return download_anchors(place, timeout_s=timeout_s, patience=patience)
+
+
+def take(*donors: ChainMaker, gone: tuple[str, ...] = (), timeout_s: float = 20.0) -> StageAnchor:
     """Download the only stage of a run."""
-
-    def go(*donors: Donor, **options: Any) -> StageAnchor:
-        (found,) = take_all(monkeypatch, *donors, manifest=MANIFEST, **options)
-        return found
-
-    return go
+    (found,) = take_all(*donors, gone=gone, timeout_s=timeout_s)
+    return found
 
 
-def test_the_anchor_follows_from_the_log_alone(
-    identities: list[Identity], tmp_path: Path, take: Callable[..., StageAnchor]
-) -> None:
-    donor = Donor(identities[0], tmp_path)
+def test_the_anchor_follows_from_the_log_alone(identities: list[Identity], tmp_path: Path) -> None:
+    donor = ChainMaker(identities[0], tmp_path, MANIFEST)
     for round_number in (0, 2, 3):
         donor.train(round_number)
         found = take(donor)  # there is no snapshot yet, or only one that stands on the manifest
         assert torch.equal(found.anchor, donor.anchor)
         if round_number == 0:
-            donor.snapshot_of_the_start()
+            start = ChainMaker(identities[0], tmp_path / "start", MANIFEST)
+            start.snapshot(donor.own / "snapshots")
     assert (found.round, found.chain_tokens) == (3, 30)
     assert found.digest == donor.log.head().digest
 
 
 def test_the_anchor_follows_from_a_snapshot_and_the_records_after_it(
-    identities: list[Identity], tmp_path: Path, take: Callable[..., StageAnchor]
+    identities: list[Identity], tmp_path: Path
 ) -> None:
-    donor = Donor(identities[0], tmp_path)
+    donor = ChainMaker(identities[0], tmp_path, MANIFEST)
     for round_number in range(4):
         donor.train(round_number)
         if round_number == 1:
@@ -73,23 +99,21 @@ def another_run(record: RoundRecord) -> RoundRecord:
 
 @pytest.mark.parametrize("lie", [codes_no_codec_writes, an_anchor_that_never_was, another_run])
 def test_a_donor_whose_chain_is_not_sound_is_passed_over(
-    identities: list[Identity], tmp_path: Path, take: Callable[..., StageAnchor], lie: Change
+    identities: list[Identity], tmp_path: Path, lie: Change
 ) -> None:
-    liar = Donor(identities[0], tmp_path / "liar", lie)
-    honest = Donor(identities[1], tmp_path / "honest")
-    for round_number in range(3):
-        liar.train(round_number)
-    for round_number in range(2):
-        honest.train(round_number)
+    liar = ChainMaker(identities[0], tmp_path / "liar", MANIFEST)
+    honest = ChainMaker(identities[1], tmp_path / "honest", MANIFEST)
+    liar.train(0, 1, 2, change=lie)
+    honest.train(0, 1)
     found = take(liar, honest, gone=("QmGone",))  # the liar's chain is longer and asked first
     assert torch.equal(found.anchor, honest.anchor)
 
 
 def test_without_a_sound_donor_the_last_reason_and_the_mend_are_named(
-    identities: list[Identity], tmp_path: Path, take: Callable[..., StageAnchor]
+    identities: list[Identity], tmp_path: Path
 ) -> None:
-    liar = Donor(identities[0], tmp_path, another_run)
-    liar.train(0)
+    liar = ChainMaker(identities[0], tmp_path, MANIFEST)
+    liar.train(0, change=another_run)
     began = time.monotonic()
     with pytest.raises(EnvironmentFault, match=r"it is of run qqq.*; try again later"):
         take(liar, timeout_s=0.3)
@@ -97,20 +121,19 @@ def test_without_a_sound_donor_the_last_reason_and_the_mend_are_named(
 
 
 def test_a_run_without_a_round_says_that_there_is_none_yet(
-    identities: list[Identity], tmp_path: Path, take: Callable[..., StageAnchor]
+    identities: list[Identity], tmp_path: Path
 ) -> None:
     with pytest.raises(EnvironmentFault, match=r"no committed round yet.*; try again later"):
-        take(Donor(identities[0], tmp_path), timeout_s=0.1)
+        take(ChainMaker(identities[0], tmp_path, MANIFEST), timeout_s=0.1)
 
 
 def test_who_is_gone_is_no_warning_where_another_serves(
     identities: list[Identity],
     tmp_path: Path,
-    take: Callable[..., StageAnchor],
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     caplog.set_level("INFO", "dilocox")
-    donor = Donor(identities[0], tmp_path)
+    donor = ChainMaker(identities[0], tmp_path, MANIFEST)
     donor.train(0)
     take(donor, gone=("QmGone",))
     assert [(each.levelname, each.message) for each in caplog.records] == [
@@ -121,20 +144,82 @@ def test_who_is_gone_is_no_warning_where_another_serves(
 def test_what_is_waited_for_is_told_after_a_while_and_once(
     identities: list[Identity],
     tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    donor = Donor(identities[0], tmp_path, manifest=TWO_STAGES)
+    donor = ChainMaker(identities[0], tmp_path, TWO_STAGES)
     donor.train(0)
 
-    def warned(timeout_s: float) -> list[str]:
+    def warned(timeout_s: float, told_s: float) -> list[str]:
         caplog.clear()
         with pytest.raises(EnvironmentFault, match="nobody who holds its weights is in view"):
-            take_all(monkeypatch, donor, manifest=TWO_STAGES, timeout_s=timeout_s)
+            take_all(donor, timeout_s=timeout_s, told_s=told_s)
         return caplog.messages
 
-    assert warned(3.0) == []
-    monkeypatch.setattr(download, "PATIENCE_S", 0.0)
-    (line,) = warned(4.0)
+    assert warned(1.0, 20.0) == []
+    (line,) = warned(1.0, 0.0)
     assert line.startswith("stage 1: nobody who holds its weights is in view; check that the run")
     assert re.search(r"; waiting for \d s at most$", line)
+
+
+# ---- several stages ------------------------------------------------------------------------------
+def two_donors(identities: list[Identity], folder: Path) -> list[ChainMaker]:
+    return [
+        ChainMaker(identities[stage], folder / str(stage), TWO_STAGES, stage=stage)
+        for stage in range(2)
+    ]
+
+
+@pytest.mark.parametrize("ahead", [0, 1])
+def test_stages_are_taken_at_the_newest_round_that_all_of_them_have(
+    identities: list[Identity], tmp_path: Path, ahead: int
+) -> None:
+    donors = two_donors(identities, tmp_path)
+    for round_number in range(3):
+        for donor in donors:
+            donor.train(round_number)
+        if round_number == 1:
+            donors[ahead].snapshot()
+    anchors, digest = [donor.anchor.clone() for donor in donors], donors[ahead].log.head().digest
+    donors[ahead].train(3)
+    found = take_all(*donors)
+    assert [each.round for each in found] == [2, 2]
+    assert [each.chain_tokens for each in found] == [30, 30]
+    assert found[ahead].digest == digest
+    for stage in range(2):
+        assert torch.equal(found[stage].anchor, anchors[stage])
+
+
+def test_where_a_state_has_passed_the_common_round_the_next_one_is_waited_for(
+    identities: list[Identity], tmp_path: Path
+) -> None:
+    donors = two_donors(identities, tmp_path)
+    for donor in donors:
+        donor.train(0)
+    donors[0].train(1)
+    donors[0].snapshot()  # nobody can have its anchor of round 0 any more
+    donors[0].log.prune(keep=1)
+    looks = 0
+
+    def look() -> None:
+        nonlocal looks
+        looks += 1
+        if looks == 6:
+            donors[1].train(1)
+
+    found = take_all(*donors, look=look)
+    assert [each.round for each in found] == [1, 1]
+    assert looks > 6
+
+
+def test_without_a_common_round_the_newest_anchors_are_taken(
+    identities: list[Identity],
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    donors = two_donors(identities, tmp_path)
+    donors[0].train(0)
+    donors[1].train(1)
+    found = take_all(*donors, common_s=0.2)
+    assert [each.round for each in found] == [0, 1]
+    assert all(torch.equal(each.anchor, donors[each.stage].anchor) for each in found)
+    assert "of different rounds: 0, 1" in caplog.text

@@ -6,161 +6,141 @@ import asyncio
 import json
 import subprocess
 import sys
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 
-from dilocox.dht.rpc import Blob, Client, FrameRefused
-from dilocox.peer.monitor.chains import (
-    DETAILED,
-    WHOLE_BYTES,
-    HeaderFetcher,
-    Order,
-    Walk,
-    Walker,
-    followed,
-    header_of,
-    holders_of,
-)
+from dilocox.dht.rpc import CHUNK_BYTES
+from dilocox.peer.chain.headers import WHOLE_BYTES, HeaderClient, read_header
+from dilocox.peer.chain.uploads import Source
+from dilocox.peer.monitor.chains import DETAILED, Order, Walk, followed, holders_of, walk
 from tests.peer.fabricated import RUN, claim_record
+from tests.peer.memory_swarm import Find, MemorySwarm
 from tests.peer.told_records import ToldRecord, told_chain
 
 ROOT = "f" * 64
-CHUNK_BYTES = 512
+BOOT, PEER = "QmBoot", "QmPeer"
 
 
-class Holders:
-    """Peers without a network. asked: how often each was. sent: bytes that each gave away."""
+def gives(records: Sequence[ToldRecord]) -> Find:
+    """Whole records, to whoever asks for a header, too."""
+    found = {each.digest: each.data for each in records}
 
-    def __init__(self) -> None:
-        self.records: dict[str, dict[str, bytes]] = {}
-        self.asked: Counter[str] = Counter()
-        self.sent: Counter[str] = Counter()
+    def find(want: dict[str, Any]) -> Source | None:
+        data = found.get(want["digest"]) if want["older"] else None
+        return None if data is None else Source.of(data)
 
-    def give(self, peer: str, records: Sequence[ToldRecord]) -> None:
-        self.records.setdefault(peer, {}).update({each.digest: each.data for each in records})
+    return find
 
-    async def fetch(
-        self,
-        peer: str,
-        want: dict[str, Any],
-        *,
-        limit_bytes: int,
-        sink: Callable[[bytes], None],
-    ) -> Blob | None:
-        assert want["older"] is True
-        self.asked[peer] += 1
-        if peer not in self.records:
-            raise ConnectionError("it is gone")
-        data = self.records[peer].get(want["digest"])
-        if data is None:
-            return None
-        for start in range(0, len(data), CHUNK_BYTES):
-            self.sent[peer] += len(data[start : start + CHUNK_BYTES])
-            sink(data[start : start + CHUNK_BYTES])
-        return Blob(facts={}, data=b"")
 
-    def walk(self, start: str, holders: Sequence[str], *, stop: Sequence[str] = (ROOT,)) -> Walk:
-        client = cast("Client", self)
-        walker = Walker(Order(stage=0, start=start, stop=stop, holders=holders))
-        asyncio.run(walker.go(HeaderFetcher(client, RUN, {"boot"})))
-        return walker.result()
+def walked(swarm: MemorySwarm, start: str, *holders: str, stop: Sequence[str] = (ROOT,)) -> Walk:
+    """A walk of the monitor, which trusts the bootstrap's headers."""
+    order = Order(stage=0, start=start, stop=stop, holders=holders)
+    chain = HeaderClient(
+        swarm.client(), RUN, 0, holders, trusted=lambda peer: peer == BOOT, older=True
+    )
+    return asyncio.run(walk(chain, order))
 
 
 def chain(count: int, **options: Any) -> list[ToldRecord]:
-    members = [{"alice": 100 + number, "bob": 50} for number in range(count)]
+    members = [{"anna": 100 + number, "bob": 50} for number in range(count)]
     return told_chain(RUN, 0, ROOT, members, **options)
 
 
 def test_a_walk_goes_back_to_the_manifest() -> None:
-    holders, made = Holders(), chain(4)
-    holders.give("boot", made)
-    walk = holders.walk(made[-1].digest, ["boot"])
-    assert walk.connected and walk.end == ROOT
-    assert [each.listed.round for each in walk.rounds] == [3, 2, 1, 0]
-    newest = walk.rounds[0]
-    assert dict(newest.members) == {"alice": 103, "bob": 50}
+    made = chain(4)
+    found = walked(MemorySwarm(QmBoot=gives(made)), made[-1].digest, BOOT)
+    assert found.connected and found.end == ROOT
+    assert [each.listed.round for each in found.rounds] == [3, 2, 1, 0]
+    newest = found.rounds[0]
+    assert dict(newest.members) == {"anna": 103, "bob": 50}
     assert newest.chain_tokens == 4 * 150 + 6 and newest.listed.ranks == (4, 4, 16)
     assert newest.listed.record_bytes == len(made[-1].data)
 
 
 def test_a_walk_stops_at_what_is_known() -> None:
-    holders, made = Holders(), chain(4)
-    holders.give("boot", made)
-    walk = holders.walk(made[-1].digest, ["boot"], stop=[ROOT, made[1].digest])
-    assert walk.connected and [each.listed.round for each in walk.rounds] == [3, 2]
+    made = chain(4)
+    swarm, stop = MemorySwarm(QmBoot=gives(made)), [ROOT, made[1].digest]
+    found = walked(swarm, made[-1].digest, BOOT, stop=stop)
+    assert found.connected and [each.listed.round for each in found.rounds] == [3, 2]
 
 
 def test_a_walk_ends_unconnected_where_nobody_has_the_record() -> None:
-    holders, made = Holders(), chain(5)
-    holders.give("boot", made[3:])
-    walk = holders.walk(made[-1].digest, ["gone", "boot"])
-    assert not walk.connected and walk.end == made[2].digest and len(walk.rounds) == 2
+    made = chain(5)
+    found = walked(MemorySwarm(QmBoot=gives(made[3:])), made[-1].digest, "QmGone", BOOT)
+    assert not found.connected and found.end == made[2].digest and len(found.rounds) == 2
 
 
 def test_others_are_asked_for_what_the_first_lacks_and_then_preferred() -> None:
-    holders, made = Holders(), chain(6)
-    holders.give("boot", made[5:])
-    holders.give("peer", made[:5])
-    assert holders.walk(made[-1].digest, ["boot", "peer"]).connected
-    assert holders.asked == {"boot": 2, "peer": 5}
+    made = chain(6)
+    swarm = MemorySwarm(QmBoot=gives(made[5:]), QmPeer=gives(made[:5]))
+    assert walked(swarm, made[-1].digest, BOOT, PEER).connected
+    assert [peer for peer, _ in swarm.asked] == [BOOT, BOOT, *[PEER] * 5]
 
 
 def test_members_of_older_rounds_are_summed() -> None:
-    holders, made = Holders(), chain(DETAILED + 10)
-    holders.give("boot", made)
-    walk = holders.walk(made[-1].digest, ["boot"])
-    assert sum(bool(each.members) for each in walk.rounds) == DETAILED
-    assert walk.folded == {"alice": sum(100 + number for number in range(10)), "bob": 500}
+    made = chain(DETAILED + 10)
+    found = walked(MemorySwarm(QmBoot=gives(made)), made[-1].digest, BOOT)
+    assert sum(bool(each.members) for each in found.rounds) == DETAILED
+    assert found.folded == {"anna": sum(100 + number for number in range(10)), "bob": 500}
 
 
 def test_only_the_header_is_taken_of_a_bootstrap_and_all_of_others() -> None:
-    holders, made = Holders(), chain(1, mean_bytes=100_000)
-    for peer in ("boot", "peer"):
-        holders.give(peer, made)
-        assert len(holders.walk(made[0].digest, [peer]).rounds) == 1
-    assert holders.sent["boot"] < 5000 < 100_000 < holders.sent["peer"]
+    (record,) = made = chain(1, mean_bytes=5 * CHUNK_BYTES)
+    swarm = MemorySwarm(QmBoot=gives(made), QmPeer=gives(made))
+    for peer in (BOOT, PEER):
+        assert len(walked(swarm, record.digest, peer).rounds) == 1
+    assert swarm.sent[BOOT]["record"] == CHUNK_BYTES
+    assert swarm.sent[PEER]["record"] == len(record.data)
 
 
 def test_of_a_large_record_only_the_header_is_taken() -> None:
-    holders, made = Holders(), chain(1, mean_bytes=WHOLE_BYTES + 1)
-    holders.give("peer", made)
-    assert len(holders.walk(made[0].digest, ["peer"]).rounds) == 1
-    assert holders.sent["peer"] < 5000
+    (record,) = made = chain(1, mean_bytes=WHOLE_BYTES + 1)
+    swarm = MemorySwarm(QmPeer=gives(made))
+    assert len(walked(swarm, record.digest, PEER).rounds) == 1
+    assert swarm.sent[PEER]["record"] == CHUNK_BYTES
 
 
 def test_a_record_under_another_name_is_refused() -> None:
-    holders, made = Holders(), chain(2)
-    holders.records["peer"] = {made[1].digest: made[0].data}
-    assert holders.walk(made[1].digest, ["peer"]).rounds == ()
+    first, second = chain(2)
+    swarm = MemorySwarm(QmPeer=gives([replace(second, data=first.data)]))
+    assert walked(swarm, second.digest, PEER).rounds == ()
 
 
 def test_a_chain_that_goes_in_a_circle_ends() -> None:
-    holders, made = Holders(), chain(3)
-    holders.give("boot", made)
-    holders.records["boot"][made[0].digest] = made[2].data  # a bootstrap's header is believed
-    walk = holders.walk(made[2].digest, ["boot"])
-    assert [each.listed.round for each in walk.rounds] == [2, 1] and not walk.connected
+    made = chain(3)
+    made[0] = replace(made[0], data=made[2].data)  # a bootstrap's header is believed
+    found = walked(MemorySwarm(QmBoot=gives(made)), made[2].digest, BOOT)
+    assert [each.listed.round for each in found.rounds] == [2, 1] and not found.connected
 
 
-def damaged(change: Callable[[dict[str, Any]], object]) -> bytes:
-    """A record's first bytes with another header."""
+def test_who_sends_more_than_its_header_says_is_left_at_once() -> None:
+    (record,) = made = chain(1)
+    endless = replace(record, data=record.data + bytes(20 * CHUNK_BYTES))
+    swarm = MemorySwarm(QmBad=gives([endless]), QmPeer=gives(made))
+    assert walked(swarm, record.digest, "QmBad", PEER).connected
+    assert swarm.sent["QmBad"]["record"] == CHUNK_BYTES
+
+
+def damaged(change: Callable[[dict[str, Any]], object], end: object = 64) -> bytes:
+    """A record's first bytes with another header; end: of its mean."""
     data = chain(1)[0].data
     length = int.from_bytes(data[:8], "little")
     outer = json.loads(data[8 : 8 + length])
     header = json.loads(outer["__metadata__"]["record"])
     change(header)
     outer["__metadata__"]["record"] = json.dumps(header)
+    outer["mean.00000"]["data_offsets"][1] = end
     text = json.dumps(outer).encode()
     return len(text).to_bytes(8, "little") + text
 
 
 def test_a_sound_header_is_read() -> None:
-    found = header_of(damaged(lambda _: None), "a" * 64, RUN, 0)
-    assert found.listed.tokens == 150 and found.listed.digest == "a" * 64
+    found = read_header(damaged(lambda _: None), "a" * 64, RUN, 0)
+    assert found.says.listed.tokens == 150 and found.digest == "a" * 64
+    assert found.header.counted("anna") == [slice(0, 64)]
 
 
 @pytest.mark.parametrize(
@@ -172,6 +152,9 @@ def test_a_sound_header_is_read() -> None:
         lambda header: header.update(round="x"),
         lambda header: header.update(round=2**60),
         lambda header: header.update(previous="../../x"),
+        lambda header: header.update(previous="\x1b[2J"),
+        lambda header: header.update(ranks=["x"]),
+        lambda header: header.update(next_inner_steps=float("inf")),
         lambda header: header.pop("members"),
         lambda header: header.update(members=[{"peer": "a"}]),
         lambda header: header["members"][0].update(tokens=-5),
@@ -180,19 +163,31 @@ def test_a_sound_header_is_read() -> None:
         lambda header: header["members"][0].update(peer="x" * 65),
         lambda header: header.update(chain_tokens=[]),
         lambda header: header.update(members=header["members"] * 3000),
+        lambda header: header.update(parts=[[0, 0, "a", 1, "01"]]),
+        lambda header: header.update(parts=[[0, 0, None, 1, "01"]]),
     ],
 )
 def test_a_header_that_makes_no_sense_is_refused(
     change: Callable[[dict[str, Any]], object],
 ) -> None:
     with pytest.raises(ValueError):
-        header_of(damaged(change), "a" * 64, RUN, 0)
+        read_header(damaged(change), "a" * 64, RUN, 0)
 
 
-@pytest.mark.parametrize("data", [b"", b"\xff" * 8, b"\2\0\0\0\0\0\0\0[]", b"\1\0\0\0\0\0\0\0x"])
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"",
+        b"\xff" * 8,
+        b"\2\0\0\0\0\0\0\0[]",
+        b"\1\0\0\0\0\0\0\0x",
+        damaged(lambda _: None, float("inf")),
+        damaged(lambda _: None, None),
+    ],
+)
 def test_bytes_that_are_no_header_are_refused(data: bytes) -> None:
-    with pytest.raises(FrameRefused if data in (b"",) else ValueError):
-        header_of(data, "a" * 64, RUN, 0)
+    with pytest.raises(ValueError):
+        read_header(data, "a" * 64, RUN, 0)
 
 
 def test_the_record_that_most_peers_claim_is_followed() -> None:
@@ -219,24 +214,9 @@ def test_bootstraps_are_asked_first_then_those_that_can_be_dialled() -> None:
     assert holders == ["boot", "peer", "behind", "hidden"]
 
 
-def test_told_records_are_sound() -> None:
-    made = chain(2)
-    assert made[1].record.previous == made[0].digest
-    assert replace(made[0].record, round=1).to_bytes() != made[0].data
-
-
-def test_who_sends_more_than_its_header_says_is_left_at_once() -> None:
-    holders, (record,) = Holders(), chain(1)
-    endless = replace(record, data=record.data + bytes(1 << 20))
-    holders.give("liar", [endless])
-    holders.give("alice", [record])
-    assert holders.walk(record.digest, ["liar", "alice"]).connected
-    assert holders.sent["liar"] <= len(record.data) + CHUNK_BYTES
-
-
 def test_a_monitor_takes_no_model_into_its_memory() -> None:
     """The code of models takes 100 MB, in each of its two processes."""
-    code = "import sys, dilocox.peer.monitor; print('transformers' in sys.modules)"
+    code = "import sys, dilocox.peer.monitor.monitor; print('transformers' in sys.modules)"
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120
     )

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 
-from dilocox.peer.chain import journal
 from dilocox.peer.chain.snapshot_files import LOCAL_FILE
 from dilocox.peer.training import snapshots
 from tests.peer.loops import Loop
@@ -170,7 +169,7 @@ def test_a_journal_that_cannot_be_read_counts_as_a_send(loop: Loop) -> None:
 
 
 def test_the_journal_stays_short(loop: Loop, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(journal, "MAX_LINES", 4)
+    monkeypatch.setattr(snapshots, "MAX_LINES", 4)
     monkeypatch.setattr(loop.snapshots, "write", lambda *_: None)  # of a disk that is very slow
     for number in range(1, 10):
         loop.train()

@@ -10,7 +10,7 @@ import torch
 from dilocox.compression.group_codec import GroupCodec
 from dilocox.dht.errors import EnvironmentFault
 from dilocox.peer.chain import store
-from dilocox.peer.chain.store import Head, RoundLog
+from dilocox.peer.chain.store import RoundLog, Tip
 from dilocox.peer.rounds.record import (
     Contribution,
     RecordRefused,
@@ -59,7 +59,7 @@ def log(tmp_path: Path) -> RoundLog:
 
 
 def test_an_empty_log_ends_with_the_manifest(log: RoundLog) -> None:
-    assert log.head() == Head(round=-1, digest=MANIFEST_DIGEST, chain_tokens=0, record_bytes=0)
+    assert log.head() == Tip(round=-1, digest=MANIFEST_DIGEST, chain_tokens=0, record_bytes=0)
     assert log.find(MANIFEST_DIGEST) == -1
     assert (log.rounds(), log.read(0), log.certificate(0)) == ([], None, None)
 

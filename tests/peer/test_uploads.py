@@ -26,7 +26,7 @@ from dilocox.dht.rpc import (
     unpack,
 )
 from dilocox.peer.averaging.service import PeerService
-from dilocox.peer.chain import catchup, uploads
+from dilocox.peer.chain import uploads
 from dilocox.peer.chain.store import RecordFolder
 from dilocox.peer.chain.uploads import AT_ONCE, OF_ONE_PEER, UploadRefused, Uploads
 from dilocox.peer.rounds.record import digest_of
@@ -132,7 +132,7 @@ def test_an_upload_that_nobody_takes_holds_no_file_and_no_place(service: PeerSer
     vars(service)["uploads"] = Uploads(1, stall_s=0.05)
     find, files = service._find, list[Any]()
 
-    async def watched(want: dict[str, Any]) -> catchup.Source | None:
+    async def watched(want: dict[str, Any]) -> uploads.Source | None:
         found = await find(want)
         files.append(found and found.file)
         return found

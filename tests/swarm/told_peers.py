@@ -33,7 +33,7 @@ from dilocox.dht.records import (
 )
 from dilocox.dht.swarm import Swarm
 from dilocox.peer.chain.archive_keeper import ArchiveService
-from dilocox.peer.chain.catchup import Source
+from dilocox.peer.chain.uploads import Source
 from tests.peer.told_records import ToldRecord, told_chain
 
 PERIOD_S = 15.0

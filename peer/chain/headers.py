@@ -1,0 +1,252 @@
+"""`HeaderClient`: walks a stage's chain back by the headers of its records, each a few kB.
+
+Nobody vouches for a header: what it says of its record counts once the record is here, too, and has
+the digest that it was asked for by. Only an archive of a bootstrap has checked what it keeps. This
+is a file of its own since the monitor imports it: nothing here needs the code of models.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import math
+import time
+from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeVar
+
+from dilocox.dht.errors import EnvironmentFault
+from dilocox.dht.rpc import REFUSED, Client, FrameRefused
+from dilocox.peer.chain.store import HEADER_BYTES
+from dilocox.peer.chain.summary import ChainRound
+from dilocox.peer.rounds.record import RecordRefused, RoundRecord, digest_of, parse_header
+
+logger = logging.getLogger(__name__)
+
+WHOLE_BYTES = 4 << 20  # records up to this size are fetched whole from those who are not trusted
+MAX_NAME = 64
+MAX_TOKENS = 2**53
+NONSENSE = (
+    ArithmeticError,
+    ValueError,
+    LookupError,
+    TypeError,
+    AttributeError,
+    RecursionError,
+)
+"""What parsing bytes may raise that anybody sent."""
+
+T = TypeVar("T")
+
+
+class _Enough(ConnectionError):
+    """The header is here: the rest of the record is not needed."""
+
+
+class _Link(Protocol):
+    """What a walk back along a chain needs of each record."""
+
+    @property
+    def round(self) -> int: ...
+
+    @property
+    def previous(self) -> str: ...
+
+
+L = TypeVar("L", bound=_Link)
+
+
+@dataclass(frozen=True)
+class ToldHeader:
+    """A header, as somebody sent it, and what it says of its round and of the chain."""
+
+    header: RoundRecord
+    says: ChainRound
+
+    @property
+    def round(self) -> int:
+        """The round."""
+        return self.says.listed.round
+
+    @property
+    def digest(self) -> str:
+        """What it was asked for by."""
+        return self.says.listed.digest
+
+    @property
+    def previous(self) -> str:
+        """The digest of the record before it."""
+        return self.says.listed.previous
+
+    @property
+    def record_bytes(self) -> int:
+        """Of the whole record, as it says."""
+        return self.says.listed.record_bytes
+
+
+class HeaderClient:
+    """The headers of one stage's chain, from those who hold it. It needs no code of models.
+
+    Whoever gave something is asked first from then on: it has the rest of the chain, too, as far as
+    it can.
+    """
+
+    def __init__(
+        self,
+        client: Client,
+        run: str,
+        stage: int,
+        holders: Sequence[str],
+        *,
+        trusted: Callable[[str], bool] = lambda peer: True,
+        older: bool = False,
+        header_limit_s: float = math.inf,
+        deadline: float = math.inf,
+        now: Callable[[], float] = time.monotonic,
+    ):
+        """holders: who is asked, the best first. trusted: whether a peer's header will do; from
+        others a record of moderate size is fetched whole, as only its digest proves what it says.
+        older: ask for what an archive keeps besides the newest records. header_limit_s: of one
+        header. deadline: of all waits, by `now`; whoever sets it offers the user --timeout.
+        """
+        self.holders = list(holders)
+        self._client = client
+        self._run = run
+        self._stage = stage
+        self._trusted = trusted
+        self._older = older
+        self._header_limit_s = header_limit_s
+        self._deadline = deadline
+        self._now = now
+
+    async def header(self, digest: str) -> ToldHeader | None:
+        """The header of a record from the first holder that has it, None if nobody does.
+
+        Raises:
+            ConnectionError, FrameRefused, TimeoutError: what the last holder that failed did.
+            EnvironmentFault: the deadline is over.
+        """
+
+        def ask(peer: str) -> Coroutine[Any, Any, ToldHeader | None]:
+            return self._within(self._header(peer, digest), self._header_limit_s)
+
+        return await self._first(ask)
+
+    def headers(self, start: str, ends: Callable[[str], bool]) -> AsyncGenerator[ToldHeader, None]:
+        """Headers from this record back, the newest first, until `ends` says so of a digest, or
+        nobody has the next one.
+
+        Raises what `header` does, and RecordRefused for rounds that do not fall.
+        """
+        return self._back(start, ends, self.header)
+
+    async def _back(
+        self,
+        start: str,
+        ends: Callable[[str], bool],
+        take: Callable[[str], Coroutine[Any, Any, L | None]],
+    ) -> AsyncGenerator[L, None]:
+        wanted, above = start, math.inf
+        while not ends(wanted):
+            found = await take(wanted)
+            if found is None:
+                return
+            if found.round >= above:  # a lie: it would never end
+                raise RecordRefused(f"round {found.round} comes before round {above}")
+            yield found
+            wanted, above = found.previous, found.round
+
+    async def _first(self, ask: Callable[[str], Coroutine[Any, Any, T | None]]) -> T | None:
+        """What the first holder gives; if none does, what the last one failed by is raised, an
+        unsound record before all else.
+        """
+        failure: Exception | None = None
+        for peer in list(self.holders):
+            try:
+                found = await ask(peer)
+            except REFUSED as error:
+                if len(self.holders) > 1:
+                    logger.info("%s: %s", peer[-6:], str(error) or type(error).__name__)
+                if not isinstance(failure, RecordRefused):
+                    failure = error
+                continue
+            if found is not None:
+                self.holders.sort(key=lambda holder: holder != peer)
+                return found
+        if failure is not None:
+            raise failure
+        return None
+
+    async def _header(self, peer: str, digest: str) -> ToldHeader | None:
+        data = bytearray()
+        trusted = self._trusted(peer)
+        size: int | None = None
+
+        def take(chunk: bytes) -> None:
+            nonlocal size
+            data.extend(chunk)
+            if size is None:
+                size = _stated_bytes(data)
+                if size is not None and (trusted or size > WHOLE_BYTES):
+                    raise _Enough
+            if size is not None and len(data) > size:
+                raise FrameRefused("more than its header says")
+
+        want = {"what": "record", "digest": digest, "older": self._older, "header": trusted}
+        limit = self._client.record_bytes  # who does not know "header" sends the whole record
+        try:
+            if await self._client.fetch(peer, want, limit_bytes=limit, sink=take) is None:
+                return None
+        except _Enough:
+            return read_header(bytes(data), digest, self._run, self._stage)
+        if size is None or digest_of(bytes(data)) != digest:
+            raise FrameRefused(f"{len(data)} bytes are not the record {digest[:12]}")
+        return read_header(bytes(data), digest, self._run, self._stage)
+
+    async def _within(self, asking: Coroutine[Any, Any, T], limit_s: float = math.inf) -> T:
+        left_s = self._deadline - self._now()
+        if left_s <= 0:
+            asking.close()
+            raise EnvironmentFault("the time is over; give more with --timeout")
+        return await asyncio.wait_for(asking, min(left_s, limit_s))
+
+
+def read_header(data: bytes, digest: str, run: str, stage: int) -> ToldHeader:
+    """Read the first bytes of a record; FrameRefused (ValueError) if they make no sense."""
+    size = _stated_bytes(data)
+    if size is None:
+        raise FrameRefused("half a header")
+    try:
+        header = parse_header(data)
+        header.counted("")  # what it says of its parts can be compared
+        says = ChainRound.of(header, digest, max(size, len(data)))
+        names = [str(each.peer) for each in header.members]
+    except NONSENSE as error:
+        raise FrameRefused(f"no header of a record: {error!r}") from error
+    listed = says.listed
+    if type(header.round) is not int or header.round < 0:
+        raise FrameRefused("a record's header names no round")
+    if (header.run, header.stage) != (run, stage):
+        raise FrameRefused(f"it is of run {str(header.run)[:32]}, stage {str(header.stage)[:8]}")
+    numbers = (listed.round, size, says.chain_tokens, listed.next_inner_steps, listed.tokens)
+    if not all(0 <= number <= MAX_TOKENS for number in (*numbers, *dict(says.members).values())):
+        raise FrameRefused("a record's numbers make no sense")
+    if any(len(name) > MAX_NAME for name in names):
+        raise FrameRefused("a member's name is none")
+    return ToldHeader(header, says)
+
+
+def _stated_bytes(data: bytes | bytearray) -> int | None:
+    """How large a record is, as its header says; None while the header is not complete."""
+    length = int.from_bytes(data[:8], "little")
+    if len(data) < 8 or len(data) < 8 + length:
+        if len(data) > HEADER_BYTES:
+            raise FrameRefused("a record's header is too long")
+        return None
+    try:
+        tensors = json.loads(data[8 : 8 + length])
+        ends = [int(facts["data_offsets"][1]) for name, facts in tensors.items() if name[:1] != "_"]
+    except NONSENSE as error:
+        raise FrameRefused(f"no header of a record: {error!r}") from error
+    return 8 + length + max(ends, default=0)

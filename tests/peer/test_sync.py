@@ -1,0 +1,291 @@
+"""A stage's chain from one peer: what is asked for, in which order, and when the walk ends."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from dilocox.dht.identity import Identity
+from dilocox.dht.rpc import FrameRefused
+from dilocox.peer.chain.record_check import RecordCheck
+from dilocox.peer.chain.store import RoundLog
+from dilocox.peer.chain.sync import ChainClient, Limits, Reached, State
+from dilocox.peer.chain.uploads import Source, find_in_log
+from dilocox.peer.rounds.record import RecordRefused, parse_header
+from tests.peer.kept_chains import RUN, ChainMaker, manifest_of
+from tests.peer.memory_swarm import MemorySwarm
+
+PEER = "QmPeer"
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture
+def maker(identities: list[Identity], tmp_path: Path) -> ChainMaker:
+    return ChainMaker(identities[0], tmp_path / "state", manifest_of())
+
+
+class Joiner:
+    """One with an empty log, and a peer that has a maker's log."""
+
+    def __init__(self, maker: ChainMaker, folder: Path):
+        self.maker = maker
+        self.swarm = MemorySwarm(QmPeer=maker.find)
+        self.check = RecordCheck.of(RUN, 0, maker.manifest, maker.layout)
+        self.log = RoundLog(folder, manifest_digest=maker.manifest.root, codec=maker.codec)
+
+    def chain(self, **options: Any) -> ChainClient:
+        client = self.swarm.client(self.check.record_bytes)
+        return ChainClient(client, self.check, [PEER], **options)
+
+    def go(
+        self, limit_bytes: int | None = None, digest: str = "", *, of: Any = None, **options: Any
+    ) -> Reached:
+        self.swarm.asked.clear()
+        digest = digest or self.maker.digests[-1]
+        walk = (of or self.chain()).catch_up(self.log, digest, limit_bytes=limit_bytes, **options)
+        return asyncio.run(walk)
+
+    def taken(self, folder: Path) -> State:
+        anchor, momentum = (torch.zeros(self.maker.layout.numel) for _ in range(2))
+        return asyncio.run(self.chain().state(PEER, folder, anchor, momentum, after_round=-1))
+
+    @property
+    def headers(self) -> list[int]:
+        """Rounds of the headers that were given."""
+        return self._rounds(self.swarm.asked_for("record", header=True))
+
+    @property
+    def records(self) -> list[int]:
+        """Rounds of the records that were given."""
+        return self._rounds(self.swarm.asked_for("record"))
+
+    def _rounds(self, digests: list[str]) -> list[int]:
+        found = (self.maker.log.find(digest) for digest in digests)
+        return [number for number in found if number is not None]
+
+
+def test_records_come_after_their_headers_and_the_oldest_first(
+    maker: ChainMaker, tmp_path: Path
+) -> None:
+    maker.train(0, 1, 2)
+    joiner = Joiner(maker, tmp_path / "log")
+    assert joiner.go().appended == (0, 1, 2)
+    assert (joiner.headers, joiner.records) == ([2, 1, 0], [0, 1, 2])
+    assert joiner.log.head().digest == maker.digests[-1]
+
+
+def test_a_log_that_does_not_reach_back_costs_headers_only(
+    maker: ChainMaker, tmp_path: Path
+) -> None:
+    maker.train(0, 1, 2, 3)
+    maker.log.prune(3)
+    joiner = Joiner(maker, tmp_path / "log")
+    assert joiner.go().too_far
+    assert (joiner.headers, joiner.records) == ([3, 2, 1], [])
+
+
+def test_records_that_would_be_more_bytes_than_they_may_be_are_not_fetched(
+    maker: ChainMaker, tmp_path: Path
+) -> None:
+    maker.train(0, 1, 2, 3)
+    joiner = Joiner(maker, tmp_path / "log")
+    total = sum(entry.record_bytes for entry in maker.log.entries())
+    reached = joiner.go(limit_bytes=total - 1)
+    assert (reached.costly, reached.too_far, reached.appended) == (True, False, ())
+    assert joiner.records == []
+    newest = maker.log.newest()
+    assert newest is not None
+    assert joiner.go(limit_bytes=newest.record_bytes).costly
+    assert joiner.headers == [3, 2]  # the others would change nothing
+    assert joiner.go(limit_bytes=total).appended == (0, 1, 2, 3)
+
+
+def test_headers_say_which_records_count_a_peer_though_the_records_cost_too_much(
+    maker: ChainMaker, tmp_path: Path, identities: list[Identity]
+) -> None:
+    maker.train(0, 1, 2, 3)
+    joiner = Joiner(maker, tmp_path / "log")
+    newest = maker.log.newest()
+    assert newest is not None
+    member = maker.peer
+    for back_to, asked in ((None, [3, 2]), (1, [3, 2, 1]), (-1, [3, 2, 1, 0])):
+        reached = joiner.go(limit_bytes=newest.record_bytes, back_to=back_to, me=member)
+        assert reached.costly and joiner.headers == asked and joiner.records == []
+        assert reached.told is not None and reached.told.named == set(asked)
+        assert reached.told.after == asked[-1] - 1
+    stranger = joiner.go(limit_bytes=1, back_to=-1, me=identities[2].peer_id)
+    assert stranger.told is not None and stranger.told.named == frozenset()
+    # of a log that does not reach back it is told as far as it reaches
+    maker.log.prune(2)
+    assert maker.log.rounds() == [2, 3]
+    far = joiner.go(me=member)
+    assert far.too_far and far.told is not None and (far.told.after, far.told.named) == (1, {2, 3})
+
+
+def test_a_chain_whose_rounds_do_not_fall_is_refused_at_once(
+    maker: ChainMaker, tmp_path: Path
+) -> None:
+    maker.train(0, 1, 2, change=lambda record: replace(record, round=7))
+    joiner = Joiner(maker, tmp_path / "log")
+    with pytest.raises(RecordRefused, match="round 7 comes before round 7"):
+        joiner.go()
+    assert len(joiner.swarm.asked) == 2
+
+
+def test_rounds_that_fall_below_the_first_one_are_refused(
+    maker: ChainMaker, tmp_path: Path
+) -> None:
+    maker.train(0, 1, change=lambda record: replace(record, round=record.round - 1))
+    joiner = Joiner(maker, tmp_path / "log")
+    with pytest.raises(FrameRefused, match="names no round"):
+        joiner.go()
+    assert joiner.records == []
+
+
+def test_what_is_cut_off_goes_on_where_it_was(maker: ChainMaker, tmp_path: Path) -> None:
+    maker.train(0, 1, 2, 3)
+    joiner = Joiner(maker, tmp_path / "log")
+
+    async def cut(_: str, want: dict[str, Any]) -> None:
+        if want["what"] == "certificate" and joiner.records == [0, 1]:
+            raise ConnectionError("gone")
+
+    joiner.swarm.before = cut
+    with pytest.raises(ConnectionError):
+        joiner.go()
+    assert joiner.log.rounds() == [0]  # the certificate of the second one did not come
+    joiner.swarm.before = None
+    assert joiner.go().appended == (1, 2, 3)
+    assert joiner.records == [1, 2, 3]
+
+
+def test_a_header_that_lies_about_what_is_before_it_leads_nowhere(
+    maker: ChainMaker, tmp_path: Path
+) -> None:
+    maker.train(0, 1, 2)
+    joiner = Joiner(maker, tmp_path / "log")
+    root, (before, newest) = maker.manifest.root, maker.digests[-2:]
+
+    def lie(want: dict[str, Any]) -> Source | None:
+        found = maker.find(want)
+        if found is None or not want.get("header"):
+            return found
+        with found as source:
+            return Source.of(source.file.read().replace(before.encode(), root.encode()))
+
+    joiner.swarm.finds[PEER] = lie
+    with pytest.raises(RecordRefused):
+        joiner.go(digest=newest)
+    assert joiner.log.rounds() == []
+
+
+@pytest.mark.parametrize("slow", ["header", "record", "certificate"])
+def test_a_peer_that_never_ends_its_answer_is_given_up(
+    maker: ChainMaker, tmp_path: Path, slow: str
+) -> None:
+    maker.train(0)
+    joiner = Joiner(maker, tmp_path / "log")
+    deadlines = replace(maker.manifest.deadlines, exchange_s=0.2)
+    joiner.check = replace(joiner.check, manifest=replace(maker.manifest, deadlines=deadlines))
+
+    async def forever(_: str, want: dict[str, Any]) -> None:
+        if slow == ("header" if want.get("header") else want["what"]):
+            await asyncio.sleep(3600)
+
+    joiner.swarm.before = forever
+    limits = Limits(headers_s=0.2 if slow == "header" else 60.0, stall_s=0.2)
+    with pytest.raises(asyncio.TimeoutError):
+        joiner.go(of=joiner.chain(limits=limits))
+
+
+def test_a_walk_ends_between_two_records_when_its_time_is_over(
+    maker: ChainMaker, tmp_path: Path
+) -> None:
+    now = [0.0]
+    maker.train(0, 1, 2)
+    joiner = Joiner(maker, tmp_path / "log")
+
+    async def pass_by(_: str, want: dict[str, Any]) -> None:
+        now[0] += 601.0 * (want["what"] == "certificate")
+
+    joiner.swarm.before = pass_by
+    with pytest.raises(asyncio.TimeoutError):
+        joiner.go(of=joiner.chain(now=lambda: now[0]))
+    assert joiner.log.rounds() == [0]
+
+
+def test_a_state_that_stops_coming_is_no_fault_of_the_disk(
+    maker: ChainMaker, tmp_path: Path
+) -> None:
+    """asyncio's TimeoutError is an OSError, too."""
+    maker.train(0)
+    maker.snapshot()
+    joiner = Joiner(maker, tmp_path / "log")
+
+    async def stall(_: str, want: dict[str, Any]) -> None:
+        if "sha256" in want:
+            raise asyncio.TimeoutError
+
+    joiner.swarm.before = stall
+    with pytest.raises(asyncio.TimeoutError):
+        joiner.taken(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "lie", [{"size": 1 << 40}, {"size": 0}, {"size": "8"}, {"sha256": "../" + "0" * 61}]
+)
+def test_an_offer_of_a_state_that_cannot_be_costs_no_byte_of_it(
+    maker: ChainMaker, tmp_path: Path, lie: dict[str, Any]
+) -> None:
+    maker.train(0)
+    maker.snapshot()
+    joiner = Joiner(maker, tmp_path / "log")
+
+    def lying(want: dict[str, Any]) -> Source | None:
+        found = maker.find(want)
+        return None if found is None else Source(found.facts | lie, found.file)
+
+    joiner.swarm.finds[PEER] = lying
+    with pytest.raises(FrameRefused):
+        joiner.taken(tmp_path)
+    assert [want["what"] for _, want in joiner.swarm.asked] == ["state"]
+
+
+# ---- serving -------------------------------------------------------------------------------------
+def test_of_a_record_only_the_header_is_read_where_that_is_wanted(maker: ChainMaker) -> None:
+    maker.train(0)
+    entry = maker.log.newest()
+    assert entry is not None
+    served = find_in_log(maker.log, "record", entry.digest, header=True)
+    assert served is not None
+    with served as source:
+        data = source.file.read()
+    assert source.facts == {"bytes": len(data)}
+    assert len(data) < entry.record_bytes / 4
+    assert parse_header(data) == entry.header()
+
+
+def test_a_record_is_served_from_its_file(maker: ChainMaker) -> None:
+    maker.train(0)
+    entry = maker.log.newest()
+    assert entry is not None
+    served = find_in_log(maker.log, "record", entry.digest)
+    assert served is not None
+    with served as source:
+        assert source.file.fileno() > 0  # what is in memory has none
+        maker.record_file(0).unlink()  # as a prune does
+        assert source.facts == {"bytes": entry.record_bytes}
+        assert len(source.file.read()) == entry.record_bytes

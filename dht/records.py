@@ -162,6 +162,7 @@ class StageRecord(Record):
     addresses: multiaddrs that reach it.
     blocked: why this peer cannot train now, in one line, or empty.
     compression_error: of its newest message in a round, |m - c| / |m|; None before there is one.
+    name: that its volunteer gave it, or empty; text of a stranger, to be cut and escaped.
     """
 
     kind: ClassVar[Kind] = "stage"
@@ -179,6 +180,7 @@ class StageRecord(Record):
     addresses: tuple[str, ...]
     blocked: str
     compression_error: float | None = None
+    name: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -262,6 +262,7 @@ class Announcer:
             client_mode=local.client_mode,
             voids=voids,
             version=__version__,
+            name=local.name,
             addresses=local.addresses,
             blocked=(STARTED_OVER if own.started_over else own.blocked)[:MAX_BLOCKED],
         )

@@ -47,6 +47,7 @@ class LocalPeer:
     addresses: tuple[str, ...]
     client_mode: bool
     memory_limit_bytes: float | None
+    name: str = ""
     reachability: Reachability = "unknown"
     reached_by_others: bool = False  # not only by a bootstrap
 

@@ -376,6 +376,7 @@ _STATE_ORDER: Mapping[str, int] = {"training": 0, "spare": 1, "joining": 2}
 def _peer(peer: str, record: StageRecord) -> dict[str, Any]:
     return {
         "id": peer,
+        "name": cut(record.name, SHORT),
         "state": record.state,
         "round": record.round,
         "dial_out": record.client_mode,
@@ -398,7 +399,11 @@ def _replica(head: str, record: ReplicaRecord) -> dict[str, Any]:
 
 def _contributions(look: SwarmLook, history: SwarmHistory) -> list[dict[str, Any]]:
     """Peers by tokens of all their stages' records; `share` is of the tokens of those stages."""
-    here = {peer for stage in look.stages for peer in look.present(stage)}
+    here = {
+        peer: cut(record.name, SHORT)
+        for stage in look.stages
+        for peer, record in look.present(stage).items()
+    }
     sums: dict[str, dict[str, Any]] = {}
     for number, chain in enumerate(history.stages):
         for peer, tokens in chain.tokens.items():
@@ -408,6 +413,8 @@ def _contributions(look: SwarmLook, history: SwarmHistory) -> list[dict[str, Any
     ordered = sorted(sums.values(), key=lambda line: (-line["tokens"], line["peer"]))
     total = sum(line["tokens"] for line in ordered)
     return [
-        line | {"share": line["tokens"] / total if total else 0.0, "here": line["peer"] in here}
+        line
+        | {"share": line["tokens"] / total if total else 0.0}
+        | {"here": line["peer"] in here, "name": here.get(line["peer"], "")}
         for line in ordered[:MAX_CONTRIBUTORS_SHOWN]
     ]

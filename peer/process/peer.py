@@ -265,6 +265,7 @@ class Assembly:
             reachability=joined.reach.kind,
             reached_by_others=joined.reach.by_others,
             memory_limit_bytes=self._options.memory_limit_bytes,
+            name=self._options.name,
         )
 
     def _lease(self) -> PartLease | None:

@@ -76,6 +76,7 @@ def local(stage: int, stages: int = 3) -> LocalPeer:
         addresses=ADDRESSES,
         client_mode=False,
         memory_limit_bytes=None,
+        name="Ada's laptop",
     )
 
 
@@ -313,6 +314,7 @@ def told(own: LoopStatus, state: str = "training", stages: int = 3) -> StageReco
 
 def test_a_stage_record_names_the_replica_that_a_peer_is_in_and_what_keeps_it_from_one() -> None:
     member = told(LoopStatus(head="h", unsent_tokens=64))
+    assert member.name == "Ada's laptop"
     assert (member.state, member.replica, member.tokens) == ("training", "h", 64)
     blocked = told(LoopStatus(blocked="stage 1 has no peer"), "spare")
     assert (blocked.replica, blocked.blocked) == ("", "stage 1 has no peer")

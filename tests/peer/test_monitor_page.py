@@ -83,7 +83,7 @@ def test_texts_of_peers_are_cut() -> None:
     head = next(iter(swarm.replicas))
     swarm.replicas[head] = replace(swarm.replicas[head], codec="c" * 200, last_fault="f" * 200)
     for peer, told in swarm.stages[1].items():
-        swarm.stages[1][peer] = replace(told, version="v" * 200, blocked="b" * 200)
+        swarm.stages[1][peer] = replace(told, version="v" * 200, name="n" * 200, blocked="b" * 200)
     text = json.dumps(swarm.status(swarm.look()))
     assert not any(letter * 121 in text for letter in "cfvb")
     assert "v" * 25 not in text and "c" * 25 not in text
@@ -214,7 +214,9 @@ def test_the_page_draws_what_it_is_told(stages: int) -> None:
 def test_markup_from_a_peer_is_shown_as_text() -> None:
     swarm = trained(stages=2)
     for peer, told in swarm.stages[1].items():
-        swarm.stages[1][peer] = replace(told, version=EVIL[:24], blocked=EVIL, state="spare")
+        swarm.stages[1][peer] = replace(
+            told, version=EVIL[:24], name=EVIL[:24], blocked=EVIL, state="spare"
+        )
     swarm.stages[1][EVIL] = stage_record(state="joining")
     head = next(iter(swarm.replicas))
     swarm.replicas[head] = replace(swarm.replicas[head], last_fault=EVIL, codec=EVIL)

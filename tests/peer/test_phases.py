@@ -51,6 +51,7 @@ def two_phases(
         scheme="low_rank",
         bits=8,
         exchange_s=exchange_s,
+        silence_s=SILENCE_S,
     )
 
 
@@ -209,7 +210,7 @@ def test_a_malformed_part_of_the_second_phase_leaves_its_senders_tensors_undecay
 def test_a_member_whose_message_is_no_number_leaves_itself_out_and_follows_the_others(
     identities: list[Identity], tmp_path: Path, scheme: str
 ) -> None:
-    group = Group(identities[:3], tmp_path, passes=everything, scheme=scheme)
+    group = Group(identities[:3], tmp_path, passes=everything, exchange_s=EXCHANGE_S, scheme=scheme)
     group.messages[2].fill_(float("nan"))
     record = record_of(group, asyncio.run(group.run()))
     assert {part.contributors for part in record.parts} == {tuple(group.peers[:2])}
@@ -336,5 +337,5 @@ def test_each_phase_has_a_quarter_of_the_exchanges_time_and_more_by_its_bytes(
     assert ends(setup, 6400) == (50.0, 100.0)
     first, last = ends(setup, 64000)
     assert 70 < first < 75 and last == 100.0
-    dense = Group(identities[:1], tmp_path / "one", passes=everything)
+    dense = Group(identities[:1], tmp_path / "one", passes=everything, exchange_s=EXCHANGE_S)
     assert dense.setups[identities[0].peer_id].phase_ends_s() == (EXCHANGE_S,)

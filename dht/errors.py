@@ -1,7 +1,7 @@
 """The two kinds of error a person sees: their own mistake (exit code 2) and their machine's trouble
 (1).
 
-Each message is one line that names the thing, the value and the mend. The command line prints it
+Each message is one line that names the thing, the value and the remedy. The command line prints it
 without a traceback; anything else that escapes is a bug and keeps its traceback.
 """
 
@@ -13,7 +13,7 @@ class DilocoxError(Exception):
 
 
 class InvalidInput(DilocoxError):
-    """A bad option, manifest, invite or key file: the user mends it and starts again."""
+    """A bad option, manifest, invite or key file: the user fixes it and starts again."""
 
     exit_code = 2
 

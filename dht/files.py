@@ -81,13 +81,13 @@ def system_fault(error: OSError) -> EnvironmentFault | None:
     return no_temporary_folder() if isinstance(error, FileNotFoundError) else None
 
 
-def disk_fault(path: Path, error: OSError, mend: str = "") -> EnvironmentFault:
-    """The error that tells a person what to do when a file could not be written; `mend`: where it
+def disk_fault(path: Path, error: OSError, remedy: str = "") -> EnvironmentFault:
+    """The error that tells a person what to do when a file could not be written; `remedy`: where it
     is not the disk that is full.
     """
     if error.errno in DISK_FULL:
         return EnvironmentFault(
             f"{path}: no space left on the disk; free some, or choose a folder on another disk"
         )
-    more = f"; {mend}" if mend else ""
+    more = f"; {remedy}" if remedy else ""
     return EnvironmentFault(f"{path}: cannot be written: {error.strerror or error}{more}")

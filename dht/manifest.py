@@ -123,8 +123,8 @@ class Manifest(Section):
             mark: Any = getattr(error, "problem_mark", None)
             place = f"line {mark.line + 1}: " if mark else ""
             reason = getattr(error, "problem", None) or " ".join(str(error).split())
-            mend = "; indent with spaces, not tabs" if r"'\t'" in reason else ""
-            raise InvalidInput(f"{path}: is not valid YAML ({place}{reason}){mend}") from error
+            remedy = "; indent with spaces, not tabs" if r"'\t'" in reason else ""
+            raise InvalidInput(f"{path}: is not valid YAML ({place}{reason}){remedy}") from error
         if data is None:
             raise InvalidInput(f"{path}: is empty; describe the run in it")
         try:

@@ -2,7 +2,7 @@
 
 A section of the manifest is a frozen dataclass derived from `Section`. Every field has a rule, its
 own or that of its type (a Literal, a bool), which turns what YAML or JSON gave into the field's
-type or says what the value must be. The message names the field, the value and the mend, as in
+type or says what the value must be. The message names the field, the value and the remedy, as in
 `rounds.inner_steps is 0; it must be an integer from 1 to 100000`.
 """
 
@@ -161,9 +161,9 @@ def build(kind: type[S], data: object, where: str = "") -> S:
     for name in given:
         if name not in known:
             near = difflib.get_close_matches(name, known, n=1)
-            mend = f"did you mean {near[0]}?" if near else f"known here: {', '.join(known)}"
+            remedy = f"did you mean {near[0]}?" if near else f"known here: {', '.join(known)}"
             printable = repr(name)[1:-1][:60]
-            raise InvalidInput(f"{prefix}{printable} is not a field of the manifest; {mend}")
+            raise InvalidInput(f"{prefix}{printable} is not a field of the manifest; {remedy}")
     values: dict[str, Any] = {}
     for name, spec in known.items():
         if name in given:

@@ -145,12 +145,12 @@ SPARE_SHARE = 0.85  # of what is free: a plan above it leaves little for other p
 
 @dataclass(frozen=True)
 class Check:
-    """One line: `text` says what was found, `mend` what a person can do about it."""
+    """One line: `text` says what was found, `remedy` what a person can do about it."""
 
     name: str
     status: Status
     text: str
-    mend: str = ""
+    remedy: str = ""
 
 
 # ---- room ----------------------------------------------------------------------------------------
@@ -171,14 +171,14 @@ def disk_check(path: str, free_bytes: int, needs: DiskNeeds | None) -> Check:
     text = f"{size(free_bytes)} free for {path}"
     if needs is None:
         return Check("disk", "ok", text)
-    mend = "free some, or choose a folder on another disk with --state"
+    remedy = "free some, or choose a folder on another disk with --state"
     if free_bytes < needs.snapshot_bytes:
         text += f", a snapshot takes {size(needs.snapshot_bytes)}, all that is to come "
         text += size(needs.more_bytes)
-        return Check("disk", "failed", f"no snapshot fits on the disk: {text}", mend)
+        return Check("disk", "failed", f"no snapshot fits on the disk: {text}", remedy)
     text += f", {size(needs.more_bytes)} needed"
     if free_bytes < needs.more_bytes:
-        return Check("disk", "warning", f"the disk will be full: {text}", mend)
+        return Check("disk", "warning", f"the disk will be full: {text}", remedy)
     return Check("disk", "ok", text)
 
 

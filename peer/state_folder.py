@@ -66,8 +66,8 @@ class StateFolder:
             self.path.mkdir(parents=True, exist_ok=True)
             file = (self.path / "lock").open("w")
         except OSError as error:
-            mend = "choose another folder with --state"
-            raise disk_fault(self.path, error, mend) from error
+            remedy = "choose another folder with --state"
+            raise disk_fault(self.path, error, remedy) from error
         with file:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -32,7 +32,7 @@ from dilocox.dht.errors import InvalidInput
 
 EMBEDDING_DISCOUNT = 2
 
-# How to mend it, where a model family is refused.
+# What to do where a model family is refused.
 ADVICE = "choose another family, for example llama, qwen3, mistral or olmo2"
 
 # A manifest comes from the network: it describes a model, but may not name code to fetch and run,
@@ -215,9 +215,9 @@ def _config_class(model_type: object) -> type[PreTrainedConfig]:
     """The configuration class of a model family that can be cut."""
     if not isinstance(model_type, str) or model_type not in CONFIG_MAPPING:
         near = difflib.get_close_matches(str(model_type), list(CONFIG_MAPPING), n=1)
-        mend = f"did you mean {near[0]!r}?" if near else ADVICE
+        remedy = f"did you mean {near[0]!r}?" if near else ADVICE
         raise InvalidInput(
-            f"model.model_type: transformers knows no model family {model_type!r}; {mend}"
+            f"model.model_type: transformers knows no model family {model_type!r}; {remedy}"
         )
     if model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
         raise InvalidInput(

@@ -39,7 +39,7 @@ STATE_FACTS_FILE = "anchor.json"
 LOCAL_FILE = "local.safetensors"
 HASH_CHUNK_BYTES = 1 << 20
 DAMAGED = ".damaged"  # how the name of a folder ends that was set aside
-MEND = "move the state folder away to join anew"
+REMEDY = "move the state folder away to join anew"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,7 +110,7 @@ def read_snapshot(folder: Path, *, layout: str) -> Snapshot | None:
             _set_aside(found, error)
             continue
         if snapshot.layout != layout:
-            raise EnvironmentFault(f"{found}: the snapshot is of another model or stage; {MEND}")
+            raise EnvironmentFault(f"{found}: the snapshot is of another model or stage; {REMEDY}")
         return snapshot
     return None
 
@@ -143,7 +143,7 @@ def _set_aside(found: Path, error: Exception) -> None:
         found.rename(aside)
         sync(found.parent)
     except OSError as fault:
-        raise disk_fault(found, fault, MEND) from fault
+        raise disk_fault(found, fault, REMEDY) from fault
     logger.warning(
         "the snapshot %s is damaged (%s): it is now %s, which you may delete, and this peer takes "
         "what it can from an older one or from the others",

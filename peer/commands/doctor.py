@@ -65,7 +65,7 @@ OF_THE_RUN = ("run", "version", "clock", "stage", "reachable", "bandwidth", "spe
 
 
 @dataclass(frozen=True, kw_only=True)
-class Part:
+class ContributionEstimate:
     """What this machine would contribute. exchange_s: None where it is not known."""
 
     stage: int
@@ -78,7 +78,7 @@ class Examination:
 
     def __init__(self, options: DoctorOptions, busy: Callable[[str], None]):
         """busy: told what takes a while now."""
-        self.part: Part | None = None
+        self.part: ContributionEstimate | None = None
         self._options = options
         self._busy = busy
         self._folder = folder_facts(options.state)
@@ -286,8 +286,8 @@ class Examination:
         self._busy("measuring the link, 8 s")
         link = swarm.bandwidth(needs.stage)
         if link is None:
-            mend = "try again: a peer in the middle of an exchange has no time for this"
-            yield Check("bandwidth", "warning", "not known: no peer had time to measure it", mend)
+            remedy = "try again: a peer in the middle of an exchange has no time for this"
+            yield Check("bandwidth", "warning", "not known: no peer had time to measure it", remedy)
             return None
         facts = _exchange_facts(self._options, needs, link, swarm.peers.get(needs.stage, 0))
         yield doctor_checks.bandwidth_check(facts)
@@ -313,7 +313,7 @@ class Examination:
         )
         exchange_s = None if exchange is None else exchange.seconds
         if not speed.fault:
-            self.part = Part(
+            self.part = ContributionEstimate(
                 stage=needs.stage,
                 tokens_per_s=doctor_checks.tokens_per_s(speed),
                 exchange_s=exchange_s,
@@ -384,7 +384,9 @@ def _written(options: DoctorOptions) -> list[Check]:
     return checks
 
 
-def as_json(checks: Sequence[Check], part: Part | None, invite: Invite) -> dict[str, Any]:
+def as_json(
+    checks: Sequence[Check], part: ContributionEstimate | None, invite: Invite
+) -> dict[str, Any]:
     """What scripts read: the lines, and what this machine would contribute."""
     return {
         "run": invite.run_id,
@@ -396,7 +398,7 @@ def as_json(checks: Sequence[Check], part: Part | None, invite: Invite) -> dict[
     }
 
 
-def verdict(checks: Sequence[Check], part: Part | None) -> str:
+def verdict(checks: Sequence[Check], part: ContributionEstimate | None) -> str:
     """What it comes to, in one sentence."""
     failed = [check.name for check in checks if check.status == "failed"]
     if failed:
@@ -441,10 +443,10 @@ class Page:
     def _line(self, check: Check) -> None:
         indent = MARK_WIDTH + NAME_WIDTH
         room = max(20, self._width - indent)
-        lines, mend = _wrapped(check.text, room), _wrapped(f"-> {check.mend}", room, "   ")
-        if check.mend and len(lines) == len(mend) == 1 and len(lines[0] + mend[0]) < room:
-            lines, mend = [f"{lines[0]} {mend[0]}"], []  # it fits into the same line
-        lines += mend if check.mend else []
+        lines, remedy = _wrapped(check.text, room), _wrapped(f"-> {check.remedy}", room, "   ")
+        if check.remedy and len(lines) == len(remedy) == 1 and len(lines[0] + remedy[0]) < room:
+            lines, remedy = [f"{lines[0]} {remedy[0]}"], []  # it fits into the same line
+        lines += remedy if check.remedy else []
         head = Text.assemble(
             (check.status.ljust(MARK_WIDTH), COLOURS[check.status]), check.name.ljust(NAME_WIDTH)
         )

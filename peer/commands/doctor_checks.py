@@ -4,7 +4,7 @@ failed   a peer could not take part
 warning  it can, but worse than it could, or something here could not be found out
 ok       nothing to do
 
-Whatever is not ok names its mend. Machine first, then the network and the run.
+Whatever is not ok names its remedy. Machine first, then the network and the run.
 
 The rules are pure. `libraries` and `folder_facts` gather what they must know of this machine,
 without a network; nothing is written: a doctor leaves no trace in a state folder.
@@ -34,7 +34,7 @@ MAX_NAMED = 6
 
 
 def fault(name: str, error: DilocoxError) -> Check:
-    """What an error for people says, which ends with its mend."""
+    """What an error for people says, which ends with its remedy."""
     text = str(error)
     cut = max(text.rfind(": "), text.rfind("; "))
     if cut < 0:
@@ -43,7 +43,7 @@ def fault(name: str, error: DilocoxError) -> Check:
 
 
 def not_checked(name: str, first: str) -> Check:
-    """What cannot be known before another line is mended."""
+    """What cannot be known before another line is fixed."""
     return Check(name, "skipped", "not checked", f"fix {first} first")
 
 
@@ -56,8 +56,8 @@ def python_check(version: tuple[int, int, int], system: str, machine: str) -> Ch
         wanted = f"{low[0]}.{low[1]} to {high[0]}.{high[1]}"
         return Check("python", "failed", text, f"install it for a Python from {wanted}")
     if (system, machine) != ("Linux", "x86_64"):
-        mend = "if it does not start, use Linux on x86-64, or the container image there"
-        return Check("python", "warning", f"{text}, which nobody has tried", mend)
+        remedy = "if it does not start, use Linux on x86-64, or the container image there"
+        return Check("python", "warning", f"{text}, which nobody has tried", remedy)
     return Check("python", "ok", text)
 
 
@@ -86,8 +86,8 @@ def libraries_check(libraries: Sequence[Library]) -> Check:
     broken = next((each for each in libraries if each.fault), None)
     if broken is not None:
         text = f"{broken.name} {broken.version} cannot be loaded: {broken.fault}"
-        mend = f"python -m pip install --force-reinstall '{broken.name}=={broken.version}'"
-        return Check("libraries", "failed", text, mend)
+        remedy = f"python -m pip install --force-reinstall '{broken.name}=={broken.version}'"
+        return Check("libraries", "failed", text, remedy)
     return Check("libraries", "ok", ", ".join(f"{each.name} {each.version}" for each in libraries))
 
 
@@ -140,11 +140,11 @@ def folder_check(folder: FolderFacts) -> Check:
             "give a second peer a folder and a port of its own with --state and --port",
         )
     if not folder.writable:
-        mend = "name a folder that this user can write to with --state"
-        return Check("folder", "failed", f"{folder.path}: this user cannot write to it", mend)
+        remedy = "name a folder that this user can write to with --state"
+        return Check("folder", "failed", f"{folder.path}: this user cannot write to it", remedy)
     if folder.paused:
-        mend = f"`dilocox resume --state {folder.path}` lets it take part"
-        return Check("folder", "warning", f"{folder.path}: its peer is paused", mend)
+        remedy = f"`dilocox resume --state {folder.path}` lets it take part"
+        return Check("folder", "warning", f"{folder.path}: its peer is paused", remedy)
     return Check("folder", "ok", folder.path)
 
 
@@ -311,15 +311,15 @@ def _bootstrap_check(address: str, why: str | None, others: bool) -> Check:
         return Check("bootstrap", "warning", text, "another one is enough; tell the operator")
     reason = why.lower()
     if "refused" in reason:
-        mend = "ask the operator whether the bootstrap runs and whether the invite is current"
+        remedy = "ask the operator whether the bootstrap runs and whether the invite is current"
     elif "name" in reason or "resolution" in reason or "address associated" in reason:
-        mend = "check that this machine is online, and the name in the invite"
+        remedy = "check that this machine is online, and the name in the invite"
     else:
-        mend = (
+        remedy = (
             f"check that this machine is online and may dial out to TCP port {at.port}, and ask "
             "the operator whether the bootstrap runs"
         )
-    return Check("bootstrap", "failed", text, mend)
+    return Check("bootstrap", "failed", text, remedy)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -343,11 +343,11 @@ def run_check(run: RunFacts) -> Check:
     stages = f"{run.stages} stage{'s' if run.stages > 1 else ''}"
     text = f"{run.name}: {stages}, {run.model}, {_millions(run.values)}"
     if run.state == "ended" or run.trained >= 1:
-        mend = "ask the operator for the invite of another run"
-        return Check("run", "failed", f"{text}; it has ended", mend)
+        remedy = "ask the operator for the invite of another run"
+        return Check("run", "failed", f"{text}; it has ended", remedy)
     if run.state == "paused":
-        mend = "no need to do anything: a peer waits until the operator resumes it"
-        return Check("run", "warning", f"{text}; its operator has paused it", mend)
+        remedy = "no need to do anything: a peer waits until the operator resumes it"
+        return Check("run", "warning", f"{text}; its operator has paused it", remedy)
     return Check("run", "ok", f"{text}, {100 * run.trained:.0f} % done")
 
 
@@ -362,8 +362,8 @@ def version_check(own: str, protocol: int, others: Mapping[str, int]) -> Check:
     newest = max(others, key=lambda version: (others[version], version))
     if others.get(own, 0) >= others[newest]:
         return Check("version", "ok", text)
-    mend = f"it works, as the protocol is the same; to be like most, install {newest}"
-    return Check("version", "warning", text, mend)
+    remedy = f"it works, as the protocol is the same; to be like most, install {newest}"
+    return Check("version", "warning", text, remedy)
 
 
 def clock_check(offset_s: float, peer_offset_s: float | None) -> Check:
@@ -383,8 +383,8 @@ def clock_check(offset_s: float, peer_offset_s: float | None) -> Check:
             "tell the operator: the clocks of the bootstraps and of that peer differ",
         )
     if abs(offset_s) > CLOCK_WARNING_S:
-        mend = "dilocox corrects it; for other programs: `sudo timedatectl set-ntp true`"
-        return Check("clock", "warning", text, mend)
+        remedy = "dilocox corrects it; for other programs: `sudo timedatectl set-ntp true`"
+        return Check("clock", "warning", text, remedy)
     return Check("clock", "ok", text)
 
 
@@ -505,8 +505,8 @@ def stage_check(
     empty = [number for number in range(stages) if peers.get(number) == 0 and number != stage]
     if empty:
         text += f"; stage {', '.join(map(str, empty[:4]))} would still have nobody"
-        mend = "invite more volunteers: a run trains when every stage has a peer"
-        return Check("stage", "warning", text, mend)
+        remedy = "invite more volunteers: a run trains when every stage has a peer"
+        return Check("stage", "warning", text, remedy)
     return Check("stage", "ok", text)
 
 
@@ -528,8 +528,8 @@ class SpeedFacts:
 def speed_check(stage: int, speed: SpeedFacts, exchange_s: float | None) -> Check:
     """What this peer would contribute."""
     if speed.fault:
-        mend = "see more with --log-level debug"
-        return Check("speed", "warning", f"not known: {speed.fault}", mend)
+        remedy = "see more with --log-level debug"
+        return Check("speed", "warning", f"not known: {speed.fault}", remedy)
     text = f"about {rounded(tokens_per_s(speed))} tokens/s in stage {stage}"
     if bound_by_link(speed):
         text += f", bound by the link (it computes {rounded(speed.tokens_per_s)})"

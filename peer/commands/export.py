@@ -348,9 +348,9 @@ def _write_configs(
 
 def _load_model(folder: Path) -> Any:
     """The model of a checkpoint folder by plain transformers, checked to be complete."""
-    mend = "export the run again"
+    remedy = "export the run again"
     if not (folder / "config.json").is_file():
-        raise InvalidInput(f"{folder} is no checkpoint (it has no config.json); {mend}")
+        raise InvalidInput(f"{folder} is no checkpoint (it has no config.json); {remedy}")
     had_bars = transformers_logging.is_progress_bar_enabled()
     transformers_logging.disable_progress_bar()
     try:
@@ -359,13 +359,13 @@ def _load_model(folder: Path) -> Any:
         )
     except (OSError, SafetensorError) as error:
         reason = " ".join(str(error).split())
-        raise InvalidInput(f"{folder} is no complete checkpoint ({reason}); {mend}") from error
+        raise InvalidInput(f"{folder} is no complete checkpoint ({reason}); {remedy}") from error
     finally:
         if had_bars:
             transformers_logging.enable_progress_bar()
     for kind, names in faults.items():
         if names:
-            raise InvalidInput(f"{folder} is no complete checkpoint ({kind}: {names}); {mend}")
+            raise InvalidInput(f"{folder} is no complete checkpoint ({kind}: {names}); {remedy}")
     return model
 
 

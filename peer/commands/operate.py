@@ -70,20 +70,20 @@ class Operator:
     @classmethod
     def of(cls, state: Path) -> Operator:
         """Raises InvalidInput where no run is operated from this folder."""
-        mend = "name the --state folder of the `dilocox bootstrap` that was given run.yaml"
+        remedy = "name the --state folder of the `dilocox bootstrap` that was given run.yaml"
         try:
             invite = Invite.parse((state / "invite").read_text().strip())
         except OSError as error:
-            raise InvalidInput(f"{state}: no bootstrap has run here; {mend}") from error
+            raise InvalidInput(f"{state}: no bootstrap has run here; {remedy}") from error
         revisions = RevisionFolder(state, invite.run_id)
         signed = revisions.newest()
         if signed is None or not (state / "identity.key").exists():
             raise InvalidInput(
-                f"{state}: has not the operator's key of run {invite.run_id}; {mend}"
+                f"{state}: has not the operator's key of run {invite.run_id}; {remedy}"
             )
         identity = Identity.load_or_create(state / "identity.key")
         if identity.public_key != signed.public_key:
-            raise InvalidInput(f"{state}: its key is not that of run {invite.run_id}; {mend}")
+            raise InvalidInput(f"{state}: its key is not that of run {invite.run_id}; {remedy}")
         return cls(state, invite.run_id, identity, revisions, signed.verify(invite.run_id))
 
     def publish(self, manifest: Manifest) -> int:

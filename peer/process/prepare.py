@@ -232,6 +232,6 @@ def check_disk(folder: Path, needs: StageNeeds) -> None:
     """
     check = disk_room(folder, needs)
     if check.status == "failed":
-        raise EnvironmentFault(f"{check.text}: {check.mend}")
+        raise EnvironmentFault(f"{check.text}: {check.remedy}")
     if check.status == "warning":
-        logger.warning("%s: %s", check.text, check.mend)
+        logger.warning("%s: %s", check.text, check.remedy)

@@ -296,11 +296,11 @@ def reading(spec: DataSpec) -> Generator[None, None, None]:
     try:
         yield
     except (OSError, ValueError, dataset_errors.DatasetsError, hub_errors.HTTPError) as error:
-        mend = f"check that its files are whole and of the format that {spec.FORMAT} names"
+        remedy = f"check that its files are whole and of the format that {spec.FORMAT} names"
         if spec.format == "hub":
-            mend = "check the network, and that HF_HOME names a folder that can be written"
+            remedy = "check the network, and that HF_HOME names a folder that can be written"
         raise EnvironmentFault(
-            f"{spec.SOURCE} {spec.source!r} cannot be read ({_reason(error)}); {mend}"
+            f"{spec.SOURCE} {spec.source!r} cannot be read ({_reason(error)}); {remedy}"
         ) from error
 
 

@@ -25,7 +25,7 @@ from dilocox.dht.invite import Invite
 from dilocox.dht.manifest import Manifest
 from dilocox.peer import resources
 from dilocox.peer.commands import doctor
-from dilocox.peer.commands.doctor import Page, Part, as_json, run_doctor, verdict
+from dilocox.peer.commands.doctor import ContributionEstimate, Page, as_json, run_doctor, verdict
 from dilocox.peer.commands.doctor_bench import look_at_device, measure_speed
 from dilocox.peer.commands.doctor_checks import Library, folder_facts, libraries
 from dilocox.peer.options import DoctorOptions
@@ -199,7 +199,7 @@ def test_every_line_keeps_to_the_width_and_its_column(file: io.StringIO) -> None
     assert "\x1b" not in file.getvalue()
 
 
-def test_a_mend_that_fits_stands_in_the_same_line(file: io.StringIO) -> None:
+def test_a_remedy_that_fits_stands_in_the_same_line(file: io.StringIO) -> None:
     Page(Console(file=file, width=80)).show([BAD])
     assert file.getvalue() == (
         "failed   port       port 7 is in use -> choose another one with --port\n"
@@ -214,14 +214,14 @@ def test_what_a_stranger_wrote_does_not_steer_the_terminal(file: io.StringIO) ->
 def test_the_verdict_names_causes_and_not_what_follows_from_them() -> None:
     behind = Check("speed", "skipped", "not checked", "fix port first")
     assert verdict([GOOD, BAD, behind], None) == "This machine cannot take part yet: fix port."
-    part = Part(stage=1, tokens_per_s=3_210.0, exchange_s=2.0)
+    part = ContributionEstimate(stage=1, tokens_per_s=3_210.0, exchange_s=2.0)
     assert verdict([GOOD], part) == "This machine can take part: stage 1, about 3,200 tokens/s."
     warning = Check("clock", "warning", "late", "set it")
     assert verdict([GOOD, warning], part).endswith("tokens/s; see the warnings: clock.")
 
 
 def test_scripts_read_the_lines_and_the_part() -> None:
-    part = Part(stage=1, tokens_per_s=3_210.0, exchange_s=None)
+    part = ContributionEstimate(stage=1, tokens_per_s=3_210.0, exchange_s=None)
     told = json.loads(json.dumps(as_json([GOOD, BAD], part, _options().invite)))
     assert told["can_take_part"] is False
     assert told["part"] == {"stage": 1, "tokens_per_s": 3210.0, "exchange_s": None}
@@ -229,7 +229,7 @@ def test_scripts_read_the_lines_and_the_part() -> None:
         "name": "port",
         "status": "failed",
         "text": "port 7 is in use",
-        "mend": "choose another one with --port",
+        "remedy": "choose another one with --port",
     }
 
 
@@ -254,14 +254,14 @@ def test_without_a_bootstrap_the_rest_is_checked_all_the_same(here: Path, taken:
     told = json.loads(file.read_text())
     checks = {check["name"]: check for check in told["checks"]}
     assert checks["python"]["status"] == checks["disk"]["status"] == "ok"
-    assert checks["port"]["status"] == "failed" and "--port" in checks["port"]["mend"]
-    assert checks["bootstrap"]["status"] == "failed" and checks["bootstrap"]["mend"]
+    assert checks["port"]["status"] == "failed" and "--port" in checks["port"]["remedy"]
+    assert checks["bootstrap"]["status"] == "failed" and checks["bootstrap"]["remedy"]
     for name in ("run", "version", "clock", "stage", "reachable", "bandwidth", "speed"):
         assert checks[name] == {
             "name": name,
             "status": "skipped",
             "text": "not checked",
-            "mend": "fix bootstrap first",
+            "remedy": "fix bootstrap first",
         }
     assert told["part"] is None
     assert told["verdict"] == "This machine cannot take part yet: fix port, bootstrap."
@@ -287,8 +287,8 @@ def test_a_run_that_cannot_be_joined_says_why_and_the_rest_waits_for_it(
     told = json.loads((here / "told.json").read_text())
     checks = {check["name"]: check for check in told["checks"]}
     assert checks["bootstrap"]["status"] == checks["memory"]["status"] == "ok"
-    assert str(error) == f"{checks[line]['text']}: {checks[line]['mend']}"
-    assert checks["speed"]["mend"] == f"fix {line} first"
+    assert str(error) == f"{checks[line]['text']}: {checks[line]['remedy']}"
+    assert checks["speed"]["remedy"] == f"fix {line} first"
     assert told["verdict"] == f"This machine cannot take part yet: fix {line}."
 
 

@@ -42,11 +42,11 @@ def test_bootstraps_that_answer_are_fine() -> None:
 def test_one_of_two_bootstraps_is_enough() -> None:
     checks = bootstrap_checks({FIRST: "Connection refused", SECOND: None})
     assert [check.status for check in checks] == ["warning", "ok"]
-    assert "tell the operator" in checks[0].mend
+    assert "tell the operator" in checks[0].remedy
 
 
 @pytest.mark.parametrize(
-    ("why", "mend"),
+    ("why", "remedy"),
     [
         ("Connection refused", "ask the operator whether the bootstrap runs"),
         ("timed out", "may dial out to TCP port 31337"),
@@ -56,10 +56,10 @@ def test_one_of_two_bootstraps_is_enough() -> None:
         ("Temporary failure in name resolution", "check that this machine is online"),
     ],
 )
-def test_without_any_bootstrap_the_reason_decides_the_mend(why: str, mend: str) -> None:
+def test_without_any_bootstrap_the_reason_decides_the_mend(why: str, remedy: str) -> None:
     (check,) = bootstrap_checks({FIRST: why})
     assert check.status == "failed"
-    assert why in check.text and mend in check.mend
+    assert why in check.text and remedy in check.remedy
 
 
 def test_the_run_is_described() -> None:
@@ -72,7 +72,7 @@ def test_the_run_is_described() -> None:
 def test_nobody_can_take_part_in_a_run_that_has_ended(run: RunFacts) -> None:
     check = run_check(run)
     assert check.status == "failed"
-    assert "it has ended" in check.text and check.mend
+    assert "it has ended" in check.text and check.remedy
 
 
 def test_a_run_may_be_paused() -> None:
@@ -88,7 +88,7 @@ def test_the_version_that_all_have_is_fine() -> None:
 def test_the_version_that_most_have_is_named() -> None:
     check = version_check("0.1.0", 2, {"0.2.0": 3, "0.1.0": 1})
     assert check.status == "warning"
-    assert "3 of 0.2.0, 1 of 0.1.0" in check.text and "install 0.2.0" in check.mend
+    assert "3 of 0.2.0, 1 of 0.1.0" in check.text and "install 0.2.0" in check.remedy
 
 
 def test_of_many_versions_the_most_frequent_are_listed() -> None:
@@ -106,13 +106,13 @@ def test_a_clock_that_is_wrong_is_corrected_and_said() -> None:
     behind, ahead = clock_check(300.0, 0.1), clock_check(-300.0, None)
     assert (behind.status, ahead.status) == ("warning", "warning")
     assert "300.0 s behind" in behind.text and "300.0 s ahead of" in ahead.text
-    assert "timedatectl" in behind.mend
+    assert "timedatectl" in behind.remedy
 
 
 def test_peers_whose_time_differs_are_for_the_operator() -> None:
     check = clock_check(0.0, -4.0)
     assert check.status == "warning"
-    assert "4.0 s apart" in check.text and "operator" in check.mend
+    assert "4.0 s apart" in check.text and "operator" in check.remedy
 
 
 # ---- the way to this peer ------------------------------------------------------------------------
@@ -138,7 +138,7 @@ def test_an_address_that_works_is_named() -> None:
 
 
 @pytest.mark.parametrize(
-    ("reach", "mend"),
+    ("reach", "remedy"),
     [
         (_reach("dial_out"), "let TCP port 31338 through firewall and router"),
         (_reach("dial_out", port=0), "--port 31337 --announce /ip4/198.51.100.5/tcp/31337"),
@@ -149,16 +149,16 @@ def test_an_address_that_works_is_named() -> None:
     ],
 )
 def test_a_machine_that_only_dials_out_takes_part_and_is_told_how_to_be_reached(
-    reach: ReachFacts, mend: str
+    reach: ReachFacts, remedy: str
 ) -> None:
     check = reach_check(reach)
     assert check.status == "warning"  # it takes part all the same
-    assert mend in check.mend
+    assert remedy in check.remedy
 
 
 def test_it_may_not_be_known_whether_others_reach_this_machine() -> None:
     check = reach_check(_reach("unknown"))
-    assert check.status == "warning" and "not known" in check.text and check.mend
+    assert check.status == "warning" and "not known" in check.text and check.remedy
 
 
 def test_a_port_that_is_free_is_fine_and_one_that_is_not_is_a_failure() -> None:
@@ -166,7 +166,7 @@ def test_a_port_that_is_free_is_fine_and_one_that_is_not_is_a_failure() -> None:
     assert port_check("0.0.0.0", 0, None, own_peer=False).status == "ok"
     assert port_check("0.0.0.0", 7, None, own_peer=False).status == "ok"
     check = port_check("0.0.0.0", 7, taken, own_peer=False)
-    assert (check.status, check.mend) == ("failed", "choose another one")
+    assert (check.status, check.remedy) == ("failed", "choose another one")
     own = port_check("0.0.0.0", 7, taken, own_peer=True)
     assert own.status == "ok" and "this folder's peer" in own.text
 
@@ -175,7 +175,7 @@ def test_a_link_must_move_an_exchange_in_its_time() -> None:
     assert bandwidth_check(LINK).status == "ok"  # 30 s at 2 MB/s
     check = bandwidth_check(replace(LINK, up=0.5e6))
     assert check.status == "failed"
-    assert "120 s" in check.text and "60 s" in check.text and "--max-upload" in check.mend
+    assert "120 s" in check.text and "60 s" in check.text and "--max-upload" in check.remedy
 
 
 # ---- the part it would play ----------------------------------------------------------------------
@@ -190,7 +190,7 @@ def test_the_stage_is_named_with_who_is_there() -> None:
 def test_stages_that_still_have_nobody_are_a_warning() -> None:
     check = stage_check("auto", 1, {0: 2, 1: 0, 2: 0, 3: 0}, 4, None)
     assert check.status == "warning" and "stage 1, which has nobody else" in check.text
-    assert "stage 2, 3 would still have nobody" in check.text and "volunteers" in check.mend
+    assert "stage 2, 3 would still have nobody" in check.text and "volunteers" in check.remedy
 
 
 def test_of_stages_that_did_not_answer_nothing_is_claimed() -> None:
@@ -216,4 +216,4 @@ def test_a_slow_link_bounds_what_a_fast_machine_contributes() -> None:
 
 def test_a_speed_that_is_not_known_stops_nobody() -> None:
     check = speed_check(0, SpeedFacts(fault="out of memory"), None)
-    assert check.status == "warning" and "out of memory" in check.text and check.mend
+    assert check.status == "warning" and "out of memory" in check.text and check.remedy

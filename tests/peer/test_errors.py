@@ -1,4 +1,4 @@
-"""What a person sees when something is wrong: one line that names the mend, and nothing is left."""
+"""What a person sees when something is wrong: one line that names the remedy; nothing is left."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def test_wrong_invite_is_named_with_what_it_should_look_like(
     fails(run(command, given, *(["out"] if command == "export" else [])), 2, *words)
 
 
-def test_manifest_with_a_wrong_field_is_named_with_the_field_and_the_mend(
+def test_manifest_with_a_wrong_field_is_named_with_the_field_and_the_remedy(
     run: Run, tmp_path: Path
 ) -> None:
     manifest = write_manifest(tmp_path / "run.yaml", rounds={"inner_stepz": 8})
@@ -96,7 +96,7 @@ def test_manifest_with_a_wrong_field_is_named_with_the_field_and_the_mend(
     fails(run("bootstrap", str(manifest), *LOCAL, "--port", "0"), 2, str(manifest), line)
 
 
-def test_key_that_others_can_read_is_refused_with_the_command_that_mends_it(
+def test_key_that_others_can_read_is_refused_with_the_command_that_fixes_it(
     run: Run, tmp_path: Path
 ) -> None:
     key = tmp_path / "state" / "identity.key"
@@ -107,7 +107,7 @@ def test_key_that_others_can_read_is_refused_with_the_command_that_mends_it(
     fails(peer, 2, str(key), "0644", f"chmod 600 {key}")
 
 
-def test_port_in_use_is_named_with_the_option_that_mends_it(run: Run) -> None:
+def test_port_in_use_is_named_with_the_option_that_fixes_it(run: Run) -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = str(other.getsockname()[1])
         fails(run("peer", NOBODY, *LOCAL, "--port", port), 1, f"port {port}", "in use", "--port")

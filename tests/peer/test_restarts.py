@@ -164,7 +164,7 @@ def test_a_journal_that_cannot_be_read_counts_as_a_send(loop: Loop) -> None:
     again = loop.again()
     assert torch.equal(again.live, again.model.merge.anchor)
     assert (again.model.merge.tokens, again.model.merge.lost_tokens) == (0, 3 * STEP_TOKENS)
-    again.learner.leave(ended=False)  # which mends it
+    again.learner.leave(ended=False)  # which repairs it
     assert not again.again().snapshots.sent_since
 
 

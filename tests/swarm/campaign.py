@@ -136,7 +136,7 @@ class Campaign:
         story = _Story(replica, victim, hit_at)
         mended = self._watch(injury, story)
         if not mended:
-            injury.mend()
+            injury.remedy()
         swarm.wait(
             lambda: _noticed(injury, hit_at) and self._whole(),
             WHOLE_LIMIT_S,
@@ -201,7 +201,7 @@ class Campaign:
         return hit_at, shown.phase
 
     def _watch(self, injury: Injury, story: _Story) -> bool:
-        """Until training goes on: mend what lasts in time, and who died once that is known."""
+        """Until training goes on: remedy what lasts in time, and who died once that is known."""
         mended = False
 
         def over() -> bool:
@@ -209,7 +209,7 @@ class Campaign:
             story.look()
             hurt_s = time.time() - story.hit_at
             if not mended and hurt_s > HURT_S:
-                injury.mend()
+                injury.remedy()
                 mended = True
             return story.again_at is not None and (mended or not injury.lasts)
 

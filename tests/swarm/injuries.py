@@ -90,7 +90,7 @@ class Injury:
             case _:
                 raise ValueError(f"no fault {self.kind}")
 
-    def mend(self) -> None:
+    def remedy(self) -> None:
         """Undo it; who has ended is started again, with the same state."""
         swarm, victim = self._swarm, self.victim
         match self.kind:

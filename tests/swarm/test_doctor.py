@@ -85,7 +85,7 @@ def test_the_doctor_names_the_stage_that_lacks_a_peer_and_what_is_wrong(
     bootstrap.clean_within(LEAVE_LIMIT_S)
     told = _told(commands, invite, tmp_path, "--state", "new", code=1)
     assert told["bootstrap"]["status"] == "failed"
-    assert "ask the operator whether the bootstrap runs" in told["bootstrap"]["mend"]
+    assert "ask the operator whether the bootstrap runs" in told["bootstrap"]["remedy"]
     assert told["memory"]["status"] == told["disk"]["status"] == told["python"]["status"] == "ok"
     assert all(told[name]["status"] == "skipped" for name in ("run", "reachable", "speed"))
 
@@ -102,7 +102,7 @@ def test_the_doctor_knows_whether_a_router_lets_others_in(tmp_path: Path) -> Non
             assert closed["reachable"]["status"] == "warning"
             assert "would only dial out" in closed["reachable"]["text"]
             announced = f"--announce /ip4/{net.seen_at(1)}/tcp/{MAPPED_PORT}"
-            assert announced in closed["reachable"]["mend"]
+            assert announced in closed["reachable"]["remedy"]
             net.map_port(1, MAPPED_PORT)
             mapped = _at_home(net, swarm, "--port", str(MAPPED_PORT))
             assert mapped["reachable"]["status"] == "ok"

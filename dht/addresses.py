@@ -25,11 +25,11 @@ DIAL_TIMEOUT_S = 3.0
 BOOTSTRAP_PATIENCE_S = 10.0
 BETWEEN_TRIES_S = 5.0
 
-Reachability = Literal["public", "mapped", "dial_out", "unknown"]
+ReachKind = Literal["public", "mapped", "dial_out", "unknown"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Reach:
+class Reachability:
     """How others reach a peer.
 
     kind: public (at an address of its own), mapped (at its router's), dial_out (not at all),
@@ -38,14 +38,14 @@ class Reach:
     reached by more than those that it had dialled itself, which a router may let in alone.
     """
 
-    kind: Reachability = "unknown"
+    kind: ReachKind = "unknown"
     addresses: tuple[str, ...] = ()
     asked: int = 0
     seen: tuple[str, ...] = ()
     by_others: bool = False
 
 
-FindReach = Callable[[Any, Sequence[Any], Sequence[str]], Awaitable[Reach]]
+FindReach = Callable[[Any, Sequence[Any], Sequence[str]], Awaitable[Reachability]]
 """Has these peers (PeerID) dial this one at these multiaddrs, through its P2P."""
 
 

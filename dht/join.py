@@ -13,7 +13,7 @@ from pathlib import Path
 
 import typer
 
-from dilocox.dht.addresses import Reach
+from dilocox.dht.addresses import Reachability
 from dilocox.dht.clock import RunClock
 from dilocox.dht.identity import Identity
 from dilocox.dht.invite import Invite
@@ -36,7 +36,7 @@ class Joined:
     clock: RunClock
     dht: RunDHT
     swarm: Swarm
-    reach: Reach = field(default_factory=Reach)
+    reach: Reachability = field(default_factory=Reachability)
 
 
 @contextmanager

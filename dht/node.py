@@ -41,7 +41,7 @@ from hivemind.p2p import PeerID
 from hivemind.utils import MPFuture
 
 from dilocox.dht import node_process, protocol
-from dilocox.dht.addresses import FindReach, Reach, check_ports, reachable_bootstraps
+from dilocox.dht.addresses import FindReach, Reachability, check_ports, reachable_bootstraps
 from dilocox.dht.clock import RunClock
 from dilocox.dht.errors import DilocoxError, EnvironmentFault
 from dilocox.dht.identity import Identity, peer_id_bytes_of
@@ -73,9 +73,9 @@ class StoredValue:
     subkey: bytes | None = None
 
 
-async def reach(dht: DHT, _node: DHTNode) -> Reach:
+async def reach(dht: DHT, _node: DHTNode) -> Reachability:
     """How others reached the node when it started."""
-    return getattr(dht, "_reach", Reach())
+    return getattr(dht, "_reach", Reachability())
 
 
 async def visible_addresses(_dht: DHT, node: DHTNode) -> tuple[str, ...]:
@@ -301,7 +301,7 @@ class RunDHT(DHT):
         self._socket_folder = socket_folder
         self._main_pid = os.getpid()
         self._ended = False
-        self._reach = Reach()
+        self._reach = Reachability()
         self.keepers: Keepers | None = None  # the child's
         forking = multiprocessing.get_context("fork")
         self._sending = forking.RLock()
@@ -446,7 +446,7 @@ class RunDHT(DHT):
             lambda: self.run_coroutine(visible_addresses, return_future=True), timeout_s
         )
 
-    def reach(self, timeout_s: float = 10.0) -> Reach:
+    def reach(self, timeout_s: float = 10.0) -> Reachability:
         """How others reached this node when it started."""
         return self._request(lambda: self.run_coroutine(reach, return_future=True), timeout_s)
 

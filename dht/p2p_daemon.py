@@ -32,7 +32,7 @@ from hivemind.p2p import P2P, P2PDaemonError, PeerID
 from hivemind.proto import dht_pb2
 from hivemind.utils.multiaddr import Multiaddr
 
-from dilocox.dht.addresses import FindReach, Reach
+from dilocox.dht.addresses import FindReach, Reachability
 from dilocox.dht.clock import OffsetSample, RunClock, median_offset
 from dilocox.dht.errors import EnvironmentFault
 from dilocox.dht.invite import bootstrap_address, listen_address
@@ -89,7 +89,7 @@ class DaemonOwner:
         self._loop = asyncio.SelectorEventLoop()
         self._thread = threading.Thread(target=self._run, name="p2pd owner", daemon=True)
         self._tasks: list[asyncio.Task[None]] = []
-        self.reach = Reach()
+        self.reach = Reachability()
         self._unanswered: Counter[str] = Counter()
 
     def start(self) -> None:

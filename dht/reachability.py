@@ -34,7 +34,7 @@ from typing import Any, AsyncIterator, cast  # noqa: UP035 - hivemind knows this
 from hivemind.p2p import P2P, P2PContext, PeerID, ServicerBase
 from hivemind.proto import runtime_pb2
 
-from dilocox.dht.addresses import Reach, Reachability
+from dilocox.dht.addresses import Reachability, ReachKind
 from dilocox.dht.errors import InvalidInput
 from dilocox.dht.invite import MAX_INVITE_ADDRESSES, TcpAddress, invite_addresses, listen_address
 from dilocox.dht.rpc import FrameRefused, chunk_of, pack, reply, unpack
@@ -352,7 +352,7 @@ async def _first_yes(calls: Iterable[Any]) -> tuple[tuple[str, ...] | None, int]
 ASK_AGAIN_S = 0.3  # a bootstrap that starts at the same moment does not answer this yet
 TRIES = 2
 CHECK_S, CHECK_AGAIN_S = 300.0, 60.0
-REACHED: tuple[Reachability, ...] = ("public", "mapped")
+REACHED: tuple[ReachKind, ...] = ("public", "mapped")
 
 
 async def find_reach(
@@ -363,7 +363,7 @@ async def find_reach(
     limit_s: float = 10.0,
     patience_s: float = 3.0,
     again: bool = False,
-) -> Reach:
+) -> Reachability:
     """Have these peers dial this one, all at the same time; the first that succeeds decides.
 
     own_addresses: TCP multiaddrs without peer id, the announced ones first. Ask a bootstrap, which
@@ -374,7 +374,7 @@ async def find_reach(
     """
     started = time.monotonic()
     question = {"addresses": list(own_addresses[:MAX_NAMED]), "again": again}
-    found, failures = Reach(), 0
+    found, failures = Reachability(), 0
     while candidates and not found.addresses and failures < TRIES:
         spent_s = time.monotonic() - started
         if spent_s > (limit_s if found.asked else patience_s):
@@ -393,8 +393,8 @@ async def find_reach(
 
 
 async def _dialled(
-    p2p: P2P, peers: Sequence[PeerID], question: dict[str, Any], span_s: float, before: Reach
-) -> Reach:
+    p2p: P2P, peers: Sequence[PeerID], question: dict[str, Any], span_s: float, before: Reachability
+) -> Reachability:
     """Ask all of them; what was found, added to what was known, with the kind still open."""
     seen, asked = set(before.seen), before.asked
     worked: tuple[str, ...] = ()
@@ -414,7 +414,9 @@ async def _dialled(
     for call in calls:
         call.cancel()
     await asyncio.gather(*calls, return_exceptions=True)
-    return Reach(addresses=worked, asked=asked, seen=tuple(sorted(seen)), by_others=by_others)
+    return Reachability(
+        addresses=worked, asked=asked, seen=tuple(sorted(seen)), by_others=by_others
+    )
 
 
 class ReachWatch:
@@ -423,7 +425,7 @@ class ReachWatch:
     reached: whether they did when it started; else nobody could try, and that is made up for soon.
     by_others: whether more than a bootstrap did. Until then others are asked, too, as at the start;
     from then on strangers can take nothing back. ask: begins a dial-back of one that others reached
-    before, or not; a future of Reach. A laptop that is carried elsewhere must start anew: in a
+    before, or not; a future of `Reachability`. A laptop that moves must start anew: in a
     swarm that takes it for reachable all others wait for it in vain.
     """
 
@@ -445,7 +447,7 @@ class ReachWatch:
         if not self._asked.done():
             return False
         asked, self._asked = self._asked, None
-        reach = Reach() if asked.exception() is not None else asked.result()
+        reach = Reachability() if asked.exception() is not None else asked.result()
         self._reached |= reach.kind in REACHED
         self._by_others |= reach.kind in REACHED and reach.by_others
         failed = reach.kind == "dial_out"
@@ -455,7 +457,7 @@ class ReachWatch:
 
 
 def reached_at(
-    reach: Reach, announced: Sequence[str], visible: Sequence[str], peer_id: str
+    reach: Reachability, announced: Sequence[str], visible: Sequence[str], peer_id: str
 ) -> tuple[str, ...]:
     """The multiaddrs, with peer id, that a peer tells others, those that were tried first."""
     if reach.kind == "dial_out":
@@ -465,7 +467,9 @@ def reached_at(
     return tuple(told)[:MAX_INVITE_ADDRESSES]
 
 
-def described(reach: Reach, announced: Sequence[str], told: Sequence[str]) -> tuple[int, str]:
+def described(
+    reach: Reachability, announced: Sequence[str], told: Sequence[str]
+) -> tuple[int, str]:
     """What a volunteer should know of it, with the level at which to log it."""
     at = ", ".join(told)
     if reach.kind == "unknown":

@@ -16,7 +16,7 @@ from typing import Any
 
 from benchmarks.simulation.clock import Event, SimulatedFuture, ThreadClock
 from benchmarks.simulation.dht import Network
-from dilocox.dht.addresses import Reach as Reachability
+from dilocox.dht.addresses import Reachability
 from dilocox.dht.manifest import Manifest
 from dilocox.peer.averaging.averager import Applied
 from dilocox.peer.chain.store import Tip

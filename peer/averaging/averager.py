@@ -330,7 +330,7 @@ class StageAverager(PeerService, ConnectivityService, DecentralizedAverager):
 
     def check_reach(self, again: bool) -> Any:
         """Ask the bootstraps whether others reach this peer now, as they did before or as at its
-        start; a future of Reach.
+        start; a future of Reachability.
         """
         return self._call("check_reach", again=again)
 

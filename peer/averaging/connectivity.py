@@ -21,7 +21,7 @@ from hivemind.averaging import control as hivemind_control
 from hivemind.p2p import PeerID
 
 from dilocox.compression.layout import FlatLayout
-from dilocox.dht.addresses import Reach, Reachability
+from dilocox.dht.addresses import Reachability, ReachKind
 from dilocox.dht.clock import Clock
 from dilocox.dht.manifest import Manifest
 from dilocox.dht.reachability import REACHED, Probe, ReachWatch, find_reach
@@ -48,7 +48,7 @@ class LocalPeer:
     client_mode: bool
     memory_limit_bytes: float | None
     name: str = ""
-    reachability: Reachability = "unknown"
+    reachability: ReachKind = "unknown"
     reached_by_others: bool = False  # not only by a bootstrap
 
 
@@ -77,7 +77,7 @@ class ConnectivityService:
     async def _serve_redial(self, targets: Targets) -> None:
         self._redialler.aim(targets)
 
-    async def _serve_check_reach(self, again: bool) -> Reach:
+    async def _serve_check_reach(self, again: bool) -> Reachability:
         found = [str(address) for address in await self._p2p.get_visible_maddrs(latest=True)]
         own = [address.rpartition("/p2p/")[0] for address in found]
         asked = [PeerID.from_base58(peer) for peer in self.config.bootstraps]
@@ -96,7 +96,7 @@ class DialsOthers(Protocol):
         ...
 
     def check_reach(self, again: bool) -> Any:
-        """Ask whether others reach this peer; a future of Reach. again: others did before."""
+        """Ask whether others reach this peer, `again` where they did; a future of Reachability."""
         ...
 
 

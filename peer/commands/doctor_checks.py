@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from dilocox.dht.addresses import Reachability
+from dilocox.dht.addresses import ReachKind
 from dilocox.dht.errors import DilocoxError
 from dilocox.dht.identity import Identity
 from dilocox.dht.invite import bootstrap_address
@@ -397,7 +397,7 @@ class ReachFacts:
     port: of `--port`.
     """
 
-    kind: Reachability
+    kind: ReachKind
     addresses: Sequence[str]
     seen: Sequence[str]
     port: int

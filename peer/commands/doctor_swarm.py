@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 
 from hivemind.p2p import PeerID
 
-from dilocox.dht.addresses import Reach
+from dilocox.dht.addresses import Reachability
 from dilocox.dht.errors import EnvironmentFault
 from dilocox.dht.invite import Invite, bootstrap_address
 from dilocox.dht.join import Joined
@@ -122,7 +122,7 @@ class SwarmFacts:
 
         return self._first(ask, self._hosts(stage))
 
-    def reach(self, announce: Sequence[str], port: int = 0) -> Reach:
+    def reach(self, announce: Sequence[str], port: int = 0) -> Reachability:
         """What others find who dial this machine: the doctor, or whoever listens at this port."""
         own = list(announce)
         for address in self._place.dht.visible_addresses():
@@ -130,10 +130,10 @@ class SwarmFacts:
             own.append(f"{told.rpartition('/')[0]}/{port}" if port else told)
         asked = [PeerID.from_base58(peer) for peer in self._bootstraps]
 
-        async def find() -> Reach:
+        async def find() -> Reachability:
             return await find_reach(self._thread.p2p, asked, own, limit_s=REACH_LIMIT_S)
 
-        return self._run(find(), REACH_LIMIT_S + 2.0) or Reach(kind="unknown")
+        return self._run(find(), REACH_LIMIT_S + 2.0) or Reachability(kind="unknown")
 
     def bandwidth(self, stage: int) -> Bandwidth | None:
         """Bytes a second from and to a peer of the run, None if nobody has time for that."""

@@ -24,7 +24,7 @@ import prometheus_client
 from prometheus_client import CollectorRegistry, Counter, Histogram
 
 from dilocox import __version__
-from dilocox.dht.addresses import Reachability
+from dilocox.dht.addresses import ReachKind
 from dilocox.dht.join import Joined
 from dilocox.dht.manifest import PROTOCOL_VERSION
 from dilocox.peer.averaging.averager import StageAverager, StageBuffers
@@ -250,7 +250,7 @@ METRICS = (
     _Spec(
         "reachable",
         "How others reach this peer.",
-        lambda p: one_of(p.local.reachability, get_args(Reachability)),
+        lambda p: one_of(p.local.reachability, get_args(ReachKind)),
         ("kind",),
     ),
     _Spec(

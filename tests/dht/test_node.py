@@ -16,7 +16,7 @@ from hivemind.dht.validation import DHTRecord, RecordValidatorBase
 from hivemind.p2p import P2P, P2PDaemonError
 from hivemind.utils import timed_storage
 
-from dilocox.dht.addresses import Reach
+from dilocox.dht.addresses import Reachability
 from dilocox.dht.clock import RunClock
 from dilocox.dht.errors import EnvironmentFault, InvalidInput
 from dilocox.dht.identity import Identity, peer_id_bytes_of
@@ -340,8 +340,8 @@ def test_address_that_is_no_tcp_multiaddr_is_a_users_mistake(
 
 
 # ---- how others reach it -------------------------------------------------------------------------
-def opened(open_node: OpenNode, first: Node, key: Path, reach: Reach) -> Node:
-    async def find_reach(p2p: Any, peers: Sequence[Any], own: Sequence[str]) -> Reach:
+def opened(open_node: OpenNode, first: Node, key: Path, reach: Reachability) -> Node:
+    async def find_reach(p2p: Any, peers: Sequence[Any], own: Sequence[str]) -> Reachability:
         return replace(reach, seen=(*map(str, peers), *own))
 
     return open_node(
@@ -354,7 +354,7 @@ def opened(open_node: OpenNode, first: Node, key: Path, reach: Reach) -> Node:
 def test_the_bootstraps_are_asked_about_the_addresses_it_listens_on(
     open_node: OpenNode, first: Node, tmp_path: Path
 ):
-    dht, *_ = opened(open_node, first, tmp_path / "key", Reach(kind="public"))
+    dht, *_ = opened(open_node, first, tmp_path / "key", Reachability(kind="public"))
     bootstrap = first[0].visible_addresses()[0].rpartition("/")[2]
     (own,) = {address.partition("/p2p/")[0] for address in dht.visible_addresses()}
     assert dht.reach().kind == "public" and dht.reach().seen == (bootstrap, own)
@@ -364,7 +364,7 @@ def test_the_bootstraps_are_asked_about_the_addresses_it_listens_on(
 def test_one_that_only_dials_out_is_a_client_and_names_no_address(
     open_node: OpenNode, first: Node, tmp_path: Path, run: str
 ):
-    dht, swarm, _ = opened(open_node, first, tmp_path / "key", Reach(kind="dial_out"))
+    dht, swarm, _ = opened(open_node, first, tmp_path / "key", Reachability(kind="dial_out"))
     assert dht.reach().kind == "dial_out" and dht.client_mode
     assert dht.visible_addresses() == ()
     assert swarm.publish(part_key(run, 9), PartRecord(part=9, position=1), 60)
@@ -375,7 +375,7 @@ def test_one_that_only_dials_out_is_a_client_and_names_no_address(
 def test_one_behind_a_mapped_port_announces_what_others_found(
     open_node: OpenNode, first: Node, tmp_path: Path
 ):
-    found = Reach(kind="mapped", addresses=("/ip4/198.51.100.7/tcp/31337",))
+    found = Reachability(kind="mapped", addresses=("/ip4/198.51.100.7/tcp/31337",))
     dht, *_ = opened(open_node, first, tmp_path / "key", found)
     (address,) = dht.visible_addresses()
     assert address.startswith("/ip4/198.51.100.7/tcp/31337/p2p/")

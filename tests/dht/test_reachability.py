@@ -18,7 +18,7 @@ import pytest
 from hivemind.p2p import P2P
 
 from dilocox.dht import reachability
-from dilocox.dht.addresses import Reach, Reachability
+from dilocox.dht.addresses import Reachability, ReachKind
 from dilocox.dht.identity import peer_id_of
 from dilocox.dht.reachability import (
     BANDWIDTH_LIMIT_BYTES,
@@ -341,9 +341,9 @@ def test_the_time_that_a_peer_tells() -> None:
 
 
 def test_a_peer_that_was_carried_elsewhere_is_lost_after_two_failures_in_a_row() -> None:
-    answers: list[Future[Reach]] = []
+    answers: list[Future[Reachability]] = []
 
-    def ask(again: bool) -> Future[Reach]:
+    def ask(again: bool) -> Future[Reachability]:
         assert again
         answers.append(Future())
         return answers[-1]
@@ -351,7 +351,7 @@ def test_a_peer_that_was_carried_elsewhere_is_lost_after_two_failures_in_a_row()
     now, lost = time.monotonic(), list[bool]()
     watch = ReachWatch(ask, reached=True, by_others=True, now=now)
     assert not watch.lost(now) and not answers
-    kinds: tuple[Reachability | None, ...] = ("dial_out", "public", "dial_out", None, "dial_out")
+    kinds: tuple[ReachKind | None, ...] = ("dial_out", "public", "dial_out", None, "dial_out")
     for kind in (*kinds, "unknown", "dial_out", "dial_out"):
         now += CHECK_S + 1
         assert not watch.lost(now)  # asks
@@ -359,7 +359,7 @@ def test_a_peer_that_was_carried_elsewhere_is_lost_after_two_failures_in_a_row()
         if kind is None:
             answers[-1].set_exception(ConnectionError())
         else:
-            answers[-1].set_result(Reach(kind=kind))
+            answers[-1].set_result(Reachability(kind=kind))
         lost.append(watch.lost(now))
     assert lost == [False] * 7 + [True]
 
@@ -367,19 +367,19 @@ def test_a_peer_that_was_carried_elsewhere_is_lost_after_two_failures_in_a_row()
 class Told:
     """A swarm that answers at once; `asked`: whether each question was "again"."""
 
-    def __init__(self, *answers: Reach) -> None:
+    def __init__(self, *answers: Reachability) -> None:
         self.asked: list[bool] = []
         self._answers = answers
 
-    def __call__(self, again: bool) -> Future[Reach]:
-        answer = Future[Reach]()
+    def __call__(self, again: bool) -> Future[Reachability]:
+        answer = Future[Reachability]()
         answer.set_result(self._answers[len(self.asked)])
         self.asked.append(again)
         return answer
 
 
 def test_one_that_nobody_could_try_is_tried_each_minute_until_somebody_has() -> None:
-    unknown, public = Reach(by_others=True), Reach(kind="public", by_others=True)
+    unknown, public = Reachability(by_others=True), Reachability(kind="public", by_others=True)
     told, started = Told(unknown, unknown, public, public), time.monotonic()
     watch = ReachWatch(told, reached=False, by_others=False, now=started)
     for second in range(int(3 * CHECK_AGAIN_S + CHECK_S) + 9):
@@ -390,7 +390,7 @@ def test_one_that_nobody_could_try_is_tried_each_minute_until_somebody_has() -> 
 def test_one_that_only_a_bootstrap_reached_hears_others_until_one_of_them_has() -> None:
     """The first peer of a swarm: its router may let in the bootstrap alone."""
 
-    def watched(*answers: Reach) -> tuple[list[bool], bool]:
+    def watched(*answers: Reachability) -> tuple[list[bool], bool]:
         told, now, lost = Told(*answers), time.monotonic(), False
         watch = ReachWatch(told, reached=True, by_others=False, now=now)
         for _ in answers:
@@ -399,8 +399,8 @@ def test_one_that_only_a_bootstrap_reached_hears_others_until_one_of_them_has() 
             lost = watch.lost(now)
         return told.asked, lost
 
-    alone, others = Reach(kind="public"), Reach(kind="public", by_others=True)
-    shut = Reach(kind="dial_out", by_others=True)
+    alone, others = Reachability(kind="public"), Reachability(kind="public", by_others=True)
+    shut = Reachability(kind="dial_out", by_others=True)
     assert watched(alone, alone, alone) == ([False] * 3, False)
     assert watched(alone, shut, shut) == ([False] * 3, True)
     assert watched(others, shut, alone, shut) == ([False, True, True, True], False)
@@ -410,15 +410,15 @@ def test_a_volunteer_is_told_where_it_is_reached_or_what_to_do() -> None:
     peer, own = peer_id_of(bytes(32)), "/ip4/192.168.1.5/tcp/4001"
     outside, seen = "/ip4/198.51.100.7/tcp/31337", ("198.51.100.7",)
     visible = (f"{own}/p2p/{peer}",)
-    mapped = Reach(kind="mapped", addresses=(outside,), seen=seen)
+    mapped = Reachability(kind="mapped", addresses=(outside,), seen=seen)
     at = reached_at(mapped, (), visible, peer)
     assert at == (f"{outside}/p2p/{peer}", *visible)
     level, text = described(mapped, (), at)
     assert level == logging.INFO and f"is reached at {outside}" in text and "router" in text
-    shut = Reach(kind="dial_out", seen=seen)
+    shut = Reachability(kind="dial_out", seen=seen)
     assert reached_at(shut, (), visible, peer) == ()
     level, text = described(shut, (), ())
     assert level == logging.WARNING and "only dials out" in text
     assert f"--port 31337 --announce {outside}" in text
     assert "198.51.100.9" in described(shut, ("/ip4/198.51.100.9/tcp/1",), ())[1]
-    assert "as far as it knows" in described(Reach(), (), visible)[1]
+    assert "as far as it knows" in described(Reachability(), (), visible)[1]

@@ -10,7 +10,7 @@ from typing import Any, cast
 
 import pytest
 
-from dilocox.dht.addresses import Reach, Reachability
+from dilocox.dht.addresses import Reachability, ReachKind
 from dilocox.dht.reachability import CHECK_S
 from dilocox.dht.reconnect import Targets
 from dilocox.dht.swarm_view import SwarmView
@@ -24,22 +24,22 @@ CLIENT = replace(stage_record(), client_mode=True)
 
 
 class Averager:
-    def __init__(self, kind: Reachability = "dial_out") -> None:
+    def __init__(self, kind: ReachKind = "dial_out") -> None:
         self.dialled: list[Targets] = []
         self.checks: list[bool] = []
-        self._kind: Reachability = kind
+        self._kind: ReachKind = kind
 
     def redial(self, targets: Targets) -> None:
         self.dialled.append(targets)
 
-    def check_reach(self, again: bool) -> Future[Reach]:
+    def check_reach(self, again: bool) -> Future[Reachability]:
         self.checks.append(again)
-        found: Future[Reach] = Future()
-        found.set_result(Reach(kind=self._kind))
+        found: Future[Reachability] = Future()
+        found.set_result(Reachability(kind=self._kind))
         return found
 
 
-def ways(kind: Reachability, averager: Averager, *, by_others: bool = True) -> Connectivity:
+def ways(kind: ReachKind, averager: Averager, *, by_others: bool = True) -> Connectivity:
     local: Any = SimpleNamespace(
         me=ME,
         stage=0,
@@ -96,7 +96,7 @@ def test_a_stage_that_nobody_can_reach_says_so_once(caplog: pytest.LogCaptureFix
     ],
 )
 def test_one_that_passes_for_reachable_and_is_not_is_lost(
-    at_start: Reachability, now: Reachability, lost: bool
+    at_start: ReachKind, now: ReachKind, lost: bool
 ) -> None:
     averager = Averager(now)
     own, at, said = ways(at_start, averager, by_others=at_start != "unknown"), 0.0, False

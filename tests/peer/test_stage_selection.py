@@ -9,7 +9,7 @@ from typing import Any, cast
 
 import pytest
 
-from dilocox.dht.addresses import Reach
+from dilocox.dht.addresses import Reachability
 from dilocox.dht.errors import InvalidInput
 from dilocox.dht.join import Joined
 from dilocox.dht.records import StageRecord, parse_key
@@ -61,7 +61,7 @@ class Looks:
 def joined(looks: Looks, stages: int = 3) -> Joined:
     facts = {
         "identity": SimpleNamespace(peer_id="me"),
-        "reach": Reach(),
+        "reach": Reachability(),
         "run": RUN,
         "manifest": SimpleNamespace(
             stages=stages, deadlines=SimpleNamespace(record_lifetime_s=6.0)

@@ -16,7 +16,7 @@ import math
 import re
 import types
 import typing
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from functools import lru_cache
 from typing import Any, ClassVar, Literal, TypeVar, cast
 
@@ -147,6 +147,21 @@ class Record:
         return cls(**values)
 
 
+def figure(text: str) -> Any:
+    """A field for a share, from 0 to 1, that a training loop tells; None before there is one.
+
+    Metrics, the progress line and the status page show every such field with its name; `text` says
+    what it is.
+    """
+    return field(default=None, metadata={"figure": text})
+
+
+def figures_of(record: type[Record]) -> dict[str, str]:
+    """The shares that records of this kind tell, and what they are."""
+    marked = {spec.name: spec.metadata.get("figure") for spec in fields(record)}
+    return {name: text for name, text in marked.items() if text}
+
+
 @dataclass(frozen=True, kw_only=True)
 class StageRecord(Record):
     """A peer that hosts a stage.
@@ -180,6 +195,7 @@ class StageRecord(Record):
     addresses: tuple[str, ...]
     blocked: str
     compression_error: float | None = None
+    computing_share: float | None = figure("Of its time in replicas in which its stage computed.")
     name: str = ""
 
 

@@ -20,7 +20,7 @@ from typing import Any
 
 from dilocox import __version__
 from dilocox.dht.manifest import Manifest
-from dilocox.dht.records import ReplicaRecord, StageRecord
+from dilocox.dht.records import ReplicaRecord, StageRecord, figures_of
 from dilocox.dht.swarm_view import SwarmView
 from dilocox.peer.chain.summary import LoggedRound
 from dilocox.peer.http_pages import RUN_LABEL, MetricSpec, MetricTable, Value, one_of
@@ -382,6 +382,11 @@ def _peer(peer: str, record: StageRecord) -> dict[str, Any]:
         "dial_out": record.client_mode,
         "version": cut(record.version, SHORT),
         "blocked": cut(record.blocked),
+        "figures": {
+            name.removesuffix("_share"): min(1.0, finite(told))
+            for name in figures_of(StageRecord)
+            if (told := getattr(record, name)) is not None
+        },
     }
 
 

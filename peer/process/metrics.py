@@ -27,6 +27,7 @@ from dilocox import __version__
 from dilocox.dht.addresses import ReachKind
 from dilocox.dht.join import Joined
 from dilocox.dht.manifest import PROTOCOL_VERSION
+from dilocox.dht.records import StageRecord, figures_of
 from dilocox.peer.averaging.averager import StageAverager, StageBuffers
 from dilocox.peer.averaging.connectivity import LocalPeer
 from dilocox.peer.averaging.coordinator import Coordinator
@@ -285,6 +286,14 @@ METRICS = (
     _Spec("round_inner_steps", "H of the round.", lambda p: p.status and p.status.inner_steps),
     _Spec("in_replica", "Whether it is in a replica.", lambda p: p.status and p.status.head != ""),
     _Spec("train_loss", "Smoothed, in nats a token.", lambda p: p.status and p.status.train_loss),
+    *(
+        _Spec(
+            name.replace("_share", "_ratio"),
+            text,
+            lambda p, name=name: p.status and getattr(p.status, name),
+        )
+        for name, text in figures_of(StageRecord).items()
+    ),
     _Spec(
         "validation_loss",
         "Of the newest anchor evaluated, in nats a token.",

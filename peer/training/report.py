@@ -25,6 +25,7 @@ from statistics import median_low
 from typing import TYPE_CHECKING, Any, Literal, Protocol, cast, get_args
 
 from dilocox.dht.files import disk_fault, write_atomically
+from dilocox.dht.records import StageRecord, figures_of
 from dilocox.peer.averaging.loop_status import LoopStatus
 from dilocox.peer.os_process import CLEAR_LINE, counted
 from dilocox.peer.training.merge import Outcome
@@ -148,10 +149,14 @@ class Reporter:
 def progress_line(status: LoopStatus) -> str:
     """What a terminal shows below the log; without a speed in no replica, where nothing moves."""
     speed = f"{status.tokens_per_s:,.0f}" if status.head else "-"
+    shares = (
+        f"  {name.removesuffix('_share')} {getattr(status, name):.0%}"
+        for name in figures_of(StageRecord)
+    )
     return (
         f"round {status.round}  step {status.inner_step}/{status.inner_steps}  "
         f"loss {shown_loss(status.train_loss)}  {speed} tokens/s  "
-        f"waiting {status.waiting_share:.1%}"
+        f"waiting {status.waiting_share:.1%}{''.join(shares)}"
     )
 
 

@@ -215,7 +215,12 @@ def test_markup_from_a_peer_is_shown_as_text() -> None:
     swarm = trained(stages=2)
     for peer, told in swarm.stages[1].items():
         swarm.stages[1][peer] = replace(
-            told, version=EVIL[:24], name=EVIL[:24], blocked=EVIL, state="spare"
+            told,
+            version=EVIL[:24],
+            name=EVIL[:24],
+            blocked=EVIL,
+            computing_share=1e300,
+            state="spare",
         )
     swarm.stages[1][EVIL] = stage_record(state="joining")
     head = next(iter(swarm.replicas))

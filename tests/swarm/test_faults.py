@@ -78,7 +78,7 @@ def test_a_peer_killed_in_mid_exchange_is_left_out_and_resumes_from_its_snapshot
     others_decide(swarm, victim, number, hit_at)
     swarm.restart(victim)
     comes_back(swarm, victim, newest_round(swarm))
-    assert "going on from the snapshot" in victim.log_text()
+    assert "continuing from the snapshot" in victim.log_text()
 
 
 @pytest.mark.swarm

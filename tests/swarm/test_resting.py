@@ -35,7 +35,7 @@ def test_a_paused_peer_leaves_the_swarm_to_the_others_and_contributes_again_once
 
     said = swarm.run_command(
         *("generate", swarm.invite, "def ", "--tokens", "20", "--temperature", "0"),
-        *("--cache", str(swarm.folder / "cache"), "--host", "127.0.0.1"),
+        *("--host", "127.0.0.1"),
         limit_s=60,
     )
     text = said.log.read_text()

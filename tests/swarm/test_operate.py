@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import yaml
 
+from dilocox.dht.manifest import PROTOCOL_VERSION
 from dilocox.peer.chain.store import RecordFolder, kept_run
 from dilocox.peer.os_process import start_process
 from tests.swarm.conftest import StartSwarm
@@ -243,7 +244,7 @@ def test_a_peer_of_another_protocol_is_refused_by_name(start_swarm: StartSwarm) 
     child.wait(120)
     said = (swarm.folder / "stranger.log").read_text()
     assert child.returncode == 2, said
-    assert "protocol is 3; this dilocox speaks protocol 99: install the version" in said
+    assert f"protocol is {PROTOCOL_VERSION}; this dilocox speaks protocol 99: install" in said
 
 
 @pytest.mark.swarm

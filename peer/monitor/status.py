@@ -15,22 +15,20 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from itertools import islice
-from statistics import median, median_low
+from statistics import median_low
 from typing import Any
 
 from dilocox import __version__
-from dilocox.dht.manifest import Manifest
 from dilocox.dht.records import ReplicaRecord, StageRecord, figures_of
-from dilocox.dht.swarm_view import SwarmView
 from dilocox.peer.chain.summary import LoggedRound
 from dilocox.peer.http_pages import RUN_LABEL, MetricSpec, MetricTable, Value, one_of
-from dilocox.peer.monitor.health import STATES, Health, StageHealth, SwarmHealth, health_of
+from dilocox.peer.monitor.health import STATES, Health
 from dilocox.peer.monitor.history import StageRounds, SwarmHistory, cut
 from dilocox.peer.monitor.look import SwarmLook, finite
 from dilocox.pipeline.placement import cannot_be_reached
 
 PREFIX = "dilocox_swarm_"
-PEER_STATES = ("joining", "spare", "training")
+PEER_STATES = ("training", "spare", "joining")  # as they are shown
 MAX_RANKS = 50
 MAX_VERSIONS = 10
 OTHER = "other"
@@ -43,10 +41,12 @@ SHORT = 24  # letters of a version or codec
 _VERSION = re.compile(r"[0-9A-Za-z.+-]{1,24}")
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Seen:
     """All that one look says; what the metrics and the page are made of."""
 
+    run: str
+    invite: str
     look: SwarmLook
     history: SwarmHistory
     health: Health
@@ -62,9 +62,9 @@ class Seen:
         return len(set[str]().union(*(each.tokens for each in self.history.stages)))
 
 
-def metrics_of(run: str, seen: Seen) -> MetricTable[Seen]:
+def metrics_of(seen: Seen) -> MetricTable[Seen]:
     """What `/metrics` says."""
-    labels = {"run": run[:RUN_LABEL]}
+    labels = {"run": seen.run[:RUN_LABEL]}
     return MetricTable(specs=METRICS, source=lambda: seen, prefix=PREFIX, labels=labels)
 
 
@@ -81,7 +81,7 @@ def _spares(present: Mapping[str, StageRecord]) -> Value:
 
 
 def _compression_error(present: Mapping[str, StageRecord]) -> Value:
-    told = [record.compression_error for record in present.values()]
+    told = (record.compression_error for record in present.values())
     errors = [each for each in told if each is not None]
     return median_low(errors) if errors else None
 
@@ -101,11 +101,9 @@ def _versions(seen: Seen) -> Mapping[str, int]:
         for stage in seen.stages
         for record in seen.look.present(stage).values()
     )
-    shown = dict(told.most_common(MAX_VERSIONS))
-    rest = sum(told.values()) - sum(shown.values())
-    if rest:
-        shown[OTHER] = shown.get(OTHER, 0) + rest
-    return shown
+    shown = Counter(dict(told.most_common(MAX_VERSIONS)))
+    shown[OTHER] += told.total() - shown.total()
+    return +shown
 
 
 _Spec = MetricSpec[Seen]
@@ -145,7 +143,11 @@ METRICS = (
         "Tokens a second that all replicas state.",
         lambda s: s.look.tokens_per_s,
     ),
-    _Spec("manifest_revision", "Of the operator's newest manifest.", lambda s: s.look.revision),
+    _Spec(
+        "manifest_revision",
+        "Of the operator's newest manifest.",
+        lambda s: s.look.manifest.operation.revision,
+    ),
     _Spec(  # it falls when the operator goes back
         "tokens_total",
         "Tokens behind the records of stage 0.",
@@ -250,69 +252,15 @@ METRICS = (
 
 
 # ---- the status page -----------------------------------------------------------------------------
-@dataclass(frozen=True, kw_only=True)
-class RunFacts:
-    """What does not change while the monitor runs."""
-
-    run: str
-    invite: str
-    manifest: Manifest
-
-
-def swarm_health(manifest: Manifest, look: SwarmLook, history: SwarmHistory) -> Health:
-    """How the swarm is."""
-    deadlines = manifest.deadlines
-    view = SwarmView(me="", stages=look.stages, run_claims=look.claims.get(0, {}))
-    stages: list[StageHealth] = []
-    for number, chain in enumerate(history.stages):
-        present = look.present(number).values()
-        joining = sum(record.state == "joining" for record in present)
-        claimed = any(claim.round >= 0 for claim in look.claims.get(number, {}).values())
-        stages.append(
-            StageHealth(
-                hosts=len(present) - joining,
-                joining=joining,
-                rounds=max(chain.rounds, int(claimed)),
-                progress_at=chain.progress_at,
-            )
-        )
-    return health_of(
-        SwarmHealth(
-            now=look.at,
-            watched_since=history.watched_since,
-            stages=stages,
-            replicas=len(look.replicas),
-            round_s=_round_s(manifest, look, history),
-            patience_s=deadlines.matchmaking_s + 2 * (deadlines.exchange_s + deadlines.vote_s),
-            ended=manifest.operation.state == "ended"
-            or (bool(look.claims.get(0)) and view.says_ended(manifest.end_tokens)),
-            paused=manifest.operation.state == "paused",
-            reachable=look.reachable,
-            unreachable_since=history.seen_at,
-            bootstraps=any(look.bootstraps.values()),
-            held_at=history.held_at,
-        )
-    )
-
-
-def _round_s(manifest: Manifest, look: SwarmLook, history: SwarmHistory) -> float:
-    """How long a round takes: as those before, or as many inner steps as it has."""
-    usual = max(chain.usual_s for chain in history.stages)
-    head = history.stages[0].head
-    inner_steps = manifest.rounds.inner_steps if head is None else head.next_inner_steps
-    steps = [finite(each.step_s) for each in look.replicas.values()]
-    return max(usual, inner_steps * (median(steps) if steps else 0.0))
-
-
-def status_of(facts: RunFacts, seen: Seen) -> dict[str, Any]:
+def status_of(seen: Seen) -> dict[str, Any]:
     """Everything that the page draws; see page/status.html."""
-    manifest, look, history, health = facts.manifest, seen.look, seen.history, seen.health
+    manifest, look, history, health = seen.look.manifest, seen.look, seen.history, seen.health
     validation, train = history.validation, history.train
     return {
-        "run": facts.run,
+        "run": seen.run,
         "name": manifest.name,
         "version": __version__,
-        "invite": facts.invite,
+        "invite": seen.invite,
         "now": round(look.at, 3),
         "since": round(history.since, 3),
         "health": {"state": health.state, "sentence": health.sentence, "warns": health.warns},
@@ -321,7 +269,7 @@ def status_of(facts: RunFacts, seen: Seen) -> dict[str, Any]:
             "end_tokens": manifest.end_tokens,
             "tokens_per_s": round(look.tokens_per_s, 2),
             "rounds_per_hour": history.stages[0].per_hour(look.at),
-            "peers": sum(len(look.present(stage)) for stage in range(manifest.stages)),
+            "peers": sum(len(look.present(stage)) for stage in seen.stages),
             "replicas": len(look.replicas),
             "waiting": look.waiting_share,
             "validation": None if validation is None else validation[1],
@@ -329,11 +277,11 @@ def status_of(facts: RunFacts, seen: Seen) -> dict[str, Any]:
             "train": None if train is None else train[1],
             "faults": history.faults_total,
             "joined": history.peers_total,
-            "left": history.away,
+            "left": max(0, history.peers_total - len(history.present)),
             "contributors": seen.contributors,
         },
         "bootstraps": list(look.bootstraps.values()),
-        "stages": [_stage(number, look, history) for number in range(manifest.stages)],
+        "stages": [_stage(number, look, history) for number in seen.stages],
         "replicas": [
             _replica(head, record)
             for head, record in islice(sorted(look.replicas.items()), MAX_REPLICAS_SHOWN)
@@ -354,7 +302,7 @@ def status_of(facts: RunFacts, seen: Seen) -> dict[str, Any]:
 def _stage(number: int, look: SwarmLook, history: SwarmHistory) -> dict[str, Any]:
     present, chain = look.present(number), history.stages[number]
     head = chain.head
-    order = sorted(present, key=lambda peer: (_STATE_ORDER.get(present[peer].state, 9), peer))
+    order = sorted(present, key=lambda peer: (PEER_STATES.index(present[peer].state), peer))
     return {
         "stage": number,
         "peers": [_peer(peer, present[peer]) for peer in order[:MAX_PEERS_SHOWN]],
@@ -368,9 +316,6 @@ def _stage(number: int, look: SwarmLook, history: SwarmHistory) -> dict[str, Any
         "inner_steps": None if head is None else head.next_inner_steps,
         "voids": round(history.voids[number], 2),
     }
-
-
-_STATE_ORDER: Mapping[str, int] = {"training": 0, "spare": 1, "joining": 2}
 
 
 def _peer(peer: str, record: StageRecord) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from dilocox.dht.join import Joined
 from dilocox.dht.manifest import SignedManifest
 from dilocox.peer.monitor import monitor
 from dilocox.peer.monitor.chains import Order, Walk
-from dilocox.peer.monitor.monitor import Monitor, Periods, run_monitor_command
+from dilocox.peer.monitor.monitor import Monitor, run_monitor_command
 from dilocox.peer.options import MonitorOptions
 from tests.peer.fabricated import (
     INVITE,
@@ -87,13 +87,9 @@ class Watched:
         self._place.swarm.newest_manifest = lambda _limit_s: signed
 
     def start(self, **periods: float) -> Monitor:
-        made = Monitor(
-            self._options, cast("Joined", self._place), self.kept, periods=Periods(**periods)
-        )
-        made.start()
-        return made
+        return Monitor(self._options, cast("Joined", self._place), self.kept, **periods)
 
-    def look(self) -> Any:
+    def look(self, _manifest: object) -> Any:
         """What the monitor's looker gives."""
         return self.swarm.look()
 
@@ -171,7 +167,7 @@ def test_it_looks_as_often_as_peers_tell_and_goes_on_when_a_look_fails(
 ) -> None:
     assert 4.0 < watched.monitor.turn() <= monitor.LONGEST_LOOK_PERIOD_S
     again = watched.start()
-    monkeypatch.setattr(watched, "look", lambda: 1 / 0)
+    monkeypatch.setattr(watched, "look", lambda _: 1 / 0)
     assert again.turn() > 4.0
     assert "a look at the swarm failed" in caplog.text
     assert again.pages.pages()["/readyz"]().status == 503
@@ -227,6 +223,15 @@ def test_a_full_disk_does_not_end_the_watch(
     watched.kept.mkdir()  # it cannot be written
     watched.monitor.look()
     assert str(watched.kept) in caplog.text and watched.status()["run"] == RUN
+
+
+def test_a_members_name_that_is_no_text_does_not_end_the_watch(
+    watched: Watched, caplog: pytest.LogCaptureFixture
+) -> None:
+    watched.chains.walks.append(walk_of([chain_round(0, 0, {"\ud800": 10}, root="r" * 64)]))
+    watched.monitor.look()
+    watched.monitor.close()
+    assert "is not saved" in caplog.text and watched.status()["totals"]["contributors"] == 1
 
 
 def test_it_is_alive_while_its_node_and_its_thread_are(watched: Watched) -> None:

@@ -8,14 +8,25 @@ import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
+from dilocox.dht.node import RunDHT
 from dilocox.dht.rpc import CHUNK_BYTES
 from dilocox.peer.chain.headers import WHOLE_BYTES, HeaderClient, read_header
 from dilocox.peer.chain.uploads import Source
-from dilocox.peer.monitor.chains import DETAILED, Order, Walk, followed, holders_of, walk
+from dilocox.peer.monitor.chains import (
+    DETAILED,
+    ChainReader,
+    Order,
+    Walk,
+    followed,
+    holders_of,
+    walk,
+)
+from tests.dht.processes import wait_until
 from tests.peer.fabricated import RUN, claim_record
 from tests.peer.memory_swarm import Find, MemorySwarm
 from tests.peer.told_records import ToldRecord, told_chain
@@ -37,11 +48,12 @@ def gives(records: Sequence[ToldRecord]) -> Find:
 
 def walked(swarm: MemorySwarm, start: str, *holders: str, stop: Sequence[str] = (ROOT,)) -> Walk:
     """A walk of the monitor, which trusts the bootstrap's headers."""
-    order = Order(stage=0, start=start, stop=stop, holders=holders)
-    chain = HeaderClient(
-        swarm.client(), RUN, 0, holders, trusted=lambda peer: peer == BOOT, older=True
-    )
-    return asyncio.run(walk(chain, order))
+
+    def chain(order: Order) -> HeaderClient:
+        trusted = {BOOT}.__contains__
+        return HeaderClient(swarm.client(), RUN, 0, order.holders, trusted=trusted, older=True)
+
+    return asyncio.run(walk(chain, Order(0, start, stop, holders)))
 
 
 def chain(count: int, **options: Any) -> list[ToldRecord]:
@@ -188,6 +200,30 @@ def test_a_header_that_makes_no_sense_is_refused(
 def test_bytes_that_are_no_header_are_refused(data: bytes) -> None:
     with pytest.raises(ValueError):
         read_header(data, "a" * 64, RUN, 0)
+
+
+def test_a_walk_that_cannot_begin_frees_its_stage() -> None:
+    made = chain(3)
+    swarm = MemorySwarm(QmBoot=gives(made))
+
+    async def replicate_p2p() -> MemorySwarm:
+        return swarm
+
+    dht = cast("RunDHT", SimpleNamespace(replicate_p2p=replicate_p2p))
+    reader = ChainReader(dht, RUN, [BOOT])
+    reader.start()
+    try:
+        walks: list[Walk] = []
+        for holders in (cast("list[str]", None), [BOOT]):
+            assert reader.order(Order(0, made[-1].digest, [ROOT], holders))
+            ended = 1 + len(walks)
+            wait_until(
+                lambda ended=ended: walks.extend(reader.take()) or len(walks) == ended,
+                timeout_s=10.0,
+            )
+        assert [len(each.rounds) for each in walks] == [0, 3]
+    finally:
+        reader.close()
 
 
 def test_the_record_that_most_peers_claim_is_followed() -> None:

@@ -31,7 +31,7 @@ Series = dict[tuple[str, frozenset[tuple[str, str]]], float]
 
 
 def text(swarm: ToldSwarm) -> str:
-    return metrics_page(metrics_of(RUN, swarm.seen(swarm.look()))).body.decode()
+    return metrics_page(metrics_of(swarm.seen(swarm.look()))).body.decode()
 
 
 def series(swarm: ToldSwarm) -> Series:

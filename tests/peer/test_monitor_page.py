@@ -40,7 +40,7 @@ needs_browser = pytest.mark.skipif(
 def pages_of(swarm: ToldSwarm) -> MonitorPages:
     look = swarm.look()
     pages = MonitorPages(lambda: True)
-    metrics = metrics_page(metrics_of(RUN, swarm.seen(look)))
+    metrics = metrics_page(metrics_of(swarm.seen(look)))
     pages.show(swarm.status(look), metrics)
     return pages
 

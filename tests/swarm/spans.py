@@ -9,8 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from tests.swarm.harness import LocalSwarm
-from tests.swarm.peer import Peer
+from tests.swarm.harness import LocalSwarm, Peer
 
 START_LIMIT_S = 240.0
 PAUSE_STEPS = 2.0  # so many inner steps without the end of one are a pause

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.swarm import fault_runs
-from tests.swarm.injuries import Fault
+from tests.swarm.campaign import Fault
 
 FAULTS, SEED = 20, 1
 # A member, a head without a spare for it, and a member's p2pd.

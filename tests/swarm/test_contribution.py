@@ -18,8 +18,7 @@ import pytest
 
 from dilocox.peer.rounds.record import RoundRecord
 from tests.swarm.conftest import StartSwarm
-from tests.swarm.harness import LocalSwarm
-from tests.swarm.peer import Peer
+from tests.swarm.harness import LocalSwarm, Peer
 
 ROUNDS_LIMIT_S = 150.0
 

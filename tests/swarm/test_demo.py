@@ -136,13 +136,10 @@ def curve(folder: Path, *, stages: int) -> tuple[list[int], list[float]]:
         )
     )
     manifest["data"] |= {"parts": REPLICAS}
-    swarm = LocalSwarm(folder, manifest)
-    try:
+    with LocalSwarm(folder, manifest) as swarm:
         peers = [swarm.add_peer(stage=n % stages) for n in range(REPLICAS * stages)]
         heads = [peer for peer in peers if peer.stage == 0]
         swarm.wait_for_rounds(ROUNDS, LIMIT_S, of=heads)
-    finally:
-        swarm.close()
     tokens = {line["round"]: line["chain_tokens"] for head in heads for line in head.rounds}
     losses = {number: loss for head in heads for number, loss in head.losses.items()}
     rounds = sorted(tokens.keys() & losses.keys())

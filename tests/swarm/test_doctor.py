@@ -95,20 +95,16 @@ def test_the_doctor_names_the_stage_that_lacks_a_peer_and_what_is_wrong(
 def test_the_doctor_knows_whether_a_router_lets_others_in(tmp_path: Path) -> None:
     if reason := available():
         pytest.skip(reason)
-    with Homes("ph") as net:
-        swarm = LocalSwarm(tmp_path, run_manifest(), links=net)
-        try:
-            closed = _at_home(net, swarm, "--port", str(MAPPED_PORT))
-            assert closed["reachable"]["status"] == "warning"
-            assert "would only dial out" in closed["reachable"]["text"]
-            announced = f"--announce /ip4/{net.seen_at(1)}/tcp/{MAPPED_PORT}"
-            assert announced in closed["reachable"]["remedy"]
-            net.map_port(1, MAPPED_PORT)
-            mapped = _at_home(net, swarm, "--port", str(MAPPED_PORT))
-            assert mapped["reachable"]["status"] == "ok"
-            assert f"/ip4/{net.seen_at(1)}/tcp/{MAPPED_PORT}" in mapped["reachable"]["text"]
-        finally:
-            swarm.close()
+    with Homes("ph") as net, LocalSwarm(tmp_path, run_manifest(), links=net) as swarm:
+        closed = _at_home(net, swarm, "--port", str(MAPPED_PORT))
+        assert closed["reachable"]["status"] == "warning"
+        assert "would only dial out" in closed["reachable"]["text"]
+        announced = f"--announce /ip4/{net.seen_at(1)}/tcp/{MAPPED_PORT}"
+        assert announced in closed["reachable"]["remedy"]
+        net.map_port(1, MAPPED_PORT)
+        mapped = _at_home(net, swarm, "--port", str(MAPPED_PORT))
+        assert mapped["reachable"]["status"] == "ok"
+        assert f"/ip4/{net.seen_at(1)}/tcp/{MAPPED_PORT}" in mapped["reachable"]["text"]
 
 
 def _at_home(net: Homes, swarm: LocalSwarm, *options: str) -> dict[str, dict[str, Any]]:

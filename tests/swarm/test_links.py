@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import select
+import shutil
 import signal
 import socket
 import subprocess
@@ -15,7 +16,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.swarm import links as links_module
 from tests.swarm import namespaces
 from tests.swarm.links import Links, available
 from tests.swarm.relay import Line
@@ -326,7 +326,7 @@ def test_the_reason_is_told_where_there_can_be_no_links(monkeypatch: pytest.Monk
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
     assert "root" in available.__wrapped__()
     monkeypatch.setattr(os, "geteuid", lambda: 0)
-    monkeypatch.setattr(links_module.shutil, "which", lambda _: None)
+    monkeypatch.setattr(shutil, "which", lambda _: None)
     assert "iproute2" in available.__wrapped__()
 
 

@@ -12,9 +12,8 @@ from tests.dht.processes import wait_until
 from tests.peer.commands import Command, write_manifest
 from tests.swarm.browser import DARK, chromium, screenshot, show
 from tests.swarm.conftest import StartSwarm
-from tests.swarm.harness import LocalSwarm
+from tests.swarm.harness import LocalSwarm, Peer
 from tests.swarm.monitors import WatchingMonitor
-from tests.swarm.peer import Peer
 
 STAGES = 2
 STEP_S = 0.1

@@ -39,14 +39,8 @@ def swarm_on(kinds: str, folder: Path, *bootstrap: str, stages: int) -> Iterator
             net.map_port(0, BOOTSTRAP_PORT)
             address = f"/ip4/{net.seen_at(0)}/tcp/{BOOTSTRAP_PORT}"
             bootstrap = ("--port", str(BOOTSTRAP_PORT), "--announce", address, *bootstrap)
-        swarm = LocalSwarm(folder, manifest, links=net, bootstrap=bootstrap)
-        try:
+        with LocalSwarm(folder, manifest, links=net, bootstrap=bootstrap) as swarm:
             yield swarm
-        except BaseException:
-            print(swarm.tails())
-            raise
-        finally:
-            swarm.close()
 
 
 def test_peers_that_only_dial_out_train_with_those_that_can_be_reached(tmp_path: Path) -> None:

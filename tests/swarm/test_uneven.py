@@ -9,16 +9,10 @@ from typing import Any
 
 import pytest
 
-from dilocox.compression.layout import FlatLayout
 from dilocox.dht.invite import Invite
-from dilocox.peer.chain.store import RoundLog
-from dilocox.peer.rounds.adaptation import stage_codec
 from dilocox.peer.state_folder import StateFolder
-from dilocox.pipeline.stage import parameter_shapes
 from tests.swarm.conftest import StartSwarm
-from tests.swarm.harness import LocalSwarm
-from tests.swarm.peer import Peer
-from tests.swarm.replicas import replicas, wait_for_replicas
+from tests.swarm.harness import LocalSwarm, Peer
 from tests.swarm.small_run import MODEL
 
 STEP_S = 0.4  # of every replica, so that a dozen peers fit on two cores
@@ -44,7 +38,7 @@ def test_of_5_3_4_peers_9_train_one_moves_and_then_12_train(start_swarm: StartSw
     for count in range(1, 4):
         for stage in range(3):
             swarm.add_peer(stage=stage, step_s=STEP_S if stage == 0 else 0.0)
-        wait_for_replicas(swarm, count, START_LIMIT_S)
+        swarm.wait_for_replicas(count, START_LIMIT_S)
     extra = swarm.add_peer(stage=2)
     movable = [_add_spare_head(swarm) for _ in range(2)]
     swarm.wait(
@@ -52,7 +46,7 @@ def test_of_5_3_4_peers_9_train_one_moves_and_then_12_train(start_swarm: StartSw
         START_LIMIT_S,
         "5-3-4 peers have joined",
     )
-    assert len(replicas(swarm)) == 3
+    assert len(swarm.replicas()) == 3
     mover = swarm.wait(
         lambda: next((peer for peer in movable if _hosts(peer, 1)), None),
         MOVE_LIMIT_S,
@@ -63,7 +57,7 @@ def test_of_5_3_4_peers_9_train_one_moves_and_then_12_train(start_swarm: StartSw
     moved_at = _began(mover, 1)
     print(f"{mover.name} moved {moved_at - _began(mover, 0):.1f} s after it came as a spare")
     swarm.wait(
-        lambda: _leading(swarm, stayed) and len(_heads(swarm)) == 4,
+        lambda: stayed in _heads(swarm) and len(_heads(swarm)) == 4,
         START_LIMIT_S,
         "4-4-4 peers are 4 replicas",
     )
@@ -107,10 +101,6 @@ def _heads(swarm: LocalSwarm) -> list[Peer]:
     heads = [peer for peer in swarm.of_stage(0) if peer.status.get("members")]
     members = [each for peer in heads for each in peer.status["members"]]
     return heads if len(members) == len(set(members)) else []
-
-
-def _leading(swarm: LocalSwarm, peer: Peer) -> bool:
-    return peer in _heads(swarm)
 
 
 def _contributed(peer: Peer, since: float) -> bool:
@@ -164,7 +154,7 @@ def test_a_run_that_lost_all_peers_of_a_stage_says_so_and_goes_on_with_the_next_
     lost = swarm.add_peer(stage=lost_stage, step_s=STEP_S)
     others = [swarm.add_peer(stage=1 - lost_stage, step_s=STEP_S) for _ in range(2)]
     swarm.wait_for_rounds(3, ROUNDS_LIMIT_S)
-    members = wait_for_replicas(swarm, 1, START_LIMIT_S)[0].members
+    members = swarm.wait_for_replicas(1, START_LIMIT_S)[0].members
     trainer = next(peer for peer in members if peer is not lost)
 
     def all_archived() -> bool:
@@ -203,7 +193,8 @@ def test_a_run_that_lost_all_peers_of_a_stage_says_so_and_goes_on_with_the_next_
         ROUNDS_LIMIT_S,
         "what was learnt until the stage was lost is in the chain",
     )
-    first = next(line for line in comer.of_kind("round") if _trained_after(line, came_at))
+    lines = (line for line in comer.of_kind("round") if line["time"] > came_at)
+    first = next(line for line in lines if line["inner_steps"])
     print(f"round {first['round']} {first['time'] - came_at:.1f} s after the start of {comer.name}")
     swarm.assert_equal_chains()
 
@@ -212,14 +203,14 @@ def _assert_nothing_was_lost(swarm: LocalSwarm, peers: list[Peer], before: dict[
     """All chains go on from the newest records; the model is as good as it was."""
     for peer in peers:
         known = _digests(swarm, peer.stage, max(before.values()))
-        rounds = _log(swarm, peer).rounds()
+        rounds = swarm.round_log(peer).rounds()
         newest_kept = max(number for number in rounds if number in known)
         if peer.name in before:
             assert newest_kept == before[peer.name] < max(rounds)
         else:
             assert newest_kept >= 1  # as far as the archive had come
         after = next(number for number in rounds if number > newest_kept)
-        header = _log(swarm, peer).header(after)
+        header = swarm.round_log(peer).header(after)
         assert header is not None
         assert header.previous == known[newest_kept]
     losses = {number: loss for peer in swarm.peers for number, loss in peer.losses.items()}
@@ -240,17 +231,5 @@ def _digests(swarm: LocalSwarm, stage: int, last: int) -> dict[int, str]:
     return {n: line["digest"] for n, line in _rounds(swarm, stage).items() if n <= last}
 
 
-def _trained_after(line: dict[str, Any], since: float) -> bool:
-    return line["time"] > since and line["inner_steps"] > 0
-
-
-def _log(swarm: LocalSwarm, peer: Peer) -> RoundLog:
-    own = next(peer.state.glob(f"*-stage{peer.stage}"))
-    manifest = swarm.manifest
-    layout = FlatLayout.of(parameter_shapes(manifest.model, manifest.stages, peer.stage))
-    codec = stage_codec(manifest, layout)
-    return RoundLog(own / "log", manifest_digest=manifest.digest, codec=codec)
-
-
 def _newest_round(swarm: LocalSwarm, peer: Peer) -> int:
-    return max(_log(swarm, peer).rounds())
+    return max(swarm.round_log(peer).rounds())

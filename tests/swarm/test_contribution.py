@@ -20,13 +20,13 @@ from dilocox.peer.rounds.record import RoundRecord
 from tests.swarm.conftest import StartSwarm
 from tests.swarm.harness import LocalSwarm, Peer
 
+pytestmark = [pytest.mark.swarm, pytest.mark.timeout(400)]
+
 ROUNDS_LIMIT_S = 150.0
 
 Logged = Mapping[int, Mapping[str, Any]]
 
 
-@pytest.mark.swarm
-@pytest.mark.timeout(400)
 def test_the_table_is_what_peers_trained_though_one_was_killed_one_came_and_one_left(
     start_swarm: StartSwarm,
 ) -> None:
@@ -40,8 +40,6 @@ def test_the_table_is_what_peers_trained_though_one_was_killed_one_came_and_one_
     _check(swarm, asked, keepers=[stayer], left=[stayer, late, leaver])
 
 
-@pytest.mark.swarm
-@pytest.mark.timeout(400)
 def test_the_same_of_two_stages_whose_replicas_dissolved_and_formed_anew(
     start_swarm: StartSwarm,
 ) -> None:

@@ -14,6 +14,8 @@ from dilocox.peer.os_process import start_process
 from tests.swarm.conftest import StartSwarm
 from tests.swarm.harness import LocalSwarm, Peer
 
+pytestmark = [pytest.mark.swarm, pytest.mark.timeout(300)]
+
 STEP_S = 0.05
 ROUNDS = {"inner_steps": 20, "min_inner_steps": 20, "max_inner_steps": 20}
 OPERATE_LIMIT_S = 60.0
@@ -178,8 +180,6 @@ def end(swarm: LocalSwarm) -> None:
     assert all(peer.status["in_flight"] is None for peer in swarm.peers)
 
 
-@pytest.mark.swarm
-@pytest.mark.timeout(300)
 def test_the_operator_pauses_and_revises_a_run(start_swarm: StartSwarm) -> None:
     swarm = start_swarm(rounds=ROUNDS)
     for _ in range(2):
@@ -189,8 +189,6 @@ def test_the_operator_pauses_and_revises_a_run(start_swarm: StartSwarm) -> None:
     revise(swarm)
 
 
-@pytest.mark.swarm
-@pytest.mark.timeout(300)
 def test_the_operator_goes_back_to_an_earlier_round_and_ends_the_run(
     start_swarm: StartSwarm,
 ) -> None:
@@ -202,8 +200,6 @@ def test_the_operator_goes_back_to_an_earlier_round_and_ends_the_run(
     end(swarm)
 
 
-@pytest.mark.swarm
-@pytest.mark.timeout(300)
 def test_a_pipeline_is_paused_turned_back_and_ended(start_swarm: StartSwarm) -> None:
     swarm = start_swarm(stages=2, rounds=ROUNDS)
     for stage in range(2):
@@ -226,7 +222,6 @@ def test_a_pipeline_is_paused_turned_back_and_ended(start_swarm: StartSwarm) -> 
     end(swarm)
 
 
-@pytest.mark.swarm
 @pytest.mark.timeout(240)
 def test_a_peer_of_another_protocol_is_refused_by_name(start_swarm: StartSwarm) -> None:
     swarm = start_swarm()
@@ -246,8 +241,6 @@ def test_a_peer_of_another_protocol_is_refused_by_name(start_swarm: StartSwarm) 
     assert "protocol is 3; this dilocox speaks protocol 99: install the version" in said
 
 
-@pytest.mark.swarm
-@pytest.mark.timeout(300)
 def test_a_peer_that_cannot_read_a_revision_leaves_in_order_with_the_reason(
     start_swarm: StartSwarm,
 ) -> None:

@@ -28,8 +28,9 @@ MACHINES = (
     Machine(name="without AVX, 2 threads, another order", plain=True, threads=2, permuted=2),
 )
 
+pytestmark = pytest.mark.swarm
 
-@pytest.mark.swarm
+
 @pytest.mark.faults
 @pytest.mark.timeout(420)
 def test_8_rounds_with_changing_ranks_a_joiner_and_a_peer_that_returns_by_records(
@@ -40,7 +41,6 @@ def test_8_rounds_with_changing_ranks_a_joiner_and_a_peer_that_returns_by_record
     assert_replays_agree(swarm, swarm.peers[-1:], MACHINES[-1:])
 
 
-@pytest.mark.swarm
 @pytest.mark.timeout(1500)
 def test_30_rounds_with_changing_ranks_a_joiner_and_a_peer_that_returns_by_records(
     start_swarm: StartSwarm,

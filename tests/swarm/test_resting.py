@@ -9,13 +9,13 @@ import pytest
 from tests.swarm.conftest import StartSwarm
 from tests.swarm.small_run import fixed_steps
 
+pytestmark = [pytest.mark.swarm, pytest.mark.timeout(300)]
+
 ROUNDS_LIMIT_S = 120.0
 LEAVE_LIMIT_S = 30.0
 ALLOWED_BYTES = 2e6  # a peer comes, trains a few rounds and goes
 
 
-@pytest.mark.swarm
-@pytest.mark.timeout(300)
 def test_a_paused_peer_leaves_the_swarm_to_the_others_and_contributes_again_once_resumed(
     start_swarm: StartSwarm,
 ) -> None:
@@ -50,8 +50,6 @@ def test_a_paused_peer_leaves_the_swarm_to_the_others_and_contributes_again_once
     swarm.assert_equal_chains()
 
 
-@pytest.mark.swarm
-@pytest.mark.timeout(300)
 def test_a_peer_rests_outside_its_hours_and_once_its_months_traffic_is_used_up(
     start_swarm: StartSwarm,
 ) -> None:

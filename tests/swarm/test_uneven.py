@@ -15,6 +15,8 @@ from tests.swarm.conftest import StartSwarm
 from tests.swarm.harness import LocalSwarm, Peer
 from tests.swarm.small_run import MODEL
 
+pytestmark = pytest.mark.swarm
+
 STEP_S = 0.4  # of every replica, so that a dozen peers fit on two cores
 START_LIMIT_S = 240.0
 MOVE_LIMIT_S = 240.0
@@ -27,7 +29,6 @@ DEADLINES = {"heartbeat_s": 3.0, "silence_s": 10.0, "matchmaking_s": 5.0, "vote_
 
 
 # ---- 5, 3 and 4 peers --------------------------------------------------------------------------
-@pytest.mark.swarm
 @pytest.mark.timeout(1200)
 def test_of_5_3_4_peers_9_train_one_moves_and_then_12_train(start_swarm: StartSwarm) -> None:
     swarm = start_swarm(
@@ -140,7 +141,6 @@ def _stage_of(folder: Path) -> int:
 
 
 # ---- a stage without peers -----------------------------------------------------------------------
-@pytest.mark.swarm
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     ("lost_stage", "comes_back"),

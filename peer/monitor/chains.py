@@ -32,7 +32,6 @@ HOLDERS_ASKED = 6  # for one record
 # what is taken of each.
 MOST_BYTES = 1 << 31
 
-START_LIMIT_S = 10.0
 STAGES_AT_ONCE = 4
 DETAILED = 64  # rounds of a walk that keep their members one by one
 
@@ -95,32 +94,23 @@ def holders_of(
     return sorted((peer for peer in claims if claims[peer].round >= 0), key=worse)
 
 
-class ChainReader:
+class ChainReader(LoopThread):
     """The thread; `order` and `take` are for the monitor's own."""
 
     def __init__(self, dht: RunDHT, run: str, bootstraps: Collection[str]):
-        self._run = run
+        # the one handle that a process gets from its node; nobody else here needs it
+        super().__init__("chains", p2p=dht.replicate_p2p)
+        self._run_id = run
         self._bootstraps = frozenset(bootstraps)
         self._walks: dict[int, Future[Walk]] = {}  # by stage
         self._slots = asyncio.Semaphore(STAGES_AT_ONCE)
-        # the one handle that a process gets from its node; nobody else here needs it
-        self._thread = LoopThread("chains", p2p=dht.replicate_p2p)
-
-    @property
-    def running(self) -> bool:
-        """Whether the thread lives."""
-        return self._thread.running
-
-    def start(self) -> None:
-        """Start with the node's p2pd; raises EnvironmentFault."""
-        self._thread.start(START_LIMIT_S)
 
     def order(self, order: Order) -> bool:
         """Begin a walk; False while one of this stage is under way, or the thread has ended."""
         if order.stage in self._walks or not self.running:
             return False
-        walked = self._walked(order)
-        self._walks[order.stage] = asyncio.run_coroutine_threadsafe(walked, self._thread.loop)
+        walked = asyncio.run_coroutine_threadsafe(self._walked(order), self.loop)
+        self._walks[order.stage] = walked
         return True
 
     def take(self) -> list[Walk]:
@@ -128,24 +118,20 @@ class ChainReader:
         ended = [stage for stage, walked in self._walks.items() if walked.done()]
         return [self._walks.pop(stage).result() for stage in ended]
 
-    def close(self) -> None:
-        """End the thread."""
-        self._thread.close()
-
     async def _walked(self, order: Order) -> Walk:
         async with self._slots:
             return await walk(self._chain, order)
 
     def _chain(self, order: Order) -> HeaderClient:
         client = Client(
-            p2p=self._thread.p2p,
-            namespace=averaging_prefix(self._run, order.stage),
+            p2p=self.p2p,
+            namespace=averaging_prefix(self._run_id, order.stage),
             limit=UploadLimit(None),
             record_bytes=MOST_BYTES,
         )
         return HeaderClient(
             client,
-            self._run,
+            self._run_id,
             order.stage,
             order.holders[:HOLDERS_ASKED],
             trusted=self._bootstraps.__contains__,

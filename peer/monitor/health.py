@@ -1,4 +1,4 @@
-"""How a swarm is, in one sentence: pure rules over what a monitor sees of it.
+"""How a swarm is, in one sentence: rules over what a monitor sees of it and remembers.
 
 ended        the run has trained on all its tokens
 paused       the operator has paused it
@@ -57,7 +57,16 @@ class Health:
 
 
 def health_of(look: SwarmLook, history: SwarmHistory) -> Health:
-    """The swarm's health; see the module's text for the states."""
+    """The swarm's health; see the module's text for the states. The history remembers when the
+    state was one in which no round can come: rounds are waited for from then on.
+    """
+    health = _state_of(look, history)
+    if health.state not in IN_MOTION:
+        history.held_at = look.at
+    return health
+
+
+def _state_of(look: SwarmLook, history: SwarmHistory) -> Health:
     state = look.manifest.operation.state
     view = SwarmView(me="", stages=look.stages, run_claims=look.claims.get(0, {}))
     if state == "ended" or view.says_ended(look.manifest.end_tokens):

@@ -42,7 +42,7 @@ from dilocox.peer.http_pages import (
     readiness_page,
 )
 from dilocox.peer.monitor.chains import ChainReader, Order, followed, holders_of
-from dilocox.peer.monitor.health import IN_MOTION, health_of
+from dilocox.peer.monitor.health import health_of
 from dilocox.peer.monitor.history import SwarmHistory
 from dilocox.peer.monitor.look import Looker, SwarmLook, bootstrap_ids
 from dilocox.peer.monitor.status import Seen, metrics_of, status_of
@@ -56,11 +56,9 @@ LOOKS_LATE_S = 60.0
 LONGEST_LOOK_PERIOD_S = 5.0
 SHORTEST_LOOK_PERIOD_S = 1.0
 JOIN_PAUSE_S = 10.0
+START_LIMIT_S = 10.0  # of the thread that follows chains
 MAX_GAP_TRIES = 6
 MONITOR_RUNS = "another monitor uses this folder; stop it, or give this one another with --state"
-STATUS_FILE = "status.html"
-
-_INLINE = re.compile(r"<(script|style)>(.*?)</\1>", re.DOTALL)
 
 
 class MonitorPages:
@@ -75,7 +73,7 @@ class MonitorPages:
         self._status = Page(body=b"{}")
         self._metrics = Page(body=b"")
         self._looked_at: float | None = None
-        html = (files("dilocox.peer.monitor") / "page" / STATUS_FILE).read_text("utf-8")
+        html = (files("dilocox.peer.monitor") / "page" / "status.html").read_text("utf-8")
         policy = {"Content-Security-Policy": content_policy(html), "Referrer-Policy": "no-referrer"}
         self._page = Page(
             body=html.encode(), content_type="text/html; charset=utf-8", headers=policy
@@ -106,13 +104,15 @@ def content_policy(html: str) -> str:
     """Only the page's own script and style may run, named by their hashes, and nothing is loaded
     from anywhere but this server.
     """
-    hashes: dict[str, list[str]] = {"script": [], "style": []}
-    for match in _INLINE.finditer(html):
-        digest = hashlib.sha256(match[2].encode()).digest()
-        hashes[match[1]].append(f"'sha256-{base64.b64encode(digest).decode()}'")
+
+    def hashes(tag: str) -> str:
+        inline = re.findall(f"<{tag}>(.*?)</{tag}>", html, re.DOTALL)
+        digests = (hashlib.sha256(text.encode()).digest() for text in inline)
+        return " ".join(f"'sha256-{base64.b64encode(digest).decode()}'" for digest in digests)
+
     return (
-        f"default-src 'none'; script-src {' '.join(hashes['script'])}; "
-        f"style-src {' '.join(hashes['style'])}; connect-src 'self'; img-src data:; "
+        f"default-src 'none'; script-src {hashes('script')}; "
+        f"style-src {hashes('style')}; connect-src 'self'; img-src data:; "
         "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
     )
 
@@ -198,7 +198,7 @@ class Monitor:
         heartbeat_s = manifest.deadlines.heartbeat_s
         self._period_s = min(max(heartbeat_s, SHORTEST_LOOK_PERIOD_S), LONGEST_LOOK_PERIOD_S)
         self._chains = ChainReader(place.dht, place.run, self._bootstraps)
-        self._chains.start()
+        self._chains.start(START_LIMIT_S)
         self.pages = MonitorPages(lambda: self.alive)
 
     @property
@@ -226,8 +226,6 @@ class Monitor:
         self._history.look(look)
         self._follow(look)
         health = health_of(look, self._history)
-        if health.state not in IN_MOTION:
-            self._history.held_at = look.at
         if (unreadable := self._watch.unreadable) is not None:  # it judges by older rules
             health = health.warned(str(unreadable))
         late = time.monotonic() >= self._saved_at + self._save_s

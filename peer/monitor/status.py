@@ -23,7 +23,7 @@ from dilocox.dht.records import ReplicaRecord, StageRecord, figures_of
 from dilocox.peer.chain.summary import LoggedRound
 from dilocox.peer.http_pages import RUN_LABEL, MetricSpec, MetricTable, Value, one_of
 from dilocox.peer.monitor.health import STATES, Health
-from dilocox.peer.monitor.history import StageRounds, SwarmHistory, cut
+from dilocox.peer.monitor.history import SwarmHistory, cut
 from dilocox.peer.monitor.look import SwarmLook, finite
 from dilocox.pipeline.placement import cannot_be_reached
 
@@ -68,16 +68,8 @@ def metrics_of(seen: Seen) -> MetricTable[Seen]:
     return MetricTable(specs=METRICS, source=lambda: seen, prefix=PREFIX, labels=labels)
 
 
-def _peers(seen: Seen) -> Mapping[tuple[int, str], Value]:
-    return {
-        (stage, state): sum(each.state == state for each in seen.look.present(stage).values())
-        for stage in seen.stages
-        for state in PEER_STATES
-    }
-
-
-def _spares(present: Mapping[str, StageRecord]) -> Value:
-    return sum(record.state == "spare" for record in present.values())
+def _count(seen: Seen, stage: int, state: str) -> int:
+    return sum(record.state == state for record in seen.look.present(stage).values())
 
 
 def _compression_error(present: Mapping[str, StageRecord]) -> Value:
@@ -109,24 +101,18 @@ def _versions(seen: Seen) -> Mapping[str, int]:
 _Spec = MetricSpec[Seen]
 
 
-def _of_peers(name: str, text: str, read: Callable[[Mapping[str, StageRecord]], Value]) -> _Spec:
-    """By stage, of the peers there that have not left."""
-    return _Spec(name, text, lambda s: {n: read(s.look.present(n)) for n in s.stages}, ("stage",))
-
-
-def _of_chain(name: str, text: str, read: Callable[[StageRounds, float], Value]) -> _Spec:
-    """By stage, of what is remembered of its chain, and the time of the look."""
-    return _Spec(
-        name,
-        text,
-        lambda s: {n: read(chain, s.look.at) for n, chain in enumerate(s.history.stages)},
-        ("stage",),
-    )
+def _by_stage(name: str, text: str, read: Callable[[Seen, int], Value]) -> _Spec:
+    return _Spec(name, text, lambda s: {stage: read(s, stage) for stage in s.stages}, ("stage",))
 
 
 def _of_head(name: str, text: str, read: Callable[[LoggedRound], Value]) -> _Spec:
     """By stage, of its newest round."""
-    return _of_chain(name, text, lambda chain, _: chain.head and read(chain.head))
+
+    def read_head(seen: Seen, stage: int) -> Value:
+        head = seen.history.stages[stage].head
+        return None if head is None else read(head)
+
+    return _by_stage(name, text, read_head)
 
 
 METRICS = (
@@ -188,39 +174,50 @@ METRICS = (
     ),
     _Spec("peer_versions", "Peers by version of their dilocox.", _versions, ("version",)),
     # ---- the peers of a stage
-    _Spec("peers", "Peers in view, by stage and state.", _peers, ("stage", "state")),
-    _of_peers("spares", "Peers of a stage that are in no replica.", _spares),
     _Spec(
+        "peers",
+        "Peers in view, by stage and state.",
+        lambda s: {(n, state): _count(s, n, state) for n in s.stages for state in PEER_STATES},
+        ("stage", "state"),
+    ),
+    _by_stage(
+        "spares", "Peers of a stage that are in no replica.", lambda s, n: _count(s, n, "spare")
+    ),
+    _by_stage(
         "blocked",
         "1 if this stage stops the run for want of a peer.",
-        lambda s: {stage: stage in s.health.blocked for stage in s.stages},
-        ("stage",),
+        lambda s, n: n in s.health.blocked,
     ),
-    _of_peers(
-        "stage_unreachable", "1 if all peers of this stage can only dial out.", cannot_be_reached
+    _by_stage(
+        "stage_unreachable",
+        "1 if all peers of this stage can only dial out.",
+        lambda s, n: cannot_be_reached(s.look.present(n)),
     ),
-    _Spec(
+    _by_stage(
         "voids",
         "Void rounds that peers told, a mean over the stage's peers.",
-        lambda s: dict(enumerate(s.history.voids)),
-        ("stage",),
+        lambda s, n: s.history.voids[n],
     ),
-    _of_peers(
+    _by_stage(
         "compression_error_ratio",
         "What the codec left unsent of a peer's newest message, by norm, a median over peers.",
-        _compression_error,
+        lambda s, n: _compression_error(s.look.present(n)),
     ),
     # ---- the chain of a stage
-    _of_chain(
-        "rounds_total", "Records of committed rounds that were seen.", lambda c, _: c.records_seen
+    _by_stage(
+        "rounds_total",
+        "Records of committed rounds that were seen.",
+        lambda s, n: s.history.stages[n].records_seen,
     ),
-    _of_chain(
-        "rounds_per_hour", "Rounds an hour, over the last hour.", lambda c, now: c.per_hour(now)
+    _by_stage(
+        "rounds_per_hour",
+        "Rounds an hour, over the last hour.",
+        lambda s, n: s.history.stages[n].per_hour(s.look.at),
     ),
-    _of_chain(
+    _by_stage(
         "last_round_timestamp_seconds",
         "When the newest round was seen to come.",
-        lambda c, _: c.progress_at,
+        lambda s, n: s.history.stages[n].progress_at,
     ),
     _of_head("round", "Number of the newest committed round.", lambda head: head.round),
     _of_head("round_bytes", "Bytes of the newest round record.", lambda head: head.record_bytes),

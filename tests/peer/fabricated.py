@@ -13,7 +13,7 @@ from dilocox.dht.manifest import Manifest
 from dilocox.dht.records import ClaimRecord, ReplicaRecord, StageRecord
 from dilocox.peer.chain.summary import ChainRound, LoggedRound
 from dilocox.peer.monitor.chains import Walk
-from dilocox.peer.monitor.health import IN_MOTION, Health, health_of
+from dilocox.peer.monitor.health import Health, health_of
 from dilocox.peer.monitor.history import SwarmHistory
 from dilocox.peer.monitor.look import SwarmLook
 from dilocox.peer.monitor.status import Seen, status_of
@@ -191,10 +191,7 @@ class ToldSwarm:
             self.claims[stage] = dict.fromkeys(peers, claim)
 
     def health(self, look: SwarmLook) -> Health:
-        health = health_of(look, self.history)
-        if health.state not in IN_MOTION:
-            self.history.held_at = look.at
-        return health
+        return health_of(look, self.history)
 
     def seen(self, look: SwarmLook) -> Seen:
         return Seen(RUN, INVITE, look, self.history, self.health(look))

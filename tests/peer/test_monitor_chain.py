@@ -61,7 +61,7 @@ def chain(count: int, **options: Any) -> list[ToldRecord]:
     return told_chain(RUN, 0, ROOT, members, **options)
 
 
-def test_a_walk_goes_back_to_the_manifest() -> None:
+def test_a_walk_goes_back_to_the_manifest_or_to_what_is_known() -> None:
     made = chain(4)
     found = walked(MemorySwarm(QmBoot=gives(made)), made[-1].digest, BOOT)
     assert found.connected and found.end == ROOT
@@ -70,12 +70,7 @@ def test_a_walk_goes_back_to_the_manifest() -> None:
     assert dict(newest.members) == {"anna": 103, "bob": 50}
     assert newest.chain_tokens == 4 * 150 + 6 and newest.listed.ranks == (4, 4, 16)
     assert newest.listed.record_bytes == len(made[-1].data)
-
-
-def test_a_walk_stops_at_what_is_known() -> None:
-    made = chain(4)
-    swarm, stop = MemorySwarm(QmBoot=gives(made)), [ROOT, made[1].digest]
-    found = walked(swarm, made[-1].digest, BOOT, stop=stop)
+    found = walked(MemorySwarm(QmBoot=gives(made)), made[-1].digest, BOOT, stop=[made[1].digest])
     assert found.connected and [each.listed.round for each in found.rounds] == [3, 2]
 
 
@@ -99,20 +94,17 @@ def test_members_of_older_rounds_are_summed() -> None:
     assert found.folded == {"anna": sum(100 + number for number in range(10)), "bob": 500}
 
 
-def test_only_the_header_is_taken_of_a_bootstrap_and_all_of_others() -> None:
-    (record,) = made = chain(1, mean_bytes=5 * CHUNK_BYTES)
+@pytest.mark.parametrize(
+    ("holder", "mean_bytes", "whole"),
+    [(BOOT, 5 * CHUNK_BYTES, False), (PEER, 5 * CHUNK_BYTES, True), (PEER, WHOLE_BYTES + 1, False)],
+)
+def test_a_record_of_moderate_size_is_taken_whole_of_others_than_bootstraps(
+    holder: str, mean_bytes: int, whole: bool
+) -> None:
+    (record,) = made = chain(1, mean_bytes=mean_bytes)
     swarm = MemorySwarm(QmBoot=gives(made), QmPeer=gives(made))
-    for peer in (BOOT, PEER):
-        assert len(walked(swarm, record.digest, peer).rounds) == 1
-    assert swarm.sent[BOOT]["record"] == CHUNK_BYTES
-    assert swarm.sent[PEER]["record"] == len(record.data)
-
-
-def test_of_a_large_record_only_the_header_is_taken() -> None:
-    (record,) = made = chain(1, mean_bytes=WHOLE_BYTES + 1)
-    swarm = MemorySwarm(QmPeer=gives(made))
-    assert len(walked(swarm, record.digest, PEER).rounds) == 1
-    assert swarm.sent[PEER]["record"] == CHUNK_BYTES
+    assert len(walked(swarm, record.digest, holder).rounds) == 1
+    assert swarm.sent[holder]["record"] == (len(record.data) if whole else CHUNK_BYTES)
 
 
 def test_a_record_under_another_name_is_refused() -> None:
@@ -211,7 +203,7 @@ def test_a_walk_that_cannot_begin_frees_its_stage() -> None:
 
     dht = cast("RunDHT", SimpleNamespace(replicate_p2p=replicate_p2p))
     reader = ChainReader(dht, RUN, [BOOT])
-    reader.start()
+    reader.start(10.0)
     try:
         walks: list[Walk] = []
         for holders in (cast("list[str]", None), [BOOT]):
@@ -231,9 +223,7 @@ def test_the_record_that_most_peers_claim_is_followed() -> None:
     claims["liar"] = claim_record(900, "nine", 9_000_000)
     assert followed(claims) == "four"
     assert followed({}) is None and followed({"new": claim_record(-1, "root")}) is None
-
-
-def test_right_after_a_commit_the_newer_record_is_followed() -> None:
+    # right after a commit the newer one
     claims = {"a": claim_record(4, "four", 40), "b": claim_record(5, "five", 50)}
     assert followed(claims) == "five"
 

@@ -168,9 +168,8 @@ def measure(
 def _watch(swarm: LocalSwarm, links: Links, count: int, round_s: float) -> tuple[Meter, list[int]]:
     """Meter so many rounds that hold all peers, and one more, where the last one ends."""
     everybody = swarm.peers
-    swarm.wait(lambda: all(p.of_kind("training") for p in everybody), START_LIMIT_S, "all train")
+    first = swarm.wait_until_all_train(START_LIMIT_S)
     meter = Meter(swarm, links)
-    first = max(peer.status["round"] for peer in everybody) + 1
 
     def whole() -> list[int]:
         meter.sample()

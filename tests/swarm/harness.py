@@ -266,12 +266,14 @@ class LocalSwarm:
         """Which of the `links` leads to it."""
         return 1 + self.peers.index(peer)
 
-    def run_command(self, *arguments: str, limit_s: float) -> Child:
-        """Run another command of the program to its end."""
+    def run_command(self, *arguments: str, limit_s: float) -> str:
+        """Run another command of the program, which must end well; what it printed."""
         log = self.folder / f"{arguments[0]}.log"
         child = start_command(list(arguments), log, env=self._environment(arguments[0]))
         child.wait(limit_s)
-        return child
+        said = log.read_text(errors="replace")
+        assert child.returncode == 0, said
+        return said
 
     def _start_peer(self, name: str, options: tuple[str, ...], program: tuple[str, ...]) -> Child:
         self._starts += 1
@@ -316,6 +318,17 @@ class LocalSwarm:
                 raise AssertionError(f"not within {limit_s:.0f} s: {what}; {self._summary()}")
             time.sleep(POLL_S)
 
+    def let_pass(self, seconds: float) -> None:
+        """Watch the swarm for so long: what is asserted is that nothing happens."""
+        end = time.monotonic() + seconds
+        self.wait(lambda: time.monotonic() > end, seconds + 5, "time passes")
+
+    def wait_until_all_train(self, limit_s: float) -> int:
+        """Wait until all peers train; the first round that begins after that."""
+        peers = self.peers
+        self.wait(lambda: all(p.of_kind("training") for p in peers), limit_s, "all train")
+        return 1 + max(peer.status["round"] for peer in peers)
+
     def wait_for_rounds(self, count: int, limit_s: float, *, of: Iterable[Peer] = ()) -> None:
         """Wait until each of these peers (all of them if none is named) reported more rounds."""
         wanted = {peer.name: len(peer.rounds) + count for peer in of or self.peers}
@@ -358,6 +371,11 @@ class LocalSwarm:
         own = next(peer.state.glob(f"*-stage{peer.stage}"))
         codec = self.stage_codec(peer.stage)
         return RoundLog(own / "log", manifest_digest=self.manifest.digest, codec=codec)
+
+    def archived(self, stage: int) -> list[int]:
+        """The rounds whose records the bootstrap keeps of a stage, the oldest first."""
+        records = self.folder.glob(f"bootstrap/*-archive-*/stage{stage}/[0-9]*[0-9]/log/*.record")
+        return sorted({int(path.name.split("-")[0]) for path in records})
 
     def of_stage(self, stage: int) -> list[Peer]:
         """The peers that were started for this stage."""

@@ -114,6 +114,5 @@ def _committed(peer: Peer, rounds: Mapping[int, RoundRecord]) -> int:
 def _log(swarm: LocalSwarm, source: str) -> dict[int, dict[str, Any]]:
     """What `dilocox log` says, by stage."""
     file = swarm.folder / "log.json"
-    child = swarm.run_command("log", source, "--json", str(file), "--host", "127.0.0.1", limit_s=60)
-    assert child.returncode == 0, child.last_line()
+    swarm.run_command("log", source, "--json", str(file), "--host", "127.0.0.1", limit_s=60)
     return {stage["stage"]: stage for stage in json.loads(file.read_text())["stages"]}

@@ -49,9 +49,8 @@ def test_30_rounds_with_changing_ranks_a_joiner_and_a_peer_that_returns_by_recor
     lived_through(swarm, joins_at=10, away=(12, 20), rounds=30)
     assert_replays_agree(swarm, swarm.peers, MACHINES)
     for peer in swarm.peers:
-        child = swarm.run_command("verify", str(peer.state), limit_s=VERIFY_LIMIT_S)
-        assert child.returncode == 0, child.last_line()
-        assert peer.rounds[-1]["anchor_sha256"] in child.last_line()
+        said = swarm.run_command("verify", str(peer.state), limit_s=VERIFY_LIMIT_S)
+        assert peer.rounds[-1]["anchor_sha256"] in said.splitlines()[-1]
 
 
 # ---- the swarm -----------------------------------------------------------------------------------

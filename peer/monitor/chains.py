@@ -13,8 +13,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import Counter, deque
-from collections.abc import Collection, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 
 from dilocox.dht.node import RunDHT
@@ -31,12 +32,11 @@ HOLDERS_ASKED = 6  # for one record
 # what is taken of each.
 MOST_BYTES = 1 << 31
 
-START_LIMIT_S = 10.0
 STAGES_AT_ONCE = 4
 DETAILED = 64  # rounds of a walk that keep their members one by one
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Order:
     """A walk of a stage's chain back from a record: `stop` are the digests that end it, `holders`
     who is asked, the best first.
@@ -86,79 +86,52 @@ def holders_of(
 
     dial_out: peers that only dial out, and so cannot be dialled.
     """
-    held = {peer: claim for peer, claim in claims.items() if claim.round >= 0}
 
     def worse(peer: str) -> tuple[bool, bool, bool, int]:
-        claim = held[peer]
+        claim = claims[peer]
         return peer not in bootstraps, peer in dial_out, claim.digest != digest, -claim.round
 
-    return sorted(held, key=worse)
+    return sorted((peer for peer in claims if claims[peer].round >= 0), key=worse)
 
 
-class ChainReader:
-    """The thread. `order` and `take` are for the monitor's own."""
+class ChainReader(LoopThread):
+    """The thread; `order` and `take` are for the monitor's own."""
 
     def __init__(self, dht: RunDHT, run: str, bootstraps: Collection[str]):
-        self._run = run
-        self._bootstraps = frozenset(bootstraps)
-        self._walks: deque[Walk] = deque()
-        self._busy: set[int] = set()
-        self._slots = asyncio.Semaphore(STAGES_AT_ONCE)
-        self._jobs: set[asyncio.Task[None]] = set()
         # the one handle that a process gets from its node; nobody else here needs it
-        self._thread = LoopThread("chains", p2p=dht.replicate_p2p)
-
-    # ---- in the monitor's thread -----------------------------------------------------------------
-    @property
-    def running(self) -> bool:
-        """Whether the thread lives."""
-        return self._thread.running
-
-    def start(self) -> None:
-        """Start with the node's p2pd; raises EnvironmentFault."""
-        self._thread.start(START_LIMIT_S)
+        super().__init__("chains", p2p=dht.replicate_p2p)
+        self._run_id = run
+        self._bootstraps = frozenset(bootstraps)
+        self._walks: dict[int, Future[Walk]] = {}  # by stage
+        self._slots = asyncio.Semaphore(STAGES_AT_ONCE)
 
     def order(self, order: Order) -> bool:
-        """Begin a walk; False while one of this stage is under way."""
-        if order.stage in self._busy:
+        """Begin a walk; False while one of this stage is under way, or the thread has ended."""
+        if order.stage in self._walks or not self.running:
             return False
-        self._busy.add(order.stage)
-        self._thread.post(self._begin, order)
+        walked = asyncio.run_coroutine_threadsafe(self._walked(order), self.loop)
+        self._walks[order.stage] = walked
         return True
 
     def take(self) -> list[Walk]:
         """The walks that have ended since the last call."""
-        taken: list[Walk] = []
-        while self._walks:
-            walk = self._walks.popleft()
-            self._busy.discard(walk.stage)
-            taken.append(walk)
-        return taken
+        ended = [stage for stage, walked in self._walks.items() if walked.done()]
+        return [self._walks.pop(stage).result() for stage in ended]
 
-    def close(self) -> None:
-        """End the thread."""
-        self._thread.close()
-
-    # ---- in the thread ---------------------------------------------------------------------------
-    def _begin(self, order: Order) -> None:
-        job = self._thread.loop.create_task(self._walked(order))
-        self._jobs.add(job)
-        job.add_done_callback(self._jobs.discard)
-
-    async def _walked(self, order: Order) -> None:
+    async def _walked(self, order: Order) -> Walk:
         async with self._slots:
-            self._walks.append(await walk(self._chain(order), order))
+            return await walk(self._chain, order)
 
     def _chain(self, order: Order) -> HeaderClient:
         client = Client(
-            p2p=self._thread.p2p,
-            namespace=averaging_prefix(self._run, order.stage),
+            p2p=self.p2p,
+            namespace=averaging_prefix(self._run_id, order.stage),
             limit=UploadLimit(None),
             record_bytes=MOST_BYTES,
         )
         return HeaderClient(
             client,
-            self._run,
+            self._run_id,
             order.stage,
             order.holders[:HOLDERS_ASKED],
             trusted=self._bootstraps.__contains__,
@@ -167,13 +140,13 @@ class ChainReader:
         )
 
 
-async def walk(chain: HeaderClient, order: Order) -> Walk:
-    """Walk until a known record, or one that nobody gives."""
+async def walk(chain: Callable[[Order], HeaderClient], order: Order) -> Walk:
+    """Walk until a known record, or one that nobody gives; whatever fails ends only this walk."""
     rounds: list[ChainRound] = []
     folded = Counter[str]()
     end = order.start
     try:
-        async for told in chain.headers(order.start, order.stop.__contains__):
+        async for told in chain(order).headers(order.start, order.stop.__contains__):
             rounds.append(told.says)
             if len(rounds) > DETAILED:
                 folded += tokens_by_peer([told.says])

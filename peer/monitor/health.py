@@ -1,4 +1,4 @@
-"""How a swarm is, in one sentence: pure rules over what a monitor sees of it.
+"""How a swarm is, in one sentence: rules over what a monitor sees of it and remembers.
 
 ended        the run has trained on all its tokens
 paused       the operator has paused it
@@ -16,7 +16,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime, timezone
+from statistics import median
 from typing import Literal, get_args
+
+from dilocox.dht.swarm_view import SwarmView
+from dilocox.peer.monitor.history import SwarmHistory
+from dilocox.peer.monitor.look import SwarmLook, finite
 
 State = Literal["ended", "paused", "unreachable", "waiting", "blocked", "stalled", "training"]
 
@@ -27,45 +32,6 @@ STALL_ROUNDS = 3.0  # so many usual rounds without a commit are a stall
 STALL_AT_LEAST_S = 60.0
 MAX_NAMED = 4  # stages that a sentence names
 NO_BOOTSTRAP = "no bootstrap answers: nobody can join"
-
-
-@dataclass(frozen=True, kw_only=True)
-class StageHealth:
-    """One stage as the monitor sees it.
-
-    hosts: peers that train or could. joining: peers that fetch state. progress_at: seconds since
-    the epoch of its last new round record, None while it has none that the monitor saw come.
-    """
-
-    hosts: int
-    joining: int
-    rounds: int
-    progress_at: float | None
-
-
-@dataclass(frozen=True, kw_only=True)
-class SwarmHealth:
-    """What the sentence follows from.
-
-    now, watched_since: seconds since the epoch; the monitor knows nothing from before the latter.
-    held_at: the last time the state was one in which no round can come, None while it never was.
-    round_s: how long a round takes, 0 while nothing tells. patience_s: of an exchange with all its
-    deadlines. reachable: whether a peer or a bootstrap is to be seen.
-    unreachable_since: the last time that one was. bootstraps: whether one of them answers.
-    """
-
-    now: float
-    watched_since: float
-    stages: Sequence[StageHealth]
-    replicas: int
-    round_s: float
-    patience_s: float
-    ended: bool = False
-    paused: bool = False
-    reachable: bool = True
-    unreachable_since: float | None = None
-    bootstraps: bool = True
-    held_at: float | None = None
 
 
 @dataclass(frozen=True)
@@ -90,48 +56,70 @@ class Health:
         return replace(self, sentence=f"{self.sentence}; {trouble}", warns=True)
 
 
-def health_of(swarm: SwarmHealth) -> Health:
-    """The swarm's health; see the module's text for the states."""
-    if swarm.ended:
+def health_of(look: SwarmLook, history: SwarmHistory) -> Health:
+    """The swarm's health; see the module's text for the states. The history remembers when the
+    state was one in which no round can come: rounds are waited for from then on.
+    """
+    health = _state_of(look, history)
+    if health.state not in IN_MOTION:
+        history.held_at = look.at
+    return health
+
+
+def _state_of(look: SwarmLook, history: SwarmHistory) -> Health:
+    state = look.manifest.operation.state
+    view = SwarmView(me="", stages=look.stages, run_claims=look.claims.get(0, {}))
+    if state == "ended" or view.says_ended(look.manifest.end_tokens):
         return Health("ended", "ended")
-    if swarm.paused:
-        return _not_joinable(swarm, Health("paused", "paused"))
-    if not swarm.reachable:
-        since = swarm.unreachable_since or swarm.watched_since
-        return Health("unreachable", f"unreachable: nobody answers since {clock(since)}")
-    return _not_joinable(swarm, _without_hosts(swarm) or _moving(swarm))
+    if state == "paused":
+        health = Health("paused", "paused")
+    elif look.reachable:
+        health = _without_hosts(look, history) or _moving(look, history)
+    else:
+        since = clock(history.seen_at or history.watched_since)
+        return Health("unreachable", f"unreachable: nobody answers since {since}")
+    return health if any(look.bootstraps.values()) else health.warned(NO_BOOTSTRAP)
 
 
-def _not_joinable(swarm: SwarmHealth, health: Health) -> Health:
-    return health if swarm.bootstraps else health.warned(NO_BOOTSTRAP)
-
-
-def _without_hosts(swarm: SwarmHealth) -> Health | None:
+def _without_hosts(look: SwarmLook, history: SwarmHistory) -> Health | None:
     """What is said where a stage has no peer that could train."""
-    empty = tuple(number for number, stage in enumerate(swarm.stages) if not stage.hosts)
+    stages = range(len(history.stages))
+    states = [{record.state for record in look.present(stage).values()} for stage in stages]
+    empty = tuple(stage for stage in stages if states[stage] <= {"joining"})
     if not empty:
         return None
-    none_at_all = len(empty) == len(swarm.stages)
-    joining = sum(stage.joining for stage in swarm.stages)
-    begun = any(stage.rounds for stage in swarm.stages)
-    if none_at_all and not begun and not joining:
+    claims = (claim for stage in stages for claim in look.claims.get(stage, {}).values())
+    begun = any(each.rounds for each in history.stages) or any(each.round >= 0 for each in claims)
+    if not begun and not any(states):
         return Health("waiting", "waiting for the first peers")
-    bare = tuple(number for number in empty if not swarm.stages[number].joining)
+    bare = tuple(stage for stage in empty if not states[stage])
     if bare:
-        no_peers = "no stage has a peer" if len(bare) == len(swarm.stages) else _lacks(bare)
+        no_peers = "no stage has a peer" if len(bare) == len(stages) else _lacks(bare)
         return Health("blocked", f"blocked: {no_peers}", empty)
     return Health("waiting", f"waiting: the peers of {_named(empty)} are joining", empty)
 
 
-def _moving(swarm: SwarmHealth) -> Health:
-    limit_s = max(STALL_AT_LEAST_S, STALL_ROUNDS * swarm.round_s + swarm.patience_s)
+def _moving(look: SwarmLook, history: SwarmHistory) -> Health:
+    deadlines = look.manifest.deadlines
+    patience_s = deadlines.matchmaking_s + 2 * (deadlines.exchange_s + deadlines.vote_s)
+    limit_s = max(STALL_AT_LEAST_S, STALL_ROUNDS * _round_s(look, history) + patience_s)
+    watched_since = history.watched_since
     # one stage that stands still is enough: the anchors of the others move away from it
-    oldest = min(stage.progress_at or swarm.watched_since for stage in swarm.stages)
+    oldest = min(stage.progress_at or watched_since for stage in history.stages)
     # nobody could commit, or was seen to, before that
-    oldest = max(oldest, swarm.watched_since, swarm.held_at or swarm.watched_since)
-    if swarm.now - oldest <= limit_s:
-        return Health("training", "training" if swarm.replicas else "training: replicas form")
+    oldest = max(oldest, watched_since, history.held_at or watched_since)
+    if look.at - oldest <= limit_s:
+        return Health("training", "training" if look.replicas else "training: replicas form")
     return Health("stalled", f"stalled since {clock(oldest)}")
+
+
+def _round_s(look: SwarmLook, history: SwarmHistory) -> float:
+    """How long a round takes: as those before, or as many inner steps as it has."""
+    usual = max(chain.usual_s for chain in history.stages)
+    head = history.stages[0].head
+    inner_steps = look.manifest.rounds.inner_steps if head is None else head.next_inner_steps
+    steps = [finite(each.step_s) for each in look.replicas.values()]
+    return max(usual, inner_steps * (median(steps) if steps else 0.0))
 
 
 def clock(seconds: float) -> str:

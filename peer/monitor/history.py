@@ -15,11 +15,12 @@ import logging
 import math
 from collections import Counter
 from collections.abc import Collection
+from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
 from statistics import median, median_low
-from typing import Any, TypeVar
+from typing import Any
 
 from pydantic import TypeAdapter
 
@@ -27,7 +28,6 @@ from dilocox.dht.files import write_atomically
 from dilocox.dht.records import ReplicaRecord
 from dilocox.peer.chain.summary import ChainRound, LoggedRound, tokens_by_peer
 from dilocox.peer.monitor.chains import DETAILED, Walk
-from dilocox.peer.monitor.health import IN_MOTION, Health
 from dilocox.peer.monitor.look import SwarmLook, finite
 
 logger = logging.getLogger(__name__)
@@ -48,7 +48,6 @@ MAX_LOSS = 1e4  # nats a token
 ROUNDS_AHEAD = 8  # of most replicas one may be
 MAX_REMEMBERED = 4096  # heads whose last fault is known, and peers that are known again
 
-T = TypeVar("T")
 Sample = tuple[float, float, int]  # at, tokens/s, peers
 
 
@@ -91,10 +90,19 @@ class StageRounds:
         if walk.connected and from_head:
             if self.rounds and walk.end != root and walk.end not in self.known:
                 return  # it began before the operator went back, and ends where nothing counts
-            self._abandon(walk, root)
+            last = -1 if walk.end == root else self.known.get(walk.end, -1)
+            self._take_away(last, {each.listed.digest for each in walk.rounds})
         for each in reversed(walk.rounds):
-            if each.listed.digest not in self.known:
-                self._count(each, now if live else None)
+            listed = each.listed
+            if listed.digest in self.known:
+                continue
+            self.known[listed.digest] = listed.round
+            self.recent[listed.round] = each
+            self.rounds += 1
+            self.records_seen += 1
+            self.tokens.update(tokens_by_peer([each]))
+            if live:
+                self.times[listed.round] = now
         self.tokens.update(walk.folded)
         self.gaps.pop(walk.start, None)
         if not walk.connected and len(self.gaps) < MAX_GAPS:
@@ -135,23 +143,8 @@ class StageRounds:
     def _times_since(self, begin: float) -> list[float]:
         return [at for _, at in sorted(self.times.items()) if at >= begin]
 
-    # ---- counting --------------------------------------------------------------------------------
-    def _count(self, each: ChainRound, at: float | None) -> None:
-        listed = each.listed
-        self.known[listed.digest] = listed.round
-        self.recent[listed.round] = each
-        self.rounds += 1
-        self.records_seen += 1
-        self.tokens.update(tokens_by_peer([each]))
-        if at is not None:
-            self.times[listed.round] = at
-
-    def _abandon(self, walk: Walk, root: str) -> None:
-        """Take away the rounds that the chain has left."""
-        last = -1 if walk.end == root else self.known.get(walk.end, -1)
-        self._take_away(last, {each.listed.digest for each in walk.rounds})
-
     def _take_away(self, last: int, kept: Collection[str] = ()) -> None:
+        """Uncount the rounds after this one, but for those with these digests."""
         for number, each in list(self.recent.items()):
             if number <= last or each.listed.digest in kept:
                 continue
@@ -250,7 +243,10 @@ class SwarmHistory:
 
     @classmethod
     def load(cls, path: Path, stages: int, root: str, now: float) -> SwarmHistory:
-        """What `save` wrote for this run; an empty one where there is none or it is damaged."""
+        """What `save` wrote for this run; an empty one where there is none.
+
+        A file that is damaged, or of another version or manifest, is set aside as `….old`.
+        """
         try:
             made = _FILE.validate_json(path.read_bytes())
             if (made.version, made.root, len(made.stages)) != (VERSION, root, stages):
@@ -258,8 +254,16 @@ class SwarmHistory:
         except FileNotFoundError:
             return cls.begun(stages, root, now)
         except (OSError, ValueError) as error:
-            first = str(error).partition("\n")[0]
-            logger.warning("%s is damaged or too old (%s): the curves begin anew", path, first)
+            logger.debug("%s", error)
+            aside = path.with_name(f"{path.name}.old")
+            with suppress(OSError):  # `save` tells of a folder that cannot be written
+                path.replace(aside)
+            logger.warning(
+                "%s is damaged, or of another version or manifest: it is set aside as %s, and the "
+                "curves begin anew",
+                path,
+                aside.name,
+            )
             return cls.begun(stages, root, now)
         made.watched_since, made.seen_at, made.held_at = now, None, None
         return made
@@ -286,11 +290,6 @@ class SwarmHistory:
         """Take in what a walk along a chain found."""
         self.stages[walk.stage].add(walk, now, self.root)
 
-    def judged(self, health: Health, now: float) -> None:
-        """Take in how the swarm is."""
-        if health.state not in IN_MOTION:
-            self.held_at = now
-
     @property
     def validation(self) -> tuple[int, float] | None:
         """Round and value of the newest validation loss."""
@@ -302,17 +301,17 @@ class SwarmHistory:
         return self._newest(0)
 
     def _newest(self, column: int) -> tuple[int, float] | None:
-        known = [(number, row[column]) for number, row in self.losses.items()]
-        newest = max((each for each in known if each[1] is not None), default=None)
-        return None if newest is None or newest[1] is None else (newest[0], newest[1])
+        known = ((number, row[column]) for number, row in self.losses.items())
+        return max(((number, loss) for number, loss in known if loss is not None), default=None)
 
     def _go_back(self, look: SwarmLook) -> None:
         """Forget the rounds that the operator has set aside since the last look."""
-        newest, known = max((rules for rules, _ in look.rollbacks), default=0), self.rules
+        rollbacks = look.manifest.operation.rollbacks
+        newest, known = max((rules for rules, _ in rollbacks), default=0), self.rules
         self.rules = max(newest, known or 0)
         if known is None or newest <= known:
             return
-        last = min(number for rules, number in look.rollbacks if rules > known)
+        last = min(number for rules, number in rollbacks if rules > known)
         heads = [chain.head.round for chain in self.stages if chain.head is not None]
         self.set_aside = (last + 1, max([last, *heads, *self.losses]) + 1)
         self.losses = {number: row for number, row in self.losses.items() if number <= last}
@@ -393,12 +392,7 @@ class SwarmHistory:
             self.losses.setdefault(number, [None, None])[0] = mean
         for number, losses in validation.items():
             self.losses.setdefault(number, [None, None])[1] = median_low(losses)
-        thin_keys(self.losses, MAX_LOSSES)
-
-    @property
-    def away(self) -> int:
-        """Peers that were here once and are not now."""
-        return max(0, self.peers_total - len(self.present))
+        thin_out(self.losses, MAX_LOSSES)
 
     def _fault(self, at: float, text: str) -> None:
         self.faults = [*self.faults, FaultLine(at, cut(text))][-MAX_FAULTS:]
@@ -406,27 +400,19 @@ class SwarmHistory:
     @property
     def counters(self) -> tuple[float, ...]:
         """What must not fall when a monitor starts again, for whoever keeps it."""
-        chains = (
-            each for chain in self.stages for each in (chain.records_seen, chain.chain_tokens)
-        )
+        seen = [chain.records_seen for chain in self.stages]
+        tokens = [chain.chain_tokens for chain in self.stages]
         told = (self.faults_total, self.joined_total, self.left_total, self.peers_total)
-        return (*told, *self.voids, *chains)
+        return (*told, *self.voids, *seen, *tokens)
 
 
 _FILE = TypeAdapter(SwarmHistory)
 
 
-def thinned(points: list[T]) -> list[T]:
-    """Without every second one of the older half."""
-    half = len(points) // 2
-    return points[:half:2] + points[half:]
-
-
-def thin_keys(table: dict[int, Any], limit: int) -> None:
-    """Keep a table by round number within its limit, the newest half of it whole."""
+def thin_out(table: dict[int, Any], limit: int) -> None:
+    """Beyond its limit, a table by round number loses every second entry of its older half."""
     if len(table) > limit:
-        keep = set(thinned(sorted(table)))
-        for number in [number for number in table if number not in keep]:
+        for number in sorted(table)[1 : len(table) // 2 : 2]:
             del table[number]
 
 

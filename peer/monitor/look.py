@@ -6,12 +6,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, cast
 
 from dilocox.dht.invite import Invite, bootstrap_address
 from dilocox.dht.join import Joined
+from dilocox.dht.manifest import Manifest
 from dilocox.dht.node import NoAnswer
 from dilocox.dht.records import (
     ClaimRecord,
@@ -34,20 +35,18 @@ MAX_NUMBER = 1e12  # tokens a second, or seconds, that a peer may state
 class SwarmLook:
     """Records by peer id, of every stage and of the run.
 
-    at: run time, seconds since the epoch. stages, claims: by stage. replicas: by head, only of
-    those that host stage 0. bootstraps: by peer id in the invite's order, whether they answer.
-    answered: whether the DHT gave an answer at all. revision, rollbacks: of the operator's
-    manifest.
+    at: run time, seconds since the epoch. manifest: the operator's newest. bootstraps: by peer id
+    in the invite's order, whether they answer. answered: whether the DHT gave an answer at all.
+    stages, claims: by stage. replicas: by head, only of those that host stage 0.
     """
 
     at: float
-    stages: Mapping[int, Mapping[str, StageRecord]]
-    claims: Mapping[int, Mapping[str, ClaimRecord]]
-    replicas: Mapping[str, ReplicaRecord] = field(default_factory=dict[str, ReplicaRecord])
-    bootstraps: Mapping[str, bool] = field(default_factory=dict[str, bool])
-    answered: bool = True
-    revision: int | None = None
-    rollbacks: Sequence[tuple[int, int]] = ()
+    manifest: Manifest
+    bootstraps: Mapping[str, bool]
+    answered: bool = False
+    stages: Mapping[int, Mapping[str, StageRecord]] = field(default_factory=dict)
+    claims: Mapping[int, Mapping[str, ClaimRecord]] = field(default_factory=dict)
+    replicas: Mapping[str, ReplicaRecord] = field(default_factory=dict)
 
     @property
     def reachable(self) -> bool:
@@ -71,11 +70,6 @@ class SwarmLook:
         records = self.stages.get(stage, {})
         return {peer: record for peer, record in records.items() if record.state != "left"}
 
-    @classmethod
-    def nothing(cls, at: float, bootstraps: Mapping[str, bool]) -> SwarmLook:
-        """Before the first look, and while the swarm cannot be reached."""
-        return cls(at=at, stages={}, claims={}, bootstraps=bootstraps, answered=False)
-
 
 def bootstrap_ids(invite: Invite) -> tuple[str, ...]:
     """Peer ids of the bootstraps, in the invite's order, each once."""
@@ -86,45 +80,43 @@ class Looker:
     """Looks again and again; all in one thread."""
 
     def __init__(
-        self, place: Joined, bootstraps: tuple[str, ...], *, ping_period_s: float = PING_PERIOD_S
+        self, place: Joined, bootstraps: Iterable[str], *, ping_period_s: float = PING_PERIOD_S
     ):
-        self.manifest = place.manifest  # the newest, set by the owner
         self._place = place
         self._ping_period_s = ping_period_s
         self._pinged_at = float("-inf")
-        self._last = SwarmLook.nothing(place.clock.time(), dict.fromkeys(bootstraps, True))
+        self._last = SwarmLook(
+            at=place.clock.time(),
+            manifest=place.manifest,
+            bootstraps=dict.fromkeys(bootstraps, True),
+        )
 
-    def look(self) -> SwarmLook:
-        """Read everything; what gives no answer stays as it was."""
-        run, last = self._place.run, self._last
-        stages = range(self._place.manifest.stages)
+    def look(self, manifest: Manifest) -> SwarmLook:
+        """Read everything, by the newest manifest; what gives no answer stays as it was."""
+        run, last, stages = self._place.run, self._last, range(manifest.stages)
         asked: dict[str, type[Record]] = {stage_key(run, stage): StageRecord for stage in stages}
         asked |= {claim_key(run, stage): ClaimRecord for stage in stages}
         asked[replica_key(run)] = ReplicaRecord
         found = cast("Mapping[str, Any]", self._place.swarm.read_many(asked, READ_LIMIT_S))
-        answered = any(found[key] is not None for key in asked)
 
         def heard(key: str, before: Any) -> Any:
             return before if found[key] is None else found[key]
 
         hosts = {s: heard(stage_key(run, s), last.stages.get(s, {})) for s in stages}
+        claims = {s: heard(claim_key(run, s), last.claims.get(s, {})) for s in stages}
         replicas = heard(replica_key(run), last.replicas)
         self._last = SwarmLook(
             at=self._place.clock.time(),
+            manifest=manifest,
+            bootstraps=self._bootstraps(),
+            answered=any(found[key] is not None for key in asked),
             stages=hosts,
-            claims={
-                s: that_count(heard(claim_key(run, s), last.claims.get(s, {})), self.manifest)
-                for s in stages
-            },
+            claims={stage: that_count(told, manifest) for stage, told in claims.items()},
             replicas={
                 head: record
                 for head, record in replicas.items()
                 if record.members[:1] == (head,) and head in hosts[0]
             },
-            bootstraps=self._bootstraps(),
-            answered=answered,
-            revision=self.manifest.operation.revision,
-            rollbacks=self.manifest.operation.rollbacks,
         )
         return self._last
 

@@ -22,7 +22,6 @@ import logging
 import re
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -43,9 +42,10 @@ from dilocox.peer.http_pages import (
     readiness_page,
 )
 from dilocox.peer.monitor.chains import ChainReader, Order, followed, holders_of
+from dilocox.peer.monitor.health import health_of
 from dilocox.peer.monitor.history import SwarmHistory
 from dilocox.peer.monitor.look import Looker, SwarmLook, bootstrap_ids
-from dilocox.peer.monitor.status import RunFacts, Seen, metrics_of, status_of, swarm_health
+from dilocox.peer.monitor.status import Seen, metrics_of, status_of
 from dilocox.peer.options import MonitorOptions
 from dilocox.peer.os_process import RESTART_AFTER_S, StopSignal, start_again
 from dilocox.peer.state_folder import StateFolder
@@ -56,11 +56,9 @@ LOOKS_LATE_S = 60.0
 LONGEST_LOOK_PERIOD_S = 5.0
 SHORTEST_LOOK_PERIOD_S = 1.0
 JOIN_PAUSE_S = 10.0
+START_LIMIT_S = 10.0  # of the thread that follows chains
 MAX_GAP_TRIES = 6
 MONITOR_RUNS = "another monitor uses this folder; stop it, or give this one another with --state"
-STATUS_FILE = "status.html"
-
-_INLINE = re.compile(r"<(script|style)>(.*?)</\1>", re.DOTALL)
 
 
 class MonitorPages:
@@ -72,31 +70,31 @@ class MonitorPages:
     def __init__(self, alive: Callable[[], bool], *, late_s: float = LOOKS_LATE_S):
         self._alive = alive
         self._late_s = late_s
-        self._status = b"{}"
+        self._status = Page(body=b"{}")
         self._metrics = Page(body=b"")
         self._looked_at: float | None = None
-        self._html = (files("dilocox.peer.monitor") / "page" / STATUS_FILE).read_bytes()
-        policy = content_policy(self._html.decode())
-        self._headers = {"Content-Security-Policy": policy, "Referrer-Policy": "no-referrer"}
+        html = (files("dilocox.peer.monitor") / "page" / "status.html").read_text("utf-8")
+        policy = {"Content-Security-Policy": content_policy(html), "Referrer-Policy": "no-referrer"}
+        self._page = Page(
+            body=html.encode(), content_type="text/html; charset=utf-8", headers=policy
+        )
 
     def show(self, status: dict[str, Any], metrics: Page) -> None:
         """The figures after a look."""
         text = json.dumps(status, allow_nan=False, separators=(",", ":"))
-        self._status, self._metrics = text.encode(), metrics
+        self._status = Page(body=text.encode(), content_type="application/json")
+        self._metrics = metrics
         self._looked_at = time.monotonic()
 
     def pages(self) -> Pages:
-        """By path."""
+        """What is served, by path."""
         return {
-            "/": self._page,
-            "/status.json": lambda: Page(body=self._status, content_type="application/json"),
+            "/": lambda: self._page,
+            "/status.json": lambda: self._status,
             "/metrics": lambda: self._metrics,
             "/healthz": lambda: health_page({"monitor": self._alive, "looks": self._looks}),
             "/readyz": lambda: readiness_page("" if self._looked_at else "it has not looked yet"),
         }
-
-    def _page(self) -> Page:
-        return Page(body=self._html, content_type="text/html; charset=utf-8", headers=self._headers)
 
     def _looks(self) -> bool:
         return self._looked_at is None or time.monotonic() - self._looked_at < self._late_s
@@ -106,13 +104,15 @@ def content_policy(html: str) -> str:
     """Only the page's own script and style may run, named by their hashes, and nothing is loaded
     from anywhere but this server.
     """
-    hashes: dict[str, list[str]] = {"script": [], "style": []}
-    for match in _INLINE.finditer(html):
-        digest = hashlib.sha256(match[2].encode()).digest()
-        hashes[match[1]].append(f"'sha256-{base64.b64encode(digest).decode()}'")
+
+    def hashes(tag: str) -> str:
+        inline = re.findall(f"<{tag}>(.*?)</{tag}>", html, re.DOTALL)
+        digests = (hashlib.sha256(text.encode()).digest() for text in inline)
+        return " ".join(f"'sha256-{base64.b64encode(digest).decode()}'" for digest in digests)
+
     return (
-        f"default-src 'none'; script-src {' '.join(hashes['script'])}; "
-        f"style-src {' '.join(hashes['style'])}; connect-src 'self'; img-src data:; "
+        f"default-src 'none'; script-src {hashes('script')}; "
+        f"style-src {hashes('style')}; connect-src 'self'; img-src data:; "
         "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
     )
 
@@ -153,7 +153,6 @@ def run_monitor_command(options: MonitorOptions) -> int:
 
 def _serve(options: MonitorOptions, place: Joined, kept: Path, stop: StopSignal) -> None:
     monitor = Monitor(options, place, kept)
-    monitor.start()
     try:
         with PageServer(options.host, options.port, monitor.pages.pages(), option="") as server:
             shown = f"[{options.host}]" if ":" in options.host else options.host
@@ -166,17 +165,6 @@ def _serve(options: MonitorOptions, place: Joined, kept: Path, stop: StopSignal)
         monitor.close()
 
 
-@dataclass(frozen=True, kw_only=True)
-class Periods:
-    """What a monitor does less often than it looks: write what it learnt, ask for the manifest, and
-    ask again for a record that nobody gave.
-    """
-
-    save_s: float = 60.0
-    manifest_s: float = 5.0
-    gap_s: float = 60.0
-
-
 class Monitor:
     """Looks, follows chains, remembers, and shows. All calls in one thread."""
 
@@ -186,35 +174,37 @@ class Monitor:
         place: Joined,
         kept: Path,
         *,
-        periods: Periods = Periods(),
+        save_s: float = 60.0,
+        manifest_s: float = 5.0,
+        gap_s: float = 60.0,
     ):
+        """kept: the history's file.
+
+        What it does less often than it looks: save_s, write what it learnt; manifest_s, ask for the
+        manifest; gap_s, ask again for a record that nobody gave. Raises EnvironmentFault.
+        """
         manifest, now = place.manifest, place.clock.time()
-        bootstraps = bootstrap_ids(options.invite)
         self._place = place
+        self._invite = str(options.invite)
         self._kept = kept
-        self._periods = periods
-        self._facts = RunFacts(run=place.run, invite=str(options.invite), manifest=manifest)
-        self._looker = Looker(place, bootstraps)
+        self._save_s, self._manifest_s, self._gap_s = save_s, manifest_s, gap_s
+        self._bootstraps = bootstrap_ids(options.invite)
+        self._looker = Looker(place, self._bootstraps)
         self._watch = ManifestWatch(place.swarm, place.run, manifest)
-        self._asked_at = time.monotonic()
-        self._bootstraps = bootstraps
-        self._chains = ChainReader(place.dht, place.run, bootstraps)
+        self._asked_at = self._saved_at = time.monotonic()
         self._history = SwarmHistory.load(kept, manifest.stages, manifest.root, now)
-        self._saved_at = time.monotonic()
         self._saved = self._history.counters
         self._gap_at = float("-inf")
         heartbeat_s = manifest.deadlines.heartbeat_s
         self._period_s = min(max(heartbeat_s, SHORTEST_LOOK_PERIOD_S), LONGEST_LOOK_PERIOD_S)
+        self._chains = ChainReader(place.dht, place.run, self._bootstraps)
+        self._chains.start(START_LIMIT_S)
         self.pages = MonitorPages(lambda: self.alive)
 
     @property
     def alive(self) -> bool:
         """Whether its node and its thread live."""
         return self._place.dht.running and self._chains.running
-
-    def start(self) -> None:
-        """Start following chains; raises EnvironmentFault."""
-        self._chains.start()
 
     def turn(self) -> float:
         """One look at the swarm, whatever comes of it; the seconds until the next one."""
@@ -227,26 +217,22 @@ class Monitor:
 
     def look(self) -> None:
         """Read, remember, show."""
-        if time.monotonic() >= self._asked_at + self._periods.manifest_s:
+        if time.monotonic() >= self._asked_at + self._manifest_s:
             self._asked_at = time.monotonic()
-            if self._watch.look():
-                self._looker.manifest = self._watch.manifest
-                self._facts = replace(self._facts, manifest=self._watch.manifest)
-        look = self._looker.look()
+            self._watch.look()
+        look = self._looker.look(self._watch.manifest)
         for walk in self._chains.take():
             self._history.walked(walk, look.at)
         self._history.look(look)
         self._follow(look)
-        health = swarm_health(self._watch.manifest, look, self._history)
-        self._history.judged(health, look.at)
+        health = health_of(look, self._history)
         if (unreadable := self._watch.unreadable) is not None:  # it judges by older rules
             health = health.warned(str(unreadable))
-        late = time.monotonic() >= self._saved_at + self._periods.save_s
+        late = time.monotonic() >= self._saved_at + self._save_s
         if late or self._history.counters != self._saved:
             self._save()  # before they are shown: a counter must not fall when this one is killed
-        seen = Seen(look=look, history=self._history, health=health)
-        metrics = metrics_page(metrics_of(self._place.run, seen))
-        self.pages.show(status_of(self._facts, seen), metrics)
+        seen = Seen(self._place.run, self._invite, look, self._history, health)
+        self.pages.show(status_of(seen), metrics_page(metrics_of(seen)))
 
     def close(self) -> None:
         """End the thread and write what was learnt; twice does no harm."""
@@ -257,13 +243,14 @@ class Monitor:
         self._saved_at, self._saved = time.monotonic(), self._history.counters
         try:
             self._history.save(self._kept)
-        except EnvironmentFault as error:  # a full disk must not end the watch
-            logger.warning("%s", error)
+        # neither a full disk nor a name of a stranger that is no text must end the watch
+        except (EnvironmentFault, ValueError) as error:
+            logger.warning("what the monitor learnt is not saved: %s", error)
 
     # ---- chains ----------------------------------------------------------------------------------
     def _follow(self, look: SwarmLook) -> None:
         """Have walked what is claimed and not known yet; else what could not be had before."""
-        retry = time.monotonic() >= self._gap_at + self._periods.gap_s
+        retry = time.monotonic() >= self._gap_at + self._gap_s
         for stage, chain in enumerate(self._history.stages):
             claims = look.claims.get(stage, {})
             start = followed(claims)
@@ -275,8 +262,7 @@ class Monitor:
                     continue
                 start = gaps[0]
                 self._gap_at = time.monotonic()
-            stop = {*chain.known, self._history.root}
             hosts = look.stages.get(stage, {})
             dial_out = {peer for peer, record in hosts.items() if record.client_mode}
             holders = holders_of(claims, start, bootstraps=self._bootstraps, dial_out=dial_out)
-            self._chains.order(Order(stage=stage, start=start, stop=stop, holders=holders))
+            self._chains.order(Order(stage, start, {*chain.known, self._history.root}, holders))

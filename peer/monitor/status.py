@@ -15,22 +15,20 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from itertools import islice
-from statistics import median, median_low
+from statistics import median_low
 from typing import Any
 
 from dilocox import __version__
-from dilocox.dht.manifest import Manifest
 from dilocox.dht.records import ReplicaRecord, StageRecord, figures_of
-from dilocox.dht.swarm_view import SwarmView
 from dilocox.peer.chain.summary import LoggedRound
 from dilocox.peer.http_pages import RUN_LABEL, MetricSpec, MetricTable, Value, one_of
-from dilocox.peer.monitor.health import STATES, Health, StageHealth, SwarmHealth, health_of
-from dilocox.peer.monitor.history import StageRounds, SwarmHistory, cut
+from dilocox.peer.monitor.health import STATES, Health
+from dilocox.peer.monitor.history import SwarmHistory, cut
 from dilocox.peer.monitor.look import SwarmLook, finite
 from dilocox.pipeline.placement import cannot_be_reached
 
 PREFIX = "dilocox_swarm_"
-PEER_STATES = ("joining", "spare", "training")
+PEER_STATES = ("training", "spare", "joining")  # as they are shown
 MAX_RANKS = 50
 MAX_VERSIONS = 10
 OTHER = "other"
@@ -43,10 +41,12 @@ SHORT = 24  # letters of a version or codec
 _VERSION = re.compile(r"[0-9A-Za-z.+-]{1,24}")
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Seen:
     """All that one look says; what the metrics and the page are made of."""
 
+    run: str
+    invite: str
     look: SwarmLook
     history: SwarmHistory
     health: Health
@@ -62,26 +62,18 @@ class Seen:
         return len(set[str]().union(*(each.tokens for each in self.history.stages)))
 
 
-def metrics_of(run: str, seen: Seen) -> MetricTable[Seen]:
+def metrics_of(seen: Seen) -> MetricTable[Seen]:
     """What `/metrics` says."""
-    labels = {"run": run[:RUN_LABEL]}
+    labels = {"run": seen.run[:RUN_LABEL]}
     return MetricTable(specs=METRICS, source=lambda: seen, prefix=PREFIX, labels=labels)
 
 
-def _peers(seen: Seen) -> Mapping[tuple[int, str], Value]:
-    return {
-        (stage, state): sum(each.state == state for each in seen.look.present(stage).values())
-        for stage in seen.stages
-        for state in PEER_STATES
-    }
-
-
-def _spares(present: Mapping[str, StageRecord]) -> Value:
-    return sum(record.state == "spare" for record in present.values())
+def _count(seen: Seen, stage: int, state: str) -> int:
+    return sum(record.state == state for record in seen.look.present(stage).values())
 
 
 def _compression_error(present: Mapping[str, StageRecord]) -> Value:
-    told = [record.compression_error for record in present.values()]
+    told = (record.compression_error for record in present.values())
     errors = [each for each in told if each is not None]
     return median_low(errors) if errors else None
 
@@ -101,34 +93,26 @@ def _versions(seen: Seen) -> Mapping[str, int]:
         for stage in seen.stages
         for record in seen.look.present(stage).values()
     )
-    shown = dict(told.most_common(MAX_VERSIONS))
-    rest = sum(told.values()) - sum(shown.values())
-    if rest:
-        shown[OTHER] = shown.get(OTHER, 0) + rest
-    return shown
+    shown = Counter(dict(told.most_common(MAX_VERSIONS)))
+    shown[OTHER] += told.total() - shown.total()
+    return +shown
 
 
 _Spec = MetricSpec[Seen]
 
 
-def _of_peers(name: str, text: str, read: Callable[[Mapping[str, StageRecord]], Value]) -> _Spec:
-    """By stage, of the peers there that have not left."""
-    return _Spec(name, text, lambda s: {n: read(s.look.present(n)) for n in s.stages}, ("stage",))
-
-
-def _of_chain(name: str, text: str, read: Callable[[StageRounds, float], Value]) -> _Spec:
-    """By stage, of what is remembered of its chain, and the time of the look."""
-    return _Spec(
-        name,
-        text,
-        lambda s: {n: read(chain, s.look.at) for n, chain in enumerate(s.history.stages)},
-        ("stage",),
-    )
+def _by_stage(name: str, text: str, read: Callable[[Seen, int], Value]) -> _Spec:
+    return _Spec(name, text, lambda s: {stage: read(s, stage) for stage in s.stages}, ("stage",))
 
 
 def _of_head(name: str, text: str, read: Callable[[LoggedRound], Value]) -> _Spec:
     """By stage, of its newest round."""
-    return _of_chain(name, text, lambda chain, _: chain.head and read(chain.head))
+
+    def read_head(seen: Seen, stage: int) -> Value:
+        head = seen.history.stages[stage].head
+        return None if head is None else read(head)
+
+    return _by_stage(name, text, read_head)
 
 
 METRICS = (
@@ -145,7 +129,11 @@ METRICS = (
         "Tokens a second that all replicas state.",
         lambda s: s.look.tokens_per_s,
     ),
-    _Spec("manifest_revision", "Of the operator's newest manifest.", lambda s: s.look.revision),
+    _Spec(
+        "manifest_revision",
+        "Of the operator's newest manifest.",
+        lambda s: s.look.manifest.operation.revision,
+    ),
     _Spec(  # it falls when the operator goes back
         "tokens_total",
         "Tokens behind the records of stage 0.",
@@ -186,39 +174,50 @@ METRICS = (
     ),
     _Spec("peer_versions", "Peers by version of their dilocox.", _versions, ("version",)),
     # ---- the peers of a stage
-    _Spec("peers", "Peers in view, by stage and state.", _peers, ("stage", "state")),
-    _of_peers("spares", "Peers of a stage that are in no replica.", _spares),
     _Spec(
+        "peers",
+        "Peers in view, by stage and state.",
+        lambda s: {(n, state): _count(s, n, state) for n in s.stages for state in PEER_STATES},
+        ("stage", "state"),
+    ),
+    _by_stage(
+        "spares", "Peers of a stage that are in no replica.", lambda s, n: _count(s, n, "spare")
+    ),
+    _by_stage(
         "blocked",
         "1 if this stage stops the run for want of a peer.",
-        lambda s: {stage: stage in s.health.blocked for stage in s.stages},
-        ("stage",),
+        lambda s, n: n in s.health.blocked,
     ),
-    _of_peers(
-        "stage_unreachable", "1 if all peers of this stage can only dial out.", cannot_be_reached
+    _by_stage(
+        "stage_unreachable",
+        "1 if all peers of this stage can only dial out.",
+        lambda s, n: cannot_be_reached(s.look.present(n)),
     ),
-    _Spec(
+    _by_stage(
         "voids",
         "Void rounds that peers told, a mean over the stage's peers.",
-        lambda s: dict(enumerate(s.history.voids)),
-        ("stage",),
+        lambda s, n: s.history.voids[n],
     ),
-    _of_peers(
+    _by_stage(
         "compression_error_ratio",
         "What the codec left unsent of a peer's newest message, by norm, a median over peers.",
-        _compression_error,
+        lambda s, n: _compression_error(s.look.present(n)),
     ),
     # ---- the chain of a stage
-    _of_chain(
-        "rounds_total", "Records of committed rounds that were seen.", lambda c, _: c.records_seen
+    _by_stage(
+        "rounds_total",
+        "Records of committed rounds that were seen.",
+        lambda s, n: s.history.stages[n].records_seen,
     ),
-    _of_chain(
-        "rounds_per_hour", "Rounds an hour, over the last hour.", lambda c, now: c.per_hour(now)
+    _by_stage(
+        "rounds_per_hour",
+        "Rounds an hour, over the last hour.",
+        lambda s, n: s.history.stages[n].per_hour(s.look.at),
     ),
-    _of_chain(
+    _by_stage(
         "last_round_timestamp_seconds",
         "When the newest round was seen to come.",
-        lambda c, _: c.progress_at,
+        lambda s, n: s.history.stages[n].progress_at,
     ),
     _of_head("round", "Number of the newest committed round.", lambda head: head.round),
     _of_head("round_bytes", "Bytes of the newest round record.", lambda head: head.record_bytes),
@@ -250,69 +249,15 @@ METRICS = (
 
 
 # ---- the status page -----------------------------------------------------------------------------
-@dataclass(frozen=True, kw_only=True)
-class RunFacts:
-    """What does not change while the monitor runs."""
-
-    run: str
-    invite: str
-    manifest: Manifest
-
-
-def swarm_health(manifest: Manifest, look: SwarmLook, history: SwarmHistory) -> Health:
-    """How the swarm is."""
-    deadlines = manifest.deadlines
-    view = SwarmView(me="", stages=look.stages, run_claims=look.claims.get(0, {}))
-    stages: list[StageHealth] = []
-    for number, chain in enumerate(history.stages):
-        present = look.present(number).values()
-        joining = sum(record.state == "joining" for record in present)
-        claimed = any(claim.round >= 0 for claim in look.claims.get(number, {}).values())
-        stages.append(
-            StageHealth(
-                hosts=len(present) - joining,
-                joining=joining,
-                rounds=max(chain.rounds, int(claimed)),
-                progress_at=chain.progress_at,
-            )
-        )
-    return health_of(
-        SwarmHealth(
-            now=look.at,
-            watched_since=history.watched_since,
-            stages=stages,
-            replicas=len(look.replicas),
-            round_s=_round_s(manifest, look, history),
-            patience_s=deadlines.matchmaking_s + 2 * (deadlines.exchange_s + deadlines.vote_s),
-            ended=manifest.operation.state == "ended"
-            or (bool(look.claims.get(0)) and view.says_ended(manifest.end_tokens)),
-            paused=manifest.operation.state == "paused",
-            reachable=look.reachable,
-            unreachable_since=history.seen_at,
-            bootstraps=any(look.bootstraps.values()),
-            held_at=history.held_at,
-        )
-    )
-
-
-def _round_s(manifest: Manifest, look: SwarmLook, history: SwarmHistory) -> float:
-    """How long a round takes: as those before, or as many inner steps as it has."""
-    usual = max(chain.usual_s for chain in history.stages)
-    head = history.stages[0].head
-    inner_steps = manifest.rounds.inner_steps if head is None else head.next_inner_steps
-    steps = [finite(each.step_s) for each in look.replicas.values()]
-    return max(usual, inner_steps * (median(steps) if steps else 0.0))
-
-
-def status_of(facts: RunFacts, seen: Seen) -> dict[str, Any]:
+def status_of(seen: Seen) -> dict[str, Any]:
     """Everything that the page draws; see page/status.html."""
-    manifest, look, history, health = facts.manifest, seen.look, seen.history, seen.health
+    manifest, look, history, health = seen.look.manifest, seen.look, seen.history, seen.health
     validation, train = history.validation, history.train
     return {
-        "run": facts.run,
+        "run": seen.run,
         "name": manifest.name,
         "version": __version__,
-        "invite": facts.invite,
+        "invite": seen.invite,
         "now": round(look.at, 3),
         "since": round(history.since, 3),
         "health": {"state": health.state, "sentence": health.sentence, "warns": health.warns},
@@ -321,7 +266,7 @@ def status_of(facts: RunFacts, seen: Seen) -> dict[str, Any]:
             "end_tokens": manifest.end_tokens,
             "tokens_per_s": round(look.tokens_per_s, 2),
             "rounds_per_hour": history.stages[0].per_hour(look.at),
-            "peers": sum(len(look.present(stage)) for stage in range(manifest.stages)),
+            "peers": sum(len(look.present(stage)) for stage in seen.stages),
             "replicas": len(look.replicas),
             "waiting": look.waiting_share,
             "validation": None if validation is None else validation[1],
@@ -329,11 +274,11 @@ def status_of(facts: RunFacts, seen: Seen) -> dict[str, Any]:
             "train": None if train is None else train[1],
             "faults": history.faults_total,
             "joined": history.peers_total,
-            "left": history.away,
+            "left": max(0, history.peers_total - len(history.present)),
             "contributors": seen.contributors,
         },
         "bootstraps": list(look.bootstraps.values()),
-        "stages": [_stage(number, look, history) for number in range(manifest.stages)],
+        "stages": [_stage(number, look, history) for number in seen.stages],
         "replicas": [
             _replica(head, record)
             for head, record in islice(sorted(look.replicas.items()), MAX_REPLICAS_SHOWN)
@@ -354,7 +299,7 @@ def status_of(facts: RunFacts, seen: Seen) -> dict[str, Any]:
 def _stage(number: int, look: SwarmLook, history: SwarmHistory) -> dict[str, Any]:
     present, chain = look.present(number), history.stages[number]
     head = chain.head
-    order = sorted(present, key=lambda peer: (_STATE_ORDER.get(present[peer].state, 9), peer))
+    order = sorted(present, key=lambda peer: (PEER_STATES.index(present[peer].state), peer))
     return {
         "stage": number,
         "peers": [_peer(peer, present[peer]) for peer in order[:MAX_PEERS_SHOWN]],
@@ -368,9 +313,6 @@ def _stage(number: int, look: SwarmLook, history: SwarmHistory) -> dict[str, Any
         "inner_steps": None if head is None else head.next_inner_steps,
         "voids": round(history.voids[number], 2),
     }
-
-
-_STATE_ORDER: Mapping[str, int] = {"training": 0, "spare": 1, "joining": 2}
 
 
 def _peer(peer: str, record: StageRecord) -> dict[str, Any]:

@@ -13,10 +13,10 @@ from dilocox.dht.manifest import Manifest
 from dilocox.dht.records import ClaimRecord, ReplicaRecord, StageRecord
 from dilocox.peer.chain.summary import ChainRound, LoggedRound
 from dilocox.peer.monitor.chains import Walk
-from dilocox.peer.monitor.health import Health
+from dilocox.peer.monitor.health import Health, health_of
 from dilocox.peer.monitor.history import SwarmHistory
 from dilocox.peer.monitor.look import SwarmLook
-from dilocox.peer.monitor.status import RunFacts, Seen, status_of, swarm_health
+from dilocox.peer.monitor.status import Seen, status_of
 
 NOW = 1_763_640_000.0  # 12:00:00 UTC of some day
 RUN = "0123456789abcdef" * 2
@@ -150,13 +150,12 @@ class ToldSwarm:
         self.at += after_s
         look = SwarmLook(
             at=self.at,
+            manifest=self.manifest,
             stages={stage: dict(peers) for stage, peers in self.stages.items()},
             claims={stage: dict(claims) for stage, claims in self.claims.items()},
             replicas=dict(self.replicas),
             bootstraps=dict(self.bootstraps),
             answered=self.answered,
-            revision=self.manifest.operation.revision,
-            rollbacks=self.manifest.operation.rollbacks,
         )
         self.history.look(look)
         return look
@@ -192,16 +191,13 @@ class ToldSwarm:
             self.claims[stage] = dict.fromkeys(peers, claim)
 
     def health(self, look: SwarmLook) -> Health:
-        health = swarm_health(self.manifest, look, self.history)
-        self.history.judged(health, look.at)
-        return health
+        return health_of(look, self.history)
 
     def seen(self, look: SwarmLook) -> Seen:
-        return Seen(look=look, history=self.history, health=self.health(look))
+        return Seen(RUN, INVITE, look, self.history, self.health(look))
 
     def status(self, look: SwarmLook) -> dict[str, Any]:
-        facts = RunFacts(run=RUN, invite=INVITE, manifest=self.manifest)
-        return status_of(facts, self.seen(look))
+        return status_of(self.seen(look))
 
 
 def trained(**options: int) -> ToldSwarm:

@@ -19,7 +19,7 @@ from dilocox.dht.join import Joined
 from dilocox.dht.manifest import SignedManifest
 from dilocox.peer.monitor import monitor
 from dilocox.peer.monitor.chains import Order, Walk
-from dilocox.peer.monitor.monitor import Monitor, Periods, run_monitor_command
+from dilocox.peer.monitor.monitor import Monitor, run_monitor_command
 from dilocox.peer.options import MonitorOptions
 from tests.peer.fabricated import (
     INVITE,
@@ -45,7 +45,7 @@ class Chains:
         self.walks: list[Walk] = []
         self.running = False
 
-    def start(self) -> None:
+    def start(self, _limit_s: float) -> None:
         self.running = True
 
     def order(self, order: Order) -> bool:
@@ -87,13 +87,9 @@ class Watched:
         self._place.swarm.newest_manifest = lambda _limit_s: signed
 
     def start(self, **periods: float) -> Monitor:
-        made = Monitor(
-            self._options, cast("Joined", self._place), self.kept, periods=Periods(**periods)
-        )
-        made.start()
-        return made
+        return Monitor(self._options, cast("Joined", self._place), self.kept, **periods)
 
-    def look(self) -> Any:
+    def look(self, _manifest: object) -> Any:
         """What the monitor's looker gives."""
         return self.swarm.look()
 
@@ -143,7 +139,9 @@ def test_a_gap_is_tried_again_now_and_then_and_not_for_ever(watched: Watched) ->
     watched.monitor.look()
     watched.monitor.look()
     assert [order.start for order in watched.chains.ordered] == [digest(0, 4)]
+    assert watched.monitor.alive
     watched.monitor.close()
+    assert not watched.monitor.alive  # its thread has ended
     watched.monitor = watched.start(gap_s=0.0)
     nothing = Walk(
         stage=0, start=digest(0, 4), rounds=(), end="", connected=False, folded=Counter()
@@ -154,24 +152,12 @@ def test_a_gap_is_tried_again_now_and_then_and_not_for_ever(watched: Watched) ->
     assert len(watched.chains.ordered) == 1 + monitor.MAX_GAP_TRIES - 1
 
 
-def test_rounds_are_waited_for_from_when_a_stage_had_a_peer_again(watched: Watched) -> None:
-    swarm, peers = watched.swarm, dict(watched.swarm.stages[0])
-    swarm.commit(0)
-    swarm.stages[0].clear()
-    swarm.at += 86400.0
-    watched.monitor.look()
-    assert watched.status()["health"]["state"] == "blocked"
-    swarm.stages[0].update(peers)
-    watched.monitor.look()
-    assert watched.status()["health"]["state"] == "training"
-
-
 def test_it_looks_as_often_as_peers_tell_and_goes_on_when_a_look_fails(
     watched: Watched, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     assert 4.0 < watched.monitor.turn() <= monitor.LONGEST_LOOK_PERIOD_S
     again = watched.start()
-    monkeypatch.setattr(watched, "look", lambda: 1 / 0)
+    monkeypatch.setattr(watched, "look", lambda _: 1 / 0)
     assert again.turn() > 4.0
     assert "a look at the swarm failed" in caplog.text
     assert again.pages.pages()["/readyz"]().status == 503
@@ -211,16 +197,6 @@ def test_a_newer_manifest_that_it_cannot_read_is_said_on_the_page_with_the_fix(
     assert fix.endswith("install the version that the operator runs")
 
 
-def test_what_it_learnt_is_there_after_a_restart(watched: Watched) -> None:
-    watched.monitor.look()
-    watched.monitor.close()
-    losses = watched.status()["losses"]
-    again = watched.start()
-    again.look()
-    told = json.loads(again.pages.pages()["/status.json"]().body)
-    assert losses and told["losses"] == losses and told["since"] == NOW
-
-
 def test_a_full_disk_does_not_end_the_watch(
     watched: Watched, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -229,10 +205,13 @@ def test_a_full_disk_does_not_end_the_watch(
     assert str(watched.kept) in caplog.text and watched.status()["run"] == RUN
 
 
-def test_it_is_alive_while_its_node_and_its_thread_are(watched: Watched) -> None:
-    assert watched.monitor.alive
-    watched.chains.close()
-    assert not watched.monitor.alive
+def test_a_members_name_that_is_no_text_does_not_end_the_watch(
+    watched: Watched, caplog: pytest.LogCaptureFixture
+) -> None:
+    watched.chains.walks.append(walk_of([chain_round(0, 0, {"\ud800": 10}, root="r" * 64)]))
+    watched.monitor.look()
+    watched.monitor.close()
+    assert "is not saved" in caplog.text and watched.status()["totals"]["contributors"] == 1
 
 
 def test_absurd_figures_of_peers_end_nothing(watched: Watched) -> None:

@@ -8,14 +8,25 @@ import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
+from dilocox.dht.node import RunDHT
 from dilocox.dht.rpc import CHUNK_BYTES
 from dilocox.peer.chain.headers import WHOLE_BYTES, HeaderClient, read_header
 from dilocox.peer.chain.uploads import Source
-from dilocox.peer.monitor.chains import DETAILED, Order, Walk, followed, holders_of, walk
+from dilocox.peer.monitor.chains import (
+    DETAILED,
+    ChainReader,
+    Order,
+    Walk,
+    followed,
+    holders_of,
+    walk,
+)
+from tests.dht.processes import wait_until
 from tests.peer.fabricated import RUN, claim_record
 from tests.peer.memory_swarm import Find, MemorySwarm
 from tests.peer.told_records import ToldRecord, told_chain
@@ -37,11 +48,12 @@ def gives(records: Sequence[ToldRecord]) -> Find:
 
 def walked(swarm: MemorySwarm, start: str, *holders: str, stop: Sequence[str] = (ROOT,)) -> Walk:
     """A walk of the monitor, which trusts the bootstrap's headers."""
-    order = Order(stage=0, start=start, stop=stop, holders=holders)
-    chain = HeaderClient(
-        swarm.client(), RUN, 0, holders, trusted=lambda peer: peer == BOOT, older=True
-    )
-    return asyncio.run(walk(chain, order))
+
+    def chain(order: Order) -> HeaderClient:
+        trusted = {BOOT}.__contains__
+        return HeaderClient(swarm.client(), RUN, 0, order.holders, trusted=trusted, older=True)
+
+    return asyncio.run(walk(chain, Order(0, start, stop, holders)))
 
 
 def chain(count: int, **options: Any) -> list[ToldRecord]:
@@ -49,7 +61,7 @@ def chain(count: int, **options: Any) -> list[ToldRecord]:
     return told_chain(RUN, 0, ROOT, members, **options)
 
 
-def test_a_walk_goes_back_to_the_manifest() -> None:
+def test_a_walk_goes_back_to_the_manifest_or_to_what_is_known() -> None:
     made = chain(4)
     found = walked(MemorySwarm(QmBoot=gives(made)), made[-1].digest, BOOT)
     assert found.connected and found.end == ROOT
@@ -58,12 +70,7 @@ def test_a_walk_goes_back_to_the_manifest() -> None:
     assert dict(newest.members) == {"anna": 103, "bob": 50}
     assert newest.chain_tokens == 4 * 150 + 6 and newest.listed.ranks == (4, 4, 16)
     assert newest.listed.record_bytes == len(made[-1].data)
-
-
-def test_a_walk_stops_at_what_is_known() -> None:
-    made = chain(4)
-    swarm, stop = MemorySwarm(QmBoot=gives(made)), [ROOT, made[1].digest]
-    found = walked(swarm, made[-1].digest, BOOT, stop=stop)
+    found = walked(MemorySwarm(QmBoot=gives(made)), made[-1].digest, BOOT, stop=[made[1].digest])
     assert found.connected and [each.listed.round for each in found.rounds] == [3, 2]
 
 
@@ -87,20 +94,17 @@ def test_members_of_older_rounds_are_summed() -> None:
     assert found.folded == {"anna": sum(100 + number for number in range(10)), "bob": 500}
 
 
-def test_only_the_header_is_taken_of_a_bootstrap_and_all_of_others() -> None:
-    (record,) = made = chain(1, mean_bytes=5 * CHUNK_BYTES)
+@pytest.mark.parametrize(
+    ("holder", "mean_bytes", "whole"),
+    [(BOOT, 5 * CHUNK_BYTES, False), (PEER, 5 * CHUNK_BYTES, True), (PEER, WHOLE_BYTES + 1, False)],
+)
+def test_a_record_of_moderate_size_is_taken_whole_of_others_than_bootstraps(
+    holder: str, mean_bytes: int, whole: bool
+) -> None:
+    (record,) = made = chain(1, mean_bytes=mean_bytes)
     swarm = MemorySwarm(QmBoot=gives(made), QmPeer=gives(made))
-    for peer in (BOOT, PEER):
-        assert len(walked(swarm, record.digest, peer).rounds) == 1
-    assert swarm.sent[BOOT]["record"] == CHUNK_BYTES
-    assert swarm.sent[PEER]["record"] == len(record.data)
-
-
-def test_of_a_large_record_only_the_header_is_taken() -> None:
-    (record,) = made = chain(1, mean_bytes=WHOLE_BYTES + 1)
-    swarm = MemorySwarm(QmPeer=gives(made))
-    assert len(walked(swarm, record.digest, PEER).rounds) == 1
-    assert swarm.sent[PEER]["record"] == CHUNK_BYTES
+    assert len(walked(swarm, record.digest, holder).rounds) == 1
+    assert swarm.sent[holder]["record"] == (len(record.data) if whole else CHUNK_BYTES)
 
 
 def test_a_record_under_another_name_is_refused() -> None:
@@ -190,14 +194,36 @@ def test_bytes_that_are_no_header_are_refused(data: bytes) -> None:
         read_header(data, "a" * 64, RUN, 0)
 
 
+def test_a_walk_that_cannot_begin_frees_its_stage() -> None:
+    made = chain(3)
+    swarm = MemorySwarm(QmBoot=gives(made))
+
+    async def replicate_p2p() -> MemorySwarm:
+        return swarm
+
+    dht = cast("RunDHT", SimpleNamespace(replicate_p2p=replicate_p2p))
+    reader = ChainReader(dht, RUN, [BOOT])
+    reader.start(10.0)
+    try:
+        walks: list[Walk] = []
+        for holders in (cast("list[str]", None), [BOOT]):
+            assert reader.order(Order(0, made[-1].digest, [ROOT], holders))
+            ended = 1 + len(walks)
+            wait_until(
+                lambda ended=ended: walks.extend(reader.take()) or len(walks) == ended,
+                timeout_s=10.0,
+            )
+        assert [len(each.rounds) for each in walks] == [0, 3]
+    finally:
+        reader.close()
+
+
 def test_the_record_that_most_peers_claim_is_followed() -> None:
     claims = {"a": claim_record(4, "four", 40), "b": claim_record(4, "four", 40)}
     claims["liar"] = claim_record(900, "nine", 9_000_000)
     assert followed(claims) == "four"
     assert followed({}) is None and followed({"new": claim_record(-1, "root")}) is None
-
-
-def test_right_after_a_commit_the_newer_record_is_followed() -> None:
+    # right after a commit the newer one
     claims = {"a": claim_record(4, "four", 40), "b": claim_record(5, "five", 50)}
     assert followed(claims) == "five"
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -132,7 +134,7 @@ def test_a_peer_that_comes_again_is_the_same_peer(tmp_path: Path) -> None:
         swarm.stages[0].clear()
         swarm.look()
     history = swarm.history
-    assert (history.peers_total, history.away) == (2, 2)
+    assert (history.peers_total, history.present) == (2, {})
     history.save(tmp_path / "kept.json")
     swarm.history = SwarmHistory.load(tmp_path / "kept.json", 1, swarm.manifest.digest, NOW)
     swarm.stages[0] = dict(everybody)
@@ -224,19 +226,29 @@ def test_everything_is_there_after_a_restart(tmp_path: Path) -> None:
     assert (again.joined_total, again.left_total, again.faults_total) == totals
 
 
-@pytest.mark.parametrize("damage", ["", "{}", '{"version": 1', "[]", '{"version": 99}'])
-def test_a_damaged_file_begins_anew_with_a_warning(
+@pytest.mark.parametrize("damage", ["", "{}", '{"version": 1', "[]"])
+def test_a_damaged_file_is_set_aside_with_a_warning(
     tmp_path: Path, damage: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    file = tmp_path / "kept.json"
-    file.write_text(damage)
-    made = SwarmHistory.load(file, 2, "root", NOW)
-    assert made.losses == {} and len(made.stages) == 2
-    assert "damaged" in caplog.text
+    (tmp_path / "kept.json").write_text(damage)
+    begins_anew(tmp_path / "kept.json", caplog)
 
 
-def test_what_was_kept_of_another_manifest_is_not_taken(tmp_path: Path) -> None:
+@pytest.mark.parametrize("other", [{"version": 1}, {"root": "other"}, {"stages": []}])
+def test_what_was_kept_of_another_version_or_manifest_is_set_aside(
+    tmp_path: Path, other: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
     file = tmp_path / "kept.json"
     SwarmHistory.begun(2, "root", NOW).save(file)
-    for stages, root, since in ((2, "root", NOW), (2, "other", NOW + 1), (3, "root", NOW + 1)):
-        assert SwarmHistory.load(file, stages, root, NOW + 1).since == since
+    file.write_text(json.dumps(json.loads(file.read_text()) | other))
+    begins_anew(file, caplog)
+
+
+def begins_anew(file: Path, caplog: pytest.LogCaptureFixture) -> None:
+    before = file.read_bytes()
+    made = SwarmHistory.load(file, 2, "root", NOW + 1)
+    assert made.since == NOW + 1 and made.losses == {} and len(made.stages) == 2
+    made.save(file)
+    assert file.with_name("kept.json.old").read_bytes() == before
+    (warning,) = caplog.messages
+    assert "set aside as kept.json.old" in warning

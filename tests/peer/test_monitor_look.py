@@ -13,11 +13,10 @@ from dilocox.dht.invite import Invite
 from dilocox.dht.join import Joined
 from dilocox.dht.node import NoAnswer
 from dilocox.dht.records import ReplicaRecord, claim_key, replica_key, stage_key
-from dilocox.dht.revisions import in_state
 from dilocox.peer.averaging import announcer
 from dilocox.peer.averaging.connectivity import LocalPeer
 from dilocox.peer.averaging.loop_status import LoopStatus
-from dilocox.peer.monitor.look import Looker, SwarmLook, bootstrap_ids
+from dilocox.peer.monitor.look import Looker, bootstrap_ids
 from tests.peer.fabricated import (
     NOW,
     RUN,
@@ -29,6 +28,7 @@ from tests.peer.fabricated import (
 )
 
 HEAD, MEMBER = peer_id(0), peer_id(100)
+MANIFEST = manifest_of(stages=2)
 
 
 class Dht:
@@ -53,7 +53,7 @@ class Dht:
     def looker(self, **options: float) -> Looker:
         local = SimpleNamespace(
             run=RUN,
-            manifest=manifest_of(stages=2),
+            manifest=MANIFEST,
             clock=SimpleNamespace(time=lambda: NOW),
             swarm=self,
             dht=self,
@@ -74,17 +74,11 @@ def dht() -> Dht:
 
 
 def test_a_look_reads_every_stage_and_the_replicas(dht: Dht) -> None:
-    look = dht.looker().look()
+    look = dht.looker().look(MANIFEST)
     assert look.at == NOW and look.answered and look.reachable
     assert set(look.stages[1]) == {MEMBER, "x"} and set(look.present(1)) == {MEMBER}
     assert look.claims[0][HEAD].round == 3 and set(look.replicas) == {HEAD}
     assert look.bootstraps == {"boot": True, "other": False}
-
-
-def test_a_look_says_which_revision_of_the_manifest_is_the_newest(dht: Dht) -> None:
-    looker = dht.looker()
-    looker.manifest = in_state(looker.manifest, "paused")
-    assert looker.look().revision == 1
 
 
 def test_a_replica_counts_only_under_a_head_that_hosts_stage_0(dht: Dht) -> None:
@@ -94,36 +88,35 @@ def test_a_replica_counts_only_under_a_head_that_hosts_stage_0(dht: Dht) -> None
         "liar": replica_record([HEAD, MEMBER]),
         "empty": replica_record([]),
     }
-    assert set(dht.looker().look().replicas) == {HEAD}
+    assert set(dht.looker().look(MANIFEST).replicas) == {HEAD}
 
 
 def test_what_gives_no_answer_stays_as_it_was(dht: Dht) -> None:
     looker = dht.looker()
-    before = looker.look()
+    before = looker.look(MANIFEST)
     for key in (stage_key(RUN, 1), replica_key(RUN)):
         dht.stored[key] = None
-    look = looker.look()
+    look = looker.look(MANIFEST)
     assert look.answered and look.stages == before.stages and look.replicas == before.replicas
 
 
 def test_it_is_unreachable_where_neither_a_peer_nor_a_bootstrap_is_to_be_seen(dht: Dht) -> None:
     looker = dht.looker()
-    looker.look()
+    looker.look(MANIFEST)
     dht.stored = dict.fromkeys(dht.asked)  # no answer at all
-    look = looker.look()
+    look = looker.look(MANIFEST)
     assert not look.answered and look.reachable  # a bootstrap answers
     dht.stored, dht.answering = {}, None
-    look = dht.looker().look()
+    look = dht.looker().look(MANIFEST)
     assert look.answered and not look.reachable
     dht.stored, dht.answering = {stage_key(RUN, 0): {HEAD: stage_record()}}, frozenset()
-    assert dht.looker().look().reachable  # peers alone
-    assert not SwarmLook.nothing(NOW, {"boot": False}).reachable
+    assert dht.looker().look(MANIFEST).reachable  # peers alone
 
 
 def test_bootstraps_are_pinged_less_often_than_records_are_read(dht: Dht) -> None:
     seldom, often = dht.looker(), dht.looker(ping_period_s=0.0)
     for looker in (seldom, seldom, seldom, often, often):
-        looker.look()
+        looker.look(MANIFEST)
     assert dht.pings == 1 + 2
 
 

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 
+from dilocox.peer.chain.summary import ChainRound
 from dilocox.peer.monitor.chains import DETAILED
 from dilocox.peer.monitor.history import MAX_TIMES, StageRounds
 from tests.peer.fabricated import chain_round, digest, walk_of
@@ -14,25 +15,21 @@ from tests.peer.fabricated import chain_round, digest, walk_of
 ROOT = "root"
 
 
-def chain_of(count: int, start: int = 0) -> list[object]:
-    made = [chain_round(0, n, {"a": 10, "b": n}, root=ROOT) for n in range(start, start + count)]
-    return made[::-1]  # pyright: ignore[reportReturnType]
+def chain_of(count: int, start: int = 0) -> list[ChainRound]:
+    """The newest first."""
+    numbers = range(start + count - 1, start - 1, -1)
+    return [chain_round(0, n, {"a": 10, "b": n}, root=ROOT) for n in numbers]
 
 
-def walked(stage: StageRounds, rounds: list, at: float = 0.0, **options: bool) -> None:  # pyright: ignore
-    stage.add(walk_of(rounds, **options), at, ROOT)  # pyright: ignore
+def walked(stage: StageRounds, rounds: list[ChainRound], at: float = 0.0, **options: bool) -> None:
+    stage.add(walk_of(rounds, **options), at, ROOT)
 
 
-def test_tokens_of_every_member_are_summed_over_the_chain() -> None:
+def test_tokens_are_summed_over_the_chain_and_a_record_that_is_met_twice_counts_once() -> None:
     stage = StageRounds()
     walked(stage, chain_of(4))
     assert stage.tokens == Counter({"a": 40, "b": 0 + 1 + 2 + 3})
     assert stage.rounds == 4 and stage.head is not None and stage.head.round == 3
-
-
-def test_a_record_that_is_met_twice_counts_once() -> None:
-    stage = StageRounds()
-    walked(stage, chain_of(4))
     walked(stage, chain_of(3, start=2))
     assert stage.tokens["a"] == 50 and stage.rounds == 5
 
@@ -48,13 +45,8 @@ def test_rounds_from_before_the_watch_have_no_time() -> None:
     assert stage.per_hour(130.0) == pytest.approx(2 / 20 * 3600)
     assert stage.per_hour(150.0) == pytest.approx(2 / 40 * 3600)  # it gets slower
     assert stage.usual_s == 10.0
-
-
-def test_a_long_walk_was_not_followed_as_it_came() -> None:
-    stage = StageRounds()
-    walked(stage, chain_of(1), at=1.0)
-    walked(stage, chain_of(9, start=1), at=500.0)
-    assert stage.progress_at is None
+    walked(stage, chain_of(9, start=6), at=500.0)  # so long a walk was not followed as it came
+    assert stage.progress_at == 130.0
 
 
 def test_what_a_chain_abandons_is_taken_away_again() -> None:
@@ -116,21 +108,17 @@ def test_what_nobody_gives_is_a_gap_that_is_filled_later() -> None:
     newest = chain_of(2, start=5)
     walked(stage, newest, connected=False)
     assert stage.gaps == {digest(0, 4): 0} and stage.rounds == 2
-    stage.add(replace(walk_of(chain_of(1)), start=digest(0, 4), rounds=()), 0.0, ROOT)  # pyright: ignore
+    stage.add(replace(walk_of(chain_of(1)), start=digest(0, 4), rounds=()), 0.0, ROOT)
     assert stage.gaps == {digest(0, 4): 1}
     walked(stage, chain_of(5))
     assert stage.gaps == {} and stage.rounds == 7 and stage.tokens["a"] == 70
     assert stage.head is not None and stage.head.round == 6
 
 
-def test_old_rounds_of_a_long_walk_come_as_sums() -> None:
-    stage = StageRounds()
-    walk = replace(walk_of(chain_of(2, start=8)), folded=Counter({"a": 80, "z": 1}))  # pyright: ignore
-    stage.add(walk, 0.0, ROOT)
-    assert stage.tokens == Counter({"a": 100, "b": 17, "z": 1})
-
-
 def test_it_stays_bounded_and_keeps_its_sums() -> None:
+    stage = StageRounds()
+    stage.add(replace(walk_of(chain_of(2)), folded=Counter({"a": 80, "z": 1})), 0.0, ROOT)
+    assert stage.tokens == Counter({"a": 100, "b": 1, "z": 1})
     stage = StageRounds()
     total = 3 * DETAILED
     for number in range(total):

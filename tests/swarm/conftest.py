@@ -35,7 +35,10 @@ def start_swarm(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Star
     `links`: its hosts, which are made here and removed when the swarm has ended; where there can be
     none the test is skipped. `in_memory`: all its files are there, not on this machine's disk.
     """
-    swarms: list[LocalSwarm] = []
+
+    def tell(swarm: LocalSwarm) -> None:
+        if request.node.stash.get(FAILED, False):
+            print(swarm.tails())
 
     def start(
         *, links: Links | None = None, in_memory: bool = False, **sections: Any
@@ -45,16 +48,16 @@ def start_swarm(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Star
                 pytest.skip(reason)
             places.enter_context(links)
         folder = places.enter_context(memory_folder()) if in_memory else tmp_path
-        swarms.append(LocalSwarm(folder, run_manifest(**sections), links=links))
-        return swarms[-1]
+        swarm = LocalSwarm(folder, run_manifest(**sections), links=links)
+        places.callback(tell, swarm)
+        return places.enter_context(swarm)
 
     with ExitStack() as places:
         yield start
-        for swarm in swarms:
-            try:
-                swarm.close()
-            except AssertionError:
-                print(swarm.tails())
-                raise
-            if request.node.stash.get(FAILED, False):
-                print(swarm.tails())
+
+
+@pytest.fixture
+def ended() -> Iterator[ExitStack]:
+    """Ends what it is given, however its test went, the last one first."""
+    with ExitStack() as stack:
+        yield stack

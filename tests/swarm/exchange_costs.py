@@ -156,27 +156,20 @@ def measure(
     with (
         memory_folder() as folder,
         Links(peers + 1, mbit=mbit, delay_ms=delay_ms) as links,
+        LocalSwarm(folder, manifest, links=links) as swarm,
     ):
-        swarm = LocalSwarm(folder, manifest, links=links)
-        try:
-            for _ in range(peers):
-                swarm.add_peer(step_s=step_s)
-            meter, numbers = _watch(swarm, links, rounds, inner_steps * step_s)
-            swarm.assert_equal_chains()
-            return _costs(swarm, meter, numbers, mbit * 1e6 / 8)
-        except BaseException:
-            print(swarm.tails())
-            raise
-        finally:
-            swarm.close()
+        for _ in range(peers):
+            swarm.add_peer(step_s=step_s)
+        meter, numbers = _watch(swarm, links, rounds, inner_steps * step_s)
+        swarm.assert_equal_chains()
+        return _costs(swarm, meter, numbers, mbit * 1e6 / 8)
 
 
 def _watch(swarm: LocalSwarm, links: Links, count: int, round_s: float) -> tuple[Meter, list[int]]:
     """Meter so many rounds that hold all peers, and one more, where the last one ends."""
     everybody = swarm.peers
-    swarm.wait(lambda: all(p.of_kind("training") for p in everybody), START_LIMIT_S, "all train")
+    first = swarm.wait_until_all_train(START_LIMIT_S)
     meter = Meter(swarm, links)
-    first = max(peer.status["round"] for peer in everybody) + 1
 
     def whole() -> list[int]:
         meter.sample()

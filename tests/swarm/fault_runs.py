@@ -8,9 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from tests.swarm import links, verdict
-from tests.swarm.campaign import Campaign
+from tests.swarm.campaign import KINDS, Campaign, Fault, draw
 from tests.swarm.harness import LocalSwarm
-from tests.swarm.injuries import KINDS, Fault, draw
 from tests.swarm.small_run import MODEL, fixed_steps, run_manifest
 
 WITHOUT_SPARES = (0, 0, 1, 1, 2, 2)
@@ -55,20 +54,14 @@ def hurt(
         lab = None
         if any(fault.kind == "cut" for fault in faults):
             lab = stack.enter_context(links.Links(len(stages) + 1, mbit=1000.0))
-        swarm = LocalSwarm(folder, manifest(max(stages) + 1), links=lab)
-        try:
-            for stage in stages:
-                swarm.add_peer("--log-level", "debug", stage=stage, shown_s=PIECE_S)
-            campaign = Campaign(swarm, count=replicas, seed=seed, tell=tell)
-            campaign.run(faults, last_rounds=last_rounds)
-            outcomes = campaign.outcomes
-            flaws = verdict.flaws(swarm, outcomes)
-            tell(verdict.summary(swarm, outcomes))
-        except BaseException:
-            tell(swarm.tails())
-            raise
-        finally:
-            swarm.close()
+        swarm = stack.enter_context(LocalSwarm(folder, manifest(max(stages) + 1), links=lab))
+        for stage in stages:
+            swarm.add_peer("--log-level", "debug", stage=stage, shown_s=PIECE_S)
+        campaign = Campaign(swarm, count=replicas, seed=seed, tell=tell)
+        campaign.run(faults, last_rounds=last_rounds)
+        outcomes = campaign.outcomes
+        flaws = verdict.flaws(swarm, outcomes)
+        tell(verdict.summary(swarm, outcomes))
     for flaw in flaws:
         tell(f"FLAW: {flaw}")
     return flaws, verdict.losses(swarm)
@@ -76,8 +69,7 @@ def hurt(
 
 def unhurt(folder: Path, tokens: int) -> list[tuple[int, float]]:
     """The losses by tokens of the same run without faults, up to so many tokens at least."""
-    swarm = LocalSwarm(folder, manifest(max(WITHOUT_SPARES) + 1))
-    try:
+    with LocalSwarm(folder, manifest(max(WITHOUT_SPARES) + 1)) as swarm:
         for stage in WITHOUT_SPARES:
             swarm.add_peer("--log-level", "debug", stage=stage, shown_s=PIECE_S)
         swarm.wait(
@@ -86,8 +78,6 @@ def unhurt(folder: Path, tokens: int) -> list[tuple[int, float]]:
             f"{tokens:,} tokens without faults",
         )
         return verdict.losses(swarm)
-    finally:
-        swarm.close()
 
 
 def run(count: int, seed: int, *, reference: bool, folder: Path, tell: Tell) -> list[str]:

@@ -7,6 +7,7 @@ whether anything is left: a process, shared memory, a socket.
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import signal
@@ -16,32 +17,36 @@ import time
 import uuid
 from collections.abc import Callable, Generator, Iterable
 from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
 
+import msgpack
 import yaml
 
 from dilocox.compression.layout import FlatLayout
 from dilocox.compression.stage_codec import StageCodec
+from dilocox.dht.identity import Identity
 from dilocox.dht.manifest import Manifest
 from dilocox.peer.chain.store import RoundLog
+from dilocox.peer.commands.demo import WatchedPeer
 from dilocox.peer.os_process import Child, start_command, start_process
 from dilocox.peer.rounds.adaptation import stage_codec
+from dilocox.peer.rounds.vote import Vote
+from dilocox.peer.state_folder import StateFolder
 from dilocox.pipeline.stage import parameter_shapes
-from tests.swarm.halting import Halt
+from tests.swarm.altered import Halt, Shown
 from tests.swarm.links import Links
 from tests.swarm.nat import Homes
-from tests.swarm.peer import Peer
-from tests.swarm.processes import TAG, family, send_signal, shared_memory
-from tests.swarm.shown import Shown
-
-__all__ = ["LocalSwarm", "Peer"]
+from tests.swarm.processes import TAG, Process, family, send_signal, shared_memory
 
 START_LIMIT_S = 90.0
 LEAVE_LIMIT_S = 40.0
 GONE_LIMIT_S = 5.0  # nothing survives a killed main process longer
 POLL_S = 0.05
-HERE = Path(__file__).parent
+FRESH_S = 3.0  # a peer whose last inner step is older does not train
+ALTERED = Path(__file__).with_name("altered.py")
 
 T = TypeVar("T")
 
@@ -54,8 +59,104 @@ def memory_folder() -> Generator[Path]:
         yield Path(folder)
 
 
+@dataclass
+class Peer(WatchedPeer):
+    """A peer of the swarm; `expected` while it should be running."""
+
+    tag: str = ""
+    expected: bool = True
+    options: tuple[str, ...] = ()
+    program: tuple[str, ...] = ()  # what python runs, if not `-m dilocox`
+    shown: Shown | None = None
+    halt: Halt | None = None
+    events: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
+
+    def of_kind(self, kind: str) -> list[dict[str, Any]]:
+        """The events of one kind, oldest first."""
+        return [event for event in self.events if event["event"] == kind]
+
+    @cached_property
+    def peer_id(self) -> str:
+        """Its id in the swarm; it must have started."""
+        return Identity.load_or_create(StateFolder(self.state).identity).peer_id
+
+    @property
+    def doing(self) -> str:
+        """joining, spare, training or leaving; empty before its first status."""
+        return self.status.get("state", "")
+
+    def record(self, round_number: int) -> dict[str, Any] | None:
+        """What it reported of a committed round."""
+        return next((line for line in self.rounds if line["round"] == round_number), None)
+
+    @property
+    def in_flight(self) -> int | None:
+        """The round whose exchange is under way."""
+        return self.status.get("in_flight")
+
+    def processes(self) -> list[Process]:
+        """All its processes that run."""
+        return family(self.tag)
+
+    def p2pd(self) -> Process:
+        """Its libp2p daemon."""
+        return next(process for process in self.processes() if process.name == "p2pd")
+
+    def averager(self) -> Process:
+        """Its averaging process: the main process forks it last."""
+        children = [each for each in self.processes() if each.parent == self.child.pid]
+        python = [each for each in children if "shm_manag" not in each.name]
+        return max(python, key=lambda each: each.pid)
+
+    def decided(self, round_number: int) -> dict[str, Any] | None:
+        """How a round that it was in ended for it: its record, or a void."""
+        ends = (event for event in self.events if event["event"] in ("round", "void"))
+        return next((event for event in ends if event["round"] == round_number), None)
+
+    def log_text(self) -> str:
+        """The log of its newest start."""
+        return self.child.log.read_text(errors="replace")
+
+    def voted(self, round_number: int, attempt: int = 0) -> bool:
+        """Whether its vote of this attempt is on disk."""
+        return any(self.state.glob(f"*-stage*/log/{round_number:08d}-{attempt}.vote"))
+
+    def votes(self, round_number: int) -> list[Vote]:
+        """Its votes of all attempts that are on disk; for a peer that does not run."""
+        files = sorted(self.state.glob(f"*-stage*/log/{round_number:08d}-*.vote"))
+        votes = [msgpack.unpackb(file.read_bytes()) for file in files]
+        return [
+            Vote(voter=voter, digest=digest, missed=tuple(missed))
+            for voter, digest, missed, *_ in votes
+        ]
+
+    def look(self) -> None:
+        """Read what it has said since the last look."""
+        super().look()
+        if self.shown is not None:
+            self.shown.look()
+
+    def _take(self, event: dict[str, Any]) -> None:
+        self.events.append(event)
+        super()._take(event)
+
+
+@dataclass(frozen=True)
+class Replica:
+    """Its members by stage; the first one is the head."""
+
+    members: tuple[Peer, ...]
+
+    @property
+    def steps(self) -> bool:
+        """Whether all members (all of them shown) have taken an inner step just now."""
+        since = time.time() - FRESH_S
+        shown = [peer.shown for peer in self.members]
+        return all(each and each.steps and each.steps[-1] > since for each in shown)
+
+
 class LocalSwarm:
-    """A bootstrap and its peers.
+    """A bootstrap and its peers; a context that prints their logs if it fails, and ends them.
 
     `links`: hosts to run on instead of this machine's loopback, host 0 for the bootstrap, the next
     ones for the peers in their order. `bootstrap`: more options of the bootstrap.
@@ -99,32 +200,30 @@ class LocalSwarm:
         older: bool = False,
         disk_bytes_per_s: float = 0.0,
     ) -> Peer:
-        """Start `dilocox peer`.
+        """Start `dilocox peer`; see altered.py for what can be altered, one thing of these.
 
-        With `step_s` its inner steps take at least so long. With `shown_s` its forwards and
-        backwards do, and are seen from outside: see shown.py. With `halting` it can be made to
-        halt at a point of an exchange: see halting.py. An `older` one reads no revision of the
-        manifest but the first: see older.py. With `disk_bytes_per_s` its disk is so slow: see
-        slow_disk.py.
+        step_s: the least that an inner step takes. shown_s: by how much longer its forwards and
+        backwards take, which are seen from outside. halting: whether it can be made to halt at a
+        point of an exchange. older: whether it reads no revision of the manifest but the first.
+        disk_bytes_per_s: how slow its disk is.
         """
         name = f"peer-{len(self.peers)}"
         if stage is not None:
             options = ("--stage", str(stage), *options)
-        program: tuple[str, ...] = ()
-        showing = halt = None
-        if halting:
-            halt = Halt(self.folder / f"{name}-halt")
-            program = (str(HERE / "halting.py"), str(step_s), str(halt.folder))
-        elif shown_s is not None:
-            showing = Shown(self.folder / f"{name}-shown")
-            program = (str(HERE / "shown.py"), str(shown_s), str(showing.folder))
+        halt = Halt(self.folder / f"{name}-halt") if halting else None
+        shown = Shown(self.folder / f"{name}-shown") if shown_s is not None else None
+        altered: list[object] = []
+        if halt is not None:
+            altered = ["halting", step_s, str(halt.folder)]
+        elif shown is not None:
+            altered = ["shown", shown_s, str(shown.folder)]
         elif older:
-            program = (str(HERE / "older.py"),)
+            altered = ["older"]
         elif disk_bytes_per_s:
-            notes = self.folder / f"{name}-syncs"
-            program = (str(HERE / "slow_disk.py"), str(disk_bytes_per_s), str(notes))
+            altered = ["slow_disk", disk_bytes_per_s, str(self.folder / f"{name}-syncs")]
         elif step_s:
-            program = (str(HERE / "paced.py"), str(step_s))
+            altered = ["paced", step_s]
+        program = (str(ALTERED), json.dumps(altered)) if altered else ()
         peer = Peer(
             name=name,
             state=self.folder / name,
@@ -133,7 +232,7 @@ class LocalSwarm:
             tag=f"{self.tag}.{name}",
             options=options,
             program=program,
-            shown=showing,
+            shown=shown,
             halt=halt,
         )
         self.peers.append(peer)
@@ -167,12 +266,14 @@ class LocalSwarm:
         """Which of the `links` leads to it."""
         return 1 + self.peers.index(peer)
 
-    def run_command(self, *arguments: str, limit_s: float) -> Child:
-        """Run another command of the program to its end."""
+    def run_command(self, *arguments: str, limit_s: float) -> str:
+        """Run another command of the program, which must end well; what it printed."""
         log = self.folder / f"{arguments[0]}.log"
         child = start_command(list(arguments), log, env=self._environment(arguments[0]))
         child.wait(limit_s)
-        return child
+        said = log.read_text(errors="replace")
+        assert child.returncode == 0, said
+        return said
 
     def _start_peer(self, name: str, options: tuple[str, ...], program: tuple[str, ...]) -> Child:
         self._starts += 1
@@ -217,6 +318,17 @@ class LocalSwarm:
                 raise AssertionError(f"not within {limit_s:.0f} s: {what}; {self._summary()}")
             time.sleep(POLL_S)
 
+    def let_pass(self, seconds: float) -> None:
+        """Watch the swarm for so long: what is asserted is that nothing happens."""
+        end = time.monotonic() + seconds
+        self.wait(lambda: time.monotonic() > end, seconds + 5, "time passes")
+
+    def wait_until_all_train(self, limit_s: float) -> int:
+        """Wait until all peers train; the first round that begins after that."""
+        peers = self.peers
+        self.wait(lambda: all(p.of_kind("training") for p in peers), limit_s, "all train")
+        return 1 + max(peer.status["round"] for peer in peers)
+
     def wait_for_rounds(self, count: int, limit_s: float, *, of: Iterable[Peer] = ()) -> None:
         """Wait until each of these peers (all of them if none is named) reported more rounds."""
         wanted = {peer.name: len(peer.rounds) + count for peer in of or self.peers}
@@ -260,6 +372,11 @@ class LocalSwarm:
         codec = self.stage_codec(peer.stage)
         return RoundLog(own / "log", manifest_digest=self.manifest.digest, codec=codec)
 
+    def archived(self, stage: int) -> list[int]:
+        """The rounds whose records the bootstrap keeps of a stage, the oldest first."""
+        records = self.folder.glob(f"bootstrap/*-archive-*/stage{stage}/[0-9]*[0-9]/log/*.record")
+        return sorted({int(path.name.split("-")[0]) for path in records})
+
     def of_stage(self, stage: int) -> list[Peer]:
         """The peers that were started for this stage."""
         return [peer for peer in self.peers if peer.stage == stage]
@@ -270,6 +387,38 @@ class LocalSwarm:
             for number, seen in sorted(self.chain(stage).items()):
                 assert len(seen) == 1, f"stage {stage}, round {number} differs: {seen}"
 
+    def replicas(self) -> list[Replica]:
+        """Those whose members all run and agree on the head; as of their last status."""
+        by_id = {peer.peer_id: peer for peer in self.peers if peer.expected and peer.status}
+        found: list[Replica] = []
+        for head in by_id.values():
+            ids: list[str] = head.status["members"]
+            if ids and all(each in by_id and by_id[each].head == head.peer_id for each in ids):
+                found.append(Replica(tuple(by_id[each] for each in ids)))
+        return found
+
+    def wait_for_replicas(self, count: int, limit_s: float) -> list[Replica]:
+        """Wait until there are so many."""
+
+        def enough() -> list[Replica] | None:
+            found = self.replicas()
+            return found if len(found) >= count else None
+
+        return self.wait(enough, limit_s, f"{count} replicas")
+
+    def spares(self, stage: int) -> list[Peer]:
+        """The peers of a stage that run, are in no replica, and wait for a head or for members.
+
+        A spare head says that it is blocked: there are no members to be had while nothing is wrong.
+        """
+        return [
+            peer
+            for peer in self.of_stage(stage)
+            if peer.expected
+            and peer.doing == "spare"
+            and (stage == 0 or not peer.status["blocked"])
+        ]
+
     def _summary(self) -> str:
         told = [
             f"{peer.name}: rounds {[line['round'] for line in peer.rounds]}, voids "
@@ -279,6 +428,18 @@ class LocalSwarm:
         return "; ".join(told)
 
     # ---- ending ----------------------------------------------------------------------------------
+    def __enter__(self) -> LocalSwarm:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        try:
+            self.close()
+        except AssertionError:
+            print(self.tails())
+            raise
+        if kind is not None:
+            print(self.tails())
+
     def kill(self, peer: Peer) -> None:
         """SIGKILL a peer's main process."""
         peer.expected = False

@@ -16,18 +16,16 @@ import contextlib
 import json
 import os
 import select
-import shutil
 import subprocess
 import sys
 import threading
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from tests.swarm import namespaces
+from tests.swarm.namespaces import Hosts
 from tests.swarm.relay import DEVICE
 
 ANSWER_LIMIT_S = 20.0
@@ -48,7 +46,7 @@ class Counters:
     """Lost because one of the host's two queues was full; what a cut swallows is not counted."""
 
 
-class Links:
+class Links(Hosts):
     """A context manager: hosts 0 to `hosts` - 1, each reached by all others at its address.
 
     Args:
@@ -65,7 +63,7 @@ class Links:
             raise ValueError(f"no links of {hosts} hosts, {mbit} Mbit/s, {delay_ms}, {queue_ms} ms")
         self.hosts = hosts
         bytes_per_s = mbit * 1e6 / 8
-        self._names = namespaces.new_names(hosts)
+        super().__init__(namespaces.new_names(hosts), available)
         self._plan = {
             "owner": os.getpid(),
             "hosts": {name: self.address(host) for host, name in enumerate(self._names)},
@@ -77,33 +75,17 @@ class Links:
         self._relay: subprocess.Popen[bytes] | None = None
         self._lock = threading.Lock()
 
-    def __enter__(self) -> Links:
-        if reason := available():
-            raise RuntimeError(f"no links here: {reason}")
-        try:
-            namespaces.make(self._names)
-            self._relay = subprocess.Popen(
-                [sys.executable, "-m", "tests.swarm.relay", json.dumps(self._plan)],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                cwd=_ROOT,
-                start_new_session=True,  # else Ctrl-C would end it before what it carries
-            )
-            self._answer(self._relay)
-            for host, name in enumerate(self._names):
-                namespaces.ip("-n", name, "-batch", "-", lines=_set_up(self.address(host)))
-        except BaseException:
-            self.close()
-            raise
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.close()
+    def _set_up(self) -> None:
+        self._relay = subprocess.Popen(
+            [sys.executable, "-m", "tests.swarm.relay", json.dumps(self._plan)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            cwd=_ROOT,
+            start_new_session=True,  # else Ctrl-C would end it before what it carries
+        )
+        self._answer(self._relay)
+        for host, name in enumerate(self._names):
+            namespaces.ip("-n", name, "-batch", "-", lines=_set_up(self.address(host)))
 
     def close(self) -> None:
         """Kill what runs on the hosts and remove them; twice does no harm."""
@@ -121,13 +103,9 @@ class Links:
             relay.stdout.close()
             with contextlib.suppress(BrokenPipeError):
                 relay.stdin.close()
-        namespaces.remove(self._names)
+        super().close()
 
     # ---- use -------------------------------------------------------------------------------------
-    def command(self, host: int, argv: Sequence[str]) -> list[str]:
-        """The command line that runs `argv` on a host; its process id is that of `argv` itself."""
-        return ["ip", "netns", "exec", self._names[host], *argv]
-
     def address(self, host: int) -> str:
         """The IPv4 address of a host, the same in every `Links`."""
         return f"10.88.0.{range(self.hosts)[host] + 1}"
@@ -171,24 +149,11 @@ class Links:
 @cache
 def available() -> str:
     """Why there can be no links on this machine; empty if there can."""
-    if not sys.platform.startswith("linux"):
-        return "network namespaces need Linux"
-    if os.geteuid() != 0:
-        return "network namespaces need root"
-    if shutil.which("ip") is None:
-        return "the command ip (iproute2) is missing"
-    if not Path("/dev/net/tun").exists():
-        return "the device /dev/net/tun is missing"
-    name = namespaces.new_names(1)
-    try:  # a container's root may lack the right to
-        namespaces.make(name)
-        namespaces.ip("-n", name[0], "tuntap", "add", "dev", DEVICE, "mode", "tun")
-    except (RuntimeError, OSError, subprocess.SubprocessError) as error:
-        return str(error)
-    finally:
-        with contextlib.suppress(RuntimeError, OSError, subprocess.SubprocessError):
-            namespaces.remove(name)
-    return ""
+
+    def probe(name: str) -> None:
+        namespaces.ip("-n", name, "tuntap", "add", "dev", DEVICE, "mode", "tun")
+
+    return namespaces.missing({"ip": "iproute2"}, ["/dev/net/tun"], probe)
 
 
 def _set_up(address: str) -> str:

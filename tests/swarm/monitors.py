@@ -1,4 +1,4 @@
-"""A running `dilocox monitor` as a test sees it: what it answers."""
+"""A running `dilocox monitor` as a test sees it, and a bootstrap that it watches."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.dht.processes import wait_until
-from tests.peer.commands import Command
+from tests.peer.commands import START_LIMIT_S, Command, write_manifest
 
 ANSWER_LIMIT_S = 10.0
 LEAVE_LIMIT_S = 20.0
@@ -31,20 +31,26 @@ def series_of(text: str, prefix: str) -> dict[str, float]:
     return found
 
 
+def start_bootstrap(folder: Path, port: int = 0, **sections: Any) -> tuple[Command, str]:
+    """The bootstrap of a run, and its invite; it can be started there again, at its port."""
+    manifest = write_manifest(folder / "run.yaml", **sections)
+    place = ["--state", str(folder / "bootstrap"), "--host", "127.0.0.1", "--port", str(port)]
+    bootstrap = Command("bootstrap", str(manifest), *place, folder=folder)
+    invite = folder / "bootstrap" / "invite"
+    try:
+        wait_until(invite.exists, START_LIMIT_S)
+    except AssertionError:
+        bootstrap.close()
+        raise
+    return bootstrap, invite.read_text().strip()
+
+
 class WatchingMonitor:
     """The command and its pages."""
 
-    def __init__(self, invite: str, folder: Path, *options: str):
-        self.command = Command(
-            "monitor",
-            invite,
-            "--port",
-            "0",
-            "--state",
-            str(folder / "monitor"),
-            *options,
-            folder=folder,
-        )
+    def __init__(self, invite: str, folder: Path):
+        place = ["--port", "0", "--state", str(folder / "monitor")]
+        self.command = Command("monitor", invite, *place, folder=folder)
         self.command.wait_for("and figures at /metrics")
         found = re.search(r"status page (http://\S+/)", self.command.output())
         assert found is not None

@@ -12,64 +12,35 @@ by whoever makes namespaces next.
 
 from __future__ import annotations
 
-import contextlib
-import os
-import shutil
-import subprocess
-import sys
-from collections.abc import Sequence
 from functools import cache
-from types import TracebackType
 
 from tests.swarm import namespaces
+from tests.swarm.namespaces import Hosts
 
-_LIMIT_S = 20.0
 
-
-class Homes:
+class Homes(Hosts):
     """A context manager. kinds: a letter for each host, p for a public one, h for one at home."""
 
     def __init__(self, kinds: str):
-        names = namespaces.new_names(2 * len(kinds) + 1)
-        self._hosts, self._net = names[: len(kinds)], names[-1]
-        others = names[len(kinds) : -1]
-        self._routers = {host: others[host] for host, kind in enumerate(kinds) if kind == "h"}
+        count = len(kinds)
+        names = namespaces.new_names(2 * count + 1)
+        routers = names[count:-1]
+        self._net = names[-1]
+        self._routers = {host: routers[host] for host, kind in enumerate(kinds) if kind == "h"}
+        self._hosts = names[:count]
+        super().__init__([*self._hosts, *self._routers.values(), self._net], available)
 
-    def __enter__(self) -> Homes:
-        if reason := available():
-            raise RuntimeError(f"no address translation here: {reason}")
-        try:
-            namespaces.make(self._all)
-            for name in self._all:
-                _ip(name, "link set lo up")
-            _ip(self._net, "link add br0 type bridge")
-            _ip(self._net, "link set br0 up")
-            for host, name in enumerate(self._hosts):
-                self._plug(host, self._routers.get(host, name))
-                if host in self._routers:
-                    self._move_in(host)
-        except BaseException:
-            self.close()
-            raise
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """Kill what runs on the hosts and remove them; twice does no harm."""
-        namespaces.remove(self._all)
+    def _set_up(self) -> None:
+        for name in self._names:
+            _ip(name, "link set lo up")
+        _ip(self._net, "link add br0 type bridge")
+        _ip(self._net, "link set br0 up")
+        for host, name in enumerate(self._hosts):
+            self._plug(host, self._routers.get(host, name))
+            if host in self._routers:
+                self._move_in(host)
 
     # ---- use -------------------------------------------------------------------------------------
-    def command(self, host: int, argv: Sequence[str]) -> list[str]:
-        """The command line that runs `argv` on a host; its process id is that of `argv` itself."""
-        return ["ip", "netns", "exec", self._hosts[host], *argv]
-
     def address(self, host: int) -> str:
         """The IPv4 address of a host in its own network."""
         return f"192.168.{host}.2" if host in self._routers else self.seen_at(host)
@@ -94,10 +65,6 @@ class Homes:
         _ip(self._net, f"link set p{host} master br0")
 
     # ---- setting up ------------------------------------------------------------------------------
-    @property
-    def _all(self) -> list[str]:
-        return [*self._hosts, *self._routers.values(), self._net]
-
     def _plug(self, host: int, name: str) -> None:
         """Join a namespace to the public network, as its device `wan`."""
         _ip(self._net, f"link add p{host} type veth peer name wan netns {name}")
@@ -115,7 +82,7 @@ class Homes:
         _ip(name, f"address add {self.address(host)}/24 dev eth0")
         _ip(name, "link set eth0 up")
         _ip(name, f"route add default via {gateway}")
-        _run(["ip", "netns", "exec", router, "sysctl", "-qw", "net.ipv4.ip_forward=1"])
+        _run(router, "sysctl -qw net.ipv4.ip_forward=1")
         _table(router, "-P FORWARD DROP")
         _table(router, "-A FORWARD -i lan -j ACCEPT")
         _table(router, "-A FORWARD -m conntrack --ctstate ESTABLISHED,RELATED -j ACCEPT")
@@ -125,25 +92,14 @@ class Homes:
 @cache
 def available() -> str:
     """Why there can be no address translation on this machine; empty if there can."""
-    if not sys.platform.startswith("linux"):
-        return "network namespaces need Linux"
-    if os.geteuid() != 0:
-        return "network namespaces need root"
-    for command in ("ip", "iptables", "sysctl"):
-        if shutil.which(command) is None:
-            return f"the command {command} is missing"
-    (name,) = namespaces.new_names(1)
-    try:  # a container's root may lack the right to, or the kernel the tables
-        namespaces.make([name])
+
+    def probe(name: str) -> None:
         _ip(name, "link add wan type veth peer name other")
         _table(name, "-t nat -A POSTROUTING -o wan -j MASQUERADE")
         _table(name, "-A FORWARD -m conntrack --ctstate ESTABLISHED,RELATED -j ACCEPT")
-    except (RuntimeError, OSError, subprocess.SubprocessError) as error:
-        return str(error)
-    finally:
-        with contextlib.suppress(RuntimeError, OSError, subprocess.SubprocessError):
-            namespaces.remove([name])
-    return ""
+
+    needed = {"ip": "iproute2", "iptables": "iptables", "sysctl": "procps"}
+    return namespaces.missing(needed, [], probe)
 
 
 def _ip(name: str, line: str) -> None:
@@ -151,10 +107,8 @@ def _ip(name: str, line: str) -> None:
 
 
 def _table(router: str, rule: str) -> None:
-    _run(["ip", "netns", "exec", router, "iptables", "-w", *rule.split()])
+    _run(router, f"iptables -w {rule}")
 
 
-def _run(argv: Sequence[str]) -> None:
-    done = subprocess.run(argv, capture_output=True, text=True, timeout=_LIMIT_S, check=False)
-    if done.returncode:
-        raise RuntimeError(f"{' '.join(argv[4:])}: {done.stderr.strip()}")
+def _run(name: str, line: str) -> None:
+    namespaces.ip("netns", "exec", name, *line.split())

@@ -16,7 +16,7 @@ import tempfile
 import threading
 import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from tests.dht.processes import wait_until
@@ -99,12 +99,7 @@ class Terminal:
 
     def wait_for(self, text: str, limit_s: float) -> None:
         """Wait for something in the output of a command that stays or has just ended."""
-        try:
-            wait_until(lambda: text in self.output, limit_s)
-        except AssertionError as error:
-            raise AssertionError(
-                f"{self.block.place}: no {text!r}\n{self.output[-3000:]}"
-            ) from error
+        self._wait(lambda: text in self.output, limit_s, f"no {text!r}")
 
     @property
     def rounds(self) -> int:
@@ -113,10 +108,14 @@ class Terminal:
 
     def wait_for_rounds(self, count: int, limit_s: float) -> None:
         """Wait until a peer has said so of this many rounds."""
+        self._wait(lambda: self.rounds >= count, limit_s, f"not {count} rounds")
+
+    def _wait(self, condition: Callable[[], bool], limit_s: float, what: str) -> None:
         try:
-            wait_until(lambda: self.rounds >= count, limit_s)
+            wait_until(condition, limit_s)
         except AssertionError as error:
-            raise AssertionError(f"not {count} rounds:\n{self.output[-3000:]}") from error
+            said = f"{self.block.place}: {what}\n{self.output[-3000:]}"
+            raise AssertionError(said) from error
 
     def interrupt(self) -> None:
         """Ctrl-C: to the whole foreground group, as a terminal sends it."""

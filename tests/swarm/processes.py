@@ -5,11 +5,16 @@ from __future__ import annotations
 
 import contextlib
 import os
+import select
 import signal
+import subprocess
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
 TAG = "SWARM_TEST_PEER"
+LIMIT_S = 30.0
+_ROOT = Path(__file__).resolve().parents[2]
 
 
 @dataclass(frozen=True)
@@ -69,3 +74,45 @@ def shared_memory(pids: set[int], before: set[str] | None = None) -> list[str]:
         if maker.isdigit() and int(maker) in pids and str(path) not in (before or ()):
             found.append(str(path))
     return found
+
+
+class Program:
+    """A child process whose output is read line by line, with a deadline."""
+
+    def __init__(self, command: list[str]):
+        self._process = subprocess.Popen(command, stdout=subprocess.PIPE, cwd=_ROOT)
+        assert self._process.stdout is not None
+        self._output = self._process.stdout
+        self._rest = b""
+        self.pid = self._process.pid
+
+    def line(self, limit_s: float = LIMIT_S) -> str:
+        """Its next line; empty if it has ended or the limit is over."""
+        deadline = time.monotonic() + limit_s
+        while b"\n" not in self._rest:
+            left = max(0.0, deadline - time.monotonic())
+            ready, _, _ = select.select([self._output], [], [], left)
+            more = os.read(self._output.fileno(), 1 << 16) if ready else b""
+            if not more:
+                return ""
+            self._rest += more
+        line, _, self._rest = self._rest.partition(b"\n")
+        return line.decode()
+
+    def lines(self) -> list[str]:
+        """All that it prints until its end."""
+        return list(iter(self.line, ""))
+
+    def end(self) -> int:
+        """Kill it if it still runs; its exit code."""
+        if self._process.poll() is None:
+            self._process.kill()
+        self._output.close()
+        return self._process.wait()
+
+    def ends_within(self, limit_s: float) -> bool:
+        try:
+            self._process.wait(limit_s)
+        except subprocess.TimeoutExpired:
+            return False
+        return True

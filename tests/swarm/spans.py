@@ -9,8 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from tests.swarm.harness import LocalSwarm
-from tests.swarm.peer import Peer
+from tests.swarm.harness import LocalSwarm, Peer
 
 START_LIMIT_S = 240.0
 PAUSE_STEPS = 2.0  # so many inner steps without the end of one are a pause
@@ -87,8 +86,7 @@ def watch_rounds(swarm: LocalSwarm, count: int, *, limit_s: float) -> Span:
     limit_s: for one round.
     """
     everybody = swarm.peers
-    swarm.wait(lambda: all(p.of_kind("training") for p in everybody), START_LIMIT_S, "all train")
-    first = max(peer.status["round"] for peer in everybody) + 1
+    first = swarm.wait_until_all_train(START_LIMIT_S)
     swarm.wait(
         lambda: all(peer.status["round"] > first for peer in everybody),
         START_LIMIT_S + 2 * limit_s,

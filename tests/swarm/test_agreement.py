@@ -16,11 +16,11 @@ from dilocox.peer.training.data import Corpus
 from dilocox.pipeline.stage import build_stage, flatten_parameters, parameter_shapes
 from tests.swarm.conftest import StartSwarm
 
+pytestmark = [pytest.mark.swarm, pytest.mark.timeout(300)]
+
 ROUNDS = 5
 
 
-@pytest.mark.swarm
-@pytest.mark.timeout(300)
 def test_three_peers_have_the_same_digest_and_anchor_after_every_round(
     start_swarm: StartSwarm,
 ) -> None:
@@ -40,8 +40,6 @@ def test_three_peers_have_the_same_digest_and_anchor_after_every_round(
     assert any(line["members"] == 3 for line in peers[0].rounds)
 
 
-@pytest.mark.swarm
-@pytest.mark.timeout(300)
 def test_one_peer_without_overlap_in_fp32_is_plain_adamw_and_nesterov(
     start_swarm: StartSwarm,
 ) -> None:

@@ -39,7 +39,7 @@ def test_a_stage_that_loses_all_its_peers_goes_on_from_what_the_bootstrap_keeps(
     assert sum(told.values()) < MAX_MEMORY
 
     swarm.wait(
-        lambda: max(kept_rounds(swarm, 1), default=-1) >= lost.rounds[-1]["round"] - 1,
+        lambda: max(swarm.archived(1), default=-1) >= lost.rounds[-1]["round"] - 1,
         FOLLOWING_LIMIT_S,
         "the bootstrap follows within a round",
     )
@@ -48,7 +48,7 @@ def test_a_stage_that_loses_all_its_peers_goes_on_from_what_the_bootstrap_keeps(
     swarm.look()
     shutil.rmtree(lost.state)
     before = {stage: dict(swarm.chain(stage)) for stage in range(2)}
-    kept = max(kept_rounds(swarm, 1))
+    kept = max(swarm.archived(1))
 
     began = time.time()
     joiner = swarm.add_peer(stage=1, step_s=STEP_S)
@@ -65,27 +65,15 @@ def test_a_stage_that_loses_all_its_peers_goes_on_from_what_the_bootstrap_keeps(
 
     folder = swarm.folder / "export"
     arguments = (swarm.invite, str(folder), "--host", "127.0.0.1")
-    child = swarm.run_command("export", *arguments, limit_s=120)
-    assert child.returncode == 0, child.last_line()
+    swarm.run_command("export", *arguments, limit_s=120)
     index = json.loads((folder / "model.safetensors.index.json").read_text())
     assert len(set(index["weight_map"].values())) == 2
 
 
-def generations(swarm: LocalSwarm, stage: int) -> list[Path]:
-    """The folders of what the bootstrap keeps of a stage."""
-    return list((swarm.folder / "bootstrap").glob(f"*-archive-*/stage{stage}/[0-9]*[0-9]"))
-
-
 def kept_states(swarm: LocalSwarm, stage: int) -> bool:
-    """Whether a proved state is all that is kept."""
-    found = generations(swarm, stage)
+    """Whether a proved state is all that the bootstrap keeps of a stage."""
+    found = list(swarm.folder.glob(f"bootstrap/*-archive-*/stage{stage}/[0-9]*[0-9]"))
     return bool(found) and all((folder / "state").exists() for folder in found)
-
-
-def kept_rounds(swarm: LocalSwarm, stage: int) -> list[int]:
-    """The rounds whose records the bootstrap keeps."""
-    records = [path for each in generations(swarm, stage) for path in each.glob("log/*.record")]
-    return sorted({int(path.name.split("-")[0]) for path in records})
 
 
 def memory(swarm: LocalSwarm) -> dict[str, int]:

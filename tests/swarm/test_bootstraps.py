@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import urllib.request
-from collections.abc import Iterator
+from contextlib import ExitStack, closing
 from pathlib import Path
 
 import pytest
@@ -12,6 +12,8 @@ from tests.docker.prometheus import free_ports
 from tests.peer.commands import Command
 from tests.swarm.conftest import StartSwarm
 from tests.swarm.monitors import series_of
+
+pytestmark = pytest.mark.swarm
 
 STEP_S = 0.05
 ROUND_LIMIT_S = 180.0
@@ -49,33 +51,17 @@ class Figures:
         return self.series.get('archive_bytes{stage="0"}', 0) > 0
 
 
-@pytest.fixture
-def commands() -> Iterator[list[Command]]:
-    started: list[Command] = []
-    yield started
-    for each in reversed(started):
-        each.close()
-
-
-@pytest.mark.swarm
 @pytest.mark.timeout(600)
 def test_either_of_two_bootstraps_may_die(
-    start_swarm: StartSwarm, commands: list[Command], tmp_path: Path
+    start_swarm: StartSwarm, ended: ExitStack, tmp_path: Path
 ) -> None:
     own_port, copy_port = free_ports(2)
     own, copys = Figures(own_port), Figures(copy_port)
     swarm = start_swarm(rounds={"inner_steps": 20})
     peers = [swarm.add_peer(step_s=STEP_S) for _ in range(2)]
     place = ["--state", str(tmp_path / "copy"), "--host", "127.0.0.1", "--port", "0"]
-    copy = Command(
-        "bootstrap",
-        swarm.invite,
-        *place,
-        "--metrics-port",
-        str(copy_port),
-        folder=tmp_path,
-    )
-    commands.append(copy)
+    place += ["--metrics-port", str(copy_port)]
+    copy = ended.enter_context(closing(Command("bootstrap", swarm.invite, *place, folder=tmp_path)))
     copy.wait_for("dilocox peer dilocox:")
     swarm.wait_for_rounds(2, ROUND_LIMIT_S)
     swarm.wait(lambda: copys.keeps(peers[0].rounds[0]["round"]), SEEN_LIMIT_S, "the copy keeps it")
@@ -113,7 +99,6 @@ def test_either_of_two_bootstraps_may_die(
     swarm.assert_equal_chains()
 
 
-@pytest.mark.swarm
 @pytest.mark.timeout(300)
 def test_a_peer_that_starts_again_waits_until_a_bootstrap_is_up(start_swarm: StartSwarm) -> None:
     swarm = start_swarm(rounds={"inner_steps": 20})

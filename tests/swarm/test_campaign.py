@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.swarm import fault_runs
-from tests.swarm.injuries import Fault
+from tests.swarm.campaign import Fault
 
 FAULTS, SEED = 20, 1
 # A member, a head without a spare for it, and a member's p2pd.
@@ -17,6 +17,8 @@ SHORT = (
     Fault(kind="freeze", role="head", phase="forward"),
     Fault(kind="p2pd", role="last", phase="between"),
 )
+
+pytestmark = pytest.mark.swarm
 SHORT_STAGES = (0, 0, 1, 1, 1)
 
 
@@ -24,7 +26,6 @@ def told(line: str) -> None:
     print(line, flush=True)
 
 
-@pytest.mark.swarm
 @pytest.mark.faults
 @pytest.mark.timeout(400)
 def test_two_stages_heal_after_a_kill_a_freeze_and_a_lost_p2pd(tmp_path: Path) -> None:
@@ -35,7 +36,6 @@ def test_two_stages_heal_after_a_kill_a_freeze_and_a_lost_p2pd(tmp_path: Path) -
     assert curve[-1][1] < curve[0][1]
 
 
-@pytest.mark.swarm
 @pytest.mark.timeout(7200)
 def test_three_stages_heal_after_twenty_faults_and_learn_as_without_them(tmp_path: Path) -> None:
     flaws = fault_runs.run(FAULTS, SEED, reference=True, folder=tmp_path, tell=told)

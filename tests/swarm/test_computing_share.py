@@ -10,6 +10,8 @@ from tests.swarm.links import Links
 from tests.swarm.small_run import USUAL_DEADLINES
 from tests.swarm.spans import Span, watch_rounds
 
+pytestmark = pytest.mark.swarm
+
 ROUNDS = 10
 ROUND_LIMIT_S = 240.0  # H may grow to 440
 COMPUTING = 0.975
@@ -36,7 +38,6 @@ def ten_rounds(start_swarm: StartSwarm, *, mbit: float, codec: dict[str, object]
     return span
 
 
-@pytest.mark.swarm
 @pytest.mark.timeout(600 + ROUNDS * ROUND_LIMIT_S)
 def test_peers_at_ten_mbit_compute_nearly_all_of_the_time(start_swarm: StartSwarm) -> None:
     span = ten_rounds(start_swarm, mbit=10.0, codec={"scheme": "low_rank"})
@@ -46,7 +47,6 @@ def test_peers_at_ten_mbit_compute_nearly_all_of_the_time(start_swarm: StartSwar
         assert account.stepping is not None and account.stepping >= COMPUTING, "by its inner steps"
 
 
-@pytest.mark.swarm
 @pytest.mark.timeout(600 + ROUNDS * ROUND_LIMIT_S)
 def test_peers_at_one_mbit_with_dense_means_commit_nine_of_ten_rounds(
     start_swarm: StartSwarm,

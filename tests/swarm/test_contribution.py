@@ -18,16 +18,15 @@ import pytest
 
 from dilocox.peer.rounds.record import RoundRecord
 from tests.swarm.conftest import StartSwarm
-from tests.swarm.harness import LocalSwarm
-from tests.swarm.peer import Peer
+from tests.swarm.harness import LocalSwarm, Peer
+
+pytestmark = [pytest.mark.swarm, pytest.mark.timeout(400)]
 
 ROUNDS_LIMIT_S = 150.0
 
 Logged = Mapping[int, Mapping[str, Any]]
 
 
-@pytest.mark.swarm
-@pytest.mark.timeout(400)
 def test_the_table_is_what_peers_trained_though_one_was_killed_one_came_and_one_left(
     start_swarm: StartSwarm,
 ) -> None:
@@ -41,8 +40,6 @@ def test_the_table_is_what_peers_trained_though_one_was_killed_one_came_and_one_
     _check(swarm, asked, keepers=[stayer], left=[stayer, late, leaver])
 
 
-@pytest.mark.swarm
-@pytest.mark.timeout(400)
 def test_the_same_of_two_stages_whose_replicas_dissolved_and_formed_anew(
     start_swarm: StartSwarm,
 ) -> None:
@@ -117,6 +114,5 @@ def _committed(peer: Peer, rounds: Mapping[int, RoundRecord]) -> int:
 def _log(swarm: LocalSwarm, source: str) -> dict[int, dict[str, Any]]:
     """What `dilocox log` says, by stage."""
     file = swarm.folder / "log.json"
-    child = swarm.run_command("log", source, "--json", str(file), "--host", "127.0.0.1", limit_s=60)
-    assert child.returncode == 0, child.last_line()
+    swarm.run_command("log", source, "--json", str(file), "--host", "127.0.0.1", limit_s=60)
     return {stage["stage"]: stage for stage in json.loads(file.read_text())["stages"]}

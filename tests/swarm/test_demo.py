@@ -22,6 +22,8 @@ from dilocox.peer.options import DemoOptions
 from dilocox.peer.training.data import held_out_windows
 from tests.swarm.harness import LocalSwarm
 
+pytestmark = pytest.mark.swarm
+
 LIMIT_S = 360
 ROUNDS = 10
 REPLICAS = 2
@@ -65,7 +67,6 @@ def demo(tmp_path_factory: pytest.TempPathFactory) -> Demo:
     return run_demo(tmp_path_factory.mktemp("two-stages"))
 
 
-@pytest.mark.swarm
 @pytest.mark.demo
 @pytest.mark.timeout(LIMIT_S + 60)
 def test_the_demo_learns_and_its_checkpoint_has_the_loss_that_it_reports(demo: Demo) -> None:
@@ -83,7 +84,6 @@ def test_the_demo_learns_and_its_checkpoint_has_the_loss_that_it_reports(demo: D
     assert abs(result["val_loss_last"] - loss) < 1e-3
 
 
-@pytest.mark.swarm
 @pytest.mark.demo
 @pytest.mark.timeout(LIMIT_S + 60)
 def test_all_peers_of_a_stage_have_the_same_chain_and_stages_have_their_own(demo: Demo) -> None:
@@ -103,7 +103,6 @@ def test_all_peers_of_a_stage_have_the_same_chain_and_stages_have_their_own(demo
     assert all(chains[0][number] != chains[1][number] for number in common)
 
 
-@pytest.mark.swarm
 @pytest.mark.timeout(2 * LIMIT_S + 60)
 def test_two_stages_learn_as_well_as_the_whole_model_on_one_peer(tmp_path: Path) -> None:
     tokens, losses = curve(tmp_path / "two", stages=2)
@@ -136,13 +135,10 @@ def curve(folder: Path, *, stages: int) -> tuple[list[int], list[float]]:
         )
     )
     manifest["data"] |= {"parts": REPLICAS}
-    swarm = LocalSwarm(folder, manifest)
-    try:
+    with LocalSwarm(folder, manifest) as swarm:
         peers = [swarm.add_peer(stage=n % stages) for n in range(REPLICAS * stages)]
         heads = [peer for peer in peers if peer.stage == 0]
         swarm.wait_for_rounds(ROUNDS, LIMIT_S, of=heads)
-    finally:
-        swarm.close()
     tokens = {line["round"]: line["chain_tokens"] for head in heads for line in head.rounds}
     losses = {number: loss for head in heads for number, loss in head.losses.items()}
     rounds = sorted(tokens.keys() & losses.keys())

@@ -3,57 +3,42 @@
 from __future__ import annotations
 
 import json
-import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.dht.processes import wait_until
-from tests.peer.commands import Command, write_manifest
+from tests.docker.prometheus import free_ports
+from tests.peer.commands import Command
 from tests.swarm.harness import LocalSwarm
+from tests.swarm.monitors import start_bootstrap
 from tests.swarm.nat import Homes, available
 from tests.swarm.small_run import run_manifest
+
+pytestmark = pytest.mark.swarm
 
 EXAMINED_LIMIT_S = 90.0  # 40 s on a machine that does nothing else
 LEAVE_LIMIT_S = 20.0
 MAPPED_PORT = 31999
 
 
-@pytest.fixture
-def commands() -> Iterator[list[Command]]:
-    """What is ended at the end of a test, however it went, the last one first."""
-    started: list[Command] = []
-    yield started
-    for each in reversed(started):
-        each.close()
-
-
-@pytest.mark.swarm
 @pytest.mark.timeout(400)
 def test_the_doctor_names_the_stage_that_lacks_a_peer_and_what_is_wrong(
-    tmp_path: Path, commands: list[Command]
+    tmp_path: Path, ended: ExitStack
 ) -> None:
-    manifest = write_manifest(tmp_path / "run.yaml", stages=2)
-    bootstrap = _bootstrap(tmp_path, manifest)
-    commands.append(bootstrap)
-    wait_until((tmp_path / "bootstrap" / "invite").exists, 60)
-    invite = (tmp_path / "bootstrap" / "invite").read_text().strip()
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    bootstrap, invite = start_bootstrap(tmp_path, stages=2)
+    ended.callback(bootstrap.close)
+    (port,) = free_ports(1)
     own = ("--state", "peer", "--port", str(port))
-    peer = _command("peer", invite, tmp_path, "--stage", "0", *own)
-    commands.append(peer)
+    peer = _command(ended, "peer", invite, tmp_path, "--stage", "0", *own)
     peer.wait_for("stage 0 of 2")
 
     # a machine that could take part
-    new = _command("doctor", invite, tmp_path, "--state", "new")
-    commands.append(new)
+    new = _command(ended, "doctor", invite, tmp_path, "--state", "new")
     began = time.monotonic()
     assert new.exit_code(EXAMINED_LIMIT_S) == 0, new.output()
     print(f"{time.monotonic() - began:.1f} s\n{new.output()}")
@@ -68,7 +53,7 @@ def test_the_doctor_names_the_stage_that_lacks_a_peer_and_what_is_wrong(
     new.clean_within(LEAVE_LIMIT_S)
 
     # beside the peer of the same folder, on its port
-    told = _told(commands, invite, tmp_path, *own, "--stage", "1", code=0)
+    told = _told(ended, invite, tmp_path, *own, "--stage", "1", code=0)
     assert told["folder"]["status"] == "warning" and "its peer runs now" in told["folder"]["text"]
     assert "stage 1, which has nobody else" in told["stage"]["text"]
     assert told["port"]["text"].endswith("is in use, by this folder's peer it seems")
@@ -76,39 +61,34 @@ def test_the_doctor_names_the_stage_that_lacks_a_peer_and_what_is_wrong(
     assert peer.process.poll() is None
 
     # a stage that is not there
-    told = _told(commands, invite, tmp_path, "--state", "new", "--stage", "2", code=1)
+    told = _told(ended, invite, tmp_path, "--state", "new", "--stage", "2", code=1)
     assert told["stage"]["status"] == "failed" and "0 to 1" in told["stage"]["text"]
     assert told["speed"]["text"] == "not checked"
 
     # and without the run
     bootstrap.process.kill()
     bootstrap.clean_within(LEAVE_LIMIT_S)
-    told = _told(commands, invite, tmp_path, "--state", "new", code=1)
+    told = _told(ended, invite, tmp_path, "--state", "new", code=1)
     assert told["bootstrap"]["status"] == "failed"
     assert "ask the operator whether the bootstrap runs" in told["bootstrap"]["remedy"]
     assert told["memory"]["status"] == told["disk"]["status"] == told["python"]["status"] == "ok"
     assert all(told[name]["status"] == "skipped" for name in ("run", "reachable", "speed"))
 
 
-@pytest.mark.swarm
 @pytest.mark.timeout(280)
 def test_the_doctor_knows_whether_a_router_lets_others_in(tmp_path: Path) -> None:
     if reason := available():
         pytest.skip(reason)
-    with Homes("ph") as net:
-        swarm = LocalSwarm(tmp_path, run_manifest(), links=net)
-        try:
-            closed = _at_home(net, swarm, "--port", str(MAPPED_PORT))
-            assert closed["reachable"]["status"] == "warning"
-            assert "would only dial out" in closed["reachable"]["text"]
-            announced = f"--announce /ip4/{net.seen_at(1)}/tcp/{MAPPED_PORT}"
-            assert announced in closed["reachable"]["remedy"]
-            net.map_port(1, MAPPED_PORT)
-            mapped = _at_home(net, swarm, "--port", str(MAPPED_PORT))
-            assert mapped["reachable"]["status"] == "ok"
-            assert f"/ip4/{net.seen_at(1)}/tcp/{MAPPED_PORT}" in mapped["reachable"]["text"]
-        finally:
-            swarm.close()
+    with Homes("ph") as net, LocalSwarm(tmp_path, run_manifest(), links=net) as swarm:
+        closed = _at_home(net, swarm, "--port", str(MAPPED_PORT))
+        assert closed["reachable"]["status"] == "warning"
+        assert "would only dial out" in closed["reachable"]["text"]
+        announced = f"--announce /ip4/{net.seen_at(1)}/tcp/{MAPPED_PORT}"
+        assert announced in closed["reachable"]["remedy"]
+        net.map_port(1, MAPPED_PORT)
+        mapped = _at_home(net, swarm, "--port", str(MAPPED_PORT))
+        assert mapped["reachable"]["status"] == "ok"
+        assert f"/ip4/{net.seen_at(1)}/tcp/{MAPPED_PORT}" in mapped["reachable"]["text"]
 
 
 def _at_home(net: Homes, swarm: LocalSwarm, *options: str) -> dict[str, dict[str, Any]]:
@@ -123,26 +103,21 @@ def _at_home(net: Homes, swarm: LocalSwarm, *options: str) -> dict[str, dict[str
     return {check["name"]: check for check in json.loads(done.stdout)["checks"]}
 
 
-def _bootstrap(folder: Path, manifest: Path) -> Command:
-    place = ["--state", str(folder / "bootstrap"), "--host", "127.0.0.1", "--port", "0"]
-    return Command("bootstrap", str(manifest), *place, folder=folder)
-
-
-def _command(name: str, invite: str, folder: Path, *options: str) -> Command:
+def _command(ended: ExitStack, name: str, invite: str, folder: Path, *options: str) -> Command:
     place = ["--host", "127.0.0.1", "--threads", "1", "--device", "cpu"]
-    return Command(name, invite, *place, *options, folder=folder)
+    return ended.enter_context(closing(Command(name, invite, *place, *options, folder=folder)))
 
 
 def _told(
-    commands: list[Command], invite: str, folder: Path, *options: str, code: int
+    ended: ExitStack, invite: str, folder: Path, *options: str, code: int
 ) -> dict[str, dict[str, Any]]:
     """The checks by name, of a doctor that ends with this code."""
-    file = folder / f"told-{len(commands)}.json"
-    doctor = _command("doctor", invite, folder, *options, "--json", str(file))
-    commands.append(doctor)
+    file = folder / "told.json"
+    doctor = _command(ended, "doctor", invite, folder, *options, "--json", str(file))
     assert doctor.exit_code(EXAMINED_LIMIT_S) == code, doctor.output()
     doctor.clean_within(LEAVE_LIMIT_S)
     told = json.loads(file.read_text())
+    file.unlink()
     assert told["can_take_part"] is (code == 0)
     return {check["name"]: check for check in told["checks"]}
 

@@ -21,6 +21,8 @@ from tests.swarm.outcomes import comes_back, halt, newest_round, others_decide
 from tests.swarm.processes import send_signal
 from tests.swarm.small_run import fixed_steps
 
+pytestmark = [pytest.mark.swarm, pytest.mark.timeout(900)]
+
 INNER_STEPS, STEP_S = 60, 0.1
 DEADLINES = {"exchange_s": 8.0, "vote_s": 4.0, "silence_s": 3.0}
 LEFT_LIMIT_S = 60.0
@@ -54,8 +56,6 @@ def wait_for_common_round(swarm: LocalSwarm) -> None:
     swarm.wait(found, 200, "a record of all three")
 
 
-@pytest.mark.swarm
-@pytest.mark.timeout(900)
 def test_a_peer_killed_between_the_phases_or_decoding_or_appending_leaves_one_record_or_none(
     start_swarm: StartSwarm,
 ) -> None:
@@ -86,8 +86,6 @@ def test_a_peer_killed_between_the_phases_or_decoding_or_appending_leaves_one_re
         wait_for_common_round(swarm)
 
 
-@pytest.mark.swarm
-@pytest.mark.timeout(900)
 def test_a_peer_frozen_between_the_phases_or_decoding_or_appending_leaves_one_record_or_none(
     start_swarm: StartSwarm,
 ) -> None:
@@ -112,7 +110,6 @@ def test_a_peer_frozen_between_the_phases_or_decoding_or_appending_leaves_one_re
         wait_for_common_round(swarm)
 
 
-@pytest.mark.swarm
 @pytest.mark.timeout(600)
 def test_a_peer_with_another_plan_is_not_in_the_record_and_follows_it(
     start_swarm: StartSwarm,
@@ -134,8 +131,6 @@ def test_a_peer_with_another_plan_is_not_in_the_record_and_follows_it(
     comes_back(swarm, victim, number)
 
 
-@pytest.mark.swarm
-@pytest.mark.timeout(900)
 def test_a_disk_that_is_full_at_the_vote_or_at_the_record_ends_one_peer_and_no_round(
     start_swarm: StartSwarm, tmp_path: Path
 ) -> None:

@@ -14,6 +14,8 @@ from tests.swarm.outcomes import comes_back, newest_round, others_decide
 from tests.swarm.processes import send_signal
 from tests.swarm.small_run import fixed_steps
 
+pytestmark = [pytest.mark.swarm, pytest.mark.timeout(600)]
+
 # 16 bits of 131 thousand values: a peer sends 350 kB a round, in about four seconds. Rounds must be
 # longer than that, or peers skip some: twelve seconds, whatever the machine's speed.
 UPLOAD = ("--max-upload", "0.09")
@@ -61,9 +63,7 @@ def assert_in_the_middle(swarm: LocalSwarm, number: int) -> None:
     assert not voted, f"round {number}: {voted} had voted before the fault"
 
 
-@pytest.mark.swarm
 @pytest.mark.faults
-@pytest.mark.timeout(600)
 def test_a_peer_killed_in_mid_exchange_is_left_out_and_resumes_from_its_snapshot(
     start_swarm: StartSwarm,
 ) -> None:
@@ -81,8 +81,6 @@ def test_a_peer_killed_in_mid_exchange_is_left_out_and_resumes_from_its_snapshot
     assert "continuing from the snapshot" in victim.log_text()
 
 
-@pytest.mark.swarm
-@pytest.mark.timeout(600)
 def test_a_peer_frozen_in_mid_exchange_is_left_out_and_catches_up_when_it_thaws(
     start_swarm: StartSwarm,
 ) -> None:
@@ -102,8 +100,6 @@ def test_a_peer_frozen_in_mid_exchange_is_left_out_and_catches_up_when_it_thaws(
     assert victim.rounds[-1]["round"] > passed
 
 
-@pytest.mark.swarm
-@pytest.mark.timeout(600)
 def test_a_peer_whose_p2pd_is_killed_in_mid_exchange_starts_itself_again(
     start_swarm: StartSwarm,
 ) -> None:

@@ -9,6 +9,8 @@ import pytest
 from tests.swarm.conftest import StartSwarm
 from tests.swarm.harness import LocalSwarm
 
+pytestmark = [pytest.mark.swarm, pytest.mark.timeout(300)]
+
 JOIN_LIMIT_S = 120.0
 
 
@@ -18,7 +20,6 @@ def archive_begins_later(swarm: LocalSwarm) -> bool:
     return not (folder / "00000000").exists()
 
 
-@pytest.mark.swarm
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(("records_kept", "by"), [(64, "records"), (2, "a state")])
 def test_a_joiner_gets_what_it_missed_and_contributes(
@@ -39,8 +40,6 @@ def test_a_joiner_gets_what_it_missed_and_contributes(
     swarm.assert_equal_chains()
 
 
-@pytest.mark.swarm
-@pytest.mark.timeout(300)
 def test_a_peer_that_is_told_to_leave_leaves_cleanly_and_the_others_go_on(
     start_swarm: StartSwarm,
 ) -> None:
@@ -56,8 +55,6 @@ def test_a_peer_that_is_told_to_leave_leaves_cleanly_and_the_others_go_on(
     assert others[0].rounds[-1]["members"] == 2
 
 
-@pytest.mark.swarm
-@pytest.mark.timeout(300)
 def test_nothing_of_killed_peers_is_left_and_one_that_comes_back_commits_alone(
     start_swarm: StartSwarm,
 ) -> None:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from dilocox.pipeline.stage import parameter_shapes
+from tests.swarm.altered import syncs
 from tests.swarm.conftest import StartSwarm
 from tests.swarm.links import Links
-from tests.swarm.slow_disk import syncs
 from tests.swarm.small_run import USUAL_DEADLINES, fixed_steps
 from tests.swarm.spans import watch_rounds
 

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import os
-import select
+import shutil
 import signal
 import socket
-import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -15,12 +14,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.swarm import links as links_module
 from tests.swarm import namespaces
 from tests.swarm.links import Links, available
+from tests.swarm.processes import Program
 from tests.swarm.relay import Line
 
-ROOT = Path(__file__).resolve().parents[2]
 PORT = 5000
 LIMIT_S = 30.0
 TOLERANCE = 0.15
@@ -94,48 +92,6 @@ class Lab(ExitStack):
         program = Program(links.command(host, command))
         self.callback(program.end)
         return program
-
-
-class Program:
-    """A child process whose output is read line by line, with a deadline."""
-
-    def __init__(self, command: list[str]):
-        self._process = subprocess.Popen(command, stdout=subprocess.PIPE, cwd=ROOT)
-        assert self._process.stdout is not None
-        self._output = self._process.stdout
-        self._rest = b""
-        self.pid = self._process.pid
-
-    def line(self, limit_s: float = LIMIT_S) -> str:
-        """Its next line; empty if it has ended or the limit is over."""
-        deadline = time.monotonic() + limit_s
-        while b"\n" not in self._rest:
-            left = max(0.0, deadline - time.monotonic())
-            ready, _, _ = select.select([self._output], [], [], left)
-            more = os.read(self._output.fileno(), 1 << 16) if ready else b""
-            if not more:
-                return ""
-            self._rest += more
-        line, _, self._rest = self._rest.partition(b"\n")
-        return line.decode()
-
-    def lines(self) -> list[str]:
-        """All that it prints until its end."""
-        return list(iter(self.line, ""))
-
-    def end(self) -> int:
-        """Kill it if it still runs; its exit code."""
-        if self._process.poll() is None:
-            self._process.kill()
-        self._output.close()
-        return self._process.wait()
-
-    def ends_within(self, limit_s: float) -> bool:
-        try:
-            self._process.wait(limit_s)
-        except subprocess.TimeoutExpired:
-            return False
-        return True
 
 
 def flow(lab: Lab, links: Links, source: int, sink: int, mbit: float, *, seconds: float) -> Program:
@@ -326,7 +282,7 @@ def test_the_reason_is_told_where_there_can_be_no_links(monkeypatch: pytest.Monk
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
     assert "root" in available.__wrapped__()
     monkeypatch.setattr(os, "geteuid", lambda: 0)
-    monkeypatch.setattr(links_module.shutil, "which", lambda _: None)
+    monkeypatch.setattr(shutil, "which", lambda _: None)
     assert "iproute2" in available.__wrapped__()
 
 

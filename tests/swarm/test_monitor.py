@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from contextlib import ExitStack, closing
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from tests.dht.processes import wait_until
-from tests.peer.commands import Command, write_manifest
 from tests.swarm.browser import DARK, chromium, screenshot, show
 from tests.swarm.conftest import StartSwarm
-from tests.swarm.harness import LocalSwarm
-from tests.swarm.monitors import WatchingMonitor
-from tests.swarm.peer import Peer
+from tests.swarm.harness import LocalSwarm, Peer
+from tests.swarm.monitors import WatchingMonitor, start_bootstrap
 
 STAGES = 2
 STEP_S = 0.1
@@ -25,30 +22,18 @@ needs_browser = pytest.mark.skipif(
     chromium() is None, reason="chromium is not installed (Debian's package is called chromium)"
 )
 
-
-@pytest.fixture
-def commands() -> Iterator[list[Any]]:
-    """What is ended at the end of a test, however it went, the last one first."""
-    started: list[Any] = []
-    yield started
-    for each in reversed(started):
-        each.close()
+pytestmark = pytest.mark.swarm
 
 
 # ---- a bootstrap alone ---------------------------------------------------------------------------
-@pytest.mark.swarm
 @pytest.mark.timeout(240)
 def test_a_monitor_lives_through_the_restart_of_its_bootstrap(
-    tmp_path: Path, commands: list[Any]
+    tmp_path: Path, ended: ExitStack
 ) -> None:
-    manifest = write_manifest(tmp_path / "run.yaml")
-    bootstrap = _bootstrap(tmp_path, manifest, 0)
-    commands.append(bootstrap)
-    wait_until((tmp_path / "bootstrap" / "invite").exists, 60)
-    invite = (tmp_path / "bootstrap" / "invite").read_text().strip()
+    bootstrap, invite = start_bootstrap(tmp_path)
+    ended.callback(bootstrap.close)
     port = int(invite.partition("/tcp/")[2].partition("/")[0])
-    monitor = WatchingMonitor(invite, tmp_path)
-    commands.append(monitor)
+    monitor = ended.enter_context(closing(WatchingMonitor(invite, tmp_path)))
     wait_until(lambda: monitor.ready, LOOK_LIMIT_S)
     assert monitor.wait_for("waiting", LOOK_LIMIT_S) == "waiting for the first peers"
     assert monitor.series['bootstrap_up{bootstrap="0"}'] == 1
@@ -60,31 +45,24 @@ def test_a_monitor_lives_through_the_restart_of_its_bootstrap(
     assert monitor.series['bootstrap_up{bootstrap="0"}'] == 0
     assert monitor.series["healthy"] == 0
 
-    commands.append(_bootstrap(tmp_path, manifest, port))
+    again, _ = start_bootstrap(tmp_path, port)
+    ended.callback(again.close)
     assert monitor.wait_for("waiting", 90) == "waiting for the first peers"
     assert monitor.series['bootstrap_up{bootstrap="0"}'] == 1
     monitor.leave()
 
 
-def _bootstrap(folder: Path, manifest: Path, port: int) -> Command:
-    state = folder / "bootstrap"
-    place = ["--state", str(state), "--host", "127.0.0.1", "--port", str(port)]
-    return Command("bootstrap", str(manifest), *place, folder=folder)
-
-
 # ---- a running swarm -----------------------------------------------------------------------------
-@pytest.mark.swarm
 @pytest.mark.watch
 @pytest.mark.timeout(600)
 @needs_browser
 def test_the_page_shows_the_true_numbers_and_changes_when_a_peer_dies(
-    start_swarm: StartSwarm, commands: list[Any]
+    start_swarm: StartSwarm, ended: ExitStack
 ) -> None:
     swarm = start_swarm(stages=STAGES)
     heads = [swarm.add_peer(stage=0, step_s=STEP_S) for _ in range(2)]
     others = [swarm.add_peer(stage=1) for _ in range(3)]
-    monitor = WatchingMonitor(swarm.invite, swarm.folder)
-    commands.append(monitor)
+    monitor = ended.enter_context(closing(WatchingMonitor(swarm.invite, swarm.folder)))
     swarm.wait_for_rounds(3, ROUND_LIMIT_S, of=heads)
     swarm.wait(lambda: _settled(monitor, peers=5, replicas=2), LOOK_LIMIT_S, "all are shown")
 
@@ -125,8 +103,7 @@ def test_the_page_shows_the_true_numbers_and_changes_when_a_peer_dies(
 
     before = monitor.status
     monitor.leave()
-    again = WatchingMonitor(swarm.invite, swarm.folder)
-    commands.append(again)
+    again = ended.enter_context(closing(WatchingMonitor(swarm.invite, swarm.folder)))
     wait_until(lambda: again.ready, LOOK_LIMIT_S)
     after = again.status
     assert after["losses"][: len(before["losses"])] == before["losses"]

@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Iterator
+from contextlib import ExitStack, closing
 from pathlib import Path
 from statistics import median, quantiles
-from typing import Any
 
 import pytest
 
 from dilocox.peer.resources import proportional_bytes
 from tests.dht.processes import NodeProgram, wait_until
-from tests.peer.commands import Command, write_manifest
-from tests.swarm.monitors import WatchingMonitor
+from tests.swarm.monitors import WatchingMonitor, start_bootstrap
 from tests.swarm.processes import TAG, Process, family
 
 PEERS, STAGES, ROUNDS = 200, 4, 400
@@ -27,40 +24,26 @@ MOST_MORE_MB = 100
 MOST_MEDIAN_S = 0.2
 
 
-@pytest.fixture
-def ended() -> Iterator[list[Any]]:
-    """What is ended at the end of the test, the last one first; each has a `close`."""
-    started: list[Any] = []
-    yield started
-    for close in reversed(started):
-        close()
-
-
 @pytest.mark.swarm
 @pytest.mark.watch
 @pytest.mark.timeout(420)
 def test_a_monitor_of_200_peers_is_small_and_quick(
-    tmp_path: Path, ended: list[Any], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, ended: ExitStack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     deadlines = {"heartbeat_s": 30.0, "matchmaking_s": 2.0, "exchange_s": 10.0, "vote_s": 5.0}
-    manifest = write_manifest(
-        tmp_path / "run.yaml", stages=STAGES, deadlines=deadlines, end_tokens=10**12
+    bootstrap, invite = start_bootstrap(
+        tmp_path, stages=STAGES, deadlines=deadlines, end_tokens=10**12
     )
-    place = ["--state", str(tmp_path / "boot"), "--host", "127.0.0.1", "--port", "0"]
-    bootstrap = Command("bootstrap", str(manifest), *place, folder=tmp_path)
-    ended.append(bootstrap.close)
-    wait_until((tmp_path / "boot" / "invite").exists, 90)
-    invite = (tmp_path / "boot" / "invite").read_text().strip()
+    ended.callback(bootstrap.close)
     peers = _told(invite, tmp_path / "told")
-    ended.append(lambda: _end(peers))
+    ended.callback(_end, peers)
     assert peers.stdout is not None and peers.stdout.readline() == "told\n"
 
     idle = uuid.uuid4().hex
     monkeypatch.setenv(TAG, idle)
-    ended.append(NodeProgram.start(tmp_path / "idle.key").end)
+    ended.callback(NodeProgram.start(tmp_path / "idle.key").end)
     monkeypatch.delenv(TAG)
-    monitor = WatchingMonitor(invite, tmp_path)
-    ended.append(monitor.close)
+    monitor = ended.enter_context(closing(WatchingMonitor(invite, tmp_path)))
     wait_until(lambda: _all_known(monitor), 120)
     took = _answers(monitor, WATCH_S)
     assert _all_known(monitor)
@@ -79,16 +62,13 @@ def test_a_monitor_of_200_peers_is_small_and_quick(
 
 
 def _told(invite: str, folder: Path) -> subprocess.Popen[str]:
-    script = Path(__file__).with_name("told_peers.py")
-    arguments = [sys.executable, str(script), invite, str(folder)]
-    arguments += [str(PEERS), str(STAGES), str(ROUNDS)]
-    root = str(Path(__file__).parents[2])
+    arguments = [invite, str(folder), str(PEERS), str(STAGES), str(ROUNDS)]
     return subprocess.Popen(
-        arguments,
+        [sys.executable, "-m", "tests.swarm.told_peers", *arguments],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
-        env={**os.environ, "PYTHONPATH": root},
+        cwd=Path(__file__).parents[2],
     )
 
 

@@ -2,26 +2,23 @@
 
 from __future__ import annotations
 
-import queue
-import subprocess
 import sys
-import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
 
 from tests.swarm.harness import LocalSwarm
 from tests.swarm.nat import Homes, available
+from tests.swarm.processes import Program
 from tests.swarm.small_run import MODEL, fixed_steps, run_manifest
 
 START_LIMIT_S = 150.0
 ROUND_LIMIT_S = 60.0
 BOOTSTRAP_PORT = 31337
 USED_AGAIN_S = 30.0
-ROOT = Path(__file__).resolve().parents[2]
 
 pytestmark = [pytest.mark.swarm, pytest.mark.timeout(290)]
 
@@ -39,14 +36,8 @@ def swarm_on(kinds: str, folder: Path, *bootstrap: str, stages: int) -> Iterator
             net.map_port(0, BOOTSTRAP_PORT)
             address = f"/ip4/{net.seen_at(0)}/tcp/{BOOTSTRAP_PORT}"
             bootstrap = ("--port", str(BOOTSTRAP_PORT), "--announce", address, *bootstrap)
-        swarm = LocalSwarm(folder, manifest, links=net, bootstrap=bootstrap)
-        try:
+        with LocalSwarm(folder, manifest, links=net, bootstrap=bootstrap) as swarm:
             yield swarm
-        except BaseException:
-            print(swarm.tails())
-            raise
-        finally:
-            swarm.close()
 
 
 def test_peers_that_only_dial_out_train_with_those_that_can_be_reached(tmp_path: Path) -> None:
@@ -133,43 +124,30 @@ def test_a_bootstrap_behind_a_mapped_port_and_a_peer_that_was_cut_off(tmp_path: 
 def test_a_way_that_was_cut_and_healed_is_used_again(cut_s: float) -> None:
     if reason := available():
         pytest.skip(reason)
-    with Homes("ph") as net:
-        far = _start(net, 0, "public", net.address(0))
-        heard = _lines(far)
-        address = heard.get(timeout=60)
-        near = _start(net, 1, "home", address)
-        try:
-            _wait(heard, lambda line: line == "yes", 60)
-            net.cut(1)
-            _wait(heard, lambda line: line == "no", 10)
-            time.sleep(cut_s)
-            net.heal(1)
-            while not heard.empty():
-                assert heard.get_nowait() == "no", "it was called while the way was cut"
-            used_s = _wait(heard, lambda line: line == "yes", USED_AGAIN_S)
-            print(f"cut for {cut_s:.0f} s, called again {used_s:.1f} s after it healed")
-        finally:
-            for process in (far, near):
-                process.kill()
-                process.wait()
+    with Homes("ph") as net, ExitStack() as ended:
+
+        def start(host: int, *arguments: str) -> Program:
+            command = [sys.executable, "-m", "tests.swarm.nat_node", *arguments]
+            program = Program(net.command(host, command))
+            ended.callback(program.end)
+            return program
+
+        far = start(0, "public", net.address(0))
+        start(1, "home", far.line(60))
+        _wait(far, "yes", 60)
+        net.cut(1)
+        _wait(far, "no", 10)
+        time.sleep(cut_s)
+        net.heal(1)
+        while line := far.line(0.0):
+            assert line == "no", "it was called while the way was cut"
+        used_s = _wait(far, "yes", USED_AGAIN_S)
+        print(f"cut for {cut_s:.0f} s, called again {used_s:.1f} s after it healed")
 
 
-def _start(net: Homes, host: int, *arguments: str) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "tests.swarm.nat_node", *arguments]
-    return subprocess.Popen(net.command(host, command), stdout=subprocess.PIPE, text=True, cwd=ROOT)
-
-
-def _lines(process: subprocess.Popen[str]) -> queue.Queue[str]:
-    heard: queue.Queue[str] = queue.Queue()
-    out = process.stdout
-    assert out is not None
-    threading.Thread(target=lambda: [heard.put(line.strip()) for line in out], daemon=True).start()
-    return heard
-
-
-def _wait(heard: queue.Queue[str], fits: Callable[[str], bool], limit_s: float) -> float:
-    """Wait for a line that fits; after how many seconds it came."""
+def _wait(program: Program, wanted: str, limit_s: float) -> float:
+    """Wait for a line; after how many seconds it came."""
     began = time.monotonic()
-    while not fits(heard.get(timeout=max(0.1, began + limit_s - time.monotonic()))):
-        pass
+    while (line := program.line(began + limit_s - time.monotonic())) != wanted:
+        assert line, f"not {wanted!r} within {limit_s:.0f} s"
     return time.monotonic() - began

@@ -17,21 +17,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from dilocox.compression.layout import FlatLayout
 from dilocox.dht.manifest import Manifest
 from dilocox.peer.chain.snapshot_files import read_snapshot
-from dilocox.peer.chain.store import RoundLog
 from dilocox.peer.process.prepare import held_out
-from dilocox.peer.rounds.adaptation import stage_codec
 from dilocox.peer.rounds.outer_step import OuterStep, anchor_sha256
 from dilocox.peer.training.data import Corpus, validation_loss
 from dilocox.peer.training.inner_optimizer import InnerOptimizer, learning_rate
-from dilocox.pipeline.stage import StageModule, build_stage, parameter_shapes
+from dilocox.pipeline.stage import StageModule, build_stage
 from tests.pipeline.conftest import FAMILIES
 from tests.pipeline.whole_model import train_step
 from tests.swarm.conftest import StartSwarm
-from tests.swarm.harness import LocalSwarm
-from tests.swarm.peer import Peer
+from tests.swarm.harness import LocalSwarm, Peer
 
 Weights = dict[str, Tensor]
 
@@ -97,10 +93,8 @@ def _steps(manifest: Manifest, peer: Peer) -> int:
 def _anchors(swarm: LocalSwarm, peer: Peer) -> Iterator[Anchor]:
     """A stage's anchors, made anew from its log, as far as they are compared."""
     manifest, stage = swarm.manifest, peer.stage
-    layout = FlatLayout.of(parameter_shapes(manifest.model, manifest.stages, stage))
-    own = next(peer.state.glob(f"*-stage{stage}"))
-    codec = stage_codec(manifest, layout)
-    log = RoundLog(own / "log", manifest_digest=manifest.digest, codec=codec)
+    log, codec = swarm.round_log(peer), swarm.stage_codec(stage)
+    layout = codec.layout
     anchor = torch.zeros(layout.numel)
     initial = build_stage(manifest.model, stage, manifest.stages, manifest.seed)
     for name, parameter in initial.named_parameters():
@@ -119,7 +113,8 @@ def _anchors(swarm: LocalSwarm, peer: Peer) -> Iterator[Anchor]:
         if steps <= MOST_STEPS:
             weights = {name: view.clone() for name, view in layout.view(anchor).items()}
             yield Anchor(number, steps, weights)
-    kept = read_snapshot(own / "snapshots", layout=layout.digest)
+    (snapshots,) = peer.state.glob(f"*-stage{stage}/snapshots")
+    kept = read_snapshot(snapshots, layout=layout.digest)
     assert kept is not None
     if kept.round == max(said):
         assert anchor_sha256(kept.anchor) == said[kept.round]["anchor_sha256"]

@@ -28,8 +28,9 @@ MACHINES = (
     Machine(name="without AVX, 2 threads, another order", plain=True, threads=2, permuted=2),
 )
 
+pytestmark = pytest.mark.swarm
 
-@pytest.mark.swarm
+
 @pytest.mark.faults
 @pytest.mark.timeout(420)
 def test_8_rounds_with_changing_ranks_a_joiner_and_a_peer_that_returns_by_records(
@@ -40,7 +41,6 @@ def test_8_rounds_with_changing_ranks_a_joiner_and_a_peer_that_returns_by_record
     assert_replays_agree(swarm, swarm.peers[-1:], MACHINES[-1:])
 
 
-@pytest.mark.swarm
 @pytest.mark.timeout(1500)
 def test_30_rounds_with_changing_ranks_a_joiner_and_a_peer_that_returns_by_records(
     start_swarm: StartSwarm,
@@ -49,9 +49,8 @@ def test_30_rounds_with_changing_ranks_a_joiner_and_a_peer_that_returns_by_recor
     lived_through(swarm, joins_at=10, away=(12, 20), rounds=30)
     assert_replays_agree(swarm, swarm.peers, MACHINES)
     for peer in swarm.peers:
-        child = swarm.run_command("verify", str(peer.state), limit_s=VERIFY_LIMIT_S)
-        assert child.returncode == 0, child.last_line()
-        assert peer.rounds[-1]["anchor_sha256"] in child.last_line()
+        said = swarm.run_command("verify", str(peer.state), limit_s=VERIFY_LIMIT_S)
+        assert peer.rounds[-1]["anchor_sha256"] in said.splitlines()[-1]
 
 
 # ---- the swarm -----------------------------------------------------------------------------------

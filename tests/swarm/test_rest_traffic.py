@@ -15,7 +15,7 @@ from tests.swarm.conftest import StartSwarm
 from tests.swarm.harness import LocalSwarm
 from tests.swarm.links import Links
 from tests.swarm.small_run import USUAL_DEADLINES, fixed_steps
-from tests.swarm.test_operate import let_pass, operate
+from tests.swarm.test_operate import operate
 
 PEERS = 8
 STEP_S, INNER_STEPS = 0.5, 40
@@ -62,9 +62,9 @@ def test_eight_peers_at_rest_send_little(start_swarm: StartSwarm) -> None:
         START_LIMIT_S,
         "all are at rest",
     )
-    let_pass(swarm, SETTLE_S)
+    swarm.let_pass(SETTLE_S)
     began, sent_before, written_before = read(swarm, links)
-    let_pass(swarm, WATCH_S)
+    swarm.let_pass(WATCH_S)
     ended, sent, written = read(swarm, links)
     on_links = rates(sent_before, sent, ended - began)
     by_daemons = rates(written_before, written, ended - began)

@@ -9,13 +9,13 @@ import pytest
 from tests.swarm.conftest import StartSwarm
 from tests.swarm.small_run import fixed_steps
 
+pytestmark = [pytest.mark.swarm, pytest.mark.timeout(300)]
+
 ROUNDS_LIMIT_S = 120.0
 LEAVE_LIMIT_S = 30.0
 ALLOWED_BYTES = 2e6  # a peer comes, trains a few rounds and goes
 
 
-@pytest.mark.swarm
-@pytest.mark.timeout(300)
 def test_a_paused_peer_leaves_the_swarm_to_the_others_and_contributes_again_once_resumed(
     start_swarm: StartSwarm,
 ) -> None:
@@ -23,7 +23,7 @@ def test_a_paused_peer_leaves_the_swarm_to_the_others_and_contributes_again_once
     other, paused = [swarm.add_peer() for _ in range(2)]
     swarm.wait_for_rounds(2, ROUNDS_LIMIT_S)
     pid, began = paused.child.pid, time.time()
-    assert swarm.run_command("pause", "--state", str(paused.state), limit_s=20).returncode == 0
+    swarm.run_command("pause", "--state", str(paused.state), limit_s=20)
     swarm.wait(lambda: paused.doing == "resting", LEAVE_LIMIT_S, "it rests")
     print(f"rests {time.time() - began:.1f} s after it was paused")
     swarm.wait(lambda: len(paused.processes()) == 1, LEAVE_LIMIT_S, "it holds nothing")
@@ -33,25 +33,22 @@ def test_a_paused_peer_leaves_the_swarm_to_the_others_and_contributes_again_once
     assert other.rounds[-1]["members"] == 1
     last = max(swarm.chain())
 
-    said = swarm.run_command(
+    text = swarm.run_command(
         *("generate", swarm.invite, "def ", "--tokens", "20", "--temperature", "0"),
         *("--host", "127.0.0.1"),
         limit_s=60,
-    )
-    text = said.log.read_text().splitlines()[-1]  # after what it says of its way to the weights
+    ).splitlines()[-1]  # after what it says of its way to the weights
     print(repr(text))
-    assert said.returncode == 0 and text.startswith("def ") and len(text) > len("def ")
+    assert text.startswith("def ") and len(text) > len("def ")
 
     began = time.time()
-    assert swarm.run_command("resume", "--state", str(paused.state), limit_s=20).returncode == 0
+    swarm.run_command("resume", "--state", str(paused.state), limit_s=20)
     line = swarm.wait_for_counted(paused, after_round=last, limit_s=ROUNDS_LIMIT_S)
     print(f"in round {line['round']} {time.time() - began:.1f} s after it was resumed")
     assert paused.child.pid == pid and line["members"] == 2
     swarm.assert_equal_chains()
 
 
-@pytest.mark.swarm
-@pytest.mark.timeout(300)
 def test_a_peer_rests_outside_its_hours_and_once_its_months_traffic_is_used_up(
     start_swarm: StartSwarm,
 ) -> None:

@@ -18,8 +18,7 @@ def test_a_slow_peer_is_in_every_round_with_its_own_weight(start_swarm: StartSwa
     swarm = start_swarm(rounds=fixed_steps(INNER_STEPS))
     fast = [swarm.add_peer(step_s=FAST_S) for _ in range(2)]
     slow = swarm.add_peer(step_s=SLOW_S)
-    swarm.wait(lambda: all(peer.of_kind("training") for peer in swarm.peers), 120, "all train")
-    first = max(peer.status["round"] for peer in swarm.peers) + 1
+    first = swarm.wait_until_all_train(120)
 
     def whole_rounds() -> list[int]:
         """The rounds that began when all three were there."""

@@ -21,10 +21,7 @@ def test_two_peers_train_a_model_that_transformers_loads(start_swarm: StartSwarm
     swarm.wait_for_rounds(3, 60)
     swarm.assert_equal_chains()
     folder = swarm.folder / "export"
-    child = swarm.run_command(
-        "export", swarm.invite, str(folder), "--host", "127.0.0.1", limit_s=40
-    )
-    assert child.returncode == 0, child.last_line()
+    swarm.run_command("export", swarm.invite, str(folder), "--host", "127.0.0.1", limit_s=40)
     model = AutoModelForCausalLM.from_pretrained(folder, local_files_only=True)
     logits = model(torch.arange(3, 19)[None]).logits
     assert logits.shape == (1, 16, 384)

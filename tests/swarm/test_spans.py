@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.swarm.slow_disk import slow_down, syncs
+from tests.swarm.altered import slow_down, syncs
 from tests.swarm.spans import stepping_share
 
 
@@ -29,7 +29,7 @@ def test_a_slow_disk_takes_its_time_for_what_is_new_in_a_file(
     slept, sleep = list[float](), time.sleep
     monkeypatch.setattr(time, "sleep", lambda seconds: (slept.append(seconds), sleep(seconds)))
     notes = tmp_path / "notes"
-    slow_down(1e6, notes)
+    slow_down(1e6, str(notes))
     (tmp_path / "snapshot").mkdir()
     with (tmp_path / "snapshot" / "weights").open("wb", buffering=0) as file:
         for _ in range(2):

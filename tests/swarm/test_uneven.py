@@ -9,17 +9,13 @@ from typing import Any
 
 import pytest
 
-from dilocox.compression.layout import FlatLayout
 from dilocox.dht.invite import Invite
-from dilocox.peer.chain.store import RoundLog
-from dilocox.peer.rounds.adaptation import stage_codec
 from dilocox.peer.state_folder import StateFolder
-from dilocox.pipeline.stage import parameter_shapes
 from tests.swarm.conftest import StartSwarm
-from tests.swarm.harness import LocalSwarm
-from tests.swarm.peer import Peer
-from tests.swarm.replicas import replicas, wait_for_replicas
+from tests.swarm.harness import LocalSwarm, Peer
 from tests.swarm.small_run import MODEL
+
+pytestmark = pytest.mark.swarm
 
 STEP_S = 0.4  # of every replica, so that a dozen peers fit on two cores
 START_LIMIT_S = 240.0
@@ -33,7 +29,6 @@ DEADLINES = {"heartbeat_s": 3.0, "silence_s": 10.0, "matchmaking_s": 5.0, "vote_
 
 
 # ---- 5, 3 and 4 peers --------------------------------------------------------------------------
-@pytest.mark.swarm
 @pytest.mark.timeout(1200)
 def test_of_5_3_4_peers_9_train_one_moves_and_then_12_train(start_swarm: StartSwarm) -> None:
     swarm = start_swarm(
@@ -44,7 +39,7 @@ def test_of_5_3_4_peers_9_train_one_moves_and_then_12_train(start_swarm: StartSw
     for count in range(1, 4):
         for stage in range(3):
             swarm.add_peer(stage=stage, step_s=STEP_S if stage == 0 else 0.0)
-        wait_for_replicas(swarm, count, START_LIMIT_S)
+        swarm.wait_for_replicas(count, START_LIMIT_S)
     extra = swarm.add_peer(stage=2)
     movable = [_add_spare_head(swarm) for _ in range(2)]
     swarm.wait(
@@ -52,7 +47,7 @@ def test_of_5_3_4_peers_9_train_one_moves_and_then_12_train(start_swarm: StartSw
         START_LIMIT_S,
         "5-3-4 peers have joined",
     )
-    assert len(replicas(swarm)) == 3
+    assert len(swarm.replicas()) == 3
     mover = swarm.wait(
         lambda: next((peer for peer in movable if _hosts(peer, 1)), None),
         MOVE_LIMIT_S,
@@ -63,7 +58,7 @@ def test_of_5_3_4_peers_9_train_one_moves_and_then_12_train(start_swarm: StartSw
     moved_at = _began(mover, 1)
     print(f"{mover.name} moved {moved_at - _began(mover, 0):.1f} s after it came as a spare")
     swarm.wait(
-        lambda: _leading(swarm, stayed) and len(_heads(swarm)) == 4,
+        lambda: stayed in _heads(swarm) and len(_heads(swarm)) == 4,
         START_LIMIT_S,
         "4-4-4 peers are 4 replicas",
     )
@@ -109,10 +104,6 @@ def _heads(swarm: LocalSwarm) -> list[Peer]:
     return heads if len(members) == len(set(members)) else []
 
 
-def _leading(swarm: LocalSwarm, peer: Peer) -> bool:
-    return peer in _heads(swarm)
-
-
 def _contributed(peer: Peer, since: float) -> bool:
     """Whether a record of its stage holds progress of this peer, and it said so after that time."""
     lines = _events(next(peer.state.glob(f"*-stage{peer.stage}")))
@@ -150,7 +141,6 @@ def _stage_of(folder: Path) -> int:
 
 
 # ---- a stage without peers -----------------------------------------------------------------------
-@pytest.mark.swarm
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     ("lost_stage", "comes_back"),
@@ -164,12 +154,13 @@ def test_a_run_that_lost_all_peers_of_a_stage_says_so_and_goes_on_with_the_next_
     lost = swarm.add_peer(stage=lost_stage, step_s=STEP_S)
     others = [swarm.add_peer(stage=1 - lost_stage, step_s=STEP_S) for _ in range(2)]
     swarm.wait_for_rounds(3, ROUNDS_LIMIT_S)
-    members = wait_for_replicas(swarm, 1, START_LIMIT_S)[0].members
+    members = swarm.wait_for_replicas(1, START_LIMIT_S)[0].members
     trainer = next(peer for peer in members if peer is not lost)
 
     def all_archived() -> bool:
         last = lost.rounds[-1]
-        return last["round"] == _archived(swarm, lost_stage) and time.time() < last["time"] + SOON_S
+        kept = swarm.archived(lost_stage)[-1:]
+        return kept == [last["round"]] and time.time() < last["time"] + SOON_S
 
     # a record that the archive has not would die with its only holder, and be made anew
     swarm.wait(all_archived, ROUNDS_LIMIT_S, "all is archived, and the next record is not near")
@@ -185,8 +176,7 @@ def test_a_run_that_lost_all_peers_of_a_stage_says_so_and_goes_on_with_the_next_
     assert all(said in peer.log_text() for peer in others)
     before = {peer.name: _newest_round(swarm, peer) for peer in swarm.peers}
     trained = trainer.status["tokens"]
-    since = time.time()
-    swarm.wait(lambda: time.time() > since + QUIET_S, 2 * QUIET_S, "a while without it")
+    swarm.let_pass(QUIET_S)
     assert {peer.name: _newest_round(swarm, peer) for peer in swarm.peers} == before
 
     came_at = time.time()
@@ -203,7 +193,8 @@ def test_a_run_that_lost_all_peers_of_a_stage_says_so_and_goes_on_with_the_next_
         ROUNDS_LIMIT_S,
         "what was learnt until the stage was lost is in the chain",
     )
-    first = next(line for line in comer.of_kind("round") if _trained_after(line, came_at))
+    lines = (line for line in comer.of_kind("round") if line["time"] > came_at)
+    first = next(line for line in lines if line["inner_steps"])
     print(f"round {first['round']} {first['time'] - came_at:.1f} s after the start of {comer.name}")
     swarm.assert_equal_chains()
 
@@ -212,14 +203,14 @@ def _assert_nothing_was_lost(swarm: LocalSwarm, peers: list[Peer], before: dict[
     """All chains go on from the newest records; the model is as good as it was."""
     for peer in peers:
         known = _digests(swarm, peer.stage, max(before.values()))
-        rounds = _log(swarm, peer).rounds()
+        rounds = swarm.round_log(peer).rounds()
         newest_kept = max(number for number in rounds if number in known)
         if peer.name in before:
             assert newest_kept == before[peer.name] < max(rounds)
         else:
             assert newest_kept >= 1  # as far as the archive had come
         after = next(number for number in rounds if number > newest_kept)
-        header = _log(swarm, peer).header(after)
+        header = swarm.round_log(peer).header(after)
         assert header is not None
         assert header.previous == known[newest_kept]
     losses = {number: loss for peer in swarm.peers for number, loss in peer.losses.items()}
@@ -229,28 +220,10 @@ def _assert_nothing_was_lost(swarm: LocalSwarm, peers: list[Peer], before: dict[
     assert max(later) < losses[min(number for number in losses if number >= 0)] < losses[-1]
 
 
-def _archived(swarm: LocalSwarm, stage: int) -> int:
-    """The newest round that the bootstrap keeps of a stage."""
-    records = swarm.folder.glob(f"bootstrap/*-archive-*/stage{stage}/*/log/*.record")
-    return max((int(path.name.split("-")[0]) for path in records), default=-1)
-
-
 def _digests(swarm: LocalSwarm, stage: int, last: int) -> dict[int, str]:
     """Of a stage's records up to a round."""
     return {n: line["digest"] for n, line in _rounds(swarm, stage).items() if n <= last}
 
 
-def _trained_after(line: dict[str, Any], since: float) -> bool:
-    return line["time"] > since and line["inner_steps"] > 0
-
-
-def _log(swarm: LocalSwarm, peer: Peer) -> RoundLog:
-    own = next(peer.state.glob(f"*-stage{peer.stage}"))
-    manifest = swarm.manifest
-    layout = FlatLayout.of(parameter_shapes(manifest.model, manifest.stages, peer.stage))
-    codec = stage_codec(manifest, layout)
-    return RoundLog(own / "log", manifest_digest=manifest.digest, codec=codec)
-
-
 def _newest_round(swarm: LocalSwarm, peer: Peer) -> int:
-    return max(_log(swarm, peer).rounds())
+    return max(swarm.round_log(peer).rounds())

@@ -11,11 +11,9 @@ import pytest
 
 from dilocox.peer.rounds.vote import SignedVote, Vote
 from tests.swarm import verdict
-from tests.swarm.campaign import Outcome
-from tests.swarm.harness import LocalSwarm
-from tests.swarm.injuries import KINDS, PHASES, ROLES, Fault, draw
-from tests.swarm.peer import Peer
-from tests.swarm.shown import Shown
+from tests.swarm.altered import Shown
+from tests.swarm.campaign import KINDS, PHASES, ROLES, Fault, Outcome, draw
+from tests.swarm.harness import LocalSwarm, Peer
 
 OUTCOME = {
     "number": 1,

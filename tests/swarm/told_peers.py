@@ -1,6 +1,6 @@
 """A swarm of peers that are only told: signed records in a real DHT, and chains from one node.
 
-    python told_peers.py INVITE FOLDER PEERS STAGES ROUNDS
+    python -m tests.swarm.told_peers INVITE FOLDER PEERS STAGES ROUNDS
 
 Each told peer has a key of its own and signs what a peer signs. They share one node, which hosts
 one peer of every stage and answers for the chains; to the others nobody gets through, as is so with
@@ -22,24 +22,16 @@ from typing import Any
 from dilocox.dht.identity import Identity
 from dilocox.dht.invite import Invite
 from dilocox.dht.join import Joined, join_run
-from dilocox.dht.records import (
-    ClaimRecord,
-    ReplicaRecord,
-    StageRecord,
-    averaging_prefix,
-    claim_key,
-    replica_key,
-    stage_key,
-)
+from dilocox.dht.records import averaging_prefix, claim_key, replica_key, stage_key
 from dilocox.dht.swarm import Swarm
 from dilocox.peer.chain.archive_keeper import ArchiveService
 from dilocox.peer.chain.uploads import Source
+from tests.peer.fabricated import claim_record, replica_record, stage_record
 from tests.peer.told_records import ToldRecord, told_chain
 
 PERIOD_S = 15.0
 TOKENS = 8192
 SPARE_SHARE = 5  # one peer of so many is a spare
-STEP_S = 0.5
 
 
 class ToldPeers:
@@ -96,27 +88,16 @@ class ToldPeers:
         run, swarm = self._place.run, self._swarms[number]
         lifetime_s = self._place.manifest.deadlines.record_lifetime_s
         head = self._identities[number - stage if number >= stage else 0].peer_id
-        hosting = StageRecord(
+        hosting = stage_record(
             state="spare" if spare else "training",
             round=last.record.round + 1,
-            inner_steps=20,
             digest=last.digest,
             replica="" if spare else head,
             tokens=TOKENS,
-            tokens_per_s=1000.0,
             client_mode=number > 0,
-            voids=0,
-            version="0.1.0",
             addresses=tuple(f"/ip4/203.0.113.{number % 256}/tcp/{4000 + n}" for n in range(3)),
-            blocked="",
         )
-        claim = ClaimRecord(
-            round=last.record.round,
-            digest=last.digest,
-            tokens=last.record.tokens,
-            chain_tokens=last.record.chain_tokens,
-            record_bytes=len(last.data),
-        )
+        claim = claim_record(last.record.round, last.digest, last.record.chain_tokens)
         swarm.publish(stage_key(run, stage), hosting, lifetime_s)
         swarm.publish(claim_key(run, stage), claim, lifetime_s)
         if stage == 0 and not spare:
@@ -126,19 +107,12 @@ class ToldPeers:
         run, swarm, round_number = self._place.run, self._swarms[number], last.record.round + 1
         lifetime_s = self._place.manifest.deadlines.record_lifetime_s
         members = [self._identities[number + stage].peer_id for stage in range(self._stages)]
-        replica = ReplicaRecord(
-            members=tuple(members),
-            epoch=1,
+        replica = replica_record(
+            members,
             round=round_number,
-            inner_step=7,
-            step_s=STEP_S,
-            tokens_per_s=1000.0,
             train_loss=2.0 + 1 / (round_number + 1),
             val_loss=2.1 + 1 / (round_number + 1),
             val_round=round_number - 1,
-            waiting_share=0.01,
-            codec="int8",
-            last_fault="",
         )
         swarm.publish(replica_key(run), replica, lifetime_s)
 

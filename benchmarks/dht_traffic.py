@@ -239,12 +239,10 @@ class SimulatedSwarm:
             for number in range(self._stages)
             if number != stage and (name := f"stage {number}") in self._topics
         ]
-        cadence.hear(
-            Heard(
-                peers=self.peers,
-                own_bytes=own,
-                other_bytes=sum(len(topic.owners) * topic.record_bytes for topic in others),
-            )
+        cadence.heard = Heard(
+            peers=self.peers,
+            own_bytes=own,
+            other_bytes=sum(len(topic.owners) * topic.record_bytes for topic in others),
         )
         return cadence.look_s
 

@@ -25,12 +25,11 @@ from prometheus_client import CollectorRegistry, Counter, Histogram
 
 from dilocox import __version__
 from dilocox.dht.addresses import ReachKind
-from dilocox.dht.join import Joined
 from dilocox.dht.manifest import PROTOCOL_VERSION
 from dilocox.dht.records import StageRecord, figures_of
 from dilocox.peer.averaging.averager import StageAverager, StageBuffers
-from dilocox.peer.averaging.connectivity import LocalPeer
 from dilocox.peer.averaging.coordinator import Coordinator
+from dilocox.peer.averaging.local_peer import LocalPeer
 from dilocox.peer.averaging.loop_status import LoopStatus
 from dilocox.peer.http_pages import (
     RUN_LABEL,
@@ -70,7 +69,6 @@ class PeerMetrics:
         self,
         *,
         local: LocalPeer,
-        joined: Joined,
         averager: StageAverager,
         buffers: StageBuffers,
         meter: LoopMeter,
@@ -79,7 +77,7 @@ class PeerMetrics:
         network: Network,
         allowance: Allowance,
     ):
-        self.local, self.joined = local, joined
+        self.local = local
         self.averager, self.buffers = averager, buffers
         self.meter, self.coordinator = meter, coordinator
         self.reservation, self.network, self.allowance = reservation, network, allowance
@@ -125,7 +123,7 @@ class PeerMetrics:
             "coordinator": self.coordinator.is_alive,
             "replica network": lambda: self.network.running,
             "averaging process": lambda: bool(self.averager.is_alive()),
-            "DHT process": lambda: bool(self.joined.dht.running),
+            "DHT process": lambda: bool(self.local.dht.running),
         }
         return {
             "/metrics": self.page,
@@ -188,7 +186,7 @@ class PeerMetrics:
         """By what they were for."""
         return self.buffers.received.read() | {
             "activations": self.network.received_bytes,
-            "dht": self.joined.swarm.received_bytes,
+            "dht": self.local.swarm.received_bytes,
         }
 
     @property
@@ -196,7 +194,7 @@ class PeerMetrics:
         """By direction, and by what they were for."""
         sent = self.buffers.sent.read() | {
             "activations": self.network.sent_bytes,
-            "dht": self.joined.swarm.sent_bytes,
+            "dht": self.local.swarm.sent_bytes,
         }
         return {("sent", kind): count for kind, count in sent.items()} | {
             ("received", kind): count for kind, count in self.received_bytes.items()
@@ -209,7 +207,7 @@ class PeerMetrics:
             {
                 "pipeline": self.network.refused + self.reservation.refused.copy(),
                 "averaging": self.buffers.refused.read(),
-                "dht": self.joined.swarm.refused.copy(),
+                "dht": self.local.swarm.refused.copy(),
             }
         )
 
@@ -251,7 +249,7 @@ METRICS = (
     _Spec(
         "reachable",
         "How others reach this peer.",
-        lambda p: one_of(p.local.reachability, get_args(ReachKind)),
+        lambda p: one_of(p.local.reach.kind, get_args(ReachKind)),
         ("kind",),
     ),
     _Spec(

@@ -8,17 +8,15 @@ from typing import Any
 
 import pytest
 
-from dilocox.compression.layout import FlatLayout
-from dilocox.dht.manifest import Manifest
 from dilocox.dht.swarm_view import SwarmView
 from dilocox.peer.averaging.averager import AveragerStuck
 from dilocox.peer.averaging.driver import FROZEN_S, ExchangeDriver
 from dilocox.peer.averaging.events import EventQueue, Voided
-from dilocox.peer.rounds.adaptation import RoundPlan, stage_codec
 from dilocox.peer.rounds.group import AttemptResult, ExchangeOrder
 from dilocox.peer.rounds.record import SendFacts
-from dilocox.peer.rounds.vote import AloneWatch, Verdict
+from dilocox.peer.rounds.vote import Verdict
 from tests.peer.clocks import TestClock
+from tests.peer.local_peers import MANIFEST, local_peer
 from tests.pipeline.swarms import stage_record
 
 VIEW = SwarmView(me="me")
@@ -51,12 +49,10 @@ class World:
         self.orders: list[ExchangeOrder] = []
         self.alone = True
         self.meets_at: dict[int, float] = {}
-        manifest = Manifest.from_dict({"name": "run", "model": "tiny", "end_tokens": 1000})
-        self.deadlines = manifest.deadlines
+        self.deadlines = MANIFEST.deadlines
         self.events = EventQueue()
-        head = SimpleNamespace(round=-1, digest=manifest.digest, chain_tokens=0)
-        chain: Any = SimpleNamespace(
-            head=head,
+        self.chain: Any = SimpleNamespace(
+            head=SimpleNamespace(round=-1, digest=MANIFEST.digest, chain_tokens=0),
             last_record=None,
             anchor_sha256="",
             busy=False,
@@ -65,25 +61,18 @@ class World:
             behind=lambda view: False,
             committed=lambda number, exchange_s, matchmaking_s: None,
         )
-        self.chain = chain
         averager: Any = SimpleNamespace(
             exchange=self.exchange, settle=lambda number, attempt: self.settle()
         )
-        alone = AloneWatch(record_lifetime_s=1.0, heartbeat_s=1e6)
-        for at in (self.clock.now - 2.0, self.clock.now):
-            alone.observe(at, others_in_view=0, bootstrap_answered=True)
-        self.driver = ExchangeDriver(
-            averager=averager,
-            chain=chain,
-            events=self.events,
-            manifest=manifest,
-            run="run",
-            stage=0,
-            layout_digest="",
-            plan=RoundPlan(manifest, stage_codec(manifest, FlatLayout.of([]))),
-            clock=self.clock,
-            alone=alone,
-        )
+        local = local_peer(clock=self.clock)
+        self.driver = ExchangeDriver(local, averager, self.events, self.chain)
+        for _ in range(int(self.deadlines.record_lifetime_s)):
+            self.see_nobody()
+            self.clock.now += 1.0
+        self.see_nobody()
+
+    def see_nobody(self) -> None:
+        self.driver.alone.observe(self.clock.now, others_in_view=0, bootstrap_answered=True)
 
     def exchange(self, order: ExchangeOrder) -> Any:
         self.orders.append(order)
@@ -96,6 +85,7 @@ class World:
 
     def tick(self, seconds: float = TICK_S) -> None:
         self.clock.now += seconds
+        self.see_nobody()
         view = VIEW if self.alone else WITH_ANOTHER
         self.driver.tick(view, meets_at=self.meets_at.get, search_s=0.5)
 
@@ -242,7 +232,7 @@ def test_what_a_peer_states_of_its_exchange_is_the_exchange_alone() -> None:
     world.answer = pending = Future(done=False)
     world.tick_for(40.0)
     pending.end_as(result(Verdict.COMMITTED, b"record"))
-    world.tick(60.0)
+    world.tick_for(60.0)
     world.driver.closed_by_chain(0)
     world.driver.submit(1, FACTS, scheduled_at=world.clock.now, states_taken=0)
     world.tick()

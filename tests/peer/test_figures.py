@@ -37,6 +37,7 @@ from dilocox.peer.rounds.record import RecordRefused
 from dilocox.peer.training import report
 from dilocox.peer.training.report import LoopMeter, Reporter
 from dilocox.pipeline.messages import Stepped
+from tests.peer.local_peers import local_peer
 from tests.peer.loops import Loop
 from tests.peer.test_report import REPORT, STATUS, Clock
 
@@ -261,9 +262,7 @@ def service(monkeypatch: pytest.MonkeyPatch) -> PeerService:
     service.attempts = {b"g": cast("Attempt", FakeAttempt())}
     service.sent, service.received = Counts(BYTE_KINDS), Counts(BYTE_KINDS)
     service.refused = Counts(REFUSALS)
-    deadlines = SimpleNamespace(exchange_s=5.0, vote_s=1.0)
-    service.config = SimpleNamespace(manifest=SimpleNamespace(deadlines=deadlines))
-    service.limit = UploadLimit(None)
+    service.local = local_peer()
     return service
 
 

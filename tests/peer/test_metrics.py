@@ -14,14 +14,16 @@ import pytest
 import torch
 from prometheus_client.parser import text_string_to_metric_families
 
+from dilocox.compression.layout import FlatLayout
+from dilocox.dht.addresses import Reachability
 from dilocox.peer.http_pages import Page
 from dilocox.peer.process.metrics import PeerMetrics
 from dilocox.peer.training.progress import CHUNK_VALUES, norm, relative_error
 from dilocox.peer.training.report import WAITING, RoundReport, Waiting, rank_span
+from tests.peer.local_peers import RUN, local_peer
 from tests.peer.test_report import REPORT, STATUS
 
-NUMEL = 1000
-RUN = "0123456789abcdef0123456789abcdef"
+NUMEL = 1024
 WAITED_S: dict[Waiting, float] = dict.fromkeys(WAITING, 0.0)
 WAITED_S["merge"], WAITED_S["neighbours"] = 0.25, 3.0
 ROUND = replace(
@@ -83,10 +85,11 @@ class Shown:
             waiting_s=WAITED_S,
         )
         self.allowance = SimpleNamespace(used_bytes=7_000_000, limit_bytes=5e9)
-        self.local = SimpleNamespace(
-            run=RUN, stage=1, layout=SimpleNamespace(numel=NUMEL), reachability="public"
+        self.local = local_peer(
+            stage=1,
+            layout=FlatLayout.of([("w", (NUMEL,))]),
+            swarm=SimpleNamespace(sent_bytes=4, received_bytes=8, refused=Counter()),
         )
-        self.dht = SimpleNamespace(running=True)
         self.lives = True  # of the coordinator and the averaging process
         self.coordinator = SimpleNamespace(
             is_alive=lambda: self.lives,
@@ -102,10 +105,6 @@ class Shown:
         )
         parts: dict[str, Any] = {
             "local": self.local,
-            "joined": SimpleNamespace(
-                dht=self.dht,
-                swarm=SimpleNamespace(sent_bytes=4, received_bytes=8, refused=Counter()),
-            ),
             "averager": SimpleNamespace(is_alive=lambda: self.lives),
             "buffers": SimpleNamespace(
                 sent=counts(averaging=1, state=2),
@@ -219,7 +218,7 @@ def test_what_is_counted_elsewhere_is_shown_as_it_is_at_that_moment(shown: Shown
 
 
 def test_reachability_is_one_of_its_kinds(shown: Shown) -> None:
-    shown.local.reachability = "dial_out"
+    shown.metrics.local = replace(shown.local, reach=Reachability(kind="dial_out"))
     kinds = {kind: shown("reachable", kind=kind) for kind in ("public", "mapped", "dial_out")}
     assert kinds == {"public": 0, "mapped": 0, "dial_out": 1}
 
@@ -303,7 +302,8 @@ def test_health_names_the_parts_of_the_process_that_are_gone(shown: Shown) -> No
     page = training.submit(shown.metrics.pages).result(5.0)["/healthz"]
     assert page() == Page.text("ok")
     training.shutdown()
-    shown.lives = shown.network.running = shown.dht.running = False
+    shown.lives = shown.network.running = False
+    vars(shown.local.dht)["running"] = False
     assert (page().status, page().body) == (
         503,
         b"dead: training, coordinator, replica network, averaging process, DHT process\n",

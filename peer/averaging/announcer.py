@@ -112,8 +112,8 @@ class Cadence:
 
     @property
     def look_at_others_s(self) -> float:
-        """Seconds between two looks at the other stages."""
-        # a swarm that pays for little is seen whole with every look
+        """Seconds between two looks at the other stages: of a swarm that pays for little all is
+        seen with every look."""
         stretched = self.announce_s > self._heartbeat_s
         return OTHERS_SHARE * self.announce_s if stretched else self.look_s
 
@@ -177,13 +177,12 @@ class Announcer:
         whatever the cadence says. Where nobody else of the stage is in view all nodes are asked
         that may know somebody, every time.
         """
-        local, view = self._local, self.view
+        local, view, now = self._local, self.view, self._local.clock.monotonic()
         run, stage = local.run, local.stage
         rings = {bell_key(run, number): number for number in bell_rounds}
         hosts = {stage_key(run, number): number for number in range(local.manifest.stages)}
         own_claims, run_claims = claim_key(run, stage), claim_key(run, 0)
         asked: dict[str, type[Record]] = dict.fromkeys(rings, BellRecord)
-        now = local.clock.monotonic()
         slack_s = local.manifest.deadlines.heartbeat_s / 2  # looks come with heartbeats
         alone = not view.stage.keys() - {local.me}
         eager = eager or alone or now + slack_s >= self._looked_at + self.cadence.look_s
@@ -194,35 +193,33 @@ class Announcer:
         if whole and now + slack_s >= self._looked_at_others_at + self.cadence.look_at_others_s:
             self._looked_at_others_at = now
             asked |= dict.fromkeys(hosts, StageRecord) | {run_claims: ClaimRecord}
-        found: dict[str, Any] = dict.fromkeys((*hosts, own_claims, run_claims, replica_key(run)))
-        found |= local.swarm.read_many(asked, timeout_s=READ_LIMIT_S, thorough=whole and alone)
+        answers = local.swarm.read_many(asked, timeout_s=READ_LIMIT_S, thorough=whole and alone)
+        found: dict[str, Any] = {key: here for key, here in answers.items() if here is not None}
+        if (told := found.get(own_claims)) is not None:  # of peers under any rules
+            self.revision = max((claim.revision for claim in told.values()), default=0)
+        for key in {own_claims, run_claims} & found.keys():
+            found[key] = that_count(found[key], local.manifest)
+        if (replicas := found.get(replica_key(run))) is not None:
+            found[replica_key(run)] = self._credible(replicas, own_round)
         stages = {
-            number: view.stages.get(number, {}) if found[key] is None else found[key]
+            number: found.get(key, view.stages.get(number))
             for key, number in hosts.items()
-            if found[key] is not None or number in view.stages
+            if key in found or number in view.stages
         }
-        replicas = self._credible(found[replica_key(run)], own_round)
-        claims, of_run = found[own_claims], found[run_claims]
-        if claims is not None:  # of peers under any rules
-            told: Iterable[ClaimRecord] = claims.values()
-            self.revision = max((each.revision for each in told), default=0)
-        claims = None if claims is None else that_count(claims, local.manifest)
-        of_run = None if of_run is None else that_count(of_run, local.manifest)
         self.view = SwarmView(
             me=local.me,
             stage=stages.get(stage, {}),
             stages=stages,
-            replicas=view.replicas if replicas is None else replicas,
+            replicas=found.get(replica_key(run), view.replicas),
             bells={
-                number: view.bells.get(number, {}) if found[key] is None else found[key]
-                for key, number in rings.items()
+                number: found.get(key, view.bells.get(number, {})) for key, number in rings.items()
             },
-            claims=view.claims if claims is None else claims,
-            run_claims=view.run_claims if of_run is None else of_run,
+            claims=found.get(own_claims, view.claims),
+            run_claims=found.get(run_claims, view.run_claims),
         )
         self._reckon()
         if stage_key(run, stage) in asked:
-            self._answered = found[stage_key(run, stage)] is not None and claims is not None
+            self._answered = {stage_key(run, stage), own_claims} <= found.keys()
         return self._answered
 
     def of_stage(
@@ -287,10 +284,8 @@ class Announcer:
         )
 
     def _credible(
-        self, replicas: Mapping[str, ReplicaRecord] | None, own_round: int
-    ) -> dict[str, ReplicaRecord] | None:
-        if replicas is None:
-            return None
+        self, replicas: Mapping[str, ReplicaRecord], own_round: int
+    ) -> dict[str, ReplicaRecord]:
         stated = [replica.round for replica in replicas.values()]
         newest = newest_credible(own_round, self._chain.head.round, stated)
         credible = {peer: each for peer, each in replicas.items() if each.round <= newest}

@@ -43,7 +43,7 @@ import time
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
-from functools import cached_property, wraps
+from functools import cached_property, partial, wraps
 from typing import (  # noqa: UP035 - hivemind knows this AsyncIterator only
     Any,
     AsyncIterator,
@@ -132,11 +132,9 @@ class StageBuffers:
 class Applied:
     """The outer step of one record, ready in the buffers that are not current."""
 
-    round: int
     digest: str
     anchor_sha256: str
     payload_bytes: int  # of the record's means
-    seconds: float
 
 
 FIRST_PAUSE_S = 0.2  # between two searches
@@ -329,7 +327,7 @@ class StageAverager(PeerService, DecentralizedAverager):
         """Serve until the trainer's process ends."""
         leave_the_terminal()
         threading.Thread(
-            target=watch_parent, args=(self._main_pid, _end_without_parent), daemon=True
+            target=watch_parent, args=(self._main_pid, partial(os._exit, 1)), daemon=True
         ).start()
         self._inner_pipe: Any = BlockingPipe(self._inner_pipe)
         super().run()
@@ -526,7 +524,6 @@ class StageAverager(PeerService, DecentralizedAverager):
         return await self.in_pool(self._apply, round_number, current, with_own)
 
     def _apply(self, round_number: int, current: int, with_own: bool) -> Applied:
-        started = time.monotonic()
         buffers = self._buffers
         try:
             record, data = self.log.read(round_number), self.log.read_bytes(round_number)
@@ -552,11 +549,9 @@ class StageAverager(PeerService, DecentralizedAverager):
         kept = max(rounds.records_kept, RECORDS_NEEDED)
         self.log.prune(kept, rounds.log_bytes, applied=round_number)
         return Applied(
-            round=round_number,
             digest=digest_of(data),
             anchor_sha256=anchor_sha256(buffers.anchors[1 - current]),
             payload_bytes=sum(len(mean) for mean in record.means),
-            seconds=time.monotonic() - started,
         )
 
     @in_process
@@ -591,7 +586,3 @@ class StageAverager(PeerService, DecentralizedAverager):
         if self._order is None:
             raise GroupRefused("no exchange was prepared")
         return self._order
-
-
-def _end_without_parent() -> None:
-    os._exit(1)

@@ -141,7 +141,7 @@ class Coordinator(threading.Thread):
         self._mover = mover
         self._watch = watch
         self._closing = threading.Event()
-        self._leaving = self._part_finished = False
+        self._leaving = False
         self._bootstrap_answered = True
         self._connectivity = Connectivity(local, averager)
         self._reader = reader or WorkerThread("dht reads")
@@ -204,18 +204,14 @@ class Coordinator(threading.Thread):
             for stage, peer in enumerate(self.status.members)
             if (record := stages.get(stage, {}).get(peer)) is not None
         ]
-        return max([self.planned_steps, *stated])
+        return max([self._planned_steps, *stated])
 
     @property
-    def planned_steps(self) -> int:
-        """What this stage's last record says of H, else the manifest."""
-        last = self.chain.last_record
-        planned = self._local.manifest.rounds.inner_steps
-        return planned if last is None else last.next_inner_steps
+    def _planned_steps(self) -> int:
+        return self.driver.plan.inner_steps_after(self.chain.last_record)
 
     @property
     def tokens_at_start(self) -> int:
-        """As of `ChainFollower`."""
         return self.chain.tokens_at_start
 
     @property
@@ -263,7 +259,7 @@ class Coordinator(threading.Thread):
         self._rounds.end(round_number)
 
     def skip(self, round_number: int) -> None:
-        """Nothing is sent in this round; the next one begins."""
+        """The next round begins without a send in this one."""
         self._rounds.end(round_number)
 
     def announce(self) -> None:
@@ -272,7 +268,8 @@ class Coordinator(threading.Thread):
 
     def finish_part(self) -> None:
         """The part of the data was read to its end: another one is leased at the next heartbeat."""
-        self._part_finished = True
+        if self._lease is not None:
+            self._lease.finish()
 
     def leave(self) -> None:
         """The loop has ended: tell the others, and start no new round."""
@@ -356,17 +353,11 @@ class Coordinator(threading.Thread):
         bootstrap: bool | None = None
         if whole:
             bootstrap = self._local.swarm.bootstrap_answers(BOOTSTRAP_LIMIT_S)
-            if self._lease is not None and not self._leaving:
-                self._settle_lease(self._lease)
+            lease = None if self._leaving else self._lease
+            if lease is not None and lease.settle():
+                self.data_part = (lease.part, lease.position)
+                self.announce()
         return _Looked(answered=answered, revised=revised, bootstrap=bootstrap, seconds=seconds)
-
-    def _settle_lease(self, lease: PartLease) -> None:
-        if self._part_finished:
-            self._part_finished = False
-            lease.finished()
-        if lease.settle():
-            self.data_part = (lease.part, lease.position)
-            self.announce()
 
     def _take_answers(self) -> bool:
         """Take what the workers have done by now; whether there is news of the others."""
@@ -403,8 +394,10 @@ class Coordinator(threading.Thread):
                 self._rounds.start(view, self.chain.head.round)
                 self.joined.set()
                 self.announce()
-        elif not self._leaving:
-            self._consider_moving(view)
+        elif self._mover is not None and not self._leaving:
+            free = not self.status.head and self.status.unsent_tokens == 0
+            turn = int(self._clock.time() / MOVE_TURN_S)
+            self.move_to = self._mover.observe(view.stages, free=free, turn=turn)
         self.run_ended = view.says_ended(self._local.manifest.end_tokens)
         return True
 
@@ -432,12 +425,6 @@ class Coordinator(threading.Thread):
         base, since = manifest.base(self._local.stage), rollbacks[-1][0] if rollbacks else 0
         return self.chain.stands_on(base, since)
 
-    def _consider_moving(self, view: SwarmView) -> None:
-        if self._mover is not None:
-            free = not self.status.head and self.status.unsent_tokens == 0
-            turn = int(self._clock.time() / MOVE_TURN_S)
-            self.move_to = self._mover.observe(view.stages, free=free, turn=turn)
-
     # ---- telling ---------------------------------------------------------------------------------
     def _tell(self, now: float) -> None:
         """Have what is due published: all at a heartbeat, a bell at once."""
@@ -463,7 +450,7 @@ class Coordinator(threading.Thread):
         records = announcer.of_stage(
             "left" if self._leaving else trains if present else "joining",
             round_number=self.round,
-            inner_steps=self.planned_steps,
+            inner_steps=self._planned_steps,
             voids=self.driver.voids,
             own=status,
             revision=self.revision,

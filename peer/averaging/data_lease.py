@@ -43,6 +43,7 @@ class PartLease:
         self.part = self._order[0]
         self._positions: dict[int, int] = {}  # how far the holders of other parts were seen
         self.held = False
+        self._finished = False  # the part, by the training loop
         self._shared = False  # with a head that was there before
         self._moved = False  # to a part whose position is not this head's own
 
@@ -63,6 +64,10 @@ class PartLease:
         take turns with these: what one of them changes, the others see whole.)
         """
         part, shared = self.part, self._shared
+        if self._finished:
+            self._tried += 1
+            part, shared = self._order[self._tried % len(self._order)], False
+            self._finished = self.held = False
         holders = self._holders([part])[part]
         # a lease that we hold yields only to a smaller id; a free one must have nobody on it
         lost = any(peer < self._local.me for peer in holders) if self.held else bool(holders)
@@ -83,13 +88,9 @@ class PartLease:
         """Whether the DHT took the announcement."""
         self.held, self._moved = stored, False
 
-    def finished(self) -> None:
-        """The part was read to its end: take another one."""
-        self.part, self.held, self._shared = self._next(), False, False
-
-    def _next(self) -> int:
-        self._tried += 1
-        return self._order[self._tried % len(self._order)]
+    def finish(self) -> None:
+        """The part was read to its end: `settle` takes another one."""
+        self._finished = True
 
     def _free_part(self) -> tuple[int, bool]:
         """The next part that nobody holds; if there is none, the next of those that the fewest

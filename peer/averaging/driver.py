@@ -62,8 +62,10 @@ class _Job:
 
 
 class ExchangeDriver:
-    """At most one send is under way; `sent_round` names it. `alone` says whether this peer may
-    commit without others, and `voids` how many sends came to nothing.
+    """At most one send is under way; `sent_round` names it.
+
+    Attributes:
+        alone: whether this peer may commit without others. voids: sends that came to nothing.
     """
 
     def __init__(
@@ -80,7 +82,7 @@ class ExchangeDriver:
         self._chain = chain
         self._clock = local.clock
         self._deadlines = deadlines
-        self._plan = RoundPlan(local.manifest, stage_codec(local.manifest, local.layout))
+        self.plan = RoundPlan(local.manifest, stage_codec(local.manifest, local.layout))
         self._job: _Job | None = None
         self._last_exchange_s = 0.0
         self._ticked_at = self._clock.monotonic()
@@ -190,7 +192,7 @@ class ExchangeDriver:
                 stage=local.stage,
                 round=job.round,
                 attempt=job.attempt,
-                ranks=self._plan.ranks_after(last),
+                ranks=self.plan.ranks_after(last),
                 layout=local.layout.digest,
                 previous=head.digest,
             ),

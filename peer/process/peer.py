@@ -297,18 +297,15 @@ def run_peer(options: PeerOptions) -> int:
             logger.info("left: stopped on request, before training began")
         except RecordRefused as error:  # of our own log: what peers send is refused elsewhere
             raise EnvironmentFault(str(error)) from error
-        except Move as move:
+        except (Move, Revised) as reason:
             if stop.asked:
                 logger.info("left: stopped on request")
                 return 0
-            folder.note_stage(options.invite.run_id, move.stage)
-            logger.warning("moving to stage %d, which has the fewest peers", move.stage)
-            start_again()
-        except Revised:
-            if stop.asked:
-                logger.info("left: stopped on request")
-                return 0
-            logger.warning("restarting with the revised manifest")
+            if isinstance(reason, Move):
+                folder.note_stage(options.invite.run_id, reason.stage)
+                logger.warning("moving to stage %d, which has the fewest peers", reason.stage)
+            else:
+                logger.warning("restarting with the revised manifest")
             start_again()
         except (ChildDied, AveragerStuck) as error:
             if stop.asked:

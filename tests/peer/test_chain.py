@@ -58,15 +58,8 @@ def test_a_record_that_names_this_peer_comes_with_what_its_own_part_is_made_of(
     donor.train(0)
 
     def apply(round_number: int, *, current: int, with_own: bool) -> Any:
-        return answered(
-            Applied(
-                round=round_number,
-                digest=donor.log.head().digest,
-                anchor_sha256="a" * 64,
-                payload_bytes=1,
-                seconds=0.0,
-            )
-        )
+        digest = donor.log.head().digest
+        return answered(Applied(digest=digest, anchor_sha256="a" * 64, payload_bytes=1))
 
     events = EventQueue()
     chain = follower(donor, SimpleNamespace(apply=apply), events)

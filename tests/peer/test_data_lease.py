@@ -130,7 +130,7 @@ def test_a_part_whose_head_is_gone_is_free_after_its_expiry_and_goes_on_where_it
     dht.now += LIFETIME_S + 1
     heir = Head(dht, "heir")
     while stays.part != gone.part:  # its own parts are read to their ends, one after the other
-        stays.finished()
+        stays.finish()
         stays.renew(0)
     assert stays.position == 500
     assert dht.read(part_key(RUN, gone.part)) == {second: PartRecord(part=gone.part, position=500)}
@@ -193,7 +193,7 @@ def test_who_shared_a_part_takes_a_free_one_at_the_end_of_its_own() -> None:
     dht.now += LIFETIME_S + 1  # it has left
     stays = next(name for name in "ab" if name != gone)
     heads[stays].renew(0)
-    sharer.finished()
+    sharer.finish()
     sharer.renew(0)
     assert sharer.part == heads[gone].part
     assert sharer.position == 0

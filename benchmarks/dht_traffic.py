@@ -239,10 +239,12 @@ class SimulatedSwarm:
             for number in range(self._stages)
             if number != stage and (name := f"stage {number}") in self._topics
         ]
-        cadence.heard = Heard(
-            peers=self.peers,
-            own_bytes=own,
-            other_bytes=sum(len(topic.owners) * topic.record_bytes for topic in others),
+        cadence.hear(
+            Heard(
+                peers=self.peers,
+                own_bytes=own,
+                other_bytes=sum(len(topic.owners) * topic.record_bytes for topic in others),
+            )
         )
         return cadence.look_s
 

@@ -77,45 +77,36 @@ class Heard:
 class Cadence:
     """The intervals of one peer. Times are seconds of any clock that does not step back.
 
-    heard: what the last look has shown; set whole, by another thread than that which reads it.
+    Attributes:
+        budget_bytes_per_s: what looks and announcements of this peer may cost on average.
+        announce_s: between two regular announcements. lifetime_s: that what is announced lives.
+        look_s: between two looks at one's own stage and the replicas.
+        look_at_others_s: between two looks at the other stages.
     """
 
     def __init__(self, *, heartbeat_s: float, now_s: float):
         """heartbeat_s: of the manifest, the shortest interval."""
         self._heartbeat_s = heartbeat_s
-        self.heard = Heard()
         self._saved = float(SAVED_ANNOUNCEMENTS)  # who comes has something to tell
         self._filled_at = now_s
+        self.hear(Heard())
 
-    @property
-    def budget_bytes_per_s(self) -> float:
-        """What looks and announcements of this peer may cost on average."""
-        above = max(0, self.heard.peers - LARGE_SWARM)
+    def hear(self, heard: Heard) -> None:
+        """Take in what a look has shown; this alone may be called from another thread."""
         haste = max(1.0, USUAL_HEARTBEAT_S / self._heartbeat_s)
-        return haste * (BUDGET_BYTES_PER_S + BUDGET_OF_LARGE * above)
-
-    @property
-    def announce_s(self) -> float:
-        """Seconds between two regular announcements."""
-        wanted = self._announcement_bytes / (REGULAR_SHARE * self.budget_bytes_per_s)
-        return min(max(wanted, self._heartbeat_s), LONGEST_S)
-
-    @property
-    def lifetime_s(self) -> float:
-        """Seconds that what is announced now lives."""
-        return LIFETIMES * self.announce_s
-
-    @property
-    def look_s(self) -> float:
-        """Seconds between two looks at one's own stage and the replicas."""
-        return max(self._heartbeat_s, self.announce_s / LOOKS)
-
-    @property
-    def look_at_others_s(self) -> float:
-        """Seconds between two looks at the other stages: of a swarm that pays for little all is
-        seen with every look."""
-        stretched = self.announce_s > self._heartbeat_s
-        return OTHERS_SHARE * self.announce_s if stretched else self.look_s
+        above = max(0, heard.peers - LARGE_SWARM)
+        budget = haste * (BUDGET_BYTES_PER_S + BUDGET_OF_LARGE * above)
+        once_bytes = heard.own_bytes + heard.other_bytes / OTHERS_SHARE  # when all announce once
+        announce_s = max(once_bytes / (REGULAR_SHARE * budget), self._heartbeat_s)
+        self.budget_bytes_per_s = budget
+        self.announce_s = announce_s = min(announce_s, LONGEST_S)
+        self.lifetime_s = LIFETIMES * announce_s
+        self.look_s = max(self._heartbeat_s, announce_s / LOOKS)
+        # a swarm that pays for little is seen whole with every look
+        stretched = announce_s > self._heartbeat_s
+        self.look_at_others_s = OTHERS_SHARE * announce_s if stretched else self.look_s
+        # a bell costs little where nobody is: a hundred announcements a second are enough
+        self._one_in_s = max(once_bytes / ((1 - REGULAR_SHARE) * budget), 0.01)
 
     def may_hurry(self, now_s: float) -> bool:
         """Whether enough was saved for an announcement before its time."""
@@ -132,15 +123,8 @@ class Cadence:
 
     def _fill(self, now_s: float) -> None:
         """Announcements are what is saved: what one costs changes with the swarm."""
-        one_in_s = self._announcement_bytes / ((1 - REGULAR_SHARE) * self.budget_bytes_per_s)
         since_s, self._filled_at = now_s - self._filled_at, now_s
-        # a bell costs little where nobody is: a hundred announcements a second are enough
-        self._saved = min(SAVED_ANNOUNCEMENTS, self._saved + since_s / max(one_in_s, 0.01))
-
-    @property
-    def _announcement_bytes(self) -> float:
-        """What it costs a peer when all announce once."""
-        return self.heard.own_bytes + self.heard.other_bytes / OTHERS_SHARE
+        self._saved = min(SAVED_ANNOUNCEMENTS, self._saved + since_s / self._one_in_s)
 
 
 # Of a record beside its fields: envelope, key, signature, and its place in an answer.
@@ -267,7 +251,6 @@ class Announcer:
         }
 
     def of_bells(self, bells: Iterable[BellRecord]) -> dict[str, Record]:
-        """That this head finished these rounds."""
         return {bell_key(self._local.run, bell.round): bell for bell in bells}
 
     def _reckon(self) -> None:
@@ -277,11 +260,12 @@ class Announcer:
         sizes = {number: _bytes_of(records.values()) for number, records in hosts.items()}
         claims = _bytes_of(view.claims.values())
         run_claims = _bytes_of(view.run_claims.values()) if stage else 0
-        self.cadence.heard = Heard(
+        heard = Heard(
             peers=sum(map(len, hosts.values())),
             own_bytes=sizes[stage] + claims + _bytes_of(view.replicas.values()),
             other_bytes=sum(sizes.values()) - sizes[stage] + run_claims,
         )
+        self.cadence.hear(heard)
 
     def _credible(
         self, replicas: Mapping[str, ReplicaRecord], own_round: int

@@ -115,13 +115,12 @@ class StageBuffers:
 
     @classmethod
     def allocate(cls, numel: int) -> StageBuffers:
-        """Six vectors of a stage's size."""
-        vectors = [shared_zeros(numel, torch.float32) for _ in range(6)]
+        message, own, *pairs = (shared_zeros(numel, torch.float32) for _ in range(6))
         return cls(
-            message=vectors[0],
-            own=vectors[1],
-            anchors=(vectors[2], vectors[3]),
-            momenta=(vectors[4], vectors[5]),
+            message=message,
+            own=own,
+            anchors=(pairs[0], pairs[1]),
+            momenta=(pairs[2], pairs[3]),
             sent=Counts(BYTE_KINDS, shared=True),
             received=Counts(BYTE_KINDS, shared=True),
             refused=Counts(REFUSALS, shared=True),
@@ -223,7 +222,6 @@ START_LIMIT_S = 30.0  # until the process has taken an order
 CLOSE_GRACE_S = 3.0
 ATTEMPTS_KEPT = 4  # so that members can fetch averaged parts and votes after the end
 
-
 P = ParamSpec("P")
 T = TypeVar("T")
 
@@ -299,7 +297,6 @@ class StageAverager(PeerService, DecentralizedAverager):
         return step
 
     def close(self) -> None:
-        """End the process, in good order if it still answers."""
         if self.is_alive():
             with contextlib.suppress(OSError):
                 self._outer_pipe.send(("_shutdown", [CLOSE_GRACE_S], {}))

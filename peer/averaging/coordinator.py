@@ -182,12 +182,10 @@ class Coordinator(threading.Thread):
 
     @property
     def revision(self) -> int:
-        """Of the manifest that this peer follows."""
         return self._watch.manifest.operation.revision
 
     @property
     def paused(self) -> bool:
-        """Whether the operator has paused the run."""
         return self._watch.manifest.operation.state == "paused"
 
     @property
@@ -294,10 +292,7 @@ class Coordinator(threading.Thread):
             self.events.put(Failed(error=error))
 
     def tick(self) -> None:
-        """Look and tell where that is due, and go on with the round, the send and the chain.
-
-        It waits for nothing.
-        """
+        """Look, tell, and go on with round, send and chain where that is due; waits for nothing."""
         now = self._clock.monotonic()
         if not self._dht.running:
             raise ChildDied("the DHT process or p2pd has died")
@@ -344,7 +339,6 @@ class Coordinator(threading.Thread):
             self._reading = self._reader.submit(ask)
 
     def _read(self, wanted: list[int], own_round: int, *, whole: bool, eager: bool) -> _Looked:
-        """In the reader's thread."""
         began = self._clock.monotonic()
         answered = self._announcer.look(wanted, own_round, whole=whole, eager=eager)
         seconds = self._clock.monotonic() - began

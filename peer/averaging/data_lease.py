@@ -85,7 +85,6 @@ class PartLease:
         return {part_key(self._local.run, record.part): record}
 
     def published(self, stored: bool) -> None:
-        """Whether the DHT took the announcement."""
         self.held, self._moved = stored, False
 
     def finish(self) -> None:
@@ -109,7 +108,6 @@ class PartLease:
         return part, bool(holders[part])
 
     def _holders(self, parts: Sequence[int]) -> dict[int, set[str]]:
-        """Who else holds these parts."""
         keys = {part_key(self._local.run, part): part for part in parts}
         found = self._local.swarm.read_many(dict.fromkeys(keys, PartRecord), thorough=False)
         holders: dict[int, set[str]] = {}

@@ -93,7 +93,6 @@ class ExchangeDriver:
 
     @property
     def sent_round(self) -> int | None:
-        """The round whose send is undecided."""
         return None if self._job is None else self._job.round
 
     @property

@@ -30,7 +30,6 @@ class LocalPeer(Joined):
 
     @cached_property
     def me(self) -> str:
-        """Its peer id."""
         return self.identity.peer_id
 
     @cached_property

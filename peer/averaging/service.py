@@ -224,7 +224,6 @@ class PeerService(ServicerBase):
     # ---- helpers ---------------------------------------------------------------------------------
     @contextmanager
     def counting_refusals(self) -> Generator[None]:
-        """Count what is refused of a download."""
         try:
             yield
         except (FrameRefused, RecordRefused) as error:

@@ -230,7 +230,6 @@ class Resting:
         return rest is not None
 
     def pages(self) -> Pages:
-        """What is served."""
         metrics = MetricTable(
             specs=METRICS, source=lambda: self, prefix="dilocox_", labels={"stage": self._stage}
         )

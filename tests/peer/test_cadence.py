@@ -18,7 +18,7 @@ def heard(peers: int, stages: int = 4) -> Heard:
 
 def cadence(peers: int, stages: int = 4, heartbeat_s: float = HEARTBEAT_S) -> Cadence:
     made = Cadence(heartbeat_s=heartbeat_s, now_s=0.0)
-    made.heard = heard(peers, stages)
+    made.hear(heard(peers, stages))
     return made
 
 

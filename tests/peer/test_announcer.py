@@ -150,7 +150,9 @@ def test_who_waits_for_a_record_and_who_sees_nobody_looks_with_every_heartbeat()
 
 
 # ---- looking -------------------------------------------------------------------------------------
-def test_one_look_asks_for_everything_at_once() -> None:
+@pytest.fixture
+def dht() -> Dht:
+    """Three stages, of which this peer is of the second."""
     dht = Dht()
     dht.records = {
         stage_key(RUN, 0): {"h": stage_record("training", replica="h")},
@@ -162,83 +164,50 @@ def test_one_look_asks_for_everything_at_once() -> None:
         replica_key(RUN): {"h": replica()},
         bell_key(RUN, 5): {"h": bell(5)},
     }
+    return dht
+
+
+def test_one_look_asks_for_everything_at_once(dht: Dht) -> None:
     looking = announcer(dht, 1)
     assert look(looking, [5, 6])
     assert len(dht.asked) == 1
-    assert {key for key, kind in dht.asked[0].items() if kind is BellRecord} == {
-        bell_key(RUN, 5),
-        bell_key(RUN, 6),
-    }
+    bells = {key for key, kind in dht.asked[0].items() if kind is BellRecord}
+    assert bells == {bell_key(RUN, 5), bell_key(RUN, 6)}
     view = looking.view
     assert set(view.stage) == {"me", "x"}  # of one's own stage
-    assert {stage: set(here) for stage, here in view.stages.items()} == {
-        0: {"h"},
-        1: {"me", "x"},
-        2: {"z"},
-    }
+    hosts = {stage: set(here) for stage, here in view.stages.items()}
+    assert hosts == {0: {"h"}, 1: {"me", "x"}, 2: {"z"}}
     assert set(view.replicas) == {"h"}
     assert {number: set(bells) for number, bells in view.bells.items()} == {5: {"h"}, 6: set()}
-    assert view.claims == {"x": claim(4)}
-    assert view.run_claims == {"h": claim(7)}
+    assert (view.claims, view.run_claims) == ({"x": claim(4)}, {"h": claim(7)})
+    run = announcer(dht, 0)  # whose own chain is that of the run
+    assert look(run, [])
+    assert run.view.claims == run.view.run_claims == {"h": claim(7)}
 
 
-def test_a_quick_look_asks_for_bells_and_forgets_nothing() -> None:
-    dht = Dht()
-    dht.records = {
-        stage_key(RUN, 0): {"h": stage_record()},
-        stage_key(RUN, 1): {"x": stage_record()},
-        claim_key(RUN, 0): {"h": claim(7)},
-        claim_key(RUN, 1): {"x": claim(4)},
-        replica_key(RUN): {"h": replica()},
-    }
+def test_a_quick_look_asks_for_bells_and_forgets_nothing(dht: Dht) -> None:
     looking = announcer(dht, 1)
     assert look(looking, [5])
     before = looking.view
-    dht.records = {claim_key(RUN, 1): {"x": claim(5)}, bell_key(RUN, 5): {"h": bell(5)}}
+    dht.records = {claim_key(RUN, 1): {"x": claim(5)}, bell_key(RUN, 5): {"y": bell(5)}}
     look(looking, [5], whole=False)
     assert set(dht.asked[-1]) == {bell_key(RUN, 5)}
-    assert looking.view.claims == {"x": claim(4)}
-    assert set(looking.view.bells[5]) == {"h"}
-    assert (looking.view.stages, looking.view.replicas) == (before.stages, before.replicas)
-    assert (looking.view.stage, looking.view.run_claims) == (before.stage, before.run_claims)
+    assert looking.view == replace(before, bells={5: {"y": bell(5)}})
 
 
-def test_for_a_peer_of_stage_0_its_own_chain_is_that_of_the_run() -> None:
-    dht = Dht()
-    dht.records = {claim_key(RUN, 0): {"h": claim(7)}}
-    looking = announcer(dht, 0, stages=1)
-    assert look(looking, [])
-    assert looking.view.claims == looking.view.run_claims == {"h": claim(7)}
-
-
-def test_what_gives_no_answer_stays_as_it_was_and_an_empty_answer_does_not() -> None:
-    dht = Dht()
-    keys = [stage_key(RUN, 0), stage_key(RUN, 1), claim_key(RUN, 0), claim_key(RUN, 1)]
-    dht.records = dict(
-        zip(
-            keys,
-            ({"h": stage_record()}, {"x": stage_record()}, {"h": claim(7)}, {"x": claim(4)}),
-            strict=True,
-        )
-    ) | {replica_key(RUN): {"h": replica()}, bell_key(RUN, 5): {"h": bell(5)}}
+def test_what_gives_no_answer_stays_as_it_was_and_an_empty_answer_does_not(dht: Dht) -> None:
     looking = announcer(dht, 1)
     assert look(looking, [5])
     before = looking.view
-    dht.silent = {*dht.records, stage_key(RUN, 2)}
-    dht.records = {}
+    dht.silent, dht.records = set(dht.records), {}
     assert not look(looking, [5])
-    assert looking.view.stages == before.stages
-    assert looking.view.stage == before.stage == {"x": stage_record()}
-    assert looking.view.replicas == before.replicas
-    assert (looking.view.claims, looking.view.run_claims) == (before.claims, before.run_claims)
+    assert looking.view == before
     dht.silent = set()
     assert look(looking, [5])
-    assert (looking.view.stage, looking.view.replicas, looking.view.claims) == ({}, {}, {})
-    assert looking.view.stages == {0: {}, 1: {}, 2: {}}
+    assert looking.view == SwarmView(me="me", stages={0: {}, 1: {}, 2: {}}, bells={5: {}})
 
 
-def test_a_stage_that_never_answered_is_unknown_and_not_empty() -> None:
-    dht = Dht()
+def test_a_stage_that_never_answered_is_unknown_and_not_empty(dht: Dht) -> None:
     dht.silent = {stage_key(RUN, 2)}
     looking = announcer(dht, 1)
     assert look(looking, [])

@@ -24,10 +24,14 @@ from torch import Tensor
 from dilocox.compression.layout import FlatLayout
 from dilocox.dht.clock import RunClock
 from dilocox.dht.identity import Identity
+from dilocox.dht.invite import Invite
 from dilocox.dht.manifest import Manifest
 from dilocox.dht.node import RunDHT, open_dht
+from dilocox.dht.swarm import Swarm
 from dilocox.dht.validator import RunRecordValidator
-from dilocox.peer.averaging.averager import AveragerConfig, StageAverager, StageBuffers, open_log
+from dilocox.peer.averaging.averager import StageAverager, StageBuffers
+from dilocox.peer.averaging.local_peer import LocalPeer
+from dilocox.peer.options import PeerOptions
 from dilocox.peer.rounds.adaptation import RoundPlan, stage_codec
 from dilocox.peer.rounds.group import AttemptResult, ExchangeOrder, Plan, tokens_cap
 from dilocox.peer.rounds.record import RoundRecord, digest_of, parse_record
@@ -78,14 +82,13 @@ class _CountedAverager(StageAverager):
         *,
         sent_before: Tensor,
         stood_at: Tensor,
-        dht: RunDHT,
-        config: AveragerConfig,
+        local: LocalPeer,
         buffers: StageBuffers,
     ):
         """Shared scalars: `sent_before` int64, `stood_at` float64, monotonic time of the group."""
         self._sent_before, self._stood_at = sent_before, stood_at
-        self._daemon = dht.p2pd_pid
-        super().__init__(dht=dht, config=config, buffers=buffers)
+        self._daemon = local.dht.p2pd_pid
+        super().__init__(local, buffers)
 
     async def _aggregate_with_group(self, *arguments: Any, **more: Any) -> AttemptResult:
         self._stood_at.fill_(time.monotonic())
@@ -183,7 +186,7 @@ class Members:
         daemons = [node.p2pd_pid for node in self._nodes]
         for member in members:
             member.buffers.message.fill_(0.01)
-        manifest = members[0].config.manifest
+        manifest = members[0].local.manifest
         began, at_first = self._clock.time(), sent_by(daemons)
         previous = manifest.digest if last is None else digest_of(last.to_bytes())
         number = 0 if last is None else last.round + 1
@@ -209,35 +212,38 @@ class Members:
 
     def _member(self, manifest: Manifest, node: RunDHT, identity: Identity) -> _Member:
         folder = self._folder / identity.peer_id / manifest.digest
-        config = AveragerConfig(
-            run=RUN,
-            stage=0,
-            manifest=manifest,
-            layout=self._layout,
+        addresses = tuple(node.visible_addresses())
+        local = LocalPeer(
             identity=identity,
-            log_folder=folder / "log",
-            snapshot_folder=folder / "snapshots",
-            max_upload_bytes_per_s=None,
-            device="cpu",
+            run=RUN,
+            manifest=manifest,
+            clock=self._clock,
+            dht=node,
+            swarm=Swarm(node, RUN, identity, self._clock),
+            stage=0,
+            layout=self._layout,
+            addresses=addresses,
+            options=PeerOptions(invite=Invite(RUN, addresses[:1]), device="cpu"),
+            folder=folder,
         )
         buffers = StageBuffers.allocate(self._layout.numel)
         sent_before = torch.zeros((), dtype=torch.int64).share_memory_()
         stood_at = torch.zeros((), dtype=torch.float64).share_memory_()
         averager = _CountedAverager(
-            sent_before=sent_before, stood_at=stood_at, dht=node, config=config, buffers=buffers
+            sent_before=sent_before, stood_at=stood_at, local=local, buffers=buffers
         )
-        return _Member(config, buffers, sent_before, stood_at, averager)
+        return _Member(local, buffers, sent_before, stood_at, averager)
 
     def _exchange(
         self, members: Sequence[_Member], last: RoundRecord, messages: Sequence[Tensor]
     ) -> Carried:
-        data, manifest = last.to_bytes(), members[0].config.manifest
+        data, manifest = last.to_bytes(), members[0].local.manifest
         daemons = [node.p2pd_pid for node in self._nodes]
         for member, message in zip(members, messages, strict=True):
             member.buffers.message.copy_(message)
         for number in range(last.round + 1, last.round + 1 + ATTEMPTS):
             for member in members:
-                open_log(member.config).start_from(data, b"")
+                member.local.open_log().start_from(data, b"")
             at_first, payload = sent_by(daemons), _payload_of(members)
             scheduled_at = self._clock.time() + GROUP_S
             order = self._order(manifest, last, digest_of(data), number, scheduled_at)
@@ -294,7 +300,7 @@ class Members:
 
 @dataclass(frozen=True)
 class _Member:
-    config: AveragerConfig
+    local: LocalPeer
     buffers: StageBuffers
     sent_before: Tensor
     stood_at: Tensor
@@ -302,7 +308,7 @@ class _Member:
 
 
 def _payload_of(members: Sequence[_Member]) -> int:
-    return sum(member.buffers.sent_bytes for member in members)
+    return sum(member.buffers.sent.total for member in members)
 
 
 def sent_by(pids: Collection[int]) -> int:

@@ -46,7 +46,6 @@ ONLY_IN = {
         "dht/rpc",
         "dht/validator",
         "peer/averaging/averager",
-        "peer/averaging/connectivity",
         "peer/averaging/driver",
         "peer/averaging/service",
         "peer/chain/archive_keeper",

@@ -422,11 +422,7 @@ class SimulatedAverager:
         if record is None:
             raise ValueError(f"no record of round {round_number}")
         done = Applied(
-            round=round_number,
-            digest=record.digest,
-            anchor_sha256=record.digest,
-            payload_bytes=RECORD_BYTES,
-            seconds=0.1,
+            digest=record.digest, anchor_sha256=record.digest, payload_bytes=RECORD_BYTES
         )
         future = self._new_future()
         self._later(0.1, lambda: future.set(done))

@@ -17,17 +17,14 @@ from benchmarks.simulation.averaging import SimulatedAverager, SimulatedLog, Sim
 from benchmarks.simulation.clock import Event, Threads
 from benchmarks.simulation.dht import SimulatedSwarm
 from dilocox.compression.layout import FlatLayout
+from dilocox.dht.addresses import Reachability
 from dilocox.dht.revisions import ManifestWatch
-from dilocox.peer.averaging.announcer import Announcer
-from dilocox.peer.averaging.connectivity import LocalPeer
 from dilocox.peer.averaging.coordinator import TICK_S, Coordinator
-from dilocox.peer.averaging.driver import ExchangeDriver
 from dilocox.peer.averaging.events import Committed, EventQueue, Failed, Resynced, Voided
 from dilocox.peer.averaging.events import Event as LoopEvent
-from dilocox.peer.averaging.follower import ChainFollower
+from dilocox.peer.averaging.local_peer import LocalPeer
 from dilocox.peer.averaging.loop_status import LoopStatus
 from dilocox.peer.rounds.record import SendFacts
-from dilocox.peer.rounds.vote import AloneWatch
 
 if TYPE_CHECKING:
     from benchmarks.simulation.world import World
@@ -175,6 +172,7 @@ class SimulatedPeer:
         self.swarm = SimulatedSwarm(world.dht, name, lambda: self._threads.running)
         self.events = _Events(self._arm)
         self.coordinator = self._new_coordinator()
+        self.chain, self.driver = self.coordinator.chain, self.coordinator.driver
         self._inner_step = self._epoch = 0
         self._origin: float | None = None  # when the inner step under way began
         self._tick: Event | None = None
@@ -186,65 +184,34 @@ class SimulatedPeer:
         self._begin_tick(world.random.uniform(0.0, TICK_S))
 
     def _new_coordinator(self) -> Coordinator:
-        world, manifest = self.world, self.world.manifest
-        deadlines = manifest.deadlines
-        local = LocalPeer(
+        world = self.world
+        dht = SimpleNamespace(running=True, bootstraps=("bootstrap",), pid=0, p2pd_pid=0)
+        local = SimpleNamespace(
             me=self.name,
             run=world.run,
             stage=self.stage,
-            manifest=manifest,
-            layout=FlatLayout.of([]),
+            manifest=world.manifest,
+            # so large a stage that no state saves bytes, without a matrix whose rank were chosen
+            layout=FlatLayout.of([("w", (1 << 50,))]),
             addresses=(),
             client_mode=False,
-            memory_limit_bytes=None,
-            reachability="public",
-            reached_by_others=True,
-        )
-        alone = AloneWatch(
-            record_lifetime_s=deadlines.record_lifetime_s, heartbeat_s=deadlines.heartbeat_s
-        )
-        averager, swarm = cast(Any, self.averager), cast(Any, self.swarm)
-        self.chain = ChainFollower(
-            averager=averager,
-            log=cast(Any, self.log),
-            events=self.events,
+            options=SimpleNamespace(memory_limit_bytes=None, name=""),
+            reach=Reachability(kind="public", by_others=True),
             clock=self._threads,
+            dht=dht,
+            swarm=self.swarm,
+            open_log=lambda: self.log,
+        )
+        return Coordinator(
+            cast("LocalPeer", local),
+            cast(Any, self.averager),
+            watch=ManifestWatch(cast(Any, self.swarm), world.run, world.manifest),
             applied=self.books.round,
             anchor_sha256="",
-            state_bytes=1 << 62,
-            record_lifetime_s=deadlines.record_lifetime_s,
-            sent_round=lambda: self.driver.sent_round,
-        )
-        self.driver = ExchangeDriver(
-            averager=averager,
-            chain=self.chain,
+            sent=self.books.fly,
             events=self.events,
-            manifest=manifest,
-            run=world.run,
-            stage=self.stage,
-            layout_digest="",
-            plan=cast(Any, SimpleNamespace(ranks_after=lambda last: ())),
-            clock=self._threads,
-            alone=alone,
-        )
-        for number, tokens in self.books.fly.items():
-            self.driver.resume(number, tokens)
-        dht: Any = SimpleNamespace(running=True, bootstraps=("bootstrap",), pid=0, p2pd_pid=0)
-        return Coordinator(
-            local=local,
-            dht=dht,
-            announcer=Announcer(local, swarm, self._threads),
-            clock=self._threads,
-            averager=averager,
-            chain=self.chain,
-            driver=self.driver,
-            alone=alone,
-            events=self.events,
-            lease=None,
-            mover=None,
-            watch=ManifestWatch(swarm, world.run, manifest),
-            reader=self._threads.worker(self._wake),
-            writer=self._threads.worker(lambda: None),
+            reader=cast(Any, self._threads.worker(self._wake)),
+            writer=cast(Any, self._threads.worker(lambda: None)),
         )
 
     # ---- what happens to it ----------------------------------------------------------------------

@@ -1,6 +1,5 @@
-"""Tells the swarm about this peer, and looks at what the others tell: records in and out of the
-DHT. `look` and `bootstrap_answers` belong to one thread and `tell` to another; the rest makes
-records and waits for nothing.
+"""What a peer tells the swarm about itself, and what the others tell: records in and out of the
+DHT. `look` waits for the DHT, in a thread of its own; the rest makes records and waits for nothing.
 
 `Cadence` says how often a peer tells and hears, so that it costs no more than a budget of bytes.
 
@@ -28,7 +27,6 @@ from dataclasses import dataclass, fields
 from typing import Any, TypeVar
 
 from dilocox import __version__
-from dilocox.dht.clock import Clock
 from dilocox.dht.records import (
     MAX_LIFETIME_S,
     MAX_TEXTS,
@@ -42,11 +40,10 @@ from dilocox.dht.records import (
     replica_key,
     stage_key,
 )
-from dilocox.dht.swarm import Swarm
 from dilocox.dht.swarm_view import SwarmView, that_count
 from dilocox.dht.wire import Malformed
-from dilocox.peer.averaging.connectivity import LocalPeer
 from dilocox.peer.averaging.follower import ChainFollower
+from dilocox.peer.averaging.local_peer import LocalPeer
 from dilocox.peer.averaging.loop_status import LoopStatus
 from dilocox.peer.rounds.round_clock import newest_credible
 
@@ -78,48 +75,38 @@ class Heard:
 
 
 class Cadence:
-    """The intervals of one peer. Times are seconds of any clock that does not step back."""
+    """The intervals of one peer. Times are seconds of any clock that does not step back.
+
+    Attributes:
+        budget_bytes_per_s: what looks and announcements of this peer may cost on average.
+        announce_s: between two regular announcements. lifetime_s: that what is announced lives.
+        look_s: between two looks at one's own stage and the replicas.
+        look_at_others_s: between two looks at the other stages.
+    """
 
     def __init__(self, *, heartbeat_s: float, now_s: float):
         """heartbeat_s: of the manifest, the shortest interval."""
         self._heartbeat_s = heartbeat_s
-        self._heard = Heard()
         self._saved = float(SAVED_ANNOUNCEMENTS)  # who comes has something to tell
         self._filled_at = now_s
+        self.hear(Heard())
 
     def hear(self, heard: Heard) -> None:
         """Take in what a look has shown; this alone may be called from another thread."""
-        self._heard = heard
-
-    @property
-    def budget_bytes_per_s(self) -> float:
-        """What looks and announcements of this peer may cost on average."""
-        above = max(0, self._heard.peers - LARGE_SWARM)
         haste = max(1.0, USUAL_HEARTBEAT_S / self._heartbeat_s)
-        return haste * (BUDGET_BYTES_PER_S + BUDGET_OF_LARGE * above)
-
-    @property
-    def announce_s(self) -> float:
-        """Seconds between two regular announcements."""
-        wanted = self._announcement_bytes / (REGULAR_SHARE * self.budget_bytes_per_s)
-        return min(max(wanted, self._heartbeat_s), LONGEST_S)
-
-    @property
-    def lifetime_s(self) -> float:
-        """Seconds that what is announced now lives."""
-        return LIFETIMES * self.announce_s
-
-    @property
-    def look_s(self) -> float:
-        """Seconds between two looks at one's own stage and the replicas."""
-        return max(self._heartbeat_s, self.announce_s / LOOKS)
-
-    @property
-    def look_at_others_s(self) -> float:
-        """Seconds between two looks at the other stages."""
+        above = max(0, heard.peers - LARGE_SWARM)
+        budget = haste * (BUDGET_BYTES_PER_S + BUDGET_OF_LARGE * above)
+        once_bytes = heard.own_bytes + heard.other_bytes / OTHERS_SHARE  # when all announce once
+        announce_s = max(once_bytes / (REGULAR_SHARE * budget), self._heartbeat_s)
+        self.budget_bytes_per_s = budget
+        self.announce_s = announce_s = min(announce_s, LONGEST_S)
+        self.lifetime_s = LIFETIMES * announce_s
+        self.look_s = max(self._heartbeat_s, announce_s / LOOKS)
         # a swarm that pays for little is seen whole with every look
-        stretched = self.announce_s > self._heartbeat_s
-        return OTHERS_SHARE * self.announce_s if stretched else self.look_s
+        stretched = announce_s > self._heartbeat_s
+        self.look_at_others_s = OTHERS_SHARE * announce_s if stretched else self.look_s
+        # a bell costs little where nobody is: a hundred announcements a second are enough
+        self._one_in_s = max(once_bytes / ((1 - REGULAR_SHARE) * budget), 0.01)
 
     def may_hurry(self, now_s: float) -> bool:
         """Whether enough was saved for an announcement before its time."""
@@ -136,15 +123,8 @@ class Cadence:
 
     def _fill(self, now_s: float) -> None:
         """Announcements are what is saved: what one costs changes with the swarm."""
-        one_in_s = self._announcement_bytes / ((1 - REGULAR_SHARE) * self.budget_bytes_per_s)
         since_s, self._filled_at = now_s - self._filled_at, now_s
-        # a bell costs little where nobody is: a hundred announcements a second are enough
-        self._saved = min(SAVED_ANNOUNCEMENTS, self._saved + since_s / max(one_in_s, 0.01))
-
-    @property
-    def _announcement_bytes(self) -> float:
-        """What it costs a peer when all announce once."""
-        return self._heard.own_bytes + self._heard.other_bytes / OTHERS_SHARE
+        self._saved = min(SAVED_ANNOUNCEMENTS, self._saved + since_s / self._one_in_s)
 
 
 # Of a record beside its fields: envelope, key, signature, and its place in an answer.
@@ -155,45 +135,38 @@ MAX_BLOCKED = 160  # characters: a run of many stages may lack peers for most of
 
 
 class Announcer:
-    """Publishes records and looks at those of others, as often as `cadence` allows. `view` is what
-    the last looks showed, and `revision` the newest of the manifest that somebody knows.
+    """Makes a peer's records, and looks at those of others as often as `cadence` allows. `view` is
+    what the last looks showed, and `revision` the newest of the manifest that somebody knows.
     """
 
-    def __init__(self, local: LocalPeer, swarm: Swarm, clock: Clock):
-        deadlines = local.manifest.deadlines
+    def __init__(self, local: LocalPeer, chain: ChainFollower):
         self._local = local
-        self._swarm = swarm
-        self._clock = clock
-        self.cadence = Cadence(heartbeat_s=deadlines.heartbeat_s, now_s=clock.monotonic())
+        self._chain = chain
+        self.cadence = Cadence(
+            heartbeat_s=local.manifest.deadlines.heartbeat_s, now_s=local.clock.monotonic()
+        )
         self._looked_at = self._looked_at_others_at = float("-inf")
         self._answered = False
         self.view = SwarmView(me=local.me)
         self.revision = 0
 
     def look(
-        self,
-        bell_rounds: Iterable[int],
-        *,
-        own_round: int,
-        last_record: int,
-        whole: bool = True,
-        eager: bool = False,
+        self, bell_rounds: Iterable[int], own_round: int, *, whole: bool = True, eager: bool = False
     ) -> bool:
         """Read what the others say; what gives no answer stays as it was. Whether all answered.
 
-        own_round, last_record: rounds of this peer and of its chain's newest record; replicas in
-        rounds far from them are counted as refused, and not believed. whole: everything whose time
-        has come; else only the bells, which must be heard at once. eager: the time of one's own
-        stage has come, whatever the cadence says. Where nobody else of the stage is in view all
-        nodes are asked that may know somebody, every time.
+        own_round: of this peer; replicas in rounds far from it and from its chain's newest record
+        are counted as refused, and not believed. whole: everything whose time has come; else only
+        the bells, which must be heard at once. eager: the time of one's own stage has come,
+        whatever the cadence says. Where nobody else of the stage is in view all nodes are asked
+        that may know somebody, every time.
         """
-        local, view = self._local, self.view
+        local, view, now = self._local, self.view, self._local.clock.monotonic()
         run, stage = local.run, local.stage
         rings = {bell_key(run, number): number for number in bell_rounds}
         hosts = {stage_key(run, number): number for number in range(local.manifest.stages)}
         own_claims, run_claims = claim_key(run, stage), claim_key(run, 0)
         asked: dict[str, type[Record]] = dict.fromkeys(rings, BellRecord)
-        now = self._clock.monotonic()
         slack_s = local.manifest.deadlines.heartbeat_s / 2  # looks come with heartbeats
         alone = not view.stage.keys() - {local.me}
         eager = eager or alone or now + slack_s >= self._looked_at + self.cadence.look_s
@@ -204,35 +177,33 @@ class Announcer:
         if whole and now + slack_s >= self._looked_at_others_at + self.cadence.look_at_others_s:
             self._looked_at_others_at = now
             asked |= dict.fromkeys(hosts, StageRecord) | {run_claims: ClaimRecord}
-        found: dict[str, Any] = dict.fromkeys((*hosts, own_claims, run_claims, replica_key(run)))
-        found |= self._swarm.read_many(asked, timeout_s=READ_LIMIT_S, thorough=whole and alone)
+        answers = local.swarm.read_many(asked, timeout_s=READ_LIMIT_S, thorough=whole and alone)
+        found: dict[str, Any] = {key: here for key, here in answers.items() if here is not None}
+        if (told := found.get(own_claims)) is not None:  # of peers under any rules
+            self.revision = max((claim.revision for claim in told.values()), default=0)
+        for key in {own_claims, run_claims} & found.keys():
+            found[key] = that_count(found[key], local.manifest)
+        if (replicas := found.get(replica_key(run))) is not None:
+            found[replica_key(run)] = self._credible(replicas, own_round)
         stages = {
-            number: view.stages.get(number, {}) if found[key] is None else found[key]
+            number: found.get(key, view.stages.get(number))
             for key, number in hosts.items()
-            if found[key] is not None or number in view.stages
+            if key in found or number in view.stages
         }
-        replicas = self._credible(found[replica_key(run)], own_round, last_record)
-        claims, of_run = found[own_claims], found[run_claims]
-        if claims is not None:  # of peers under any rules
-            told: Iterable[ClaimRecord] = claims.values()
-            self.revision = max((each.revision for each in told), default=0)
-        claims = None if claims is None else that_count(claims, local.manifest)
-        of_run = None if of_run is None else that_count(of_run, local.manifest)
         self.view = SwarmView(
             me=local.me,
             stage=stages.get(stage, {}),
             stages=stages,
-            replicas=view.replicas if replicas is None else replicas,
+            replicas=found.get(replica_key(run), view.replicas),
             bells={
-                number: view.bells.get(number, {}) if found[key] is None else found[key]
-                for key, number in rings.items()
+                number: found.get(key, view.bells.get(number, {})) for key, number in rings.items()
             },
-            claims=view.claims if claims is None else claims,
-            run_claims=view.run_claims if of_run is None else of_run,
+            claims=found.get(own_claims, view.claims),
+            run_claims=found.get(run_claims, view.run_claims),
         )
         self._reckon()
         if stage_key(run, stage) in asked:
-            self._answered = found[stage_key(run, stage)] is not None and claims is not None
+            self._answered = {stage_key(run, stage), own_claims} <= found.keys()
         return self._answered
 
     def of_stage(
@@ -241,13 +212,12 @@ class Announcer:
         *,
         round_number: int,
         inner_steps: int,
-        chain: ChainFollower,
         voids: int,
         own: LoopStatus,
         revision: int = 0,
     ) -> dict[str, Record]:
         """That this peer hosts its stage, and the last record it holds."""
-        local, head, last = self._local, chain.head, chain.last_record
+        local, head, last = self._local, self._chain.head, self._chain.last_record
         if own.started_over and state != "left":
             state = "joining"  # nobody is to wait for it in this round
         hosting = _told(
@@ -262,7 +232,7 @@ class Announcer:
             client_mode=local.client_mode,
             voids=voids,
             version=__version__,
-            name=local.name,
+            name=local.options.name,
             addresses=local.addresses,
             blocked=(STARTED_OVER if own.started_over else own.blocked)[:MAX_BLOCKED],
         )
@@ -280,21 +250,8 @@ class Announcer:
             claim_key(local.run, local.stage): claim,
         }
 
-    def of_replica(self, record: ReplicaRecord | None) -> dict[str, Record]:
-        """That this head leads a replica; None is nothing to tell."""
-        return {} if record is None else {replica_key(self._local.run): record}
-
     def of_bells(self, bells: Iterable[BellRecord]) -> dict[str, Record]:
-        """That this head finished these rounds."""
         return {bell_key(self._local.run, bell.round): bell for bell in bells}
-
-    def tell(self, records: Mapping[str, Record]) -> bool:
-        """Publish all of this at once; whether the DHT took it."""
-        return self._swarm.publish_many(records, self.cadence.lifetime_s)
-
-    def bootstrap_answers(self, timeout_s: float) -> bool:
-        """Whether one of the bootstraps answers a ping."""
-        return self._swarm.bootstrap_answers(timeout_s)
 
     def _reckon(self) -> None:
         """What it costs this peer when all that are in view announce once."""
@@ -302,25 +259,21 @@ class Announcer:
         hosts = dict(view.stages) | {stage: view.stage}
         sizes = {number: _bytes_of(records.values()) for number, records in hosts.items()}
         claims = _bytes_of(view.claims.values())
-        self.cadence.hear(
-            Heard(
-                peers=sum(map(len, hosts.values())),
-                own_bytes=sizes[stage] + claims + _bytes_of(view.replicas.values()),
-                other_bytes=sum(sizes.values())
-                - sizes[stage]
-                + (_bytes_of(view.run_claims.values()) if stage else 0),
-            )
+        run_claims = _bytes_of(view.run_claims.values()) if stage else 0
+        heard = Heard(
+            peers=sum(map(len, hosts.values())),
+            own_bytes=sizes[stage] + claims + _bytes_of(view.replicas.values()),
+            other_bytes=sum(sizes.values()) - sizes[stage] + run_claims,
         )
+        self.cadence.hear(heard)
 
     def _credible(
-        self, replicas: Mapping[str, ReplicaRecord] | None, own_round: int, last_record: int
-    ) -> dict[str, ReplicaRecord] | None:
-        if replicas is None:
-            return None
+        self, replicas: Mapping[str, ReplicaRecord], own_round: int
+    ) -> dict[str, ReplicaRecord]:
         stated = [replica.round for replica in replicas.values()]
-        newest = newest_credible(own_round, last_record, stated)
+        newest = newest_credible(own_round, self._chain.head.round, stated)
         credible = {peer: each for peer, each in replicas.items() if each.round <= newest}
-        self._swarm.refused["round"] += len(replicas) - len(credible)
+        self._local.swarm.refused["round"] += len(replicas) - len(credible)
         return credible
 
 
@@ -336,9 +289,7 @@ def _bytes_of(records: Collection[Record]) -> int:
     return len(records) * (size + ENVELOPE_BYTES)
 
 
-def replica_record(
-    local: LocalPeer, round_number: int, own: LoopStatus, *, hear_s: float
-) -> ReplicaRecord | None:
+def replica_record(round_number: int, own: LoopStatus, *, hear_s: float) -> ReplicaRecord | None:
     """The record of the replica that this peer leads, None if it leads none."""
     if not own.members:
         return None

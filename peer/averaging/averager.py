@@ -40,11 +40,18 @@ import logging
 import os
 import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Coroutine
+from concurrent.futures import Future
 from dataclasses import dataclass, replace
-from functools import cached_property
-from pathlib import Path
-from typing import Any, AsyncIterator, cast  # noqa: UP035 - hivemind knows this one only
+from functools import cached_property, partial, wraps
+from typing import (  # noqa: UP035 - hivemind knows this AsyncIterator only
+    Any,
+    AsyncIterator,
+    Concatenate,
+    ParamSpec,
+    TypeVar,
+    cast,
+)
 
 import torch
 from hivemind.averaging import DecentralizedAverager
@@ -58,20 +65,19 @@ from hivemind.proto import averaging_pb2
 from hivemind.utils import MPFuture
 from torch import Tensor
 
-from dilocox.compression.layout import FlatLayout
 from dilocox.compression.stage_codec import StageCodec
-from dilocox.dht.identity import Identity
-from dilocox.dht.manifest import Manifest
+from dilocox.dht.addresses import Reachability
 from dilocox.dht.node_process import BlockingPipe, leave_the_terminal, shared_zeros, watch_parent
-from dilocox.dht.reconnect import Targets
+from dilocox.dht.reachability import Probe, find_reach
+from dilocox.dht.reconnect import Redialler, Targets
 from dilocox.dht.records import averaging_prefix
-from dilocox.dht.rpc import BYTE_KINDS, REFUSALS, Client, Counts, UploadLimit, handler_name
-from dilocox.peer.averaging.connectivity import ConnectivityService
+from dilocox.dht.rpc import BYTE_KINDS, REFUSALS, Client, Counts, handler_name
+from dilocox.peer.averaging.local_peer import LocalPeer
 from dilocox.peer.averaging.service import PeerService
 from dilocox.peer.chain.record_check import RecordCheck
-from dilocox.peer.chain.store import RECORDS_NEEDED, RoundLog
+from dilocox.peer.chain.store import RECORDS_NEEDED
 from dilocox.peer.chain.sync import AnchorDiffers, ChainClient, Reached, State
-from dilocox.peer.rounds.adaptation import outer_step, stage_codec
+from dilocox.peer.rounds.adaptation import outer_step
 from dilocox.peer.rounds.ballots import Ballots
 from dilocox.peer.rounds.exchange import Attempt
 from dilocox.peer.rounds.group import (
@@ -109,58 +115,25 @@ class StageBuffers:
 
     @classmethod
     def allocate(cls, numel: int) -> StageBuffers:
-        """Six vectors of a stage's size."""
-        vectors = [shared_zeros(numel, torch.float32) for _ in range(6)]
+        message, own, *pairs = (shared_zeros(numel, torch.float32) for _ in range(6))
         return cls(
-            message=vectors[0],
-            own=vectors[1],
-            anchors=(vectors[2], vectors[3]),
-            momenta=(vectors[4], vectors[5]),
+            message=message,
+            own=own,
+            anchors=(pairs[0], pairs[1]),
+            momenta=(pairs[2], pairs[3]),
             sent=Counts(BYTE_KINDS, shared=True),
             received=Counts(BYTE_KINDS, shared=True),
             refused=Counts(REFUSALS, shared=True),
         )
-
-    @property
-    def sent_bytes(self) -> int:
-        """Payload bytes that this peer sent since it started."""
-        return self.sent.total
-
-
-@dataclass(frozen=True, kw_only=True)
-class AveragerConfig:
-    """What the averaging process needs to know."""
-
-    run: str
-    stage: int
-    manifest: Manifest
-    layout: FlatLayout
-    identity: Identity
-    log_folder: Path
-    snapshot_folder: Path  # its newest snapshot is served to joiners
-    max_upload_bytes_per_s: float | None
-    device: str  # as --device names it; this process may use it too
-    bootstraps: tuple[str, ...] = ()  # peer ids; on their word strangers are dialled back
 
 
 @dataclass(frozen=True, kw_only=True)
 class Applied:
     """The outer step of one record, ready in the buffers that are not current."""
 
-    round: int
     digest: str
     anchor_sha256: str
     payload_bytes: int  # of the record's means
-    seconds: float
-
-
-def open_log(config: AveragerConfig) -> RoundLog:
-    """The log of this peer's stage."""
-    return RoundLog(
-        config.log_folder,
-        manifest_digest=config.manifest.root,
-        codec=stage_codec(config.manifest, config.layout),
-    )
 
 
 FIRST_PAUSE_S = 0.2  # between two searches
@@ -249,12 +222,34 @@ START_LIMIT_S = 30.0  # until the process has taken an order
 CLOSE_GRACE_S = 3.0
 ATTEMPTS_KEPT = 4  # so that members can fetch averaged parts and votes after the end
 
+P = ParamSpec("P")
+T = TypeVar("T")
 
-class StageAverager(PeerService, ConnectivityService, DecentralizedAverager):
-    """Averages one stage; the first methods are for the trainer's process."""
 
-    def __init__(self, *, dht: Any, config: AveragerConfig, buffers: StageBuffers):
-        self.config = config
+def in_process(
+    method: Callable[Concatenate[Any, P], Coroutine[Any, Any, T]],
+) -> Callable[Concatenate[Any, P], Future[T]]:
+    """A method that the trainer's process calls and the averaging process carries out.
+
+    Its future never resolves if that process dies: the caller keeps a deadline of its own.
+    """
+
+    @wraps(method)
+    def ask(averager: Any, *arguments: P.args, **named: P.kwargs) -> Future[T]:
+        future: Any = MPFuture()
+        request = {"method": method.__name__, "future": future}
+        averager._outer_pipe.send(("_serve", [arguments, named], request))
+        return future
+
+    return ask
+
+
+class StageAverager(PeerService, DecentralizedAverager):
+    """Averages one stage; the methods `in_process`, `exchange` and `close` are for the trainer's
+    process."""
+
+    def __init__(self, local: LocalPeer, buffers: StageBuffers):
+        self.local = local
         self.attempts: dict[bytes, Attempt] = {}
         self.sent, self.received = buffers.sent, buffers.received
         self.refused = buffers.refused
@@ -262,28 +257,27 @@ class StageAverager(PeerService, ConnectivityService, DecentralizedAverager):
         self._main_pid = os.getpid()
         self._order: ExchangeOrder | None = None
         self._asked_at = 0.0  # for the group that forms, or formed last
-        matchmaking_s = config.manifest.deadlines.matchmaking_s
+        matchmaking_s = local.manifest.deadlines.matchmaking_s
         super().__init__(
             (torch.zeros(1),),  # for its own reduction, which is not used
-            dht,
+            local.dht,
             start=True,
-            prefix=averaging_prefix(config.run, config.stage),
+            prefix=averaging_prefix(local.run, local.stage),
             min_matchmaking_time=matchmaking_s,
             request_timeout=0.6 * matchmaking_s,  # must be smaller, or matchmaking may deadlock
             allow_state_sharing=False,
         )
-        self._call("open")
+        self._open()
 
     # ---- in the trainer's process ----------------------------------------------------------------
-    def exchange(self, order: ExchangeOrder) -> Any:
-        """Find the attempt's group and exchange `buffers.message`; a future of AttemptResult.
+    def exchange(self, order: ExchangeOrder) -> Future[AttemptResult]:
+        """Find the attempt's group and exchange `buffers.message`.
 
-        The future fails where no group may start, and never resolves if this process dies:
-        the caller keeps a deadline of its own.
+        The future fails where no group may start, and else is as those of `in_process`.
         """
-        self._call("prepare", order=order).result(timeout=START_LIMIT_S)
+        self._prepare(order).result(timeout=START_LIMIT_S)
         if order.alone:
-            return self._call("exchange_alone")
+            return self._exchange_alone()
         # as hivemind's `step` does, which would wait for its process without a deadline
         ticket = self.serializer.dumps(order.ticket().pack(order.last_contributors))
         now = hivemind_control.get_dht_time()
@@ -302,40 +296,7 @@ class StageAverager(PeerService, ConnectivityService, DecentralizedAverager):
         step.allow_allreduce()
         return step
 
-    def apply(self, round_number: int, *, current: int, with_own: bool) -> Any:
-        """Compute a logged record's outer step from the current buffers; a future of Applied."""
-        return self._call("apply", round_number=round_number, current=current, with_own=with_own)
-
-    def catch_up(
-        self, peer: str, digest: str, *, limit_bytes: int | None, back_to: int | None
-    ) -> Any:
-        """Append the records up to `digest` from a peer's log; a future of Reached."""
-        return self._call(
-            "catch_up", peer=peer, digest=digest, limit_bytes=limit_bytes, back_to=back_to
-        )
-
-    def fetch_state(self, peer: str, *, current: int, after_round: int, hurry: bool) -> Any:
-        """Download anchor and momentum into the other buffers; a future of State."""
-        return self._call(
-            "fetch_state", peer=peer, current=current, after_round=after_round, hurry=hurry
-        )
-
-    def settle(self, round_number: int, attempt: int) -> Any:
-        """Ask the members of an undecided attempt; a future of AttemptResult or None."""
-        return self._call("settle", round_number=round_number, attempt=attempt)
-
-    def redial(self, targets: Targets) -> None:
-        """Keep connections to these peers open, as a peer must that only dials out."""
-        self._call("redial", targets=targets)
-
-    def check_reach(self, again: bool) -> Any:
-        """Ask the bootstraps whether others reach this peer now, as they did before or as at its
-        start; a future of Reachability.
-        """
-        return self._call("check_reach", again=again)
-
     def close(self) -> None:
-        """End the process, in good order if it still answers."""
         if self.is_alive():
             with contextlib.suppress(OSError):
                 self._outer_pipe.send(("_shutdown", [CLOSE_GRACE_S], {}))
@@ -346,15 +307,7 @@ class StageAverager(PeerService, ConnectivityService, DecentralizedAverager):
             self.kill()
             self.join(1.0)
 
-    def shutdown(self) -> None:
-        """What hivemind calls the same thing."""
-        self.close()
-
-    def _call(self, name: str, **arguments: Any) -> Any:
-        future: Any = MPFuture()
-        request = {"name": name, "future": future, "arguments": arguments}
-        self._outer_pipe.send(("_serve", [], request))
-        return future
+    shutdown = close  # what hivemind calls the same thing
 
     def run_in_background(self, await_ready: bool = True, timeout: float | None = None) -> None:
         """Start without hivemind's SIGINT handling: Ctrl-C belongs to the trainer's process."""
@@ -371,7 +324,7 @@ class StageAverager(PeerService, ConnectivityService, DecentralizedAverager):
         """Serve until the trainer's process ends."""
         leave_the_terminal()
         threading.Thread(
-            target=watch_parent, args=(self._main_pid, _end_without_parent), daemon=True
+            target=watch_parent, args=(self._main_pid, partial(os._exit, 1)), daemon=True
         ).start()
         self._inner_pipe: Any = BlockingPipe(self._inner_pipe)
         super().run()
@@ -382,24 +335,9 @@ class StageAverager(PeerService, ConnectivityService, DecentralizedAverager):
             await super()._shutdown(timeout)
 
     @cached_property
-    def pool(self) -> ThreadPoolExecutor:
-        """One thread for codecs and arithmetic; made here, for a fork would lose its thread."""
-        return ThreadPoolExecutor(1, initializer=torch.set_num_threads, initargs=(1,))
-
-    @cached_property
-    def log(self) -> RoundLog:
-        """The round log; this process appends to it."""
-        return open_log(self.config)
-
-    @cached_property
     def _average(self) -> Tensor:
         """Room for an average: of a large stage, new memory takes longer than the arithmetic."""
-        return torch.zeros(self.config.layout.numel)
-
-    @cached_property
-    def limit(self) -> UploadLimit:
-        """The volunteer's upload limit."""
-        return UploadLimit(self.config.max_upload_bytes_per_s)
+        return torch.zeros(self.local.layout.numel)
 
     @cached_property
     def _client(self) -> Client:
@@ -417,28 +355,61 @@ class StageAverager(PeerService, ConnectivityService, DecentralizedAverager):
 
     @cached_property
     def _check(self) -> RecordCheck:
-        config = self.config
-        return RecordCheck.of(config.run, config.stage, config.manifest, config.layout)
+        local = self.local
+        return RecordCheck.of(local.run, local.stage, local.manifest, local.layout)
 
-    async def _serve_open(self) -> None:
-        await self.answer_others()
+    async def _serve(
+        self, arguments: tuple[Any, ...], named: dict[str, Any], *, method: str, future: Any
+    ) -> None:
+        try:
+            carry_out = getattr(type(self), method).__wrapped__
+            future.set_result(await carry_out(self, *arguments, **named))
+        except Exception as error:  # noqa: BLE001 - the caller gets it, whatever it is
+            future.set_exception(error)
+
+    @in_process
+    async def _open(self) -> None:
+        probe = Probe(
+            self._p2p,
+            now=hivemind_control.get_dht_time,
+            busy=lambda: any(attempt.running for attempt in self.attempts.values()),
+            bootstraps=self.local.dht.bootstraps,
+        )
+        await probe.add_p2p_handlers(self._p2p)
+        if self.client_mode:  # hivemind's answer nobody; means and votes are sent to all members
+            await self.add_p2p_handlers(self._p2p, namespace=self.prefix)
         # now and beside the event loop: CUDA takes seconds to start, in which a group would wait
         await self.in_pool(self._choose_device, self._check.codec)
 
     def _choose_device(self, codec: StageCodec) -> None:
         try:
-            codec.choose_device(chosen_device(self.config.device))
+            codec.choose_device(chosen_device(self.local.options.device))
         except RuntimeError as error:  # torch's own kinds, also for a lack of memory
             logger.warning("the codec's matrix products run on the CPU: %s", error)
 
-    async def _serve(self, *, name: str, future: Any, arguments: dict[str, Any]) -> None:
-        try:
-            future.set_result(await getattr(self, f"_serve_{name}")(**arguments))
-        except Exception as error:  # noqa: BLE001 - the caller gets it, whatever it is
-            future.set_exception(error)
+    # ---- in the averaging process: ways to others ------------------------------------------------
+    @in_process
+    async def redial(self, targets: Targets) -> None:
+        """Keep connections to these peers open, as a peer must that only dials out."""
+        self._redialler.aim(targets)
+
+    @in_process
+    async def check_reach(self, again: bool) -> Reachability:
+        """Ask the bootstraps whether others reach this peer now, as they did before (`again`) or as
+        at its start.
+        """
+        found = [str(address) for address in await self._p2p.get_visible_maddrs(latest=True)]
+        own = [address.rpartition("/p2p/")[0] for address in found]
+        asked = [PeerID.from_base58(peer) for peer in self.local.dht.bootstraps]
+        return await find_reach(self._p2p, asked, own, again=again)
+
+    @cached_property
+    def _redialler(self) -> Redialler:
+        return Redialler(self._p2p)
 
     # ---- in the averaging process: the exchange --------------------------------------------------
-    async def _serve_prepare(self, order: ExchangeOrder) -> None:
+    @in_process
+    async def _prepare(self, order: ExchangeOrder) -> None:
         self._order = order
 
     async def _step(self, *, step: StepControl, future_for_init: Any) -> None:
@@ -468,7 +439,8 @@ class StageAverager(PeerService, ConnectivityService, DecentralizedAverager):
         last = self._current_order().last_contributors
         return Ticket.unpack(stated, last, client_mode=mode == AveragingMode.CLIENT.value)
 
-    async def _serve_exchange_alone(self) -> AttemptResult:
+    @in_process
+    async def _exchange_alone(self) -> AttemptResult:
         order = self._current_order()
         return await self._attempt(order, os.urandom(20), {str(self.peer_id): order.ticket()})
 
@@ -489,10 +461,8 @@ class StageAverager(PeerService, ConnectivityService, DecentralizedAverager):
     async def _attempt(
         self, order: ExchangeOrder, group: bytes, tickets: dict[str, Ticket]
     ) -> AttemptResult:
-        config, plan = self.config, order.plan
-        codec = self._check.codec
-        me = str(self.peer_id)
-        setup = attempt_setup(order, config.manifest, codec, me, tickets, group=group)
+        local, plan, codec = self.local, order.plan, self._check.codec
+        setup = attempt_setup(order, local.manifest, codec, local.me, tickets, group=group)
         ballot = Ballot(
             run=plan.run,
             stage=plan.stage,
@@ -505,7 +475,7 @@ class StageAverager(PeerService, ConnectivityService, DecentralizedAverager):
             setup,
             encoder=codec.encoder(self._buffers.message, plan.ranks, lambda: self._basis(order)),
             transport=GroupCalls(self._client, group, ballot.members),
-            ballots=Ballots(identity=config.identity, ballot=ballot, save_vote=self.log.save_vote),
+            ballots=Ballots(identity=local.identity, ballot=ballot, save_vote=self.log.save_vote),
             pool=self.pool,
         )
         self.attempts[group] = attempt
@@ -530,7 +500,9 @@ class StageAverager(PeerService, ConnectivityService, DecentralizedAverager):
             return codec.first_basis(seed)
         return last.decoded(codec).next_basis(codec.low_rank(plan.ranks), seed)
 
-    async def _serve_settle(self, round_number: int, attempt: int) -> AttemptResult | None:
+    @in_process
+    async def settle(self, round_number: int, attempt: int) -> AttemptResult | None:
+        """Ask the members of an undecided attempt; None for one that this process has not seen."""
         for known in self.attempts.values():
             ballot = known.ballots.ballot
             if (ballot.round, ballot.attempt) == (round_number, attempt):
@@ -543,11 +515,12 @@ class StageAverager(PeerService, ConnectivityService, DecentralizedAverager):
         return result
 
     # ---- in the averaging process: records and states --------------------------------------------
-    async def _serve_apply(self, round_number: int, current: int, with_own: bool) -> Applied:
+    @in_process
+    async def apply(self, round_number: int, *, current: int, with_own: bool) -> Applied:
+        """Compute a logged record's outer step from the current buffers."""
         return await self.in_pool(self._apply, round_number, current, with_own)
 
     def _apply(self, round_number: int, current: int, with_own: bool) -> Applied:
-        started = time.monotonic()
         buffers = self._buffers
         try:
             record, data = self.log.read(round_number), self.log.read_bytes(round_number)
@@ -559,46 +532,45 @@ class StageAverager(PeerService, ConnectivityService, DecentralizedAverager):
             raise AnchorDiffers(f"record {round_number} applies to another anchor")
         means = record.decoded(self._check.codec)
         if with_own:
-            me = str(self.peer_id)
-            own = means.own(buffers.message, record.counted(me), out=buffers.own)
+            own = means.own(buffers.message, record.counted(self.local.me), out=buffers.own)
             if own is not buffers.own:
                 buffers.own.copy_(own)
-        outer_step(self.config.manifest, record.rules).apply(
+        outer_step(self.local.manifest, record.rules).apply(
             buffers.anchors[current],
             buffers.momenta[current],
             means.average(out=self._average),
             buffers.anchors[1 - current],
             buffers.momenta[1 - current],
         )
-        rounds = self.config.manifest.rounds
+        rounds = self.local.manifest.rounds
         kept = max(rounds.records_kept, RECORDS_NEEDED)
         self.log.prune(kept, rounds.log_bytes, applied=round_number)
         return Applied(
-            round=round_number,
             digest=digest_of(data),
             anchor_sha256=anchor_sha256(buffers.anchors[1 - current]),
             payload_bytes=sum(len(mean) for mean in record.means),
-            seconds=time.monotonic() - started,
         )
 
-    async def _serve_catch_up(
-        self, peer: str, digest: str, limit_bytes: int | None, back_to: int | None
+    @in_process
+    async def catch_up(
+        self, peer: str, digest: str, *, limit_bytes: int | None, back_to: int | None
     ) -> Reached:
+        """Append the records up to `digest` from a peer's log."""
         # where the records are worth more bytes, a bootstrap's older ones are, too
         chain = self._chain([peer], older=limit_bytes is not None)
         with self.counting_refusals():
             return await chain.catch_up(
-                self.log, digest, limit_bytes=limit_bytes, me=str(self.peer_id), back_to=back_to
+                self.log, digest, limit_bytes=limit_bytes, me=self.local.me, back_to=back_to
             )
 
-    async def _serve_fetch_state(
-        self, peer: str, current: int, after_round: int, hurry: bool
-    ) -> State:
+    @in_process
+    async def fetch_state(self, peer: str, *, current: int, after_round: int, hurry: bool) -> State:
+        """Download anchor and momentum into the buffers that are not current."""
         buffers = self._buffers
         with self.counting_refusals():
             state = await self._chain([peer]).state(
                 peer,
-                self.config.log_folder,
+                self.local.folder / "log",
                 buffers.anchors[1 - current],
                 buffers.momenta[1 - current],
                 after_round=after_round,
@@ -611,7 +583,3 @@ class StageAverager(PeerService, ConnectivityService, DecentralizedAverager):
         if self._order is None:
             raise GroupRefused("no exchange was prepared")
         return self._order
-
-
-def _end_without_parent() -> None:
-    os._exit(1)

@@ -4,9 +4,10 @@ It says when a round ends, drives the exchange of a send (driver.py) and follows
 (follower.py). It looks at the others' records and publishes this peer's through two workers: over
 far links each call to the DHT takes seconds, and no exchange may wait for one. What the training
 loop must know comes to it as events; what it is doing it leaves in `status`.
-
-A worker is a thread that does one call after the other (`WorkerThread`).
 """
+
+# RunDHT extends hivemind's DHT, which carries no types.
+# pyright: reportUnknownMemberType=false
 
 from __future__ import annotations
 
@@ -14,53 +15,34 @@ import logging
 import os
 import queue
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol, cast
+from typing import Any, TypeVar, cast
 
-from dilocox.dht.clock import Clock
 from dilocox.dht.errors import UnreadableManifest
 from dilocox.dht.node import RunDHT
-from dilocox.dht.records import Record, ReplicaRecord
+from dilocox.dht.records import Record, ReplicaRecord, replica_key
 from dilocox.dht.revisions import ManifestWatch
 from dilocox.dht.swarm_view import SwarmView
 from dilocox.peer.averaging.announcer import Announcer, replica_record
 from dilocox.peer.averaging.averager import StageAverager
-from dilocox.peer.averaging.connectivity import Connectivity, LocalPeer
+from dilocox.peer.averaging.connectivity import Connectivity
 from dilocox.peer.averaging.data_lease import PartLease
 from dilocox.peer.averaging.driver import NO_GROUP_S, ExchangeDriver
 from dilocox.peer.averaging.events import EventQueue, Failed
 from dilocox.peer.averaging.follower import ChainFollower
+from dilocox.peer.averaging.local_peer import LocalPeer
 from dilocox.peer.averaging.loop_status import LoopStatus
 from dilocox.peer.resources import check_use
 from dilocox.peer.rounds.record import SendFacts
 from dilocox.peer.rounds.round_clock import RoundKeeper
-from dilocox.peer.rounds.vote import AloneWatch
 from dilocox.pipeline.placement import Mover
 
 logger = logging.getLogger(__name__)
 
-
-class Pending(Protocol):
-    """The answer to a call, once it is there."""
-
-    def done(self) -> bool:
-        """Whether it is."""
-        ...
-
-    def result(self, timeout: float | None = None) -> Any:
-        """What the call returned, or raises what it raised."""
-        ...
-
-
-class Worker(Protocol):
-    """Who does the calls; a simulation brings its own."""
-
-    def submit(self, call: Callable[[], Any]) -> Pending:
-        """Do this after all that was submitted before."""
-        ...
+T = TypeVar("T")
 
 
 class WorkerThread:
@@ -70,9 +52,9 @@ class WorkerThread:
         self._calls: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]]] = queue.SimpleQueue()
         threading.Thread(target=self._run, name=name, daemon=True).start()
 
-    def submit(self, call: Callable[[], Any]) -> Future[Any]:
+    def submit(self, call: Callable[[], T]) -> Future[T]:
         """Do this after all that was submitted before."""
-        future: Future[Any] = Future()
+        future: Future[T] = Future()
         self._calls.put((call, future))
         return future
 
@@ -100,7 +82,8 @@ class ChildDied(RuntimeError):
 
 @dataclass(frozen=True, kw_only=True)
 class _Looked:
-    """What a look at the DHT came to. bootstrap: whether one answers, None if it was not asked."""
+    """What a look at the DHT came to. bootstrap: whether one answers, None where only bells were
+    looked for."""
 
     answered: bool
     revised: bool
@@ -109,50 +92,62 @@ class _Looked:
 
 
 class Coordinator(threading.Thread):
-    """The thread. Attributes without underscore are for the training loop; each is set whole."""
+    """The thread, with the driver of sends and the follower of the chain. Attributes without
+    underscore are for the training loop; each is set whole.
+    """
 
     def __init__(
         self,
-        *,
         local: LocalPeer,
-        dht: RunDHT,
-        announcer: Announcer,
-        clock: Clock,
         averager: StageAverager,
-        chain: ChainFollower,
-        driver: ExchangeDriver,
-        alone: AloneWatch,
-        events: EventQueue,
-        lease: PartLease | None,
-        mover: Mover | None,
+        *,
         watch: ManifestWatch,
-        reader: Worker,
-        writer: Worker,
+        applied: int,
+        anchor_sha256: str,
+        sent: Mapping[int, int],
+        unsettled: Callable[[], Collection[int]] = tuple,
+        lease: PartLease | None = None,
+        mover: Mover | None = None,
         first_round: int = 0,
+        events: EventQueue | None = None,
+        reader: WorkerThread | None = None,
+        writer: WorkerThread | None = None,
     ):
-        """reader, writer: who calls the DHT. first_round: the least one that this peer can begin
-        with.
+        """applied, anchor_sha256: the round of the last record in the anchor, and its digest.
+        sent: tokens by round of sends from before a restart. unsettled: rounds whose records may
+        name this peer, as far as it knows. lease: on a part of the data, for peers of stage 0.
+        mover: for peers that may change their stage. first_round: the least one to begin with.
+        events, reader, writer: a simulation brings its own; the latter two call the DHT.
         """
         super().__init__(name="coordinator", daemon=True)
         self._local = local
-        self._dht = dht
-        self._announcer = announcer
-        self._clock = clock
+        self._dht: RunDHT = local.dht
+        self._clock = local.clock
         self._averager = averager
-        self._chain = chain
-        self._driver = driver
-        self._alone = alone
+        self.events = events or EventQueue()
+        self.chain = ChainFollower(
+            local,
+            averager,
+            self.events,
+            applied=applied,
+            anchor_sha256=anchor_sha256,
+            unsettled=unsettled,
+        )
+        self.driver = ExchangeDriver(local, averager, self.events, self.chain)
+        for round_number, tokens in sent.items():
+            self.driver.resume(round_number, tokens)
+        self._announcer = Announcer(local, self.chain)
         self._lease = lease
         self._mover = mover
         self._watch = watch
         self._closing = threading.Event()
-        self._leaving = self._part_finished = False
+        self._leaving = False
         self._bootstrap_answered = True
-        self._connectivity = Connectivity(local, averager, clock)
-        self._reader, self._writer = reader, writer
-        self._reading: Pending | None = None
-        self._writing: Pending | None = None
-        self._read_whole = False
+        self._connectivity = Connectivity(local, averager)
+        self._reader = reader or WorkerThread("dht reads")
+        self._writer = writer or WorkerThread("dht writes")
+        self._reading: Future[_Looked] | None = None
+        self._writing: Future[float] | None = None
         self._read_s = self._write_s = 0.0  # what such calls take
         self._ring_now = self._hurry = False
         self._published_at = self._followed_at = float("-inf")
@@ -160,10 +155,9 @@ class Coordinator(threading.Thread):
         self._paused_at = float("inf")
         self._stood_still_since: float | None = None
         self._pending_send: Callable[[], None] | None = None
-        self.events = events
         self._rounds = RoundKeeper(
             local.me,
-            clock,
+            local.clock,
             meeting_s=local.manifest.deadlines.matchmaking_s + NO_GROUP_S,
             first=first_round,
         )
@@ -188,12 +182,10 @@ class Coordinator(threading.Thread):
 
     @property
     def revision(self) -> int:
-        """Of the manifest, the newest that this peer follows."""
         return self._watch.manifest.operation.revision
 
     @property
     def paused(self) -> bool:
-        """Whether the operator has paused the run."""
         return self._watch.manifest.operation.state == "paused"
 
     @property
@@ -204,30 +196,26 @@ class Coordinator(threading.Thread):
     @property
     def inner_steps(self) -> int:
         """H of this round: the largest that the last records of this replica's stages name."""
-        stages = self._announcer.view.stages
+        stages = self.view.stages
         stated = [
             record.inner_steps
             for stage, peer in enumerate(self.status.members)
             if (record := stages.get(stage, {}).get(peer)) is not None
         ]
-        return max([self.planned_steps, *stated])
+        return max([self._planned_steps, *stated])
 
     @property
-    def planned_steps(self) -> int:
-        """What this stage's last record says of H, else the manifest."""
-        last = self._chain.last_record
-        planned = self._local.manifest.rounds.inner_steps
-        return planned if last is None else last.next_inner_steps
+    def _planned_steps(self) -> int:
+        return self.driver.plan.inner_steps_after(self.chain.last_record)
 
     @property
     def tokens_at_start(self) -> int:
-        """Tokens behind the chain up to the record that was merged when this peer started."""
-        return self._chain.tokens_at_start
+        return self.chain.tokens_at_start
 
     @property
     def applying(self) -> bool:
         """Whether a record is on its way into the training loop."""
-        return self._chain.busy
+        return self.chain.busy
 
     @property
     def outcome_limit_s(self) -> float:
@@ -241,16 +229,14 @@ class Coordinator(threading.Thread):
         """Whether a bootstrap keeps this peer's newest record; true where none answers."""
         if not (self._bootstrap_answered and self._dht.bootstraps):
             return True
-        return self._announcer.view.held_by(self._dht.bootstraps, self._chain.head.round)
+        return self.view.held_by(self._dht.bootstraps, self.chain.head.round)
 
     @property
     def round(self) -> int:
-        """The round that this peer is in."""
         return self._rounds.round
 
     @property
     def view(self) -> SwarmView:
-        """What the last look at the DHT showed."""
         return self._announcer.view
 
     def send_due(self) -> tuple[int, float] | None:
@@ -260,12 +246,9 @@ class Coordinator(threading.Thread):
     def submit(
         self, round_number: int, facts: SendFacts, *, scheduled_at: float, states_taken: int
     ) -> None:
-        """The send of this round was taken and is on disk; the next round begins.
-
-        `states_taken`: states of others that were taken before it.
-        """
+        """A send was taken (see `ExchangeDriver.submit`); the next round begins."""
         self._pending_send = partial(
-            self._driver.submit,
+            self.driver.submit,
             round_number,
             facts,
             scheduled_at=scheduled_at,
@@ -274,7 +257,7 @@ class Coordinator(threading.Thread):
         self._rounds.end(round_number)
 
     def skip(self, round_number: int) -> None:
-        """Nothing is sent in this round; the next one begins."""
+        """The next round begins without a send in this one."""
         self._rounds.end(round_number)
 
     def announce(self) -> None:
@@ -283,7 +266,8 @@ class Coordinator(threading.Thread):
 
     def finish_part(self) -> None:
         """The part of the data was read to its end: another one is leased at the next heartbeat."""
-        self._part_finished = True
+        if self._lease is not None:
+            self._lease.finish()
 
     def leave(self) -> None:
         """The loop has ended: tell the others, and start no new round."""
@@ -291,7 +275,6 @@ class Coordinator(threading.Thread):
         self._published_at = float("-inf")
 
     def close(self) -> None:
-        """End the thread."""
         self._closing.set()
         self.join(CLOSE_LIMIT_S)
 
@@ -309,10 +292,7 @@ class Coordinator(threading.Thread):
             self.events.put(Failed(error=error))
 
     def tick(self) -> None:
-        """Look and tell where that is due, and go on with the round, the send and the chain.
-
-        It waits for nothing.
-        """
+        """Look, tell, and go on with round, send and chain where that is due; waits for nothing."""
         now = self._clock.monotonic()
         if not self._dht.running:
             raise ChildDied("the DHT process or p2pd has died")
@@ -322,18 +302,22 @@ class Coordinator(threading.Thread):
             raise ChildDied("others cannot reach this peer, for which they wait")
         news = self._take_answers()
         self._look(now)
-        if self.joined.is_set() and not self._leaving and (news or now >= self._followed_at):
+        if self._takes_part and (news or now >= self._followed_at):
             self._followed_at = now + FOLLOW_S
-            self._follow_round(self._announcer.view)
+            self._follow_round()
         self._tell(now)
         if (send := self._pending_send) is not None:
             self._pending_send = None
             send()
-        self._driver.closed_by_chain(self._chain.applied)
-        self._chain.tick(self._announcer.view, exchanging=self._driver.exchanging)
-        self._driver.tick(
-            self._announcer.view, meets_at=self._rounds.meets_at, search_s=self._read_s
+        self.driver.closed_by_chain(self.chain.applied)
+        self.chain.tick(
+            self.view, exchanging=self.driver.exchanging, sent_round=self.driver.sent_round
         )
+        self.driver.tick(self.view, meets_at=self._rounds.meets_at, search_s=self._read_s)
+
+    @property
+    def _takes_part(self) -> bool:
+        return self.joined.is_set() and not self._leaving
 
     # ---- looking ---------------------------------------------------------------------------------
     def _look(self, now: float) -> None:
@@ -342,43 +326,32 @@ class Coordinator(threading.Thread):
         if self._reading is not None:
             return
         deadlines = self._local.manifest.deadlines
-        stays = self.joined.is_set() and not self._leaving
+        stays = self._takes_part
         whole = now - self._saw_all_at >= (deadlines.heartbeat_s if stays else FOLLOW_S)
         resting = now - self._paused_at > deadlines.record_lifetime_s
         if whole or now - self._heard_at >= self._rounds.look_s(resting=resting):
             self._heard_at = now
             self._saw_all_at = now if whole else self._saw_all_at
-            self._read_whole = whole
-            wanted = self._rounds.wanted_bells(self._announcer.view)
+            wanted = self._rounds.wanted_bells(self.view)
             # who waits for a record, or for the outcome of a send, looks with every heartbeat
-            eager = not stays or self._driver.sent_round is not None
+            eager = not stays or self.driver.sent_round is not None
             ask = partial(self._read, wanted, self.round, whole=whole, eager=eager)
             self._reading = self._reader.submit(ask)
 
     def _read(self, wanted: list[int], own_round: int, *, whole: bool, eager: bool) -> _Looked:
-        """In the reader's thread."""
         began = self._clock.monotonic()
-        last_record = self._chain.head.round
-        answered = self._announcer.look(
-            wanted, own_round=own_round, last_record=last_record, whole=whole, eager=eager
-        )
+        answered = self._announcer.look(wanted, own_round, whole=whole, eager=eager)
         seconds = self._clock.monotonic() - began
         heartbeat_s = self._local.manifest.deadlines.heartbeat_s
         revised = self._watch.follow(self._announcer.revision, heartbeat_s, began)
         bootstrap: bool | None = None
         if whole:
-            bootstrap = self._announcer.bootstrap_answers(BOOTSTRAP_LIMIT_S)
-            if self._lease is not None and not self._leaving:
-                self._settle_lease(self._lease)
+            bootstrap = self._local.swarm.bootstrap_answers(BOOTSTRAP_LIMIT_S)
+            lease = None if self._leaving else self._lease
+            if lease is not None and lease.settle():
+                self.data_part = (lease.part, lease.position)
+                self.announce()
         return _Looked(answered=answered, revised=revised, bootstrap=bootstrap, seconds=seconds)
-
-    def _settle_lease(self, lease: PartLease) -> None:
-        if self._part_finished:
-            self._part_finished = False
-            lease.finished()
-        if lease.settle():
-            self.data_part = (lease.part, lease.position)
-            self.announce()
 
     def _take_answers(self) -> bool:
         """Take what the workers have done by now; whether there is news of the others."""
@@ -387,41 +360,42 @@ class Coordinator(threading.Thread):
             self._writing = None
         if self._reading is None or not self._reading.done():
             return False
-        looked: _Looked = self._reading.result()
+        looked = self._reading.result()
         self._reading = None
         self._read_s = max(looked.seconds, FADES * self._read_s)
-        view = self._announcer.view
+        view = self.view
         if looked.revised:
             self.announce()  # others hear of it from this peer, too
         if looked.bootstrap is not None:
             self._bootstrap_answered = looked.bootstrap
-            self._alone.observe(
+            self.driver.alone.observe(
                 self._clock.monotonic(),
                 others_in_view=len(set(view.counted()) - {self._local.me}),
                 bootstrap_answered=looked.bootstrap,
             )
-        if self._read_whole:
             self._connectivity.look(view)
         evaluated = [
             (record.val_round, record.val_loss)
             for record in view.replicas.values()
-            if record.val_loss is not None and record.val_round <= self._chain.head.round
+            if record.val_loss is not None and record.val_round <= self.chain.head.round
         ]
         if evaluated:
             self.heard_val_loss = max(evaluated)
         if not self.joined.is_set():
             # training begins when nobody has a record that this peer lacks
-            ready = looked.answered and not self._chain.busy and self._stands_on_base()
-            if ready and not self._chain.behind(view):
-                self._rounds.start(view, self._chain.head.round)
+            ready = looked.answered and not self.chain.busy and self._stands_on_base()
+            if ready and not self.chain.behind(view):
+                self._rounds.start(view, self.chain.head.round)
                 self.joined.set()
                 self.announce()
-        elif not self._leaving:
-            self._consider_moving(view)
+        elif self._mover is not None and not self._leaving:
+            free = not self.status.head and self.status.unsent_tokens == 0
+            turn = int(self._clock.time() / MOVE_TURN_S)
+            self.move_to = self._mover.observe(view.stages, free=free, turn=turn)
         self.run_ended = view.says_ended(self._local.manifest.end_tokens)
         return True
 
-    def _follow_round(self, view: SwarmView) -> None:
+    def _follow_round(self) -> None:
         status = self.status
         now = self._clock.monotonic()
         if self._stood_still_since is not None:
@@ -429,13 +403,13 @@ class Coordinator(threading.Thread):
         self._stood_still_since = now if self.paused else None
         self._paused_at = min(self._paused_at, now) if self.paused else float("inf")
         self._ring_now |= self._rounds.follow(
-            view,
+            self.view,
             self._replica_record(),
             self._clock.time(),
             head=status.head,
             inner_steps=1 if self.ending else self.inner_steps,
             tokens=status.unsent_tokens,
-            undecided=self._pending_send is not None or self._driver.sent_round is not None,
+            undecided=self._pending_send is not None or self.driver.sent_round is not None,
         )
 
     def _stands_on_base(self) -> bool:
@@ -443,13 +417,7 @@ class Coordinator(threading.Thread):
         manifest = self._local.manifest
         rollbacks = manifest.operation.rollbacks
         base, since = manifest.base(self._local.stage), rollbacks[-1][0] if rollbacks else 0
-        return self._chain.stands_on(base, since)
-
-    def _consider_moving(self, view: SwarmView) -> None:
-        if self._mover is not None:
-            free = not self.status.head and self.status.unsent_tokens == 0
-            turn = int(self._clock.time() / MOVE_TURN_S)
-            self.move_to = self._mover.observe(view.stages, free=free, turn=turn)
+        return self.chain.stands_on(base, since)
 
     # ---- telling ---------------------------------------------------------------------------------
     def _tell(self, now: float) -> None:
@@ -471,21 +439,20 @@ class Coordinator(threading.Thread):
     def _announce_all(self) -> None:
         self._published_at = self._clock.monotonic()
         self._ring_now = self._hurry = False
-        status, announcer = self.status, self._announcer
-        present = self.joined.is_set() and not self._leaving
+        status, announcer, present = self.status, self._announcer, self._takes_part
         trains = "training" if status.head else "spare"
         records = announcer.of_stage(
             "left" if self._leaving else trains if present else "joining",
             round_number=self.round,
-            inner_steps=self.planned_steps,
-            chain=self._chain,
-            voids=self._driver.voids,
+            inner_steps=self._planned_steps,
+            voids=self.driver.voids,
             own=status,
             revision=self.revision,
         )
         lease = self._lease if present else None
         if present:
-            records |= announcer.of_replica(self._replica_record())
+            if (replica := self._replica_record()) is not None:
+                records[replica_key(self._local.run)] = replica
             records |= announcer.of_bells(self._rounds.bells)
         if lease is not None:
             records |= lease.announcement(status.data_position)
@@ -494,19 +461,16 @@ class Coordinator(threading.Thread):
     def _write(self, records: dict[str, Record], lease: PartLease | None) -> float:
         """In the writer's thread; seconds that the DHT took."""
         began = self._clock.monotonic()
-        stored = self._announcer.tell(records)
+        stored = self._local.swarm.publish_many(records, self._announcer.cadence.lifetime_s)
         seconds = self._clock.monotonic() - began
         if lease is not None:
             lease.published(stored)
-        check_use(self._pids(), self._local.memory_limit_bytes)
+        dht_pid = cast("int | None", self._dht.pid)
+        pids = (os.getpid(), dht_pid, self._dht.p2pd_pid, self._averager.pid)
+        check_use([pid for pid in pids if pid], self._local.options.memory_limit_bytes)
         return seconds
 
     def _replica_record(self) -> ReplicaRecord | None:
         # a bell that is written now is heard after the write, a look interval, and the look
         hear_s = self._write_s + self._rounds.look_s() + self._read_s
-        return replica_record(self._local, self.round, self.status, hear_s=round(hear_s, 3))
-
-    def _pids(self) -> list[int]:
-        dht_pid = cast("int | None", self._dht.pid)  # pyright: ignore[reportUnknownMemberType]
-        pids = (os.getpid(), dht_pid, self._dht.p2pd_pid, self._averager.pid)
-        return [pid for pid in pids if pid]
+        return replica_record(self.round, self.status, hear_s=round(hear_s, 3))

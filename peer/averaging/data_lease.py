@@ -13,7 +13,7 @@ import hashlib
 from collections.abc import Sequence
 
 from dilocox.dht.records import PartRecord, Record, part_key
-from dilocox.dht.swarm import Swarm
+from dilocox.peer.averaging.local_peer import LocalPeer
 
 READ_AT_ONCE = 16  # parts that are looked at together
 # Epochs at which those who share a part begin: beyond what a first reader comes to.
@@ -34,24 +34,16 @@ def place_of(position: int) -> tuple[int, int]:
 class PartLease:
     """The part of the data that this head reads."""
 
-    def __init__(
-        self,
-        *,
-        swarm: Swarm,
-        run: str,
-        me: str,
-        parts: int,
-        first: int | None = None,
-    ):
+    def __init__(self, local: LocalPeer, first: int | None = None):
         """`first`: the part to try first, that of the snapshot."""
-        self._swarm = swarm
-        self._run = run
-        self._me = me
-        self._order = sorted(range(parts), key=lambda part: (part != first, _rank(me, part)))
+        self._local = local
+        parts = range(local.manifest.data.parts)
+        self._order = sorted(parts, key=lambda part: (part != first, _rank(local.me, part)))
         self._tried = 0
         self.part = self._order[0]
         self._positions: dict[int, int] = {}  # how far the holders of other parts were seen
         self.held = False
+        self._finished = False  # the part, by the training loop
         self._shared = False  # with a head that was there before
         self._moved = False  # to a part whose position is not this head's own
 
@@ -61,7 +53,7 @@ class PartLease:
         nobody else reads that shares it.
         """
         if self._shared:
-            own = int.from_bytes(_rank(self._me, self.part)[:8], "big")
+            own = int.from_bytes(_rank(self._local.me, self.part)[:8], "big")
             return position_of(SHARED_EPOCHS[own % len(SHARED_EPOCHS)])
         return self._positions.get(self.part, 0)
 
@@ -72,9 +64,13 @@ class PartLease:
         take turns with these: what one of them changes, the others see whole.)
         """
         part, shared = self.part, self._shared
+        if self._finished:
+            self._tried += 1
+            part, shared = self._order[self._tried % len(self._order)], False
+            self._finished = self.held = False
         holders = self._holders([part])[part]
         # a lease that we hold yields only to a smaller id; a free one must have nobody on it
-        lost = any(peer < self._me for peer in holders) if self.held else bool(holders)
+        lost = any(peer < self._local.me for peer in holders) if self.held else bool(holders)
         if lost and not (shared and self.held):
             part, shared = self._free_part()
         elif not holders:
@@ -86,19 +82,14 @@ class PartLease:
     def announcement(self, position: int) -> dict[str, Record]:
         """What keeps the lease. position: how far this head has read the part it held before."""
         record = PartRecord(part=self.part, position=self.position if self._moved else position)
-        return {part_key(self._run, record.part): record}
+        return {part_key(self._local.run, record.part): record}
 
     def published(self, stored: bool) -> None:
-        """Whether the DHT took the announcement."""
         self.held, self._moved = stored, False
 
-    def finished(self) -> None:
-        """The part was read to its end: take another one."""
-        self.part, self.held, self._shared = self._next(), False, False
-
-    def _next(self) -> int:
-        self._tried += 1
-        return self._order[self._tried % len(self._order)]
+    def finish(self) -> None:
+        """The part was read to its end: `settle` takes another one."""
+        self._finished = True
 
     def _free_part(self) -> tuple[int, bool]:
         """The next part that nobody holds; if there is none, the next of those that the fewest
@@ -117,12 +108,12 @@ class PartLease:
         return part, bool(holders[part])
 
     def _holders(self, parts: Sequence[int]) -> dict[int, set[str]]:
-        """Who else holds these parts."""
-        keys = {part_key(self._run, part): part for part in parts}
-        found = self._swarm.read_many(dict.fromkeys(keys, PartRecord), thorough=False)
+        keys = {part_key(self._local.run, part): part for part in parts}
+        found = self._local.swarm.read_many(dict.fromkeys(keys, PartRecord), thorough=False)
         holders: dict[int, set[str]] = {}
         for key, part in keys.items():
-            others = {peer: each for peer, each in (found[key] or {}).items() if peer != self._me}
+            others = dict(found[key] or {})
+            others.pop(self._local.me, None)
             if others:
                 self._positions[part] = max(lease.position for lease in others.values())
             holders[part] = set(others)

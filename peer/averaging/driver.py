@@ -14,9 +14,9 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable
+from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import dataclass
-from typing import Any
 
 from hivemind.averaging.allreduce import (  # pyright: ignore[reportMissingTypeStubs]
     AllreduceException,
@@ -25,14 +25,13 @@ from hivemind.averaging.matchmaking import (  # pyright: ignore[reportMissingTyp
     MatchmakingException,
 )
 
-from dilocox.dht.clock import Clock
 from dilocox.dht.errors import DilocoxError
-from dilocox.dht.manifest import Manifest
 from dilocox.dht.swarm_view import SwarmView
 from dilocox.peer.averaging.averager import AveragerStuck, StageAverager
 from dilocox.peer.averaging.events import EventQueue, Voided
 from dilocox.peer.averaging.follower import ChainFollower
-from dilocox.peer.rounds.adaptation import RoundPlan
+from dilocox.peer.averaging.local_peer import LocalPeer
+from dilocox.peer.rounds.adaptation import RoundPlan, stage_codec
 from dilocox.peer.rounds.group import AttemptResult, ExchangeOrder, GroupRefused, Plan, tokens_cap
 from dilocox.peer.rounds.record import SendFacts
 from dilocox.peer.rounds.round_clock import attempt_at
@@ -54,7 +53,7 @@ class _Job:
     facts: SendFacts
     attempt: int = 0
     abort: bytes = b""
-    future: Any = None
+    future: Future[AttemptResult] | Future[AttemptResult | None] | None = None
     limit: float = 0.0  # monotonic time: of the state the job is in
     undecided: bool = False
     states_taken: int = 0  # by the training loop, when it took this send
@@ -63,38 +62,37 @@ class _Job:
 
 
 class ExchangeDriver:
-    """At most one send is under way; `sent_round` names it."""
+    """At most one send is under way; `sent_round` names it.
+
+    Attributes:
+        alone: whether this peer may commit without others. voids: sends that came to nothing.
+    """
 
     def __init__(
         self,
-        *,
+        local: LocalPeer,
         averager: StageAverager,
-        chain: ChainFollower,
         events: EventQueue,
-        manifest: Manifest,
-        run: str,
-        stage: int,
-        layout_digest: str,
-        plan: RoundPlan,
-        clock: Clock,
-        alone: AloneWatch,
+        chain: ChainFollower,
     ):
+        deadlines = local.manifest.deadlines
+        self._local = local
         self._averager = averager
-        self._chain = chain
         self._events = events
-        self._manifest = manifest
-        self._run, self._stage, self._layout_digest = run, stage, layout_digest
-        self._plan = plan
-        self._clock = clock
-        self._alone = alone
+        self._chain = chain
+        self._clock = local.clock
+        self._deadlines = deadlines
+        self.plan = RoundPlan(local.manifest, stage_codec(local.manifest, local.layout))
         self._job: _Job | None = None
         self._last_exchange_s = 0.0
         self._ticked_at = self._clock.monotonic()
+        self.alone = AloneWatch(
+            record_lifetime_s=deadlines.record_lifetime_s, heartbeat_s=deadlines.heartbeat_s
+        )
         self.voids = 0
 
     @property
     def sent_round(self) -> int | None:
-        """The round whose send is undecided."""
         return None if self._job is None else self._job.round
 
     @property
@@ -110,17 +108,14 @@ class ExchangeDriver:
         `states_taken`: how many states of others the training loop had taken before it.
         """
         self._job = _Job(
-            round=round_number,
-            scheduled_at=scheduled_at,
-            facts=facts,
-            states_taken=states_taken,
+            round=round_number, scheduled_at=scheduled_at, facts=facts, states_taken=states_taken
         )
 
     def resume(self, round_number: int, tokens: int) -> None:
         """A send from before a restart: its group is gone, so it can only be asked about."""
-        now = self._clock.time()
+        facts = SendFacts(tokens=tokens)
         self._job = _Job(
-            round=round_number, scheduled_at=now, facts=SendFacts(tokens=tokens), resumed=True
+            round=round_number, scheduled_at=self._clock.time(), facts=facts, resumed=True
         )
         self._leave_open(self._job)
 
@@ -150,14 +145,14 @@ class ExchangeDriver:
         if gap_s > FROZEN_S:  # the averaging process slept too, and may answer yet
             job.limit += gap_s
         if job.future is not None:
-            self._advance(job)
+            self._advance(job, job.future)
         elif job.undecided:
             if not self._chain.delivering:
                 self._ask(job)
         else:
             if job.attempt == 0 and (earlier := meets_at(job.round)) is not None:
                 job.scheduled_at = min(job.scheduled_at, earlier)
-            lead_s = self._manifest.deadlines.matchmaking_s + LOOKED_AHEAD * search_s
+            lead_s = self._deadlines.matchmaking_s + LOOKED_AHEAD * search_s
             starts_at = job.scheduled_at - min(lead_s, LONGEST_LEAD_S)
             if not self._chain.busy and self._clock.time() >= starts_at:
                 self._try_to_start(job, view)
@@ -173,38 +168,38 @@ class ExchangeDriver:
             return
         counted = view.counted()
         alone = len(counted) == 1
-        if alone and not self._alone.may_commit(self._clock.monotonic()):
-            if late > 2 * self._manifest.deadlines.record_lifetime_s:
+        if alone and not self.alone.may_commit(self._clock.monotonic()):
+            if late > 2 * self._deadlines.record_lifetime_s:
                 self._void(job, "no bootstrap answers, so nobody knows whether this peer is alone")
             return
         # others may be as late: while they look for each other, this one can be among them
-        if not alone and late > NO_GROUP_S + self._manifest.deadlines.matchmaking_s:
+        if not alone and late > NO_GROUP_S + self._deadlines.matchmaking_s:
             self._void(job, "the group's time is over")
             return
         self._start(job, counted, alone=alone)
 
     def _start(self, job: _Job, counted: tuple[str, ...], *, alone: bool) -> None:
-        manifest, deadlines = self._manifest, self._manifest.deadlines
+        local, deadlines = self._local, self._deadlines
         head, last = self._chain.head, self._chain.last_record
         last_contributors = () if last is None else tuple(m.peer for m in last.members)
         matchmaking_s = max(0.0, job.scheduled_at - self._clock.time()) + NO_GROUP_S
         matchmaking_s = max(matchmaking_s, deadlines.matchmaking_s + NO_GROUP_S)
         order = ExchangeOrder(
             plan=Plan(
-                run=self._run,
-                rules=manifest.rules,
-                stage=self._stage,
+                run=local.run,
+                rules=local.manifest.rules,
+                stage=local.stage,
                 round=job.round,
                 attempt=job.attempt,
-                ranks=self._plan.ranks_after(last),
-                layout=self._layout_digest,
+                ranks=self.plan.ranks_after(last),
+                layout=local.layout.digest,
                 previous=head.digest,
             ),
             scheduled_at=job.scheduled_at,
             matchmaking_limit_s=matchmaking_s,
             tokens=job.facts.tokens,
             **(job.facts.times | {"exchange_s": self._last_exchange_s}),
-            tokens_cap=tokens_cap(manifest),
+            tokens_cap=tokens_cap(local.manifest),
             counted=counted,
             # While somebody is new, not all know of all: then the group waits for its time.
             expected=len(counted) if set(counted) <= set(last_contributors) else None,
@@ -229,16 +224,18 @@ class ExchangeDriver:
         job.limit = self._clock.monotonic() + limit_s
 
     # ---- ending ----------------------------------------------------------------------------------
-    def _advance(self, job: _Job) -> None:
-        if not job.future.done():
+    def _advance(
+        self, job: _Job, future: Future[AttemptResult] | Future[AttemptResult | None]
+    ) -> None:
+        if not future.done():
             # a question has a deadline of its own, and may be asked just before the limit
-            asks_s = 3 * self._manifest.deadlines.silence_s + SLACK_S if job.undecided else 0.0
+            asks_s = 3 * self._deadlines.silence_s + SLACK_S if job.undecided else 0.0
             if self._clock.monotonic() > job.limit + asks_s:
                 raise AveragerStuck(f"round {job.round}: the averaging process does not answer")
             return
-        future, job.future = job.future, None
+        job.future = None
         try:
-            result: AttemptResult | None = future.result(timeout=1.0)
+            result = future.result(timeout=1.0)
         except DilocoxError:
             raise
         except (AllreduceException, MatchmakingException, GroupRefused) as error:
@@ -251,12 +248,14 @@ class ExchangeDriver:
             if result is None and not job.resumed:  # the averager knows of no such attempt
                 self._void(job, "no exchange took place")
                 return
-        if result is None or result.verdict is Verdict.UNDECIDED:
+        if (
+            result is None
+            or result.verdict is Verdict.UNDECIDED
+            # the record comes through the chain, if at all
+            or (result.verdict is Verdict.COMMITTED and result.record is None)
+        ):
             if not job.undecided:
                 self._leave_open(job)
-        elif result.verdict is Verdict.COMMITTED and result.record is None:
-            if not job.undecided:
-                self._leave_open(job)  # the record comes through the chain, if at all
         elif result.verdict is Verdict.COMMITTED:
             self._last_exchange_s = result.seconds
             self._chain.committed(job.round, result.seconds, result.matchmaking_s)
@@ -266,7 +265,7 @@ class ExchangeDriver:
             self._void(job, "both attempts were void")
 
     def _retry(self, job: _Job, result: AttemptResult) -> None:
-        deadlines = self._manifest.deadlines
+        deadlines = self._deadlines
         job.attempt, job.abort, job.undecided = 1, result.abort, False
         job.scheduled_at = attempt_at(
             job.scheduled_at, 1, exchange_s=deadlines.exchange_s, vote_s=deadlines.vote_s
@@ -275,14 +274,14 @@ class ExchangeDriver:
 
     def _leave_open(self, job: _Job) -> None:
         job.undecided = True
-        job.limit = self._clock.monotonic() + self._manifest.deadlines.record_lifetime_s
+        job.limit = self._clock.monotonic() + self._deadlines.record_lifetime_s
         logger.info("round %d: this peer heard no decision; asking the other members", job.round)
 
     def _ask(self, job: _Job) -> None:
         now = self._clock.monotonic()
         if now > job.limit:
             self._void(job, "nobody knows of a record, presumed void", certain=False)
-        elif now - job.asked_at > self._manifest.deadlines.heartbeat_s / 2:
+        elif now - job.asked_at > self._deadlines.heartbeat_s / 2:
             job.asked_at = now
             job.future = self._averager.settle(job.round, job.attempt)
 

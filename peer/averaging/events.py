@@ -62,7 +62,6 @@ class EventQueue:
         self._queue: queue.Queue[Event] = queue.Queue()
 
     def put(self, event: Event) -> None:
-        """Hand an event to the training loop."""
         self._queue.put(event)
 
     def get(self, wait_s: float = 0.0) -> Event | None:

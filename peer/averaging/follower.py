@@ -13,24 +13,18 @@ import asyncio
 import logging
 import random
 from collections.abc import Callable, Collection
+from concurrent.futures import Future
+from dataclasses import dataclass
 from typing import Any
 
-from dilocox.dht.clock import Clock
 from dilocox.dht.records import ClaimRecord
 from dilocox.dht.rpc import FrameRefused, PeerBusy, TooSlow
 from dilocox.dht.swarm_view import SwarmView
 from dilocox.peer.averaging.averager import Applied, AveragerStuck, StageAverager
 from dilocox.peer.averaging.events import Committed, Event, EventQueue, Resynced
+from dilocox.peer.averaging.local_peer import LocalPeer
 from dilocox.peer.chain.claims import ClaimBook, holders, wins
-from dilocox.peer.chain.store import RoundLog, Tip
-from dilocox.peer.chain.sync import (
-    RECORDS_LIMIT_S,
-    AnchorDiffers,
-    NoState,
-    Reached,
-    State,
-    Told,
-)
+from dilocox.peer.chain.sync import RECORDS_LIMIT_S, AnchorDiffers, NoState, Reached, State, Told
 from dilocox.peer.rounds.record import RecordRefused, RoundRecord
 
 logger = logging.getLogger(__name__)
@@ -41,58 +35,67 @@ PAUSE_AFTER_FAILURE_S = 1.0
 MAX_SLOW = 5  # then it is our own line that is slow
 
 
+@dataclass(frozen=True, kw_only=True)
+class _StateNeeded:
+    """A state that this peer must take; records do not do.
+
+    after_round: of no use are states of this round or an older one. fork_round: this peer's records
+    after it are void. saves_bytes: records would do as well.
+    """
+
+    after_round: int = -1
+    fork_round: int | None = None
+    saves_bytes: bool = False
+
+
 class ChainFollower:
-    """Keeps this peer on the chain; `applied` is the round that the training loop has merged."""
+    """Keeps this peer on the chain.
+
+    Attributes:
+        applied: the round of the record that the training loop has merged last.
+        current: which of the paired buffers holds the current anchor.
+        head, last_record: of the chain, the newest record without its means; None before the first.
+        states_taken: from other peers.
+        tokens_at_start: behind the chain up to the record that was merged when this peer started.
+    """
 
     def __init__(
         self,
-        *,
+        local: LocalPeer,
         averager: StageAverager,
-        log: RoundLog,
         events: EventQueue,
-        clock: Clock,
+        *,
         applied: int,
         anchor_sha256: str,
-        state_bytes: int,
-        record_lifetime_s: float,
-        sent_round: Callable[[], int | None],
         unsettled: Callable[[], Collection[int]] = tuple,
     ):
-        """state_bytes: of an anchor and a momentum. sent_round: the round whose message lies in the
-        shared buffer, while undecided. unsettled: rounds whose records may name this peer, as far
-        as it knows.
-        """
+        """unsettled: rounds whose records may name this peer, as far as it knows."""
+        self._local = local
         self._averager = averager
-        self._log = log
+        self._log = log = local.open_log()
         self._events = events
-        self._clock = clock
-        self._sent_round = sent_round
+        self._clock = local.clock
         self._unsettled = unsettled
         self._told: Told | None = None  # by the last walk
         self.applied = applied
-        self.head = log.head()
-        self.current = 0  # which of the paired buffers holds the current anchor
-        self.last_record: RoundRecord | None = (
-            log.header(self.head.round) if self.head.round >= 0 else None
-        )
         self.anchor_sha256 = anchor_sha256
-        self.tokens_at_start = self._tokens_at(applied)
+        self.current = 0
+        self._refresh()
+        merged = log.header(applied) if applied >= 0 else None
+        self.tokens_at_start = 0 if merged is None else merged.chain_tokens
         # by round: of its exchange, and until its group stood
         self._times: dict[int, tuple[float, float | None]] = {}
-        self._work: Any = None
-        self._on_done: Callable[[Any], None] | None = None
+        self._work: Future[Any] | None = None
+        self._on_done: Callable[[Any], None] = lambda _: None
         self._deadline = 0.0
         self._untaken: tuple[Event, Callable[[], None]] | None = None
         self._not_before = 0.0
-        self._need_state = False
-        self._state_bytes = state_bytes
-        self._saves_bytes = False  # the records would do as well as the state that is needed
+        self._state_needed: _StateNeeded | None = None
+        self._state_bytes = 2 * 4 * local.layout.numel  # anchor and momentum
         self._no_state_before = 0.0  # monotonic: until then no state would save bytes
-        self._fork_round: int | None = None
-        self._state_after = -1
-        self._record_lifetime_s = record_lifetime_s
+        self._record_lifetime_s = local.manifest.deadlines.record_lifetime_s
         self._wanted: ClaimRecord | None = None  # what was looked for last
-        self._book = ClaimBook(record_lifetime_s=record_lifetime_s, now=clock.monotonic)
+        self._book = ClaimBook(record_lifetime_s=self._record_lifetime_s, now=local.clock.monotonic)
         self._donor = ""  # whom the last state was asked of
         self._slow: set[str] = set()  # donors that others may be faster than
         self.states_taken = 0
@@ -110,7 +113,7 @@ class ChainFollower:
 
     def behind(self, view: SwarmView) -> bool:
         """Whether somebody claims a record that this peer lacks, or may have the state it needs."""
-        if self._need_state and self._donors(view):
+        if self._state_needed is not None and self._donors(view, self._state_needed):
             return True
         return self._book.best(view, self.head) is not None
 
@@ -125,8 +128,11 @@ class ChainFollower:
         self._times[round_number] = exchange_s, matchmaking_s
         self._refresh()
 
-    def tick(self, view: SwarmView, *, exchanging: bool) -> None:
-        """Go on with what is under way, or begin the next thing that is due."""
+    def tick(self, view: SwarmView, *, exchanging: bool, sent_round: int | None = None) -> None:
+        """Go on with what is under way, or begin the next thing that is due.
+
+        sent_round: whose message lies in the shared buffer, while that send is undecided.
+        """
         if self._untaken is not None:
             event, then = self._untaken
             if not event.taken.is_set():
@@ -134,33 +140,33 @@ class ChainFollower:
             self._untaken = None
             then()
         if self._work is not None:
-            self._advance()
+            self._advance(self._work)
             return
         if exchanging or self._clock.monotonic() < self._not_before:
             return
-        if self._need_state:
-            self._begin_state(view)
+        if self._state_needed is not None:
+            self._begin_state(view, self._state_needed)
         elif self.applied != self.head.round:
-            self._begin_apply()
+            self._begin_apply(sent_round)
         else:
             self._begin_catch_up(view)
 
     # ---- beginning -------------------------------------------------------------------------------
-    def _begin_apply(self) -> None:
-        following = [number for number in self._log.rounds() if number > self.applied]
-        if not following:
+    def _begin_apply(self, sent_round: int | None) -> None:
+        following = next((number for number in self._log.rounds() if number > self.applied), None)
+        if following is None:
             self._refresh()
             if self.head.round < self.applied:
                 logger.error(
                     "alarm: the record of this peer's anchor is missing; downloading a state"
                 )
-                self._need_state, self._fork_round, self._state_after = True, None, -1
+                self._state_needed = _StateNeeded()
             return
-        record = self._log.header(following[0])
+        record = self._log.header(following)
         if record is None:
             return
-        named = record.member(self._own_id()) is not None
-        with_own = named and self._sent_round() == record.round
+        named = record.member(self._local.me) is not None
+        with_own = named and sent_round == record.round
         if named and not with_own:  # the loop may hold that send, undone: its part is in the means
             record = self._log.read(record.round) or record
         self._begin(
@@ -173,14 +179,13 @@ class ChainFollower:
         if stated is None:
             return
         missing_bytes = (stated.round - self.head.round) * stated.record_bytes
-        limit_bytes = (
-            self._state_bytes if self._clock.monotonic() >= self._no_state_before else None
-        )
+        may_help = self._clock.monotonic() >= self._no_state_before
+        limit_bytes = self._state_bytes if may_help else None
         unsettled = self._unsettled()
         # what became of those is in the headers, which come before any record
         if limit_bytes is not None and missing_bytes > limit_bytes and not unsettled:
-            self._need_state, self._state_after, self._saves_bytes = True, self.applied, True
-            self._begin_state(view)
+            self._state_needed = _StateNeeded(after_round=self.applied, saves_bytes=True)
+            self._begin_state(view, self._state_needed)
             return
         # any of those who claim it: one that is out of our reach must not keep us from the others
         peer = random.choice(view.within_reach(holders(view, stated.digest)))
@@ -195,8 +200,8 @@ class ChainFollower:
             WALK_LIMIT_S,
         )
 
-    def _begin_state(self, view: SwarmView) -> None:
-        donors = self._donors(view)
+    def _begin_state(self, view: SwarmView, needed: _StateNeeded) -> None:
+        donors = self._donors(view, needed)
         if not donors:
             return
         honest = self._book.donors(donors)
@@ -204,15 +209,14 @@ class ChainFollower:
         hurry = bool(untried) and len(honest) > 1 and len(self._slow) < MAX_SLOW
         peer = self._donor = random.choice(view.within_reach(untried if hurry else honest))
         logger.info("downloading anchor and momentum from %s", peer[-6:])
-        after_round = -1 if self._fork_round is not None else self._state_after
         future = self._averager.fetch_state(
-            peer, current=self.current, after_round=after_round, hurry=hurry
+            peer, current=self.current, after_round=needed.after_round, hurry=hurry
         )
-        self._begin(future, self._got_state)
+        self._begin(future, lambda state: self._got_state(state, needed))
 
-    def _donors(self, view: SwarmView) -> list[str]:
+    def _donors(self, view: SwarmView, needed: _StateNeeded) -> list[str]:
         """Who may have a state; after a fork those on our own chain are of no use."""
-        forked = self._fork_round is not None
+        forked = needed.fork_round is not None
         return [
             peer
             for peer, claim in view.claims.items()
@@ -221,28 +225,27 @@ class ChainFollower:
         ]
 
     def _begin(
-        self, future: Any, on_done: Callable[[Any], None], limit_s: float = CALL_LIMIT_S
+        self, future: Future[Any], on_done: Callable[[Any], None], limit_s: float = CALL_LIMIT_S
     ) -> None:
         self._work, self._on_done = future, on_done
         self._deadline = self._clock.monotonic() + limit_s
 
     # ---- ending ----------------------------------------------------------------------------------
-    def _advance(self) -> None:
-        if not self._work.done():
+    def _advance(self, work: Future[Any]) -> None:
+        if not work.done():
             if self._clock.monotonic() > self._deadline:  # it may not write into the buffers later
                 raise AveragerStuck("the averaging process does not end a download")
             return
-        future, on_done = self._work, self._on_done
         self._work = None
         try:
-            result = future.result(timeout=1.0)
+            result = work.result(timeout=1.0)
         except AnchorDiffers as error:
             logger.error("alarm: %s; taking a state from another peer", error)
-            self._need_state, self._fork_round, self._state_after = True, None, -1
+            self._state_needed = _StateNeeded()
         except NoState as error:
             logger.info("no newer state: %s", error)
-            if self._saves_bytes:
-                self._need_state = self._saves_bytes = False
+            if self._state_needed is not None and self._state_needed.saves_bytes:
+                self._state_needed = None
                 self._no_state_before = self._clock.monotonic() + self._record_lifetime_s
             self._not_before = self._clock.monotonic() + PAUSE_AFTER_FAILURE_S
         except TooSlow as error:
@@ -250,21 +253,20 @@ class ChainFollower:
             self._slow.add(self._donor)
         except PeerBusy as error:
             logger.info("%s", error)
-            if not self._need_state:
+            if self._state_needed is None:
                 self._doubt(busy=True)
             self._not_before = self._clock.monotonic() + PAUSE_AFTER_FAILURE_S
         except (ConnectionError, RecordRefused, FrameRefused, asyncio.TimeoutError) as error:
             reason, pause_s = str(error) or type(error).__name__, PAUSE_AFTER_FAILURE_S
             logger.warning("catching up failed; trying again: %s", reason)
-            if not self._need_state:
+            if self._state_needed is None:
                 self._doubt()
             # a state may be gigabytes over a line that breaks: that says nothing of the claim
             elif isinstance(error, RecordRefused | FrameRefused):
                 pause_s = self._blame()
             self._not_before = self._clock.monotonic() + pause_s
         else:
-            if on_done is not None:
-                on_done(result)
+            self._on_done(result)
 
     def _applied(self, applied: Applied, record: RoundRecord, own_ready: bool) -> None:
         exchange_s, matchmaking_s = self._times.pop(record.round, (None, None))
@@ -282,8 +284,10 @@ class ChainFollower:
     def _reached(self, reach: Reached) -> None:
         self._told = reach.told
         if reach.fork_round is None:
-            self._need_state, self._state_after = reach.too_far or reach.costly, self.applied
-            self._saves_bytes = reach.costly
+            if reach.too_far or reach.costly:
+                self._state_needed = _StateNeeded(
+                    after_round=self.applied, saves_bytes=reach.costly
+                )
             self._refresh()
             return
         if wins(reach, self._log, self.head):
@@ -291,16 +295,15 @@ class ChainFollower:
                 "alarm: two certified chains since round %d; switching to the one with more tokens",
                 reach.fork_round,
             )
-            self._need_state, self._fork_round = True, reach.fork_round
+            self._state_needed = _StateNeeded(fork_round=reach.fork_round)
         elif self._wanted is not None:
             self._book.ignore(self._wanted.digest)  # it lost against ours
-            self._need_nothing()
         self._not_before = self._clock.monotonic() + PAUSE_AFTER_FAILURE_S
 
-    def _got_state(self, state: State) -> None:
+    def _got_state(self, state: State, needed: _StateNeeded) -> None:
         told = None if self._told is None else self._told.up_to(state.digest)
-        event = Resynced(state=state, fork_round=self._fork_round, told=told)
-        self._need_state, self._fork_round, self._saves_bytes = False, None, False
+        event = Resynced(state=state, fork_round=needed.fork_round, told=told)
+        self._state_needed = None
         self.states_taken += 1
         self._slow.clear()
         self._hand_over(event, lambda: self._switched(state.round, state.anchor_sha256))
@@ -317,7 +320,7 @@ class ChainFollower:
             logger.warning(
                 "no peer serves the record of round %d; ignoring its claim", self._wanted.round
             )
-            self._need_nothing()
+            self._state_needed = None  # the next best claim may need none
 
     def _blame(self) -> float:
         """One donor's wrong state speaks against that donor; against the claim, those of all. How
@@ -327,10 +330,6 @@ class ChainFollower:
             return PAUSE_AFTER_FAILURE_S
         self._doubt()
         return self._record_lifetime_s / 2
-
-    def _need_nothing(self) -> None:
-        """What an ignored claim made necessary; the next best one may need nothing of the kind."""
-        self._need_state, self._fork_round, self._saves_bytes = False, None, False
 
     def _hand_over(self, event: Event, then: Callable[[], None]) -> None:
         self._untaken = (event, then)
@@ -343,12 +342,5 @@ class ChainFollower:
         self._refresh()
 
     def _refresh(self) -> None:
-        self.head: Tip = self._log.head()
+        self.head = self._log.head()
         self.last_record = self._log.header(self.head.round) if self.head.round >= 0 else None
-
-    def _tokens_at(self, round_number: int) -> int:
-        record = self._log.header(round_number) if round_number >= 0 else None
-        return 0 if record is None else record.chain_tokens
-
-    def _own_id(self) -> str:
-        return str(self._averager.peer_id)

@@ -15,15 +15,28 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Generator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing, contextmanager, suppress
 from functools import cached_property
 from typing import Any, AsyncIterator, TypeVar  # noqa: UP035 - hivemind knows this one only
 
+import torch
 from hivemind.p2p import P2PContext, ServicerBase
 from hivemind.proto import runtime_pb2
 
 from dilocox.compression.group_codec import PayloadRefused
-from dilocox.dht.rpc import CHUNK_BYTES, Counts, FrameRefused, byte_kind, chunk_of, reply, unpack
+from dilocox.dht.rpc import (
+    CHUNK_BYTES,
+    Counts,
+    FrameRefused,
+    UploadLimit,
+    byte_kind,
+    chunk_of,
+    reply,
+    unpack,
+)
+from dilocox.peer.averaging.local_peer import LocalPeer
+from dilocox.peer.chain.store import RoundLog
 from dilocox.peer.chain.uploads import Source, Uploads, find_in_log, open_state
 from dilocox.peer.rounds.exchange import Attempt
 from dilocox.peer.rounds.group import Mean, ShareRefused
@@ -46,18 +59,28 @@ class NoSuchGroup(FrameRefused):
 class PeerService(ServicerBase):
     """The rpc_ methods of the averaging process, which gives them the attributes below."""
 
-    config: Any
+    local: LocalPeer
     attempts: dict[bytes, Attempt]
-    log: Any
-    limit: Any
     sent: Counts
     received: Counts
     refused: Counts
 
     @cached_property
+    def log(self) -> RoundLog:
+        return self.local.open_log()
+
+    @cached_property
+    def limit(self) -> UploadLimit:
+        return UploadLimit(self.local.options.max_upload_mb_s * 1e6 or None)
+
+    @cached_property
     def uploads(self) -> Uploads:
-        """The records and states that are being served."""
         return Uploads()
+
+    @cached_property
+    def pool(self) -> ThreadPoolExecutor:
+        """One thread for codecs and arithmetic; made here, for a fork would lose its thread."""
+        return ThreadPoolExecutor(1, initializer=torch.set_num_threads, initargs=(1,))
 
     # ---- what other peers call -------------------------------------------------------------------
     async def rpc_put(
@@ -65,7 +88,7 @@ class PeerService(ServicerBase):
     ) -> runtime_pb2.ExpertResponse:
         """A part, a row's mean or an averaged share of a running attempt."""
         peer = str(context.remote_id)
-        limit_s = self.config.manifest.deadlines.exchange_s
+        limit_s = self.local.manifest.deadlines.exchange_s
         try:
             return await asyncio.wait_for(self._take(peer, request), limit_s)
         except (ValueError, TypeError, ConnectionError, asyncio.TimeoutError) as error:
@@ -135,7 +158,7 @@ class PeerService(ServicerBase):
         self, request: runtime_pb2.ExpertRequest, context: P2PContext
     ) -> AsyncIterator[runtime_pb2.ExpertResponse]:
         """A heartbeat every half second, for as long as an attempt can take."""
-        deadlines = self.config.manifest.deadlines
+        deadlines = self.local.manifest.deadlines
         end = time.monotonic() + 2 * (deadlines.exchange_s + deadlines.vote_s)
         while time.monotonic() < end:
             yield reply({})
@@ -194,15 +217,13 @@ class PeerService(ServicerBase):
                 )
             case "state":
                 offset, sha256 = int(want.get("offset", 0)), want.get("sha256")
-                folder = self.config.snapshot_folder
-                return await asyncio.to_thread(open_state, folder, offset, sha256)
+                return await asyncio.to_thread(open_state, self.local.snapshots, offset, sha256)
             case _:
                 return None
 
     # ---- helpers ---------------------------------------------------------------------------------
     @contextmanager
     def counting_refusals(self) -> Generator[None]:
-        """Count what is refused of a download."""
         try:
             yield
         except (FrameRefused, RecordRefused) as error:

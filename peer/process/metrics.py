@@ -18,6 +18,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any, get_args
 
 import prometheus_client
@@ -25,18 +26,16 @@ from prometheus_client import CollectorRegistry, Counter, Histogram
 
 from dilocox import __version__
 from dilocox.dht.addresses import ReachKind
-from dilocox.dht.join import Joined
 from dilocox.dht.manifest import PROTOCOL_VERSION
 from dilocox.dht.records import StageRecord, figures_of
 from dilocox.peer.averaging.averager import StageAverager, StageBuffers
-from dilocox.peer.averaging.connectivity import LocalPeer
 from dilocox.peer.averaging.coordinator import Coordinator
+from dilocox.peer.averaging.local_peer import LocalPeer
 from dilocox.peer.averaging.loop_status import LoopStatus
 from dilocox.peer.http_pages import (
     RUN_LABEL,
     MetricSpec,
     MetricTable,
-    Page,
     Pages,
     by_source,
     health_page,
@@ -59,6 +58,7 @@ HEAL_BUCKETS_S = (0.25, 0.5, 1, 2, 4, 8, 16, 32, 64)
 prometheus_client.disable_created_metrics()
 
 
+@dataclass(kw_only=True, eq=False)
 class PeerMetrics:
     """A listener of the reporter, and the pages of one peer.
 
@@ -66,29 +66,22 @@ class PeerMetrics:
     last counted one. committed_at: Unix time. epoch: of its replica, or the last one.
     """
 
-    def __init__(
-        self,
-        *,
-        local: LocalPeer,
-        joined: Joined,
-        averager: StageAverager,
-        buffers: StageBuffers,
-        meter: LoopMeter,
-        coordinator: Coordinator,
-        reservation: Reservation,
-        network: Network,
-        allowance: Allowance,
-    ):
-        self.local, self.joined = local, joined
-        self.averager, self.buffers = averager, buffers
-        self.meter, self.coordinator = meter, coordinator
-        self.reservation, self.network, self.allowance = reservation, network, allowance
-        self.status: LoopStatus | None = None
-        self.round: Mapping[str, Any] = {}
-        self.compression_error: float | None = None
-        self.committed_at: float | None = None
-        self.epoch: int | None = None
-        self._stage = str(local.stage)
+    local: LocalPeer
+    averager: StageAverager
+    buffers: StageBuffers
+    meter: LoopMeter
+    coordinator: Coordinator
+    reservation: Reservation
+    network: Network
+    allowance: Allowance
+    status: LoopStatus | None = None
+    round: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    compression_error: float | None = None
+    committed_at: float | None = None
+    epoch: int | None = None
+
+    def __post_init__(self) -> None:
+        self._stage = str(self.local.stage)
         self._registry = CollectorRegistry()
         self._rounds = self._counter("rounds", "Rounds that ended, by outcome.", "outcome")
         self._faults = self._counter(
@@ -125,28 +118,29 @@ class PeerMetrics:
             "coordinator": self.coordinator.is_alive,
             "replica network": lambda: self.network.running,
             "averaging process": lambda: bool(self.averager.is_alive()),
-            "DHT process": lambda: bool(self.joined.dht.running),
+            "DHT process": lambda: bool(self.local.dht.running),
         }
         return {
-            "/metrics": self.page,
+            "/metrics": lambda: metrics_page(self._registry),
             "/healthz": lambda: health_page(signs),
             "/readyz": lambda: readiness_page(self.not_ready),
         }
 
-    def page(self) -> Page:
-        """The text of `/metrics`."""
-        return metrics_page(self._registry)
-
     # ---- from the reporter, in the thread that trains --------------------------------------------
     def on_status(self, status: LoopStatus) -> None:
-        """Where the peer is."""
         self.status = status
 
     def on_event(self, kind: str, facts: Mapping[str, Any]) -> None:
-        """Something happened."""
         match kind:
             case "round":
-                self._committed(facts)
+                self.round, self.committed_at = facts, time.time()
+                self._rounds.labels(self._stage, facts["outcome"]).inc()
+                if facts["compression_error"] is not None:
+                    self.compression_error = facts["compression_error"]
+                if facts["exchange_s"] is not None:
+                    self._exchange.labels(self._stage).observe(facts["exchange_s"])
+                if facts["matchmaking_s"] is not None:
+                    self._matchmaking.labels(self._stage).observe(facts["matchmaking_s"])
             case "void":
                 self._rounds.labels(self._stage, "void").inc()
             case "started_over":
@@ -164,18 +158,6 @@ class PeerMetrics:
             case _:
                 pass
 
-    def _committed(self, facts: Mapping[str, Any]) -> None:
-        self.round, self.committed_at = facts, time.time()
-        self._rounds.labels(self._stage, facts["outcome"]).inc()
-        if facts["compression_error"] is not None:
-            self.compression_error = facts["compression_error"]
-        for histogram, name in (
-            (self._exchange, "exchange_s"),
-            (self._matchmaking, "matchmaking_s"),
-        ):
-            if facts[name] is not None:
-                histogram.labels(self._stage).observe(facts[name])
-
     # ---- for the table, in the threads of those who look -----------------------------------------
     @property
     def not_ready(self) -> str:
@@ -184,22 +166,19 @@ class PeerMetrics:
         return "" if state == "training" else state
 
     @property
-    def received_bytes(self) -> Mapping[str, int]:
-        """By what they were for."""
-        return self.buffers.received.read() | {
-            "activations": self.network.received_bytes,
-            "dht": self.joined.swarm.received_bytes,
-        }
-
-    @property
     def moved_bytes(self) -> Mapping[tuple[str, str], int]:
         """By direction, and by what they were for."""
-        sent = self.buffers.sent.read() | {
-            "activations": self.network.sent_bytes,
-            "dht": self.joined.swarm.sent_bytes,
+        network, swarm = self.network, self.local.swarm
+        by_direction = {
+            "sent": self.buffers.sent.read()
+            | {"activations": network.sent_bytes, "dht": swarm.sent_bytes},
+            "received": self.buffers.received.read()
+            | {"activations": network.received_bytes, "dht": swarm.received_bytes},
         }
-        return {("sent", kind): count for kind, count in sent.items()} | {
-            ("received", kind): count for kind, count in self.received_bytes.items()
+        return {
+            (direction, kind): count
+            for direction, counts in by_direction.items()
+            for kind, count in counts.items()
         }
 
     @property
@@ -209,21 +188,9 @@ class PeerMetrics:
             {
                 "pipeline": self.network.refused + self.reservation.refused.copy(),
                 "averaging": self.buffers.refused.read(),
-                "dht": self.joined.swarm.refused.copy(),
+                "dht": self.local.swarm.refused.copy(),
             }
         )
-
-    @property
-    def spares(self) -> int:
-        """Peers of this stage that are in no replica, as far as this peer knows."""
-        hosts = self.coordinator.view.stage.values()
-        return sum(record.state == "spare" for record in hosts)
-
-    @property
-    def compression_ratio(self) -> float | None:
-        """Of the last record, in one direction."""
-        payload_bytes = self.round.get("payload_bytes")
-        return 4 * self.local.layout.numel / payload_bytes if payload_bytes else None
 
     # ---- pieces ----------------------------------------------------------------------------------
     def _counter(self, name: str, text: str, *labels: str) -> Counter:
@@ -251,7 +218,7 @@ METRICS = (
     _Spec(
         "reachable",
         "How others reach this peer.",
-        lambda p: one_of(p.local.reachability, get_args(ReachKind)),
+        lambda p: one_of(p.local.reach.kind, get_args(ReachKind)),
         ("kind",),
     ),
     _Spec(
@@ -259,7 +226,11 @@ METRICS = (
         "Of the manifest that this peer follows.",
         lambda p: p.coordinator.revision,
     ),
-    _Spec("spares", "Peers of this stage that are in no replica.", lambda p: p.spares),
+    _Spec(
+        "spares",
+        "Peers of this stage that are in no replica.",
+        lambda p: sum(host.state == "spare" for host in p.coordinator.view.stage.values()),
+    ),
     # ---- its work
     _Spec("tokens_total", "Tokens that this peer trained on.", lambda p: p.meter.tokens),
     _Spec("inner_steps_total", "Inner steps taken.", lambda p: p.meter.inner_steps),
@@ -311,7 +282,9 @@ METRICS = (
     _Spec(
         "compression_ratio",
         "Bytes of the stage in fp32 over payload bytes of the last record, one direction.",
-        lambda p: p.compression_ratio,
+        lambda p: (
+            4 * p.local.layout.numel / size if (size := p.round.get("payload_bytes")) else None
+        ),
     ),
     _Spec(
         "compression_error_ratio",
@@ -332,7 +305,7 @@ METRICS = (
     _Spec(
         "state_download_bytes_total",
         "Of states that this peer took from others.",
-        lambda p: p.received_bytes.get("state", 0),
+        lambda p: p.buffers.received.read()["state"],
     ),
     # in the names of resting.py, which shows them while the peer rests
     _Spec(

@@ -5,8 +5,7 @@ and before CUDA is touched; the manifest comes through the first and shapes the 
 model is built, the last snapshot loaded, the coordinator's thread started, and training begins.
 
 `Assembly` puts the parts together: the thread that deals with the swarm, the network of the
-replica, and the loop that trains. `coordinator_of` gives that thread what it drives: the chain, the
-driver of sends, the announcer.
+replica, and the loop that trains.
 """
 
 # hivemind and its generated protocol classes carry no types.
@@ -20,7 +19,6 @@ import math
 import time
 from collections.abc import Generator
 from contextlib import contextmanager
-from pathlib import Path
 
 import torch
 
@@ -28,28 +26,17 @@ from dilocox import __version__
 from dilocox.dht.addresses import wait_for_bootstrap
 from dilocox.dht.errors import EnvironmentFault
 from dilocox.dht.identity import Identity
-from dilocox.dht.invite import bootstrap_address
 from dilocox.dht.join import Joined, join_run
 from dilocox.dht.manifest import warnings
 from dilocox.dht.reachability import described, reached_at
 from dilocox.dht.reconnect import relays_between
 from dilocox.dht.revisions import ManifestWatch
-from dilocox.peer.averaging.announcer import Announcer
-from dilocox.peer.averaging.averager import (
-    AveragerConfig,
-    AveragerStuck,
-    StageAverager,
-    StageBuffers,
-    open_log,
-)
-from dilocox.peer.averaging.connectivity import LocalPeer
-from dilocox.peer.averaging.coordinator import ChildDied, Coordinator, WorkerThread
+from dilocox.peer.averaging.averager import AveragerStuck, StageAverager, StageBuffers
+from dilocox.peer.averaging.coordinator import ChildDied, Coordinator
 from dilocox.peer.averaging.data_lease import PartLease
-from dilocox.peer.averaging.driver import ExchangeDriver
-from dilocox.peer.averaging.events import EventQueue
-from dilocox.peer.averaging.follower import ChainFollower
+from dilocox.peer.averaging.local_peer import LocalPeer
 from dilocox.peer.chain.rollback import newest_aside, peer_goes_back
-from dilocox.peer.chain.store import RoundLog, keep_manifest
+from dilocox.peer.chain.store import keep_manifest
 from dilocox.peer.http_pages import check_port, served
 from dilocox.peer.options import PeerOptions
 from dilocox.peer.os_process import RESTART_AFTER_S, StopRequested, StopSignal, start_again
@@ -58,15 +45,12 @@ from dilocox.peer.process.prepare import StageNeeds, check_disk, held_out, local
 from dilocox.peer.process.resting import Allowance, RestWatch
 from dilocox.peer.process.stage_selection import announce_joining, chosen_stage
 from dilocox.peer.resources import MAX_WINDOW, check_plan, window_limit
-from dilocox.peer.rounds.adaptation import RoundPlan, stage_codec
 from dilocox.peer.rounds.outer_step import anchor_sha256
 from dilocox.peer.rounds.record import RecordRefused
-from dilocox.peer.rounds.vote import AloneWatch
 from dilocox.peer.state_folder import StateFolder
 from dilocox.peer.training.data import BATCH_WINDOWS
 from dilocox.peer.training.inner_optimizer import clip_factor
 from dilocox.peer.training.loop import Learner, Move, Revised, Trainer
-from dilocox.peer.training.merge import Merge
 from dilocox.peer.training.report import LoopMeter, Reporter
 from dilocox.peer.training.roles import Leading, Serving
 from dilocox.peer.training.snapshots import Snapshots
@@ -87,74 +71,6 @@ from dilocox.pipeline.tuning import Tuning
 logger = logging.getLogger(__name__)
 
 
-def coordinator_of(
-    local: LocalPeer,
-    joined: Joined,
-    *,
-    averager: StageAverager,
-    log: RoundLog,
-    merge: Merge,
-    lease: PartLease | None,
-    mover: Mover | None,
-    manifest_file: Path | None = None,
-    first_round: int = 0,
-) -> Coordinator:
-    """The coordinator of a peer, with what it drives.
-
-    lease: on a part of the data, for peers of stage 0. mover: for peers that may change their
-    stage. manifest_file: where a newer manifest is kept. first_round: the least one to begin with.
-    """
-    deadlines = local.manifest.deadlines
-    plan = RoundPlan(local.manifest, stage_codec(local.manifest, local.layout))
-    events = EventQueue()
-    alone = AloneWatch(
-        record_lifetime_s=deadlines.record_lifetime_s, heartbeat_s=deadlines.heartbeat_s
-    )
-    chain = ChainFollower(
-        averager=averager,
-        log=log,
-        events=events,
-        clock=joined.clock,
-        applied=merge.round,
-        anchor_sha256=anchor_sha256(merge.anchor),
-        state_bytes=2 * merge.anchor.nbytes,
-        record_lifetime_s=deadlines.record_lifetime_s,
-        sent_round=lambda: driver.sent_round,
-        unsettled=lambda: merge.unsettled,
-    )
-    driver = ExchangeDriver(
-        averager=averager,
-        chain=chain,
-        events=events,
-        manifest=local.manifest,
-        run=local.run,
-        stage=local.stage,
-        layout_digest=local.layout.digest,
-        plan=plan,
-        clock=joined.clock,
-        alone=alone,
-    )
-    for round_number, send in merge.fly.items():
-        driver.resume(round_number, send.tokens)
-    return Coordinator(
-        local=local,
-        dht=joined.dht,
-        announcer=Announcer(local, joined.swarm, joined.clock),
-        clock=joined.clock,
-        averager=averager,
-        chain=chain,
-        driver=driver,
-        alone=alone,
-        events=events,
-        lease=lease,
-        mover=mover,
-        watch=ManifestWatch(joined.swarm, local.run, local.manifest, manifest_file),
-        reader=WorkerThread("dht reads"),
-        writer=WorkerThread("dht writes"),
-        first_round=first_round,
-    )
-
-
 class Assembly:
     """The parts of one peer that train, after everything is forked.
 
@@ -168,50 +84,49 @@ class Assembly:
 
     def __init__(
         self,
-        options: PeerOptions,
-        joined: Joined,
-        config: AveragerConfig,
+        local: LocalPeer,
         averager: StageAverager,
         buffers: StageBuffers,
-        own: Path,
         device: torch.device,
         stop: StopSignal,
     ):
-        manifest, layout = config.manifest, config.layout
-        self._options = options
-        self._joined = joined
+        manifest, layout, stage = local.manifest, local.layout, local.stage
+        self._local = local
         self._manifest = manifest
         self._stop = stop.event
-        self._snapshots = Snapshots(config.snapshot_folder, layout=layout.digest)
-        self._model = local_model(manifest, config.stage, layout, buffers, self._snapshots, device)
-        self._local = self._local_peer(config, averager)
-        self.allowance = Allowance(options)
-        reporter = Reporter(own)
+        self._snapshots = snapshots = Snapshots(local.snapshots, layout=layout.digest)
+        self._model = local_model(manifest, stage, layout, buffers, snapshots, device)
+        merge = self._model.merge
+        self.allowance = Allowance(local.options)
+        reporter = Reporter(local.folder)
         self._tell = reporter.tell
         self._meter = LoopMeter(reporter=reporter, sent=buffers.sent.read, numel=layout.numel)
-        self.coordinator = coordinator_of(
-            self._local,
-            joined,
-            averager=averager,
-            log=open_log(config),
-            merge=self._model.merge,
+        newer_manifest = StateFolder(local.options.state).manifest(local.run)
+        chooses = local.options.stage == "auto" and manifest.stages > 1
+        self.coordinator = Coordinator(
+            local,
+            averager,
+            watch=ManifestWatch(local.swarm, local.run, manifest, newer_manifest),
+            applied=merge.round,
+            anchor_sha256=anchor_sha256(merge.anchor),
+            sent={number: send.tokens for number, send in merge.fly.items()},
+            unsettled=lambda: merge.unsettled,
             lease=self._lease(),
-            mover=self._mover(),
-            manifest_file=own.parent / f"{joined.run}.signed",
+            mover=Mover(me=local.me, stage=stage, num_stages=manifest.stages) if chooses else None,
             first_round=1
-            + max([newest_aside(own), *(s.round for s in self._snapshots.sent_since)]),
+            + max([newest_aside(local.folder), *(s.round for s in snapshots.sent_since)]),
         )
         self._reservation = Reservation(
-            me=self._local.me,
-            stage=config.stage,
+            me=local.me,
+            stage=stage,
             num_stages=manifest.stages,
             on_change=self._wake,
         )
         batch = manifest.batch
         self._shape = (batch.microbatch_size, batch.sequence_length, hidden_size(manifest.model))
         self.network = Network(
-            joined.dht,
-            run=joined.run,
+            local.dht,
+            run=local.run,
             limits=FrameLimits(
                 microbatch_size=batch.microbatch_size,
                 sequence_length=batch.sequence_length,
@@ -219,14 +134,13 @@ class Assembly:
                 evaluate_windows=BATCH_WINDOWS,
             ),
             silence_s=manifest.deadlines.silence_s,
-            letters=RelayedRequests(joined.identity, joined.run, joined.clock.time),
+            letters=RelayedRequests(local.identity, local.run, local.clock.time),
             relays=self._relays,
             answer=self._reservation.answer,
-            admits=lambda _, hello: link_of(hello, config.stage),
+            admits=lambda _, hello: link_of(hello, stage),
         )
         self.metrics = PeerMetrics(
-            local=self._local,
-            joined=joined,
+            local=local,
             averager=averager,
             buffers=buffers,
             meter=self._meter,
@@ -247,45 +161,12 @@ class Assembly:
         local, stages = self._local, self.coordinator.view.stages
         return relays_between(stages, local.me, local.stage, peer, client_mode=local.client_mode)
 
-    def _local_peer(self, config: AveragerConfig, averager: StageAverager) -> LocalPeer:
-        joined, me = self._joined, self._joined.identity.peer_id
-        addresses = reached_at(
-            joined.reach, self._options.announce, joined.dht.visible_addresses(), me
-        )
-        level, text = described(joined.reach, self._options.announce, addresses)
-        logger.log(level, "peer %s %s", me, text)
-        return LocalPeer(
-            me=me,
-            run=joined.run,
-            stage=config.stage,
-            manifest=config.manifest,
-            layout=config.layout,
-            addresses=addresses,
-            client_mode=averager.client_mode,
-            reachability=joined.reach.kind,
-            reached_by_others=joined.reach.by_others,
-            memory_limit_bytes=self._options.memory_limit_bytes,
-            name=self._options.name,
-        )
-
     def _lease(self) -> PartLease | None:
         """A lease on a part of the run's data; who has no use for one, or own data, needs none."""
-        if self._options.data or self._local.stage > 0:
+        if self._local.options.data or self._local.stage > 0:
             return None
-        return PartLease(
-            swarm=self._joined.swarm,
-            run=self._joined.run,
-            me=self._local.me,
-            parts=self._manifest.data.parts,
-            first=self._snapshots.found.data.get("part") if self._snapshots.found else None,
-        )
-
-    def _mover(self) -> Mover | None:
-        """What tells a peer that may choose its stage when to change it."""
-        if self._options.stage != "auto" or self._manifest.stages == 1:
-            return None
-        local = self._local
-        return Mover(me=local.me, stage=local.stage, num_stages=self._manifest.stages)
+        found = self._snapshots.found
+        return PartLease(self._local, first=found.data.get("part") if found else None)
 
     # ---- the loop --------------------------------------------------------------------------------
     def _trainer(self) -> Trainer:
@@ -327,7 +208,7 @@ class Assembly:
         """Microbatches in flight that this peer has memory for; a last stage stores one."""
         if self._local.stage == self._manifest.stages - 1:
             return MAX_WINDOW
-        limit = self._local.memory_limit_bytes
+        limit = self._local.options.memory_limit_bytes
         return window_limit(worker.stored_bytes, limit, self._model.optimizer.device)
 
     def _leading(self, learner: Learner, member: Member) -> Leading:
@@ -362,7 +243,7 @@ class Assembly:
             learner=learner,
             head=head,
             reservation=self._reservation,
-            corpus=open_corpus(manifest, self._options.data),
+            corpus=open_corpus(manifest, self._local.options.data),
             held_out=held_out(manifest),
             coordinator=self.coordinator,
             meter=self._meter,
@@ -416,18 +297,15 @@ def run_peer(options: PeerOptions) -> int:
             logger.info("left: stopped on request, before training began")
         except RecordRefused as error:  # of our own log: what peers send is refused elsewhere
             raise EnvironmentFault(str(error)) from error
-        except Move as move:
+        except (Move, Revised) as reason:
             if stop.asked:
                 logger.info("left: stopped on request")
                 return 0
-            folder.note_stage(options.invite.run_id, move.stage)
-            logger.warning("moving to stage %d, which has the fewest peers", move.stage)
-            start_again()
-        except Revised:
-            if stop.asked:
-                logger.info("left: stopped on request")
-                return 0
-            logger.warning("restarting with the revised manifest")
+            if isinstance(reason, Move):
+                folder.note_stage(options.invite.run_id, reason.stage)
+                logger.warning("moving to stage %d, which has the fewest peers", reason.stage)
+            else:
+                logger.warning("restarting with the revised manifest")
             start_again()
         except (ChildDied, AveragerStuck) as error:
             if stop.asked:
@@ -460,20 +338,18 @@ def _take_part(options: PeerOptions, joined: Joined, folder: StateFolder, stop: 
     check_disk(own, StageNeeds(manifest, stage))
     keep_manifest(own, manifest)
     peer_goes_back(own, manifest)
-    config = AveragerConfig(
-        run=joined.run,
+    me = joined.identity.peer_id
+    addresses = reached_at(joined.reach, options.announce, joined.dht.visible_addresses(), me)
+    local = LocalPeer(
+        **vars(joined),
         stage=stage,
-        manifest=manifest,
         layout=layout,
-        identity=joined.identity,
-        log_folder=own / "log",
-        snapshot_folder=own / "snapshots",
-        max_upload_bytes_per_s=options.max_upload_mb_s * 1e6 or None,
-        device=options.device,
-        bootstraps=tuple({bootstrap_address(a).peer_id for a in options.invite.bootstraps}),
+        addresses=addresses,
+        options=options,
+        folder=own,
     )
     buffers = StageBuffers.allocate(layout.numel)
-    with _averager(joined, config, buffers, stop) as averager:
+    with _averager(local, buffers, stop) as averager:
         # from here on CUDA may be touched: everything is forked
         device = chosen_device(options.device)
         logger.info(
@@ -487,7 +363,9 @@ def _take_part(options: PeerOptions, joined: Joined, folder: StateFolder, stop: 
             device,
             own,
         )
-        assembly = Assembly(options, joined, config, averager, buffers, own, device, stop)
+        level, text = described(joined.reach, options.announce, addresses)
+        logger.log(level, "peer %s %s", me, text)
+        assembly = Assembly(local, averager, buffers, device, stop)
         stop.defer()
         with assembly.network:
             assembly.coordinator.start()
@@ -508,10 +386,10 @@ def _take_part(options: PeerOptions, joined: Joined, folder: StateFolder, stop: 
 
 @contextmanager
 def _averager(
-    joined: Joined, config: AveragerConfig, buffers: StageBuffers, stop: StopSignal
+    local: LocalPeer, buffers: StageBuffers, stop: StopSignal
 ) -> Generator[StageAverager]:
     stop.defer()  # a process that was forked half-way could not be closed
-    averager = StageAverager(dht=joined.dht, config=config, buffers=buffers)
+    averager = StageAverager(local, buffers)
     try:
         stop.resume()
         yield averager

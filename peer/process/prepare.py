@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -169,11 +168,12 @@ class StageNeeds:
     @cached_property
     def record_bytes(self) -> int:
         """Of a round record under the first ranks."""
-        return sum(phase.codec.encoded_bytes(phase.numel) for phase in self._phases)
+        codec = stage_codec(self.manifest, self._layout)
+        phases = codec.phases(codec.first_ranks)
+        return sum(phase.codec.encoded_bytes(phase.numel) for phase in phases)
 
     @property
     def snapshot_bytes(self) -> int:
-        """Of a whole one."""
         return SNAPSHOT_VECTORS * 4 * self.values
 
     @property
@@ -186,8 +186,7 @@ class StageNeeds:
 
     def exchange_bytes(self, members: int) -> int:
         """What a member moves each way: its parts to the others, and the mean of its own."""
-        sent = sum(phase.codec.encoded_bytes(phase.numel) for phase in self._phases)
-        return (sent + self.record_bytes) * (members - 1) // members
+        return 2 * self.record_bytes * (members - 1) // members
 
     def link_bytes_per_token(self) -> float:
         """What it sends its neighbours at least for each token; what it gets is as much."""
@@ -201,11 +200,6 @@ class StageNeeds:
     @cached_property
     def _layout(self) -> FlatLayout:
         return stage_layout(self.manifest, self.stage)
-
-    @cached_property
-    def _phases(self) -> Any:
-        codec = stage_codec(self.manifest, self._layout)
-        return codec.phases(codec.first_ranks)
 
 
 def disk_room(folder: Path, needs: StageNeeds) -> Check:

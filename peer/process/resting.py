@@ -1,14 +1,10 @@
 """A peer rests while its volunteer does not want it to take part: paused, outside its hours, or
-with this month's traffic used up (`rest_now`).
+with this month's traffic used up (`Allowance.rest`).
 
 A peer that trains leaves as at SIGTERM, then its process starts anew and waits here, before it has
 imported or opened anything: no DHT, no replica, no GPU. It still answers /metrics and /healthz and
 says in status.json why it rests and when it goes on. Pausing is a file in the state folder, so it
 outlives a restart.
-
-`MonthlyTraffic` is what it has sent and received in each calendar month (UTC), counted at libp2p's
-daemon (`RunDHT.carried_bytes`), the upkeep of the DHT included. The file in the state folder is
-written at most once a minute, so that a peer that is killed forgets no more than that.
 """
 
 from __future__ import annotations
@@ -38,7 +34,7 @@ from dilocox.peer.http_pages import (
     readiness_page,
     served,
 )
-from dilocox.peer.options import GB, Hours, Local, PeerOptions, Reason, next_month
+from dilocox.peer.options import GB, Local, PeerOptions, Reason, next_month
 from dilocox.peer.os_process import StopSignal
 from dilocox.peer.state_folder import STATES, StateFolder
 
@@ -60,60 +56,67 @@ class Rest:
     until: float | None
 
 
-def rest_now(
-    now: float,
-    *,
-    paused: bool,
-    hours: Hours | None,
-    used_bytes: int,
-    limit_bytes: float | None,
-    local: Local = datetime.fromtimestamp,
-) -> Rest | None:
-    """Why a peer should rest now, the reason that lasts longest first; None if it should not.
-
-    now: seconds since the epoch. used_bytes: of this month. local: the local time of such seconds.
-    """
-    if paused:
-        return Rest(reason="paused", words="paused, until `dilocox resume`", until=None)
-    if limit_bytes is not None and used_bytes >= limit_bytes:
-        return Rest(
-            reason="traffic",
-            words=f"{used_bytes / GB:.3g} GB of this month's {limit_bytes / GB:g} GB are used",
-            until=next_month(now),
-        )
-    if hours is not None and (start := hours.next_start(now, local)) is not None:
-        return Rest(reason="hours", words=f"outside the hours {hours.shown}", until=start)
-    return None
-
-
 def month_of(now: float) -> str:
     """The calendar month in UTC, as in 2026-11."""
     return datetime.fromtimestamp(now, timezone.utc).strftime("%Y-%m")
 
 
-class MonthlyTraffic:
-    """Bytes by month; of one process at a time."""
+class Allowance:
+    """What a volunteer allows a peer, and how much of it is used; of one process at a time.
 
-    def __init__(self, path: Path):
-        """Read the file if there is one.
+    Traffic is what the peer has sent and received in each calendar month (UTC), counted at libp2p's
+    daemon (`RunDHT.carried_bytes`), the upkeep of the DHT included. Its file in the state folder is
+    written at most once a minute, so that a peer that is killed forgets no more than that.
+    """
+
+    def __init__(
+        self,
+        options: PeerOptions,
+        clock: Callable[[], float] = time.time,
+        local: Local = datetime.fromtimestamp,
+    ):
+        """clock: seconds since the epoch. local: the local time of such seconds.
 
         Raises:
-            EnvironmentFault: it is damaged.
+            EnvironmentFault: the file of the traffic is damaged.
         """
-        self._path = path
-        self._months = _read(path)
+        self._options = options
+        self._clock = clock
+        self._local = local
+        self._file = options.state / "traffic.json"
+        self._months = _read_months(self._file)
         self._total = 0
         self._written_at = float("-inf")
         self._unwritten = False
 
-    def used_bytes(self, now: float) -> int:
-        """Sent and received in the month of `now`, in seconds since the epoch."""
-        return self._months.get(month_of(now), 0)
+    def rest(self) -> Rest | None:
+        """Why this peer should rest now, the reason that lasts longest first; None if it should
+        not."""
+        now, hours, limit = self._clock(), self._options.hours, self.limit_bytes
+        if _flag(self._options.state).exists():
+            return Rest(reason="paused", words="paused, until `dilocox resume`", until=None)
+        if limit is not None and self.used_bytes >= limit:
+            used = f"{self.used_bytes / GB:.3g} GB of this month's {limit / GB:g} GB are used"
+            return Rest(reason="traffic", words=used, until=next_month(now))
+        if hours is not None and (start := hours.next_start(now, self._local)) is not None:
+            return Rest(reason="hours", words=f"outside the hours {hours.shown}", until=start)
+        return None
 
-    def count(self, total: int, now: float, *, last: bool = False) -> None:
-        """Take in what this process has sent and received since it started, in bytes. The file is
-        written once a minute, and where nothing follows (`last`); EnvironmentFault if it cannot be.
+    @property
+    def limit_bytes(self) -> float | None:
+        """What may be sent and received in a month; None without a limit."""
+        return self._options.monthly_traffic_bytes
+
+    @property
+    def used_bytes(self) -> int:
+        """Sent and received in this month."""
+        return self._months.get(month_of(self._clock()), 0)
+
+    def count(self, total: int, *, last: bool = False) -> None:
+        """Take in the bytes that this process has sent and received since it started; warns where
+        that cannot be written. `last`: nothing follows.
         """
+        now = self._clock()
         if total > self._total:
             month = month_of(now)
             self._months[month] = self._months.get(month, 0) + total - self._total
@@ -125,11 +128,14 @@ class MonthlyTraffic:
         self._written_at = now  # a full disk is not tried more often
         newest = sorted(self._months)[-MONTHS_KEPT:]
         kept = {month: self._months[month] for month in newest}
-        write_atomically(self._path, (json.dumps(kept, indent=2) + "\n").encode())
-        self._unwritten = False
+        try:
+            write_atomically(self._file, (json.dumps(kept, indent=2) + "\n").encode())
+            self._unwritten = False
+        except EnvironmentFault as error:
+            logger.warning("this month's traffic is not kept: %s", error)
 
 
-def _read(path: Path) -> dict[str, int]:
+def _read_months(path: Path) -> dict[str, int]:
     try:
         kept = cast("dict[str, Any]", json.loads(path.read_bytes()))
         return {month: int(total) for month, total in kept.items()}
@@ -142,47 +148,11 @@ def _read(path: Path) -> dict[str, int]:
         ) from error
 
 
-class Allowance:
-    """What a volunteer allows a peer, with the figures and flags of its state folder."""
-
-    def __init__(self, options: PeerOptions, clock: Callable[[], float] = time.time):
-        """clock: seconds since the epoch. Raises EnvironmentFault if the figures are damaged."""
-        self._options = options
-        self._clock = clock
-        self._traffic = MonthlyTraffic(options.state / "traffic.json")
-
-    def rest(self) -> Rest | None:
-        """Why this peer should rest now, None if it should not."""
-        return rest_now(
-            self._clock(),
-            paused=_flag(self._options.state).exists(),
-            hours=self._options.hours,
-            used_bytes=self.used_bytes,
-            limit_bytes=self.limit_bytes,
-        )
-
-    @property
-    def limit_bytes(self) -> float | None:
-        """What may be sent and received in a month; None without a limit."""
-        return self._options.monthly_traffic_bytes
-
-    @property
-    def used_bytes(self) -> int:
-        """Sent and received in this month."""
-        return self._traffic.used_bytes(self._clock())
-
-    def count(self, total: int, *, last: bool = False) -> None:
-        """Take in the bytes that this process has sent and received since it started; warns where
-        that cannot be written. `last`: nothing follows.
-        """
-        try:
-            self._traffic.count(total, self._clock(), last=last)
-        except EnvironmentFault as error:
-            logger.warning("this month's traffic is not kept: %s", error)
-
-
 class RestWatch:
-    """A context in which a peer takes part, and is asked to leave when it should rest."""
+    """A context in which a peer takes part, and is asked to leave when it should rest.
+
+    traffic: bytes sent and received since the start. look_s: between two looks.
+    """
 
     def __init__(
         self,
@@ -192,7 +162,6 @@ class RestWatch:
         *,
         look_s: float = LOOK_S,
     ):
-        """traffic: bytes sent and received since the start. look_s: between two looks."""
         self._allowance = allowance
         self._traffic = traffic
         self._stop = stop
@@ -255,12 +224,12 @@ class Resting:
             state = self._options.state
             logger.info("resting: %s; `dilocox resume --state %s` ends it", rest.reason, state)
         else:
-            logger.info("resting: %s; going on at %s", rest.words, _shown_time(rest.until))
+            until = datetime.fromtimestamp(rest.until).strftime("%Y-%m-%d %H:%M")
+            logger.info("resting: %s; going on at %s", rest.words, until)
         self._write_status(rest)
         return rest is not None
 
     def pages(self) -> Pages:
-        """What is served."""
         metrics = MetricTable(
             specs=METRICS, source=lambda: self, prefix="dilocox_", labels={"stage": self._stage}
         )
@@ -271,6 +240,9 @@ class Resting:
         }
 
     def _write_status(self, rest: Rest | None) -> None:
+        if rest is None and self._status.parent == self._options.state:
+            self._status.unlink(missing_ok=True)  # from now on it is in the folder of a stage
+            return
         try:
             known = cast("dict[str, Any]", json.loads(self._status.read_bytes()))
         except (OSError, ValueError):
@@ -280,10 +252,7 @@ class Resting:
         known |= {"state": "joining", "head": "", "members": [], "tokens_per_s": 0.0}
         if rest is not None:
             known |= {"state": "resting", "resting": rest.words, "resumes_at": rest.until}
-        if rest is None and self._status.parent == self._options.state:
-            self._status.unlink(missing_ok=True)  # from now on it is in the folder of a stage
-        else:
-            write_atomically(self._status, json.dumps(known).encode(), durable=False)
+        write_atomically(self._status, json.dumps(known).encode(), durable=False)
 
 
 # In the names and labels of metrics.py, whose imports would take the memory of a peer.
@@ -325,10 +294,6 @@ def _last_place(options: PeerOptions) -> tuple[str, Path]:
         return "", options.state / "status.json"
     own = folder.run(run, stage)
     return str(stage), (own if own.is_dir() else options.state) / "status.json"
-
-
-def _shown_time(at: float) -> str:
-    return datetime.fromtimestamp(at).strftime("%Y-%m-%d %H:%M")
 
 
 # ---- the commands --------------------------------------------------------------------------------

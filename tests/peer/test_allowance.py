@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 
 from dilocox.dht.errors import EnvironmentFault, InvalidInput
-from dilocox.peer.options import GB, Hours, next_month
-from dilocox.peer.process.resting import MonthlyTraffic, Rest, month_of, rest_now
+from dilocox.peer.options import GB, Hours, PeerOptions, next_month
+from dilocox.peer.process.resting import Allowance, Rest, month_of
+from tests.peer.local_peers import INVITE
 
 EAST = timezone(timedelta(hours=5, minutes=30))  # whose hours do not begin with those of UTC
 
@@ -51,10 +52,7 @@ def test_spans_are_hours_of_the_day_across_midnight_and_overlapping(
     spans: list[str], allowed: list[int]
 ) -> None:
     assert hours(*spans).allowed == set(allowed)
-
-
-def test_without_spans_all_hours_will_do() -> None:
-    assert Hours.parse([]) is None
+    assert Hours.parse([]) is None, "without spans all hours will do"
 
 
 @pytest.mark.parametrize("span", ["", "9", "9-", "9-25", "24-6", "9-9", "-1-5", "22:30-6", "a-b"])
@@ -73,16 +71,12 @@ def test_a_span_that_is_none_is_named_with_what_to_give(span: str) -> None:
         ("2026-11-21 06:00:00", "2026-11-21 22:00"),
         ("2026-11-20 21:59:59.5", "2026-11-20 22:00"),
         ("2026-11-20 12:34:56.789", "2026-11-20 22:00"),
+        ("2026-12-31 12:00:00", "2026-12-31 22:00"),
     ],
 )
 def test_the_next_start_is_the_hour_itself(now: str, start: str | None) -> None:
     found = hours("22-6").next_start(at(now), local)
     assert found == (None if start is None else at(start))
-
-
-def test_the_next_start_can_be_tomorrow_and_is_the_same_whenever_it_is_asked() -> None:
-    asked = [at("2026-12-31 12:00:00") + seconds for seconds in (0.0, 0.1, 7.3, 3599.99)]
-    assert {hours("8-12").next_start(now, local) for now in asked} == {at("2027-01-01 08:00")}
 
 
 def test_on_a_day_that_leaves_the_only_hour_out_it_is_the_next_days() -> None:
@@ -98,45 +92,36 @@ def test_on_a_day_that_leaves_the_only_hour_out_it_is_the_next_days() -> None:
 
 
 # ---- which reason --------------------------------------------------------------------------------
-def rest(
-    now: str, *, paused: bool = False, used: float = 0, limit: float | None = None
-) -> Rest | None:
-    return rest_now(
-        at(now),
-        paused=paused,
-        hours=hours("22-6"),
-        used_bytes=int(used * GB),
-        limit_bytes=None if limit is None else limit * GB,
-        local=local,
+@pytest.mark.parametrize(
+    ("now", "paused", "used", "limit", "reason", "until"),
+    [
+        ("2026-11-20 23:00", False, 4.9, 5, None, None),
+        ("2026-11-20 23:00", False, 500, 0, None, None),
+        ("2026-11-20 12:00", False, 0, 0, "hours", at("2026-11-20 22:00")),
+        ("2026-11-20 12:00", False, 5, 5, "traffic", utc("2026-12-01")),
+        ("2026-11-20 23:00", False, 5, 5, "traffic", utc("2026-12-01")),
+        ("2026-11-20 23:00", True, 0, 0, "paused", None),
+        ("2026-11-20 12:00", True, 5, 5, "paused", None),
+    ],
+)
+def test_a_peer_rests_for_the_reason_that_lasts_longest(
+    now: str,
+    paused: bool,
+    used: float,
+    limit: float,
+    reason: str | None,
+    until: float | None,
+    tmp_path: Path,
+) -> None:
+    options = PeerOptions(
+        invite=INVITE, state=tmp_path, hours=hours("22-6"), monthly_traffic_gb=limit
     )
-
-
-def test_a_peer_rests_for_the_reason_that_lasts_longest() -> None:
-    noon, night = "2026-11-20 12:00", "2026-11-20 23:00"
-    assert rest(night) is None
-    assert rest(night, used=4.9, limit=5) is None
-    assert rest(night, used=500) is None
-    found = [
-        rest(noon),
-        rest(noon, used=5, limit=5),
-        rest(night, used=5, limit=5),
-        rest(night, paused=True),
-        rest(noon, paused=True, used=5, limit=5),
-    ]
-    assert [each and each.reason for each in found] == [
-        "hours",
-        "traffic",
-        "traffic",
-        "paused",
-        "paused",
-    ]
-    assert [each and each.until for each in found] == [
-        at("2026-11-20 22:00"),
-        utc("2026-12-01"),
-        utc("2026-12-01"),
-        None,
-        None,
-    ]
+    allowance = Allowance(options, lambda: at(now), local)
+    allowance.count(int(used * GB))
+    if paused:
+        (tmp_path / "paused").touch()
+    rest: Rest | None = allowance.rest()
+    assert (rest and rest.reason, rest and rest.until) == (reason, until)
 
 
 # ---- months --------------------------------------------------------------------------------------
@@ -152,43 +137,43 @@ def test_months_are_those_of_utc(now: str, month: str, following: str) -> None:
     assert (month_of(utc(now)), next_month(utc(now))) == (month, utc(following))
 
 
+class Kept(Allowance):
+    """An allowance at a time that the test sets."""
+
+    def __init__(self, folder: Path, now: float):
+        self.now = now
+        super().__init__(PeerOptions(invite=INVITE, state=folder), lambda: self.now)
+
+
 def test_traffic_counts_for_the_month_in_which_it_was_seen(tmp_path: Path) -> None:
-    kept = MonthlyTraffic(tmp_path / "traffic.json")
     last, first = utc("2026-11-30 23:59:59"), utc("2026-12-01")
-    kept.count(110, last)
-    kept.count(115, last)
-    assert kept.used_bytes(last) == 115
-    assert kept.used_bytes(first) == 0
-    kept.count(118, first, last=True)
-    assert (kept.used_bytes(last), kept.used_bytes(first)) == (115, 3)
-    assert json.loads((tmp_path / "traffic.json").read_text()) == {
-        "2026-11": 115,
-        "2026-12": 3,
-    }
-
-
-def test_a_new_process_counts_from_zero_on_top_of_what_was_kept(tmp_path: Path) -> None:
-    now = utc("2026-11-20")
-    for total in (115, 230):
-        kept = MonthlyTraffic(tmp_path / "traffic.json")
-        kept.count(115, now, last=True)
-        assert kept.used_bytes(now) == total
+    kept = Kept(tmp_path, last)
+    kept.count(110)
+    kept.count(115)
+    assert kept.used_bytes == 115
+    kept.now = first
+    assert kept.used_bytes == 0
+    kept.count(118, last=True)
+    assert json.loads((tmp_path / "traffic.json").read_text()) == {"2026-11": 115, "2026-12": 3}
+    again = Kept(tmp_path, first)  # a new process counts from zero on top of what was kept
+    again.count(5, last=True)
+    assert (again.used_bytes, Kept(tmp_path, last).used_bytes) == (8, 115)
 
 
 def test_the_file_is_written_at_most_once_a_minute(tmp_path: Path) -> None:
-    path, begin = tmp_path / "traffic.json", utc("2026-11-20")
-    kept = MonthlyTraffic(path)
+    begin = utc("2026-11-20")
+    kept = Kept(tmp_path, begin)
     for second, total, expected in ((0, 1, 1), (1, 2, 1), (59, 3, 1), (60, 4, 4), (61, 5, 4)):
-        kept.count(total, begin + second)
-        on_disk = MonthlyTraffic(path).used_bytes(begin)
-        assert (kept.used_bytes(begin), on_disk) == (total, expected)
-    kept.count(6, begin)  # the clock was set back
-    assert MonthlyTraffic(path).used_bytes(begin) == 6
+        kept.now = begin + second
+        kept.count(total)
+        assert (kept.used_bytes, Kept(tmp_path, begin).used_bytes) == (total, expected)
+    kept.now = begin  # the clock was set back
+    kept.count(6)
+    assert Kept(tmp_path, begin).used_bytes == 6
 
 
 def test_a_damaged_file_is_named_with_the_fix(tmp_path: Path) -> None:
-    path = tmp_path / "traffic.json"
     for text in ("{", "[]", '{"2026-11": "x"}', '{"2026-11": {}}'):
-        path.write_text(text)
+        (tmp_path / "traffic.json").write_text(text)
         with pytest.raises(EnvironmentFault, match=r"traffic\.json: .* remove the file"):
-            MonthlyTraffic(path)
+            Kept(tmp_path, 0.0)

@@ -10,9 +10,6 @@ from typing import Any, cast
 
 import pytest
 
-from dilocox.compression.layout import FlatLayout
-from dilocox.dht.clock import Clock
-from dilocox.dht.manifest import Manifest
 from dilocox.dht.records import (
     BellRecord,
     ClaimRecord,
@@ -24,18 +21,24 @@ from dilocox.dht.records import (
     replica_key,
     stage_key,
 )
-from dilocox.dht.swarm import Swarm
 from dilocox.dht.swarm_view import SwarmView
 from dilocox.peer.averaging.announcer import Announcer, replica_record
-from dilocox.peer.averaging.connectivity import LocalPeer
 from dilocox.peer.averaging.follower import ChainFollower
 from dilocox.peer.averaging.loop_status import LoopStatus
 from dilocox.peer.rounds.round_clock import bells_to_read
+from tests.peer.clocks import TestClock
+from tests.peer.local_peers import MANIFEST, RUN, local_peer
 from tests.pipeline.swarms import bell_record, stage_record
 
-RUN = "f" * 32
 PEER_ID = "12D3KooW" + "x" * 44
 ADDRESSES = tuple(f"/ip4/203.0.113.{n}/tcp/31337/p2p/{PEER_ID}" for n in range(3))
+CHAIN = cast(
+    "ChainFollower",
+    SimpleNamespace(
+        head=SimpleNamespace(round=4, digest="e" * 64, chain_tokens=900, record_bytes=77),
+        last_record=None,
+    ),
+)
 
 
 class Dht:
@@ -45,9 +48,7 @@ class Dht:
         self.records: dict[str, dict[str, Any]] = {}
         self.silent: set[str] = set()
         self.asked: list[dict[str, type[Record]]] = []
-        self.published: dict[str, tuple[Record, float]] = {}
         self.refused = Counter[str]()
-        self.stores = 0
 
     def read_many(
         self, keys: Mapping[str, type[Record]], timeout_s: float, *, thorough: bool
@@ -57,55 +58,29 @@ class Dht:
             key: None if key in self.silent else dict(self.records.get(key, {})) for key in keys
         }
 
-    def publish_many(self, records: Mapping[str, Record], lifetime_s: float) -> bool:
-        self.stores += 1
-        for key, record in records.items():
-            record.encode()  # as the real one: what is too long raises
-            self.published[key] = (record, lifetime_s)
-        return True
 
-
-def local(stage: int, stages: int = 3) -> LocalPeer:
-    manifest = Manifest.from_dict({"name": "t", "model": "tiny", "end_tokens": 1000})
-    return LocalPeer(
-        me="me",
-        run=RUN,
-        stage=stage,
-        manifest=replace(manifest, stages=stages),
-        layout=FlatLayout.of([("w", (3,))]),
-        addresses=ADDRESSES,
-        client_mode=False,
-        memory_limit_bytes=None,
-        name="Ada's laptop",
-    )
-
-
-class Hourly:
+class Hourly(TestClock):
     """A clock by which every look is an hour later, so that the time of everything has come."""
-
-    now = 0.0
-
-    def time(self) -> float:
-        return self.now
 
     def monotonic(self) -> float:
         self.now += 3600.0
         return self.now
 
 
-class Standing(Hourly):
-    """A clock that is set."""
-
-    def monotonic(self) -> float:
-        return self.now
-
-
-def announcer(dht: Dht, stage: int, stages: int = 3, clock: Clock | None = None) -> Announcer:
-    return Announcer(local(stage, stages), cast("Swarm", dht), clock or Hourly())
+def announcer(dht: Dht, stage: int, stages: int = 3, clock: TestClock | None = None) -> Announcer:
+    local = local_peer(
+        stage=stage,
+        manifest=replace(MANIFEST, stages=stages),
+        swarm=dht,
+        clock=clock or Hourly(),
+        addresses=ADDRESSES,
+        name="Ada's laptop",
+    )
+    return Announcer(local, CHAIN)
 
 
 def look(looking: Announcer, bells: list[int], *, whole: bool = True) -> bool:
-    return looking.look(bells, own_round=5, last_record=4, whole=whole)
+    return looking.look(bells, 5, whole=whole)
 
 
 def claim(round_number: int) -> ClaimRecord:
@@ -119,7 +94,7 @@ def bell(round_number: int) -> BellRecord:
 
 
 def replica() -> Any:
-    return replica_record(local(0), 3, LoopStatus(head="h", members=("h", "a", "b")), hear_s=1.0)
+    return replica_record(3, LoopStatus(head="h", members=("h", "a", "b")), hear_s=1.0)
 
 
 # ---- how often -----------------------------------------------------------------------------------
@@ -133,7 +108,7 @@ def crowd(peers: int, stages: int) -> Dht:
     return dht
 
 
-def looked_at(dht: Dht, looking: Announcer, seconds: int, clock: Standing) -> Counter[str]:
+def looked_at(dht: Dht, looking: Announcer, seconds: int, clock: TestClock) -> Counter[str]:
     """How often each key was asked for in this time, with a look at every heartbeat."""
     dht.asked.clear()
     for _ in range(0, seconds, 10):
@@ -143,7 +118,7 @@ def looked_at(dht: Dht, looking: Announcer, seconds: int, clock: Standing) -> Co
 
 
 def test_in_a_small_swarm_every_heartbeat_shows_everything() -> None:
-    dht, clock = crowd(4, 2), Standing()
+    dht, clock = crowd(4, 2), TestClock()
     looking = announcer(dht, 1, 2, clock)
     asked = looked_at(dht, looking, 600, clock)
     assert set(asked.values()) == {60}
@@ -151,7 +126,7 @@ def test_in_a_small_swarm_every_heartbeat_shows_everything() -> None:
 
 
 def test_in_a_large_one_other_stages_are_read_more_rarely_than_ones_own() -> None:
-    dht, clock = crowd(400, 4), Standing()
+    dht, clock = crowd(400, 4), TestClock()
     looking = announcer(dht, 1, 4, clock)
     look(looking, [5])
     asked = looked_at(dht, looking, 3600, clock)
@@ -160,15 +135,14 @@ def test_in_a_large_one_other_stages_are_read_more_rarely_than_ones_own() -> Non
     assert all(60 < asked[key] < 180 for key in own)
     assert asked[stage_key(RUN, 2)] * 8 < asked[stage_key(RUN, 1)]
     assert len(looking.view.stages) == 4  # and are not forgotten meanwhile
-    looking.tell({})
     assert looking.cadence.lifetime_s > 100.0
 
 
 def test_who_waits_for_a_record_and_who_sees_nobody_looks_with_every_heartbeat() -> None:
-    dht, clock = crowd(400, 4), Standing()
+    dht, clock = crowd(400, 4), TestClock()
     looking = announcer(dht, 1, 4, clock)
     for _ in range(10):
-        looking.look([5], own_round=5, last_record=4, whole=True, eager=True)
+        looking.look([5], 5, eager=True)
     assert all(stage_key(RUN, 1) in asked for asked in dht.asked)
     dht.records[stage_key(RUN, 1)] = {}
     asked = looked_at(dht, looking, 3600, clock)
@@ -176,7 +150,9 @@ def test_who_waits_for_a_record_and_who_sees_nobody_looks_with_every_heartbeat()
 
 
 # ---- looking -------------------------------------------------------------------------------------
-def test_one_look_asks_for_everything_at_once() -> None:
+@pytest.fixture
+def dht() -> Dht:
+    """Three stages, of which this peer is of the second."""
     dht = Dht()
     dht.records = {
         stage_key(RUN, 0): {"h": stage_record("training", replica="h")},
@@ -188,83 +164,50 @@ def test_one_look_asks_for_everything_at_once() -> None:
         replica_key(RUN): {"h": replica()},
         bell_key(RUN, 5): {"h": bell(5)},
     }
+    return dht
+
+
+def test_one_look_asks_for_everything_at_once(dht: Dht) -> None:
     looking = announcer(dht, 1)
     assert look(looking, [5, 6])
     assert len(dht.asked) == 1
-    assert {key for key, kind in dht.asked[0].items() if kind is BellRecord} == {
-        bell_key(RUN, 5),
-        bell_key(RUN, 6),
-    }
+    bells = {key for key, kind in dht.asked[0].items() if kind is BellRecord}
+    assert bells == {bell_key(RUN, 5), bell_key(RUN, 6)}
     view = looking.view
     assert set(view.stage) == {"me", "x"}  # of one's own stage
-    assert {stage: set(here) for stage, here in view.stages.items()} == {
-        0: {"h"},
-        1: {"me", "x"},
-        2: {"z"},
-    }
+    hosts = {stage: set(here) for stage, here in view.stages.items()}
+    assert hosts == {0: {"h"}, 1: {"me", "x"}, 2: {"z"}}
     assert set(view.replicas) == {"h"}
     assert {number: set(bells) for number, bells in view.bells.items()} == {5: {"h"}, 6: set()}
-    assert view.claims == {"x": claim(4)}
-    assert view.run_claims == {"h": claim(7)}
+    assert (view.claims, view.run_claims) == ({"x": claim(4)}, {"h": claim(7)})
+    run = announcer(dht, 0)  # whose own chain is that of the run
+    assert look(run, [])
+    assert run.view.claims == run.view.run_claims == {"h": claim(7)}
 
 
-def test_a_quick_look_asks_for_bells_and_forgets_nothing() -> None:
-    dht = Dht()
-    dht.records = {
-        stage_key(RUN, 0): {"h": stage_record()},
-        stage_key(RUN, 1): {"x": stage_record()},
-        claim_key(RUN, 0): {"h": claim(7)},
-        claim_key(RUN, 1): {"x": claim(4)},
-        replica_key(RUN): {"h": replica()},
-    }
+def test_a_quick_look_asks_for_bells_and_forgets_nothing(dht: Dht) -> None:
     looking = announcer(dht, 1)
     assert look(looking, [5])
     before = looking.view
-    dht.records = {claim_key(RUN, 1): {"x": claim(5)}, bell_key(RUN, 5): {"h": bell(5)}}
+    dht.records = {claim_key(RUN, 1): {"x": claim(5)}, bell_key(RUN, 5): {"y": bell(5)}}
     look(looking, [5], whole=False)
     assert set(dht.asked[-1]) == {bell_key(RUN, 5)}
-    assert looking.view.claims == {"x": claim(4)}
-    assert set(looking.view.bells[5]) == {"h"}
-    assert (looking.view.stages, looking.view.replicas) == (before.stages, before.replicas)
-    assert (looking.view.stage, looking.view.run_claims) == (before.stage, before.run_claims)
+    assert looking.view == replace(before, bells={5: {"y": bell(5)}})
 
 
-def test_for_a_peer_of_stage_0_its_own_chain_is_that_of_the_run() -> None:
-    dht = Dht()
-    dht.records = {claim_key(RUN, 0): {"h": claim(7)}}
-    looking = announcer(dht, 0, stages=1)
-    assert look(looking, [])
-    assert looking.view.claims == looking.view.run_claims == {"h": claim(7)}
-
-
-def test_what_gives_no_answer_stays_as_it_was_and_an_empty_answer_does_not() -> None:
-    dht = Dht()
-    keys = [stage_key(RUN, 0), stage_key(RUN, 1), claim_key(RUN, 0), claim_key(RUN, 1)]
-    dht.records = dict(
-        zip(
-            keys,
-            ({"h": stage_record()}, {"x": stage_record()}, {"h": claim(7)}, {"x": claim(4)}),
-            strict=True,
-        )
-    ) | {replica_key(RUN): {"h": replica()}, bell_key(RUN, 5): {"h": bell(5)}}
+def test_what_gives_no_answer_stays_as_it_was_and_an_empty_answer_does_not(dht: Dht) -> None:
     looking = announcer(dht, 1)
     assert look(looking, [5])
     before = looking.view
-    dht.silent = {*dht.records, stage_key(RUN, 2)}
-    dht.records = {}
+    dht.silent, dht.records = set(dht.records), {}
     assert not look(looking, [5])
-    assert looking.view.stages == before.stages
-    assert looking.view.stage == before.stage == {"x": stage_record()}
-    assert looking.view.replicas == before.replicas
-    assert (looking.view.claims, looking.view.run_claims) == (before.claims, before.run_claims)
+    assert looking.view == before
     dht.silent = set()
     assert look(looking, [5])
-    assert (looking.view.stage, looking.view.replicas, looking.view.claims) == ({}, {}, {})
-    assert looking.view.stages == {0: {}, 1: {}, 2: {}}
+    assert looking.view == SwarmView(me="me", stages={0: {}, 1: {}, 2: {}}, bells={5: {}})
 
 
-def test_a_stage_that_never_answered_is_unknown_and_not_empty() -> None:
-    dht = Dht()
+def test_a_stage_that_never_answered_is_unknown_and_not_empty(dht: Dht) -> None:
     dht.silent = {stage_key(RUN, 2)}
     looking = announcer(dht, 1)
     assert look(looking, [])
@@ -290,26 +233,15 @@ def test_a_look_has_its_answer_with_the_records_of_the_own_stage(
 
 
 # ---- telling -------------------------------------------------------------------------------------
-def chain() -> ChainFollower:
-    head = SimpleNamespace(round=4, digest="e" * 64, chain_tokens=900, record_bytes=77)
-    return cast("ChainFollower", SimpleNamespace(head=head, last_record=None))
-
-
 def told(own: LoopStatus, state: str = "training", stages: int = 3) -> StageRecord:
-    dht = Dht()
-    telling = announcer(dht, 1, stages)
-    records = telling.of_stage(
-        state, round_number=5, inner_steps=70, chain=chain(), voids=2, own=own
+    records = announcer(Dht(), 1, stages).of_stage(
+        state, round_number=5, inner_steps=70, voids=2, own=own
     )
-    assert telling.tell(records)
-    assert dht.stores == 1, "records of one heartbeat are one store"
-    record, lifetime_s = dht.published[stage_key(RUN, 1)]
-    assert lifetime_s == local(0).manifest.deadlines.record_lifetime_s
-    claimed, _ = dht.published[claim_key(RUN, 1)]
-    assert isinstance(claimed, ClaimRecord)
-    assert (claimed.round, claimed.chain_tokens) == (4, 900)
-    assert isinstance(record, StageRecord)
-    assert record.inner_steps == 70
+    for record in records.values():
+        record.encode()  # what is too long raises
+    record, claimed = records[stage_key(RUN, 1)], records[claim_key(RUN, 1)]
+    assert isinstance(claimed, ClaimRecord) and isinstance(record, StageRecord)
+    assert (claimed.round, claimed.chain_tokens, record.inner_steps) == (4, 900, 70)
     return record
 
 
@@ -340,8 +272,7 @@ def test_a_run_that_lacks_peers_for_most_stages_still_fits_into_a_record() -> No
 
 
 def test_only_a_peer_that_leads_a_replica_has_a_replica_record() -> None:
-    assert replica_record(local(1), 3, LoopStatus(head="h"), hear_s=1.0) is None
-    assert announcer(Dht(), 1).of_replica(None) == {}
+    assert replica_record(3, LoopStatus(head="h"), hear_s=1.0) is None
     own = LoopStatus(
         head="me",
         members=("me", "a", "b"),
@@ -353,13 +284,12 @@ def test_only_a_peer_that_leads_a_replica_has_a_replica_record() -> None:
         codec="int8",
         last_fault="stage 1 silent",
     )
-    record = replica_record(local(0), 3, own, hear_s=2.5)
+    record = replica_record(3, own, hear_s=2.5)
     assert record is not None
     assert (record.members, record.epoch, record.round) == (("me", "a", "b"), 4, 3)
     assert (record.inner_step, record.step_s, record.hear_s) == (9, 1.5, 2.5)
     assert (record.val_loss, record.val_round) == (2.5, 2)
     assert (record.codec, record.last_fault) == ("int8", "stage 1 silent")
-    assert announcer(Dht(), 0).of_replica(record) == {replica_key(RUN): record}
 
 
 @pytest.mark.parametrize("stages", [1, 13, 40, 64])
@@ -373,7 +303,7 @@ def test_the_record_of_a_replica_of_many_stages_names_all_of_its_members(stages:
         codec=",".join(["bf16"] * stages)[:256],
         last_fault="stage 39 missing" * 10,
     )
-    record = replica_record(local(0), 10**6, own, hear_s=2.5)
+    record = replica_record(10**6, own, hear_s=2.5)
     assert record is not None and record.members == members
     assert ReplicaRecord.decode(record.encode()) == record
 
@@ -398,7 +328,7 @@ def test_a_replica_in_a_round_that_nobody_can_be_in_is_not_believed() -> None:
         "all": 2**53,
     }
     dht.records[replica_key(RUN)] = {
-        peer: replica_record(local(0), number, own, hear_s=1.0) for peer, number in rounds.items()
+        peer: replica_record(number, own, hear_s=1.0) for peer, number in rounds.items()
     }
     looking = announcer(dht, 0)
     for _ in range(2):

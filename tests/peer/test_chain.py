@@ -6,7 +6,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 
@@ -14,7 +14,7 @@ from dilocox.dht.identity import Identity
 from dilocox.dht.records import ClaimRecord
 from dilocox.dht.rpc import PeerBusy, TooSlow
 from dilocox.dht.swarm_view import SwarmView
-from dilocox.peer.averaging.averager import Applied, StageAverager
+from dilocox.peer.averaging.averager import Applied
 from dilocox.peer.averaging.events import Committed, EventQueue, Resynced
 from dilocox.peer.averaging.follower import ChainFollower
 from dilocox.peer.chain.sync import NoState, Reached, State, Told
@@ -22,27 +22,30 @@ from dilocox.peer.rounds.record import RecordRefused
 from tests.peer.clocks import TestClock
 from tests.peer.kept_chains import ChainMaker, manifest_of
 
+STATE_BYTES = 1000
+OTHER = "QmOther"
 
-def follower(donor: ChainMaker, events: EventQueue, *, me: str, sent: int | None) -> ChainFollower:
-    def apply(round_number: int, *, current: int, with_own: bool) -> Any:
-        digest = donor.log.head().digest
-        done = Applied(
-            round=round_number, digest=digest, anchor_sha256="a" * 64, payload_bytes=1, seconds=0.0
-        )
-        return SimpleNamespace(done=lambda: True, result=lambda timeout: done)
 
-    averager = SimpleNamespace(peer_id=me, apply=apply)
-    return ChainFollower(
-        averager=cast("StageAverager", averager),
-        log=donor.log,
-        events=events,
-        clock=TestClock(),
-        applied=-1,
-        anchor_sha256="b" * 64,
-        state_bytes=1 << 30,
-        record_lifetime_s=10.0,
-        sent_round=lambda: sent,
+def answered(answer: Any) -> Any:
+    """What a call of the averaging process came to."""
+    future: Future[Any] = Future()
+    if isinstance(answer, Exception):
+        future.set_exception(answer)
+    else:
+        future.set_result(answer)
+    return future
+
+
+def follower(donor: ChainMaker, averager: Any, events: EventQueue, **facts: Any) -> ChainFollower:
+    """The follower of a peer whose log is the donor's, with nothing merged yet."""
+    local: Any = SimpleNamespace(
+        me=donor.peer,
+        open_log=lambda: donor.log,
+        manifest=donor.manifest,
+        layout=SimpleNamespace(numel=STATE_BYTES // 8),
+        clock=facts.pop("clock", TestClock()),
     )
+    return ChainFollower(local, averager, events, applied=-1, anchor_sha256="b" * 64, **facts)
 
 
 @pytest.mark.parametrize("sent", [None, 0])
@@ -53,11 +56,15 @@ def test_a_record_that_names_this_peer_comes_with_what_its_own_part_is_made_of(
     that was presumed void is named by a late record."""
     donor = ChainMaker(identities[0], tmp_path, manifest_of())
     donor.train(0)
+
+    def apply(round_number: int, *, current: int, with_own: bool) -> Any:
+        digest = donor.log.head().digest
+        return answered(Applied(digest=digest, anchor_sha256="a" * 64, payload_bytes=1))
+
     events = EventQueue()
-    chain = follower(donor, events, me=donor.peer, sent=sent)
-    view = SwarmView(me=donor.peer)
+    chain = follower(donor, SimpleNamespace(apply=apply), events)
     for _ in range(3):
-        chain.tick(view, exchanging=False)
+        chain.tick(SwarmView(me=donor.peer), exchanging=False, sent_round=sent)
     event = events.get()
     assert isinstance(event, Committed)
     assert event.own_ready == (sent == 0)
@@ -70,10 +77,6 @@ def test_a_record_that_names_this_peer_comes_with_what_its_own_part_is_made_of(
 
 
 # ---- records, or a state -------------------------------------------------------------------------
-STATE_BYTES = 1000
-OTHER = "QmOther"
-
-
 @dataclass
 class Behind:
     """A follower without a record, whose averager answers as it is told.
@@ -88,24 +91,17 @@ class Behind:
     donors: list[str] = field(default_factory=list[str])
     hurried: list[bool] = field(default_factory=list[bool])
     clock: TestClock = field(default_factory=TestClock)
-    chain_events: EventQueue = field(default_factory=EventQueue)
+    events: EventQueue = field(default_factory=EventQueue)
     unsettled: tuple[int, ...] = ()
     back_to: list[int | None] = field(default_factory=list["int | None"])
 
     def __post_init__(self) -> None:
-        averager = SimpleNamespace(
-            peer_id=self.donor.peer, catch_up=self._catch_up, fetch_state=self._fetch_state
-        )
-        self.chain = ChainFollower(
-            averager=cast("StageAverager", averager),
-            log=self.donor.log,
-            events=self.chain_events,
+        averager = SimpleNamespace(catch_up=self._catch_up, fetch_state=self._fetch_state)
+        self.chain = follower(
+            self.donor,
+            averager,
+            self.events,
             clock=self.clock,
-            applied=-1,
-            anchor_sha256="b" * 64,
-            state_bytes=STATE_BYTES,
-            record_lifetime_s=30.0,
-            sent_round=lambda: None,
             unsettled=lambda: self.unsettled,
         )
 
@@ -122,15 +118,8 @@ class Behind:
 
     def _ask(self, what: str, fact: int | None) -> Any:
         self.asked.append((what, fact))
-        future: Future[Any] = Future()
         answer = self.answers.pop(0)
-        if callable(answer):
-            answer = answer()
-        if isinstance(answer, Exception):
-            future.set_exception(answer)
-        else:
-            future.set_result(answer)
-        return future
+        return answered(answer() if callable(answer) else answer)
 
     def look(
         self,
@@ -218,7 +207,7 @@ def test_who_takes_a_state_to_save_bytes_hears_from_the_headers_what_became_of_i
     for _ in range(2):
         behind.look(record_bytes=201, rounds=5)
     assert behind.asked == [("records", STATE_BYTES), ("state", -1)] and behind.back_to == [1]
-    event = behind.chain_events.get()
+    event = behind.events.get()
     assert isinstance(event, Resynced)
     if digest == "8" * 64:
         assert event.told is None

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from concurrent.futures import Future
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -14,9 +13,10 @@ from dilocox.dht.addresses import Reachability, ReachKind
 from dilocox.dht.reachability import CHECK_S
 from dilocox.dht.reconnect import Targets
 from dilocox.dht.swarm_view import SwarmView
-from dilocox.peer.averaging.connectivity import Connectivity, LocalPeer
-from tests.peer.clocks import TestClock
+from dilocox.peer.averaging.averager import StageAverager
+from dilocox.peer.averaging.connectivity import Connectivity
 from tests.peer.fabricated import peer_id, stage_record
+from tests.peer.local_peers import local_peer
 
 ME, OPEN, SHUT = (peer_id(number) for number in (1, 2, 3))
 HOST = replace(stage_record(), addresses=(f"/ip4/198.51.100.7/tcp/1/p2p/{OPEN}",))
@@ -39,15 +39,15 @@ class Averager:
         return found
 
 
-def ways(kind: ReachKind, averager: Averager, *, by_others: bool = True) -> Connectivity:
-    local: Any = SimpleNamespace(
-        me=ME,
-        stage=0,
-        client_mode=kind == "dial_out",
-        reachability=kind,
-        reached_by_others=by_others,
+def ways(
+    kind: ReachKind, averager: Averager, *, by_others: bool = True, client_mode: bool = False
+) -> Connectivity:
+    local = local_peer(
+        ME,
+        reach=Reachability(kind=kind, by_others=by_others),
+        client_mode=client_mode or kind == "dial_out",
     )
-    return Connectivity(cast(LocalPeer, local), averager, TestClock())
+    return Connectivity(local, cast("StageAverager", averager))
 
 
 def view(**stage: Any) -> SwarmView:
@@ -118,11 +118,6 @@ def test_the_first_peer_of_a_swarm_asks_as_at_its_start_until_others_have_tried(
 
 def test_one_that_was_told_to_only_dial_out_is_not_lost() -> None:
     averager = Averager("dial_out")
-    local: Any = SimpleNamespace(
-        me=ME, stage=0, client_mode=True, reachability="unknown", reached_by_others=False
-    )
-    assert not any(
-        Connectivity(cast(LocalPeer, local), averager, TestClock()).lost(1e9 + at)
-        for at in range(9)
-    )
+    told = ways("unknown", averager, by_others=False, client_mode=True)
+    assert not any(told.lost(1e9 + at) for at in range(9))
     assert not averager.checks

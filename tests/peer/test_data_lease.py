@@ -5,13 +5,14 @@ from __future__ import annotations
 import random
 from collections import Counter
 from collections.abc import Mapping
-from typing import Any, cast
+from dataclasses import replace
+from typing import Any
 
 import pytest
 
 from dilocox.dht.records import PartRecord, part_key
-from dilocox.dht.swarm import Swarm
 from dilocox.peer.averaging.data_lease import PartLease
+from tests.peer.local_peers import MANIFEST, RUN, local_peer
 
 LIFETIME_S = 15.0
 
@@ -25,11 +26,8 @@ class Dht:
         self.searches = 0
         self._records: dict[str, dict[str, tuple[float, PartRecord]]] = {}
 
-    def of(self, peer: str) -> Swarm:
-        return cast("Swarm", _Handle(self, peer))
-
-    def publish(self, peer: str, key: str, record: PartRecord, lifetime_s: float) -> None:
-        self._records.setdefault(key, {})[peer] = (self.now + lifetime_s, record)
+    def publish(self, peer: str, key: str, record: PartRecord) -> None:
+        self._records.setdefault(key, {})[peer] = (self.now + LIFETIME_S, record)
 
     def read(self, key: str) -> dict[str, PartRecord] | None:
         if not self.answers:
@@ -37,46 +35,29 @@ class Dht:
         held = self._records.get(key, {})
         return {peer: record for peer, (expires, record) in held.items() if expires > self.now}
 
-
-class _Handle:
-    def __init__(self, dht: Dht, peer: str):
-        self._dht, self._peer = dht, peer
-
-    def publish(self, key: str, record: PartRecord, lifetime_s: float) -> bool:
-        self._dht.publish(self._peer, key, record, lifetime_s)
-        return True
-
     def read_many(
         self, keys: Mapping[str, type[Any]], *, thorough: bool
     ) -> dict[str, dict[str, PartRecord] | None]:
         assert set(keys.values()) == {PartRecord}
-        self._dht.searches += 1
-        return {key: self._dht.read(key) for key in keys}
+        self.searches += 1
+        return {key: self.read(key) for key in keys}
 
 
-class Head:
+class Head(PartLease):
     """A lease, and what its peer does with it at each heartbeat."""
 
     def __init__(self, dht: Dht, peer: str, parts: int = 8, first: int | None = None):
-        self._swarm = dht.of(peer)
-        self._lease = PartLease(swarm=self._swarm, run="run", me=peer, parts=parts, first=first)
-
-    @property
-    def part(self) -> int:
-        return self._lease.part
-
-    @property
-    def position(self) -> int:
-        return self._lease.position
-
-    def finished(self) -> None:
-        self._lease.finished()
+        manifest = replace(MANIFEST, data=replace(MANIFEST.data, parts=parts))
+        super().__init__(local_peer(peer, swarm=dht, manifest=manifest), first)
+        self._peer, self._dht = peer, dht
 
     def renew(self, position: int) -> bool:
         """Whether it reads another part now."""
-        changed = self._lease.settle()
-        for key, record in self._lease.announcement(position).items():
-            self._lease.published(self._swarm.publish(key, record, LIFETIME_S))
+        changed = self.settle()
+        for key, record in self.announcement(position).items():
+            assert isinstance(record, PartRecord)
+            self._dht.publish(self._peer, key, record)
+            self.published(True)
         return changed
 
 
@@ -149,12 +130,10 @@ def test_a_part_whose_head_is_gone_is_free_after_its_expiry_and_goes_on_where_it
     dht.now += LIFETIME_S + 1
     heir = Head(dht, "heir")
     while stays.part != gone.part:  # its own parts are read to their ends, one after the other
-        stays.finished()
+        stays.finish()
         stays.renew(0)
     assert stays.position == 500
-    assert dht.read(part_key("run", gone.part)) == {
-        second: PartRecord(part=gone.part, position=500)
-    }
+    assert dht.read(part_key(RUN, gone.part)) == {second: PartRecord(part=gone.part, position=500)}
     heir.renew(0)
     assert heir.part != gone.part
 
@@ -176,9 +155,9 @@ def test_a_head_tells_how_far_it_has_read_its_own_part() -> None:
     dht = Dht()
     lease = Head(dht, "a")
     lease.renew(33)  # of another part, from before
-    assert dht.read(part_key("run", lease.part)) == {"a": PartRecord(part=lease.part, position=0)}
+    assert dht.read(part_key(RUN, lease.part)) == {"a": PartRecord(part=lease.part, position=0)}
     lease.renew(44)
-    assert dht.read(part_key("run", lease.part)) == {"a": PartRecord(part=lease.part, position=44)}
+    assert dht.read(part_key(RUN, lease.part)) == {"a": PartRecord(part=lease.part, position=44)}
 
 
 def test_more_heads_than_parts_are_spread_and_each_reads_in_an_order_of_its_own() -> None:
@@ -214,7 +193,7 @@ def test_who_shared_a_part_takes_a_free_one_at_the_end_of_its_own() -> None:
     dht.now += LIFETIME_S + 1  # it has left
     stays = next(name for name in "ab" if name != gone)
     heads[stays].renew(0)
-    sharer.finished()
+    sharer.finish()
     sharer.renew(0)
     assert sharer.part == heads[gone].part
     assert sharer.position == 0

@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
+from concurrent.futures import Future
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from dilocox.compression.layout import FlatLayout
-from dilocox.dht.manifest import Manifest
 from dilocox.dht.swarm_view import SwarmView
 from dilocox.peer.averaging.averager import AveragerStuck
 from dilocox.peer.averaging.driver import FROZEN_S, ExchangeDriver
 from dilocox.peer.averaging.events import EventQueue, Voided
-from dilocox.peer.rounds.adaptation import RoundPlan, stage_codec
 from dilocox.peer.rounds.group import AttemptResult, ExchangeOrder
 from dilocox.peer.rounds.record import SendFacts
-from dilocox.peer.rounds.vote import AloneWatch, Verdict
+from dilocox.peer.rounds.vote import Verdict
 from tests.peer.clocks import TestClock
+from tests.peer.local_peers import MANIFEST, local_peer
 from tests.pipeline.swarms import stage_record
 
 VIEW = SwarmView(me="me")
@@ -27,36 +26,20 @@ TICK_S = 0.1
 FACTS = SendFacts(tokens=10, step_s=0.5, stall_s=0.25)
 
 
-class Future:
-    def __init__(self, result: Any = None, *, done: bool = True):
-        self._result, self._done = result, done
-
-    def done(self) -> bool:
-        return self._done
-
-    def result(self, timeout: float) -> Any:
-        return self._result
-
-    def end_as(self, other: Future) -> None:
-        self._result, self._done = other.result(0.0), True
-
-
 class World:
     """A driver, the monotonic clock that it sees, and the answers of its averaging process."""
 
     def __init__(self) -> None:
         self.clock = TestClock()
-        self.answer: Any = Future(done=False)
+        self.answer: Future[Any] = Future()
         self.settle: Any = lambda: self.answer
         self.orders: list[ExchangeOrder] = []
         self.alone = True
         self.meets_at: dict[int, float] = {}
-        manifest = Manifest.from_dict({"name": "run", "model": "tiny", "end_tokens": 1000})
-        self.deadlines = manifest.deadlines
+        self.deadlines = MANIFEST.deadlines
         self.events = EventQueue()
-        head = SimpleNamespace(round=-1, digest=manifest.digest, chain_tokens=0)
-        chain: Any = SimpleNamespace(
-            head=head,
+        self.chain: Any = SimpleNamespace(
+            head=SimpleNamespace(round=-1, digest=MANIFEST.digest, chain_tokens=0),
             last_record=None,
             anchor_sha256="",
             busy=False,
@@ -65,25 +48,18 @@ class World:
             behind=lambda view: False,
             committed=lambda number, exchange_s, matchmaking_s: None,
         )
-        self.chain = chain
         averager: Any = SimpleNamespace(
             exchange=self.exchange, settle=lambda number, attempt: self.settle()
         )
-        alone = AloneWatch(record_lifetime_s=1.0, heartbeat_s=1e6)
-        for at in (self.clock.now - 2.0, self.clock.now):
-            alone.observe(at, others_in_view=0, bootstrap_answered=True)
-        self.driver = ExchangeDriver(
-            averager=averager,
-            chain=chain,
-            events=self.events,
-            manifest=manifest,
-            run="run",
-            stage=0,
-            layout_digest="",
-            plan=RoundPlan(manifest, stage_codec(manifest, FlatLayout.of([]))),
-            clock=self.clock,
-            alone=alone,
-        )
+        local = local_peer(clock=self.clock)
+        self.driver = ExchangeDriver(local, averager, self.events, self.chain)
+        for _ in range(int(self.deadlines.record_lifetime_s)):
+            self.see_nobody()
+            self.clock.now += 1.0
+        self.see_nobody()
+
+    def see_nobody(self) -> None:
+        self.driver.alone.observe(self.clock.now, others_in_view=0, bootstrap_answered=True)
 
     def exchange(self, order: ExchangeOrder) -> Any:
         self.orders.append(order)
@@ -96,6 +72,7 @@ class World:
 
     def tick(self, seconds: float = TICK_S) -> None:
         self.clock.now += seconds
+        self.see_nobody()
         view = VIEW if self.alone else WITH_ANOTHER
         self.driver.tick(view, meets_at=self.meets_at.get, search_s=0.5)
 
@@ -163,16 +140,14 @@ def test_a_group_is_closed_early_only_while_nobody_is_new(
     assert world.orders[0].whole_with == expected
 
 
-def result(verdict: Verdict, record: bytes | None = None) -> Future:
-    return Future(
-        AttemptResult(
-            verdict=verdict,
-            record=record,
-            certificate=None,
-            abort=b"",
-            members=("me",),
-            seconds=1.0,
-        )
+def result(verdict: Verdict, record: bytes | None = None) -> AttemptResult:
+    return AttemptResult(
+        verdict=verdict,
+        record=record,
+        certificate=None,
+        abort=b"",
+        members=("me",),
+        seconds=1.0,
     )
 
 
@@ -190,7 +165,7 @@ def test_a_peer_that_was_frozen_lets_its_averaging_process_answer(world: World) 
 
 
 def test_a_commit_whose_record_nobody_gives_is_presumed_void(world: World) -> None:
-    world.answer.end_as(result(Verdict.COMMITTED))
+    world.answer.set_result(result(Verdict.COMMITTED))
     world.tick_for(world.deadlines.record_lifetime_s - 1.0)
     assert world.driver.sent_round == 0
     world.tick_for(2.0)
@@ -204,16 +179,17 @@ def test_a_member_that_answers_no_question_is_no_sign_of_a_stuck_averager(world:
     """Each question waits for it; one is under way whenever the time to ask is over."""
     silence_s = world.deadlines.silence_s
 
-    class Slow(Future):
+    class Slow(Future[AttemptResult]):
         def __init__(self) -> None:
-            super().__init__(result(Verdict.UNDECIDED).result(0.0))
+            super().__init__()
+            self.set_result(result(Verdict.UNDECIDED))
             self._due = world.clock.now + silence_s
 
         def done(self) -> bool:
             return world.clock.now >= self._due
 
     world.settle = Slow
-    world.answer.end_as(result(Verdict.UNDECIDED))
+    world.answer.set_result(result(Verdict.UNDECIDED))
     world.tick_for(world.deadlines.record_lifetime_s + 2 * silence_s)
     assert world.driver.sent_round is None
     event = world.events.get()
@@ -239,10 +215,9 @@ def test_what_a_peer_states_of_its_exchange_is_the_exchange_alone() -> None:
     world.driver.submit(
         0, replace(FACTS, stall_s=0.0), scheduled_at=world.clock.now + 40.0, states_taken=0
     )
-    world.answer = pending = Future(done=False)
     world.tick_for(40.0)
-    pending.end_as(result(Verdict.COMMITTED, b"record"))
-    world.tick(60.0)
+    world.answer.set_result(result(Verdict.COMMITTED, b"record"))
+    world.tick_for(60.0)
     world.driver.closed_by_chain(0)
     world.driver.submit(1, FACTS, scheduled_at=world.clock.now, states_taken=0)
     world.tick()

@@ -31,50 +31,40 @@ from dilocox.dht.rpc import (
 from dilocox.peer.averaging.averager import StageBuffers
 from dilocox.peer.averaging.loop_status import LoopStatus
 from dilocox.peer.averaging.service import NoSuchGroup, PeerService, refusal
+from dilocox.peer.chain.uploads import Source
 from dilocox.peer.rounds.exchange import Attempt
 from dilocox.peer.rounds.group import ShareRefused
 from dilocox.peer.rounds.record import RecordRefused
 from dilocox.peer.training import report
 from dilocox.peer.training.report import LoopMeter, Reporter
 from dilocox.pipeline.messages import Stepped
+from tests.peer.local_peers import local_peer
 from tests.peer.loops import Loop
 from tests.peer.test_report import REPORT, STATUS, Clock
 
 PEER = "12D3KooWEXWcUQWJ6amCxHKtPFrcNxgepcmy7YXo7tirWjgiJ9Fr"
 
 
-# ---- counts --------------------------------------------------------------------------------------
-def test_counts_are_by_name_and_shared_ones_are_seen_by_both_sides_of_a_fork() -> None:
-    counts = Counts(BYTE_KINDS, shared=True)
-    counts.add("state", 5)
-    counts.add("state", 7)
-    assert (counts.read(), counts.total) == ({"averaging": 0, "record": 0, "state": 12}, 12)
+# ---- counts and vectors that processes share -----------------------------------------------------
+def test_counts_and_vectors_of_a_peer_are_seen_by_both_sides_of_a_fork() -> None:
+    """Vectors with names stayed in /dev/shm when all processes of a peer were killed."""
+    buffers, alone = StageBuffers.allocate(1000), Counts(BYTE_KINDS)
+    buffers.sent.add("state", 12)
     with pytest.raises(KeyError):
-        counts.add("no such kind")
-    alone = Counts(BYTE_KINDS)
+        buffers.sent.add("no such kind")
 
-    def add() -> None:
-        counts.add("state", 30)
+    def child() -> None:
+        buffers.anchors[1].fill_(2.5)
+        buffers.sent.add("state", 30)
         alone.add("state", 30)
 
-    child = multiprocessing.get_context("fork").Process(target=add)
-    child.start()
-    child.join(30.0)
-    assert (counts.total, alone.total) == (42, 0)
-
-
-def test_vectors_that_processes_share_have_no_name_that_could_stay_behind() -> None:
-    """Six of a stage's size stayed in /dev/shm when all processes of a peer were killed."""
-    buffers = StageBuffers.allocate(1000)
-
-    def write() -> None:
-        buffers.anchors[1].fill_(2.5)
-
-    child = multiprocessing.get_context("fork").Process(target=write)
-    child.start()
-    child.join(30.0)
+    process = multiprocessing.get_context("fork").Process(target=child)
+    process.start()
+    process.join(30.0)
     assert buffers.anchors[1].tolist() == [2.5] * 1000
     assert buffers.anchors[0].tolist() == [0.0] * 1000
+    assert buffers.sent.read() == {"averaging": 0, "record": 0, "state": 42}
+    assert (buffers.sent.total, alone.total) == (42, 0)
     assert not list(Path("/dev/shm").glob(f"torch_{os.getpid()}_*"))
 
 
@@ -234,6 +224,7 @@ class FakeAttempt:
 
     def __init__(self) -> None:
         self.error: Exception | None = None
+        self.stranger: Exception | None = None
         self.taken: list[tuple[int, bytes]] = []
 
     def has_part(self, part: int, kind: str) -> bool:
@@ -243,7 +234,8 @@ class FakeAttempt:
         return 3 * CHUNK_BYTES
 
     def check_sender(self, peer: str, part: int, kind: str) -> None:
-        pass
+        if self.stranger is not None:
+            raise self.stranger
 
     async def on_part(self, peer: str, part: int, payload: bytes) -> None:
         if self.error is not None:
@@ -261,9 +253,7 @@ def service(monkeypatch: pytest.MonkeyPatch) -> PeerService:
     service.attempts = {b"g": cast("Attempt", FakeAttempt())}
     service.sent, service.received = Counts(BYTE_KINDS), Counts(BYTE_KINDS)
     service.refused = Counts(REFUSALS)
-    deadlines = SimpleNamespace(exchange_s=5.0, vote_s=1.0)
-    service.config = SimpleNamespace(manifest=SimpleNamespace(deadlines=deadlines))
-    service.limit = UploadLimit(None)
+    service.local = local_peer()
     return service
 
 
@@ -318,11 +308,7 @@ def test_what_the_service_refuses_is_counted_by_reason(service: PeerService) -> 
 
 def test_a_stranger_is_refused_before_a_byte_of_its_part_is_taken(service: PeerService) -> None:
     attempt: Any = service.attempts[b"g"]
-
-    def stranger(peer: str, part: int, kind: str) -> None:
-        raise ShareRefused(f"{kind} {part} of {peer}")
-
-    attempt.check_sender = stranger
+    attempt.stranger = ShareRefused("not from you")
     push(service, b"x" * (2 * CHUNK_BYTES))
     assert counted(service.received) == {}
     assert counted(service.refused) == {"share": 1}
@@ -355,23 +341,10 @@ def test_a_download_that_is_refused_is_counted_and_still_raised(service: PeerSer
     ("what", "kind"), [("state", "state"), ("record", "record"), ("mean", "averaging")]
 )
 def test_downloads_are_counted_by_kind_on_both_sides(
-    service: PeerService, what: str, kind: str, tmp_path: Path
+    service: PeerService, what: str, kind: str
 ) -> None:
-    data = tmp_path / "data"
-    data.write_bytes(b"x" * (2 * CHUNK_BYTES + 9))
-
-    class Source:
-        facts = {"bytes": data.stat().st_size}  # noqa: RUF012
-        file = data.open("rb")
-
-        def __enter__(self) -> Source:
-            return self
-
-        def __exit__(self, *_: object) -> None:
-            self.file.close()
-
     async def find(_: dict[str, Any]) -> Source:
-        return Source()
+        return Source.of(b"x" * (2 * CHUNK_BYTES + 9))
 
     vars(service)["_find"] = find
 

@@ -77,22 +77,19 @@ def test_runs_and_stages_have_folders_of_their_own(tmp_path: Path) -> None:
     assert folder.identity.parent == tmp_path  # the identity is the same in all of them
 
 
-def test_the_stage_of_a_run_is_noted_for_the_next_start(tmp_path: Path) -> None:
+def test_the_stage_of_a_run_is_noted_for_the_next_start_and_a_damaged_note_is_none(
+    tmp_path: Path,
+) -> None:
     folder = StateFolder(tmp_path)
     assert folder.noted_stage("r") is None
     folder.note_stage("r", 3)
+    (note,) = tmp_path.iterdir()
     folder.note_stage("s", 0)
     assert (folder.noted_stage("r"), folder.noted_stage("s")) == (3, 0)
     folder.note_stage("r", 12)
     assert StateFolder(tmp_path).noted_stage("r") == 12
     # what a peer looks for in the folders of a run does not meet the note
     assert not list(tmp_path.glob("*-stage*"))
-
-
-def test_a_damaged_note_is_no_note(tmp_path: Path) -> None:
-    folder = StateFolder(tmp_path)
-    folder.note_stage("r", 3)
-    (note,) = tmp_path.iterdir()
     for damaged in (b"", b"\xff\xff", b"three", b"3 4"):
         note.write_bytes(damaged)
         assert folder.noted_stage("r") is None

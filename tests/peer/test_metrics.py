@@ -14,14 +14,15 @@ import pytest
 import torch
 from prometheus_client.parser import text_string_to_metric_families
 
+from dilocox.compression.layout import FlatLayout
 from dilocox.peer.http_pages import Page
 from dilocox.peer.process.metrics import PeerMetrics
 from dilocox.peer.training.progress import CHUNK_VALUES, norm, relative_error
 from dilocox.peer.training.report import WAITING, RoundReport, Waiting, rank_span
+from tests.peer.local_peers import RUN, local_peer
 from tests.peer.test_report import REPORT, STATUS
 
-NUMEL = 1000
-RUN = "0123456789abcdef0123456789abcdef"
+NUMEL = 1024
 WAITED_S: dict[Waiting, float] = dict.fromkeys(WAITING, 0.0)
 WAITED_S["merge"], WAITED_S["neighbours"] = 0.25, 3.0
 ROUND = replace(
@@ -83,10 +84,11 @@ class Shown:
             waiting_s=WAITED_S,
         )
         self.allowance = SimpleNamespace(used_bytes=7_000_000, limit_bytes=5e9)
-        self.local = SimpleNamespace(
-            run=RUN, stage=1, layout=SimpleNamespace(numel=NUMEL), reachability="public"
+        self.local = local_peer(
+            stage=1,
+            layout=FlatLayout.of([("w", (NUMEL,))]),
+            swarm=SimpleNamespace(sent_bytes=4, received_bytes=8, refused=Counter()),
         )
-        self.dht = SimpleNamespace(running=True)
         self.lives = True  # of the coordinator and the averaging process
         self.coordinator = SimpleNamespace(
             is_alive=lambda: self.lives,
@@ -102,10 +104,6 @@ class Shown:
         )
         parts: dict[str, Any] = {
             "local": self.local,
-            "joined": SimpleNamespace(
-                dht=self.dht,
-                swarm=SimpleNamespace(sent_bytes=4, received_bytes=8, refused=Counter()),
-            ),
             "averager": SimpleNamespace(is_alive=lambda: self.lives),
             "buffers": SimpleNamespace(
                 sent=counts(averaging=1, state=2),
@@ -122,7 +120,7 @@ class Shown:
 
     @property
     def text(self) -> str:
-        return self.metrics.page().body.decode()
+        return self.metrics.pages()["/metrics"]().body.decode()
 
     def __call__(self, name: str, **labels: str) -> float | None:
         """The value of a sample of this stage; None where there is none."""
@@ -195,33 +193,41 @@ def test_counters_stand_at_zero_from_the_start_and_what_is_not_known_is_left_out
 
 
 # ---- values --------------------------------------------------------------------------------------
-def test_what_is_counted_elsewhere_is_shown_as_it_is_at_that_moment(shown: Shown) -> None:
-    assert shown("tokens_total") == 640
-    assert (shown("inner_steps_total"), shown("inner_steps_skipped_total")) == (10, 1)
-    assert shown("computing_seconds_total") == 12.5
-    assert shown("waiting_seconds_total", reason="merge") == 0.25
-    assert shown("waiting_seconds_total", reason="neighbours") == 3.0
-    assert shown("waiting_seconds_total", reason="join") == 0.0
-    assert shown("bytes_total", direction="sent", kind="activations") == 3
-    assert shown("bytes_total", direction="received", kind="dht") == 8
-    assert shown("state_download_bytes_total") == 6
-    assert shown("refused_total", reason="pipeline_header") == 2
-    assert shown("hop_round_trip_seconds", direction="upper") == 0.05
-    assert shown("hop_round_trip_seconds", direction="lower") is None
-    assert shown("spares") == 2
-    assert shown("manifest_revision") == 4
-    assert shown("month_traffic_bytes") == 7_000_000
-    assert shown("month_traffic_limit_bytes") == 5e9
+@pytest.mark.parametrize(
+    ("name", "labels", "value"),
+    [
+        ("tokens_total", {}, 640),
+        ("inner_steps_total", {}, 10),
+        ("inner_steps_skipped_total", {}, 1),
+        ("computing_seconds_total", {}, 12.5),
+        ("waiting_seconds_total", {"reason": "merge"}, 0.25),
+        ("waiting_seconds_total", {"reason": "neighbours"}, 3.0),
+        ("waiting_seconds_total", {"reason": "join"}, 0.0),
+        ("bytes_total", {"direction": "sent", "kind": "activations"}, 3),
+        ("bytes_total", {"direction": "received", "kind": "dht"}, 8),
+        ("state_download_bytes_total", {}, 6),
+        ("refused_total", {"reason": "pipeline_header"}, 2),
+        ("hop_round_trip_seconds", {"direction": "upper"}, 0.05),
+        ("hop_round_trip_seconds", {"direction": "lower"}, None),
+        ("spares", {}, 2),
+        ("manifest_revision", {}, 4),
+        ("month_traffic_bytes", {}, 7_000_000),
+        ("month_traffic_limit_bytes", {}, 5e9),
+        ("reachable", {"kind": "public"}, 1),
+        ("reachable", {"kind": "dial_out"}, 0),
+    ],
+)
+def test_what_is_counted_elsewhere_is_shown(
+    shown: Shown, name: str, labels: dict[str, str], value: float | None
+) -> None:
+    assert shown(name, **labels) == value
+
+
+def test_it_is_shown_as_it_is_at_that_moment(shown: Shown) -> None:
     shown.allowance.limit_bytes = None
     assert shown("month_traffic_limit_bytes") is None
     shown.meter.tokens = 704
     assert shown("tokens_total") == 704
-
-
-def test_reachability_is_one_of_its_kinds(shown: Shown) -> None:
-    shown.local.reachability = "dial_out"
-    kinds = {kind: shown("reachable", kind=kind) for kind in ("public", "mapped", "dial_out")}
-    assert kinds == {"public": 0, "mapped": 0, "dial_out": 1}
 
 
 def test_the_status_says_state_round_and_losses(shown: Shown) -> None:
@@ -283,7 +289,7 @@ def test_voids_faults_and_healing_are_counted_as_they_come(shown: Shown) -> None
 
 def test_many_can_look_while_the_loop_reports(shown: Shown) -> None:
     with ThreadPoolExecutor(8) as lookers:
-        looks = [lookers.submit(shown.metrics.page) for _ in range(40)]
+        looks = [lookers.submit(shown.metrics.pages()["/metrics"]) for _ in range(40)]
         for _ in range(300):
             shown.everything()
         assert all(look.result(20.0).body for look in looks)
@@ -303,7 +309,8 @@ def test_health_names_the_parts_of_the_process_that_are_gone(shown: Shown) -> No
     page = training.submit(shown.metrics.pages).result(5.0)["/healthz"]
     assert page() == Page.text("ok")
     training.shutdown()
-    shown.lives = shown.network.running = shown.dht.running = False
+    shown.lives = shown.network.running = False
+    vars(shown.local.dht)["running"] = False
     assert (page().status, page().body) == (
         503,
         b"dead: training, coordinator, replica network, averaging process, DHT process\n",

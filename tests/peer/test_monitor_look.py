@@ -14,7 +14,6 @@ from dilocox.dht.join import Joined
 from dilocox.dht.node import NoAnswer
 from dilocox.dht.records import ReplicaRecord, claim_key, replica_key, stage_key
 from dilocox.peer.averaging import announcer
-from dilocox.peer.averaging.connectivity import LocalPeer
 from dilocox.peer.averaging.loop_status import LoopStatus
 from dilocox.peer.monitor.look import Looker, bootstrap_ids
 from tests.peer.fabricated import (
@@ -128,7 +127,6 @@ def test_a_bootstrap_with_two_addresses_counts_once() -> None:
 
 def test_a_head_tells_how_long_it_waited() -> None:
     progress = LoopStatus(head=HEAD, members=(HEAD, MEMBER), round_waiting_share=0.125)
-    local = cast("LocalPeer", SimpleNamespace(me=HEAD))
-    told = announcer.replica_record(local, 3, progress, hear_s=1.0)
+    told = announcer.replica_record(3, progress, hear_s=1.0)
     assert told is not None and told.waiting_share == 0.125
     assert ReplicaRecord.decode(told.encode()) == told

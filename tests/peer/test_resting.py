@@ -47,21 +47,7 @@ def state(tmp_path: Path) -> Path:
 
 
 def options(state: Path, **changes: Any) -> PeerOptions:
-    given: dict[str, Any] = {
-        "invite": Invite.parse(INVITE),
-        "state": state,
-        "stage": "auto",
-        "host": "127.0.0.1",
-        "port": 0,
-        "announce": (),
-        "device": "cpu",
-        "threads": 1,
-        "max_upload_mb_s": 0.0,
-        "memory_limit_gb": 0.0,
-        "data": "",
-        "metrics_port": 0,
-    }
-    return PeerOptions(**(given | changes))
+    return PeerOptions(invite=Invite.parse(INVITE), state=state, metrics_port=0, **changes)
 
 
 def status_of(state: Path) -> dict[str, Any]:

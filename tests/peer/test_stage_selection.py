@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 
-from dilocox.dht.addresses import Reachability
 from dilocox.dht.errors import InvalidInput
 from dilocox.dht.join import Joined
 from dilocox.dht.records import StageRecord, parse_key
 from dilocox.peer.process import stage_selection
 from dilocox.peer.process.stage_selection import LOOKS, chosen_stage
 from dilocox.peer.state_folder import StateFolder
+from tests.peer.local_peers import MANIFEST, RUN, local_peer
 from tests.pipeline.swarms import stage_record
 
-RUN = "f" * 32
 Answer = Mapping[int, dict[str, StageRecord]]
 
 
@@ -45,7 +44,7 @@ class Looks:
         self.told: list[tuple[int, str]] = []
 
     def publish(self, key: str, record: StageRecord, lifetime_s: float) -> bool:
-        assert lifetime_s >= 6.0
+        assert lifetime_s >= MANIFEST.deadlines.record_lifetime_s
         self.told.append((parse_key(key).index, record.state))
         return True
 
@@ -59,16 +58,7 @@ class Looks:
 
 
 def joined(looks: Looks, stages: int = 3) -> Joined:
-    facts = {
-        "identity": SimpleNamespace(peer_id="me"),
-        "reach": Reachability(),
-        "run": RUN,
-        "manifest": SimpleNamespace(
-            stages=stages, deadlines=SimpleNamespace(record_lifetime_s=6.0)
-        ),
-        "swarm": looks,
-    }
-    return cast("Joined", SimpleNamespace(**facts))
+    return local_peer(swarm=looks, manifest=replace(MANIFEST, stages=stages))
 
 
 def peers(*counts: int) -> Answer:
@@ -109,53 +99,41 @@ def test_a_stage_that_the_run_has_not_is_refused_with_those_it_has(
 
 def test_in_a_run_of_one_stage_there_is_nothing_to_choose(folder: StateFolder) -> None:
     looks = Looks(peers(1))
-    assert chosen_stage("auto", joined(looks, stages=1), folder) == 0
-    assert chosen_stage("0", joined(looks, stages=1), folder) == 0
+    for option in ("auto", "0"):
+        assert chosen_stage(option, joined(looks, stages=1), folder) == 0
     assert looks.count == 0
     with pytest.raises(InvalidInput, match=r"--stage 3: the run has stage 0 only; choose"):
         chosen_stage("3", joined(looks, stages=1), folder)
 
 
 # ---- auto ----------------------------------------------------------------------------------------
-@pytest.mark.parametrize(("counts", "chosen"), [((2, 1, 3), 1), ((0, 1, 1), 0), ((2, 2, 0), 2)])
-def test_a_new_peer_takes_the_stage_with_the_fewest_and_notes_it(
-    folder: StateFolder, counts: tuple[int, ...], chosen: int
-) -> None:
-    assert chosen_stage("auto", joined(Looks(peers(*counts))), folder) == chosen
-    assert folder.noted_stage(RUN) == chosen
-
-
-def test_a_peer_that_comes_back_goes_to_its_stage_though_another_has_fewer(
-    folder: StateFolder,
-) -> None:
-    folder.note_stage(RUN, 0)
-    assert chosen_stage("auto", joined(Looks(peers(5, 1, 3))), folder) == 0
-    folder.note_stage("e" * 32, 2)  # another run's
-    assert chosen_stage("auto", joined(Looks(peers(5, 1, 3))), folder) == 0
-
-
-def test_it_leaves_its_stage_to_others_if_another_one_has_nobody(folder: StateFolder) -> None:
-    folder.note_stage(RUN, 0)
-    assert chosen_stage("auto", joined(Looks(peers(1, 0, 3))), folder) == 1
-    assert folder.noted_stage(RUN) == 1
-
-
 @pytest.mark.parametrize(
-    ("others", "home"),
+    ("before", "counts", "chosen"),
     [
-        ((0, 0, 0), 0),
-        ((0, 0, 0), 1),
-        ((0, 0, 0), 2),
-        ((1, 0, 0), 1),
-        ((1, 0, 0), 2),
-        ((1, 1, 0), 2),
+        (None, (2, 1, 3), 1),
+        (None, (0, 1, 1), 0),
+        (None, (2, 2, 0), 2),
+        (0, (5, 1, 3), 0),  # though another one has fewer
+        (0, (1, 0, 3), 1),  # to others, for another one has nobody
+        # where its own stage has nobody it goes back: only it has the chain
+        (0, (0, 0, 0), 0),
+        (1, (0, 0, 0), 1),
+        (2, (0, 0, 0), 2),
+        (1, (1, 0, 0), 1),
+        (2, (1, 0, 0), 2),
+        (2, (1, 1, 0), 2),
+        (7, (2, 2, 1), 2),  # of no stage that the run has
+        (-1, (2, 2, 1), 2),
     ],
 )
-def test_where_its_own_stage_has_nobody_it_goes_back_for_only_it_has_the_chain(
-    folder: StateFolder, others: tuple[int, ...], home: int
+def test_a_peer_takes_its_stage_of_before_else_the_one_with_the_fewest_and_notes_it(
+    folder: StateFolder, before: int | None, counts: tuple[int, ...], chosen: int
 ) -> None:
-    folder.note_stage(RUN, home)
-    assert chosen_stage("auto", joined(Looks(peers(*others))), folder) == home
+    if before is not None:
+        folder.note_stage(RUN, before)
+    folder.note_stage("e" * 32, 2)  # another run's
+    assert chosen_stage("auto", joined(Looks(peers(*counts))), folder) == chosen
+    assert folder.noted_stage(RUN) == chosen
 
 
 def test_own_records_of_before_and_of_peers_that_left_count_for_nobody(
@@ -168,15 +146,6 @@ def test_own_records_of_before_and_of_peers_that_left_count_for_nobody(
         2: {"b": stage_record("joining")},
     }
     assert chosen_stage("auto", joined(Looks(answer)), folder) == 1
-
-
-@pytest.mark.parametrize("note", [b"7\n", b"-1\n", b"\xff\xfe", b"", b"one"])
-def test_a_note_that_makes_no_sense_is_none(folder: StateFolder, note: bytes) -> None:
-    folder.note_stage(RUN, 0)
-    (path,) = folder.path.glob(f"{RUN}*")
-    path.write_bytes(note)
-    assert chosen_stage("auto", joined(Looks(peers(2, 2, 1))), folder) == 2
-    assert folder.noted_stage(RUN) == 2
 
 
 # ---- answers that fail ---------------------------------------------------------------------------

@@ -5,7 +5,8 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable
-from typing import cast
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -29,19 +30,17 @@ class Script:
     def release(self, *, ended: bool) -> None:
         self.calls.append(f"release ended={ended}")
 
+    @property
+    def learner(self) -> Learner:
+        def leave(*, ended: bool) -> None:
+            self.calls.append(f"leave ended={ended}")
 
-class Learning:
-    def __init__(self, script: Script):
-        self.script = script
-
-    def join(self) -> None:
-        self.script.calls.append("join")
-
-    def between_steps(self) -> None:
-        self.script.calls.append("between")
-
-    def leave(self, *, ended: bool) -> None:
-        self.script.calls.append(f"leave ended={ended}")
+        noted: Any = SimpleNamespace(
+            join=lambda: self.calls.append("join"),
+            between_steps=lambda: self.calls.append("between"),
+            leave=leave,
+        )
+        return noted
 
 
 @pytest.fixture
@@ -50,9 +49,8 @@ def stop() -> threading.Event:
 
 
 def train(script: Script, stop: threading.Event) -> list[str]:
-    learner = cast("Learner", Learning(script))
     try:
-        Trainer(learner=learner, role=script, stop=stop).run()
+        Trainer(learner=script.learner, role=script, stop=stop).run()
     finally:
         assert not script.turns, "it ended too early"
     return script.calls
@@ -78,26 +76,19 @@ def test_records_and_sends_come_between_turns_until_it_is_told_to_stop(
 
 
 def test_within_an_inner_step_nothing_is_merged(stop: threading.Event) -> None:
-    script = Script(nothing, nothing, stop.set)
+    script = Script()
 
-    def begun() -> None:
-        script.between_steps = False
+    def within(*, step: bool) -> Callable[[], None]:
+        return lambda: setattr(script, "between_steps", not step)
 
-    def done() -> None:
-        script.between_steps = True
-
-    script.turns = deque([begun, nothing, done, stop.set])
+    script.turns.extend([within(step=True), nothing, within(step=False), stop.set])
     calls = train(script, stop)
     assert calls[1:-2] == ["between", "turn", "turn", "turn", "between", "turn"]
 
 
 def test_it_ends_when_there_is_nothing_more_to_do(stop: threading.Event) -> None:
     script = Script(nothing)
-
-    def ends() -> None:
-        script.ended = True
-
-    script.turns.append(ends)
+    script.turns.append(lambda: setattr(script, "ended", True))
     assert train(script, stop)[-3:] == ["turn", "release ended=True", "leave ended=True"]
 
 

@@ -42,8 +42,8 @@ def service(tmp_path: Path) -> PeerService:
     (tmp_path / "log").mkdir()
     service = PeerService.__new__(PeerService)
     service.attempts = {}
-    service.log = RecordFolder(tmp_path / "log")
-    service.log.write(0, RECORD, b"votes")
+    service.log = cast("Any", log := RecordFolder(tmp_path / "log"))
+    log.write(0, RECORD, b"votes")
     service.sent, service.received = Counts(BYTE_KINDS), Counts(BYTE_KINDS)
     service.refused = Counts(REFUSALS)
     service.limit = UploadLimit(None)

@@ -548,18 +548,37 @@ class Attempt:
         self._group.spawn(call, outlives=outlives)
 
     async def _ask_for_mean(self, part: int) -> None:
-        setup, group = self._setup, self._group
+        """Ask the members for a mean, the next one beside those that are slow to give it.
+
+        The pauses double: who gives bytes by drops delays nobody for long, and what comes through a
+        thin link is not downloaded many times at once.
+        """
+        setup, group, means = self._setup, self._group, self._shares.means
         column = setup.column_of(part)
         reducers = [setup.reducer_in(column, row) for row in range(len(setup.grid.rows))]
+        asks: list[asyncio.Task[None]] = []
+        pause_s = setup.silence_s / 2
         for peer in dict.fromkeys([setup.shares[part].reducer, *reducers, *group.row]):
-            if peer not in group.others or peer in self._gone or part in self._shares.means:
+            if peer not in group.others or peer in self._gone:
                 continue
-            # a large share takes its time through a thin link; who gives nothing is not waited for
-            wanted = peer, part, setup.silence_s
-            mean = await group.call(self._remaining_s(), self._transport.fetch_mean, *wanted)
-            if mean is not None and mean.part == part:
-                with suppress(PayloadRefused, ShareRefused):
-                    await self._take_mean(mean)
+            asks.append(ask := group.spawn(self._fetch_mean(peer, part)))
+            await group.until(lambda a=ask: part in means or a.done(), time.monotonic() + pause_s)
+            if part in means:
+                break
+            pause_s *= 1 if ask.done() else 2
+        end = self._started + setup.exchange_s
+        await group.until(lambda: part in means or all(ask.done() for ask in asks), end)
+        for ask in asks:
+            ask.cancel()
+
+    async def _fetch_mean(self, peer: str, part: int) -> None:
+        # a large share takes its time through a thin link; who gives nothing is not waited for
+        wanted = peer, part, self._setup.silence_s
+        mean = await self._group.call(self._remaining_s(), self._transport.fetch_mean, *wanted)
+        if mean is not None and mean.part == part:
+            with suppress(PayloadRefused, ShareRefused):
+                await self._take_mean(mean)
+        self._group.notify()
 
     async def _fetch_record(self, digest: str, deadline: float) -> bytes | None:
         voters = self.ballots.voters_for(digest)

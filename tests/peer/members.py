@@ -75,7 +75,8 @@ class Link:
 
     async def fetch_mean(self, peer: str, part: int, stall_s: float) -> Mean | None:
         attempt = await asyncio.wait_for(self._to(peer, "fetch"), stall_s)
-        await asyncio.sleep(self._group.fetching_s)  # something comes all the time
+        # something comes all the time
+        await asyncio.sleep(LIMIT_S if peer in self._group.dripping else self._group.fetching_s)
         return await attempt.checked_mean(part)
 
     async def fetch_record(self, peer: str, digest: str, *, older: bool = False) -> bytes | None:
@@ -163,13 +164,15 @@ class Group:
         decoding_s, fetching_s: so long it takes each member to check a mean, one after the other,
         and to fetch one.
 
-        Whoever is put into `frozen` neither answers nor is refused any more.
+        Whoever is put into `frozen` neither answers nor is refused any more; who is `dripping`
+        gives a mean that is fetched by a byte now and then.
         """
         usual_s = (PATIENT_S, PATIENT_S) if passes is everything else (EXCHANGE_S, SILENCE_S)
         exchange_s, silence_s = exchange_s or usual_s[0], silence_s or usual_s[1]
         self.passes = passes
         self.fetching_s = fetching_s
         self.frozen: set[str] = set()
+        self.dripping: set[str] = set()
         self.identities = sorted(identities, key=lambda identity: identity.peer_id)
         self.peers = [identity.peer_id for identity in self.identities]
         codec = {"scheme": scheme, "bits": bits, "rank": 4, "min_rank": 2, "max_rank": 16}

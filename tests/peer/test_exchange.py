@@ -15,6 +15,7 @@ from dilocox.peer.rounds.group import Mean, ShareRefused
 from dilocox.peer.rounds.record import own_contribution
 from dilocox.peer.rounds.vote import Verdict
 from tests.peer.members import (
+    PATIENT_S,
     SILENCE_S,
     VOTE_S,
     Group,
@@ -121,6 +122,27 @@ def test_a_reducer_that_dies_after_serving_one_member_still_commits_on_all_other
     results = asyncio.run(group.run())
     record_of(group, results[1:])
     assert served
+
+
+def test_members_that_give_a_mean_by_drops_do_not_keep_it_from_the_others(
+    identities: list[Identity], tmp_path: Path
+) -> None:
+    killed: list[str] = []
+
+    def passes(sender: str, receiver: str, kind: str) -> bool:
+        if (sender, kind) == (victim, "mean0"):
+            killed.append(receiver)
+            return receiver == keeper
+        return not (killed and victim in (sender, receiver))
+
+    group = Group(identities[:4], tmp_path, passes=passes, exchange_s=PATIENT_S)
+    victim, *dripping, keeper = group.grid.rows[0]  # the others ask each other before the keeper
+    group.dripping.update(dripping)
+    results = asyncio.run(group.run())
+    record_of(
+        group, [each for peer, each in zip(group.peers, results, strict=True) if peer != victim]
+    )
+    assert killed and seconds(results) < PATIENT_S / 2
 
 
 def test_a_malformed_part_leaves_its_sender_out_and_is_named_in_the_record(

@@ -72,7 +72,7 @@ from dilocox.peer.chain.record_check import RecordCheck
 from dilocox.peer.chain.store import RECORDS_NEEDED, RoundLog
 from dilocox.peer.chain.sync import AnchorDiffers, ChainClient, Reached, State
 from dilocox.peer.rounds.adaptation import outer_step, stage_codec
-from dilocox.peer.rounds.ballots import Ballots
+from dilocox.peer.rounds.ballots import Ballot, Ballots
 from dilocox.peer.rounds.exchange import Attempt
 from dilocox.peer.rounds.group import (
     AttemptResult,
@@ -84,7 +84,7 @@ from dilocox.peer.rounds.group import (
 from dilocox.peer.rounds.group_calls import GroupCalls
 from dilocox.peer.rounds.outer_step import anchor_sha256
 from dilocox.peer.rounds.record import RecordRefused, digest_of
-from dilocox.peer.rounds.vote import Ballot, Verdict
+from dilocox.peer.rounds.vote import Verdict
 from dilocox.pipeline.stage import chosen_device
 
 logger = logging.getLogger(__name__)

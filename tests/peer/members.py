@@ -19,13 +19,13 @@ from dilocox.dht.identity import Identity
 from dilocox.dht.manifest import Manifest
 from dilocox.peer.chain.store import RoundLog
 from dilocox.peer.rounds.adaptation import RoundPlan, stage_codec
-from dilocox.peer.rounds.ballots import Ballots, excluded_by
+from dilocox.peer.rounds.ballots import Ballot, Ballots, excluded_by
 from dilocox.peer.rounds.exchange import Attempt
 from dilocox.peer.rounds.grid import Grid
 from dilocox.peer.rounds.group import AttemptResult, AttemptSetup, Mean, Member
 from dilocox.peer.rounds.record import RoundFacts, RoundRecord, digest_of, parse_record
 from dilocox.peer.rounds.shares import decode
-from dilocox.peer.rounds.vote import Ballot, Verdict
+from dilocox.peer.rounds.vote import Verdict
 
 LAYOUT = FlatLayout.of([("weight", (40, 30)), ("bias", (30,))])
 MANIFEST_DIGEST = "0" * 64

@@ -516,7 +516,7 @@ class StageAverager(PeerService, ConnectivityService, DecentralizedAverager):
             result = await attempt.run()
         if result.verdict is Verdict.COMMITTED:
             sent_bytes = self.sent.read()["averaging"] - before
-            self.limit.measured(sent_bytes, result.seconds, limit_s=setup.exchange_s)
+            self.limit.measured(sent_bytes, result.seconds, limit_s=setup.deadlines.exchange_s)
         return await self._log_if_committed(result)
 
     def _basis(self, order: ExchangeOrder) -> Tensor | None:

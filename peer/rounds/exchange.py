@@ -17,7 +17,7 @@ A member hears of deaths from those that it watches, and from the votes of those
 that missed the same peer are believed, one alone may be cut off itself. Votes go to one's row, and
 what a row voted to those of the other rows that are opposite; who still lacks some asks its row.
 
-This file knows no network: it talks through `Transport`, and is told what arrives by `on_part`,
+This file knows no network: it talks through `GroupCalls`, and is told what arrives by `on_part`,
 `on_row`, `on_mean` and `on_votes`. It runs in one event loop; the codec runs in a one-thread pool
 beside it.
 
@@ -40,15 +40,15 @@ from typing import Any, TypeVar
 from torch import Tensor
 
 from dilocox.compression.group_codec import NotEncodable, PayloadRefused
+from dilocox.compression.stage_codec import StageEncoder
 from dilocox.peer.rounds.ballots import Ballots
 from dilocox.peer.rounds.group import (
     AttemptResult,
     AttemptSetup,
-    Encoder,
     Mean,
     ShareRefused,
-    Transport,
 )
+from dilocox.peer.rounds.group_calls import GroupCalls
 from dilocox.peer.rounds.record import digest_of
 from dilocox.peer.rounds.shares import Shares, encode
 from dilocox.peer.rounds.vote import Verdict
@@ -63,7 +63,7 @@ T = TypeVar("T")
 class LiveGroup:
     """The members of one attempt as this one reaches them; lives in one event loop."""
 
-    def __init__(self, setup: AttemptSetup, transport: Transport, pool: Executor):
+    def __init__(self, setup: AttemptSetup, transport: GroupCalls, pool: Executor):
         self._setup = setup
         self._transport = transport
         self._pool = pool
@@ -71,8 +71,7 @@ class LiveGroup:
         self._tasks: set[asyncio.Task[Any]] = set()
         self._outliving: set[asyncio.Task[Any]] = set()  # held, or they would be collected
         self.members = tuple(member.peer for member in setup.members)
-        dial_out = {member.peer for member in setup.members if member.client_mode}
-        deaf = dial_out if setup.me in dial_out else set[str]()
+        deaf = setup.clients if setup.me in setup.clients else frozenset[str]()
         # whom this member can call: of two that only dial out neither can call the other
         self.others = tuple(peer for peer in self.members if peer not in {setup.me} | deaf)
         grid = setup.grid
@@ -80,7 +79,7 @@ class LiveGroup:
             tuple(peer for peer in peers if peer in set(self.others))
             for peers in (grid.row(setup.me), grid.column(setup.me), grid.opposite(setup.me))
         )
-        self.dial_out = tuple(peer for peer in self.row if peer in dial_out)
+        self.dial_out = tuple(peer for peer in self.row if peer in setup.clients)
         self.dead: set[str] = set()
         self._over = False
 
@@ -114,7 +113,7 @@ class LiveGroup:
             beats = aiter(self._transport.heartbeats(peer))
             # before Python 3.12 wait_for forgets a cancel that comes together with its result
             while not self._over:
-                await asyncio.wait_for(anext(beats), self._setup.silence_s)
+                await asyncio.wait_for(anext(beats), self._setup.deadlines.silence_s)
             return
         except (ConnectionError, asyncio.TimeoutError, StopAsyncIteration) as error:
             logger.debug("%s counts as dead: %r", peer, error)
@@ -176,8 +175,8 @@ class Attempt:
         self,
         setup: AttemptSetup,
         *,
-        encoder: Encoder,
-        transport: Transport,
+        encoder: StageEncoder,
+        transport: GroupCalls,
         ballots: Ballots,
         pool: Executor,
     ):
@@ -275,7 +274,9 @@ class Attempt:
         """Send the votes of some to others."""
         votes = self.ballots.bytes_of(voters)
         for peer in peers:
-            call = self._group.call(self._setup.vote_s, self._transport.send_votes, peer, votes)
+            call = self._group.call(
+                self._setup.deadlines.vote_s, self._transport.send_votes, peer, votes
+            )
             self._group.spawn(call, outlives=True)
 
     def mean(self, part: int) -> Mean | None:
@@ -287,7 +288,7 @@ class Attempt:
 
         One that is being checked is waited for: who asks may have nobody else.
         """
-        end = self._started + self._setup.exchange_s
+        end = self._started + self._setup.deadlines.exchange_s
         await self._group.until(lambda: not self._shares.coming(part), end)
         return self.mean(part)
 
@@ -384,7 +385,7 @@ class Attempt:
         Where others have committed already, their means are still under way.
         """
         due = self._started + self._phase_s(phase)[1]
-        end = self._started + self._setup.exchange_s
+        end = self._started + self._setup.deadlines.exchange_s
         asked, again_at = Counter[int](), 0.0
         while missing := self._shares.missing(phase):
             lost = missing & self._lost()
@@ -400,7 +401,7 @@ class Attempt:
             # not at once again: what its reducer gave others may still be on its way to them
             elsewhere = lost | (missing & self._cut_off())
             if now >= again_at and elsewhere:
-                again_at = now + self._setup.silence_s / 2
+                again_at = now + self._setup.deadlines.silence_s / 2
                 wanted |= elsewhere
             for part in sorted(wanted):
                 asked[part] += part in lost or part in late
@@ -446,7 +447,7 @@ class Attempt:
     # ---- the vote --------------------------------------------------------------------------------
     async def settle(self) -> AttemptResult:
         """After an undecided end: ask the members how they, and those they heard, voted."""
-        limit_s = self._setup.silence_s
+        limit_s = self._setup.deadlines.silence_s
         asked = random.sample(self._nearest, min(len(self._nearest), ASKED_AT_ONCE))
         await asyncio.gather(*(self._ask_for_votes(peer, limit_s) for peer in asked))
         return await self._result(time.monotonic() + limit_s)
@@ -460,12 +461,12 @@ class Attempt:
         self._group.notify()
         sending = [
             self._group.spawn(
-                self._group.call(setup.vote_s, self._transport.send_votes, peer, [vote])
+                self._group.call(setup.deadlines.vote_s, self._transport.send_votes, peer, [vote])
             )
             for peer in self._group.row
         ]
         # whoever gives up early hears the others when they, too, have given up or are done
-        deadline = self._started + setup.exchange_s + setup.vote_s
+        deadline = self._started + setup.deadlines.exchange_s + setup.deadlines.vote_s
         asking = self._group.spawn(self._ask_our_row(deadline))
         await self._group.until(self._all_heard, deadline)
         asking.cancel()
@@ -485,9 +486,9 @@ class Attempt:
         peers = [peer for peer in self._nearest if peer not in self._gone]
         for peer in peers:
             await self._group.until(
-                lambda: False, min(deadline, time.monotonic() + self._setup.silence_s / 4)
+                lambda: False, min(deadline, time.monotonic() + self._setup.deadlines.silence_s / 4)
             )
-            await self._ask_for_votes(peer, self._setup.silence_s)
+            await self._ask_for_votes(peer, self._setup.deadlines.silence_s)
 
     async def _ask_for_votes(self, peer: str, limit_s: float) -> None:
         ballot = self.ballots.ballot
@@ -501,7 +502,7 @@ class Attempt:
     async def _tell_other_rows(self) -> None:
         """Pass our row's votes on, together as far as they come together."""
         row, heard = set(self._setup.grid.row(self._setup.me)), self.ballots.voters
-        end = self._started + self._setup.exchange_s + 2 * self._setup.vote_s
+        end = self._started + self._setup.deadlines.exchange_s + 2 * self._setup.deadlines.vote_s
         while await self._group.until(lambda: bool(self._untold), end):
             await self._group.until(
                 lambda: row <= heard() | self._gone, time.monotonic() + TALLY_PAUSE_S
@@ -557,7 +558,7 @@ class Attempt:
         column = setup.column_of(part)
         reducers = [setup.reducer_in(column, row) for row in range(len(setup.grid.rows))]
         asks: list[asyncio.Task[None]] = []
-        pause_s = setup.silence_s / 2
+        pause_s = setup.deadlines.silence_s / 2
         for peer in dict.fromkeys([setup.shares[part].reducer, *reducers, *group.row]):
             if peer not in group.others or peer in self._gone:
                 continue
@@ -566,14 +567,14 @@ class Attempt:
             if part in means:
                 break
             pause_s *= 1 if ask.done() else 2
-        end = self._started + setup.exchange_s
+        end = self._started + setup.deadlines.exchange_s
         await group.until(lambda: part in means or all(ask.done() for ask in asks), end)
         for ask in asks:
             ask.cancel()
 
     async def _fetch_mean(self, peer: str, part: int) -> None:
         # a large share takes its time through a thin link; who gives nothing is not waited for
-        wanted = peer, part, self._setup.silence_s
+        wanted = peer, part, self._setup.deadlines.silence_s
         mean = await self._group.call(self._remaining_s(), self._transport.fetch_mean, *wanted)
         if mean is not None and mean.part == part:
             with suppress(PayloadRefused, ShareRefused):
@@ -604,4 +605,4 @@ class Attempt:
         return borders[phase], borders[phase + 1]
 
     def _remaining_s(self) -> float:
-        return max(0.1, self._started + self._setup.exchange_s - time.monotonic())
+        return max(0.1, self._started + self._setup.deadlines.exchange_s - time.monotonic())

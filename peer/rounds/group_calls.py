@@ -1,4 +1,4 @@
-"""The calls of an exchange to the other members of its group."""
+"""The calls of an exchange to the other members of its group; each may raise ConnectionError."""
 
 # hivemind and its generated protocol classes carry no types.
 # pyright: reportMissingTypeStubs=false, reportUnknownMemberType=false
@@ -18,7 +18,7 @@ from dilocox.peer.rounds.record import bitmap_of, chosen_in
 
 
 class GroupCalls:
-    """One member's calls within one averaging group: see exchange.Transport."""
+    """One member's calls within one averaging group."""
 
     def __init__(self, client: Client, group: bytes, members: tuple[str, ...]):
         """members: peer ids, sorted."""
@@ -39,7 +39,9 @@ class GroupCalls:
         await self._push(peer, {"kind": "mean"} | self._about(mean), mean.payload)
 
     async def fetch_mean(self, peer: str, part: int, stall_s: float) -> Mean | None:
-        """Ask a member for an averaged share; None if it has none."""
+        """Ask a member for an averaged share; None if it has none. TimeoutError where nothing comes
+        for `stall_s`.
+        """
         want = {"what": "mean", "group": self._group, "part": part}
         limit_bytes = self._client.record_bytes
         blob = await self._client.fetch(peer, want, limit_bytes=limit_bytes, stall_s=stall_s)

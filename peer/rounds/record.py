@@ -31,6 +31,7 @@ from torch import Tensor
 
 from dilocox.compression.group_codec import GROUP_SIZE, GroupCodec
 from dilocox.compression.stage_codec import StageCodec, StageMeans
+from dilocox.peer.rounds.grid import Share
 from dilocox.peer.rounds.vote import MAX_MEMBERS
 
 WINDOW: Final = 5
@@ -119,13 +120,9 @@ class Contribution(SendFacts):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ReducedShare:
-    """A slice [start, stop) of a phase's vector, who averaged it, whose values are in it."""
+class ReducedShare(Share):
+    """A share with the members whose values are in its mean."""
 
-    phase: int
-    reducer: str
-    start: int
-    stop: int
     contributors: tuple[str, ...]
 
 
@@ -198,9 +195,7 @@ class RoundRecord:
     @property
     def contributions(self) -> tuple[Contribution, ...]:
         """The members whose values are in the average, at least in part."""
-        counted = {
-            peer for part in self.last_parts if part.stop > part.start for peer in part.contributors
-        }
+        counted = {peer for part in self.last_parts if part.numel for peer in part.contributors}
         return tuple(member for member in self.members if member.peer in counted)
 
     def member(self, peer: str) -> Contribution | None:
@@ -217,7 +212,7 @@ class RoundRecord:
         return [
             slice(part.start, part.stop)
             for part in self.last_parts
-            if part.stop > part.start and peer in part.contributors
+            if part.numel and peer in part.contributors
         ]
 
     def left_out(self, peer: str, codec: StageCodec) -> list[slice]:
@@ -234,7 +229,7 @@ class RoundRecord:
         phases = codec.phases(self.ranks)
         vectors = [torch.empty(phase.numel, dtype=torch.float32) for phase in phases]
         for part, mean in zip(self.parts, self.means, strict=True):
-            if part.stop > part.start:
+            if part.numel:
                 payload = torch.frombuffer(bytearray(mean), dtype=torch.uint8)
                 out = vectors[part.phase][part.start : part.stop]
                 phases[part.phase].codec.decode(payload, out.numel(), out=out)
@@ -269,7 +264,7 @@ def parse_record(data: bytes, codec: StageCodec) -> RoundRecord:
         header = parse_header(data)
         tensors = load(data)
         means = tuple(
-            tensors[_tensor_name(index)].numpy().tobytes() if part.stop > part.start else b""
+            tensors[_tensor_name(index)].numpy().tobytes() if part.numel else b""
             for index, part in enumerate(header.parts)
         )
         record = replace(header, means=means)
@@ -374,7 +369,7 @@ def _check_parts(record: RoundRecord, codec: StageCodec) -> None:
             raise RecordRefused(f"part {part.start}:{part.stop} ends within a group")
         if not part.contributors:
             raise RecordRefused("a part was made by nobody")
-        size = part.stop - part.start
+        size = part.numel
         if len(mean) > part_bytes(phase.codec, size) or bool(mean) != bool(size):
             raise RecordRefused(f"a mean of {size} values has {len(mean)} bytes")
         positions[part.phase] = part.stop

@@ -15,14 +15,14 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, Protocol, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from dilocox.compression.group_codec import GroupCodec, PayloadRefused
 from dilocox.peer.rounds.group import AttemptSetup, Mean, ShareRefused
-from dilocox.peer.rounds.record import Contribution, ReducedShare
+from dilocox.peer.rounds.record import ReducedShare
 
 
 @dataclass(frozen=True)
@@ -95,18 +95,9 @@ def assemble_record(setup: AttemptSetup, means: Mapping[int, Mean]) -> bytes:
     empty = Mean(part=-1, contributors=names, payload=b"")
     record = replace(
         setup.template,
-        members=tuple(
-            Contribution(peer=member.peer, tokens=member.tokens, **member.times)
-            for member in setup.members
-        ),
+        members=setup.members,
         parts=tuple(
-            ReducedShare(
-                phase=share.phase,
-                reducer=share.reducer,
-                start=share.start,
-                stop=share.stop,
-                contributors=means.get(index, empty).contributors,
-            )
+            ReducedShare(**vars(share), contributors=means.get(index, empty).contributors)
             for index, share in enumerate(setup.shares)
         ),
         means=tuple(means.get(index, empty).payload for index in range(len(setup.shares))),
@@ -125,17 +116,6 @@ def decode(codec: GroupCodec, payload: bytes, numel: int) -> Tensor:
     if not payload:  # which torch takes for no buffer
         raise PayloadRefused("length", f"no bytes for {numel} values")
     return codec.decode(torch.frombuffer(bytearray(payload), dtype=torch.uint8), numel)
-
-
-T = TypeVar("T")
-
-
-class Compute(Protocol):
-    """Calls a function in the pool."""
-
-    def __call__(self, function: Callable[..., T], *args: Any) -> Awaitable[T]:
-        """What the function returns, or raises."""
-        ...
 
 
 @dataclass
@@ -161,7 +141,8 @@ class _Rows:
 class Shares:
     """The parts and means of one attempt as they come in."""
 
-    def __init__(self, setup: AttemptSetup, compute: Compute):
+    def __init__(self, setup: AttemptSetup, compute: Callable[..., Awaitable[Any]]):
+        """compute: calls a function with its arguments in the pool."""
         self._setup = setup
         self._compute = compute
         self._weight = {member.peer: member.tokens for member in setup.members}

@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Callable, Generator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -17,13 +17,21 @@ from dilocox.compression.layout import FlatLayout
 from dilocox.compression.stage_codec import StageCodec
 from dilocox.dht.identity import Identity
 from dilocox.dht.manifest import Manifest
+from dilocox.dht.manifest_specs import DeadlineSpec
 from dilocox.peer.chain.store import RoundLog
 from dilocox.peer.rounds.adaptation import RoundPlan, stage_codec
 from dilocox.peer.rounds.ballots import Ballot, Ballots, excluded_by
 from dilocox.peer.rounds.exchange import Attempt
 from dilocox.peer.rounds.grid import Grid
-from dilocox.peer.rounds.group import AttemptResult, AttemptSetup, Mean, Member
-from dilocox.peer.rounds.record import RoundFacts, RoundRecord, digest_of, parse_record
+from dilocox.peer.rounds.group import AttemptResult, AttemptSetup, Mean
+from dilocox.peer.rounds.group_calls import GroupCalls
+from dilocox.peer.rounds.record import (
+    Contribution,
+    RoundFacts,
+    RoundRecord,
+    digest_of,
+    parse_record,
+)
 from dilocox.peer.rounds.shares import decode
 from dilocox.peer.rounds.vote import Verdict
 
@@ -187,12 +195,12 @@ class Group:
         self.setups: dict[str, AttemptSetup] = {}
         self.pool = Pool(decoding_s)
         self.members = tuple(
-            Member(peer=peer, tokens=tokens, exchange_s=0.0, step_s=0.0, client_mode=at in clients)
-            for at, (peer, tokens) in enumerate(zip(self.peers, self.tokens, strict=True))
+            Contribution(peer=peer, tokens=tokens)
+            for peer, tokens in zip(self.peers, self.tokens, strict=True)
         )
         phases = self.codec.phases(ranks)
-        reducers = [member.peer for member in self.members if not member.client_mode]
-        self.grid = Grid.of(b"group", self.peers, reducers, group_size)
+        dial_out = frozenset(self.peers[at] for at in clients)
+        self.grid = Grid.of(b"group", self.peers, set(self.peers) - dial_out, group_size)
         self.shares = self.grid.shares(phases)
         ballot = Ballot(
             run="run", stage=0, round=3, attempt=0, group=b"group", members=tuple(self.peers)
@@ -202,20 +210,19 @@ class Group:
             setup = self.setups[me] = AttemptSetup(
                 me=me,
                 members=self.members,
+                clients=dial_out,
                 grid=self.grid,
                 template=template(ranks=ranks, window=()),
                 shares=self.shares,
                 phases=phases,
                 plan=RoundPlan(manifest, self.codec),
-                exchange_s=exchange_s,
-                vote_s=VOTE_S,
-                silence_s=silence_s,
+                deadlines=DeadlineSpec(exchange_s=exchange_s, vote_s=VOTE_S, silence_s=silence_s),
             )
             log = RoundLog(folder / me, manifest_digest=MANIFEST_DIGEST, codec=self.codec)
             self.attempts[me] = Attempt(
                 setup,
                 encoder=self.codec.encoder(message, ranks, lambda: self.codec.first_basis("seed")),
-                transport=Link(me, self),
+                transport=cast("GroupCalls", Link(me, self)),
                 ballots=Ballots(identity=identity, ballot=ballot, save_vote=log.save_vote),
                 pool=self.pool,
             )

@@ -50,7 +50,7 @@ from dilocox.peer.rounds.group import (
 )
 from dilocox.peer.rounds.group_calls import GroupCalls
 from dilocox.peer.rounds.record import digest_of
-from dilocox.peer.rounds.shares import Shares, encode
+from dilocox.peer.rounds.shares import Shares, assemble_record, encode
 from dilocox.peer.rounds.vote import Verdict
 
 logger = logging.getLogger(__name__)
@@ -185,6 +185,10 @@ class Attempt:
         self._transport = transport
         self.ballots = ballots
         self._started = time.monotonic()
+        self._limits = setup.deadlines
+        self._end = self._started + setup.deadlines.exchange_s
+        # when each phase should begin, and the last one end
+        self._borders = [self._started + each for each in (0.0, *setup.phase_ends_s())]
         self._group = LiveGroup(setup, transport, pool)
         self._shares = Shares(setup, self._group.compute)
         self.running = False
@@ -261,22 +265,18 @@ class Attempt:
             except ValueError as error:
                 refused = error
         self._group.notify()
-        self._pass_on(self.ballots.voters() - known)
+        # those of our row that only dial out do not hear each other
+        dial_out = set(self._group.dial_out)
+        for voter in (self.ballots.voters() - known) & dial_out:
+            self._tell(dial_out - {voter}, {voter})
         if refused is not None:
             raise refused
-
-    def _pass_on(self, voters: set[str]) -> None:
-        """Those of our row that only dial out do not hear each other."""
-        for voter in voters & set(self._group.dial_out):
-            self._tell(set(self._group.dial_out) - {voter}, {voter})
 
     def _tell(self, peers: Collection[str], voters: Collection[str]) -> None:
         """Send the votes of some to others."""
         votes = self.ballots.bytes_of(voters)
         for peer in peers:
-            call = self._group.call(
-                self._setup.deadlines.vote_s, self._transport.send_votes, peer, votes
-            )
+            call = self._group.call(self._limits.vote_s, self._transport.send_votes, peer, votes)
             self._group.spawn(call, outlives=True)
 
     def mean(self, part: int) -> Mean | None:
@@ -288,8 +288,7 @@ class Attempt:
 
         One that is being checked is waited for: who asks may have nobody else.
         """
-        end = self._started + self._setup.deadlines.exchange_s
-        await self._group.until(lambda: not self._shares.coming(part), end)
+        await self._group.until(lambda: not self._shares.coming(part), self._end)
         return self.mean(part)
 
     # ---- the exchange ----------------------------------------------------------------------------
@@ -298,7 +297,7 @@ class Attempt:
         self.running = True
         try:
             self._group.watch_neighbours()
-            for column in self._shares.own_columns:
+            for column in self._shares.columns:
                 self._group.spawn(self._reduce(column))
             if self._group.opposite:
                 self._group.spawn(self._tell_other_rows())
@@ -319,7 +318,7 @@ class Attempt:
                 return None
             if phase < last:
                 earlier.append(await self._group.compute(self._shares.vector, phase))
-        return await self._shares.record()
+        return await self._group.compute(assemble_record, self._setup, dict(self._shares.means))
 
     async def _send_parts(self, phase: int, earlier: tuple[Tensor, ...]) -> None:
         setup = self._setup
@@ -343,13 +342,11 @@ class Attempt:
     async def _reduce(self, column: int) -> None:
         """Average a column over our row, and our share of it over all rows."""
         setup, shares = self._setup, self._shares
-        starts_s, ends_s = self._phase_s(setup.phase_of(column))
-        several = len(setup.grid.rows) > 1
-        share_of_time = PARTS_SHARE_OF_ROWS if several else PARTS_SHARE
-        starts, span_s = self._started + starts_s, ends_s - starts_s
-        await self._group.until(
-            lambda: shares.awaited(column) <= self._gone, starts + span_s * share_of_time
-        )
+        phase = setup.phase_of(column)
+        starts, ends = self._borders[phase], self._borders[phase + 1]
+        share_of_time = PARTS_SHARE_OF_ROWS if len(setup.grid.rows) > 1 else PARTS_SHARE
+        due = starts + (ends - starts) * share_of_time
+        await self._group.until(lambda: shares.awaited(column) <= self._gone, due)
         row = await shares.reduce(column)
         self._group.notify()
         for part in setup.shares_of(column):
@@ -357,17 +354,16 @@ class Attempt:
             if share.numel and share.reducer != setup.me:
                 mean = await shares.row_mean(part, row)
                 self._push(self._transport.push_row, share.reducer, mean)
+        due = starts + (ends - starts) * ROWS_SHARE
         for part in setup.shares_of(column):
             if setup.shares[part].reducer == setup.me and setup.shares[part].numel:
-                await self._combine(part, starts + span_s * ROWS_SHARE)
-
-    async def _combine(self, part: int, due: float) -> None:
-        """Average a share over the rows whose mean arrives by then, and push it."""
-        await self._group.until(lambda: self._shares.awaited_rows(part) <= self._gone, due)
-        mean = await self._shares.combine(part)
-        self._group.notify()
-        if mean is not None:
-            self._hand_on(mean)
+                await self._group.until(
+                    lambda part=part: shares.awaited_rows(part) <= self._gone, due
+                )
+                mean = await shares.combine(part)
+                self._group.notify()
+                if mean is not None:
+                    self._hand_on(mean)
 
     def _hand_on(self, mean: Mean) -> None:
         """Push a mean to those that get it from us: our column, if we made it, and our row."""
@@ -384,8 +380,7 @@ class Attempt:
 
         Where others have committed already, their means are still under way.
         """
-        due = self._started + self._phase_s(phase)[1]
-        end = self._started + self._setup.deadlines.exchange_s
+        due, end = self._borders[phase + 1], self._end
         asked, again_at = Counter[int](), 0.0
         while missing := self._shares.missing(phase):
             lost = missing & self._lost()
@@ -401,7 +396,7 @@ class Attempt:
             # not at once again: what its reducer gave others may still be on its way to them
             elsewhere = lost | (missing & self._cut_off())
             if now >= again_at and elsewhere:
-                again_at = now + self._setup.deadlines.silence_s / 2
+                again_at = now + self._limits.silence_s / 2
                 wanted |= elsewhere
             for part in sorted(wanted):
                 asked[part] += part in lost or part in late
@@ -447,28 +442,24 @@ class Attempt:
     # ---- the vote --------------------------------------------------------------------------------
     async def settle(self) -> AttemptResult:
         """After an undecided end: ask the members how they, and those they heard, voted."""
-        limit_s = self._setup.deadlines.silence_s
         asked = random.sample(self._nearest, min(len(self._nearest), ASKED_AT_ONCE))
-        await asyncio.gather(*(self._ask_for_votes(peer, limit_s) for peer in asked))
-        return await self._result(time.monotonic() + limit_s)
+        await asyncio.gather(*(self._ask_for_votes(peer) for peer in asked))
+        return await self._result(time.monotonic() + self._limits.silence_s)
 
     async def _decide(self, record: bytes | None) -> AttemptResult:
         """Cast the one final vote and hear the others'."""
-        setup = self._setup
         self.record = record
         self.digest = None if record is None else digest_of(record)
         vote = self.ballots.cast(self.digest, () if record else tuple(sorted(self._missed())))
         self._group.notify()
+        group, send = self._group, self._transport.send_votes
         sending = [
-            self._group.spawn(
-                self._group.call(setup.deadlines.vote_s, self._transport.send_votes, peer, [vote])
-            )
-            for peer in self._group.row
+            group.spawn(group.call(self._limits.vote_s, send, peer, [vote])) for peer in group.row
         ]
         # whoever gives up early hears the others when they, too, have given up or are done
-        deadline = self._started + setup.deadlines.exchange_s + setup.deadlines.vote_s
-        asking = self._group.spawn(self._ask_our_row(deadline))
-        await self._group.until(self._all_heard, deadline)
+        deadline = self._end + self._limits.vote_s
+        asking = group.spawn(self._ask_our_row(deadline))
+        await group.until(self._all_heard, deadline)
         asking.cancel()
         result = await self._result(deadline)
         self._tell_now()
@@ -483,17 +474,15 @@ class Attempt:
 
     async def _ask_our_row(self, deadline: float) -> None:
         """Ask one after the other for the votes that did not come to us."""
-        peers = [peer for peer in self._nearest if peer not in self._gone]
-        for peer in peers:
-            await self._group.until(
-                lambda: False, min(deadline, time.monotonic() + self._setup.deadlines.silence_s / 4)
-            )
-            await self._ask_for_votes(peer, self._setup.deadlines.silence_s)
+        pause_s = self._limits.silence_s / 4
+        for peer in [peer for peer in self._nearest if peer not in self._gone]:
+            await asyncio.sleep(min(pause_s, max(0.0, deadline - time.monotonic())))
+            await self._ask_for_votes(peer)
 
-    async def _ask_for_votes(self, peer: str, limit_s: float) -> None:
-        ballot = self.ballots.ballot
+    async def _ask_for_votes(self, peer: str) -> None:
+        ballot, ask = self.ballots.ballot, self._transport.ask_votes
         question = peer, ballot.round, ballot.attempt
-        votes = await self._group.call(limit_s, self._transport.ask_votes, *question)
+        votes = await self._group.call(self._limits.silence_s, ask, *question)
         for vote in votes or ():
             with suppress(ValueError):
                 self.ballots.receive(vote)
@@ -502,7 +491,7 @@ class Attempt:
     async def _tell_other_rows(self) -> None:
         """Pass our row's votes on, together as far as they come together."""
         row, heard = set(self._setup.grid.row(self._setup.me)), self.ballots.voters
-        end = self._started + self._setup.deadlines.exchange_s + 2 * self._setup.deadlines.vote_s
+        end = self._end + 2 * self._limits.vote_s
         while await self._group.until(lambda: bool(self._untold), end):
             await self._group.until(
                 lambda: row <= heard() | self._gone, time.monotonic() + TALLY_PAUSE_S
@@ -558,7 +547,7 @@ class Attempt:
         column = setup.column_of(part)
         reducers = [setup.reducer_in(column, row) for row in range(len(setup.grid.rows))]
         asks: list[asyncio.Task[None]] = []
-        pause_s = setup.deadlines.silence_s / 2
+        pause_s = self._limits.silence_s / 2
         for peer in dict.fromkeys([setup.shares[part].reducer, *reducers, *group.row]):
             if peer not in group.others or peer in self._gone:
                 continue
@@ -567,14 +556,13 @@ class Attempt:
             if part in means:
                 break
             pause_s *= 1 if ask.done() else 2
-        end = self._started + setup.deadlines.exchange_s
-        await group.until(lambda: part in means or all(ask.done() for ask in asks), end)
+        await group.until(lambda: part in means or all(ask.done() for ask in asks), self._end)
         for ask in asks:
             ask.cancel()
 
     async def _fetch_mean(self, peer: str, part: int) -> None:
         # a large share takes its time through a thin link; who gives nothing is not waited for
-        wanted = peer, part, self._setup.deadlines.silence_s
+        wanted = peer, part, self._limits.silence_s
         mean = await self._group.call(self._remaining_s(), self._transport.fetch_mean, *wanted)
         if mean is not None and mean.part == part:
             with suppress(PayloadRefused, ShareRefused):
@@ -599,10 +587,5 @@ class Attempt:
         silent = self._shares.silent() if self._waited_out else set[str]()
         return (silent | self._group.dead | self._shares.refused()) - {self._setup.me}
 
-    def _phase_s(self, phase: int) -> tuple[float, float]:
-        """The seconds from the attempt's start at which a phase should begin and end."""
-        borders = (0.0, *self._setup.phase_ends_s())
-        return borders[phase], borders[phase + 1]
-
     def _remaining_s(self) -> float:
-        return max(0.1, self._started + self._setup.deadlines.exchange_s - time.monotonic())
+        return max(0.1, self._end - time.monotonic())

@@ -186,11 +186,6 @@ def bells_to_read(own: int, replicas: Iterable[ReplicaRecord]) -> list[int]:
     return [*sorted(ahead - {own + 1}, reverse=True)[: BELLS_READ - 2], own + 1, own]
 
 
-def attempt_at(scheduled_at: float, attempt: int, *, exchange_s: float, vote_s: float) -> float:
-    """When the group of an attempt forms: attempt 0 at T_R, its one retry after both deadlines."""
-    return scheduled_at + attempt * (exchange_s + vote_s)
-
-
 LOOKS = 32  # at others' bells in the time of a round
 LOOK_S, LONGEST_LOOK_S = 1.0, 60.0  # between two of them
 

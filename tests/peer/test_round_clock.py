@@ -12,7 +12,6 @@ from dilocox.peer.rounds.round_clock import (
     BELLS_READ,
     RoundView,
     Schedule,
-    attempt_at,
     bells_to_read,
     newest_credible,
 )
@@ -218,8 +217,3 @@ def test_a_notice_of_a_minute_fits_into_a_round_of_an_hour() -> None:
     hears = replace(replica(), hear_s=63.0)
     seen = replace(seen, replicas={**seen.replicas, "b": hears})
     assert seen.proposal("c", 100) == Schedule(send_after=100, scheduled_at=164)
-
-
-def test_retry_comes_after_both_deadlines_of_the_first_attempt() -> None:
-    assert attempt_at(118, 0, exchange_s=30, vote_s=10) == 118
-    assert attempt_at(118, 1, exchange_s=30, vote_s=10) == 158

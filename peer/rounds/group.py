@@ -363,13 +363,9 @@ def attempt_setup(
         rules=plan.rules,
         layout=plan.layout,
         ranks=plan.ranks,
-        members=(),
         chain_tokens=0 if last is None else last.chain_tokens,
-        parts=(),
         window=() if last is None else last.window,
-        next_ranks=(),
         next_inner_steps=steps,
-        means=(),
     )
     return AttemptSetup(
         me=me,

@@ -144,14 +144,14 @@ class RoundRecord:
     anchor_before: str
     rules: int = 0
     layout: str
-    ranks: tuple[int, ...]
-    members: tuple[Contribution, ...]
+    ranks: tuple[int, ...] = ()
+    members: tuple[Contribution, ...] = ()
     chain_tokens: int
-    parts: tuple[ReducedShare, ...]
-    window: tuple[RoundFacts, ...]
-    next_ranks: tuple[int, ...]
+    parts: tuple[ReducedShare, ...] = ()
+    window: tuple[RoundFacts, ...] = ()
+    next_ranks: tuple[int, ...] = ()
     next_inner_steps: int
-    means: tuple[bytes, ...] = field(repr=False)
+    means: tuple[bytes, ...] = field(default=(), repr=False)
 
     def to_bytes(self) -> bytes:
         """The canonical bytes of this record."""
@@ -171,15 +171,10 @@ class RoundRecord:
         header = {name: getattr(self, name) for name in _HEADER_FIELDS}
         header["members"] = [asdict(member) for member in self.members]
         header["window"] = [asdict(facts) for facts in self.window]
+        contributors = [bitmap_of(names, each.contributors).hex() for each in self.parts]
         header["parts"] = [
-            [
-                part.phase,
-                places[part.reducer],
-                part.start,
-                part.stop,
-                bitmap_of(names, part.contributors).hex(),
-            ]
-            for part in self.parts
+            [each.phase, places[each.reducer], each.start, each.stop, bits]
+            for each, bits in zip(self.parts, contributors, strict=True)
         ]
         return header
 
@@ -299,7 +294,6 @@ def parse_header(data: bytes) -> RoundRecord:
         window=window,
         ranks=ranks,
         next_ranks=next_ranks,
-        means=(),
         **header,
     )
 
@@ -313,13 +307,8 @@ def _part(
         contributors = chosen_in(names, bytes.fromhex(bits))
     except ValueError as error:
         raise RecordRefused(f"a part's contributors are no members: {error}") from error
-    return ReducedShare(
-        phase=phase,
-        reducer=names[reducer],
-        start=start,
-        stop=stop,
-        contributors=contributors,
-    )
+    facts = {"phase": phase, "reducer": names[reducer], "start": start, "stop": stop}
+    return ReducedShare(contributors=contributors, **facts)
 
 
 def _facts(facts: dict[str, Any]) -> RoundFacts:
@@ -339,8 +328,7 @@ def _check(record: RoundRecord, codec: StageCodec) -> None:
     if not 1 <= len(record.window) <= WINDOW:
         raise RecordRefused(f"its window is of {len(record.window)} rounds")
     for facts in record.window:
-        timed = _timed(facts)
-        if len(facts.needed) != len(facts.ranks) or not timed:
+        if len(facts.needed) != len(facts.ranks) or not _timed(facts):
             raise RecordRefused("its window says what no round can say")
     names = [member.peer for member in record.members]
     if not names or names != sorted(set(names)):
@@ -440,7 +428,6 @@ def _longest_header(codec: StageCodec, members: int) -> bytes:
         window=(facts,) * WINDOW,
         next_ranks=codec.limits,
         next_inner_steps=_MAX_NUMBER,
-        means=(),
     )
     means = max_record_bytes(codec)
     tensors = {

@@ -49,7 +49,6 @@ class SignedVote:
     signature: bytes = field(repr=False)
 
     def to_bytes(self) -> bytes:
-        """This vote as it travels."""
         return pack(self.fields())
 
     def fields(self) -> list[object]:
@@ -99,7 +98,6 @@ class Ballot:
 
     @cached_property
     def members_sha256(self) -> bytes:
-        """Stands for the members in what is signed."""
         return hashlib.sha256(pack(list(self.members))).digest()
 
     def sign(self, vote: Vote, identity: Identity) -> SignedVote:
@@ -168,19 +166,15 @@ class Ballots:
         self.decision = decide(self.ballot.members, (held.vote for held in self._held.values()))
 
     def voters(self) -> set[str]:
-        """The members whose vote is at hand."""
         return {signed.vote.voter for signed in self._held.values()}
 
     def voters_for(self, digest: str) -> set[str]:
-        """The members who voted for this record."""
         return {s.vote.voter for s in self._held.values() if s.vote.digest == digest}
 
     def all_bytes(self) -> list[bytes]:
-        """Every vote at hand, to pass on to a member that asks."""
         return list(self._held)
 
     def bytes_of(self, voters: Collection[str]) -> list[bytes]:
-        """The votes of these members, to pass on."""
         return [data for data, signed in self._held.items() if signed.vote.voter in voters]
 
     def missed_by_several(self) -> set[str]:

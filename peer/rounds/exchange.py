@@ -200,7 +200,6 @@ class Attempt:
     # ---- what others tell us ---------------------------------------------------------------------
     @property
     def members(self) -> tuple[str, ...]:
-        """The members of the group, sorted."""
         return self._group.members
 
     def has_part(self, part: int, kind: str) -> bool:
@@ -273,14 +272,12 @@ class Attempt:
             raise refused
 
     def _tell(self, peers: Collection[str], voters: Collection[str]) -> None:
-        """Send the votes of some to others."""
         votes = self.ballots.bytes_of(voters)
         for peer in peers:
             call = self._group.call(self._limits.vote_s, self._transport.send_votes, peer, votes)
             self._group.spawn(call, outlives=True)
 
     def mean(self, part: int) -> Mean | None:
-        """The averaged part, if it is here."""
         return self._shares.means.get(part)
 
     async def checked_mean(self, part: int) -> Mean | None:
@@ -447,7 +444,6 @@ class Attempt:
         return await self._result(time.monotonic() + self._limits.silence_s)
 
     async def _decide(self, record: bytes | None) -> AttemptResult:
-        """Cast the one final vote and hear the others'."""
         self.record = record
         self.digest = None if record is None else digest_of(record)
         vote = self.ballots.cast(self.digest, () if record else tuple(sorted(self._missed())))
@@ -473,7 +469,6 @@ class Attempt:
         return decided or set(self._group.members) <= self.ballots.voters() | self._group.dead
 
     async def _ask_our_row(self, deadline: float) -> None:
-        """Ask one after the other for the votes that did not come to us."""
         pause_s = self._limits.silence_s / 4
         for peer in [peer for peer in self._nearest if peer not in self._gone]:
             await asyncio.sleep(min(pause_s, max(0.0, deadline - time.monotonic())))

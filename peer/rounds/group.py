@@ -75,16 +75,13 @@ class AttemptSetup:
 
     @property
     def columns(self) -> range:
-        """The numbers of all columns."""
         return range(len(self.shares) // len(self.grid.rows))
 
     def shares_of(self, column: int) -> range:
-        """The indices of a column's shares."""
         rows = len(self.grid.rows)
         return range(column * rows, (column + 1) * rows)
 
     def column_of(self, share: int) -> int:
-        """The column of a share."""
         return share // len(self.grid.rows)
 
     def span(self, column: int) -> slice:
@@ -93,7 +90,6 @@ class AttemptSetup:
         return slice(self.shares[shares[0]].start, self.shares[shares[-1]].stop)
 
     def phase_of(self, column: int) -> int:
-        """The phase of a column."""
         return self.shares[self.shares_of(column)[0]].phase
 
     def reducer_in(self, column: int, row: int) -> str:
@@ -170,7 +166,6 @@ class Plan:
 
     @property
     def key(self) -> str:
-        """The sha256 of the plan, in hex."""
         text = json.dumps(asdict(self), sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(text.encode()).hexdigest()
 
@@ -291,7 +286,6 @@ class ExchangeOrder(SendFacts):
         return max(2, self.expected, len(set(self.last_contributors) & set(self.counted)))
 
     def ticket(self, *, client_mode: bool = False) -> Ticket:
-        """This peer's ticket."""
         return Ticket(
             plan=self.plan.key,
             tokens=min(self.tokens, self.tokens_cap),

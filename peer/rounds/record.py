@@ -52,7 +52,6 @@ class Times:
 
     @property
     def times(self) -> dict[str, float]:
-        """The three by name."""
         return {"exchange_s": self.exchange_s, "step_s": self.step_s, "stall_s": self.stall_s}
 
 
@@ -154,7 +153,6 @@ class RoundRecord:
     means: tuple[bytes, ...] = field(default=(), repr=False)
 
     def to_bytes(self) -> bytes:
-        """The canonical bytes of this record."""
         tensors = {
             _tensor_name(index): torch.frombuffer(bytearray(mean), dtype=torch.uint8)
             for index, mean in enumerate(self.means)

@@ -85,7 +85,6 @@ class RoundView:
     """The times found before: they stand, also where nobody tells of them any more."""
 
     def rung(self, now_s: float) -> dict[str, BellRecord]:
-        """The bells that count."""
         latest = now_s + CLOCK_ERROR_S
         return {
             head: bell
@@ -94,7 +93,6 @@ class RoundView:
         }
 
     def reached(self, now_s: float) -> bool:
-        """Whether the bell of this round has its quorum."""
         return len(self.rung(now_s)) >= self._quorum
 
     def schedule(self, now_s: float) -> Schedule | None:
@@ -256,7 +254,6 @@ class RoundKeeper:
             self._began += seconds
 
     def wanted_bells(self, view: SwarmView) -> list[int]:
-        """The rounds whose bells are to be read."""
         wanted = bells_to_read(self.round, view.replicas.values())
         return [*wanted, *sorted(self._known.keys() - set(wanted), reverse=True)]
 

@@ -315,11 +315,9 @@ class Shares:
         return part not in self.means and self._in_check[part] > 0
 
     def known(self, part: int) -> bool:
-        """Whether the attempt has this share."""
         return 0 <= part < len(self._setup.shares)
 
     def missing(self, phase: int) -> set[int]:
-        """The shares of a phase whose mean is not here."""
         return {
             part
             for part, share in enumerate(self._setup.shares)
@@ -334,7 +332,6 @@ class Shares:
 
     # ---- who is to blame -------------------------------------------------------------------------
     def refused(self) -> set[str]:
-        """The members that sent something malformed."""
         senders = {peer for duty in self.columns.values() for peer in duty.refused}
         for part, duty in self._rows.items():
             column = self._setup.column_of(part)

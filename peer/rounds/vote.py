@@ -161,7 +161,6 @@ class AloneWatch:
         self._observed = now_s
 
     def may_commit(self, now_s: float) -> bool:
-        """Whether the observations allow a commit alone now."""
         if self._alone_since is None or self._frozen(now_s):
             return False
         return self._observed - self._alone_since >= self._record_lifetime_s

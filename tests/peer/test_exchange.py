@@ -52,22 +52,6 @@ def test_all_members_make_the_same_record_of_the_weighted_mean(
             assert (average - expected).norm() <= {4: 0.35, 8: 0.02}[bits] * expected.norm()
 
 
-@pytest.mark.parametrize(("scheme", "bits"), FORMS)
-def test_own_contributions_weighted_are_the_average_but_for_the_code_of_the_mean(
-    identities: list[Identity], tmp_path: Path, scheme: str, bits: int
-) -> None:
-    group = Group(identities[:3], tmp_path, passes=everything, scheme=scheme, bits=bits)
-    record = record_of(group, asyncio.run(group.run()))
-    own = torch.zeros_like(group.messages[0])
-    for peer, message, tokens in zip(group.peers, group.messages, group.tokens, strict=True):
-        share = tokens / sum(group.tokens)
-        own += own_contribution(record, peer, message, group.codec) * share
-    average = record.average(group.codec)
-    coded = {4: 0.2, 8: 0.01, 32: 1e-6}[bits]
-    lost = (average - own).norm()
-    assert lost <= coded * own.norm() and (lost > 0 or bits == 32)
-
-
 def test_one_member_alone_with_raw_fp32_gets_its_own_values_bit_for_bit(
     identities: list[Identity], tmp_path: Path
 ) -> None:

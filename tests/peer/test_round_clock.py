@@ -55,22 +55,21 @@ def test_t_r_is_the_quorums_finish_plus_grace_plus_longest_step_plus_notice() ->
     assert seen.proposal("b", 106) == Schedule(send_after=115, scheduled_at=120)
 
 
-def test_third_bell_does_not_move_the_quorums_finish() -> None:
-    bells = {"a": bell(100), "b": bell(105), "c": bell(109)}
-    assert view(bells, heads="abcd").proposal("c", 110) == Schedule(
-        send_after=115, scheduled_at=118
-    )
-
-
-def test_when_all_have_rung_the_group_meets_an_inner_step_and_two_seconds_later() -> None:
-    bells = {"a": bell(100), "b": bell(101), "c": bell(102)}
-    assert view(bells).proposal("c", 102.5) == Schedule(send_after=102.5, scheduled_at=105.5)
-
-
-def test_single_replica_needs_no_grace() -> None:
-    assert view({"a": bell(100)}, heads="a").proposal("a", 100) == Schedule(
-        send_after=100, scheduled_at=103
-    )
+@pytest.mark.parametrize(
+    ("heads", "finishes", "me", "now", "times"),
+    [
+        ("abcd", "abc", "c", 110, (115, 118)),  # a third bell does not move the quorum's finish
+        ("abc", "abc", "c", 110, (110, 113)),  # all have rung: an inner step and two seconds later
+        ("a", "a", "a", 100, (100, 103)),  # a single replica needs no grace
+        ("abc", "ab", "a", 150, (115, 153)),  # who sees the quorum late still gives notice
+    ],
+)
+def test_t_r_by_who_has_rung(
+    heads: str, finishes: str, me: str, now: float, times: tuple[float, float]
+) -> None:
+    rung = dict(zip("abc", (bell(100), bell(105), bell(109)), strict=True))
+    seen = view({head: rung[head] for head in finishes}, heads)
+    assert seen.proposal(me, now) == Schedule(send_after=times[0], scheduled_at=times[1])
 
 
 def test_last_bell_brings_t_r_forward_but_never_back() -> None:
@@ -79,11 +78,6 @@ def test_last_bell_brings_t_r_forward_but_never_back() -> None:
     assert view(bells).proposal("c", 112) is None  # 115 would be later than 113
     bells["c"] = bell(102, times=(103, 105))
     assert view(bells).proposal("a", 103.5) is None
-
-
-def test_head_that_sees_the_quorum_late_still_gives_notice() -> None:
-    seen = view({"a": bell(100), "b": bell(105)})
-    assert seen.proposal("a", 150) == Schedule(send_after=115, scheduled_at=153)
 
 
 def test_only_a_head_that_has_rung_writes_t_r() -> None:
@@ -105,23 +99,12 @@ def test_equal_finishes_need_no_order() -> None:
 
 
 # ---- the smallest T_R --------------------------------------------------------------------------
-def test_all_use_the_smallest_t_r_they_find() -> None:
-    bells = {
-        "a": bell(100, times=(116, 119)),
-        "b": bell(101, times=(115, 118)),
-        "c": bell(102),
-    }
-    assert view(bells).schedule(110) == Schedule(send_after=115, scheduled_at=118)
-
-
-def test_of_equal_t_r_the_earlier_end_of_grace_counts() -> None:
-    bells = {"a": bell(100, times=(116, 118)), "b": bell(101, times=(115, 118))}
-    assert view(bells).schedule(110) == Schedule(send_after=115, scheduled_at=118)
-
-
-def test_t_r_in_the_past_stands_for_those_who_are_late() -> None:
-    bells = {"a": bell(100, times=(115, 118))}
-    assert view(bells).schedule(500) == Schedule(send_after=115, scheduled_at=118)
+def test_all_use_the_smallest_t_r_and_of_equal_ones_the_earlier_end_of_grace() -> None:
+    smallest = bell(101, times=(115, 118))
+    for other in (bell(100, times=(116, 119)), bell(100, times=(116, 118))):
+        seen = view({"a": other, "b": smallest, "c": bell(102)})
+        for now in (110, 500):  # also in the past: it stands for those who are late
+            assert seen.schedule(now) == Schedule(send_after=115, scheduled_at=118)
 
 
 @pytest.mark.parametrize(

@@ -142,15 +142,18 @@ class LiveGroup:
     async def until(self, condition: Callable[[], bool], deadline: float) -> bool:
         """Wait until a condition holds; False where it does not by the deadline (monotonic)."""
         while not condition():
-            remaining_s = deadline - time.monotonic()
-            if remaining_s <= 0:
+            if time.monotonic() >= deadline:
                 return False
-            # One event for each change, never cleared: of several that wait one would clear it
-            # before `wait_for` has begun to wait for another.
-            changed = self._changed
-            with suppress(asyncio.TimeoutError):
-                await asyncio.wait_for(changed.wait(), remaining_s)
+            await self.change(deadline)
         return True
+
+    async def change(self, deadline: float) -> None:
+        """Wait for the next `notify`, until the deadline (monotonic) at most."""
+        # One event for each change, never cleared: of several that wait one would clear it before
+        # `wait_for` has begun to wait for another.
+        changed = self._changed
+        with suppress(asyncio.TimeoutError):
+            await asyncio.wait_for(changed.wait(), deadline - time.monotonic())
 
 
 def _report(task: asyncio.Task[Any]) -> None:
@@ -400,7 +403,7 @@ class Attempt:
                 await self._ask_for_mean(part)
             if not wanted:
                 until = end if late else due
-                await self._group.until(self._news(), min(until, again_at) if elsewhere else until)
+                await self._group.change(min(until, again_at) if elsewhere else until)
         return True
 
     @property
@@ -425,16 +428,6 @@ class Attempt:
             for part in range(len(self._setup.shares))
             if part in lied or self._setup.sender(part) in gone
         }
-
-    def _news(self) -> Callable[[], bool]:
-        """Whether anything has happened since now that a collecting member looks at."""
-
-        def seen() -> tuple[int, int, int]:
-            state = self._shares.means, self._lost() | self._cut_off(), self.ballots.voters()
-            return len(state[0]), len(state[1]), len(state[2])
-
-        known = seen()
-        return lambda: seen() != known
 
     # ---- the vote --------------------------------------------------------------------------------
     async def settle(self) -> AttemptResult:

@@ -305,8 +305,9 @@ def _part(
         contributors = chosen_in(names, bytes.fromhex(bits))
     except ValueError as error:
         raise RecordRefused(f"a part's contributors are no members: {error}") from error
-    facts = {"phase": phase, "reducer": names[reducer], "start": start, "stop": stop}
-    return ReducedShare(contributors=contributors, **facts)
+    return ReducedShare(
+        phase=phase, reducer=names[reducer], start=start, stop=stop, contributors=contributors
+    )
 
 
 def _facts(facts: dict[str, Any]) -> RoundFacts:

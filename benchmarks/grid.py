@@ -80,16 +80,7 @@ def header_bytes(names: tuple[str, ...], shares: tuple[Share, ...]) -> int:
         ranks=(),
         members=tuple(Contribution(peer=name, tokens=10**6, **times) for name in names),
         chain_tokens=10**9,
-        parts=tuple(
-            ReducedShare(
-                phase=share.phase,
-                reducer=share.reducer,
-                start=share.start,
-                stop=share.stop,
-                contributors=names,
-            )
-            for share in shares
-        ),
+        parts=tuple(ReducedShare(**vars(share), contributors=names) for share in shares),
         window=(RoundFacts(ranks=(), needed=(), **times),) * 5,
         next_ranks=(),
         next_inner_steps=100,

@@ -78,7 +78,7 @@ from dilocox.peer.chain.record_check import RecordCheck
 from dilocox.peer.chain.store import RECORDS_NEEDED
 from dilocox.peer.chain.sync import AnchorDiffers, ChainClient, Reached, State
 from dilocox.peer.rounds.adaptation import outer_step
-from dilocox.peer.rounds.ballots import Ballots
+from dilocox.peer.rounds.ballots import Ballot, Ballots
 from dilocox.peer.rounds.exchange import Attempt
 from dilocox.peer.rounds.group import (
     AttemptResult,
@@ -90,7 +90,7 @@ from dilocox.peer.rounds.group import (
 from dilocox.peer.rounds.group_calls import GroupCalls
 from dilocox.peer.rounds.outer_step import anchor_sha256
 from dilocox.peer.rounds.record import RecordRefused, digest_of
-from dilocox.peer.rounds.vote import Ballot, Verdict
+from dilocox.peer.rounds.vote import Verdict
 from dilocox.pipeline.stage import chosen_device
 
 logger = logging.getLogger(__name__)
@@ -486,7 +486,7 @@ class StageAverager(PeerService, DecentralizedAverager):
             result = await attempt.run()
         if result.verdict is Verdict.COMMITTED:
             sent_bytes = self.sent.read()["averaging"] - before
-            self.limit.measured(sent_bytes, result.seconds, limit_s=setup.exchange_s)
+            self.limit.measured(sent_bytes, result.seconds, limit_s=setup.deadlines.exchange_s)
         return await self._log_if_committed(result)
 
     def _basis(self, order: ExchangeOrder) -> Tensor | None:

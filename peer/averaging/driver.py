@@ -34,7 +34,6 @@ from dilocox.peer.averaging.local_peer import LocalPeer
 from dilocox.peer.rounds.adaptation import RoundPlan, stage_codec
 from dilocox.peer.rounds.group import AttemptResult, ExchangeOrder, GroupRefused, Plan, tokens_cap
 from dilocox.peer.rounds.record import SendFacts
-from dilocox.peer.rounds.round_clock import attempt_at
 from dilocox.peer.rounds.vote import AloneWatch, Verdict
 
 logger = logging.getLogger(__name__)
@@ -267,9 +266,7 @@ class ExchangeDriver:
     def _retry(self, job: _Job, result: AttemptResult) -> None:
         deadlines = self._deadlines
         job.attempt, job.abort, job.undecided = 1, result.abort, False
-        job.scheduled_at = attempt_at(
-            job.scheduled_at, 1, exchange_s=deadlines.exchange_s, vote_s=deadlines.vote_s
-        )
+        job.scheduled_at += deadlines.exchange_s + deadlines.vote_s
         logger.info("round %d: the first attempt was void; trying once more", job.round)
 
     def _leave_open(self, job: _Job) -> None:

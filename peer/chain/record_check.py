@@ -10,7 +10,7 @@ from dilocox.compression.layout import FlatLayout
 from dilocox.compression.stage_codec import StageCodec
 from dilocox.dht.manifest import Manifest
 from dilocox.peer.rounds.adaptation import stage_codec
-from dilocox.peer.rounds.ballots import check_record_certificate
+from dilocox.peer.rounds.ballots import check_certificate
 from dilocox.peer.rounds.group import tokens_cap
 from dilocox.peer.rounds.record import (
     RecordRefused,
@@ -79,7 +79,7 @@ class RecordCheck:
             raise RecordRefused(f"its next round has {record.next_inner_steps} inner steps")
         if any(member.tokens > self.tokens_cap for member in record.members):
             raise RecordRefused(f"a member has more than {self.tokens_cap} tokens")
-        check_record_certificate(record, digest_of(data), certificate)
+        check_certificate(record, digest_of(data), certificate)
         try:
             record.decoded(self.codec)
         except PayloadRefused as error:

@@ -45,9 +45,9 @@ from dilocox.peer.chain.headers import HeaderClient, ToldHeader
 from dilocox.peer.chain.record_check import RecordCheck
 from dilocox.peer.chain.snapshot_files import sha256_of_file
 from dilocox.peer.chain.store import KeptState, RoundLog
+from dilocox.peer.rounds.ballots import MAX_CERTIFICATE_BYTES
 from dilocox.peer.rounds.outer_step import OuterStep, anchor_sha256
 from dilocox.peer.rounds.record import RecordRefused, RoundRecord, digest_of
-from dilocox.peer.rounds.vote import MAX_CERTIFICATE_BYTES
 
 PIECE_VALUES = 1 << 20
 HURRY_S = 3600.0  # a state that would take longer is looked for elsewhere

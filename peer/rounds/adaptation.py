@@ -29,8 +29,8 @@ whoever replays the log finds it again.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import fields, replace
 from statistics import median_low
 
 from dilocox.compression.layout import FlatLayout
@@ -54,8 +54,15 @@ def facts_of(*, ranks: Sequence[int], needed: Sequence[int], times: Sequence[Tim
         ranks, needed: as in `RoundFacts`.
         times: of every member, in any order.
     """
-    medians = {name: _median_known(each.times[name] for each in times) for name in Times().times}
-    return RoundFacts(ranks=tuple(ranks), needed=tuple(needed), **medians)
+    return RoundFacts(ranks=tuple(ranks), needed=tuple(needed), **medians(times).times)
+
+
+def medians(times: Sequence[Times]) -> Times:
+    """The lower median of each of the times that are known, one that somebody stated."""
+    known = {
+        name: [each.times[name] for each in times if each.times[name] > 0] for name in Times().times
+    }
+    return Times(**{name: median_low(values) for name, values in known.items() if values})
 
 
 def following_window(window: Sequence[RoundFacts], facts: RoundFacts) -> tuple[RoundFacts, ...]:
@@ -97,12 +104,10 @@ def next_inner_steps(current: int, window: Sequence[RoundFacts], *, low: int, hi
         window: facts of the last rounds; if they know no step, or nothing that costs time, H stays.
         low, high: the manifest's bounds.
     """
-    exchange_s = _median_known(facts.exchange_s for facts in window)
-    stall_s = _median_known(facts.stall_s for facts in window)
-    step_s = _median_known(facts.step_s for facts in window)
+    usual = medians(window)
     following = current
-    if step_s and (exchange_s or stall_s):
-        least = max(_EXCHANGES * exchange_s, _STALLS * stall_s) / step_s
+    if usual.step_s and (usual.exchange_s or usual.stall_s):
+        least = max(_EXCHANGES * usual.exchange_s, _STALLS * usual.stall_s) / usual.step_s
         steps = (1 + _H_BAND) * least
         if current < least or current > (1 + _H_BAND) * steps + 1:  # it is rounded up
             target = math.ceil(steps) if steps < 2 * current else 2 * current  # also if infinite
@@ -114,18 +119,14 @@ def _next_rank(rank: int, measured: Sequence[tuple[int, int]]) -> int:
     """`measured`: pairs of a rank and what was needed at it, the newest last."""
     if not measured or not rank:
         return rank
-    needs = [None if _is_full(*pair) else pair[1] for pair in measured]
-    full = needs[-1] is None
-    need = median_low(math.inf if need is None else need for need in needs)
+    # of almost the whole rank it is not known how many more are needed
+    needs = [math.inf if 10 * need >= _FULL_TENTHS * at else need for at, need in measured]
+    full, need = needs[-1] == math.inf, median_low(needs)
     if need == math.inf:
         return _at_most_half(rank, 2 * rank) if full else rank
     if full or 10 * need >= _LOW_TENTHS * rank:
         return rank
     return _at_most_half(rank, -(-10 * int(need) // _AIM_TENTHS))
-
-
-def _is_full(rank: int, needed: int) -> bool:
-    return 10 * needed >= _FULL_TENTHS * rank
 
 
 def _at_most_half(current: int, target: int) -> int:
@@ -134,23 +135,10 @@ def _at_most_half(current: int, target: int) -> int:
     return min(max(target, current - half), current + max(half, 1))
 
 
-def _median_known(values: Iterable[float]) -> float:
-    known = [value for value in values if value > 0]
-    return median_low(known) if known else 0.0
-
-
 def stage_codec(manifest: Manifest, layout: FlatLayout) -> StageCodec:
     """How the records of a stage of this layout are coded."""
-    spec = manifest.codec
-    compression = Compression(
-        scheme=spec.scheme,
-        bits=spec.bits,
-        max_factor=spec.max_factor,
-        rank=spec.rank,
-        min_rank=spec.min_rank,
-        max_rank=spec.max_rank,
-    )
-    return StageCodec(layout, compression)
+    facts = {each.name: getattr(manifest.codec, each.name) for each in fields(Compression)}
+    return StageCodec(layout, Compression(**facts))
 
 
 def outer_step(manifest: Manifest, rules: int) -> OuterStep:

@@ -1,28 +1,137 @@
-"""The votes of one attempt as a member holds them: its own, signed and on disk, and those it
-heard.
+"""Signed votes: one member's own and those it heard of an attempt, and what they prove to others.
+
+A vote is signed together with everything that identifies its attempt, members included, so it
+counts for that group alone. The winning votes are the record's *certificate*: it is kept beside the
+record (in no digest, since members may hold different votes of the same majority), and no record is
+taken from anyone without one. Whoever casts a vote puts it on disk before it leaves, so that a
+restarted peer cannot cast another.
+
+Everything that arrives is untrusted; what is refused raises VoteRefused.
 """
 
 from __future__ import annotations
 
+import hashlib
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, cast
 
 from dilocox.dht.identity import Identity, peer_id_of, verify
+from dilocox.dht.wire import Malformed, pack, unpack
 from dilocox.peer.rounds.record import RecordRefused, RoundRecord
 from dilocox.peer.rounds.vote import (
-    Ballot,
-    Certificate,
+    MAX_MEMBERS,
     Decision,
-    SignedVote,
-    StatedAbort,
     Verdict,
     Vote,
-    VoteRefused,
-    certificate,
-    check_certificate,
+    choices,
     decide,
     exclusion,
 )
+
+VOTE_DOMAIN = "dilocox vote 2"  # so that a signature over a vote can be taken for nothing else
+MAX_VOTE_BYTES = 1 << 16
+MAX_CERTIFICATE_BYTES = 1 << 20
+
+
+class VoteRefused(ValueError):
+    """A vote or a certificate that does not count."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SignedVote:
+    """A vote as it travels: with its voter's public key and signature."""
+
+    vote: Vote
+    public_key: bytes = field(repr=False)
+    signature: bytes = field(repr=False)
+
+    def to_bytes(self) -> bytes:
+        return pack(self.fields())
+
+    def fields(self) -> list[object]:
+        """This vote as plain values, in their order on the wire."""
+        vote = self.vote
+        return [vote.voter, vote.digest, list(vote.missed), self.public_key, self.signature]
+
+    def check_signature(self, attempt: Sequence[object], members_sha256: bytes) -> None:
+        """Raise VoteRefused unless its voter signed it for this attempt."""
+        voter = self.vote.voter
+        if peer_id_of(self.public_key) != voter:
+            raise VoteRefused(f"the vote of {voter} comes with another peer's key")
+        data = signed_bytes(attempt, members_sha256, self.vote)
+        if not verify(self.public_key, data, self.signature):
+            raise VoteRefused(f"{voter} did not sign this vote for this attempt")
+
+
+def signed_bytes(attempt: Sequence[object], members_sha256: bytes, vote: Vote) -> bytes:
+    """The canonical bytes that a voter signs. attempt: run, stage, round, attempt, group."""
+    choice = [vote.voter, vote.digest, list(vote.missed)]
+    return pack([VOTE_DOMAIN, *attempt, members_sha256, *choice])
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ballot:
+    """What is voted on: one attempt of one group. All its members build the same one."""
+
+    run: str
+    stage: int
+    round: int
+    attempt: int
+    group: bytes
+    """The id of the gathered group."""
+    members: tuple[str, ...]
+    """The gathered members, those who die later included; sorted, each once."""
+
+    def __post_init__(self) -> None:
+        if not self.members or list(self.members) != sorted(set(self.members)):
+            raise ValueError("the members of a ballot are a sorted list of different peers")
+        if len(self.members) > MAX_MEMBERS:
+            raise ValueError(f"{len(self.members)} members; a group has at most {MAX_MEMBERS}")
+
+    @property
+    def facts(self) -> list[object]:
+        """What identifies the attempt, in its order on the wire; its members follow."""
+        return [self.run, self.stage, self.round, self.attempt, self.group]
+
+    @cached_property
+    def members_sha256(self) -> bytes:
+        return hashlib.sha256(pack(list(self.members))).digest()
+
+    def sign(self, vote: Vote, identity: Identity) -> SignedVote:
+        """One's own vote, signed; VoteRefused if no member would accept it."""
+        self._check_choice(vote)
+        signature = identity.sign(signed_bytes(self.facts, self.members_sha256, vote))
+        return SignedVote(vote=vote, public_key=identity.public_key, signature=signature)
+
+    def accept(self, data: bytes) -> SignedVote:
+        """Read a vote that arrived.
+
+        Raises:
+            VoteRefused: malformed, no member's, of another attempt, or not signed by its voter.
+        """
+        signed = _signed_vote(_unpack(data, MAX_VOTE_BYTES))
+        self.check(signed)
+        return signed
+
+    def check(self, signed: SignedVote) -> None:
+        """Raise VoteRefused unless this is a well-formed vote of this attempt by its voter."""
+        self._check_choice(signed.vote)
+        signed.check_signature(self.facts, self.members_sha256)
+
+    def _check_choice(self, vote: Vote) -> None:
+        members = set(self.members)
+        if vote.voter not in members:
+            raise VoteRefused(f"{vote.voter} is no member of this group")
+        if vote.digest is not None and not _is_sha256(vote.digest):
+            raise VoteRefused(f"{vote.voter} votes for what is no sha256")
+        _check_sorted(vote)
+        if not set(vote.missed) <= members - {vote.voter}:
+            raise VoteRefused(f"{vote.voter} missed peers that are no other members")
+        if vote.digest is not None and vote.missed:
+            raise VoteRefused(f"{vote.voter} votes for a digest, yet missed peers")
 
 
 class Ballots:
@@ -33,15 +142,15 @@ class Ballots:
     ):
         """save_vote: puts a vote of a round and attempt on disk, before anybody hears of it."""
         self.ballot = ballot
+        self.decision = Decision(verdict=Verdict.UNDECIDED)  # by the votes at hand
         self._identity = identity
         self._save_vote = save_vote
         self._held: dict[bytes, SignedVote] = {}
-        self._decision = Decision(verdict=Verdict.UNDECIDED)
 
     def cast(self, digest: str | None, missed: tuple[str, ...]) -> bytes:
         """Sign the one final vote, put it on disk, and return its bytes."""
         vote = Vote(voter=self._identity.peer_id, digest=digest, missed=missed)
-        signed = self.ballot.sign(vote, self._identity.public_key, self._identity.sign)
+        signed = self.ballot.sign(vote, self._identity)
         data = signed.to_bytes()
         self._save_vote(self.ballot.round, self.ballot.attempt, data)
         self._hold(data, signed)
@@ -50,27 +159,22 @@ class Ballots:
     def receive(self, data: bytes) -> None:
         """Take a vote that arrived; VoteRefused if it does not count."""
         if data not in self._held:
-            self._hold(data, self.ballot.accept(data, verify, peer_id_of))
+            self._hold(data, self.ballot.accept(data))
 
-    @property
-    def decision(self) -> Decision:
-        """What the votes at hand decide."""
-        return self._decision
+    def _hold(self, data: bytes, signed: SignedVote) -> None:
+        self._held[data] = signed
+        self.decision = decide(self.ballot.members, (held.vote for held in self._held.values()))
 
     def voters(self) -> set[str]:
-        """The members whose vote is at hand."""
         return {signed.vote.voter for signed in self._held.values()}
 
     def voters_for(self, digest: str) -> set[str]:
-        """The members who voted for this record."""
         return {s.vote.voter for s in self._held.values() if s.vote.digest == digest}
 
     def all_bytes(self) -> list[bytes]:
-        """Every vote at hand, to pass on to a member that asks."""
         return list(self._held)
 
     def bytes_of(self, voters: Collection[str]) -> list[bytes]:
-        """The votes of these members, to pass on."""
         return [data for data, signed in self._held.items() if signed.vote.voter in voters]
 
     def missed_by_several(self) -> set[str]:
@@ -80,21 +184,19 @@ class Ballots:
 
     def certificate(self) -> bytes:
         """The winning votes; ValueError where nothing is committed."""
-        digest = self._decision.digest or ""
-        return certificate(self.ballot, self._held.values(), digest).to_bytes()
+        return certificate(self.ballot, self._held.values(), self.decision.digest or "")
 
     def abort(self) -> bytes:
-        """This member's own signed abort, for the members of a repeated attempt; empty if none."""
-        me = self._identity.peer_id
-        for signed in self._held.values():
-            if signed.vote.voter == me and signed.vote.digest is None:
-                return StatedAbort.of(self.ballot, signed).to_bytes()
-        return b""
+        """This member's own signed abort, for the members of a repeated attempt; empty if none.
 
-    def _hold(self, data: bytes, signed: SignedVote) -> None:
-        self._held[data] = signed
-        votes = [held.vote for held in self._held.values()]
-        self._decision = decide(self.ballot.members, votes)
+        Those need not know who was in the first one to see that it signed it.
+        """
+        ballot = self.ballot
+        for signed in self._held.values():
+            if signed.vote.voter == self._identity.peer_id and signed.vote.digest is None:
+                facts = [ballot.attempt, ballot.group, ballot.members_sha256, signed.fields()]
+                return pack(facts)
+        return b""
 
 
 def excluded_by(
@@ -109,28 +211,111 @@ def excluded_by(
     votes: dict[tuple[str, tuple[str, ...]], Vote] = {}
     for data in aborts:
         try:
-            stated = StatedAbort.from_bytes(data)
-            stated.check(run, stage, round_number, verify, peer_id_of)
+            vote = _read_abort(data, [run, stage, round_number])
         except VoteRefused:
             continue
-        vote = stated.signed.vote
         votes[vote.voter, vote.missed] = vote
     silent = set(members) - {voter for voter, _ in votes}
     return list(exclusion(votes.values(), silent))
 
 
-def check_record_certificate(record: RoundRecord, digest: str, data: bytes) -> None:
-    """Refuse (RecordRefused) a record that no majority of its group committed."""
+def _read_abort(data: bytes, of_round: list[object]) -> Vote:
+    fields = _typed(_unpack(data, MAX_VOTE_BYTES), (int, bytes, bytes, list), "an abort")
+    attempt, group, members_sha256, voted = fields
+    signed = _signed_vote(voted)
+    vote = signed.vote
+    if vote.digest is not None or vote.voter in vote.missed:
+        raise VoteRefused(f"{vote.voter} states what is no abort")
+    _check_sorted(vote)
+    signed.check_signature([*of_round, attempt, group], members_sha256)
+    return vote
+
+
+def certificate(ballot: Ballot, votes: Iterable[SignedVote], digest: str) -> bytes:
+    """The proof that a digest was committed; ValueError where these votes do not commit it.
+
+    The votes are those that `Ballot.accept` took, and one's own.
+    """
+    held = list(votes)
+    plain = [signed.vote for signed in held]
+    if decide(ballot.members, plain).digest != digest:
+        raise ValueError(f"the votes at hand do not commit {digest[:12]}")
+    chosen = choices(ballot.members, plain)
+    winning = {s.vote.voter: s for s in held if chosen.get(s.vote.voter) == digest}
+    proof = [winning[voter].fields() for voter in sorted(winning)]
+    return pack([[*ballot.facts, list(ballot.members)], proof])
+
+
+def check_certificate(record: RoundRecord, digest: str, data: bytes) -> None:
+    """Refuse (RecordRefused) a record that no majority of the group that made it committed."""
     try:
-        check_certificate(
-            Certificate.from_bytes(data),
-            run=record.run,
-            stage=record.stage,
-            round_number=record.round,
-            digest=digest,
-            contributors=[member.peer for member in record.members],
-            verify=verify,
-            peer_id_of=peer_id_of,
-        )
+        _check_certificate(record, digest, data)
     except VoteRefused as error:
         raise RecordRefused(f"round {record.round}: {error}") from error
+
+
+def _check_certificate(record: RoundRecord, digest: str, data: bytes) -> None:
+    outer = _typed(_unpack(data, MAX_CERTIFICATE_BYTES), (list, list), "a certificate")
+    run, stage, number, attempt, group, names = _typed(
+        outer[0], (str, int, int, int, bytes, list), "a ballot"
+    )
+    votes = [_signed_vote(fields) for fields in outer[1]]
+    members = _texts(names)
+    try:
+        ballot = Ballot(
+            run=run, stage=stage, round=number, attempt=attempt, group=group, members=members
+        )
+    except ValueError as error:
+        raise VoteRefused(str(error)) from error
+    if (run, stage, number) != (record.run, record.stage, record.round):
+        raise VoteRefused(f"votes on stage {stage}, round {number}")
+    if not {member.peer for member in record.members} <= set(members):
+        raise VoteRefused("the record names contributors who were not in the group")
+    voters = [signed.vote.voter for signed in votes]
+    if len(set(voters)) != len(voters):
+        raise VoteRefused("a member votes twice in a certificate")
+    if any(signed.vote.digest != digest for signed in votes):
+        raise VoteRefused("a certificate holds a vote for another record")
+    if 2 * len(voters) <= len(members):
+        raise VoteRefused(f"{len(voters)} votes of {len(members)} members")
+    for signed in votes:
+        ballot.check(signed)
+
+
+def _check_sorted(vote: Vote) -> None:
+    if list(vote.missed) != sorted(set(vote.missed)):
+        raise VoteRefused(f"the peers that {vote.voter} missed are not sorted")
+
+
+def _is_sha256(text: str) -> bool:
+    return len(text) == 64 and set(text) <= set("0123456789abcdef")
+
+
+def _signed_vote(fields: object) -> SignedVote:
+    voter, digest, missed, public_key, signature = _typed(
+        fields, (str, (str, type(None)), list, bytes, bytes), "a vote"
+    )
+    vote = Vote(voter=voter, digest=digest, missed=_texts(missed))
+    return SignedVote(vote=vote, public_key=public_key, signature=signature)
+
+
+def _texts(values: list[Any]) -> tuple[str, ...]:
+    return tuple(_typed(values, (str,) * len(values), "a list of peers"))
+
+
+def _typed(value: object, kinds: tuple[Any, ...], what: str) -> list[Any]:
+    """`value` as a list with items of these types; VoteRefused if it is anything else."""
+    items = cast("list[Any]", value) if isinstance(value, list) else None
+    if items is None or len(items) != len(kinds):
+        raise VoteRefused(f"not {what}")
+    for item, kind in zip(items, kinds, strict=True):
+        if not isinstance(item, kind) or isinstance(item, bool):
+            raise VoteRefused(f"not {what}: a field of type {type(item).__name__}")
+    return items
+
+
+def _unpack(data: bytes, max_bytes: int) -> object:
+    try:
+        return unpack(data, max_bytes)
+    except Malformed as error:
+        raise VoteRefused(str(error)) from error

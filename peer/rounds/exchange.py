@@ -17,7 +17,7 @@ A member hears of deaths from those that it watches, and from the votes of those
 that missed the same peer are believed, one alone may be cut off itself. Votes go to one's row, and
 what a row voted to those of the other rows that are opposite; who still lacks some asks its row.
 
-This file knows no network: it talks through `Transport`, and is told what arrives by `on_part`,
+This file knows no network: it talks through `GroupCalls`, and is told what arrives by `on_part`,
 `on_row`, `on_mean` and `on_votes`. It runs in one event loop; the codec runs in a one-thread pool
 beside it.
 
@@ -40,17 +40,17 @@ from typing import Any, TypeVar
 from torch import Tensor
 
 from dilocox.compression.group_codec import NotEncodable, PayloadRefused
+from dilocox.compression.stage_codec import StageEncoder
 from dilocox.peer.rounds.ballots import Ballots
 from dilocox.peer.rounds.group import (
     AttemptResult,
     AttemptSetup,
-    Encoder,
     Mean,
     ShareRefused,
-    Transport,
 )
+from dilocox.peer.rounds.group_calls import GroupCalls
 from dilocox.peer.rounds.record import digest_of
-from dilocox.peer.rounds.shares import Shares, encode
+from dilocox.peer.rounds.shares import Shares, assemble_record, encode
 from dilocox.peer.rounds.vote import Verdict
 
 logger = logging.getLogger(__name__)
@@ -63,7 +63,7 @@ T = TypeVar("T")
 class LiveGroup:
     """The members of one attempt as this one reaches them; lives in one event loop."""
 
-    def __init__(self, setup: AttemptSetup, transport: Transport, pool: Executor):
+    def __init__(self, setup: AttemptSetup, transport: GroupCalls, pool: Executor):
         self._setup = setup
         self._transport = transport
         self._pool = pool
@@ -71,8 +71,7 @@ class LiveGroup:
         self._tasks: set[asyncio.Task[Any]] = set()
         self._outliving: set[asyncio.Task[Any]] = set()  # held, or they would be collected
         self.members = tuple(member.peer for member in setup.members)
-        dial_out = {member.peer for member in setup.members if member.client_mode}
-        deaf = dial_out if setup.me in dial_out else set[str]()
+        deaf = setup.clients if setup.me in setup.clients else frozenset[str]()
         # whom this member can call: of two that only dial out neither can call the other
         self.others = tuple(peer for peer in self.members if peer not in {setup.me} | deaf)
         grid = setup.grid
@@ -80,7 +79,7 @@ class LiveGroup:
             tuple(peer for peer in peers if peer in set(self.others))
             for peers in (grid.row(setup.me), grid.column(setup.me), grid.opposite(setup.me))
         )
-        self.dial_out = tuple(peer for peer in self.row if peer in dial_out)
+        self.dial_out = tuple(peer for peer in self.row if peer in setup.clients)
         self.dead: set[str] = set()
         self._over = False
 
@@ -114,7 +113,7 @@ class LiveGroup:
             beats = aiter(self._transport.heartbeats(peer))
             # before Python 3.12 wait_for forgets a cancel that comes together with its result
             while not self._over:
-                await asyncio.wait_for(anext(beats), self._setup.silence_s)
+                await asyncio.wait_for(anext(beats), self._setup.deadlines.silence_s)
             return
         except (ConnectionError, asyncio.TimeoutError, StopAsyncIteration) as error:
             logger.debug("%s counts as dead: %r", peer, error)
@@ -143,15 +142,18 @@ class LiveGroup:
     async def until(self, condition: Callable[[], bool], deadline: float) -> bool:
         """Wait until a condition holds; False where it does not by the deadline (monotonic)."""
         while not condition():
-            remaining_s = deadline - time.monotonic()
-            if remaining_s <= 0:
+            if time.monotonic() >= deadline:
                 return False
-            # One event for each change, never cleared: of several that wait one would clear it
-            # before `wait_for` has begun to wait for another.
-            changed = self._changed
-            with suppress(asyncio.TimeoutError):
-                await asyncio.wait_for(changed.wait(), remaining_s)
+            await self.change(deadline)
         return True
+
+    async def change(self, deadline: float) -> None:
+        """Wait for the next `notify`, until the deadline (monotonic) at most."""
+        # One event for each change, never cleared: of several that wait one would clear it before
+        # `wait_for` has begun to wait for another.
+        changed = self._changed
+        with suppress(asyncio.TimeoutError):
+            await asyncio.wait_for(changed.wait(), deadline - time.monotonic())
 
 
 def _report(task: asyncio.Task[Any]) -> None:
@@ -176,8 +178,8 @@ class Attempt:
         self,
         setup: AttemptSetup,
         *,
-        encoder: Encoder,
-        transport: Transport,
+        encoder: StageEncoder,
+        transport: GroupCalls,
         ballots: Ballots,
         pool: Executor,
     ):
@@ -186,6 +188,10 @@ class Attempt:
         self._transport = transport
         self.ballots = ballots
         self._started = time.monotonic()
+        self._limits = setup.deadlines
+        self._end = self._started + setup.deadlines.exchange_s
+        # when each phase should begin, and the last one end
+        self._borders = [self._started + each for each in (0.0, *setup.phase_ends_s())]
         self._group = LiveGroup(setup, transport, pool)
         self._shares = Shares(setup, self._group.compute)
         self.running = False
@@ -197,7 +203,6 @@ class Attempt:
     # ---- what others tell us ---------------------------------------------------------------------
     @property
     def members(self) -> tuple[str, ...]:
-        """The members of the group, sorted."""
         return self._group.members
 
     def has_part(self, part: int, kind: str) -> bool:
@@ -262,24 +267,20 @@ class Attempt:
             except ValueError as error:
                 refused = error
         self._group.notify()
-        self._pass_on(self.ballots.voters() - known)
+        # those of our row that only dial out do not hear each other
+        dial_out = set(self._group.dial_out)
+        for voter in (self.ballots.voters() - known) & dial_out:
+            self._tell(dial_out - {voter}, {voter})
         if refused is not None:
             raise refused
 
-    def _pass_on(self, voters: set[str]) -> None:
-        """Those of our row that only dial out do not hear each other."""
-        for voter in voters & set(self._group.dial_out):
-            self._tell(set(self._group.dial_out) - {voter}, {voter})
-
     def _tell(self, peers: Collection[str], voters: Collection[str]) -> None:
-        """Send the votes of some to others."""
         votes = self.ballots.bytes_of(voters)
         for peer in peers:
-            call = self._group.call(self._setup.vote_s, self._transport.send_votes, peer, votes)
+            call = self._group.call(self._limits.vote_s, self._transport.send_votes, peer, votes)
             self._group.spawn(call, outlives=True)
 
     def mean(self, part: int) -> Mean | None:
-        """The averaged part, if it is here."""
         return self._shares.means.get(part)
 
     async def checked_mean(self, part: int) -> Mean | None:
@@ -287,8 +288,7 @@ class Attempt:
 
         One that is being checked is waited for: who asks may have nobody else.
         """
-        end = self._started + self._setup.exchange_s
-        await self._group.until(lambda: not self._shares.coming(part), end)
+        await self._group.until(lambda: not self._shares.coming(part), self._end)
         return self.mean(part)
 
     # ---- the exchange ----------------------------------------------------------------------------
@@ -297,7 +297,7 @@ class Attempt:
         self.running = True
         try:
             self._group.watch_neighbours()
-            for column in self._shares.own_columns:
+            for column in self._shares.columns:
                 self._group.spawn(self._reduce(column))
             if self._group.opposite:
                 self._group.spawn(self._tell_other_rows())
@@ -318,7 +318,7 @@ class Attempt:
                 return None
             if phase < last:
                 earlier.append(await self._group.compute(self._shares.vector, phase))
-        return await self._shares.record()
+        return await self._group.compute(assemble_record, self._setup, dict(self._shares.means))
 
     async def _send_parts(self, phase: int, earlier: tuple[Tensor, ...]) -> None:
         setup = self._setup
@@ -342,13 +342,11 @@ class Attempt:
     async def _reduce(self, column: int) -> None:
         """Average a column over our row, and our share of it over all rows."""
         setup, shares = self._setup, self._shares
-        starts_s, ends_s = self._phase_s(setup.phase_of(column))
-        several = len(setup.grid.rows) > 1
-        share_of_time = PARTS_SHARE_OF_ROWS if several else PARTS_SHARE
-        starts, span_s = self._started + starts_s, ends_s - starts_s
-        await self._group.until(
-            lambda: shares.awaited(column) <= self._gone, starts + span_s * share_of_time
-        )
+        phase = setup.phase_of(column)
+        starts, ends = self._borders[phase], self._borders[phase + 1]
+        share_of_time = PARTS_SHARE_OF_ROWS if len(setup.grid.rows) > 1 else PARTS_SHARE
+        due = starts + (ends - starts) * share_of_time
+        await self._group.until(lambda: shares.awaited(column) <= self._gone, due)
         row = await shares.reduce(column)
         self._group.notify()
         for part in setup.shares_of(column):
@@ -356,17 +354,16 @@ class Attempt:
             if share.numel and share.reducer != setup.me:
                 mean = await shares.row_mean(part, row)
                 self._push(self._transport.push_row, share.reducer, mean)
+        due = starts + (ends - starts) * ROWS_SHARE
         for part in setup.shares_of(column):
             if setup.shares[part].reducer == setup.me and setup.shares[part].numel:
-                await self._combine(part, starts + span_s * ROWS_SHARE)
-
-    async def _combine(self, part: int, due: float) -> None:
-        """Average a share over the rows whose mean arrives by then, and push it."""
-        await self._group.until(lambda: self._shares.awaited_rows(part) <= self._gone, due)
-        mean = await self._shares.combine(part)
-        self._group.notify()
-        if mean is not None:
-            self._hand_on(mean)
+                await self._group.until(
+                    lambda part=part: shares.awaited_rows(part) <= self._gone, due
+                )
+                mean = await shares.combine(part)
+                self._group.notify()
+                if mean is not None:
+                    self._hand_on(mean)
 
     def _hand_on(self, mean: Mean) -> None:
         """Push a mean to those that get it from us: our column, if we made it, and our row."""
@@ -383,8 +380,7 @@ class Attempt:
 
         Where others have committed already, their means are still under way.
         """
-        due = self._started + self._phase_s(phase)[1]
-        end = self._started + self._setup.exchange_s
+        due, end = self._borders[phase + 1], self._end
         asked, again_at = Counter[int](), 0.0
         while missing := self._shares.missing(phase):
             lost = missing & self._lost()
@@ -400,14 +396,14 @@ class Attempt:
             # not at once again: what its reducer gave others may still be on its way to them
             elsewhere = lost | (missing & self._cut_off())
             if now >= again_at and elsewhere:
-                again_at = now + self._setup.silence_s / 2
+                again_at = now + self._limits.silence_s / 2
                 wanted |= elsewhere
             for part in sorted(wanted):
                 asked[part] += part in lost or part in late
                 await self._ask_for_mean(part)
             if not wanted:
                 until = end if late else due
-                await self._group.until(self._news(), min(until, again_at) if elsewhere else until)
+                await self._group.change(min(until, again_at) if elsewhere else until)
         return True
 
     @property
@@ -433,41 +429,26 @@ class Attempt:
             if part in lied or self._setup.sender(part) in gone
         }
 
-    def _news(self) -> Callable[[], bool]:
-        """Whether anything has happened since now that a collecting member looks at."""
-
-        def seen() -> tuple[int, int, int]:
-            state = self._shares.means, self._lost() | self._cut_off(), self.ballots.voters()
-            return len(state[0]), len(state[1]), len(state[2])
-
-        known = seen()
-        return lambda: seen() != known
-
     # ---- the vote --------------------------------------------------------------------------------
     async def settle(self) -> AttemptResult:
         """After an undecided end: ask the members how they, and those they heard, voted."""
-        limit_s = self._setup.silence_s
         asked = random.sample(self._nearest, min(len(self._nearest), ASKED_AT_ONCE))
-        await asyncio.gather(*(self._ask_for_votes(peer, limit_s) for peer in asked))
-        return await self._result(time.monotonic() + limit_s)
+        await asyncio.gather(*(self._ask_for_votes(peer) for peer in asked))
+        return await self._result(time.monotonic() + self._limits.silence_s)
 
     async def _decide(self, record: bytes | None) -> AttemptResult:
-        """Cast the one final vote and hear the others'."""
-        setup = self._setup
         self.record = record
         self.digest = None if record is None else digest_of(record)
         vote = self.ballots.cast(self.digest, () if record else tuple(sorted(self._missed())))
         self._group.notify()
+        group, send = self._group, self._transport.send_votes
         sending = [
-            self._group.spawn(
-                self._group.call(setup.vote_s, self._transport.send_votes, peer, [vote])
-            )
-            for peer in self._group.row
+            group.spawn(group.call(self._limits.vote_s, send, peer, [vote])) for peer in group.row
         ]
         # whoever gives up early hears the others when they, too, have given up or are done
-        deadline = self._started + setup.exchange_s + setup.vote_s
-        asking = self._group.spawn(self._ask_our_row(deadline))
-        await self._group.until(self._all_heard, deadline)
+        deadline = self._end + self._limits.vote_s
+        asking = group.spawn(self._ask_our_row(deadline))
+        await group.until(self._all_heard, deadline)
         asking.cancel()
         result = await self._result(deadline)
         self._tell_now()
@@ -481,18 +462,15 @@ class Attempt:
         return decided or set(self._group.members) <= self.ballots.voters() | self._group.dead
 
     async def _ask_our_row(self, deadline: float) -> None:
-        """Ask one after the other for the votes that did not come to us."""
-        peers = [peer for peer in self._nearest if peer not in self._gone]
-        for peer in peers:
-            await self._group.until(
-                lambda: False, min(deadline, time.monotonic() + self._setup.silence_s / 4)
-            )
-            await self._ask_for_votes(peer, self._setup.silence_s)
+        pause_s = self._limits.silence_s / 4
+        for peer in [peer for peer in self._nearest if peer not in self._gone]:
+            await asyncio.sleep(min(pause_s, max(0.0, deadline - time.monotonic())))
+            await self._ask_for_votes(peer)
 
-    async def _ask_for_votes(self, peer: str, limit_s: float) -> None:
-        ballot = self.ballots.ballot
+    async def _ask_for_votes(self, peer: str) -> None:
+        ballot, ask = self.ballots.ballot, self._transport.ask_votes
         question = peer, ballot.round, ballot.attempt
-        votes = await self._group.call(limit_s, self._transport.ask_votes, *question)
+        votes = await self._group.call(self._limits.silence_s, ask, *question)
         for vote in votes or ():
             with suppress(ValueError):
                 self.ballots.receive(vote)
@@ -501,7 +479,7 @@ class Attempt:
     async def _tell_other_rows(self) -> None:
         """Pass our row's votes on, together as far as they come together."""
         row, heard = set(self._setup.grid.row(self._setup.me)), self.ballots.voters
-        end = self._started + self._setup.exchange_s + 2 * self._setup.vote_s
+        end = self._end + 2 * self._limits.vote_s
         while await self._group.until(lambda: bool(self._untold), end):
             await self._group.until(
                 lambda: row <= heard() | self._gone, time.monotonic() + TALLY_PAUSE_S
@@ -548,18 +526,36 @@ class Attempt:
         self._group.spawn(call, outlives=outlives)
 
     async def _ask_for_mean(self, part: int) -> None:
-        setup, group = self._setup, self._group
+        """Ask the members for a mean, the next one beside those that are slow to give it.
+
+        The pauses double: who gives bytes by drops delays nobody for long, and what comes through a
+        thin link is not downloaded many times at once.
+        """
+        setup, group, means = self._setup, self._group, self._shares.means
         column = setup.column_of(part)
         reducers = [setup.reducer_in(column, row) for row in range(len(setup.grid.rows))]
+        asks: list[asyncio.Task[None]] = []
+        pause_s = self._limits.silence_s / 2
         for peer in dict.fromkeys([setup.shares[part].reducer, *reducers, *group.row]):
-            if peer not in group.others or peer in self._gone or part in self._shares.means:
+            if peer not in group.others or peer in self._gone:
                 continue
-            # a large share takes its time through a thin link; who gives nothing is not waited for
-            wanted = peer, part, setup.silence_s
-            mean = await group.call(self._remaining_s(), self._transport.fetch_mean, *wanted)
-            if mean is not None and mean.part == part:
-                with suppress(PayloadRefused, ShareRefused):
-                    await self._take_mean(mean)
+            asks.append(ask := group.spawn(self._fetch_mean(peer, part)))
+            await group.until(lambda a=ask: part in means or a.done(), time.monotonic() + pause_s)
+            if part in means:
+                break
+            pause_s *= 1 if ask.done() else 2
+        await group.until(lambda: part in means or all(ask.done() for ask in asks), self._end)
+        for ask in asks:
+            ask.cancel()
+
+    async def _fetch_mean(self, peer: str, part: int) -> None:
+        # a large share takes its time through a thin link; who gives nothing is not waited for
+        wanted = peer, part, self._limits.silence_s
+        mean = await self._group.call(self._remaining_s(), self._transport.fetch_mean, *wanted)
+        if mean is not None and mean.part == part:
+            with suppress(PayloadRefused, ShareRefused):
+                await self._take_mean(mean)
+        self._group.notify()
 
     async def _fetch_record(self, digest: str, deadline: float) -> bytes | None:
         voters = self.ballots.voters_for(digest)
@@ -579,10 +575,5 @@ class Attempt:
         silent = self._shares.silent() if self._waited_out else set[str]()
         return (silent | self._group.dead | self._shares.refused()) - {self._setup.me}
 
-    def _phase_s(self, phase: int) -> tuple[float, float]:
-        """The seconds from the attempt's start at which a phase should begin and end."""
-        borders = (0.0, *self._setup.phase_ends_s())
-        return borders[phase], borders[phase + 1]
-
     def _remaining_s(self) -> float:
-        return max(0.1, self._started + self._setup.exchange_s - time.monotonic())
+        return max(0.1, self._end - time.monotonic())

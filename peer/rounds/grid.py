@@ -77,7 +77,6 @@ class Grid:
 
     @cached_property
     def row_of(self) -> Mapping[str, int]:
-        """The number of each member's row."""
         return {peer: number for number, row in enumerate(self.rows) for peer in row}
 
     def row(self, peer: str) -> tuple[str, ...]:

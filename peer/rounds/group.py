@@ -6,23 +6,22 @@ record) keys the group in the DHT, so that peers that disagree never meet, and i
 in the gathered tickets before a byte flows. Weights and modes come from the tickets alone: they are
 the same for every member.
 
-`AttemptSetup` is the group as an attempt knows it: who its members are and what they agreed on;
-`Transport` is how they are reached. The attempt itself is exchange.py.
+`AttemptSetup` is the group as an attempt knows it: who its members are and what they agreed on.
+How they are reached is group_calls.py; the attempt itself is exchange.py.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import AsyncIterator, Collection, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Collection, Mapping
+from dataclasses import asdict, dataclass, field
 from itertools import accumulate
-from typing import Protocol, cast
-
-from torch import Tensor
+from typing import cast
 
 from dilocox.compression.stage_codec import Phase, StageCodec
 from dilocox.dht.manifest import Manifest
+from dilocox.dht.manifest_specs import DeadlineSpec
 from dilocox.peer.rounds.adaptation import RoundPlan
 from dilocox.peer.rounds.ballots import excluded_by
 from dilocox.peer.rounds.grid import Grid, Share
@@ -56,67 +55,6 @@ class Mean:
     payload: bytes = field(repr=False)
 
 
-class Transport(Protocol):
-    """How a member reaches the others; every method may raise ConnectionError."""
-
-    async def push_part(self, peer: str, column: int, payload: bytes) -> None:
-        """Send this member's encoded part to the reducer of a column in its row."""
-        ...
-
-    async def push_row(self, peer: str, mean: Mean) -> None:
-        """Send this member's row's mean of a share to the one that averages it over the rows."""
-        ...
-
-    async def push_mean(self, peer: str, mean: Mean) -> None:
-        """Send an averaged part to a member."""
-        ...
-
-    async def fetch_mean(self, peer: str, part: int, stall_s: float) -> Mean | None:
-        """Ask a member for an averaged part; None if it has none. It fails where nothing comes for
-        `stall_s`.
-        """
-        ...
-
-    async def fetch_record(self, peer: str, digest: str) -> bytes | None:
-        """Ask a member for the committed record of this round."""
-        ...
-
-    async def send_votes(self, peer: str, votes: Sequence[bytes]) -> None:
-        """Send signed votes, one's own or those of others."""
-        ...
-
-    async def ask_votes(self, peer: str, round_number: int, attempt: int) -> list[bytes]:
-        """Ask a member for the votes of this attempt that it holds."""
-        ...
-
-    def heartbeats(self, peer: str) -> AsyncIterator[None]:
-        """A stream that yields while the member is alive."""
-        ...
-
-
-class Encoder(Protocol):
-    """This member's message, as the vector of each phase; called in the pool."""
-
-    def vector(self, phase: int, earlier: Sequence[Tensor]) -> Tensor:
-        """The phase's vector, fp32 [n]; `earlier`: the decoded means of the phases before it."""
-        ...
-
-
-class Planner(Protocol):
-    """The rule that all members end a record by; pure, called in the pool."""
-
-    def finished(self, record: RoundRecord) -> RoundRecord:
-        """The record with its window, next ranks and next inner steps; all else is filled."""
-        ...
-
-
-@dataclass(frozen=True, kw_only=True)
-class Member(Contribution):
-    """What a member said of itself when the group formed. client_mode: it can only dial out."""
-
-    client_mode: bool
-
-
 @dataclass(frozen=True, kw_only=True)
 class AttemptSetup:
     """What all members of a group agree on, and who of them this one is.
@@ -126,28 +64,24 @@ class AttemptSetup:
     """
 
     me: str
-    members: tuple[Member, ...]  # sorted by peer
+    members: tuple[Contribution, ...]  # sorted by peer
+    clients: frozenset[str]  # those of them that can only dial out
     grid: Grid
     template: RoundRecord  # the record to be made, without members, parts and means
     shares: tuple[Share, ...]  # as `Grid.shares` orders them
     phases: tuple[Phase, ...]
-    plan: Planner
-    exchange_s: float  # for all phases together
-    vote_s: float
-    silence_s: float
+    plan: RoundPlan
+    deadlines: DeadlineSpec  # exchange_s is for all phases together
 
     @property
     def columns(self) -> range:
-        """The numbers of all columns."""
         return range(len(self.shares) // len(self.grid.rows))
 
     def shares_of(self, column: int) -> range:
-        """The indices of a column's shares."""
         rows = len(self.grid.rows)
         return range(column * rows, (column + 1) * rows)
 
     def column_of(self, share: int) -> int:
-        """The column of a share."""
         return share // len(self.grid.rows)
 
     def span(self, column: int) -> slice:
@@ -156,7 +90,6 @@ class AttemptSetup:
         return slice(self.shares[shares[0]].start, self.shares[shares[-1]].stop)
 
     def phase_of(self, column: int) -> int:
-        """The phase of a column."""
         return self.shares[self.shares_of(column)[0]].phase
 
     def reducer_in(self, column: int, row: int) -> str:
@@ -193,8 +126,8 @@ class AttemptSetup:
             sizes[share.phase] += self.max_bytes(index, "mean")
         rest = 1 - PHASE_SHARE * len(sizes)
         spans = [PHASE_SHARE + rest * size / max(1, sum(sizes)) for size in sizes]
-        inner = accumulate(self.exchange_s * span for span in spans[:-1])
-        return (*inner, self.exchange_s)
+        inner = accumulate(self.deadlines.exchange_s * span for span in spans[:-1])
+        return (*inner, self.deadlines.exchange_s)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -233,7 +166,6 @@ class Plan:
 
     @property
     def key(self) -> str:
-        """The sha256 of the plan, in hex."""
         text = json.dumps(asdict(self), sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(text.encode()).hexdigest()
 
@@ -354,7 +286,6 @@ class ExchangeOrder(SendFacts):
         return max(2, self.expected, len(set(self.last_contributors) & set(self.counted)))
 
     def ticket(self, *, client_mode: bool = False) -> Ticket:
-        """This peer's ticket."""
         return Ticket(
             plan=self.plan.key,
             tokens=min(self.tokens, self.tokens_cap),
@@ -405,33 +336,19 @@ def attempt_setup(
             "with --stage of another stage"
         )
     members = tuple(
-        Member(peer=peer, tokens=each.tokens, client_mode=each.client_mode, **each.times)
+        Contribution(peer=peer, tokens=each.tokens, **each.times)
         for peer, each in sorted(tickets.items())
     )
+    clients = {peer for peer, each in tickets.items() if each.client_mode}
     if len(members) == 1:  # alone, a peer that can only dial out averages its own part
-        members = (replace(members[0], client_mode=False),)
-    reducers = [member.peer for member in members if not member.client_mode]
+        clients = set[str]()
+    reducers = tickets.keys() - clients
     if not reducers:
         raise GroupRefused("no member can be reached from outside, so nobody can reduce")
-    phases = codec.phases(plan.ranks)
-    grid = Grid.of(group, sorted(tickets), reducers, manifest.rounds.group_size)
-    return AttemptSetup(
-        me=me,
-        members=members,
-        grid=grid,
-        template=_template(order, manifest),
-        shares=grid.shares(phases),
-        phases=phases,
-        plan=RoundPlan(manifest, codec),
-        exchange_s=manifest.deadlines.exchange_s,
-        vote_s=manifest.deadlines.vote_s,
-        silence_s=manifest.deadlines.silence_s,
-    )
-
-
-def _template(order: ExchangeOrder, manifest: Manifest) -> RoundRecord:
-    plan, last = order.plan, order.last
-    return RoundRecord(
+    phases, last = codec.phases(plan.ranks), order.last
+    grid = Grid.of(group, tickets.keys(), reducers, manifest.rounds.group_size)
+    steps = manifest.rounds.inner_steps if last is None else last.next_inner_steps
+    template = RoundRecord(
         run=plan.run,
         stage=plan.stage,
         round=plan.round,
@@ -440,13 +357,20 @@ def _template(order: ExchangeOrder, manifest: Manifest) -> RoundRecord:
         rules=plan.rules,
         layout=plan.layout,
         ranks=plan.ranks,
-        members=(),
         chain_tokens=0 if last is None else last.chain_tokens,
-        parts=(),
         window=() if last is None else last.window,
-        next_ranks=(),
-        next_inner_steps=(manifest.rounds.inner_steps if last is None else last.next_inner_steps),
-        means=(),
+        next_inner_steps=steps,
+    )
+    return AttemptSetup(
+        me=me,
+        members=members,
+        clients=frozenset(clients),
+        grid=grid,
+        template=template,
+        shares=grid.shares(phases),
+        phases=phases,
+        plan=RoundPlan(manifest, codec),
+        deadlines=manifest.deadlines,
     )
 
 

@@ -1,4 +1,4 @@
-"""The calls of an exchange to the other members of its group."""
+"""The calls of an exchange to the other members of its group; each may raise ConnectionError."""
 
 # hivemind and its generated protocol classes carry no types.
 # pyright: reportMissingTypeStubs=false, reportUnknownMemberType=false
@@ -18,10 +18,9 @@ from dilocox.peer.rounds.record import bitmap_of, chosen_in
 
 
 class GroupCalls:
-    """One member's calls within one averaging group: see exchange.Transport."""
+    """One member's calls within one averaging group."""
 
     def __init__(self, client: Client, group: bytes, members: tuple[str, ...]):
-        """members: peer ids, sorted."""
         self._client = client
         self._group = group
         self._members = members
@@ -35,11 +34,12 @@ class GroupCalls:
         await self._push(peer, {"kind": "row"} | self._about(mean), mean.payload)
 
     async def push_mean(self, peer: str, mean: Mean) -> None:
-        """Send an averaged share to a member."""
         await self._push(peer, {"kind": "mean"} | self._about(mean), mean.payload)
 
     async def fetch_mean(self, peer: str, part: int, stall_s: float) -> Mean | None:
-        """Ask a member for an averaged share; None if it has none."""
+        """Ask a member for an averaged share; None if it has none. TimeoutError where nothing comes
+        for `stall_s`.
+        """
         want = {"what": "mean", "group": self._group, "part": part}
         limit_bytes = self._client.record_bytes
         blob = await self._client.fetch(peer, want, limit_bytes=limit_bytes, stall_s=stall_s)
@@ -49,11 +49,9 @@ class GroupCalls:
         return Mean(part=part, contributors=names, payload=blob.data)
 
     async def fetch_record(self, peer: str, digest: str) -> bytes | None:
-        """Ask a member for the round's record."""
         return await self._client.fetch_record(peer, digest)
 
     async def send_votes(self, peer: str, votes: Sequence[bytes]) -> None:
-        """Send signed votes, one's own or those of others."""
         tensors = [runtime_pb2.Tensor(buffer=vote) for vote in votes]
         metadata = packed({"group": self._group})
         request = runtime_pb2.ExpertRequest(metadata=metadata, tensors=tensors)
@@ -68,7 +66,6 @@ class GroupCalls:
         return [vote for vote in held if isinstance(vote, bytes)]
 
     async def heartbeats(self, peer: str) -> AsyncIterator[None]:
-        """A stream that yields while the member is alive."""
         async for _ in self._client.stream(peer, "rpc_watch", pack({"group": self._group})):
             yield
 

@@ -87,30 +87,19 @@ def anchor_sha256(anchor: Tensor) -> str:
     return hashlib.sha256(anchor.detach().view(torch.uint8).numpy().data).hexdigest()
 
 
-def _check(
-    anchor: Tensor,
-    momentum_buffer: Tensor,
-    average: Tensor,
-    out_anchor: Tensor,
-    out_momentum: Tensor,
-) -> None:
-    for tensor in (anchor, momentum_buffer, average, out_anchor, out_momentum):
+def _check(*tensors: Tensor) -> None:
+    anchor, momentum_buffer, average, out_anchor, out_momentum = tensors
+    for tensor in tensors:
         same = tensor.shape == anchor.shape and tensor.dtype == anchor.dtype
         if tensor.dim() != 1 or tensor.device.type != "cpu" or not same:
             raise ValueError(
                 "the outer step takes flat CPU vectors of one length and dtype: "
                 f"{_describe(tensor)} beside {_describe(anchor)}"
             )
-    if anchor.numel() == 0:
-        return
-    start = {
-        "average": average.data_ptr(),
-        "anchor": anchor.data_ptr(),
-        "momentum": momentum_buffer.data_ptr(),
-    }
-    if out_anchor.data_ptr() in (start["average"], start["momentum"], out_momentum.data_ptr()):
+    start = [tensor.data_ptr() for tensor in (average, anchor, momentum_buffer, out_momentum)]
+    if anchor.numel() and out_anchor.data_ptr() in (start[0], start[2], start[3]):
         raise ValueError("out_anchor may share memory with the anchor alone")
-    if out_momentum.data_ptr() in (start["average"], start["anchor"]):
+    if anchor.numel() and out_momentum.data_ptr() in start[:2]:
         raise ValueError("out_momentum may share memory with the momentum buffer alone")
 
 

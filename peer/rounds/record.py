@@ -31,6 +31,7 @@ from torch import Tensor
 
 from dilocox.compression.group_codec import GROUP_SIZE, GroupCodec
 from dilocox.compression.stage_codec import StageCodec, StageMeans
+from dilocox.peer.rounds.grid import Share
 from dilocox.peer.rounds.vote import MAX_MEMBERS
 
 WINDOW: Final = 5
@@ -51,7 +52,6 @@ class Times:
 
     @property
     def times(self) -> dict[str, float]:
-        """The three by name."""
         return {"exchange_s": self.exchange_s, "step_s": self.step_s, "stall_s": self.stall_s}
 
 
@@ -119,13 +119,9 @@ class Contribution(SendFacts):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ReducedShare:
-    """A slice [start, stop) of a phase's vector, who averaged it, whose values are in it."""
+class ReducedShare(Share):
+    """A share with the members whose values are in its mean."""
 
-    phase: int
-    reducer: str
-    start: int
-    stop: int
     contributors: tuple[str, ...]
 
 
@@ -147,17 +143,16 @@ class RoundRecord:
     anchor_before: str
     rules: int = 0
     layout: str
-    ranks: tuple[int, ...]
-    members: tuple[Contribution, ...]
+    ranks: tuple[int, ...] = ()
+    members: tuple[Contribution, ...] = ()
     chain_tokens: int
-    parts: tuple[ReducedShare, ...]
-    window: tuple[RoundFacts, ...]
-    next_ranks: tuple[int, ...]
+    parts: tuple[ReducedShare, ...] = ()
+    window: tuple[RoundFacts, ...] = ()
+    next_ranks: tuple[int, ...] = ()
     next_inner_steps: int
-    means: tuple[bytes, ...] = field(repr=False)
+    means: tuple[bytes, ...] = field(default=(), repr=False)
 
     def to_bytes(self) -> bytes:
-        """The canonical bytes of this record."""
         tensors = {
             _tensor_name(index): torch.frombuffer(bytearray(mean), dtype=torch.uint8)
             for index, mean in enumerate(self.means)
@@ -174,15 +169,10 @@ class RoundRecord:
         header = {name: getattr(self, name) for name in _HEADER_FIELDS}
         header["members"] = [asdict(member) for member in self.members]
         header["window"] = [asdict(facts) for facts in self.window]
+        contributors = [bitmap_of(names, each.contributors).hex() for each in self.parts]
         header["parts"] = [
-            [
-                part.phase,
-                places[part.reducer],
-                part.start,
-                part.stop,
-                bitmap_of(names, part.contributors).hex(),
-            ]
-            for part in self.parts
+            [each.phase, places[each.reducer], each.start, each.stop, bits]
+            for each, bits in zip(self.parts, contributors, strict=True)
         ]
         return header
 
@@ -198,9 +188,7 @@ class RoundRecord:
     @property
     def contributions(self) -> tuple[Contribution, ...]:
         """The members whose values are in the average, at least in part."""
-        counted = {
-            peer for part in self.last_parts if part.stop > part.start for peer in part.contributors
-        }
+        counted = {peer for part in self.last_parts if part.numel for peer in part.contributors}
         return tuple(member for member in self.members if member.peer in counted)
 
     def member(self, peer: str) -> Contribution | None:
@@ -217,7 +205,7 @@ class RoundRecord:
         return [
             slice(part.start, part.stop)
             for part in self.last_parts
-            if part.stop > part.start and peer in part.contributors
+            if part.numel and peer in part.contributors
         ]
 
     def left_out(self, peer: str, codec: StageCodec) -> list[slice]:
@@ -234,7 +222,7 @@ class RoundRecord:
         phases = codec.phases(self.ranks)
         vectors = [torch.empty(phase.numel, dtype=torch.float32) for phase in phases]
         for part, mean in zip(self.parts, self.means, strict=True):
-            if part.stop > part.start:
+            if part.numel:
                 payload = torch.frombuffer(bytearray(mean), dtype=torch.uint8)
                 out = vectors[part.phase][part.start : part.stop]
                 phases[part.phase].codec.decode(payload, out.numel(), out=out)
@@ -269,7 +257,7 @@ def parse_record(data: bytes, codec: StageCodec) -> RoundRecord:
         header = parse_header(data)
         tensors = load(data)
         means = tuple(
-            tensors[_tensor_name(index)].numpy().tobytes() if part.stop > part.start else b""
+            tensors[_tensor_name(index)].numpy().tobytes() if part.numel else b""
             for index, part in enumerate(header.parts)
         )
         record = replace(header, means=means)
@@ -304,7 +292,6 @@ def parse_header(data: bytes) -> RoundRecord:
         window=window,
         ranks=ranks,
         next_ranks=next_ranks,
-        means=(),
         **header,
     )
 
@@ -319,11 +306,7 @@ def _part(
     except ValueError as error:
         raise RecordRefused(f"a part's contributors are no members: {error}") from error
     return ReducedShare(
-        phase=phase,
-        reducer=names[reducer],
-        start=start,
-        stop=stop,
-        contributors=contributors,
+        phase=phase, reducer=names[reducer], start=start, stop=stop, contributors=contributors
     )
 
 
@@ -344,8 +327,7 @@ def _check(record: RoundRecord, codec: StageCodec) -> None:
     if not 1 <= len(record.window) <= WINDOW:
         raise RecordRefused(f"its window is of {len(record.window)} rounds")
     for facts in record.window:
-        timed = _timed(facts)
-        if len(facts.needed) != len(facts.ranks) or not timed:
+        if len(facts.needed) != len(facts.ranks) or not _timed(facts):
             raise RecordRefused("its window says what no round can say")
     names = [member.peer for member in record.members]
     if not names or names != sorted(set(names)):
@@ -374,7 +356,7 @@ def _check_parts(record: RoundRecord, codec: StageCodec) -> None:
             raise RecordRefused(f"part {part.start}:{part.stop} ends within a group")
         if not part.contributors:
             raise RecordRefused("a part was made by nobody")
-        size = part.stop - part.start
+        size = part.numel
         if len(mean) > part_bytes(phase.codec, size) or bool(mean) != bool(size):
             raise RecordRefused(f"a mean of {size} values has {len(mean)} bytes")
         positions[part.phase] = part.stop
@@ -445,7 +427,6 @@ def _longest_header(codec: StageCodec, members: int) -> bytes:
         window=(facts,) * WINDOW,
         next_ranks=codec.limits,
         next_inner_steps=_MAX_NUMBER,
-        means=(),
     )
     means = max_record_bytes(codec)
     tensors = {

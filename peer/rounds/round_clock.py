@@ -17,9 +17,9 @@ bounds, and at least 2 s.
 A head that has rung, sees q bells and finds no T_R writes it into its bell, with the end of the
 grace; all use the smallest T_R that they ever found for the round (`RoundKeeper`), so it only
 ever moves to an earlier time, and that with notice. Pure rules over records: `now_s` is run time
-(dht/clock.py), equal on all peers within `clock_error_s`. Statements are believed within bounds:
+(dht/clock.py), equal on all peers within CLOCK_ERROR_S. Statements are believed within bounds:
 
-- a bell that finished later than now + clock_error_s does not count (yet);
+- a bell that finished later than now + CLOCK_ERROR_S does not count (yet);
 - a T_R before its own bell's finish or beyond the horizon does not count, nor does one without
   the end of its grace; a T_R in the past does: who is late finds no group and sends with the next;
 - the round's time is the lower median of what the first q bells state, and a replica whose one
@@ -53,35 +53,13 @@ from dilocox.dht.swarm_view import SwarmView
 
 BELLS_READ = 8  # bell keys a head reads at most, so that strange round numbers cost it little
 MAX_AHEAD = 64  # rounds beyond the newest record that others may lead a peer to
-
-
-def quorum(replicas: int) -> int:
-    """How many bells end a round: half of the known replicas, rounded up, at least 2 of 2."""
-    if replicas < 1:
-        raise ValueError(f"{replicas} replicas known; one's own is always known")
-    return max((replicas + 1) // 2, min(2, replicas))
-
-
-@dataclass(frozen=True, kw_only=True)
-class RoundClock:
-    """The constants of a round's times."""
-
-    grace_share: float = 0.25
-    """Share of the round's time that slower replicas get after the quorum."""
-    notice_s: float = 2.0
-    """Time to spread T_R, at least."""
-    notice_share: float = 0.125
-    """Of the round's time: no head that hears badly has the others give a longer notice."""
-    notice_bound_s: float = 20.0
-    """Unless the round is so short that this is longer: what a bad line takes."""
-    clock_error_s: float = 3.0
-    """How far run times may be apart; hivemind refuses peers that are further off."""
-    horizon_s: float = 24 * 3600.0
-    """Nothing sensible is announced further ahead, and nothing takes longer."""
-
-    def bounded(self, seconds: float) -> float:
-        """A duration that somebody states, within reason."""
-        return min(max(seconds, 0.0), self.horizon_s)
+GRACE_SHARE = 0.25  # of the round's time: what slower replicas get after the quorum
+NOTICE_S = 2.0  # to spread T_R, at least
+# A longer notice that others state is believed up to the larger of these: what a bad line takes,
+# and a share of the round's time.
+NOTICE_BOUND_S, NOTICE_BOUND_SHARE = 20.0, 0.125
+CLOCK_ERROR_S = 3.0  # how far run times may be apart; hivemind refuses peers that are further off
+HORIZON_S = 24 * 3600.0  # nothing sensible is announced further ahead, and nothing takes longer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,11 +83,9 @@ class RoundView:
     """By head: the replicas known, one's own included while it stands."""
     known: Schedule | None = None
     """The times found before: they stand, also where nobody tells of them any more."""
-    clock: RoundClock = RoundClock()
 
     def rung(self, now_s: float) -> dict[str, BellRecord]:
-        """The bells that count."""
-        latest = now_s + self.clock.clock_error_s
+        latest = now_s + CLOCK_ERROR_S
         return {
             head: bell
             for head, bell in self.bells.items()
@@ -117,7 +93,6 @@ class RoundView:
         }
 
     def reached(self, now_s: float) -> bool:
-        """Whether the bell of this round has its quorum."""
         return len(self.rung(now_s)) >= self._quorum
 
     def schedule(self, now_s: float) -> Schedule | None:
@@ -127,7 +102,7 @@ class RoundView:
             for bell in self.rung(now_s).values()
             if bell.scheduled_at is not None
             and bell.send_after is not None
-            and bell.finished_at <= bell.scheduled_at <= now_s + self.clock.horizon_s
+            and bell.finished_at <= bell.scheduled_at <= now_s + HORIZON_S
             and bell.send_after <= bell.scheduled_at
         ]
         if self.known is not None:
@@ -150,7 +125,7 @@ class RoundView:
         round_s = self._round_s(rung)
         # who has rung trains on: it takes its send only at the end of the inner step it is in
         wait_s = self._step_s(round_s) + self._notice_s(round_s)
-        soonest = now_s + min(wait_s, self.clock.horizon_s)
+        soonest = now_s + min(wait_s, HORIZON_S)
         if self.replicas.keys() <= rung.keys():
             if found is not None and found.scheduled_at <= soonest:
                 return None
@@ -161,15 +136,15 @@ class RoundView:
         self, rung: Mapping[str, BellRecord], round_s: float, soonest: float, now_s: float
     ) -> Schedule:
         finishes = sorted(bell.finished_at for bell in rung.values())
-        send_after = finishes[self._quorum - 1] + self.clock.grace_share * round_s
+        send_after = finishes[self._quorum - 1] + GRACE_SHARE * round_s
         wanted = send_after + self._step_s(round_s) + self._notice_s(round_s)
-        scheduled_at = min(max(wanted, soonest), now_s + self.clock.horizon_s)
+        scheduled_at = min(max(wanted, soonest), now_s + HORIZON_S)
         return Schedule(send_after=min(send_after, scheduled_at), scheduled_at=scheduled_at)
 
     def _round_s(self, rung: Mapping[str, BellRecord]) -> float:
         """How long the round took the first q heads, by the lower median."""
         first = sorted(rung.values(), key=lambda bell: bell.finished_at)[: self._quorum]
-        return self.clock.bounded(median_low(bell.round_s for bell in first))
+        return min(max(median_low(bell.round_s for bell in first), 0.0), HORIZON_S)
 
     def _step_s(self, round_s: float) -> float:
         """The longest inner step that the replicas state; one absurd record delays nobody."""
@@ -179,43 +154,13 @@ class RoundView:
 
     def _notice_s(self, round_s: float) -> float:
         """Until all have heard of what is written now."""
-        clock = self.clock
         stated = max((replica.hear_s for replica in self.replicas.values()), default=0.0)
-        bound_s = max(clock.notice_bound_s, clock.notice_share * round_s)
-        return max(clock.notice_s, min(stated, bound_s))
+        return max(NOTICE_S, min(stated, max(NOTICE_BOUND_S, NOTICE_BOUND_SHARE * round_s)))
 
     @property
     def _quorum(self) -> int:
-        return quorum(max(1, len(self.replicas)))
-
-
-def must_ring(inner_steps_done: int, inner_steps: int, *, rung: bool) -> bool:
-    """Whether the head rings now: its replica has made its H inner steps in this round.
-
-    Its steps since its last send count, also those made in rounds that it skipped; the time they
-    took is the bell's `round_s`.
-    """
-    return not rung and inner_steps_done >= inner_steps
-
-
-def current_round(own: int, *, rung: Iterable[int] = ()) -> int:
-    """The round of a replica that was in round `own`; never an earlier one.
-
-    `rung`: rounds of which a bell is in view. One bell R proves that bell R-1 reached its quorum,
-    so a replica in an earlier round goes to R at once and keeps its steps.
-    """
-    return max([own, *rung])
-
-
-def first_round(
-    replicas: Iterable[ReplicaRecord], *, rung: Iterable[int] = (), last_record: int = -1
-) -> int:
-    """The round in which a joiner or spare starts: the current one as far as records show it.
-
-    `last_record`: round of the newest record of its stage's chain; there is none in round 0.
-    """
-    stated = (replica.round for replica in replicas)
-    return max([0, last_record + 1, *rung, *stated])
+        replicas = max(1, len(self.replicas))
+        return max((replicas + 1) // 2, min(2, replicas))
 
 
 def newest_credible(own: int, last_record: int, stated: Iterable[int]) -> int:
@@ -237,13 +182,6 @@ def bells_to_read(own: int, replicas: Iterable[ReplicaRecord]) -> list[int]:
     stated = {replica.round for replica in replicas}
     ahead = {number for stating in stated for number in (stating - 1, stating) if number > own}
     return [*sorted(ahead - {own + 1}, reverse=True)[: BELLS_READ - 2], own + 1, own]
-
-
-def attempt_at(scheduled_at: float, attempt: int, *, exchange_s: float, vote_s: float) -> float:
-    """When the group of an attempt forms: attempt 0 at T_R, its one retry after both deadlines."""
-    if attempt not in (0, 1):
-        raise ValueError(f"attempt {attempt}: a round is tried once and repeated once")
-    return scheduled_at + attempt * (exchange_s + vote_s)
 
 
 LOOKS = 32  # at others' bells in the time of a round
@@ -307,8 +245,8 @@ class RoundKeeper:
         """The round in which a peer begins that joins or comes back."""
         with self._lock:
             rung = [number for number, bells in view.bells.items() if bells]
-            first = first_round(view.replicas.values(), rung=rung, last_record=last_record)
-            self._go_to(max(self.round, first))
+            stated = [replica.round for replica in view.replicas.values()]
+            self._go_to(max([self.round, last_record + 1, *rung, *stated]))
 
     def stood_still(self, seconds: float) -> None:
         """So many seconds of this round nobody trained: its grace is not to grow by them."""
@@ -316,7 +254,6 @@ class RoundKeeper:
             self._began += seconds
 
     def wanted_bells(self, view: SwarmView) -> list[int]:
-        """The rounds whose bells are to be read."""
         wanted = bells_to_read(self.round, view.replicas.values())
         return [*wanted, *sorted(self._known.keys() - set(wanted), reverse=True)]
 
@@ -354,14 +291,16 @@ class RoundKeeper:
         """
         with self._lock:
             self._hear(view)
-            rung = [number for number, each in self._known.items() if each.bells]
-            newest = current_round(self.round, rung=rung)
+            # One bell R proves that bell R-1 reached its quorum, so a replica in an earlier round
+            # goes to R at once and keeps its steps.
+            newest = max([self.round, *(n for n, each in self._known.items() if each.bells)])
             if newest != self.round:
                 self._go_to(newest)
             here = self._here
             before = here.own
-            steps = 0 if own is None or undecided else own.inner_step
-            if must_ring(steps, inner_steps, rung=before is not None):
+            # steps since its last send count, also those made in rounds that it skipped
+            done = own is not None and not undecided and own.inner_step >= inner_steps
+            if done and before is None:
                 here.own = BellRecord(
                     round=self.round,
                     finished_at=now,
@@ -372,7 +311,7 @@ class RoundKeeper:
                 )
             proposed = self._view(self.round, view, own).proposal(self._me, now)
             if proposed is not None and here.own is not None:
-                here.own = _with(here.own, proposed)
+                here.own = replace(here.own, **vars(proposed))
             urgent = here.own != before
             self._set_times(view, own, now)
             own_rung = head == self._me and here.own is not None
@@ -399,15 +338,12 @@ class RoundKeeper:
                 continue
             if known.own is not None and known.times is not None:
                 # should the one that wrote them be gone, others learn them from here
-                known.own = _with(known.own, known.times)
+                known.own = replace(known.own, **vars(known.times))
 
     def _view(self, number: int, view: SwarmView, own: ReplicaRecord | None) -> RoundView:
         known = self._known[number]
-        bells = dict(known.bells)
-        if known.own is not None:
-            bells[self._me] = known.own
-        replicas = dict(view.replicas)
-        replicas.pop(self._me, None)
+        bells = known.bells | ({} if known.own is None else {self._me: known.own})
+        replicas = {head: each for head, each in view.replicas.items() if head != self._me}
         if own is not None:
             replicas[self._me] = own
         return RoundView(round=number, bells=bells, replicas=replicas, known=known.times)
@@ -423,7 +359,3 @@ class RoundKeeper:
         self._known.setdefault(round_number, _Round())
         self._finished = False
         self._began = self._clock.monotonic()
-
-
-def _with(bell: BellRecord, times: Schedule) -> BellRecord:
-    return replace(bell, send_after=times.send_after, scheduled_at=times.scheduled_at)

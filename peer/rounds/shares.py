@@ -12,17 +12,16 @@ sum is what is named in its mean.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
-from typing import Any, Protocol, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from dilocox.compression.group_codec import GroupCodec, PayloadRefused
 from dilocox.peer.rounds.group import AttemptSetup, Mean, ShareRefused
-from dilocox.peer.rounds.record import Contribution, ReducedShare
+from dilocox.peer.rounds.record import ReducedShare
 
 
 @dataclass(frozen=True)
@@ -32,13 +31,13 @@ class RowMean:
     contributors: tuple[str, ...]
     values: Tensor = field(repr=False)
 
-    def part(self, piece: slice) -> RowMean:
-        """The same of some of the values."""
-        return RowMean(self.contributors, self.values[piece])
-
 
 class Reduction:
-    """Values that one member averages over its row: the sum so far, and whose values are in it."""
+    """Values that one member averages over its row: the sum so far, and whose values are in it.
+
+    `add` and `finish` run in the pool; who was heard of, and whether it is `closed`, belongs to the
+    event loop.
+    """
 
     def __init__(self, codec: GroupCodec, weight: Mapping[str, int], numel: int):
         """weight: tokens by member of the row. codec: in which the values come."""
@@ -46,6 +45,9 @@ class Reduction:
         self._weight = weight
         self._sum = torch.zeros(numel, dtype=torch.float32)
         self.in_sum: set[str] = set()
+        self.offered: set[str] = set()  # whose part came, sound or not
+        self.refused: set[str] = set()  # whose part was malformed
+        self.closed = False
 
     def add(self, peer: str, payload: bytes) -> None:
         """Add a member's encoded part; PayloadRefused if it is malformed, nothing is added then."""
@@ -73,7 +75,7 @@ class Reduction:
 
 
 def combine(
-    part: int, rows: Sequence[RowMean], *, codec: GroupCodec, weight: Mapping[str, int]
+    part: int, rows: Sequence[RowMean], codec: GroupCodec, weight: Mapping[str, int]
 ) -> Mean | None:
     """The mean of a share over all rows, encoded once; None where no row has any.
 
@@ -95,18 +97,9 @@ def assemble_record(setup: AttemptSetup, means: Mapping[int, Mean]) -> bytes:
     empty = Mean(part=-1, contributors=names, payload=b"")
     record = replace(
         setup.template,
-        members=tuple(
-            Contribution(peer=member.peer, tokens=member.tokens, **member.times)
-            for member in setup.members
-        ),
+        members=setup.members,
         parts=tuple(
-            ReducedShare(
-                phase=share.phase,
-                reducer=share.reducer,
-                start=share.start,
-                stop=share.stop,
-                contributors=means.get(index, empty).contributors,
-            )
+            ReducedShare(**vars(share), contributors=means.get(index, empty).contributors)
             for index, share in enumerate(setup.shares)
         ),
         means=tuple(means.get(index, empty).payload for index in range(len(setup.shares))),
@@ -127,27 +120,6 @@ def decode(codec: GroupCodec, payload: bytes, numel: int) -> Tensor:
     return codec.decode(torch.frombuffer(bytearray(payload), dtype=torch.uint8), numel)
 
 
-T = TypeVar("T")
-
-
-class Compute(Protocol):
-    """Calls a function in the pool."""
-
-    def __call__(self, function: Callable[..., T], *args: Any) -> Awaitable[T]:
-        """What the function returns, or raises."""
-        ...
-
-
-@dataclass
-class _Column:
-    """A part that this member averages over its row."""
-
-    reduction: Reduction
-    offered: set[str] = field(default_factory=set[str])  # whose part came, sound or not
-    refused: set[str] = field(default_factory=set[str])  # whose part was malformed
-    closed: bool = False
-
-
 @dataclass
 class _Rows:
     """A share that this member averages over all rows."""
@@ -161,13 +133,14 @@ class _Rows:
 class Shares:
     """The parts and means of one attempt as they come in."""
 
-    def __init__(self, setup: AttemptSetup, compute: Compute):
+    def __init__(self, setup: AttemptSetup, compute: Callable[..., Awaitable[Any]]):
+        """compute: calls a function with its arguments in the pool."""
         self._setup = setup
         self._compute = compute
         self._weight = {member.peer: member.tokens for member in setup.members}
         row = {peer: self._weight[peer] for peer in setup.grid.row(setup.me)}
-        self._columns = {
-            column: _Column(Reduction(codec, row, numel))
+        self.columns = {  # those that this member averages over its row
+            column: Reduction(codec, row, numel)
             for column in setup.columns
             if setup.collector(column) == setup.me
             if (numel := setup.span(column).stop - setup.span(column).start)
@@ -184,11 +157,6 @@ class Shares:
         self.lied: dict[int, str] = {}  # who sent a malformed mean of a share
 
     # ---- what it is ours to average over our row -------------------------------------------------
-    @property
-    def own_columns(self) -> list[int]:
-        """The columns that this member averages over its row."""
-        return list(self._columns)
-
     async def add_part(self, peer: str, column: int, payload: bytes) -> None:
         """Add a member's part to the sum of its row.
 
@@ -199,14 +167,14 @@ class Shares:
         duty = self.check_sender(peer, column)
         duty.offered.add(peer)
         try:
-            await self._compute(duty.reduction.add, peer, payload)
+            await self._compute(duty.add, peer, payload)
         except PayloadRefused:
             duty.refused.add(peer)
             raise
 
-    def check_sender(self, peer: str, column: int) -> _Column:
+    def check_sender(self, peer: str, column: int) -> Reduction:
         """What a member's part would be added to; ShareRefused as `add_part` would."""
-        duty = self._columns.get(column)
+        duty = self.columns.get(column)
         if peer not in self._setup.grid.row(self._setup.me) or duty is None:
             raise ShareRefused(f"part {column} is not ours to average for {peer}")
         if peer in duty.offered or duty.closed:
@@ -215,19 +183,19 @@ class Shares:
 
     def awaited(self, column: int) -> set[str]:
         """The members of our row whose part is neither in the sum nor given up."""
-        duty = self._columns[column]
-        row = set(self._setup.grid.row(self._setup.me))
-        return row - duty.reduction.in_sum - duty.refused
+        duty = self.columns[column]
+        return set(self._setup.grid.row(self._setup.me)) - duty.in_sum - duty.refused
 
     async def reduce(self, column: int) -> RowMean | None:
         """Our row's mean; None if nothing came. Nothing is taken after that."""
-        duty = self._columns[column]
+        duty = self.columns[column]
         duty.closed = True
-        mean = await self._compute(duty.reduction.finish)
+        mean = await self._compute(duty.finish)
         own = self._setup.grid.row_of[self._setup.me]
         for part in self._setup.shares_of(column):
             if part in self._rows:
-                self._rows[part].means[own] = mean and mean.part(self._piece(part))
+                piece = mean and RowMean(mean.contributors, mean.values[self._piece(part)])
+                self._rows[part].means[own] = piece
         return mean
 
     async def row_mean(self, part: int, mean: RowMean | None) -> Mean:
@@ -255,11 +223,10 @@ class Shares:
             PayloadRefused: malformed; that row is left out of this share.
         """
         duty = self.check_row(peer, mean.part)
-        row = self._setup.grid.row_of[peer]
-        members = set(self._setup.grid.rows[row])
+        row, members = self._setup.grid.row_of[peer], self._setup.grid.row(peer)
         duty.offered.add(row)
         try:
-            if not set(mean.contributors) <= members or not _sorted(mean.contributors):
+            if not _are_of(members, mean.contributors):
                 raise ShareRefused("a row's mean names strangers, or somebody twice")
             if not mean.contributors:
                 duty.means[row] = None
@@ -278,10 +245,8 @@ class Shares:
         duty, row = self._rows.get(part), self._setup.grid.row_of.get(peer)
         if duty is None or row is None:
             raise ShareRefused(f"part {part} is not ours to average for {peer}")
-        if (
-            peer == self._setup.me
-            or self._setup.reducer_in(self._setup.column_of(part), row) != peer
-        ):
+        averaging = self._setup.reducer_in(self._setup.column_of(part), row)
+        if peer == self._setup.me or averaging != peer:
             raise ShareRefused(f"part {part} is not averaged by {peer} in its row")
         if row in duty.offered or duty.closed:
             raise ShareRefused(f"the row of {peer} is not waited for any more")
@@ -300,16 +265,16 @@ class Shares:
         rows = [mean for _, mean in sorted(duty.means.items()) if mean is not None]
         duty.means = {}
         codec = self._setup.phases[self._setup.shares[part].phase].codec
-        mean = await self._compute(partial(combine, codec=codec, weight=self._weight), part, rows)
+        mean = await self._compute(combine, part, rows, codec, self._weight)
         if mean is not None:
             await self._keep(mean, checked=True)
         return mean
 
     def give_up(self) -> None:
         """Take nothing more and free all sums: the attempt is over, and kept for its means."""
-        for column in self._columns.values():
+        for column in self.columns.values():
             column.closed = True
-            column.reduction.give_up()
+            column.give_up()
         for rows in self._rows.values():
             rows.closed = True
             rows.means = {}
@@ -326,7 +291,7 @@ class Shares:
         if not self.known(mean.part) or not self._setup.shares[mean.part].numel:
             raise ShareRefused(f"part {mean.part} has no mean")
         names = mean.contributors
-        if not names or not set(names) <= self._weight.keys() or not _sorted(names):
+        if not names or not _are_of(self._weight.keys(), names):
             raise ShareRefused("an averaged part names nobody, strangers, or somebody twice")
         return await self._keep(mean)
 
@@ -350,11 +315,9 @@ class Shares:
         return part not in self.means and self._in_check[part] > 0
 
     def known(self, part: int) -> bool:
-        """Whether the attempt has this share."""
         return 0 <= part < len(self._setup.shares)
 
     def missing(self, phase: int) -> set[int]:
-        """The shares of a phase whose mean is not here."""
         return {
             part
             for part, share in enumerate(self._setup.shares)
@@ -367,14 +330,9 @@ class Shares:
         found = [self._decoded.pop(part) for part in parts if self._setup.shares[part].numel]
         return torch.cat(found) if found else torch.empty(0)
 
-    async def record(self) -> bytes:
-        """The record, once no mean is missing."""
-        return await self._compute(assemble_record, self._setup, dict(self.means))
-
     # ---- who is to blame -------------------------------------------------------------------------
     def refused(self) -> set[str]:
-        """The members that sent something malformed."""
-        senders = {peer for duty in self._columns.values() for peer in duty.refused}
+        senders = {peer for duty in self.columns.values() for peer in duty.refused}
         for part, duty in self._rows.items():
             column = self._setup.column_of(part)
             senders |= {self._setup.reducer_in(column, row) for row in duty.refused}
@@ -391,5 +349,5 @@ class Shares:
         return set()
 
 
-def _sorted(names: Sequence[str]) -> bool:
-    return list(names) == sorted(set(names))
+def _are_of(members: Collection[str], names: Sequence[str]) -> bool:
+    return list(names) == sorted(set(names) & set(members))

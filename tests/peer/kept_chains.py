@@ -19,9 +19,10 @@ from dilocox.peer.chain.snapshot_files import Snapshot, write_snapshot
 from dilocox.peer.chain.store import RoundLog, keep_manifest
 from dilocox.peer.chain.uploads import Source, find_in_log, open_state
 from dilocox.peer.rounds.adaptation import RoundPlan, outer_step, stage_codec
+from dilocox.peer.rounds.ballots import Ballot, certificate
 from dilocox.peer.rounds.outer_step import anchor_sha256
 from dilocox.peer.rounds.record import Contribution, ReducedShare, RoundRecord, digest_of
-from dilocox.peer.rounds.vote import Ballot, Vote, certificate
+from dilocox.peer.rounds.vote import Vote
 from dilocox.pipeline.stage import build_stage, flatten_parameters, parameter_shapes
 
 RUN = "0123456789abcdef" * 2
@@ -146,8 +147,8 @@ class ChainMaker:
             members=(self.peer,),
         )
         vote = Vote(voter=self.peer, digest=digest, missed=())
-        signed = ballot.sign(vote, self._identity.public_key, self._identity.sign)
-        return certificate(ballot, [signed], digest).to_bytes()
+        signed = ballot.sign(vote, self._identity)
+        return certificate(ballot, [signed], digest)
 
     def snapshot(self, folder: Path | None = None) -> Path:
         """Write where it is now; the folder of it."""

@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Callable, Generator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -17,15 +17,23 @@ from dilocox.compression.layout import FlatLayout
 from dilocox.compression.stage_codec import StageCodec
 from dilocox.dht.identity import Identity
 from dilocox.dht.manifest import Manifest
+from dilocox.dht.manifest_specs import DeadlineSpec
 from dilocox.peer.chain.store import RoundLog
 from dilocox.peer.rounds.adaptation import RoundPlan, stage_codec
-from dilocox.peer.rounds.ballots import Ballots, excluded_by
+from dilocox.peer.rounds.ballots import Ballot, Ballots, excluded_by
 from dilocox.peer.rounds.exchange import Attempt
 from dilocox.peer.rounds.grid import Grid
-from dilocox.peer.rounds.group import AttemptResult, AttemptSetup, Mean, Member
-from dilocox.peer.rounds.record import RoundFacts, RoundRecord, digest_of, parse_record
+from dilocox.peer.rounds.group import AttemptResult, AttemptSetup, Mean
+from dilocox.peer.rounds.group_calls import GroupCalls
+from dilocox.peer.rounds.record import (
+    Contribution,
+    RoundFacts,
+    RoundRecord,
+    digest_of,
+    parse_record,
+)
 from dilocox.peer.rounds.shares import decode
-from dilocox.peer.rounds.vote import Ballot, Verdict
+from dilocox.peer.rounds.vote import Verdict
 
 LAYOUT = FlatLayout.of([("weight", (40, 30)), ("bias", (30,))])
 MANIFEST_DIGEST = "0" * 64
@@ -75,7 +83,8 @@ class Link:
 
     async def fetch_mean(self, peer: str, part: int, stall_s: float) -> Mean | None:
         attempt = await asyncio.wait_for(self._to(peer, "fetch"), stall_s)
-        await asyncio.sleep(self._group.fetching_s)  # something comes all the time
+        # something comes all the time
+        await asyncio.sleep(LIMIT_S if peer in self._group.dripping else self._group.fetching_s)
         return await attempt.checked_mean(part)
 
     async def fetch_record(self, peer: str, digest: str, *, older: bool = False) -> bytes | None:
@@ -163,13 +172,15 @@ class Group:
         decoding_s, fetching_s: so long it takes each member to check a mean, one after the other,
         and to fetch one.
 
-        Whoever is put into `frozen` neither answers nor is refused any more.
+        Whoever is put into `frozen` neither answers nor is refused any more; who is `dripping`
+        gives a mean that is fetched by a byte now and then.
         """
         usual_s = (PATIENT_S, PATIENT_S) if passes is everything else (EXCHANGE_S, SILENCE_S)
         exchange_s, silence_s = exchange_s or usual_s[0], silence_s or usual_s[1]
         self.passes = passes
         self.fetching_s = fetching_s
         self.frozen: set[str] = set()
+        self.dripping: set[str] = set()
         self.identities = sorted(identities, key=lambda identity: identity.peer_id)
         self.peers = [identity.peer_id for identity in self.identities]
         codec = {"scheme": scheme, "bits": bits, "rank": 4, "min_rank": 2, "max_rank": 16}
@@ -184,12 +195,12 @@ class Group:
         self.setups: dict[str, AttemptSetup] = {}
         self.pool = Pool(decoding_s)
         self.members = tuple(
-            Member(peer=peer, tokens=tokens, exchange_s=0.0, step_s=0.0, client_mode=at in clients)
-            for at, (peer, tokens) in enumerate(zip(self.peers, self.tokens, strict=True))
+            Contribution(peer=peer, tokens=tokens)
+            for peer, tokens in zip(self.peers, self.tokens, strict=True)
         )
         phases = self.codec.phases(ranks)
-        reducers = [member.peer for member in self.members if not member.client_mode]
-        self.grid = Grid.of(b"group", self.peers, reducers, group_size)
+        dial_out = frozenset(self.peers[at] for at in clients)
+        self.grid = Grid.of(b"group", self.peers, set(self.peers) - dial_out, group_size)
         self.shares = self.grid.shares(phases)
         ballot = Ballot(
             run="run", stage=0, round=3, attempt=0, group=b"group", members=tuple(self.peers)
@@ -199,20 +210,19 @@ class Group:
             setup = self.setups[me] = AttemptSetup(
                 me=me,
                 members=self.members,
+                clients=dial_out,
                 grid=self.grid,
                 template=template(ranks=ranks, window=()),
                 shares=self.shares,
                 phases=phases,
                 plan=RoundPlan(manifest, self.codec),
-                exchange_s=exchange_s,
-                vote_s=VOTE_S,
-                silence_s=silence_s,
+                deadlines=DeadlineSpec(exchange_s=exchange_s, vote_s=VOTE_S, silence_s=silence_s),
             )
             log = RoundLog(folder / me, manifest_digest=MANIFEST_DIGEST, codec=self.codec)
             self.attempts[me] = Attempt(
                 setup,
                 encoder=self.codec.encoder(message, ranks, lambda: self.codec.first_basis("seed")),
-                transport=Link(me, self),
+                transport=cast("GroupCalls", Link(me, self)),
                 ballots=Ballots(identity=identity, ballot=ballot, save_vote=log.save_vote),
                 pool=self.pool,
             )

@@ -46,25 +46,29 @@ def next_h(
 
 
 # ---- ranks ---------------------------------------------------------------------------------------
-def test_a_rank_with_some_room_stays() -> None:
-    assert next_rank(16, [(16, 12)] * 5) == 16
-    assert next_rank(16, [(16, 14)] * 5) == 16
-
-
-def test_a_rank_that_is_almost_used_up_grows_by_half() -> None:
-    assert next_rank(16, [(16, 15)] * 5) == 24
-    assert next_rank(1, [(1, 1)]) == 2
-    assert next_rank(7, [(7, 7)]) == 10
-
-
-def test_a_rank_with_much_room_shrinks_to_what_is_needed_and_a_quarter() -> None:
-    assert next_rank(16, [(16, 10)] * 5) == 13
-    assert next_rank(40, [(40, 27)] * 5) == 34
-
-
-def test_a_rank_shrinks_by_half_at_most() -> None:
-    assert next_rank(32, [(32, 1)] * 5) == 16
-    assert next_rank(33, [(33, 0)] * 5) == 17
+@pytest.mark.parametrize(
+    ("rank", "needs", "following"),
+    [
+        (16, [(16, 12)] * 5, 16),  # it has some room
+        (16, [(16, 14)] * 5, 16),
+        (16, [(16, 15)] * 5, 24),  # almost used up: it grows by half
+        (1, [(1, 1)], 2),
+        (7, [(7, 7)], 10),
+        (16, [(16, 10)] * 5, 13),  # much room: what is needed and a quarter
+        (40, [(40, 27)] * 5, 34),
+        (32, [(32, 1)] * 5, 16),  # at most by half
+        (33, [(33, 0)] * 5, 17),
+        (16, [(16, 5)] * 4 + [(16, 8)], 8),
+        (16, [(16, 5)] * 4 + [(16, 16)], 16),  # the newest round used all of it
+        (24, [(16, 16)] * 4 + [(24, 20)], 24),  # used up at a smaller rank: no growth is undone
+        (24, [(16, 16)] * 3 + [(24, 20)] * 2, 24),
+        (24, [(16, 16)] * 4 + [(24, 24)], 36),
+    ],
+)
+def test_a_rank_follows_what_the_last_rounds_needed(
+    rank: int, needs: list[tuple[int, int]], following: int
+) -> None:
+    assert next_rank(rank, needs) == following
 
 
 def test_one_odd_round_changes_nothing() -> None:
@@ -74,17 +78,6 @@ def test_one_odd_round_changes_nothing() -> None:
             needs = [usual] * WINDOW
             needs[place] = odd
             assert next_rank(16, needs) == 16
-
-
-def test_a_rank_does_not_shrink_while_the_newest_round_used_all_of_it() -> None:
-    assert next_rank(16, [(16, 5)] * 4 + [(16, 8)]) == 8
-    assert next_rank(16, [(16, 5)] * 4 + [(16, 16)]) == 16
-
-
-def test_rounds_at_a_smaller_rank_that_was_used_up_do_not_undo_the_growth() -> None:
-    assert next_rank(24, [(16, 16)] * 4 + [(24, 20)]) == 24
-    assert next_rank(24, [(16, 16)] * 3 + [(24, 20)] * 2) == 24
-    assert next_rank(24, [(16, 16)] * 4 + [(24, 24)]) == 36
 
 
 def test_ranks_stay_inside_their_bounds() -> None:
@@ -191,21 +184,30 @@ def test_ranks_change_by_half_at_most_and_never_leave_their_bounds(
 
 
 # ---- H -------------------------------------------------------------------------------------------
-def test_a_round_holds_two_exchanges_and_some_room() -> None:
-    for steps in (100, 120, 144):
-        assert next_h(steps, (50.0, 1.0)) == steps
-    assert next_h(99, (50.0, 1.0)) == 120
-    assert next_h(146, (50.0, 1.0)) == 120
-    assert next_h(100, (25.25, 0.5)) == 122
-
-
-def test_a_round_stalls_for_less_than_a_hundredth_of_it() -> None:
-    for steps in (100, 120, 144):
-        assert next_h(steps, (5.0, 1.0), stall_s=1.0) == steps
-    assert next_h(99, (5.0, 1.0), stall_s=1.0) == 120
-    assert next_h(146, (5.0, 1.0), stall_s=1.0) == 120
-    assert next_h(100, (0.0, 1.0), stall_s=9.0) == 150
-    assert next_h(100, (60.0, 1.0), stall_s=1.0) == 144, "the exchange wants more"
+@pytest.mark.parametrize(
+    ("current", "times", "stall_s", "following"),
+    [
+        *((steps, (50.0, 1.0), 0.0, steps) for steps in (100, 120, 144)),  # two exchanges, and room
+        (99, (50.0, 1.0), 0.0, 120),
+        (146, (50.0, 1.0), 0.0, 120),
+        (100, (25.25, 0.5), 0.0, 122),
+        *((steps, (5.0, 1.0), 1.0, steps) for steps in (100, 120, 144)),  # a stall of a hundredth
+        (99, (5.0, 1.0), 1.0, 120),
+        (146, (5.0, 1.0), 1.0, 120),
+        (100, (60.0, 1.0), 1.0, 144),  # the exchange wants more
+        (100, (0.0, 1.0), 9.0, 150),  # by half at most
+        (100, (1000.0, 1.0), 0.0, 150),
+        (100, (1.0, 1.0), 0.0, 50),
+        (1, (1.0, 1.0), 0.0, 2),
+        (2, (1.0, 1.0), 0.0, 2),
+        (100, (0.0, 1.0), 0.0, 100),  # nothing is known that costs time, or no step
+        (100, (500.0, 0.0), 9.0, 100),
+    ],
+)
+def test_h_follows_what_exchanges_and_stalls_take(
+    current: int, times: tuple[float, float], stall_s: float, following: int
+) -> None:
+    assert next_h(current, times, stall_s=stall_s) == following
 
 
 def test_a_short_exchange_does_not_shorten_the_rounds_of_a_small_swarm() -> None:
@@ -218,13 +220,6 @@ def test_a_short_exchange_does_not_shorten_the_rounds_of_a_small_swarm() -> None
     assert 125 <= steps <= 180
 
 
-def test_h_changes_by_half_at_most() -> None:
-    assert next_h(100, (1000.0, 1.0)) == 150
-    assert next_h(100, (1.0, 1.0)) == 50
-    assert next_h(1, (1.0, 1.0)) == 2
-    assert next_h(2, (1.0, 1.0)) == 2
-
-
 def test_h_stays_inside_the_manifests_bounds() -> None:
     assert next_h(100, (1000.0, 1.0), high=120) == 120
     assert next_h(100, (0.1, 1.0), low=80) == 80
@@ -232,15 +227,10 @@ def test_h_stays_inside_the_manifests_bounds() -> None:
     assert next_h(100, (50.0, 1.0), high=90) == 90
 
 
-def test_unknown_times_leave_h_as_it_is() -> None:
+def test_rounds_of_unknown_times_and_one_long_exchange_do_not_change_h() -> None:
     assert next_h(100) == 100
-    assert next_h(100, (0, 1.0)) == 100
-    assert next_h(100, (500.0, 0), stall_s=9.0) == 100
     assert next_h(100, (0, 0), (500.0, 1.0), (0, 0)) == 150
     assert next_h(100, low=120) == 120
-
-
-def test_one_long_exchange_does_not_change_h() -> None:
     assert next_h(100, *[(50.0, 1.0)] * 4, (5000.0, 1.0)) == 100
 
 

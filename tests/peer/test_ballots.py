@@ -1,104 +1,265 @@
-"""Ballots: a member's own vote and those it heard, and whom a repeated attempt leaves out."""
+"""Signed votes: what is accepted, what they prove, and whom a repeated attempt leaves out."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+import msgpack  # pyright: ignore[reportMissingTypeStubs]
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from dilocox.dht.identity import Identity
 from dilocox.peer.chain.store import RoundLog
-from dilocox.peer.rounds.ballots import Ballots, check_record_certificate, excluded_by
+from dilocox.peer.rounds.ballots import (
+    MAX_VOTE_BYTES,
+    Ballot,
+    Ballots,
+    SignedVote,
+    VoteRefused,
+    certificate,
+    check_certificate,
+    excluded_by,
+    signed_bytes,
+)
 from dilocox.peer.rounds.record import Contribution, RecordRefused
-from dilocox.peer.rounds.vote import Ballot, Verdict, VoteRefused
+from dilocox.peer.rounds.vote import Verdict, Vote
 from tests.peer.codecs import codec_of
 from tests.peer.members import LAYOUT, MANIFEST_DIGEST, template
 
-CODEC = codec_of(LAYOUT)
-
 D1, D2 = "1" * 64, "2" * 64
+KEYS = sorted(
+    (Identity(Path("key"), bytes([number]) * 32) for number in range(5)),
+    key=lambda identity: identity.peer_id,
+)
+A, B, C, D, Z = (identity.peer_id for identity in KEYS)
+KEY_OF = {identity.peer_id: identity for identity in KEYS}
+BALLOT = Ballot(run="run", stage=0, round=3, attempt=0, group=b"group", members=(A, B, C, D))
 
 
-def ballot_of(identities: list[Identity], **changes: object) -> Ballot:
-    members = tuple(identity.peer_id for identity in identities)
-    ballot = Ballot(run="run", stage=0, round=3, attempt=0, group=b"group", members=members)
-    return replace(ballot, **changes)  # type: ignore[arg-type]
+def voted(voter: str, digest: str | None = D1, *missed: str, ballot: Ballot = BALLOT) -> SignedVote:
+    return ballot.sign(Vote(voter=voter, digest=digest, missed=missed), KEY_OF[voter])
 
 
-def member(peer: str) -> Contribution:
-    return Contribution(peer=peer, tokens=1, exchange_s=0.0, step_s=0.0)
+def forged(vote: Vote, ballot: Ballot = BALLOT) -> SignedVote:
+    """A vote signed by its voter without the checks that an honest voter's own code makes."""
+    key = KEY_OF[vote.voter]
+    signature = key.sign(signed_bytes(ballot.facts, ballot.members_sha256, vote))
+    return SignedVote(vote=vote, public_key=key.public_key, signature=signature)
 
 
-def ballots_of(identities: list[Identity], folder: Path, **changes: object) -> list[Ballots]:
+def packed(fields: object) -> bytes:
+    data: Any = msgpack.packb(fields)  # pyright: ignore
+    return data
+
+
+# ---- votes ---------------------------------------------------------------------------------------
+def check_refused(signed: SignedVote, reason: str, ballot: Ballot = BALLOT) -> None:
+    with pytest.raises(VoteRefused, match=reason):
+        ballot.accept(signed.to_bytes())
+
+
+@pytest.mark.parametrize("signed", [voted(A), voted(B, None), voted(C, None, A, D)])
+def test_honest_votes_pass_unchanged(signed: SignedVote) -> None:
+    assert BALLOT.accept(signed.to_bytes()) == signed
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"run": "other"},
+        {"stage": 1},
+        {"round": 8},
+        {"attempt": 1},
+        {"group": b"other"},
+        {"members": (A, B, C)},
+    ],
+)
+def test_a_vote_counts_for_its_own_attempt_alone(changes: dict[str, Any]) -> None:
+    check_refused(voted(A), "did not sign", replace(BALLOT, **changes))
+
+
+def test_a_vote_of_a_stranger_with_anothers_key_or_changed_is_refused() -> None:
+    signed = voted(A)
+    check_refused(forged(Vote(voter=Z, digest=D1)), "no member")
+    check_refused(replace(signed, public_key=KEY_OF[B].public_key), "another peer's key")
+    check_refused(replace(signed, signature=b""), "did not sign")
+    for digest in (D2, None):
+        changed = replace(signed, vote=replace(signed.vote, digest=digest))
+        check_refused(changed, "did not sign")
+
+
+@pytest.mark.parametrize(
+    ("digest", "missed", "reason"),
+    [
+        ("1" * 63, (), "no sha256"),
+        ("G" * 64, (), "no sha256"),
+        (None, (Z,), "no other members"),
+        (None, (A,), "no other members"),
+        (None, (C, B), "not sorted"),
+        (None, (B, B), "not sorted"),
+        (D1, (B,), "yet missed"),
+    ],
+)
+def test_a_malformed_choice_is_refused_though_well_signed(
+    digest: str | None, missed: tuple[str, ...], reason: str
+) -> None:
+    vote = Vote(voter=A, digest=digest, missed=missed)
+    check_refused(forged(vote), reason)
+    with pytest.raises(VoteRefused):
+        BALLOT.sign(vote, KEY_OF[A])
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        None,
+        [],
+        ["a", D1, [], b"key"],
+        ["a", D1, [], b"key", b"signature", b"more"],
+        ["a", 5, [], b"key", b"signature"],
+        ["a", D1, ["b", 5], b"key", b"signature"],
+        ["a", D1, {}, b"key", b"signature"],
+        [b"a", D1, [], b"key", b"signature"],
+        {"voter": "a"},
+    ],
+)
+def test_bytes_that_are_no_vote_are_refused(fields: object) -> None:
+    with pytest.raises(VoteRefused, match="not a"):
+        BALLOT.accept(packed(fields))
+
+
+@given(data=st.binary(max_size=200))
+def test_no_bytes_raise_anything_but_a_refusal(data: bytes) -> None:
+    with pytest.raises(VoteRefused):
+        BALLOT.accept(data)
+    with pytest.raises(RecordRefused):
+        check_certificate(template(), D1, data)
+
+
+def test_an_oversized_vote_is_refused_unread() -> None:
+    with pytest.raises(VoteRefused, match="at most"):
+        BALLOT.accept(bytes(MAX_VOTE_BYTES + 1))
+
+
+@pytest.mark.parametrize(
+    "members", [(), ("b", "a"), ("a", "a"), tuple(map(str, range(1000, 1300)))]
+)
+def test_a_ballot_takes_sorted_different_members_up_to_a_bound(members: tuple[str, ...]) -> None:
+    with pytest.raises(ValueError, match="members"):
+        replace(BALLOT, members=members)
+
+
+# ---- certificates --------------------------------------------------------------------------------
+RECORD = template(
+    members=tuple(Contribution(peer=peer, tokens=1, exchange_s=0.0, step_s=0.0) for peer in (A, C))
+)
+MAJORITY = [voted(A), voted(B), voted(C)]
+
+
+def told(votes: Iterable[SignedVote], ballot: Ballot = BALLOT) -> bytes:
+    """A certificate of whatever votes."""
+    outer = [[*ballot.facts, list(ballot.members)], [signed.fields() for signed in votes]]
+    return packed(outer)
+
+
+def test_the_winning_votes_of_whoever_voted_once_make_the_certificate() -> None:
+    votes = [voted(D), voted(A), voted(B, None), voted(C)]
+    proof = certificate(BALLOT, votes, D1)
+    assert proof == told([voted(A), voted(C), voted(D)])
+    check_certificate(RECORD, D1, proof)
+    twice = [*MAJORITY, voted(D), voted(D, D2)]
+    assert certificate(BALLOT, twice, D1) == told(MAJORITY)
+    for too_few, digest in ((votes[:2], D1), (MAJORITY, D2)):
+        with pytest.raises(ValueError, match="do not commit"):
+            certificate(BALLOT, too_few, digest)
+
+
+@pytest.mark.parametrize(
+    ("changes", "digest", "reason"),
+    [
+        ({}, D2, "another record"),
+        ({"round": 8}, D1, "round 3"),
+        ({"stage": 1}, D1, "stage 0"),
+        ({"run": "other"}, D1, "votes on"),
+        ({"members": (replace(RECORD.members[0], peer=Z),)}, D1, "not in the group"),
+    ],
+)
+def test_a_certificate_of_another_record_is_refused(
+    changes: dict[str, Any], digest: str, reason: str
+) -> None:
+    with pytest.raises(RecordRefused, match=reason):
+        check_certificate(replace(RECORD, **changes), digest, told(MAJORITY))
+
+
+# fewer members, so that two are enough
+SMALLER = replace(BALLOT, members=(A, B, C))
+
+
+@pytest.mark.parametrize(
+    ("data", "reason"),
+    [
+        (told(MAJORITY[:2]), "2 votes of 4"),
+        (told([*MAJORITY, MAJORITY[2]]), "twice"),
+        (told([*MAJORITY[:2], voted(C, None)]), "another record"),
+        (told([*MAJORITY[:2], replace(MAJORITY[2], signature=b"")]), "did not sign"),
+        (told([*MAJORITY[:2], forged(Vote(voter=Z, digest=D1))]), "no member"),
+        (told(MAJORITY[:2], SMALLER), "did not sign"),
+        (packed([["run", 0, 3, 0, b"g", [A]]]), "not a certificate"),
+        (packed([["run", 0, 3, 0, b"g", [B, A]], []]), "sorted"),
+        (packed([["run", 0, 3, 0, b"g", []], []]), "sorted"),
+        (packed([["run", True, 3, 0, b"g", [A]], []]), "not a ballot"),
+        (packed([["run", 0, 3, 0, b"g", [A]], [["a"]]]), "not a vote"),
+        (packed([["run", 0, 3, 0, "g", [A]], []]), "not a ballot"),
+        (b"no votes", "round 3"),
+    ],
+)
+def test_a_certificate_that_proves_nothing_is_refused(data: bytes, reason: str) -> None:
+    with pytest.raises(RecordRefused, match=reason):
+        check_certificate(RECORD, D1, data)
+
+
+# ---- the votes at hand ---------------------------------------------------------------------------
+def ballots_of(identities: list[Identity], folder: Path, **changes: Any) -> list[Ballots]:
     """Each member's own."""
-    ballot = ballot_of(identities, **changes)
+    members = tuple(identity.peer_id for identity in identities)
+    ballot = replace(BALLOT, **({"members": members} | changes))
     return [
-        Ballots(
-            identity=identity,
-            ballot=ballot,
-            save_vote=RoundLog(
-                folder / identity.peer_id, manifest_digest=MANIFEST_DIGEST, codec=CODEC
-            ).save_vote,
-        )
+        Ballots(identity=identity, ballot=ballot, save_vote=log_of(folder, identity).save_vote)
         for identity in identities
     ]
 
 
-def test_a_vote_is_on_disk_before_it_is_given_away(
-    identities: list[Identity], tmp_path: Path
-) -> None:
-    (own, *_) = ballots_of(identities[:3], tmp_path)
+def log_of(folder: Path, identity: Identity) -> RoundLog:
+    own = folder / identity.peer_id
+    return RoundLog(own, manifest_digest=MANIFEST_DIGEST, codec=codec_of(LAYOUT))
+
+
+def test_a_vote_is_on_disk_before_it_is_given_away(tmp_path: Path) -> None:
+    own, *_ = ballots_of(KEYS[:3], tmp_path)
     vote = own.cast(D1, ())
-    log = RoundLog(tmp_path / identities[0].peer_id, manifest_digest=MANIFEST_DIGEST, codec=CODEC)
-    assert log.own_vote(3, 0) == vote
-    assert own.voters() == {identities[0].peer_id}
+    assert log_of(tmp_path, KEYS[0]).own_vote(3, 0) == vote
+    assert own.voters() == {A}
 
 
-def test_a_majority_commits_and_its_votes_certify_the_record(
-    identities: list[Identity], tmp_path: Path
-) -> None:
-    first, second, third = ballots_of(identities[:3], tmp_path)
+def test_a_majority_commits_and_its_votes_certify_the_record(tmp_path: Path) -> None:
+    first, second, third = ballots_of(KEYS[:3], tmp_path)
     own = first.cast(D1, ())
     assert first.decision.verdict is Verdict.UNDECIDED
     with pytest.raises(ValueError, match="do not commit"):
         first.certificate()
-    first.receive(third.cast(None, (identities[1].peer_id,)))
+    first.receive(third.cast(None, (B,)))
     first.receive(vote := second.cast(D1, ()))
     first.receive(vote)  # twice is once
     assert (first.decision.verdict, first.decision.digest) == (Verdict.COMMITTED, D1)
-    assert first.voters_for(D1) == {identities[0].peer_id, identities[1].peer_id}
+    assert first.voters_for(D1) == {A, B}
     assert len(first.all_bytes()) == 3 and own in first.all_bytes()
-
-    record = template(members=(member(identities[0].peer_id),))
-    check_record_certificate(record, D1, first.certificate())
-    for wrong_record, digest in (
-        (record, D2),
-        (replace(record, round=4), D1),
-        (replace(record, run="other"), D1),
-        (
-            replace(record, members=(member("zz"),)),
-            D1,
-        ),
-    ):
-        with pytest.raises(RecordRefused):
-            check_record_certificate(wrong_record, digest, first.certificate())
-    with pytest.raises(RecordRefused):
-        check_record_certificate(record, D1, b"no votes")
+    check_certificate(RECORD, D1, first.certificate())
     with pytest.raises(RecordRefused):  # the aborts are votes too, but commit nothing
-        check_record_certificate(record, D1, first.abort())
-
-
-def test_a_vote_of_another_attempt_or_a_stranger_is_refused(
-    identities: list[Identity], tmp_path: Path
-) -> None:
-    (own, *_) = ballots_of(identities[:3], tmp_path)
-    (other_attempt, *_) = ballots_of(identities[:3], tmp_path / "other", attempt=1)
-    (stranger,) = ballots_of(identities[3:], tmp_path / "stranger")
-    for vote in (other_attempt.cast(D1, ()), stranger.cast(D1, ()), b"no vote"):
-        with pytest.raises(VoteRefused):
-            own.receive(vote)
-    assert own.voters() == set()
+        check_certificate(RECORD, D1, third.abort())
 
 
 # ---- exclusion -----------------------------------------------------------------------------------
@@ -106,44 +267,38 @@ def excluded(*aborts: bytes, members: tuple[str, ...] = ()) -> list[str]:
     return excluded_by(aborts, members, run="run", stage=0, round_number=3)
 
 
-def test_who_was_missed_by_the_others_is_left_out_of_the_repeated_attempt(
-    identities: list[Identity], tmp_path: Path
-) -> None:
-    names = [identity.peer_id for identity in identities]
-    first, second, third, _ = ballots_of(identities, tmp_path)
-    votes = [b.cast(None, (names[3],)) for b in (first, second, third)]
+def test_who_was_missed_by_the_others_is_left_out_of_the_repeated_attempt(tmp_path: Path) -> None:
+    first, second, third, _ = ballots_of(KEYS[:4], tmp_path)
+    votes = [ballots.cast(None, (D,)) for ballots in (first, second, third)]
     for ballots in (first, second, third):
         for vote in votes:
             ballots.receive(vote)
     stated = [ballots.abort() for ballots in (third, first, second)]
     assert max(map(len, stated)) < 400, "each of them goes to all"
     # in whatever order, and whoever else is there
-    assert excluded(*stated) == excluded(*stated[::-1], members=tuple(names)) == [names[3]]
+    assert excluded(*stated) == excluded(*stated[::-1], members=(A, B, C, D)) == [D]
 
 
-def test_a_voter_that_commits_is_not_among_the_aborts(
-    identities: list[Identity], tmp_path: Path
-) -> None:
-    first, second, *_ = ballots_of(identities[:2], tmp_path)
+def test_a_voter_that_commits_is_not_among_the_aborts(tmp_path: Path) -> None:
+    first, second = ballots_of(KEYS[:2], tmp_path)
     first.receive(second.cast(D1, ()))
-    first.cast(None, (identities[1].peer_id,))
-    names = tuple(identity.peer_id for identity in identities[:2])
-    assert excluded(first.abort(), members=names) == [names[1]], "the silent one goes first"
+    first.cast(None, (B,))
+    assert excluded(first.abort(), members=(A, B)) == [B], "the silent one goes first"
     assert second.abort() == b""
 
 
 def test_aborts_that_are_malformed_forged_or_of_another_round_exclude_nobody(
-    identities: list[Identity], tmp_path: Path
+    tmp_path: Path,
 ) -> None:
-    (own, *_) = ballots_of(identities[:3], tmp_path)
-    own.cast(None, (identities[1].peer_id,))
+    own, *_ = ballots_of(KEYS[:3], tmp_path)
+    own.cast(None, (B,))
     sound = own.abort()
     assert excluded(sound)
-    forged = bytearray(sound)
-    forged[-1] ^= 1  # the last byte of the signature
-    for wrong in (b"", b"junk", bytes(forged), sound[:-1]):
+    forgery = bytearray(sound)
+    forgery[-1] ^= 1  # the last byte of the signature
+    for wrong in (b"", b"junk", bytes(forgery), sound[:-1]):
         assert excluded(wrong) == []
     for changes in ({"run": "other"}, {"stage": 1}, {"round": 4}):
-        (other, *_) = ballots_of(identities[:3], tmp_path / str(changes), **changes)
-        other.cast(None, (identities[1].peer_id,))
+        other, *_ = ballots_of(KEYS[:3], tmp_path / str(changes), **changes)
+        other.cast(None, (B,))
         assert excluded(other.abort()) == []

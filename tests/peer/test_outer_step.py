@@ -83,12 +83,13 @@ def test_refuses_vectors_that_do_not_fit() -> None:
 def test_refuses_an_output_that_overwrites_what_is_still_read() -> None:
     step = OuterStep(0.7, 0.5)
     anchor, buffer, average = (torch.zeros(8) for _ in range(3))
-    with pytest.raises(ValueError, match="out_momentum"):
-        step.apply(anchor, buffer, average, anchor, average)
-    with pytest.raises(ValueError, match="out_anchor"):
-        step.apply(anchor, buffer, average, buffer, torch.zeros(8))
-    with pytest.raises(ValueError, match="out_momentum"):
-        step.apply(anchor, buffer, average, torch.zeros(8), anchor)
+    for outputs, name in (
+        ((anchor, average), "out_momentum"),
+        ((buffer, torch.zeros(8)), "out_anchor"),
+        ((torch.zeros(8), anchor), "out_momentum"),
+    ):
+        with pytest.raises(ValueError, match=name):
+            step.apply(anchor, buffer, average, *outputs)
 
 
 @pytest.mark.parametrize("learning_rate, momentum", [(0.0, 0.5), (float("nan"), 0.5), (0.7, 1.0)])
@@ -103,16 +104,7 @@ def test_sha256_is_that_of_the_little_endian_values() -> None:
     assert anchor_sha256(torch.tensor(values)) == expected
 
 
-def test_sha256_sees_a_single_bit() -> None:
-    anchor = torch.ones(1000)
-    changed = anchor.clone()
-    changed[999] = torch.nextafter(torch.tensor(1.0), torch.tensor(2.0))
-    assert anchor_sha256(anchor) != anchor_sha256(changed)
-    assert anchor_sha256(anchor) == anchor_sha256(anchor.clone())
-
-
-def test_sha256_refuses_what_is_no_flat_vector() -> None:
+@pytest.mark.parametrize("wrong", [torch.zeros(4, 4), torch.zeros(8)[::2]])
+def test_sha256_refuses_what_is_no_flat_vector(wrong: Tensor) -> None:
     with pytest.raises(ValueError, match="flat CPU vector"):
-        anchor_sha256(torch.zeros(4, 4))
-    with pytest.raises(ValueError, match="flat CPU vector"):
-        anchor_sha256(torch.zeros(8)[::2])
+        anchor_sha256(wrong)

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from dilocox.dht.identity import Identity
+from dilocox.dht.manifest_specs import DeadlineSpec
 from dilocox.peer.rounds.group import AttemptSetup, Mean
 from dilocox.peer.rounds.record import RoundRecord, own_contribution
 from dilocox.peer.rounds.vote import Verdict
@@ -248,7 +249,10 @@ def test_members_that_do_not_hear_each_other_commit_as_soon_as_all_others(
     record = record_of(group, results)
     assert {part.contributors for part in record.parts} == {tuple(group.peers)}
     for result in results:  # of three that only dial out each needs the votes of two others
-        assert result is not None and result.seconds < group.setups[group.peers[0]].exchange_s
+        assert (
+            result is not None
+            and result.seconds < group.setups[group.peers[0]].deadlines.exchange_s
+        )
 
 
 # ---- members that are slow -----------------------------------------------------------------------
@@ -326,7 +330,7 @@ def ends(setup: AttemptSetup, numel: int) -> tuple[float, ...]:
     """When phases of `numel` and of 6400 values should be over."""
     first, second = (next(share for share in setup.shares if share.phase == n) for n in (0, 1))
     shares = replace(first, start=0, stop=numel), replace(second, start=0, stop=6400)
-    return replace(setup, shares=shares, exchange_s=100.0).phase_ends_s()
+    return replace(setup, shares=shares, deadlines=DeadlineSpec(exchange_s=100.0)).phase_ends_s()
 
 
 def test_each_phase_has_a_quarter_of_the_exchanges_time_and_more_by_its_bytes(

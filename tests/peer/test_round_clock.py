@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 
 import pytest
@@ -11,13 +12,8 @@ from dilocox.peer.rounds.round_clock import (
     BELLS_READ,
     RoundView,
     Schedule,
-    attempt_at,
     bells_to_read,
-    current_round,
-    first_round,
-    must_ring,
     newest_credible,
-    quorum,
 )
 from tests.pipeline.swarms import bell_record, replica_record
 
@@ -34,7 +30,9 @@ def replica(step_s: float = 1.0, round_number: int = R) -> ReplicaRecord:
     return replica_record("a", round=round_number, step_s=step_s)
 
 
-def view(bells: dict[str, BellRecord], heads: str = "abc", step_s: float = 1.0) -> RoundView:
+def view(
+    bells: dict[str, BellRecord], heads: Iterable[str] = "abc", step_s: float = 1.0
+) -> RoundView:
     return RoundView(round=R, bells=bells, replicas={head: replica(step_s) for head in heads})
 
 
@@ -43,17 +41,11 @@ def view(bells: dict[str, BellRecord], heads: str = "abc", step_s: float = 1.0) 
     "replicas, bells", [(1, 1), (2, 2), (3, 2), (4, 2), (5, 3), (6, 3), (7, 4), (8, 4), (100, 50)]
 )
 def test_quorum_is_half_rounded_up_and_at_least_two_of_two(replicas: int, bells: int) -> None:
-    assert quorum(replicas) == bells
-
-
-def test_quorum_of_nobody_is_refused() -> None:
-    with pytest.raises(ValueError, match="0 replicas"):
-        quorum(0)
-
-
-def test_round_is_reached_with_the_quorums_bell() -> None:
-    assert not view({"a": bell(100)}).reached(110)
-    assert view({"a": bell(100), "b": bell(105)}).reached(110)
+    heads = [str(number) for number in range(replicas)]
+    seen = view({}, heads)
+    for count in range(1, bells + 1):
+        seen = replace(seen, bells={head: bell(100) for head in heads[:count]})
+        assert seen.reached(110) == (count == bells)
 
 
 # ---- T_R ---------------------------------------------------------------------------------------
@@ -63,22 +55,21 @@ def test_t_r_is_the_quorums_finish_plus_grace_plus_longest_step_plus_notice() ->
     assert seen.proposal("b", 106) == Schedule(send_after=115, scheduled_at=120)
 
 
-def test_third_bell_does_not_move_the_quorums_finish() -> None:
-    bells = {"a": bell(100), "b": bell(105), "c": bell(109)}
-    assert view(bells, heads="abcd").proposal("c", 110) == Schedule(
-        send_after=115, scheduled_at=118
-    )
-
-
-def test_when_all_have_rung_the_group_meets_an_inner_step_and_two_seconds_later() -> None:
-    bells = {"a": bell(100), "b": bell(101), "c": bell(102)}
-    assert view(bells).proposal("c", 102.5) == Schedule(send_after=102.5, scheduled_at=105.5)
-
-
-def test_single_replica_needs_no_grace() -> None:
-    assert view({"a": bell(100)}, heads="a").proposal("a", 100) == Schedule(
-        send_after=100, scheduled_at=103
-    )
+@pytest.mark.parametrize(
+    ("heads", "finishes", "me", "now", "times"),
+    [
+        ("abcd", "abc", "c", 110, (115, 118)),  # a third bell does not move the quorum's finish
+        ("abc", "abc", "c", 110, (110, 113)),  # all have rung: an inner step and two seconds later
+        ("a", "a", "a", 100, (100, 103)),  # a single replica needs no grace
+        ("abc", "ab", "a", 150, (115, 153)),  # who sees the quorum late still gives notice
+    ],
+)
+def test_t_r_by_who_has_rung(
+    heads: str, finishes: str, me: str, now: float, times: tuple[float, float]
+) -> None:
+    rung = dict(zip("abc", (bell(100), bell(105), bell(109)), strict=True))
+    seen = view({head: rung[head] for head in finishes}, heads)
+    assert seen.proposal(me, now) == Schedule(send_after=times[0], scheduled_at=times[1])
 
 
 def test_last_bell_brings_t_r_forward_but_never_back() -> None:
@@ -87,11 +78,6 @@ def test_last_bell_brings_t_r_forward_but_never_back() -> None:
     assert view(bells).proposal("c", 112) is None  # 115 would be later than 113
     bells["c"] = bell(102, times=(103, 105))
     assert view(bells).proposal("a", 103.5) is None
-
-
-def test_head_that_sees_the_quorum_late_still_gives_notice() -> None:
-    seen = view({"a": bell(100), "b": bell(105)})
-    assert seen.proposal("a", 150) == Schedule(send_after=115, scheduled_at=153)
 
 
 def test_only_a_head_that_has_rung_writes_t_r() -> None:
@@ -113,23 +99,12 @@ def test_equal_finishes_need_no_order() -> None:
 
 
 # ---- the smallest T_R --------------------------------------------------------------------------
-def test_all_use_the_smallest_t_r_they_find() -> None:
-    bells = {
-        "a": bell(100, times=(116, 119)),
-        "b": bell(101, times=(115, 118)),
-        "c": bell(102),
-    }
-    assert view(bells).schedule(110) == Schedule(send_after=115, scheduled_at=118)
-
-
-def test_of_equal_t_r_the_earlier_end_of_grace_counts() -> None:
-    bells = {"a": bell(100, times=(116, 118)), "b": bell(101, times=(115, 118))}
-    assert view(bells).schedule(110) == Schedule(send_after=115, scheduled_at=118)
-
-
-def test_t_r_in_the_past_stands_for_those_who_are_late() -> None:
-    bells = {"a": bell(100, times=(115, 118))}
-    assert view(bells).schedule(500) == Schedule(send_after=115, scheduled_at=118)
+def test_all_use_the_smallest_t_r_and_of_equal_ones_the_earlier_end_of_grace() -> None:
+    smallest = bell(101, times=(115, 118))
+    for other in (bell(100, times=(116, 119)), bell(100, times=(116, 118))):
+        seen = view({"a": other, "b": smallest, "c": bell(102)})
+        for now in (110, 500):  # also in the past: it stands for those who are late
+            assert seen.schedule(now) == Schedule(send_after=115, scheduled_at=118)
 
 
 @pytest.mark.parametrize(
@@ -179,35 +154,7 @@ def test_where_all_state_absurd_durations_the_group_meets_within_the_horizon() -
     assert view({"a": replace(seen.bells["a"], **vars(times)), "b": bell(105)}).schedule(107)
 
 
-# ---- the bell ----------------------------------------------------------------------------------
-@pytest.mark.parametrize(
-    "done, rung, ring", [(9, False, False), (10, False, True), (12, True, False)]
-)
-def test_bell_is_rung_once_after_the_rounds_inner_steps(done: int, rung: bool, ring: bool) -> None:
-    assert must_ring(done, 10, rung=rung) is ring
-
-
 # ---- which round -------------------------------------------------------------------------------
-@pytest.mark.parametrize(
-    "own, rung, now_in",
-    [
-        (3, [], 3),
-        (3, [3], 3),  # the bell of its own round
-        (3, [5], 5),  # one bell 5 proves that bell 4 reached its quorum: skip
-        (6, [4], 6),  # never back
-    ],
-)
-def test_current_round_follows_the_bells(own: int, rung: list[int], now_in: int) -> None:
-    assert current_round(own, rung=rung) == now_in
-
-
-def test_joiner_starts_in_the_current_round() -> None:
-    assert first_round([]) == 0
-    assert first_round([replica(round_number=4), replica(round_number=5)]) == 5
-    assert first_round([replica(round_number=4)], rung=[6]) == 6
-    assert first_round([], last_record=8) == 9  # nobody trains: after the chain's last record
-
-
 def test_bells_are_read_of_the_rounds_that_others_state_and_only_of_so_many() -> None:
     assert bells_to_read(3, []) == [4, 3]
     assert bells_to_read(3, [replica(round_number=3)]) == [4, 3]
@@ -253,10 +200,3 @@ def test_a_notice_of_a_minute_fits_into_a_round_of_an_hour() -> None:
     hears = replace(replica(), hear_s=63.0)
     seen = replace(seen, replicas={**seen.replicas, "b": hears})
     assert seen.proposal("c", 100) == Schedule(send_after=100, scheduled_at=164)
-
-
-def test_retry_comes_after_both_deadlines_of_the_first_attempt() -> None:
-    assert attempt_at(118, 0, exchange_s=30, vote_s=10) == 118
-    assert attempt_at(118, 1, exchange_s=30, vote_s=10) == 158
-    with pytest.raises(ValueError, match="attempt 2"):
-        attempt_at(118, 2, exchange_s=30, vote_s=10)

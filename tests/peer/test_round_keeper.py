@@ -228,7 +228,39 @@ def test_a_run_that_rests_is_not_listened_to_for_bells() -> None:
     assert keeper.look_s(resting=True) == float("inf")
 
 
-# ---- the first round -----------------------------------------------------------------------------
+# ---- which round ---------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("own", "rung", "now_in"),
+    [
+        (3, None, 3),
+        (3, 3, 3),  # the bell of its own round
+        (3, 5, 5),  # one bell 5 proves that bell 4 reached its quorum: skip
+        (6, 4, 6),  # never back
+    ],
+)
+def test_a_replica_follows_the_bells_to_a_later_round(
+    own: int, rung: int | None, now_in: int
+) -> None:
+    keeper = keeper_of(first=own)
+    bells = {} if rung is None else {rung: {"other": bell_record(NOW, round=rung)}}
+    follow(keeper, 0, SwarmView(me="me", bells=bells))
+    assert keeper.round == now_in
+
+
+def test_a_joiner_starts_in_the_current_round() -> None:
+    def first(view: SwarmView, last_record: int = -1) -> int:
+        keeper = keeper_of()
+        keeper.start(view, last_record)
+        return keeper.round
+
+    stated = {name: replica_record(name, round=number) for name, number in (("a", 4), ("b", 5))}
+    rung = {6: {"a": bell_record(NOW, round=6)}}
+    assert first(VIEW) == 0
+    assert first(SwarmView(me="me", replicas=stated)) == 5
+    assert first(SwarmView(me="me", replicas=stated, bells=rung)) == 6
+    assert first(VIEW, last_record=8) == 9  # nobody trains: after the chain's last record
+
+
 def test_after_a_rollback_no_round_number_comes_again_though_nobody_knows_it_any_more() -> None:
     keeper = keeper_of(first=25)  # its newest record from before was of round 24
     keeper.start(VIEW, last_record=1)

@@ -38,22 +38,6 @@ def votes_of(choices: str) -> list[Vote]:
 
 
 # ---- the majority ------------------------------------------------------------------------------
-@pytest.mark.parametrize("size", range(1, 9))
-def test_more_than_half_commit_and_half_aborting_is_void(size: int) -> None:
-    members = members_of(size)
-    for agreeing, aborting in product(range(size + 1), repeat=2):
-        if agreeing + aborting > size:
-            continue
-        choices = "1" * agreeing + "x" * aborting + "-" * (size - agreeing - aborting)
-        verdict = decide(members, votes_of(choices)).verdict
-        if agreeing >= size // 2 + 1:
-            assert verdict is COMMITTED
-        elif aborting >= (size + 1) // 2:
-            assert verdict is VOID
-        else:
-            assert verdict is UNDECIDED
-
-
 @pytest.mark.parametrize(
     "choices, verdict",
     [
@@ -72,6 +56,9 @@ def test_more_than_half_commit_and_half_aborting_is_void(size: int) -> None:
         ("111x", COMMITTED),
         ("11xx", VOID),
         ("--xx", VOID),
+        ("11111---", COMMITTED),
+        ("1111xxx-", UNDECIDED),
+        ("1111xxxx", VOID),
     ],
 )
 def test_small_groups_by_hand(choices: str, verdict: Verdict) -> None:
@@ -135,19 +122,6 @@ def test_no_cut_pattern_commits_on_one_member_and_voids_on_another(
     for cast in {"".join(sorted(cast)) for cast in product("12x-", repeat=size)}:
         for lost in lost_patterns:  # all patterns stand for all orders of the same votes
             assert not {COMMITTED, VOID} <= verdicts_under(cast, lost)
-
-
-@pytest.mark.parametrize("size", [3, 4])
-def test_no_cut_pattern_splits_members_who_lose_means_and_votes_alike(size: int) -> None:
-    """A member aborts when a direction to it is cut, since it misses that reducer's mean."""
-    committed = 0
-    for lost in patterns(size, one_way=True):
-        cut_off = {reader for _, reader in lost}
-        cast = "".join("x" if reader in cut_off else "1" for reader in range(size))
-        verdicts = verdicts_under(cast, lost)
-        assert not {COMMITTED, VOID} <= verdicts
-        committed += COMMITTED in verdicts
-    assert committed > 1  # also where something was cut
 
 
 # ---- whom a retry leaves out -------------------------------------------------------------------
@@ -268,24 +242,17 @@ def watch(*observations: tuple[float, int, bool]) -> AloneWatch:
 
 def test_alone_for_a_record_lifetime_may_commit() -> None:
     steps = [(time_s, 0, True) for time_s in (0.0, 5.0, 10.0, 15.0)]
+    assert not watch().may_commit(1e6), "before any observation"
     assert not watch(*steps[:3]).may_commit(14.9)
     assert watch(*steps).may_commit(15)
 
 
-def test_before_any_observation_nobody_commits_alone() -> None:
-    assert not watch().may_commit(1e6)
-
-
-def test_another_peer_in_view_starts_the_wait_anew() -> None:
+def test_another_peer_in_view_or_a_silent_bootstrap_starts_the_wait_anew() -> None:
     alone = watch(*[(5.0 * n, int(n == 2), True) for n in range(6)])
     assert not alone.may_commit(25)  # alone since 15 only
     alone.observe(30, others_in_view=0, bootstrap_answered=True)
     assert alone.may_commit(30)
-
-
-def test_silent_bootstrap_starts_the_wait_anew() -> None:
-    alone = watch(*[(5.0 * n, 0, n != 3) for n in range(5)])
-    assert not alone.may_commit(20)
+    assert not watch(*[(5.0 * n, 0, n != 3) for n in range(5)]).may_commit(20)
 
 
 def test_freeze_of_two_heartbeats_starts_the_wait_anew() -> None:

@@ -9,7 +9,8 @@ from typing import Any, cast
 
 import pytest
 
-from dilocox.peer.rounds.vote import SignedVote, Vote
+from dilocox.peer.rounds.ballots import SignedVote
+from dilocox.peer.rounds.vote import Vote
 from tests.swarm import verdict
 from tests.swarm.altered import Shown
 from tests.swarm.campaign import KINDS, PHASES, ROLES, Fault, Outcome, draw

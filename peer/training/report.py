@@ -96,7 +96,7 @@ class Reporter:
         """Append one event for scripts; EnvironmentFault if the disk is full."""
         for listener in self.listeners:
             listener.on_event(kind, facts)
-        line = json.dumps({"event": kind, "time": round(time.time(), 3)} | facts)
+        line = strict_json({"event": kind, "time": round(time.time(), 3)} | facts)
         try:
             with self._events.open("a") as file:
                 file.write(line + "\n")
@@ -115,7 +115,7 @@ class Reporter:
         if not force and time.monotonic() - self._status_at < STATUS_PERIOD_S:
             return
         self._status_at = time.monotonic()
-        text = json.dumps(asdict(status))
+        text = strict_json(asdict(status))
         write_atomically(self._folder / "status.json", text.encode(), durable=False)
         if self._terminal:
             sys.stderr.write(CLEAR_LINE + progress_line(status))
@@ -144,6 +144,15 @@ class Reporter:
             "on one machine, test its memory; on many, the run's inner.learning_rate is too high",
             tokens,
         )
+
+
+def strict_json(facts: Mapping[str, Any]) -> str:
+    """JSON for any reader: a number that is not finite, which JSON does not know, is null."""
+    finite = {
+        name: None if isinstance(value, float) and not math.isfinite(value) else value
+        for name, value in facts.items()
+    }
+    return json.dumps(finite)
 
 
 def progress_line(status: LoopStatus) -> str:
@@ -450,7 +459,6 @@ class LoopMeter:
         if self._in_replica_since is None and known.head:
             self._in_replica_since = now
         computing_s, since = self.computing_s(), self._in_replica_since
-        not_finite = self.val_loss is not None and not math.isfinite(self.val_loss)
         return replace(
             known,
             state="spare" if self.state == "training" and not known.head else self.state,
@@ -459,7 +467,7 @@ class LoopMeter:
             tokens=self.tokens,
             tokens_per_s=self.tokens_per_s,
             train_loss=self.train_loss,
-            val_loss=None if not_finite else self.val_loss,
+            val_loss=self.val_loss,
             val_round=self.val_round,
             waiting_share=self._waiting_s / max(now - self._began, 1e-9),
             round_waiting_share=self.round_waiting_share,

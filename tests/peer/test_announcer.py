@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
@@ -360,6 +361,15 @@ def test_only_a_peer_that_leads_a_replica_has_a_replica_record() -> None:
     assert (record.val_loss, record.val_round) == (2.5, 2)
     assert (record.codec, record.last_fault) == ("int8", "stage 1 silent")
     assert announcer(Dht(), 0).of_replica(record) == {replica_key(RUN): record}
+
+
+@pytest.mark.parametrize("loss", [math.nan, math.inf, None])
+def test_a_record_has_no_loss_that_is_not_finite_but_its_round(loss: float | None) -> None:
+    own = LoopStatus(head="me", members=("me",), val_loss=loss, val_round=4)
+    record = replica_record(local(0), 5, own, hear_s=1.0)
+    assert record is not None
+    assert ReplicaRecord.decode(record.encode()) == record
+    assert (record.val_loss, record.val_round) == (None, 4)
 
 
 @pytest.mark.parametrize("stages", [1, 13, 40, 64])

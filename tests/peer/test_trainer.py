@@ -10,7 +10,8 @@ from typing import cast
 import pytest
 
 from dilocox.dht.errors import UnreadableManifest
-from dilocox.peer.training.loop import Learner, Move, Revised, Trainer
+from dilocox.peer.training.loop import Learner, Move, Revised
+from dilocox.peer.training.roles import Leading, Trainer
 
 
 class Script:
@@ -52,7 +53,7 @@ def stop() -> threading.Event:
 def train(script: Script, stop: threading.Event) -> list[str]:
     learner = cast("Learner", Learning(script))
     try:
-        Trainer(learner=learner, role=script, stop=stop).run()
+        Trainer(learner=learner, role=cast("Leading", script), stop=stop).run()
     finally:
         assert not script.turns, "it ended too early"
     return script.calls

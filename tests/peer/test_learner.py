@@ -153,12 +153,6 @@ def test_under_round_end_the_send_waits_for_records_that_are_being_applied(tmp_p
     assert loop.fake.of_kind("submit")
 
 
-def test_a_failure_is_raised_where_the_loop_is(loop: Loop) -> None:
-    loop.fake.events.put(Failed(error=RuntimeError("the averaging process has died")))
-    with pytest.raises(RuntimeError, match="the averaging process has died"):
-        loop.learner.between_steps()
-
-
 def test_a_failure_is_heard_under_round_end_too(tmp_path: Path) -> None:
     loop = loop_with(tmp_path, apply="round_end")
     loop.fake.events.put(Failed(error=RuntimeError("it died")))
@@ -487,18 +481,6 @@ def test_what_a_peer_read_before_a_restart_stays_known_until_a_head_reads_on(loo
     assert again.learner.data_state() == {"part": 3, "used": 9}
     again.learner.leave(ended=False)
     assert Loop(loop.folder).learner.data_state() == {"part": 3, "used": 9}
-
-
-def test_progress_that_is_neither_unsent_nor_in_flight_keeps_nobody(loop: Loop) -> None:
-    assert not loop.learner.unsent
-    loop.train()
-    assert loop.learner.unsent
-    loop.fake.due = (0, 1.0)
-    loop.learner.between_steps()
-    assert loop.learner.unsent
-    own_record(loop)
-    loop.learner.between_steps()
-    assert not loop.learner.unsent
 
 
 # ---- the operator --------------------------------------------------------------------------------

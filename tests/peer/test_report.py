@@ -24,7 +24,6 @@ from dilocox.peer.training.report import (
     Reporter,
     RoundReport,
     shown_facts,
-    shown_loss,
 )
 from dilocox.pipeline.messages import Stepped
 from tests.peer.members import template
@@ -219,15 +218,6 @@ def test_the_status_says_in_which_replica_a_peer_is_or_that_it_is_spare(
     assert (status["round"], status["applied_round"], status["in_flight"]) == (3, -1, None)
 
 
-def test_the_status_of_a_head_names_the_members_of_its_replica(
-    meter: LoopMeter, tmp_path: Path
-) -> None:
-    place = LoopStatus(head="h", members=("h", "m"), epoch=7, codec="int8")
-    meter.reporter.status(meter.read(place), force=True)
-    status = json.loads((tmp_path / "status.json").read_text())
-    assert (status["members"], status["epoch"], status["codec"]) == (["h", "m"], 7, "int8")
-
-
 # ---- the files and the log -----------------------------------------------------------------------
 STATUS = LoopStatus(
     state="training",
@@ -353,7 +343,3 @@ def test_a_round_that_a_peer_only_takes_is_no_work_of_its_own(
     facts = "validation 2.5000 (round 3), 2 members, digest dddddddddddd, anchor aaaaaaaaaaaa"
     assert followed == f"took round 1: 1024 tokens of others, {facts}"
     assert reset == f"took round 1: 1024 tokens, {facts}"
-
-
-def test_a_loss_that_is_not_known_yet_is_a_dash() -> None:
-    assert (shown_loss(None), shown_loss(2.34567)) == ("-", "2.3457")

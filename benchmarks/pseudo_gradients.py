@@ -203,7 +203,7 @@ def exchange_all(
     codec = stage_codec(manifest, layout)
     plan = RoundPlan(manifest, codec)
     tokens = dict.fromkeys(members, manifest.rounds.inner_steps * manifest.batch.tokens_per_step)
-    residuals = [Residual.zeros(layout.numel) for _ in members]
+    residuals = [Residual(torch.zeros(layout.numel)) for _ in members]
     sent, meant = torch.zeros(layout.numel), torch.zeros(layout.numel)
     ranks, basis = codec.first_ranks, codec.first_basis(f"{run}/0/-1")
     before: RoundRecord | None = None

@@ -52,9 +52,8 @@ from torch.nn import functional as F
 GROUP_SIZE: Final = 64
 SMALLEST_SCALE: Final = 2.0**-24  # fp16's smallest number above zero
 
-_CPU_BLOCK = (
-    1 << 18
-)  # values: a block and its scratch fit a core's cache, the interpreter does not show
+# values: a block and its scratch fit a core's cache, the interpreter does not show
+_CPU_BLOCK = 1 << 18
 _DEVICE_BLOCK = 1 << 24  # values: few kernel launches on an accelerator
 _SCALE_SLACK = 1 - 2.0**-20  # decoded 16-bit values were rounded to fp32; their scale must not grow
 _MAGNITUDE_MASK = 0x7FFFFFFF

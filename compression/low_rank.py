@@ -82,12 +82,10 @@ class Factored:
 
     @property
     def stage_slice(self) -> slice:
-        """Its values in the stage's vector."""
         return slice(self.start, self.start + self.rows * self.cols)
 
     @property
     def q_slice(self) -> slice:
-        """The values of Q' in the vector of phase 1."""
         return slice(self.q_start, self.q_start + self.rank * self.cols)
 
     def matrix(self, stage: Tensor) -> Tensor:
@@ -119,12 +117,10 @@ class Dense:
 
     @property
     def stage_slice(self) -> slice:
-        """Its values in the stage's vector."""
         return slice(self.start, self.start + self.numel)
 
     @property
     def q_slice(self) -> slice:
-        """Its values in the vector of phase 1."""
         return slice(self.q_start, self.q_start + self.numel)
 
 

@@ -22,6 +22,7 @@ These are pure rules over numbers and the times that the caller gives.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any, TypeVar
@@ -299,6 +300,8 @@ def replica_record(round_number: int, own: LoopStatus, *, hear_s: float) -> Repl
         # a record has room for that many; of more stages the last ones are not told
         members=own.members[:MAX_TEXTS],
         round=round_number,
+        # a record holds finite numbers only; `val_round` alone says that there was a loss
+        val_loss=own.val_loss if math.isfinite(own.val_loss or 0.0) else None,
         waiting_share=own.round_waiting_share,
         hear_s=hear_s,
     )

@@ -60,7 +60,7 @@ prometheus_client.disable_created_metrics()
 
 @dataclass(kw_only=True, eq=False)
 class PeerMetrics:
-    """A listener of the reporter, and the pages of one peer.
+    """What the reporter tells (`on_event`, `on_status`), and the pages of one peer.
 
     status: the newest. round: the facts of the newest committed round. compression_error: of the
     last counted one. committed_at: Unix time. epoch: of its replica, or the last one.

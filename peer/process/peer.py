@@ -50,9 +50,9 @@ from dilocox.peer.rounds.record import RecordRefused
 from dilocox.peer.state_folder import StateFolder
 from dilocox.peer.training.data import BATCH_WINDOWS
 from dilocox.peer.training.inner_optimizer import clip_factor
-from dilocox.peer.training.loop import Learner, Move, Revised, Trainer
+from dilocox.peer.training.loop import Learner, Move, Revised
 from dilocox.peer.training.report import LoopMeter, Reporter
-from dilocox.peer.training.roles import Leading, Serving
+from dilocox.peer.training.roles import Leading, Serving, Trainer
 from dilocox.peer.training.snapshots import Snapshots
 from dilocox.pipeline.frames import FrameLimits
 from dilocox.pipeline.head import Head
@@ -149,7 +149,7 @@ class Assembly:
             network=self.network,
             allowance=self.allowance,
         )
-        reporter.listeners.append(self.metrics)
+        reporter.on_event, reporter.on_status = self.metrics.on_event, self.metrics.on_status
         self.trainer = self._trainer()
 
     def _wake(self) -> None:

@@ -10,7 +10,7 @@ of its windows were used. (A shuffle buffer of `datasets` forgets its contents o
 Neighbouring windows share one token, so that every token of a shelf is predicted once; tokens
 after the last whole window are not.
 
-A `Tokenizer` makes token ids of a document's bytes. No text becomes a special token, whatever it
+A tokenizer makes token ids of a document's bytes. No text becomes a special token, whatever it
 spells: a document that contains `</s>` must not end there.
 
 The validation loss is that of the anchor, on the run's fixed held-out windows.
@@ -30,7 +30,7 @@ from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import contextmanager
 from copy import deepcopy
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -40,30 +40,12 @@ from torch import Tensor
 from dilocox.dht.errors import InvalidInput
 from dilocox.dht.manifest import DataSpec
 from dilocox.peer.averaging.data_lease import place_of, position_of
-from dilocox.peer.training.data_sources import DocumentStream, Source, open_source, require_hub
+from dilocox.peer.training.data_sources import DocumentStream, open_source, require_hub
 from dilocox.pipeline.stage_worker import summed_next_token_loss
 
 logger = logging.getLogger(__name__)
 
 TokenIds = npt.NDArray[np.int32]
-
-
-class Tokenizer(Protocol):
-    """Turns documents into ids."""
-
-    @property
-    def eos_id(self) -> int:
-        """The id that joins documents."""
-        ...
-
-    @property
-    def vocab_size(self) -> int:
-        """How many rows a model's embedding needs at least."""
-        ...
-
-    def encode(self, document: bytes) -> TokenIds:
-        """Return the document's ids, without any special one."""
-        ...
 
 
 class ByteTokenizer:
@@ -73,7 +55,6 @@ class ByteTokenizer:
     vocab_size = 384  # ByT5's extra ids lie above the 3 + 256 that occur
 
     def encode(self, document: bytes) -> TokenIds:
-        """Return one id for each byte."""
         return np.frombuffer(document, dtype=np.uint8).astype(np.int32) + 3
 
 
@@ -97,6 +78,9 @@ class PretrainedTokenizer:
             text, add_special_tokens=False, split_special_tokens=True, verbose=False
         )
         return np.asarray(encoded["input_ids"], dtype=np.int32)
+
+
+Tokenizer: TypeAlias = ByteTokenizer | PretrainedTokenizer
 
 
 def open_tokenizer(name: str) -> Tokenizer:
@@ -156,7 +140,12 @@ class Corpus(Iterator[torch.Tensor]):
         self._sequence_length = sequence_length
         self._microbatch_size = microbatch_size
         self._seed = seed
-        self._reader: _PartReader | None = None
+        self.part = -1  # none is open
+        self.epoch = 0  # how often that part was read to its end
+        self._stream: DocumentStream
+        self._shelf: TokenIds  # [windows, sequence_length + 1]
+        self._shelf_start: dict[str, Any] = {}
+        self._used = 0  # windows of the shelf
 
     def open_part(self, part: int, position: int = 0) -> None:
         """Read from this part from now on, from its start or from a `position` of any peer.
@@ -166,42 +155,40 @@ class Corpus(Iterator[torch.Tensor]):
         """
         if not 0 <= part < self._spec.parts:
             raise InvalidInput(f"data part {part} is not one of 0 to {self._spec.parts - 1}")
-        reader = self._part_reader(part)
+        self.part = part
         epoch, rows = place_of(position)
-        reader.start_epoch(epoch, skip=rows)
-        reader.fill_shelf()
-        self._reader = reader
-
-    @property
-    def part(self) -> int:
-        """The part that is open."""
-        return self._open_reader().part
-
-    @property
-    def epoch(self) -> int:
-        """How often that part was read to its end."""
-        return self._open_reader().epoch
+        self._start_epoch(epoch)
+        self._stream.skip(rows)
+        self._fill_shelf()
 
     @property
     def position(self) -> int:
         """Where the current shelf began: one integer, for a peer that takes the part over."""
-        reader = self._open_reader()
-        return position_of(reader.epoch, int(reader.shelf_start["rows"]))
+        return position_of(self.epoch, int(self._shelf_start["rows"]))
 
     def __next__(self) -> torch.Tensor:
         """Return the next microbatch."""
-        windows = self._open_reader().take(self._microbatch_size)
-        return _tensor(windows)
+        if self.part < 0:
+            raise RuntimeError("no data part is open: call open_part first")
+        taken: list[TokenIds] = []
+        count = self._microbatch_size
+        while count:
+            if self._used >= len(self._shelf):
+                self._fill_shelf()
+            windows = self._shelf[self._used : self._used + count]
+            self._used += len(windows)
+            count -= len(windows)
+            taken.append(windows)
+        return _tensor(np.concatenate(taken))
 
     def state_dict(self) -> dict[str, Any]:
         """Return the exact position: plain JSON-able values."""
-        reader = self._open_reader()
         return {
             "identity": self._identity(),
-            "part": reader.part,
-            "epoch": reader.epoch,
-            "shelf_start": deepcopy(reader.shelf_start),
-            "used": reader.used,
+            "part": self.part,
+            "epoch": self.epoch,
+            "shelf_start": deepcopy(self._shelf_start),
+            "used": self._used,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> bool:
@@ -218,88 +205,49 @@ class Corpus(Iterator[torch.Tensor]):
                 self._spec.source,
             )
             return False
-        reader = self._part_reader(state["part"])
-        reader.start_epoch(state["epoch"], state=state["shelf_start"])
-        reader.fill_shelf(state["used"])
-        self._reader = reader
+        self.part = state["part"]
+        self._start_epoch(state["epoch"])
+        self._stream.load_state_dict(state["shelf_start"])
+        self._fill_shelf(state["used"])
         return True
-
-    def _part_reader(self, part: int) -> _PartReader:
-        return _PartReader(self._source, self.tokenizer, self._sequence_length, self._seed, part)
-
-    def _open_reader(self) -> _PartReader:
-        if self._reader is None:
-            raise RuntimeError("no data part is open: call open_part first")
-        return self._reader
 
     def _identity(self) -> str:
         words = [self._source.fingerprint, self._spec.tokenizer, self._sequence_length, self._seed]
         return hashlib.sha256(json.dumps(words).encode()).hexdigest()
 
-
-class _PartReader:
-    """One part: its epoch, the current shelf, and how many of the shelf's windows are used."""
-
-    def __init__(
-        self, source: Source, tokenizer: Tokenizer, sequence_length: int, seed: int, part: int
-    ):
-        self.part = part
-        self.epoch = 0
-        self.used = 0
-        self.shelf_start: dict[str, Any] = {}
-        self._source = source
-        self._tokenizer = tokenizer
-        self._sequence_length = sequence_length
-        self._seed = seed
-        self._stream: DocumentStream
-        self._shelf: TokenIds  # [windows, sequence_length + 1]
-
-    def start_epoch(
-        self, epoch: int, *, skip: int = 0, state: dict[str, Any] | None = None
-    ) -> None:
-        """Open the documents of an epoch, at its start, after some rows, or at a saved position."""
+    def _start_epoch(self, epoch: int) -> None:
         self.epoch = epoch
         self._stream = self._source.part(self.part, f"{self._seed}/{epoch}")
-        if state is not None:
-            self._stream.load_state_dict(state)
-        self._stream.skip(skip)
 
-    def fill_shelf(self, used: int = 0) -> None:
+    def _fill_shelf(self, used: int = 0) -> None:
         """Gather the next shelf, from the next epoch if this one is over."""
         while not len(shelf := self._next_shelf()):
-            if self.shelf_start["rows"] == 0:
+            if self._shelf_start["rows"] == 0:
                 raise InvalidInput(
-                    f"data part {self.part} of {self._source.spec.source!r} holds less than one "
+                    f"data part {self.part} of {self._spec.source!r} holds less than one "
                     f"window of {self._sequence_length + 1} tokens; lower data.parts (now "
-                    f"{self._source.spec.parts}) or batch.sequence_length, or give more text"
+                    f"{self._spec.parts}) or batch.sequence_length, or give more text"
                 )
-            self.start_epoch(self.epoch + 1)
-        key = f"{self._seed}/{self.part}/{self.epoch}/{self.shelf_start['rows']}"
+            self._start_epoch(self.epoch + 1)
+        key = f"{self._seed}/{self.part}/{self.epoch}/{self._shelf_start['rows']}"
         seed = np.frombuffer(hashlib.sha256(key.encode()).digest(), dtype="<u4")
         # numpy promises that RandomState's sequences never change: a resume may meet a newer numpy.
         self._shelf = shelf[np.random.RandomState(seed).permutation(len(shelf))]
-        self.used = used
-
-    def take(self, count: int) -> TokenIds:
-        """Return the next windows, [count, sequence_length + 1]."""
-        taken: list[TokenIds] = []
-        while count:
-            if self.used >= len(self._shelf):
-                self.fill_shelf()
-            windows = self._shelf[self.used : self.used + count]
-            self.used += len(windows)
-            count -= len(windows)
-            taken.append(windows)
-        return np.concatenate(taken)
+        self._used = used
 
     def _next_shelf(self) -> TokenIds:
-        self.shelf_start = self._stream.state_dict()
-        wanted = max(SHELF_TOKENS, _MIN_SHELF_WINDOWS * self._sequence_length)
+        """Documents, joined and cut into windows that share their last and first token."""
+        self._shelf_start = self._stream.state_dict()
+        length = self._sequence_length
+        wanted = max(SHELF_TOKENS, _MIN_SHELF_WINDOWS * length)
         documents: list[TokenIds] = []
         while wanted > 0 and (document := self._stream.read()) is not None:
-            documents.append(_with_eos(self._tokenizer, document))
+            documents.append(_with_eos(self.tokenizer, document))
             wanted -= len(documents[-1])
-        return _windows(documents, self._sequence_length)
+        tokens = _joined(documents)
+        if len(tokens) <= length:
+            return np.empty((0, length + 1), dtype=np.int32)
+        return np.lib.stride_tricks.sliding_window_view(tokens, length + 1)[::length]
 
 
 def held_out_digest(spec: DataSpec) -> str:
@@ -326,10 +274,8 @@ def held_out_windows(spec: DataSpec, sequence_length: int, count: int = 64) -> t
         InvalidInput: the held-out part is shorter than one window.
     """
     tokenizer = open_tokenizer(spec.tokenizer)
-    documents = [
-        _with_eos(tokenizer, document) for document in open_source(spec).held_out_documents()
-    ]
-    tokens = np.concatenate(documents) if documents else np.empty(0, dtype=np.int32)
+    documents = open_source(spec).held_out_documents()
+    tokens = _joined([_with_eos(tokenizer, document) for document in documents])
     last = len(tokens) - (sequence_length + 1)
     if last < 0:
         raise InvalidInput(
@@ -345,12 +291,8 @@ def _with_eos(tokenizer: Tokenizer, document: bytes) -> TokenIds:
     return np.append(tokenizer.encode(document), np.int32(tokenizer.eos_id))
 
 
-def _windows(documents: list[TokenIds], sequence_length: int) -> TokenIds:
-    """Join documents and cut them into windows that share their last and first token."""
-    tokens = np.concatenate(documents) if documents else np.empty(0, dtype=np.int32)
-    if len(tokens) <= sequence_length:
-        return np.empty((0, sequence_length + 1), dtype=np.int32)
-    return np.lib.stride_tricks.sliding_window_view(tokens, sequence_length + 1)[::sequence_length]
+def _joined(documents: list[TokenIds]) -> TokenIds:
+    return np.concatenate(documents) if documents else np.empty(0, dtype=np.int32)
 
 
 def _tensor(windows: TokenIds) -> torch.Tensor:

@@ -38,7 +38,7 @@ import json
 import os
 import sysconfig
 import tempfile
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass
@@ -89,15 +89,27 @@ _LEFT_OUT_FOLDERS = frozenset(
 _LEFT_OUT_PREFIXES = ("_sysconfigdata", "sitecustomize", "usercustomize")
 
 
-class SourceFile(NamedTuple):
-    """One file of a corpus: its name, the same on every machine, where it is, and its size."""
+class Piece(NamedTuple):
+    """What is dealt out: a range of a file's bytes, or a whole file, maybe of rows or at a URL.
+
+    name: the file's, the same on every machine. stop: 0 of a file whose size is not known.
+    """
 
     name: str
     path: str
-    size: int
+    start: int
+    stop: int
+
+    @property
+    def size(self) -> int:
+        return self.stop - self.start
 
 
-def library_files(library: Path | None = None) -> tuple[list[SourceFile], list[SourceFile]]:
+Opener = Callable[[Sequence[Piece]], Any]
+"""Opens pieces, in the order given, as a streaming `datasets.IterableDataset`."""
+
+
+def library_files(library: Path | None = None) -> tuple[list[Piece], list[Piece]]:
     """List the training files and the held-out files, each sorted by name.
 
     Args:
@@ -108,13 +120,13 @@ def library_files(library: Path | None = None) -> tuple[list[SourceFile], list[S
     """
     library = library or Path(sysconfig.get_paths()["stdlib"])
     held_out_names = {f"{module}.py" for module in HELD_OUT_MODULES}
-    training: list[SourceFile] = []
-    held_out: list[SourceFile] = []
+    training: list[Piece] = []
+    held_out: list[Piece] = []
     for path in _source_paths(library):
         name, size = path.relative_to(library).as_posix(), path.stat().st_size
         if 0 < size <= MAX_FILE_BYTES:
             files = held_out if name in held_out_names else training
-            files.append(SourceFile(name, str(path), size))
+            files.append(Piece(name, str(path), 0, size))
     if not training or not held_out:
         raise EnvironmentFault(
             f"the standard library of this Python, {library}, has no sources (zipped or stripped): "
@@ -145,7 +157,7 @@ _PACKED = (".gz", ".bz2", ".xz", ".zst", ".zip")
 _HUB_ANSWER_S = 10.0
 
 
-def find_files(spec: DataSpec) -> list[SourceFile]:
+def find_files(spec: DataSpec) -> list[Piece]:
     """List the files of a local source, sorted by name; empty ones are passed over.
 
     The source is a file, a glob pattern, or a folder: of a folder every file below it counts that
@@ -179,28 +191,14 @@ def find_files(spec: DataSpec) -> list[SourceFile]:
         raise InvalidInput(f"{spec.SOURCE}: {packed[0]} is compressed; unpack text files first")
     shared = os.path.commonpath([path.absolute().parent for path in paths])
     return sorted(
-        SourceFile(path.absolute().relative_to(shared).as_posix(), str(path), path.stat().st_size)
+        Piece(path.absolute().relative_to(shared).as_posix(), str(path), 0, path.stat().st_size)
         for path in paths
     )
 
 
-@dataclass(frozen=True)
-class Table:
-    """A source of rows: its files (of size 0 where that is unknown), and a builder for them."""
-
-    files: tuple[SourceFile, ...]
-    builder: Any
-
-    def stream(self, paths: Sequence[str]) -> Any:
-        """Stream the rows of some of the files, in the order given, as an `IterableDataset`."""
-        data_files: Any = importlib.import_module("datasets.data_files")
-        files = data_files.DataFilesList(list(paths), [])
-        self.builder.config.data_files = data_files.DataFilesDict({"train": files})
-        return self.builder.as_streaming_dataset(split="train")
-
-
-def open_table(spec: DataSpec) -> Table:
-    """Open JSON lines, Parquet or a hub data set; of the last only the list of files is fetched.
+def _open_table(spec: DataSpec) -> tuple[list[Piece], Opener]:
+    """The files of JSON lines, Parquet or a hub data set, and what streams their rows; of the last
+    only the list of files is fetched.
 
     Raises:
         InvalidInput: no such files, data set, subset, split or field.
@@ -214,40 +212,45 @@ def open_table(spec: DataSpec) -> Table:
                 f"{spec.SOURCE} {spec.source!r} has no split 'train', only "
                 f"{', '.join(map(str, splits)) or 'files that cannot be streamed'}; choose another"
             )
-        table = Table(tuple(SourceFile(url, url, _size(url)) for url in splits["train"]), builder)
+        files = [Piece(url, url, 0, _size(url)) for url in splits["train"]]
     else:
         files = find_files(spec)
         with reading(spec), tempfile.TemporaryDirectory() as cache:
-            datasets: Any = importlib.import_module("datasets")
-            builder = datasets.load_dataset_builder(
+            builder = importlib.import_module("datasets").load_dataset_builder(
                 spec.format, data_files=glob.escape(files[0].path), cache_dir=cache
             )
-        table = Table(tuple(files), builder)
-    _configure(table, spec)
-    return table
+    config = builder.config
+
+    def open_rows(pieces: Sequence[Piece]) -> Any:
+        data_files = importlib.import_module("datasets.data_files")
+        listed = data_files.DataFilesList([piece.path for piece in pieces], [])
+        config.data_files = data_files.DataFilesDict({"train": listed})
+        return builder.as_streaming_dataset(split="train")
+
+    if builder.name == "json":
+        # Any spelling but "utf-8" makes the reader decode, and so replace what is not UTF-8.
+        config.encoding, config.encoding_errors = "UTF-8", "replace"
+    elif builder.name == "text":
+        config.sample_by, config.encoding_errors = "document", "replace"
+    with reading(spec):
+        columns = open_rows(files[:1]).column_names
+    if columns is not None and spec.text_field not in columns:
+        raise _no_field(spec, columns)
+    if hasattr(config, "columns"):
+        config.columns = [spec.text_field]  # the others are not even downloaded
+    return files, open_rows
+
+
+def _no_field(spec: DataSpec, fields: Iterable[str]) -> InvalidInput:
+    return InvalidInput(
+        f"data.text_field: {spec.source!r} has no field {spec.text_field!r}; "
+        f"it has {', '.join(map(repr, fields))}"
+    )
 
 
 def _size(url: str) -> int:
     # Not known on the hub; there the address names the revision, which tells changed files apart.
     return 0 if "://" in url else Path(url).stat().st_size
-
-
-def _configure(table: Table, spec: DataSpec) -> None:
-    config = table.builder.config
-    if table.builder.name == "json":
-        # Any spelling but "utf-8" makes the reader decode, and so replace what is not UTF-8.
-        config.encoding, config.encoding_errors = "UTF-8", "replace"
-    elif table.builder.name == "text":
-        config.sample_by, config.encoding_errors = "document", "replace"
-    with reading(spec):
-        columns = table.stream([table.files[0].path]).column_names
-    if columns is not None and spec.text_field not in columns:
-        raise InvalidInput(
-            f"data.text_field: {spec.source!r} has no field {spec.text_field!r}; "
-            f"it has {', '.join(map(repr, columns))}"
-        )
-    if hasattr(config, "columns"):
-        config.columns = [spec.text_field]  # the others are not even downloaded
 
 
 def _hub_builder(spec: DataSpec) -> Any:
@@ -314,19 +317,6 @@ _PIECE_BYTES = (1 << 12, 1 << 18)  # a long text is cut into pieces between thes
 _PIECES_PER_PART = 8  # so that there is something to shuffle
 
 
-class Piece(NamedTuple):
-    """What is dealt out: a range of a text's bytes, or a whole file of rows (maybe at a URL)."""
-
-    name: str
-    path: str
-    start: int
-    stop: int
-
-
-Opener = Callable[[Sequence[Piece]], Any]
-"""Opens pieces, in the order given, as a streaming `datasets.IterableDataset`."""
-
-
 class DocumentStream:
     """The documents of one part in one order, as bytes, with a position that can be saved.
 
@@ -378,10 +368,7 @@ class DocumentStream:
 
     def _text_of(self, row: dict[str, Any]) -> bytes:
         if self._text_field not in row:
-            raise InvalidInput(
-                f"data.text_field: {self._spec.source!r} has no field {self._text_field!r}; "
-                f"it has {', '.join(map(repr, row))}"
-            )
+            raise _no_field(self._spec, row)
         text = row[self._text_field]
         if isinstance(text, str):
             return text.encode()
@@ -465,11 +452,11 @@ def open_source(spec: DataSpec) -> Source:
 def _open_stdlib(spec: DataSpec) -> Source:
     training, held_out = library_files()
     parts: list[list[Piece]] = [[] for _ in range(spec.parts)]
-    for piece in map(_whole, training):
+    for piece in training:
         parts[int(_hash(piece.name), 16) % spec.parts].append(piece)
     return Source(
         spec=spec,
-        held_out=tuple(map(_whole, held_out)),
+        held_out=tuple(held_out),
         parts=tuple(map(tuple, parts)),
         open_pieces=_open_bytes,
         fingerprint=_fingerprint(spec, training),
@@ -490,13 +477,8 @@ def _open_text(spec: DataSpec) -> Source:
 
 
 def _open_tables(spec: DataSpec) -> Source:
-    table = open_table(spec)
-
-    def open_rows(pieces: Sequence[Piece]) -> Any:
-        return table.stream([piece.path for piece in pieces])
-
-    pieces = list(map(_whole, table.files))
-    fingerprint = _fingerprint(spec, table.files)
+    pieces, open_rows = _open_table(spec)
+    fingerprint = _fingerprint(spec, pieces)
     source = _dealt(spec, pieces, open_rows, fingerprint)
     if all(source.parts):
         return source
@@ -519,10 +501,10 @@ def _open_tables(spec: DataSpec) -> Source:
 def _dealt(spec: DataSpec, pieces: list[Piece], open_pieces: Opener, fingerprint: str) -> Source:
     """Deal pieces out in the order of their hashes: to the held-out part, then round the parts."""
     pieces = sorted(pieces, key=lambda piece: _hash(piece.name, piece.start))
-    budget = _held_out_bytes([piece.stop - piece.start for piece in pieces])
+    budget = _held_out_bytes([piece.size for piece in pieces])
     count = 0
     while budget > 0:
-        budget -= max(1, pieces[count].stop - pieces[count].start)
+        budget -= max(1, pieces[count].size)
         count += 1
     return Source(
         spec=spec,
@@ -550,11 +532,7 @@ def _open_bytes(pieces: Sequence[Piece]) -> Any:
     return rows.map(read, remove_columns=list(columns))
 
 
-def _whole(file: SourceFile) -> Piece:
-    return Piece(file.name, file.path, 0, file.size)
-
-
-def _fingerprint(spec: DataSpec, files: Sequence[SourceFile]) -> str:
+def _fingerprint(spec: DataSpec, files: Sequence[Piece]) -> str:
     listed = sorted((file.name, file.size) for file in files)
     return _hash(spec.format, spec.subset, spec.text_field, spec.parts, listed)
 

@@ -1,14 +1,14 @@
 """The training loop of a peer: inner steps with its replica, and what comes between them.
 
-Runs in the main thread. A peer of stage 0 forms a replica and leads it; a peer of another stage
-serves the head that recruited it. Who is in no replica follows the records and waits: heads for
-free peers, others for a head. Records and sends are `Learner`'s.
+Runs in the main thread (`Trainer` in roles.py). A peer of stage 0 forms a replica and leads it; a
+peer of another stage serves the head that recruited it. Who is in no replica follows the records
+and waits: heads for free peers, others for a head. Records and sends are `Learner`'s.
 
 `Learner` is what a peer's stage learns between two inner steps: records come in, sends go out. All
 that talks to others happens elsewhere (peer/averaging/coordinator.py) and reaches it as events,
 which it takes between two inner steps: at once (`apply: arrival`), at the end of a round
 (`round_end`), or, under `merge: none`, in the wait for the round's own one. It is the same for
-heads, other members and spares; how inner steps are made is their `Role`'s (roles.py).
+heads, other members and spares; how inner steps are made is their role's (roles.py).
 """
 
 from __future__ import annotations
@@ -18,12 +18,11 @@ import time
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from torch import Tensor
 
 from dilocox.compression.layout import FlatLayout
-from dilocox.dht.errors import UnreadableManifest
 from dilocox.dht.manifest import Manifest
 from dilocox.peer.averaging.averager import StageBuffers
 from dilocox.peer.averaging.coordinator import Coordinator
@@ -267,7 +266,6 @@ class Learner:
             with self._meter.waiting("merge"):
                 self._take(event)
             event.taken.set()
-            self._meter.report_round()
             wait_s = 0.0
 
     def _wait_for_outcome(self, limit_s: float, stop: threading.Event) -> None:
@@ -298,7 +296,7 @@ class Learner:
             case Voided():
                 if event.round in self._merge.fly:
                     self._merge.void(event.round, certain=event.certain)
-                    self._meter.void(event.round, event.reason)
+                    self._meter.reporter.void(event.round, event.reason)
             case Resynced():
                 self._resync(event)
             case Failed():
@@ -368,7 +366,7 @@ class Learner:
             records=max(1, state.round - since),
         )
         self._chain_tokens = state.chain_tokens
-        self._meter.resynced(state.round)
+        self._meter.reporter.event("resynced", round=state.round)
         self._snapshot()  # the log begins at this state now, and an older snapshot cannot follow it
 
     def _other_buffers(self) -> tuple[Tensor, Tensor]:
@@ -407,7 +405,7 @@ class Learner:
         before, coordinator.status = coordinator.status, self.status
         if (before.head, before.members) != (self.status.head, self.status.members):
             coordinator.announce()
-        self._meter.show(self.status, force=force)
+        self._meter.reporter.status(self.status, force=force)
 
 
 class Move(Exception):
@@ -416,58 +414,3 @@ class Move(Exception):
     def __init__(self, stage: int):
         super().__init__(stage)
         self.stage = stage
-
-
-class Role(Protocol):
-    """What differs between a head and the other members of a replica."""
-
-    def turn(self) -> None:
-        """Do the next piece of work, of a few seconds at most, or wait a moment for some."""
-        ...
-
-    @property
-    def between_steps(self) -> bool:
-        """Whether the weights may be changed now."""
-        ...
-
-    @property
-    def ended(self) -> bool:
-        """Whether there is nothing more to do here."""
-        ...
-
-    def release(self, *, ended: bool) -> None:
-        """Leave the replica in good order."""
-        ...
-
-
-class Trainer:
-    """One peer's training; `run` returns when the run has ended or `stop` is set."""
-
-    def __init__(self, *, learner: Learner, role: Role, stop: threading.Event):
-        self._learner = learner
-        self._role = role
-        self._stop = stop
-
-    def run(self) -> None:
-        """Join, then train until the run's end, a stop, or a failure (which is raised).
-
-        Raises:
-            Move: this peer should start anew as a peer of another stage; everything is on disk.
-            Revised: likewise, as a peer of the same stage.
-            UnreadableManifest: the run goes on under rules that this program cannot follow.
-        """
-        learner, role = self._learner, self._role
-        move: Move | Revised | UnreadableManifest | None = None
-        try:
-            learner.join()
-            while not (self._stop.is_set() or role.ended):
-                if role.between_steps:
-                    learner.between_steps()
-                role.turn()
-        except (Move, Revised, UnreadableManifest) as asked:
-            move = asked
-        ended = not self._stop.is_set() and move is None
-        role.release(ended=ended)
-        learner.leave(ended=ended)
-        if move is not None:
-            raise move

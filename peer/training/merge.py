@@ -21,7 +21,7 @@ business.
 
 Sources: DiLoCo (arXiv 2311.08105) for `none`, DiLoCoX (arXiv 2506.21263) for `reset`.
 
-`MergeState` is the state for one peer and stage: what a snapshot holds, exactly. Its memory, in
+`Merge` holds the state of one peer and stage: what a snapshot holds, exactly. Its memory, in
 vectors of the stage's size: live weights (the caller's), anchor, outer momentum, start and
 residual; two more for a send in flight and for each undone send (at most `max_undone`). Settling a
 residual allocates one or two for a moment; live weights on a GPU are copied in chunks.
@@ -32,7 +32,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -40,8 +40,6 @@ from torch import Tensor
 from dilocox.peer.training.progress import Progress
 
 SENDS_REMEMBERED = 64  # of those that are not held any more: two integers each
-
-State = TypeVar("State", bound="MergeState")
 
 
 class Residual:
@@ -53,16 +51,8 @@ class Residual:
     other peers' data.
     """
 
-    def __init__(self, values: Tensor) -> None:
-        """Start from `values`, which now belong to this object: zeros, or those of a snapshot."""
-        if values.dim() != 1 or not values.is_floating_point():
-            raise ValueError(f"residual is {values.dtype} {list(values.shape)}: pass a flat vector")
+    def __init__(self, values: Tensor):
         self.values = values
-
-    @classmethod
-    def zeros(cls, numel: int, dtype: torch.dtype = torch.float32) -> Residual:
-        """An empty residual of `numel` values."""
-        return cls(torch.zeros(numel, dtype=dtype))
 
     def take(self, delta: Tensor) -> Tensor:
         """A send: the message delta + residual [n], newly allocated. The residual is empty then."""
@@ -88,18 +78,6 @@ class Residual:
         for part, values in kept:
             unsent[part] = values
         self.values += unsent
-
-    def restore(self, message: Tensor, delta: Tensor) -> None:
-        """A send was undone: take back what its message held beyond `delta`."""
-        self.values += message - delta
-
-    def reopen(self, message: Tensor, delta: Tensor) -> None:
-        """An undone send stands after all (a record names it): the reverse of `restore`."""
-        self.values -= message - delta
-
-    def clear(self) -> None:
-        """Drop everything, as a peer does that starts from the anchor."""
-        self.values.zero_()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,13 +108,17 @@ class MergeConfig:
         return cls(weight=weight, decay=decay, max_age=max_age)
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class Send:
-    """One send: the progress, the message (progress and residual), the tokens behind them."""
+    """One send: the progress, the message (progress and residual), the tokens behind them.
+
+    age: records applied since it was undone.
+    """
 
     delta: Tensor
     message: Tensor
     tokens: int
+    age: int = 0
 
 
 @dataclass(frozen=True)
@@ -148,161 +130,6 @@ class GivenUp:
 
     tokens: int
     clean: bool
-
-
-class MergeState:
-    """One peer's state of one stage. `progress.live` belongs to the caller and changes in place.
-
-    Anchors and momenta are adopted, not copied: whoever passes them must not write to them until
-    others were adopted.
-
-    Every token that was trained on is behind the unsent progress (`tokens`), behind a send in
-    flight, in a record as far as this peer knows (`counted_tokens`), or lost.
-    """
-
-    def __init__(
-        self,
-        config: MergeConfig,
-        live: Tensor,
-        anchor: Tensor,
-        momentum: Tensor,
-        *,
-        round_number: int,
-        digest: str,
-    ):
-        """As a joiner or spare: live weights set to the anchor of this record.
-
-        Before the first record `round_number` is -1 and `digest` the manifest's. All vectors are
-        flat, of one length and dtype; live weights may be on another device.
-        """
-        self.config = config
-        self.progress = Progress(live, torch.empty_like(anchor))
-        self.residual = Residual(torch.zeros_like(anchor))
-        self.fly: dict[int, Send] = {}
-        self.undone: dict[int, Send] = {}
-        self.tokens: int = 0  # behind the unsent progress; negative while that is a doubled send's
-        self.age: int = 0  # records applied since nothing was unsent, or it was sent
-        self.trained_tokens: int = 0
-        self.counted_tokens: int = 0
-        self._unsent = False
-        self._undone_age: dict[int, int] = {}
-        self._counted: dict[int, int] = {}  # tokens of own sends in the chain's last records
-        self._given_up: dict[int, GivenUp] = {}
-        self._adopt(round_number, digest, anchor, momentum)
-        self.reset_to_anchor()
-
-    @property
-    def lost_tokens(self) -> int:
-        """Tokens that no record will hold, as far as is known: one that names a send which was
-        given up takes its tokens back. A record that holds a send twice counts with a minus.
-        """
-        in_flight = sum(send.tokens for send in self.fly.values())
-        return self.trained_tokens - self.counted_tokens - self.tokens - in_flight
-
-    def reset_to_anchor(self) -> None:
-        """Stand on the anchor with nothing of one's own; what that was counts as lost, unless a
-        record of one of its sends comes after all."""
-        self.progress.stand_on(self.anchor)
-        self.residual.clear()
-        given_up = {n: send.tokens for n, send in (*self.fly.items(), *self.undone.items())}
-        given_up |= {number: send.tokens for number, send in self._given_up.items()}
-        self._give_up(given_up, clean=True)
-        self.fly.clear()
-        self.undone.clear()
-        self._undone_age.clear()
-        self._nothing_unsent()
-
-    def start_over(self, sent: Mapping[int, int], trained_tokens: int) -> None:
-        """Stand on the anchor after a restart: this state was followed by sends that it does not
-        know, whose records may or may not come.
-
-        sent: their tokens, by round. trained_tokens: as of the last of them.
-        """
-        self.trained_tokens = max(self.trained_tokens, trained_tokens)
-        self.reset_to_anchor()
-        self._give_up(sent, clean=True)
-
-    def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """Tensors (not copied) and JSON facts; `from_state` restores them exactly."""
-        tensors = {
-            "anchor": self.anchor,
-            "momentum": self.momentum,
-            "live": self.progress.live_on_host(),
-            "start": self.progress.start,
-            "residual": self.residual.values,
-        }
-        for kind, sends in (("fly", self.fly), ("undone", self.undone)):
-            for number, send in sends.items():
-                tensors[f"{kind}.{number}.delta"] = send.delta
-                tensors[f"{kind}.{number}.message"] = send.message
-        facts: dict[str, Any] = {
-            "round": self.round,
-            "digest": self.digest,
-            "tokens": self.tokens,
-            "age": self.age,
-            "trained": self.trained_tokens,
-            "counted_tokens": self.counted_tokens,
-            "unsent": self._unsent,
-            "fly": [[number, send.tokens] for number, send in self.fly.items()],
-            "undone": [[n, send.tokens, self._undone_age[n]] for n, send in self.undone.items()],
-            "counted": [[number, tokens] for number, tokens in self._counted.items()],
-            "given_up": [[n, send.tokens, send.clean] for n, send in self._given_up.items()],
-        }
-        return tensors, facts
-
-    @classmethod
-    def from_state(
-        cls: type[State],
-        config: MergeConfig,
-        live: Tensor,
-        tensors: Mapping[str, Tensor],
-        facts: Mapping[str, Any],
-    ) -> State:
-        """The state as it was. `live` is overwritten, anchor and momentum are adopted, and the rest
-        is copied.
-
-        Raises:
-            KeyError: a tensor or a fact is missing.
-            ValueError: vectors that do not fit the live weights.
-        """
-        anchor, momentum = tensors["anchor"], tensors["momentum"]
-        self = cls(
-            config, live, anchor, momentum, round_number=facts["round"], digest=facts["digest"]
-        )
-        self.progress.check(tensors["live"], tensors["start"], tensors["residual"])
-        live.copy_(tensors["live"])
-        self.progress.start.copy_(tensors["start"])
-        self.residual.values.copy_(tensors["residual"])
-        for kind, sends in (("fly", self.fly), ("undone", self.undone)):
-            for number, tokens, *_ in facts[kind]:
-                delta, message = (tensors[f"{kind}.{number}.{n}"] for n in ("delta", "message"))
-                self.progress.check(delta, message)
-                sends[number] = Send(delta.clone(), message.clone(), tokens)
-        self._undone_age = {number: age for number, _, age in facts["undone"]}
-        self._counted = {number: tokens for number, tokens in facts["counted"]}  # noqa: C416
-        self._unsent = facts["unsent"]
-        self.age = facts["age"]
-        self.tokens = facts["tokens"]
-        self.trained_tokens = facts["trained"]
-        self.counted_tokens = facts["counted_tokens"]
-        self._given_up = {n: GivenUp(tokens, clean) for n, tokens, clean in facts["given_up"]}
-        return self
-
-    def _adopt(self, round_number: int, digest: str, anchor: Tensor, momentum: Tensor) -> None:
-        self.progress.check(anchor, momentum)
-        self.anchor = anchor
-        self.momentum = momentum
-        self.round = round_number
-        self.digest = digest
-
-    def _give_up(self, sends: Mapping[int, int], *, clean: bool) -> None:
-        self._given_up |= {number: GivenUp(tokens, clean) for number, tokens in sends.items()}
-        for old in sorted(self._given_up)[:-SENDS_REMEMBERED]:
-            del self._given_up[old]
-
-    def _nothing_unsent(self) -> None:
-        self.tokens = self.age = 0
-        self._unsent = False
 
 
 class OutOfOrder(ValueError):
@@ -340,8 +167,157 @@ class OwnContribution:
     left_out: Iterable[slice] = ()
 
 
-class Merge(MergeState):
-    """The rules. Methods run between two inner steps, in the thread that trains."""
+class Merge:
+    """One peer's state of one stage, and the rules. `progress.live` belongs to the caller and
+    changes in place. Methods run between two inner steps, in the thread that trains.
+
+    Anchors and momenta are adopted, not copied: whoever passes them must not write to them until
+    others were adopted.
+
+    Every token that was trained on is behind the unsent progress (`tokens`), behind a send in
+    flight, in a record as far as this peer knows (`counted_tokens`), or lost.
+    """
+
+    def __init__(
+        self,
+        config: MergeConfig,
+        live: Tensor,
+        anchor: Tensor,
+        momentum: Tensor,
+        *,
+        round_number: int,
+        digest: str,
+    ):
+        """As a joiner or spare: live weights set to the anchor of this record.
+
+        Before the first record `round_number` is -1 and `digest` the manifest's. All vectors are
+        flat, of one length and dtype; live weights may be on another device.
+        """
+        self.config = config
+        self.progress = Progress(live, torch.empty_like(anchor))
+        self.residual = Residual(torch.zeros_like(anchor))
+        self.fly: dict[int, Send] = {}
+        self.undone: dict[int, Send] = {}
+        self.tokens: int = 0  # behind the unsent progress; negative while that is a doubled send's
+        self.age: int = 0  # records applied since nothing was unsent, or it was sent
+        self.trained_tokens: int = 0
+        self.counted_tokens: int = 0
+        self._unsent = False
+        self._counted: dict[int, int] = {}  # tokens of own sends in the chain's last records
+        self._given_up: dict[int, GivenUp] = {}
+        self._adopt(round_number, digest, anchor, momentum)
+        self.reset_to_anchor()
+
+    @property
+    def lost_tokens(self) -> int:
+        """Tokens that no record will hold, as far as is known: one that names a send which was
+        given up takes its tokens back. A record that holds a send twice counts with a minus.
+        """
+        in_flight = sum(send.tokens for send in self.fly.values())
+        return self.trained_tokens - self.counted_tokens - self.tokens - in_flight
+
+    def reset_to_anchor(self) -> None:
+        """Stand on the anchor with nothing of one's own; what that was counts as lost, unless a
+        record of one of its sends comes after all."""
+        self.progress.stand_on(self.anchor)
+        self.residual.values.zero_()
+        given_up = {n: send.tokens for n, send in (*self.fly.items(), *self.undone.items())}
+        given_up |= {number: send.tokens for number, send in self._given_up.items()}
+        self._give_up(given_up, clean=True)
+        self.fly.clear()
+        self.undone.clear()
+        self._nothing_unsent()
+
+    def start_over(self, sent: Mapping[int, int], trained_tokens: int) -> None:
+        """Stand on the anchor after a restart: this state was followed by sends that it does not
+        know, whose records may or may not come.
+
+        sent: their tokens, by round. trained_tokens: as of the last of them.
+        """
+        self.trained_tokens = max(self.trained_tokens, trained_tokens)
+        self.reset_to_anchor()
+        self._give_up(sent, clean=True)
+
+    def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """Tensors (not copied) and JSON facts; `from_state` restores them exactly."""
+        tensors = {
+            "anchor": self.anchor,
+            "momentum": self.momentum,
+            "live": self.progress.live_on_host(),
+            "start": self.progress.start,
+            "residual": self.residual.values,
+        }
+        for kind, sends in (("fly", self.fly), ("undone", self.undone)):
+            for number, send in sends.items():
+                tensors[f"{kind}.{number}.delta"] = send.delta
+                tensors[f"{kind}.{number}.message"] = send.message
+        facts: dict[str, Any] = {
+            "round": self.round,
+            "digest": self.digest,
+            "tokens": self.tokens,
+            "age": self.age,
+            "trained": self.trained_tokens,
+            "counted_tokens": self.counted_tokens,
+            "unsent": self._unsent,
+            "fly": [[number, send.tokens] for number, send in self.fly.items()],
+            "undone": [[n, send.tokens, send.age] for n, send in self.undone.items()],
+            "counted": [[number, tokens] for number, tokens in self._counted.items()],
+            "given_up": [[n, send.tokens, send.clean] for n, send in self._given_up.items()],
+        }
+        return tensors, facts
+
+    @classmethod
+    def from_state(
+        cls,
+        config: MergeConfig,
+        live: Tensor,
+        tensors: Mapping[str, Tensor],
+        facts: Mapping[str, Any],
+    ) -> Merge:
+        """The state as it was. `live` is overwritten, anchor and momentum are adopted, and the rest
+        is copied.
+
+        Raises:
+            KeyError: a tensor or a fact is missing.
+            ValueError: vectors that do not fit the live weights.
+        """
+        anchor, momentum = tensors["anchor"], tensors["momentum"]
+        self = cls(
+            config, live, anchor, momentum, round_number=facts["round"], digest=facts["digest"]
+        )
+        self.progress.check(tensors["live"], tensors["start"], tensors["residual"])
+        live.copy_(tensors["live"])
+        self.progress.start.copy_(tensors["start"])
+        self.residual.values.copy_(tensors["residual"])
+        for kind, sends in (("fly", self.fly), ("undone", self.undone)):
+            for number, tokens, *age in facts[kind]:
+                delta, message = (tensors[f"{kind}.{number}.{n}"] for n in ("delta", "message"))
+                self.progress.check(delta, message)
+                sends[number] = Send(delta.clone(), message.clone(), tokens, *age)
+        self._counted = {number: tokens for number, tokens in facts["counted"]}  # noqa: C416
+        self._unsent = facts["unsent"]
+        self.age = facts["age"]
+        self.tokens = facts["tokens"]
+        self.trained_tokens = facts["trained"]
+        self.counted_tokens = facts["counted_tokens"]
+        self._given_up = {n: GivenUp(tokens, clean) for n, tokens, clean in facts["given_up"]}
+        return self
+
+    def _adopt(self, round_number: int, digest: str, anchor: Tensor, momentum: Tensor) -> None:
+        self.progress.check(anchor, momentum)
+        self.anchor = anchor
+        self.momentum = momentum
+        self.round = round_number
+        self.digest = digest
+
+    def _give_up(self, sends: Mapping[int, int], *, clean: bool) -> None:
+        self._given_up |= {number: GivenUp(tokens, clean) for number, tokens in sends.items()}
+        for old in sorted(self._given_up)[:-SENDS_REMEMBERED]:
+            del self._given_up[old]
+
+    def _nothing_unsent(self) -> None:
+        self.tokens = self.age = 0
+        self._unsent = False
 
     # ---- this peer trains and sends -------------------------------------------------------------
     def trained(self, tokens: int) -> None:
@@ -435,18 +411,17 @@ class Merge(MergeState):
         of it left this peer; then it is not kept among the undone.
         """
         send = self.fly.pop(round_number)
-        self.residual.restore(send.message, send.delta)
-        self.progress.give_back(send.delta)
+        self.residual.values += send.message - send.delta
+        self.progress.start += send.delta
         self.tokens += send.tokens
         self._unsent = True
         if not certain:
             self.undone[round_number] = send
-            self._undone_age[round_number] = 0
             self._forget(sorted(self.undone)[: -self.config.max_undone])
 
     def drop(self) -> None:
         """Give up the unsent progress; its tokens are lost. The live weights stay."""
-        self.progress.drop()
+        self.progress.start.copy_(self.progress.live)
         self._nothing_unsent()
         self._forget(list(self.undone))  # their progress went with it
 
@@ -454,7 +429,7 @@ class Merge(MergeState):
         """Stand on the anchor with the send in flight on top: what this peer has of its own besides
         is not finite. Its tokens are lost.
         """
-        self.residual.clear()
+        self.residual.values.zero_()
         self._nothing_unsent()
         self._forget(list(self.undone))  # their progress went with it
         self.progress.stand_on(self.anchor)
@@ -525,9 +500,8 @@ class Merge(MergeState):
         """The send of a round, if held: from now on none of it is this peer's own."""
         undone = self.undone.pop(number, None)
         if undone is not None:
-            del self._undone_age[number]
-            self.progress.take_again(undone.delta)
-            self.residual.reopen(undone.message, undone.delta)
+            self.progress.start -= undone.delta
+            self.residual.values -= undone.message - undone.delta
             self.tokens -= undone.tokens
             self._unsent = True  # where a later send took it too, it is unsent with a minus now
         return undone or self.fly.pop(number, None)
@@ -540,9 +514,9 @@ class Merge(MergeState):
         self.age += records if self._unsent else 0
         if self.age >= self.config.max_age:
             self.drop()
-        for number in self._undone_age:
-            self._undone_age[number] += records
-        self._forget([n for n, age in self._undone_age.items() if age > self.config.max_age])
+        for send in self.undone.values():
+            send.age += records
+        self._forget([n for n, send in self.undone.items() if send.age > self.config.max_age])
         self.progress.rebase(self.anchor, self._in_flight(), self.config.weight)
 
     def _in_flight(self) -> list[Tensor]:
@@ -551,4 +525,3 @@ class Merge(MergeState):
     def _forget(self, numbers: Iterable[int]) -> None:
         for number in numbers:
             self._give_up({number: self.undone.pop(number).tokens}, clean=False)
-            del self._undone_age[number]

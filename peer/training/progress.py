@@ -54,7 +54,6 @@ class Progress:
             if vector.numel() and vector.data_ptr() == self.live.data_ptr():
                 raise ValueError("a vector shares memory with the live weights: pass a copy")
 
-    @torch.no_grad()
     def unsent(self) -> Tensor:
         """`start - live` as a new vector."""
         return self.start - self.live_on_host()
@@ -67,26 +66,11 @@ class Progress:
     def take(self) -> Tensor:
         """All unsent progress as a new vector; nothing is unsent after it."""
         delta = torch.empty_like(self.start)
-        for part in self._chunks():
+        for part in _chunks(self.start):
             live = self.live[part].to(self.start.device)
             torch.sub(self.start[part], live, out=delta[part])
             self.start[part].copy_(live)
         return delta
-
-    @torch.no_grad()
-    def give_back(self, delta: Tensor) -> None:
-        """A send was undone: its progress is unsent again."""
-        self.start.add_(delta)
-
-    @torch.no_grad()
-    def take_again(self, delta: Tensor) -> None:
-        """An undone send stands after all: the reverse of `give_back`."""
-        self.start.sub_(delta)
-
-    @torch.no_grad()
-    def drop(self) -> None:
-        """Nothing is unsent any more; the live weights stay."""
-        self.start.copy_(self.live)
 
     @torch.no_grad()
     def stand_on(self, anchor: Tensor) -> None:
@@ -97,7 +81,7 @@ class Progress:
     @torch.no_grad()
     def rebase(self, anchor: Tensor, in_flight: Sequence[Tensor], weight: float) -> None:
         """live = anchor - weight * (unsent + in flight); what is unsent stays the same."""
-        for part in self._chunks():
+        for part in _chunks(self.start):
             live = self.live[part].to(self.start.device)
             unsent = self.start[part].sub_(live)
             ahead = unsent
@@ -107,10 +91,6 @@ class Progress:
             unsent.add_(live)  # `unsent` is `start` itself
             if live.device != self.live.device:
                 self.live[part].copy_(live)
-
-    def _chunks(self) -> Iterator[slice]:
-        for low in range(0, self.start.numel(), CHUNK_VALUES):
-            yield slice(low, low + CHUNK_VALUES)
 
 
 ROW_VALUES = 1 << 14  # few enough that their norm is exact to fp32

@@ -22,7 +22,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import median_low
-from typing import TYPE_CHECKING, Any, Literal, Protocol, cast, get_args
+from typing import TYPE_CHECKING, Any, Literal, cast, get_args
 
 from dilocox.dht.files import disk_fault, write_atomically
 from dilocox.dht.records import StageRecord, figures_of
@@ -70,33 +70,25 @@ class RoundReport:
     anchor_sha256: str
 
 
-class Listener(Protocol):
-    """Hears what a peer reports, in the thread that trains: it must be quick and raise nothing."""
-
-    def on_event(self, kind: str, facts: Mapping[str, Any]) -> None:
-        """An event, with the facts that events.jsonl gets."""
-        ...
-
-    def on_status(self, status: LoopStatus) -> None:
-        """Where the peer is; after every inner step."""
-        ...
-
-
 class Reporter:
-    """Writes the log and the two files of one peer. `listeners` hear all of it."""
+    """Writes the log and the two files of one peer.
+
+    `on_event` and `on_status` hear all of it in the thread that trains, every status included: they
+    must be quick and raise nothing.
+    """
 
     def __init__(self, folder: Path):
         self._folder = folder
         self._events = folder / "events.jsonl"
         self._terminal = sys.stderr.isatty()
         self._status_at = 0.0
-        self.listeners: list[Listener] = []
+        self.on_event: Callable[[str, Mapping[str, Any]], None] = lambda kind, facts: None
+        self.on_status: Callable[[LoopStatus], None] = lambda status: None
 
     def event(self, kind: str, **facts: Any) -> None:
         """Append one event for scripts; EnvironmentFault if the disk is full."""
-        for listener in self.listeners:
-            listener.on_event(kind, facts)
-        line = json.dumps({"event": kind, "time": round(time.time(), 3)} | facts)
+        self.on_event(kind, facts)
+        line = strict_json({"event": kind, "time": round(time.time(), 3)} | facts)
         try:
             with self._events.open("a") as file:
                 file.write(line + "\n")
@@ -110,24 +102,21 @@ class Reporter:
 
     def status(self, status: LoopStatus, *, force: bool = False) -> None:
         """Show the progress, about once a second."""
-        for listener in self.listeners:
-            listener.on_status(status)
+        self.on_status(status)
         if not force and time.monotonic() - self._status_at < STATUS_PERIOD_S:
             return
         self._status_at = time.monotonic()
-        text = json.dumps(asdict(status))
+        text = strict_json(asdict(status))
         write_atomically(self._folder / "status.json", text.encode(), durable=False)
         if self._terminal:
             sys.stderr.write(CLEAR_LINE + progress_line(status))
             sys.stderr.flush()
 
     def committed(self, report: RoundReport) -> None:
-        """One line a round."""
         self.event("round", **asdict(report))
         logger.info("%s", round_line(report))
 
     def void(self, round_number: int, reason: str) -> None:
-        """A round that came to nothing for this peer."""
         self.event("void", round=round_number, reason=reason)
         logger.info(
             "round %d void: %s; nothing is lost: its tokens go with the next round",
@@ -136,7 +125,6 @@ class Reporter:
         )
 
     def started_over(self, tokens: int) -> None:
-        """The weights were not finite, so that they are the anchor's again."""
         self.event("started_over", tokens=tokens)
         logger.warning(
             "the weights here were not finite (NaN): this peer goes on from the anchor with a new "
@@ -144,6 +132,15 @@ class Reporter:
             "on one machine, test its memory; on many, the run's inner.learning_rate is too high",
             tokens,
         )
+
+
+def strict_json(facts: Mapping[str, Any]) -> str:
+    """JSON for any reader: a number that is not finite, which JSON does not know, is null."""
+    finite = {
+        name: None if isinstance(value, float) and not math.isfinite(value) else value
+        for name, value in facts.items()
+    }
+    return json.dumps(finite)
 
 
 def progress_line(status: LoopStatus) -> str:
@@ -250,11 +247,11 @@ class LoopMeter:
 
         `computing_s` is set by the owner: all seconds that the stage has spent computing.
         """
-        self._reporter = reporter
+        self.reporter = reporter
         self._sent = sent
         self._numel = numel
         self._began = self._line_began = time.monotonic()
-        self._waiting_s = self._line_waiting_s = 0.0
+        self._waited_before_s = self._line_waited_s = 0.0  # for averages, when these began
         self._waiting_since = self._began
         self._waiting_for: Waiting | None = None
         self._accounted_at, self._accounted_s = self._began, 0.0
@@ -262,7 +259,6 @@ class LoopMeter:
         self._losses: list[float] = []
         # by round sent: inner steps and mean loss
         self._steps_of: dict[int, tuple[int, float | None]] = {}
-        self._pending: RoundReport | None = None
         self._in_replica_since: float | None = None
         self.computing_s: Callable[[], float] = lambda: 0.0
         self.state = "joining"
@@ -285,10 +281,10 @@ class LoopMeter:
     def start(self) -> None:
         """Training begins; what came before is no waiting."""
         self.state = "training"
-        self._reporter.event("training")
+        self.reporter.event("training")
         self._began = self._line_began = time.monotonic()
-        self._waiting_s = self._line_waiting_s = 0.0
-        self._stalled_before_s = self._stalled_s
+        self._waited_before_s = self._line_waited_s = self._waited_s(FOR_AVERAGES)
+        self._stalled_before_s = self._waited_s(PER_ROUND)
 
     def stepped(self, stepped: Stepped, tokens: int, seconds: float) -> None:
         """An inner step on so many tokens was taken, or skipped."""
@@ -324,27 +320,23 @@ class LoopMeter:
         loss = sum(self._losses) / len(self._losses) if self._losses else None
         self._steps_of[round_number] = (self.inner_step, loss)
         self._losses.clear()
-        self._reporter.event("sent", round=round_number, tokens=tokens)
+        self.reporter.event("sent", round=round_number, tokens=tokens)
 
     def next_round(self) -> None:
         """A new round begins."""
         self.inner_step = 0
         self.longest_step_s = 0.0
         self._count_waiting()
-        stalled_s = self._stalled_s
+        stalled_s = self._waited_s(PER_ROUND)
         self.stall_s, self._stalled_before_s = stalled_s - self._stalled_before_s, stalled_s
 
-    @property
-    def _stalled_s(self) -> float:
-        """Since this peer started."""
-        return sum(self.waiting_s[reason] for reason in PER_ROUND)
+    def _waited_s(self, reasons: Sequence[Waiting]) -> float:
+        return sum(self.waiting_s[reason] for reason in reasons)
 
     def _count_waiting(self) -> None:
         """Take in the wait that is not over yet."""
         now = time.monotonic()
         if self._waiting_for is not None:
-            if self._waiting_for in FOR_AVERAGES:
-                self._waiting_s += now - self._waiting_since
             self.waiting_s[self._waiting_for] += now - self._waiting_since
         self._waiting_since = now
 
@@ -353,7 +345,7 @@ class LoopMeter:
         anything of its own: its neighbours, or a replica, let it wait."""
         self._count_waiting()
         now, computing_s = time.monotonic(), self.computing_s()
-        accounted_s = computing_s + sum(self.waiting_s[reason] for reason in OWN_WAITING)
+        accounted_s = computing_s + self._waited_s(OWN_WAITING)
         rest_s = (now - self._accounted_at) - (accounted_s - self._accounted_s)
         self.waiting_s["neighbours" if in_replica else "spare"] += max(0.0, rest_s)
         self._accounted_at, self._accounted_s = now, accounted_s
@@ -361,25 +353,17 @@ class LoopMeter:
     def validated(self, round_number: int, loss: float) -> None:
         """The anchor that stands on this round's record was evaluated."""
         self.val_loss, self.val_round = loss, round_number
-        self._reporter.event("validated", round=round_number, loss=loss)
+        self.reporter.event("validated", round=round_number, loss=loss)
 
     def heard(self, round_number: int, loss: float) -> None:
         """Another head evaluated a newer anchor."""
         if round_number > self.val_round:
             self.val_loss, self.val_round = loss, round_number
 
-    def void(self, round_number: int, reason: str) -> None:
-        """The round's exchange came to nothing."""
-        self._reporter.void(round_number, reason)
-
     def started_over(self, tokens: int) -> None:
         """Its weights were not finite: what it had learnt from so many tokens is lost."""
         self._losses.clear()
-        self._reporter.started_over(tokens)
-
-    def resynced(self, round_number: int) -> None:
-        """A state was taken from a peer."""
-        self._reporter.event("resynced", round=round_number)
+        self.reporter.started_over(tokens)
 
     def committed(
         self,
@@ -390,7 +374,7 @@ class LoopMeter:
         compression_error: float | None = None,
         residual_norm: float | None = None,
     ) -> None:
-        """A record was merged; its line is written by `report_round`.
+        """A record was merged.
 
         compression_error: |m - c| / |m| of this peer's message, None where it is not in the record.
         """
@@ -401,19 +385,20 @@ class LoopMeter:
         self._count_waiting()
         now = time.monotonic()
         wall_s = max(now - self._line_began, 1e-9)
-        self.round_waiting_share = (self._waiting_s - self._line_waiting_s) / wall_s
+        waited_s = self._waited_s(FOR_AVERAGES)
+        self.round_waiting_share = (waited_s - self._line_waited_s) / wall_s
         sent = self._sent()
         since = {kind: count - self._line_sent.get(kind, 0) for kind, count in sent.items()}
         members = len(record.members)
-        self._pending = RoundReport(
+        report = RoundReport(
             round=record.round,
             inner_steps=steps,
             tokens=tokens if outcome is Outcome.COUNTED else 0,
             record_tokens=record.tokens,
             chain_tokens=record.chain_tokens,
             train_loss=loss,
-            val_loss=None,
-            val_round=-1,
+            val_loss=self.val_loss,
+            val_round=self.val_round,
             tokens_per_s=self.tokens_per_s,
             waiting_share=self.round_waiting_share,
             sent_bytes=sum(since.values()),
@@ -430,16 +415,9 @@ class LoopMeter:
             digest=event.digest,
             anchor_sha256=event.anchor_sha256,
         )
-        self._line_began, self._line_waiting_s = now, self._waiting_s
+        self._line_began, self._line_waited_s = now, waited_s
         self._line_sent = sent
-
-    # ---- the log is told -------------------------------------------------------------------------
-    def report_round(self) -> None:
-        """Write the line of the round that was merged last."""
-        if self._pending is None:
-            return
-        report, self._pending = self._pending, None
-        self._reporter.committed(replace(report, val_loss=self.val_loss, val_round=self.val_round))
+        self.reporter.committed(report)
 
     def read(self, known: LoopStatus, **facts: Any) -> LoopStatus:
         """The status of now: what was `known` of the replica, these facts, and all that is counted
@@ -450,7 +428,7 @@ class LoopMeter:
         if self._in_replica_since is None and known.head:
             self._in_replica_since = now
         computing_s, since = self.computing_s(), self._in_replica_since
-        not_finite = self.val_loss is not None and not math.isfinite(self.val_loss)
+        waited_s = self._waited_s(FOR_AVERAGES) - self._waited_before_s
         return replace(
             known,
             state="spare" if self.state == "training" and not known.head else self.state,
@@ -459,18 +437,14 @@ class LoopMeter:
             tokens=self.tokens,
             tokens_per_s=self.tokens_per_s,
             train_loss=self.train_loss,
-            val_loss=None if not_finite else self.val_loss,
+            val_loss=self.val_loss,
             val_round=self.val_round,
-            waiting_share=self._waiting_s / max(now - self._began, 1e-9),
+            waiting_share=waited_s / max(now - self._began, 1e-9),
             round_waiting_share=self.round_waiting_share,
             computing_share=0.0 if since is None else computing_s / max(now - since, 1e-9),
             compression_error=self.compression_error,
             **facts,
         )
-
-    def show(self, status: LoopStatus, *, force: bool = False) -> None:
-        """Show it, about once a second; `force`: now."""
-        self._reporter.status(status, force=force)
 
 
 def rank_span(ranks: Sequence[int]) -> tuple[int, int, int] | None:

@@ -2,6 +2,11 @@
 
 `Leading` is that of a head: data, learning rate, inner steps with its replica, validation losses.
 `Serving` is that of a peer of any stage but the first: it serves the head that recruited it.
+`Trainer` runs either of them beside the `Learner`.
+
+A role's `turn` does the next piece of work, of a few seconds at most, or waits a moment for some;
+`between_steps` says whether the weights may be changed now, `ended` whether there is nothing more
+to do here; `release` leaves the replica in good order.
 """
 
 from __future__ import annotations
@@ -17,11 +22,12 @@ from typing import Any
 
 from torch import Tensor
 
+from dilocox.dht.errors import UnreadableManifest
 from dilocox.dht.manifest import Manifest
 from dilocox.peer.averaging.coordinator import Coordinator
 from dilocox.peer.training.data import Corpus, batches_of
 from dilocox.peer.training.inner_optimizer import learning_rate
-from dilocox.peer.training.loop import POLL_S, Learner, Move
+from dilocox.peer.training.loop import POLL_S, Learner, Move, Revised
 from dilocox.peer.training.report import LoopMeter
 from dilocox.pipeline.head import Head
 from dilocox.pipeline.member import Follower, Member
@@ -79,16 +85,13 @@ class Leading:
 
     @property
     def ended(self) -> bool:
-        """Whether the run has trained on all its tokens, or its operator has ended it."""
         return self._learner.ended or self._learner.finished
 
     @property
     def between_steps(self) -> bool:
-        """Always: a head comes back when an inner step is complete."""
-        return True
+        return True  # it comes back when an inner step is complete
 
     def turn(self) -> None:
-        """One inner step, or one try to form a replica."""
         if self._coordinator.paused:
             self._show_replica(PAUSED)
             self._learner.stand_still()
@@ -251,7 +254,6 @@ class Serving:
 
     @property
     def between_steps(self) -> bool:
-        """Whether nothing of an inner step is under way here."""
         return self._follower.between_steps
 
     @property
@@ -264,7 +266,6 @@ class Serving:
         return ended and not self._follower.head
 
     def turn(self) -> None:
-        """The next piece of work that came, or a wait for some."""
         self._reservation.open({"round": self._learner.round, "window": self._window()})
         self._take(self._follower.turn(POLL_S))
         move = self._coordinator.move_to
@@ -311,3 +312,36 @@ class Serving:
         if all(state in ("left", "joining") for state in own):
             return self._learner.status.blocked
         return "; ".join(unfilled(view.stages, self._num_stages))
+
+
+class Trainer:
+    """One peer's training; `run` returns when the run has ended or `stop` is set."""
+
+    def __init__(self, *, learner: Learner, role: Leading | Serving, stop: threading.Event):
+        self._learner = learner
+        self._role = role
+        self._stop = stop
+
+    def run(self) -> None:
+        """Join, then train until the run's end, a stop, or a failure (which is raised).
+
+        Raises:
+            Move: this peer should start anew as a peer of another stage; everything is on disk.
+            Revised: likewise, as a peer of the same stage.
+            UnreadableManifest: the run goes on under rules that this program cannot follow.
+        """
+        learner, role = self._learner, self._role
+        move: Move | Revised | UnreadableManifest | None = None
+        try:
+            learner.join()
+            while not (self._stop.is_set() or role.ended):
+                if role.between_steps:
+                    learner.between_steps()
+                role.turn()
+        except (Move, Revised, UnreadableManifest) as asked:
+            move = asked
+        ended = not self._stop.is_set() and move is None
+        role.release(ended=ended)
+        learner.leave(ended=ended)
+        if move is not None:
+            raise move

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
@@ -290,6 +291,15 @@ def test_only_a_peer_that_leads_a_replica_has_a_replica_record() -> None:
     assert (record.inner_step, record.step_s, record.hear_s) == (9, 1.5, 2.5)
     assert (record.val_loss, record.val_round) == (2.5, 2)
     assert (record.codec, record.last_fault) == ("int8", "stage 1 silent")
+
+
+@pytest.mark.parametrize("loss", [math.nan, math.inf, None])
+def test_a_record_has_no_loss_that_is_not_finite_but_its_round(loss: float | None) -> None:
+    own = LoopStatus(head="me", members=("me",), val_loss=loss, val_round=4)
+    record = replica_record(5, own, hear_s=1.0)
+    assert record is not None
+    assert ReplicaRecord.decode(record.encode()) == record
+    assert (record.val_loss, record.val_round) == (None, 4)
 
 
 @pytest.mark.parametrize("stages", [1, 13, 40, 64])

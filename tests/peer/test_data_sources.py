@@ -70,7 +70,7 @@ class TestParts:
     def test_every_file_of_the_standard_library_is_in_the_part_of_its_names_hash(self) -> None:
         spec = DataSpec(parts=7)
         training, held_out = library_files()
-        read = {name: Path(path).read_bytes() for name, path, _ in [*training, *held_out]}
+        read = {each.name: Path(each.path).read_bytes() for each in [*training, *held_out]}
         for part in range(7):
             expected = [
                 read[file.name]

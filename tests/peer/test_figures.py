@@ -82,7 +82,7 @@ def meter(clock: Clock, tmp_path: Path) -> LoopMeter:
 
 
 def publish(meter: LoopMeter, *, head: str = "h") -> None:
-    meter.show(meter.read(LoopStatus(head=head)))
+    meter.read(LoopStatus(head=head))
 
 
 def waited(meter: LoopMeter) -> dict[str, float]:
@@ -162,32 +162,23 @@ def test_inner_steps_and_those_not_taken_are_counted_over_all_rounds(meter: Loop
 
 
 # ---- listeners -----------------------------------------------------------------------------------
-class Ear:
-    def __init__(self) -> None:
-        self.events: list[tuple[str, Mapping[str, Any]]] = []
-        self.statuses: list[LoopStatus] = []
-
-    def on_event(self, kind: str, facts: Mapping[str, Any]) -> None:
-        self.events.append((kind, facts))
-
-    def on_status(self, status: LoopStatus) -> None:
-        self.statuses.append(status)
-
-
 def test_listeners_hear_every_event_and_every_status(tmp_path: Path) -> None:
-    ear, reporter = Ear(), Reporter(tmp_path)
-    reporter.listeners.append(ear)
+    events: list[tuple[str, Mapping[str, Any]]] = []
+    statuses: list[LoopStatus] = []
+    reporter = Reporter(tmp_path)
+    reporter.on_event = lambda kind, facts: events.append((kind, facts))
+    reporter.on_status = statuses.append
     reporter.event("training")
     reporter.tell("healed", epoch=2, seconds=0.5)
     reporter.committed(REPORT)
     reporter.void(2, "nobody came")
-    kinds = [kind for kind, _ in ear.events]
+    kinds = [kind for kind, _ in events]
     assert kinds == ["training", "healed", "round", "void"]
-    assert ear.events[1][1] == {"epoch": 2, "seconds": 0.5}
-    assert ear.events[2][1]["outcome"] == "counted"
+    assert events[1][1] == {"epoch": 2, "seconds": 0.5}
+    assert events[2][1]["outcome"] == "counted"
     for number in range(3):  # the file is written less often
         reporter.status(replace(STATUS, round=number))
-    assert [status.round for status in ear.statuses] == [0, 1, 2]
+    assert [status.round for status in statuses] == [0, 1, 2]
 
 
 # ---- compression ---------------------------------------------------------------------------------

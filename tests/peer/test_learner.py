@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import math
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -149,12 +151,6 @@ def test_under_round_end_the_send_waits_for_records_that_are_being_applied(tmp_p
     loop.learner.between_steps()
     assert loop.learner.round == 0
     assert loop.fake.of_kind("submit")
-
-
-def test_a_failure_is_raised_where_the_loop_is(loop: Loop) -> None:
-    loop.fake.events.put(Failed(error=RuntimeError("the averaging process has died")))
-    with pytest.raises(RuntimeError, match="the averaging process has died"):
-        loop.learner.between_steps()
 
 
 def test_a_failure_is_heard_under_round_end_too(tmp_path: Path) -> None:
@@ -391,10 +387,22 @@ def test_progress_says_what_was_done_and_not_yet_sent(loop: Loop) -> None:
     assert (progress.head, progress.codec) == ("h", "int8")
     assert (progress.train_loss, progress.step_s) == (3.0, 0.5)
     assert (progress.val_loss, progress.val_round) == (2.5, 3)
-    loop.fake.heard_val_loss = (4, float("nan"))
-    loop.learner.publish()
-    # a record holds finite numbers only: the round alone says that there was something to evaluate
-    assert (loop.fake.status.val_loss, loop.fake.status.val_round) == (None, 4)
+
+
+def test_a_loss_that_is_not_finite_is_shown_as_it_is_and_null_in_the_files(loop: Loop) -> None:
+    loop.meter.validated(4, math.nan)
+    loop.learner.publish(force=True)
+    shown = loop.fake.status
+    assert shown.val_loss is not None and math.isnan(shown.val_loss), "the alert is on NaN"
+    assert shown.val_round == 4
+
+    def refused(constant: str) -> None:
+        raise AssertionError(f"{constant} is no JSON")
+
+    status = json.loads((loop.folder / "status.json").read_text(), parse_constant=refused)
+    assert (status["val_loss"], status["val_round"]) == (None, 4)
+    (line,) = (loop.folder / "events.jsonl").read_text().splitlines()
+    assert json.loads(line, parse_constant=refused)["loss"] is None
 
 
 def test_a_change_of_the_replica_is_announced_at_once_and_only_that(loop: Loop) -> None:
@@ -473,18 +481,6 @@ def test_what_a_peer_read_before_a_restart_stays_known_until_a_head_reads_on(loo
     assert again.learner.data_state() == {"part": 3, "used": 9}
     again.learner.leave(ended=False)
     assert Loop(loop.folder).learner.data_state() == {"part": 3, "used": 9}
-
-
-def test_progress_that_is_neither_unsent_nor_in_flight_keeps_nobody(loop: Loop) -> None:
-    assert not loop.learner.unsent
-    loop.train()
-    assert loop.learner.unsent
-    loop.fake.due = (0, 1.0)
-    loop.learner.between_steps()
-    assert loop.learner.unsent
-    own_record(loop)
-    loop.learner.between_steps()
-    assert not loop.learner.unsent
 
 
 # ---- the operator --------------------------------------------------------------------------------

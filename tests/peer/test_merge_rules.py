@@ -153,13 +153,6 @@ def test_reset_peer_follows_the_chain_as_a_new_one_does(sent: Peer) -> None:
     assert sent.at[0] == sent.at[1] == sent.at[2]
 
 
-def test_splice_keeps_nothing_of_ones_own(sent: Peer) -> None:
-    sent.steps(1)
-    sent.merge.reset_to_anchor()
-    assert sent.at == (100, 100, 100)
-    assert (sent.merge.tokens, sent.merge.fly, sent.merge.undone) == (0, {}, {})
-
-
 # ---- another chain's state -----------------------------------------------------------------------
 def resync(peer: Peer, **changes: Any) -> Outcome:
     arguments: dict[str, Any] = {"since": -1, "named": {}, "records": 2} | changes

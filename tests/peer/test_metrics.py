@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -236,6 +237,8 @@ def test_the_status_says_state_round_and_losses(shown: Shown) -> None:
     assert states == {"spare": 1, "training": 0, "joining": 0}
     assert (shown("round"), shown("round_inner_steps"), shown("in_replica")) == (2, 8, 0)
     assert (shown("train_loss"), shown("validation_loss")) == (2.75, 2.5)
+    shown.metrics.on_status(replace(STATUS, val_loss=math.nan))
+    assert math.isnan(shown("validation_loss") or 0.0), "DilocoxLossNotFinite is on NaN"
     shown.metrics.on_status(STATUS)
     assert (shown("train_loss"), shown("in_replica")) == (None, 1)
 

@@ -24,7 +24,6 @@ from dilocox.peer.training.report import (
     Reporter,
     RoundReport,
     shown_facts,
-    shown_loss,
 )
 from dilocox.pipeline.messages import Stepped
 from tests.peer.members import template
@@ -107,9 +106,8 @@ def test_a_round_line_holds_the_steps_loss_and_bytes_of_that_round(
     with meter.waiting("send"):
         clock.now += 1
     clock.now += 9
-    meter.committed(committed(0, members=4), Outcome.COUNTED, tokens=128)
     meter.validated(0, 3.25)
-    meter.report_round()
+    meter.committed(committed(0, members=4), Outcome.COUNTED, tokens=128)
     (line,) = events(tmp_path)
     assert (line["inner_steps"], line["train_loss"]) == (3, 3.0)
     assert (line["tokens"], line["record_tokens"], line["chain_tokens"]) == (128, 400, 900)
@@ -129,7 +127,6 @@ def test_bytes_and_waiting_are_counted_once_from_line_to_line(
         clock.now += worked
         sent_bytes.add_(sent)
         meter.committed(committed(round_number), Outcome.COUNTED, tokens=1)
-        meter.report_round()
     lines = events(tmp_path)
     assert [line["sent_bytes"] for line in lines] == [300, 0, 50]
     assert [line["waiting_share"] for line in lines] == [0.2, 0.0, 0.5]
@@ -146,7 +143,6 @@ def test_waiting_before_training_begins_does_not_count(
     meter.start()
     clock.now += 10
     meter.committed(committed(0), Outcome.COUNTED, tokens=1)
-    meter.report_round()
     assert events(tmp_path)[0]["waiting_share"] == 0.0
 
 
@@ -164,8 +160,6 @@ def test_a_record_without_this_peer_has_none_of_its_tokens(
 ) -> None:
     other = next(outcome for outcome in Outcome if outcome is not Outcome.COUNTED)
     meter.committed(committed(0), other, tokens=128)
-    meter.report_round()
-    meter.report_round()  # once is enough
     (line,) = events(tmp_path)
     assert (line["tokens"], line["inner_steps"], line["train_loss"]) == (0, 0, None)
     assert line["outcome"] == other.value
@@ -197,7 +191,6 @@ def test_a_step_whose_loss_is_not_known_here_counts_but_for_the_loss(
     assert (meter.tokens, meter.inner_step, meter.train_loss) == (200, 2, 4.0)
     meter.sent(0, 64)
     meter.committed(committed(0), Outcome.COUNTED, tokens=200)
-    meter.report_round()
     (line,) = events(tmp_path)
     assert (line["inner_steps"], line["train_loss"]) == (2, 4.0)
 
@@ -215,7 +208,7 @@ def test_the_status_says_in_which_replica_a_peer_is_or_that_it_is_spare(
     meter: LoopMeter, tmp_path: Path, loop: str, place: LoopStatus, shown: str
 ) -> None:
     meter.state = loop
-    meter.show(meter.read(place, round=3), force=True)
+    meter.reporter.status(meter.read(place, round=3), force=True)
     status = json.loads((tmp_path / "status.json").read_text())
     assert (status["state"], status["head"], status["blocked"]) == (
         shown,
@@ -223,15 +216,6 @@ def test_the_status_says_in_which_replica_a_peer_is_or_that_it_is_spare(
         place.blocked,
     )
     assert (status["round"], status["applied_round"], status["in_flight"]) == (3, -1, None)
-
-
-def test_the_status_of_a_head_names_the_members_of_its_replica(
-    meter: LoopMeter, tmp_path: Path
-) -> None:
-    place = LoopStatus(head="h", members=("h", "m"), epoch=7, codec="int8")
-    meter.show(meter.read(place), force=True)
-    status = json.loads((tmp_path / "status.json").read_text())
-    assert (status["members"], status["epoch"], status["codec"]) == (["h", "m"], 7, "int8")
 
 
 # ---- the files and the log -----------------------------------------------------------------------
@@ -359,7 +343,3 @@ def test_a_round_that_a_peer_only_takes_is_no_work_of_its_own(
     facts = "validation 2.5000 (round 3), 2 members, digest dddddddddddd, anchor aaaaaaaaaaaa"
     assert followed == f"took round 1: 1024 tokens of others, {facts}"
     assert reset == f"took round 1: 1024 tokens, {facts}"
-
-
-def test_a_loss_that_is_not_known_yet_is_a_dash() -> None:
-    assert (shown_loss(None), shown_loss(2.34567)) == ("-", "2.3457")

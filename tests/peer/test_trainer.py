@@ -6,12 +6,13 @@ import threading
 from collections import deque
 from collections.abc import Callable
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
 from dilocox.dht.errors import UnreadableManifest
-from dilocox.peer.training.loop import Learner, Move, Revised, Trainer
+from dilocox.peer.training.loop import Learner, Move, Revised
+from dilocox.peer.training.roles import Leading, Trainer
 
 
 class Script:
@@ -50,7 +51,7 @@ def stop() -> threading.Event:
 
 def train(script: Script, stop: threading.Event) -> list[str]:
     try:
-        Trainer(learner=script.learner, role=script, stop=stop).run()
+        Trainer(learner=script.learner, role=cast("Leading", script), stop=stop).run()
     finally:
         assert not script.turns, "it ended too early"
     return script.calls

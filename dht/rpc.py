@@ -360,7 +360,9 @@ class LoopThread:
         return self._thread.is_alive()
 
     def start(self, limit_s: float) -> None:
-        """Begin; raises EnvironmentFault if that fails, or takes longer."""
+        """Begin; raises what `begin` raises for people, else EnvironmentFault if that fails or takes
+        longer.
+        """
         try:
             if self._thread.ident is not None or self.loop.is_closed():
                 raise ConnectionError("it has ended before")
@@ -369,6 +371,8 @@ class LoopThread:
             self._started.result(limit_s + MARGIN_S)
         except Exception as error:
             self.close()
+            if isinstance(error, DilocoxError):  # it names its own remedy
+                raise
             reason = str(error) or type(error).__name__
             raise EnvironmentFault(
                 f"the {self._name} thread did not start within {limit_s:.0f} s ({reason}): is this "
@@ -423,8 +427,11 @@ class LoopThread:
         except Exception as error:  # noqa: BLE001 - `start` raises it
             self._started.set_exception(error)
         finally:
-            if self._end is not None:
-                await self._end()
+            try:
+                if self._end is not None:
+                    await self._end()
+            except Exception:  # the handle and the tasks must go all the same
+                logger.exception("the end of the %s thread failed", self._name)
             left = asyncio.all_tasks() - {asyncio.current_task()}
             for task in left:
                 task.cancel()

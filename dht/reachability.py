@@ -12,11 +12,6 @@ seconds.
 The callers' side, for a peer that starts and for the doctor, stands at the end.
 """
 
-# hivemind and its generated protocol classes carry no types.
-# pyright: reportMissingTypeStubs=false, reportUnknownMemberType=false
-# pyright: reportUnknownVariableType=false, reportUnknownArgumentType=false
-# pyright: reportUnknownParameterType=false, reportAttributeAccessIssue=false
-
 from __future__ import annotations
 
 import asyncio

@@ -8,11 +8,6 @@ asyncio have a dozen names for a peer that is gone, and none of them is a fault 
 is for a process that does other work than calling peers.
 """
 
-# hivemind and its generated protocol classes carry no types.
-# pyright: reportMissingTypeStubs=false, reportUnknownMemberType=false
-# pyright: reportUnknownVariableType=false, reportUnknownArgumentType=false
-# pyright: reportUnknownParameterType=false, reportAttributeAccessIssue=false
-
 from __future__ import annotations
 
 import asyncio
@@ -26,7 +21,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, TypeVar, cast
 
-import msgpack
+import msgpack  # pyright: ignore[reportMissingTypeStubs]
 import torch
 from hivemind.p2p import P2P, P2PDaemonError, PeerID
 from hivemind.proto import runtime_pb2
@@ -135,7 +130,7 @@ def unpack(frame: Any) -> dict[str, Any]:
     if len(frame.metadata) > MAX_METADATA_BYTES:
         raise FrameRefused(f"{len(frame.metadata)} bytes of metadata")
     try:
-        facts: object = msgpack.unpackb(frame.metadata, strict_map_key=True)  # pyright: ignore[reportUnknownMemberType]
+        facts = cast("object", msgpack.unpackb(frame.metadata, strict_map_key=True))  # pyright: ignore[reportUnknownMemberType]
     except (ValueError, msgpack.UnpackException) as error:
         raise FrameRefused(f"metadata is not msgpack: {error}") from error
     if not isinstance(facts, dict):
@@ -360,8 +355,8 @@ class LoopThread:
         return self._thread.is_alive()
 
     def start(self, limit_s: float) -> None:
-        """Begin; raises what `begin` raises for people, else EnvironmentFault if that fails or takes
-        longer.
+        """Begin. Raises the DilocoxError that `begin` raises; EnvironmentFault for another failure,
+        or where it takes longer.
         """
         try:
             if self._thread.ident is not None or self.loop.is_closed():

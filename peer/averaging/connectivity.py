@@ -7,9 +7,6 @@ process, which has the handle to p2pd, does so and answers those who ask the sam
 `LocalPeer` says which peer this is: all parts of the coordinator share it.
 """
 
-# hivemind and its generated protocol classes carry no types.
-# pyright: reportMissingTypeStubs=false, reportUnknownMemberType=false
-
 from __future__ import annotations
 
 import logging

@@ -5,11 +5,6 @@ is refused with a word about why, and no handler writes bulk data without being 
 that a frozen peer can hang nobody but itself.
 """
 
-# hivemind and its generated protocol classes carry no types.
-# pyright: reportMissingTypeStubs=false, reportUnknownMemberType=false
-# pyright: reportUnknownVariableType=false, reportUnknownArgumentType=false
-# pyright: reportUnknownParameterType=false, reportAttributeAccessIssue=false
-
 from __future__ import annotations
 
 import asyncio
@@ -49,6 +44,7 @@ class PeerService(ServicerBase):
     config: Any
     attempts: dict[bytes, Attempt]
     log: Any
+    pool: Any
     limit: Any
     sent: Counts
     received: Counts

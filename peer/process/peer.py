@@ -9,10 +9,6 @@ replica, and the loop that trains. `coordinator_of` gives that thread what it dr
 driver of sends, the announcer.
 """
 
-# hivemind and its generated protocol classes carry no types.
-# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
-# pyright: reportUnknownArgumentType=false
-
 from __future__ import annotations
 
 import logging

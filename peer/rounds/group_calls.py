@@ -1,10 +1,5 @@
 """The calls of an exchange to the other members of its group."""
 
-# hivemind and its generated protocol classes carry no types.
-# pyright: reportMissingTypeStubs=false, reportUnknownMemberType=false
-# pyright: reportUnknownVariableType=false, reportUnknownArgumentType=false
-# pyright: reportAttributeAccessIssue=false
-
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Sequence

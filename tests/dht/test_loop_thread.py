@@ -80,7 +80,7 @@ def test_an_error_for_people_is_raised_as_it_is() -> None:
         raise InvalidInput("free some space")
 
     thread = LoopThread("test", begin=finds_the_disk_full)
-    with pytest.raises(InvalidInput, match="^free some space$"):
+    with pytest.raises(InvalidInput, match=r"^free some space$"):
         thread.start(5.0)
     assert not thread.running
 

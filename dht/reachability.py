@@ -32,7 +32,7 @@ from hivemind.proto import runtime_pb2
 from dilocox.dht.addresses import Reachability, ReachKind
 from dilocox.dht.errors import InvalidInput
 from dilocox.dht.invite import MAX_INVITE_ADDRESSES, TcpAddress, invite_addresses, listen_address
-from dilocox.dht.rpc import FrameRefused, chunk_of, pack, reply, unpack
+from dilocox.dht.rpc import CallRefused, chunk_of, pack, reply, unpack
 
 logger = logging.getLogger(__name__)
 
@@ -171,12 +171,12 @@ class Probe(ServicerBase):
             seen = known.get(caller, frozenset())
             if "seen" in want:  # of another one
                 if caller not in (self._bootstraps or ()):
-                    raise FrameRefused("only a bootstrap may ask for others")
+                    raise CallRefused("only a bootstrap may ask for others")
                 seen = frozenset(texts(want["seen"]))
             elif not self._admits(caller):
-                raise FrameRefused("asked too often")
+                raise CallRefused("asked too often")
             if self._dialling >= DIAL_BACKS_AT_ONCE:
-                raise FrameRefused("too many at once")
+                raise CallRefused("too many at once")
             # who was reached before is not declared unreachable on the word of strangers
             alone = self._bootstraps is not None or want.get("again") is True
             strangers = () if alone else _others(known, caller, seen)
@@ -185,7 +185,7 @@ class Probe(ServicerBase):
                 return reply(await self._dialled(texts(want.get("addresses")), seen, strangers))
             finally:
                 self._dialling -= 1
-        except FrameRefused as refused:
+        except CallRefused as refused:
             return reply({"refused": str(refused)})
 
     async def _dialled(
@@ -225,14 +225,14 @@ class Probe(ServicerBase):
             with self._link():
                 limit_s = unpack(request).get("seconds")
                 if not isinstance(limit_s, (int, float)):
-                    raise FrameRefused("no number of seconds")
+                    raise CallRefused("no number of seconds")
                 yield reply({})
                 end = time.monotonic() + min(limit_s, BANDWIDTH_LIMIT_S)
                 for _ in range(BANDWIDTH_LIMIT_BYTES // len(CHUNK)):
                     if time.monotonic() >= end:
                         break
                     yield reply({}, CHUNK)
-        except FrameRefused as refused:
+        except CallRefused as refused:
             yield reply({"refused": str(refused)})
 
     async def rpc_bandwidth_up(
@@ -253,18 +253,18 @@ class Probe(ServicerBase):
                         frame = await asyncio.wait_for(anext(frames), max(0.0, left_s))
                         taken += len(chunk_of(frame))
                 return reply({"bytes": taken, "seconds": time.monotonic() - started})
-        except (FrameRefused, StopAsyncIteration, asyncio.TimeoutError) as refused:
+        except (CallRefused, StopAsyncIteration, asyncio.TimeoutError) as refused:
             return reply({"refused": str(refused) or "nothing came"})
 
     @contextlib.contextmanager
     def _link(self) -> Generator[None]:
         now = time.monotonic()
         if now < self._measuring_until or self._busy():
-            raise FrameRefused("this peer needs its link now: ask later")
+            raise CallRefused("this peer needs its link now: ask later")
         if now - self._measured_since > 3600.0:
             self._measured_bytes, self._measured_since = 0, now
         if self._measured_bytes >= BANDWIDTH_HOUR_BYTES:
-            raise FrameRefused("this peer has measured enough for an hour: ask another one")
+            raise CallRefused("this peer has measured enough for an hour: ask another one")
         self._measured_bytes += BANDWIDTH_LIMIT_BYTES
         # a time, not a flag: who stops reading never lets this go on to its end
         self._measuring_until = now + 2 * BANDWIDTH_LIMIT_S
@@ -305,7 +305,7 @@ def answered(frame: Any) -> dict[str, Any]:
     """What an answer holds; ConnectionError if it is malformed or says no."""
     try:
         answer = unpack(frame)
-    except FrameRefused as error:
+    except CallRefused as error:
         raise ConnectionError(f"a malformed answer: {error}") from error
     if "refused" in answer:
         raise ConnectionError(f"refused: {str(answer['refused'])[:200]}")

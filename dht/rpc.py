@@ -88,8 +88,8 @@ def handler_name(namespace: str, method: str) -> str:
     return f"{namespace}::stage.{method}"
 
 
-class FrameRefused(ValueError):
-    """A frame from a peer that is not as it must be."""
+class CallRefused(ValueError):
+    """What a peer sent in a call, its request or its answer, is not as it must be."""
 
 
 class TooSlow(ConnectionError):
@@ -126,15 +126,15 @@ def reply(facts: dict[str, Any], chunk: bytes = b"") -> runtime_pb2.ExpertRespon
 
 
 def unpack(frame: Any) -> dict[str, Any]:
-    """The metadata of a frame; FrameRefused if it is no map or too large."""
+    """The metadata of a frame; CallRefused if it is no map or too large."""
     if len(frame.metadata) > MAX_METADATA_BYTES:
-        raise FrameRefused(f"{len(frame.metadata)} bytes of metadata")
+        raise CallRefused(f"{len(frame.metadata)} bytes of metadata")
     try:
         facts = cast("object", msgpack.unpackb(frame.metadata, strict_map_key=True))  # pyright: ignore[reportUnknownMemberType]
     except (ValueError, msgpack.UnpackException) as error:
-        raise FrameRefused(f"metadata is not msgpack: {error}") from error
+        raise CallRefused(f"metadata is not msgpack: {error}") from error
     if not isinstance(facts, dict):
-        raise FrameRefused("metadata is not a map")
+        raise CallRefused("metadata is not a map")
     return cast("dict[str, Any]", facts)
 
 
@@ -296,7 +296,7 @@ class Client:
             if size is None:
                 return None
             if not isinstance(size, int) or not 0 <= size <= limit_bytes:
-                raise FrameRefused(
+                raise CallRefused(
                     f"{peer} wants to send {size} bytes, at most {limit_bytes} are due"
                 )
             chunks: list[bytes] = []
@@ -307,7 +307,7 @@ class Client:
                 taken += len(chunk)
                 self._received.add(kind, len(chunk))
                 if not chunk or taken > size:
-                    raise FrameRefused(f"{peer} sent {taken} bytes of {size}")
+                    raise CallRefused(f"{peer} sent {taken} bytes of {size}")
                 (sink or chunks.append)(chunk)
                 if (waited_s := time.monotonic() - since) >= PACE_OVER_S:
                     if taken - before < least_bytes_per_s * waited_s:

@@ -18,7 +18,7 @@ from hivemind.p2p import P2PContext, ServicerBase
 from hivemind.proto import runtime_pb2
 
 from dilocox.compression.group_codec import PayloadRefused
-from dilocox.dht.rpc import CHUNK_BYTES, Counts, FrameRefused, byte_kind, chunk_of, reply, unpack
+from dilocox.dht.rpc import CHUNK_BYTES, CallRefused, Counts, byte_kind, chunk_of, reply, unpack
 from dilocox.peer.chain.uploads import Source, Uploads, find_in_log, open_state
 from dilocox.peer.rounds.exchange import Attempt
 from dilocox.peer.rounds.group import Mean, ShareRefused
@@ -34,7 +34,7 @@ MAX_VOTES = 2 * MAX_MEMBERS  # in one message; a member may be seen to vote for 
 T = TypeVar("T")
 
 
-class NoSuchGroup(FrameRefused):
+class NoSuchGroup(CallRefused):
     """What came is for a group that this peer is not, or not any more, in."""
 
 
@@ -78,9 +78,9 @@ class PeerService(ServicerBase):
         part, size = header.get("part"), header.get("bytes")
         kind = str(header.get("kind"))
         if not isinstance(part, int) or not attempt.has_part(part, kind):
-            raise FrameRefused("no such part")
+            raise CallRefused("no such part")
         if not isinstance(size, int) or not 0 <= size <= attempt.max_bytes(part, kind):
-            raise FrameRefused(f"{size} bytes for part {part}")
+            raise CallRefused(f"{size} bytes for part {part}")
         attempt.check_sender(peer, part, kind)  # before anything of it is held
         payload = bytearray()
         async for frame in request:
@@ -88,9 +88,9 @@ class PeerService(ServicerBase):
             payload += chunk
             self.received.add("averaging", len(chunk))
             if len(payload) > size:
-                raise FrameRefused(f"more than the {size} bytes of part {part}")
+                raise CallRefused(f"more than the {size} bytes of part {part}")
         if len(payload) != size:
-            raise FrameRefused(f"{len(payload)} of {size} bytes of part {part}")
+            raise CallRefused(f"{len(payload)} of {size} bytes of part {part}")
         if kind == "part":
             await attempt.on_part(peer, part, bytes(payload))
         else:
@@ -201,7 +201,7 @@ class PeerService(ServicerBase):
         """Count what is refused of a download."""
         try:
             yield
-        except (FrameRefused, RecordRefused) as error:
+        except (CallRefused, RecordRefused) as error:
             self.refused.add(refusal(error))
             raise
 

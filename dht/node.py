@@ -307,7 +307,6 @@ class RunDHT(DHT):
 
     @property
     def p2pd_pid(self) -> int:
-        """Process id of this node's p2pd."""
         return self._daemon_pid.value
 
     def carried_bytes(self) -> int:
@@ -419,7 +418,6 @@ class RunDHT(DHT):
         return self._ask(visible_addresses, QUESTION_LIMIT_S)
 
     def reach(self) -> Reachability:
-        """How others reached this node when it started."""
         return self._ask(reach, QUESTION_LIMIT_S)
 
     @property
@@ -448,7 +446,6 @@ class RunDHT(DHT):
         return self._ask(known_nodes, timeout_s)
 
     def refused_values(self, timeout_s: float = QUESTION_LIMIT_S) -> Counter[str]:
-        """How many values this node's validator refused, by reason."""
         return self._ask(refused_values, timeout_s)
 
     def close(self) -> None:

@@ -91,7 +91,6 @@ class BlockingPipe:
         self.poll = pipe.poll
 
     def recv(self) -> Any:
-        """Receive one message, waiting for all of it."""
         os.set_blocking(self._pipe.fileno(), True)
         return self._pipe.recv()
 

@@ -96,13 +96,11 @@ class DaemonOwner:
         self._thread.start(self._options.startup_s + START_MARGIN_S)
 
     def stop(self) -> None:
-        """End p2pd."""
         if self._thread is not None:
             self._thread.close(2 * STOP_GRACE_S)
 
     @property
     def client_mode(self) -> bool:
-        """Whether this node only dials out, as far as is known by now."""
         return self._options.client_mode
 
     @property
@@ -179,7 +177,6 @@ class DaemonOwner:
         await self._first_measurement()  # and so is connected again
 
     def _explained(self, reason: str) -> EnvironmentFault:
-        """What p2pd's last line means for a person."""
         options = self._options
         if "bootstrap" in reason:
             return EnvironmentFault(

@@ -22,7 +22,7 @@ import random
 import socket
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Generator, Iterable, Sequence
+from collections.abc import Callable, Collection, Generator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, AsyncIterator, cast  # noqa: UP035 - hivemind knows this one only
 
@@ -67,7 +67,6 @@ async def working(named: Sequence[str], seen: frozenset[str]) -> tuple[str, ...]
 
 
 def possible(named: Sequence[str], seen: frozenset[str]) -> dict[str, TcpAddress]:
-    """The places to try, by multiaddr."""
     places = {text: place for text in named if (place := _place(text)) is not None}
     for ip in sorted(seen):
         for port in sorted({place.port for place in places.values()}):
@@ -194,22 +193,20 @@ class Probe(ServicerBase):
         question = {"addresses": list(named), "seen": sorted(seen)}
         own = asyncio.ensure_future(working(named, seen))
         try:
-            verdict, count = await _first_yes(
-                asked_to_dial(self._p2p, PeerID.from_base58(peer), question, FORWARD_LIMIT_S)
-                for peer in random.sample(others, min(OTHERS_ASKED, len(others)))
-            )
-            if verdict is None:
+            drawn = random.sample(others, min(OTHERS_ASKED, len(others)))
+            asked = [PeerID.from_base58(peer) for peer in drawn]
+            verdict = await _dialled(self._p2p, asked, question, FORWARD_LIMIT_S, Reachability())
+            if not verdict.asked:
                 worked = await own
             else:
                 places = possible(named, seen)
-                worked = tuple(address for address in verdict if address in places)
+                worked = tuple(address for address in verdict.addresses if address in places)
         finally:
             own.cancel()
-        told = {"seen": sorted(seen), "worked": list(worked), "asked": max(1, count)}
-        return told | {"alone": count == 0}
+        told = {"seen": sorted(seen), "worked": list(worked), "asked": max(1, verdict.asked)}
+        return told | {"alone": verdict.asked == 0}
 
     def _admits(self, caller: str) -> bool:
-        """Whether this caller has not asked too often."""
         if time.monotonic() - self._calls_since > A_WHILE_S:
             self._calls.clear()
             self._calls_since = time.monotonic()
@@ -277,7 +274,6 @@ class Probe(ServicerBase):
     async def rpc_clock(
         self, request: runtime_pb2.ExpertRequest, context: P2PContext
     ) -> runtime_pb2.ExpertResponse:
-        """This peer's run time."""
         return reply({"time": self._now()})
 
 
@@ -325,23 +321,6 @@ def _others(known: dict[str, frozenset[str]], caller: str, seen: frozenset[str])
     if any(ipaddress.ip_address(ip).is_loopback for ip in seen):
         return ()
     return tuple(peer for peer, ips in known.items() if peer != caller and not ips & seen)
-
-
-async def _first_yes(calls: Iterable[Any]) -> tuple[tuple[str, ...] | None, int]:
-    """The addresses of the first answer that names some, else none of them; None without any
-    answer. And how many have answered by then.
-    """
-    worked, count = None, 0
-    tasks = [asyncio.ensure_future(call) for call in calls]
-    for each in asyncio.as_completed(tasks):
-        with contextlib.suppress(ConnectionError):
-            worked, count = texts((await each).get("worked")), count + 1
-            if worked:
-                break
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)
-    return worked, count
 
 
 ASK_AGAIN_S = 0.3  # a bootstrap that starts at the same moment does not answer this yet
@@ -542,7 +521,6 @@ def _count(value: object) -> int:
 
 
 def _is_own(address: str) -> bool:
-    """Whether an address is one of this machine's interfaces."""
     host = listen_address(address).host
     with contextlib.suppress(OSError):
         family, kind, protocol, _, target = socket.getaddrinfo(host, 0, type=socket.SOCK_DGRAM)[0]

@@ -109,7 +109,6 @@ class Redialler:
             self._task = asyncio.ensure_future(self._live())
 
     def close(self) -> None:
-        """Dial nobody any more."""
         if self._task is not None:
             self._task.cancel()
 

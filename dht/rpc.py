@@ -16,6 +16,7 @@ import logging
 import re
 import threading
 import time
+from collections import defaultdict
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Generator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -55,17 +56,14 @@ class Counts:
         self._counts[self._places[name]] += count
 
     def read(self) -> dict[str, int]:
-        """All counts."""
         return {name: int(self._counts[place]) for name, place in self._places.items()}
 
     @property
     def total(self) -> int:
-        """The sum of all counts."""
         return int(self._counts.sum())
 
 
 def byte_kind(what: object) -> str:
-    """The kind of a download, by what was asked for."""
     return _KINDS.get(str(what), "averaging")
 
 
@@ -116,12 +114,10 @@ class Blob:
 
 
 def pack(facts: dict[str, Any], chunk: bytes = b"") -> runtime_pb2.ExpertRequest:
-    """A request frame."""
     return runtime_pb2.ExpertRequest(metadata=packed(facts), tensors=_tensors(chunk))
 
 
 def reply(facts: dict[str, Any], chunk: bytes = b"") -> runtime_pb2.ExpertResponse:
-    """A response frame."""
     return runtime_pb2.ExpertResponse(metadata=packed(facts), tensors=_tensors(chunk))
 
 
@@ -139,12 +135,10 @@ def unpack(frame: Any) -> dict[str, Any]:
 
 
 def chunk_of(frame: Any) -> bytes:
-    """The bulk bytes of a frame."""
     return b"".join(tensor.buffer for tensor in frame.tensors)
 
 
 def packed(facts: dict[str, Any]) -> bytes:
-    """Metadata of a frame."""
     return cast(bytes, msgpack.packb(facts))  # pyright: ignore[reportUnknownMemberType]
 
 
@@ -165,9 +159,8 @@ class UploadLimit:
 
     def __init__(self, bytes_per_s: float | None):
         self._rate = bytes_per_s
-        self._free_at = 0.0
         self._others_rate: float | None = None
-        self._others_free_at = 0.0
+        self._free_at: dict[str, float] = defaultdict(float)  # by whose rate it is
         self._exchanges = 0  # under way
         self._idle = asyncio.Event()
 
@@ -195,17 +188,18 @@ class UploadLimit:
             with suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(self._idle.wait(), HELD_BACK_S)
         if self._others_rate is not None and not first:
-            now = time.monotonic()
-            start = max(now, self._others_free_at)
-            self._others_free_at = start + count / self._others_rate
-            await asyncio.sleep(start - now)
+            await self._pace("others", count / self._others_rate)
         if self._rate is None:
             return
-        while not first and (wait_s := self._free_at - time.monotonic()) > 0:
+        while not first and (wait_s := self._free_at["all"] - time.monotonic()) > 0:
             await asyncio.sleep(wait_s)
+        await self._pace("all", count / self._rate)
+
+    async def _pace(self, whose: str, span_s: float) -> None:
+        """Wait until what was let through before has left, and take the next `span_s`."""
         now = time.monotonic()
-        start = max(now, self._free_at)
-        self._free_at = start + count / self._rate
+        start = max(now, self._free_at[whose])
+        self._free_at[whose] = start + span_s
         if start > now:
             await asyncio.sleep(start - now)
 
@@ -351,7 +345,6 @@ class LoopThread:
 
     @property
     def running(self) -> bool:
-        """Whether the thread lives."""
         return self._thread.is_alive()
 
     def start(self, limit_s: float) -> None:
@@ -455,7 +448,6 @@ def _reached(peer: str) -> Generator[None]:
 
 
 def _in_words(error: Exception) -> str:
-    """What an error of p2pd or hivemind says of a peer."""
     reason = " ".join(str(error).split())
     if isinstance(error, P2PDaemonError) and _NOT_SERVED.search(reason):
         return "does not answer for this stage"

@@ -36,9 +36,7 @@ class Companion(Protocol):
         """Called every second or so; raises nothing and returns after a few seconds."""
         ...
 
-    def close(self) -> None:
-        """Called before the node ends."""
-        ...
+    def close(self) -> None: ...
 
 
 def run_bootstrap(

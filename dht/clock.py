@@ -73,7 +73,6 @@ class RunClock:
 
     @property
     def offset(self) -> float:
-        """Seconds that run time is ahead of this machine's own clock."""
         return self._offset.value
 
     def measured(self, offset: float) -> None:

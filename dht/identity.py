@@ -83,7 +83,6 @@ class Identity:
             ) from error
 
     def sign(self, data: bytes) -> bytes:
-        """Sign `data` (64 bytes)."""
         return self._key.sign(data)
 
 
@@ -117,7 +116,6 @@ def verify(public_key: bytes, data: bytes, signature: bytes) -> bool:
 
 
 def base58_encode(data: bytes) -> str:
-    """Bitcoin's base58, as libp2p writes peer ids."""
     number = int.from_bytes(data, "big")
     digits = ""
     while number:
@@ -149,7 +147,6 @@ def _write_new_key(path: Path) -> None:
 
 
 def _unwrap(message: bytes) -> bytes:
-    """The seed in a libp2p PrivateKey message of type Ed25519."""
     if not message.startswith(_PRIVATE_KEY_MESSAGE):
         raise ValueError("it does not start like one")
     body = message[len(_PRIVATE_KEY_MESSAGE) :]

@@ -6,11 +6,6 @@ question goes to one of them at random, another one each time, and says what is 
 one of them missed is heard from the next.
 """
 
-# hivemind and its generated protocol classes carry no types.
-# pyright: reportMissingTypeStubs=false, reportUnknownMemberType=false
-# pyright: reportUnknownVariableType=false, reportUnknownArgumentType=false
-# pyright: reportPrivateUsage=false, reportAttributeAccessIssue=false
-
 import asyncio
 import contextlib
 import random
@@ -216,7 +211,8 @@ def _one_of_each(
     keepers: Mapping[DHTID, Mapping[DHTID, PeerID]],
 ) -> dict[PeerID, list[DHTID]]:
     """A keeper at random for every key, and few of them: who is asked is asked for all it keeps."""
-    left, asked = list(keepers), dict[PeerID, list[DHTID]]()
+    left: list[DHTID] = list(keepers)
+    asked = dict[PeerID, list[DHTID]]()
     while left:
         peer = random.choice(list(keepers[left[0]].values()))
         asked[peer] = [key for key in left if peer in keepers[key].values()][:MAX_KEYS]

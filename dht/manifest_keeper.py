@@ -9,9 +9,7 @@ operator made the envelope valid (records.py).
 import contextlib
 import logging
 import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import Protocol
 
 from dilocox.dht.errors import (
     DilocoxError,
@@ -20,11 +18,12 @@ from dilocox.dht.errors import (
     UnknownRun,
     UnreadableManifest,
 )
+from dilocox.dht.files import write_atomically
 from dilocox.dht.identity import Identity
 from dilocox.dht.invite import run_id
 from dilocox.dht.manifest import Manifest, SignedManifest
 from dilocox.dht.records import MANIFEST_LIFETIME_S, manifest_key
-from dilocox.dht.revisions import check_of_run
+from dilocox.dht.revisions import RevisionFolder, check_of_run
 from dilocox.dht.swarm import Swarm
 from dilocox.dht.wire import MAX_VALUE_BYTES, Refused, unseal
 
@@ -33,71 +32,21 @@ logger = logging.getLogger(__name__)
 FIRST_LIMIT_S = 20.0  # as for a peer that joins
 
 
-class ManifestKeeper(Protocol):
-    """What a bootstrap needs of either.
-
-    run: its id. own: whether it is the operator's. expires_at: Unix time until which the DHT may
-    keep what was published last.
-    """
-
-    run: str
-    own: bool
-    expires_at: float
-
-    @property
-    def known(self) -> bool:
-        """Whether it has a manifest of the run, and need not hear of one from others first."""
-        ...
-
-    @property
-    def due(self) -> bool:
-        """Whether there is something new to publish."""
-        ...
-
-    @property
-    def signed(self) -> SignedManifest:
-        """The newest one, which it has after a `publish`; else RuntimeError."""
-        ...
-
-    def publish(self, swarm: Swarm) -> bool:
-        """See to it that the DHT has the newest one; whether it has one.
-
-        Raises `InvalidInput` or `EnvironmentFault` where there is none to be had at all.
-        """
-        ...
-
-
-class Revisions(Protocol):
-    """Where the operator's commands put what they sign."""
-
-    def check(self, manifest: Manifest) -> None:
-        """Raise `InvalidInput` where a run.yaml is not of the run that they belong to."""
-        ...
-
-    def newest(self) -> SignedManifest | None:
-        """The one of the highest revision."""
-        ...
-
-    def add(self, signed: SignedManifest) -> int:
-        """Keep another revision; its number."""
-        ...
-
-    def note_published(self, number: int) -> None:
-        """This revision is in the DHT."""
-        ...
-
-
 class OwnManifest:
     """The operator's.
 
-    known: whether this folder has a revision of the run; until then it may have begun elsewhere.
+    run: its id. own: whether it is the operator's. known: whether this folder has a revision of the
+    run; until then it may have begun elsewhere. signed: the newest revision. expires_at: Unix time
+    until which the DHT may keep what was published last.
     """
+
+    own = True
 
     def __init__(
         self,
         identity: Identity,
         manifest: Manifest,
-        revisions: Revisions | None = None,
+        revisions: RevisionFolder,
         *,
         joins: bool = False,
     ):
@@ -105,13 +54,10 @@ class OwnManifest:
 
         Raises `InvalidInput` for a manifest that is too large, or not of the run that began.
         """
+        revisions.check(manifest)
+        newest = revisions.newest()
         self.run = run_id(identity.public_key, manifest.name)
-        newest = None
-        if revisions is not None:
-            revisions.check(manifest)
-            newest = revisions.newest()
         self.signed = newest or SignedManifest.sign(identity, manifest)
-        self.own = True
         self.known = newest is not None
         self.expires_at = 0.0
         self._manifest = manifest
@@ -124,9 +70,10 @@ class OwnManifest:
         return self._newest() is not self.signed
 
     def publish(self, swarm: Swarm) -> bool:
-        """Sign an envelope anew and store it.
+        """Sign an envelope anew and store it; whether the DHT took it.
 
-        Where this node has only the operator's key, the swarm may know a newer revision.
+        Where this node has only the operator's key, the swarm may know a newer revision. Raises
+        `InvalidInput` or `EnvironmentFault` where the run goes on elsewhere with another one.
         """
         if not self.known:
             self._begin(swarm)
@@ -143,14 +90,13 @@ class OwnManifest:
                 )
             if found is not None and told > own:
                 logger.warning("going on from revision %d, as the swarm knows it", told)
-                self._keep(found)
+                self._revisions.add(found)
                 newest = found
         if not swarm.publish_manifest(newest):
             return False
         self.signed = newest
         self.expires_at = time.time() + MANIFEST_LIFETIME_S
-        if self._revisions is not None:
-            self._revisions.note_published(newest.revision_of(self.run))
+        self._revisions.note_published(newest.revision_of(self.run))
         return True
 
     def _begin(self, swarm: Swarm) -> None:
@@ -183,31 +129,29 @@ class OwnManifest:
             if known.root != self._manifest.digest:
                 check_of_run(self._manifest, self.run, [known])
             elif known.operation.revision > 0:
-                self._keep(self.signed)
+                self._revisions.add(self.signed)
             self.signed = found
-        self._keep(self.signed)
+        self._revisions.add(self.signed)
         self.known = True
 
-    def _keep(self, signed: SignedManifest) -> None:
-        if self._revisions is not None:
-            self._revisions.add(signed)
-
     def _newest(self) -> SignedManifest:
-        newest = None if self._revisions is None else self._revisions.newest()
-        return newest or self.signed
+        return self._revisions.newest() or self.signed
 
 
 class ManifestCopy:
-    """What the operator signed last, as far as this copy of the bootstrap saw it."""
+    """What the operator signed last, as far as this copy of the bootstrap saw it; kept in a file.
 
-    def __init__(self, run: str, path: Path, write: Callable[[Path, bytes], object]):
-        """write: puts bytes into a file, whole or not at all; raises `EnvironmentFault`."""
+    Its attributes are those of `OwnManifest`; nothing is ever due, since what is new comes from the
+    DHT.
+    """
+
+    own = due = False
+
+    def __init__(self, run: str, path: Path):
         self.run = run
-        self.own = False
         self.expires_at = 0.0
         self._signed: SignedManifest | None = None
         self._path = path
-        self._write = write
         self._sealed = b""
         self._order = -1, -1  # its revision, and the sequence of its envelope
         # where it is missing or damaged it is fetched again
@@ -221,24 +165,22 @@ class ManifestCopy:
 
     @property
     def signed(self) -> SignedManifest:
-        """The newest one."""
+        """The newest one, which it has after a `publish`; else RuntimeError."""
         if self._signed is None:
             raise RuntimeError("no manifest has been seen yet")
         return self._signed
 
-    @property
-    def due(self) -> bool:
-        """Never: what is new comes from the DHT."""
-        return False
-
     def publish(self, swarm: Swarm) -> bool:
-        """Take what is newer than ours from the DHT, else put ours there where it lacks it."""
+        """Take what is newer than ours from the DHT, else put ours there where it lacks it.
+
+        Raises `InvalidInput` or `EnvironmentFault` where there is none to be had at all.
+        """
         if not self.known:
             swarm.fetch_manifest(self.run, FIRST_LIMIT_S)  # for its patience and its errors
         found = swarm.sealed_manifest()
         if found is not None and self._newer(found):
             try:
-                self._write(self._path, found)
+                write_atomically(self._path, found)
             except DilocoxError as error:  # a full disk: it is in memory
                 logger.warning("%s", error)
         if not self.known:
@@ -273,3 +215,6 @@ class ManifestCopy:
         self._signed, self.expires_at = signed, envelope.expires_at
         self._sealed, self._order = sealed, order
         return True
+
+
+ManifestKeeper = OwnManifest | ManifestCopy

@@ -49,7 +49,6 @@ def number(low: float, high: float, *, above: bool = False) -> Rule:
 
 
 def choice(*allowed: object) -> Rule:
-    """One of a few values."""
 
     def rule(value: object) -> object:
         for item in allowed:
@@ -77,7 +76,6 @@ def text(pattern: str, wanted: str, *, optional: bool = False) -> Rule:
 
 
 def pair_of_fractions(value: object) -> tuple[float, float]:
-    """Two numbers in [0, 1)."""
     items = cast(list[object], value) if isinstance(value, list | tuple) else []
     numbers = [parsed for parsed in map(_number, items) if parsed is not None and 0 <= parsed < 1]
     if len(items) != 2 or len(numbers) != 2:
@@ -88,29 +86,25 @@ def pair_of_fractions(value: object) -> tuple[float, float]:
 def rows(*columns: Rule, most: int) -> Rule:
     """A list of at most `most` rows; each column has its own rule."""
 
-    def rule(value: object) -> tuple[tuple[object, ...], ...]:
-        given = cast(list[object], value) if isinstance(value, list | tuple) else None
-        if given is None or len(given) > most:
-            raise ValueError(f"it must be a list of at most {most} rows")
-        found: list[tuple[object, ...]] = []
-        for row in given:
-            cells = cast(list[object], row) if isinstance(row, list | tuple) else []
-            if len(cells) != len(columns):
-                raise ValueError(f"it must have rows of {len(columns)} values")
-            found.append(tuple(check(cell) for check, cell in zip(columns, cells, strict=True)))
-        return tuple(found)
+    def row(value: object) -> tuple[object, ...]:
+        cells = cast(list[object], value) if isinstance(value, list | tuple) else []
+        if len(cells) != len(columns):
+            raise ValueError(f"it must have rows of {len(columns)} values")
+        return tuple(check(cell) for check, cell in zip(columns, cells, strict=True))
 
-    return rule
+    return _many(row, "rows", most)
 
 
 def texts(pattern: str, wanted: str, *, most: int) -> Rule:
     """A list of at most `most` texts, each as `text` has it."""
-    one = text(pattern, wanted)
+    return _many(text(pattern, wanted), "texts", most)
 
+
+def _many(one: Rule, what: str, most: int) -> Rule:
     def rule(value: object) -> tuple[object, ...]:
         given = cast(list[object], value) if isinstance(value, list | tuple) else None
         if given is None or len(given) > most:
-            raise ValueError(f"it must be a list of at most {most} texts")
+            raise ValueError(f"it must be a list of at most {most} {what}")
         return tuple(one(item) for item in given)
 
     return rule

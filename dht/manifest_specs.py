@@ -135,7 +135,6 @@ class BatchSpec(Section):
 
     @property
     def tokens_per_step(self) -> int:
-        """Tokens that one inner step of one replica trains on."""
         return self.sequence_length * self.microbatch_size * self.microbatches
 
 

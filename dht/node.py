@@ -7,11 +7,6 @@ than 16 KB kill it, and it waits for answers without a deadline.
 What the main process asks its child stands first: coroutines that run there, beside the node.
 """
 
-# hivemind and its generated protocol classes carry no types.
-# pyright: reportMissingTypeStubs=false, reportUnknownMemberType=false
-# pyright: reportUnknownVariableType=false, reportUnknownArgumentType=false
-# pyright: reportPrivateUsage=false
-
 from __future__ import annotations
 
 import asyncio
@@ -26,7 +21,7 @@ import signal
 import threading
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import InvalidStateError
 from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import dataclass
@@ -73,13 +68,11 @@ class StoredValue:
     subkey: bytes | None = None
 
 
-async def reach(dht: DHT, _node: DHTNode) -> Reachability:
-    """How others reached the node when it started."""
-    return getattr(dht, "_reach", Reachability())
+async def reach(dht: RunDHT, _node: DHTNode) -> Reachability:
+    return dht.reached
 
 
 async def visible_addresses(_dht: DHT, node: DHTNode) -> tuple[str, ...]:
-    """Multiaddrs, with peer id, that the node is reached at as far as it knows."""
     try:
         return tuple(str(address) for address in await node.get_visible_maddrs(latest=True))
     except ValueError:  # a node that listens nowhere
@@ -87,12 +80,10 @@ async def visible_addresses(_dht: DHT, node: DHTNode) -> tuple[str, ...]:
 
 
 async def known_nodes(_dht: DHT, node: DHTNode) -> int:
-    """How many other nodes stand in the node's routing table."""
     return len(node.protocol.routing_table.uid_to_peer_id)
 
 
 async def refused_values(_dht: DHT, node: DHTNode) -> Counter[str]:
-    """How many values the node's validators refused, by reason."""
     counts: Counter[str] = Counter()
     for validator in getattr(node.protocol.record_validator, "_validators", ()):
         counts.update(getattr(validator, "refused", ()))
@@ -121,8 +112,8 @@ async def latest_values(
 
 
 async def news(
-    dht: DHT,
-    node: DHTNode,
+    dht: RunDHT,
+    _node: DHTNode,
     known: Mapping[str, Collection[bytes]],
     thorough: bool,
     timeout_s: float,
@@ -130,12 +121,12 @@ async def news(
     """The values under each key that are not among the known marks (keepers.py)."""
     keys = {DHTID.generate(key): key for key in known}
     asked = {key_id: known[key] for key_id, key in keys.items()}
-    found = await _keepers(dht, node).news(asked, thorough=thorough, timeout_s=timeout_s)
+    found = await dht.keepers.news(asked, thorough=thorough, timeout_s=timeout_s)
     return {keys[key_id]: entries for key_id, entries in found.items()}
 
 
 async def store_values(
-    dht: DHT, node: DHTNode, values: tuple[StoredValue, ...], timeout_s: float
+    dht: RunDHT, _node: DHTNode, values: tuple[StoredValue, ...], timeout_s: float
 ) -> bool:
     """Give these values to the keepers of their keys; whether all were taken in time."""
     entries = {
@@ -143,29 +134,28 @@ async def store_values(
         for each in values
     }
     try:
-        return await asyncio.wait_for(_keepers(dht, node).store(entries), timeout_s)
+        return await asyncio.wait_for(dht.keepers.store(entries), timeout_s)
     except asyncio.TimeoutError:
         return False
 
 
-def _keepers(dht: Any, node: DHTNode) -> Keepers:
-    if dht.keepers is None:
-        dht.keepers = Keepers(node)
-    return dht.keepers
+async def who_answers(
+    _dht: DHT, node: DHTNode, peers: tuple[str, ...], timeout_s: float, *, one: bool = False
+) -> frozenset[str]:
+    """Those of these peers that answer a ping in time; `one`: the first that does."""
 
+    async def ping(peer: str) -> str | None:
+        node_id = await node.protocol.call_ping(PeerID.from_base58(peer))
+        return None if node_id is None else peer
 
-async def any_answers(_dht: DHT, node: DHTNode, peers: tuple[str, ...], timeout_s: float) -> bool:
-    """Whether one of these peers answers a ping in time."""
-    calls: list[Awaitable[object]] = [
-        node.protocol.call_ping(PeerID.from_base58(peer)) for peer in peers
-    ]
-    for call in asyncio.as_completed(calls, timeout=timeout_s):
-        try:
-            if await call is not None:
-                return True
-        except asyncio.TimeoutError:
-            return False
-    return False
+    answered = set[str]()
+    with contextlib.suppress(asyncio.TimeoutError):
+        for call in asyncio.as_completed(map(ping, peers), timeout=timeout_s):
+            if (peer := await call) is not None:
+                answered.add(peer)
+                if one:
+                    break
+    return frozenset(answered)
 
 
 async def meet(dht: DHT, node: DHTNode, peers: tuple[str, ...], timeout_s: float) -> bool:
@@ -177,7 +167,7 @@ async def meet(dht: DHT, node: DHTNode, peers: tuple[str, ...], timeout_s: float
     loop = asyncio.get_running_loop()
     end = loop.time() + timeout_s
     while not known and loop.time() < end:
-        answered = await any_answers(dht, node, peers, end - loop.time())
+        answered = await who_answers(dht, node, peers, end - loop.time(), one=True)
         await asyncio.sleep(PAUSE_S)  # who answers is entered in a task of its own
         if answered and known:
             with contextlib.suppress(asyncio.TimeoutError):
@@ -186,24 +176,9 @@ async def meet(dht: DHT, node: DHTNode, peers: tuple[str, ...], timeout_s: float
     return bool(known)
 
 
-async def who_answers(
-    _dht: DHT, node: DHTNode, peers: tuple[str, ...], timeout_s: float
-) -> tuple[str, ...]:
-    """Those of these peers that answer a ping in time."""
-    calls = {
-        asyncio.ensure_future(node.protocol.call_ping(PeerID.from_base58(peer))): peer
-        for peer in peers
-    }
-    done, late = await asyncio.wait(calls, timeout=timeout_s) if calls else (set(), set())
-    for call in late:
-        call.cancel()
-    return tuple(
-        calls[call] for call in done if call.exception() is None and call.result() is not None
-    )
-
-
 CLOSE_GRACE_S = 4.0
 ANSWER_LIMIT_S = 2.0  # a frozen node keeps every search that meets it waiting for so long
+QUESTION_LIMIT_S = 10.0
 ASKING_SHARE = 0.9  # of a read's time is the search; the rest brings back what it has found
 START_MARGIN_S = 5.0
 POLL_S = 0.2
@@ -253,7 +228,7 @@ def open_dht(
     clock.install()
     protocol.install()
     options = DaemonOptions(
-        identity_path=identity.path,
+        identity=identity,
         bootstraps=tuple(bootstraps),
         reachable=reachable,
         listen=tuple(listen),
@@ -265,7 +240,7 @@ def open_dht(
     )
     folder = node_process.acquire()
     try:
-        dht = RunDHT(options, validator, clock, peer_id_bytes_of(identity.public_key), folder)
+        dht = RunDHT(options, validator, clock, folder)
     except BaseException:
         node_process.release()
         raise
@@ -293,7 +268,6 @@ class RunDHT(DHT):
         options: DaemonOptions,
         validator: RecordValidatorBase,
         clock: RunClock,
-        peer_id: bytes,
         socket_folder: Path,
     ):
         self._options = options
@@ -301,8 +275,7 @@ class RunDHT(DHT):
         self._socket_folder = socket_folder
         self._main_pid = os.getpid()
         self._ended = False
-        self._reach = Reachability()
-        self.keepers: Keepers | None = None  # the child's
+        self.reached = Reachability()  # as the child knows it
         forking = multiprocessing.get_context("fork")
         self._sending = forking.RLock()
         self._daemon_pid = forking.RawValue("i", 0)
@@ -314,7 +287,7 @@ class RunDHT(DHT):
             wait_timeout=ANSWER_LIMIT_S,
             # A peer that comes back is the same node; else its old one answers stores a second time
             # with "I have that already", which looks like a refusal.
-            node_id=DHTID.generate(source=peer_id),
+            node_id=DHTID.generate(source=peer_id_bytes_of(options.identity.public_key)),
             # A clock that is off has been corrected; one odd bootstrap must not keep a peer out.
             strict=False,
             # It would end at the first ping that comes too late; `meets` pings again.
@@ -327,9 +300,13 @@ class RunDHT(DHT):
         )
         self._outer_pipe: Any = SharedPipe(self._outer_pipe, self._sending)
 
+    @functools.cached_property
+    def keepers(self) -> Keepers:
+        """In the child: who keeps which keys."""
+        return Keepers(self._node)
+
     @property
     def p2pd_pid(self) -> int:
-        """Process id of this node's p2pd."""
         return self._daemon_pid.value
 
     def carried_bytes(self) -> int:
@@ -369,10 +346,7 @@ class RunDHT(DHT):
     def meets(self, bootstraps: Sequence[str], timeout_s: float) -> bool:
         """Whether one of the bootstraps lets this node in; they are asked until one does."""
         peers = tuple({bootstrap_address(address).peer_id for address in bootstraps})
-        ask = functools.partial(meet, peers=peers, timeout_s=timeout_s)
-        return self._request(
-            lambda: self.run_coroutine(ask, return_future=True), timeout_s + START_MARGIN_S
-        )
+        return self._ask(meet, timeout_s + START_MARGIN_S, peers=peers, timeout_s=timeout_s)
 
     @property
     def running(self) -> bool:
@@ -384,8 +358,7 @@ class RunDHT(DHT):
         not end in time are left out. Raises `NoAnswer`.
         """
         limit_s = ASKING_SHARE * timeout_s
-        ask = functools.partial(latest_values, keys=tuple(keys), timeout_s=limit_s)
-        return self._request(lambda: self.run_coroutine(ask, return_future=True), timeout_s)
+        return self._ask(latest_values, timeout_s, keys=tuple(keys), timeout_s=limit_s)
 
     def find_news(
         self, known: Mapping[str, Collection[bytes]], *, thorough: bool, timeout_s: float
@@ -394,13 +367,13 @@ class RunDHT(DHT):
         for in time are left out. `thorough`: all are asked that keep a key, not one of them.
         Raises `NoAnswer`.
         """
-        ask = functools.partial(
+        return self._ask(
             news,
+            timeout_s,
             known={key: tuple(marks) for key, marks in known.items()},
             thorough=thorough,
             timeout_s=ASKING_SHARE * timeout_s,
         )
-        return self._request(lambda: self.run_coroutine(ask, return_future=True), timeout_s)
 
     def put_many(self, values: Sequence[StoredValue], *, timeout_s: float) -> bool:
         """Store values, with one call to each node that keeps some of them; whether the DHT
@@ -410,18 +383,18 @@ class RunDHT(DHT):
             if len(each.value) > MAX_VALUE_BYTES:
                 raise ValueError(f"{len(each.value)} bytes; the DHT takes {MAX_VALUE_BYTES}")
         limit_s = ASKING_SHARE * timeout_s
-        store = functools.partial(store_values, values=tuple(values), timeout_s=limit_s)
-        return self._request(lambda: self.run_coroutine(store, return_future=True), timeout_s)
+        return self._ask(store_values, timeout_s, values=tuple(values), timeout_s=limit_s)
 
-    def _request(self, send: Callable[[], Any], timeout_s: float) -> Any:
-        """Send a request that returns a future and wait for its result; raises `NoAnswer`."""
-        deadline = time.monotonic() + timeout_s
-        if not self.running or not self._sending.acquire(timeout=max(0.0, timeout_s)):
+    def _ask(self, question: Callable[..., Any], limit_s: float, **arguments: Any) -> Any:
+        """The answer of one of the coroutines above in time; raises `NoAnswer`."""
+        deadline = time.monotonic() + limit_s
+        if not self.running or not self._sending.acquire(timeout=max(0.0, limit_s)):
             raise NoAnswer("the DHT process is gone or stuck")
         try:
             if not self._takes_requests(max(0.0, deadline - time.monotonic())):
                 raise NoAnswer("the DHT process is gone or stuck")
-            future = send()
+            asked = functools.partial(question, **arguments)
+            future = self.run_coroutine(asked, return_future=True)
         finally:
             self._sending.release()
         try:
@@ -440,15 +413,12 @@ class RunDHT(DHT):
             return False
         return bool(poll.poll(timeout_s * 1000))
 
-    def visible_addresses(self, timeout_s: float = 10.0) -> tuple[str, ...]:
+    def visible_addresses(self) -> tuple[str, ...]:
         """Multiaddrs, with peer id, that this node is reached at as far as it knows."""
-        return self._request(
-            lambda: self.run_coroutine(visible_addresses, return_future=True), timeout_s
-        )
+        return self._ask(visible_addresses, QUESTION_LIMIT_S)
 
-    def reach(self, timeout_s: float = 10.0) -> Reachability:
-        """How others reached this node when it started."""
-        return self._request(lambda: self.run_coroutine(reach, return_future=True), timeout_s)
+    def reach(self) -> Reachability:
+        return self._ask(reach, QUESTION_LIMIT_S)
 
     @property
     def bootstraps(self) -> frozenset[str]:
@@ -457,32 +427,26 @@ class RunDHT(DHT):
 
     def bootstrap_answers(self, timeout_s: float) -> bool:
         """Whether one of the bootstraps answers a ping; true for a node without bootstraps."""
-        peers = tuple(self.bootstraps)
-        ping = functools.partial(any_answers, peers=peers, timeout_s=timeout_s)
-        if not peers:
+        if not self.bootstraps:
             return True
         with contextlib.suppress(NoAnswer):
-            return self._request(
-                lambda: self.run_coroutine(ping, return_future=True), timeout_s + 1.0
-            )
+            return bool(self._who_answers(timeout_s, one=True))
         return False
 
     def answering_bootstraps(self, timeout_s: float) -> frozenset[str]:
         """Peer ids of the bootstraps that answer a ping. Raises `NoAnswer`."""
+        return self._who_answers(timeout_s)
+
+    def _who_answers(self, timeout_s: float, *, one: bool = False) -> frozenset[str]:
         peers = tuple(self.bootstraps)
-        ping = functools.partial(who_answers, peers=peers, timeout_s=timeout_s)
-        ask = functools.partial(self.run_coroutine, ping, return_future=True)
-        return frozenset(self._request(ask, timeout_s + 1.0))
+        return self._ask(who_answers, timeout_s + 1.0, peers=peers, timeout_s=timeout_s, one=one)
 
-    def known_nodes(self, timeout_s: float = 5.0) -> int:
+    def known_nodes(self, timeout_s: float = QUESTION_LIMIT_S) -> int:
         """How many other nodes this one knows."""
-        return self._request(lambda: self.run_coroutine(known_nodes, return_future=True), timeout_s)
+        return self._ask(known_nodes, timeout_s)
 
-    def refused_values(self, timeout_s: float = 5.0) -> Counter[str]:
-        """How many values this node's validator refused, by reason."""
-        return self._request(
-            lambda: self.run_coroutine(refused_values, return_future=True), timeout_s
-        )
+    def refused_values(self, timeout_s: float = QUESTION_LIMIT_S) -> Counter[str]:
+        return self._ask(refused_values, timeout_s)
 
     def close(self) -> None:
         """End the child and p2pd within five seconds and remove the sockets; twice does no harm."""
@@ -500,9 +464,7 @@ class RunDHT(DHT):
         kill_daemon(self.p2pd_pid)
         node_process.release()
 
-    def shutdown(self) -> None:
-        """What hivemind calls the same thing."""
-        self.close()
+    shutdown = close  # what hivemind calls it
 
     def run(self) -> None:
         """The child: p2pd first, then hivemind's node on top of it, until told to stop."""
@@ -513,10 +475,10 @@ class RunDHT(DHT):
         owner = DaemonOwner(self._options, self._clock, on_death=self._end)
         try:
             owner.start()
-            self._daemon_pid.value = owner.pid
-            self._reach = owner.reach
+            self._daemon_pid.value = owner.p2p._child.pid
+            self.reached = owner.reach
             self.kwargs["client_mode"] = owner.client_mode
-            self._daemon_listen_maddr = owner.control_address
+            self._daemon_listen_maddr = owner.p2p.daemon_listen_maddr
             self._inner_pipe: Any = BlockingPipe(self._inner_pipe)
             super().run()
         except DilocoxError as error:

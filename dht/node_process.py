@@ -21,15 +21,12 @@ from multiprocessing.connection import Connection
 from multiprocessing.synchronize import RLock
 from multiprocessing.util import get_temp_dir
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from hivemind.p2p import P2P  # pyright: ignore[reportMissingTypeStubs]
 
 from dilocox.dht.errors import EnvironmentFault
-
-if TYPE_CHECKING:  # the doctor looks here where torch cannot be loaded
-    import torch
 
 WATCH_PERIOD_S = 0.5
 SEND_LIMIT_S = 10.0
@@ -94,7 +91,6 @@ class BlockingPipe:
         self.poll = pipe.poll
 
     def recv(self) -> Any:
-        """Receive one message, waiting for all of it."""
         os.set_blocking(self._pipe.fileno(), True)
         return self._pipe.recv()
 
@@ -182,6 +178,4 @@ def shared_zeros(numel: int, dtype: torch.dtype) -> torch.Tensor:
     In anonymous memory, which is gone with the last of them however they end, and which the size of
     /dev/shm does not limit: torch's own has a name there, that stays after a SIGKILL of all.
     """
-    import torch
-
     return torch.frombuffer(mmap.mmap(-1, numel * dtype.itemsize), dtype=dtype)

@@ -8,11 +8,6 @@ clock is measured again and again; that also keeps the connections to the bootst
 libp2p does not dial again by itself.
 """
 
-# hivemind and its generated protocol classes carry no types.
-# pyright: reportMissingTypeStubs=false, reportUnknownMemberType=false
-# pyright: reportUnknownVariableType=false, reportUnknownArgumentType=false
-# pyright: reportPrivateUsage=false, reportAttributeAccessIssue=false
-
 import asyncio
 import asyncio.subprocess
 import contextlib
@@ -20,13 +15,10 @@ import ctypes
 import functools
 import logging
 import signal
-import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Generator
-from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 from hivemind.p2p import P2P, P2PDaemonError, PeerID
 from hivemind.proto import dht_pb2
@@ -35,7 +27,9 @@ from hivemind.utils.multiaddr import Multiaddr
 from dilocox.dht.addresses import FindReach, Reachability
 from dilocox.dht.clock import OffsetSample, RunClock, median_offset
 from dilocox.dht.errors import EnvironmentFault
+from dilocox.dht.identity import Identity
 from dilocox.dht.invite import bootstrap_address, listen_address
+from dilocox.dht.rpc import LoopThread
 
 logger = logging.getLogger(__name__)
 
@@ -46,6 +40,7 @@ PINGS_PER_BOOTSTRAP = 3
 CLOCK_PERIOD_S = 20.0
 CLOCK_AGAIN_S = 5.0  # after a bootstrap gave no answer
 PATIENCE = 3  # answers that do not come, after which a connection is given up
+START_MARGIN_S = 2.0  # `startup_s` is kept by what is done in it
 STOP_GRACE_S = 1.0
 PR_SET_PDEATHSIG = 1
 LOOPBACK = ("127.", "::1", "localhost")
@@ -66,7 +61,7 @@ class DaemonOptions:
         good would drift away together.
     """
 
-    identity_path: Path
+    identity: Identity
     bootstraps: tuple[str, ...]
     reachable: tuple[str, ...]
     listen: tuple[str, ...]
@@ -86,8 +81,7 @@ class DaemonOwner:
         self._on_death = on_death
         self._deadline = 0.0
         self._p2p: P2P | None = None
-        self._loop = asyncio.SelectorEventLoop()
-        self._thread = threading.Thread(target=self._run, name="p2pd owner", daemon=True)
+        self._thread: LoopThread | None = None
         self._tasks: list[asyncio.Task[None]] = []
         self.reach = Reachability()
         self._unanswered: Counter[str] = Counter()
@@ -98,39 +92,23 @@ class DaemonOwner:
         # hivemind's event loops refuse to watch children from a thread.
         policy = asyncio.DefaultEventLoopPolicy()
         asyncio.set_event_loop_policy(policy)  # pyright: ignore[reportDeprecated]
-        self._thread.start()
-        asyncio.run_coroutine_threadsafe(self._start(), self._loop).result()
+        self._thread = LoopThread("p2pd", begin=self._start, end=self._stop)
+        self._thread.start(self._options.startup_s + START_MARGIN_S)
 
     def stop(self) -> None:
-        """End p2pd."""
-        if self._thread.is_alive():
-            with contextlib.suppress(FutureTimeout):
-                asyncio.run_coroutine_threadsafe(self._stop(), self._loop).result(2 * STOP_GRACE_S)
+        if self._thread is not None:
+            self._thread.close(2 * STOP_GRACE_S)
 
     @property
     def client_mode(self) -> bool:
-        """Whether this node only dials out, as far as is known by now."""
         return self._options.client_mode
 
     @property
-    def pid(self) -> int:
-        """Process id of p2pd."""
-        return self._started._child.pid
-
-    @property
-    def control_address(self) -> Multiaddr:
-        """Where handles of other threads and processes reach p2pd."""
-        return self._started.daemon_listen_maddr
-
-    @property
-    def _started(self) -> P2P:
+    def p2p(self) -> P2P:
+        """The started p2pd: its process, and where handles of other processes reach it."""
         if self._p2p is None:
             raise RuntimeError("p2pd has not been started")
         return self._p2p
-
-    def _run(self) -> None:
-        asyncio.set_event_loop(self._loop)
-        self._loop.run_forever()
 
     async def _start(self) -> None:
         await self._launch()
@@ -140,23 +118,21 @@ class DaemonOwner:
             if options.find_reach is not None and options.listen:
                 await self._find_reach(options.find_reach)
         if options.bootstraps:
-            self._tasks.append(self._loop.create_task(self._keep_time()))
+            self._tasks.append(asyncio.create_task(self._keep_time()))
 
     async def _launch(self) -> None:
         try:
-            self._p2p = await self._new_p2pd()
-        except P2PDaemonError as error:
-            if "bootstrap" not in str(error):
-                raise self._explained(str(error)) from error
-            # p2pd gives up at its first failure; where a machine is busy the second try succeeds
-            logger.debug("p2pd did not reach a bootstrap, trying again: %s", error)
             try:
                 self._p2p = await self._new_p2pd()
-            except (P2PDaemonError, OSError) as again:
-                raise self._explained(str(again)) from again
-        except OSError as error:
+            except P2PDaemonError as error:
+                if "bootstrap" not in str(error):
+                    raise
+                # p2pd gives up at its first failure; where a machine is busy the second succeeds
+                logger.debug("p2pd did not reach a bootstrap, trying again: %s", error)
+                self._p2p = await self._new_p2pd()
+        except (P2PDaemonError, OSError) as error:
             raise self._explained(str(error)) from error
-        self._tasks = [self._loop.create_task(self._watch())]
+        self._tasks = [asyncio.create_task(self._watch())]
 
     async def _new_p2pd(self) -> P2P:
         options = self._options
@@ -166,7 +142,7 @@ class DaemonOwner:
                 announce_maddrs=options.announce or None,
                 host_maddrs=options.listen or None,
                 no_listen=not options.listen,
-                identity_path=str(options.identity_path),
+                identity_path=str(options.identity.path),
                 dht_mode="client" if options.client_mode else "server",
                 nat_port_map=any(not _is_loopback(address) for address in options.listen),
                 startup_timeout=max(1.0, self._deadline - time.monotonic()),
@@ -175,7 +151,7 @@ class DaemonOwner:
 
     async def _find_reach(self, find_reach: FindReach) -> None:
         """Ask others how they reach this node; where p2pd does not know it, start it once more."""
-        options, p2p = self._options, self._started
+        options, p2p = self._options, self.p2p
         peers = {bootstrap_address(each).peer_id for each in options.reachable}
         found = [str(address) for address in await p2p.get_visible_maddrs(latest=True)]
         own = [address.rpartition("/p2p/")[0] for address in found]
@@ -201,7 +177,6 @@ class DaemonOwner:
         await self._first_measurement()  # and so is connected again
 
     def _explained(self, reason: str) -> EnvironmentFault:
-        """What p2pd's last line means for a person."""
         options = self._options
         if "bootstrap" in reason:
             return EnvironmentFault(
@@ -219,7 +194,7 @@ class DaemonOwner:
         )
 
     async def _watch(self) -> None:
-        await self._started._child.wait()
+        await self.p2p._child.wait()
         self._on_death()
 
     async def _stop(self) -> None:
@@ -235,7 +210,7 @@ class DaemonOwner:
                 p2p._child.kill()
 
     async def _first_measurement(self) -> None:
-        while not await self._measure(self._options.reachable):
+        while not await self.measure(self._options.reachable):
             if time.monotonic() > self._deadline:
                 raise EnvironmentFault(
                     f"no answer from the bootstraps {', '.join(self._options.bootstraps)}: "
@@ -247,19 +222,22 @@ class DaemonOwner:
         answered = True
         while True:
             await asyncio.sleep(CLOCK_AGAIN_S if self._unanswered else CLOCK_PERIOD_S)
-            before, answered = answered, await self._measure(self._options.bootstraps, again=True)
+            before, answered = answered, await self.measure(self._options.bootstraps, again=True)
             if before and not answered:  # said once: it may stay away for days
                 logger.warning(
                     "no bootstrap answers; this machine's clock correction stays as it was"
                 )
 
-    async def _measure(self, bootstraps: tuple[str, ...], *, again: bool = False) -> bool:
+    async def measure(self, bootstraps: tuple[str, ...], *, again: bool = False) -> bool:
         """Ask these bootstraps for the time; whether one of them answered in time."""
         peers: dict[str, list[Multiaddr]] = {}
         for address in bootstraps:
             peers.setdefault(bootstrap_address(address).peer_id, []).append(_dialable(address))
         answers = await asyncio.gather(
-            *(self._ask(PeerID.from_base58(peer), addresses) for peer, addresses in peers.items())
+            *(
+                self.samples_of(PeerID.from_base58(peer), addresses)
+                for peer, addresses in peers.items()
+            )
         )
         offset = median_offset(sample for samples in answers for sample in samples)
         if offset is None:
@@ -268,14 +246,15 @@ class DaemonOwner:
             self._clock.measured(offset)
         return True
 
-    async def _ask(self, peer: PeerID, addresses: list[Multiaddr]) -> list[OffsetSample]:
+    async def samples_of(self, peer: PeerID, addresses: list[Multiaddr]) -> list[OffsetSample]:
+        """What a bootstrap answers to a few questions for the time; empty where it is silent."""
         samples: list[OffsetSample] = []
         try:
-            await asyncio.wait_for(self._started._client.connect(peer, addresses), PING_TIMEOUT_S)
+            await asyncio.wait_for(self.p2p._client.connect(peer, addresses), PING_TIMEOUT_S)
             for _ in range(PINGS_PER_BOOTSTRAP):
                 asked_at = self._clock.own_time()
                 answer = await asyncio.wait_for(
-                    self._started.call_protobuf_handler(
+                    self.p2p.call_protobuf_handler(
                         peer, PING_HANDLER, dht_pb2.PingRequest(), dht_pb2.PingResponse
                     ),
                     PING_TIMEOUT_S,
@@ -293,7 +272,7 @@ class DaemonOwner:
     async def _hang_up(self, peer: PeerID) -> None:
         """Give up a connection, which may hang for long after what cut it is over."""
         with contextlib.suppress(Exception):
-            await asyncio.wait_for(self._started._client.disconnect(peer), PING_TIMEOUT_S)
+            await asyncio.wait_for(self.p2p._client.disconnect(peer), PING_TIMEOUT_S)
 
 
 @contextlib.contextmanager
@@ -304,16 +283,12 @@ def _children_die_with_this_thread() -> Generator[None, None, None]:
     """
     original = asyncio.subprocess.create_subprocess_exec
     asyncio.subprocess.create_subprocess_exec = functools.partial(
-        original, preexec_fn=_die_with_parent
+        original, preexec_fn=lambda: _libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     )
     try:
         yield
     finally:
         asyncio.subprocess.create_subprocess_exec = original
-
-
-def _die_with_parent() -> None:
-    _libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def _dialable(address: str) -> Multiaddr:

@@ -10,12 +10,6 @@ client of p2pd refuses to send, in a way that keeps it in memory for good; so an
 here, and `free_failed_answers` repairs the client for all calls.
 """
 
-# hivemind and its generated protocol classes carry no types.
-# pyright: reportMissingTypeStubs=false, reportUnknownMemberType=false
-# pyright: reportUnknownVariableType=false, reportUnknownArgumentType=false
-# pyright: reportUnknownParameterType=false, reportPrivateUsage=false
-# pyright: reportUntypedBaseClass=false, reportAttributeAccessIssue=false
-
 import asyncio
 import hashlib
 import logging
@@ -179,7 +173,7 @@ class RunProtocol(DHTProtocol):
 
     def _checked(self, key: DHTID, packed: bytes) -> list[Entry]:
         try:
-            told = unpack(packed, MAX_ANSWER_BYTES) if packed else []
+            told: object = unpack(packed, MAX_ANSWER_BYTES) if packed else []
         except Malformed:
             return []
         found: list[Entry] = []

@@ -12,11 +12,6 @@ seconds.
 The callers' side, for a peer that starts and for the doctor, stands at the end.
 """
 
-# hivemind and its generated protocol classes carry no types.
-# pyright: reportMissingTypeStubs=false, reportUnknownMemberType=false
-# pyright: reportUnknownVariableType=false, reportUnknownArgumentType=false
-# pyright: reportUnknownParameterType=false, reportAttributeAccessIssue=false
-
 from __future__ import annotations
 
 import asyncio
@@ -27,7 +22,7 @@ import random
 import socket
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Generator, Iterable, Sequence
+from collections.abc import Callable, Collection, Generator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, AsyncIterator, cast  # noqa: UP035 - hivemind knows this one only
 
@@ -37,7 +32,7 @@ from hivemind.proto import runtime_pb2
 from dilocox.dht.addresses import Reachability, ReachKind
 from dilocox.dht.errors import InvalidInput
 from dilocox.dht.invite import MAX_INVITE_ADDRESSES, TcpAddress, invite_addresses, listen_address
-from dilocox.dht.rpc import FrameRefused, chunk_of, pack, reply, unpack
+from dilocox.dht.rpc import CallRefused, chunk_of, pack, reply, unpack
 
 logger = logging.getLogger(__name__)
 
@@ -72,7 +67,6 @@ async def working(named: Sequence[str], seen: frozenset[str]) -> tuple[str, ...]
 
 
 def possible(named: Sequence[str], seen: frozenset[str]) -> dict[str, TcpAddress]:
-    """The places to try, by multiaddr."""
     places = {text: place for text in named if (place := _place(text)) is not None}
     for ip in sorted(seen):
         for port in sorted({place.port for place in places.values()}):
@@ -176,12 +170,12 @@ class Probe(ServicerBase):
             seen = known.get(caller, frozenset())
             if "seen" in want:  # of another one
                 if caller not in (self._bootstraps or ()):
-                    raise FrameRefused("only a bootstrap may ask for others")
+                    raise CallRefused("only a bootstrap may ask for others")
                 seen = frozenset(texts(want["seen"]))
             elif not self._admits(caller):
-                raise FrameRefused("asked too often")
+                raise CallRefused("asked too often")
             if self._dialling >= DIAL_BACKS_AT_ONCE:
-                raise FrameRefused("too many at once")
+                raise CallRefused("too many at once")
             # who was reached before is not declared unreachable on the word of strangers
             alone = self._bootstraps is not None or want.get("again") is True
             strangers = () if alone else _others(known, caller, seen)
@@ -190,7 +184,7 @@ class Probe(ServicerBase):
                 return reply(await self._dialled(texts(want.get("addresses")), seen, strangers))
             finally:
                 self._dialling -= 1
-        except FrameRefused as refused:
+        except CallRefused as refused:
             return reply({"refused": str(refused)})
 
     async def _dialled(
@@ -199,22 +193,20 @@ class Probe(ServicerBase):
         question = {"addresses": list(named), "seen": sorted(seen)}
         own = asyncio.ensure_future(working(named, seen))
         try:
-            verdict, count = await _first_yes(
-                asked_to_dial(self._p2p, PeerID.from_base58(peer), question, FORWARD_LIMIT_S)
-                for peer in random.sample(others, min(OTHERS_ASKED, len(others)))
-            )
-            if verdict is None:
+            drawn = random.sample(others, min(OTHERS_ASKED, len(others)))
+            asked = [PeerID.from_base58(peer) for peer in drawn]
+            verdict = await _dialled(self._p2p, asked, question, FORWARD_LIMIT_S, Reachability())
+            if not verdict.asked:
                 worked = await own
             else:
                 places = possible(named, seen)
-                worked = tuple(address for address in verdict if address in places)
+                worked = tuple(address for address in verdict.addresses if address in places)
         finally:
             own.cancel()
-        told = {"seen": sorted(seen), "worked": list(worked), "asked": max(1, count)}
-        return told | {"alone": count == 0}
+        told = {"seen": sorted(seen), "worked": list(worked), "asked": max(1, verdict.asked)}
+        return told | {"alone": verdict.asked == 0}
 
     def _admits(self, caller: str) -> bool:
-        """Whether this caller has not asked too often."""
         if time.monotonic() - self._calls_since > A_WHILE_S:
             self._calls.clear()
             self._calls_since = time.monotonic()
@@ -230,14 +222,14 @@ class Probe(ServicerBase):
             with self._link():
                 limit_s = unpack(request).get("seconds")
                 if not isinstance(limit_s, (int, float)):
-                    raise FrameRefused("no number of seconds")
+                    raise CallRefused("no number of seconds")
                 yield reply({})
                 end = time.monotonic() + min(limit_s, BANDWIDTH_LIMIT_S)
                 for _ in range(BANDWIDTH_LIMIT_BYTES // len(CHUNK)):
                     if time.monotonic() >= end:
                         break
                     yield reply({}, CHUNK)
-        except FrameRefused as refused:
+        except CallRefused as refused:
             yield reply({"refused": str(refused)})
 
     async def rpc_bandwidth_up(
@@ -258,18 +250,18 @@ class Probe(ServicerBase):
                         frame = await asyncio.wait_for(anext(frames), max(0.0, left_s))
                         taken += len(chunk_of(frame))
                 return reply({"bytes": taken, "seconds": time.monotonic() - started})
-        except (FrameRefused, StopAsyncIteration, asyncio.TimeoutError) as refused:
+        except (CallRefused, StopAsyncIteration, asyncio.TimeoutError) as refused:
             return reply({"refused": str(refused) or "nothing came"})
 
     @contextlib.contextmanager
     def _link(self) -> Generator[None]:
         now = time.monotonic()
         if now < self._measuring_until or self._busy():
-            raise FrameRefused("this peer needs its link now: ask later")
+            raise CallRefused("this peer needs its link now: ask later")
         if now - self._measured_since > 3600.0:
             self._measured_bytes, self._measured_since = 0, now
         if self._measured_bytes >= BANDWIDTH_HOUR_BYTES:
-            raise FrameRefused("this peer has measured enough for an hour: ask another one")
+            raise CallRefused("this peer has measured enough for an hour: ask another one")
         self._measured_bytes += BANDWIDTH_LIMIT_BYTES
         # a time, not a flag: who stops reading never lets this go on to its end
         self._measuring_until = now + 2 * BANDWIDTH_LIMIT_S
@@ -282,7 +274,6 @@ class Probe(ServicerBase):
     async def rpc_clock(
         self, request: runtime_pb2.ExpertRequest, context: P2PContext
     ) -> runtime_pb2.ExpertResponse:
-        """This peer's run time."""
         return reply({"time": self._now()})
 
 
@@ -310,7 +301,7 @@ def answered(frame: Any) -> dict[str, Any]:
     """What an answer holds; ConnectionError if it is malformed or says no."""
     try:
         answer = unpack(frame)
-    except FrameRefused as error:
+    except CallRefused as error:
         raise ConnectionError(f"a malformed answer: {error}") from error
     if "refused" in answer:
         raise ConnectionError(f"refused: {str(answer['refused'])[:200]}")
@@ -330,23 +321,6 @@ def _others(known: dict[str, frozenset[str]], caller: str, seen: frozenset[str])
     if any(ipaddress.ip_address(ip).is_loopback for ip in seen):
         return ()
     return tuple(peer for peer, ips in known.items() if peer != caller and not ips & seen)
-
-
-async def _first_yes(calls: Iterable[Any]) -> tuple[tuple[str, ...] | None, int]:
-    """The addresses of the first answer that names some, else none of them; None without any
-    answer. And how many have answered by then.
-    """
-    worked, count = None, 0
-    tasks = [asyncio.ensure_future(call) for call in calls]
-    for each in asyncio.as_completed(tasks):
-        with contextlib.suppress(ConnectionError):
-            worked, count = texts((await each).get("worked")), count + 1
-            if worked:
-                break
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)
-    return worked, count
 
 
 ASK_AGAIN_S = 0.3  # a bootstrap that starts at the same moment does not answer this yet
@@ -547,7 +521,6 @@ def _count(value: object) -> int:
 
 
 def _is_own(address: str) -> bool:
-    """Whether an address is one of this machine's interfaces."""
     host = listen_address(address).host
     with contextlib.suppress(OSError):
         family, kind, protocol, _, target = socket.getaddrinfo(host, 0, type=socket.SOCK_DGRAM)[0]

@@ -5,11 +5,6 @@ a peer dials everybody who may have to call it, and asks them the time now and t
 comes, the connection is given up, for it may hang for long after the cut has healed, and made anew.
 """
 
-# hivemind and its generated protocol classes carry no types.
-# pyright: reportMissingTypeStubs=false, reportUnknownMemberType=false
-# pyright: reportUnknownVariableType=false, reportUnknownArgumentType=false
-# pyright: reportPrivateUsage=false, reportAttributeAccessIssue=false
-
 from __future__ import annotations
 
 import asyncio
@@ -114,7 +109,6 @@ class Redialler:
             self._task = asyncio.ensure_future(self._live())
 
     def close(self) -> None:
-        """Dial nobody any more."""
         if self._task is not None:
             self._task.cancel()
 

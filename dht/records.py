@@ -30,12 +30,7 @@ MANIFEST_LIFETIME_S = 7 * 24 * 3600.0
 MANIFEST_REFRESH_S = 60.0
 # Nobody may leave something in the memory of others for longer than this.
 MAX_LIFETIME_S: dict[Kind, float] = {
-    "manifest": MANIFEST_LIFETIME_S,
-    "replica": 3600.0,
-    "stage": 3600.0,
-    "bell": 3600.0,
-    "part": 3600.0,
-    "round": 3600.0,
+    kind: MANIFEST_LIFETIME_S if kind == "manifest" else 3600.0 for kind in typing.get_args(Kind)
 }
 # Of a round or another index; what is larger is in no key.
 MAX_INDEX = 9_999_999_999
@@ -62,17 +57,14 @@ def manifest_key(run: str) -> str:
 
 
 def stage_key(run: str, stage: int) -> str:
-    """One `StageRecord` per peer that hosts this stage."""
     return f"{run}.stage.{stage}"
 
 
 def replica_key(run: str) -> str:
-    """One `ReplicaRecord` per head."""
     return f"{run}.replica"
 
 
 def bell_key(run: str, round_number: int) -> str:
-    """One `BellRecord` per head that finished this round."""
     return f"{run}.bell.{round_number}"
 
 
@@ -82,7 +74,6 @@ def part_key(run: str, part: int) -> str:
 
 
 def claim_key(run: str, stage: int) -> str:
-    """One `ClaimRecord` per peer of this stage: the last round record it holds."""
     return f"{run}.round.{stage}"
 
 
@@ -134,7 +125,6 @@ class Record:
 
     @classmethod
     def decode(cls: type[R], data: bytes) -> R:
-        """Read a record; raises `Malformed`."""
         value = unpack(data, cls.max_bytes)
         if not isinstance(value, dict):
             raise Malformed(f"{cls.kind} record is no map")

@@ -299,7 +299,6 @@ class RevisionFolder:
 
     @property
     def numbers(self) -> list[int]:
-        """Those that are here, oldest first."""
         found = self._folder.glob("*.signed")
         return sorted(int(path.stem) for path in found if path.stem.isdecimal())
 
@@ -316,7 +315,6 @@ class RevisionFolder:
         return signed
 
     def newest(self) -> SignedManifest | None:
-        """The one that counts; None before the first."""
         numbers = self.numbers
         if not numbers:
             return None
@@ -353,7 +351,6 @@ class RevisionFolder:
             return -1
 
     def note_published(self, number: int) -> None:
-        """Say that this one is in the DHT."""
         if number != self.published:
             write_atomically(self._folder / "published", f"{number}\n".encode())
 

@@ -8,11 +8,6 @@ asyncio have a dozen names for a peer that is gone, and none of them is a fault 
 is for a process that does other work than calling peers.
 """
 
-# hivemind and its generated protocol classes carry no types.
-# pyright: reportMissingTypeStubs=false, reportUnknownMemberType=false
-# pyright: reportUnknownVariableType=false, reportUnknownArgumentType=false
-# pyright: reportUnknownParameterType=false, reportAttributeAccessIssue=false
-
 from __future__ import annotations
 
 import asyncio
@@ -21,12 +16,13 @@ import logging
 import re
 import threading
 import time
+from collections import defaultdict
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Generator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, TypeVar, cast
 
-import msgpack
+import msgpack  # pyright: ignore[reportMissingTypeStubs]
 import torch
 from hivemind.p2p import P2P, P2PDaemonError, PeerID
 from hivemind.proto import runtime_pb2
@@ -60,17 +56,14 @@ class Counts:
         self._counts[self._places[name]] += count
 
     def read(self) -> dict[str, int]:
-        """All counts."""
         return {name: int(self._counts[place]) for name, place in self._places.items()}
 
     @property
     def total(self) -> int:
-        """The sum of all counts."""
         return int(self._counts.sum())
 
 
 def byte_kind(what: object) -> str:
-    """The kind of a download, by what was asked for."""
     return _KINDS.get(str(what), "averaging")
 
 
@@ -93,8 +86,8 @@ def handler_name(namespace: str, method: str) -> str:
     return f"{namespace}::stage.{method}"
 
 
-class FrameRefused(ValueError):
-    """A frame from a peer that is not as it must be."""
+class CallRefused(ValueError):
+    """What a peer sent in a call, its request or its answer, is not as it must be."""
 
 
 class TooSlow(ConnectionError):
@@ -121,35 +114,31 @@ class Blob:
 
 
 def pack(facts: dict[str, Any], chunk: bytes = b"") -> runtime_pb2.ExpertRequest:
-    """A request frame."""
     return runtime_pb2.ExpertRequest(metadata=packed(facts), tensors=_tensors(chunk))
 
 
 def reply(facts: dict[str, Any], chunk: bytes = b"") -> runtime_pb2.ExpertResponse:
-    """A response frame."""
     return runtime_pb2.ExpertResponse(metadata=packed(facts), tensors=_tensors(chunk))
 
 
 def unpack(frame: Any) -> dict[str, Any]:
-    """The metadata of a frame; FrameRefused if it is no map or too large."""
+    """The metadata of a frame; CallRefused if it is no map or too large."""
     if len(frame.metadata) > MAX_METADATA_BYTES:
-        raise FrameRefused(f"{len(frame.metadata)} bytes of metadata")
+        raise CallRefused(f"{len(frame.metadata)} bytes of metadata")
     try:
-        facts: object = msgpack.unpackb(frame.metadata, strict_map_key=True)  # pyright: ignore[reportUnknownMemberType]
+        facts = cast("object", msgpack.unpackb(frame.metadata, strict_map_key=True))  # pyright: ignore[reportUnknownMemberType]
     except (ValueError, msgpack.UnpackException) as error:
-        raise FrameRefused(f"metadata is not msgpack: {error}") from error
+        raise CallRefused(f"metadata is not msgpack: {error}") from error
     if not isinstance(facts, dict):
-        raise FrameRefused("metadata is not a map")
+        raise CallRefused("metadata is not a map")
     return cast("dict[str, Any]", facts)
 
 
 def chunk_of(frame: Any) -> bytes:
-    """The bulk bytes of a frame."""
     return b"".join(tensor.buffer for tensor in frame.tensors)
 
 
 def packed(facts: dict[str, Any]) -> bytes:
-    """Metadata of a frame."""
     return cast(bytes, msgpack.packb(facts))  # pyright: ignore[reportUnknownMemberType]
 
 
@@ -170,9 +159,8 @@ class UploadLimit:
 
     def __init__(self, bytes_per_s: float | None):
         self._rate = bytes_per_s
-        self._free_at = 0.0
         self._others_rate: float | None = None
-        self._others_free_at = 0.0
+        self._free_at: dict[str, float] = defaultdict(float)  # by whose rate it is
         self._exchanges = 0  # under way
         self._idle = asyncio.Event()
 
@@ -200,17 +188,18 @@ class UploadLimit:
             with suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(self._idle.wait(), HELD_BACK_S)
         if self._others_rate is not None and not first:
-            now = time.monotonic()
-            start = max(now, self._others_free_at)
-            self._others_free_at = start + count / self._others_rate
-            await asyncio.sleep(start - now)
+            await self._pace("others", count / self._others_rate)
         if self._rate is None:
             return
-        while not first and (wait_s := self._free_at - time.monotonic()) > 0:
+        while not first and (wait_s := self._free_at["all"] - time.monotonic()) > 0:
             await asyncio.sleep(wait_s)
+        await self._pace("all", count / self._rate)
+
+    async def _pace(self, whose: str, span_s: float) -> None:
+        """Wait until what was let through before has left, and take the next `span_s`."""
         now = time.monotonic()
-        start = max(now, self._free_at)
-        self._free_at = start + count / self._rate
+        start = max(now, self._free_at[whose])
+        self._free_at[whose] = start + span_s
         if start > now:
             await asyncio.sleep(start - now)
 
@@ -301,7 +290,7 @@ class Client:
             if size is None:
                 return None
             if not isinstance(size, int) or not 0 <= size <= limit_bytes:
-                raise FrameRefused(
+                raise CallRefused(
                     f"{peer} wants to send {size} bytes, at most {limit_bytes} are due"
                 )
             chunks: list[bytes] = []
@@ -312,7 +301,7 @@ class Client:
                 taken += len(chunk)
                 self._received.add(kind, len(chunk))
                 if not chunk or taken > size:
-                    raise FrameRefused(f"{peer} sent {taken} bytes of {size}")
+                    raise CallRefused(f"{peer} sent {taken} bytes of {size}")
                 (sink or chunks.append)(chunk)
                 if (waited_s := time.monotonic() - since) >= PACE_OVER_S:
                     if taken - before < least_bytes_per_s * waited_s:
@@ -356,11 +345,12 @@ class LoopThread:
 
     @property
     def running(self) -> bool:
-        """Whether the thread lives."""
         return self._thread.is_alive()
 
     def start(self, limit_s: float) -> None:
-        """Begin; raises EnvironmentFault if that fails, or takes longer."""
+        """Begin. Raises the DilocoxError that `begin` raises; EnvironmentFault for another failure,
+        or where it takes longer.
+        """
         try:
             if self._thread.ident is not None or self.loop.is_closed():
                 raise ConnectionError("it has ended before")
@@ -369,6 +359,8 @@ class LoopThread:
             self._started.result(limit_s + MARGIN_S)
         except Exception as error:
             self.close()
+            if isinstance(error, DilocoxError):  # it names its own remedy
+                raise
             reason = str(error) or type(error).__name__
             raise EnvironmentFault(
                 f"the {self._name} thread did not start within {limit_s:.0f} s ({reason}): is this "
@@ -423,8 +415,11 @@ class LoopThread:
         except Exception as error:  # noqa: BLE001 - `start` raises it
             self._started.set_exception(error)
         finally:
-            if self._end is not None:
-                await self._end()
+            try:
+                if self._end is not None:
+                    await self._end()
+            except Exception:  # the handle and the tasks must go all the same
+                logger.exception("the end of the %s thread failed", self._name)
             left = asyncio.all_tasks() - {asyncio.current_task()}
             for task in left:
                 task.cancel()
@@ -453,7 +448,6 @@ def _reached(peer: str) -> Generator[None]:
 
 
 def _in_words(error: Exception) -> str:
-    """What an error of p2pd or hivemind says of a peer."""
     reason = " ".join(str(error).split())
     if isinstance(error, P2PDaemonError) and _NOT_SERVED.search(reason):
         return "does not answer for this stage"

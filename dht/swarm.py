@@ -157,7 +157,9 @@ class Swarm:
                 break
             answered = True
             if found is not None:
-                return self._opened_manifest(run_id, found)
+                signed = self._unsealed_manifest(run_id, found)
+                signed.verify(run_id)
+                return signed
             # On a busy machine the first ping of a bootstrap is lost, and then this node knows
             # nobody to ask: a ping that is answered puts the bootstrap into its routing table.
             self.bootstrap_answers(min(FETCH_PING_S, left))
@@ -184,11 +186,6 @@ class Swarm:
     def bootstrap_answers(self, timeout_s: float) -> bool:
         """Whether one of the bootstraps answers; true on the first node of a swarm."""
         return self._dht.bootstrap_answers(timeout_s)
-
-    def _opened_manifest(self, run_id: str, value: object) -> SignedManifest:
-        signed = self._unsealed_manifest(run_id, value)
-        signed.verify(run_id)
-        return signed
 
     def _unsealed_manifest(self, run_id: str, value: object) -> SignedManifest:
         try:

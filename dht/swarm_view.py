@@ -61,7 +61,6 @@ class SwarmView:
         return 2 * ended > len(claims)
 
     def held_by(self, peers: Iterable[str], round_number: int) -> bool:
-        """Whether one of these peers claims this round of the stage."""
         held = (self.claims[peer].round for peer in peers if peer in self.claims)
         return max(held, default=-1) >= round_number
 

@@ -27,6 +27,7 @@ from dilocox.dht.invite import SCHEME, Invite, listen_address
 GB = 1e9
 HOUR_S = 3600.0
 MAX_NAME = 24  # characters
+MAX_NAME_BYTES = 48  # in UTF-8, of the 1,024 that a record in the DHT may have
 LONGEST_WAIT_HOURS = 49  # two days: on one of them the clocks may leave out the only hour
 
 Reason = Literal["paused", "traffic", "hours"]
@@ -118,8 +119,12 @@ def path_or_invite(text: str) -> Path | Invite:
 
 def peer_name(text: str) -> str:
     """The name of `--name`: it is shown on pages and terminals of others."""
-    if len(text) > MAX_NAME or not text.isprintable():
-        raise InvalidInput(f"--name {text!r}: give at most {MAX_NAME} printable characters")
+    # what is not printable may have no UTF-8
+    if not text.isprintable() or len(text) > MAX_NAME or len(text.encode()) > MAX_NAME_BYTES:
+        raise InvalidInput(
+            f"--name {text!r}: give at most {MAX_NAME} printable characters, of at most "
+            f"{MAX_NAME_BYTES} bytes in UTF-8"
+        )
     return text
 
 
@@ -345,7 +350,9 @@ class PeerOptions:
     ] = ""
     name: Annotated[
         str,
-        typer.Option(help="Name of this peer that others see, at most 24 characters."),
+        typer.Option(
+            help="Name of this peer that others see, at most 24 characters and 48 bytes in UTF-8."
+        ),
         ReadFrom(str, peer_name),
     ] = ""
     hours: Annotated[

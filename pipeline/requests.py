@@ -8,11 +8,6 @@ Whoever opens a stream is a stranger until its first frame has been answered, an
 little time, little memory and a limited number of streams. libp2p has proved their peer ids.
 """
 
-# hivemind and its generated protocol classes carry no types.
-# pyright: reportMissingTypeStubs=false, reportUnknownMemberType=false
-# pyright: reportUnknownVariableType=false, reportUnknownArgumentType=false
-# pyright: reportUnknownParameterType=false, reportAttributeAccessIssue=false
-
 from __future__ import annotations
 
 import asyncio

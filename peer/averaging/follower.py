@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from dilocox.dht.records import ClaimRecord
-from dilocox.dht.rpc import FrameRefused, PeerBusy, TooSlow
+from dilocox.dht.rpc import CallRefused, PeerBusy, TooSlow
 from dilocox.dht.swarm_view import SwarmView
 from dilocox.peer.averaging.averager import Applied, AveragerStuck, StageAverager
 from dilocox.peer.averaging.events import Committed, Event, EventQueue, Resynced
@@ -256,13 +256,13 @@ class ChainFollower:
             if self._state_needed is None:
                 self._doubt(busy=True)
             self._not_before = self._clock.monotonic() + PAUSE_AFTER_FAILURE_S
-        except (ConnectionError, RecordRefused, FrameRefused, asyncio.TimeoutError) as error:
+        except (ConnectionError, RecordRefused, CallRefused, asyncio.TimeoutError) as error:
             reason, pause_s = str(error) or type(error).__name__, PAUSE_AFTER_FAILURE_S
             logger.warning("catching up failed; trying again: %s", reason)
             if self._state_needed is None:
                 self._doubt()
             # a state may be gigabytes over a line that breaks: that says nothing of the claim
-            elif isinstance(error, RecordRefused | FrameRefused):
+            elif isinstance(error, RecordRefused | CallRefused):
                 pause_s = self._blame()
             self._not_before = self._clock.monotonic() + pause_s
         else:

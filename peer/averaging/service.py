@@ -5,11 +5,6 @@ is refused with a word about why, and no handler writes bulk data without being 
 that a frozen peer can hang nobody but itself.
 """
 
-# hivemind and its generated protocol classes carry no types.
-# pyright: reportMissingTypeStubs=false, reportUnknownMemberType=false
-# pyright: reportUnknownVariableType=false, reportUnknownArgumentType=false
-# pyright: reportUnknownParameterType=false, reportAttributeAccessIssue=false
-
 from __future__ import annotations
 
 import asyncio
@@ -27,8 +22,8 @@ from hivemind.proto import runtime_pb2
 from dilocox.compression.group_codec import PayloadRefused
 from dilocox.dht.rpc import (
     CHUNK_BYTES,
+    CallRefused,
     Counts,
-    FrameRefused,
     UploadLimit,
     byte_kind,
     chunk_of,
@@ -52,7 +47,7 @@ MAX_VOTES = 2 * MAX_MEMBERS  # in one message; a member may be seen to vote for 
 T = TypeVar("T")
 
 
-class NoSuchGroup(FrameRefused):
+class NoSuchGroup(CallRefused):
     """What came is for a group that this peer is not, or not any more, in."""
 
 
@@ -105,9 +100,9 @@ class PeerService(ServicerBase):
         part, size = header.get("part"), header.get("bytes")
         kind = str(header.get("kind"))
         if not isinstance(part, int) or not attempt.has_part(part, kind):
-            raise FrameRefused("no such part")
+            raise CallRefused("no such part")
         if not isinstance(size, int) or not 0 <= size <= attempt.max_bytes(part, kind):
-            raise FrameRefused(f"{size} bytes for part {part}")
+            raise CallRefused(f"{size} bytes for part {part}")
         attempt.check_sender(peer, part, kind)  # before anything of it is held
         payload = bytearray()
         async for frame in request:
@@ -115,9 +110,9 @@ class PeerService(ServicerBase):
             payload += chunk
             self.received.add("averaging", len(chunk))
             if len(payload) > size:
-                raise FrameRefused(f"more than the {size} bytes of part {part}")
+                raise CallRefused(f"more than the {size} bytes of part {part}")
         if len(payload) != size:
-            raise FrameRefused(f"{len(payload)} of {size} bytes of part {part}")
+            raise CallRefused(f"{len(payload)} of {size} bytes of part {part}")
         if kind == "part":
             await attempt.on_part(peer, part, bytes(payload))
         else:
@@ -226,7 +221,7 @@ class PeerService(ServicerBase):
     def counting_refusals(self) -> Generator[None]:
         try:
             yield
-        except (FrameRefused, RecordRefused) as error:
+        except (CallRefused, RecordRefused) as error:
             self.refused.add(refusal(error))
             raise
 

@@ -10,9 +10,6 @@ for a moment. They are asked for again until all are of one round: only those we
 together.
 """
 
-# hivemind and its generated protocol classes carry no types.
-# pyright: reportUnknownMemberType=false, reportUnknownArgumentType=false
-
 from __future__ import annotations
 
 import asyncio

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
 from dilocox.dht.errors import EnvironmentFault
-from dilocox.dht.rpc import REFUSED, Client, FrameRefused
+from dilocox.dht.rpc import REFUSED, CallRefused, Client
 from dilocox.peer.chain.store import HEADER_BYTES
 from dilocox.peer.chain.summary import ChainRound
 from dilocox.peer.rounds.record import RecordRefused, RoundRecord, digest_of, parse_header
@@ -124,7 +124,7 @@ class HeaderClient:
         """The header of a record from the first holder that has it, None if nobody does.
 
         Raises:
-            ConnectionError, FrameRefused, TimeoutError: what the last holder that failed did.
+            ConnectionError, CallRefused, TimeoutError: what the last holder that failed did.
             EnvironmentFault: the deadline is over.
         """
 
@@ -191,7 +191,7 @@ class HeaderClient:
                 if size is not None and (trusted or size > WHOLE_BYTES):
                     raise _Enough
             if size is not None and len(data) > size:
-                raise FrameRefused("more than its header says")
+                raise CallRefused("more than its header says")
 
         want = {"what": "record", "digest": digest, "older": self._older, "header": trusted}
         limit = self._client.record_bytes  # who does not know "header" sends the whole record
@@ -201,7 +201,7 @@ class HeaderClient:
         except _Enough:
             return read_header(bytes(data), digest, self._run, self._stage)
         if size is None or digest_of(bytes(data)) != digest:
-            raise FrameRefused(f"{len(data)} bytes are not the record {digest[:12]}")
+            raise CallRefused(f"{len(data)} bytes are not the record {digest[:12]}")
         return read_header(bytes(data), digest, self._run, self._stage)
 
     async def _within(self, asking: Coroutine[Any, Any, T], limit_s: float = math.inf) -> T:
@@ -213,27 +213,27 @@ class HeaderClient:
 
 
 def read_header(data: bytes, digest: str, run: str, stage: int) -> ToldHeader:
-    """Read the first bytes of a record; FrameRefused (ValueError) if they make no sense."""
+    """Read the first bytes of a record; CallRefused (ValueError) if they make no sense."""
     size = _stated_bytes(data)
     if size is None:
-        raise FrameRefused("half a header")
+        raise CallRefused("half a header")
     try:
         header = parse_header(data)
         header.counted("")  # what it says of its parts can be compared
         says = ChainRound.of(header, digest, max(size, len(data)))
         names = [str(each.peer) for each in header.members]
     except NONSENSE as error:
-        raise FrameRefused(f"no header of a record: {error!r}") from error
+        raise CallRefused(f"no header of a record: {error!r}") from error
     listed = says.listed
     if type(header.round) is not int or header.round < 0:
-        raise FrameRefused("a record's header names no round")
+        raise CallRefused("a record's header names no round")
     if (header.run, header.stage) != (run, stage):
-        raise FrameRefused(f"it is of run {str(header.run)[:32]}, stage {str(header.stage)[:8]}")
+        raise CallRefused(f"it is of run {str(header.run)[:32]}, stage {str(header.stage)[:8]}")
     numbers = (listed.round, size, says.chain_tokens, listed.next_inner_steps, listed.tokens)
     if not all(0 <= number <= MAX_TOKENS for number in (*numbers, *dict(says.members).values())):
-        raise FrameRefused("a record's numbers make no sense")
+        raise CallRefused("a record's numbers make no sense")
     if any(len(name) > MAX_NAME for name in names):
-        raise FrameRefused("a member's name is none")
+        raise CallRefused("a member's name is none")
     return ToldHeader(header, says)
 
 
@@ -242,11 +242,11 @@ def _stated_bytes(data: bytes | bytearray) -> int | None:
     length = int.from_bytes(data[:8], "little")
     if len(data) < 8 or len(data) < 8 + length:
         if len(data) > HEADER_BYTES:
-            raise FrameRefused("a record's header is too long")
+            raise CallRefused("a record's header is too long")
         return None
     try:
         tensors = json.loads(data[8 : 8 + length])
         ends = [int(facts["data_offsets"][1]) for name, facts in tensors.items() if name[:1] != "_"]
     except NONSENSE as error:
-        raise FrameRefused(f"no header of a record: {error!r}") from error
+        raise CallRefused(f"no header of a record: {error!r}") from error
     return 8 + length + max(ends, default=0)

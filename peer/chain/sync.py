@@ -40,7 +40,7 @@ from torch import Tensor
 
 from dilocox.dht.errors import EnvironmentFault
 from dilocox.dht.files import disk_fault, make_folder
-from dilocox.dht.rpc import STALL_S, Blob, Client, FrameRefused
+from dilocox.dht.rpc import STALL_S, Blob, CallRefused, Client
 from dilocox.peer.chain.headers import HeaderClient, ToldHeader
 from dilocox.peer.chain.record_check import RecordCheck
 from dilocox.peer.chain.snapshot_files import sha256_of_file
@@ -189,7 +189,7 @@ class ChainClient(HeaderClient):
 
         Raises:
             RecordRefused: what there is of it is not sound.
-            ConnectionError, FrameRefused, TimeoutError: what the last holder that failed did.
+            ConnectionError, CallRefused, TimeoutError: what the last holder that failed did.
             EnvironmentFault: the deadline is over.
         """
         return await self._first(lambda peer: self._record(peer, digest))
@@ -220,7 +220,7 @@ class ChainClient(HeaderClient):
         Raises:
             ConnectionError: no holder can be reached. PeerBusy: it cannot serve now.
             TimeoutError: the headers, a record, or all of them took too long.
-            FrameRefused, RecordRefused: a header, record or certificate of it is not sound.
+            CallRefused, RecordRefused: a header, record or certificate of it is not sound.
         """
         walk = self._missing(log, digest, limit_bytes, back_to)
         headers, known = await asyncio.wait_for(walk, self._limits.headers_s)
@@ -289,10 +289,10 @@ class ChainClient(HeaderClient):
         if blob is None:
             return None
         if digest_of(blob.data) != digest:
-            raise FrameRefused(f"{peer} sent another record than {digest[:12]}")
+            raise CallRefused(f"{peer} sent another record than {digest[:12]}")
         proof = await self._get(peer, "certificate", digest, MAX_CERTIFICATE_BYTES, limits.stall_s)
         if proof is None:
-            raise FrameRefused(f"{peer} has no certificate of {digest[:12]}")
+            raise CallRefused(f"{peer} has no certificate of {digest[:12]}")
         record = await self._compute(self.check.record, blob.data, proof.data)
         return Fetched(record, blob.data, proof.data)
 
@@ -311,7 +311,7 @@ class ChainClient(HeaderClient):
         Raises:
             NoState: it has none, or one that does not help.
             ConnectionError: the peer cannot be reached. TimeoutError: it gives its record by drops.
-            RecordRefused, FrameRefused: what it says is not sound.
+            RecordRefused, CallRefused: what it says is not sound.
         """
         limit = self.check.state_bytes
         want = {"what": "state", "offset": limit}
@@ -321,16 +321,16 @@ class ChainClient(HeaderClient):
         digest, sha256 = str(blob.facts.get("digest")), str(blob.facts.get("sha256"))
         size = blob.facts.get("size")
         if not isinstance(size, int) or not 0 < size <= limit:
-            raise FrameRefused(f"{peer} has a state of {size} bytes, at most {limit} are due")
+            raise CallRefused(f"{peer} has a state of {size} bytes, at most {limit} are due")
         if len(sha256) != 64 or not set(sha256) <= set("0123456789abcdef"):
-            raise FrameRefused(f"{peer} names its state by what is no sha256")
+            raise CallRefused(f"{peer} names its state by what is no sha256")
         if digest == self.check.root:
             raise NoState(f"{peer} has written no state since the first round")
         if not helps(digest):
             raise NoState(f"the state of {peer} is not newer, or not on this chain")
         found = await self._record(peer, digest)
         if found is None:
-            raise FrameRefused(f"{peer} has no record for its state")
+            raise CallRefused(f"{peer} has no record for its state")
         return StateOffer(
             peer=peer,
             sha256=sha256,
@@ -349,7 +349,7 @@ class ChainClient(HeaderClient):
         Raises:
             TooSlow: in a hurry only.
             ConnectionError: the peer is gone, or has another state by now.
-            FrameRefused: the file is not what the offer says, or no state of this stage.
+            CallRefused: the file is not what the offer says, or no state of this stage.
             EnvironmentFault: no space on the disk; then nothing is left of it.
         """
         path = folder / f"{offer.sha256}.state"
@@ -362,9 +362,9 @@ class ChainClient(HeaderClient):
             with _disk(path):
                 found = await self._compute(sha256_of_file, path)
             if found != offer.sha256:
-                raise FrameRefused(f"the state of {offer.peer} does not have the sha256 it stated")
+                raise CallRefused(f"the state of {offer.peer} does not have the sha256 it stated")
             await self._compute(check_values, path, self.check.layout.numel)
-        except (FrameRefused, EnvironmentFault):
+        except (CallRefused, EnvironmentFault):
             path.unlink(missing_ok=True)
             raise
         return KeptState(
@@ -411,7 +411,7 @@ class ChainClient(HeaderClient):
             NoState: it has none, or an older one.
             TooSlow: in a hurry only.
             ConnectionError: the peer cannot be reached.
-            FrameRefused, RecordRefused: what it sent is not sound; nothing was loaded.
+            CallRefused, RecordRefused: what it sent is not sound; nothing was loaded.
             EnvironmentFault: no space on the disk.
         """
         offer = await self.offer(peer)
@@ -445,19 +445,19 @@ def _told(headers: Sequence[ToldHeader], known: int | None, me: str) -> Told | N
 
 # ---- files of states -----------------------------------------------------------------------------
 def check_values(path: Path, numel: int) -> None:
-    """Refuse (FrameRefused) a file that is not an anchor and a momentum of finite fp32 values."""
+    """Refuse (CallRefused) a file that is not an anchor and a momentum of finite fp32 values."""
     try:
         with safe_open(path, framework="pt") as file:
             slices = [file.get_slice(name) for name in ("anchor", "momentum")]
             for piece in slices:
                 if piece.get_shape() != [numel] or piece.get_dtype() != "F32":
-                    raise FrameRefused(f"a state has {piece.get_shape()} values, not [{numel}]")
+                    raise CallRefused(f"a state has {piece.get_shape()} values, not [{numel}]")
             for piece in slices:
                 for low in range(0, numel, PIECE_VALUES):
                     if not bool(piece[low : low + PIECE_VALUES].isfinite().all()):
-                        raise FrameRefused("the state holds values that are not finite")
+                        raise CallRefused("the state holds values that are not finite")
     except SafetensorError as error:
-        raise FrameRefused(f"the state is no safetensors file: {error}") from error
+        raise CallRefused(f"the state is no safetensors file: {error}") from error
 
 
 @torch.no_grad()

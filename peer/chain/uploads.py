@@ -5,9 +5,6 @@ for, must keep nobody else from being served; who takes it by drops keeps its pl
 nobody else wants it, and who has several keeps the slowest only while nobody without one does.
 """
 
-# hivemind and its generated protocol classes carry no types.
-# pyright: reportUnknownVariableType=false
-
 from __future__ import annotations
 
 import asyncio

@@ -397,7 +397,7 @@ def _keeper(options: BootstrapOptions) -> Callable[[Identity], ManifestKeeper]:
     source = options.manifest
     if isinstance(source, Invite):
         path = options.state / f"{source.run_id}.manifest"
-        return lambda _: ManifestCopy(source.run_id, path, write_atomically)
+        return lambda _: ManifestCopy(source.run_id, path)
     manifest = checked_manifest(source)
 
     def keeper(identity: Identity) -> OwnManifest:

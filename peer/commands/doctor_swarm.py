@@ -5,10 +5,6 @@ The doctor joins as a client under an identity of its own, which it forgets, and
 to the run it was never there. It listens as the peer would, so that others can dial it back.
 """
 
-# hivemind and its generated protocol classes carry no types.
-# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
-# pyright: reportUnknownArgumentType=false, reportMissingTypeStubs=false
-
 from __future__ import annotations
 
 import asyncio

@@ -6,9 +6,6 @@ what it keeps, so the header of its record will do. From others, whose word is a
 of moderate size is fetched whole, since only its digest proves what it says.
 """
 
-# hivemind and its generated protocol classes carry no types.
-# pyright: reportUnknownMemberType=false, reportUnknownArgumentType=false
-
 from __future__ import annotations
 
 import asyncio

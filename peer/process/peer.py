@@ -8,10 +8,6 @@ model is built, the last snapshot loaded, the coordinator's thread started, and 
 replica, and the loop that trains.
 """
 
-# hivemind and its generated protocol classes carry no types.
-# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
-# pyright: reportUnknownArgumentType=false
-
 from __future__ import annotations
 
 import logging

@@ -1,10 +1,5 @@
 """The calls of an exchange to the other members of its group; each may raise ConnectionError."""
 
-# hivemind and its generated protocol classes carry no types.
-# pyright: reportMissingTypeStubs=false, reportUnknownMemberType=false
-# pyright: reportUnknownVariableType=false, reportUnknownArgumentType=false
-# pyright: reportAttributeAccessIssue=false
-
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Sequence
@@ -12,7 +7,7 @@ from typing import Any, cast
 
 from hivemind.proto import runtime_pb2
 
-from dilocox.dht.rpc import Client, FrameRefused, pack, packed, unpack
+from dilocox.dht.rpc import CallRefused, Client, pack, packed, unpack
 from dilocox.peer.rounds.group import Mean
 from dilocox.peer.rounds.record import bitmap_of, chosen_in
 
@@ -78,11 +73,11 @@ class GroupCalls:
 
 
 def contributors_in(members: Sequence[str], facts: dict[str, Any]) -> tuple[str, ...]:
-    """Whom the facts of a mean name of a group's members; FrameRefused if they are none."""
+    """Whom the facts of a mean name of a group's members; CallRefused if they are none."""
     bits = facts.get("contributors")
     if not isinstance(bits, bytes):
-        raise FrameRefused("a mean does not say whose it is")
+        raise CallRefused("a mean does not say whose it is")
     try:
         return chosen_in(members, bits)
     except ValueError as error:
-        raise FrameRefused(f"a mean of members that are none: {error}") from error
+        raise CallRefused(f"a mean of members that are none: {error}") from error

@@ -20,6 +20,7 @@ from dilocox.dht.invite import Invite, invite_addresses
 from dilocox.dht.manifest import Manifest
 from dilocox.dht.manifest_keeper import ManifestCopy, OwnManifest
 from dilocox.dht.node import RunDHT
+from dilocox.dht.revisions import RevisionFolder
 from dilocox.dht.swarm import Swarm
 
 PEER = "12D3KooWEXWcUQWJ6amCxHKtPFrcNxgepcmy7YXo7tirWjgiJ9Fr"
@@ -55,9 +56,9 @@ class RunningBootstrap:
 
 
 @pytest.fixture
-def options(operator: Identity, manifest: Manifest) -> dict[str, Any]:
+def options(operator: Identity, manifest: Manifest, run: str, tmp_path: Path) -> dict[str, Any]:
     return {
-        "keeper": OwnManifest(operator, manifest),
+        "keeper": OwnManifest(operator, manifest, RevisionFolder(tmp_path, run)),
         "identity": operator,
         "listen": ("/ip4/127.0.0.1/tcp/0",),
         "announce": (),
@@ -94,8 +95,7 @@ def test_a_copy_lets_others_join_when_it_comes_back_and_the_operator_does_not(
     tmp_path: Path,
 ):
     def copy() -> dict[str, Any]:
-        path = tmp_path / "run.manifest"
-        keeper = ManifestCopy(run, path, lambda where, data: where.write_bytes(data))
+        keeper = ManifestCopy(run, tmp_path / "run.manifest")
         return options | {"identity": stranger, "keeper": keeper, "alone": keeper.known}
 
     with RunningBootstrap(**options) as first:
@@ -111,7 +111,9 @@ def test_a_copy_lets_others_join_when_it_comes_back_and_the_operator_does_not(
     assert running.fault is None
 
 
-def test_manifest_is_kept_alive(options: dict[str, Any], manifest: Manifest, operator: Identity):
+def test_manifest_is_kept_alive(
+    options: dict[str, Any], manifest: Manifest, operator: Identity, run: str, tmp_path: Path
+):
     published: queue.Queue[bool] = queue.Queue()
 
     class Watched(OwnManifest):
@@ -120,7 +122,8 @@ def test_manifest_is_kept_alive(options: dict[str, Any], manifest: Manifest, ope
             published.put(taken)
             return taken
 
-    options |= {"keeper": Watched(operator, manifest), "look_s": 0.01, "refresh_s": 0.0}
+    keeper = Watched(operator, manifest, RevisionFolder(tmp_path, run))
+    options |= {"keeper": keeper, "look_s": 0.01, "refresh_s": 0.0}
     with RunningBootstrap(**options):
         assert [published.get(timeout=60.0) for _ in range(4)] == [True] * 4
 

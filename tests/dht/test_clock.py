@@ -3,11 +3,11 @@
 import asyncio
 import multiprocessing
 import time
-from pathlib import Path
 
 import pytest
 
 from dilocox.dht.clock import MAX_ROUND_TRIP_S, OffsetSample, RunClock, median_offset
+from dilocox.dht.identity import Identity
 from dilocox.dht.p2p_daemon import DaemonOptions, DaemonOwner
 
 
@@ -80,19 +80,19 @@ def test_installed_clock_is_the_time_of_every_hivemind_module(hivemind_time: lis
 
 
 def test_who_leads_the_time_takes_it_from_others_at_its_start_only(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    volunteer: Identity, monkeypatch: pytest.MonkeyPatch
 ):
     told = [5.0]
 
     async def asked(*_: object) -> list[OffsetSample]:
         return [OffsetSample(offset_s=told[0], round_trip_s=0.01)]
 
-    monkeypatch.setattr(DaemonOwner, "_ask", asked)
+    monkeypatch.setattr(DaemonOwner, "samples_of", asked)
     other = "/ip4/127.0.0.1/tcp/1/p2p/12D3KooWEXWcUQWJ6amCxHKtPFrcNxgepcmy7YXo7tirWjgiJ9Fr"
     for leads, later in ((True, 5.0), (False, 7.0)):
         clock, told[0] = RunClock(), 5.0
         options = DaemonOptions(
-            identity_path=tmp_path,
+            identity=volunteer,
             bootstraps=(other,),
             reachable=(other,),
             listen=(),
@@ -102,9 +102,8 @@ def test_who_leads_the_time_takes_it_from_others_at_its_start_only(
             leads_time=leads,
         )
         owner = DaemonOwner(options, clock, on_death=lambda: None)
-        assert asyncio.run(owner._measure((other,)))
+        assert asyncio.run(owner.measure((other,)))
         assert clock.offset == 5.0
         told[0] = 7.0
-        assert asyncio.run(owner._measure((other,), again=True))
+        assert asyncio.run(owner.measure((other,), again=True))
         assert clock.offset == later
-        owner._loop.close()

@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from dilocox.dht.errors import EnvironmentFault
+from dilocox.dht.errors import EnvironmentFault, InvalidInput
 from dilocox.dht.rpc import LoopThread
 
 
@@ -16,6 +16,7 @@ class Handle:
 
     def __init__(self) -> None:
         self.done: list[str] = []
+        self.tasks: list[asyncio.Task[None]] = []
 
     async def made(self) -> Handle:
         self.done.append("made")
@@ -72,6 +73,39 @@ def test_a_start_that_fails_or_hangs_names_the_reason_and_leaves_nothing() -> No
         with pytest.raises(EnvironmentFault, match=f"the test thread did not start.*{reason}"):
             thread.start(0.1)
         assert handle.done == ["made", "end", "shutdown"] and not thread.running
+
+
+def test_an_error_for_people_is_raised_as_it_is() -> None:
+    async def finds_the_disk_full() -> None:
+        raise InvalidInput("free some space")
+
+    thread = LoopThread("test", begin=finds_the_disk_full)
+    with pytest.raises(InvalidInput, match=r"^free some space$"):
+        thread.start(5.0)
+    assert not thread.running
+
+
+def test_an_end_that_fails_is_logged_and_the_rest_is_given_up_all_the_same(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async def fails() -> None:
+        raise OSError("the disk is gone")
+
+    handle, cancelled = Handle(), threading.Event()
+
+    async def waits() -> None:
+        try:
+            await forever()
+        finally:
+            cancelled.set()
+
+    thread = LoopThread("test", p2p=handle.made, end=fails)
+    thread.start(5.0)
+    thread.post(lambda: handle.tasks.append(thread.loop.create_task(waits())))
+    thread.ask(asyncio.sleep(0), 5.0)
+    thread.close()
+    assert cancelled.is_set() and handle.done == ["made", "shutdown"]
+    assert not thread.running and "the disk is gone" in caplog.text
 
 
 def test_one_that_was_never_started_can_be_closed() -> None:

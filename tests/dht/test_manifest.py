@@ -106,28 +106,24 @@ def test_missing_field_is_named(tmp_path: Path, field: str):
 
 
 @pytest.mark.parametrize(
-    "text", ["", "- a\n", "name: [\n", "a: b: c\n", "just text\n", "\x00", "[" * 5000]
-)
-def test_file_that_is_no_manifest_is_refused_by_name(tmp_path: Path, text: str):
-    with pytest.raises(InvalidInput, match=r"run\.yaml"):
-        load(tmp_path, text)
-
-
-@pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("# to come\n", "run.yaml: is empty; describe the run in it"),
+        ("", "is empty; describe the run in it"),
+        ("# to come\n", "is empty; describe the run in it"),
+        ("- a\n", "must hold named fields"),
+        ("just text\n", "must hold named fields"),
+        ("name: [\n", "is not valid YAML .line 2"),
+        ("a: b: c\n", "is not valid YAML .line 1"),
+        ("\x00", "is not valid YAML"),
+        ("[" * 5000, "is not valid YAML"),
         (SHORT + "inner:\n\tlearning_rate: 1\n", "line 5: .*; indent with spaces, not tabs"),
     ],
 )
-def test_yaml_that_people_get_wrong_is_named_with_its_mend(tmp_path: Path, text: str, message: str):
-    with pytest.raises(InvalidInput, match=message):
+def test_file_that_is_no_manifest_is_refused_by_name(tmp_path: Path, text: str, message: str):
+    with pytest.raises(InvalidInput, match=rf"run\.yaml: .*{message}"):
         load(tmp_path, text)
-
-
-def test_missing_file_is_a_users_mistake(tmp_path: Path):
-    with pytest.raises(InvalidInput, match="cannot be read"):
-        Manifest.load(tmp_path / "run.yaml")
+    with pytest.raises(InvalidInput, match=r"other\.yaml: cannot be read .*; name a run\.yaml"):
+        Manifest.load(tmp_path / "other.yaml")
 
 
 def test_numbers_that_yaml_reads_as_text_are_numbers(tmp_path: Path):
@@ -158,35 +154,22 @@ def test_preset_makes_a_valid_manifest(name: str):
 
 
 @pytest.mark.parametrize(
-    ("outer", "count"),
+    ("sections", "count"),
     [
-        (OuterSpec(), 0),
-        (OuterSpec(momentum=0.9), 1),
-        (OuterSpec(merge="none", momentum=0.9), 0),
-        (OuterSpec(merge="reset", apply="round_end", momentum=0.0), 0),
-        (OuterSpec(merge="reset", momentum=0.0), 1),
-        (OuterSpec(merge="reset", momentum=0.9), 2),
+        ({}, 0),
+        ({"outer": OuterSpec(momentum=0.9)}, 1),
+        ({"outer": OuterSpec(merge="none", momentum=0.9)}, 0),
+        ({"outer": OuterSpec(merge="reset", apply="round_end", momentum=0.0)}, 0),
+        ({"outer": OuterSpec(merge="reset", momentum=0.0)}, 1),
+        ({"outer": OuterSpec(merge="reset", momentum=0.9)}, 2),
+        ({"inner": InnerSpec(optimizer="muon")}, 1),
+        ({"inner": InnerSpec(optimizer="muon"), "codec": CodecSpec(scheme="dense")}, 0),
     ],
 )
-def test_pairings_that_train_badly_are_warned_about(manifest: Manifest, outer: Any, count: int):
-    assert len(warnings(dataclasses.replace(manifest, outer=outer))) == count
-
-
-@pytest.mark.parametrize(
-    ("optimizer", "scheme", "count"),
-    [
-        ("adamw", "low_rank", 0),
-        ("muon", "low_rank", 1),
-        ("muon", "dense", 0),
-    ],
-)
-def test_muon_is_warned_off_low_rank(manifest: Manifest, optimizer: Any, scheme: Any, count: int):
-    chosen = dataclasses.replace(
-        manifest, inner=InnerSpec(optimizer=optimizer), codec=CodecSpec(scheme=scheme)
-    )
-    lines = warnings(chosen)
-    assert len(lines) == count
-    assert all("use codec.scheme: dense" in line for line in lines)
+def test_pairings_that_train_badly_are_warned_about(
+    manifest: Manifest, sections: dict[str, Any], count: int
+):
+    assert len(warnings(dataclasses.replace(manifest, **sections))) == count
 
 
 def test_bytes_are_canonical_and_read_back_equal(manifest: Manifest):
@@ -195,11 +178,6 @@ def test_bytes_are_canonical_and_read_back_equal(manifest: Manifest):
     assert again.to_bytes() == manifest.to_bytes()
     assert again.digest == manifest.digest
     assert dataclasses.replace(manifest, seed=1).digest != manifest.digest
-
-
-def test_held_out_digest_can_be_filled_in(manifest: Manifest):
-    data = dataclasses.replace(manifest.data, held_out="ab" * 32)
-    assert dataclasses.replace(manifest, data=data).data.held_out == "ab" * 32
 
 
 JSON = st.recursive(
@@ -225,28 +203,17 @@ def test_signed_manifest_proves_its_run(operator: Identity, manifest: Manifest, 
     assert signed.run_id == run
 
 
-def test_manifest_signed_by_another_key_is_of_another_run(
-    stranger: Identity, manifest: Manifest, run: str
+def test_manifest_of_another_key_or_name_or_changed_proves_nothing(
+    operator: Identity, stranger: Identity, manifest: Manifest, run: str
 ):
-    with pytest.raises(InvalidInput, match=f"the invite names run {run}"):
-        SignedManifest.sign(stranger, manifest).verify(run)
-
-
-def test_manifest_of_another_name_is_of_another_run(
-    operator: Identity, manifest: Manifest, run: str
-):
-    renamed = dataclasses.replace(manifest, name="other")
-    with pytest.raises(InvalidInput, match=f"the invite names run {run}"):
-        SignedManifest.sign(operator, renamed).verify(run)
-
-
-def test_changed_manifest_is_refused(operator: Identity, manifest: Manifest, run: str):
-    signed = SignedManifest.sign(operator, manifest)
-    changed = dataclasses.replace(
-        signed, manifest_bytes=dataclasses.replace(manifest, seed=7).to_bytes()
-    )
+    renamed = SignedManifest.sign(operator, dataclasses.replace(manifest, name="other"))
+    for other in (SignedManifest.sign(stranger, manifest), renamed):
+        with pytest.raises(InvalidInput, match=f"the invite names run {run}"):
+            other.verify(run)
+    changed = dataclasses.replace(manifest, seed=7).to_bytes()
+    signed = dataclasses.replace(SignedManifest.sign(operator, manifest), manifest_bytes=changed)
     with pytest.raises(InvalidInput, match="its signature is wrong"):
-        changed.verify(run)
+        signed.verify(run)
 
 
 def test_manifest_too_large_for_the_dht_is_refused_with_its_size(

@@ -60,7 +60,7 @@ def path(tmp_path: Path) -> Path:
 
 
 def copy(run: str, path: Path) -> ManifestCopy:
-    return ManifestCopy(run, path, lambda where, data: where.write_bytes(data))
+    return ManifestCopy(run, path)
 
 
 def test_a_copy_gives_the_operators_envelope_back_after_a_restart_without_the_operator(
@@ -136,7 +136,7 @@ def test_a_damaged_file_is_fetched_again(
     assert path.read_bytes() == swarm.sealed
 
 
-def test_a_full_disk_and_an_operator_long_gone_do_not_end_a_copy(
+def test_a_disk_that_takes_nothing_and_an_operator_long_gone_do_not_end_a_copy(
     operator: Identity,
     manifest: Manifest,
     run: str,
@@ -144,17 +144,14 @@ def test_a_full_disk_and_an_operator_long_gone_do_not_end_a_copy(
     swarm: Any,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    def full(where: Path, _data: bytes) -> None:
-        raise EnvironmentFault(f"{where}: no space left")
-
     signed = SignedManifest.sign(operator, manifest)
     swarm.sealed = envelope(operator, signed, run, 1, lasts_s=-1.0)
-    kept = ManifestCopy(run, path, full)
+    kept = ManifestCopy(run, path.parent / "gone" / path.name)
     assert kept.publish(swarm)
     swarm.sealed = None
     assert kept.publish(swarm)
     assert swarm.stored == []  # the DHT drops what has expired
-    assert "no space left" in caplog.text
+    assert "gone/run.manifest: cannot be written" in caplog.text
     assert "operator's bootstrap must run" in caplog.text
 
 
@@ -162,7 +159,7 @@ class Taking:
     """A DHT that takes a manifest or not, and may know another one."""
 
     def __init__(self) -> None:
-        self.takes = False
+        self.takes = True
         self.answers = True
         self.known: SignedManifest | None = None
         self.taken: list[SignedManifest] = []
@@ -184,11 +181,11 @@ class Taking:
 
 
 def test_an_operator_who_has_only_the_key_left_goes_on_from_what_the_swarm_knows(
-    operator: Identity, stranger: Identity, manifest: Manifest
+    operator: Identity, stranger: Identity, manifest: Manifest, run: str, tmp_path: Path
 ) -> None:
     swarm: Any = Taking()
-    own = OwnManifest(operator, manifest)
-    swarm.takes, swarm.known = True, SignedManifest.sign(stranger, in_state(manifest, "ended"))
+    own = OwnManifest(operator, manifest, RevisionFolder(tmp_path, run))
+    swarm.known = SignedManifest.sign(stranger, in_state(manifest, "ended"))
     assert own.publish(swarm)
     assert swarm.taken[-1].manifest_bytes == manifest.to_bytes(), "a stranger's counts nothing"
     swarm.known = SignedManifest.sign(operator, in_state(manifest, "paused"))
@@ -197,11 +194,10 @@ def test_an_operator_who_has_only_the_key_left_goes_on_from_what_the_swarm_knows
 
 
 def test_two_manifests_of_one_revision_are_refused_loudly(
-    operator: Identity, manifest: Manifest
+    operator: Identity, manifest: Manifest, run: str, tmp_path: Path
 ) -> None:
     swarm: Any = Taking()
-    own = OwnManifest(operator, manifest)
-    swarm.takes = True
+    own = OwnManifest(operator, manifest, RevisionFolder(tmp_path, run))
     swarm.known = SignedManifest.sign(operator, in_state(manifest, "paused"))
     assert own.publish(swarm)
     swarm.known = SignedManifest.sign(operator, in_state(manifest, "ended"))
@@ -224,7 +220,7 @@ def test_a_new_folder_goes_on_with_the_run_that_has_begun_and_splits_none(
         (second, replace(edited, seed=7), []),
     ]
     for number, (known, given, numbers) in enumerate(cases):
-        swarm.takes, swarm.known = True, SignedManifest.sign(operator, known)
+        swarm.known = SignedManifest.sign(operator, known)
         revisions = RevisionFolder(tmp_path / str(number), run)
         own = OwnManifest(operator, given, revisions, joins=joins)
         assert not own.known
@@ -242,7 +238,7 @@ def test_a_first_revision_is_signed_only_when_a_bootstrap_that_was_named_knows_o
     operator: Identity, manifest: Manifest, run: str, tmp_path: Path
 ) -> None:
     swarm: Any = Taking()
-    swarm.takes, swarm.answers = True, False
+    swarm.answers = False
     revisions = RevisionFolder(tmp_path, run)
     own = OwnManifest(operator, manifest, revisions, joins=True)
     with pytest.raises(EnvironmentFault, match="no manifest"):
@@ -259,7 +255,7 @@ def test_what_is_not_the_operators_is_no_word_that_nobody_knows_the_run(
     operator: Identity, stranger: Identity, manifest: Manifest, run: str, tmp_path: Path
 ) -> None:
     swarm: Any = Taking()
-    swarm.takes, swarm.known = True, SignedManifest.sign(stranger, manifest)
+    swarm.known = SignedManifest.sign(stranger, manifest)
     revisions = RevisionFolder(tmp_path, run)
     own = OwnManifest(operator, manifest, revisions, joins=True)
     with pytest.raises(EnvironmentFault, match=f"run {run} is not this operator's"):
@@ -270,9 +266,12 @@ def test_what_is_not_the_operators_is_no_word_that_nobody_knows_the_run(
     assert revisions.numbers == [0]
 
 
-def test_the_operator_signs_anew_each_time(operator: Identity, manifest: Manifest) -> None:
+def test_the_operator_signs_anew_each_time(
+    operator: Identity, manifest: Manifest, run: str, tmp_path: Path
+) -> None:
     swarm: Any = Taking()
-    own = OwnManifest(operator, manifest)
+    swarm.takes = False
+    own = OwnManifest(operator, manifest, RevisionFolder(tmp_path, run))
     assert not own.publish(swarm)
     assert own.expires_at == 0.0
     swarm.takes = True

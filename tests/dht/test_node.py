@@ -25,6 +25,7 @@ from dilocox.dht.node import NoAnswer, RunDHT, StoredValue
 from dilocox.dht.records import PartRecord, StageRecord, part_key, stage_key
 from dilocox.dht.swarm import Swarm
 from dilocox.dht.wire import seal
+from tests.pipeline.swarms import stage_record
 
 Node = tuple[RunDHT, Swarm, RunClock]
 OpenNode = Callable[..., Node]
@@ -74,23 +75,6 @@ def liar(open_node: OpenNode, stranger: Identity, first: Node, second: Node) -> 
     return open_node(stranger, bootstraps=first[0].visible_addresses(), validator=AnythingGoes())
 
 
-def stage_record(round_number: int) -> StageRecord:
-    return StageRecord(
-        state="training",
-        round=round_number,
-        inner_steps=100,
-        digest="",
-        replica="",
-        tokens=0,
-        tokens_per_s=1.0,
-        client_mode=False,
-        voids=0,
-        version="0.1.0",
-        addresses=(),
-        blocked="",
-    )
-
-
 def test_clock_minutes_off_is_corrected_before_the_node_joins(first: Node, second: Node):
     assert second[2].offset == pytest.approx(-SKEW_S, abs=0.5)
     assert abs(second[2].time() - first[2].time()) < 0.5
@@ -102,10 +86,11 @@ def test_many_keys_are_found_in_one_search_across_nodes(
     keys = [stage_key(run, stage) for stage in range(20, 30)]
     for number, key in enumerate(keys[:-1]):
         node = (first, second)[number % 2]
-        assert node[1].publish(key, stage_record(number), 60)
+        assert node[1].publish(key, stage_record(round=number), 60)
     owners = (operator.peer_id, volunteer.peer_id)
     expected = {
-        key: {owners[number % 2]: stage_record(number)} for number, key in enumerate(keys[:-1])
+        key: {owners[number % 2]: stage_record(round=number)}
+        for number, key in enumerate(keys[:-1])
     }
     for node in (first, second):
         found = node[1].read_many(dict.fromkeys(keys, StageRecord))
@@ -127,10 +112,10 @@ def test_one_thread_may_publish_while_another_reads(
     reader = threading.Thread(target=read)
     reader.start()
     for number in range(30):
-        assert second[1].publish_many(dict.fromkeys(keys, stage_record(number)), 60)
+        assert second[1].publish_many(dict.fromkeys(keys, stage_record(round=number)), 60)
     reader.join(60.0)
     assert not wrong
-    mine = {volunteer.peer_id: stage_record(29)}
+    mine = {volunteer.peer_id: stage_record(round=29)}
     assert first[1].read_many(dict.fromkeys(keys, StageRecord)) == dict.fromkeys(keys, mine)
 
 
@@ -178,13 +163,8 @@ def test_value_over_the_limit_never_leaves(second: Node, run: str):
 def test_what_a_node_sends_and_receives_is_counted(second: Node, run: str):
     before = second[0].carried_bytes()
     for stage in range(30, 40):
-        assert second[1].publish(stage_key(run, stage), stage_record(1), 60)
+        assert second[1].publish(stage_key(run, stage), stage_record(), 60)
     assert second[0].carried_bytes() - before > 10 * 300  # a signed record has some 600 bytes
-
-
-def test_bootstraps_answer(first: Node, second: Node):
-    assert second[1].bootstrap_answers(5.0)
-    assert first[1].bootstrap_answers(5.0)
 
 
 def test_stopped_node_leaves_its_caller_a_deadline(second: Node, run: str):
@@ -253,14 +233,18 @@ def test_port_in_use_is_named_with_its_option(open_node: OpenNode, operator: Ide
             open_node(operator, listen=(f"/ip4/127.0.0.1/tcp/{port}",))
 
 
-def test_unreachable_bootstrap_is_named_within_its_deadline(
+def test_bootstrap_that_refuses_or_is_silent_is_named_within_its_deadline(
     open_node: OpenNode, operator: Identity, volunteer: Identity
 ):
-    address = f"/ip4/127.0.0.1/tcp/1/p2p/{operator.peer_id}"
-    started = time.monotonic()
-    with pytest.raises(EnvironmentFault, match=rf"no bootstrap can be reached: {address}"):
-        open_node(volunteer, bootstraps=(address,), startup_s=1.0)
-    assert time.monotonic() - started < 5.0
+    with socket.socket() as silent:
+        silent.bind(("127.0.0.1", 0))
+        silent.listen()
+        for port in (1, silent.getsockname()[1]):
+            address = f"/ip4/127.0.0.1/tcp/{port}/p2p/{operator.peer_id}"
+            started = time.monotonic()
+            with pytest.raises(EnvironmentFault, match=address):
+                open_node(volunteer, bootstraps=(address,), startup_s=1.5)
+            assert time.monotonic() - started < 6.0
 
 
 def test_bootstrap_of_another_peer_id_is_refused(
@@ -315,19 +299,6 @@ def test_node_that_no_bootstrap_ever_lets_in_says_so_at_its_deadline(
         open_node(stranger, bootstraps=addresses, startup_s=2.0)
     dht, _, _ = open_node(stranger, bootstraps=addresses, startup_s=2.0, alone=True)
     dht.close()
-
-
-def test_silent_bootstrap_is_given_up_at_the_deadline(
-    open_node: OpenNode, operator: Identity, volunteer: Identity
-):
-    with socket.socket() as silent:
-        silent.bind(("127.0.0.1", 0))
-        silent.listen()
-        address = f"/ip4/127.0.0.1/tcp/{silent.getsockname()[1]}/p2p/{operator.peer_id}"
-        started = time.monotonic()
-        with pytest.raises(EnvironmentFault, match=address):
-            open_node(volunteer, bootstraps=(address,), startup_s=1.5)
-        assert time.monotonic() - started < 6.0
 
 
 @pytest.mark.parametrize("address", ["/ip4/127.0.0.1/udp/0/quic", "127.0.0.1:80", ""])

@@ -28,18 +28,13 @@ def start(key_file: Path) -> Iterator[Callable[..., NodeProgram]]:
 Start = Callable[..., NodeProgram]
 
 
-def test_killed_main_process_leaves_nothing(start: Start):
+@pytest.mark.parametrize("p2pd_goes_first", [False, True])
+def test_killed_main_process_leaves_nothing(start: Start, p2pd_goes_first: bool):
     program = start()
     program.process.kill()
     program.process.wait()
-    wait_until(lambda: not program.left(), LIMIT_S)
-
-
-def test_nothing_is_left_when_p2pd_goes_before_the_child_has_seen_the_end(start: Start):
-    program = start()
-    program.process.kill()
-    program.process.wait()
-    os.kill(program.p2pd, signal.SIGKILL)
+    if p2pd_goes_first:  # before the child has seen the end
+        os.kill(program.p2pd, signal.SIGKILL)
     wait_until(lambda: not program.left(), LIMIT_S)
 
 
@@ -77,18 +72,11 @@ def test_ctrl_c_and_sigterm_leave_the_node_to_the_main_process(start: Start):
     assert not program.sockets
 
 
-def test_node_ends_with_its_p2pd(start: Start):
+@pytest.mark.parametrize(("killed", "other"), [("p2pd", "child"), ("child", "p2pd")])
+def test_node_and_p2pd_end_with_each_other(start: Start, killed: str, other: str):
     program = start()
-    os.kill(program.p2pd, signal.SIGKILL)
-    wait_until(lambda: not is_alive(program.child), LIMIT_S)
-    assert program.ask("close") == "closed"
-    assert not program.sockets
-
-
-def test_p2pd_ends_with_its_node(start: Start):
-    program = start()
-    os.kill(program.child, signal.SIGKILL)
-    wait_until(lambda: not is_alive(program.p2pd), LIMIT_S)
+    os.kill(getattr(program, killed), signal.SIGKILL)
+    wait_until(lambda: not is_alive(getattr(program, other)), LIMIT_S)
     assert program.ask("close") == "closed"
     assert not program.sockets
 

@@ -48,21 +48,16 @@ def test_forked_process_has_a_folder_of_its_own():
     node_process.release()
 
 
-def test_folder_with_a_path_too_long_for_a_socket_names_tmpdir(
+def test_folder_that_cannot_hold_sockets_names_tmpdir(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     deep = tmp_path / ("x" * 100)
     deep.mkdir()
-    monkeypatch.setattr("tempfile.tempdir", str(deep))
-    with pytest.raises(EnvironmentFault, match="TMPDIR"):
-        node_process.acquire()
+    for folder in (str(deep), "/proc/no-such-folder"):
+        monkeypatch.setattr("tempfile.tempdir", folder)
+        with pytest.raises(EnvironmentFault, match="TMPDIR"):
+            node_process.acquire()
     assert list(deep.iterdir()) == []
-
-
-def test_unwritable_temporary_folder_names_tmpdir(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("tempfile.tempdir", "/proc/no-such-folder")
-    with pytest.raises(EnvironmentFault, match="TMPDIR"):
-        node_process.acquire()
 
 
 def test_large_messages_of_two_processes_arrive_whole():

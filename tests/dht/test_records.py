@@ -17,39 +17,14 @@ from dilocox.dht.records import (
     ClaimRecord,
     PartRecord,
     Record,
-    ReplicaRecord,
     StageRecord,
 )
 from dilocox.dht.wire import Malformed, pack, unpack
+from tests.pipeline.swarms import replica_record, stage_record
 
 RUN = "0123456789abcdef" * 2
-STAGE = StageRecord(
-    state="training",
-    round=7,
-    inner_steps=100,
-    digest="ab" * 32,
-    replica="",
-    tokens=4096,
-    tokens_per_s=100.5,
-    client_mode=False,
-    voids=0,
-    version="0.1.0",
-    addresses=("/ip4/127.0.0.1/tcp/1",),
-    blocked="stage 1 has no free peer",
-)
-REPLICA = ReplicaRecord(
-    members=("QmA", "QmB"),
-    epoch=1,
-    round=7,
-    inner_step=12,
-    step_s=0.5,
-    tokens_per_s=100.0,
-    train_loss=5.5,
-    val_loss=None,
-    val_round=-1,
-    codec="bf16",
-    last_fault="",
-)
+STAGE = stage_record("training", digest="ab" * 32, addresses=("/ip4/127.0.0.1/tcp/1",))
+REPLICA = replica_record("QmA", "QmB")
 BELL = BellRecord(
     round=7, finished_at=1e9, round_s=60.0, tokens=9, send_after=None, scheduled_at=1e9
 )

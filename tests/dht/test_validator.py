@@ -159,27 +159,22 @@ def test_any_bytes_are_refused_without_an_error(
     assert isinstance(validator.strip_value(record), bytes)
 
 
-@pytest.fixture
-def signed(operator: Identity, manifest: Manifest) -> SignedManifest:
-    return SignedManifest.sign(operator, manifest)
-
-
-def test_manifest_of_the_operator_is_accepted(
-    validator: RunRecordValidator, make: Make, run: str, operator: Identity, signed: SignedManifest
+def test_only_the_operators_manifest_in_its_place_is_accepted(
+    validator: RunRecordValidator,
+    make: Make,
+    run: str,
+    operator: Identity,
+    stranger: Identity,
+    manifest: Manifest,
 ):
+    signed = SignedManifest.sign(operator, manifest)
     given = {"key": manifest_key(run), "subkey": PLAIN, "payload": signed.to_bytes()}
     assert validator.validate(make(**given, signer=operator))
     assert reason(validator, make(**given)) == "owner"
-    given["subkey"] = subkey_of(operator)
-    assert reason(validator, make(**given, signer=operator)) == "owner"
-
-
-def test_manifest_of_another_operator_is_refused(
-    validator: RunRecordValidator, make: Make, run: str, stranger: Identity, manifest: Manifest
-):
-    forged = SignedManifest.sign(stranger, manifest).to_bytes()
-    record = make(key=manifest_key(run), subkey=PLAIN, payload=forged, signer=stranger)
-    assert reason(validator, record) == "manifest"
+    below = given | {"subkey": subkey_of(operator)}
+    assert reason(validator, make(**below, signer=operator)) == "owner"
+    forged = given | {"payload": SignedManifest.sign(stranger, manifest).to_bytes()}
+    assert reason(validator, make(**forged, signer=stranger)) == "manifest"
 
 
 DECLARED = DHTID.generate(source="dilocox-abc-stage0.0b").to_bytes()

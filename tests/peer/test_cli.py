@@ -272,6 +272,7 @@ def test_errors_for_people_are_one_line_and_their_exit_code(
         (["peer", INVITE, "--hours", "22-6", "--hours", "9"], "--hours 9: give whole hours"),
         (["peer", INVITE, "--name", 25 * "x"], f"--name '{25 * 'x'}': give at most 24"),
         (["peer", INVITE, "--name", "a\x1b[2J"], "--name 'a\\x1b[2J': give at most 24 printable"),
+        (["peer", INVITE, "--name", 13 * "🦙"], f"--name '{13 * '🦙'}': give at most 24 printable"),
         (["pause", "--state", "nowhere"], "--state nowhere: no peer was started"),
         (["resume", "--state", "nowhere"], "--state nowhere: no peer was started"),
         (["generate", INVITE, ""], "TEXT is empty: give at least one character"),

@@ -21,9 +21,9 @@ from dilocox.dht.rpc import (
     BYTE_KINDS,
     CHUNK_BYTES,
     REFUSALS,
+    CallRefused,
     Client,
     Counts,
-    FrameRefused,
     UploadLimit,
     pack,
     reply,
@@ -308,7 +308,7 @@ def test_a_stranger_is_refused_before_a_byte_of_its_part_is_taken(service: PeerS
 
 def test_every_error_is_refused_under_one_of_the_known_names() -> None:
     errors = (
-        FrameRefused(""),
+        CallRefused(""),
         NoSuchGroup(""),
         ShareRefused(""),
         PayloadRefused("length", ""),

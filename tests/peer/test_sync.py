@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from dilocox.dht.identity import Identity
-from dilocox.dht.rpc import FrameRefused
+from dilocox.dht.rpc import CallRefused
 from dilocox.peer.chain.record_check import RecordCheck
 from dilocox.peer.chain.store import RoundLog
 from dilocox.peer.chain.sync import ChainClient, Limits, Reached, State
@@ -150,7 +150,7 @@ def test_rounds_that_fall_below_the_first_one_are_refused(
 ) -> None:
     maker.train(0, 1, change=lambda record: replace(record, round=record.round - 1))
     joiner = Joiner(maker, tmp_path / "log")
-    with pytest.raises(FrameRefused, match="names no round"):
+    with pytest.raises(CallRefused, match="names no round"):
         joiner.go()
     assert joiner.records == []
 
@@ -259,7 +259,7 @@ def test_an_offer_of_a_state_that_cannot_be_costs_no_byte_of_it(
         return None if found is None else Source(found.facts | lie, found.file)
 
     joiner.swarm.finds[PEER] = lying
-    with pytest.raises(FrameRefused):
+    with pytest.raises(CallRefused):
         joiner.taken(tmp_path)
     assert [want["what"] for _, want in joiner.swarm.asked] == ["state"]
 

@@ -1,0 +1,5 @@
+from typing import Any
+
+DHTProtocol: Any
+
+class DHTNode(Any): ...

@@ -131,18 +131,25 @@ class PageServer(ThreadingHTTPServer):
 
     def process_request(self, request: Any, client_address: Any) -> None:
         """Answer in a thread, if not too many are answered already."""
-        if self._slots.acquire(blocking=False):
-            super().process_request(request, client_address)
-        else:
+        if not self._slots.acquire(blocking=False):
             self.shutdown_request(request)
+            return
+        try:
+            super().process_request(request, client_address)
+        except RuntimeError:  # no thread can be started now; the base class ends the connection
+            self._slots.release()
+            raise
 
     def process_request_thread(self, request: Any, client_address: Any) -> None:
         """Answer; at the deadline whatever waits for the client ends."""
         deadline = threading.Timer(self._request_limit_s, _cut_off, (request,))
         deadline.daemon = True
-        deadline.start()
         try:
+            deadline.start()
             super().process_request_thread(request, client_address)
+        except RuntimeError:  # as above
+            self.handle_error(request, client_address)
+            self.shutdown_request(request)
         finally:
             deadline.cancel()
             self._slots.release()
@@ -303,10 +310,12 @@ class _Request(BaseHTTPRequestHandler):
         if self.command != "HEAD":
             self.wfile.write(page.body)
 
-    def do_HEAD(self) -> None:
-        self.do_GET()
+    do_HEAD = do_POST = do_PUT = do_PATCH = do_DELETE = do_OPTIONS = do_GET
 
     def _page(self, path: str) -> Page:
+        if self.command not in ("GET", "HEAD"):
+            status, allowed = HTTPStatus.METHOD_NOT_ALLOWED, {"Allow": "GET, HEAD"}
+            return Page(body=b"only GET and HEAD\n", status=status, headers=allowed)
         pages = cast("PageServer", self.server).pages
         make = pages.get(path)
         if make is None:

@@ -310,7 +310,8 @@ class _Request(BaseHTTPRequestHandler):
         if self.command != "HEAD":
             self.wfile.write(page.body)
 
-    do_HEAD = do_POST = do_PUT = do_PATCH = do_DELETE = do_OPTIONS = do_GET
+    # the base class asks for them by these names
+    do_HEAD = do_POST = do_PUT = do_PATCH = do_DELETE = do_OPTIONS = do_GET  # noqa: N815
 
     def _page(self, path: str) -> Page:
         if self.command not in ("GET", "HEAD"):

@@ -301,8 +301,8 @@ class MonitorOptions:
 
 # ---- a volunteer's peer --------------------------------------------------------------------------
 @dataclass(frozen=True, kw_only=True)
-class PeerOptions:
-    """The options of `dilocox peer`."""
+class HostingOptions:
+    """What it takes to host a stage: the options that `dilocox peer` and its doctor share."""
 
     invite: InviteText
     state: State = Path("dilocox-peer")
@@ -343,6 +343,20 @@ class PeerOptions:
             ".jsonl and .parquet say their format, others have the run's, or are text."
         ),
     ] = ""
+    metrics_host: MetricsHost = "127.0.0.1"
+    metrics_port: MetricsPort = None
+    log_level: LogLevel = "info"
+
+    @property
+    def memory_limit_bytes(self) -> float | None:
+        """The memory limit in bytes, None without one."""
+        return self.memory_limit_gb * GB or None
+
+
+@dataclass(frozen=True, kw_only=True)
+class PeerOptions(HostingOptions):
+    """The options of `dilocox peer`."""
+
     name: Annotated[
         str,
         typer.Option(help="Name of this peer that others see, at most 24 characters."),
@@ -365,14 +379,6 @@ class PeerOptions:
             "peer rests until the next month; 0 for none.",
         ),
     ] = 0
-    metrics_host: MetricsHost = "127.0.0.1"
-    metrics_port: MetricsPort = None
-    log_level: LogLevel = "info"
-
-    @property
-    def memory_limit_bytes(self) -> float | None:
-        """The memory limit in bytes, None without one."""
-        return self.memory_limit_gb * GB or None
 
     @property
     def monthly_traffic_bytes(self) -> float | None:
@@ -381,8 +387,8 @@ class PeerOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class DoctorOptions(PeerOptions):
-    """The options of `dilocox doctor`: those of the peer that it examines, and where it writes."""
+class DoctorOptions(HostingOptions):
+    """The options of `dilocox doctor`: what a peer needs to host, and where it writes."""
 
     json_file: Annotated[
         Path | None,

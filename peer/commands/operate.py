@@ -8,7 +8,6 @@ command signs the next revision of the manifest and puts it there; the bootstrap
 
 from __future__ import annotations
 
-import fcntl
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -21,6 +20,7 @@ from dilocox.dht.identity import Identity
 from dilocox.dht.invite import Invite
 from dilocox.dht.manifest import Manifest, SignedManifest, warnings
 from dilocox.dht.revisions import RevisionFolder, RunState, back_to, changes, in_state, revised
+from dilocox.peer.state_folder import StateFolder
 
 
 def checked_manifest(path: Path) -> Manifest:
@@ -94,7 +94,7 @@ class Operator:
         number = self.revisions.add(SignedManifest.sign(self.identity, manifest))
         deadline = time.monotonic() + PUBLISH_LIMIT_S
         while self.revisions.published < number:
-            if not self._bootstrap_runs():
+            if not StateFolder(self.state).in_use:
                 typer.echo(f"revision {number} is signed, but no bootstrap runs. When it does:")
                 return number
             if time.monotonic() > deadline:
@@ -104,14 +104,6 @@ class Operator:
                 )
             time.sleep(POLL_S)
         return number
-
-    def _bootstrap_runs(self) -> bool:
-        with (self.state / "lock").open("a") as file:
-            try:
-                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-            except OSError:
-                return True
-        return False
 
 
 def set_state(state: Path, wanted: RunState) -> int:

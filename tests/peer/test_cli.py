@@ -214,6 +214,10 @@ def test_an_unknown_variable_is_named_in_a_warning_and_a_known_one_is_not(
         ["peer", INVITE, "--memory-limit", "-1"],
         ["peer", INVITE, "--max-upload", "much"],
         ["peer", INVITE, "--monthly-traffic", "-1"],
+        # what a doctor could only pass over
+        ["doctor", INVITE, "--monthly-traffic", "9"],
+        ["doctor", INVITE, "--hours", "22-6"],
+        ["doctor", INVITE, "--name", "Ada"],
         ["generate", INVITE],
         ["generate", INVITE, "x", "--tokens", "0"],
         ["generate", INVITE, "x", "--temperature", "-1"],

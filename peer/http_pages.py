@@ -64,10 +64,6 @@ Pages = Mapping[str, Callable[[], Page]]
 """By path, without query. Called in threads of their own, several at once."""
 
 
-class PortTaken(EnvironmentFault):
-    """Another program listens there."""
-
-
 class PageServer(ThreadingHTTPServer):
     """A context in which the pages are served; the port is taken when it is made.
 
@@ -92,8 +88,7 @@ class PageServer(ThreadingHTTPServer):
         request_limit_s: from a connection to the end of the answer. max_requests: at once.
 
         Raises:
-            PortTaken: another program listens there.
-            EnvironmentFault: this user may not open that port.
+            EnvironmentFault: another program listens there, or this user may not open that port.
             InvalidInput: the host is no address of this machine.
         """
         self.pages = pages
@@ -115,9 +110,6 @@ class PageServer(ThreadingHTTPServer):
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def close(self) -> None:
         """Give the port back, within a second; an answer under way may be cut off."""
         if self._thread.is_alive():
             threading.Thread(target=self.shutdown, daemon=True).start()
@@ -344,7 +336,7 @@ def _cut_off(request: socket.socket) -> None:
 
 def _fault(error: OSError, host: str, port: int, flag: str) -> Exception:
     if error.errno == errno.EADDRINUSE:
-        return PortTaken(
+        return EnvironmentFault(
             f"port {port} of {host} is in use by another program: stop it, or choose another one "
             f"with {flag}port"
         )

@@ -16,13 +16,17 @@ from dilocox.dht.manifest import Manifest
 from dilocox.peer import os_process
 from dilocox.peer.commands import demo
 from dilocox.peer.commands.demo import (
+    Demo,
     DemoResult,
     SwarmTable,
     WatchedPeer,
+    clear,
     demo_manifest,
     demo_result,
     exported_round,
+    loss_told,
     run_demo,
+    swarm_table,
 )
 from dilocox.peer.options import DemoOptions
 from dilocox.peer.os_process import Child, start_command
@@ -127,11 +131,11 @@ def test_the_loss_of_a_round_is_waited_for_until_a_later_one_is_told(tmp_path: P
     peer = watched(losses={-1: 5.5, 1: 4.0})
     peer.state = tmp_path
     end = time.monotonic() + 20
-    assert demo._wait_for_loss([peer], 1, end)
-    assert not demo._wait_for_loss([peer], 0, end)  # no head evaluated it
-    assert not demo._wait_for_loss([peer], None, end)  # nobody could
+    assert loss_told([peer], 1, end)
+    assert not loss_told([peer], 0, end)  # no head evaluated it
+    assert not loss_told([peer], None, end)  # nobody could
     assert time.monotonic() < end - 15
-    assert not demo._wait_for_loss([peer], 2, time.monotonic() + 0.1)
+    assert not loss_told([peer], 2, time.monotonic() + 0.1)
 
 
 def test_more_stages_than_layers_are_refused_before_anything_is_started_or_removed(
@@ -150,10 +154,10 @@ def test_a_demo_takes_the_place_of_a_demo_and_of_nothing_else(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = tmp_path / "demo-run"
-    demo._clear(folder)
+    clear(folder)
     (folder / "run.yaml").write_text("a demo's")
     assert capsys.readouterr().out == ""
-    demo._clear(folder)
+    clear(folder)
     assert not (folder / "run.yaml").exists()
     assert capsys.readouterr().out == f"removing the earlier demo in {folder}\n"
     of_operator = tmp_path / "run"
@@ -161,7 +165,7 @@ def test_a_demo_takes_the_place_of_a_demo_and_of_nothing_else(
     for name in ("run.yaml", "operator.key"):
         (of_operator / name).write_text("not to be had again")
     with pytest.raises(InvalidInput, match="not an earlier demo"):
-        demo._clear(of_operator)
+        clear(of_operator)
     assert len(list(of_operator.iterdir())) == 2
 
 
@@ -171,11 +175,11 @@ def test_peers_are_started_for_their_stages_and_share_the_cores(
     started: list[list[str]] = []
     monkeypatch.setattr(demo, "start_command", lambda arguments, _: started.append(arguments))
     monkeypatch.setattr(demo.os, "sched_getaffinity", lambda _: range(9))
-    options = replace(OPTIONS, folder=tmp_path)
-    peers = [demo._start_peer(options, "invite", k, n, []) for n in range(2) for k in range(2)]
-    assert len({peer.state for peer in peers}) == len({peer.name for peer in peers}) == 4
-    assert [peer.stage for peer in peers] == [0, 1, 0, 1]
-    for peer, arguments in zip(peers, started, strict=True):
+    swarm = Demo(replace(OPTIONS, folder=tmp_path))
+    swarm.start_peers("invite")
+    assert len({(peer.state, peer.name) for peer in swarm.peers}) == 4
+    assert [peer.stage for peer in swarm.peers] == [0, 1, 0, 1]
+    for peer, arguments in zip(swarm.peers, started, strict=True):
         given = dict(zip(arguments[2::2], arguments[3::2], strict=True))
         assert given["--stage"] == str(peer.stage)
         assert (given["--state"], given["--threads"]) == (str(peer.state), "2")
@@ -218,7 +222,7 @@ def test_on_a_terminal_the_table_shows_stages_and_whose_replica_a_peer_is_in() -
     head = watched(line(0), status={"head": "QmHead", "state": "training"}, number=1)
     member = watched(line(0), stage=1, status={"head": "QmHead"})
     spare = watched(stage=1, status={"state": "spare"})
-    table = SwarmTable(rounds=3)._table([head, member, spare])
+    table = swarm_table([head, member, spare], 3)
     columns = {str(column.header): list(column.cells) for column in table.columns}
     assert columns["stage"] == ["0", "1", "1"]
     assert columns["replica"] == ["1 (head)", "1", "-"]

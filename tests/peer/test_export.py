@@ -277,12 +277,12 @@ def test_at_temperature_zero_the_seed_does_not_matter_and_at_others_it_does(tmp_
     assert len(texts(5.0)) == 3
 
 
-def test_a_text_is_told_piece_by_piece_and_whole(tmp_path: Path) -> None:
+def test_a_text_is_told_word_by_word_and_whole(tmp_path: Path) -> None:
     write(tmp_path / "out")
     pieces: list[str] = []
-    text = continue_text(tmp_path / "out", "né ", 120, 3, temperature=3.0, tell=pieces.append)
+    text = continue_text(tmp_path / "out", "né ", 600, 3, temperature=3.0, tell=pieces.append)
     assert "".join(pieces) == text
-    assert len([piece for piece in pieces if piece]) > 50
+    assert len([piece for piece in pieces if piece]) > 1
 
 
 def test_a_model_without_room_for_so_many_tokens_says_so(tmp_path: Path) -> None:
@@ -342,12 +342,5 @@ def test_an_incomplete_checkpoint_is_refused(tmp_path: Path, damage: str) -> Non
         index = out / "model.safetensors.index.json"
         index.write_text(index.read_text().replace('"lm_head.weight"', '"head.weight"'))
         shard.write_bytes(shard.read_bytes().replace(b'"lm_head.weight"', b'"lm_had.weight" '))
-    kind = "config.json" if damage == "absent" else "complete"
-    with pytest.raises(InvalidInput, match=rf"is no .*{kind}.*export the run again"):
+    with pytest.raises(InvalidInput, match=r"is no complete checkpoint.*export the run again"):
         evaluate_checkpoint(out, torch.ones(1, 5, dtype=torch.long), 1)
-
-
-def test_an_empty_prompt_is_refused(tmp_path: Path) -> None:
-    write(tmp_path / "out")
-    with pytest.raises(InvalidInput, match="prompt: it is empty"):
-        continue_text(tmp_path / "out", "", 4, 0)

@@ -22,7 +22,6 @@ from dilocox.peer.http_pages import (
     Page,
     Pages,
     PageServer,
-    PortTaken,
     check_port,
     health_page,
     metrics_page,
@@ -210,20 +209,21 @@ def _ended(connection: socket.socket) -> bool:
 
 # ---- its life ------------------------------------------------------------------------------------
 def test_it_gives_the_port_back_at_once_though_a_client_hangs_on() -> None:
-    with PageServer(LOCAL, 0, {}) as server, connected(server):
-        pages = [thread for thread in threading.enumerate() if thread.name == "pages"]
-        assert pages and all(thread.daemon for thread in pages)  # they end with the process
-        began = time.monotonic()
-        server.close()
+    with ExitStack() as client:
+        with PageServer(LOCAL, 0, {}) as server:
+            client.enter_context(connected(server))
+            pages = [thread for thread in threading.enumerate() if thread.name == "pages"]
+            assert pages and all(thread.daemon for thread in pages)  # they end with the process
+            began = time.monotonic()
         assert time.monotonic() - began < 2
         check_port(LOCAL, server.port)
 
 
 def test_a_taken_port_is_named_with_the_fix(taken_port: int) -> None:
     for opens in (check_port, lambda host, port: PageServer(host, port, {})):
-        with pytest.raises(PortTaken, match=rf"port {taken_port} .*--metrics-port"):
+        with pytest.raises(EnvironmentFault, match=rf"port {taken_port} .*--metrics-port"):
             opens(LOCAL, taken_port)
-    with pytest.raises(PortTaken, match=" --port"):
+    with pytest.raises(EnvironmentFault, match=" --port"):
         check_port(LOCAL, taken_port, option="")
 
 

@@ -1,19 +1,20 @@
 """The console command `dilocox`: its commands, environment, exit codes.
 
-`command` makes a command of a function that takes one of the dataclasses of peer/options.py. Every
-option is also an environment variable `DILOCOX_<OPTION>`; a flag wins over the environment, the
-environment over the default. What a command does is imported when it runs, so that `--help` is
-quick.
+`command` makes a command of one of the dataclasses of peer/options.py and of the function that
+takes it. Every option is also an environment variable `DILOCOX_<OPTION>`; a flag wins over the
+environment, the environment over the default. What a command does is imported when it runs, so that
+`--help` is quick.
 """
 
 from __future__ import annotations
 
 import copy
+import importlib
 import inspect
 import os
 from collections.abc import Callable
 from dataclasses import MISSING, fields
-from typing import Annotated, Any, NoReturn, TypeVar, cast, get_args, get_type_hints
+from typing import Annotated, Any, NoReturn, cast, get_args, get_type_hints
 
 import typer
 from typer.models import ParameterInfo
@@ -25,14 +26,17 @@ from dilocox.peer.options import (
     BootstrapOptions,
     DemoOptions,
     DoctorOptions,
+    EndRunOptions,
     ExportOptions,
     GenerateOptions,
     LogOptions,
     MonitorOptions,
-    OperateOptions,
+    PauseOptions,
+    PauseRunOptions,
     PeerOptions,
     ReadFrom,
-    RestOptions,
+    ResumeOptions,
+    ResumeRunOptions,
     ReviseOptions,
     RollbackOptions,
     VerifyOptions,
@@ -66,27 +70,24 @@ def _common(
 
 
 # ---- from a dataclass to a command line ----------------------------------------------------------
-T = TypeVar("T")
-Command = Callable[[T], int]
+def command(group: typer.Typer, name: str, options: Any, function: str) -> None:
+    """Make a command of a dataclass: its fields are the command's arguments and options, its
+    docstring is the command's help.
 
-
-def command(group: typer.Typer, options: type[T], name: str = "") -> Callable[[Command[T]], None]:
-    """Make a command of a function: its arguments and options are the fields of `options`, the
-    function gets them all in one, and returns the exit code.
+    function: `module:name` below dilocox.peer; it is imported when the command runs, gets the
+    options and returns the exit code.
     """
 
-    def add(function: Command[T]) -> None:
-        def called(**given: Any) -> None:
-            set_up_logging(given.get("log_level", "warning"))  # the first that may find a fault
-            read = {field: readers[field](value) for field, value in given.items()}
-            raise typer.Exit(function(options(**read)))
+    def called(**given: Any) -> None:
+        set_up_logging(given.get("log_level", "warning"))  # the first that may find a fault
+        read = {field: readers[field](value) for field, value in given.items()}
+        module, _, attribute = function.partition(":")
+        run = getattr(importlib.import_module(f"dilocox.peer.{module}"), attribute)
+        raise typer.Exit(run(options(**read)))
 
-        parameters, readers = _command_line(options)
-        called.__doc__ = function.__doc__
-        cast("Any", called).__signature__ = inspect.Signature(parameters)
-        group.command(name or function.__name__)(called)
-
-    return add
+    parameters, readers = _command_line(options)
+    cast("Any", called).__signature__ = inspect.Signature(parameters)
+    group.command(name, help=options.__doc__)(called)
 
 
 def _command_line(
@@ -121,88 +122,8 @@ def _same(value: Any) -> Any:
     return value
 
 
-# ---- what boots a run, changes it and watches it -------------------------------------------------
-# commands stand in the order in which `--help` lists them
-
-
-@command(app, DemoOptions)
-def demo(options: DemoOptions) -> int:
-    """Start a whole swarm on this machine, watch it learn, and get a checkpoint."""
-    from dilocox.peer.commands.demo import run_demo
-
-    return run_demo(options)
-
-
-@command(app, BootstrapOptions)
-def bootstrap(options: BootstrapOptions) -> int:
-    """Boot a run and print its invite; or, with an invite, run a second bootstrap for it."""
-    from dilocox.peer.commands.bootstrap import run_bootstrap_command
-
-    return run_bootstrap_command(options)
-
-
-operate = typer.Typer(
-    name="operate",
-    help="Change, pause, end or turn back a run that you operate.",
-    no_args_is_help=True,
-)
-
-
-@command(operate, OperateOptions, "pause")
-def pause_run(options: OperateOptions) -> int:
-    """Let all peers stop training; they stay, and keep and serve what they have."""
-    from dilocox.peer.commands.operate import set_state
-
-    return set_state(options.state, "paused")
-
-
-@command(operate, OperateOptions, "resume")
-def resume_run(options: OperateOptions) -> int:
-    """Let the peers of a paused run train again."""
-    from dilocox.peer.commands.operate import set_state
-
-    return set_state(options.state, "running")
-
-
-@command(operate, OperateOptions)
-def end(options: OperateOptions) -> int:
-    """End the run for good: its peers commit what they have learnt, and leave."""
-    from dilocox.peer.commands.operate import set_state
-
-    return set_state(options.state, "ended")
-
-
-@command(operate, ReviseOptions, "revise")
-def revise_run(options: ReviseOptions) -> int:
-    """Give the run other learning rates, deadlines or another end."""
-    from dilocox.peer.commands.operate import revise
-
-    return revise(options.state, options.manifest)
-
-
-@command(operate, RollbackOptions)
-def rollback(options: RollbackOptions) -> int:
-    """Go back to an earlier round; later rounds are kept aside and count no more."""
-    from dilocox.peer.commands.operate import roll_back
-
-    return roll_back(options.state, options.round_number)
-
-
-app.add_typer(operate)
-
-
-@command(app, MonitorOptions)
-def monitor(options: MonitorOptions) -> int:
-    """Watch a whole run: a status page for people, figures for Prometheus."""
-    from dilocox.peer.monitor.monitor import run_monitor_command
-
-    return run_monitor_command(options)
-
-
-# ---- a volunteer's peer --------------------------------------------------------------------------
-@command(app, PeerOptions)
-def peer(options: PeerOptions) -> int:
-    """Take part in a run: all it needs is the invite."""
+def run_peer_when_allowed(options: PeerOptions) -> int:
+    """Take part, but rest first while the volunteer says so; the exit code."""
     from dilocox.peer.process.resting import wait_until_allowed
 
     if not wait_until_allowed(options):
@@ -212,63 +133,45 @@ def peer(options: PeerOptions) -> int:
     return run_peer(options)
 
 
-@command(app, DoctorOptions)
-def doctor(options: DoctorOptions) -> int:
-    """Check whether a peer with these options could take part; exit code 1 if it could not."""
-    from dilocox.peer.commands.doctor import run_doctor
-
-    return run_doctor(options)
-
-
-@command(app, RestOptions, "pause")
-def pause_peer(options: RestOptions) -> int:
-    """Let a peer leave the swarm and stay away until `resume`, also after a restart."""
+def pause(options: PauseOptions) -> int:
+    """Note that a peer is paused, and say what follows from it; the exit code."""
     from dilocox.peer.process.resting import pause
 
     typer.echo(pause(options.state))
     return 0
 
 
-@command(app, RestOptions, "resume")
-def resume_peer(options: RestOptions) -> int:
-    """Let a paused peer take part again."""
+def resume(options: ResumeOptions) -> int:
+    """Note that a peer is not paused any more, and say what follows; the exit code."""
     from dilocox.peer.process.resting import resume
 
     typer.echo(resume(options.state))
     return 0
 
 
-# ---- what reads a run: its models and its rounds -------------------------------------------------
-@command(app, ExportOptions)
-def export(options: ExportOptions) -> int:
-    """Write the newest anchors of a run as a Hugging Face folder."""
-    from dilocox.peer.commands.export import run_export_command
-
-    return run_export_command(options)
-
-
-@command(app, GenerateOptions)
-def generate(options: GenerateOptions) -> int:
-    """Continue a text with the newest anchors of a run."""
-    from dilocox.peer.commands.export import run_generate_command
-
-    return run_generate_command(options)
-
-
-@command(app, LogOptions)
-def log(options: LogOptions) -> int:
-    """List a run's rounds (tokens, members, ranks, H, bytes, digest), or what each peer gave."""
-    from dilocox.peer.commands.history import run_log_command
-
-    return run_log_command(options)
-
-
-@command(app, VerifyOptions)
-def verify(options: VerifyOptions) -> int:
-    """Replay a run's rounds and check that they make its anchors; exit code 1 on a flaw."""
-    from dilocox.peer.commands.history import run_verify_command
-
-    return run_verify_command(options)
+# `--help` lists them in this order: for operators, for volunteers, for those who look at a run
+operate = typer.Typer(
+    name="operate",
+    help="Change, pause, end or turn back a run that you operate.",
+    no_args_is_help=True,
+)
+command(app, "demo", DemoOptions, "commands.demo:run_demo")
+command(app, "bootstrap", BootstrapOptions, "commands.bootstrap:run_bootstrap_command")
+command(operate, "pause", PauseRunOptions, "commands.operate:set_state")
+command(operate, "resume", ResumeRunOptions, "commands.operate:set_state")
+command(operate, "end", EndRunOptions, "commands.operate:set_state")
+command(operate, "revise", ReviseOptions, "commands.operate:revise")
+command(operate, "rollback", RollbackOptions, "commands.operate:roll_back")
+app.add_typer(operate)
+command(app, "monitor", MonitorOptions, "monitor.monitor:run_monitor_command")
+command(app, "peer", PeerOptions, "cli:run_peer_when_allowed")
+command(app, "doctor", DoctorOptions, "commands.doctor:run_doctor")
+command(app, "pause", PauseOptions, "cli:pause")
+command(app, "resume", ResumeOptions, "cli:resume")
+command(app, "export", ExportOptions, "commands.export:run_export_command")
+command(app, "generate", GenerateOptions, "commands.export:run_generate_command")
+command(app, "log", LogOptions, "commands.history:run_log_command")
+command(app, "verify", VerifyOptions, "commands.history:run_verify_command")
 
 
 # ---- the program ---------------------------------------------------------------------------------

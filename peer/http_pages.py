@@ -64,10 +64,6 @@ Pages = Mapping[str, Callable[[], Page]]
 """By path, without query. Called in threads of their own, several at once."""
 
 
-class PortTaken(EnvironmentFault):
-    """Another program listens there."""
-
-
 class PageServer(ThreadingHTTPServer):
     """A context in which the pages are served; the port is taken when it is made.
 
@@ -92,8 +88,7 @@ class PageServer(ThreadingHTTPServer):
         request_limit_s: from a connection to the end of the answer. max_requests: at once.
 
         Raises:
-            PortTaken: another program listens there.
-            EnvironmentFault: this user may not open that port.
+            EnvironmentFault: another program listens there, or this user may not open that port.
             InvalidInput: the host is no address of this machine.
         """
         self.pages = pages
@@ -115,9 +110,6 @@ class PageServer(ThreadingHTTPServer):
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def close(self) -> None:
         """Give the port back, within a second; an answer under way may be cut off."""
         if self._thread.is_alive():
             threading.Thread(target=self.shutdown, daemon=True).start()
@@ -131,18 +123,25 @@ class PageServer(ThreadingHTTPServer):
 
     def process_request(self, request: Any, client_address: Any) -> None:
         """Answer in a thread, if not too many are answered already."""
-        if self._slots.acquire(blocking=False):
-            super().process_request(request, client_address)
-        else:
+        if not self._slots.acquire(blocking=False):
             self.shutdown_request(request)
+            return
+        try:
+            super().process_request(request, client_address)
+        except RuntimeError:  # no thread can be started now; the base class ends the connection
+            self._slots.release()
+            raise
 
     def process_request_thread(self, request: Any, client_address: Any) -> None:
         """Answer; at the deadline whatever waits for the client ends."""
         deadline = threading.Timer(self._request_limit_s, _cut_off, (request,))
         deadline.daemon = True
-        deadline.start()
         try:
+            deadline.start()
             super().process_request_thread(request, client_address)
+        except RuntimeError:  # as above
+            self.handle_error(request, client_address)
+            self.shutdown_request(request)
         finally:
             deadline.cancel()
             self._slots.release()
@@ -303,10 +302,13 @@ class _Request(BaseHTTPRequestHandler):
         if self.command != "HEAD":
             self.wfile.write(page.body)
 
-    def do_HEAD(self) -> None:
-        self.do_GET()
+    # the base class asks for them by these names
+    do_HEAD = do_POST = do_PUT = do_PATCH = do_DELETE = do_OPTIONS = do_GET  # noqa: N815
 
     def _page(self, path: str) -> Page:
+        if self.command not in ("GET", "HEAD"):
+            status, allowed = HTTPStatus.METHOD_NOT_ALLOWED, {"Allow": "GET, HEAD"}
+            return Page(body=b"only GET and HEAD\n", status=status, headers=allowed)
         pages = cast("PageServer", self.server).pages
         make = pages.get(path)
         if make is None:
@@ -334,7 +336,7 @@ def _cut_off(request: socket.socket) -> None:
 
 def _fault(error: OSError, host: str, port: int, flag: str) -> Exception:
     if error.errno == errno.EADDRINUSE:
-        return PortTaken(
+        return EnvironmentFault(
             f"port {port} of {host} is in use by another program: stop it, or choose another one "
             f"with {flag}port"
         )

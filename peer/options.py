@@ -1,4 +1,5 @@
-"""The options of every command. A field of a dataclass here is an option, and all that it takes.
+"""The options of every command. A field of a dataclass here is an option, and all that it takes;
+the dataclass's docstring is what `--help` says of the command.
 
 A field states its type, its default, its help text and its limits (typer's `Argument` or `Option`);
 cli.py makes the flag and the environment variable from its name. A type that typer does not know
@@ -17,7 +18,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import typer
 
@@ -183,11 +184,15 @@ MetricsPort = Annotated[
         help="TCP port of /metrics, /healthz and /readyz; 0 for none.",
     ),
 ]
+JsonFile = Annotated[
+    Path | None,
+    typer.Option("--json", help="Write what was found to this file instead, - for the terminal."),
+]
 ChainStage = Annotated[
     str,
     typer.Option(help="Slice of the model whose chain is meant, a number from 0, or all."),
 ]
-ChainTimeout = Annotated[
+Timeout = Annotated[
     float,
     typer.Option("--timeout", min=1, help="Give up asking the swarm after this many seconds."),
 ]
@@ -197,7 +202,7 @@ LogLevel = Annotated[str, typer.Option(help="debug, info, warning or error.")]
 # ---- what boots a run, changes it and watches it -------------------------------------------------
 @dataclass(frozen=True, kw_only=True)
 class DemoOptions:
-    """The options of `dilocox demo`."""
+    """Start a whole swarm on this machine, watch it learn, and get a checkpoint."""
 
     replicas: Annotated[
         int, typer.Option(min=1, max=16, help="Replicas to start, a peer a stage each.")
@@ -223,7 +228,7 @@ class DemoOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class BootstrapOptions:
-    """The options of `dilocox bootstrap`; with an invite it is a copy."""
+    """Boot a run and print its invite; or, with an invite, run a second bootstrap for it."""
 
     manifest: Annotated[
         Path | Invite,
@@ -256,22 +261,47 @@ class BootstrapOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class OperateOptions:
-    """The options of `dilocox operate pause`, `resume` and `end`."""
+    """What all of `dilocox operate` take."""
 
     state: OperatorState = Path("dilocox-bootstrap")
     log_level: LogLevel = "warning"
 
 
 @dataclass(frozen=True, kw_only=True)
+class StateOptions(OperateOptions):
+    """What sets the state of a run."""
+
+    wanted: ClassVar[Literal["running", "paused", "ended"]]
+
+
+class PauseRunOptions(StateOptions):
+    """Let all peers stop training; they stay, and keep and serve what they have."""
+
+    wanted = "paused"
+
+
+class ResumeRunOptions(StateOptions):
+    """Let the peers of a paused run train again."""
+
+    wanted = "running"
+
+
+class EndRunOptions(StateOptions):
+    """End the run for good: its peers commit what they have learnt, and leave."""
+
+    wanted = "ended"
+
+
+@dataclass(frozen=True, kw_only=True)
 class ReviseOptions(OperateOptions):
-    """The options of `dilocox operate revise`."""
+    """Give the run other learning rates, deadlines or another end."""
 
     manifest: Annotated[Path, typer.Argument(help="The run.yaml with its new values.")]
 
 
 @dataclass(frozen=True, kw_only=True)
 class RollbackOptions(OperateOptions):
-    """The options of `dilocox operate rollback`."""
+    """Go back to an earlier round; later rounds are kept aside and count no more."""
 
     round_number: Annotated[
         int,
@@ -285,29 +315,22 @@ class RollbackOptions(OperateOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class MonitorOptions:
-    """The options of `dilocox monitor`."""
+    """Watch a whole run: a status page for people, figures for Prometheus."""
 
     invite: InviteText
     state: Annotated[
         Path,
         typer.Option(help="Folder for what the monitor has learnt, so that its curves outlive it."),
     ] = Path("dilocox-monitor")
-    port: Annotated[
-        int,
-        typer.Option(
-            min=0,
-            max=65535,
-            help="TCP port of the status page and the figures; 0 takes a free one.",
-        ),
-    ] = 9470
+    port: Port = 9470
     host: Host = "127.0.0.1"
     log_level: LogLevel = "info"
 
 
 # ---- a volunteer's peer --------------------------------------------------------------------------
 @dataclass(frozen=True, kw_only=True)
-class PeerOptions:
-    """The options of `dilocox peer`."""
+class HostingOptions:
+    """What it takes to host a stage: the options that `dilocox peer` and its doctor share."""
 
     invite: InviteText
     state: State = Path("dilocox-peer")
@@ -348,6 +371,20 @@ class PeerOptions:
             ".jsonl and .parquet say their format, others have the run's, or are text."
         ),
     ] = ""
+    metrics_host: MetricsHost = "127.0.0.1"
+    metrics_port: MetricsPort = None
+    log_level: LogLevel = "info"
+
+    @property
+    def memory_limit_bytes(self) -> float | None:
+        """The memory limit in bytes, None without one."""
+        return self.memory_limit_gb * GB or None
+
+
+@dataclass(frozen=True, kw_only=True)
+class PeerOptions(HostingOptions):
+    """Take part in a run: all it needs is the invite."""
+
     name: Annotated[
         str,
         typer.Option(
@@ -372,14 +409,6 @@ class PeerOptions:
             "peer rests until the next month; 0 for none.",
         ),
     ] = 0
-    metrics_host: MetricsHost = "127.0.0.1"
-    metrics_port: MetricsPort = None
-    log_level: LogLevel = "info"
-
-    @property
-    def memory_limit_bytes(self) -> float | None:
-        """The memory limit in bytes, None without one."""
-        return self.memory_limit_gb * GB or None
 
     @property
     def monthly_traffic_bytes(self) -> float | None:
@@ -388,42 +417,39 @@ class PeerOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class DoctorOptions(PeerOptions):
-    """The options of `dilocox doctor`: those of the peer that it examines, and where it writes."""
+class DoctorOptions(HostingOptions):
+    """Check whether a peer with these options could take part; exit code 1 if it could not."""
 
-    json_file: Annotated[
-        Path | None,
-        typer.Option(
-            "--json", help="Write what was found to this file instead, - for the terminal."
-        ),
-    ] = None
+    json_file: JsonFile = None
     log_level: LogLevel = "error"
 
 
 @dataclass(frozen=True, kw_only=True)
-class RestOptions:
-    """The options of `dilocox pause` and `dilocox resume`."""
+class PauseOptions:
+    """Let a peer leave the swarm and stay away until `resume`, also after a restart."""
 
     state: State = Path("dilocox-peer")
+
+
+class ResumeOptions(PauseOptions):
+    """Let a paused peer take part again."""
 
 
 # ---- what reads a run: its models and its rounds -------------------------------------------------
 @dataclass(frozen=True, kw_only=True)
 class ExportOptions:
-    """The options of `dilocox export`."""
+    """Write the newest anchors of a run as a Hugging Face folder."""
 
     invite: InviteText
     folder: Annotated[Path, typer.Argument(help="Folder to write the checkpoint to.")]
     host: Host = "0.0.0.0"
-    timeout_s: Annotated[
-        float, typer.Option("--timeout", min=1, help="Give up after this many seconds.")
-    ] = 600
+    timeout_s: Timeout = 600
     log_level: LogLevel = "warning"
 
 
 @dataclass(frozen=True, kw_only=True)
 class GenerateOptions:
-    """The options of `dilocox generate`; None takes the default."""
+    """Continue a text with the newest anchors of a run."""
 
     invite: InviteText
     text: Annotated[
@@ -446,16 +472,25 @@ class GenerateOptions:
         typer.Option(min=0, show_default="random", help="The same seed, the same text."),
     ] = None
     host: Host = "0.0.0.0"
-    timeout_s: ChainTimeout = 600
+    timeout_s: Timeout = 600
     log_level: LogLevel = "warning"
 
 
 @dataclass(frozen=True, kw_only=True)
-class LogOptions:
-    """The options of `dilocox log`."""
+class VerifyOptions:
+    """Replay a run's rounds and check that they make its anchors; exit code 1 on a flaw."""
 
     source: Source
     stage: ChainStage = "all"
+    host: Host = "0.0.0.0"
+    timeout_s: Timeout = 600
+    log_level: LogLevel = "warning"
+
+
+@dataclass(frozen=True, kw_only=True)
+class LogOptions(VerifyOptions):
+    """List a run's rounds (tokens, members, ranks, H, bytes, digest), or what each peer gave."""
+
     contributions: Annotated[
         bool,
         typer.Option(
@@ -464,21 +499,4 @@ class LogOptions:
             "of each stage.",
         ),
     ] = False
-    json_file: Annotated[
-        Path | None,
-        typer.Option("--json", help="Write the figures to this file instead, - for the terminal."),
-    ] = None
-    host: Host = "0.0.0.0"
-    timeout_s: ChainTimeout = 600
-    log_level: LogLevel = "warning"
-
-
-@dataclass(frozen=True, kw_only=True)
-class VerifyOptions:
-    """The options of `dilocox verify`."""
-
-    source: Source
-    stage: ChainStage = "all"
-    host: Host = "0.0.0.0"
-    timeout_s: ChainTimeout = 600
-    log_level: LogLevel = "warning"
+    json_file: JsonFile = None

@@ -15,6 +15,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import ctypes
+import json
 import logging
 import os
 import signal
@@ -24,9 +25,10 @@ import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import FrameType
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from dilocox.dht.errors import EnvironmentFault, InvalidInput
+from dilocox.dht.files import write_atomically
 
 LEVELS = ("debug", "info", "warning", "error")
 CLEAR_LINE = "\r\x1b[K"  # what stands in this line of the terminal goes
@@ -61,6 +63,15 @@ def line_start() -> str:
 def counted(number: int, what: str) -> str:
     """A number of things, whose name takes an s where they are not one."""
     return f"{number:,} {what}{'' if number == 1 else 's'}"
+
+
+def write_json(file: Path, value: Any) -> None:
+    """What `--json` asks for: a file, or `-` for the terminal."""
+    text = json.dumps(value, indent=2) + "\n"
+    if str(file) == "-":
+        sys.stdout.write(text)
+    else:
+        write_atomically(file, text.encode())
 
 
 RESTART_AFTER_S = 20.0  # a command whose processes die sooner than that does not try again

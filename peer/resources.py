@@ -31,11 +31,7 @@ MAX_WINDOW = 1024  # microbatches in flight
 # Of a container, by version of Linux's control groups: the limit, what is used, and details.
 _GROUPS = (
     ("memory.max", "memory.current", "memory.stat"),
-    (
-        "memory/memory.limit_in_bytes",
-        "memory/memory.usage_in_bytes",
-        "memory/memory.stat",
-    ),
+    ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "memory/memory.stat"),
 )
 _GROUPS_FOLDER = Path("/sys/fs/cgroup")
 
@@ -90,19 +86,15 @@ def window_limit(stored_bytes: int, limit_bytes: float | None, device: torch.dev
     Half of what is free on the device; on the CPU no more than the share of the limit that the plan
     has for activations. 0 bytes are not known yet.
     """
+    import torch
+
     if stored_bytes <= 0:
         return MAX_WINDOW
     on_cpu = device.type == "cpu"
-    room = (available_bytes() if on_cpu else _free_on_gpu(device)) / 2
+    room = (available_bytes() if on_cpu else torch.cuda.mem_get_info(device)[0]) / 2
     if limit_bytes is not None and on_cpu:
         room = min(room, (limit_bytes - PROCESSES_BYTES) * (1 - 1 / ACTIVATION_SHARE))
     return max(1, min(MAX_WINDOW, int(room / stored_bytes)))
-
-
-def _free_on_gpu(device: torch.device) -> int:
-    import torch
-
-    return torch.cuda.mem_get_info(device)[0]
 
 
 def available_bytes() -> int:

@@ -54,6 +54,18 @@ class StateFolder:
     def _note(self, run: str) -> Path:
         return self.path / f"{run}.stage"
 
+    @property
+    def in_use(self) -> bool:
+        """Whether another process has `locked` it; nothing is written to find that out."""
+        try:
+            with (self.path / "lock").open() as file:
+                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+        except OSError:  # nobody has made the file, or this user may not read it
+            return False
+        return False
+
     @contextmanager
     def locked(self, in_use: str = PEER_RUNS) -> Generator[None]:
         """Keep other processes out; the lock ends with this one, however it ends.

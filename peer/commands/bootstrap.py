@@ -3,8 +3,8 @@
 Both are the same node with the same archive and figures; only the manifest comes from elsewhere
 (dht/manifest_keeper.py). A copy needs nothing but an invite.
 
-`BootstrapMetrics` can be asked over HTTP: figures, health, readiness. The bootstrap's thread looks
-every few seconds, because the DHT process answers it alone; who asks gets what it saw last.
+It can be asked over HTTP for figures, health and readiness. The bootstrap's thread looks every few
+seconds, because the DHT process answers it alone; who asks gets what it saw last.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Literal, cast
 
@@ -84,87 +85,6 @@ class BootstrapFacts:
     archive_rounds: Mapping[int, int] = field(default_factory=dict[int, int])
     served_bytes: Mapping[str, int] = field(default_factory=dict[str, int])
     refused: Mapping[str, int] = field(default_factory=dict[str, int])
-
-
-class BootstrapMetrics:
-    """Of one bootstrap; `tick` belongs to its thread, the pages to those who ask."""
-
-    def __init__(
-        self,
-        *,
-        role: Role,
-        keeper: ManifestKeeper,
-        dht: RunDHT,
-        swarm: Swarm,
-        archive: Archive,
-        folder: Path,
-        clock: Callable[[], float] = time.monotonic,
-    ):
-        """folder: the archive's. clock: seconds that only grow."""
-        self._clock = clock
-        self._role: Role = role
-        self._keeper = keeper
-        self._dht = dht
-        self._swarm = swarm
-        self._archive = archive
-        self._folder = folder
-        self._facts = BootstrapFacts(role=role)
-        self._archive_bytes: Mapping[int, int] = {}
-        self._turn_at = clock()
-        self._looked_at = self._measured_at = float("-inf")
-
-    def tick(self) -> None:
-        """Look, if it is due; takes a few seconds at most."""
-        now = self._turn_at = self._clock()
-        if now < self._looked_at + LOOK_PERIOD_S:
-            return
-        self._looked_at = now
-        if now >= self._measured_at + DISK_PERIOD_S:
-            self._measured_at = now
-            self._archive_bytes = bytes_by_stage(self._folder)
-        self._facts = self._look()
-
-    def pages(self) -> Pages:
-        """What is served."""
-        metrics = metrics_of(self._keeper.run, lambda: self._facts)
-        signs = {
-            "main thread": lambda: self._clock() < self._turn_at + STUCK_AFTER_S,
-            "DHT process": lambda: bool(self._dht.running),
-            "archive": lambda: self._archive.keeper is not None,
-        }
-        return {
-            "/metrics": lambda: metrics_page(metrics),
-            "/healthz": lambda: health_page(signs),
-            "/readyz": lambda: readiness_page(self._facts.not_ready),
-        }
-
-    def _look(self) -> BootstrapFacts:
-        keeper = self._archive.keeper
-        refused = {
-            "dht": self._swarm.refused.copy(),
-            "archive": Counter[str]() if keeper is None else keeper.refused.copy(),
-        }
-        try:
-            dht_peers = self._dht.known_nodes(ASK_LIMIT_S)
-            refused["dht"] += self._dht.refused_values(ASK_LIMIT_S)
-            not_ready = ""
-        except EnvironmentFault as error:
-            dht_peers, not_ready = None, str(error)
-        if keeper is None:
-            not_ready = not_ready or "the archive does not run"
-        child = cast("int | None", self._dht.pid)  # pyright: ignore[reportUnknownMemberType]
-        pids = (os.getpid(), child, self._dht.p2pd_pid)
-        return BootstrapFacts(
-            role=self._role,
-            not_ready=not_ready,
-            dht_peers=dht_peers,
-            memory_bytes=sum(proportional_bytes(pid) for pid in pids if pid),
-            manifest_until=self._keeper.expires_at,
-            archive_bytes=self._archive_bytes,
-            archive_rounds={} if keeper is None else keeper.rounds,
-            served_bytes={} if keeper is None else keeper.served.copy(),
-            refused=by_source(refused),
-        )
 
 
 def bytes_by_stage(folder: Path) -> dict[int, int]:
@@ -273,9 +193,6 @@ def run_bootstrap_command(options: BootstrapOptions) -> int:
             logger.info("%s %s (%s) is up; volunteers join with", what, keeper.run, manifest.name)
             typer.echo(f"dilocox peer {invite}")
 
-        def beside(dht: RunDHT, swarm: Swarm) -> Beside:
-            return Beside(options, keeper, identity, dht, swarm)
-
         run_bootstrap(
             keeper=keeper,
             identity=identity,
@@ -285,7 +202,7 @@ def run_bootstrap_command(options: BootstrapOptions) -> int:
             alone=keeper.known,
             stop_event=stop.event,
             on_ready=ready,
-            beside=beside,
+            beside=partial(Beside, options, keeper, identity),
         )
     logger.info("left: stopped on request")
     return 0
@@ -307,7 +224,9 @@ def explain_key(path: Path) -> None:
 
 
 class Beside:
-    """What runs beside the DHT node, in its thread: the archive, and the figures of it all."""
+    """What runs beside the DHT node: the archive, and the figures of it all. `tick` belongs to the
+    node's thread, the pages to those who ask.
+    """
 
     def __init__(
         self,
@@ -316,45 +235,92 @@ class Beside:
         identity: Identity,
         dht: RunDHT,
         swarm: Swarm,
+        *,
+        clock: Callable[[], float] = time.monotonic,
     ):
-        """Raises EnvironmentFault if the port for the figures cannot be had."""
+        """clock: seconds that only grow. Raises EnvironmentFault if the port for the figures cannot
+        be had.
+        """
         self._keeper = keeper
+        self._dht = dht
+        self._swarm = swarm
+        self._clock = clock
         self._signed = keeper.signed
         manifest = keeper.signed.verify(keeper.run)
         # with another root nothing of it would fit
-        folder = options.state / f"{keeper.run}-archive-{manifest.root[:16]}"
+        self._folder = options.state / f"{keeper.run}-archive-{manifest.root[:16]}"
         self._archive = Archive(
             dht=dht,
             swarm=swarm,
             run=keeper.run,
             me=identity.peer_id,
             manifest=manifest,
-            folder=folder,
+            folder=self._folder,
         )
-        self._metrics = BootstrapMetrics(
-            role="operator" if keeper.own else "copy",
-            keeper=keeper,
-            dht=dht,
-            swarm=swarm,
-            archive=self._archive,
-            folder=folder,
-        )
+        self._facts = BootstrapFacts(role="operator" if keeper.own else "copy")
+        self._turn_at = clock()
+        self._looked_at = self._measured_at = float("-inf")
         self._open = ExitStack()
-        pages = self._metrics.pages()
-        self._open.enter_context(served(options.metrics_host, options.metrics_port, pages))
+        port = options.metrics_port
+        self._open.enter_context(served(options.metrics_host, port, self.pages()))
 
     def tick(self) -> None:
-        """Do what is due."""
+        """Do what is due; to look takes a few seconds at most."""
         if self._keeper.signed.manifest_bytes != self._signed.manifest_bytes:
             self._signed = self._keeper.signed
             self._archive.revise(self._signed.verify(self._keeper.run))
         self._archive.tick()
-        self._metrics.tick()
+        now = self._turn_at = self._clock()
+        if now >= self._looked_at + LOOK_PERIOD_S:
+            self._looked_at = now
+            self._facts = self._look()
 
     def close(self) -> None:
-        """End it all."""
         self._open.close()
         self._archive.close()
+
+    def pages(self) -> Pages:
+        """What is served."""
+        metrics = metrics_of(self._keeper.run, lambda: self._facts)
+        signs = {
+            "main thread": lambda: self._clock() < self._turn_at + STUCK_AFTER_S,
+            "DHT process": lambda: bool(self._dht.running),
+            "archive": lambda: self._archive.keeper is not None,
+        }
+        return {
+            "/metrics": lambda: metrics_page(metrics),
+            "/healthz": lambda: health_page(signs),
+            "/readyz": lambda: readiness_page(self._facts.not_ready),
+        }
+
+    def _look(self) -> BootstrapFacts:
+        keeper, archive_bytes = self._archive.keeper, self._facts.archive_bytes
+        if self._looked_at >= self._measured_at + DISK_PERIOD_S:
+            self._measured_at = self._looked_at
+            archive_bytes = bytes_by_stage(self._folder)
+        refused = {
+            "dht": self._swarm.refused.copy(),
+            "archive": Counter[str]() if keeper is None else keeper.refused.copy(),
+        }
+        dht_peers, not_ready = None, "" if keeper else "the archive does not run"
+        try:
+            dht_peers = self._dht.known_nodes(ASK_LIMIT_S)
+            refused["dht"] += self._dht.refused_values(ASK_LIMIT_S)
+        except EnvironmentFault as error:
+            dht_peers, not_ready = None, str(error)
+        child = cast("int | None", self._dht.pid)  # pyright: ignore[reportUnknownMemberType]
+        pids = (os.getpid(), child, self._dht.p2pd_pid)
+        return replace(
+            self._facts,
+            not_ready=not_ready,
+            dht_peers=dht_peers,
+            memory_bytes=sum(proportional_bytes(pid) for pid in pids if pid),
+            manifest_until=self._keeper.expires_at,
+            archive_bytes=archive_bytes,
+            archive_rounds={} if keeper is None else keeper.rounds,
+            served_bytes={} if keeper is None else keeper.served.copy(),
+            refused=by_source(refused),
+        )
 
 
 def other_bootstraps(options: BootstrapOptions, run: str, me: str) -> tuple[str, ...]:

@@ -20,6 +20,7 @@ import statistics
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,7 @@ from dilocox.dht.errors import EnvironmentFault, InvalidInput
 from dilocox.dht.files import make_folder, write_atomically
 from dilocox.dht.manifest import Manifest
 from dilocox.peer.options import DemoOptions
-from dilocox.peer.os_process import Child, StopSignal, start_command
+from dilocox.peer.os_process import Child, StopSignal, counted, start_command, write_json
 from dilocox.peer.training.report import shown_loss
 from dilocox.pipeline.partition import plan_stages
 
@@ -209,15 +210,14 @@ class SwarmTable:
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._console.is_terminal:
-            self._live.stop()
+        self._live.stop()
 
     def update(self, peers: Sequence[WatchedPeer]) -> None:
         """Show the newest figures."""
         if self._console.is_terminal:
-            self._live.update(self._table(peers), refresh=True)
+            self._live.update(swarm_table(peers, self._rounds), refresh=True)
             return
-        losses = {number: loss for peer in peers for number, loss in peer.losses.items()}
+        losses = losses_of(peers)
         newest_loss = max(losses, default=-1)  # of rounds before it none will be told any more
         lines = {line["round"]: line for peer in peers if peer.stage == 0 for line in peer.rounds}
         for number, line in sorted(lines.items()):
@@ -232,33 +232,33 @@ class SwarmTable:
                     soft_wrap=True,  # one line, however long
                 )
 
-    def _table(self, peers: Sequence[WatchedPeer]) -> Table:
-        table = Table(title=f"dilocox demo: {self._rounds} rounds", title_justify="left")
-        for name in ("stage", "peer", "state", "replica"):
-            table.add_column(name, justify="left")
-        for name in ("round", "step", "train loss", "validation", "tokens/s", "waiting"):
-            table.add_column(name, justify="right")
-        for name in ("committed", "digest"):
-            table.add_column(name, justify="right")
-        heads = {peer.head: peer.number for peer in peers if peer.stage == 0 and peer.head}
-        for peer in peers:
-            status = peer.status
-            last = peer.rounds[-1] if peer.rounds else None
-            table.add_row(
-                str(peer.stage),
-                peer.name,
-                status.get("state", "starting"),
-                _replica(peer, heads),
-                str(status.get("round", "-")),
-                f"{status.get('inner_step', '-')}/{status.get('inner_steps', '-')}",
-                shown_loss(status.get("train_loss")),
-                shown_loss(status.get("val_loss")),
-                f"{status.get('tokens_per_s', 0.0):,.0f}",
-                f"{peer.waiting_share:.1%}",
-                str(len(peer.rounds)),
-                "-" if last is None else last["digest"][:12],
-            )
-        return table
+
+def swarm_table(peers: Sequence[WatchedPeer], rounds: int) -> Table:
+    """The newest figures of all peers, one a row."""
+    table = Table(title=f"dilocox demo: {rounds} rounds", title_justify="left")
+    for name in ("stage", "peer", "state", "replica"):
+        table.add_column(name)
+    figures = ("round", "step", "train loss", "validation", "tokens/s", "waiting", "committed")
+    for name in (*figures, "digest"):
+        table.add_column(name, justify="right")
+    heads = {peer.head: peer.number for peer in peers if peer.stage == 0 and peer.head}
+    for peer in peers:
+        status = peer.status
+        table.add_row(
+            str(peer.stage),
+            peer.name,
+            status.get("state", "starting"),
+            _replica(peer, heads),
+            str(status.get("round", "-")),
+            f"{status.get('inner_step', '-')}/{status.get('inner_steps', '-')}",
+            shown_loss(status.get("train_loss")),
+            shown_loss(status.get("val_loss")),
+            f"{status.get('tokens_per_s', 0.0):,.0f}",
+            f"{peer.waiting_share:.1%}",
+            str(len(peer.rounds)),
+            peer.rounds[-1]["digest"][:12] if peer.rounds else "-",
+        )
+    return table
 
 
 def _replica(peer: WatchedPeer, heads: dict[str, int]) -> str:
@@ -290,37 +290,32 @@ def run_demo(options: DemoOptions) -> int:
     began = time.monotonic()
     if options.json_file is not None and not options.json_file.absolute().parent.is_dir():
         raise InvalidInput(f"--json {options.json_file}: its folder does not exist; make it first")
-    manifest = demo_manifest(options)
-    plan_stages(Manifest.from_dict(manifest).model, options.stages)  # before anything is started
-    _clear(options.folder)
-    text = yaml.safe_dump(manifest, sort_keys=False)
+    facts = demo_manifest(options)
+    manifest = Manifest.from_dict(facts)
+    plan_stages(manifest.model, options.stages)  # before anything is started
+    clear(options.folder)
+    text = yaml.safe_dump(facts, sort_keys=False)
     write_atomically(options.folder / "run.yaml", text.encode())
-    children: list[Child] = []
-    peers: list[WatchedPeer] = []
-    export: Path | None = None
+    demo, export = Demo(options), None
     with StopSignal() as stop:
         try:
-            invite = _bootstrap(options, children)
+            invite = demo.start_bootstrap()
             typer.echo(f"bootstrap is up; a volunteer would type: dilocox peer {invite}")
-            for number in range(options.replicas):
-                for stage in range(options.stages):
-                    peers.append(_start_peer(options, invite, stage, number, children))
-            typer.echo(
-                f"{len(peers)} peers are starting: {_swarm(options.replicas, options.stages)}; "
-                f"their logs are {options.folder}/peer-*.log"
-            )
+            demo.start_peers(invite)
+            swarm = _swarm(options.replicas, options.stages)
+            logs = f"{options.folder}/peer-*.log"
+            typer.echo(f"{len(demo.peers)} peers are starting: {swarm}; their logs are {logs}")
             stop.defer()
-            _watch(options, peers, stop)
-            export = _export(options, invite, peers)
+            demo.watch(stop)
+            export = demo.export(invite)
         finally:
             stop.defer()
-            for child in reversed(children):
-                child.terminate()
-            for child in children:
-                child.wait(LEAVE_LIMIT_S)
-    loss = None if export is None else _evaluate(options, export)
-    result = demo_result(peers, export, loss, time.monotonic() - began)
-    _show(options, result)
+            demo.close()
+    loss = None if export is None else _evaluate(manifest, export)
+    result = demo_result(demo.peers, export, loss, time.monotonic() - began)
+    if options.json_file is not None:
+        write_json(options.json_file, asdict(result))
+    _show(result, options.seed)
     return 0 if result.val_loss_export is not None else 1
 
 
@@ -339,16 +334,11 @@ def demo_manifest(options: DemoOptions) -> dict[str, Any]:
         "inner": {"learning_rate": 3e-3, "warmup_tokens": tokens_per_round},
         # short enough to watch: a real run would make them longer, and train more of the time
         "rounds": {"inner_steps": INNER_STEPS, "max_inner_steps": INNER_STEPS},
-        "deadlines": {
-            "heartbeat_s": 4.0,
-            "matchmaking_s": 2.0,
-            "exchange_s": 10.0,
-            "vote_s": 5.0,
-        },
+        "deadlines": {"heartbeat_s": 4.0, "matchmaking_s": 2.0, "exchange_s": 10.0, "vote_s": 5.0},
     }
 
 
-def _clear(folder: Path) -> None:
+def clear(folder: Path) -> None:
     """Make room for a new demo; only an earlier demo is removed, never a run that has keys."""
     if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
         if not (folder / MARK).exists():
@@ -362,83 +352,102 @@ def _clear(folder: Path) -> None:
     (folder / MARK).touch()
 
 
-def _bootstrap(options: DemoOptions, children: list[Child]) -> str:
-    state = options.folder / "bootstrap"
-    arguments = ["bootstrap", str(options.folder / "run.yaml"), "--state", str(state)]
-    arguments += ["--host", "127.0.0.1", "--port", "0"]
-    child = start_command(arguments, options.folder / "bootstrap.log")
-    children.append(child)
-    deadline = time.monotonic() + START_LIMIT_S
-    while time.monotonic() < deadline:
-        if (state / "invite").exists():
-            return (state / "invite").read_text().strip()
-        child.check()
-        time.sleep(0.1)
-    raise EnvironmentFault(f"the bootstrap did not start within {START_LIMIT_S:.0f} s: {child.log}")
+class Demo:
+    """The commands of a demo, each with a state folder and a log in the demo's folder."""
+
+    def __init__(self, options: DemoOptions):
+        self.peers: list[WatchedPeer] = []
+        self._options = options
+        self._children: list[Child] = []
+
+    def close(self) -> None:
+        """Ask all that runs to leave, the bootstrap last, and wait for it."""
+        for child in reversed(self._children):
+            child.terminate()
+        for child in self._children:
+            child.wait(LEAVE_LIMIT_S)
+
+    def start_bootstrap(self) -> str:
+        """Start it and wait for its invite."""
+        folder = self._options.folder
+        invite = folder / "bootstrap" / "invite"
+        child = self._start("bootstrap", "bootstrap", str(folder / "run.yaml"), "--port", "0")
+        deadline = time.monotonic() + START_LIMIT_S
+        while not invite.exists():
+            child.check()
+            if time.monotonic() > deadline:
+                limit = f"{START_LIMIT_S:.0f} s"
+                raise EnvironmentFault(f"the bootstrap did not start within {limit}: {child.log}")
+            time.sleep(0.1)
+        return invite.read_text().strip()
+
+    def start_peers(self, invite: str) -> None:
+        """Start a peer for each stage of each replica; they share the cores."""
+        options = self._options
+        cores = len(os.sched_getaffinity(0))
+        threads = max(1, cores // (options.stages * options.replicas))
+        place = ("--device", options.device, "--threads", str(threads))
+        for number, stage in product(range(options.replicas), range(options.stages)):
+            name = f"peer-{stage}-{number}"
+            child = self._start(name, "peer", invite, "--stage", str(stage), *place)
+            peer = WatchedPeer(name, options.folder / name, child, stage=stage, number=number)
+            self.peers.append(peer)
+
+    def _start(self, name: str, *arguments: str) -> Child:
+        folder = self._options.folder
+        place = ["--state", str(folder / name), "--host", "127.0.0.1"]
+        child = start_command([*arguments, *place], folder / f"{name}.log")
+        self._children.append(child)
+        return child
+
+    def watch(self, stop: StopSignal) -> None:
+        """Show the swarm until every peer has merged enough records, or Ctrl-C."""
+        rounds = self._options.rounds
+        progressed, seen = time.monotonic(), 0
+        with SwarmTable(rounds=rounds) as table:
+            while not stop.event.wait(LOOK_S):
+                for peer in self.peers:
+                    peer.look()
+                    peer.child.check()
+                table.update(self.peers)
+                committed = sum(len(peer.rounds) for peer in self.peers)
+                if committed > seen:
+                    seen, progressed = committed, time.monotonic()
+                if all(len(peer.rounds) >= rounds for peer in self.peers):
+                    return
+                if time.monotonic() - progressed > ROUND_LIMIT_S:
+                    raise EnvironmentFault(
+                        f"no round was committed for {ROUND_LIMIT_S:.0f} s; see "
+                        f"{self._options.folder}/*.log"
+                    )
+
+    def export(self, invite: str) -> Path | None:
+        """Export while the peers still train, until it is of a round whose loss a head reported.
+
+        Nobody evaluates a round whose anchors the stages never held at the same time; then another
+        one is exported.
+        """
+        options = self._options
+        if len({peer.stage for peer in self.peers if peer.rounds}) < options.stages:
+            return None
+        folder = options.folder / "export"
+        arguments = ["export", invite, str(folder), "--host", "127.0.0.1"]
+        arguments += ["--timeout", str(EXPORT_LIMIT_S)]
+        deadline = time.monotonic() + EXPORT_LIMIT_S
+        while True:
+            child = start_command(arguments, options.folder / "export.log")
+            child.wait(EXPORT_LIMIT_S + EXPORT_START_S)
+            if child.returncode != 0:
+                raise EnvironmentFault(f"the export failed: {child.last_line()}")
+            if loss_told(self.peers, exported_round(folder), deadline):
+                return folder
+            if time.monotonic() > deadline:
+                logger.warning("no head told the loss of the exported round")
+                return folder
 
 
-def _start_peer(
-    options: DemoOptions, invite: str, stage: int, number: int, children: list[Child]
-) -> WatchedPeer:
-    name = f"peer-{stage}-{number}"
-    state = options.folder / name
-    cores = len(os.sched_getaffinity(0))
-    threads = max(1, cores // (options.stages * options.replicas))
-    arguments = ["peer", invite, "--stage", str(stage), "--state", str(state)]
-    arguments += ["--host", "127.0.0.1", "--device", options.device, "--threads", str(threads)]
-    child = start_command(arguments, options.folder / f"{name}.log")
-    children.append(child)
-    return WatchedPeer(name=name, state=state, child=child, stage=stage, number=number)
-
-
-def _watch(options: DemoOptions, peers: list[WatchedPeer], stop: StopSignal) -> None:
-    """Show the swarm until every peer has merged enough records, or Ctrl-C."""
-    progressed = time.monotonic()
-    seen = 0
-    with SwarmTable(rounds=options.rounds) as table:
-        while not stop.event.wait(LOOK_S):
-            for peer in peers:
-                peer.look()
-                peer.child.check()
-            table.update(peers)
-            committed = sum(len(peer.rounds) for peer in peers)
-            if committed > seen:
-                seen, progressed = committed, time.monotonic()
-            if all(len(peer.rounds) >= options.rounds for peer in peers):
-                return
-            if time.monotonic() - progressed > ROUND_LIMIT_S:
-                raise EnvironmentFault(
-                    f"no round was committed for {ROUND_LIMIT_S:.0f} s; see {options.folder}/*.log"
-                )
-
-
-def _export(options: DemoOptions, invite: str, peers: list[WatchedPeer]) -> Path | None:
-    """Export while the peers still train, until it is of a round whose loss a head reported.
-
-    Nobody evaluates a round whose anchors the stages never held at the same time; then another one
-    is exported.
-    """
-    merged = {peer.stage for peer in peers if peer.rounds}
-    if len(merged) < options.stages:
-        return None
-    folder = options.folder / "export"
-    arguments = ["export", invite, str(folder), "--host", "127.0.0.1"]
-    arguments += ["--timeout", str(EXPORT_LIMIT_S)]
-    deadline = time.monotonic() + EXPORT_LIMIT_S
-    while True:
-        child = start_command(arguments, options.folder / "export.log")
-        child.wait(EXPORT_LIMIT_S + EXPORT_START_S)
-        if child.returncode != 0:
-            raise EnvironmentFault(f"the export failed: {child.last_line()}")
-        if _wait_for_loss(peers, exported_round(folder), deadline):
-            return folder
-        if time.monotonic() > deadline:
-            logger.warning("no head told the loss of the exported round")
-            return folder
-
-
-def _wait_for_loss(peers: list[WatchedPeer], number: int | None, deadline: float) -> bool:
-    """Whether the loss of a round was told; no later than that of a later round."""
+def loss_told(peers: Sequence[WatchedPeer], number: int | None, deadline: float) -> bool:
+    """Wait for the loss of a round; whether it was told before that of a later round."""
     while True:
         for peer in peers:
             peer.look()
@@ -450,21 +459,17 @@ def _wait_for_loss(peers: list[WatchedPeer], number: int | None, deadline: float
         time.sleep(LOOK_S)
 
 
-def _evaluate(options: DemoOptions, export: Path) -> float:
+def _evaluate(manifest: Manifest, export: Path) -> float:
     """The loss of the checkpoint by plain transformers, on the run's held-out windows."""
     from dilocox.peer.commands.export import evaluate_checkpoint
     from dilocox.peer.training.data import BATCH_WINDOWS, held_out_windows
 
-    manifest = Manifest.load(options.folder / "run.yaml")
     length, count = manifest.batch.sequence_length, manifest.data.held_out_windows
     windows = held_out_windows(manifest.data, length, count)
     return evaluate_checkpoint(export, windows, BATCH_WINDOWS)
 
 
-def _show(options: DemoOptions, result: DemoResult) -> None:
-    if options.json_file is not None:
-        text = json.dumps(asdict(result), indent=2) + "\n"
-        write_atomically(options.json_file, text.encode())
+def _show(result: DemoResult, seed: int) -> None:
     if result.val_loss_export is None:
         typer.echo("stopped before the first round was committed: nothing to export")
         return
@@ -485,11 +490,8 @@ def _show(options: DemoOptions, result: DemoResult) -> None:
         f"{'yes' if result.digests_equal else 'NO'}\n"
         f"checkpoint: {result.export}; it continues {PROMPT!r} with\n"
     )
-    typer.echo(continue_text(Path(result.export), PROMPT, 200, options.seed))
+    typer.echo(continue_text(Path(result.export), PROMPT, 200, seed))
 
 
 def _swarm(replicas: int, stages: int) -> str:
-    return (
-        f"{replicas} replica{'s' if replicas > 1 else ''} of "
-        f"{stages} stage{'s' if stages > 1 else ''}"
-    )
+    return f"{counted(replicas, 'replica')} of {counted(stages, 'stage')}"

@@ -1,49 +1,42 @@
 """The command `dilocox doctor`: what of this machine fits a run, what does not, and what to do.
 
-An `Examination` goes through everything that a peer needs, in the order in which it meets it. What
-stands behind a mishap is not checked: without a way to the run nothing can be said of it. The rules
+An `Examination` goes through everything that a peer needs: programs, folder, ports, the way to the
+run, the run, this machine's room and speed. What stands behind a mishap is not checked: without a
+way to the run nothing can be said of it. The rules
 are in doctor_checks.py.
 """
 
 from __future__ import annotations
 
 import contextlib
-import json
 import platform
 import sys
 import tempfile
 import textwrap
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
-import typer
 from rich.console import Console
 from rich.text import Text
 
 from dilocox import __version__
 from dilocox.dht.errors import DilocoxError, InvalidInput
-from dilocox.dht.files import no_temporary_folder, write_atomically
+from dilocox.dht.files import no_temporary_folder
 from dilocox.dht.identity import Identity
 from dilocox.dht.invite import Invite
 from dilocox.peer import resources
 from dilocox.peer.commands import doctor_checks
 from dilocox.peer.commands.doctor_checks import (
-    DeviceFacts,
     ExchangeFacts,
-    ReachFacts,
-    RunFacts,
-    SpeedFacts,
     fault,
-    folder_facts,
     libraries,
-    not_checked,
     rounded,
 )
 from dilocox.peer.options import DoctorOptions
-from dilocox.peer.os_process import STOPPED, StopSignal
+from dilocox.peer.os_process import STOPPED, StopSignal, write_json
 from dilocox.peer.resources import (
     Check,
     Status,
@@ -56,11 +49,12 @@ from dilocox.peer.state_folder import StateFolder
 
 if TYPE_CHECKING:  # imported when it is known that the libraries can be loaded
     from dilocox.dht.join import Joined
-    from dilocox.dht.reachability import Bandwidth
     from dilocox.peer.commands.doctor_swarm import SwarmFacts
     from dilocox.peer.process.prepare import StageNeeds
 
 SPEED_LIMIT_S = 10.0
+T = TypeVar("T")
+Lines = Generator[Check, None, T]
 OF_THE_RUN = ("run", "version", "clock", "stage", "reachable", "bandwidth", "speed")
 
 
@@ -81,52 +75,55 @@ class Examination:
         self.part: ContributionEstimate | None = None
         self._options = options
         self._busy = busy
-        self._folder = folder_facts(options.state)
-        self._device = DeviceFacts()
+        self._folder = StateFolder(options.state)
+        self._in_use = self._folder.in_use  # by its peer
+        self._peer_id = ""
+        self._loaded = False  # the libraries
 
     def checks(self) -> Iterator[Check]:
-        """The lines, each as soon as it is known."""
+        """The lines, each as soon as it is known; those of the run are skipped behind a mishap."""
+        told: set[str] = set()
+        cause = ""
+
+        def examined() -> Iterator[Check]:
+            nonlocal cause
+            cause = yield from self._examined()
+
+        for check in examined():
+            told.add(check.name)
+            yield check
+        if not cause:
+            return
+        if "memory" not in told:
+            yield from self.room(None, None)
+        for name in OF_THE_RUN:
+            if name not in told:
+                yield Check(name, "skipped", "not checked", f"fix {cause} first")
+
+    def _examined(self) -> Lines[str]:
+        """As far as it comes; the name of the line that stopped it, empty for none."""
         yield doctor_checks.python_check(
             sys.version_info[:3], platform.system(), platform.machine()
         )
         unwritable = no_temporary_folder()
         if unwritable is not None:  # libraries cannot be loaded without
             yield fault("tmp", unwritable)
-            yield from self._without_libraries("tmp")
-            return
-        self._busy("loading libraries")
-        found = doctor_checks.libraries_check(libraries())
-        yield found
-        if found.status == "failed":
-            yield from self._without_libraries("libraries")
-            return
-        from dilocox.peer.commands.doctor_bench import look_at_device
-
-        options = self._options
-        self._device = look_at_device(options.device, options.threads)
-        yield doctor_checks.device_check(options.device, self._device)
-        yield from self._state()
-        yield from self._from_the_bootstraps_on()
-
-    def _without_libraries(self, cause: str) -> Iterator[Check]:
-        yield from self._state()
-        yield from self._room(None, None)
-        yield from _unchecked(OF_THE_RUN, cause)
-
-    def _state(self) -> Iterator[Check]:
-        yield doctor_checks.folder_check(self._folder)
-        yield doctor_checks.key_check(self._folder)
-
-    # ---- the way to the run ----------------------------------------------------------------------
-    def _from_the_bootstraps_on(self) -> Iterator[Check]:
-        port = yield from self._port()
+        else:
+            self._busy("loading libraries")
+            found = doctor_checks.libraries_check(libraries())
+            yield found
+            self._loaded = found.status == "ok"
+        yield doctor_checks.folder_check(self._folder, in_use=self._in_use)
+        key, self._peer_id = doctor_checks.key_check(self._folder)
+        yield key
+        if not self._loaded:
+            return "tmp" if unwritable is not None else "libraries"
+        port = yield from self._ports()
         self._busy("dialling the bootstraps")
         dialled = doctor_checks.bootstrap_checks(self._dialled())
         yield from dialled
         if all(check.status == "failed" for check in dialled):
-            yield from self._room(None, None)
-            yield from _unchecked(OF_THE_RUN, "bootstrap")
-            return
+            return "bootstrap"
         self._busy("joining the run")
         with contextlib.ExitStack() as stack:
             try:
@@ -134,26 +131,27 @@ class Examination:
             except DilocoxError as error:
                 name = "version" if "speaks protocol" in str(error) else "run"
                 yield fault(name, error)
-                yield from self._room(None, None)
-                yield from _unchecked(OF_THE_RUN, name)
-                return
+                return name
             try:
-                yield from self._in_the_run(place)
+                return (yield from self._in_the_run(place))
             except DilocoxError as error:  # this machine's own node has ended in the middle
                 yield fault("run", error)
+                return ""
 
-    def _port(self) -> Generator[Check, None, int]:
-        """Whether it is free, and the one that the doctor listens on: another where it is not."""
+    # ---- the way to the run ----------------------------------------------------------------------
+    def _ports(self) -> Lines[int]:
+        """Whether they are free; the one that the doctor listens on, another where it is not."""
         from dilocox.dht.addresses import check_ports
+        from dilocox.peer.http_pages import check_port
 
-        host, port = self._options.host, self._options.port
-        error: DilocoxError | None = None
-        try:
-            check_ports([f"/ip4/{host}/tcp/{port}"])
-        except DilocoxError as raised:
-            error = raised
-        yield doctor_checks.port_check(host, port, error, own_peer=self._folder.in_use)
-        return port if error is None else 0
+        options, own = self._options, self._in_use
+        error = _raised(lambda: check_ports([f"/ip4/{options.host}/tcp/{options.port}"]))
+        yield doctor_checks.port_check("port", options.host, options.port, error, own_peer=own)
+        if options.metrics_port:  # a peer goes on without the one that nobody asked for
+            at = options.metrics_host, options.metrics_port
+            taken = _raised(lambda: check_port(*at))
+            yield doctor_checks.port_check("metrics", *at, taken, own_peer=own)
+        return options.port if error is None else 0
 
     def _dialled(self) -> dict[str, str | None]:
         from dilocox.dht.addresses import dial_fault
@@ -168,77 +166,72 @@ class Examination:
         from dilocox.dht.join import join_run
 
         options = self._options
-        listen = [f"/ip4/{options.host}/tcp/{port}"]
         with tempfile.TemporaryDirectory() as name:
             identity = Identity.load_or_create(Path(name) / "identity.key")
+            listen = [f"/ip4/{options.host}/tcp/{port}"]
+            announce = options.announce
             with join_run(
-                options.invite,
-                identity,
-                listen=listen,
-                announce=options.announce,
-                client_mode=True,
+                options.invite, identity, listen=listen, announce=announce, client_mode=True
             ) as place:
                 yield place
 
     # ---- in the run ------------------------------------------------------------------------------
-    def _in_the_run(self, place: Joined) -> Iterator[Check]:
+    def _in_the_run(self, place: Joined) -> Lines[str]:
         from dilocox.peer.commands.doctor_swarm import SwarmFacts
         from dilocox.peer.process.prepare import StageNeeds
 
         options, manifest = self._options, place.manifest
-        with SwarmFacts.opened(place, options.invite, self._folder.peer_id) as swarm:
-            yield doctor_checks.run_check(
-                RunFacts(
-                    name=manifest.name,
-                    stages=manifest.stages,
-                    model=str(manifest.model["model_type"]),
-                    values=sum(swarm.sizes),
-                    trained=swarm.trained,
-                    state=manifest.operation.state,
-                )
-            )
+        with contextlib.closing(SwarmFacts(place, options.invite, self._peer_id)) as swarm:
+            yield doctor_checks.run_check(manifest, sum(swarm.sizes), swarm.trained)
             self._busy("looking who is there")
             yield doctor_checks.version_check(__version__, manifest.protocol, swarm.versions)
-            before = StateFolder(options.state).noted_stage(place.run)
+            before = self._folder.noted_stage(place.run)
             try:
                 stage = swarm.stage(options.stage, before)
             except InvalidInput as error:
                 yield fault("stage", error)
-                yield from self._room(None, swarm.sizes)
+                yield from self.room(None, swarm.sizes)
                 yield from self._network(place, swarm, 0)
-                yield from _unchecked(("bandwidth", "speed"), "stage")
-                return
+                return "stage"
             needs = StageNeeds(manifest, stage)
-            peers, stages = swarm.peers, manifest.stages
-            yield doctor_checks.stage_check(options.stage, stage, peers, stages, before)
-            room = list(self._room(needs, swarm.sizes))
-            yield from room
+            yield doctor_checks.stage_check(
+                options.stage, stage, swarm.peers, manifest.stages, before
+            )
+            short = yield from self.room(needs, swarm.sizes)
             if stage == 0:
                 yield self._data(place)
             yield from self._network(place, swarm, stage)
             exchange = yield from self._exchange(swarm, needs)
-            short = [check.name for check in room if check.status == "failed"]
-            if short:
-                yield not_checked("speed", ", ".join(short))
-            else:
+            if not short:
                 yield self._speed(needs, exchange)
+            return short
 
-    def _room(self, needs: StageNeeds | None, sizes: Sequence[int] | None) -> Iterator[Check]:
-        """Memory, disk and shared memory, as the stage asks. A peer that runs has its share, and so
-        is asked for nothing."""
-        options = self._options
-        known = None if self._folder.in_use else needs
+    def room(self, needs: StageNeeds | None, sizes: Sequence[int] | None) -> Lines[str]:
+        """Device, memory and disk, as the stage asks; the names of those that do not suffice. A
+        peer that runs has its share, and so is asked for nothing.
+
+        CUDA is loaded here, so what forks (the DHT's process) is started before: a forked child
+        cannot use it, and may hang.
+        """
+        options, found = self._options, list[Check]()
+        known = None if self._in_use else needs
         stage = None if known is None else known.stage
-        limit = options.memory_limit_gb * 1e9 or None
-        plans: list[int] | None = None
-        if sizes is not None:
-            plans = [planned_bytes(values) for values in sizes]
-        if sizes is not None and self._device.kind == "cuda":
-            both = [planned_beside_gpu_bytes(values) for values in sizes]
-            plans, on_gpu = [beside for beside, _ in both], [gpu for _, gpu in both]
-            yield doctor_checks.memory_check("gpu", self._device.free_bytes, None, on_gpu, stage)
-        yield doctor_checks.memory_check("memory", available_bytes(), limit, plans, stage)
-        yield self._disk(known)
+        plans = None if sizes is None else [planned_bytes(values) for values in sizes]
+        if self._loaded:
+            from dilocox.peer.commands.doctor_bench import look_at_device
+
+            device = look_at_device(options.device, options.threads)
+            found.append(doctor_checks.device_check(options.device, device))
+            if sizes is not None and device.kind == "cuda":
+                both = [planned_beside_gpu_bytes(values) for values in sizes]
+                plans, on_gpu = [beside for beside, _ in both], [gpu for _, gpu in both]
+                free = device.free_bytes
+                found.append(doctor_checks.memory_check("gpu", free, None, on_gpu, stage))
+        free, limit = available_bytes(), options.memory_limit_bytes
+        found.append(doctor_checks.memory_check("memory", free, limit, plans, stage))
+        found.append(self._disk(known))
+        yield from found
+        return ", ".join(check.name for check in found if check.status == "failed")
 
     def _disk(self, needs: StageNeeds | None) -> Check:
         options = self._options
@@ -246,8 +239,7 @@ class Examination:
             return resources.disk_check(str(options.state), disk_free(options.state), None)
         from dilocox.peer.process.prepare import disk_room
 
-        own = StateFolder(options.state).run(options.invite.run_id, needs.stage)
-        return disk_room(own, needs)
+        return disk_room(self._folder.run(options.invite.run_id, needs.stage), needs)
 
     def _data(self, place: Joined) -> Check:
         """Whether a head finds the text: the run's for the validation, and its own."""
@@ -268,28 +260,28 @@ class Examination:
         yield doctor_checks.clock_check(place.clock.offset, swarm.peer_clock(stage))
         self._busy("asking others to dial this machine")
         # where this folder's peer runs, its own port is the one that matters
-        found = swarm.reach(options.announce, options.port if self._folder.in_use else 0)
-        yield doctor_checks.reach_check(
-            ReachFacts(
-                kind=found.kind,
-                addresses=found.addresses or options.announce,
-                seen=found.seen,
-                port=options.port,
-                announced=bool(options.announce),
-            )
-        )
+        found = swarm.reach(options.announce, options.port if self._in_use else 0)
+        yield doctor_checks.reach_check(found, options.announce, options.port)
 
-    def _exchange(
-        self, swarm: SwarmFacts, needs: StageNeeds
-    ) -> Generator[Check, None, ExchangeFacts | None]:
-        """How fast the link is, and what that means for an exchange."""
+    def _exchange(self, swarm: SwarmFacts, needs: StageNeeds) -> Lines[ExchangeFacts | None]:
+        """How fast the link is, and what that means for an exchange with the others of the stage,
+        or with one that is still to come.
+        """
         self._busy("measuring the link, 8 s")
         link = swarm.bandwidth(needs.stage)
         if link is None:
             remedy = "try again: a peer in the middle of an exchange has no time for this"
             yield Check("bandwidth", "warning", "not known: no peer had time to measure it", remedy)
             return None
-        facts = _exchange_facts(self._options, needs, link, swarm.peers.get(needs.stage, 0))
+        up = link.up_bytes_per_s
+        facts = ExchangeFacts(
+            stage=needs.stage,
+            payload_bytes=needs.exchange_bytes(max(2, swarm.peers.get(needs.stage, 0) + 1)),
+            down=link.down_bytes_per_s,
+            up=min(up, self._options.max_upload_mb_s * 1e6 or up),
+            link_up=up,
+            limit_s=needs.manifest.deadlines.exchange_s,
+        )
         yield doctor_checks.bandwidth_check(facts)
         return facts
 
@@ -297,49 +289,29 @@ class Examination:
         from dilocox.peer.commands.doctor_bench import measure_speed
 
         self._busy("training a few steps, up to 10 s")
+        manifest, stage = needs.manifest, needs.stage
         found = measure_speed(
-            self._options.device, needs.manifest, needs.stage, needs.values, limit_s=SPEED_LIMIT_S
+            self._options.device, manifest, stage, needs.values, limit_s=SPEED_LIMIT_S
         )
         per_token = needs.link_bytes_per_token()
         carried = None
         if exchange is not None and per_token:
             carried = min(exchange.down, exchange.link_up) / per_token
-        speed = SpeedFacts(
-            tokens_per_s=found.tokens_per_s,
-            measured=found.measured,
-            fault=found.fault,
-            link_tokens_per_s=carried,
-            shared=self._folder.in_use,
-        )
+        speed = replace(found, link_tokens_per_s=carried, shared=self._in_use)
         exchange_s = None if exchange is None else exchange.seconds
         if not speed.fault:
             self.part = ContributionEstimate(
-                stage=needs.stage,
-                tokens_per_s=doctor_checks.tokens_per_s(speed),
-                exchange_s=exchange_s,
+                stage=stage, tokens_per_s=speed.through_per_s, exchange_s=exchange_s
             )
-        return doctor_checks.speed_check(needs.stage, speed, exchange_s)
+        return doctor_checks.speed_check(stage, speed, exchange_s)
 
 
-def _exchange_facts(
-    options: DoctorOptions, needs: StageNeeds, link: Bandwidth, others: int
-) -> ExchangeFacts:
-    """With the others of the stage, or with one that is still to come."""
-    up = link.up_bytes_per_s
-    return ExchangeFacts(
-        stage=needs.stage,
-        payload_bytes=needs.exchange_bytes(max(2, others + 1)),
-        down=link.down_bytes_per_s,
-        up=min(up, options.max_upload_mb_s * 1e6 or up),
-        link_up=up,
-        limit_s=needs.manifest.deadlines.exchange_s,
-    )
-
-
-def _unchecked(names: Sequence[str], first: str) -> Iterator[Check]:
-    for name in names:
-        if name != first:
-            yield not_checked(name, first)
+def _raised(check: Callable[[], None]) -> DilocoxError | None:
+    try:
+        check()
+    except DilocoxError as error:
+        return error
+    return None
 
 
 COLOURS: dict[Status, str] = {
@@ -355,7 +327,8 @@ MAX_WIDTH = 120
 def run_doctor(options: DoctorOptions) -> int:
     """Examine, show, and say whether this machine could take part; the exit code."""
     with StopSignal():
-        checks = _shown(options) if options.json_file is None else _written(options)
+        file = options.json_file
+        checks = _shown(options) if file is None else _written(options, file)
         return 1 if any(check.status == "failed" for check in checks) else 0
     return STOPPED
 
@@ -372,15 +345,10 @@ def _shown(options: DoctorOptions) -> list[Check]:
     return checks
 
 
-def _written(options: DoctorOptions) -> list[Check]:
+def _written(options: DoctorOptions, file: Path) -> list[Check]:
     examination = Examination(options, lambda _: None)
     checks = list(examination.checks())
-    told = as_json(checks, examination.part, options.invite)
-    text = json.dumps(told, indent=2) + "\n"
-    if str(options.json_file) == "-":
-        typer.echo(text, nl=False)
-    elif options.json_file is not None:
-        write_atomically(options.json_file, text.encode())
+    write_json(file, as_json(checks, examination.part, options.invite))
     return checks
 
 

@@ -2,7 +2,8 @@
 doctor does only once it is known that the libraries can be loaded.
 
 The questions are answered in daemon threads with a deadline: where the stage is large or the
-machine slow, the doctor goes on without an answer, and the thread ends with the command.
+machine slow, the doctor goes on without an answer, and the thread ends with the command. Both may
+load CUDA, so nothing may be forked behind them.
 """
 
 from __future__ import annotations
@@ -45,10 +46,10 @@ def measure_speed(
 
     option: the device's. values: parameters of the stage.
     """
+    # an estimate takes its place, then what was measured
     found = [SpeedFacts(fault=f"this machine needs more than {limit_s:.0f} s to tell")]
 
     def measure() -> None:
-        """Find an estimate, then the measured speed."""
         try:
             device = chosen_device(option)
             per_token = FLOPS_PER_PARAMETER * max(1, values)

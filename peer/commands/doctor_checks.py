@@ -6,31 +6,38 @@ ok       nothing to do
 
 Whatever is not ok names its remedy. Machine first, then the network and the run.
 
-The rules are pure. `libraries` and `folder_facts` gather what they must know of this machine,
-without a network; nothing is written: a doctor leaves no trace in a state folder.
+None of them asks a network, and nothing is written: a doctor leaves no trace in a state folder.
 """
 
 from __future__ import annotations
 
-import fcntl
 import importlib
 import importlib.metadata
 import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
-from dilocox.dht.addresses import ReachKind
 from dilocox.dht.errors import DilocoxError
 from dilocox.dht.identity import Identity
 from dilocox.dht.invite import bootstrap_address
+from dilocox.peer.os_process import counted
 from dilocox.peer.resources import SPARE_SHARE, Check, nearest, size
 from dilocox.peer.state_folder import StateFolder
 
+if TYPE_CHECKING:
+    from dilocox.dht.addresses import Reachability
+    from dilocox.dht.manifest import Manifest
+
 PYTHONS = ((3, 10), (3, 13))
 MAX_NAMED = 6
+CLOCK_WARNING_S = 2.0
+PEER_CLOCK_S = 1.0  # what two peers of a run may be apart
+SOME_PORT = 31337  # to name one, where `--port` does not
+# Those whose version matters or whose import can fail on a machine; the others come with them.
+LIBRARIES = ("torch", "hivemind", "transformers", "datasets", "safetensors")
+_REQUIREMENT = re.compile(r"([A-Za-z0-9_-]+)((?:[<>=!~]=?.*)?)")
 
 
 def fault(name: str, error: DilocoxError) -> Check:
@@ -40,11 +47,6 @@ def fault(name: str, error: DilocoxError) -> Check:
     if cut < 0:
         return Check(name, "failed", text, "see more with --log-level debug")
     return Check(name, "failed", text[:cut], text[cut + 2 :])
-
-
-def not_checked(name: str, first: str) -> Check:
-    """What cannot be known before another line is fixed."""
-    return Check(name, "skipped", "not checked", f"fix {first} first")
 
 
 # ---- programs ------------------------------------------------------------------------------------
@@ -71,23 +73,49 @@ class Library:
     fault: str = ""
 
 
+def libraries() -> list[Library]:
+    """The versions that are here, those that are needed, and whether they can be loaded."""
+    needed = _needed()
+    return [_library(name, needed.get(name, "")) for name in LIBRARIES]
+
+
+def _needed() -> dict[str, str]:
+    """What this program's own package asks for; nothing where it was not installed as one."""
+    try:
+        lines = importlib.metadata.requires("dilocox") or []
+    except importlib.metadata.PackageNotFoundError:
+        return {}
+    found = (_REQUIREMENT.fullmatch(line) for line in lines if ";" not in line)
+    return {match[1]: match[2].replace(" ", "") for match in found if match is not None}
+
+
+def _library(name: str, needed: str) -> Library:
+    version = why = ""
+    try:
+        version = importlib.metadata.version(name)
+        importlib.import_module(name)
+    except importlib.metadata.PackageNotFoundError:
+        pass
+    except Exception as error:  # noqa: BLE001 - a broken library raises what it likes
+        why = (str(error) or type(error).__name__).splitlines()[0]
+    return Library(name=name, version=version, needed=needed, fault=why)
+
+
 def libraries_check(libraries: Sequence[Library]) -> Check:
     """Whether the libraries are there, of the right versions, and can be loaded."""
     missing = [each for each in libraries if not each.version]
-    if missing:
-        names = ", ".join(each.name for each in missing)
-        wanted = " ".join(f"'{each.name}{each.needed}'" for each in missing)
-        return Check("libraries", "failed", f"missing: {names}", f"python -m pip install {wanted}")
     wrong = [each for each in libraries if not _satisfied(each.version, each.needed)]
-    if wrong:
-        found = ", ".join(f"{each.name} {each.version}, not {each.needed}" for each in wrong)
-        wanted = " ".join(f"'{each.name}{each.needed}'" for each in wrong)
-        return Check("libraries", "failed", found, f"python -m pip install {wanted}")
-    broken = next((each for each in libraries if each.fault), None)
-    if broken is not None:
-        text = f"{broken.name} {broken.version} cannot be loaded: {broken.fault}"
-        remedy = f"python -m pip install --force-reinstall '{broken.name}=={broken.version}'"
-        return Check("libraries", "failed", text, remedy)
+    if missing or wrong:
+        text = ", ".join(f"{each.name} {each.version}, not {each.needed}" for each in wrong)
+        if missing:
+            text = f"missing: {', '.join(each.name for each in missing)}"
+        wanted = " ".join(f"'{each.name}{each.needed}'" for each in missing or wrong)
+        return Check("libraries", "failed", text, f"python -m pip install {wanted}")
+    for each in libraries:
+        if each.fault:
+            text = f"{each.name} {each.version} cannot be loaded: {each.fault}"
+            remedy = f"python -m pip install --force-reinstall '{each.name}=={each.version}'"
+            return Check("libraries", "failed", text, remedy)
     return Check("libraries", "ok", ", ".join(f"{each.name} {each.version}" for each in libraries))
 
 
@@ -106,48 +134,36 @@ def _numbers(version: str) -> tuple[int, ...]:
 
 
 # ---- state folder --------------------------------------------------------------------------------
-@dataclass(frozen=True, kw_only=True)
-class FolderFacts:
-    """A state folder. writable: the folder, or where it would be made. fault: of its key file.
-
-    paused: by `dilocox pause`. peer_id: of its key, empty where there is none yet.
-    """
-
-    path: str
-    writable: bool
-    in_use: bool
-    paused: bool = False
-    peer_id: str = ""
-    key_fault: DilocoxError | None = None
-
-
-def key_check(folder: FolderFacts) -> Check:
-    """Whether the key file, which is who this peer is, can be used."""
-    if folder.key_fault is not None:
-        return fault("key", folder.key_fault)
-    if not folder.peer_id:
-        return Check("key", "ok", "none yet; the first start makes one")
-    return Check("key", "ok", f"peer {folder.peer_id}")
-
-
-def folder_check(folder: FolderFacts) -> Check:
-    """Whether a peer can use the state folder now."""
-    if folder.in_use:
-        return Check(
-            "folder",
-            "warning",
-            f"{folder.path}: its peer runs now; the lines below say what it leaves",
-            "give a second peer a folder and a port of its own with --state and --port",
-        )
-    if not folder.writable:
+def folder_check(folder: StateFolder, *, in_use: bool) -> Check:
+    """Whether a peer can use the state folder now. in_use: its peer runs."""
+    path = folder.path
+    if in_use:
+        text = f"{path}: its peer runs now; the lines below say what it leaves"
+        remedy = "give a second peer a folder and a port of its own with --state and --port"
+        return Check("folder", "warning", text, remedy)
+    if not os.access(nearest(path), os.W_OK | os.X_OK):
         remedy = "name a folder that this user can write to with --state"
-        return Check("folder", "failed", f"{folder.path}: this user cannot write to it", remedy)
-    if folder.paused:
-        remedy = f"`dilocox resume --state {folder.path}` lets it take part"
-        return Check("folder", "warning", f"{folder.path}: its peer is paused", remedy)
-    return Check("folder", "ok", folder.path)
+        return Check("folder", "failed", f"{path}: this user cannot write to it", remedy)
+    if (path / "paused").exists():
+        remedy = f"`dilocox resume --state {path}` lets it take part"
+        return Check("folder", "warning", f"{path}: its peer is paused", remedy)
+    return Check("folder", "ok", str(path))
 
 
+def key_check(folder: StateFolder) -> tuple[Check, str]:
+    """Whether the key file, which is who this peer is, can be used; the peer's id, empty where
+    there is none yet.
+    """
+    if not folder.identity.exists():
+        return Check("key", "ok", "none yet; the first start makes one"), ""
+    try:
+        peer_id = Identity.load_or_create(folder.identity).peer_id
+    except DilocoxError as error:
+        return fault("key", error), ""
+    return Check("key", "ok", f"peer {peer_id}"), peer_id
+
+
+# ---- room ----------------------------------------------------------------------------------------
 def memory_check(
     name: str,
     free_bytes: int,
@@ -160,8 +176,8 @@ def memory_check(
     name: "memory", or the GPU's. limit_bytes: of `--memory-limit`. plans: bytes that a peer of each
     stage takes, None where the run is not known. stage: the one that this peer takes.
     """
-    limited = limit_bytes is not None and limit_bytes < free_bytes
-    room = int(limit_bytes) if limited and limit_bytes is not None else free_bytes
+    room = free_bytes if limit_bytes is None else min(free_bytes, int(limit_bytes))
+    limited = room < free_bytes
     text = f"{size(room)} {'allowed by --memory-limit' if limited else 'free'}"
     if plans is None or stage is None:
         return Check(name, "ok", text)
@@ -209,89 +225,8 @@ def device_check(option: str, device: DeviceFacts) -> Check:
         return Check("device", "failed", f"--device {option}: {device.fault}", "choose cpu or auto")
     if device.kind == "cuda":
         return Check("device", "ok", f"{device.name}, {size(device.free_bytes)} free")
-    threads = f"{device.threads} thread{'s' if device.threads > 1 else ''}"
     found = "" if option == "cpu" else "; no GPU that torch can use"
-    return Check("device", "ok", f"CPU, {threads}{found}")
-
-
-def counts_in_words(counts: Mapping[str, int]) -> str:
-    """How often each, the most frequent first, as in `3 of 0.1.0, 1 of 0.2.0`."""
-    ordered = sorted(counts.items(), key=lambda item: (-item[1], item[0]))
-    told = [f"{count} of {what}" for what, count in ordered[:MAX_NAMED]]
-    return ", ".join(told) + (", ..." if len(ordered) > MAX_NAMED else "")
-
-
-# Those whose version matters or whose import can fail on a machine; the others come with them.
-LIBRARIES = ("torch", "hivemind", "transformers", "datasets", "safetensors")
-
-PAUSED = "paused"  # what `dilocox pause` leaves there
-
-_REQUIREMENT = re.compile(r"([A-Za-z0-9_-]+)((?:[<>=!~]=?.*)?)")
-
-
-def libraries() -> list[Library]:
-    """The versions that are here, those that are needed, and whether they can be loaded."""
-    needed = _needed()
-    return [_library(name, needed.get(name, "")) for name in LIBRARIES]
-
-
-def _needed() -> dict[str, str]:
-    """What this program's own package asks for; nothing where it was not installed as one."""
-    try:
-        lines = importlib.metadata.requires("dilocox") or []
-    except importlib.metadata.PackageNotFoundError:
-        return {}
-    found = (_REQUIREMENT.fullmatch(line) for line in lines if ";" not in line)
-    return {match[1]: match[2].replace(" ", "") for match in found if match is not None}
-
-
-def _library(name: str, needed: str) -> Library:
-    try:
-        version = importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        return Library(name=name, version="", needed=needed)
-    why = ""
-    try:
-        importlib.import_module(name)
-    except Exception as error:  # noqa: BLE001 - a broken library raises what it likes
-        why = (str(error) or type(error).__name__).splitlines()[0]
-    return Library(name=name, version=version, needed=needed, fault=why)
-
-
-def folder_facts(path: Path) -> FolderFacts:
-    """A state folder as a peer would find it."""
-    folder = StateFolder(path)
-    peer_id, key_fault = "", None
-    if folder.identity.exists():
-        try:
-            peer_id = Identity.load_or_create(folder.identity).peer_id
-        except DilocoxError as error:
-            key_fault = error
-    return FolderFacts(
-        path=str(path),
-        writable=os.access(nearest(path), os.W_OK | os.X_OK),
-        in_use=_locked(path / "lock"),
-        paused=(path / PAUSED).exists(),
-        peer_id=peer_id,
-        key_fault=key_fault,
-    )
-
-
-def _locked(file: Path) -> bool:
-    """Whether a running peer holds this lock."""
-    try:
-        with file.open() as opened:
-            fcntl.flock(opened, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    except OSError:
-        return False
-    return False
-
-
-CLOCK_WARNING_S = 2.0
-SOME_PORT = 31337  # to name one, where `--port` does not
-PEER_CLOCK_S = 1.0  # what two peers of a run may be apart
+    return Check("device", "ok", f"CPU, {counted(device.threads, 'thread')}{found}")
 
 
 # ---- the way to the run --------------------------------------------------------------------------
@@ -306,49 +241,37 @@ def _bootstrap_check(address: str, why: str | None, others: bool) -> Check:
     where = f"{at.host} port {at.port}"
     if why is None:
         return Check("bootstrap", "ok", f"{where} accepts connections")
-    text = f"{where}: {why}"
     if others:
-        return Check("bootstrap", "warning", text, "another one is enough; tell the operator")
+        remedy = "another one is enough; tell the operator"
+        return Check("bootstrap", "warning", f"{where}: {why}", remedy)
     reason = why.lower()
     if "refused" in reason:
         remedy = "ask the operator whether the bootstrap runs and whether the invite is current"
-    elif "name" in reason or "resolution" in reason or "address associated" in reason:
+    elif any(word in reason for word in ("name", "resolution", "address associated")):
         remedy = "check that this machine is online, and the name in the invite"
     else:
         remedy = (
             f"check that this machine is online and may dial out to TCP port {at.port}, and ask "
             "the operator whether the bootstrap runs"
         )
-    return Check("bootstrap", "failed", text, remedy)
+    return Check("bootstrap", "failed", f"{where}: {why}", remedy)
 
 
-@dataclass(frozen=True, kw_only=True)
-class RunFacts:
-    """What the manifest and the chain say.
+def run_check(manifest: Manifest, values: int, trained: float) -> Check:
+    """What the invite leads to.
 
-    model: its family. values: parameters of the whole model. trained: the share of the run's tokens
-    that is in round records. state: as the operator set it.
+    values: parameters of the whole model. trained: the share of the run's tokens that is in round
+    records.
     """
-
-    name: str
-    stages: int
-    model: str
-    values: int
-    trained: float
-    state: Literal["running", "paused", "ended"] = "running"
-
-
-def run_check(run: RunFacts) -> Check:
-    """What the invite leads to."""
-    stages = f"{run.stages} stage{'s' if run.stages > 1 else ''}"
-    text = f"{run.name}: {stages}, {run.model}, {_millions(run.values)}"
-    if run.state == "ended" or run.trained >= 1:
+    model = manifest.model["model_type"]
+    text = f"{manifest.name}: {counted(manifest.stages, 'stage')}, {model}, {_millions(values)}"
+    if manifest.operation.state == "ended" or trained >= 1:
         remedy = "ask the operator for the invite of another run"
         return Check("run", "failed", f"{text}; it has ended", remedy)
-    if run.state == "paused":
+    if manifest.operation.state == "paused":
         remedy = "no need to do anything: a peer waits until the operator resumes it"
         return Check("run", "warning", f"{text}; its operator has paused it", remedy)
-    return Check("run", "ok", f"{text}, {100 * run.trained:.0f} % done")
+    return Check("run", "ok", f"{text}, {100 * trained:.0f} % done")
 
 
 def version_check(own: str, protocol: int, others: Mapping[str, int]) -> Check:
@@ -358,11 +281,12 @@ def version_check(own: str, protocol: int, others: Mapping[str, int]) -> Check:
         return Check("version", "ok", text)
     if set(others) == {own}:
         return Check("version", "ok", f"{text} and its peers")
-    text += f"; its peers: {counts_in_words(others)}"
-    newest = max(others, key=lambda version: (others[version], version))
-    if others.get(own, 0) >= others[newest]:
+    ordered = sorted(others, key=lambda version: (others[version], version), reverse=True)
+    told = [f"{others[version]} of {version}" for version in ordered[:MAX_NAMED]]
+    text += f"; its peers: {', '.join(told)}{', ...' if len(ordered) > MAX_NAMED else ''}"
+    if others.get(own, 0) >= others[ordered[0]]:
         return Check("version", "ok", text)
-    remedy = f"it works, as the protocol is the same; to be like most, install {newest}"
+    remedy = f"it works, as the protocol is the same; to be like most, install {ordered[0]}"
     return Check("version", "warning", text, remedy)
 
 
@@ -376,12 +300,9 @@ def clock_check(offset_s: float, peer_offset_s: float | None) -> Check:
     if abs(offset_s) < 0.05:
         text = "as the bootstraps'"
     if peer_offset_s is not None and abs(peer_offset_s) > PEER_CLOCK_S:
-        return Check(
-            "clock",
-            "warning",
-            f"the run's time here and at a peer are {abs(peer_offset_s):.1f} s apart",
-            "tell the operator: the clocks of the bootstraps and of that peer differ",
-        )
+        text = f"the run's time here and at a peer are {abs(peer_offset_s):.1f} s apart"
+        remedy = "tell the operator: the clocks of the bootstraps and of that peer differ"
+        return Check("clock", "warning", text, remedy)
     if abs(offset_s) > CLOCK_WARNING_S:
         remedy = "dilocox corrects it; for other programs: `sudo timedatectl set-ntp true`"
         return Check("clock", "warning", text, remedy)
@@ -389,48 +310,29 @@ def clock_check(offset_s: float, peer_offset_s: float | None) -> Check:
 
 
 # ---- the way to this peer ------------------------------------------------------------------------
-@dataclass(frozen=True, kw_only=True)
-class ReachFacts:
-    """What others found when they dialled back.
+def reach_check(found: Reachability, announce: Sequence[str], port: int) -> Check:
+    """Whether others can dial this peer. One that only dials out takes part all the same.
 
-    addresses: that worked, or that were announced. seen: the IP addresses that they see it at.
-    port: of `--port`.
+    announce, port: the options.
     """
-
-    kind: ReachKind
-    addresses: Sequence[str]
-    seen: Sequence[str]
-    port: int
-    announced: bool
-
-
-def reach_check(reach: ReachFacts) -> Check:
-    """Whether others can dial this peer. One that only dials out takes part all the same."""
-    if reach.kind in ("public", "mapped"):
-        text = f"others reach this machine at {_shown(reach.addresses)}"
-        return Check("reachable", "ok", text)
-    if reach.kind == "unknown":
-        return Check(
-            "reachable",
-            "warning",
-            "not known: nobody answered who could dial back",
-            "try again when the run has more peers",
+    addresses = _shown(found.addresses or announce)
+    if found.kind in ("public", "mapped"):
+        return Check("reachable", "ok", f"others reach this machine at {addresses}")
+    if found.kind == "unknown":
+        text = "not known: nobody answered who could dial back"
+        return Check("reachable", "warning", text, "try again when the run has more peers")
+    if announce:
+        remedy = f"see that {addresses} leads to port {port} of this machine"
+    else:
+        port = port or SOME_PORT
+        host = next((ip for ip in found.seen if ":" not in ip), "ADDRESS")
+        remedy = (
+            f"it works without; better: let TCP port {port} through firewall and router to this "
+            f"machine (in a container -p {port}:{port}) and start with --port {port} --announce "
+            f"/ip4/{host}/tcp/{port}"
         )
     text = "others cannot dial this machine: it would only dial out, and lead nobody"
-    return Check("reachable", "warning", text, _opening(reach))
-
-
-def _opening(reach: ReachFacts) -> str:
-    """How to make a port reachable."""
-    if reach.announced:
-        return f"see that {_shown(reach.addresses)} leads to port {reach.port} of this machine"
-    port = reach.port or SOME_PORT
-    host = next((ip for ip in reach.seen if ":" not in ip), "ADDRESS")
-    return (
-        f"it works without; better: let TCP port {port} through firewall and router to this "
-        f"machine (in a container -p {port}:{port}) and start with --port {port} --announce "
-        f"/ip4/{host}/tcp/{port}"
-    )
+    return Check("reachable", "warning", text, remedy)
 
 
 def _shown(addresses: Sequence[str]) -> str:
@@ -466,23 +368,24 @@ def bandwidth_check(exchange: ExchangeFacts) -> Check:
     """Whether the link moves an exchange within its deadline."""
     text = f"{size(exchange.down)}/s down, {size(exchange.up)}/s up"
     if exchange.seconds > exchange.limit_s:
-        return Check(
-            "bandwidth",
-            "failed",
-            f"{text}; an exchange of stage {exchange.stage} would take {exchange.seconds:.0f} s, "
-            f"it may take {exchange.limit_s:.0f} s",
-            "use a faster link, raise --max-upload if it is set, or host a smaller stage",
-        )
+        text += f"; an exchange of stage {exchange.stage} would take {exchange.seconds:.0f} s, "
+        text += f"it may take {exchange.limit_s:.0f} s"
+        remedy = "use a faster link, raise --max-upload if it is set, or host a smaller stage"
+        return Check("bandwidth", "failed", text, remedy)
     return Check("bandwidth", "ok", text)
 
 
-def port_check(host: str, port: int, error: DilocoxError | None, *, own_peer: bool) -> Check:
-    """Whether this peer can listen. own_peer: one runs in this state folder, and may have it."""
+def port_check(
+    name: str, host: str, port: int, error: DilocoxError | None, *, own_peer: bool
+) -> Check:
+    """Whether this peer can listen. name: "port", or "metrics" for that of its figures. own_peer:
+    one runs in this state folder, and may have it.
+    """
     if error is None:
-        return Check("port", "ok", f"{port} of {host} is free" if port else "any free one")
+        return Check(name, "ok", f"{port} of {host} is free" if port else "any free one")
     if own_peer:
-        return Check("port", "ok", f"{port} of {host} is in use, by this folder's peer it seems")
-    return fault("port", error)
+        return Check(name, "ok", f"{port} of {host} is in use, by this folder's peer it seems")
+    return fault(name, error)
 
 
 # ---- the part it would play ----------------------------------------------------------------------
@@ -495,7 +398,7 @@ def stage_check(
     that it had last.
     """
     here = peers.get(stage)
-    others = "nobody else" if here == 0 else f"{here} other peer{'' if here == 1 else 's'}"
+    others = counted(here, "other peer") if here else "nobody else"
     has = "of which nobody knows who has it" if here is None else f"which has {others}"
     text = f"it would take stage {stage}, {has}"
     if option == "auto" and stages > 1:
@@ -524,14 +427,20 @@ class SpeedFacts:
     shared: bool = False
     fault: str = ""
 
+    @property
+    def through_per_s(self) -> float:
+        """Tokens a second that are computed, and carried to the neighbours."""
+        limit = self.link_tokens_per_s
+        return self.tokens_per_s if limit is None else min(limit, self.tokens_per_s)
+
 
 def speed_check(stage: int, speed: SpeedFacts, exchange_s: float | None) -> Check:
     """What this peer would contribute."""
     if speed.fault:
         remedy = "see more with --log-level debug"
         return Check("speed", "warning", f"not known: {speed.fault}", remedy)
-    text = f"about {rounded(tokens_per_s(speed))} tokens/s in stage {stage}"
-    if bound_by_link(speed):
+    text = f"about {rounded(speed.through_per_s)} tokens/s in stage {stage}"
+    if speed.through_per_s < speed.tokens_per_s:
         text += f", bound by the link (it computes {rounded(speed.tokens_per_s)})"
     elif not speed.measured:
         text += ", estimated from multiplications"
@@ -540,17 +449,6 @@ def speed_check(stage: int, speed: SpeedFacts, exchange_s: float | None) -> Chec
     if exchange_s is not None:
         text += f"; {max(0.1, exchange_s):.{0 if exchange_s > 9 else 1}f} s an exchange"
     return Check("speed", "ok", text)
-
-
-def bound_by_link(speed: SpeedFacts) -> bool:
-    """Whether the links to its neighbours carry less than it computes."""
-    return speed.link_tokens_per_s is not None and speed.link_tokens_per_s < speed.tokens_per_s
-
-
-def tokens_per_s(speed: SpeedFacts) -> float:
-    """What comes through: computed, and carried to the neighbours."""
-    limit = speed.link_tokens_per_s
-    return speed.tokens_per_s if limit is None else min(limit, speed.tokens_per_s)
 
 
 def rounded(value: float) -> str:

@@ -8,10 +8,9 @@ to the run it was never there. It listens as the peer would, so that others can 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 from collections import Counter
-from collections.abc import Coroutine, Generator, Sequence
+from collections.abc import Coroutine, Sequence
 from functools import cached_property
 from typing import Any, TypeVar
 
@@ -41,24 +40,18 @@ T = TypeVar("T")
 
 
 class SwarmFacts:
-    """Asks the run, through a place in its DHT; `opened` makes one."""
+    """Asks the run, through a place in its DHT, until it is closed."""
 
     def __init__(self, place: Joined, invite: Invite, own_id: str):
+        """own_id: of the peer that may run elsewhere meanwhile; empty for one that is new."""
         self._place = place
         ids = (bootstrap_address(address).peer_id for address in invite.bootstraps)
         self._bootstraps = tuple(dict.fromkeys(ids))
         self._own_id = own_id
         self._thread = LoopThread("doctor's network", p2p=place.dht.replicate_p2p)
 
-    @classmethod
-    @contextlib.contextmanager
-    def opened(cls, place: Joined, invite: Invite, own_id: str) -> Generator[SwarmFacts]:
-        """For the peer with this id, which may run elsewhere; empty for one that is new."""
-        facts = cls(place, invite, own_id)
-        try:
-            yield facts
-        finally:
-            facts._thread.close()
+    def close(self) -> None:
+        self._thread.close()
 
     # ---- records ---------------------------------------------------------------------------------
     @cached_property

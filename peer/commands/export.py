@@ -19,6 +19,7 @@ import shutil
 import tempfile
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -29,8 +30,13 @@ from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from safetensors.torch import save_file  # pyright: ignore[reportUnknownVariableType]
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer, ByT5Tokenizer, GenerationConfig
-from transformers.generation.streamers import BaseStreamer
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    ByT5Tokenizer,
+    GenerationConfig,
+    TextStreamer,
+)
 from transformers.utils import logging as transformers_logging
 
 from dilocox.dht.errors import EnvironmentFault, InvalidInput
@@ -46,21 +52,17 @@ if TYPE_CHECKING:  # hivemind comes with both, and a text is continued without i
 
 def run_export_command(options: ExportOptions) -> int:
     """Download the newest anchors of a run and write a Hugging Face folder; the exit code."""
-    with StopSignal():
-        _export(options)
-        return 0
-    return STOPPED
-
-
-def _export(options: ExportOptions) -> None:
     from dilocox.dht.join import visiting
     from dilocox.peer.chain.download import download_anchors
 
-    with visiting(options.invite, options.host) as place:
-        anchors = download_anchors(place, timeout_s=options.timeout_s)
-        write_anchors(options.folder, place, anchors)
-    rounds = shown_rounds([each.round for each in anchors])
-    typer.echo(f"wrote {options.folder}: {rounds}, {anchors[0].chain_tokens:,} tokens")
+    with StopSignal():
+        with visiting(options.invite, options.host) as place:
+            anchors = download_anchors(place, timeout_s=options.timeout_s)
+            write_anchors(options.folder, place, anchors)
+        rounds = shown_rounds([each.round for each in anchors])
+        typer.echo(f"wrote {options.folder}: {rounds}, {anchors[0].chain_tokens:,} tokens")
+        return 0
+    return STOPPED
 
 
 def run_generate_command(options: GenerateOptions) -> int:
@@ -69,25 +71,18 @@ def run_generate_command(options: GenerateOptions) -> int:
     from dilocox.peer.chain.download import download_anchors
 
     with StopSignal(), tempfile.TemporaryDirectory() as temporary:
-        folder = Path(temporary) / "model"
+        folder, tell = Path(temporary) / "model", partial(typer.echo, nl=False)
         with visiting(options.invite, options.host) as place:
             write_anchors(folder, place, download_anchors(place, timeout_s=options.timeout_s))
-        _tell(options.text)
+        tell(options.text)
+        seed = random.getrandbits(32) if options.seed is None else options.seed
+        temperature = options.temperature
         continue_text(
-            folder,
-            options.text,
-            options.tokens,
-            random.getrandbits(32) if options.seed is None else options.seed,
-            temperature=options.temperature,
-            tell=_tell,
+            folder, options.text, options.tokens, seed, temperature=temperature, tell=tell
         )
         typer.echo()
         return 0
     return STOPPED
-
-
-def _tell(text: str) -> None:
-    typer.echo(text, nl=False)
 
 
 def shown_rounds(rounds: Sequence[int]) -> str:
@@ -191,13 +186,11 @@ def continue_text(
     Args:
         max_new_tokens: at most so many; None for DEFAULT_TOKENS, or as many as there is room for.
         temperature: instead of the folder's; 0 takes the likeliest token each time.
-        tell: gets the text piece by piece as it comes.
+        tell: gets the text word by word as it comes.
 
     The caller's random state stays as it is. Raises InvalidInput if the folder holds no complete
     checkpoint, or the model has no room for so many tokens.
     """
-    if not prompt:
-        raise InvalidInput("prompt: it is empty; give at least one character to continue")
     model: Any = _load_model(folder).eval()
     tokenizer = cast(Any, AutoTokenizer).from_pretrained(str(folder), local_files_only=True)
     # Split: a "</s>" in the prompt is text, not the end of it.
@@ -232,34 +225,15 @@ def _room(model: Any, prompt_tokens: int, wanted: int | None) -> int:
     return min(DEFAULT_TOKENS, room) if wanted is None else wanted
 
 
-class _Teller(BaseStreamer):
-    """Tells a text as it comes, without the prompt; transformers' own one waits for a space."""
+class _Teller(TextStreamer):
+    """Tells a text as it comes, without the prompt."""
 
     def __init__(self, tokenizer: Any, tell: Callable[[str], None]):
-        self._tokenizer, self._tell = tokenizer, tell
-        self._line: list[int] = []
-        self._told: int | None = None  # letters of the line; None before the prompt
+        super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)
+        self._tell = tell
 
-    def put(self, value: Tensor) -> None:
-        """The prompt first, then each token."""
-        if self._told is None:
-            self._told = 0
-            return
-        self._line += [int(token) for token in value.flatten()]
-        text = self._decoded()
-        if text.endswith("\ufffd"):  # half a letter: the rest of its bytes is to come
-            return
-        self._tell(text[self._told :])
-        self._told = len(text)
-        if text.endswith("\n"):
-            self._line, self._told = [], 0
-
-    def end(self) -> None:
-        """What was held back."""
-        self._tell(self._decoded()[self._told or 0 :])
-
-    def _decoded(self) -> str:
-        return self._tokenizer.decode(self._line, skip_special_tokens=True)
+    def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
+        self._tell(text)
 
 
 def _refuse_foreign(folder: Path) -> None:
@@ -349,15 +323,13 @@ def _write_configs(
 def _load_model(folder: Path) -> Any:
     """The model of a checkpoint folder by plain transformers, checked to be complete."""
     remedy = "export the run again"
-    if not (folder / "config.json").is_file():
-        raise InvalidInput(f"{folder} is no checkpoint (it has no config.json); {remedy}")
     had_bars = transformers_logging.is_progress_bar_enabled()
     transformers_logging.disable_progress_bar()
     try:
         model, faults = cast(Any, AutoModelForCausalLM).from_pretrained(
             str(folder), local_files_only=True, output_loading_info=True
         )
-    except (OSError, SafetensorError) as error:
+    except (OSError, ValueError, SafetensorError) as error:
         reason = " ".join(str(error).split())
         raise InvalidInput(f"{folder} is no complete checkpoint ({reason}); {remedy}") from error
     finally:

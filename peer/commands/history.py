@@ -5,30 +5,31 @@ is what they make. Both read a state folder, or ask the swarm.
 from __future__ import annotations
 
 import asyncio
-import json
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import typer
 from rich.console import Console
 from rich.table import Table
 
 from dilocox.dht.errors import EnvironmentFault, InvalidInput
-from dilocox.dht.files import write_atomically
 from dilocox.dht.invite import Invite
 from dilocox.dht.join import Joined, visiting
 from dilocox.dht.manifest import Manifest
 from dilocox.peer.chain.download import ClaimedChain, claimed_chain, download_chain, list_chain
 from dilocox.peer.chain.replay import Replayed, replay
 from dilocox.peer.chain.store import KeptChain, KeptRun, kept_run
-from dilocox.peer.chain.summary import ChainRound, LoggedRound, tokens_by_peer
+from dilocox.peer.chain.summary import ChainRound, tokens_by_peer
 from dilocox.peer.options import LogOptions, VerifyOptions
-from dilocox.peer.os_process import STOPPED, StopSignal, counted
+from dilocox.peer.os_process import STOPPED, StopSignal, counted, write_json
+
+T = TypeVar("T")
 
 
 def as_json(run: str, stages: Mapping[int, Sequence[ChainRound]]) -> dict[str, Any]:
@@ -53,11 +54,26 @@ def show(stages: Mapping[int, Sequence[ChainRound]], console: Console) -> None:
     """Print the rounds of all stages."""
     for stage, chain in sorted(stages.items()):
         rounds = [each.listed for each in chain]
-        if console.is_terminal:
-            console.print(_table(stage, rounds))
-            continue
-        for line in _lines(stage, rounds):
-            console.print(line, highlight=False, soft_wrap=True)  # one line, however long
+        tokens = f"{sum(each.tokens for each in rounds):,}"
+        size = f"{sum(each.record_bytes for each in rounds):,}"
+        count = counted(len(rounds), "round")
+        table = _table(stage, ("round", "tokens", "members", "ranks", "next H", "bytes", "digest"))
+        table.show_footer = bool(rounds)
+        for column, footer in zip(table.columns, (count, tokens, "", "", "", size), strict=False):
+            column.footer = footer
+        lines: list[str] = []
+        for each in rounds:
+            ranks = "-" if each.ranks is None else "/".join(map(str, each.ranks))
+            digest, next_h = each.digest[:12], str(each.next_inner_steps)
+            cells = (f"{each.tokens:,}", str(each.members), ranks, next_h, f"{each.record_bytes:,}")
+            table.add_row(str(each.round), *cells, digest)
+            lines.append(
+                f"stage {stage} round {each.round}: {each.tokens:,} tokens, "
+                f"{counted(each.members, 'member')}, ranks {ranks}, next H {next_h}, "
+                f"{each.record_bytes:,} bytes, digest {digest}"
+            )
+        lines.append(f"stage {stage}: {count}, {tokens} tokens, {size} bytes")
+        _print(console, table, lines)
 
 
 def show_contributions(stages: Mapping[int, Sequence[ChainRound]], console: Console) -> None:
@@ -65,26 +81,36 @@ def show_contributions(stages: Mapping[int, Sequence[ChainRound]], console: Cons
     for stage, chain in sorted(stages.items()):
         found = _contributions(chain)
         total = sum(each["tokens"] for each in found)
+        table, lines = _table(stage, ("peer", "tokens", "share", "rounds")), list[str]()
+        for each in found:
+            peer, tokens, rounds = each["peer"], f"{each['tokens']:,}", each["rounds"]
+            share = f"{each['tokens'] / total:.1%}"
+            table.add_row(peer, tokens, share, str(rounds))
+            where = f"{tokens} tokens ({share}) in {counted(rounds, 'round')}"
+            lines.append(f"stage {stage} peer {peer}: {where}")
         summary = f"stage {stage}: {counted(len(found), 'peer')}, {total:,} tokens"
         if chain:
             summary += f" in rounds {chain[0].listed.round} to {chain[-1].listed.round}"
         if before := _tokens_before(chain):
             summary += f"; {before:,} tokens of earlier rounds, whose records are not here"
-        shares = [f"{each['tokens'] / total:.1%}" for each in found]
-        if console.is_terminal:
-            table = Table(title=f"stage {stage}", title_justify="left")
-            table.add_column("peer")
-            for name in ("tokens", "share", "rounds"):
-                table.add_column(name, justify="right")
-            for each, share in zip(found, shares, strict=True):
-                table.add_row(each["peer"], f"{each['tokens']:,}", share, str(each["rounds"]))
-            console.print(table)
-        else:
-            for each, share in zip(found, shares, strict=True):
-                line = f"stage {stage} peer {each['peer']}: {each['tokens']:,} tokens ({share}) in "
-                rounds = counted(each["rounds"], "round")
-                console.print(f"{line}{rounds}", highlight=False, soft_wrap=True)
+        _print(console, table, lines)
         console.print(summary, highlight=False, soft_wrap=True)
+
+
+def _table(stage: int, columns: Sequence[str]) -> Table:
+    table = Table(title=f"stage {stage}", title_justify="left")
+    for name in columns:
+        table.add_column(name, justify="left" if name in ("peer", "digest") else "right")
+    return table
+
+
+def _print(console: Console, table: Table, lines: Sequence[str]) -> None:
+    """The table on a terminal; elsewhere the lines, each one line however long."""
+    if console.is_terminal:
+        console.print(table)
+        return
+    for line in lines:
+        console.print(line, highlight=False, soft_wrap=True)
 
 
 LISTINGS = 3  # of a folder whose owner moves records while they are read
@@ -97,11 +123,7 @@ def run_log_command(options: LogOptions) -> int:
         if options.json_file is None:
             (show_contributions if options.contributions else show)(stages, Console())
             return 0
-        text = json.dumps(as_json(run, stages), indent=2) + "\n"
-        if str(options.json_file) == "-":
-            typer.echo(text, nl=False)
-        else:
-            write_atomically(options.json_file, text.encode())
+        write_json(options.json_file, as_json(run, stages))
         return 0
     return STOPPED
 
@@ -128,12 +150,8 @@ def _listed(options: LogOptions) -> tuple[str, Mapping[int, Sequence[ChainRound]
     with visiting(source, options.host) as place:
         deadline = time.monotonic() + options.timeout_s
         for stage in _wanted(options.stage, range(place.manifest.stages)):
-            stages[stage] = asyncio.run(_list(place, stage, deadline))
+            stages[stage] = asyncio.run(_claimed(place, stage, deadline, list_chain))
     return source.run_id, stages
-
-
-async def _list(place: Joined, stage: int, deadline: float) -> list[ChainRound]:
-    return await list_chain(await _claimed(place, stage, deadline))
 
 
 def _rounds(chain: KeptChain) -> list[ChainRound]:
@@ -175,7 +193,8 @@ def _verify_swarm(invite: Invite, options: VerifyOptions) -> bool:
         for stage in _wanted(options.stage, range(place.manifest.stages)):
             with tempfile.TemporaryDirectory() as folder:
                 typer.echo(f"stage {stage}: fetching its rounds ...", err=True)
-                chain, flaws = asyncio.run(_download(place, stage, deadline, Path(folder)))
+                downloaded = partial(download_chain, folder=Path(folder))
+                chain, flaws = asyncio.run(_claimed(place, stage, deadline, downloaded))
                 _tell_replay(stage, chain)
                 found = replay(place.manifest, place.run, stage, chain.records, chain.states)
                 sound &= _told(stage, found, flaws)
@@ -185,12 +204,6 @@ def _verify_swarm(invite: Invite, options: VerifyOptions) -> bool:
 def _tell_replay(stage: int, chain: KeptChain) -> None:
     rounds = counted(len(chain.records), "round")
     typer.echo(f"stage {stage}: replaying {rounds} ...", err=True)
-
-
-async def _download(
-    place: Joined, stage: int, deadline: float, folder: Path
-) -> tuple[KeptChain, list[str]]:
-    return await download_chain(await _claimed(place, stage, deadline), folder)
 
 
 def _told(stage: int, found: Replayed, flaws: Sequence[str]) -> bool:
@@ -236,14 +249,17 @@ def _wanted(stage: str, there: Sequence[int]) -> list[int]:
     return [int(stage)]
 
 
-async def _claimed(place: Joined, stage: int, deadline: float) -> ClaimedChain:
+async def _claimed(
+    place: Joined, stage: int, deadline: float, ask: Callable[[ClaimedChain], Awaitable[T]]
+) -> T:
+    """What is told when the newest chain that somebody claims to have is asked for."""
     claimed = await claimed_chain(place, stage, deadline)
     if not claimed.claims:
         raise EnvironmentFault(
             f"stage {stage}: nobody in view has committed a round; check that the run trains, or "
             "wait for its first round"
         )
-    return claimed
+    return await ask(claimed)
 
 
 def _contributions(rounds: Sequence[ChainRound]) -> list[dict[str, Any]]:
@@ -258,46 +274,3 @@ def _contributions(rounds: Sequence[ChainRound]) -> list[dict[str, Any]]:
 def _tokens_before(rounds: Sequence[ChainRound]) -> int:
     """Tokens behind the part of the chain that is not here."""
     return rounds[0].chain_tokens - rounds[0].listed.tokens if rounds else 0
-
-
-def _table(stage: int, rounds: Sequence[LoggedRound]) -> Table:
-    table = Table(title=f"stage {stage}", title_justify="left", show_footer=bool(rounds))
-    footers = {
-        "round": counted(len(rounds), "round"),
-        "tokens": f"{sum(each.tokens for each in rounds):,}",
-        "bytes": f"{sum(each.record_bytes for each in rounds):,}",
-    }
-    for name in ("round", "tokens", "members", "ranks", "next H", "bytes"):
-        table.add_column(name, justify="right", footer=footers.get(name, ""))
-    table.add_column("digest")
-    for each in rounds:
-        table.add_row(
-            str(each.round),
-            f"{each.tokens:,}",
-            str(each.members),
-            _ranks(each),
-            str(each.next_inner_steps),
-            f"{each.record_bytes:,}",
-            each.digest[:12],
-        )
-    return table
-
-
-def _lines(stage: int, rounds: Sequence[LoggedRound]) -> list[str]:
-    lines = [
-        f"stage {stage} round {each.round}: {each.tokens:,} tokens, "
-        f"{counted(each.members, 'member')}, ranks {_ranks(each)}, "
-        f"next H {each.next_inner_steps}, {each.record_bytes:,} bytes, digest {each.digest[:12]}"
-        for each in rounds
-    ]
-    tokens, size = (
-        sum(getattr(each, name) for each in rounds) for name in ("tokens", "record_bytes")
-    )
-    return [
-        *lines,
-        f"stage {stage}: {counted(len(rounds), 'round')}, {tokens:,} tokens, {size:,} bytes",
-    ]
-
-
-def _ranks(each: LoggedRound) -> str:
-    return "-" if each.ranks is None else "/".join(map(str, each.ranks))

@@ -8,9 +8,7 @@ command signs the next revision of the manifest and puts it there; the bootstrap
 
 from __future__ import annotations
 
-import fcntl
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -21,6 +19,8 @@ from dilocox.dht.identity import Identity
 from dilocox.dht.invite import Invite
 from dilocox.dht.manifest import Manifest, SignedManifest, warnings
 from dilocox.dht.revisions import RevisionFolder, RunState, back_to, changes, in_state, revised
+from dilocox.peer.options import ReviseOptions, RollbackOptions, StateOptions
+from dilocox.peer.state_folder import StateFolder
 
 
 def checked_manifest(path: Path) -> Manifest:
@@ -94,7 +94,7 @@ class Operator:
         number = self.revisions.add(SignedManifest.sign(self.identity, manifest))
         deadline = time.monotonic() + PUBLISH_LIMIT_S
         while self.revisions.published < number:
-            if not self._bootstrap_runs():
+            if not StateFolder(self.state).in_use:
                 typer.echo(f"revision {number} is signed, but no bootstrap runs. When it does:")
                 return number
             if time.monotonic() > deadline:
@@ -105,27 +105,19 @@ class Operator:
             time.sleep(POLL_S)
         return number
 
-    def _bootstrap_runs(self) -> bool:
-        with (self.state / "lock").open("a") as file:
-            try:
-                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-            except OSError:
-                return True
-        return False
 
-
-def set_state(state: Path, wanted: RunState) -> int:
+def set_state(options: StateOptions) -> int:
     """`pause`, `resume` and `end`; the exit code."""
-    operator = Operator.of(state)
-    number = operator.publish(in_state(operator.manifest, wanted))
-    typer.echo(f"revision {number}: run {operator.manifest.name} {NEXT[wanted]}")
+    operator = Operator.of(options.state)
+    number = operator.publish(in_state(operator.manifest, options.wanted))
+    typer.echo(f"revision {number}: run {operator.manifest.name} {NEXT[options.wanted]}")
     return 0
 
 
-def revise(state: Path, run_yaml: Path) -> int:
+def revise(options: ReviseOptions) -> int:
     """`revise`; the exit code."""
-    operator = Operator.of(state)
-    wanted = checked_manifest(run_yaml)
+    operator = Operator.of(options.state)
+    wanted = checked_manifest(options.manifest)
     following = revised(operator.manifest, wanted)
     _check_end(operator, following)
     for line in warnings(following):
@@ -151,15 +143,15 @@ def _check_end(operator: Operator, following: Manifest) -> None:
         )
 
 
-def roll_back(state: Path, round_number: int, *, tell: Callable[[str], None] = typer.echo) -> int:
+def roll_back(options: RollbackOptions) -> int:
     """`rollback`; the exit code."""
     from dilocox.peer.chain.rollback import prepare_rollback  # torch, which the others need not
 
-    operator = Operator.of(state)
+    operator, number = Operator.of(options.state), options.round_number
     rules = operator.manifest.operation.revision + 1
     base = prepare_rollback(
-        operator.state, operator.run, operator.manifest, round_number, rules, tell=tell
+        operator.state, operator.run, operator.manifest, number, rules, tell=typer.echo
     )
-    number = operator.publish(back_to(operator.manifest, round_number, base))
-    tell(f"revision {number}: run {operator.manifest.name} goes on from round {round_number}")
+    revision = operator.publish(back_to(operator.manifest, number, base))
+    typer.echo(f"revision {revision}: run {operator.manifest.name} goes on from round {number}")
     return 0

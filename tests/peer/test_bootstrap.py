@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from collections import Counter
+from contextlib import closing
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,8 +21,8 @@ from dilocox.peer.commands import bootstrap
 from dilocox.peer.commands.bootstrap import (
     LOOK_PERIOD_S,
     STUCK_AFTER_S,
+    Beside,
     BootstrapFacts,
-    BootstrapMetrics,
     bytes_by_stage,
     metrics_of,
     other_bootstraps,
@@ -66,9 +67,7 @@ def options(source: Path | Invite, *join: str, state: Path = Path()) -> Bootstra
         state=state,
         host="127.0.0.1",
         port=0,
-        announce=(),
         join=join,
-        metrics_host="127.0.0.1",
         metrics_port=0,
     )
 
@@ -201,55 +200,60 @@ def test_what_is_not_known_yet_is_left_out() -> None:
     assert not {"dht_peers", "memory_bytes", "manifest_expiry_timestamp_seconds"} & found.keys()
 
 
-def test_a_dead_node_a_dead_archive_and_a_stuck_thread_are_told(tmp_path: Path) -> None:
+def test_a_dead_node_a_dead_archive_and_a_stuck_thread_are_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     now = 1000.0
 
     def gone(_limit_s: float) -> int:
         raise EnvironmentFault("the DHT process is gone or stuck")
 
-    keeper = SimpleNamespace(refused=Counter({"disk": 1}), served=Counter(), rounds={0: 4})
-    archive = SimpleNamespace(keeper=keeper)
-    dht = SimpleNamespace(
+    def nothing() -> None:
+        pass
+
+    kept = SimpleNamespace(refused=Counter({"disk": 1}), served=Counter(), rounds={0: 4})
+    archive = SimpleNamespace(keeper=kept, tick=nothing, close=nothing)
+    dht: Any = SimpleNamespace(
         running=True,
         pid=None,
         p2pd_pid=0,
         known_nodes=lambda _: 5,
         refused_values=lambda _: Counter({"type": 2}),
     )
-    parts: dict[str, Any] = {
-        "keeper": SimpleNamespace(run=RUN, expires_at=1.8e9),
-        "dht": dht,
-        "swarm": SimpleNamespace(refused=Counter({"type": 1})),
-        "archive": archive,
-        "folder": tmp_path,
-    }
-    shown = BootstrapMetrics(role="operator", clock=lambda: now, **parts)
-    pages = shown.pages()
-    assert pages["/readyz"]().status == 503  # before the first look
-    (tmp_path / "stage0").mkdir()
-    (tmp_path / "stage0" / "record").write_bytes(b"12345")
-    shown.tick()
-    assert (pages["/readyz"]().status, pages["/healthz"]().status) == (200, 200)
-    found = series(pages["/metrics"]().body)
-    assert (found["dht_peers"], found["archive_bytes 0"], found["archive_round 0"]) == (5, 5, 4)
-    assert found["refused_total dht_type"] == 3
-    assert found["refused_total archive_disk"] == 1
+    signed = SimpleNamespace(manifest_bytes=b"", verify=lambda _: SimpleNamespace(root="r" * 64))
+    keeper: Any = SimpleNamespace(run=RUN, own=True, expires_at=1.8e9, signed=signed)
+    me: Any = SimpleNamespace(peer_id=ME)
+    swarm: Any = SimpleNamespace(refused=Counter({"type": 1}))
+    monkeypatch.setattr(bootstrap, "Archive", lambda **_: archive)
+    given = options(Path("run.yaml"), state=tmp_path)
+    with closing(Beside(given, keeper, me, dht, swarm, clock=lambda: now)) as shown:
+        pages = shown.pages()
+        assert pages["/readyz"]().status == 503  # before the first look
+        stage = tmp_path / f"{RUN}-archive-{'r' * 16}" / "stage0"
+        stage.mkdir(parents=True)
+        (stage / "record").write_bytes(b"12345")
+        shown.tick()
+        assert (pages["/readyz"]().status, pages["/healthz"]().status) == (200, 200)
+        found = series(pages["/metrics"]().body)
+        assert (found["dht_peers"], found["archive_bytes 0"], found["archive_round 0"]) == (5, 5, 4)
+        assert found["refused_total dht_type"] == 3
+        assert found["refused_total archive_disk"] == 1
 
-    now += LOOK_PERIOD_S
-    dht.known_nodes, dht.running = gone, False
-    shown.tick()
-    assert b"gone or stuck" in pages["/readyz"]().body
-    assert b"DHT process" in pages["/healthz"]().body
-    assert series(pages["/metrics"]().body)["ready"] == 0
+        now += LOOK_PERIOD_S
+        dht.known_nodes, dht.running = gone, False
+        shown.tick()
+        assert b"gone or stuck" in pages["/readyz"]().body
+        assert b"DHT process" in pages["/healthz"]().body
+        assert series(pages["/metrics"]().body)["ready"] == 0
 
-    now += LOOK_PERIOD_S
-    dht.known_nodes, dht.running, archive.keeper = (lambda _: 5), True, None
-    shown.tick()
-    assert b"archive" in pages["/readyz"]().body
-    assert pages["/healthz"]().body == b"dead: archive\n"
-    archive.keeper = keeper
-    now += STUCK_AFTER_S
-    assert pages["/healthz"]().body == b"dead: main thread\n"
+        now += LOOK_PERIOD_S
+        dht.known_nodes, dht.running, archive.keeper = (lambda _: 5), True, None
+        shown.tick()
+        assert b"archive" in pages["/readyz"]().body
+        assert pages["/healthz"]().body == b"dead: archive\n"
+        archive.keeper = kept
+        now += STUCK_AFTER_S
+        assert pages["/healthz"]().body == b"dead: main thread\n"
 
 
 def test_a_folder_that_vanishes_while_its_bytes_are_counted_counts_nothing(

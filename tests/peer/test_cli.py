@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import re
 import subprocess
@@ -95,6 +96,14 @@ def test_help_names_every_command() -> None:
         result = invoke(*arguments)
         assert "Error" not in result.output
         assert all(command in result.output for command in COMMANDS)
+
+
+def test_every_command_has_its_function() -> None:
+    source = Path(cli.__file__).read_text()
+    named = re.findall(r'^command\(.*"([\w.]+):(\w+)"\)$', source, re.MULTILINE)
+    assert len(named) == source.count("\ncommand(") > 10
+    for module, function in named:
+        assert callable(getattr(importlib.import_module(f"dilocox.peer.{module}"), function))
 
 
 @pytest.mark.parametrize(
@@ -214,6 +223,10 @@ def test_an_unknown_variable_is_named_in_a_warning_and_a_known_one_is_not(
         ["peer", INVITE, "--memory-limit", "-1"],
         ["peer", INVITE, "--max-upload", "much"],
         ["peer", INVITE, "--monthly-traffic", "-1"],
+        # what a doctor could only pass over
+        ["doctor", INVITE, "--monthly-traffic", "9"],
+        ["doctor", INVITE, "--hours", "22-6"],
+        ["doctor", INVITE, "--name", "Ada"],
         ["generate", INVITE],
         ["generate", INVITE, "x", "--tokens", "0"],
         ["generate", INVITE, "x", "--temperature", "-1"],

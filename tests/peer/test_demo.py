@@ -16,13 +16,17 @@ from dilocox.dht.manifest import Manifest
 from dilocox.peer import os_process
 from dilocox.peer.commands import demo
 from dilocox.peer.commands.demo import (
+    Demo,
     DemoResult,
     SwarmTable,
     WatchedPeer,
+    clear,
     demo_manifest,
     demo_result,
     exported_round,
+    loss_told,
     run_demo,
+    swarm_table,
 )
 from dilocox.peer.options import DemoOptions
 from dilocox.peer.os_process import Child, start_command
@@ -62,27 +66,19 @@ def result(*peers: WatchedPeer) -> DemoResult:
     return demo_result(peers, None, None, 60.0)
 
 
-def test_figures_of_a_swarm_are_counted_once_and_averaged_over_peers() -> None:
-    first = watched(line(0), line(1), training_s=10.0, waiting_share=0.02, losses={-1: 5.5, 0: 4.0})
-    second = watched(line(1), line(2), training_s=20.0, waiting_share=0.04, voids=2)
-    found = result(first, second)
-    assert (found.rounds_committed, found.rounds_void) == (3, 2)
-    assert (found.tokens, found.tokens_per_s) == (3000, 200.0)
-    assert found.waiting_share == pytest.approx(0.03)
-    assert (found.bytes_sent_per_round, found.bytes_fp16_per_round) == (200, 400)
-    assert found.bytes_uploaded_per_round == 200
-    assert (found.val_loss_first, found.val_loss_export, found.export) == (5.5, None, "")
-
-
 def test_rounds_and_tokens_are_those_of_stage_0_and_bytes_those_of_all_stages() -> None:
-    heads = [watched(line(0), line(1), training_s=10.0) for _ in range(2)]
+    first = watched(line(0), line(1), training_s=10.0, waiting_share=0.02, losses={-1: 5.5, 0: 4.0})
+    second = watched(line(1), training_s=10.0, voids=2)
     last = watched(line(0), line(1), line(2), stage=1, training_s=90.0, waiting_share=0.04)
-    found = result(*heads, last)
+    found = result(first, second, last)
     assert (found.stages, found.replicas) == (2, 2)
-    assert (found.rounds_committed, found.tokens, found.tokens_per_s) == (2, 2000, 200.0)
+    assert (found.rounds_committed, found.rounds_void) == (2, 2)
+    assert (found.tokens, found.tokens_per_s) == (2000, 200.0)
+    assert found.waiting_share == pytest.approx(0.02)
     assert found.bytes_sent_per_round == pytest.approx((300 + 600) / 5)
-    assert found.bytes_uploaded_per_round == pytest.approx((2 * 300 + 600) / 7)
-    assert found.waiting_share == pytest.approx(0.04 / 3)
+    assert found.bytes_uploaded_per_round == pytest.approx((300 + 200 + 600) / 6)
+    assert found.bytes_fp16_per_round == 400
+    assert (found.val_loss_first, found.val_loss_export, found.export) == (5.5, None, "")
 
 
 def test_what_a_peer_served_or_did_not_take_part_in_is_not_sent_for_averages() -> None:
@@ -95,19 +91,12 @@ def test_what_a_peer_served_or_did_not_take_part_in_is_not_sent_for_averages() -
     assert found.bytes_uploaded_per_round == pytest.approx(9100 / 3)
 
 
-def test_digests_are_equal_only_if_those_of_every_round_and_anchor_are() -> None:
+def test_digests_are_equal_only_if_those_of_every_round_and_anchor_of_a_stage_are() -> None:
     assert result(watched(line(0), line(1)), watched(line(0), line(1))).digests_equal
     assert result(watched(line(0)), watched(line(1, "other"))).digests_equal
+    assert result(watched(line(0)), watched(line(0, "other"), stage=1)).digests_equal
     assert not result(watched(line(0), line(1)), watched(line(0), line(1, "other"))).digests_equal
     assert not result(watched(line(0)), watched(line(0, anchor="other"))).digests_equal
-
-
-def test_digests_are_compared_among_the_peers_of_a_stage() -> None:
-    peers = [watched(line(0, f"stage {n % 2}"), stage=n % 2) for n in range(4)]
-    assert result(*peers).digests_equal
-    peers[3].rounds.append(line(1, "one"))
-    peers[1].rounds.append(line(1, "two"))
-    assert not result(*peers).digests_equal
 
 
 @pytest.mark.parametrize(("rounds", "found"), [((4, 4), 4), ((4, 5), None)])
@@ -127,11 +116,11 @@ def test_the_loss_of_a_round_is_waited_for_until_a_later_one_is_told(tmp_path: P
     peer = watched(losses={-1: 5.5, 1: 4.0})
     peer.state = tmp_path
     end = time.monotonic() + 20
-    assert demo._wait_for_loss([peer], 1, end)
-    assert not demo._wait_for_loss([peer], 0, end)  # no head evaluated it
-    assert not demo._wait_for_loss([peer], None, end)  # nobody could
+    assert loss_told([peer], 1, end)
+    assert not loss_told([peer], 0, end)  # no head evaluated it
+    assert not loss_told([peer], None, end)  # nobody could
     assert time.monotonic() < end - 15
-    assert not demo._wait_for_loss([peer], 2, time.monotonic() + 0.1)
+    assert not loss_told([peer], 2, time.monotonic() + 0.1)
 
 
 def test_more_stages_than_layers_are_refused_before_anything_is_started_or_removed(
@@ -150,10 +139,10 @@ def test_a_demo_takes_the_place_of_a_demo_and_of_nothing_else(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = tmp_path / "demo-run"
-    demo._clear(folder)
+    clear(folder)
     (folder / "run.yaml").write_text("a demo's")
     assert capsys.readouterr().out == ""
-    demo._clear(folder)
+    clear(folder)
     assert not (folder / "run.yaml").exists()
     assert capsys.readouterr().out == f"removing the earlier demo in {folder}\n"
     of_operator = tmp_path / "run"
@@ -161,7 +150,7 @@ def test_a_demo_takes_the_place_of_a_demo_and_of_nothing_else(
     for name in ("run.yaml", "operator.key"):
         (of_operator / name).write_text("not to be had again")
     with pytest.raises(InvalidInput, match="not an earlier demo"):
-        demo._clear(of_operator)
+        clear(of_operator)
     assert len(list(of_operator.iterdir())) == 2
 
 
@@ -171,11 +160,11 @@ def test_peers_are_started_for_their_stages_and_share_the_cores(
     started: list[list[str]] = []
     monkeypatch.setattr(demo, "start_command", lambda arguments, _: started.append(arguments))
     monkeypatch.setattr(demo.os, "sched_getaffinity", lambda _: range(9))
-    options = replace(OPTIONS, folder=tmp_path)
-    peers = [demo._start_peer(options, "invite", k, n, []) for n in range(2) for k in range(2)]
-    assert len({peer.state for peer in peers}) == len({peer.name for peer in peers}) == 4
-    assert [peer.stage for peer in peers] == [0, 1, 0, 1]
-    for peer, arguments in zip(peers, started, strict=True):
+    swarm = Demo(replace(OPTIONS, folder=tmp_path))
+    swarm.start_peers("invite")
+    assert len({(peer.state, peer.name) for peer in swarm.peers}) == 4
+    assert [peer.stage for peer in swarm.peers] == [0, 1, 0, 1]
+    for peer, arguments in zip(swarm.peers, started, strict=True):
         given = dict(zip(arguments[2::2], arguments[3::2], strict=True))
         assert given["--stage"] == str(peer.stage)
         assert (given["--state"], given["--threads"]) == (str(peer.state), "2")
@@ -192,33 +181,23 @@ def test_the_demos_manifest_is_one(tmp_path: Path) -> None:
 def test_without_a_terminal_the_table_is_one_line_a_round(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    peer = watched(line(0), line(1), losses={-1: 5.5, 0: 4.25})
+    peer = watched(line(0), line(1), line(2), losses={-1: 5.5, 0: 4.25})
     with SwarmTable(rounds=3) as table:
+        table.update([peer, watched(line(0, "other"), stage=1)])
         table.update([peer])
+        peer.losses[2] = 3.5  # nobody evaluated round 1
         table.update([peer])
-        peer.losses[1] = 3.5
-        table.update([peer])
-    printed = capsys.readouterr().out
-    assert printed.count("round 0:") == printed.count("round 1:") == 1
-    assert "validation loss 4.2500" in printed
-
-
-def test_a_round_that_nobody_evaluated_has_its_line_when_a_later_one_has(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    head = watched(line(0), line(1), losses={1: 3.5})
-    with SwarmTable(rounds=3) as table:
-        table.update([head, watched(line(0, "other"), line(1), stage=1)])
-    printed = capsys.readouterr().out
-    assert "validation loss -, digest of stage 0 d\n" in printed
-    assert printed.index("round 0:") < printed.index("round 1:")
+    first, second, third = capsys.readouterr().out.splitlines()
+    assert first.startswith("round 0:") and "validation loss 4.2500" in first
+    assert second.endswith("validation loss -, digest of stage 0 d")
+    assert third.startswith("round 2:") and "validation loss 3.5000" in third
 
 
 def test_on_a_terminal_the_table_shows_stages_and_whose_replica_a_peer_is_in() -> None:
     head = watched(line(0), status={"head": "QmHead", "state": "training"}, number=1)
     member = watched(line(0), stage=1, status={"head": "QmHead"})
     spare = watched(stage=1, status={"state": "spare"})
-    table = SwarmTable(rounds=3)._table([head, member, spare])
+    table = swarm_table([head, member, spare], 3)
     columns = {str(column.header): list(column.cells) for column in table.columns}
     assert columns["stage"] == ["0", "1", "1"]
     assert columns["replica"] == ["1 (head)", "1", "-"]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import io
 import json
 import socket
@@ -20,56 +19,22 @@ from rich.console import Console
 
 from dilocox.dht import join
 from dilocox.dht.errors import DilocoxError, EnvironmentFault, InvalidInput
-from dilocox.dht.identity import Identity
 from dilocox.dht.invite import Invite
 from dilocox.dht.manifest import Manifest
 from dilocox.peer import resources
-from dilocox.peer.commands import doctor
+from dilocox.peer.commands import doctor, doctor_bench
 from dilocox.peer.commands.doctor import ContributionEstimate, Page, as_json, run_doctor, verdict
 from dilocox.peer.commands.doctor_bench import look_at_device, measure_speed
-from dilocox.peer.commands.doctor_checks import Library, folder_facts, libraries
+from dilocox.peer.commands.doctor_checks import DeviceFacts, Library
 from dilocox.peer.options import DoctorOptions
 from dilocox.peer.process import prepare
 from dilocox.peer.process.prepare import StageNeeds, check_disk, disk_room
-from dilocox.peer.resources import Check, nearest, size
+from dilocox.peer.resources import Check, size
 from dilocox.peer.state_folder import StateFolder
 
 PEER = "12D3KooWEXWcUQWJ6amCxHKtPFrcNxgepcmy7YXo7tirWjgiJ9Fr"
 GOOD = Check("python", "ok", "3.11.7")
 BAD = Check("port", "failed", "port 7 is in use", "choose another one with --port")
-
-
-# ---- what it gathers -----------------------------------------------------------------------------
-def test_the_libraries_of_this_machine_are_found_with_what_is_needed() -> None:
-    found = {each.name: each for each in libraries()}
-    assert found["hivemind"].version == "1.1.12" and found["hivemind"].needed == "==1.1.12"
-    assert found["torch"].needed.startswith(">=") and not found["torch"].fault
-
-
-def test_a_folder_that_is_not_there_yet_stays_so(tmp_path: Path) -> None:
-    facts = folder_facts(tmp_path / "a" / "b")
-    assert facts.writable and not facts.in_use and not facts.peer_id
-    assert not (tmp_path / "a").exists()
-    assert nearest(tmp_path / "a" / "b") == tmp_path
-
-
-def test_a_folder_with_a_running_peer_is_seen_and_not_disturbed(tmp_path: Path) -> None:
-    folder = StateFolder(tmp_path)
-    identity = Identity.load_or_create(folder.identity)
-    assert not folder_facts(tmp_path).in_use
-    with folder.locked():
-        facts = folder_facts(tmp_path)
-        assert facts.in_use and facts.peer_id == identity.peer_id
-    assert not folder_facts(tmp_path).in_use
-    with (tmp_path / "lock").open("w") as file:  # what was looked at is free again
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-
-
-def test_a_key_that_others_can_read_is_a_fault(tmp_path: Path) -> None:
-    Identity.load_or_create(tmp_path / "identity.key")
-    (tmp_path / "identity.key").chmod(0o644)
-    facts = folder_facts(tmp_path)
-    assert facts.key_fault is not None and "chmod 600" in str(facts.key_fault)
 
 
 # ---- what a stage needs --------------------------------------------------------------------------
@@ -134,7 +99,7 @@ def test_the_doctor_says_of_a_disk_what_a_start_finds(
     own = StateFolder(tmp_path).run(options.invite.run_id, 1)
 
     def told() -> Check:
-        room = doctor.Examination(options, lambda _: None)._room(stage_needs, None)
+        room = doctor.Examination(options, lambda _: None).room(stage_needs, None)
         (check,) = (check for check in room if check.name == "disk")
         return check
 
@@ -250,11 +215,13 @@ def taken() -> Iterator[int]:
 
 def test_without_a_bootstrap_the_rest_is_checked_all_the_same(here: Path, taken: int) -> None:
     file = here / "told.json"
-    assert run_doctor(_options(port=taken, json_file=file)) == 1
+    options = replace(_options(port=taken, json_file=file), metrics_port=taken)
+    assert run_doctor(options) == 1
     told = json.loads(file.read_text())
     checks = {check["name"]: check for check in told["checks"]}
     assert checks["python"]["status"] == checks["disk"]["status"] == "ok"
-    assert checks["port"]["status"] == "failed" and "--port" in checks["port"]["remedy"]
+    for name, flag in {"port": "--port", "metrics": "--metrics-port"}.items():
+        assert checks[name]["status"] == "failed" and flag in checks[name]["remedy"]
     assert checks["bootstrap"]["status"] == "failed" and checks["bootstrap"]["remedy"]
     for name in ("run", "version", "clock", "stage", "reachable", "bandwidth", "speed"):
         assert checks[name] == {
@@ -264,7 +231,7 @@ def test_without_a_bootstrap_the_rest_is_checked_all_the_same(here: Path, taken:
             "remedy": "fix bootstrap first",
         }
     assert told["part"] is None
-    assert told["verdict"] == "This machine cannot take part yet: fix port, bootstrap."
+    assert told["verdict"] == "This machine cannot take part yet: fix port, metrics, bootstrap."
     assert not (here / "peer").exists()
 
 
@@ -278,10 +245,18 @@ def test_without_a_bootstrap_the_rest_is_checked_all_the_same(here: Path, taken:
 def test_a_run_that_cannot_be_joined_says_why_and_the_rest_waits_for_it(
     here: Path, taken: int, monkeypatch: pytest.MonkeyPatch, error: DilocoxError, line: str
 ) -> None:
+    happened: list[str] = []
+
     def refuse(*_: Any, **__: Any) -> Any:
+        happened.append("the DHT's process is forked")
         raise error
 
+    def look(_: str, threads: int) -> DeviceFacts:
+        happened.append("CUDA is loaded")
+        return DeviceFacts(threads=threads)
+
     monkeypatch.setattr(join, "join_run", refuse)
+    monkeypatch.setattr(doctor_bench, "look_at_device", look)
     options = replace(_options(json_file=here / "told.json"), invite=_invite(taken))
     assert run_doctor(options) == 1
     told = json.loads((here / "told.json").read_text())
@@ -289,6 +264,8 @@ def test_a_run_that_cannot_be_joined_says_why_and_the_rest_waits_for_it(
     assert checks["bootstrap"]["status"] == checks["memory"]["status"] == "ok"
     assert str(error) == f"{checks[line]['text']}: {checks[line]['remedy']}"
     assert checks["speed"]["remedy"] == f"fix {line} first"
+    # a child that is forked where CUDA is loaded cannot use it, and may hang
+    assert happened == ["the DHT's process is forked", "CUDA is loaded"]
     assert told["verdict"] == f"This machine cannot take part yet: fix {line}."
 
 
@@ -297,9 +274,8 @@ def test_without_the_libraries_it_says_so_and_loads_nothing(
 ) -> None:
     gone = Library(name="torch", version="", needed=">=2.6")
     monkeypatch.setattr(doctor, "libraries", lambda: [gone])
-    monkeypatch.setitem(
-        sys.modules, "dilocox.peer.commands.doctor_bench", None
-    )  # importing it fails
+    bench = "dilocox.peer.commands.doctor_bench"
+    monkeypatch.setitem(sys.modules, bench, None)  # importing it fails
     assert run_doctor(_options()) == 1
     printed = capsys.readouterr().out
     assert "missing: torch -> python -m pip install 'torch>=2.6'" in printed
@@ -333,15 +309,10 @@ def _options(*, port: int = 0, json_file: Path | None = None) -> DoctorOptions:
     return DoctorOptions(
         invite=_invite(closed),
         state=Path("peer"),
-        stage="auto",
         host="127.0.0.1",
         port=port,
-        announce=(),
         device="cpu",
         threads=1,
-        max_upload_mb_s=0,
-        memory_limit_gb=0,
-        data="",
         json_file=json_file,
     )
 

@@ -1,206 +1,211 @@
-"""What the doctor says of a machine: each line where all is well, and where it is not."""
+"""What the doctor says of a machine, the network and a run: each line where all is well, and where
+it is not.
+"""
 
 from __future__ import annotations
 
+from dataclasses import replace
+from pathlib import Path
+
 import pytest
 
-from dilocox.dht.errors import EnvironmentFault, InvalidInput
+from dilocox.dht.addresses import Reachability
+from dilocox.dht.errors import DilocoxError, EnvironmentFault, InvalidInput
+from dilocox.dht.identity import Identity
+from dilocox.dht.manifest import Manifest
+from dilocox.dht.revisions import in_state
 from dilocox.peer.commands.doctor_checks import (
     DeviceFacts,
-    FolderFacts,
+    ExchangeFacts,
     Library,
+    SpeedFacts,
+    bandwidth_check,
+    bootstrap_checks,
+    clock_check,
     device_check,
     fault,
     folder_check,
     key_check,
+    libraries,
     libraries_check,
     memory_check,
+    port_check,
     python_check,
+    reach_check,
+    run_check,
+    speed_check,
+    stage_check,
+    version_check,
 )
 from dilocox.peer.resources import Check, DiskNeeds, disk_check, size
+from dilocox.peer.state_folder import StateFolder
 
 GB, MB = 10**9, 2**20
+PEER = "12D3KooWEXWcUQWJ6amCxHKtPFrcNxgepcmy7YXo7tirWjgiJ9Fr"
+FIRST = f"/ip4/203.0.113.7/tcp/31337/p2p/{PEER}"
+SECOND = f"/dns4/run.example/tcp/443/p2p/{PEER}"
+RUN = Manifest.from_dict({"name": "words", "model": "tiny", "stages": 3, "end_tokens": 1000})
+TAKEN = EnvironmentFault("port 7 of 0.0.0.0 is in use by another program: choose another one")
+LINK = ExchangeFacts(stage=1, payload_bytes=60_000_000, down=8e6, link_up=2e6, up=2e6, limit_s=60.0)
+NEEDS = DiskNeeds(more_bytes=3 * GB, snapshot_bytes=GB)
 
 
-# ---- programs ------------------------------------------------------------------------------------
-@pytest.mark.parametrize("version", [(3, 10, 0), (3, 13, 9)])
-def test_a_python_that_it_is_written_for_is_fine(version: tuple[int, int, int]) -> None:
-    assert python_check(version, "Linux", "x86_64").status == "ok"
+def library(version: str, needed: str = "", fault: str = "") -> Check:
+    found = Library(name="thing", version=version, needed=needed, fault=fault)
+    return libraries_check([Library(name="torch", version="2.7"), found])
 
 
-@pytest.mark.parametrize("version", [(3, 9, 18), (3, 14, 0)])
-def test_another_python_is_named_with_those_that_work(version: tuple[int, int, int]) -> None:
-    check = python_check(version, "Linux", "x86_64")
-    assert check.status == "failed"
-    assert "3.10 to 3.13" in check.remedy
+def unreached(*announce: str, port: int = 31338) -> Check:
+    return reach_check(Reachability(kind="dial_out", seen=("198.51.100.5",)), announce, port)
 
 
-def test_a_system_that_nobody_tried_is_a_warning() -> None:
-    check = python_check((3, 11, 7), "Linux", "aarch64")
-    assert check.status == "warning"
-    assert "x86-64" in check.remedy
+def memory(free: int, limit: float | None, plans: list[int] | None, stage: int | None = 0) -> Check:
+    return memory_check("memory", free, limit, plans, stage)
 
 
-def test_libraries_that_are_there_are_listed() -> None:
-    check = libraries_check([_library("torch", "2.13.0+cpu", ">=2.6"), _library("x", "1.0")])
-    assert (check.status, check.text) == ("ok", "torch 2.13.0+cpu, x 1.0")
+OK = [
+    (python_check((3, 10, 0), "Linux", "x86_64"), "3.10.0, Linux on x86_64"),
+    (python_check((3, 13, 9), "Linux", "x86_64"), "3.13.9"),
+    (library("2.13.0+cpu", ">=2.6"), "torch 2.7, thing 2.13.0+cpu"),
+    (disk_check("here", 0, None), "0 bytes free for here"),
+    (disk_check("here", 3 * GB, NEEDS), "3.0 GB needed"),
+    (memory(8 * GB, None, [GB, 2 * GB, 9 * GB], 1), "2.0 GB needed for stage 1"),
+    (memory(8 * GB, None, [GB, 2 * GB, 9 * GB], 1), "of 3 stages 0, 1 fit"),
+    (memory(8 * GB, 2.0e9, [2 * GB]), "2.0 GB allowed by --memory-limit"),  # it was meant so
+    (memory(GB, 9e9, [GB // 2]), "1.0 GB free"),
+    (memory(GB, None, None, None), "1.0 GB free"),  # without the run
+    (memory(GB, None, [9 * GB], None), "1.0 GB free"),  # beside a peer that runs
+    (device_check("cpu", DeviceFacts(threads=1)), "CPU, 1 thread"),
+    (device_check("auto", DeviceFacts(threads=2)), "CPU, 2 threads; no GPU that torch can use"),
+    (
+        device_check("auto", DeviceFacts(kind="cuda", name="NVIDIA H200", free_bytes=139 * GB)),
+        "NVIDIA H200, 139 GB free",
+    ),
+    (bootstrap_checks({FIRST: None})[0], "203.0.113.7 port 31337 accepts connections"),
+    (bootstrap_checks({FIRST: "refused", SECOND: None})[1], "run.example port 443 accepts"),
+    (run_check(RUN, 1_200_000_000, 0.25), "words: 3 stages, llama, 1.2 billion parameters, 25 %"),
+    (run_check(replace(RUN, stages=1), 12_340_000, 0), "1 stage, llama, 12.3 million parameters"),
+    (version_check("0.2.0", 2, {}), "0.2.0 with protocol 2, as the run"),
+    (version_check("0.2.0", 2, {"0.2.0": 3}), "as the run and its peers"),
+    (version_check("0.2.0", 2, {"0.2.0": 3, "0.1.0": 1}), "its peers: 3 of 0.2.0, 1 of 0.1.0"),
+    (clock_check(0.0, None), "as the bootstraps'"),
+    (clock_check(1.5, 0.2), "1.5 s behind the bootstraps"),
+    (clock_check(-1.5, 0.2), "1.5 s ahead of the bootstraps"),
+    (
+        reach_check(Reachability(kind="mapped", addresses=("/ip4/198.51.100.5/tcp/9",)), (), 0),
+        "others reach this machine at /ip4/198.51.100.5/tcp/9",
+    ),
+    (port_check("port", "0.0.0.0", 0, None, own_peer=False), "any free one"),
+    (port_check("port", "0.0.0.0", 7, None, own_peer=False), "7 of 0.0.0.0 is free"),
+    (port_check("metrics", "0.0.0.0", 7, TAKEN, own_peer=True), "by this folder's peer"),
+    (bandwidth_check(LINK), "8.0 MB/s down, 2.0 MB/s up"),  # 30 s at 2 MB/s
+    (stage_check("auto", 1, {0: 2, 1: 1, 2: 2}, 3, None), "stage 1, which has 1 other peer"),
+    (stage_check("auto", 1, {0: 2, 1: 1, 2: 2}, 3, None), "peers by stage: 2, 1, 2"),
+    (stage_check("auto", 1, {0: 2, 1: 3, 2: 2}, 3, 1), "3 other peers; it had it before"),
+    # of stages that did not answer nothing is claimed
+    (
+        stage_check("auto", 1, {0: 2}, 3, None),
+        "of which nobody knows who has it; peers by",
+    ),
+    (stage_check("auto", 1, {0: 2}, 3, None), "2, ?, ?"),
+    (
+        speed_check(1, SpeedFacts(tokens_per_s=3_234.0), 4.04),
+        "about 3,200 tokens/s in stage 1; 4.0 s an exchange",
+    ),
+    (speed_check(1, SpeedFacts(tokens_per_s=9.0, measured=False), None), "estimated"),
+    (speed_check(1, SpeedFacts(tokens_per_s=9.0, shared=True), None), "beside the peer that runs"),
+    (
+        speed_check(0, SpeedFacts(tokens_per_s=50_000.0, link_tokens_per_s=800.0), None),
+        "about 800 tokens/s in stage 0, bound by the link (it computes 50,000)",
+    ),
+]
+WARNINGS = [
+    (python_check((3, 11, 7), "Linux", "aarch64"), "nobody has tried", "Linux on x86-64"),
+    (disk_check("here", GB, NEEDS), "1.0 GB free for here, 3.0 GB needed", "--state"),
+    (memory(GB, None, [9 * GB // 10]), "0", "close other programs"),
+    (bootstrap_checks({FIRST: "refused", SECOND: None})[0], "refused", "tell the operator"),
+    (run_check(in_state(RUN, "paused"), 0, 0.5), "its operator has paused it", "no need"),
+    (
+        version_check("0.1.0", 2, {"0.2.0": 3, "0.1.0": 1}),
+        "3 of 0.2.0, 1 of 0.1.0",
+        "install 0.2.0",
+    ),
+    (version_check("1", 2, {f"0.{n}": 9 - n for n in range(9)}), "4 of 0.5, ...", "install 0.0"),
+    (clock_check(300.0, 0.1), "300.0 s behind", "timedatectl"),
+    (clock_check(-300.0, None), "300.0 s ahead of", "timedatectl"),
+    (clock_check(0.0, -4.0), "4.0 s apart", "operator"),
+    # it takes part all the same
+    (unreached(), "would only dial out", "let TCP port 31338 through firewall and router"),
+    (unreached(port=0), "dial", "--port 31337 --announce /ip4/198.51.100.5/tcp/31337"),
+    (
+        unreached("/dns4/a.example/tcp/9"),
+        "dial",
+        "see that /dns4/a.example/tcp/9 leads to port",
+    ),
+    (reach_check(Reachability(kind="unknown"), (), 0), "not known", "more peers"),
+    (
+        stage_check("auto", 1, {0: 2, 1: 0, 2: 0, 3: 0}, 4, None),
+        "stage 1, which has nobody else; peers by stage: 2, 0, 0, 0; stage 2, 3 would still have",
+        "volunteers",
+    ),
+    (speed_check(0, SpeedFacts(fault="out of memory"), None), "out of memory", "--log-level"),
+]
+FAILURES = [
+    (python_check((3, 9, 18), "Linux", "x86_64"), "3.9.18", "3.10 to 3.13"),
+    (python_check((3, 14, 0), "Linux", "x86_64"), "3.14.0", "3.10 to 3.13"),
+    (library("", "==1.1.12"), "missing: thing", "python -m pip install 'thing==1.1.12'"),
+    (library("1.1.11", "==1.1.12"), "thing 1.1.11, not ==1.1.12", "install 'thing==1.1.12'"),
+    (library("2.10.0", ">=2.11"), "thing 2.10.0, not >=2.11", "install 'thing>=2.11'"),
+    (library("2.1", fault="libcudart.so: not found"), "libcudart.so: not", "--force-reinstall"),
+    (disk_check("here", GB - 1, NEEDS), "a snapshot takes 1.0 GB", "--state"),
+    (memory(2 * GB, None, [3 * GB, GB]), "of 2 stages 1 fits", "host stage 1 with `--stage 1`"),
+    (memory(GB, None, [3 * GB, 2 * GB]), "no stage fits", "use a larger machine"),
+    (memory(8 * GB, 1.5e9, [2 * GB]), "allowed by --memory-limit", "raise --memory-limit"),
+    (device_check("cuda:3", DeviceFacts(fault="no such")), "cuda:3: no such", "choose cpu or auto"),
+    (run_check(RUN, 0, 1.0), "it has ended", "another run"),
+    (run_check(in_state(RUN, "ended"), 0, 0.5), "it has ended", "another run"),
+    (port_check("metrics", "0.0.0.0", 7, TAKEN, own_peer=False), "in use", "choose another one"),
+    (bandwidth_check(replace(LINK, up=0.5e6)), "take 120 s, it may take 60 s", "--max-upload"),
+    *(
+        (bootstrap_checks({FIRST: why})[0], why, remedy)
+        for why, remedy in {
+            "Connection refused": "ask the operator whether the bootstrap runs",
+            "timed out": "may dial out to TCP port 31337",
+            "Network is unreachable": "check that this machine is online",
+            "Name or service not known": "the name in the invite",
+            "No address associated with hostname": "the name in the invite",
+            "Temporary failure in name resolution": "check that this machine is online",
+        }.items()
+    ),
+]
 
 
-def test_a_missing_library_is_installed_by_name_and_version() -> None:
-    check = libraries_check([_library("torch", "2.7"), _library("hivemind", "", "==1.1.12")])
-    assert check.status == "failed"
-    assert check.remedy == "python -m pip install 'hivemind==1.1.12'"
+@pytest.mark.parametrize(("check", "words"), OK)
+def test_what_is_well_is_told_and_asks_for_nothing(check: Check, words: str) -> None:
+    assert (check.status, check.remedy) == ("ok", "") and words in check.text
 
 
-@pytest.mark.parametrize(("version", "needed"), [("1.1.11", "==1.1.12"), ("2.10.0", ">=2.11")])
-def test_a_library_of_another_version_is_installed_anew(version: str, needed: str) -> None:
-    check = libraries_check([_library("thing", version, needed)])
-    assert check.status == "failed"
-    assert version in check.text and check.remedy.endswith(f"'thing{needed}'")
+@pytest.mark.parametrize(
+    ("status", "check", "words", "remedy"),
+    [("warning", *each) for each in WARNINGS] + [("failed", *each) for each in FAILURES],
+)
+def test_what_is_not_names_its_remedy(status: str, check: Check, words: str, remedy: str) -> None:
+    assert check.status == status and words in check.text and remedy in check.remedy
 
 
-def test_versions_are_compared_as_numbers() -> None:
-    assert libraries_check([_library("thing", "2.13.0", ">=2.6")]).status == "ok"
-
-
-def test_a_library_that_cannot_be_loaded_says_why() -> None:
-    broken = Library(name="torch", version="2.13.0", fault="libcudart.so: not found")
-    check = libraries_check([broken])
-    assert check.status == "failed"
-    assert "libcudart.so: not found" in check.text and "--force-reinstall" in check.remedy
-
-
-def _library(name: str, version: str, needed: str = "") -> Library:
-    return Library(name=name, version=version, needed=needed)
-
-
-# ---- errors for people ---------------------------------------------------------------------------
 @pytest.mark.parametrize(
     ("error", "text", "remedy"),
     [
-        (
-            InvalidInput("key file k has mode 0644: run `chmod 600 k`"),
-            "key file k has mode 0644",
-            1,
-        ),
-        (EnvironmentFault("no bootstrap: a, b; check the invite"), "no bootstrap: a, b", 1),
+        (InvalidInput("key file k has mode 0644: run `chmod 600 k`"), "0644", "run `chmod 600 k`"),
+        (EnvironmentFault("no bootstrap: a, b; check the invite"), "a, b", "check the invite"),
+        (EnvironmentFault("it rains"), "it rains", "see more with --log-level debug"),
     ],
 )
-def test_an_error_becomes_its_text_and_its_remedy(error: Exception, text: str, remedy: int) -> None:
-    assert isinstance(error, InvalidInput | EnvironmentFault)
+def test_an_error_becomes_its_text_and_its_remedy(
+    error: DilocoxError, text: str, remedy: str
+) -> None:
     check = fault("x", error)
-    assert (check.status, check.text) == ("failed", text)
-    assert check.remedy and str(error).endswith(check.remedy)
-
-
-# ---- state folder --------------------------------------------------------------------------------
-def test_a_folder_that_can_be_used_is_fine() -> None:
-    assert folder_check(_folder()).status == "ok"
-    assert key_check(_folder()).status == "ok"  # the first start makes one
-    assert key_check(_folder(peer_id="Qm1")) == Check("key", "ok", "peer Qm1")
-
-
-def test_a_folder_with_a_running_peer_is_said_and_is_no_failure() -> None:
-    check = folder_check(_folder(in_use=True))
-    assert check.status == "warning"
-    assert "--state" in check.remedy and "--port" in check.remedy
-
-
-def test_a_paused_peer_is_said_with_the_command_that_ends_it() -> None:
-    check = folder_check(_folder(paused=True))
-    assert check.status == "warning"
-    assert "dilocox resume --state here" in check.remedy
-
-
-def test_a_folder_that_cannot_be_written_is_a_failure() -> None:
-    check = folder_check(_folder(writable=False))
-    assert check.status == "failed"
-    assert "--state" in check.remedy
-
-
-def test_a_key_that_cannot_be_used_is_a_failure() -> None:
-    check = key_check(_folder(key_fault=InvalidInput("key file k holds no key: move it away")))
-    assert (check.status, check.remedy) == ("failed", "move it away")
-
-
-def _folder(
-    *,
-    writable: bool = True,
-    in_use: bool = False,
-    paused: bool = False,
-    peer_id: str = "",
-    key_fault: InvalidInput | None = None,
-) -> FolderFacts:
-    return FolderFacts(
-        path="here",
-        writable=writable,
-        in_use=in_use,
-        paused=paused,
-        peer_id=peer_id,
-        key_fault=key_fault,
-    )
-
-
-# ---- room ----------------------------------------------------------------------------------------
-def test_a_disk_must_hold_a_snapshot_and_better_all_that_is_to_come() -> None:
-    needs = DiskNeeds(more_bytes=3 * GB, snapshot_bytes=GB)
-    assert disk_check("here", 0, None).status == "ok"
-    assert disk_check("here", 3 * GB, needs).status == "ok"
-    check = disk_check("here", GB, needs)
-    assert check.status == "warning"
-    assert (
-        "1.0 GB free" in check.text and "3.0 GB needed" in check.text and "--state" in check.remedy
-    )
-    check = disk_check("here", GB - 1, needs)
-    assert check.status == "failed"
-    assert "a snapshot takes 1.0 GB" in check.text and "--state" in check.remedy
-
-
-def test_memory_that_holds_the_stage_is_fine_and_the_others_are_named() -> None:
-    check = memory_check("memory", 8 * GB, None, [GB, 2 * GB, 9 * GB], 1)
-    assert check.status == "ok"
-    assert "2.0 GB needed for stage 1" in check.text and "of 3 stages 0, 1 fit" in check.text
-
-
-def test_too_little_memory_names_a_stage_that_fits() -> None:
-    check = memory_check("memory", 2 * GB, None, [3 * GB, GB], 0)
-    assert check.status == "failed"
-    assert "--stage 1" in check.remedy
-
-
-def test_too_little_memory_for_any_stage_is_said() -> None:
-    check = memory_check("memory", GB, None, [3 * GB, 2 * GB], 0)
-    assert check.status == "failed"
-    assert "no stage fits" in check.text and "--stage" not in check.remedy and check.remedy
-
-
-def test_little_memory_is_a_warning() -> None:
-    assert memory_check("memory", GB, None, [9 * GB // 10], 0).status == "warning"
-
-
-def test_a_limit_counts_where_it_is_less_than_what_is_free() -> None:
-    check = memory_check("memory", 8 * GB, 1.5e9, [2 * GB], 0)
-    assert check.status == "failed"
-    assert "--memory-limit" in check.text and "raise --memory-limit" in check.remedy
-    assert memory_check("memory", 8 * GB, 2.0e9, [2 * GB], 0).status == "ok"  # it was meant so
-    assert "free" in memory_check("memory", 1 * GB, 9e9, [GB // 2], 0).text
-
-
-def test_without_the_run_memory_is_only_shown() -> None:
-    assert memory_check("memory", GB, None, None, None) == Check("memory", "ok", "1.0 GB free")
-
-
-def test_beside_a_peer_that_runs_memory_is_only_shown() -> None:
-    assert memory_check("gpu", GB, None, [9 * GB], None) == Check("gpu", "ok", "1.0 GB free")
-
-
-def test_a_device_is_named_and_one_that_is_not_here_is_a_failure() -> None:
-    assert device_check("cpu", DeviceFacts(threads=1)) == Check("device", "ok", "CPU, 1 thread")
-    assert device_check("auto", DeviceFacts(threads=2)).text.startswith("CPU, 2 threads; no GPU")
-    gpu = DeviceFacts(kind="cuda", name="NVIDIA H200", free_bytes=139 * GB)
-    assert device_check("auto", gpu) == Check("device", "ok", "NVIDIA H200, 139 GB free")
-    check = device_check("cuda:3", DeviceFacts(fault="invalid device ordinal"))
-    assert (check.status, check.remedy) == ("failed", "choose cpu or auto")
+    assert (check.status, check.remedy) == ("failed", remedy) and check.text.endswith(text)
 
 
 @pytest.mark.parametrize(
@@ -209,3 +214,49 @@ def test_a_device_is_named_and_one_that_is_not_here_is_a_failure() -> None:
 )
 def test_sizes_are_for_people(count: int, text: str) -> None:
     assert size(count) == text
+
+
+# ---- this machine --------------------------------------------------------------------------------
+def test_the_libraries_of_this_machine_are_found_with_what_is_needed() -> None:
+    found = {each.name: each for each in libraries()}
+    assert found["hivemind"].version == "1.1.12" and found["hivemind"].needed == "==1.1.12"
+    assert found["torch"].needed.startswith(">=") and not found["torch"].fault
+
+
+def test_a_folder_that_is_not_there_yet_stays_so(tmp_path: Path) -> None:
+    folder = StateFolder(tmp_path / "a" / "b")
+    assert folder_check(folder, in_use=folder.in_use) == Check("folder", "ok", str(folder.path))
+    assert key_check(folder) == (Check("key", "ok", "none yet; the first start makes one"), "")
+    assert not (tmp_path / "a").exists()
+
+
+def test_a_folder_with_a_running_peer_is_seen_and_not_disturbed(tmp_path: Path) -> None:
+    folder, looks = StateFolder(tmp_path), StateFolder(tmp_path)
+    assert not looks.in_use
+    with folder.locked():
+        assert looks.in_use
+        check = folder_check(looks, in_use=True)
+        assert (check.status, "--port" in check.remedy) == ("warning", True)
+    assert not looks.in_use
+    with folder.locked():  # what was looked at is free again
+        pass
+
+
+def test_a_paused_peer_is_said_with_the_command_that_ends_it(tmp_path: Path) -> None:
+    (tmp_path / "paused").touch()
+    check = folder_check(StateFolder(tmp_path), in_use=False)
+    assert (check.status, f"dilocox resume --state {tmp_path}" in check.remedy) == ("warning", True)
+
+
+def test_a_folder_that_cannot_be_written_is_a_failure() -> None:
+    check = folder_check(StateFolder(Path("/proc/1/here")), in_use=False)
+    assert (check.status, "--state" in check.remedy) == ("failed", True)
+
+
+def test_a_key_is_the_peers_id_and_one_that_others_can_read_is_a_failure(tmp_path: Path) -> None:
+    folder = StateFolder(tmp_path)
+    peer = Identity.load_or_create(folder.identity).peer_id
+    assert key_check(folder) == (Check("key", "ok", f"peer {peer}"), peer)
+    folder.identity.chmod(0o644)
+    check, peer = key_check(folder)
+    assert (check.status, "chmod 600" in check.remedy, peer) == ("failed", True, "")

@@ -154,7 +154,10 @@ def test_a_tokenizer_that_cannot_be_had_is_named_and_leaves_nothing(tmp_path: Pa
     assert not list(tmp_path.iterdir())
 
 
-def test_an_earlier_export_is_replaced_and_nothing_is_left_beside_it(tmp_path: Path) -> None:
+def test_an_earlier_export_or_an_empty_folder_is_replaced_and_nothing_is_left_beside_it(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "out").mkdir()
     write(tmp_path / "out", num_stages=3, seed=3)
     write(tmp_path / "out", num_stages=2, seed=4)
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
@@ -162,13 +165,6 @@ def test_an_earlier_export_is_replaced_and_nothing_is_left_beside_it(tmp_path: P
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "out", local_files_only=True)
     expected = build_stage(LLAMA, 0, 1, seed=4).state_dict()
     assert torch.equal(model.lm_head.weight, expected["lm_head.weight"])
-
-
-def test_an_empty_folder_is_taken_and_missing_parents_are_made(tmp_path: Path) -> None:
-    (tmp_path / "empty").mkdir()
-    write(tmp_path / "empty")
-    write(tmp_path / "a" / "b" / "out")
-    assert all((tmp_path / f"{name}/dilocox.json").is_file() for name in ("empty", "a/b/out"))
 
 
 @pytest.mark.parametrize("kind", ["folder", "file"])
@@ -183,25 +179,24 @@ def test_what_is_no_earlier_export_is_not_overwritten(tmp_path: Path, kind: str)
     assert [path.name for path in tmp_path.iterdir()] == ["thesis"]
 
 
-def test_a_failure_half_way_leaves_the_earlier_export(tmp_path: Path) -> None:
-    write(tmp_path / "out", seed=3)
-    before = {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()}
+def files(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def test_a_failure_half_way_leaves_the_earlier_export(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "a" / "b" / "out"  # whose parents are made
+    write(out, seed=3)
+    before = files(out)
 
     def lost_peer() -> Iterator[Entry]:
         yield from stage_tensors(LLAMA, 2, seed=4)
         raise ConnectionError("the peer of stage 2 left")
 
     with pytest.raises(ConnectionError, match="stage 2 left"):
-        write_checkpoint(tmp_path / "out", LLAMA, lost_peer(), "byt5", INFO)
-    assert {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()} == before
-    assert [path.name for path in tmp_path.iterdir()] == ["out"]
-
-
-def test_a_new_folder_that_cannot_be_put_in_place_leaves_the_earlier_export(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    write(tmp_path / "out", seed=3)
-    before = {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()}
+        write_checkpoint(out, LLAMA, lost_peer(), "byt5", INFO)
+    assert files(out) == before and [path.name for path in out.parent.iterdir()] == ["out"]
     rename = Path.rename
 
     def refuse_drafts(self: Path, target: Path) -> Path:
@@ -211,9 +206,8 @@ def test_a_new_folder_that_cannot_be_put_in_place_leaves_the_earlier_export(
 
     monkeypatch.setattr(Path, "rename", refuse_drafts)
     with pytest.raises(EnvironmentFault, match=r"Permission denied.*check that you may write"):
-        write(tmp_path / "out", seed=4)
-    assert {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()} == before
-    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+        write(out, seed=4)
+    assert files(out) == before and [path.name for path in out.parent.iterdir()] == ["out"]
 
 
 def test_a_full_disk_gives_a_message_with_its_mend(
@@ -256,33 +250,30 @@ def test_evaluation_is_the_mean_loss_per_token_for_any_batch(tmp_path: Path) -> 
         assert evaluate_checkpoint(tmp_path / "out", windows, batch) == pytest.approx(expected)
 
 
-def test_continuations_depend_on_the_seed_alone(tmp_path: Path) -> None:
+def test_continuations_depend_on_the_seed_alone_and_at_temperature_zero_not_on_it(
+    tmp_path: Path,
+) -> None:
     write(tmp_path / "out")
     before = torch.get_rng_state()
-    texts = [continue_text(tmp_path / "out", "a</s>b", 40, seed) for seed in (1, 1, 2)]
-    assert texts[0] == texts[1] != texts[2] and all(texts)
+
+    def texts(temperature: float | None, *seeds: int) -> list[str]:
+        return [
+            continue_text(tmp_path / "out", "ab", 30, seed, temperature=temperature)
+            for seed in seeds
+        ]
+
+    first, again, other = texts(None, 1, 1, 2)
+    assert first == again != other
+    assert len(set(texts(0.0, 1, 2, 3))) == 1 and len(set(texts(5.0, 1, 2, 3))) == 3
     assert torch.equal(torch.get_rng_state(), before)
 
 
-def test_at_temperature_zero_the_seed_does_not_matter_and_at_others_it_does(tmp_path: Path) -> None:
-    write(tmp_path / "out")
-
-    def texts(temperature: float) -> set[str]:
-        return {
-            continue_text(tmp_path / "out", "ab", 30, seed, temperature=temperature)
-            for seed in (1, 2, 3)
-        }
-
-    assert len(texts(0.0)) == 1
-    assert len(texts(5.0)) == 3
-
-
-def test_a_text_is_told_piece_by_piece_and_whole(tmp_path: Path) -> None:
+def test_a_text_is_told_word_by_word_and_whole(tmp_path: Path) -> None:
     write(tmp_path / "out")
     pieces: list[str] = []
-    text = continue_text(tmp_path / "out", "né ", 120, 3, temperature=3.0, tell=pieces.append)
+    text = continue_text(tmp_path / "out", "né ", 600, 3, temperature=3.0, tell=pieces.append)
     assert "".join(pieces) == text
-    assert len([piece for piece in pieces if piece]) > 50
+    assert len([piece for piece in pieces if piece]) > 1
 
 
 def test_a_model_without_room_for_so_many_tokens_says_so(tmp_path: Path) -> None:
@@ -342,12 +333,5 @@ def test_an_incomplete_checkpoint_is_refused(tmp_path: Path, damage: str) -> Non
         index = out / "model.safetensors.index.json"
         index.write_text(index.read_text().replace('"lm_head.weight"', '"head.weight"'))
         shard.write_bytes(shard.read_bytes().replace(b'"lm_head.weight"', b'"lm_had.weight" '))
-    kind = "config.json" if damage == "absent" else "complete"
-    with pytest.raises(InvalidInput, match=rf"is no .*{kind}.*export the run again"):
+    with pytest.raises(InvalidInput, match=r"is no complete checkpoint.*export the run again"):
         evaluate_checkpoint(out, torch.ones(1, 5, dtype=torch.long), 1)
-
-
-def test_an_empty_prompt_is_refused(tmp_path: Path) -> None:
-    write(tmp_path / "out")
-    with pytest.raises(InvalidInput, match="prompt: it is empty"):
-        continue_text(tmp_path / "out", "", 4, 0)

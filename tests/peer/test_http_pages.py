@@ -22,7 +22,6 @@ from dilocox.peer.http_pages import (
     Page,
     Pages,
     PageServer,
-    PortTaken,
     check_port,
     health_page,
     metrics_page,
@@ -73,7 +72,8 @@ def test_a_page_is_made_anew_for_each_request_and_the_query_does_not_matter() ->
 def test_head_has_no_body_and_other_methods_and_paths_are_refused() -> None:
     with served({"/page": lambda: Page.text("here")}) as server:
         assert ask(server, "/page", "HEAD")[:2] == (200, "")
-        assert ask(server, "/page", "POST")[0] == 501
+        status, _, headers = ask(server, "/page", "POST")
+        assert (status, headers["Allow"]) == (405, "GET, HEAD")
         status, body, _ = ask(server, "/elsewhere")
     assert status == 404
     assert "/page" in body
@@ -167,16 +167,36 @@ def test_who_does_not_read_holds_its_place_until_the_deadline_and_others_are_tur
         with connected(server) as other:
             assert _ended(other)
 
-        def answers() -> bool:
-            with suppress(OSError):
-                return ask(server, "/page")[0] == 200
-            return False
+        wait_until(lambda: _answers(server), 5.0)
 
-        wait_until(answers, 5.0)
+
+@pytest.mark.parametrize("thread", ["the request's", "its deadline's"])
+def test_a_request_for_which_no_thread_can_be_started_takes_no_place_for_ever(
+    thread: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start, started = threading.Thread.start, list[threading.Thread]()
+
+    def fail_at(self: threading.Thread) -> None:
+        started.append(self)
+        if len(started) == (1 if thread == "the request's" else 2):
+            raise RuntimeError("can't start new thread")
+        start(self)
+
+    with served({"/page": lambda: Page.text("here")}, max_requests=1) as server:
+        monkeypatch.setattr(threading.Thread, "start", fail_at)
+        with connected(server) as unlucky:
+            assert _ended(unlucky)
+        wait_until(lambda: _answers(server), 5.0)
 
 
 def connected(server: PageServer) -> socket.socket:
     return socket.create_connection((LOCAL, server.port), timeout=5)
+
+
+def _answers(server: PageServer) -> bool:
+    with suppress(OSError):
+        return ask(server, "/page")[0] == 200
+    return False
 
 
 def _ended(connection: socket.socket) -> bool:
@@ -189,20 +209,21 @@ def _ended(connection: socket.socket) -> bool:
 
 # ---- its life ------------------------------------------------------------------------------------
 def test_it_gives_the_port_back_at_once_though_a_client_hangs_on() -> None:
-    with PageServer(LOCAL, 0, {}) as server, connected(server):
-        pages = [thread for thread in threading.enumerate() if thread.name == "pages"]
-        assert pages and all(thread.daemon for thread in pages)  # they end with the process
-        began = time.monotonic()
-        server.close()
+    with ExitStack() as client:
+        with PageServer(LOCAL, 0, {}) as server:
+            client.enter_context(connected(server))
+            pages = [thread for thread in threading.enumerate() if thread.name == "pages"]
+            assert pages and all(thread.daemon for thread in pages)  # they end with the process
+            began = time.monotonic()
         assert time.monotonic() - began < 2
         check_port(LOCAL, server.port)
 
 
 def test_a_taken_port_is_named_with_the_fix(taken_port: int) -> None:
     for opens in (check_port, lambda host, port: PageServer(host, port, {})):
-        with pytest.raises(PortTaken, match=rf"port {taken_port} .*--metrics-port"):
+        with pytest.raises(EnvironmentFault, match=rf"port {taken_port} .*--metrics-port"):
             opens(LOCAL, taken_port)
-    with pytest.raises(PortTaken, match=" --port"):
+    with pytest.raises(EnvironmentFault, match=" --port"):
         check_port(LOCAL, taken_port, option="")
 
 

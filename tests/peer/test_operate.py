@@ -23,6 +23,7 @@ from dilocox.dht.revisions import RevisionFolder, in_state
 from dilocox.peer.chain.store import RecordFolder
 from dilocox.peer.commands import operate
 from dilocox.peer.commands.operate import checked_manifest
+from dilocox.peer.options import EndRunOptions, PauseRunOptions, ResumeRunOptions, ReviseOptions
 from tests.peer.kept_chains import ChainMaker
 
 RUN_YAML = {"name": "demo", "model": "tiny", "end_tokens": 1_000_000}
@@ -58,6 +59,11 @@ class Folder:
         return operation.revision, operation.state
 
 
+def revised(folder: Folder, **values: object) -> int:
+    """The exit code of `dilocox operate revise` with a run.yaml of these values."""
+    return operate.revise(ReviseOptions(state=folder.path, manifest=folder.yaml(**values)))
+
+
 @pytest.fixture
 def folder(tmp_path: Path, identities: list[Identity]) -> Folder:
     return Folder(tmp_path / "boot", identities[0])
@@ -66,9 +72,9 @@ def folder(tmp_path: Path, identities: list[Identity]) -> Folder:
 def test_each_command_adds_a_revision_and_removes_none(
     folder: Folder, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert operate.set_state(folder.path, "paused") == 0
-    assert operate.revise(folder.path, folder.yaml(outer={"learning_rate": 0.5})) == 0
-    assert operate.set_state(folder.path, "running") == 0
+    assert operate.set_state(PauseRunOptions(state=folder.path)) == 0
+    assert revised(folder, outer={"learning_rate": 0.5}) == 0
+    assert operate.set_state(ResumeRunOptions(state=folder.path)) == 0
     assert folder.revisions.numbers == [0, 1, 2, 3]
     assert folder.state == (3, "running")
     said = capsys.readouterr().out
@@ -91,9 +97,9 @@ def test_an_end_that_the_run_has_passed_is_refused_and_another_value_is_not(
     for end in (5, trained):
         said = rf"end_tokens is {end:,}, but the run has trained {trained:,} tokens.*operate end"
         with pytest.raises(InvalidInput, match=said):
-            operate.revise(folder.path, folder.yaml(end_tokens=end))
+            revised(folder, end_tokens=end)
     assert folder.revisions.numbers == [0]
-    assert operate.revise(folder.path, folder.yaml(end_tokens=trained + 1)) == 0
+    assert revised(folder, end_tokens=trained + 1) == 0
 
 
 def test_of_two_commands_at_once_one_is_told_to_try_again(
@@ -134,7 +140,7 @@ def test_a_command_waits_until_the_running_bootstrap_has_published_it(
         fcntl.flock(lock, fcntl.LOCK_EX)
         thread = threading.Thread(target=bootstrap)
         thread.start()
-        assert operate.set_state(folder.path, "ended") == 0
+        assert operate.set_state(EndRunOptions(state=folder.path)) == 0
         assert folder.revisions.published == 1
         thread.join(5.0)
     assert "does not run" not in capsys.readouterr().out
@@ -144,13 +150,13 @@ def test_a_folder_without_the_operators_key_is_refused_by_name(
     folder: Folder, identities: list[Identity], tmp_path: Path
 ) -> None:
     with pytest.raises(InvalidInput, match="no bootstrap has run here; name the --state folder"):
-        operate.set_state(tmp_path / "nowhere", "paused")
+        operate.set_state(PauseRunOptions(state=tmp_path / "nowhere"))
     (folder.path / "identity.key").write_bytes(identities[1].path.read_bytes())
     with pytest.raises(InvalidInput, match="its key is not that of run"):
-        operate.set_state(folder.path, "paused")
+        operate.set_state(PauseRunOptions(state=folder.path))
     (folder.path / "identity.key").unlink()
     with pytest.raises(InvalidInput, match="has not the operator's key of run"):
-        operate.set_state(folder.path, "paused")
+        operate.set_state(PauseRunOptions(state=folder.path))
     assert not (folder.path / "identity.key").exists(), "and none was made"
 
 
@@ -158,7 +164,7 @@ def test_a_bootstrap_starts_with_the_first_run_yaml_or_the_newest_and_no_other(
     folder: Folder,
 ) -> None:
     first = checked_manifest(folder.yaml())
-    operate.revise(folder.path, folder.yaml(outer={"learning_rate": 0.5}))
+    revised(folder, outer={"learning_rate": 0.5})
     second = checked_manifest(folder.yaml(outer={"learning_rate": 0.5}))
     for manifest in (first, second):
         begun = OwnManifest(folder.key, manifest, folder.revisions)

@@ -38,7 +38,7 @@ from dilocox.peer.chain.record_check import RecordCheck
 from dilocox.peer.chain.replay import state_after
 from dilocox.peer.chain.store import KeptChain, KeptState, RecordFolder, RoundLog
 from dilocox.peer.chain.summary import ChainRound
-from dilocox.peer.chain.sync import ChainClient, StateOffer
+from dilocox.peer.chain.sync import ChainClient, Limits, StateOffer
 from dilocox.peer.rounds.record import RecordRefused
 from dilocox.pipeline.stage import stage_layout
 
@@ -66,8 +66,21 @@ class ClaimedChain:
         return digest == self.chain.check.root
 
 
-async def claimed_chain(place: Joined, stage: int, deadline: float) -> ClaimedChain:
-    """What a stage's peers claim, over the network. All waits end at `deadline` (monotonic)."""
+NO_LIMITS = Limits(headers_s=math.inf, records_s=math.inf, stall_s=math.inf)
+
+
+async def claimed_chain(
+    place: Joined,
+    stage: int,
+    deadline: float = math.inf,
+    *,
+    older: bool = True,
+    limits: Limits = NO_LIMITS,
+) -> ClaimedChain:
+    """What a stage's peers claim, over the network. All waits end at `deadline` (monotonic); by
+    default no holder has less time than that, so that --timeout helps on a slow line. `older` and
+    `limits` as for ChainClient.
+    """
     manifest = place.manifest
     check = RecordCheck.of(place.run, stage, manifest, stage_layout(manifest, stage))
     client = Client(
@@ -82,7 +95,9 @@ async def claimed_chain(place: Joined, stage: int, deadline: float) -> ClaimedCh
         ((peer, claim) for peer, claim in counting.items() if claim.round >= 0),
         key=lambda item: (-item[1].chain_tokens, -item[1].round, item[0]),
     )
-    chain = ChainClient(client, check, [peer for peer, _ in claims], older=True, deadline=deadline)
+    chain = ChainClient(
+        client, check, [peer for peer, _ in claims], older=older, deadline=deadline, limits=limits
+    )
     return ClaimedChain(chain=chain, claims=dict(claims), peers=len(counting))
 
 
@@ -123,10 +138,11 @@ async def download_chain(claimed: ClaimedChain, folder: Path) -> tuple[KeptChain
             async for fetched in claimed.chain.records(digest, claimed.ends):
                 await asyncio.to_thread(log.write, fetched.round, fetched.data, fetched.certificate)
                 previous = fetched.previous
-        except RecordRefused as error:
-            flaws.append(str(error))
         except REFUSED as error:
-            logger.info("the download ends: %s", error)
+            if type(error) is RecordRefused:
+                flaws.append(str(error))
+            else:
+                logger.info("the download ends: %s", error)
         if log.rounds() or flaws:
             break
     if not log.rounds() and not flaws:
@@ -249,7 +265,8 @@ async def _ask(
     place: Joined, stage: int, round_number: int | None, deadline: float
 ) -> tuple[StageAnchor | None, str]:
     """Ask the peers of a stage in turn, the longest chain first; the last reason if all fail."""
-    claimed = await claimed_chain(place, stage, deadline=math.inf)
+    # one holder among several: what an archive keeps besides, and more time, is not worth the wait
+    claimed = await claimed_chain(place, stage, older=False, limits=Limits())
     last = nobody_holds(claimed.peers)
     for peer, claim in claimed.claims.items():
         try:

@@ -40,6 +40,12 @@ NONSENSE = (
 T = TypeVar("T")
 
 
+class OtherRecord(RecordRefused):
+    """A holder sent another record than it was asked for, or no certificate: its fault, and none of
+    the record's.
+    """
+
+
 class _Enough(ConnectionError):
     """The header is here: the rest of the record is not needed."""
 
@@ -168,7 +174,7 @@ class HeaderClient:
             except REFUSED as error:
                 if len(self.holders) > 1:
                     logger.info("%s: %s", peer[-6:], str(error) or type(error).__name__)
-                if not isinstance(failure, RecordRefused):
+                if type(failure) is not RecordRefused:
                     failure = error
                 continue
             if found is not None:
@@ -232,7 +238,8 @@ def read_header(data: bytes, digest: str, run: str, stage: int) -> ToldHeader:
     numbers = (listed.round, size, says.chain_tokens, listed.next_inner_steps, listed.tokens)
     if not all(0 <= number <= MAX_TOKENS for number in (*numbers, *dict(says.members).values())):
         raise FrameRefused("a record's numbers make no sense")
-    if any(len(name) > MAX_NAME for name in names):
+    # a name goes into status.json and onto a page: a lone surrogate is not even text
+    if any(len(name) > MAX_NAME or not name.isprintable() for name in names):
         raise FrameRefused("a member's name is none")
     return ToldHeader(header, says)
 

@@ -41,7 +41,7 @@ from torch import Tensor
 from dilocox.dht.errors import EnvironmentFault
 from dilocox.dht.files import disk_fault, make_folder
 from dilocox.dht.rpc import STALL_S, Blob, Client, FrameRefused
-from dilocox.peer.chain.headers import HeaderClient, ToldHeader
+from dilocox.peer.chain.headers import HeaderClient, OtherRecord, ToldHeader
 from dilocox.peer.chain.record_check import RecordCheck
 from dilocox.peer.chain.snapshot_files import sha256_of_file
 from dilocox.peer.chain.store import KeptState, RoundLog
@@ -289,10 +289,10 @@ class ChainClient(HeaderClient):
         if blob is None:
             return None
         if digest_of(blob.data) != digest:
-            raise FrameRefused(f"{peer} sent another record than {digest[:12]}")
+            raise OtherRecord(f"{peer} sent another record than {digest[:12]}")
         proof = await self._get(peer, "certificate", digest, MAX_CERTIFICATE_BYTES, limits.stall_s)
         if proof is None:
-            raise FrameRefused(f"{peer} has no certificate of {digest[:12]}")
+            raise OtherRecord(f"{peer} has no certificate of {digest[:12]}")
         record = await self._compute(self.check.record, blob.data, proof.data)
         return Fetched(record, blob.data, proof.data)
 

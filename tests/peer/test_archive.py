@@ -10,7 +10,7 @@ import shutil
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -125,14 +125,6 @@ class Kept:
             OUTER.apply(anchor, momentum, record.average(CHECK.codec), anchor, momentum)
         assert log.head().digest == claim.digest
         return anchor
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def maker(identity: Identity, folder: Path) -> ChainMaker:

@@ -2,26 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import cast
 
 import pytest
-import torch
 
 from dilocox.dht.identity import Identity
 from dilocox.peer.chain.archive import Generation, OlderRecords
 from dilocox.peer.chain.store import RecordFolder
 from tests.peer.kept_chains import ChainMaker, manifest_of
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture

@@ -3,12 +3,10 @@ from the archive and taken by peers and archives, without losing a file."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
 
 from dilocox.dht.errors import InvalidInput
 from dilocox.dht.identity import Identity
@@ -26,14 +24,6 @@ from dilocox.peer.chain.rollback import (
 )
 from dilocox.peer.chain.store import RecordFolder, keep_manifest, kept_run
 from tests.peer.kept_chains import RUN, ChainMaker, manifest_of
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture

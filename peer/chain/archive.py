@@ -38,7 +38,7 @@ from dilocox.peer.chain.claims import ClaimBook, holders, wins
 from dilocox.peer.chain.record_check import RecordCheck
 from dilocox.peer.chain.rollback import STATE_NAME, archive_goes_back
 from dilocox.peer.chain.snapshot_files import STATE_FACTS_FILE, STATE_FILE, newest, sha256_of_file
-from dilocox.peer.chain.store import OLDER_NAME, RecordFolder, RoundLog, Tip
+from dilocox.peer.chain.store import OLDER_NAME, RoundLog, Store, Tip
 from dilocox.peer.chain.sync import (
     RECORDS_LIMIT_S,
     ChainClient,
@@ -198,10 +198,10 @@ class OlderRecords:
 
     def __init__(self, folder: Path, keep_bytes: int):
         """folder: of the stage. keep_bytes: of records, the newest four aside."""
-        self.records = RecordFolder(folder / OLDER_NAME)
+        self.records = Store(folder / OLDER_NAME)
         self._keep_bytes = keep_bytes
 
-    def keep(self, log: RecordFolder) -> None:
+    def keep(self, log: Store) -> None:
         """Take over all records of a generation that is given up for its state alone."""
         self._take(log, log.rounds())
 
@@ -230,7 +230,7 @@ class OlderRecords:
                 return
         self.records.drop_from(0)
 
-    def _take(self, log: RecordFolder, rounds: list[int]) -> None:
+    def _take(self, log: Store, rounds: list[int]) -> None:
         self.records.share(log, rounds)
         self.records.prune(sys.maxsize, self._keep_bytes)
 
@@ -300,7 +300,7 @@ class StageArchive:
         """What a peer asks for, as uploads.py answers it; KeyError and so on for nonsense."""
         match want["what"]:
             case "record" | "certificate":
-                logs: list[RecordFolder] = [self._current.log]
+                logs: list[Store] = [self._current.log]
                 logs += [] if self._coming is None else [self._coming.log]
                 logs += [self._older.records] if want.get("older") else []
                 header = bool(want.get("header"))

@@ -36,7 +36,7 @@ from dilocox.dht.rpc import REFUSED, Client, UploadLimit
 from dilocox.dht.swarm_view import nobody_holds, that_count
 from dilocox.peer.chain.record_check import RecordCheck
 from dilocox.peer.chain.replay import state_after
-from dilocox.peer.chain.store import KeptChain, KeptState, RecordFolder, RoundLog
+from dilocox.peer.chain.store import KeptChain, KeptState, RoundLog, Store
 from dilocox.peer.chain.summary import ChainRound
 from dilocox.peer.chain.sync import ChainClient, Limits, StateOffer
 from dilocox.peer.rounds.record import RecordRefused
@@ -129,7 +129,7 @@ async def download_chain(claimed: ClaimedChain, folder: Path) -> tuple[KeptChain
     Raises:
         EnvironmentFault: nobody gives the records that are claimed, or the time is over.
     """
-    log = RecordFolder(folder / "log")
+    log = Store(folder / "log")
     make_folder(folder / "log")
     flaws: list[str] = []
     previous = ""

@@ -75,7 +75,7 @@ def write_snapshot(folder: Path, snapshot: Snapshot, *, above: int = -1) -> Path
         for left in folder.glob("*.partial"):
             shutil.rmtree(left, ignore_errors=True)
         partial.mkdir()
-        write_state(partial, snapshot)
+        write_state(partial, snapshot.round, snapshot.digest, snapshot.anchor, snapshot.momentum)
         facts = {"layout": snapshot.layout, "facts": snapshot.facts}
         _save(partial / LOCAL_FILE, snapshot.tensors, {"local": json.dumps(facts)})
         sync(partial)
@@ -159,13 +159,15 @@ def newest(folder: Path) -> Path | None:
     return complete[-1] if complete else None
 
 
-def write_state(folder: Path, snapshot: Snapshot) -> None:
+def write_state(
+    folder: Path, round_number: int, digest: str, anchor: Tensor, momentum: Tensor
+) -> None:
     """The part of a snapshot that joiners download, into a folder that is there."""
     path = folder / STATE_FILE
-    _save(path, {"anchor": snapshot.anchor, "momentum": snapshot.momentum}, {})
+    _save(path, {"anchor": anchor, "momentum": momentum}, {})
     facts = {
-        "round": snapshot.round,
-        "digest": snapshot.digest,
+        "round": round_number,
+        "digest": digest,
         "size": path.stat().st_size,
         "sha256": sha256_of_file(path),
     }

@@ -24,7 +24,7 @@ from typing import Any, BinaryIO
 
 from dilocox.dht.rpc import CHUNK_BYTES, STALL_S, reply, unpack
 from dilocox.peer.chain.snapshot_files import STATE_FACTS_FILE, STATE_FILE, newest
-from dilocox.peer.chain.store import RecordFolder
+from dilocox.peer.chain.store import Store
 
 AT_ONCE = 8
 OF_ONE_PEER = 3
@@ -52,9 +52,7 @@ class Source:
         self.file.close()
 
 
-def find_in_log(
-    log: RecordFolder, what: str, digest: str, *, header: bool = False
-) -> Source | None:
+def find_in_log(log: Store, what: str, digest: str, *, header: bool = False) -> Source | None:
     """A logged record or certificate, to serve; of a record perhaps only the header.
 
     A record is served as it lies on the disk: who asks knows its digest.

@@ -10,7 +10,7 @@ import pytest
 
 from dilocox.dht.identity import Identity
 from dilocox.peer.chain.archive import Generation, OlderRecords
-from dilocox.peer.chain.store import RecordFolder
+from dilocox.peer.chain.store import Store
 from tests.peer.kept_chains import ChainMaker, manifest_of
 
 
@@ -35,12 +35,12 @@ def older(tmp_path: Path) -> OlderRecords:
 
 def generation(folder: Path, maker: ChainMaker, state_round: int, *rounds: int) -> Generation:
     """One with these records, the first of which its state stands on (-1: there is no state)."""
-    log = RecordFolder(folder)
+    log = Store(folder)
     log.share(maker.log, rounds)
     return cast("Generation", SimpleNamespace(log=log, state_round=state_round))
 
 
-def digests(records: RecordFolder) -> list[str]:
+def digests(records: Store) -> list[str]:
     return [entry.digest for entry in records.entries()]
 
 

@@ -16,7 +16,7 @@ from dilocox.dht.identity import Identity
 from dilocox.dht.records import ClaimRecord
 from dilocox.peer.chain.download import ClaimedChain, claimed_chain, download_chain, list_chain
 from dilocox.peer.chain.replay import replay
-from dilocox.peer.chain.store import KeptChain, RecordFolder
+from dilocox.peer.chain.store import KeptChain, Store
 from dilocox.peer.chain.summary import ChainRound
 from dilocox.peer.chain.uploads import Source
 from tests.peer.kept_chains import RUN, ChainMaker, manifest_of
@@ -258,4 +258,4 @@ def test_a_state_that_stands_on_no_record_of_the_chain_is_not_taken(
     claimed.add("QmB", giving(other, 0), tokens=-5)
     chain, flaws = claimed.download(tmp_path / "got")
     assert (flaws, chain.states) == ([], ())
-    assert isinstance(chain.records[0].folder, RecordFolder)
+    assert isinstance(chain.records[0].store, Store)

@@ -418,7 +418,7 @@ class StageAverager(PeerService, ConnectivityService, DecentralizedAverager):
     @cached_property
     def _check(self) -> RecordCheck:
         config = self.config
-        return RecordCheck.of(config.run, config.stage, config.manifest, config.layout)
+        return RecordCheck(config.run, config.stage, config.manifest, config.layout)
 
     async def _serve_open(self) -> None:
         await self.answer_others()

@@ -19,9 +19,7 @@ to replay it. Oldest first they make room for newer ones.
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
-import os
 import random
 import shutil
 import sys
@@ -30,15 +28,16 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from dilocox.dht.files import disk_fault, make_folder, write_atomically
+from dilocox.dht.errors import InvalidInput
+from dilocox.dht.files import make_folder, sync
 from dilocox.dht.records import ClaimRecord
 from dilocox.dht.rpc import REFUSED, Client, PeerBusy
 from dilocox.dht.swarm_view import SwarmView, that_count
 from dilocox.peer.chain.claims import ClaimBook, holders, wins
 from dilocox.peer.chain.record_check import RecordCheck
 from dilocox.peer.chain.rollback import STATE_NAME, archive_goes_back
-from dilocox.peer.chain.snapshot_files import STATE_FACTS_FILE, STATE_FILE, newest, sha256_of_file
-from dilocox.peer.chain.store import OLDER_NAME, RoundLog, Store, Tip
+from dilocox.peer.chain.snapshot_files import STATE_FILE, made_whole, sha256_of_file, write_facts
+from dilocox.peer.chain.store import OLDER_NAME, RoundLog, Store, Tip, kept_state
 from dilocox.peer.chain.sync import (
     RECORDS_LIMIT_S,
     ChainClient,
@@ -67,8 +66,9 @@ class Generation:
         self.number = int(folder.name)
         self.donor = donor
         self.states = folder / "state"
+        self.state = kept_state(self.states)
         self.log = RoundLog(folder / "log", manifest_digest=check.root, codec=check.codec)
-        self.state_round = int(self._state_facts().get("round", -1))
+        self.state_round = -1 if self.state is None else self.state.round
         self.proven = self.state_round < 0
         self.grown()
 
@@ -84,18 +84,18 @@ class Generation:
 
         Raises EnvironmentFault if the disk is full.
         """
-        final, partial = folder / f"{number:08d}", folder / f"{number:08d}.partial"
-        try:
-            shutil.rmtree(partial, ignore_errors=True)
-            make_folder(partial)
+        final = folder / f"{number:08d}"
+        with made_whole(final) as partial:
             if state is not None:
                 offer, file = state
-                _keep_state(partial / "state" / STATE_NAME, offer, file)
-                log = RoundLog(partial / "log", manifest_digest=check.root, codec=check.codec)
-                log.start_from(offer.record_bytes, offer.certificate)
-            partial.rename(final)
-        except OSError as error:
-            raise disk_fault(final, error) from error
+                kept = partial / "state" / STATE_NAME
+                make_folder(kept)
+                file.replace(kept / STATE_FILE)
+                sync(kept / STATE_FILE)
+                write_facts(kept, offer.record.round, offer.digest, offer.sha256)
+                make_folder(partial / "log")
+                log = Store(partial / "log")
+                log.write(offer.record.round, offer.record_bytes, offer.certificate)
         return cls(final, check, donor="" if state is None else state[0].peer)
 
     @classmethod
@@ -109,21 +109,23 @@ class Generation:
             elif path.name.isdecimal():
                 try:
                     found.append(cls._whole(path, check))
-                except (ValueError, KeyError, TypeError, OSError) as error:
+                except (ValueError, InvalidInput, OSError) as error:
                     logger.warning("%s: damaged (%s), left out", path, error)
                     shutil.rmtree(path, ignore_errors=True)
         return found
 
     @classmethod
     def _whole(cls, folder: Path, check: RecordCheck) -> Generation:
-        """Raises what parsing raises, or RecordRefused."""
+        """Raises InvalidInput, OSError and ValueError (RecordRefused among them)."""
         made = cls(folder, check)
-        rounds, facts = made.log.rounds(), made._state_facts()
-        previous = check.root
-        if facts:
-            if sha256_of_file(made.state_file) != facts["sha256"]:
+        rounds, previous = made.log.rounds(), check.root
+        if made.state is not None:
+            if sha256_of_file(made.state.file) != made.state.sha256:
                 raise RecordRefused("its state is not what it was")
-            if made.log.find(facts["digest"]) != made.state_round or made.state_round != rounds[0]:
+            if (
+                made.log.find(made.state.digest) != made.state_round
+                or made.state_round != rounds[0]
+            ):
                 raise RecordRefused("its records do not begin at its state")
         for number in rounds:
             data = made.log.read_bytes(number)
@@ -135,11 +137,6 @@ class Generation:
         return made
 
     @property
-    def state_file(self) -> Path:
-        """The file of its state; there is none where it begins at the initial weights."""
-        return self.states / STATE_NAME / STATE_FILE
-
-    @property
     def records_after(self) -> int:
         """How many records follow the state."""
         return len(self._following())
@@ -147,9 +144,7 @@ class Generation:
     def grown(self) -> None:
         """Look at the log's end anew."""
         self.head: Tip = self.log.head()
-        self.last: RoundRecord | None = (
-            self.log.header(self.head.round) if self.head.round >= 0 else None
-        )
+        self.last: RoundRecord | None = self.log.header(self.head.round)
 
     def proved(self, check: RecordCheck) -> bool | None:
         """Whether the state is the one its records apply to; None while they are fewer than two.
@@ -157,40 +152,21 @@ class Generation:
         Takes the time of decoding a record and reading the state once.
         """
         following = self._following()[:2]
-        if len(following) < 2:
+        if self.state is None or len(following) < 2:
             return None
         first, second = self.log.read(following[0]), self.log.header(following[1])
         if first is None or second is None:
             raise RecordRefused(f"{self.folder}: a record vanished")
         average = first.average(check.codec)
         outer = outer_step(check.manifest, first.rules)
-        found = anchors_around(self.state_file, average, outer)
+        found = anchors_around(self.state.file, average, outer)
         return found == (first.anchor_before, second.anchor_before)
 
     def remove(self) -> None:
-        """Take it from the disk."""
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def _following(self) -> list[int]:
         return [number for number in self.log.rounds() if number > self.state_round]
-
-    def _state_facts(self) -> dict[str, Any]:
-        found = newest(self.states)
-        return {} if found is None else json.loads((found / STATE_FACTS_FILE).read_text())
-
-
-def _keep_state(folder: Path, offer: StateOffer, file: Path) -> None:
-    facts = {
-        "round": offer.record.round,
-        "digest": offer.digest,
-        "size": offer.size,
-        "sha256": offer.sha256,
-    }
-    make_folder(folder)
-    file.replace(folder / STATE_FILE)
-    with (folder / STATE_FILE).open("rb") as moved:
-        os.fsync(moved.fileno())
-    write_atomically(folder / STATE_FACTS_FILE, json.dumps(facts).encode())
 
 
 class OlderRecords:

@@ -271,7 +271,7 @@ class Keeper:
     def _made(self, stage: int) -> StageArchive:
         manifest = self._manifest
         layout = stage_layout(manifest, stage)
-        check = RecordCheck.of(self._run, stage, manifest, layout)
+        check = RecordCheck(self._run, stage, manifest, layout)
         return StageArchive(
             self._of_stage(stage),
             me=self._me,

@@ -82,7 +82,7 @@ async def claimed_chain(
     `limits` as for ChainClient.
     """
     manifest = place.manifest
-    check = RecordCheck.of(place.run, stage, manifest, stage_layout(manifest, stage))
+    check = RecordCheck(place.run, stage, manifest, stage_layout(manifest, stage))
     client = Client(
         p2p=await place.dht.replicate_p2p(),
         namespace=averaging_prefix(place.run, stage),

@@ -104,7 +104,7 @@ class _Replay:
         self.vectors: _Vectors | None = None
         self._manifest = manifest
         self._layout = stage_layout(manifest, stage)
-        self._check = RecordCheck.of(run, stage, manifest, self._layout)
+        self._check = RecordCheck(run, stage, manifest, self._layout)
         self._plan = RoundPlan(manifest, self._check.codec)
         self._states = {state.digest: state for state in states}
         # the digest of the record before, and it without its means: None on the manifest

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import shutil
 import time
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -26,10 +25,10 @@ from pathlib import Path
 from torch import Tensor
 
 from dilocox.dht.errors import EnvironmentFault, InvalidInput
-from dilocox.dht.files import disk_fault, make_folder, write_atomically
+from dilocox.dht.files import make_folder, write_atomically
 from dilocox.dht.manifest import Manifest
 from dilocox.peer.chain.replay import state_after
-from dilocox.peer.chain.snapshot_files import write_state
+from dilocox.peer.chain.snapshot_files import made_whole, write_state
 from dilocox.peer.chain.store import OLDER_NAME, Entry, KeptChain, Store, kept_run
 from dilocox.peer.state_folder import ASIDE
 
@@ -107,20 +106,12 @@ def prepare(
     entry: the record that the state stands on; None for the initial weights. Raises
     EnvironmentFault.
     """
-    final = prepared(folder, rules)
-    partial = final.with_name(f"{final.name}.partial")
-    try:
-        for old in (final, partial):
-            shutil.rmtree(old, ignore_errors=True)
-        make_folder(partial / "log")
+    with made_whole(prepared(folder, rules)) as partial:
         if entry is not None:
             state = partial / "state" / STATE_NAME
             make_folder(state)
             write_state(state, entry.round, entry.digest, anchor, momentum)
             Store(partial / "log").share(entry.store, [entry.round])
-        partial.rename(final)
-    except OSError as error:
-        raise disk_fault(final, error) from error
 
 
 def _put_aside(folder: Path, rules: int, names: Iterable[str]) -> Path:

@@ -440,7 +440,7 @@ def _chain(stage: int, logs: Iterable[Path], states: Iterable[Path]) -> KeptChai
     for log in logs:  # what two of them have is the same; else the first one counts
         for entry in Store(log).entries():
             records.setdefault(entry.round, entry)
-    found = [state for folder in states if (state := _state(folder)) is not None]
+    found = [state for folder in states if (state := kept_state(folder)) is not None]
     return KeptChain(
         stage=stage,
         records=tuple(records[number] for number in sorted(records)),
@@ -448,7 +448,8 @@ def _chain(stage: int, logs: Iterable[Path], states: Iterable[Path]) -> KeptChai
     )
 
 
-def _state(folder: Path) -> KeptState | None:
+def kept_state(folder: Path) -> KeptState | None:
+    """The newest state in a folder of snapshots; InvalidInput if what is said of it is damaged."""
     snapshot = newest(folder)
     if snapshot is None:
         return None

@@ -16,7 +16,7 @@ import json
 import os
 from collections import Counter
 from collections.abc import AsyncGenerator, Awaitable, Callable, Generator
-from contextlib import aclosing, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from time import monotonic
@@ -42,7 +42,6 @@ class Source:
 
     @classmethod
     def of(cls, data: bytes, **facts: Any) -> Source:
-        """Serve bytes that are in memory."""
         return cls({"bytes": len(data)} | facts, io.BytesIO(data))
 
     def __enter__(self) -> Source:
@@ -108,33 +107,6 @@ class Uploads:
         self._on_refusal = on_refusal
         self._running: list[Upload] = []
 
-    async def serve(
-        self,
-        peer: str,
-        source: Source,
-        *,
-        urgent: bool = False,
-        before_chunk: Callable[[int], Awaitable[None]],
-    ) -> AsyncGenerator[Any, None]:
-        """The frames of an answer: facts and chunks, or that all places are taken.
-
-        urgent: always served, and not counted; for what an exchange waits for. So is what is few
-            bytes. before_chunk: counts, or waits until so many bytes may leave.
-        """
-        urgent = urgent or source.facts["bytes"] <= CHUNK_BYTES
-        with source:
-            try:
-                with self.begin(peer, source.file, urgent=urgent) as upload:
-                    with upload.being_taken(0):
-                        yield reply(source.facts)
-                    while chunk := upload.read(CHUNK_BYTES):
-                        await before_chunk(len(chunk))
-                        with upload.being_taken(len(chunk)):
-                            yield reply({}, chunk)
-            except UploadRefused as error:
-                self._on_refusal()
-                yield reply({"busy": str(error)})
-
     async def answer(
         self,
         request: Any,
@@ -144,10 +116,12 @@ class Uploads:
         refuse: Callable[[str], None],
         pace: Callable[[dict[str, Any], Source], Callable[[int], Awaitable[None]]],
     ) -> AsyncGenerator[Any, None]:
-        """The frames that answer a `get` of this peer.
+        """The frames that answer a `get` of this peer: facts and chunks, or that all places are
+        taken.
 
         find: what it asks for, None if it is not here. refuse: counts what was asked in vain for
-            "nonsense" or our "disk". pace: the `before_chunk` of `serve` for what was found.
+        "nonsense" or our "disk". pace: for what was found, what counts so many bytes, or waits
+        until they may leave.
         """
         want: dict[str, Any] = {}
         found: Source | None = None
@@ -161,15 +135,26 @@ class Uploads:
         if found is None:
             yield reply({})
             return
-        urgent = want["what"] == "mean"  # an exchange waits for it
-        paced = pace(want, found)
-        async with aclosing(self.serve(peer, found, urgent=urgent, before_chunk=paced)) as frames:
-            async for frame in frames:
-                yield frame
+        # an exchange waits for a mean; what is few bytes is not worth a place
+        urgent = want["what"] == "mean" or found.facts["bytes"] <= CHUNK_BYTES
+        before_chunk = pace(want, found)
+        try:
+            with found, self.begin(peer, found.file, urgent=urgent) as upload:
+                with upload.being_taken(0):
+                    yield reply(found.facts)
+                while chunk := upload.read(CHUNK_BYTES):
+                    await before_chunk(len(chunk))
+                    with upload.being_taken(len(chunk)):
+                        yield reply({}, chunk)
+        except UploadRefused as error:
+            self._on_refusal()
+            yield reply({"busy": str(error)})
 
     @contextmanager
     def begin(self, peer: str, file: BinaryIO, *, urgent: bool) -> Generator[Upload]:
-        """An upload to this peer. UploadRefused: there may be no more now."""
+        """An upload to this peer; `urgent`: always, and not counted. UploadRefused: there may be no
+        more now.
+        """
         upload = Upload(peer, file, self._stall_s, self._running)
         if not urgent:
             self._make_place(peer)
@@ -249,7 +234,6 @@ class Upload:
             taker.cancel()
 
     def end(self) -> None:
-        """Hold nothing any more."""
         if not self._ended:
             self._ended = True
             self._file.close()

@@ -45,7 +45,7 @@ MANIFEST = Manifest.from_dict(
 )
 ME = "QmArchive"
 OUTER = OuterStep(MANIFEST.outer.learning_rate, MANIFEST.outer.momentum)
-CHECK = RecordCheck.of(RUN, 0, MANIFEST, stage_layout(MANIFEST, 0))
+CHECK = RecordCheck(RUN, 0, MANIFEST, stage_layout(MANIFEST, 0))
 
 
 class Kept:

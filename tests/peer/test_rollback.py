@@ -97,7 +97,7 @@ def test_the_state_after_an_earlier_round_is_prepared_and_served(
     assert newer.base(0) == maker.digests[3]  # of round 3, the last one not after 4
     archive_goes_back(stage, newer)
     archive_goes_back(stage, newer)  # twice does no harm
-    check = RecordCheck.of(RUN, 0, newer, maker.layout)
+    check = RecordCheck(RUN, 0, newer, maker.layout)
     (current,) = Generation.kept(stage, check)
     assert (current.head.round, current.state_round) == (3, 3)
     assert Store(stage / "older").rounds() == [0, 2, 3]
@@ -123,7 +123,7 @@ def test_who_is_killed_at_the_end_of_a_rollback_still_finds_its_state(
             patch.setattr(rollback, function, killed)
             archive_goes_back(stage, newer)
     archive_goes_back(stage, newer)
-    (current,) = Generation.kept(stage, RecordCheck.of(RUN, 0, newer, maker.layout))
+    (current,) = Generation.kept(stage, RecordCheck(RUN, 0, newer, maker.layout))
     assert (current.head.round, current.state_round) == (2, 2)
 
 
@@ -182,7 +182,7 @@ def test_back_to_the_initial_weights(maker: ChainMaker, tmp_path: Path) -> None:
     newer = roll_back(maker, tmp_path / "boot", -1)
     assert newer.base(0) == maker.manifest.digest
     archive_goes_back(stage, newer)
-    (current,) = Generation.kept(stage, RecordCheck.of(RUN, 0, newer, maker.layout))
+    (current,) = Generation.kept(stage, RecordCheck(RUN, 0, newer, maker.layout))
     assert current.head.round == -1
 
 

@@ -34,7 +34,7 @@ class Joiner:
     def __init__(self, maker: ChainMaker, folder: Path):
         self.maker = maker
         self.swarm = MemorySwarm(QmPeer=maker.find)
-        self.check = RecordCheck.of(RUN, 0, maker.manifest, maker.layout)
+        self.check = RecordCheck(RUN, 0, maker.manifest, maker.layout)
         self.log = RoundLog(folder, manifest_digest=maker.manifest.root, codec=maker.codec)
 
     def chain(self, **options: Any) -> ChainClient:

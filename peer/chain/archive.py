@@ -118,14 +118,11 @@ class Generation:
     def _whole(cls, folder: Path, check: RecordCheck) -> Generation:
         """Raises InvalidInput, OSError and ValueError (RecordRefused among them)."""
         made = cls(folder, check)
-        rounds, previous = made.log.rounds(), check.root
-        if made.state is not None:
-            if sha256_of_file(made.state.file) != made.state.sha256:
+        state, rounds, previous = made.state, made.log.rounds(), check.root
+        if state is not None:
+            if sha256_of_file(state.file) != state.sha256:
                 raise RecordRefused("its state is not what it was")
-            if (
-                made.log.find(made.state.digest) != made.state_round
-                or made.state_round != rounds[0]
-            ):
+            if made.log.find(state.digest) != state.round or state.round != rounds[0]:
                 raise RecordRefused("its records do not begin at its state")
         for number in rounds:
             data = made.log.read_bytes(number)
@@ -138,11 +135,9 @@ class Generation:
 
     @property
     def records_after(self) -> int:
-        """How many records follow the state."""
         return len(self._following())
 
     def grown(self) -> None:
-        """Look at the log's end anew."""
         self.head: Tip = self.log.head()
         self.last: RoundRecord | None = self.log.header(self.head.round)
 
@@ -309,7 +304,6 @@ class StageArchive:
             self.claim = None if behind else self._own_claim()
 
     async def close(self) -> None:
-        """End what runs beside."""
         building, self._building = self._building, None
         if building is not None:
             building.cancel()

@@ -58,7 +58,6 @@ class ClaimedChain:
 
     @property
     def digests(self) -> list[str]:
-        """What they claim, the longest chain first."""
         return list(dict.fromkeys(claim.digest for claim in self.claims.values()))
 
     def ends(self, digest: str) -> bool:
@@ -136,8 +135,9 @@ async def download_chain(claimed: ClaimedChain, folder: Path) -> tuple[KeptChain
     for digest in claimed.digests:
         try:
             async for fetched in claimed.chain.records(digest, claimed.ends):
-                await asyncio.to_thread(log.write, fetched.round, fetched.data, fetched.certificate)
-                previous = fetched.previous
+                record, data = fetched.record, fetched.data
+                await asyncio.to_thread(log.write, record.round, data, fetched.certificate)
+                previous = record.previous
         except REFUSED as error:
             if type(error) is RecordRefused:
                 flaws.append(str(error))
@@ -204,10 +204,8 @@ class OtherRound(ConnectionError):
 def download_anchors(
     place: Joined, *, timeout_s: float, patience: Patience | None = None
 ) -> list[StageAnchor]:
-    """The newest anchor of every stage, of one round if such are to be had.
-
-    Raises:
-        EnvironmentFault: nobody gave a sound one within the time.
+    """The newest anchor of every stage, of one round if such are to be had; EnvironmentFault if
+    nobody gave a sound one within the time.
     """
     deadline = time.monotonic() + timeout_s
     return asyncio.run(_download_all(place, deadline, patience or Patience()))
@@ -219,13 +217,17 @@ async def _download_all(place: Joined, deadline: float, patience: Patience) -> l
     while True:
         newest = [await _newest(place, stage, deadline, patience) for stage in stages]
         oldest = min(each.round for each in newest)
-        same = [
-            each if each.round == oldest else await _at_round(place, each.stage, oldest, give_up)
-            for each in newest
-        ]
-        found = [each for each in same if each is not None]
-        if len(found) == len(newest):
-            return found
+        same: list[StageAnchor] = []
+        for each in newest:
+            found, reason = each, ""
+            if each.round != oldest:
+                found, reason = await _ask(place, each.stage, oldest, give_up)
+            if found is None:
+                logger.info("stage %d: no anchor of round %d: %s", each.stage, oldest, reason)
+                break
+            same.append(found)
+        if len(same) == len(newest):
+            return same
         if time.monotonic() > give_up:
             rounds = ", ".join(str(each.round) for each in newest)
             logger.warning("the anchors of the stages are of different rounds: %s", rounds)
@@ -251,16 +253,6 @@ async def _newest(place: Joined, stage: int, deadline: float, patience: Patience
     )
 
 
-async def _at_round(
-    place: Joined, stage: int, round_number: int, deadline: float
-) -> StageAnchor | None:
-    """The anchor that stands on this round, None if nobody has it any more."""
-    anchor, reason = await _ask(place, stage, round_number, deadline)
-    if anchor is None:
-        logger.info("stage %d: no anchor of round %d: %s", stage, round_number, reason)
-    return anchor
-
-
 async def _ask(
     place: Joined, stage: int, round_number: int | None, deadline: float
 ) -> tuple[StageAnchor | None, str]:
@@ -271,6 +263,7 @@ async def _ask(
     for peer, claim in claimed.claims.items():
         try:
             limit_s = max(1.0, deadline - time.monotonic())
+            claimed.chain.holders = [peer]
             asked = _from_peer(place, claimed.chain, peer, claim, round_number)
             return await asyncio.wait_for(asked, limit_s), ""
         except REFUSED as error:
@@ -282,13 +275,13 @@ async def _ask(
 
 
 async def _from_peer(
-    place: Joined, of_all: ChainClient, peer: str, claim: ClaimRecord, round_number: int | None
+    place: Joined, chain: ChainClient, peer: str, claim: ClaimRecord, round_number: int | None
 ) -> StageAnchor:
     """The anchor of the chain that a peer claims, after its last round or the one named.
 
     Raises ConnectionError, and ValueError (of several kinds) where what came is not sound.
     """
-    chain, check = of_all.only(peer), of_all.check
+    check = chain.check
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         log = RoundLog(folder / "log", manifest_digest=check.root, codec=check.codec)

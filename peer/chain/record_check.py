@@ -43,12 +43,10 @@ class RecordCheck:
 
     @cached_property
     def record_bytes(self) -> int:
-        """The most bytes of a record."""
         return max_record_bytes(self.codec)
 
     @property
     def state_bytes(self) -> int:
-        """The most bytes of a state."""
         return 8 * self.layout.numel + MAX_STATE_HEADER_BYTES
 
     def record(self, data: bytes, certificate: bytes) -> RoundRecord:

@@ -19,7 +19,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 from torch import Tensor
@@ -192,10 +192,11 @@ def _prepared(
     tell: Callable[[str], None],
 ) -> list[str]:
     archive = _archive(state, run, manifest)
-    stages = kept_run(archive).stages if archive.exists() else {}
-    # by stage of all that the archive has: the records that count
-    counting = {stage: chain.counting(manifest) for stage, chain in stages.items()}
-    rounds = [entry.round for kept in counting.values() for entry in kept]
+    there = dict(kept_run(archive).stages) if archive.exists() else {}
+    empty = [KeptChain(stage=stage, records=(), states=()) for stage in range(manifest.stages)]
+    chains = [there.get(chain.stage, chain) for chain in empty]
+    counting = [chain.counting(manifest) for chain in chains]
+    rounds = [entry.round for kept in counting for entry in kept]
     if not rounds:
         raise InvalidInput(
             f"--round {round_number}: the archive has no round yet, so there is none to go back "
@@ -206,21 +207,17 @@ def _prepared(
             f"--round {round_number}: the newest round is {max(rounds)}; give an earlier one"
         )
     here = f"--round {round_number}: this bootstrap keeps"
-    first, where = max(
-        (_first(manifest, counting, stages.get(stage), stage, here), stage)
-        for stage in range(manifest.stages)
-    )
+    first, where = max((_first(manifest, counting, chain, here), chain.stage) for chain in chains)
     if round_number < first:
         raise InvalidInput(
             f"{here} stage {where} from round {first} on; choose a round from {first} on"
         )
     base: list[str] = []
-    for stage in range(manifest.stages):
-        entries = [entry for entry in counting.get(stage, []) if entry.round <= round_number]
+    for stage, chain in enumerate(chains):
+        entries = [entry for entry in counting[stage] if entry.round <= round_number]
         last = entries[-1] if entries else None
         known = {manifest.root, *(entry.digest for entry in entries)}
-        chain = stages.get(stage)
-        states = [] if chain is None else [each for each in chain.states if each.digest in known]
+        states = [each for each in chain.states if each.digest in known]
         flaws, vectors = state_after(manifest, run, stage, entries, states)
         if flaws:
             raise EnvironmentFault(f"stage {stage}: the archive is damaged: {flaws[0]}")
@@ -235,33 +232,24 @@ def _prepared(
     return base
 
 
-def _first(
-    manifest: Manifest,
-    counting: Mapping[int, list[Entry]],
-    chain: KeptChain | None,
-    stage: int,
-    here: str,
-) -> int:
+def _first(manifest: Manifest, counting: Sequence[list[Entry]], chain: KeptChain, here: str) -> int:
     """The first round after which a stage's state can be made, -1 for the initial weights.
 
     That nothing is kept from before it does not say that nothing was: the archive of a bootstrap
     that began later lacks what came before, and so does one that had to make room.
     """
-    kept = counting.get(stage, [])
-    if chain is None or not kept:
-        if not all(_from_start(each, manifest) for each in counting.values() if each):
-            raise InvalidInput(f"{here} nothing of stage {stage} yet; try again in some minutes")
-        return -1  # nobody has committed a record of it
-    if _from_start(kept, manifest):
+    kept = counting[chain.stage]
+    if not kept and not all(_from_start(each, manifest) for each in counting if each):
+        raise InvalidInput(f"{here} nothing of stage {chain.stage} yet; try again in some minutes")
+    if not kept or _from_start(kept, manifest):  # or nobody has committed a record of it
         return -1
     known = {entry.digest for entry in kept}
     first = min((each.round for each in chain.states if each.digest in known), default=None)
     if first is None:
-        raise InvalidInput(f"{here} too few records of stage {stage} to go back to any round")
+        raise InvalidInput(f"{here} too few records of stage {chain.stage} to go back to any round")
     return first
 
 
 def _from_start(kept: list[Entry], manifest: Manifest) -> bool:
-    """Whether these records begin at the initial weights."""
     first = kept[0].header() if kept else None
     return first is not None and first.previous == manifest.root

@@ -164,7 +164,6 @@ def _set_aside(found: Path, error: Exception) -> None:
 
 
 def newest(folder: Path) -> Path | None:
-    """The folder of the newest complete snapshot."""
     complete = _complete(folder)
     return complete[-1] if complete else None
 
@@ -187,7 +186,6 @@ def write_facts(folder: Path, round_number: int, digest: str, sha256: str) -> No
 
 
 def sha256_of_file(path: Path) -> str:
-    """The sha256 of a file, in hex, a megabyte at a time."""
     digest = hashlib.sha256()
     with path.open("rb") as file:
         while chunk := file.read(HASH_CHUNK_BYTES):

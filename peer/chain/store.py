@@ -94,7 +94,6 @@ class Store:
         return still_counting(self.entries(), manifest)
 
     def header(self, round_number: int) -> RoundRecord | None:
-        """The record of a round without its means."""
         data = self.header_bytes(round_number)
         if data is None:
             return None
@@ -116,7 +115,6 @@ class Store:
             return length + file.read(min(int.from_bytes(length, "little"), MAX_HEADER_BYTES))
 
     def open(self, round_number: int) -> BinaryIO | None:
-        """The file of a record, unchecked."""
         path = self._records().get(round_number)
         try:
             return None if path is None else path.open("rb")
@@ -132,11 +130,9 @@ class Store:
         return data
 
     def certificate(self, round_number: int) -> bytes | None:
-        """The votes that committed a record."""
         return read_file(self._certificate_path(round_number))
 
     def find(self, digest: str) -> int | None:
-        """The round whose record has this digest."""
         return next((n for n, path in self._records().items() if _digest(path) == digest), None)
 
     # ---- writing ---------------------------------------------------------------------------------
@@ -260,7 +256,6 @@ class RoundLog(Store):
         make_folder(folder)
 
     def read(self, round_number: int) -> RoundRecord | None:
-        """The record of a round, checked."""
         data = self.read_bytes(round_number)
         return None if data is None else parse_record(data, self._codec)
 

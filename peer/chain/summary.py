@@ -16,7 +16,7 @@ from statistics import median_low
 
 from dilocox.peer.rounds.record import RoundRecord
 
-_SHA256 = re.compile(r"[0-9a-f]{64}")
+SHA256 = re.compile(r"[0-9a-f]{64}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,7 +69,7 @@ class ChainRound:
                 chain_tokens=int(header.chain_tokens),
                 members=tuple((str(each.peer), int(each.tokens)) for each in header.contributions),
             )
-            named = all(_SHA256.fullmatch(name) for name in (digest, header.previous))
+            named = all(SHA256.fullmatch(name) for name in (digest, header.previous))
         except (LookupError, TypeError, AttributeError, OverflowError) as error:
             raise ValueError(f"no header of a record: {error!r}") from error
         if not named:

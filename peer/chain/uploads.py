@@ -193,7 +193,6 @@ class Upload:
 
     @property
     def bytes_per_s(self) -> float:
-        """How fast the peer takes what it is given."""
         return self._taken / max(1e-6, self._all_waited_s)
 
     @property

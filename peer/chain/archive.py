@@ -39,7 +39,6 @@ from dilocox.peer.chain.rollback import STATE_NAME, archive_goes_back
 from dilocox.peer.chain.snapshot_files import STATE_FILE, made_whole, sha256_of_file, write_facts
 from dilocox.peer.chain.store import OLDER_NAME, RoundLog, Store, Tip, kept_state
 from dilocox.peer.chain.sync import (
-    RECORDS_LIMIT_S,
     ChainClient,
     Compute,
     NoState,
@@ -274,12 +273,10 @@ class StageArchive:
                 logs: list[Store] = [self._current.log]
                 logs += [] if self._coming is None else [self._coming.log]
                 logs += [self._older.records] if want.get("older") else []
+                asked = want["what"], str(want["digest"])
                 header = bool(want.get("header"))
-                found = (
-                    find_in_log(log, want["what"], str(want["digest"]), header=header)
-                    for log in logs
-                )
-                return next((source for source in found if source), None)
+                found = (find_in_log(log, *asked, header=header) for log in logs)
+                return next(filter(None, found), None)
             case "state":
                 offset, sha256 = int(want.get("offset", 0)), want.get("sha256")
                 return open_state(self._current.states, offset, sha256)
@@ -330,9 +327,8 @@ class StageArchive:
             return
 
     async def _catch_up(self, generation: Generation, peer: str, digest: str) -> Reached:
-        walk = self._chain(peer).catch_up(generation.log, digest)
         try:
-            return await asyncio.wait_for(walk, RECORDS_LIMIT_S)
+            return await self._chain(peer).catch_up(generation.log, digest)
         finally:
             generation.grown()
 
@@ -377,11 +373,8 @@ class StageArchive:
         donors = self._book.donors(holders(view, digest))
         if donors:
             self._replaces = replaces
-            building = self._built_in_time(random.choice(donors), digest, replaces)
-            self._building = asyncio.ensure_future(building)
-
-    async def _built_in_time(self, peer: str, digest: str, replaces: bool) -> Generation:
-        return await asyncio.wait_for(self._built(peer, digest, replaces), STATE_LIMIT_S)
+            building = self._built(random.choice(donors), digest, replaces)
+            self._building = asyncio.create_task(asyncio.wait_for(building, STATE_LIMIT_S))
 
     async def _built(self, peer: str, digest: str, replaces: bool) -> Generation:
         current, check = self._current, self._check

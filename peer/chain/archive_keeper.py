@@ -75,7 +75,7 @@ class ArchiveService(ServicerBase):
         self._find = find
         self._served = served
         self._refused = refused
-        self._uploads = Uploads(UPLOADS_AT_ONCE, on_refusal=lambda: self._refuse("busy"))
+        self._uploads = Uploads(UPLOADS_AT_ONCE)
 
     @classmethod
     def _get_handle_name(cls, namespace: str | None, method_name: str) -> str:
@@ -242,10 +242,10 @@ class Keeper:
     async def _opened(self, stage: int) -> StageArchive:
         keep_manifest(self._folder, self._manifest)  # here, or the pool's threads would race for it
         manifest = self._manifest
-        check = RecordCheck(self._run, stage, manifest, stage_layout(manifest, stage))
         namespace = averaging_prefix(self._run, stage)
 
         def made() -> StageArchive:
+            check = RecordCheck(self._run, stage, manifest, stage_layout(manifest, stage))
             return StageArchive(
                 self._of_stage(stage),
                 me=self._me,
@@ -347,8 +347,9 @@ class Archive:
                 address = daemon_address(self._dht, START_LIMIT_S)
             except Exception as error:
                 raise EnvironmentFault(f"p2pd is not to be had ({error!r})") from error
-            self._keeper = Keeper(self._run, self._me, self._manifest, self._folder)
-            self._keeper.start(address)  # one that does not start is closed the next time
+            keeper = Keeper(self._run, self._me, self._manifest, self._folder)
+            keeper.start(address)
+            self._keeper = keeper
         heartbeat_s = self._manifest.deadlines.heartbeat_s
         if now >= self._look_at:
             self._look_at = now + min(LOOK_S, heartbeat_s)

@@ -94,17 +94,10 @@ class UploadRefused(Exception):
 class Uploads:
     """Counts what runs. All calls belong to one event loop."""
 
-    def __init__(
-        self,
-        at_once: int = AT_ONCE,
-        *,
-        stall_s: float = STALL_S,
-        on_refusal: Callable[[], None] = lambda: None,
-    ):
+    def __init__(self, at_once: int = AT_ONCE, *, stall_s: float = STALL_S):
         """stall_s: who takes no chunk for so long is not served any more."""
         self._at_once = at_once
         self._stall_s = stall_s
-        self._on_refusal = on_refusal
         self._running: list[Upload] = []
 
     async def answer(
@@ -119,9 +112,9 @@ class Uploads:
         """The frames that answer a `get` of this peer: facts and chunks, or that all places are
         taken.
 
-        find: what it asks for, None if it is not here. refuse: counts what was asked in vain for
-        "nonsense" or our "disk". pace: for what was found, what counts so many bytes, or waits
-        until they may leave.
+        find: what it asks for, None if it is not here. refuse: counts what was asked in vain: for
+        "nonsense" or our "disk", or while we are "busy". pace: for what was found, what counts so
+        many bytes, or waits until they may leave.
         """
         want: dict[str, Any] = {}
         found: Source | None = None
@@ -147,7 +140,7 @@ class Uploads:
                     with upload.being_taken(len(chunk)):
                         yield reply({}, chunk)
         except UploadRefused as error:
-            self._on_refusal()
+            refuse("busy")
             yield reply({"busy": str(error)})
 
     @contextmanager

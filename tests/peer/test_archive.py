@@ -10,7 +10,7 @@ import shutil
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -487,17 +487,6 @@ def test_a_crash_while_records_move_to_the_history_costs_none(
     assert (found.flaws, found.replayed) == ((), found.checked)
     assert found.checked[0] == 0
     assert found.anchor_sha256 == anchor_sha256(donor.anchor)
-
-
-@pytest.mark.parametrize(
-    "want", [{}, {"what": "mean"}, {"what": "state", "offset": "x"}, {"what": "record"}]
-)
-def test_questions_that_make_no_sense_find_nothing(
-    donor: ChainMaker, tmp_path: Path, want: Mapping[str, Any]
-) -> None:
-    kept = Kept(tmp_path / "kept", donor)
-    with contextlib.suppress(ValueError, KeyError, TypeError):  # the service takes those so too
-        assert kept.archive.find(want) is None
 
 
 def test_the_service_answers_as_an_averager_does(donor: ChainMaker, tmp_path: Path) -> None:

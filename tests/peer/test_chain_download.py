@@ -173,8 +173,10 @@ class SlowLine(MemorySwarm):
 
     late_s = 0.0
 
-    async def iterate_protobuf_handler(self, *call: Any) -> AsyncIterator[Any]:
-        frames = await super().iterate_protobuf_handler(*call)
+    async def iterate_protobuf_handler(
+        self, peer: Any, _name: str, request: Any, _answer: Any
+    ) -> AsyncIterator[Any]:
+        frames = await super().iterate_protobuf_handler(peer, _name, request, _answer)
         loop: Any = asyncio.get_running_loop()
         loop.time = lambda: time.monotonic() + self.late_s
 

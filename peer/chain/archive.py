@@ -373,8 +373,11 @@ class StageArchive:
         donors = self._book.donors(holders(view, digest))
         if donors:
             self._replaces = replaces
-            building = self._built(random.choice(donors), digest, replaces)
-            self._building = asyncio.create_task(asyncio.wait_for(building, STATE_LIMIT_S))
+            building = self._built_in_time(random.choice(donors), digest, replaces)
+            self._building = asyncio.create_task(building)
+
+    async def _built_in_time(self, peer: str, digest: str, replaces: bool) -> Generation:
+        return await asyncio.wait_for(self._built(peer, digest, replaces), STATE_LIMIT_S)
 
     async def _built(self, peer: str, digest: str, replaces: bool) -> Generation:
         current, check = self._current, self._check

@@ -356,7 +356,7 @@ class StageAverager(PeerService, DecentralizedAverager):
     @cached_property
     def _check(self) -> RecordCheck:
         local = self.local
-        return RecordCheck.of(local.run, local.stage, local.manifest, local.layout)
+        return RecordCheck(local.run, local.stage, local.manifest, local.layout)
 
     async def _serve(
         self, arguments: tuple[Any, ...], named: dict[str, Any], *, method: str, future: Any

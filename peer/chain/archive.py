@@ -19,9 +19,7 @@ to replay it. Oldest first they make room for newer ones.
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
-import os
 import random
 import shutil
 import sys
@@ -30,17 +28,17 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from dilocox.dht.files import disk_fault, make_folder, write_atomically
+from dilocox.dht.errors import InvalidInput
+from dilocox.dht.files import make_folder, sync
 from dilocox.dht.records import ClaimRecord
 from dilocox.dht.rpc import REFUSED, Client, PeerBusy
 from dilocox.dht.swarm_view import SwarmView, that_count
 from dilocox.peer.chain.claims import ClaimBook, holders, wins
 from dilocox.peer.chain.record_check import RecordCheck
 from dilocox.peer.chain.rollback import STATE_NAME, archive_goes_back
-from dilocox.peer.chain.snapshot_files import STATE_FACTS_FILE, STATE_FILE, newest, sha256_of_file
-from dilocox.peer.chain.store import OLDER_NAME, RecordFolder, RoundLog, Tip
+from dilocox.peer.chain.snapshot_files import STATE_FILE, made_whole, sha256_of_file, write_facts
+from dilocox.peer.chain.store import OLDER_NAME, RoundLog, Store, Tip, kept_state
 from dilocox.peer.chain.sync import (
-    RECORDS_LIMIT_S,
     ChainClient,
     Compute,
     NoState,
@@ -67,8 +65,9 @@ class Generation:
         self.number = int(folder.name)
         self.donor = donor
         self.states = folder / "state"
+        self.state = kept_state(self.states)
         self.log = RoundLog(folder / "log", manifest_digest=check.root, codec=check.codec)
-        self.state_round = int(self._state_facts().get("round", -1))
+        self.state_round = -1 if self.state is None else self.state.round
         self.proven = self.state_round < 0
         self.grown()
 
@@ -84,18 +83,18 @@ class Generation:
 
         Raises EnvironmentFault if the disk is full.
         """
-        final, partial = folder / f"{number:08d}", folder / f"{number:08d}.partial"
-        try:
-            shutil.rmtree(partial, ignore_errors=True)
-            make_folder(partial)
+        final = folder / f"{number:08d}"
+        with made_whole(final) as partial:
             if state is not None:
                 offer, file = state
-                _keep_state(partial / "state" / STATE_NAME, offer, file)
-                log = RoundLog(partial / "log", manifest_digest=check.root, codec=check.codec)
-                log.start_from(offer.record_bytes, offer.certificate)
-            partial.rename(final)
-        except OSError as error:
-            raise disk_fault(final, error) from error
+                kept = partial / "state" / STATE_NAME
+                make_folder(kept)
+                file.replace(kept / STATE_FILE)
+                sync(kept / STATE_FILE)
+                write_facts(kept, offer.record.round, offer.digest, offer.sha256)
+                make_folder(partial / "log")
+                log = Store(partial / "log")
+                log.write(offer.record.round, offer.record_bytes, offer.certificate)
         return cls(final, check, donor="" if state is None else state[0].peer)
 
     @classmethod
@@ -109,21 +108,20 @@ class Generation:
             elif path.name.isdecimal():
                 try:
                     found.append(cls._whole(path, check))
-                except (ValueError, KeyError, TypeError, OSError) as error:
+                except (ValueError, InvalidInput, OSError) as error:
                     logger.warning("%s: damaged (%s), left out", path, error)
                     shutil.rmtree(path, ignore_errors=True)
         return found
 
     @classmethod
     def _whole(cls, folder: Path, check: RecordCheck) -> Generation:
-        """Raises what parsing raises, or RecordRefused."""
+        """Raises InvalidInput, OSError and ValueError (RecordRefused among them)."""
         made = cls(folder, check)
-        rounds, facts = made.log.rounds(), made._state_facts()
-        previous = check.root
-        if facts:
-            if sha256_of_file(made.state_file) != facts["sha256"]:
+        state, rounds, previous = made.state, made.log.rounds(), check.root
+        if state is not None:
+            if sha256_of_file(state.file) != state.sha256:
                 raise RecordRefused("its state is not what it was")
-            if made.log.find(facts["digest"]) != made.state_round or made.state_round != rounds[0]:
+            if made.log.find(state.digest) != state.round or state.round != rounds[0]:
                 raise RecordRefused("its records do not begin at its state")
         for number in rounds:
             data = made.log.read_bytes(number)
@@ -135,21 +133,12 @@ class Generation:
         return made
 
     @property
-    def state_file(self) -> Path:
-        """The file of its state; there is none where it begins at the initial weights."""
-        return self.states / STATE_NAME / STATE_FILE
-
-    @property
     def records_after(self) -> int:
-        """How many records follow the state."""
         return len(self._following())
 
     def grown(self) -> None:
-        """Look at the log's end anew."""
         self.head: Tip = self.log.head()
-        self.last: RoundRecord | None = (
-            self.log.header(self.head.round) if self.head.round >= 0 else None
-        )
+        self.last: RoundRecord | None = self.log.header(self.head.round)
 
     def proved(self, check: RecordCheck) -> bool | None:
         """Whether the state is the one its records apply to; None while they are fewer than two.
@@ -157,40 +146,21 @@ class Generation:
         Takes the time of decoding a record and reading the state once.
         """
         following = self._following()[:2]
-        if len(following) < 2:
+        if self.state is None or len(following) < 2:
             return None
         first, second = self.log.read(following[0]), self.log.header(following[1])
         if first is None or second is None:
             raise RecordRefused(f"{self.folder}: a record vanished")
         average = first.average(check.codec)
         outer = outer_step(check.manifest, first.rules)
-        found = anchors_around(self.state_file, average, outer)
+        found = anchors_around(self.state.file, average, outer)
         return found == (first.anchor_before, second.anchor_before)
 
     def remove(self) -> None:
-        """Take it from the disk."""
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def _following(self) -> list[int]:
         return [number for number in self.log.rounds() if number > self.state_round]
-
-    def _state_facts(self) -> dict[str, Any]:
-        found = newest(self.states)
-        return {} if found is None else json.loads((found / STATE_FACTS_FILE).read_text())
-
-
-def _keep_state(folder: Path, offer: StateOffer, file: Path) -> None:
-    facts = {
-        "round": offer.record.round,
-        "digest": offer.digest,
-        "size": offer.size,
-        "sha256": offer.sha256,
-    }
-    make_folder(folder)
-    file.replace(folder / STATE_FILE)
-    with (folder / STATE_FILE).open("rb") as moved:
-        os.fsync(moved.fileno())
-    write_atomically(folder / STATE_FACTS_FILE, json.dumps(facts).encode())
 
 
 class OlderRecords:
@@ -198,10 +168,10 @@ class OlderRecords:
 
     def __init__(self, folder: Path, keep_bytes: int):
         """folder: of the stage. keep_bytes: of records, the newest four aside."""
-        self.records = RecordFolder(folder / OLDER_NAME)
+        self.records = Store(folder / OLDER_NAME)
         self._keep_bytes = keep_bytes
 
-    def keep(self, log: RecordFolder) -> None:
+    def keep(self, log: Store) -> None:
         """Take over all records of a generation that is given up for its state alone."""
         self._take(log, log.rounds())
 
@@ -230,7 +200,7 @@ class OlderRecords:
                 return
         self.records.drop_from(0)
 
-    def _take(self, log: RecordFolder, rounds: list[int]) -> None:
+    def _take(self, log: Store, rounds: list[int]) -> None:
         self.records.share(log, rounds)
         self.records.prune(sys.maxsize, self._keep_bytes)
 
@@ -300,15 +270,13 @@ class StageArchive:
         """What a peer asks for, as uploads.py answers it; KeyError and so on for nonsense."""
         match want["what"]:
             case "record" | "certificate":
-                logs: list[RecordFolder] = [self._current.log]
+                logs: list[Store] = [self._current.log]
                 logs += [] if self._coming is None else [self._coming.log]
                 logs += [self._older.records] if want.get("older") else []
+                asked = want["what"], str(want["digest"])
                 header = bool(want.get("header"))
-                found = (
-                    find_in_log(log, want["what"], str(want["digest"]), header=header)
-                    for log in logs
-                )
-                return next((source for source in found if source), None)
+                found = (find_in_log(log, *asked, header=header) for log in logs)
+                return next(filter(None, found), None)
             case "state":
                 offset, sha256 = int(want.get("offset", 0)), want.get("sha256")
                 return open_state(self._current.states, offset, sha256)
@@ -333,7 +301,6 @@ class StageArchive:
             self.claim = None if behind else self._own_claim()
 
     async def close(self) -> None:
-        """End what runs beside."""
         building, self._building = self._building, None
         if building is not None:
             building.cancel()
@@ -360,9 +327,8 @@ class StageArchive:
             return
 
     async def _catch_up(self, generation: Generation, peer: str, digest: str) -> Reached:
-        walk = self._chain(peer).catch_up(generation.log, digest)
         try:
-            return await asyncio.wait_for(walk, RECORDS_LIMIT_S)
+            return await self._chain(peer).catch_up(generation.log, digest)
         finally:
             generation.grown()
 
@@ -408,7 +374,7 @@ class StageArchive:
         if donors:
             self._replaces = replaces
             building = self._built_in_time(random.choice(donors), digest, replaces)
-            self._building = asyncio.ensure_future(building)
+            self._building = asyncio.create_task(building)
 
     async def _built_in_time(self, peer: str, digest: str, replaces: bool) -> Generation:
         return await asyncio.wait_for(self._built(peer, digest, replaces), STATE_LIMIT_S)

@@ -70,7 +70,7 @@ class ArchiveService(ServicerBase):
         self._find = find
         self._served = served
         self._refused = refused
-        self._uploads = Uploads(UPLOADS_AT_ONCE, on_refusal=self._count_busy)
+        self._uploads = Uploads(UPLOADS_AT_ONCE)
 
     @classmethod
     def _get_handle_name(cls, namespace: str | None, method_name: str) -> str:
@@ -79,10 +79,6 @@ class ArchiveService(ServicerBase):
     async def rpc_get(
         self, request: runtime_pb2.ExpertRequest, context: P2PContext
     ) -> AsyncIterator[runtime_pb2.ExpertResponse]:
-        """Serve a record, a certificate or the state, in chunks."""
-
-        def refuse(reason: str) -> None:
-            self._refused[reason] += 1
 
         def pace(want: dict[str, Any], found: Source) -> Callable[[int], Awaitable[None]]:
             async def before_chunk(count: int) -> None:
@@ -91,13 +87,13 @@ class ArchiveService(ServicerBase):
             return before_chunk
 
         peer = str(context.remote_id)
-        answer = self._uploads.answer(request, peer, self._find, refuse=refuse, pace=pace)
+        answer = self._uploads.answer(request, peer, self._find, refuse=self._refuse, pace=pace)
         async with contextlib.aclosing(answer) as frames:
             async for frame in frames:
                 yield frame
 
-    def _count_busy(self) -> None:
-        self._refused["busy"] += 1
+    def _refuse(self, reason: str) -> None:
+        self._refused[reason] += 1
 
 
 class Keeper:
@@ -134,17 +130,12 @@ class Keeper:
     # ---- in the bootstrap's thread ---------------------------------------------------------------
     @property
     def running(self) -> bool:
-        """Whether the thread lives."""
         return self._thread.running
 
     def start(self, address: Any) -> None:
         """Start with the p2pd that listens at this address; raises EnvironmentFault."""
         self._address = address
-        try:
-            self._thread.start(START_LIMIT_S)
-        except EnvironmentFault:
-            self.close()
-            raise
+        self._thread.start(START_LIMIT_S)
 
     @property
     def rounds(self) -> Mapping[int, int]:
@@ -160,7 +151,6 @@ class Keeper:
         self._thread.post(self._revise, manifest)
 
     def close(self) -> None:
-        """End the thread."""
         self._thread.close()
         self._pool.shutdown(wait=False, cancel_futures=True)
 
@@ -246,12 +236,31 @@ class Keeper:
 
     async def _opened(self, stage: int) -> StageArchive:
         keep_manifest(self._folder, self._manifest)  # here, or the pool's threads would race for it
-        archive = await self._compute(self._made, stage)
+        manifest = self._manifest
+        namespace = averaging_prefix(self._run, stage)
+
+        def made() -> StageArchive:
+            check = RecordCheck(self._run, stage, manifest, stage_layout(manifest, stage))
+            return StageArchive(
+                self._of_stage(stage),
+                me=self._me,
+                check=check,
+                record_lifetime_s=manifest.deadlines.record_lifetime_s,
+                keep_bytes=manifest.rounds.log_bytes,
+                client=Client(
+                    p2p=self._thread.p2p,
+                    namespace=namespace,
+                    limit=UploadLimit(None),
+                    record_bytes=check.record_bytes,
+                ),
+                compute=self._compute,
+            )
+
+        archive = await self._compute(made)
         if stage not in self._serving:
             service = ArchiveService(
                 lambda want: self._find(stage, want), self.served, self.refused
             )
-            namespace = averaging_prefix(self._run, stage)
             await asyncio.wait_for(
                 service.add_p2p_handlers(self._thread.p2p, namespace=namespace), START_LIMIT_S
             )
@@ -262,25 +271,6 @@ class Keeper:
     async def _find(self, stage: int, want: dict[str, Any]) -> Source | None:
         archive = self._stages.get(stage)
         return None if archive is None else await self._compute(archive.find, want)
-
-    def _made(self, stage: int) -> StageArchive:
-        manifest = self._manifest
-        layout = stage_layout(manifest, stage)
-        check = RecordCheck.of(self._run, stage, manifest, layout)
-        return StageArchive(
-            self._of_stage(stage),
-            me=self._me,
-            check=check,
-            record_lifetime_s=manifest.deadlines.record_lifetime_s,
-            keep_bytes=manifest.rounds.log_bytes,
-            client=Client(
-                p2p=self._thread.p2p,
-                namespace=averaging_prefix(self._run, stage),
-                limit=UploadLimit(None),
-                record_bytes=check.record_bytes,
-            ),
-            compute=self._compute,
-        )
 
     def _of_stage(self, stage: int) -> Path:
         return self._folder / f"stage{stage}"
@@ -319,7 +309,6 @@ class Archive:
 
     @property
     def keeper(self) -> Keeper | None:
-        """Its thread, while that lives."""
         return self._keeper if self._keeper is not None and self._keeper.running else None
 
     def tick(self) -> None:
@@ -349,20 +338,18 @@ class Archive:
                 return
             self._start_at = now + START_PAUSE_S
             self.close()
+            try:
+                address = daemon_address(self._dht, START_LIMIT_S)
+            except Exception as error:
+                raise EnvironmentFault(f"p2pd is not to be had ({error!r})") from error
             keeper = Keeper(self._run, self._me, self._manifest, self._folder)
-            keeper.start(self._daemon())
+            keeper.start(address)
             self._keeper = keeper
         heartbeat_s = self._manifest.deadlines.heartbeat_s
         if now >= self._look_at:
             self._look_at = now + min(LOOK_S, heartbeat_s)
             self._keeper.hear(self._claims())
         self._tell(self._keeper.claims, heartbeat_s)
-
-    def _daemon(self) -> Any:
-        try:
-            return daemon_address(self._dht, START_LIMIT_S)
-        except Exception as error:
-            raise EnvironmentFault(f"p2pd is not to be had ({error!r})") from error
 
     def _claims(self) -> Claims:
         keys = {claim_key(self._run, stage): stage for stage in range(self._manifest.stages)}

@@ -29,7 +29,6 @@ class ClaimBook:
     """What is known of the claims for one stage's chain, and of those who make them."""
 
     def __init__(self, *, record_lifetime_s: float, now: Callable[[], float]):
-        """now: monotonic seconds."""
         self._record_lifetime_s = record_lifetime_s
         self._now = now
         # by digest, and whether its holders were only busy: since when it could not be had
@@ -49,7 +48,6 @@ class ClaimBook:
         return found
 
     def best(self, view: SwarmView, head: Tip) -> ClaimRecord | None:
-        """The first of those."""
         found = view.best_claim(head.chain_tokens, head.digest, self._ignored)
         return None if found is None else found[1]
 

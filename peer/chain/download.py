@@ -33,9 +33,9 @@ from dilocox.dht.rpc import REFUSED, Client, UploadLimit
 from dilocox.dht.swarm_view import nobody_holds, that_count
 from dilocox.peer.chain.record_check import RecordCheck
 from dilocox.peer.chain.replay import state_after
-from dilocox.peer.chain.store import KeptChain, KeptState, RecordFolder, RoundLog
+from dilocox.peer.chain.store import KeptChain, KeptState, RoundLog, Store
 from dilocox.peer.chain.summary import ChainRound
-from dilocox.peer.chain.sync import ChainClient, StateOffer
+from dilocox.peer.chain.sync import ChainClient, Limits, StateOffer
 from dilocox.peer.rounds.record import RecordRefused
 from dilocox.pipeline.stage import stage_layout
 
@@ -55,7 +55,6 @@ class ClaimedChain:
 
     @property
     def digests(self) -> list[str]:
-        """What they claim, the longest chain first."""
         return list(dict.fromkeys(claim.digest for claim in self.claims.values()))
 
     def ends(self, digest: str) -> bool:
@@ -63,10 +62,23 @@ class ClaimedChain:
         return digest == self.chain.check.root
 
 
-async def claimed_chain(place: Joined, stage: int, deadline: float) -> ClaimedChain:
-    """What a stage's peers claim, over the network. All waits end at `deadline` (monotonic)."""
+NO_LIMITS = Limits(headers_s=math.inf, records_s=math.inf, stall_s=math.inf)
+
+
+async def claimed_chain(
+    place: Joined,
+    stage: int,
+    deadline: float = math.inf,
+    *,
+    older: bool = True,
+    limits: Limits = NO_LIMITS,
+) -> ClaimedChain:
+    """What a stage's peers claim, over the network. All waits end at `deadline` (monotonic); by
+    default no holder has less time than that, so that --timeout helps on a slow line. `older` and
+    `limits` as for ChainClient.
+    """
     manifest = place.manifest
-    check = RecordCheck.of(place.run, stage, manifest, stage_layout(manifest, stage))
+    check = RecordCheck(place.run, stage, manifest, stage_layout(manifest, stage))
     client = Client(
         p2p=await place.dht.replicate_p2p(),
         namespace=averaging_prefix(place.run, stage),
@@ -79,7 +91,9 @@ async def claimed_chain(place: Joined, stage: int, deadline: float) -> ClaimedCh
         ((peer, claim) for peer, claim in counting.items() if claim.round >= 0),
         key=lambda item: (-item[1].chain_tokens, -item[1].round, item[0]),
     )
-    chain = ChainClient(client, check, [peer for peer, _ in claims], older=True, deadline=deadline)
+    chain = ChainClient(
+        client, check, [peer for peer, _ in claims], older=older, deadline=deadline, limits=limits
+    )
     return ClaimedChain(chain=chain, claims=dict(claims), peers=len(counting))
 
 
@@ -111,19 +125,21 @@ async def download_chain(claimed: ClaimedChain, folder: Path) -> tuple[KeptChain
     Raises:
         EnvironmentFault: nobody gives the records that are claimed, or the time is over.
     """
-    log = RecordFolder(folder / "log")
+    log = Store(folder / "log")
     make_folder(folder / "log")
     flaws: list[str] = []
     previous = ""
     for digest in claimed.digests:
         try:
             async for fetched in claimed.chain.records(digest, claimed.ends):
-                await asyncio.to_thread(log.write, fetched.round, fetched.data, fetched.certificate)
-                previous = fetched.previous
-        except RecordRefused as error:
-            flaws.append(str(error))
+                record, data = fetched.record, fetched.data
+                await asyncio.to_thread(log.write, record.round, data, fetched.certificate)
+                previous = record.previous
         except REFUSED as error:
-            logger.info("the download ends: %s", error)
+            if type(error) is RecordRefused:
+                flaws.append(str(error))
+            else:
+                logger.info("the download ends: %s", error)
         if log.rounds() or flaws:
             break
     if not log.rounds() and not flaws:
@@ -185,10 +201,8 @@ class OtherRound(ConnectionError):
 def download_anchors(
     place: Joined, *, timeout_s: float, patience: Patience | None = None
 ) -> list[StageAnchor]:
-    """The newest anchor of every stage, of one round if such are to be had.
-
-    Raises:
-        EnvironmentFault: nobody gave a sound one within the time.
+    """The newest anchor of every stage, of one round if such are to be had; EnvironmentFault if
+    nobody gave a sound one within the time.
     """
     deadline = time.monotonic() + timeout_s
     return asyncio.run(_download_all(place, deadline, patience or Patience()))
@@ -200,13 +214,17 @@ async def _download_all(place: Joined, deadline: float, patience: Patience) -> l
     while True:
         newest = [await _newest(place, stage, deadline, patience) for stage in stages]
         oldest = min(each.round for each in newest)
-        same = [
-            each if each.round == oldest else await _at_round(place, each.stage, oldest, give_up)
-            for each in newest
-        ]
-        found = [each for each in same if each is not None]
-        if len(found) == len(newest):
-            return found
+        same: list[StageAnchor] = []
+        for each in newest:
+            found, reason = each, ""
+            if each.round != oldest:
+                found, reason = await _ask(place, each.stage, oldest, give_up)
+            if found is None:
+                logger.info("stage %d: no anchor of round %d: %s", each.stage, oldest, reason)
+                break
+            same.append(found)
+        if len(same) == len(newest):
+            return same
         if time.monotonic() > give_up:
             rounds = ", ".join(str(each.round) for each in newest)
             logger.warning("the anchors of the stages are of different rounds: %s", rounds)
@@ -232,25 +250,17 @@ async def _newest(place: Joined, stage: int, deadline: float, patience: Patience
     )
 
 
-async def _at_round(
-    place: Joined, stage: int, round_number: int, deadline: float
-) -> StageAnchor | None:
-    """The anchor that stands on this round, None if nobody has it any more."""
-    anchor, reason = await _ask(place, stage, round_number, deadline)
-    if anchor is None:
-        logger.info("stage %d: no anchor of round %d: %s", stage, round_number, reason)
-    return anchor
-
-
 async def _ask(
     place: Joined, stage: int, round_number: int | None, deadline: float
 ) -> tuple[StageAnchor | None, str]:
     """Ask the peers of a stage in turn, the longest chain first; the last reason if all fail."""
-    claimed = await claimed_chain(place, stage, deadline=math.inf)
+    # one holder among several: what an archive keeps besides, and more time, is not worth the wait
+    claimed = await claimed_chain(place, stage, older=False, limits=Limits())
     last = nobody_holds(claimed.peers)
     for peer, claim in claimed.claims.items():
         try:
             limit_s = max(1.0, deadline - time.monotonic())
+            claimed.chain.holders = [peer]
             asked = _from_peer(place, claimed.chain, peer, claim, round_number)
             return await asyncio.wait_for(asked, limit_s), ""
         except REFUSED as error:
@@ -262,13 +272,13 @@ async def _ask(
 
 
 async def _from_peer(
-    place: Joined, of_all: ChainClient, peer: str, claim: ClaimRecord, round_number: int | None
+    place: Joined, chain: ChainClient, peer: str, claim: ClaimRecord, round_number: int | None
 ) -> StageAnchor:
     """The anchor of the chain that a peer claims, after its last round or the one named.
 
     Raises ConnectionError, and ValueError (of several kinds) where what came is not sound.
     """
-    chain, check = of_all.only(peer), of_all.check
+    check = chain.check
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         log = RoundLog(folder / "log", manifest_digest=check.root, codec=check.codec)

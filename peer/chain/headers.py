@@ -14,7 +14,7 @@ import math
 import time
 from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from dilocox.dht.errors import EnvironmentFault
 from dilocox.dht.rpc import REFUSED, CallRefused, Client
@@ -27,34 +27,20 @@ logger = logging.getLogger(__name__)
 WHOLE_BYTES = 4 << 20  # records up to this size are fetched whole from those who are not trusted
 MAX_NAME = 64
 MAX_TOKENS = 2**53
-NONSENSE = (
-    ArithmeticError,
-    ValueError,
-    LookupError,
-    TypeError,
-    AttributeError,
-    RecursionError,
-)
+NONSENSE = (ArithmeticError, ValueError, LookupError, TypeError, AttributeError, RecursionError)
 """What parsing bytes may raise that anybody sent."""
 
 T = TypeVar("T")
 
 
+class OtherRecord(RecordRefused):
+    """A holder sent another record than it was asked for, or no certificate: its fault, and none of
+    the record's.
+    """
+
+
 class _Enough(ConnectionError):
     """The header is here: the rest of the record is not needed."""
-
-
-class _Link(Protocol):
-    """What a walk back along a chain needs of each record."""
-
-    @property
-    def round(self) -> int: ...
-
-    @property
-    def previous(self) -> str: ...
-
-
-L = TypeVar("L", bound=_Link)
 
 
 @dataclass(frozen=True)
@@ -66,7 +52,6 @@ class ToldHeader:
 
     @property
     def round(self) -> int:
-        """The round."""
         return self.says.listed.round
 
     @property
@@ -76,13 +61,7 @@ class ToldHeader:
 
     @property
     def previous(self) -> str:
-        """The digest of the record before it."""
         return self.says.listed.previous
-
-    @property
-    def record_bytes(self) -> int:
-        """Of the whole record, as it says."""
-        return self.says.listed.record_bytes
 
 
 class HeaderClient:
@@ -128,10 +107,9 @@ class HeaderClient:
             EnvironmentFault: the deadline is over.
         """
 
-        def ask(peer: str) -> Coroutine[Any, Any, ToldHeader | None]:
-            return self._within(self._header(peer, digest), self._header_limit_s)
-
-        return await self._first(ask)
+        return await self._first(
+            lambda peer: self._within(self._header(peer, digest), self._header_limit_s)
+        )
 
     def headers(self, start: str, ends: Callable[[str], bool]) -> AsyncGenerator[ToldHeader, None]:
         """Headers from this record back, the newest first, until `ends` says so of a digest, or
@@ -139,23 +117,26 @@ class HeaderClient:
 
         Raises what `header` does, and RecordRefused for rounds that do not fall.
         """
-        return self._back(start, ends, self.header)
+        return self._back(start, ends, self.header, lambda told: (told.round, told.previous))
 
     async def _back(
         self,
         start: str,
         ends: Callable[[str], bool],
-        take: Callable[[str], Coroutine[Any, Any, L | None]],
-    ) -> AsyncGenerator[L, None]:
+        take: Callable[[str], Coroutine[Any, Any, T | None]],
+        link: Callable[[T], tuple[int, str]],
+    ) -> AsyncGenerator[T, None]:
+        """link: the round of what was taken, and the digest of the record before it."""
         wanted, above = start, math.inf
         while not ends(wanted):
             found = await take(wanted)
             if found is None:
                 return
-            if found.round >= above:  # a lie: it would never end
-                raise RecordRefused(f"round {found.round} comes before round {above}")
+            number, before = link(found)
+            if number >= above:  # a lie: it would never end
+                raise RecordRefused(f"round {number} comes before round {above}")
             yield found
-            wanted, above = found.previous, found.round
+            wanted, above = before, number
 
     async def _first(self, ask: Callable[[str], Coroutine[Any, Any, T | None]]) -> T | None:
         """What the first holder gives; if none does, what the last one failed by is raised, an
@@ -168,7 +149,7 @@ class HeaderClient:
             except REFUSED as error:
                 if len(self.holders) > 1:
                     logger.info("%s: %s", peer[-6:], str(error) or type(error).__name__)
-                if not isinstance(failure, RecordRefused):
+                if type(failure) is not RecordRefused:
                     failure = error
                 continue
             if found is not None:
@@ -232,7 +213,8 @@ def read_header(data: bytes, digest: str, run: str, stage: int) -> ToldHeader:
     numbers = (listed.round, size, says.chain_tokens, listed.next_inner_steps, listed.tokens)
     if not all(0 <= number <= MAX_TOKENS for number in (*numbers, *dict(says.members).values())):
         raise CallRefused("a record's numbers make no sense")
-    if any(len(name) > MAX_NAME for name in names):
+    # a name goes into status.json and onto a page: a lone surrogate is not even text
+    if any(len(name) > MAX_NAME or not name.isprintable() for name in names):
         raise CallRefused("a member's name is none")
     return ToldHeader(header, says)
 

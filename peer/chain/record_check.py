@@ -23,41 +23,30 @@ from dilocox.peer.rounds.record import (
 MAX_STATE_HEADER_BYTES = 1 << 16
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class RecordCheck:
     """What every record from outside must pass."""
 
     run: str
     stage: int
-    root: str  # digest of the manifest, which stands before the first record
-    layout: FlatLayout
-    codec: StageCodec
-    tokens_cap: int
-    inner_steps: tuple[int, int]  # the manifest's bounds
     manifest: Manifest
+    layout: FlatLayout
 
-    @classmethod
-    def of(cls, run: str, stage: int, manifest: Manifest, layout: FlatLayout) -> RecordCheck:
-        """What the manifest says of this stage's records."""
-        return cls(
-            run=run,
-            stage=stage,
-            root=manifest.root,
-            layout=layout,
-            codec=stage_codec(manifest, layout),
-            tokens_cap=tokens_cap(manifest),
-            inner_steps=(manifest.rounds.min_inner_steps, manifest.rounds.max_inner_steps),
-            manifest=manifest,
-        )
+    @property
+    def root(self) -> str:
+        """Digest of the manifest, which stands before the first record."""
+        return self.manifest.root
+
+    @cached_property
+    def codec(self) -> StageCodec:
+        return stage_codec(self.manifest, self.layout)
 
     @cached_property
     def record_bytes(self) -> int:
-        """The most bytes of a record."""
         return max_record_bytes(self.codec)
 
     @property
     def state_bytes(self) -> int:
-        """The most bytes of a state."""
         return 8 * self.layout.numel + MAX_STATE_HEADER_BYTES
 
     def record(self, data: bytes, certificate: bytes) -> RoundRecord:
@@ -74,11 +63,11 @@ class RecordCheck:
             )
         if self.manifest.rolled_back(record.round, record.rules):
             raise RecordRefused(f"the operator went back behind round {record.round}")
-        lowest, highest = self.inner_steps
-        if not lowest <= record.next_inner_steps <= highest:
+        rounds, most = self.manifest.rounds, tokens_cap(self.manifest)
+        if not rounds.min_inner_steps <= record.next_inner_steps <= rounds.max_inner_steps:
             raise RecordRefused(f"its next round has {record.next_inner_steps} inner steps")
-        if any(member.tokens > self.tokens_cap for member in record.members):
-            raise RecordRefused(f"a member has more than {self.tokens_cap} tokens")
+        if any(member.tokens > most for member in record.members):
+            raise RecordRefused(f"a member has more than {most} tokens")
         check_certificate(record, digest_of(data), certificate)
         try:
             record.decoded(self.codec)

@@ -15,7 +15,7 @@ only checked, until a state tells the anchor again.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -32,7 +32,7 @@ from dilocox.peer.rounds.record import RecordRefused, RoundRecord
 from dilocox.pipeline.stage import build_stage, flatten_parameters, stage_layout
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class Replayed:
     """What a replay found.
 
@@ -43,36 +43,18 @@ class Replayed:
         removed them.
     """
 
-    checked: tuple[int, ...]
-    replayed: tuple[int, ...]
-    flaws: tuple[str, ...]
-    anchor_sha256: str
-    confirmed: tuple[int, ...]
+    checked: tuple[int, ...] = ()
+    replayed: tuple[int, ...] = ()
+    flaws: tuple[str, ...] = ()
+    anchor_sha256: str = ""
+    confirmed: tuple[int, ...] = ()
     gone: tuple[int, ...] = ()
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Point:
-    """Where the replay stands: on the manifest, or on a record."""
-
-    digest: str
-    record: RoundRecord | None  # without its means; None on the manifest
-    chain_tokens: int
-
-
-@dataclass
+@dataclass(frozen=True)
 class _Vectors:
     anchor: Tensor  # [numel] fp32
     momentum: Tensor  # [numel] fp32
-
-
-@dataclass
-class _Found:
-    checked: list[int] = field(default_factory=list[int])
-    replayed: list[int] = field(default_factory=list[int])
-    flaws: list[str] = field(default_factory=list[str])
-    confirmed: list[int] = field(default_factory=list[int])
-    gone: list[int] = field(default_factory=list[int])
 
 
 def replay(
@@ -89,15 +71,9 @@ def replay(
     chain = _Replay(manifest, run, stage, states)
     for entry in records:
         chain.take(entry)
-    found = chain.found
-    return Replayed(
-        checked=tuple(found.checked),
-        replayed=tuple(found.replayed),
-        flaws=tuple(found.flaws),
-        anchor_sha256="" if chain.vectors is None else anchor_sha256(chain.vectors.anchor),
-        confirmed=tuple(found.confirmed),
-        gone=tuple(found.gone),
-    )
+    if chain.vectors is not None:
+        chain.found.anchor_sha256 = anchor_sha256(chain.vectors.anchor)
+    return chain.found
 
 
 def state_after(
@@ -117,25 +93,26 @@ def state_after(
     for entry in records:
         chain.take(entry)
     vectors = chain.vectors
-    return tuple(chain.found.flaws), None if vectors is None else (vectors.anchor, vectors.momentum)
+    return chain.found.flaws, None if vectors is None else (vectors.anchor, vectors.momentum)
 
 
 class _Replay:
     """found: so far. vectors: the anchor where the replay stands, None while it is unknown."""
 
     def __init__(self, manifest: Manifest, run: str, stage: int, states: Iterable[KeptState]):
-        self.found = _Found()
+        self.found = Replayed()
         self.vectors: _Vectors | None = None
         self._manifest = manifest
         self._layout = stage_layout(manifest, stage)
-        self._check = RecordCheck.of(run, stage, manifest, self._layout)
+        self._check = RecordCheck(run, stage, manifest, self._layout)
         self._plan = RoundPlan(manifest, self._check.codec)
         self._states = {state.digest: state for state in states}
-        self._at: _Point | None = None
+        # the digest of the record before, and it without its means: None on the manifest
+        self._at: tuple[str, RoundRecord | None] | None = None
 
     def take(self, entry: Entry) -> None:
         """Check the next record, and apply it where the anchor is known."""
-        self.found.checked.append(entry.round)
+        self.found.checked += (entry.round,)
         at, self._at = self._at, None  # until this record has proved to be sound
         try:
             record = self._sound(entry)
@@ -145,29 +122,25 @@ class _Replay:
         first = len(self.found.checked) == 1
         if first and record.previous == self._check.root:
             at = self.begin()
-        elif at is not None and record.previous != at.digest:
+        elif at is not None and record.previous != at[0]:
             self._lost(
                 f"round {entry.round}: follows the record {record.previous[:12]}, not "
-                f"{at.digest[:12]} before it"
+                f"{at[0][:12]} before it"
             )
             at = None
         if self.vectors is None:
             self._meet(record.previous)
         if at is not None:
-            self._check_plan(record, at)
+            self._check_plan(record, at[1])
         self._apply(record)
-        self._at = _Point(
-            digest=entry.digest,
-            record=replace(record, means=()),
-            chain_tokens=record.chain_tokens,
-        )
+        self._at = entry.digest, replace(record, means=())
         self._meet(entry.digest)
 
     def _sound(self, entry: Entry) -> RoundRecord:
         """Raises RecordRefused."""
-        data, certificate = entry.data(), entry.folder.certificate(entry.round)
+        data, certificate = entry.data(), entry.certificate()
         if data is None:
-            self.found.gone.append(entry.round)
+            self.found.gone += (entry.round,)
             raise RecordRefused("its record is gone; was it removed just now?")
         if certificate is None:
             raise RecordRefused("it has no certificate")
@@ -176,33 +149,33 @@ class _Replay:
             raise RecordRefused(f"the record in its file is of round {record.round}")
         return record
 
-    def begin(self) -> _Point:
+    def begin(self) -> tuple[str, None]:
         """Stand on the manifest, with the initial weights."""
-        manifest, root = self._manifest, self._check.root
+        manifest = self._manifest
         module = build_stage(manifest.model, self._check.stage, manifest.stages, manifest.seed)
         anchor = flatten_parameters(module, self._layout).detach().clone()
         self.vectors = _Vectors(anchor, torch.zeros_like(anchor))
-        self._meet(root)
-        return _Point(digest=root, record=None, chain_tokens=0)
+        self._meet(self._check.root)
+        return self._check.root, None
 
-    def _check_plan(self, record: RoundRecord, at: _Point) -> None:
+    def _check_plan(self, record: RoundRecord, before: RoundRecord | None) -> None:
         """That the record is what had to follow, but for its anchor."""
         here = f"round {record.round}"
-        if record.chain_tokens != at.chain_tokens + record.tokens:
-            self.found.flaws.append(
-                f"{here}: counts {record.chain_tokens} tokens of the chain, they are "
-                f"{at.chain_tokens + record.tokens}"
+        tokens = record.tokens + (0 if before is None else before.chain_tokens)
+        if record.chain_tokens != tokens:
+            self._flaw(
+                f"{here}: counts {record.chain_tokens} tokens of the chain, they are {tokens}"
             )
-        if at.record is not None and record.rules < at.record.rules:
-            self.found.flaws.append(f"{here}: is under older rules than the record before it")
-        if record.ranks != self._plan.ranks_after(at.record):
-            self.found.flaws.append(f"{here}: has other ranks than the record before it names")
+        if before is not None and record.rules < before.rules:
+            self._flaw(f"{here}: is under older rules than the record before it")
+        if record.ranks != self._plan.ranks_after(before):
+            self._flaw(f"{here}: has other ranks than the record before it names")
         try:
-            follows = self._plan.follows(record, at.record)
+            follows = self._plan.follows(record, before)
         except (ValueError, PayloadRefused):
             follows = False
         if not follows:
-            self.found.flaws.append(
+            self._flaw(
                 f"{here}: its window, or the ranks or H that it names, do not follow from its "
                 "means and the record before it"
             )
@@ -222,7 +195,7 @@ class _Replay:
         outer_step(self._manifest, record.rules).apply(
             vectors.anchor, vectors.momentum, average, vectors.anchor, vectors.momentum
         )
-        self.found.replayed.append(record.round)
+        self.found.replayed += (record.round,)
 
     def _meet(self, digest: str) -> None:
         """Compare the anchor with the state that stands on this record, or learn it from there."""
@@ -234,22 +207,25 @@ class _Replay:
         except FileNotFoundError:  # its owner, a running peer, has a newer one
             return
         except (OSError, ValueError, SafetensorError) as error:
-            self.found.flaws.append(f"{state.file}: damaged ({error})")
+            self._flaw(f"{state.file}: damaged ({error})")
             return
         if self.vectors is None:
             self.vectors = stated
             return
         for name in ("anchor", "momentum"):
             if not torch.equal(getattr(stated, name), getattr(self.vectors, name)):
-                self.found.flaws.append(
+                self._flaw(
                     f"{state.file}: its {name} is not the one that the records up to round "
                     f"{state.round} make"
                 )
                 return
-        self.found.confirmed.append(state.round)
+        self.found.confirmed += (state.round,)
+
+    def _flaw(self, flaw: str) -> None:
+        self.found.flaws += (flaw,)
 
     def _lost(self, flaw: str) -> None:
-        self.found.flaws.append(flaw)
+        self._flaw(flaw)
         self.vectors = None
 
 

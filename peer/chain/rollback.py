@@ -18,19 +18,18 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import shutil
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 from torch import Tensor
 
 from dilocox.dht.errors import EnvironmentFault, InvalidInput
-from dilocox.dht.files import disk_fault, make_folder, write_atomically
+from dilocox.dht.files import make_folder, write_atomically
 from dilocox.dht.manifest import Manifest
 from dilocox.peer.chain.replay import state_after
-from dilocox.peer.chain.snapshot_files import Snapshot, write_state
-from dilocox.peer.chain.store import OLDER_NAME, Entry, KeptChain, RecordFolder, kept_run
+from dilocox.peer.chain.snapshot_files import made_whole, write_state
+from dilocox.peer.chain.store import OLDER_NAME, Entry, KeptChain, Store, kept_run
 from dilocox.peer.state_folder import ASIDE
 
 logger = logging.getLogger(__name__)
@@ -54,11 +53,10 @@ def peer_goes_back(own: Path, manifest: Manifest) -> bool:
     if _done(own) >= since:
         return False
     aside = _put_aside(own, since, ("log", "snapshots"))
-    log = RecordFolder(aside / "log")
-    kept = counting(log.entries(), manifest)
-    first = kept[0].header() if kept else None
-    if first is not None and first.previous == manifest.root:
-        RecordFolder(own / "log").share(log, [entry.round for entry in kept])
+    log = Store(aside / "log")
+    kept = log.counting(manifest)
+    if _from_start(kept, manifest):
+        Store(own / "log").share(log, [entry.round for entry in kept])
     _mark(own, since)
     logger.warning("records and snapshots from before the rollback are in %s", aside)
     return True
@@ -75,10 +73,10 @@ def archive_goes_back(folder: Path, manifest: Manifest) -> None:
         names = sorted(path.name for path in folder.iterdir() if path.name.isdecimal())
         aside = _put_aside(folder, since, (*names, OLDER_NAME))
         moved = sorted(path.name for path in aside.iterdir() if path.name.isdecimal())
-        older = RecordFolder(folder / OLDER_NAME)
+        older = Store(folder / OLDER_NAME)
         logs = [aside / name / "log" for name in moved] + [aside / OLDER_NAME]
-        for log in map(RecordFolder, logs):
-            older.share(log, [entry.round for entry in counting(log.entries(), manifest)])
+        for log in map(Store, logs):
+            older.share(log, [entry.round for entry in log.counting(manifest)])
         _mark(folder, since)
     # after the mark: who is killed in between finds it here, and puts nothing aside twice
     with contextlib.suppress(FileNotFoundError):
@@ -91,8 +89,8 @@ def newest_aside(own: Path) -> int:
     Rounds go on after it: no number may come twice, or who counts by them (a monitor, a log) takes
     the new rounds for the old ones.
     """
-    logs = map(RecordFolder, own.glob(f"{ASIDE}*/log"))
-    return max((number for log in logs for number in log.rounds()), default=-1)
+    logs = own.glob(f"{ASIDE}*/log")
+    return max((number for log in logs for number in Store(log).rounds()), default=-1)
 
 
 def prepared(folder: Path, rules: int) -> Path:
@@ -108,41 +106,12 @@ def prepare(
     entry: the record that the state stands on; None for the initial weights. Raises
     EnvironmentFault.
     """
-    final = prepared(folder, rules)
-    partial = final.with_name(f"{final.name}.partial")
-    try:
-        for old in (final, partial):
-            shutil.rmtree(old, ignore_errors=True)
-        make_folder(partial / "log")
+    with made_whole(prepared(folder, rules)) as partial:
         if entry is not None:
             state = partial / "state" / STATE_NAME
             make_folder(state)
-            write_state(
-                state,
-                Snapshot(
-                    round=entry.round,
-                    digest=entry.digest,
-                    layout="",
-                    anchor=anchor,
-                    momentum=momentum,
-                    tensors={},
-                    facts={},
-                ),
-            )
-            RecordFolder(partial / "log").share(entry.folder, [entry.round])
-        partial.rename(final)
-    except OSError as error:
-        raise disk_fault(final, error) from error
-
-
-def counting(entries: Iterable[Entry], manifest: Manifest) -> list[Entry]:
-    """The records that no rollback has taken back."""
-    found: list[Entry] = []
-    for entry in entries:
-        header = entry.header()
-        if header is not None and not manifest.rolled_back(entry.round, header.rules):
-            found.append(entry)
-    return found
+            write_state(state, entry.round, entry.digest, anchor, momentum)
+            Store(partial / "log").share(entry.store, [entry.round])
 
 
 def _put_aside(folder: Path, rules: int, names: Iterable[str]) -> Path:
@@ -205,7 +174,7 @@ def archived_tokens(state: Path, run: str, manifest: Manifest) -> int:
     """The tokens that the run has trained, as far as the archive of stage 0 tells."""
     archive = _archive(state, run, manifest)
     chain = kept_run(archive).stages.get(0) if archive.exists() else None
-    kept = [] if chain is None else counting(chain.records, manifest)
+    kept = [] if chain is None else chain.counting(manifest)
     newest = kept[-1].header() if kept else None
     return 0 if newest is None else newest.chain_tokens
 
@@ -223,11 +192,11 @@ def _prepared(
     tell: Callable[[str], None],
 ) -> list[str]:
     archive = _archive(state, run, manifest)
-    stages = dict(kept_run(archive).stages) if archive.exists() else {}
-    empty = KeptChain(stage=0, records=(), states=())
-    rounds = [
-        entry.round for chain in stages.values() for entry in counting(chain.records, manifest)
-    ]
+    there = dict(kept_run(archive).stages) if archive.exists() else {}
+    empty = [KeptChain(stage=stage, records=(), states=()) for stage in range(manifest.stages)]
+    chains = [there.get(chain.stage, chain) for chain in empty]
+    counting = [chain.counting(manifest) for chain in chains]
+    rounds = [entry.round for kept in counting for entry in kept]
     if not rounds:
         raise InvalidInput(
             f"--round {round_number}: the archive has no round yet, so there is none to go back "
@@ -237,11 +206,15 @@ def _prepared(
         raise InvalidInput(
             f"--round {round_number}: the newest round is {max(rounds)}; give an earlier one"
         )
-    _check_reach(manifest, stages, round_number)
+    here = f"--round {round_number}: this bootstrap keeps"
+    first, where = max((_first(manifest, counting, chain, here), chain.stage) for chain in chains)
+    if round_number < first:
+        raise InvalidInput(
+            f"{here} stage {where} from round {first} on; choose a round from {first} on"
+        )
     base: list[str] = []
-    for stage in range(manifest.stages):
-        chain = stages.get(stage, empty)
-        entries = [e for e in counting(chain.records, manifest) if e.round <= round_number]
+    for stage, chain in enumerate(chains):
+        entries = [entry for entry in counting[stage] if entry.round <= round_number]
         last = entries[-1] if entries else None
         known = {manifest.root, *(entry.digest for entry in entries)}
         states = [each for each in chain.states if each.digest in known]
@@ -259,40 +232,24 @@ def _prepared(
     return base
 
 
-def _check_reach(manifest: Manifest, stages: Mapping[int, KeptChain], round_number: int) -> None:
-    """Raise InvalidInput if what is kept of a stage begins only after that round."""
-    here = f"--round {round_number}: this bootstrap keeps"
-    reach = ((_first(manifest, stages, stage, here), stage) for stage in range(manifest.stages))
-    first, stage = max(reach)
-    if round_number < first:
-        raise InvalidInput(
-            f"{here} stage {stage} from round {first} on; choose a round from {first} on"
-        )
-
-
-def _first(manifest: Manifest, stages: Mapping[int, KeptChain], stage: int, here: str) -> int:
+def _first(manifest: Manifest, counting: Sequence[list[Entry]], chain: KeptChain, here: str) -> int:
     """The first round after which a stage's state can be made, -1 for the initial weights.
 
     That nothing is kept from before it does not say that nothing was: the archive of a bootstrap
     that began later lacks what came before, and so does one that had to make room.
     """
-    chain = stages.get(stage)
-    kept = [] if chain is None else counting(chain.records, manifest)
-    if chain is None or not kept:
-        if not all(_whole(each, manifest) for each in stages.values()):
-            raise InvalidInput(f"{here} nothing of stage {stage} yet; try again in some minutes")
-        return -1  # nobody has committed a record of it
-    if _whole(chain, manifest):
+    kept = counting[chain.stage]
+    if not kept and not all(_from_start(each, manifest) for each in counting if each):
+        raise InvalidInput(f"{here} nothing of stage {chain.stage} yet; try again in some minutes")
+    if not kept or _from_start(kept, manifest):  # or nobody has committed a record of it
         return -1
     known = {entry.digest for entry in kept}
     first = min((each.round for each in chain.states if each.digest in known), default=None)
     if first is None:
-        raise InvalidInput(f"{here} too few records of stage {stage} to go back to any round")
+        raise InvalidInput(f"{here} too few records of stage {chain.stage} to go back to any round")
     return first
 
 
-def _whole(chain: KeptChain, manifest: Manifest) -> bool:
-    """Whether these records begin at the initial weights; also where there are none."""
-    kept = counting(chain.records, manifest)
+def _from_start(kept: list[Entry], manifest: Manifest) -> bool:
     first = kept[0].header() if kept else None
-    return not kept or (first is not None and first.previous == manifest.root)
+    return first is not None and first.previous == manifest.root

@@ -20,7 +20,8 @@ import hashlib
 import json
 import logging
 import shutil
-from collections.abc import Mapping
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -64,35 +65,44 @@ def write_snapshot(folder: Path, snapshot: Snapshot, *, above: int = -1) -> Path
     """Write the next snapshot, under a number over `above`, and remove those before it.
 
     Raises:
-        EnvironmentFault: the disk is full or the folder cannot be written; the old snapshot stays.
+        EnvironmentFault: the disk is full or the folder cannot be written; the old ones stay.
     """
     earlier = _complete(folder)
-    number = 1 + max([above, *map(_number, earlier)])
-    final = folder / f"{number:08d}"
-    partial = folder / f"{number:08d}.partial"
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        for left in folder.glob("*.partial"):
-            shutil.rmtree(left, ignore_errors=True)
-        partial.mkdir()
-        write_state(partial, snapshot)
+    final = folder / f"{1 + max([above, *(int(path.name) for path in earlier)]):08d}"
+    for left in folder.glob("*.partial"):
+        shutil.rmtree(left, ignore_errors=True)
+    with made_whole(final) as partial:
+        write_state(partial, snapshot.round, snapshot.digest, snapshot.anchor, snapshot.momentum)
         facts = {"layout": snapshot.layout, "facts": snapshot.facts}
         _save(partial / LOCAL_FILE, snapshot.tensors, {"local": json.dumps(facts)})
-        sync(partial)
-        partial.rename(final)
-        sync(folder)
-    except (OSError, SafetensorError) as error:
-        shutil.rmtree(partial, ignore_errors=True)
-        raise disk_fault(folder, _as_os_error(error)) from error
     for old in earlier:
         shutil.rmtree(old, ignore_errors=True)
     return final
 
 
+@contextmanager
+def made_whole(final: Path) -> Generator[Path]:
+    """A folder to fill, which gets its name once it is full; another one of that name goes.
+
+    Raises EnvironmentFault if the disk is full or cannot be written; then nothing is left of it.
+    """
+    partial = final.with_name(f"{final.name}.partial")
+    try:
+        for old in (partial, final):
+            shutil.rmtree(old, ignore_errors=True)
+        partial.mkdir(parents=True)
+        yield partial
+        sync(partial)
+        partial.rename(final)
+        sync(final.parent)
+    except (OSError, SafetensorError) as error:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise disk_fault(final.parent, _as_os_error(error)) from error
+
+
 def oldest_number(folder: Path) -> int:
     """The number of the oldest complete snapshot, -1 where there is none."""
-    complete = _complete(folder)
-    return _number(complete[0]) if complete else -1
+    return min((int(path.name) for path in _complete(folder)), default=-1)
 
 
 def read_snapshot(folder: Path, *, layout: str) -> Snapshot | None:
@@ -130,7 +140,7 @@ def _read(found: Path) -> Snapshot:
         momentum=momentum,
         tensors=tensors,
         facts=local["facts"],
-        number=_number(found),
+        number=int(found.name),
     )
 
 
@@ -154,27 +164,28 @@ def _set_aside(found: Path, error: Exception) -> None:
 
 
 def newest(folder: Path) -> Path | None:
-    """The folder of the newest complete snapshot."""
     complete = _complete(folder)
     return complete[-1] if complete else None
 
 
-def write_state(folder: Path, snapshot: Snapshot) -> None:
+def write_state(
+    folder: Path, round_number: int, digest: str, anchor: Tensor, momentum: Tensor
+) -> None:
     """The part of a snapshot that joiners download, into a folder that is there."""
     path = folder / STATE_FILE
-    _save(path, {"anchor": snapshot.anchor, "momentum": snapshot.momentum}, {})
-    facts = {
-        "round": snapshot.round,
-        "digest": snapshot.digest,
-        "size": path.stat().st_size,
-        "sha256": sha256_of_file(path),
-    }
+    _save(path, {"anchor": anchor, "momentum": momentum}, {})
+    write_facts(folder, round_number, digest, sha256_of_file(path))
+
+
+def write_facts(folder: Path, round_number: int, digest: str, sha256: str) -> None:
+    """Write beside a state's file what is said of it."""
+    size = (folder / STATE_FILE).stat().st_size
+    facts = {"round": round_number, "digest": digest, "size": size, "sha256": sha256}
     (folder / STATE_FACTS_FILE).write_text(json.dumps(facts))
     sync(folder / STATE_FACTS_FILE)
 
 
 def sha256_of_file(path: Path) -> str:
-    """The sha256 of a file, in hex, a megabyte at a time."""
     digest = hashlib.sha256()
     with path.open("rb") as file:
         while chunk := file.read(HASH_CHUNK_BYTES):
@@ -185,10 +196,6 @@ def sha256_of_file(path: Path) -> str:
 def _save(path: Path, tensors: Mapping[str, Tensor], metadata: dict[str, str]) -> None:
     save_file(dict(tensors), path, metadata=metadata)
     sync(path)
-
-
-def _number(complete: Path) -> int:
-    return int(complete.name)
 
 
 def _complete(folder: Path) -> list[Path]:

@@ -1,14 +1,14 @@
 """Round records as files: found, read, and removed when there are too many of them.
 
-A folder with two kinds of file: `<round>-<digest>.record` (rounds/record.py) and
+A `Store` is a folder with two kinds of file: `<round>-<digest>.record` (rounds/record.py) and
 `<round>.certificate` (the signed votes that committed it, written first, so that a record on disk
 always has one). Here nobody checks what a record says: who appends does (`RoundLog`), or who
 replays (replay.py). It is checked against the digest in its name when it is read; where only its
 header matters, only that is read.
 
-`RoundLog` is such a folder of a peer, with the newest records of its stage's chain. Beside them
-lies `<round>-<attempt>.vote`: this peer's own vote, on disk before it leaves, so that a restarted
-peer cannot vote twice. A record is checked when it is added.
+`RoundLog` is the store of a peer, with the newest records of its stage's chain. Beside them lies
+`<round>-<attempt>.vote`: this peer's own vote, on disk before it leaves, so that a restarted peer
+cannot vote twice. A record is checked when it is added.
 
 `kept_run` finds what a state folder holds of a run: records, and states that some of them lead to.
 A peer keeps the newest records and one state (`RUN-stage0/log`, `.../snapshots`), a bootstrap more
@@ -18,7 +18,6 @@ Whoever reads them here needs no lock: the owner may be running.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import re
@@ -52,49 +51,49 @@ class Entry:
     round: int
     digest: str
     record_bytes: int
-    folder: RecordFolder = field(repr=False, compare=False)
+    store: Store = field(repr=False, compare=False)
 
     def header(self) -> RoundRecord | None:
         """The record without its means; None if it is gone by now (RecordRefused: damaged)."""
-        return self.folder.header(self.round)
+        return self.store.header(self.round)
 
     def data(self) -> bytes | None:
         """The record's bytes; None if it is gone by now (RecordRefused: damaged)."""
-        return self.folder.read_bytes(self.round)
+        return self.store.read_bytes(self.round)
+
+    def certificate(self) -> bytes | None:
+        return self.store.certificate(self.round)
 
 
-class RecordFolder:
-    """Records of one stage. Many processes may read it; one writes."""
+class Store:
+    """Records of one stage, in chain order. Many processes may read them; one writes."""
 
     def __init__(self, folder: Path):
         """The folder need not be there; then it is empty, and nobody makes it."""
         self._folder = folder
 
+    # ---- reading; what is not here, or no longer, is None ----------------------------------------
     def rounds(self) -> list[int]:
-        """The rounds whose records are here, in chain order."""
         return sorted(self._records())
 
     def entries(self) -> list[Entry]:
-        """The records that are here, in chain order."""
-        found: list[Entry] = []
-        for number, path in sorted(self._records().items()):
-            with contextlib.suppress(FileNotFoundError):  # the writer removed it meanwhile
-                found.append(_entry(self, number, path))
-        return found
+        found = (self._entry(number, path) for number, path in sorted(self._records().items()))
+        return [entry for entry in found if entry is not None]
 
     def newest(self) -> Entry | None:
-        """The record of the highest round."""
         records = self._records()
         if not records:
             return None
-        number = max(records)
-        try:
-            return _entry(self, number, records[number])
-        except FileNotFoundError as error:
-            raise RecordRefused(f"{records[number]} vanished while it was read") from error
+        entry = self._entry(*max(records.items()))
+        if entry is None:
+            raise RecordRefused(f"record {max(records)} vanished while it was read")
+        return entry
+
+    def counting(self, manifest: Manifest) -> list[Entry]:
+        """The records that no rollback has taken back."""
+        return still_counting(self.entries(), manifest)
 
     def header(self, round_number: int) -> RoundRecord | None:
-        """The record of a round without its means, or None if it is not here."""
         data = self.header_bytes(round_number)
         if data is None:
             return None
@@ -107,7 +106,7 @@ class RecordFolder:
             ) from error
 
     def header_bytes(self, round_number: int) -> bytes | None:
-        """The first bytes of a record, up to its means, or None if it is not here."""
+        """The first bytes of a record, up to its means."""
         file = self.open(round_number)
         if file is None:
             return None
@@ -116,7 +115,6 @@ class RecordFolder:
             return length + file.read(min(int.from_bytes(length, "little"), MAX_HEADER_BYTES))
 
     def open(self, round_number: int) -> BinaryIO | None:
-        """The file of a record, unchecked, or None if it is not here."""
         path = self._records().get(round_number)
         try:
             return None if path is None else path.open("rb")
@@ -124,11 +122,7 @@ class RecordFolder:
             return None
 
     def read_bytes(self, round_number: int) -> bytes | None:
-        """The bytes of a record, or None if it is not here.
-
-        Raises:
-            RecordRefused: the file is not what its name says.
-        """
+        """The bytes of a record; RecordRefused if the file is not what its name says."""
         path = self._records().get(round_number)
         data = None if path is None else read_file(path)
         if path is not None and data is not None and digest_of(data) != _digest(path):
@@ -136,19 +130,18 @@ class RecordFolder:
         return data
 
     def certificate(self, round_number: int) -> bytes | None:
-        """The votes that committed a record."""
         return read_file(self._certificate_path(round_number))
 
     def find(self, digest: str) -> int | None:
-        """The round whose record has this digest, None if it is not here."""
         return next((n for n, path in self._records().items() if _digest(path) == digest), None)
 
+    # ---- writing ---------------------------------------------------------------------------------
     def write(self, round_number: int, data: bytes, certificate: bytes) -> None:
         """Put a record into the folder; EnvironmentFault if the disk is full."""
         write_atomically(self._certificate_path(round_number), certificate)
-        write_atomically(self._folder / _record_name(round_number, digest_of(data)), data)
+        write_atomically(self._folder / f"{round_number:08d}-{digest_of(data)}.record", data)
 
-    def share(self, other: RecordFolder, rounds: Iterable[int]) -> None:
+    def share(self, other: Store, rounds: Iterable[int]) -> None:
         """Have these records of another folder here, too, as far as they are there.
 
         They take no room twice where the disk has hard links. EnvironmentFault if it is full.
@@ -172,20 +165,19 @@ class RecordFolder:
             keep_bytes: of so many bytes at most, but four records (or `keep`) in any case.
             applied: a round whose record, and those after it, are kept in any case.
         """
-        entries = self.entries()
-        kept: set[int] = set()
+        kept: list[int] = []
         total = 0
-        for entry in reversed(entries):
+        for entry in reversed(self.entries()):
             total += entry.record_bytes
             fits = keep_bytes is None or total <= keep_bytes or len(kept) < RECORDS_NEEDED
             if not (len(kept) < keep and fits) and (applied is None or entry.round < applied):
                 break
-            kept.add(entry.round)
-        records = self._records()
-        for entry in entries:
-            if entry.round not in kept:
-                records[entry.round].unlink(missing_ok=True)
-        self._prune_others(min(kept, default=0))
+            kept.append(entry.round)
+        first = min(kept, default=0)
+        for pattern in ("*.record", "*.certificate", "*.vote"):
+            for path in self._folder.glob(pattern):
+                if _round(path) < first:
+                    path.unlink(missing_ok=True)
 
     def drop_from(self, first: int) -> None:
         """Remove the records of this round and all after it, with their certificates."""
@@ -194,26 +186,32 @@ class RecordFolder:
                 path.unlink(missing_ok=True)
                 self._certificate_path(number).unlink(missing_ok=True)
 
-    def _prune_others(self, first: int) -> None:
-        for pattern in ("*.certificate", "*.vote"):
-            for path in self._folder.glob(pattern):
-                if int(path.stem.split("-")[0]) < first:
-                    path.unlink(missing_ok=True)
-
     def _records(self) -> dict[int, Path]:
-        return {int(path.stem.split("-")[0]): path for path in self._folder.glob("*.record")}
+        return {_round(path): path for path in self._folder.glob("*.record")}
+
+    def _entry(self, number: int, path: Path) -> Entry | None:
+        try:
+            size = path.stat().st_size
+        except FileNotFoundError:  # the writer removed it meanwhile
+            return None
+        return Entry(round=number, digest=_digest(path), record_bytes=size, store=self)
 
     def _certificate_path(self, round_number: int) -> Path:
         return self._folder / f"{round_number:08d}.certificate"
 
 
-def _entry(folder: RecordFolder, number: int, path: Path) -> Entry:
-    size = path.stat().st_size
-    return Entry(round=number, digest=_digest(path), record_bytes=size, folder=folder)
+def still_counting(entries: Iterable[Entry], manifest: Manifest) -> list[Entry]:
+    """Those records that no rollback has taken back."""
+    found: list[Entry] = []
+    for entry in entries:
+        header = entry.header()
+        if header is not None and not manifest.rolled_back(entry.round, header.rules):
+            found.append(entry)
+    return found
 
 
-def _record_name(round_number: int, digest: str) -> str:
-    return f"{round_number:08d}-{digest}.record"
+def _round(path: Path) -> int:
+    return int(path.stem.split("-")[0])
 
 
 def _digest(record_path: Path) -> str:
@@ -248,7 +246,7 @@ class Tip:
     record_bytes: int
 
 
-class RoundLog(RecordFolder):
+class RoundLog(Store):
     """Append-only records of one stage. Two processes may read it; one appends."""
 
     def __init__(self, folder: Path, *, manifest_digest: str, codec: StageCodec):
@@ -258,7 +256,6 @@ class RoundLog(RecordFolder):
         make_folder(folder)
 
     def read(self, round_number: int) -> RoundRecord | None:
-        """The record of a round, checked, or None if it is not here."""
         data = self.read_bytes(round_number)
         return None if data is None else parse_record(data, self._codec)
 
@@ -269,7 +266,6 @@ class RoundLog(RecordFolder):
         return super().find(digest)
 
     def head(self) -> Tip:
-        """The newest record."""
         newest = self.newest()
         if newest is None:
             return self._root
@@ -299,7 +295,7 @@ class RoundLog(RecordFolder):
             )
         if record.chain_tokens != head.chain_tokens + record.tokens:
             raise RecordRefused(f"record {record.round} miscounts the tokens of the chain")
-        last = self.header(head.round) if head.round >= 0 else None
+        last = self.header(head.round)
         if last is not None and record.rules < last.rules:
             raise RecordRefused(f"record {record.round} is under older rules than the one before")
         if record.ranks != (self._codec.first_ranks if last is None else last.next_ranks):
@@ -356,6 +352,10 @@ class KeptChain:
     stage: int
     records: tuple[Entry, ...]
     states: tuple[KeptState, ...]
+
+    def counting(self, manifest: Manifest) -> list[Entry]:
+        """The records that no rollback has taken back."""
+        return still_counting(self.records, manifest)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -433,9 +433,9 @@ def _of_archive(folder: Path) -> list[KeptChain]:
 def _chain(stage: int, logs: Iterable[Path], states: Iterable[Path]) -> KeptChain:
     records: dict[int, Entry] = {}
     for log in logs:  # what two of them have is the same; else the first one counts
-        for entry in RecordFolder(log).entries():
+        for entry in Store(log).entries():
             records.setdefault(entry.round, entry)
-    found = [state for folder in states if (state := _state(folder)) is not None]
+    found = [state for folder in states if (state := kept_state(folder)) is not None]
     return KeptChain(
         stage=stage,
         records=tuple(records[number] for number in sorted(records)),
@@ -443,7 +443,8 @@ def _chain(stage: int, logs: Iterable[Path], states: Iterable[Path]) -> KeptChai
     )
 
 
-def _state(folder: Path) -> KeptState | None:
+def kept_state(folder: Path) -> KeptState | None:
+    """The newest state in a folder of snapshots; InvalidInput if what is said of it is damaged."""
     snapshot = newest(folder)
     if snapshot is None:
         return None

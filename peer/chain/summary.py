@@ -16,7 +16,7 @@ from statistics import median_low
 
 from dilocox.peer.rounds.record import RoundRecord
 
-_SHA256 = re.compile(r"[0-9a-f]{64}")
+SHA256 = re.compile(r"[0-9a-f]{64}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,29 +37,6 @@ class LoggedRound:
     digest: str
     previous: str
 
-    @classmethod
-    def of(cls, header: RoundRecord, digest: str, record_bytes: int) -> LoggedRound:
-        """From a record's header, which may be anybody's; ValueError if it makes no sense."""
-        try:
-            ranks = sorted(int(rank) for rank in header.ranks if rank > 0)
-            facts = (header.round, header.tokens, header.next_inner_steps, record_bytes)
-            number, tokens, next_inner_steps, size = (int(fact) for fact in facts)
-            sound = all(_SHA256.fullmatch(text) for text in (digest, header.previous))
-        except (TypeError, AttributeError, OverflowError) as error:
-            raise ValueError(f"no header of a record: {error}") from error
-        if not sound:
-            raise ValueError(f"the record before round {number} is named by what is no sha256")
-        return cls(
-            round=number,
-            tokens=tokens,
-            members=len(header.members),
-            ranks=(ranks[0], median_low(ranks), ranks[-1]) if ranks else None,
-            next_inner_steps=next_inner_steps,
-            record_bytes=size,
-            digest=digest,
-            previous=header.previous,
-        )
-
 
 @dataclass(frozen=True, kw_only=True)
 class ChainRound:
@@ -76,15 +53,30 @@ class ChainRound:
     @classmethod
     def of(cls, header: RoundRecord, digest: str, record_bytes: int) -> ChainRound:
         """From a record's header, which may be anybody's; ValueError if it makes no sense."""
-        listed = LoggedRound.of(header, digest, record_bytes)
         try:
-            return cls(
-                listed=listed,
+            ranks = sorted(int(rank) for rank in header.ranks if rank > 0)
+            made = cls(
+                listed=LoggedRound(
+                    round=int(header.round),
+                    tokens=int(header.tokens),
+                    members=len(header.members),
+                    ranks=(ranks[0], median_low(ranks), ranks[-1]) if ranks else None,
+                    next_inner_steps=int(header.next_inner_steps),
+                    record_bytes=record_bytes,
+                    digest=digest,
+                    previous=header.previous,
+                ),
                 chain_tokens=int(header.chain_tokens),
                 members=tuple((str(each.peer), int(each.tokens)) for each in header.contributions),
             )
+            named = all(SHA256.fullmatch(name) for name in (digest, header.previous))
         except (LookupError, TypeError, AttributeError, OverflowError) as error:
             raise ValueError(f"no header of a record: {error!r}") from error
+        if not named:
+            raise ValueError(
+                f"the record before round {made.listed.round} is named by what is no sha256"
+            )
+        return made
 
 
 def tokens_by_peer(rounds: Iterable[ChainRound]) -> Counter[str]:

@@ -29,7 +29,6 @@ import math
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
-from copy import copy
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
@@ -41,10 +40,11 @@ from torch import Tensor
 from dilocox.dht.errors import EnvironmentFault
 from dilocox.dht.files import disk_fault, make_folder
 from dilocox.dht.rpc import STALL_S, Blob, CallRefused, Client
-from dilocox.peer.chain.headers import HeaderClient, ToldHeader
+from dilocox.peer.chain.headers import HeaderClient, OtherRecord, ToldHeader
 from dilocox.peer.chain.record_check import RecordCheck
 from dilocox.peer.chain.snapshot_files import sha256_of_file
 from dilocox.peer.chain.store import KeptState, RoundLog
+from dilocox.peer.chain.summary import SHA256
 from dilocox.peer.rounds.ballots import MAX_CERTIFICATE_BYTES
 from dilocox.peer.rounds.outer_step import OuterStep, anchor_sha256
 from dilocox.peer.rounds.record import RecordRefused, RoundRecord, digest_of
@@ -73,16 +73,6 @@ class Fetched:
     record: RoundRecord
     data: bytes
     certificate: bytes
-
-    @property
-    def round(self) -> int:
-        """The round."""
-        return self.record.round
-
-    @property
-    def previous(self) -> str:
-        """The digest of the record before it."""
-        return self.record.previous
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -177,12 +167,6 @@ class ChainClient(HeaderClient):
         self._compute = compute
         self._limits = limits
 
-    def only(self, peer: str) -> ChainClient:
-        """The chain as this holder alone gives it."""
-        alone = copy(self)
-        alone.holders = [peer]
-        return alone
-
     # ---- records ---------------------------------------------------------------------------------
     async def record(self, digest: str) -> Fetched | None:
         """A record and its certificate, from the first holder that has both.
@@ -196,7 +180,9 @@ class ChainClient(HeaderClient):
 
     def records(self, start: str, ends: Callable[[str], bool]) -> AsyncGenerator[Fetched, None]:
         """As `headers`, the records."""
-        return self._back(start, ends, self.record)
+        return self._back(
+            start, ends, self.record, lambda found: (found.record.round, found.record.previous)
+        )
 
     async def catch_up(
         self,
@@ -227,7 +213,7 @@ class ChainClient(HeaderClient):
         told = _told(headers, known, me)
         if known is None:
             return Reached(appended=(), fork_round=None, too_far=True, told=told)
-        size = sum(each.record_bytes for each in headers)
+        size = sum(each.says.listed.record_bytes for each in headers)
         if headers and limit_bytes is not None and size > limit_bytes:
             return Reached(appended=(), fork_round=None, too_far=False, costly=True, told=told)
         end = self._now() + self._limits.records_s
@@ -265,7 +251,7 @@ class ChainClient(HeaderClient):
         total, enough_at = 0, self._now() + self._limits.headers_s / 2
         async for told in self.headers(digest, lambda wanted: log.find(wanted) is not None):
             missing.append(told)
-            total += told.record_bytes
+            total += told.says.listed.record_bytes
             far = back_to is None or told.round <= back_to or self._now() > enough_at
             if limit_bytes is not None and total > limit_bytes and far:
                 return missing, told.round
@@ -289,10 +275,10 @@ class ChainClient(HeaderClient):
         if blob is None:
             return None
         if digest_of(blob.data) != digest:
-            raise CallRefused(f"{peer} sent another record than {digest[:12]}")
+            raise OtherRecord(f"{peer} sent another record than {digest[:12]}")
         proof = await self._get(peer, "certificate", digest, MAX_CERTIFICATE_BYTES, limits.stall_s)
         if proof is None:
-            raise CallRefused(f"{peer} has no certificate of {digest[:12]}")
+            raise OtherRecord(f"{peer} has no certificate of {digest[:12]}")
         record = await self._compute(self.check.record, blob.data, proof.data)
         return Fetched(record, blob.data, proof.data)
 
@@ -322,7 +308,7 @@ class ChainClient(HeaderClient):
         size = blob.facts.get("size")
         if not isinstance(size, int) or not 0 < size <= limit:
             raise CallRefused(f"{peer} has a state of {size} bytes, at most {limit} are due")
-        if len(sha256) != 64 or not set(sha256) <= set("0123456789abcdef"):
+        if not SHA256.fullmatch(sha256):
             raise CallRefused(f"{peer} names its state by what is no sha256")
         if digest == self.check.root:
             raise NoState(f"{peer} has written no state since the first round")
@@ -495,7 +481,6 @@ def _disk(path: Path) -> Generator[None]:
 
 
 def _load(path: Path, anchor: Tensor, momentum: Tensor) -> None:
-    """Read what was checked before."""
     try:
         with cast(Any, safe_open)(path, framework="pt") as file:
             for name, target in (("anchor", anchor), ("momentum", momentum)):

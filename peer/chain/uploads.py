@@ -13,7 +13,7 @@ import json
 import os
 from collections import Counter
 from collections.abc import AsyncGenerator, Awaitable, Callable, Generator
-from contextlib import aclosing, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from time import monotonic
@@ -21,7 +21,7 @@ from typing import Any, BinaryIO
 
 from dilocox.dht.rpc import CHUNK_BYTES, STALL_S, reply, unpack
 from dilocox.peer.chain.snapshot_files import STATE_FACTS_FILE, STATE_FILE, newest
-from dilocox.peer.chain.store import RecordFolder
+from dilocox.peer.chain.store import Store
 
 AT_ONCE = 8
 OF_ONE_PEER = 3
@@ -39,7 +39,6 @@ class Source:
 
     @classmethod
     def of(cls, data: bytes, **facts: Any) -> Source:
-        """Serve bytes that are in memory."""
         return cls({"bytes": len(data)} | facts, io.BytesIO(data))
 
     def __enter__(self) -> Source:
@@ -49,9 +48,7 @@ class Source:
         self.file.close()
 
 
-def find_in_log(
-    log: RecordFolder, what: str, digest: str, *, header: bool = False
-) -> Source | None:
+def find_in_log(log: Store, what: str, digest: str, *, header: bool = False) -> Source | None:
     """A logged record or certificate, to serve; of a record perhaps only the header.
 
     A record is served as it lies on the disk: who asks knows its digest.
@@ -94,45 +91,11 @@ class UploadRefused(Exception):
 class Uploads:
     """Counts what runs. All calls belong to one event loop."""
 
-    def __init__(
-        self,
-        at_once: int = AT_ONCE,
-        *,
-        stall_s: float = STALL_S,
-        on_refusal: Callable[[], None] = lambda: None,
-    ):
+    def __init__(self, at_once: int = AT_ONCE, *, stall_s: float = STALL_S):
         """stall_s: who takes no chunk for so long is not served any more."""
         self._at_once = at_once
         self._stall_s = stall_s
-        self._on_refusal = on_refusal
         self._running: list[Upload] = []
-
-    async def serve(
-        self,
-        peer: str,
-        source: Source,
-        *,
-        urgent: bool = False,
-        before_chunk: Callable[[int], Awaitable[None]],
-    ) -> AsyncGenerator[Any, None]:
-        """The frames of an answer: facts and chunks, or that all places are taken.
-
-        urgent: always served, and not counted; for what an exchange waits for. So is what is few
-            bytes. before_chunk: counts, or waits until so many bytes may leave.
-        """
-        urgent = urgent or source.facts["bytes"] <= CHUNK_BYTES
-        with source:
-            try:
-                with self.begin(peer, source.file, urgent=urgent) as upload:
-                    with upload.being_taken(0):
-                        yield reply(source.facts)
-                    while chunk := upload.read(CHUNK_BYTES):
-                        await before_chunk(len(chunk))
-                        with upload.being_taken(len(chunk)):
-                            yield reply({}, chunk)
-            except UploadRefused as error:
-                self._on_refusal()
-                yield reply({"busy": str(error)})
 
     async def answer(
         self,
@@ -143,10 +106,12 @@ class Uploads:
         refuse: Callable[[str], None],
         pace: Callable[[dict[str, Any], Source], Callable[[int], Awaitable[None]]],
     ) -> AsyncGenerator[Any, None]:
-        """The frames that answer a `get` of this peer.
+        """The frames that answer a `get` of this peer: facts and chunks, or that all places are
+        taken.
 
-        find: what it asks for, None if it is not here. refuse: counts what was asked in vain for
-            "nonsense" or our "disk". pace: the `before_chunk` of `serve` for what was found.
+        find: what it asks for, None if it is not here. refuse: counts what was asked in vain: for
+        "nonsense" or our "disk", or while we are "busy". pace: for what was found, what counts so
+        many bytes, or waits until they may leave.
         """
         want: dict[str, Any] = {}
         found: Source | None = None
@@ -160,15 +125,26 @@ class Uploads:
         if found is None:
             yield reply({})
             return
-        urgent = want["what"] == "mean"  # an exchange waits for it
-        paced = pace(want, found)
-        async with aclosing(self.serve(peer, found, urgent=urgent, before_chunk=paced)) as frames:
-            async for frame in frames:
-                yield frame
+        # an exchange waits for a mean; what is few bytes is not worth a place
+        urgent = want["what"] == "mean" or found.facts["bytes"] <= CHUNK_BYTES
+        before_chunk = pace(want, found)
+        try:
+            with found, self.begin(peer, found.file, urgent=urgent) as upload:
+                with upload.being_taken(0):
+                    yield reply(found.facts)
+                while chunk := upload.read(CHUNK_BYTES):
+                    await before_chunk(len(chunk))
+                    with upload.being_taken(len(chunk)):
+                        yield reply({}, chunk)
+        except UploadRefused as error:
+            refuse("busy")
+            yield reply({"busy": str(error)})
 
     @contextmanager
     def begin(self, peer: str, file: BinaryIO, *, urgent: bool) -> Generator[Upload]:
-        """An upload to this peer. UploadRefused: there may be no more now."""
+        """An upload to this peer; `urgent`: always, and not counted. UploadRefused: there may be no
+        more now.
+        """
         upload = Upload(peer, file, self._stall_s, self._running)
         if not urgent:
             self._make_place(peer)
@@ -207,7 +183,6 @@ class Upload:
 
     @property
     def bytes_per_s(self) -> float:
-        """How fast the peer takes what it is given."""
         return self._taken / max(1e-6, self._all_waited_s)
 
     @property
@@ -248,7 +223,6 @@ class Upload:
             taker.cancel()
 
     def end(self) -> None:
-        """Hold nothing any more."""
         if not self._ended:
             self._ended = True
             self._file.close()

@@ -183,6 +183,12 @@ class ChainMaker:
         header = bool(want.get("header"))
         return find_in_log(self.log, want["what"], want["digest"], header=header)
 
+    def find_all_but(self, missing: str, want: dict[str, Any]) -> Source | None:
+        """Likewise, but of the first record another one ("record"), or no "certificate"."""
+        if want["what"] != missing or want.get("header") or want["digest"] != self.digests[1]:
+            return self.find(want)
+        return self.find(want | {"digest": self.digests[2]}) if missing == "record" else None
+
     def record_file(self, number: int) -> Path:
         """Where the record of a round lies."""
         (path,) = (self.own / "log").glob(f"{number:08d}-*.record")

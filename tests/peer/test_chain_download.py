@@ -4,32 +4,24 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterator
+from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from dilocox.dht.errors import EnvironmentFault
 from dilocox.dht.identity import Identity
 from dilocox.dht.records import ClaimRecord
 from dilocox.peer.chain.download import ClaimedChain, claimed_chain, download_chain, list_chain
 from dilocox.peer.chain.replay import replay
-from dilocox.peer.chain.store import KeptChain, RecordFolder
+from dilocox.peer.chain.store import KeptChain, Store
 from dilocox.peer.chain.summary import ChainRound
 from dilocox.peer.chain.uploads import Source
-from tests.peer.kept_chains import ChainMaker, manifest_of
+from tests.peer.kept_chains import RUN, ChainMaker, manifest_of
 from tests.peer.memory_swarm import Find, MemorySwarm
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+from tests.peer.told_records import told_chain
 
 
 @pytest.fixture
@@ -40,9 +32,9 @@ def maker(identities: list[Identity], tmp_path: Path) -> ChainMaker:
 class Claimed:
     """What holders claim of a maker's chain."""
 
-    def __init__(self, maker: ChainMaker):
+    def __init__(self, maker: ChainMaker, swarm: MemorySwarm | None = None):
         self.maker = maker
-        self.swarm = MemorySwarm()
+        self.swarm = swarm or MemorySwarm()
         self._claims: dict[str, ClaimRecord] = {}
 
     def add(self, peer: str, find: Find | None, digest: str | None = None, tokens: int = 0) -> None:
@@ -60,9 +52,9 @@ class Claimed:
 
         return asyncio.run(go())
 
-    def download(self, folder: Path) -> tuple[KeptChain, list[str]]:
+    def download(self, folder: Path, limit_s: float = 60.0) -> tuple[KeptChain, list[str]]:
         async def go() -> tuple[KeptChain, list[str]]:
-            return await download_chain(await self._claimed(60.0), folder)
+            return await download_chain(await self._claimed(limit_s), folder)
 
         return asyncio.run(go())
 
@@ -153,6 +145,61 @@ def test_a_holder_that_talks_nonsense_is_passed_over(
     assert (flaws, len(chain.records)) == ([], 1)
 
 
+@pytest.mark.parametrize("name", ["Qm\n", "Qm\x1b[2J", "Qm\u202e", "Qm\ud800"])
+def test_a_header_whose_member_has_no_printable_name_is_passed_over(
+    maker: ChainMaker, name: str
+) -> None:
+    maker.train(0)
+    (told,) = told_chain(RUN, 0, maker.manifest.root, [{name: 1}])
+    claimed = Claimed(maker)
+    claimed.add("QmLiar", lambda _: Source.of(told.data), digest=told.digest, tokens=99)
+    claimed.add("QmB", giving(maker, 0))
+    assert [each.listed.digest for each in claimed.listed()] == maker.digests[1:]
+
+
+@pytest.mark.parametrize("missing", ["record", "certificate"])
+def test_who_does_not_give_what_it_claims_is_no_flaw_of_the_chain(
+    maker: ChainMaker, tmp_path: Path, missing: str
+) -> None:
+    maker.train(0, 1)
+    claimed = Claimed(maker)
+    claimed.add("QmLiar", lambda want: maker.find_all_but(missing, want))
+    chain, flaws = claimed.download(tmp_path / "got")
+    assert (flaws, [entry.round for entry in chain.records]) == ([], [1])
+
+
+class SlowLine(MemorySwarm):
+    """A frame takes 25 s of the event loop's time."""
+
+    late_s = 0.0
+
+    async def iterate_protobuf_handler(
+        self, peer: Any, _name: str, request: Any, _answer: Any
+    ) -> AsyncIterator[Any]:
+        frames = await super().iterate_protobuf_handler(peer, _name, request, _answer)
+        loop: Any = asyncio.get_running_loop()
+        loop.time = lambda: time.monotonic() + self.late_s
+
+        async def slowly() -> AsyncIterator[Any]:
+            async for frame in frames:
+                self.late_s += 25.0
+                for _ in range(10):  # what is due comes first
+                    await asyncio.sleep(0)
+                yield frame
+
+        return slowly()
+
+
+def test_on_a_slow_line_the_timeout_alone_ends_a_download(
+    maker: ChainMaker, tmp_path: Path
+) -> None:
+    maker.train(0)
+    claimed = Claimed(maker, SlowLine())
+    claimed.add("QmPeer", giving(maker, 0))
+    chain, flaws = claimed.download(tmp_path / "got", 1e6)
+    assert (flaws, len(chain.records)) == ([], 1)
+
+
 def test_a_claim_of_a_record_that_nobody_has_hides_the_others_not(
     maker: ChainMaker, tmp_path: Path
 ) -> None:
@@ -213,4 +260,4 @@ def test_a_state_that_stands_on_no_record_of_the_chain_is_not_taken(
     claimed.add("QmB", giving(other, 0), tokens=-5)
     chain, flaws = claimed.download(tmp_path / "got")
     assert (flaws, chain.states) == ([], ())
-    assert isinstance(chain.records[0].folder, RecordFolder)
+    assert isinstance(chain.records[0].store, Store)

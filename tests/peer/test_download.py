@@ -85,6 +85,18 @@ def test_the_anchor_follows_from_a_snapshot_and_the_records_after_it(
     assert torch.equal(take(donor).anchor, donor.anchor)  # and none after it
 
 
+def test_what_an_archive_keeps_besides_is_not_waited_for(
+    identities: list[Identity], tmp_path: Path
+) -> None:
+    donor = ChainMaker(identities[0], tmp_path, MANIFEST)
+    donor.train(0, 1)
+    donor.snapshot()
+    swarm = MemorySwarm(**{donor.peer: donor.find})
+    place = swarm.place(MANIFEST, lambda _: {donor.peer: donor.claim()})
+    download_anchors(place, timeout_s=20.0)
+    assert not any(want.get("older") for _, want in swarm.asked)
+
+
 def codes_no_codec_writes(record: RoundRecord) -> RoundRecord:
     return replace(record, means=(record.means[0][:-1] + b"\x88",))
 

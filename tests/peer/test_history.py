@@ -273,10 +273,10 @@ def test_records_that_a_running_bootstrap_moves_meanwhile_are_found_again(
 
 
 def spread(maker: ChainMaker, stage: Path, places: dict[str, list[int]]) -> None:
-    from dilocox.peer.chain.store import RecordFolder
+    from dilocox.peer.chain.store import Store
 
     for name, rounds in places.items():
-        RecordFolder(stage / name).share(maker.log, rounds)
+        Store(stage / name).share(maker.log, rounds)
 
 
 def test_what_two_generations_disagree_on_is_the_older_ones(

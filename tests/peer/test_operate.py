@@ -20,7 +20,7 @@ from dilocox.dht.invite import run_id
 from dilocox.dht.manifest import SignedManifest
 from dilocox.dht.manifest_keeper import OwnManifest
 from dilocox.dht.revisions import RevisionFolder, in_state
-from dilocox.peer.chain.store import RecordFolder
+from dilocox.peer.chain.store import Store
 from dilocox.peer.commands import operate
 from dilocox.peer.commands.operate import checked_manifest
 from dilocox.peer.options import EndRunOptions, PauseRunOptions, ResumeRunOptions, ReviseOptions
@@ -91,7 +91,7 @@ def test_an_end_that_the_run_has_passed_is_refused_and_another_value_is_not(
     maker = ChainMaker(folder.key, tmp_path / "peer", manifest, run=folder.run)
     maker.train(0, 1)
     archive = folder.path / f"{folder.run}-archive-{manifest.root[:16]}"
-    RecordFolder(archive / "stage0" / "00000000" / "log").share(maker.log, [0, 1])
+    Store(archive / "stage0" / "00000000" / "log").share(maker.log, [0, 1])
     assert maker.last is not None
     trained = maker.last.chain_tokens
     for end in (5, trained):

@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 
 from dilocox.dht.files import write_atomically
-from dilocox.peer.chain.store import RecordFolder
+from dilocox.peer.chain.store import Store
 from dilocox.peer.rounds.record import RecordRefused, digest_of
 
 
-def folder_of(path: Path, *sizes: int) -> RecordFolder:
+def folder_of(path: Path, *sizes: int) -> Store:
     """A folder with a "record" of each size, from round 0 on, and a vote of each round."""
     path.mkdir()
-    folder = RecordFolder(path)
+    folder = Store(path)
     for number, size in enumerate(sizes):
         folder.write(number, bytes([number]) * size, f"votes {number}".encode())
         write_atomically(path / f"{number:08d}-0.vote", b"mine")
@@ -77,7 +77,7 @@ def test_entries_say_what_is_there_without_reading_it(tmp_path: Path) -> None:
 
 
 def test_a_folder_that_is_not_there_is_empty_and_not_made(tmp_path: Path) -> None:
-    folder = RecordFolder(tmp_path / "log")
+    folder = Store(tmp_path / "log")
     assert (folder.rounds(), folder.entries(), folder.find("f" * 64)) == ([], [], None)
     folder.prune(1)
     assert not (tmp_path / "log").exists()
@@ -96,7 +96,7 @@ def test_a_damaged_record_is_refused_when_it_is_read(tmp_path: Path) -> None:
 # ---- sharing -------------------------------------------------------------------------------------
 def test_shared_records_outlive_the_folder_they_came_from(tmp_path: Path) -> None:
     log = folder_of(tmp_path / "log", 5, 6, 7)
-    older = RecordFolder(tmp_path / "older")
+    older = Store(tmp_path / "older")
     older.share(log, [0, 1, 9])
     older.share(log, [1])  # again, as after a crash
     log.prune(1)
@@ -113,6 +113,6 @@ def test_without_hard_links_they_are_copied(
 
     log = folder_of(tmp_path / "log", 5)
     monkeypatch.setattr(os, "link", none)
-    older = RecordFolder(tmp_path / "older")
+    older = Store(tmp_path / "older")
     older.share(log, [0])
     assert (older.read_bytes(0), older.certificate(0)) == (b"\0" * 5, b"votes 0")

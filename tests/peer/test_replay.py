@@ -3,26 +3,16 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
 
 from dilocox.dht.identity import Identity
 from dilocox.peer.chain.replay import Replayed, replay
 from dilocox.peer.chain.store import kept_run
 from dilocox.peer.rounds.record import RoundRecord
 from tests.peer.kept_chains import ChainMaker, Change, manifest_of
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture

@@ -3,12 +3,10 @@ from the archive and taken by peers and archives, without losing a file."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
 
 from dilocox.dht.errors import InvalidInput
 from dilocox.dht.identity import Identity
@@ -24,16 +22,8 @@ from dilocox.peer.chain.rollback import (
     peer_goes_back,
     prepare_rollback,
 )
-from dilocox.peer.chain.store import RecordFolder, keep_manifest, kept_run
+from dilocox.peer.chain.store import Store, keep_manifest, kept_run
 from tests.peer.kept_chains import RUN, ChainMaker, manifest_of
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture
@@ -55,7 +45,7 @@ def archive_of(maker: ChainMaker, state: Path) -> Path:
     """What a bootstrap keeps of this chain; the folder of its stage."""
     archive = state / f"{RUN}-archive-{maker.manifest.root[:16]}"
     stage = archive / "stage0"
-    RecordFolder(stage / "00000000" / "log").share(maker.log, maker.log.rounds())
+    Store(stage / "00000000" / "log").share(maker.log, maker.log.rounds())
     keep_manifest(archive, maker.manifest)
     return stage
 
@@ -107,11 +97,11 @@ def test_the_state_after_an_earlier_round_is_prepared_and_served(
     assert newer.base(0) == maker.digests[3]  # of round 3, the last one not after 4
     archive_goes_back(stage, newer)
     archive_goes_back(stage, newer)  # twice does no harm
-    check = RecordCheck.of(RUN, 0, newer, maker.layout)
+    check = RecordCheck(RUN, 0, newer, maker.layout)
     (current,) = Generation.kept(stage, check)
     assert (current.head.round, current.state_round) == (3, 3)
-    assert RecordFolder(stage / "older").rounds() == [0, 2, 3]
-    assert RecordFolder(stage / "before-00000001" / "00000000" / "log").rounds() == [0, 2, 3, 5]
+    assert Store(stage / "older").rounds() == [0, 2, 3]
+    assert Store(stage / "before-00000001" / "00000000" / "log").rounds() == [0, 2, 3, 5]
     chain = kept_run(stage.parent).stages[0]
     found = replay(newer, RUN, 0, chain.records, chain.states)
     assert (found.flaws, found.confirmed) == ((), (3,))
@@ -133,7 +123,7 @@ def test_who_is_killed_at_the_end_of_a_rollback_still_finds_its_state(
             patch.setattr(rollback, function, killed)
             archive_goes_back(stage, newer)
     archive_goes_back(stage, newer)
-    (current,) = Generation.kept(stage, RecordCheck.of(RUN, 0, newer, maker.layout))
+    (current,) = Generation.kept(stage, RecordCheck(RUN, 0, newer, maker.layout))
     assert (current.head.round, current.state_round) == (2, 2)
 
 
@@ -150,7 +140,7 @@ def test_a_peer_keeps_what_counts_and_puts_the_rest_aside(
     assert maker.log.rounds() == [0, 1]
     assert not (maker.own / "snapshots").exists()
     aside = maker.own / "before-00000001"
-    assert RecordFolder(aside / "log").rounds() == [0, 1, 2]
+    assert Store(aside / "log").rounds() == [0, 1, 2]
     assert list((aside / "snapshots").iterdir())
 
 
@@ -192,7 +182,7 @@ def test_back_to_the_initial_weights(maker: ChainMaker, tmp_path: Path) -> None:
     newer = roll_back(maker, tmp_path / "boot", -1)
     assert newer.base(0) == maker.manifest.digest
     archive_goes_back(stage, newer)
-    (current,) = Generation.kept(stage, RecordCheck.of(RUN, 0, newer, maker.layout))
+    (current,) = Generation.kept(stage, RecordCheck(RUN, 0, newer, maker.layout))
     assert current.head.round == -1
 
 
@@ -203,7 +193,7 @@ def test_a_way_back_that_is_none_is_refused_by_name(maker: ChainMaker, tmp_path:
     stage = archive_of(maker, tmp_path / "boot")
     with pytest.raises(InvalidInput, match="--round 5: the newest round is 5; give an earlier"):
         roll_back(maker, tmp_path / "boot", 5)
-    RecordFolder(stage / "00000000" / "log").prune(keep=4)
+    Store(stage / "00000000" / "log").prune(keep=4)
     with pytest.raises(InvalidInput, match="keeps too few records of stage 0 to go back to any"):
         roll_back(maker, tmp_path / "boot", 3)
 
@@ -216,7 +206,7 @@ def test_a_stage_that_is_kept_from_a_later_round_on_does_not_go_back_to_its_begi
     stage = archive_of(maker, tmp_path / "boot")
     maker.snapshot(stage / "00000000" / "state")
     maker.train(3, 4, 5)
-    log = RecordFolder(stage / "00000000" / "log")
+    log = Store(stage / "00000000" / "log")
     log.share(maker.log, [3, 4, 5])
     for number in (-1, 0, 1):
         assert roll_back(maker, tmp_path / "boot", number)  # its records begin at the beginning
@@ -238,11 +228,11 @@ def test_a_stage_of_which_nothing_is_kept_yet_does_not_go_back_to_its_beginning(
     newer = roll_back(maker, tmp_path / "boot", 4)
     assert newer.base(1) == manifest.root  # nothing of stage 1 was ever committed
     maker.snapshot(stage / "00000000" / "state")
-    RecordFolder(stage / "00000000" / "log").prune(keep=1)
+    Store(stage / "00000000" / "log").prune(keep=1)
     with pytest.raises(InvalidInput, match="--round 5: the newest round is 5"):
         roll_back(maker, tmp_path / "boot", 5)
     maker.train(6)
-    RecordFolder(stage / "00000000" / "log").share(maker.log, [6])
+    Store(stage / "00000000" / "log").share(maker.log, [6])
     with pytest.raises(
         InvalidInput, match="--round 5: this bootstrap keeps nothing of stage 1 yet"
     ):

@@ -16,7 +16,6 @@ from dilocox.peer.rounds.record import (
     RecordRefused,
     ReducedShare,
     digest_of,
-    parse_record,
 )
 from tests.peer.codecs import codec_of
 from tests.peer.members import LAYOUT, MANIFEST_DIGEST, template
@@ -138,16 +137,6 @@ def test_pruning_keeps_the_newest_records_and_the_votes_that_may_still_count(
     assert log.rounds() == [2, 3]
 
 
-def test_the_header_of_a_record_is_read_without_its_means(log: RoundLog) -> None:
-    (data,) = chain(0)
-    log.append(data, PROOF)
-    header = log.header(0)
-    assert header is not None and header.means == ()
-    assert header.members == parse_record(data, CODEC).members
-    assert log.head().record_bytes == len(data)
-    assert log.header(1) is None
-
-
 def test_a_log_that_starts_from_a_foreign_record_forgets_its_own_and_goes_on_there(
     log: RoundLog,
 ) -> None:
@@ -167,12 +156,3 @@ def test_votes_of_each_attempt_are_kept_over_a_restart(log: RoundLog, tmp_path: 
     again = log_in(tmp_path / "log")
     assert (again.own_vote(3, 0), again.own_vote(3, 1)) == (b"abort", b"digest")
     assert again.own_vote(4, 0) is None
-
-
-def test_a_damaged_record_is_refused_when_it_is_read(log: RoundLog, tmp_path: Path) -> None:
-    (data,) = chain(0)
-    log.append(data, PROOF)
-    (path,) = (tmp_path / "log").glob("00000000-*.record")
-    path.write_bytes(data[:-1])
-    with pytest.raises(RecordRefused):
-        log.read(0)

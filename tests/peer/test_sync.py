@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,14 +23,6 @@ from tests.peer.memory_swarm import MemorySwarm
 PEER = "QmPeer"
 
 
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 @pytest.fixture
 def maker(identities: list[Identity], tmp_path: Path) -> ChainMaker:
     return ChainMaker(identities[0], tmp_path / "state", manifest_of())
@@ -43,7 +34,7 @@ class Joiner:
     def __init__(self, maker: ChainMaker, folder: Path):
         self.maker = maker
         self.swarm = MemorySwarm(QmPeer=maker.find)
-        self.check = RecordCheck.of(RUN, 0, maker.manifest, maker.layout)
+        self.check = RecordCheck(RUN, 0, maker.manifest, maker.layout)
         self.log = RoundLog(folder, manifest_digest=maker.manifest.root, codec=maker.codec)
 
     def chain(self, **options: Any) -> ChainClient:
@@ -153,6 +144,18 @@ def test_rounds_that_fall_below_the_first_one_are_refused(
     with pytest.raises(CallRefused, match="names no round"):
         joiner.go()
     assert joiner.records == []
+
+
+@pytest.mark.parametrize("missing", ["record", "certificate"])
+def test_another_record_and_a_missing_certificate_are_refused_records(
+    maker: ChainMaker, tmp_path: Path, missing: str
+) -> None:
+    """Not frames: an operator's metric tells the two apart."""
+    maker.train(0, 1)
+    joiner = Joiner(maker, tmp_path / "log")
+    joiner.swarm.finds[PEER] = lambda want: maker.find_all_but(missing, want)
+    with pytest.raises(RecordRefused):
+        joiner.go()
 
 
 def test_what_is_cut_off_goes_on_where_it_was(maker: ChainMaker, tmp_path: Path) -> None:

@@ -27,7 +27,7 @@ from dilocox.dht.rpc import (
 )
 from dilocox.peer.averaging.service import PeerService
 from dilocox.peer.chain import uploads
-from dilocox.peer.chain.store import RecordFolder
+from dilocox.peer.chain.store import Store
 from dilocox.peer.chain.uploads import AT_ONCE, OF_ONE_PEER, UploadRefused, Uploads
 from dilocox.peer.rounds.record import digest_of
 
@@ -42,7 +42,7 @@ def service(tmp_path: Path) -> PeerService:
     (tmp_path / "log").mkdir()
     service = PeerService.__new__(PeerService)
     service.attempts = {}
-    service.log = cast("Any", log := RecordFolder(tmp_path / "log"))
+    service.log = cast("Any", log := Store(tmp_path / "log"))
     log.write(0, RECORD, b"votes")
     service.sent, service.received = Counts(BYTE_KINDS), Counts(BYTE_KINDS)
     service.refused = Counts(REFUSALS)

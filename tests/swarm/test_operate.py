@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from dilocox.dht.manifest import PROTOCOL_VERSION
-from dilocox.peer.chain.store import RecordFolder, kept_run
+from dilocox.peer.chain.store import Store, kept_run
 from dilocox.peer.os_process import start_process
 from tests.swarm.conftest import StartSwarm
 from tests.swarm.harness import LocalSwarm, Peer
@@ -141,7 +141,7 @@ def roll_back(swarm: LocalSwarm) -> None:
         old = [each for each in entries if (header := each.header()) and header.rules == 0]
         assert {each.round for each in old} <= set(range(target["round"] + 1))
         (aside,) = peer.state.glob("*-stage0/before-*/log")
-        assert RecordFolder(aside).find(target["digest"]) is not None, "nothing was removed"
+        assert Store(aside).find(target["digest"]) is not None, "nothing was removed"
     anchors: dict[str, set[str]] = {}
     for peer in swarm.peers:
         for line in peer.rounds:

@@ -6,8 +6,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from dilocox.pipeline.frames import CODECS, encoded_bytes
-from dilocox.pipeline.link import MEASURED_BYTES, Shape
+from dilocox.pipeline.frames import CODECS, Shape, encoded_bytes
+from dilocox.pipeline.link import MEASURED_BYTES
 from dilocox.pipeline.messages import StageReport
 from dilocox.pipeline.stage_worker import window_size
 

@@ -72,12 +72,11 @@ from dilocox.peer.training.roles import Leading, Serving
 from dilocox.peer.training.snapshots import Snapshots
 from dilocox.pipeline.frames import FrameLimits
 from dilocox.pipeline.head import Head
-from dilocox.pipeline.link import link_of
+from dilocox.pipeline.link import LinkLimits, link_of
 from dilocox.pipeline.member import Follower, Member
 from dilocox.pipeline.network import Network
 from dilocox.pipeline.partition import hidden_size
 from dilocox.pipeline.placement import Mover
-from dilocox.pipeline.recruiting import Recruiter
 from dilocox.pipeline.relayed_requests import RelayedRequests
 from dilocox.pipeline.reservation import Reservation
 from dilocox.pipeline.stage import chosen_device, stage_layout
@@ -212,13 +211,15 @@ class Assembly:
         self.network = Network(
             joined.dht,
             run=joined.run,
-            limits=FrameLimits(
-                microbatch_size=batch.microbatch_size,
-                sequence_length=batch.sequence_length,
-                hidden_size=self._shape[2],
-                evaluate_windows=BATCH_WINDOWS,
+            limits=LinkLimits(
+                frames=FrameLimits(
+                    microbatch_size=batch.microbatch_size,
+                    sequence_length=batch.sequence_length,
+                    hidden_size=self._shape[2],
+                    evaluate_windows=BATCH_WINDOWS,
+                ),
+                silence_s=manifest.deadlines.silence_s,
             ),
-            silence_s=manifest.deadlines.silence_s,
             letters=RelayedRequests(joined.identity, joined.run, joined.clock.time),
             relays=self._relays,
             answer=self._reservation.answer,
@@ -303,8 +304,6 @@ class Assembly:
             model.stage,
             model.optimizer,
             microbatches=manifest.batch.microbatches,
-            stage_index=self._local.stage,
-            num_stages=manifest.stages,
             recompute=manifest.pipeline.recompute,
         )
         self._meter.computing_s = lambda: worker.computing_s
@@ -312,8 +311,7 @@ class Assembly:
             stage=self._local.stage,
             num_stages=manifest.stages,
             worker=worker,
-            optimizer=model.optimizer,
-            links=self.network,
+            network=self.network,
             anchors=learner,
             shape=self._shape,
             vocabulary=int(manifest.model["vocab_size"]),
@@ -335,7 +333,6 @@ class Assembly:
         clip_norm = manifest.inner.clip_norm
         head = Head(
             me=self._local.me,
-            num_stages=manifest.stages,
             client_mode=self._local.client_mode,
             tuning=Tuning(
                 microbatches=manifest.batch.microbatches,
@@ -344,13 +341,7 @@ class Assembly:
                 window=manifest.pipeline.window,
             ),
             member=member,
-            network=self.network,
-            recruiter=Recruiter(
-                me=self._local.me,
-                num_stages=manifest.stages,
-                network=self.network,
-                records=lambda: self.coordinator.view.stages,
-            ),
+            records=lambda: self.coordinator.view.stages,
             clip=lambda norm, loss: (
                 clip_factor(norm, clip_norm) if math.isfinite(loss) else math.nan
             ),
@@ -371,9 +362,7 @@ class Assembly:
         )
 
     def _serving(self, learner: Learner, member: Member) -> Serving:
-        follower = Follower(
-            member=member, network=self.network, reservation=self._reservation, tell=self._tell
-        )
+        follower = Follower(member=member, reservation=self._reservation, tell=self._tell)
         return Serving(
             learner=learner,
             follower=follower,

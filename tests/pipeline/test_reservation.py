@@ -15,9 +15,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from dilocox.pipeline.frames import Frame, FrameRefused, checked_facts
-from dilocox.pipeline.reservation import Assignment, Reservation
+from dilocox.pipeline.reservation import LEASE_S, Assignment, Reservation
 
-LEASE_S = 10.0
 HEADS = ("A", "B")
 
 
@@ -66,9 +65,7 @@ def reservation(clock: Clock, changes: list[str]) -> Reservation:
     def on_change() -> None:
         changes.append(reservation.state)  # reads the reservation: it is called without the lock
 
-    reservation = Reservation(
-        me="me", stage=1, num_stages=3, lease_s=LEASE_S, clock=clock, on_change=on_change
-    )
+    reservation = Reservation(me="me", stage=1, num_stages=3, clock=clock, on_change=on_change)
     reservation.open({"anchor_round": 7})
     return reservation
 
@@ -345,7 +342,6 @@ class TwoHeads(RuleBasedStateMachine):
             me="me",
             stage=1,
             num_stages=3,
-            lease_s=LEASE_S,
             clock=self.clock,
             on_change=lambda: None,
         )

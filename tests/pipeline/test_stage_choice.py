@@ -116,8 +116,6 @@ def test_a_move_must_be_due_for_several_looks_in_a_row() -> None:
         mover.observe(swarm, free=True, turn=0),
     ]
     assert looks == [None] * 7 + [1]
-    with pytest.raises(ValueError, match="hold is 0"):
-        Mover(me="me", stage=0, num_stages=2, hold=0)
 
 
 def test_a_peers_own_old_record_under_the_stage_it_left_moves_nobody() -> None:

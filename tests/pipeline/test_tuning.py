@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dilocox.pipeline.frames import encoded_bytes
-from dilocox.pipeline.link import MEASURED_BYTES, Shape
+from dilocox.pipeline.frames import Shape, encoded_bytes
+from dilocox.pipeline.link import MEASURED_BYTES
 from dilocox.pipeline.messages import StageReport
 from dilocox.pipeline.stage_worker import window_size
 from dilocox.pipeline.tuning import AUTO_CODECS, Tuning, next_codec

@@ -41,7 +41,12 @@ class Lost(Exception):
 
 
 class Head:
-    """The head's part. `member` is its own stage; all methods belong to the computing thread.
+    """The head's part; all methods belong to the computing thread.
+
+    client_mode: whether this peer can only dial out. member: its own stage. records(): who is in
+    the swarm, as of the last look. clip(squared norm, loss): the clip factor, not a number if the
+    step must be skipped. tell(kind, **facts): hears what people and scripts want to know: replica,
+    fault, healed, dissolved. stopping(): ends every wait.
 
     Attributes:
         last_fault: in few words, empty before the first.
@@ -61,13 +66,6 @@ class Head:
         stopping: Callable[[], bool],
         clock: Callable[[], float] = time.monotonic,
     ):
-        """What it takes from its owner.
-
-        client_mode: whether this peer can only dial out. records(): who is in the swarm, as of the
-        last look. clip(squared norm, loss): the clip factor, not a number if the step must be
-        skipped. tell(kind, **facts): hears what people and scripts want to know: replica, fault,
-        healed, dissolved. stopping(): ends every wait.
-        """
         self.last_fault = ""
         self.step_s = 0.0
         self._me = me

@@ -243,7 +243,6 @@ class Stream:
             self.abort()
 
     def abort(self) -> None:
-        """End the stream now."""
         self._writer.transport.abort()
 
     async def _take(self, count: int) -> bytes:
@@ -353,7 +352,6 @@ class Link:
             self._in_loop(self._wake.set)
 
     def facts(self) -> LinkFacts:
-        """What was measured."""
         return LinkFacts(
             round_trip_s=min(tuple(self._round_trips), default=0.0),
             received_bytes_per_s=self._stream.received_bytes_per_s if self._stream else 0.0,
@@ -422,16 +420,9 @@ class Link:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
-            self._abort(opener)
-
-    def _abort(self, opener: asyncio.Task[Stream]) -> None:
-        stream = self._stream
-        if stream is None:  # it may have come in the moment in which the link ended
-            for opened in (opener, self.adopted):
+            for opened in (opener, self.adopted):  # also if it came just when the link ended
                 if opened.done() and not opened.cancelled() and opened.exception() is None:
                     opened.result().abort()
-        else:
-            stream.abort()
 
     async def _watch(self) -> None:
         """Every tick: a heartbeat is due, and silence is counted."""

@@ -31,7 +31,6 @@ from dilocox.pipeline.link import Arrived, Broken, LinkFacts, LinkKey, Message, 
 from dilocox.pipeline.messages import (
     Dissolved,
     Evaluated,
-    Evaluation,
     Fault,
     Go,
     Happening,
@@ -55,16 +54,14 @@ class ForwardFacts(Facts):
 
 
 class Anchors(Protocol):
-    """The anchor, on which the validation loss is computed."""
+    """The anchor, on which the validation loss is computed.
+
+    round: of the last record in it. in_place: for a while the stage has the anchor's weights.
+    """
 
     @property
-    def round(self) -> int:
-        """The round of the last record in it."""
-        ...
-
-    def in_place(self) -> AbstractContextManager[None]:
-        """For a while the stage has the anchor's weights."""
-        ...
+    def round(self) -> int: ...
+    def in_place(self) -> AbstractContextManager[None]: ...
 
 
 class Member:
@@ -235,8 +232,8 @@ class Member:
                 self._send(self._upper, self._frame("fault", facts=frame.facts))
                 return fault
             case "evaluated":
-                loss = Evaluation.from_facts(frame.facts).loss
-                return self._tell_evaluated(frame.microbatch, loss)
+                evaluated = Evaluated.from_facts({**frame.facts, "batch": frame.microbatch})
+                return self._tell(evaluated)
             case _:
                 raise FrameRefused("kind", f"{frame.kind} from below")
         return None
@@ -335,19 +332,19 @@ class Member:
             frame = self._frame("evaluate", microbatch=batch, facts={"round": self._anchors.round})
             self._send(self._lower, tensor_frame(frame, EXACT, result, windows))
             return None
-        return self._tell_evaluated(batch, result)
+        return self._tell(Evaluated(batch=batch, loss=result))
 
     def _evaluate_frame(self, frame: Frame) -> None:
         if frame.facts.get("round") == self._anchors.round:
             inputs, windows = split_forward(frame, self._vocabulary)
             self.evaluate(frame.microbatch, windows, inputs)
         else:
-            self._tell_evaluated(frame.microbatch, None)
+            self._tell(Evaluated(batch=frame.microbatch, loss=None))
 
-    def _tell_evaluated(self, batch: int, loss: float | None) -> Evaluated:
-        facts = Evaluation(loss=loss).to_facts()
-        self._send(self._upper, self._frame("evaluated", microbatch=batch, facts=facts))
-        return Evaluated(batch=batch, loss=loss)
+    def _tell(self, evaluated: Evaluated) -> Evaluated:
+        facts = {"loss": evaluated.loss}
+        self._send(self._upper, self._frame("evaluated", microbatch=evaluated.batch, facts=facts))
+        return evaluated
 
     # ---- frames ----------------------------------------------------------------------------------
     def dissolve(self) -> None:

@@ -54,14 +54,12 @@ class Totals(Facts):
         return Totals(squared_norm=total, loss=self.loss, reports=(report, *self.reports))
 
     def to_facts(self) -> dict[str, object]:
-        """For a `sum` frame."""
         names = StageReport.model_fields
         columns = {name: tuple(getattr(each, name) for each in self.reports) for name in names}
         return {"squared_norm": self.squared_norm, "loss": self.loss, **columns}
 
     @classmethod
     def from_facts(cls, facts: Mapping[str, object], num_stages: int = 0) -> Totals:
-        """Of the `num_stages` stages below."""
         names, columns = tuple(StageReport.model_fields), list[tuple[object, ...]]()
         for name in names:
             column = facts.get(name)
@@ -123,18 +121,11 @@ class Dissolved:
     """The head lets its replica go."""
 
 
-class Evaluation(Facts):
-    """The summed cross-entropy of held-out windows; None: a stage had another anchor."""
-
-    loss: Nats | None
-
-
-@dataclass(frozen=True, kw_only=True)
-class Evaluated:
-    """The loss, as in `Evaluation`, of a batch of held-out windows."""
+class Evaluated(Facts):
+    """The summed cross-entropy of a batch of held-out windows; None: a stage had another anchor."""
 
     batch: int
-    loss: float | None
+    loss: Nats | None
 
 
 Happening = Stepped | Ready | Fault | Dissolved | Evaluated

@@ -120,12 +120,10 @@ class Network:
 
     @property
     def sent_bytes(self) -> int:
-        """Of all frames, requests included."""
         return self._traffic.sent_bytes
 
     @property
     def received_bytes(self) -> int:
-        """Of all frames, requests included."""
         return self._traffic.received_bytes
 
     @property
@@ -142,7 +140,6 @@ class Network:
 
     @property
     def running(self) -> bool:
-        """Whether the thread lives."""
         return self.thread.running
 
     def wake(self) -> None:

@@ -109,7 +109,6 @@ class RequestServer:
         await self._p2p.add_binary_stream_handler(self._name, self._handle)
 
     async def close(self) -> None:
-        """Let nobody in any more."""
         if self._p2p is None:
             return
         with contextlib.suppress(Exception):  # p2pd may be gone

@@ -57,13 +57,11 @@ class Assignment(Facts):
     done: tuple[Count, ClipFactor, LearningRate] | None
 
     def to_facts(self) -> dict[str, object]:
-        """Plain values that a frame carries."""
         done = dict(zip(_DONE, self.done or (None, None, None), strict=True))
         return {**self.model_dump(exclude={"done"}), **done}
 
     @classmethod
     def from_facts(cls, facts: Mapping[str, object], num_stages: int = 0) -> Assignment:
-        """Read what `to_facts` wrote; raises `FrameRefused` (header) for anything odd."""
         done = tuple(facts.get(name) for name in _DONE)
         known = None if done == (None, None, None) else done
         return super().from_facts({**facts, "done": known}, num_stages)

@@ -60,8 +60,7 @@ _SMOOTHING = 0.2  # weight of the newest measurement of a time
 class Smoothed:
     """A moving mean of measurements without the first one, which warms up caches.
 
-    Attributes:
-        value: the mean; until the second measurement the first, before it 0.0.
+    value: the mean; until the second measurement the first, before it 0.0.
     """
 
     def __init__(self) -> None:
@@ -69,18 +68,13 @@ class Smoothed:
         self._count = 0
 
     def add(self, measured: float) -> None:
-        """Take a measurement."""
         weight = 1.0 if self._count < 2 else _SMOOTHING
         self.value += weight * (measured - self.value)
         self._count += 1
 
 
 class Stopwatch:
-    """Seconds of computing on a device.
-
-    Attributes:
-        total_s: all so far.
-    """
+    """Seconds of computing on a device; `total_s`: all so far."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -104,9 +98,7 @@ class StoredBytes:
 
     Autograd shows every tensor that it saves. Each storage counts once, those of parameters and
     buffers not at all; weights that autocast converts anew for every forward do count.
-
-    Attributes:
-        measured: bytes of the first forward; 0 before it.
+    measured: bytes of the first forward; 0 before it.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -136,41 +128,25 @@ class StoredBytes:
 
 
 class StageOptimizer(Protocol):
-    """What a stage needs of the optimizer of its parameters."""
+    """What a stage needs of the optimizer of its parameters.
+
+    device: where they are. loss_scale: of fp16, what the last stage multiplies its loss by, else
+    1.0; `take_loss_scale` sets the head's. autocast: the context in which forward passes run.
+    scale: the loss to call `backward` on. squared_norm: of this step's gradients, which are all
+    there now. step: takes a step with gradients times `factor` unless that is not finite, and
+    clears them; whether it was taken. drop: clears them.
+    """
 
     @property
-    def device(self) -> torch.device:
-        """Where the parameters are."""
-        ...
-
+    def device(self) -> torch.device: ...
     @property
-    def loss_scale(self) -> float:
-        """What the last stage multiplies its loss by: of fp16, else 1.0."""
-        ...
-
-    def take_loss_scale(self, scale: float) -> None:
-        """Use the head's."""
-        ...
-
-    def autocast(self) -> AbstractContextManager[Any]:
-        """Return the context in which forward passes run."""
-        ...
-
-    def scale(self, loss: Tensor) -> Tensor:
-        """Return the loss to call `backward` on."""
-        ...
-
-    def squared_norm(self) -> float:
-        """Return the squared norm of this step's gradients, which are all there now."""
-        ...
-
-    def step(self, factor: float, learning_rate: float) -> bool:
-        """Take a step with gradients times `factor` unless that is not finite; clear them."""
-        ...
-
-    def drop(self) -> None:
-        """Clear the gradients."""
-        ...
+    def loss_scale(self) -> float: ...
+    def take_loss_scale(self, scale: float) -> None: ...
+    def autocast(self) -> AbstractContextManager[Any]: ...
+    def scale(self, loss: Tensor) -> Tensor: ...
+    def squared_norm(self) -> float: ...
+    def step(self, factor: float, learning_rate: float) -> bool: ...
+    def drop(self) -> None: ...
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -189,10 +165,9 @@ class Forwarded:
 class StagePasses:
     """Runs a stage; gradients add up in its parameters.
 
-    Attributes:
-        watch: seconds spent in here, and wherever else its owner lets it run.
-        forward_s, backward_s: smoothed seconds of one; a `forward_backward` counts as a backward.
-        stored: bytes that the first forward kept.
+    watch: seconds spent in here, and wherever else its owner lets it run. forward_s, backward_s:
+    smoothed seconds of one; a `forward_backward` counts as a backward. stored: bytes that the first
+    forward kept.
     """
 
     def __init__(self, stage: StageModule, optimizer: StageOptimizer, *, recompute: bool) -> None:
@@ -206,11 +181,10 @@ class StagePasses:
         self.stored = StoredBytes(stage)
 
     def forward(self, inputs: Tensor | None, windows: Tensor) -> tuple[Tensor, Forwarded]:
-        """Return the hidden states [b, t, d] to send on, and what `backward` needs.
+        """The hidden states [b, t, d] to send on, and what `backward` needs.
 
-        Args:
-            inputs: hidden states [b, t, d]; None on the first stage.
-            windows: token ids int64 [b, t + 1].
+        inputs: hidden states [b, t, d]; None on the first stage. windows: token ids int64
+        [b, t + 1].
         """
         with self.watch.running(self.forward_s):
             leaf = self._leaf(inputs, windows)
@@ -490,7 +464,6 @@ class StageWorker:
         return self._passes.evaluate(inputs, windows)
 
     def _forget(self) -> None:
-        """Begin an inner step."""
         self._fed: set[int] = set()
         self._inputs: deque[tuple[int, Tensor | None, Tensor]] = deque()
         self._awaited: dict[int, Forwarded | None] = {}
@@ -510,23 +483,22 @@ class StageWorker:
     def _run_backward(
         self, microbatch: int, forwarded: Forwarded | None, gradient: Tensor | None
     ) -> Produced:
-        self._backwards += 1
         if forwarded is None or gradient is None:
-            self._poisoned = True
-            return self._upward(microbatch, None)
-        return self._upward(microbatch, self._passes.backward(forwarded, gradient))
+            self._poisoned, upward = True, None
+        else:
+            upward = self._passes.backward(forwarded, gradient)
+        return self._upward(microbatch, upward)
 
     def _run_both(self, microbatch: int, inputs: Tensor | None, windows: Tensor) -> Produced:
-        self._backwards += 1
         if inputs is None and not self._is_first:
-            self._poisoned = True
-            self._losses[microbatch] = torch.tensor(math.nan)
-            return self._upward(microbatch, None)
-        self._losses[microbatch], gradient = self._passes.forward_backward(
-            inputs, windows, self._microbatches
-        )
+            self._poisoned, loss, gradient = True, torch.tensor(math.nan), None
+        else:
+            share = self._microbatches
+            loss, gradient = self._passes.forward_backward(inputs, windows, share)
+        self._losses[microbatch] = loss
         return self._upward(microbatch, gradient)
 
     def _upward(self, microbatch: int, gradient: Tensor | None) -> Produced:
+        self._backwards += 1
         kind = "backward" if self._is_first else "gradient"
         return Produced(kind=kind, microbatch=microbatch, tensor=gradient)

@@ -39,7 +39,6 @@ class Tuning:
         return (codec,) * (num_stages - 1)
 
     def first_window(self, num_stages: int) -> int:
-        """Of a new replica."""
         return min(self.window or 2 * num_stages, self.microbatches)
 
     def next(

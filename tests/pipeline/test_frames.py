@@ -187,11 +187,8 @@ def test_a_field_that_is_not_as_it_must_be_is_refused(change: dict[Any, Any], ki
 def test_a_tensor_frame_needs_all_that_describes_it(missing: str):
     header = {name: value for name, value in FORWARD.items() if name != missing}
     assert refusal(header, DUE) == missing
-
-
-@pytest.mark.parametrize("name", ["codec", "shape", "dtype"])
-def test_a_frame_without_a_tensor_describes_none(name: str):
-    assert refusal({"kind": "go", name: FORWARD[name]}) == name
+    if missing != "kind":  # and a frame without one describes none
+        assert refusal({"kind": "go", missing: FORWARD[missing]}) == missing
 
 
 @pytest.mark.parametrize("kind", sorted(frames.TENSOR_KINDS))

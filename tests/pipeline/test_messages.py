@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dilocox.pipeline.frames import CODECS, Facts, Frame, FrameRefused
-from dilocox.pipeline.messages import Evaluation, Fault, Go, StageReport, Totals
+from dilocox.pipeline.messages import Evaluated, Fault, Go, StageReport, Totals
 from dilocox.pipeline.reservation import MAX_LEARNING_RATE, MAX_WINDOW
 from tests.pipeline.wires import over_the_wire
 
@@ -66,14 +66,15 @@ def test_a_fault_arrives_as_it_was(reason: Any) -> None:
 
 @pytest.mark.parametrize("loss", [None, 0.0, 3.5])
 def test_an_evaluation_has_a_loss_or_none(loss: float | None) -> None:
-    assert travelled(Evaluation(loss=loss), 1) == Evaluation(loss=loss)
+    evaluated = Evaluated(batch=7, loss=loss)
+    assert travelled(evaluated, 1) == evaluated
 
 
 def test_an_overflow_is_not_a_number() -> None:
     facts = {"squared_norm": math.inf, "loss": -math.inf}
     facts |= dict.fromkeys(StageReport.model_fields, ())
     read = Totals.from_facts(facts, 0)
-    loss = Evaluation.from_facts({"loss": math.inf}).loss
+    loss = Evaluated.from_facts({"batch": 0, "loss": math.inf}).loss
     assert loss is not None
     assert all(map(math.isnan, (read.squared_norm, read.loss, loss)))
 
@@ -126,7 +127,7 @@ def test_the_report_of_the_stage_above_comes_first() -> None:
                     "after_s": (-1.0, math.inf),
                 },
             ),
-            (Evaluation(loss=3.5), 1, {"loss": ("low", (1.0,), True)}),
+            (Evaluated(batch=7, loss=3.5), 1, {"loss": ("low", (1.0,), True)}),
         )
         for name, odds in values.items()
         for odd in odds

@@ -10,7 +10,7 @@ import threading
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
@@ -145,6 +145,10 @@ def test_release_ends_a_reservation_or_a_membership(reservation: Reservation) ->
     assert (reservation.state, reservation.released) == ("free", False)
     ask(reservation, "reserve", "A")
     assign(reservation, assignment())
+    ask(reservation, "release", "A")  # before it was taken
+    assert (reservation.take_assignment(), reservation.released) == (None, False)
+    ask(reservation, "reserve", "A")
+    assign(reservation, assignment())
     reservation.take_assignment()
     ask(reservation, "release", "B")
     assert (reservation.state, reservation.released) == ("member", False)
@@ -167,13 +171,6 @@ def test_a_release_is_not_missed_when_the_next_head_is_quick(reservation: Reserv
     reservation.leave("A")
     assert not reservation.released
     assert reservation.take_assignment() == assignment("B")
-
-
-def test_an_assignment_that_was_never_taken_is_let_go_silently(reservation: Reservation) -> None:
-    ask(reservation, "reserve", "A")
-    assign(reservation, assignment())
-    ask(reservation, "release", "A")
-    assert (reservation.take_assignment(), reservation.released) == (None, False)
 
 
 @pytest.mark.parametrize("shut", [False, True])
@@ -199,6 +196,7 @@ def test_an_epoch_that_comes_while_a_peer_leaves_is_taken_unless_it_leaves_for_g
         ("B", Frame(kind="assign", replica="A", facts=assignment().to_facts()), "replica"),
         ("B", Frame(kind="assign", replica="B", facts=assignment().to_facts()), "header"),
         ("A", Frame(kind="assign", replica="A"), "header"),
+        ("A", Frame(kind="assign", replica="A", facts=assignment(step=3).to_facts()), "header"),
         ("A", Frame(kind="forward", replica="A"), "kind"),
     ],
     ids=lambda value: getattr(value, "kind", value),
@@ -210,14 +208,6 @@ def test_who_speaks_for_another_is_refused(
     before = reservation.state
     assert reservation.answer(peer, frame).kind == "no"
     assert (reservation.refused, reservation.state) == ({kind: 1}, before)
-
-
-def test_odd_assignment_is_refused_and_counted(reservation: Reservation) -> None:
-    ask(reservation, "reserve", "A")
-    odd = Frame(kind="assign", replica="A", facts=assignment().to_facts() | {"step": -1})
-    answer = reservation.answer("A", odd)
-    assert (answer.kind, "step" in str(answer.facts["reason"])) == ("no", True)
-    assert (reservation.refused, reservation.state) == ({"header": 1}, "reserved")
 
 
 def test_an_assignment_must_name_this_peer_at_its_stage(reservation: Reservation) -> None:
@@ -290,20 +280,6 @@ def test_odd_assignment_is_refused(odd: dict[str, object]) -> None:
         Assignment.from_facts(facts, 3)
     with pytest.raises(FrameRefused):
         Assignment.from_facts({name: facts[name] for name in facts if name not in odd}, 3)
-
-
-PLAIN = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=70)
-NAMES = st.sampled_from(sorted(assignment().to_facts()))
-
-
-@settings(deadline=None, max_examples=100)
-@given(st.dictionaries(NAMES, PLAIN | st.lists(PLAIN, max_size=3), max_size=4))
-def test_any_facts_are_an_assignment_or_refused(facts: dict[str, object]) -> None:
-    changed = assignment().to_facts() | facts
-    try:
-        Assignment.from_facts(changed, 3)
-    except FrameRefused as reason:
-        assert reason.kind == "header"
 
 
 # ---- at the same time ----------------------------------------------------------------------------

@@ -162,18 +162,15 @@ def test_a_stage_on_a_gpu_works_with_one_on_a_cpu(llama_config: Config, recomput
             torch.testing.assert_close(parameter.cpu(), expected[name], rtol=0, atol=1e-3)
 
 
-class TestOrder:
-    def test_a_microbatch_is_refused_the_second_time_even_when_it_is_done(
-        self, llama_config: Config
-    ) -> None:
-        worker = chain(llama_config, 2).workers[1]
+def test_a_microbatch_is_refused_the_second_time_even_when_it_is_done(llama_config: Config) -> None:
+    worker = chain(llama_config, 2).workers[1]
+    for _ in range(2):
+        worker.feed(0, torch.zeros(2, 8, 32), torch.zeros(2, 9).long())
         for _ in range(2):
-            worker.feed(0, torch.zeros(2, 8, 32), torch.zeros(2, 9).long())
-            for _ in range(2):
-                with pytest.raises(FrameRefused, match="microbatch 0 came twice"):
-                    worker.feed(0, torch.zeros(2, 8, 32), torch.zeros(2, 9).long())
-                worker.run_one()
-            worker.restart()  # and welcome again after it
+            with pytest.raises(FrameRefused, match="microbatch 0 came twice"):
+                worker.feed(0, torch.zeros(2, 8, 32), torch.zeros(2, 9).long())
+            worker.run_one()
+        worker.restart()  # and welcome again after it
 
 
 def evaluated(chained: Chain, windows: Tensor) -> float:

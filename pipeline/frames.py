@@ -214,7 +214,8 @@ class Facts(BaseModel):
         except ValidationError as error:
             odd = error.errors(include_url=False)[0]
             name = ".".join(map(str, odd["loc"]))
-            raise _odd(name, odd["input"], odd["msg"]) from error
+            value = None if odd["type"] == "missing" else odd["input"]
+            raise _odd(name, value, odd["msg"]) from error
         if reason := read.contradiction(num_stages):
             raise FrameRefused("header", reason)
         return read
@@ -276,18 +277,13 @@ class FrameLimits:
     """What the run's manifest says about tensors: all that a frame may be.
 
     A tensor's shape is exactly [microbatch_size, sequence_length, hidden_size]; that of "evaluate"
-    may have 1 to `evaluate_windows` instead of microbatch_size.
+    may have 1 to `evaluate_windows` instead of microbatch_size. All are 1 or more.
     """
 
     microbatch_size: int
     sequence_length: int
     hidden_size: int
     evaluate_windows: int
-
-    def __post_init__(self) -> None:
-        for name, value in vars(self).items():
-            if value < 1:
-                raise ValueError(f"{name} is {value}: it must be 1 or more")
 
     @property
     def max_payload(self) -> int:

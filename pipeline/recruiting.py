@@ -174,7 +174,7 @@ class Recruiter:
             now = self._clock()
             before = replica.broken_links.get(link, -SAME_LINK_S)
             replica.broken_links[link] = now
-            if now - before < SAME_LINK_S and link[1] > 0:
+            if now - before < SAME_LINK_S:
                 gone.add(link[1])
                 self.avoid([replica.members[link[1]]])  # it would say yes
         return gone

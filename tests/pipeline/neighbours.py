@@ -77,7 +77,6 @@ class Peer:
     max_queued: int = 4096
     inbox_bytes: int = 64 * 2**20
     strangers: StrangerLimits = field(default_factory=StrangerLimits)
-    limits: FrameLimits = LIMITS
     relays: Mapping[str, Sequence[str]] = field(default_factory=dict[str, Sequence[str]])
     asked: list[tuple[str, Frame]] = field(default_factory=list[tuple[str, Frame]])
     letters: RelayedRequests = field(init=False)
@@ -89,7 +88,7 @@ class Peer:
             self.node.dht,
             run=RUN,
             limits=LinkLimits(
-                frames=self.limits,
+                frames=LIMITS,
                 silence_s=self.silence_s,
                 opening_s=self.silence_s,
                 max_queued=self.max_queued,

@@ -19,7 +19,6 @@ from dilocox.pipeline.frames import (
     NOT_FINITE,
     PREFIX_BYTES,
     Frame,
-    FrameLimits,
     FrameRefused,
     encode_prefix_and_header,
     parse_header,
@@ -93,12 +92,6 @@ def test_a_payload_of_other_than_its_codecs_bytes_is_not_written():
     for payload in (good.payload[:-1], good.payload + b"\0", b""):
         with pytest.raises(ValueError, match="payload"):
             encode_prefix_and_header(replace(good, payload=payload))
-
-
-@pytest.mark.parametrize("name", list(vars(LIMITS)))
-def test_limits_below_one_are_a_mistake(name: str):
-    with pytest.raises(ValueError, match=name):
-        FrameLimits(**(vars(LIMITS) | {name: 0}))
 
 
 # ---- what is refused, by kind --------------------------------------------------------------------

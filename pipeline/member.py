@@ -243,10 +243,6 @@ class Member:
             raise FrameRefused("step", f"step {frame.step} within step {self.step}")
 
     # ---- the inner step --------------------------------------------------------------------------
-    def feed(self, microbatch: int, windows: Tensor) -> None:
-        """As the head: one microbatch of the inner step, windows int64 [b, t + 1]."""
-        self.worker.feed(microbatch, None, windows)
-
     def work(self) -> bool:
         """Run one forward or backward and send what it made; False if there is nothing to do."""
         produced = self.worker.run_one()

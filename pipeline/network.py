@@ -19,7 +19,7 @@ import logging
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from dilocox.dht.errors import EnvironmentFault
@@ -181,14 +181,13 @@ class Network:
         if link is not None:
             self.thread.post(lambda: link.refuse(reason))
 
-    def drop_links(self, *, keep: Collection[LinkKey] = ()) -> None:
+    def drop_links(self) -> None:
         """End links; the inbox gives nothing of them from now on, and no `Broken`.
 
         Frames without a tensor that were sent before may still leave for a second.
         """
         with self._lock:
-            dropped = [link for key, link in self._links.items() if key not in keep]
-            for link in dropped:
+            for link in list(self._links.values()):
                 self._drop(link)
 
     def link_facts(self, key: LinkKey) -> LinkFacts:

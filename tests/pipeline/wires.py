@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter, deque
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
 from dilocox.pipeline.frames import (
@@ -109,13 +109,12 @@ class Box(Network):
         if key in self.ends:
             self._wires.broken(self.ends[key], "refused", 0.0)
 
-    def drop_links(self, *, keep: Collection[LinkKey] = ()) -> None:
-        for key in [key for key in self.ends if key not in keep]:
-            end = self.ends.pop(key)
+    def drop_links(self) -> None:
+        for end in self.ends.values():
             end.sent = deque(item for item in end.sent if item[0] not in TENSOR_KINDS)
             self._wires.close(end)
-            kept = [each for each in self.inbox.messages if getattr(each, "key", None) != key]
-            self.inbox.messages = deque(kept)
+        self.ends.clear()
+        self.inbox.messages.clear()  # all of it is of links
 
     def link_facts(self, key: LinkKey) -> LinkFacts:
         return self.measured if key in self.ends else LinkFacts()

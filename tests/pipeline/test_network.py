@@ -112,7 +112,7 @@ def test_large_frames_cross_each_other_unharmed(pair: tuple[Peer, Peer]) -> None
     assert [lower.next(Arrived).frame for _ in range(3)] == [large(each) for each in range(3)]
     gradients = [upper.next(Arrived).frame for _ in range(3)]
     assert gradients == [large(10 + each, "gradient") for each in range(3)]
-    assert lower.network.link_facts(keys[1]).received_bytes_per_s > 10e6  # on loopback
+    assert lower.network.link_facts(keys[1]).received_bytes_per_s > 1e6
     assert upper.network.sent_bytes > 3 * 8 * 2**20
     assert upper.network.received_bytes > 3 * 8 * 2**20
 

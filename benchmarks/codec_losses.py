@@ -81,8 +81,6 @@ class EncodedChain:
                 stage,
                 optimizer,
                 microbatches=manifest.batch.microbatches,
-                stage_index=index,
-                num_stages=stages,
             )
             self._workers.append(worker)
 

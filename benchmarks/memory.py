@@ -87,8 +87,6 @@ class Bench:
             self.model.stage,
             self.model.optimizer,
             microbatches=self._batch.microbatches,
-            stage_index=stage,
-            num_stages=manifest.stages,
             recompute=recompute,
         )
         self.in_flight = 0

@@ -46,7 +46,6 @@ from dilocox.pipeline.frames import (
     FrameRefused,
     coded_width,
     encoded_bytes,
-    level_bytes,
     window_bytes,
 )
 
@@ -54,14 +53,18 @@ _LARGEST = 2.0**96  # mean magnitude of a token: above it, activations are near 
 _SMALLEST = 2.0**-96  # tokens below it count as if of this size: sums of 1 / size do not overflow
 
 
-class NotLevelled(ValueError):
-    """Values that are not finite, or a token whose mean magnitude is above 2^96."""
+class NotFinite(ValueError):
+    """A tensor that holds infinities, NaN, or magnitudes that its codec cannot hold.
+
+    int4 ends where a token's mean magnitude passes 2^96, int8 at 127 * 2^96, bf16 and fp32 where
+    they overflow themselves.
+    """
 
 
 def take_out(values: Tensor) -> tuple[Tensor, Tensor]:
     """Centres and levels of fp32 values [n, d], uint8 [4 d], and the values without them [n, d].
 
-    Raises NotLevelled.
+    Raises NotFinite.
     """
     per_size = _reciprocal_sizes(values)
     centres = (per_size / per_size.sum() @ values).bfloat16()
@@ -82,15 +85,12 @@ def put_back(stated: Tensor, rest: Tensor) -> Tensor:
 
 
 def _reciprocal_sizes(values: Tensor) -> Tensor:
-    """One over the mean magnitude of each token, fp32 [n].
-
-    Raises NotLevelled.
-    """
+    """One over the mean magnitude of each token, fp32 [n]; raises NotFinite."""
     sizes = values.abs().mean(1)
     largest = float(sizes.amax())
     if not largest <= _LARGEST:  # nor is what is not a number
         kind = "too large for 4 bits" if math.isfinite(largest) else "infinite or not a number"
-        raise NotLevelled(f"a value is {kind}")
+        raise NotFinite(f"a value is {kind}")
     return sizes.clamp_(min=_SMALLEST).reciprocal_()
 
 
@@ -100,22 +100,12 @@ _BF16_INFINITY = 0x7F80  # its bits; those of larger magnitude are NaN
 _MAGNITUDE_MASK = 0x7FFF
 
 
-class NotFinite(ValueError):
-    """A tensor that holds infinities, NaN, or magnitudes that its codec cannot hold.
-
-    int4 ends where a token's mean magnitude passes 2^96, int8 at 127 * 2^96, bf16 and fp32 where
-    they overflow themselves.
-    """
-
-
 def encode(codec: str, tensor: Tensor) -> bytes:
     """Encode floats [b, t, d] of any dtype and device into `encoded_bytes(codec, shape)` bytes.
 
     Raises NotFinite, and ValueError for a codec that does not exist.
     """
     values = tensor.detach()
-    if codec == NOT_FINITE:
-        return b""
     if codec == "bf16":
         bits = values.to(torch.bfloat16).contiguous().view(torch.int16)
         if int((bits & _MAGNITUDE_MASK).amax()) >= _BF16_INFINITY:
@@ -126,12 +116,12 @@ def encode(codec: str, tensor: Tensor) -> bytes:
     d = values.shape[-1]
     values = values.float().contiguous().view(-1, d)
     levels = values.new_empty(0, dtype=torch.uint8)
+    if codec == "int4":
+        levels, values = take_out(values)
     try:
-        if codec == "int4":
-            levels, values = take_out(values)
         values = F.pad(values, (0, coded_width(codec, d) - d))
         payload = GROUP_CODECS[codec].encode(values.view(-1))
-    except (NotLevelled, NotEncodable) as error:
+    except NotEncodable as error:
         raise NotFinite(str(error)) from error
     return torch.cat([levels, payload]).cpu().numpy().tobytes()
 
@@ -153,7 +143,7 @@ def decode(codec: str, payload: Payload, shape: tuple[int, ...]) -> Tensor:
         return bits.view(torch.bfloat16).float().view(b, t, d)
     width = coded_width(codec, d)
     raw = torch.frombuffer(bytearray(payload), dtype=torch.uint8)
-    cut = level_bytes(d) if codec == "int4" else 0
+    cut = 4 * d if codec == "int4" else 0
     try:
         values = GROUP_CODECS[codec].decode(raw[cut:], b * t * width).view(-1, width)
     except PayloadRefused as error:
@@ -223,23 +213,18 @@ def tensor_frame(
     """
     if (windows is not None) != (frame.kind in WINDOW_KINDS):
         raise ValueError(f"{frame.kind} frame: pass windows for {sorted(WINDOW_KINDS)} only")
-    shape = frame.shape if tensor is None else tuple(tensor.shape)
-    try:
-        codec = NOT_FINITE if tensor is None else codec
-        payload = _tensor_bytes(codec, tensor)
-    except NotFinite:
-        codec, payload = NOT_FINITE, b""
+    shape, payload = frame.shape, b""
+    if tensor is not None:
+        shape = tuple(tensor.shape)
+        try:
+            payload = encode(codec, tensor)
+        except NotFinite:
+            tensor = None
+    if tensor is None:
+        codec = NOT_FINITE
     if windows is not None:
         payload += encode_windows(windows)
     return replace(frame, codec=codec, shape=shape, dtype=TENSOR_DTYPE, payload=payload)
-
-
-def _tensor_bytes(codec: str, tensor: Tensor | None) -> bytes:
-    if codec == NOT_FINITE:
-        return b""
-    if tensor is None:
-        raise ValueError(f"no tensor to encode as {codec}")
-    return encode(codec, tensor)
 
 
 def _tensor(frame: Frame, payload: memoryview) -> Tensor | None:

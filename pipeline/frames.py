@@ -5,9 +5,8 @@ that carry one.
 Why: activations come from strangers' machines. Every length is known to be right before a byte of
 it is read, every field before anything acts on it, so that no peer can make another one allocate,
 compute or wait for more than its run's shapes ask for.
-How: `read_frame` takes the prefix, then the header, then the payload in chunks, and refuses
-(`FrameRefused`) at the first thing that is not as it must be. Numbers in the prefix are
-little-endian:
+How: `read_frame` takes the prefix, then the header, then the payload, and refuses (`FrameRefused`)
+at the first thing that is not as it must be. Numbers in the prefix are little-endian:
 
     bytes  content
     2      "dx"
@@ -23,9 +22,9 @@ so: the names of the codecs and the bytes of what they make stand here, because 
 checked before its payload is read.
 
 Of the small facts that a frame carries `checked_facts` lets plain values and flat lists of them
-pass; the readers (`integer`, `number`, `flag`, `text`, `texts`, `flags`) take one fact out, of the
-type and within the bounds that the reader of a kind asks for. So whatever a peer wrote, a fact that
-is missing or odd becomes a `FrameRefused`, never a KeyError or a NaN in the middle of a step.
+pass. What a kind of frame needs of them is a subclass of `Facts`, each with its type and bounds. So
+whatever a peer wrote, a fact that is missing or odd becomes a `FrameRefused`, never a KeyError or a
+NaN in the middle of a step.
 """
 
 from __future__ import annotations
@@ -34,16 +33,12 @@ import math
 import struct
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
-from typing import Final, cast
+from typing import Annotated, Final, TypeVar, cast
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
 from dilocox.compression.group_codec import GROUP_SIZE, GroupCodec
 from dilocox.dht.wire import Malformed, pack, unpack
-
-
-def level_bytes(channels: int) -> int:
-    """How many bytes centres and levels of so many channels take."""
-    return 4 * channels
-
 
 CODECS: Final = ("fp32", "bf16", "int8", "int4")  # most faithful first
 NOT_FINITE: Final = "none"  # in a codec's place: the tensor was not finite and is not sent
@@ -69,7 +64,7 @@ def encoded_bytes(codec: str, shape: tuple[int, ...]) -> int:
         return 2 * b * t * d
     if codec not in GROUP_CODECS:
         raise ValueError(f"codec {codec!r}: choose one of {', '.join(CODECS)}")
-    levels = level_bytes(d) if codec == "int4" else 0
+    levels = 4 * d if codec == "int4" else 0
     return levels + GROUP_CODECS[codec].encoded_bytes(b * t * coded_width(codec, d))
 
 
@@ -89,6 +84,7 @@ MAX_INTEGER: Final = 2**53
 MAX_NAME: Final = 64  # characters of a fact's name
 MAX_TEXT: Final = 1024  # characters of a text
 MAX_ITEMS: Final = 256  # facts of a frame, items of a list
+MAX_REPLICA: Final = 64  # characters: a peer id has 52
 
 
 class FrameRefused(ValueError):
@@ -115,69 +111,12 @@ def integer(facts: Mapping[str, object], name: str, low: int, high: int) -> int:
     return value
 
 
-def number(
-    facts: Mapping[str, object],
-    name: str,
-    low: float = -math.inf,
-    high: float = math.inf,
-    *,
-    nan: bool = False,
-) -> float:
-    """The fact `name`: a finite number from `low` to `high`; integers pass.
-
-    With `nan`, what is not finite passes too, and all of it as NaN: a sum that overflowed is no
-    sender's fault. Raises FrameRefused (header).
-    """
-    value = facts.get(name)
-    if type(value) is not float and type(value) is not int:
-        raise _odd(name, value, "no number")
-    if not math.isfinite(value):
-        if nan:
-            return math.nan
-        raise _odd(name, value, "not finite")
-    if not low <= value <= high:
-        raise _odd(name, value, f"not from {low:g} to {high:g}")
-    return float(value)
-
-
-def flag(facts: Mapping[str, object], name: str) -> bool:
-    """The fact `name`: true or false. Raises FrameRefused (header)."""
-    value = facts.get(name)
-    if not isinstance(value, bool):
-        raise _odd(name, value, "neither true nor false")
-    return value
-
-
 def text(facts: Mapping[str, object], name: str, max_length: int = MAX_TEXT) -> str:
     """The fact `name`: a text, perhaps empty. Raises FrameRefused (header)."""
     value = facts.get(name)
     if not isinstance(value, str) or len(value) > max_length:
         raise _odd(name, value, f"no text of at most {max_length} characters")
     return value
-
-
-def texts(
-    facts: Mapping[str, object], name: str, count: int | None = None, max_length: int = MAX_TEXT
-) -> tuple[str, ...]:
-    """The fact `name`: a list of texts, of exactly `count` where given. Raises FrameRefused."""
-    return tuple(text({name: item}, name, max_length) for item in _items(facts, name, count))
-
-
-def flags(facts: Mapping[str, object], name: str, count: int | None = None) -> tuple[bool, ...]:
-    """The fact `name`: a list of truth values, of exactly `count` where given; as `texts`."""
-    return tuple(flag({name: item}, name) for item in _items(facts, name, count))
-
-
-def numbers(
-    facts: Mapping[str, object],
-    name: str,
-    count: int | None = None,
-    low: float = -math.inf,
-    high: float = math.inf,
-) -> tuple[float, ...]:
-    """The fact `name`: a list of finite numbers from `low` to `high`; as `texts`."""
-    items = _items(facts, name, count)
-    return tuple(number({name: item}, name, low, high) for item in items)
 
 
 def checked_facts(value: object) -> dict[str, object]:
@@ -195,7 +134,9 @@ def checked_facts(value: object) -> dict[str, object]:
         if not isinstance(name, str) or len(name) > MAX_NAME:
             raise FrameRefused("header", f"a fact is called {show(name)}")
         if isinstance(fact, list | tuple):
-            items = _items({name: cast("list[object]", fact)}, name, None)
+            items = cast("list[object]", fact)
+            if len(items) > MAX_ITEMS:
+                raise FrameRefused("header", f"{name} has {len(items)} items, not {MAX_ITEMS}")
             facts[name] = tuple(_plain(name, item) for item in items)
         else:
             facts[name] = _plain(name, fact)
@@ -223,19 +164,68 @@ def _plain(name: str, value: object) -> object:
     return value
 
 
-def _items(facts: Mapping[str, object], name: str, count: int | None) -> tuple[object, ...]:
-    value = facts.get(name)
-    if not isinstance(value, list | tuple):
-        raise _odd(name, value, "no list")
-    items = tuple(cast("list[object]", value))
-    if len(items) > MAX_ITEMS or count not in (None, len(items)):
-        raise _odd(name, f"{len(items)} items", f"no list of {count or f'at most {MAX_ITEMS}'}")
-    return items
-
-
 def _odd(name: str, value: object, fault: str) -> FrameRefused:
     return FrameRefused("header", f"{name} is {show(value)}: {fault}")
 
+
+def _one_of_the_codecs(codec: str) -> str:
+    if codec not in CODECS:
+        raise ValueError(f"choose one of {', '.join(CODECS)}")
+    return codec
+
+
+def or_nan(low: float = -math.inf, high: float = math.inf) -> AfterValidator:
+    """From `low` to `high`; all that is not finite passes as NaN.
+
+    A sum that overflowed is no sender's fault.
+    """
+
+    def checked(value: float) -> float:
+        if not math.isfinite(value):
+            return math.nan
+        if not low <= value <= high:
+            raise ValueError(f"it is not from {low:g} to {high:g}")
+        return value
+
+    return AfterValidator(checked)
+
+
+Codec = Annotated[str, AfterValidator(_one_of_the_codecs)]
+Count = Annotated[int, Field(ge=0, le=MAX_INTEGER)]
+Amount = Annotated[float, Field(ge=0.0, allow_inf_nan=False)]
+
+F = TypeVar("F", bound="Facts")
+
+
+class Facts(BaseModel):
+    """What a kind of frame says in its facts, each of its type and within its bounds."""
+
+    model_config = ConfigDict(frozen=True, strict=True)
+
+    def to_facts(self) -> dict[str, object]:
+        """Plain values that a frame carries."""
+        return self.model_dump()
+
+    @classmethod
+    def from_facts(cls: type[F], facts: Mapping[str, object], num_stages: int = 0) -> F:
+        """What a peer of a replica of so many stages wrote; raises FrameRefused (header)."""
+        try:
+            read = cls.model_validate(dict(facts))
+        except ValidationError as error:
+            odd = error.errors(include_url=False)[0]
+            name = ".".join(map(str, odd["loc"]))
+            value = None if odd["type"] == "missing" else odd["input"]
+            raise _odd(name, value, odd["msg"]) from error
+        if reason := read.contradiction(num_stages):
+            raise FrameRefused("header", reason)
+        return read
+
+    def contradiction(self, num_stages: int) -> str:
+        """Why these facts cannot be, each for itself within its bounds; empty if they can."""
+        return ""
+
+
+Shape = tuple[int, int, int]  # [b, t, d]
 
 VERSION: Final = 1
 REQUEST_KINDS: Final = frozenset({"ping", "reserve", "assign", "release"})
@@ -251,8 +241,6 @@ WINDOW_KINDS: Final = frozenset({"forward", "evaluate"})  # token windows stand 
 TENSOR_DTYPE: Final = "float32"  # of every tensor before coding and after decoding
 
 MAX_HEADER_BYTES: Final = 24 * 1024
-MAX_REPLICA: Final = 64  # characters: a peer id has 52
-CHUNK_BYTES: Final = 64 * 1024
 
 _PREFIX = struct.Struct("<2sBBIQ")
 _MAGIC = b"dx"
@@ -289,18 +277,13 @@ class FrameLimits:
     """What the run's manifest says about tensors: all that a frame may be.
 
     A tensor's shape is exactly [microbatch_size, sequence_length, hidden_size]; that of "evaluate"
-    may have 1 to `evaluate_windows` instead of microbatch_size.
+    may have 1 to `evaluate_windows` instead of microbatch_size. All are 1 or more.
     """
 
     microbatch_size: int
     sequence_length: int
     hidden_size: int
     evaluate_windows: int
-
-    def __post_init__(self) -> None:
-        for name, value in vars(self).items():
-            if value < 1:
-                raise ValueError(f"{name} is {value}: it must be 1 or more")
 
     @property
     def max_payload(self) -> int:
@@ -374,30 +357,14 @@ def parse_header(header: bytes, payload_bytes: int, limits: FrameLimits) -> Fram
     return frame
 
 
-async def read_frame(
-    read: Callable[[int], Awaitable[bytes]],
-    limits: FrameLimits,
-    *,
-    on_bytes: Callable[[int], None],
-) -> Frame:
+async def read_frame(read: Callable[[int], Awaitable[bytes]], limits: FrameLimits) -> Frame:
     """Read one frame; `read(n)` returns exactly n bytes, as StreamReader.readexactly does.
 
-    `on_bytes(count)` is called after the prefix, the header, and each 64 KiB of the payload: signs
-    of life. Raises FrameRefused, and whatever `read` raises (IncompleteReadError at an end).
+    Raises FrameRefused, and whatever `read` raises (IncompleteReadError at an end).
     """
-    prefix = await read(PREFIX_BYTES)
-    on_bytes(len(prefix))
-    header_bytes, payload_bytes = parse_prefix(prefix, limits)
-    header = await read(header_bytes)
-    on_bytes(len(header))
-    frame = parse_header(header, payload_bytes, limits)
-    if not payload_bytes:
-        return frame
-    chunks: list[bytes] = []
-    for start in range(0, payload_bytes, CHUNK_BYTES):
-        chunks.append(await read(min(CHUNK_BYTES, payload_bytes - start)))
-        on_bytes(len(chunks[-1]))
-    return replace(frame, payload=b"".join(chunks))
+    header_bytes, payload_bytes = parse_prefix(await read(PREFIX_BYTES), limits)
+    frame = parse_header(await read(header_bytes), payload_bytes, limits)
+    return replace(frame, payload=await read(payload_bytes)) if payload_bytes else frame
 
 
 # ---- checks of a header --------------------------------------------------------------------------

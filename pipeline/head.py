@@ -18,9 +18,9 @@ from collections.abc import Callable, Collection, Sequence
 
 from torch import Tensor
 
-from dilocox.pipeline.link import Asking, receive
 from dilocox.pipeline.member import Member
 from dilocox.pipeline.messages import Evaluated, Fault, Go, Happening, Ready, Stepped, Totals
+from dilocox.pipeline.placement import Records
 from dilocox.pipeline.recruiting import Recruiter, Replica
 from dilocox.pipeline.reservation import Assignment
 from dilocox.pipeline.tuning import Tuning
@@ -41,7 +41,12 @@ class Lost(Exception):
 
 
 class Head:
-    """The head's part. `member` is its own stage; all methods belong to the computing thread.
+    """The head's part; all methods belong to the computing thread.
+
+    client_mode: whether this peer can only dial out. member: its own stage. records(): who is in
+    the swarm, as of the last look. clip(squared norm, loss): the clip factor, not a number if the
+    step must be skipped. tell(kind, **facts): hears what people and scripts want to know: replica,
+    fault, healed, dissolved. stopping(): ends every wait.
 
     Attributes:
         last_fault: in few words, empty before the first.
@@ -52,32 +57,29 @@ class Head:
         self,
         *,
         me: str,
-        num_stages: int,
         client_mode: bool,
         tuning: Tuning,
         member: Member,
-        network: Asking,
-        recruiter: Recruiter,
+        records: Callable[[], Records],
         clip: Callable[[float, float], float],
         tell: Callable[..., None],
         stopping: Callable[[], bool],
         clock: Callable[[], float] = time.monotonic,
     ):
-        """What it takes from its owner.
-
-        client_mode: whether this peer can only dial out. clip(squared norm, loss): the clip factor,
-        not a number if the step must be skipped. tell(kind, **facts): hears what people and scripts
-        want to know: replica, fault, healed, dissolved. stopping(): ends every wait.
-        """
         self.last_fault = ""
         self.step_s = 0.0
         self._me = me
-        self._num_stages = num_stages
+        self._num_stages = member.num_stages
         self._client_mode = client_mode
         self._tuning = tuning
         self._member = member
-        self._network = network
-        self._recruiter = recruiter
+        self._recruiter = Recruiter(
+            me=me,
+            num_stages=member.num_stages,
+            network=member.network,
+            records=records,
+            clock=clock,
+        )
         self._clip = clip
         self._tell = tell
         self._stopping = stopping
@@ -90,8 +92,7 @@ class Head:
     @property
     def members(self) -> tuple[str, ...]:
         """Peer ids by stage; empty while there is no replica."""
-        replica = self._replica
-        return () if replica is None else tuple(replica.members[k] for k in range(self._num_stages))
+        return () if self._replica is None else self._replica.chain
 
     @property
     def epoch(self) -> int:
@@ -161,13 +162,12 @@ class Head:
         """
         self._recruiter.epoch += 1
         replica.window = min(replica.window, replica.limit)
-        stages = range(self._num_stages)
         assignment = Assignment(
             replica=self._me,
             epoch=self.epoch,
             head=self._me,
-            members=tuple(replica.members[stage] for stage in stages),
-            clients=tuple(replica.clients[stage] for stage in stages),
+            members=replica.chain,
+            clients=tuple(replica.clients[stage] for stage in range(self._num_stages)),
             codecs=replica.codecs,
             step=self._step,
             done=replica.done,
@@ -178,17 +178,14 @@ class Head:
         others = replica.others
         answers = self._recruiter.ask_all(others.values(), "assign", assignment.to_facts())
         self._recruiter.avoid([peer for peer, answer in answers.items() if answer is None])
-        failed = {
-            stage
-            for stage, peer in others.items()
-            if (answer := answers.get(peer)) is None or answer.frame.kind != "yes"
-        }
+        agreed = {peer for peer, answer in answers.items() if answer and answer.frame.kind == "yes"}
+        failed = {stage for stage, peer in others.items() if peer not in agreed}
         return failed or self._wait_until_ready(replica)
 
     def _wait_until_ready(self, replica: Replica) -> set[int] | None:
         end = self._clock() + READY_LIMIT_S
         while self._clock() < end and not self._stopping():
-            happening = self._next_happening(POLL_S)
+            happening = self._next_happening()
             if isinstance(happening, Ready):
                 return None
             if isinstance(happening, Fault):
@@ -215,7 +212,7 @@ class Head:
         began, give_up = self._clock(), math.inf
         while (totals := member.totals) is None:
             while fed < len(batch) and member.worker.in_flight < replica.window:
-                member.feed(fed, batch[fed])
+                member.worker.feed(fed, None, batch[fed])
                 fed += 1
             worked = member.work()
             happened = self._drain(0.0 if worked else POLL_S)
@@ -236,32 +233,28 @@ class Head:
         replica.codecs, replica.window = self._tuning.next(reports, replica.codecs, replica.limit)
         self._anchor_rounds = {report.anchor_round for report in reports}
         factor = self._clip(totals.squared_norm, totals.loss)
-        go = Go(
-            factor=factor,
-            learning_rate=learning_rate,
-            loss=totals.loss,
-            codecs=replica.codecs,
-        )
+        codecs = replica.codecs
+        go = Go(factor=factor, learning_rate=learning_rate, loss=totals.loss, codecs=codecs)
         stepped = self._member.go(go)
         replica.done = (stepped.step, factor, learning_rate)
         self._step = stepped.step + 1
         leaving = {stage for stage, report in enumerate(reports) if report.leaving and stage > 0}
         if leaving:
-            self._heal(Fault(stage=min(leaving), seen_by=0, reason="left", after_s=0.0), leaving)
+            self._heal(Fault(stage=min(leaving), seen_by=0, reason="left"), leaving)
         return stepped
 
     def _drain(self, wait_s: float) -> bool:
         """Take in all that has come, waiting for the first; whether something had."""
-        first = True
-        while (message := receive(self._network.inbox, wait_s if first else 0.0)) is not None:
-            first = False
+        inbox, some = self._member.network.inbox, False
+        while (message := inbox.get(0.0 if some else wait_s)) is not None:
+            some = True
             happening = self._member.handle(message)
             if isinstance(happening, Fault):
                 raise Lost(happening)
-        return not first
+        return some
 
-    def _next_happening(self, wait_s: float) -> Happening | None:
-        message = receive(self._network.inbox, wait_s)
+    def _next_happening(self) -> Happening | None:
+        message = self._member.network.inbox.get(POLL_S)
         return None if message is None else self._member.handle(message)
 
     # ---- healing ---------------------------------------------------------------------------------
@@ -272,15 +265,10 @@ class Head:
         lost = [replica.members[stage] for stage in vacant]
         if leaving:  # to its own head it would say yes
             self._recruiter.avoid(lost)
-        stage = min(vacant, default=fault.stage)
+        stage, after_s = min(vacant, default=fault.stage), fault.after_s
         self.last_fault = f"stage {stage} {fault.reason}"
-        self._tell(
-            "fault",
-            stage=stage,
-            peer=replica.members[stage],
-            reason=fault.reason,
-            after_s=fault.after_s,
-        )
+        peer = replica.members[stage]
+        self._tell("fault", stage=stage, peer=peer, reason=fault.reason, after_s=after_s)
         reason = self._make_whole(vacant)
         if leaving:
             self._recruiter.ask_all(lost, "release")
@@ -295,7 +283,7 @@ class Head:
             epoch=self.epoch,
             members=list(self.members),
             splice_s=splice_s,
-            seconds=splice_s + fault.after_s,
+            seconds=splice_s + after_s,
         )
 
     # ---- evaluation ------------------------------------------------------------------------------
@@ -314,7 +302,7 @@ class Head:
                     happening = self._member.evaluate(first + sent, batches[sent])
                     sent += 1
                 else:
-                    happening = self._next_happening(POLL_S)
+                    happening = self._next_happening()
                 if isinstance(happening, Fault):
                     raise Lost(happening)
                 if isinstance(happening, Evaluated) and happening.batch >= first:

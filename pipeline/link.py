@@ -15,8 +15,6 @@ frozen one does not (20 s without an error were measured), so each side says eve
 it lives. Silence is counted in *observed* time: a process that was itself frozen has observed
 nothing, and accuses nobody when it thaws. All of it runs in the network thread, but for `post` and
 `facts`.
-
-Last comes what the parts of a replica need around them: the network, the optimizer, the anchor.
 """
 
 from __future__ import annotations
@@ -28,20 +26,19 @@ import queue
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Coroutine, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Annotated, Any, Literal, NamedTuple
+
+from pydantic import Field
 
 from dilocox.pipeline.frames import (
-    CHUNK_BYTES,
     LINK_KINDS,
+    Facts,
     Frame,
     FrameLimits,
     FrameRefused,
     encode_prefix_and_header,
-    flag,
-    number,
     read_frame,
 )
 
@@ -104,14 +101,14 @@ Message = Arrived | Opened | Broken | Wake
 
 @dataclass(frozen=True)
 class LinkFacts:
-    """What was measured of a link that stands.
+    """What was measured of a link; 0.0 before that.
 
-    round_trip_s: the shortest of the last heartbeats', None before the first. received_bytes_per_s:
-    of payloads from their first byte to their last, smoothed; None before the first of some size.
+    round_trip_s: the shortest of the last heartbeats'. received_bytes_per_s: of payloads of some
+    size from their first byte to their last, smoothed.
     """
 
-    round_trip_s: float | None
-    received_bytes_per_s: float | None
+    round_trip_s: float = 0.0
+    received_bytes_per_s: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -141,20 +138,13 @@ class Backlog:
         """Whether to read no more from the link; `on_room` is called when that ends."""
         return self._bytes > self._max_bytes
 
-    def add(self, message: Message) -> None:
-        """Count a message that goes into the inbox."""
-        if isinstance(message, Arrived):
-            with self._lock:
-                self.frames += 1
-                self._bytes += len(message.frame.payload)
-
-    def take(self, message: Message) -> None:
-        """Count a message that was taken out."""
+    def count(self, message: Message, change: Literal[1, -1]) -> None:
+        """Take note of a message that goes into the inbox (1) or was taken out (-1)."""
         if isinstance(message, Arrived):
             with self._lock:
                 was_full = self.full
-                self.frames -= 1
-                self._bytes -= len(message.frame.payload)
+                self.frames += change
+                self._bytes += change * len(message.frame.payload)
             if was_full and not self.full:
                 self._on_room()
 
@@ -168,21 +158,25 @@ class Inbox:
     def put(self, message: Message, backlog: Backlog | None = None) -> None:
         """Add a message, of the link with this backlog; from any thread."""
         if backlog is not None:
-            backlog.add(message)
+            backlog.count(message, 1)
         self._queue.put((message, backlog))
 
-    def get(self, timeout: float) -> Message:
-        """The next message, of links that were not dropped; raises `queue.Empty` after so long."""
-        deadline = time.monotonic() + timeout
+    def get(self, timeout_s: float) -> Message | None:
+        """The next message, of links that were not dropped; None if none comes within so long."""
+        deadline = time.monotonic() + timeout_s
         while True:
-            message, backlog = self._queue.get(timeout=max(0.0, deadline - time.monotonic()))
+            try:
+                message, backlog = self._queue.get(timeout=max(0.0, deadline - time.monotonic()))
+            except queue.Empty:
+                return None
             if backlog is None:
                 return message
-            backlog.take(message)
+            backlog.count(message, -1)
             if not backlog.dropped:
                 return message
 
 
+CHUNK_BYTES = 64 * 1024
 MEASURED_BYTES = 32 * 1024  # a smaller payload says more about the delay than about the speed
 SPEED_MEMORY = 0.8  # what a measurement weighs when the next one is there
 
@@ -213,14 +207,14 @@ class Stream:
         self._speed_bytes = self._speed_s = 0.0
 
     @property
-    def received_bytes_per_s(self) -> float | None:
-        """How fast payloads came, smoothed; None before the first of some size."""
-        return self._speed_bytes / self._speed_s if self._speed_s > 0 else None
+    def received_bytes_per_s(self) -> float:
+        """How fast payloads came, smoothed; 0.0 before the first of some size."""
+        return self._speed_bytes / self._speed_s if self._speed_s > 0 else 0.0
 
     async def read(self, limits: FrameLimits) -> Frame:
         """The next frame; raises FrameRefused, EOFError or OSError."""
         self._began = None
-        frame = await read_frame(self._take, limits, on_bytes=lambda _: None)
+        frame = await read_frame(self._take, limits)
         if len(frame.payload) >= MEASURED_BYTES and self._began is not None:
             taken_s = time.monotonic() - self._began
             self._speed_bytes = SPEED_MEMORY * self._speed_bytes + len(frame.payload)
@@ -249,7 +243,6 @@ class Stream:
             self.abort()
 
     def abort(self) -> None:
-        """End the stream now."""
         self._writer.transport.abort()
 
     async def _take(self, count: int) -> bytes:
@@ -265,11 +258,44 @@ class Stream:
         return bytes(taken)
 
 
+OPENING_S = 8.0
+MAX_QUEUED = 4096
 LONGEST_TICK_S = 0.5
 FLUSH_S = 1.0  # what was said just before a link is dropped may still leave
 INBOX_BYTES = 64 * 1024 * 1024
 ROUND_TRIPS_KEPT = 8
-LONGEST_TIME_S = 1e15  # of a peer's monotonic clock
+
+Seconds = Annotated[float, Field(ge=0.0, le=1e15)]  # of a peer's monotonic clock
+
+
+class Heartbeat(Facts):
+    """What a peer says every half second, and how its neighbour measures the round trip.
+
+    at: the time at its sender. echo: the time in the neighbour's last heartbeat, which had lain
+    there for `held` seconds. last: it asks the neighbour to close the stream.
+    """
+
+    at: Seconds
+    echo: Seconds | None = None
+    held: Seconds = 0.0
+    last: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class LinkLimits:
+    """What a link may carry, and how long it may be silent.
+
+    frames: what the tensors may be. silence_s: after so long without a byte a link is broken.
+    opening_s: one that does not stand after so long (or silence_s) is missing; the neighbour may
+    have to finish a piece of work first. max_queued: frames of one link, to be sent or to be taken.
+    inbox_bytes: what one link may leave in the inbox, at least four of its largest frames.
+    """
+
+    frames: FrameLimits
+    silence_s: float
+    opening_s: float = OPENING_S
+    max_queued: int = MAX_QUEUED
+    inbox_bytes: int = INBOX_BYTES
 
 
 class Link:
@@ -285,13 +311,9 @@ class Link:
         peer: str,
         *,
         loop: asyncio.AbstractEventLoop,
-        limits: FrameLimits,
+        limits: LinkLimits,
         inbox: Inbox,
         traffic: Traffic,
-        silence_s: float,
-        opening_s: float,
-        max_queued: int,
-        inbox_bytes: int,
         expected: bool,
     ):
         self.key = key
@@ -303,10 +325,7 @@ class Link:
         self._limits = limits
         self._inbox = inbox
         self._traffic = traffic
-        self._silence_s = silence_s
-        self._opening_s = opening_s
-        self._tick_s = min(silence_s / 8, LONGEST_TICK_S)
-        self._max_queued = max_queued
+        self._tick_s = min(limits.silence_s / 8, LONGEST_TICK_S)
         self._wanted_at = time.monotonic()
         self._stream: Stream | None = None
         self._outgoing: deque[tuple[bytes, bytes]] = deque()
@@ -318,31 +337,25 @@ class Link:
         self._room = asyncio.Event()
         self._room.set()
         self.backlog = Backlog(
-            max_bytes=max(inbox_bytes, 4 * limits.max_payload), on_room=self._make_room
+            max_bytes=max(limits.inbox_bytes, 4 * limits.frames.max_payload),
+            on_room=lambda: self._in_loop(self._room.set),
         )
 
     # ---- from any thread -------------------------------------------------------------------------
     def post(self, frame: Frame) -> None:
         """Queue a frame; raises ValueError for one that nobody would take."""
         head = encode_prefix_and_header(frame)
-        if len(self._outgoing) >= self._max_queued:
+        if len(self._outgoing) >= self._limits.max_queued:
             self._in_loop(lambda: self.end("stuck"))
         else:
             self._outgoing.append((head, frame.payload))
             self._in_loop(self._wake.set)
 
-    def facts(self) -> LinkFacts | None:
-        """What was measured; None before the link stands."""
-        stream = self._stream
-        if stream is None:
-            return None
+    def facts(self) -> LinkFacts:
         return LinkFacts(
-            round_trip_s=min(tuple(self._round_trips), default=None),
-            received_bytes_per_s=stream.received_bytes_per_s,
+            round_trip_s=min(tuple(self._round_trips), default=0.0),
+            received_bytes_per_s=self._stream.received_bytes_per_s if self._stream else 0.0,
         )
-
-    def _make_room(self) -> None:
-        self._in_loop(self._room.set)
 
     def _in_loop(self, act: Callable[[], None]) -> None:
         with contextlib.suppress(RuntimeError):  # the network is closed
@@ -407,16 +420,9 @@ class Link:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
-            self._abort(opener)
-
-    def _abort(self, opener: asyncio.Task[Stream]) -> None:
-        stream = self._stream
-        if stream is None:  # it may have come in the moment in which the link ended
-            for opened in (opener, self.adopted):
+            for opened in (opener, self.adopted):  # also if it came just when the link ended
                 if opened.done() and not opened.cancelled() and opened.exception() is None:
                     opened.result().abort()
-        else:
-            stream.abort()
 
     async def _watch(self) -> None:
         """Every tick: a heartbeat is due, and silence is counted."""
@@ -430,9 +436,10 @@ class Link:
                 self._stream.heard_at != heard_at or not self._room.is_set()
             ):
                 unheard_s, heard_at = 0.0, self._stream.heard_at
-            stands = self._stream is not None
-            if unheard_s >= (self._silence_s if stands else self._opening_s):
-                self.end("silent" if stands else "missing")
+            if self._stream is not None and unheard_s >= self._limits.silence_s:
+                self.end("silent")
+            elif unheard_s >= max(self._limits.silence_s, self._limits.opening_s):
+                self.end("missing")
             self._beat_due = True
             self._wake.set()
 
@@ -455,7 +462,7 @@ class Link:
         try:
             while True:
                 await self._room.wait()
-                self._take(await stream.read(self._limits))
+                self._take(await stream.read(self._limits.frames))
         except FrameRefused as refused:
             self.refuse(refused.kind)
         except (EOFError, OSError):
@@ -470,7 +477,7 @@ class Link:
             pass  # nobody wants it any more
         elif frame.kind not in LINK_KINDS or frame.kind == "hello":
             raise FrameRefused("kind", f"{frame.kind} on a link")
-        elif self.backlog.frames >= self._max_queued:
+        elif self.backlog.frames >= self._limits.max_queued:
             raise FrameRefused("flood", f"{self.backlog.frames} frames wait to be taken")
         else:
             self._inbox.put(Arrived(self.key, frame), self.backlog)
@@ -493,94 +500,12 @@ class Link:
 
     def _hear(self, frame: Frame) -> None:
         now = time.monotonic()
-        self._heartbeat = (number(frame.facts, "at", 0.0, LONGEST_TIME_S), now)
-        if "echo" in frame.facts:
-            echo = number(frame.facts, "echo", 0.0, LONGEST_TIME_S)
-            round_trip_s = now - echo - number(frame.facts, "held", 0.0, LONGEST_TIME_S)
-            if round_trip_s >= 0:
-                self._round_trips.append(round_trip_s)
-        if flag(frame.facts, "last"):
+        beat = Heartbeat.from_facts(frame.facts)
+        self._heartbeat = beat.at, now
+        if beat.echo is not None and (round_trip_s := now - beat.echo - beat.held) >= 0:
+            self._round_trips.append(round_trip_s)
+        if beat.last:
             self.end("closed")
-
-
-Shape = tuple[int, int, int]
-
-
-class Asking(Protocol):
-    """How others are asked, and heard."""
-
-    @property
-    def inbox(self) -> Inbox:
-        """What comes over links."""
-        ...
-
-    def request_all(
-        self, frames: Mapping[str, Frame], timeout_s: float
-    ) -> dict[str, Answer | None]:
-        """Ask several peers at once; None for those that cannot be reached."""
-        ...
-
-
-class Links(Protocol):
-    """What a member needs of the network (network.py)."""
-
-    def open_link(self, key: LinkKey, peer: str, hello: Frame) -> None:
-        """Dial this neighbour."""
-        ...
-
-    def expect_link(self, key: LinkKey, peer: str) -> None:
-        """Wait for this neighbour to dial."""
-        ...
-
-    def send(self, key: LinkKey, frame: Frame) -> None:
-        """Queue a frame; nothing happens if the link is gone."""
-        ...
-
-    def break_link(self, key: LinkKey, reason: str) -> None:
-        """Close a link over which came what cannot be; counted as refused, told as Broken."""
-        ...
-
-    def drop_links(self) -> None:
-        """Close all links without telling this peer's loop."""
-        ...
-
-    def link_facts(self, key: LinkKey) -> LinkFacts | None:
-        """What was measured of a link."""
-        ...
-
-
-class LossScaled(Protocol):
-    """The optimizer, as far as the loss scale of fp16 goes; 1.0 for other precisions."""
-
-    @property
-    def loss_scale(self) -> float:
-        """What the last stage multiplies its loss by."""
-        ...
-
-    def take_loss_scale(self, scale: float) -> None:
-        """Use the head's."""
-        ...
-
-
-class Anchors(Protocol):
-    """The anchor, on which the validation loss is computed."""
-
-    @property
-    def round(self) -> int:
-        """The round of the last record in it."""
-        ...
-
-    def in_place(self) -> AbstractContextManager[None]:
-        """For a while the stage has the anchor's weights."""
-        ...
-
-
-def receive(inbox: Inbox, wait_s: float) -> Message | None:
-    """The next message, None if none comes within the wait."""
-    try:
-        return inbox.get(wait_s)
-    except queue.Empty:
-        return None
 
 
 def link_of(hello: Frame, stage: int) -> LinkKey | None:

@@ -16,26 +16,18 @@ answer is given a while to heal.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from typing import Annotated, Protocol
 
+from pydantic import Field
 from torch import Tensor
 
 from dilocox.pipeline.activation_codec import split_forward, split_gradient, tensor_frame
-from dilocox.pipeline.frames import Frame, FrameRefused, number
-from dilocox.pipeline.link import (
-    Anchors,
-    Arrived,
-    Asking,
-    Broken,
-    LinkKey,
-    Links,
-    LossScaled,
-    Message,
-    Opened,
-    Shape,
-    receive,
-)
+from dilocox.pipeline.frames import Facts, Frame, FrameRefused, Shape
+from dilocox.pipeline.link import Arrived, Broken, LinkFacts, LinkKey, Message, Opened
 from dilocox.pipeline.messages import (
     Dissolved,
     Evaluated,
@@ -47,11 +39,29 @@ from dilocox.pipeline.messages import (
     Stepped,
     Totals,
 )
+from dilocox.pipeline.network import Network
 from dilocox.pipeline.reservation import MAX_WINDOW, Assignment, Reservation
 from dilocox.pipeline.stage_worker import StageWorker
 
 EXACT = "fp32"  # the codec of what is evaluated: rare, and to be compared between runs
 MAX_LOSS_SCALE = 2.0**40
+
+
+class ForwardFacts(Facts):
+    """loss_scale: the head's, where it is not 1.0: what the last stage multiplies its loss by."""
+
+    loss_scale: Annotated[float, Field(ge=1 / MAX_LOSS_SCALE, le=MAX_LOSS_SCALE)] | None = None
+
+
+class Anchors(Protocol):
+    """The anchor, on which the validation loss is computed.
+
+    round: of the last record in it. in_place: for a while the stage has the anchor's weights.
+    """
+
+    @property
+    def round(self) -> int: ...
+    def in_place(self) -> AbstractContextManager[None]: ...
 
 
 class Member:
@@ -72,8 +82,7 @@ class Member:
         stage: int,
         num_stages: int,
         worker: StageWorker,
-        optimizer: LossScaled,
-        links: Links,
+        network: Network,
         anchors: Anchors,
         shape: Shape,
         vocabulary: int,
@@ -82,11 +91,10 @@ class Member:
         self.assignment: Assignment | None = None
         self.step = 0
         self.leaving = False
+        self.stage = stage
+        self.num_stages = num_stages
         self.worker = worker
-        self._stage = stage
-        self._num_stages = num_stages
-        self._optimizer = optimizer
-        self._links = links
+        self.network = network
         self._anchors = anchors
         self._shape = shape
         self._vocabulary = vocabulary
@@ -95,23 +103,9 @@ class Member:
         self._upper: LinkKey | None = None
         self._lower: LinkKey | None = None
         self._open: set[LinkKey] = set()
+        self._is_last = stage == num_stages - 1  # nobody is below
         self._lower_ready = self._sum_told = False
         self._lower_totals: Totals | None = None
-
-    @property
-    def stage(self) -> int:
-        """This peer's place in the chain."""
-        return self._stage
-
-    @property
-    def is_first(self) -> bool:
-        """Whether this is the head's stage."""
-        return self._stage == 0
-
-    @property
-    def is_last(self) -> bool:
-        """Whether nobody is below."""
-        return self._stage == self._num_stages - 1
 
     # ---- the epoch -------------------------------------------------------------------------------
     def take_up(self, assignment: Assignment) -> Stepped | None:
@@ -123,42 +117,36 @@ class Member:
         if before is not None and before.replica == assignment.replica and done is not None:
             number_done, factor, learning_rate = done
             if number_done == self.step and self.worker.finished:
-                stepped = self._step(factor, learning_rate, loss=float("nan"))
+                stepped = self._step(factor, learning_rate, loss=math.nan)
         self.end()
         self.assignment, self.step = assignment, assignment.step
         self._codecs = assignment.codecs
-        k = self._stage
-        if not self.is_first:
+        k = self.stage
+        if k > 0:
             self._upper = LinkKey(assignment.replica, assignment.epoch, k - 1, "upper")
             # the upper one dials, unless only the lower one can
-            self._connect(self._upper, k - 1, dials=assignment.clients[k])
-        if not self.is_last:
+            self._connect(self._upper, assignment.members[k - 1], assignment.clients[k])
+        if not self._is_last:
             self._lower = LinkKey(assignment.replica, assignment.epoch, k, "lower")
-            self._connect(self._lower, k + 1, dials=not assignment.clients[k + 1])
+            below = k + 1
+            self._connect(self._lower, assignment.members[below], not assignment.clients[below])
         return stepped
 
     def end(self) -> None:
         """Be in no replica any more; what was learnt stays in the weights."""
         self.assignment = self._upper = self._lower = None
-        self._links.drop_links()
+        self.network.drop_links()
         self._open.clear()
-        self._lower_ready = False
-        self._begin_step()
+        self._lower_ready = self._sum_told = False
+        self._lower_totals = None
         self.worker.restart()
 
-    def _begin_step(self) -> None:
-        self._lower_totals = None
-        self._sum_told = False
-
-    def _connect(self, key: LinkKey, neighbour: int, *, dials: bool) -> None:
-        if self.assignment is None:
-            return
-        peer = self.assignment.members[neighbour]
+    def _connect(self, key: LinkKey, peer: str, dials: bool) -> None:
         if dials:
             hello = self._frame("hello", facts={"upper_stage": key.upper_stage})
-            self._links.open_link(key, peer, hello)
+            self.network.open_link(key, peer, hello)
         else:
-            self._links.expect_link(key, peer)
+            self.network.expect_link(key, peer)
 
     # ---- what comes in ---------------------------------------------------------------------------
     def handle(self, message: Message) -> Happening | None:
@@ -175,16 +163,18 @@ class Member:
                 return self._broken(message)
             case Arrived():
                 try:
-                    return self._arrived(message)
+                    if message.key == self._upper:
+                        return self._from_above(message.frame)
+                    return self._from_below(message.frame)
                 except FrameRefused as refused:
-                    self._links.break_link(message.key, refused.kind)
+                    self.network.break_link(message.key, refused.kind)
                     return None  # the network will say that it is broken
 
     def _broken(self, message: Broken) -> Fault:
         above = message.key == self._upper
         fault = Fault(
-            stage=self._stage + (-1 if above else 1),
-            seen_by=self._stage,
+            stage=self.stage + (-1 if above else 1),
+            seen_by=self.stage,
             reason=message.kind,
             after_s=message.after_s,
         )
@@ -195,30 +185,24 @@ class Member:
     def _ready(self) -> Ready | None:
         """Once the links stand and the chain below is ready, so is the chain from here on."""
         links = {key for key in (self._upper, self._lower) if key is not None}
-        if not links <= self._open or not (self.is_last or self._lower_ready):
+        if not links <= self._open or not (self._is_last or self._lower_ready):
             return None
         self._send(self._upper, self._frame("ready"))
         return Ready()
-
-    def _arrived(self, message: Arrived) -> Happening | None:
-        frame = message.frame
-        if message.key == self._upper:
-            return self._from_above(frame)
-        return self._from_below(frame)
 
     def _from_above(self, frame: Frame) -> Happening | None:
         match frame.kind:
             case "forward":
                 self._check_step(frame)
-                if "loss_scale" in frame.facts:
-                    scale = number(frame.facts, "loss_scale", 1 / MAX_LOSS_SCALE, MAX_LOSS_SCALE)
-                    self._optimizer.take_loss_scale(scale)
+                scale = ForwardFacts.from_facts(frame.facts).loss_scale
+                if scale is not None:
+                    self.worker.optimizer.take_loss_scale(scale)
                 self.worker.feed(frame.microbatch, *split_forward(frame, self._vocabulary))
             case "go":
                 self._check_step(frame)
                 if not self.worker.finished:
                     raise FrameRefused("order", "GO before all gradients")
-                return self._go(Go.from_facts(frame.facts, self._num_stages))
+                return self.go(Go.from_facts(frame.facts, self.num_stages))
             case "evaluate":
                 self._evaluate_frame(frame)
             case "dissolve":
@@ -235,22 +219,21 @@ class Member:
                 self.worker.feed_gradient(frame.microbatch, split_gradient(frame))
             case "sum":
                 self._check_step(frame)
-                below = self._num_stages - 1 - self._stage
+                below = self.num_stages - 1 - self.stage
                 self._lower_totals = Totals.from_facts(frame.facts, below)
                 self._tell_sum()
             case "ready":
                 self._lower_ready = True
                 return self._ready()
             case "fault":
-                fault = Fault.from_facts(frame.facts, self._num_stages)
-                if not self._stage < fault.seen_by < fault.stage:
+                fault = Fault.from_facts(frame.facts, self.num_stages)
+                if not self.stage < fault.seen_by < fault.stage:
                     raise FrameRefused("header", "a fault of another part of the chain")
                 self._send(self._upper, self._frame("fault", facts=frame.facts))
                 return fault
             case "evaluated":
-                evaluated = Evaluated.of(frame)
-                self._tell_evaluated(evaluated.batch, evaluated.loss)
-                return evaluated
+                evaluated = Evaluated.from_facts({**frame.facts, "batch": frame.microbatch})
+                return self._tell(evaluated)
             case _:
                 raise FrameRefused("kind", f"{frame.kind} from below")
         return None
@@ -260,28 +243,24 @@ class Member:
             raise FrameRefused("step", f"step {frame.step} within step {self.step}")
 
     # ---- the inner step --------------------------------------------------------------------------
-    def feed(self, microbatch: int, windows: Tensor) -> None:
-        """As the head: one microbatch of the inner step, windows int64 [b, t + 1]."""
-        self.worker.feed(microbatch, None, windows)
-
     def work(self) -> bool:
         """Run one forward or backward and send what it made; False if there is nothing to do."""
         produced = self.worker.run_one()
         if produced is None:
             return False
         if produced.kind == "forward":
-            scale = self._optimizer.loss_scale
+            scale = self.worker.optimizer.loss_scale
             frame = self._frame(
                 "forward",
                 microbatch=produced.microbatch,
                 shape=self._shape,
                 facts={} if scale == 1.0 else {"loss_scale": scale},
             )
-            codec = self._codecs[self._stage]
+            codec = self._codecs[self.stage]
             self._send(self._lower, tensor_frame(frame, codec, produced.tensor, produced.windows))
         elif produced.kind == "gradient":
             frame = self._frame("gradient", microbatch=produced.microbatch, shape=self._shape)
-            codec = self._codecs[self._stage - 1]
+            codec = self._codecs[self.stage - 1]
             self._send(self._upper, tensor_frame(frame, codec, produced.tensor))
         self._tell_sum()
         return True
@@ -293,16 +272,13 @@ class Member:
             return None
         below = self._lower_totals
         if below is None:
-            if not self.is_last:
+            if not self._is_last:
                 return None
             below = Totals(squared_norm=0.0, loss=self.worker.loss)
         return below.plus(self.worker.squared_norm(), self._report())
 
     def go(self, go: Go) -> Stepped:
-        """As the head: tell all stages to step, and step."""
-        return self._go(go)
-
-    def _go(self, go: Go) -> Stepped:
+        """Tell all below to step, and step."""
         self._send(self._lower, self._frame("go", facts=go.to_facts()))
         self._codecs = go.codecs
         return self._step(go.factor, go.learning_rate, go.loss)
@@ -311,7 +287,7 @@ class Member:
         taken = self.worker.go(factor, learning_rate)
         stepped = Stepped(step=self.step, loss=loss, skipped=not taken)
         self.step += 1
-        self._begin_step()
+        self._lower_totals, self._sum_told = None, False
         return stepped
 
     def _tell_sum(self) -> None:
@@ -323,44 +299,48 @@ class Member:
             self._send(self._upper, self._frame("sum", facts=totals.to_facts()))
 
     def _report(self) -> StageReport:
-        upper = None if self._upper is None else self._links.link_facts(self._upper)
-        lower = None if self._lower is None else self._links.link_facts(self._lower)
+        upper, lower = (
+            self.network.link_facts(key) if key else LinkFacts()
+            for key in (self._upper, self._lower)
+        )
         return StageReport(
             anchor_round=self._anchors.round,
             compute_s=self.worker.compute_s,
-            upper_bytes_per_s=(upper and upper.received_bytes_per_s) or 0.0,
-            lower_bytes_per_s=(lower and lower.received_bytes_per_s) or 0.0,
-            lower_round_trip_s=(lower and lower.round_trip_s) or 0.0,
+            upper_bytes_per_s=upper.received_bytes_per_s,
+            lower_bytes_per_s=lower.received_bytes_per_s,
+            lower_round_trip_s=lower.round_trip_s,
             window=self._window_limit(),
             leaving=self.leaving,
         )
 
     # ---- evaluation ------------------------------------------------------------------------------
-    def evaluate(self, batch: int, windows: Tensor) -> Evaluated | None:
-        """As the head: run held-out windows int64 [n, t + 1] through the chain on its anchors.
+    def evaluate(
+        self, batch: int, windows: Tensor, inputs: Tensor | None = None
+    ) -> Evaluated | None:
+        """Run held-out windows int64 [n, t + 1] through the chain on its anchors.
 
-        A chain of one stage has the result at once; else it comes from `handle`.
+        inputs: as in `StageWorker.evaluate`. The last stage has the result at once; to the others
+        it comes from below (`handle`).
         """
-        return self._evaluate(batch, None, windows)
-
-    def _evaluate(self, batch: int, inputs: Tensor | None, windows: Tensor) -> Evaluated | None:
         with self._anchors.in_place():
             result = self.worker.evaluate(inputs, windows)
         if isinstance(result, Tensor):
             frame = self._frame("evaluate", microbatch=batch, facts={"round": self._anchors.round})
             self._send(self._lower, tensor_frame(frame, EXACT, result, windows))
             return None
-        self._tell_evaluated(batch, result)
-        return Evaluated(batch=batch, loss=result)
+        return self._tell(Evaluated(batch=batch, loss=result))
 
     def _evaluate_frame(self, frame: Frame) -> None:
         if frame.facts.get("round") == self._anchors.round:
-            self._evaluate(frame.microbatch, *split_forward(frame, self._vocabulary))
+            inputs, windows = split_forward(frame, self._vocabulary)
+            self.evaluate(frame.microbatch, windows, inputs)
         else:
-            self._tell_evaluated(frame.microbatch, None)
+            self._tell(Evaluated(batch=frame.microbatch, loss=None))
 
-    def _tell_evaluated(self, batch: int, loss: float | None) -> None:
-        self._send(self._upper, self._frame("evaluated", microbatch=batch, facts={"loss": loss}))
+    def _tell(self, evaluated: Evaluated) -> Evaluated:
+        facts = {"loss": evaluated.loss}
+        self._send(self._upper, self._frame("evaluated", microbatch=evaluated.batch, facts=facts))
+        return evaluated
 
     # ---- frames ----------------------------------------------------------------------------------
     def dissolve(self) -> None:
@@ -369,7 +349,7 @@ class Member:
 
     def _send(self, key: LinkKey | None, frame: Frame) -> None:
         if key is not None:
-            self._links.send(key, frame)
+            self.network.send(key, frame)
 
     def _frame(
         self,
@@ -409,13 +389,11 @@ class Follower:
         self,
         *,
         member: Member,
-        network: Asking,
         reservation: Reservation,
         tell: Callable[..., None],
         clock: Callable[[], float] = time.monotonic,
     ):
         self._member = member
-        self._network = network
         self._reservation = reservation
         self._tell = tell
         self._clock = clock
@@ -443,19 +421,23 @@ class Follower:
         if self._reservation.released and self.head:
             stepped = self._receive(0.0)  # its last words may have come before that
             if stepped is None and self.head:
-                self._leave("its head let it go")
+                self.leave("its head let it go")
             return stepped
         worked = self._lost_at is None and self._member.work()
         if worked:
             self._moved_at = self._clock()
         elif self.head and self._clock() - self._moved_at > STALL_LIMIT_S:
-            self._leave("nothing came from its head")
+            self.leave("nothing came from its head")
         return self._receive(0.0 if worked else wait_s)
 
-    def leave(self) -> None:
+    def leave(self, reason: str = "this peer leaves") -> None:
         """Leave the replica, if this peer is in one."""
-        if self._member.assignment is not None:
-            self._leave("this peer leaves")
+        assignment = self._member.assignment
+        if assignment is not None:
+            self._lost_at = None
+            self._member.end()
+            self._reservation.leave(assignment.replica)
+            self._tell("dissolved", reason=reason)
 
     def _take_up(self, assignment: Assignment) -> Stepped | None:
         self._lost_at, self._moved_at = None, self._clock()
@@ -465,7 +447,7 @@ class Follower:
 
     def _receive(self, wait_s: float) -> Stepped | None:
         """Take in all that has come, up to the end of an inner step."""
-        while (message := receive(self._network.inbox, wait_s)) is not None:
+        while (message := self._member.network.inbox.get(wait_s)) is not None:
             wait_s = 0.0
             happening = self._member.handle(message)
             match happening:
@@ -474,7 +456,7 @@ class Follower:
                 case Fault():
                     self._lose(happening)
                 case Dissolved():
-                    self._leave("its head dissolved it")
+                    self.leave("its head dissolved it")
                 case _:
                     pass
         self._ask_head()
@@ -493,28 +475,21 @@ class Follower:
         if self._lost_at is None or assignment is None or now - self._asked_at < ASK_S:
             return
         if now - self._lost_at > RESCUE_LIMIT_S:
-            self._leave("it was not healed in time")
+            self.leave("it was not healed in time")
             return
         ping = Frame(kind="ping", replica=assignment.replica, epoch=assignment.epoch)
-        answer = self._network.request_all({assignment.head: ping}, PING_LIMIT_S)[assignment.head]
+        answers = self._member.network.request_all({assignment.head: ping}, PING_LIMIT_S)
         self._asked_at = self._clock()
+        answer = answers[assignment.head]
         if answer is None:
             self._unanswered += 1
             if self._unanswered >= PATIENCE:
                 self._member.dissolve()  # those below need not find out by themselves
-                self._leave("its head is gone")
+                self.leave("its head is gone")
             return
         self._unanswered = 0
         if not _still_leads(answer.frame.facts, assignment, self._member.stage):
-            self._leave("its head leads a replica without it, or none")
-
-    def _leave(self, reason: str) -> None:
-        assignment = self._member.assignment
-        self._lost_at = None
-        self._member.end()
-        if assignment is not None:
-            self._reservation.leave(assignment.replica)
-            self._tell("dissolved", reason=reason)
+            self.leave("its head leads a replica without it, or none")
 
 
 def _still_leads(facts: Mapping[str, object], assignment: Assignment, stage: int) -> bool:

@@ -14,26 +14,27 @@ who is at the other end.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
-from typing import Any, TypeVar
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from dilocox.dht.errors import EnvironmentFault
 from dilocox.dht.node import RunDHT, daemon_address
 from dilocox.dht.rpc import MARGIN_S, LoopThread
-from dilocox.pipeline.frames import Frame, FrameLimits, encode_prefix_and_header
+from dilocox.pipeline.frames import Frame, encode_prefix_and_header
 from dilocox.pipeline.link import (
     FLUSH_S,
-    INBOX_BYTES,
     Answer,
     Broken,
     Inbox,
     Link,
     LinkFacts,
     LinkKey,
+    LinkLimits,
     Stream,
     Traffic,
     Wake,
@@ -43,12 +44,8 @@ from dilocox.pipeline.requests import RequestServer, StrangerLimits, Unreachable
 
 logger = logging.getLogger(__name__)
 
-T = TypeVar("T")
-
 START_LIMIT_S = 20.0
 DIAL_PAUSE_S = 0.1
-OPENING_S = 8.0
-MAX_QUEUED = 4096
 
 
 class Network:
@@ -57,12 +54,8 @@ class Network:
     answer: called with (peer id, request) for each request, in the network thread: it must be
     quick, and returns a frame of kind "yes" or "no". admits: called likewise with a `hello`; which
     link of this peer it is for, or None to refuse.
-    letters, relays: see requests.py; used in the network thread.
-    thread: in which it runs. limits: what the tensors of links may be. silence_s: after so long
-    without a byte a link is broken. opening_s: one that does not stand after so long (or silence_s)
-    is missing; the neighbour may have to finish a piece of work first. max_queued: frames of one
-    link, to be sent or to be taken. inbox_bytes: what one link may leave in the inbox, at least
-    four of its largest frames. strangers: what streams of others may take before they are links.
+    limits: of links. letters, relays, strangers: see requests.py; used in the network thread.
+    thread: in which it runs.
     """
 
     def __init__(
@@ -70,25 +63,17 @@ class Network:
         dht: RunDHT,
         *,
         run: str,
-        limits: FrameLimits,
-        silence_s: float,
+        limits: LinkLimits,
         letters: RelayedRequests,
         answer: Callable[[str, Frame], Frame],
         admits: Callable[[str, Frame], LinkKey | None],
-        relays: Callable[[str], Sequence[str]] = lambda _: (),
-        opening_s: float = OPENING_S,
-        max_queued: int = MAX_QUEUED,
-        inbox_bytes: int = INBOX_BYTES,
+        relays: Callable[[str], Sequence[str]],
         strangers: StrangerLimits | None = None,
     ):
         self.inbox = Inbox()
         self._dht = dht
         self._limits = limits
-        self._silence_s = silence_s
-        self._opening_s = opening_s
         self._admits = admits
-        self._max_queued = max_queued
-        self._inbox_bytes = inbox_bytes
         self._traffic = Traffic()
         self._server = RequestServer(
             f"dilocox.{run}.replica",
@@ -106,7 +91,6 @@ class Network:
         self.thread = LoopThread(
             "network", begin=lambda: self._server.open(self._daemon_address), end=self._end
         )
-        self._closed = False
 
     # ---- from any thread: life -------------------------------------------------------------------
     def start(self, timeout_s: float = START_LIMIT_S) -> Network:
@@ -114,23 +98,17 @@ class Network:
         deadline = time.monotonic() + timeout_s
         try:
             self._daemon_address = daemon_address(self._dht, timeout_s)
-            self.thread.start(max(0.0, deadline - time.monotonic()))
-        except EnvironmentFault:
-            self.close()
-            raise
         except Exception as error:
             self.close()
             raise EnvironmentFault(
                 f"p2pd did not say within {timeout_s:.0f} s where it listens ({error!r}): is this "
                 "machine overloaded?"
             ) from error
+        self.thread.start(max(0.0, deadline - time.monotonic()))
         return self
 
     def close(self) -> None:
         """Drop all links and end the thread within three seconds; twice does no harm."""
-        if self._closed:
-            return
-        self._closed = True
         self.drop_links()
         self.thread.close()
 
@@ -142,12 +120,10 @@ class Network:
 
     @property
     def sent_bytes(self) -> int:
-        """Of all frames, requests included."""
         return self._traffic.sent_bytes
 
     @property
     def received_bytes(self) -> int:
-        """Of all frames, requests included."""
         return self._traffic.received_bytes
 
     @property
@@ -159,16 +135,11 @@ class Network:
         """Seconds to each neighbour and back, by side; of links that stand and were measured."""
         with self._lock:
             links = list(self._links.values())
-        facts = {link.key.side: link.facts() for link in links}
-        return {
-            side: known.round_trip_s
-            for side, known in facts.items()
-            if known is not None and known.round_trip_s is not None
-        }
+        measured = {link.key.side: link.facts().round_trip_s for link in links}
+        return {side: seconds for side, seconds in measured.items() if seconds > 0}
 
     @property
     def running(self) -> bool:
-        """Whether the thread lives."""
         return self.thread.running
 
     def wake(self) -> None:
@@ -176,29 +147,14 @@ class Network:
         self.inbox.put(Wake())
 
     # ---- from any thread: requests ---------------------------------------------------------------
-    def request(self, peer: str, frame: Frame, timeout_s: float) -> Frame:
-        """Ask one peer and wait for its answer; raises `Unreachable`."""
-        return self._wait(self._server.ask(peer, frame, timeout_s), timeout_s).frame
-
     def request_all(
         self, frames: Mapping[str, Frame], timeout_s: float
     ) -> dict[str, Answer | None]:
         """Ask peers at the same time, each its own question; None for one that does not answer."""
-        try:
-            return self._wait(self._server.ask_all(dict(frames), timeout_s), timeout_s)
-        except Unreachable:
-            return dict.fromkeys(frames)
-
-    def _wait(self, asking: Coroutine[Any, Any, T], timeout_s: float) -> T:
-        if self._closed:
-            asking.close()
-            raise Unreachable("the network thread has ended")
-        try:
+        asking = self._server.ask_all(dict(frames), timeout_s)
+        with contextlib.suppress(ConnectionError):  # the thread is busy or has ended
             return self.thread.ask(asking, timeout_s + MARGIN_S)
-        except Unreachable:
-            raise
-        except ConnectionError as error:
-            raise Unreachable(str(error)) from error
+        return dict.fromkeys(frames)
 
     # ---- from any thread: links ------------------------------------------------------------------
     def open_link(self, key: LinkKey, peer: str, hello: Frame) -> None:
@@ -225,20 +181,19 @@ class Network:
         if link is not None:
             self.thread.post(lambda: link.refuse(reason))
 
-    def drop_links(self, *, keep: Collection[LinkKey] = ()) -> None:
+    def drop_links(self) -> None:
         """End links; the inbox gives nothing of them from now on, and no `Broken`.
 
         Frames without a tensor that were sent before may still leave for a second.
         """
         with self._lock:
-            dropped = [link for key, link in self._links.items() if key not in keep]
-            for link in dropped:
+            for link in list(self._links.values()):
                 self._drop(link)
 
-    def link_facts(self, key: LinkKey) -> LinkFacts | None:
-        """What was measured of a link; None if it does not stand."""
+    def link_facts(self, key: LinkKey) -> LinkFacts:
+        """What was measured of a link; nothing if it is gone."""
         link = self._links.get(key)
-        return None if link is None else link.facts()
+        return LinkFacts() if link is None else link.facts()
 
     def _begin(self, key: LinkKey, peer: str, hello: Frame | None) -> None:
         link = Link(
@@ -248,10 +203,6 @@ class Network:
             limits=self._limits,
             inbox=self.inbox,
             traffic=self._traffic,
-            silence_s=self._silence_s,
-            opening_s=max(self._silence_s, self._opening_s),
-            max_queued=self._max_queued,
-            inbox_bytes=self._inbox_bytes,
             expected=hello is None,
         )
         with self._lock:

@@ -45,16 +45,18 @@ _MISFITS = (StrictDataclassError, ArithmeticError, AttributeError, LookupError, 
 
 @dataclass(frozen=True, kw_only=True)
 class StagePlan:
-    """The layers from `start` up to, not including, `stop` are stage `stage` of `num_stages`."""
+    """The layers from `start` up to, not including, `stop` are stage `stage` of `num_stages`.
+
+    num_parameters: of the stage, embedding or norm and head included. cost: what the split balances
+    (see the module's docstring).
+    """
 
     stage: int
     num_stages: int
     start: int
     stop: int
     num_parameters: int
-    """Parameters of the stage, embedding or norm and head included."""
     cost: int
-    """What the split balances (see the module's docstring)."""
 
     @property
     def is_first(self) -> bool:
@@ -69,20 +71,20 @@ class StagePlan:
 
 @dataclass(frozen=True, kw_only=True)
 class Skeleton:
-    """A whole model on the meta device, and the module names of its parts."""
+    """A whole causal language model on the meta device, and the module names of its parts.
+
+    base: the decoder, which turns `input_ids` or `inputs_embeds` into hidden states. opening: what
+    its plan runs before the layers (the embedding). layers: the list of them. closing: what runs
+    after them: the final norm, and all outside the decoder (the head). entangled: why the layers
+    cannot be on different stages; empty if they can.
+    """
 
     model: nn.Module
-    """The causal language model."""
     base: str
-    """The decoder: turns `input_ids` or `inputs_embeds` into hidden states."""
     opening: tuple[str, ...]
-    """What its plan runs before the layers: the embedding."""
     layers: str
-    """The list of layers."""
     closing: tuple[str, ...]
-    """What runs after the layers: the final norm, and all outside the decoder (the head)."""
     entangled: str
-    """Why the layers cannot be on different stages; empty if they can."""
 
 
 def load_config(config: Mapping[str, Any]) -> PreTrainedConfig:

@@ -59,11 +59,6 @@ class Vacancies:
     round_trips: Mapping[str, float] = field(default_factory=dict[str, float])
     avoid: Collection[str] = ()
 
-    @property
-    def stages(self) -> tuple[int, ...]:
-        """The stages to be filled."""
-        return tuple(stage for stage in range(self.num_stages) if stage not in self.members)
-
 
 def candidates(records: Records, vacancies: Vacancies) -> dict[int, tuple[str, ...]]:
     """For every vacant stage the peers to ask, the best first; empty where there is nobody.
@@ -73,7 +68,7 @@ def candidates(records: Records, vacancies: Vacancies) -> dict[int, tuple[str, .
     """
     found: dict[int, tuple[str, ...]] = {}
     generous = _leaves_the_reachable(records, vacancies)
-    for stage in vacancies.stages:
+    for stage in sorted(set(range(vacancies.num_stages)) - set(vacancies.members)):
         here = records.get(stage, {})
         free = [peer for peer in here if not _obstacle(peer, stage, here[peer], vacancies)]
         found[stage] = tuple(
@@ -248,8 +243,6 @@ class Mover:
     """
 
     def __init__(self, *, me: str, stage: int, num_stages: int, hold: int = HOLD_LOOKS):
-        if hold < 1:
-            raise ValueError(f"hold is {hold}: it must be 1 look or more")
         self._me = me
         self._stage = stage
         self._num_stages = num_stages

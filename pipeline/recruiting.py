@@ -12,8 +12,9 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from dilocox.pipeline.frames import Frame
-from dilocox.pipeline.link import Answer, Asking
+from dilocox.pipeline.link import Answer
 from dilocox.pipeline.messages import Fault
+from dilocox.pipeline.network import Network
 from dilocox.pipeline.placement import Records, Vacancies, best_chain, candidates, missing
 
 PING_LIMIT_S = 1.0
@@ -49,6 +50,11 @@ class Replica:
         return min(self.limits.values(), default=UNBOUNDED)
 
     @property
+    def chain(self) -> tuple[str, ...]:
+        """All members in the order of their stages."""
+        return tuple(self.members[stage] for stage in sorted(self.members))
+
+    @property
     def others(self) -> dict[int, str]:
         """All members but the head."""
         return {stage: peer for stage, peer in self.members.items() if stage > 0}
@@ -67,7 +73,7 @@ class Recruiter:
         *,
         me: str,
         num_stages: int,
-        network: Asking,
+        network: Network,
         records: Callable[[], Records],
         clock: Callable[[], float] = time.monotonic,
     ):
@@ -122,8 +128,7 @@ class Recruiter:
         if not unknown:
             return
         answers = self.ask_all(unknown, "ping", limit_s=PING_LIMIT_S)
-        for peer in unknown:
-            answer = answers.get(peer)
+        for peer, answer in answers.items():
             if answer is None:
                 self.avoid([peer])
             else:
@@ -133,14 +138,14 @@ class Recruiter:
         """Reserve a peer; it is a member of the replica then, though it has no assignment yet."""
         if peer in self._avoid:
             return False
-        answer = self._ask(peer, "reserve", {"stage": stage})
+        answer = self.ask_all([peer], "reserve", {"stage": stage})[peer]
         if answer is None:
             self.avoid([peer])
         if answer is None or answer.frame.kind != "yes":
             return False
         before = replica.members.get(stage)
         if before is not None:  # another one turned out to fit better
-            self._ask(before, "release")
+            self.ask_all([before], "release")
         replica.members[stage] = peer
         epoch, window = answer.frame.facts.get("epoch"), answer.frame.facts.get("window")
         if type(epoch) is int and 0 <= epoch <= self.epoch + MAX_EPOCHS_AHEAD:
@@ -158,18 +163,18 @@ class Recruiter:
         if silent:  # a busy machine is not a dead one
             answers |= self.ask_all(silent, "ping", limit_s=PING_LIMIT_S)
         self.avoid([peer for peer, answer in answers.items() if answer is None])
-        gone: set[int] = set()
-        for stage, peer in replica.others.items():
-            answer = answers.get(peer)
-            if answer is None or answer.frame.facts.get("epoch") != self.epoch:
-                gone.add(stage)
+        gone = {
+            stage
+            for stage, peer in replica.others.items()
+            if (answer := answers[peer]) is None or answer.frame.facts.get("epoch") != self.epoch
+        }
         if not gone:
             # Both ends live: the link between them failed. Once is forgiven.
             link = (min(fault.stage, fault.seen_by), max(fault.stage, fault.seen_by))
             now = self._clock()
             before = replica.broken_links.get(link, -SAME_LINK_S)
             replica.broken_links[link] = now
-            if now - before < SAME_LINK_S and link[1] > 0:
+            if now - before < SAME_LINK_S:
                 gone.add(link[1])
                 self.avoid([replica.members[link[1]]])  # it would say yes
         return gone
@@ -198,8 +203,3 @@ class Recruiter:
         """Ask several peers the same; None for those that cannot be reached in time."""
         frame = Frame(kind=kind, replica=self._me, epoch=self.epoch, facts=facts or {})
         return self._network.request_all(dict.fromkeys(peers, frame), limit_s)
-
-    def _ask(
-        self, peer: str, kind: str, facts: Mapping[str, object] | None = None
-    ) -> Answer | None:
-        return self.ask_all([peer], kind, facts).get(peer)

@@ -79,7 +79,11 @@ class RelayedRequests:
         digest = hashlib.sha256(data).digest()
         if digest in self._read:
             return None
-        self._count(bringer)
+        if self._taken[bringer] >= TAKEN_OF_A_BRINGER_PER_S:
+            raise FrameRefused("crowd", f"{TAKEN_OF_A_BRINGER_PER_S} letters of a peer in a second")
+        if self._taken.total() >= TAKEN_PER_S:
+            raise FrameRefused("crowd", f"{TAKEN_PER_S} letters in a second")
+        self._taken[bringer] += 1
         letter = self._opened("letter", data)
         writer = letter.owner
         sequence, _ = self._last.get(writer, (-1, 0.0))
@@ -91,14 +95,6 @@ class RelayedRequests:
         self._note(writer, letter)
         self._read.add(digest)
         return writer, request, letter.sequence
-
-    def _count(self, bringer: str) -> None:
-        """Raise `FrameRefused` (crowd) where as many letters were read in this second as may be."""
-        if self._taken[bringer] >= TAKEN_OF_A_BRINGER_PER_S:
-            raise FrameRefused("crowd", f"{TAKEN_OF_A_BRINGER_PER_S} letters of a peer in a second")
-        if self._taken.total() >= TAKEN_PER_S:
-            raise FrameRefused("crowd", f"{TAKEN_PER_S} letters in a second")
-        self._taken[bringer] += 1
 
     def _note(self, writer: str, letter: Envelope) -> None:
         if len(self._last) >= self._max_writers and writer not in self._last:

@@ -104,7 +104,6 @@ class RequestServer:
         await self._p2p.add_binary_stream_handler(self._name, self._handle)
 
     async def close(self) -> None:
-        """Let nobody in any more."""
         if self._p2p is None:
             return
         with contextlib.suppress(Exception):  # p2pd may be gone
@@ -114,21 +113,20 @@ class RequestServer:
         self._p2p = None
 
     # ---- to others -------------------------------------------------------------------------------
-    async def ask(self, peer: str, frame: Frame, timeout_s: float) -> Answer:
-        """Ask one peer, by way of others where it must be; raises `Unreachable`."""
-        relays = self._relays(peer)[:RELAYS_ASKED]
-        with self._reached(peer):
-            asking = self._asked_by_letter(peer, frame, relays) if relays else None
-            return await asyncio.wait_for(asking or self._asked(peer, frame), timeout_s)
-
     async def ask_all(
         self, frames: Mapping[str, Frame], timeout_s: float
     ) -> dict[str, Answer | None]:
-        """Ask peers at the same time; None for those that do not answer."""
+        """Ask peers at the same time, by way of others where it must be.
+
+        None for those that do not answer.
+        """
 
         async def ask(peer: str, frame: Frame) -> Answer | None:
+            relays = self._relays(peer)[:RELAYS_ASKED]
             try:
-                return await self.ask(peer, frame, timeout_s)
+                with self._reached(peer):
+                    by_letter = self._asked_by_letter(peer, frame, relays) if relays else None
+                    return await asyncio.wait_for(by_letter or self._asked(peer, frame), timeout_s)
             except Unreachable as error:
                 logger.debug("not reached: %s", error)
                 return None
@@ -221,19 +219,10 @@ class RequestServer:
         peer, stream = str(info.peer_id), Stream(reader, writer, self._traffic)
         adopted = False
         try:
-            if (
-                self._strangers[peer] >= self._limits.strangers_of_a_peer
-                or self._strangers.total() >= self._limits.strangers
-            ):
-                self._traffic.refused["crowd"] += 1
-                return
-            self._strangers[peer] += 1
-            try:
+            limits = self._limits
+            with _place(self._strangers, peer, limits.strangers, limits.strangers_of_a_peer):
                 received = self._received(peer, stream)
-                adopted = await asyncio.wait_for(received, self._limits.opening_s)
-            finally:
-                self._strangers[peer] -= 1
-                self._strangers += Counter()  # forgets who has none
+                adopted = await asyncio.wait_for(received, limits.opening_s)
         except FrameRefused as refused:
             self._traffic.refused[refused.kind] += 1
         except (EOFError, OSError, asyncio.TimeoutError, asyncio.CancelledError):
@@ -272,19 +261,26 @@ class RequestServer:
     async def _passed_on(self, asker: str, frame: Frame) -> Frame:
         """What the recipient of somebody's letter replies; it has dialled this peer, if any."""
         peer = text(frame.facts, "to", MAX_REPLICA)
-        if (
-            self._passing[asker] >= self._limits.passed_on_of_a_peer
-            or self._passing.total() >= self._limits.passed_on
-        ):
-            self._traffic.refused["crowd"] += 1
-            return Frame(kind="no", facts={"reason": "crowd: too many letters are on their way"})
-        self._passing[asker] += 1
-        passing = self._asked(peer, Frame(kind="letter", letter=frame.letter), _REPLIES)
+        limits, letter = self._limits, Frame(kind="letter", letter=frame.letter)
         try:
-            return (await asyncio.wait_for(passing, PASSING_LIMIT_S)).frame
-        except Exception as error:  # noqa: BLE001 - see `_reached`
-            reason = f"{type(error).__name__}: {error}"[:200]
-            return Frame(kind="no", facts={"reason": reason})
-        finally:
-            self._passing[asker] -= 1
-            self._passing += Counter()
+            with (
+                self._reached(peer),
+                _place(self._passing, asker, limits.passed_on, limits.passed_on_of_a_peer),
+            ):
+                passing = self._asked(peer, letter, _REPLIES)
+                return (await asyncio.wait_for(passing, PASSING_LIMIT_S)).frame
+        except Unreachable as error:
+            return Frame(kind="no", facts={"reason": str(error)[:200]})
+
+
+@contextmanager
+def _place(present: Counter[str], peer: str, most: int, most_of_a_peer: int) -> Generator[None]:
+    """Count this peer as present; raises FrameRefused (crowd) where as many are as may be."""
+    if present[peer] >= most_of_a_peer or present.total() >= most:
+        raise FrameRefused("crowd", f"{most_of_a_peer} of a peer and {most} of all may be here")
+    present[peer] += 1
+    try:
+        yield
+    finally:
+        present[peer] -= 1
+        present += Counter()  # forgets who has none

@@ -15,105 +15,76 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from itertools import pairwise
-from typing import Literal
+from typing import Annotated, Literal
 
-from dilocox.pipeline.frames import (
-    CODECS,
-    MAX_INTEGER,
-    MAX_REPLICA,
-    Frame,
-    FrameRefused,
-    flags,
-    integer,
-    number,
-    text,
-    texts,
-)
+from pydantic import Field
+
+from dilocox.pipeline.frames import MAX_REPLICA, Codec, Count, Facts, Frame, FrameRefused, or_nan
 
 State = Literal["shut", "free", "reserved", "member"]
 
-LEASE_S = 10.0
+LEASE_S = 10.0  # how long a reservation holds if no assignment follows
 MAX_WINDOW = 65536
 MAX_LEARNING_RATE = 10.0  # no manifest has more
 
+PeerName = Annotated[str, Field(max_length=MAX_REPLICA)]
+ClipFactor = Annotated[float, or_nan(0.0, 1.0)]
+LearningRate = Annotated[float, Field(ge=0.0, le=MAX_LEARNING_RATE, allow_inf_nan=False)]
 
-@dataclass(frozen=True, kw_only=True)
-class Assignment:
+
+_DONE = ("done_step", "done_factor", "done_learning_rate")
+
+
+class Assignment(Facts):
     """One epoch of a replica: who works in it, and from where.
 
     replica, head: peer id of the stage-0 peer. members: peer ids by stage.
     clients: by stage, whether the member can only dial out; of two neighbours at most one.
     codecs: of each link, from the head downwards.
     step: the inner step that comes next. done: number, clip factor (not a number: skipped) and
-    learning rate of the last GO, for members that have not taken that step; None before the first.
+        learning rate of the last GO, for members that have not taken that step; None before the
+        first. In a frame each of the three is a fact of its own.
     """
 
-    replica: str
-    epoch: int
-    head: str
-    members: tuple[str, ...]
+    replica: PeerName
+    epoch: Count
+    head: PeerName
+    members: tuple[PeerName, ...]
     clients: tuple[bool, ...]
-    codecs: tuple[str, ...]
-    step: int
-    done: tuple[int, float, float] | None
+    codecs: tuple[Codec, ...]
+    step: Count
+    done: tuple[Count, ClipFactor, LearningRate] | None
 
     def to_facts(self) -> dict[str, object]:
-        """Plain values that a frame carries."""
-        step, factor, learning_rate = self.done or (None, None, None)
-        return {
-            "replica": self.replica,
-            "epoch": self.epoch,
-            "head": self.head,
-            "members": self.members,
-            "clients": self.clients,
-            "codecs": self.codecs,
-            "step": self.step,
-            "done_step": step,
-            "done_factor": factor,
-            "done_learning_rate": learning_rate,
-        }
+        done = dict(zip(_DONE, self.done or (None, None, None), strict=True))
+        return {**self.model_dump(exclude={"done"}), **done}
 
     @classmethod
-    def from_facts(cls, facts: Mapping[str, object], num_stages: int) -> Assignment:
-        """Read what `to_facts` wrote; raises `FrameRefused` (header) for anything odd."""
-        assignment = cls(
-            replica=text(facts, "replica", MAX_REPLICA),
-            epoch=integer(facts, "epoch", 0, MAX_INTEGER),
-            head=text(facts, "head", MAX_REPLICA),
-            members=texts(facts, "members", num_stages, MAX_REPLICA),
-            clients=flags(facts, "clients", num_stages),
-            codecs=texts(facts, "codecs", num_stages - 1, MAX_REPLICA),
-            step=integer(facts, "step", 0, MAX_INTEGER),
-            done=_done(facts),
-        )
-        assignment._check()
-        return assignment
+    def from_facts(cls, facts: Mapping[str, object], num_stages: int = 0) -> Assignment:
+        done = tuple(facts.get(name) for name in _DONE)
+        known = None if done == (None, None, None) else done
+        return super().from_facts({**facts, "done": known}, num_stages)
 
-    def _check(self) -> None:
+    def contradiction(self, num_stages: int) -> str:
+        if (len(self.members), len(self.clients)) != (num_stages, num_stages):
+            return f"it is not about {num_stages} stages"
+        if len(self.codecs) != num_stages - 1:
+            return f"{len(self.codecs)} codecs of {num_stages - 1} links"
         if self.members[0] != self.head or self.replica != self.head:
-            raise FrameRefused("header", "the head is not the member of stage 0")
+            return "the head is not the member of stage 0"
         if len(set(self.members)) != len(self.members) or not all(self.members):
-            raise FrameRefused("header", "members are missing or there twice")
-        if any(codec not in CODECS for codec in self.codecs):
-            raise FrameRefused("header", f"codecs other than {', '.join(CODECS)}")
+            return "members are missing or there twice"
         if any(upper and lower for upper, lower in pairwise(self.clients)):
-            raise FrameRefused("header", "two neighbours that can only dial out")
+            return "two neighbours that can only dial out"
         if self.done is not None and self.done[0] >= self.step:
-            raise FrameRefused("header", f"step {self.done[0]} is done, {self.step} comes next")
-
-
-@dataclass(frozen=True)
-class _Hold:
-    head: str
-    expires_at: float
+            return f"step {self.done[0]} is done, {self.step} comes next"
+        return ""
 
 
 class Reservation:
     """Says yes to one head at a time. All methods may be called from any thread.
 
-    lease_s: how long a reservation holds if no assignment follows.
     clock: monotonic seconds.
     on_change: called, without a lock, after an answer that changed the state; to wake the thread
         that takes assignments.
@@ -126,7 +97,6 @@ class Reservation:
         me: str,
         stage: int,
         num_stages: int,
-        lease_s: float = LEASE_S,
         clock: Callable[[], float] = time.monotonic,
         on_change: Callable[[], None],
     ):
@@ -134,13 +104,12 @@ class Reservation:
         self._me = me
         self._stage = stage
         self._num_stages = num_stages
-        self._lease_s = lease_s
         self._clock = clock
         self._on_change = on_change
         self._lock = threading.Lock()
         self._facts: dict[str, object] = {}
         self._shut: str | None = "starting"  # why, None while open
-        self._hold: _Hold | None = None
+        self._hold: tuple[str, float] | None = None  # the head that reserved it, until when
         self._assignment: Assignment | None = None
         self._waiting: Assignment | None = None  # not taken yet
         self._taken = ""  # the replica whose assignment the other thread took last
@@ -234,7 +203,8 @@ class Reservation:
             case "assign":
                 return self._assign(peer, Assignment.from_facts(frame.facts, self._num_stages))
             case "release":
-                return self._release(peer)
+                self._release(peer)
+                return ""
             case _:
                 raise FrameRefused("kind", f"{frame.kind} is no request")
 
@@ -253,7 +223,7 @@ class Reservation:
             return "it is a head"
         if state == "reserved" and not self._reserved_for(head):
             return "it is reserved for another replica"
-        self._hold = _Hold(head, self._clock() + self._lease_s)
+        self._hold = head, self._clock() + LEASE_S
         return ""
 
     def _assign(self, head: str, assignment: Assignment) -> str:
@@ -273,12 +243,11 @@ class Reservation:
         self._hold = None
         return ""
 
-    def _release(self, head: str) -> str:
+    def _release(self, head: str) -> None:
         if self._reserved_for(head):
             self._hold = None
         if self._assigned_to(head):
             self._assignment = self._waiting = None
-        return ""
 
     def _reply(self, frame: Frame, reason: str) -> Frame:
         facts = {**self._facts, "stage": self._stage, "state": self._state()}
@@ -291,24 +260,12 @@ class Reservation:
     def _state(self) -> State:
         if self._assignment is not None:
             return "member"
-        if self._hold is not None and self._clock() < self._hold.expires_at:
+        if self._hold is not None and self._clock() < self._hold[1]:
             return "reserved"
         return "free" if self._shut is None else "shut"
 
     def _reserved_for(self, head: str) -> bool:
-        hold = self._hold
-        return self._state() == "reserved" and hold is not None and hold.head == head
+        return self._state() == "reserved" and self._hold is not None and self._hold[0] == head
 
     def _assigned_to(self, head: str) -> bool:
         return self._assignment is not None and self._assignment.head == head
-
-
-def _done(facts: Mapping[str, object]) -> tuple[int, float, float] | None:
-    names = ("done_step", "done_factor", "done_learning_rate")
-    if all(name in facts and facts[name] is None for name in names):
-        return None
-    return (
-        integer(facts, "done_step", 0, MAX_INTEGER),
-        number(facts, "done_factor", 0.0, 1.0, nan=True),
-        number(facts, "done_learning_rate", 0.0, MAX_LEARNING_RATE),
-    )

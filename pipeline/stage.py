@@ -88,7 +88,8 @@ class StageModule(nn.Module):
     def __init__(self, skeleton: Skeleton, plan: StagePlan) -> None:
         super().__init__()
         model = skeleton.model
-        self.plan = plan
+        self.is_first = plan.is_first  # takes token ids
+        self.is_last = plan.is_last  # returns logits
         self._gates = _cut(skeleton, plan)  # a tuple, so that they are no children
         decoder = model.get_submodule(skeleton.base)
         self._run: Callable[..., Any] = (model if plan.is_last else decoder).__call__
@@ -97,16 +98,6 @@ class StageModule(nn.Module):
         # shares its registers.
         for register in ("_parameters", "_buffers", "_non_persistent_buffers_set", "_modules"):
             self.__dict__[register] = model.__dict__[register]
-
-    @property
-    def is_first(self) -> bool:
-        """Whether the stage takes token ids."""
-        return self.plan.is_first
-
-    @property
-    def is_last(self) -> bool:
-        """Whether the stage returns logits."""
-        return self.plan.is_last
 
     def forward(self, inputs: Tensor) -> Tensor:
         """Run the stage with a plain causal mask.
@@ -266,7 +257,6 @@ class _SeededDraws(TorchDispatchMode):
         self.begin("")
 
     def begin(self, name: str) -> None:
-        """Start the stream of the module `name`."""
         key = hashlib.sha256(f"{self._seed}:{name}".encode()).digest()
         self._stream = np.random.Philox(key=int.from_bytes(key[:16], "little"))
         # For rules that draw by other functions: equal for any split, but not on every processor.

@@ -34,6 +34,7 @@ from collections import deque
 from collections.abc import Generator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, Literal, Protocol, cast
 
 import torch
@@ -44,17 +45,11 @@ from dilocox.pipeline.frames import FrameRefused
 from dilocox.pipeline.stage import StageModule
 
 
-def next_token_loss(logits: Tensor, windows: Tensor) -> Tensor:
-    """Return the mean cross-entropy, in fp32, of logits [b, t, v] against windows [b, t + 1]."""
-    return _cross_entropy(logits, windows, "mean")
+def next_token_loss(logits: Tensor, windows: Tensor, reduction: str = "mean") -> Tensor:
+    """The cross-entropy, in fp32 nats, of logits [b, t, v] against windows int64 [b, t + 1].
 
-
-def summed_next_token_loss(logits: Tensor, windows: Tensor) -> Tensor:
-    """Return the sum over all b * t tokens of what `next_token_loss` is the mean of."""
-    return _cross_entropy(logits, windows, "sum")
-
-
-def _cross_entropy(logits: Tensor, windows: Tensor, reduction: str) -> Tensor:
+    reduction: "mean" or "sum" over all b * t tokens.
+    """
     targets = windows[:, 1:].reshape(-1)
     return F.cross_entropy(logits.float().reshape(len(targets), -1), targets, reduction=reduction)
 
@@ -65,8 +60,7 @@ _SMOOTHING = 0.2  # weight of the newest measurement of a time
 class Smoothed:
     """A moving mean of measurements without the first one, which warms up caches.
 
-    Attributes:
-        value: the mean; until the second measurement the first, before it 0.0.
+    value: the mean; until the second measurement the first, before it 0.0.
     """
 
     def __init__(self) -> None:
@@ -74,18 +68,13 @@ class Smoothed:
         self._count = 0
 
     def add(self, measured: float) -> None:
-        """Take a measurement."""
         weight = 1.0 if self._count < 2 else _SMOOTHING
         self.value += weight * (measured - self.value)
         self._count += 1
 
 
 class Stopwatch:
-    """Seconds of computing on a device.
-
-    Attributes:
-        total_s: all so far.
-    """
+    """Seconds of computing on a device; `total_s`: all so far."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -109,102 +98,76 @@ class StoredBytes:
 
     Autograd shows every tensor that it saves. Each storage counts once, those of parameters and
     buffers not at all; weights that autocast converts anew for every forward do count.
-
-    Attributes:
-        measured: bytes of the first forward; 0 before it.
+    measured: bytes of the first forward; 0 before it.
     """
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
+        self._sizes: dict[int, int] = {}  # by address: all that are counted live
         self.measured = 0
 
     @contextmanager
-    def measuring(self) -> Generator["StorageTally"]:
+    def measuring(self) -> Generator[None]:
         """Count what autograd saves inside and what is added, if this is the first forward."""
-        tally = StorageTally()
         if self.measured:
-            yield tally
+            yield
             return
-        with torch.autograd.graph.saved_tensors_hooks(tally.keep, _as_it_is):
-            yield tally
+        with torch.autograd.graph.saved_tensors_hooks(self.add, lambda tensor: tensor):
+            yield
         # Now, because weights may have moved into a flat vector since this object was made.
-        lasting = {_address(tensor) for tensor in self._module.parameters()}
-        lasting |= {_address(tensor) for tensor in self._module.buffers()}
-        self.measured = sum(size for address, size in tally.sizes.items() if address not in lasting)
+        for tensor in chain(self._module.parameters(), self._module.buffers()):
+            self._sizes.pop(tensor.untyped_storage().data_ptr(), None)
+        self.measured = sum(self._sizes.values())
 
-
-class StorageTally:
-    """Sizes in bytes of storages by address; equal addresses are equal storages while all live."""
-
-    def __init__(self) -> None:
-        self.sizes: dict[int, int] = {}
-
-    def add(self, tensor: Tensor) -> None:
-        """Count the storage of a tensor that stays alive."""
-        self.sizes[_address(tensor)] = tensor.untyped_storage().nbytes()
-
-    def keep(self, tensor: Tensor) -> Tensor:
-        """Count a tensor that autograd saves, and let it save just that."""
-        self.add(tensor)
+    def add(self, tensor: Tensor) -> Tensor:
+        """Count the storage of a tensor that stays alive; gives back just that tensor."""
+        if not self.measured:
+            storage = tensor.untyped_storage()
+            self._sizes[storage.data_ptr()] = storage.nbytes()
         return tensor
 
 
-def _address(tensor: Tensor) -> int:
-    return tensor.untyped_storage().data_ptr()
-
-
-def _as_it_is(tensor: Tensor) -> Tensor:
-    return tensor
-
-
 class StageOptimizer(Protocol):
-    """What a stage needs of the optimizer of its parameters."""
+    """What a stage needs of the optimizer of its parameters.
+
+    device: where they are. loss_scale: of fp16, what the last stage multiplies its loss by, else
+    1.0; `take_loss_scale` sets the head's. autocast: the context in which forward passes run.
+    scale: the loss to call `backward` on. squared_norm: of this step's gradients, which are all
+    there now. step: takes a step with gradients times `factor` unless that is not finite, and
+    clears them; whether it was taken. drop: clears them.
+    """
 
     @property
-    def device(self) -> torch.device:
-        """Where the parameters are."""
-        ...
-
-    def autocast(self) -> AbstractContextManager[Any]:
-        """Return the context in which forward passes run."""
-        ...
-
-    def scale(self, loss: Tensor) -> Tensor:
-        """Return the loss to call `backward` on."""
-        ...
-
-    def squared_norm(self) -> float:
-        """Return the squared norm of this step's gradients, which are all there now."""
-        ...
-
-    def step(self, factor: float, learning_rate: float) -> bool:
-        """Take a step with gradients times `factor` unless that is not finite; clear them."""
-        ...
-
-    def drop(self) -> None:
-        """Clear the gradients."""
-        ...
+    def device(self) -> torch.device: ...
+    @property
+    def loss_scale(self) -> float: ...
+    def take_loss_scale(self, scale: float) -> None: ...
+    def autocast(self) -> AbstractContextManager[Any]: ...
+    def scale(self, loss: Tensor) -> Tensor: ...
+    def squared_norm(self) -> float: ...
+    def step(self, factor: float, learning_rate: float) -> bool: ...
+    def drop(self) -> None: ...
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Forwarded:
-    """A microbatch between its forward and its backward."""
+    """A microbatch between its forward and its backward.
+
+    inputs: ids int64 [b, t], or the leaf [b, t, d] that collects the gradient. output: hidden
+    states [b, t, d] with their graph; None: to be computed again, from this random_state.
+    """
 
     inputs: Tensor
-    """Ids int64 [b, t], or the leaf [b, t, d] that collects the gradient."""
     output: Tensor | None
-    """Hidden states [b, t, d] with their graph; None: to be computed again."""
     random_state: Tensor | None
-    """Before the forward that is to be repeated."""
 
 
 class StagePasses:
     """Runs a stage; gradients add up in its parameters.
 
-    Attributes:
-        watch: seconds spent in here, and wherever else its owner lets it run.
-        forward_s, backward_s: smoothed seconds of one; a `forward_backward` counts as a backward.
-        stored: bytes that the first forward kept.
+    watch: seconds spent in here, and wherever else its owner lets it run. forward_s, backward_s:
+    smoothed seconds of one; a `forward_backward` counts as a backward. stored: bytes that the first
+    forward kept.
     """
 
     def __init__(self, stage: StageModule, optimizer: StageOptimizer, *, recompute: bool) -> None:
@@ -218,19 +181,18 @@ class StagePasses:
         self.stored = StoredBytes(stage)
 
     def forward(self, inputs: Tensor | None, windows: Tensor) -> tuple[Tensor, Forwarded]:
-        """Return the hidden states [b, t, d] to send on, and what `backward` needs.
+        """The hidden states [b, t, d] to send on, and what `backward` needs.
 
-        Args:
-            inputs: hidden states [b, t, d]; None on the first stage.
-            windows: token ids int64 [b, t + 1].
+        inputs: hidden states [b, t, d]; None on the first stage. windows: token ids int64
+        [b, t + 1].
         """
         with self.watch.running(self.forward_s):
             leaf = self._leaf(inputs, windows)
             random_state = _random_state(self._device) if self._recompute else None
-            with torch.set_grad_enabled(not self._recompute), self.stored.measuring() as tally:
+            with torch.set_grad_enabled(not self._recompute), self.stored.measuring():
                 output = self._run(leaf)
                 for kept in [leaf] if self._recompute else [leaf, output]:
-                    tally.add(kept)
+                    self.stored.add(kept)
         kept_output = None if self._recompute else output
         forwarded = Forwarded(inputs=leaf, output=kept_output, random_state=random_state)
         return output.detach(), forwarded
@@ -241,8 +203,7 @@ class StagePasses:
             output = forwarded.output
             if output is None:
                 output = self._run_again(forwarded)
-            gradient = gradient.to(output.device, non_blocking=True)
-            torch.autograd.backward(output, gradient)
+            torch.autograd.backward(output, gradient.to(output.device, non_blocking=True))
         return forwarded.inputs.grad
 
     def forward_backward(
@@ -256,9 +217,9 @@ class StagePasses:
         with self.watch.running(self.backward_s):
             leaf = self._leaf(inputs, windows)
             targets = windows.to(self._device, non_blocking=True)
-            with self.stored.measuring() as tally:
+            with self.stored.measuring():
                 loss = next_token_loss(self._run(leaf), targets) / share
-                tally.add(leaf)
+                self.stored.add(leaf)
             self._optimizer.scale(loss).backward()  # pyright: ignore[reportUnknownMemberType]
         return loss.detach(), leaf.grad
 
@@ -273,7 +234,7 @@ class StagePasses:
             output = cast(Tensor, self._stage(self._leaf(inputs, windows)))
             if not self._stage.is_last:
                 return output
-            return float(summed_next_token_loss(output, windows.to(self._device)))
+            return float(next_token_loss(output, windows.to(self._device), "sum"))
 
     def _leaf(self, inputs: Tensor | None, windows: Tensor) -> Tensor:
         """Ids, or a leaf of autograd that shares no gradient with what was given."""
@@ -331,19 +292,15 @@ def window_size(
     compute_s: float,
     limit: int,
 ) -> int:
-    """Return how many microbatches the head keeps in flight.
+    """How many microbatches the head keeps in flight in an inner step of so many.
 
     Half as many again as the slowest stage finishes (one in `compute_s`) while one travels through
     all stages and back; at least one for every stage, and twice that while nothing is measured.
 
-    Args:
-        stages: of the replica.
-        microbatches: of an inner step; no more can be in flight.
-        round_trip_s: seconds that one microbatch spends on links, down the whole chain and back up,
-            transfers included; None while unknown.
-        compute_s: seconds of one forward plus one backward on the slowest stage; 0 while unknown.
-        limit: what memory or the manifest allows; goes before all the rest, but one is always let
-            through.
+    round_trip_s: what one microbatch spends on links, down the whole chain and back up, transfers
+    included; None while unknown. compute_s: of one forward plus one backward on the slowest stage;
+    0 while unknown. limit: what memory or the manifest allows; goes before all the rest, but one
+    is always let through.
     """
     if round_trip_s is None or compute_s <= 0:
         wanted = 2 * stages
@@ -356,28 +313,25 @@ def window_size(
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Produced:
-    """What `run_one` computed."""
+    """What `run_one` computed.
+
+    kind: "forward" goes to the lower neighbour, "gradient" to the upper one; "backward" was the
+    first stage's and goes nowhere. tensor: hidden states or their gradient [b, t, d] on the stage's
+    device; None: not finite, or "backward". windows: of a "forward", as they were fed, int64
+    [b, t + 1].
+    """
 
     kind: Literal["forward", "gradient", "backward"]
-    """"forward" goes to the lower neighbour, "gradient" to the upper one; "backward" was the first
-    stage's and goes nowhere."""
     microbatch: int
     tensor: Tensor | None = None
-    """Hidden states or their gradient [b, t, d] on the stage's device; None: not finite, or
-    "backward"."""
     windows: Tensor | None = None
-    """Of a "forward": as they were fed, int64 [b, t + 1]."""
 
 
 class StageWorker:
     """Computes inner steps of one stage, one piece at a time.
 
-    Args:
-        stage: this peer's part of the model.
-        optimizer: of its parameters.
-        microbatches: of an inner step; their losses weigh the same.
-        stage_index, num_stages: the stage's place in the chain.
-        recompute: keep only the input of a forward and run it again before its backward.
+    optimizer: of the stage's parameters. microbatches: of an inner step; their losses weigh the
+    same. recompute: keep only the input of a forward and run it again before its backward.
     """
 
     def __init__(
@@ -386,32 +340,26 @@ class StageWorker:
         optimizer: StageOptimizer,
         *,
         microbatches: int,
-        stage_index: int,
-        num_stages: int,
         recompute: bool = False,
     ) -> None:
-        self._optimizer = optimizer
+        self.optimizer = optimizer
         self._microbatches = microbatches
-        self._is_first = stage_index == 0
-        self._is_last = stage_index == num_stages - 1
+        self._is_first = stage.is_first
+        self._is_last = stage.is_last
         self._passes = StagePasses(stage, optimizer, recompute=recompute)
         self._forget()
 
     def restart(self) -> None:
         """Drop everything in flight and all gradients: the inner step begins anew."""
-        self._optimizer.drop()
+        self.optimizer.drop()
         self._forget()
 
     def feed(self, microbatch: int, inputs: Tensor | None, windows: Tensor) -> None:
-        """Take the input of a forward.
+        """Take the input of forward number `microbatch`, counted from 0 in this inner step.
 
-        Args:
-            microbatch: its number in this inner step, from 0.
-            inputs: hidden states [b, t, d], None if they are not finite; None on the first stage.
-            windows: token ids int64 [b, t + 1].
-
-        Raises:
-            FrameRefused: "order": no such microbatch, or it was there before.
+        inputs: hidden states [b, t, d], None if they are not finite; None on the first stage.
+        windows: token ids int64 [b, t + 1]. Raises FrameRefused ("order") where there is no such
+        microbatch, or it was there before.
         """
         if not 0 <= microbatch < self._microbatches:
             raise FrameRefused("order", f"microbatch {microbatch} of {self._microbatches}")
@@ -423,8 +371,7 @@ class StageWorker:
     def feed_gradient(self, microbatch: int, gradient: Tensor | None) -> None:
         """Take the gradient [b, t, d] of what was sent down, None if it is not finite.
 
-        Raises:
-            FrameRefused: "order": that microbatch waits for no gradient.
+        Raises FrameRefused ("order") where that microbatch waits for no gradient.
         """
         if microbatch not in self._awaited:
             raise FrameRefused("order", f"no gradient is due for microbatch {microbatch}")
@@ -481,7 +428,7 @@ class StageWorker:
 
         Added up in fp32 in the order of the microbatches, whatever the order they came in.
         """
-        total = torch.zeros((), device=self._optimizer.device)
+        total = torch.zeros((), device=self.optimizer.device)
         for microbatch in sorted(self._losses):
             total += self._losses[microbatch]
         return float(total)
@@ -489,23 +436,19 @@ class StageWorker:
     def squared_norm(self) -> float:
         """Squared norm of the gradients of a finished step; not a number if anything was not."""
         with self._passes.watch.running():
-            return math.nan if self._poisoned else self._optimizer.squared_norm()
+            return math.nan if self._poisoned else self.optimizer.squared_norm()
 
     def go(self, factor: float, learning_rate: float) -> bool:
         """End the inner step: step the optimizer; returns whether that was taken or skipped.
 
-        Args:
-            factor: what gradients are multiplied by; not a number to skip the step.
-            learning_rate: of this step.
-
-        Raises:
-            FrameRefused: "order": the step is not finished here.
+        factor: what gradients are multiplied by; not a number to skip the step. Raises FrameRefused
+        ("order") where the step is not finished here.
         """
         if not self.finished:
             done = f"{self._backwards} of {self._microbatches} microbatches"
             raise FrameRefused("order", f"go after {done}")
         with self._passes.watch.running():
-            taken = self._optimizer.step(math.nan if self._poisoned else factor, learning_rate)
+            taken = self.optimizer.step(math.nan if self._poisoned else factor, learning_rate)
         self._forget()
         return taken
 
@@ -521,7 +464,6 @@ class StageWorker:
         return self._passes.evaluate(inputs, windows)
 
     def _forget(self) -> None:
-        """Begin an inner step."""
         self._fed: set[int] = set()
         self._inputs: deque[tuple[int, Tensor | None, Tensor]] = deque()
         self._awaited: dict[int, Forwarded | None] = {}
@@ -531,34 +473,32 @@ class StageWorker:
         self._poisoned = False
 
     def _run_forward(self, microbatch: int, inputs: Tensor | None, windows: Tensor) -> Produced:
-        output: Tensor | None = None
-        self._awaited[microbatch] = None
         if inputs is None and not self._is_first:
-            self._poisoned = True
+            self._poisoned, output, forwarded = True, None, None
         else:
-            output, self._awaited[microbatch] = self._passes.forward(inputs, windows)
+            output, forwarded = self._passes.forward(inputs, windows)
+        self._awaited[microbatch] = forwarded
         return Produced(kind="forward", microbatch=microbatch, tensor=output, windows=windows)
 
     def _run_backward(
         self, microbatch: int, forwarded: Forwarded | None, gradient: Tensor | None
     ) -> Produced:
-        self._backwards += 1
         if forwarded is None or gradient is None:
-            self._poisoned = True
-            return self._upward(microbatch, None)
-        return self._upward(microbatch, self._passes.backward(forwarded, gradient))
+            self._poisoned, upward = True, None
+        else:
+            upward = self._passes.backward(forwarded, gradient)
+        return self._upward(microbatch, upward)
 
     def _run_both(self, microbatch: int, inputs: Tensor | None, windows: Tensor) -> Produced:
-        self._backwards += 1
         if inputs is None and not self._is_first:
-            self._poisoned = True
-            self._losses[microbatch] = torch.tensor(math.nan)
-            return self._upward(microbatch, None)
-        self._losses[microbatch], gradient = self._passes.forward_backward(
-            inputs, windows, self._microbatches
-        )
+            self._poisoned, loss, gradient = True, torch.tensor(math.nan), None
+        else:
+            share = self._microbatches
+            loss, gradient = self._passes.forward_backward(inputs, windows, share)
+        self._losses[microbatch] = loss
         return self._upward(microbatch, gradient)
 
     def _upward(self, microbatch: int, gradient: Tensor | None) -> Produced:
+        self._backwards += 1
         kind = "backward" if self._is_first else "gradient"
         return Produced(kind=kind, microbatch=microbatch, tensor=gradient)

@@ -6,8 +6,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from dilocox.pipeline.frames import CODECS, encoded_bytes
-from dilocox.pipeline.link import MEASURED_BYTES, Shape
+from dilocox.pipeline.frames import CODECS, Shape, encoded_bytes
+from dilocox.pipeline.link import MEASURED_BYTES
 from dilocox.pipeline.messages import StageReport
 from dilocox.pipeline.stage_worker import window_size
 
@@ -39,7 +39,6 @@ class Tuning:
         return (codec,) * (num_stages - 1)
 
     def first_window(self, num_stages: int) -> int:
-        """Of a new replica."""
         return min(self.window or 2 * num_stages, self.microbatches)
 
     def next(

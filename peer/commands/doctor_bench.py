@@ -109,8 +109,6 @@ def _measured(manifest: Manifest, stage: int, device: torch.device) -> float:
         module,
         InnerOptimizer(module.named_parameters(), manifest.inner),
         microbatches=1,
-        stage_index=stage,
-        num_stages=manifest.stages,
         recompute=manifest.pipeline.recompute,
     )
     shape = (batch.microbatch_size, batch.sequence_length)

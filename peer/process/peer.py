@@ -52,12 +52,11 @@ from dilocox.peer.training.roles import Leading, Serving, Trainer
 from dilocox.peer.training.snapshots import Snapshots
 from dilocox.pipeline.frames import FrameLimits
 from dilocox.pipeline.head import Head
-from dilocox.pipeline.link import link_of
+from dilocox.pipeline.link import LinkLimits, link_of
 from dilocox.pipeline.member import Follower, Member
 from dilocox.pipeline.network import Network
 from dilocox.pipeline.partition import hidden_size
 from dilocox.pipeline.placement import Mover
-from dilocox.pipeline.recruiting import Recruiter
 from dilocox.pipeline.relayed_requests import RelayedRequests
 from dilocox.pipeline.reservation import Reservation
 from dilocox.pipeline.stage import chosen_device, stage_layout
@@ -123,13 +122,15 @@ class Assembly:
         self.network = Network(
             local.dht,
             run=local.run,
-            limits=FrameLimits(
-                microbatch_size=batch.microbatch_size,
-                sequence_length=batch.sequence_length,
-                hidden_size=self._shape[2],
-                evaluate_windows=BATCH_WINDOWS,
+            limits=LinkLimits(
+                frames=FrameLimits(
+                    microbatch_size=batch.microbatch_size,
+                    sequence_length=batch.sequence_length,
+                    hidden_size=self._shape[2],
+                    evaluate_windows=BATCH_WINDOWS,
+                ),
+                silence_s=manifest.deadlines.silence_s,
             ),
-            silence_s=manifest.deadlines.silence_s,
             letters=RelayedRequests(local.identity, local.run, local.clock.time),
             relays=self._relays,
             answer=self._reservation.answer,
@@ -180,8 +181,6 @@ class Assembly:
             model.stage,
             model.optimizer,
             microbatches=manifest.batch.microbatches,
-            stage_index=self._local.stage,
-            num_stages=manifest.stages,
             recompute=manifest.pipeline.recompute,
         )
         self._meter.computing_s = lambda: worker.computing_s
@@ -189,8 +188,7 @@ class Assembly:
             stage=self._local.stage,
             num_stages=manifest.stages,
             worker=worker,
-            optimizer=model.optimizer,
-            links=self.network,
+            network=self.network,
             anchors=learner,
             shape=self._shape,
             vocabulary=int(manifest.model["vocab_size"]),
@@ -212,7 +210,6 @@ class Assembly:
         clip_norm = manifest.inner.clip_norm
         head = Head(
             me=self._local.me,
-            num_stages=manifest.stages,
             client_mode=self._local.client_mode,
             tuning=Tuning(
                 microbatches=manifest.batch.microbatches,
@@ -221,13 +218,7 @@ class Assembly:
                 window=manifest.pipeline.window,
             ),
             member=member,
-            network=self.network,
-            recruiter=Recruiter(
-                me=self._local.me,
-                num_stages=manifest.stages,
-                network=self.network,
-                records=lambda: self.coordinator.view.stages,
-            ),
+            records=lambda: self.coordinator.view.stages,
             clip=lambda norm, loss: (
                 clip_factor(norm, clip_norm) if math.isfinite(loss) else math.nan
             ),
@@ -248,9 +239,7 @@ class Assembly:
         )
 
     def _serving(self, learner: Learner, member: Member) -> Serving:
-        follower = Follower(
-            member=member, network=self.network, reservation=self._reservation, tell=self._tell
-        )
+        follower = Follower(member=member, reservation=self._reservation, tell=self._tell)
         return Serving(
             learner=learner,
             follower=follower,

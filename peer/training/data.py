@@ -41,7 +41,7 @@ from dilocox.dht.errors import InvalidInput
 from dilocox.dht.manifest import DataSpec
 from dilocox.peer.averaging.data_lease import place_of, position_of
 from dilocox.peer.training.data_sources import DocumentStream, open_source, require_hub
-from dilocox.pipeline.stage_worker import summed_next_token_loss
+from dilocox.pipeline.stage_worker import next_token_loss
 
 logger = logging.getLogger(__name__)
 
@@ -317,7 +317,7 @@ def validation_loss(logits_of: Callable[[Tensor], Tensor], windows: Tensor) -> f
     """
     total = 0.0
     for batch in batches_of(windows):
-        total += float(summed_next_token_loss(logits_of(batch[:, :-1]), batch))
+        total += float(next_token_loss(logits_of(batch[:, :-1]), batch, "sum"))
     return total / (windows.shape[0] * (windows.shape[1] - 1))
 
 

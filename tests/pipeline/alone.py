@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -30,16 +30,14 @@ class Alone:
         self.sent: list[tuple[str, Frame]] = []
         self.asked: list[tuple[str, LinkKey, str]] = []
         self.refused: list[tuple[str, str]] = []
-        self.measured: LinkFacts | None = None
+        self.measured = LinkFacts()
         self.peer = Peer(PLAN, Wires(LIMITS), f"p{stage}", stage)
         self.clients = clients
-        worker, optimizer = self.peer.worker, self.peer.optimizer
         self.member = Member(
             stage=stage,
             num_stages=num_stages,
-            worker=worker,
-            optimizer=optimizer,
-            links=self,
+            worker=self.peer.worker,
+            network=cast(Any, self),
             anchors=self.peer.anchor,
             shape=SHAPE,
             vocabulary=31,
@@ -62,7 +60,7 @@ class Alone:
     def drop_links(self) -> None:
         self.asked.clear()
 
-    def link_facts(self, key: LinkKey) -> LinkFacts | None:
+    def link_facts(self, key: LinkKey) -> LinkFacts:
         return self.measured
 
     # ---- what a neighbour does -------------------------------------------------------------------

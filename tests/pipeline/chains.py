@@ -1,14 +1,8 @@
-"""A replica in one process: workers that hand each other what they produce, in random order.
-
-What a link and the head's decisions will be, reduced to queues: frames of one link arrive in the
-order they were sent, everything else happens whenever the dice say.
-"""
+"""A replica in one process: workers that hand each other what they produce, one after another."""
 
 from __future__ import annotations
 
-import random
-from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import replace
 from functools import lru_cache
 from typing import Any
@@ -38,91 +32,59 @@ class Chain:
     def __init__(
         self,
         stages: list[StageModule],
-        workers: list[StageWorker],
         optimizers: list[InnerOptimizer],
         *,
-        window: int,
-        seed: int = 0,
+        microbatches: int = MICROBATCHES,
+        recompute: bool = False,
         spoil: Spoil = lambda _, __: False,
     ) -> None:
         self.stages = stages
-        self.workers = workers
         self.optimizers = optimizers
-        self.window = window
-        self.spoil = spoil
-        self.most_in_flight = 0
-        self.history: list[tuple[int, str, int]] = []
-        self._dice = random.Random(seed)
-        self._clear()
-
-    def _clear(self) -> None:
-        self._down: list[deque[Produced]] = [deque() for _ in self.workers]
-        self._up: list[deque[Produced]] = [deque() for _ in self.workers]
-        self._fed = 0
+        self.workers = [
+            StageWorker(stage, optimizer, microbatches=microbatches, recompute=recompute)
+            for stage, optimizer in zip(stages, optimizers, strict=True)
+        ]
+        self._spoil = spoil
 
     def restart(self) -> None:
-        """A fault: nothing on any link survives."""
-        self._clear()
+        """A fault: nothing of the inner step survives."""
         for worker in self.workers:
             worker.restart()
 
-    def run(self, batch: list[Tensor], events: int | None = None) -> None:
-        """Until all stages finished the step, or for so many events."""
-        idle = 0
-        while not all(worker.finished for worker in self.workers) and events != 0:
-            if self._event(batch):
-                idle = 0
-                events = None if events is None else events - 1
-            else:
-                idle += 1
-                assert idle < 2000, "deadlock"
+    def run(self, batch: list[Tensor]) -> None:
+        """Every microbatch down the chain and back up."""
+        for microbatch, windows in enumerate(batch):
+            self.workers[0].feed(microbatch, None, windows)
+            made = self._run_one(0)
+            for stage, worker in enumerate(self.workers[1:], start=1):
+                worker.feed(microbatch, made.tensor, windows)
+                made = self._run_one(stage)
+            for stage in reversed(range(len(self.workers) - 1)):
+                self.workers[stage].feed_gradient(microbatch, made.tensor)
+                made = self._run_one(stage)
+        assert all(worker.finished for worker in self.workers)
 
     def step(self, batch: list[Tensor], learning_rate: float) -> tuple[float, float, list[bool]]:
         """A whole inner step: loss, summed squared norm, and who took the step."""
         self.run(batch)
-        return self.go(learning_rate)
-
-    def go(self, learning_rate: float) -> tuple[float, float, list[bool]]:
         loss = sum(worker.loss for worker in self.workers)
-        squared_norm = sum(worker.squared_norm() for worker in self.workers)
-        factor = clip_factor(squared_norm + 0 * loss, self.optimizers[0].spec.clip_norm)
-        taken = [worker.go(factor, learning_rate) for worker in self.workers]
-        self._clear()
-        return loss, squared_norm, taken
+        squared_norm = sum(worker.squared_norm() for worker in reversed(self.workers))
+        return loss, squared_norm, self.go(squared_norm + 0 * loss, learning_rate)
 
-    def _event(self, batch: list[Tensor]) -> bool:
-        stage = self._dice.randrange(len(self.workers))
-        worker = self.workers[stage]
-        kind = self._dice.choice(["feed", "down", "up", "run"])
-        if kind == "feed" and self._fed < len(batch) and self.workers[0].in_flight < self.window:
-            self.workers[0].feed(self._fed, None, batch[self._fed])
-            self._fed += 1
-        elif kind == "down" and self._down[stage]:
-            sent = self._down[stage].popleft()
-            assert sent.windows is not None
-            worker.feed(sent.microbatch, sent.tensor, sent.windows)
-        elif kind == "up" and self._up[stage]:
-            sent = self._up[stage].popleft()
-            worker.feed_gradient(sent.microbatch, sent.tensor)
-        elif kind == "run":
-            return self._run_one(stage)
-        else:
-            return False
-        self.most_in_flight = max(self.most_in_flight, self.workers[0].in_flight)
-        return True
+    def go(
+        self, squared_norm: float, learning_rate: float, stages: Collection[int] = range(99)
+    ) -> list[bool]:
+        """End a step as a head does; only these stages hear of it."""
+        factor = clip_factor(squared_norm, self.optimizers[0].spec.clip_norm)
+        heard = [worker for stage, worker in enumerate(self.workers) if stage in stages]
+        taken = [worker.go(factor, learning_rate) for worker in heard]
+        self.restart()
+        return taken
 
-    def _run_one(self, stage: int) -> bool:
+    def _run_one(self, stage: int) -> Produced:
         produced = self.workers[stage].run_one()
-        if produced is None:
-            return False
-        self.history.append((stage, produced.kind, produced.microbatch))
-        if self.spoil(stage, produced):
-            produced = replace(produced, tensor=None)
-        if produced.kind == "forward":
-            self._down[stage + 1].append(produced)
-        elif produced.kind == "gradient":
-            self._up[stage - 1].append(produced)
-        return True
+        assert produced is not None
+        return replace(produced, tensor=None) if self._spoil(stage, produced) else produced
 
 
 def batches(config: Config, steps: int, microbatches: int = MICROBATCHES) -> list[list[Tensor]]:
@@ -141,31 +103,16 @@ def chain(
     config: Config,
     num_stages: int,
     *,
-    microbatches: int = MICROBATCHES,
-    window: int = 2,
-    seed: int = 0,
-    recompute: bool = False,
     spec: InnerSpec = SPEC,
     precisions: tuple[Precision | None, ...] | None = None,
-    spoil: Spoil = lambda _, __: False,
+    **options: Any,
 ) -> Chain:
     stages = [build_stage(config, stage, num_stages, SEED) for stage in range(num_stages)]
     optimizers = [
         InnerOptimizer(stage.named_parameters(), spec, precision=precision)
         for stage, precision in zip(stages, precisions or (None,) * num_stages, strict=True)
     ]
-    workers = [
-        StageWorker(
-            stage,
-            optimizer,
-            microbatches=microbatches,
-            stage_index=index,
-            num_stages=num_stages,
-            recompute=recompute,
-        )
-        for index, (stage, optimizer) in enumerate(zip(stages, optimizers, strict=True))
-    ]
-    return Chain(stages, workers, optimizers, window=window, seed=seed, spoil=spoil)
+    return Chain(stages, optimizers, **options)
 
 
 def weights(chained: Chain) -> Weights:

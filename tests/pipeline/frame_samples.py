@@ -30,7 +30,6 @@ class Wire:
         self.data = data
         self.at = 0
         self.asked: list[int] = []
-        self.seen: list[int] = []
 
     async def read(self, count: int) -> bytes:
         self.asked.append(count)
@@ -41,7 +40,7 @@ class Wire:
         return taken
 
     def frame(self, limits: FrameLimits = LIMITS) -> Frame:
-        return asyncio.run(read_frame(self.read, limits, on_bytes=self.seen.append))
+        return asyncio.run(read_frame(self.read, limits))
 
 
 def payload_bytes(kind: str, codec: str, b: int) -> int:

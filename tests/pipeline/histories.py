@@ -10,10 +10,9 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from dilocox.peer.training.inner_optimizer import InnerOptimizer, clip_factor
+from dilocox.peer.training.inner_optimizer import InnerOptimizer
 from dilocox.pipeline.frames import Frame
-from dilocox.pipeline.stage_worker import StageWorker
-from tests.pipeline.chains import SPEC, Chain
+from tests.pipeline.chains import Chain
 from tests.pipeline.peers import fresh_stage
 from tests.pipeline.replicas import Swarm
 
@@ -49,14 +48,8 @@ def after_frames(swarm: Swarm, count: int, act: Callable[[], None]) -> Iterator[
 
 def go(chained: Chain, stages: set[int]) -> None:
     """End a step as a head does; only these stages hear of it."""
-    squared_norm = 0.0
-    for worker in reversed(chained.workers):
-        squared_norm += worker.squared_norm()
-    factor = clip_factor(squared_norm, SPEC.clip_norm)
-    for stage, worker in enumerate(chained.workers):
-        if stage in stages:
-            worker.go(factor, RATE)
-    chained.restart()
+    squared_norm = sum(worker.squared_norm() for worker in reversed(chained.workers))
+    chained.go(squared_norm, RATE, stages)
 
 
 def equal(ours: list[Tensor], theirs: list[Tensor]) -> bool:
@@ -71,29 +64,16 @@ def retraced(swarm: Swarm) -> dict[str, list[Tensor]]:
         for name, stage in stages.items()
     }
     for going in swarm.goings:
-        workers = [
-            StageWorker(
-                stages[name],
-                optimizers[name],
-                microbatches=swarm.plan.microbatches,
-                stage_index=index,
-                num_stages=swarm.plan.num_stages,
-            )
-            for index, name in enumerate(going.members)
-        ]
         members = going.members
         chained = Chain(
             [stages[name] for name in members],
-            workers,
             [optimizers[name] for name in members],
-            window=2,
+            microbatches=swarm.plan.microbatches,
         )
         chained.run(going.batch)
         step = (going.head, going.step)
-        go(
-            chained,
-            {index for index, name in enumerate(members) if step in swarm.peers[name].steps},
-        )
+        heard = {at for at, name in enumerate(members) if step in swarm.peers[name].steps}
+        go(chained, heard)
     return {name: [p.detach() for p in stage.parameters()] for name, stage in stages.items()}
 
 

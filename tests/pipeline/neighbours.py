@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import queue
 import signal
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -22,7 +21,7 @@ from dilocox.dht.node import RunDHT, daemon_address, open_dht
 from dilocox.dht.validator import RunRecordValidator
 from dilocox.pipeline.activation_codec import encode
 from dilocox.pipeline.frames import Frame, FrameLimits, encode_prefix_and_header, window_bytes
-from dilocox.pipeline.link import Broken, LinkKey, Message, Opened
+from dilocox.pipeline.link import LinkKey, LinkLimits, Message, Opened
 from dilocox.pipeline.network import Network
 from dilocox.pipeline.relayed_requests import RelayedRequests
 from dilocox.pipeline.requests import StrangerLimits
@@ -78,7 +77,6 @@ class Peer:
     max_queued: int = 4096
     inbox_bytes: int = 64 * 2**20
     strangers: StrangerLimits = field(default_factory=StrangerLimits)
-    limits: FrameLimits = LIMITS
     relays: Mapping[str, Sequence[str]] = field(default_factory=dict[str, Sequence[str]])
     asked: list[tuple[str, Frame]] = field(default_factory=list[tuple[str, Frame]])
     letters: RelayedRequests = field(init=False)
@@ -89,15 +87,17 @@ class Peer:
         self.network = Network(
             self.node.dht,
             run=RUN,
-            limits=self.limits,
-            silence_s=self.silence_s,
-            opening_s=self.silence_s,
+            limits=LinkLimits(
+                frames=LIMITS,
+                silence_s=self.silence_s,
+                opening_s=self.silence_s,
+                max_queued=self.max_queued,
+                inbox_bytes=self.inbox_bytes,
+            ),
             letters=self.letters,
             relays=lambda peer: self.relays.get(peer, ()),
             answer=self.answer,
             admits=self.admits,
-            max_queued=self.max_queued,
-            inbox_bytes=self.inbox_bytes,
             strangers=self.strangers,
         )
 
@@ -136,20 +136,15 @@ class Peer:
         assert isinstance(message, kind), message
         return message
 
-    def broken(self, timeout_s: float = PATIENCE_S) -> Broken:
-        """The next Broken, whatever comes before it."""
-        deadline = time.monotonic() + timeout_s
-        while True:
-            message = self.network.inbox.get(deadline - time.monotonic())
-            if isinstance(message, Broken):
-                return message
-
     def hears_nothing(self, for_s: float) -> bool:
-        try:
-            message = self.network.inbox.get(for_s)
-        except queue.Empty:
-            return True
-        raise AssertionError(message)
+        message = self.network.inbox.get(for_s)
+        assert message is None, message
+        return True
+
+    def ask(self, other: str, frame: Frame = PING, timeout_s: float = 5.0) -> Frame | None:
+        """The answer of another peer, None if there is none."""
+        answer = self.network.request_all({other: frame}, timeout_s)[other]
+        return answer and answer.frame
 
 
 def hello(side: Literal["upper", "lower"], epoch: int = 1) -> Frame:

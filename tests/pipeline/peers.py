@@ -110,8 +110,6 @@ class Peer:
             self.module,
             self.optimizer,
             microbatches=plan.microbatches,
-            stage_index=stage,
-            num_stages=plan.num_stages,
             recompute=plan.recompute,
         )
         self.anchor = Anchor(self.module)
@@ -129,8 +127,7 @@ class Peer:
             stage=stage,
             num_stages=plan.num_stages,
             worker=self.worker,
-            optimizer=self.optimizer,
-            links=self.box,
+            network=self.box,
             anchors=self.anchor,
             shape=plan.shape,
             vocabulary=int(plan.config["vocab_size"]),
@@ -138,7 +135,6 @@ class Peer:
         )
         self.follower = Follower(
             member=self.member,
-            network=self.box,
             reservation=self.reservation,
             tell=self.tell,
             clock=wires.monotonic,

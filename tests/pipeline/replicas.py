@@ -17,7 +17,6 @@ from dilocox.peer.training.inner_optimizer import clip_factor
 from dilocox.pipeline.frames import FrameLimits
 from dilocox.pipeline.head import Head
 from dilocox.pipeline.messages import Stepped
-from dilocox.pipeline.recruiting import Recruiter
 from dilocox.pipeline.tuning import Tuning
 from tests.pipeline.peers import Peer, Plan
 from tests.pipeline.swarms import stage_record
@@ -48,16 +47,8 @@ class Leader:
         self._version: int | None = None
         peer.box.inbox.wait = self._wait
         peer.box.meanwhile = lambda: self._meanwhile(2)
-        self.recruiter = Recruiter(
-            me=peer.me,
-            num_stages=plan.num_stages,
-            network=peer.box,
-            records=swarm.records,
-            clock=swarm.wires.monotonic,
-        )
         self.head = Head(
             me=peer.me,
-            num_stages=plan.num_stages,
             client_mode=peer.client,
             tuning=Tuning(
                 microbatches=plan.microbatches,
@@ -66,8 +57,7 @@ class Leader:
                 window=plan.window,
             ),
             member=peer.member,
-            network=peer.box,
-            recruiter=self.recruiter,
+            records=swarm.records,
             clip=self._clip,
             tell=peer.tell,
             stopping=lambda: self.stop,

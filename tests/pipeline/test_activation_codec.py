@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import struct
 from typing import Any
 
@@ -15,7 +14,6 @@ from torch import Tensor
 from dilocox.compression.group_codec import GroupCodec
 from dilocox.pipeline.activation_codec import (
     NotFinite,
-    NotLevelled,
     decode,
     decode_windows,
     encode,
@@ -34,7 +32,6 @@ from dilocox.pipeline.frames import (
     Frame,
     FrameRefused,
     encode_prefix_and_header,
-    level_bytes,
 )
 from tests.pipeline.frame_samples import LIMITS, Wire
 
@@ -54,12 +51,6 @@ def refusal(codec: str, payload: bytes, shape: tuple[int, ...]) -> str:
 
 
 # ---- round trips ---------------------------------------------------------------------------------
-@ALL
-@pytest.mark.parametrize("shape", SHAPES)
-def test_the_length_follows_from_codec_and_shape(codec: str, shape: tuple[int, ...]):
-    assert len(encode(codec, normal(*shape))) == encoded_bytes(codec, shape)
-
-
 @pytest.mark.parametrize("shape", SHAPES)
 def test_fp32_is_exact_and_bf16_rounds_as_torch_does(shape: tuple[int, ...]):
     values = normal(*shape)
@@ -252,14 +243,10 @@ def test_a_forward_frame_brings_activation_and_windows(codec: str, kind: str, b:
     assert got is not None
     assert torch.equal(got, decode(codec, encode(codec, values), (b, 3, 70)))
     assert torch.equal(got_windows, windows)
-
-
-@ALL
-def test_a_gradient_frame_brings_a_gradient(codec: str):
-    values = normal(2, 3, 70)
-    got = split_gradient(sent(tensor_frame(Frame(kind="gradient"), codec, values)))
-    assert got is not None
-    assert torch.equal(got, decode(codec, encode(codec, values), (2, 3, 70)))
+    if kind == "forward":
+        gradient = split_gradient(sent(tensor_frame(Frame(kind="gradient"), codec, values)))
+        assert gradient is not None
+        assert torch.equal(gradient, got)
 
 
 @ALL
@@ -305,25 +292,11 @@ def plain(values: Tensor) -> Tensor:
 @given(n=st.integers(1, 40), d=st.integers(1, 140), seed=st.integers(0, 99))
 def test_putting_back_gives_the_values_again(n: int, d: int, seed: int):
     values = normal(n, d, seed=seed) * normal(n, 1, seed=seed + 1).exp() + normal(d, seed=seed + 2)
-    levels, rest = take_out(values)
-    assert levels.numel() == level_bytes(d) and levels.dtype == torch.uint8
-    assert torch.allclose(put_back(levels, rest), values, rtol=1e-5, atol=1e-5)
-
-
-def test_values_are_left_as_they_are():
-    values = normal(5, 70)
     kept = values.clone()
-    take_out(values)
+    levels, rest = take_out(values)
     assert torch.equal(values, kept)
-
-
-def test_without_levels_channels_are_alike():
-    values = normal(256, 128) * normal(128, seed=1).exp()
-    values += 10 * values.abs().mean(0) * normal(128, seed=2)
-    _, rest = take_out(values)
-    sizes = rest.square().mean(0).sqrt()
-    assert bool((rest.mean(0).abs() < 0.2 * sizes).all())
-    assert torch.allclose(sizes / sizes.mean(), torch.ones(128), rtol=0.2)
+    assert levels.numel() == 4 * d and levels.dtype == torch.uint8
+    assert torch.allclose(put_back(levels, rest), values, rtol=1e-5, atol=1e-5)
 
 
 def test_a_channel_that_is_large_in_every_token_costs_its_neighbours_nothing():
@@ -368,11 +341,3 @@ def test_what_is_the_same_in_all_tokens_is_exact_to_bf16():
     constant = normal(70).expand(6, 70)
     assert torch.allclose(coded(constant), constant, rtol=1e-3)
     assert not coded(torch.zeros(3, 70)).any()
-
-
-@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, 3e38])
-def test_what_has_no_level_is_said(value: float):
-    values = normal(3, 70)
-    values[1, 69] = value
-    with pytest.raises(NotLevelled, match="too large" if math.isfinite(value) else "not a number"):
-        take_out(values)

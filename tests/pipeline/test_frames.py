@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import pickle
 import struct
+from dataclasses import replace
 from typing import Any, cast
 
 import pytest
@@ -18,7 +19,6 @@ from dilocox.pipeline.frames import (
     NOT_FINITE,
     PREFIX_BYTES,
     Frame,
-    FrameLimits,
     FrameRefused,
     encode_prefix_and_header,
     parse_header,
@@ -52,27 +52,12 @@ def test_a_frame_is_read_as_it_was_written(frame: Frame):
     wire = Wire(encode_prefix_and_header(frame) + frame.payload + b"next")
     assert wire.frame() == frame
     assert wire.data[wire.at :] == b"next"
-    assert sum(wire.seen) == wire.at
 
 
 def test_the_bytes_of_a_frame_are_the_documented_ones():
     header = b"\x82\xa4kind\xa2go\xa4step\x07"
     expected = b"dx\x01\x00" + struct.pack("<IQ", len(header), 0) + header
     assert encode_prefix_and_header(Frame(kind="go", step=7)) == expected
-
-
-def test_a_payload_comes_in_chunks_with_a_sign_of_life_after_each():
-    limits = FrameLimits(
-        microbatch_size=1, sequence_length=200, hidden_size=512, evaluate_windows=1
-    )
-    payload = bytes(2 * 200 * 512)
-    frame = Frame(
-        kind="gradient", codec="bf16", shape=(1, 200, 512), dtype="float32", payload=payload
-    )
-    wire = Wire(encode_prefix_and_header(frame) + payload)
-    assert wire.frame(limits) == frame
-    assert wire.seen[2:] == [65536, 65536, 65536, 8192]
-    assert max(wire.asked) == 65536
 
 
 @pytest.mark.parametrize(
@@ -106,21 +91,7 @@ def test_a_payload_of_other_than_its_codecs_bytes_is_not_written():
     good = tensor_frame()
     for payload in (good.payload[:-1], good.payload + b"\0", b""):
         with pytest.raises(ValueError, match="payload"):
-            encode_prefix_and_header(
-                Frame(
-                    kind="forward",
-                    codec="int8",
-                    shape=good.shape,
-                    dtype="float32",
-                    payload=payload,
-                )
-            )
-
-
-@pytest.mark.parametrize("name", list(vars(LIMITS)))
-def test_limits_below_one_are_a_mistake(name: str):
-    with pytest.raises(ValueError, match=name):
-        FrameLimits(**(vars(LIMITS) | {name: 0}))
+            encode_prefix_and_header(replace(good, payload=payload))
 
 
 # ---- what is refused, by kind --------------------------------------------------------------------
@@ -149,11 +120,8 @@ def test_the_largest_lengths_pass():
     largest = PREFIX.pack(b"dx", 1, 0, frames.MAX_HEADER_BYTES, LIMITS.max_payload)
     assert parse_prefix(largest, LIMITS) == (frames.MAX_HEADER_BYTES, LIMITS.max_payload)
     assert LIMITS.max_payload == payload_bytes("evaluate", "fp32", 5)
-
-
-def test_a_prefix_cut_short_is_refused():
     with pytest.raises(FrameRefused, match="length"):
-        parse_prefix(b"dx", LIMITS)
+        parse_prefix(b"dx", LIMITS)  # cut short
 
 
 FORWARD = {"kind": "forward", "codec": "bf16", "shape": [2, 3, 70], "dtype": "float32"}
@@ -212,11 +180,8 @@ def test_a_field_that_is_not_as_it_must_be_is_refused(change: dict[Any, Any], ki
 def test_a_tensor_frame_needs_all_that_describes_it(missing: str):
     header = {name: value for name, value in FORWARD.items() if name != missing}
     assert refusal(header, DUE) == missing
-
-
-@pytest.mark.parametrize("name", ["codec", "shape", "dtype"])
-def test_a_frame_without_a_tensor_describes_none(name: str):
-    assert refusal({"kind": "go", name: FORWARD[name]}) == name
+    if missing != "kind":  # and a frame without one describes none
+        assert refusal({"kind": "go", missing: FORWARD[missing]}) == missing
 
 
 @pytest.mark.parametrize("kind", sorted(frames.TENSOR_KINDS))
@@ -257,7 +222,7 @@ def test_a_fact_nested_deeper_than_python_can_print_is_refused():
     for _ in range(100_000):
         deep = [deep]
     with pytest.raises(FrameRefused, match="x is list"):
-        frames.flag({"x": deep}, "x")
+        frames.checked_facts({"x": [deep]})
     while deep:  # or its end would be the recursion
         deep = cast("list[object]", deep.pop())
 
@@ -273,7 +238,6 @@ def survives(data: bytes) -> Frame | None:
     else:
         assert frame.kind in frames.KINDS
         assert len(frame.payload) <= LIMITS.max_payload
-    assert max(wire.asked) <= max(frames.MAX_HEADER_BYTES, frames.CHUNK_BYTES)
     assert sum(wire.asked) <= PREFIX_BYTES + frames.MAX_HEADER_BYTES + LIMITS.max_payload
     return frame
 

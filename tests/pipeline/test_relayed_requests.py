@@ -8,9 +8,14 @@ from hypothesis import strategies as st
 
 from dilocox.dht.identity import Identity
 from dilocox.dht.wire import pack, seal
-from dilocox.pipeline import relayed_requests
 from dilocox.pipeline.frames import Frame, FrameRefused, encode_prefix_and_header
-from dilocox.pipeline.relayed_requests import AHEAD_S, LIFE_S, RelayedRequests
+from dilocox.pipeline.relayed_requests import (
+    AHEAD_S,
+    LIFE_S,
+    TAKEN_OF_A_BRINGER_PER_S,
+    TAKEN_PER_S,
+    RelayedRequests,
+)
 
 RUN = "0" * 32
 RELAY = "relay"
@@ -18,12 +23,31 @@ ASK = Frame(kind="reserve", replica="head", epoch=3, facts={"stage": 2})
 YES = Frame(kind="yes", replica="head", epoch=3, facts={"state": "reserved"})
 
 
-class Clock:
-    def __init__(self) -> None:
-        self.now = 1_700_000_000.0
+class Post:
+    """A head that writes to a far peer by way of a relay, and the seconds that all of them read."""
 
-    def time(self) -> float:
-        return self.now
+    def __init__(self, identities: list[Identity]) -> None:
+        self.now = 1_700_000_000.0
+        self.identities = identities
+        self.head_id, self.far_id, _ = (identity.peer_id for identity in identities)
+        self.head, self.far, self.relay = map(self.desk, identities)
+
+    def desk(self, identity: Identity, run: str = RUN, **options: int) -> RelayedRequests:
+        return RelayedRequests(identity, run, lambda: self.now, **options)
+
+    def letter(self, frame: Frame = ASK) -> bytes:
+        """From the head to the far peer."""
+        return self.head.write(self.far_id, frame)[0]
+
+    def sealed(self, key: str, payload: bytes) -> bytes:
+        """Anything that the head signs."""
+        expires_at = self.now + 1
+        head = self.identities[0]
+        return seal(head, key=key, sequence=1, expires_at=expires_at, payload=payload)
+
+    def refuses(self, letter: bytes, match: str, bringer: str = RELAY) -> None:
+        with pytest.raises(FrameRefused, match=match):
+            self.far.take(letter, bringer)
 
 
 @pytest.fixture(scope="module")
@@ -33,170 +57,108 @@ def identities(tmp_path_factory: pytest.TempPathFactory) -> list[Identity]:
 
 
 @pytest.fixture
-def clock() -> Clock:
-    return Clock()
+def post(identities: list[Identity]) -> Post:
+    return Post(identities)
 
 
-@pytest.fixture
-def three(identities: list[Identity], clock: Clock) -> list[RelayedRequests]:
-    return [RelayedRequests(identity, RUN, clock.time) for identity in identities]
+def test_a_request_and_its_answer(post: Post) -> None:
+    letter, number = post.head.write(post.far_id, ASK)
+    assert post.far.take(letter, RELAY) == (post.head_id, ASK, number)
+    reply = post.far.reply(post.head_id, number, YES)
+    assert post.head.read_reply(reply, post.far_id, number) == YES
 
 
-def test_a_request_and_its_answer(three: list[RelayedRequests], identities: list[Identity]) -> None:
-    head, far, _ = three
-    letter, number = head.write(identities[1].peer_id, ASK)
-    assert far.take(letter, RELAY) == (identities[0].peer_id, ASK, number)
-    reply = far.reply(identities[0].peer_id, number, YES)
-    assert head.read_reply(reply, identities[1].peer_id, number) == YES
+def test_a_letter_is_taken_once_and_none_after_a_later_one(post: Post) -> None:
+    first, second, third = (post.letter() for _ in range(3))
+    assert post.far.take(second, RELAY) is not None
+    assert post.far.take(second, RELAY) is None, "it came by another way, too"
+    assert post.far.take(first, RELAY) is None
+    assert post.far.take(third, RELAY) is not None
+    assert post.far.take(second, RELAY) is None, "by another way, late"
+    post.now += 60.0  # what it remembered of the head is gone, and so is the letters' life
+    post.refuses(third, "of this moment")
 
 
-def test_a_letter_is_taken_once_and_none_after_a_later_one(
-    three: list[RelayedRequests], identities: list[Identity], clock: Clock
-) -> None:
-    head, far, _ = three
-    first, second, third = (head.write(identities[1].peer_id, ASK)[0] for _ in range(3))
-    assert far.take(second, RELAY) is not None
-    assert far.take(second, RELAY) is None, "it came by another way, too"
-    assert far.take(first, RELAY) is None
-    assert far.take(third, RELAY) is not None
-    assert far.take(second, RELAY) is None, "by another way, late"
-    clock.now += 60.0  # what it remembered of the head is gone, and so is the letters' life
-    with pytest.raises(FrameRefused, match="of this moment"):
-        far.take(third, RELAY)
-
-
-def test_a_restarted_writer_is_heard(
-    three: list[RelayedRequests], identities: list[Identity], clock: Clock
-) -> None:
-    head, far, _ = three
+def test_a_restarted_writer_is_heard(post: Post) -> None:
     for _ in range(10):
-        assert far.take(head.write(identities[1].peer_id, ASK)[0], RELAY) is not None
-    clock.now += 0.5
-    again = RelayedRequests(identities[0], RUN, clock.time)
-    assert far.take(again.write(identities[1].peer_id, ASK)[0], RELAY) is not None
+        assert post.far.take(post.letter(), RELAY) is not None
+    post.now += 0.5
+    post.head = post.desk(post.identities[0])
+    assert post.far.take(post.letter(), RELAY) is not None
 
 
-def test_who_is_flooded_with_letters_reads_no_more_than_so_many_a_second(
-    three: list[RelayedRequests],
-    identities: list[Identity],
-    clock: Clock,
-) -> None:
-    head, _, other = three
-    to = identities[1].peer_id
-    far = RelayedRequests(identities[1], RUN, clock.time, max_writers=1)
-    for count in range(relayed_requests.TAKEN_PER_S):
-        assert far.take(head.write(to, ASK)[0], f"relay {count % 25}") is not None
-    for letter in (head.write(to, ASK)[0], b"nonsense"):
-        with pytest.raises(FrameRefused, match=f"{relayed_requests.TAKEN_PER_S} letters in"):
-            far.take(letter, RELAY)
-    clock.now += 1.0
-    with pytest.raises(FrameRefused, match="1 others wrote"):
-        far.take(other.write(to, ASK)[0], RELAY)
-    clock.now += LIFE_S  # the head's is forgotten
-    assert far.take(other.write(to, ASK)[0], RELAY) is not None
+def test_who_is_flooded_with_letters_reads_no_more_than_so_many_a_second(post: Post) -> None:
+    post.far = post.desk(post.identities[1], max_writers=1)
+    for count in range(TAKEN_PER_S):
+        assert post.far.take(post.letter(), f"relay {count % 25}") is not None
+    for letter in (post.letter(), b"nonsense"):
+        post.refuses(letter, f"{TAKEN_PER_S} letters in")
+    post.now += 1.0
+    post.refuses(post.relay.write(post.far_id, ASK)[0], "1 others wrote")
+    post.now += LIFE_S  # the head's is forgotten
+    assert post.far.take(post.relay.write(post.far_id, ASK)[0], RELAY) is not None
 
 
-def test_who_brings_nonsense_or_copies_has_no_letter_of_others_refused(
-    three: list[RelayedRequests], identities: list[Identity]
-) -> None:
-    head, far, _ = three
-    to = identities[1].peer_id
-    first, _ = head.write(to, ASK)
-    assert far.take(first, RELAY) is not None
-    for _ in range(2 * relayed_requests.TAKEN_PER_S):
-        assert far.take(first, "echo") is None
-    for count in range(2 * relayed_requests.TAKEN_PER_S):
-        kind = "letter" if count < relayed_requests.TAKEN_OF_A_BRINGER_PER_S else "crowd"
-        with pytest.raises(FrameRefused) as refused:
-            far.take(b"nonsense", "stranger")
-        assert refused.value.kind == kind
-    assert far.take(head.write(to, ASK)[0], RELAY) is not None
-    assert far.take(head.write(to, ASK)[0], "echo") is not None, "a copy counts for nothing"
+def test_who_brings_nonsense_or_copies_has_no_letter_of_others_refused(post: Post) -> None:
+    first = post.letter()
+    assert post.far.take(first, RELAY) is not None
+    for _ in range(2 * TAKEN_PER_S):
+        assert post.far.take(first, "echo") is None
+    for count in range(2 * TAKEN_PER_S):
+        kind = "letter" if count < TAKEN_OF_A_BRINGER_PER_S else "crowd"
+        post.refuses(b"nonsense", rf"\({kind}\)", "stranger")
+    assert post.far.take(post.letter(), RELAY) is not None
+    assert post.far.take(post.letter(), "echo") is not None, "a copy counts for nothing"
 
 
-def test_a_letter_lives_seconds_though_clocks_differ_a_little(
-    three: list[RelayedRequests], identities: list[Identity], clock: Clock
-) -> None:
-    head, far, _ = three
-    to = identities[1].peer_id
-    clock.now += AHEAD_S - 0.1
-    ahead, _ = head.write(to, ASK)
-    clock.now -= AHEAD_S - 0.1
-    assert far.take(ahead, RELAY) is not None
-    clock.now += 2 * AHEAD_S
-    late, _ = head.write(to, ASK)
-    clock.now -= 2 * AHEAD_S
-    with pytest.raises(FrameRefused, match="of this moment"):
-        far.take(late, RELAY)
-    clock.now += 3 * AHEAD_S + LIFE_S
-    with pytest.raises(FrameRefused, match="of this moment"):
-        far.take(late, RELAY)
+def test_a_letter_lives_seconds_though_clocks_differ_a_little(post: Post) -> None:
+    post.now += AHEAD_S - 0.1
+    ahead = post.letter()
+    post.now -= AHEAD_S - 0.1
+    assert post.far.take(ahead, RELAY) is not None
+    post.now += 2 * AHEAD_S
+    late = post.letter()
+    post.now -= 2 * AHEAD_S
+    post.refuses(late, "of this moment")
+    post.now += 3 * AHEAD_S + LIFE_S
+    post.refuses(late, "of this moment")
 
 
-def test_nobody_else_takes_it_and_no_reply_of_another_counts(
-    three: list[RelayedRequests], identities: list[Identity]
-) -> None:
-    head, far, relay = three
-    letter, number = head.write(identities[1].peer_id, ASK)
+def test_nobody_else_takes_it_and_no_reply_of_another_counts(post: Post) -> None:
+    letter, number = post.head.write(post.far_id, ASK)
     with pytest.raises(FrameRefused, match="for somebody else"):
-        relay.take(letter, RELAY)
+        post.relay.take(letter, RELAY)
     with pytest.raises(FrameRefused, match="another purpose"):
-        far.read_reply(letter, identities[0].peer_id, number)
-    head_id, far_id = identities[0].peer_id, identities[1].peer_id
+        post.far.read_reply(letter, post.head_id, number)
     for forged in (
-        relay.reply(head_id, number, YES),  # signed by whoever passes it on
-        far.reply(head_id, number - 1, YES),  # to an earlier letter
+        post.relay.reply(post.head_id, number, YES),  # signed by whoever passes it on
+        post.far.reply(post.head_id, number - 1, YES),  # to an earlier letter
     ):
         with pytest.raises(FrameRefused, match="another one's"):
-            head.read_reply(forged, far_id, number)
+            post.head.read_reply(forged, post.far_id, number)
 
 
-def test_letters_of_another_run_and_records_are_none(
-    three: list[RelayedRequests], identities: list[Identity], clock: Clock
-) -> None:
-    to = identities[1].peer_id
-    other, _ = RelayedRequests(identities[0], "1" * 32, clock.time).write(to, ASK)
-    record = seal(
-        identities[0],
-        key=f"{RUN}/stage/1",
-        sequence=1,
-        expires_at=clock.now + 1,
-        payload=encode_prefix_and_header(ASK),
-    )
-    for data in (other, record):
-        with pytest.raises(FrameRefused, match="for another purpose"):
-            three[1].take(data, RELAY)
+def test_letters_of_another_run_and_records_are_none(post: Post) -> None:
+    other = post.desk(post.identities[0], "1" * 32).write(post.far_id, ASK)[0]
+    for data in (other, post.sealed(f"{RUN}/stage/1", encode_prefix_and_header(ASK))):
+        post.refuses(data, "for another purpose")
 
 
 @pytest.mark.parametrize("kind", ["yes", "hello", "go", "dissolve"])
-def test_a_letter_holds_a_request(
-    three: list[RelayedRequests], identities: list[Identity], kind: str
-) -> None:
-    letter, _ = three[0].write(identities[1].peer_id, Frame(kind=kind))
-    with pytest.raises(FrameRefused, match="in a letter"):
-        three[1].take(letter, RELAY)
-    reply = three[1].reply(identities[0].peer_id, 1, ASK)
+def test_a_letter_holds_a_request(post: Post, kind: str) -> None:
+    post.refuses(post.letter(Frame(kind=kind)), "in a letter")
     with pytest.raises(FrameRefused, match="as an answer"):
-        three[0].read_reply(reply, identities[1].peer_id, 1)
+        post.head.read_reply(post.far.reply(post.head_id, 1, ASK), post.far_id, 1)
 
 
 @settings(max_examples=200, deadline=None)
 @given(data=st.data())
 def test_whatever_comes_instead_is_refused(identities: list[Identity], data: st.DataObject) -> None:
-    clock = Clock()
-    head, far = (RelayedRequests(identity, RUN, clock.time) for identity in identities[:2])
-    letter, _ = head.write(identities[1].peer_id, ASK)
+    post = Post(identities)
+    letter = post.letter()
     spot = data.draw(st.integers(0, len(letter) - 1))
-    bit = data.draw(st.integers(0, 7))
     broken = bytearray(letter)
-    broken[spot] ^= 1 << bit
-    inside = seal(
-        identities[0],
-        key=f"{RUN}/letter/{identities[1].peer_id}",
-        sequence=1,
-        expires_at=clock.now + 1,
-        payload=data.draw(st.binary(max_size=64)),
-    )
+    broken[spot] ^= 1 << data.draw(st.integers(0, 7))
+    inside = post.sealed(f"{RUN}/letter/{post.far_id}", data.draw(st.binary(max_size=64)))
     for odd in (bytes(broken), letter[:spot], inside, pack([1, 2])):
-        with pytest.raises(FrameRefused):
-            far.take(odd, RELAY)
+        post.refuses(odd, "refused")

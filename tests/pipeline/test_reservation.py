@@ -10,14 +10,13 @@ import threading
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from dilocox.pipeline.frames import Frame, FrameRefused, checked_facts
-from dilocox.pipeline.reservation import Assignment, Reservation
+from dilocox.pipeline.reservation import LEASE_S, Assignment, Reservation
 
-LEASE_S = 10.0
 HEADS = ("A", "B")
 
 
@@ -66,9 +65,7 @@ def reservation(clock: Clock, changes: list[str]) -> Reservation:
     def on_change() -> None:
         changes.append(reservation.state)  # reads the reservation: it is called without the lock
 
-    reservation = Reservation(
-        me="me", stage=1, num_stages=3, lease_s=LEASE_S, clock=clock, on_change=on_change
-    )
+    reservation = Reservation(me="me", stage=1, num_stages=3, clock=clock, on_change=on_change)
     reservation.open({"anchor_round": 7})
     return reservation
 
@@ -91,6 +88,8 @@ def test_a_peer_that_is_shut_is_not_recruited_but_answers_a_ping(reservation: Re
     reservation.shut("catching up")
     refused = ask(reservation, "reserve", "A")
     assert (refused.kind, refused.facts["reason"]) == ("no", "catching up")
+    moved = ask(reservation, "reserve", "A", stage=2)  # by a record of the stage that it left
+    assert (moved.kind, moved.facts["reason"]) == ("no", "it hosts stage 1")
     pong = ask(reservation, "ping", "A")
     assert (pong.kind, pong.facts["state"], pong.facts["reason"]) == ("yes", "shut", "catching up")
     reservation.open({"anchor_round": 8})
@@ -134,18 +133,16 @@ def test_only_a_later_epoch_replaces_an_assignment(reservation: Reservation) -> 
     assert reservation.take_assignment() == assignment(epoch=6)
 
 
-def test_a_peer_that_moved_is_not_taken_for_its_old_stage(reservation: Reservation) -> None:
-    refused = ask(reservation, "reserve", "A", stage=2)
-    assert (refused.kind, refused.facts["reason"]) == ("no", "it hosts stage 1")
-    assert ask(reservation, "reserve", "A", stage=1).kind == "yes"
-
-
 def test_release_ends_a_reservation_or_a_membership(reservation: Reservation) -> None:
     ask(reservation, "reserve", "A")
     assert ask(reservation, "release", "B").kind == "yes"
     assert reservation.state == "reserved"
     assert ask(reservation, "release", "A").kind == "yes"
     assert (reservation.state, reservation.released) == ("free", False)
+    ask(reservation, "reserve", "A")
+    assign(reservation, assignment())
+    ask(reservation, "release", "A")  # before it was taken
+    assert (reservation.take_assignment(), reservation.released) == (None, False)
     ask(reservation, "reserve", "A")
     assign(reservation, assignment())
     reservation.take_assignment()
@@ -172,13 +169,6 @@ def test_a_release_is_not_missed_when_the_next_head_is_quick(reservation: Reserv
     assert reservation.take_assignment() == assignment("B")
 
 
-def test_an_assignment_that_was_never_taken_is_let_go_silently(reservation: Reservation) -> None:
-    ask(reservation, "reserve", "A")
-    assign(reservation, assignment())
-    ask(reservation, "release", "A")
-    assert (reservation.take_assignment(), reservation.released) == (None, False)
-
-
 @pytest.mark.parametrize("shut", [False, True])
 def test_an_epoch_that_comes_while_a_peer_leaves_is_taken_unless_it_leaves_for_good(
     reservation: Reservation, shut: bool
@@ -202,6 +192,7 @@ def test_an_epoch_that_comes_while_a_peer_leaves_is_taken_unless_it_leaves_for_g
         ("B", Frame(kind="assign", replica="A", facts=assignment().to_facts()), "replica"),
         ("B", Frame(kind="assign", replica="B", facts=assignment().to_facts()), "header"),
         ("A", Frame(kind="assign", replica="A"), "header"),
+        ("A", Frame(kind="assign", replica="A", facts=assignment(step=3).to_facts()), "header"),
         ("A", Frame(kind="forward", replica="A"), "kind"),
     ],
     ids=lambda value: getattr(value, "kind", value),
@@ -213,14 +204,6 @@ def test_who_speaks_for_another_is_refused(
     before = reservation.state
     assert reservation.answer(peer, frame).kind == "no"
     assert (reservation.refused, reservation.state) == ({kind: 1}, before)
-
-
-def test_odd_assignment_is_refused_and_counted(reservation: Reservation) -> None:
-    ask(reservation, "reserve", "A")
-    odd = Frame(kind="assign", replica="A", facts=assignment().to_facts() | {"step": -1})
-    answer = reservation.answer("A", odd)
-    assert (answer.kind, "step" in str(answer.facts["reason"])) == ("no", True)
-    assert (reservation.refused, reservation.state) == ({"header": 1}, "reserved")
 
 
 def test_an_assignment_must_name_this_peer_at_its_stage(reservation: Reservation) -> None:
@@ -295,20 +278,6 @@ def test_odd_assignment_is_refused(odd: dict[str, object]) -> None:
         Assignment.from_facts({name: facts[name] for name in facts if name not in odd}, 3)
 
 
-PLAIN = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=70)
-NAMES = st.sampled_from(sorted(assignment().to_facts()))
-
-
-@settings(deadline=None, max_examples=100)
-@given(st.dictionaries(NAMES, PLAIN | st.lists(PLAIN, max_size=3), max_size=4))
-def test_any_facts_are_an_assignment_or_refused(facts: dict[str, object]) -> None:
-    changed = assignment().to_facts() | facts
-    try:
-        Assignment.from_facts(changed, 3)
-    except FrameRefused as reason:
-        assert reason.kind == "header"
-
-
 # ---- at the same time ----------------------------------------------------------------------------
 def test_of_many_heads_at_once_one_gets_the_peer() -> None:
     """Every head reserves and, if it may, assigns; in threads that start together."""
@@ -345,7 +314,6 @@ class TwoHeads(RuleBasedStateMachine):
             me="me",
             stage=1,
             num_stages=3,
-            lease_s=LEASE_S,
             clock=self.clock,
             on_change=lambda: None,
         )

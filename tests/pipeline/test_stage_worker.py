@@ -15,9 +15,8 @@ from dilocox.compression.layout import FlatLayout
 from dilocox.peer.training.inner_optimizer import InnerOptimizer, Precision
 from dilocox.pipeline.frames import FrameRefused
 from dilocox.pipeline.stage import build_stage, flatten_parameters, parameter_shapes
-from dilocox.pipeline.stage_worker import StageWorker
+from dilocox.pipeline.stage_worker import Produced, StageWorker
 from tests.pipeline.chains import (
-    MICROBATCHES,
     SEED,
     SPEC,
     Chain,
@@ -154,18 +153,7 @@ def test_a_stage_on_a_gpu_works_with_one_on_a_cpu(llama_config: Config, recomput
         for stage, device in enumerate(("cuda", "cpu"))
     ]
     optimizers = [InnerOptimizer(stage.named_parameters(), spec) for stage in stages]
-    workers = [
-        StageWorker(
-            stage,
-            optimizer,
-            microbatches=MICROBATCHES,
-            stage_index=index,
-            num_stages=2,
-            recompute=recompute,
-        )
-        for index, (stage, optimizer) in enumerate(zip(stages, optimizers, strict=True))
-    ]
-    chained = Chain(stages, workers, optimizers, window=2)
+    chained = Chain(stages, optimizers, recompute=recompute)
     for step, batch in enumerate(batches(llama_config, 3)):
         loss, _, _ = chained.step(batch, rate(step))
         assert loss == pytest.approx(results[step].loss, rel=1e-4)
@@ -174,18 +162,15 @@ def test_a_stage_on_a_gpu_works_with_one_on_a_cpu(llama_config: Config, recomput
             torch.testing.assert_close(parameter.cpu(), expected[name], rtol=0, atol=1e-3)
 
 
-class TestOrder:
-    def test_a_microbatch_is_refused_the_second_time_even_when_it_is_done(
-        self, llama_config: Config
-    ) -> None:
-        worker = chain(llama_config, 2).workers[1]
+def test_a_microbatch_is_refused_the_second_time_even_when_it_is_done(llama_config: Config) -> None:
+    worker = chain(llama_config, 2).workers[1]
+    for _ in range(2):
+        worker.feed(0, torch.zeros(2, 8, 32), torch.zeros(2, 9).long())
         for _ in range(2):
-            worker.feed(0, torch.zeros(2, 8, 32), torch.zeros(2, 9).long())
-            for _ in range(2):
-                with pytest.raises(FrameRefused, match="microbatch 0 came twice"):
-                    worker.feed(0, torch.zeros(2, 8, 32), torch.zeros(2, 9).long())
-                worker.run_one()
-            worker.restart()  # and welcome again after it
+            with pytest.raises(FrameRefused, match="microbatch 0 came twice"):
+                worker.feed(0, torch.zeros(2, 8, 32), torch.zeros(2, 9).long())
+            worker.run_one()
+        worker.restart()  # and welcome again after it
 
 
 def evaluated(chained: Chain, windows: Tensor) -> float:
@@ -221,8 +206,14 @@ class TestEvaluate:
     def test_in_the_middle_of_a_step_it_changes_nothing(self, llama_config: Config) -> None:
         steady, disturbed = chain(llama_config, 2), chain(llama_config, 2)
         [batch] = batches(llama_config, 1)
-        disturbed.run(batch, events=8)
-        disturbed.workers[0].evaluate(None, batch[0])
+        first, last = disturbed.workers
+        evaluate = last.run_one
+
+        def run_one() -> Produced | None:
+            first.evaluate(None, batch[0])
+            return evaluate()
+
+        last.run_one = run_one
         assert disturbed.step(batch, 1e-2) == steady.step(batch, 1e-2)
         assert same(weights(steady), weights(disturbed))
 
@@ -230,7 +221,7 @@ class TestEvaluate:
 class Squash(nn.Module):
     """A stage of one layer, of which one can say what autograd saves."""
 
-    is_last = False
+    is_first = is_last = False
 
     def __init__(self) -> None:
         super().__init__()
@@ -246,9 +237,7 @@ class TestMeasurements:
         torch.manual_seed(0)
         module: Any = Squash()
         optimizer = InnerOptimizer(module.named_parameters(), SPEC, precision=precision)
-        return StageWorker(
-            module, optimizer, microbatches=2, stage_index=1, num_stages=3, **options
-        )
+        return StageWorker(module, optimizer, microbatches=2, **options)
 
     def test_stored_bytes_are_the_saved_activations_without_weights(self) -> None:
         worker = self.squash()
@@ -269,7 +258,7 @@ class TestMeasurements:
 
         module: Any = Squash()
         optimizer = Slow(module.named_parameters(), SPEC)
-        worker = StageWorker(module, optimizer, microbatches=1, stage_index=1, num_stages=3)
+        worker = StageWorker(module, optimizer, microbatches=1)
         worker.feed(0, torch.randn(2, 5, 4), torch.zeros(2, 6).long())
         worker.run_one()
         worker.feed_gradient(0, torch.ones(2, 5, 4))
@@ -315,14 +304,14 @@ class TestMeasurements:
             torch.testing.assert_close(tensor, exact, rtol=0, atol=0)
 
     def test_times_and_counts(self, llama_config: Config) -> None:
-        chained = chain(llama_config, 2, window=3)
+        chained = chain(llama_config, 2)
         first, second = batches(llama_config, 2)
         chained.run(first)
         for worker in chained.workers:
             assert worker.finished
             assert worker.in_flight == 0
             assert 0 < worker.compute_s < worker.computing_s
-        chained.go(1e-2)
+        chained.go(1.0, 1e-2)
         head = chained.workers[0]
         assert not head.finished
         head.feed(0, None, second[0])

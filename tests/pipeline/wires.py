@@ -7,10 +7,9 @@ decides when it happens, and lets the time pass.
 
 from __future__ import annotations
 
-import queue
 import random
 from collections import Counter, deque
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
 from dilocox.pipeline.frames import (
@@ -34,6 +33,7 @@ from dilocox.pipeline.link import (
     Opened,
     link_of,
 )
+from dilocox.pipeline.network import Network
 
 SILENCE_S = 5.0
 OPENING_S = 8.0
@@ -68,15 +68,13 @@ class WireInbox(Inbox):
     def put(self, message: Message, backlog: object = None) -> None:
         self.messages.append(message)
 
-    def get(self, timeout: float) -> Message:
-        self.wait(timeout)
-        if not self.messages:
-            raise queue.Empty
-        return self.messages.popleft()
+    def get(self, timeout_s: float) -> Message | None:
+        self.wait(timeout_s)
+        return self.messages.popleft() if self.messages else None
 
 
-class Box:
-    """What one peer has of a network; the rest of the interface of pipeline/link.py."""
+class Box(Network):
+    """What one peer's computing thread sees of a network: none of its thread, all of its links."""
 
     def __init__(self, wires: Wires, me: str, stage: int, answer: Callable[[str, Frame], Frame]):
         self.inbox = WireInbox()
@@ -86,7 +84,7 @@ class Box:
         self.alive = True
         self.frozen_at: float | None = None
         self.ends: dict[LinkKey, End] = {}
-        self.measured: LinkFacts | None = None  # of any link
+        self.measured = LinkFacts()  # of any link
         self.distance_s = 0.01
         self.meanwhile: Callable[[], None] = lambda: None  # what happens while it asks
         self._wires = wires
@@ -111,16 +109,15 @@ class Box:
         if key in self.ends:
             self._wires.broken(self.ends[key], "refused", 0.0)
 
-    def drop_links(self, *, keep: Collection[LinkKey] = ()) -> None:
-        for key in [key for key in self.ends if key not in keep]:
-            end = self.ends.pop(key)
+    def drop_links(self) -> None:
+        for end in self.ends.values():
             end.sent = deque(item for item in end.sent if item[0] not in TENSOR_KINDS)
             self._wires.close(end)
-            kept = [each for each in self.inbox.messages if getattr(each, "key", None) != key]
-            self.inbox.messages = deque(kept)
+        self.ends.clear()
+        self.inbox.messages.clear()  # all of it is of links
 
-    def link_facts(self, key: LinkKey) -> LinkFacts | None:
-        return self.measured if key in self.ends else None
+    def link_facts(self, key: LinkKey) -> LinkFacts:
+        return self.measured if key in self.ends else LinkFacts()
 
     def request_all(
         self, frames: Mapping[str, Frame], timeout_s: float

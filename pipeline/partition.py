@@ -5,8 +5,9 @@ the meta device (shapes without memory) with its parts named.
 Why: the operator, every peer and the exporter must agree on the cut while none of them holds more
 than a stage.
 How: a configuration class that declares `base_model_pp_plan` names its embedding, layers and final
-norm in order of execution; what lies outside the decoder is the head. Parameters are counted on the
-meta device and the layers are split so that the most expensive stage is as cheap as possible.
+norm in order of execution, and `OWN_PLANS` does so for a few that declare none; what lies outside
+the decoder is the head. Parameters are counted on the meta device and the layers are split so that
+the most expensive stage is as cheap as possible.
 
 Cost of a stage: a parameter of a layer, the final norm or the head counts 1, since it takes memory,
 bytes to exchange and compute alike. A parameter of the embedding counts 1 / EMBEDDING_DISCOUNT: a
@@ -34,6 +35,23 @@ EMBEDDING_DISCOUNT = 2
 
 # What to do where a model family is refused.
 ADVICE = "choose another family, for example llama, qwen3, mistral or olmo2"
+
+# Pipeline plans of families whose configuration declares none, in order of execution.
+OWN_PLANS: Mapping[str, tuple[str, ...]] = {
+    "falcon": ("word_embeddings", "h", "ln_f"),
+    "gpt2": ("wte", "wpe", "h", "ln_f"),
+    "opt": (
+        "decoder.embed_tokens",
+        "decoder.embed_positions",
+        "decoder.project_in",
+        "decoder.layers",
+        "decoder.final_layer_norm",
+        "decoder.project_out",
+    ),
+}
+
+# Families whose layers return a tuple that begins with the hidden states.
+_TUPLES = ("falcon",)
 
 # A manifest comes from the network: it describes a model, but may not name code to fetch and run,
 # nor another format of the weights.
@@ -75,8 +93,9 @@ class Skeleton:
 
     base: the decoder, which turns `input_ids` or `inputs_embeds` into hidden states. opening: what
     its plan runs before the layers (the embedding). layers: the list of them. closing: what runs
-    after them: the final norm, and all outside the decoder (the head). entangled: why the layers
-    cannot be on different stages; empty if they can.
+    after them: the final norm, and all outside the decoder (the head). tuples: whether a layer
+    returns its hidden states in a tuple. entangled: why the layers cannot be on different stages;
+    empty if they can.
     """
 
     model: nn.Module
@@ -84,6 +103,7 @@ class Skeleton:
     opening: tuple[str, ...]
     layers: str
     closing: tuple[str, ...]
+    tuples: bool
     entangled: str
 
 
@@ -226,12 +246,17 @@ def _config_class(model_type: object) -> type[PreTrainedConfig]:
             f"model.model_type: {model_type!r} has no causal language model; {ADVICE}"
         )
     config_class = CONFIG_MAPPING[model_type]
-    if not config_class.base_model_pp_plan:
+    if not _plan_of(config_class):
         raise InvalidInput(
             f"model.model_type: {model_type!r} declares no pipeline plan (base_model_pp_plan), so "
             f"nothing says where it can be cut; {ADVICE}"
         )
     return config_class
+
+
+def _plan_of(config: PreTrainedConfig | type[PreTrainedConfig]) -> tuple[str, ...]:
+    """The names of the decoder's parts in order of execution; empty where nobody knows them."""
+    return OWN_PLANS.get(config.model_type) or tuple(config.base_model_pp_plan or ())
 
 
 def _refuse_misspelt(fields: Mapping[str, Any], config_class: type[PreTrainedConfig]) -> None:
@@ -250,8 +275,9 @@ def _with_parts(config: PreTrainedConfig, model: nn.Module) -> Skeleton:
     """Find in the built model what its pipeline plan names, in order of execution."""
     base = cast(str, model.base_model_prefix)
     decoder = model.get_submodule(base)
-    plan = [name for name in config.base_model_pp_plan or {} if hasattr(decoder, name)]
-    lists = [name for name in plan if isinstance(getattr(decoder, name), nn.ModuleList)]
+    parts = dict(decoder.named_modules())
+    plan = [name for name in _plan_of(config) if name in parts]
+    lists = [name for name in plan if isinstance(parts[name], nn.ModuleList)]
     if len(lists) != 1:
         raise InvalidInput(
             f"model.model_type: the pipeline plan of {config.model_type!r} names {len(lists)} "
@@ -259,7 +285,7 @@ def _with_parts(config: PreTrainedConfig, model: nn.Module) -> Skeleton:
         )
     middle = plan.index(lists[0])
     outside = tuple(name for name, _ in model.named_children() if name != base)
-    layers = cast(nn.ModuleList, getattr(decoder, lists[0]))
+    layers = cast(nn.ModuleList, parts[lists[0]])
     planned = tuple(f"{base}.{name}." for name in plan) + tuple(f"{name}." for name in outside)
     unplanned = [name for name, _ in model.named_parameters() if not name.startswith(planned)]
     return Skeleton(
@@ -268,6 +294,7 @@ def _with_parts(config: PreTrainedConfig, model: nn.Module) -> Skeleton:
         opening=tuple(f"{base}.{name}" for name in plan[:middle]),
         layers=f"{base}.{lists[0]}",
         closing=tuple(f"{base}.{name}" for name in plan[middle + 1 :]) + outside,
+        tuples=config.model_type in _TUPLES,
         entangled=_entangled(config, layers, unplanned),
     )
 

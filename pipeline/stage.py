@@ -44,17 +44,25 @@ _Draw = Callable[[int, float, float], _Doubles]
 
 
 class _StandIn(nn.Module):
-    """Takes the place of a module of another stage and hands the hidden states on."""
+    """Takes the place of a module of another stage and hands the hidden states on.
 
-    def __init__(self, original: nn.Module) -> None:
+    What is no hidden states (positions, a mask) was to become an addend to the embedding: 0.
+    """
+
+    def __init__(self, original: nn.Module, returns_tuple: bool = False) -> None:
         super().__init__()
+        self._returns_tuple = returns_tuple
         # Decoders read plain attributes of their layers, such as the kind of attention.
         for name, value in vars(original).items():
             if not name.startswith("_") and isinstance(value, (str, int, float, type(None))):
                 setattr(self, name, value)
 
-    def forward(self, hidden_states: Tensor, *_: Any, **__: Any) -> Tensor:
-        return hidden_states
+    def forward(self, hidden_states: Tensor, *_: Any, **__: Any) -> Tensor | tuple[Tensor]:
+        output = self.output(hidden_states)
+        return (output,) if self._returns_tuple else output
+
+    def output(self, hidden_states: Tensor) -> Tensor:
+        return hidden_states if hidden_states.dim() == 3 else hidden_states.new_zeros(())
 
 
 class _Inlet(_StandIn):
@@ -65,7 +73,7 @@ class _Inlet(_StandIn):
 
     sent = _NOTHING
 
-    def forward(self, hidden_states: Tensor, *_: Any, **__: Any) -> Tensor:
+    def output(self, hidden_states: Tensor) -> Tensor:
         return self.sent
 
 
@@ -74,7 +82,7 @@ class _Outlet(_StandIn):
 
     made = _NOTHING
 
-    def forward(self, hidden_states: Tensor, *_: Any, **__: Any) -> Tensor:
+    def output(self, hidden_states: Tensor) -> Tensor:
         self.made = hidden_states
         return hidden_states
 
@@ -196,14 +204,15 @@ def _cut(skeleton: Skeleton, plan: StagePlan) -> tuple[_Inlet, _Outlet]:
     model = skeleton.model
     layers = cast(nn.ModuleList, model.get_submodule(skeleton.layers))
     # The first stage needs no inlet and the last one no outlet: theirs stay outside.
-    inlet, outlet = _Inlet(layers[plan.start - 1]), _Outlet(layers[plan.stop % len(layers)])
+    inlet = _Inlet(layers[plan.start - 1], skeleton.tuples)
+    outlet = _Outlet(layers[plan.stop % len(layers)], skeleton.tuples)
     for index, layer in enumerate(layers):
         if index == plan.start - 1:
             layers[index] = inlet
         elif index == plan.stop:
             layers[index] = outlet
         elif not plan.start <= index < plan.stop:
-            layers[index] = _StandIn(layer)
+            layers[index] = _StandIn(layer, skeleton.tuples)
     opening = () if plan.is_first else skeleton.opening
     closing = () if plan.is_last else skeleton.closing
     for name in opening + closing:

@@ -37,6 +37,10 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "glm": _GROUPED,
     "cohere": {**_GROUPED, "logit_scale": 0.25},
     "starcoder2": {**_GROUPED, "residual_dropout": 0.0, "embedding_dropout": 0.0},
+    # These three declare no plan. opt's embedding may be narrower than its layers.
+    "gpt2": {**_SMALL, "attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0},
+    "opt": {**_SMALL, "word_embed_proj_dim": 24, "ffn_dim": 48, "dropout": 0.0},
+    "falcon": {**_SMALL, "new_decoder_architecture": True, "num_kv_heads": 2, "alibi": False},
     # Has buffers that belong to a checkpoint, and a dense layer before the mixtures.
     "deepseek_v3": {
         **_SMALL,

@@ -18,7 +18,7 @@ import copy
 import difflib
 import inspect
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, cast
@@ -275,7 +275,7 @@ def _with_parts(config: PreTrainedConfig, model: nn.Module) -> Skeleton:
     """Find in the built model what its pipeline plan names, in order of execution."""
     base = cast(str, model.base_model_prefix)
     decoder = model.get_submodule(base)
-    parts = dict(decoder.named_modules())
+    parts = dict(cast(Iterator[tuple[str, nn.Module]], decoder.named_modules()))
     plan = [name for name in _plan_of(config) if name in parts]
     lists = [name for name in plan if isinstance(parts[name], nn.ModuleList)]
     if len(lists) != 1:

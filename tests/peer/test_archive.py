@@ -18,6 +18,7 @@ from typing import Any, cast
 
 import pytest
 import torch
+from hivemind.p2p import P2P
 from torch import Tensor
 
 from dilocox.dht import bootstrap_node
@@ -562,68 +563,111 @@ def test_no_fault_of_the_archive_leaves_its_tick(
     def gone(*_: object, **__: object) -> Any:
         raise TimeoutError
 
-    kept = Archive(
-        dht=cast("Any", SimpleNamespace(run_coroutine=gone)),
-        swarm=cast("Any", None),
-        run=RUN,
-        me=ME,
-        manifest=MANIFEST,
-        folder=tmp_path,
-    )
+    def of_bootstrap() -> Archive:
+        return Archive(
+            dht=cast("Any", SimpleNamespace(run_coroutine=gone)),
+            swarm=cast("Any", None),
+            run=RUN,
+            me=ME,
+            manifest=MANIFEST,
+            folder=tmp_path,
+        )
+
+    kept = of_bootstrap()
     kept.tick()
     assert "p2pd is not to be had" in caplog.text
     caplog.clear()
     kept.tick()
     assert not caplog.text  # it waits before it tries again
-    kept._start_at = 0.0
     monkeypatch.setattr(archive_keeper, "daemon_address", lambda *_: f"/unix/{os.devnull}")
+    kept = of_bootstrap()
     kept.tick()
     assert "did not start" in caplog.text
     kept.close()
 
 
-def test_new_rules_move_no_folder_in_which_a_thread_still_works(tmp_path: Path) -> None:
-    keeper = Keeper(RUN, ME, MANIFEST, tmp_path)
-    begun, go_on = threading.Event(), threading.Event()
+class OpenedStages:
+    """In place of the stages' archives: under which rules each was opened, who has been closed."""
 
-    def work() -> None:
-        begun.set()
-        go_on.wait(10)
+    def __init__(self) -> None:
+        self.opened: list[tuple[int, int | None]] = []  # stage, the rules' end of the run
+        self.closed: list[int] = []
+        self.may_open = threading.Event()
+        self.may_open.set()
 
-    async def revised() -> None:
-        keeper._jobs[0] = job = asyncio.create_task(keeper._compute(work))
-        await asyncio.to_thread(begun.wait, 10)
-        adopting = asyncio.create_task(keeper._adopt(replace(MANIFEST, end_tokens=1), None))
-        await asyncio.wait([adopting], timeout=0.2)
-        assert job.cancelled()
-        assert keeper._manifest == MANIFEST, "nothing is opened under the new rules yet"
-        go_on.set()
-        await asyncio.wait_for(adopting, 10)
-        assert keeper._manifest.end_tokens == 1
+    def open(self, folder: Path, *, check: RecordCheck, **_: object) -> Any:
+        self.opened.append((check.stage, check.manifest.end_tokens))
+        assert self.may_open.wait(10)
 
-    asyncio.run(revised())
-    keeper.close()
+        async def tend(claims: object) -> None:
+            pass
+
+        async def close() -> None:
+            self.closed.append(check.stage)
+            if check.stage == 0:
+                raise RuntimeError("of closing")
+
+        return SimpleNamespace(tend=tend, close=close, claim=None, round=7)
+
+
+@pytest.fixture
+def stages(monkeypatch: pytest.MonkeyPatch) -> OpenedStages:
+    stages = OpenedStages()
+    monkeypatch.setattr(archive_keeper, "StageArchive", stages.open)
+    return stages
+
+
+def while_it_keeps(folder: Path, test: Callable[[Keeper], None]) -> None:
+    """Run the test beside a keeper of two stages that are on the disk, with a p2pd of its own."""
+    for stage in range(2):
+        (folder / f"stage{stage}").mkdir()
+    keeper = Keeper(RUN, ME, replace(MANIFEST, stages=2), folder)
+
+    async def run() -> None:
+        p2p = await P2P.create(startup_timeout=60)
+        try:
+            await asyncio.to_thread(keeper.start, p2p.daemon_listen_maddr)
+            await asyncio.to_thread(test, keeper)
+        finally:
+            await asyncio.to_thread(keeper.close)
+            await p2p.shutdown()
+
+    asyncio.run(run())
+
+
+def wait_until(holds: Callable[[], bool]) -> None:
+    end = time.monotonic() + 20
+    while not holds():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+def test_new_rules_move_no_folder_in_which_a_thread_still_works(
+    tmp_path: Path, stages: OpenedStages
+) -> None:
+    before, after = [(0, 1000), (1, 1000)], [(0, 1), (1, 1)]
+
+    def revised(keeper: Keeper) -> None:
+        wait_until(lambda: sorted(stages.opened) == before)
+        keeper.revise(replace(MANIFEST, stages=2, end_tokens=1))
+        time.sleep(0.2)
+        assert sorted(stages.opened) == before, "both are still being opened under the old rules"
+        stages.may_open.set()
+        wait_until(lambda: sorted(stages.opened[2:]) == after)
+
+    stages.may_open.clear()
+    while_it_keeps(tmp_path, revised)
 
 
 def test_a_stage_that_cannot_be_put_down_holds_up_no_new_rules(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, stages: OpenedStages, caplog: pytest.LogCaptureFixture
 ) -> None:
-    keeper, closed = Keeper(RUN, ME, MANIFEST, tmp_path), list[int]()
+    def revised(keeper: Keeper) -> None:
+        wait_until(lambda: keeper.rounds == {0: 7, 1: 7})
+        for end_tokens in (1, 2):
+            keeper.revise(replace(MANIFEST, stages=2, end_tokens=end_tokens))
+        wait_until(lambda: sorted(stages.opened[-2:]) == [(0, 2), (1, 2)])
 
-    async def fails() -> None:
-        raise RuntimeError("of closing")
-
-    async def closes() -> None:
-        closed.append(1)
-
-    async def revised() -> None:
-        keeper._stages = cast("Any", {0: SimpleNamespace(close=fails)})
-        keeper._stages[1] = cast("Any", SimpleNamespace(close=closes))
-        first = asyncio.create_task(keeper._adopt(replace(MANIFEST, end_tokens=1), None))
-        await asyncio.wait_for(keeper._adopt(replace(MANIFEST, end_tokens=2), first), 10)
-
-    asyncio.run(revised())
-    keeper.close()
-    assert keeper._manifest.end_tokens == 2
-    assert closed == [1] and not keeper._stages
+    while_it_keeps(tmp_path, revised)
+    assert {0, 1} <= set(stages.closed)
     assert "archive of stage 0: " in caplog.text and "of closing" in caplog.text

@@ -269,7 +269,7 @@ class LocalSwarm:
     def run_command(self, *arguments: str, limit_s: float) -> str:
         """Run another command of the program, which must end well; what it printed."""
         log = self.folder / f"{arguments[0]}.log"
-        child = start_command(list(arguments), log, env=self._environment(arguments[0]))
+        child = start_command(list(arguments), log, env=self.environment(arguments[0]))
         child.wait(limit_s)
         said = log.read_text(errors="replace")
         assert child.returncode == 0, said
@@ -290,9 +290,9 @@ class LocalSwarm:
             address, prefix = self.links.address(host), self.links.command(host, [])
         command = [*prefix, sys.executable, *(program or ("-m", "dilocox")), *arguments]
         command += ["--state", str(self.folder / name), "--host", address]
-        return start_process(command, log, env=self._environment(name))
+        return start_process(command, log, env=self.environment(name))
 
-    def _environment(self, name: str) -> dict[str, str]:
+    def environment(self, name: str) -> dict[str, str]:
         caches = {"TORCHINDUCTOR_CACHE_DIR": str(self.folder / "cache")}  # stays, as caches do
         return {TAG: f"{self.tag}.{name}", "TMPDIR": str(self._temporary), **caches}
 

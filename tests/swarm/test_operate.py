@@ -224,7 +224,7 @@ def test_a_peer_of_another_protocol_is_refused_by_name(start_swarm: StartSwarm) 
     child = start_process(
         [sys.executable, "-c", program, "peer", swarm.invite, "--state", state],
         swarm.folder / "stranger.log",
-        env=swarm._environment("stranger"),
+        env=swarm.environment("stranger"),
     )
     child.wait(120)
     said = (swarm.folder / "stranger.log").read_text()

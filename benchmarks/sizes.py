@@ -23,8 +23,8 @@ from rich.console import Console
 from rich.table import Table
 
 from dilocox.dht.manifest import Manifest
+from dilocox.peer.memory_and_disk import planned_bytes
 from dilocox.peer.process.prepare import StageNeeds
-from dilocox.peer.resources import planned_bytes
 
 MEMBERS = 4
 GB, MB = 1e9, 1e6

@@ -18,9 +18,7 @@ from typing import Any, cast
 import yaml
 
 from dilocox.dht.errors import InvalidInput, UnreadableManifest
-from dilocox.dht.identity import Identity, verify
-from dilocox.dht.invite import run_id as run_id_of
-from dilocox.dht.manifest_schema import (
+from dilocox.dht.field_rules import (
     Section,
     build,
     checked,
@@ -30,7 +28,9 @@ from dilocox.dht.manifest_schema import (
     shown,
     text,
 )
-from dilocox.dht.manifest_specs import (
+from dilocox.dht.identity import Identity, verify
+from dilocox.dht.invite import run_id as run_id_of
+from dilocox.dht.manifest_sections import (
     MAX_TOKENS,
     BatchSpec,
     CodecSpec,

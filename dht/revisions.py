@@ -32,9 +32,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from dilocox.dht.errors import EnvironmentFault, InvalidInput, UnreadableManifest
+from dilocox.dht.field_rules import shown
 from dilocox.dht.files import disk_fault, make_folder, write_atomically
 from dilocox.dht.manifest import Manifest, OperationSpec, SignedManifest
-from dilocox.dht.manifest_schema import shown
 
 if TYPE_CHECKING:
     from dilocox.dht.swarm import Swarm

@@ -1,4 +1,4 @@
-"""How peers of a stage call each other: frames, the client that sends them, and the upload limit.
+"""How peers of a stage call each other: frames, and the client that sends them.
 
 All calls are hivemind P2P calls in the averager's namespace. A frame's metadata is msgpack, its
 bulk comes in chunks. Whatever goes wrong on the way becomes a ConnectionError: p2pd, hivemind and
@@ -16,7 +16,6 @@ import logging
 import re
 import threading
 import time
-from collections import defaultdict
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Generator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -29,6 +28,7 @@ from hivemind.proto import runtime_pb2
 
 from dilocox.dht.errors import DilocoxError, EnvironmentFault
 from dilocox.dht.node_process import shared_zeros
+from dilocox.dht.upload_limit import CHUNK_BYTES, UploadLimit
 
 logger = logging.getLogger(__name__)
 
@@ -67,10 +67,7 @@ def byte_kind(what: object) -> str:
     return _KINDS.get(str(what), "averaging")
 
 
-CHUNK_BYTES = 64 * 1024
 STALL_S = 30.0  # a download in which nothing comes for so long has failed
-HELD_BACK_S = 20.0  # of it: eight uploads that send a chunk so rarely take a fifth of 1 Mbit/s
-THIN_SHARE = 0.25  # of its time: an exchange that takes longer is held up by its peers' links
 PACE_OVER_S = 60.0
 MAX_METADATA_BYTES = 64 * 1024
 CLOSE_LIMIT_S = 3.0
@@ -144,64 +141,6 @@ def packed(facts: dict[str, Any]) -> bytes:
 
 def _tensors(chunk: bytes) -> list[runtime_pb2.Tensor]:
     return [runtime_pb2.Tensor(buffer=chunk)] if chunk else []
-
-
-class UploadLimit:
-    """A token bucket: `spend` waits until the bytes fit into the volunteer's limit.
-
-    Bytes of an exchange go first, and while one is under way hardly any others: a joiner that
-    downloads a model through a thin link must not make the rounds of all others miss their
-    deadlines. What waits for the end of an exchange waits for HELD_BACK_S at most, or its asker
-    would give up. On a link that an exchange has shown to be thin (`measured`) the others are paced
-    between exchanges, too: p2pd and the kernel take megabytes at once, which would still drain
-    through it when the next exchange begins.
-    """
-
-    def __init__(self, bytes_per_s: float | None):
-        self._rate = bytes_per_s
-        self._others_rate: float | None = None
-        self._free_at: dict[str, float] = defaultdict(float)  # by whose rate it is
-        self._exchanges = 0  # under way
-        self._idle = asyncio.Event()
-
-    def measured(self, sent_bytes: int, seconds: float, *, limit_s: float) -> None:
-        """A committed exchange sent so many bytes and took so long of the time that it may take."""
-        thin = sent_bytes > 0 and seconds > THIN_SHARE * limit_s
-        slowest = CHUNK_BYTES / HELD_BACK_S  # an asker must hear of us before it gives up
-        self._others_rate = max(sent_bytes / seconds / 2, slowest) if thin else None
-
-    @contextmanager
-    def exchange(self) -> Generator[None]:
-        """While something of an exchange is under way."""
-        self._exchanges += 1
-        self._idle.clear()
-        try:
-            yield
-        finally:
-            self._exchanges -= 1
-            if not self._exchanges:
-                self._idle.set()
-
-    async def spend(self, count: int, *, first: bool) -> None:
-        """Wait until `count` more bytes may leave; who is not `first` waits for an idle link."""
-        if self._exchanges and not first:
-            with suppress(asyncio.TimeoutError):
-                await asyncio.wait_for(self._idle.wait(), HELD_BACK_S)
-        if self._others_rate is not None and not first:
-            await self._pace("others", count / self._others_rate)
-        if self._rate is None:
-            return
-        while not first and (wait_s := self._free_at["all"] - time.monotonic()) > 0:
-            await asyncio.sleep(wait_s)
-        await self._pace("all", count / self._rate)
-
-    async def _pace(self, whose: str, span_s: float) -> None:
-        """Wait until what was let through before has left, and take the next `span_s`."""
-        now = time.monotonic()
-        start = max(now, self._free_at[whose])
-        self._free_at[whose] = start + span_s
-        if start > now:
-            await asyncio.sleep(start - now)
 
 
 class Client:

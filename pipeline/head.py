@@ -18,9 +18,9 @@ from collections.abc import Callable, Collection, Sequence
 
 from torch import Tensor
 
+from dilocox.pipeline.candidates import Records
 from dilocox.pipeline.member import Member
 from dilocox.pipeline.messages import Evaluated, Fault, Go, Happening, Ready, Stepped, Totals
-from dilocox.pipeline.placement import Records
 from dilocox.pipeline.recruiting import Recruiter, Replica
 from dilocox.pipeline.reservation import Assignment
 from dilocox.pipeline.tuning import Tuning

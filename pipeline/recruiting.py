@@ -1,6 +1,6 @@
 """How a head finds its members, and finds out who is missing.
 
-Records say who might be free (placement.py), a ping how far away a peer is, and only the peer
+Records say who might be free (candidates.py), a ping how far away a peer is, and only the peer
 itself whether it is free (reservation.py). A peer that gave no answer is left alone for a while:
 its records live longer than it does.
 """
@@ -11,11 +11,11 @@ import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from dilocox.pipeline.candidates import Records, Vacancies, best_chain, candidates, missing
 from dilocox.pipeline.frames import Frame
 from dilocox.pipeline.link import Answer
 from dilocox.pipeline.messages import Fault
 from dilocox.pipeline.network import Network
-from dilocox.pipeline.placement import Records, Vacancies, best_chain, candidates, missing
 
 PING_LIMIT_S = 1.0
 REQUEST_LIMIT_S = 2.0

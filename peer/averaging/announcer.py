@@ -1,4 +1,4 @@
-"""What a peer tells the swarm about itself, and what the others tell: records in and out of the
+"""When and how a peer tells the swarm about itself, and hears the others: records in and out of the
 DHT. `look` waits for the DHT, in a thread of its own; the rest makes records and waits for nothing.
 
 `Cadence` says how often a peer tells and hears, so that it costs no more than a budget of bytes.

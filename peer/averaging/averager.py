@@ -7,23 +7,6 @@ itself is ours (peer/rounds/exchange.py). The process also serves what other pee
 The trainer and this process share the vectors of `StageBuffers`. The trainer writes `message`
 before it starts an exchange; this process writes only `own` and the vectors that are not current,
 and the trainer switches to them between two inner steps.
-
-What both processes share stands first: buffers, configuration, results. Then how the members of an
-attempt find each other: hivemind's matchmaking, made cheap and prompt.
-
-hivemind takes one group key and one schema for all of an averager's life, lets a group wait until
-its time even if everybody is in it, and its leader asks the DHT for others without a pause: seen
-with four members on loopback, 6.7 MB in the three seconds before an exchange of 0.3 MB. Here
-
-- each plan has its own key, so that peers with another one are never found;
-- a group closes as soon as it has as many members as any of them expects. A member that expects
-  too many lets it wait until its time, as does one that does not know, for somebody is new
-  (driver.py); one that expects too few is overruled by the others, and by the last contributors
-  that are counted;
-- who asks first leads: later callers find the leader with one search and join it, and it need not
-  look for others. Only where two ask at once, or clocks differ, do leaders meet by searching;
-- searches have growing pauses between them and ask few nodes, and nobody takes a declaration back:
-  its key is of this attempt alone.
 """
 
 # hivemind and its generated protocol classes carry no types.
@@ -34,7 +17,6 @@ with four members on loopback, 6.7 MB in the three seconds before an exchange of
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import logging
 import os
@@ -59,7 +41,6 @@ from hivemind.averaging import control as hivemind_control
 from hivemind.averaging.allreduce import AveragingMode
 from hivemind.averaging.control import StepControl
 from hivemind.averaging.group_info import GroupInfo
-from hivemind.averaging.key_manager import GroupKeyManager
 from hivemind.p2p import P2PContext, PeerID
 from hivemind.proto import averaging_pb2
 from hivemind.utils import MPFuture
@@ -73,6 +54,7 @@ from dilocox.dht.reconnect import Redialler, Targets
 from dilocox.dht.records import averaging_prefix
 from dilocox.dht.rpc import BYTE_KINDS, REFUSALS, Client, Counts, handler_name
 from dilocox.peer.averaging.local_peer import LocalPeer
+from dilocox.peer.averaging.matchmaking import aim, expect, own_time
 from dilocox.peer.averaging.service import PeerService
 from dilocox.peer.chain.record_check import RecordCheck
 from dilocox.peer.chain.store import RECORDS_NEEDED
@@ -134,88 +116,6 @@ class Applied:
     digest: str
     anchor_sha256: str
     payload_bytes: int  # of the record's means
-
-
-FIRST_PAUSE_S = 0.2  # between two searches
-PAUSE_GROWTH = 1.6
-LONGEST_PAUSE_S = 2.0
-BEAM = 5  # nodes that a search or a declaration minds: a declaration lies on so many
-EARLY_S = 60.0  # before a group's time, and more, all are equally early
-LEAD_S = 0.2  # by so much the group's time of who asks at the last moment is later
-
-
-def own_time(scheduled_at: float, now: float, *, may_lead: bool = True) -> float:
-    """The group's time (run time) for who asks for it now: who asks earlier has the earlier one,
-    and hivemind lets the earliest lead. Who may not (it only dials out) joins everybody.
-    """
-    early_s = min(max(scheduled_at - now, 0.0), EARLY_S) if may_lead else 0.0
-    return scheduled_at + LEAD_S * (1.0 - early_s / EARLY_S)
-
-
-def aim(matchmaking: Any, key: str, *, expected: int | None) -> None:
-    """Look for the group of a plan (`key`, in hex); peers with another one are not found.
-
-    expected: members with which the group closes before its time; None: it waits for its time.
-    """
-    if not isinstance(matchmaking.group_key_manager, PlanKeys):
-        matchmaking.group_key_manager = PlanKeys(matchmaking.group_key_manager)
-    matchmaking.schema_hash = bytes.fromhex(key)
-    matchmaking.group_key_manager.aim(key)
-    matchmaking.target_group_size = None if expected is None else max(2, expected)
-
-
-def expect(matchmaking: Any, expected: int | None) -> None:
-    """One that asks to join the group expects so many members, or does not know."""
-    target: int | None = matchmaking.target_group_size
-    if target is not None:
-        matchmaking.target_group_size = None if expected is None else max(target, expected)
-
-
-class PlanKeys(GroupKeyManager):
-    """Who looks for the group of a plan, of one after the other, in the DHT."""
-
-    def __init__(self, of: GroupKeyManager):
-        """`of`: the averager's own one, in whose place this comes."""
-        super().__init__(of.dht, of.prefix, "", None)
-        self._dht: Any = of.dht  # with futures, as it is asked here, hivemind types it wrongly
-        self._plain_prefix = of.prefix
-        self._pause_s = 0.0
-
-    def aim(self, key: str) -> None:
-        """From now on it is the plan with this key; the first search waits for nothing."""
-        self.prefix = f"{self._plain_prefix}-{key[:24]}"
-        self._pause_s = 0.0
-
-    async def get_averagers(self, group_key: str, only_active: bool) -> list[Any]:
-        """Peer ids and expirations (run time) of those that have declared themselves under the key.
-
-        The pauses between searches grow.
-        """
-        await asyncio.sleep(self._pause_s)
-        self._pause_s = min(max(FIRST_PAUSE_S, PAUSE_GROWTH * self._pause_s), LONGEST_PAUSE_S)
-        found = await self._dht.get(group_key, latest=True, return_future=True, beam_size=BEAM)
-        if found is None or not isinstance(found.value, dict):
-            return []
-        return [
-            (PeerID(peer), declared.expiration_time)
-            for peer, declared in found.value.items()
-            if declared.value or not only_active
-        ]
-
-    async def declare_averager(
-        self, group_key: str, peer_id: Any, expiration_time: float, looking_for_group: bool = True
-    ) -> bool:
-        """Say that this peer looks for the group; the end of that is not worth a message."""
-        if not looking_for_group:
-            return True
-        return await self._dht.store(
-            key=group_key,
-            subkey=peer_id.to_bytes(),
-            value=True,
-            expiration_time=expiration_time,
-            return_future=True,
-            beam_size=BEAM,
-        )
 
 
 START_LIMIT_S = 30.0  # until the process has taken an order

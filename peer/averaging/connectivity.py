@@ -14,7 +14,7 @@ from dilocox.dht.reconnect import Targets, dial_targets
 from dilocox.dht.swarm_view import SwarmView
 from dilocox.peer.averaging.averager import StageAverager
 from dilocox.peer.averaging.local_peer import LocalPeer
-from dilocox.pipeline.placement import cannot_be_reached
+from dilocox.pipeline.candidates import cannot_be_reached
 
 logger = logging.getLogger(__name__)
 

@@ -1,6 +1,6 @@
 """A peer's dealings with the swarm, in a thread of its own, so that training never waits for them.
 
-It says when a round ends, drives the exchange of a send (driver.py) and follows the chain
+It drives the round clock (round_clock.py), the exchange of a send (driver.py) and follows the chain
 (follower.py). It looks at the others' records and publishes this peer's through two workers: over
 far links each call to the DHT takes seconds, and no exchange may wait for one. What the training
 loop must know comes to it as events; what it is doing it leaves in `status`.
@@ -35,10 +35,10 @@ from dilocox.peer.averaging.events import EventQueue, Failed
 from dilocox.peer.averaging.follower import ChainFollower
 from dilocox.peer.averaging.local_peer import LocalPeer
 from dilocox.peer.averaging.loop_status import LoopStatus
-from dilocox.peer.resources import check_use
+from dilocox.peer.memory_and_disk import check_use
 from dilocox.peer.rounds.record import SendFacts
 from dilocox.peer.rounds.round_clock import RoundKeeper
-from dilocox.pipeline.placement import Mover
+from dilocox.pipeline.stage_choice import Mover
 
 logger = logging.getLogger(__name__)
 

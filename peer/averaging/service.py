@@ -20,16 +20,8 @@ from hivemind.p2p import P2PContext, ServicerBase
 from hivemind.proto import runtime_pb2
 
 from dilocox.compression.group_codec import PayloadRefused
-from dilocox.dht.rpc import (
-    CHUNK_BYTES,
-    CallRefused,
-    Counts,
-    UploadLimit,
-    byte_kind,
-    chunk_of,
-    reply,
-    unpack,
-)
+from dilocox.dht.rpc import CHUNK_BYTES, CallRefused, Counts, byte_kind, chunk_of, reply, unpack
+from dilocox.dht.upload_limit import UploadLimit
 from dilocox.peer.averaging.local_peer import LocalPeer
 from dilocox.peer.chain.store import RoundLog
 from dilocox.peer.chain.uploads import Source, Uploads, find_in_log, open_state

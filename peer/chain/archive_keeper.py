@@ -36,8 +36,9 @@ from dilocox.dht.manifest import Manifest
 from dilocox.dht.node import RunDHT, daemon_address
 from dilocox.dht.reachability import Probe
 from dilocox.dht.records import ClaimRecord, averaging_prefix, claim_key
-from dilocox.dht.rpc import Client, LoopThread, UploadLimit, byte_kind, handler_name
+from dilocox.dht.rpc import Client, LoopThread, byte_kind, handler_name
 from dilocox.dht.swarm import Swarm
+from dilocox.dht.upload_limit import UploadLimit
 from dilocox.peer.chain.archive import StageArchive
 from dilocox.peer.chain.record_check import RecordCheck
 from dilocox.peer.chain.store import keep_manifest

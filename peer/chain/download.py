@@ -29,8 +29,9 @@ from dilocox.dht.errors import EnvironmentFault
 from dilocox.dht.files import make_folder
 from dilocox.dht.join import Joined
 from dilocox.dht.records import ClaimRecord, averaging_prefix, claim_key
-from dilocox.dht.rpc import REFUSED, Client, UploadLimit
+from dilocox.dht.rpc import REFUSED, Client
 from dilocox.dht.swarm_view import nobody_holds, that_count
+from dilocox.dht.upload_limit import UploadLimit
 from dilocox.peer.chain.record_check import RecordCheck
 from dilocox.peer.chain.replay import state_after
 from dilocox.peer.chain.store import KeptChain, KeptState, RoundLog, Store

@@ -49,9 +49,9 @@ from dilocox.peer.http_pages import (
     readiness_page,
     served,
 )
+from dilocox.peer.memory_and_disk import proportional_bytes
 from dilocox.peer.options import BootstrapOptions
 from dilocox.peer.os_process import StopSignal
-from dilocox.peer.resources import proportional_bytes
 from dilocox.peer.state_folder import StateFolder
 
 logger = logging.getLogger(__name__)

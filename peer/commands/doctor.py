@@ -27,7 +27,7 @@ from dilocox.dht.errors import DilocoxError, InvalidInput
 from dilocox.dht.files import no_temporary_folder
 from dilocox.dht.identity import Identity
 from dilocox.dht.invite import Invite
-from dilocox.peer import resources
+from dilocox.peer import memory_and_disk
 from dilocox.peer.commands import doctor_checks
 from dilocox.peer.commands.doctor_checks import (
     ExchangeFacts,
@@ -35,9 +35,7 @@ from dilocox.peer.commands.doctor_checks import (
     libraries,
     rounded,
 )
-from dilocox.peer.options import DoctorOptions
-from dilocox.peer.os_process import STOPPED, StopSignal, write_json
-from dilocox.peer.resources import (
+from dilocox.peer.memory_and_disk import (
     Check,
     Status,
     available_bytes,
@@ -45,6 +43,8 @@ from dilocox.peer.resources import (
     planned_beside_gpu_bytes,
     planned_bytes,
 )
+from dilocox.peer.options import DoctorOptions
+from dilocox.peer.os_process import STOPPED, StopSignal, write_json
 from dilocox.peer.state_folder import StateFolder
 
 if TYPE_CHECKING:  # imported when it is known that the libraries can be loaded
@@ -236,7 +236,7 @@ class Examination:
     def _disk(self, needs: StageNeeds | None) -> Check:
         options = self._options
         if needs is None:
-            return resources.disk_check(str(options.state), disk_free(options.state), None)
+            return memory_and_disk.disk_check(str(options.state), disk_free(options.state), None)
         from dilocox.peer.process.prepare import disk_room
 
         return disk_room(self._folder.run(options.invite.run_id, needs.stage), needs)

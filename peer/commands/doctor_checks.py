@@ -22,8 +22,8 @@ from typing import TYPE_CHECKING, Literal
 from dilocox.dht.errors import DilocoxError
 from dilocox.dht.identity import Identity
 from dilocox.dht.invite import bootstrap_address
+from dilocox.peer.memory_and_disk import SPARE_SHARE, Check, nearest, size
 from dilocox.peer.os_process import counted
-from dilocox.peer.resources import SPARE_SHARE, Check, nearest, size
 from dilocox.peer.state_folder import StateFolder
 
 if TYPE_CHECKING:

@@ -23,9 +23,9 @@ from dilocox.dht.join import Joined
 from dilocox.dht.reachability import Bandwidth, ask_time, find_reach, measure_bandwidth
 from dilocox.dht.records import ClaimRecord, StageRecord, claim_key
 from dilocox.dht.rpc import LoopThread
-from dilocox.peer.process.stage_selection import look_at_stages, named_stage, preferred_stage
+from dilocox.peer.process.starting_stage import look_at_stages, named_stage, preferred_stage
 from dilocox.pipeline.partition import plan_stages
-from dilocox.pipeline.placement import live_peers
+from dilocox.pipeline.stage_choice import live_peers
 
 logger = logging.getLogger(__name__)
 

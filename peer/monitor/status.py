@@ -25,7 +25,7 @@ from dilocox.peer.http_pages import RUN_LABEL, MetricSpec, MetricTable, Value, o
 from dilocox.peer.monitor.health import STATES, Health
 from dilocox.peer.monitor.history import SwarmHistory, cut
 from dilocox.peer.monitor.look import SwarmLook, finite
-from dilocox.pipeline.placement import cannot_be_reached
+from dilocox.pipeline.candidates import cannot_be_reached
 
 PREFIX = "dilocox_swarm_"
 PEER_STATES = ("training", "spare", "joining")  # as they are shown

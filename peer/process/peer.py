@@ -34,13 +34,13 @@ from dilocox.peer.averaging.local_peer import LocalPeer
 from dilocox.peer.chain.rollback import newest_aside, peer_goes_back
 from dilocox.peer.chain.store import keep_manifest
 from dilocox.peer.http_pages import check_port, served
+from dilocox.peer.memory_and_disk import MAX_WINDOW, check_plan, window_limit
 from dilocox.peer.options import PeerOptions
 from dilocox.peer.os_process import RESTART_AFTER_S, StopRequested, StopSignal, start_again
 from dilocox.peer.process.metrics import PeerMetrics
 from dilocox.peer.process.prepare import StageNeeds, check_disk, held_out, local_model, open_corpus
 from dilocox.peer.process.resting import Allowance, RestWatch
-from dilocox.peer.process.stage_selection import announce_joining, chosen_stage
-from dilocox.peer.resources import MAX_WINDOW, check_plan, window_limit
+from dilocox.peer.process.starting_stage import announce_joining, chosen_stage
 from dilocox.peer.rounds.outer_step import anchor_sha256
 from dilocox.peer.rounds.record import RecordRefused
 from dilocox.peer.state_folder import StateFolder
@@ -56,10 +56,10 @@ from dilocox.pipeline.link import LinkLimits, link_of
 from dilocox.pipeline.member import Follower, Member
 from dilocox.pipeline.network import Network
 from dilocox.pipeline.partition import hidden_size
-from dilocox.pipeline.placement import Mover
 from dilocox.pipeline.relayed_requests import RelayedRequests
 from dilocox.pipeline.reservation import Reservation
 from dilocox.pipeline.stage import chosen_device, stage_layout
+from dilocox.pipeline.stage_choice import Mover
 from dilocox.pipeline.stage_worker import StageWorker
 from dilocox.pipeline.tuning import Tuning
 

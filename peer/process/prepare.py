@@ -18,10 +18,10 @@ from dilocox.compression.layout import FlatLayout
 from dilocox.dht.errors import EnvironmentFault
 from dilocox.dht.files import bytes_below
 from dilocox.dht.manifest import DataSpec, Manifest
-from dilocox.dht.manifest_specs import ENDINGS
+from dilocox.dht.manifest_sections import ENDINGS
 from dilocox.peer.averaging.averager import StageBuffers
 from dilocox.peer.chain.snapshot_files import DAMAGED
-from dilocox.peer.resources import Check, DiskNeeds, disk_check, disk_free
+from dilocox.peer.memory_and_disk import Check, DiskNeeds, disk_check, disk_free
 from dilocox.peer.rounds.adaptation import stage_codec
 from dilocox.peer.state_folder import ASIDE
 from dilocox.peer.training.data import Corpus, check_vocabulary, held_out_digest, held_out_windows

@@ -21,7 +21,7 @@ from typing import cast
 
 from dilocox.compression.stage_codec import Phase, StageCodec
 from dilocox.dht.manifest import Manifest
-from dilocox.dht.manifest_specs import DeadlineSpec
+from dilocox.dht.manifest_sections import DeadlineSpec
 from dilocox.peer.rounds.adaptation import RoundPlan
 from dilocox.peer.rounds.ballots import excluded_by
 from dilocox.peer.rounds.grid import Grid, Share

@@ -33,9 +33,9 @@ from dilocox.peer.rounds.record import RoundRecord, SendFacts, own_contribution
 from dilocox.peer.training.data import weights_replaced
 from dilocox.peer.training.inner_optimizer import InnerOptimizer
 from dilocox.peer.training.merge import Merge, Outcome, OwnContribution, RecordFacts
-from dilocox.peer.training.progress import fingerprint, norm, relative_error
 from dilocox.peer.training.report import LoopMeter
 from dilocox.peer.training.snapshots import Snapshots
+from dilocox.peer.training.unsent_progress import fingerprint, norm, relative_error
 from dilocox.pipeline.messages import Stepped
 from dilocox.pipeline.stage import StageModule
 

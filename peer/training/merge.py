@@ -37,7 +37,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dilocox.peer.training.progress import Progress
+from dilocox.peer.training.unsent_progress import Progress
 
 SENDS_REMEMBERED = 64  # of those that are not held any more: two integers each
 

@@ -29,10 +29,10 @@ from dilocox.peer.training.data import Corpus, batches_of
 from dilocox.peer.training.inner_optimizer import learning_rate
 from dilocox.peer.training.loop import POLL_S, Learner, Move, Revised
 from dilocox.peer.training.report import LoopMeter
+from dilocox.pipeline.candidates import unfilled
 from dilocox.pipeline.head import Head
 from dilocox.pipeline.member import Follower, Member
 from dilocox.pipeline.messages import Stepped
-from dilocox.pipeline.placement import unfilled
 from dilocox.pipeline.reservation import Reservation
 
 logger = logging.getLogger(__name__)

@@ -12,9 +12,10 @@ import pytest
 from hivemind.p2p import P2P, P2PHandlerError
 from hivemind.p2p.p2p_daemon_bindings.utils import ControlFailure
 
-from dilocox.dht import rpc
+from dilocox.dht import rpc, upload_limit
 from dilocox.dht.identity import peer_id_of
-from dilocox.dht.rpc import Client, TooSlow, UploadLimit, reply
+from dilocox.dht.rpc import Client, TooSlow, reply
+from dilocox.dht.upload_limit import UploadLimit
 
 CHUNK, RATE = 1000, 50_000.0  # a chunk takes 20 ms
 
@@ -53,7 +54,7 @@ def test_without_a_limit_nothing_waits() -> None:
 def test_while_an_exchange_is_under_way_others_wait_for_its_end(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(rpc, "HELD_BACK_S", 30.0)
+    monkeypatch.setattr(upload_limit, "HELD_BACK_S", 30.0)
 
     async def go() -> None:
         limit = UploadLimit(None)
@@ -72,8 +73,8 @@ def test_while_an_exchange_is_under_way_others_wait_for_its_end(
 def test_what_waits_for_an_exchange_is_heard_of_before_its_asker_gives_up(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    assert rpc.HELD_BACK_S + 5.0 < rpc.STALL_S
-    monkeypatch.setattr(rpc, "HELD_BACK_S", 0.05)
+    assert upload_limit.HELD_BACK_S + 5.0 < rpc.STALL_S
+    monkeypatch.setattr(upload_limit, "HELD_BACK_S", 0.05)
 
     async def go() -> float:
         limit, began = UploadLimit(None), time.monotonic()

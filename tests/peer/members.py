@@ -17,7 +17,7 @@ from dilocox.compression.layout import FlatLayout
 from dilocox.compression.stage_codec import StageCodec
 from dilocox.dht.identity import Identity
 from dilocox.dht.manifest import Manifest
-from dilocox.dht.manifest_specs import DeadlineSpec
+from dilocox.dht.manifest_sections import DeadlineSpec
 from dilocox.peer.chain.store import RoundLog
 from dilocox.peer.rounds.adaptation import RoundPlan, stage_codec
 from dilocox.peer.rounds.ballots import Ballot, Ballots, excluded_by

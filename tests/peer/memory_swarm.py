@@ -12,7 +12,8 @@ from typing import Any, cast
 from dilocox.dht.join import Joined
 from dilocox.dht.manifest import Manifest
 from dilocox.dht.records import ClaimRecord, claim_key
-from dilocox.dht.rpc import Client, UploadLimit, unpack
+from dilocox.dht.rpc import Client, unpack
+from dilocox.dht.upload_limit import UploadLimit
 from dilocox.peer.chain.archive_keeper import ArchiveService
 from dilocox.peer.chain.uploads import Source
 from tests.peer.kept_chains import RUN

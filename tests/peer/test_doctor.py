@@ -21,15 +21,15 @@ from dilocox.dht import join
 from dilocox.dht.errors import DilocoxError, EnvironmentFault, InvalidInput
 from dilocox.dht.invite import Invite
 from dilocox.dht.manifest import Manifest
-from dilocox.peer import resources
+from dilocox.peer import memory_and_disk
 from dilocox.peer.commands import doctor, doctor_bench
 from dilocox.peer.commands.doctor import ContributionEstimate, Page, as_json, run_doctor, verdict
 from dilocox.peer.commands.doctor_bench import look_at_device, measure_speed
 from dilocox.peer.commands.doctor_checks import DeviceFacts, Library
+from dilocox.peer.memory_and_disk import Check, size
 from dilocox.peer.options import DoctorOptions
 from dilocox.peer.process import prepare
 from dilocox.peer.process.prepare import StageNeeds, check_disk, disk_room
-from dilocox.peer.resources import Check, size
 from dilocox.peer.state_folder import StateFolder
 
 PEER = "12D3KooWEXWcUQWJ6amCxHKtPFrcNxgepcmy7YXo7tirWjgiJ9Fr"
@@ -330,19 +330,21 @@ def test_a_container_has_what_it_is_allowed_and_not_what_the_machine_has(
     for name, text in zip(names[version], told, strict=True):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(text)
-    monkeypatch.setattr(resources, "_GROUPS_FOLDER", tmp_path)
-    assert resources.available_bytes() == 30_000_000  # what can be dropped is not used
+    monkeypatch.setattr(memory_and_disk, "_GROUPS_FOLDER", tmp_path)
+    assert memory_and_disk.available_bytes() == 30_000_000  # what can be dropped is not used
     (tmp_path / names[version][0]).write_text("max\n")
-    assert resources.available_bytes() > 50_000_000
+    assert memory_and_disk.available_bytes() > 50_000_000
 
 
 def test_a_peer_that_may_be_short_of_memory_is_warned_and_not_refused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     said: list[str] = []
-    monkeypatch.setattr(resources.logger, "warning", lambda text, *facts: said.append(text % facts))
-    monkeypatch.setattr(resources, "available_bytes", lambda: 2 * 10**9)
-    resources.check_plan(1_000_000, None)
+    monkeypatch.setattr(
+        memory_and_disk.logger, "warning", lambda text, *facts: said.append(text % facts)
+    )
+    monkeypatch.setattr(memory_and_disk, "available_bytes", lambda: 2 * 10**9)
+    memory_and_disk.check_plan(1_000_000, None)
     assert not said
-    resources.check_plan(100_000_000, None)
+    memory_and_disk.check_plan(100_000_000, None)
     assert "needs about 7.8 GB of memory, 2.0 GB are free: close other programs" in said[0]

@@ -37,7 +37,7 @@ from dilocox.peer.commands.doctor_checks import (
     stage_check,
     version_check,
 )
-from dilocox.peer.resources import Check, DiskNeeds, disk_check, size
+from dilocox.peer.memory_and_disk import Check, DiskNeeds, disk_check, size
 from dilocox.peer.state_folder import StateFolder
 
 GB, MB = 10**9, 2**20

@@ -24,10 +24,10 @@ from dilocox.dht.rpc import (
     CallRefused,
     Client,
     Counts,
-    UploadLimit,
     pack,
     reply,
 )
+from dilocox.dht.upload_limit import UploadLimit
 from dilocox.peer.averaging.averager import StageBuffers
 from dilocox.peer.averaging.loop_status import LoopStatus
 from dilocox.peer.averaging.service import NoSuchGroup, PeerService, refusal

@@ -14,8 +14,8 @@ import torch
 from dilocox.dht import files
 from dilocox.dht.errors import EnvironmentFault, InvalidInput
 from dilocox.dht.files import disk_fault, make_folder, write_atomically
-from dilocox.peer import resources
-from dilocox.peer.resources import (
+from dilocox.peer import memory_and_disk
+from dilocox.peer.memory_and_disk import (
     MAX_WINDOW,
     check_plan,
     check_use,
@@ -148,7 +148,7 @@ def test_a_stage_that_cannot_fit_is_refused_with_what_it_needs() -> None:
 
 def test_a_peer_that_takes_more_than_its_limit_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        resources, "proportional_bytes", {1: 300_000_000, 2: 200_000_001}.__getitem__
+        memory_and_disk, "proportional_bytes", {1: 300_000_000, 2: 200_000_001}.__getitem__
     )
     check_use([1, 2], None)
     check_use([1], 300_000_000)
@@ -160,7 +160,7 @@ CPU = torch.device("cpu")
 
 
 def test_the_window_is_what_half_the_free_memory_holds(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(resources, "available_bytes", lambda: 8_000)
+    monkeypatch.setattr(memory_and_disk, "available_bytes", lambda: 8_000)
     assert window_limit(100, None, CPU) == 40
     assert window_limit(4_000, None, CPU) == 1
     assert window_limit(9_000, None, CPU) == 1  # none at all would be no stage
@@ -169,20 +169,22 @@ def test_the_window_is_what_half_the_free_memory_holds(monkeypatch: pytest.Monke
 
 
 def test_the_window_keeps_to_the_memory_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(resources, "available_bytes", lambda: 10**12)
+    monkeypatch.setattr(memory_and_disk, "available_bytes", lambda: 10**12)
     numel = 10_000_000
     limit = float(planned_bytes(numel))
-    planned = limit - resources.PROCESSES_BYTES - 4 * resources.VECTORS * numel  # for activations
+    planned = (
+        limit - memory_and_disk.PROCESSES_BYTES - 4 * memory_and_disk.VECTORS * numel
+    )  # for activations
     assert window_limit(1_000_000, limit, CPU) == pytest.approx(planned / 1_000_000, abs=1)
     assert window_limit(1_000_000, limit + 1e9, CPU) > window_limit(1_000_000, limit, CPU)
     assert window_limit(1_000_000, 0.1e9, CPU) == 1
-    monkeypatch.setattr(resources, "available_bytes", lambda: 8_000_000)
+    monkeypatch.setattr(memory_and_disk, "available_bytes", lambda: 8_000_000)
     assert window_limit(1_000_000, limit, CPU) == 4  # the machine has less
 
 
 def test_free_memory_is_a_part_of_what_the_machine_has() -> None:
     total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    assert 10_000_000 < resources.available_bytes() <= total
+    assert 10_000_000 < memory_and_disk.available_bytes() <= total
 
 
 def test_memory_that_two_processes_share_is_counted_once() -> None:

@@ -14,8 +14,7 @@ from hivemind.averaging.matchmaking import Matchmaking
 from hivemind.p2p import PeerID, ServicerBase
 from hivemind.utils import get_dht_time
 
-from dilocox.peer.averaging import averager
-from dilocox.peer.averaging.averager import LEAD_S, PlanKeys, aim, expect, own_time
+from dilocox.peer.averaging.matchmaking import LEAD_S, PlanKeys, aim, expect, own_time
 
 KEY, OTHER_KEY = "ab" * 32, "cd" * 32
 AHEAD_S = 1.0  # from the first call to the group's time
@@ -219,7 +218,7 @@ def test_the_pauses_between_searches_grow_and_begin_anew_with_each_plan(
     async def sleep(seconds: float) -> None:
         pauses.append(seconds)
 
-    monkeypatch.setattr(averager.asyncio, "sleep", sleep)
+    monkeypatch.setattr(asyncio, "sleep", sleep)
     room = Room()
     dht: Any = SimpleNamespace(peer_id=None, get=room.get, store=room.store)
     of: Any = SimpleNamespace(dht=dht, prefix="run_stage0_averager")

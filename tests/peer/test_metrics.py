@@ -18,8 +18,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from dilocox.compression.layout import FlatLayout
 from dilocox.peer.http_pages import Page
 from dilocox.peer.process.metrics import PeerMetrics
-from dilocox.peer.training.progress import CHUNK_VALUES, norm, relative_error
 from dilocox.peer.training.report import WAITING, RoundReport, Waiting, rank_span
+from dilocox.peer.training.unsent_progress import CHUNK_VALUES, norm, relative_error
 from tests.peer.local_peers import RUN, local_peer
 from tests.peer.test_report import REPORT, STATUS
 

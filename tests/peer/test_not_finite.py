@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from dilocox.peer.training.progress import ROW_VALUES, fingerprint
+from dilocox.peer.training.unsent_progress import ROW_VALUES, fingerprint
 from tests.peer.loops import Loop, manifest
 
 STEP_TOKENS = 16

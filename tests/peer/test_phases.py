@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from dilocox.dht.identity import Identity
-from dilocox.dht.manifest_specs import DeadlineSpec
+from dilocox.dht.manifest_sections import DeadlineSpec
 from dilocox.peer.rounds.group import AttemptSetup, Mean
 from dilocox.peer.rounds.record import RoundRecord, own_contribution
 from dilocox.peer.rounds.vote import Verdict

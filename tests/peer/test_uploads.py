@@ -20,11 +20,11 @@ from dilocox.dht.rpc import (
     Client,
     Counts,
     PeerBusy,
-    UploadLimit,
     chunk_of,
     pack,
     unpack,
 )
+from dilocox.dht.upload_limit import UploadLimit
 from dilocox.peer.averaging.service import PeerService
 from dilocox.peer.chain import uploads
 from dilocox.peer.chain.store import Store

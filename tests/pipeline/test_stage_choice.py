@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dilocox.dht.records import StageRecord
-from dilocox.pipeline.placement import Mover, choose_stage, live_peers, next_move
+from dilocox.pipeline.stage_choice import Mover, choose_stage, live_peers, next_move
 from tests.pipeline.swarms import in_replica, stage_record
 
 Swarm = dict[int, dict[str, StageRecord]]

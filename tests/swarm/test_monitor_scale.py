@@ -12,7 +12,7 @@ from statistics import median, quantiles
 
 import pytest
 
-from dilocox.peer.resources import proportional_bytes
+from dilocox.peer.memory_and_disk import proportional_bytes
 from tests.dht.processes import NodeProgram, wait_until
 from tests.swarm.monitors import WatchingMonitor, start_bootstrap
 from tests.swarm.processes import TAG, Process, family

@@ -12,8 +12,8 @@ import pytest
 from dilocox.dht.errors import InvalidInput
 from dilocox.dht.join import Joined
 from dilocox.dht.records import StageRecord, parse_key
-from dilocox.peer.process import stage_selection
-from dilocox.peer.process.stage_selection import LOOKS, chosen_stage
+from dilocox.peer.process import starting_stage
+from dilocox.peer.process.starting_stage import LOOKS, chosen_stage
 from dilocox.peer.state_folder import StateFolder
 from tests.peer.local_peers import MANIFEST, RUN, local_peer
 from tests.pipeline.swarms import stage_record
@@ -23,8 +23,8 @@ Answer = Mapping[int, dict[str, StageRecord]]
 
 @pytest.fixture(autouse=True)
 def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stage_selection, "JITTER_S", 0.0)
-    monkeypatch.setattr(stage_selection, "SECOND_LOOK_S", 0.0)
+    monkeypatch.setattr(starting_stage, "JITTER_S", 0.0)
+    monkeypatch.setattr(starting_stage, "SECOND_LOOK_S", 0.0)
 
 
 @pytest.fixture

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from dilocox.peer.training import progress
+from dilocox.peer.training import unsent_progress
 from dilocox.peer.training.merge import Merge, MergeConfig, RecordFacts
 
 CONFIG = MergeConfig(weight=0.75, decay=1.0)
@@ -39,7 +39,7 @@ def test_chunks_change_no_bit(monkeypatch: pytest.MonkeyPatch) -> None:
         return torch.cat([live, merge.progress.start, merge.fly[1].message])
 
     whole = run()
-    monkeypatch.setattr(progress, "CHUNK_VALUES", 7)
+    monkeypatch.setattr(unsent_progress, "CHUNK_VALUES", 7)
     assert torch.equal(run(), whole)
 
 

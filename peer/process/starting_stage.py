@@ -11,7 +11,8 @@ from dilocox.dht.errors import InvalidInput
 from dilocox.dht.join import Joined
 from dilocox.dht.records import StageRecord, stage_key
 from dilocox.peer.state_folder import StateFolder
-from dilocox.pipeline.placement import Records, choose_stage, live_peers
+from dilocox.pipeline.candidates import Records
+from dilocox.pipeline.stage_choice import choose_stage, live_peers
 
 logger = logging.getLogger(__name__)
 

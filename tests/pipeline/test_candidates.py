@@ -8,7 +8,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dilocox.pipeline.placement import Vacancies, best_chain, candidates, cannot_be_reached, missing
+from dilocox.pipeline.candidates import (
+    Vacancies,
+    best_chain,
+    candidates,
+    cannot_be_reached,
+    missing,
+)
 from tests.pipeline.swarms import in_replica, stage_record
 
 TWO = Vacancies(me="head", num_stages=2, members={0: False})

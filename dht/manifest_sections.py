@@ -16,7 +16,7 @@ from typing import Any, ClassVar, Literal
 import yaml
 
 from dilocox.dht.errors import InvalidInput
-from dilocox.dht.manifest_schema import (
+from dilocox.dht.field_rules import (
     Section,
     checked,
     integer,

@@ -21,11 +21,13 @@ def archive_begins_later(swarm: LocalSwarm) -> bool:
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize(("records_kept", "by"), [(64, "records"), (2, "a state")])
+@pytest.mark.parametrize(
+    ("by", "kept"), [("records", {}), ("a state", {"records_kept": 2, "log_bytes": 0})]
+)
 def test_a_joiner_gets_what_it_missed_and_contributes(
-    start_swarm: StartSwarm, records_kept: int, by: str
+    start_swarm: StartSwarm, by: str, kept: dict[str, int]
 ) -> None:
-    swarm = start_swarm(rounds={"inner_steps": 100, "records_kept": records_kept})
+    swarm = start_swarm(rounds={"inner_steps": 100, **kept})
     for _ in range(2):
         swarm.add_peer()
     swarm.wait_for_rounds(6, 200)

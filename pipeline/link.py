@@ -265,7 +265,9 @@ FLUSH_S = 1.0  # what was said just before a link is dropped may still leave
 INBOX_BYTES = 64 * 1024 * 1024
 ROUND_TRIPS_KEPT = 8
 
-Seconds = Annotated[float, Field(ge=0.0, le=1e15)]  # of a peer's monotonic clock
+Seconds = Annotated[
+    float, Field(ge=0.0, le=1e15, allow_inf_nan=False)
+]  # of a peer's monotonic clock
 
 
 class Heartbeat(Facts):

@@ -109,7 +109,7 @@ class Fault(Facts):
     stage: Stage
     seen_by: Stage
     reason: BrokenKind | Literal["left"]
-    after_s: Annotated[float, Field(ge=0.0, le=1e9)] = 0.0
+    after_s: Annotated[float, Field(ge=0.0, le=1e9, allow_inf_nan=False)] = 0.0
 
     def contradiction(self, num_stages: int) -> str:
         last = max(self.stage, self.seen_by)

@@ -15,7 +15,7 @@ ROOMS = (
     "compression",
     "dht",
     "pipeline",
-    "peer",  # its own files: options, folders, resources, processes
+    "peer",  # its own files: options, folders, memory and disk, processes
     "peer/rounds",
     "peer/chain",
     "peer/averaging",
@@ -47,6 +47,7 @@ ONLY_IN = {
         "dht/validator",
         "peer/averaging/averager",
         "peer/averaging/driver",
+        "peer/averaging/matchmaking",
         "peer/averaging/service",
         "peer/chain/archive_keeper",
         "peer/commands/doctor_swarm",

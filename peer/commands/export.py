@@ -226,7 +226,7 @@ def _room(model: Any, prompt_tokens: int, wanted: int | None) -> int:
 
 
 class _Teller(TextStreamer):
-    """Tells a text as it comes, without the prompt."""
+    """Tells a text word by word as it comes, without the prompt."""
 
     def __init__(self, tokenizer: Any, tell: Callable[[str], None]):
         super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)

@@ -256,14 +256,14 @@ class SwarmHistory:
         except (OSError, ValueError) as error:
             logger.debug("%s", error)
             aside = path.with_name(f"{path.name}.old")
-            with suppress(OSError):  # `save` tells of a folder that cannot be written
-                path.replace(aside)
             logger.warning(
-                "%s is damaged, or of another version or manifest: it is set aside as %s, and the "
-                "curves begin anew",
+                "%s is damaged, or of another version or manifest: the curves begin anew, and it "
+                "is set aside as %s",
                 path,
                 aside.name,
             )
+            with suppress(OSError):  # `save` tells of a folder that cannot be written
+                path.replace(aside)
             return cls.begun(stages, root, now)
         made.watched_since, made.seen_at, made.held_at = now, None, None
         return made

@@ -136,11 +136,7 @@ class Reporter:
 
 def strict_json(facts: Mapping[str, Any]) -> str:
     """JSON for any reader: a number that is not finite, which JSON does not know, is null."""
-    finite = {
-        name: None if isinstance(value, float) and not math.isfinite(value) else value
-        for name, value in facts.items()
-    }
-    return json.dumps(finite)
+    return json.dumps(json.loads(json.dumps(facts), parse_constant=lambda _: None))
 
 
 def progress_line(status: LoopStatus) -> str:

@@ -55,6 +55,7 @@ from dilocox.peer.rounds.vote import Verdict
 
 logger = logging.getLogger(__name__)
 
+SILENT_PIECES = 4
 MAX_WATCHED = 7  # neighbours that a member watches in its row; larger groups share the work
 
 T = TypeVar("T")
@@ -108,15 +109,30 @@ class LiveGroup:
             self.spawn(self._watch(peer))
 
     async def _watch(self, peer: str) -> None:
-        """Count a member as dead when its heartbeats stop, whatever the reason."""
+        """Count a member as dead when its heartbeats stop, whatever the reason.
+
+        The silence is waited for in pieces: of a time in which this process stood still itself no
+        more than a piece counts against others.
+        """
+        beats = aiter(self._transport.heartbeats(peer))
+        beat: asyncio.Future[None] | None = None
+        silent = 0
         try:
-            beats = aiter(self._transport.heartbeats(peer))
-            # before Python 3.12 wait_for forgets a cancel that comes together with its result
-            while not self._over:
-                await asyncio.wait_for(anext(beats), self._setup.deadlines.silence_s)
-            return
+            while not self._over and silent < SILENT_PIECES:
+                beat = beat or asyncio.ensure_future(anext(beats))
+                await asyncio.wait([beat], timeout=self._setup.deadlines.silence_s / SILENT_PIECES)
+                silent += 1
+                if beat.done():
+                    beat.result()
+                    beat, silent = None, 0
+            if self._over:
+                return
+            logger.debug("%s counts as dead: it is silent", peer)
         except (ConnectionError, asyncio.TimeoutError, StopAsyncIteration) as error:
             logger.debug("%s counts as dead: %r", peer, error)
+        finally:
+            if beat is not None:
+                beat.cancel()
         self.dead.add(peer)
         self.notify()
 

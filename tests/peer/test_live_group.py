@@ -32,8 +32,10 @@ class Beating:
             yield
 
 
-def live_group(identities: list[Identity], folder: Path, transport: object) -> LiveGroup:
-    made = Group(identities[:2], folder, passes=everything)
+def live_group(
+    identities: list[Identity], folder: Path, transport: object, silence_s: float | None = None
+) -> LiveGroup:
+    made = Group(identities[:2], folder, passes=everything, silence_s=silence_s)
     setup = made.setups[made.peers[0]]
     return LiveGroup(setup, cast("Any", transport), ThreadPoolExecutor(1))
 
@@ -58,6 +60,28 @@ def test_a_watch_ends_with_the_attempt_also_where_a_heartbeat_comes_in_the_same_
         await asyncio.sleep(0.01)
         assert transport.beats == seen
         assert len(asyncio.all_tasks()) == 1
+
+    asyncio.run(go())
+
+
+def test_who_is_silent_is_dead_but_not_for_a_time_in_which_this_process_stood_still(
+    identities: list[Identity], tmp_path: Path
+) -> None:
+    async def go() -> None:
+        transport = Beating()
+        group = live_group(identities, tmp_path, transport, silence_s=0.4)
+        group.watch_neighbours()
+        transport.beat.set()
+        while not transport.beats:
+            await asyncio.sleep(0.01)
+        time.sleep(0.6)  # this process stands still
+        await asyncio.sleep(0.02)
+        assert not group.dead
+        transport.beat.set()
+        while transport.beats < 2:
+            await asyncio.sleep(0.01)
+        assert await group.until(lambda: bool(group.dead), time.monotonic() + 10)
+        group.cancel()
 
     asyncio.run(go())
 

@@ -295,7 +295,8 @@ def test_a_member_too_late_for_the_second_phase_still_averages_its_part_and_vote
     def passes(sender: str, receiver: str, kind: str) -> bool:
         return not (sender == late and kind == "fetch")
 
-    group = two_phases(identities, tmp_path, passes=passes, exchange_s=2.0)
+    exchange_s = 6.0  # the late one has a fifth of it, also on a busy machine
+    group = two_phases(identities, tmp_path, passes=passes, exchange_s=exchange_s)
     late = group.peers[1]
 
     def closed() -> bool:
@@ -306,7 +307,7 @@ def test_a_member_too_late_for_the_second_phase_still_averages_its_part_and_vote
     record = record_of(group, results)
     assert contributors(record, 0) == [tuple(group.peers)] * 3
     assert contributors(record, 1) == [(group.peers[0], group.peers[2])] * 3
-    assert seconds(results) < 2.0 + VOTE_S
+    assert seconds(results) < exchange_s + VOTE_S
 
 
 def test_a_reducer_whose_means_of_the_first_phase_never_come_is_blamed_alone_at_the_deadline(

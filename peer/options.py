@@ -442,6 +442,16 @@ class ExportOptions:
 
     invite: InviteText
     folder: Annotated[Path, typer.Argument(help="Folder to write the checkpoint to.")]
+    dtype: Annotated[
+        Literal["fp32", "bf16"],
+        typer.Option(help="bf16 is half as large; fp32 is what the run holds, to the bit."),
+    ] = "fp32"
+    contributors: Annotated[
+        bool,
+        typer.Option(
+            "--contributors", help="Name in the model card whose tokens the records count."
+        ),
+    ] = False
     host: Host = "0.0.0.0"
     timeout_s: Timeout = 600
     log_level: LogLevel = "warning"
@@ -467,6 +477,10 @@ class GenerateOptions:
         float,
         typer.Option(min=0, help="How daring it is; 0 takes the likeliest token each time."),
     ] = 0.8
+    dtype: Annotated[
+        Literal["fp32", "bf16"],
+        typer.Option(help="bf16 takes half the memory, and is slower on most processors."),
+    ] = "fp32"
     seed: Annotated[
         int | None,
         typer.Option(min=0, show_default="random", help="The same seed, the same text."),

@@ -4,10 +4,10 @@ listing, all of it, with certificates and states, to be replayed, or the anchor 
 The chain is walked back from the record that the longest claim names. A record is named by its
 digest, so it does not matter who gives it: whoever of the claimers has it.
 
-`download_anchors` brings the newest anchors of all stages: the state of a peer, and the records
-after it. Stages commit their rounds by themselves, so the newest anchors are of different rounds
-for a moment. They are asked for again until all are of one round: only those were ever evaluated
-together.
+`download_anchors` brings the newest anchors of all stages, one after the other: the state of a
+peer, and the records after it. Stages commit their rounds by themselves, so the newest anchors are
+of different rounds for a moment. They are asked for again until all are of one round: only those
+were ever evaluated together.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import logging
 import math
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -184,13 +184,20 @@ class Patience:
 
 
 @dataclass(frozen=True, kw_only=True)
-class StageAnchor:
-    """The anchor of one stage and the record it stands on."""
+class AnchorPlace:
+    """Where in the chain of its stage an anchor stands: after the record of this digest."""
 
     stage: int
     round: int
     digest: str
     chain_tokens: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageAnchor:
+    """The anchor of one stage."""
+
+    place: AnchorPlace
     layout: FlatLayout
     anchor: Tensor  # [layout.numel] fp32
 
@@ -200,113 +207,142 @@ class OtherRound(ConnectionError):
 
 
 def download_anchors(
-    place: Joined, *, timeout_s: float, patience: Patience | None = None
-) -> list[StageAnchor]:
-    """The newest anchor of every stage, of one round if such are to be had; EnvironmentFault if
-    nobody gave a sound one within the time.
+    joined: Joined,
+    take: Callable[[StageAnchor], None],
+    *,
+    folder: Path,
+    timeout_s: float,
+    have: Iterable[AnchorPlace] = (),
+    patience: Patience | None = None,
+) -> list[AnchorPlace]:
+    """Give the newest anchor of every stage to `take`, of one round if such are to be had.
+
+    One anchor is in memory at a time. A stage comes again where the others have only an anchor of
+    another round: its last one counts.
+
+    Args:
+        folder: for the states while they are downloaded, twice the size of an anchor.
+        have: anchors that were taken already; they do if the others are to be had of their round.
+
+    Returns where the anchors stand, by stage.
+
+    Raises:
+        EnvironmentFault: nobody gave a sound one within the time.
     """
-    deadline = time.monotonic() + timeout_s
-    return asyncio.run(_download_all(place, deadline, patience or Patience()))
+    download = _Download(joined, take, folder, time.monotonic() + timeout_s, patience or Patience())
+    return asyncio.run(download.run({place.stage: place for place in have}))
 
 
-async def _download_all(place: Joined, deadline: float, patience: Patience) -> list[StageAnchor]:
-    give_up = min(deadline, time.monotonic() + patience.common_s)
-    stages = range(place.manifest.stages)
-    while True:
-        newest = [await _newest(place, stage, deadline, patience) for stage in stages]
-        oldest = min(each.round for each in newest)
-        same: list[StageAnchor] = []
-        for each in newest:
-            found, reason = each, ""
-            if each.round != oldest:
-                found, reason = await _ask(place, each.stage, oldest, give_up)
-            if found is None:
-                logger.info("stage %d: no anchor of round %d: %s", each.stage, oldest, reason)
-                break
-            same.append(found)
-        if len(same) == len(newest):
-            return same
-        if time.monotonic() > give_up:
-            rounds = ", ".join(str(each.round) for each in newest)
-            logger.warning("the anchors of the stages are of different rounds: %s", rounds)
-            return newest
-        await asyncio.sleep(patience.look_s)
+@dataclass(frozen=True)
+class _Download:
+    joined: Joined
+    take: Callable[[StageAnchor], None]
+    folder: Path
+    deadline: float
+    patience: Patience
 
+    async def run(self, found: dict[int, AnchorPlace]) -> list[AnchorPlace]:
+        give_up = min(self.deadline, time.monotonic() + self.patience.common_s)
+        stages = range(self.joined.manifest.stages)
+        while True:
+            for stage in stages:
+                if stage not in found:
+                    found[stage] = await self._newest(stage)
+            oldest = min(place.round for place in found.values())
+            for stage in stages:
+                if found[stage].round == oldest:
+                    continue
+                place, reason = await self._ask(stage, oldest, give_up)
+                if place is None:
+                    logger.info("stage %d: no anchor of round %d: %s", stage, oldest, reason)
+                    break
+                found[stage] = place
+            else:
+                return [found[stage] for stage in stages]
+            if time.monotonic() > give_up:
+                rounds = ", ".join(str(found[stage].round) for stage in stages)
+                logger.warning("the anchors of the stages are of different rounds: %s", rounds)
+                return [found[stage] for stage in stages]
+            await asyncio.sleep(self.patience.look_s)
+            found = {stage: place for stage, place in found.items() if place.round > oldest}
 
-async def _newest(place: Joined, stage: int, deadline: float, patience: Patience) -> StageAnchor:
-    last, told = "the time was over before anybody was asked for it", ""
-    tell_at = time.monotonic() + patience.told_s
-    while (now := time.monotonic()) < deadline:
-        anchor, last = await _ask(place, stage, None, deadline)
-        if anchor is not None:
-            return anchor
-        if now >= tell_at and last != told:
-            told = last
-            left_s = deadline - now
-            logger.warning("stage %d: %s; waiting for %.0f s at most", stage, last, left_s)
-        await asyncio.sleep(patience.look_s)
-    raise EnvironmentFault(
-        f"stage {stage}: no anchor to be had: {last}; try again later, or give more time with "
-        "--timeout"
-    )
-
-
-async def _ask(
-    place: Joined, stage: int, round_number: int | None, deadline: float
-) -> tuple[StageAnchor | None, str]:
-    """Ask the peers of a stage in turn, the longest chain first; the last reason if all fail."""
-    # one holder among several: what an archive keeps besides, and more time, is not worth the wait
-    claimed = await claimed_chain(place, stage, older=False, limits=Limits())
-    last = nobody_holds(claimed.peers)
-    for peer, claim in claimed.claims.items():
-        try:
-            limit_s = max(1.0, deadline - time.monotonic())
-            claimed.chain.holders = [peer]
-            asked = _from_peer(place, claimed.chain, peer, claim, round_number)
-            return await asyncio.wait_for(asked, limit_s), ""
-        except REFUSED as error:
-            last = str(error) or type(error).__name__
-            # another may give it; what is not sound is worth a look all the same
-            level = logging.WARNING if isinstance(error, ValueError) else logging.INFO
-            logger.log(level, "stage %d: %s gave no anchor: %s", stage, peer[-6:], error)
-    return None, last
-
-
-async def _from_peer(
-    place: Joined, chain: ChainClient, peer: str, claim: ClaimRecord, round_number: int | None
-) -> StageAnchor:
-    """The anchor of the chain that a peer claims, after its last round or the one named.
-
-    Raises ConnectionError, and ValueError (of several kinds) where what came is not sound.
-    """
-    check = chain.check
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        log = RoundLog(folder / "log", manifest_digest=check.root, codec=check.codec)
-        digest, states = claim.digest, list[KeptState]()
-        with suppress(ConnectionError):  # no state: its log reaches back to the initial weights
-            offer = await chain.offer(peer)
-            states.append(await chain.download(offer, folder))
-            log.start_from(offer.record_bytes, offer.certificate)
-            if offer.record.round > claim.round:  # it went on after it wrote the claim
-                digest = offer.digest
-        await chain.catch_up(log, digest)
-        if log.head().digest != digest:
-            raise RecordRefused("its log does not lead to the record that it claims")
-        entries = [e for e in log.entries() if round_number is None or e.round <= round_number]
-        last = entries[-1].header() if entries else None
-        if last is None or round_number not in (None, last.round):
-            raise OtherRound("it has no anchor of that round")
-        flaws, vectors = await asyncio.to_thread(
-            state_after, place.manifest, place.run, check.stage, entries, states
+    async def _newest(self, stage: int) -> AnchorPlace:
+        last, told = "the time was over before anybody was asked for it", ""
+        tell_at = time.monotonic() + self.patience.told_s
+        while (now := time.monotonic()) < self.deadline:
+            place, last = await self._ask(stage, None, self.deadline)
+            if place is not None:
+                return place
+            if now >= tell_at and last != told:
+                told = last
+                left_s = self.deadline - now
+                logger.warning("stage %d: %s; waiting for %.0f s at most", stage, last, left_s)
+            await asyncio.sleep(self.patience.look_s)
+        raise EnvironmentFault(
+            f"stage {stage}: no anchor to be had: {last}; try again later, or give more time with "
+            "--timeout"
         )
-        if flaws or vectors is None:
-            raise RecordRefused(flaws[0] if flaws else "its state is not of its records")
-    return StageAnchor(
-        stage=check.stage,
-        round=last.round,
-        digest=entries[-1].digest,
-        chain_tokens=last.chain_tokens,
-        layout=check.layout,
-        anchor=vectors[0],
-    )
+
+    async def _ask(
+        self, stage: int, round_number: int | None, deadline: float
+    ) -> tuple[AnchorPlace | None, str]:
+        """Ask the peers of a stage in turn, the longest chain first, and give the anchor away; the
+        last reason if all fail.
+        """
+        # one holder among several: what an archive keeps besides, and more time, is not worth
+        # the wait
+        claimed = await claimed_chain(self.joined, stage, older=False, limits=Limits())
+        last = nobody_holds(claimed.peers)
+        for peer, claim in claimed.claims.items():
+            try:
+                limit_s = max(1.0, deadline - time.monotonic())
+                claimed.chain.holders = [peer]
+                asked = self._from_peer(claimed.chain, peer, claim, round_number)
+                found = await asyncio.wait_for(asked, limit_s)
+            except REFUSED as error:
+                last = str(error) or type(error).__name__
+                # another may give it; what is not sound is worth a look all the same
+                level = logging.WARNING if isinstance(error, ValueError) else logging.INFO
+                logger.log(level, "stage %d: %s gave no anchor: %s", stage, peer[-6:], error)
+                continue
+            await asyncio.to_thread(self.take, found)
+            return found.place, ""
+        return None, last
+
+    async def _from_peer(
+        self, chain: ChainClient, peer: str, claim: ClaimRecord, round_number: int | None
+    ) -> StageAnchor:
+        """The anchor of the chain that a peer claims, after its last round or the one named.
+
+        Raises ConnectionError, and ValueError (of several kinds) where what came is not sound.
+        """
+        check = chain.check
+        with tempfile.TemporaryDirectory(dir=self.folder) as name:
+            folder = Path(name)
+            log = RoundLog(folder / "log", manifest_digest=check.root, codec=check.codec)
+            digest, states = claim.digest, list[KeptState]()
+            with suppress(ConnectionError):  # no state: its log reaches back to the initial weights
+                offer = await chain.offer(peer)
+                states.append(await chain.download(offer, folder))
+                log.start_from(offer.record_bytes, offer.certificate)
+                if offer.record.round > claim.round:  # it went on after it wrote the claim
+                    digest = offer.digest
+            await chain.catch_up(log, digest)
+            if log.head().digest != digest:
+                raise RecordRefused("its log does not lead to the record that it claims")
+            entries = [e for e in log.entries() if round_number is None or e.round <= round_number]
+            last = entries[-1].header() if entries else None
+            if last is None or round_number not in (None, last.round):
+                raise OtherRound("it has no anchor of that round")
+            flaws, vectors = await asyncio.to_thread(
+                state_after, self.joined.manifest, self.joined.run, check.stage, entries, states
+            )
+            if flaws or vectors is None:
+                raise RecordRefused(flaws[0] if flaws else "its state is not of its records")
+        place = AnchorPlace(
+            stage=check.stage,
+            round=last.round,
+            digest=entries[-1].digest,
+            chain_tokens=last.chain_tokens,
+        )
+        return StageAnchor(place=place, layout=check.layout, anchor=vectors[0])

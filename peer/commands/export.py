@@ -1,24 +1,30 @@
 """The commands `dilocox export` and `dilocox generate`: the trained model as a Hugging Face folder,
 and how such a folder is used with plain transformers.
 
-What: `write_checkpoint` makes the folder from the stages, one shard each; `evaluate_checkpoint` and
-`continue_text` load it as any stranger would.
+What: `Checkpoint` makes the folder from the anchors of the stages, one shard each;
+`evaluate_checkpoint` and `continue_text` load it as any stranger would.
 Why: what a run leaves behind must load in one line, `AutoModelForCausalLM.from_pretrained(folder)`,
 without this package.
-How: shards are written one after the other, so that one stage is in memory at a time, into a hidden
-folder beside the target, which is renamed when all is complete. `dilocox.json` says which run and
-round the weights come from, and marks the folder as one that a later export may replace.
+How: stage after stage is downloaded and written, so that one stage is in memory at a time, into a
+hidden folder beside the target, which is renamed when all is complete. After a fault or a kill it
+stays, and the next export of the same run and dtype goes on with the shards that it has.
+`dilocox.json` says which run and round the weights come from, and marks the folder as one that a
+later export may replace.
 """
 
 from __future__ import annotations
 
+import asyncio
 import json
-import os
+import math
 import random
 import shutil
 import tempfile
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+import time
+from collections import Counter
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -27,7 +33,7 @@ import torch
 import torch.nn.functional as F
 import typer
 from huggingface_hub.errors import StrictDataclassError
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file  # pyright: ignore[reportUnknownVariableType]
 from torch import Tensor
 from transformers import (
@@ -39,7 +45,10 @@ from transformers import (
 )
 from transformers.utils import logging as transformers_logging
 
+from dilocox import __version__
 from dilocox.dht.errors import EnvironmentFault, InvalidInput
+from dilocox.dht.files import sync, write_atomically
+from dilocox.dht.manifest import Manifest
 from dilocox.peer.options import ExportOptions, GenerateOptions
 from dilocox.peer.os_process import STOPPED, StopSignal
 from dilocox.pipeline.partition import build_skeleton
@@ -47,20 +56,24 @@ from dilocox.pipeline.stage import constant_buffers, parameter_shapes
 
 if TYPE_CHECKING:  # hivemind comes with both, and a text is continued without it
     from dilocox.dht.join import Joined
-    from dilocox.peer.chain.download import StageAnchor
+    from dilocox.peer.chain.download import AnchorPlace
 
 
 def run_export_command(options: ExportOptions) -> int:
     """Download the newest anchors of a run and write a Hugging Face folder; the exit code."""
     from dilocox.dht.join import visiting
-    from dilocox.peer.chain.download import download_anchors
 
     with StopSignal():
-        with visiting(options.invite, options.host) as place:
-            anchors = download_anchors(place, timeout_s=options.timeout_s)
-            write_anchors(options.folder, place, anchors)
-        rounds = shown_rounds([each.round for each in anchors])
-        typer.echo(f"wrote {options.folder}: {rounds}, {anchors[0].chain_tokens:,} tokens")
+        with visiting(options.invite, options.host) as joined:
+            places = export_run(
+                joined,
+                options.folder,
+                DTYPES[options.dtype],
+                timeout_s=options.timeout_s,
+                contributors=options.contributors,
+            )
+        rounds = shown_rounds([each.round for each in places])
+        typer.echo(f"wrote {options.folder}: {rounds}, {places[0].chain_tokens:,} tokens")
         return 0
     return STOPPED
 
@@ -68,12 +81,11 @@ def run_export_command(options: ExportOptions) -> int:
 def run_generate_command(options: GenerateOptions) -> int:
     """Continue a text on the terminal with the newest anchors of a run; the exit code."""
     from dilocox.dht.join import visiting
-    from dilocox.peer.chain.download import download_anchors
 
     with StopSignal(), tempfile.TemporaryDirectory() as temporary:
         folder, tell = Path(temporary) / "model", partial(typer.echo, nl=False)
-        with visiting(options.invite, options.host) as place:
-            write_anchors(folder, place, download_anchors(place, timeout_s=options.timeout_s))
+        with visiting(options.invite, options.host) as joined:
+            export_run(joined, folder, DTYPES[options.dtype], timeout_s=options.timeout_s)
         tell(options.text)
         seed = random.getrandbits(32) if options.seed is None else options.seed
         temperature = options.temperature
@@ -91,67 +103,251 @@ def shown_rounds(rounds: Sequence[int]) -> str:
     return f"rounds {', '.join(others)} and {last} of its stages" if others else f"round {last}"
 
 
-def write_anchors(folder: Path, place: Joined, anchors: Sequence[StageAnchor]) -> None:
-    """Write a Hugging Face folder from the anchors of all stages; raises as `write_checkpoint`."""
-    manifest = place.manifest
-    info = {
-        "run": place.run,
-        "name": manifest.name,
-        "tokens": anchors[0].chain_tokens,
-        "stages": [{"round": each.round, "digest": each.digest} for each in anchors],
-    }
-    write_checkpoint(
-        folder,
-        manifest.model,
-        [(e.stage, manifest.stages, e.layout.view(e.anchor)) for e in anchors],
-        manifest.data.tokenizer,
-        info,
+def export_run(
+    joined: Joined,
+    folder: Path,
+    dtype: torch.dtype,
+    *,
+    timeout_s: float,
+    contributors: bool = False,
+) -> list[AnchorPlace]:
+    """Write the newest anchors of a run as a Hugging Face folder; where they stand, by stage.
+
+    Raises:
+        InvalidInput: something else is at `folder`.
+        EnvironmentFault: nobody gives the anchors, disk trouble, or no tokenizer.
+    """
+    from dilocox.peer.chain.download import AnchorPlace, download_anchors
+
+    manifest = joined.manifest
+    checkpoint = Checkpoint(
+        folder, manifest.model, manifest.stages, manifest.data.tokenizer, joined.run, dtype
     )
+    places = download_anchors(
+        joined,
+        lambda found: checkpoint.add(asdict(found.place), found.layout.view(found.anchor)),
+        folder=checkpoint.draft,
+        timeout_s=timeout_s,
+        have=[AnchorPlace(**place) for place in checkpoint.stages.values()],
+    )
+    info = {
+        "run": joined.run,
+        "name": manifest.name,
+        "tokens": places[0].chain_tokens,
+        "stages": [{"round": each.round, "digest": each.digest} for each in places],
+    }
+    given = _tokens_by_peer(joined, timeout_s) if contributors else {}
+    checkpoint.finish(info, model_card(manifest, info, given))
+    return places
+
+
+def _tokens_by_peer(joined: Joined, timeout_s: float) -> Counter[str]:
+    """The tokens of each peer in the records of all stages that can be had, over their number."""
+    from dilocox.peer.chain.download import claimed_chain, list_chain
+    from dilocox.peer.chain.summary import tokens_by_peer
+
+    async def listed(stage: int) -> Counter[str]:
+        chain = await claimed_chain(joined, stage, time.monotonic() + timeout_s)
+        return Counter(tokens_by_peer(await list_chain(chain)))
+
+    stages = joined.manifest.stages
+    total = sum((asyncio.run(listed(stage)) for stage in range(stages)), Counter[str]())
+    return Counter({peer: tokens // stages for peer, tokens in total.items()})
+
+
+def model_card(manifest: Manifest, info: Mapping[str, Any], given: Mapping[str, int]) -> str:
+    """README.md of a checkpoint: what it is, what it was trained on, and how it is loaded.
+
+    given: the tokens of each contributor, to name them.
+    """
+    data, inner, codec = manifest.data, manifest.inner, manifest.codec
+    texts = ", ".join(f"`{source.source}`" for source in (data, *data.more))
+    parameters = sum(
+        math.prod(shape)
+        for stage in range(manifest.stages)
+        for _, shape in parameter_shapes(manifest.model, manifest.stages, stage)
+    )
+    rounds = shown_rounds([stage["round"] for stage in info["stages"]])
+    lines = [
+        "---",
+        "library_name: transformers",
+        "pipeline_tag: text-generation",
+        "tags: [dilocox, distributed-training]",
+        "---",
+        f"# {manifest.name}",
+        "",
+        "Trained by volunteers over the internet with dilocox, and exported with version "
+        f"{__version__}.",
+        "",
+        "| | |",
+        "|---|---|",
+        f"| model | {manifest.model['model_type']}, {parameters:,} parameters |",
+        f"| text | {texts}; tokenizer `{data.tokenizer}` |",
+        f"| trained | {info['tokens']:,} of {manifest.end_tokens:,} tokens, {rounds} |",
+        f"| inner optimizer | {inner.optimizer}, learning rate {inner.learning_rate:g}, "
+        f"{inner.schedule} |",
+        f"| averaging | {manifest.outer.merge}, {codec.scheme} at {codec.bits} bits |",
+        f"| run | `{info['run']}` |",
+        "",
+        "```python",
+        "from transformers import AutoModelForCausalLM, AutoTokenizer",
+        "",
+        'model = AutoModelForCausalLM.from_pretrained("FOLDER")',
+        'tokenizer = AutoTokenizer.from_pretrained("FOLDER")',
+        "```",
+    ]
+    if given:
+        lines += ["", "| contributor | tokens |", "|---|---|"]
+        ranked = sorted(given.items(), key=lambda item: (-item[1], item[0]))
+        lines += [f"| {peer} | {tokens:,} |" for peer, tokens in ranked]
+    return "\n".join(lines) + "\n"
 
 
 INFO_FILE = "dilocox.json"
+PROGRESS_FILE = "export.json"  # of a folder in the making
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+BYTES_OF = {"F32": 4, "BF16": 2, "I64": 8, "BOOL": 1}
 DEFAULT_TOKENS = 200  # that a text is continued by
 
 # The byte tokenizer also counts 125 sentinels, which text never becomes.
 _BYTE_IDS_END = 259
 
 
-def write_checkpoint(
-    folder: Path,
-    config: Mapping[str, Any],
-    stage_tensors: Iterable[tuple[int, int, Mapping[str, Tensor]]],
-    tokenizer_spec: str,
-    info: Mapping[str, Any],
-) -> None:
-    """Write a Hugging Face folder that `from_pretrained` loads with bit-equal weights.
+class Checkpoint:
+    """A Hugging Face folder in the making, which `from_pretrained` loads with bit-equal weights
+    where the dtype is fp32.
 
-    Args:
-        folder: made, or replaced if it is an earlier export or empty.
-        config: the manifest's `model` field.
-        stage_tensors: (stage, number of stages, its parameters by name, fp32) for every stage, in
-            any order; consumed one by one.
-        tokenizer_spec: "byt5", or a hub name or folder.
-        info: JSON values for dilocox.json (run, round, digest, tokens).
-
-    Raises InvalidInput (something else is at `folder`, bad configuration), EnvironmentFault (disk
-    trouble, no tokenizer) and ValueError (tensors that are not those of the stages).
+    Attributes:
+        draft: the hidden folder in which it grows.
+        stages: what `add` was told of the stages whose shards are in it, maybe by an earlier export.
     """
-    folder = folder.resolve()
-    _refuse_foreign(folder)
-    tokenizer = _load_tokenizer(tokenizer_spec)
-    first_unused = _BYTE_IDS_END if tokenizer_spec == "byt5" else len(tokenizer)
-    draft = _sibling(folder, "partial")
+
+    def __init__(
+        self,
+        folder: Path,
+        config: Mapping[str, Any],
+        num_stages: int,
+        tokenizer: str,
+        run: str,
+        dtype: torch.dtype = torch.float32,
+    ):
+        """Begin, or go on with what an earlier export of this run and dtype left.
+
+        Args:
+            folder: made, or replaced if it is an earlier export or empty.
+            config: the manifest's `model` field.
+            tokenizer: "byt5", or a hub name or folder.
+
+        Raises InvalidInput (something else is at `folder`) and EnvironmentFault (disk trouble, no
+        tokenizer).
+        """
+        self._folder = folder.resolve()
+        _refuse_foreign(self._folder)
+        self._config, self._num_stages, self._dtype = config, num_stages, dtype
+        self._tokenizer = _load_tokenizer(tokenizer)
+        self._first_unused = _BYTE_IDS_END if tokenizer == "byt5" else len(self._tokenizer)
+        self.draft = self._folder.with_name(f".{self._folder.name}.partial")
+        self._key = {"run": run, "dtype": str(dtype), "stages": num_stages}
+        self.stages = _shards_of(self.draft, self._key)
+        if not self.stages:
+            shutil.rmtree(self.draft, ignore_errors=True)
+        with self._disk_faults():
+            self.draft.mkdir(parents=True, exist_ok=True)
+
+    def add(self, place: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
+        """Write the shard of a stage, in place of the one that it has.
+
+        Args:
+            place: JSON values; its "stage" says which one it is.
+            tensors: the parameters of the stage by name, fp32.
+
+        Raises ValueError (tensors that are not those of the stage) and EnvironmentFault.
+        """
+        stage: int = place["stage"]
+        found = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+        expected = dict(parameter_shapes(self._config, self._num_stages, stage))
+        if found != expected:
+            differ = sorted(found.items() ^ expected.items())[:3]
+            raise ValueError(f"stage {stage} of {self._num_stages} has other tensors: {differ}")
+        plain = {name: tensor.detach().to(self._dtype) for name, tensor in tensors.items()}
+        plain.update(constant_buffers(self._config, self._num_stages, stage))
+        plain = {name: tensor.cpu().contiguous() for name, tensor in plain.items()}
+        shard = self.draft / self._shard(stage)
+        with self._disk_faults():
+            self.stages.pop(stage, None)
+            self._note()
+            shard.touch()  # as the umask says; save_file writes another for us alone
+            mode = shard.stat().st_mode
+            save_file(plain, shard, metadata={"format": "pt"})
+            shard.chmod(mode)
+            sync(shard)
+            self.stages[stage] = dict(place)
+            self._note()
+
+    def finish(self, info: Mapping[str, Any], card: str) -> None:
+        """Write what belongs to the shards, and put the folder in its place.
+
+        Args:
+            info: JSON values for dilocox.json (run, round, digest, tokens).
+            card: for README.md.
+
+        Raises InvalidInput (bad configuration), EnvironmentFault (disk trouble) and ValueError (a
+        stage is missing).
+        """
+        if missing := sorted(set(range(self._num_stages)) - set(self.stages)):
+            raise ValueError(f"each stage is needed once, missing are {missing}")
+        with self._disk_faults():
+            self._write_index()
+            _write_configs(
+                self.draft, self._config, self._tokenizer, self._first_unused, self._dtype
+            )
+            self._tokenizer.save_pretrained(str(self.draft))
+            _write_json(self.draft / INFO_FILE, info)
+            (self.draft / "README.md").write_text(card, encoding="utf-8")
+            (self.draft / PROGRESS_FILE).unlink()
+            _put_in_place(self.draft, self._folder)
+
+    def _shard(self, stage: int) -> str:
+        return f"model-{stage + 1:05d}-of-{self._num_stages:05d}.safetensors"
+
+    def _note(self) -> None:
+        done = {str(stage): place for stage, place in self.stages.items()}
+        text = json.dumps(self._key | {"done": done})
+        write_atomically(self.draft / PROGRESS_FILE, text.encode())
+
+    def _write_index(self) -> None:
+        weight_map: dict[str, str] = {}
+        total = 0
+        for stage in range(self._num_stages):
+            with safe_open(self.draft / self._shard(stage), framework="pt") as file:
+                for name in file.keys():  # noqa: SIM118 - it is no mapping
+                    part = file.get_slice(name)
+                    weight_map[name] = self._shard(stage)
+                    total += math.prod(part.get_shape()) * BYTES_OF[part.get_dtype()]
+        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+        _write_json(self.draft / "model.safetensors.index.json", index)
+
+    @contextmanager
+    def _disk_faults(self) -> Generator[None, None, None]:
+        """Turn trouble with the disk below into a message for people."""
+        try:
+            yield
+        except (OSError, SafetensorError) as error:
+            raise EnvironmentFault(
+                f"cannot write the export into {self._folder.parent}: {error}; free space there, "
+                "check that you may write, or choose another folder; the same command goes on with "
+                f"what is in {self.draft}"
+            ) from error
+
+
+def _shards_of(draft: Path, key: Mapping[str, Any]) -> dict[int, dict[str, Any]]:
+    """The stages that an earlier export of the same kind has written; none if it is of another."""
     try:
-        with _disk_faults(folder.parent):
-            draft.mkdir(parents=True)
-        _write_shards(draft, config, stage_tensors)
-        with _disk_faults(folder.parent):
-            _write_configs(draft, config, tokenizer, first_unused)
-            tokenizer.save_pretrained(str(draft))
-            _write_json(draft / INFO_FILE, info)
-            _put_in_place(draft, folder)
-    finally:
-        shutil.rmtree(draft, ignore_errors=True)
+        found = json.loads((draft / PROGRESS_FILE).read_text())
+        done = {int(stage): dict(place) for stage, place in found.pop("done").items()}
+        return done if found == key else {}
+    except (OSError, ValueError, AttributeError, KeyError):
+        return {}
 
 
 def evaluate_checkpoint(
@@ -260,42 +456,12 @@ def _load_tokenizer(spec: str) -> Any:
         ) from error
 
 
-def _write_shards(
+def _write_configs(
     draft: Path,
     config: Mapping[str, Any],
-    stage_tensors: Iterable[tuple[int, int, Mapping[str, Tensor]]],
-) -> None:
-    """One safetensors file per stage, and the index over all of them."""
-    weight_map: dict[str, str] = {}
-    total_bytes = 0
-    written: list[tuple[int, int]] = []
-    for stage, num_stages, tensors in stage_tensors:
-        found = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-        expected = dict(parameter_shapes(config, num_stages, stage))
-        if found != expected:
-            differ = sorted(found.items() ^ expected.items())[:3]
-            raise ValueError(f"stage {stage} of {num_stages} has other tensors: {differ}")
-        plain = {name: tensor.detach().float() for name, tensor in tensors.items()}
-        plain.update(constant_buffers(config, num_stages, stage))
-        plain = {name: tensor.cpu().contiguous() for name, tensor in plain.items()}
-        shard = f"model-{stage + 1:05d}-of-{num_stages:05d}.safetensors"
-        with _disk_faults(draft.parent):
-            (draft / shard).touch()  # as the umask says; save_file writes another for us alone
-            mode = (draft / shard).stat().st_mode
-            save_file(plain, draft / shard, metadata={"format": "pt"})
-            (draft / shard).chmod(mode)
-        weight_map.update(dict.fromkeys(plain, shard))
-        total_bytes += sum(tensor.nbytes for tensor in plain.values())
-        written.append((stage, num_stages))
-    if sorted(written) != [(stage, len(written)) for stage in range(len(written))] or not written:
-        raise ValueError(f"each stage is needed once, got (stage, number of stages): {written}")
-    index = {"metadata": {"total_size": total_bytes}, "weight_map": weight_map}
-    with _disk_faults(draft.parent):
-        _write_json(draft / "model.safetensors.index.json", index)
-
-
-def _write_configs(
-    draft: Path, config: Mapping[str, Any], tokenizer: Any, first_unused: int
+    tokenizer: Any,
+    first_unused: int,
+    dtype: torch.dtype,
 ) -> None:
     """config.json and generation_config.json, with the special ids of the tokenizer.
 
@@ -310,6 +476,7 @@ def _write_configs(
         # A few families insist on an id; then generation_config.json, which wins, still has none.
         with suppress(StrictDataclassError):
             setattr(model.config, name, value)
+    model.config.dtype = dtype
     model.config.architectures = [type(model).__name__]
     model.config.save_pretrained(str(draft))
     unused = set(range(first_unused, size)) | {ids["pad_token_id"], tokenizer.unk_token_id}
@@ -346,7 +513,8 @@ def _put_in_place(draft: Path, folder: Path) -> None:
     if not folder.exists():
         draft.rename(folder)
         return
-    replaced = _sibling(folder, "replaced")
+    replaced = folder.with_name(f".{folder.name}.replaced")
+    shutil.rmtree(replaced, ignore_errors=True)
     folder.rename(replaced)
     try:
         draft.rename(folder)
@@ -356,24 +524,5 @@ def _put_in_place(draft: Path, folder: Path) -> None:
     shutil.rmtree(replaced)
 
 
-def _sibling(folder: Path, kind: str) -> Path:
-    """A hidden name beside `folder`, for this process; what an earlier one left there goes."""
-    sibling = folder.with_name(f".{folder.name}.{kind}-{os.getpid()}")
-    shutil.rmtree(sibling, ignore_errors=True)
-    return sibling
-
-
 def _write_json(path: Path, value: Mapping[str, Any]) -> None:
     path.write_text(json.dumps(value, indent=2, sort_keys=True) + "\n", encoding="utf-8")
-
-
-@contextmanager
-def _disk_faults(folder: Path) -> Generator[None, None, None]:
-    """Turn trouble with the disk below into a message for people."""
-    try:
-        yield
-    except (OSError, SafetensorError) as error:
-        raise EnvironmentFault(
-            f"cannot write the export into {folder}: {error}; free space there, check that you may "
-            "write, or choose another folder"
-        ) from error

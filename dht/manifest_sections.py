@@ -97,9 +97,12 @@ class DataSpec(Section):
         hub.
     format: "stdlib", "text", "json" (lines), "parquet" or "hub"; follows from the source's ending
         if left out.
-    subset: configuration of a hub data set.
+    subset, revision, split: of a hub data set: its configuration, a commit or tag of its
+        repository (the newest files if left out, which may change during the run), and the split.
     text_field: the field that holds the text, where there are fields.
     tokenizer: "byt5" (bytes, needs no files), or a hub name or folder.
+    tokenizer_digest: sha256 (hex) of what it makes of text; empty until `dilocox bootstrap` fills
+        it in.
     parts: number of disjoint parts that heads lease.
     held_out: sha256 (hex) of the held-out part; empty until `dilocox bootstrap` fills it in.
     held_out_windows: windows of the validation loss.
@@ -115,8 +118,11 @@ class DataSpec(Section):
     source: str = checked(text(_SOME_TEXT, "stdlib, a path or a hub name"), "stdlib")
     format: Literal["stdlib", "text", "json", "parquet", "hub"] = "stdlib"
     subset: str | None = checked(text(_SOME_TEXT, "text or nothing", optional=True), None)
+    revision: str | None = checked(text(_SOME_TEXT, "a commit or tag", optional=True), None)
+    split: str = checked(text(_SOME_TEXT, "the name of a split"), "train")
     text_field: str = checked(text(_SOME_TEXT, "the name of a field"), "text")
     tokenizer: str = checked(text(_SOME_TEXT, "byt5, a hub name or a folder"), "byt5")
+    tokenizer_digest: str = checked(text(r"([0-9a-f]{64})?", "64 hex digits or empty"), "")
     parts: int = checked(integer(1, 65536), 64)
     held_out: str = checked(text(r"([0-9a-f]{64})?", "64 hex digits or empty"), "")
     held_out_windows: int = checked(integer(1, 65536), 64)
@@ -157,9 +163,11 @@ class PipelineSpec(Section):
 @dataclass(frozen=True, kw_only=True)
 class InnerSpec(Section):
     """The inner optimizer. Its learning rate warms up over `warmup_tokens` of the run, then follows
-    a cosine down to `final_fraction` of itself at the run's end. `precision` is that of a GPU; a
+    `schedule` down to `final_fraction` of itself at the run's end. `precision` is that of a GPU; a
     CPU computes in fp32.
 
+    schedule: "cosine" or "linear" all the way; "wsd" (warmup, stable, decay) falls in a line over
+        the last `decay_share` of the run; "constant" never falls.
     optimizer: "adamw", or "muon" for the 2-D weights of the layers and AdamW for the rest.
     muon_learning_rate: follows the same schedule. It is scaled by 0.2 * sqrt(the longer side) of
         each matrix, so that an update is as large as a typical one of AdamW at the same rate.
@@ -175,6 +183,8 @@ class InnerSpec(Section):
     weight_decay: float = checked(number(0, 10), 0.1)
     clip_norm: float = checked(number(0, 1e6, above=True), 1.0)
     warmup_tokens: int = checked(integer(0, MAX_TOKENS), 0)
+    schedule: Literal["cosine", "linear", "wsd", "constant"] = "cosine"
+    decay_share: float = checked(number(0, 1, above=True), 0.2)
     final_fraction: float = checked(number(0, 1), 0.1)
     precision: Literal["fp32", "bf16", "fp16"] = "bf16"
 

@@ -114,7 +114,7 @@ def own_data(data: DataSpec, option: str) -> DataSpec:
         return data
     local = data.format if data.format in ("text", "json", "parquet") else "text"
     chosen = ENDINGS.get(Path(option).suffix, local)
-    return replace(OwnData(**asdict(data)), source=option, format=chosen, parts=1)
+    return replace(OwnData(**asdict(data)), source=option, format=chosen, parts=1, more=())
 
 
 def open_corpus(manifest: Manifest, option: str) -> Corpus:

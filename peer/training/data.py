@@ -45,7 +45,8 @@ from torch import Tensor
 from dilocox.dht.errors import InvalidInput
 from dilocox.dht.manifest import DataSpec
 from dilocox.peer.averaging.data_lease import place_of, position_of
-from dilocox.peer.training.data_sources import DocumentStream, Source, open_source, require_hub
+from dilocox.peer.training.data_sources import DocumentStream, require_hub
+from dilocox.peer.training.mixed_source import MixedSource, MixedStream, open_mixture
 from dilocox.pipeline.stage_worker import next_token_loss
 
 logger = logging.getLogger(__name__)
@@ -203,16 +204,16 @@ class _ReadAhead:
 class _PartReader:
     """Makes shelves of the documents of one part; knows nothing of who asks, who may be gone."""
 
-    source: Source
+    source: MixedSource
     tokenizer: Tokenizer
     part: int
     sequence_length: int
     seed: int
 
-    def open(self, epoch: int) -> DocumentStream:
+    def open(self, epoch: int) -> DocumentStream | MixedStream:
         return self.source.part(self.part, f"{self.seed}/{epoch}")
 
-    def shelves(self, stream: DocumentStream, epoch: int) -> Iterator[_Shelf]:
+    def shelves(self, stream: DocumentStream | MixedStream, epoch: int) -> Iterator[_Shelf]:
         """The shelves from a place on, without end: the next epoch's follow those of this one."""
         while True:
             start = stream.state_dict()
@@ -233,7 +234,7 @@ class _PartReader:
                 epoch += 1
                 stream = self.open(epoch)
 
-    def _windows(self, stream: DocumentStream) -> TokenIds:
+    def _windows(self, stream: DocumentStream | MixedStream) -> TokenIds:
         """The next documents, joined and cut into windows that share their last and first token."""
         length = self.sequence_length
         wanted = max(SHELF_TOKENS, _MIN_SHELF_WINDOWS * length)
@@ -254,12 +255,12 @@ class Corpus(Iterator[torch.Tensor]):
     `load_state_dict` comes before the first. For one thread.
 
     Raises:
-        InvalidInput, EnvironmentFault: as `open_source` and `open_tokenizer` do.
+        InvalidInput, EnvironmentFault: as `open_mixture` and `open_tokenizer` do.
     """
 
     def __init__(self, spec: DataSpec, *, sequence_length: int, microbatch_size: int, seed: int):
         self._spec = spec
-        self._source = open_source(spec)
+        self._source = open_mixture(spec)
         self.tokenizer = open_tokenizer(spec.tokenizer)
         self._sequence_length = sequence_length
         self._microbatch_size = microbatch_size
@@ -370,9 +371,9 @@ def held_out_digest(spec: DataSpec) -> str:
 
     Validation losses compare only where it is equal.
     """
-    source = open_source(spec)
-    named = spec.format == "stdlib"
-    names = [piece.name for piece in source.held_out] if named else []
+    source = open_mixture(spec)
+    named = [each for each in source.sources if each.spec.format == "stdlib"]
+    names = [piece.name for each in named for piece in each.held_out]
     digest = hashlib.sha256(json.dumps(names).encode())
     for document in source.held_out_documents():
         digest.update(len(document).to_bytes(8, "little"))
@@ -389,7 +390,7 @@ def held_out_windows(spec: DataSpec, sequence_length: int, count: int = 64) -> t
         InvalidInput: the held-out part is shorter than one window.
     """
     tokenizer = open_tokenizer(spec.tokenizer)
-    documents = open_source(spec).held_out_documents()
+    documents = open_mixture(spec).held_out_documents()
     tokens = _joined([_with_eos(tokenizer, document) for document in documents])
     last = len(tokens) - (sequence_length + 1)
     if last < 0:

@@ -110,7 +110,7 @@ class TestReadAhead:
         source = corpus(spec)
         take(source, 100)
         for _ in range(2):
-            with pytest.raises(InvalidInput, match="'text' of .* holds int"):
+            with pytest.raises(InvalidInput, match=r"'text' of .* holds int"):
                 take(source, 1000)
 
     @pytest.mark.usefixtures("small_shelves")

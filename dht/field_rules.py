@@ -100,6 +100,21 @@ def texts(pattern: str, wanted: str, *, most: int) -> Rule:
     return _many(text(pattern, wanted), "texts", most)
 
 
+def sections(kind: "type[S]", where: str, *, most: int) -> Rule:
+    """A list of at most `most` sections; `where` is the field's name, for messages."""
+
+    def rule(value: object) -> tuple[object, ...]:
+        given = cast(list[object], value) if isinstance(value, list | tuple) else None
+        if given is None or len(given) > most:
+            raise ValueError(f"it must be a list of at most {most} sections")
+        return tuple(
+            item if isinstance(item, kind) else build(kind, item, f"{where}[{index}]")
+            for index, item in enumerate(given)
+        )
+
+    return rule
+
+
 def _many(one: Rule, what: str, most: int) -> Rule:
     def rule(value: object) -> tuple[object, ...]:
         given = cast(list[object], value) if isinstance(value, list | tuple) else None

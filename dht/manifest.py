@@ -63,7 +63,7 @@ __all__ = [
     "warnings",
 ]
 
-PROTOCOL_VERSION = 4
+PROTOCOL_VERSION = 5
 SIGNED_VERSION = 1
 MAX_STORED_BYTES = 24 * 1024
 MAX_MANIFEST_BYTES = 256 * 1024
@@ -342,11 +342,15 @@ def _check_together(manifest: Manifest) -> None:
     """Raise `InvalidInput` for the first field that does not fit another one."""
     model, data, rounds = manifest.model, manifest.data, manifest.rounds
     vocabulary, positions = model.get("vocab_size"), model.get("max_position_embeddings")
-    if (data.source == "stdlib") != (data.format == "stdlib"):
-        raise InvalidInput(
-            f"data.format is {data.format!r} with data.source {data.source!r}; "
-            "stdlib goes with stdlib only"
-        )
+    for name, source in [
+        ("data", data),
+        *((f"data.more[{n}]", m) for n, m in enumerate(data.more)),
+    ]:
+        if (source.source == "stdlib") != (source.format == "stdlib"):
+            raise InvalidInput(
+                f"{name}.format is {source.format!r} with {name}.source {source.source!r}; "
+                "stdlib goes with stdlib only"
+            )
     if data.tokenizer == "byt5" and not (
         isinstance(vocabulary, int) and vocabulary >= BYT5_VOCABULARY
     ):

@@ -23,6 +23,7 @@ from dilocox.dht.field_rules import (
     number,
     pair_of_fractions,
     rows,
+    sections,
     shown,
     text,
     texts,
@@ -43,11 +44,11 @@ def with_defaults(given: dict[str, Any]) -> dict[str, Any]:
     if isinstance(model, str):
         given |= {"model": _preset(model), "preset": model}
     match given.get("data"):
-        case {"source": str(source), **rest} if "format" not in rest and source != "stdlib":
-            ending = ENDINGS.get(Path(source).suffix)
-            if ending is None:
-                raise InvalidInput("data.format is missing; it must be text, json, parquet or hub")
-            given["data"] = given["data"] | {"format": ending}
+        case {"more": [*others]}:
+            more = [_with_format(other, f"data.more[{n}]") for n, other in enumerate(others)]
+            given["data"] = _with_format(given["data"] | {"more": more}, "data")
+        case {"source": str()}:
+            given["data"] = _with_format(given["data"], "data")
         case _:
             pass
     match given.get("outer"):
@@ -72,6 +73,19 @@ def with_defaults(given: dict[str, Any]) -> dict[str, Any]:
     return given
 
 
+def _with_format(given: Any, where: str) -> Any:
+    match given:
+        case {"source": str(source), **rest} if "format" not in rest and source != "stdlib":
+            ending = ENDINGS.get(Path(source).suffix)
+            if ending is None:
+                raise InvalidInput(
+                    f"{where}.format is missing; it must be text, json, parquet or hub"
+                )
+            return given | {"format": ending}
+        case _:
+            return given
+
+
 def _preset(name: str) -> dict[str, Any]:
     if name not in preset_names():
         raise InvalidInput(f"model is {shown(name)}; presets are {', '.join(preset_names())}")
@@ -90,21 +104,17 @@ _SOME_TEXT = r"[^\x00-\x1f]{1,512}"
 
 
 @dataclass(frozen=True, kw_only=True)
-class DataSpec(Section):
-    """What is trained on.
+class SourceSpec(Section):
+    """Where text comes from.
 
     source: "stdlib" (the source of Python's standard library), a path or glob, or a name on the
         hub.
     format: "stdlib", "text", "json" (lines), "parquet" or "hub"; follows from the source's ending
         if left out.
-    subset: configuration of a hub data set.
+    subset, revision, split: of a hub data set: its configuration, a commit or tag of its
+        repository (the newest files if left out, which may change during the run), and the split.
     text_field: the field that holds the text, where there are fields.
-    tokenizer: "byt5" (bytes, needs no files), or a hub name or folder.
-    parts: number of disjoint parts that heads lease.
-    held_out: sha256 (hex) of the held-out part; empty until `dilocox bootstrap` fills it in.
-    held_out_windows: windows of the validation loss.
-    validation_share: the share of a replica's time that its evaluations of anchors may take; of
-        short rounds not each is evaluated.
+    weight: the share of its bytes in what is trained on, over the sum of the weights.
 
     SOURCE, FORMAT: what messages name when the source, or its format, is at fault.
     """
@@ -115,8 +125,30 @@ class DataSpec(Section):
     source: str = checked(text(_SOME_TEXT, "stdlib, a path or a hub name"), "stdlib")
     format: Literal["stdlib", "text", "json", "parquet", "hub"] = "stdlib"
     subset: str | None = checked(text(_SOME_TEXT, "text or nothing", optional=True), None)
+    revision: str | None = checked(text(_SOME_TEXT, "a commit or tag", optional=True), None)
+    split: str = checked(text(_SOME_TEXT, "the name of a split"), "train")
     text_field: str = checked(text(_SOME_TEXT, "the name of a field"), "text")
+    weight: float = checked(number(0, 1e6, above=True), 1.0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataSpec(SourceSpec):
+    """What is trained on.
+
+    more: sources beside the first; a part of the data is that part of each of them, mixed.
+    tokenizer: "byt5" (bytes, needs no files), or a hub name or folder.
+    tokenizer_digest: sha256 (hex) of what it makes of text; empty until `dilocox bootstrap` fills
+        it in.
+    parts: number of disjoint parts that heads lease.
+    held_out: sha256 (hex) of the held-out part; empty until `dilocox bootstrap` fills it in.
+    held_out_windows: windows of the validation loss.
+    validation_share: the share of a replica's time that its evaluations of anchors may take; of
+        short rounds not each is evaluated.
+    """
+
+    more: tuple[SourceSpec, ...] = checked(sections(SourceSpec, "data.more", most=15), ())
     tokenizer: str = checked(text(_SOME_TEXT, "byt5, a hub name or a folder"), "byt5")
+    tokenizer_digest: str = checked(text(r"([0-9a-f]{64})?", "64 hex digits or empty"), "")
     parts: int = checked(integer(1, 65536), 64)
     held_out: str = checked(text(r"([0-9a-f]{64})?", "64 hex digits or empty"), "")
     held_out_windows: int = checked(integer(1, 65536), 64)
@@ -157,9 +189,11 @@ class PipelineSpec(Section):
 @dataclass(frozen=True, kw_only=True)
 class InnerSpec(Section):
     """The inner optimizer. Its learning rate warms up over `warmup_tokens` of the run, then follows
-    a cosine down to `final_fraction` of itself at the run's end. `precision` is that of a GPU; a
+    `schedule` down to `final_fraction` of itself at the run's end. `precision` is that of a GPU; a
     CPU computes in fp32.
 
+    schedule: "cosine" or "linear" all the way; "wsd" (warmup, stable, decay) falls in a line over
+        the last `decay_share` of the run; "constant" never falls.
     optimizer: "adamw", or "muon" for the 2-D weights of the layers and AdamW for the rest.
     muon_learning_rate: follows the same schedule. It is scaled by 0.2 * sqrt(the longer side) of
         each matrix, so that an update is as large as a typical one of AdamW at the same rate.
@@ -175,6 +209,8 @@ class InnerSpec(Section):
     weight_decay: float = checked(number(0, 10), 0.1)
     clip_norm: float = checked(number(0, 1e6, above=True), 1.0)
     warmup_tokens: int = checked(integer(0, MAX_TOKENS), 0)
+    schedule: Literal["cosine", "linear", "wsd", "constant"] = "cosine"
+    decay_share: float = checked(number(0, 1, above=True), 0.2)
     final_fraction: float = checked(number(0, 1), 0.1)
     precision: Literal["fp32", "bf16", "fp16"] = "bf16"
 

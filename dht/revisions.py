@@ -50,6 +50,8 @@ REVISABLE = (
     "inner.weight_decay",
     "inner.clip_norm",
     "inner.warmup_tokens",
+    "inner.schedule",
+    "inner.decay_share",
     "inner.final_fraction",
     "outer.learning_rate",
     "outer.momentum",

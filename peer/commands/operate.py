@@ -25,27 +25,33 @@ from dilocox.peer.state_folder import StateFolder
 
 def checked_manifest(path: Path) -> Manifest:
     """The run's description, completed by what only this machine can tell: that the model can be
-    cut and has a row for each id of the tokenizer, and the digest of the held-out data.
+    cut and has a row for each id of the tokenizer, and the digests of that and the held-out data.
 
     Raises:
         InvalidInput: a field is wrong, the model cannot be cut so, there is no such tokenizer or
             it has too many ids, or the data are not as stated.
         EnvironmentFault: the tokenizer or the data are on the hub, which does not answer.
     """
-    from dilocox.peer.training.data import check_vocabulary, held_out_digest, open_tokenizer
+    from dilocox.peer.training.data import (
+        check_tokenizer,
+        held_out_digest,
+        open_tokenizer,
+        tokenizer_digest,
+    )
     from dilocox.pipeline.partition import plan_stages
 
     manifest = Manifest.load(path)
     plan_stages(manifest.model, manifest.stages)
-    tokenizer = manifest.data.tokenizer
-    check_vocabulary(tokenizer, open_tokenizer(tokenizer), manifest.model)
+    tokenizer = open_tokenizer(manifest.data.tokenizer)
+    check_tokenizer(manifest.data, tokenizer, manifest.model)
     found = held_out_digest(manifest.data)
     if manifest.data.held_out not in ("", found):
         raise InvalidInput(
             f"{path}: data.held_out is {manifest.data.held_out[:12]}..., the data here give "
             f"{found[:12]}...; remove the field, or use the data it was made from"
         )
-    return replace(manifest, data=replace(manifest.data, held_out=found))
+    filled_in = {"held_out": found, "tokenizer_digest": tokenizer_digest(tokenizer)}
+    return replace(manifest, data=replace(manifest.data, **filled_in))
 
 
 PUBLISH_LIMIT_S = 60.0

@@ -24,7 +24,7 @@ from dilocox.peer.chain.snapshot_files import DAMAGED
 from dilocox.peer.memory_and_disk import Check, DiskNeeds, disk_check, disk_free
 from dilocox.peer.rounds.adaptation import stage_codec
 from dilocox.peer.state_folder import ASIDE
-from dilocox.peer.training.data import Corpus, check_vocabulary, held_out_digest, held_out_windows
+from dilocox.peer.training.data import Corpus, check_tokenizer, held_out_digest, held_out_windows
 from dilocox.peer.training.inner_optimizer import InnerOptimizer
 from dilocox.peer.training.loop import LocalModel
 from dilocox.peer.training.merge import Merge, MergeConfig
@@ -114,13 +114,13 @@ def own_data(data: DataSpec, option: str) -> DataSpec:
         return data
     local = data.format if data.format in ("text", "json", "parquet") else "text"
     chosen = ENDINGS.get(Path(option).suffix, local)
-    return replace(OwnData(**asdict(data)), source=option, format=chosen, parts=1)
+    return replace(OwnData(**asdict(data)), source=option, format=chosen, parts=1, more=())
 
 
 def open_corpus(manifest: Manifest, option: str) -> Corpus:
     """The text to train on: the run's, or what `--data` names.
 
-    Raises InvalidInput: there is none, or its tokenizer has more ids than the model has rows.
+    Raises InvalidInput: there is none, or the tokenizer is not the run's or does not fit the model.
     """
     batch = manifest.batch
     corpus = Corpus(
@@ -129,7 +129,7 @@ def open_corpus(manifest: Manifest, option: str) -> Corpus:
         microbatch_size=batch.microbatch_size,
         seed=manifest.seed,
     )
-    check_vocabulary(manifest.data.tokenizer, corpus.tokenizer, manifest.model)
+    check_tokenizer(manifest.data, corpus.tokenizer, manifest.model)
     return corpus
 
 

@@ -8,7 +8,8 @@ of a million tokens; the shelf is cut into windows and these are shuffled. So a 
 documents, and yet a position is exact and small: where in the files the shelf began and how many
 of its windows were used. (A shuffle buffer of `datasets` forgets its contents on resume.)
 Neighbouring windows share one token, so that every token of a shelf is predicted once; tokens
-after the last whole window are not.
+after the last whole window are not. A thread of its own makes the next shelves while one is used,
+so that no step waits for a disk, the hub or a tokenizer.
 
 A tokenizer makes token ids of a document's bytes. No text becomes a special token, whatever it
 spells: a document that contains `</s>` must not end there.
@@ -26,9 +27,13 @@ import hashlib
 import importlib
 import json
 import logging
+import queue
+import threading
+import weakref
 from collections.abc import Callable, Generator, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from copy import deepcopy
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -40,7 +45,8 @@ from torch import Tensor
 from dilocox.dht.errors import InvalidInput
 from dilocox.dht.manifest import DataSpec
 from dilocox.peer.averaging.data_lease import place_of, position_of
-from dilocox.peer.training.data_sources import DocumentStream, open_source, require_hub
+from dilocox.peer.training.data_sources import DocumentStream, require_hub
+from dilocox.peer.training.mixed_source import MixedSource, MixedStream, open_mixture
 from dilocox.pipeline.stage_worker import next_token_loss
 
 logger = logging.getLogger(__name__)
@@ -56,6 +62,9 @@ class ByteTokenizer:
 
     def encode(self, document: bytes) -> TokenIds:
         return np.frombuffer(document, dtype=np.uint8).astype(np.int32) + 3
+
+    def vocabulary(self) -> dict[str, int]:
+        return {}  # the ids follow from the bytes
 
 
 class PretrainedTokenizer:
@@ -79,6 +88,9 @@ class PretrainedTokenizer:
         )
         return np.asarray(encoded["input_ids"], dtype=np.int32)
 
+    def vocabulary(self) -> dict[str, int]:
+        return self._tokenizer.get_vocab()
+
 
 Tokenizer: TypeAlias = ByteTokenizer | PretrainedTokenizer
 
@@ -93,14 +105,35 @@ def open_tokenizer(name: str) -> Tokenizer:
     return ByteTokenizer() if name == "byt5" else PretrainedTokenizer(name)
 
 
-def check_vocabulary(name: str, tokenizer: Tokenizer, model: Mapping[str, Any]) -> None:
-    """Raise `InvalidInput` where a model has no row for some of the tokenizer's ids."""
+_PROBE = "The 3 naïve foxes\n\tjump(over) == 1_024.5\r\n ☃漢字 \x00".encode()
+
+
+def tokenizer_digest(tokenizer: Tokenizer) -> str:
+    """Return the sha256 (hex) of a tokenizer's vocabulary, its end of text and what it makes of a
+    line of text: equal where two machines make the same ids, whatever their files look like.
+    """
+    ids = tokenizer.encode(_PROBE).tolist()
+    words = [sorted(tokenizer.vocabulary().items()), tokenizer.eos_id, ids]
+    return hashlib.sha256(json.dumps(words).encode()).hexdigest()
+
+
+def check_tokenizer(data: DataSpec, tokenizer: Tokenizer, model: Mapping[str, Any]) -> None:
+    """Raise `InvalidInput` where a model has no row for some of the tokenizer's ids, or where it is
+    not the tokenizer that the run began with.
+    """
     rows = int(model["vocab_size"])
     if tokenizer.vocab_size > rows:
         raise InvalidInput(
-            f"data.tokenizer {name!r} has {tokenizer.vocab_size} ids, and model.vocab_size is "
-            f"{rows}: set model.vocab_size to {tokenizer.vocab_size} or more, or choose a smaller "
-            "tokenizer"
+            f"data.tokenizer {data.tokenizer!r} has {tokenizer.vocab_size} ids, and "
+            f"model.vocab_size is {rows}: set model.vocab_size to {tokenizer.vocab_size} or more, "
+            "or choose a smaller tokenizer"
+        )
+    found = tokenizer_digest(tokenizer)
+    if data.tokenizer_digest not in ("", found):
+        raise InvalidInput(
+            f"data.tokenizer {data.tokenizer!r} here ({found[:12]}...) makes other ids than the "
+            f"run's ({data.tokenizer_digest[:12]}...): its files were changed since the run began; "
+            "get those that the operator has, or leave data.tokenizer_digest out of a new run"
         )
 
 
@@ -121,6 +154,98 @@ def _load_pretrained(name: str) -> Any:
 
 SHELF_TOKENS = 1 << 18
 _MIN_SHELF_WINDOWS = 32  # for very long windows
+_SHELVES_AHEAD = 2  # a slow disk or hub is made up for by so much
+
+
+@dataclass(frozen=True)
+class _Shelf:
+    windows: TokenIds  # [n, sequence_length + 1], shuffled
+    epoch: int
+    start: dict[str, Any]  # where in the files it began
+
+
+class _ReadAhead:
+    """Computes the items of an iterator in a thread of its own, a few before they are asked for.
+
+    What the iterator raises is raised by `next` in its place, after the items before it.
+    """
+
+    def __init__(self, items: Iterator[_Shelf]):
+        self._queue: queue.Queue[_Shelf | Exception] = queue.Queue(_SHELVES_AHEAD)
+        self._stopped = threading.Event()
+        # a daemon: a peer that leaves must not wait for a hub that gives no answer
+        threading.Thread(target=self._read, args=(items,), name="read-ahead", daemon=True).start()
+
+    def next(self) -> _Shelf:
+        item = self._queue.get()
+        if isinstance(item, Exception):
+            self._queue.put(item)  # nothing else will come
+            raise item
+        return item
+
+    def stop(self) -> None:
+        """Let the thread end after the item that it is at."""
+        self._stopped.set()
+        with suppress(queue.Empty):
+            while True:
+                self._queue.get_nowait()
+
+    def _read(self, items: Iterator[_Shelf]) -> None:
+        try:
+            for item in items:
+                if self._stopped.is_set():
+                    return
+                self._queue.put(item)
+        except Exception as error:  # noqa: BLE001 - it is for who asks next
+            self._queue.put(error)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _PartReader:
+    """Makes shelves of the documents of one part; knows nothing of who asks, who may be gone."""
+
+    source: MixedSource
+    tokenizer: Tokenizer
+    part: int
+    sequence_length: int
+    seed: int
+
+    def open(self, epoch: int) -> DocumentStream | MixedStream:
+        return self.source.part(self.part, f"{self.seed}/{epoch}")
+
+    def shelves(self, stream: DocumentStream | MixedStream, epoch: int) -> Iterator[_Shelf]:
+        """The shelves from a place on, without end: the next epoch's follow those of this one."""
+        while True:
+            start = stream.state_dict()
+            if len(windows := self._windows(stream)):
+                key = f"{self.seed}/{self.part}/{epoch}/{start['rows']}"
+                seed = np.frombuffer(hashlib.sha256(key.encode()).digest(), dtype="<u4")
+                # numpy promises that RandomState's sequences never change: a resume may meet a
+                # newer numpy.
+                order = np.random.RandomState(seed).permutation(len(windows))
+                yield _Shelf(windows[order], epoch, start)
+            elif start["rows"] == 0:
+                raise InvalidInput(
+                    f"data part {self.part} of {self.source.spec.source!r} holds less than one "
+                    f"window of {self.sequence_length + 1} tokens; lower data.parts (now "
+                    f"{self.source.spec.parts}) or batch.sequence_length, or give more text"
+                )
+            else:
+                epoch += 1
+                stream = self.open(epoch)
+
+    def _windows(self, stream: DocumentStream | MixedStream) -> TokenIds:
+        """The next documents, joined and cut into windows that share their last and first token."""
+        length = self.sequence_length
+        wanted = max(SHELF_TOKENS, _MIN_SHELF_WINDOWS * length)
+        documents: list[TokenIds] = []
+        while wanted > 0 and (document := stream.read()) is not None:
+            documents.append(_with_eos(self.tokenizer, document))
+            wanted -= len(documents[-1])
+        tokens = _joined(documents)
+        if len(tokens) <= length:
+            return np.empty((0, length + 1), dtype=np.int32)
+        return np.lib.stride_tricks.sliding_window_view(tokens, length + 1)[::length]
 
 
 class Corpus(Iterator[torch.Tensor]):
@@ -130,21 +255,19 @@ class Corpus(Iterator[torch.Tensor]):
     `load_state_dict` comes before the first. For one thread.
 
     Raises:
-        InvalidInput, EnvironmentFault: as `open_source` and `open_tokenizer` do.
+        InvalidInput, EnvironmentFault: as `open_mixture` and `open_tokenizer` do.
     """
 
     def __init__(self, spec: DataSpec, *, sequence_length: int, microbatch_size: int, seed: int):
         self._spec = spec
-        self._source = open_source(spec)
+        self._source = open_mixture(spec)
         self.tokenizer = open_tokenizer(spec.tokenizer)
         self._sequence_length = sequence_length
         self._microbatch_size = microbatch_size
         self._seed = seed
         self.part = -1  # none is open
-        self.epoch = 0  # how often that part was read to its end
-        self._stream: DocumentStream
-        self._shelf: TokenIds  # [windows, sequence_length + 1]
-        self._shelf_start: dict[str, Any] = {}
+        self._ahead: _ReadAhead | None = None
+        self._shelf: _Shelf
         self._used = 0  # windows of the shelf
 
     def open_part(self, part: int, position: int = 0) -> None:
@@ -155,16 +278,22 @@ class Corpus(Iterator[torch.Tensor]):
         """
         if not 0 <= part < self._spec.parts:
             raise InvalidInput(f"data part {part} is not one of 0 to {self._spec.parts - 1}")
-        self.part = part
         epoch, rows = place_of(position)
-        self._start_epoch(epoch)
-        self._stream.skip(rows)
-        self._fill_shelf()
+        reader = self._reader(part)
+        stream = reader.open(epoch)
+        stream.skip(rows)
+        self._read_from(reader.shelves(stream, epoch))
+        self.part = part
+
+    @property
+    def epoch(self) -> int:
+        """How often the part was read to its end."""
+        return self._shelf.epoch
 
     @property
     def position(self) -> int:
         """Where the current shelf began: one integer, for a peer that takes the part over."""
-        return position_of(self.epoch, int(self._shelf_start["rows"]))
+        return position_of(self.epoch, int(self._shelf.start["rows"]))
 
     def __next__(self) -> torch.Tensor:
         """Return the next microbatch."""
@@ -173,9 +302,9 @@ class Corpus(Iterator[torch.Tensor]):
         taken: list[TokenIds] = []
         count = self._microbatch_size
         while count:
-            if self._used >= len(self._shelf):
-                self._fill_shelf()
-            windows = self._shelf[self._used : self._used + count]
+            if self._used >= len(self._shelf.windows):
+                self._next_shelf()
+            windows = self._shelf.windows[self._used : self._used + count]
             self._used += len(windows)
             count -= len(windows)
             taken.append(windows)
@@ -187,7 +316,7 @@ class Corpus(Iterator[torch.Tensor]):
             "identity": self._identity(),
             "part": self.part,
             "epoch": self.epoch,
-            "shelf_start": deepcopy(self._shelf_start),
+            "shelf_start": deepcopy(self._shelf.start),
             "used": self._used,
         }
 
@@ -205,49 +334,36 @@ class Corpus(Iterator[torch.Tensor]):
                 self._spec.source,
             )
             return False
-        self.part = state["part"]
-        self._start_epoch(state["epoch"])
-        self._stream.load_state_dict(state["shelf_start"])
-        self._fill_shelf(state["used"])
+        reader = self._reader(state["part"])
+        stream = reader.open(state["epoch"])
+        stream.load_state_dict(state["shelf_start"])
+        self._read_from(reader.shelves(stream, state["epoch"]))
+        self.part, self._used = state["part"], state["used"]
         return True
 
     def _identity(self) -> str:
         words = [self._source.fingerprint, self._spec.tokenizer, self._sequence_length, self._seed]
         return hashlib.sha256(json.dumps(words).encode()).hexdigest()
 
-    def _start_epoch(self, epoch: int) -> None:
-        self.epoch = epoch
-        self._stream = self._source.part(self.part, f"{self._seed}/{epoch}")
+    def _reader(self, part: int) -> _PartReader:
+        return _PartReader(
+            source=self._source,
+            tokenizer=self.tokenizer,
+            part=part,
+            sequence_length=self._sequence_length,
+            seed=self._seed,
+        )
 
-    def _fill_shelf(self, used: int = 0) -> None:
-        """Gather the next shelf, from the next epoch if this one is over."""
-        while not len(shelf := self._next_shelf()):
-            if self._shelf_start["rows"] == 0:
-                raise InvalidInput(
-                    f"data part {self.part} of {self._spec.source!r} holds less than one "
-                    f"window of {self._sequence_length + 1} tokens; lower data.parts (now "
-                    f"{self._spec.parts}) or batch.sequence_length, or give more text"
-                )
-            self._start_epoch(self.epoch + 1)
-        key = f"{self._seed}/{self.part}/{self.epoch}/{self._shelf_start['rows']}"
-        seed = np.frombuffer(hashlib.sha256(key.encode()).digest(), dtype="<u4")
-        # numpy promises that RandomState's sequences never change: a resume may meet a newer numpy.
-        self._shelf = shelf[np.random.RandomState(seed).permutation(len(shelf))]
-        self._used = used
+    def _read_from(self, shelves: Iterator[_Shelf]) -> None:
+        if self._ahead is not None:
+            self._ahead.stop()
+        self._ahead = _ReadAhead(shelves)
+        weakref.finalize(self, self._ahead.stop)
+        self._next_shelf()
 
-    def _next_shelf(self) -> TokenIds:
-        """Documents, joined and cut into windows that share their last and first token."""
-        self._shelf_start = self._stream.state_dict()
-        length = self._sequence_length
-        wanted = max(SHELF_TOKENS, _MIN_SHELF_WINDOWS * length)
-        documents: list[TokenIds] = []
-        while wanted > 0 and (document := self._stream.read()) is not None:
-            documents.append(_with_eos(self.tokenizer, document))
-            wanted -= len(documents[-1])
-        tokens = _joined(documents)
-        if len(tokens) <= length:
-            return np.empty((0, length + 1), dtype=np.int32)
-        return np.lib.stride_tricks.sliding_window_view(tokens, length + 1)[::length]
+    def _next_shelf(self) -> None:
+        assert self._ahead is not None
+        self._shelf, self._used = self._ahead.next(), 0
 
 
 def held_out_digest(spec: DataSpec) -> str:
@@ -255,9 +371,9 @@ def held_out_digest(spec: DataSpec) -> str:
 
     Validation losses compare only where it is equal.
     """
-    source = open_source(spec)
-    named = spec.format == "stdlib"
-    names = [piece.name for piece in source.held_out] if named else []
+    source = open_mixture(spec)
+    named = [each for each in source.sources if each.spec.format == "stdlib"]
+    names = [piece.name for each in named for piece in each.held_out]
     digest = hashlib.sha256(json.dumps(names).encode())
     for document in source.held_out_documents():
         digest.update(len(document).to_bytes(8, "little"))
@@ -274,7 +390,7 @@ def held_out_windows(spec: DataSpec, sequence_length: int, count: int = 64) -> t
         InvalidInput: the held-out part is shorter than one window.
     """
     tokenizer = open_tokenizer(spec.tokenizer)
-    documents = open_source(spec).held_out_documents()
+    documents = open_mixture(spec).held_out_documents()
     tokens = _joined([_with_eos(tokenizer, document) for document in documents])
     last = len(tokens) - (sequence_length + 1)
     if last < 0:

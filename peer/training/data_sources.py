@@ -38,6 +38,7 @@ import json
 import os
 import sysconfig
 import tempfile
+import threading
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
@@ -207,25 +208,26 @@ def _open_table(spec: DataSpec) -> tuple[list[Piece], Opener]:
     if spec.format == "hub":
         builder = _hub_builder(spec)
         splits: dict[Any, list[str]] = builder.config.data_files or {}
-        if "train" not in splits:
+        if spec.split not in splits:
             raise InvalidInput(
-                f"{spec.SOURCE} {spec.source!r} has no split 'train', only "
+                f"data.split: {spec.source!r} has no split {spec.split!r}, only "
                 f"{', '.join(map(str, splits)) or 'files that cannot be streamed'}; choose another"
             )
-        files = [Piece(url, url, 0, _size(url)) for url in splits["train"]]
+        files = [Piece(url, url, 0, _size(url)) for url in splits[spec.split]]
     else:
         files = find_files(spec)
         with reading(spec), tempfile.TemporaryDirectory() as cache:
             builder = importlib.import_module("datasets").load_dataset_builder(
                 spec.format, data_files=glob.escape(files[0].path), cache_dir=cache
             )
-    config = builder.config
+    config, alone = builder.config, threading.Lock()
 
     def open_rows(pieces: Sequence[Piece]) -> Any:
         data_files = importlib.import_module("datasets.data_files")
         listed = data_files.DataFilesList([piece.path for piece in pieces], [])
-        config.data_files = data_files.DataFilesDict({"train": listed})
-        return builder.as_streaming_dataset(split="train")
+        with alone:  # a reader that was told to stop may open its next epoch just now
+            config.data_files = data_files.DataFilesDict({"train": listed})
+            return builder.as_streaming_dataset(split="train")
 
     if builder.name == "json":
         # Any spelling but "utf-8" makes the reader decode, and so replace what is not UTF-8.
@@ -255,19 +257,23 @@ def _size(url: str) -> int:
 
 def _hub_builder(spec: DataSpec) -> Any:
     if not Path(spec.source).is_dir():  # a data set that was downloaded is as good
-        require_hub("dataset", spec.source, spec.SOURCE)
+        require_hub("dataset", spec.source, spec.SOURCE, revision=spec.revision)
     datasets: Any = importlib.import_module("datasets")
     with reading(spec), tempfile.TemporaryDirectory() as cache:
         try:
-            return datasets.load_dataset_builder(spec.source, spec.subset, cache_dir=cache)
+            return datasets.load_dataset_builder(
+                spec.source, spec.subset, revision=spec.revision, cache_dir=cache
+            )
         except ValueError as error:
             if "BuilderConfig" not in str(error) and "Config name" not in str(error):
                 raise
             raise InvalidInput(f"data.subset of {spec.source!r}: {error}") from error
 
 
-def require_hub(kind: Literal["dataset", "model"], name: str, field: str) -> None:
-    """Ask the hub once, with a short deadline, whether a repository is there.
+def require_hub(
+    kind: Literal["dataset", "model"], name: str, field: str, *, revision: str | None = None
+) -> None:
+    """Ask the hub once, with a short deadline, whether a repository is there, in that revision.
 
     What follows would otherwise retry for half a minute before it says that there is no network.
 
@@ -278,7 +284,12 @@ def require_hub(kind: Literal["dataset", "model"], name: str, field: str) -> Non
     hub: Any = importlib.import_module("huggingface_hub")
     errors: Any = importlib.import_module("huggingface_hub.errors")
     try:
-        getattr(hub.HfApi(), f"{kind}_info")(name, timeout=_HUB_ANSWER_S)
+        getattr(hub.HfApi(), f"{kind}_info")(name, revision=revision, timeout=_HUB_ANSWER_S)
+    except errors.RevisionNotFoundError as error:
+        raise InvalidInput(
+            f"{field} {name!r} has no revision {revision!r} on the Hugging Face hub; name a commit "
+            "or tag that it has"
+        ) from error
     except (errors.RepositoryNotFoundError, errors.HFValidationError) as error:
         raise InvalidInput(
             f"{field} {name!r} is neither here nor on the Hugging Face hub; check the name "
@@ -534,7 +545,8 @@ def _open_bytes(pieces: Sequence[Piece]) -> Any:
 
 def _fingerprint(spec: DataSpec, files: Sequence[Piece]) -> str:
     listed = sorted((file.name, file.size) for file in files)
-    return _hash(spec.format, spec.subset, spec.text_field, spec.parts, listed)
+    chosen = (spec.subset, spec.revision, spec.split)
+    return _hash(spec.format, chosen, spec.text_field, spec.parts, listed)
 
 
 def _hash(*words: object) -> str:

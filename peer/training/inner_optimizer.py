@@ -168,16 +168,24 @@ _AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 def learning_rate(spec: InnerSpec, end_tokens: int, tokens: int) -> float:
     """Return the learning rate of an inner step after which the run has trained on `tokens` tokens.
 
-    Linear from 0 over `warmup_tokens`, then half a cosine down to `final_fraction` of the peak at
-    `end_tokens`, and that from there on.
+    Linear from 0 over `warmup_tokens`, then as `spec.schedule` says down to `final_fraction` of the
+    peak at `end_tokens`, and that from there on.
     """
     if tokens < spec.warmup_tokens:
         return spec.learning_rate * tokens / spec.warmup_tokens
-    if tokens >= end_tokens:
-        return spec.learning_rate * spec.final_fraction
-    progress = (tokens - spec.warmup_tokens) / (end_tokens - spec.warmup_tokens)
-    above_final = (1 - spec.final_fraction) * (1 + math.cos(math.pi * progress)) / 2
-    return spec.learning_rate * (spec.final_fraction + above_final)
+    if spec.schedule == "constant":
+        return spec.learning_rate
+    left = 0.0  # of what is above the end's rate
+    if tokens < end_tokens:
+        progress = (tokens - spec.warmup_tokens) / (end_tokens - spec.warmup_tokens)
+        match spec.schedule:
+            case "cosine":
+                left = (1 + math.cos(math.pi * progress)) / 2
+            case "linear":
+                left = 1 - progress
+            case "wsd":
+                left = min(1.0, (1 - tokens / end_tokens) / spec.decay_share)
+    return spec.learning_rate * (spec.final_fraction + (1 - spec.final_fraction) * left)
 
 
 def clip_factor(squared_norm: float, clip_norm: float) -> float:

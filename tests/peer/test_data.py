@@ -1,6 +1,9 @@
 """Training data: deterministic, endless, and resumable to the last bit."""
 
+import gc
 import json
+import threading
+from dataclasses import replace
 from pathlib import Path
 
 import pyarrow as pa
@@ -94,6 +97,42 @@ class TestMicrobatches:
         source = Corpus(DataSpec(), sequence_length=4, microbatch_size=1, seed=0)
         with pytest.raises(RuntimeError, match="open_part"):
             next(source)
+
+
+class TestReadAhead:
+    @pytest.mark.usefixtures("small_shelves")
+    def test_a_fault_comes_after_the_text_before_it_and_stays(self, tmp_path: Path) -> None:
+        spec = replace(write_json(tmp_path, [documents(300)]), parts=1)
+        file = tmp_path / "0.jsonl"
+        lines = file.read_text().splitlines()
+        lines[250] = json.dumps({"id": 0, "text": 5})
+        file.write_text("\n".join(lines))
+        source = corpus(spec)
+        take(source, 100)
+        for _ in range(2):
+            with pytest.raises(InvalidInput, match=r"'text' of .* holds int"):
+                take(source, 1000)
+
+    @pytest.mark.usefixtures("small_shelves")
+    def test_the_thread_ends_with_its_part_and_with_the_corpus(self, spec: DataSpec) -> None:
+        def readers() -> set[threading.Thread]:
+            return {thread for thread in threading.enumerate() if thread.name == "read-ahead"}
+
+        others = readers()
+        source = corpus(spec)
+        first = readers() - others
+        source.open_part(1)
+        second = readers() - others - first
+        assert len(first) == len(second) == 1
+        for thread in first:
+            thread.join(10)
+            assert not thread.is_alive()
+        next(source)
+        del source
+        gc.collect()
+        for thread in second:
+            thread.join(10)
+            assert not thread.is_alive()
 
 
 class TestResume:

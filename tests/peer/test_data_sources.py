@@ -9,9 +9,11 @@ import re
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from dataclasses import replace
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -253,8 +255,12 @@ class TestMistakes:
         with pytest.raises(InvalidInput, match=r"data\.subset.*'nosuch'"):
             open_source(replace(spec, subset="nosuch"))
         (tmp_path / "data" / "train-0.parquet").unlink()
-        with pytest.raises(InvalidInput, match="no split 'train', only test"):
+        with pytest.raises(InvalidInput, match=r"data\.split: .* no split 'train', only test"):
             open_source(spec)
+
+    def test_a_hub_data_set_is_trained_on_in_the_split_that_is_named(self, tmp_path: Path) -> None:
+        spec = replace(write_hub(tmp_path, [documents(5)]), split="test", parts=1)
+        assert list(open_source(spec).held_out_documents()) == [b"never"]
 
 
 class TestHubOutOfReach:
@@ -287,6 +293,27 @@ class TestHubOutOfReach:
             open_source(self.SPEC)
         assert time.monotonic() - began < 10
 
+    def test_a_revision_that_the_hub_does_not_have_is_the_users_mistake(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        class Hub(BaseHTTPRequestHandler):
+            def do_GET(self) -> None:
+                known = self.path == "/api/datasets/somebody/stories"
+                self.send_response(200 if known else 404)
+                self.send_header("X-Error-Code", "RevisionNotFound")
+                self.end_headers()
+
+            def log_message(self, format: str, *args: object) -> None:
+                del format, args
+
+        with ThreadingHTTPServer(("127.0.0.1", 0), Hub) as server:
+            threading.Thread(target=server.serve_forever, daemon=True).start()
+            address = f"http://127.0.0.1:{server.server_port}"
+            monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", address)
+            with pytest.raises(InvalidInput, match="'somebody/stories' has no revision 'v9'"):
+                open_source(replace(self.SPEC, revision="v9"))
+            server.shutdown()
+
     @pytest.mark.usefixtures("closed")
     def test_a_tokenizer_that_is_not_here_is_a_fault_within_seconds(self) -> None:
         with pytest.raises(EnvironmentFault, match=r"data\.tokenizer 'somebody/tokens'"):
@@ -303,7 +330,7 @@ class TestHubOutOfReach:
         def refuse(*_: object, **__: object) -> None:
             raise PermissionError(13, "Permission denied: '/home/x/.cache'")
 
-        monkeypatch.setattr(data_sources, "require_hub", lambda *_: None)
+        monkeypatch.setattr(data_sources, "require_hub", lambda *_, **__: None)
         monkeypatch.setattr("datasets.load_dataset_builder", refuse)
         with pytest.raises(EnvironmentFault, match=r"Permission denied.*HF_HOME"):
             open_source(self.SPEC)

@@ -6,7 +6,7 @@ import json
 import math
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -603,3 +603,26 @@ def test_the_learning_rate_rises_to_the_peak_and_falls_to_the_end(
 ) -> None:
     spec = replace(SCHEDULE, warmup_tokens=warmup_tokens)
     assert learning_rate(spec, end_tokens, tokens) == pytest.approx(rate, rel=1e-3, abs=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "tokens", "rate"),
+    [
+        ("linear", 1000, 2e-3),
+        ("linear", 5500, 1.1e-3),
+        ("linear", 10_000, 0.2e-3),
+        ("wsd", 500, 1e-3),
+        ("wsd", 5500, 2e-3),
+        ("wsd", 8000, 2e-3),  # the last fifth begins
+        ("wsd", 9000, 1.1e-3),
+        ("wsd", 10**9, 0.2e-3),
+        ("constant", 500, 1e-3),
+        ("constant", 5500, 2e-3),
+        ("constant", 10**9, 2e-3),
+    ],
+)
+def test_the_learning_rate_follows_the_schedule_of_the_run(
+    schedule: Literal["linear", "wsd", "constant"], tokens: int, rate: float
+) -> None:
+    spec = replace(SCHEDULE, schedule=schedule)
+    assert learning_rate(spec, 10_000, tokens) == pytest.approx(rate)

@@ -11,11 +11,11 @@ import torch
 import yaml
 
 from dilocox.dht.errors import InvalidInput
-from dilocox.dht.manifest import Manifest
+from dilocox.dht.manifest import DataSpec, Manifest
 from dilocox.peer.commands.operate import checked_manifest
 from dilocox.peer.process.prepare import open_corpus
 from dilocox.peer.training import data as data_module
-from dilocox.peer.training.data import open_tokenizer
+from dilocox.peer.training.data import check_tokenizer, open_tokenizer, tokenizer_digest
 from tests.peer.corpora import corpus, documents, take, write_json
 from tests.peer.loops import MODEL
 
@@ -90,6 +90,23 @@ class TestTokenizers:
         with pytest.raises(InvalidInput, match="no end-of-text token"):
             open_tokenizer(str(tmp_path / "without"))
 
+    def test_a_tokenizer_that_was_changed_since_the_run_began_is_refused(
+        self, folder: Path, tmp_path: Path
+    ) -> None:
+        shutil.copytree(folder, tmp_path / "copy")
+        ours = open_tokenizer(str(tmp_path / "copy"))
+        model = dict(MODEL, vocab_size=ours.vocab_size)
+        spec = DataSpec(tokenizer=str(folder), tokenizer_digest=tokenizer_digest(ours))
+        check_tokenizer(spec, open_tokenizer(str(folder)), model)
+        file = tmp_path / "copy" / "tokenizer.json"
+        content = json.loads(file.read_text())
+        a, b = list(content["model"]["vocab"])[40:42]
+        ids = content["model"]["vocab"]
+        ids[a], ids[b] = ids[b], ids[a]
+        file.write_text(json.dumps(content))
+        with pytest.raises(InvalidInput, match="makes other ids than the run's"):
+            check_tokenizer(spec, open_tokenizer(str(tmp_path / "copy")), model)
+
     @pytest.mark.parametrize(("rows", "fits"), [(4000, True), (258, False)])
     def test_a_run_whose_model_lacks_rows_for_its_tokenizer_is_refused_before_it_begins(
         self, folder: Path, tmp_path: Path, rows: int, fits: bool
@@ -107,7 +124,9 @@ class TestTokenizers:
         path = tmp_path / "run.yaml"
         path.write_text(yaml.safe_dump(run))
         if fits:
-            assert checked_manifest(path).data.held_out
+            checked = checked_manifest(path).data
+            assert checked.held_out
+            assert checked.tokenizer_digest == tokenizer_digest(open_tokenizer(str(folder)))
             return
         said = f"has {ids} ids, and model.vocab_size is {rows}: set model.vocab_size to {ids}"
         with pytest.raises(InvalidInput, match=said):

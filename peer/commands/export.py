@@ -12,6 +12,10 @@ stays, and the next export of the same run and dtype goes on with the shards tha
 later export may replace.
 """
 
+# safetensors carries no types.
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
+# pyright: reportUnknownArgumentType=false
+
 from __future__ import annotations
 
 import asyncio
@@ -34,7 +38,7 @@ import torch.nn.functional as F
 import typer
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file  # pyright: ignore[reportUnknownVariableType]
+from safetensors.torch import save_file
 from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
@@ -44,6 +48,7 @@ from transformers import (
     TextStreamer,
 )
 from transformers.utils import logging as transformers_logging
+from typing_extensions import Self
 
 from dilocox import __version__
 from dilocox.dht.errors import EnvironmentFault, InvalidInput
@@ -51,6 +56,7 @@ from dilocox.dht.files import sync, write_atomically
 from dilocox.dht.manifest import Manifest
 from dilocox.peer.options import ExportOptions, GenerateOptions
 from dilocox.peer.os_process import STOPPED, StopSignal
+from dilocox.peer.state_folder import StateFolder
 from dilocox.pipeline.partition import build_skeleton
 from dilocox.pipeline.stage import constant_buffers, parameter_shapes
 
@@ -120,25 +126,25 @@ def export_run(
     from dilocox.peer.chain.download import AnchorPlace, download_anchors
 
     manifest = joined.manifest
-    checkpoint = Checkpoint(
+    with Checkpoint(
         folder, manifest.model, manifest.stages, manifest.data.tokenizer, joined.run, dtype
-    )
-    places = download_anchors(
-        joined,
-        lambda found: checkpoint.add(asdict(found.place), found.layout.view(found.anchor)),
-        folder=checkpoint.draft,
-        timeout_s=timeout_s,
-        have=[AnchorPlace(**place) for place in checkpoint.stages.values()],
-    )
-    info = {
-        "run": joined.run,
-        "name": manifest.name,
-        "tokens": places[0].chain_tokens,
-        "stages": [{"round": each.round, "digest": each.digest} for each in places],
-    }
-    given = _tokens_by_peer(joined, timeout_s) if contributors else {}
-    checkpoint.finish(info, model_card(manifest, info, given))
-    return places
+    ) as checkpoint:
+        places = download_anchors(
+            joined,
+            lambda found: checkpoint.add(asdict(found.place), found.layout.view(found.anchor)),
+            folder=checkpoint.draft,
+            timeout_s=timeout_s,
+            have=[AnchorPlace(**place) for place in checkpoint.stages.values()],
+        )
+        info = {
+            "run": joined.run,
+            "name": manifest.name,
+            "tokens": places[0].chain_tokens,
+            "stages": [{"round": each.round, "digest": each.digest} for each in places],
+        }
+        given = _tokens_by_peer(joined, timeout_s) if contributors else {}
+        checkpoint.finish(info, model_card(manifest, info, given))
+        return places
 
 
 def _tokens_by_peer(joined: Joined, timeout_s: float) -> Counter[str]:
@@ -204,7 +210,7 @@ def model_card(manifest: Manifest, info: Mapping[str, Any], given: Mapping[str, 
 
 
 INFO_FILE = "dilocox.json"
-PROGRESS_FILE = "export.json"  # of a folder in the making
+PROGRESS_FILE, LOCK_FILE = "export.json", "lock"  # of a folder in the making
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 BYTES_OF = {"F32": 4, "BF16": 2, "I64": 8, "BOOL": 1}
 DEFAULT_TOKENS = 200  # that a text is continued by
@@ -215,11 +221,12 @@ _BYTE_IDS_END = 259
 
 class Checkpoint:
     """A Hugging Face folder in the making, which `from_pretrained` loads with bit-equal weights
-    where the dtype is fp32.
+    where the dtype is fp32. A context manager: while it is open no other export writes there.
 
     Attributes:
         draft: the hidden folder in which it grows.
-        stages: what `add` was told of the stages whose shards are in it, maybe by an earlier export.
+        stages: what `add` was told of the stages whose shards are in it, by an earlier export or
+            by this one.
     """
 
     def __init__(
@@ -231,8 +238,7 @@ class Checkpoint:
         run: str,
         dtype: torch.dtype = torch.float32,
     ):
-        """Begin, or go on with what an earlier export of this run and dtype left.
-
+        """
         Args:
             folder: made, or replaced if it is an earlier export or empty.
             config: the manifest's `model` field.
@@ -248,11 +254,22 @@ class Checkpoint:
         self._first_unused = _BYTE_IDS_END if tokenizer == "byt5" else len(self._tokenizer)
         self.draft = self._folder.with_name(f".{self._folder.name}.partial")
         self._key = {"run": run, "dtype": str(dtype), "stages": num_stages}
-        self.stages = _shards_of(self.draft, self._key)
-        if not self.stages:
-            shutil.rmtree(self.draft, ignore_errors=True)
+        self.stages: dict[int, dict[str, Any]] = {}
+        self._lock = StateFolder(self.draft).locked("another export writes there; wait for its end")
+
+    def __enter__(self) -> Self:
+        self._lock.__enter__()
         with self._disk_faults():
-            self.draft.mkdir(parents=True, exist_ok=True)
+            self.stages = _shards_of(self.draft, self._key)
+            for left in self.draft.iterdir():
+                if left.is_dir():  # of a download that was ended
+                    shutil.rmtree(left)
+                elif not self.stages and left.name != LOCK_FILE:
+                    left.unlink()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._lock.__exit__(None, None, None)
 
     def add(self, place: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
         """Write the shard of a stage, in place of the one that it has.
@@ -304,7 +321,8 @@ class Checkpoint:
             self._tokenizer.save_pretrained(str(self.draft))
             _write_json(self.draft / INFO_FILE, info)
             (self.draft / "README.md").write_text(card, encoding="utf-8")
-            (self.draft / PROGRESS_FILE).unlink()
+            for name in (PROGRESS_FILE, LOCK_FILE):
+                (self.draft / name).unlink()
             _put_in_place(self.draft, self._folder)
 
     def _shard(self, stage: int) -> str:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
+import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,7 +16,7 @@ from dilocox.dht.errors import EnvironmentFault
 from dilocox.dht.identity import Identity
 from dilocox.dht.manifest import Manifest
 from dilocox.dht.records import ClaimRecord
-from dilocox.peer.chain.download import Patience, StageAnchor, download_anchors
+from dilocox.peer.chain.download import AnchorPlace, Patience, StageAnchor, download_anchors
 from dilocox.peer.rounds.record import RoundRecord
 from tests.peer.kept_chains import ChainMaker, Change
 from tests.peer.memory_swarm import MemorySwarm
@@ -33,6 +34,7 @@ def take_all(
     look: Callable[[], None] = lambda: None,
     told_s: float = 20.0,
     common_s: float = 60.0,
+    have: Sequence[AnchorPlace] = (),
 ) -> list[StageAnchor]:
     """Download all stages of a run from these donors.
 
@@ -49,7 +51,19 @@ def take_all(
 
     place = swarm.place(donors[0].manifest, claims)
     patience = Patience(look_s=0.01, told_s=told_s, common_s=common_s)
-    return download_anchors(place, timeout_s=timeout_s, patience=patience)
+    found: dict[int, StageAnchor] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        places = download_anchors(
+            place,
+            lambda anchor: found.update({anchor.place.stage: anchor}),
+            folder=Path(folder),
+            timeout_s=timeout_s,
+            have=have,
+            patience=patience,
+        )
+    taken = [found.get(at.stage) for at in places]
+    assert all(each is None or each.place == at for each, at in zip(taken, places, strict=True))
+    return [each for each in taken if each is not None]
 
 
 def take(*donors: ChainMaker, gone: tuple[str, ...] = (), timeout_s: float = 20.0) -> StageAnchor:
@@ -67,8 +81,8 @@ def test_the_anchor_follows_from_the_log_alone(identities: list[Identity], tmp_p
         if round_number == 0:
             start = ChainMaker(identities[0], tmp_path / "start", MANIFEST)
             start.snapshot(donor.own / "snapshots")
-    assert (found.round, found.chain_tokens) == (3, 30)
-    assert found.digest == donor.log.head().digest
+    assert (found.place.round, found.place.chain_tokens) == (3, 30)
+    assert found.place.digest == donor.log.head().digest
 
 
 def test_the_anchor_follows_from_a_snapshot_and_the_records_after_it(
@@ -93,7 +107,7 @@ def test_what_an_archive_keeps_besides_is_not_waited_for(
     donor.snapshot()
     swarm = MemorySwarm(**{donor.peer: donor.find})
     place = swarm.place(MANIFEST, lambda _: {donor.peer: donor.claim()})
-    download_anchors(place, timeout_s=20.0)
+    download_anchors(place, lambda _: None, folder=tmp_path, timeout_s=20.0)
     assert not any(want.get("older") for _, want in swarm.asked)
 
 
@@ -194,9 +208,9 @@ def test_stages_are_taken_at_the_newest_round_that_all_of_them_have(
     anchors, digest = [donor.anchor.clone() for donor in donors], donors[ahead].log.head().digest
     donors[ahead].train(3)
     found = take_all(*donors)
-    assert [each.round for each in found] == [2, 2]
-    assert [each.chain_tokens for each in found] == [30, 30]
-    assert found[ahead].digest == digest
+    assert [each.place.round for each in found] == [2, 2]
+    assert [each.place.chain_tokens for each in found] == [30, 30]
+    assert found[ahead].place.digest == digest
     for stage in range(2):
         assert torch.equal(found[stage].anchor, anchors[stage])
 
@@ -219,8 +233,8 @@ def test_where_a_state_has_passed_the_common_round_the_next_one_is_waited_for(
             donors[1].train(1)
 
     found = take_all(*donors, look=look)
-    assert [each.round for each in found] == [1, 1]
-    assert looks > 6
+    assert [each.place.round for each in found] == [1, 1]
+    assert looks >= 6
 
 
 def test_without_a_common_round_the_newest_anchors_are_taken(
@@ -232,6 +246,24 @@ def test_without_a_common_round_the_newest_anchors_are_taken(
     donors[0].train(0)
     donors[1].train(1)
     found = take_all(*donors, common_s=0.2)
-    assert [each.round for each in found] == [0, 1]
-    assert all(torch.equal(each.anchor, donors[each.stage].anchor) for each in found)
+    assert [each.place.round for each in found] == [0, 1]
+    assert all(torch.equal(each.anchor, donors[each.place.stage].anchor) for each in found)
     assert "of different rounds: 0, 1" in caplog.text
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_an_anchor_that_was_taken_before_is_not_asked_for_again_if_its_round_is_to_be_had(
+    identities: list[Identity], tmp_path: Path, ahead: bool
+) -> None:
+    donors = two_donors(identities, tmp_path)
+    for donor in donors:
+        donor.train(0)
+    first = take_all(*donors)[0].place
+    for donor in donors:
+        donor.train(1)
+        if ahead:
+            donor.snapshot()
+            donor.log.prune(keep=1)
+    found = take_all(*donors, have=[first], common_s=5.0)
+    places = [(each.place.stage, each.place.round) for each in found]
+    assert places == ([(0, 1), (1, 1)] if ahead else [(1, 0)])

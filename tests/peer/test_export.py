@@ -14,18 +14,21 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from dilocox.compression.layout import FlatLayout
 from dilocox.dht.errors import EnvironmentFault, InvalidInput
+from dilocox.dht.manifest import Manifest
 from dilocox.peer.commands import export
 from dilocox.peer.commands.export import (
+    Checkpoint,
     continue_text,
     evaluate_checkpoint,
+    model_card,
     shown_rounds,
-    write_checkpoint,
 )
 from dilocox.pipeline.stage import build_stage, flatten_parameters, parameter_shapes
 
 Config = dict[str, Any]
-Entry = tuple[int, int, Mapping[str, Tensor]]
-INFO = {"run": "ab" * 16, "round": 12, "digest": "cd" * 32, "tokens": 12345}
+Tensors = Mapping[str, Tensor]
+RUN = "ab" * 16
+INFO = {"run": RUN, "round": 12, "digest": "cd" * 32, "tokens": 12345}
 LLAMA: Config = {
     "model_type": "llama",
     "vocab_size": 384,
@@ -61,16 +64,26 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
-def stage_tensors(config: Config, num_stages: int, seed: int = 3) -> Iterator[Entry]:
+def stage_tensors(config: Config, num_stages: int, stage: int, seed: int = 3) -> Tensors:
     """As peers hold them: views into one flat vector per stage."""
-    for stage in range(num_stages):
-        module = build_stage(config, stage, num_stages, seed)
-        layout = FlatLayout.of(parameter_shapes(config, num_stages, stage))
-        yield stage, num_stages, layout.view(flatten_parameters(module, layout))
+    module = build_stage(config, stage, num_stages, seed)
+    layout = FlatLayout.of(parameter_shapes(config, num_stages, stage))
+    return layout.view(flatten_parameters(module, layout))
 
 
-def write(folder: Path, config: Config = LLAMA, num_stages: int = 2, seed: int = 3) -> None:
-    write_checkpoint(folder, config, stage_tensors(config, num_stages, seed), "byt5", INFO)
+def write(
+    folder: Path,
+    config: Config = LLAMA,
+    num_stages: int = 2,
+    seed: int = 3,
+    *,
+    tokenizer: str = "byt5",
+    dtype: torch.dtype = torch.float32,
+) -> None:
+    with Checkpoint(folder, config, num_stages, tokenizer, RUN, dtype) as checkpoint:
+        for stage in range(num_stages):
+            checkpoint.add({"stage": stage}, stage_tensors(config, num_stages, stage, seed))
+        checkpoint.finish(INFO, "# a card\n")
 
 
 @pytest.mark.parametrize("num_stages", [1, 2, 3])
@@ -139,9 +152,8 @@ def test_the_folder_has_the_byte_tokenizer_and_its_special_ids(tmp_path: Path) -
 
 def test_a_tokenizer_folder_can_take_the_place_of_the_byte_tokenizer(tmp_path: Path) -> None:
     write(tmp_path / "tokenizer")
-    tensors = stage_tensors({**LLAMA, "vocab_size": 400}, 1)
     spec = str(tmp_path / "tokenizer")
-    write_checkpoint(tmp_path / "out", {**LLAMA, "vocab_size": 400}, tensors, spec, INFO)
+    write(tmp_path / "out", {**LLAMA, "vocab_size": 400}, 1, tokenizer=spec)
     assert AutoTokenizer.from_pretrained(tmp_path / "out").eos_token_id == 1
     settings = GenerationConfig.from_pretrained(tmp_path / "out", local_files_only=True)
     assert settings.suppress_tokens == [0, 2, *range(384, 400)]
@@ -150,7 +162,7 @@ def test_a_tokenizer_folder_can_take_the_place_of_the_byte_tokenizer(tmp_path: P
 def test_a_tokenizer_that_cannot_be_had_is_named_and_leaves_nothing(tmp_path: Path) -> None:
     missing = str(tmp_path / "no" / "tokenizer" / "here")
     with pytest.raises(EnvironmentFault, match=r"tokenizer .*here.* name its folder"):
-        write_checkpoint(tmp_path / "out", LLAMA, stage_tensors(LLAMA, 1), missing, INFO)
+        write(tmp_path / "out", tokenizer=missing)
     assert not list(tmp_path.iterdir())
 
 
@@ -183,31 +195,62 @@ def files(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
-def test_a_failure_half_way_leaves_the_earlier_export(
+def test_a_failure_half_way_leaves_the_earlier_export_and_what_the_next_one_goes_on_from(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     out = tmp_path / "a" / "b" / "out"  # whose parents are made
     write(out, seed=3)
     before = files(out)
-
-    def lost_peer() -> Iterator[Entry]:
-        yield from stage_tensors(LLAMA, 2, seed=4)
-        raise ConnectionError("the peer of stage 2 left")
-
-    with pytest.raises(ConnectionError, match="stage 2 left"):
-        write_checkpoint(out, LLAMA, lost_peer(), "byt5", INFO)
-    assert files(out) == before and [path.name for path in out.parent.iterdir()] == ["out"]
+    place = {"stage": 0, "round": 7}
+    with pytest.raises(ConnectionError), Checkpoint(out, LLAMA, 2, "byt5", RUN) as checkpoint:
+        checkpoint.add(place, stage_tensors(LLAMA, 2, 0, seed=4))
+        (checkpoint.draft / "half a state").mkdir()
+        raise ConnectionError("the peer of stage 1 left")
+    assert files(out) == before
+    assert sorted(path.name for path in out.parent.iterdir()) == [".out.partial", "out"]
     rename = Path.rename
 
     def refuse_drafts(self: Path, target: Path) -> Path:
-        if ".partial" in self.name:
+        if self.name == ".out.partial":
             raise PermissionError(13, "Permission denied")
         return rename(self, target)
 
-    monkeypatch.setattr(Path, "rename", refuse_drafts)
-    with pytest.raises(EnvironmentFault, match=r"Permission denied.*check that you may write"):
-        write(out, seed=4)
-    assert files(out) == before and [path.name for path in out.parent.iterdir()] == ["out"]
+    with Checkpoint(out, LLAMA, 2, "byt5", RUN) as checkpoint:
+        assert checkpoint.stages == {0: place}
+        checkpoint.add({"stage": 1}, stage_tensors(LLAMA, 2, 1, seed=4))
+        with monkeypatch.context() as patch:
+            patch.setattr(Path, "rename", refuse_drafts)
+            with pytest.raises(EnvironmentFault, match=r"Permission denied.*you may write"):
+                checkpoint.finish(INFO, "")
+    assert files(out) == before
+    write(tmp_path / "whole", seed=4)
+    write(out, seed=4)
+    assert files(out) == files(tmp_path / "whole")
+    assert [path.name for path in out.parent.iterdir()] == ["out"]
+
+
+@pytest.mark.parametrize("other", ["run", "dtype", "stages"])
+def test_what_another_kind_of_export_left_is_not_gone_on_with(tmp_path: Path, other: str) -> None:
+    out = tmp_path / "out"
+    with Checkpoint(out, LLAMA, 2, "byt5", RUN) as checkpoint:
+        checkpoint.add({"stage": 1}, stage_tensors(LLAMA, 2, 1))
+    with Checkpoint(
+        out,
+        LLAMA,
+        3 if other == "stages" else 2,
+        "byt5",
+        "cd" * 16 if other == "run" else RUN,
+        torch.bfloat16 if other == "dtype" else torch.float32,
+    ) as checkpoint:
+        assert checkpoint.stages == {}
+        assert [path.name for path in checkpoint.draft.iterdir()] == ["lock"]
+
+
+def test_two_exports_to_one_folder_do_not_meet(tmp_path: Path) -> None:
+    with Checkpoint(tmp_path / "out", LLAMA, 2, "byt5", RUN):
+        other = Checkpoint(tmp_path / "out", LLAMA, 2, "byt5", RUN)
+        with pytest.raises(EnvironmentFault, match="another export writes there"), other:
+            pass
 
 
 def test_a_full_disk_gives_a_message_with_its_mend(
@@ -219,24 +262,50 @@ def test_a_full_disk_gives_a_message_with_its_mend(
     monkeypatch.setattr(export, "save_file", full)
     with pytest.raises(EnvironmentFault, match=r"No space left on device; free space"):
         write(tmp_path / "out")
-    assert not list(tmp_path.iterdir())
+    assert [path.name for path in tmp_path.iterdir()] == [".out.partial"]
 
 
-@pytest.mark.parametrize("fault", ["missing", "twice", "renamed", "reshaped", "none"])
+def test_half_the_bytes_round_the_weights_to_the_nearest(tmp_path: Path) -> None:
+    config = {**LLAMA, **FAMILIES["glm4_moe"], "model_type": "glm4_moe"}
+    write(tmp_path / "out", config, dtype=torch.bfloat16)
+    model: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "out", local_files_only=True)
+    expected = build_stage(config, 0, 1, seed=3)
+    for name, parameter in expected.named_parameters():
+        loaded = model.state_dict()[name]
+        assert loaded.dtype == torch.bfloat16, name
+        assert torch.equal(loaded, parameter.to(torch.bfloat16)), name
+    index = json.loads((tmp_path / "out/model.safetensors.index.json").read_text())
+    weights = sum(parameter.numel() for parameter in expected.parameters())
+    assert 2 * weights <= index["metadata"]["total_size"] < 2 * weights + 1000
+    assert json.loads((tmp_path / "out/config.json").read_text())["dtype"] == "bfloat16"
+
+
+@pytest.mark.parametrize("fault", ["missing", "renamed", "reshaped"])
 def test_tensors_that_are_not_those_of_the_stages_are_refused(tmp_path: Path, fault: str) -> None:
-    first, second = stage_tensors(LLAMA, 2)
+    tensors = dict(stage_tensors(LLAMA, 2, 0))
     name = "model.embed_tokens.weight"
-    rest = {key: tensor for key, tensor in first[2].items() if key != name}
-    entries: dict[str, list[Entry]] = {
-        "missing": [first],
-        "twice": [first, second, first],
-        "renamed": [(0, 2, {**rest, "transformer.wte": first[2][name]}), second],
-        "reshaped": [(0, 2, {**rest, name: first[2][name][:-1]}), second],
-        "none": [],
-    }
-    with pytest.raises(ValueError, match=r"each stage is needed once|stage 0 of 2 has other"):
-        write_checkpoint(tmp_path / "out", LLAMA, entries[fault], "byt5", INFO)
-    assert not list(tmp_path.iterdir())
+    weights = tensors.pop(name)
+    tensors |= {"renamed": {"transformer.wte": weights}, "reshaped": {name: weights[:-1]}}.get(
+        fault, {name: weights}
+    )
+    with (
+        Checkpoint(tmp_path / "out", LLAMA, 2, "byt5", RUN) as checkpoint,
+        pytest.raises(ValueError, match=r"missing are \[1\]|stage 0 of 2 has other"),
+    ):
+        checkpoint.add({"stage": 0}, tensors)
+        checkpoint.finish(INFO, "")
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_card_says_what_it_is_and_names_contributors_by_choice() -> None:
+    run = {"name": "tales", "model": "tiny", "stages": 2, "end_tokens": 10**6}
+    info = {"run": RUN, "tokens": 12345, "stages": [{"round": 3}, {"round": 3}]}
+    card = model_card(Manifest.from_dict(run), info, {})
+    for words in ("# tales", "12,345 of 1,000,000 tokens", "`stdlib`", RUN, "from_pretrained"):
+        assert words in card
+    assert "contributor" not in card
+    card = model_card(Manifest.from_dict(run), info, {"QmFew": 5, "QmMany": 7000})
+    assert card.endswith("| QmMany | 7,000 |\n| QmFew | 5 |\n")
 
 
 def test_evaluation_is_the_mean_loss_per_token_for_any_batch(tmp_path: Path) -> None:

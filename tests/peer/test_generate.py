@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from dilocox.dht import join
 from dilocox.dht.invite import Invite
-from dilocox.peer.chain import download
 from dilocox.peer.commands import export
 from dilocox.peer.commands.export import run_generate_command
 from dilocox.peer.options import GenerateOptions
@@ -29,9 +29,9 @@ def texts(monkeypatch: pytest.MonkeyPatch) -> Texts:
     def joined(*_: Any, **__: Any) -> Generator[str]:
         yield "the run"
 
-    def write(folder: Path, place: str, anchors: list[str]) -> None:
+    def write(joined: str, folder: Path, dtype: torch.dtype, *, timeout_s: float) -> None:
         folder.mkdir()
-        (folder / "weights").write_text(f"{anchors[0]} of {place}")
+        (folder / "weights").write_text(f"{dtype} for {timeout_s} s of {joined}")
 
     def go_on(folder: Path, *given: Any, **named: Any) -> str:
         told.append(((folder, (folder / "weights").read_text(), *given), named))
@@ -39,8 +39,7 @@ def texts(monkeypatch: pytest.MonkeyPatch) -> Texts:
         return " the end"
 
     monkeypatch.setattr(join, "join_run", joined)
-    monkeypatch.setattr(download, "download_anchors", lambda *_, timeout_s: [f"for {timeout_s} s"])
-    monkeypatch.setattr(export, "write_anchors", write)
+    monkeypatch.setattr(export, "export_run", write)
     monkeypatch.setattr(export, "continue_text", go_on)
     return told
 
@@ -57,7 +56,7 @@ def test_the_text_is_continued_with_the_newest_anchors_and_nothing_is_left_of_th
     assert run(seed=5) == 0
     assert capsys.readouterr().out == "once the end\n"
     (((folder, *given), named),) = texts
-    assert given == ["for 5.0 s of the run", "once", None, 5]
+    assert given == ["torch.float32 for 5.0 s of the run", "once", None, 5]
     assert named["temperature"] == 0.5
     assert not folder.exists()
 

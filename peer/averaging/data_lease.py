@@ -18,6 +18,7 @@ from dilocox.peer.averaging.local_peer import LocalPeer
 READ_AT_ONCE = 16  # parts that are looked at together
 # Epochs at which those who share a part begin: beyond what a first reader comes to.
 SHARED_EPOCHS = range(1 << 12, 1 << 20)
+MOST_EPOCHS = 3 << 19  # that a head is believed; from there on a record has room for as many again
 _ROW_BITS = 32  # the low bits of a position count rows, the others epochs
 
 
@@ -114,8 +115,9 @@ class PartLease:
         for key, part in keys.items():
             others = dict(found[key] or {})
             others.pop(self._local.me, None)
-            if others:
-                self._positions[part] = max(lease.position for lease in others.values())
+            stated = [lease.position for lease in others.values()]
+            if credible := [each for each in stated if 0 <= each < position_of(MOST_EPOCHS)]:
+                self._positions[part] = max(credible)
             holders[part] = set(others)
         return holders
 

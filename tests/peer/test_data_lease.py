@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from dilocox.dht.records import PartRecord, part_key
-from dilocox.peer.averaging.data_lease import PartLease
+from dilocox.peer.averaging.data_lease import MOST_EPOCHS, PartLease, place_of, position_of
 from tests.peer.local_peers import MANIFEST, RUN, local_peer
 
 LIFETIME_S = 15.0
@@ -136,6 +136,28 @@ def test_a_part_whose_head_is_gone_is_free_after_its_expiry_and_goes_on_where_it
     assert dht.read(part_key(RUN, gone.part)) == {second: PartRecord(part=gone.part, position=500)}
     heir.renew(0)
     assert heir.part != gone.part
+
+
+@pytest.mark.parametrize("stated", [-1, 2**53 - 1, 2**53])
+def test_who_takes_a_part_over_goes_on_from_no_position_that_cannot_be(stated: int) -> None:
+    """The heir read on from 2^53 and its own record had no room for that: the peer ended."""
+    first, second = same_first_part(2, 8)
+    dht = Dht()
+    gone, stays = Head(dht, first), Head(dht, second)
+    gone.renew(0)
+    gone.renew(500)
+    dht.publish("a stranger", part_key(RUN, gone.part), PartRecord(part=gone.part, position=stated))
+    stays.renew(0)  # it hears of both
+    dht.now += LIFETIME_S + 1
+    while stays.part != gone.part:
+        stays.finish()
+        stays.renew(0)
+    epoch, rows = place_of(stays.position)
+    assert (epoch, rows) == (0, 500)
+
+
+def test_a_record_has_room_for_what_an_heir_reads_after_the_last_credible_position() -> None:
+    PartRecord(part=0, position=position_of(MOST_EPOCHS) + position_of(1 << 18)).encode()
 
 
 def test_a_restarted_head_takes_the_part_of_its_snapshot_if_it_is_still_free() -> None:

@@ -44,7 +44,8 @@ LIMIT_S = 30.0  # of a test's group
 
 Passes = Callable[[str, str, str], bool]
 """(sender, receiver, kind) -> whether a message gets through. Parts, rows and means carry their
-phase: part0, row0, mean0, part1, row1, mean1; the others are fetch (of a mean), record, vote, ask, beat.
+phase: part0, row0, mean0, part1, row1, mean1; the others are fetch (of a mean), record, vote, ask,
+beat.
 """
 
 
@@ -96,10 +97,10 @@ class Link:
         (await self._to(peer, "vote")).on_votes(votes)
 
     async def ask_votes(self, peer: str, round_number: int, attempt: int) -> list[bytes]:
-        attempt = await self._to(peer, "ask")
+        asked = await self._to(peer, "ask")
         if peer in self._group.lying:
             raise CallRefused("metadata is not a map")
-        return attempt.ballots.all_bytes()
+        return asked.ballots.all_bytes()
 
     async def heartbeats(self, peer: str) -> AsyncIterator[None]:
         while True:

@@ -46,6 +46,7 @@ class PartLease:
         self.held = False
         self._finished = False  # the part, by the training loop
         self._shared = False  # with a head that was there before
+        self._announced = -1  # the part that was told last
         self._moved = False  # to a part whose position is not this head's own
 
     @property
@@ -83,10 +84,12 @@ class PartLease:
     def announcement(self, position: int) -> dict[str, Record]:
         """What keeps the lease. position: how far this head has read the part it held before."""
         record = PartRecord(part=self.part, position=self.position if self._moved else position)
+        self._announced = record.part
         return {part_key(self._local.run, record.part): record}
 
     def published(self, stored: bool) -> None:
-        self.held, self._moved = stored, False
+        if self._announced == self.part:  # else `settle` has taken another one meanwhile
+            self.held, self._moved = stored, False
 
     def finish(self) -> None:
         """The part was read to its end: `settle` takes another one."""

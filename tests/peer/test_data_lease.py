@@ -173,6 +173,22 @@ def test_a_restarted_head_takes_the_part_of_its_snapshot_if_it_is_still_free() -
     assert back.part != other.part
 
 
+def test_a_part_that_was_taken_while_the_last_one_was_told_begins_where_it_should() -> None:
+    """It was told with the position of the part before it, for whoever would take it over."""
+    small, large = same_first_part(2, 8)
+    dht = Dht()
+    lease, other = Head(dht, large), Head(dht, small)
+    lease.renew(0)
+    dht.answers = False
+    other.renew(0)  # the same part, which the smaller id keeps
+    dht.answers = True
+    lease.announcement(77)  # is under way
+    assert lease.settle() and lease.part != other.part
+    lease.published(True)
+    told = lease.announcement(77)
+    assert told == {part_key(RUN, lease.part): PartRecord(part=lease.part, position=0)}
+
+
 def test_a_head_tells_how_far_it_has_read_its_own_part() -> None:
     dht = Dht()
     lease = Head(dht, "a")

@@ -117,7 +117,8 @@ def _parse(pattern: re.Pattern[str], address: str, example: str) -> TcpAddress:
             ip = ipaddress.ip_address(match["host"])
         except ValueError:
             ip = None
-        if ip is None or f"ip{ip.version}" != match["kind"]:
+        # libp2p knows no zones (fe80::1%eth0), which name an interface of one machine
+        if ip is None or f"ip{ip.version}" != match["kind"] or "%" in match["host"]:
             raise InvalidInput(
                 f"address {address[:120]!r}: {match['host']!r} is no IPv{match['kind'][2]} "
                 "address; write the machine's, or /dns4/NAME for a name"

@@ -7,7 +7,8 @@ alone, and `rpc_news` with those values that the asker does not know yet.
 
 hivemind answers any number of keys in one call. A key repeated 1,504 times made an answer that its
 client of p2pd refuses to send, in a way that keeps it in memory for good; so answers are bounded
-here, and `free_failed_answers` repairs the client for all calls.
+here, and `free_failed_answers` repairs the client for all calls, as `pass_over_late_answers` does
+for calls that are given up.
 """
 
 import asyncio
@@ -225,6 +226,7 @@ def install() -> None:
     """Let nodes that are made in this process, and those forked from it, speak `RunProtocol`."""
     hivemind_node.DHTProtocol = RunProtocol  # pyright: ignore[reportPrivateImportUsage]
     free_failed_answers()
+    pass_over_late_answers()
 
 
 def free_failed_answers() -> None:
@@ -252,6 +254,31 @@ def free_failed_answers() -> None:
 
     handle.forgets = True  # pyright: ignore[reportFunctionMemberAccess]
     ControlClient._handle_persistent_request = handle
+
+
+class _OpenCalls(dict[Any, Any]):
+    """The calls of p2pd's client that still wait for their answer, by id."""
+
+    def __contains__(self, call_id: object) -> bool:
+        return super().__contains__(call_id) and not self[call_id].done()
+
+
+def pass_over_late_answers() -> None:
+    """Let p2pd's client live on when an answer comes as its call is cancelled; twice does no harm.
+
+    hivemind 1.1.12 gives the answer to the cancelled call, fails by that, and reads nothing from
+    p2pd any more: the process neither hears another answer nor is asked anything.
+    """
+    original = ControlClient.__init__
+    if getattr(original, "passes_over", False):
+        return
+
+    def begin(self: ControlClient, *arguments: Any, **named: Any) -> None:
+        original(self, *arguments, **named)
+        self._pending_calls = _OpenCalls()
+
+    begin.passes_over = True  # pyright: ignore[reportFunctionMemberAccess]
+    ControlClient.__init__ = begin
 
 
 def _check_keys(keys: Collection[bytes]) -> None:

@@ -382,7 +382,8 @@ async def _dialled(
             continue
         asked += _count(answer.get("asked"))
         seen |= set(texts(answer.get("seen")))
-        if worked := texts(answer.get("worked")):
+        told = texts(answer.get("worked"))
+        if worked := tuple(address for address in told if _place(address) is not None):
             by_others = answer.get("alone") is not True  # older ones do not say it
             break
     for call in calls:

@@ -138,8 +138,8 @@ class Redialler:
             self._busy.discard(peer)
 
     async def _answers(self, peer: PeerID, addresses: Sequence[str]) -> bool:
-        places = [Multiaddr(address.rpartition("/p2p/")[0]) for address in addresses]
         try:
+            places = [Multiaddr(address.rpartition("/p2p/")[0]) for address in addresses]
             # does nothing where a connection stands
             await asyncio.wait_for(self._p2p._client.connect(peer, places), CONNECT_LIMIT_S)
             await ask_time(self._p2p, peer, limit_s=ANSWER_LIMIT_S)

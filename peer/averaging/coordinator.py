@@ -202,7 +202,7 @@ class Coordinator(threading.Thread):
             for stage, peer in enumerate(self.status.members)
             if (record := stages.get(stage, {}).get(peer)) is not None
         ]
-        return max([self._planned_steps, *stated])
+        return self.driver.plan.inner_steps_of(self.chain.last_record, stated)
 
     @property
     def _planned_steps(self) -> int:

@@ -18,6 +18,7 @@ from dilocox.peer.averaging.local_peer import LocalPeer
 READ_AT_ONCE = 16  # parts that are looked at together
 # Epochs at which those who share a part begin: beyond what a first reader comes to.
 SHARED_EPOCHS = range(1 << 12, 1 << 20)
+MOST_EPOCHS = 3 << 19  # that a head is believed; from there on a record has room for as many again
 _ROW_BITS = 32  # the low bits of a position count rows, the others epochs
 
 
@@ -45,6 +46,7 @@ class PartLease:
         self.held = False
         self._finished = False  # the part, by the training loop
         self._shared = False  # with a head that was there before
+        self._announced = -1  # the part that was told last
         self._moved = False  # to a part whose position is not this head's own
 
     @property
@@ -82,10 +84,12 @@ class PartLease:
     def announcement(self, position: int) -> dict[str, Record]:
         """What keeps the lease. position: how far this head has read the part it held before."""
         record = PartRecord(part=self.part, position=self.position if self._moved else position)
+        self._announced = record.part
         return {part_key(self._local.run, record.part): record}
 
     def published(self, stored: bool) -> None:
-        self.held, self._moved = stored, False
+        if self._announced == self.part:  # else `settle` has taken another one meanwhile
+            self.held, self._moved = stored, False
 
     def finish(self) -> None:
         """The part was read to its end: `settle` takes another one."""
@@ -114,8 +118,9 @@ class PartLease:
         for key, part in keys.items():
             others = dict(found[key] or {})
             others.pop(self._local.me, None)
-            if others:
-                self._positions[part] = max(lease.position for lease in others.values())
+            stated = [lease.position for lease in others.values()]
+            if credible := [each for each in stated if 0 <= each < position_of(MOST_EPOCHS)]:
+                self._positions[part] = max(credible)
             holders[part] = set(others)
         return holders
 

@@ -13,6 +13,7 @@ from collections.abc import Awaitable, Callable, Generator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing, contextmanager, suppress
 from functools import cached_property
+from itertools import accumulate
 from typing import Any, AsyncIterator, TypeVar  # noqa: UP035 - hivemind knows this one only
 
 import torch
@@ -20,7 +21,16 @@ from hivemind.p2p import P2PContext, ServicerBase
 from hivemind.proto import runtime_pb2
 
 from dilocox.compression.group_codec import PayloadRefused
-from dilocox.dht.rpc import CHUNK_BYTES, CallRefused, Counts, byte_kind, chunk_of, reply, unpack
+from dilocox.dht.rpc import (
+    CHUNK_BYTES,
+    MAX_METADATA_BYTES,
+    CallRefused,
+    Counts,
+    byte_kind,
+    chunk_of,
+    reply,
+    unpack,
+)
 from dilocox.dht.upload_limit import UploadLimit
 from dilocox.peer.averaging.local_peer import LocalPeer
 from dilocox.peer.chain.store import RoundLog
@@ -35,6 +45,7 @@ GROUP_WAIT_S = 5.0  # a part may come before its receiver has heard that the gro
 HEARTBEAT_S = 0.5
 DISCARD_LIMIT_S = 5.0
 MAX_VOTES = 2 * MAX_MEMBERS  # in one message; a member may be seen to vote for two things
+VOTE_MARGIN_BYTES = 16  # around a vote, and around all of them, in an answer
 
 T = TypeVar("T")
 
@@ -87,7 +98,10 @@ class PeerService(ServicerBase):
     async def _take(
         self, peer: str, request: AsyncIterator[runtime_pb2.ExpertRequest]
     ) -> runtime_pb2.ExpertResponse:
-        header = unpack(await anext(aiter(request)))
+        first = await anext(aiter(request), None)
+        if first is None:
+            raise CallRefused("nothing was sent")
+        header = unpack(first)
         attempt = await self.find_attempt(header.get("group"))
         part, size = header.get("part"), header.get("bytes")
         kind = str(header.get("kind"))
@@ -131,15 +145,22 @@ class PeerService(ServicerBase):
         """How this peer, and those it heard, voted in an attempt."""
         try:
             question = unpack(request)
+            number, tried = question["round"], question["attempt"]
+            if type(number) is not int or type(tried) is not int:
+                raise CallRefused("no such attempt")
             attempt = self.attempts.get(question["group"])
-            own = self.log.own_vote(int(question["round"]), int(question["attempt"]))
+            own = self.log.own_vote(number, tried)
         except (ValueError, KeyError, TypeError) as error:
             self.refused.add("question")
             return reply({"refused": repr(error)[:200]})
         votes = [] if attempt is None else attempt.ballots.all_bytes()
         if own is not None and own not in votes:  # cast before this peer was restarted
             votes.append(own)
-        return reply({"votes": votes})
+        # who asks takes no larger answer; votes for a record are short, and they decide the most
+        votes.sort(key=len)
+        ends = accumulate(len(vote) + VOTE_MARGIN_BYTES for vote in votes)
+        fitting = sum(end <= MAX_METADATA_BYTES - VOTE_MARGIN_BYTES for end in ends)
+        return reply({"votes": votes[:fitting]})
 
     async def rpc_watch(
         self, request: runtime_pb2.ExpertRequest, context: P2PContext

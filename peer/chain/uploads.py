@@ -120,7 +120,7 @@ class Uploads:
             found = await find(want)
         except OSError:
             refuse("disk")
-        except (ValueError, KeyError, TypeError):
+        except (ValueError, KeyError, TypeError, OverflowError):
             refuse("nonsense")
         if found is None:
             yield reply({})

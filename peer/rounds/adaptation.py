@@ -29,7 +29,7 @@ whoever replays the log finds it again.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import fields, replace
 from statistics import median_low
 
@@ -160,6 +160,16 @@ class RoundPlan:
     def inner_steps_after(self, last: RoundRecord | None) -> int:
         """The newest H that a record, or the manifest, names."""
         return self._manifest.rounds.inner_steps if last is None else last.next_inner_steps
+
+    def inner_steps_of(self, last: RoundRecord | None, stated: Iterable[int]) -> int:
+        """H of a replica: the largest that the newest record of any of its stages names.
+
+        stated: by the peers of its other stages, so it counts within the manifest's bound.
+        """
+        largest = max(stated, default=0)
+        return max(
+            self.inner_steps_after(last), min(largest, self._manifest.rounds.max_inner_steps)
+        )
 
     def finished(self, record: RoundRecord) -> RoundRecord:
         """A record that is whole but for its plan.

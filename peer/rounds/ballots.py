@@ -157,9 +157,18 @@ class Ballots:
         return data
 
     def receive(self, data: bytes) -> None:
-        """Take a vote that arrived; VoteRefused if it does not count."""
-        if data not in self._held:
-            self._hold(data, self.ballot.accept(data))
+        """Take a vote that arrived; VoteRefused if it does not count.
+
+        Of one voter no more are held than show that it voted for two things: a member can sign any
+        number of aborts, each with others that it missed.
+        """
+        if data in self._held:
+            return
+        signed = self.ballot.accept(data)
+        voter, digest = signed.vote.voter, signed.vote.digest
+        before = [each.vote.digest for each in self._held.values() if each.vote.voter == voter]
+        if digest not in before and len(before) < 2:
+            self._hold(data, signed)
 
     def _hold(self, data: bytes, signed: SignedVote) -> None:
         self._held[data] = signed

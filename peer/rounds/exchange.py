@@ -32,15 +32,17 @@ import logging
 import random
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Collection, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
 from concurrent.futures import Executor
 from contextlib import suppress
+from functools import partial
 from typing import Any, TypeVar
 
 from torch import Tensor
 
 from dilocox.compression.group_codec import NotEncodable, PayloadRefused
 from dilocox.compression.stage_codec import StageEncoder
+from dilocox.dht.rpc import CallRefused
 from dilocox.peer.rounds.ballots import Ballots
 from dilocox.peer.rounds.group import (
     AttemptResult,
@@ -139,10 +141,10 @@ class LiveGroup:
     async def call(
         self, limit_s: float, function: Callable[..., Awaitable[T]], peer: str, *args: Any
     ) -> T | None:
-        """A call to a member whose failure only means that it could not be reached."""
+        """A call to a member; None where it could not be reached, or sent what makes no sense."""
         try:
             return await asyncio.wait_for(function(peer, *args), limit_s)
-        except (ConnectionError, asyncio.TimeoutError) as error:
+        except (ConnectionError, CallRefused, asyncio.TimeoutError) as error:
             logger.debug("%s not reached: %r", peer, error)
             return None
 
@@ -541,30 +543,44 @@ class Attempt:
         call = self._group.call(self._remaining_s(), function, *args)
         self._group.spawn(call, outlives=outlives)
 
-    async def _ask_for_mean(self, part: int) -> None:
-        """Ask the members for a mean, the next one beside those that are slow to give it.
+    async def _ask_in_turn(
+        self,
+        peers: Iterable[str],
+        fetch: Callable[[str], Awaitable[None]],
+        here: Callable[[], bool],
+        deadline: float,
+    ) -> None:
+        """Fetch something from these members until it is here, from the next one beside those that
+        are slow to give it.
 
         The pauses double: who gives bytes by drops delays nobody for long, and what comes through a
         thin link is not downloaded many times at once.
         """
-        setup, group, means = self._setup, self._group, self._shares.means
-        column = setup.column_of(part)
-        reducers = [setup.reducer_in(column, row) for row in range(len(setup.grid.rows))]
+        group, pause_s = self._group, self._limits.silence_s / 2
         asks: list[asyncio.Task[None]] = []
-        pause_s = self._limits.silence_s / 2
-        for peer in dict.fromkeys([setup.shares[part].reducer, *reducers, *group.row]):
-            if peer not in group.others or peer in self._gone:
-                continue
-            asks.append(ask := group.spawn(self._fetch_mean(peer, part)))
-            await group.until(lambda a=ask: part in means or a.done(), time.monotonic() + pause_s)
-            if part in means:
+        for peer in peers:
+            asks.append(ask := group.spawn(fetch(peer)))
+            until = min(deadline, time.monotonic() + pause_s)
+            await group.until(lambda ask=ask: here() or ask.done(), until)
+            if here() or time.monotonic() >= deadline:
                 break
             pause_s *= 1 if ask.done() else 2
-        await group.until(lambda: part in means or all(ask.done() for ask in asks), self._end)
+        await group.until(lambda: here() or all(ask.done() for ask in asks), deadline)
         for ask in asks:
             ask.cancel()
 
-    async def _fetch_mean(self, peer: str, part: int) -> None:
+    async def _ask_for_mean(self, part: int) -> None:
+        setup, means = self._setup, self._shares.means
+        column = setup.column_of(part)
+        reducers = [setup.reducer_in(column, row) for row in range(len(setup.grid.rows))]
+        able = dict.fromkeys([setup.shares[part].reducer, *reducers, *self._group.row])
+        others = set(self._group.others)
+        # who dies meanwhile is not asked any more
+        peers = (peer for peer in able if peer in others and peer not in self._gone)
+        fetch = partial(self._fetch_mean, part)
+        await self._ask_in_turn(peers, fetch, lambda: part in means, self._end)
+
+    async def _fetch_mean(self, part: int, peer: str) -> None:
         # a large share takes its time through a thin link; who gives nothing is not waited for
         wanted = peer, part, self._limits.silence_s
         mean = await self._group.call(self._remaining_s(), self._transport.fetch_mean, *wanted)
@@ -574,13 +590,21 @@ class Attempt:
         self._group.notify()
 
     async def _fetch_record(self, digest: str, deadline: float) -> bytes | None:
-        voters = self.ballots.voters_for(digest)
-        for peer in [peer for peer in self._nearest if peer in voters]:
-            limit_s = max(0.1, deadline - time.monotonic())
+        voters, found = self.ballots.voters_for(digest), list[bytes]()
+        deadline = max(deadline, time.monotonic() + 0.1)
+
+        async def fetch(peer: str) -> None:
+            limit_s = deadline - time.monotonic()
             data = await self._group.call(limit_s, self._transport.fetch_record, peer, digest)
             if data is not None and digest_of(data) == digest:
-                return data
-        return None
+                found.append(data)
+            self._group.notify()
+
+        gone = self._gone
+        nearest = [peer for peer in self._nearest if peer in voters]
+        peers = sorted(nearest, key=lambda peer: peer in gone)
+        await self._ask_in_turn(peers, fetch, lambda: bool(found), deadline)
+        return found[0] if found else None
 
     def _missed(self) -> set[str]:
         """Whom this member missed: the dead, the refused, and reducers whose mean never came.

@@ -1,4 +1,7 @@
-"""The calls of an exchange to the other members of its group; each may raise ConnectionError."""
+"""The calls of an exchange to the other members of its group.
+
+Each may raise ConnectionError, and CallRefused for an answer that makes no sense.
+"""
 
 from __future__ import annotations
 

@@ -53,6 +53,7 @@ from dilocox.dht.swarm_view import SwarmView
 
 BELLS_READ = 8  # bell keys a head reads at most, so that strange round numbers cost it little
 MAX_AHEAD = 64  # rounds beyond the newest record that others may lead a peer to
+MAX_AHEAD_OF_MOST = 100_000  # likewise, where half of all state that they are there
 GRACE_SHARE = 0.25  # of the round's time: what slower replicas get after the quorum
 NOTICE_S = 2.0  # to spread T_R, at least
 # A longer notice that others state is believed up to the larger of these: what a bad line takes,
@@ -167,10 +168,11 @@ def newest_credible(own: int, last_record: int, stated: Iterable[int]) -> int:
     """The newest round that others can lead a peer in round `own` to.
 
     So many rounds after the newest record that it knows, or, where the swarm has gone on without
-    records, the next one after what half of all state, itself included. `stated`: by replicas.
+    records, the next one after what half of all state, itself included: a crowd of strangers must
+    not lead it to where there are no keys any more. `stated`: by replicas.
     """
-    usual = median_low([own, *stated])
-    return min(max(last_record + MAX_AHEAD, own + 1, usual + 1), MAX_INDEX)
+    usual = min(median_low([own, *stated]) + 1, last_record + MAX_AHEAD_OF_MOST)
+    return min(max(last_record + MAX_AHEAD, own + 1, usual), MAX_INDEX)
 
 
 def bells_to_read(own: int, replicas: Iterable[ReplicaRecord]) -> list[int]:
@@ -181,7 +183,8 @@ def bells_to_read(own: int, replicas: Iterable[ReplicaRecord]) -> list[int]:
     """
     stated = {replica.round for replica in replicas}
     ahead = {number for stating in stated for number in (stating - 1, stating) if number > own}
-    return [*sorted(ahead - {own + 1}, reverse=True)[: BELLS_READ - 2], own + 1, own]
+    following = [own + 1] if own < MAX_INDEX else []
+    return [*sorted(ahead - {own + 1}, reverse=True)[: BELLS_READ - 2], *following, own]
 
 
 LOOKS = 32  # at others' bells in the time of a round
@@ -353,6 +356,7 @@ class RoundKeeper:
         return self._known[self.round]
 
     def _go_to(self, round_number: int) -> None:
+        round_number = min(round_number, MAX_INDEX)  # no key names a later one
         if round_number != self.round:
             self._lasted_s = self._clock.monotonic() - self._began
         self.round = round_number

@@ -37,6 +37,7 @@ def test_invite_reads_back_what_it_writes():
         (f"dilocox:{RUN}@/ip4/203.0.113.7/tcp/31337", "is not a TCP multiaddr"),
         (f"dilocox:{RUN}@{FIRST.replace('203.0.113.7', 'ADDRESS')}", "'ADDRESS' is no IPv4"),
         (f"dilocox:{RUN}@{FIRST.replace('ip4', 'ip6')}", "'203.0.113.7' is no IPv6"),
+        (f"dilocox:{RUN}@{SIXTH.replace('2001:db8::1', 'fe80::1%eth0')}", "is no IPv6"),
         (f"dilocox:{RUN}@{FIRST.replace('KooWE', 'KooWz')}", "damaged peer id; copy the whole"),
         (f"dilocox:{RUN}@{','.join([FIRST] * 17)}", "17 bootstrap addresses"),
     ],

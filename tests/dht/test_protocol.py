@@ -2,14 +2,16 @@
 
 # pyright: reportAttributeAccessIssue=false
 
+import asyncio
 from collections.abc import Callable
 from functools import partial
 from typing import Any
+from uuid import UUID, uuid4
 
 import pytest
 from hivemind.dht.routing import DHTID
 from hivemind.p2p import P2PHandlerError, PeerID
-from hivemind.proto import dht_pb2
+from hivemind.proto import dht_pb2, p2pd_pb2
 
 from dilocox.dht.clock import RunClock
 from dilocox.dht.identity import Identity
@@ -133,3 +135,28 @@ def test_a_call_whose_answer_is_too_large_is_told_so_and_forgotten(
     with pytest.raises(P2PHandlerError, match="exceeds message size limit"):
         run_in(stranger_node, ask_for_large, peer=operator.peer_id)
     assert run_in(asked, calls_kept) == 0
+
+
+async def cancel_as_answered(_dht: object, node: Any) -> list[str]:
+    """What two calls come to, the first of which is cancelled in the moment of its answer."""
+    client = node.p2p._client.control
+    bytes_in, answered = asyncio.StreamReader(), dict[UUID, asyncio.Future[bytes]]()
+    first = uuid4()
+    for call_id in (first, uuid4()):
+        answered[call_id] = client._pending_calls[call_id] = asyncio.Future()
+        answer = p2pd_pb2.CallUnaryResponse(response=b"yes")
+        message = p2pd_pb2.PersistentConnectionResponse(
+            callId=call_id.bytes, callUnaryResponse=answer
+        ).SerializeToString()
+        bytes_in.feed_data(bytes([len(message)]) + message)
+    answered[first].cancel()
+    bytes_in.feed_eof()
+    await client._read_from_persistent_conn(bytes_in)
+    for call_id in answered:
+        client._pending_calls.pop(call_id)
+    return ["cancelled" if each.cancelled() else repr(each.result()) for each in answered.values()]
+
+
+def test_an_answer_to_a_call_that_is_given_up_keeps_no_other_from_its_answer(asked: Node):
+    """The process read nothing from p2pd any more, and waited for every answer in vain."""
+    assert run_in(asked, cancel_as_answered) == ["cancelled", "b'yes'"]

@@ -36,7 +36,7 @@ from dilocox.dht.reachability import (
     measure_bandwidth,
     reached_at,
 )
-from dilocox.dht.rpc import pack
+from dilocox.dht.rpc import pack, reply
 
 LIMIT_S = 5.0
 SEEN = frozenset({"198.51.100.7"})
@@ -285,6 +285,26 @@ def test_addresses_that_are_none_are_passed_over(addresses: object) -> None:
         )
         assert answer["worked"] == []
 
+    run(scene)
+
+
+def test_what_a_bootstrap_says_has_worked_is_an_address_or_does_not_count() -> None:
+    """One that was none ended the peer's start with an error about an address that it never had."""
+
+    async def lie(_request: Any, _context: Any) -> Any:
+        return reply({"worked": worked, "seen": ["?"], "asked": -1})
+
+    async def scene(peers: list[P2P]) -> None:
+        probe = Probe(peers[0], now=time.time, bootstraps=None)
+        probe.rpc_dial_back = lie  # type: ignore[method-assign]
+        await probe.add_p2p_handlers(peers[0])
+        own = await own_addresses(peers[1])
+        for told, kind in ((["nonsense", 7, "/ip4/x/tcp/1"], "dial_out"), (["no", *own], "public")):
+            worked[:] = told
+            reach = await find_reach(peers[1], [peers[0].peer_id], own, limit_s=LIMIT_S)
+            assert (reach.kind, set(reach.addresses) <= set(own)) == (kind, True)
+
+    worked: list[object] = []
     run(scene)
 
 

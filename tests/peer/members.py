@@ -18,6 +18,7 @@ from dilocox.compression.stage_codec import StageCodec
 from dilocox.dht.identity import Identity
 from dilocox.dht.manifest import Manifest
 from dilocox.dht.manifest_sections import DeadlineSpec
+from dilocox.dht.rpc import CallRefused
 from dilocox.peer.chain.store import RoundLog
 from dilocox.peer.rounds.adaptation import RoundPlan, stage_codec
 from dilocox.peer.rounds.ballots import Ballot, Ballots, excluded_by
@@ -43,7 +44,8 @@ LIMIT_S = 30.0  # of a test's group
 
 Passes = Callable[[str, str, str], bool]
 """(sender, receiver, kind) -> whether a message gets through. Parts, rows and means carry their
-phase: part0, row0, mean0, part1, row1, mean1; the others are fetch, vote, ask, beat.
+phase: part0, row0, mean0, part1, row1, mean1; the others are fetch (of a mean), record, vote, ask,
+beat.
 """
 
 
@@ -83,25 +85,32 @@ class Link:
 
     async def fetch_mean(self, peer: str, part: int, stall_s: float) -> Mean | None:
         attempt = await asyncio.wait_for(self._to(peer, "fetch"), stall_s)
-        # something comes all the time
-        await asyncio.sleep(LIMIT_S if peer in self._group.dripping else self._group.fetching_s)
+        await self._comes_from(peer)
         return await attempt.checked_mean(part)
 
     async def fetch_record(self, peer: str, digest: str, *, older: bool = False) -> bytes | None:
-        attempt = await self._to(peer, "fetch")
+        attempt = await self._to(peer, "record")
+        await self._comes_from(peer)
         return attempt.record if attempt.digest == digest else None
 
     async def send_votes(self, peer: str, votes: Sequence[bytes]) -> None:
         (await self._to(peer, "vote")).on_votes(votes)
 
     async def ask_votes(self, peer: str, round_number: int, attempt: int) -> list[bytes]:
-        return (await self._to(peer, "ask")).ballots.all_bytes()
+        asked = await self._to(peer, "ask")
+        if peer in self._group.lying:
+            raise CallRefused("metadata is not a map")
+        return asked.ballots.all_bytes()
 
     async def heartbeats(self, peer: str) -> AsyncIterator[None]:
         while True:
             await self._to(peer, "beat")
             yield
             await asyncio.sleep(0.02)
+
+    async def _comes_from(self, peer: str) -> None:
+        """While something comes all the time."""
+        await asyncio.sleep(LIMIT_S if peer in self._group.dripping else self._group.fetching_s)
 
     async def _to(self, peer: str, kind: str) -> Attempt:
         if {self._me, peer} & self._group.frozen:
@@ -170,10 +179,11 @@ class Group:
         """`clients`: those that can only dial out, so that they average nothing.
 
         decoding_s, fetching_s: so long it takes each member to check a mean, one after the other,
-        and to fetch one.
+        and to fetch one, or the record.
 
         Whoever is put into `frozen` neither answers nor is refused any more; who is `dripping`
-        gives a mean that is fetched by a byte now and then.
+        gives what is fetched by a byte now and then;
+        who is `lying` answers what votes it holds with bytes that are none.
         """
         usual_s = (PATIENT_S, PATIENT_S) if passes is everything else (EXCHANGE_S, SILENCE_S)
         exchange_s, silence_s = exchange_s or usual_s[0], silence_s or usual_s[1]
@@ -181,6 +191,7 @@ class Group:
         self.fetching_s = fetching_s
         self.frozen: set[str] = set()
         self.dripping: set[str] = set()
+        self.lying: set[str] = set()
         self.identities = sorted(identities, key=lambda identity: identity.peer_id)
         self.peers = [identity.peer_id for identity in self.identities]
         codec = {"scheme": scheme, "bits": bits, "rank": 4, "min_rank": 2, "max_rank": 16}

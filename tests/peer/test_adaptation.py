@@ -8,8 +8,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dilocox.peer.rounds.adaptation import facts_of, following_window, next_inner_steps, next_ranks
+from dilocox.compression.layout import FlatLayout
+from dilocox.peer.rounds.adaptation import (
+    RoundPlan,
+    facts_of,
+    following_window,
+    next_inner_steps,
+    next_ranks,
+    stage_codec,
+)
 from dilocox.peer.rounds.record import WINDOW, RoundFacts, Times
+from tests.peer.local_peers import MANIFEST
 
 ENERGY = 0.95
 
@@ -43,6 +52,15 @@ def next_h(
         for exchange_s, step_s in times
     ]
     return next_inner_steps(current, window, low=low, high=high)
+
+
+def test_what_a_member_of_a_replica_states_of_h_counts_within_the_manifests_bound() -> None:
+    """A head whose member stated 2^53 never rang its bell."""
+    rounds = MANIFEST.rounds
+    plan = RoundPlan(MANIFEST, stage_codec(MANIFEST, FlatLayout.of([("w", (64, 64))])))
+    assert plan.inner_steps_of(None, []) == rounds.inner_steps
+    assert plan.inner_steps_of(None, [-1, rounds.inner_steps + 7, 1]) == rounds.inner_steps + 7
+    assert plan.inner_steps_of(None, [2**53]) == rounds.max_inner_steps
 
 
 # ---- ranks ---------------------------------------------------------------------------------------

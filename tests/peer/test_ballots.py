@@ -267,6 +267,21 @@ def excluded(*aborts: bytes, members: tuple[str, ...] = ()) -> list[str]:
     return excluded_by(aborts, members, run="run", stage=0, round_number=3)
 
 
+def test_a_member_that_signs_one_abort_after_the_other_fills_nobodys_memory(tmp_path: Path) -> None:
+    held = ballots_of(KEYS[:4], tmp_path)[0]
+    missed = [(), (A,), (B,), (C,), (A, B), (A, C), (B, C), (A, B, C)]
+    aborts = [voted(D, None, *peers).to_bytes() for peers in missed]
+    for abort in aborts:
+        held.receive(abort)
+    assert held.all_bytes() == aborts[:1]
+    for vote in (voted(D, D1), voted(D, D2), voted(D)):
+        held.receive(vote.to_bytes())
+    assert len(held.all_bytes()) == 2, "that it voted for two things is seen all the same"
+    for name in (B, C):
+        held.receive(voted(name).to_bytes())
+    assert held.decision.verdict is Verdict.UNDECIDED, "and so it counts as dead"
+
+
 def test_who_was_missed_by_the_others_is_left_out_of_the_repeated_attempt(tmp_path: Path) -> None:
     first, second, third, _ = ballots_of(KEYS[:4], tmp_path)
     votes = [ballots.cast(None, (D,)) for ballots in (first, second, third)]

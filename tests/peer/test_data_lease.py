@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from dilocox.dht.records import PartRecord, part_key
-from dilocox.peer.averaging.data_lease import PartLease
+from dilocox.peer.averaging.data_lease import MOST_EPOCHS, PartLease, place_of, position_of
 from tests.peer.local_peers import MANIFEST, RUN, local_peer
 
 LIFETIME_S = 15.0
@@ -138,6 +138,28 @@ def test_a_part_whose_head_is_gone_is_free_after_its_expiry_and_goes_on_where_it
     assert heir.part != gone.part
 
 
+@pytest.mark.parametrize("stated", [2**53 - 1, 2**53])
+def test_who_takes_a_part_over_goes_on_from_no_position_that_cannot_be(stated: int) -> None:
+    """The heir read on from 2^53 and its own record had no room for that: the peer ended."""
+    first, second = same_first_part(2, 8)
+    dht = Dht()
+    gone, stays = Head(dht, first), Head(dht, second)
+    gone.renew(0)
+    gone.renew(500)
+    dht.publish("a stranger", part_key(RUN, gone.part), PartRecord(part=gone.part, position=stated))
+    stays.renew(0)  # it hears of both
+    dht.now += LIFETIME_S + 1
+    while stays.part != gone.part:
+        stays.finish()
+        stays.renew(0)
+    epoch, rows = place_of(stays.position)
+    assert (epoch, rows) == (0, 500)
+
+
+def test_a_record_has_room_for_what_an_heir_reads_after_the_last_credible_position() -> None:
+    PartRecord(part=0, position=position_of(MOST_EPOCHS) + position_of(1 << 18)).encode()
+
+
 def test_a_restarted_head_takes_the_part_of_its_snapshot_if_it_is_still_free() -> None:
     dht = Dht()
     for part in range(8):
@@ -149,6 +171,22 @@ def test_a_restarted_head_takes_the_part_of_its_snapshot_if_it_is_still_free() -
     back = Head(dht, "a", first=other.part)
     back.renew(0)
     assert back.part != other.part
+
+
+def test_a_part_that_was_taken_while_the_last_one_was_told_begins_where_it_should() -> None:
+    """It was told with the position of the part before it, for whoever would take it over."""
+    small, large = same_first_part(2, 8)
+    dht = Dht()
+    lease, other = Head(dht, large), Head(dht, small)
+    lease.renew(0)
+    dht.answers = False
+    other.renew(0)  # the same part, which the smaller id keeps
+    dht.answers = True
+    lease.announcement(77)  # is under way
+    assert lease.settle() and lease.part != other.part
+    lease.published(True)
+    told = lease.announcement(77)
+    assert told == {part_key(RUN, lease.part): PartRecord(part=lease.part, position=0)}
 
 
 def test_a_head_tells_how_far_it_has_read_its_own_part() -> None:

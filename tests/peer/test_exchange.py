@@ -129,6 +129,41 @@ def test_members_that_give_a_mean_by_drops_do_not_keep_it_from_the_others(
     assert killed and seconds(results) < PATIENT_S / 2
 
 
+def test_a_voter_that_gives_the_record_by_drops_does_not_keep_it_from_who_lacks_it(
+    identities: list[Identity], tmp_path: Path
+) -> None:
+    def passes(sender: str, receiver: str, kind: str) -> bool:
+        return (receiver, kind) != (late, "mean0") and (sender, kind) != (late, "fetch")
+
+    group = Group(identities[:3], tmp_path, passes=passes, fetching_s=0.3)
+    dripping, _, late = group.grid.rows[0]  # who lacks it asks that one first
+    group.dripping.add(dripping)
+    record_of(group, asyncio.run(group.run()))
+
+
+def test_a_member_that_answers_with_nonsense_does_not_keep_others_from_hearing_a_decision(
+    identities: list[Identity], tmp_path: Path
+) -> None:
+    """What it said of its votes failed the whole question, of every member and each time."""
+
+    async def go() -> None:
+        group = Group(identities[:3], tmp_path, passes=passes)
+        deaf, liar = group.peers[0], group.peers[1]
+        group.lying.add(liar)
+        cut.add(deaf)
+        results = await group.run()
+        assert results[0] and results[0].verdict is Verdict.UNDECIDED
+        cut.clear()
+        settled = await group.attempts[deaf].settle()
+        assert settled.verdict is Verdict.COMMITTED and settled.record
+
+    def passes(sender: str, receiver: str, kind: str) -> bool:
+        return kind not in ("vote", "ask") or not {sender, receiver} & cut
+
+    cut = set[str]()
+    asyncio.run(go())
+
+
 def test_a_malformed_part_leaves_its_sender_out_and_is_named_in_the_record(
     identities: list[Identity], tmp_path: Path
 ) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import math
 import multiprocessing
 import os
 from collections.abc import AsyncIterator, Mapping, Sequence
@@ -26,6 +27,7 @@ from dilocox.dht.rpc import (
     Counts,
     pack,
     reply,
+    unpack,
 )
 from dilocox.dht.upload_limit import UploadLimit
 from dilocox.peer.averaging.averager import StageBuffers
@@ -279,22 +281,42 @@ def test_what_the_service_refuses_is_counted_by_reason(service: PeerService) -> 
     attempt.error = ShareRefused("it came twice")
     push(service, b"x")
 
+    async def nothing() -> AsyncIterator[Any]:
+        for frame in ():
+            yield frame
+
     async def ask() -> None:
         nobody: Any = SimpleNamespace(remote_id=PEER)
         await service.rpc_vote(pack({"group": b"g"}, b"no vote"), nobody)
         await service.rpc_vote(pack({"group": b"another"}, b"no vote"), nobody)
-        await service.rpc_ask(pack({}), nobody)
-        assert [each async for each in service.rpc_get(pack({}), nobody)] == [reply({})]
+        for odd in ({}, {"group": b"g", "round": math.inf, "attempt": 0}):
+            await service.rpc_ask(pack(odd), nobody)
+        await service.rpc_put(nothing(), nobody)
+        for odd in ({}, {"what": "state", "offset": math.inf}):
+            assert [each async for each in service.rpc_get(pack(odd), nobody)] == [reply({})]
 
     asyncio.run(ask())
     assert counted(service.refused) == {
-        "frame": 2,
+        "frame": 3,
         "group": 2,
         "payload": 1,
         "share": 1,
         "vote": 1,
-        "question": 2,
+        "question": 4,
     }
+
+
+def test_an_answer_with_many_votes_is_one_that_the_asker_takes(service: PeerService) -> None:
+    """Aborts of a large group that name whom they missed were more than an answer may have, and
+    nobody heard a decision.
+    """
+    short, long = [bytes([n]) * 225 for n in range(100)], [bytes([n]) * 3000 for n in range(100)]
+    ballots = SimpleNamespace(all_bytes=lambda: [*long, *short])
+    service.attempts[b"g"] = cast("Any", SimpleNamespace(ballots=ballots))
+    question = pack({"group": b"g", "round": 3, "attempt": 0})
+    answer = asyncio.run(service.rpc_ask(question, cast("Any", SimpleNamespace(remote_id=PEER))))
+    told = unpack(answer)["votes"]
+    assert set(short) < set(told) < {*short, *long}
 
 
 def test_a_stranger_is_refused_before_a_byte_of_its_part_is_taken(service: PeerService) -> None:

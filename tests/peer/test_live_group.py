@@ -13,6 +13,7 @@ from typing import Any, cast
 import pytest
 
 from dilocox.dht.identity import Identity
+from dilocox.dht.rpc import CallRefused
 from dilocox.peer.rounds.exchange import LiveGroup
 from tests.peer.members import Group, everything
 
@@ -86,22 +87,23 @@ def test_who_is_silent_is_dead_but_not_for_a_time_in_which_this_process_stood_st
     asyncio.run(go())
 
 
-def test_a_call_that_fails_or_takes_too_long_only_means_that_nobody_was_reached(
+def test_a_call_that_fails_makes_no_sense_or_takes_too_long_only_means_that_nobody_was_reached(
     identities: list[Identity], tmp_path: Path
 ) -> None:
     async def answer(peer: str, what: str) -> str:
         if what == "broken":
             raise ConnectionError(peer)
+        if what == "nonsense":
+            raise CallRefused("metadata is not a map")
         if what == "slow":
             await asyncio.sleep(10)
         return what
 
     async def go() -> None:
         group = live_group(identities, tmp_path, Beating())
-        answers = [
-            await group.call(0.05, answer, "peer", what) for what in ("broken", "slow", "well")
-        ]
-        assert answers == [None, None, "well"]
+        asked = ("broken", "nonsense", "slow", "well")
+        answers = [await group.call(0.05, answer, "peer", what) for what in asked]
+        assert answers == [None, None, None, "well"]
         began = time.monotonic()
         assert not await group.until(lambda: False, began + 0.05)
         assert 0.05 <= time.monotonic() - began < 1.0

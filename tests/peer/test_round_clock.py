@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from dilocox.dht.records import BellRecord, ReplicaRecord
+from dilocox.dht.records import MAX_INDEX, BellRecord, ReplicaRecord, bell_key, parse_key
 from dilocox.peer.rounds.round_clock import (
     BELLS_READ,
     RoundView,
@@ -164,6 +164,12 @@ def test_bells_are_read_of_the_rounds_that_others_state_and_only_of_so_many() ->
     assert bells_to_read(3, many)[-2:] == [4, 3]
 
 
+def test_no_bell_is_looked_for_under_a_key_that_is_none() -> None:
+    """Who was led to the last round that has a key ended with an error at its next look."""
+    wanted = bells_to_read(MAX_INDEX, [replica(round_number=MAX_INDEX)])
+    assert [parse_key(bell_key("f" * 32, number)).index for number in wanted] == [MAX_INDEX]
+
+
 @pytest.mark.parametrize(
     ("own", "last_record", "stated", "newest"),
     [
@@ -173,6 +179,8 @@ def test_bells_are_read_of_the_rounds_that_others_state_and_only_of_so_many() ->
         (0, 500, [503], 564),  # a joiner that has caught up
         (90, -1, [90, 91], 91),  # a swarm that trains without committing
         (0, -1, [500, 501, 502], 501),  # one that joins it
+        (0, -1, [9_999_999_999] * 3, 99_999),  # a crowd of strangers is not believed in all
+        (7, 6, [2**53] * 20, 100_006),
         (0, 9_999_999_990, [], 9_999_999_999),  # and no key has a larger one
     ],
 )

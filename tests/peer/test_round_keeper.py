@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from dilocox.dht.records import BellRecord, ReplicaRecord
+from dilocox.dht.records import MAX_INDEX, BellRecord, ReplicaRecord, bell_key, parse_key
 from dilocox.dht.swarm_view import SwarmView
 from dilocox.peer.rounds.round_clock import RoundKeeper
 from tests.peer.clocks import TestClock
@@ -268,3 +268,14 @@ def test_after_a_rollback_no_round_number_comes_again_though_nobody_knows_it_any
     keeper.end(25)
     keeper.start(VIEW, last_record=30)  # later it goes on from its chain, as ever
     assert keeper.round == 31
+
+
+def test_a_peer_stays_in_the_last_round_that_a_bell_can_name() -> None:
+    """Whatever record led it there: a bell of a later one could not be told."""
+    keeper = keeper_of()
+    keeper.start(VIEW, MAX_INDEX)
+    keeper.end(keeper.round)
+    assert follow(keeper, 10)
+    assert [bell.round for bell in keeper.bells] == [MAX_INDEX]
+    for number in keeper.wanted_bells(VIEW):
+        parse_key(bell_key("f" * 32, number))

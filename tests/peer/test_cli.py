@@ -72,7 +72,7 @@ def _children_s() -> float:
 @pytest.mark.parametrize("arguments", [["--help"], ["--version"], ["peer", "--help"]])
 def test_help_and_version_come_at_once_without_the_heavy_imports(arguments: list[str]) -> None:
     seconds: list[float] = []
-    for _ in range(3):
+    while len(seconds) < 3 and min(seconds, default=HELP_LIMIT_S) >= HELP_LIMIT_S:
         began = _children_s()
         done = subprocess.run(
             [sys.executable, "-X", "importtime", "-m", "dilocox", *arguments],

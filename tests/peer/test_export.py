@@ -53,6 +53,14 @@ FAMILIES: dict[str, Config] = {
 }
 
 
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
 def stage_tensors(config: Config, num_stages: int, seed: int = 3) -> Iterator[Entry]:
     """As peers hold them: views into one flat vector per stage."""
     for stage in range(num_stages):

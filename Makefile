@@ -9,6 +9,10 @@ PIP_ARGS ?=
 # More arguments for `dilocox demo` and for pytest.
 DEMO_ARGS ?=
 TEST_ARGS ?=
+# Processes of `make test`: more than two cores, since many tests wait for a limit of time.
+TEST_PROCESSES ?= 3
+# Images of containers often set it; every process would then compile tests and product again.
+unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .PHONY: help install demo test test-swarm test-faults test-watch test-image simulate lint type bench clean
@@ -27,8 +31,8 @@ install: $(BIN)/.installed  ## make .venv and install everything into it
 demo: install  ## train a small model with a real swarm on this machine (about 3 minutes)
 	$(BIN)/dilocox demo $(DEMO_ARGS)
 
-test: install  ## unit tests and one small swarm, in two processes (about 4 minutes)
-	$(BIN)/python -m pytest -n 2 -m 'not swarm or smoke' $(TEST_ARGS)
+test: install  ## unit tests and one small swarm, in three processes (about 4 minutes)
+	$(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist worksteal -m 'not swarm or smoke' $(TEST_ARGS)
 
 test-faults: install  ## short runs with injected faults, one behind routers, and the demo with its figures checked
 	$(BIN)/python -m pytest -m 'faults or demo' $(TEST_ARGS)

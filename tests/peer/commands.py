@@ -13,8 +13,10 @@ import uuid
 from pathlib import Path
 from typing import Any
 
+import pytest
 import yaml
 
+from dilocox.peer import cli
 from tests.dht.processes import wait_until
 from tests.swarm.processes import TAG, Process, family, send_signal, shared_memory
 
@@ -109,12 +111,19 @@ class Command:
         shutil.rmtree(self.temporary, ignore_errors=True)
 
 
-def error_line(command: Command) -> str:
+def run_here(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
+    """Run the command line in this process, which has imported all of it; the exit code."""
+    monkeypatch.setattr(cli, "leave_at_once", lambda: None)
+    monkeypatch.setattr(sys, "argv", ["dilocox", *arguments])
+    return cli.run()
+
+
+def error_line(output: str) -> str:
     """The one line of the error, after which nothing stands, and no traceback before it."""
-    lines = [line for line in command.output().splitlines() if line.strip()]
+    lines = [line for line in output.splitlines() if line.strip()]
     errors = [line for line in lines if line.startswith("error: ")]
-    assert errors == lines[-1:], command.output()
-    assert "Traceback" not in command.output()
+    assert errors == lines[-1:], output
+    assert "Traceback" not in output
     return errors[0]
 
 

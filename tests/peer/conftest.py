@@ -1,24 +1,13 @@
-"""Keys for the tests of peer/, of which one takes a tenth of a second, and a single thread.
-
-No example of hypothesis has a deadline: a busy machine stands still for longer than any of them.
-"""
+"""Keys for the tests of peer/, of which one takes a tenth of a second; and logging."""
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Iterator
+
 import pytest
-import torch
-from hypothesis import settings
 
 from dilocox.dht.identity import Identity
-
-settings.register_profile("busy machine", deadline=None)
-settings.load_profile("busy machine")
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> None:
-    """Tensors are small here: on a busy machine a second thread costs more than it does."""
-    torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="session")
@@ -27,3 +16,13 @@ def identities(tmp_path_factory: pytest.TempPathFactory) -> list[Identity]:
     folder = tmp_path_factory.mktemp("keys")
     made = [Identity.load_or_create(folder / f"{index}.key") for index in range(4)]
     return sorted(made, key=lambda identity: identity.peer_id)
+
+
+@pytest.fixture
+def logging_as_before() -> Iterator[None]:
+    """For tests of what a command logs: afterwards nothing is left of its settings."""
+    root, name = logging.getLogger("dilocox"), logging.getLevelName(logging.WARNING)
+    before = root.handlers[:], root.level, root.propagate
+    yield
+    root.handlers[:], root.level, root.propagate = before
+    logging.addLevelName(logging.WARNING, name)

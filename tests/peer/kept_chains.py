@@ -26,6 +26,17 @@ from dilocox.peer.rounds.vote import Vote
 from dilocox.pipeline.stage import build_stage, flatten_parameters, parameter_shapes
 
 RUN = "0123456789abcdef" * 2
+MODEL: dict[str, Any] = {  # 42,000 parameters: what a test trains, checks and replays in an instant
+    "model_type": "llama",
+    "vocab_size": 384,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "tie_word_embeddings": False,
+}
 
 Change = Callable[[RoundRecord], RoundRecord]
 
@@ -35,7 +46,7 @@ def manifest_of(scheme: str = "low_rank", **codec: Any) -> Manifest:
     return Manifest.from_dict(
         {
             "name": "test",
-            "model": "tiny",
+            "model": MODEL,
             "end_tokens": 10_000,
             "codec": {"scheme": scheme, "rank": 6, "min_rank": 2, "max_rank": 16} | codec,
             "rounds": {"inner_steps": 20},

@@ -38,11 +38,11 @@ from dilocox.peer.chain.sync import ChainClient, NoState
 from dilocox.peer.chain.uploads import Source
 from dilocox.peer.rounds.outer_step import OuterStep, anchor_sha256
 from dilocox.pipeline.stage import build_stage, flatten_parameters, stage_layout
-from tests.peer.kept_chains import RUN, ChainMaker
+from tests.peer.kept_chains import MODEL, RUN, ChainMaker
 from tests.peer.memory_swarm import MemorySwarm
 
 MANIFEST = Manifest.from_dict(
-    {"name": "test", "model": "tiny", "end_tokens": 1000, "codec": {"scheme": "dense"}}
+    {"name": "test", "model": MODEL, "end_tokens": 1000, "codec": {"scheme": "dense"}}
 )
 ME = "QmArchive"
 OUTER = OuterStep(MANIFEST.outer.learning_rate, MANIFEST.outer.momentum)

@@ -20,7 +20,7 @@ from dilocox.dht.errors import EnvironmentFault, InvalidInput
 from dilocox.peer import cli
 from dilocox.peer.commands import bootstrap, demo, export, history
 from dilocox.peer.os_process import set_up_logging
-from tests.peer.commands import Command, error_line
+from tests.peer.commands import Command, error_line, run_here
 
 INVITE = (
     "dilocox:0123456789abcdef0123456789abcdef@/ip4/127.0.0.1/tcp/1/p2p/"
@@ -72,7 +72,7 @@ def _children_s() -> float:
 @pytest.mark.parametrize("arguments", [["--help"], ["--version"], ["peer", "--help"]])
 def test_help_and_version_come_at_once_without_the_heavy_imports(arguments: list[str]) -> None:
     seconds: list[float] = []
-    for _ in range(3):
+    while len(seconds) < 3 and min(seconds, default=HELP_LIMIT_S) >= HELP_LIMIT_S:
         began = _children_s()
         done = subprocess.run(
             [sys.executable, "-X", "importtime", "-m", "dilocox", *arguments],
@@ -188,12 +188,6 @@ def test_a_wrong_address_to_announce_is_refused_before_anything_is_loaded(comman
     assert str(result.exception).startswith("--announce: address '1.2.3.4:5' is not a TCP multiad")
 
 
-def run_main(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
-    monkeypatch.setattr(cli, "leave_at_once", lambda: None)
-    monkeypatch.setattr(sys, "argv", ["dilocox", *arguments])
-    return cli.run()
-
-
 def test_an_unknown_variable_is_named_in_a_warning_and_a_known_one_is_not(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -201,7 +195,7 @@ def test_an_unknown_variable_is_named_in_a_warning_and_a_known_one_is_not(
         monkeypatch.delenv(name)
     monkeypatch.setenv("DILOCOX_REPLICA", "3")
     monkeypatch.setenv("DILOCOX_REPLICAS", "3")
-    assert run_main(monkeypatch, "--version") == 0
+    assert run_here(monkeypatch, "--version") == 0
     assert capsys.readouterr().err == (
         "warning: DILOCOX_REPLICA is set, but no option has that name\n"
     )
@@ -273,7 +267,7 @@ def test_errors_for_people_are_one_line_and_their_exit_code(
         raise error
 
     monkeypatch.setattr(demo, "run_demo", fail)
-    assert run_main(monkeypatch, "demo") == code
+    assert run_here(monkeypatch, "demo") == code
     printed = capsys.readouterr().err
     assert printed.startswith(line)
     assert printed.count("\n") == 1
@@ -297,7 +291,7 @@ def test_what_a_volunteer_mistypes_is_one_line_and_exit_code_2(
     arguments: list[str],
     named: str,
 ) -> None:
-    assert run_main(monkeypatch, *arguments) == 2
+    assert run_here(monkeypatch, *arguments) == 2
     printed = capsys.readouterr().err
     assert printed.startswith(f"error: {named}") and printed.count("\n") == 1
 
@@ -311,7 +305,7 @@ def test_a_library_that_finds_no_folder_for_temporary_files_is_one_line(
     monkeypatch.setattr(demo, "run_demo", fail)
     monkeypatch.setattr(tempfile, "tempdir", None)
     monkeypatch.setattr(tempfile, "_get_default_tempdir", fail)
-    assert run_main(monkeypatch, "demo") == 1
+    assert run_here(monkeypatch, "demo") == 1
     printed = capsys.readouterr().err
     assert printed.startswith("error: no folder for temporary files can be written: ")
     assert "TMPDIR" in printed and printed.count("\n") == 1
@@ -322,16 +316,14 @@ def test_a_bug_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
         raise PermissionError(13, "Permission denied")
 
     monkeypatch.setattr(demo, "run_demo", fail)
-    monkeypatch.setattr(sys, "argv", ["dilocox", "demo"])
-    monkeypatch.setattr(cli, "leave_at_once", lambda: None)
     with pytest.raises(PermissionError):
-        cli.run()
+        run_here(monkeypatch, "demo")
 
 
 def test_the_program_itself_ends_with_the_code_of_the_error(tmp_path: Path) -> None:
     command = Command("export", "nonsense", "out", folder=tmp_path)
     try:
         assert command.exit_code(20.0) == 2
-        assert "'nonsense' does not start with 'dilocox:'" in error_line(command)
+        assert "'nonsense' does not start with 'dilocox:'" in error_line(command.output())
     finally:
         command.close()

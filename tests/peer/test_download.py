@@ -18,11 +18,11 @@ from dilocox.dht.manifest import Manifest
 from dilocox.dht.records import ClaimRecord
 from dilocox.peer.chain.download import AnchorPlace, Patience, StageAnchor, download_anchors
 from dilocox.peer.rounds.record import RoundRecord
-from tests.peer.kept_chains import ChainMaker, Change
+from tests.peer.kept_chains import MODEL, ChainMaker, Change
 from tests.peer.memory_swarm import MemorySwarm
 
 MANIFEST = Manifest.from_dict(
-    {"name": "test", "model": "tiny", "end_tokens": 1000, "codec": {"scheme": "dense"}}
+    {"name": "test", "model": MODEL, "end_tokens": 1000, "codec": {"scheme": "dense"}}
 )
 TWO_STAGES = replace(MANIFEST, stages=2)
 

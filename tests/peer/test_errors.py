@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import shutil
 import signal
 import socket
 import subprocess
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -21,6 +22,7 @@ from tests.peer.commands import (
     START_LIMIT_S,
     Command,
     error_line,
+    run_here,
     write_manifest,
 )
 
@@ -31,6 +33,7 @@ NOBODY = (
 LOCAL = ("--host", "127.0.0.1")
 
 Run = Callable[..., Command]
+Refused = Callable[..., None]
 
 
 @pytest.fixture
@@ -67,10 +70,34 @@ def invite(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 def fails(command: Command, code: int, *words: str) -> None:
     """It ends with this code, one line that holds these words, and leaves nothing."""
     assert command.exit_code(START_LIMIT_S) == code, command.output()
-    line = error_line(command)
+    line = error_line(command.output())
     for word in words:
         assert word in line
     command.clean_within(AFTER_KILL_S)
+
+
+@pytest.fixture
+def refused(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+    logging_as_before: None,
+) -> Callable[..., None]:
+    """As `run` and `fails`, in this process: what is refused before anything is started."""
+    for name in [name for name in os.environ if name.startswith("DILOCOX_")]:
+        monkeypatch.delenv(name)
+    monkeypatch.chdir(tmp_path)
+
+    def run_and_fail(arguments: Sequence[str], code: int, *words: str) -> None:
+        ended = run_here(monkeypatch, *arguments)
+        printed = capfd.readouterr()
+        line = error_line(printed.out + printed.err)
+        assert ended == code, line
+        for word in words:
+            assert word in line
+        assert not multiprocessing.active_children()
+
+    return run_and_fail
 
 
 @pytest.mark.parametrize(
@@ -89,22 +116,22 @@ def test_wrong_invite_is_named_with_what_it_should_look_like(
 
 
 def test_manifest_with_a_wrong_field_is_named_with_the_field_and_the_remedy(
-    run: Run, tmp_path: Path
+    refused: Refused, tmp_path: Path
 ) -> None:
     manifest = write_manifest(tmp_path / "run.yaml", rounds={"inner_stepz": 8})
     line = "rounds.inner_stepz is not a field of the manifest; did you mean inner_steps?"
-    fails(run("bootstrap", str(manifest), *LOCAL, "--port", "0"), 2, str(manifest), line)
+    refused(["bootstrap", str(manifest), *LOCAL, "--port", "0"], 2, str(manifest), line)
 
 
 def test_key_that_others_can_read_is_refused_with_the_command_that_fixes_it(
-    run: Run, tmp_path: Path
+    refused: Refused, tmp_path: Path
 ) -> None:
     key = tmp_path / "state" / "identity.key"
     key.parent.mkdir()
     key.write_bytes(b"")
     key.chmod(0o644)
-    peer = run("peer", NOBODY, *LOCAL, "--state", str(key.parent))
-    fails(peer, 2, str(key), "0644", f"chmod 600 {key}")
+    peer = ["peer", NOBODY, *LOCAL, "--state", str(key.parent)]
+    refused(peer, 2, str(key), "0644", f"chmod 600 {key}")
 
 
 def test_port_in_use_is_named_with_the_option_that_fixes_it(run: Run) -> None:
@@ -114,7 +141,7 @@ def test_port_in_use_is_named_with_the_option_that_fixes_it(run: Run) -> None:
 
 
 def test_a_bootstrap_that_cannot_start_leaves_no_key_that_would_alarm_the_next_start(
-    run: Run, tmp_path: Path
+    refused: Refused, tmp_path: Path
 ) -> None:
     manifest = tmp_path / "run.yaml"
     manifest.write_text("name: test\nmodel: tiny\nend_tokens: 1000\n")
@@ -122,9 +149,9 @@ def test_a_bootstrap_that_cannot_start_leaves_no_key_that_would_alarm_the_next_s
     boot = ("bootstrap", str(manifest), *LOCAL, "--state", str(state), "--metrics-port", "0")
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = str(other.getsockname()[1])
-        fails(run(*boot, "--port", port), 1, f"port {port}", "in use", "--port")
+        refused([*boot, "--port", port], 1, f"port {port}", "in use", "--port")
     placeholder = ("--announce", "/ip4/ADDRESS/tcp/31337")
-    fails(run(*boot, *placeholder), 2, "--announce", "'ADDRESS' is no IPv4 address")
+    refused([*boot, *placeholder], 2, "--announce", "'ADDRESS' is no IPv4 address")
     assert not (state / "identity.key").exists()
 
 
@@ -330,10 +357,10 @@ def test_the_children_of_a_killed_demo_end_too(run: Run) -> None:
     ],
 )
 def test_a_demo_refuses_what_it_would_overwrite_or_could_not_write(
-    run: Run, tmp_path: Path, options: list[str], words: list[str]
+    refused: Refused, tmp_path: Path, options: list[str], words: list[str]
 ) -> None:
     (tmp_path / "taken").mkdir()
     (tmp_path / "taken" / "thesis.tex").write_text("years of work")
     (tmp_path / "file").write_text("something")
-    fails(run("demo", *options), 2, *words)
+    refused(["demo", *options], 2, *words)
     assert (tmp_path / "taken" / "thesis.tex").exists()

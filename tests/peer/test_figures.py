@@ -15,7 +15,6 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
-import torch
 
 from dilocox.compression.group_codec import PayloadRefused
 from dilocox.dht.rpc import (
@@ -185,7 +184,6 @@ def test_listeners_hear_every_event_and_every_status(tmp_path: Path) -> None:
 
 # ---- compression ---------------------------------------------------------------------------------
 def test_a_counted_record_says_what_the_codec_left_of_the_message(tmp_path: Path) -> None:
-    torch.set_num_threads(1)
     loop = Loop(tmp_path)
     loop.train(2)
     loop.fake.due = (0, 1.0)

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import io
 import json
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from rich.console import Console
 from typer.testing import CliRunner
 
@@ -25,14 +23,6 @@ from dilocox.peer.rounds.record import Contribution, RoundRecord
 from tests.peer.kept_chains import RUN, ChainMaker, manifest_of
 
 SHA = "ab" * 32
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture

@@ -6,7 +6,6 @@ import io
 import logging
 import re
 import sys
-from collections.abc import Generator
 from dataclasses import replace
 from pathlib import Path
 
@@ -27,13 +26,7 @@ class Terminal(io.StringIO):
         return [line.rpartition("\x1b[K")[2] for line in self.getvalue().split("\n")]
 
 
-@pytest.fixture(autouse=True)
-def _logging_as_before() -> Generator[None]:  # pyright: ignore[reportUnusedFunction]
-    root, name = logging.getLogger("dilocox"), logging.getLevelName(logging.WARNING)
-    before = root.handlers[:], root.level, root.propagate
-    yield
-    root.handlers[:], root.level, root.propagate = before
-    logging.addLevelName(logging.WARNING, name)
+pytestmark = pytest.mark.usefixtures("logging_as_before")
 
 
 def test_a_line_of_any_logger_takes_the_place_of_the_progress_line(

@@ -24,11 +24,6 @@ def killed(*_: Any, **__: Any) -> None:
     raise Killed
 
 
-@pytest.fixture(autouse=True)
-def one_thread() -> None:
-    torch.set_num_threads(1)
-
-
 @pytest.fixture
 def loop(tmp_path: Path) -> Loop:
     """A peer whose first send is in a record, and that trained on since."""

@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-import torch
 
 from tests.pipeline.neighbours import Node, Peer, opened_nodes, running
 
@@ -70,15 +69,6 @@ def family_config(request: pytest.FixtureRequest) -> dict[str, Any]:
 def llama_config() -> dict[str, Any]:
     """A Llama with wide embedding and head, which the split has to weigh."""
     return {"model_type": "llama", **FAMILIES["llama"], "vocab_size": 384}
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Equal sums need equal orders of summation, and the models are too small for threads."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="session")

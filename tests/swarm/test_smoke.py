@@ -13,15 +13,15 @@ from tests.swarm.conftest import StartSwarm
 
 @pytest.mark.swarm
 @pytest.mark.smoke
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(240)
 def test_two_peers_train_a_model_that_transformers_loads(start_swarm: StartSwarm) -> None:
     swarm = start_swarm()
     for _ in range(2):
         swarm.add_peer()
-    swarm.wait_for_rounds(3, 60)
+    swarm.wait_for_rounds(3, 120)
     swarm.assert_equal_chains()
     folder = swarm.folder / "export"
-    swarm.run_command("export", swarm.invite, str(folder), "--host", "127.0.0.1", limit_s=40)
+    swarm.run_command("export", swarm.invite, str(folder), "--host", "127.0.0.1", limit_s=80)
     model = AutoModelForCausalLM.from_pretrained(folder, local_files_only=True)
     logits = model(torch.arange(3, 19)[None]).logits
     assert logits.shape == (1, 16, 384)

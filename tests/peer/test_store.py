@@ -1,16 +1,21 @@
-"""The round log: a chain on disk that survives crashes and takes nothing else."""
+"""Records as files: what is kept when there are too many, what two folders share, and the log: a
+chain on disk that survives crashes and takes nothing else.
+"""
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from dilocox.compression.group_codec import GroupCodec
 from dilocox.dht.errors import EnvironmentFault
+from dilocox.dht.files import write_atomically
 from dilocox.peer.chain import store
-from dilocox.peer.chain.store import RoundLog, Tip
+from dilocox.peer.chain.store import RoundLog, Store, Tip
 from dilocox.peer.rounds.record import (
     Contribution,
     RecordRefused,
@@ -26,6 +31,115 @@ GROUPS = GroupCodec(4)
 PROOF = b"the votes"
 
 
+def folder_of(path: Path, *sizes: int) -> Store:
+    """A folder with a "record" of each size, from round 0 on, and a vote of each round."""
+    path.mkdir()
+    folder = Store(path)
+    for number, size in enumerate(sizes):
+        folder.write(number, bytes([number]) * size, f"votes {number}".encode())
+        write_atomically(path / f"{number:08d}-0.vote", b"mine")
+    return folder
+
+
+def numbers(path: Path, pattern: str) -> list[int]:
+    return sorted(int(each.name.split("-")[0].split(".")[0]) for each in path.glob(pattern))
+
+
+@pytest.mark.parametrize(
+    ("keep", "keep_bytes", "applied", "kept"),
+    [
+        (3, None, None, [7, 8, 9]),
+        (99, None, None, [*range(10)]),
+        (99, 55, None, [5, 6, 7, 8, 9]),
+        (99, 50, None, [5, 6, 7, 8, 9]),
+        (99, 49, None, [6, 7, 8, 9]),
+        (99, 0, None, [6, 7, 8, 9]),  # whoever takes a state needs the newest, however large
+        (2, 0, None, [8, 9]),
+        (3, 99, 5, [5, 6, 7, 8, 9]),  # what is not applied yet is needed
+        (3, 99, 9, [7, 8, 9]),
+        (3, 99, 99, [7, 8, 9]),
+    ],
+)
+def test_the_newest_records_are_kept_in_number_and_bytes(
+    tmp_path: Path, keep: int, keep_bytes: int | None, applied: int | None, kept: list[int]
+) -> None:
+    folder = folder_of(tmp_path / "log", *[10] * 10)
+    folder.prune(keep, keep_bytes, applied=applied)
+    assert folder.rounds() == kept
+    assert numbers(tmp_path / "log", "*.certificate") == kept
+    assert numbers(tmp_path / "log", "*.vote") == kept
+
+
+def test_one_large_record_does_not_cost_the_newer_ones(tmp_path: Path) -> None:
+    folder = folder_of(tmp_path / "log", 10, 1000, 10, 10, 10, 10, 10, 10)
+    folder.prune(99, 100)
+    assert folder.rounds() == [2, 3, 4, 5, 6, 7]
+
+
+@pytest.mark.parametrize(("records", "kept"), [(0, [0, 5]), (3, [2, 5])])
+def test_votes_that_may_still_count_are_kept(tmp_path: Path, records: int, kept: list[int]) -> None:
+    folder = folder_of(tmp_path / "log", *[10] * records)
+    for number in (0, 5):  # before the first record that stays, and after the last
+        write_atomically(tmp_path / "log" / f"{number:08d}-0.vote", b"mine")
+    for _ in range(2):
+        folder.prune(1)
+        assert numbers(tmp_path / "log", "*.vote") == kept
+
+
+def test_entries_say_what_is_there_without_reading_it(tmp_path: Path) -> None:
+    folder = folder_of(tmp_path / "log", 5, 7)
+    entries = folder.entries()
+    assert [(each.round, each.record_bytes) for each in entries] == [(0, 5), (1, 7)]
+    assert [each.digest for each in entries] == [digest_of(b"\0" * 5), digest_of(b"\1" * 7)]
+    assert entries[1].data() == b"\1" * 7
+    folder.prune(1)
+    assert entries[0].data() is None
+    assert entries[0].header() is None
+
+
+def test_a_folder_that_is_not_there_is_empty_and_not_made(tmp_path: Path) -> None:
+    folder = Store(tmp_path / "log")
+    assert (folder.rounds(), folder.entries(), folder.find("f" * 64)) == ([], [], None)
+    folder.prune(1)
+    assert not (tmp_path / "log").exists()
+
+
+def test_a_damaged_record_is_refused_when_it_is_read(tmp_path: Path) -> None:
+    folder = folder_of(tmp_path / "log", 5)
+    (path,) = (tmp_path / "log").glob("*.record")
+    path.write_bytes(b"\0" * 4)
+    with pytest.raises(RecordRefused, match="damaged on disk"):
+        folder.read_bytes(0)
+    with pytest.raises(RecordRefused, match="damaged on disk"):
+        folder.header(0)
+
+
+# ---- sharing -------------------------------------------------------------------------------------
+def test_shared_records_outlive_the_folder_they_came_from(tmp_path: Path) -> None:
+    log = folder_of(tmp_path / "log", 5, 6, 7)
+    older = Store(tmp_path / "older")
+    older.share(log, [0, 1, 9])
+    older.share(log, [1])  # again, as after a crash
+    log.prune(1)
+    assert older.rounds() == [0, 1]
+    assert (older.read_bytes(1), older.certificate(1)) == (b"\1" * 6, b"votes 1")
+    assert numbers(tmp_path / "older", "*.vote") == []
+
+
+def test_without_hard_links_they_are_copied(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def none(*_: Any) -> None:
+        raise PermissionError(1, "Operation not permitted")
+
+    log = folder_of(tmp_path / "log", 5)
+    monkeypatch.setattr(os, "link", none)
+    older = Store(tmp_path / "older")
+    older.share(log, [0])
+    assert (older.read_bytes(0), older.certificate(0)) == (b"\0" * 5, b"votes 0")
+
+
+# ---- the log -------------------------------------------------------------------------------------
 def record_bytes(round_number: int, previous: str, chain_tokens: int, tokens: int = 10) -> bytes:
     numel = LAYOUT.numel
     mean = GROUPS.encode(torch.full((numel,), float(round_number))).numpy().tobytes()
@@ -120,21 +234,6 @@ def test_a_crash_between_certificate_and_record_leaves_the_chain_as_it_was(
     assert again.head().round == 0
     again.append(second, b"other votes of the same majority")
     assert again.certificate(1) == b"other votes of the same majority"
-
-
-def test_pruning_keeps_the_newest_records_and_the_votes_that_may_still_count(
-    log: RoundLog,
-) -> None:
-    for data in chain(0, 1, 2, 3):
-        log.append(data, PROOF)
-    for number in range(6):
-        log.save_vote(number, 0, b"vote")
-    log.prune(keep=2)
-    assert log.rounds() == [2, 3]
-    assert log.certificate(1) is None and log.certificate(2) == PROOF
-    assert [number for number in range(6) if log.own_vote(number, 0)] == [2, 3, 4, 5]
-    log.prune(keep=2)
-    assert log.rounds() == [2, 3]
 
 
 def test_a_log_that_starts_from_a_foreign_record_forgets_its_own_and_goes_on_there(

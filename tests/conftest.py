@@ -1,0 +1,25 @@
+"""For all tests: one thread each, no deadlines for examples, and the longest test first.
+
+Tests run in several processes at once (`make test`), on machines that do other work.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import settings
+
+# A busy machine stands still for longer than any deadline of one example.
+settings.register_profile("busy machine", deadline=None)
+settings.load_profile("busy machine")
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> None:
+    """Equal sums need equal orders of summation, and tensors here are too small for threads."""
+    torch.set_num_threads(1)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The smoke swarm is the longest: it starts first, so that no process ends with it alone."""
+    items.sort(key=lambda item: item.get_closest_marker("smoke") is None)

@@ -19,6 +19,7 @@ import errno
 import hashlib
 import json
 import logging
+import os
 import shutil
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
@@ -84,7 +85,8 @@ def write_snapshot(folder: Path, snapshot: Snapshot, *, above: int = -1) -> Path
 def made_whole(final: Path) -> Generator[Path]:
     """A folder to fill, which gets its name once it is full; another one of that name goes.
 
-    Raises EnvironmentFault if the disk is full or cannot be written; then nothing is left of it.
+    Raises EnvironmentFault if the disk is full or cannot be written. Whatever is raised in between,
+    nothing is left of it.
     """
     partial = final.with_name(f"{final.name}.partial")
     try:
@@ -92,12 +94,15 @@ def made_whole(final: Path) -> Generator[Path]:
             shutil.rmtree(old, ignore_errors=True)
         partial.mkdir(parents=True)
         yield partial
-        sync(partial)
+        for folder, _, _ in os.walk(partial, topdown=False):
+            sync(Path(folder))
         partial.rename(final)
         sync(final.parent)
-    except (OSError, SafetensorError) as error:
+    except Exception as error:
         shutil.rmtree(partial, ignore_errors=True)
-        raise disk_fault(final.parent, _as_os_error(error)) from error
+        if isinstance(error, (OSError, SafetensorError)):
+            raise disk_fault(final.parent, _as_os_error(error)) from error
+        raise
 
 
 def oldest_number(folder: Path) -> int:

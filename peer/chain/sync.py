@@ -301,7 +301,7 @@ class ChainClient(HeaderClient):
         """
         limit = self.check.state_bytes
         want = {"what": "state", "offset": limit}
-        blob = await self._within(self._client.fetch(peer, want, limit_bytes=limit))
+        blob = await self._within(self._client.fetch(peer, want, limit_bytes=0))
         if blob is None:
             raise NoState(f"{peer} has no state")
         digest, sha256 = str(blob.facts.get("digest")), str(blob.facts.get("sha256"))

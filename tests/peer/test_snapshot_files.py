@@ -22,7 +22,7 @@ from dilocox.peer.chain.snapshot_files import (
     made_whole,
     newest,
     read_snapshot,
-    sha256_of_file,
+    state_sha256,
     write_snapshot,
 )
 
@@ -75,7 +75,7 @@ def test_what_joiners_download_has_its_size_and_sha256_beside_it(tmp_path: Path)
         "round": 3,
         "digest": "d" * 64,
         "size": (folder / STATE_FILE).stat().st_size,
-        "sha256": sha256_of_file(folder / STATE_FILE),
+        "sha256": state_sha256(folder / STATE_FILE),
     }
 
 

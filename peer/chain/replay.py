@@ -23,7 +23,7 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import BinaryIO
@@ -33,10 +33,15 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from dilocox.compression.group_codec import PayloadRefused
-from dilocox.dht.files import disk_fault
 from dilocox.dht.manifest import Manifest
 from dilocox.peer.chain.record_check import MAX_STATE_HEADER_BYTES, RecordCheck
-from dilocox.peer.chain.snapshot_files import PIECE_VALUES, bytes_of, save_state, state_sha256
+from dilocox.peer.chain.snapshot_files import (
+    PIECE_VALUES,
+    bytes_of,
+    on_disk,
+    save_state,
+    state_sha256,
+)
 from dilocox.peer.chain.store import Entry, KeptState
 from dilocox.peer.rounds.adaptation import RoundPlan, outer_step
 from dilocox.peer.rounds.outer_step import OuterStep, anchor_sha256
@@ -48,14 +53,12 @@ def start_file(check: RecordCheck, state: KeptState | None, path: Path) -> None:
     """Write the file of a state, to be moved on: a copy of this one, or the initial weights and a
     momentum of zeros, in the memory of two vectors. Raises EnvironmentFault.
     """
-    try:
+    with on_disk(path):
         if state is not None:
             shutil.copyfile(state.file, path)
         else:
             anchor = initial_anchor(check)
             save_state(path, anchor, torch.zeros(1).expand(anchor.numel()))
-    except OSError as error:
-        raise disk_fault(path, error) from error
 
 
 def initial_anchor(check: RecordCheck) -> Tensor:
@@ -88,8 +91,11 @@ def anchors_around(
                 before.update(bytes_of(anchor))
                 outer.apply(anchor, momentum, gradient, anchor, momentum)
                 after.update(bytes_of(anchor))
-                if move:
-                    _write(file, path, dict(zip(places, (anchor, momentum), strict=True)))
+                for place, piece in zip(places if move else (), (anchor, momentum), strict=False):
+                    with on_disk(path):
+                        file.seek(place)
+                        file.write(bytes_of(piece))
+                        file.flush()
     except (ValueError, LookupError, TypeError, OSError) as error:
         raise RecordRefused(f"{path}: damaged ({error})") from error
     return before.hexdigest(), after.hexdigest()
@@ -105,16 +111,6 @@ def _starts(file: BinaryIO) -> list[int]:
 def _piece(file: BinaryIO, place: int, numel: int) -> Tensor:
     file.seek(place)
     return torch.frombuffer(bytearray(file.read(4 * numel)), dtype=torch.float32, count=numel)
-
-
-def _write(file: BinaryIO, path: Path, pieces: Mapping[int, Tensor]) -> None:
-    try:
-        for place, piece in pieces.items():
-            file.seek(place)
-            file.write(bytes_of(piece))
-        file.flush()
-    except OSError as error:
-        raise disk_fault(path, error) from error
 
 
 @dataclass(kw_only=True)

@@ -109,6 +109,15 @@ def made_whole(final: Path) -> Generator[Path]:
         raise
 
 
+@contextmanager
+def on_disk(path: Path) -> Generator[None]:
+    """Whatever the disk refuses in here is an EnvironmentFault about this path."""
+    try:
+        yield
+    except OSError as error:
+        raise disk_fault(path, error) from error
+
+
 def oldest_number(folder: Path) -> int:
     """The number of the oldest complete snapshot, -1 where there is none."""
     return min((int(path.name) for path in _complete(folder)), default=-1)

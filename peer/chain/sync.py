@@ -28,8 +28,7 @@ import logging
 import math
 import os
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Generator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
@@ -38,13 +37,18 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from dilocox.dht.errors import EnvironmentFault
-from dilocox.dht.files import disk_fault, make_folder
+from dilocox.dht.files import make_folder
 from dilocox.dht.rpc import REFUSED, STALL_S, Blob, CallRefused, Client
-from dilocox.peer.chain.headers import HeaderClient, OtherRecord, ToldHeader
+from dilocox.peer.chain.headers import HeaderClient, OtherRecord
 from dilocox.peer.chain.record_check import RecordCheck
-from dilocox.peer.chain.snapshot_files import PIECE_VALUES, STATE_CHUNK_BYTES, chunk_digests
+from dilocox.peer.chain.snapshot_files import (
+    PIECE_VALUES,
+    STATE_CHUNK_BYTES,
+    chunk_digests,
+    on_disk,
+)
 from dilocox.peer.chain.store import KeptState, RoundLog
-from dilocox.peer.chain.summary import SHA256
+from dilocox.peer.chain.summary import SHA256, ChainRound
 from dilocox.peer.rounds.ballots import MAX_CERTIFICATE_BYTES
 from dilocox.peer.rounds.outer_step import anchor_sha256
 from dilocox.peer.rounds.record import RoundRecord, digest_of
@@ -218,7 +222,7 @@ class ChainClient(HeaderClient):
         told = _told(headers, known, me)
         if known is None:
             return Reached(appended=(), fork_round=None, too_far=True, told=told)
-        size = sum(each.says.listed.record_bytes for each in headers)
+        size = sum(each.record_bytes for each in headers)
         if headers and limit_bytes is not None and size > limit_bytes:
             return Reached(appended=(), fork_round=None, too_far=False, costly=True, told=told)
         end = self._now() + self._limits.records_s
@@ -245,18 +249,18 @@ class ChainClient(HeaderClient):
 
     async def _missing(
         self, log: RoundLog, digest: str, limit_bytes: int | None, back_to: int | None
-    ) -> tuple[list[ToldHeader], int | None]:
+    ) -> tuple[list[ChainRound], int | None]:
         """The headers of what leads from our chain to `digest`, the newest first, and the round of
         ours that they follow, None if nobody has all of them.
 
         It ends early where the records are more than `limit_bytes`, and the headers reach `back_to`
         or take long.
         """
-        missing: list[ToldHeader] = []
+        missing: list[ChainRound] = []
         total, enough_at = 0, self._now() + self._limits.headers_s / 2
         async for told in self.headers(digest, lambda wanted: log.find(wanted) is not None):
             missing.append(told)
-            total += told.says.listed.record_bytes
+            total += told.record_bytes
             far = back_to is None or told.round <= back_to or self._now() > enough_at
             if limit_bytes is not None and total > limit_bytes and far:
                 return missing, told.round
@@ -352,7 +356,7 @@ class ChainClient(HeaderClient):
         path = folder / f"{offer.sha256}.state"
         try:
             make_folder(folder)
-            with _disk(path):
+            with on_disk(path):
                 for older in set(folder.glob("*.state")) - {path}:
                     older.unlink()
             failure: Exception | None = None
@@ -383,7 +387,7 @@ class ChainClient(HeaderClient):
             raise ConnectionError(f"{peer} has another state by now")
         if digest_of(digests.data) != offer.sha256:
             raise WrongChunk(f"{peer} sent digests of chunks that are not those of the state")
-        with _disk(path):
+        with on_disk(path):
             have = await self._compute(keep_right_chunks, path, digests.data)
             file = path.open("ab")
         left = offer.size - have
@@ -397,7 +401,7 @@ class ChainClient(HeaderClient):
                 number = have // STATE_CHUNK_BYTES
                 if hashlib.sha256(whole).digest() != digests.data[32 * number : 32 * number + 32]:
                     raise WrongChunk(f"{peer} sent chunk {number} of it changed")
-                with _disk(path):  # else the transport would take it for the network's
+                with on_disk(path):  # else the transport would take it for the network's
                     file.write(whole)
                 have += len(whole)
                 del chunk[: len(whole)]
@@ -413,7 +417,7 @@ class ChainClient(HeaderClient):
                 )
                 if found is None:
                     raise ConnectionError(f"{peer} has another state by now")
-            with _disk(path):
+            with on_disk(path):
                 file.flush()
         if have != offer.size:
             raise ConnectionError(f"{peer} has {have} bytes of a state of {offer.size}")
@@ -455,14 +459,14 @@ class ChainClient(HeaderClient):
         )
 
 
-def _told(headers: Sequence[ToldHeader], known: int | None, me: str) -> Told | None:
+def _told(headers: Sequence[ChainRound], known: int | None, me: str) -> Told | None:
     """What headers, the newest first, say of this peer; `known`: the round that they follow."""
     if not headers:
         return None
     oldest = headers[-1].round
     return Told(
         after=known if known is not None and known < oldest else oldest - 1,
-        named=frozenset(told.round for told in headers if told.header.counted(me)),
+        named=frozenset(told.round for told in headers if me in dict(told.contributors)),
         rounds={told.digest: told.round for told in headers},
     )
 
@@ -497,18 +501,7 @@ def keep_right_chunks(path: Path, digests: bytes) -> int:
     return size
 
 
-@contextmanager
-def _disk(path: Path) -> Generator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise disk_fault(path, error) from error
-
-
 def _load(path: Path, anchor: Tensor, momentum: Tensor) -> None:
-    try:
-        with cast(Any, safe_open)(path, framework="pt") as file:
-            for name, target in (("anchor", anchor), ("momentum", momentum)):
-                target.copy_(file.get_tensor(name))
-    except OSError as error:
-        raise disk_fault(path, error) from error
+    with on_disk(path), cast(Any, safe_open)(path, framework="pt") as file:
+        for name, target in (("anchor", anchor), ("momentum", momentum)):
+            target.copy_(file.get_tensor(name))

@@ -224,8 +224,7 @@ class PeerService(ServicerBase):
                     find_in_log, self.log, want["what"], digest, header=header
                 )
             case "state":
-                offset, sha256 = int(want.get("offset", 0)), want.get("sha256")
-                return await asyncio.to_thread(open_state, self.local.snapshots, offset, sha256)
+                return await asyncio.to_thread(open_state, self.local.snapshots, want)
             case _:
                 return None
 

@@ -1,10 +1,10 @@
 """What the bootstrap keeps of one stage, so that the stage outlives all of its peers.
 
-A *generation* grows by the records that peers commit. When many have come, the next one is begun
-from a peer's newer state, and takes over once two records have proved that state; until then the
-older one is kept, grows and is served. A chain that cannot be followed any more (the peers' logs do
-not reach back so far, or it lost against one with more tokens) is replaced at once. Nothing is
-computed but checks.
+A *generation* is a state, or the initial weights, and the records that peers commit after it. When
+these have become more bytes than a state, the next generation is made beside it: its state follows
+from this one by its records, but for the last two, which prove it (replay.py). No state is taken
+from a peer for that. Only a chain that cannot be followed any more (the peers' logs do not reach
+back so far, or it lost against one with more tokens) is replaced by the state of a peer.
 
 On disk a generation has all that a joiner needs, in a folder, complete once its name is a number:
     state/00000000/  the state as in a peer's snapshot folder (snapshot_files.py); not there where
@@ -19,12 +19,13 @@ to replay it. Oldest first they make room for newer ones.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import random
 import shutil
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,16 +36,15 @@ from dilocox.dht.rpc import REFUSED, Client, PeerBusy
 from dilocox.dht.swarm_view import SwarmView, that_count
 from dilocox.peer.chain.claims import ClaimBook, holders, wins
 from dilocox.peer.chain.record_check import RecordCheck
+from dilocox.peer.chain.replay import anchors_around, start_file
 from dilocox.peer.chain.rollback import STATE_NAME, archive_goes_back
-from dilocox.peer.chain.snapshot_files import STATE_FILE, made_whole, sha256_of_file, write_facts
+from dilocox.peer.chain.snapshot_files import STATE_FILE, made_whole, state_sha256, write_facts
 from dilocox.peer.chain.store import OLDER_NAME, RoundLog, Store, Tip, kept_state
 from dilocox.peer.chain.sync import (
     ChainClient,
     Compute,
     NoState,
     Reached,
-    StateOffer,
-    anchors_around,
 )
 from dilocox.peer.chain.uploads import Source, find_in_log, open_state
 from dilocox.peer.rounds.adaptation import outer_step
@@ -77,25 +77,31 @@ class Generation:
         folder: Path,
         number: int,
         check: RecordCheck,
-        state: tuple[StateOffer, Path] | None = None,
+        state: tuple[Path, bytes, bytes] | None = None,
+        *,
+        before: Generation | None = None,
+        donor: str = "",
     ) -> Generation:
         """A new one from a checked state, whose file is moved into it, or from the initial weights.
 
-        Raises EnvironmentFault if the disk is full.
+        state: the file, and record and certificate that it stands on. before: who has the records
+        after that. Raises EnvironmentFault if the disk is full.
         """
         final = folder / f"{number:08d}"
         with made_whole(final) as partial:
             if state is not None:
-                offer, file = state
-                kept = partial / "state" / STATE_NAME
+                file, data, certificate = state
+                at = parse_header(data).round
+                kept, log = partial / "state" / STATE_NAME, Store(partial / "log")
                 make_folder(kept)
                 file.replace(kept / STATE_FILE)
                 sync(kept / STATE_FILE)
-                write_facts(kept, offer.record.round, offer.digest, offer.sha256)
+                write_facts(kept, at, digest_of(data))
                 make_folder(partial / "log")
-                log = Store(partial / "log")
-                log.write(offer.record.round, offer.record_bytes, offer.certificate)
-        return cls(final, check, donor="" if state is None else state[0].peer)
+                log.write(at, data, certificate)
+                if before is not None:
+                    log.share(before.log, [n for n in before.log.rounds() if n > at])
+        return cls(final, check, donor=donor)
 
     @classmethod
     def kept(cls, folder: Path, check: RecordCheck) -> list[Generation]:
@@ -119,7 +125,7 @@ class Generation:
         made = cls(folder, check)
         state, rounds, previous = made.state, made.log.rounds(), check.root
         if state is not None:
-            if sha256_of_file(state.file) != state.sha256:
+            if state_sha256(state.file) != state.sha256:
                 raise RecordRefused("its state is not what it was")
             if made.log.find(state.digest) != state.round or state.round != rounds[0]:
                 raise RecordRefused("its records do not begin at its state")
@@ -134,7 +140,12 @@ class Generation:
 
     @property
     def records_after(self) -> int:
-        return len(self._following())
+        return len(self.following())
+
+    @property
+    def bytes_after(self) -> int:
+        entries = self.log.entries()
+        return sum(each.record_bytes for each in entries if each.round > self.state_round)
 
     def grown(self) -> None:
         self.head: Tip = self.log.head()
@@ -145,21 +156,37 @@ class Generation:
 
         Takes the time of decoding a record and reading the state once.
         """
-        following = self._following()[:2]
+        following = self.following()[:2]
         if self.state is None or len(following) < 2:
             return None
-        first, second = self.log.read(following[0]), self.log.header(following[1])
-        if first is None or second is None:
+        second = self.log.header(following[1])
+        if second is None:
             raise RecordRefused(f"{self.folder}: a record vanished")
-        average = first.average(check.codec)
-        outer = outer_step(check.manifest, first.rules)
-        found = anchors_around(self.state.file, average, outer)
+        first, found = self._around(following[0], self.state.file, check)
         return found == (first.anchor_before, second.anchor_before)
+
+    def move(self, file: Path, number: int, check: RecordCheck) -> None:
+        """Apply the record of this round to the file of a state that stands on the one before.
+
+        Raises RecordRefused if it applies to another anchor, EnvironmentFault if the disk is full.
+        """
+        record, (before, _) = self._around(number, file, check, move=True)
+        if before != record.anchor_before:
+            raise RecordRefused(f"{self.folder}: round {number} applies to another anchor")
+
+    def _around(
+        self, number: int, file: Path, check: RecordCheck, *, move: bool = False
+    ) -> tuple[RoundRecord, tuple[str, str]]:
+        record = self.log.read(number)
+        if record is None:
+            raise RecordRefused(f"{self.folder}: a record vanished")
+        outer = outer_step(check.manifest, record.rules)
+        return record, anchors_around(file, record.average(check.codec), outer, move=move)
 
     def remove(self) -> None:
         shutil.rmtree(self.folder, ignore_errors=True)
 
-    def _following(self) -> list[int]:
+    def following(self) -> list[int]:
         return [number for number in self.log.rounds() if number > self.state_round]
 
 
@@ -205,7 +232,7 @@ class OlderRecords:
         self.records.prune(sys.maxsize, self._keep_bytes)
 
 
-RECORDS_AFTER_STATE = 8
+RECORDS_AFTER_STATE = (8, 64)  # a joiner applies each of them
 TRIED_AT_ONCE = 3  # claims: one that is a lie must not hide the others
 STATE_LIMIT_S = 6 * 3600.0  # of a whole model
 PAUSE_S = 5.0
@@ -228,14 +255,17 @@ class StageArchive:
         keep_bytes: int,
         client: Client,
         compute: Compute,
-        records_after_state: int = RECORDS_AFTER_STATE,
+        replaying: asyncio.Lock | None = None,
+        records_after_state: tuple[int, int] = RECORDS_AFTER_STATE,
         pause_s: float = PAUSE_S,
         now: Callable[[], float] = time.monotonic,
     ):
         """Takes up what is on the disk; slow. Raises EnvironmentFault.
 
-        keep_bytes: of records from before the current generation. records_after_state: when more
-        have come, a newer state is looked for. pause_s: after a state that could not be had.
+        keep_bytes: of records from before the current generation. replaying: held while a state is
+        moved on, which takes long and an average of the stage in memory. records_after_state: a
+        newer state is made when more than the first number have come and are more bytes than a
+        state, or more than the second. pause_s: after a state that could not be had.
         """
         self.claim: ClaimRecord | None = None
         self._folder = folder
@@ -244,18 +274,21 @@ class StageArchive:
         self._record_lifetime_s = record_lifetime_s
         self._client = client
         self._compute = compute
+        self._replaying = replaying or asyncio.Lock()
         self._records_after_state = records_after_state
         self._pause_s = pause_s
         self._now = now
         make_folder(folder)
         archive_goes_back(folder, check.manifest)
         kept = Generation.kept(folder, check) or [Generation.begun(folder, 0, check)]
-        self._current, self._coming = kept[0], kept[1] if len(kept) > 1 else None
-        for more in kept[2:]:
-            more.remove()
+        self._current = max(kept, key=lambda each: (each.head.chain_tokens, each.number))
         self._older = OlderRecords(folder, keep_bytes)
         if self._current.state_round >= 0:
             self._older.lead_to(self._current)
+        for each in kept:
+            if each is not self._current:  # a crash came while it was given up, or begun
+                self._older.lead_to(self._current, each)
+                each.remove()
         self._building: asyncio.Task[Generation] | None = None
         self._replaces = False  # what is being built: the chain, and not only the state
         self._not_before = 0.0
@@ -271,15 +304,13 @@ class StageArchive:
         match want["what"]:
             case "record" | "certificate":
                 logs: list[Store] = [self._current.log]
-                logs += [] if self._coming is None else [self._coming.log]
                 logs += [self._older.records] if want.get("older") else []
                 asked = want["what"], str(want["digest"])
                 header = bool(want.get("header"))
                 found = (find_in_log(log, *asked, header=header) for log in logs)
                 return next(filter(None, found), None)
             case "state":
-                offset, sha256 = int(want.get("offset", 0)), want.get("sha256")
-                return open_state(self._current.states, offset, sha256)
+                return open_state(self._current.states, want)
             case _:
                 return None
 
@@ -293,9 +324,7 @@ class StageArchive:
             await self._take_built()
             await self._follow(view)
             await self._prove()
-            if self._current.records_after > self._records_after_state and self._coming is None:
-                head = self._current.head.digest
-                self._build(view, head, replaces=False)
+            self._renew()
         finally:
             behind = self._book.best(view, self._current.head) is not None
             self.claim = None if behind else self._own_claim()
@@ -311,7 +340,7 @@ class StageArchive:
         for claim in self._book.ahead(view, self._current.head)[:TRIED_AT_ONCE]:
             peer, before = random.choice(holders(view, claim.digest)), self._current.head.round
             try:
-                reach = await self._catch_up(self._current, peer, claim.digest)
+                reach = await self._catch_up(self._current, [peer], claim.digest)
             except REFUSED as error:
                 self._doubt(claim, peer, error, came=self._current.head.round > before)
                 continue
@@ -322,37 +351,27 @@ class StageArchive:
             elif forked:
                 self._book.ignore(claim.digest)  # it lost against ours
                 continue
-            elif self._coming is not None:
-                await self._follow_with(self._coming, peer, claim.digest)
             return
 
-    async def _catch_up(self, generation: Generation, peer: str, digest: str) -> Reached:
+    async def _catch_up(self, generation: Generation, peers: Sequence[str], digest: str) -> Reached:
         try:
-            return await self._chain(peer).catch_up(generation.log, digest)
+            return await self._chain(peers).catch_up(generation.log, digest)
         finally:
             generation.grown()
 
-    def _chain(self, peer: str) -> ChainClient:
-        return ChainClient(self._client, self._check, [peer], compute=self._compute)
-
-    async def _follow_with(self, coming: Generation, peer: str, digest: str) -> None:
-        """Let the next generation grow too; one that cannot is given up."""
-        try:
-            reach = await self._catch_up(coming, peer, digest)
-        except REFUSED as error:
-            logger.info("%s: the next generation waits: %s", self, _said(error))
-            return
-        if reach.too_far or reach.fork_round is not None:
-            self._drop_coming()
+    def _chain(self, peers: Sequence[str]) -> ChainClient:
+        return ChainClient(self._client, self._check, peers, compute=self._compute)
 
     def _cannot_follow(self, view: SwarmView, claim: ClaimRecord, reach: Reached) -> None:
-        if self._coming and self._coming.head.chain_tokens > self._current.head.chain_tokens:
-            self._adopt(self._coming)
-            return
-        self._drop_coming()
-        if not reach.too_far and not self._replaces:
-            logger.error("alarm: %s: two certified chains; changing to the one with more", self)
-        self._build(view, claim.digest, replaces=True)
+        if not self._replaces:
+            if not reach.too_far:
+                logger.error("alarm: %s: two certified chains; changing to the one with more", self)
+            self._drop_building()  # of the chain that is given up
+        donors = self._book.donors(holders(view, claim.digest))
+        if donors and self._building is None and self._now() >= self._not_before:
+            random.shuffle(donors)
+            self._building = asyncio.create_task(self._taken_in_time(donors, claim.digest))
+            self._replaces = True
 
     def _doubt(self, claim: ClaimRecord, peer: str, error: Exception, *, came: bool) -> None:
         if came:
@@ -366,53 +385,73 @@ class StageArchive:
             )
 
     # ---- states ----------------------------------------------------------------------------------
-    def _build(self, view: SwarmView, digest: str, *, replaces: bool) -> None:
-        """Begin the next generation from a peer that claims this record, beside all else."""
-        if self._building is not None or self._now() < self._not_before:
-            return
-        donors = self._book.donors(holders(view, digest))
-        if donors:
-            self._replaces = replaces
-            building = self._built_in_time(random.choice(donors), digest, replaces)
-            self._building = asyncio.create_task(building)
+    def _renew(self) -> None:
+        """Begin to make the next generation where the records have become many."""
+        current, (least, most) = self._current, self._records_after_state
+        count = current.records_after
+        many = count > most or (count > least and current.bytes_after > self._check.state_bytes)
+        ready = self._building is None and self._now() >= self._not_before
+        if many and ready and current.proven:
+            self._building, self._replaces = asyncio.create_task(self._renewed(current)), False
 
-    async def _built_in_time(self, peer: str, digest: str, replaces: bool) -> Generation:
-        return await asyncio.wait_for(self._built(peer, digest, replaces), STATE_LIMIT_S)
+    async def _renewed(self, current: Generation) -> Generation:
+        """The generation after this one, made of its records alone."""
+        check, file = self._check, self._folder / "incoming" / "moved"
+        applied = current.following()[:-2]
 
-    async def _built(self, peer: str, digest: str, replaces: bool) -> Generation:
-        current, check = self._current, self._check
-        number = current.number + 1
+        def begun() -> Generation:
+            data, proof = current.log.read_bytes(applied[-1]), current.log.certificate(applied[-1])
+            if data is None or proof is None:
+                raise RecordRefused(f"{current.folder}: a record vanished")
+            number, state = current.number + 1, (file, data, proof)
+            return Generation.begun(self._folder, number, check, state, before=current)
 
-        def helps(digest: str) -> bool:
-            known = current.log.find(digest)
-            return replaces or (known is not None and known > current.state_round)
+        async with self._replaying:
+            logger.info("%s: replaying rounds %d to %d", self, applied[0], applied[-1])
+            make_folder(file.parent)
+            try:
+                await self._compute(start_file, check, current.state, file)
+                for number in applied:
+                    await self._compute(current.move, file, number, check)
+                generation = await self._compute(begun)
+            finally:
+                file.unlink(missing_ok=True)
+            generation.proven = bool(await self._compute(generation.proved, check))
+        if not generation.proven:
+            generation.remove()
+            raise RecordRefused(f"{current.folder}: its records do not lead to their anchors")
+        return generation
 
-        chain = self._chain(peer)
-        try:
-            offer = await chain.offer(peer, helps)
-        except NoState:
-            if not replaces:
-                raise
-            generation = await self._compute(Generation.begun, self._folder, number, check)
-        else:
+    async def _taken_in_time(self, donors: Sequence[str], digest: str) -> Generation:
+        return await asyncio.wait_for(self._taken(donors, digest), STATE_LIMIT_S)
+
+    async def _taken(self, donors: Sequence[str], digest: str) -> Generation:
+        """A generation from the state of the first of these peers; the others may help."""
+        current, check, chain = self._current, self._check, self._chain(donors)
+        state: tuple[Path, bytes, bytes] | None = None
+        with contextlib.suppress(NoState):
+            offer = await chain.offer(donors[0])
             logger.info("%s: taking the state of round %d", self, offer.record.round)
             kept = await chain.download(offer, self._folder / "incoming")
-            begun = (self._folder, number, check, (offer, kept.file))
-            generation = await self._compute(Generation.begun, *begun)
+            state = kept.file, offer.record_bytes, offer.certificate
+        number, donor = current.number + 2, donors[0] if state else ""  # a replay may end yet
+        generation = await self._compute(
+            lambda: Generation.begun(self._folder, number, check, state, donor=donor)
+        )
         try:
             if generation.log.find(digest) is None:
-                reach = await self._catch_up(generation, peer, digest)
+                reach = await self._catch_up(generation, donors, digest)
                 ahead = generation.head.chain_tokens > current.head.chain_tokens
                 if not (generation.log.find(digest) is not None or (reach.too_far and ahead)):
-                    raise ConnectionError(f"the log of {peer} does not lead to {digest[:12]}")
+                    raise ConnectionError(f"the log of {donors[0]} does not lead to {digest[:12]}")
         except BaseException:
             generation.remove()
             raise
         return generation
 
     async def _take_built(self) -> None:
-        """What was built beside becomes the next generation, or the only one."""
-        building = self._building
+        """What was made beside takes over."""
+        building, current = self._building, self._current
         if building is None or not building.done():
             return
         self._building = None
@@ -420,38 +459,37 @@ class StageArchive:
         try:
             generation = building.result()
         except REFUSED as error:
-            logger.info("%s: no newer state: %s", self, _said(error))
+            if self._replaces:
+                logger.info("%s: no newer state: %s", self, _said(error))
+            else:
+                logger.error("alarm: %s: what is kept is damaged: %s", self, error)
+                self._start_over()
             return
-        if self._replaces:
-            self._adopt(generation)
-        else:
-            self._coming = generation
+        if not self._replaces:
+            since = [n for n in current.log.rounds() if n > generation.head.round]
+            await self._compute(generation.log.share, current.log, since)
+            generation.grown()
+        self._adopt(generation)
 
     async def _prove(self) -> None:
-        for each in (self._coming, self._current):
-            if each is None or each.proven:
-                continue
-            try:
-                proved = await self._compute(each.proved, self._check)
-            except RecordRefused as error:
-                logger.error("%s: %s", self, error)
-                proved = False
-            if proved:
-                each.proven = True
-                if each is self._coming:
-                    self._adopt(each)
-            elif proved is False:
-                logger.error("alarm: %s: the state of %s is wrong", self, each.donor or "the disk")
-                if each.donor and self._book.lied(each.donor):
-                    # nobody's traffic is to be spent on one wrong state after the other
-                    self._not_before = self._now() + self._record_lifetime_s / 2
-                if each is self._coming:
-                    self._drop_coming()
-                else:
-                    self._start_over()
+        current = self._current
+        if current.proven:
+            return
+        try:
+            proved = await self._compute(current.proved, self._check)
+        except RecordRefused as error:
+            logger.error("%s: %s", self, error)
+            proved = False
+        current.proven = bool(proved)
+        if proved is False:
+            logger.error("alarm: %s: the state of %s is wrong", self, current.donor or "the disk")
+            if current.donor and self._book.lied(current.donor):
+                # nobody's traffic is to be spent on one wrong state after the other
+                self._not_before = self._now() + self._record_lifetime_s / 2
+            self._start_over()
 
     def _adopt(self, generation: Generation) -> None:
-        old, self._current, self._coming = self._current, generation, None
+        old, self._current = self._current, generation
         self._older.lead_to(generation, old)
         old.remove()
         logger.info(
@@ -461,19 +499,16 @@ class StageArchive:
             generation.records_after,
         )
 
-    def _drop_coming(self) -> None:
-        if self._coming is not None:
-            self._coming.remove()
-            self._coming = None
+    def _drop_building(self) -> None:
+        if self._building is not None:
+            self._building.cancel()
+            self._building = None
 
     def _start_over(self) -> None:
         old = self._current
         self._older.keep(old.log)  # its records are sound
-        self._drop_coming()
-        if self._building is not None:
-            self._building.cancel()
-            self._building = None
-        self._current = Generation.begun(self._folder, old.number + 2, self._check)
+        self._drop_building()
+        self._current = Generation.begun(self._folder, old.number + 3, self._check)
         old.remove()
 
     # ---- telling ---------------------------------------------------------------------------------

@@ -118,6 +118,7 @@ class Keeper:
         self._between = False  # two revisions: nothing may begin
         self._not_before: dict[int, float] = {}
         self._slots = asyncio.Semaphore(STAGES_AT_ONCE)
+        self._replaying = asyncio.Lock()
         self._pool = ThreadPoolExecutor(2, "archive", torch.set_num_threads, (1,))
         self._working: set[concurrent.futures.Future[Any]] = set()  # in the pool, or about to be
         self._address: Any = None
@@ -255,6 +256,7 @@ class Keeper:
                     record_bytes=check.record_bytes,
                 ),
                 compute=self._compute,
+                replaying=self._replaying,
             )
 
         archive = await self._compute(made)

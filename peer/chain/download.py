@@ -108,7 +108,7 @@ async def list_chain(claimed: ClaimedChain) -> list[ChainRound]:
     for digest in claimed.digests:
         try:
             async for told in claimed.chain.headers(digest, claimed.ends):
-                found.append(told.says)
+                found.append(told)
         except REFUSED as error:
             logger.info("the listing ends: %s", error)
         if found:

@@ -13,14 +13,13 @@ import logging
 import math
 import time
 from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
-from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from dilocox.dht.errors import EnvironmentFault
 from dilocox.dht.rpc import REFUSED, CallRefused, Client
 from dilocox.peer.chain.store import HEADER_BYTES
 from dilocox.peer.chain.summary import ChainRound
-from dilocox.peer.rounds.record import RecordRefused, RoundRecord, digest_of, parse_header
+from dilocox.peer.rounds.record import RecordRefused, digest_of, parse_header
 
 logger = logging.getLogger(__name__)
 
@@ -41,27 +40,6 @@ class OtherRecord(RecordRefused):
 
 class _Enough(ConnectionError):
     """The header is here: the rest of the record is not needed."""
-
-
-@dataclass(frozen=True)
-class ToldHeader:
-    """A header, as somebody sent it, and what it says of its round and of the chain."""
-
-    header: RoundRecord
-    says: ChainRound
-
-    @property
-    def round(self) -> int:
-        return self.says.listed.round
-
-    @property
-    def digest(self) -> str:
-        """What it was asked for by."""
-        return self.says.listed.digest
-
-    @property
-    def previous(self) -> str:
-        return self.says.listed.previous
 
 
 class HeaderClient:
@@ -85,7 +63,7 @@ class HeaderClient:
         now: Callable[[], float] = time.monotonic,
     ):
         """holders: who is asked, the best first. trusted: whether a peer's header will do; from
-        others a record of moderate size is fetched whole, as only its digest proves what it says.
+        others a record of moderate size is fetched whole, as only its digest proves what it told.
         older: ask for what an archive keeps besides the newest records. header_limit_s: of one
         header. deadline: of all waits, by `now`; whoever sets it offers the user --timeout.
         """
@@ -99,7 +77,7 @@ class HeaderClient:
         self._deadline = deadline
         self._now = now
 
-    async def header(self, digest: str) -> ToldHeader | None:
+    async def header(self, digest: str) -> ChainRound | None:
         """The header of a record from the first holder that has it, None if nobody does.
 
         Raises:
@@ -111,7 +89,7 @@ class HeaderClient:
             lambda peer: self._within(self._header(peer, digest), self._header_limit_s)
         )
 
-    def headers(self, start: str, ends: Callable[[str], bool]) -> AsyncGenerator[ToldHeader, None]:
+    def headers(self, start: str, ends: Callable[[str], bool]) -> AsyncGenerator[ChainRound, None]:
         """Headers from this record back, the newest first, until `ends` says so of a digest, or
         nobody has the next one.
 
@@ -159,7 +137,7 @@ class HeaderClient:
             raise failure
         return None
 
-    async def _header(self, peer: str, digest: str) -> ToldHeader | None:
+    async def _header(self, peer: str, digest: str) -> ChainRound | None:
         data = bytearray()
         trusted = self._trusted(peer)
         size: int | None = None
@@ -193,7 +171,7 @@ class HeaderClient:
         return await asyncio.wait_for(asking, min(left_s, limit_s))
 
 
-def read_header(data: bytes, digest: str, run: str, stage: int) -> ToldHeader:
+def read_header(data: bytes, digest: str, run: str, stage: int) -> ChainRound:
     """Read the first bytes of a record; CallRefused (ValueError) if they make no sense."""
     size = _stated_bytes(data)
     if size is None:
@@ -201,22 +179,21 @@ def read_header(data: bytes, digest: str, run: str, stage: int) -> ToldHeader:
     try:
         header = parse_header(data)
         header.counted("")  # what it says of its parts can be compared
-        says = ChainRound.of(header, digest, max(size, len(data)))
+        told = ChainRound.of(header, digest, max(size, len(data)))
         names = [str(each.peer) for each in header.members]
     except NONSENSE as error:
         raise CallRefused(f"no header of a record: {error!r}") from error
-    listed = says.listed
     if type(header.round) is not int or header.round < 0:
         raise CallRefused("a record's header names no round")
     if (header.run, header.stage) != (run, stage):
         raise CallRefused(f"it is of run {str(header.run)[:32]}, stage {str(header.stage)[:8]}")
-    numbers = (listed.round, size, says.chain_tokens, listed.next_inner_steps, listed.tokens)
-    if not all(0 <= number <= MAX_TOKENS for number in (*numbers, *dict(says.members).values())):
+    numbers = (told.round, size, told.chain_tokens, told.next_inner_steps, told.tokens)
+    if not all(0 <= n <= MAX_TOKENS for n in (*numbers, *dict(told.contributors).values())):
         raise CallRefused("a record's numbers make no sense")
     # a name goes into status.json and onto a page: a lone surrogate is not even text
     if any(len(name) > MAX_NAME or not name.isprintable() for name in names):
         raise CallRefused("a member's name is none")
-    return ToldHeader(header, says)
+    return told
 
 
 def _stated_bytes(data: bytes | bytearray) -> int | None:

@@ -6,6 +6,12 @@ weights, or at a state that somebody kept, apply every record, and compare.
 
 A flaw does not end a replay, but what it leaves unknown is not guessed: after it the records are
 only checked, until a state tells the anchor again.
+
+`anchors_around` replays one record on a state's file, a piece at a time. Who keeps states of many
+stages for others has no room for their vectors: it moves a state on by its records (archive.py),
+and has it proved by two. The first record after a state names the sha256 of the anchor before it,
+and its outer step must lead to the anchor that the second one names, which it does from the right
+momentum only.
 """
 
 # safetensors carries no types.
@@ -14,8 +20,13 @@ only checked, until a state tells the anchor again.
 
 from __future__ import annotations
 
+import hashlib
+import json
+import shutil
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import BinaryIO
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -23,13 +34,83 @@ from torch import Tensor
 
 from dilocox.compression.group_codec import PayloadRefused
 from dilocox.dht.manifest import Manifest
-from dilocox.peer.chain.record_check import RecordCheck
-from dilocox.peer.chain.snapshot_files import sha256_of_file
+from dilocox.peer.chain.record_check import MAX_STATE_HEADER_BYTES, RecordCheck
+from dilocox.peer.chain.snapshot_files import (
+    PIECE_VALUES,
+    bytes_of,
+    on_disk,
+    save_state,
+    state_sha256,
+)
 from dilocox.peer.chain.store import Entry, KeptState
 from dilocox.peer.rounds.adaptation import RoundPlan, outer_step
-from dilocox.peer.rounds.outer_step import anchor_sha256
+from dilocox.peer.rounds.outer_step import OuterStep, anchor_sha256
 from dilocox.peer.rounds.record import RecordRefused, RoundRecord
 from dilocox.pipeline.stage import build_stage, flatten_parameters, stage_layout
+
+
+def start_file(check: RecordCheck, state: KeptState | None, path: Path) -> None:
+    """Write the file of a state, to be moved on: a copy of this one, or the initial weights and a
+    momentum of zeros, in the memory of two vectors. Raises EnvironmentFault.
+    """
+    with on_disk(path):
+        if state is not None:
+            shutil.copyfile(state.file, path)
+        else:
+            anchor = initial_anchor(check)
+            save_state(path, anchor, torch.zeros(1).expand(anchor.numel()))
+
+
+def initial_anchor(check: RecordCheck) -> Tensor:
+    manifest = check.manifest
+    module = build_stage(manifest.model, check.stage, manifest.stages, manifest.seed)
+    return flatten_parameters(module, check.layout).detach()
+
+
+@torch.no_grad()
+def anchors_around(
+    path: Path, average: Tensor, outer: OuterStep, *, move: bool = False
+) -> tuple[str, str]:
+    """The sha256 of a state's anchor, and of the anchor after the outer step with this average.
+
+    average: flat fp32, of the first record after the state. move: write the anchor and momentum
+    after it into the file, which holds a mixture of both if that is cut off.
+
+    Raises:
+        RecordRefused: the file is damaged.
+        EnvironmentFault: it cannot be written.
+    """
+    before, after = hashlib.sha256(), hashlib.sha256()
+    try:
+        with path.open("r+b" if move else "rb") as file:
+            starts = _starts(file)
+            for low in range(0, average.numel(), PIECE_VALUES):
+                gradient = average[low : low + PIECE_VALUES]
+                places = [start + 4 * low for start in starts]
+                anchor, momentum = (_piece(file, place, gradient.numel()) for place in places)
+                before.update(bytes_of(anchor))
+                outer.apply(anchor, momentum, gradient, anchor, momentum)
+                after.update(bytes_of(anchor))
+                for place, piece in zip(places if move else (), (anchor, momentum), strict=False):
+                    with on_disk(path):
+                        file.seek(place)
+                        file.write(bytes_of(piece))
+                        file.flush()
+    except (ValueError, LookupError, TypeError, OSError) as error:
+        raise RecordRefused(f"{path}: damaged ({error})") from error
+    return before.hexdigest(), after.hexdigest()
+
+
+def _starts(file: BinaryIO) -> list[int]:
+    """Where anchor and momentum begin in a safetensors file."""
+    length = int.from_bytes(file.read(8), "little")
+    header = json.loads(file.read(min(length, MAX_STATE_HEADER_BYTES)))
+    return [8 + length + int(header[name]["data_offsets"][0]) for name in ("anchor", "momentum")]
+
+
+def _piece(file: BinaryIO, place: int, numel: int) -> Tensor:
+    file.seek(place)
+    return torch.frombuffer(bytearray(file.read(4 * numel)), dtype=torch.float32, count=numel)
 
 
 @dataclass(kw_only=True)
@@ -151,9 +232,7 @@ class _Replay:
 
     def begin(self) -> tuple[str, None]:
         """Stand on the manifest, with the initial weights."""
-        manifest = self._manifest
-        module = build_stage(manifest.model, self._check.stage, manifest.stages, manifest.seed)
-        anchor = flatten_parameters(module, self._layout).detach().clone()
+        anchor = initial_anchor(self._check)
         self.vectors = _Vectors(anchor, torch.zeros_like(anchor))
         self._meet(self._check.root)
         return self._check.root, None
@@ -231,7 +310,7 @@ class _Replay:
 
 def _read(state: KeptState, numel: int) -> _Vectors:
     """Raises OSError, ValueError and SafetensorError."""
-    if sha256_of_file(state.file) != state.sha256:
+    if state_sha256(state.file) != state.sha256:
         raise ValueError("it does not have the sha256 that was written beside it")
     with safe_open(state.file, framework="pt") as file:
         vectors = _Vectors(file.get_tensor("anchor"), file.get_tensor("momentum"))

@@ -3,6 +3,7 @@
 A snapshot is a folder, complete once it has its final name:
     anchor.safetensors  anchor and outer momentum, equal on all peers; what joiners download
     anchor.json         its size, sha256 and the record it stands on
+    anchor.chunks       the sha256 of each of its chunks, 32 bytes each; the file's own is theirs
     local.safetensors   this peer's own: live weights, unsent and undecided progress, residual,
                         inner optimizer; what is no tensor (data position, ...) in its header
 The newest folder that can be read counts; one that cannot is set aside under another name. Nothing
@@ -19,6 +20,7 @@ import errno
 import hashlib
 import json
 import logging
+import os
 import shutil
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
@@ -26,6 +28,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
@@ -37,8 +40,10 @@ logger = logging.getLogger(__name__)
 
 STATE_FILE = "anchor.safetensors"
 STATE_FACTS_FILE = "anchor.json"
+CHUNKS_FILE = "anchor.chunks"
 LOCAL_FILE = "local.safetensors"
-HASH_CHUNK_BYTES = 1 << 20
+STATE_CHUNK_BYTES = 1 << 20
+PIECE_VALUES = 1 << 20  # of a vector, that are in memory at once
 DAMAGED = ".damaged"  # how the name of a folder ends that was set aside
 REMEDY = "move the state folder away to join anew"
 
@@ -84,7 +89,8 @@ def write_snapshot(folder: Path, snapshot: Snapshot, *, above: int = -1) -> Path
 def made_whole(final: Path) -> Generator[Path]:
     """A folder to fill, which gets its name once it is full; another one of that name goes.
 
-    Raises EnvironmentFault if the disk is full or cannot be written; then nothing is left of it.
+    Raises EnvironmentFault if the disk is full or cannot be written. Whatever is raised in between,
+    nothing is left of it.
     """
     partial = final.with_name(f"{final.name}.partial")
     try:
@@ -92,12 +98,24 @@ def made_whole(final: Path) -> Generator[Path]:
             shutil.rmtree(old, ignore_errors=True)
         partial.mkdir(parents=True)
         yield partial
-        sync(partial)
+        for folder, _, _ in os.walk(partial, topdown=False):
+            sync(Path(folder))
         partial.rename(final)
         sync(final.parent)
-    except (OSError, SafetensorError) as error:
+    except Exception as error:
         shutil.rmtree(partial, ignore_errors=True)
-        raise disk_fault(final.parent, _as_os_error(error)) from error
+        if isinstance(error, (OSError, SafetensorError)):
+            raise disk_fault(final.parent, _as_os_error(error)) from error
+        raise
+
+
+@contextmanager
+def on_disk(path: Path) -> Generator[None]:
+    """Whatever the disk refuses in here is an EnvironmentFault about this path."""
+    try:
+        yield
+    except OSError as error:
+        raise disk_fault(path, error) from error
 
 
 def oldest_number(folder: Path) -> int:
@@ -172,25 +190,57 @@ def write_state(
     folder: Path, round_number: int, digest: str, anchor: Tensor, momentum: Tensor
 ) -> None:
     """The part of a snapshot that joiners download, into a folder that is there."""
-    path = folder / STATE_FILE
-    _save(path, {"anchor": anchor, "momentum": momentum}, {})
-    write_facts(folder, round_number, digest, sha256_of_file(path))
+    save_state(folder / STATE_FILE, anchor, momentum)
+    write_facts(folder, round_number, digest)
 
 
-def write_facts(folder: Path, round_number: int, digest: str, sha256: str) -> None:
+def save_state(path: Path, anchor: Tensor, momentum: Tensor) -> None:
+    """Write the file of a state ([numel] fp32 each), the same bytes for the same values.
+
+    Both go out piece by piece: safetensors' own writer takes a copy of each in memory.
+    """
+    numel = anchor.numel()
+    header: dict[str, Any] = {"__metadata__": {}}
+    for index, name in enumerate(("anchor", "momentum")):
+        ends = [4 * numel * index, 4 * numel * (index + 1)]
+        header[name] = {"dtype": "F32", "shape": [numel], "data_offsets": ends}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    with path.open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for vector in (anchor, momentum):
+            for piece in vector.split(PIECE_VALUES):
+                file.write(bytes_of(piece))
+    sync(path)
+
+
+def bytes_of(values: Tensor) -> Any:
+    """The bytes of a CPU tensor, without a copy where it is contiguous."""
+    return values.detach().contiguous().view(torch.uint8).numpy().data
+
+
+def write_facts(folder: Path, round_number: int, digest: str) -> None:
     """Write beside a state's file what is said of it."""
-    size = (folder / STATE_FILE).stat().st_size
-    facts = {"round": round_number, "digest": digest, "size": size, "sha256": sha256}
+    file = folder / STATE_FILE
+    chunks = chunk_digests(file)
+    facts = {"round": round_number, "digest": digest, "size": file.stat().st_size}
+    facts["sha256"] = hashlib.sha256(chunks).hexdigest()
     (folder / STATE_FACTS_FILE).write_text(json.dumps(facts))
-    sync(folder / STATE_FACTS_FILE)
+    (folder / CHUNKS_FILE).write_bytes(chunks)
+    for written in (STATE_FACTS_FILE, CHUNKS_FILE):
+        sync(folder / written)
 
 
-def sha256_of_file(path: Path) -> str:
-    digest = hashlib.sha256()
+def state_sha256(path: Path) -> str:
+    """What names a state's file: the sha256 of its chunks' digests, in hex."""
+    return hashlib.sha256(chunk_digests(path)).hexdigest()
+
+
+def chunk_digests(path: Path) -> bytes:
+    """The sha256 of each MiB of a file, 32 bytes each."""
     with path.open("rb") as file:
-        while chunk := file.read(HASH_CHUNK_BYTES):
-            digest.update(chunk)
-    return digest.hexdigest()
+        chunks = iter(lambda: file.read(STATE_CHUNK_BYTES), b"")
+        return b"".join(hashlib.sha256(chunk).digest() for chunk in chunks)
 
 
 def _save(path: Path, tensors: Mapping[str, Tensor], metadata: dict[str, str]) -> None:

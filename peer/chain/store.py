@@ -28,7 +28,7 @@ from typing import BinaryIO
 
 from dilocox.compression.stage_codec import StageCodec
 from dilocox.dht.errors import InvalidInput
-from dilocox.dht.files import make_folder, write_atomically
+from dilocox.dht.files import make_folder, sync, write_atomically
 from dilocox.dht.manifest import Manifest
 from dilocox.peer.chain.snapshot_files import STATE_FACTS_FILE, STATE_FILE, newest
 from dilocox.peer.rounds.record import (
@@ -154,6 +154,7 @@ class Store:
                 self._certificate_path(number).unlink(missing_ok=True)
             for source in (other._certificate_path(number), records[number]):
                 _share(source, self._folder / source.name)
+        sync(self._folder)  # `other` may go as soon as this returns
 
     def prune(
         self, keep: int, keep_bytes: int | None = None, *, applied: int | None = None

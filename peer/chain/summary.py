@@ -20,12 +20,14 @@ SHA256 = re.compile(r"[0-9a-f]{64}")
 
 
 @dataclass(frozen=True, kw_only=True)
-class LoggedRound:
-    """What a record says of its round.
+class ChainRound:
+    """What a record's header says of its round and of the chain.
 
-    ranks: smallest, median and largest of the factored tensors; None without any.
-    next_inner_steps: H that the record names, of the round in whose middle it arrives.
-    previous: digest of the record before it, or of the manifest.
+    members: how many were in the group. ranks: smallest, median and largest of the factored
+    tensors; None without any. next_inner_steps: H that the record names, of the round in whose
+    middle it arrives. previous: digest of the record before it, or of the manifest. chain_tokens:
+    of all records up to this one. contributors: tokens by peer id, of those whose values are in the
+    round's average.
     """
 
     round: int
@@ -36,19 +38,8 @@ class LoggedRound:
     record_bytes: int
     digest: str
     previous: str
-
-
-@dataclass(frozen=True, kw_only=True)
-class ChainRound:
-    """What a record's header says of the chain, too.
-
-    chain_tokens: of all records up to this one. members: tokens by peer id, of those whose values
-    are in the round's average.
-    """
-
-    listed: LoggedRound
     chain_tokens: int
-    members: tuple[tuple[str, int], ...] = field(repr=False)
+    contributors: tuple[tuple[str, int], ...] = field(repr=False)
 
     @classmethod
     def of(cls, header: RoundRecord, digest: str, record_bytes: int) -> ChainRound:
@@ -56,26 +47,22 @@ class ChainRound:
         try:
             ranks = sorted(int(rank) for rank in header.ranks if rank > 0)
             made = cls(
-                listed=LoggedRound(
-                    round=int(header.round),
-                    tokens=int(header.tokens),
-                    members=len(header.members),
-                    ranks=(ranks[0], median_low(ranks), ranks[-1]) if ranks else None,
-                    next_inner_steps=int(header.next_inner_steps),
-                    record_bytes=record_bytes,
-                    digest=digest,
-                    previous=header.previous,
-                ),
+                round=int(header.round),
+                tokens=int(header.tokens),
+                members=len(header.members),
+                ranks=(ranks[0], median_low(ranks), ranks[-1]) if ranks else None,
+                next_inner_steps=int(header.next_inner_steps),
+                record_bytes=record_bytes,
+                digest=digest,
+                previous=header.previous,
                 chain_tokens=int(header.chain_tokens),
-                members=tuple((str(each.peer), int(each.tokens)) for each in header.contributions),
+                contributors=tuple((str(c.peer), int(c.tokens)) for c in header.contributions),
             )
             named = all(SHA256.fullmatch(name) for name in (digest, header.previous))
         except (LookupError, TypeError, AttributeError, OverflowError) as error:
             raise ValueError(f"no header of a record: {error!r}") from error
         if not named:
-            raise ValueError(
-                f"the record before round {made.listed.round} is named by what is no sha256"
-            )
+            raise ValueError(f"the record before round {made.round} is named by what is no sha256")
         return made
 
 
@@ -83,6 +70,6 @@ def tokens_by_peer(rounds: Iterable[ChainRound]) -> Counter[str]:
     """What each peer contributed to these rounds of one stage."""
     tokens = Counter[str]()
     for each in rounds:
-        for peer, count in each.members:
+        for peer, count in each.contributors:
             tokens[peer] += count
     return tokens

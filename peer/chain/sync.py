@@ -7,14 +7,13 @@ gives that to those who ask for `older` records.
 
 Records: where the headers meet our own chain (`catch_up`), the records after it are appended, the
 oldest first, each with its certificate. State: anchor and outer momentum as of a peer's last
-snapshot, downloaded to disk (resumable), checked by size and sha256 before a byte of it is loaded,
-with the record it stands on.
+snapshot, with the record it stands on. It is named by the sha256 of its chunks' digests and comes
+to the disk chunk by chunk, each checked as it comes, so it can go on after a break, from any peer
+that has the same one.
 
-A peer loads a state into its buffers (`state`); who only keeps it for others has no room for two
-vectors of every stage, so each check reads the file a piece at a time. Who keeps a state for others
-also has it proved by two records: the first one after it names the sha256 of the anchor before it,
-and the outer step of that record must lead to the anchor that the second one names, which it does
-from the right momentum only.
+No record names that digest: the first one after a state names the sha256 of the anchor alone, which
+a peer compares before it applies that record. Who keeps a state for others has it proved by two
+records (replay.py: `anchors_around`).
 """
 
 # safetensors carries no types.
@@ -25,31 +24,37 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import logging
 import math
+import os
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Generator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
-import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from dilocox.dht.errors import EnvironmentFault
-from dilocox.dht.files import disk_fault, make_folder
-from dilocox.dht.rpc import STALL_S, Blob, CallRefused, Client
-from dilocox.peer.chain.headers import HeaderClient, OtherRecord, ToldHeader
+from dilocox.dht.files import make_folder
+from dilocox.dht.rpc import REFUSED, STALL_S, Blob, CallRefused, Client
+from dilocox.peer.chain.headers import HeaderClient, OtherRecord
 from dilocox.peer.chain.record_check import RecordCheck
-from dilocox.peer.chain.snapshot_files import sha256_of_file
+from dilocox.peer.chain.snapshot_files import (
+    PIECE_VALUES,
+    STATE_CHUNK_BYTES,
+    chunk_digests,
+    on_disk,
+)
 from dilocox.peer.chain.store import KeptState, RoundLog
-from dilocox.peer.chain.summary import SHA256
+from dilocox.peer.chain.summary import SHA256, ChainRound
 from dilocox.peer.rounds.ballots import MAX_CERTIFICATE_BYTES
-from dilocox.peer.rounds.outer_step import OuterStep, anchor_sha256
-from dilocox.peer.rounds.record import RecordRefused, RoundRecord, digest_of
+from dilocox.peer.rounds.outer_step import anchor_sha256
+from dilocox.peer.rounds.record import RoundRecord, digest_of
 
-PIECE_VALUES = 1 << 20
+logger = logging.getLogger(__name__)
+
 HURRY_S = 3600.0  # a state that would take longer is looked for elsewhere
 RECORDS_LIMIT_S = 600.0  # of all that is taken at once
 
@@ -59,6 +64,10 @@ Compute = Callable[..., Awaitable[Any]]
 
 class NoState(ConnectionError):
     """The peer has no state that would help: none yet, or one that is not newer than ours."""
+
+
+class WrongChunk(ConnectionError):
+    """The peer sent something of a state that does not have the digest that it must have."""
 
 
 class AnchorDiffers(RuntimeError):
@@ -213,7 +222,7 @@ class ChainClient(HeaderClient):
         told = _told(headers, known, me)
         if known is None:
             return Reached(appended=(), fork_round=None, too_far=True, told=told)
-        size = sum(each.says.listed.record_bytes for each in headers)
+        size = sum(each.record_bytes for each in headers)
         if headers and limit_bytes is not None and size > limit_bytes:
             return Reached(appended=(), fork_round=None, too_far=False, costly=True, told=told)
         end = self._now() + self._limits.records_s
@@ -240,18 +249,18 @@ class ChainClient(HeaderClient):
 
     async def _missing(
         self, log: RoundLog, digest: str, limit_bytes: int | None, back_to: int | None
-    ) -> tuple[list[ToldHeader], int | None]:
+    ) -> tuple[list[ChainRound], int | None]:
         """The headers of what leads from our chain to `digest`, the newest first, and the round of
         ours that they follow, None if nobody has all of them.
 
         It ends early where the records are more than `limit_bytes`, and the headers reach `back_to`
         or take long.
         """
-        missing: list[ToldHeader] = []
+        missing: list[ChainRound] = []
         total, enough_at = 0, self._now() + self._limits.headers_s / 2
         async for told in self.headers(digest, lambda wanted: log.find(wanted) is not None):
             missing.append(told)
-            total += told.says.listed.record_bytes
+            total += told.record_bytes
             far = back_to is None or told.round <= back_to or self._now() > enough_at
             if limit_bytes is not None and total > limit_bytes and far:
                 return missing, told.round
@@ -301,7 +310,7 @@ class ChainClient(HeaderClient):
         """
         limit = self.check.state_bytes
         want = {"what": "state", "offset": limit}
-        blob = await self._within(self._client.fetch(peer, want, limit_bytes=limit))
+        blob = await self._within(self._client.fetch(peer, want, limit_bytes=0))
         if blob is None:
             raise NoState(f"{peer} has no state")
         digest, sha256 = str(blob.facts.get("digest")), str(blob.facts.get("sha256"))
@@ -330,25 +339,37 @@ class ChainClient(HeaderClient):
     async def download(self, offer: StateOffer, folder: Path, *, hurry: bool = False) -> KeptState:
         """Fetch the file into a folder, going on with what an earlier, broken download of it left.
 
-        hurry: give it up where it would take over an hour, as others may be faster.
+        The digests of its chunks come first, then the chunks, from the peer that offered it. Where
+        that breaks off, or sends a chunk that is not what its digest says, the other holders are
+        asked for the rest: who has the state of the same round has the same bytes. Only what is
+        right is written.
+
+        hurry: give a peer up with which it would take over an hour, as others may be faster.
 
         Raises:
             TooSlow: in a hurry only.
-            ConnectionError: the peer is gone, or has another state by now.
-            CallRefused: the file is not what the offer says, or no state of this stage.
-            EnvironmentFault: no space on the disk; then nothing is left of it.
+            ConnectionError: the last peer asked is gone, has another state by now, or sent a chunk
+                that is not its own.
+            CallRefused: the file is no state of this stage; then nothing is left of it.
+            EnvironmentFault: no space on the disk; likewise.
         """
         path = folder / f"{offer.sha256}.state"
         try:
             make_folder(folder)
-            with _disk(path):
+            with on_disk(path):
                 for older in set(folder.glob("*.state")) - {path}:
                     older.unlink()
-            await self._within(self._fetch_rest(offer, path, hurry))
-            with _disk(path):
-                found = await self._compute(sha256_of_file, path)
-            if found != offer.sha256:
-                raise CallRefused(f"the state of {offer.peer} does not have the sha256 it stated")
+            failure: Exception | None = None
+            for peer in (offer.peer, *(each for each in self.holders if each != offer.peer)):
+                try:
+                    await self._within(self._rest(peer, offer, path, hurry))
+                    break
+                except REFUSED as error:
+                    level = logging.WARNING if isinstance(error, WrongChunk) else logging.INFO
+                    logger.log(level, "the state of round %d: %s", offer.record.round, error)
+                    failure = error
+            else:
+                raise failure or NoState("nobody is there to give it")
             await self._compute(check_values, path, self.check.layout.numel)
         except (CallRefused, EnvironmentFault):
             path.unlink(missing_ok=True)
@@ -357,28 +378,49 @@ class ChainClient(HeaderClient):
             round=offer.record.round, digest=offer.digest, sha256=offer.sha256, file=path
         )
 
-    async def _fetch_rest(self, offer: StateOffer, path: Path, hurry: bool) -> None:
-        with _disk(path):
+    async def _rest(self, peer: str, offer: StateOffer, path: Path, hurry: bool) -> None:
+        """What is missing of the file, from one peer."""
+        want = {"what": "state", "sha256": offer.sha256}
+        count = -(-offer.size // STATE_CHUNK_BYTES)
+        digests = await self._client.fetch(peer, want | {"digests": True}, limit_bytes=32 * count)
+        if digests is None:
+            raise ConnectionError(f"{peer} has another state by now")
+        if digest_of(digests.data) != offer.sha256:
+            raise WrongChunk(f"{peer} sent digests of chunks that are not those of the state")
+        with on_disk(path):
+            have = await self._compute(keep_right_chunks, path, digests.data)
             file = path.open("ab")
+        left = offer.size - have
+        chunk = bytearray()
+
+        def write(data: bytes) -> None:
+            nonlocal have
+            chunk.extend(data)
+            while len(chunk) >= min(STATE_CHUNK_BYTES, offer.size - have) > 0:
+                whole = bytes(chunk[:STATE_CHUNK_BYTES])
+                number = have // STATE_CHUNK_BYTES
+                if hashlib.sha256(whole).digest() != digests.data[32 * number : 32 * number + 32]:
+                    raise WrongChunk(f"{peer} sent chunk {number} of it changed")
+                with on_disk(path):  # else the transport would take it for the network's
+                    file.write(whole)
+                have += len(whole)
+                del chunk[: len(whole)]
+
         with file:
-            offset = file.tell()
-            if offset >= offer.size:
-                return
-
-            def write(chunk: bytes) -> None:
-                with _disk(path):  # else the transport would take it for the network's
-                    file.write(chunk)
-
-            want = {"what": "state", "offset": offset, "sha256": offer.sha256}
-            limit = offer.size - offset
-            least = limit / HURRY_S if hurry else 0.0
-            fetching = self._client.fetch(
-                offer.peer, want, limit_bytes=limit, sink=write, least_bytes_per_s=least
-            )
-            if await fetching is None:
-                raise ConnectionError(f"{offer.peer} has another state by now")
-            with _disk(path):
+            if left:
+                found = await self._client.fetch(
+                    peer,
+                    want | {"offset": have},
+                    limit_bytes=left,
+                    sink=write,
+                    least_bytes_per_s=left / HURRY_S if hurry else 0.0,
+                )
+                if found is None:
+                    raise ConnectionError(f"{peer} has another state by now")
+            with on_disk(path):
                 file.flush()
+        if have != offer.size:
+            raise ConnectionError(f"{peer} has {have} bytes of a state of {offer.size}")
 
     async def state(
         self,
@@ -417,14 +459,14 @@ class ChainClient(HeaderClient):
         )
 
 
-def _told(headers: Sequence[ToldHeader], known: int | None, me: str) -> Told | None:
+def _told(headers: Sequence[ChainRound], known: int | None, me: str) -> Told | None:
     """What headers, the newest first, say of this peer; `known`: the round that they follow."""
     if not headers:
         return None
     oldest = headers[-1].round
     return Told(
         after=known if known is not None and known < oldest else oldest - 1,
-        named=frozenset(told.round for told in headers if told.header.counted(me)),
+        named=frozenset(told.round for told in headers if me in dict(told.contributors)),
         rounds={told.digest: told.round for told in headers},
     )
 
@@ -446,44 +488,20 @@ def check_values(path: Path, numel: int) -> None:
         raise CallRefused(f"the state is no safetensors file: {error}") from error
 
 
-@torch.no_grad()
-def anchors_around(path: Path, average: Tensor, outer: OuterStep) -> tuple[str, str]:
-    """The sha256 of a state's anchor, and of the anchor after the outer step with this average.
-
-    `average`: flat fp32, of the first record after the state. Raises RecordRefused for a damaged
-    file.
+def keep_right_chunks(path: Path, digests: bytes) -> int:
+    """Cut a file, which need not be there, to its first chunks that have these digests; its bytes
+    then.
     """
-    before, after = hashlib.sha256(), hashlib.sha256()
-    try:
-        with safe_open(path, framework="pt") as file:
-            anchors, momenta = file.get_slice("anchor"), file.get_slice("momentum")
-            for low in range(0, average.numel(), PIECE_VALUES):
-                part = slice(low, low + PIECE_VALUES)
-                anchor, momentum = anchors[part], momenta[part]
-                before.update(_bytes(anchor))
-                outer.apply(anchor, momentum, average[part], anchor, momentum)
-                after.update(_bytes(anchor))
-    except (SafetensorError, ValueError, OSError) as error:
-        raise RecordRefused(f"{path}: damaged ({error})") from error
-    return before.hexdigest(), after.hexdigest()
-
-
-def _bytes(values: Tensor) -> Any:
-    return values.contiguous().view(torch.uint8).numpy().data
-
-
-@contextmanager
-def _disk(path: Path) -> Generator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise disk_fault(path, error) from error
+    path.touch()
+    found = chunk_digests(path)
+    starts = range(0, min(len(found), len(digests)), 32)
+    right = next((n for n in starts if found[n : n + 32] != digests[n : n + 32]), len(found))
+    size = min(path.stat().st_size, right // 32 * STATE_CHUNK_BYTES)
+    os.truncate(path, size)
+    return size
 
 
 def _load(path: Path, anchor: Tensor, momentum: Tensor) -> None:
-    try:
-        with cast(Any, safe_open)(path, framework="pt") as file:
-            for name, target in (("anchor", anchor), ("momentum", momentum)):
-                target.copy_(file.get_tensor(name))
-    except OSError as error:
-        raise disk_fault(path, error) from error
+    with on_disk(path), cast(Any, safe_open)(path, framework="pt") as file:
+        for name, target in (("anchor", anchor), ("momentum", momentum)):
+            target.copy_(file.get_tensor(name))

@@ -12,7 +12,7 @@ import io
 import json
 import os
 from collections import Counter
-from collections.abc import AsyncGenerator, Awaitable, Callable, Generator
+from collections.abc import AsyncGenerator, Awaitable, Callable, Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +20,7 @@ from time import monotonic
 from typing import Any, BinaryIO
 
 from dilocox.dht.rpc import CHUNK_BYTES, STALL_S, reply, unpack
-from dilocox.peer.chain.snapshot_files import STATE_FACTS_FILE, STATE_FILE, newest
+from dilocox.peer.chain.snapshot_files import CHUNKS_FILE, STATE_FACTS_FILE, STATE_FILE, newest
 from dilocox.peer.chain.store import Store
 
 AT_ONCE = 8
@@ -66,18 +66,22 @@ def find_in_log(log: Store, what: str, digest: str, *, header: bool = False) -> 
     return None if file is None else Source({"bytes": os.fstat(file.fileno()).st_size}, file)
 
 
-def open_state(folder: Path, offset: int, sha256: str | None) -> Source | None:
-    """The anchor and momentum of the newest snapshot, from a byte on, to serve.
+def open_state(folder: Path, want: Mapping[str, Any]) -> Source | None:
+    """The anchor and momentum of the newest snapshot, from the byte `offset` on, to serve; where
+    `digests` are wanted, those of its chunks.
 
     `sha256`: the state that is wanted, if not just any: None is served where the newest snapshot
     is another one by now. Once it is open, it is served to its end, whatever snapshots come.
     """
+    offset, sha256 = int(want.get("offset", 0)), want.get("sha256")
     snapshot = newest(folder)
     if snapshot is None:
         return None
     facts = json.loads((snapshot / STATE_FACTS_FILE).read_text())
     if sha256 is not None and facts["sha256"] != sha256:
         return None
+    if want.get("digests"):
+        return Source.of((snapshot / CHUNKS_FILE).read_bytes())
     file = (snapshot / STATE_FILE).open("rb")
     offset = min(max(offset, 0), facts["size"])
     file.seek(offset)

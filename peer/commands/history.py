@@ -39,9 +39,9 @@ def as_json(run: str, stages: Mapping[int, Sequence[ChainRound]]) -> dict[str, A
         "stages": [
             {
                 "stage": stage,
-                "rounds": [asdict(each.listed) for each in rounds],
-                "tokens": sum(each.listed.tokens for each in rounds),
-                "record_bytes": sum(each.listed.record_bytes for each in rounds),
+                "rounds": [_listed_round(each) for each in rounds],
+                "tokens": sum(each.tokens for each in rounds),
+                "record_bytes": sum(each.record_bytes for each in rounds),
                 "contributions": _contributions(rounds),
                 "tokens_before": _tokens_before(rounds),
             }
@@ -50,10 +50,14 @@ def as_json(run: str, stages: Mapping[int, Sequence[ChainRound]]) -> dict[str, A
     }
 
 
+def _listed_round(each: ChainRound) -> dict[str, Any]:
+    facts = asdict(each)
+    return {name: facts[name] for name in facts if name not in ("chain_tokens", "contributors")}
+
+
 def show(stages: Mapping[int, Sequence[ChainRound]], console: Console) -> None:
     """Print the rounds of all stages."""
-    for stage, chain in sorted(stages.items()):
-        rounds = [each.listed for each in chain]
+    for stage, rounds in sorted(stages.items()):
         tokens = f"{sum(each.tokens for each in rounds):,}"
         size = f"{sum(each.record_bytes for each in rounds):,}"
         count = counted(len(rounds), "round")
@@ -90,7 +94,7 @@ def show_contributions(stages: Mapping[int, Sequence[ChainRound]], console: Cons
             lines.append(f"stage {stage} peer {peer}: {where}")
         summary = f"stage {stage}: {counted(len(found), 'peer')}, {total:,} tokens"
         if chain:
-            summary += f" in rounds {chain[0].listed.round} to {chain[-1].listed.round}"
+            summary += f" in rounds {chain[0].round} to {chain[-1].round}"
         if before := _tokens_before(chain):
             summary += f"; {before:,} tokens of earlier rounds, whose records are not here"
         _print(console, table, lines)
@@ -263,7 +267,7 @@ async def _claimed(
 
 
 def _contributions(rounds: Sequence[ChainRound]) -> list[dict[str, Any]]:
-    taken_part = Counter(peer for each in rounds for peer, _ in each.members)
+    taken_part = Counter(peer for each in rounds for peer, _ in each.contributors)
     tokens = tokens_by_peer(rounds)
     return [
         {"peer": peer, "tokens": tokens[peer], "rounds": taken_part[peer]}
@@ -273,4 +277,4 @@ def _contributions(rounds: Sequence[ChainRound]) -> list[dict[str, Any]]:
 
 def _tokens_before(rounds: Sequence[ChainRound]) -> int:
     """Tokens behind the part of the chain that is not here."""
-    return rounds[0].chain_tokens - rounds[0].listed.tokens if rounds else 0
+    return rounds[0].chain_tokens - rounds[0].tokens if rounds else 0

@@ -145,10 +145,10 @@ async def walk(chain: Callable[[Order], HeaderClient], order: Order) -> Walk:
     end = order.start
     try:
         async for told in chain(order).headers(order.start, order.stop.__contains__):
-            rounds.append(told.says)
+            rounds.append(told)
             if len(rounds) > DETAILED:
-                folded += tokens_by_peer([told.says])
-                rounds[-1] = replace(told.says, members=())
+                folded += tokens_by_peer([told])
+                rounds[-1] = replace(told, contributors=())
             end = told.previous
     except REFUSED as error:
         logger.info("stage %d: no record %s: %s", order.stage, end[:12], error)

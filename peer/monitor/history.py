@@ -26,7 +26,7 @@ from pydantic import TypeAdapter
 
 from dilocox.dht.files import write_atomically
 from dilocox.dht.records import ReplicaRecord
-from dilocox.peer.chain.summary import ChainRound, LoggedRound, tokens_by_peer
+from dilocox.peer.chain.summary import ChainRound, tokens_by_peer
 from dilocox.peer.monitor.chains import DETAILED, Walk
 from dilocox.peer.monitor.look import SwarmLook, finite
 
@@ -65,7 +65,7 @@ class StageRounds:
 
     tokens: Counter[str] = field(default_factory=Counter[str])
     gaps: dict[str, int] = field(default_factory=dict[str, int])
-    head: LoggedRound | None = None
+    head: ChainRound | None = None
     chain_tokens: int = 0
     rounds: int = 0
     records_seen: int = 0
@@ -91,25 +91,24 @@ class StageRounds:
             if self.rounds and walk.end != root and walk.end not in self.known:
                 return  # it began before the operator went back, and ends where nothing counts
             last = -1 if walk.end == root else self.known.get(walk.end, -1)
-            self._take_away(last, {each.listed.digest for each in walk.rounds})
+            self._take_away(last, {each.digest for each in walk.rounds})
         for each in reversed(walk.rounds):
-            listed = each.listed
-            if listed.digest in self.known:
+            if each.digest in self.known:
                 continue
-            self.known[listed.digest] = listed.round
-            self.recent[listed.round] = each
+            self.known[each.digest] = each.round
+            self.recent[each.round] = each
             self.rounds += 1
             self.records_seen += 1
             self.tokens.update(tokens_by_peer([each]))
             if live:
-                self.times[listed.round] = now
+                self.times[each.round] = now
         self.tokens.update(walk.folded)
         self.gaps.pop(walk.start, None)
         if not walk.connected and len(self.gaps) < MAX_GAPS:
             self.gaps[walk.end] = 0
         if from_head:
             newest = walk.rounds[0]
-            self.head, self.chain_tokens = newest.listed, newest.chain_tokens
+            self.head, self.chain_tokens = newest, newest.chain_tokens
         self._thin()
 
     def go_back(self, last: int, now: float) -> None:
@@ -123,7 +122,7 @@ class StageRounds:
         self.times = {number: at for number, at in self.times.items() if number <= last}
         if (newest := max(self.recent, default=None)) is not None:
             base = self.recent[newest]
-            self.head, self.chain_tokens = base.listed, base.chain_tokens
+            self.head, self.chain_tokens = base, base.chain_tokens
         elif last < 0:
             self.head, self.chain_tokens = None, 0
 
@@ -146,10 +145,10 @@ class StageRounds:
     def _take_away(self, last: int, kept: Collection[str] = ()) -> None:
         """Uncount the rounds after this one, but for those with these digests."""
         for number, each in list(self.recent.items()):
-            if number <= last or each.listed.digest in kept:
+            if number <= last or each.digest in kept:
                 continue
             del self.recent[number]
-            self.known.pop(each.listed.digest, None)
+            self.known.pop(each.digest, None)
             self.rounds -= 1
             self.tokens.subtract(tokens_by_peer([each]))
             self.times.pop(number, None)

@@ -20,7 +20,7 @@ from typing import Any
 
 from dilocox import __version__
 from dilocox.dht.records import ReplicaRecord, StageRecord, figures_of
-from dilocox.peer.chain.summary import LoggedRound
+from dilocox.peer.chain.summary import ChainRound
 from dilocox.peer.http_pages import RUN_LABEL, MetricSpec, MetricTable, Value, one_of
 from dilocox.peer.monitor.health import STATES, Health
 from dilocox.peer.monitor.history import SwarmHistory, cut
@@ -105,7 +105,7 @@ def _by_stage(name: str, text: str, read: Callable[[Seen, int], Value]) -> _Spec
     return _Spec(name, text, lambda s: {stage: read(s, stage) for stage in s.stages}, ("stage",))
 
 
-def _of_head(name: str, text: str, read: Callable[[LoggedRound], Value]) -> _Spec:
+def _of_head(name: str, text: str, read: Callable[[ChainRound], Value]) -> _Spec:
     """By stage, of its newest round."""
 
     def read_head(seen: Seen, stage: int) -> Value:

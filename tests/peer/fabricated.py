@@ -11,7 +11,7 @@ from typing import Any
 from dilocox.dht.identity import peer_id_of
 from dilocox.dht.manifest import Manifest
 from dilocox.dht.records import ClaimRecord, ReplicaRecord, StageRecord
-from dilocox.peer.chain.summary import ChainRound, LoggedRound
+from dilocox.peer.chain.summary import ChainRound
 from dilocox.peer.monitor.chains import Walk
 from dilocox.peer.monitor.health import Health, health_of
 from dilocox.peer.monitor.history import SwarmHistory
@@ -94,18 +94,16 @@ def chain_round(
 ) -> ChainRound:
     before = previous or (digest(stage, number - 1) if number else root)
     return ChainRound(
-        listed=LoggedRound(
-            round=number,
-            tokens=sum(members.values()),
-            members=len(members),
-            ranks=(4, 8, 16),
-            next_inner_steps=20,
-            record_bytes=1000 + number,
-            digest=digest(stage, number, branch),
-            previous=before,
-        ),
+        round=number,
+        tokens=sum(members.values()),
+        members=len(members),
+        ranks=(4, 8, 16),
+        next_inner_steps=20,
+        record_bytes=1000 + number,
+        digest=digest(stage, number, branch),
+        previous=before,
         chain_tokens=chain_tokens,
-        members=tuple(sorted(members.items())),
+        contributors=tuple(sorted(members.items())),
     )
 
 
@@ -113,9 +111,9 @@ def walk_of(rounds: Sequence[ChainRound], *, connected: bool = True, stage: int 
     """The newest round first, as a walk goes."""
     return Walk(
         stage=stage,
-        start=rounds[0].listed.digest,
+        start=rounds[0].digest,
         rounds=tuple(rounds),
-        end=rounds[-1].listed.previous,
+        end=rounds[-1].previous,
         connected=connected,
         folded=Counter(),
     )
@@ -187,7 +185,7 @@ class ToldSwarm:
                 chain_tokens=chain.chain_tokens + tokens * len(members),
             )
             self.history.walked(walk_of([made], stage=stage), self.at)
-            claim = claim_record(number, made.listed.digest, made.chain_tokens)
+            claim = claim_record(number, made.digest, made.chain_tokens)
             self.claims[stage] = dict.fromkeys(peers, claim)
 
     def health(self, look: SwarmLook) -> Health:

@@ -190,7 +190,7 @@ class ChainMaker:
     def find(self, want: dict[str, Any]) -> Source | None:
         """What it gives to whoever asks."""
         if want["what"] == "state":
-            return open_state(self.own / "snapshots", want["offset"], want.get("sha256"))
+            return open_state(self.own / "snapshots", want)
         header = bool(want.get("header"))
         return find_in_log(self.log, want["what"], want["digest"], header=header)
 

@@ -12,6 +12,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -32,9 +33,9 @@ from dilocox.peer.chain.archive import Generation, StageArchive
 from dilocox.peer.chain.archive_keeper import Archive, ArchiveService, Keeper
 from dilocox.peer.chain.record_check import RecordCheck
 from dilocox.peer.chain.replay import Replayed, replay
-from dilocox.peer.chain.snapshot_files import STATE_FILE, sha256_of_file
-from dilocox.peer.chain.store import RoundLog, kept_run
-from dilocox.peer.chain.sync import ChainClient, NoState
+from dilocox.peer.chain.snapshot_files import STATE_CHUNK_BYTES, STATE_FILE, state_sha256
+from dilocox.peer.chain.store import OLDER_NAME, RoundLog, kept_run
+from dilocox.peer.chain.sync import ChainClient, NoState, keep_right_chunks
 from dilocox.peer.chain.uploads import Source
 from dilocox.peer.rounds.outer_step import OuterStep, anchor_sha256
 from dilocox.pipeline.stage import build_stage, flatten_parameters, stage_layout
@@ -59,6 +60,7 @@ class Kept:
         record_lifetime_s: float = 60.0,
         keep_bytes: int = 1 << 30,
         now: Callable[[], float] = time.monotonic,
+        records_after_state: tuple[int, int] = (2, 2),
     ):
         self.folder = folder
         self.swarm = MemorySwarm(**{donor.peer: donor.find for donor in donors})
@@ -71,13 +73,13 @@ class Kept:
             keep_bytes=keep_bytes,
             client=self.swarm.client(),
             compute=self._compute,
-            records_after_state=2,
+            records_after_state=records_after_state,
             pause_s=0.0,
             now=now,
         )
 
     async def _compute(self, function: Callable[..., Any], *arguments: Any) -> Any:
-        if self.disk_full and function is sha256_of_file:
+        if self.disk_full and function is keep_right_chunks:
             raise OSError(28, "No space left on device")
         return await asyncio.to_thread(function, *arguments)
 
@@ -95,6 +97,10 @@ class Kept:
 
         asyncio.run(tend())
         return self.archive.claim
+
+    def asked(self, what: str) -> list[str]:
+        """Who was asked for this, in order."""
+        return [peer for peer, want in self.swarm.asked if want["what"] == what]
 
     @property
     def generations(self) -> list[str]:
@@ -152,41 +158,57 @@ def test_few_records_are_kept_without_a_state_and_lead_a_joiner_to_the_anchor(
     assert torch.equal(kept.joiner_gets(tmp_path, claim), donor.anchor)
 
 
-def test_a_newer_state_takes_over_when_two_records_have_proved_it(
+def test_twenty_records_are_followed_and_replayed_without_any_state_of_a_peer(
     donor: ChainMaker, tmp_path: Path
 ) -> None:
     kept = Kept(tmp_path / "kept", donor)
-    for round_number in range(3):
-        donor.train(round_number)
-    donor.snapshot()
-    for round_number in (3, 4):
-        kept.look(donor)
-        assert (kept.state_round, kept.generations) == (-1, ["00000000", "00000001"])
-        donor.train(round_number)
-    claim = kept.look(donor)
-    assert claim is not None and claim.digest == donor.claim().digest
-    assert (kept.state_round, kept.generations) == (2, ["00000001"])
+    claim, states = None, dict[int, str]()
+    for number in range(20):
+        donor.train(number)
+        states[number] = state_sha256(donor.snapshot() / STATE_FILE)
+        claim = kept.look(donor)
+        assert claim == donor.claim() and len(kept.generations) == 1
+        found = kept.archive.find({"what": "state"})
+        assert (found is None) == (kept.state_round < 0)
+        if found is not None:  # byte for byte what a peer has that wrote it after the same round
+            with found:
+                assert found.facts["sha256"] == states[kept.state_round]
+    assert kept.state_round == 17 and kept.asked("state") == []
+    assert claim is not None
     assert torch.equal(kept.joiner_gets(tmp_path, claim), donor.anchor)
+
+
+def test_a_new_state_waits_until_the_records_are_more_bytes_than_one(
+    donor: ChainMaker, tmp_path: Path
+) -> None:
+    kept = Kept(tmp_path / "kept", donor, records_after_state=(2, 64))
+    while kept.state_round < 0:
+        donor.train(donor.log.head().round + 1)
+        kept.look(donor)
+    total = sum(entry.record_bytes for entry in donor.log.entries())
+    assert CHECK.state_bytes < total < CHECK.state_bytes + 2 * donor.claim().record_bytes
+    assert kept.state_round == donor.log.head().round - 2
 
 
 @pytest.mark.parametrize("wrong", ["anchor", "momentum"])
-def test_a_state_that_its_records_do_not_fit_is_never_served(
-    donor: ChainMaker, tmp_path: Path, wrong: str
+def test_a_state_that_rotted_on_the_disk_is_never_replayed_into_another_one(
+    donor: ChainMaker, tmp_path: Path, wrong: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     kept = Kept(tmp_path / "kept", donor)
-    for round_number in range(3):
-        donor.train(round_number)
-    lie(donor, wrong)
-    for round_number in (3, 4):
+    for number in range(5):
+        donor.train(number)
         kept.look(donor)
-        assert kept.generations == ["00000000", "00000001"]
-        donor.train(round_number)
+    assert kept.state_round == 2
+    (state,) = tmp_path.glob(f"kept/*/state/*/{STATE_FILE}")
+    with state.open("r+b") as file:
+        file.seek(5003 if wrong == "anchor" else -5001, os.SEEK_SET if wrong == "anchor" else 2)
+        file.write(b"\x3e")
+    donor.train(5)
+    kept.look(donor)
+    assert "what is kept is damaged" in caplog.text and kept.state_round == -1
     claim = kept.look(donor)
-    assert (kept.state_round, kept.generations) == (-1, ["00000000"])
     assert claim is not None
     assert torch.equal(kept.joiner_gets(tmp_path, claim), donor.anchor)
-    kept.look(donor)
-    assert kept.generations == ["00000000"]  # nothing more is taken from such a peer
 
 
 def lie(donor: ChainMaker, wrong: str) -> None:
@@ -293,10 +315,8 @@ def test_what_is_kept_outlives_a_restart_and_what_is_damaged_does_not(
     kept = Kept(tmp_path / "kept", donor)
     for round_number in range(6):
         donor.train(round_number)
-        if round_number == 2:
-            donor.snapshot()
         kept.look(donor)
-    assert kept.state_round == 2
+    assert kept.state_round == 3
     again = Kept(tmp_path / "kept")
     claim = again.look()
     assert claim is not None and claim == kept.archive.claim
@@ -320,13 +340,13 @@ def test_a_half_made_generation_is_cleared_away(donor: ChainMaker, tmp_path: Pat
     assert not list((tmp_path / "kept").glob("*.partial"))
 
 
-def test_a_full_disk_is_said_and_costs_nothing_of_what_is_kept(
+def test_a_disk_that_is_full_while_a_state_comes_costs_nothing_of_what_is_kept(
     donor: ChainMaker, tmp_path: Path
 ) -> None:
-    kept = Kept(tmp_path / "kept", donor)
     donor.train(0, 1, 2)
-    kept.look(donor)
     donor.snapshot()
+    donor.log.prune(keep=1)
+    kept = Kept(tmp_path / "kept", donor)
     kept.disk_full = True
     with pytest.raises(EnvironmentFault, match="no space left"):
         kept.look(donor)
@@ -337,27 +357,86 @@ def test_a_full_disk_is_said_and_costs_nothing_of_what_is_kept(
     assert torch.equal(kept.joiner_gets(tmp_path, claim), donor.anchor)
 
 
-def test_a_broken_download_goes_on_where_it_was(donor: ChainMaker, tmp_path: Path) -> None:
+def test_a_disk_that_is_full_while_records_are_replayed_costs_nothing_of_what_is_kept(
+    donor: ChainMaker, tmp_path: Path
+) -> None:
+    kept = Kept(tmp_path / "kept", donor)
+    donor.train(0, 1, 2)
+    incoming = tmp_path / "kept" / "incoming"
+    incoming.mkdir()
+    (incoming / "moved").symlink_to("/dev/full")
+    with pytest.raises(EnvironmentFault, match="no space left"):
+        kept.look(donor)
+    assert kept.generations == ["00000000"] and not list(incoming.iterdir())
+    claim = kept.look(donor)
+    assert claim is not None and kept.state_round == 0
+    assert torch.equal(kept.joiner_gets(tmp_path, claim), donor.anchor)
+
+
+@pytest.mark.parametrize("fault", ["dies", "changes a byte"])
+def test_a_download_goes_on_from_another_donor(
+    donor: ChainMaker, tmp_path: Path, fault: str, caplog: pytest.LogCaptureFixture
+) -> None:
     donor.train(0, 1, 2, 3)
     donor.snapshot()
     donor.log.prune(keep=1)
+    second = "QmSecond"
     kept = Kept(tmp_path / "kept", donor)
+    offsets: list[tuple[str, int]] = []
+
+    def given_by(peer: str, want: dict[str, Any]) -> Source | None:
+        found = donor.find(want)
+        if found is None or "sha256" not in want or want.get("digests"):
+            return found
+        offsets.append((peer, want["offset"]))
+        if len(offsets) > 1:
+            return found
+        with found as source:
+            data = bytearray(source.file.read())
+        if fault == "dies":
+            return Source(found.facts, io.BytesIO(data[: 2 * STATE_CHUNK_BYTES + 1000]))
+        data[2 * STATE_CHUNK_BYTES + 1000] ^= 1
+        return Source(found.facts, io.BytesIO(data))
+
+    for peer in (donor.peer, second):
+        kept.swarm.finds[peer] = partial(given_by, peer)
+    claim = kept.look(donor, QmSecond=donor.claim())
+    (first, began), (other, went_on) = offsets
+    assert (began, went_on) == (0, 2 * STATE_CHUNK_BYTES) and {first, other} == {donor.peer, second}
+    assert (f"{first} sent chunk 2 of it changed" in caplog.text) == (fault == "changes a byte")
+    assert claim is not None
+    assert torch.equal(kept.joiner_gets(tmp_path, claim), donor.anchor)
+
+
+def test_a_broken_download_goes_on_after_a_restart_from_its_last_right_chunk(
+    donor: ChainMaker, tmp_path: Path
+) -> None:
+    donor.train(0, 1, 2, 3)
+    donor.snapshot()
+    donor.log.prune(keep=1)
     offsets: list[int] = []
 
     def breaking(want: dict[str, Any]) -> Source | None:
         found = donor.find(want)
-        if found is None or "sha256" not in want:
+        if found is None or "sha256" not in want or want.get("digests"):
             return found
         offsets.append(want["offset"])
         if len(offsets) > 1:
             return found
         with found as source:
-            return Source(found.facts, io.BytesIO(source.file.read(1000)))
+            return Source(found.facts, io.BytesIO(source.file.read(3 * STATE_CHUNK_BYTES)))
 
+    kept = Kept(tmp_path / "kept", donor)
     kept.swarm.finds[donor.peer] = breaking
     assert kept.look(donor) is None
+    (half,) = (tmp_path / "kept" / "incoming").glob("*.state")
+    with half.open("r+b") as file:  # as a power cut may leave it
+        file.seek(STATE_CHUNK_BYTES + 5)
+        file.write(b"\0" * 1000)
+    kept = Kept(tmp_path / "kept", donor)
+    kept.swarm.finds[donor.peer] = breaking
     assert kept.look(donor) is not None
-    assert offsets == [0, 1000]
+    assert offsets == [0, STATE_CHUNK_BYTES]
 
 
 # ---- the history ---------------------------------------------------------------------------------
@@ -441,11 +520,13 @@ def test_a_history_that_does_not_lead_to_what_a_restart_finds_is_emptied(
     donor: ChainMaker, tmp_path: Path
 ) -> None:
     kept = Kept(of_run(tmp_path), donor)
-    number = 0
-    while number < 6 or len(kept.generations) < 2:
-        through_generations(kept, donor, number)
-        number += 1
-    shutil.rmtree(of_run(tmp_path) / kept.generations[0])
+    through_generations(kept, donor, *range(4))
+    older, before = of_run(tmp_path) / OLDER_NAME, tmp_path / "before"
+    shutil.copytree(older, before)
+    through_generations(kept, donor, *range(4, 8))
+    shutil.rmtree(older)
+    shutil.copytree(before, older)
+    number = 8
     Kept(of_run(tmp_path), donor)
     found = history(tmp_path)
     assert (found.flaws, found.checked[-1]) == ((), number - 1)

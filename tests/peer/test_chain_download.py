@@ -85,7 +85,7 @@ def test_the_whole_chain_is_put_together_from_several_holders(
     claimed.add("QmPeer", giving(maker, 1, 2, 3))
     claimed.add("QmArchive", giving(maker, 3, older=(0, 1, 2)))
     listed = claimed.listed()
-    assert [each.listed.digest for each in listed] == maker.digests[1:]
+    assert [each.digest for each in listed] == maker.digests[1:]
     chain, flaws = claimed.download(tmp_path / "got")
     assert (flaws, [entry.round for entry in chain.records]) == ([], [0, 1, 2, 3])
     found = replay(maker.manifest, maker.run, 0, chain.records, chain.states)
@@ -112,8 +112,8 @@ def test_a_listing_moves_headers_only(maker: ChainMaker) -> None:
     claimed = Claimed(maker)
     claimed.add("QmPeer", giving(maker, 0, 1))
     listed = claimed.listed()
-    sizes = [maker.record_file(each.listed.round).stat().st_size for each in listed]
-    assert [each.listed.record_bytes for each in listed] == sizes
+    sizes = [maker.record_file(each.round).stat().st_size for each in listed]
+    assert [each.record_bytes for each in listed] == sizes
     assert claimed.swarm.sent["QmPeer"]["record"] < sum(sizes) / 4
 
 
@@ -154,7 +154,7 @@ def test_a_header_whose_member_has_no_printable_name_is_passed_over(
     claimed = Claimed(maker)
     claimed.add("QmLiar", lambda _: Source.of(told.data), digest=told.digest, tokens=99)
     claimed.add("QmB", giving(maker, 0))
-    assert [each.listed.digest for each in claimed.listed()] == maker.digests[1:]
+    assert [each.digest for each in claimed.listed()] == maker.digests[1:]
 
 
 @pytest.mark.parametrize("missing", ["record", "certificate"])
@@ -229,7 +229,7 @@ def test_rounds_that_do_not_fall_on_the_way_back_end_the_walk(
     maker.train(3)
     claimed = Claimed(maker)
     claimed.add("QmPeer", giving(maker, 3, 5), digest=maker.digests[-1])
-    assert [each.listed.round for each in claimed.listed()] == [3]
+    assert [each.round for each in claimed.listed()] == [3]
     _, flaws = claimed.download(tmp_path / "got")
     assert flaws == ["round 5 comes before round 3"]
 

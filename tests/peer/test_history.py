@@ -16,7 +16,7 @@ from dilocox.dht.errors import DilocoxError
 from dilocox.dht.identity import Identity
 from dilocox.peer import cli
 from dilocox.peer.chain.store import KeptRun, keep_manifest, kept_run
-from dilocox.peer.chain.summary import ChainRound, LoggedRound
+from dilocox.peer.chain.summary import ChainRound
 from dilocox.peer.commands import history
 from dilocox.peer.commands.history import show, show_contributions
 from dilocox.peer.rounds.record import Contribution, RoundRecord
@@ -72,7 +72,7 @@ def test_the_same_as_json_in_a_file_or_on_the_terminal(maker: ChainMaker, tmp_pa
 
 def test_a_terminal_gets_a_table() -> None:
     console = Console(file=io.StringIO(), force_terminal=True, width=100)
-    row = LoggedRound(
+    made = ChainRound(
         round=3,
         tokens=4096,
         members=2,
@@ -81,8 +81,9 @@ def test_a_terminal_gets_a_table() -> None:
         record_bytes=12345,
         digest=SHA,
         previous=SHA,
+        chain_tokens=5000,
+        contributors=(("QmA", 4000), ("QmB", 96)),
     )
-    made = ChainRound(listed=row, chain_tokens=5000, members=(("QmA", 4000), ("QmB", 96)))
     show({0: [made], 1: []}, console)
     text = console.file.getvalue()  # pyright: ignore[reportAttributeAccessIssue]
     for word in ("stage 0", "stage 1", "4,096", "12,345", SHA[:12], "1 round"):

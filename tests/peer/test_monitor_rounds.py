@@ -57,7 +57,7 @@ def test_what_a_chain_abandons_is_taken_away_again() -> None:
     assert stage.tokens == Counter({"a": 30, "b": 1, "c": 5})
     assert stage.rounds == 3 and digest(0, 2) not in stage.known
     assert stage.records_seen == 4  # what a counter shows never falls
-    assert stage.head is not None and stage.head.digest == fork.listed.digest
+    assert stage.head is not None and stage.head.digest == fork.digest
 
 
 def test_a_fork_with_other_round_numbers_takes_away_all_after_its_base() -> None:
@@ -81,7 +81,7 @@ def test_when_the_operator_goes_back_later_rounds_are_taken_away_and_the_pace_be
     for number in (6, 7, 8):
         made = chain_round(0, number, {"a": 10}, previous=before, branch="x", root=ROOT)
         walked(stage, [made], at=600.0 + 10 * number)
-        before = made.listed.digest
+        before = made.digest
     assert stage.per_hour(680.0) == pytest.approx(2 / 20 * 3600) and stage.usual_s == 10
     assert sorted(stage.times) == [1, 6, 7, 8]  # the first one was there before
 

@@ -19,9 +19,10 @@ from dilocox.peer.chain.snapshot_files import (
     STATE_FACTS_FILE,
     STATE_FILE,
     Snapshot,
+    made_whole,
     newest,
     read_snapshot,
-    sha256_of_file,
+    state_sha256,
     write_snapshot,
 )
 
@@ -74,7 +75,7 @@ def test_what_joiners_download_has_its_size_and_sha256_beside_it(tmp_path: Path)
         "round": 3,
         "digest": "d" * 64,
         "size": (folder / STATE_FILE).stat().st_size,
-        "sha256": sha256_of_file(folder / STATE_FILE),
+        "sha256": state_sha256(folder / STATE_FILE),
     }
 
 
@@ -161,3 +162,13 @@ def test_a_snapshot_of_another_model_is_refused(tmp_path: Path) -> None:
     write_snapshot(tmp_path, made())
     with pytest.raises(EnvironmentFault, match=r"another model or stage.*move the state folder"):
         read_snapshot(tmp_path, layout="x" * 64)
+
+
+@pytest.mark.parametrize("fault", [EnvironmentFault("no space left"), ValueError("not sound")])
+def test_a_folder_that_is_not_filled_leaves_nothing_whatever_the_fault(
+    tmp_path: Path, fault: Exception
+) -> None:
+    with pytest.raises(type(fault), match=str(fault)), made_whole(tmp_path / "00000001") as partial:
+        (partial / "state").write_bytes(b"8 bytes a parameter")
+        raise fault
+    assert names(tmp_path) == []

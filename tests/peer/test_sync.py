@@ -267,6 +267,26 @@ def test_an_offer_of_a_state_that_cannot_be_costs_no_byte_of_it(
     assert [want["what"] for _, want in joiner.swarm.asked] == ["state"]
 
 
+def test_an_offer_that_comes_with_a_body_costs_no_byte_of_it(
+    maker: ChainMaker, tmp_path: Path
+) -> None:
+    """It would be in memory: 8 bytes a parameter."""
+    maker.train(0)
+    maker.snapshot()
+    joiner = Joiner(maker, tmp_path / "log")
+
+    def lying(want: dict[str, Any]) -> Source | None:
+        found = maker.find(want)
+        if found is None or want["what"] != "state":
+            return found
+        found.file.seek(0)
+        return Source(found.facts | {"bytes": found.facts["size"]}, found.file)
+
+    joiner.swarm.finds[PEER] = lying
+    with pytest.raises(ConnectionError, match="at most 0 are due"):
+        joiner.taken(tmp_path)
+
+
 # ---- serving -------------------------------------------------------------------------------------
 def test_of_a_record_only_the_header_is_read_where_that_is_wanted(maker: ChainMaker) -> None:
     maker.train(0)

@@ -101,26 +101,25 @@ class _DecoderForward:
     def __init__(self, forward: Callable[..., Any]) -> None:
         self._forward = forward
         self._output_type: Callable[..., Any] = type(None)
-        self._given: Tensor | None = None
+        self._given: list[Tensor] = []  # one, or none
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if self._given is None:
-            output = self._forward(*args, **kwargs)
-            self._output_type = type(output)
-            return output
-        given, self._given = self._given, None
-        return self._output_type(last_hidden_state=given)
+        if self._given:
+            return self._output_type(last_hidden_state=self._given.pop())
+        output = self._forward(*args, **kwargs)
+        self._output_type = type(output)
+        return output
 
     @contextmanager
     def giving(self, hidden: Tensor) -> Generator[None]:
         """RuntimeError where the forward inside did not take them."""
-        self._given = hidden
+        self._given.append(hidden)
         try:
             yield
-            if self._given is not None:
+            if self._given:
                 raise RuntimeError("this family's head takes its hidden states from elsewhere")
         finally:
-            self._given = None
+            self._given.clear()
 
 
 class StageModule(nn.Module):

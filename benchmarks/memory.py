@@ -33,6 +33,7 @@ from typing import Any
 import torch
 from rich.console import Console
 from rich.table import Table
+from torch import Tensor
 
 from dilocox.compression.layout import FlatLayout
 from dilocox.dht.errors import InvalidInput
@@ -75,13 +76,21 @@ class Figures:
 class Bench:
     """One stage, fed like a stage in the middle of a replica."""
 
-    def __init__(self, manifest: Manifest, stage: int, folder: Path, *, recompute: bool):
+    def __init__(
+        self,
+        manifest: Manifest,
+        stage: int,
+        folder: Path,
+        *,
+        recompute: bool,
+        device: torch.device | None = None,
+    ):
         self._batch, self._stage, self._num_stages = manifest.batch, stage, manifest.stages
         self._hidden_size: int = manifest.model["hidden_size"]
         layout = FlatLayout.of(parameter_shapes(manifest.model, manifest.stages, stage))
         self.buffers = StageBuffers.allocate(layout.numel)
         snapshots = Snapshots(folder, layout=layout.digest)
-        device = torch.device("cpu")
+        device = device or torch.device("cpu")
         self.model = local_model(manifest, stage, layout, self.buffers, snapshots, device)
         self.worker = StageWorker(
             self.model.stage,
@@ -136,11 +145,24 @@ class Bench:
 
     def vectors(self) -> dict[str, int]:
         """Bytes of the stage's vectors by kind, in the middle of an inner step."""
+        return {kind: sum(each.nbytes for each in held) for kind, held in self._held().items()}
+
+    def places(self) -> dict[str, tuple[str, int]]:
+        """The same with where each lies."""
+        return {
+            kind: (
+                ", ".join(sorted({each.device.type for each in held if each.numel() > 1})),
+                sum(each.nbytes for each in held),
+            )
+            for kind, held in self._held().items()
+        }
+
+    def _held(self) -> dict[str, list[Tensor]]:
         merge, buffers = self.model.merge, self.buffers
         gradients = [each.grad for each in self.model.stage.parameters() if each.grad is not None]
         shared = [buffers.message, buffers.own, *buffers.anchors, *buffers.momenta]
         current = {merge.anchor.data_ptr(), merge.momentum.data_ptr()}
-        kinds = {
+        return {
             "weights": [merge.progress.live],
             "gradients": gradients,
             "AdamW moments": list(self.model.optimizer.state_dict().tensors.values()),
@@ -151,7 +173,6 @@ class Bench:
             "send in flight": [each for s in merge.fly.values() for each in (s.delta, s.message)],
             "other shared": [each for each in shared if each.data_ptr() not in current],
         }
-        return {kind: sum(each.nbytes for each in tensors) for kind, tensors in kinds.items()}
 
 
 def measure(description: dict[str, Any], stage: int, recompute: bool) -> Figures:

@@ -25,6 +25,7 @@ os.environ.setdefault("HIVEMIND_LOGLEVEL", "CRITICAL")
 from dilocox.peer import cli
 from dilocox.pipeline.stage import StageModule
 from dilocox.pipeline.stage_worker import (
+    LOGITS_AT_ONCE,
     Smoothed,
     StageOptimizer,
     StagePasses,
@@ -68,9 +69,14 @@ def pace(forward_s: float, backward_s: float) -> None:
     fast_init = StagePasses.__init__
 
     def init(
-        self: StagePasses, stage: StageModule, optimizer: StageOptimizer, *, recompute: bool
+        self: StagePasses,
+        stage: StageModule,
+        optimizer: StageOptimizer,
+        *,
+        recompute: bool,
+        logits_at_once: int = LOGITS_AT_ONCE,
     ) -> None:
-        fast_init(self, stage, optimizer, recompute=recompute)
+        fast_init(self, stage, optimizer, recompute=recompute, logits_at_once=logits_at_once)
         backward_least_s = backward_s
         if stage.is_last:  # its one pass does both, and counts as a backward
             backward_least_s += forward_s

@@ -176,8 +176,8 @@ class PipelineSpec(Section):
 
     codec: of activations and their gradients; "auto" chooses bf16, int8 or int4 for each link by
         its speed.
-    recompute: keep only a microbatch's input and run its forward again before its backward; less
-        memory, a third more computing.
+    recompute: of a microbatch keep only what goes into each layer, and run the layers again before
+        their backwards; less memory, a third more computing. A peer may choose it for itself.
     window: microbatches in flight at once; 0 lets the head choose by what it measures.
     """
 

@@ -9,6 +9,8 @@ import logging
 import math
 import os
 import shutil
+from collections.abc import Generator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -95,6 +97,25 @@ def window_limit(stored_bytes: int, limit_bytes: float | None, device: torch.dev
     if limit_bytes is not None and on_cpu:
         room = min(room, (limit_bytes - PROCESSES_BYTES) * (1 - 1 / ACTIVATION_SHARE))
     return max(1, min(MAX_WINDOW, int(room / stored_bytes)))
+
+
+@contextmanager
+def gpu_memory(*, recomputes: bool) -> Generator[None]:
+    """Where a GPU's memory is used up inside, raise EnvironmentFault, which names the remedy.
+
+    The peer ends as if it had been killed: nothing of the inner step in progress is written.
+    """
+    import torch
+
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        option = "" if recomputes else "start with --recompute, which takes less, "
+        raise EnvironmentFault(
+            f"the GPU has no memory left for an inner step, which is dropped: {option}close other "
+            "programs that use it, host a smaller stage, or ask the operator for a smaller "
+            "batch.microbatch_size"
+        ) from error
 
 
 def available_bytes() -> int:

@@ -348,6 +348,14 @@ class HostingOptions:
     threads: Annotated[
         int, typer.Option(min=0, help="CPU threads for training; 0 takes all cores.")
     ] = 0
+    recompute: Annotated[
+        bool,
+        typer.Option(
+            "--recompute",
+            help="Keep only what goes into each layer and compute the rest a second time: much "
+            "less memory for activations, a third more computing.",
+        ),
+    ] = False
     max_upload_mb_s: Annotated[
         float,
         typer.Option(

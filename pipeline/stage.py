@@ -17,8 +17,9 @@ process that has touched CUDA cannot fork one that will.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Collection, Generator, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from itertools import chain
 from typing import Any, cast
 
@@ -27,6 +28,9 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import (
+    checkpoint,  # pyright: ignore[reportUnknownVariableType]
+)
 
 from dilocox.compression.layout import FlatLayout
 from dilocox.dht.errors import InvalidInput
@@ -87,6 +91,37 @@ class _Outlet(_StandIn):
         return hidden_states
 
 
+class _DecoderForward:
+    """The decoder's forward on the last stage, which may be left out.
+
+    Within `giving` the model's forward gets hidden states in place of a decoder's output, so that
+    it runs its head alone: logit scales and soft caps stay the family's.
+    """
+
+    def __init__(self, forward: Callable[..., Any]) -> None:
+        self._forward = forward
+        self._output_type: Callable[..., Any] = type(None)
+        self._given: list[Tensor] = []  # one, or none
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self._given:
+            return self._output_type(last_hidden_state=self._given.pop())
+        output = self._forward(*args, **kwargs)
+        self._output_type = type(output)
+        return output
+
+    @contextmanager
+    def giving(self, hidden: Tensor) -> Generator[None]:
+        """RuntimeError where the forward inside did not take them."""
+        self._given.append(hidden)
+        try:
+            yield
+            if self._given:
+                raise RuntimeError("this family's head takes its hidden states from elsewhere")
+        finally:
+            self._given.clear()
+
+
 class StageModule(nn.Module):
     """The parts of one stage; its parameters have the names that they have in the whole model.
 
@@ -98,9 +133,17 @@ class StageModule(nn.Module):
         model = skeleton.model
         self.is_first = plan.is_first  # takes token ids
         self.is_last = plan.is_last  # returns logits
-        self._gates = _cut(skeleton, plan)  # a tuple, so that they are no children
-        decoder = model.get_submodule(skeleton.base)
-        self._run: Callable[..., Any] = (model if plan.is_last else decoder).__call__
+        self.vocabulary = int(cast(Any, model).config.get_text_config().vocab_size)
+        layers = cast(nn.ModuleList, model.get_submodule(skeleton.layers))
+        # tuples, so that they are no children
+        self._layers = tuple(layers[plan.start : plan.stop])
+        self._gates = _cut(skeleton, plan)
+        if plan.is_last:
+            # the innermost module with the layers in it: opt's head does not ask the one around it
+            decoder = model.get_submodule(skeleton.layers.rpartition(".")[0])
+            decoder.forward = self._decoder = _DecoderForward(decoder.forward)
+        self._run_decoder: Callable[..., Any] = model.get_submodule(skeleton.base).__call__
+        self._run_model: Callable[..., Any] = model.__call__
         self._set_mode = model.train
         # The model is no child either, for that would put a prefix before every name: the stage
         # shares its registers.
@@ -113,17 +156,37 @@ class StageModule(nn.Module):
         `inputs`: token ids int64 [b, t] on the first stage, else hidden states [b, t, d]. Returns
         hidden states [b, t, d], on the last stage logits [b, t, v].
         """
+        hidden = self.hidden_states(inputs)
+        return self.logits(hidden) if self.is_last else hidden
+
+    def hidden_states(self, inputs: Tensor) -> Tensor:
+        """What `forward` returns of any other stage, [b, t, d]; on the last one behind the final
+        norm, for `logits`.
+        """
         inlet, outlet = self._gates
         if self.is_first:
-            output = self._run(input_ids=inputs, use_cache=False)
+            output = self._run_decoder(input_ids=inputs, use_cache=False)
         else:
             inlet.sent = inputs
-            output = self._run(inputs_embeds=inputs, use_cache=False)
+            output = self._run_decoder(inputs_embeds=inputs, use_cache=False)
             inlet.sent = _NOTHING
         if self.is_last:
-            return cast(Tensor, output.logits)
+            return cast(Tensor, output.last_hidden_state)
         made, outlet.made = outlet.made, _NOTHING
         return made
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """On the last stage, the logits [b, t, v] of hidden states [b, t, d], each token by itself.
+
+        Any of those that `hidden_states` returned before, in any shape.
+        """
+        with self._decoder.giving(hidden):
+            return cast(Tensor, self._run_model(inputs_embeds=hidden, use_cache=False).logits)
+
+    def recompute_layers(self) -> None:
+        """From now on each layer keeps only its input for its backward, and runs again before."""
+        for layer in self._layers:
+            layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
 
     def train(self, mode: bool = True) -> StageModule:
         """Set the mode of the stage and of the model whose forward it runs."""

@@ -12,16 +12,20 @@ the step not a number on all stages that it passes, so that every stage skips th
 `StagePasses` makes the forward and backward pass over one microbatch.
 
 How: hidden states that arrive become leaves of autograd, so that a backward leaves their gradient
-in them. A forward keeps its graph, or (to save memory) only its input and the random state, and
-runs once more before its backward. Inputs and gradients come from any device and in any float type,
-and results stay on the stage's device.
+in them. A forward keeps its graph, or (to save memory) only the input of each layer, and every
+layer runs once more before its backward. Inputs and gradients come from any device and in any float
+type, and results stay on the stage's device, for which nothing here waits: what a GPU is told to do
+is asked for once an inner step.
+
+The head runs on as many tokens at a time as have `LOGITS_AT_ONCE` logits, forward and backward:
+those of a whole microbatch would often take more memory than the rest of the stage.
 
 A stage measures of itself the seconds of computing, and the bytes that a microbatch holds: both
 decide how many microbatches are kept in flight (`window_size`), and depend on family, kernels,
 precision and machine in ways that no formula follows.
 
-`next_token_loss` is what the last stage makes of logits, in fp32 nats: in one place, so that a
-stage of a replica, a model in one piece and the validation compute the same numbers.
+`summed_loss` is what the last stage makes of logits, in fp32 nats: in one place, so that a stage of
+a replica, a model in one piece and the validation compute the same numbers.
 
 A stage runs a backward when one is there, else a forward. Over slow links a stage that insists on
 an order, as 1F1B in data centres, waits for frames while it could compute; and a backward frees
@@ -31,7 +35,7 @@ memory.
 import math
 import time
 from collections import deque
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from itertools import chain
@@ -44,6 +48,14 @@ from torch import Tensor, nn
 from dilocox.pipeline.frames import FrameRefused
 from dilocox.pipeline.stage import StageModule
 
+LOGITS_AT_ONCE = 1 << 24  # 64 MiB in fp32
+_LEAST_TOKENS = 256  # at once: fewer would only add up the gradient of the head's weight more often
+
+
+def summed_loss(logits: Tensor, targets: Tensor) -> Tensor:
+    """The cross-entropy, in fp32 nats, of logits [..., v] against targets int64 [n], summed."""
+    return F.cross_entropy(logits.float().reshape(len(targets), -1), targets, reduction="sum")
+
 
 def next_token_loss(logits: Tensor, windows: Tensor, reduction: str = "mean") -> Tensor:
     """The cross-entropy, in fp32 nats, of logits [b, t, v] against windows int64 [b, t + 1].
@@ -51,7 +63,8 @@ def next_token_loss(logits: Tensor, windows: Tensor, reduction: str = "mean") ->
     reduction: "mean" or "sum" over all b * t tokens.
     """
     targets = windows[:, 1:].reshape(-1)
-    return F.cross_entropy(logits.float().reshape(len(targets), -1), targets, reduction=reduction)
+    total = summed_loss(logits, targets)
+    return total / len(targets) if reduction == "mean" else total
 
 
 _SMOOTHING = 0.2  # weight of the newest measurement of a time
@@ -74,21 +87,44 @@ class Smoothed:
 
 
 class Stopwatch:
-    """Seconds of computing on a device; `total_s`: all so far."""
+    """Seconds of computing on a device, on a GPU those that it has really computed."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self.total_s = 0.0
+        self._total_s = 0.0
+        self._untold: list[tuple[torch.cuda.Event, torch.cuda.Event, Smoothed | None]] = []
+
+    @property
+    def total_s(self) -> float:
+        """All seconds so far; see `settle`."""
+        self.settle()
+        return self._total_s
 
     @contextmanager
     def running(self, smoothed: Smoothed | None = None) -> Generator[None]:
-        """Measure what runs inside, on a GPU until it has really been computed."""
-        start = time.perf_counter()
-        yield
+        """Measure what runs inside, without waiting for a GPU: `settle` adds it up."""
         if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
-        taken_s = time.perf_counter() - start
-        self.total_s += taken_s
+            stream = torch.cuda.current_stream(self._device)
+            start = torch.cuda.Event(enable_timing=True)
+            end = torch.cuda.Event(enable_timing=True)
+            start.record(stream)
+            yield
+            end.record(stream)
+            self._untold.append((start, end, smoothed))
+        else:
+            began = time.perf_counter()
+            yield
+            self._add(time.perf_counter() - began, smoothed)
+
+    def settle(self) -> None:
+        """Wait until a GPU has computed all that was measured, and add it up."""
+        untold, self._untold = self._untold, []
+        for start, end, smoothed in untold:
+            end.synchronize()
+            self._add(start.elapsed_time(end) / 1000, smoothed)
+
+    def _add(self, taken_s: float, smoothed: Smoothed | None) -> None:
+        self._total_s += taken_s
         if smoothed is not None:
             smoothed.add(taken_s)
 
@@ -154,27 +190,38 @@ class Forwarded:
     """A microbatch between its forward and its backward.
 
     inputs: ids int64 [b, t], or the leaf [b, t, d] that collects the gradient. output: hidden
-    states [b, t, d] with their graph; None: to be computed again, from this random_state.
+    states [b, t, d] with their graph.
     """
 
     inputs: Tensor
-    output: Tensor | None
-    random_state: Tensor | None
+    output: Tensor
 
 
 class StagePasses:
     """Runs a stage; gradients add up in its parameters.
 
+    recompute: each layer keeps only its input, and runs again before its backward. logits_at_once:
+    of how many the loss is computed at a time; at least of `_LEAST_TOKENS` tokens.
+
     watch: seconds spent in here, and wherever else its owner lets it run. forward_s, backward_s:
-    smoothed seconds of one; a `forward_backward` counts as a backward. stored: bytes that the first
-    forward kept.
+    smoothed seconds of one, once `watch` has settled; a `forward_backward` counts as a backward.
+    stored: bytes that the first forward kept.
     """
 
-    def __init__(self, stage: StageModule, optimizer: StageOptimizer, *, recompute: bool) -> None:
+    def __init__(
+        self,
+        stage: StageModule,
+        optimizer: StageOptimizer,
+        *,
+        recompute: bool,
+        logits_at_once: int = LOGITS_AT_ONCE,
+    ) -> None:
+        if recompute:
+            stage.recompute_layers()
         self._stage = stage
         self._optimizer = optimizer
         self._device = optimizer.device
-        self._recompute = recompute
+        self._logits_at_once = logits_at_once
         self.watch = Stopwatch(self._device)
         self.forward_s = Smoothed()
         self.backward_s = Smoothed()
@@ -188,22 +235,16 @@ class StagePasses:
         """
         with self.watch.running(self.forward_s):
             leaf = self._leaf(inputs, windows)
-            random_state = _random_state(self._device) if self._recompute else None
-            with torch.set_grad_enabled(not self._recompute), self.stored.measuring():
-                output = self._run(leaf)
-                for kept in [leaf] if self._recompute else [leaf, output]:
+            with self.stored.measuring(), self._optimizer.autocast():
+                output = cast(Tensor, self._stage(leaf))
+                for kept in (leaf, output):
                     self.stored.add(kept)
-        kept_output = None if self._recompute else output
-        forwarded = Forwarded(inputs=leaf, output=kept_output, random_state=random_state)
-        return output.detach(), forwarded
+        return output.detach(), Forwarded(inputs=leaf, output=output)
 
     def backward(self, forwarded: Forwarded, gradient: Tensor) -> Tensor | None:
         """From the gradient [b, t, d] of the output to that of the input; None for token ids."""
         with self.watch.running(self.backward_s):
-            output = forwarded.output
-            if output is None:
-                output = self._run_again(forwarded)
-            torch.autograd.backward(output, gradient.to(output.device, non_blocking=True))
+            torch.autograd.backward(forwarded.output, _moved(gradient, self._device))
         return forwarded.inputs.grad
 
     def forward_backward(
@@ -216,45 +257,64 @@ class StagePasses:
         """
         with self.watch.running(self.backward_s):
             leaf = self._leaf(inputs, windows)
-            targets = windows.to(self._device, non_blocking=True)
-            with self.stored.measuring():
-                loss = next_token_loss(self._run(leaf), targets) / share
+            with self.stored.measuring(), self._optimizer.autocast():
+                hidden = self._stage.hidden_states(leaf)
                 self.stored.add(leaf)
-            self._optimizer.scale(loss).backward()  # pyright: ignore[reportUnknownMemberType]
-        return loss.detach(), leaf.grad
+            total = torch.zeros((), device=self._device)
+            gradients: list[Tensor] = []
+            for tokens, targets in self._pieces(hidden.detach(), windows):
+                tokens.requires_grad_()
+                loss = self._summed_loss(tokens, targets) / windows[:, 1:].numel() / share
+                self._optimizer.scale(loss).backward()  # pyright: ignore[reportUnknownMemberType]
+                total += loss.detach()
+                gradients.append(cast(Tensor, tokens.grad))
+            torch.autograd.backward(hidden, torch.cat(gradients, dim=1).view_as(hidden))
+        return total, leaf.grad
 
     @torch.no_grad()
     def evaluate(self, inputs: Tensor | None, windows: Tensor) -> Tensor | float:
-        """Run in full precision, without dropout, and keep nothing: hidden states, or on the last
+        """Run as in training, but without dropout, and keep nothing: hidden states, or on the last
         stage the loss.
 
         That is the sum over b * t tokens, in nats. Arguments as for `forward`.
         """
         with self.watch.running(), _evaluating(self._stage):
-            output = cast(Tensor, self._stage(self._leaf(inputs, windows)))
-            if not self._stage.is_last:
-                return output
-            return float(next_token_loss(output, windows.to(self._device), "sum"))
+            leaf = self._leaf(inputs, windows)
+            with self._optimizer.autocast():
+                if not self._stage.is_last:
+                    return cast(Tensor, self._stage(leaf))
+                hidden = self._stage.hidden_states(leaf)
+            total = torch.zeros((), device=self._device)
+            for tokens, targets in self._pieces(hidden, windows):
+                total += self._summed_loss(tokens, targets)
+            return float(total)
 
     def _leaf(self, inputs: Tensor | None, windows: Tensor) -> Tensor:
         """Ids, or a leaf of autograd that shares no gradient with what was given."""
         if inputs is None:
-            return windows[:, :-1].to(self._device, non_blocking=True)
-        moved = inputs.detach().to(self._device, torch.float32, non_blocking=True)
-        return moved.requires_grad_()
+            return _moved(windows[:, :-1], self._device)
+        return _moved(inputs.detach(), self._device).float().requires_grad_()
 
-    def _run(self, inputs: Tensor) -> Tensor:
+    def _pieces(self, hidden: Tensor, windows: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        """Hidden states [1, n, d] of some tokens at a time, and what follows these, int64 [n]."""
+        targets = _moved(windows[:, 1:].reshape(-1), self._device)
+        at_once = max(_LEAST_TOKENS, self._logits_at_once // self._stage.vocabulary)
+        tokens = hidden.reshape(1, len(targets), -1)
+        for start in range(0, len(targets), at_once):
+            piece = slice(start, start + at_once)
+            yield tokens[:, piece], targets[piece]
+
+    def _summed_loss(self, tokens: Tensor, targets: Tensor) -> Tensor:
         with self._optimizer.autocast():
-            return cast(Tensor, self._stage(inputs))
+            logits = self._stage.logits(tokens)
+        return summed_loss(logits, targets)
 
-    def _run_again(self, forwarded: Forwarded) -> Tensor:
-        """The output with a graph, from the random state in which it was computed first."""
-        now = _random_state(self._device)
-        _set_random_state(self._device, cast(Tensor, forwarded.random_state))
-        try:
-            return self._run(forwarded.inputs)
-        finally:
-            _set_random_state(self._device, now)
+
+def _moved(tensor: Tensor, device: torch.device) -> Tensor:
+    """On the device; to a GPU by way of pinned memory, so that no copy holds up what computes."""
+    if device.type == "cuda" and tensor.device.type == "cpu":
+        tensor = tensor.pin_memory()
+    return tensor.to(device, non_blocking=True)
 
 
 @contextmanager
@@ -266,17 +326,6 @@ def _evaluating(stage: nn.Module) -> Generator[None]:
         yield
     finally:
         stage.train(training)
-
-
-def _random_state(device: torch.device) -> Tensor:
-    return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
-
-
-def _set_random_state(device: torch.device, state: Tensor) -> None:
-    if device.type == "cuda":
-        torch.cuda.set_rng_state(state, device)
-    else:
-        torch.set_rng_state(state)
 
 
 # Microbatches wait for each other, because forwards and backwards take different times: in
@@ -331,7 +380,7 @@ class StageWorker:
     """Computes inner steps of one stage, one piece at a time.
 
     optimizer: of the stage's parameters. microbatches: of an inner step; their losses weigh the
-    same. recompute: keep only the input of a forward and run it again before its backward.
+    same. recompute: see `StagePasses`.
     """
 
     def __init__(
@@ -407,6 +456,7 @@ class StageWorker:
     @property
     def compute_s(self) -> float:
         """Smoothed seconds of one forward plus one backward; 0.0 before the first."""
+        self._passes.watch.settle()
         return self._passes.forward_s.value + self._passes.backward_s.value
 
     @property
@@ -453,7 +503,7 @@ class StageWorker:
         return taken
 
     def evaluate(self, inputs: Tensor | None, windows: Tensor) -> Tensor | float:
-        """Run the stage on held-out `windows` [b, t + 1], in full precision, keeping nothing.
+        """Run the stage on held-out `windows` [b, t + 1], keeping nothing.
 
         `inputs` as in `feed`. Returns hidden states [b, t, d]; on the last stage the cross-entropy
         in nats, summed over the b * t tokens. Not a number on any stage whose inputs are not

@@ -291,7 +291,12 @@ class Examination:
         self._busy("training a few steps, up to 10 s")
         manifest, stage = needs.manifest, needs.stage
         found = measure_speed(
-            self._options.device, manifest, stage, needs.values, limit_s=SPEED_LIMIT_S
+            self._options.device,
+            manifest,
+            stage,
+            needs.values,
+            limit_s=SPEED_LIMIT_S,
+            recompute=self._options.recompute,
         )
         per_token = needs.link_bytes_per_token()
         carried = None

@@ -40,11 +40,18 @@ def look_at_device(option: str, threads: int) -> DeviceFacts:
 
 
 def measure_speed(
-    option: str, manifest: Manifest, stage: int, values: int, *, limit_s: float
+    option: str,
+    manifest: Manifest,
+    stage: int,
+    values: int,
+    *,
+    limit_s: float,
+    recompute: bool = False,
 ) -> SpeedFacts:
     """Tokens a second of a stage, as good as it can be known in this time.
 
-    option: the device's. values: parameters of the stage.
+    option: the device's. values: parameters of the stage. recompute: as the peer is to do, or the
+    manifest says.
     """
     # an estimate takes its place, then what was measured
     found = [SpeedFacts(fault=f"this machine needs more than {limit_s:.0f} s to tell")]
@@ -55,7 +62,7 @@ def measure_speed(
             per_token = FLOPS_PER_PARAMETER * max(1, values)
             flops = _multiplied(device, manifest.inner.precision) * EFFICIENCY
             found.append(SpeedFacts(tokens_per_s=flops / per_token, measured=False))
-            found.append(SpeedFacts(tokens_per_s=_measured(manifest, stage, device)))
+            found.append(SpeedFacts(tokens_per_s=_measured(manifest, stage, device, recompute)))
         except (DilocoxError, RuntimeError, MemoryError, ValueError) as error:
             reason = (str(error) or type(error).__name__).splitlines()[0]
             found.append(SpeedFacts(fault=reason))
@@ -101,7 +108,9 @@ def _multiplied(device: torch.device, precision: str) -> float:
     return 2 * MATRIX**3 * count / (time.perf_counter() - began)
 
 
-def _measured(manifest: Manifest, stage: int, device: torch.device) -> float:
+def _measured(
+    manifest: Manifest, stage: int, device: torch.device, recompute: bool = False
+) -> float:
     """Tokens a second of the stage: microbatches, and the optimizer's step that ends them."""
     batch, last = manifest.batch, stage == manifest.stages - 1
     module = build_stage(manifest.model, stage, manifest.stages, manifest.seed, device)
@@ -109,7 +118,7 @@ def _measured(manifest: Manifest, stage: int, device: torch.device) -> float:
         module,
         InnerOptimizer(module.named_parameters(), manifest.inner),
         microbatches=1,
-        recompute=manifest.pipeline.recompute,
+        recompute=manifest.pipeline.recompute or recompute,
     )
     shape = (batch.microbatch_size, batch.sequence_length)
     windows = torch.randint(int(manifest.model["vocab_size"]), (shape[0], shape[1] + 1))

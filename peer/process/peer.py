@@ -34,7 +34,7 @@ from dilocox.peer.averaging.local_peer import LocalPeer
 from dilocox.peer.chain.rollback import newest_aside, peer_goes_back
 from dilocox.peer.chain.store import keep_manifest
 from dilocox.peer.http_pages import check_port, served
-from dilocox.peer.memory_and_disk import MAX_WINDOW, check_plan, window_limit
+from dilocox.peer.memory_and_disk import MAX_WINDOW, check_plan, gpu_memory, window_limit
 from dilocox.peer.options import PeerOptions
 from dilocox.peer.os_process import RESTART_AFTER_S, StopRequested, StopSignal, start_again
 from dilocox.peer.process.metrics import PeerMetrics
@@ -181,7 +181,7 @@ class Assembly:
             model.stage,
             model.optimizer,
             microbatches=manifest.batch.microbatches,
-            recompute=manifest.pipeline.recompute,
+            recompute=manifest.pipeline.recompute or self._local.options.recompute,
         )
         self._meter.computing_s = lambda: worker.computing_s
         member = Member(
@@ -334,7 +334,8 @@ def _take_part(options: PeerOptions, joined: Joined, folder: StateFolder, stop: 
         folder=own,
     )
     buffers = StageBuffers.allocate(layout.numel)
-    with _averager(local, buffers, stop) as averager:
+    recompute = manifest.pipeline.recompute or options.recompute
+    with _averager(local, buffers, stop) as averager, gpu_memory(recomputes=recompute):
         # from here on CUDA may be touched: everything is forked
         device = chosen_device(options.device)
         logger.info(

@@ -415,12 +415,14 @@ def _tensor(windows: TokenIds) -> torch.Tensor:
     return torch.from_numpy(windows.astype(np.int64))  # pyright: ignore[reportUnknownMemberType]
 
 
-BATCH_WINDOWS = 8  # fixed, so that every peer sums in the same order
+BATCH_WINDOWS = 8  # at most, fixed so that every peer sums in the same order
 
 
-def batches_of(windows: Tensor) -> list[Tensor]:
-    """Held-out windows int64 [n, t + 1] in the batches that every peer evaluates."""
-    return list(windows.split(BATCH_WINDOWS))
+def batches_of(windows: Tensor, microbatch_size: int = BATCH_WINDOWS) -> list[Tensor]:
+    """Held-out windows int64 [n, t + 1] in the batches that every peer evaluates: of no more
+    windows than it computes in training.
+    """
+    return list(windows.split(min(microbatch_size, BATCH_WINDOWS)))
 
 
 @torch.no_grad()

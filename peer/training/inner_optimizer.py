@@ -133,7 +133,9 @@ def _adamw(named: Named, spec: InnerSpec) -> InnerPart:
         for group, decay in ((matrices, spec.weight_decay), (vectors, 0.0))
         if group
     ]
-    adamw = torch.optim.AdamW(groups, lr=spec.learning_rate, betas=spec.betas, eps=spec.eps)
+    adamw = torch.optim.AdamW(
+        groups, lr=spec.learning_rate, betas=spec.betas, eps=spec.eps, fused=True
+    )
     names = tuple(name for name, _ in matrices + vectors)
     return InnerPart(adamw, names, _ADAMW_STATE, relative_rate=1.0)
 
@@ -248,11 +250,14 @@ class InnerOptimizer:
             # The scale exists from its first use on, and only the last stage scales a loss.
             self._scaler.scale(torch.zeros((), device=self.device))
         self._squared_norm: float | None = None
+        self._loss_scale: float | None = None  # asking the scaler waits for the GPU
 
     @property
     def loss_scale(self) -> float:
         """What `scale` multiplies a loss by now; 1.0 unless the run's precision is fp16."""
-        return 1.0 if self._scaler is None else self._scaler.get_scale()
+        if self._loss_scale is None:
+            self._loss_scale = 1.0 if self._scaler is None else self._scaler.get_scale()
+        return self._loss_scale
 
     def take_loss_scale(self, scale: float) -> None:
         """Use the loss scale of the replica's head; without effect unless the precision is fp16.
@@ -267,6 +272,7 @@ class InnerOptimizer:
             raise ValueError(f"a loss scale must be positive and finite in fp32, not {scale}")
         if self._scaler is not None and stored != self.loss_scale:
             self._scaler.update(stored)
+            self._loss_scale = stored
 
     def autocast(self) -> AbstractContextManager[Any]:
         """Return the context in which forward passes run."""
@@ -340,6 +346,7 @@ class InnerOptimizer:
         self.steps, self.skipped = int(state.values["steps"]), int(state.values["skipped"])
         if self._scaler is not None and state.values["scaler"] is not None:
             self._scaler.load_state_dict(state.values["scaler"])
+            self._loss_scale = None
 
     def _clear(self) -> None:
         for parameter in self._parameters:
@@ -359,10 +366,12 @@ class InnerOptimizer:
                 self._scaler.step(part.optimizer)
         if self._scaler is not None:
             self._scaler.update()
+            self._loss_scale = None
 
     def _back_off(self) -> None:
         """Lower the loss scale as GradScaler does, also where the overflow was on another stage."""
         if self._scaler is not None:
             scale = self._scaler.get_scale() * self._scaler.get_backoff_factor()
             self._scaler.update(scale)
+            self._loss_scale = None
             self._scaler.load_state_dict({**self._scaler.state_dict(), "_growth_tracker": 0})

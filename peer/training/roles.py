@@ -66,7 +66,7 @@ class Leading:
         self._head = head
         self._reservation = reservation
         self._corpus = corpus
-        self._batches = batches_of(held_out)
+        self._batches = batches_of(held_out, manifest.batch.microbatch_size)
         self._windows = held_out.shape
         self._coordinator = coordinator
         self._meter = meter

@@ -101,7 +101,7 @@ def plain_optimizers(module: nn.Module, kind: str) -> list[torch.optim.Optimizer
         {"params": [each for each in others if each.ndim == 2], "weight_decay": 0.1},
         {"params": [each for each in others if each.ndim == 1], "weight_decay": 0.0},
     ]
-    adamw = torch.optim.AdamW(groups, betas=SPEC.betas, eps=SPEC.eps)
+    adamw = torch.optim.AdamW(groups, betas=SPEC.betas, eps=SPEC.eps, fused=True)
     if kind == "adamw":
         return [adamw]
     muon = torch.optim.Muon(linear, momentum=0.9, weight_decay=0.1, adjust_lr_fn="match_rms_adamw")
@@ -404,6 +404,24 @@ def test_a_cpu_in_a_run_of_fp16_has_a_loss_scale_and_trains_as_without() -> None
         )
         assert ours == theirs  # powers of two cost no bit
     assert same(weights(scaled), weights(plain))
+
+
+def test_the_scaler_is_asked_once_a_step_because_that_waits_for_a_gpu(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    optimizer = optimizer_of(model(), precision="fp16")
+    asked, get_scale = list[float](), torch.amp.GradScaler.get_scale
+
+    def counted(scaler: torch.amp.GradScaler) -> float:
+        asked.append(get_scale(scaler))
+        return asked[-1]
+
+    monkeypatch.setattr(torch.amp.GradScaler, "get_scale", counted)
+    for _ in range(5):
+        optimizer.take_loss_scale(optimizer.loss_scale)
+    assert asked == [optimizer.loss_scale]
+    assert not optimizer.step(math.nan, 1e-2)
+    assert optimizer.loss_scale == asked[0] / 2
 
 
 def test_a_loss_scale_can_be_taken_over_also_after_a_dropped_step() -> None:

@@ -9,8 +9,10 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+import torch
 
-from dilocox.dht.errors import UnreadableManifest
+from dilocox.dht.errors import EnvironmentFault, UnreadableManifest
+from dilocox.peer.memory_and_disk import gpu_memory
 from dilocox.peer.training.loop import Learner, Move, Revised
 from dilocox.peer.training.roles import Leading, Trainer
 
@@ -120,3 +122,19 @@ def test_a_failure_is_raised_at_once(stop: threading.Event) -> None:
     with pytest.raises(RuntimeError, match="has died"):
         train(script, stop)
     assert script.calls == ["join", "between", "turn"]
+
+
+@pytest.mark.parametrize("recomputes", [False, True])
+def test_a_gpu_without_memory_ends_the_peer_in_one_line_and_writes_nothing_of_the_step(
+    recomputes: bool, stop: threading.Event
+) -> None:
+    def full() -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nGPU 0 ...")
+
+    script = Script(full)
+    with pytest.raises(EnvironmentFault) as said, gpu_memory(recomputes=recomputes):
+        train(script, stop)
+    assert script.calls == ["join", "between", "turn"]  # neither a release nor a snapshot
+    [line] = str(said.value).splitlines()
+    assert "batch.microbatch_size" in line
+    assert ("--recompute" in line) is not recomputes

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from dilocox.pipeline.link import LinkFacts
+from dilocox.pipeline.stage import StageModule
 from tests.pipeline.chains import SPEC, Config, batches, chain, rate, whole_run
 from tests.pipeline.peers import TINY, Peer, Plan
 from tests.pipeline.replicas import Swarm
@@ -145,9 +146,10 @@ class TestNotFinite:
         assert swarm.leader.head.last_fault == ""
 
 
-def spoil(module: nn.Module, *, backward: bool) -> None:
+def spoil(stage: StageModule, *, backward: bool) -> None:
     """The next output, or its gradient, is not a number."""
     nan = math.nan
+    module: nn.Module = stage.get_submodule("lm_head") if stage.is_last else stage
 
     def once(_module: Any, _inputs: Any, output: Tensor) -> Tensor | None:
         handle.remove()

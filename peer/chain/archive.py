@@ -37,7 +37,7 @@ from dilocox.peer.chain.claims import ClaimBook, holders, wins
 from dilocox.peer.chain.record_check import RecordCheck
 from dilocox.peer.chain.rollback import STATE_NAME, archive_goes_back
 from dilocox.peer.chain.snapshot_files import STATE_FILE, made_whole, sha256_of_file, write_facts
-from dilocox.peer.chain.store import OLDER_NAME, RoundLog, Store, Tip, kept_state
+from dilocox.peer.chain.store import INITIAL_NAME, OLDER_NAME, RoundLog, Store, Tip, kept_state
 from dilocox.peer.chain.sync import (
     ChainClient,
     Compute,
@@ -279,7 +279,10 @@ class StageArchive:
                 return next(filter(None, found), None)
             case "state":
                 offset, sha256 = int(want.get("offset", 0)), want.get("sha256")
-                return open_state(self._current.states, offset, sha256)
+                initial = self._folder / INITIAL_NAME
+                first = (initial,) if want.get("initial") else (self._current.states, initial)
+                found = (open_state(folder, offset, sha256) for folder in first)
+                return next(filter(None, found), None)
             case _:
                 return None
 

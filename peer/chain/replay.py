@@ -150,8 +150,14 @@ class _Replay:
         return record
 
     def begin(self) -> tuple[str, None]:
-        """Stand on the manifest, with the initial weights."""
+        """Stand on the manifest, with the initial weights: of a checkpoint those of a state."""
         manifest = self._manifest
+        if manifest.initial.anchors:
+            self._meet(self._check.root)
+            pinned, vectors = manifest.initial.anchors[self._check.stage], self.vectors
+            if vectors is not None and anchor_sha256(vectors.anchor) != pinned:
+                self._lost("the state before the first round is not the one that the manifest pins")
+            return self._check.root, None
         module = build_stage(manifest.model, self._check.stage, manifest.stages, manifest.seed)
         anchor = flatten_parameters(module, self._layout).detach().clone()
         self.vectors = _Vectors(anchor, torch.zeros_like(anchor))

@@ -42,6 +42,7 @@ from transformers.utils import logging as transformers_logging
 from dilocox.dht.errors import EnvironmentFault, InvalidInput
 from dilocox.peer.options import ExportOptions, GenerateOptions
 from dilocox.peer.os_process import STOPPED, StopSignal
+from dilocox.pipeline.checkpoint import split_commit
 from dilocox.pipeline.partition import build_skeleton
 from dilocox.pipeline.stage import constant_buffers, parameter_shapes
 
@@ -250,8 +251,11 @@ def _refuse_foreign(folder: Path) -> None:
 def _load_tokenizer(spec: str) -> Any:
     if spec == "byt5":
         return ByT5Tokenizer()
+    name, commit = (spec, None) if Path(spec).is_dir() else split_commit(spec)
     try:
-        return cast(Any, AutoTokenizer).from_pretrained(spec, trust_remote_code=False)
+        return cast(Any, AutoTokenizer).from_pretrained(
+            name, revision=commit, trust_remote_code=False
+        )
     except (OSError, ValueError) as error:
         reason = " ".join(str(error).split())
         raise EnvironmentFault(

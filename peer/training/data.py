@@ -41,6 +41,7 @@ from dilocox.dht.errors import InvalidInput
 from dilocox.dht.manifest import DataSpec
 from dilocox.peer.averaging.data_lease import place_of, position_of
 from dilocox.peer.training.data_sources import DocumentStream, open_source, require_hub
+from dilocox.pipeline.checkpoint import split_commit
 from dilocox.pipeline.stage_worker import next_token_loss
 
 logger = logging.getLogger(__name__)
@@ -107,6 +108,8 @@ def check_vocabulary(name: str, tokenizer: Tokenizer, model: Mapping[str, Any]) 
 def _load_pretrained(name: str) -> Any:
     auto: Any = importlib.import_module("transformers").AutoTokenizer
     options: dict[str, Any] = {"trust_remote_code": False}
+    if not Path(name).is_dir():
+        name, options["revision"] = split_commit(name)
     try:
         return auto.from_pretrained(name, local_files_only=True, **options)
     except (OSError, ValueError) as error:

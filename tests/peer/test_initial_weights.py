@@ -18,7 +18,9 @@ import pytest
 import torch
 import yaml
 from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
 
+from dilocox.compression.layout import FlatLayout
 from dilocox.dht.errors import EnvironmentFault, InvalidInput
 from dilocox.dht.identity import Identity
 from dilocox.dht.manifest import InitialSpec, Manifest, SignedManifest
@@ -42,7 +44,13 @@ from dilocox.peer.commands.export import write_checkpoint
 from dilocox.peer.commands.operate import checked_manifest
 from dilocox.peer.process.initial_weights import InitialWeights, archive_initial
 from dilocox.peer.rounds.outer_step import anchor_sha256
-from dilocox.pipeline.stage import build_stage, stage_layout
+from dilocox.pipeline.checkpoint import Checkpoint
+from dilocox.pipeline.stage import (
+    build_stage,
+    flatten_parameters,
+    parameter_shapes,
+    stage_layout,
+)
 from tests.peer.kept_chains import RUN, ChainMaker
 from tests.peer.memory_swarm import Find, MemorySwarm
 
@@ -125,7 +133,7 @@ def test_the_manifest_pins_configuration_tokenizer_and_weights(manifest: Manifes
     assert len(set(initial.anchors)) == 2
     assert Manifest.from_bytes(manifest.to_bytes()) == manifest
     bare = replace(manifest, initial=InitialSpec())
-    assert b"initial" not in bare.to_bytes()  # versions that know of none read it, too
+    assert "initial" not in bare.to_dict()  # versions that know of none read it, too
     assert {change.field for change in changes(bare, manifest)} == {
         "initial.source",
         "initial.anchors",
@@ -149,6 +157,20 @@ def test_an_export_of_a_run_begins_another_one_with_the_same_weights(
     assert maker.anchors == [manifest.initial.anchors[0]]
 
 
+def test_a_model_whose_head_stayed_tied_is_exported_and_begun_with_again(tmp_path: Path) -> None:
+    preset = Manifest.from_dict({"name": "t", "model": "tiny", "end_tokens": 1}).model
+    tied = {**preset, "tie_word_embeddings": True}
+    stage = build_stage(tied, 0, 1, seed=0)
+    write_checkpoint(tmp_path / "e", tied, [(0, 1, dict(stage.named_parameters()))], "byt5", {})
+    checkpoint = Checkpoint(str(tmp_path / "e"))
+    assert checkpoint.model(1)["tie_word_embeddings"] is True
+    live = flatten_parameters(stage, FlatLayout.of(parameter_shapes(tied, 1, 0)))
+    assert torch.equal(checkpoint.stage(checkpoint.model(1), 1, 0), live)
+    plain = AutoModelForCausalLM.from_pretrained(tmp_path / "e").train()
+    ids = torch.arange(8)[None]
+    assert torch.equal(plain(input_ids=ids, use_cache=False).logits, stage(ids))
+
+
 def test_the_bootstrap_keeps_each_stage_once_and_says_when_the_checkpoint_is_another(
     manifest: Manifest, tmp_path: Path, away: Path
 ) -> None:
@@ -160,7 +182,7 @@ def test_the_bootstrap_keeps_each_stage_once_and_says_when_the_checkpoint_is_ano
     tensors = load_file(file)
     changed = {name: tensor * 2 for name, tensor in tensors.items()}
     save_file(changed, file)
-    with pytest.raises(InvalidInput, match="weights of stage 0 have the digest .*; put the check"):
+    with pytest.raises(InvalidInput, match=r"weights of stage 0 have the digest .*; put the check"):
         archive_initial(tmp_path, RUN, manifest)
     save_file(tensors, file)
     archive_initial(tmp_path, RUN, manifest)
@@ -270,7 +292,7 @@ def test_a_downloaded_chain_comes_with_the_initial_weights_that_it_stands_on(
     def find(want: dict[str, Any]) -> Source | None:
         return kept.find(want) if want["what"] == "state" else maker.find(want)
 
-    place = MemorySwarm(holder=find).place(manifest, lambda _: {"holder": maker.claim()})
+    place = MemorySwarm(**{maker.peer: find}).place(manifest, lambda _: {maker.peer: maker.claim()})
 
     async def download() -> KeptChain:
         return (await download_chain(await claimed_chain(place, 0), tmp_path / "chain"))[0]

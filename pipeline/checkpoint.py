@@ -231,27 +231,20 @@ class Checkpoint:
             return path if path.is_file() else None
         hub: Any = importlib.import_module("huggingface_hub")
         errors: Any = importlib.import_module("huggingface_hub.errors")
+        said = f"model.from {self.source!r}: {name}"
+        options = {"revision": self._commit, "cache_dir": self._cache}
         try:
-            return Path(
-                hub.hf_hub_download(self._name, name, revision=self._commit, cache_dir=self._cache)
-            )
+            return Path(hub.hf_hub_download(self._name, name, **options))
         except errors.LocalEntryNotFoundError as error:
             raise EnvironmentFault(
-                f"the Hugging Face hub does not answer for model.from {self.source!r}; check the "
-                "network, or download it and name its folder"
+                f"{said}: the Hugging Face hub does not answer; check the network, or download the "
+                "checkpoint and name its folder"
             ) from error
         except errors.EntryNotFoundError:
             return None
-        except (
-            errors.RepositoryNotFoundError,
-            errors.RevisionNotFoundError,
-            errors.HFValidationError,
-        ) as error:
-            raise InvalidInput(
-                f"model.from {self.source!r}: the Hugging Face hub has no such repository or "
-                "commit; check both (a private one needs the environment variable HF_TOKEN)"
-            ) from error
-        except (OSError, errors.HTTPError) as error:
+        except (OSError, ValueError, errors.HTTPError) as error:
+            reason = " ".join(str(error).split())
             raise EnvironmentFault(
-                f"model.from {self.source!r}: {name} cannot be fetched ({error}); try again"
+                f"{said}: cannot be fetched from the hub ({reason}); check name and commit (a "
+                "private one needs the environment variable HF_TOKEN)"
             ) from error

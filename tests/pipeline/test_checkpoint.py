@@ -126,7 +126,7 @@ def test_the_hub_that_does_not_answer_is_a_fault_of_the_network(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    with pytest.raises(EnvironmentFault, match=r"hub does not answer .*; check the network"):
+    with pytest.raises(EnvironmentFault, match=r"hub does not answer; check the network"):
         Checkpoint(f"some/model@{COMMIT}", tmp_path).model(1)
 
 

@@ -10,7 +10,7 @@ sign a manifest for it.
 import hashlib
 import json
 import zlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -36,6 +36,7 @@ from dilocox.dht.manifest_sections import (
     CodecSpec,
     DataSpec,
     DeadlineSpec,
+    InitialSpec,
     InnerSpec,
     OperationSpec,
     OuterSpec,
@@ -52,6 +53,7 @@ __all__ = [
     "CodecSpec",
     "DataSpec",
     "DeadlineSpec",
+    "InitialSpec",
     "InnerSpec",
     "Manifest",
     "OperationSpec",
@@ -81,7 +83,8 @@ class Manifest(Section):
     name: of the run; it enters the run id.
     protocol: version of the rules that all peers follow.
     seed: of the initial weights and the order of the data.
-    model: Hugging Face configuration with its model_type, or in run.yaml the name of a preset.
+    model: Hugging Face configuration with its model_type; in run.yaml also the name of a preset, or
+        {from: a checkpoint}, which pipeline/checkpoint.py reads.
     preset: the preset that `model` came from.
     stages: slices that the model is cut into.
     end_tokens: the run ends when it has trained on so many.
@@ -102,6 +105,7 @@ class Manifest(Section):
     codec: CodecSpec = section(CodecSpec)
     rounds: RoundSpec = section(RoundSpec)
     deadlines: DeadlineSpec = section(DeadlineSpec)
+    initial: InitialSpec = section(InitialSpec)
     operation: OperationSpec = section(OperationSpec)
 
     def __post_init__(self) -> None:
@@ -110,8 +114,13 @@ class Manifest(Section):
         _check_together(self)
 
     @classmethod
-    def load(cls, path: Path) -> "Manifest":
-        """Read run.yaml; raises `InvalidInput` that starts with the file's name."""
+    def load(
+        cls, path: Path, completed: Callable[[dict[str, Any]], dict[str, Any]] = dict
+    ) -> "Manifest":
+        """Read run.yaml; raises `InvalidInput` that starts with the file's name.
+
+        completed: fills in what is found elsewhere, before anything is checked.
+        """
         try:
             content = path.read_text(encoding="utf-8")
             data = yaml.safe_load(content)
@@ -128,6 +137,10 @@ class Manifest(Section):
         if data is None:
             raise InvalidInput(f"{path}: is empty; describe the run in it")
         try:
+            if isinstance(data, dict):
+                if "initial" in data:
+                    raise InvalidInput("initial is not for a run.yaml: use model: {from: ...}")
+                data = completed(cast("dict[str, Any]", data))
             manifest = cls.from_dict(data)
             if manifest.operation != OperationSpec():
                 raise InvalidInput("operation is not for a run.yaml: use `dilocox operate`")
@@ -146,11 +159,17 @@ class Manifest(Section):
         return build(cls, with_defaults(given))
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values that `from_dict` reads."""
-        return asdict(self)
+        """Plain values that `from_dict` reads.
+
+        Without a checkpoint nothing is said of one: so versions that know of none read it, too.
+        """
+        values = asdict(self)
+        if self.initial == InitialSpec():
+            del values["initial"]
+        return values
 
     def to_bytes(self) -> bytes:
-        """Canonical JSON: every field, sorted, without spaces."""
+        """Canonical JSON: every field of `to_dict`, sorted, without spaces."""
         return json.dumps(
             self.to_dict(),
             sort_keys=True,
@@ -379,6 +398,11 @@ def _check_together(manifest: Manifest) -> None:
             f"rounds.inner_steps is {rounds.inner_steps}; it must lie between "
             f"rounds.min_inner_steps ({rounds.min_inner_steps}) and "
             f"rounds.max_inner_steps ({rounds.max_inner_steps})"
+        )
+    if len(manifest.initial.anchors) not in (0, manifest.stages):
+        raise InvalidInput(
+            f"initial.anchors has {len(manifest.initial.anchors)} of {manifest.stages} stages; "
+            "only `dilocox bootstrap` writes this"
         )
     operation = manifest.operation
     if operation.rules > operation.revision or len(operation.base) not in (0, manifest.stages):

@@ -305,6 +305,19 @@ class DeadlineSpec(Section):
 
 
 @dataclass(frozen=True, kw_only=True)
+class InitialSpec(Section):
+    """The checkpoint that the run starts from; empty where its seed makes the initial weights.
+    `dilocox bootstrap` writes it for a run.yaml that says `model: {from: ...}`.
+
+    source: a folder, or a name on the hub and a commit.
+    anchors: by stage, the sha256 of its initial weights as the flat fp32 vector of an anchor.
+    """
+
+    source: str = checked(text(r"[^\x00-\x1f]{0,512}", "a folder or a hub name"), "")
+    anchors: tuple[str, ...] = checked(texts(r"[0-9a-f]{64}", "64 hex digits", most=MAX_STAGES), ())
+
+
+@dataclass(frozen=True, kw_only=True)
 class OperationSpec(Section):
     """What the operator changed since the run began. `dilocox operate` writes it; a run.yaml has
     none of it.

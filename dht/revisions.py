@@ -62,6 +62,7 @@ REASONS = {
     "protocol": "the peers that train now speak it",
     "seed": "the initial weights are made of it, and so is every anchor",
     "model": "the weights would not fit",
+    "initial": "the weights of every stage began with it",
     "preset": "the weights would not fit",
     "stages": "every peer holds the weights of one of them",
     "data": "parts are leased and losses compared by it",

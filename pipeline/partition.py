@@ -53,6 +53,9 @@ OWN_PLANS: Mapping[str, tuple[str, ...]] = {
 # Families whose layers return a tuple that begins with the hidden states.
 _TUPLES = ("falcon",)
 
+# What a checkpoint's config.json says of its files and not of the model.
+_OF_FILES = ("_name_or_path", "architectures", "dtype", "torch_dtype", "transformers_version")
+
 # A manifest comes from the network: it describes a model, but may not name code to fetch and run,
 # nor another format of the weights.
 _REFUSED_FIELDS = re.compile("_?(attn|experts)_implementation.*|auto_map|quantization_config")
@@ -95,7 +98,7 @@ class Skeleton:
     its plan runs before the layers (the embedding). layers: the list of them. closing: what runs
     after them: the final norm, and all outside the decoder (the head). tuples: whether a layer
     returns its hidden states in a tuple. entangled: why the layers cannot be on different stages;
-    empty if they can.
+    empty if they can. tied: whether the head's weight is the embedding's.
     """
 
     model: nn.Module
@@ -105,10 +108,21 @@ class Skeleton:
     closing: tuple[str, ...]
     tuples: bool
     entangled: str
+    tied: bool
+
+    @property
+    def head_and_embedding(self) -> tuple[str, str]:
+        """The names of the two weights that many checkpoints tie."""
+        model = cast(Any, self.model)
+        names = {id(module): name for name, module in model.named_modules()}
+        ends = model.get_output_embeddings(), model.get_input_embeddings()
+        head, embedding = (f"{names.get(id(each), '')}.weight" for each in ends)
+        return head, embedding
 
 
 def load_config(config: Mapping[str, Any]) -> PreTrainedConfig:
-    """The checked Hugging Face configuration of a manifest's `model` field, embeddings untied.
+    """The checked Hugging Face configuration of a manifest's `model` field; embeddings are untied
+    where it says nothing of them, though many families tie by default.
 
     Raises InvalidInput where the mapping describes no model that can be cut.
     """
@@ -126,17 +140,26 @@ def load_config(config: Mapping[str, Any]) -> PreTrainedConfig:
                 "remove the field"
             )
     _refuse_misspelt(fields, config_class)
-    if fields.get("tie_word_embeddings"):
-        raise InvalidInput(
-            "model.tie_word_embeddings: true is not possible, because the embedding is on the "
-            "first stage and the head on the last; set it to false or remove it"
-        )
-    # Set in any case: many families tie by default.
-    fields["tie_word_embeddings"] = False
+    fields.setdefault("tie_word_embeddings", False)
     try:
         return config_class(**fields)
     except (*_MISFITS, TypeError, ValueError) as error:
         raise _bad_values(config_class.model_type, error) from error
+
+
+def checkpoint_config(fields: Mapping[str, Any], num_stages: int) -> tuple[dict[str, Any], bool]:
+    """The `model` field of a run that goes on from a checkpoint with this config.json, and whether
+    its head is tied to its embedding.
+
+    They stay tied in one stage; in several ones each goes on from the same values by itself. Raises
+    InvalidInput: see `load_config`.
+    """
+    model = {name: value for name, value in fields.items() if name not in _OF_FILES}
+    default = getattr(_config_class(model.get("model_type"))(), "tie_word_embeddings", False)
+    tied = bool(model.get("tie_word_embeddings", default))
+    model["tie_word_embeddings"] = tied and num_stages == 1
+    model.setdefault("vocab_size", cast(Any, load_config(model)).vocab_size)
+    return model, tied
 
 
 def build_skeleton(config: Mapping[str, Any]) -> Skeleton:
@@ -153,13 +176,16 @@ def build_skeleton(config: Mapping[str, Any]) -> Skeleton:
     except (*_MISFITS, TypeError, ValueError) as error:
         raise _bad_values(loaded.model_type, error) from error
     every = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    skeleton = _with_parts(loaded, model)
     tied = every - {name for name, _ in model.named_parameters()}
+    if skeleton.tied:
+        tied -= {*skeleton.head_and_embedding}
     if tied:
         raise InvalidInput(
             f"model.model_type: {loaded.model_type!r} leaves {_some(sorted(tied))} tied to other "
             f"tensors even with tie_word_embeddings: false; {ADVICE}"
         )
-    return _with_parts(loaded, model)
+    return skeleton
 
 
 def plan_stages(config: Mapping[str, Any], num_stages: int) -> tuple[StagePlan, ...]:
@@ -179,6 +205,11 @@ def plan_skeleton(skeleton: Skeleton, num_stages: int) -> tuple[StagePlan, ...]:
         raise InvalidInput(
             f"stages: {num_stages} stages of at least one layer each do not fit a model with "
             f"{len(sizes)} layers; choose 1 to {len(sizes)} stages or change the model"
+        )
+    if skeleton.tied and num_stages > 1:
+        raise InvalidInput(
+            f"model.tie_word_embeddings: true is not possible with {num_stages} stages, because "
+            "the embedding is on the first and the head on the last; set it to false or remove it"
         )
     if skeleton.entangled and num_stages > 1:
         raise InvalidInput(f"stages: {skeleton.entangled}; set stages to 1, or {ADVICE}")
@@ -296,6 +327,7 @@ def _with_parts(config: PreTrainedConfig, model: nn.Module) -> Skeleton:
         closing=tuple(f"{base}.{name}" for name in plan[middle + 1 :]) + outside,
         tuples=config.model_type in _TUPLES,
         entangled=_entangled(config, layers, unplanned),
+        tied=bool(config.tie_word_embeddings),
     )
 
 

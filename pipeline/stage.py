@@ -224,7 +224,8 @@ def parameter_shapes(
 def constant_buffers(config: Mapping[str, Any], num_stages: int, stage: int) -> dict[str, Tensor]:
     """What a checkpoint holds besides parameters: in few families, like deepseek_v3, constants."""
     model, module = _empty_stage(config, num_stages, stage)
-    names = set(module.state_dict()) - {name for name, _ in module.named_parameters()}
+    parameters = {name for name, _ in module.named_parameters(remove_duplicate=False)}
+    names = set(module.state_dict()) - parameters
     if names:
         _materialise(model, names)
         _initialise(model, seed=0)
@@ -284,15 +285,21 @@ def _cut(skeleton: Skeleton, plan: StagePlan) -> tuple[_Inlet, _Outlet]:
 
 
 def _materialise(module: nn.Module, names: Collection[str] | None) -> None:
-    """Give memory to the tensors called `names` (None: to all), filled with NaN."""
+    """Give memory to the tensors called `names` (None: to all), filled with NaN; what is tied stays
+    one tensor.
+    """
+    made: dict[int, Tensor] = {}  # by the id of what it replaces
     for prefix, owner in cast(Iterator[tuple[str, nn.Module]], module.named_modules()):
         own = chain(owner.named_parameters(recurse=False), owner.named_buffers(recurse=False))
         for name, tensor in list(own):
             if tensor.is_meta and (names is None or f"{prefix}.{name}".lstrip(".") in names):
-                fill = float("nan") if tensor.is_floating_point() else 0
-                filled = torch.full_like(tensor, fill, device="cpu")
-                if isinstance(tensor, nn.Parameter):
-                    filled = nn.Parameter(filled, requires_grad=tensor.requires_grad)
+                filled = made.get(id(tensor))
+                if filled is None:
+                    fill = float("nan") if tensor.is_floating_point() else 0
+                    filled = torch.full_like(tensor, fill, device="cpu")
+                    if isinstance(tensor, nn.Parameter):
+                        filled = nn.Parameter(filled, requires_grad=tensor.requires_grad)
+                    made[id(tensor)] = filled
                 setattr(owner, name, filled)
 
 

@@ -39,7 +39,15 @@ from dilocox.peer.chain.record_check import RecordCheck
 from dilocox.peer.chain.replay import anchors_around, start_file
 from dilocox.peer.chain.rollback import STATE_NAME, archive_goes_back
 from dilocox.peer.chain.snapshot_files import STATE_FILE, made_whole, state_sha256, write_facts
-from dilocox.peer.chain.store import OLDER_NAME, RoundLog, Store, Tip, kept_state
+from dilocox.peer.chain.store import (
+    INITIAL_NAME,
+    OLDER_NAME,
+    KeptState,
+    RoundLog,
+    Store,
+    Tip,
+    kept_state,
+)
 from dilocox.peer.chain.sync import (
     ChainClient,
     Compute,
@@ -310,7 +318,9 @@ class StageArchive:
                 found = (find_in_log(log, *asked, header=header) for log in logs)
                 return next(filter(None, found), None)
             case "state":
-                return open_state(self._current.states, want)
+                initial = self._folder / INITIAL_NAME
+                first = (initial,) if want.get("initial") else (self._current.states, initial)
+                return next(filter(None, (open_state(folder, want) for folder in first)), None)
             case _:
                 return None
 
@@ -391,8 +401,15 @@ class StageArchive:
         count = current.records_after
         many = count > most or (count > least and current.bytes_after > self._check.state_bytes)
         ready = self._building is None and self._now() >= self._not_before
-        if many and ready and current.proven:
+        # of a checkpoint, whose weights a copy of the bootstrap does not have
+        from_seed = not self._check.manifest.initial.anchors
+        known = from_seed or self._base(current) is not None
+        if many and ready and current.proven and known:
             self._building, self._replaces = asyncio.create_task(self._renewed(current)), False
+
+    def _base(self, current: Generation) -> KeptState | None:
+        """The state that a generation begins with, None for the weights of the manifest's seed."""
+        return current.state or kept_state(self._folder / INITIAL_NAME)
 
     async def _renewed(self, current: Generation) -> Generation:
         """The generation after this one, made of its records alone."""
@@ -410,7 +427,7 @@ class StageArchive:
             logger.info("%s: replaying rounds %d to %d", self, applied[0], applied[-1])
             make_folder(file.parent)
             try:
-                await self._compute(start_file, check, current.state, file)
+                await self._compute(start_file, check, self._base(current), file)
                 for number in applied:
                     await self._compute(current.move, file, number, check)
                 generation = await self._compute(begun)

@@ -152,7 +152,7 @@ async def download_chain(claimed: ClaimedChain, folder: Path) -> tuple[KeptChain
             offers.append(await claimed.chain.offer(peer, known.__contains__))
     offers.sort(key=lambda offer: offer.record.round)
     oldest = [] if claimed.ends(previous) else offers[:1]
-    states: list[KeptState] = []
+    states = [] if oldest else await _pinned(claimed.chain, claimed.claims, folder / "initial")
     for index, offer in enumerate([*oldest, *offers[len(oldest) :][-1:]]):
         try:
             states.append(await claimed.chain.download(offer, folder / f"state{index}"))
@@ -160,6 +160,16 @@ async def download_chain(claimed: ClaimedChain, folder: Path) -> tuple[KeptChain
             logger.warning("%s gave no state: %s", offer.peer[-6:], error)
     stage = claimed.chain.check.stage
     return KeptChain(stage=stage, records=tuple(log.entries()), states=tuple(states)), flaws
+
+
+async def _pinned(chain: ChainClient, holders: Iterable[str], folder: Path) -> list[KeptState]:
+    """The initial weights of a run that starts from a checkpoint; a seed's need nobody."""
+    for peer in holders if chain.check.manifest.initial.anchors else ():
+        try:
+            return [await chain.initial(peer, folder)]
+        except REFUSED as error:
+            logger.info("%s gave no initial weights: %s", peer[-6:], error)
+    return []
 
 
 def _nobody(claimed: ClaimedChain) -> EnvironmentFault:
@@ -327,6 +337,7 @@ class _Download:
                 log.start_from(offer.record_bytes, offer.certificate)
                 if offer.record.round > claim.round:  # it went on after it wrote the claim
                     digest = offer.digest
+            states = states or await _pinned(chain, [peer], folder)
             await chain.catch_up(log, digest)
             if log.head().digest != digest:
                 raise RecordRefused("its log does not lead to the record that it claims")

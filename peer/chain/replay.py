@@ -231,7 +231,13 @@ class _Replay:
         return record
 
     def begin(self) -> tuple[str, None]:
-        """Stand on the manifest, with the initial weights."""
+        """Stand on the manifest, with the initial weights: of a checkpoint those of a state."""
+        if anchors := self._manifest.initial.anchors:
+            self._meet(self._check.root)
+            pinned, vectors = anchors[self._check.stage], self.vectors
+            if vectors is not None and anchor_sha256(vectors.anchor) != pinned:
+                self._lost("the state before the first round is not the one that the manifest pins")
+            return self._check.root, None
         anchor = initial_anchor(self._check)
         self.vectors = _Vectors(anchor, torch.zeros_like(anchor))
         self._meet(self._check.root)

@@ -29,7 +29,14 @@ from dilocox.dht.files import make_folder, write_atomically
 from dilocox.dht.manifest import Manifest
 from dilocox.peer.chain.replay import state_after
 from dilocox.peer.chain.snapshot_files import made_whole, write_state
-from dilocox.peer.chain.store import OLDER_NAME, Entry, KeptChain, Store, kept_run
+from dilocox.peer.chain.store import (
+    OLDER_NAME,
+    Entry,
+    KeptChain,
+    Store,
+    archive_folder,
+    kept_run,
+)
 from dilocox.peer.state_folder import ASIDE
 
 logger = logging.getLogger(__name__)
@@ -172,15 +179,11 @@ def prepare_rollback(
 
 def archived_tokens(state: Path, run: str, manifest: Manifest) -> int:
     """The tokens that the run has trained, as far as the archive of stage 0 tells."""
-    archive = _archive(state, run, manifest)
+    archive = archive_folder(state, run, manifest)
     chain = kept_run(archive).stages.get(0) if archive.exists() else None
     kept = [] if chain is None else chain.counting(manifest)
     newest = kept[-1].header() if kept else None
     return 0 if newest is None else newest.chain_tokens
-
-
-def _archive(state: Path, run: str, manifest: Manifest) -> Path:
-    return state / f"{run}-archive-{manifest.root[:16]}"
 
 
 def _prepared(
@@ -191,7 +194,7 @@ def _prepared(
     rules: int,
     tell: Callable[[str], None],
 ) -> list[str]:
-    archive = _archive(state, run, manifest)
+    archive = archive_folder(state, run, manifest)
     there = dict(kept_run(archive).stages) if archive.exists() else {}
     empty = [KeptChain(stage=stage, records=(), states=()) for stage in range(manifest.stages)]
     chains = [there.get(chain.stage, chain) for chain in empty]

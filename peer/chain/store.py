@@ -12,7 +12,8 @@ cannot vote twice. A record is checked when it is added.
 
 `kept_run` finds what a state folder holds of a run: records, and states that some of them lead to.
 A peer keeps the newest records and one state (`RUN-stage0/log`, `.../snapshots`), a bootstrap more
-of both, for every stage (`RUN-archive-DIGEST/stage0/older`, `.../00000003/log`, `.../state`).
+of both, for every stage (`RUN-archive-DIGEST/stage0/older`, `.../00000003/log`, `.../state`; and
+`.../initial` where the run starts from a checkpoint).
 Whoever reads them here needs no lock: the owner may be running.
 """
 
@@ -330,6 +331,7 @@ class RoundLog(Store):
 
 MANIFEST_FILE = "manifest.json"
 OLDER_NAME = "older"
+INITIAL_NAME = "initial"  # of a run that starts from a checkpoint: its state of round -1, for ever
 
 _OF_PEER = re.compile(r"[0-9a-f]{32}-stage[0-9]{1,3}")
 _OF_ARCHIVE = re.compile(r"[0-9a-f]{32}-archive-[0-9a-f]{16}")
@@ -381,6 +383,11 @@ class KeptRun:
             raise InvalidInput(f"{path}: {error}") from error
 
 
+def archive_folder(state: Path, run: str, manifest: Manifest) -> Path:
+    """Where a bootstrap keeps a run; with another root nothing of it would fit."""
+    return state / f"{run}-archive-{manifest.root[:16]}"
+
+
 def keep_manifest(folder: Path, manifest: Manifest) -> None:
     """Write the manifest beside what is kept under it; EnvironmentFault if the disk is full."""
     make_folder(folder)
@@ -426,7 +433,7 @@ def _of_archive(folder: Path) -> list[KeptChain]:
         if match := _STAGE.fullmatch(path.name):
             generations = sorted(each for each in path.iterdir() if each.name.isdecimal())
             logs = [each / "log" for each in generations]
-            states = [each / "state" for each in generations]
+            states = [path / INITIAL_NAME, *(each / "state" for each in generations)]
             chains.append(_chain(int(match["stage"]), [*logs, path / OLDER_NAME], states))
     return chains
 

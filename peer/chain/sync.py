@@ -44,6 +44,7 @@ from dilocox.peer.chain.record_check import RecordCheck
 from dilocox.peer.chain.snapshot_files import (
     PIECE_VALUES,
     STATE_CHUNK_BYTES,
+    bytes_of,
     chunk_digests,
     on_disk,
 )
@@ -140,6 +141,21 @@ class StateOffer:
     record: RoundRecord
     record_bytes: bytes
     certificate: bytes
+
+    @property
+    def round(self) -> int:
+        return self.record.round
+
+
+@dataclass(frozen=True, kw_only=True)
+class InitialOffer:
+    """Likewise, the initial weights that the manifest pins, which stand on no record."""
+
+    peer: str
+    sha256: str
+    size: int
+    digest: str
+    round: int = -1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -308,17 +324,7 @@ class ChainClient(HeaderClient):
             ConnectionError: the peer cannot be reached. TimeoutError: it gives its record by drops.
             RecordRefused, CallRefused: what it says is not sound.
         """
-        limit = self.check.state_bytes
-        want = {"what": "state", "offset": limit}
-        blob = await self._within(self._client.fetch(peer, want, limit_bytes=0))
-        if blob is None:
-            raise NoState(f"{peer} has no state")
-        digest, sha256 = str(blob.facts.get("digest")), str(blob.facts.get("sha256"))
-        size = blob.facts.get("size")
-        if not isinstance(size, int) or not 0 < size <= limit:
-            raise CallRefused(f"{peer} has a state of {size} bytes, at most {limit} are due")
-        if not SHA256.fullmatch(sha256):
-            raise CallRefused(f"{peer} names its state by what is no sha256")
+        digest, sha256, size = await self._offered(peer)
         if digest == self.check.root:
             raise NoState(f"{peer} has written no state since the first round")
         if not helps(digest):
@@ -336,7 +342,40 @@ class ChainClient(HeaderClient):
             certificate=found.certificate,
         )
 
-    async def download(self, offer: StateOffer, folder: Path, *, hurry: bool = False) -> KeptState:
+    async def initial(self, peer: str, folder: Path) -> KeptState:
+        """Download the initial weights that the manifest pins, where a run starts from a
+        checkpoint, as a state of round -1; raises as `offer` and `download`.
+        """
+        digest, sha256, size = await self._offered(peer, initial=True)
+        if digest != self.check.root:
+            raise NoState(f"{peer} has not the initial weights any more")
+        kept = await self.download(
+            InitialOffer(peer=peer, sha256=sha256, size=size, digest=digest), folder
+        )
+        pinned = self.check.manifest.initial.anchors[self.check.stage]
+        if not await self._compute(is_initial, kept.file, pinned):
+            kept.file.unlink()
+            raise CallRefused(f"{peer} sent other initial weights than the manifest pins")
+        return kept
+
+    async def _offered(self, peer: str, **more: bool) -> tuple[str, str, int]:
+        """What a peer says of its state: the record it stands on, its sha256 and its bytes."""
+        limit = self.check.state_bytes
+        want = {"what": "state", "offset": limit, **more}
+        blob = await self._within(self._client.fetch(peer, want, limit_bytes=0))
+        if blob is None:
+            raise NoState(f"{peer} has no state")
+        digest, sha256 = str(blob.facts.get("digest")), str(blob.facts.get("sha256"))
+        size = blob.facts.get("size")
+        if not isinstance(size, int) or not 0 < size <= limit:
+            raise CallRefused(f"{peer} has a state of {size} bytes, at most {limit} are due")
+        if not SHA256.fullmatch(sha256):
+            raise CallRefused(f"{peer} names its state by what is no sha256")
+        return digest, sha256, size
+
+    async def download(
+        self, offer: StateOffer | InitialOffer, folder: Path, *, hurry: bool = False
+    ) -> KeptState:
         """Fetch the file into a folder, going on with what an earlier, broken download of it left.
 
         The digests of its chunks come first, then the chunks, from the peer that offered it. Where
@@ -366,7 +405,7 @@ class ChainClient(HeaderClient):
                     break
                 except REFUSED as error:
                     level = logging.WARNING if isinstance(error, WrongChunk) else logging.INFO
-                    logger.log(level, "the state of round %d: %s", offer.record.round, error)
+                    logger.log(level, "the state of round %d: %s", offer.round, error)
                     failure = error
             else:
                 raise failure or NoState("nobody is there to give it")
@@ -374,11 +413,11 @@ class ChainClient(HeaderClient):
         except (CallRefused, EnvironmentFault):
             path.unlink(missing_ok=True)
             raise
-        return KeptState(
-            round=offer.record.round, digest=offer.digest, sha256=offer.sha256, file=path
-        )
+        return KeptState(round=offer.round, digest=offer.digest, sha256=offer.sha256, file=path)
 
-    async def _rest(self, peer: str, offer: StateOffer, path: Path, hurry: bool) -> None:
+    async def _rest(
+        self, peer: str, offer: StateOffer | InitialOffer, path: Path, hurry: bool
+    ) -> None:
         """What is missing of the file, from one peer."""
         want = {"what": "state", "sha256": offer.sha256}
         count = -(-offer.size // STATE_CHUNK_BYTES)
@@ -447,7 +486,7 @@ class ChainClient(HeaderClient):
         if number <= after_round:
             raise NoState(f"{peer} has a state of round {number}, not after {after_round}")
         kept = await self.download(offer, folder, hurry=hurry)
-        await self._compute(_load, kept.file, anchor, momentum)
+        await self._compute(load_state, kept.file, anchor, momentum)
         kept.file.unlink()
         return State(
             round=number,
@@ -488,6 +527,17 @@ def check_values(path: Path, numel: int) -> None:
         raise CallRefused(f"the state is no safetensors file: {error}") from error
 
 
+def is_initial(path: Path, pinned: str) -> bool:
+    """Whether a state's anchor has this sha256, and nothing has moved it: its momentum is zero."""
+    found, moved = hashlib.sha256(), False
+    with cast(Any, safe_open)(path, framework="pt") as file:
+        anchors, momenta = file.get_slice("anchor"), file.get_slice("momentum")
+        for low in range(0, anchors.get_shape()[0], PIECE_VALUES):
+            found.update(bytes_of(anchors[low : low + PIECE_VALUES]))
+            moved |= bool(momenta[low : low + PIECE_VALUES].any())
+    return found.hexdigest() == pinned and not moved
+
+
 def keep_right_chunks(path: Path, digests: bytes) -> int:
     """Cut a file, which need not be there, to its first chunks that have these digests; its bytes
     then.
@@ -501,7 +551,8 @@ def keep_right_chunks(path: Path, digests: bytes) -> int:
     return size
 
 
-def _load(path: Path, anchor: Tensor, momentum: Tensor) -> None:
+def load_state(path: Path, anchor: Tensor, momentum: Tensor) -> None:
+    """Copy a state that was checked into these vectors, [numel] fp32 each."""
     with on_disk(path), cast(Any, safe_open)(path, framework="pt") as file:
         for name, target in (("anchor", anchor), ("momentum", momentum)):
             target.copy_(file.get_tensor(name))

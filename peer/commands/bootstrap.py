@@ -36,6 +36,7 @@ from dilocox.dht.records import MANIFEST_LIFETIME_S
 from dilocox.dht.revisions import RevisionFolder
 from dilocox.dht.swarm import Swarm
 from dilocox.peer.chain.archive_keeper import Archive
+from dilocox.peer.chain.store import archive_folder
 from dilocox.peer.commands.operate import checked_manifest
 from dilocox.peer.http_pages import (
     RUN_LABEL,
@@ -52,6 +53,7 @@ from dilocox.peer.http_pages import (
 from dilocox.peer.memory_and_disk import proportional_bytes
 from dilocox.peer.options import BootstrapOptions
 from dilocox.peer.os_process import StopSignal
+from dilocox.peer.process.initial_weights import archive_initial
 from dilocox.peer.state_folder import StateFolder
 
 logger = logging.getLogger(__name__)
@@ -178,6 +180,9 @@ def run_bootstrap_command(options: BootstrapOptions) -> int:
                 "run.yaml if this is the operator's state folder, else the operator's invite"
             )
 
+        if not copies:  # before anybody can ask for it
+            archive_initial(options.state, keeper.run, keeper.signed.verify(keeper.run))
+
         def ready(invite: Invite) -> None:
             stop.defer()
             if copies and keeper.signed.public_key == identity.public_key:
@@ -247,8 +252,7 @@ class Beside:
         self._clock = clock
         self._signed = keeper.signed
         manifest = keeper.signed.verify(keeper.run)
-        # with another root nothing of it would fit
-        self._folder = options.state / f"{keeper.run}-archive-{manifest.root[:16]}"
+        self._folder = archive_folder(options.state, keeper.run, manifest)
         self._archive = Archive(
             dht=dht,
             swarm=swarm,

@@ -1,7 +1,7 @@
 """The commands `dilocox export` and `dilocox generate`: the trained model as a Hugging Face folder,
 and how such a folder is used with plain transformers.
 
-What: `Checkpoint` makes the folder from the anchors of the stages, one shard each;
+What: `CheckpointDraft` makes the folder from the anchors of the stages, one shard each;
 `evaluate_checkpoint` and `continue_text` load it as any stranger would.
 Why: what a run leaves behind must load in one line, `AutoModelForCausalLM.from_pretrained(folder)`,
 without this package.
@@ -57,6 +57,7 @@ from dilocox.dht.manifest import Manifest
 from dilocox.peer.options import ExportOptions, GenerateOptions
 from dilocox.peer.os_process import STOPPED, StopSignal
 from dilocox.peer.state_folder import StateFolder
+from dilocox.pipeline.checkpoint import split_commit
 from dilocox.pipeline.partition import build_skeleton
 from dilocox.pipeline.stage import constant_buffers, parameter_shapes
 
@@ -126,7 +127,7 @@ def export_run(
     from dilocox.peer.chain.download import AnchorPlace, download_anchors
 
     manifest = joined.manifest
-    with Checkpoint(
+    with CheckpointDraft(
         folder, manifest.model, manifest.stages, manifest.data.tokenizer, joined.run, dtype
     ) as checkpoint:
         places = download_anchors(
@@ -219,7 +220,7 @@ DEFAULT_TOKENS = 200  # that a text is continued by
 _BYTE_IDS_END = 259
 
 
-class Checkpoint:
+class CheckpointDraft:
     """A Hugging Face folder in the making, which `from_pretrained` loads with bit-equal weights
     where the dtype is fp32. A context manager: while it is open no other export writes there.
 
@@ -464,8 +465,11 @@ def _refuse_foreign(folder: Path) -> None:
 def _load_tokenizer(spec: str) -> Any:
     if spec == "byt5":
         return ByT5Tokenizer()
+    name, commit = (spec, None) if Path(spec).is_dir() else split_commit(spec)
     try:
-        return cast(Any, AutoTokenizer).from_pretrained(spec, trust_remote_code=False)
+        return cast(Any, AutoTokenizer).from_pretrained(
+            name, revision=commit, trust_remote_code=False
+        )
     except (OSError, ValueError) as error:
         reason = " ".join(str(error).split())
         raise EnvironmentFault(

@@ -25,22 +25,25 @@ from dilocox.peer.state_folder import StateFolder
 
 def checked_manifest(path: Path) -> Manifest:
     """The run's description, completed by what only this machine can tell: that the model can be
-    cut and has a row for each id of the tokenizer, and the digests of that and the held-out data.
+    cut and has a row for each id of the tokenizer, and the digests of that, of the held-out data
+    and of the weights of a checkpoint that it starts from.
 
     Raises:
         InvalidInput: a field is wrong, the model cannot be cut so, there is no such tokenizer or
-            it has too many ids, or the data are not as stated.
-        EnvironmentFault: the tokenizer or the data are on the hub, which does not answer.
+            it has too many ids, the data are not as stated, or the checkpoint is not to be used.
+        EnvironmentFault: something of this is on the hub, which does not answer.
     """
+    from dilocox.peer.process.initial_weights import pinned
     from dilocox.peer.training.data import (
         check_tokenizer,
         held_out_digest,
         open_tokenizer,
         tokenizer_digest,
     )
+    from dilocox.pipeline.checkpoint import described_by
     from dilocox.pipeline.partition import plan_stages
 
-    manifest = Manifest.load(path)
+    manifest = Manifest.load(path, described_by)
     plan_stages(manifest.model, manifest.stages)
     tokenizer = open_tokenizer(manifest.data.tokenizer)
     check_tokenizer(manifest.data, tokenizer, manifest.model)
@@ -51,7 +54,7 @@ def checked_manifest(path: Path) -> Manifest:
             f"{found[:12]}...; remove the field, or use the data it was made from"
         )
     filled_in = {"held_out": found, "tokenizer_digest": tokenizer_digest(tokenizer)}
-    return replace(manifest, data=replace(manifest.data, **filled_in))
+    return pinned(replace(manifest, data=replace(manifest.data, **filled_in)))
 
 
 PUBLISH_LIMIT_S = 60.0

@@ -37,6 +37,7 @@ from dilocox.peer.http_pages import check_port, served
 from dilocox.peer.memory_and_disk import MAX_WINDOW, check_plan, gpu_memory, window_limit
 from dilocox.peer.options import PeerOptions
 from dilocox.peer.os_process import RESTART_AFTER_S, StopRequested, StopSignal, start_again
+from dilocox.peer.process.initial_weights import InitialWeights
 from dilocox.peer.process.metrics import PeerMetrics
 from dilocox.peer.process.prepare import StageNeeds, check_disk, held_out, local_model, open_corpus
 from dilocox.peer.process.resting import Allowance, RestWatch
@@ -90,7 +91,8 @@ class Assembly:
         self._manifest = manifest
         self._stop = stop.event
         self._snapshots = snapshots = Snapshots(local.snapshots, layout=layout.digest)
-        self._model = local_model(manifest, stage, layout, buffers, snapshots, device)
+        start = InitialWeights(local).load if manifest.initial.anchors else None
+        self._model = local_model(manifest, stage, layout, buffers, snapshots, device, start)
         merge = self._model.merge
         self.allowance = Allowance(local.options)
         reporter = Reporter(local.folder)

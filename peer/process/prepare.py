@@ -7,7 +7,7 @@ shows it; a peer that starts looks whether its disk has the room.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -43,8 +43,12 @@ def local_model(
     buffers: StageBuffers,
     snapshots: Snapshots,
     device: torch.device,
+    start: Callable[[torch.Tensor, torch.Tensor], tuple[int, str]] | None = None,
 ) -> LocalModel:
     """The stage with its weights: those of the snapshot, or those of the manifest's seed.
+
+    start: where the run starts from a checkpoint. Without a snapshot it puts anchor and momentum
+        into these two vectors, and says which round and record they stand on.
 
     Anchor and momentum lie in the first of the shared buffers.
     """
@@ -66,14 +70,19 @@ def local_model(
         optimizer.load_state_dict(snapshots.inner_state())
         logger.info("continuing from the snapshot of round %d", merge.round)
     else:
-        buffers.anchors[0].copy_(live)
+        number, digest = -1, manifest.root
+        if start is not None:
+            number, digest = start(buffers.anchors[0], buffers.momenta[0])
+            live.copy_(buffers.anchors[0])
+        else:
+            buffers.anchors[0].copy_(live)
         merge = Merge(
             rule,
             live,
             buffers.anchors[0],
             buffers.momenta[0],
-            round_number=-1,
-            digest=manifest.root,
+            round_number=number,
+            digest=digest,
         )
     if snapshots.sent_since:
         _start_over(merge, snapshots.sent_since)

@@ -47,6 +47,7 @@ from dilocox.dht.manifest import DataSpec
 from dilocox.peer.averaging.data_lease import place_of, position_of
 from dilocox.peer.training.data_sources import DocumentStream, require_hub
 from dilocox.peer.training.mixed_source import MixedSource, MixedStream, open_mixture
+from dilocox.pipeline.checkpoint import split_commit
 from dilocox.pipeline.stage_worker import next_token_loss
 
 logger = logging.getLogger(__name__)
@@ -140,6 +141,8 @@ def check_tokenizer(data: DataSpec, tokenizer: Tokenizer, model: Mapping[str, An
 def _load_pretrained(name: str) -> Any:
     auto: Any = importlib.import_module("transformers").AutoTokenizer
     options: dict[str, Any] = {"trust_remote_code": False}
+    if not Path(name).is_dir():
+        name, options["revision"] = split_commit(name)
     try:
         return auto.from_pretrained(name, local_files_only=True, **options)
     except (OSError, ValueError) as error:

@@ -43,7 +43,12 @@ from tests.peer.kept_chains import MODEL, RUN, ChainMaker
 from tests.peer.memory_swarm import MemorySwarm
 
 MANIFEST = Manifest.from_dict(
-    {"name": "test", "model": MODEL, "end_tokens": 1000, "codec": {"scheme": "dense"}}
+    {
+        "name": "test",
+        "model": MODEL | {"vocab_size": 8192},  # so that a state has five chunks
+        "end_tokens": 1000,
+        "codec": {"scheme": "dense"},
+    }
 )
 ME = "QmArchive"
 OUTER = OuterStep(MANIFEST.outer.learning_rate, MANIFEST.outer.momentum)

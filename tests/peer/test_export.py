@@ -17,7 +17,7 @@ from dilocox.dht.errors import EnvironmentFault, InvalidInput
 from dilocox.dht.manifest import Manifest
 from dilocox.peer.commands import export
 from dilocox.peer.commands.export import (
-    Checkpoint,
+    CheckpointDraft,
     continue_text,
     evaluate_checkpoint,
     model_card,
@@ -80,7 +80,7 @@ def write(
     tokenizer: str = "byt5",
     dtype: torch.dtype = torch.float32,
 ) -> None:
-    with Checkpoint(folder, config, num_stages, tokenizer, RUN, dtype) as checkpoint:
+    with CheckpointDraft(folder, config, num_stages, tokenizer, RUN, dtype) as checkpoint:
         for stage in range(num_stages):
             checkpoint.add({"stage": stage}, stage_tensors(config, num_stages, stage, seed))
         checkpoint.finish(INFO, "# a card\n")
@@ -202,7 +202,7 @@ def test_a_failure_half_way_leaves_the_earlier_export_and_what_the_next_one_goes
     write(out, seed=3)
     before = files(out)
     place = {"stage": 0, "round": 7}
-    with pytest.raises(ConnectionError), Checkpoint(out, LLAMA, 2, "byt5", RUN) as checkpoint:
+    with pytest.raises(ConnectionError), CheckpointDraft(out, LLAMA, 2, "byt5", RUN) as checkpoint:
         checkpoint.add(place, stage_tensors(LLAMA, 2, 0, seed=4))
         (checkpoint.draft / "half a state").mkdir()
         raise ConnectionError("the peer of stage 1 left")
@@ -215,7 +215,7 @@ def test_a_failure_half_way_leaves_the_earlier_export_and_what_the_next_one_goes
             raise PermissionError(13, "Permission denied")
         return rename(self, target)
 
-    with Checkpoint(out, LLAMA, 2, "byt5", RUN) as checkpoint:
+    with CheckpointDraft(out, LLAMA, 2, "byt5", RUN) as checkpoint:
         assert checkpoint.stages == {0: place}
         checkpoint.add({"stage": 1}, stage_tensors(LLAMA, 2, 1, seed=4))
         with monkeypatch.context() as patch:
@@ -232,9 +232,9 @@ def test_a_failure_half_way_leaves_the_earlier_export_and_what_the_next_one_goes
 @pytest.mark.parametrize("other", ["run", "dtype", "stages"])
 def test_what_another_kind_of_export_left_is_not_gone_on_with(tmp_path: Path, other: str) -> None:
     out = tmp_path / "out"
-    with Checkpoint(out, LLAMA, 2, "byt5", RUN) as checkpoint:
+    with CheckpointDraft(out, LLAMA, 2, "byt5", RUN) as checkpoint:
         checkpoint.add({"stage": 1}, stage_tensors(LLAMA, 2, 1))
-    with Checkpoint(
+    with CheckpointDraft(
         out,
         LLAMA,
         3 if other == "stages" else 2,
@@ -247,8 +247,8 @@ def test_what_another_kind_of_export_left_is_not_gone_on_with(tmp_path: Path, ot
 
 
 def test_two_exports_to_one_folder_do_not_meet(tmp_path: Path) -> None:
-    with Checkpoint(tmp_path / "out", LLAMA, 2, "byt5", RUN):
-        other = Checkpoint(tmp_path / "out", LLAMA, 2, "byt5", RUN)
+    with CheckpointDraft(tmp_path / "out", LLAMA, 2, "byt5", RUN):
+        other = CheckpointDraft(tmp_path / "out", LLAMA, 2, "byt5", RUN)
         with pytest.raises(EnvironmentFault, match="another export writes there"), other:
             pass
 
@@ -289,7 +289,7 @@ def test_tensors_that_are_not_those_of_the_stages_are_refused(tmp_path: Path, fa
         fault, {name: weights}
     )
     with (
-        Checkpoint(tmp_path / "out", LLAMA, 2, "byt5", RUN) as checkpoint,
+        CheckpointDraft(tmp_path / "out", LLAMA, 2, "byt5", RUN) as checkpoint,
         pytest.raises(ValueError, match=r"missing are \[1\]|stage 0 of 2 has other"),
     ):
         checkpoint.add({"stage": 0}, tensors)

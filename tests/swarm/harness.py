@@ -35,6 +35,7 @@ from dilocox.peer.os_process import Child, start_command, start_process
 from dilocox.peer.rounds.adaptation import stage_codec
 from dilocox.peer.rounds.vote import Vote
 from dilocox.peer.state_folder import StateFolder
+from dilocox.pipeline.checkpoint import described_by
 from dilocox.pipeline.stage import parameter_shapes
 from tests.swarm.altered import Halt, Shown
 from tests.swarm.links import Links
@@ -182,7 +183,7 @@ class LocalSwarm:
         self._ended = False
         run_file = folder / "run.yaml"
         run_file.write_text(yaml.safe_dump(manifest, sort_keys=False))
-        self.manifest = Manifest.load(run_file)
+        self.manifest = Manifest.load(run_file, described_by)
         self._bootstrap_expected = True
         self._bootstrap = self._start_bootstrap(0, *bootstrap)
         invite = folder / "bootstrap" / "invite"

@@ -1,0 +1,145 @@
+"""The initial weights of a run that starts from a checkpoint: pinned, kept for others, and taken.
+
+The operator's bootstrap reads the checkpoint, a stage at a time: the manifest names the sha256 of
+each stage's anchor, and the archive keeps it as a state of round -1, for as long as the run. A peer
+that begins reads its stage's tensors itself where the checkpoint is within its reach and is the
+pinned one. Otherwise it takes a state like any joiner: the newest of its stage, and of a stage that
+has none yet the one of round -1, whose anchor must have the pinned sha256.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from dilocox.dht.errors import DilocoxError, EnvironmentFault, InvalidInput
+from dilocox.dht.invite import bootstrap_address
+from dilocox.dht.manifest import Manifest
+from dilocox.dht.rpc import REFUSED, LoopThread
+from dilocox.peer.averaging.local_peer import LocalPeer
+from dilocox.peer.chain.download import claimed_chain
+from dilocox.peer.chain.rollback import STATE_NAME
+from dilocox.peer.chain.snapshot_files import made_whole, write_state
+from dilocox.peer.chain.store import INITIAL_NAME, KeptState, archive_folder, kept_state
+from dilocox.peer.chain.sync import ChainClient, Limits, NoState, load_state
+from dilocox.peer.rounds.outer_step import anchor_sha256
+from dilocox.pipeline.checkpoint import Checkpoint
+
+logger = logging.getLogger(__name__)
+
+START_LIMIT_S = 10.0
+LIMIT_S = 6 * 3600.0  # of the stage's weights; a transfer that stalls fails much sooner
+WAIT_S = 300.0  # until somebody gives them
+LOOK_S = 2.0
+
+
+def pinned(manifest: Manifest) -> Manifest:
+    """The manifest with the digests of its checkpoint's weights, if it starts from one; raises as
+    `Checkpoint.stage`.
+    """
+    initial = manifest.initial
+    if not initial.source:
+        return manifest
+    checkpoint, stages = Checkpoint(initial.source), manifest.stages
+    vectors = (checkpoint.stage(manifest.model, stages, stage) for stage in range(stages))
+    return replace(
+        manifest, initial=replace(initial, anchors=tuple(anchor_sha256(each) for each in vectors))
+    )
+
+
+def archive_initial(state: Path, run: str, manifest: Manifest) -> None:
+    """Put the initial weights of each stage where a bootstrap's archive gives them to others; what
+    is there stays.
+
+    Raises: see `Checkpoint.stage`; EnvironmentFault if the disk is full.
+    """
+    for stage in range(len(manifest.initial.anchors)):
+        folder = archive_folder(state, run, manifest) / f"stage{stage}" / INITIAL_NAME
+        if kept_state(folder) is None:
+            anchor = _read(manifest, stage)
+            with made_whole(folder / STATE_NAME) as partial:
+                write_state(partial, -1, manifest.root, anchor, torch.zeros_like(anchor))
+
+
+def _read(manifest: Manifest, stage: int) -> Tensor:
+    """From the checkpoint, [numel] fp32; InvalidInput also where it is not the pinned one."""
+    source = manifest.initial.source
+    anchor = Checkpoint(source).stage(manifest.model, manifest.stages, stage)
+    found, wanted = anchor_sha256(anchor), manifest.initial.anchors[stage]
+    if found != wanted:
+        raise InvalidInput(
+            f"{source}: the weights of stage {stage} have the digest {found[:12]}, the run began "
+            f"with {wanted[:12]}; put the checkpoint there that the run began with"
+        )
+    return anchor
+
+
+class InitialWeights:
+    """Where a peer begins that has no snapshot."""
+
+    def __init__(self, local: LocalPeer, *, wait_s: float = WAIT_S):
+        """wait_s: for somebody who gives them."""
+        self._local = local
+        self._wait_s = wait_s
+
+    def load(self, anchor: Tensor, momentum: Tensor) -> tuple[int, str]:
+        """Fill these vectors, [numel] fp32; the round and the digest that they stand on.
+
+        Raises EnvironmentFault if nobody gives them in time.
+        """
+        manifest = self._local.manifest
+        try:
+            anchor.copy_(_read(manifest, self._local.stage))
+            return -1, manifest.root
+        except DilocoxError as error:
+            logger.info("taking the weights from others, for here: %s", error)
+        thread = LoopThread("initial weights", p2p=self._local.dht.replicate_p2p)
+        thread.start(START_LIMIT_S)
+        try:
+            kept = thread.ask(self._taken(), LIMIT_S)
+        except ConnectionError as error:
+            raise EnvironmentFault(
+                f"the initial weights did not come: {error}; try again"
+            ) from error
+        finally:
+            thread.close()
+        load_state(kept.file, anchor, momentum)
+        kept.file.unlink()
+        return kept.round, kept.digest
+
+    async def _taken(self) -> KeptState:
+        local = self._local
+        addresses = map(bootstrap_address, local.options.invite.bootstraps)
+        bootstraps = [address.peer_id for address in addresses]
+        give_up, last = time.monotonic() + self._wait_s, "nobody was asked"
+        while time.monotonic() < give_up:
+            claimed = await claimed_chain(local, local.stage, older=False, limits=Limits())
+            for peer in dict.fromkeys((*claimed.claims, *bootstraps)):
+                try:
+                    return await self._from(claimed.chain, peer)
+                except REFUSED as error:
+                    last = str(error) or type(error).__name__
+                    logger.info("no initial weights from %s: %s", peer[-6:], last)
+            await asyncio.sleep(LOOK_S)
+        raise EnvironmentFault(
+            f"nobody gives the initial weights of stage {local.stage} ({last}): the operator's "
+            f"bootstrap must run; or put the checkpoint at {local.manifest.initial.source!r}"
+        )
+
+    async def _from(self, chain: ChainClient, peer: str) -> KeptState:
+        """A newer state saves the records before it, unless those are here already."""
+        log, folder = self._local.open_log(), self._local.folder / "incoming"
+        if not log.rounds():
+            with suppress(NoState):
+                offer = await chain.offer(peer)
+                kept = await chain.download(offer, folder)
+                await asyncio.to_thread(log.start_from, offer.record_bytes, offer.certificate)
+                return kept
+        return await chain.initial(peer, folder)

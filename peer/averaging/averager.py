@@ -235,11 +235,6 @@ class StageAverager(PeerService, DecentralizedAverager):
             await super()._shutdown(timeout)
 
     @cached_property
-    def _average(self) -> Tensor:
-        """Room for an average: of a large stage, new memory takes longer than the arithmetic."""
-        return torch.zeros(self.local.layout.numel)
-
-    @cached_property
     def _client(self) -> Client:
         return Client(
             p2p=self._p2p,
@@ -435,11 +430,12 @@ class StageAverager(PeerService, DecentralizedAverager):
             own = means.own(buffers.message, record.counted(self.local.me), out=buffers.own)
             if own is not buffers.own:
                 buffers.own.copy_(own)
+        following = buffers.anchors[1 - current]
         outer_step(self.local.manifest, record.rules).apply(
             buffers.anchors[current],
             buffers.momenta[current],
-            means.average(out=self._average),
-            buffers.anchors[1 - current],
+            means.average(out=following.zero_()),
+            following,  # takes the average's place, chunk by chunk
             buffers.momenta[1 - current],
         )
         rounds = self.local.manifest.rounds

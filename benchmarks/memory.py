@@ -7,9 +7,9 @@ step, sends, and makes another one with the send in flight. The neighbours' micr
 gradients are random numbers.
 
 The first table says what the stage's vectors take, in bytes per parameter, counted in the tensors
-themselves at the end of the second step's last backward. `other shared` are the four vectors in
-shared memory besides the current anchor and outer momentum: message, own contribution, and the next
-anchor and momentum.
+themselves at the end of the second step's last backward. `other shared` are the three vectors in
+shared memory besides the current anchor and outer momentum: message, and the next anchor and
+momentum.
 
 The second one says how that and the activations add up. `in flight` are microbatches times what one
 of them keeps for its backward. `peak` is how far resident memory rose above what it was before the
@@ -138,7 +138,7 @@ class Bench:
         """Bytes of the stage's vectors by kind, in the middle of an inner step."""
         merge, buffers = self.model.merge, self.buffers
         gradients = [each.grad for each in self.model.stage.parameters() if each.grad is not None]
-        shared = [buffers.message, buffers.own, *buffers.anchors, *buffers.momenta]
+        shared = [buffers.message, *buffers.anchors, *buffers.momenta]
         current = {merge.anchor.data_ptr(), merge.momentum.data_ptr()}
         kinds = {
             "weights": [merge.progress.live],

@@ -317,7 +317,7 @@ class Learner:
         error: float | None = None
         held = self._merge.held(record.round)
         if facts.contributor and held is not None:
-            values = self._model.buffers.own
+            values = self._model.buffers.message
             if not event.own_ready:
                 values = own_contribution(record, self._me, held.message, self._codec)
             own = OwnContribution(values, record.left_out(self._me, self._codec))

@@ -147,7 +147,7 @@ class Bench:
             "anchor": [merge.anchor],
             "outer momentum": [merge.momentum],
             "start of the round": [merge.progress.start],
-            "residual": [merge.residual.values],
+            "residual": [] if merge.residual.empty else [merge.residual.values],
             "send in flight": [each for s in merge.fly.values() for each in (s.delta, s.message)],
             "other shared": [each for each in shared if each.data_ptr() not in current],
         }

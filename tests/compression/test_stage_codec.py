@@ -121,9 +121,7 @@ def test_an_own_contribution_may_take_the_place_of_its_message(scheme: str) -> N
     messages = [message(seed) for seed in range(3)]
     exchange = Exchange(codec, messages, codec.first_basis("seed"), {2: {0}})
     place = messages[2]
-    assert torch.equal(
-        exchange.means.own(place, exchange.counted[2], out=place), exchange.own[2]
-    )
+    assert torch.equal(exchange.means.own(place, exchange.counted[2], out=place), exchange.own[2])
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)

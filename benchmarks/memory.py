@@ -2,6 +2,9 @@
 
     python benchmarks/memory.py [--stages 1 2 4] [--layers 8] [--hidden-size 384] [--recompute]
 
+The figures of docs/operator.md are those of one stage, `--stages 1 --microbatches 2`, with
+`--hidden-size 512`, and with `--layers 12 --hidden-size 768 --vocabulary 8192`.
+
 Every stage is built in a process of its own by the classes that a peer uses; it makes an inner
 step, sends, makes another one with the send in flight, and applies the record that holds the send.
 The neighbours' microbatches and gradients are random numbers.

@@ -2,20 +2,24 @@
 
     python benchmarks/memory.py [--stages 1 2 4] [--layers 8] [--hidden-size 384] [--recompute]
 
+The figures of docs/operator.md are those of one stage, `--stages 1 --microbatches 2`, with
+`--hidden-size 512`, and with `--layers 12 --hidden-size 768 --vocabulary 8192`.
+
 Every stage is built in a process of its own by the classes that a peer uses; it makes an inner
-step, sends, and makes another one with the send in flight. The neighbours' microbatches and
-gradients are random numbers.
+step, sends, makes another one with the send in flight, and applies the record that holds the send.
+The neighbours' microbatches and gradients are random numbers.
 
 The first table says what the stage's vectors take, in bytes per parameter, counted in the tensors
-themselves at the end of the second step's last backward. `other shared` are the four vectors in
-shared memory besides the current anchor and outer momentum: message, own contribution, and the next
-anchor and momentum.
+themselves at the end of the second step's last backward. `other shared` are the three vectors in
+shared memory besides the current anchor and outer momentum: message, and the next anchor and
+momentum.
 
 The second one says how that and the activations add up. `in flight` are microbatches times what one
 of them keeps for its backward. `peak` is how far resident memory rose above what it was before the
 stage was built; `rest` is the part of it that nothing of the above explains: temporaries, the
 allocator's and the kernels' own. A peer that held anything of another stage would show it there.
-Read from Linux's /proc. A peer's four other processes are not in it.
+Read from Linux's /proc. A peer's four other processes are not in it. `plan` is what the doctor says
+without them (peer/memory_and_disk.py), and `plan/peak` how far it is from what was measured.
 """
 
 from __future__ import annotations
@@ -39,7 +43,10 @@ from dilocox.compression.layout import FlatLayout
 from dilocox.dht.errors import InvalidInput
 from dilocox.dht.manifest import Manifest
 from dilocox.peer.averaging.averager import StageBuffers
+from dilocox.peer.memory_and_disk import PROCESSES_BYTES, planned_bytes
 from dilocox.peer.process.prepare import local_model
+from dilocox.peer.rounds.adaptation import outer_step
+from dilocox.peer.training.merge import OwnContribution, RecordFacts
 from dilocox.peer.training.snapshots import Snapshots
 from dilocox.pipeline.partition import plan_stages
 from dilocox.pipeline.stage import parameter_shapes
@@ -47,6 +54,7 @@ from dilocox.pipeline.stage_worker import StageWorker, window_size
 
 STAGE_LIMIT_S = 600.0
 LEARNING_RATE = 1e-4
+ON_GPU = ("weights", "gradients", "AdamW moments")
 MB = 1e6
 
 
@@ -68,6 +76,22 @@ class Figures:
     """Resident at the peak."""
 
     @property
+    def peak_bytes_per_parameter(self) -> float:
+        """How far resident memory rose at the peak, activations included."""
+        return (self.peak_bytes - self.before_bytes) / self.parameters
+
+    @property
+    def host_bytes_beside_gpu(self) -> float:
+        """Bytes a parameter of the vectors that stay in the machine's memory beside a GPU."""
+        there = sum(size for kind, size in self.vectors.items() if kind not in ON_GPU)
+        return there / self.parameters
+
+    @property
+    def planned_bytes(self) -> int:
+        """The plan for the stage, without that for the processes themselves."""
+        return planned_bytes(self.parameters) - PROCESSES_BYTES
+
+    @property
     def explained_bytes(self) -> int:
         """Vectors and activations."""
         return sum(self.vectors.values()) + self.in_flight * self.microbatch_bytes
@@ -86,6 +110,7 @@ class Bench:
         device: torch.device | None = None,
     ):
         self._batch, self._stage, self._num_stages = manifest.batch, stage, manifest.stages
+        self._manifest = manifest
         self._hidden_size: int = manifest.model["hidden_size"]
         layout = FlatLayout.of(parameter_shapes(manifest.model, manifest.stages, stage))
         self.buffers = StageBuffers.allocate(layout.numel)
@@ -143,6 +168,15 @@ class Bench:
         """Take what was learnt as the send of round 0, as at the end of a round."""
         self.buffers.message.copy_(self.model.merge.send(0).message)
 
+    def commit(self) -> None:
+        """Apply the record of round 0, which holds the send, as both processes of a peer do."""
+        merge, buffers = self.model.merge, self.buffers
+        anchor, momentum = buffers.anchors[1], buffers.momenta[1]
+        anchor.copy_(buffers.message)  # of a peer alone the average is its own message
+        outer_step(self._manifest, 0).apply(merge.anchor, merge.momentum, anchor, anchor, momentum)
+        record = RecordFacts(round=0, digest="", previous=merge.digest, contributor=True)
+        merge.commit(record, anchor, momentum, OwnContribution(buffers.message))
+
     def vectors(self) -> dict[str, int]:
         """Bytes of the stage's vectors by kind, in the middle of an inner step."""
         return {kind: sum(each.nbytes for each in held) for kind, held in self._held().items()}
@@ -160,7 +194,7 @@ class Bench:
     def _held(self) -> dict[str, list[Tensor]]:
         merge, buffers = self.model.merge, self.buffers
         gradients = [each.grad for each in self.model.stage.parameters() if each.grad is not None]
-        shared = [buffers.message, buffers.own, *buffers.anchors, *buffers.momenta]
+        shared = [buffers.message, *buffers.anchors, *buffers.momenta]
         current = {merge.anchor.data_ptr(), merge.momentum.data_ptr()}
         return {
             "weights": [merge.progress.live],
@@ -169,7 +203,7 @@ class Bench:
             "anchor": [merge.anchor],
             "outer momentum": [merge.momentum],
             "start of the round": [merge.progress.start],
-            "residual": [merge.residual.values],
+            "residual": [] if merge.residual.empty else [merge.residual.values],
             "send in flight": [each for s in merge.fly.values() for each in (s.delta, s.message)],
             "other shared": [each for each in shared if each.data_ptr() not in current],
         }
@@ -189,6 +223,7 @@ def measure(description: dict[str, Any], stage: int, recompute: bool) -> Figures
         bench.passes()
         vectors = bench.vectors()
         bench.go()
+        bench.commit()
     return Figures(
         num_stages=manifest.stages,
         stage=stage,
@@ -274,13 +309,18 @@ def kinds_table(figures: list[Figures]) -> Table:
     table.add_section()
     sums = (sum(each.vectors.values()) / each.parameters for each in figures)
     table.add_row("total", *(f"{total:.2f}" for total in sums))
+    table.add_row("beside a GPU", *(f"{each.host_bytes_beside_gpu:.2f}" for each in figures))
+    table.add_row("peak", *(f"{each.peak_bytes_per_parameter:.2f}" for each in figures))
     return table
 
 
 def stages_table(figures: list[Figures]) -> Table:
     """How vectors and activations add up, beside what was measured."""
     table = Table(title="a stage in memory, MB")
-    for heading in ("stage", "parameters", "vectors", "in flight", "sum", "peak", "rest", "before"):
+    for heading in (
+        *("stage", "parameters", "vectors", "in flight", "sum", "peak", "rest", "before"),
+        *("plan", "plan/peak"),
+    ):
         table.add_column(heading, justify="right")
     for index, each in enumerate(figures):
         if each.stage == 0 and index:
@@ -295,6 +335,8 @@ def stages_table(figures: list[Figures]) -> Table:
             f"{risen / MB:.0f}",
             f"{(risen - each.explained_bytes) / MB:+.0f}",
             f"{each.before_bytes / MB:.0f}",
+            f"{each.planned_bytes / MB:.0f}",
+            f"{each.planned_bytes / risen:.2f}",
         )
     return table
 

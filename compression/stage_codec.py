@@ -204,7 +204,8 @@ class StageMeans:
     def own(self, message: Tensor, counted: Sequence[slice], out: Tensor | None = None) -> Tensor:
         """What a member's message put in, fp32 [layout.numel]; 0 where it was left out.
 
-        counted: the parts of the last phase's vector that hold its values. `out` as above.
+        counted: the parts of the last phase's vector that hold its values. `out` as above; it may
+        be the message, which is lost then.
         """
         low_rank = self._low_rank
         vector = (

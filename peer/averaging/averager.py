@@ -5,8 +5,9 @@ itself is ours (peer/rounds/exchange.py). The process also serves what other pee
 (service.py) and does the outer arithmetic, so that the training loop never waits for any of it.
 
 The trainer and this process share the vectors of `StageBuffers`. The trainer writes `message`
-before it starts an exchange; this process writes only `own` and the vectors that are not current,
-and the trainer switches to them between two inner steps.
+before it starts an exchange; this process writes only the vectors that are not current, to which
+the trainer switches between two inner steps, and, over a message that a record holds, what the
+record holds of it.
 """
 
 # hivemind and its generated protocol classes carry no types.
@@ -86,8 +87,7 @@ class AveragerStuck(RuntimeError):
 class StageBuffers:
     """Flat fp32 vectors in shared memory; of each pair one is current."""
 
-    message: Tensor
-    own: Tensor  # this peer's decoded contribution to the record that was applied last
+    message: Tensor  # of a record that was applied: this peer's decoded contribution to it
     anchors: tuple[Tensor, Tensor]
     momenta: tuple[Tensor, Tensor]
     # counted since this peer started, by the averaging process:
@@ -97,10 +97,9 @@ class StageBuffers:
 
     @classmethod
     def allocate(cls, numel: int) -> StageBuffers:
-        message, own, *pairs = (shared_zeros(numel, torch.float32) for _ in range(6))
+        message, *pairs = (shared_zeros(numel, torch.float32) for _ in range(5))
         return cls(
             message=message,
-            own=own,
             anchors=(pairs[0], pairs[1]),
             momenta=(pairs[2], pairs[3]),
             sent=Counts(BYTE_KINDS, shared=True),
@@ -233,11 +232,6 @@ class StageAverager(PeerService, DecentralizedAverager):
         """As hivemind's, but quiet where p2pd died before: then there is nothing to take back."""
         with contextlib.suppress(OSError):
             await super()._shutdown(timeout)
-
-    @cached_property
-    def _average(self) -> Tensor:
-        """Room for an average: of a large stage, new memory takes longer than the arithmetic."""
-        return torch.zeros(self.local.layout.numel)
 
     @cached_property
     def _client(self) -> Client:
@@ -432,14 +426,17 @@ class StageAverager(PeerService, DecentralizedAverager):
             raise AnchorDiffers(f"record {round_number} applies to another anchor")
         means = record.decoded(self._check.codec)
         if with_own:
-            own = means.own(buffers.message, record.counted(self.local.me), out=buffers.own)
-            if own is not buffers.own:
-                buffers.own.copy_(own)
+            # the trainer has the message too, and no attempt of this round starts any more
+            counted, message = record.counted(self.local.me), buffers.message
+            own = means.own(message, counted, out=message)
+            if own is not message:
+                message.copy_(own)
+        following = buffers.anchors[1 - current]
         outer_step(self.local.manifest, record.rules).apply(
             buffers.anchors[current],
             buffers.momenta[current],
-            means.average(out=self._average),
-            buffers.anchors[1 - current],
+            means.average(out=following.zero_()),
+            following,  # takes the average's place, chunk by chunk
             buffers.momenta[1 - current],
         )
         rounds = self.local.manifest.rounds

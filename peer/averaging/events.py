@@ -24,7 +24,7 @@ class Committed(Event):
     record: RoundRecord
     digest: str
     anchor_sha256: str
-    own_ready: bool  # buffers.own holds this peer's decoded contribution
+    own_ready: bool  # buffers.message is this peer's decoded contribution now
     exchange_s: float | None  # how long this peer's exchange took; None if it was not in the group
     matchmaking_s: float | None = None  # until its group stood; None if it was in none, or alone
     payload_bytes: int = 0  # of the record's means

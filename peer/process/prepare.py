@@ -158,7 +158,7 @@ def held_out(manifest: Manifest) -> torch.Tensor:
     )
 
 
-SNAPSHOT_VECTORS = 9  # anchor, momentum, weights, start, residual, a send's two, two moments
+SNAPSHOT_VECTORS = 8  # anchor, momentum, weights, start, two moments; a send's two, or residual
 SNAPSHOTS_AT_ONCE = 2  # the old one goes when the new one is whole
 
 

@@ -54,7 +54,8 @@ class OuterStep:
             buf = mu * buf + g;  d = g + mu * buf;  A = A - lr * d
 
         All are flat vectors of one length and dtype on the CPU. An output may be the input that it
-        replaces (the step is then in place), and nothing else. Allocates one chunk.
+        replaces (the step is then in place), `out_anchor` may also be the average, whose values are
+        then lost, and nothing else. Allocates one chunk.
 
         Raises:
             ValueError: tensors that differ in length, dtype or device, or an output that overwrites
@@ -96,10 +97,10 @@ def _check(*tensors: Tensor) -> None:
                 "the outer step takes flat CPU vectors of one length and dtype: "
                 f"{_describe(tensor)} beside {_describe(anchor)}"
             )
-    start = [tensor.data_ptr() for tensor in (average, anchor, momentum_buffer, out_momentum)]
-    if anchor.numel() and out_anchor.data_ptr() in (start[0], start[2], start[3]):
-        raise ValueError("out_anchor may share memory with the anchor alone")
-    if anchor.numel() and out_momentum.data_ptr() in start[:2]:
+    momenta = momentum_buffer.data_ptr(), out_momentum.data_ptr()
+    if anchor.numel() and out_anchor.data_ptr() in momenta:
+        raise ValueError("out_anchor may share memory with the anchor or the average alone")
+    if anchor.numel() and momenta[1] in (average.data_ptr(), anchor.data_ptr()):
         raise ValueError("out_momentum may share memory with the momentum buffer alone")
 
 

@@ -35,7 +35,7 @@ from dilocox.peer.training.inner_optimizer import InnerOptimizer
 from dilocox.peer.training.merge import Merge, Outcome, OwnContribution, RecordFacts
 from dilocox.peer.training.report import LoopMeter
 from dilocox.peer.training.snapshots import Snapshots
-from dilocox.peer.training.unsent_progress import fingerprint, norm, relative_error
+from dilocox.peer.training.unsent_progress import fingerprint, relative_error
 from dilocox.pipeline.messages import Stepped
 from dilocox.pipeline.stage import StageModule
 
@@ -317,7 +317,7 @@ class Learner:
         error: float | None = None
         held = self._merge.held(record.round)
         if facts.contributor and held is not None:
-            values = self._model.buffers.own
+            values = self._model.buffers.message
             if not event.own_ready:
                 values = own_contribution(record, self._me, held.message, self._codec)
             own = OwnContribution(values, record.left_out(self._me, self._codec))
@@ -335,7 +335,7 @@ class Learner:
             outcome,
             tokens,
             compression_error=error if outcome is Outcome.COUNTED else None,
-            residual_norm=norm(self._merge.residual.values),
+            residual_norm=self._merge.residual.norm,
         )
         self._records_unsaved += 1
         self._bytes_unsaved += event.payload_bytes

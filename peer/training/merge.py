@@ -23,8 +23,9 @@ Sources: DiLoCo (arXiv 2311.08105) for `none`, DiLoCoX (arXiv 2506.21263) for `r
 
 `Merge` holds the state of one peer and stage: what a snapshot holds, exactly. Its memory, in
 vectors of the stage's size: live weights (the caller's), anchor, outer momentum, start and
-residual; two more for a send in flight and for each undone send (at most `max_undone`). Settling a
-residual allocates one or two for a moment; live weights on a GPU are copied in chunks.
+residual. A send in flight takes two, one of which the residual gives up, for it is empty then; each
+undone send (at most `max_undone`) takes two more, and makes a residual beside it. Nothing else is
+allocated, not for a moment either, but chunks and parts that were left out.
 """
 
 from __future__ import annotations
@@ -37,13 +38,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dilocox.peer.training.unsent_progress import Progress
+from dilocox.peer.training.unsent_progress import Progress, chunks, norm
 
 SENDS_REMEMBERED = 64  # of those that are not held any more: two integers each
 
 
 class Residual:
-    """What the codec left unsent of a stage's updates: `values` [n], changed in place.
+    """What the codec left unsent of a stage's updates, in memory only while there is any.
 
     Error feedback (EF-SGD, arXiv 1901.09847): coding loses up to half a step per value and round;
     kept and sent later, the loss stays bounded instead of piling up. The residual is measured
@@ -52,13 +53,52 @@ class Residual:
     """
 
     def __init__(self, values: Tensor):
-        self.values = values
+        """values [n]: adopted, and changed in place."""
+        self._values: Tensor | None = values
+        self._nothing = values.new_zeros(()).expand(values.shape)  # takes one value of memory
+
+    @property
+    def empty(self) -> bool:
+        """Whether nothing is unsent."""
+        return self._values is None
+
+    @property
+    def values(self) -> Tensor:
+        """[n]; where the residual is empty, new zeros that belong to the caller."""
+        return self._nothing.clone() if self._values is None else self._values
+
+    @values.setter
+    def values(self, values: Tensor) -> None:
+        self._values = values
+
+    @property
+    def norm(self) -> float:
+        """The Euclidean norm."""
+        return 0.0 if self._values is None else norm(self._values)
+
+    def clear(self) -> None:
+        """Nothing is unsent any more."""
+        self._values = None
 
     def take(self, delta: Tensor) -> Tensor:
-        """A send: the message delta + residual [n], newly allocated. The residual is empty then."""
-        message = delta + self.values
-        self.values.zero_()
+        """A send: the message delta + residual [n], in the residual's memory, which it gives up."""
+        message = delta.clone() if self._values is None else self._values.add_(delta)
+        self._values = None
         return message
+
+    def give_back(self, message: Tensor, delta: Tensor) -> None:
+        """A send is undone: what it had taken from here, message - delta, is unsent again."""
+        self._add(message, delta, 1)
+
+    def take_out(self, message: Tensor, delta: Tensor) -> None:
+        """A send was not undone after all: what `give_back` brought goes."""
+        self._add(message, delta, -1)
+
+    def _add(self, message: Tensor, delta: Tensor, sign: int) -> None:
+        if self._values is None:
+            self._values = torch.zeros_like(message)
+        for part in chunks(message):
+            self._values[part].add_(message[part] - delta[part], alpha=sign)
 
     def settle(
         self,
@@ -70,14 +110,15 @@ class Residual:
         """A record with this send was committed: keep `decay` of what it left of the message.
 
         contribution [n]: this peer's own, decoded, 0 where it did not count. `left_out`: where that
-        is so, at least in part; there all that is unsent stays, without decay.
+        is so, at least in part; there all that is unsent stays, without decay. The message is lost:
+        the residual takes its memory, or at least computes in it.
         """
-        unsent = message - contribution
+        unsent = message.sub_(contribution)
         kept = [(part, unsent[part].clone()) for part in left_out]
         unsent.mul_(decay)
         for part, values in kept:
             unsent[part] = values
-        self.values += unsent
+        self._values = unsent if self._values is None else self._values.add_(unsent)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -220,7 +261,7 @@ class Merge:
         """Stand on the anchor with nothing of one's own; what that was counts as lost, unless a
         record of one of its sends comes after all."""
         self.progress.stand_on(self.anchor)
-        self.residual.values.zero_()
+        self.residual.clear()
         given_up = {n: send.tokens for n, send in (*self.fly.items(), *self.undone.items())}
         given_up |= {number: send.tokens for number, send in self._given_up.items()}
         self._give_up(given_up, clean=True)
@@ -245,8 +286,9 @@ class Merge:
             "momentum": self.momentum,
             "live": self.progress.live_on_host(),
             "start": self.progress.start,
-            "residual": self.residual.values,
         }
+        if not self.residual.empty:
+            tensors["residual"] = self.residual.values
         for kind, sends in (("fly", self.fly), ("undone", self.undone)):
             for number, send in sends.items():
                 tensors[f"{kind}.{number}.delta"] = send.delta
@@ -285,10 +327,12 @@ class Merge:
         self = cls(
             config, live, anchor, momentum, round_number=facts["round"], digest=facts["digest"]
         )
-        self.progress.check(tensors["live"], tensors["start"], tensors["residual"])
+        residual = [tensors["residual"]] if "residual" in tensors else []
+        self.progress.check(tensors["live"], tensors["start"], *residual)
         live.copy_(tensors["live"])
         self.progress.start.copy_(tensors["start"])
-        self.residual.values.copy_(tensors["residual"])
+        for values in residual:
+            self.residual.values = values.clone()
         for kind, sends in (("fly", self.fly), ("undone", self.undone)):
             for number, tokens, *age in facts[kind]:
                 delta, message = (tensors[f"{kind}.{number}.{n}"] for n in ("delta", "message"))
@@ -411,7 +455,7 @@ class Merge:
         of it left this peer; then it is not kept among the undone.
         """
         send = self.fly.pop(round_number)
-        self.residual.values += send.message - send.delta
+        self.residual.give_back(send.message, send.delta)
         self.progress.start += send.delta
         self.tokens += send.tokens
         self._unsent = True
@@ -429,7 +473,7 @@ class Merge:
         """Stand on the anchor with the send in flight on top: what this peer has of its own besides
         is not finite. Its tokens are lost.
         """
-        self.residual.values.zero_()
+        self.residual.clear()
         self._nothing_unsent()
         self._forget(list(self.undone))  # their progress went with it
         self.progress.stand_on(self.anchor)
@@ -501,7 +545,7 @@ class Merge:
         undone = self.undone.pop(number, None)
         if undone is not None:
             self.progress.start -= undone.delta
-            self.residual.values -= undone.message - undone.delta
+            self.residual.take_out(undone.message, undone.delta)
             self.tokens -= undone.tokens
             self._unsent = True  # where a later send took it too, it is unsent with a minus now
         return undone or self.fly.pop(number, None)

@@ -66,7 +66,7 @@ class Progress:
     def take(self) -> Tensor:
         """All unsent progress as a new vector; nothing is unsent after it."""
         delta = torch.empty_like(self.start)
-        for part in _chunks(self.start):
+        for part in chunks(self.start):
             live = self.live[part].to(self.start.device)
             torch.sub(self.start[part], live, out=delta[part])
             self.start[part].copy_(live)
@@ -81,7 +81,7 @@ class Progress:
     @torch.no_grad()
     def rebase(self, anchor: Tensor, in_flight: Sequence[Tensor], weight: float) -> None:
         """live = anchor - weight * (unsent + in flight); what is unsent stays the same."""
-        for part in _chunks(self.start):
+        for part in chunks(self.start):
             live = self.live[part].to(self.start.device)
             unsent = self.start[part].sub_(live)
             ahead = unsent
@@ -99,14 +99,14 @@ ROW_VALUES = 1 << 14  # few enough that their norm is exact to fp32
 @torch.no_grad()
 def norm(values: Tensor) -> float:
     """The Euclidean norm of a flat vector."""
-    return math.sqrt(sum(_squared(values[part]) for part in _chunks(values)))
+    return math.sqrt(sum(_squared(values[part]) for part in chunks(values)))
 
 
 @torch.no_grad()
 def relative_error(message: Tensor, carried: Tensor) -> float | None:
     """|message - carried| / |message|; None where that is no number, as of an empty message."""
-    lost = sum(_squared(message[part] - carried[part]) for part in _chunks(message))
-    whole = sum(_squared(message[part]) for part in _chunks(message))
+    lost = sum(_squared(message[part] - carried[part]) for part in chunks(message))
+    whole = sum(_squared(message[part]) for part in chunks(message))
     error = math.sqrt(lost / whole) if whole > 0 else math.nan
     return error if math.isfinite(error) else None
 
@@ -140,6 +140,7 @@ def _squared(chunk: Tensor) -> float:
     return float(_row_norms(chunk).double().square().sum())
 
 
-def _chunks(values: Tensor) -> Iterator[slice]:
+def chunks(values: Tensor) -> Iterator[slice]:
+    """Slices of a flat vector, small enough that temporaries of their size do not count."""
     for low in range(0, values.numel(), CHUNK_VALUES):
         yield slice(low, low + CHUNK_VALUES)

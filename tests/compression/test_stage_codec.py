@@ -116,6 +116,15 @@ def test_what_the_scheme_carries_of_a_message_it_was_made_for(scheme: str, limit
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
+def test_an_own_contribution_may_take_the_place_of_its_message(scheme: str) -> None:
+    codec = codec_of(scheme)
+    messages = [message(seed) for seed in range(3)]
+    exchange = Exchange(codec, messages, codec.first_basis("seed"), {2: {0}})
+    place = messages[2]
+    assert torch.equal(exchange.means.own(place, exchange.counted[2], out=place), exchange.own[2])
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
 def test_where_a_member_is_left_out_its_own_is_zero_and_nothing_decays(scheme: str) -> None:
     codec = codec_of(scheme)
     messages = [message(seed) for seed in range(3)]

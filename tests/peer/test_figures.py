@@ -191,7 +191,7 @@ def test_a_counted_record_says_what_the_codec_left_of_the_message(tmp_path: Path
     (send,) = loop.model.merge.fly.values()
     length = float(send.message.norm())
     event = loop.committed(0, send.message, mine=True)
-    loop.buffers.own.copy_(0.75 * send.message)
+    loop.buffers.message.copy_(0.75 * send.message)
     loop.fake.events.put(replace(event, own_ready=True, matchmaking_s=3.5, payload_bytes=77))
     loop.learner.between_steps()
     loop.fake.events.put(loop.committed(1, 0.0))

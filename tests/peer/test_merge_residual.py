@@ -23,6 +23,28 @@ def test_take_returns_a_message_of_its_own_and_empties_the_residual():
     assert residual.values.tolist() == [0.0, 0.0]
 
 
+def test_a_send_and_its_end_allocate_no_vector_beside_the_message():
+    residual = Residual(torch.tensor([1.0, 2.0]))
+    place = residual.values.data_ptr()
+    message = residual.take(torch.tensor([10.0, 20.0]))
+    assert residual.empty and residual.norm == 0
+    assert message.data_ptr() == place
+    residual.settle(message, torch.tensor([10.0, 20.0]), 0.5)
+    assert residual.values.tolist() == [0.5, 1.0]
+    assert residual.values.data_ptr() == place
+
+
+def test_a_send_that_is_undone_and_counted_after_all_is_settled_once():
+    residual, delta = Residual(torch.tensor([1.0, 2.0])), torch.tensor([10.0, 20.0])
+    message = residual.take(delta)
+    residual.give_back(message, delta)
+    assert residual.values.tolist() == [1.0, 2.0]
+    residual.values += 4.0  # of a send after it
+    residual.take_out(message, delta)
+    residual.settle(message, torch.tensor([10.0, 20.0]), 0.5)
+    assert residual.values.tolist() == [4.5, 5.0]
+
+
 def test_error_feedback_delivers_what_4_bits_alone_would_lose():
     codec, residual, rounds = GroupCodec(4), Residual(torch.zeros(640)), 200
     delta = torch.randn(640, generator=torch.Generator().manual_seed(0))

@@ -72,6 +72,15 @@ def test_a_vector_of_many_chunks_is_stepped_as_a_whole_and_inputs_beside_stay_as
     assert all(map(torch.equal, inputs, before))
 
 
+def test_the_next_anchor_may_take_the_place_of_the_average() -> None:
+    anchor, buffer, average = vectors(2 * outer_step.CHUNK_VALUES + 7)
+    expected, expected_buffer = torch.empty_like(anchor), torch.empty_like(anchor)
+    OuterStep(0.7, 0.9).apply(anchor, buffer, average, expected, expected_buffer)
+    OuterStep(0.7, 0.9).apply(anchor, buffer, average, average, buffer)
+    assert torch.equal(average, expected)
+    assert torch.equal(buffer, expected_buffer)
+
+
 def test_refuses_vectors_that_do_not_fit() -> None:
     step = OuterStep(0.7, 0.5)
     v = torch.zeros(8)

@@ -92,6 +92,7 @@ def _plain_diloco(manifest: Manifest, inner_steps: list[int]) -> list[str]:
         ],
         betas=inner.betas,
         eps=inner.eps,
+        fused=True,  # as the peer: the same formula, rounded once less often
     )
     anchor, momentum = weights.detach().clone(), torch.zeros_like(weights)
     tokens, hashes = 0, list[str]()

@@ -1,8 +1,8 @@
 # Everything is done in .venv, which the first target makes on a machine that has only Python and make.
 PYTHON ?= python3
-VENV := .venv
+VENV ?= .venv
 BIN := $(VENV)/bin
-# The exact versions that CI ran with; `CONSTRAINT=` on a Python other than 3.11 takes the newest.
+# The exact versions that CI ran with, on Python 3.11 to 3.13; `CONSTRAINT=` takes the newest.
 CONSTRAINT ?= --constraint constraints.txt
 # More arguments for pip, for example an index of CPU or CUDA builds of torch (see README).
 PIP_ARGS ?=
@@ -15,7 +15,7 @@ TEST_PROCESSES ?= 3
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-swarm test-faults test-watch test-image simulate lint type bench clean
+.PHONY: help install demo test test-python test-swarm test-faults test-watch test-image simulate lint type bench clean
 
 help:  ## show this help
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 22
@@ -33,6 +33,10 @@ demo: install  ## train a small model with a real swarm on this machine (about 3
 
 test: install  ## unit tests and one small swarm, in three processes (about 4 minutes)
 	$(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist worksteal -m 'not swarm or smoke' $(TEST_ARGS)
+
+test-python:  ## unit tests of compression, dht and pipeline on another Python: make test-python PYTHON=python3.13
+	$(MAKE) install VENV=.venv-other PYTHON=$(PYTHON)
+	.venv-other/bin/python -m pytest -n 2 -m 'not swarm' tests/compression tests/dht tests/pipeline $(TEST_ARGS)
 
 test-faults: install  ## short runs with injected faults, one behind routers, and the demo with its figures checked
 	$(BIN)/python -m pytest -m 'faults or demo' $(TEST_ARGS)
@@ -67,4 +71,4 @@ bench: install  ## the measured claims, one script each
 	$(BIN)/python benchmarks/grid.py
 
 clean:  ## remove what the other targets made
-	rm -rf $(VENV) build dist demo-run *.egg-info .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv-other build dist demo-run *.egg-info .pytest_cache .ruff_cache .hypothesis

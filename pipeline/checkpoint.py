@@ -83,7 +83,7 @@ class Checkpoint:
         self._folder = Path(source).expanduser()
         self._name, self._commit = split_commit(source)
         if self._folder.is_dir():
-            self._commit = None
+            self._commit, self.source = None, str(self._folder)  # others know no ~
         elif self._commit is None:
             raise InvalidInput(
                 f"model.from {source!r}: there is no such folder here; check the path, or name a "

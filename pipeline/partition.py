@@ -54,7 +54,14 @@ OWN_PLANS: Mapping[str, tuple[str, ...]] = {
 _TUPLES = ("falcon",)
 
 # What a checkpoint's config.json says of its files and not of the model.
-_OF_FILES = ("_name_or_path", "architectures", "dtype", "torch_dtype", "transformers_version")
+_OF_FILES = (
+    "_name_or_path",
+    "architectures",
+    "auto_map",  # code that is never fetched: transformers has the family itself, or it is refused
+    "dtype",
+    "torch_dtype",
+    "transformers_version",
+)
 
 # A manifest comes from the network: it describes a model, but may not name code to fetch and run,
 # nor another format of the weights.

@@ -291,12 +291,12 @@ class StageArchive:
         kept = Generation.kept(folder, check) or [Generation.begun(folder, 0, check)]
         self._current = max(kept, key=lambda each: (each.head.chain_tokens, each.number))
         self._older = OlderRecords(folder, keep_bytes)
-        if self._current.state_round >= 0:
-            self._older.lead_to(self._current)
         for each in kept:
             if each is not self._current:  # a crash came while it was given up, or begun
                 self._older.lead_to(self._current, each)
                 each.remove()
+        if self._current.state_round >= 0:  # after what the others have between the two
+            self._older.lead_to(self._current)
         self._building: asyncio.Task[Generation] | None = None
         self._replaces = False  # what is being built: the chain, and not only the state
         self._not_before = 0.0

@@ -254,6 +254,8 @@ class _Download:
     async def run(self, found: dict[int, AnchorPlace]) -> list[AnchorPlace]:
         give_up = min(self.deadline, time.monotonic() + self.patience.common_s)
         stages = range(self.joined.manifest.stages)
+        if len(found) == len(stages):  # somebody must be asked whether they are the newest
+            del found[0]
         while True:
             for stage in stages:
                 if stage not in found:

@@ -322,9 +322,9 @@ class CheckpointDraft:
             self._tokenizer.save_pretrained(str(self.draft))
             _write_json(self.draft / INFO_FILE, info)
             (self.draft / "README.md").write_text(card, encoding="utf-8")
-            for name in (PROGRESS_FILE, LOCK_FILE):
-                (self.draft / name).unlink()
             _put_in_place(self.draft, self._folder)
+            for name in (PROGRESS_FILE, LOCK_FILE):
+                (self._folder / name).unlink()
 
     def _shard(self, stage: int) -> str:
         return f"model-{stage + 1:05d}-of-{self._num_stages:05d}.safetensors"

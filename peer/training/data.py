@@ -174,14 +174,14 @@ class _ReadAhead:
     """
 
     def __init__(self, items: Iterator[_Shelf]):
-        self._queue: queue.Queue[_Shelf | Exception] = queue.Queue(_SHELVES_AHEAD)
+        self._queue: queue.Queue[_Shelf | BaseException] = queue.Queue(_SHELVES_AHEAD)
         self._stopped = threading.Event()
         # a daemon: a peer that leaves must not wait for a hub that gives no answer
         threading.Thread(target=self._read, args=(items,), name="read-ahead", daemon=True).start()
 
     def next(self) -> _Shelf:
         item = self._queue.get()
-        if isinstance(item, Exception):
+        if isinstance(item, BaseException):
             self._queue.put(item)  # nothing else will come
             raise item
         return item
@@ -199,7 +199,7 @@ class _ReadAhead:
                 if self._stopped.is_set():
                     return
                 self._queue.put(item)
-        except Exception as error:  # noqa: BLE001 - it is for who asks next
+        except BaseException as error:  # noqa: BLE001 - a panic of the tokenizer's, too: for who asks
             self._queue.put(error)
 
 

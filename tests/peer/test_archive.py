@@ -480,6 +480,24 @@ def test_the_whole_run_can_be_replayed_after_many_generations_and_restarts(
     assert found.confirmed
 
 
+def test_a_restart_before_a_new_generation_took_over_keeps_the_whole_history(
+    donor: ChainMaker, tmp_path: Path
+) -> None:
+    kept = Kept(of_run(tmp_path), donor)
+    through_generations(kept, donor, *range(8))
+    (current,) = Generation.kept(kept.folder, CHECK)
+    assert current.state_round > 0 and current.head.round == 7
+    file = tmp_path / "moved"
+    shutil.copyfile(donor.snapshot() / STATE_FILE, file)
+    data, certificate = donor.log.read_bytes(7), donor.log.certificate(7)
+    assert data is not None and certificate is not None
+    state = file, data, certificate
+    Generation.begun(kept.folder, current.number + 1, CHECK, state, before=current)
+    Kept(of_run(tmp_path), donor)
+    found = history(tmp_path)
+    assert (found.flaws, found.replayed) == ((), tuple(range(8)))
+
+
 def test_older_records_are_given_to_who_asks_for_them_and_to_nobody_else(
     donor: ChainMaker, tmp_path: Path
 ) -> None:

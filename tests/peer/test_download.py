@@ -267,3 +267,18 @@ def test_an_anchor_that_was_taken_before_is_not_asked_for_again_if_its_round_is_
     found = take_all(*donors, have=[first], common_s=5.0)
     places = [(each.place.stage, each.place.round) for each in found]
     assert places == ([(0, 1), (1, 1)] if ahead else [(1, 0)])
+
+
+def test_anchors_of_all_stages_that_were_taken_before_are_not_taken_for_the_newest(
+    identities: list[Identity], tmp_path: Path
+) -> None:
+    donors = two_donors(identities, tmp_path)
+    for donor in donors:
+        donor.train(0)
+    have = [each.place for each in take_all(*donors)]
+    assert [each.place.round for each in take_all(*donors, have=have)] == [0]
+    for donor in donors:
+        donor.train(1)
+        donor.snapshot()
+        donor.log.prune(keep=1)
+    assert [each.place.round for each in take_all(*donors, have=have)] == [1, 1]

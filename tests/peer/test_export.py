@@ -223,6 +223,8 @@ def test_a_failure_half_way_leaves_the_earlier_export_and_what_the_next_one_goes
             with pytest.raises(EnvironmentFault, match=r"Permission denied.*you may write"):
                 checkpoint.finish(INFO, "")
     assert files(out) == before
+    with CheckpointDraft(out, LLAMA, 2, "byt5", RUN) as checkpoint:
+        assert set(checkpoint.stages) == {0, 1}
     write(tmp_path / "whole", seed=4)
     write(out, seed=4)
     assert files(out) == files(tmp_path / "whole")

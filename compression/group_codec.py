@@ -37,17 +37,20 @@ result is made of single IEEE operations, none of them fused or summed, and none
 subnormal number, so neither CUDA nor a library that flushes subnormals to zero changes one.
 
 How: in blocks that stay in a core's cache, through one scratch block, so a pass reads memory once.
+Pieces of a long vector are whole blocks and may have several threads (`workers.py`).
 """
 
 import math
 import struct
-from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Final, Literal
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Final, Literal, TypeVar
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+
+from dilocox.compression.workers import ALONE, Workers
 
 GROUP_SIZE: Final = 64
 SMALLEST_SCALE: Final = 2.0**-24  # fp16's smallest number above zero
@@ -157,6 +160,8 @@ _MIN_FACTOR = 2.0**-96  # no step is subnormal, not even a sixteenth of the smal
 _FACTOR_CEILING = 2.0**96  # far from overflow: the values, sums of them, and 1 / step
 _ONE_AS_FP16_BITS = 0x3C00
 
+T = TypeVar("T")
+
 RefusalKind = Literal[
     "length", "version", "bits", "reserved", "factor", "scale", "code", "padding", "value"
 ]
@@ -183,11 +188,13 @@ class GroupCodec:
     """Encodes and decodes parts. Stateless: one serves all threads.
 
     `bits` per value (32: raw fp32). `max_factor`: the largest factor sent or accepted, which bounds
-    magnitudes to max_factor * 7, 127 or 32767; with 32 bits any finite value passes.
+    magnitudes to max_factor * 7, 127 or 32767; with 32 bits any finite value passes. `workers`: for
+    vectors on the CPU.
     """
 
     bits: int
     max_factor: float = DEFAULT_MAX_FACTOR
+    workers: Workers = field(default=ALONE, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         if self.bits not in (4, 8, 16, _RAW_BITS):
@@ -215,7 +222,7 @@ class GroupCodec:
         """
         _check_vector(values, "values", torch.float32)
         values = values.detach()
-        magnitudes = group_magnitudes(values)
+        magnitudes = self._magnitudes(values)
         if not math.isfinite(largest(magnitudes)):
             raise NotEncodable(_describe_non_finite(values))
         numel, device = values.numel(), values.device
@@ -229,7 +236,14 @@ class GroupCodec:
         codes_start = _HEADER.size + 2 * len(scales)
         _write(payload, _HEADER.pack(VERSION, self.bits, 0, factor))
         payload[_HEADER.size : codes_start].view(torch.float16).copy_(scales)
-        write_codes(values, scales.float().mul_(factor), self.bits, payload[codes_start:])
+        steps = scales.float().mul_(factor)
+
+        def write(part: slice) -> None:
+            groups = _groups(part)
+            packed = payload[codes_start:][self._group_bytes * groups.start :]
+            write_codes(values[part], steps[groups], self.bits, packed)
+
+        self._over(values, write)
         return payload
 
     def decode(self, payload: Tensor, numel: int, out: Tensor | None = None) -> Tensor:
@@ -251,14 +265,30 @@ class GroupCodec:
             payload = payload.clone()  # a slice of a longer message: wider views need alignment
         if self.bits == _RAW_BITS:
             out.copy_(payload[_RAW_HEADER.size :].view(torch.float32))
-            if not math.isfinite(largest(group_magnitudes(out))):
+            if not math.isfinite(largest(self._magnitudes(out))):
                 raise PayloadRefused("value", "a value is infinite or not a number")
             return out
         codes_start = _HEADER.size + 2 * group_count(numel)
         scales = payload[_HEADER.size : codes_start].view(torch.float16)
         _check_scales(scales, factor)
-        self._decode_codes(payload[codes_start:], scales, factor, out)
+
+        def read(part: slice) -> None:
+            groups = _groups(part)
+            packed = payload[codes_start:][self._group_bytes * groups.start :]
+            self._decode_codes(packed, scales[groups], factor, out[part])
+
+        self._over(out, read)
         return out
+
+    def _over(self, values: Tensor, work: Callable[[slice], T]) -> list[T]:
+        """Work on all of `values`: by pieces, where it may have several threads."""
+        if values.device.type == "cpu":
+            return self.workers.over(values.numel(), work)
+        return [work(slice(0, values.numel()))]
+
+    def _magnitudes(self, values: Tensor) -> Tensor:
+        found = self._over(values, lambda part: group_magnitudes(values[part]))
+        return torch.cat(found) if found else group_magnitudes(values)
 
     @property
     def _limit(self) -> int:
@@ -330,6 +360,10 @@ class GroupCodec:
             else:
                 padded = codes.float().view(-1, GROUP_SIZE).mul_(steps[groups])
                 target.copy_(padded.view(-1)[: len(target)])
+
+
+def _groups(part: slice) -> slice:
+    return slice(part.start // GROUP_SIZE, group_count(part.stop))
 
 
 def _check_scales(scales: Tensor, factor: float) -> None:

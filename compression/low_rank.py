@@ -13,13 +13,14 @@ transposed, because columns differ in magnitude: so most groups of a codec lie w
 basis vector has Q^T like phase 1, without the other tensors.
 
 How: own products are fp32 matrix products. What all peers must agree on to the last bit (P^, the
-average, the next basis, the ranks needed) is `exact` arithmetic on the CPU. One matrix at a time.
+average, the next basis, the ranks needed) is `exact` arithmetic on the CPU. A thread has one matrix
+at a time, the largest first (`workers.py`).
 
 Where the pieces of each tensor lie in these vectors, `Factored` and `Dense` say: shapes and sums.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -36,6 +37,7 @@ from dilocox.compression.exact import (
 )
 from dilocox.compression.group_codec import GROUP_SIZE, group_count
 from dilocox.compression.layout import FlatLayout, TensorSlice
+from dilocox.compression.workers import ALONE, Workers
 
 
 def matrix_shape(shape: Sequence[int]) -> tuple[int, int] | None:
@@ -140,7 +142,7 @@ class LowRank:
     padding. `device`: where to multiply, a matrix at a time; None is the CPU.
     """
 
-    def __init__(self, layout: FlatLayout, ranks: Sequence[int]) -> None:
+    def __init__(self, layout: FlatLayout, ranks: Sequence[int], workers: Workers = ALONE) -> None:
         """ranks: one a tensor, 0 for those that are not factored. ValueError if one is unfit."""
         if len(ranks) != len(layout.slices):
             raise ValueError(f"{len(ranks)} ranks: this layout has {len(layout.slices)} tensors")
@@ -162,6 +164,7 @@ class LowRank:
         self.factored = tuple(factored)
         self.p_numel, self.q_numel, self.basis_numel = p_end, q_end, basis_end
         self._dense = tuple(dense)
+        self._workers = workers
 
     def project(
         self, message: Tensor, basis: Tensor, device: torch.device | str | None = None
@@ -173,8 +176,11 @@ class LowRank:
         _check(message, self.layout.numel, "message")
         _check(basis, self.basis_numel, "basis")
         result = torch.zeros(self.p_numel)
-        for matrix in self.factored:
+
+        def project(matrix: Factored) -> None:
             _multiply(matrix.basis(basis), matrix.matrix(message).T, matrix.p(result), device)
+
+        self._each(project, device)
         return result
 
     def orthonormal(self, p_mean: Tensor) -> Tensor:
@@ -185,9 +191,12 @@ class LowRank:
         """
         _check(p_mean, self.p_numel, "p_mean")
         result = torch.zeros(self.p_numel)
-        for matrix in self.factored:
+
+        def orthonormal(matrix: Factored) -> None:
             rows = round_directions(orthonormalise(matrix.p(p_mean).double()))
             matrix.p(result).copy_(rows)
+
+        self._each(orthonormal)
         return result
 
     def contract(
@@ -197,8 +206,11 @@ class LowRank:
         _check(message, self.layout.numel, "message")
         _check(p_hat, self.p_numel, "p_hat")
         result = torch.zeros(self.q_numel)
-        for matrix in self.factored:
+
+        def contract(matrix: Factored) -> None:
             _multiply(matrix.p(p_hat), matrix.matrix(message), matrix.q(result), device)
+
+        self._each(contract, device)
         for tensor in self._dense:
             result[tensor.q_slice] = message[tensor.stage_slice]
         return result
@@ -212,8 +224,11 @@ class LowRank:
         _check(p_hat, self.p_numel, "p_hat")
         _check(q_mean, self.q_numel, "q_mean")
         result = self._result(out)
-        for matrix in self.factored:
+
+        def expand(matrix: Factored) -> None:
             exact_product(matrix.p(p_hat), matrix.q(q_mean), matrix.matrix(result))
+
+        self._each(expand)
         return self._with_dense(result, q_mean)
 
     def expand_own(
@@ -230,8 +245,11 @@ class LowRank:
         for part in counted:
             q_counted[part] = q_own[part]
         result = self._result(out)
-        for matrix in self.factored:
+
+        def expand(matrix: Factored) -> None:
             torch.mm(matrix.p(p_hat).T, matrix.q(q_counted), out=matrix.matrix(result))
+
+        self._each(expand)
         return self._with_dense(result, q_counted)
 
     def touched(self, left_out: Sequence[slice]) -> list[slice]:
@@ -255,7 +273,8 @@ class LowRank:
             raise ValueError(f"energy {energy!r}: choose above 0, up to 1")
         _check(q_mean, self.q_numel, "q_mean")
         counts = [0] * len(self.ranks)
-        for matrix in self.factored:
+
+        def count(matrix: Factored) -> None:
             held = 0.0
             sums: list[float] = []
             for norm, _ in strongest(matrix.q(q_mean)):
@@ -263,15 +282,20 @@ class LowRank:
                 sums.append(held)
             if held > 0:
                 counts[matrix.index] = 1 + sum(part < energy * held for part in sums)
+
+        self._each(count)
         return tuple(counts)
 
     def initial_basis(self, seed: str) -> Tensor:
         """A random orthonormal basis [basis_numel]; equal on every machine for equal seeds."""
         result = torch.zeros(self.basis_numel)
-        for matrix in self.factored:
+
+        def draw(matrix: Factored) -> None:
             nothing = torch.empty(0, matrix.cols)
             rows = continued(nothing, matrix.rank, matrix.cols, seed, matrix.name)
             matrix.basis(result).copy_(rows)
+
+        self._each(draw)
         return result
 
     def next_basis(self, q_mean: Tensor, following: "LowRank", seed: str) -> Tensor:
@@ -285,12 +309,22 @@ class LowRank:
         _check(q_mean, self.q_numel, "q_mean")
         result = torch.zeros(following.basis_numel)
         mine = {matrix.index: matrix for matrix in self.factored}
-        for matrix in following.factored:
+
+        def continue_(matrix: Factored) -> None:
             before = mine.get(matrix.index)
             rows = torch.empty(0, matrix.cols) if before is None else before.q(q_mean)
             basis = continued(rows, matrix.rank, matrix.cols, seed, matrix.name)
             matrix.basis(result).copy_(basis)
+
+        following._each(continue_)
         return result
+
+    def _each(
+        self, work: Callable[[Factored], None], device: torch.device | str | None = None
+    ) -> None:
+        """Work on every factored matrix; on a device, whose memory training fills, one by one."""
+        workers = self._workers if device is None else ALONE
+        workers.map(work, sorted(self.factored, key=lambda each: -each.rows * each.cols))
 
     def _result(self, out: Tensor | None) -> Tensor:
         if out is None:

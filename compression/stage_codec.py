@@ -24,6 +24,7 @@ from torch import Tensor
 from dilocox.compression.group_codec import GroupCodec
 from dilocox.compression.layout import FlatLayout
 from dilocox.compression.low_rank import LowRank, rank_limits
+from dilocox.compression.workers import ALONE, Workers
 
 Scheme = Literal["dense", "low_rank"]
 
@@ -68,19 +69,19 @@ class StageCodec:
         device: where a member's own products are made; None is the CPU.
     """
 
-    def __init__(self, layout: FlatLayout, compression: Compression):
+    def __init__(self, layout: FlatLayout, compression: Compression, workers: Workers = ALONE):
         self.layout = layout
         self.compression = compression
         self.limits: tuple[int, ...] = ()
         self.device: torch.device | None = None
-        self._codec = GroupCodec(compression.bits, compression.max_factor)
-        self._row_codec = GroupCodec(max(16, compression.bits), compression.max_factor)
+        self._codec = GroupCodec(compression.bits, compression.max_factor, workers)
+        self._row_codec = GroupCodec(max(16, compression.bits), compression.max_factor, workers)
         if compression.scheme == "low_rank":
             limits = rank_limits(layout, compression.max_rank)
             # below the smallest rank of the run a matrix would gain too little to be factored
             self.limits = tuple(0 if n < compression.min_rank else n for n in limits)
         self.first_ranks = tuple(min(compression.rank, limit) for limit in self.limits)
-        self._low_rank = lru_cache(maxsize=4)(partial(LowRank, layout))
+        self._low_rank = lru_cache(maxsize=4)(partial(LowRank, layout, workers=workers))
 
     def low_rank(self, ranks: Sequence[int]) -> LowRank | None:
         """The factors of an exchange under these ranks; None unless the scheme is low_rank."""

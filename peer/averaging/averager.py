@@ -48,6 +48,7 @@ from hivemind.utils import MPFuture
 from torch import Tensor
 
 from dilocox.compression.stage_codec import StageCodec
+from dilocox.compression.workers import Workers
 from dilocox.dht.addresses import Reachability
 from dilocox.dht.node_process import BlockingPipe, leave_the_terminal, shared_zeros, watch_parent
 from dilocox.dht.reachability import Probe, find_reach
@@ -250,7 +251,8 @@ class StageAverager(PeerService, DecentralizedAverager):
     @cached_property
     def _check(self) -> RecordCheck:
         local = self.local
-        return RecordCheck(local.run, local.stage, local.manifest, local.layout)
+        workers = Workers(local.options.codec_threads)
+        return RecordCheck(local.run, local.stage, local.manifest, local.layout, workers)
 
     async def _serve(
         self, arguments: tuple[Any, ...], named: dict[str, Any], *, method: str, future: Any
@@ -438,6 +440,7 @@ class StageAverager(PeerService, DecentralizedAverager):
             means.average(out=following.zero_()),
             following,  # takes the average's place, chunk by chunk
             buffers.momenta[1 - current],
+            self._check.workers,
         )
         rounds = self.local.manifest.rounds
         kept = max(rounds.records_kept, RECORDS_NEEDED)

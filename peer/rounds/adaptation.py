@@ -35,6 +35,7 @@ from statistics import median_low
 
 from dilocox.compression.layout import FlatLayout
 from dilocox.compression.stage_codec import Compression, StageCodec
+from dilocox.compression.workers import ALONE, Workers
 from dilocox.dht.manifest import Manifest
 from dilocox.peer.rounds.outer_step import OuterStep
 from dilocox.peer.rounds.record import WINDOW, RoundFacts, RoundRecord, Times
@@ -135,10 +136,10 @@ def _at_most_half(current: int, target: int) -> int:
     return min(max(target, current - half), current + max(half, 1))
 
 
-def stage_codec(manifest: Manifest, layout: FlatLayout) -> StageCodec:
+def stage_codec(manifest: Manifest, layout: FlatLayout, workers: Workers = ALONE) -> StageCodec:
     """How the records of a stage of this layout are coded."""
     facts = {each.name: getattr(manifest.codec, each.name) for each in fields(Compression)}
-    return StageCodec(layout, Compression(**facts))
+    return StageCodec(layout, Compression(**facts), workers)
 
 
 def outer_step(manifest: Manifest, rules: int) -> OuterStep:

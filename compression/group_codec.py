@@ -42,9 +42,9 @@ Pieces of a long vector are whole blocks and may have several threads (`workers.
 
 import math
 import struct
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Final, Literal, TypeVar
+from typing import Final, Literal
 
 import torch
 from torch import Tensor
@@ -160,8 +160,6 @@ _MIN_FACTOR = 2.0**-96  # no step is subnormal, not even a sixteenth of the smal
 _FACTOR_CEILING = 2.0**96  # far from overflow: the values, sums of them, and 1 / step
 _ONE_AS_FP16_BITS = 0x3C00
 
-T = TypeVar("T")
-
 RefusalKind = Literal[
     "length", "version", "bits", "reserved", "factor", "scale", "code", "padding", "value"
 ]
@@ -188,8 +186,8 @@ class GroupCodec:
     """Encodes and decodes parts. Stateless: one serves all threads.
 
     `bits` per value (32: raw fp32). `max_factor`: the largest factor sent or accepted, which bounds
-    magnitudes to max_factor * 7, 127 or 32767; with 32 bits any finite value passes. `workers`: for
-    vectors on the CPU.
+    magnitudes to max_factor * 7, 127 or 32767; with 32 bits any finite value passes. `workers`: on
+    an accelerator one.
     """
 
     bits: int
@@ -240,10 +238,10 @@ class GroupCodec:
 
         def write(part: slice) -> None:
             groups = _groups(part)
-            packed = payload[codes_start:][self._group_bytes * groups.start :]
+            packed = payload[codes_start + self._group_bytes * groups.start :]
             write_codes(values[part], steps[groups], self.bits, packed)
 
-        self._over(values, write)
+        self.workers.over(numel, write)
         return payload
 
     def decode(self, payload: Tensor, numel: int, out: Tensor | None = None) -> Tensor:
@@ -274,21 +272,15 @@ class GroupCodec:
 
         def read(part: slice) -> None:
             groups = _groups(part)
-            packed = payload[codes_start:][self._group_bytes * groups.start :]
+            packed = payload[codes_start + self._group_bytes * groups.start :]
             self._decode_codes(packed, scales[groups], factor, out[part])
 
-        self._over(out, read)
+        self.workers.over(numel, read)
         return out
 
-    def _over(self, values: Tensor, work: Callable[[slice], T]) -> list[T]:
-        """Work on all of `values`: by pieces, where it may have several threads."""
-        if values.device.type == "cpu":
-            return self.workers.over(values.numel(), work)
-        return [work(slice(0, values.numel()))]
-
     def _magnitudes(self, values: Tensor) -> Tensor:
-        found = self._over(values, lambda part: group_magnitudes(values[part]))
-        return torch.cat(found) if found else group_magnitudes(values)
+        found = self.workers.over(values.numel(), lambda part: group_magnitudes(values[part]))
+        return torch.cat(found or [group_magnitudes(values)])
 
     @property
     def _limit(self) -> int:

@@ -20,7 +20,7 @@ Where the pieces of each tensor lie in these vectors, `Factored` and `Dense` say
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -38,6 +38,11 @@ from dilocox.compression.exact import (
 from dilocox.compression.group_codec import GROUP_SIZE, group_count
 from dilocox.compression.layout import FlatLayout, TensorSlice
 from dilocox.compression.workers import ALONE, Workers
+
+# Seconds of one core, as benchmarks/codec_times.py prints them: of an own product a multiplication
+# and its addition, and of the Gram-Schmidt of [rank, n] one of rank * rank * n.
+PRODUCT_S, ORTHONORMAL_S = 2.0e-11, 3.4e-9
+SLOW_CORE = 3  # times as long a modest machine takes
 
 
 def matrix_shape(shape: Sequence[int]) -> tuple[int, int] | None:
@@ -176,11 +181,9 @@ class LowRank:
         _check(message, self.layout.numel, "message")
         _check(basis, self.basis_numel, "basis")
         result = torch.zeros(self.p_numel)
-
-        def project(matrix: Factored) -> None:
-            _multiply(matrix.basis(basis), matrix.matrix(message).T, matrix.p(result), device)
-
-        self._each(project, device)
+        self._each(
+            lambda m: _multiply(m.basis(basis), m.matrix(message).T, m.p(result), device), device
+        )
         return result
 
     def orthonormal(self, p_mean: Tensor) -> Tensor:
@@ -206,11 +209,7 @@ class LowRank:
         _check(message, self.layout.numel, "message")
         _check(p_hat, self.p_numel, "p_hat")
         result = torch.zeros(self.q_numel)
-
-        def contract(matrix: Factored) -> None:
-            _multiply(matrix.p(p_hat), matrix.matrix(message), matrix.q(result), device)
-
-        self._each(contract, device)
+        self._each(lambda m: _multiply(m.p(p_hat), m.matrix(message), m.q(result), device), device)
         for tensor in self._dense:
             result[tensor.q_slice] = message[tensor.stage_slice]
         return result
@@ -224,11 +223,7 @@ class LowRank:
         _check(p_hat, self.p_numel, "p_hat")
         _check(q_mean, self.q_numel, "q_mean")
         result = self._result(out)
-
-        def expand(matrix: Factored) -> None:
-            exact_product(matrix.p(p_hat), matrix.q(q_mean), matrix.matrix(result))
-
-        self._each(expand)
+        self._each(lambda m: exact_product(m.p(p_hat), m.q(q_mean), m.matrix(result)))
         return self._with_dense(result, q_mean)
 
     def expand_own(
@@ -245,11 +240,7 @@ class LowRank:
         for part in counted:
             q_counted[part] = q_own[part]
         result = self._result(out)
-
-        def expand(matrix: Factored) -> None:
-            torch.mm(matrix.p(p_hat).T, matrix.q(q_counted), out=matrix.matrix(result))
-
-        self._each(expand)
+        self._each(lambda m: torch.mm(m.p(p_hat).T, m.q(q_counted), out=m.matrix(result)))
         return self._with_dense(result, q_counted)
 
     def touched(self, left_out: Sequence[slice]) -> list[slice]:
@@ -288,15 +279,7 @@ class LowRank:
 
     def initial_basis(self, seed: str) -> Tensor:
         """A random orthonormal basis [basis_numel]; equal on every machine for equal seeds."""
-        result = torch.zeros(self.basis_numel)
-
-        def draw(matrix: Factored) -> None:
-            nothing = torch.empty(0, matrix.cols)
-            rows = continued(nothing, matrix.rank, matrix.cols, seed, matrix.name)
-            matrix.basis(result).copy_(rows)
-
-        self._each(draw)
-        return result
+        return self._continued({}, seed)
 
     def next_basis(self, q_mean: Tensor, following: "LowRank", seed: str) -> Tensor:
         """The basis [following.basis_numel] of the exchange that follows one with mean q_mean.
@@ -307,20 +290,29 @@ class LowRank:
         if following.layout != self.layout:
             raise ValueError("the ranks that follow are for another layout")
         _check(q_mean, self.q_numel, "q_mean")
-        result = torch.zeros(following.basis_numel)
-        mine = {matrix.index: matrix for matrix in self.factored}
+        return following._continued({m.index: m.q(q_mean) for m in self.factored}, seed)
 
-        def continue_(matrix: Factored) -> None:
-            before = mine.get(matrix.index)
-            rows = torch.empty(0, matrix.cols) if before is None else before.q(q_mean)
-            basis = continued(rows, matrix.rank, matrix.cols, seed, matrix.name)
+    def core_seconds(self) -> tuple[float, float]:
+        """What a member computes for phase 0, a basis and P, and for phase 1, P^ and Q'."""
+        products = sum(m.rank * m.rows * m.cols for m in self.factored) * PRODUCT_S
+        cols = sum(m.rank**2 * m.cols for m in self.factored)
+        rows = sum(m.rank**2 * m.rows for m in self.factored)
+        return products + cols * ORTHONORMAL_S, products + rows * ORTHONORMAL_S
+
+    def _continued(self, rows: Mapping[int, Tensor], seed: str) -> Tensor:
+        """A basis from rows by matrix; what they lack is drawn."""
+        result = torch.zeros(self.basis_numel)
+
+        def fill(matrix: Factored) -> None:
+            known = rows.get(matrix.index, torch.empty(0, matrix.cols))
+            basis = continued(known, matrix.rank, matrix.cols, seed, matrix.name)
             matrix.basis(result).copy_(basis)
 
-        following._each(continue_)
+        self._each(fill)
         return result
 
     def _each(
-        self, work: Callable[[Factored], None], device: torch.device | str | None = None
+        self, work: Callable[[Factored], object], device: torch.device | str | None = None
     ) -> None:
         """Work on every factored matrix; on a device, whose memory training fills, one by one."""
         workers = self._workers if device is None else ALONE

@@ -12,6 +12,7 @@ their bytes alone, on every machine (exact.py); a peer's own vectors need not be
 
 from __future__ import annotations
 
+import hashlib
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -81,11 +82,20 @@ class StageCodec:
             # below the smallest rank of the run a matrix would gain too little to be factored
             self.limits = tuple(0 if n < compression.min_rank else n for n in limits)
         self.first_ranks = tuple(min(compression.rank, limit) for limit in self.limits)
+        self._directions: tuple[object, Tensor] | None = None
         self._low_rank = lru_cache(maxsize=4)(partial(LowRank, layout, workers=workers))
 
     def low_rank(self, ranks: Sequence[int]) -> LowRank | None:
         """The factors of an exchange under these ranks; None unless the scheme is low_rank."""
         return self._low_rank(tuple(ranks)) if self.limits else None
+
+    def directions(self, low_rank: LowRank, p_mean: Tensor) -> Tensor:
+        """P^ of a mean, not to be changed. The newest is kept: its record needs it once more."""
+        key = low_rank.ranks, hashlib.sha256(p_mean.numpy().data).digest()
+        kept = self._directions
+        if kept is None or kept[0] != key:
+            self._directions = kept = key, low_rank.orthonormal(p_mean)
+        return kept[1]
 
     def choose_device(self, device: torch.device) -> None:
         """Make own products on this device if it is the faster one for the largest matrix.
@@ -131,7 +141,7 @@ class StageCodec:
 
     def means(self, ranks: Sequence[int], vectors: Sequence[Tensor]) -> StageMeans:
         """What the decoded mean vectors of an exchange's phases say."""
-        return StageMeans(self.low_rank(ranks), self._codec, vectors, self.device)
+        return StageMeans(self, self.low_rank(ranks), self._codec, vectors)
 
     def encoder(
         self, message: Tensor, ranks: Sequence[int], basis: Callable[[], Tensor | None]
@@ -140,7 +150,7 @@ class StageCodec:
 
         basis: makes the agreed basis, when the first phase needs it.
         """
-        return StageEncoder(message, self.low_rank(ranks), basis, self.device)
+        return StageEncoder(message, self.low_rank(ranks), basis, self)
 
     def undecayed(self, ranks: Sequence[int], left_out: Sequence[slice]) -> list[slice]:
         """Slices of the stage's vector that lack values where a member was left out.
@@ -153,24 +163,28 @@ class StageCodec:
 
 @dataclass(frozen=True)
 class StageEncoder:
-    """One member's message, as the vector of each phase."""
+    """One member's message, as the vector of each phase; that of the first is made once."""
 
     message: Tensor
     low_rank: LowRank | None
     basis: Callable[[], Tensor | None]
-    device: torch.device | None
+    codec: StageCodec
 
     def vector(self, phase: int, earlier: Sequence[Tensor]) -> Tensor:
         """The vector of a phase, given the decoded means of those before it."""
         if self.low_rank is None:
             return self.message
         if phase == 0:
-            basis = self.basis()
-            if basis is None:
-                raise ValueError("low rank needs a basis")
-            return self.low_rank.project(self.message, basis, self.device)
-        p_hat = self.low_rank.orthonormal(earlier[0])
-        return self.low_rank.contract(self.message, p_hat, self.device)
+            return self._first
+        p_hat = self.codec.directions(self.low_rank, earlier[0])
+        return self.low_rank.contract(self.message, p_hat, self.codec.device)
+
+    @cached_property
+    def _first(self) -> Tensor:
+        basis = self.basis()
+        if basis is None or self.low_rank is None:
+            raise ValueError("low rank needs a basis")
+        return self.low_rank.project(self.message, basis, self.codec.device)
 
 
 class StageMeans:
@@ -178,21 +192,21 @@ class StageMeans:
 
     def __init__(
         self,
+        stage: StageCodec,
         low_rank: LowRank | None,
         codec: GroupCodec,
         vectors: Sequence[Tensor],
-        device: torch.device | None,
     ):
-        """vectors: the mean vector of each phase, fp32. device: see StageCodec."""
+        """vectors: the mean vector of each phase, fp32."""
+        self._stage = stage
         self._low_rank = low_rank
-        self._device = device
         self._codec = codec
         self._vectors = vectors
 
     @cached_property
     def _p_hat(self) -> Tensor:
-        first = self._vectors[0]
-        return first if self._low_rank is None else self._low_rank.orthonormal(first)
+        first, low_rank = self._vectors[0], self._low_rank
+        return first if low_rank is None else self._stage.directions(low_rank, first)
 
     def average(self, out: Tensor | None = None) -> Tensor:
         """The averaged message, fp32 [layout.numel]; in `out`, zero in the padding, where that is
@@ -209,9 +223,9 @@ class StageMeans:
         be the message, which is lost then.
         """
         low_rank = self._low_rank
-        vector = (
-            message if low_rank is None else low_rank.contract(message, self._p_hat, self._device)
-        )
+        vector = message
+        if low_rank is not None:
+            vector = low_rank.contract(message, self._p_hat, self._stage.device)
         sent = torch.zeros_like(vector)
         for part in counted:
             values = vector[part]

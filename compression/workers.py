@@ -41,9 +41,10 @@ class Workers:
         return [future.result() for future in futures]
 
     def over(self, numel: int, work: Callable[[slice], T]) -> list[T]:
-        """The results of `work` on the slices of `PIECE` values that [0, numel) is made of."""
-        starts = range(0, numel, PIECE)
-        return self.map(work, [slice(start, min(start + PIECE, numel)) for start in starts])
+        """The results of `work` on slices of [0, numel): on the whole with one thread."""
+        piece = PIECE if self.threads > 1 else max(1, numel)
+        starts = range(0, numel, piece)
+        return self.map(work, [slice(start, min(start + piece, numel)) for start in starts])
 
     @cached_property
     def _pool(self) -> ThreadPoolExecutor:

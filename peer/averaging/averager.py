@@ -47,7 +47,8 @@ from hivemind.proto import averaging_pb2
 from hivemind.utils import MPFuture
 from torch import Tensor
 
-from dilocox.compression.stage_codec import StageCodec
+from dilocox.compression.low_rank import SLOW_CORE
+from dilocox.compression.stage_codec import StageCodec, StageEncoder
 from dilocox.compression.workers import Workers
 from dilocox.dht.addresses import Reachability
 from dilocox.dht.node_process import BlockingPipe, leave_the_terminal, shared_zeros, watch_parent
@@ -68,12 +69,13 @@ from dilocox.peer.rounds.group import (
     AttemptResult,
     ExchangeOrder,
     GroupRefused,
+    Plan,
     Ticket,
     attempt_setup,
 )
 from dilocox.peer.rounds.group_calls import GroupCalls
 from dilocox.peer.rounds.outer_step import anchor_sha256
-from dilocox.peer.rounds.record import RecordRefused, digest_of
+from dilocox.peer.rounds.record import RecordRefused, RoundRecord, digest_of
 from dilocox.peer.rounds.vote import Verdict
 from dilocox.pipeline.stage import chosen_device
 
@@ -118,6 +120,33 @@ class Applied:
     payload_bytes: int  # of the record's means
 
 
+@dataclass
+class EncodedSend:
+    """A send that is encoded as far as its group does not matter, and what is left to compute."""
+
+    key: object
+    encoder: StageEncoder
+    seconds: float | None = None  # until phase 0 was made
+
+    def encode(self) -> float:
+        began = time.monotonic()
+        self.encoder.vector(0, ())
+        self.seconds = self.seconds or time.monotonic() - began
+        return self.seconds
+
+    @property
+    def codec_s(self) -> float:
+        """The most that this machine should compute at the start of a phase of the exchange."""
+        low_rank = self.encoder.low_rank
+        if low_rank is None or not low_rank.factored:
+            return 0.0
+        before, inside = low_rank.core_seconds()
+        if self.seconds is None:
+            return SLOW_CORE * max(before, inside)
+        return MARGIN * self.seconds * inside / before
+
+
+MARGIN = 1.5
 START_LIMIT_S = 30.0  # until the process has taken an order
 CLOSE_GRACE_S = 3.0
 ATTEMPTS_KEPT = 4  # so that members can fetch averaged parts and votes after the end
@@ -156,6 +185,7 @@ class StageAverager(PeerService, DecentralizedAverager):
         self._buffers = buffers
         self._main_pid = os.getpid()
         self._order: ExchangeOrder | None = None
+        self._send: EncodedSend | None = None
         self._asked_at = 0.0  # for the group that forms, or formed last
         matchmaking_s = local.manifest.deadlines.matchmaking_s
         super().__init__(
@@ -175,7 +205,7 @@ class StageAverager(PeerService, DecentralizedAverager):
 
         The future fails where no group may start, and else is as those of `in_process`.
         """
-        self._prepare(order).result(timeout=START_LIMIT_S)
+        order = replace(order, codec_s=self._prepare(order).result(timeout=START_LIMIT_S))
         if order.alone:
             return self._exchange_alone()
         # as hivemind's `step` does, which would wait for its process without a deadline
@@ -305,8 +335,23 @@ class StageAverager(PeerService, DecentralizedAverager):
 
     # ---- in the averaging process: the exchange --------------------------------------------------
     @in_process
-    async def _prepare(self, order: ExchangeOrder) -> None:
-        self._order = order
+    async def _prepare(self, order: ExchangeOrder) -> float:
+        codec_s = self._send_of(order.plan, order.last).codec_s
+        self._order = replace(order, codec_s=codec_s)
+        return codec_s
+
+    @in_process
+    async def encode(self, plan: Plan, last: RoundRecord | None) -> float:
+        """Make what a send moves first of all, before its group meets; the seconds it took."""
+        return await self.in_pool(self._send_of(plan, last).encode)
+
+    def _send_of(self, plan: Plan, last: RoundRecord | None) -> EncodedSend:
+        key = plan.round, plan.ranks, plan.previous
+        if self._send is None or self._send.key != key:
+            codec, message = self._check.codec, self._buffers.message
+            encoder = codec.encoder(message, plan.ranks, lambda: self._basis(plan, last))
+            self._send = EncodedSend(key, encoder)
+        return self._send
 
     async def _step(self, *, step: StepControl, future_for_init: Any) -> None:
         """Give the attempt's plan its own group key before hivemind looks for a group."""
@@ -369,7 +414,7 @@ class StageAverager(PeerService, DecentralizedAverager):
         )
         attempt = Attempt(
             setup,
-            encoder=codec.encoder(self._buffers.message, plan.ranks, lambda: self._basis(order)),
+            encoder=self._send_of(plan, order.last).encoder,
             transport=GroupCalls(self._client, group, ballot.members),
             ballots=Ballots(identity=local.identity, ballot=ballot, save_vote=self.log.save_vote),
             pool=self.pool,
@@ -385,11 +430,11 @@ class StageAverager(PeerService, DecentralizedAverager):
             self.limit.measured(sent_bytes, result.seconds, limit_s=setup.deadlines.exchange_s)
         return await self._log_if_committed(result)
 
-    def _basis(self, order: ExchangeOrder) -> Tensor | None:
+    def _basis(self, plan: Plan, header: RoundRecord | None) -> Tensor | None:
         """The agreed basis of an exchange: the factors of the last record's means."""
-        codec, plan = self._check.codec, order.plan
-        last = None if order.last is None else self.log.read(order.last.round)
-        if (last is None) != (order.last is None):
+        codec = self._check.codec
+        last = None if header is None else self.log.read(header.round)
+        if (last is None) != (header is None):
             raise GroupRefused("the record before this round is not in the log any more")
         seed = f"{plan.run}/{plan.stage}/{-1 if last is None else last.round}"
         if last is None:
@@ -440,7 +485,6 @@ class StageAverager(PeerService, DecentralizedAverager):
             means.average(out=following.zero_()),
             following,  # takes the average's place, chunk by chunk
             buffers.momenta[1 - current],
-            self._check.workers,
         )
         rounds = self.local.manifest.rounds
         kept = max(rounds.records_kept, RECORDS_NEEDED)

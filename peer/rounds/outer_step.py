@@ -17,8 +17,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from dilocox.compression.workers import ALONE, Workers
-
 CHUNK_VALUES = 1 << 16  # one chunk of each operand (256 KiB in fp32) stays in a core's cache
 
 
@@ -48,7 +46,6 @@ class OuterStep:
         average: Tensor,
         out_anchor: Tensor,
         out_momentum: Tensor,
-        workers: Workers = ALONE,
     ) -> None:
         """Write the anchor and the momentum after one record into the two outputs.
 
@@ -58,7 +55,7 @@ class OuterStep:
 
         All are flat vectors of one length and dtype on the CPU. An output may be the input that it
         replaces (the step is then in place), `out_anchor` may also be the average, whose values are
-        then lost, and nothing else. Allocates one chunk a thread.
+        then lost, and nothing else. Allocates one chunk.
 
         Raises:
             ValueError: tensors that differ in length, dtype or device, or an output that overwrites
@@ -67,21 +64,17 @@ class OuterStep:
         _check(anchor, momentum_buffer, average, out_anchor, out_momentum)
         mu = torch.tensor(self.momentum, dtype=anchor.dtype)
         learning_rate = torch.tensor(self.learning_rate, dtype=anchor.dtype)
-
-        def step_in(piece: slice) -> None:
-            scratch = torch.empty(CHUNK_VALUES, dtype=anchor.dtype)
-            for low in range(piece.start, piece.stop, CHUNK_VALUES):
-                part = slice(low, min(low + CHUNK_VALUES, piece.stop))
-                gradient, buffer = average[part], out_momentum[part]
-                step = scratch[: gradient.numel()]
-                torch.mul(momentum_buffer[part], mu, out=buffer)
-                torch.add(buffer, gradient, out=buffer)
-                torch.mul(buffer, mu, out=step)
-                torch.add(gradient, step, out=step)
-                torch.mul(step, learning_rate, out=step)
-                torch.sub(anchor[part], step, out=out_anchor[part])
-
-        workers.over(anchor.numel(), step_in)
+        scratch = torch.empty(min(CHUNK_VALUES, anchor.numel()), dtype=anchor.dtype)
+        for low in range(0, anchor.numel(), CHUNK_VALUES):
+            part = slice(low, low + CHUNK_VALUES)
+            gradient, buffer = average[part], out_momentum[part]
+            step = scratch[: gradient.numel()]
+            torch.mul(momentum_buffer[part], mu, out=buffer)
+            torch.add(buffer, gradient, out=buffer)
+            torch.mul(buffer, mu, out=step)
+            torch.add(gradient, step, out=step)
+            torch.mul(step, learning_rate, out=step)
+            torch.sub(anchor[part], step, out=out_anchor[part])
 
 
 def anchor_sha256(anchor: Tensor) -> str:

@@ -15,7 +15,6 @@ from dilocox.compression.group_codec import GroupCodec, PayloadRefused
 from dilocox.compression.layout import FlatLayout
 from dilocox.compression.stage_codec import Compression, StageCodec
 from dilocox.compression.workers import PIECE, Workers
-from dilocox.peer.rounds.outer_step import OuterStep
 from dilocox.peer.rounds.shares import Reduction
 
 THREADS = (1, 2, 3, 8)
@@ -42,7 +41,6 @@ KNOWN_MEANS = {
     8: "0af6975586fd7d2c5c5fd78d99f98ca039d8f1be69c577800bbfcadd12e6b18b",
     64: "b505f192b3eb2b501ed3ea10e8c4fdc79db131225ef7ccd79963279a3510698e",
 }
-KNOWN_STEP = "3351e86802b2dcddb5f29a4e57919bf0c876d8dcbc95b1ed8cee6425606e070a"
 
 
 @pytest.fixture(autouse=True)
@@ -124,16 +122,6 @@ def test_a_members_own_parts_do_not_depend_on_its_threads(
         return sha256(*vectors, codec.means(ranks, vectors).own(message, counted))
 
     assert len({own(threads) for threads in THREADS}) == 1
-
-
-def test_an_outer_step_has_the_bytes_of_one_thread() -> None:
-    anchor, momentum, average = (
-        values(name, 2 * PIECE + 4711) for name in ("anchor", "momentum", "average")
-    )
-    for threads in THREADS:
-        out = torch.empty_like(anchor), torch.empty_like(anchor)
-        OuterStep(0.7, 0.5).apply(anchor, momentum, average, *out, workers=Workers(threads))
-        assert sha256(*out) == KNOWN_STEP
 
 
 def test_a_part_is_refused_for_its_first_fault_once_nothing_is_written_any_more() -> None:

@@ -344,3 +344,23 @@ def test_each_phase_has_a_quarter_of_the_exchanges_time_and_more_by_its_bytes(
     assert 70 < first < 75 and last == 100.0
     dense = Group(identities[:1], tmp_path / "one", passes=everything, exchange_s=EXCHANGE_S)
     assert dense.setups[identities[0].peer_id].phase_ends_s() == (EXCHANGE_S,)
+
+
+def test_what_members_compute_may_take_longer_than_the_bytes(
+    identities: list[Identity], tmp_path: Path
+) -> None:
+    group = Group(
+        identities[:3],
+        tmp_path,
+        passes=everything,
+        scheme="low_rank",
+        bits=8,
+        exchange_s=2.0,
+        codec_s=8.0,
+        computing_s=1.5,  # the last one is ready after 4.5 s
+    )
+    results = asyncio.run(group.run())
+    assert contributors(record_of(group, results), 0) == [tuple(group.peers)] * 3
+    for result in results:
+        assert result is not None and result.limit_s == 2.0 + 2 * 8.0
+        assert result.codec_s >= 1.5

@@ -186,8 +186,7 @@ class GroupCodec:
     """Encodes and decodes parts. Stateless: one serves all threads.
 
     `bits` per value (32: raw fp32). `max_factor`: the largest factor sent or accepted, which bounds
-    magnitudes to max_factor * 7, 127 or 32767; with 32 bits any finite value passes. `workers`: on
-    an accelerator one.
+    magnitudes to max_factor * 7, 127 or 32767; with 32 bits any finite value passes.
     """
 
     bits: int
@@ -220,7 +219,8 @@ class GroupCodec:
         """
         _check_vector(values, "values", torch.float32)
         values = values.detach()
-        magnitudes = self._magnitudes(values)
+        found = self.workers.over(values.numel(), lambda part: group_magnitudes(values[part]))
+        magnitudes = torch.cat(found)
         if not math.isfinite(largest(magnitudes)):
             raise NotEncodable(_describe_non_finite(values))
         numel, device = values.numel(), values.device
@@ -237,7 +237,7 @@ class GroupCodec:
         steps = scales.float().mul_(factor)
 
         def write(part: slice) -> None:
-            groups = _groups(part)
+            groups = slice(part.start // GROUP_SIZE, group_count(part.stop))
             packed = payload[codes_start + self._group_bytes * groups.start :]
             write_codes(values[part], steps[groups], self.bits, packed)
 
@@ -263,7 +263,7 @@ class GroupCodec:
             payload = payload.clone()  # a slice of a longer message: wider views need alignment
         if self.bits == _RAW_BITS:
             out.copy_(payload[_RAW_HEADER.size :].view(torch.float32))
-            if not math.isfinite(largest(self._magnitudes(out))):
+            if not math.isfinite(largest(group_magnitudes(out))):
                 raise PayloadRefused("value", "a value is infinite or not a number")
             return out
         codes_start = _HEADER.size + 2 * group_count(numel)
@@ -271,16 +271,12 @@ class GroupCodec:
         _check_scales(scales, factor)
 
         def read(part: slice) -> None:
-            groups = _groups(part)
+            groups = slice(part.start // GROUP_SIZE, group_count(part.stop))
             packed = payload[codes_start + self._group_bytes * groups.start :]
             self._decode_codes(packed, scales[groups], factor, out[part])
 
         self.workers.over(numel, read)
         return out
-
-    def _magnitudes(self, values: Tensor) -> Tensor:
-        found = self.workers.over(values.numel(), lambda part: group_magnitudes(values[part]))
-        return torch.cat(found or [group_magnitudes(values)])
 
     @property
     def _limit(self) -> int:
@@ -352,10 +348,6 @@ class GroupCodec:
             else:
                 padded = codes.float().view(-1, GROUP_SIZE).mul_(steps[groups])
                 target.copy_(padded.view(-1)[: len(target)])
-
-
-def _groups(part: slice) -> slice:
-    return slice(part.start // GROUP_SIZE, group_count(part.stop))
 
 
 def _check_scales(scales: Tensor, factor: float) -> None:

@@ -12,7 +12,6 @@ their bytes alone, on every machine (exact.py); a peer's own vectors need not be
 
 from __future__ import annotations
 
-import hashlib
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -28,6 +27,7 @@ from dilocox.compression.low_rank import LowRank, rank_limits
 from dilocox.compression.workers import ALONE, Workers
 
 Scheme = Literal["dense", "low_rank"]
+MARGIN = 1.5  # a phase may take so much longer than the phase before it lets one expect
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,20 +82,11 @@ class StageCodec:
             # below the smallest rank of the run a matrix would gain too little to be factored
             self.limits = tuple(0 if n < compression.min_rank else n for n in limits)
         self.first_ranks = tuple(min(compression.rank, limit) for limit in self.limits)
-        self._directions: tuple[object, Tensor] | None = None
         self._low_rank = lru_cache(maxsize=4)(partial(LowRank, layout, workers=workers))
 
     def low_rank(self, ranks: Sequence[int]) -> LowRank | None:
         """The factors of an exchange under these ranks; None unless the scheme is low_rank."""
         return self._low_rank(tuple(ranks)) if self.limits else None
-
-    def directions(self, low_rank: LowRank, p_mean: Tensor) -> Tensor:
-        """P^ of a mean, not to be changed. The newest is kept: its record needs it once more."""
-        key = low_rank.ranks, hashlib.sha256(p_mean.numpy().data).digest()
-        kept = self._directions
-        if kept is None or kept[0] != key:
-            self._directions = kept = key, low_rank.orthonormal(p_mean)
-        return kept[1]
 
     def choose_device(self, device: torch.device) -> None:
         """Make own products on this device if it is the faster one for the largest matrix.
@@ -141,7 +132,7 @@ class StageCodec:
 
     def means(self, ranks: Sequence[int], vectors: Sequence[Tensor]) -> StageMeans:
         """What the decoded mean vectors of an exchange's phases say."""
-        return StageMeans(self, self.low_rank(ranks), self._codec, vectors)
+        return StageMeans(self.low_rank(ranks), self._codec, vectors, self.device)
 
     def encoder(
         self, message: Tensor, ranks: Sequence[int], basis: Callable[[], Tensor | None]
@@ -150,7 +141,7 @@ class StageCodec:
 
         basis: makes the agreed basis, when the first phase needs it.
         """
-        return StageEncoder(message, self.low_rank(ranks), basis, self)
+        return StageEncoder(message, self.low_rank(ranks), basis, self.device)
 
     def undecayed(self, ranks: Sequence[int], left_out: Sequence[slice]) -> list[slice]:
         """Slices of the stage's vector that lack values where a member was left out.
@@ -161,30 +152,41 @@ class StageCodec:
         return list(left_out) if low_rank is None else low_rank.touched(left_out)
 
 
-@dataclass(frozen=True)
+@dataclass
 class StageEncoder:
-    """One member's message, as the vector of each phase; that of the first is made once."""
+    """One member's message, as the vector of each phase; P is made once, in so many `seconds`."""
 
     message: Tensor
     low_rank: LowRank | None
     basis: Callable[[], Tensor | None]
-    codec: StageCodec
+    device: torch.device | None
+    seconds: float | None = None
+    _first: Tensor | None = None
+
+    @property
+    def codec_s(self) -> float:
+        """The most that this machine should compute at the start of a phase, as far as known."""
+        if self.low_rank is None or not self.low_rank.factored:
+            return 0.0
+        first, second = self.low_rank.core_seconds()
+        if self.seconds is None:
+            return max(first, second)
+        return MARGIN * self.seconds * second / first
 
     def vector(self, phase: int, earlier: Sequence[Tensor]) -> Tensor:
         """The vector of a phase, given the decoded means of those before it."""
         if self.low_rank is None:
             return self.message
         if phase == 0:
+            if self._first is None:
+                began, basis = time.monotonic(), self.basis()
+                if basis is None:
+                    raise ValueError("low rank needs a basis")
+                self._first = self.low_rank.project(self.message, basis, self.device)
+                self.seconds = time.monotonic() - began
             return self._first
-        p_hat = self.codec.directions(self.low_rank, earlier[0])
-        return self.low_rank.contract(self.message, p_hat, self.codec.device)
-
-    @cached_property
-    def _first(self) -> Tensor:
-        basis = self.basis()
-        if basis is None or self.low_rank is None:
-            raise ValueError("low rank needs a basis")
-        return self.low_rank.project(self.message, basis, self.codec.device)
+        p_hat = self.low_rank.orthonormal(earlier[0])
+        return self.low_rank.contract(self.message, p_hat, self.device)
 
 
 class StageMeans:
@@ -192,21 +194,21 @@ class StageMeans:
 
     def __init__(
         self,
-        stage: StageCodec,
         low_rank: LowRank | None,
         codec: GroupCodec,
         vectors: Sequence[Tensor],
+        device: torch.device | None,
     ):
-        """vectors: the mean vector of each phase, fp32."""
-        self._stage = stage
+        """vectors: the mean vector of each phase, fp32. device: see StageCodec."""
         self._low_rank = low_rank
+        self._device = device
         self._codec = codec
         self._vectors = vectors
 
     @cached_property
     def _p_hat(self) -> Tensor:
-        first, low_rank = self._vectors[0], self._low_rank
-        return first if low_rank is None else self._stage.directions(low_rank, first)
+        first = self._vectors[0]
+        return first if self._low_rank is None else self._low_rank.orthonormal(first)
 
     def average(self, out: Tensor | None = None) -> Tensor:
         """The averaged message, fp32 [layout.numel]; in `out`, zero in the padding, where that is
@@ -223,9 +225,9 @@ class StageMeans:
         be the message, which is lost then.
         """
         low_rank = self._low_rank
-        vector = message
-        if low_rank is not None:
-            vector = low_rank.contract(message, self._p_hat, self._stage.device)
+        vector = (
+            message if low_rank is None else low_rank.contract(message, self._p_hat, self._device)
+        )
         sent = torch.zeros_like(vector)
         for part in counted:
             values = vector[part]

@@ -13,7 +13,6 @@ to 06:00). Their next start is looked for hour by hour in real time, so that it 
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -347,12 +346,7 @@ class HostingOptions:
     announce: Announce = ()
     device: Device = "auto"
     threads: Annotated[
-        int,
-        typer.Option(
-            min=0,
-            help="CPU threads for training; 0 takes all cores. A quarter as many, at least one, do "
-            "an exchange's arithmetic beside it.",
-        ),
+        int, typer.Option(min=0, help="CPU threads for training; 0 takes all cores.")
     ] = 0
     recompute: Annotated[
         bool,
@@ -393,11 +387,6 @@ class HostingOptions:
     def memory_limit_bytes(self) -> float | None:
         """The memory limit in bytes, None without one."""
         return self.memory_limit_gb * GB or None
-
-    @property
-    def codec_threads(self) -> int:
-        """Threads for an exchange's arithmetic: few, for training has its cores meanwhile."""
-        return max(1, (self.threads or len(os.sched_getaffinity(0))) // 4)
 
 
 @dataclass(frozen=True, kw_only=True)

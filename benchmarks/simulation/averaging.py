@@ -16,9 +16,10 @@ from typing import Any
 
 from benchmarks.simulation.clock import Event, SimulatedFuture, ThreadClock
 from benchmarks.simulation.dht import Network
+from dilocox.compression.stage_codec import MARGIN
 from dilocox.dht.addresses import Reachability
 from dilocox.dht.manifest import Manifest
-from dilocox.peer.averaging.averager import MARGIN, Applied
+from dilocox.peer.averaging.averager import Applied
 from dilocox.peer.chain.store import Tip
 from dilocox.peer.chain.sync import Reached, State
 from dilocox.peer.rounds.adaptation import facts_of, following_window, next_inner_steps
@@ -245,7 +246,7 @@ class _Exchange:
         """Bytes move; a reducer that is gone is missed once its silence is noticed."""
         deadlines, codec_s = attempt_times(
             self._meetings.manifest.deadlines,
-            phases=PHASES,
+            PHASES,
             growth=1.0,
             stated=[order.codec_s for order in self._orders.values()],
         )

@@ -47,7 +47,6 @@ from hivemind.proto import averaging_pb2
 from hivemind.utils import MPFuture
 from torch import Tensor
 
-from dilocox.compression.low_rank import SLOW_CORE
 from dilocox.compression.stage_codec import StageCodec, StageEncoder
 from dilocox.compression.workers import Workers
 from dilocox.dht.addresses import Reachability
@@ -120,33 +119,6 @@ class Applied:
     payload_bytes: int  # of the record's means
 
 
-@dataclass
-class EncodedSend:
-    """A send that is encoded as far as its group does not matter, and what is left to compute."""
-
-    key: object
-    encoder: StageEncoder
-    seconds: float | None = None  # until phase 0 was made
-
-    def encode(self) -> float:
-        began = time.monotonic()
-        self.encoder.vector(0, ())
-        self.seconds = self.seconds or time.monotonic() - began
-        return self.seconds
-
-    @property
-    def codec_s(self) -> float:
-        """The most that this machine should compute at the start of a phase of the exchange."""
-        low_rank = self.encoder.low_rank
-        if low_rank is None or not low_rank.factored:
-            return 0.0
-        before, inside = low_rank.core_seconds()
-        if self.seconds is None:
-            return SLOW_CORE * max(before, inside)
-        return MARGIN * self.seconds * inside / before
-
-
-MARGIN = 1.5
 START_LIMIT_S = 30.0  # until the process has taken an order
 CLOSE_GRACE_S = 3.0
 ATTEMPTS_KEPT = 4  # so that members can fetch averaged parts and votes after the end
@@ -185,7 +157,7 @@ class StageAverager(PeerService, DecentralizedAverager):
         self._buffers = buffers
         self._main_pid = os.getpid()
         self._order: ExchangeOrder | None = None
-        self._send: EncodedSend | None = None
+        self._encoders: dict[object, StageEncoder] = {}
         self._asked_at = 0.0  # for the group that forms, or formed last
         matchmaking_s = local.manifest.deadlines.matchmaking_s
         super().__init__(
@@ -281,7 +253,8 @@ class StageAverager(PeerService, DecentralizedAverager):
     @cached_property
     def _check(self) -> RecordCheck:
         local = self.local
-        workers = Workers(local.options.codec_threads)
+        training = local.options.threads or len(os.sched_getaffinity(0))
+        workers = Workers(max(1, training // 4))  # training has its cores meanwhile
         return RecordCheck(local.run, local.stage, local.manifest, local.layout, workers)
 
     async def _serve(
@@ -336,22 +309,24 @@ class StageAverager(PeerService, DecentralizedAverager):
     # ---- in the averaging process: the exchange --------------------------------------------------
     @in_process
     async def _prepare(self, order: ExchangeOrder) -> float:
-        codec_s = self._send_of(order.plan, order.last).codec_s
-        self._order = replace(order, codec_s=codec_s)
-        return codec_s
+        self._order = replace(order, codec_s=self._encoder(order.plan, order.last).codec_s)
+        return self._order.codec_s
 
     @in_process
     async def encode(self, plan: Plan, last: RoundRecord | None) -> float:
         """Make what a send moves first of all, before its group meets; the seconds it took."""
-        return await self.in_pool(self._send_of(plan, last).encode)
+        encoder = self._encoder(plan, last)
+        await self.in_pool(encoder.vector, 0, ())
+        return encoder.seconds or 0.0
 
-    def _send_of(self, plan: Plan, last: RoundRecord | None) -> EncodedSend:
+    def _encoder(self, plan: Plan, last: RoundRecord | None) -> StageEncoder:
+        """The newest send's, whichever attempt it is for."""
         key = plan.round, plan.ranks, plan.previous
-        if self._send is None or self._send.key != key:
+        if key not in self._encoders:
             codec, message = self._check.codec, self._buffers.message
             encoder = codec.encoder(message, plan.ranks, lambda: self._basis(plan, last))
-            self._send = EncodedSend(key, encoder)
-        return self._send
+            self._encoders = {key: encoder}
+        return self._encoders[key]
 
     async def _step(self, *, step: StepControl, future_for_init: Any) -> None:
         """Give the attempt's plan its own group key before hivemind looks for a group."""
@@ -414,7 +389,7 @@ class StageAverager(PeerService, DecentralizedAverager):
         )
         attempt = Attempt(
             setup,
-            encoder=self._send_of(plan, order.last).encoder,
+            encoder=self._encoder(plan, order.last),
             transport=GroupCalls(self._client, group, ballot.members),
             ballots=Ballots(identity=local.identity, ballot=ballot, save_vote=self.log.save_vote),
             pool=self.pool,

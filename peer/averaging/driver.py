@@ -166,9 +166,8 @@ class ExchangeDriver:
         if job.encoded_after != self._chain.head.digest:
             job.encoded_after = self._chain.head.digest
             job.encoding = self._averager.encode(self._plan(job), self._chain.last_record)
-        elif job.encoding is not None and job.encoding.done():
-            job.encoding, done = None, job.encoding
-            self.encoding_s = self.encoding_s if done.exception() else done.result()
+        elif job.encoding and job.encoding.done() and not job.encoding.exception():
+            self.encoding_s = job.encoding.result()
 
     # ---- starting --------------------------------------------------------------------------------
     def _try_to_start(self, job: _Job, view: SwarmView) -> None:
@@ -227,15 +226,14 @@ class ExchangeDriver:
         job.limit = self._clock.monotonic() + limit_s
 
     def _plan(self, job: _Job) -> Plan:
-        local = self._local
         return Plan(
-            run=local.run,
-            rules=local.manifest.rules,
-            stage=local.stage,
+            run=self._local.run,
+            rules=self._local.manifest.rules,
+            stage=self._local.stage,
             round=job.round,
             attempt=job.attempt,
             ranks=self.plan.ranks_after(self._chain.last_record),
-            layout=local.layout.digest,
+            layout=self._local.layout.digest,
             previous=self._chain.head.digest,
         )
 

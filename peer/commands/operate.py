@@ -18,7 +18,6 @@ from dilocox.dht.errors import EnvironmentFault, InvalidInput
 from dilocox.dht.identity import Identity
 from dilocox.dht.invite import Invite
 from dilocox.dht.manifest import Manifest, SignedManifest, warnings
-from dilocox.dht.manifest_sections import LONGEST
 from dilocox.dht.revisions import RevisionFolder, RunState, back_to, changes, in_state, revised
 from dilocox.peer.options import ReviseOptions, RollbackOptions, StateOptions
 from dilocox.peer.state_folder import StateFolder
@@ -26,13 +25,12 @@ from dilocox.peer.state_folder import StateFolder
 
 def checked_manifest(path: Path) -> Manifest:
     """The run's description, completed by what only this machine can tell: that the model can be
-    cut, exchanged in time and has a row for each id of the tokenizer, and the digests of that, of
-    the held-out data and of the weights of a checkpoint that it starts from.
+    cut and has a row for each id of the tokenizer, and the digests of that, of the held-out data
+    and of the weights of a checkpoint that it starts from.
 
     Raises:
-        InvalidInput: a field is wrong, the model cannot be cut so, or exchanged in time, there is
-            no such tokenizer or it has too many ids, the data are not as stated, or the checkpoint
-            is not to be used.
+        InvalidInput: a field is wrong, the model cannot be cut so, there is no such tokenizer or
+            it has too many ids, the data are not as stated, or the checkpoint is not to be used.
         EnvironmentFault: something of this is on the hub, which does not answer.
     """
     from dilocox.peer.process.initial_weights import pinned
@@ -46,8 +44,7 @@ def checked_manifest(path: Path) -> Manifest:
     from dilocox.pipeline.partition import plan_stages
 
     manifest = Manifest.load(path, described_by)
-    sizes = [plan.num_parameters for plan in plan_stages(manifest.model, manifest.stages)]
-    _check_exchange(manifest, sizes.index(max(sizes)))
+    plan_stages(manifest.model, manifest.stages)
     tokenizer = open_tokenizer(manifest.data.tokenizer)
     check_tokenizer(manifest.data, tokenizer, manifest.model)
     found = held_out_digest(manifest.data)
@@ -58,24 +55,6 @@ def checked_manifest(path: Path) -> Manifest:
         )
     filled_in = {"held_out": found, "tokenizer_digest": tokenizer_digest(tokenizer)}
     return pinned(replace(manifest, data=replace(manifest.data, **filled_in)))
-
-
-def _check_exchange(manifest: Manifest, largest: int) -> None:
-    """Raise InvalidInput if modest machines cannot compute an exchange of the largest stage."""
-    from dilocox.compression.low_rank import SLOW_CORE
-    from dilocox.peer.rounds.adaptation import stage_codec
-    from dilocox.pipeline.stage import stage_layout
-
-    codec = stage_codec(manifest, stage_layout(manifest, largest))
-    low_rank = codec.low_rank(codec.limits if manifest.codec.adaptive else codec.first_ranks)
-    codec_s = 0.0 if low_rank is None else SLOW_CORE * max(low_rank.core_seconds())
-    least_s = 2 * codec_s / (LONGEST - 1)  # two phases, beside the time to move the bytes
-    if manifest.deadlines.exchange_s < least_s:
-        raise InvalidInput(
-            f"deadlines.exchange_s is {manifest.deadlines.exchange_s:g}, too short for stage "
-            f"{largest}: its codec may take {codec_s:.0f} s in each phase of an exchange; use "
-            f"{least_s + 0.5:.0f} or more, a smaller codec.max_rank, or more stages"
-        )
 
 
 PUBLISH_LIMIT_S = 60.0

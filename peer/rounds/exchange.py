@@ -8,8 +8,8 @@ hivemind's own all-reduce hangs on a member that freezes and reports success whe
 here every call has its deadline, neighbours watch each other by heartbeat, and the round is
 committed only by a majority of signed votes on the digest of the record (vote.py).
 
-A phase begins with what members compute, for which it has as long as most of them need; then it has
-its share of the exchange's time. That bounds how long reducers wait for parts and for
+A phase has what most members need to compute, and its share of the exchange's time. It bounds how
+long reducers wait for parts and for
 other rows, so that who is slow is left out, and when all are asked for a mean that has not come; a
 member that got its means of the first phase too late to be counted in the second can still reduce,
 and vote.
@@ -37,7 +37,6 @@ from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
 from concurrent.futures import Executor
 from contextlib import suppress
 from functools import partial
-from itertools import pairwise
 from typing import Any, TypeVar
 
 from torch import Tensor
@@ -210,11 +209,7 @@ class Attempt:
         self._started = time.monotonic()
         self._limits = setup.deadlines
         # of each phase: when its parts begin to move, once they are computed, and it should end
-        ends = [self._started + each for each in (0.0, *setup.phase_ends_s())]
-        self._spans = [
-            (begin + number * setup.codec_s, end + number * setup.codec_s)
-            for number, (begin, end) in enumerate(pairwise(ends), 1)
-        ]
+        self._spans = [(self._started + a, self._started + b) for a, b in setup.phase_spans_s()]
         self._end = self._spans[-1][1]
         self._codec_s = 0.0
         self._group = LiveGroup(setup, transport, pool)

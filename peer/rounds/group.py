@@ -16,7 +16,7 @@ import hashlib
 import json
 from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, field, replace
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from statistics import median_high
 from typing import cast
 
@@ -116,20 +116,20 @@ class AttemptSetup:
         phase = self.phases[share.phase]
         return part_bytes(phase.row_codec if kind == "row" else phase.codec, share.numel)
 
-    def phase_ends_s(self) -> tuple[float, ...]:
-        """The seconds by which each phase should be over if nothing is computed; last: exchange_s.
+    def phase_spans_s(self) -> list[tuple[float, float]]:
+        """The seconds from the start at which each phase should have computed, and be over.
 
-        Each has a quarter of the time, for its arithmetic and the ways; the rest goes by bytes.
+        Each has codec_s first, and a quarter of exchange_s for the ways; the rest goes by bytes.
         """
         sizes = [0] * len(self.phases)
         for column in self.columns:
             sizes[self.phase_of(column)] += self.max_bytes(column, "part")
         for index, share in enumerate(self.shares):
             sizes[share.phase] += self.max_bytes(index, "mean")
-        rest = 1 - PHASE_SHARE * len(sizes)
+        rest, late_s = 1 - PHASE_SHARE * len(sizes), self.codec_s
         spans = [PHASE_SHARE + rest * size / max(1, sum(sizes)) for size in sizes]
-        inner = accumulate(self.deadlines.exchange_s * span for span in spans[:-1])
-        return (*inner, self.deadlines.exchange_s)
+        ends = [self.deadlines.exchange_s * end for end in (0.0, *accumulate(spans[:-1]), 1.0)]
+        return [(a + n * late_s, b + n * late_s) for n, (a, b) in enumerate(pairwise(ends), 1)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -239,7 +239,7 @@ class Ticket(SendFacts):
         if not all(0 <= each < MAX_TIME_S for each in (exchange_s, step_s, stall_s, codec_s)):
             raise GroupRefused(
                 f"a member states an exchange of {exchange_s} s, steps of {step_s} s, {stall_s} s "
-                f"without training and {codec_s} s of computing"
+                f"without training, {codec_s} s of computing"
             )
         return cls(
             plan=plan.hex(),
@@ -310,12 +310,10 @@ class ExchangeOrder(SendFacts):
 
 
 def attempt_times(
-    deadlines: DeadlineSpec, *, phases: int, growth: float, stated: Collection[float]
+    deadlines: DeadlineSpec, phases: int, growth: float, stated: Collection[float]
 ) -> tuple[DeadlineSpec, float]:
-    """The deadlines of an attempt, and how long its members may compute at the start of a phase.
-
-    growth: of what is moved, over the first exchange. stated: the seconds that each member needs to
-    compute; who is slower than most is not waited for.
+    """The deadlines of an attempt that moves `growth` times what the run's first one does, and for
+    how long its members compute at the start of a phase, of which most `stated` no more.
     """
     longest = deadlines.longest_exchange_s
     exchange_s = min(max(1.0, growth) * deadlines.exchange_s, longest / 2)
@@ -370,15 +368,10 @@ def attempt_setup(
     if not reducers:
         raise GroupRefused("no member can be reached from outside, so nobody can reduce")
     phases, last = codec.phases(plan.ranks), order.last
-    moved, at_first = (
-        sum(p.numel for p in each) for each in (phases, codec.phases(codec.first_ranks))
-    )
-    deadlines, codec_s = attempt_times(
-        manifest.deadlines,
-        phases=len(phases),
-        growth=moved / at_first,
-        stated=[ticket.codec_s for ticket in tickets.values()],
-    )
+    at_first = sum(phase.numel for phase in codec.phases(codec.first_ranks))
+    growth = sum(phase.numel for phase in phases) / at_first
+    stated = [ticket.codec_s for ticket in tickets.values()]
+    deadlines, codec_s = attempt_times(manifest.deadlines, len(phases), growth, stated)
     grid = Grid.of(group, tickets.keys(), reducers, manifest.rounds.group_size)
     steps = manifest.rounds.inner_steps if last is None else last.next_inner_steps
     template = RoundRecord(

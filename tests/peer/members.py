@@ -181,8 +181,8 @@ class Group:
         """`clients`: those that can only dial out, so that they average nothing.
 
         decoding_s, fetching_s: so long it takes each member to check a mean, one after the other,
-        and to fetch one, or the record. codec_s: the members agreed that they compute for so long at the
-        start of a phase. computing_s: so long each does, one after the other, in the first one.
+        and to fetch one, or the record. codec_s: so long they agreed to compute at
+        the start of a phase. computing_s: so long each does, in turn, at that of the first one.
 
         Whoever is put into `frozen` neither answers nor is refused any more; who is `dripping`
         gives what is fetched by a byte now and then;

@@ -262,7 +262,7 @@ def test_members_compute_for_as_long_as_most_of_them_need_within_a_bound() -> No
 def test_larger_ranks_have_more_time_to_move() -> None:
     deadlines = DeadlineSpec(exchange_s=30.0)
     for growth, exchange_s in ((0.5, 30.0), (1.0, 30.0), (3.0, 90.0), (64.0, 120.0)):
-        found, _ = attempt_times(deadlines, phases=2, growth=growth, stated=(0.0,))
+        found, _ = attempt_times(deadlines, 2, growth=growth, stated=(0.0,))
         assert found.exchange_s == exchange_s
 
 

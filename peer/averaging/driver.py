@@ -16,7 +16,7 @@ import logging
 from collections.abc import Callable
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from hivemind.averaging.allreduce import (  # pyright: ignore[reportMissingTypeStubs]
     AllreduceException,
@@ -58,7 +58,7 @@ class _Job:
     states_taken: int = 0  # by the training loop, when it took this send
     resumed: bool = False  # from before a restart: its attempt is not known to the averager
     asked_at: float = 0.0
-    encoded_after: str = ""  # digest of the record whose ranks and basis its encoding has
+    plan: Plan | None = None  # of its first attempt, after the newest record
     encoding: Future[float] | None = None
 
 
@@ -155,19 +155,30 @@ class ExchangeDriver:
             if job.attempt == 0 and (earlier := meets_at(job.round)) is not None:
                 job.scheduled_at = min(job.scheduled_at, earlier)
             if not (self._chain.busy or self._chain.behind(view)):
-                self._encode(job)
+                self._plan(job)
             lead_s = self._deadlines.matchmaking_s + LOOKED_AHEAD * search_s
             starts_at = job.scheduled_at - min(lead_s, LONGEST_LEAD_S)
             if not self._chain.busy and self._clock.time() >= starts_at:
                 self._try_to_start(job, view)
 
-    def _encode(self, job: _Job) -> None:
-        """Have what does not need the group made before it meets."""
-        if job.encoded_after != self._chain.head.digest:
-            job.encoded_after = self._chain.head.digest
-            job.encoding = self._averager.encode(self._plan(job), self._chain.last_record)
+    def _plan(self, job: _Job) -> Plan:
+        """What its group will agree on; what does not need the group is encoded from then on."""
+        head, last = self._chain.head, self._chain.last_record
+        if job.plan is None or job.plan.previous != head.digest:
+            job.plan = Plan(
+                run=self._local.run,
+                rules=self._local.manifest.rules,
+                stage=self._local.stage,
+                round=job.round,
+                attempt=0,
+                ranks=self.plan.ranks_after(last),
+                layout=self._local.layout.digest,
+                previous=head.digest,
+            )
+            job.encoding = self._averager.encode(job.plan, last)
         elif job.encoding and job.encoding.done() and not job.encoding.exception():
             self.encoding_s = job.encoding.result()
+        return job.plan
 
     # ---- starting --------------------------------------------------------------------------------
     def _try_to_start(self, job: _Job, view: SwarmView) -> None:
@@ -196,7 +207,7 @@ class ExchangeDriver:
         matchmaking_s = max(0.0, job.scheduled_at - self._clock.time()) + NO_GROUP_S
         matchmaking_s = max(matchmaking_s, deadlines.matchmaking_s + NO_GROUP_S)
         order = ExchangeOrder(
-            plan=self._plan(job),
+            plan=replace(self._plan(job), attempt=job.attempt),
             scheduled_at=job.scheduled_at,
             matchmaking_limit_s=matchmaking_s,
             tokens=job.facts.tokens,
@@ -224,18 +235,6 @@ class ExchangeDriver:
             raise AveragerStuck(f"round {job.round}: the averaging process is stuck") from error
         limit_s = matchmaking_s + 2 * (deadlines.longest_exchange_s + deadlines.vote_s) + SLACK_S
         job.limit = self._clock.monotonic() + limit_s
-
-    def _plan(self, job: _Job) -> Plan:
-        return Plan(
-            run=self._local.run,
-            rules=self._local.manifest.rules,
-            stage=self._local.stage,
-            round=job.round,
-            attempt=job.attempt,
-            ranks=self.plan.ranks_after(self._chain.last_record),
-            layout=self._local.layout.digest,
-            previous=self._chain.head.digest,
-        )
 
     # ---- ending ----------------------------------------------------------------------------------
     def _advance(

@@ -2,23 +2,34 @@
 
 The stage is one layer of a larger model, since small matrices would be timed mostly in Python. All
 is done by the classes that a peer uses, with one thread.
+
+    python -m benchmarks.codec_times [--threads 1 2] [--ranks 16 64]
+
+prints where an exchange computes, on stages of 26 and 103 million parameters: `before` its group
+meets, `in` it, and to `apply` its record; `all in` it is what the exchange took before there was a
+difference, and `apply anew` what a record took that found no P^. Then the constants of
+`LowRank.core_seconds`: of one core, which is a third of a modest one's time.
 """
 
 from __future__ import annotations
 
+import argparse
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from statistics import median
 
 import torch
+from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
 from benchmarks.codec import peak_memory
 from benchmarks.tables import narrow
 from dilocox.compression.layout import FlatLayout
-from dilocox.compression.stage_codec import StageCodec, StageEncoder
+from dilocox.compression.low_rank import LowRank
+from dilocox.compression.stage_codec import Compression, StageCodec, StageEncoder
+from dilocox.compression.workers import Workers
 from dilocox.dht.manifest import Manifest
 from dilocox.peer.rounds.adaptation import stage_codec
 
@@ -160,3 +171,136 @@ class _Member:
         if low_rank is None or len(self._means) < 2:
             return self._basis
         return low_rank.next_basis(self._means[1], low_rank, "times")
+
+
+# ---- where an exchange computes ------------------------------------------------------------------
+def layers(hidden: int, intermediate: int) -> FlatLayout:
+    """Two layers of a Llama."""
+    scale = {HIDDEN: hidden, INTERMEDIATE: intermediate}
+    return FlatLayout.of(
+        (f"{number}.{name}", tuple(scale[size] for size in shape))
+        for number in range(2)
+        for name, shape in MATRICES.items()
+    )
+
+
+STAGES = (layers(1024, 2816), layers(HIDDEN, INTERMEDIATE))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Steps:
+    """Seconds of the steps of one member's exchange, the least of several; in their order."""
+
+    basis: float
+    p: float
+    p_hat: float
+    q: float
+    codes: float
+    average: float
+    own: float
+
+    @property
+    def before(self) -> float:
+        """What does not need the group."""
+        return self.basis + self.p
+
+    @property
+    def inside(self) -> float:
+        """What needs the group's means."""
+        return self.p_hat + self.q + self.codes
+
+    @property
+    def apply(self) -> float:
+        """What a record takes whose P^ is known."""
+        return self.average + self.own
+
+
+def steps(layout: FlatLayout, rank: int, threads: int) -> Steps:
+    """Of a member with so many threads, by the wall's clock: the machine should have nothing else
+    to do."""
+    compression = Compression(
+        scheme="low_rank", bits=4, max_factor=1e4, rank=rank, min_rank=4, max_rank=64
+    )
+    codec = StageCodec(layout, compression, Workers(threads))
+    ranks, low_rank = codec.first_ranks, codec.low_rank(codec.first_ranks)
+    if low_rank is None:
+        raise RuntimeError("the benchmark's own codec is of low rank")
+    phases = codec.phases(ranks)
+    message = torch.randn(layout.numel, generator=torch.Generator().manual_seed(0)) * 1e-3
+    out, basis = torch.zeros(layout.numel), low_rank.initial_basis("times")
+    found: dict[str, list[float]] = {name: [] for name in Steps.__annotations__}
+
+    def timed(name: str, step: Callable[..., Tensor], *arguments: object) -> Tensor:
+        start = time.perf_counter()
+        result = step(*arguments)
+        found[name].append(time.perf_counter() - start)
+        return result
+
+    def coded(*vectors: Tensor) -> Tensor:
+        for phase, vector in zip(phases, vectors, strict=True):
+            phase.codec.decode(phase.codec.encode(vector), phase.numel)
+        return vectors[-1]
+
+    counted = [slice(0, phases[1].numel)]
+    for repeat in range(REPEATS):
+        p = timed("p", low_rank.project, message, basis)
+        p[0] += repeat * 1e-3  # a mean that is not known from the time before
+        p_hat = timed("p_hat", low_rank.orthonormal, p)
+        q = timed("q", low_rank.contract, message, p_hat)
+        timed("codes", coded, p, q)
+        means = codec.means(ranks, [p, q])
+        timed("average", means.average, out)
+        timed("own", means.own, message, counted, out)
+        basis = timed("basis", low_rank.next_basis, q, low_rank, "times")
+    return Steps(**{name: min(seconds) for name, seconds in found.items()})
+
+
+def where_it_computes(ranks: list[int], threads: list[int]) -> Table:
+    """Seconds a billion parameters, by stage, rank and threads."""
+    table = narrow("seconds a billion parameters")
+    for heading in ("million", "rank", "threads", "before", "in", "apply", "all in", "apply anew"):
+        table.add_column(heading, justify="right")
+    for layout in STAGES:
+        for rank in ranks:
+            for count in threads:
+                each = steps(layout, rank, count)
+                seconds = (
+                    each.before,
+                    each.inside,
+                    each.apply,
+                    each.before + each.inside,
+                    each.apply + each.p_hat,
+                )
+                table.add_row(
+                    f"{layout.numel / 1e6:.0f}",
+                    str(rank),
+                    str(count),
+                    *(f"{1e9 * each / layout.numel:.2f}" for each in seconds),
+                )
+    return table
+
+
+def constants(rank: int) -> str:
+    """Of `LowRank.core_seconds`, on this core."""
+    layout = STAGES[-1]
+    each = steps(layout, rank, 1)
+    low_rank = LowRank(layout, [rank] * len(layout.slices))
+    products = sum(m.rank * m.rows * m.cols for m in low_rank.factored)
+    rows = sum(m.rank**2 * m.rows for m in low_rank.factored)
+    return f"a product {each.q / products:.1e} s, Gram-Schmidt {each.p_hat / rows:.1e} s"
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--ranks", type=int, nargs="+", default=[16, 64])
+    parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    Console().print(where_it_computes(arguments.ranks, arguments.threads))
+    for rank in arguments.ranks:
+        Console().print(f"one core, rank {rank}: {constants(rank)}")
+
+
+if __name__ == "__main__":
+    main()

@@ -37,17 +37,20 @@ result is made of single IEEE operations, none of them fused or summed, and none
 subnormal number, so neither CUDA nor a library that flushes subnormals to zero changes one.
 
 How: in blocks that stay in a core's cache, through one scratch block, so a pass reads memory once.
+Pieces of a long vector are whole blocks and may have several threads (`workers.py`).
 """
 
 import math
 import struct
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final, Literal
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+
+from dilocox.compression.workers import ALONE, Workers
 
 GROUP_SIZE: Final = 64
 SMALLEST_SCALE: Final = 2.0**-24  # fp16's smallest number above zero
@@ -188,6 +191,7 @@ class GroupCodec:
 
     bits: int
     max_factor: float = DEFAULT_MAX_FACTOR
+    workers: Workers = field(default=ALONE, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         if self.bits not in (4, 8, 16, _RAW_BITS):
@@ -215,7 +219,8 @@ class GroupCodec:
         """
         _check_vector(values, "values", torch.float32)
         values = values.detach()
-        magnitudes = group_magnitudes(values)
+        found = self.workers.over(values.numel(), lambda part: group_magnitudes(values[part]))
+        magnitudes = torch.cat(found)
         if not math.isfinite(largest(magnitudes)):
             raise NotEncodable(_describe_non_finite(values))
         numel, device = values.numel(), values.device
@@ -229,7 +234,14 @@ class GroupCodec:
         codes_start = _HEADER.size + 2 * len(scales)
         _write(payload, _HEADER.pack(VERSION, self.bits, 0, factor))
         payload[_HEADER.size : codes_start].view(torch.float16).copy_(scales)
-        write_codes(values, scales.float().mul_(factor), self.bits, payload[codes_start:])
+        steps = scales.float().mul_(factor)
+
+        def write(part: slice) -> None:
+            groups = slice(part.start // GROUP_SIZE, group_count(part.stop))
+            packed = payload[codes_start + self._group_bytes * groups.start :]
+            write_codes(values[part], steps[groups], self.bits, packed)
+
+        self.workers.over(numel, write)
         return payload
 
     def decode(self, payload: Tensor, numel: int, out: Tensor | None = None) -> Tensor:
@@ -257,7 +269,13 @@ class GroupCodec:
         codes_start = _HEADER.size + 2 * group_count(numel)
         scales = payload[_HEADER.size : codes_start].view(torch.float16)
         _check_scales(scales, factor)
-        self._decode_codes(payload[codes_start:], scales, factor, out)
+
+        def read(part: slice) -> None:
+            groups = slice(part.start // GROUP_SIZE, group_count(part.stop))
+            packed = payload[codes_start + self._group_bytes * groups.start :]
+            self._decode_codes(packed, scales[groups], factor, out[part])
+
+        self.workers.over(numel, read)
         return out
 
     @property

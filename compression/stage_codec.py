@@ -24,8 +24,10 @@ from torch import Tensor
 from dilocox.compression.group_codec import GroupCodec
 from dilocox.compression.layout import FlatLayout
 from dilocox.compression.low_rank import LowRank, rank_limits
+from dilocox.compression.workers import ALONE, Workers
 
 Scheme = Literal["dense", "low_rank"]
+MARGIN = 1.5  # a phase may take so much longer than the phase before it lets one expect
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,19 +70,19 @@ class StageCodec:
         device: where a member's own products are made; None is the CPU.
     """
 
-    def __init__(self, layout: FlatLayout, compression: Compression):
+    def __init__(self, layout: FlatLayout, compression: Compression, workers: Workers = ALONE):
         self.layout = layout
         self.compression = compression
         self.limits: tuple[int, ...] = ()
         self.device: torch.device | None = None
-        self._codec = GroupCodec(compression.bits, compression.max_factor)
-        self._row_codec = GroupCodec(max(16, compression.bits), compression.max_factor)
+        self._codec = GroupCodec(compression.bits, compression.max_factor, workers)
+        self._row_codec = GroupCodec(max(16, compression.bits), compression.max_factor, workers)
         if compression.scheme == "low_rank":
             limits = rank_limits(layout, compression.max_rank)
             # below the smallest rank of the run a matrix would gain too little to be factored
             self.limits = tuple(0 if n < compression.min_rank else n for n in limits)
         self.first_ranks = tuple(min(compression.rank, limit) for limit in self.limits)
-        self._low_rank = lru_cache(maxsize=4)(partial(LowRank, layout))
+        self._low_rank = lru_cache(maxsize=4)(partial(LowRank, layout, workers=workers))
 
     def low_rank(self, ranks: Sequence[int]) -> LowRank | None:
         """The factors of an exchange under these ranks; None unless the scheme is low_rank."""
@@ -150,24 +152,39 @@ class StageCodec:
         return list(left_out) if low_rank is None else low_rank.touched(left_out)
 
 
-@dataclass(frozen=True)
+@dataclass
 class StageEncoder:
-    """One member's message, as the vector of each phase."""
+    """One member's message, as the vector of each phase; P is made once, in so many `seconds`."""
 
     message: Tensor
     low_rank: LowRank | None
     basis: Callable[[], Tensor | None]
     device: torch.device | None
+    seconds: float | None = None
+    _first: Tensor | None = None
+
+    @property
+    def codec_s(self) -> float:
+        """The most that this machine should compute at the start of a phase, as far as known."""
+        if self.low_rank is None or not self.low_rank.factored:
+            return 0.0
+        first, second = self.low_rank.core_seconds()
+        if self.seconds is None:
+            return max(first, second)
+        return MARGIN * self.seconds * second / first
 
     def vector(self, phase: int, earlier: Sequence[Tensor]) -> Tensor:
         """The vector of a phase, given the decoded means of those before it."""
         if self.low_rank is None:
             return self.message
         if phase == 0:
-            basis = self.basis()
-            if basis is None:
-                raise ValueError("low rank needs a basis")
-            return self.low_rank.project(self.message, basis, self.device)
+            if self._first is None:
+                began, basis = time.monotonic(), self.basis()
+                if basis is None:
+                    raise ValueError("low rank needs a basis")
+                self._first = self.low_rank.project(self.message, basis, self.device)
+                self.seconds = time.monotonic() - began
+            return self._first
         p_hat = self.low_rank.orthonormal(earlier[0])
         return self.low_rank.contract(self.message, p_hat, self.device)
 

@@ -99,6 +99,7 @@ MAX_HEARTBEAT_S = 600.0
 MAX_REVISION = 2**31
 MAX_REVISIONS_NOTED = 256
 MAX_STAGES = 256
+LONGEST = 8  # exchange_s: the longest exchange
 
 _SOME_TEXT = r"[^\x00-\x1f]{1,512}"
 
@@ -288,7 +289,8 @@ class DeadlineSpec(Section):
     silence_s: a member of an exchange, or a neighbour in a replica, that is silent this long
         counts as dead.
     matchmaking_s: for finding the group.
-    exchange_s: for moving the bytes of one exchange.
+    exchange_s: for moving the bytes of one exchange under the ranks of the first; more for larger
+        ranks, and for what members say that they compute meanwhile.
     vote_s: for the vote that follows.
     """
 
@@ -302,6 +304,11 @@ class DeadlineSpec(Section):
     def record_lifetime_s(self) -> float:
         """How long a record in the DHT is valid: three heartbeats."""
         return 3 * self.heartbeat_s
+
+    @property
+    def longest_exchange_s(self) -> float:
+        """What no exchange takes longer than, whatever its ranks and its members' codecs."""
+        return LONGEST * self.exchange_s
 
 
 @dataclass(frozen=True, kw_only=True)

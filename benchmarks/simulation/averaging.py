@@ -11,22 +11,30 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from benchmarks.simulation.clock import Event, SimulatedFuture, ThreadClock
 from benchmarks.simulation.dht import Network
+from dilocox.compression.stage_codec import MARGIN
 from dilocox.dht.addresses import Reachability
 from dilocox.dht.manifest import Manifest
 from dilocox.peer.averaging.averager import Applied
 from dilocox.peer.chain.store import Tip
 from dilocox.peer.chain.sync import Reached, State
 from dilocox.peer.rounds.adaptation import facts_of, following_window, next_inner_steps
-from dilocox.peer.rounds.group import AttemptResult, ExchangeOrder, GroupRefused
+from dilocox.peer.rounds.group import (
+    AttemptResult,
+    ExchangeOrder,
+    GroupRefused,
+    Plan,
+    attempt_times,
+)
 from dilocox.peer.rounds.record import Contribution, RoundFacts
 from dilocox.peer.rounds.vote import Verdict, Vote, decide, exclusion, may_start
 
 RECORD_BYTES = 1_000_000
+PHASES = 2
 JOIN_TRIPS = (2.0, 4.0)  # round trips: declare oneself, find the leader, be taken
 LEADER_PATIENCE_S = 10.0  # until a follower gives up a leader that does not answer
 
@@ -116,13 +124,15 @@ class SimulatedLog:
 @dataclass(kw_only=True)
 class Lines:
     """What an exchange costs. stage_bytes: of a message; late: chance that a member's parts come
-    too late to be in the means; slow_starts: seconds between an order and the look for the group.
+    too late to be in the means; codec_s: what a member computes before its group meets, and as much
+    in the second phase of the exchange.
     """
 
     network: Network
     stage_bytes: float = 2.5e6
     bytes_per_s: float = 1.25e6
     late: float = 0.0
+    codec_s: float = 0.0
     vote_loss: float = 0.0
 
     def exchange_s(self, members: int) -> float:
@@ -227,13 +237,25 @@ class _Exchange:
         self._orders = {peer: each.order for peer, each in group.items()}
         self._beats = {peer: each.stumbles for peer, each in group.items()}
         self._began = self._lines.network.timeline.now
+        self._codec_s = self._limit_s = 0.0
+        self._late = False
         self.votes: dict[str, Vote] = {}
         self.record: SimulatedRecord | None = None
 
     def begin(self) -> None:
         """Bytes move; a reducer that is gone is missed once its silence is noticed."""
-        seconds = self._lines.exchange_s(len(self._group))
-        self._lines.network.timeline.after(seconds, self._end)
+        deadlines, codec_s = attempt_times(
+            self._meetings.manifest.deadlines,
+            PHASES,
+            growth=1.0,
+            stated=[order.codec_s for order in self._orders.values()],
+        )
+        self._limit_s = deadlines.exchange_s + PHASES * codec_s
+        encoded_at = max(each.encoded_at for each in self._group.values())
+        self._codec_s = max(0.0, encoded_at - self._began) + self._lines.codec_s
+        seconds = self._lines.exchange_s(len(self._group)) + self._codec_s
+        self._late = seconds > self._limit_s
+        self._lines.network.timeline.after(min(seconds, self._limit_s), self._end)
 
     def _lost(self) -> set[str]:
         """Members that died, froze or were cut off since the group stood."""
@@ -260,6 +282,10 @@ class _Exchange:
                         missed=tuple(each for each in others if each != peer),
                     )
             self._lines.network.timeline.after(deadlines.silence_s, self._tell)
+            return
+        if self._late:
+            self.votes = {peer: Vote(voter=peer, digest=None) for peer in self._group}
+            self._lines.network.timeline.after(self._lines.network.rtt_s, self._tell)
             return
         self.record = self._make_record()
         digest = self.record.digest
@@ -339,7 +365,9 @@ class _Exchange:
             certificate=None if record is None else b"certificate",
             abort=abort,
             members=tuple(self._group),
-            seconds=self._lines.network.timeline.now - self._began,
+            seconds=self._lines.network.timeline.now - self._began - self._codec_s,
+            codec_s=self._codec_s,
+            limit_s=self._limit_s,
         )
 
 
@@ -360,6 +388,7 @@ class SimulatedAverager:
         self.peer_id = peer
         self.log = log
         self.order: Any = None
+        self.encoded_at = 0.0  # run time
         self.answers = True  # neither killed nor frozen
         self.gone = False  # killed
         self.stumbles = 0  # how often it was frozen
@@ -373,8 +402,8 @@ class SimulatedAverager:
     # ---- the driver's ----------------------------------------------------------------------------
     def exchange(self, order: ExchangeOrder) -> SimulatedFuture:
         """Look for the group of this attempt, and exchange."""
-        network = self._meetings.lines.network
-        self.order = order
+        network, codec_s = self._meetings.lines.network, self._meetings.lines.codec_s
+        self.order = order = replace(order, codec_s=MARGIN * codec_s)
         future = self._future = self._new_future()
         starts_at = self._clock().time()
         if order.alone:
@@ -387,6 +416,13 @@ class SimulatedAverager:
                 self.once_awake(lambda: self._meetings.come(self, order))
 
         network.timeline.at(arrives_at, come)
+        return future
+
+    def encode(self, plan: Plan, last: Any) -> SimulatedFuture:
+        """Compute what does not need the group."""
+        codec_s, future = self._meetings.lines.codec_s, self._new_future()
+        self.encoded_at = self._clock().time() + codec_s
+        self._later(codec_s, lambda: future.set(codec_s))
         return future
 
     def once_awake(self, action: Callable[[], None]) -> None:

@@ -44,6 +44,7 @@ class Scenario:
         so long for a round.
     joins: after the start, in seconds, one for each head (0: at the start).
     spares: peers of every later stage beside those that the replicas need.
+    codec_s: that a send computes before its exchange, and in it.
     write_s: seconds that the loop is busy between a send and its handing over.
     tick_s: what every tick of a coordinator takes longer.
     """
@@ -58,6 +59,7 @@ class Scenario:
     loss: float = 0.0
     late: float = 0.0
     vote_loss: float = 0.0
+    codec_s: float = 0.0
     write_s: float = 0.0
     tick_s: float = 0.0
     joins: tuple[float, ...] = ()
@@ -127,7 +129,12 @@ class World:
             timeline=self.timeline, random=self.random, rtt_s=scenario.rtt_s, loss=scenario.loss
         )
         self.dht = SimulatedDHT(self.network)
-        lines = Lines(network=self.network, late=scenario.late, vote_loss=scenario.vote_loss)
+        lines = Lines(
+            network=self.network,
+            late=scenario.late,
+            codec_s=scenario.codec_s,
+            vote_loss=scenario.vote_loss,
+        )
         self.meetings = Meetings(lines, self.manifest)
         self.peers: dict[str, SimulatedPeer] = {}
         self.ended: list[SimulatedPeer] = []

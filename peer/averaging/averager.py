@@ -47,7 +47,8 @@ from hivemind.proto import averaging_pb2
 from hivemind.utils import MPFuture
 from torch import Tensor
 
-from dilocox.compression.stage_codec import StageCodec
+from dilocox.compression.stage_codec import StageCodec, StageEncoder
+from dilocox.compression.workers import Workers
 from dilocox.dht.addresses import Reachability
 from dilocox.dht.node_process import BlockingPipe, leave_the_terminal, shared_zeros, watch_parent
 from dilocox.dht.reachability import Probe, find_reach
@@ -67,12 +68,13 @@ from dilocox.peer.rounds.group import (
     AttemptResult,
     ExchangeOrder,
     GroupRefused,
+    Plan,
     Ticket,
     attempt_setup,
 )
 from dilocox.peer.rounds.group_calls import GroupCalls
 from dilocox.peer.rounds.outer_step import anchor_sha256
-from dilocox.peer.rounds.record import RecordRefused, digest_of
+from dilocox.peer.rounds.record import RecordRefused, RoundRecord, digest_of
 from dilocox.peer.rounds.vote import Verdict
 from dilocox.pipeline.stage import chosen_device
 
@@ -155,6 +157,7 @@ class StageAverager(PeerService, DecentralizedAverager):
         self._buffers = buffers
         self._main_pid = os.getpid()
         self._order: ExchangeOrder | None = None
+        self._encoders: dict[object, StageEncoder] = {}
         self._asked_at = 0.0  # for the group that forms, or formed last
         matchmaking_s = local.manifest.deadlines.matchmaking_s
         super().__init__(
@@ -174,7 +177,7 @@ class StageAverager(PeerService, DecentralizedAverager):
 
         The future fails where no group may start, and else is as those of `in_process`.
         """
-        self._prepare(order).result(timeout=START_LIMIT_S)
+        order = replace(order, codec_s=self._prepare(order).result(timeout=START_LIMIT_S))
         if order.alone:
             return self._exchange_alone()
         # as hivemind's `step` does, which would wait for its process without a deadline
@@ -250,7 +253,9 @@ class StageAverager(PeerService, DecentralizedAverager):
     @cached_property
     def _check(self) -> RecordCheck:
         local = self.local
-        return RecordCheck(local.run, local.stage, local.manifest, local.layout)
+        training = local.options.threads or len(os.sched_getaffinity(0))
+        workers = Workers(max(1, training // 4))  # training has its cores meanwhile
+        return RecordCheck(local.run, local.stage, local.manifest, local.layout, workers)
 
     async def _serve(
         self, arguments: tuple[Any, ...], named: dict[str, Any], *, method: str, future: Any
@@ -303,8 +308,25 @@ class StageAverager(PeerService, DecentralizedAverager):
 
     # ---- in the averaging process: the exchange --------------------------------------------------
     @in_process
-    async def _prepare(self, order: ExchangeOrder) -> None:
-        self._order = order
+    async def _prepare(self, order: ExchangeOrder) -> float:
+        self._order = replace(order, codec_s=self._encoder(order.plan, order.last).codec_s)
+        return self._order.codec_s
+
+    @in_process
+    async def encode(self, plan: Plan, last: RoundRecord | None) -> float:
+        """Make what a send moves first of all, before its group meets; the seconds it took."""
+        encoder = self._encoder(plan, last)
+        await self.in_pool(encoder.vector, 0, ())
+        return encoder.seconds or 0.0
+
+    def _encoder(self, plan: Plan, last: RoundRecord | None) -> StageEncoder:
+        """The newest send's, whichever attempt it is for."""
+        key = plan.round, plan.ranks, plan.previous
+        if key not in self._encoders:
+            codec, message = self._check.codec, self._buffers.message
+            encoder = codec.encoder(message, plan.ranks, lambda: self._basis(plan, last))
+            self._encoders = {key: encoder}
+        return self._encoders[key]
 
     async def _step(self, *, step: StepControl, future_for_init: Any) -> None:
         """Give the attempt's plan its own group key before hivemind looks for a group."""
@@ -367,7 +389,7 @@ class StageAverager(PeerService, DecentralizedAverager):
         )
         attempt = Attempt(
             setup,
-            encoder=codec.encoder(self._buffers.message, plan.ranks, lambda: self._basis(order)),
+            encoder=self._encoder(plan, order.last),
             transport=GroupCalls(self._client, group, ballot.members),
             ballots=Ballots(identity=local.identity, ballot=ballot, save_vote=self.log.save_vote),
             pool=self.pool,
@@ -383,11 +405,11 @@ class StageAverager(PeerService, DecentralizedAverager):
             self.limit.measured(sent_bytes, result.seconds, limit_s=setup.deadlines.exchange_s)
         return await self._log_if_committed(result)
 
-    def _basis(self, order: ExchangeOrder) -> Tensor | None:
+    def _basis(self, plan: Plan, header: RoundRecord | None) -> Tensor | None:
         """The agreed basis of an exchange: the factors of the last record's means."""
-        codec, plan = self._check.codec, order.plan
-        last = None if order.last is None else self.log.read(order.last.round)
-        if (last is None) != (order.last is None):
+        codec = self._check.codec
+        last = None if header is None else self.log.read(header.round)
+        if (last is None) != (header is None):
             raise GroupRefused("the record before this round is not in the log any more")
         seed = f"{plan.run}/{plan.stage}/{-1 if last is None else last.round}"
         if last is None:

@@ -221,7 +221,7 @@ class Coordinator(threading.Thread):
     def outcome_limit_s(self) -> float:
         """How long it can take at most until a send is decided."""
         deadlines = self._local.manifest.deadlines
-        attempts_s = 2 * (deadlines.exchange_s + deadlines.vote_s)
+        attempts_s = 2 * (deadlines.longest_exchange_s + deadlines.vote_s)
         return attempts_s + 2 * deadlines.record_lifetime_s + deadlines.matchmaking_s + NO_GROUP_S
 
     @property
@@ -473,4 +473,5 @@ class Coordinator(threading.Thread):
     def _replica_record(self) -> ReplicaRecord | None:
         # a bell that is written now is heard after the write, a look interval, and the look
         hear_s = self._write_s + self._rounds.look_s() + self._read_s
+        hear_s = max(hear_s, self.driver.encoding_s)  # and its send encoded when the group meets
         return replica_record(self.round, self.status, hear_s=round(hear_s, 3))

@@ -16,7 +16,7 @@ import logging
 from collections.abc import Callable
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from hivemind.averaging.allreduce import (  # pyright: ignore[reportMissingTypeStubs]
     AllreduceException,
@@ -58,6 +58,8 @@ class _Job:
     states_taken: int = 0  # by the training loop, when it took this send
     resumed: bool = False  # from before a restart: its attempt is not known to the averager
     asked_at: float = 0.0
+    plan: Plan | None = None  # of its first attempt, after the newest record
+    encoding: Future[float] | None = None
 
 
 class ExchangeDriver:
@@ -84,6 +86,7 @@ class ExchangeDriver:
         self.plan = RoundPlan(local.manifest, stage_codec(local.manifest, local.layout))
         self._job: _Job | None = None
         self._last_exchange_s = 0.0
+        self.encoding_s = 0.0  # that the newest send took to encode before its group met
         self._ticked_at = self._clock.monotonic()
         self.alone = AloneWatch(
             record_lifetime_s=deadlines.record_lifetime_s, heartbeat_s=deadlines.heartbeat_s
@@ -151,10 +154,31 @@ class ExchangeDriver:
         else:
             if job.attempt == 0 and (earlier := meets_at(job.round)) is not None:
                 job.scheduled_at = min(job.scheduled_at, earlier)
+            if not (self._chain.busy or self._chain.behind(view)):
+                self._plan(job)
             lead_s = self._deadlines.matchmaking_s + LOOKED_AHEAD * search_s
             starts_at = job.scheduled_at - min(lead_s, LONGEST_LEAD_S)
             if not self._chain.busy and self._clock.time() >= starts_at:
                 self._try_to_start(job, view)
+
+    def _plan(self, job: _Job) -> Plan:
+        """What its group will agree on; what does not need the group is encoded from then on."""
+        head, last = self._chain.head, self._chain.last_record
+        if job.plan is None or job.plan.previous != head.digest:
+            job.plan = Plan(
+                run=self._local.run,
+                rules=self._local.manifest.rules,
+                stage=self._local.stage,
+                round=job.round,
+                attempt=0,
+                ranks=self.plan.ranks_after(last),
+                layout=self._local.layout.digest,
+                previous=head.digest,
+            )
+            job.encoding = self._averager.encode(job.plan, last)
+        elif job.encoding and job.encoding.done() and not job.encoding.exception():
+            self.encoding_s = job.encoding.result()
+        return job.plan
 
     # ---- starting --------------------------------------------------------------------------------
     def _try_to_start(self, job: _Job, view: SwarmView) -> None:
@@ -178,22 +202,12 @@ class ExchangeDriver:
         self._start(job, counted, alone=alone)
 
     def _start(self, job: _Job, counted: tuple[str, ...], *, alone: bool) -> None:
-        local, deadlines = self._local, self._deadlines
-        head, last = self._chain.head, self._chain.last_record
+        local, deadlines, last = self._local, self._deadlines, self._chain.last_record
         last_contributors = () if last is None else tuple(m.peer for m in last.members)
         matchmaking_s = max(0.0, job.scheduled_at - self._clock.time()) + NO_GROUP_S
         matchmaking_s = max(matchmaking_s, deadlines.matchmaking_s + NO_GROUP_S)
         order = ExchangeOrder(
-            plan=Plan(
-                run=local.run,
-                rules=local.manifest.rules,
-                stage=local.stage,
-                round=job.round,
-                attempt=job.attempt,
-                ranks=self.plan.ranks_after(last),
-                layout=local.layout.digest,
-                previous=head.digest,
-            ),
+            plan=replace(self._plan(job), attempt=job.attempt),
             scheduled_at=job.scheduled_at,
             matchmaking_limit_s=matchmaking_s,
             tokens=job.facts.tokens,
@@ -219,7 +233,7 @@ class ExchangeDriver:
             job.future = self._averager.exchange(order)
         except (TimeoutError, FutureTimeout) as error:
             raise AveragerStuck(f"round {job.round}: the averaging process is stuck") from error
-        limit_s = matchmaking_s + 2 * deadlines.exchange_s + 2 * deadlines.vote_s + SLACK_S
+        limit_s = matchmaking_s + 2 * (deadlines.longest_exchange_s + deadlines.vote_s) + SLACK_S
         job.limit = self._clock.monotonic() + limit_s
 
     # ---- ending ----------------------------------------------------------------------------------
@@ -256,7 +270,7 @@ class ExchangeDriver:
             if not job.undecided:
                 self._leave_open(job)
         elif result.verdict is Verdict.COMMITTED:
-            self._last_exchange_s = result.seconds
+            self._last_exchange_s = result.seconds + result.codec_s
             self._chain.committed(job.round, result.seconds, result.matchmaking_s)
         elif job.attempt == 0:
             self._retry(job, result)
@@ -264,9 +278,8 @@ class ExchangeDriver:
             self._void(job, "both attempts were void")
 
     def _retry(self, job: _Job, result: AttemptResult) -> None:
-        deadlines = self._deadlines
         job.attempt, job.abort, job.undecided = 1, result.abort, False
-        job.scheduled_at += deadlines.exchange_s + deadlines.vote_s
+        job.scheduled_at += result.limit_s + self._deadlines.vote_s
         logger.info("round %d: the first attempt was void; trying once more", job.round)
 
     def _leave_open(self, job: _Job) -> None:

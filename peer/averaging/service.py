@@ -86,7 +86,7 @@ class PeerService(ServicerBase):
     ) -> runtime_pb2.ExpertResponse:
         """A part, a row's mean or an averaged share of a running attempt."""
         peer = str(context.remote_id)
-        limit_s = self.local.manifest.deadlines.exchange_s
+        limit_s = self.local.manifest.deadlines.longest_exchange_s
         try:
             return await asyncio.wait_for(self._take(peer, request), limit_s)
         except (ValueError, TypeError, ConnectionError, asyncio.TimeoutError) as error:
@@ -167,7 +167,7 @@ class PeerService(ServicerBase):
     ) -> AsyncIterator[runtime_pb2.ExpertResponse]:
         """A heartbeat every half second, for as long as an attempt can take."""
         deadlines = self.local.manifest.deadlines
-        end = time.monotonic() + 2 * (deadlines.exchange_s + deadlines.vote_s)
+        end = time.monotonic() + 2 * (deadlines.longest_exchange_s + deadlines.vote_s)
         while time.monotonic() < end:
             yield reply({})
             await asyncio.sleep(HEARTBEAT_S)

@@ -8,6 +8,7 @@ from functools import cached_property
 from dilocox.compression.group_codec import PayloadRefused
 from dilocox.compression.layout import FlatLayout
 from dilocox.compression.stage_codec import StageCodec
+from dilocox.compression.workers import ALONE, Workers
 from dilocox.dht.manifest import Manifest
 from dilocox.peer.rounds.adaptation import stage_codec
 from dilocox.peer.rounds.ballots import check_certificate
@@ -31,6 +32,7 @@ class RecordCheck:
     stage: int
     manifest: Manifest
     layout: FlatLayout
+    workers: Workers = ALONE
 
     @property
     def root(self) -> str:
@@ -39,7 +41,7 @@ class RecordCheck:
 
     @cached_property
     def codec(self) -> StageCodec:
-        return stage_codec(self.manifest, self.layout)
+        return stage_codec(self.manifest, self.layout, self.workers)
 
     @cached_property
     def record_bytes(self) -> int:

@@ -13,7 +13,8 @@ So the median over the window decides, in which such a round counts as more than
     under 7/10 of the rank, and not in the newest:     shrink to where it is 8/10, at most by half
     else:                                              stay
 A smaller rank never shows a larger need for the same matrix. So a rank that has shrunk is used to
-8/10 at most, does not grow again, and a spectrum that stands still brings a rank that does.
+8/10 at most, does not grow again, and a spectrum that stands still brings a rank that does. Where
+exchanges, with what is computed in them, take more than half of the longest round, none grows.
 
 H. An exchange should end within half a round, and training stand still for less than a hundredth of
 it (a send, a merge, whatever else a round costs once). So a round takes at least twice the exchange
@@ -35,6 +36,7 @@ from statistics import median_low
 
 from dilocox.compression.layout import FlatLayout
 from dilocox.compression.stage_codec import Compression, StageCodec
+from dilocox.compression.workers import ALONE, Workers
 from dilocox.dht.manifest import Manifest
 from dilocox.peer.rounds.outer_step import OuterStep
 from dilocox.peer.rounds.record import WINDOW, RoundFacts, RoundRecord, Times
@@ -76,6 +78,7 @@ def next_ranks(
     *,
     limits: Sequence[int],
     min_rank: int,
+    max_inner_steps: float = math.inf,
 ) -> tuple[int, ...]:
     """The ranks of the next exchange, one a tensor.
 
@@ -84,14 +87,17 @@ def next_ranks(
         window: facts of the last rounds, oldest first; without any the ranks stay.
         limits: the largest rank of each tensor; 0 for one that goes dense, whose rank is 0.
         min_rank: the smallest rank of a factored tensor; a smaller limit goes before it.
+        max_inner_steps: of the longest round.
 
     Raises:
         ValueError: these are not about the same number of tensors.
     """
     columns = [zip(facts.ranks, facts.needed, strict=True) for facts in window]
     measured = zip(*columns, strict=True) if columns else ((),) * len(ranks)
+    usual = medians(window)
+    slow = _EXCHANGES * usual.exchange_s > max_inner_steps * usual.step_s > 0
     return tuple(
-        min(max(_next_rank(rank, pairs), min_rank), limit)
+        min(max(_next_rank(rank, pairs), min_rank), limit, rank if slow else limit)
         for rank, limit, pairs in zip(ranks, limits, measured, strict=True)
     )
 
@@ -135,10 +141,10 @@ def _at_most_half(current: int, target: int) -> int:
     return min(max(target, current - half), current + max(half, 1))
 
 
-def stage_codec(manifest: Manifest, layout: FlatLayout) -> StageCodec:
+def stage_codec(manifest: Manifest, layout: FlatLayout, workers: Workers = ALONE) -> StageCodec:
     """How the records of a stage of this layout are coded."""
     facts = {each.name: getattr(manifest.codec, each.name) for each in fields(Compression)}
-    return StageCodec(layout, Compression(**facts))
+    return StageCodec(layout, Compression(**facts), workers)
 
 
 def outer_step(manifest: Manifest, rules: int) -> OuterStep:
@@ -186,7 +192,8 @@ class RoundPlan:
         ranks: Sequence[int] = record.ranks
         if spec.adaptive:
             limits = self._codec.limits
-            ranks = next_ranks(ranks, window, limits=limits, min_rank=spec.min_rank)
+            bounds = {"min_rank": spec.min_rank, "max_inner_steps": rounds.max_inner_steps}
+            ranks = next_ranks(ranks, window, limits=limits, **bounds)
         low, high = rounds.min_inner_steps, rounds.max_inner_steps
         steps = next_inner_steps(record.next_inner_steps, window, low=low, high=high)
         return replace(record, window=window, next_ranks=tuple(ranks), next_inner_steps=steps)

@@ -8,7 +8,8 @@ hivemind's own all-reduce hangs on a member that freezes and reports success whe
 here every call has its deadline, neighbours watch each other by heartbeat, and the round is
 committed only by a majority of signed votes on the digest of the record (vote.py).
 
-A phase has its share of the exchange's time. It bounds how long reducers wait for parts and for
+A phase has what most members need to compute, and its share of the exchange's time. It bounds how
+long reducers wait for parts and for
 other rows, so that who is slow is left out, and when all are asked for a mean that has not come; a
 member that got its means of the first phase too late to be counted in the second can still reduce,
 and vote.
@@ -207,9 +208,10 @@ class Attempt:
         self.ballots = ballots
         self._started = time.monotonic()
         self._limits = setup.deadlines
-        self._end = self._started + setup.deadlines.exchange_s
-        # when each phase should begin, and the last one end
-        self._borders = [self._started + each for each in (0.0, *setup.phase_ends_s())]
+        # of each phase: when its parts begin to move, once they are computed, and it should end
+        self._spans = [(self._started + a, self._started + b) for a, b in setup.phase_spans_s()]
+        self._end = self._spans[-1][1]
+        self._codec_s = 0.0
         self._group = LiveGroup(setup, transport, pool)
         self._shares = Shares(setup, self._group.compute)
         self.running = False
@@ -341,7 +343,9 @@ class Attempt:
     async def _send_parts(self, phase: int, earlier: tuple[Tensor, ...]) -> None:
         setup = self._setup
         try:
+            began = time.monotonic()
             vector = await self._group.compute(self._encoder.vector, phase, earlier)
+            self._codec_s += time.monotonic() - began
             for column in setup.columns:
                 span = setup.span(column)
                 if setup.phase_of(column) != phase or span.start == span.stop:
@@ -361,7 +365,7 @@ class Attempt:
         """Average a column over our row, and our share of it over all rows."""
         setup, shares = self._setup, self._shares
         phase = setup.phase_of(column)
-        starts, ends = self._borders[phase], self._borders[phase + 1]
+        starts, ends = self._spans[phase]
         share_of_time = PARTS_SHARE_OF_ROWS if len(setup.grid.rows) > 1 else PARTS_SHARE
         due = starts + (ends - starts) * share_of_time
         await self._group.until(lambda: shares.awaited(column) <= self._gone, due)
@@ -398,7 +402,7 @@ class Attempt:
 
         Where others have committed already, their means are still under way.
         """
-        due, end = self._borders[phase + 1], self._end
+        due, end = self._spans[phase][1], self._end
         asked, again_at = Counter[int](), 0.0
         while missing := self._shares.missing(phase):
             lost = missing & self._lost()
@@ -526,7 +530,9 @@ class Attempt:
             certificate=self.ballots.certificate() if chosen is not None else None,
             abort=self.ballots.abort(),
             members=self._group.members,
-            seconds=time.monotonic() - self._started,
+            seconds=time.monotonic() - self._started - self._codec_s,
+            codec_s=self._codec_s,
+            limit_s=self._end - self._started,
         )
 
     # ---- pieces ----------------------------------------------------------------------------------

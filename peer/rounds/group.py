@@ -15,8 +15,9 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Collection, Mapping
-from dataclasses import asdict, dataclass, field
-from itertools import accumulate
+from dataclasses import asdict, dataclass, field, replace
+from itertools import accumulate, pairwise
+from statistics import median_high
 from typing import cast
 
 from dilocox.compression.stage_codec import Phase, StageCodec
@@ -71,7 +72,8 @@ class AttemptSetup:
     shares: tuple[Share, ...]  # as `Grid.shares` orders them
     phases: tuple[Phase, ...]
     plan: RoundPlan
-    deadlines: DeadlineSpec  # exchange_s is for all phases together
+    deadlines: DeadlineSpec  # exchange_s: to move what these ranks move, in all phases together
+    codec_s: float = 0.0  # beside that, at the start of each phase
 
     @property
     def columns(self) -> range:
@@ -114,20 +116,20 @@ class AttemptSetup:
         phase = self.phases[share.phase]
         return part_bytes(phase.row_codec if kind == "row" else phase.codec, share.numel)
 
-    def phase_ends_s(self) -> tuple[float, ...]:
-        """The seconds from the start by which each phase should be over; the last: exchange_s.
+    def phase_spans_s(self) -> list[tuple[float, float]]:
+        """The seconds from the start at which each phase should have computed, and be over.
 
-        Each has a quarter of the time, for its arithmetic and the ways; the rest goes by bytes.
+        Each has codec_s first, and a quarter of exchange_s for the ways; the rest goes by bytes.
         """
         sizes = [0] * len(self.phases)
         for column in self.columns:
             sizes[self.phase_of(column)] += self.max_bytes(column, "part")
         for index, share in enumerate(self.shares):
             sizes[share.phase] += self.max_bytes(index, "mean")
-        rest = 1 - PHASE_SHARE * len(sizes)
+        rest, late_s = 1 - PHASE_SHARE * len(sizes), self.codec_s
         spans = [PHASE_SHARE + rest * size / max(1, sum(sizes)) for size in sizes]
-        inner = accumulate(self.deadlines.exchange_s * span for span in spans[:-1])
-        return (*inner, self.deadlines.exchange_s)
+        ends = [self.deadlines.exchange_s * end for end in (0.0, *accumulate(spans[:-1]), 1.0)]
+        return [(a + n * late_s, b + n * late_s) for n, (a, b) in enumerate(pairwise(ends), 1)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -139,7 +141,9 @@ class AttemptResult:
     certificate: bytes | None = field(repr=False)
     abort: bytes = field(repr=False)  # this member's own, signed, for a repeated attempt
     members: tuple[str, ...]
-    seconds: float
+    seconds: float  # of the exchange, without what this member's codec took meanwhile
+    codec_s: float = 0.0
+    limit_s: float  # that the exchange could take, the same for all members
     matchmaking_s: float | None = None  # until its group stood; None of a peer alone
 
 
@@ -176,6 +180,7 @@ class Ticket(SendFacts):
 
     plan: str
     counted: tuple[str, ...]  # the peers that must be reckoned with, in its view
+    codec_s: float = 0.0  # that it computes at the start of a phase, at most
     expected: int | None  # members with which its group is whole; None: it does not know
     abort: bytes  # its signed one of the attempt before, empty if there is none
     client_mode: bool = False
@@ -194,6 +199,7 @@ class Ticket(SendFacts):
             bytes.fromhex(self.plan),
             self.tokens,
             *self.times.values(),
+            self.codec_s,
             bitmap_of(among, there),
             others,
             self.expected,
@@ -213,6 +219,7 @@ class Ticket(SendFacts):
                 float(exchange_s),
                 float(step_s),
                 float(stall_s),
+                float(codec_s),
                 bytes(bits),
                 [*others],  # pyright: ignore[reportUnknownVariableType]
                 int() | None as expected,
@@ -229,10 +236,10 @@ class Ticket(SendFacts):
             raise GroupRefused(f"a member has another last record: {error}") from error
         if type(tokens) is not int:  # True would pass here and be refused in every log
             raise GroupRefused("a member states tokens that are no number")
-        if not all(0 <= seconds < MAX_TIME_S for seconds in (exchange_s, step_s, stall_s)):
+        if not all(0 <= each < MAX_TIME_S for each in (exchange_s, step_s, stall_s, codec_s)):
             raise GroupRefused(
                 f"a member states an exchange of {exchange_s} s, steps of {step_s} s, {stall_s} s "
-                "without training"
+                f"without training, {codec_s} s of computing"
             )
         return cls(
             plan=plan.hex(),
@@ -240,6 +247,7 @@ class Ticket(SendFacts):
             exchange_s=exchange_s,
             step_s=step_s,
             stall_s=stall_s,
+            codec_s=codec_s,
             counted=counted + tuple(_named(each) for each in hashes if isinstance(each, bytes)),
             expected=expected,
             abort=abort,
@@ -266,6 +274,7 @@ class ExchangeOrder(SendFacts):
 
     plan: Plan
     scheduled_at: float  # run time at which the group starts, the same for all
+    codec_s: float = 0.0  # as in `Ticket`; the averaging process knows it
     matchmaking_limit_s: float
     tokens_cap: int
     counted: tuple[str, ...]
@@ -292,11 +301,24 @@ class ExchangeOrder(SendFacts):
             exchange_s=round(self.exchange_s, 3),
             step_s=round(self.step_s, 4),
             stall_s=round(self.stall_s, 4),
+            codec_s=round(self.codec_s, 3),
             counted=self.counted,
             expected=self.whole_with,
             abort=self.abort,
             client_mode=client_mode,
         )
+
+
+def attempt_times(
+    deadlines: DeadlineSpec, phases: int, growth: float, stated: Collection[float]
+) -> tuple[DeadlineSpec, float]:
+    """The deadlines of an attempt that moves `growth` times what the run's first one does, and for
+    how long its members compute at the start of a phase, of which most `stated` no more.
+    """
+    longest = deadlines.longest_exchange_s
+    exchange_s = min(max(1.0, growth) * deadlines.exchange_s, longest / 2)
+    codec_s = min(median_high(stated), (longest - exchange_s) / phases)
+    return replace(deadlines, exchange_s=exchange_s), codec_s
 
 
 def attempt_setup(
@@ -346,6 +368,10 @@ def attempt_setup(
     if not reducers:
         raise GroupRefused("no member can be reached from outside, so nobody can reduce")
     phases, last = codec.phases(plan.ranks), order.last
+    at_first = sum(phase.numel for phase in codec.phases(codec.first_ranks))
+    growth = sum(phase.numel for phase in phases) / at_first
+    stated = [ticket.codec_s for ticket in tickets.values()]
+    deadlines, codec_s = attempt_times(manifest.deadlines, len(phases), growth, stated)
     grid = Grid.of(group, tickets.keys(), reducers, manifest.rounds.group_size)
     steps = manifest.rounds.inner_steps if last is None else last.next_inner_steps
     template = RoundRecord(
@@ -370,7 +396,8 @@ def attempt_setup(
         shares=grid.shares(phases),
         phases=phases,
         plan=RoundPlan(manifest, codec),
-        deadlines=manifest.deadlines,
+        deadlines=deadlines,
+        codec_s=codec_s,
     )
 
 

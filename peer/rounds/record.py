@@ -41,7 +41,7 @@ WINDOW: Final = 5
 class Times:
     """Seconds of one round, 0 where there is none to tell.
 
-    exchange_s: of the exchange, from its group to the committed record.
+    exchange_s: of the exchange, from its group to the committed record, codec included.
     step_s: of an inner step of the replica.
     stall_s: that training stood still.
     """

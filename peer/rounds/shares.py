@@ -54,7 +54,10 @@ class Reduction:
         total = self._sum
         values = decode(self._codec, payload, total.numel())
         # shares of the whole, so that one member alone is not rounded: its share is exactly 1
-        total.add_(values.mul_(self._weight[peer] / sum(self._weight.values())))
+        share = self._weight[peer] / sum(self._weight.values())
+        self._codec.workers.over(
+            total.numel(), lambda part: total[part].add_(values[part].mul_(share))
+        )
         self.in_sum.add(peer)
 
     def finish(self) -> RowMean | None:

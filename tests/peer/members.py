@@ -175,11 +175,14 @@ class Group:
         group_size: int = 32,
         decoding_s: float = 0.0,
         fetching_s: float = 0.0,
+        codec_s: float = 0.0,
+        computing_s: float = 0.0,
     ):
         """`clients`: those that can only dial out, so that they average nothing.
 
         decoding_s, fetching_s: so long it takes each member to check a mean, one after the other,
-        and to fetch one, or the record.
+        and to fetch one, or the record. codec_s: so long they agreed to compute at
+        the start of a phase. computing_s: so long each does, in turn, at that of the first one.
 
         Whoever is put into `frozen` neither answers nor is refused any more; who is `dripping`
         gives what is fetched by a byte now and then;
@@ -216,6 +219,11 @@ class Group:
         ballot = Ballot(
             run="run", stage=0, round=3, attempt=0, group=b"group", members=tuple(self.peers)
         )
+
+        def first_basis() -> Tensor | None:
+            time.sleep(computing_s)
+            return self.codec.first_basis("seed")
+
         for identity, message in zip(self.identities, self.messages, strict=True):
             me = identity.peer_id
             setup = self.setups[me] = AttemptSetup(
@@ -228,11 +236,12 @@ class Group:
                 phases=phases,
                 plan=RoundPlan(manifest, self.codec),
                 deadlines=DeadlineSpec(exchange_s=exchange_s, vote_s=VOTE_S, silence_s=silence_s),
+                codec_s=codec_s,
             )
             log = RoundLog(folder / me, manifest_digest=MANIFEST_DIGEST, codec=self.codec)
             self.attempts[me] = Attempt(
                 setup,
-                encoder=self.codec.encoder(message, ranks, lambda: self.codec.first_basis("seed")),
+                encoder=self.codec.encoder(message, ranks, first_basis),
                 transport=cast("GroupCalls", Link(me, self)),
                 ballots=Ballots(identity=identity, ballot=ballot, save_vote=log.save_vote),
                 pool=self.pool,

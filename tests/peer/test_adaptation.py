@@ -54,6 +54,17 @@ def next_h(
     return next_inner_steps(current, window, low=low, high=high)
 
 
+@pytest.mark.parametrize(("exchange_s", "following"), [(0.0, 12), (49.0, 12), (51.0, 8)])
+def test_no_rank_grows_where_an_exchange_takes_more_than_half_of_the_longest_round(
+    exchange_s: float, following: int
+) -> None:
+    window = [a_round(8, 8, exchange_s=exchange_s, step_s=0.5)] * WINDOW
+    (rank,) = next_ranks((8,), window, limits=(64,), min_rank=2, max_inner_steps=200)
+    assert rank == following
+    sinking = [a_round(8, 2, exchange_s=exchange_s, step_s=0.5)] * WINDOW
+    assert next_ranks((8,), sinking, limits=(64,), min_rank=2, max_inner_steps=200) == (4,)
+
+
 def test_what_a_member_of_a_replica_states_of_h_counts_within_the_manifests_bound() -> None:
     """A head whose member stated 2^53 never rang its bell."""
     rounds = MANIFEST.rounds

@@ -13,7 +13,7 @@ from dilocox.dht.swarm_view import SwarmView
 from dilocox.peer.averaging.averager import AveragerStuck
 from dilocox.peer.averaging.driver import FROZEN_S, ExchangeDriver
 from dilocox.peer.averaging.events import EventQueue, Voided
-from dilocox.peer.rounds.group import AttemptResult, ExchangeOrder
+from dilocox.peer.rounds.group import AttemptResult, ExchangeOrder, Plan
 from dilocox.peer.rounds.record import SendFacts
 from dilocox.peer.rounds.vote import Verdict
 from tests.peer.clocks import TestClock
@@ -34,6 +34,8 @@ class World:
         self.answer: Future[Any] = Future()
         self.settle: Any = lambda: self.answer
         self.orders: list[ExchangeOrder] = []
+        self.encoded: list[Plan] = []
+        self.encoding: Future[float] = Future()
         self.alone = True
         self.meets_at: dict[int, float] = {}
         self.deadlines = MANIFEST.deadlines
@@ -49,7 +51,7 @@ class World:
             committed=lambda number, exchange_s, matchmaking_s: None,
         )
         averager: Any = SimpleNamespace(
-            exchange=self.exchange, settle=lambda number, attempt: self.settle()
+            exchange=self.exchange, encode=self.encode, settle=lambda number, attempt: self.settle()
         )
         local = local_peer(clock=self.clock)
         self.driver = ExchangeDriver(local, averager, self.events, self.chain)
@@ -64,6 +66,10 @@ class World:
     def exchange(self, order: ExchangeOrder) -> Any:
         self.orders.append(order)
         return self.answer
+
+    def encode(self, plan: Plan, last: Any) -> Any:
+        self.encoded.append(plan)
+        return self.encoding
 
     def submit(self, scheduled_at: float | None = None, *, states_taken: int = 0) -> None:
         """The send of round 0; its group meets now unless said otherwise."""
@@ -100,6 +106,45 @@ def test_a_group_is_looked_for_shortly_before_its_time_and_not_from_the_send_on(
     world.tick_for(10.0)
     assert [order.scheduled_at for order in world.orders] == [meets_at]
     assert world.driver.exchanging
+
+
+def test_a_send_is_encoded_at_once_and_anew_when_its_ranks_and_basis_change() -> None:
+    world = World()
+    world.submit(world.clock.now + 900.0)
+    world.tick_for(2.0)
+    assert [plan.previous for plan in world.encoded] == [MANIFEST.digest] and not world.orders
+    world.encoding.set_result(7.5)
+    world.tick_for(1.0)
+    assert world.driver.encoding_s == 7.5
+    world.chain.head.digest = "b" * 64
+    world.tick_for(2.0)
+    assert [plan.previous for plan in world.encoded] == [MANIFEST.digest, "b" * 64]
+
+
+def test_a_repeated_attempt_waits_for_the_end_of_what_the_first_one_could_take(
+    world: World,
+) -> None:
+    first = world.orders[0].scheduled_at
+    world.answer.set_result(replace(result(Verdict.VOID), limit_s=111.0))
+    world.tick()
+    world.answer = Future()
+    world.tick_for(111.0 + world.deadlines.vote_s)
+    assert world.orders[1].scheduled_at == first + 111.0 + world.deadlines.vote_s
+
+
+def test_the_time_of_an_exchange_is_told_without_the_codec_and_stated_with_it(
+    world: World,
+) -> None:
+    told = list[float]()
+    world.chain.committed = lambda number, exchange_s, matchmaking_s: told.append(exchange_s)
+    world.answer.set_result(replace(result(Verdict.COMMITTED, b"record"), codec_s=50.0))
+    world.tick()
+    assert told == [1.0]
+    world.driver.closed_by_chain(0)
+    world.answer = Future()
+    world.submit()
+    world.tick()
+    assert world.orders[-1].exchange_s == 51.0
 
 
 def test_a_send_that_waits_follows_its_group_to_an_earlier_time() -> None:
@@ -148,12 +193,13 @@ def result(verdict: Verdict, record: bytes | None = None) -> AttemptResult:
         abort=b"",
         members=("me",),
         seconds=1.0,
+        limit_s=30.0,
     )
 
 
 def test_an_averaging_process_that_never_answers_is_given_up(world: World) -> None:
     with pytest.raises(AveragerStuck):
-        world.tick_for(300.0)
+        world.tick_for(600.0)
 
 
 def test_a_peer_that_was_frozen_lets_its_averaging_process_answer(world: World) -> None:
@@ -161,7 +207,7 @@ def test_a_peer_that_was_frozen_lets_its_averaging_process_answer(world: World) 
     world.tick_for(FROZEN_S)
     assert world.driver.sent_round == 0
     with pytest.raises(AveragerStuck):
-        world.tick_for(300.0)
+        world.tick_for(600.0)
 
 
 def test_a_commit_whose_record_nobody_gives_is_presumed_void(world: World) -> None:

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from dilocox.dht.identity import Identity
 from dilocox.dht.manifest import Manifest
+from dilocox.dht.manifest_sections import DeadlineSpec
 from dilocox.peer.rounds.adaptation import stage_codec
 from dilocox.peer.rounds.group import (
     MAX_COUNTED,
@@ -22,6 +23,7 @@ from dilocox.peer.rounds.group import (
     Plan,
     Ticket,
     attempt_setup,
+    attempt_times,
 )
 from dilocox.peer.rounds.vote import MAX_MEMBERS, may_start
 from tests.peer.members import LAYOUT, template
@@ -136,7 +138,8 @@ def test_a_ticket_states_no_more_tokens_than_the_cap() -> None:
     assert order_of(tokens=5000).ticket().tokens == 1000
 
 
-FIELDS = ("plan", "tokens", "exchange_s", "step_s", "stall_s", "bits", "others", "expected")
+TIMES = ("exchange_s", "step_s", "stall_s", "codec_s")
+FIELDS = ("plan", "tokens", *TIMES, "bits", "others", "expected")
 
 
 def stated(**changes: object) -> list[object]:
@@ -164,6 +167,8 @@ def stated(**changes: object) -> list[object]:
         stated(step_s=-1.0),
         stated(step_s=float("nan")),
         stated(stall_s=-1.0),
+        stated(codec_s=-1.0),
+        stated(codec_s=float("nan")),
         stated(stall_s=float("inf")),
         stated(expected="many"),
         stated(bits="abc"),
@@ -236,6 +241,29 @@ def test_what_a_member_states_of_its_times_is_what_its_record_will_say() -> None
     ticket = order_of(exchange_s=1.5, step_s=0.25, stall_s=0.125).ticket()
     (member,) = setup({"a": replace(ticket, counted=("a",))}, counted=("a",)).members
     assert (member.exchange_s, member.step_s, member.stall_s) == (1.5, 0.25, 0.125)
+
+
+def test_members_compute_for_as_long_as_most_of_them_need_within_a_bound() -> None:
+    def codec_s(*stated: float) -> float:
+        tickets = {
+            peer: replace(TICKET, codec_s=each) for peer, each in zip("abc", stated, strict=True)
+        }
+        return setup(tickets).codec_s
+
+    assert codec_s(0.0, 0.0, 0.0) == 0.0
+    assert codec_s(2.0, 50.0, 3.0) == 3.0
+    assert codec_s(50.0, 1.0, 40.0) == 40.0
+    agreed = setup(dict.fromkeys("abc", replace(TICKET, codec_s=1e5)))
+    longest_s = MANIFEST.deadlines.longest_exchange_s
+    total_s = agreed.deadlines.exchange_s + len(agreed.phases) * agreed.codec_s
+    assert total_s == pytest.approx(longest_s)  # pyright: ignore[reportUnknownMemberType]
+
+
+def test_larger_ranks_have_more_time_to_move() -> None:
+    deadlines = DeadlineSpec(exchange_s=30.0)
+    for growth, exchange_s in ((0.5, 30.0), (1.0, 30.0), (3.0, 90.0), (64.0, 120.0)):
+        found, _ = attempt_times(deadlines, 2, growth=growth, stated=(0.0,))
+        assert found.exchange_s == exchange_s
 
 
 def test_a_peer_that_can_only_dial_out_never_reduces() -> None:

@@ -327,11 +327,13 @@ def test_a_reducer_whose_means_of_the_first_phase_never_come_is_blamed_alone_at_
 
 
 # ---- the time of each phase ----------------------------------------------------------------------
-def ends(setup: AttemptSetup, numel: int) -> tuple[float, ...]:
+def ends(setup: AttemptSetup, numel: int, codec_s: float = 0.0) -> tuple[float, ...]:
     """When phases of `numel` and of 6400 values should be over."""
     first, second = (next(share for share in setup.shares if share.phase == n) for n in (0, 1))
     shares = replace(first, start=0, stop=numel), replace(second, start=0, stop=6400)
-    return replace(setup, shares=shares, deadlines=DeadlineSpec(exchange_s=100.0)).phase_ends_s()
+    deadlines = DeadlineSpec(exchange_s=100.0)
+    changed = replace(setup, shares=shares, deadlines=deadlines, codec_s=codec_s)
+    return tuple(end for _, end in changed.phase_spans_s())
 
 
 def test_each_phase_has_a_quarter_of_the_exchanges_time_and_more_by_its_bytes(
@@ -340,7 +342,28 @@ def test_each_phase_has_a_quarter_of_the_exchanges_time_and_more_by_its_bytes(
     setup = two_phases(identities, tmp_path / "two").setups[identities[0].peer_id]
     assert ends(setup, 0) == (25.0, 100.0)
     assert ends(setup, 6400) == (50.0, 100.0)
+    assert ends(setup, 6400, codec_s=40.0) == (90.0, 180.0)
     first, last = ends(setup, 64000)
     assert 70 < first < 75 and last == 100.0
     dense = Group(identities[:1], tmp_path / "one", passes=everything, exchange_s=EXCHANGE_S)
-    assert dense.setups[identities[0].peer_id].phase_ends_s() == (EXCHANGE_S,)
+    assert dense.setups[identities[0].peer_id].phase_spans_s() == [(0.0, EXCHANGE_S)]
+
+
+def test_what_members_compute_may_take_longer_than_the_bytes(
+    identities: list[Identity], tmp_path: Path
+) -> None:
+    group = Group(
+        identities[:3],
+        tmp_path,
+        passes=everything,
+        scheme="low_rank",
+        bits=8,
+        exchange_s=2.0,
+        codec_s=8.0,
+        computing_s=1.5,  # the last one is ready after 4.5 s
+    )
+    results = asyncio.run(group.run())
+    assert contributors(record_of(group, results), 0) == [tuple(group.peers)] * 3
+    for result in results:
+        assert result is not None and result.limit_s == 2.0 + 2 * 8.0
+        assert result.codec_s >= 1.5

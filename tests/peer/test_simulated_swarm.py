@@ -57,6 +57,15 @@ def test_a_machine_that_is_slow_to_look_still_takes_part() -> None:
     assert outcome.every_head_share == 1.0
 
 
+@pytest.mark.parametrize("codec_s", [20.0, 45.0])
+def test_a_codec_that_takes_longer_than_the_exchange_may_voids_no_round(codec_s: float) -> None:
+    """Bytes move for up to 30 s; what is computed beside that is known before."""
+    outcome = play((1.0, 1.1, 1.3), 300.0, 6, codec_s=codec_s)
+    assert outcome.committed_share == 1.0
+    assert outcome.every_head_share == 1.0
+    assert not outcome.voids
+
+
 # ---- faults --------------------------------------------------------------------------------------
 @pytest.mark.parametrize("kind", ["kill", "freeze"])
 def test_who_is_gone_for_a_while_costs_the_others_at_most_one_round(kind: str) -> None:

@@ -5,32 +5,24 @@ the DHT under the run id. The run id is the hash of that key and the run's name,
 sign a manifest for it.
 """
 
-# ruff: noqa: RUF009 - `checked` and `section` make dataclass fields
-
 import hashlib
 import json
 import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Annotated, Any, cast
 
 import yaml
+from pydantic import Field
+from pydantic.dataclasses import dataclass as checked_dataclass
 
 from dilocox.dht.errors import InvalidInput, UnreadableManifest
-from dilocox.dht.field_rules import (
-    Section,
-    build,
-    checked,
-    integer,
-    model_configuration,
-    section,
-    shown,
-    text,
-)
+from dilocox.dht.field_rules import CHECKED, Integer, ModelConfiguration, build, shown
 from dilocox.dht.identity import Identity, verify
 from dilocox.dht.invite import run_id as run_id_of
 from dilocox.dht.manifest_sections import (
+    MAX_STAGES,
     MAX_TOKENS,
     BatchSpec,
     CodecSpec,
@@ -76,8 +68,8 @@ OTHER_VERSION = "install the version that the operator runs"
 _SIGNATURE_PURPOSE = b"dilocox manifest\0"
 
 
-@dataclass(frozen=True, kw_only=True)
-class Manifest(Section):
+@checked_dataclass(frozen=True, kw_only=True, config=CHECKED)
+class Manifest:
     """One run. Only `name`, `model` and `end_tokens` must be given.
 
     name: of the run; it enters the run id.
@@ -90,26 +82,31 @@ class Manifest(Section):
     end_tokens: the run ends when it has trained on so many.
     """
 
-    name: str = checked(text(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}", "1 to 64 letters, digits or -_."))
-    protocol: int = checked(integer(1, 1_000_000), PROTOCOL_VERSION)
-    seed: int = checked(integer(0, 2**53), 0)
-    model: dict[str, Any] = checked(model_configuration)
-    preset: str | None = checked(text(r"[a-z0-9_-]{1,64}", "a preset's name", optional=True), None)
-    stages: int = checked(integer(1, 256), 1)
-    end_tokens: int = checked(integer(1, MAX_TOKENS))
-    data: DataSpec = section(DataSpec)
-    batch: BatchSpec = section(BatchSpec)
-    pipeline: PipelineSpec = section(PipelineSpec)
-    inner: InnerSpec = section(InnerSpec)
-    outer: OuterSpec = section(OuterSpec)
-    codec: CodecSpec = section(CodecSpec)
-    rounds: RoundSpec = section(RoundSpec)
-    deadlines: DeadlineSpec = section(DeadlineSpec)
-    initial: InitialSpec = section(InitialSpec)
-    operation: OperationSpec = section(OperationSpec)
+    name: Annotated[str, Field(pattern="^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")] = Field(
+        description="1 to 64 letters, digits or -_."
+    )
+    protocol: Integer = Field(default=PROTOCOL_VERSION, ge=1, le=1_000_000)
+    seed: Integer = Field(default=0, ge=0, le=2**53)
+    model: ModelConfiguration = Field(
+        description="the name of a preset or a Hugging Face configuration"
+    )
+    preset: Annotated[str, Field(pattern="^[a-z0-9_-]{1,64}$")] | None = Field(
+        default=None, description="a preset's name"
+    )
+    stages: Integer = Field(default=1, ge=1, le=MAX_STAGES)
+    end_tokens: Integer = Field(ge=1, le=MAX_TOKENS)
+    data: DataSpec = DataSpec()
+    batch: BatchSpec = BatchSpec()
+    pipeline: PipelineSpec = PipelineSpec()
+    inner: InnerSpec = InnerSpec()
+    outer: OuterSpec = OuterSpec()
+    codec: CodecSpec = CodecSpec()
+    rounds: RoundSpec = RoundSpec()
+    deadlines: DeadlineSpec = DeadlineSpec()
+    initial: InitialSpec = InitialSpec()
+    operation: OperationSpec = OperationSpec()
 
     def __post_init__(self) -> None:
-        super().__post_init__()
         _check_protocol(self.protocol)
         _check_together(self)
 

@@ -8,25 +8,23 @@ the model of a preset, which names nothing more. The manifest that is signed spe
 so that peers of another version never fill in another default.
 """
 
-from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import yaml
+from pydantic import Field, StrictBool
+from pydantic.dataclasses import dataclass
 
 from dilocox.dht.errors import InvalidInput
 from dilocox.dht.field_rules import (
-    Section,
-    checked,
-    integer,
-    number,
-    pair_of_fractions,
-    rows,
-    sections,
+    CHECKED,
+    Digest,
+    DigestOrEmpty,
+    Integer,
+    Number,
+    Text,
     shown,
-    text,
-    texts,
 )
 
 ENDINGS = {".txt": "text", ".jsonl": "json", ".json": "json", ".parquet": "parquet"}
@@ -101,11 +99,17 @@ MAX_REVISIONS_NOTED = 256
 MAX_STAGES = 256
 LONGEST = 8  # exchange_s: the longest exchange
 
-_SOME_TEXT = r"[^\x00-\x1f]{1,512}"
+DIGESTS = f"at most {MAX_STAGES} digests of 64 hex digits"
+
+Beta = Annotated[Number, Field(ge=0, lt=1)]
+Revision = Annotated[int, Field(ge=0, le=MAX_REVISION)]
+RoundNumber = Annotated[int, Field(ge=-1, le=2**53)]
+OuterRate = Annotated[float, Field(gt=0, le=10)]
+Momentum = Annotated[float, Field(ge=0, le=0.999)]
 
 
-@dataclass(frozen=True, kw_only=True)
-class SourceSpec(Section):
+@dataclass(frozen=True, kw_only=True, config=CHECKED)
+class SourceSpec:
     """Where text comes from.
 
     source: "stdlib" (the source of Python's standard library), a path or glob, or a name on the
@@ -123,16 +127,16 @@ class SourceSpec(Section):
     SOURCE: ClassVar[str] = "data.source"
     FORMAT: ClassVar[str] = "data.format"
 
-    source: str = checked(text(_SOME_TEXT, "stdlib, a path or a hub name"), "stdlib")
+    source: Text = Field(default="stdlib", description="stdlib, a path or a hub name")
     format: Literal["stdlib", "text", "json", "parquet", "hub"] = "stdlib"
-    subset: str | None = checked(text(_SOME_TEXT, "text or nothing", optional=True), None)
-    revision: str | None = checked(text(_SOME_TEXT, "a commit or tag", optional=True), None)
-    split: str = checked(text(_SOME_TEXT, "the name of a split"), "train")
-    text_field: str = checked(text(_SOME_TEXT, "the name of a field"), "text")
-    weight: float = checked(number(0, 1e6, above=True), 1.0)
+    subset: Text | None = Field(default=None, description="text or nothing")
+    revision: Text | None = Field(default=None, description="a commit or tag")
+    split: Text = Field(default="train", description="the name of a split")
+    text_field: Text = Field(default="text", description="the name of a field")
+    weight: Number = Field(default=1.0, gt=0, le=1e6)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, config=CHECKED)
 class DataSpec(SourceSpec):
     """What is trained on.
 
@@ -147,32 +151,34 @@ class DataSpec(SourceSpec):
         short rounds not each is evaluated.
     """
 
-    more: tuple[SourceSpec, ...] = checked(sections(SourceSpec, "data.more", most=15), ())
-    tokenizer: str = checked(text(_SOME_TEXT, "byt5, a hub name or a folder"), "byt5")
-    tokenizer_digest: str = checked(text(r"([0-9a-f]{64})?", "64 hex digits or empty"), "")
-    parts: int = checked(integer(1, 65536), 64)
-    held_out: str = checked(text(r"([0-9a-f]{64})?", "64 hex digits or empty"), "")
-    held_out_windows: int = checked(integer(1, 65536), 64)
-    validation_share: float = checked(number(0.0001, 1), 0.005)
+    more: tuple[SourceSpec, ...] = Field(
+        default=(), max_length=15, description="a list of at most 15 sections"
+    )
+    tokenizer: Text = Field(default="byt5", description="byt5, a hub name or a folder")
+    tokenizer_digest: DigestOrEmpty = Field(default="", description="64 hex digits or empty")
+    parts: Integer = Field(default=64, ge=1, le=65536)
+    held_out: DigestOrEmpty = Field(default="", description="64 hex digits or empty")
+    held_out_windows: Integer = Field(default=64, ge=1, le=65536)
+    validation_share: Number = Field(default=0.005, ge=0.0001, le=1)
 
 
-@dataclass(frozen=True, kw_only=True)
-class BatchSpec(Section):
+@dataclass(frozen=True, kw_only=True, config=CHECKED)
+class BatchSpec:
     """The tokens of one inner step of a replica: windows of `sequence_length` tokens,
     `microbatch_size` of them at a time, `microbatches` times.
     """
 
-    sequence_length: int = checked(integer(2, 1_048_576), 256)
-    microbatch_size: int = checked(integer(1, 65536), 8)
-    microbatches: int = checked(integer(1, 65536), 1)
+    sequence_length: Integer = Field(default=256, ge=2, le=1_048_576)
+    microbatch_size: Integer = Field(default=8, ge=1, le=65536)
+    microbatches: Integer = Field(default=1, ge=1, le=65536)
 
     @property
     def tokens_per_step(self) -> int:
         return self.sequence_length * self.microbatch_size * self.microbatches
 
 
-@dataclass(frozen=True, kw_only=True)
-class PipelineSpec(Section):
+@dataclass(frozen=True, kw_only=True, config=CHECKED)
+class PipelineSpec:
     """How the stages of one replica work together.
 
     codec: of activations and their gradients; "auto" chooses bf16, int8 or int4 for each link by
@@ -183,12 +189,12 @@ class PipelineSpec(Section):
     """
 
     codec: Literal["auto", "fp32", "bf16", "int8", "int4"] = "auto"
-    recompute: bool = False
-    window: int = checked(integer(0, 1024), 0)
+    recompute: StrictBool = False
+    window: Integer = Field(default=0, ge=0, le=1024)
 
 
-@dataclass(frozen=True, kw_only=True)
-class InnerSpec(Section):
+@dataclass(frozen=True, kw_only=True, config=CHECKED)
+class InnerSpec:
     """The inner optimizer. Its learning rate warms up over `warmup_tokens` of the run, then follows
     `schedule` down to `final_fraction` of itself at the run's end. `precision` is that of a GPU; a
     CPU computes in fp32.
@@ -202,22 +208,24 @@ class InnerSpec(Section):
     """
 
     optimizer: Literal["adamw", "muon"] = "adamw"
-    learning_rate: float = checked(number(0, 10, above=True), 1e-3)
-    muon_learning_rate: float = checked(number(0, 10, above=True), 1e-3)
-    muon_momentum: float = checked(number(0, 0.999), 0.95)
-    betas: tuple[float, float] = checked(pair_of_fractions, (0.9, 0.95))
-    eps: float = checked(number(0, 1, above=True), 1e-8)
-    weight_decay: float = checked(number(0, 10), 0.1)
-    clip_norm: float = checked(number(0, 1e6, above=True), 1.0)
-    warmup_tokens: int = checked(integer(0, MAX_TOKENS), 0)
+    learning_rate: Number = Field(default=1e-3, gt=0, le=10)
+    muon_learning_rate: Number = Field(default=1e-3, gt=0, le=10)
+    muon_momentum: Number = Field(default=0.95, ge=0, le=0.999)
+    betas: tuple[Beta, Beta] = Field(
+        default=(0.9, 0.95), description="two numbers from 0 to below 1, like [0.9, 0.95]"
+    )
+    eps: Number = Field(default=1e-8, gt=0, le=1)
+    weight_decay: Number = Field(default=0.1, ge=0, le=10)
+    clip_norm: Number = Field(default=1.0, gt=0, le=1e6)
+    warmup_tokens: Integer = Field(default=0, ge=0, le=MAX_TOKENS)
     schedule: Literal["cosine", "linear", "wsd", "constant"] = "cosine"
-    decay_share: float = checked(number(0, 1, above=True), 0.2)
-    final_fraction: float = checked(number(0, 1), 0.1)
+    decay_share: Number = Field(default=0.2, gt=0, le=1)
+    final_fraction: Number = Field(default=0.1, ge=0, le=1)
     precision: Literal["fp32", "bf16", "fp16"] = "bf16"
 
 
-@dataclass(frozen=True, kw_only=True)
-class OuterSpec(Section):
+@dataclass(frozen=True, kw_only=True, config=CHECKED)
+class OuterSpec:
     """How averages enter the model.
 
     merge: "rebase" keeps local progress on top of a new anchor, "reset" drops it, "none" waits for
@@ -229,13 +237,13 @@ class OuterSpec(Section):
 
     merge: Literal["rebase", "reset", "none"] = "rebase"
     apply: Literal["arrival", "round_end"] = "arrival"
-    rebase_weight: float = checked(number(0, 1), 0.75)
-    learning_rate: float = checked(number(0, 10, above=True), 0.7)
-    momentum: float = checked(number(0, 0.999), 0.5)
+    rebase_weight: Number = Field(default=0.75, ge=0, le=1)
+    learning_rate: Number = Field(default=0.7, gt=0, le=10)
+    momentum: Number = Field(default=0.5, ge=0, le=0.999)
 
 
-@dataclass(frozen=True, kw_only=True)
-class CodecSpec(Section):
+@dataclass(frozen=True, kw_only=True, config=CHECKED)
+class CodecSpec:
     """How pseudo-gradients travel.
 
     scheme: "low_rank" sends the factors of every matrix that gains from it, "dense" all values;
@@ -249,17 +257,17 @@ class CodecSpec(Section):
 
     scheme: Literal["low_rank", "dense"] = "low_rank"
     bits: Literal[4, 8, 16, 32] = 4
-    rank: int = checked(integer(1, 64), 16)
-    adaptive: bool = True
-    energy: float = checked(number(0, 1, above=True), 0.95)
-    min_rank: int = checked(integer(1, 64), 4)
-    max_rank: int = checked(integer(1, 64), 64)
-    residual_decay: float = checked(number(0, 1), 0.95)
-    max_factor: float = checked(number(0, 1e30, above=True), 1e4)
+    rank: Integer = Field(default=16, ge=1, le=64)
+    adaptive: StrictBool = True
+    energy: Number = Field(default=0.95, gt=0, le=1)
+    min_rank: Integer = Field(default=4, ge=1, le=64)
+    max_rank: Integer = Field(default=64, ge=1, le=64)
+    residual_decay: Number = Field(default=0.95, ge=0, le=1)
+    max_factor: Number = Field(default=1e4, gt=0, le=1e30)
 
 
-@dataclass(frozen=True, kw_only=True)
-class RoundSpec(Section):
+@dataclass(frozen=True, kw_only=True, config=CHECKED)
+class RoundSpec:
     """The length of a round.
 
     inner_steps: H, inner steps of a round.
@@ -272,17 +280,17 @@ class RoundSpec(Section):
     group_size: a group of more members than this averages in rows of at most so many.
     """
 
-    inner_steps: int = checked(integer(1, 100_000), 100)
-    min_inner_steps: int = checked(integer(1, 100_000), 25)
-    max_inner_steps: int = checked(integer(1, 100_000), 400)
-    max_age: int = checked(integer(1, 1000), 8)
-    records_kept: int = checked(integer(1, 100_000), 64)
-    log_bytes: int = checked(integer(0, 2**53), 1 << 30)
-    group_size: int = checked(integer(2, 256), 32)
+    inner_steps: Integer = Field(default=100, ge=1, le=100_000)
+    min_inner_steps: Integer = Field(default=25, ge=1, le=100_000)
+    max_inner_steps: Integer = Field(default=400, ge=1, le=100_000)
+    max_age: Integer = Field(default=8, ge=1, le=1000)
+    records_kept: Integer = Field(default=64, ge=1, le=100_000)
+    log_bytes: Integer = Field(default=1 << 30, ge=0, le=2**53)
+    group_size: Integer = Field(default=32, ge=2, le=256)
 
 
-@dataclass(frozen=True, kw_only=True)
-class DeadlineSpec(Section):
+@dataclass(frozen=True, kw_only=True, config=CHECKED)
+class DeadlineSpec:
     """Seconds after which somebody is given up.
 
     heartbeat_s: between two announcements in the DHT.
@@ -294,11 +302,11 @@ class DeadlineSpec(Section):
     vote_s: for the vote that follows.
     """
 
-    heartbeat_s: float = checked(number(0.1, MAX_HEARTBEAT_S), 10.0)
-    silence_s: float = checked(number(0.1, 3600), 5.0)
-    matchmaking_s: float = checked(number(0.1, 3600), 3.0)
-    exchange_s: float = checked(number(0.1, 86400), 30.0)
-    vote_s: float = checked(number(0.1, 3600), 10.0)
+    heartbeat_s: Number = Field(default=10.0, ge=0.1, le=MAX_HEARTBEAT_S)
+    silence_s: Number = Field(default=5.0, ge=0.1, le=3600)
+    matchmaking_s: Number = Field(default=3.0, ge=0.1, le=3600)
+    exchange_s: Number = Field(default=30.0, ge=0.1, le=86400)
+    vote_s: Number = Field(default=10.0, ge=0.1, le=3600)
 
     @property
     def record_lifetime_s(self) -> float:
@@ -311,8 +319,8 @@ class DeadlineSpec(Section):
         return LONGEST * self.exchange_s
 
 
-@dataclass(frozen=True, kw_only=True)
-class InitialSpec(Section):
+@dataclass(frozen=True, kw_only=True, config=CHECKED)
+class InitialSpec:
     """The checkpoint that the run starts from; empty where its seed makes the initial weights.
     `dilocox bootstrap` writes it for a run.yaml that says `model: {from: ...}`.
 
@@ -320,12 +328,12 @@ class InitialSpec(Section):
     anchors: by stage, the sha256 of its initial weights as the flat fp32 vector of an anchor.
     """
 
-    source: str = checked(text(r"[^\x00-\x1f]{0,512}", "a folder or a hub name"), "")
-    anchors: tuple[str, ...] = checked(texts(r"[0-9a-f]{64}", "64 hex digits", most=MAX_STAGES), ())
+    source: Text | Literal[""] = Field(default="", description="a folder or a hub name")
+    anchors: tuple[Digest, ...] = Field(default=(), max_length=MAX_STAGES, description=DIGESTS)
 
 
-@dataclass(frozen=True, kw_only=True)
-class OperationSpec(Section):
+@dataclass(frozen=True, kw_only=True, config=CHECKED)
+class OperationSpec:
     """What the operator changed since the run began. `dilocox operate` writes it; a run.yaml has
     none of it.
 
@@ -342,20 +350,14 @@ class OperationSpec(Section):
         the root.
     """
 
-    revision: int = checked(integer(0, MAX_REVISION), 0)
+    revision: Integer = Field(default=0, ge=0, le=MAX_REVISION)
     state: Literal["running", "paused", "ended"] = "running"
-    rules: int = checked(integer(0, MAX_REVISION), 0)
-    root: str = checked(text(r"([0-9a-f]{64})?", "64 hex digits or empty"), "")
-    outer: tuple[tuple[int, float, float], ...] = checked(
-        rows(
-            integer(0, MAX_REVISION),
-            number(0, 10, above=True),
-            number(0, 0.999),
-            most=MAX_REVISIONS_NOTED,
-        ),
-        (),
+    rules: Integer = Field(default=0, ge=0, le=MAX_REVISION)
+    root: DigestOrEmpty = Field(default="", description="64 hex digits or empty")
+    outer: tuple[tuple[Revision, OuterRate, Momentum], ...] = Field(
+        default=(), max_length=MAX_REVISIONS_NOTED, description="rows that `dilocox operate` writes"
     )
-    rollbacks: tuple[tuple[int, int], ...] = checked(
-        rows(integer(1, MAX_REVISION), integer(-1, 2**53), most=MAX_REVISIONS_NOTED), ()
+    rollbacks: tuple[tuple[Revision, RoundNumber], ...] = Field(
+        default=(), max_length=MAX_REVISIONS_NOTED, description="rows that `dilocox operate` writes"
     )
-    base: tuple[str, ...] = checked(texts(r"[0-9a-f]{64}", "64 hex digits", most=MAX_STAGES), ())
+    base: tuple[Digest, ...] = Field(default=(), max_length=MAX_STAGES, description=DIGESTS)

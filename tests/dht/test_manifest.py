@@ -56,7 +56,11 @@ def test_three_fields_make_a_manifest(tmp_path: Path):
         ("pipeline: {window: -1}", "pipeline.window is -1; it must be an integer from 0 to 1024"),
         ("colour: red", "colour is not a field of the manifest; known here: name"),
         ("codec: {bits: 5}", "codec.bits is 5; it must be 4, 8, 16 or 32"),
-        ("codec: {bits: 4.0}", "codec.bits is 4.0; it must be 4, 8, 16 or 32"),
+        ("codec: {bits: four}", "codec.bits is 'four'; it must be 4, 8, 16 or 32"),
+        ("data: {more: [3]}", r"data.more\[0\] is 3; it must hold named fields"),
+        ("data: {more: [{wait: 3}]}", r"data.more\[0\].wait is not a field.*did you mean weight"),
+        ("operation: {rollbacks: [[1]]}", r"operation.rollbacks is \[\[1\]\]; it must be rows"),
+        ("3: 4", "3 is not a field of the manifest; known here: name"),
         ("inner: {betas: [0.9]}", "inner.betas is .* two numbers"),
         ("inner: {learning_rate: 0}", "inner.learning_rate is 0; it must be a number above 0"),
         ("inner: {learning_rate: fast}", "inner.learning_rate is 'fast'; it must be a number"),
@@ -140,9 +144,9 @@ def test_defaults_follow_from_what_is_given(tmp_path: Path):
 
 
 def test_sections_made_in_code_are_checked_too():
-    with pytest.raises(InvalidInput, match="inner_steps is 0"):
+    with pytest.raises(ValueError, match="inner_steps"):
         RoundSpec(inner_steps=0)
-    with pytest.raises(InvalidInput, match="bits is 3"):
+    with pytest.raises(ValueError, match="bits"):
         CodecSpec(bits=3)  # pyright: ignore[reportArgumentType]
 
 

@@ -29,11 +29,13 @@ def checked_manifest(path: Path) -> Manifest:
     and of the weights of a checkpoint that it starts from.
 
     Raises:
-        InvalidInput: a field is wrong, the model cannot be cut so, there is no such tokenizer or
-            it has too many ids, the data are not as stated, or the checkpoint is not to be used.
+        InvalidInput: a field is wrong, the model cannot be cut so, its exchanges could not end in
+            time, there is no such tokenizer or it has too many ids, the data are not as stated, or
+            the checkpoint is not to be used.
         EnvironmentFault: something of this is on the hub, which does not answer.
     """
     from dilocox.peer.process.initial_weights import pinned
+    from dilocox.peer.process.prepare import check_deadlines
     from dilocox.peer.training.data import (
         check_tokenizer,
         held_out_digest,
@@ -45,6 +47,7 @@ def checked_manifest(path: Path) -> Manifest:
 
     manifest = Manifest.load(path, described_by)
     plan_stages(manifest.model, manifest.stages)
+    check_deadlines(manifest)
     tokenizer = open_tokenizer(manifest.data.tokenizer)
     check_tokenizer(manifest.data, tokenizer, manifest.model)
     found = held_out_digest(manifest.data)

@@ -7,6 +7,7 @@ shows it; a peer that starts looks whether its disk has the room.
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
@@ -15,13 +16,13 @@ from pathlib import Path
 import torch
 
 from dilocox.compression.layout import FlatLayout
-from dilocox.dht.errors import EnvironmentFault
+from dilocox.dht.errors import EnvironmentFault, InvalidInput
 from dilocox.dht.files import bytes_below
 from dilocox.dht.manifest import DataSpec, Manifest
-from dilocox.dht.manifest_sections import ENDINGS
+from dilocox.dht.manifest_sections import ENDINGS, LONGEST
 from dilocox.peer.averaging.averager import StageBuffers
 from dilocox.peer.chain.snapshot_files import DAMAGED
-from dilocox.peer.memory_and_disk import Check, DiskNeeds, disk_check, disk_free
+from dilocox.peer.memory_and_disk import Check, DiskNeeds, disk_check, disk_free, size
 from dilocox.peer.rounds.adaptation import stage_codec
 from dilocox.peer.state_folder import ASIDE
 from dilocox.peer.training.data import Corpus, check_tokenizer, held_out_digest, held_out_windows
@@ -159,6 +160,7 @@ def held_out(manifest: Manifest) -> torch.Tensor:
 
 
 SNAPSHOT_VECTORS = 8  # anchor, momentum, weights, start, two moments; a send's two, or residual
+FAST_LINK = 12.5e6  # bytes a second, of a volunteer's link that is better than most
 SNAPSHOTS_AT_ONCE = 2  # the old one goes when the new one is whole
 
 
@@ -193,6 +195,13 @@ class StageNeeds:
         kept_bytes = min(rounds.records_kept * self.record_bytes, log_bytes)
         return SNAPSHOTS_AT_ONCE * self.snapshot_bytes + kept_bytes
 
+    @cached_property
+    def codec_s(self) -> float:
+        """What a modest core computes for one exchange under the first ranks."""
+        codec = stage_codec(self.manifest, self._layout)
+        factors = codec.low_rank(codec.first_ranks)
+        return 0.0 if factors is None else sum(factors.core_seconds())
+
     def exchange_bytes(self, members: int) -> int:
         """What a member moves each way: its parts to the others, and the mean of its own."""
         return 2 * self.record_bytes * (members - 1) // members
@@ -209,6 +218,23 @@ class StageNeeds:
     @cached_property
     def _layout(self) -> FlatLayout:
         return stage_layout(self.manifest, self.stage)
+
+
+def check_deadlines(manifest: Manifest) -> None:
+    """Raise InvalidInput if an exchange could not end in time, even on a link of 100 Mbit/s."""
+    given_s = manifest.deadlines.exchange_s
+    for stage in sorted({0, manifest.stages // 2, manifest.stages - 1}):
+        needs = StageNeeds(manifest, stage)
+        moved = needs.exchange_bytes(manifest.rounds.group_size)
+        # members' codecs have their own time, up to the longest exchange
+        least_s = max(moved / FAST_LINK, needs.codec_s / (LONGEST - 1))
+        if least_s > given_s:
+            raise InvalidInput(
+                f"deadlines.exchange_s is {given_s:g}; in an exchange of stage {stage} a peer "
+                f"moves {size(moved)} each way and computes for {needs.codec_s:.0f} s: set it to "
+                f"{math.ceil(least_s)} at least, which takes links of 100 Mbit/s, or to more for "
+                "slower ones; or cut the model into more stages"
+            )
 
 
 def disk_room(folder: Path, needs: StageNeeds) -> Check:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import re
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -100,6 +101,17 @@ def test_an_end_that_the_run_has_passed_is_refused_and_another_value_is_not(
             revised(folder, end_tokens=end)
     assert folder.revisions.numbers == [0]
     assert revised(folder, end_tokens=trained + 1) == 0
+
+
+def test_an_exchange_that_no_link_could_move_in_time_is_refused_with_the_time_that_it_needs(
+    folder: Folder,
+) -> None:
+    raw = {"bits": 32}
+    with pytest.raises(InvalidInput, match=r"exchange_s is 0.1; .* set it to \d+") as caught:
+        checked_manifest(folder.yaml(codec=raw, deadlines={"exchange_s": 0.1}))
+    said = re.search(r"set it to (\d+)", str(caught.value))
+    assert said is not None
+    assert checked_manifest(folder.yaml(codec=raw, deadlines={"exchange_s": int(said[1])}))
 
 
 def test_of_two_commands_at_once_one_is_told_to_try_again(

@@ -418,6 +418,15 @@ class PeerOptions(HostingOptions):
         ),
     ] = 0
 
+    snapshot_minutes: Annotated[
+        float,
+        typer.Option(
+            min=0,
+            help="Time between snapshots of this peer's training, which a crash may cost; each "
+            "writes 28 bytes a parameter to the disk.",
+        ),
+    ] = 25
+
     @property
     def monthly_traffic_bytes(self) -> float | None:
         """The limit of a month's traffic in bytes, None without one."""

@@ -38,7 +38,13 @@ from dilocox.peer.chain.claims import ClaimBook, holders, wins
 from dilocox.peer.chain.record_check import RecordCheck
 from dilocox.peer.chain.replay import anchors_around, start_file
 from dilocox.peer.chain.rollback import STATE_NAME, archive_goes_back
-from dilocox.peer.chain.snapshot_files import STATE_FILE, made_whole, state_sha256, write_facts
+from dilocox.peer.chain.snapshot_files import (
+    STATE_FILE,
+    chunk_digests,
+    made_whole,
+    state_sha256,
+    write_facts,
+)
 from dilocox.peer.chain.store import (
     INITIAL_NAME,
     OLDER_NAME,
@@ -104,7 +110,8 @@ class Generation:
                 make_folder(kept)
                 file.replace(kept / STATE_FILE)
                 sync(kept / STATE_FILE)
-                write_facts(kept, at, digest_of(data))
+                chunks = chunk_digests(kept / STATE_FILE)
+                write_facts(kept, at, digest_of(data), chunks)
                 make_folder(partial / "log")
                 log.write(at, data, certificate)
                 if before is not None:

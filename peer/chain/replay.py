@@ -39,7 +39,7 @@ from dilocox.peer.chain.snapshot_files import (
     PIECE_VALUES,
     bytes_of,
     on_disk,
-    save_state,
+    save_tensors,
     state_sha256,
 )
 from dilocox.peer.chain.store import Entry, KeptState
@@ -58,7 +58,8 @@ def start_file(check: RecordCheck, state: KeptState | None, path: Path) -> None:
             shutil.copyfile(state.file, path)
         else:
             anchor = initial_anchor(check)
-            save_state(path, anchor, torch.zeros(1).expand(anchor.numel()))
+            momentum = torch.zeros(1).expand(anchor.numel())
+            save_tensors(path, {"anchor": anchor, "momentum": momentum}, {})
 
 
 def initial_anchor(check: RecordCheck) -> Tensor:

@@ -22,15 +22,14 @@ import json
 import logging
 import os
 import shutil
-from collections.abc import Generator, Mapping
+from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO, Final
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 from dilocox.dht.errors import EnvironmentFault
@@ -45,6 +44,13 @@ LOCAL_FILE = "local.safetensors"
 STATE_CHUNK_BYTES = 1 << 20
 PIECE_VALUES = 1 << 20  # of a vector, that are in memory at once
 DAMAGED = ".damaged"  # how the name of a folder ends that was set aside
+_KINDS: Final = {  # of tensors, as safetensors calls them
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int64: "I64",
+    torch.bool: "BOOL",
+}
 REMEDY = "move the state folder away to join anew"
 
 
@@ -66,23 +72,39 @@ class Snapshot:
     number: int = -1
 
 
-def write_snapshot(folder: Path, snapshot: Snapshot, *, above: int = -1) -> Path:
-    """Write the next snapshot, under a number over `above`, and remove those before it.
+Pieces = Callable[[Tensor], Iterable[Tensor]]  # the values of a tensor, flat, in order, on the CPU
+
+
+def write_snapshot(
+    folder: Path, snapshot: Snapshot, *, number: int | None = None, pieces: Pieces | None = None
+) -> Path:
+    """Write the next snapshot, under this number or the next one, and remove those before it.
+
+    pieces: where the values come from; the tensors themselves say nothing but shapes then. They are
+    asked for in the order of `tensors_of`.
 
     Raises:
         EnvironmentFault: the disk is full or the folder cannot be written; the old ones stay.
     """
     earlier = _complete(folder)
-    final = folder / f"{1 + max([above, *(int(path.name) for path in earlier)]):08d}"
+    final = folder / f"{newest_number(folder) + 1 if number is None else number:08d}"
     for left in folder.glob("*.partial"):
         shutil.rmtree(left, ignore_errors=True)
+    facts = {"layout": snapshot.layout, "facts": snapshot.facts}
     with made_whole(final) as partial:
-        write_state(partial, snapshot.round, snapshot.digest, snapshot.anchor, snapshot.momentum)
-        facts = {"layout": snapshot.layout, "facts": snapshot.facts}
-        _save(partial / LOCAL_FILE, snapshot.tensors, {"local": json.dumps(facts)})
+        vectors = snapshot.anchor, snapshot.momentum
+        write_state(partial, snapshot.round, snapshot.digest, *vectors, pieces=pieces)
+        save_tensors(
+            partial / LOCAL_FILE, snapshot.tensors, {"local": json.dumps(facts)}, pieces=pieces
+        )
     for old in earlier:
         shutil.rmtree(old, ignore_errors=True)
     return final
+
+
+def tensors_of(snapshot: Snapshot) -> list[Tensor]:
+    """All tensors of a snapshot, in the order in which they are written."""
+    return [snapshot.anchor, snapshot.momentum, *snapshot.tensors.values()]
 
 
 @contextmanager
@@ -121,6 +143,11 @@ def on_disk(path: Path) -> Generator[None]:
 def oldest_number(folder: Path) -> int:
     """The number of the oldest complete snapshot, -1 where there is none."""
     return min((int(path.name) for path in _complete(folder)), default=-1)
+
+
+def newest_number(folder: Path) -> int:
+    """The number of the newest complete snapshot, -1 where there is none."""
+    return max((int(path.name) for path in _complete(folder)), default=-1)
 
 
 def read_snapshot(folder: Path, *, layout: str) -> Snapshot | None:
@@ -187,31 +214,80 @@ def newest(folder: Path) -> Path | None:
 
 
 def write_state(
-    folder: Path, round_number: int, digest: str, anchor: Tensor, momentum: Tensor
+    folder: Path,
+    round_number: int,
+    digest: str,
+    anchor: Tensor,
+    momentum: Tensor,
+    *,
+    pieces: Pieces | None = None,
 ) -> None:
     """The part of a snapshot that joiners download, into a folder that is there."""
-    save_state(folder / STATE_FILE, anchor, momentum)
-    write_facts(folder, round_number, digest)
+    vectors = {"anchor": anchor, "momentum": momentum}
+    chunks = save_tensors(folder / STATE_FILE, vectors, {}, pieces=pieces)
+    write_facts(folder, round_number, digest, chunks)
 
 
-def save_state(path: Path, anchor: Tensor, momentum: Tensor) -> None:
-    """Write the file of a state ([numel] fp32 each), the same bytes for the same values.
+def save_tensors(
+    path: Path,
+    tensors: Mapping[str, Tensor],
+    metadata: Mapping[str, str],
+    *,
+    pieces: Pieces | None = None,
+) -> bytes:
+    """Write a safetensors file of these tensors, the same bytes for the same values; the digests of
+    its chunks, as `chunk_digests` would read them.
 
-    Both go out piece by piece: safetensors' own writer takes a copy of each in memory.
+    All goes out piece by piece: safetensors' own writer takes a copy of each tensor in memory.
     """
-    numel = anchor.numel()
-    header: dict[str, Any] = {"__metadata__": {}}
-    for index, name in enumerate(("anchor", "momentum")):
-        ends = [4 * numel * index, 4 * numel * (index + 1)]
-        header[name] = {"dtype": "F32", "shape": [numel], "data_offsets": ends}
+    header: dict[str, Any] = {"__metadata__": dict(metadata)}
+    end = 0
+    for name, values in tensors.items():
+        start, end = end, end + values.numel() * values.element_size()
+        shape, kind = list(values.shape), _KINDS[values.dtype]
+        header[name] = {"dtype": kind, "shape": shape, "data_offsets": [start, end]}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     with path.open("wb") as file:
-        file.write(len(text).to_bytes(8, "little") + text)
-        for vector in (anchor, momentum):
-            for piece in vector.split(PIECE_VALUES):
-                file.write(bytes_of(piece))
+        hashed = _Hashed(file)
+        hashed.write(len(text).to_bytes(8, "little") + text)
+        for values in tensors.values():
+            for piece in (pieces or pieces_of)(values):
+                hashed.write(bytes_of(piece))
     sync(path)
+    return hashed.digests
+
+
+def pieces_of(values: Tensor) -> Iterable[Tensor]:
+    """The values of a tensor in pieces, each brought to the CPU as it is asked for."""
+    for piece in values.detach().reshape(-1).split(PIECE_VALUES):
+        yield piece.cpu()
+
+
+class _Hashed:
+    """A file that is written front to back, and its chunks hashed meanwhile."""
+
+    def __init__(self, file: BinaryIO):
+        self._file = file
+        self._whole = bytearray()
+        self._chunk, self._room = hashlib.sha256(), STATE_CHUNK_BYTES
+
+    def write(self, data: Any) -> None:
+        self._file.write(data)
+        left = memoryview(data).cast("B")
+        while left:
+            part, left = left[: self._room], left[self._room :]
+            self._chunk.update(part)
+            self._room -= len(part)
+            if not self._room:
+                self._whole += self._chunk.digest()
+                self._chunk, self._room = hashlib.sha256(), STATE_CHUNK_BYTES
+
+    @property
+    def digests(self) -> bytes:
+        """The sha256 of each chunk so far, the last of which may be shorter."""
+        begun = self._room < STATE_CHUNK_BYTES
+        return bytes(self._whole) + (self._chunk.digest() if begun else b"")
 
 
 def bytes_of(values: Tensor) -> Any:
@@ -219,10 +295,9 @@ def bytes_of(values: Tensor) -> Any:
     return values.detach().contiguous().view(torch.uint8).numpy().data
 
 
-def write_facts(folder: Path, round_number: int, digest: str) -> None:
-    """Write beside a state's file what is said of it."""
+def write_facts(folder: Path, round_number: int, digest: str, chunks: bytes) -> None:
+    """Write beside a state's file what is said of it; chunks: their digests."""
     file = folder / STATE_FILE
-    chunks = chunk_digests(file)
     facts = {"round": round_number, "digest": digest, "size": file.stat().st_size}
     facts["sha256"] = hashlib.sha256(chunks).hexdigest()
     (folder / STATE_FACTS_FILE).write_text(json.dumps(facts))
@@ -241,11 +316,6 @@ def chunk_digests(path: Path) -> bytes:
     with path.open("rb") as file:
         chunks = iter(lambda: file.read(STATE_CHUNK_BYTES), b"")
         return b"".join(hashlib.sha256(chunk).digest() for chunk in chunks)
-
-
-def _save(path: Path, tensors: Mapping[str, Tensor], metadata: dict[str, str]) -> None:
-    save_file(dict(tensors), path, metadata=metadata)
-    sync(path)
 
 
 def _complete(folder: Path) -> list[Path]:

@@ -90,7 +90,9 @@ class Assembly:
         self._local = local
         self._manifest = manifest
         self._stop = stop.event
-        self._snapshots = snapshots = Snapshots(local.snapshots, layout=layout.digest)
+        self._snapshots = snapshots = Snapshots(
+            local.snapshots, layout=layout.digest, period_s=60 * local.options.snapshot_minutes
+        )
         start = InitialWeights(local).load if manifest.initial.anchors else None
         self._model = local_model(manifest, stage, layout, buffers, snapshots, device, start)
         merge = self._model.merge

@@ -100,9 +100,9 @@ def _start_over(merge: Merge, sent: Sequence[JournaledSend]) -> None:
     known = {send.round: send.tokens for send in sent if send.round >= 0}
     merge.start_over(known, max(send.trained for send in sent))
     logger.warning(
-        "this peer was killed between a send (round %s) and the writing of its state: it goes on "
+        "this peer was killed after a send (round %s) that its snapshot does not know: it goes on "
         "from the anchor of round %d; that send counts if its record holds it, and what was learnt "
-        "besides is lost",
+        "since is lost",
         max(known, default="unknown"),
         merge.round,
     )

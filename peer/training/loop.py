@@ -28,6 +28,7 @@ from dilocox.peer.averaging.averager import StageBuffers
 from dilocox.peer.averaging.coordinator import Coordinator
 from dilocox.peer.averaging.events import Committed, Event, Failed, Resynced, Voided
 from dilocox.peer.averaging.loop_status import LoopStatus
+from dilocox.peer.chain.store import RECORDS_NEEDED
 from dilocox.peer.rounds.adaptation import stage_codec
 from dilocox.peer.rounds.record import RoundRecord, SendFacts, own_contribution
 from dilocox.peer.training.data import weights_replaced
@@ -40,6 +41,7 @@ from dilocox.pipeline.messages import Stepped
 from dilocox.pipeline.stage import StageModule
 
 LEAVE_LIMIT_S = 6.0  # how long a leaving peer waits for the exchange in flight
+SAVE_SOON_AT, SAVE_AT = 0.5, 0.75  # of what the log keeps, applied since the last snapshot
 CATCH_UP_LIMIT_S = 60.0  # how long a round's end waits for records that are being applied
 POLL_S = 0.1
 
@@ -91,7 +93,7 @@ class Learner:
         # learning rate would fall back by a whole record.
         self._chain_tokens = coordinator.tokens_at_start
         self._states_taken = 0
-        self._records_unsaved = self._bytes_unsaved = 0  # applied since the last snapshot
+        self._unsaved: dict[int, int] = {}  # bytes of the records applied since the last snapshot
         self._ending_since: float | None = None
         self._sent_last = False  # of a run that the operator ends
         self._started_over = False  # and took no inner step since
@@ -155,6 +157,7 @@ class Learner:
             self._started_over = False
         elif fingerprint(self._merge.progress.live) is None:
             self._start_over()  # no inner step would be taken any more
+        self.save_some(seconds)
         self.publish()
 
     @property
@@ -186,6 +189,7 @@ class Learner:
             self.take_events(wait_s=POLL_S)
         else:
             self._stop.wait(POLL_S)
+        self.save_some(POLL_S)
         self.publish()
 
     @property
@@ -204,7 +208,7 @@ class Learner:
         if ended:
             self._wait_for_outcome(self._coordinator.outcome_limit_s, self._stop)
         self._wait_for_outcome(LEAVE_LIMIT_S, threading.Event())
-        self._snapshot()
+        self._save()
         self.publish(force=True)
         if ended:
             self._wait_for_archive()
@@ -230,6 +234,7 @@ class Learner:
         """Send all that is unsent. The group waits for its first byte, so of all that a restart
         needs only a line of the journal is written before it.
         """
+        self._snapshots.interrupt()
         send = self._merge.send(round_number)
         message = fingerprint(send.message)
         if message is None:
@@ -246,18 +251,18 @@ class Learner:
             states_taken=self._states_taken,
         )
         self._meter.sent(round_number, send.tokens)
-        self._snapshot()
 
     def _start_over(self) -> None:
         """This peer's weights are not finite, and never would be again: go on from the anchor, with
         moments that are new, too. Until its next inner step nobody is to wait for it.
         """
+        self._snapshots.interrupt()
         self._meter.started_over(self._merge.tokens)
         self._merge.discard_unsent()
         self._model.optimizer.reset()
         self._started_over = True
         self._coordinator.announce()
-        self._snapshot()  # the one on the disk may not be finite either
+        self._snapshots.soon()  # the one on the disk may not be finite either
 
     # ---- events ----------------------------------------------------------------------------------
     def take_events(self, wait_s: float = 0.0) -> None:
@@ -290,6 +295,7 @@ class Learner:
             self.take_events(wait_s=POLL_S)
 
     def _take(self, event: Event) -> None:
+        self._snapshots.interrupt()
         match event:
             case Committed():
                 self._commit(event)
@@ -337,12 +343,16 @@ class Learner:
             compression_error=error if outcome is Outcome.COUNTED else None,
             residual_norm=self._merge.residual.norm,
         )
-        self._records_unsaved += 1
-        self._bytes_unsaved += event.payload_bytes
+        self._unsaved[record.round] = event.payload_bytes
         rounds = self._manifest.rounds
-        many = self._records_unsaved >= max(1, rounds.records_kept // 2)
-        if many or self._bytes_unsaved >= rounds.log_bytes // 2:
-            self._snapshot()  # who only follows has a log that is pruned all the same
+        # who only follows has a log that is pruned all the same
+        unsaved = [size for number, size in self._unsaved.items() if number > self._snapshots.round]
+        kept_bytes = max(rounds.log_bytes, RECORDS_NEEDED * event.payload_bytes)
+        used = max(len(unsaved) / rounds.records_kept, sum(unsaved) / max(1, kept_bytes))
+        if used >= SAVE_AT:
+            self._save()
+        elif used >= SAVE_SOON_AT:
+            self._snapshots.soon()
 
     def _resync(self, event: Resynced) -> None:
         state, merge = event.state, self._merge
@@ -367,7 +377,7 @@ class Learner:
         )
         self._chain_tokens = state.chain_tokens
         self._meter.reporter.event("resynced", round=state.round)
-        self._snapshot()  # the log begins at this state now, and an older snapshot cannot follow it
+        self._save()  # the log begins at this state now, and an older snapshot cannot follow it
 
     def _other_buffers(self) -> tuple[Tensor, Tensor]:
         buffers = self._model.buffers
@@ -381,9 +391,19 @@ class Learner:
         speed = self._meter.tokens_per_s
         return self._manifest.batch.tokens_per_step / speed if speed > 0 else 0.0
 
-    def _snapshot(self) -> None:
-        self._records_unsaved = self._bytes_unsaved = 0
-        self._snapshots.write(self._merge, self._model.optimizer, self.data_state())
+    def _save(self) -> None:
+        """Write a snapshot, while training stands still."""
+        with self._meter.waiting("snapshot"):
+            self._snapshots.write(self._merge, self._model.optimizer, self.data_state())
+        self._unsaved.clear()
+
+    def save_some(self, step_s: float) -> None:
+        """Let the snapshot in the background get on; `step_s`: time that was trained since."""
+        merge, optimizer = self._merge, self._model.optimizer
+        with self._meter.waiting("snapshot"):
+            done = self._snapshots.advance(merge, optimizer, self.data_state, step_s=step_s)
+        if done:
+            self._unsaved = {n: s for n, s in self._unsaved.items() if n > self._snapshots.round}
 
     def publish(self, *, force: bool = False) -> None:
         """Say where this peer is, to the swarm and on disk."""

@@ -280,11 +280,12 @@ class Merge:
         self._give_up(sent, clean=True)
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """Tensors (not copied) and JSON facts; `from_state` restores them exactly."""
+        """Tensors (not copied, the live weights on their own device) and JSON facts; `from_state`
+        restores them exactly."""
         tensors = {
             "anchor": self.anchor,
             "momentum": self.momentum,
-            "live": self.progress.live_on_host(),
+            "live": self.progress.live,
             "start": self.progress.start,
         }
         if not self.residual.empty:

@@ -216,13 +216,14 @@ def _shown(value: object) -> str:
 
 SMOOTHING = 0.8  # of the loss and the speed that the progress line shows
 
-OwnWaiting = Literal["join", "merge", "send", "record", "replica"]
+OwnWaiting = Literal["join", "merge", "send", "snapshot", "record", "replica"]
 Waiting = Literal[OwnWaiting, "neighbours", "spare"]
 """What a peer waits for while it does not compute.
 
     join        the records or the state that it lacks at its start
     merge       a record or a state to be merged
-    send        a message to be taken and put on disk
+    send        a message to be taken and noted on disk
+    snapshot    a piece of a snapshot to be copied, or all of one to be written
     record      the round's own record, under `merge: none`
     replica     a replica to be formed, as its head
     neighbours  activations and gradients, in a replica; data and the like count here too
@@ -230,7 +231,12 @@ Waiting = Literal[OwnWaiting, "neighbours", "spare"]
 """
 OWN_WAITING: tuple[OwnWaiting, ...] = get_args(OwnWaiting)
 WAITING: tuple[Waiting, ...] = (*OWN_WAITING, "neighbours", "spare")
-FOR_AVERAGES: tuple[Waiting, ...] = ("merge", "send", "record")  # what `waiting_share` is of
+FOR_AVERAGES: tuple[Waiting, ...] = (
+    "merge",
+    "send",
+    "snapshot",
+    "record",
+)  # what `waiting_share` is of
 PER_ROUND: tuple[Waiting, ...] = ("merge", "send")  # as long in a short round as in a long one
 
 

@@ -99,6 +99,7 @@ class Leading:
         self._follow_lease()
         if not self._head.members and not self._form():
             self._learner.take_events(wait_s=POLL_S)
+            self._learner.save_some(POLL_S)
             self._learner.publish()
             self._move_if_asked()
             return
@@ -288,6 +289,8 @@ class Serving:
             now = time.monotonic()
             self._learner.stepped(stepped, now - self._stepped_at)
             self._stepped_at = now
+        else:  # weights and moments rest until the step is told
+            self._learner.save_some(POLL_S)
         self._show_replica()
 
     def _show_replica(self) -> None:

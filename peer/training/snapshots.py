@@ -1,34 +1,61 @@
 """Gathers a peer's whole state into a snapshot, and puts it back after a restart. `Journal` names
 the sends that left this peer since: a line each, on disk before the first byte of the send leaves.
 
-The state of a large stage takes seconds to write, and a group does not wait so long. So only the
-line is written before a send, and the state after it, which makes the line obsolete. Who finds a
-line after a restart was killed in between: what it sent may be in a record, and the state on disk
-still holds it as unsent. It goes on from the anchor, so that nothing is sent twice.
+Training does not wait for the disk: between inner steps the thread that trains copies a few pieces
+of the state, which another thread writes (`Background`). So the pieces are of different moments.
+That does no harm as long as only inner steps lie between them, which move the live weights and the
+moments and nothing else: what is unsent is `start - live`, value by value, whenever a value was
+copied, and tokens and data position are those of the beginning, so a restart repeats the data of
+the steps since. Whatever else happens to the state (a send, a record, an undone send) first
+interrupts the snapshot, of which nothing stays; the next one is copied in half as many steps.
 
-Each line names the snapshot that stood when it was written; a snapshot with a higher number holds
-that send already.
+Who finds a line of the journal after a restart was killed after a send: what it sent may be in a
+record, and the state on disk still holds it as unsent. It goes on from the anchor, so that nothing
+is sent twice. Each line names the snapshot that was begun last when it was written; a snapshot with
+a higher number was begun later, and holds that send already.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
+from dilocox.dht.errors import EnvironmentFault
 from dilocox.dht.files import disk_fault, sync, write_atomically
-from dilocox.peer.chain.snapshot_files import Snapshot, oldest_number, read_snapshot, write_snapshot
+from dilocox.peer.chain.snapshot_files import (
+    Snapshot,
+    newest_number,
+    oldest_number,
+    pieces_of,
+    read_snapshot,
+    tensors_of,
+    write_snapshot,
+)
 from dilocox.peer.training.inner_optimizer import InnerOptimizer, InnerState
 from dilocox.peer.training.merge import Merge, Send
 
 logger = logging.getLogger(__name__)
 
 _SHARED = ("anchor", "momentum")  # in a file of their own, for joiners
-MAX_LINES = 64  # a snapshot follows each send: more than one or two are never of use
+MAX_LINES = 64  # of sends between two snapshots: each of them tells that something was sent
+
+PERIOD_S = 1500.0  # between snapshots: 28 bytes a parameter each are 6 in a round of five minutes
+REST = 20  # so many times as long as a snapshot took, at least, no other is begun
+BYTES_PER_S = 128e6  # to the disk, on which others want to write, too
+COPYING_SHARE = 0.01  # of the time between two steps; more after each snapshot that was cut off
+PIECES_AHEAD = 16  # of 4 MiB, in memory
+DISK_LIMIT_S = 60.0
+POLL_S = 0.5
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,14 +75,20 @@ class Snapshots:
     Attributes:
         found: the snapshot that this peer started from, if any.
         sent_since: the sends after it, which may be in records; the oldest first.
+        round: of the anchor of the newest complete one; -1 where there is none.
     """
 
-    def __init__(self, folder: Path, *, layout: str):
+    def __init__(self, folder: Path, *, layout: str, period_s: float = PERIOD_S):
         self._folder = folder
         self._layout = layout
+        self._period_s = period_s
         self._journal = Journal(folder / "journal")
         self._open = found = read_snapshot(folder, layout=layout)
-        self._number = -1 if found is None else found.number
+        self._number = -1 if found is None else found.number  # of the one begun last
+        self._writing: Background | None = None  # or given up, until it has ended
+        self._due_at = time.monotonic() + period_s
+        self._share = COPYING_SHARE
+        self.round = self._round = -1 if found is None else found.round
         self.found = None if found is None else Found(round=found.round, data=found.facts["data"])
         self.sent_since: tuple[JournaledSend, ...] = self._journal.since(self._number)
 
@@ -74,27 +107,84 @@ class Snapshots:
             )
         )
 
+    def soon(self) -> None:
+        """The next snapshot need not wait any longer."""
+        self._due_at = min(self._due_at, time.monotonic())
+
+    def advance(
+        self,
+        merge: Merge,
+        optimizer: InnerOptimizer,
+        data: Callable[[], dict[str, Any]],
+        *,
+        step_s: float,
+    ) -> bool:
+        """Copy some of the snapshot that is under way, or begin one that is due; between two inner
+        steps of `step_s` seconds. Whether one has become complete.
+
+        Raises EnvironmentFault if the disk is full.
+        """
+        now = time.monotonic()
+        if self._writing is None:
+            # a send in flight is two more vectors, and its outcome would cut the snapshot off
+            if now < self._due_at or (merge.fly and now < self._due_at + self._period_s):
+                return False
+            snapshot = self._snapshot_of(merge, optimizer, data())
+            self._writing = Background(self._folder, snapshot, self._number)
+        self._writing.copy(self._share * step_s)
+        if not self._writing.ended:
+            return False
+        writing, self._writing = self._writing, None
+        seconds = writing.result()
+        if not writing.copied:
+            return False
+        self._share = max(COPYING_SHARE, self._share / 2)
+        self._written(seconds)
+        return True
+
+    def interrupt(self) -> None:
+        """The state is about to change otherwise than by an inner step: what is not copied by now
+        is of a state that does not exist any more.
+        """
+        if self._writing is not None and not (self._writing.copied or self._writing.given_up):
+            self._writing.give_up()
+            self._share = min(1.0, 2 * self._share)
+
     def write(self, merge: Merge, optimizer: InnerOptimizer, data: dict[str, Any]) -> None:
-        """Write everything, the data position too; EnvironmentFault if the disk is full."""
+        """Write everything now, the data position too; EnvironmentFault if the disk is full."""
+        if self._writing is not None:
+            self._writing.give_up()
+            self._writing.join()
+            self._writing = None
+        began = time.monotonic()
+        snapshot = self._snapshot_of(merge, optimizer, data)
+        write_snapshot(self._folder, snapshot, number=self._number)
+        self._written(time.monotonic() - began)
+
+    def _snapshot_of(
+        self, merge: Merge, optimizer: InnerOptimizer, data: dict[str, Any]
+    ) -> Snapshot:
+        """The state as it is, under the next number."""
+        # or a snapshot after one that was damaged would have sends behind it that it knows of
+        newest = max(self._number, self._journal.newest_number, newest_number(self._folder))
+        self._number, self._round = newest + 1, merge.round
         tensors, facts = merge.state()
         inner = optimizer.state_dict()
         local = {f"merge.{name}": value for name, value in tensors.items() if name not in _SHARED}
         local |= {f"inner.{name}": value for name, value in inner.tensors.items()}
-        written = write_snapshot(
-            self._folder,
-            Snapshot(
-                round=merge.round,
-                digest=merge.digest,
-                layout=self._layout,
-                anchor=merge.anchor,
-                momentum=merge.momentum,
-                tensors={name: value.cpu().contiguous() for name, value in local.items()},
-                facts={"merge": facts, "inner": inner.values, "data": data},
-            ),
-            # or a snapshot after one that was damaged would have sends behind it that it knows of
-            above=max(self._number, self._journal.newest_number),
+        return Snapshot(
+            round=merge.round,
+            digest=merge.digest,
+            layout=self._layout,
+            anchor=merge.anchor,
+            momentum=merge.momentum,
+            tensors=local,
+            facts={"merge": facts, "inner": inner.values, "data": data},
         )
-        self._number = int(written.name)
+
+    def _written(self, seconds: float) -> None:
+        self.round = self._round
+        self._due_at = time.monotonic() + max(self._period_s, REST * seconds)
         # one that could not be removed may be needed where the newest cannot be read
         self._journal.forget_before(oldest_number(self._folder))
 
@@ -118,6 +208,93 @@ class Snapshots:
         if self._open is None:
             raise RuntimeError("there is no snapshot, or it was closed")
         return self._open
+
+
+class Interrupted(Exception):
+    """The rest of the state that was to be written is gone."""
+
+
+class Background:
+    """A snapshot that is being written, under this number, by a thread of its own.
+
+    The thread that made this hands over the tensors, a few pieces at a time.
+    """
+
+    def __init__(self, folder: Path, snapshot: Snapshot, number: int):
+        self.copied = False
+        self._left = (piece for each in tensors_of(snapshot) for piece in pieces_of(each))
+        self._handed = queue.SimpleQueue[Tensor]()
+        self._room = threading.Semaphore(PIECES_AHEAD)
+        self._given_up = threading.Event()
+        self._error: Exception | None = None
+        self._began = time.monotonic()
+        self._bytes = 0
+        self._thread = threading.Thread(
+            target=self._write, args=(folder, snapshot, number), name="snapshot", daemon=True
+        )
+        self._thread.start()
+
+    @property
+    def ended(self) -> bool:
+        """Whether it is complete, or never will be."""
+        return not self._thread.is_alive()
+
+    def result(self) -> float:
+        """How many seconds it took, once it has ended; raises what went wrong."""
+        if self._error is not None:
+            raise self._error
+        return time.monotonic() - self._began
+
+    def copy(self, limit_s: float) -> None:
+        """Hand over what there is room for, and wait for more room for no longer than this."""
+        end = time.monotonic() + limit_s
+        while not (self.copied or self.given_up or self.ended):
+            if not self._room.acquire(timeout=max(0.0, end - time.monotonic())):
+                return
+            piece = next(self._left, None)
+            if piece is None:
+                self.copied = True
+            else:
+                self._handed.put(piece.clone())
+            if time.monotonic() >= end:
+                return
+
+    @property
+    def given_up(self) -> bool:
+        """Whether nothing is to stay of it."""
+        return self._given_up.is_set()
+
+    def give_up(self) -> None:
+        """Nothing is to stay of it; `ended` when that is so."""
+        self._given_up.set()
+
+    def join(self) -> None:
+        """Wait until it has ended; raises EnvironmentFault where the disk does not let it."""
+        self._thread.join(DISK_LIMIT_S)
+        if not self.ended:
+            raise EnvironmentFault(f"the disk has not answered for {DISK_LIMIT_S:.0f} s")
+
+    def _write(self, folder: Path, snapshot: Snapshot, number: int) -> None:
+        try:
+            write_snapshot(folder, snapshot, number=number, pieces=self._pieces)
+        except Interrupted:
+            pass
+        except Exception as error:  # noqa: BLE001 - the thread that trains raises it
+            self._error = error
+
+    def _pieces(self, values: Tensor) -> Iterable[Tensor]:
+        """What is handed over of a tensor, no faster than the disk may be used."""
+        left = values.numel()
+        while left:
+            early_s = self._bytes / BYTES_PER_S - (time.monotonic() - self._began)
+            if self._given_up.wait(max(0.0, early_s)):
+                raise Interrupted
+            with contextlib.suppress(queue.Empty):
+                piece = self._handed.get(timeout=POLL_S)
+                self._room.release()
+                left -= piece.numel()
+                self._bytes += piece.numel() * piece.element_size()
+                yield piece
 
 
 def _named(snapshot: Snapshot, prefix: str) -> dict[str, Tensor]:

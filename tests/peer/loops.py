@@ -227,6 +227,10 @@ class Loop:
             means=(GroupCodec(32).encode(torch.zeros(self.layout.numel)).numpy().tobytes(),),
         )
 
+    def save(self) -> None:
+        """All of it is on the disk when this returns."""
+        self.snapshots.write(self.model.merge, self.model.optimizer, self.learner.data_state())
+
     def again(self) -> Loop:
         """This peer after a restart: what it finds on its disk."""
         return Loop(self.folder, self.manifest, stage=self.stage)

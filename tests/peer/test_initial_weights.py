@@ -246,7 +246,7 @@ def test_other_initial_weights_than_the_pinned_ones_are_refused_and_the_wait_end
     folder.mkdir(parents=True)
     vectors = {"anchor": maker.anchor, "momentum": maker.momentum}
     vectors[lie] = vectors[lie] + 1e-3
-    write_state(folder, -1, manifest.root, **vectors)
+    write_state(folder, -1, manifest.root, vectors["anchor"], vectors["momentum"])
     joiner = Joiner(
         tmp_path / "peer",
         manifest,

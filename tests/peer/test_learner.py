@@ -116,12 +116,24 @@ def test_who_only_follows_has_a_snapshot_that_its_pruned_log_reaches_back_to(
     tmp_path: Path, limits: dict[str, int], payload_bytes: int
 ) -> None:
     loop = Loop(tmp_path, manifest(rounds=limits))
-    for number in range(3):
+
+    def follow(number: int) -> None:
         event = loop.committed(number, 0.1)
         loop.fake.events.put(replace(event, payload_bytes=payload_bytes or event.payload_bytes))
         loop.learner.between_steps()
+
+    follow(0)
+    loop.learner.save_some(1.0)
+    assert not list((loop.folder / "snapshots").glob("0*"))
+    follow(1)  # half of what the log keeps: in the background
+    end = time.monotonic() + 20
+    while loop.snapshots.round < 1 and time.monotonic() < end:
+        loop.learner.save_some(1.0)
+    assert loop.snapshots.round == 1
+    for number in (2, 3, 4):
+        follow(number)  # and three quarters of it: at once
     found = snapshots(loop).found
-    assert found is not None and found.round == 1
+    assert found is not None and found.round == 4
 
 
 def test_under_round_end_a_record_waits_for_the_send(tmp_path: Path) -> None:
@@ -175,6 +187,7 @@ def test_at_the_rounds_end_all_that_was_learnt_is_sent(loop: Loop) -> None:
     torch.testing.assert_close(
         send.message, torch.full_like(send.message, 0.003), rtol=0, atol=1e-6
     )
+    loop.save()
     saved = snapshots(loop)
     tensors, facts = saved.merge_state()
     assert torch.equal(tensors["fly.0.message"], send.message)

@@ -4,8 +4,8 @@ A schedule is a list of numbers; each picks one of the events that are possible 
 that hypothesis can shrink it and no number is wasted. The world keeps its own account of what was
 stepped, what records counted and what was lost, apart from the books of the merge.
 
-A send is a line of the journal, then the submit, then the state on the disk, then its record. Who
-is killed between the first two or the next two has sent what its state does not know.
+A send is a line of the journal, then the submit, then its record. A snapshot may come at any time.
+Who is killed when a line has come since the last one has sent what its state does not know.
 """
 
 from __future__ import annotations
@@ -77,13 +77,13 @@ class World:
             "step": self.step,
             "step again": self.step,
             "record of others": lambda draw: self.record(self.newest_round + 1, draw, mine=False),
-            "restart": lambda _: self.restart(),
+            "snapshot": lambda _: self.save(),
+            "killed": lambda _: self.restart_after_a_send() if self.sent_since else self.restart(),
         }
         if merge.can_send:
             events |= {
                 "send": lambda _: self.send(),
                 "send at once": lambda _: self.send(),
-                "killed before the state is on the disk": lambda _: self.send(killed=True),
             }
         given_up = [number for number in self.given_up if number > merge.round]
         if given_up:
@@ -127,16 +127,12 @@ class World:
         self.tokens_stepped += abs(draw[0]) + 1
         self.merge.trained(abs(draw[0]) + 1)
 
-    def send(self, *, killed: bool = False) -> None:
+    def send(self) -> None:
         self.newest_round += 2  # numbers may be skipped
         number = self.newest_round
         send = self.merge.send(number)
         self.sent_since[number] = send.tokens
         self.trained_then = self.merge.trained_tokens
-        if killed:  # before or after the submit: a record may name it
-            self.restart_after_a_send()
-        else:
-            self.save()
 
     def record(self, number: int, draw: Draw, *, mine: bool, left_out: bool = False) -> None:
         self.newest_round = max(self.newest_round, number)
@@ -201,7 +197,7 @@ class World:
             self.tell(record)
 
     def restart_after_a_send(self) -> None:
-        """Killed when the newest send was in the journal and not in the snapshot."""
+        """Killed when sends were in the journal and not in the snapshot; records may name them."""
         trained, sends = self.trained_then, dict(self.sent_since)
         self.reborn(*self.snapshot)
         held = {*self.merge.fly, *self.merge.undone}
@@ -215,7 +211,6 @@ class World:
         self.forgone = self.stepped - self.counted
         self.tokens_stepped = trained
         again, self.told = self.told[position:], self.told[:position]
-        self.save()
         for record in again:
             self.tell(record)
 

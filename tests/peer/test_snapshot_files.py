@@ -79,7 +79,7 @@ def test_what_joiners_download_has_its_size_and_sha256_beside_it(tmp_path: Path)
     }
 
 
-@pytest.mark.parametrize("moment", ["write_state", "_save", "sync"])
+@pytest.mark.parametrize("moment", ["write_state", "save_tensors", "sync"])
 @pytest.mark.parametrize(
     ("error", "words"),
     [
@@ -93,7 +93,7 @@ def test_a_disk_that_gives_up_at_any_moment_leaves_the_old_snapshot(
 ) -> None:
     write_snapshot(tmp_path, made(3))
 
-    def fail(*_: Any) -> None:
+    def fail(*_: Any, **__: Any) -> None:
         raise error
 
     monkeypatch.setattr(snapshot_files, moment, fail)
@@ -135,7 +135,7 @@ def test_a_damaged_snapshot_is_set_aside_and_an_older_one_counts(
 ) -> None:
     older = tmp_path / "older"
     write_snapshot(tmp_path, made(3)).rename(older)
-    path = write_snapshot(tmp_path, made(4), above=0)
+    path = write_snapshot(tmp_path, made(4), number=1)
     older.rename(tmp_path / "00000000")
     harm(path / name, damage)
     found = read_snapshot(tmp_path, layout=LAYOUT)

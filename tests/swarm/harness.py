@@ -209,6 +209,8 @@ class LocalSwarm:
         disk_bytes_per_s: how slow its disk is.
         """
         name = f"peer-{len(self.peers)}"
+        # one after the other: those of real runs are half an hour apart
+        options = ("--snapshot-minutes", "0", *options)
         if stage is not None:
             options = ("--stage", str(stage), *options)
         halt = Halt(self.folder / f"{name}-halt") if halting else None

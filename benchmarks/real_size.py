@@ -37,6 +37,9 @@ from prometheus_client.parser import text_string_to_metric_families
 from rich.console import Console
 from rich.table import Table
 
+# the swarms of the tests; a script has only its own folder on the path
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
 from benchmarks.codec_times import steps
 from benchmarks.memory import in_fresh_process
 from dilocox.peer.memory_and_disk import proportional_bytes

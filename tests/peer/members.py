@@ -325,4 +325,4 @@ def blamed(results: list[AttemptResult | None]) -> list[str]:
 
 
 def seconds(results: list[AttemptResult | None]) -> float:
-    return max(result.seconds for result in results if result)
+    return max(result.seconds + result.codec_s for result in results if result)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 import pytest
@@ -109,6 +110,9 @@ def test_what_was_healed_is_on_the_disk(loop: Loop) -> None:
     loop.learner.leave(ended=False)  # a state that is not finite
     again = loop.again()
     step(again)
+    end = time.monotonic() + 20
+    while not bool(again.again().live.isfinite().all()) and time.monotonic() < end:
+        again.learner.save_some(1.0)  # in the background, but at once
     assert bool(again.again().live.isfinite().all())
 
 

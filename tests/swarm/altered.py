@@ -21,6 +21,7 @@ import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -87,9 +88,11 @@ class Halt:
         new.rename(self.folder / "armed")
 
     @property
-    def halted(self) -> bool:
-        """Whether it has come to the point that was armed last."""
-        return (self.folder / "halted").exists()
+    def halted_at(self) -> float | None:
+        """When it came to the point that was armed last, in seconds since the epoch."""
+        with suppress(FileNotFoundError):
+            return (self.folder / "halted").stat().st_ctime  # it was renamed then
+        return None
 
     def release(self) -> None:
         """Let it go on."""

@@ -17,11 +17,15 @@ def halt(swarm: LocalSwarm, victim: Peer, point: str) -> int:
     armed = victim.halt
     assert armed is not None
     armed.arm(point)
-    swarm.wait(lambda: armed.halted, AIM_LIMIT_S, f"{victim.name} has come to {point}")
+    halted_at = swarm.wait(
+        lambda: armed.halted_at, AIM_LIMIT_S, f"{victim.name} has come to {point}"
+    )
 
     def sent() -> tuple[int] | None:
-        number = victim.in_flight
-        return None if number is None else (number,)
+        """Of the newest send, unless that one was decided before: the next one is to be told."""
+        number: int | None = max((event["round"] for event in victim.of_kind("sent")), default=None)
+        end = None if number is None else victim.decided(number)
+        return None if number is None or (end and end["time"] < halted_at) else (number,)
 
     return swarm.wait(sent, TELL_LIMIT_S, "it tells the round of its send")[0]
 

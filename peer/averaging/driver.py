@@ -154,7 +154,8 @@ class ExchangeDriver:
         else:
             if job.attempt == 0 and (earlier := meets_at(job.round)) is not None:
                 job.scheduled_at = min(job.scheduled_at, earlier)
-            if not (self._chain.busy or self._chain.behind(view)):
+            due = self._chain.head.round < job.round  # else its record is here
+            if due and not (self._chain.busy or self._chain.behind(view)):
                 self._plan(job)
             lead_s = self._deadlines.matchmaking_s + LOOKED_AHEAD * search_s
             starts_at = job.scheduled_at - min(lead_s, LONGEST_LEAD_S)

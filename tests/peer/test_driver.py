@@ -121,6 +121,15 @@ def test_a_send_is_encoded_at_once_and_anew_when_its_ranks_and_basis_change() ->
     assert [plan.previous for plan in world.encoded] == [MANIFEST.digest, "b" * 64]
 
 
+def test_a_send_whose_record_is_here_and_to_be_applied_is_not_encoded_again(world: World) -> None:
+    plans = len(world.encoded)
+    world.answer.set_result(result(Verdict.COMMITTED, b"record"))
+    world.tick()
+    world.chain.head.digest, world.chain.head.round = "b" * 64, 0
+    world.tick_for(2.0)
+    assert len(world.encoded) == plans
+
+
 def test_a_repeated_attempt_waits_for_the_end_of_what_the_first_one_could_take(
     world: World,
 ) -> None:

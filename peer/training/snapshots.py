@@ -7,7 +7,7 @@ That does no harm as long as only inner steps lie between them, which move the l
 moments and nothing else: what is unsent is `start - live`, value by value, whenever a value was
 copied, and tokens and data position are those of the beginning, so a restart repeats the data of
 the steps since. Whatever else happens to the state (a send, a record, an undone send) first
-interrupts the snapshot, of which nothing stays; the next one is copied in half as many steps.
+interrupts the snapshot, of which nothing stays; the next one is copied and written twice as fast.
 
 Who finds a line of the journal after a restart was killed after a send: what it sent may be in a
 record, and the state on disk still holds it as unsent. It goes on from the anchor, so that nothing
@@ -52,7 +52,8 @@ MAX_LINES = 64  # of sends between two snapshots: each of them tells that someth
 PERIOD_S = 1500.0  # between snapshots: 28 bytes a parameter each are 6 in a round of five minutes
 REST = 20  # so many times as long as a snapshot took, at least, no other is begun
 BYTES_PER_S = 128e6  # to the disk, on which others want to write, too
-COPYING_SHARE = 0.01  # of the time between two steps; more after each snapshot that was cut off
+COPYING_SHARE = 0.01  # of the time between two steps
+MOST_HASTE = 16.0  # both of these times so much, at most, after snapshots that were cut off
 PIECES_AHEAD = 16  # of 4 MiB, in memory
 DISK_LIMIT_S = 60.0
 POLL_S = 0.5
@@ -87,7 +88,7 @@ class Snapshots:
         self._number = -1 if found is None else found.number  # of the one begun last
         self._writing: Background | None = None  # or given up, until it has ended
         self._due_at = time.monotonic() + period_s
-        self._share = COPYING_SHARE
+        self._haste = 1.0
         self.round = self._round = -1 if found is None else found.round
         self.found = None if found is None else Found(round=found.round, data=found.facts["data"])
         self.sent_since: tuple[JournaledSend, ...] = self._journal.since(self._number)
@@ -130,15 +131,16 @@ class Snapshots:
             if now < self._due_at or (merge.fly and now < self._due_at + self._period_s):
                 return False
             snapshot = self._snapshot_of(merge, optimizer, data())
-            self._writing = Background(self._folder, snapshot, self._number)
-        self._writing.copy(self._share * step_s)
+            rate = self._haste * BYTES_PER_S
+            self._writing = Background(self._folder, snapshot, self._number, bytes_per_s=rate)
+        self._writing.copy(self._haste * COPYING_SHARE * step_s)
         if not self._writing.ended:
             return False
         writing, self._writing = self._writing, None
         seconds = writing.result()
         if not writing.copied:
             return False
-        self._share = max(COPYING_SHARE, self._share / 2)
+        self._haste = max(1.0, self._haste / 2)
         self._written(seconds)
         return True
 
@@ -148,7 +150,7 @@ class Snapshots:
         """
         if self._writing is not None and not (self._writing.copied or self._writing.given_up):
             self._writing.give_up()
-            self._share = min(1.0, 2 * self._share)
+            self._haste = min(MOST_HASTE, 2 * self._haste)
 
     def write(self, merge: Merge, optimizer: InnerOptimizer, data: dict[str, Any]) -> None:
         """Write everything now, the data position too; EnvironmentFault if the disk is full."""
@@ -220,8 +222,11 @@ class Background:
     The thread that made this hands over the tensors, a few pieces at a time.
     """
 
-    def __init__(self, folder: Path, snapshot: Snapshot, number: int):
+    def __init__(
+        self, folder: Path, snapshot: Snapshot, number: int, *, bytes_per_s: float = BYTES_PER_S
+    ):
         self.copied = False
+        self._bytes_per_s = bytes_per_s
         self._left = (piece for each in tensors_of(snapshot) for piece in pieces_of(each))
         self._handed = queue.SimpleQueue[Tensor]()
         self._room = threading.Semaphore(PIECES_AHEAD)
@@ -286,7 +291,7 @@ class Background:
         """What is handed over of a tensor, no faster than the disk may be used."""
         left = values.numel()
         while left:
-            early_s = self._bytes / BYTES_PER_S - (time.monotonic() - self._began)
+            early_s = self._bytes / self._bytes_per_s - (time.monotonic() - self._began)
             if self._given_up.wait(max(0.0, early_s)):
                 raise Interrupted
             with contextlib.suppress(queue.Empty):

@@ -138,7 +138,7 @@ class Snapshots:
             return False
         writing, self._writing = self._writing, None
         seconds = writing.result()
-        if not writing.copied:
+        if not writing.complete:
             return False
         self._haste = max(1.0, self._haste / 2)
         self._written(seconds)
@@ -225,9 +225,10 @@ class Background:
     def __init__(
         self, folder: Path, snapshot: Snapshot, number: int, *, bytes_per_s: float = BYTES_PER_S
     ):
-        self.copied = False
+        self.copied = self.complete = False
         self._bytes_per_s = bytes_per_s
         self._left = (piece for each in tensors_of(snapshot) for piece in pieces_of(each))
+        self._next = next(self._left)
         self._handed = queue.SimpleQueue[Tensor]()
         self._room = threading.Semaphore(PIECES_AHEAD)
         self._given_up = threading.Event()
@@ -256,11 +257,12 @@ class Background:
         while not (self.copied or self.given_up or self.ended):
             if not self._room.acquire(timeout=max(0.0, end - time.monotonic())):
                 return
-            piece = next(self._left, None)
-            if piece is None:
+            self._handed.put(self._next.clone())
+            following = next(self._left, None)
+            if following is None:
                 self.copied = True
             else:
-                self._handed.put(piece.clone())
+                self._next = following
             if time.monotonic() >= end:
                 return
 
@@ -282,6 +284,7 @@ class Background:
     def _write(self, folder: Path, snapshot: Snapshot, number: int) -> None:
         try:
             write_snapshot(folder, snapshot, number=number, pieces=self._pieces)
+            self.complete = True
         except Interrupted:
             pass
         except Exception as error:  # noqa: BLE001 - the thread that trains raises it

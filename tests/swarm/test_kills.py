@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import time
+from collections.abc import Mapping
 
 import pytest
 
@@ -47,7 +48,7 @@ def test_after_twenty_kills_at_random_moments_nothing_was_counted_twice(
 
 
 def _assert_nothing_twice(
-    peer: Peer, tokens_per_step: int, killed_at: list[float], chain: dict[int, object]
+    peer: Peer, tokens_per_step: int, killed_at: list[float], chain: Mapping[int, object]
 ) -> None:
     """Each send that a record counts holds no more than the inner steps since the last such send.
 

@@ -6,8 +6,9 @@ Why: the operator, every peer and the exporter must agree on the cut while none 
 than a stage.
 How: a configuration class that declares `base_model_pp_plan` names its embedding, layers and final
 norm in order of execution, and `OWN_PLANS` does so for a few that declare none, or names only the
-layers of a model that runs as one stage; what lies outside the decoder is the head. Parameters are counted on the meta device and the layers are split so that
-the most expensive stage is as cheap as possible.
+layers of a model that runs as one stage; what lies outside the decoder is the head. Parameters are
+counted on the meta device and the layers are split so that the most expensive stage is as cheap as
+possible.
 
 Cost of a stage: a parameter of a layer, the final norm or the head counts 1, since it takes memory,
 bytes to exchange and compute alike. A parameter of the embedding counts 1 / EMBEDDING_DISCOUNT: a
@@ -16,7 +17,6 @@ lookup computes nothing, but the table is stored and exchanged like the rest.
 
 import copy
 import difflib
-import inspect
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -38,7 +38,7 @@ ADVICE = "choose another family, for example llama, qwen3, mistral or olmo2"
 
 # Families that run as one stage: what stands here is their list of layers alone, and the rest of a
 # plan, which would say where to cut, nobody has proven.
-_UNCUT = {
+UNCUT = {
     **dict.fromkeys(("bloom", "codegen", "gpt_bigcode", "gpt_neo", "gptj"), ("h",)),
     **dict.fromkeys(("biogpt", "bitnet", "diffllama", "hunyuan_v1_dense", "lfm2"), ("layers",)),
     **dict.fromkeys(("granitemoe", "granitemoe_swa", "granitemoeshared", "nanochat"), ("layers",)),
@@ -48,7 +48,7 @@ _UNCUT = {
 
 # Pipeline plans of families whose configuration declares none, in order of execution.
 OWN_PLANS: Mapping[str, tuple[str, ...]] = {
-    **_UNCUT,
+    **UNCUT,
     "falcon": ("word_embeddings", "h", "ln_f"),
     "gpt2": ("wte", "wpe", "h", "ln_f"),
     "opt": (
@@ -340,7 +340,6 @@ def _with_parts(config: PreTrainedConfig, model: nn.Module) -> Skeleton:
         )
     middle = plan.index(lists[0])
     outside = tuple(name for name, _ in model.named_children() if name != base)
-    layers = cast(nn.ModuleList, parts[lists[0]])
     planned = tuple(f"{base}.{name}." for name in plan) + tuple(f"{name}." for name in outside)
     unplanned = [name for name, _ in model.named_parameters() if not name.startswith(planned)]
     return Skeleton(
@@ -350,7 +349,7 @@ def _with_parts(config: PreTrainedConfig, model: nn.Module) -> Skeleton:
         layers=f"{base}.{lists[0]}",
         closing=tuple(f"{base}.{name}" for name in plan[middle + 1 :]) + outside,
         tuples=config.model_type in _TUPLES,
-        entangled=_entangled(config, layers, unplanned),
+        entangled=_entangled(config, unplanned),
         tied=bool(config.tie_word_embeddings),
         auxiliary_coefficient=_auxiliary_coefficient(config, model),
     )
@@ -376,14 +375,12 @@ def _auxiliary_coefficient(config: PreTrainedConfig, model: nn.Module) -> float:
     return float(coefficient)
 
 
-def _entangled(config: PreTrainedConfig, layers: nn.ModuleList, unplanned: list[str]) -> str:
+def _entangled(config: PreTrainedConfig, unplanned: list[str]) -> str:
     """What layers share besides the hidden state that the plan hands on, in words; usually none."""
     if unplanned:
         shared = f"keeps {_some(unplanned)} outside its pipeline plan"
     elif getattr(config, "num_kv_shared_layers", None):
         shared = "lets layers share keys and values (num_kv_shared_layers)"
-    elif "prev_topk_indices" in inspect.signature(type(layers[0]).forward).parameters:
-        shared = "hands selected positions from layer to layer"
     else:
         return ""
     return f"the layers of a {config.model_type!r} model cannot be parted, because it {shared}"

@@ -274,8 +274,8 @@ def _empty_stage(
 
 def _count_routers(model: nn.Module) -> int:
     """How many modules choose experts, by what transformers records of the family."""
-    recorder = (getattr(model, "_can_record_outputs", None) or {}).get("router_logits")
-    kind = getattr(recorder, "target_class", ())
+    recorders: dict[str, Any] = getattr(model, "_can_record_outputs", None) or {}
+    kind = getattr(recorders.get("router_logits"), "target_class", ())
     return sum(isinstance(module, kind) for module in model.modules())
 
 

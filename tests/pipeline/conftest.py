@@ -25,7 +25,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen2": {**_GROUPED, "use_sliding_window": True, "sliding_window": 4, "max_window_layers": 2},
     "qwen3": _GROUPED,
     "mistral": {**_GROUPED, "sliding_window": 4},
-    "mixtral": {**_GROUPED, "num_local_experts": 4, "output_router_logits": True},
+    "mixtral": {**_GROUPED, "num_local_experts": 4},
     "gpt_neox": {**_SMALL, "use_parallel_residual": False, "rotary_pct": 0.5},
     "gpt_oss": {**_GROUPED, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 4},
     "olmo2": _GROUPED,
@@ -73,7 +73,12 @@ MIXTURES: dict[str, dict[str, Any]] = {
     "gpt_oss": FAMILIES["gpt_oss"],
     "minimax": FAMILIES["minimax"],
     "qwen3_moe": {**_GROUPED, "num_experts": 4, "num_experts_per_tok": 2},
-    "qwen2_moe": {**_GROUPED, "num_experts": 4, "num_experts_per_tok": 2, "mlp_only_layers": [0, 2]},
+    "qwen2_moe": {
+        **_GROUPED,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "mlp_only_layers": [0, 2],
+    },
 }
 
 

@@ -5,9 +5,10 @@ the meta device (shapes without memory) with its parts named.
 Why: the operator, every peer and the exporter must agree on the cut while none of them holds more
 than a stage.
 How: a configuration class that declares `base_model_pp_plan` names its embedding, layers and final
-norm in order of execution, and `OWN_PLANS` does so for a few that declare none; what lies outside
-the decoder is the head. Parameters are counted on the meta device and the layers are split so that
-the most expensive stage is as cheap as possible.
+norm in order of execution, and `OWN_PLANS` does so for a few that declare none, or names only the
+layers of a model that runs as one stage; what lies outside the decoder is the head. Parameters are
+counted on the meta device and the layers are split so that the most expensive stage is as cheap as
+possible.
 
 Cost of a stage: a parameter of a layer, the final norm or the head counts 1, since it takes memory,
 bytes to exchange and compute alike. A parameter of the embedding counts 1 / EMBEDDING_DISCOUNT: a
@@ -16,7 +17,6 @@ lookup computes nothing, but the table is stored and exchanged like the rest.
 
 import copy
 import difflib
-import inspect
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -36,8 +36,19 @@ EMBEDDING_DISCOUNT = 2
 # What to do where a model family is refused.
 ADVICE = "choose another family, for example llama, qwen3, mistral or olmo2"
 
+# Families that run as one stage: what stands here is their list of layers alone, and the rest of a
+# plan, which would say where to cut, nobody has proven.
+UNCUT = {
+    **dict.fromkeys(("bloom", "codegen", "gpt_bigcode", "gpt_neo", "gptj"), ("h",)),
+    **dict.fromkeys(("biogpt", "bitnet", "diffllama", "hunyuan_v1_dense", "lfm2"), ("layers",)),
+    **dict.fromkeys(("granitemoe", "granitemoe_swa", "granitemoeshared", "nanochat"), ("layers",)),
+    **dict.fromkeys(("nemotron", "olmoe", "persimmon", "phimoe", "stablelm", "xglm"), ("layers",)),
+    "mpt": ("blocks",),
+}
+
 # Pipeline plans of families whose configuration declares none, in order of execution.
 OWN_PLANS: Mapping[str, tuple[str, ...]] = {
+    **UNCUT,
     "falcon": ("word_embeddings", "h", "ln_f"),
     "gpt2": ("wte", "wpe", "h", "ln_f"),
     "opt": (
@@ -66,6 +77,10 @@ _OF_FILES = (
 # A manifest comes from the network: it describes a model, but may not name code to fetch and run,
 # nor another format of the weights.
 _REFUSED_FIELDS = re.compile("_?(attn|experts)_implementation.*|auto_map|quantization_config")
+
+# What chooses experts evenly where no auxiliary loss does: no gradient moves it, and transformers
+# leaves to the training code to do so.
+_BALANCING_BIAS = re.compile(r"(.*\.)?(e_score_correction_bias|expert_bias)")
 
 # What transformers raises, besides TypeError and ValueError, for values that describe no model.
 _MISFITS = (StrictDataclassError, ArithmeticError, AttributeError, LookupError, RuntimeError)
@@ -105,7 +120,8 @@ class Skeleton:
     its plan runs before the layers (the embedding). layers: the list of them. closing: what runs
     after them: the final norm, and all outside the decoder (the head). tuples: whether a layer
     returns its hidden states in a tuple. entangled: why the layers cannot be on different stages;
-    empty if they can. tied: whether the head's weight is the embedding's.
+    empty if they can. tied: whether the head's weight is the embedding's. auxiliary_coefficient: of
+    the loss that keeps experts evenly used; 0 where the configuration asks for none.
     """
 
     model: nn.Module
@@ -116,6 +132,7 @@ class Skeleton:
     tuples: bool
     entangled: str
     tied: bool
+    auxiliary_coefficient: float
 
     @property
     def head_and_embedding(self) -> tuple[str, str]:
@@ -323,7 +340,6 @@ def _with_parts(config: PreTrainedConfig, model: nn.Module) -> Skeleton:
         )
     middle = plan.index(lists[0])
     outside = tuple(name for name, _ in model.named_children() if name != base)
-    layers = cast(nn.ModuleList, parts[lists[0]])
     planned = tuple(f"{base}.{name}." for name in plan) + tuple(f"{name}." for name in outside)
     unplanned = [name for name, _ in model.named_parameters() if not name.startswith(planned)]
     return Skeleton(
@@ -333,19 +349,38 @@ def _with_parts(config: PreTrainedConfig, model: nn.Module) -> Skeleton:
         layers=f"{base}.{lists[0]}",
         closing=tuple(f"{base}.{name}" for name in plan[middle + 1 :]) + outside,
         tuples=config.model_type in _TUPLES,
-        entangled=_entangled(config, layers, unplanned),
+        entangled=_entangled(config, unplanned),
         tied=bool(config.tie_word_embeddings),
+        auxiliary_coefficient=_auxiliary_coefficient(config, model),
     )
 
 
-def _entangled(config: PreTrainedConfig, layers: nn.ModuleList, unplanned: list[str]) -> str:
+def _auxiliary_coefficient(config: PreTrainedConfig, model: nn.Module) -> float:
+    """Of the loss that keeps experts evenly used, which `output_router_logits` asks for."""
+    family = config.model_type
+    if any(_BALANCING_BIAS.fullmatch(name) for name in model.state_dict()):
+        raise InvalidInput(
+            f"model.model_type: {family!r} keeps its experts evenly used by a bias that no "
+            "gradient moves, and dilocox does not update it, so a few experts would do all the "
+            "work; choose a family with an auxiliary loss, for example mixtral or qwen3_moe"
+        )
+    if not getattr(config, "output_router_logits", False):
+        return 0.0
+    coefficient = getattr(model, "router_aux_loss_coef", None)
+    if coefficient is None:
+        raise InvalidInput(
+            f"model.output_router_logits: {family!r} has no auxiliary loss for its routers; remove "
+            "the field, or choose a family that has one, for example mixtral or qwen3_moe"
+        )
+    return float(coefficient)
+
+
+def _entangled(config: PreTrainedConfig, unplanned: list[str]) -> str:
     """What layers share besides the hidden state that the plan hands on, in words; usually none."""
     if unplanned:
         shared = f"keeps {_some(unplanned)} outside its pipeline plan"
     elif getattr(config, "num_kv_shared_layers", None):
         shared = "lets layers share keys and values (num_kv_shared_layers)"
-    elif "prev_topk_indices" in inspect.signature(type(layers[0]).forward).parameters:
-        shared = "hands selected positions from layer to layer"
     else:
         return ""
     return f"the layers of a {config.model_type!r} model cannot be parted, because it {shared}"

@@ -92,28 +92,28 @@ class _Outlet(_StandIn):
 
 
 class _DecoderForward:
-    """The decoder's forward on the last stage, which may be left out.
+    """The decoder's forward, which may be left out.
 
     Within `giving` the model's forward gets hidden states in place of a decoder's output, so that
-    it runs its head alone: logit scales and soft caps stay the family's.
+    it runs its head alone: logit scales, soft caps and auxiliary losses stay the family's.
     """
 
     def __init__(self, forward: Callable[..., Any]) -> None:
         self._forward = forward
         self._output_type: Callable[..., Any] = type(None)
-        self._given: list[Tensor] = []  # one, or none
+        self._given: list[dict[str, Any]] = []  # one, or none
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self._given:
-            return self._output_type(last_hidden_state=self._given.pop())
+            return self._output_type(**self._given.pop())
         output = self._forward(*args, **kwargs)
         self._output_type = type(output)
         return output
 
     @contextmanager
-    def giving(self, hidden: Tensor) -> Generator[None]:
-        """RuntimeError where the forward inside did not take them."""
-        self._given.append(hidden)
+    def giving(self, hidden: Tensor, **more: Any) -> Generator[None]:
+        """more: of the decoder's output. RuntimeError where the forward inside did not take it."""
+        self._given.append({"last_hidden_state": hidden, **more})
         try:
             yield
             if self._given:
@@ -137,11 +137,13 @@ class StageModule(nn.Module):
         layers = cast(nn.ModuleList, model.get_submodule(skeleton.layers))
         # tuples, so that they are no children
         self._layers = tuple(layers[plan.start : plan.stop])
+        routers = _count_routers(model)
         self._gates = _cut(skeleton, plan)
-        if plan.is_last:
-            # the innermost module with the layers in it: opt's head does not ask the one around it
-            decoder = model.get_submodule(skeleton.layers.rpartition(".")[0])
-            decoder.forward = self._decoder = _DecoderForward(decoder.forward)
+        coefficient = skeleton.auxiliary_coefficient
+        self._auxiliary = coefficient and coefficient * _count_routers(model) / max(1, routers)
+        # the innermost module with the layers in it: opt's head does not ask the one around it
+        decoder = model.get_submodule(skeleton.layers.rpartition(".")[0])
+        decoder.forward = self._decoder = _DecoderForward(decoder.forward)
         self._run_decoder: Callable[..., Any] = model.get_submodule(skeleton.base).__call__
         self._run_model: Callable[..., Any] = model.__call__
         self._set_mode = model.train
@@ -156,12 +158,15 @@ class StageModule(nn.Module):
         `inputs`: token ids int64 [b, t] on the first stage, else hidden states [b, t, d]. Returns
         hidden states [b, t, d], on the last stage logits [b, t, v].
         """
-        hidden = self.hidden_states(inputs)
+        hidden, _ = self.hidden_states(inputs)
         return self.logits(hidden) if self.is_last else hidden
 
-    def hidden_states(self, inputs: Tensor) -> Tensor:
+    def hidden_states(self, inputs: Tensor) -> tuple[Tensor, Tensor | None]:
         """What `forward` returns of any other stage, [b, t, d]; on the last one behind the final
         norm, for `logits`.
+
+        With them the auxiliary loss of the stage's routers, a scalar times the family's coefficient
+        and the stage's share of all routers; None where none is asked for or has a gradient.
         """
         inlet, outlet = self._gates
         if self.is_first:
@@ -170,10 +175,14 @@ class StageModule(nn.Module):
             inlet.sent = inputs
             output = self._run_decoder(inputs_embeds=inputs, use_cache=False)
             inlet.sent = _NOTHING
-        if self.is_last:
-            return cast(Tensor, output.last_hidden_state)
         made, outlet.made = outlet.made, _NOTHING
-        return made
+        hidden = cast(Tensor, output.last_hidden_state) if self.is_last else made
+        if not (self._auxiliary and torch.is_grad_enabled()):
+            return hidden, None
+        token = hidden[:1, :1].detach()
+        with self._decoder.giving(token, router_logits=output.router_logits):
+            loss = self._run_model(inputs_embeds=token, use_cache=False).aux_loss
+        return hidden, cast(Tensor, loss) * self._auxiliary
 
     def logits(self, hidden: Tensor) -> Tensor:
         """On the last stage, the logits [b, t, v] of hidden states [b, t, d], each token by itself.
@@ -222,7 +231,7 @@ def parameter_shapes(
 
 
 def constant_buffers(config: Mapping[str, Any], num_stages: int, stage: int) -> dict[str, Tensor]:
-    """What a checkpoint holds besides parameters: in few families, like deepseek_v3, constants."""
+    """What a checkpoint holds besides parameters: in few families, like minimax, constants."""
     model, module = _empty_stage(config, num_stages, stage)
     parameters = {name for name, _ in module.named_parameters(remove_duplicate=False)}
     names = set(module.state_dict()) - parameters
@@ -261,6 +270,13 @@ def _empty_stage(
     if not 0 <= stage < num_stages:
         raise InvalidInput(f"stage: {stage} does not exist; choose 0 to {num_stages - 1}")
     return skeleton.model, StageModule(skeleton, plans[stage])
+
+
+def _count_routers(model: nn.Module) -> int:
+    """How many modules choose experts, by what transformers records of the family."""
+    recorders: dict[str, Any] = getattr(model, "_can_record_outputs", None) or {}
+    kind = getattr(recorders.get("router_logits"), "target_class", ())
+    return sum(isinstance(module, kind) for module in model.modules())
 
 
 def _cut(skeleton: Skeleton, plan: StagePlan) -> tuple[_Inlet, _Outlet]:

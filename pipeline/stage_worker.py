@@ -190,11 +190,12 @@ class Forwarded:
     """A microbatch between its forward and its backward.
 
     inputs: ids int64 [b, t], or the leaf [b, t, d] that collects the gradient. output: hidden
-    states [b, t, d] with their graph.
+    states [b, t, d] with their graph. auxiliary: see `StageModule.hidden_states`.
     """
 
     inputs: Tensor
     output: Tensor
+    auxiliary: Tensor | None
 
 
 class StagePasses:
@@ -236,15 +237,17 @@ class StagePasses:
         with self.watch.running(self.forward_s):
             leaf = self._leaf(inputs, windows)
             with self.stored.measuring(), self._optimizer.autocast():
-                output = cast(Tensor, self._stage(leaf))
+                output, auxiliary = self._stage.hidden_states(leaf)
                 for kept in (leaf, output):
                     self.stored.add(kept)
-        return output.detach(), Forwarded(inputs=leaf, output=output)
+        return output.detach(), Forwarded(inputs=leaf, output=output, auxiliary=auxiliary)
 
-    def backward(self, forwarded: Forwarded, gradient: Tensor) -> Tensor | None:
-        """From the gradient [b, t, d] of the output to that of the input; None for token ids."""
+    def backward(self, forwarded: Forwarded, gradient: Tensor, share: float) -> Tensor | None:
+        """From the gradient [b, t, d] of the output, and the stage's auxiliary loss over `share`,
+        to the gradient of the input; None for token ids.
+        """
         with self.watch.running(self.backward_s):
-            torch.autograd.backward(forwarded.output, _moved(gradient, self._device))
+            self._backward(forwarded, _moved(gradient, self._device), share)
         return forwarded.inputs.grad
 
     def forward_backward(
@@ -252,13 +255,14 @@ class StagePasses:
     ) -> tuple[Tensor, Tensor | None]:
         """On the last stage: the mean loss over `share`, and its gradient for the input [b, t, d].
 
-        Arguments as for `forward`. The loss is a scalar in nats, fp32; the gradient is None for
-        token ids, and scaled as `StageOptimizer.scale` does.
+        Arguments as for `forward`. The loss is a scalar in nats, fp32, without the auxiliary loss,
+        which is in the gradient; that is None for token ids, and scaled as `StageOptimizer.scale`
+        does.
         """
         with self.watch.running(self.backward_s):
             leaf = self._leaf(inputs, windows)
             with self.stored.measuring(), self._optimizer.autocast():
-                hidden = self._stage.hidden_states(leaf)
+                hidden, auxiliary = self._stage.hidden_states(leaf)
                 self.stored.add(leaf)
             total = torch.zeros((), device=self._device)
             gradients: list[Tensor] = []
@@ -268,7 +272,8 @@ class StagePasses:
                 self._optimizer.scale(loss).backward()  # pyright: ignore[reportUnknownMemberType]
                 total += loss.detach()
                 gradients.append(cast(Tensor, tokens.grad))
-            torch.autograd.backward(hidden, torch.cat(gradients, dim=1).view_as(hidden))
+            forwarded = Forwarded(inputs=leaf, output=hidden, auxiliary=auxiliary)
+            self._backward(forwarded, torch.cat(gradients, dim=1).view_as(hidden), share)
         return total, leaf.grad
 
     @torch.no_grad()
@@ -283,11 +288,17 @@ class StagePasses:
             with self._optimizer.autocast():
                 if not self._stage.is_last:
                     return cast(Tensor, self._stage(leaf))
-                hidden = self._stage.hidden_states(leaf)
+                hidden, _ = self._stage.hidden_states(leaf)
             total = torch.zeros((), device=self._device)
             for tokens, targets in self._pieces(hidden, windows):
                 total += self._summed_loss(tokens, targets)
             return float(total)
+
+    def _backward(self, forwarded: Forwarded, gradient: Tensor, share: float) -> None:
+        roots, gradients = [forwarded.output], [gradient, None]
+        if forwarded.auxiliary is not None:
+            roots.append(self._optimizer.scale(forwarded.auxiliary / share))
+        torch.autograd.backward(roots, gradients[: len(roots)])
 
     def _leaf(self, inputs: Tensor | None, windows: Tensor) -> Tensor:
         """Ids, or a leaf of autograd that shares no gradient with what was given."""
@@ -536,7 +547,7 @@ class StageWorker:
         if forwarded is None or gradient is None:
             self._poisoned, upward = True, None
         else:
-            upward = self._passes.backward(forwarded, gradient)
+            upward = self._passes.backward(forwarded, gradient, self._microbatches)
         return self._upward(microbatch, upward)
 
     def _run_both(self, microbatch: int, inputs: Tensor | None, windows: Tensor) -> Produced:

@@ -46,13 +46,7 @@ FAMILIES: dict[str, Config] = {
     # Insists on a bos id, which the byte tokenizer does not have.
     "cwm": {"num_key_value_heads": 2, "head_dim": 8},
     # Has buffers in its checkpoint.
-    "glm4_moe": {
-        **{"num_key_value_heads": 2, "head_dim": 8},
-        "moe_intermediate_size": 16,
-        "n_routed_experts": 4,
-        "num_experts_per_tok": 2,
-        "first_k_dense_replace": 1,
-    },
+    "minimax": {"num_key_value_heads": 2, "num_local_experts": 4, "block_size": 4},
 }
 
 
@@ -268,7 +262,7 @@ def test_a_full_disk_gives_a_message_with_its_mend(
 
 
 def test_half_the_bytes_round_the_weights_to_the_nearest(tmp_path: Path) -> None:
-    config = {**LLAMA, **FAMILIES["glm4_moe"], "model_type": "glm4_moe"}
+    config = {**LLAMA, **FAMILIES["minimax"], "model_type": "minimax"}
     write(tmp_path / "out", config, dtype=torch.bfloat16)
     model: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "out", local_files_only=True)
     expected = build_stage(config, 0, 1, seed=3)

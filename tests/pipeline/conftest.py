@@ -25,7 +25,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen2": {**_GROUPED, "use_sliding_window": True, "sliding_window": 4, "max_window_layers": 2},
     "qwen3": _GROUPED,
     "mistral": {**_GROUPED, "sliding_window": 4},
-    "mixtral": {**_GROUPED, "num_local_experts": 4, "output_router_logits": True},
+    "mixtral": {**_GROUPED, "num_local_experts": 4},
     "gpt_neox": {**_SMALL, "use_parallel_residual": False, "rotary_pct": 0.5},
     "gpt_oss": {**_GROUPED, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 4},
     "olmo2": _GROUPED,
@@ -40,8 +40,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "gpt2": {**_SMALL, "attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0},
     "opt": {**_SMALL, "word_embed_proj_dim": 24, "ffn_dim": 48, "dropout": 0.0},
     "falcon": {**_SMALL, "new_decoder_architecture": True, "num_kv_heads": 2, "alibi": False},
-    # Has buffers that belong to a checkpoint, and a dense layer before the mixtures.
-    "deepseek_v3": {
+    # Has a dense layer before the mixtures.
+    "deepseek_v2": {
         **_SMALL,
         "num_key_value_heads": 4,
         "moe_intermediate_size": 16,
@@ -56,6 +56,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "qk_rope_head_dim": 8,
         "v_head_dim": 8,
     },
+    # Has buffers that belong to a checkpoint.
+    "minimax": {**_GROUPED, "num_local_experts": 4, "block_size": 8},
 }
 
 
@@ -63,6 +65,28 @@ FAMILIES: dict[str, dict[str, Any]] = {
 def family_config(request: pytest.FixtureRequest) -> dict[str, Any]:
     """The configuration of one family after the other."""
     return {"model_type": request.param, **FAMILIES[request.param]}
+
+
+# Families whose routers have an auxiliary loss; of the last one only two layers of four do.
+MIXTURES: dict[str, dict[str, Any]] = {
+    "mixtral": FAMILIES["mixtral"],
+    "gpt_oss": FAMILIES["gpt_oss"],
+    "minimax": FAMILIES["minimax"],
+    "qwen3_moe": {**_GROUPED, "num_experts": 4, "num_experts_per_tok": 2},
+    "qwen2_moe": {
+        **_GROUPED,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "mlp_only_layers": [0, 2],
+    },
+}
+
+
+@pytest.fixture(params=list(MIXTURES))
+def mixture_config(request: pytest.FixtureRequest) -> dict[str, Any]:
+    """The configuration of one mixture of experts after the other, its loss large enough to see."""
+    asked = {"output_router_logits": True, "router_aux_loss_coef": 0.5}
+    return {"model_type": request.param, **MIXTURES[request.param], **asked}
 
 
 @pytest.fixture

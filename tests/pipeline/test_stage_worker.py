@@ -208,6 +208,9 @@ class Squash(nn.Module):
     def forward(self, inputs: Tensor) -> Tensor:
         return torch.tanh(inputs @ self.weight * self.get_buffer("mask"))
 
+    def hidden_states(self, inputs: Tensor) -> tuple[Tensor, None]:
+        return self(inputs), None
+
 
 class TestMeasurements:
     def squash(self, precision: Precision | None = None, **options: Any) -> StageWorker:

@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from statistics import median
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -124,7 +125,6 @@ class _Member:
         self._phases = codec.phases(ranks)
         self.low_rank = codec.low_rank(ranks)
         self._message = torch.randn(LAYER.numel, generator=torch.Generator().manual_seed(0)) * 1e-3
-        self._average, self._own = torch.zeros(LAYER.numel), torch.zeros(LAYER.numel)
         self._basis = None if self.low_rank is None else self.low_rank.initial_basis("times")
         self._means: list[Tensor] = []
         self._payloads: list[Tensor] = []
@@ -142,7 +142,7 @@ class _Member:
         vectors = [torch.empty(phase.numel) for phase in self._phases]
         for phase, payload, vector in zip(self._phases, self._payloads, vectors, strict=True):
             phase.codec.decode(payload, phase.numel, out=vector)
-        return self._codec.means(self._ranks, vectors).average(out=self._average)
+        return self._codec.means(self._ranks, vectors).average()
 
     def encode_and_decode(self) -> Tensor:
         self.encode()
@@ -150,7 +150,7 @@ class _Member:
 
     def own(self) -> None:
         means = self._codec.means(self._ranks, self._means)
-        means.own(self._message, [slice(0, self._phases[-1].numel)], out=self._own)
+        means.take_out(self._message.clone(), [slice(0, self._phases[-1].numel)])
 
     def products(self) -> None:
         low_rank, basis = self.low_rank, self._basis
@@ -227,10 +227,10 @@ def steps(layout: FlatLayout, rank: int, threads: int) -> Steps:
         raise RuntimeError("the benchmark's own codec is of low rank")
     phases = codec.phases(ranks)
     message = torch.randn(layout.numel, generator=torch.Generator().manual_seed(0)) * 1e-3
-    out, basis = torch.zeros(layout.numel), low_rank.initial_basis("times")
+    basis = low_rank.initial_basis("times")
     found: dict[str, list[float]] = {name: [] for name in Steps.__annotations__}
 
-    def timed(name: str, step: Callable[..., Tensor], *arguments: object) -> Tensor:
+    def timed(name: str, step: Callable[..., Any], *arguments: object) -> Any:
         start = time.perf_counter()
         result = step(*arguments)
         found[name].append(time.perf_counter() - start)
@@ -249,8 +249,8 @@ def steps(layout: FlatLayout, rank: int, threads: int) -> Steps:
         q = timed("q", low_rank.contract, message, p_hat)
         timed("codes", coded, p, q)
         means = codec.means(ranks, [p, q])
-        timed("average", means.average, out)
-        timed("own", means.own, message, counted, out)
+        timed("average", means.average_pieces, lambda part, values: None)
+        timed("own", means.take_out, message.clone(), counted)
         basis = timed("basis", low_rank.next_basis, q, low_rank, "times")
     return Steps(**{name: min(seconds) for name, seconds in found.items()})
 

@@ -46,8 +46,9 @@ from dilocox.peer.averaging.averager import StageBuffers
 from dilocox.peer.memory_and_disk import PROCESSES_BYTES, planned_bytes
 from dilocox.peer.process.prepare import local_model
 from dilocox.peer.rounds.adaptation import outer_step
-from dilocox.peer.training.merge import OwnContribution, RecordFacts
+from dilocox.peer.training.merge import RecordFacts, Remainder
 from dilocox.peer.training.snapshots import Snapshots
+from dilocox.peer.training.unsent_progress import chunks
 from dilocox.pipeline.partition import plan_stages
 from dilocox.pipeline.stage import parameter_shapes
 from dilocox.pipeline.stage_worker import StageWorker, window_size
@@ -166,16 +167,18 @@ class Bench:
 
     def send(self) -> None:
         """Take what was learnt as the send of round 0, as at the end of a round."""
-        self.buffers.message.copy_(self.model.merge.send(0).message)
+        self.model.merge.send(0)
 
     def commit(self) -> None:
         """Apply the record of round 0, which holds the send, as both processes of a peer do."""
-        merge, buffers = self.model.merge, self.buffers
-        anchor, momentum = buffers.anchors[1], buffers.momenta[1]
-        anchor.copy_(buffers.message)  # of a peer alone the average is its own message
-        outer_step(self._manifest, 0).apply(merge.anchor, merge.momentum, anchor, anchor, momentum)
+        merge, buffers, outer = self.model.merge, self.buffers, outer_step(self._manifest, 0)
+        anchor, momentum = merge.anchor, merge.momentum
+        for part in chunks(anchor):  # of a peer alone the average is its own message
+            outer.apply(
+                anchor[part], momentum[part], buffers.message[part], anchor[part], momentum[part]
+            )
         record = RecordFacts(round=0, digest="", previous=merge.digest, contributor=True)
-        merge.commit(record, anchor, momentum, OwnContribution(buffers.message))
+        merge.commit(record, anchor, momentum, Remainder(buffers.message))
 
     def vectors(self) -> dict[str, int]:
         """Bytes of the stage's vectors by kind, in the middle of an inner step."""
@@ -194,8 +197,6 @@ class Bench:
     def _held(self) -> dict[str, list[Tensor]]:
         merge, buffers = self.model.merge, self.buffers
         gradients = [each.grad for each in self.model.stage.parameters() if each.grad is not None]
-        shared = [buffers.message, *buffers.anchors, *buffers.momenta]
-        current = {merge.anchor.data_ptr(), merge.momentum.data_ptr()}
         return {
             "weights": [merge.progress.live],
             "gradients": gradients,
@@ -203,9 +204,8 @@ class Bench:
             "anchor": [merge.anchor],
             "outer momentum": [merge.momentum],
             "start of the round": [merge.progress.start],
-            "residual": [] if merge.residual.empty else [merge.residual.values],
-            "send in flight": [each for s in merge.fly.values() for each in (s.delta, s.message)],
-            "other shared": [each for each in shared if each.data_ptr() not in current],
+            "residual or message": [buffers.message],
+            "send in flight": [send.delta for send in merge.fly.values()],
         }
 
 

@@ -29,8 +29,8 @@ from dilocox.peer.training.inner_optimizer import InnerOptimizer, clip_factor, l
 from dilocox.peer.training.merge import (
     Merge,
     MergeConfig,
-    OwnContribution,
     RecordFacts,
+    Remainder,
     Residual,
 )
 from dilocox.pipeline.stage import build_stage, flatten_parameters, parameter_shapes
@@ -148,7 +148,7 @@ def _arrive(
         round=number, digest=str(number), previous=str(number - 1), contributor=True
     )
     for worker, delta in zip(workers, deltas, strict=True):
-        worker.merge.commit(facts, anchor, momentum, OwnContribution(delta))
+        worker.merge.commit(facts, anchor, momentum, Remainder(torch.zeros_like(delta)))
     return anchor, momentum
 
 
@@ -234,8 +234,8 @@ def exchange_all(
                 error_so_far=relative_error(sent, meant),
             )
         for peer, residual, message in zip(members, residuals, messages, strict=True):
-            own = means.own(message, record.counted(peer))
-            residual.settle(message, own, spec.residual_decay)
+            means.take_out(message, record.counted(peer))
+            residual.settle(Remainder(message), spec.residual_decay)
         ranks, before = record.next_ranks, record
         basis = means.next_basis(codec.low_rank(ranks), f"{run}/0/{number}")
     raise ValueError(f"{len(training.rounds)} rounds: there must be two or more")

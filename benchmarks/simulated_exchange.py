@@ -21,10 +21,10 @@ from dilocox.peer.rounds.shares import Reduction, combine, decode, encode
 
 @dataclass(frozen=True, kw_only=True)
 class Averaged:
-    """One exchange: the average [n], each member's own contribution [n], and all bytes sent."""
+    """One exchange: the average [n], what it left of each message [n], and all bytes sent."""
 
     average: Tensor
-    own: list[Tensor]
+    left: list[Tensor]
     bytes_sent: int
 
 
@@ -60,11 +60,9 @@ class Exchange:
                 bytes_sent += bytes_of_part
             vectors.append(mean)
         means = codec.means(ranks, vectors)
-        result = Averaged(
-            average=means.average(),
-            own=[means.own(message, parts) for message in messages],
-            bytes_sent=bytes_sent,
-        )
+        for message in messages:
+            means.take_out(message, parts)
+        result = Averaged(average=means.average(), left=list(messages), bytes_sent=bytes_sent)
         if self._energy is not None:
             self._plan(means.needed(self._energy))
         self._basis = means.next_basis(codec.low_rank(self.ranks), f"{self._seed}/{self._round}")

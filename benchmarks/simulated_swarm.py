@@ -24,7 +24,7 @@ from dilocox.dht.manifest import DataSpec, InnerSpec
 from dilocox.peer.rounds.outer_step import OuterStep
 from dilocox.peer.training.data import Corpus, held_out_windows
 from dilocox.peer.training.inner_optimizer import learning_rate
-from dilocox.peer.training.merge import Merge, MergeConfig, OwnContribution, RecordFacts
+from dilocox.peer.training.merge import Merge, MergeConfig, RecordFacts, Remainder
 from dilocox.pipeline.stage import parameter_shapes
 
 FP16_BYTES = 2  # of a value
@@ -228,13 +228,13 @@ class _Swarm:
         messages = [merge.send(number).message for merge in self._merges]
         averaged = self._exchange.average(messages)
         self.bytes_sent += averaged.bytes_sent
-        self._in_flight = averaged.average, averaged.own
+        self._in_flight = averaged.average, averaged.left
 
     def _arrive(self) -> None:
         """The record in flight reaches all workers."""
         if self._in_flight is None:
             return
-        average, own = self._in_flight
+        average, left = self._in_flight
         self._in_flight = None
         first = self._merges[0]
         anchor, momentum = torch.empty_like(first.anchor), torch.empty_like(first.momentum)
@@ -243,8 +243,8 @@ class _Swarm:
         facts = RecordFacts(
             round=number, digest=str(number), previous=str(number - 1), contributor=True
         )
-        for merge, values in zip(self._merges, own, strict=True):
-            merge.commit(facts, anchor, momentum, OwnContribution(values))
+        for merge, values in zip(self._merges, left, strict=True):
+            merge.commit(facts, anchor, momentum, Remainder(values))
 
 
 @lru_cache(maxsize=4)

@@ -42,7 +42,7 @@ Pieces of a long vector are whole blocks and may have several threads (`workers.
 
 import math
 import struct
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Final, Literal
 
@@ -50,7 +50,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from dilocox.compression.workers import ALONE, Workers
+from dilocox.compression.workers import ALONE, PIECE, Workers
 
 GROUP_SIZE: Final = 64
 SMALLEST_SCALE: Final = 2.0**-24  # fp16's smallest number above zero
@@ -250,8 +250,7 @@ class GroupCodec:
         payload: uint8 of any length and content, on the device of the result, left as it is. Raises
         PayloadRefused for what breaks the layout or its bounds; `out` may hold anything then.
         """
-        _check_vector(payload, "payload", torch.uint8)
-        factor = self._read_header(payload, numel)
+        read = self._reader(payload, numel)
         if out is None:
             out = torch.empty(numel, dtype=torch.float32, device=payload.device)
         _check_vector(out, "out", torch.float32)
@@ -259,24 +258,52 @@ class GroupCodec:
             raise ValueError(
                 f"out is [{out.numel()}] on {out.device}: pass [{numel}] on {payload.device}"
             )
+        self.workers.over(numel, lambda part: read(part, out[part]))
+        return out
+
+    def decode_pieces(
+        self, payload: Tensor, numel: int, work: Callable[[slice, Tensor], object]
+    ) -> None:
+        """Hand on a part of `numel` values a piece at a time, in the memory of a few pieces.
+
+        work: is told where each piece lies, and its values, in one of the threads; the values are
+        its own. Raises PayloadRefused as `decode`, before the first piece or in the middle.
+        """
+        read = self._reader(payload, numel)
+
+        def hand_on(part: slice) -> None:
+            values = torch.empty(part.stop - part.start, device=payload.device)
+            read(part, values)
+            work(part, values)
+
+        starts = range(0, numel, PIECE)
+        self.workers.map(hand_on, [slice(low, min(low + PIECE, numel)) for low in starts])
+
+    def _reader(self, payload: Tensor, numel: int) -> Callable[[slice, Tensor], None]:
+        """What decodes a slice of the part, of whole groups, into the tensor that it is given."""
+        _check_vector(payload, "payload", torch.uint8)
+        factor = self._read_header(payload, numel)
         if payload.data_ptr() % 4 or int(payload.storage_offset()) % 4:
             payload = payload.clone()  # a slice of a longer message: wider views need alignment
         if self.bits == _RAW_BITS:
-            out.copy_(payload[_RAW_HEADER.size :].view(torch.float32))
-            if not math.isfinite(largest(group_magnitudes(out))):
-                raise PayloadRefused("value", "a value is infinite or not a number")
-            return out
+            raw = payload[_RAW_HEADER.size :].view(torch.float32)
+
+            def copy(part: slice, out: Tensor) -> None:
+                out.copy_(raw[part])
+                if not math.isfinite(largest(group_magnitudes(out))):
+                    raise PayloadRefused("value", "a value is infinite or not a number")
+
+            return copy
         codes_start = _HEADER.size + 2 * group_count(numel)
         scales = payload[_HEADER.size : codes_start].view(torch.float16)
         _check_scales(scales, factor)
 
-        def read(part: slice) -> None:
+        def read(part: slice, out: Tensor) -> None:
             groups = slice(part.start // GROUP_SIZE, group_count(part.stop))
             packed = payload[codes_start + self._group_bytes * groups.start :]
-            self._decode_codes(packed, scales[groups], factor, out[part])
+            self._decode_codes(packed, scales[groups], factor, out)
 
-        self.workers.over(numel, read)
-        return out
+        return read
 
     @property
     def _limit(self) -> int:

@@ -38,11 +38,13 @@ from dilocox.compression.exact import (
 )
 from dilocox.compression.group_codec import GROUP_SIZE, group_count
 from dilocox.compression.layout import FlatLayout, TensorSlice
-from dilocox.compression.workers import ALONE, Workers
+from dilocox.compression.workers import ALONE, PIECE, Workers
 
 # Seconds of a modest core, three times what benchmarks/codec_times.py prints: of an own product's
 # multiplication and addition, and of Gram-Schmidt with [rank, n] one of rank * rank * n.
 PRODUCT_S, ORTHONORMAL_S = 6e-11, 1e-8
+
+BLOCK_VALUES = 4 * PIECE  # of an average at a time: the work of each block on its own is little
 
 
 def matrix_shape(shape: Sequence[int]) -> tuple[int, int] | None:
@@ -94,6 +96,13 @@ class Factored:
     @property
     def q_slice(self) -> slice:
         return slice(self.q_start, self.q_start + self.rank * self.cols)
+
+    @property
+    def blocks(self) -> list[slice]:
+        """The rows, in blocks that have the memory of a few pieces."""
+        step = max(1, BLOCK_VALUES // self.cols)
+        starts = range(0, self.rows, step)
+        return [slice(low, min(low + step, self.rows)) for low in starts]
 
     def matrix(self, stage: Tensor) -> Tensor:
         """The matrix [rows, cols] in a stage's vector, a view."""
@@ -220,34 +229,54 @@ class LowRank:
             result[tensor.q_slice] = message[tensor.stage_slice]
         return result
 
-    def expand(self, p_hat: Tensor, q_mean: Tensor, out: Tensor | None = None) -> Tensor:
-        """The averaged update [n] of P^ and the decoded mean of phase 1; equal on every machine.
+    def expand(self, p_hat: Tensor, q_mean: Tensor) -> Tensor:
+        """The averaged update [n] of P^ and the decoded mean of phase 1; equal on every machine."""
+        result = torch.zeros(self.layout.numel)
+        self.expand_pieces(p_hat, q_mean, lambda part, values: result[part].copy_(values))
+        return result
+
+    def expand_pieces(
+        self, p_hat: Tensor, q_mean: Tensor, work: Callable[[slice, Tensor], object]
+    ) -> None:
+        """`expand` a piece at a time: tells `work` of each where it lies, and its values, in one of
+        the threads. What no piece holds is padding.
 
         Wherever part borders lie: the product is exact (`exact.exact_product`), then rounded once.
-        out: where to put it, zero in the padding; new memory takes longer than the product.
         """
         _check(p_hat, self.p_numel, "p_hat")
         _check(q_mean, self.q_numel, "q_mean")
-        result = self._result(out)
-        self._each(lambda m: exact_product(m.p(p_hat), m.q(q_mean), m.matrix(result)))
-        return self._with_dense(result, q_mean)
 
-    def expand_own(
-        self, p_hat: Tensor, q_own: Tensor, counted: Sequence[slice], out: Tensor | None = None
-    ) -> Tensor:
-        """A member's own contribution [n], from its own decoded vector of phase 1; `out` as above.
+        def expand(piece: tuple[Factored, slice]) -> None:
+            matrix, rows = piece
+            values = torch.empty(rows.stop - rows.start, matrix.cols)
+            exact_product(matrix.p(p_hat)[:, rows], matrix.q(q_mean), values)
+            start = matrix.start + rows.start * matrix.cols
+            work(slice(start, start + values.numel()), values.view(-1))
 
-        counted: where in that vector the member counted; the rest is taken as zero. Nothing depends
-        on its last bits, so this is a plain fp32 product.
+        self._workers.map(
+            expand, [(each, rows) for each in self._largest() for rows in each.blocks]
+        )
+        for tensor in self._dense:
+            work(tensor.stage_slice, q_mean[tensor.q_slice])
+
+    def take_out(
+        self, message: Tensor, p_hat: Tensor, q_own: Tensor, counted: Sequence[slice]
+    ) -> None:
+        """Take a member's own contribution out of its message [n], in place.
+
+        q_own: its own decoded vector of phase 1. counted: where in that vector the member counted;
+        the rest is taken as zero. Nothing depends on its last bits, so this is a plain fp32
+        product.
         """
+        _check(message, self.layout.numel, "message")
         _check(p_hat, self.p_numel, "p_hat")
         _check(q_own, self.q_numel, "q_own")
         q_counted = torch.zeros_like(q_own)
         for part in counted:
             q_counted[part] = q_own[part]
-        result = self._result(out)
-        self._each(lambda m: torch.mm(m.p(p_hat).T, m.q(q_counted), out=m.matrix(result)))
-        return self._with_dense(result, q_counted)
+        self._each(lambda m: m.matrix(message).addmm_(m.p(p_hat).T, m.q(q_counted), alpha=-1))
+        for tensor in self._dense:
+            message[tensor.stage_slice] -= q_counted[tensor.q_slice]
 
     def touched(self, left_out: Sequence[slice]) -> list[slice]:
         """The tensors, as slices of the stage's vector, with a value in these slices of phase 1.
@@ -318,19 +347,11 @@ class LowRank:
     ) -> None:
         """Work on every factored matrix; on a device, whose memory training fills, one by one."""
         workers = self._workers if device is None else ALONE
-        workers.map(work, sorted(self.factored, key=lambda each: -each.rows * each.cols))
+        workers.map(work, self._largest())
 
-    def _result(self, out: Tensor | None) -> Tensor:
-        if out is None:
-            return torch.zeros(self.layout.numel)
-        _check(out, self.layout.numel, "out")
-        return out
-
-    def _with_dense(self, stage: Tensor, q_vector: Tensor) -> Tensor:
-        """The stage's vector [n] with the tensors that phase 1 holds as they are."""
-        for tensor in self._dense:
-            stage[tensor.stage_slice] = q_vector[tensor.q_slice]
-        return stage
+    def _largest(self) -> list[Factored]:
+        """The factored matrices, the largest first."""
+        return sorted(self.factored, key=lambda each: -each.rows * each.cols)
 
 
 def _rank_limit(piece: TensorSlice, most: int) -> int:

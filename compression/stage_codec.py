@@ -199,7 +199,8 @@ class StageMeans:
         vectors: Sequence[Tensor],
         device: torch.device | None,
     ):
-        """vectors: the mean vector of each phase, fp32. device: see StageCodec."""
+        """vectors: the mean vector of each phase, fp32; a dense `take_out` needs none. device: see
+        StageCodec."""
         self._low_rank = low_rank
         self._device = device
         self._codec = codec
@@ -210,29 +211,41 @@ class StageMeans:
         first = self._vectors[0]
         return first if self._low_rank is None else self._low_rank.orthonormal(first)
 
-    def average(self, out: Tensor | None = None) -> Tensor:
-        """The averaged message, fp32 [layout.numel]; in `out`, zero in the padding, where that is
-        given and saves time.
-        """
+    def average(self) -> Tensor:
+        """The averaged message, fp32 [layout.numel]."""
         if self._low_rank is None:
             return self._vectors[-1]
-        return self._low_rank.expand(self._p_hat, self._vectors[1], out)
+        return self._low_rank.expand(self._p_hat, self._vectors[1])
 
-    def own(self, message: Tensor, counted: Sequence[slice], out: Tensor | None = None) -> Tensor:
-        """What a member's message put in, fp32 [layout.numel]; 0 where it was left out.
+    def average_pieces(self, work: Callable[[slice, Tensor], object]) -> None:
+        """The averaged message a piece at a time, as `LowRank.expand_pieces` has it."""
+        if self._low_rank is None:
+            work(slice(0, len(self._vectors[-1])), self._vectors[-1])
+        else:
+            self._low_rank.expand_pieces(self._p_hat, self._vectors[1], work)
 
-        counted: the parts of the last phase's vector that hold its values. `out` as above; it may
-        be the message, which is lost then.
+    def take_out(self, message: Tensor, counted: Sequence[slice]) -> None:
+        """Take what a member's message put in out of it, in place: what the codec left of it stays,
+        and all of it where it was left out.
+
+        counted: the parts of the last phase's vector that hold its values.
         """
-        low_rank = self._low_rank
-        vector = (
-            message if low_rank is None else low_rank.contract(message, self._p_hat, self._device)
-        )
+        low_rank, codec = self._low_rank, self._codec
+        if low_rank is None:
+            for part in counted:
+                values = message[part]
+
+                def take(piece: slice, sent: Tensor, values: Tensor = values) -> None:
+                    values[piece].sub_(sent)
+
+                codec.decode_pieces(codec.encode(values), values.numel(), take)
+            return
+        vector = low_rank.contract(message, self._p_hat, self._device)
         sent = torch.zeros_like(vector)
         for part in counted:
             values = vector[part]
-            self._codec.decode(self._codec.encode(values), values.numel(), out=sent[part])
-        return sent if low_rank is None else low_rank.expand_own(self._p_hat, sent, counted, out)
+            codec.decode(codec.encode(values), values.numel(), out=sent[part])
+        low_rank.take_out(message, self._p_hat, sent, counted)
 
     def needed(self, energy: float) -> tuple[int, ...]:
         """Per tensor the smallest rank that holds this share of the average's energy."""

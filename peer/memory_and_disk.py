@@ -23,9 +23,9 @@ if TYPE_CHECKING:  # the doctor looks here where torch cannot be loaded
 logger = logging.getLogger(__name__)
 
 PROCESSES_BYTES = 800_000_000  # the four processes before the first vector, measured
-# Vectors of the stage's size, 4 bytes a value: five shared ones (averager.StageBuffers), weights,
-# gradients, two moments, start, and delta and message of a send in flight, else the residual.
-VECTORS = 12
+# Vectors of the stage's size, 4 bytes a value: three shared ones (averager.StageBuffers), weights,
+# gradients, two moments, start, and the delta of a send in flight.
+VECTORS = 9
 DEVICE_VECTORS = 4  # weights, gradients, two moments: on the GPU, where there is one
 ACTIVATION_SHARE = 1.25  # of the above, for activations and temporaries
 MAX_WINDOW = 1024  # microbatches in flight

@@ -247,6 +247,7 @@ def start_process(command: Sequence[str], log: Path, *, env: Mapping[str, str] |
             stderr=output,
             start_new_session=True,
             preexec_fn=die_with_parent,  # noqa: PLW1509 - looked up before the fork
-            env={**inherited, **(env or {})},
+            # each line is in the log when it is written: the last one says why it ended
+            env={**inherited, "PYTHONUNBUFFERED": "1", **(env or {})},
         )
     return Child(process, log)

@@ -56,11 +56,14 @@ class ForwardFacts(Facts):
 class Anchors(Protocol):
     """The anchor, on which the validation loss is computed.
 
-    round: of the last record in it. in_place: for a while the stage has the anchor's weights.
+    round: of the last record in it. here: whether it can be used now. in_place: for a while the
+    stage has the anchor's weights.
     """
 
     @property
     def round(self) -> int: ...
+    @property
+    def here(self) -> bool: ...
     def in_place(self) -> AbstractContextManager[None]: ...
 
 
@@ -331,7 +334,7 @@ class Member:
         return self._tell(Evaluated(batch=batch, loss=result))
 
     def _evaluate_frame(self, frame: Frame) -> None:
-        if frame.facts.get("round") == self._anchors.round:
+        if self._anchors.here and frame.facts.get("round") == self._anchors.round:
             inputs, windows = split_forward(frame, self._vocabulary)
             self.evaluate(frame.microbatch, windows, inputs)
         else:

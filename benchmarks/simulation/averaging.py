@@ -452,7 +452,7 @@ class SimulatedAverager:
         return future
 
     # ---- the chain follower's --------------------------------------------------------------------
-    def apply(self, round_number: int, *, current: int, with_own: bool) -> SimulatedFuture:
+    def apply(self, round_number: int, *, with_own: bool) -> SimulatedFuture:
         """The outer step of a record."""
         record = self.log.header(round_number)
         if record is None:
@@ -499,10 +499,8 @@ class SimulatedAverager:
         self._later(seconds, arrive)
         return future
 
-    def fetch_state(
-        self, peer: str, *, current: int, after_round: int, hurry: bool
-    ) -> SimulatedFuture:
-        """Take another peer's state, and its chain instead of the own one."""
+    def fetch_state(self, peer: str, *, after_round: int, hurry: bool) -> SimulatedFuture:
+        """Download another peer's state: its chain up to now."""
         future = self._new_future()
 
         def arrive() -> None:
@@ -510,7 +508,17 @@ class SimulatedAverager:
             if donor is None or not donor.log.chain:
                 future.set(error=ConnectionError(f"{peer} has no state"))
                 return
-            self.log.chain = list(donor.log.chain)
+            future.set(list(donor.log.chain))
+
+        self._later(10 * self._meetings.lines.network.rtt_s + 5.0, arrive)
+        return future
+
+    def take_state(self, chain: list[tuple[str, SimulatedRecord]]) -> SimulatedFuture:
+        """Go on from a state that was downloaded."""
+        future = self._new_future()
+
+        def take() -> None:
+            self.log.chain = chain
             head = self.log.head()
             state = State(
                 round=head.round,
@@ -522,7 +530,7 @@ class SimulatedAverager:
             )
             future.set(state)
 
-        self._later(10 * self._meetings.lines.network.rtt_s + 5.0, arrive)
+        self._later(0.1, take)
         return future
 
     # ---- the coordinator's -----------------------------------------------------------------------

@@ -20,7 +20,14 @@ from dilocox.compression.layout import FlatLayout
 from dilocox.dht.addresses import Reachability
 from dilocox.dht.revisions import ManifestWatch
 from dilocox.peer.averaging.coordinator import TICK_S, Coordinator
-from dilocox.peer.averaging.events import Committed, EventQueue, Failed, Resynced, Voided
+from dilocox.peer.averaging.events import (
+    BuffersAsked,
+    Committed,
+    EventQueue,
+    Failed,
+    Resynced,
+    Voided,
+)
 from dilocox.peer.averaging.events import Event as LoopEvent
 from dilocox.peer.averaging.local_peer import LocalPeer
 from dilocox.peer.averaging.loop_status import LoopStatus
@@ -73,12 +80,9 @@ class Books:
         self.unsent = self.age = 0
         return tokens
 
-    def void(self, number: int, *, certain: bool = False) -> None:
+    def void(self, number: int) -> None:
         """Undo a send."""
-        tokens = self.fly.pop(number)
-        self.unsent += tokens
-        if not certain:
-            self.undone[number] = tokens
+        self.unsent += self.fly.pop(number)
 
     def commit(self, record: SimulatedRecord, me: str, max_age: int) -> None:
         """The next record of the chain."""
@@ -116,12 +120,9 @@ class Books:
         self.unsent = 0
 
     def _count(self, number: int, tokens: int) -> None:
-        if number in self.undone:
-            held = self.undone.pop(number)
-            self.unsent -= held
-        elif number in self.fly:
+        if number in self.fly:
             held = self.fly.pop(number)
-        else:  # a send that this peer lost, and what was unsent may be in it
+        else:  # a send that this peer undid or lost, and what was unsent may be in it
             self.lost += self.unsent
             self.unsent, held = 0, tokens
             self.lost -= tokens
@@ -132,7 +133,6 @@ class Books:
         self.age += records if self.unsent else 0
         if self.age >= max_age:
             self.forget()
-            self.undone.clear()
             self.age = 0
 
 
@@ -302,11 +302,13 @@ class SimulatedPeer:
     def _take(self, event: LoopEvent) -> None:
         books, max_age = self.books, self.world.manifest.rounds.max_age
         match event:
+            case BuffersAsked():
+                pass
             case Committed():
                 books.commit(cast(SimulatedRecord, event.record), self.name, max_age)
             case Voided():
                 if event.round in books.fly:
-                    books.void(event.round, certain=event.certain)
+                    books.void(event.round)
                     self.voids.append(event.reason)
             case Resynced():
                 since = books.round if event.fork_round is None else event.fork_round

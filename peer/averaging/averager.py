@@ -4,10 +4,10 @@ hivemind brings the process, the averaging group (matchmaking) and the step cont
 itself is ours (peer/rounds/exchange.py). The process also serves what other peers ask for
 (service.py) and does the outer arithmetic, so that the training loop never waits for any of it.
 
-The trainer and this process share the vectors of `StageBuffers`. The trainer writes `message`
-before it starts an exchange; this process writes only the vectors that are not current, to which
-the trainer switches between two inner steps, and, over a message that a record holds, what the
-record holds of it.
+The trainer and this process share the vectors of `StageBuffers`. They belong to the trainer, which
+writes `message` before it starts an exchange; this process only reads it then. To apply a record,
+or to take a state, it is given them for a while (`events.BuffersAsked`): then it moves the anchor,
+and leaves of a message that the record holds what is still unsent.
 """
 
 # hivemind and its generated protocol classes carry no types.
@@ -47,6 +47,7 @@ from hivemind.proto import averaging_pb2
 from hivemind.utils import MPFuture
 from torch import Tensor
 
+from dilocox.compression.group_codec import PayloadRefused
 from dilocox.compression.stage_codec import StageCodec, StageEncoder
 from dilocox.compression.workers import Workers
 from dilocox.dht.addresses import Reachability
@@ -60,8 +61,8 @@ from dilocox.peer.averaging.matchmaking import aim, expect, own_time
 from dilocox.peer.averaging.service import PeerService
 from dilocox.peer.chain.record_check import RecordCheck
 from dilocox.peer.chain.store import RECORDS_NEEDED
-from dilocox.peer.chain.sync import AnchorDiffers, ChainClient, Reached, State
-from dilocox.peer.rounds.adaptation import outer_step
+from dilocox.peer.chain.sync import AnchorDiffers, ChainClient, Reached, State, StateFile
+from dilocox.peer.rounds.adaptation import move_anchor
 from dilocox.peer.rounds.ballots import Ballot, Ballots
 from dilocox.peer.rounds.exchange import Attempt
 from dilocox.peer.rounds.group import (
@@ -87,11 +88,11 @@ class AveragerStuck(RuntimeError):
 
 @dataclass(frozen=True)
 class StageBuffers:
-    """Flat fp32 vectors in shared memory; of each pair one is current."""
+    """Flat fp32 vectors in shared memory."""
 
-    message: Tensor  # of a record that was applied: this peer's decoded contribution to it
-    anchors: tuple[Tensor, Tensor]
-    momenta: tuple[Tensor, Tensor]
+    message: Tensor  # else the residual
+    anchor: Tensor
+    momentum: Tensor
     # counted since this peer started, by the averaging process:
     sent: Counts  # payload bytes by kind
     received: Counts  # likewise
@@ -99,11 +100,11 @@ class StageBuffers:
 
     @classmethod
     def allocate(cls, numel: int) -> StageBuffers:
-        message, *pairs = (shared_zeros(numel, torch.float32) for _ in range(5))
+        message, anchor, momentum = (shared_zeros(numel, torch.float32) for _ in range(3))
         return cls(
             message=message,
-            anchors=(pairs[0], pairs[1]),
-            momenta=(pairs[2], pairs[3]),
+            anchor=anchor,
+            momentum=momentum,
             sent=Counts(BYTE_KINDS, shared=True),
             received=Counts(BYTE_KINDS, shared=True),
             refused=Counts(REFUSALS, shared=True),
@@ -112,7 +113,7 @@ class StageBuffers:
 
 @dataclass(frozen=True, kw_only=True)
 class Applied:
-    """The outer step of one record, ready in the buffers that are not current."""
+    """The outer step of one record was made."""
 
     digest: str
     anchor_sha256: str
@@ -432,41 +433,33 @@ class StageAverager(PeerService, DecentralizedAverager):
 
     # ---- in the averaging process: records and states --------------------------------------------
     @in_process
-    async def apply(self, round_number: int, *, current: int, with_own: bool) -> Applied:
-        """Compute a logged record's outer step from the current buffers."""
-        return await self.in_pool(self._apply, round_number, current, with_own)
+    async def apply(self, round_number: int, *, with_own: bool) -> Applied:
+        """Make a logged record's outer step; `with_own`: and leave of the message what the record
+        did not take."""
+        return await self.in_pool(self._apply, round_number, with_own)
 
-    def _apply(self, round_number: int, current: int, with_own: bool) -> Applied:
-        buffers = self._buffers
+    def _apply(self, round_number: int, with_own: bool) -> Applied:
+        buffers, codec = self._buffers, self._check.codec
         try:
             record, data = self.log.read(round_number), self.log.read_bytes(round_number)
         except RecordRefused as error:
             raise AnchorDiffers(f"record {round_number} is damaged: {error}") from error
         if record is None or data is None:
             raise AnchorDiffers(f"record {round_number} is not in the log any more")
-        if record.anchor_before != anchor_sha256(buffers.anchors[current]):
+        if record.anchor_before != anchor_sha256(buffers.anchor):
             raise AnchorDiffers(f"record {round_number} applies to another anchor")
-        means = record.decoded(self._check.codec)
-        if with_own:
-            # the trainer has the message too, and no attempt of this round starts any more
-            counted, message = record.counted(self.local.me), buffers.message
-            own = means.own(message, counted, out=message)
-            if own is not message:
-                message.copy_(own)
-        following = buffers.anchors[1 - current]
-        outer_step(self.local.manifest, record.rules).apply(
-            buffers.anchors[current],
-            buffers.momenta[current],
-            means.average(out=following.zero_()),
-            following,  # takes the average's place, chunk by chunk
-            buffers.momenta[1 - current],
-        )
+        try:
+            move_anchor(self.local.manifest, record, codec, buffers.anchor, buffers.momentum)
+        except PayloadRefused as error:
+            raise AnchorDiffers(f"record {round_number} is damaged: {error}") from error
+        if with_own:  # no attempt of this round starts any more
+            record.take_out(self.local.me, buffers.message, codec)
         rounds = self.local.manifest.rounds
         kept = max(rounds.records_kept, RECORDS_NEEDED)
         self.log.prune(kept, rounds.log_bytes, applied=round_number)
         return Applied(
             digest=digest_of(data),
-            anchor_sha256=anchor_sha256(buffers.anchors[1 - current]),
+            anchor_sha256=anchor_sha256(buffers.anchor),
             payload_bytes=sum(len(mean) for mean in record.means),
         )
 
@@ -483,19 +476,21 @@ class StageAverager(PeerService, DecentralizedAverager):
             )
 
     @in_process
-    async def fetch_state(self, peer: str, *, current: int, after_round: int, hurry: bool) -> State:
-        """Download anchor and momentum into the buffers that are not current."""
-        buffers = self._buffers
+    async def fetch_state(self, peer: str, *, after_round: int, hurry: bool) -> StateFile:
+        """Download a peer's anchor and momentum to the disk."""
         with self.counting_refusals():
-            state = await self._chain([peer]).state(
-                peer,
-                self.local.folder / "log",
-                buffers.anchors[1 - current],
-                buffers.momenta[1 - current],
-                after_round=after_round,
-                hurry=hurry,
+            return await self._chain([peer]).state(
+                peer, self.local.folder / "log", after_round=after_round, hurry=hurry
             )
-        await self.in_pool(self.log.start_from, state.record, state.certificate)
+
+    @in_process
+    async def take_state(self, found: StateFile) -> State:
+        """Put a downloaded state into the buffers; the log goes on from it."""
+        return await self.in_pool(self._take_state, found)
+
+    def _take_state(self, found: StateFile) -> State:
+        state = found.load(self._buffers.anchor, self._buffers.momentum)
+        self.log.start_from(state.record, state.certificate)
         return state
 
     def _current_order(self) -> ExchangeOrder:

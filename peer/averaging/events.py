@@ -18,13 +18,20 @@ class Event:
 
 
 @dataclass(frozen=True, kw_only=True)
+class BuffersAsked(Event):
+    """The averaging process is about to change anchor, momentum and, of a send in flight, the
+    message. Once this is taken, the loop leaves them alone until `Committed` or `Resynced` comes.
+    """
+
+
+@dataclass(frozen=True, kw_only=True)
 class Committed(Event):
-    """The chain's next record; its outer step lies in the buffers that are not current."""
+    """The chain's next record; the anchor is that after it."""
 
     record: RoundRecord
     digest: str
     anchor_sha256: str
-    own_ready: bool  # buffers.message is this peer's decoded contribution now
+    remainder: bool  # the message is now what the record left of it
     exchange_s: float | None  # how long this peer's exchange took; None if it was not in the group
     matchmaking_s: float | None = None  # until its group stood; None if it was in none, or alone
     payload_bytes: int = 0  # of the record's means
@@ -41,7 +48,7 @@ class Voided(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class Resynced(Event):
-    """A state was taken from a peer; it lies in the buffers that are not current."""
+    """A state was taken from a peer: it is the anchor and momentum now."""
 
     state: State
     fork_round: int | None  # our records after this one are void; None where we were only behind
@@ -63,6 +70,12 @@ class EventQueue:
 
     def put(self, event: Event) -> None:
         self._queue.put(event)
+
+    def next_is(self, kind: type[Event]) -> bool:
+        """Whether there is a next event, and it is of this kind."""
+        with self._queue.mutex:
+            waiting = self._queue.queue
+            return bool(waiting) and isinstance(waiting[0], kind)
 
     def get(self, wait_s: float = 0.0) -> Event | None:
         """The next event; None if there is none within the wait."""

@@ -21,10 +21,24 @@ from dilocox.dht.records import ClaimRecord
 from dilocox.dht.rpc import CallRefused, PeerBusy, TooSlow
 from dilocox.dht.swarm_view import SwarmView
 from dilocox.peer.averaging.averager import Applied, AveragerStuck, StageAverager
-from dilocox.peer.averaging.events import Committed, Event, EventQueue, Resynced
+from dilocox.peer.averaging.events import (
+    BuffersAsked,
+    Committed,
+    Event,
+    EventQueue,
+    Resynced,
+)
 from dilocox.peer.averaging.local_peer import LocalPeer
 from dilocox.peer.chain.claims import ClaimBook, holders, wins
-from dilocox.peer.chain.sync import RECORDS_LIMIT_S, AnchorDiffers, NoState, Reached, State, Told
+from dilocox.peer.chain.sync import (
+    RECORDS_LIMIT_S,
+    AnchorDiffers,
+    NoState,
+    Reached,
+    State,
+    StateFile,
+    Told,
+)
 from dilocox.peer.rounds.record import RecordRefused, RoundRecord
 
 logger = logging.getLogger(__name__)
@@ -53,7 +67,6 @@ class ChainFollower:
 
     Attributes:
         applied: the round of the record that the training loop has merged last.
-        current: which of the paired buffers holds the current anchor.
         head, last_record: of the chain, the newest record without its means; None before the first.
         states_taken: from other peers.
         tokens_at_start: behind the chain up to the record that was merged when this peer started.
@@ -79,7 +92,6 @@ class ChainFollower:
         self._told: Told | None = None  # by the last walk
         self.applied = applied
         self.anchor_sha256 = anchor_sha256
-        self.current = 0
         self._refresh()
         merged = log.header(applied) if applied >= 0 else None
         self.tokens_at_start = 0 if merged is None else merged.chain_tokens
@@ -167,11 +179,11 @@ class ChainFollower:
             return
         named = record.member(self._local.me) is not None
         with_own = named and sent_round == record.round
-        if named and not with_own:  # the loop may hold that send, undone: its part is in the means
-            record = self._log.read(record.round) or record
-        self._begin(
-            self._averager.apply(record.round, current=self.current, with_own=with_own),
-            lambda applied: self._applied(applied, record, with_own),
+        self._with_buffers(
+            lambda: self._begin(
+                self._averager.apply(record.round, with_own=with_own),
+                lambda applied: self._applied(applied, record, with_own),
+            )
         )
 
     def _begin_catch_up(self, view: SwarmView) -> None:
@@ -209,10 +221,8 @@ class ChainFollower:
         hurry = bool(untried) and len(honest) > 1 and len(self._slow) < MAX_SLOW
         peer = self._donor = random.choice(view.within_reach(untried if hurry else honest))
         logger.info("downloading anchor and momentum from %s", peer[-6:])
-        future = self._averager.fetch_state(
-            peer, current=self.current, after_round=needed.after_round, hurry=hurry
-        )
-        self._begin(future, lambda state: self._got_state(state, needed))
+        future = self._averager.fetch_state(peer, after_round=needed.after_round, hurry=hurry)
+        self._begin(future, lambda found: self._got_state(found, needed))
 
     def _donors(self, view: SwarmView, needed: _StateNeeded) -> list[str]:
         """Who may have a state; after a fork those on our own chain are of no use."""
@@ -268,13 +278,13 @@ class ChainFollower:
         else:
             self._on_done(result)
 
-    def _applied(self, applied: Applied, record: RoundRecord, own_ready: bool) -> None:
+    def _applied(self, applied: Applied, record: RoundRecord, remainder: bool) -> None:
         exchange_s, matchmaking_s = self._times.pop(record.round, (None, None))
         event = Committed(
             record=record,
             digest=applied.digest,
             anchor_sha256=applied.anchor_sha256,
-            own_ready=own_ready,
+            remainder=remainder,
             exchange_s=exchange_s,
             matchmaking_s=matchmaking_s,
             payload_bytes=applied.payload_bytes,
@@ -300,7 +310,14 @@ class ChainFollower:
             self._book.ignore(self._wanted.digest)  # it lost against ours
         self._not_before = self._clock.monotonic() + PAUSE_AFTER_FAILURE_S
 
-    def _got_state(self, state: State, needed: _StateNeeded) -> None:
+    def _got_state(self, found: StateFile, needed: _StateNeeded) -> None:
+        self._with_buffers(
+            lambda: self._begin(
+                self._averager.take_state(found), lambda state: self._took_state(state, needed)
+            )
+        )
+
+    def _took_state(self, state: State, needed: _StateNeeded) -> None:
         told = None if self._told is None else self._told.up_to(state.digest)
         event = Resynced(state=state, fork_round=needed.fork_round, told=told)
         self._state_needed = None
@@ -331,12 +348,15 @@ class ChainFollower:
         self._doubt()
         return self._record_lifetime_s / 2
 
+    def _with_buffers(self, then: Callable[[], None]) -> None:
+        """Do something once the training loop leaves its buffers to the averaging process."""
+        self._hand_over(BuffersAsked(), then)
+
     def _hand_over(self, event: Event, then: Callable[[], None]) -> None:
         self._untaken = (event, then)
         self._events.put(event)
 
     def _switched(self, round_number: int, anchor_sha256: str) -> None:
-        self.current = 1 - self.current
         self.applied = round_number
         self.anchor_sha256 = anchor_sha256
         self._refresh()

@@ -72,7 +72,7 @@ class RecordCheck:
             raise RecordRefused(f"a member has more than {most} tokens")
         check_certificate(record, digest_of(data), certificate)
         try:
-            record.decoded(self.codec)
+            record.check_means(self.codec)
         except PayloadRefused as error:
             raise RecordRefused(f"a mean cannot be decoded: {error}") from error
         return record

@@ -43,7 +43,7 @@ from dilocox.peer.chain.snapshot_files import (
     state_sha256,
 )
 from dilocox.peer.chain.store import Entry, KeptState
-from dilocox.peer.rounds.adaptation import RoundPlan, outer_step
+from dilocox.peer.rounds.adaptation import RoundPlan, move_anchor
 from dilocox.peer.rounds.outer_step import OuterStep, anchor_sha256
 from dilocox.peer.rounds.record import RecordRefused, RoundRecord
 from dilocox.pipeline.stage import build_stage, flatten_parameters, stage_layout
@@ -277,10 +277,8 @@ class _Replay:
                 f"records before it make {found[:12]}"
             )
             return
-        average = record.average(self._check.codec)
-        outer_step(self._manifest, record.rules).apply(
-            vectors.anchor, vectors.momentum, average, vectors.anchor, vectors.momentum
-        )
+        codec = self._check.codec
+        move_anchor(self._manifest, record, codec, vectors.anchor, vectors.momentum)
         self.found.replayed += (record.round,)
 
     def _meet(self, digest: str) -> None:

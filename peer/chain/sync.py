@@ -120,7 +120,7 @@ class Reached:
 
 @dataclass(frozen=True, kw_only=True)
 class State:
-    """A downloaded anchor and momentum, ready in the buffers that are not current."""
+    """A downloaded anchor and momentum that were put in place."""
 
     round: int
     digest: str
@@ -145,6 +145,28 @@ class StateOffer:
     @property
     def round(self) -> int:
         return self.record.round
+
+
+@dataclass(frozen=True)
+class StateFile:
+    """A state that was downloaded, and checked."""
+
+    offer: StateOffer
+    file: Path
+
+    def load(self, anchor: Tensor, momentum: Tensor) -> State:
+        """Put it into these vectors, [numel] fp32 each; the file goes."""
+        offer = self.offer
+        load_state(self.file, anchor, momentum)
+        self.file.unlink()
+        return State(
+            round=offer.round,
+            digest=offer.digest,
+            anchor_sha256=anchor_sha256(anchor),
+            chain_tokens=offer.record.chain_tokens,
+            record=offer.record_bytes,
+            certificate=offer.certificate,
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -462,40 +484,23 @@ class ChainClient(HeaderClient):
             raise ConnectionError(f"{peer} has {have} bytes of a state of {offer.size}")
 
     async def state(
-        self,
-        peer: str,
-        folder: Path,
-        anchor: Tensor,
-        momentum: Tensor,
-        *,
-        after_round: int,
-        hurry: bool = False,
-    ) -> State:
-        """Download a peer's state, newer than `after_round`, into the given vectors ([numel] fp32
-        each); `hurry` as for `download`.
+        self, peer: str, folder: Path, *, after_round: int, hurry: bool = False
+    ) -> StateFile:
+        """Download a peer's state, newer than `after_round`, into the folder; `hurry` as for
+        `download`.
 
         Raises:
             NoState: it has none, or an older one.
             TooSlow: in a hurry only.
             ConnectionError: the peer cannot be reached.
-            CallRefused, RecordRefused: what it sent is not sound; nothing was loaded.
+            CallRefused, RecordRefused: what it sent is not sound.
             EnvironmentFault: no space on the disk.
         """
         offer = await self.offer(peer)
         number = offer.record.round
         if number <= after_round:
             raise NoState(f"{peer} has a state of round {number}, not after {after_round}")
-        kept = await self.download(offer, folder, hurry=hurry)
-        await self._compute(load_state, kept.file, anchor, momentum)
-        kept.file.unlink()
-        return State(
-            round=number,
-            digest=offer.digest,
-            anchor_sha256=await self._compute(anchor_sha256, anchor),
-            chain_tokens=offer.record.chain_tokens,
-            record=offer.record_bytes,
-            certificate=offer.certificate,
-        )
+        return StateFile(offer, (await self.download(offer, folder, hurry=hurry)).file)
 
 
 def _told(headers: Sequence[ChainRound], known: int | None, me: str) -> Told | None:
@@ -555,4 +560,6 @@ def load_state(path: Path, anchor: Tensor, momentum: Tensor) -> None:
     """Copy a state that was checked into these vectors, [numel] fp32 each."""
     with on_disk(path), cast(Any, safe_open)(path, framework="pt") as file:
         for name, target in (("anchor", anchor), ("momentum", momentum)):
-            target.copy_(file.get_tensor(name))
+            values = file.get_slice(name)
+            for low in range(0, target.numel(), PIECE_VALUES):
+                target[low : low + PIECE_VALUES] = values[low : low + PIECE_VALUES]

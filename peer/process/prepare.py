@@ -51,7 +51,7 @@ def local_model(
     start: where the run starts from a checkpoint. Without a snapshot it puts anchor and momentum
         into these two vectors, and says which round and record they stand on.
 
-    Anchor and momentum lie in the first of the shared buffers.
+    Anchor and momentum, and what is sent, lie in the shared buffers.
     """
     module = build_stage(manifest.model, stage, manifest.stages, manifest.seed, device)
     live = flatten_parameters(module, layout)
@@ -64,31 +64,30 @@ def local_model(
     )
     if snapshots.found is not None:
         tensors, facts = snapshots.merge_state()
-        buffers.anchors[0].copy_(tensors["anchor"])
-        buffers.momenta[0].copy_(tensors["momentum"])
-        tensors |= {"anchor": buffers.anchors[0], "momentum": buffers.momenta[0]}
-        merge = Merge.from_state(rule, live, tensors, facts)
+        buffers.anchor.copy_(tensors["anchor"])
+        buffers.momentum.copy_(tensors["momentum"])
+        tensors |= {"anchor": buffers.anchor, "momentum": buffers.momentum}
+        merge = Merge.from_state(rule, live, tensors, facts, buffers.message)
         optimizer.load_state_dict(snapshots.inner_state())
         logger.info("continuing from the snapshot of round %d", merge.round)
     else:
         number, digest = -1, manifest.root
         if start is not None:
-            number, digest = start(buffers.anchors[0], buffers.momenta[0])
-            live.copy_(buffers.anchors[0])
+            number, digest = start(buffers.anchor, buffers.momentum)
+            live.copy_(buffers.anchor)
         else:
-            buffers.anchors[0].copy_(live)
+            buffers.anchor.copy_(live)
         merge = Merge(
             rule,
             live,
-            buffers.anchors[0],
-            buffers.momenta[0],
+            buffers.anchor,
+            buffers.momentum,
             round_number=number,
             digest=digest,
+            message=buffers.message,
         )
     if snapshots.sent_since:
         _start_over(merge, snapshots.sent_since)
-    for send in merge.fly.values():
-        buffers.message.copy_(send.message)
     snapshots.close()
     return LocalModel(
         layout=layout, stage=module, optimizer=optimizer, merge=merge, buffers=buffers

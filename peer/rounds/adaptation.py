@@ -34,6 +34,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import fields, replace
 from statistics import median_low
 
+from torch import Tensor
+
 from dilocox.compression.layout import FlatLayout
 from dilocox.compression.stage_codec import Compression, StageCodec
 from dilocox.compression.workers import ALONE, Workers
@@ -152,6 +154,22 @@ def outer_step(manifest: Manifest, rules: int) -> OuterStep:
     return OuterStep(*manifest.outer_under(rules))
 
 
+def move_anchor(
+    manifest: Manifest, record: RoundRecord, codec: StageCodec, anchor: Tensor, momentum: Tensor
+) -> None:
+    """The outer step of a record on the anchor that it applies to and the momentum, fp32 [numel]
+    each: in place, in the memory of a few pieces.
+
+    Raises PayloadRefused if a mean is malformed; they may be a mixture then.
+    """
+    outer = outer_step(manifest, record.rules)
+
+    def step(part: slice, average: Tensor) -> None:
+        outer.apply(anchor[part], momentum[part], average, anchor[part], momentum[part])
+
+    record.average_pieces(codec, step)
+
+
 class RoundPlan:
     """The plan of one stage of a run."""
 
@@ -185,7 +203,7 @@ class RoundPlan:
         spec, rounds = self._manifest.codec, self._manifest.rounds
         facts = facts_of(
             ranks=record.ranks,
-            needed=record.decoded(self._codec).needed(spec.energy),
+            needed=record.decoded(self._codec).needed(spec.energy) if self._codec.limits else (),
             times=record.members,
         )
         window = following_window(record.window, facts)

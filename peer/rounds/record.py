@@ -20,7 +20,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from functools import lru_cache
 from typing import Any, Final, cast
@@ -221,24 +221,50 @@ class RoundRecord:
         """Its means; PayloadRefused if a part is malformed."""
         phases = codec.phases(self.ranks)
         vectors = [torch.empty(phase.numel, dtype=torch.float32) for phase in phases]
-        for part, mean in zip(self.parts, self.means, strict=True):
-            if part.numel:
-                payload = torch.frombuffer(bytearray(mean), dtype=torch.uint8)
-                out = vectors[part.phase][part.start : part.stop]
-                phases[part.phase].codec.decode(payload, out.numel(), out=out)
+        for part, payload in self._payloads():
+            out = vectors[part.phase][part.start : part.stop]
+            phases[part.phase].codec.decode(payload, part.numel, out=out)
         return codec.means(self.ranks, vectors)
+
+    def check_means(self, codec: StageCodec) -> None:
+        """Raise PayloadRefused if a part is malformed."""
+        phases = codec.phases(self.ranks)
+        for part, payload in self._payloads():
+            phases[part.phase].codec.decode_pieces(payload, part.numel, lambda piece, values: None)
 
     def average(self, codec: StageCodec) -> Tensor:
         """The averaged message of the stage, flat fp32; PayloadRefused if a part is malformed."""
         return self.decoded(codec).average()
 
+    def average_pieces(self, codec: StageCodec, work: Callable[[slice, Tensor], object]) -> None:
+        """The averaged message a piece at a time, in the memory of a few: tells `work` of each
+        where it lies in the stage's vector, and its values, in one of the codec's threads. What no
+        piece holds is padding. PayloadRefused if a part is malformed, perhaps after some pieces.
+        """
+        if codec.limits:
+            self.decoded(codec).average_pieces(work)
+            return
+        (phase,) = codec.phases(self.ranks)
+        for part, payload in self._payloads():
+
+            def place(piece: slice, values: Tensor, start: int = part.start) -> None:
+                work(slice(start + piece.start, start + piece.stop), values)
+
+            phase.codec.decode_pieces(payload, part.numel, place)
+
+    def take_out(self, peer: str, message: Tensor, codec: StageCodec) -> None:
+        """Take what the average holds of a member's message out of it: `StageMeans.take_out`."""
+        means = self.decoded(codec) if codec.limits else codec.means((), ())
+        means.take_out(message, self.counted(peer))
+
+    def _payloads(self) -> Iterator[tuple[ReducedShare, Tensor]]:
+        """The parts that hold any values, and their encoded means."""
+        for part, mean in zip(self.parts, self.means, strict=True):
+            if part.numel:
+                yield part, torch.frombuffer(bytearray(mean), dtype=torch.uint8)
+
 
 _HEADER_FIELDS = tuple(each.name for each in fields(RoundRecord) if each.name != "means")
-
-
-def own_contribution(record: RoundRecord, peer: str, message: Tensor, codec: StageCodec) -> Tensor:
-    """What the average holds of a member: its message as the codec carried it, 0 where left out."""
-    return record.decoded(codec).own(message, record.counted(peer))
 
 
 def digest_of(data: bytes) -> str:

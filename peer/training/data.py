@@ -23,6 +23,7 @@ The validation loss is that of the anchor, on the run's fixed held-out windows.
 
 from __future__ import annotations
 
+import atexit
 import hashlib
 import importlib
 import json
@@ -30,8 +31,8 @@ import logging
 import queue
 import threading
 import weakref
-from collections.abc import Callable, Generator, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
@@ -157,6 +158,7 @@ def _load_pretrained(name: str) -> Any:
 
 SHELF_TOKENS = 1 << 18
 _MIN_SHELF_WINDOWS = 32  # for very long windows
+_EXIT_LIMIT_S = 5.0  # a shelf takes about one
 _SHELVES_AHEAD = 2  # a slow disk or hub is made up for by so much
 
 
@@ -176,8 +178,12 @@ class _ReadAhead:
     def __init__(self, items: Iterator[_Shelf]):
         self._queue: queue.Queue[_Shelf | BaseException] = queue.Queue(_SHELVES_AHEAD)
         self._stopped = threading.Event()
-        # a daemon: a peer that leaves must not wait for a hub that gives no answer
-        threading.Thread(target=self._read, args=(items,), name="read-ahead", daemon=True).start()
+        # a daemon: a peer that leaves must not wait for long for a hub that gives no answer
+        self._thread = threading.Thread(
+            target=self._read, args=(items,), name="read-ahead", daemon=True
+        )
+        self._thread.start()
+        atexit.register(self._end)
 
     def next(self) -> _Shelf:
         item = self._queue.get()
@@ -193,14 +199,21 @@ class _ReadAhead:
             while True:
                 self._queue.get_nowait()
 
+    def _end(self) -> None:
+        """At the program's end: an interpreter that goes away under a thread in a library's C++
+        ends with an abort, and what was printed is lost."""
+        self.stop()
+        self._thread.join(_EXIT_LIMIT_S)
+
     def _read(self, items: Iterator[_Shelf]) -> None:
         try:
             for item in items:
                 if self._stopped.is_set():
-                    return
+                    break
                 self._queue.put(item)
         except BaseException as error:  # noqa: BLE001 - a panic of the tokenizer's, too: for who asks
             self._queue.put(error)
+        atexit.unregister(self._end)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -440,14 +453,3 @@ def validation_loss(logits_of: Callable[[Tensor], Tensor], windows: Tensor) -> f
     for batch in batches_of(windows):
         total += float(next_token_loss(logits_of(batch[:, :-1]), batch, "sum"))
     return total / (windows.shape[0] * (windows.shape[1] - 1))
-
-
-@contextmanager
-def weights_replaced(live: Tensor, other: Tensor) -> Generator[None]:
-    """For a while the model whose parameters are views of `live` [n] has the weights of `other`."""
-    kept = live.clone()
-    live.copy_(other)
-    try:
-        yield
-    finally:
-        live.copy_(kept)

@@ -20,28 +20,33 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from torch import Tensor
-
 from dilocox.compression.layout import FlatLayout
 from dilocox.dht.manifest import Manifest
-from dilocox.peer.averaging.averager import StageBuffers
+from dilocox.peer.averaging.averager import AveragerStuck, StageBuffers
 from dilocox.peer.averaging.coordinator import Coordinator
-from dilocox.peer.averaging.events import Committed, Event, Failed, Resynced, Voided
+from dilocox.peer.averaging.events import (
+    BuffersAsked,
+    Committed,
+    Event,
+    Failed,
+    Resynced,
+    Voided,
+)
 from dilocox.peer.averaging.loop_status import LoopStatus
 from dilocox.peer.chain.store import RECORDS_NEEDED
 from dilocox.peer.rounds.adaptation import stage_codec
-from dilocox.peer.rounds.record import RoundRecord, SendFacts, own_contribution
-from dilocox.peer.training.data import weights_replaced
+from dilocox.peer.rounds.record import RoundRecord, SendFacts
 from dilocox.peer.training.inner_optimizer import InnerOptimizer
-from dilocox.peer.training.merge import Merge, Outcome, OwnContribution, RecordFacts
+from dilocox.peer.training.merge import Merge, Outcome, RecordFacts, Remainder
 from dilocox.peer.training.report import LoopMeter
 from dilocox.peer.training.snapshots import Snapshots
-from dilocox.peer.training.unsent_progress import fingerprint, relative_error
+from dilocox.peer.training.unsent_progress import exchanged, fingerprint, norm
 from dilocox.pipeline.messages import Stepped
 from dilocox.pipeline.stage import StageModule
 
 LEAVE_LIMIT_S = 6.0  # how long a leaving peer waits for the exchange in flight
 SAVE_SOON_AT, SAVE_AT = 0.5, 0.75  # of what the log keeps, applied since the last snapshot
+BUFFERS_LIMIT_S = 300.0  # how long an outer step, or a state from the disk, may take
 CATCH_UP_LIMIT_S = 60.0  # how long a round's end waits for records that are being applied
 POLL_S = 0.1
 
@@ -93,6 +98,8 @@ class Learner:
         # learning rate would fall back by a whole record.
         self._chain_tokens = coordinator.tokens_at_start
         self._states_taken = 0
+        self._lent = False  # the buffers, to the averaging process
+        self._sent: dict[int, float] = {}  # the norm of the newest message, by round
         self._unsaved: dict[int, int] = {}  # bytes of the records applied since the last snapshot
         self._ending_since: float | None = None
         self._sent_last = False  # of a run that the operator ends
@@ -113,8 +120,13 @@ class Learner:
     @contextmanager
     def in_place(self) -> Generator[None]:
         """For a while the stage has the anchor's weights."""
-        with weights_replaced(self._merge.progress.live, self._merge.anchor):
+        with exchanged(self._merge.progress.live, self._merge.anchor):
             yield
+
+    @property
+    def here(self) -> bool:
+        """Whether the anchor is that of `round`: not while the next record moves it."""
+        return not self._lent
 
     # ---- phases ----------------------------------------------------------------------------------
     def join(self) -> None:
@@ -139,6 +151,8 @@ class Learner:
         no_end = self._coordinator.paused and self._coordinator.revised
         if self._takes_at_once or no_end or not self._coordinator.is_alive():
             self.take_events()
+        elif self._coordinator.events.next_is(BuffersAsked):  # its record is still for later
+            self._take_next()
         due = self._coordinator.send_due()
         if self._coordinator.revised:
             if due is not None and not self._takes_at_once:
@@ -237,13 +251,13 @@ class Learner:
         self._snapshots.interrupt()
         send = self._merge.send(round_number)
         message = fingerprint(send.message)
+        self._sent = {} if message is None else {round_number: message.norm}
         if message is None:
             self._merge.void(round_number, certain=True)
             self._start_over()
             self._coordinator.skip(round_number)
             return
-        self._model.buffers.message.copy_(send.message)
-        self._snapshots.sending(self._merge, round_number, send, message)
+        self._snapshots.sending(self._merge, round_number, send, message.sha256)
         self._coordinator.submit(
             round_number,
             SendFacts(tokens=send.tokens, step_s=self._step_s, stall_s=self._meter.stall_s),
@@ -256,6 +270,7 @@ class Learner:
         """This peer's weights are not finite, and never would be again: go on from the anchor, with
         moments that are new, too. Until its next inner step nobody is to wait for it.
         """
+        self._wait_for_buffers()
         self._snapshots.interrupt()
         self._meter.started_over(self._merge.tokens)
         self._merge.discard_unsent()
@@ -267,11 +282,26 @@ class Learner:
     # ---- events ----------------------------------------------------------------------------------
     def take_events(self, wait_s: float = 0.0) -> None:
         """Merge what has come, waiting so long for the first."""
-        while (event := self._coordinator.events.get(wait_s)) is not None:
-            with self._meter.waiting("merge"):
-                self._take(event)
-            event.taken.set()
+        while self._take_next(wait_s):
             wait_s = 0.0
+
+    def _take_next(self, wait_s: float = 0.0) -> bool:
+        event = self._coordinator.events.get(wait_s)
+        if event is None:
+            return False
+        with self._meter.waiting("merge"):
+            self._take(event)
+        event.taken.set()
+        return True
+
+    def _wait_for_buffers(self) -> None:
+        """Take events until the anchor is here; EnvironmentFault if the averaging process does not
+        give it back."""
+        end = time.monotonic() + BUFFERS_LIMIT_S
+        while self._lent:
+            self.take_events(wait_s=POLL_S)
+            if self._lent and (time.monotonic() > end or not self._coordinator.is_alive()):
+                raise AveragerStuck("the averaging process does not give the anchor back")
 
     def _wait_for_outcome(self, limit_s: float, stop: threading.Event) -> None:
         end = time.monotonic() + limit_s
@@ -297,6 +327,8 @@ class Learner:
     def _take(self, event: Event) -> None:
         self._snapshots.interrupt()
         match event:
+            case BuffersAsked():
+                self._lent = True
             case Committed():
                 self._commit(event)
             case Voided():
@@ -318,22 +350,20 @@ class Learner:
             previous=record.previous,
             contributor=bool(record.counted(self._me)),
         )
-        anchor, momentum = self._other_buffers()
-        own: OwnContribution | None = None
-        error: float | None = None
-        held = self._merge.held(record.round)
-        if facts.contributor and held is not None:
-            values = self._model.buffers.message
-            if not event.own_ready:
-                values = own_contribution(record, self._me, held.message, self._codec)
-            own = OwnContribution(values, record.left_out(self._me, self._codec))
-            error = relative_error(held.message, values)
+        self._lent = False
+        buffers, own, error = self._model.buffers, None, None
+        if facts.contributor and record.round in self._merge.fly:
+            if event.remainder:
+                own = Remainder(buffers.message, record.left_out(self._me, self._codec))
+                error = self._error_of(record.round, own)
+            else:  # the driver had given it up: what the record took of it is not known
+                self._merge.void(record.round)
         stated = record.member(self._me)
         tokens = 0
         sent_tokens = self._merge.tokens_of(record.round)
         if sent_tokens is not None and stated is not None:  # of much it counts less: tokens_cap
             tokens = min(sent_tokens, stated.tokens)
-        outcome = self._merge.commit(facts, anchor, momentum, own)
+        outcome = self._merge.commit(facts, buffers.anchor, buffers.momentum, own)
         self._chain_tokens = record.chain_tokens
         self.newest = record
         self._meter.committed(
@@ -357,19 +387,19 @@ class Learner:
     def _resync(self, event: Resynced) -> None:
         state, merge = event.state, self._merge
         self._states_taken += 1
-        anchor, momentum = self._other_buffers()
+        self._lent = False
         since = merge.round if event.fork_round is None else event.fork_round
         # What the headers do not tell may have been counted, and is not sent again.
         passed = {number for number in merge.unsettled if since < number <= state.round}
-        told, named = event.told, dict[int, OwnContribution | None]()
+        told, named = event.told, set[int]()
         if told is not None:
             passed = {number for number in passed if number <= told.after}
-            named = dict.fromkeys(number for number in told.named if number > since)
+            named = {number for number in told.named if number > since}
         merge.resync(
             state.round,
             state.digest,
-            anchor,
-            momentum,
+            self._model.buffers.anchor,
+            self._model.buffers.momentum,
             since=since,
             named=named,
             untold=passed,
@@ -379,10 +409,11 @@ class Learner:
         self._meter.reporter.event("resynced", round=state.round)
         self._save()  # the log begins at this state now, and an older snapshot cannot follow it
 
-    def _other_buffers(self) -> tuple[Tensor, Tensor]:
-        buffers = self._model.buffers
-        current = 0 if self._merge.anchor.data_ptr() == buffers.anchors[0].data_ptr() else 1
-        return buffers.anchors[1 - current], buffers.momenta[1 - current]
+    def _error_of(self, round_number: int, own: Remainder) -> float | None:
+        """What the codec lost of a message, as a share; None where it was sent before a restart, or
+        was empty."""
+        sent = self._sent.get(round_number, 0.0)
+        return norm(own.values) / sent if sent > 0 else None
 
     # ---- pieces ----------------------------------------------------------------------------------
     @property
@@ -393,12 +424,15 @@ class Learner:
 
     def _save(self) -> None:
         """Write a snapshot, while training stands still."""
+        self._wait_for_buffers()
         with self._meter.waiting("snapshot"):
             self._snapshots.write(self._merge, self._model.optimizer, self.data_state())
         self._unsaved.clear()
 
     def save_some(self, step_s: float) -> None:
         """Let the snapshot in the background get on; `step_s`: time that was trained since."""
+        if self._lent:
+            return
         merge, optimizer = self._merge, self._model.optimizer
         with self._meter.waiting("snapshot"):
             done = self._snapshots.advance(merge, optimizer, self.data_state, step_s=step_s)

@@ -8,24 +8,27 @@ contribution to a record:
 
     inner step         p = inner step from p;  start stays
     send               delta = start - p;  m = delta + E;  E = 0;  start = p;  m is exchanged
-    record, I in it    E += decay * (m - c), and E += m - c where a part of mine was left out
-    record, I not      E += m - delta;  start += delta       (the send is undone)
+    record, I in it    E = decay * (m - c), and m - c where a part of mine was left out
+    record, I not      E = m - delta;  start += delta       (the send is undone)
     every record then  u = start - p;  p = A - w * (u + deltas in flight);  start = p + u
-    void               E += m - delta;  start += delta       (the send is undone; A and p stay)
-    undone, yet named  start -= delta;  E -= m - delta;      then as "record, I in it"
+    void               E = m - delta;  start += delta       (the send is undone; A and p stay)
 
 With decay 1 and any schedule: sum of all inner steps = own c in committed records + E + m in flight
 + (start - p). `rebase` has w = 0.75, `reset` w = 0; `none` waits for its own record, so its u is 0
 and w plays no part. One code path serves the three; when a record is applied is the caller's
 business.
 
+Where a record names a send that was undone after all (nobody knew of the record for long, or
+another chain has it), what is unsent holds that send once more: nothing of it is kept, and the peer
+goes on from the anchor. It loses what it learnt in about a round; to tell the two apart would take
+two vectors for each undone send.
+
 Sources: DiLoCo (arXiv 2311.08105) for `none`, DiLoCoX (arXiv 2506.21263) for `reset`.
 
 `Merge` holds the state of one peer and stage: what a snapshot holds, exactly. Its memory, in
-vectors of the stage's size: live weights (the caller's), anchor, outer momentum, start and
-residual. A send in flight takes two, one of which the residual gives up, for it is empty then; each
-undone send (at most `max_undone`) takes two more, and makes a residual beside it. Nothing else is
-allocated, not for a moment either, but chunks and parts that were left out.
+vectors of the stage's size: live weights, anchor, outer momentum and that of residual and message
+(all the caller's), start, and while a send is in flight its delta. Nothing else is allocated, not
+for a moment either, but chunks and parts that were left out.
 """
 
 from __future__ import annotations
@@ -38,13 +41,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dilocox.peer.training.unsent_progress import Progress, chunks, norm
+from dilocox.peer.training.unsent_progress import Progress, norm
 
 SENDS_REMEMBERED = 64  # of those that are not held any more: two integers each
 
 
 class Residual:
-    """What the codec left unsent of a stage's updates, in memory only while there is any.
+    """What the codec left unsent of a stage's updates, and while a send is in flight its message:
+    both in one vector, for of the two there is only one at a time.
 
     Error feedback (EF-SGD, arXiv 1901.09847): coding loses up to half a step per value and round;
     kept and sent later, the loss stays bounded instead of piling up. The residual is measured
@@ -52,73 +56,63 @@ class Residual:
     other peers' data.
     """
 
-    def __init__(self, values: Tensor):
-        """values [n]: adopted, and changed in place."""
-        self._values: Tensor | None = values
-        self._nothing = values.new_zeros(()).expand(values.shape)  # takes one value of memory
-
-    @property
-    def empty(self) -> bool:
-        """Whether nothing is unsent."""
-        return self._values is None
+    def __init__(self, vector: Tensor):
+        """vector [n]: adopted, and changed in place; its values do not matter."""
+        self._vector = vector
+        self.empty = True
 
     @property
     def values(self) -> Tensor:
-        """[n]; where the residual is empty, new zeros that belong to the caller."""
-        return self._nothing.clone() if self._values is None else self._values
+        """[n]; where the residual is empty, new zeros."""
+        return torch.zeros_like(self._vector) if self.empty else self._vector
 
     @values.setter
     def values(self, values: Tensor) -> None:
-        self._values = values
+        self._vector.copy_(values)
+        self.empty = False
 
     @property
     def norm(self) -> float:
         """The Euclidean norm."""
-        return 0.0 if self._values is None else norm(self._values)
+        return 0.0 if self.empty else norm(self._vector)
 
     def clear(self) -> None:
         """Nothing is unsent any more."""
-        self._values = None
+        self.empty = True
 
     def take(self, delta: Tensor) -> Tensor:
-        """A send: the message delta + residual [n], in the residual's memory, which it gives up."""
-        message = delta.clone() if self._values is None else self._values.add_(delta)
-        self._values = None
+        """A send: the message, delta + residual [n], which takes the residual's place."""
+        message = self._vector.copy_(delta) if self.empty else self._vector.add_(delta)
+        self.empty = True
         return message
 
-    def give_back(self, message: Tensor, delta: Tensor) -> None:
-        """A send is undone: what it had taken from here, message - delta, is unsent again."""
-        self._add(message, delta, 1)
+    def take_again(self, message: Tensor) -> Tensor:
+        """A send of before a restart: its message [n], now in the residual's place."""
+        return self._vector.copy_(message)
 
-    def take_out(self, message: Tensor, delta: Tensor) -> None:
-        """A send was not undone after all: what `give_back` brought goes."""
-        self._add(message, delta, -1)
+    def give_back(self, delta: Tensor) -> None:
+        """The send is undone: what it had taken from here, message - delta, is unsent again."""
+        self._vector.sub_(delta)
+        self.empty = False
 
-    def _add(self, message: Tensor, delta: Tensor, sign: int) -> None:
-        if self._values is None:
-            self._values = torch.zeros_like(message)
-        for part in chunks(message):
-            self._values[part].add_(message[part] - delta[part], alpha=sign)
-
-    def settle(
-        self,
-        message: Tensor,
-        contribution: Tensor,
-        decay: float,
-        left_out: Iterable[slice] = (),
-    ) -> None:
-        """A record with this send was committed: keep `decay` of what it left of the message.
-
-        contribution [n]: this peer's own, decoded, 0 where it did not count. `left_out`: where that
-        is so, at least in part; there all that is unsent stays, without decay. The message is lost:
-        the residual takes its memory, or at least computes in it.
-        """
-        unsent = message.sub_(contribution)
-        kept = [(part, unsent[part].clone()) for part in left_out]
-        unsent.mul_(decay)
+    def settle(self, remainder: Remainder, decay: float) -> None:
+        """A record with the send was committed: keep `decay` of what it left of the message."""
+        kept = [(part, remainder.values[part].clone()) for part in remainder.left_out]
+        torch.mul(remainder.values, decay, out=self._vector)
         for part, values in kept:
-            unsent[part] = values
-        self._values = unsent if self._values is None else self._values.add_(unsent)
+            self._vector[part] = values
+        self.empty = False
+
+
+@dataclass(frozen=True, eq=False)
+class Remainder:
+    """What a record left of this peer's message, m - c [n]: the error of the codec, and all of it
+    where it did not count. `left_out`: the slices where that is so, at least in part; there all
+    that is unsent stays, without decay. The values belong to the merge then.
+    """
+
+    values: Tensor
+    left_out: Iterable[slice] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,15 +124,13 @@ class MergeConfig:
     decay: float = 0.95
     """How much of the codec's error the residual keeps."""
     max_age: int = 8
-    """Records after which unsent progress is dropped and undone sends are forgotten."""
-    max_undone: int = 2
-    """Undone sends kept, the newest, two vectors each; one named after that costs a reset."""
+    """Records after which unsent progress is dropped."""
 
     def __post_init__(self) -> None:
         if not (0 <= self.weight <= 1 and 0 <= self.decay <= 1):
             raise ValueError(f"merge weight {self.weight}, decay {self.decay}: choose from 0 to 1")
-        if self.max_age < 1 or self.max_undone < 1:
-            raise ValueError(f"max_age {self.max_age}, max_undone {self.max_undone}: at least 1")
+        if self.max_age < 1:
+            raise ValueError(f"max_age {self.max_age}: at least 1")
 
     @classmethod
     def of(cls, merge: str, *, rebase_weight: float, decay: float, max_age: int) -> MergeConfig:
@@ -151,15 +143,11 @@ class MergeConfig:
 
 @dataclass(eq=False)
 class Send:
-    """One send: the progress, the message (progress and residual), the tokens behind them.
-
-    age: records applied since it was undone.
-    """
+    """One send: the progress, the message (progress and residual), the tokens behind them."""
 
     delta: Tensor
     message: Tensor
     tokens: int
-    age: int = 0
 
 
 @dataclass(frozen=True)
@@ -198,22 +186,13 @@ class RecordFacts:
     """Whether the mean of at least one part holds this peer's values."""
 
 
-@dataclass(frozen=True, eq=False)
-class OwnContribution:
-    """What a record holds of this peer's message: decoded values [n], 0 where it was left out, and
-    the slices where that is so at least in part.
-    """
-
-    values: Tensor
-    left_out: Iterable[slice] = ()
-
-
 class Merge:
     """One peer's state of one stage, and the rules. `progress.live` belongs to the caller and
     changes in place. Methods run between two inner steps, in the thread that trains.
 
-    Anchors and momenta are adopted, not copied: whoever passes them must not write to them until
-    others were adopted.
+    Anchors and momenta are adopted, not copied, and may be the same vectors with other values: from
+    the moment when they begin to change until `commit` or `resync` no method may be called that
+    stands on the anchor.
 
     Every token that was trained on is behind the unsent progress (`tokens`), behind a send in
     flight, in a record as far as this peer knows (`counted_tokens`), or lost.
@@ -228,18 +207,19 @@ class Merge:
         *,
         round_number: int,
         digest: str,
+        message: Tensor | None = None,
     ):
         """As a joiner or spare: live weights set to the anchor of this record.
 
         Before the first record `round_number` is -1 and `digest` the manifest's. All vectors are
-        flat, of one length and dtype; live weights may be on another device.
+        flat, of one length and dtype; live weights may be on another device. message: where the
+        residual and messages are to lie, whatever it holds.
         """
         self.config = config
         self.progress = Progress(live, torch.empty_like(anchor))
-        self.residual = Residual(torch.zeros_like(anchor))
+        self.residual = Residual(torch.empty_like(anchor) if message is None else message)
         self.fly: dict[int, Send] = {}
-        self.undone: dict[int, Send] = {}
-        self.tokens: int = 0  # behind the unsent progress; negative while that is a doubled send's
+        self.tokens: int = 0  # behind the unsent progress
         self.age: int = 0  # records applied since nothing was unsent, or it was sent
         self.trained_tokens: int = 0
         self.counted_tokens: int = 0
@@ -262,11 +242,10 @@ class Merge:
         record of one of its sends comes after all."""
         self.progress.stand_on(self.anchor)
         self.residual.clear()
-        given_up = {n: send.tokens for n, send in (*self.fly.items(), *self.undone.items())}
+        given_up = {number: send.tokens for number, send in self.fly.items()}
         given_up |= {number: send.tokens for number, send in self._given_up.items()}
         self._give_up(given_up, clean=True)
         self.fly.clear()
-        self.undone.clear()
         self._nothing_unsent()
 
     def start_over(self, sent: Mapping[int, int], trained_tokens: int) -> None:
@@ -290,10 +269,9 @@ class Merge:
         }
         if not self.residual.empty:
             tensors["residual"] = self.residual.values
-        for kind, sends in (("fly", self.fly), ("undone", self.undone)):
-            for number, send in sends.items():
-                tensors[f"{kind}.{number}.delta"] = send.delta
-                tensors[f"{kind}.{number}.message"] = send.message
+        for number, send in self.fly.items():
+            tensors[f"fly.{number}.delta"] = send.delta
+            tensors[f"fly.{number}.message"] = send.message
         facts: dict[str, Any] = {
             "round": self.round,
             "digest": self.digest,
@@ -303,7 +281,6 @@ class Merge:
             "counted_tokens": self.counted_tokens,
             "unsent": self._unsent,
             "fly": [[number, send.tokens] for number, send in self.fly.items()],
-            "undone": [[n, send.tokens, send.age] for n, send in self.undone.items()],
             "counted": [[number, tokens] for number, tokens in self._counted.items()],
             "given_up": [[n, send.tokens, send.clean] for n, send in self._given_up.items()],
         }
@@ -316,29 +293,30 @@ class Merge:
         live: Tensor,
         tensors: Mapping[str, Tensor],
         facts: Mapping[str, Any],
+        message: Tensor | None = None,
     ) -> Merge:
-        """The state as it was. `live` is overwritten, anchor and momentum are adopted, and the rest
-        is copied.
+        """The state as it was. `live` and `message` are overwritten, anchor and momentum are
+        adopted, and the rest is copied.
 
         Raises:
             KeyError: a tensor or a fact is missing.
             ValueError: vectors that do not fit the live weights.
         """
         anchor, momentum = tensors["anchor"], tensors["momentum"]
+        number, digest = facts["round"], facts["digest"]
         self = cls(
-            config, live, anchor, momentum, round_number=facts["round"], digest=facts["digest"]
+            config, live, anchor, momentum, round_number=number, digest=digest, message=message
         )
         residual = [tensors["residual"]] if "residual" in tensors else []
         self.progress.check(tensors["live"], tensors["start"], *residual)
         live.copy_(tensors["live"])
         self.progress.start.copy_(tensors["start"])
         for values in residual:
-            self.residual.values = values.clone()
-        for kind, sends in (("fly", self.fly), ("undone", self.undone)):
-            for number, tokens, *age in facts[kind]:
-                delta, message = (tensors[f"{kind}.{number}.{n}"] for n in ("delta", "message"))
-                self.progress.check(delta, message)
-                sends[number] = Send(delta.clone(), message.clone(), tokens, *age)
+            self.residual.values = values
+        for number, tokens in facts["fly"]:
+            delta, sent = (tensors[f"fly.{number}.{name}"] for name in ("delta", "message"))
+            self.progress.check(delta, sent)
+            self.fly[number] = Send(delta.clone(), self.residual.take_again(sent), tokens)
         self._counted = {number: tokens for number, tokens in facts["counted"]}  # noqa: C416
         self._unsent = facts["unsent"]
         self.age = facts["age"]
@@ -354,6 +332,10 @@ class Merge:
         self.momentum = momentum
         self.round = round_number
         self.digest = digest
+
+    def _doubled(self) -> set[int]:
+        """The rounds of sends that were undone: what is unsent holds them once more."""
+        return {number for number, send in tuple(self._given_up.items()) if not send.clean}
 
     def _give_up(self, sends: Mapping[int, int], *, clean: bool) -> None:
         self._given_up |= {number: GivenUp(tokens, clean) for number, tokens in sends.items()}
@@ -395,19 +377,15 @@ class Merge:
         self._nothing_unsent()
         return send
 
-    def held(self, round_number: int) -> Send | None:
-        """The send of a round, in flight or undone; own contribution follows from its message."""
-        return self.fly.get(round_number) or self.undone.get(round_number)
-
     @property
     def unsettled(self) -> tuple[int, ...]:
         """The rounds of sends whose record may still come; any thread may ask."""
-        return *tuple(self.fly), *tuple(self.undone)
+        oldest = self.round - self.config.max_age
+        return *tuple(self.fly), *(n for n in self._doubled() if n > oldest)
 
     def tokens_of(self, round_number: int) -> int | None:
         """Of the send of a round, also of one that was given up; None where nothing is known."""
-        given_up = self._given_up.get(round_number)
-        send = self.held(round_number) or given_up
+        send = self.fly.get(round_number) or self._given_up.get(round_number)
         return None if send is None else send.tokens
 
     # ---- what became of it ----------------------------------------------------------------------
@@ -416,12 +394,12 @@ class Merge:
         record: RecordFacts,
         anchor: Tensor,
         momentum: Tensor,
-        own: OwnContribution | None = None,
+        own: Remainder | None = None,
     ) -> Outcome:
         """Apply the next record of the chain; `anchor` and `momentum` are those after it.
 
         A record of a round that was passed changes nothing. An open send of an earlier round is
-        closed as void. `own` is needed where the record names this peer and `held` knows the send.
+        closed as void. `own` is needed where the record names this peer and its send is in flight.
 
         Raises:
             OutOfOrder: the record does not follow the last one applied.
@@ -434,8 +412,8 @@ class Merge:
                 f"record {record.round} follows {record.previous[:12]}, but the last one applied "
                 f"is {self.digest[:12]} of round {self.round}"
             )
-        if record.contributor and own is None and self.held(record.round) is not None:
-            raise ValueError(f"record {record.round} names this peer: pass its own contribution")
+        if record.contributor and own is None and record.round in self.fly:
+            raise ValueError(f"record {record.round} names this peer: pass what it left unsent")
         self.progress.check(anchor, momentum, *([own.values] if own else []))
         for number in [number for number in self.fly if number < record.round]:
             self.void(number)
@@ -453,22 +431,20 @@ class Merge:
         """Undo the send in flight: its last attempt is void, or presumed so.
 
         `certain`: no record can ever name it, because half of its group signed aborts or no byte
-        of it left this peer; then it is not kept among the undone.
+        of it left this peer.
         """
         send = self.fly.pop(round_number)
-        self.residual.give_back(send.message, send.delta)
+        self.residual.give_back(send.delta)
         self.progress.start += send.delta
         self.tokens += send.tokens
         self._unsent = True
         if not certain:
-            self.undone[round_number] = send
-            self._forget(sorted(self.undone)[: -self.config.max_undone])
+            self._give_up({round_number: send.tokens}, clean=False)
 
     def drop(self) -> None:
         """Give up the unsent progress; its tokens are lost. The live weights stay."""
         self.progress.start.copy_(self.progress.live)
         self._nothing_unsent()
-        self._forget(list(self.undone))  # their progress went with it
 
     def discard_unsent(self) -> None:
         """Stand on the anchor with the send in flight on top: what this peer has of its own besides
@@ -476,7 +452,6 @@ class Merge:
         """
         self.residual.clear()
         self._nothing_unsent()
-        self._forget(list(self.undone))  # their progress went with it
         self.progress.stand_on(self.anchor)
         self.progress.rebase(self.anchor, self._in_flight(), self.config.weight)
 
@@ -488,7 +463,7 @@ class Merge:
         momentum: Tensor,
         *,
         since: int,
-        named: Mapping[int, OwnContribution | None],
+        named: Collection[int],
         untold: Collection[int] = (),
         records: int,
     ) -> Outcome:
@@ -496,39 +471,40 @@ class Merge:
 
         `since` is the round of the last common record (after an absence: of this peer's last one)
         and `records` how many the new state is ahead of it. `named` are the rounds of those that
-        name this peer, with its contribution (None where it cannot be had: then all of the message
-        counts). `untold` are rounds of which nobody said whether a record names this peer: what may
-        be counted is not kept, and its tokens are lost. Another send in flight is undone. Sends
-        that only the lost chain counted are not held any more: their tokens are lost. Unsent
-        progress stays.
+        name this peer: all of their messages counts, for what they left unsent cannot be had.
+        `untold` are rounds of which nobody said whether a record names this peer: what may be
+        counted is not kept, and its tokens are lost. Another send in flight is undone. Sends that
+        only the lost chain counted are not held any more: their tokens are lost. Unsent progress
+        stays.
         """
-        self.progress.check(anchor, momentum, *(own.values for own in named.values() if own))
+        self.progress.check(anchor, momentum)
         for number in [n for n in self._counted if n > since and n not in named]:
             self.counted_tokens -= self._counted.pop(number)
-        outcome = Outcome.FOLLOWED
+        outcome, doubled = Outcome.FOLLOWED, not self._doubled().isdisjoint(untold)
         for number in untold:
-            send = self._release(number)
+            send = self.fly.pop(number, None)
             if send is not None:
                 self._give_up({number: send.tokens}, clean=True)
         for number in [number for number in self.fly if number not in named]:
             # no record up to the new state's can name it: all of those are told
             self.void(number, certain=since < number <= round_number)
             outcome = Outcome.UNDONE
-        for number in named.keys() - self._counted.keys():
-            counted = self._count(number, named[number])
+        for number in set(named) - self._counted.keys():
+            counted = self._count(number, None)
             if outcome is not Outcome.RESET:
                 outcome = counted
+        outcome = Outcome.RESET if doubled else outcome
         self._adopt(round_number, digest, anchor, momentum)
         self._settle(records=records, outcome=outcome)
         return outcome
 
     # ---- steps of the above ---------------------------------------------------------------------
-    def _count(self, number: int, own: OwnContribution | None) -> Outcome:
+    def _count(self, number: int, own: Remainder | None) -> Outcome:
         """A record names this peer for its send of this round."""
-        send, given_up = self._release(number), self._given_up.pop(number, None)
+        send, given_up = self.fly.pop(number, None), self._given_up.pop(number, None)
         if send is not None:
             if own is not None:
-                self.residual.settle(send.message, own.values, self.config.decay, own.left_out)
+                self.residual.settle(own, self.config.decay)
             tokens, outcome = send.tokens, Outcome.COUNTED
         elif given_up is not None:
             tokens = given_up.tokens
@@ -541,16 +517,6 @@ class Merge:
             del self._counted[old]
         return outcome
 
-    def _release(self, number: int) -> Send | None:
-        """The send of a round, if held: from now on none of it is this peer's own."""
-        undone = self.undone.pop(number, None)
-        if undone is not None:
-            self.progress.start -= undone.delta
-            self.residual.take_out(undone.message, undone.delta)
-            self.tokens -= undone.tokens
-            self._unsent = True  # where a later send took it too, it is unsent with a minus now
-        return undone or self.fly.pop(number, None)
-
     def _settle(self, *, records: int, outcome: Outcome) -> None:
         """Put what is still this peer's own on top of the new anchor."""
         if outcome is Outcome.RESET:  # what was unsent may be in that send: it was counted
@@ -559,14 +525,7 @@ class Merge:
         self.age += records if self._unsent else 0
         if self.age >= self.config.max_age:
             self.drop()
-        for send in self.undone.values():
-            send.age += records
-        self._forget([n for n, send in self.undone.items() if send.age > self.config.max_age])
         self.progress.rebase(self.anchor, self._in_flight(), self.config.weight)
 
     def _in_flight(self) -> list[Tensor]:
         return [send.delta for send in self.fly.values()]
-
-    def _forget(self, numbers: Iterable[int]) -> None:
-        for number in numbers:
-            self._give_up({number: self.undone.pop(number).tokens}, clean=False)

@@ -193,7 +193,7 @@ class Leading:
         """The validation loss of the anchor, once all stages' anchors are of its round and the time
         is there: of short rounds many anchors are not evaluated.
         """
-        due = self._unvalidated and self._affordable
+        due = self._unvalidated and self._affordable and self._learner.here
         if due and self._head.anchors_at(self._learner.round):
             self._evaluate()
 

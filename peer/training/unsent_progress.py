@@ -8,7 +8,7 @@ The live weights are the flat tensor of which the model's parameters are views, 
 place only. They may be on another device than `start` (a GPU): then they are copied a chunk at a
 time, and no vector of the stage's size is allocated for it.
 
-Norms of such vectors are made in chunks, too (`norm`, `relative_error`).
+Norms of such vectors are made in chunks, too (`norm`).
 """
 
 # torch.linalg is not annotated.
@@ -18,7 +18,9 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -93,28 +95,46 @@ class Progress:
                 self.live[part].copy_(live)
 
 
+@contextmanager
+def exchanged(one: Tensor, other: Tensor) -> Generator[None]:
+    """For a while two flat vectors [n], on any devices, have each other's values."""
+    _exchange(one, other)
+    try:
+        yield
+    finally:
+        _exchange(one, other)
+
+
+@torch.no_grad()
+def _exchange(one: Tensor, other: Tensor) -> None:
+    for part in chunks(one):
+        kept = one[part].clone()
+        one[part].copy_(other[part])
+        other[part].copy_(kept)
+
+
 ROW_VALUES = 1 << 14  # few enough that their norm is exact to fp32
 
 
 @torch.no_grad()
 def norm(values: Tensor) -> float:
     """The Euclidean norm of a flat vector."""
-    return math.sqrt(sum(_squared(values[part]) for part in chunks(values)))
+    squares = (_row_norms(values[part]).double().square().sum() for part in chunks(values))
+    return math.sqrt(sum(map(float, squares)))
+
+
+@dataclass(frozen=True)
+class Fingerprint:
+    """What tells a flat vector from others: the sha256, in hex, of the norms of its rows, and the
+    Euclidean norm of all of it."""
+
+    sha256: str
+    norm: float
 
 
 @torch.no_grad()
-def relative_error(message: Tensor, carried: Tensor) -> float | None:
-    """|message - carried| / |message|; None where that is no number, as of an empty message."""
-    lost = sum(_squared(message[part] - carried[part]) for part in chunks(message))
-    whole = sum(_squared(message[part]) for part in chunks(message))
-    error = math.sqrt(lost / whole) if whole > 0 else math.nan
-    return error if math.isfinite(error) else None
-
-
-@torch.no_grad()
-def fingerprint(values: Tensor) -> str | None:
-    """What tells a flat vector from others: the sha256 of the norms of its chunks, in hex. None
-    where a value is not finite.
+def fingerprint(values: Tensor) -> Fingerprint | None:
+    """Of a flat vector; None where a value is not finite.
 
     One pass over memory (0.05 s for 58 million values, where the sha256 of all bytes takes 0.3 s):
     it stands between the time of a group and the send for it.
@@ -122,7 +142,8 @@ def fingerprint(values: Tensor) -> str | None:
     norms = _row_norms(values)
     if not bool(norms.isfinite().all()):
         return None
-    return hashlib.sha256(norms.numpy().tobytes()).hexdigest()
+    whole = math.sqrt(float(norms.double().square().sum()))
+    return Fingerprint(hashlib.sha256(norms.numpy().tobytes()).hexdigest(), whole)
 
 
 def _row_norms(values: Tensor) -> Tensor:
@@ -134,10 +155,6 @@ def _row_norms(values: Tensor) -> Tensor:
             torch.linalg.vector_norm(values[whole:]).view(1),
         ]
     ).cpu()
-
-
-def _squared(chunk: Tensor) -> float:
-    return float(_row_norms(chunk).double().square().sum())
 
 
 def chunks(values: Tensor) -> Iterator[slice]:

@@ -175,6 +175,13 @@ def test_the_basis_of_past_rounds_finds_the_largest_directions():
     assert errors[-1] < 1.02
 
 
+def own_of(low_rank, p_hat, q_own, counted):
+    """What is taken out of a message, [n]."""
+    left = torch.zeros(LAYOUT.numel)
+    low_rank.take_out(left, p_hat, q_own, counted)
+    return -left
+
+
 def test_own_contributions_weighted_are_the_average():
     low_rank = LowRank(LAYOUT, RANKS)
     weights = torch.tensor([0.5, 0.3, 0.2])
@@ -186,7 +193,7 @@ def test_own_contributions_weighted_are_the_average():
     p_hat = low_rank.orthonormal(coded(p_mean, 4, parts=3))
     sent = [coded(low_rank.contract(message, p_hat), 4) for message in messages]
     q_mean = sum((w * q for w, q in zip(weights, sent, strict=True)), torch.zeros(()))
-    own = [low_rank.expand_own(p_hat, q, everywhere) for q in sent]
+    own = [own_of(low_rank, p_hat, q, everywhere) for q in sent]
     weighted = sum((w * c for w, c in zip(weights, own, strict=True)), torch.zeros(()))
     scale = weighted.abs().max()
     # without the second code they are equal, with it as far apart as that code's error
@@ -205,14 +212,14 @@ def test_an_own_contribution_is_zero_where_it_did_not_count():
     counted = [slice(448, 1472)]
     kept = torch.zeros_like(q_own)
     kept[counted[0]] = q_own[counted[0]]
-    own = low_rank.expand_own(p_hat, q_own, counted)
+    own = own_of(low_rank, p_hat, q_own, counted)
     assert torch.allclose(own, low_rank.expand(p_hat, kept), atol=1e-5)
     assert not torch.allclose(own, low_rank.expand(p_hat, q_own), atol=1e-2)
     assert LAYOUT.view(own)["norm"].any()
     assert not LAYOUT.view(own)["small"].any()
     # what is untouched by the left-out slices is there in full
     left_out = [slice(0, 448), slice(1472, low_rank.q_numel)]
-    whole = low_rank.expand_own(p_hat, q_own, [slice(0, low_rank.q_numel)])
+    whole = own_of(low_rank, p_hat, q_own, [slice(0, low_rank.q_numel)])
     touched = torch.zeros(LAYOUT.numel, dtype=torch.bool)
     for part in low_rank.touched(left_out):
         touched[part] = True

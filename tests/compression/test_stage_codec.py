@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -83,7 +84,14 @@ class Exchange:
             [part for index, part in enumerate(self.parts) if index not in out.get(n, ())]
             for n in range(3)
         ]
-        self.own = [self.means.own(messages[n], self.counted[n]) for n in range(3)]
+        self.own = [own(self.means, messages[n], self.counted[n]) for n in range(3)]
+
+
+def own(means: StageMeans, message: Tensor, counted: Sequence[slice]) -> Tensor:
+    """What a member's message put in, [n]."""
+    left = message.clone()
+    means.take_out(left, counted)
+    return message - left
 
 
 def error(found: Tensor, wanted: Tensor) -> float:
@@ -116,12 +124,12 @@ def test_what_the_scheme_carries_of_a_message_it_was_made_for(scheme: str, limit
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
-def test_an_own_contribution_may_take_the_place_of_its_message(scheme: str) -> None:
+def test_pieces_of_the_average_are_the_average(scheme: str) -> None:
     codec = codec_of(scheme)
-    messages = [message(seed) for seed in range(3)]
-    exchange = Exchange(codec, messages, codec.first_basis("seed"), {2: {0}})
-    place = messages[2]
-    assert torch.equal(exchange.means.own(place, exchange.counted[2], out=place), exchange.own[2])
+    exchange = Exchange(codec, [message(seed) for seed in range(3)], codec.first_basis("seed"))
+    found = torch.zeros(LAYOUT.numel)
+    exchange.means.average_pieces(lambda part, values: found[part].copy_(values))
+    assert torch.equal(found, exchange.average)
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
@@ -133,7 +141,7 @@ def test_where_a_member_is_left_out_its_own_is_zero_and_nothing_decays(scheme: s
     undecayed = torch.zeros(LAYOUT.numel, dtype=torch.bool)
     for part in codec.undecayed(exchange.ranks, left_out):
         undecayed[part] = True
-    whole = exchange.means.own(messages[2], exchange.parts)
+    whole = own(exchange.means, messages[2], exchange.parts)
     changed = exchange.own[2] != whole
     assert changed.any()
     assert not (changed & ~undecayed).any(), "a value that lacks something would decay"

@@ -78,6 +78,14 @@ def averaged(
     return Averaged(record=record, lossless=means.average())
 
 
+def own_contribution(record: RoundRecord, peer: str, message: Tensor, codec: StageCodec) -> Tensor:
+    """What the average holds of a member's message, 0 where that was left out: [n], to the rounding
+    of the message."""
+    left = message.clone()
+    record.take_out(peer, left, codec)
+    return message - left
+
+
 def _mean(
     phase: Phase, place: slice, sent: Mapping[str, bytes], weights: Mapping[str, int]
 ) -> bytes:

@@ -188,26 +188,27 @@ class Loop:
             self.learner.stepped(Stepped(step=0, loss=3.0, skipped=skipped), 0.5)
 
     def committed(self, number: int, average: Tensor | float, *, mine: bool = False) -> Committed:
-        """The chain's next record, its outer step done in the buffers that are not current.
+        """The chain's next record, its outer step done, as the averaging process does it.
 
-        `mine`: this peer's message is in it.
+        `mine`: this peer's message is in it, and the codec lost nothing of it.
         """
         merge, outer = self.model.merge, self.manifest.outer
-        other = 1 if merge.anchor.data_ptr() == self.buffers.anchors[0].data_ptr() else 0
         if not isinstance(average, Tensor):
             average = torch.full_like(merge.anchor, average)
         OuterStep(outer.learning_rate, outer.momentum).apply(
             merge.anchor,
             merge.momentum,
             average,
-            self.buffers.anchors[other],
-            self.buffers.momenta[other],
+            merge.anchor,
+            merge.momentum,
         )
+        if mine:
+            self.buffers.message.zero_()
         return Committed(
             record=self._record(number, mine=mine),
             digest=f"{number:064x}",
             anchor_sha256="a" * 64,
-            own_ready=False,
+            remainder=mine,
             exchange_s=None,
         )
 

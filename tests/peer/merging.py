@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from dilocox.peer.rounds.outer_step import OuterStep
-from dilocox.peer.training.merge import Merge, MergeConfig, Outcome, OwnContribution, RecordFacts
+from dilocox.peer.training.merge import Merge, MergeConfig, Outcome, RecordFacts, Remainder
 
 OUTER = OuterStep(0.5, 0.5)
 CONFIG = MergeConfig(weight=0.75, decay=1.0, max_age=8)
@@ -42,7 +42,9 @@ class Peer:
             previous=self.merge.digest,
             contributor=mine is not None,
         )
-        own = None if mine is None else OwnContribution(one(mine))
+        send, own = self.merge.fly.get(round_number), None
+        if send is not None and mine is not None:
+            own = Remainder(send.message - mine)
         return self.merge.commit(facts, anchor, momentum, own)
 
     @property

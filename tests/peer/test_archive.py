@@ -127,7 +127,8 @@ class Kept:
 
         async def take() -> tuple[int, ...]:
             with contextlib.suppress(NoState):
-                state = await chain.state(ME, folder, anchor, momentum, after_round=-1)
+                found = await chain.state(ME, folder, after_round=-1)
+                state = found.load(anchor, momentum)
                 log.start_from(state.record, state.certificate)
             return (await chain.catch_up(log, claim.digest)).appended
 

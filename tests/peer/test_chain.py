@@ -15,7 +15,7 @@ from dilocox.dht.records import ClaimRecord
 from dilocox.dht.rpc import PeerBusy, TooSlow
 from dilocox.dht.swarm_view import SwarmView
 from dilocox.peer.averaging.averager import Applied
-from dilocox.peer.averaging.events import Committed, EventQueue, Resynced
+from dilocox.peer.averaging.events import BuffersAsked, Committed, EventQueue, Resynced
 from dilocox.peer.averaging.follower import ChainFollower
 from dilocox.peer.chain.sync import NoState, Reached, State, Told
 from dilocox.peer.rounds.record import RecordRefused
@@ -49,31 +49,41 @@ def follower(donor: ChainMaker, averager: Any, events: EventQueue, **facts: Any)
 
 
 @pytest.mark.parametrize("sent", [None, 0])
-def test_a_record_that_names_this_peer_comes_with_what_its_own_part_is_made_of(
+def test_a_record_is_applied_when_the_loop_has_left_its_buffers(
     identities: list[Identity], tmp_path: Path, sent: int | None
 ) -> None:
-    """In the averager's buffers while the send is under way, else in the record's means: a send
-    that was presumed void is named by a late record."""
+    """And only while its own send is under way the message becomes what the record left of it."""
     donor = ChainMaker(identities[0], tmp_path, manifest_of())
     donor.train(0)
 
-    def apply(round_number: int, *, current: int, with_own: bool) -> Any:
+    applied = list[bool]()
+
+    def apply(round_number: int, *, with_own: bool) -> Any:
+        applied.append(with_own)
         digest = donor.log.head().digest
         return answered(Applied(digest=digest, anchor_sha256="a" * 64, payload_bytes=1))
 
     events = EventQueue()
     chain = follower(donor, SimpleNamespace(apply=apply), events)
-    for _ in range(3):
-        chain.tick(SwarmView(me=donor.peer), exchanging=False, sent_round=sent)
+
+    def tick() -> None:
+        for _ in range(3):
+            chain.tick(SwarmView(me=donor.peer), exchanging=False, sent_round=sent)
+
+    tick()
+    asked = events.get()
+    assert isinstance(asked, BuffersAsked) and events.get() is None
+    assert not applied
+    assert chain.busy, "an exchange would read what is about to change"
+    asked.taken.set()
+    tick()
+    assert applied == [sent == 0]
     event = events.get()
     assert isinstance(event, Committed)
-    assert event.own_ready == (sent == 0)
+    assert event.remainder == (sent == 0)
     logged = donor.log.read(0)
     assert logged is not None
-    if sent is None:
-        assert event.record == logged
-    else:
-        assert event.record == replace(logged, means=())
+    assert event.record == replace(logged, means=())
 
 
 # ---- records, or a state -------------------------------------------------------------------------
@@ -96,7 +106,11 @@ class Behind:
     back_to: list[int | None] = field(default_factory=list["int | None"])
 
     def __post_init__(self) -> None:
-        averager = SimpleNamespace(catch_up=self._catch_up, fetch_state=self._fetch_state)
+        averager = SimpleNamespace(
+            catch_up=self._catch_up,
+            fetch_state=self._fetch_state,
+            take_state=lambda found: self._ask(found, None),
+        )
         self.chain = follower(
             self.donor,
             averager,
@@ -111,7 +125,7 @@ class Behind:
         self.back_to.append(back_to)
         return self._ask("records", limit_bytes)
 
-    def _fetch_state(self, peer: str, *, current: int, after_round: int, hurry: bool) -> Any:
+    def _fetch_state(self, peer: str, *, after_round: int, hurry: bool) -> Any:
         self.hurried.append(hurry)
         self.donors.append(peer)
         return self._ask("state", after_round)
@@ -203,10 +217,17 @@ def test_who_takes_a_state_to_save_bytes_hears_from_the_headers_what_became_of_i
         certificate=b"",
     )
     behind.unsettled = (2, 1)
-    behind.answers = [nothing(costly=True, told=told), state]
+    behind.answers = [nothing(costly=True, told=told), "its file"]
     for _ in range(2):
         behind.look(record_bytes=201, rounds=5)
-    assert behind.asked == [("records", STATE_BYTES), ("state", -1)] and behind.back_to == [1]
+    asked = behind.events.get()
+    assert isinstance(asked, BuffersAsked)
+    behind.answers = [state]
+    asked.taken.set()
+    for _ in range(2):
+        behind.chain.tick(behind.view, exchanging=False)
+    assert behind.asked == [("records", STATE_BYTES), ("state", -1), ("its file", None)]
+    assert behind.back_to == [1]
     event = behind.events.get()
     assert isinstance(event, Resynced)
     if digest == "8" * 64:

@@ -357,6 +357,7 @@ for spec in (DataSpec(), DataSpec(source={str(tmp_path)!r}, format="json", parts
             timeout=60,
         )
         assert done.stdout.split("\n") == ["(2, 17) 64", "(2, 17) 64", ""], done.stderr
+        assert done.returncode == 0, done.stderr
 
     def test_opening_leaves_no_files_behind(self, tmp_path: Path, spec: DataSpec) -> None:
         datasets = importlib.import_module("datasets")

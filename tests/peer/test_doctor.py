@@ -347,4 +347,4 @@ def test_a_peer_that_may_be_short_of_memory_is_warned_and_not_refused(
     memory_and_disk.check_plan(1_000_000, None)
     assert not said
     memory_and_disk.check_plan(100_000_000, None)
-    assert "needs about 6.8 GB of memory, 2.0 GB are free: close other programs" in said[0]
+    assert "needs about 5.3 GB of memory, 2.0 GB are free: close other programs" in said[0]

@@ -12,8 +12,8 @@ import torch
 from dilocox.compression.group_codec import PayloadRefused
 from dilocox.dht.identity import Identity
 from dilocox.peer.rounds.group import Mean, ShareRefused
-from dilocox.peer.rounds.record import own_contribution
 from dilocox.peer.rounds.vote import Verdict
+from tests.peer.averaged import own_contribution
 from tests.peer.members import (
     PATIENT_S,
     SILENCE_S,

@@ -55,15 +55,15 @@ def test_counts_and_vectors_of_a_peer_are_seen_by_both_sides_of_a_fork() -> None
         buffers.sent.add("no such kind")
 
     def child() -> None:
-        buffers.anchors[1].fill_(2.5)
+        buffers.anchor.fill_(2.5)
         buffers.sent.add("state", 30)
         alone.add("state", 30)
 
     process = multiprocessing.get_context("fork").Process(target=child)
     process.start()
     process.join(30.0)
-    assert buffers.anchors[1].tolist() == [2.5] * 1000
-    assert buffers.anchors[0].tolist() == [0.0] * 1000
+    assert buffers.anchor.tolist() == [2.5] * 1000
+    assert buffers.momentum.tolist() == [0.0] * 1000
     assert buffers.sent.read() == {"averaging": 0, "record": 0, "state": 42}
     assert (buffers.sent.total, alone.total) == (42, 0)
     assert not list(Path("/dev/shm").glob(f"torch_{os.getpid()}_*"))
@@ -190,9 +190,10 @@ def test_a_counted_record_says_what_the_codec_left_of_the_message(tmp_path: Path
     loop.learner.between_steps()
     (send,) = loop.model.merge.fly.values()
     length = float(send.message.norm())
-    event = loop.committed(0, send.message, mine=True)
-    loop.buffers.message.copy_(0.75 * send.message)
-    loop.fake.events.put(replace(event, own_ready=True, matchmaking_s=3.5, payload_bytes=77))
+    left = 0.25 * send.message
+    event = loop.committed(0, send.message.clone(), mine=True)
+    loop.buffers.message.copy_(left)
+    loop.fake.events.put(replace(event, matchmaking_s=3.5, payload_bytes=77))
     loop.learner.between_steps()
     loop.fake.events.put(loop.committed(1, 0.0))
     loop.learner.between_steps()

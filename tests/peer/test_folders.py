@@ -142,7 +142,7 @@ def test_a_stage_that_cannot_fit_is_refused_with_what_it_needs() -> None:
     numel = 10_000_000
     check_plan(numel, None)
     check_plan(numel, planned_bytes(numel))
-    with pytest.raises(InvalidInput, match=r"--memory-limit 0\.5: this stage needs about 1\.4 GB"):
+    with pytest.raises(InvalidInput, match=r"--memory-limit 0\.5: this stage needs about 1\.2 GB"):
         check_plan(numel, 0.5e9)
 
 

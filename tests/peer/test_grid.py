@@ -17,9 +17,9 @@ from dilocox.compression.stage_codec import Phase
 from dilocox.dht.identity import Identity
 from dilocox.peer.rounds.grid import Grid
 from dilocox.peer.rounds.group import AttemptResult, Mean
-from dilocox.peer.rounds.record import own_contribution
 from dilocox.peer.rounds.shares import encode
 from dilocox.peer.rounds.vote import Verdict
+from tests.peer.averaged import own_contribution
 from tests.peer.members import (
     LIMIT_S,
     VOTE_S,

@@ -14,7 +14,8 @@ import pytest
 import torch
 
 from dilocox.dht.errors import UnreadableManifest
-from dilocox.peer.averaging.events import Failed, Resynced, Voided
+from dilocox.peer.averaging.averager import AveragerStuck
+from dilocox.peer.averaging.events import BuffersAsked, Failed, Resynced, Voided
 from dilocox.peer.averaging.loop_status import LoopStatus
 from dilocox.peer.chain.sync import State, Told
 from dilocox.peer.training import loop as loop_module
@@ -99,12 +100,74 @@ def test_a_record_is_merged_between_two_inner_steps(loop: Loop) -> None:
 def test_records_in_a_row_are_merged_one_after_the_other(loop: Loop) -> None:
     loop.fake.events.put(loop.committed(0, 0.1))
     loop.learner.take_events()
-    first = loop.model.merge.anchor
+    first = loop.model.merge.anchor.clone()
     loop.fake.events.put(loop.committed(1, 0.1))
     loop.learner.take_events()
     assert loop.learner.round == 1
-    assert loop.model.merge.anchor.data_ptr() != first.data_ptr()
+    assert not torch.equal(loop.model.merge.anchor, first)
     assert [line["round"] for line in loop.events("round")] == [0, 1]
+
+
+# ---- the buffers, while the averaging process has them -------------------------------------------
+def lend(loop: Loop) -> None:
+    loop.fake.events.put(BuffersAsked())
+    loop.learner.between_steps()
+
+
+def test_while_a_record_moves_the_anchor_nothing_stands_on_it(tmp_path: Path) -> None:
+    loop = Loop(tmp_path)
+    loop.snapshots.soon()
+    loop.train()  # a snapshot begins
+    lend(loop)
+    assert not loop.learner.here
+    record = loop.committed(0, 0.1)
+    loop.snapshots.soon()
+    loop.train(50)
+    assert not list((tmp_path / "snapshots").glob("*[0-9]")), "of an anchor that was moving"
+    loop.fake.events.put(record)
+    loop.learner.between_steps()
+    assert loop.learner.here and loop.learner.round == 0
+    unsent = 51 * 0.001 * loop.manifest.outer.rebase_weight
+    torch.testing.assert_close(loop.live, loop.model.merge.anchor - unsent, rtol=0, atol=1e-5)
+
+
+def test_under_round_end_the_anchor_moves_while_the_round_goes_on(tmp_path: Path) -> None:
+    loop = loop_with(tmp_path, apply="round_end")
+    loop.train()
+    lend(loop)
+    assert not loop.learner.here
+    loop.fake.events.put(loop.committed(0, 0.1))
+    loop.learner.between_steps()
+    assert not loop.learner.here and loop.learner.round == -1
+    end_round(loop, 1, number=1)
+    assert loop.learner.here and loop.learner.round == 0
+
+
+def test_a_leaver_waits_for_the_anchor_that_it_is_to_keep(loop: Loop) -> None:
+    loop.train()
+    lend(loop)
+    loop.fake.events.to_come.append(lambda: loop.fake.events.put(loop.committed(0, 0.1)))
+    loop.learner.leave(ended=False)
+    again = Loop(loop.folder)
+    assert again.learner.round == 0
+    assert torch.equal(again.model.merge.anchor, loop.model.merge.anchor)
+
+
+def test_weights_that_are_not_finite_wait_for_the_anchor_too(loop: Loop) -> None:
+    loop.train()
+    lend(loop)
+    loop.live.fill_(math.nan)
+    loop.fake.events.to_come.append(lambda: loop.fake.events.put(loop.committed(0, 0.1)))
+    loop.train(skipped=True)
+    assert loop.learner.here and torch.equal(loop.live, loop.model.merge.anchor)
+
+
+def test_an_anchor_that_does_not_come_back_ends_the_peer(loop: Loop) -> None:
+    loop.train()
+    lend(loop)
+    loop.fake.alive = False
+    with pytest.raises(AveragerStuck, match="anchor"):
+        loop.learner.leave(ended=False)
 
 
 @pytest.mark.parametrize(
@@ -383,9 +446,9 @@ def test_the_run_has_ended_with_the_chains_tokens_or_when_the_swarm_says_so(loop
 
 def test_the_anchor_takes_the_place_of_the_weights_for_an_evaluation(loop: Loop) -> None:
     loop.train(3)
-    before = loop.live.clone()
+    before, anchor = loop.live.clone(), loop.model.merge.anchor.clone()
     with loop.learner.in_place():
-        assert torch.equal(loop.live, loop.model.merge.anchor)
+        assert torch.equal(loop.live, anchor)
         assert not torch.equal(loop.live, before)
     assert torch.equal(loop.live, before)
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from dilocox.peer.training.merge import Merge, MergeConfig, Outcome, OwnContribution, RecordFacts
+from dilocox.peer.training.merge import Merge, MergeConfig, Outcome, RecordFacts, Remainder
 from tests.peer.merging import Peer
 
 H = 4
@@ -136,35 +136,18 @@ def test_peer_without_a_send_follows_the_record() -> None:
     assert peer.at == (97, 95.5, 97.5)
 
 
-def test_undone_send_that_is_named_after_all_ends_as_if_its_record_had_come_in_time() -> None:
-    late, in_time = Peer(), Peer()
-    for peer in (late, in_time):
-        peer.steps(4)
-        peer.send(0)
-        peer.steps(1)
-    late.merge.void(0)  # presumed
-    assert late.record(0, 4, mine=4) is Outcome.COUNTED
-    in_time.record(0, 4, mine=4)
-    assert late.at == in_time.at == (97, 96.25, 97.25)
-    assert late.merge.tokens == in_time.merge.tokens == 1
-    assert not late.merge.undone
-
-
-def test_undone_send_that_is_named_after_the_next_send_took_it_too() -> None:
+def test_undone_send_that_is_named_after_all_costs_what_was_learnt_since() -> None:
     peer = Peer()
     peer.steps(4)
     peer.send(0)
     peer.merge.void(0)  # presumed:  start = 100
     peer.steps(4)  # p = 92
-    assert peer.send(1) == 8  # rounds 0 and 1;  start = 92
-    peer.steps(1)  # p = 91
-    # start = 92 - 4 = 88;  u = 88 - 91 = -3;  p = 97 - 0.75 * (-3 + 8) = 93.25;  start = 90.25
-    assert peer.record(0, 4, mine=4) is Outcome.COUNTED
-    assert peer.at == (97, 93.25, 90.25)
-    assert peer.merge.tokens == 1 - 4
-    peer.merge.void(1)  # start = 98.25: of 9 steps, 4 are in record 0 and 5 are unsent
-    assert peer.merge.progress.unsent().item() == 5
-    assert peer.merge.tokens == 5
+    assert peer.send(1) == 8  # rounds 0 and 1
+    assert peer.record(0, 4, mine=4) is Outcome.RESET
+    assert peer.at == (97, 97, 97)
+    assert (peer.merge.lost_tokens, peer.merge.counted_tokens) == (4, 4)
+    peer.steps(4)
+    assert peer.send(2) == 4
 
 
 def test_unsent_progress_is_dropped_after_max_age_records() -> None:
@@ -221,8 +204,9 @@ def test_left_out_parts_stay_whole_and_undecayed_in_the_residual() -> None:
     merge = Merge(config, live, zeros.clone(), zeros.clone(), round_number=-1, digest="m")
     live -= torch.tensor([4.0, 4, 4, 4])
     merge.trained(1)
-    merge.send(0)
+    send = merge.send(0)
     facts = RecordFacts(round=0, digest="d0", previous="m", contributor=True)
-    own = OwnContribution(torch.tensor([3.0, 1, 0, 3], dtype=live.dtype), left_out=[slice(1, 3)])
+    send.message.sub_(torch.tensor([3.0, 1, 0, 3]))
+    own = Remainder(send.message, left_out=[slice(1, 3)])
     merge.commit(facts, zeros.clone(), zeros.clone(), own)
     assert merge.residual.values.tolist() == [0.5, 3, 4, 0.5]

@@ -21,9 +21,9 @@ from torch import Tensor
 
 from dilocox.compression.layout import FlatLayout
 from dilocox.compression.stage_codec import StageCodec
-from dilocox.peer.rounds.record import RoundRecord, own_contribution
-from dilocox.peer.training.merge import MergeConfig, OwnContribution, RecordFacts
-from tests.peer.averaged import averaged
+from dilocox.peer.rounds.record import RoundRecord
+from dilocox.peer.training.merge import MergeConfig, RecordFacts, Remainder
+from tests.peer.averaged import averaged, own_contribution
 from tests.peer.codecs import codec_of
 from tests.peer.test_merge_invariant import EVENT, FOREVER, Draw, Schedule, Told, World
 
@@ -85,7 +85,7 @@ class CodecWorld(World):
         """A record of the two others, and of this peer where it is `mine`."""
         self.newest_round = max(self.newest_round, number)
         messages = {peer: 8 * self.unit * noise(peer, draw) for peer in ("a", "c")}
-        send = self.merge.held(number) if mine else None
+        send = self.merge.fly.get(number) if mine else None
         if send is not None:
             messages[ME] = send.message.clone()
             self.surprised += self.ranks_at_send[number] != self.ranks
@@ -113,12 +113,12 @@ class CodecWorld(World):
             previous=self.merge.digest,
             contributor=bool(record.counted(ME)),
         )
-        own = None
+        told = Told(facts, self.vector(*draw), None)
         if facts.contributor:
-            values = own_contribution(record, ME, messages[ME], self.codec)
-            own = OwnContribution(values, record.left_out(ME, self.codec))
+            told.own = own_contribution(record, ME, messages[ME], self.codec)
+            told.left_out = record.left_out(ME, self.codec)
         self.last, self.ranks = record, self.next_ranks(draw)
-        self.tell(Told(facts, self.vector(*draw), own))
+        self.tell(told)
 
     def basis(self, number: int) -> Tensor | None:
         seed = f"run/0/{number}"
@@ -141,15 +141,17 @@ class CodecWorld(World):
             if part.stop > part.start:
                 total = sum(TOKENS[peer] for peer in part.contributors)
                 for peer in part.contributors:
-                    own = means.own(messages[peer], [slice(part.start, part.stop)])
-                    whole += own.double() * (TOKENS[peer] / total)
+                    left = messages[peer].clone()
+                    means.take_out(left, [slice(part.start, part.stop)])
+                    own = messages[peer].double() - left.double()
+                    whole += own * (TOKENS[peer] / total)
         error = (lossless.double() - whole).abs().max()
         # the lossless mean rounds to fp32, and its product once more
         assert error <= 20 * FP32 * whole.abs().max(), self.happened
 
 
 def world_of(scheme: Any, **fields: Any) -> CodecWorld:
-    config = MergeConfig(weight=0.75, decay=1.0, max_age=FOREVER, max_undone=FOREVER)
+    config = MergeConfig(weight=0.75, decay=1.0, max_age=FOREVER)
     codec = codec_of(LAYOUT, scheme, **SCHEMES[scheme] | fields)
     return CodecWorld(config, torch.float32, UNIT, codec=codec)
 
@@ -185,7 +187,7 @@ def test_a_long_schedule_meets_every_event_and_conserves_progress(
     schedule = [(n, (a, b, c)) for n, (a, b, c) in zip(numbers, draws, strict=True)]
     world.run(schedule, lambda: None)
     assert_nothing_missing(world)
-    assert len(set(world.happened)) == 17
+    assert len(set(world.happened)) == 16
     assert world.lost[0] > 3, world.lost
     if scheme == "low_rank":
         assert world.lost[1] > 3, world.lost
@@ -209,7 +211,8 @@ def test_where_a_part_was_left_out_the_residual_keeps_all_of_it_whatever_the_dec
         lost=lambda peer, phase, part: peer == ME and part == 0,
     )
     record = found.record
-    own = own_contribution(record, ME, messages[ME], codec)
+    unsent = messages[ME].clone()
+    record.take_out(ME, unsent, codec)
     left_out = record.left_out(ME, codec)
     world = CodecWorld(
         MergeConfig(weight=0.75, decay=0.5, max_age=FOREVER), torch.float32, UNIT, codec=codec
@@ -217,14 +220,12 @@ def test_where_a_part_was_left_out_the_residual_keeps_all_of_it_whatever_the_dec
     world.live -= messages[ME]
     world.merge.trained(1)
     world.merge.send(0)
-    message = world.merge.fly[0].message.clone()
     facts = RecordFacts(round=0, digest="d", previous=world.merge.digest, contributor=True)
     zeros = torch.zeros(LAYOUT.numel)
-    world.merge.commit(facts, zeros, zeros.clone(), OwnContribution(own, left_out))
+    world.merge.commit(facts, zeros, zeros.clone(), Remainder(unsent.clone(), left_out))
     whole = torch.zeros(LAYOUT.numel, dtype=torch.bool)
     for part in left_out:
         whole[part] = True
-    unsent = message - own
     assert whole.any() and not whole.all()
     assert torch.equal(world.merge.residual.values[whole], unsent[whole])
     torch.testing.assert_close(world.merge.residual.values[~whole], 0.5 * unsent[~whole])

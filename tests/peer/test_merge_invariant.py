@@ -11,15 +11,15 @@ Who is killed when a line has come since the last one has sent what its state do
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from dilocox.peer.training.merge import Merge, MergeConfig, Outcome, OwnContribution, RecordFacts
+from dilocox.peer.training.merge import Merge, MergeConfig, Outcome, RecordFacts, Remainder
 
 Draw = tuple[int, int, int]
 Schedule = list[tuple[int, Draw]]
@@ -32,7 +32,8 @@ class Told:
 
     facts: RecordFacts
     anchor: Tensor
-    own: OwnContribution | None
+    own: Tensor | None  # what it holds of this peer
+    left_out: Sequence[slice] = ()
 
 
 @dataclass
@@ -52,6 +53,7 @@ class World:
 
     def __post_init__(self) -> None:
         self.given_up: set[int] = set()  # rounds of sends that are neither held nor known to count
+        self.undone: set[int] = set()  # likewise, and what is unsent holds them once more
         self.live = self.vector(8, 8, 8)
         self.stepped = self.vector(0, 0, 0)
         self.counted = self.vector(0, 0, 0)
@@ -97,17 +99,18 @@ class World:
                     n, draw, mine=True, left_out=True
                 ),
                 "commit without me": lambda draw, n=number: self.record(n, draw, mine=False),
-                "void": lambda _, n=number: merge.void(n),
+                "void": lambda _, n=number: self.void(n),
                 "certain void": lambda _, n=number: merge.void(n, certain=True),
             }
             if number > merge.round + 1:
                 events["record before mine"] = lambda draw, n=number: self.record(
                     n - 1, draw, mine=False
                 )
-        late = [number for number in merge.undone if number > merge.round]
-        if late:
-            events["late"] = lambda draw: self.record(late[draw[0] % len(late)], draw, mine=True)
-            events["late without me"] = lambda draw: self.record(late[0], draw, mine=False)
+        undone = [number for number in self.undone if number > merge.round]
+        if undone:
+            events["record of an undone send"] = lambda draw: self.record(
+                undone[draw[0] % len(undone)], draw, mine=True
+            )
         if self.told:
             events["doubled"] = lambda draw: self.tell(self.told[draw[0] % len(self.told)])
         return events
@@ -134,6 +137,10 @@ class World:
         self.sent_since[number] = send.tokens
         self.trained_then = self.merge.trained_tokens
 
+    def void(self, number: int) -> None:
+        self.merge.void(number)
+        self.undone.add(number)
+
     def record(self, number: int, draw: Draw, *, mine: bool, left_out: bool = False) -> None:
         self.newest_round = max(self.newest_round, number)
         facts = RecordFacts(
@@ -142,25 +149,40 @@ class World:
             previous=self.merge.digest,
             contributor=mine,
         )
-        own = OwnContribution(self.vector(*draw), [slice(0, 1)] if left_out else [])
-        self.tell(Told(facts, self.vector(*(4 * n + 8 for n in draw)), own if mine else None))
+        anchor, own = self.vector(*(4 * n + 8 for n in draw)), self.vector(*draw)
+        self.tell(Told(facts, anchor, own if mine else None, [slice(0, 1)] if left_out else []))
 
     def tell(self, record: Told) -> None:
-        number = record.facts.round
-        tokens = self.merge.tokens_of(number)
-        if record.own is not None and self.merge.held(number) is None:
-            record = replace(record, own=None)  # nothing is held that it could be of
-        outcome = self.merge.commit(record.facts, record.anchor, self.vector(0, 0, 0), record.own)
+        number, merge = record.facts.round, self.merge
+        tokens, send = merge.tokens_of(number), merge.fly.get(number)
+        last_closed = number - 1 if record.facts.contributor else number
+        closed = {n for n in merge.fly if n <= last_closed}
+        own = None
+        if send is not None and record.own is not None:
+            own = Remainder(send.message - record.own, record.left_out)
+        outcome = merge.commit(record.facts, record.anchor, self.vector(0, 0, 0), own)
         if outcome is Outcome.REPEATED:
             return
+        self.undone |= closed
         self.told.append(record)
-        assert (outcome is Outcome.COUNTED) == record.facts.contributor
+        doubled = record.facts.contributor and number in self.undone
+        assert (outcome is Outcome.RESET) == doubled
+        assert (outcome is Outcome.COUNTED) == (record.facts.contributor and not doubled)
         if record.facts.contributor and tokens is not None:
             self.tokens_counted += tokens
-        if record.own is not None:
-            self.counted += record.own.values
-        elif number in self.given_up:  # what is in it is neither the peer's nor lost
-            self.given_up.discard(number)
+        if own is not None and record.own is not None:
+            self.counted += record.own
+        if outcome is Outcome.RESET:
+            self.gone_back()
+        self.given_up.discard(number)  # what is in it is neither the peer's nor lost
+
+    def gone_back(self) -> None:
+        """The peer stands on the anchor: what was its own is nobody's any more."""
+        assert torch.equal(self.live, self.merge.anchor)
+        assert not (self.merge.can_send or self.merge.fly)
+        self.given_up |= self.undone
+        self.undone = set()
+        self.forgone = self.stepped - self.counted
 
     # ---- snapshots ---------------------------------------------------------------------------
     def save(self) -> None:
@@ -177,6 +199,7 @@ class World:
             self.tokens_stepped,
             self.tokens_counted,
             set(self.given_up),
+            set(self.undone),
             len(self.told),
         )
 
@@ -188,10 +211,10 @@ class World:
     def restart(self) -> None:
         """Killed and started from the newest snapshot; the chain is followed again from there."""
         self.reborn(*self.snapshot)
-        stepped, counted, forgone, tokens_stepped, tokens_counted, given_up, position = self.truth
+        stepped, counted, forgone, tokens_stepped, tokens_counted, *sets, position = self.truth
         self.stepped, self.counted, self.forgone = stepped.clone(), counted.clone(), forgone.clone()
         self.tokens_stepped, self.tokens_counted = tokens_stepped, tokens_counted
-        self.given_up = set(given_up)
+        self.given_up, self.undone = map(set, sets)
         again, self.told = self.told[position:], self.told[:position]
         for record in again:
             self.tell(record)
@@ -200,15 +223,13 @@ class World:
         """Killed when sends were in the journal and not in the snapshot; records may name them."""
         trained, sends = self.trained_then, dict(self.sent_since)
         self.reborn(*self.snapshot)
-        held = {*self.merge.fly, *self.merge.undone}
+        held = set(self.merge.fly)
         self.merge.start_over(sends, trained)
-        assert torch.equal(self.live, self.merge.anchor)
-        assert not (self.merge.can_send or self.merge.fly or self.merge.undone)
-        _, counted, _, _, tokens_counted, given_up, position = self.truth
-        self.given_up = given_up | held | sends.keys()
+        _, counted, _, _, tokens_counted, given_up, undone, position = self.truth
+        self.given_up, self.undone = given_up | held | sends.keys(), set(undone)
         # all that was ever stepped is counted or lost: nothing of it is the peer's any more
         self.counted, self.tokens_counted = counted.clone(), tokens_counted
-        self.forgone = self.stepped - self.counted
+        self.gone_back()
         self.tokens_stepped = trained
         again, self.told = self.told[position:], self.told[:position]
         for record in again:
@@ -243,7 +264,7 @@ SCHEDULE = st.lists(EVENT, min_size=20, max_size=60)
 def test_nothing_is_lost_or_counted_twice_exactly_in_float64(
     schedule: Schedule, weight: float
 ) -> None:
-    config = MergeConfig(weight=weight, decay=1.0, max_age=FOREVER, max_undone=FOREVER)
+    config = MergeConfig(weight=weight, decay=1.0, max_age=FOREVER)
     world = World(config, torch.float64, 0.25)
 
     def check() -> None:
@@ -254,11 +275,11 @@ def test_nothing_is_lost_or_counted_twice_exactly_in_float64(
 
 
 @settings(max_examples=100, deadline=None)
-@given(schedule=SCHEDULE, max_age=st.integers(1, 4), max_undone=st.integers(1, 3))
+@given(schedule=SCHEDULE, max_age=st.integers(1, 4))
 def test_no_token_vanishes_uncounted_where_old_progress_is_dropped(
-    schedule: Schedule, max_age: int, max_undone: int
+    schedule: Schedule, max_age: int
 ) -> None:
-    config = MergeConfig(weight=0.75, decay=1.0, max_age=max_age, max_undone=max_undone)
+    config = MergeConfig(weight=0.75, decay=1.0, max_age=max_age)
     world = World(config, torch.float64, 0.25)
 
     def check() -> None:
@@ -291,7 +312,7 @@ def test_long_schedules_meet_every_event() -> None:
         generator = torch.Generator().manual_seed(seed)
         numbers = torch.randint(0, 5040, (400,), generator=generator).tolist()
         draws = torch.randint(-8, 9, (400, 3), generator=generator).tolist()
-        config = MergeConfig(weight=0.75, decay=1.0, max_age=FOREVER, max_undone=FOREVER)
+        config = MergeConfig(weight=0.75, decay=1.0, max_age=FOREVER)
         world = World(config, torch.float64, 0.25)
 
         def check(world: World = world) -> None:
@@ -299,4 +320,4 @@ def test_long_schedules_meet_every_event() -> None:
 
         world.run([(n, (a, b, c)) for n, (a, b, c) in zip(numbers, draws, strict=True)], check)
         happened |= set(world.happened)
-    assert len(happened) == 17
+    assert len(happened) == 16

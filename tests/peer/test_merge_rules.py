@@ -14,7 +14,6 @@ from dilocox.peer.training.merge import (
     MergeConfig,
     Outcome,
     OutOfOrder,
-    OwnContribution,
     RecordFacts,
 )
 from tests.peer.merging import Peer, one
@@ -66,7 +65,7 @@ def test_earlier_record_leaves_a_send_in_flight_and_keeps_it_in_the_live_weight(
 def test_record_that_names_an_unknown_send_resets_to_the_anchor() -> None:
     peer = Peer()
     peer.steps(3)
-    peer.merge.residual.values += 1.0
+    peer.merge.residual.values = one(1.0)
     assert peer.record(0, 4, mine=4) is Outcome.RESET
     assert peer.at == (97, 97, 97)
     assert peer.merge.residual.values.item() == 0
@@ -77,7 +76,7 @@ def test_naming_a_known_send_without_its_contribution_is_refused_before_anything
     sent: Peer,
 ) -> None:
     facts = RecordFacts(round=0, digest="d0", previous="m", contributor=True)
-    with pytest.raises(ValueError, match="own contribution"):
+    with pytest.raises(ValueError, match="left unsent"):
         sent.merge.commit(facts, one(0), one(0))
     assert sent.at == (100, 96, 96)
     assert sent.merge.round == -1
@@ -96,27 +95,13 @@ def test_only_one_send_is_in_flight_and_none_goes_without_tokens_or_behind_the_c
         peer.send(7)
 
 
-def test_undone_sends_are_bounded_and_a_certain_void_keeps_none() -> None:
-    peer = Peer(MergeConfig(decay=1.0, max_undone=2))
-    for number in range(4):
+def test_send_that_no_record_can_name_is_not_remembered() -> None:
+    peer = Peer()
+    for number in range(2):
         peer.steps(1)
         peer.send(number)
-        peer.merge.void(number, certain=number == 3)
-    assert sorted(peer.merge.undone) == [1, 2]
-    assert peer.record(0, 4, mine=1) is Outcome.RESET  # forgotten: it may be counted twice
-
-
-def test_undone_sends_are_forgotten_when_max_age_records_have_passed() -> None:
-    peer = Peer(MergeConfig(decay=1.0, max_age=2))
-    peer.steps(1)
-    peer.send(0)
-    peer.merge.void(0)
-    peer.send(9)  # nothing is unsent, so nothing is dropped
-    for number in (1, 2):
-        peer.record(number, 4)
-    assert 0 in peer.merge.undone
-    peer.record(3, 4)
-    assert 0 not in peer.merge.undone
+        peer.merge.void(number, certain=number == 1)
+    assert (peer.merge.tokens_of(0), peer.merge.tokens_of(1)) == (1, None)
 
 
 def test_undone_send_whose_progress_was_dropped_is_unknown_when_it_is_named(sent: Peer) -> None:
@@ -138,13 +123,6 @@ def test_progress_of_an_undone_send_ages_from_its_void() -> None:
     assert (peer.merge.age, peer.merge.lost_tokens) == (0, 4)
 
 
-def test_progress_unsent_with_a_minus_ages_too(sent: Peer) -> None:
-    sent.merge.void(0)
-    sent.send(1)  # has the steps of round 0 once more
-    sent.record(0, 4, mine=4)
-    assert (sent.merge.tokens, sent.merge.age) == (-4, 1)
-
-
 def test_reset_peer_follows_the_chain_as_a_new_one_does(sent: Peer) -> None:
     sent.merge.void(0)
     sent.merge.reset_to_anchor()
@@ -155,7 +133,7 @@ def test_reset_peer_follows_the_chain_as_a_new_one_does(sent: Peer) -> None:
 
 # ---- another chain's state -----------------------------------------------------------------------
 def resync(peer: Peer, **changes: Any) -> Outcome:
-    arguments: dict[str, Any] = {"since": -1, "named": {}, "records": 2} | changes
+    arguments: dict[str, Any] = {"since": -1, "named": (), "records": 2} | changes
     return peer.merge.resync(3, "w3", one(50), one(7), **arguments)
 
 
@@ -171,16 +149,16 @@ def test_fork_loser_takes_the_winners_anchor_undoes_its_open_send_and_keeps_its_
 
 def test_resync_counts_an_open_send_that_the_other_chain_names(sent: Peer) -> None:
     sent.steps(1)
-    assert resync(sent, named={0: OwnContribution(one(3))}) is Outcome.COUNTED
+    assert resync(sent, named={0}) is Outcome.COUNTED
     assert sent.at == (50, 49.25, 50.25)  # u = 1
-    assert sent.merge.residual.values.item() == 1
-
-
-def test_resync_counts_an_undone_send_that_the_other_chain_names(sent: Peer) -> None:
-    sent.merge.void(0)
-    assert resync(sent, named={0: None}) is Outcome.COUNTED
-    assert sent.at == (50, 50, 50)
     assert sent.merge.residual.values.item() == 0
+
+
+def test_other_chain_that_names_an_undone_send_resets_to_its_anchor(sent: Peer) -> None:
+    sent.merge.void(0)
+    assert resync(sent, named={0}) is Outcome.RESET
+    assert sent.at == (50, 50, 50)
+    assert (sent.merge.counted_tokens, sent.merge.lost_tokens) == (4, 0)
 
 
 def test_send_that_only_the_lost_chain_counted_is_lost_and_said_so(sent: Peer) -> None:
@@ -194,7 +172,7 @@ def test_send_that_only_the_lost_chain_counted_is_lost_and_said_so(sent: Peer) -
 def test_send_that_both_chains_counted_is_neither_lost_nor_unknown(sent: Peer) -> None:
     sent.record(0, 4, mine=4)
     sent.steps(1)
-    assert resync(sent, named={0: None}) is Outcome.FOLLOWED
+    assert resync(sent, named={0}) is Outcome.FOLLOWED
     assert (sent.merge.lost_tokens, sent.merge.tokens) == (0, 1)
 
 
@@ -204,25 +182,19 @@ def test_send_counted_before_the_fork_is_not_lost_with_it(sent: Peer) -> None:
     assert sent.merge.lost_tokens == 0
 
 
-def test_state_that_is_many_records_ahead_ages_what_is_unsent_or_undone_by_as_many() -> None:
+def test_state_that_is_many_records_ahead_ages_what_is_unsent_by_as_many() -> None:
     peer = Peer()
     peer.steps(1)
     peer.send(0)
     peer.merge.void(0)
     resync(peer, records=8)
-    assert (peer.merge.lost_tokens, peer.merge.tokens, peer.merge.undone) == (1, 0, {})
-    peer.steps(1)
-    peer.send(5)
-    peer.merge.void(5)
-    peer.send(6)
-    resync(peer, since=3, records=9, named={6: None})
-    assert (peer.merge.lost_tokens, peer.merge.undone) == (1, {})
+    assert (peer.merge.lost_tokens, peer.merge.tokens) == (1, 0)
 
 
 def test_other_chain_that_names_an_unknown_send_resets_to_its_anchor() -> None:
     peer = Peer()
     peer.steps(4)
-    assert resync(peer, named={2: None}) is Outcome.RESET
+    assert resync(peer, named={2}) is Outcome.RESET
     assert peer.at == (50, 50, 50)
 
 

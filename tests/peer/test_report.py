@@ -84,7 +84,7 @@ def committed(round_number: int, members: int = 2) -> Committed:
         chain_tokens=900,
     )
     return Committed(
-        record=record, digest="d" * 64, anchor_sha256="a" * 64, own_ready=True, exchange_s=0.25
+        record=record, digest="d" * 64, anchor_sha256="a" * 64, remainder=True, exchange_s=0.25
     )
 
 

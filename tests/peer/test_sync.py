@@ -51,7 +51,8 @@ class Joiner:
 
     def taken(self, folder: Path) -> State:
         anchor, momentum = (torch.zeros(self.maker.layout.numel) for _ in range(2))
-        return asyncio.run(self.chain().state(PEER, folder, anchor, momentum, after_round=-1))
+        found = asyncio.run(self.chain().state(PEER, folder, after_round=-1))
+        return found.load(anchor, momentum)
 
     @property
     def headers(self) -> list[int]:

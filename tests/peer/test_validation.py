@@ -6,7 +6,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from dilocox.peer.training.data import validation_loss, weights_replaced
+from dilocox.peer.training.data import validation_loss
+from dilocox.peer.training.unsent_progress import exchanged
 
 VOCABULARY = 16
 
@@ -35,9 +36,10 @@ def test_no_gradient_is_kept() -> None:
 def test_the_live_weights_come_back_whatever_happens_meanwhile() -> None:
     live, other = torch.arange(4.0), torch.ones(4)
     view = live[1:3]
-    with weights_replaced(live, other):
+    with exchanged(live, other):
         assert torch.equal(view, torch.ones(2))
     assert torch.equal(live, torch.arange(4.0))
-    with pytest.raises(KeyError), weights_replaced(live, other):
+    with pytest.raises(KeyError), exchanged(live, other):
         raise KeyError
     assert torch.equal(live, torch.arange(4.0))
+    assert torch.equal(other, torch.ones(4))

@@ -14,7 +14,7 @@ DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 def write_atomically(path: Path, data: bytes, *, durable: bool = True) -> None:
-    """Write, flush to the disk (if `durable`), then rename into place.
+    """Write, flush to the disk (if `durable`, file and name), then rename into place.
 
     Raises:
         EnvironmentFault: the disk is full or the folder cannot be written.
@@ -27,6 +27,8 @@ def write_atomically(path: Path, data: bytes, *, durable: bool = True) -> None:
             if durable:
                 os.fsync(file.fileno())
         temporary.replace(path)
+        if durable:
+            sync(path.parent)
     except OSError as error:
         with contextlib.suppress(OSError):
             temporary.unlink()

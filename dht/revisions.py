@@ -98,11 +98,25 @@ def changes(before: Manifest, after: Manifest) -> list[Change]:
     ]
 
 
+_READ_FROM = {
+    "initial.anchors": "the checkpoint at `model.from`",
+    "data.tokenizer_digest": "what the tokenizer makes of text",
+    "data.held_out": "the held-out part of the data",
+}
+
+
 def check_of_run(wanted: Manifest, run: str, known: Iterable[Manifest]) -> None:
     """Raise InvalidInput if a run.yaml differs from all of these revisions of a run that began."""
     differences = [changes(each, wanted) for each in known]
     if all(differences):
         first = differences[-1][0]
+        read = _READ_FROM.get(first.field)
+        if read is not None:  # by `dilocox bootstrap`, and not from run.yaml
+            raise InvalidInput(
+                f"{read} is not what it was when run {run} began ({first.field} is "
+                f"{shown(first.after)}, the run has {shown(first.before)}): put that back, or "
+                "begin another run under another name"
+            )
         raise InvalidInput(
             f"run.yaml says {first.after!r} for {first.field}, run {run} has {first.before!r}; to "
             "change a run that has begun use `dilocox operate revise`, to begin another one give "

@@ -22,7 +22,7 @@ from torch import Tensor
 from dilocox.dht.errors import DilocoxError, EnvironmentFault, InvalidInput
 from dilocox.dht.invite import bootstrap_address
 from dilocox.dht.manifest import Manifest
-from dilocox.dht.rpc import REFUSED, LoopThread
+from dilocox.dht.rpc import REFUSED, LoopThread, PeerBusy
 from dilocox.peer.averaging.local_peer import LocalPeer
 from dilocox.peer.chain.download import claimed_chain
 from dilocox.peer.chain.rollback import STATE_NAME
@@ -36,7 +36,7 @@ logger = logging.getLogger(__name__)
 
 START_LIMIT_S = 10.0
 LIMIT_S = 6 * 3600.0  # of the stage's weights; a transfer that stalls fails much sooner
-WAIT_S = 300.0  # until somebody gives them
+WAIT_S = 300.0  # until somebody gives them, or says that it has no time now
 LOOK_S = 2.0
 
 
@@ -125,6 +125,8 @@ class InitialWeights:
                 try:
                     return await self._from(claimed.chain, peer)
                 except REFUSED as error:
+                    if isinstance(error, PeerBusy):  # it has them, and others take them now
+                        give_up = time.monotonic() + self._wait_s
                     last = str(error) or type(error).__name__
                     logger.info("no initial weights from %s: %s", peer[-6:], last)
             await asyncio.sleep(LOOK_S)

@@ -31,7 +31,7 @@ from typing import Any
 from torch import Tensor
 
 from dilocox.dht.errors import EnvironmentFault
-from dilocox.dht.files import disk_fault, sync, write_atomically
+from dilocox.dht.files import disk_fault, write_atomically
 from dilocox.peer.chain.snapshot_files import (
     Snapshot,
     newest_number,
@@ -379,7 +379,6 @@ class Journal:
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             write_atomically(self._path, lines.encode())
-            sync(self._path.parent)
         except OSError as error:
             raise disk_fault(self._path, error) from error
         self._sends, self._readable = sends, True

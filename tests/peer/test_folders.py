@@ -124,6 +124,22 @@ def test_a_full_disk_leaves_the_old_file_and_nothing_beside_it(
     assert [each.name for each in tmp_path.iterdir()] == ["vote"]
 
 
+def test_what_is_on_the_disk_for_good_has_its_name_there_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A vote whose name a power cut takes away could be cast once more, otherwise."""
+    synced: list[tuple[str, bool]] = []
+
+    def watched(descriptor: int) -> None:
+        path = Path(f"/proc/self/fd/{descriptor}").readlink()
+        synced.append((str(path), (tmp_path / "vote").exists()))
+
+    monkeypatch.setattr(os, "fsync", watched)
+    write_atomically(tmp_path / "vote", b"new")
+    assert [there for _, there in synced] == [False, True]
+    assert synced[-1][0] == str(tmp_path)
+
+
 def test_a_folder_that_is_none_is_a_fault_of_the_machine(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
     with pytest.raises(EnvironmentFault, match="Not a directory"):

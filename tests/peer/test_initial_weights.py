@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import shutil
+import time
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -26,6 +27,7 @@ from dilocox.dht.errors import EnvironmentFault, InvalidInput
 from dilocox.dht.identity import Identity
 from dilocox.dht.manifest import InitialSpec, Manifest, SignedManifest
 from dilocox.dht.revisions import changes
+from dilocox.dht.rpc import PeerBusy
 from dilocox.peer.averaging.local_peer import LocalPeer
 from dilocox.peer.chain.archive import StageArchive
 from dilocox.peer.chain.download import claimed_chain, download_chain
@@ -223,6 +225,25 @@ def test_who_lacks_the_checkpoint_takes_the_same_bytes_from_the_bootstrap(
     assert anchor_sha256(joiner.anchor) == manifest.initial.anchors[0]
     assert not joiner.momentum.any()
     assert not list((tmp_path / "peer").glob("incoming/*"))
+
+
+def test_a_bootstrap_that_serves_others_first_is_waited_for(
+    manifest: Manifest, tmp_path: Path, away: Path
+) -> None:
+    away.rename(Path(manifest.initial.source))
+    kept = archive(tmp_path / "bootstrap", manifest)
+    Path(manifest.initial.source).rename(away)
+    asked = list[float]()
+
+    def find(want: Mapping[str, Any]) -> Any:
+        asked.append(time.monotonic())
+        if asked[-1] - asked[0] < 5.0:
+            raise PeerBusy("8 downloads are served at once")
+        return kept.find(want)
+
+    joiner = Joiner(tmp_path / "peer", manifest, **{BOOTSTRAP: find})
+    assert joiner.begin(wait_s=3.0) == (-1, manifest.root)
+    assert asked[-1] - asked[0] > 5.0, "longer than it waits for somebody who has them"
 
 
 def test_a_late_joiner_takes_the_newest_state_and_its_record_instead(

@@ -8,6 +8,7 @@ import re
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -184,3 +185,6 @@ def test_a_bootstrap_starts_with_the_first_run_yaml_or_the_newest_and_no_other(
     other = checked_manifest(folder.yaml(outer={"learning_rate": 0.5}, seed=3))
     with pytest.raises(InvalidInput, match=r"for seed, run .* use `dilocox operate revise`"):
         OwnManifest(folder.key, other, folder.revisions)
+    data = replace(second.data, tokenizer_digest="7" * 64)
+    with pytest.raises(InvalidInput, match=r"tokenizer .* is not what it was .*: put that back"):
+        OwnManifest(folder.key, replace(second, data=data), folder.revisions)

@@ -233,15 +233,15 @@ def test_a_bootstrap_that_serves_others_first_is_waited_for(
     away.rename(Path(manifest.initial.source))
     kept = archive(tmp_path / "bootstrap", manifest)
     Path(manifest.initial.source).rename(away)
+    joiner = Joiner(tmp_path / "peer", manifest, **{BOOTSTRAP: kept.find})
     asked = list[float]()
 
-    def find(want: Mapping[str, Any]) -> Any:
+    async def before(*_: object) -> None:
         asked.append(time.monotonic())
         if asked[-1] - asked[0] < 5.0:
             raise PeerBusy("8 downloads are served at once")
-        return kept.find(want)
 
-    joiner = Joiner(tmp_path / "peer", manifest, **{BOOTSTRAP: find})
+    joiner.swarm.before = before
     assert joiner.begin(wait_s=3.0) == (-1, manifest.root)
     assert asked[-1] - asked[0] > 5.0, "longer than it waits for somebody who has them"
 

@@ -260,8 +260,12 @@ def save_tensors(
 
 def pieces_of(values: Tensor) -> Iterable[Tensor]:
     """The values of a tensor in pieces, each brought to the CPU as it is asked for."""
-    for piece in values.detach().reshape(-1).split(PIECE_VALUES):
-        yield piece.cpu()
+    return (piece.cpu() for piece in split(values))
+
+
+def split(values: Tensor) -> tuple[Tensor, ...]:
+    """The pieces where they are."""
+    return values.detach().reshape(-1).split(PIECE_VALUES)
 
 
 class _Hashed:

@@ -120,7 +120,7 @@ class Learner:
     @contextmanager
     def in_place(self) -> Generator[None]:
         """For a while the stage has the anchor's weights."""
-        with exchanged(self._merge.progress.live, self._merge.anchor):
+        with self._snapshots.still(), exchanged(self._merge.progress.live, self._merge.anchor):
             yield
 
     @property
@@ -171,7 +171,7 @@ class Learner:
             self._started_over = False
         elif fingerprint(self._merge.progress.live) is None:
             self._start_over()  # no inner step would be taken any more
-        self.save_some(seconds)
+        self.snapshot_if_due()
         self.publish()
 
     @property
@@ -203,7 +203,7 @@ class Learner:
             self.take_events(wait_s=POLL_S)
         else:
             self._stop.wait(POLL_S)
-        self.save_some(POLL_S)
+        self.snapshot_if_due()
         self.publish()
 
     @property
@@ -429,13 +429,12 @@ class Learner:
             self._snapshots.write(self._merge, self._model.optimizer, self.data_state())
         self._unsaved.clear()
 
-    def save_some(self, step_s: float) -> None:
-        """Let the snapshot in the background get on; `step_s`: time that was trained since."""
+    def snapshot_if_due(self) -> None:
+        """Begin a snapshot in the background, or note that one is complete."""
         if self._lent:
             return
-        merge, optimizer = self._merge, self._model.optimizer
         with self._meter.waiting("snapshot"):
-            done = self._snapshots.advance(merge, optimizer, self.data_state, step_s=step_s)
+            done = self._snapshots.advance(self._merge, self._model.optimizer, self.data_state)
         if done:
             self._unsaved = {n: s for n, s in self._unsaved.items() if n > self._snapshots.round}
 

@@ -223,7 +223,7 @@ Waiting = Literal[OwnWaiting, "neighbours", "spare"]
     join        the records or the state that it lacks at its start
     merge       a record or a state to be merged
     send        a message to be taken and noted on disk
-    snapshot    a piece of a snapshot to be copied, or all of one to be written
+    snapshot    a snapshot to be begun in the background, or all of one to be written
     record      the round's own record, under `merge: none`
     replica     a replica to be formed, as its head
     neighbours  activations and gradients, in a replica; data and the like count here too

@@ -99,7 +99,7 @@ class Leading:
         self._follow_lease()
         if not self._head.members and not self._form():
             self._learner.take_events(wait_s=POLL_S)
-            self._learner.save_some(POLL_S)
+            self._learner.snapshot_if_due()
             self._learner.publish()
             self._move_if_asked()
             return
@@ -290,7 +290,7 @@ class Serving:
             self._learner.stepped(stepped, now - self._stepped_at)
             self._stepped_at = now
         else:  # weights and moments rest until the step is told
-            self._learner.save_some(POLL_S)
+            self._learner.snapshot_if_due()
         self._show_replica()
 
     def _show_replica(self) -> None:

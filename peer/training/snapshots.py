@@ -1,13 +1,13 @@
 """Gathers a peer's whole state into a snapshot, and puts it back after a restart. `Journal` names
 the sends that left this peer since: a line each, on disk before the first byte of the send leaves.
 
-Training does not wait for the disk: between inner steps the thread that trains copies a few pieces
-of the state, which another thread writes (`Background`). So the pieces are of different moments.
-That does no harm as long as only inner steps lie between them, which move the live weights and the
-moments and nothing else: what is unsent is `start - live`, value by value, whenever a value was
-copied, and tokens and data position are those of the beginning, so a restart repeats the data of
-the steps since. Whatever else happens to the state (a send, a record, an undone send) first
-interrupts the snapshot, of which nothing stays; the next one is copied and written twice as fast.
+Training waits neither for the disk nor for a copy: another thread (`Background`) reads the state
+while inner steps change it, so the values are of different moments. That does no harm, for inner
+steps move the live weights and the moments and nothing else: what is unsent is `start - live`,
+value by value, whenever a value was read, and tokens and data position are those of the beginning,
+so a restart repeats the data of the steps since. Whatever else happens to the state (a send, a
+record, an undone send) first interrupts the snapshot, of which nothing stays; the next one is
+written twice as fast.
 
 Who finds a line of the journal after a restart was killed after a send: what it sent may be in a
 record, and the state on disk still holds it as unsent. It goes on from the anchor, so that nothing
@@ -17,17 +17,17 @@ a higher number was begun later, and holds that send already.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import logging
-import queue
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Generator, Iterable
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from dilocox.dht.errors import EnvironmentFault
@@ -36,8 +36,8 @@ from dilocox.peer.chain.snapshot_files import (
     Snapshot,
     newest_number,
     oldest_number,
-    pieces_of,
     read_snapshot,
+    split,
     tensors_of,
     write_snapshot,
 )
@@ -52,11 +52,8 @@ MAX_LINES = 64  # of sends between two snapshots: each of them tells that someth
 PERIOD_S = 1500.0  # between snapshots: 28 bytes a parameter each are 6 in a round of five minutes
 REST = 20  # so many times as long as a snapshot took, at least, no other is begun
 BYTES_PER_S = 128e6  # to the disk, on which others want to write, too
-COPYING_SHARE = 0.01  # of the time between two steps
-MOST_HASTE = 16.0  # both of these times so much, at most, after snapshots that were cut off
-PIECES_AHEAD = 16  # of 4 MiB, in memory
+MOST_HASTE = 16.0  # so many times as fast, at most, after snapshots that were cut off
 DISK_LIMIT_S = 60.0
-POLL_S = 0.5
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,8 +76,16 @@ class Snapshots:
         round: of the anchor of the newest complete one; -1 where there is none.
     """
 
-    def __init__(self, folder: Path, *, layout: str, period_s: float = PERIOD_S):
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        layout: str,
+        period_s: float = PERIOD_S,
+        bytes_per_s: float = BYTES_PER_S,
+    ):
         self._folder = folder
+        self._bytes_per_s = bytes_per_s
         self._layout = layout
         self._period_s = period_s
         self._journal = Journal(folder / "journal")
@@ -117,11 +122,8 @@ class Snapshots:
         merge: Merge,
         optimizer: InnerOptimizer,
         data: Callable[[], dict[str, Any]],
-        *,
-        step_s: float,
     ) -> bool:
-        """Copy some of the snapshot that is under way, or begin one that is due; between two inner
-        steps of `step_s` seconds. Whether one has become complete.
+        """Begin a snapshot that is due, between two inner steps. Whether one has become complete.
 
         Raises EnvironmentFault if the disk is full.
         """
@@ -131,9 +133,8 @@ class Snapshots:
             if now < self._due_at or (merge.fly and now < self._due_at + self._period_s):
                 return False
             snapshot = self._snapshot_of(merge, optimizer, data())
-            rate = self._haste * BYTES_PER_S
+            rate = self._haste * self._bytes_per_s
             self._writing = Background(self._folder, snapshot, self._number, bytes_per_s=rate)
-        self._writing.copy(self._haste * COPYING_SHARE * step_s)
         if not self._writing.ended:
             return False
         writing, self._writing = self._writing, None
@@ -145,12 +146,20 @@ class Snapshots:
         return True
 
     def interrupt(self) -> None:
-        """The state is about to change otherwise than by an inner step: what is not copied by now
-        is of a state that does not exist any more.
+        """The state is about to change otherwise than by an inner step: what is not read by now is
+        of a state that does not exist any more.
         """
-        if self._writing is not None and not (self._writing.copied or self._writing.given_up):
-            self._writing.give_up()
+        if self._writing is not None and self._writing.cut_off():
             self._haste = min(MOST_HASTE, 2 * self._haste)
+
+    @contextmanager
+    def still(self) -> Generator[None]:
+        """Nothing of the state is read meanwhile: it is changed, and changed back."""
+        if self._writing is None:
+            yield
+        else:
+            with self._writing.still():
+                yield
 
     def write(self, merge: Merge, optimizer: InnerOptimizer, data: dict[str, Any]) -> None:
         """Write everything now, the data position too; EnvironmentFault if the disk is full."""
@@ -217,21 +226,26 @@ class Interrupted(Exception):
 
 
 class Background:
-    """A snapshot that is being written, under this number, by a thread of its own.
+    """A snapshot that is being written, under this number, by a thread of its own, which reads the
+    tensors while the thread that made this changes them.
 
-    The thread that made this hands over the tensors, a few pieces at a time.
+    Attributes:
+        complete: whether it is on the disk.
     """
 
     def __init__(
         self, folder: Path, snapshot: Snapshot, number: int, *, bytes_per_s: float = BYTES_PER_S
     ):
-        self.copied = self.complete = False
+        self.complete = False
         self._bytes_per_s = bytes_per_s
-        self._left = (piece for each in tensors_of(snapshot) for piece in pieces_of(each))
-        self._next = next(self._left)
-        self._handed = queue.SimpleQueue[Tensor]()
-        self._room = threading.Semaphore(PIECES_AHEAD)
+        tensors = tensors_of(snapshot)
+        self._left = sum(tensor.numel() for tensor in tensors)  # values
+        self._reading = threading.Lock()  # held while a piece is
         self._given_up = threading.Event()
+        devices = {tensor.device for tensor in tensors if tensor.is_cuda}
+        # of their own, or each piece would wait for all that is queued for the GPU
+        self._streams = {device: torch.cuda.Stream(device) for device in devices}
+        self._follow()
         self._error: Exception | None = None
         self._began = time.monotonic()
         self._bytes = 0
@@ -251,28 +265,25 @@ class Background:
             raise self._error
         return time.monotonic() - self._began
 
-    def copy(self, limit_s: float) -> None:
-        """Hand over what there is room for, and wait for more room for no longer than this."""
-        end = time.monotonic() + limit_s
-        while not (self.copied or self.given_up or self.ended):
-            if not self._room.acquire(timeout=max(0.0, end - time.monotonic())):
-                return
-            self._handed.put(self._next.clone())
-            following = next(self._left, None)
-            if following is None:
-                self.copied = True
-            else:
-                self._next = following
-            if time.monotonic() >= end:
-                return
+    def cut_off(self) -> bool:
+        """Nothing is to stay of it, unless all is read already; whether that is new."""
+        with self._reading:
+            cut = self._left > 0 and not self._given_up.is_set()
+            if cut:
+                self._given_up.set()
+            return cut
 
-    @property
-    def given_up(self) -> bool:
-        """Whether nothing is to stay of it."""
-        return self._given_up.is_set()
+    @contextmanager
+    def still(self) -> Generator[None]:
+        """No piece is read meanwhile."""
+        with self._reading:
+            try:
+                yield
+            finally:
+                self._follow()
 
     def give_up(self) -> None:
-        """Nothing is to stay of it; `ended` when that is so."""
+        """Let it end; `join` waits for that."""
         self._given_up.set()
 
     def join(self) -> None:
@@ -280,6 +291,11 @@ class Background:
         self._thread.join(DISK_LIMIT_S)
         if not self.ended:
             raise EnvironmentFault(f"the disk has not answered for {DISK_LIMIT_S:.0f} s")
+
+    def _follow(self) -> None:
+        """What is read from a GPU now is what has been written to it until now, or later."""
+        for device, stream in self._streams.items():
+            stream.wait_stream(torch.cuda.current_stream(device))
 
     def _write(self, folder: Path, snapshot: Snapshot, number: int) -> None:
         try:
@@ -291,18 +307,23 @@ class Background:
             self._error = error
 
     def _pieces(self, values: Tensor) -> Iterable[Tensor]:
-        """What is handed over of a tensor, no faster than the disk may be used."""
-        left = values.numel()
-        while left:
+        """The values of a tensor, no faster than the disk may be used."""
+        for piece in split(values):
             early_s = self._bytes / self._bytes_per_s - (time.monotonic() - self._began)
-            if self._given_up.wait(max(0.0, early_s)):
-                raise Interrupted
-            with contextlib.suppress(queue.Empty):
-                piece = self._handed.get(timeout=POLL_S)
-                self._room.release()
-                left -= piece.numel()
-                self._bytes += piece.numel() * piece.element_size()
-                yield piece
+            self._given_up.wait(max(0.0, early_s))
+            with self._reading:
+                if self._given_up.is_set():
+                    raise Interrupted
+                read = self._read(piece)
+                self._left -= piece.numel()
+            self._bytes += read.nbytes
+            yield read
+
+    def _read(self, piece: Tensor) -> Tensor:
+        if not piece.is_cuda:
+            return piece.clone()
+        with torch.cuda.stream(self._streams[piece.device]):
+            return piece.to("cpu")
 
 
 def _named(snapshot: Snapshot, prefix: str) -> dict[str, Tensor]:

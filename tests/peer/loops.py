@@ -28,7 +28,7 @@ from dilocox.peer.rounds.outer_step import OuterStep
 from dilocox.peer.rounds.record import Contribution, ReducedShare, RoundRecord, SendFacts
 from dilocox.peer.training.loop import Learner, LocalModel
 from dilocox.peer.training.report import LoopMeter, Reporter
-from dilocox.peer.training.snapshots import Snapshots
+from dilocox.peer.training.snapshots import BYTES_PER_S, Snapshots
 from dilocox.pipeline.messages import Stepped
 from dilocox.pipeline.stage import parameter_shapes
 from tests.peer.members import template
@@ -138,7 +138,15 @@ class FakeCoordinator:
 class Loop:
     """A learner with a real merge, inner optimizer, snapshots and reports, and its coordinator."""
 
-    def __init__(self, folder: Path, run: Manifest | None = None, *, stage: int = 0):
+    def __init__(
+        self,
+        folder: Path,
+        run: Manifest | None = None,
+        *,
+        stage: int = 0,
+        bytes_per_s: float = BYTES_PER_S,
+    ):
+        """bytes_per_s: what snapshots in the background may write."""
         self.manifest = run or manifest()
         self.folder = folder
         self.stage = stage
@@ -147,7 +155,9 @@ class Loop:
             parameter_shapes(self.manifest.model, self.manifest.stages, stage)
         )
         self.buffers = StageBuffers.allocate(self.layout.numel)
-        self.snapshots = Snapshots(folder / "snapshots", layout=self.layout.digest)
+        self.snapshots = Snapshots(
+            folder / "snapshots", layout=self.layout.digest, bytes_per_s=bytes_per_s
+        )
         self.model: LocalModel = local_model(
             self.manifest,
             stage,

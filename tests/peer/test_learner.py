@@ -186,12 +186,12 @@ def test_who_only_follows_has_a_snapshot_that_its_pruned_log_reaches_back_to(
         loop.learner.between_steps()
 
     follow(0)
-    loop.learner.save_some(1.0)
+    loop.learner.snapshot_if_due()
     assert not list((loop.folder / "snapshots").glob("0*"))
     follow(1)  # half of what the log keeps: in the background
     end = time.monotonic() + 20
     while loop.snapshots.round < 1 and time.monotonic() < end:
-        loop.learner.save_some(1.0)
+        loop.learner.snapshot_if_due()
     assert loop.snapshots.round == 1
     for number in (2, 3, 4):
         follow(number)  # and three quarters of it: at once

@@ -112,7 +112,7 @@ def test_what_was_healed_is_on_the_disk(loop: Loop) -> None:
     step(again)
     end = time.monotonic() + 20
     while not bool(again.again().live.isfinite().all()) and time.monotonic() < end:
-        again.learner.save_some(1.0)  # in the background, but at once
+        again.learner.snapshot_if_due()  # in the background, but at once
     assert bool(again.again().live.isfinite().all())
 
 

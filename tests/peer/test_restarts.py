@@ -16,6 +16,7 @@ from dilocox.dht.errors import EnvironmentFault
 from dilocox.peer.chain import snapshot_files
 from dilocox.peer.chain.snapshot_files import LOCAL_FILE
 from dilocox.peer.training import snapshots
+from dilocox.peer.training.snapshots import BYTES_PER_S
 from tests.peer.loops import Loop
 
 STEP_TOKENS = 16
@@ -31,8 +32,15 @@ def killed(*_: Any, **__: Any) -> None:
 
 @pytest.fixture
 def loop(tmp_path: Path) -> Loop:
+    return begun(tmp_path)
+
+
+SLOW = 1.0  # bytes a second: of a snapshot one piece is read, and the rest never
+
+
+def begun(folder: Path, *, bytes_per_s: float = BYTES_PER_S) -> Loop:
     """A peer whose first send is in a record, and that trained on since."""
-    loop = Loop(tmp_path)
+    loop = Loop(folder, bytes_per_s=bytes_per_s)
     loop.train(2)
     send(loop, 0)
     commit(loop, 0)
@@ -51,19 +59,14 @@ def commit(loop: Loop, number: int, *, mine: bool = True) -> None:
     loop.learner.take_events()
 
 
-def advance(loop: Loop, calls: int = 1) -> bool:
-    """Whether a snapshot became complete in so many of its moments, which copy a piece each."""
+def advance(loop: Loop) -> bool:
+    """Whether a snapshot became complete; one that is due is begun."""
     model, data = loop.model, loop.learner.data_state
-    done = [
-        loop.snapshots.advance(model.merge, model.optimizer, data, step_s=0.0) for _ in range(calls)
-    ]
-    return any(done)
+    return loop.snapshots.advance(model.merge, model.optimizer, data)
 
 
-def copied_pieces(loop: Loop) -> int:
-    """How many pieces a snapshot of this loop has."""
-    tensors, _ = loop.model.merge.state()
-    return len(tensors) + len(loop.model.optimizer.state_dict().tensors)
+def halves(loop: Loop) -> list[Path]:
+    return list((loop.folder / "snapshots").glob("*.partial"))
 
 
 def until(condition: Callable[[], bool]) -> None:
@@ -83,16 +86,15 @@ def test_of_all_that_a_restart_needs_only_a_line_is_written_before_a_send(loop: 
     assert [path.name for path in journal.parent.iterdir()] == ["journal"]
 
 
-@pytest.mark.parametrize("begun", ["no snapshot", "begun", "half", "complete"])
+@pytest.mark.parametrize("before", ["no snapshot", "half of one", "complete"])
 def test_what_may_have_been_sent_is_not_sent_again(
-    loop: Loop, begun: str, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, before: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Killed in a send, wherever the snapshot was that was begun before it."""
-    if begun != "no snapshot":
+    loop = begun(tmp_path, bytes_per_s=SLOW) if before == "half of one" else begun(tmp_path)
+    if before != "no snapshot":
         loop.snapshots.soon()
-        advance(loop, 1 if begun == "begun" else copied_pieces(loop) // 2)
-    if begun == "complete":
-        until(lambda: advance(loop))
+        until(lambda: advance(loop) or (before == "half of one" and bool(halves(loop))))
     loop.fake.on_submit = killed
     with pytest.raises(Killed):
         send(loop, 1)
@@ -102,7 +104,7 @@ def test_what_may_have_been_sent_is_not_sent_again(
     assert "goes on from the anchor" in caplog.text
     assert torch.equal(again.live, merge.anchor) and not again.learner.unsent
     assert not merge.can_send and not merge.residual.values.any()
-    assert merge.round == (0 if begun == "complete" else -1), "of the snapshot"
+    assert merge.round == (0 if before == "complete" else -1), "of the snapshot"
     if merge.round < 0:
         commit(again, 0)
     commit(again, 1)
@@ -112,26 +114,32 @@ def test_what_may_have_been_sent_is_not_sent_again(
     assert torch.equal(again.live, merge.anchor)
 
 
-def test_inner_steps_go_on_while_a_snapshot_is_copied_and_it_is_one_of_its_beginning(
-    loop: Loop,
+def test_training_and_validation_go_on_while_a_snapshot_is_read_and_it_is_one_of_its_beginning(
+    tmp_path: Path,
 ) -> None:
+    loop = begun(tmp_path, bytes_per_s=2e6)  # a third of a second
     loop.snapshots.soon()
+    steps = 0
     while not advance(loop):
-        loop.live.sub_(0.001)  # of values that were copied, and of others
+        loop.live.sub_(0.001)  # of values that were read, and of others
         loop.learner.data_state = lambda: {"part": 8}
-        time.sleep(0.001)
+        with loop.learner.in_place():  # weights and anchor have changed places
+            time.sleep(0.002)
+        steps += 1
+    assert steps > 10
     again = loop.again()
     merge, now = again.model.merge, loop.model.merge
     assert (merge.tokens, again.learner.data_state()) == (3 * STEP_TOKENS, {"part": 7})
     learnt, all_learnt = merge.progress.unsent(), now.progress.unsent()
     assert bool((learnt >= 0.003 - 1e-6).all() and (learnt <= all_learnt + 1e-6).all())
     assert torch.equal(merge.progress.start, now.progress.start)
+    assert torch.equal(merge.anchor, now.anchor)
 
 
 def test_no_snapshot_begins_while_a_send_is_in_flight(loop: Loop) -> None:
     send(loop, 1)
     loop.snapshots.soon()
-    assert not advance(loop, 3)
+    assert not any(advance(loop) for _ in range(3)) and not halves(loop)
     commit(loop, 1)
     until(lambda: advance(loop))
     assert loop.again().model.merge.round == 1
@@ -151,15 +159,16 @@ def test_a_full_disk_ends_a_peer_that_writes_in_the_background(
 
 @pytest.mark.parametrize("change", ["send", "record"])
 def test_of_a_snapshot_that_a_change_of_the_state_cuts_off_nothing_stays(
-    loop: Loop, change: str
+    tmp_path: Path, change: str
 ) -> None:
+    loop = begun(tmp_path, bytes_per_s=SLOW)
     loop.snapshots.soon()
-    advance(loop, 2)
+    until(lambda: advance(loop) or bool(halves(loop)))
     if change == "send":
         send(loop, 1)
     else:
         commit(loop, 1, mine=False)
-    until(lambda: advance(loop) or not list((loop.folder / "snapshots").glob("*.partial")))
+    until(lambda: not halves(loop))
     assert not list((loop.folder / "snapshots").glob("0*"))
 
 

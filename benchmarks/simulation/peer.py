@@ -20,14 +20,7 @@ from dilocox.compression.layout import FlatLayout
 from dilocox.dht.addresses import Reachability
 from dilocox.dht.revisions import ManifestWatch
 from dilocox.peer.averaging.coordinator import TICK_S, Coordinator
-from dilocox.peer.averaging.events import (
-    BuffersAsked,
-    Committed,
-    EventQueue,
-    Failed,
-    Resynced,
-    Voided,
-)
+from dilocox.peer.averaging.events import Committed, EventQueue, Failed, Resynced, Voided
 from dilocox.peer.averaging.events import Event as LoopEvent
 from dilocox.peer.averaging.local_peer import LocalPeer
 from dilocox.peer.averaging.loop_status import LoopStatus
@@ -171,6 +164,7 @@ class SimulatedPeer:
         self.averager.woken = self._wake
         self.swarm = SimulatedSwarm(world.dht, name, lambda: self._threads.running)
         self.events = _Events(self._arm)
+        self.events.loan.offer()
         self.coordinator = self._new_coordinator()
         self.chain, self.driver = self.coordinator.chain, self.coordinator.driver
         self._inner_step = self._epoch = 0
@@ -293,6 +287,9 @@ class SimulatedPeer:
         while (event := self.events.get()) is not None:
             self.events.waiting -= 1
             self._take(event)
+            if isinstance(event, Committed | Resynced):
+                self.events.loan.give_back()
+                self.events.loan.offer()
             event.taken.set()
             self._wake()
         due = self.coordinator.send_due() if self._joined else None
@@ -302,8 +299,6 @@ class SimulatedPeer:
     def _take(self, event: LoopEvent) -> None:
         books, max_age = self.books, self.world.manifest.rounds.max_age
         match event:
-            case BuffersAsked():
-                pass
             case Committed():
                 books.commit(cast(SimulatedRecord, event.record), self.name, max_age)
             case Voided():

@@ -6,7 +6,7 @@ itself is ours (peer/rounds/exchange.py). The process also serves what other pee
 
 The trainer and this process share the vectors of `StageBuffers`. They belong to the trainer, which
 writes `message` before it starts an exchange; this process only reads it then. To apply a record,
-or to take a state, it is given them for a while (`events.BuffersAsked`): then it moves the anchor,
+or to take a state, it is lent them for a while (`events.Loan`): then it moves the anchor,
 and leaves of a message that the record holds what is still unsent.
 """
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import queue
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from dilocox.peer.chain.sync import State, Told
@@ -15,13 +16,6 @@ class Event:
     """Something to be merged; the loop sets `taken` when it has done so."""
 
     taken: threading.Event = field(default_factory=threading.Event, repr=False)
-
-
-@dataclass(frozen=True, kw_only=True)
-class BuffersAsked(Event):
-    """The averaging process is about to change anchor, momentum and, of a send in flight, the
-    message. Once this is taken, the loop leaves them alone until `Committed` or `Resynced` comes.
-    """
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,20 +56,65 @@ class Failed(Event):
     error: Exception
 
 
+class Loan:
+    """Who has anchor, momentum and, of a send in flight, the message: the training loop, or the
+    averaging process, which moves them on to the next record or to another state.
+
+    The loop offers them while it computes an inner step or waits. Once they are taken they are not
+    the loop's until `Committed` or `Resynced` comes.
+
+    Attributes:
+        on_taken: called in the thread that takes them; the loop does not use them then.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._offered = False
+        self._lent = False
+        self.on_taken: Callable[[], None] = lambda: None
+
+    @property
+    def lent(self) -> bool:
+        return self._lent
+
+    def offer(self) -> None:
+        """The loop does not need them for now."""
+        with self._lock:
+            self._offered = not self._lent
+
+    def withdraw(self) -> bool:
+        """The loop needs them; whether it has them."""
+        with self._lock:
+            self._offered = False
+            return not self._lent
+
+    def take(self) -> bool:
+        """For the averaging process; whether that has them."""
+        with self._lock:
+            if self._offered:
+                self.on_taken()
+                self._offered, self._lent = False, True
+            return self._lent
+
+    def give_back(self) -> None:
+        """They are the loop's again."""
+        with self._lock:
+            self._lent = False
+
+
 class EventQueue:
-    """Events in order. Of records and states, the next one comes only when the last was taken."""
+    """Events in order. Of records and states, the next one comes only when the last was taken.
+
+    Attributes:
+        loan: of what they are about.
+    """
 
     def __init__(self) -> None:
         self._queue: queue.Queue[Event] = queue.Queue()
+        self.loan = Loan()
 
     def put(self, event: Event) -> None:
         self._queue.put(event)
-
-    def next_is(self, kind: type[Event]) -> bool:
-        """Whether there is a next event, and it is of this kind."""
-        with self._queue.mutex:
-            waiting = self._queue.queue
-            return bool(waiting) and isinstance(waiting[0], kind)
 
     def get(self, wait_s: float = 0.0) -> Event | None:
         """The next event; None if there is none within the wait."""

@@ -21,13 +21,7 @@ from dilocox.dht.records import ClaimRecord
 from dilocox.dht.rpc import CallRefused, PeerBusy, TooSlow
 from dilocox.dht.swarm_view import SwarmView
 from dilocox.peer.averaging.averager import Applied, AveragerStuck, StageAverager
-from dilocox.peer.averaging.events import (
-    BuffersAsked,
-    Committed,
-    Event,
-    EventQueue,
-    Resynced,
-)
+from dilocox.peer.averaging.events import Committed, Event, EventQueue, Resynced
 from dilocox.peer.averaging.local_peer import LocalPeer
 from dilocox.peer.chain.claims import ClaimBook, holders, wins
 from dilocox.peer.chain.sync import (
@@ -101,6 +95,7 @@ class ChainFollower:
         self._on_done: Callable[[Any], None] = lambda _: None
         self._deadline = 0.0
         self._untaken: tuple[Event, Callable[[], None]] | None = None
+        self._with_loan: Callable[[], None] | None = None  # what is to be done then
         self._not_before = 0.0
         self._state_needed: _StateNeeded | None = None
         self._state_bytes = 2 * 4 * local.layout.numel  # anchor and momentum
@@ -121,7 +116,8 @@ class ChainFollower:
     def delivering(self) -> bool:
         """Whether a record or a state is on its way into the training loop, which may decide the
         send whose message the averager still reads."""
-        return self._untaken is not None or self.applied != self.head.round
+        waiting = self._untaken is not None or self._with_loan is not None
+        return waiting or self.applied != self.head.round
 
     def behind(self, view: SwarmView) -> bool:
         """Whether somebody claims a record that this peer lacks, or may have the state it needs."""
@@ -154,6 +150,11 @@ class ChainFollower:
         if self._work is not None:
             self._advance(self._work)
             return
+        if self._with_loan is not None:
+            if self._events.loan.take():
+                begin, self._with_loan = self._with_loan, None
+                begin()
+            return
         if exchanging or self._clock.monotonic() < self._not_before:
             return
         if self._state_needed is not None:
@@ -179,11 +180,9 @@ class ChainFollower:
             return
         named = record.member(self._local.me) is not None
         with_own = named and sent_round == record.round
-        self._with_buffers(
-            lambda: self._begin(
-                self._averager.apply(record.round, with_own=with_own),
-                lambda applied: self._applied(applied, record, with_own),
-            )
+        self._with_loan = lambda: self._begin(
+            self._averager.apply(record.round, with_own=with_own),
+            lambda applied: self._applied(applied, record, with_own),
         )
 
     def _begin_catch_up(self, view: SwarmView) -> None:
@@ -311,10 +310,8 @@ class ChainFollower:
         self._not_before = self._clock.monotonic() + PAUSE_AFTER_FAILURE_S
 
     def _got_state(self, found: StateFile, needed: _StateNeeded) -> None:
-        self._with_buffers(
-            lambda: self._begin(
-                self._averager.take_state(found), lambda state: self._took_state(state, needed)
-            )
+        self._with_loan = lambda: self._begin(
+            self._averager.take_state(found), lambda state: self._took_state(state, needed)
         )
 
     def _took_state(self, state: State, needed: _StateNeeded) -> None:
@@ -347,10 +344,6 @@ class ChainFollower:
             return PAUSE_AFTER_FAILURE_S
         self._doubt()
         return self._record_lifetime_s / 2
-
-    def _with_buffers(self, then: Callable[[], None]) -> None:
-        """Do something once the training loop leaves its buffers to the averaging process."""
-        self._hand_over(BuffersAsked(), then)
 
     def _hand_over(self, event: Event, then: Callable[[], None]) -> None:
         self._untaken = (event, then)

@@ -24,14 +24,7 @@ from dilocox.compression.layout import FlatLayout
 from dilocox.dht.manifest import Manifest
 from dilocox.peer.averaging.averager import AveragerStuck, StageBuffers
 from dilocox.peer.averaging.coordinator import Coordinator
-from dilocox.peer.averaging.events import (
-    BuffersAsked,
-    Committed,
-    Event,
-    Failed,
-    Resynced,
-    Voided,
-)
+from dilocox.peer.averaging.events import Committed, Event, Failed, Resynced, Voided
 from dilocox.peer.averaging.loop_status import LoopStatus
 from dilocox.peer.chain.store import RECORDS_NEEDED
 from dilocox.peer.rounds.adaptation import stage_codec
@@ -98,7 +91,8 @@ class Learner:
         # learning rate would fall back by a whole record.
         self._chain_tokens = coordinator.tokens_at_start
         self._states_taken = 0
-        self._lent = False  # the buffers, to the averaging process
+        self._loan = coordinator.events.loan
+        self._loan.on_taken = snapshots.interrupt
         self._sent: dict[int, float] = {}  # the norm of the newest message, by round
         self._unsaved: dict[int, int] = {}  # bytes of the records applied since the last snapshot
         self._ending_since: float | None = None
@@ -120,13 +114,17 @@ class Learner:
     @contextmanager
     def in_place(self) -> Generator[None]:
         """For a while the stage has the anchor's weights."""
-        with self._snapshots.still(), exchanged(self._merge.progress.live, self._merge.anchor):
-            yield
+        self._wait_for_buffers()
+        try:
+            with self._snapshots.still(), exchanged(self._merge.progress.live, self._merge.anchor):
+                yield
+        finally:
+            self._loan.offer()
 
     @property
     def here(self) -> bool:
         """Whether the anchor is that of `round`: not while the next record moves it."""
-        return not self._lent
+        return not self._loan.lent
 
     # ---- phases ----------------------------------------------------------------------------------
     def join(self) -> None:
@@ -146,13 +144,18 @@ class Learner:
         Where no send is in flight it raises `Revised` if this peer is to start again, and
         `UnreadableManifest` if that would not help.
         """
+        self._loan.withdraw()
+        try:
+            self._between_steps()
+        finally:
+            self._loan.offer()
+
+    def _between_steps(self) -> None:
         # of a coordinator that has ended the last event says why, and no round would end; nor does
         # one in a run that is paused, whose new rules must not wait for its going on
         no_end = self._coordinator.paused and self._coordinator.revised
         if self._takes_at_once or no_end or not self._coordinator.is_alive():
             self.take_events()
-        elif self._coordinator.events.next_is(BuffersAsked):  # its record is still for later
-            self._take_next()
         due = self._coordinator.send_due()
         if self._coordinator.revised:
             if due is not None and not self._takes_at_once:
@@ -286,7 +289,10 @@ class Learner:
             wait_s = 0.0
 
     def _take_next(self, wait_s: float = 0.0) -> bool:
+        if wait_s > 0:
+            self._loan.offer()
         event = self._coordinator.events.get(wait_s)
+        self._loan.withdraw()
         if event is None:
             return False
         with self._meter.waiting("merge"):
@@ -295,12 +301,11 @@ class Learner:
         return True
 
     def _wait_for_buffers(self) -> None:
-        """Take events until the anchor is here; EnvironmentFault if the averaging process does not
-        give it back."""
+        """Take events until the anchor is here; AveragerStuck if it does not come back."""
         end = time.monotonic() + BUFFERS_LIMIT_S
-        while self._lent:
+        while not self._loan.withdraw():
             self.take_events(wait_s=POLL_S)
-            if self._lent and (time.monotonic() > end or not self._coordinator.is_alive()):
+            if self._loan.lent and (time.monotonic() > end or not self._coordinator.is_alive()):
                 raise AveragerStuck("the averaging process does not give the anchor back")
 
     def _wait_for_outcome(self, limit_s: float, stop: threading.Event) -> None:
@@ -327,8 +332,6 @@ class Learner:
     def _take(self, event: Event) -> None:
         self._snapshots.interrupt()
         match event:
-            case BuffersAsked():
-                self._lent = True
             case Committed():
                 self._commit(event)
             case Voided():
@@ -350,7 +353,7 @@ class Learner:
             previous=record.previous,
             contributor=bool(record.counted(self._me)),
         )
-        self._lent = False
+        self._loan.give_back()
         buffers, own, error = self._model.buffers, None, None
         if facts.contributor and record.round in self._merge.fly:
             if event.remainder:
@@ -387,7 +390,7 @@ class Learner:
     def _resync(self, event: Resynced) -> None:
         state, merge = event.state, self._merge
         self._states_taken += 1
-        self._lent = False
+        self._loan.give_back()
         since = merge.round if event.fork_round is None else event.fork_round
         # What the headers do not tell may have been counted, and is not sent again.
         passed = {number for number in merge.unsettled if since < number <= state.round}
@@ -431,10 +434,11 @@ class Learner:
 
     def snapshot_if_due(self) -> None:
         """Begin a snapshot in the background, or note that one is complete."""
-        if self._lent:
+        if not self._loan.withdraw():
             return
         with self._meter.waiting("snapshot"):
             done = self._snapshots.advance(self._merge, self._model.optimizer, self.data_state)
+        self._loan.offer()
         if done:
             self._unsaved = {n: s for n, s in self._unsaved.items() if n > self._snapshots.round}
 

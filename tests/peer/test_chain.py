@@ -15,7 +15,7 @@ from dilocox.dht.records import ClaimRecord
 from dilocox.dht.rpc import PeerBusy, TooSlow
 from dilocox.dht.swarm_view import SwarmView
 from dilocox.peer.averaging.averager import Applied
-from dilocox.peer.averaging.events import BuffersAsked, Committed, EventQueue, Resynced
+from dilocox.peer.averaging.events import Committed, EventQueue, Resynced
 from dilocox.peer.averaging.follower import ChainFollower
 from dilocox.peer.chain.sync import NoState, Reached, State, Told
 from dilocox.peer.rounds.record import RecordRefused
@@ -71,13 +71,11 @@ def test_a_record_is_applied_when_the_loop_has_left_its_buffers(
             chain.tick(SwarmView(me=donor.peer), exchanging=False, sent_round=sent)
 
     tick()
-    asked = events.get()
-    assert isinstance(asked, BuffersAsked) and events.get() is None
     assert not applied
     assert chain.busy, "an exchange would read what is about to change"
-    asked.taken.set()
+    events.loan.offer()
     tick()
-    assert applied == [sent == 0]
+    assert applied == [sent == 0] and events.loan.lent
     event = events.get()
     assert isinstance(event, Committed)
     assert event.remainder == (sent == 0)
@@ -220,10 +218,8 @@ def test_who_takes_a_state_to_save_bytes_hears_from_the_headers_what_became_of_i
     behind.answers = [nothing(costly=True, told=told), "its file"]
     for _ in range(2):
         behind.look(record_bytes=201, rounds=5)
-    asked = behind.events.get()
-    assert isinstance(asked, BuffersAsked)
     behind.answers = [state]
-    asked.taken.set()
+    behind.events.loan.offer()
     for _ in range(2):
         behind.chain.tick(behind.view, exchanging=False)
     assert behind.asked == [("records", STATE_BYTES), ("state", -1), ("its file", None)]

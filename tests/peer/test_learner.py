@@ -15,7 +15,7 @@ import torch
 
 from dilocox.dht.errors import UnreadableManifest
 from dilocox.peer.averaging.averager import AveragerStuck
-from dilocox.peer.averaging.events import BuffersAsked, Failed, Resynced, Voided
+from dilocox.peer.averaging.events import Failed, Resynced, Voided
 from dilocox.peer.averaging.loop_status import LoopStatus
 from dilocox.peer.chain.sync import State, Told
 from dilocox.peer.training import loop as loop_module
@@ -110,8 +110,8 @@ def test_records_in_a_row_are_merged_one_after_the_other(loop: Loop) -> None:
 
 # ---- the buffers, while the averaging process has them -------------------------------------------
 def lend(loop: Loop) -> None:
-    loop.fake.events.put(BuffersAsked())
-    loop.learner.between_steps()
+    loop.learner.between_steps()  # now an inner step may be computed
+    assert loop.fake.events.loan.take()
 
 
 def test_while_a_record_moves_the_anchor_nothing_stands_on_it(tmp_path: Path) -> None:
@@ -160,6 +160,18 @@ def test_weights_that_are_not_finite_wait_for_the_anchor_too(loop: Loop) -> None
     loop.fake.events.to_come.append(lambda: loop.fake.events.put(loop.committed(0, 0.1)))
     loop.train(skipped=True)
     assert loop.learner.here and torch.equal(loop.live, loop.model.merge.anchor)
+
+
+def test_the_anchor_is_not_lent_while_the_loop_uses_it(loop: Loop) -> None:
+    loan, taken = loop.fake.events.loan, list[bool]()
+    assert not loan.take(), "before the first step"
+    loop.train()
+    loop.fake.on_submit = lambda: taken.append(loan.take())
+    end_round(loop, 1)  # a send
+    with loop.learner.in_place():  # a validation
+        taken.append(loan.take())
+    assert taken == [False, False]
+    assert loan.take()
 
 
 def test_an_anchor_that_does_not_come_back_ends_the_peer(loop: Loop) -> None:

@@ -21,7 +21,7 @@ Where the pieces of each tensor lie in these vectors, `Factored` and `Dense` say
 
 import hashlib
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -47,14 +47,18 @@ PRODUCT_S, ORTHONORMAL_S = 6e-11, 1e-8
 BLOCK_VALUES = 4 * PIECE  # of an average at a time: the work of each block on its own is little
 
 
-def matrix_shape(shape: Sequence[int]) -> tuple[int, int] | None:
-    """A tensor's (rows, cols) as a matrix: all dimensions but the last, and the last.
+def matrices_of(shape: Sequence[int]) -> tuple[int, int, int] | None:
+    """A tensor as (count, rows, cols) of matrices that follow each other; None for vectors and
+    scalars.
 
-    None for vectors and scalars.
+    Three dimensions are the experts of a mixture, which learn different things: under one factor
+    for all of them a rank would have to do for all. Else rows are all dimensions but the last.
     """
     if len(shape) < 2:
         return None
-    return math.prod(shape[:-1]), shape[-1]
+    if len(shape) == 3 and shape[1] > 1:
+        return shape[0], shape[1], shape[2]
+    return 1, math.prod(shape[:-1]), shape[-1]
 
 
 def padded(numel: int) -> int:
@@ -64,7 +68,7 @@ def padded(numel: int) -> int:
 
 @dataclass(frozen=True)
 class Factored:
-    """A factored matrix: tensor `index` of the layout, and where its pieces start."""
+    """A factored matrix, of tensor `index` of the layout, and where its pieces start."""
 
     index: int
     name: str
@@ -75,19 +79,6 @@ class Factored:
     p_start: int  # in the vector of phase 0
     q_start: int  # in the vector of phase 1
     basis_start: int  # in the basis vector
-
-    @classmethod
-    def of(
-        cls, index: int, piece: TensorSlice, rank: int, p_start: int, q_start: int, basis_start: int
-    ) -> "Factored":
-        """Tensor `piece` as a matrix; ValueError if it is none or cannot have this rank."""
-        shape = matrix_shape(piece.shape)
-        most = 0 if shape is None else min(*shape, MAX_RANK)
-        if shape is None or not 0 < rank <= most:
-            raise ValueError(
-                f"rank {rank} for tensor {piece.name!r} of shape {piece.shape}: choose 0 to {most}"
-            )
-        return cls(index, piece.name, *shape, rank, piece.start, p_start, q_start, basis_start)
 
     @property
     def stage_slice(self) -> slice:
@@ -168,11 +159,12 @@ class LowRank:
                 dense.append(Dense(piece.start, piece.numel, q_end))
                 q_end += padded(piece.numel)
                 continue
-            matrix = Factored.of(index, piece, rank, p_end, q_end, basis_end)
-            factored.append(matrix)
-            p_end += padded(rank * matrix.rows)
-            q_end += padded(rank * matrix.cols)
-            basis_end += padded(rank * matrix.cols)
+            for name, start, rows, cols in _matrices(piece, rank):
+                places = start, p_end, q_end, basis_end
+                factored.append(Factored(index, name, rows, cols, rank, *places))
+                p_end += padded(rank * rows)
+                q_end += padded(rank * cols)
+                basis_end += padded(rank * cols)
         self.layout = layout
         self.ranks = tuple(ranks)
         self.factored = tuple(factored)
@@ -279,7 +271,8 @@ class LowRank:
             message[tensor.stage_slice] -= q_counted[tensor.q_slice]
 
     def touched(self, left_out: Sequence[slice]) -> list[slice]:
-        """The tensors, as slices of the stage's vector, with a value in these slices of phase 1.
+        """The matrices and other tensors, as slices of the stage's vector, with a value in these
+        slices of phase 1.
 
         In the layout's order, each once.
         """
@@ -293,7 +286,8 @@ class LowRank:
     def needed(self, q_mean: Tensor, energy: float) -> tuple[int, ...]:
         """The rank each tensor needs: how few columns of Q' hold `energy` of its squared norm.
 
-        energy: above 0, up to 1. 0 for tensors that are not factored or whose average is zero.
+        energy: above 0, up to 1. 0 for tensors that are not factored or whose average is zero; of
+        several matrices the one counts that needs most.
         """
         if not 0 < energy <= 1:
             raise ValueError(f"energy {energy!r}: choose above 0, up to 1")
@@ -306,7 +300,8 @@ class LowRank:
                 held += norm
                 sums.append(held)
             if held > 0:
-                counts[matrix.index] = 1 + sum(part < energy * held for part in sums)
+                needed = 1 + sum(part < energy * held for part in sums)
+                counts[matrix.index] = max(counts[matrix.index], needed)
         return tuple(counts)
 
     def initial_basis(self, seed: str) -> Tensor:
@@ -322,7 +317,7 @@ class LowRank:
         if following.layout != self.layout:
             raise ValueError("the ranks that follow are for another layout")
         _check(q_mean, self.q_numel, "q_mean")
-        return following._continued({m.index: m.q(q_mean) for m in self.factored}, seed)
+        return following._continued({m.name: m.q(q_mean) for m in self.factored}, seed)
 
     def core_seconds(self) -> tuple[float, float]:
         """A modest core's for phase 0, a basis and P, and for phase 1, P^ and Q'."""
@@ -331,11 +326,11 @@ class LowRank:
         rows = sum(m.rank**2 * m.rows for m in self.factored)
         return products + cols * ORTHONORMAL_S, products + rows * ORTHONORMAL_S
 
-    def _continued(self, rows: Mapping[int, Tensor], seed: str) -> Tensor:
+    def _continued(self, rows: Mapping[str, Tensor], seed: str) -> Tensor:
         result = torch.zeros(self.basis_numel)
 
         def fill(matrix: Factored) -> None:
-            known = rows.get(matrix.index, torch.empty(0, matrix.cols))
+            known = rows.get(matrix.name, torch.empty(0, matrix.cols))
             basis = continued(known, matrix.rank, matrix.cols, seed, matrix.name)
             matrix.basis(result).copy_(basis)
 
@@ -354,13 +349,29 @@ class LowRank:
         return sorted(self.factored, key=lambda each: -each.rows * each.cols)
 
 
+def _matrices(piece: TensorSlice, rank: int) -> Iterator[tuple[str, int, int, int]]:
+    """Name, start in the stage's vector, rows and cols of each matrix of a tensor; ValueError if
+    there is none or they cannot have this rank.
+    """
+    count, rows, cols = matrices_of(piece.shape) or (0, 0, 0)
+    most = min(rows, cols, MAX_RANK)
+    if not 0 < rank <= most:
+        raise ValueError(
+            f"rank {rank} for tensor {piece.name!r} of shape {piece.shape}: choose 0 to {most}"
+        )
+    for number in range(count):
+        name = piece.name if count == 1 else f"{piece.name}[{number}]"
+        yield name, piece.start + number * rows * cols, rows, cols
+
+
 def _rank_limit(piece: TensorSlice, most: int) -> int:
-    shape = matrix_shape(piece.shape)
+    shape = matrices_of(piece.shape)
     if shape is None:
         return 0
-    rows, cols = shape
+    count, rows, cols = shape
     for rank in range(min(most, rows, cols), 0, -1):
-        if group_count(rank * rows) + group_count(rank * cols) < group_count(piece.numel):
+        groups = count * (group_count(rank * rows) + group_count(rank * cols))
+        if groups < group_count(piece.numel):
             return rank
     return 0
 

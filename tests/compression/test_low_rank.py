@@ -13,10 +13,16 @@ from torch import Tensor
 
 from dilocox.compression.group_codec import GroupCodec
 from dilocox.compression.layout import FlatLayout
-from dilocox.compression.low_rank import LowRank, matrix_shape, rank_limits
+from dilocox.compression.low_rank import LowRank, matrices_of, rank_limits
 
 SEED = "run/0/1"
-SHAPES = [("w", (96, 160)), ("norm", (50,)), ("heads", (3, 30, 70)), ("small", (4, 5)), ("g", ())]
+SHAPES = [
+    ("w", (96, 160)),
+    ("norm", (50,)),
+    ("heads", (3, 1, 30, 70)),
+    ("small", (4, 5)),
+    ("g", ()),
+]
 LAYOUT = FlatLayout.of(SHAPES)
 RANKS = (8, 0, 5, 0, 0)
 EXAMPLES = settings(deadline=None, max_examples=40)
@@ -64,12 +70,66 @@ def digest(*vectors: Tensor) -> str:
 
 @pytest.mark.parametrize(
     ("shape", "expected"),
-    [((), None), ((7,), None), ((3, 4), (3, 4)), ((2, 3, 4), (6, 4)), ((2, 3, 4, 5), (24, 5))],
+    [
+        ((), None),
+        ((7,), None),
+        ((3, 4), (1, 3, 4)),
+        ((2, 3, 4), (2, 3, 4)),
+        ((2, 1, 4), (1, 2, 4)),
+        ((2, 3, 4, 5), (1, 24, 5)),
+    ],
 )
-def test_matrix_shape_joins_all_dimensions_but_the_last(
-    shape: tuple[int, ...], expected: tuple[int, int] | None
+def test_three_dimensions_are_matrices_and_others_join_all_but_the_last(
+    shape: tuple[int, ...], expected: tuple[int, int, int] | None
 ):
-    assert matrix_shape(shape) == expected
+    assert matrices_of(shape) == expected
+
+
+EXPERTS = FlatLayout.of([("experts", (6, 48, 80)), ("w", (96, 160))])
+
+
+def test_experts_that_learn_different_things_are_carried_each_at_the_rank():
+    """Of one matrix of all their rows, the rank would be needed for all experts together."""
+    apart = torch.zeros(EXPERTS.numel)
+    for number, expert in enumerate(EXPERTS.view(apart)["experts"]):
+        expert.copy_(normal(48 * 2, number).view(48, 2) @ normal(2 * 80, 50 + number).view(2, 80))
+    together = FlatLayout.of([("experts", (6, 1, 48, 80)), ("w", (96, 160))])
+
+    def error(layout: FlatLayout) -> float:
+        low_rank = LowRank(layout, (2, 4))
+        basis, found = low_rank.initial_basis(SEED), torch.zeros(())
+        for turn in range(4):
+            p_hat = low_rank.orthonormal(low_rank.project(apart, basis))
+            q = low_rank.contract(apart, p_hat)
+            basis = low_rank.next_basis(q, low_rank, f"{SEED}{turn}")
+            found = low_rank.expand(p_hat, q)
+        return float((found - apart).norm() / apart.norm())
+
+    assert error(EXPERTS) < 0.01
+    assert error(together) > 0.7
+
+
+def test_the_rank_of_a_stack_of_experts_is_that_of_the_one_that_needs_most():
+    low_rank = LowRank(EXPERTS, (4, 4))
+    assert len(low_rank.factored) == 7
+    q_mean = torch.zeros(low_rank.q_numel)
+    assert low_rank.needed(q_mean, 0.9) == (0, 0)
+    for number, matrix in enumerate(low_rank.factored[:6]):
+        rows = 3 if number == 4 else 1
+        matrix.q(q_mean)[:rows] = torch.eye(80)[:rows]
+    assert low_rank.needed(q_mean, 0.9) == (3, 0)
+
+
+def test_experts_are_drawn_apart_and_follow_each_other_in_every_vector():
+    low_rank = LowRank(EXPERTS, (3, 0))
+    starts = [(m.start, m.p_start, m.q_start) for m in low_rank.factored]
+    assert starts == [(48 * 80 * n, 192 * n, 256 * n) for n in range(6)]  # 3 * 48, 3 * 80, padded
+    bases = [m.basis(low_rank.initial_basis(SEED)) for m in low_rank.factored]
+    assert all(not torch.equal(bases[0], other) for other in bases[1:])
+    first, *_ = low_rank.factored
+    left_out = [slice(first.q_start, first.q_start + 1)]
+    assert low_rank.touched(left_out) == [slice(0, 48 * 80)], "the other experts decay"
+    assert rank_limits(EXPERTS)[0] == 29
 
 
 @EXAMPLES
@@ -305,7 +365,7 @@ def test_an_initial_basis_depends_on_seed_and_tensor_alone():
     assert_orthonormal(basis, low_rank)
     assert torch.equal(basis, low_rank.initial_basis(SEED))
     assert not torch.equal(basis, low_rank.initial_basis("run/0/2"))
-    alone = LowRank(FlatLayout.of([("heads", (3, 30, 70))]), [5])
+    alone = LowRank(FlatLayout.of([("heads", (3, 1, 30, 70))]), [5])
     second = low_rank.factored[1]
     assert torch.equal(second.basis(basis).reshape(-1), alone.initial_basis(SEED)[:350])
     twins = LowRank(FlatLayout.of([("a", (9, 9)), ("b", (9, 9))]), [3, 3])

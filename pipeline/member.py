@@ -56,14 +56,13 @@ class ForwardFacts(Facts):
 class Anchors(Protocol):
     """The anchor, on which the validation loss is computed.
 
-    round: of the last record in it. here: whether it can be used now. in_place: for a while the
-    stage has the anchor's weights.
+    round: of the last record in it. hold: keep it until the next inner step; False where it changes
+    just now. in_place: for a while the stage has the weights of the anchor, which is held.
     """
 
     @property
     def round(self) -> int: ...
-    @property
-    def here(self) -> bool: ...
+    def hold(self) -> bool: ...
     def in_place(self) -> AbstractContextManager[None]: ...
 
 
@@ -334,7 +333,7 @@ class Member:
         return self._tell(Evaluated(batch=batch, loss=result))
 
     def _evaluate_frame(self, frame: Frame) -> None:
-        if self._anchors.here and frame.facts.get("round") == self._anchors.round:
+        if self._anchors.hold() and frame.facts.get("round") == self._anchors.round:
             inputs, windows = split_forward(frame, self._vocabulary)
             self.evaluate(frame.microbatch, windows, inputs)
         else:

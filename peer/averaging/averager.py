@@ -61,7 +61,14 @@ from dilocox.peer.averaging.matchmaking import aim, expect, own_time
 from dilocox.peer.averaging.service import PeerService
 from dilocox.peer.chain.record_check import RecordCheck
 from dilocox.peer.chain.store import RECORDS_NEEDED
-from dilocox.peer.chain.sync import AnchorDiffers, ChainClient, Reached, State, StateFile
+from dilocox.peer.chain.sync import (
+    AnchorDiffers,
+    AnchorLost,
+    ChainClient,
+    Reached,
+    State,
+    StateFile,
+)
 from dilocox.peer.rounds.adaptation import move_anchor
 from dilocox.peer.rounds.ballots import Ballot, Ballots
 from dilocox.peer.rounds.exchange import Attempt
@@ -451,7 +458,7 @@ class StageAverager(PeerService, DecentralizedAverager):
         try:
             move_anchor(self.local.manifest, record, codec, buffers.anchor, buffers.momentum)
         except PayloadRefused as error:
-            raise AnchorDiffers(f"record {round_number} is damaged: {error}") from error
+            raise AnchorLost(f"record {round_number} is damaged: {error}") from error
         if with_own:  # no attempt of this round starts any more
             record.take_out(self.local.me, buffers.message, codec)
         rounds = self.local.manifest.rounds

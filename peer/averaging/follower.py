@@ -27,6 +27,7 @@ from dilocox.peer.chain.claims import ClaimBook, holders, wins
 from dilocox.peer.chain.sync import (
     RECORDS_LIMIT_S,
     AnchorDiffers,
+    AnchorLost,
     NoState,
     Reached,
     State,
@@ -251,6 +252,8 @@ class ChainFollower:
         except AnchorDiffers as error:
             logger.error("alarm: %s; taking a state from another peer", error)
             self._state_needed = _StateNeeded()
+            if not isinstance(error, AnchorLost):
+                self._events.loan.give_back()  # to be saved and validated meanwhile
         except NoState as error:
             logger.info("no newer state: %s", error)
             if self._state_needed is not None and self._state_needed.saves_bytes:

@@ -75,6 +75,10 @@ class AnchorDiffers(RuntimeError):
     """This anchor is not the one that a certified record applies to: a state must be taken."""
 
 
+class AnchorLost(AnchorDiffers):
+    """And it is half moved."""
+
+
 # ---- what is taken -------------------------------------------------------------------------------
 @dataclass(frozen=True)
 class Fetched:

@@ -13,6 +13,7 @@ heads, other members and spares; how inner steps are made is their role's (roles
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Callable, Generator
@@ -36,6 +37,8 @@ from dilocox.peer.training.snapshots import Snapshots
 from dilocox.peer.training.unsent_progress import exchanged, fingerprint, norm
 from dilocox.pipeline.messages import Stepped
 from dilocox.pipeline.stage import StageModule
+
+logger = logging.getLogger(__name__)
 
 LEAVE_LIMIT_S = 6.0  # how long a leaving peer waits for the exchange in flight
 SAVE_SOON_AT, SAVE_AT = 0.5, 0.75  # of what the log keeps, applied since the last snapshot
@@ -111,20 +114,19 @@ class Learner:
         """The round of the last record in the anchor."""
         return self._merge.round
 
+    def hold(self) -> bool:
+        """Keep the anchor here until the end of the next pause between two inner steps; False where
+        the next record moves it just now.
+        """
+        return self._loan.withdraw()
+
     @contextmanager
     def in_place(self) -> Generator[None]:
-        """For a while the stage has the anchor's weights."""
-        self._wait_for_buffers()
-        try:
-            with self._snapshots.still(), exchanged(self._merge.progress.live, self._merge.anchor):
-                yield
-        finally:
-            self._loan.offer()
-
-    @property
-    def here(self) -> bool:
-        """Whether the anchor is that of `round`: not while the next record moves it."""
-        return not self._loan.lent
+        """For a while the stage has the weights of the anchor, which is held."""
+        if not self.hold():
+            raise RuntimeError("the anchor is not here: hold it first")
+        with self._snapshots.still(), exchanged(self._merge.progress.live, self._merge.anchor):
+            yield
 
     # ---- phases ----------------------------------------------------------------------------------
     def join(self) -> None:
@@ -148,7 +150,7 @@ class Learner:
         try:
             self._between_steps()
         finally:
-            self._loan.offer()
+            self._offer()
 
     def _between_steps(self) -> None:
         # of a coordinator that has ended the last event says why, and no round would end; nor does
@@ -225,7 +227,11 @@ class Learner:
         if ended:
             self._wait_for_outcome(self._coordinator.outcome_limit_s, self._stop)
         self._wait_for_outcome(LEAVE_LIMIT_S, threading.Event())
-        self._save()
+        try:
+            self._wait_for_buffers(LEAVE_LIMIT_S)
+            self._save()
+        except AveragerStuck as error:
+            logger.warning("what was learnt since the last snapshot is lost: %s", error)
         self.publish(force=True)
         if ended:
             self._wait_for_archive()
@@ -300,9 +306,15 @@ class Learner:
         event.taken.set()
         return True
 
-    def _wait_for_buffers(self) -> None:
+    def _offer(self) -> None:
+        """For the time of an inner step; but where records wait for a round's end, and would keep
+        them until then, only there (`take_events`)."""
+        if self._takes_at_once:
+            self._loan.offer()
+
+    def _wait_for_buffers(self, limit_s: float = BUFFERS_LIMIT_S) -> None:
         """Take events until the anchor is here; AveragerStuck if it does not come back."""
-        end = time.monotonic() + BUFFERS_LIMIT_S
+        end = time.monotonic() + limit_s
         while not self._loan.withdraw():
             self.take_events(wait_s=POLL_S)
             if self._loan.lent and (time.monotonic() > end or not self._coordinator.is_alive()):
@@ -438,7 +450,7 @@ class Learner:
             return
         with self._meter.waiting("snapshot"):
             done = self._snapshots.advance(self._merge, self._model.optimizer, self.data_state)
-        self._loan.offer()
+        self._offer()
         if done:
             self._unsaved = {n: s for n, s in self._unsaved.items() if n > self._snapshots.round}
 

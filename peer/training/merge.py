@@ -19,8 +19,9 @@ and w plays no part. One code path serves the three; when a record is applied is
 business.
 
 Where a record names a send that was undone after all (nobody knew of the record for long, or
-another chain has it), what is unsent holds that send once more: nothing of it is kept, and the peer
-goes on from the anchor. It loses what it learnt in about a round; to tell the two apart would take
+another chain has it), what is unsent or in flight holds that send once more: nothing of it is kept,
+and the peer goes on from the anchor. It loses what it learnt in about a round, and a later send
+that is under way may bring the progress of the first one in twice; to tell the two apart would take
 two vectors for each undone send.
 
 Sources: DiLoCo (arXiv 2311.08105) for `none`, DiLoCoX (arXiv 2506.21263) for `reset`.
@@ -143,11 +144,15 @@ class MergeConfig:
 
 @dataclass(eq=False)
 class Send:
-    """One send: the progress, the message (progress and residual), the tokens behind them."""
+    """One send: the progress, the message (progress and residual), the tokens behind them.
+
+    dropped: this peer has gone back to the anchor since, and only its tokens count.
+    """
 
     delta: Tensor
     message: Tensor
     tokens: int
+    dropped: bool = False
 
 
 @dataclass(frozen=True)
@@ -239,13 +244,13 @@ class Merge:
 
     def reset_to_anchor(self) -> None:
         """Stand on the anchor with nothing of one's own; what that was counts as lost, unless a
-        record of one of its sends comes after all."""
+        record of one of its sends comes after all. What is in flight stays so until it is decided.
+        """
         self.progress.stand_on(self.anchor)
         self.residual.clear()
-        given_up = {number: send.tokens for number, send in self.fly.items()}
-        given_up |= {number: send.tokens for number, send in self._given_up.items()}
-        self._give_up(given_up, clean=True)
-        self.fly.clear()
+        for send in self.fly.values():
+            send.dropped = True
+        self._nothing_doubled()
         self._nothing_unsent()
 
     def start_over(self, sent: Mapping[int, int], trained_tokens: int) -> None:
@@ -255,8 +260,10 @@ class Merge:
         sent: their tokens, by round. trained_tokens: as of the last of them.
         """
         self.trained_tokens = max(self.trained_tokens, trained_tokens)
+        given_up = {number: send.tokens for number, send in self.fly.items()}
+        self.fly.clear()
         self.reset_to_anchor()
-        self._give_up(sent, clean=True)
+        self._give_up(given_up | dict(sent), clean=True)
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """Tensors (not copied, the live weights on their own device) and JSON facts; `from_state`
@@ -270,8 +277,9 @@ class Merge:
         if not self.residual.empty:
             tensors["residual"] = self.residual.values
         for number, send in self.fly.items():
-            tensors[f"fly.{number}.delta"] = send.delta
-            tensors[f"fly.{number}.message"] = send.message
+            if not send.dropped:
+                tensors[f"fly.{number}.delta"] = send.delta
+                tensors[f"fly.{number}.message"] = send.message
         facts: dict[str, Any] = {
             "round": self.round,
             "digest": self.digest,
@@ -280,7 +288,7 @@ class Merge:
             "trained": self.trained_tokens,
             "counted_tokens": self.counted_tokens,
             "unsent": self._unsent,
-            "fly": [[number, send.tokens] for number, send in self.fly.items()],
+            "fly": [[number, send.tokens, send.dropped] for number, send in self.fly.items()],
             "counted": [[number, tokens] for number, tokens in self._counted.items()],
             "given_up": [[n, send.tokens, send.clean] for n, send in self._given_up.items()],
         }
@@ -313,7 +321,10 @@ class Merge:
         self.progress.start.copy_(tensors["start"])
         for values in residual:
             self.residual.values = values
-        for number, tokens in facts["fly"]:
+        for number, tokens, dropped in facts["fly"]:
+            if dropped:
+                self._give_up({number: tokens}, clean=True)
+                continue
             delta, sent = (tensors[f"fly.{number}.{name}"] for name in ("delta", "message"))
             self.progress.check(delta, sent)
             self.fly[number] = Send(delta.clone(), self.residual.take_again(sent), tokens)
@@ -323,7 +334,7 @@ class Merge:
         self.tokens = facts["tokens"]
         self.trained_tokens = facts["trained"]
         self.counted_tokens = facts["counted_tokens"]
-        self._given_up = {n: GivenUp(tokens, clean) for n, tokens, clean in facts["given_up"]}
+        self._given_up |= {n: GivenUp(tokens, clean) for n, tokens, clean in facts["given_up"]}
         return self
 
     def _adopt(self, round_number: int, digest: str, anchor: Tensor, momentum: Tensor) -> None:
@@ -334,8 +345,12 @@ class Merge:
         self.digest = digest
 
     def _doubled(self) -> set[int]:
-        """The rounds of sends that were undone: what is unsent holds them once more."""
+        """The rounds of undone sends: what is unsent or in flight holds them once more."""
         return {number for number, send in tuple(self._given_up.items()) if not send.clean}
+
+    def _nothing_doubled(self) -> None:
+        tokens = {number: send.tokens for number, send in self._given_up.items()}
+        self._give_up(tokens, clean=True)
 
     def _give_up(self, sends: Mapping[int, int], *, clean: bool) -> None:
         self._given_up |= {number: GivenUp(tokens, clean) for number, tokens in sends.items()}
@@ -434,6 +449,9 @@ class Merge:
         of it left this peer.
         """
         send = self.fly.pop(round_number)
+        if send.dropped:
+            self._give_up({round_number: send.tokens}, clean=True)
+            return
         self.residual.give_back(send.delta)
         self.progress.start += send.delta
         self.tokens += send.tokens
@@ -445,6 +463,8 @@ class Merge:
         """Give up the unsent progress; its tokens are lost. The live weights stay."""
         self.progress.start.copy_(self.progress.live)
         self._nothing_unsent()
+        if not self.fly:
+            self._nothing_doubled()
 
     def discard_unsent(self) -> None:
         """Stand on the anchor with the send in flight on top: what this peer has of its own besides
@@ -452,6 +472,8 @@ class Merge:
         """
         self.residual.clear()
         self._nothing_unsent()
+        if not self.fly:
+            self._nothing_doubled()
         self.progress.stand_on(self.anchor)
         self.progress.rebase(self.anchor, self._in_flight(), self.config.weight)
 
@@ -489,7 +511,8 @@ class Merge:
             # no record up to the new state's can name it: all of those are told
             self.void(number, certain=since < number <= round_number)
             outcome = Outcome.UNDONE
-        for number in set(named) - self._counted.keys():
+        # those in flight first: they may hold what another one held
+        for number in sorted(set(named) - self._counted.keys(), key=lambda n: n not in self.fly):
             counted = self._count(number, None)
             if outcome is not Outcome.RESET:
                 outcome = counted
@@ -503,8 +526,9 @@ class Merge:
         """A record names this peer for its send of this round."""
         send, given_up = self.fly.pop(number, None), self._given_up.pop(number, None)
         if send is not None:
-            if own is not None:
+            if own is not None and not send.dropped:
                 self.residual.settle(own, self.config.decay)
+            self._nothing_doubled()  # it took all that was unsent
             tokens, outcome = send.tokens, Outcome.COUNTED
         elif given_up is not None:
             tokens = given_up.tokens
@@ -528,4 +552,4 @@ class Merge:
         self.progress.rebase(self.anchor, self._in_flight(), self.config.weight)
 
     def _in_flight(self) -> list[Tensor]:
-        return [send.delta for send in self.fly.values()]
+        return [send.delta for send in self.fly.values() if not send.dropped]

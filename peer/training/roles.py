@@ -115,7 +115,8 @@ class Leading:
             while self._unvalidated and self._head.members and time.monotonic() < end:
                 if self._stop.is_set():
                     break
-                self._evaluate()  # None as long as a stage lacks its last record
+                if self._learner.hold():
+                    self._evaluate()  # None as long as a stage lacks its last record
                 self._learner.take_events(wait_s=LAST_LOSS_PAUSE_S)
         self._head.dissolve()
         self._show_replica()
@@ -193,7 +194,7 @@ class Leading:
         """The validation loss of the anchor, once all stages' anchors are of its round and the time
         is there: of short rounds many anchors are not evaluated.
         """
-        due = self._unvalidated and self._affordable and self._learner.here
+        due = self._unvalidated and self._affordable and self._learner.hold()
         if due and self._head.anchors_at(self._learner.round):
             self._evaluate()
 

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from dilocox.compression.exact import exact_product
 from dilocox.compression.group_codec import GroupCodec
 from dilocox.compression.layout import FlatLayout
 from dilocox.compression.low_rank import LowRank, matrices_of, rank_limits
@@ -107,6 +108,24 @@ def test_experts_that_learn_different_things_are_carried_each_at_the_rank():
 
     assert error(EXPERTS) < 0.01
     assert error(together) > 0.7
+
+
+def test_a_large_matrix_is_averaged_in_blocks_of_rows_to_the_same_bytes():
+    layout = FlatLayout.of([("w", (2100, 2048))])
+    low_rank, average, places = LowRank(layout, (2,)), torch.zeros(layout.numel), list[slice]()
+    p_hat = low_rank.orthonormal(normal(low_rank.p_numel))
+    q_mean = coded(normal(low_rank.q_numel, 1), 4)
+
+    def place(part: slice, values: Tensor) -> None:
+        places.append(part)
+        average[part] = values
+
+    low_rank.expand_pieces(p_hat, q_mean, place)
+    assert len(places) == 2
+    (matrix,) = low_rank.factored
+    whole = torch.empty(2100, 2048)
+    exact_product(matrix.p(p_hat), matrix.q(q_mean), whole)
+    assert torch.equal(average, whole.view(-1))
 
 
 def test_the_rank_of_a_stack_of_experts_is_that_of_the_one_that_needs_most():

@@ -145,9 +145,53 @@ def test_undone_send_that_is_named_after_all_costs_what_was_learnt_since() -> No
     assert peer.send(1) == 8  # rounds 0 and 1
     assert peer.record(0, 4, mine=4) is Outcome.RESET
     assert peer.at == (97, 97, 97)
-    assert (peer.merge.lost_tokens, peer.merge.counted_tokens) == (4, 4)
     peer.steps(4)
+    assert not peer.merge.can_send, "the group of round 1 still reads what was sent for it"
+    peer.merge.void(1)
+    assert (peer.merge.lost_tokens, peer.merge.counted_tokens) == (4, 4)
     assert peer.send(2) == 4
+
+
+def test_what_was_dropped_in_flight_is_counted_where_its_record_comes() -> None:
+    peer = Peer()
+    peer.steps(4)
+    peer.send(0)
+    peer.merge.void(0)
+    peer.send(1)
+    peer.record(0, 4, mine=4)  # now the chain has these steps, and may have them once more
+    assert peer.record(1, 4, mine=3) is Outcome.COUNTED
+    assert peer.at == (93.5, 93.5, 93.5)
+    assert peer.merge.residual.values.item() == 0
+    assert (peer.merge.trained_tokens, peer.merge.counted_tokens) == (4, 8)
+
+
+def test_an_undone_send_whose_successor_was_counted_is_not_unsent_any_more() -> None:
+    peer = Peer()
+    peer.steps(4)
+    peer.send(1)
+    peer.merge.void(1)
+    peer.steps(1)
+    peer.send(2)
+    peer.record(2, 5, mine=5)
+    peer.steps(1)
+    assert (
+        peer.merge.resync(
+            3, "w", peer.merge.anchor, peer.merge.momentum, since=-1, named={1, 2}, records=1
+        )
+        is not Outcome.RESET
+    )
+    assert peer.merge.tokens == 1
+
+
+def test_an_undone_send_whose_progress_was_dropped_is_not_unsent_any_more() -> None:
+    peer = Peer()
+    peer.steps(4)
+    peer.send(0)
+    peer.merge.void(0)
+    peer.merge.drop()
+    peer.steps(1)
+    assert peer.record(0, 4, mine=4) is Outcome.COUNTED
+    assert peer.merge.tokens == 1
 
 
 def test_unsent_progress_is_dropped_after_max_age_records() -> None:

@@ -138,8 +138,9 @@ class World:
         self.trained_then = self.merge.trained_tokens
 
     def void(self, number: int) -> None:
+        rounds = self.given_up if self.merge.fly[number].dropped else self.undone
         self.merge.void(number)
-        self.undone.add(number)
+        rounds.add(number)
 
     def record(self, number: int, draw: Draw, *, mine: bool, left_out: bool = False) -> None:
         self.newest_round = max(self.newest_round, number)
@@ -156,30 +157,34 @@ class World:
         number, merge = record.facts.round, self.merge
         tokens, send = merge.tokens_of(number), merge.fly.get(number)
         last_closed = number - 1 if record.facts.contributor else number
-        closed = {n for n in merge.fly if n <= last_closed}
+        closed = {n: send.dropped for n, send in merge.fly.items() if n <= last_closed}
         own = None
         if send is not None and record.own is not None:
             own = Remainder(send.message - record.own, record.left_out)
         outcome = merge.commit(record.facts, record.anchor, self.vector(0, 0, 0), own)
         if outcome is Outcome.REPEATED:
             return
-        self.undone |= closed
+        for n, dropped in closed.items():
+            (self.given_up if dropped else self.undone).add(n)
         self.told.append(record)
         doubled = record.facts.contributor and number in self.undone
-        assert (outcome is Outcome.RESET) == doubled
-        assert (outcome is Outcome.COUNTED) == (record.facts.contributor and not doubled)
+        if self.config.max_age == FOREVER:  # else what was undone may have been dropped since
+            assert (outcome is Outcome.RESET) == doubled
+        assert (outcome in (Outcome.COUNTED, Outcome.RESET)) == record.facts.contributor
         if record.facts.contributor and tokens is not None:
             self.tokens_counted += tokens
-        if own is not None and record.own is not None:
+        if send is not None and record.own is not None and not send.dropped:
             self.counted += record.own
         if outcome is Outcome.RESET:
             self.gone_back()
+        elif send is not None and record.facts.contributor:  # it had taken all that was unsent
+            self.given_up, self.undone = self.given_up | self.undone, set()
         self.given_up.discard(number)  # what is in it is neither the peer's nor lost
 
     def gone_back(self) -> None:
         """The peer stands on the anchor: what was its own is nobody's any more."""
         assert torch.equal(self.live, self.merge.anchor)
-        assert not (self.merge.can_send or self.merge.fly)
+        assert not self.merge.can_send
         self.given_up |= self.undone
         self.undone = set()
         self.forgone = self.stepped - self.counted
@@ -225,6 +230,7 @@ class World:
         self.reborn(*self.snapshot)
         held = set(self.merge.fly)
         self.merge.start_over(sends, trained)
+        assert not self.merge.fly
         _, counted, _, _, tokens_counted, given_up, undone, position = self.truth
         self.given_up, self.undone = given_up | held | sends.keys(), set(undone)
         # all that was ever stepped is counted or lost: nothing of it is the peer's any more
@@ -237,7 +243,8 @@ class World:
 
     # ---- what must be zero -------------------------------------------------------------------
     def gap(self) -> Tensor:
-        flying = sum((send.message for send in self.merge.fly.values()), self.vector(0, 0, 0))
+        held = [send.message for send in self.merge.fly.values() if not send.dropped]
+        flying = sum(held, self.vector(0, 0, 0))
         kept = self.merge.residual.values + flying + self.merge.progress.unsent()
         return self.stepped - (self.counted + kept + self.forgone)
 

@@ -104,14 +104,6 @@ def test_send_that_no_record_can_name_is_not_remembered() -> None:
     assert (peer.merge.tokens_of(0), peer.merge.tokens_of(1)) == (1, None)
 
 
-def test_undone_send_whose_progress_was_dropped_is_unknown_when_it_is_named(sent: Peer) -> None:
-    sent.merge.void(0)
-    sent.merge.drop()
-    assert sent.record(0, 4, mine=4) is Outcome.RESET
-    assert sent.at == (97, 97, 97)
-    assert sent.merge.lost_tokens == 0, "they are in that record"
-
-
 def test_progress_of_an_undone_send_ages_from_its_void() -> None:
     peer = Peer(MergeConfig(weight=0.75, decay=1.0, max_age=2))
     peer.steps(4)

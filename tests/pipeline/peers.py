@@ -69,10 +69,12 @@ class Anchor:
 
     def __init__(self, module: StageModule) -> None:
         self.round = 0
-        self.here = True
         self.weights = [parameter.detach().clone() for parameter in module.parameters()]
         self.writes = 0
         self._module = module
+
+    def hold(self) -> bool:
+        return True
 
     @contextmanager
     def in_place(self) -> Generator[None]:

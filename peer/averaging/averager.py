@@ -2,7 +2,7 @@
 
 hivemind brings the process, the averaging group (matchmaking) and the step control; the exchange
 itself is ours (peer/rounds/exchange.py). The process also serves what other peers ask for
-(service.py) and does the outer arithmetic, so that the training loop never waits for any of it.
+(service.py) and does the outer arithmetic, while the training loop computes inner steps.
 
 The trainer and this process share the vectors of `StageBuffers`. They belong to the trainer, which
 writes `message` before it starts an exchange; this process only reads it then. To apply a record,

@@ -5,6 +5,9 @@ Tests run in several processes at once (`make test`), on machines that do other 
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Iterator
+
 import pytest
 import torch
 from hypothesis import settings
@@ -18,6 +21,16 @@ settings.load_profile("busy machine")
 def one_thread() -> None:
     """Equal sums need equal orders of summation, and tensors here are too small for threads."""
     torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def logging_as_before() -> Iterator[None]:
+    """A command that runs in this process leaves nothing of its settings to the next test."""
+    root, name = logging.getLogger("dilocox"), logging.getLevelName(logging.WARNING)
+    before = root.handlers[:], root.level, root.propagate
+    yield
+    root.handlers[:], root.level, root.propagate = before
+    logging.addLevelName(logging.WARNING, name)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -1,9 +1,6 @@
-"""Keys for the tests of peer/, of which one takes a tenth of a second; and logging."""
+"""Keys for the tests of peer/, of which one takes a tenth of a second."""
 
 from __future__ import annotations
-
-import logging
-from collections.abc import Iterator
 
 import pytest
 
@@ -16,13 +13,3 @@ def identities(tmp_path_factory: pytest.TempPathFactory) -> list[Identity]:
     folder = tmp_path_factory.mktemp("keys")
     made = [Identity.load_or_create(folder / f"{index}.key") for index in range(4)]
     return sorted(made, key=lambda identity: identity.peer_id)
-
-
-@pytest.fixture
-def logging_as_before() -> Iterator[None]:
-    """For tests of what a command logs: afterwards nothing is left of its settings."""
-    root, name = logging.getLogger("dilocox"), logging.getLevelName(logging.WARNING)
-    before = root.handlers[:], root.level, root.propagate
-    yield
-    root.handlers[:], root.level, root.propagate = before
-    logging.addLevelName(logging.WARNING, name)

@@ -81,7 +81,6 @@ def refused(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capfd: pytest.CaptureFixture[str],
-    logging_as_before: None,
 ) -> Callable[..., None]:
     """As `run` and `fails`, in this process: what is refused before anything is started."""
     for name in [name for name in os.environ if name.startswith("DILOCOX_")]:

@@ -26,9 +26,6 @@ class Terminal(io.StringIO):
         return [line.rpartition("\x1b[K")[2] for line in self.getvalue().split("\n")]
 
 
-pytestmark = pytest.mark.usefixtures("logging_as_before")
-
-
 def test_a_line_of_any_logger_takes_the_place_of_the_progress_line(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

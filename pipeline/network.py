@@ -29,6 +29,7 @@ from dilocox.pipeline.frames import Frame, encode_prefix_and_header
 from dilocox.pipeline.link import (
     FLUSH_S,
     Answer,
+    Backlog,
     Broken,
     Inbox,
     Link,
@@ -85,7 +86,8 @@ class Network:
             limits=strangers or StrangerLimits(),
         )
         self._links: dict[LinkKey, Link] = {}
-        self._lock = threading.Lock()  # of the table; a link itself belongs to the loop
+        self._backlogs: dict[LinkKey, Backlog] = {}  # also of ended links, until they are dropped
+        self._lock = threading.Lock()  # of the tables; a link itself belongs to the loop
         self._lives: set[asyncio.Task[None]] = set()
         self._daemon_address: Any = None
         self.thread = LoopThread(
@@ -182,13 +184,14 @@ class Network:
             self.thread.post(lambda: link.refuse(reason))
 
     def drop_links(self) -> None:
-        """End links; the inbox gives nothing of them from now on, and no `Broken`.
+        """End links; the inbox gives nothing of them from now on, and no `Broken`, also of those
+        that have ended.
 
         Frames without a tensor that were sent before may still leave for a second.
         """
         with self._lock:
-            for link in list(self._links.values()):
-                self._drop(link)
+            for key in list(self._backlogs):
+                self._drop(key)
 
     def link_facts(self, key: LinkKey) -> LinkFacts:
         """What was measured of a link; nothing if it is gone."""
@@ -206,15 +209,15 @@ class Network:
             expected=hello is None,
         )
         with self._lock:
-            if key in self._links:
-                self._drop(self._links[key])
-            self._links[key] = link
+            self._drop(key)
+            self._links[key], self._backlogs[key] = link, link.backlog
         self.thread.post(lambda: self._give_life(link, hello))
 
-    def _drop(self, link: Link) -> None:
-        link.backlog.dropped = True
-        del self._links[link.key]
-        self.thread.post(link.finish)
+    def _drop(self, key: LinkKey) -> None:
+        if key in self._backlogs:
+            self._backlogs.pop(key).dropped = True
+        if key in self._links:
+            self.thread.post(self._links.pop(key).finish)
 
     # ---- in the network thread: links ------------------------------------------------------------
     def _give_life(self, link: Link, hello: Frame | None) -> None:

@@ -242,9 +242,16 @@ def frozen(node: Node) -> Iterator[None]:
     """The node's p2pd does nothing within."""
     os.kill(node.dht.p2pd_pid, signal.SIGSTOP)
     try:
+        until(lambda: all_stopped(node.dht.p2pd_pid))
         yield
     finally:
         os.kill(node.dht.p2pd_pid, signal.SIGCONT)
+
+
+def all_stopped(pid: int) -> bool:
+    """Whether no thread of a process runs; on a busy machine some do for a while after SIGSTOP."""
+    threads = Path(f"/proc/{pid}/task").glob("*/stat")
+    return all(stat.read_text().rpartition(")")[2].split()[0] == "T" for stat in threads)
 
 
 def link(upper: Peer, lower: Peer) -> tuple[LinkKey, LinkKey]:

@@ -152,6 +152,16 @@ def test_dropped_links_are_silent_here_and_closed_there(pair: tuple[Peer, Peer])
     assert head.hears_nothing(0.5)
 
 
+def test_links_that_have_ended_are_silent_once_they_are_dropped(pair: tuple[Peer, Peer]) -> None:
+    head, second = pair
+    link(head, second)
+    until(second.network.round_trips_s)
+    head.network.drop_links()
+    until(lambda: not second.network.round_trips_s())  # its `Broken` lies in the inbox
+    second.network.drop_links()
+    assert second.hears_nothing(0.5)
+
+
 def test_link_made_anew_under_its_key_gives_nothing_of_the_old_one(
     pair: tuple[Peer, Peer],
 ) -> None:

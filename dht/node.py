@@ -176,6 +176,7 @@ async def meet(dht: DHT, node: DHTNode, peers: tuple[str, ...], timeout_s: float
     return bool(known)
 
 
+LOCK_S = 1.0  # that an answer takes at most to be written
 CLOSE_GRACE_S = 4.0
 ANSWER_LIMIT_S = 2.0  # a frozen node keeps every search that meets it waiting for so long
 QUESTION_LIMIT_S = 10.0
@@ -461,6 +462,13 @@ class RunDHT(DHT):
         if self.is_alive():
             self.kill()
             self.join(1.0)
+        # A child that was killed in the middle of an answer still has the lock under which all that
+        # are forked from here write theirs: those of later ones would never come.
+        lock = vars(MPFuture)["_update_lock"]
+        if lock.acquire(timeout=LOCK_S):
+            lock.release()
+        else:
+            MPFuture.reset_backend()
         kill_daemon(self.p2pd_pid)
         node_process.release()
 

@@ -1,13 +1,17 @@
 """Processes of a peer share a private folder of sockets and the pipe into the DHT child."""
 
 import multiprocessing
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hivemind.p2p import P2P
+from hivemind.utils import MPFuture
 
 from dilocox.dht import node_process
 from dilocox.dht.errors import EnvironmentFault
+from dilocox.dht.identity import Identity
 from dilocox.dht.node_process import SharedPipe
 
 SENDERS, MESSAGES, BYTES = 2, 200, 40_000  # more than a pipe takes in one piece
@@ -79,3 +83,18 @@ def test_large_messages_of_two_processes_arrive_whole():
     for process in senders:
         process.join(LIMIT_S)
     assert sorted(heard) == [bytes([number]) * BYTES for number in (1, 2) for _ in range(MESSAGES)]
+
+
+def test_a_node_opens_after_another_one_was_killed_in_the_middle_of_an_answer(
+    open_node: Callable[..., Any], volunteer: Identity
+):
+    killed = open_node(volunteer)[0]
+    lock = vars(MPFuture)["_update_lock"]
+    assert lock.acquire(timeout=LIMIT_S)  # as the child holds it, which can give it back no more
+    try:
+        killed.kill()
+        killed.join(LIMIT_S)
+        killed.close()
+        open_node(volunteer, startup_s=LIMIT_S)
+    finally:
+        lock.release()

@@ -357,7 +357,7 @@ def _check_protocol(protocol: object) -> None:
 def _check_together(manifest: Manifest) -> None:
     """Raise `InvalidInput` for the first field that does not fit another one."""
     model, data, rounds = manifest.model, manifest.data, manifest.rounds
-    vocabulary, positions = model.get("vocab_size"), model.get("max_position_embeddings")
+    vocabulary = model.get("vocab_size")
     for name, source in [
         ("data", data),
         *((f"data.more[{n}]", m) for n, m in enumerate(data.more)),
@@ -374,11 +374,13 @@ def _check_together(manifest: Manifest) -> None:
             f"model.vocab_size is {shown(vocabulary)}; "
             f"the byt5 tokenizer needs at least {BYT5_VOCABULARY}"
         )
-    if isinstance(positions, int) and manifest.batch.sequence_length > positions:
-        raise InvalidInput(
-            f"batch.sequence_length is {manifest.batch.sequence_length}; "
-            f"it must be at most model.max_position_embeddings ({positions})"
-        )
+    for name in ("max_position_embeddings", "n_positions"):  # the latter in gpt2
+        positions = model.get(name)
+        if isinstance(positions, int) and manifest.batch.sequence_length > positions:
+            raise InvalidInput(
+                f"batch.sequence_length is {manifest.batch.sequence_length}; "
+                f"it must be at most model.{name} ({positions})"
+            )
     codec = manifest.codec
     if codec.scheme != "dense" and codec.bits > 8:
         raise InvalidInput(

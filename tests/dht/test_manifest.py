@@ -83,6 +83,10 @@ def test_three_fields_make_a_manifest(tmp_path: Path):
         ("model: {model_type: llama}", "model.vocab_size is None; the byt5 tokenizer needs.*384"),
         ("model: {model_type: llama, vocab_size: 256}", "model.vocab_size is 256; .* at least 384"),
         ("batch: {sequence_length: 4096}", "sequence_length is 4096.*max_position_embeddings"),
+        (
+            "model: {model_type: gpt2, vocab_size: 384, n_positions: 64}",
+            r"sequence_length is \d+; it must be at most model.n_positions \(64\)",
+        ),
         ("rounds: {inner_steps: 9, max_inner_steps: 5}", "inner_steps is 9; it must lie between"),
         ("data: {source: corpus.bin}", "data.format is missing; it must be text, json"),
         ("data: {format: text}", "data.format is 'text' with data.source 'stdlib'"),

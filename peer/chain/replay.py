@@ -14,22 +14,17 @@ and its outer step must lead to the anchor that the second one names, which it d
 momentum only.
 """
 
-# safetensors carries no types.
-# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
-# pyright: reportUnknownArgumentType=false
-
 from __future__ import annotations
 
 import hashlib
 import json
 import shutil
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import BinaryIO
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from dilocox.compression.group_codec import PayloadRefused
@@ -84,7 +79,7 @@ def anchors_around(
     before, after = hashlib.sha256(), hashlib.sha256()
     try:
         with path.open("r+b" if move else "rb") as file:
-            starts = _starts(file)
+            starts = _starts(file, average.numel())
             for low in range(0, average.numel(), PIECE_VALUES):
                 gradient = average[low : low + PIECE_VALUES]
                 places = [start + 4 * low for start in starts]
@@ -102,11 +97,18 @@ def anchors_around(
     return before.hexdigest(), after.hexdigest()
 
 
-def _starts(file: BinaryIO) -> list[int]:
-    """Where anchor and momentum begin in a safetensors file."""
+_NAMES = ("anchor", "momentum")
+
+
+def _starts(file: BinaryIO, numel: int) -> list[int]:
+    """Where anchor and momentum begin in a safetensors file; ValueError for other ones."""
     length = int.from_bytes(file.read(8), "little")
     header = json.loads(file.read(min(length, MAX_STATE_HEADER_BYTES)))
-    return [8 + length + int(header[name]["data_offsets"][0]) for name in ("anchor", "momentum")]
+    for name in _NAMES:
+        shape, dtype = header[name]["shape"], header[name]["dtype"]
+        if shape != [numel] or dtype != "F32":
+            raise ValueError(f"its {name} holds {shape} values of {dtype}, not [{numel}] of F32")
+    return [8 + length + int(header[name]["data_offsets"][0]) for name in _NAMES]
 
 
 def _piece(file: BinaryIO, place: int, numel: int) -> Tensor:
@@ -286,23 +288,26 @@ class _Replay:
         state = self._states.pop(digest, None)
         if state is None:
             return
+        known, numel = self.vectors, self._layout.numel
+        differing = ""
         try:
-            stated = _read(state, self._layout.numel)
+            if known is None:
+                self.vectors = _read(state, numel)
+                return
+            for name, part, piece in _pieces(state, numel):
+                if not differing and not torch.equal(piece, getattr(known, name)[part]):
+                    differing = name
         except FileNotFoundError:  # its owner, a running peer, has a newer one
             return
-        except (OSError, ValueError, SafetensorError) as error:
+        except (OSError, ValueError, LookupError, TypeError) as error:
             self._flaw(f"{state.file}: damaged ({error})")
             return
-        if self.vectors is None:
-            self.vectors = stated
+        if differing:
+            self._flaw(
+                f"{state.file}: its {differing} is not the one that the records up to round "
+                f"{state.round} make"
+            )
             return
-        for name in ("anchor", "momentum"):
-            if not torch.equal(getattr(stated, name), getattr(self.vectors, name)):
-                self._flaw(
-                    f"{state.file}: its {name} is not the one that the records up to round "
-                    f"{state.round} make"
-                )
-                return
         self.found.confirmed += (state.round,)
 
     def _flaw(self, flaw: str) -> None:
@@ -314,12 +319,22 @@ class _Replay:
 
 
 def _read(state: KeptState, numel: int) -> _Vectors:
-    """Raises OSError, ValueError and SafetensorError."""
+    """Raises as `_pieces`."""
+    vectors = _Vectors(torch.empty(numel), torch.empty(numel))
+    for name, part, piece in _pieces(state, numel):
+        getattr(vectors, name)[part] = piece
+    return vectors
+
+
+def _pieces(state: KeptState, numel: int) -> Iterator[tuple[str, slice, Tensor]]:
+    """Anchor and momentum a piece at a time: of a mapped file all would count as memory.
+
+    Raises OSError, ValueError, LookupError and TypeError.
+    """
     if state_sha256(state.file) != state.sha256:
         raise ValueError("it does not have the sha256 that was written beside it")
-    with safe_open(state.file, framework="pt") as file:
-        vectors = _Vectors(file.get_tensor("anchor"), file.get_tensor("momentum"))
-    for vector in (vectors.anchor, vectors.momentum):
-        if vector.shape != (numel,) or vector.dtype != torch.float32:
-            raise ValueError(f"it holds {tuple(vector.shape)} values, not ({numel},) of fp32")
-    return vectors
+    with state.file.open("rb") as file:
+        for name, start in zip(_NAMES, _starts(file, numel), strict=True):
+            for low in range(0, numel, PIECE_VALUES):
+                part = slice(low, min(numel, low + PIECE_VALUES))
+                yield name, part, _piece(file, start + 4 * low, part.stop - low)

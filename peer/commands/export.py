@@ -256,7 +256,9 @@ class CheckpointDraft:
         self.draft = self._folder.with_name(f".{self._folder.name}.partial")
         self._key = {"run": run, "dtype": str(dtype), "stages": num_stages}
         self.stages: dict[int, dict[str, Any]] = {}
-        self._lock = StateFolder(self.draft).locked("another export writes there; wait for its end")
+        self._lock = StateFolder(self.draft).locked(
+            "another export writes there; wait for its end", "choose another folder"
+        )
 
     def __enter__(self) -> Self:
         self._lock.__enter__()

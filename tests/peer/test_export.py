@@ -249,6 +249,14 @@ def test_two_exports_to_one_folder_do_not_meet(tmp_path: Path) -> None:
             pass
 
 
+def test_a_place_where_no_folder_can_be_is_named_with_an_exports_mend(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(EnvironmentFault) as refused:
+        write(tmp_path / "file" / "out")
+    assert "choose another folder" in str(refused.value)
+    assert "--state" not in str(refused.value)
+
+
 def test_a_full_disk_gives_a_message_with_its_mend(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -43,8 +43,8 @@ from dilocox.compression.layout import FlatLayout
 from dilocox.dht.errors import InvalidInput
 from dilocox.dht.manifest import Manifest
 from dilocox.peer.averaging.averager import StageBuffers
-from dilocox.peer.memory_and_disk import PROCESSES_BYTES, planned_bytes
-from dilocox.peer.process.prepare import local_model
+from dilocox.peer.memory_and_disk import PROCESSES_BYTES
+from dilocox.peer.process.prepare import StageNeeds, local_model
 from dilocox.peer.rounds.adaptation import outer_step
 from dilocox.peer.training.merge import RecordFacts, Remainder
 from dilocox.peer.training.snapshots import Snapshots
@@ -75,6 +75,8 @@ class Figures:
     """Resident before the stage was built: interpreter and libraries."""
     peak_bytes: int
     """Resident at the peak."""
+    planned_bytes: int
+    """The plan for as many microbatches, without processes and what an exchange encodes."""
 
     @property
     def peak_bytes_per_parameter(self) -> float:
@@ -86,11 +88,6 @@ class Figures:
         """Bytes a parameter of the vectors that stay in the machine's memory beside a GPU."""
         there = sum(size for kind, size in self.vectors.items() if kind not in ON_GPU)
         return there / self.parameters
-
-    @property
-    def planned_bytes(self) -> int:
-        """The plan for the stage, without that for the processes themselves."""
-        return planned_bytes(self.parameters) - PROCESSES_BYTES
 
     @property
     def explained_bytes(self) -> int:
@@ -224,6 +221,9 @@ def measure(description: dict[str, Any], stage: int, recompute: bool) -> Figures
         vectors = bench.vectors()
         bench.go()
         bench.commit()
+    peak = resident_bytes("VmHWM")
+    needs = StageNeeds(manifest, stage, recompute=recompute).memory
+    more = (bench.in_flight - 1) * bench.worker.stored_bytes
     return Figures(
         num_stages=manifest.stages,
         stage=stage,
@@ -232,7 +232,8 @@ def measure(description: dict[str, Any], stage: int, recompute: bool) -> Figures
         microbatch_bytes=bench.worker.stored_bytes,
         in_flight=bench.in_flight,
         before_bytes=before,
-        peak_bytes=resident_bytes("VmHWM"),
+        peak_bytes=peak,
+        planned_bytes=needs.on_cpu - PROCESSES_BYTES - needs.encoded + more,
     )
 
 

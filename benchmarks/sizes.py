@@ -6,7 +6,8 @@ Without files it shows three runs as examples, all with the default batch and co
 `dilocox doctor` and `--memory-limit` do and measures nothing; a row is one stage.
 
     parameters  of the stage, in millions
-    memory      of a peer that computes on a CPU, all its processes, GB
+    memory      of a peer that computes on a CPU, all its processes, with one microbatch, GB
+    with a GPU  the same where a GPU computes: the machine's memory, and the GPU's
     disk        snapshots and kept records of a peer, at most, GB
     exchange    what a peer sends in the averaging of a round, with four members, and receives, MB
     token       what it sends its neighbours for a token, with 4 bits and with bf16, kB
@@ -23,7 +24,6 @@ from rich.console import Console
 from rich.table import Table
 
 from dilocox.dht.manifest import Manifest
-from dilocox.peer.memory_and_disk import planned_bytes
 from dilocox.peer.process.prepare import StageNeeds
 
 MEMBERS = 4
@@ -68,7 +68,8 @@ def row(manifest: Manifest, stage: int) -> list[str]:
         manifest.name,
         f"{stage} of {manifest.stages}",
         f"{needs.values / MB:.1f}",
-        f"{planned_bytes(needs.values) / GB:.1f}",
+        f"{needs.memory.on_cpu / GB:.1f}",
+        f"{needs.memory.beside_gpu / GB:.1f} + {needs.memory.on_gpu / GB:.1f}",
         f"{needs.disk_bytes / GB:.2f}",
         f"{needs.exchange_bytes(MEMBERS) / MB:.2f}",
         f"{tokens[0]:.2f} / {tokens[1]:.2f}",
@@ -86,7 +87,7 @@ def main() -> None:
     parser.add_argument("files", nargs="*", type=Path, help="descriptions of runs, run.yaml")
     manifests = [Manifest.load(file) for file in parser.parse_args().files] or examples()
     table = Table(title="what a peer of a stage needs")
-    heads = ("run", "stage", "parameters", "memory", "disk", "exchange", "token")
+    heads = ("run", "stage", "parameters", "memory", "with a GPU", "disk", "exchange", "token")
     for name in heads:
         table.add_column(name, justify="right")
     for manifest in manifests:

@@ -23,11 +23,9 @@ if TYPE_CHECKING:  # the doctor looks here where torch cannot be loaded
 logger = logging.getLogger(__name__)
 
 PROCESSES_BYTES = 800_000_000  # the four processes before the first vector, measured
-# Vectors of the stage's size, 4 bytes a value: three shared ones (averager.StageBuffers), weights,
-# gradients, two moments, start, and the delta of a send in flight.
-VECTORS = 9
-DEVICE_VECTORS = 4  # weights, gradients, two moments: on the GPU, where there is one
-ACTIVATION_SHARE = 1.25  # of the above, for activations and temporaries
+WORK_BYTES = 80_000_000  # what kernels and the allocator take when a CPU begins to train, measured
+HEAP_SHARE = 1.15  # of activations on a CPU: the heap's gaps, measured
+CUDA_BYTES = 600_000_000  # what CUDA takes of a GPU for itself, more or less
 MAX_WINDOW = 1024  # microbatches in flight
 
 # Of a container, by version of Linux's control groups: the limit, what is used, and details.
@@ -38,35 +36,72 @@ _GROUPS = (
 _GROUPS_FOLDER = Path("/sys/fs/cgroup")
 
 
-def planned_bytes(numel: int) -> int:
-    """A rough plan of what a peer of a stage with so many values will take."""
-    return PROCESSES_BYTES + round(ACTIVATION_SHARE * VECTORS * 4 * numel)
+@dataclass(frozen=True, kw_only=True)
+class MemoryNeeds:
+    """What a peer of a stage takes at the peak, in bytes, with one microbatch in flight.
 
-
-def planned_beside_gpu_bytes(numel: int) -> tuple[int, int]:
-    """The same with a GPU: what it takes of the machine's memory, and of the GPU's."""
-    on_gpu = round(ACTIVATION_SHARE * DEVICE_VECTORS * 4 * numel)
-    return planned_bytes(numel) - on_gpu, on_gpu
-
-
-def check_plan(numel: int, limit_bytes: float | None) -> None:
-    """Refuse (InvalidInput) to start a peer that cannot stay within the limit; where the machine
-    has less than planned, warn: the plan is rough.
+    values: of the stage's flat vector. activations: of the microbatch, with temporaries. encoded:
+    what an exchange holds beside the vectors: own parts, those of others, means, the record.
     """
-    planned = planned_bytes(numel)
+
+    values: int
+    activations: int
+    encoded: int
+
+    @property
+    def on_cpu(self) -> int:
+        """Of the machine's memory, where the CPU trains."""
+        activations = round(HEAP_SHARE * self.activations)
+        return self.beside_gpu + self._trained + WORK_BYTES + activations
+
+    @property
+    def beside_gpu(self) -> int:
+        """Of the machine's memory, where a GPU trains: three shared vectors
+        (averager.StageBuffers), start, and the delta of a send in flight.
+        """
+        return PROCESSES_BYTES + 5 * 4 * self.values + self.encoded
+
+    @property
+    def on_gpu(self) -> int:
+        """Of the GPU's."""
+        return CUDA_BYTES + self._trained + self.activations
+
+    @property
+    def _trained(self) -> int:
+        """Weights, gradients, and AdamW's two moments."""
+        return 4 * 4 * self.values
+
+
+def check_memory(needs: MemoryNeeds, limit_bytes: float | None, device: torch.device) -> None:
+    """Refuse (InvalidInput) to start a peer that cannot stay within the limit; where machine or GPU
+    have less than planned, warn: other programs may end, and not all of it is taken at once.
+    """
+    on_cpu = device.type == "cpu"
+    planned = needs.on_cpu if on_cpu else needs.beside_gpu
     if limit_bytes is not None and planned > limit_bytes:
         raise InvalidInput(
             f"--memory-limit {limit_bytes / 1e9:.1f}: this stage needs about "
             f"{planned / 1e9:.1f} GB; raise the limit or host a smaller stage"
         )
-    free = available_bytes()
-    if planned > free:
-        logger.warning(
-            "this stage needs about %.1f GB of memory, %.1f GB are free: close other programs or "
-            "host a smaller stage, or the system may end this peer",
-            planned / 1e9,
-            free / 1e9,
-        )
+    rooms = [("memory", planned, available_bytes())]
+    if not on_cpu:
+        rooms.append(("GPU memory", needs.on_gpu, gpu_free_bytes(device)))
+    for kind, wanted, free in rooms:
+        if wanted > free:
+            logger.warning(
+                "this stage needs about %.1f GB of %s, %.1f GB are free: close other programs or "
+                "host a smaller stage, or the system may end this peer",
+                wanted / 1e9,
+                kind,
+                free / 1e9,
+            )
+
+
+def gpu_free_bytes(device: torch.device) -> int:
+    """Memory of a GPU that programs here could still have."""
+    import torch
+
+    return torch.cuda.mem_get_info(device)[0]
 
 
 def check_use(pids: list[int], limit_bytes: float | None) -> None:
@@ -82,20 +117,20 @@ def check_use(pids: list[int], limit_bytes: float | None) -> None:
         )
 
 
-def window_limit(stored_bytes: int, limit_bytes: float | None, device: torch.device) -> int:
+def window_limit(
+    stored_bytes: int, needs: MemoryNeeds, limit_bytes: float | None, device: torch.device
+) -> int:
     """Microbatches in flight that a peer has room for, each storing so many bytes.
 
-    Half of what is free on the device; on the CPU no more than the share of the limit that the plan
-    has for activations. 0 bytes are not known yet.
+    Half of what is free on the device; on the CPU no more than what the limit leaves beside the
+    plan, which has one of them. 0 bytes are not known yet.
     """
-    import torch
-
     if stored_bytes <= 0:
         return MAX_WINDOW
     on_cpu = device.type == "cpu"
-    room = (available_bytes() if on_cpu else torch.cuda.mem_get_info(device)[0]) / 2
+    room = (available_bytes() if on_cpu else gpu_free_bytes(device)) / 2
     if limit_bytes is not None and on_cpu:
-        room = min(room, (limit_bytes - PROCESSES_BYTES) * (1 - 1 / ACTIVATION_SHARE))
+        room = min(room, limit_bytes - needs.on_cpu + stored_bytes)
     return max(1, min(MAX_WINDOW, int(room / stored_bytes)))
 
 

@@ -67,8 +67,12 @@ class StateFolder:
         return False
 
     @contextmanager
-    def locked(self, in_use: str = PEER_RUNS) -> Generator[None]:
+    def locked(
+        self, in_use: str = PEER_RUNS, remedy: str = "choose another folder with --state"
+    ) -> Generator[None]:
         """Keep other processes out; the lock ends with this one, however it ends.
+
+        remedy: where the disk is the fault.
 
         Raises:
             EnvironmentFault: `in_use`, where another one runs in this folder; or it cannot be
@@ -78,7 +82,6 @@ class StateFolder:
             self.path.mkdir(parents=True, exist_ok=True)
             file = (self.path / "lock").open("w")
         except OSError as error:
-            remedy = "choose another folder with --state"
             raise disk_fault(self.path, error, remedy) from error
         with file:
             try:

@@ -27,6 +27,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import (
     checkpoint,  # pyright: ignore[reportUnknownVariableType]
@@ -222,6 +223,16 @@ def build_stage(
     return module.to(device)
 
 
+def shape_stage(
+    config: Mapping[str, Any], stage: int, num_stages: int, mode: FakeTensorMode
+) -> StageModule:
+    """As `build_stage`, of tensors with shapes and no memory, to be run inside `mode`."""
+    model, module = _empty_stage(config, num_stages, stage)
+    with mode:
+        _materialise(model, None)
+    return module
+
+
 def parameter_shapes(
     config: Mapping[str, Any], num_stages: int, stage: int
 ) -> list[tuple[str, tuple[int, ...]]]:
@@ -312,7 +323,7 @@ def _materialise(module: nn.Module, names: Collection[str] | None) -> None:
                 filled = made.get(id(tensor))
                 if filled is None:
                     fill = float("nan") if tensor.is_floating_point() else 0
-                    filled = torch.full_like(tensor, fill, device="cpu")
+                    filled = torch.full(tensor.shape, fill, dtype=tensor.dtype, device="cpu")
                     if isinstance(tensor, nn.Parameter):
                         filled = nn.Parameter(filled, requires_grad=tensor.requires_grad)
                     made[id(tensor)] = filled

@@ -139,7 +139,7 @@ class StoredBytes:
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
-        self._sizes: dict[int, int] = {}  # by address: all that are counted live
+        self._sizes: dict[int, int] = {}  # by storage: all that are counted live
         self.measured = 0
 
     @contextmanager
@@ -152,14 +152,14 @@ class StoredBytes:
             yield
         # Now, because weights may have moved into a flat vector since this object was made.
         for tensor in chain(self._module.parameters(), self._module.buffers()):
-            self._sizes.pop(tensor.untyped_storage().data_ptr(), None)
+            self._sizes.pop(id(tensor.untyped_storage()), None)
         self.measured = sum(self._sizes.values())
 
     def add(self, tensor: Tensor) -> Tensor:
         """Count the storage of a tensor that stays alive; gives back just that tensor."""
         if not self.measured:
             storage = tensor.untyped_storage()
-            self._sizes[storage.data_ptr()] = storage.nbytes()
+            self._sizes[id(storage)] = storage.nbytes()
         return tensor
 
 

@@ -40,8 +40,6 @@ from dilocox.peer.memory_and_disk import (
     Status,
     available_bytes,
     disk_free,
-    planned_beside_gpu_bytes,
-    planned_bytes,
 )
 from dilocox.peer.options import DoctorOptions
 from dilocox.peer.os_process import STOPPED, StopSignal, write_json
@@ -49,6 +47,7 @@ from dilocox.peer.state_folder import StateFolder
 
 if TYPE_CHECKING:  # imported when it is known that the libraries can be loaded
     from dilocox.dht.join import Joined
+    from dilocox.dht.manifest import Manifest
     from dilocox.peer.commands.doctor_swarm import SwarmFacts
     from dilocox.peer.process.prepare import StageNeeds
 
@@ -190,14 +189,14 @@ class Examination:
                 stage = swarm.stage(options.stage, before)
             except InvalidInput as error:
                 yield fault("stage", error)
-                yield from self.room(None, swarm.sizes)
+                yield from self.room(None, manifest)
                 yield from self._network(place, swarm, 0)
                 return "stage"
-            needs = StageNeeds(manifest, stage)
+            needs = StageNeeds(manifest, stage, recompute=options.recompute)
             yield doctor_checks.stage_check(
                 options.stage, stage, swarm.peers, manifest.stages, before
             )
-            short = yield from self.room(needs, swarm.sizes)
+            short = yield from self.room(needs, manifest)
             if stage == 0:
                 yield self._data(place)
             yield from self._network(place, swarm, stage)
@@ -206,7 +205,7 @@ class Examination:
                 yield self._speed(needs, exchange)
             return short
 
-    def room(self, needs: StageNeeds | None, sizes: Sequence[int] | None) -> Lines[str]:
+    def room(self, needs: StageNeeds | None, manifest: Manifest | None) -> Lines[str]:
         """Device, memory and disk, as the stage asks; the names of those that do not suffice. A
         peer that runs has its share, and so is asked for nothing.
 
@@ -216,17 +215,21 @@ class Examination:
         options, found = self._options, list[Check]()
         known = None if self._in_use else needs
         stage = None if known is None else known.stage
-        plans = None if sizes is None else [planned_bytes(values) for values in sizes]
+        plans: list[int] | None = None
         if self._loaded:
             from dilocox.peer.commands.doctor_bench import look_at_device
 
             device = look_at_device(options.device, options.threads)
             found.append(doctor_checks.device_check(options.device, device))
-            if sizes is not None and device.kind == "cuda":
-                both = [planned_beside_gpu_bytes(values) for values in sizes]
-                plans, on_gpu = [beside for beside, _ in both], [gpu for _, gpu in both]
-                free = device.free_bytes
-                found.append(doctor_checks.memory_check("gpu", free, None, on_gpu, stage))
+            if manifest is not None:
+                from dilocox.peer.process.prepare import memory_of_stages
+
+                memory = memory_of_stages(manifest, recompute=options.recompute)
+                plans = [each.on_cpu for each in memory]
+                if device.kind == "cuda":
+                    plans = [each.beside_gpu for each in memory]
+                    on_gpu, free = [each.on_gpu for each in memory], device.free_bytes
+                    found.append(doctor_checks.memory_check("gpu", free, None, on_gpu, stage))
         free, limit = available_bytes(), options.memory_limit_bytes
         found.append(doctor_checks.memory_check("memory", free, limit, plans, stage))
         found.append(self._disk(known))

@@ -34,7 +34,13 @@ from dilocox.peer.averaging.local_peer import LocalPeer
 from dilocox.peer.chain.rollback import newest_aside, peer_goes_back
 from dilocox.peer.chain.store import keep_manifest
 from dilocox.peer.http_pages import check_port, served
-from dilocox.peer.memory_and_disk import MAX_WINDOW, check_plan, gpu_memory, window_limit
+from dilocox.peer.memory_and_disk import (
+    MAX_WINDOW,
+    MemoryNeeds,
+    check_memory,
+    gpu_memory,
+    window_limit,
+)
 from dilocox.peer.options import PeerOptions
 from dilocox.peer.os_process import RESTART_AFTER_S, StopRequested, StopSignal, start_again
 from dilocox.peer.process.initial_weights import InitialWeights
@@ -83,11 +89,13 @@ class Assembly:
         local: LocalPeer,
         averager: StageAverager,
         buffers: StageBuffers,
+        memory: MemoryNeeds,
         device: torch.device,
         stop: StopSignal,
     ):
         manifest, layout, stage = local.manifest, local.layout, local.stage
         self._local = local
+        self._memory = memory
         self._manifest = manifest
         self._stop = stop.event
         self._snapshots = snapshots = Snapshots(
@@ -207,7 +215,8 @@ class Assembly:
         if self._local.stage == self._manifest.stages - 1:
             return MAX_WINDOW
         limit = self._local.options.memory_limit_bytes
-        return window_limit(worker.stored_bytes, limit, self._model.optimizer.device)
+        device = self._model.optimizer.device
+        return window_limit(worker.stored_bytes, self._memory, limit, device)
 
     def _leading(self, learner: Learner, member: Member) -> Leading:
         manifest = self._manifest
@@ -322,9 +331,9 @@ def _take_part(options: PeerOptions, joined: Joined, folder: StateFolder, stop: 
         logger.warning("%s", line)
     stage = chosen_stage(options.stage, joined, folder)
     layout = stage_layout(manifest, stage)
-    check_plan(layout.numel, options.memory_limit_bytes)
     own = folder.run(joined.run, stage)
-    check_disk(own, StageNeeds(manifest, stage))
+    needs = StageNeeds(manifest, stage, recompute=options.recompute)
+    check_disk(own, needs)
     keep_manifest(own, manifest)
     peer_goes_back(own, manifest)
     me = joined.identity.peer_id
@@ -342,6 +351,7 @@ def _take_part(options: PeerOptions, joined: Joined, folder: StateFolder, stop: 
     with _averager(local, buffers, stop) as averager, gpu_memory(recomputes=recompute):
         # from here on CUDA may be touched: everything is forked
         device = chosen_device(options.device)
+        check_memory(needs.memory, options.memory_limit_bytes, device)
         logger.info(
             "dilocox %s, run %s (%s), stage %d of %d, %s values, device %s, state in %s",
             __version__,
@@ -355,7 +365,7 @@ def _take_part(options: PeerOptions, joined: Joined, folder: StateFolder, stop: 
         )
         level, text = described(joined.reach, options.announce, addresses)
         logger.log(level, "peer %s %s", me, text)
-        assembly = Assembly(local, averager, buffers, device, stop)
+        assembly = Assembly(local, averager, buffers, needs.memory, device, stop)
         stop.defer()
         with assembly.network:
             assembly.coordinator.start()

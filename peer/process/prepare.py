@@ -1,7 +1,7 @@
 """What a peer sets up before it trains: device, stage with weights, text, held-out windows.
 
-`StageNeeds` is what the plan of a run asks of a peer of one stage: disk and traffic. The doctor
-shows it; a peer that starts looks whether its disk has the room.
+`StageNeeds` is what the plan of a run asks of a peer of one stage: memory, disk and traffic. The
+doctor shows it; a peer that starts looks whether its machine has the room.
 """
 
 from __future__ import annotations
@@ -22,16 +22,24 @@ from dilocox.dht.manifest import DataSpec, Manifest
 from dilocox.dht.manifest_sections import ENDINGS, LONGEST
 from dilocox.peer.averaging.averager import StageBuffers
 from dilocox.peer.chain.snapshot_files import DAMAGED
-from dilocox.peer.memory_and_disk import Check, DiskNeeds, disk_check, disk_free, size
+from dilocox.peer.memory_and_disk import (
+    Check,
+    DiskNeeds,
+    MemoryNeeds,
+    disk_check,
+    disk_free,
+    size,
+)
 from dilocox.peer.rounds.adaptation import stage_codec
 from dilocox.peer.state_folder import ASIDE
+from dilocox.peer.training.activations import activation_bytes
 from dilocox.peer.training.data import Corpus, check_tokenizer, held_out_digest, held_out_windows
 from dilocox.peer.training.inner_optimizer import InnerOptimizer
 from dilocox.peer.training.loop import LocalModel
 from dilocox.peer.training.merge import Merge, MergeConfig
 from dilocox.peer.training.snapshots import JournaledSend, Snapshots
 from dilocox.pipeline.frames import encoded_bytes
-from dilocox.pipeline.partition import hidden_size
+from dilocox.pipeline.partition import hidden_size, plan_stages
 from dilocox.pipeline.stage import build_stage, flatten_parameters, stage_layout
 
 logger = logging.getLogger(__name__)
@@ -161,14 +169,17 @@ def held_out(manifest: Manifest) -> torch.Tensor:
 SNAPSHOT_VECTORS = 8  # anchor, momentum, weights, start, two moments; a send's two, or residual
 FAST_LINK = 12.5e6  # bytes a second, of a volunteer's link that is better than most
 SNAPSHOTS_AT_ONCE = 2  # the old one goes when the new one is whole
+HELD_ENCODED = 4  # times the bytes of a record: own parts, those of others, means, the record
+EXPERTS_SHARE = 0.25  # of the vectors on the device: activations of a family with experts, roughly
 
 
 @dataclass(frozen=True)
 class StageNeeds:
-    """What the plan of a run asks of a peer of one stage."""
+    """What the plan of a run asks of a peer of one stage. recompute: see `StagePasses`."""
 
     manifest: Manifest
     stage: int
+    recompute: bool = False
 
     @cached_property
     def values(self) -> int:
@@ -181,6 +192,17 @@ class StageNeeds:
         codec = stage_codec(self.manifest, self._layout)
         phases = codec.phases(codec.first_ranks)
         return sum(phase.codec.encoded_bytes(phase.numel) for phase in phases)
+
+    @cached_property
+    def memory(self) -> MemoryNeeds:
+        """Takes seconds for a large stage, and touches CUDA: see `chosen_device`."""
+        found = activation_bytes(self.manifest, self.stage, recompute=self.recompute)
+        roughly = EXPERTS_SHARE * 4 * 4 * self.values
+        return MemoryNeeds(
+            values=self.values,
+            activations=round(roughly) if found is None else found.peak,
+            encoded=HELD_ENCODED * self.record_bytes,
+        )
 
     @property
     def snapshot_bytes(self) -> int:
@@ -217,6 +239,18 @@ class StageNeeds:
     @cached_property
     def _layout(self) -> FlatLayout:
         return stage_layout(self.manifest, self.stage)
+
+
+def memory_of_stages(manifest: Manifest, *, recompute: bool) -> list[MemoryNeeds]:
+    """Of a peer of each stage; of those in the middle, the equally large are taken as alike."""
+    found: dict[tuple[bool, bool, int], MemoryNeeds] = {}
+    needed: list[MemoryNeeds] = []
+    for stage, plan in enumerate(plan_stages(manifest.model, manifest.stages)):
+        kind = plan.is_first, plan.is_last, plan.num_parameters
+        if kind not in found:
+            found[kind] = StageNeeds(manifest, stage, recompute=recompute).memory
+        needed.append(found[kind])
+    return needed
 
 
 def check_deadlines(manifest: Manifest) -> None:

@@ -334,17 +334,3 @@ def test_a_container_has_what_it_is_allowed_and_not_what_the_machine_has(
     assert memory_and_disk.available_bytes() == 30_000_000  # what can be dropped is not used
     (tmp_path / names[version][0]).write_text("max\n")
     assert memory_and_disk.available_bytes() > 50_000_000
-
-
-def test_a_peer_that_may_be_short_of_memory_is_warned_and_not_refused(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    said: list[str] = []
-    monkeypatch.setattr(
-        memory_and_disk.logger, "warning", lambda text, *facts: said.append(text % facts)
-    )
-    monkeypatch.setattr(memory_and_disk, "available_bytes", lambda: 2 * 10**9)
-    memory_and_disk.check_plan(1_000_000, None)
-    assert not said
-    memory_and_disk.check_plan(100_000_000, None)
-    assert "needs about 5.3 GB of memory, 2.0 GB are free: close other programs" in said[0]

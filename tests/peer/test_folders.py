@@ -16,10 +16,13 @@ from dilocox.dht.errors import EnvironmentFault, InvalidInput
 from dilocox.dht.files import disk_fault, make_folder, write_atomically
 from dilocox.peer import memory_and_disk
 from dilocox.peer.memory_and_disk import (
+    CUDA_BYTES,
     MAX_WINDOW,
-    check_plan,
+    PROCESSES_BYTES,
+    WORK_BYTES,
+    MemoryNeeds,
+    check_memory,
     check_use,
-    planned_bytes,
     proportional_bytes,
     window_limit,
 )
@@ -154,12 +157,40 @@ def test_a_fault_without_the_systems_words_still_says_what_is_known() -> None:
 
 
 # ---- memory --------------------------------------------------------------------------------------
-def test_a_stage_that_cannot_fit_is_refused_with_what_it_needs() -> None:
-    numel = 10_000_000
-    check_plan(numel, None)
-    check_plan(numel, planned_bytes(numel))
-    with pytest.raises(InvalidInput, match=r"--memory-limit 0\.5: this stage needs about 1\.2 GB"):
-        check_plan(numel, 0.5e9)
+CPU, GPU = torch.device("cpu"), torch.device("cuda")
+NEEDS = MemoryNeeds(values=10_000_000, activations=100_000_000, encoded=20_000_000)
+
+
+def test_a_stage_that_cannot_fit_is_refused_with_what_it_needs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(memory_and_disk, "gpu_free_bytes", lambda _: 10**9)
+    assert NEEDS.on_cpu == PROCESSES_BYTES + WORK_BYTES + 9 * 40_000_000 + 135_000_000
+    for device, needed in (CPU, NEEDS.on_cpu), (GPU, NEEDS.beside_gpu):
+        check_memory(NEEDS, None, device)
+        check_memory(NEEDS, needed, device)
+        refused = rf"--memory-limit 0\.5: this stage needs about {needed / 1e9:.1f} GB"
+        with pytest.raises(InvalidInput, match=refused):
+            check_memory(NEEDS, 0.5e9, device)
+
+
+def test_a_peer_that_may_be_short_of_memory_is_warned_and_not_refused(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    free = {"memory": NEEDS.on_cpu, "gpu": NEEDS.on_gpu}
+    monkeypatch.setattr(memory_and_disk, "available_bytes", lambda: free["memory"])
+    monkeypatch.setattr(memory_and_disk, "gpu_free_bytes", lambda _: free["gpu"])
+    check_memory(NEEDS, None, CPU)
+    check_memory(NEEDS, None, GPU)
+    assert not caplog.messages
+    free["memory"] -= 1
+    check_memory(NEEDS, None, GPU)  # the machine holds the less beside one
+    assert not caplog.messages
+    check_memory(NEEDS, None, CPU)
+    assert "needs about 1.4 GB of memory, 1.4 GB are free: close other" in caplog.messages[-1]
+    free["gpu"] -= 1
+    check_memory(NEEDS, None, GPU)
+    assert f"about {(CUDA_BYTES + 260_000_000) / 1e9:.1f} GB of GPU memory" in caplog.messages[-1]
 
 
 def test_a_peer_that_takes_more_than_its_limit_ends(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -172,30 +203,24 @@ def test_a_peer_that_takes_more_than_its_limit_ends(monkeypatch: pytest.MonkeyPa
         check_use([1, 2], 500_000_000)
 
 
-CPU = torch.device("cpu")
-
-
 def test_the_window_is_what_half_the_free_memory_holds(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory_and_disk, "available_bytes", lambda: 8_000)
-    assert window_limit(100, None, CPU) == 40
-    assert window_limit(4_000, None, CPU) == 1
-    assert window_limit(9_000, None, CPU) == 1  # none at all would be no stage
-    assert window_limit(1, None, CPU) == MAX_WINDOW
-    assert window_limit(0, None, CPU) == MAX_WINDOW  # not measured yet
+    assert window_limit(100, NEEDS, None, CPU) == 40
+    assert window_limit(4_000, NEEDS, None, CPU) == 1
+    assert window_limit(9_000, NEEDS, None, CPU) == 1  # none at all would be no stage
+    assert window_limit(1, NEEDS, None, CPU) == MAX_WINDOW
+    assert window_limit(0, NEEDS, None, CPU) == MAX_WINDOW  # not measured yet
 
 
 def test_the_window_keeps_to_the_memory_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory_and_disk, "available_bytes", lambda: 10**12)
-    numel = 10_000_000
-    limit = float(planned_bytes(numel))
-    planned = (
-        limit - memory_and_disk.PROCESSES_BYTES - 4 * memory_and_disk.VECTORS * numel
-    )  # for activations
-    assert window_limit(1_000_000, limit, CPU) == pytest.approx(planned / 1_000_000, abs=1)
-    assert window_limit(1_000_000, limit + 1e9, CPU) > window_limit(1_000_000, limit, CPU)
-    assert window_limit(1_000_000, 0.1e9, CPU) == 1
+    monkeypatch.setattr(memory_and_disk, "gpu_free_bytes", lambda _: 10**12)
+    assert window_limit(1_000_000, NEEDS, NEEDS.on_cpu, CPU) == 1  # which the plan has
+    assert window_limit(1_000_000, NEEDS, NEEDS.on_cpu + 3_000_000, CPU) == 4
+    assert window_limit(1_000_000, NEEDS, 0.1e9, CPU) == 1
+    assert window_limit(1_000_000, NEEDS, NEEDS.on_cpu, GPU) == MAX_WINDOW  # another memory
     monkeypatch.setattr(memory_and_disk, "available_bytes", lambda: 8_000_000)
-    assert window_limit(1_000_000, limit, CPU) == 4  # the machine has less
+    assert window_limit(1_000_000, NEEDS, NEEDS.on_cpu + 3e9, CPU) == 4  # the machine has less
 
 
 def test_free_memory_is_a_part_of_what_the_machine_has() -> None:

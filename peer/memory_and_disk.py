@@ -9,7 +9,7 @@ import logging
 import math
 import os
 import shutil
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -42,29 +42,35 @@ class MemoryNeeds:
 
     values: of the stage's flat vector. activations: of the microbatch, with temporaries. encoded:
     what an exchange holds beside the vectors: own parts, those of others, means, the record.
+    offload: whether weights and moments stay beside a GPU (training/offload.py).
     """
 
     values: int
     activations: int
     encoded: int
+    offload: bool = False
 
     @property
     def on_cpu(self) -> int:
         """Of the machine's memory, where the CPU trains."""
         activations = round(HEAP_SHARE * self.activations)
-        return self.beside_gpu + self._trained + WORK_BYTES + activations
+        return self._always + self._trained + WORK_BYTES + activations
 
     @property
     def beside_gpu(self) -> int:
-        """Of the machine's memory, where a GPU trains: three shared vectors
-        (averager.StageBuffers), start, and the delta of a send in flight.
-        """
-        return PROCESSES_BYTES + 5 * 4 * self.values + self.encoded
+        """Of the machine's memory, where a GPU trains."""
+        return self._always + (self._trained + WORK_BYTES if self.offload else 0)
 
     @property
     def on_gpu(self) -> int:
-        """Of the GPU's."""
-        return CUDA_BYTES + self._trained + self.activations
+        """Of the GPU's; with `offload` narrow weights, and the largest gradients that pass."""
+        trained = 4 * self.values if self.offload else self._trained
+        return CUDA_BYTES + trained + self.activations
+
+    @property
+    def _always(self) -> int:
+        """Three shared vectors (averager.StageBuffers), start, and the delta of a send."""
+        return PROCESSES_BYTES + 5 * 4 * self.values + self.encoded
 
     @property
     def _trained(self) -> int:
@@ -135,8 +141,9 @@ def window_limit(
 
 
 @contextmanager
-def gpu_memory(*, recomputes: bool) -> Generator[None]:
-    """Where a GPU's memory is used up inside, raise EnvironmentFault, which names the remedy.
+def gpu_memory(untried: Sequence[str]) -> Generator[None]:
+    """Where a GPU's memory is used up inside, raise EnvironmentFault, which names the remedy; of
+    the options that take less memory these were not given.
 
     The peer ends as if it had been killed: nothing of the inner step in progress is written.
     """
@@ -145,7 +152,7 @@ def gpu_memory(*, recomputes: bool) -> Generator[None]:
     try:
         yield
     except torch.OutOfMemoryError as error:
-        option = "" if recomputes else "start with --recompute, which takes less, "
+        option = f"start with {' and '.join(untried)}, which takes less, " if untried else ""
         raise EnvironmentFault(
             f"the GPU has no memory left for an inner step, which is dropped: {option}close other "
             "programs that use it, host a smaller stage, or ask the operator for a smaller "

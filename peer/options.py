@@ -356,6 +356,22 @@ class HostingOptions:
             "less memory for activations, a third more computing.",
         ),
     ] = False
+    offload: Annotated[
+        bool,
+        typer.Option(
+            "--offload",
+            help="Keep weights, gradients and optimizer in the machine's memory and only copies of "
+            "the weights on the GPU: a quarter of its memory, slower steps.",
+        ),
+    ] = False
+    compile_layers: Annotated[
+        bool,
+        typer.Option(
+            "--compile",
+            help="Compile the layers (torch.compile) at the first step: minutes at the start, "
+            "faster steps; needs a C++ compiler, on a GPU Triton.",
+        ),
+    ] = False
     max_upload_mb_s: Annotated[
         float,
         typer.Option(

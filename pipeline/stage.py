@@ -34,7 +34,7 @@ from torch.utils.checkpoint import (
 )
 
 from dilocox.compression.layout import FlatLayout
-from dilocox.dht.errors import InvalidInput
+from dilocox.dht.errors import EnvironmentFault, InvalidInput
 from dilocox.dht.manifest import Manifest
 from dilocox.pipeline.partition import ADVICE, Skeleton, StagePlan, build_skeleton, plan_skeleton
 
@@ -198,11 +198,38 @@ class StageModule(nn.Module):
         for layer in self._layers:
             layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
 
+    def compile_layers(self) -> None:
+        """From now on each layer runs as `torch.compile` makes it at the first pass of its kind,
+        which takes long; before `recompute_layers`, if that is called, too.
+        """
+        # in this process: a pool of others would each take memory that nobody planned
+        options: dict[str, Any] = {"compile_threads": 1}
+        for layer in self._layers:
+            layer.forward = torch.compile(  # pyright: ignore[reportUnknownMemberType]
+                layer.forward, dynamic=False, options=options
+            )
+
     def train(self, mode: bool = True) -> StageModule:
         """Set the mode of the stage and of the model whose forward it runs."""
         self.training = mode
         self._set_mode(mode)
         return self
+
+
+@contextmanager
+def compiler_faults() -> Generator[None]:
+    """Where layers cannot be compiled inside, raise EnvironmentFault, which names the remedy."""
+    try:
+        yield
+    except RuntimeError as error:
+        from torch._dynamo.exc import TorchDynamoException  # loads the compiler
+
+        if not isinstance(error, TorchDynamoException):
+            raise
+        raise EnvironmentFault(
+            f"--compile: torch.compile fails ({str(error).partition(chr(10))[0]}); install a C++ "
+            "compiler (on a GPU also Triton, of torch's version), or start without --compile"
+        ) from error
 
 
 def build_stage(

@@ -166,15 +166,17 @@ class StoredBytes:
 class StageOptimizer(Protocol):
     """What a stage needs of the optimizer of its parameters.
 
-    device: where they are. loss_scale: of fp16, what the last stage multiplies its loss by, else
-    1.0; `take_loss_scale` sets the head's. autocast: the context in which forward passes run.
-    scale: the loss to call `backward` on. squared_norm: of this step's gradients, which are all
-    there now. step: takes a step with gradients times `factor` unless that is not finite, and
-    clears them; whether it was taken. drop: clears them.
+    device: where the stage computes. refresh: to be called before the first forward of an inner
+    step and before an evaluation, since weights may have changed. loss_scale: of fp16, what the
+    last stage multiplies its loss by, else 1.0; `take_loss_scale` sets the head's. autocast: the
+    context in which forward passes run. scale: the loss to call `backward` on. squared_norm: of
+    this step's gradients, which are all there now. step: takes a step with gradients times `factor`
+    unless that is not finite, and clears them; whether it was taken. drop: clears them.
     """
 
     @property
     def device(self) -> torch.device: ...
+    def refresh(self) -> None: ...
     @property
     def loss_scale(self) -> float: ...
     def take_loss_scale(self, scale: float) -> None: ...
@@ -425,6 +427,8 @@ class StageWorker:
             raise FrameRefused("order", f"microbatch {microbatch} of {self._microbatches}")
         if microbatch in self._fed:
             raise FrameRefused("order", f"microbatch {microbatch} came twice")
+        if self.idle:
+            self.optimizer.refresh()
         self._fed.add(microbatch)
         self._inputs.append((microbatch, inputs, windows))
 
@@ -522,6 +526,7 @@ class StageWorker:
         """
         if inputs is None and not self._is_first:
             return math.nan
+        self.optimizer.refresh()
         return self._passes.evaluate(inputs, windows)
 
     def _forget(self) -> None:

@@ -192,7 +192,9 @@ class Examination:
                 yield from self.room(None, manifest)
                 yield from self._network(place, swarm, 0)
                 return "stage"
-            needs = StageNeeds(manifest, stage, recompute=options.recompute)
+            needs = StageNeeds(
+                manifest, stage, recompute=options.recompute, offload=options.offload
+            )
             yield doctor_checks.stage_check(
                 options.stage, stage, swarm.peers, manifest.stages, before
             )
@@ -224,7 +226,9 @@ class Examination:
             if manifest is not None:
                 from dilocox.peer.process.prepare import memory_of_stages
 
-                memory = memory_of_stages(manifest, recompute=options.recompute)
+                memory = memory_of_stages(
+                    manifest, recompute=options.recompute, offload=options.offload
+                )
                 plans = [each.on_cpu for each in memory]
                 if device.kind == "cuda":
                     plans = [each.beside_gpu for each in memory]

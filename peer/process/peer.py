@@ -65,7 +65,7 @@ from dilocox.pipeline.network import Network
 from dilocox.pipeline.partition import hidden_size
 from dilocox.pipeline.relayed_requests import RelayedRequests
 from dilocox.pipeline.reservation import Reservation
-from dilocox.pipeline.stage import chosen_device, stage_layout
+from dilocox.pipeline.stage import chosen_device, compiler_faults, stage_layout
 from dilocox.pipeline.stage_choice import Mover
 from dilocox.pipeline.stage_worker import StageWorker
 from dilocox.pipeline.tuning import Tuning
@@ -102,7 +102,18 @@ class Assembly:
             local.snapshots, layout=layout.digest, period_s=60 * local.options.snapshot_minutes
         )
         start = InitialWeights(local).load if manifest.initial.anchors else None
-        self._model = local_model(manifest, stage, layout, buffers, snapshots, device, start)
+        self._model = local_model(
+            manifest,
+            stage,
+            layout,
+            buffers,
+            snapshots,
+            device,
+            offload=local.options.offload and device.type != "cpu",
+            start=start,
+        )
+        if local.options.compile_layers:
+            self._model.stage.compile_layers()
         merge = self._model.merge
         self.allowance = Allowance(local.options)
         reporter = Reporter(local.folder)
@@ -332,7 +343,7 @@ def _take_part(options: PeerOptions, joined: Joined, folder: StateFolder, stop: 
     stage = chosen_stage(options.stage, joined, folder)
     layout = stage_layout(manifest, stage)
     own = folder.run(joined.run, stage)
-    needs = StageNeeds(manifest, stage, recompute=options.recompute)
+    needs = StageNeeds(manifest, stage, recompute=options.recompute, offload=options.offload)
     check_disk(own, needs)
     keep_manifest(own, manifest)
     peer_goes_back(own, manifest)
@@ -347,11 +358,20 @@ def _take_part(options: PeerOptions, joined: Joined, folder: StateFolder, stop: 
         folder=own,
     )
     buffers = StageBuffers.allocate(layout.numel)
-    recompute = manifest.pipeline.recompute or options.recompute
-    with _averager(local, buffers, stop) as averager, gpu_memory(recomputes=recompute):
+    given = {
+        "--recompute": manifest.pipeline.recompute or options.recompute,
+        "--offload": options.offload,
+    }
+    with (
+        _averager(local, buffers, stop) as averager,
+        gpu_memory([option for option, is_given in given.items() if not is_given]),
+        compiler_faults(),
+    ):
         # from here on CUDA may be touched: everything is forked
         device = chosen_device(options.device)
         check_memory(needs.memory, options.memory_limit_bytes, device)
+        if options.offload and device.type == "cpu":
+            logger.warning("--offload does nothing: this peer computes on the CPU, not on a GPU")
         logger.info(
             "dilocox %s, run %s (%s), stage %d of %d, %s values, device %s, state in %s",
             __version__,

@@ -37,6 +37,7 @@ from dilocox.peer.training.data import Corpus, check_tokenizer, held_out_digest,
 from dilocox.peer.training.inner_optimizer import InnerOptimizer
 from dilocox.peer.training.loop import LocalModel
 from dilocox.peer.training.merge import Merge, MergeConfig
+from dilocox.peer.training.offload import OffloadedOptimizer
 from dilocox.peer.training.snapshots import JournaledSend, Snapshots
 from dilocox.pipeline.frames import encoded_bytes
 from dilocox.pipeline.partition import hidden_size, plan_stages
@@ -52,18 +53,25 @@ def local_model(
     buffers: StageBuffers,
     snapshots: Snapshots,
     device: torch.device,
+    *,
+    offload: bool = False,
     start: Callable[[torch.Tensor, torch.Tensor], tuple[int, str]] | None = None,
 ) -> LocalModel:
     """The stage with its weights: those of the snapshot, or those of the manifest's seed.
 
-    start: where the run starts from a checkpoint. Without a snapshot it puts anchor and momentum
+    offload: weights and optimizer stay on the CPU, whatever the device. start: where the run starts
+    from a checkpoint. Without a snapshot it puts anchor and momentum
         into these two vectors, and says which round and record they stand on.
 
     Anchor and momentum, and what is sent, lie in the shared buffers.
     """
-    module = build_stage(manifest.model, stage, manifest.stages, manifest.seed, device)
+    built_on = "cpu" if offload else device
+    module = build_stage(manifest.model, stage, manifest.stages, manifest.seed, built_on)
     live = flatten_parameters(module, layout)
-    optimizer = InnerOptimizer(module.named_parameters(), manifest.inner)
+    if offload:
+        optimizer = OffloadedOptimizer(module, manifest.inner, device)
+    else:
+        optimizer = InnerOptimizer(module.named_parameters(), manifest.inner)
     rule = MergeConfig.of(
         manifest.outer.merge,
         rebase_weight=manifest.outer.rebase_weight,
@@ -175,11 +183,14 @@ EXPERTS_SHARE = 0.25  # of the vectors on the device: activations of a family wi
 
 @dataclass(frozen=True)
 class StageNeeds:
-    """What the plan of a run asks of a peer of one stage. recompute: see `StagePasses`."""
+    """What the plan of a run asks of a peer of one stage. recompute: see `StagePasses`. offload:
+    see `OffloadedOptimizer`.
+    """
 
     manifest: Manifest
     stage: int
     recompute: bool = False
+    offload: bool = False
 
     @cached_property
     def values(self) -> int:
@@ -202,6 +213,7 @@ class StageNeeds:
             values=self.values,
             activations=round(roughly) if found is None else found.peak,
             encoded=HELD_ENCODED * self.record_bytes,
+            offload=self.offload,
         )
 
     @property
@@ -241,14 +253,17 @@ class StageNeeds:
         return stage_layout(self.manifest, self.stage)
 
 
-def memory_of_stages(manifest: Manifest, *, recompute: bool) -> list[MemoryNeeds]:
+def memory_of_stages(
+    manifest: Manifest, *, recompute: bool = False, offload: bool = False
+) -> list[MemoryNeeds]:
     """Of a peer of each stage; of those in the middle, the equally large are taken as alike."""
     found: dict[tuple[bool, bool, int], MemoryNeeds] = {}
     needed: list[MemoryNeeds] = []
     for stage, plan in enumerate(plan_stages(manifest.model, manifest.stages)):
         kind = plan.is_first, plan.is_last, plan.num_parameters
         if kind not in found:
-            found[kind] = StageNeeds(manifest, stage, recompute=recompute).memory
+            needs = StageNeeds(manifest, stage, recompute=recompute, offload=offload)
+            found[kind] = needs.memory
         needed.append(found[kind])
     return needed
 

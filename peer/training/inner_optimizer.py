@@ -164,7 +164,7 @@ def _muon_class() -> type[torch.optim.Optimizer]:
 
 Precision = Literal["fp32", "bf16", "fp16"]
 
-_AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
+AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def learning_rate(spec: InnerSpec, end_tokens: int, tokens: int) -> float:
@@ -274,9 +274,14 @@ class InnerOptimizer:
             self._scaler.update(stored)
             self._loss_scale = stored
 
+    def refresh(self) -> None:
+        """The weights may have changed since the last forward: nothing to do where they are those
+        that the stage computes with.
+        """
+
     def autocast(self) -> AbstractContextManager[Any]:
         """Return the context in which forward passes run."""
-        dtype = _AUTOCAST.get(self.precision)
+        dtype = AUTOCAST.get(self.precision)
         return torch.autocast(self.device.type, dtype) if dtype else nullcontext()
 
     def scale(self, loss: Tensor) -> Tensor:

@@ -145,6 +145,7 @@ class Loop:
         *,
         stage: int = 0,
         bytes_per_s: float = BYTES_PER_S,
+        offload: bool = False,
     ):
         """bytes_per_s: what snapshots in the background may write."""
         self.manifest = run or manifest()
@@ -165,6 +166,7 @@ class Loop:
             self.buffers,
             self.snapshots,
             torch.device("cpu"),
+            offload=offload,
         )
         self.meter = LoopMeter(
             reporter=Reporter(folder),

@@ -6,6 +6,7 @@ import errno
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -172,6 +173,13 @@ def test_a_stage_that_cannot_fit_is_refused_with_what_it_needs(
         refused = rf"--memory-limit 0\.5: this stage needs about {needed / 1e9:.1f} GB"
         with pytest.raises(InvalidInput, match=refused):
             check_memory(NEEDS, 0.5e9, device)
+
+
+def test_offloaded_stage_takes_its_training_from_the_gpu_to_the_machine() -> None:
+    offloaded = replace(NEEDS, offload=True)
+    assert offloaded.on_gpu == NEEDS.on_gpu - 12 * NEEDS.values
+    assert offloaded.beside_gpu == NEEDS.beside_gpu + 16 * NEEDS.values + WORK_BYTES
+    assert offloaded.on_cpu == NEEDS.on_cpu
 
 
 def test_a_peer_that_may_be_short_of_memory_is_warned_and_not_refused(

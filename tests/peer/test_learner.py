@@ -19,6 +19,8 @@ from dilocox.peer.averaging.loop_status import LoopStatus
 from dilocox.peer.chain.sync import State, Told
 from dilocox.peer.training import loop as loop_module
 from dilocox.peer.training.snapshots import Snapshots
+from dilocox.pipeline.messages import Stepped
+from dilocox.pipeline.stage_worker import StageWorker
 from tests.peer.loops import END_TOKENS, Loop, manifest
 
 STEP_TOKENS = 16
@@ -94,6 +96,34 @@ def test_a_record_is_merged_between_two_inner_steps(loop: Loop) -> None:
     assert merge.tokens == 2 * STEP_TOKENS
     (line,) = loop.events("round")
     assert (line["round"], line["outcome"]) == (0, "followed")
+
+
+def test_an_offloaded_stage_computes_with_what_a_merge_and_a_restart_leave(tmp_path: Path) -> None:
+    loop, windows = Loop(tmp_path, offload=True), torch.arange(18).view(2, 9)
+
+    def computes_with_live() -> None:
+        worker = StageWorker(loop.model.stage, loop.model.optimizer, microbatches=1)
+        worker.feed(0, None, windows)
+        masters = loop.layout.view(loop.live)
+        for name, copy in loop.model.stage.named_parameters():
+            assert torch.equal(copy, masters[name].to(copy.dtype)), name
+        worker.run_one()
+        before = loop.live.clone()
+        assert worker.go(1.0, 1e-2)
+        assert not torch.equal(before, loop.live)  # the step was that of the masters
+        loop.learner.stepped(Stepped(step=0, loss=worker.loss, skipped=False), 0.5)
+
+    computes_with_live()
+    loop.fake.events.put(loop.committed(0, 0.5))
+    loop.learner.between_steps()
+    assert loop.model.merge.round == 0
+    computes_with_live()
+    loop.save()
+    steps, live = loop.model.optimizer.steps, loop.live.clone()
+    loop = Loop(tmp_path, offload=True)
+    assert (loop.model.optimizer.steps, loop.model.merge.round) == (steps, 0)
+    assert torch.equal(loop.live, live)
+    computes_with_live()
 
 
 def test_records_in_a_row_are_merged_one_after_the_other(loop: Loop) -> None:

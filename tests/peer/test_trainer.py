@@ -124,17 +124,18 @@ def test_a_failure_is_raised_at_once(stop: threading.Event) -> None:
     assert script.calls == ["join", "between", "turn"]
 
 
-@pytest.mark.parametrize("recomputes", [False, True])
+@pytest.mark.parametrize("untried", [[], ["--recompute"], ["--recompute", "--offload"]])
 def test_a_gpu_without_memory_ends_the_peer_in_one_line_and_writes_nothing_of_the_step(
-    recomputes: bool, stop: threading.Event
+    untried: list[str], stop: threading.Event
 ) -> None:
     def full() -> None:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nGPU 0 ...")
 
     script = Script(full)
-    with pytest.raises(EnvironmentFault) as said, gpu_memory(recomputes=recomputes):
+    with pytest.raises(EnvironmentFault) as said, gpu_memory(untried):
         train(script, stop)
     assert script.calls == ["join", "between", "turn"]  # neither a release nor a snapshot
     [line] = str(said.value).splitlines()
     assert "batch.microbatch_size" in line
-    assert ("--recompute" in line) is not recomputes
+    assert all(option in line for option in untried)
+    assert ("start with" in line) is bool(untried)

@@ -490,7 +490,9 @@ class LocalSwarm:
 
     def _left(self) -> list[str]:
         processes = [f"{process.name} ({process.pid})" for process in family(self.tag)]
-        files = [str(path) for path in self._temporary.iterdir()]
+        # torch puts compiled headers there, whatever its cache's folder is
+        caches = set(self._temporary.glob("torchinductor_*"))
+        files = [str(path) for path in self._temporary.iterdir() if path not in caches]
         return processes + files + shared_memory(self._pids, self._before)
 
     def tails(self, lines: int = 25) -> str:

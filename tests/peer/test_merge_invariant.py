@@ -4,7 +4,8 @@ A schedule is a list of numbers; each picks one of the events that are possible 
 that hypothesis can shrink it and no number is wasted. The world keeps its own account of what was
 stepped, what records counted and what was lost, apart from the books of the merge.
 
-A send is a line of the journal, then the submit, then its record. A snapshot may come at any time.
+A send is a line of the journal, then the submit, then its record. A snapshot may come at any time,
+in one piece or value by value while inner steps go on (snapshots.py); all else cuts that one off.
 Who is killed when a line has come since the last one has sent what its state does not know.
 """
 
@@ -13,6 +14,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from hypothesis import given, settings
@@ -24,6 +26,7 @@ from dilocox.peer.training.merge import Merge, MergeConfig, Outcome, RecordFacts
 Draw = tuple[int, int, int]
 Schedule = list[tuple[int, Draw]]
 FOREVER = 10**6
+GOES_ON_WHILE_A_SNAPSHOT_IS_READ = ("step", "step again", "snapshot begins", "snapshot goes on")
 
 
 @dataclass
@@ -34,6 +37,18 @@ class Told:
     anchor: Tensor
     own: Tensor | None  # what it holds of this peer
     left_out: Sequence[slice] = ()
+
+
+@dataclass
+class Torn:
+    """A snapshot that is being read: all of the state as it was at its beginning, and of the live
+    weights, and of the steps in them, one value after the other.
+    """
+
+    tensors: dict[str, Tensor]
+    facts: str
+    truth: tuple[Any, ...]
+    read: int = 1  # values
 
 
 @dataclass
@@ -54,6 +69,7 @@ class World:
     def __post_init__(self) -> None:
         self.given_up: set[int] = set()  # rounds of sends that are neither held nor known to count
         self.undone: set[int] = set()  # likewise, and what is unsent holds them once more
+        self.torn: Torn | None = None
         self.live = self.vector(8, 8, 8)
         self.stepped = self.vector(0, 0, 0)
         self.counted = self.vector(0, 0, 0)
@@ -80,6 +96,7 @@ class World:
             "step again": self.step,
             "record of others": lambda draw: self.record(self.newest_round + 1, draw, mine=False),
             "snapshot": lambda _: self.save(),
+            "snapshot begins": lambda _: self.begin_to_save(),
             "killed": lambda _: self.restart_after_a_send() if self.sent_since else self.restart(),
         }
         if merge.can_send:
@@ -87,6 +104,8 @@ class World:
                 "send": lambda _: self.send(),
                 "send at once": lambda _: self.send(),
             }
+        if self.torn is not None:
+            events["snapshot goes on"] = lambda _: self.go_on_saving()
         given_up = [number for number in self.given_up if number > merge.round]
         if given_up:
             events["record of a send that was given up"] = lambda draw: self.record(
@@ -121,6 +140,8 @@ class World:
             name = sorted(events)[number % len(events)]
             self.happened.append(name)
             events[name](draw)
+            if name not in GOES_ON_WHILE_A_SNAPSHOT_IS_READ:
+                self.torn = None
             check()
 
     def step(self, draw: Draw) -> None:
@@ -191,13 +212,28 @@ class World:
 
     # ---- snapshots ---------------------------------------------------------------------------
     def save(self) -> None:
-        tensors, facts = self.merge.state()
-        self.snapshot = (
-            {name: tensor.clone() for name, tensor in tensors.items()},
-            json.dumps(facts),
-        )
+        self.snapshot, self.truth = self.state(), self.truth_now()
         self.sent_since, self.trained_then = {}, 0
-        self.truth = (
+
+    def begin_to_save(self) -> None:
+        self.torn = Torn(*self.state(), self.truth_now())
+
+    def go_on_saving(self) -> None:
+        torn = self.torn
+        assert torn is not None
+        for then, now in (torn.tensors["live"], self.live), (torn.truth[0], self.stepped):
+            then[torn.read] = now[torn.read]
+        torn.read += 1
+        if torn.read == len(self.live):
+            self.snapshot, self.truth, self.torn = (torn.tensors, torn.facts), torn.truth, None
+            self.sent_since, self.trained_then = {}, 0
+
+    def state(self) -> tuple[dict[str, Tensor], str]:
+        tensors, facts = self.merge.state()
+        return {name: tensor.clone() for name, tensor in tensors.items()}, json.dumps(facts)
+
+    def truth_now(self) -> tuple[Any, ...]:
+        return (
             self.stepped.clone(),
             self.counted.clone(),
             self.forgone.clone(),
@@ -327,4 +363,4 @@ def test_long_schedules_meet_every_event() -> None:
 
         world.run([(n, (a, b, c)) for n, (a, b, c) in zip(numbers, draws, strict=True)], check)
         happened |= set(world.happened)
-    assert len(happened) == 16
+    assert len(happened) == 18

@@ -5,7 +5,7 @@ that hypothesis can shrink it and no number is wasted. The world keeps its own a
 stepped, what records counted and what was lost, apart from the books of the merge.
 
 A send is a line of the journal, then the submit, then its record. A snapshot may come at any time,
-in one piece or value by value while inner steps go on (snapshots.py); all else cuts that one off.
+at once or in two pieces with inner steps between them (snapshots.py); all else cuts that one off.
 Who is killed when a line has come since the last one has sent what its state does not know.
 """
 
@@ -26,7 +26,7 @@ from dilocox.peer.training.merge import Merge, MergeConfig, Outcome, RecordFacts
 Draw = tuple[int, int, int]
 Schedule = list[tuple[int, Draw]]
 FOREVER = 10**6
-GOES_ON_WHILE_A_SNAPSHOT_IS_READ = ("step", "step again", "snapshot begins", "snapshot goes on")
+WHILE_A_SNAPSHOT_IS_READ = ("step", "step again", "snapshot begins", "rest of the snapshot")
 
 
 @dataclass
@@ -41,14 +41,13 @@ class Told:
 
 @dataclass
 class Torn:
-    """A snapshot that is being read: all of the state as it was at its beginning, and of the live
-    weights, and of the steps in them, one value after the other.
+    """A snapshot that is being read: the state as it was at its beginning, of which all but the
+    first live weight is yet to be read.
     """
 
     tensors: dict[str, Tensor]
     facts: str
     truth: tuple[Any, ...]
-    read: int = 1  # values
 
 
 @dataclass
@@ -105,7 +104,7 @@ class World:
                 "send at once": lambda _: self.send(),
             }
         if self.torn is not None:
-            events["snapshot goes on"] = lambda _: self.go_on_saving()
+            events["rest of the snapshot"] = lambda _: self.save_the_rest()
         given_up = [number for number in self.given_up if number > merge.round]
         if given_up:
             events["record of a send that was given up"] = lambda draw: self.record(
@@ -140,7 +139,7 @@ class World:
             name = sorted(events)[number % len(events)]
             self.happened.append(name)
             events[name](draw)
-            if name not in GOES_ON_WHILE_A_SNAPSHOT_IS_READ:
+            if name not in WHILE_A_SNAPSHOT_IS_READ:
                 self.torn = None
             check()
 
@@ -218,15 +217,13 @@ class World:
     def begin_to_save(self) -> None:
         self.torn = Torn(*self.state(), self.truth_now())
 
-    def go_on_saving(self) -> None:
+    def save_the_rest(self) -> None:
         torn = self.torn
         assert torn is not None
         for then, now in (torn.tensors["live"], self.live), (torn.truth[0], self.stepped):
-            then[torn.read] = now[torn.read]
-        torn.read += 1
-        if torn.read == len(self.live):
-            self.snapshot, self.truth, self.torn = (torn.tensors, torn.facts), torn.truth, None
-            self.sent_since, self.trained_then = {}, 0
+            then[1:] = now[1:]
+        self.snapshot, self.truth, self.torn = (torn.tensors, torn.facts), torn.truth, None
+        self.sent_since, self.trained_then = {}, 0
 
     def state(self) -> tuple[dict[str, Tensor], str]:
         tensors, facts = self.merge.state()

@@ -48,6 +48,7 @@ from dilocox.peer.chain.snapshot_files import (
 from dilocox.peer.chain.store import (
     INITIAL_NAME,
     OLDER_NAME,
+    TOKENIZER_NAME,
     KeptState,
     RoundLog,
     Store,
@@ -328,6 +329,9 @@ class StageArchive:
                 initial = self._folder / INITIAL_NAME
                 first = (initial,) if want.get("initial") else (self._current.states, initial)
                 return next(filter(None, (open_state(folder, want) for folder in first)), None)
+            case "tokenizer":
+                kept = self._folder / TOKENIZER_NAME
+                return Source.of(kept.read_bytes()) if kept.exists() else None
             case _:
                 return None
 

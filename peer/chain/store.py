@@ -332,6 +332,7 @@ class RoundLog(Store):
 MANIFEST_FILE = "manifest.json"
 OLDER_NAME = "older"
 INITIAL_NAME = "initial"  # of a run that starts from a checkpoint: its state of round -1, for ever
+TOKENIZER_NAME = "tokenizer"  # the run's, beside the archive of stage 0
 
 _OF_PEER = re.compile(r"[0-9a-f]{32}-stage[0-9]{1,3}")
 _OF_ARCHIVE = re.compile(r"[0-9a-f]{32}-archive-[0-9a-f]{16}")

@@ -54,6 +54,7 @@ from dilocox.peer.memory_and_disk import proportional_bytes
 from dilocox.peer.options import BootstrapOptions
 from dilocox.peer.os_process import StopSignal
 from dilocox.peer.process.initial_weights import archive_initial
+from dilocox.peer.process.run_tokenizer import archive_tokenizer
 from dilocox.peer.state_folder import StateFolder
 
 logger = logging.getLogger(__name__)
@@ -181,7 +182,9 @@ def run_bootstrap_command(options: BootstrapOptions) -> int:
             )
 
         if not copies:  # before anybody can ask for it
-            archive_initial(options.state, keeper.run, keeper.signed.verify(keeper.run))
+            manifest = keeper.signed.verify(keeper.run)
+            archive_initial(options.state, keeper.run, manifest)
+            archive_tokenizer(options.state, keeper.run, manifest)
 
         def ready(invite: Invite) -> None:
             stop.defer()

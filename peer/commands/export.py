@@ -77,6 +77,7 @@ def run_export_command(options: ExportOptions) -> int:
                 options.folder,
                 DTYPES[options.dtype],
                 timeout_s=options.timeout_s,
+                bootstraps=options.invite.bootstraps,
                 contributors=options.contributors,
             )
         rounds = shown_rounds([each.round for each in places])
@@ -92,7 +93,13 @@ def run_generate_command(options: GenerateOptions) -> int:
     with StopSignal(), tempfile.TemporaryDirectory() as temporary:
         folder, tell = Path(temporary) / "model", partial(typer.echo, nl=False)
         with visiting(options.invite, options.host) as joined:
-            export_run(joined, folder, DTYPES[options.dtype], timeout_s=options.timeout_s)
+            export_run(
+                joined,
+                folder,
+                DTYPES[options.dtype],
+                timeout_s=options.timeout_s,
+                bootstraps=options.invite.bootstraps,
+            )
         tell(options.text)
         seed = random.getrandbits(32) if options.seed is None else options.seed
         temperature = options.temperature
@@ -116,20 +123,27 @@ def export_run(
     dtype: torch.dtype,
     *,
     timeout_s: float,
+    bootstraps: Sequence[str] = (),
     contributors: bool = False,
 ) -> list[AnchorPlace]:
     """Write the newest anchors of a run as a Hugging Face folder; where they stand, by stage.
+
+    bootstraps: addresses of those who give the tokenizer where it is out of reach.
 
     Raises:
         InvalidInput: something else is at `folder`.
         EnvironmentFault: nobody gives the anchors, disk trouble, or no tokenizer.
     """
     from dilocox.peer.chain.download import AnchorPlace, download_anchors
+    from dilocox.peer.process.run_tokenizer import reachable_tokenizer
 
     manifest = joined.manifest
-    with CheckpointDraft(
-        folder, manifest.model, manifest.stages, manifest.data.tokenizer, joined.run, dtype
-    ) as checkpoint:
+    with tempfile.TemporaryDirectory() as temporary:
+        tokenizer = reachable_tokenizer(joined, bootstraps, Path(temporary))
+        draft = CheckpointDraft(
+            folder, manifest.model, manifest.stages, tokenizer, joined.run, dtype
+        )
+    with draft as checkpoint:
         places = download_anchors(
             joined,
             lambda found: checkpoint.add(asdict(found.place), found.layout.view(found.anchor)),

@@ -15,6 +15,7 @@ import math
 import time
 from collections.abc import Generator
 from contextlib import contextmanager
+from dataclasses import replace
 
 import torch
 
@@ -47,6 +48,7 @@ from dilocox.peer.process.initial_weights import InitialWeights
 from dilocox.peer.process.metrics import PeerMetrics
 from dilocox.peer.process.prepare import StageNeeds, check_disk, held_out, local_model, open_corpus
 from dilocox.peer.process.resting import Allowance, RestWatch
+from dilocox.peer.process.run_tokenizer import reachable_tokenizer
 from dilocox.peer.process.starting_stage import announce_joining, chosen_stage
 from dilocox.peer.rounds.outer_step import anchor_sha256
 from dilocox.peer.rounds.record import RecordRefused
@@ -230,8 +232,11 @@ class Assembly:
         return window_limit(worker.stored_bytes, self._memory, limit, device)
 
     def _leading(self, learner: Learner, member: Member) -> Leading:
-        manifest = self._manifest
+        local, manifest = self._local, self._manifest
         clip_norm = manifest.inner.clip_norm
+        tokenizer = reachable_tokenizer(local, local.options.invite.bootstraps, local.folder)
+        # what is read of it here only
+        text = replace(manifest, data=replace(manifest.data, tokenizer=tokenizer))
         head = Head(
             me=self._local.me,
             client_mode=self._local.client_mode,
@@ -254,8 +259,8 @@ class Assembly:
             learner=learner,
             head=head,
             reservation=self._reservation,
-            corpus=open_corpus(manifest, self._local.options.data),
-            held_out=held_out(manifest),
+            corpus=open_corpus(text, local.options.data),
+            held_out=held_out(text),
             coordinator=self.coordinator,
             meter=self._meter,
             me=self._local.me,

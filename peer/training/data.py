@@ -93,6 +93,10 @@ class PretrainedTokenizer:
     def vocabulary(self) -> dict[str, int]:
         return self._tokenizer.get_vocab()
 
+    def save(self, folder: Path) -> None:
+        """Write its files, from which it can be opened again."""
+        self._tokenizer.save_pretrained(str(folder))
+
 
 Tokenizer: TypeAlias = ByteTokenizer | PretrainedTokenizer
 

@@ -1,6 +1,7 @@
 """Small sources of every format, and what is in them."""
 
 import hashlib
+import importlib
 import json
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -92,3 +93,20 @@ def epoch_documents(spec: DataSpec, part: int, order: str = "0/0") -> list[bytes
 
 def decoded(windows: Iterable[torch.Tensor]) -> list[bytes]:
     return [bytes(int(i) - 3 for i in window.flatten() if i >= 3) for window in windows]
+
+
+def write_tokenizer(folder: Path) -> None:
+    """A byte-level BPE tokenizer of 300 ids at most, trained here."""
+    tokenizers = importlib.import_module("tokenizers")
+    transformers = importlib.import_module("transformers")
+    bpe = tokenizers.Tokenizer(tokenizers.models.BPE())
+    bpe.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bpe.decoder = tokenizers.decoders.ByteLevel()
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=300,
+        special_tokens=["</s>"],
+        initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
+    )
+    bpe.train_from_iterator(documents(20), trainer)
+    fast = transformers.PreTrainedTokenizerFast(tokenizer_object=bpe, eos_token="</s>")
+    fast.save_pretrained(folder)

@@ -16,28 +16,15 @@ from dilocox.peer.commands.operate import checked_manifest
 from dilocox.peer.process.prepare import open_corpus
 from dilocox.peer.training import data as data_module
 from dilocox.peer.training.data import check_tokenizer, open_tokenizer, tokenizer_digest
-from tests.peer.corpora import corpus, documents, take, write_json
+from tests.peer.corpora import corpus, documents, take, write_json, write_tokenizer
 from tests.peer.loops import MODEL
 
 
 class TestTokenizers:
     @pytest.fixture(scope="class")
     def folder(self, tmp_path_factory: pytest.TempPathFactory) -> Path:
-        """A byte-level BPE tokenizer, trained here."""
-        tokenizers = importlib.import_module("tokenizers")
-        transformers = importlib.import_module("transformers")
-        bpe = tokenizers.Tokenizer(tokenizers.models.BPE())
-        bpe.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-        bpe.decoder = tokenizers.decoders.ByteLevel()
-        trainer = tokenizers.trainers.BpeTrainer(
-            vocab_size=300,
-            special_tokens=["</s>"],
-            initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
-        )
-        bpe.train_from_iterator(documents(20), trainer)
         folder = tmp_path_factory.mktemp("tokenizer")
-        fast = transformers.PreTrainedTokenizerFast(tokenizer_object=bpe, eos_token="</s>")
-        fast.save_pretrained(folder)
+        write_tokenizer(folder)
         return folder
 
     def test_byte_ids_are_those_of_the_byt5_tokenizer(self) -> None:

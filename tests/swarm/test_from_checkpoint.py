@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM, ByT5Tokenizer, LlamaConfig
 from dilocox.dht.manifest import DataSpec
 from dilocox.peer.commands.export import evaluate_checkpoint
 from dilocox.peer.training.data import Corpus, held_out_windows
+from tests.peer.corpora import write_tokenizer
 from tests.swarm.conftest import StartSwarm
 from tests.swarm.small_run import MODEL
 
@@ -66,3 +67,24 @@ def test_a_checkpoint_trains_on_from_its_own_loss_with_or_without_its_files(
     assert not any("taking the weights from others" in peer.log_text() for peer in reading)
     last = max(number for peer in swarm.peers for number in peer.losses)
     assert next(p.losses[last] for p in swarm.peers if last in p.losses) < plain
+
+
+@pytest.mark.swarm
+@pytest.mark.timeout(240)
+def test_a_tokenizer_that_only_the_operator_has_comes_from_the_bootstrap(
+    start_swarm: StartSwarm, tmp_path: Path
+) -> None:
+    tokenizer = tmp_path / "tokenizer"
+    write_tokenizer(tokenizer)
+    swarm = start_swarm(data={"tokenizer": str(tokenizer)})
+    tokenizer.rename(tmp_path / "away")
+    peer = swarm.add_peer()
+    swarm.wait_for_counted(peer, after_round=-1, limit_s=LIMIT_S)
+    assert "taking the tokenizer from the bootstrap" in peer.log_text()
+    words = "generate", swarm.invite, "def ", "--tokens", "4", "--host", "127.0.0.1"
+    assert swarm.run_command(*words, limit_s=60).splitlines()[-1].startswith("def ")
+    swarm.terminate(peer)
+    before = peer.log_text()
+    swarm.restart(peer)
+    swarm.wait_for_counted(peer, after_round=max(swarm.chain()), limit_s=LIMIT_S)
+    assert "taking the tokenizer" not in peer.log_text().removeprefix(before)

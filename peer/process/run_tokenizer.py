@@ -1,0 +1,138 @@
+"""The tokenizer of a run where its source is out of reach: the operator's bootstrap keeps its files
+and gives them to whoever asks.
+
+A tokenizer is a folder of small files, which transformers loads without running any of it. They
+travel as one msgpack map from name to bytes. What comes is not believed: the manifest has the
+digest of what the tokenizer makes of text (`check_tokenizer`).
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import cast
+
+from dilocox.dht.errors import DilocoxError, EnvironmentFault
+from dilocox.dht.files import make_folder, write_atomically
+from dilocox.dht.invite import bootstrap_address
+from dilocox.dht.join import Joined
+from dilocox.dht.manifest import Manifest
+from dilocox.dht.records import averaging_prefix
+from dilocox.dht.rpc import REFUSED, Client, LoopThread
+from dilocox.dht.upload_limit import UploadLimit
+from dilocox.dht.wire import Malformed, pack, unpack
+from dilocox.peer.chain.store import TOKENIZER_NAME, archive_folder
+from dilocox.peer.training.data import PretrainedTokenizer, check_tokenizer, open_tokenizer
+
+logger = logging.getLogger(__name__)
+
+MAX_BYTES = 64 << 20
+START_LIMIT_S = 10.0
+FETCH_LIMIT_S = 600.0  # of one bootstrap; one that stalls fails much sooner
+WAIT_S = 60.0  # until a bootstrap that has just started gives it
+PAUSE_S = 2.0
+
+_FILE = re.compile(r"[a-zA-Z0-9_-]{1,64}\.(json|txt|model|jinja)")
+
+
+def archive_tokenizer(state: Path, run: str, manifest: Manifest) -> None:
+    """Put the tokenizer's files where a bootstrap's archive gives them to others; what is there
+    stays. Raises: see `open_tokenizer`; EnvironmentFault if the disk is full.
+    """
+    tokenizer = open_tokenizer(manifest.data.tokenizer)
+    if not isinstance(tokenizer, PretrainedTokenizer):
+        return  # made of no files
+    folder = archive_folder(state, run, manifest) / "stage0"
+    if (folder / TOKENIZER_NAME).exists():
+        return
+    with tempfile.TemporaryDirectory() as name:
+        tokenizer.save(Path(name))
+        files = {path.name: path.read_bytes() for path in Path(name).iterdir() if path.is_file()}
+    kept = {name: data for name, data in files.items() if _FILE.fullmatch(name)}
+    packed = pack(kept)
+    if len(packed) > MAX_BYTES:
+        logger.warning(
+            "data.tokenizer has files of %.0f MB, too many to be given to peers: they must reach "
+            "%s by themselves",
+            len(packed) / 1e6,
+            manifest.data.tokenizer,
+        )
+        return
+    make_folder(folder)
+    write_atomically(folder / TOKENIZER_NAME, packed)
+
+
+def reachable_tokenizer(
+    place: Joined, bootstraps: Sequence[str], folder: Path, *, wait_s: float = WAIT_S
+) -> str:
+    """What to call the run's tokenizer on this machine: its name where that opens here, else a
+    folder, below this one, with what a bootstrap gave.
+
+    bootstraps: their addresses. Raises EnvironmentFault if nobody gives it in time, InvalidInput if
+    it is not the run's.
+    """
+    data, kept = place.manifest.data, folder / TOKENIZER_NAME
+    if data.tokenizer == "byt5" or kept.is_dir():
+        return data.tokenizer if data.tokenizer == "byt5" else str(kept)
+    try:
+        check_tokenizer(data, open_tokenizer(data.tokenizer), place.manifest.model)
+        return data.tokenizer
+    except DilocoxError as error:
+        logger.info("taking the tokenizer from the bootstrap, for here: %s", error)
+        reason = error
+    files = _fetched(place, bootstraps, time.monotonic() + wait_s)
+    if files is None:
+        raise EnvironmentFault(f"no bootstrap gives the run's tokenizer, and here: {reason}")
+    make_folder(folder)
+    with tempfile.TemporaryDirectory(dir=folder) as name:
+        partial = Path(name) / TOKENIZER_NAME
+        partial.mkdir()
+        for file, content in files.items():
+            (partial / file).write_bytes(content)
+        check_tokenizer(data, open_tokenizer(str(partial)), place.manifest.model)
+        partial.rename(kept)
+    return str(kept)
+
+
+def _fetched(place: Joined, bootstraps: Sequence[str], give_up: float) -> dict[str, bytes] | None:
+    """The files, from the first bootstrap that gives them; None if none does until then."""
+    thread = LoopThread("tokenizer", p2p=place.dht.replicate_p2p)
+    thread.start(START_LIMIT_S)
+    try:
+        client = Client(
+            p2p=thread.p2p,
+            namespace=averaging_prefix(place.run, 0),
+            limit=UploadLimit(None),
+            record_bytes=0,
+        )
+        while True:
+            for address in bootstraps:
+                peer = bootstrap_address(address).peer_id
+                want = {"what": TOKENIZER_NAME}
+                try:
+                    asked = client.fetch(peer, want, limit_bytes=MAX_BYTES)
+                    if (found := thread.ask(asked, FETCH_LIMIT_S)) is not None:
+                        return _unpacked(found.data)
+                except REFUSED as error:
+                    logger.info("no tokenizer from %s: %s", peer[-6:], error)
+            if time.monotonic() > give_up:
+                return None
+            time.sleep(PAUSE_S)
+    finally:
+        thread.close()
+
+
+def _unpacked(data: bytes) -> dict[str, bytes]:
+    """Raises Malformed for what is no map of plain file names."""
+    found = unpack(data, MAX_BYTES)
+    if not isinstance(found, dict) or not found:
+        raise Malformed("it is no map of files")
+    files = cast("dict[str, object]", found)
+    for name, content in files.items():
+        if not (_FILE.fullmatch(name) and isinstance(content, bytes)):
+            raise Malformed(f"{name[:80]!r} is no file of a tokenizer")
+    return cast("dict[str, bytes]", files)

@@ -81,6 +81,7 @@ class EncodedChain:
                 stage,
                 optimizer,
                 microbatches=manifest.batch.microbatches,
+                document_end=manifest.document_end,
             )
             self._workers.append(worker)
 

@@ -120,6 +120,7 @@ class Bench:
             self.model.optimizer,
             microbatches=self._batch.microbatches,
             recompute=recompute,
+            document_end=manifest.document_end,
         )
         self.in_flight = 0
 

@@ -74,9 +74,17 @@ def pace(forward_s: float, backward_s: float) -> None:
         optimizer: StageOptimizer,
         *,
         recompute: bool,
+        document_end: int | None = None,
         logits_at_once: int = LOGITS_AT_ONCE,
     ) -> None:
-        fast_init(self, stage, optimizer, recompute=recompute, logits_at_once=logits_at_once)
+        fast_init(
+            self,
+            stage,
+            optimizer,
+            recompute=recompute,
+            document_end=document_end,
+            logits_at_once=logits_at_once,
+        )
         backward_least_s = backward_s
         if stage.is_last:  # its one pass does both, and counts as a backward
             backward_least_s += forward_s

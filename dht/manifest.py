@@ -57,7 +57,7 @@ __all__ = [
     "warnings",
 ]
 
-PROTOCOL_VERSION = 5
+PROTOCOL_VERSION = 6
 SIGNED_VERSION = 1
 MAX_STORED_BYTES = 24 * 1024
 MAX_MANIFEST_BYTES = 256 * 1024
@@ -154,6 +154,11 @@ class Manifest:
         # First of all: a later protocol may have fields that this program does not know.
         _check_protocol(given.get("protocol", PROTOCOL_VERSION))
         return build(cls, with_defaults(given))
+
+    @property
+    def document_end(self) -> int | None:
+        """The token behind each document, where `data.document_masks` keeps them apart."""
+        return int(self.model["eos_token_id"]) if self.data.document_masks else None
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values that `from_dict` reads.
@@ -373,6 +378,11 @@ def _check_together(manifest: Manifest) -> None:
         raise InvalidInput(
             f"model.vocab_size is {shown(vocabulary)}; "
             f"the byt5 tokenizer needs at least {BYT5_VOCABULARY}"
+        )
+    if data.document_masks and not isinstance(model.get("eos_token_id"), int):
+        raise InvalidInput(
+            "data.document_masks needs model.eos_token_id, the token with which data.tokenizer "
+            "ends a document (of byt5: 1)"
         )
     for name in ("max_position_embeddings", "n_positions"):  # the latter in gpt2
         positions = model.get(name)

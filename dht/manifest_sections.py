@@ -144,6 +144,8 @@ class DataSpec(SourceSpec):
     tokenizer: "byt5" (bytes, needs no files), or a hub name or folder.
     tokenizer_digest: sha256 (hex) of what it makes of text; empty until `dilocox bootstrap` fills
         it in.
+    document_masks: whether tokens see those before them in their own document only, and count
+        positions from its beginning.
     parts: number of disjoint parts that heads lease.
     held_out: sha256 (hex) of the held-out part; empty until `dilocox bootstrap` fills it in.
     held_out_windows: windows of the validation loss.
@@ -156,6 +158,7 @@ class DataSpec(SourceSpec):
     )
     tokenizer: Text = Field(default="byt5", description="byt5, a hub name or a folder")
     tokenizer_digest: DigestOrEmpty = Field(default="", description="64 hex digits or empty")
+    document_masks: StrictBool = False
     parts: Integer = Field(default=64, ge=1, le=65536)
     held_out: DigestOrEmpty = Field(default="", description="64 hex digits or empty")
     held_out_windows: Integer = Field(default=64, ge=1, le=65536)

@@ -36,6 +36,15 @@ EMBEDDING_DISCOUNT = 2
 # What to do where a model family is refused.
 ADVICE = "choose another family, for example llama, qwen3, mistral or olmo2"
 
+# Families in which tokens see those of their own document alone where positions begin anew with
+# each: transformers makes their masks of the positions.
+DOCUMENT_MASKS = frozenset(
+    {
+        *("cohere", "deepseek_v2", "gemma2", "glm", "gpt2", "gpt_neox", "granite", "llama"),
+        *("mistral", "mixtral", "olmo2", "phi3", "qwen2", "qwen3", "starcoder2"),
+    }
+)
+
 # Families that run as one stage: what stands here is their list of layers alone, and the rest of a
 # plan, which would say where to cut, nobody has proven.
 UNCUT = {
@@ -210,6 +219,24 @@ def build_skeleton(config: Mapping[str, Any]) -> Skeleton:
             f"tensors even with tie_word_embeddings: false; {ADVICE}"
         )
     return skeleton
+
+
+def check_document_masks(config: Mapping[str, Any], end_id: int) -> None:
+    """Raise InvalidInput where `data.document_masks` would keep no documents apart.
+
+    end_id: the token with which the tokenizer ends documents.
+    """
+    family = config.get("model_type")
+    if family not in DOCUMENT_MASKS:
+        raise InvalidInput(
+            f"data.document_masks: {family} does not keep documents apart; leave it false, or use "
+            f"one of {', '.join(sorted(DOCUMENT_MASKS))}"
+        )
+    if config.get("eos_token_id") != end_id:
+        raise InvalidInput(
+            f"data.document_masks: model.eos_token_id is {config.get('eos_token_id')}, and "
+            f"data.tokenizer ends documents with {end_id}: set model.eos_token_id to that"
+        )
 
 
 def plan_stages(config: Mapping[str, Any], num_stages: int) -> tuple[StagePlan, ...]:

@@ -162,19 +162,25 @@ class StageModule(nn.Module):
         hidden, _ = self.hidden_states(inputs)
         return self.logits(hidden) if self.is_last else hidden
 
-    def hidden_states(self, inputs: Tensor) -> tuple[Tensor, Tensor | None]:
+    def hidden_states(
+        self, inputs: Tensor, positions: Tensor | None = None
+    ) -> tuple[Tensor, Tensor | None]:
         """What `forward` returns of any other stage, [b, t, d]; on the last one behind the final
         norm, for `logits`.
+
+        positions: int64 [b, t]; where they begin anew a token sees none before it, in families of
+        `DOCUMENT_MASKS`.
 
         With them the auxiliary loss of the stage's routers, a scalar times the family's coefficient
         and the stage's share of all routers; None where none is asked for or has a gradient.
         """
         inlet, outlet = self._gates
+        more = {} if positions is None else {"position_ids": positions}
         if self.is_first:
-            output = self._run_decoder(input_ids=inputs, use_cache=False)
+            output = self._run_decoder(input_ids=inputs, use_cache=False, **more)
         else:
             inlet.sent = inputs
-            output = self._run_decoder(inputs_embeds=inputs, use_cache=False)
+            output = self._run_decoder(inputs_embeds=inputs, use_cache=False, **more)
             inlet.sent = _NOTHING
         made, outlet.made = outlet.made, _NOTHING
         hidden = cast(Tensor, output.last_hidden_state) if self.is_last else made

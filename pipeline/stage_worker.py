@@ -167,11 +167,12 @@ class StageOptimizer(Protocol):
     """What a stage needs of the optimizer of its parameters.
 
     device: where the stage computes. refresh: to be called before the first forward of an inner
-    step and before an evaluation, since weights may have changed. loss_scale: of fp16, what the
-    last stage multiplies its loss by, else 1.0; `take_loss_scale` sets the head's. autocast: the
-    context in which forward passes run. scale: the loss to call `backward` on. squared_norm: of
-    this step's gradients, which are all there now. step: takes a step with gradients times `factor`
-    unless that is not finite, and clears them; whether it was taken. drop: clears them.
+    step and before an evaluation between two of them, since weights may have changed. loss_scale:
+    of fp16, what the last stage multiplies its loss by, else 1.0; `take_loss_scale` sets the
+    head's. autocast: the context in which forward passes run. scale: the loss to call `backward`
+    on. squared_norm: of this step's gradients, which are all there now. step: takes a step with
+    gradients times `factor` unless that is not finite, and clears them; whether it was taken. drop:
+    clears them.
     """
 
     @property
@@ -203,8 +204,9 @@ class Forwarded:
 class StagePasses:
     """Runs a stage; gradients add up in its parameters.
 
-    recompute: each layer keeps only its input, and runs again before its backward. logits_at_once:
-    of how many the loss is computed at a time; at least of `_LEAST_TOKENS` tokens.
+    recompute: each layer keeps only its input, and runs again before its backward. document_end:
+    the token behind each document, where tokens see those of their own alone. logits_at_once: of
+    how many the loss is computed at a time; at least of `_LEAST_TOKENS` tokens.
 
     watch: seconds spent in here, and wherever else its owner lets it run. forward_s, backward_s:
     smoothed seconds of one, once `watch` has settled; a `forward_backward` counts as a backward.
@@ -217,6 +219,7 @@ class StagePasses:
         optimizer: StageOptimizer,
         *,
         recompute: bool,
+        document_end: int | None = None,
         logits_at_once: int = LOGITS_AT_ONCE,
     ) -> None:
         if recompute:
@@ -224,6 +227,7 @@ class StagePasses:
         self._stage = stage
         self._optimizer = optimizer
         self._device = optimizer.device
+        self._document_end = document_end
         self._logits_at_once = logits_at_once
         self.watch = Stopwatch(self._device)
         self.forward_s = Smoothed()
@@ -237,9 +241,9 @@ class StagePasses:
         [b, t + 1].
         """
         with self.watch.running(self.forward_s):
-            leaf = self._leaf(inputs, windows)
+            leaf, positions = self._leaf(inputs, windows), self._positions(windows)
             with self.stored.measuring(), self._optimizer.autocast():
-                output, auxiliary = self._stage.hidden_states(leaf)
+                output, auxiliary = self._stage.hidden_states(leaf, positions)
                 for kept in (leaf, output):
                     self.stored.add(kept)
         return output.detach(), Forwarded(inputs=leaf, output=output, auxiliary=auxiliary)
@@ -262,9 +266,9 @@ class StagePasses:
         does.
         """
         with self.watch.running(self.backward_s):
-            leaf = self._leaf(inputs, windows)
+            leaf, positions = self._leaf(inputs, windows), self._positions(windows)
             with self.stored.measuring(), self._optimizer.autocast():
-                hidden, auxiliary = self._stage.hidden_states(leaf)
+                hidden, auxiliary = self._stage.hidden_states(leaf, positions)
                 self.stored.add(leaf)
             total = torch.zeros((), device=self._device)
             gradients: list[Tensor] = []
@@ -286,11 +290,11 @@ class StagePasses:
         That is the sum over b * t tokens, in nats. Arguments as for `forward`.
         """
         with self.watch.running(), _evaluating(self._stage):
-            leaf = self._leaf(inputs, windows)
+            leaf, positions = self._leaf(inputs, windows), self._positions(windows)
             with self._optimizer.autocast():
-                if not self._stage.is_last:
-                    return cast(Tensor, self._stage(leaf))
-                hidden, _ = self._stage.hidden_states(leaf)
+                hidden, _ = self._stage.hidden_states(leaf, positions)
+            if not self._stage.is_last:
+                return hidden
             total = torch.zeros((), device=self._device)
             for tokens, targets in self._pieces(hidden, windows):
                 total += self._summed_loss(tokens, targets)
@@ -307,6 +311,16 @@ class StagePasses:
         if inputs is None:
             return _moved(windows[:, :-1], self._device)
         return _moved(inputs.detach(), self._device).float().requires_grad_()
+
+    def _positions(self, windows: Tensor) -> Tensor | None:
+        """Where each id [b, t] stands in its document; None where documents are not kept apart."""
+        if self._document_end is None:
+            return None
+        ids = windows[:, :-1]
+        places = torch.arange(ids.shape[1]).expand_as(ids)
+        begins = torch.zeros_like(ids)  # of documents: where, else 0
+        begins[:, 1:] = places[:, 1:] * (ids[:, :-1] == self._document_end)
+        return _moved(places - begins.cummax(dim=1).values, self._device)
 
     def _pieces(self, hidden: Tensor, windows: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
         """Hidden states [1, n, d] of some tokens at a time, and what follows these, int64 [n]."""
@@ -393,7 +407,7 @@ class StageWorker:
     """Computes inner steps of one stage, one piece at a time.
 
     optimizer: of the stage's parameters. microbatches: of an inner step; their losses weigh the
-    same. recompute: see `StagePasses`.
+    same. recompute, document_end: see `StagePasses`.
     """
 
     def __init__(
@@ -403,12 +417,13 @@ class StageWorker:
         *,
         microbatches: int,
         recompute: bool = False,
+        document_end: int | None = None,
     ) -> None:
         self.optimizer = optimizer
         self._microbatches = microbatches
         self._is_first = stage.is_first
         self._is_last = stage.is_last
-        self._passes = StagePasses(stage, optimizer, recompute=recompute)
+        self._passes = StagePasses(stage, optimizer, recompute=recompute, document_end=document_end)
         self._forget()
 
     def restart(self) -> None:
@@ -526,7 +541,8 @@ class StageWorker:
         """
         if inputs is None and not self._is_first:
             return math.nan
-        self.optimizer.refresh()
+        if self.idle:
+            self.optimizer.refresh()
         return self._passes.evaluate(inputs, windows)
 
     def _forget(self) -> None:

@@ -119,6 +119,7 @@ def _measured(
         InnerOptimizer(module.named_parameters(), manifest.inner),
         microbatches=1,
         recompute=manifest.pipeline.recompute or recompute,
+        document_end=manifest.document_end,
     )
     shape = (batch.microbatch_size, batch.sequence_length)
     windows = torch.randint(int(manifest.model["vocab_size"]), (shape[0], shape[1] + 1))

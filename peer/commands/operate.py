@@ -29,9 +29,9 @@ def checked_manifest(path: Path) -> Manifest:
     and of the weights of a checkpoint that it starts from.
 
     Raises:
-        InvalidInput: a field is wrong, the model cannot be cut so, its exchanges could not end in
-            time, there is no such tokenizer or it has too many ids, the data are not as stated, or
-            the checkpoint is not to be used.
+        InvalidInput: a field is wrong, the model cannot be cut so or keep documents apart, its
+            exchanges could not end in time, there is no such tokenizer or it has too many ids, the
+            data are not as stated, or the checkpoint is not to be used.
         EnvironmentFault: something of this is on the hub, which does not answer.
     """
     from dilocox.peer.process.initial_weights import pinned
@@ -43,13 +43,15 @@ def checked_manifest(path: Path) -> Manifest:
         tokenizer_digest,
     )
     from dilocox.pipeline.checkpoint import described_by
-    from dilocox.pipeline.partition import plan_stages
+    from dilocox.pipeline.partition import check_document_masks, plan_stages
 
     manifest = Manifest.load(path, described_by)
     plan_stages(manifest.model, manifest.stages)
     check_deadlines(manifest)
     tokenizer = open_tokenizer(manifest.data.tokenizer)
     check_tokenizer(manifest.data, tokenizer, manifest.model)
+    if manifest.data.document_masks:
+        check_document_masks(manifest.model, tokenizer.eos_id)
     found = held_out_digest(manifest.data)
     if manifest.data.held_out not in ("", found):
         raise InvalidInput(

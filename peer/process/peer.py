@@ -207,6 +207,7 @@ class Assembly:
             model.optimizer,
             microbatches=manifest.batch.microbatches,
             recompute=manifest.pipeline.recompute or self._local.options.recompute,
+            document_end=manifest.document_end,
         )
         self._meter.computing_s = lambda: worker.computing_s
         member = Member(

@@ -56,7 +56,7 @@ def _one_microbatch(
 ) -> ActivationBytes:
     batch = manifest.batch
     optimizer = InnerOptimizer(module.named_parameters(), manifest.inner)
-    passes = StagePasses(module, optimizer, recompute=recompute)
+    passes = StagePasses(module, optimizer, recompute=recompute, document_end=manifest.document_end)
     for parameter in module.parameters():  # neither they nor their gradients are activations
         living.count(parameter)
         parameter.grad = torch.zeros_like(parameter)

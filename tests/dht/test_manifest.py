@@ -87,14 +87,18 @@ def test_three_fields_make_a_manifest(tmp_path: Path):
             "model: {model_type: gpt2, vocab_size: 384, n_positions: 64}",
             r"sequence_length is \d+; it must be at most model.n_positions \(64\)",
         ),
+        (
+            "model: {model_type: llama, vocab_size: 384}\ndata: {document_masks: true}",
+            r"data.document_masks needs model.eos_token_id, .*of byt5: 1\)",
+        ),
         ("rounds: {inner_steps: 9, max_inner_steps: 5}", "inner_steps is 9; it must lie between"),
         ("data: {source: corpus.bin}", "data.format is missing; it must be text, json"),
         ("data: {format: text}", "data.format is 'text' with data.source 'stdlib'"),
         ("data: {held_out: xyz}", "data.held_out is 'xyz'; it must be 64 hex digits or empty"),
         ("codec: {scheme: top_k}", "codec.scheme is 'top_k'; it must be low_rank or dense"),
-        ("protocol: 4", "protocol is 4; this dilocox speaks protocol 5: install the version"),
-        ("protocol: 6\nnew_field: 1", "protocol is 6; this dilocox speaks protocol 5: install"),
-        ("protocol: one", "protocol is 'one'; this dilocox speaks protocol 5"),
+        ("protocol: 5", "protocol is 5; this dilocox speaks protocol 6: install the version"),
+        ("protocol: 7\nnew_field: 1", "protocol is 7; this dilocox speaks protocol 6: install"),
+        ("protocol: one", "protocol is 'one'; this dilocox speaks protocol 6"),
     ],
 )
 def test_wrong_field_is_named_with_value_and_mend(tmp_path: Path, lines: str, message: str):

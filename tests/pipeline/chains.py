@@ -36,12 +36,19 @@ class Chain:
         *,
         microbatches: int = MICROBATCHES,
         recompute: bool = False,
+        document_end: int | None = None,
         spoil: Spoil = lambda _, __: False,
     ) -> None:
         self.stages = stages
         self.optimizers = optimizers
         self.workers = [
-            StageWorker(stage, optimizer, microbatches=microbatches, recompute=recompute)
+            StageWorker(
+                stage,
+                optimizer,
+                microbatches=microbatches,
+                recompute=recompute,
+                document_end=document_end,
+            )
             for stage, optimizer in zip(stages, optimizers, strict=True)
         ]
         self._spoil = spoil

@@ -15,7 +15,7 @@ from dilocox.pipeline.partition import hidden_size
 from dilocox.pipeline.stage import build_stage
 from dilocox.pipeline.stage_worker import StagePasses
 from tests.pipeline.chains import Config
-from tests.pipeline.conftest import MIXTURES
+from tests.pipeline.conftest import FAMILIES, MIXTURES
 
 WIDER = {"hidden_size": 128, "intermediate_size": 352, "head_dim": 32}
 HIDDEN_BYTES = 2 * 32 * 128 * 4  # of the hidden states of a microbatch of those
@@ -81,6 +81,14 @@ def test_batch_logits_and_recomputing_count(llama_config: Config) -> None:
     assert reckoned(base, 0, recompute=True).peak < 0.8 * first
     recomputed = replace(base, pipeline=replace(base.pipeline, recompute=True))
     assert reckoned(recomputed, 0) == reckoned(base, 0, recompute=True)
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_masks_of_documents_are_reckoned(family: str) -> None:
+    plain = manifest_of({"model_type": family, **FAMILIES[family], "vocab_size": 384})
+    model, data = {**plain.model, "eos_token_id": 1}, replace(plain.data, document_masks=True)
+    masked = replace(plain, model=model, data=data)
+    assert reckoned(masked, 1).peak > reckoned(plain, 1).peak
 
 
 def test_stages_that_are_alike_need_alike(llama_config: Config) -> None:

@@ -208,7 +208,7 @@ class Squash(nn.Module):
     def forward(self, inputs: Tensor) -> Tensor:
         return torch.tanh(inputs @ self.weight * self.get_buffer("mask"))
 
-    def hidden_states(self, inputs: Tensor) -> tuple[Tensor, None]:
+    def hidden_states(self, inputs: Tensor, positions: None) -> tuple[Tensor, None]:
         return self(inputs), None
 
 

@@ -8,9 +8,10 @@
   agree on all others; its held-out files are named. The pieces of local text are dealt out in the
   order of a hash of their names.
 - JSON lines, Parquet and hub data sets hold one document a row. Their files are dealt out like
-  pieces where there is one for every part. With fewer files rows are: row i goes to part i modulo
-  `parts`, in file order, and every peer reads all files for its share, so prefer at least as many
-  files as parts.
+  pieces where there is one for every part; with fewer files, their pieces are: ranges of bytes of
+  JSON lines, row groups of Parquet (pieces.py). Where those are too few, too, or there are none
+  (compressed files, the hub), rows are dealt out: row i goes to part i modulo `parts`, in file
+  order, and every peer reads all files for its share; so prefer at least as many files as parts.
 - What is dealt out first is held out: pieces, files or rows up to 1 MiB, or a twentieth of a
   smaller source, and always at least one. No part contains any of it.
 
@@ -44,10 +45,11 @@ from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 from dilocox.dht.errors import EnvironmentFault, InvalidInput
 from dilocox.dht.manifest import DataSpec
+from dilocox.peer.training.pieces import TEXT_BYTES, Opener, Piece, cut_bytes, cut_rows, open_bytes
 
 HELD_OUT_MODULES = (
     "argparse",
@@ -88,26 +90,6 @@ _LEFT_OUT_FOLDERS = frozenset(
     }
 )
 _LEFT_OUT_PREFIXES = ("_sysconfigdata", "sitecustomize", "usercustomize")
-
-
-class Piece(NamedTuple):
-    """What is dealt out: a range of a file's bytes, or a whole file, maybe of rows or at a URL.
-
-    name: the file's, the same on every machine. stop: 0 of a file whose size is not known.
-    """
-
-    name: str
-    path: str
-    start: int
-    stop: int
-
-    @property
-    def size(self) -> int:
-        return self.stop - self.start
-
-
-Opener = Callable[[Sequence[Piece]], Any]
-"""Opens pieces, in the order given, as a streaming `datasets.IterableDataset`."""
 
 
 def library_files(library: Path | None = None) -> tuple[list[Piece], list[Piece]]:
@@ -324,8 +306,6 @@ def _reason(error: Exception) -> str:
 
 HELD_OUT_BYTES = 1 << 20
 _HELD_OUT_SHARE = 20  # at most one byte in so many of a source
-_PIECE_BYTES = (1 << 12, 1 << 18)  # a long text is cut into pieces between these sizes
-_PIECES_PER_PART = 8  # so that there is something to shuffle
 
 
 class DocumentStream:
@@ -469,22 +449,15 @@ def _open_stdlib(spec: DataSpec) -> Source:
         spec=spec,
         held_out=tuple(held_out),
         parts=tuple(map(tuple, parts)),
-        open_pieces=_open_bytes,
+        open_pieces=open_bytes,
         fingerprint=_fingerprint(spec, training),
     )
 
 
 def _open_text(spec: DataSpec) -> Source:
     files = find_files(spec)
-    least, most = _PIECE_BYTES
-    total = sum(file.size for file in files)
-    size = max(least, min(most, total // (_PIECES_PER_PART * spec.parts)))
-    pieces = [
-        Piece(file.name, file.path, start, min(start + size, file.size))
-        for file in files
-        for start in range(0, file.size, size)
-    ]
-    return _dealt(spec, pieces, _open_bytes, _fingerprint(spec, files))
+    pieces = cut_bytes(files, spec.parts, TEXT_BYTES)
+    return _dealt(spec, pieces, open_bytes, _fingerprint(spec, files))
 
 
 def _open_tables(spec: DataSpec) -> Source:
@@ -492,6 +465,10 @@ def _open_tables(spec: DataSpec) -> Source:
     fingerprint = _fingerprint(spec, pieces)
     source = _dealt(spec, pieces, open_rows, fingerprint)
     if all(source.parts):
+        return source
+    with reading(spec):
+        cut = cut_rows(spec.format, pieces, spec.parts, spec.text_field)
+    if cut is not None and all((source := _dealt(spec, *cut, fingerprint)).parts):
         return source
     with reading(spec):
         rows = DocumentStream(open_rows(pieces), spec, lambda row: True)
@@ -529,18 +506,6 @@ def _dealt(spec: DataSpec, pieces: list[Piece], open_pieces: Opener, fingerprint
 def _held_out_bytes(sizes: Sequence[int]) -> int:
     """How many bytes to hold out of pieces of these sizes: at least 1, which means one piece."""
     return max(1, min(HELD_OUT_BYTES, sum(sizes) // _HELD_OUT_SHARE))
-
-
-def _open_bytes(pieces: Sequence[Piece]) -> Any:
-    def read(row: dict[str, Any]) -> dict[str, bytes]:
-        with Path(row["path"]).open("rb") as file:
-            file.seek(row["start"])
-            return {"text": file.read(row["stop"] - row["start"])}
-
-    datasets: Any = importlib.import_module("datasets")
-    columns = {key: [getattr(piece, key) for piece in pieces] for key in ("path", "start", "stop")}
-    rows = datasets.Dataset.from_dict(columns).to_iterable_dataset()
-    return rows.map(read, remove_columns=list(columns))
 
 
 def _fingerprint(spec: DataSpec, files: Sequence[Piece]) -> str:

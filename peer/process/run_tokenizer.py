@@ -43,12 +43,12 @@ def archive_tokenizer(state: Path, run: str, manifest: Manifest) -> None:
     """Put the tokenizer's files where a bootstrap's archive gives them to others; what is there
     stays. Raises: see `open_tokenizer`; EnvironmentFault if the disk is full.
     """
-    tokenizer = open_tokenizer(manifest.data.tokenizer)
-    if not isinstance(tokenizer, PretrainedTokenizer):
-        return  # made of no files
     folder = archive_folder(state, run, manifest) / "stage0"
     if (folder / TOKENIZER_NAME).exists():
         return
+    tokenizer = open_tokenizer(manifest.data.tokenizer)
+    if not isinstance(tokenizer, PretrainedTokenizer):
+        return  # made of no files
     with tempfile.TemporaryDirectory() as name:
         tokenizer.save(Path(name))
         files = {path.name: path.read_bytes() for path in Path(name).iterdir() if path.is_file()}

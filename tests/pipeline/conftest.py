@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from transformers import CONFIG_MAPPING
 
 from tests.pipeline.neighbours import Node, Peer, opened_nodes, running
 
@@ -65,6 +66,36 @@ FAMILIES: dict[str, dict[str, Any]] = {
 def family_config(request: pytest.FixtureRequest) -> dict[str, Any]:
     """The configuration of one family after the other."""
     return {"model_type": request.param, **FAMILIES[request.param]}
+
+
+# By the names of all families that run as one stage; each takes those that it knows.
+ONE_STAGE: dict[str, Any] = {
+    "vocab_size": 67,
+    **dict.fromkeys(("hidden_size", "n_embd", "d_model"), 32),
+    **dict.fromkeys(("intermediate_size", "n_inner", "ffn_dim", "shared_intermediate_size"), 48),
+    **dict.fromkeys(("num_hidden_layers", "n_layer", "n_layers", "num_layers"), 4),
+    **dict.fromkeys(("num_attention_heads", "n_head", "n_heads", "num_heads"), 4),
+    **dict.fromkeys(("num_local_experts", "num_experts", "attention_heads"), 4),
+    **dict.fromkeys(("num_key_value_heads", "num_experts_per_tok"), 2),
+    **dict.fromkeys(("max_position_embeddings", "n_positions", "max_seq_len"), 64),
+    **dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id")),
+    **dict.fromkeys(("head_dim", "rotary_dim"), 8),
+    **dict.fromkeys(("attn_pdrop", "embd_pdrop", "resid_pdrop", "resid_dropout"), 0.0),
+    **dict.fromkeys(("embed_dropout", "hidden_dropout", "attention_dropout", "dropout"), 0.0),
+    **dict.fromkeys(("hidden_dropout_prob", "attention_probs_dropout_prob", "layerdrop"), 0.0),
+    **dict.fromkeys(("activation_dropout", "router_jitter_noise", "input_jitter_noise"), 0.0),
+    "attention_types": [[["global", "local"], 2]],
+    "full_attn_idxs": [0, 2],  # of lfm2, whose other layers are convolutions
+}
+
+
+def one_stage_config(family: str) -> dict[str, Any]:
+    """The configuration of a family that runs as one stage."""
+    default = CONFIG_MAPPING[family]()
+    known = {*default.to_dict(), *default.attribute_map}
+    own = {name: value for name, value in ONE_STAGE.items() if name in known}
+    native = {n: v for n, v in own.items() if default.attribute_map.get(n) not in own}
+    return {"model_type": family, **native}
 
 
 # Families whose routers have an auxiliary loss; of the last one only two layers of four do.

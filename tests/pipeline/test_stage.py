@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+from transformers import AutoModelForCausalLM
 
 from dilocox.compression.layout import FlatLayout
 from dilocox.dht.errors import InvalidInput
@@ -20,29 +20,10 @@ from dilocox.pipeline.stage import (
     flatten_parameters,
     parameter_shapes,
 )
+from tests.pipeline.conftest import one_stage_config
 
 Config = dict[str, Any]
 SEED = 7
-
-
-# By the names of all families that run as one stage; each takes those that it knows.
-ONE_STAGE: Config = {
-    "vocab_size": 67,
-    **dict.fromkeys(("hidden_size", "n_embd", "d_model"), 32),
-    **dict.fromkeys(("intermediate_size", "n_inner", "ffn_dim", "shared_intermediate_size"), 48),
-    **dict.fromkeys(("num_hidden_layers", "n_layer", "n_layers", "num_layers"), 4),
-    **dict.fromkeys(("num_attention_heads", "n_head", "n_heads", "num_heads"), 4),
-    **dict.fromkeys(("num_local_experts", "num_experts", "attention_heads"), 4),
-    **dict.fromkeys(("num_key_value_heads", "num_experts_per_tok"), 2),
-    **dict.fromkeys(("max_position_embeddings", "n_positions", "max_seq_len"), 64),
-    **dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id")),
-    **dict.fromkeys(("head_dim", "rotary_dim"), 8),
-    **dict.fromkeys(("attn_pdrop", "embd_pdrop", "resid_pdrop", "resid_dropout"), 0.0),
-    **dict.fromkeys(("embed_dropout", "hidden_dropout", "attention_dropout", "dropout"), 0.0),
-    **dict.fromkeys(("hidden_dropout_prob", "attention_probs_dropout_prob", "layerdrop"), 0.0),
-    **dict.fromkeys(("activation_dropout", "router_jitter_noise", "input_jitter_noise"), 0.0),
-    "attention_types": [[["global", "local"], 2]],
-}
 
 
 def build_all(config: Config, num_stages: int) -> list[StageModule]:
@@ -96,11 +77,7 @@ def test_loss_and_gradients_of_the_chain_equal_the_whole_model(
 
 @pytest.mark.parametrize("family", UNCUT)
 def test_a_family_without_a_plan_runs_as_one_stage(family: str) -> None:
-    default = CONFIG_MAPPING[family]()
-    known = {*default.to_dict(), *default.attribute_map}
-    own = {name: value for name, value in ONE_STAGE.items() if name in known}
-    native = {n: v for n, v in own.items() if default.attribute_map.get(n) not in own}
-    config = {"model_type": family, **native}
+    config = one_stage_config(family)
     assert_equals_the_whole_model(config, 1)
     [stage] = build_all(config, 1)
     ids, _ = windows(config)

@@ -157,8 +157,18 @@ class Manifest:
 
     @property
     def document_end(self) -> int | None:
-        """The token behind each document, where `data.document_masks` keeps them apart."""
-        return int(self.model["eos_token_id"]) if self.data.document_masks else None
+        """The token behind each document, where `data.document_masks` keeps them apart.
+
+        Raises `InvalidInput` where nothing says which one it is.
+        """
+        if not self.data.document_masks:
+            return None
+        if self.data.end_of_text is None:
+            raise InvalidInput(
+                "data.document_masks is true without data.end_of_text, the id that ends a "
+                "document: publish run.yaml with `dilocox bootstrap`, which fills it in"
+            )
+        return self.data.end_of_text
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values that `from_dict` reads.
@@ -186,7 +196,9 @@ class Manifest:
         if len(data) > MAX_MANIFEST_BYTES:
             raise InvalidInput(f"manifest has {len(data)} bytes; it may have {MAX_MANIFEST_BYTES}")
         try:
-            return cls.from_dict(json.loads(data))
+            manifest = cls.from_dict(json.loads(data))
+            _ = manifest.document_end
+            return manifest
         except (ValueError, RecursionError) as error:
             raise InvalidInput(f"manifest is no valid JSON ({error})") from error
         except InvalidInput as error:
@@ -378,11 +390,6 @@ def _check_together(manifest: Manifest) -> None:
         raise InvalidInput(
             f"model.vocab_size is {shown(vocabulary)}; "
             f"the byt5 tokenizer needs at least {BYT5_VOCABULARY}"
-        )
-    if data.document_masks and not isinstance(model.get("eos_token_id"), int):
-        raise InvalidInput(
-            "data.document_masks needs model.eos_token_id, the token with which data.tokenizer "
-            "ends a document (of byt5: 1)"
         )
     for name in ("max_position_embeddings", "n_positions"):  # the latter in gpt2
         positions = model.get(name)

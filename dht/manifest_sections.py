@@ -146,6 +146,8 @@ class DataSpec(SourceSpec):
         it in.
     document_masks: whether tokens see those before them in their own document only, and count
         positions from its beginning.
+    end_of_text: the id that ends each document, for stages that open no tokenizer; None until
+        `dilocox bootstrap` fills it in, where there are document masks.
     parts: number of disjoint parts that heads lease.
     held_out: sha256 (hex) of the held-out part; empty until `dilocox bootstrap` fills it in.
     held_out_windows: windows of the validation loss.
@@ -159,6 +161,9 @@ class DataSpec(SourceSpec):
     tokenizer: Text = Field(default="byt5", description="byt5, a hub name or a folder")
     tokenizer_digest: DigestOrEmpty = Field(default="", description="64 hex digits or empty")
     document_masks: StrictBool = False
+    end_of_text: Annotated[Integer, Field(ge=0, le=2**31)] | None = Field(
+        default=None, description="a token id or nothing"
+    )
     parts: Integer = Field(default=64, ge=1, le=65536)
     held_out: DigestOrEmpty = Field(default="", description="64 hex digits or empty")
     held_out_windows: Integer = Field(default=64, ge=1, le=65536)

@@ -101,6 +101,7 @@ def changes(before: Manifest, after: Manifest) -> list[Change]:
 _READ_FROM = {
     "initial.anchors": "the checkpoint at `model.from`",
     "data.tokenizer_digest": "what the tokenizer makes of text",
+    "data.end_of_text": "the end-of-text token of the tokenizer",
     "data.held_out": "the held-out part of the data",
 }
 

@@ -227,21 +227,13 @@ def build_skeleton(config: Mapping[str, Any]) -> Skeleton:
     return skeleton
 
 
-def check_document_masks(config: Mapping[str, Any], end_id: int) -> None:
-    """Raise InvalidInput where `data.document_masks` would keep no documents apart.
-
-    end_id: the token with which the tokenizer ends documents.
-    """
+def check_document_masks(config: Mapping[str, Any]) -> None:
+    """Raise InvalidInput where `data.document_masks` would keep no documents apart."""
     family = config.get("model_type")
     if family not in DOCUMENT_MASKS:
         raise InvalidInput(
             f"data.document_masks: nobody has shown that {family} keeps documents apart; leave it "
             f"false, or use one of {', '.join(sorted(DOCUMENT_MASKS))}"
-        )
-    if config.get("eos_token_id") != end_id:
-        raise InvalidInput(
-            f"data.document_masks: model.eos_token_id is {config.get('eos_token_id')}, and "
-            f"data.tokenizer ends documents with {end_id}: set model.eos_token_id to that"
         )
 
 

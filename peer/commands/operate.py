@@ -11,6 +11,7 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import typer
 
@@ -51,14 +52,18 @@ def checked_manifest(path: Path) -> Manifest:
     tokenizer = open_tokenizer(manifest.data.tokenizer)
     check_tokenizer(manifest.data, tokenizer, manifest.model)
     if manifest.data.document_masks:
-        check_document_masks(manifest.model, tokenizer.eos_id)
+        check_document_masks(manifest.model)
     found = held_out_digest(manifest.data)
     if manifest.data.held_out not in ("", found):
         raise InvalidInput(
             f"{path}: data.held_out is {manifest.data.held_out[:12]}..., the data here give "
             f"{found[:12]}...; remove the field, or use the data it was made from"
         )
-    filled_in = {"held_out": found, "tokenizer_digest": tokenizer_digest(tokenizer)}
+    filled_in: dict[str, Any] = {
+        "held_out": found,
+        "tokenizer_digest": tokenizer_digest(tokenizer),
+        "end_of_text": tokenizer.eos_id if manifest.data.document_masks else None,
+    }
     return pinned(replace(manifest, data=replace(manifest.data, **filled_in)))
 
 

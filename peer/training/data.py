@@ -134,6 +134,11 @@ def check_tokenizer(data: DataSpec, tokenizer: Tokenizer, model: Mapping[str, An
             f"model.vocab_size is {rows}: set model.vocab_size to {tokenizer.vocab_size} or more, "
             "or choose a smaller tokenizer"
         )
+    if data.end_of_text not in (None, tokenizer.eos_id):
+        raise InvalidInput(
+            f"data.end_of_text is {data.end_of_text}, and data.tokenizer {data.tokenizer!r} ends "
+            f"documents with {tokenizer.eos_id}: leave it out, `dilocox bootstrap` fills it in"
+        )
     found = tokenizer_digest(tokenizer)
     if data.tokenizer_digest not in ("", found):
         raise InvalidInput(

@@ -87,10 +87,7 @@ def test_three_fields_make_a_manifest(tmp_path: Path):
             "model: {model_type: gpt2, vocab_size: 384, n_positions: 64}",
             r"sequence_length is \d+; it must be at most model.n_positions \(64\)",
         ),
-        (
-            "model: {model_type: llama, vocab_size: 384}\ndata: {document_masks: true}",
-            r"data.document_masks needs model.eos_token_id, .*of byt5: 1\)",
-        ),
+        ("data: {end_of_text: -1}", "data.end_of_text is -1; it must be a token id or nothing"),
         ("rounds: {inner_steps: 9, max_inner_steps: 5}", "inner_steps is 9; it must lie between"),
         ("data: {source: corpus.bin}", "data.format is missing; it must be text, json"),
         ("data: {format: text}", "data.format is 'text' with data.source 'stdlib'"),
@@ -182,6 +179,19 @@ def test_pairings_that_train_badly_are_warned_about(
     manifest: Manifest, sections: dict[str, Any], count: int
 ):
     assert len(warnings(dataclasses.replace(manifest, **sections))) == count
+
+
+def test_document_masks_without_their_token_are_not_taken_from_the_operator(
+    operator: Identity, manifest: Manifest, run: str
+):
+    assert manifest.document_end is None
+    masked = dataclasses.replace(manifest.data, document_masks=True)
+    signed = SignedManifest.sign(operator, dataclasses.replace(manifest, data=masked))
+    with pytest.raises(InvalidInput, match=r"without data\.end_of_text.*`dilocox bootstrap`"):
+        signed.verify(run)
+    masked = dataclasses.replace(masked, end_of_text=1)
+    signed = SignedManifest.sign(operator, dataclasses.replace(manifest, data=masked))
+    assert signed.verify(run).document_end == 1
 
 
 def test_bytes_are_canonical_and_read_back_equal(manifest: Manifest):

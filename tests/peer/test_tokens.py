@@ -3,6 +3,7 @@
 import importlib
 import json
 import shutil
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -121,6 +122,30 @@ class TestTokenizers:
         # nor does a volunteer of such a run begin, who would fail at the first step
         with pytest.raises(InvalidInput, match=said):
             open_corpus(Manifest.load(path), "")
+
+    def test_document_masks_go_by_the_tokenizers_token_whatever_the_model_says(
+        self, folder: Path, tmp_path: Path
+    ) -> None:
+        data = write_json(tmp_path, [documents(90)])
+        source = {"source": data.source, "format": "json", "tokenizer": str(folder)}
+        model = dict(MODEL, vocab_size=4000, eos_token_id=[7, 8])  # as checkpoints name several
+        run = {"name": "t", "model": model, "end_tokens": 1000, "batch": {"sequence_length": 8}}
+        path = tmp_path / "run.yaml"
+
+        def checked(model: Mapping[str, object] = model, **fields: object) -> Manifest:
+            path.write_text(yaml.safe_dump(run | {"model": model, "data": source | fields}))
+            return checked_manifest(path)
+
+        assert checked().document_end is None
+        end = open_tokenizer(str(folder)).eos_id
+        manifest = checked(document_masks=True)
+        assert manifest.document_end == end == manifest.data.end_of_text
+        with pytest.raises(InvalidInput, match=f"ends documents with {end}: leave it out"):
+            checked(document_masks=True, end_of_text=end + 1)
+        with pytest.raises(
+            InvalidInput, match=r"data\.document_masks: nobody .* that falcon keeps"
+        ):
+            checked({"model_type": "falcon", "vocab_size": 4000}, document_masks=True)
 
     def test_a_run_with_a_tokenizer_that_does_not_exist_is_refused_before_it_begins(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

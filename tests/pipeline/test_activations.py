@@ -86,8 +86,7 @@ def test_batch_logits_and_recomputing_count(llama_config: Config) -> None:
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
 def test_masks_of_documents_are_reckoned(family: str) -> None:
     plain = manifest_of({"model_type": family, **FAMILIES[family], "vocab_size": 384})
-    model, data = {**plain.model, "eos_token_id": 1}, replace(plain.data, document_masks=True)
-    masked = replace(plain, model=model, data=data)
+    masked = replace(plain, data=replace(plain.data, document_masks=True, end_of_text=1))
     assert reckoned(masked, 1).peak > reckoned(plain, 1).peak
 
 

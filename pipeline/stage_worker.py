@@ -317,7 +317,7 @@ class StagePasses:
         if self._document_end is None:
             return None
         ids = windows[:, :-1]
-        places = torch.arange(ids.shape[1]).expand_as(ids)
+        places = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
         begins = torch.zeros_like(ids)  # of documents: where, else 0
         begins[:, 1:] = places[:, 1:] * (ids[:, :-1] == self._document_end)
         return _moved(places - begins.cummax(dim=1).values, self._device)

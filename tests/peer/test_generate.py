@@ -29,7 +29,10 @@ def texts(monkeypatch: pytest.MonkeyPatch) -> Texts:
     def joined(*_: Any, **__: Any) -> Generator[str]:
         yield "the run"
 
-    def write(joined: str, folder: Path, dtype: torch.dtype, *, timeout_s: float) -> None:
+    def write(
+        joined: str, folder: Path, dtype: torch.dtype, *, timeout_s: float, bootstraps: list[str]
+    ) -> None:
+        assert bootstraps  # who may have the tokenizer
         folder.mkdir()
         (folder / "weights").write_text(f"{dtype} for {timeout_s} s of {joined}")
 

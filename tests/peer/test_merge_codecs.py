@@ -187,7 +187,7 @@ def test_a_long_schedule_meets_every_event_and_conserves_progress(
     schedule = [(n, (a, b, c)) for n, (a, b, c) in zip(numbers, draws, strict=True)]
     world.run(schedule, lambda: None)
     assert_nothing_missing(world)
-    assert len(set(world.happened)) == 16
+    assert len(set(world.happened)) == 18
     assert world.lost[0] > 3, world.lost
     if scheme == "low_rank":
         assert world.lost[1] > 3, world.lost

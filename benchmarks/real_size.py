@@ -126,7 +126,7 @@ def measure(parameters: float, rank: int, round_s: float) -> Found:
             watched = swarm.add_peer(*options, "--metrics-port", str(port), step_s=round_s / STEPS)
             swarm.add_peer(*options, step_s=round_s / STEPS)
             swarm.wait(lambda: watched.of_kind("training"), ROUND_LIMIT_S, "it trains")
-            watch = _Watch(swarm, watched, port)
+            watch = _Watch(swarm, watched, port, round_s)
             watch.until_a_snapshot()
     layout = swarm.stage_codec(0).layout
     alone = in_fresh_process(manifest_of(model, rank), 0, recompute=False)
@@ -168,12 +168,16 @@ def _disk_bytes(pid: int) -> int:
 
 
 class _Watch:
-    """What a peer takes from now on."""
+    """What a peer takes from now on.
 
-    def __init__(self, swarm: LocalSwarm, peer: Peer, port: int):
+    rounds: how many have passed, by the clock; the record of the last one may be yet to come.
+    """
+
+    def __init__(self, swarm: LocalSwarm, peer: Peer, port: int, round_s: float):
         self._swarm, self._peer, self._port = swarm, peer, port
         self.peaks: dict[str, float] = defaultdict(float)
-        self.rounds = 0
+        self.rounds = 0.0
+        self._round_s, self._began = round_s, time.monotonic()
         self._stopped_before, self._written_before = self._stopped(), self._written()
 
     @property
@@ -195,7 +199,7 @@ class _Watch:
             if time.monotonic() > deadline:
                 raise TimeoutError("no snapshot came")
             time.sleep(LOOK_S)
-        self.rounds = len(self._peer.rounds)
+        self.rounds = (time.monotonic() - self._began) / self._round_s
         self._stopped_now, self._written_now = self._stopped(), self._written()
 
     def _phase(self) -> str:

@@ -13,8 +13,8 @@ warm up; random tokens.
                 each token, position and channel of attention) over what products of large matrices
                 alone reach in that precision on this device, in the same process
     memory      most that PyTorch had in use on the GPU in a step, GB; on a CPU nothing is shown
-    send        seconds that training stands still for the message of a round: made on the device
-                and copied into the shared memory of the averaging process
+    send        seconds in which the message of a round is made: weights come from the device in
+                chunks, and the rest is arithmetic on the CPU
     codec       seconds that a billion parameters would take in the first exchange's products and in
                 packing, on the CPU and on the device, on one layer of 50 million parameters
     same bytes  whether packing gives the same bytes on both; products may differ in rounding, and
@@ -399,11 +399,16 @@ def main() -> None:
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N")
     parser.add_argument("--json", type=Path, help="write the figures to this file, too")
     arguments = parser.parse_args()
-    names = ["quick"] if arguments.quick else arguments.models
-    found = [in_fresh_process(name, arguments.device, arguments.recompute) for name in names]
-    show(found, Console())
-    if arguments.json:
-        arguments.json.write_text(json.dumps([asdict(each) for each in found]) + "\n")
+    found: list[Figures] = []
+    for name in ["quick"] if arguments.quick else arguments.models:
+        try:
+            found.append(in_fresh_process(name, arguments.device, arguments.recompute))
+        except torch.OutOfMemoryError as error:
+            sys.stderr.write(f"{name}: {str(error).partition('.')[0]}; try --recompute\n")
+        if arguments.json:  # so that a later model loses nothing
+            arguments.json.write_text(json.dumps([asdict(each) for each in found]) + "\n")
+    if found:
+        show(found, Console())
 
 
 if __name__ == "__main__":

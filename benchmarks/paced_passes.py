@@ -25,7 +25,6 @@ os.environ.setdefault("HIVEMIND_LOGLEVEL", "CRITICAL")
 from dilocox.peer import cli
 from dilocox.pipeline.stage import StageModule
 from dilocox.pipeline.stage_worker import (
-    LOGITS_AT_ONCE,
     Smoothed,
     StageOptimizer,
     StagePasses,
@@ -75,7 +74,7 @@ def pace(forward_s: float, backward_s: float) -> None:
         *,
         recompute: bool,
         document_end: int | None = None,
-        logits_at_once: int = LOGITS_AT_ONCE,
+        logits_at_once: int | None = None,
     ) -> None:
         fast_init(
             self,

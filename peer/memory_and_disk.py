@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 PROCESSES_BYTES = 800_000_000  # the four processes before the first vector, measured
 WORK_BYTES = 80_000_000  # what kernels and the allocator take when a CPU begins to train, measured
 HEAP_SHARE = 1.15  # of activations on a CPU: the heap's gaps, measured
-CUDA_BYTES = 600_000_000  # what CUDA takes of a GPU for itself, more or less
+CUDA_BYTES = 600_000_000  # what CUDA takes of a GPU for each process, more or less
 MAX_WINDOW = 1024  # microbatches in flight
 
 # Of a container, by version of Linux's control groups: the limit, what is used, and details.
@@ -40,13 +40,15 @@ _GROUPS_FOLDER = Path("/sys/fs/cgroup")
 class MemoryNeeds:
     """What a peer of a stage takes at the peak, in bytes, with one microbatch in flight.
 
-    values: of the stage's flat vector. activations: of the microbatch, with temporaries. encoded:
-    what an exchange holds beside the vectors: own parts, those of others, means, the record.
+    values: of the stage's flat vector. activations: of the microbatch, with temporaries, in fp32;
+    gpu_activations: in the precision of a GPU. encoded: what an exchange holds beside the vectors:
+    own parts, those of others, means, the record.
     offload: whether weights and moments stay beside a GPU (training/offload.py).
     """
 
     values: int
     activations: int
+    gpu_activations: int
     encoded: int
     offload: bool = False
 
@@ -63,9 +65,11 @@ class MemoryNeeds:
 
     @property
     def on_gpu(self) -> int:
-        """Of the GPU's; with `offload` narrow weights, and the largest gradients that pass."""
+        """Of the GPU's, where the averaging process tries its products, too; with `offload` narrow
+        weights, and the largest gradients that pass.
+        """
         trained = 4 * self.values if self.offload else self._trained
-        return CUDA_BYTES + trained + self.activations
+        return 2 * CUDA_BYTES + trained + self.gpu_activations
 
     @property
     def _always(self) -> int:
@@ -110,6 +114,13 @@ def gpu_free_bytes(device: torch.device) -> int:
     return torch.cuda.mem_get_info(device)[0]
 
 
+def gpu_cached_bytes(device: torch.device) -> int:
+    """Memory of a GPU that torch holds for this process and nothing is in."""
+    import torch
+
+    return torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+
+
 def check_use(pids: list[int], limit_bytes: float | None) -> None:
     """Raise EnvironmentFault if these processes together take more than the limit."""
     if limit_bytes is None:
@@ -134,7 +145,8 @@ def window_limit(
     if stored_bytes <= 0:
         return MAX_WINDOW
     on_cpu = device.type == "cpu"
-    room = (available_bytes() if on_cpu else gpu_free_bytes(device)) / 2
+    free = available_bytes() if on_cpu else gpu_free_bytes(device) + gpu_cached_bytes(device)
+    room = free / 2
     if limit_bytes is not None and on_cpu:
         room = min(room, limit_bytes - needs.on_cpu + stored_bytes)
     return max(1, min(MAX_WINDOW, int(room / stored_bytes)))
@@ -151,7 +163,12 @@ def gpu_memory(untried: Sequence[str]) -> Generator[None]:
 
     try:
         yield
-    except torch.OutOfMemoryError as error:
+    except RuntimeError as error:
+        # CUDA's libraries have errors of their own for it
+        words = str(error).lower()
+        full = "out of memory" in words or "alloc_failed" in words
+        if not (full or isinstance(error, torch.OutOfMemoryError)):
+            raise
         option = f"start with {' and '.join(untried)}, which takes less, " if untried else ""
         raise EnvironmentFault(
             f"the GPU has no memory left for an inner step, which is dropped: {option}close other "

@@ -17,6 +17,7 @@ process that has touched CUDA cannot fork one that will.
 from __future__ import annotations
 
 import hashlib
+import logging
 from collections.abc import Callable, Collection, Generator, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
@@ -37,6 +38,8 @@ from dilocox.compression.layout import FlatLayout
 from dilocox.dht.errors import EnvironmentFault, InvalidInput
 from dilocox.dht.manifest import Manifest
 from dilocox.pipeline.partition import ADVICE, Skeleton, StagePlan, build_skeleton, plan_skeleton
+
+logger = logging.getLogger(__name__)
 
 _NOTHING = torch.empty(0)
 
@@ -441,7 +444,13 @@ def stage_layout(manifest: Manifest, stage: int) -> FlatLayout:
 def chosen_device(option: str) -> torch.device:
     """The device that `--device` names; InvalidInput if it is not here."""
     if option == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        if not torch.cuda.is_available():
+            return torch.device("cpu")
+        try:
+            return chosen_device("cuda")
+        except InvalidInput as error:  # a GPU that this torch has no kernels for, or a full one
+            logger.warning("%s: computing on the CPU", error)
+            return torch.device("cpu")
     try:
         device = torch.device(option)
         torch.zeros((), device=device)

@@ -33,6 +33,7 @@ memory.
 """
 
 import math
+import threading
 import time
 from collections import deque
 from collections.abc import Generator, Iterator
@@ -49,6 +50,7 @@ from dilocox.pipeline.frames import FrameRefused
 from dilocox.pipeline.stage import StageModule
 
 LOGITS_AT_ONCE = 1 << 24  # 64 MiB in fp32
+GPU_LOGITS_AT_ONCE = 1 << 27  # of each piece a GPU casts the head's weight anew
 _LEAST_TOKENS = 256  # at once: fewer would only add up the gradient of the head's weight more often
 
 
@@ -93,6 +95,7 @@ class Stopwatch:
         self._device = device
         self._total_s = 0.0
         self._untold: list[tuple[torch.cuda.Event, torch.cuda.Event, Smoothed | None]] = []
+        self._lock = threading.Lock()  # metrics ask from threads of their own
 
     @property
     def total_s(self) -> float:
@@ -110,7 +113,8 @@ class Stopwatch:
             start.record(stream)
             yield
             end.record(stream)
-            self._untold.append((start, end, smoothed))
+            with self._lock:
+                self._untold.append((start, end, smoothed))
         else:
             began = time.perf_counter()
             yield
@@ -118,10 +122,11 @@ class Stopwatch:
 
     def settle(self) -> None:
         """Wait until a GPU has computed all that was measured, and add it up."""
-        untold, self._untold = self._untold, []
-        for start, end, smoothed in untold:
-            end.synchronize()
-            self._add(start.elapsed_time(end) / 1000, smoothed)
+        with self._lock:
+            untold, self._untold = self._untold, []
+            for start, end, smoothed in untold:
+                end.synchronize()
+                self._add(start.elapsed_time(end) / 1000, smoothed)
 
     def _add(self, taken_s: float, smoothed: Smoothed | None) -> None:
         self._total_s += taken_s
@@ -206,7 +211,8 @@ class StagePasses:
 
     recompute: each layer keeps only its input, and runs again before its backward. document_end:
     the token behind each document, where tokens see those of their own alone. logits_at_once: of
-    how many the loss is computed at a time; at least of `_LEAST_TOKENS` tokens.
+    how many the loss is computed at a time, by default what suits the device; at least of
+    `_LEAST_TOKENS` tokens.
 
     watch: seconds spent in here, and wherever else its owner lets it run. forward_s, backward_s:
     smoothed seconds of one, once `watch` has settled; a `forward_backward` counts as a backward.
@@ -220,7 +226,7 @@ class StagePasses:
         *,
         recompute: bool,
         document_end: int | None = None,
-        logits_at_once: int = LOGITS_AT_ONCE,
+        logits_at_once: int | None = None,
     ) -> None:
         if recompute:
             stage.recompute_layers()
@@ -228,7 +234,8 @@ class StagePasses:
         self._optimizer = optimizer
         self._device = optimizer.device
         self._document_end = document_end
-        self._logits_at_once = logits_at_once
+        suits = LOGITS_AT_ONCE if self._device.type == "cpu" else GPU_LOGITS_AT_ONCE
+        self._logits_at_once = logits_at_once or suits
         self.watch = Stopwatch(self._device)
         self.forward_s = Smoothed()
         self.backward_s = Smoothed()
@@ -340,8 +347,8 @@ class StagePasses:
 def _moved(tensor: Tensor, device: torch.device) -> Tensor:
     """On the device; to a GPU by way of pinned memory, so that no copy holds up what computes."""
     if device.type == "cuda" and tensor.device.type == "cpu":
-        tensor = tensor.pin_memory()
-    return tensor.to(device, non_blocking=True)
+        tensor = tensor.contiguous().pin_memory()
+    return tensor.to(device, non_blocking=device.type == "cuda")
 
 
 @contextmanager

@@ -51,6 +51,7 @@ from dilocox.compression.group_codec import PayloadRefused
 from dilocox.compression.stage_codec import StageCodec, StageEncoder
 from dilocox.compression.workers import Workers
 from dilocox.dht.addresses import Reachability
+from dilocox.dht.errors import InvalidInput
 from dilocox.dht.node_process import BlockingPipe, leave_the_terminal, shared_zeros, watch_parent
 from dilocox.dht.reachability import Probe, find_reach
 from dilocox.dht.reconnect import Redialler, Targets
@@ -291,7 +292,7 @@ class StageAverager(PeerService, DecentralizedAverager):
     def _choose_device(self, codec: StageCodec) -> None:
         try:
             codec.choose_device(chosen_device(self.local.options.device))
-        except RuntimeError as error:  # torch's own kinds, also for a lack of memory
+        except (RuntimeError, InvalidInput) as error:  # torch's own, also for a lack of memory
             logger.warning("the codec's matrix products run on the CPU: %s", error)
 
     # ---- in the averaging process: ways to others ------------------------------------------------

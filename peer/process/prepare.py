@@ -42,6 +42,7 @@ from dilocox.peer.training.snapshots import JournaledSend, Snapshots
 from dilocox.pipeline.frames import encoded_bytes
 from dilocox.pipeline.partition import hidden_size, plan_stages
 from dilocox.pipeline.stage import build_stage, flatten_parameters, stage_layout
+from dilocox.pipeline.stage_worker import GPU_LOGITS_AT_ONCE
 
 logger = logging.getLogger(__name__)
 
@@ -207,11 +208,20 @@ class StageNeeds:
     @cached_property
     def memory(self) -> MemoryNeeds:
         """Takes seconds for a large stage, and touches CUDA: see `chosen_device`."""
-        found = activation_bytes(self.manifest, self.stage, recompute=self.recompute)
-        roughly = EXPERTS_SHARE * 4 * 4 * self.values
+        roughly = round(EXPERTS_SHARE * 4 * 4 * self.values)
+        manifest, stage, recompute = self.manifest, self.stage, self.recompute
+        on_cpu = activation_bytes(manifest, stage, recompute=recompute)
+        on_gpu = on_cpu and activation_bytes(
+            manifest,
+            stage,
+            recompute=recompute,
+            precision=manifest.inner.precision,
+            logits_at_once=GPU_LOGITS_AT_ONCE,
+        )
         return MemoryNeeds(
             values=self.values,
-            activations=round(roughly) if found is None else found.peak,
+            activations=roughly if on_cpu is None else on_cpu.peak,
+            gpu_activations=roughly if on_gpu is None else on_gpu.peak,
             encoded=HELD_ENCODED * self.record_bytes,
             offload=self.offload,
         )

@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from dilocox.dht.manifest import Manifest
-from dilocox.peer.training.inner_optimizer import InnerOptimizer
+from dilocox.peer.training.inner_optimizer import InnerOptimizer, Precision
 from dilocox.pipeline.partition import hidden_size
 from dilocox.pipeline.stage import StageModule, shape_stage
 from dilocox.pipeline.stage_worker import StagePasses
@@ -36,27 +36,39 @@ class ActivationBytes:
     peak: int
 
 
-def activation_bytes(manifest: Manifest, stage: int, *, recompute: bool) -> ActivationBytes | None:
+def activation_bytes(
+    manifest: Manifest,
+    stage: int,
+    *,
+    recompute: bool,
+    precision: Precision = "fp32",
+    logits_at_once: int | None = None,
+) -> ActivationBytes | None:
     """Of a stage of the run; None where it has experts, whose tokens depend on values.
 
-    recompute: see `StagePasses`; the manifest may ask for it, too.
+    recompute: see `StagePasses`; the manifest may ask for it, too. precision, logits_at_once: of
+    the device; by default a CPU's.
     """
     mode = FakeTensorMode()
     module = shape_stage(manifest.model, stage, manifest.stages, mode)
     if any(parameter.dim() > 2 for parameter in module.parameters()):  # a stack of experts
         return None
     with mode, _Living() as living:
-        return _one_microbatch(
-            manifest, module, living, recompute=recompute or manifest.pipeline.recompute
+        optimizer = InnerOptimizer(module.named_parameters(), manifest.inner, precision=precision)
+        passes = StagePasses(
+            module,
+            optimizer,
+            recompute=recompute or manifest.pipeline.recompute,
+            document_end=manifest.document_end,
+            logits_at_once=logits_at_once,
         )
+        return _one_microbatch(manifest, module, passes, living)
 
 
 def _one_microbatch(
-    manifest: Manifest, module: StageModule, living: _Living, *, recompute: bool
+    manifest: Manifest, module: StageModule, passes: StagePasses, living: _Living
 ) -> ActivationBytes:
     batch = manifest.batch
-    optimizer = InnerOptimizer(module.named_parameters(), manifest.inner)
-    passes = StagePasses(module, optimizer, recompute=recompute, document_end=manifest.document_end)
     for parameter in module.parameters():  # neither they nor their gradients are activations
         living.count(parameter)
         parameter.grad = torch.zeros_like(parameter)

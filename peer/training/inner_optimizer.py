@@ -23,6 +23,7 @@ norm and head are outside that list. Stacked weights of experts (3-D) and a laye
 
 from __future__ import annotations
 
+import logging
 import math
 import re
 from collections.abc import Iterable, Mapping
@@ -35,6 +36,8 @@ from torch import Tensor, nn
 
 from dilocox.dht.errors import InvalidInput
 from dilocox.dht.manifest import InnerSpec
+
+logger = logging.getLogger(__name__)
 
 # What torch keeps of a parameter.
 _ADAMW_STATE = ("step", "exp_avg", "exp_avg_sq")
@@ -167,6 +170,21 @@ Precision = Literal["fp32", "bf16", "fp16"]
 AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
+BF16_CAPABILITY = 8  # of CUDA; torch emulates bf16 on older GPUs, slowly
+
+
+def usable_precision(wanted: Precision, device: torch.device) -> Precision:
+    """The run's precision where the device computes in it; a CPU, and bf16 on old GPUs: fp32."""
+    if device.type != "cuda":
+        return "fp32"
+    if wanted == "bf16" and torch.version.cuda is not None:
+        major, minor = torch.cuda.get_device_capability(device)
+        if major < BF16_CAPABILITY:
+            logger.warning("%s (%d.%d) has no bf16: computing in fp32", device, major, minor)
+            return "fp32"
+    return wanted
+
+
 def learning_rate(spec: InnerSpec, end_tokens: int, tokens: int) -> float:
     """Return the learning rate of an inner step after which the run has trained on `tokens` tokens.
 
@@ -239,7 +257,7 @@ class InnerOptimizer:
         named = list(named_parameters)
         self.spec = spec
         self.device = named[0][1].device
-        self.precision = precision or (spec.precision if self.device.type == "cuda" else "fp32")
+        self.precision = precision or usable_precision(spec.precision, self.device)
         self.steps = 0
         self.skipped = 0
         self._parameters = [parameter for _, parameter in named]

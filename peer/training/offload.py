@@ -15,7 +15,12 @@ import torch
 from torch import Tensor, nn
 
 from dilocox.dht.manifest import InnerSpec
-from dilocox.peer.training.inner_optimizer import AUTOCAST, InnerOptimizer, Precision
+from dilocox.peer.training.inner_optimizer import (
+    AUTOCAST,
+    InnerOptimizer,
+    Precision,
+    usable_precision,
+)
 
 
 class OffloadedOptimizer(InnerOptimizer):
@@ -39,7 +44,8 @@ class OffloadedOptimizer(InnerOptimizer):
     ):
         named = list(stage.named_parameters())
         masters = [(name, nn.Parameter(parameter.data)) for name, parameter in named]
-        super().__init__(masters, spec, precision=precision or spec.precision)
+        precision = precision or usable_precision(spec.precision, device)
+        super().__init__(masters, spec, precision=precision)
         self.device = device
         self._copies = [
             (master, copy) for (_, master), (_, copy) in zip(masters, named, strict=True)

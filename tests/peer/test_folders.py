@@ -159,7 +159,9 @@ def test_a_fault_without_the_systems_words_still_says_what_is_known() -> None:
 
 # ---- memory --------------------------------------------------------------------------------------
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
-NEEDS = MemoryNeeds(values=10_000_000, activations=100_000_000, encoded=20_000_000)
+NEEDS = MemoryNeeds(
+    values=10_000_000, activations=100_000_000, gpu_activations=50_000_000, encoded=20_000_000
+)
 
 
 def test_a_stage_that_cannot_fit_is_refused_with_what_it_needs(
@@ -198,7 +200,9 @@ def test_a_peer_that_may_be_short_of_memory_is_warned_and_not_refused(
     assert "needs about 1.4 GB of memory, 1.4 GB are free: close other" in caplog.messages[-1]
     free["gpu"] -= 1
     check_memory(NEEDS, None, GPU)
-    assert f"about {(CUDA_BYTES + 260_000_000) / 1e9:.1f} GB of GPU memory" in caplog.messages[-1]
+    assert (
+        f"about {(2 * CUDA_BYTES + 210_000_000) / 1e9:.1f} GB of GPU memory" in caplog.messages[-1]
+    )
 
 
 def test_a_peer_that_takes_more_than_its_limit_ends(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -222,7 +226,8 @@ def test_the_window_is_what_half_the_free_memory_holds(monkeypatch: pytest.Monke
 
 def test_the_window_keeps_to_the_memory_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory_and_disk, "available_bytes", lambda: 10**12)
-    monkeypatch.setattr(memory_and_disk, "gpu_free_bytes", lambda _: 10**12)
+    monkeypatch.setattr(memory_and_disk, "gpu_free_bytes", lambda _: 2_000_000)
+    monkeypatch.setattr(memory_and_disk, "gpu_cached_bytes", lambda _: 10**12)
     assert window_limit(1_000_000, NEEDS, NEEDS.on_cpu, CPU) == 1  # which the plan has
     assert window_limit(1_000_000, NEEDS, NEEDS.on_cpu + 3_000_000, CPU) == 4
     assert window_limit(1_000_000, NEEDS, 0.1e9, CPU) == 1

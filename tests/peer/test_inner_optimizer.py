@@ -22,6 +22,7 @@ from dilocox.peer.training.inner_optimizer import (
     clip_factor,
     is_for_muon,
     learning_rate,
+    usable_precision,
 )
 from dilocox.pipeline.partition import build_skeleton
 from dilocox.pipeline.stage import build_stage
@@ -644,3 +645,16 @@ def test_the_learning_rate_follows_the_schedule_of_the_run(
 ) -> None:
     spec = replace(SCHEDULE, schedule=schedule)
     assert learning_rate(spec, 10_000, tokens) == pytest.approx(rate)
+
+
+def test_old_gpus_that_only_emulate_bf16_compute_in_fp32(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    gpu = torch.device("cuda")
+    monkeypatch.setattr(torch.version, "cuda", "12.8")
+    for capability, precision in ((7, 5), "fp32"), ((8, 0), "bf16"):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _, c=capability: c)
+        assert usable_precision("bf16", gpu) == precision
+    assert "(7.5) has no bf16" in caplog.text
+    assert usable_precision("fp16", gpu) == "fp16"
+    assert usable_precision("bf16", torch.device("cpu")) == "fp32"

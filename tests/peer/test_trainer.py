@@ -124,6 +124,14 @@ def test_a_failure_is_raised_at_once(stop: threading.Event) -> None:
     assert script.calls == ["join", "between", "turn"]
 
 
+@pytest.mark.parametrize("words", ["CUDA error: out of memory", "CUBLAS_STATUS_ALLOC_FAILED"])
+def test_other_errors_of_a_full_gpu_are_known(words: str) -> None:
+    with pytest.raises(EnvironmentFault, match="no memory left"), gpu_memory([]):
+        raise RuntimeError(words)
+    with pytest.raises(RuntimeError, match="another"), gpu_memory([]):
+        raise RuntimeError("another fault")
+
+
 @pytest.mark.parametrize("untried", [[], ["--recompute"], ["--recompute", "--offload"]])
 def test_a_gpu_without_memory_ends_the_peer_in_one_line_and_writes_nothing_of_the_step(
     untried: list[str], stop: threading.Event

@@ -83,6 +83,16 @@ def test_batch_logits_and_recomputing_count(llama_config: Config) -> None:
     assert reckoned(recomputed, 0) == reckoned(base, 0, recompute=True)
 
 
+def test_a_gpus_precision_counts_what_autocast_makes(llama_config: Config) -> None:
+    """Half of the activations, and a narrow copy of the weights that are used."""
+    manifest = manifest_of(llama_config)
+    narrow = activation_bytes(manifest, 0, recompute=False, precision="bf16")
+    assert narrow is not None and narrow != reckoned(manifest, 0)
+    needs = StageNeeds(manifest, 0).memory
+    assert needs.gpu_activations == narrow.peak
+    assert needs.activations == reckoned(manifest, 0).peak
+
+
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
 def test_masks_of_documents_are_reckoned(family: str) -> None:
     plain = manifest_of({"model_type": family, **FAMILIES[family], "vocab_size": 384})

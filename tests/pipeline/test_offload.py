@@ -30,7 +30,7 @@ STEPS = 3
 
 def offloaded(config: Config, num_stages: int, **options: Any) -> Chain:
     stages = [build_stage(config, stage, num_stages, SEED) for stage in range(num_stages)]
-    optimizers = [OffloadedOptimizer(stage, SPEC, CPU) for stage in stages]
+    optimizers = [OffloadedOptimizer(stage, SPEC, CPU, precision="bf16") for stage in stages]
     return Chain(stages, [*optimizers], **options)
 
 
@@ -89,7 +89,7 @@ def test_weights_that_were_changed_from_outside_are_taken_up(llama_config: Confi
     """As a merge does, between two inner steps."""
     stage = build_stage(llama_config, 0, 1, SEED)
     outside = dict(stage.named_parameters())["model.norm.weight"].data
-    chained = Chain([stage], [OffloadedOptimizer(stage, SPEC, CPU)])
+    chained = Chain([stage], [OffloadedOptimizer(stage, SPEC, CPU, precision="bf16")])
     batch = batches(llama_config, 1)[0]
     chained.run(batch)
     before = chained.workers[0].loss

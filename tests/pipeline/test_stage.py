@@ -16,6 +16,7 @@ from dilocox.pipeline.partition import UNCUT, load_config, plan_stages
 from dilocox.pipeline.stage import (
     StageModule,
     build_stage,
+    chosen_device,
     constant_buffers,
     flatten_parameters,
     parameter_shapes,
@@ -246,3 +247,17 @@ def test_a_stage_on_the_gpu_starts_from_the_same_bytes(llama_config: Config) -> 
         assert torch.equal(ours, theirs.cpu()), name
     ids, _ = windows(llama_config)
     torch.testing.assert_close(there(ids.cuda()).cpu(), here(ids), rtol=1e-4, atol=1e-5)
+
+
+def test_a_gpu_that_cannot_be_used_leaves_the_cpu(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def full(*_: object, **__: object) -> Tensor:
+        raise RuntimeError("no kernel image is available for execution on the device")
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch, "zeros", full)
+    assert chosen_device("auto") == torch.device("cpu")
+    assert "no kernel image" in caplog.text and "computing on the CPU" in caplog.text
+    with pytest.raises(InvalidInput, match="no kernel image"):
+        chosen_device("cuda")

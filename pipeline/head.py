@@ -51,6 +51,7 @@ class Head:
     Attributes:
         last_fault: in few words, empty before the first.
         step_s: how long the last inner step took, without what was dropped and healed before it.
+        undecided: whether another member's send was, at the last inner step.
     """
 
     def __init__(
@@ -68,6 +69,7 @@ class Head:
     ):
         self.last_fault = ""
         self.step_s = 0.0
+        self.undecided = False
         self._me = me
         self._num_stages = member.num_stages
         self._client_mode = client_mode
@@ -111,7 +113,7 @@ class Head:
     # ---- forming ---------------------------------------------------------------------------------
     def form(self) -> str:
         """Try once to make a replica; why it failed, empty if it stands."""
-        self._anchor_rounds = set()
+        self._anchor_rounds, self.undecided = set(), False
         self._replica = Replica(
             members={0: self._me},
             clients={0: self._client_mode},
@@ -232,6 +234,7 @@ class Head:
         replica.limits = {stage: report.window for stage, report in enumerate(reports)}
         replica.codecs, replica.window = self._tuning.next(reports, replica.codecs, replica.limit)
         self._anchor_rounds = {report.anchor_round for report in reports}
+        self.undecided = any(report.undecided for report in reports[1:])
         factor = self._clip(totals.squared_norm, totals.loss)
         codecs = replica.codecs
         go = Go(factor=factor, learning_rate=learning_rate, loss=totals.loss, codecs=codecs)

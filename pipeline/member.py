@@ -62,6 +62,8 @@ class Anchors(Protocol):
 
     @property
     def round(self) -> int: ...
+    @property
+    def undecided(self) -> bool: ...
     def hold(self) -> bool: ...
     def in_place(self) -> AbstractContextManager[None]: ...
 
@@ -312,6 +314,7 @@ class Member:
             lower_bytes_per_s=lower.received_bytes_per_s,
             lower_round_trip_s=lower.round_trip_s,
             window=self._window_limit(),
+            undecided=self._anchors.undecided,
             leaving=self.leaving,
         )
 

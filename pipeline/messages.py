@@ -25,6 +25,7 @@ class StageReport(Facts):
         nothing was measured.
     lower_round_trip_s: of a few bytes to the neighbour below and back; 0 likewise.
     window: microbatches in flight that it has memory for.
+    undecided: its last send is in no record yet, and not void.
     leaving: it wants to be relieved.
     """
 
@@ -34,6 +35,7 @@ class StageReport(Facts):
     lower_bytes_per_s: Amount = 0.0
     lower_round_trip_s: Amount = 0.0
     window: Annotated[int, Field(ge=1, le=MAX_WINDOW)] = MAX_WINDOW
+    undecided: bool = False
     leaving: bool = False
 
 

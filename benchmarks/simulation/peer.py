@@ -415,4 +415,5 @@ class SimulatedPeer:
             head="" if head is None else head.name,
             members=members,
             epoch=self._epoch,
+            undecided=head is self and any(peer.coordinator.undecided for peer in self.members),
         )

@@ -225,6 +225,11 @@ class Coordinator(threading.Thread):
         return attempts_s + 2 * deadlines.record_lifetime_s + deadlines.matchmaking_s + NO_GROUP_S
 
     @property
+    def undecided(self) -> bool:
+        """Whether a send of this peer is in no record yet, and not void."""
+        return self._pending_send is not None or self.driver.undecided
+
+    @property
     def archived(self) -> bool:
         """Whether a bootstrap keeps this peer's newest record; true where none answers."""
         if not (self._bootstrap_answered and self._dht.bootstraps):
@@ -334,7 +339,7 @@ class Coordinator(threading.Thread):
             self._saw_all_at = now if whole else self._saw_all_at
             wanted = self._rounds.wanted_bells(self.view)
             # who waits for a record, or for the outcome of a send, looks with every heartbeat
-            eager = not stays or self.driver.sent_round is not None
+            eager = not stays or self.driver.undecided
             ask = partial(self._read, wanted, self.round, whole=whole, eager=eager)
             self._reading = self._reader.submit(ask)
 
@@ -402,6 +407,8 @@ class Coordinator(threading.Thread):
             self._rounds.stood_still(now - self._stood_still_since)
         self._stood_still_since = now if self.paused else None
         self._paused_at = min(self._paused_at, now) if self.paused else float("inf")
+        # what a member says holds its head back for no longer than a send can take
+        awaited = status.undecided and self._rounds.lasted_s < self.outcome_limit_s
         self._ring_now |= self._rounds.follow(
             self.view,
             self._replica_record(),
@@ -409,7 +416,7 @@ class Coordinator(threading.Thread):
             head=status.head,
             inner_steps=1 if self.ending else self.inner_steps,
             tokens=status.unsent_tokens,
-            undecided=self._pending_send is not None or self.driver.sent_round is not None,
+            undecided=self.undecided or awaited,
         )
 
     def _stands_on_base(self) -> bool:

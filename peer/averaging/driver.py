@@ -98,6 +98,11 @@ class ExchangeDriver:
         return None if self._job is None else self._job.round
 
     @property
+    def undecided(self) -> bool:
+        """Whether a send is under way."""
+        return self._job is not None
+
+    @property
     def exchanging(self) -> bool:
         """Whether the averager is at work, so that nothing else may use the buffers."""
         return self._job is not None and self._job.future is not None

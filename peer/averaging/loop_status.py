@@ -18,6 +18,7 @@ class LoopStatus:
     head: peer id of the head of its replica, empty where it is in none.
     members: by stage, of the replica that it leads; empty where it leads none.
     epoch, codec, last_fault: of that replica.
+    undecided: the send of another of its members was, at the last inner step.
     blocked: why this peer does not train, or empty.
     started_over: it gave up all that it had learnt, and has taken no inner step since.
     data_position: in the data part that it reads.
@@ -36,6 +37,7 @@ class LoopStatus:
     epoch: int = 0
     codec: str = ""
     last_fault: str = ""
+    undecided: bool = False
     blocked: str = ""
     started_over: bool = False
     data_position: int = 0

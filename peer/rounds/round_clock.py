@@ -239,6 +239,11 @@ class RoundKeeper:
         with self._lock:
             return [each.own for each in self._known.values() if each.own is not None]
 
+    @property
+    def lasted_s(self) -> float:
+        """Of the round that it is in."""
+        return self._clock.monotonic() - self._began
+
     def meets_at(self, round_number: int) -> float | None:
         """The time of a round's group, also of one that it has sent in; None if not known."""
         known = self._known.get(round_number)
@@ -269,7 +274,7 @@ class RoundKeeper:
         """
         if resting:
             return math.inf
-        lasted_s = max(self._clock.monotonic() - self._began, self._lasted_s)
+        lasted_s = max(self.lasted_s, self._lasted_s)
         return min(max(lasted_s / LOOKS, LOOK_S), LONGEST_LOOK_S)
 
     def follow(
@@ -288,9 +293,9 @@ class RoundKeeper:
         Only heads ring. Other members (`own` is None) take their send once their `head` has rung;
         a peer in no replica, which learns nothing more, as soon as the time of the group is known.
 
-        A head does not ring while its last send is `undecided`: it trains on, and the round lasts
-        as long as the exchange. If it rang, it would have to skip the send of this round, and two
-        heads that skip in turn would never meet.
+        A head does not ring while the last send is `undecided`, its own or a member's: it trains
+        on, and the round lasts as long as the exchange. If it rang, who waits for an outcome would
+        have to skip the send of this round, and two peers that skip in turn would never meet.
         """
         with self._lock:
             self._hear(view)
@@ -307,7 +312,7 @@ class RoundKeeper:
                 here.own = BellRecord(
                     round=self.round,
                     finished_at=now,
-                    round_s=self._clock.monotonic() - self._began,
+                    round_s=self.lasted_s,
                     tokens=tokens,
                     send_after=None,
                     scheduled_at=None,
@@ -358,7 +363,7 @@ class RoundKeeper:
     def _go_to(self, round_number: int) -> None:
         round_number = min(round_number, MAX_INDEX)  # no key names a later one
         if round_number != self.round:
-            self._lasted_s = self._clock.monotonic() - self._began
+            self._lasted_s = self.lasted_s
         self.round = round_number
         self._known.setdefault(round_number, _Round())
         self._finished = False

@@ -114,6 +114,11 @@ class Learner:
         """The round of the last record in the anchor."""
         return self._merge.round
 
+    @property
+    def undecided(self) -> bool:
+        """Whether a send of this peer is in no record yet, and not void."""
+        return self._coordinator.undecided
+
     def hold(self) -> bool:
         """Keep the anchor here until the end of the next pause between two inner steps; False where
         the next record moves it just now.

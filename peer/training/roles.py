@@ -151,6 +151,7 @@ class Leading:
             epoch=head.epoch,
             codec=head.codec,
             last_fault=head.last_fault,
+            undecided=head.undecided and bool(members),
             blocked=blocked,
             data_position=0 if self._held is None else self._corpus.position,
         )

@@ -97,6 +97,7 @@ class FakeCoordinator:
         self.unreadable: UnreadableManifest | None = None
         self.move_to: int | None = None
         self.view = SwarmView(me=ME)
+        self.undecided = False
         self.tokens_at_start = 0
         self.applying = False
         self.outcome_limit_s = 60.0

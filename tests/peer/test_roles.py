@@ -44,6 +44,7 @@ class FakeHead:
         self.epoch = 1
         self.codec = "bf16"
         self.last_fault = ""
+        self.undecided = False
         self.forms: deque[str] = deque()
         self.formed = 0
         self.steps: deque[Stepped | None] = deque()
@@ -224,6 +225,16 @@ def test_the_replica_is_shown_with_epoch_codec_and_last_fault(led: Leader) -> No
     shown = led.loop.fake.status
     assert (shown.epoch, shown.codec, shown.last_fault) == (5, "int4,int8", "stage 1 silent")
     assert shown.data_position == 77
+
+
+def test_an_undecided_send_of_a_member_is_shown_as_long_as_there_is_a_replica(led: Leader) -> None:
+    led.head.undecided = True
+    led.role.turn()
+    assert led.loop.fake.status.undecided
+    led.head.members = ()
+    led.head.forms.append("stage 1: no free peer")
+    led.role.turn()
+    assert not led.loop.fake.status.undecided
 
 
 # ---- inner steps ---------------------------------------------------------------------------------

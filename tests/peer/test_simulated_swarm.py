@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from benchmarks.simulation.clock import START, Timeline
+from benchmarks.simulation.peer import SimulatedPeer
 from benchmarks.simulation.schedules import schedule
 from benchmarks.simulation.world import Fault, Outcome, Scenario, World
 
@@ -91,6 +92,22 @@ def test_whatever_happens_tokens_are_conserved(seed: int) -> None:
     outcome = World(schedule(seed)).play()
     assert outcome.conserved
     assert outcome.one_chain
+
+
+def test_a_round_waits_for_the_sends_of_members_as_long_as_a_send_can_take(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    status = SimulatedPeer._status  # pyright: ignore[reportPrivateUsage]
+    monkeypatch.setattr(
+        SimulatedPeer, "_status", lambda peer: replace(status(peer), undecided=True)
+    )
+    world = World(Scenario(step_s=(1.0, 1.0), round_s=60.0, rounds=30))
+    outcome = world.play()
+    assert outcome.conserved and outcome.one_chain
+    round_s = (world.timeline.now - START) / outcome.rounds
+    limit_s = world.peers["head000"].coordinator.outcome_limit_s
+    assert 4 * 60.0 < limit_s < round_s < 1.5 * limit_s
+    assert outcome.committed_share == 1.0
 
 
 # ---- what the judge sees -------------------------------------------------------------------------

@@ -69,6 +69,7 @@ class Anchor:
 
     def __init__(self, module: StageModule) -> None:
         self.round = 0
+        self.undecided = False
         self.weights = [parameter.detach().clone() for parameter in module.parameters()]
         self.writes = 0
         self._module = module

@@ -108,6 +108,31 @@ class TestWindow:
         assert self.most_in_flight(swarm) == 1
 
 
+class TestUndecidedSends:
+    """A round lasts until the sends of all members are decided (peer/rounds/round_clock.py)."""
+
+    @pytest.mark.parametrize("stage", [1, 2])
+    def test_the_head_hears_of_another_members_at_the_end_of_the_step(self, stage: int) -> None:
+        swarm = Swarm(PLAN)
+        leader = swarm.leader
+        leader.form()
+        anchor = swarm.peers[leader.members[stage]].anchor
+        anchor.undecided = True
+        assert not leader.head.undecided
+        leader.step(BATCHES[0])
+        assert leader.head.undecided
+        anchor.undecided = False
+        leader.step(BATCHES[1])
+        assert not leader.head.undecided
+
+    def test_its_own_is_not_a_members(self) -> None:
+        swarm = Swarm(PLAN)
+        swarm.leader.form()
+        swarm.leader.peer.anchor.undecided = True
+        swarm.leader.step(BATCHES[0])
+        assert not swarm.leader.head.undecided
+
+
 class TestLeaving:
     @pytest.mark.parametrize("stages", [(1,), (2,), (1, 2)])
     def test_spares_take_over_at_the_end_of_the_step(self, stages: tuple[int, ...]) -> None:

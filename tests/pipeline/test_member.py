@@ -132,7 +132,7 @@ class TestTheInnerStep:
         assert alone.kinds("upper") == ["gradient"] * 2
         assert alone.member.totals is None
         alone.measured = LinkFacts(round_trip_s=0.25, received_bytes_per_s=1e6)
-        alone.member.leaving = True
+        alone.member.leaving = alone.peer.anchor.undecided = True
         alone.hear("lower", "sum", facts=sum_facts())
         assert alone.kinds("upper") == ["gradient", "gradient", "sum"]
         totals = Totals.from_facts(alone.sent[-1][1].facts, 2)
@@ -149,6 +149,7 @@ class TestTheInnerStep:
             lower_bytes_per_s=1e6,
             lower_round_trip_s=0.25,
             window=5,
+            undecided=True,
             leaving=True,
         )
 

@@ -115,3 +115,22 @@ def test_a_peer_whose_p2pd_is_killed_in_mid_exchange_starts_itself_again(
     comes_back(swarm, victim, newest_round(swarm))
     assert "restarting from the snapshot" in victim.log_text()
     assert len(victim.of_kind("training")) == 2
+
+
+@pytest.mark.faults
+def test_peers_of_a_later_stage_that_lost_step_meet_again(start_swarm: StartSwarm) -> None:
+    """Rounds much shorter than the search for a group that nobody comes to: their heads' stage
+    commits all of them, while these two sent in turns, each into an empty room.
+    """
+    swarm = start_swarm(stages=2)
+    for number in range(4):
+        swarm.add_peer(stage=number % 2)
+    swarm.wait_for_rounds(2, 200)
+    victim = swarm.of_stage(1)[0]
+    for seconds in (6.0, 7.5):
+        send_signal([victim.averager()], signal.SIGSTOP)
+        swarm.let_pass(seconds)
+        send_signal([victim.averager()], signal.SIGCONT)
+        before = len(victim.of_kind("void"))
+        swarm.wait_for_rounds(3, 60)
+        assert len(victim.of_kind("void")) - before <= 2

@@ -251,24 +251,18 @@ class LowRank:
         for tensor in self._dense:
             work(tensor.stage_slice, q_mean[tensor.q_slice])
 
-    def take_out(
-        self, message: Tensor, p_hat: Tensor, q_own: Tensor, counted: Sequence[slice]
-    ) -> None:
+    def take_out(self, message: Tensor, p_hat: Tensor, q_own: Tensor) -> None:
         """Take a member's own contribution out of its message [n], in place.
 
-        q_own: its own decoded vector of phase 1. counted: where in that vector the member counted;
-        the rest is taken as zero. Nothing depends on its last bits, so this is a plain fp32
-        product.
+        q_own: its own decoded vector of phase 1, zero where it did not count. Nothing depends on
+        the last bits, so this is a plain fp32 product.
         """
         _check(message, self.layout.numel, "message")
         _check(p_hat, self.p_numel, "p_hat")
         _check(q_own, self.q_numel, "q_own")
-        q_counted = torch.zeros_like(q_own)
-        for part in counted:
-            q_counted[part] = q_own[part]
-        self._each(lambda m: m.matrix(message).addmm_(m.p(p_hat).T, m.q(q_counted), alpha=-1))
+        self._each(lambda m: m.matrix(message).addmm_(m.p(p_hat).T, m.q(q_own), alpha=-1))
         for tensor in self._dense:
-            message[tensor.stage_slice] -= q_counted[tensor.q_slice]
+            message[tensor.stage_slice] -= q_own[tensor.q_slice]
 
     def touched(self, left_out: Sequence[slice]) -> list[slice]:
         """The matrices and other tensors, as slices of the stage's vector, with a value in these

@@ -82,7 +82,8 @@ class StageCodec:
             # below the smallest rank of the run a matrix would gain too little to be factored
             self.limits = tuple(0 if n < compression.min_rank else n for n in limits)
         self.first_ranks = tuple(min(compression.rank, limit) for limit in self.limits)
-        self._low_rank = lru_cache(maxsize=4)(partial(LowRank, layout, workers=workers))
+        # of one exchange and of the next; each keeps a P^
+        self._low_rank = lru_cache(maxsize=2)(partial(LowRank, layout, workers=workers))
 
     def low_rank(self, ranks: Sequence[int]) -> LowRank | None:
         """The factors of an exchange under these ranks; None unless the scheme is low_rank."""
@@ -154,7 +155,9 @@ class StageCodec:
 
 @dataclass
 class StageEncoder:
-    """One member's message, as the vector of each phase; P is made once, in so many `seconds`."""
+    """One member's message, as the vector of each phase; P is made once, in so many `seconds`, and
+    kept for a repeated attempt until `free`.
+    """
 
     message: Tensor
     low_rank: LowRank | None
@@ -172,6 +175,10 @@ class StageEncoder:
         if self.seconds is None:
             return max(first, second)
         return MARGIN * self.seconds * second / first
+
+    def free(self) -> None:
+        """No attempt will need it any more, though ended ones still refer to it."""
+        self._first = None
 
     def vector(self, phase: int, earlier: Sequence[Tensor]) -> Tensor:
         """The vector of a phase, given the decoded means of those before it."""
@@ -240,12 +247,13 @@ class StageMeans:
 
                 codec.decode_pieces(codec.encode(values), values.numel(), take)
             return
-        vector = low_rank.contract(message, self._p_hat, self._device)
-        sent = torch.zeros_like(vector)
-        for part in counted:
-            values = vector[part]
-            codec.decode(codec.encode(values), values.numel(), out=sent[part])
-        low_rank.take_out(message, self._p_hat, sent, counted)
+        sent, end = low_rank.contract(message, self._p_hat, self._device), 0
+        for part in sorted(counted, key=lambda part: part.start):
+            sent[end : part.start] = 0.0
+            end, values = part.stop, sent[part]
+            codec.decode(codec.encode(values), values.numel(), out=values)
+        sent[end:] = 0.0
+        low_rank.take_out(message, self._p_hat, sent)
 
     def needed(self, energy: float) -> tuple[int, ...]:
         """Per tensor the smallest rank that holds this share of the average's energy."""

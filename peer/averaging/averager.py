@@ -70,6 +70,7 @@ from dilocox.peer.chain.sync import (
     State,
     StateFile,
 )
+from dilocox.peer.memory_and_disk import return_free_memory
 from dilocox.peer.rounds.adaptation import move_anchor
 from dilocox.peer.rounds.ballots import Ballot, Ballots
 from dilocox.peer.rounds.exchange import Attempt
@@ -333,9 +334,15 @@ class StageAverager(PeerService, DecentralizedAverager):
         key = plan.round, plan.ranks, plan.previous
         if key not in self._encoders:
             codec, message = self._check.codec, self._buffers.message
+            self._free_encoders()  # of sends that were void
             encoder = codec.encoder(message, plan.ranks, lambda: self._basis(plan, last))
             self._encoders = {key: encoder}
         return self._encoders[key]
+
+    def _free_encoders(self) -> None:
+        for encoder in self._encoders.values():
+            encoder.free()
+        self._encoders = {}
 
     async def _step(self, *, step: StepControl, future_for_init: Any) -> None:
         """Give the attempt's plan its own group key before hivemind looks for a group."""
@@ -412,7 +419,10 @@ class StageAverager(PeerService, DecentralizedAverager):
         if result.verdict is Verdict.COMMITTED:
             sent_bytes = self.sent.read()["averaging"] - before
             self.limit.measured(sent_bytes, result.seconds, limit_s=setup.deadlines.exchange_s)
-        return await self._log_if_committed(result)
+        result = await self._log_if_committed(result)
+        if result.verdict is Verdict.COMMITTED and result.record is not None:
+            attempt.record = None  # the log gives it from now on
+        return result
 
     def _basis(self, plan: Plan, header: RoundRecord | None) -> Tensor | None:
         """The agreed basis of an exchange: the factors of the last record's means."""
@@ -461,10 +471,12 @@ class StageAverager(PeerService, DecentralizedAverager):
         except PayloadRefused as error:
             raise AnchorLost(f"record {round_number} is damaged: {error}") from error
         if with_own:  # no attempt of this round starts any more
+            self._free_encoders()
             record.take_out(self.local.me, buffers.message, codec)
         rounds = self.local.manifest.rounds
         kept = max(rounds.records_kept, RECORDS_NEEDED)
         self.log.prune(kept, rounds.log_bytes, applied=round_number)
+        return_free_memory()
         return Applied(
             digest=digest_of(data),
             anchor_sha256=anchor_sha256(buffers.anchor),

@@ -255,9 +255,11 @@ def test_the_basis_of_past_rounds_finds_the_largest_directions():
 
 
 def own_of(low_rank, p_hat, q_own, counted):
-    """What is taken out of a message, [n]."""
-    left = torch.zeros(LAYOUT.numel)
-    low_rank.take_out(left, p_hat, q_own, counted)
+    """What is taken out of a message, [n], of which only these slices of phase 1 counted."""
+    left, q_counted = torch.zeros(LAYOUT.numel), torch.zeros_like(q_own)
+    for part in counted:
+        q_counted[part] = q_own[part]
+    low_rank.take_out(left, p_hat, q_counted)
     return -left
 
 

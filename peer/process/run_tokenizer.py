@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 import re
+import shutil
 import tempfile
 import time
 from collections.abc import Sequence
@@ -36,34 +37,43 @@ FETCH_LIMIT_S = 600.0  # of one bootstrap; one that stalls fails much sooner
 WAIT_S = 60.0  # until a bootstrap that has just started gives it
 PAUSE_S = 2.0
 
-_FILE = re.compile(r"[a-zA-Z0-9_-]{1,64}\.(json|txt|model|jinja)")
+_FILE = re.compile(r"[a-zA-Z0-9_-][a-zA-Z0-9_.-]{0,63}\.(json|txt|model|jinja|spm|vocab|codes)")
 
 
 def archive_tokenizer(state: Path, run: str, manifest: Manifest) -> None:
     """Put the tokenizer's files where a bootstrap's archive gives them to others; what is there
-    stays. Raises: see `open_tokenizer`; EnvironmentFault if the disk is full.
+    stays. Where that cannot be, a warning says so: peers may reach it by themselves.
+
+    Raises EnvironmentFault if the disk is full.
     """
     folder = archive_folder(state, run, manifest) / "stage0"
     if (folder / TOKENIZER_NAME).exists():
         return
+    try:
+        packed = _packed(manifest)
+    except DilocoxError as error:
+        logger.warning("peers must reach data.tokenizer by themselves: %s", error)
+        return
+    if packed is not None:
+        make_folder(folder)
+        write_atomically(folder / TOKENIZER_NAME, packed)
+
+
+def _packed(manifest: Manifest) -> bytes | None:
+    """The files of the run's tokenizer, tried as others will get them; None where it has none."""
     tokenizer = open_tokenizer(manifest.data.tokenizer)
     if not isinstance(tokenizer, PretrainedTokenizer):
-        return  # made of no files
+        return None
     with tempfile.TemporaryDirectory() as name:
         tokenizer.save(Path(name))
-        files = {path.name: path.read_bytes() for path in Path(name).iterdir() if path.is_file()}
-    kept = {name: data for name, data in files.items() if _FILE.fullmatch(name)}
-    packed = pack(kept)
+        for path in Path(name).iterdir():
+            if not (path.is_file() and _FILE.fullmatch(path.name)):
+                shutil.rmtree(path) if path.is_dir() else path.unlink()
+        check_tokenizer(manifest.data, open_tokenizer(name), manifest.model)
+        packed = pack({path.name: path.read_bytes() for path in Path(name).iterdir()})
     if len(packed) > MAX_BYTES:
-        logger.warning(
-            "data.tokenizer has files of %.0f MB, too many to be given to peers: they must reach "
-            "%s by themselves",
-            len(packed) / 1e6,
-            manifest.data.tokenizer,
-        )
-        return
-    make_folder(folder)
-    write_atomically(folder / TOKENIZER_NAME, packed)
+        raise EnvironmentFault(f"its files have {len(packed) / 1e6:.0f} MB, too many to be given")
+    return packed
 
 
 def reachable_tokenizer(
@@ -76,14 +86,16 @@ def reachable_tokenizer(
     it is not the run's.
     """
     data, kept = place.manifest.data, folder / TOKENIZER_NAME
-    if data.tokenizer == "byt5" or kept.is_dir():
-        return data.tokenizer if data.tokenizer == "byt5" else str(kept)
-    try:
-        check_tokenizer(data, open_tokenizer(data.tokenizer), place.manifest.model)
+    if data.tokenizer == "byt5":
         return data.tokenizer
-    except DilocoxError as error:
-        logger.info("taking the tokenizer from the bootstrap, for here: %s", error)
-        reason = error
+    reason: DilocoxError | None = None
+    for name in [str(kept)] * kept.is_dir() + [data.tokenizer]:
+        try:
+            check_tokenizer(data, open_tokenizer(name), place.manifest.model)
+            return name
+        except DilocoxError as error:
+            reason = error
+    logger.info("taking the tokenizer from the bootstrap, for here: %s", reason)
     files = _fetched(place, bootstraps, time.monotonic() + wait_s)
     if files is None:
         raise EnvironmentFault(f"no bootstrap gives the run's tokenizer, and here: {reason}")
@@ -92,8 +104,10 @@ def reachable_tokenizer(
         partial = Path(name) / TOKENIZER_NAME
         partial.mkdir()
         for file, content in files.items():
-            (partial / file).write_bytes(content)
+            write_atomically(partial / file, content)
         check_tokenizer(data, open_tokenizer(str(partial)), place.manifest.model)
+        if kept.is_dir():  # damaged, or it would have been taken
+            shutil.rmtree(kept)
         partial.rename(kept)
     return str(kept)
 
@@ -131,8 +145,9 @@ def _unpacked(data: bytes) -> dict[str, bytes]:
     found = unpack(data, MAX_BYTES)
     if not isinstance(found, dict) or not found:
         raise Malformed("it is no map of files")
-    files = cast("dict[str, object]", found)
+    files = cast("dict[object, object]", found)
     for name, content in files.items():
-        if not (_FILE.fullmatch(name) and isinstance(content, bytes)):
-            raise Malformed(f"{name[:80]!r} is no file of a tokenizer")
+        named = isinstance(name, str) and _FILE.fullmatch(name)
+        if not (named and isinstance(content, bytes)):
+            raise Malformed(f"{str(name)[:80]!r} is no file of a tokenizer")
     return cast("dict[str, bytes]", files)

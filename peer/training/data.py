@@ -115,11 +115,13 @@ _PROBE = "The 3 naïve foxes\n\tjump(over) == 1_024.5\r\n ☃漢字 \x00".encode
 
 
 def tokenizer_digest(tokenizer: Tokenizer) -> str:
-    """Return the sha256 (hex) of a tokenizer's vocabulary, its end of text and what it makes of a
-    line of text: equal where two machines make the same ids, whatever their files look like.
+    """Return the sha256 (hex) of a tokenizer's vocabulary, its end of text and what it makes of
+    that vocabulary and of a line of text: equal where two machines make the same ids, whatever
+    their files look like.
     """
-    ids = tokenizer.encode(_PROBE).tolist()
-    words = [sorted(tokenizer.vocabulary().items()), tokenizer.eos_id, ids]
+    vocabulary = tokenizer.vocabulary()
+    text = _PROBE + "\n".join(sorted(vocabulary)).encode(errors="replace")
+    words = [sorted(vocabulary.items()), tokenizer.eos_id, tokenizer.encode(text).tolist()]
     return hashlib.sha256(json.dumps(words).encode()).hexdigest()
 
 
@@ -153,16 +155,17 @@ def _load_pretrained(name: str) -> Any:
     options: dict[str, Any] = {"trust_remote_code": False}
     if not Path(name).is_dir():
         name, options["revision"] = split_commit(name)
+    # of files that are not what they should be, or need a library, it raises anything
     try:
         return auto.from_pretrained(name, local_files_only=True, **options)
-    except (OSError, ValueError) as error:
+    except Exception as error:
         if Path(name).is_dir():
-            raise InvalidInput(f"data.tokenizer: {name} holds no tokenizer: {error}") from error
+            raise InvalidInput(f"data.tokenizer: {name} holds no tokenizer: {error!r}") from error
     require_hub("model", name, "data.tokenizer")
     try:
         return auto.from_pretrained(name, **options)
-    except (OSError, ValueError) as error:
-        raise InvalidInput(f"data.tokenizer {name!r} cannot be loaded: {error}") from error
+    except Exception as error:
+        raise InvalidInput(f"data.tokenizer {name!r} cannot be loaded: {error!r}") from error
 
 
 SHELF_TOKENS = 1 << 18

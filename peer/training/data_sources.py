@@ -306,6 +306,8 @@ def _reason(error: Exception) -> str:
 
 HELD_OUT_BYTES = 1 << 20
 _HELD_OUT_SHARE = 20  # at most one byte in so many of a source
+_LEAST_SHARE = 0.25  # of what parts have on average, where files are cut
+_DEALING = 2  # rises where the same files are dealt out otherwise: then saved positions are void
 
 
 class DocumentStream:
@@ -362,7 +364,7 @@ class DocumentStream:
             raise _no_field(self._spec, row)
         text = row[self._text_field]
         if isinstance(text, str):
-            return text.encode()
+            return text.encode(errors="replace")  # JSON may hold halves of pairs of surrogates
         if text is None or isinstance(text, bytes):
             return text or b""
         raise InvalidInput(
@@ -468,7 +470,7 @@ def _open_tables(spec: DataSpec) -> Source:
         return source
     with reading(spec):
         cut = cut_rows(spec.format, pieces, spec.parts, spec.text_field)
-    if cut is not None and all((source := _dealt(spec, *cut, fingerprint)).parts):
+    if cut is not None and _are_even(source := _dealt(spec, *cut, fingerprint)):
         return source
     with reading(spec):
         rows = DocumentStream(open_rows(pieces), spec, lambda row: True)
@@ -484,6 +486,12 @@ def _open_tables(spec: DataSpec) -> Source:
         fingerprint=fingerprint,
         held_out_rows=rows.rows,
     )
+
+
+def _are_even(source: Source) -> bool:
+    """Whether no part is tiny: a writer's last row group may hold a single row."""
+    sizes = [sum(piece.size for piece in part) for part in source.parts]
+    return all(source.parts) and min(sizes) * len(sizes) >= _LEAST_SHARE * sum(sizes)
 
 
 def _dealt(spec: DataSpec, pieces: list[Piece], open_pieces: Opener, fingerprint: str) -> Source:
@@ -511,7 +519,7 @@ def _held_out_bytes(sizes: Sequence[int]) -> int:
 def _fingerprint(spec: DataSpec, files: Sequence[Piece]) -> str:
     listed = sorted((file.name, file.size) for file in files)
     chosen = (spec.subset, spec.revision, spec.split)
-    return _hash(spec.format, chosen, spec.text_field, spec.parts, listed)
+    return _hash(_DEALING, spec.format, chosen, spec.text_field, spec.parts, listed)
 
 
 def _hash(*words: object) -> str:

@@ -1,7 +1,7 @@
 """What is dealt out to data parts: files, or pieces of long ones, and how pieces are read.
 
-A piece of text is a document. Pieces of JSON lines are ranges of bytes, in which every line counts
-that begins there, however long it is. Pieces of Parquet are row groups. Compressed files, JSON that
+A piece of text is a document. Pieces of JSON lines are ranges of bytes that begin with a
+line, and pieces of Parquet row groups. Compressed files, JSON that
 is no list of lines, and data sets of the hub have no pieces but their files.
 """
 
@@ -10,8 +10,8 @@ from __future__ import annotations
 import importlib
 import json
 import tempfile
+from codecs import BOM_UTF8
 from collections.abc import Callable, Iterator, Sequence
-from itertools import accumulate
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
@@ -80,11 +80,10 @@ def cut_rows(
     Raises OSError and ValueError for files that are not what they are said to be.
     """
     if format == "json" and all(map(_is_lines, files)):
-        return cut_bytes(files, parts, LINES_BYTES), _opener(_lines, text_field)
+        return _cut_lines(files, parts), _opener(_rows_of_lines, text_field)
     if format == "parquet":
-        return [group for file in files for group in _row_groups(file)], _opener(
-            _rows_of_group, text_field
-        )
+        groups = [group for file in files for group in _row_groups(file)]
+        return groups, _opener(_rows_of_group, text_field)
     return None
 
 
@@ -114,33 +113,70 @@ def _is_lines(file: Piece) -> bool:
             return False
 
 
-def _lines(piece: Piece, text_field: str) -> Iterator[dict[str, Any]]:
+def _cut_lines(files: Sequence[Piece], parts: int) -> list[Piece]:
+    """Files of lines in pieces that begin with one: cut in its middle, a long line would leave
+    pieces without any, and whoever got only such nothing to train on.
+    """
+    ends = {file.path: file.stop for file in files}
+    pieces: list[Piece] = []
+    for piece in reversed(cut_bytes(files, parts, LINES_BYTES)):
+        if (start := _first_line(piece)) is not None:
+            pieces.append(piece._replace(start=start, stop=ends[piece.path]))
+            ends[piece.path] = start
+    return pieces
+
+
+def _first_line(piece: Piece) -> int | None:
+    """Where the first line begins that begins in it, but for blank ones."""
     with Path(piece.path).open("rb") as lines:
         if piece.start:
             lines.seek(piece.start - 1)
-            lines.readline()  # of the piece before; nothing but its end where one begins here
-        while lines.tell() < piece.stop and (line := lines.readline()):
-            if line.strip():
-                row: Any = json.loads(line.decode("utf-8", "replace"))
-                if not isinstance(row, dict):
-                    raise ValueError(f"{piece.path}: a line is no JSON object")
-                fields = cast("dict[str, Any]", row)
-                yield {text_field: fields[text_field]} if text_field in fields else fields
+            if not lines.readline(piece.size).endswith(b"\n"):
+                return None  # it lies within a line
+        while (start := lines.tell()) < piece.stop:
+            if lines.readline().strip():
+                return start
+    return None
 
 
-def _row_groups(file: Piece) -> list[Piece]:
-    """Of one Parquet file, by the bytes of their values."""
+def _rows_of_lines(piece: Piece, text_field: str) -> Iterator[dict[str, Any]]:
+    with Path(piece.path).open("rb") as lines:
+        lines.seek(piece.start)
+        while (start := lines.tell()) < piece.stop and (line := lines.readline()):
+            try:
+                row = _row_of(line)
+            except (ValueError, RecursionError) as error:
+                raise ValueError(f"{piece.path}, the line at byte {start}: {error}") from error
+            # as for the other readers a row without the field is one without text
+            yield {text_field: row.get(text_field)}
+
+
+def _row_of(line: bytes) -> dict[str, Any]:
+    """The object in a line; an empty one for a line without anything."""
+    text = line.removeprefix(BOM_UTF8).decode("utf-8", "replace").strip()
+    # NaN is how some programs write that there is nothing
+    row: Any = json.loads(text or "{}", parse_constant=lambda _: None)
+    if row is not None and not isinstance(row, dict):
+        raise ValueError("it is no JSON object")
+    return cast("dict[str, Any]", row or {})
+
+
+def _row_groups(file: Piece) -> dict[Piece, int]:
+    """The row groups of a Parquet file that have rows, by number."""
     metadata: Any = importlib.import_module("pyarrow.parquet").read_metadata(file.path)
-    sizes = [metadata.row_group(each).total_byte_size for each in range(metadata.num_row_groups)]
-    ends = [*accumulate(sizes)]
-    return [
-        Piece(file.name, file.path, end - size, end) for size, end in zip(sizes, ends, strict=True)
-    ]
+    groups: dict[Piece, int] = {}
+    start = 0
+    for number in range(metadata.num_row_groups):
+        group = metadata.row_group(number)
+        stop = start + max(1, group.total_byte_size)
+        if group.num_rows:
+            groups[Piece(file.name, file.path, start, stop)] = number
+        start = stop
+    return groups
 
 
 def _rows_of_group(piece: Piece, text_field: str) -> Iterator[dict[str, Any]]:
-    whole = Piece(piece.name, piece.path, 0, 0)
-    number = [group.start for group in _row_groups(whole)].index(piece.start)
+    number = _row_groups(piece)[piece]
     with importlib.import_module("pyarrow.parquet").ParquetFile(piece.path) as file:
         for batch in file.iter_batches(_ROWS_AT_ONCE, row_groups=[number], columns=[text_field]):
             yield from batch.to_pylist()

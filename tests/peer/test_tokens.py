@@ -95,6 +95,28 @@ class TestTokenizers:
         with pytest.raises(InvalidInput, match="makes other ids than the run's"):
             check_tokenizer(spec, open_tokenizer(str(tmp_path / "copy")), model)
 
+    def test_what_becomes_of_text_is_in_the_digest(self, folder: Path, tmp_path: Path) -> None:
+        """The vocabulary alone does not tell: a normalizer could replace words."""
+        shutil.copytree(folder, tmp_path / "copy")
+        file = tmp_path / "copy" / "tokenizer.json"
+        content = json.loads(file.read_text())
+        word = max(content["model"]["vocab"], key=len)
+        replaced = {"type": "Replace", "pattern": {"String": word}, "content": "x"}
+        for changed in ({"normalizer": replaced}, {"model": {**content["model"], "merges": []}}):
+            file.write_text(json.dumps(content | changed))
+            changed_digest = tokenizer_digest(open_tokenizer(str(tmp_path / "copy")))
+            assert changed_digest != tokenizer_digest(open_tokenizer(str(folder)))
+
+    @pytest.mark.parametrize("file", ["tokenizer.json", "tokenizer_config.json"])
+    @pytest.mark.parametrize("content", ["", "[]", "{}", "null", '{"model": {"type": "X"}}'])
+    def test_damaged_files_are_named(
+        self, folder: Path, tmp_path: Path, file: str, content: str
+    ) -> None:
+        shutil.copytree(folder, tmp_path / "copy")
+        (tmp_path / "copy" / file).write_text(content)
+        with pytest.raises(InvalidInput, match="copy"):
+            open_tokenizer(str(tmp_path / "copy"))
+
     @pytest.mark.parametrize(("rows", "fits"), [(4000, True), (258, False)])
     def test_a_run_whose_model_lacks_rows_for_its_tokenizer_is_refused_before_it_begins(
         self, folder: Path, tmp_path: Path, rows: int, fits: bool

@@ -3,8 +3,9 @@ machine's memory, and the stage on the GPU holds copies of the weights alone.
 
 Matrices lie there in the dtype that autocast would give them anyway, and so compute the same bits;
 embeddings and vectors stay fp32, as autocast leaves them. (It leaves stacks of experts and their
-biases, too; those are most of their model, and narrow all the same.) Each gradient leaves for the machine's
-memory as soon as it is there and is added up in fp32, so the GPU never holds more than the largest.
+biases, too; those are most of their model, and narrow all the same.) Each gradient leaves for the
+machine's memory as soon as it is there and is added up in fp32, so the GPU never holds more than
+the largest.
 It costs a copy of the weights to the GPU for each inner step, a copy of the gradients back for each
 microbatch, and a step that the CPU computes: see ZeRO-Offload (arXiv 2101.06840).
 """

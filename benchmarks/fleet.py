@@ -87,21 +87,28 @@ class _Optimizer:
 
     def __init__(self, views: dict[str, Tensor], spec: InnerSpec, *, stacked: bool):
         """stacked: it takes each of `views` [replicas, ...] as one tensor, else their rows."""
+        # torch's fused step is only right for contiguous tensors, which the stacked views are not
         self._parameters = {
-            name: [nn.Parameter(part) for part in _cut(view, stacked)]
+            name: [nn.Parameter(part.clone()) for part in _cut(view.contiguous(), stacked)]
             for name, view in views.items()
         }
-        self._stacked = stacked
+        self._views, self._stacked = views, stacked
         named = [(name, part) for name, parts in self._parameters.items() for part in parts]
         self._optimizer = InnerOptimizer(named, spec)
 
     def step(self, gradients: dict[str, Tensor], rate: float) -> None:
         """Step with gradients [replicas, ...], which are clipped already."""
         for name, parts in self._parameters.items():
-            for part, gradient in zip(parts, _cut(gradients[name], self._stacked), strict=True):
+            live = _cut(self._views[name], self._stacked)
+            found = _cut(gradients[name].contiguous(), self._stacked)
+            for part, weights, gradient in zip(parts, live, found, strict=True):
+                part.data.copy_(weights)  # records may have changed them
                 part.grad = gradient
         if not self._optimizer.step(1.0, rate):
             raise RuntimeError("an inner step was not finite: lower the inner learning rate")
+        for name, parts in self._parameters.items():
+            for part, weights in zip(parts, _cut(self._views[name], self._stacked), strict=True):
+                weights.copy_(part.data)
 
 
 def _cut(tensor: Tensor, stacked: bool) -> list[Tensor]:

@@ -245,6 +245,7 @@ class InnerOptimizer:
 
     Raises:
         InvalidInput: the manifest's optimizer is one that this torch has not.
+        ValueError: a parameter is not contiguous.
     """
 
     def __init__(
@@ -255,6 +256,8 @@ class InnerOptimizer:
         precision: Precision | None = None,
     ):
         named = list(named_parameters)
+        if not all(parameter.is_contiguous() for _, parameter in named):
+            raise ValueError("the fused AdamW would step strided parameters in the wrong places")
         self.spec = spec
         self.device = named[0][1].device
         self.precision = precision or usable_precision(spec.precision, self.device)

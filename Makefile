@@ -69,6 +69,7 @@ bench: install  ## the measured claims, one script each
 	$(BIN)/python benchmarks/memory.py
 	$(BIN)/python benchmarks/matchmaking.py
 	$(BIN)/python benchmarks/grid.py
+	$(BIN)/python benchmarks/attacks.py
 
 clean:  ## remove what the other targets made
 	rm -rf $(VENV) .venv-other build dist demo-run *.egg-info .pytest_cache .ruff_cache .hypothesis

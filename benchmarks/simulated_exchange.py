@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from benchmarks.robust import RULES
 from dilocox.compression.layout import FlatLayout, split
 from dilocox.compression.stage_codec import Compression, Phase, StageCodec
 from dilocox.peer.rounds.adaptation import facts_of, following_window, next_ranks
@@ -32,9 +33,17 @@ class Exchange:
     """The exchanges of one run, one after the other."""
 
     def __init__(
-        self, layout: FlatLayout, compression: Compression, energy: float | None, seed: int
+        self,
+        layout: FlatLayout,
+        compression: Compression,
+        energy: float | None,
+        seed: int,
+        robust: str = "mean",
     ):
-        """energy: what the ranks follow; None: they stay."""
+        """energy: what the ranks follow; None: they stay. robust: of benchmarks/robust.py; `mean`
+        is the product's own.
+        """
+        self._robust = robust
         self._codec = StageCodec(layout, compression)
         self._energy = energy
         self._seed = seed
@@ -43,24 +52,36 @@ class Exchange:
         self._basis = self._codec.first_basis(f"{seed}/-1")
         self._window: tuple[RoundFacts, ...] = ()
 
-    def average(self, messages: Sequence[Tensor]) -> Averaged:
-        """Average the members' messages [n] as a group does; each member reduces one part."""
+    def average(
+        self, messages: Sequence[Tensor], weights: Sequence[float] | None = None
+    ) -> Averaged:
+        """Average the members' messages [n] as a group does; each member reduces one part.
+
+        weights: that they state; all alike without.
+        """
+        stated = [1.0] * len(messages) if weights is None else list(weights)
         codec, ranks = self._codec, self.ranks
         encoders = [codec.encoder(message, ranks, lambda: self._basis) for message in messages]
         vectors: list[Tensor] = []
-        parts: list[slice] = []
+        counted: list[list[slice]] = []
         bytes_sent = 0
         for number, phase in enumerate(codec.phases(ranks)):
             sent = [encoder.vector(number, vectors) for encoder in encoders]
-            parts = [p for p in split(phase.numel, len(sent)) if p.stop > p.start]
+            counted = [[] for _ in messages]
             mean = torch.empty(phase.numel)
-            for part in parts:
-                payload, bytes_of_part = _reduced(phase, [vector[part] for vector in sent])
-                mean[part] = decode(phase.codec, payload, part.stop - part.start)
-                bytes_sent += bytes_of_part
+            for part in split(phase.numel, len(sent)):
+                if part.stop == part.start:
+                    continue
+                values = [vector[part] for vector in sent]
+                reduced = _reduced(phase, values, stated, self._robust)
+                mean[part] = decode(phase.codec, reduced.payload, part.stop - part.start)
+                bytes_sent += reduced.bytes_sent
+                for member, believed in enumerate(reduced.believed):
+                    if believed:
+                        counted[member].append(part)
             vectors.append(mean)
         means = codec.means(ranks, vectors)
-        for message in messages:
+        for message, parts in zip(messages, counted, strict=True):
             means.take_out(message, parts)
         result = Averaged(average=means.average(), left=list(messages), bytes_sent=bytes_sent)
         if self._energy is not None:
@@ -81,17 +102,37 @@ class Exchange:
         )
 
 
-def _reduced(phase: Phase, values: Sequence[Tensor]) -> tuple[bytes, int]:
-    """The encoded mean of the members' values [n] of a part, and the bytes that went around."""
+@dataclass(frozen=True)
+class _Reduced:
+    """A part's encoded mean, the bytes that went around, and whose values are in it."""
+
+    payload: bytes
+    bytes_sent: int
+    believed: list[bool]
+
+
+def _reduced(
+    phase: Phase, values: Sequence[Tensor], stated: Sequence[float], robust: str
+) -> _Reduced:
+    """What comes of the members' values [n] of a part."""
+    payloads = [encode(phase.codec, member) for member in values]
+    sent = sum(map(len, payloads[1:]))  # the reducer is a member: its part does not travel
+    if robust != "mean" or len(set(stated)) > 1:
+        decoded = [decode(phase.codec, each, values[0].numel()) for each in payloads]
+        judged = RULES[robust](
+            torch.stack(decoded).double(), torch.tensor(stated, dtype=torch.float64)
+        )
+        payload = encode(phase.codec, judged.average)
+        believed = [factor > 0 for factor in judged.factors.tolist()]
+        return _Reduced(payload, sent + (len(values) - 1) * len(payload), believed)
     members = [str(index) for index in range(len(values))]
     weight = dict.fromkeys(members, 1)
     reduction = Reduction(phase.codec, weight, values[0].numel())
-    payloads = [encode(phase.codec, member) for member in values]
     for member, payload in zip(members, payloads, strict=True):
         reduction.add(member, payload)
     row = reduction.finish()
     mean = combine(0, [row] if row else [], codec=phase.codec, weight=weight)
     if mean is None:
         raise RuntimeError("a part without members")
-    # the reducer is a member: neither its part nor its mean travels
-    return mean.payload, sum(map(len, payloads[1:])) + (len(members) - 1) * len(mean.payload)
+    sent += (len(members) - 1) * len(mean.payload)
+    return _Reduced(mean.payload, sent, [True] * len(members))

@@ -64,12 +64,51 @@ class World:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Attack:
+    """What the first `liars` workers send instead of what they learnt.
+
+    kind: `flip` the sign; `noise` of the norm that their message has; `constant`, the same value
+        everywhere, of that norm; `little`: the honest mean less `factor` standard deviations of
+        each value, which no single value gives away (arXiv 1902.06156). factor: of all that.
+    weight: what they state, an honest worker's being 1.
+    """
+
+    kind: Literal["flip", "noise", "constant", "little"]
+    liars: int
+    factor: float = 1.0
+    weight: float = 1.0
+
+    def weights(self, workers: int) -> list[float]:
+        """What all workers state."""
+        return [self.weight if worker < self.liars else 1.0 for worker in range(workers)]
+
+    def change(self, messages: Sequence[Tensor], seed: int) -> None:
+        """Put the lies into the messages [n] of the liars, in place."""
+        honest = torch.stack(list(messages[self.liars :]))
+        for number, message in enumerate(messages[: self.liars]):
+            norm = float(message.norm())
+            match self.kind:
+                case "flip":
+                    message.mul_(-self.factor)
+                case "noise":
+                    draw = torch.Generator().manual_seed(seed * 100 + number)
+                    noise = torch.randn(message.shape, generator=draw)
+                    message.copy_(noise * (self.factor * norm / float(noise.norm())))
+                case "constant":
+                    message.fill_(self.factor * norm / math.sqrt(message.numel()))
+                case "little":
+                    message.copy_(honest.mean(dim=0) - self.factor * honest.std(dim=0))
+
+
+@dataclass(frozen=True, kw_only=True)
 class Rule:
     """How the replicas' progress becomes one model.
 
     merge: as in the manifest; `gradients`: they are averaged at every inner step (AllReduce).
     learning_rate, momentum: of the outer step. weight: w of `rebase`. decay: of the residual.
     energy: ranks follow it, as in the manifest's codec section; None: they stay.
+    robust: how reducers average, of benchmarks/robust.py. attack: what liars send; nobody lies
+        where it is None.
     """
 
     merge: Literal["gradients", "none", "reset", "rebase"]
@@ -79,6 +118,8 @@ class Rule:
     weight: float = 0.75
     decay: float = 0.95
     energy: float | None = None
+    robust: str = "mean"
+    attack: Attack | None = None
     inner: InnerSpec
 
 
@@ -184,7 +225,9 @@ class _Swarm:
         anchor, momentum = weights[0].clone(), torch.zeros_like(weights[0])
         self._weights = weights
         self._outer = OuterStep(rule.learning_rate, rule.momentum)
-        self._exchange = Exchange(fleet.layout, rule.compression, rule.energy, trial.seed)
+        self._exchange = Exchange(
+            fleet.layout, rule.compression, rule.energy, trial.seed, rule.robust
+        )
         self._gradient_bytes = fp16_bytes(world) / world.rounds
         config = MergeConfig(
             weight=rule.weight if rule.merge == "rebase" else 0.0, decay=rule.decay
@@ -226,7 +269,13 @@ class _Swarm:
 
     def _send(self, number: int) -> None:
         messages = [merge.send(number).message for merge in self._merges]
-        averaged = self._exchange.average(messages)
+        attack, weights = self.trial.rule.attack, None
+        if attack is not None:
+            weights = attack.weights(len(messages))
+            attack.change(messages, seed=self.trial.seed * 1000 + number)
+        averaged = self._exchange.average(messages, weights)
+        for left in averaged.left[: 0 if attack is None else attack.liars]:
+            left.zero_()  # each of its lies is a new one
         self.bytes_sent += averaged.bytes_sent
         self._in_flight = averaged.average, averaged.left
 

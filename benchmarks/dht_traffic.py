@@ -2,7 +2,7 @@
 
 A swarm of peers that all train: each tells of itself, looks at the others and, as a head, rings a
 bell in every round. The intervals are those of peer/averaging/announcer.py and
-peer/rounds/round_clock.py, the records real ones, encoded and sealed, and the keepers of a key
+peer/rounds/round_end.py, the records real ones, encoded and sealed, and the keepers of a key
 those of dht/keepers.py: the five nodes nearest to it, of which a look asks one. What is modelled is
 the time only, and the bytes of a call beside its records (CALL_BYTES, KEY_BYTES); `--real N` prints
 instead what nodes on loopback send, by the TCP sockets of their p2pd.
@@ -61,7 +61,7 @@ from dilocox.dht.swarm import Swarm
 from dilocox.dht.validator import RunRecordValidator
 from dilocox.dht.wire import seal
 from dilocox.peer.averaging.announcer import Cadence, Heard
-from dilocox.peer.rounds.round_clock import LONGEST_LOOK_S, LOOK_S, LOOKS
+from dilocox.peer.rounds.round_end import LONGEST_LOOK_S, LOOK_S, LOOKS
 
 CALL_BYTES = 500  # of a question and its answer, without keys and records, both ways
 KEY_BYTES = 40

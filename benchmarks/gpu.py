@@ -50,7 +50,7 @@ from benchmarks.memory import Bench
 from benchmarks.tables import narrow
 from dilocox.compression.layout import FlatLayout
 from dilocox.dht.manifest import Manifest
-from dilocox.peer.rounds.adaptation import stage_codec
+from dilocox.peer.rounds.rank_choice import stage_codec
 from dilocox.pipeline.partition import load_config
 from dilocox.pipeline.stage import chosen_device
 

@@ -45,7 +45,7 @@ from dilocox.dht.manifest import Manifest
 from dilocox.peer.averaging.averager import StageBuffers
 from dilocox.peer.memory_and_disk import PROCESSES_BYTES
 from dilocox.peer.process.prepare import StageNeeds, local_model
-from dilocox.peer.rounds.adaptation import outer_step
+from dilocox.peer.rounds.rank_choice import outer_step
 from dilocox.peer.training.merge import RecordFacts, Remainder
 from dilocox.peer.training.snapshots import Snapshots
 from dilocox.peer.training.unsent_progress import chunks

@@ -17,13 +17,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dilocox.compression.group_codec import GroupCodec
+from dilocox.compression.group_quantization import GroupCodec
 from dilocox.compression.layout import FlatLayout
 from dilocox.compression.stage_codec import StageCodec
 from dilocox.dht.manifest import Manifest
 from dilocox.peer.process.prepare import open_corpus
-from dilocox.peer.rounds.adaptation import RoundPlan, stage_codec
 from dilocox.peer.rounds.outer_step import OuterStep
+from dilocox.peer.rounds.rank_choice import RoundPlan, stage_codec
 from dilocox.peer.rounds.record import RoundRecord
 from dilocox.peer.training.inner_optimizer import InnerOptimizer, clip_factor, learning_rate
 from dilocox.peer.training.merge import (

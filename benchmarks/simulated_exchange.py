@@ -15,7 +15,7 @@ from torch import Tensor
 from benchmarks.robust import RULES
 from dilocox.compression.layout import FlatLayout, split
 from dilocox.compression.stage_codec import Compression, Phase, StageCodec
-from dilocox.peer.rounds.adaptation import facts_of, following_window, next_ranks
+from dilocox.peer.rounds.rank_choice import facts_of, following_window, next_ranks
 from dilocox.peer.rounds.record import RoundFacts
 from dilocox.peer.rounds.shares import Reduction, combine, decode, encode
 

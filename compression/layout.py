@@ -15,7 +15,7 @@ from itertools import pairwise
 
 from torch import Tensor
 
-from dilocox.compression.group_codec import GROUP_SIZE, group_count
+from dilocox.compression.group_quantization import GROUP_SIZE, group_count
 
 
 @dataclass(frozen=True)

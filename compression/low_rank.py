@@ -36,7 +36,7 @@ from dilocox.compression.exact import (
     round_directions,
     strongest,
 )
-from dilocox.compression.group_codec import GROUP_SIZE, group_count
+from dilocox.compression.group_quantization import GROUP_SIZE, group_count
 from dilocox.compression.layout import FlatLayout, TensorSlice
 from dilocox.compression.workers import ALONE, PIECE, Workers
 

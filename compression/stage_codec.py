@@ -2,7 +2,7 @@
 
 A *scheme* says what the peers of a stage exchange of their message, in one or two phases:
 
-    dense     the message itself, in groups of 64 values (group_codec.py)
+    dense     the message itself, in groups of 64 values (group_quantization.py)
     low_rank  first P of every matrix that gains from it, then Q' of these and all other tensors
               (low_rank.py; PowerSGD, arXiv 1905.13727)
 
@@ -21,7 +21,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from dilocox.compression.group_codec import GroupCodec
+from dilocox.compression.group_quantization import GroupCodec
 from dilocox.compression.layout import FlatLayout
 from dilocox.compression.low_rank import LowRank, rank_limits
 from dilocox.compression.workers import ALONE, Workers
@@ -34,8 +34,8 @@ MARGIN = 1.5  # a phase may take so much longer than the phase before it lets on
 class Compression:
     """What the manifest says of a run's exchanges.
 
-    bits: 4, 8, 16 or 32 per value; 4 or 8 with low_rank. max_factor: see group_codec.py. rank: of
-    the first exchange. min_rank, max_rank: its bounds.
+    bits: 4, 8, 16 or 32 per value; 4 or 8 with low_rank. max_factor: see
+    group_quantization.py. rank: of the first exchange. min_rank, max_rank: its bounds.
     """
 
     scheme: Scheme

@@ -18,8 +18,8 @@ from dilocox.dht.clock import RunClock
 from dilocox.dht.identity import Identity
 from dilocox.dht.invite import Invite
 from dilocox.dht.manifest import Manifest
+from dilocox.dht.manifest_revisions import kept_manifest, newer_of
 from dilocox.dht.node import RunDHT, open_dht
-from dilocox.dht.revisions import kept_manifest, newer_of
 from dilocox.dht.swarm import Swarm
 from dilocox.dht.validator import RunRecordValidator
 
@@ -61,7 +61,8 @@ def join_run(
 ) -> Generator[Joined]:
     """Join the DHT and read the run's manifest; leaves, with all processes, at the end.
 
-    kept: file of a manifest that was seen before (revisions.py); the DHT's may be an older one.
+    kept: file of a manifest that was seen before (manifest_revisions.py); the DHT's may be an
+    older one.
 
     Raises:
         InvalidInput: the invite and the manifest do not belong together.

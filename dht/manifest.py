@@ -209,7 +209,7 @@ class Manifest:
         """sha256 (hex) of the canonical JSON."""
         return hashlib.sha256(self.to_bytes()).hexdigest()
 
-    # ---- revisions (revisions.py) ----------------------------------------------------------------
+    # ---- revisions (manifest_revisions.py) -------------------------------------------------------
     @property
     def root(self) -> str:
         """Digest of the run's first revision: record -1 of every stage's chain."""

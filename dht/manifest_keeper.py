@@ -22,8 +22,8 @@ from dilocox.dht.files import write_atomically
 from dilocox.dht.identity import Identity
 from dilocox.dht.invite import run_id
 from dilocox.dht.manifest import Manifest, SignedManifest
+from dilocox.dht.manifest_revisions import RevisionFolder, check_of_run
 from dilocox.dht.records import MANIFEST_LIFETIME_S, manifest_key
-from dilocox.dht.revisions import RevisionFolder, check_of_run
 from dilocox.dht.swarm import Swarm
 from dilocox.dht.wire import MAX_VALUE_BYTES, Refused, unseal
 

@@ -35,7 +35,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from dilocox.compression.group_codec import NotEncodable, PayloadRefused, group_magnitudes, largest
+from dilocox.compression.group_quantization import (
+    NotEncodable,
+    PayloadRefused,
+    group_magnitudes,
+    largest,
+)
 from dilocox.pipeline.frames import (
     CODECS,
     GROUP_CODECS,

@@ -37,7 +37,7 @@ from typing import Annotated, Final, TypeVar, cast
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
-from dilocox.compression.group_codec import GROUP_SIZE, GroupCodec
+from dilocox.compression.group_quantization import GROUP_SIZE, GroupCodec
 from dilocox.dht.wire import Malformed, pack, unpack
 
 CODECS: Final = ("fp32", "bf16", "int8", "int4")  # most faithful first

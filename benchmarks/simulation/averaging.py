@@ -20,9 +20,8 @@ from dilocox.compression.stage_codec import MARGIN
 from dilocox.dht.addresses import Reachability
 from dilocox.dht.manifest import Manifest
 from dilocox.peer.averaging.averager import Applied
+from dilocox.peer.chain.chain_client import Reached, State
 from dilocox.peer.chain.store import Tip
-from dilocox.peer.chain.sync import Reached, State
-from dilocox.peer.rounds.adaptation import facts_of, following_window, next_inner_steps
 from dilocox.peer.rounds.group import (
     AttemptResult,
     ExchangeOrder,
@@ -30,8 +29,9 @@ from dilocox.peer.rounds.group import (
     Plan,
     attempt_times,
 )
+from dilocox.peer.rounds.rank_choice import facts_of, following_window, next_inner_steps
 from dilocox.peer.rounds.record import Contribution, RoundFacts
-from dilocox.peer.rounds.vote import Verdict, Vote, decide, exclusion, may_start
+from dilocox.peer.rounds.vote_count import Verdict, Vote, decide, exclusion, may_start
 
 RECORD_BYTES = 1_000_000
 PHASES = 2

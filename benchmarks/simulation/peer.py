@@ -18,7 +18,7 @@ from benchmarks.simulation.clock import Event, Threads
 from benchmarks.simulation.dht import SimulatedSwarm
 from dilocox.compression.layout import FlatLayout
 from dilocox.dht.addresses import Reachability
-from dilocox.dht.revisions import ManifestWatch
+from dilocox.dht.manifest_revisions import ManifestWatch
 from dilocox.peer.averaging.coordinator import TICK_S, Coordinator
 from dilocox.peer.averaging.events import Committed, EventQueue, Failed, Resynced, Voided
 from dilocox.peer.averaging.events import Event as LoopEvent

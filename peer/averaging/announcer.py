@@ -46,7 +46,7 @@ from dilocox.dht.wire import Malformed
 from dilocox.peer.averaging.follower import ChainFollower
 from dilocox.peer.averaging.local_peer import LocalPeer
 from dilocox.peer.averaging.loop_status import LoopStatus
-from dilocox.peer.rounds.round_clock import newest_credible
+from dilocox.peer.rounds.round_end import newest_credible
 
 R = TypeVar("R", bound=Record)
 

@@ -47,7 +47,7 @@ from hivemind.proto import averaging_pb2
 from hivemind.utils import MPFuture
 from torch import Tensor
 
-from dilocox.compression.group_codec import PayloadRefused
+from dilocox.compression.group_quantization import PayloadRefused
 from dilocox.compression.stage_codec import StageCodec, StageEncoder
 from dilocox.compression.workers import Workers
 from dilocox.dht.addresses import Reachability
@@ -60,9 +60,7 @@ from dilocox.dht.rpc import BYTE_KINDS, REFUSALS, Client, Counts, handler_name
 from dilocox.peer.averaging.local_peer import LocalPeer
 from dilocox.peer.averaging.matchmaking import aim, expect, own_time
 from dilocox.peer.averaging.service import PeerService
-from dilocox.peer.chain.record_check import RecordCheck
-from dilocox.peer.chain.store import RECORDS_NEEDED
-from dilocox.peer.chain.sync import (
+from dilocox.peer.chain.chain_client import (
     AnchorDiffers,
     AnchorLost,
     ChainClient,
@@ -70,8 +68,9 @@ from dilocox.peer.chain.sync import (
     State,
     StateFile,
 )
+from dilocox.peer.chain.record_check import RecordCheck
+from dilocox.peer.chain.store import RECORDS_NEEDED
 from dilocox.peer.memory_and_disk import return_free_memory
-from dilocox.peer.rounds.adaptation import move_anchor
 from dilocox.peer.rounds.ballots import Ballot, Ballots
 from dilocox.peer.rounds.exchange import Attempt
 from dilocox.peer.rounds.group import (
@@ -84,8 +83,9 @@ from dilocox.peer.rounds.group import (
 )
 from dilocox.peer.rounds.group_calls import GroupCalls
 from dilocox.peer.rounds.outer_step import anchor_sha256
+from dilocox.peer.rounds.rank_choice import move_anchor
 from dilocox.peer.rounds.record import RecordRefused, RoundRecord, digest_of
-from dilocox.peer.rounds.vote import Verdict
+from dilocox.peer.rounds.vote_count import Verdict
 from dilocox.pipeline.stage import chosen_device
 
 logger = logging.getLogger(__name__)

@@ -1,6 +1,6 @@
 """A peer's dealings with the swarm, in a thread of its own, so that training never waits for them.
 
-It drives the round clock (round_clock.py), the exchange of a send (driver.py) and follows the chain
+It drives the round clock (round_end.py), the exchange of a send (driver.py) and follows the chain
 (follower.py). It looks at the others' records and publishes this peer's through two workers: over
 far links each call to the DHT takes seconds, and no exchange may wait for one. What the training
 loop must know comes to it as events; what it is doing it leaves in `status`.
@@ -22,9 +22,9 @@ from functools import partial
 from typing import Any, TypeVar, cast
 
 from dilocox.dht.errors import UnreadableManifest
+from dilocox.dht.manifest_revisions import ManifestWatch
 from dilocox.dht.node import RunDHT
 from dilocox.dht.records import Record, ReplicaRecord, replica_key
-from dilocox.dht.revisions import ManifestWatch
 from dilocox.dht.swarm_view import SwarmView
 from dilocox.peer.averaging.announcer import Announcer, replica_record
 from dilocox.peer.averaging.averager import StageAverager
@@ -37,7 +37,7 @@ from dilocox.peer.averaging.local_peer import LocalPeer
 from dilocox.peer.averaging.loop_status import LoopStatus
 from dilocox.peer.memory_and_disk import check_use
 from dilocox.peer.rounds.record import SendFacts
-from dilocox.peer.rounds.round_clock import RoundKeeper
+from dilocox.peer.rounds.round_end import RoundKeeper
 from dilocox.pipeline.stage_choice import Mover
 
 logger = logging.getLogger(__name__)

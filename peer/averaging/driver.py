@@ -31,10 +31,10 @@ from dilocox.peer.averaging.averager import AveragerStuck, StageAverager
 from dilocox.peer.averaging.events import EventQueue, Voided
 from dilocox.peer.averaging.follower import ChainFollower
 from dilocox.peer.averaging.local_peer import LocalPeer
-from dilocox.peer.rounds.adaptation import RoundPlan, stage_codec
 from dilocox.peer.rounds.group import AttemptResult, ExchangeOrder, GroupRefused, Plan, tokens_cap
+from dilocox.peer.rounds.rank_choice import RoundPlan, stage_codec
 from dilocox.peer.rounds.record import SendFacts
-from dilocox.peer.rounds.vote import AloneWatch, Verdict
+from dilocox.peer.rounds.vote_count import AloneWatch, Verdict
 
 logger = logging.getLogger(__name__)
 

@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from dilocox.peer.chain.sync import State, Told
+from dilocox.peer.chain.chain_client import State, Told
 from dilocox.peer.rounds.record import RoundRecord
 
 

@@ -23,8 +23,7 @@ from dilocox.dht.swarm_view import SwarmView
 from dilocox.peer.averaging.averager import Applied, AveragerStuck, StageAverager
 from dilocox.peer.averaging.events import Committed, Event, EventQueue, Resynced
 from dilocox.peer.averaging.local_peer import LocalPeer
-from dilocox.peer.chain.claims import ClaimBook, holders, wins
-from dilocox.peer.chain.sync import (
+from dilocox.peer.chain.chain_client import (
     RECORDS_LIMIT_S,
     AnchorDiffers,
     AnchorLost,
@@ -34,6 +33,7 @@ from dilocox.peer.chain.sync import (
     StateFile,
     Told,
 )
+from dilocox.peer.chain.fork_choice import ClaimBook, holders, wins
 from dilocox.peer.rounds.record import RecordRefused, RoundRecord
 
 logger = logging.getLogger(__name__)

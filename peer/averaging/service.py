@@ -20,7 +20,7 @@ import torch
 from hivemind.p2p import P2PContext, ServicerBase
 from hivemind.proto import runtime_pb2
 
-from dilocox.compression.group_codec import PayloadRefused
+from dilocox.compression.group_quantization import PayloadRefused
 from dilocox.dht.rpc import (
     CHUNK_BYTES,
     MAX_METADATA_BYTES,
@@ -39,7 +39,7 @@ from dilocox.peer.rounds.exchange import Attempt
 from dilocox.peer.rounds.group import Mean, ShareRefused
 from dilocox.peer.rounds.group_calls import contributors_in
 from dilocox.peer.rounds.record import RecordRefused, bitmap_of
-from dilocox.peer.rounds.vote import MAX_MEMBERS
+from dilocox.peer.rounds.vote_count import MAX_MEMBERS
 
 GROUP_WAIT_S = 5.0  # a part may come before its receiver has heard that the group stands
 HEARTBEAT_S = 0.5

@@ -34,7 +34,13 @@ from dilocox.dht.files import make_folder, sync
 from dilocox.dht.records import ClaimRecord
 from dilocox.dht.rpc import REFUSED, Client, PeerBusy
 from dilocox.dht.swarm_view import SwarmView, that_count
-from dilocox.peer.chain.claims import ClaimBook, holders, wins
+from dilocox.peer.chain.chain_client import (
+    ChainClient,
+    Compute,
+    NoState,
+    Reached,
+)
+from dilocox.peer.chain.fork_choice import ClaimBook, holders, wins
 from dilocox.peer.chain.record_check import RecordCheck
 from dilocox.peer.chain.replay import anchors_around, start_file
 from dilocox.peer.chain.rollback import STATE_NAME, archive_goes_back
@@ -55,14 +61,8 @@ from dilocox.peer.chain.store import (
     Tip,
     kept_state,
 )
-from dilocox.peer.chain.sync import (
-    ChainClient,
-    Compute,
-    NoState,
-    Reached,
-)
 from dilocox.peer.chain.uploads import Source, find_in_log, open_state
-from dilocox.peer.rounds.adaptation import outer_step
+from dilocox.peer.rounds.rank_choice import outer_step
 from dilocox.peer.rounds.record import RecordRefused, RoundRecord, digest_of, parse_header
 
 logger = logging.getLogger(__name__)

@@ -32,11 +32,11 @@ from dilocox.dht.records import ClaimRecord, averaging_prefix, claim_key
 from dilocox.dht.rpc import REFUSED, Client
 from dilocox.dht.swarm_view import nobody_holds, that_count
 from dilocox.dht.upload_limit import UploadLimit
+from dilocox.peer.chain.chain_client import ChainClient, Limits, StateOffer
 from dilocox.peer.chain.record_check import RecordCheck
 from dilocox.peer.chain.replay import state_after
 from dilocox.peer.chain.store import KeptChain, KeptState, RoundLog, Store
 from dilocox.peer.chain.summary import ChainRound
-from dilocox.peer.chain.sync import ChainClient, Limits, StateOffer
 from dilocox.peer.rounds.record import RecordRefused
 from dilocox.pipeline.stage import stage_layout
 

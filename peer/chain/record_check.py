@@ -5,14 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
-from dilocox.compression.group_codec import PayloadRefused
+from dilocox.compression.group_quantization import PayloadRefused
 from dilocox.compression.layout import FlatLayout
 from dilocox.compression.stage_codec import StageCodec
 from dilocox.compression.workers import ALONE, Workers
 from dilocox.dht.manifest import Manifest
-from dilocox.peer.rounds.adaptation import stage_codec
 from dilocox.peer.rounds.ballots import check_certificate
 from dilocox.peer.rounds.group import tokens_cap
+from dilocox.peer.rounds.rank_choice import stage_codec
 from dilocox.peer.rounds.record import (
     RecordRefused,
     RoundRecord,

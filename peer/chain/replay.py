@@ -27,7 +27,7 @@ from typing import BinaryIO
 import torch
 from torch import Tensor
 
-from dilocox.compression.group_codec import PayloadRefused
+from dilocox.compression.group_quantization import PayloadRefused
 from dilocox.dht.manifest import Manifest
 from dilocox.peer.chain.record_check import MAX_STATE_HEADER_BYTES, RecordCheck
 from dilocox.peer.chain.snapshot_files import (
@@ -38,8 +38,8 @@ from dilocox.peer.chain.snapshot_files import (
     state_sha256,
 )
 from dilocox.peer.chain.store import Entry, KeptState
-from dilocox.peer.rounds.adaptation import RoundPlan, move_anchor
 from dilocox.peer.rounds.outer_step import OuterStep, anchor_sha256
+from dilocox.peer.rounds.rank_choice import RoundPlan, move_anchor
 from dilocox.peer.rounds.record import RecordRefused, RoundRecord
 from dilocox.pipeline.stage import build_stage, flatten_parameters, stage_layout
 

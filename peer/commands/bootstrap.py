@@ -31,9 +31,9 @@ from dilocox.dht.identity import Identity
 from dilocox.dht.invite import SCHEME, Invite, bootstrap_address, run_id
 from dilocox.dht.manifest import PROTOCOL_VERSION, warnings
 from dilocox.dht.manifest_keeper import ManifestCopy, ManifestKeeper, OwnManifest
+from dilocox.dht.manifest_revisions import RevisionFolder
 from dilocox.dht.node import RunDHT
 from dilocox.dht.records import MANIFEST_LIFETIME_S
-from dilocox.dht.revisions import RevisionFolder
 from dilocox.dht.swarm import Swarm
 from dilocox.peer.chain.archive_keeper import Archive
 from dilocox.peer.chain.store import archive_folder

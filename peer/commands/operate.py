@@ -19,7 +19,14 @@ from dilocox.dht.errors import EnvironmentFault, InvalidInput
 from dilocox.dht.identity import Identity
 from dilocox.dht.invite import Invite
 from dilocox.dht.manifest import Manifest, SignedManifest, warnings
-from dilocox.dht.revisions import RevisionFolder, RunState, back_to, changes, in_state, revised
+from dilocox.dht.manifest_revisions import (
+    RevisionFolder,
+    RunState,
+    back_to,
+    changes,
+    in_state,
+    revised,
+)
 from dilocox.peer.options import ReviseOptions, RollbackOptions, StateOptions
 from dilocox.peer.state_folder import StateFolder
 

@@ -19,7 +19,7 @@ from dilocox.dht.node import RunDHT
 from dilocox.dht.records import ClaimRecord, averaging_prefix
 from dilocox.dht.rpc import REFUSED, Client, LoopThread
 from dilocox.dht.upload_limit import UploadLimit
-from dilocox.peer.chain.headers import HeaderClient
+from dilocox.peer.chain.header_client import HeaderClient
 from dilocox.peer.chain.summary import ChainRound, tokens_by_peer
 
 logger = logging.getLogger(__name__)

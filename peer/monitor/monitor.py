@@ -31,7 +31,7 @@ import typer
 from dilocox.dht.errors import EnvironmentFault
 from dilocox.dht.identity import Identity
 from dilocox.dht.join import Joined, join_run
-from dilocox.dht.revisions import ManifestWatch
+from dilocox.dht.manifest_revisions import ManifestWatch
 from dilocox.peer.http_pages import (
     Page,
     Pages,

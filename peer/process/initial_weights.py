@@ -24,11 +24,11 @@ from dilocox.dht.invite import bootstrap_address
 from dilocox.dht.manifest import Manifest
 from dilocox.dht.rpc import REFUSED, LoopThread, PeerBusy
 from dilocox.peer.averaging.local_peer import LocalPeer
+from dilocox.peer.chain.chain_client import ChainClient, Limits, NoState, load_state
 from dilocox.peer.chain.download import claimed_chain
 from dilocox.peer.chain.rollback import STATE_NAME
 from dilocox.peer.chain.snapshot_files import made_whole, write_state
 from dilocox.peer.chain.store import INITIAL_NAME, KeptState, archive_folder, kept_state
-from dilocox.peer.chain.sync import ChainClient, Limits, NoState, load_state
 from dilocox.peer.rounds.outer_step import anchor_sha256
 from dilocox.pipeline.checkpoint import Checkpoint
 

@@ -25,9 +25,9 @@ from dilocox.dht.errors import EnvironmentFault
 from dilocox.dht.identity import Identity
 from dilocox.dht.join import Joined, join_run
 from dilocox.dht.manifest import warnings
+from dilocox.dht.manifest_revisions import ManifestWatch
 from dilocox.dht.reachability import described, reached_at
 from dilocox.dht.reconnect import relays_between
-from dilocox.dht.revisions import ManifestWatch
 from dilocox.peer.averaging.averager import AveragerStuck, StageAverager, StageBuffers
 from dilocox.peer.averaging.coordinator import ChildDied, Coordinator
 from dilocox.peer.averaging.data_lease import PartLease

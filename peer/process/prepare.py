@@ -30,7 +30,7 @@ from dilocox.peer.memory_and_disk import (
     disk_free,
     size,
 )
-from dilocox.peer.rounds.adaptation import stage_codec
+from dilocox.peer.rounds.rank_choice import stage_codec
 from dilocox.peer.state_folder import ASIDE
 from dilocox.peer.training.activations import activation_bytes
 from dilocox.peer.training.data import Corpus, check_tokenizer, held_out_digest, held_out_windows

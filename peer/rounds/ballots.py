@@ -21,7 +21,7 @@ from typing import Any, cast
 from dilocox.dht.identity import Identity, peer_id_of, verify
 from dilocox.dht.wire import Malformed, pack, unpack
 from dilocox.peer.rounds.record import RecordRefused, RoundRecord
-from dilocox.peer.rounds.vote import (
+from dilocox.peer.rounds.vote_count import (
     MAX_MEMBERS,
     Decision,
     Verdict,

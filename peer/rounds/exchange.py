@@ -6,7 +6,7 @@ and every share's mean is encoded once and the same bytes reach all (grid.py), s
 end with the same record. A member's vector of the second phase is made of the means of the first.
 hivemind's own all-reduce hangs on a member that freezes and reports success when a part is missing;
 here every call has its deadline, neighbours watch each other by heartbeat, and the round is
-committed only by a majority of signed votes on the digest of the record (vote.py).
+committed only by a majority of signed votes on the digest of the record (vote_count.py).
 
 A phase has what most members need to compute, and its share of the exchange's time. It bounds how
 long reducers wait for parts and for
@@ -41,7 +41,7 @@ from typing import Any, TypeVar
 
 from torch import Tensor
 
-from dilocox.compression.group_codec import NotEncodable, PayloadRefused
+from dilocox.compression.group_quantization import NotEncodable, PayloadRefused
 from dilocox.compression.stage_codec import StageEncoder
 from dilocox.dht.rpc import CallRefused
 from dilocox.peer.rounds.ballots import Ballots
@@ -54,7 +54,7 @@ from dilocox.peer.rounds.group import (
 from dilocox.peer.rounds.group_calls import GroupCalls
 from dilocox.peer.rounds.record import digest_of
 from dilocox.peer.rounds.shares import Shares, assemble_record, encode
-from dilocox.peer.rounds.vote import Verdict
+from dilocox.peer.rounds.vote_count import Verdict
 
 logger = logging.getLogger(__name__)
 

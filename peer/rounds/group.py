@@ -23,9 +23,9 @@ from typing import cast
 from dilocox.compression.stage_codec import Phase, StageCodec
 from dilocox.dht.manifest import Manifest
 from dilocox.dht.manifest_sections import DeadlineSpec
-from dilocox.peer.rounds.adaptation import RoundPlan
 from dilocox.peer.rounds.ballots import excluded_by
 from dilocox.peer.rounds.grid import Grid, Share
+from dilocox.peer.rounds.rank_choice import RoundPlan
 from dilocox.peer.rounds.record import (
     Contribution,
     RoundRecord,
@@ -35,7 +35,7 @@ from dilocox.peer.rounds.record import (
     largest_group,
     part_bytes,
 )
-from dilocox.peer.rounds.vote import Verdict, may_start
+from dilocox.peer.rounds.vote_count import Verdict, may_start
 
 PHASE_SHARE = 0.25  # of the exchange's time that a phase has whatever its bytes
 

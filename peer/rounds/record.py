@@ -29,10 +29,10 @@ import torch
 from safetensors.torch import load, save
 from torch import Tensor
 
-from dilocox.compression.group_codec import GROUP_SIZE, GroupCodec
+from dilocox.compression.group_quantization import GROUP_SIZE, GroupCodec
 from dilocox.compression.stage_codec import StageCodec, StageMeans
 from dilocox.peer.rounds.grid import Share
-from dilocox.peer.rounds.vote import MAX_MEMBERS
+from dilocox.peer.rounds.vote_count import MAX_MEMBERS
 
 WINDOW: Final = 5
 

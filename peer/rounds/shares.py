@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dilocox.compression.group_codec import GroupCodec, PayloadRefused
+from dilocox.compression.group_quantization import GroupCodec, PayloadRefused
 from dilocox.peer.rounds.group import AttemptSetup, Mean, ShareRefused
 from dilocox.peer.rounds.record import ReducedShare
 

@@ -46,8 +46,8 @@ from torch import Tensor
 from dilocox.dht.errors import InvalidInput
 from dilocox.dht.manifest import DataSpec
 from dilocox.peer.averaging.data_lease import place_of, position_of
+from dilocox.peer.training.data_mixture import MixedSource, MixedStream, open_mixture
 from dilocox.peer.training.data_sources import DocumentStream, require_hub
-from dilocox.peer.training.mixed_source import MixedSource, MixedStream, open_mixture
 from dilocox.pipeline.checkpoint import split_commit
 from dilocox.pipeline.stage_worker import next_token_loss
 

@@ -9,9 +9,10 @@
   order of a hash of their names.
 - JSON lines, Parquet and hub data sets hold one document a row. Their files are dealt out like
   pieces where there is one for every part; with fewer files, their pieces are: ranges of bytes of
-  JSON lines, row groups of Parquet (pieces.py). Where those are too few, too, or there are none
-  (compressed files, the hub), rows are dealt out: row i goes to part i modulo `parts`, in file
-  order, and every peer reads all files for its share; so prefer at least as many files as parts.
+  JSON lines, row groups of Parquet (data_pieces.py). Where those are too few, too, or there are
+  none (compressed files, the hub), rows are dealt out: row i goes to part i modulo `parts`, in
+  file order, and every peer reads all files for its share; so prefer at least as many files as
+  parts.
 - What is dealt out first is held out: pieces, files or rows up to 1 MiB, or a twentieth of a
   smaller source, and always at least one. No part contains any of it.
 
@@ -49,7 +50,14 @@ from typing import Any, Literal
 
 from dilocox.dht.errors import EnvironmentFault, InvalidInput
 from dilocox.dht.manifest import DataSpec
-from dilocox.peer.training.pieces import TEXT_BYTES, Opener, Piece, cut_bytes, cut_rows, open_bytes
+from dilocox.peer.training.data_pieces import (
+    TEXT_BYTES,
+    Opener,
+    Piece,
+    cut_bytes,
+    cut_rows,
+    open_bytes,
+)
 
 HELD_OUT_MODULES = (
     "argparse",

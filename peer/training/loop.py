@@ -28,7 +28,7 @@ from dilocox.peer.averaging.coordinator import Coordinator
 from dilocox.peer.averaging.events import Committed, Event, Failed, Resynced, Voided
 from dilocox.peer.averaging.loop_status import LoopStatus
 from dilocox.peer.chain.store import RECORDS_NEEDED
-from dilocox.peer.rounds.adaptation import stage_codec
+from dilocox.peer.rounds.rank_choice import stage_codec
 from dilocox.peer.rounds.record import RoundRecord, SendFacts
 from dilocox.peer.training.inner_optimizer import InnerOptimizer
 from dilocox.peer.training.merge import Merge, Outcome, RecordFacts, Remainder

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from dilocox.compression import group_codec
-from dilocox.compression.group_codec import GroupCodec, NotEncodable
+from dilocox.compression import group_quantization
+from dilocox.compression.group_quantization import GroupCodec, NotEncodable
 
 LIMITS = {4: 7, 8: 127, 16: 32767}
 CODED = pytest.mark.parametrize("bits", [4, 8, 16])
@@ -87,7 +87,7 @@ def test_bytes_do_not_depend_on_blocks_or_threads(bits: int, monkeypatch: pytest
     threads = torch.get_num_threads()
     try:
         torch.set_num_threads(threads % 2 + 1)
-        monkeypatch.setattr(group_codec, "_CPU_BLOCK", 192 * 64)
+        monkeypatch.setattr(group_quantization, "_CPU_BLOCK", 192 * 64)
         assert torch.equal(codec.encode(values), payload)
         assert torch.equal(codec.decode(payload, values.numel()), decoded)
     finally:

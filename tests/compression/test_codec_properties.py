@@ -11,7 +11,7 @@ from hypothesis.extra import numpy as hnp
 from numpy.typing import NDArray
 from torch import Tensor
 
-from dilocox.compression.group_codec import GroupCodec
+from dilocox.compression.group_quantization import GroupCodec
 
 LIMITS = {4: 7, 8: 127, 16: 32767}
 WIDE = 2.0**96  # the largest max_factor: lets tests use every magnitude that a codec can know

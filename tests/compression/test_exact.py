@@ -19,7 +19,7 @@ from dilocox.compression.exact import (
     squared_norms,
     tree_sum,
 )
-from dilocox.compression.group_codec import GroupCodec
+from dilocox.compression.group_quantization import GroupCodec
 
 EXAMPLES = settings(deadline=None, max_examples=40)
 seeds = st.integers(0, 2**32)

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dilocox.compression.group_codec import GROUP_SIZE
+from dilocox.compression.group_quantization import GROUP_SIZE
 from dilocox.compression.layout import FlatLayout, split
 
 shapes = st.lists(st.lists(st.integers(0, 9), max_size=3).map(tuple), max_size=8)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from dilocox.compression.exact import exact_product
-from dilocox.compression.group_codec import GroupCodec
+from dilocox.compression.group_quantization import GroupCodec
 from dilocox.compression.layout import FlatLayout
 from dilocox.compression.low_rank import LowRank, matrices_of, rank_limits
 

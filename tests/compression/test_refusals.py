@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from dilocox.compression.group_codec import GroupCodec, NotEncodable, PayloadRefused
+from dilocox.compression.group_quantization import GroupCodec, NotEncodable, PayloadRefused
 
 LIMITS = {4: 7, 8: 127, 16: 32767}
 NUMEL = 100  # two groups, the second one with 28 values of padding

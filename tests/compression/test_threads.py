@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from dilocox.compression.group_codec import GroupCodec, PayloadRefused
+from dilocox.compression.group_quantization import GroupCodec, PayloadRefused
 from dilocox.compression.layout import FlatLayout
 from dilocox.compression.stage_codec import Compression, StageCodec
 from dilocox.compression.workers import PIECE, Workers

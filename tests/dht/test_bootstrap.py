@@ -19,8 +19,8 @@ from dilocox.dht.identity import Identity
 from dilocox.dht.invite import Invite, invite_addresses
 from dilocox.dht.manifest import Manifest
 from dilocox.dht.manifest_keeper import ManifestCopy, OwnManifest
+from dilocox.dht.manifest_revisions import RevisionFolder
 from dilocox.dht.node import RunDHT
-from dilocox.dht.revisions import RevisionFolder
 from dilocox.dht.swarm import Swarm
 
 PEER = "12D3KooWEXWcUQWJ6amCxHKtPFrcNxgepcmy7YXo7tirWjgiJ9Fr"

@@ -13,8 +13,8 @@ from dilocox.dht.errors import EnvironmentFault, InvalidInput, UnknownRun
 from dilocox.dht.identity import Identity
 from dilocox.dht.manifest import Manifest, SignedManifest
 from dilocox.dht.manifest_keeper import ManifestCopy, OwnManifest
+from dilocox.dht.manifest_revisions import RevisionFolder, in_state, revised
 from dilocox.dht.records import manifest_key
-from dilocox.dht.revisions import RevisionFolder, in_state, revised
 from dilocox.dht.wire import seal, unseal
 
 

@@ -8,7 +8,7 @@ import pytest
 from dilocox.dht.errors import InvalidInput
 from dilocox.dht.identity import Identity
 from dilocox.dht.manifest import Manifest, SignedManifest
-from dilocox.dht.revisions import back_to, changes, in_state, revised
+from dilocox.dht.manifest_revisions import back_to, changes, in_state, revised
 
 BASE = {"name": "demo", "model": "tiny", "end_tokens": 1_000_000, "stages": 2}
 

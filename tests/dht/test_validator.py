@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from dilocox.dht.identity import Identity, peer_id_bytes_of
 from dilocox.dht.manifest import Manifest, SignedManifest
+from dilocox.dht.manifest_revisions import in_state
 from dilocox.dht.records import (
     MAX_DECLARATION_LIFETIME_S,
     MAX_LIFETIME_S,
@@ -23,7 +24,6 @@ from dilocox.dht.records import (
     part_key,
     stage_key,
 )
-from dilocox.dht.revisions import in_state
 from dilocox.dht.validator import CLOCK_SLACK_S, PLAIN, RunRecordValidator
 from dilocox.dht.wire import MAX_VALUE_BYTES, Refused, pack, seal
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from dilocox.compression.group_codec import PayloadRefused
+from dilocox.compression.group_quantization import PayloadRefused
 from dilocox.compression.layout import FlatLayout
 from dilocox.dht.identity import Identity
 from dilocox.dht.manifest import Manifest
@@ -18,11 +18,11 @@ from dilocox.dht.records import ClaimRecord
 from dilocox.peer.chain.snapshot_files import Snapshot, write_snapshot
 from dilocox.peer.chain.store import RoundLog, keep_manifest
 from dilocox.peer.chain.uploads import Source, find_in_log, open_state
-from dilocox.peer.rounds.adaptation import RoundPlan, outer_step, stage_codec
 from dilocox.peer.rounds.ballots import Ballot, certificate
 from dilocox.peer.rounds.outer_step import anchor_sha256
+from dilocox.peer.rounds.rank_choice import RoundPlan, outer_step, stage_codec
 from dilocox.peer.rounds.record import Contribution, ReducedShare, RoundRecord, digest_of
-from dilocox.peer.rounds.vote import Vote
+from dilocox.peer.rounds.vote_count import Vote
 from dilocox.pipeline.stage import build_stage, flatten_parameters, parameter_shapes
 
 RUN = "0123456789abcdef" * 2

@@ -14,7 +14,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from dilocox.compression.group_codec import GroupCodec
+from dilocox.compression.group_quantization import GroupCodec
 from dilocox.compression.layout import FlatLayout
 from dilocox.dht.errors import UnreadableManifest
 from dilocox.dht.manifest import Manifest

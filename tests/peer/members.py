@@ -20,12 +20,12 @@ from dilocox.dht.manifest import Manifest
 from dilocox.dht.manifest_sections import DeadlineSpec
 from dilocox.dht.rpc import CallRefused
 from dilocox.peer.chain.store import RoundLog
-from dilocox.peer.rounds.adaptation import RoundPlan, stage_codec
 from dilocox.peer.rounds.ballots import Ballot, Ballots, excluded_by
 from dilocox.peer.rounds.exchange import Attempt
 from dilocox.peer.rounds.grid import Grid
 from dilocox.peer.rounds.group import AttemptResult, AttemptSetup, Mean
 from dilocox.peer.rounds.group_calls import GroupCalls
+from dilocox.peer.rounds.rank_choice import RoundPlan, stage_codec
 from dilocox.peer.rounds.record import (
     Contribution,
     RoundFacts,
@@ -34,7 +34,7 @@ from dilocox.peer.rounds.record import (
     parse_record,
 )
 from dilocox.peer.rounds.shares import decode
-from dilocox.peer.rounds.vote import Verdict
+from dilocox.peer.rounds.vote_count import Verdict
 
 LAYOUT = FlatLayout.of([("weight", (40, 30)), ("bias", (30,))])
 MANIFEST_DIGEST = "0" * 64

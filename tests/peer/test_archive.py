@@ -31,11 +31,11 @@ from dilocox.dht.rpc import PeerBusy, chunk_of, pack, unpack
 from dilocox.peer.chain import archive_keeper
 from dilocox.peer.chain.archive import Generation, StageArchive
 from dilocox.peer.chain.archive_keeper import Archive, ArchiveService, Keeper
+from dilocox.peer.chain.chain_client import ChainClient, NoState, keep_right_chunks
 from dilocox.peer.chain.record_check import RecordCheck
 from dilocox.peer.chain.replay import Replayed, replay
 from dilocox.peer.chain.snapshot_files import STATE_CHUNK_BYTES, STATE_FILE, state_sha256
 from dilocox.peer.chain.store import OLDER_NAME, RoundLog, kept_run
-from dilocox.peer.chain.sync import ChainClient, NoState, keep_right_chunks
 from dilocox.peer.chain.uploads import Source
 from dilocox.peer.rounds.outer_step import OuterStep, anchor_sha256
 from dilocox.pipeline.stage import build_stage, flatten_parameters, stage_layout

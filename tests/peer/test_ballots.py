@@ -26,7 +26,7 @@ from dilocox.peer.rounds.ballots import (
     signed_bytes,
 )
 from dilocox.peer.rounds.record import Contribution, RecordRefused
-from dilocox.peer.rounds.vote import Verdict, Vote
+from dilocox.peer.rounds.vote_count import Verdict, Vote
 from tests.peer.codecs import codec_of
 from tests.peer.members import LAYOUT, MANIFEST_DIGEST, template
 

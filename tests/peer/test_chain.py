@@ -17,7 +17,7 @@ from dilocox.dht.swarm_view import SwarmView
 from dilocox.peer.averaging.averager import Applied
 from dilocox.peer.averaging.events import Committed, EventQueue, Resynced
 from dilocox.peer.averaging.follower import ChainFollower
-from dilocox.peer.chain.sync import NoState, Reached, State, Told
+from dilocox.peer.chain.chain_client import NoState, Reached, State, Told
 from dilocox.peer.rounds.record import RecordRefused
 from tests.peer.clocks import TestClock
 from tests.peer.kept_chains import ChainMaker, manifest_of

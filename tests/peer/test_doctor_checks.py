@@ -13,7 +13,7 @@ from dilocox.dht.addresses import Reachability
 from dilocox.dht.errors import DilocoxError, EnvironmentFault, InvalidInput
 from dilocox.dht.identity import Identity
 from dilocox.dht.manifest import Manifest
-from dilocox.dht.revisions import in_state
+from dilocox.dht.manifest_revisions import in_state
 from dilocox.peer.commands.doctor_checks import (
     DeviceFacts,
     ExchangeFacts,

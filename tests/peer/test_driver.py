@@ -15,7 +15,7 @@ from dilocox.peer.averaging.driver import FROZEN_S, ExchangeDriver
 from dilocox.peer.averaging.events import EventQueue, Voided
 from dilocox.peer.rounds.group import AttemptResult, ExchangeOrder, Plan
 from dilocox.peer.rounds.record import SendFacts
-from dilocox.peer.rounds.vote import Verdict
+from dilocox.peer.rounds.vote_count import Verdict
 from tests.peer.clocks import TestClock
 from tests.peer.local_peers import MANIFEST, local_peer
 from tests.pipeline.swarms import stage_record

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from dilocox.compression.group_codec import PayloadRefused
+from dilocox.compression.group_quantization import PayloadRefused
 from dilocox.dht.identity import Identity
 from dilocox.peer.rounds.group import Mean, ShareRefused
-from dilocox.peer.rounds.vote import Verdict
+from dilocox.peer.rounds.vote_count import Verdict
 from tests.peer.averaged import own_contribution
 from tests.peer.members import (
     PATIENT_S,

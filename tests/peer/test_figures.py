@@ -16,7 +16,7 @@ from typing import Any, cast
 
 import pytest
 
-from dilocox.compression.group_codec import PayloadRefused
+from dilocox.compression.group_quantization import PayloadRefused
 from dilocox.dht.rpc import (
     BYTE_KINDS,
     CHUNK_BYTES,

@@ -12,13 +12,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from dilocox.compression.group_codec import GroupCodec
+from dilocox.compression.group_quantization import GroupCodec
 from dilocox.compression.stage_codec import Phase
 from dilocox.dht.identity import Identity
 from dilocox.peer.rounds.grid import Grid
 from dilocox.peer.rounds.group import AttemptResult, Mean
 from dilocox.peer.rounds.shares import encode
-from dilocox.peer.rounds.vote import Verdict
+from dilocox.peer.rounds.vote_count import Verdict
 from tests.peer.averaged import own_contribution
 from tests.peer.members import (
     LIMIT_S,

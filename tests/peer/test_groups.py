@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 from dilocox.dht.identity import Identity
 from dilocox.dht.manifest import Manifest
 from dilocox.dht.manifest_sections import DeadlineSpec
-from dilocox.peer.rounds.adaptation import stage_codec
 from dilocox.peer.rounds.group import (
     MAX_COUNTED,
     AttemptSetup,
@@ -25,7 +24,8 @@ from dilocox.peer.rounds.group import (
     attempt_setup,
     attempt_times,
 )
-from dilocox.peer.rounds.vote import MAX_MEMBERS, may_start
+from dilocox.peer.rounds.rank_choice import stage_codec
+from dilocox.peer.rounds.vote_count import MAX_MEMBERS, may_start
 from tests.peer.members import LAYOUT, template
 from tests.peer.test_ballots import ballots_of
 

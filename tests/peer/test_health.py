@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from dilocox.dht.revisions import in_state
+from dilocox.dht.manifest_revisions import in_state
 from dilocox.peer.monitor import health
 from dilocox.peer.monitor.health import STATES, Health, health_of
 from dilocox.peer.monitor.history import StageRounds, SwarmHistory

@@ -26,7 +26,7 @@ from dilocox.compression.layout import FlatLayout
 from dilocox.dht.errors import EnvironmentFault, InvalidInput
 from dilocox.dht.identity import Identity
 from dilocox.dht.manifest import InitialSpec, Manifest, SignedManifest
-from dilocox.dht.revisions import changes
+from dilocox.dht.manifest_revisions import changes
 from dilocox.dht.rpc import PeerBusy
 from dilocox.peer.averaging.local_peer import LocalPeer
 from dilocox.peer.chain.archive import StageArchive

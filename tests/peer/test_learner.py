@@ -16,7 +16,7 @@ import torch
 from dilocox.dht.errors import UnreadableManifest
 from dilocox.peer.averaging.events import Failed, Resynced, Voided
 from dilocox.peer.averaging.loop_status import LoopStatus
-from dilocox.peer.chain.sync import State, Told
+from dilocox.peer.chain.chain_client import State, Told
 from dilocox.peer.training import loop as loop_module
 from dilocox.peer.training.snapshots import Snapshots
 from dilocox.pipeline.messages import Stepped

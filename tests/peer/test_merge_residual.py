@@ -2,7 +2,7 @@
 
 import torch
 
-from dilocox.compression.group_codec import GroupCodec
+from dilocox.compression.group_quantization import GroupCodec
 from dilocox.peer.training.merge import Remainder, Residual
 
 

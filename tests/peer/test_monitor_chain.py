@@ -15,7 +15,7 @@ import pytest
 
 from dilocox.dht.node import RunDHT
 from dilocox.dht.rpc import CHUNK_BYTES
-from dilocox.peer.chain.headers import WHOLE_BYTES, HeaderClient, read_header
+from dilocox.peer.chain.header_client import WHOLE_BYTES, HeaderClient, read_header
 from dilocox.peer.chain.uploads import Source
 from dilocox.peer.monitor.chains import (
     DETAILED,

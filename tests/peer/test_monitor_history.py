@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from dilocox.dht.revisions import back_to
+from dilocox.dht.manifest_revisions import back_to
 from dilocox.peer.monitor.history import MAX_FAULTS, MAX_SAMPLES, Samples, SwarmHistory, cut
 from tests.peer.fabricated import NOW, ToldSwarm, digest, peer_id, stage_record
 

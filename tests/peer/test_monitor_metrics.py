@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from dilocox.dht.revisions import back_to
+from dilocox.dht.manifest_revisions import back_to
 from dilocox.peer.http_pages import metrics_page
 from dilocox.peer.monitor.health import STATES
 from dilocox.peer.monitor.status import MAX_RANKS, MAX_VERSIONS, metrics_of

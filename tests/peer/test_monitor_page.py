@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from dilocox.dht.revisions import in_state
+from dilocox.dht.manifest_revisions import in_state
 from dilocox.peer.http_pages import Page, PageServer, metrics_page
 from dilocox.peer.monitor.history import SwarmHistory
 from dilocox.peer.monitor.monitor import MonitorPages, content_policy

@@ -14,14 +14,14 @@ from pathlib import Path
 import pytest
 import yaml
 
-from dilocox.dht import revisions
+from dilocox.dht import manifest_revisions
 from dilocox.dht.errors import InvalidInput
 from dilocox.dht.files import write_atomically
 from dilocox.dht.identity import Identity
 from dilocox.dht.invite import run_id
 from dilocox.dht.manifest import SignedManifest
 from dilocox.dht.manifest_keeper import OwnManifest
-from dilocox.dht.revisions import RevisionFolder, in_state
+from dilocox.dht.manifest_revisions import RevisionFolder, in_state
 from dilocox.peer.chain.store import Store
 from dilocox.peer.commands import operate
 from dilocox.peer.commands.operate import checked_manifest
@@ -125,7 +125,7 @@ def test_of_two_commands_at_once_one_is_told_to_try_again(
             both.wait(0.3)  # time for the other one to come as far as this
         write_atomically(path, data)
 
-    monkeypatch.setattr(revisions, "write_atomically", written)
+    monkeypatch.setattr(manifest_revisions, "write_atomically", written)
     newest = folder.revisions.newest()
     assert newest is not None
     signed = [

@@ -15,7 +15,7 @@ from dilocox.dht.identity import Identity
 from dilocox.dht.manifest_sections import DeadlineSpec
 from dilocox.peer.rounds.group import AttemptSetup, Mean
 from dilocox.peer.rounds.record import RoundRecord
-from dilocox.peer.rounds.vote import Verdict
+from dilocox.peer.rounds.vote_count import Verdict
 from tests.peer.averaged import own_contribution
 from tests.peer.members import (
     EXCHANGE_S,

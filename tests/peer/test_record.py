@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import save
 
-from dilocox.compression.group_codec import GROUP_SIZE, GroupCodec
+from dilocox.compression.group_quantization import GROUP_SIZE, GroupCodec
 from dilocox.compression.layout import FlatLayout, split
 from dilocox.compression.stage_codec import StageCodec
 from dilocox.peer.chain.store import RoundLog
@@ -28,7 +28,7 @@ from dilocox.peer.rounds.record import (
     max_record_bytes,
     parse_record,
 )
-from dilocox.peer.rounds.vote import MAX_MEMBERS
+from dilocox.peer.rounds.vote_count import MAX_MEMBERS
 from tests.peer.averaged import own_contribution
 from tests.peer.codecs import codec_of
 from tests.peer.members import LAYOUT, template

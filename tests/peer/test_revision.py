@@ -15,8 +15,14 @@ from dilocox.dht.errors import UnreadableManifest
 from dilocox.dht.identity import Identity
 from dilocox.dht.invite import run_id
 from dilocox.dht.manifest import Manifest, SignedManifest
+from dilocox.dht.manifest_revisions import (
+    REVISION_S,
+    ManifestWatch,
+    in_state,
+    kept_manifest,
+    newer_of,
+)
 from dilocox.dht.records import ClaimRecord
-from dilocox.dht.revisions import REVISION_S, ManifestWatch, in_state, kept_manifest, newer_of
 from dilocox.dht.swarm import Swarm
 from dilocox.dht.swarm_view import that_count
 

@@ -11,7 +11,7 @@ import pytest
 from dilocox.dht.errors import InvalidInput
 from dilocox.dht.identity import Identity
 from dilocox.dht.manifest import Manifest
-from dilocox.dht.revisions import back_to, in_state, revised
+from dilocox.dht.manifest_revisions import back_to, in_state, revised
 from dilocox.peer.chain import rollback
 from dilocox.peer.chain.archive import Generation
 from dilocox.peer.chain.record_check import RecordCheck

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from dilocox.compression.group_codec import GroupCodec
+from dilocox.compression.group_quantization import GroupCodec
 from dilocox.dht.errors import EnvironmentFault
 from dilocox.dht.files import write_atomically
 from dilocox.peer.chain import store

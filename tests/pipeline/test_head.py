@@ -109,7 +109,7 @@ class TestWindow:
 
 
 class TestUndecidedSends:
-    """A round lasts until the sends of all members are decided (peer/rounds/round_clock.py)."""
+    """A round lasts until the sends of all members are decided (peer/rounds/round_end.py)."""
 
     @pytest.mark.parametrize("stage", [1, 2])
     def test_the_head_hears_of_another_members_at_the_end_of_the_step(self, stage: int) -> None:

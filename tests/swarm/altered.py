@@ -196,7 +196,7 @@ def halt(step_s: float, folder: str) -> None:
     from dilocox.peer.chain import store
     from dilocox.peer.chain.store import RoundLog
     from dilocox.peer.rounds import shares
-    from dilocox.peer.rounds.adaptation import RoundPlan
+    from dilocox.peer.rounds.rank_choice import RoundPlan
 
     pace(step_s)
     shared = Path(folder)

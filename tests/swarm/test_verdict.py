@@ -10,7 +10,7 @@ from typing import Any, cast
 import pytest
 
 from dilocox.peer.rounds.ballots import SignedVote
-from dilocox.peer.rounds.vote import Vote
+from dilocox.peer.rounds.vote_count import Vote
 from tests.swarm import verdict
 from tests.swarm.altered import Shown
 from tests.swarm.campaign import KINDS, PHASES, ROLES, Fault, Outcome, draw

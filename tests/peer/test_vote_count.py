@@ -9,7 +9,7 @@ from itertools import combinations, permutations, product
 
 import pytest
 
-from dilocox.peer.rounds.vote import (
+from dilocox.peer.rounds.vote_count import (
     AloneWatch,
     Decision,
     Verdict,

@@ -14,7 +14,7 @@ import pytest
 
 from dilocox.dht.errors import EnvironmentFault
 from dilocox.dht.manifest import DataSpec
-from dilocox.peer.training import pieces as pieces_module
+from dilocox.peer.training import data_pieces as pieces_module
 from dilocox.peer.training.data_sources import DocumentStream, Source, find_files, open_source
 
 PARTS, ROWS, ROWS_OF_A_GROUP = 4, 600, 10

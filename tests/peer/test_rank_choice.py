@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dilocox.compression.layout import FlatLayout
-from dilocox.peer.rounds.adaptation import (
+from dilocox.peer.rounds.rank_choice import (
     RoundPlan,
     facts_of,
     following_window,

@@ -12,9 +12,9 @@ import torch
 
 from dilocox.dht.identity import Identity
 from dilocox.dht.rpc import CallRefused
+from dilocox.peer.chain.chain_client import ChainClient, Limits, Reached, State
 from dilocox.peer.chain.record_check import RecordCheck
 from dilocox.peer.chain.store import RoundLog
-from dilocox.peer.chain.sync import ChainClient, Limits, Reached, State
 from dilocox.peer.chain.uploads import Source, find_in_log
 from dilocox.peer.rounds.record import RecordRefused, parse_header
 from tests.peer.kept_chains import RUN, ChainMaker, manifest_of

@@ -12,9 +12,9 @@ import pytest
 from dilocox.dht.records import ClaimRecord
 from dilocox.dht.rpc import BUSY_LIFETIMES
 from dilocox.dht.swarm_view import SwarmView
-from dilocox.peer.chain.claims import MAX_NOTED, ClaimBook, holders, wins
+from dilocox.peer.chain.chain_client import Reached
+from dilocox.peer.chain.fork_choice import MAX_NOTED, ClaimBook, holders, wins
 from dilocox.peer.chain.store import RoundLog, Tip
-from dilocox.peer.chain.sync import Reached
 from tests.peer.clocks import TestClock
 
 LIFETIME_S = 60.0

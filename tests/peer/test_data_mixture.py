@@ -12,8 +12,8 @@ from dilocox.dht.manifest import DataSpec, Manifest
 from dilocox.dht.manifest_sections import SourceSpec
 from dilocox.peer.training import data
 from dilocox.peer.training.data import held_out_digest, held_out_windows
+from dilocox.peer.training.data_mixture import open_mixture
 from dilocox.peer.training.data_sources import open_source
-from dilocox.peer.training.mixed_source import open_mixture
 from tests.peer.corpora import LENGTH, corpus, documents, take, write_json, write_text
 
 

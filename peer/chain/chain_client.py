@@ -39,7 +39,7 @@ from torch import Tensor
 from dilocox.dht.errors import EnvironmentFault
 from dilocox.dht.files import make_folder
 from dilocox.dht.rpc import REFUSED, STALL_S, Blob, CallRefused, Client
-from dilocox.peer.chain.headers import HeaderClient, OtherRecord
+from dilocox.peer.chain.header_client import HeaderClient, OtherRecord
 from dilocox.peer.chain.record_check import RecordCheck
 from dilocox.peer.chain.snapshot_files import (
     PIECE_VALUES,

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from dilocox.dht.records import MAX_INDEX, BellRecord, ReplicaRecord, bell_key, parse_key
-from dilocox.peer.rounds.round_clock import (
+from dilocox.peer.rounds.round_end import (
     BELLS_READ,
     RoundView,
     Schedule,

@@ -19,8 +19,8 @@ from dilocox.dht.rpc import BUSY_LIFETIMES
 from dilocox.dht.swarm_view import SwarmView
 
 if TYPE_CHECKING:
+    from dilocox.peer.chain.chain_client import Reached
     from dilocox.peer.chain.store import RoundLog, Tip
-    from dilocox.peer.chain.sync import Reached
 
 MAX_NOTED = 1000  # digests or peers
 

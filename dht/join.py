@@ -15,7 +15,7 @@ import typer
 
 from dilocox.dht.addresses import Reachability
 from dilocox.dht.clock import RunClock
-from dilocox.dht.identity import Identity
+from dilocox.dht.identity import Identity, peer_id_of
 from dilocox.dht.invite import Invite
 from dilocox.dht.manifest import Manifest
 from dilocox.dht.manifest_revisions import kept_manifest, newer_of
@@ -28,7 +28,11 @@ MANIFEST_LIMIT_S = 20.0  # a bootstrap publishes it before it gives the invite a
 
 @dataclass(frozen=True, kw_only=True)
 class Joined:
-    """A place in the swarm of one run."""
+    """A place in the swarm of one run.
+
+    witness: peer id of the operator's bootstrap, whose archive vouches for the chains of the run:
+    it has the key that signed the manifest. Empty: nobody does.
+    """
 
     identity: Identity
     run: str
@@ -37,6 +41,7 @@ class Joined:
     dht: RunDHT
     swarm: Swarm
     reach: Reachability = field(default_factory=Reachability)
+    witness: str = ""
 
 
 @contextmanager
@@ -96,6 +101,7 @@ def join_run(
             dht=dht,
             swarm=swarm,
             reach=dht.reach(),
+            witness=peer_id_of(signed.public_key),
         )
     finally:
         dht.close()

@@ -48,12 +48,15 @@ class SwarmView:
     )
     run_claims: Mapping[str, ClaimRecord] = field(default_factory=dict[str, ClaimRecord])
 
-    def says_ended(self, end_tokens: int) -> bool:
-        """Whether most peers of stage 0 hold records of the whole run.
+    def says_ended(self, end_tokens: int, witness: str = "") -> bool:
+        """Whether the operator's archive, the witness, holds records of the whole run; where it
+        says nothing, whether most peers of stage 0 do.
 
         One chain ends the run for all stages, or a stage that lost a round would train on alone.
         Where stage 0 has no peer any more, what others keep of its chain counts.
         """
+        if (told := self.run_claims.get(witness)) is not None:
+            return told.chain_tokens >= end_tokens
         hosts = self.stages.get(0, {})
         claims = [claim for peer, claim in self.run_claims.items() if peer in hosts]
         claims = claims or list(self.run_claims.values())

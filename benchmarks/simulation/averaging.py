@@ -12,7 +12,7 @@ import hashlib
 import json
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Protocol
 
 from benchmarks.simulation.clock import Event, SimulatedFuture, ThreadClock
 from benchmarks.simulation.dht import Network
@@ -20,7 +20,7 @@ from dilocox.compression.stage_codec import MARGIN
 from dilocox.dht.addresses import Reachability
 from dilocox.dht.manifest import Manifest
 from dilocox.peer.averaging.averager import Applied
-from dilocox.peer.chain.chain_client import Reached, State
+from dilocox.peer.chain.chain_client import ChainEnd, NoState, Reached, State
 from dilocox.peer.chain.store import Tip
 from dilocox.peer.rounds.group import (
     AttemptResult,
@@ -62,6 +62,11 @@ class SimulatedRecord:
     def digest(self) -> str:
         """The sha256 of what it says."""
         return hashlib.sha256(repr(self).encode()).hexdigest()
+
+    @property
+    def contributions(self) -> tuple[Contribution, ...]:
+        """Likewise, as in a RoundRecord."""
+        return self.members
 
     def member(self, peer: str) -> Contribution | None:
         """What this peer put in, or None."""
@@ -119,6 +124,16 @@ class SimulatedLog:
                 break
             shared += 1
         return shared
+
+
+class Donor(Protocol):
+    """Who gives records and states: another peer, or the bootstrap."""
+
+    @property
+    def log(self) -> SimulatedLog: ...
+
+    @property
+    def answers(self) -> bool: ...
 
 
 @dataclass(kw_only=True)
@@ -382,7 +397,7 @@ class SimulatedAverager:
         meetings: Meetings,
         log: SimulatedLog,
         clock: Callable[[], ThreadClock],
-        peers: Callable[[str], SimulatedAverager | None],
+        peers: Callable[[str], Donor | None],
     ):
         """peers: the process of another peer, None if it is gone."""
         self.peer_id = peer
@@ -499,8 +514,10 @@ class SimulatedAverager:
         self._later(seconds, arrive)
         return future
 
-    def fetch_state(self, peer: str, *, after_round: int, hurry: bool) -> SimulatedFuture:
-        """Download another peer's state: its chain up to now."""
+    def fetch_state(
+        self, peer: str, *, after_round: int, hurry: bool, end: ChainEnd | None
+    ) -> SimulatedFuture:
+        """Download another peer's state: its chain, as far as somebody vouches for it."""
         future = self._new_future()
 
         def arrive() -> None:
@@ -508,7 +525,11 @@ class SimulatedAverager:
             if donor is None or not donor.log.chain:
                 future.set(error=ConnectionError(f"{peer} has no state"))
                 return
-            future.set(list(donor.log.chain))
+            digests = [digest for digest, _ in donor.log.chain]
+            if end is None or end.digest not in digests:
+                future.set(error=NoState(f"{peer} has no state that anybody vouches for"))
+                return
+            future.set(donor.log.chain[: digests.index(end.digest) + 1])
 
         self._later(10 * self._meetings.lines.network.rtt_s + 5.0, arrive)
         return future
@@ -548,7 +569,7 @@ class SimulatedAverager:
         return future
 
     # ---- pieces ----------------------------------------------------------------------------------
-    def _donor(self, peer: str) -> SimulatedAverager | None:
+    def _donor(self, peer: str) -> Donor | None:
         donor = self._peers(peer)
         if donor is None or not donor.answers:
             return None

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, cast
 from benchmarks.simulation.averaging import SimulatedAverager, SimulatedLog, SimulatedRecord
 from benchmarks.simulation.clock import Event, Threads
 from benchmarks.simulation.dht import SimulatedSwarm
+from benchmarks.simulation.witness import BOOTSTRAP
 from dilocox.compression.layout import FlatLayout
 from dilocox.dht.addresses import Reachability
 from dilocox.dht.manifest_revisions import ManifestWatch
@@ -159,7 +160,11 @@ class SimulatedPeer:
         self._threads = Threads(world.timeline)
         self.log = log or SimulatedLog(manifest.root)
         self.averager = SimulatedAverager(
-            name, world.meetings, self.log, lambda: self._threads.running, world.process
+            name,
+            world.meetings,
+            self.log,
+            lambda: self._threads.running,
+            lambda peer: world.process(peer, stage),
         )
         self.averager.woken = self._wake
         self.swarm = SimulatedSwarm(world.dht, name, lambda: self._threads.running)
@@ -179,7 +184,7 @@ class SimulatedPeer:
 
     def _new_coordinator(self) -> Coordinator:
         world = self.world
-        dht = SimpleNamespace(running=True, bootstraps=("bootstrap",), pid=0, p2pd_pid=0)
+        dht = SimpleNamespace(running=True, bootstraps=(BOOTSTRAP,), pid=0, p2pd_pid=0)
         local = SimpleNamespace(
             me=self.name,
             run=world.run,
@@ -194,6 +199,7 @@ class SimulatedPeer:
             clock=self._threads,
             dht=dht,
             swarm=self.swarm,
+            witness=BOOTSTRAP,
             open_log=lambda: self.log,
         )
         return Coordinator(

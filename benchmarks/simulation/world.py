@@ -17,6 +17,7 @@ from benchmarks.simulation.averaging import (
 from benchmarks.simulation.clock import START, Timeline
 from benchmarks.simulation.dht import Network, SimulatedDHT
 from benchmarks.simulation.peer import REPLICA_S, Books, SimulatedPeer
+from benchmarks.simulation.witness import BOOTSTRAP, Keeping, SimulatedWitness
 from dilocox.dht.manifest import Manifest
 
 TOKENS_PER_STEP = 512
@@ -138,12 +139,23 @@ class World:
         self.meetings = Meetings(lines, self.manifest)
         self.peers: dict[str, SimulatedPeer] = {}
         self.ended: list[SimulatedPeer] = []
+        self.witness = SimulatedWitness(
+            self.timeline, self.dht, self.manifest, self.run, self._log_of
+        )
 
     # ---- who is there ----------------------------------------------------------------------------
-    def process(self, peer: str) -> SimulatedAverager | None:
-        """A peer's averaging process."""
+    def process(self, peer: str, stage: int) -> SimulatedAverager | Keeping | None:
+        """A peer's averaging process, or what the bootstrap keeps of a stage."""
+        if peer == BOOTSTRAP:
+            return self.witness.stages[stage]
         found = self.peers.get(peer)
         return None if found is None else found.averager
+
+    def _log_of(self, peer: str) -> SimulatedLog | None:
+        found = self.peers.get(peer)
+        if found is None or not found.averager.answers:
+            return None
+        return found.log if self.network.connected(peer, BOOTSTRAP) else None
 
     def start(
         self,

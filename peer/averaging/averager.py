@@ -64,9 +64,11 @@ from dilocox.peer.chain.chain_client import (
     AnchorDiffers,
     AnchorLost,
     ChainClient,
+    ChainEnd,
     Reached,
     State,
     StateFile,
+    StateOffer,
 )
 from dilocox.peer.chain.record_check import RecordCheck
 from dilocox.peer.chain.store import RECORDS_NEEDED
@@ -496,11 +498,21 @@ class StageAverager(PeerService, DecentralizedAverager):
             )
 
     @in_process
-    async def fetch_state(self, peer: str, *, after_round: int, hurry: bool) -> StateFile:
-        """Download a peer's anchor and momentum to the disk."""
+    async def fetch_state(
+        self, peer: str, *, after_round: int, hurry: bool, end: ChainEnd | None
+    ) -> StateFile:
+        """Download a peer's anchor and momentum to the disk; `end`: of the chain to be on."""
+
+        chain = self._chain([peer])
+
+        async def on_chain(offer: StateOffer) -> None:
+            if end is not None and self.log.find(offer.digest) is None:
+                await chain.check_leads_to(end, offer)
+
         with self.counting_refusals():
-            return await self._chain([peer]).state(
-                peer, self.local.folder / "log", after_round=after_round, hurry=hurry
+            folder = self.local.folder / "log"
+            return await chain.state(
+                peer, folder, after_round=after_round, on_chain=on_chain, hurry=hurry
             )
 
     @in_process

@@ -397,7 +397,7 @@ class Coordinator(threading.Thread):
             free = not self.status.head and self.status.unsent_tokens == 0
             turn = int(self._clock.time() / MOVE_TURN_S)
             self.move_to = self._mover.observe(view.stages, free=free, turn=turn)
-        self.run_ended = view.says_ended(self._local.manifest.end_tokens)
+        self.run_ended = view.says_ended(self._local.manifest.end_tokens, self._local.witness)
         return True
 
     def _follow_round(self) -> None:

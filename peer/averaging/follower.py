@@ -27,13 +27,14 @@ from dilocox.peer.chain.chain_client import (
     RECORDS_LIMIT_S,
     AnchorDiffers,
     AnchorLost,
+    ChainEnd,
     NoState,
     Reached,
     State,
     StateFile,
     Told,
 )
-from dilocox.peer.chain.fork_choice import ClaimBook, holders, wins
+from dilocox.peer.chain.fork_choice import ClaimBook, Trust, holders
 from dilocox.peer.rounds.record import RecordRefused, RoundRecord
 
 logger = logging.getLogger(__name__)
@@ -103,7 +104,11 @@ class ChainFollower:
         self._no_state_before = 0.0  # monotonic: until then no state would save bytes
         self._record_lifetime_s = local.manifest.deadlines.record_lifetime_s
         self._wanted: ClaimRecord | None = None  # what was looked for last
-        self._book = ClaimBook(record_lifetime_s=self._record_lifetime_s, now=local.clock.monotonic)
+        lifetime_s, now = self._record_lifetime_s, local.clock.monotonic
+        self._book = ClaimBook(record_lifetime_s=lifetime_s, now=now)
+        self._trust = Trust(
+            me=local.me, witness=local.witness, record_lifetime_s=lifetime_s, now=now
+        )
         self._donor = ""  # whom the last state was asked of
         self._slow: set[str] = set()  # donors that others may be faster than
         self.states_taken = 0
@@ -121,10 +126,13 @@ class ChainFollower:
         return waiting or self.applied != self.head.round
 
     def behind(self, view: SwarmView) -> bool:
-        """Whether somebody claims a record that this peer lacks, or may have the state it needs."""
-        if self._state_needed is not None and self._donors(view, self._state_needed):
+        """Whether somebody to be believed claims a record that this peer lacks, or may have the
+        state it needs.
+        """
+        counting = self._counting(view)
+        if self._state_needed is not None and self._donors(counting, self._state_needed):
             return True
-        return self._book.best(view, self.head) is not None
+        return self._best(counting) is not None
 
     def stands_on(self, digest: str, rules: int) -> bool:
         """Whether the record of this digest is in this chain, or one under these rules, which can
@@ -158,6 +166,7 @@ class ChainFollower:
             return
         if exchanging or self._clock.monotonic() < self._not_before:
             return
+        view = self._counting(view)
         if self._state_needed is not None:
             self._begin_state(view, self._state_needed)
         elif self.applied != self.head.round:
@@ -187,7 +196,7 @@ class ChainFollower:
         )
 
     def _begin_catch_up(self, view: SwarmView) -> None:
-        stated = self._wanted = self._book.best(view, self.head)
+        stated = self._wanted = self._best(view)
         if stated is None:
             return
         missing_bytes = (stated.round - self.head.round) * stated.record_bytes
@@ -221,7 +230,9 @@ class ChainFollower:
         hurry = bool(untried) and len(honest) > 1 and len(self._slow) < MAX_SLOW
         peer = self._donor = random.choice(view.within_reach(untried if hurry else honest))
         logger.info("downloading anchor and momentum from %s", peer[-6:])
-        future = self._averager.fetch_state(peer, after_round=needed.after_round, hurry=hurry)
+        future = self._averager.fetch_state(
+            peer, after_round=needed.after_round, hurry=hurry, end=self._chain_end(view)
+        )
         self._begin(future, lambda found: self._got_state(found, needed))
 
     def _donors(self, view: SwarmView, needed: _StateNeeded) -> list[str]:
@@ -233,6 +244,24 @@ class ChainFollower:
             if peer != view.me and claim.round >= 0 and self._book.believed(claim)
             if not forked or self._log.find(claim.digest) is None
         ]
+
+    def _chain_end(self, view: SwarmView) -> ChainEnd | None:
+        """What a state must lead to that does not stand on a record of our own log."""
+        witness, claim = self._local.witness, self._best(view)
+        if not witness:
+            return None
+        if claim is None:  # nobody is ahead
+            return ChainEnd(digest=self.head.digest, round=self.head.round, teller=witness)
+        telling = holders(view, claim.digest)
+        teller = witness if witness in telling else telling[0]
+        return ChainEnd(digest=claim.digest, round=claim.round, teller=teller)
+
+    def _counting(self, view: SwarmView) -> SwarmView:
+        return self._trust.counting(view, self._log, self.head)
+
+    def _best(self, view: SwarmView) -> ClaimRecord | None:
+        other_chain = self._trust.other_chain(self._log, self.head)
+        return self._book.best(view, self.head, other_chain)
 
     def _begin(
         self, future: Future[Any], on_done: Callable[[Any], None], limit_s: float = CALL_LIMIT_S
@@ -302,14 +331,22 @@ class ChainFollower:
                 )
             self._refresh()
             return
-        if wins(reach, self._log, self.head):
+        wanted = "" if self._wanted is None else self._wanted.digest
+        if self._trust.wins(wanted, reach, self._log, self.head):
             logger.error(
-                "alarm: two certified chains since round %d; switching to the one with more tokens",
+                "alarm: two certified chains since round %d; switching to the one %s",
                 reach.fork_round,
+                "of the operator's archive" if self._trust.witnessed(wanted) else "of more tokens",
             )
             self._state_needed = _StateNeeded(fork_round=reach.fork_round)
-        elif self._wanted is not None:
-            self._book.ignore(self._wanted.digest)  # it lost against ours
+        elif wanted:
+            if self._trust.witnessed(wanted):
+                logger.error(
+                    "alarm: the operator's archive is on another chain since round %d, which it "
+                    "vouched for itself; staying on this one",
+                    reach.fork_round,
+                )
+            self._book.ignore(wanted)  # it lost against ours
         self._not_before = self._clock.monotonic() + PAUSE_AFTER_FAILURE_S
 
     def _got_state(self, found: StateFile, needed: _StateNeeded) -> None:

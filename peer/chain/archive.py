@@ -40,7 +40,7 @@ from dilocox.peer.chain.chain_client import (
     NoState,
     Reached,
 )
-from dilocox.peer.chain.fork_choice import ClaimBook, holders, wins
+from dilocox.peer.chain.fork_choice import ClaimBook, Trust, holders
 from dilocox.peer.chain.record_check import RecordCheck
 from dilocox.peer.chain.replay import anchors_around, start_file
 from dilocox.peer.chain.rollback import STATE_NAME, archive_goes_back
@@ -266,6 +266,7 @@ class StageArchive:
         folder: Path,
         *,
         me: str,
+        witness: str,
         check: RecordCheck,
         record_lifetime_s: float,
         keep_bytes: int,
@@ -278,10 +279,11 @@ class StageArchive:
     ):
         """Takes up what is on the disk; slow. Raises EnvironmentFault.
 
-        keep_bytes: of records from before the current generation. replaying: held while a state is
-        moved on, which takes long and an average of the stage in memory. records_after_state: a
-        newer state is made when more than the first number have come and are more bytes than a
-        state, or more than the second. pause_s: after a state that could not be had.
+        witness: as for Trust. keep_bytes: of records from before the current generation. replaying:
+        held while a state is moved on, which takes long and an average of the stage in memory.
+        records_after_state: a newer state is made when more than the first number have come and are
+        more bytes than a state, or more than the second. pause_s: after a state that could not be
+        had.
         """
         self.claim: ClaimRecord | None = None
         self._folder = folder
@@ -309,6 +311,7 @@ class StageArchive:
         self._replaces = False  # what is being built: the chain, and not only the state
         self._not_before = 0.0
         self._book = ClaimBook(record_lifetime_s=record_lifetime_s, now=now)
+        self._trust = Trust(me=me, witness=witness, record_lifetime_s=record_lifetime_s, now=now)
 
     @property
     def round(self) -> int:
@@ -343,6 +346,7 @@ class StageArchive:
         view = SwarmView(me=self._me, claims=that_count(claims, self._check.manifest))
         try:
             await self._take_built()
+            view = self._trust.counting(view, self._current.log, self._current.head)
             await self._follow(view)
             await self._prove()
             self._renew()
@@ -367,12 +371,15 @@ class StageArchive:
                 continue
             self._book.came(claim.digest)
             forked = reach.fork_round is not None
-            if reach.too_far or (forked and wins(reach, self._current.log, self._current.head)):
+            if reach.too_far or (forked and self._wins(claim.digest, reach)):
                 self._cannot_follow(view, claim, reach)
             elif forked:
                 self._book.ignore(claim.digest)  # it lost against ours
                 continue
             return
+
+    def _wins(self, digest: str, reach: Reached) -> bool:
+        return self._trust.wins(digest, reach, self._current.log, self._current.head)
 
     async def _catch_up(self, generation: Generation, peers: Sequence[str], digest: str) -> Reached:
         try:

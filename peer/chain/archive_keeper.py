@@ -103,12 +103,13 @@ class Keeper:
     `claims`: what is to be told of the stages; set whole. `served`, `refused`: see ArchiveService.
     """
 
-    def __init__(self, run: str, me: str, manifest: Manifest, folder: Path):
+    def __init__(self, run: str, me: str, witness: str, manifest: Manifest, folder: Path):
         self.claims: Mapping[int, ClaimRecord] = {}
         self.served: Counter[str] = Counter()
         self.refused: Counter[str] = Counter()
         self._run = run
         self._me = me
+        self._witness = witness
         self._manifest = manifest
         self._folder = folder
         self._stages: dict[int, StageArchive] = {}
@@ -246,6 +247,7 @@ class Keeper:
             return StageArchive(
                 self._of_stage(stage),
                 me=self._me,
+                witness=self._witness,
                 check=check,
                 record_lifetime_s=manifest.deadlines.record_lifetime_s,
                 keep_bytes=manifest.rounds.log_bytes,
@@ -294,16 +296,26 @@ START_PAUSE_S = 60.0
 class Archive:
     """The archive of a run; all calls in the bootstrap's thread.
 
-    me: this node's peer id. folder: what is kept, of this run and manifest alone.
+    me: this node's peer id. witness: the operator's bootstrap's. folder: what is kept, of this run
+    and manifest alone.
     """
 
     def __init__(
-        self, *, dht: RunDHT, swarm: Swarm, run: str, me: str, manifest: Manifest, folder: Path
+        self,
+        *,
+        dht: RunDHT,
+        swarm: Swarm,
+        run: str,
+        me: str,
+        witness: str,
+        manifest: Manifest,
+        folder: Path,
     ):
         self._dht = dht
         self._swarm = swarm
         self._run = run
         self._me = me
+        self._witness = witness
         self._manifest = manifest
         self._folder = folder
         self._keeper: Keeper | None = None
@@ -345,7 +357,7 @@ class Archive:
                 address = daemon_address(self._dht, START_LIMIT_S)
             except Exception as error:
                 raise EnvironmentFault(f"p2pd is not to be had ({error!r})") from error
-            keeper = Keeper(self._run, self._me, self._manifest, self._folder)
+            keeper = Keeper(self._run, self._me, self._witness, self._manifest, self._folder)
             keeper.start(address)
             self._keeper = keeper
         heartbeat_s = self._manifest.deadlines.heartbeat_s

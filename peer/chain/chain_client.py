@@ -29,6 +29,7 @@ import math
 import os
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
@@ -149,6 +150,15 @@ class StateOffer:
     @property
     def round(self) -> int:
         return self.record.round
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChainEnd:
+    """A record that is to be believed, and the peer that is asked what leads to it."""
+
+    digest: str
+    round: int
+    teller: str
 
 
 @dataclass(frozen=True)
@@ -488,10 +498,19 @@ class ChainClient(HeaderClient):
             raise ConnectionError(f"{peer} has {have} bytes of a state of {offer.size}")
 
     async def state(
-        self, peer: str, folder: Path, *, after_round: int, hurry: bool = False
+        self,
+        peer: str,
+        folder: Path,
+        *,
+        after_round: int,
+        on_chain: Callable[[StateOffer], Awaitable[None]],
+        hurry: bool = False,
     ) -> StateFile:
         """Download a peer's state, newer than `after_round`, into the folder; `hurry` as for
         `download`.
+
+        on_chain: raises where the record that the state stands on is not on the chain to be on;
+        called before its first byte is.
 
         Raises:
             NoState: it has none, or an older one.
@@ -504,7 +523,38 @@ class ChainClient(HeaderClient):
         number = offer.record.round
         if number <= after_round:
             raise NoState(f"{peer} has a state of round {number}, not after {after_round}")
+        await on_chain(offer)
         return StateFile(offer, (await self.download(offer, folder, hurry=hurry)).file)
+
+    async def check_leads_to(self, end: ChainEnd, offer: StateOffer) -> None:
+        """Raise where the record of a state does not lead to the end of the chain to be on.
+
+        Raises:
+            NoState: it is newer than that.
+            CallRefused: it is on another chain.
+            ConnectionError: who is asked for the headers between the two does not give them.
+        """
+        if offer.digest == end.digest:
+            return
+        if offer.round >= end.round:
+            raise NoState(
+                f"nobody vouches yet for round {offer.round}, which the state of {offer.peer} is of"
+            )
+        before, number = end.digest, end.round
+        asking = copy(self)
+        asking.holders, asking._older = [end.teller], True
+        async for told in asking.headers(end.digest, lambda wanted: wanted == offer.digest):
+            before, number = told.previous, told.round
+            if number <= offer.round:
+                break
+        if before == offer.digest:
+            return
+        if number <= offer.round or before == self.check.root:
+            raise CallRefused(
+                f"the state of {offer.peer} is of a chain that nobody vouches for "
+                f"(round {offer.round}, {offer.digest[:12]})"
+            )
+        raise NoState(f"what leads from the state of {offer.peer} to round {end.round} is unknown")
 
 
 def _told(headers: Sequence[ChainRound], known: int | None, me: str) -> Told | None:

@@ -45,7 +45,8 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class ClaimedChain:
-    """A stage's chain, and who claims which record of it, the longest claim first.
+    """A stage's chain, and who claims which record of it, the longest claim first; before all
+    those of the record that the operator's archive vouches for.
 
     peers: how many of the stage are in view; some may have no record yet.
     """
@@ -88,10 +89,15 @@ async def claimed_chain(
     )
     found = place.swarm.read(claim_key(place.run, stage), ClaimRecord) or {}
     counting = that_count(found, manifest)
-    claims = sorted(
-        ((peer, claim) for peer, claim in counting.items() if claim.round >= 0),
-        key=lambda item: (-item[1].chain_tokens, -item[1].round, item[0]),
-    )
+    vouched = counting.get(place.witness)
+
+    def order(item: tuple[str, ClaimRecord]) -> tuple[object, ...]:
+        peer, claim = item
+        believed = vouched is not None and claim.digest == vouched.digest
+        # of those the others first: a bootstrap's line is everybody's
+        return (not believed, peer == place.witness, -claim.chain_tokens, -claim.round, peer)
+
+    claims = sorted((item for item in counting.items() if item[1].round >= 0), key=order)
     chain = ChainClient(
         client, check, [peer for peer, _ in claims], older=older, deadline=deadline, limits=limits
     )

@@ -1,6 +1,9 @@
 """Which claims of a chain are believed, whom to ask, who lied, and which of two chains wins.
 
-Anybody may claim anything. What is claimed is asked for, the most tokens first. A claim whose
+Anybody may claim anything, and anybody can make records that members of its own invention voted
+for. So a claim counts only where somebody stands behind it who has something to do with the run
+(`Trust`): its *witness*, the archive of the operator's bootstrap, or most of those whose values are
+in our own chain. What counts is asked for, the most tokens first (`ClaimBook`). A claim whose
 record nobody gives for a record lifetime is presumed void: its commit may have failed, and that of
 a stranger may never have been. A peer that is busy probably has the record, so it is believed for
 longer, but not for ever. A peer whose state was wrong is asked again only where nobody else has
@@ -11,7 +14,9 @@ One book serves a peer (averaging/follower.py), another one each stage of an arc
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Collection
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from dilocox.dht.records import ClaimRecord
@@ -23,6 +28,106 @@ if TYPE_CHECKING:
     from dilocox.peer.chain.store import RoundLog, Tip
 
 MAX_NOTED = 1000  # digests or peers
+CREDIT_ROUNDS = 10  # whose contributors stand behind what comes next
+SETTLED_RECORDS = 3  # that the witness vouched for: a fork further back is nobody's to choose
+
+
+class Trust:
+    """Which claims for one stage's chain count.
+
+    witness: peer id of the operator's bootstrap, which signs the manifest. Its archive has checked
+    what it claims record by record, and each record names the one before: so its one signed claim
+    vouches for the whole chain behind it. Where it is silent, behind, or no claim of it fits, those
+    do whose values are in the last ten records of our chain: a record that more than half of them
+    claim, each counted once for every record that holds its values. Nobody else counts, and whoever
+    has no chain yet takes what the witness vouches for. Empty: nobody is the witness, as in a swarm
+    without operator, and every claim counts.
+
+    The witness itself believes what half of them claim, so that of two peers one can go on alone.
+    Who has been silent for a record lifetime does not count there any more; with nobody left, and
+    before the first record, the first sound record is believed. It never leaves a chain that it
+    vouched for.
+    """
+
+    def __init__(
+        self, *, me: str, witness: str, record_lifetime_s: float, now: Callable[[], float]
+    ):
+        self._me = me
+        self._witness = witness
+        self._all_told_at = now() + record_lifetime_s  # by then every living peer has told its own
+        self._now = now
+        self._credit: tuple[str, Counter[str]] = "", Counter()
+        self._told: ClaimRecord | None = None  # by the witness
+        self._found: tuple[tuple[str, str], int | None] = ("", ""), None
+        self._settled = ""  # digest of our newest record that the witness has claimed
+
+    def counting(self, view: SwarmView, log: RoundLog, head: Tip) -> SwarmView:
+        """This look at the swarm, with the claims that count."""
+        if not self._witness:
+            return view
+        told = self._told = view.claims.get(self._witness)
+        found = self._find(log, head)
+        if told is not None and found is not None:
+            self._settled = told.digest
+        credit, is_witness = self._credit_of(log, head), self._me == self._witness
+        if is_witness and self._now() >= self._all_told_at:
+            credit = Counter({peer: n for peer, n in credit.items() if peer in view.claims})
+        if is_witness and not credit:
+            return view
+        behind = Counter[str]()
+        for peer, claim in view.claims.items():
+            behind[claim.digest] += credit[peer]
+        least = credit.total() + (0 if is_witness else 1)
+        believed = {digest for digest, count in behind.items() if count and 2 * count >= least}
+        if told is not None and not is_witness:
+            believed.add(told.digest)
+        counting = {peer: each for peer, each in view.claims.items() if each.digest in believed}
+        return replace(view, claims=counting)
+
+    def witnessed(self, digest: str) -> bool:
+        """Whether the witness claims this very record."""
+        return self._told is not None and self._told.digest == digest
+
+    def other_chain(self, log: RoundLog, head: Tip) -> ClaimRecord | None:
+        """What the witness claims, where our chain goes back so far and has it not."""
+        told, rounds = self._told, log.rounds()
+        if told is None or self._find(log, head) is not None or self._me == self._witness:
+            return None
+        return told if rounds and rounds[0] <= told.round else None
+
+    def wins(self, digest: str, reach: Reached, log: RoundLog, head: Tip) -> bool:
+        """Whether to leave our chain for the one that was walked back from this record.
+
+        reach: of a walk that found a fork. head: of our log.
+        """
+        if not self._witness:
+            return wins(reach, log, head)
+        assert reach.fork_round is not None
+        settled = log.find(self._settled) if self._settled else None
+        if self._me == self._witness:
+            settled = head.round
+        given_up = [] if settled is None else log.rounds()
+        given_up = [n for n in given_up if reach.fork_round < n <= (settled or 0)]
+        if self.witnessed(digest):
+            return len(given_up) <= SETTLED_RECORDS
+        return not given_up and wins(reach, log, head)
+
+    def _credit_of(self, log: RoundLog, head: Tip) -> Counter[str]:
+        """In how many of the chain's last records each peer's values are."""
+        if self._credit[0] != head.digest:
+            headers = [log.header(number) for number in log.rounds()[-CREDIT_ROUNDS:]]
+            peers = (each.peer for header in headers if header for each in header.contributions)
+            self._credit = head.digest, Counter(peers)
+        return self._credit[1]
+
+    def _find(self, log: RoundLog, head: Tip) -> int | None:
+        """The round of our record that the witness claims."""
+        if self._told is None:
+            return None
+        both = head.digest, self._told.digest
+        if self._found[0] != both:
+            self._found = both, log.find(self._told.digest)
+        return self._found[1]
 
 
 class ClaimBook:
@@ -47,9 +152,14 @@ class ClaimBook:
             passed.add(best[1].digest)
         return found
 
-    def best(self, view: SwarmView, head: Tip) -> ClaimRecord | None:
+    def best(
+        self, view: SwarmView, head: Tip, other_chain: ClaimRecord | None = None
+    ) -> ClaimRecord | None:
+        """other_chain: what else will do, whatever tokens it has."""
         found = view.best_claim(head.chain_tokens, head.digest, self._ignored)
-        return None if found is None else found[1]
+        if found is not None:
+            return found[1]
+        return other_chain if other_chain is not None and self.believed(other_chain) else None
 
     def believed(self, claim: ClaimRecord) -> bool:
         """Whether it is not one of those that nobody could prove."""

@@ -27,7 +27,7 @@ from dilocox.dht.addresses import check_ports
 from dilocox.dht.bootstrap_node import run_bootstrap
 from dilocox.dht.errors import EnvironmentFault, InvalidInput
 from dilocox.dht.files import bytes_below, write_atomically
-from dilocox.dht.identity import Identity
+from dilocox.dht.identity import Identity, peer_id_of
 from dilocox.dht.invite import SCHEME, Invite, bootstrap_address, run_id
 from dilocox.dht.manifest import PROTOCOL_VERSION, warnings
 from dilocox.dht.manifest_keeper import ManifestCopy, ManifestKeeper, OwnManifest
@@ -261,6 +261,7 @@ class Beside:
             swarm=swarm,
             run=keeper.run,
             me=identity.peer_id,
+            witness=peer_id_of(keeper.signed.public_key),
             manifest=manifest,
             folder=self._folder,
         )

@@ -24,8 +24,8 @@ from dilocox.dht.invite import bootstrap_address
 from dilocox.dht.manifest import Manifest
 from dilocox.dht.rpc import REFUSED, LoopThread, PeerBusy
 from dilocox.peer.averaging.local_peer import LocalPeer
-from dilocox.peer.chain.chain_client import ChainClient, Limits, NoState, load_state
-from dilocox.peer.chain.download import claimed_chain
+from dilocox.peer.chain.chain_client import ChainEnd, Limits, NoState, load_state
+from dilocox.peer.chain.download import ClaimedChain, claimed_chain
 from dilocox.peer.chain.rollback import STATE_NAME
 from dilocox.peer.chain.snapshot_files import made_whole, write_state
 from dilocox.peer.chain.store import INITIAL_NAME, KeptState, archive_folder, kept_state
@@ -123,7 +123,7 @@ class InitialWeights:
             claimed = await claimed_chain(local, local.stage, older=False, limits=Limits())
             for peer in dict.fromkeys((*claimed.claims, *bootstraps)):
                 try:
-                    return await self._from(claimed.chain, peer)
+                    return await self._from(claimed, peer)
                 except REFUSED as error:
                     if isinstance(error, PeerBusy):  # it has them, and others take them now
                         give_up = time.monotonic() + self._wait_s
@@ -135,12 +135,19 @@ class InitialWeights:
             f"bootstrap must run; or put the checkpoint at {local.manifest.initial.source!r}"
         )
 
-    async def _from(self, chain: ChainClient, peer: str) -> KeptState:
-        """A newer state saves the records before it, unless those are here already."""
+    async def _from(self, claimed: ClaimedChain, peer: str) -> KeptState:
+        """A newer state that the witness vouches for saves the records before it, unless those are
+        here already.
+        """
         log, folder = self._local.open_log(), self._local.folder / "incoming"
-        if not log.rounds():
+        chain, witness = claimed.chain, self._local.witness
+        told = claimed.claims.get(witness)
+        if not log.rounds() and (told is not None or not witness):
             with suppress(NoState):
                 offer = await chain.offer(peer)
+                if told is not None:
+                    end = ChainEnd(digest=told.digest, round=told.round, teller=witness)
+                    await chain.check_leads_to(end, offer)
                 kept = await chain.download(offer, folder)
                 await asyncio.to_thread(log.start_from, offer.record_bytes, offer.certificate)
                 return kept

@@ -21,6 +21,10 @@ from tests.peer.kept_chains import RUN
 Find = Callable[[dict[str, Any]], "Source | None"]
 
 
+async def on_any_chain(_: object) -> None:
+    """Of a state that is taken whatever it stands on."""
+
+
 class MemorySwarm:
     """The peers by name, each with what it gives to whoever asks; others are gone.
 
@@ -76,6 +80,7 @@ class MemorySwarm:
 
         place = SimpleNamespace(
             run=RUN,
+            witness="",
             manifest=manifest,
             swarm=SimpleNamespace(read=lambda key, _: claims(stages[key])),
             dht=SimpleNamespace(replicate_p2p=replicate_p2p),

@@ -40,7 +40,7 @@ from dilocox.peer.chain.uploads import Source
 from dilocox.peer.rounds.outer_step import OuterStep, anchor_sha256
 from dilocox.pipeline.stage import build_stage, flatten_parameters, stage_layout
 from tests.peer.kept_chains import MODEL, RUN, ChainMaker
-from tests.peer.memory_swarm import MemorySwarm
+from tests.peer.memory_swarm import MemorySwarm, on_any_chain
 
 MANIFEST = Manifest.from_dict(
     {
@@ -66,6 +66,7 @@ class Kept:
         keep_bytes: int = 1 << 30,
         now: Callable[[], float] = time.monotonic,
         records_after_state: tuple[int, int] = (2, 2),
+        witness: str = "",
     ):
         self.folder = folder
         self.swarm = MemorySwarm(**{donor.peer: donor.find for donor in donors})
@@ -73,6 +74,7 @@ class Kept:
         self.archive = StageArchive(
             folder,
             me=ME,
+            witness=witness,
             check=CHECK,
             record_lifetime_s=record_lifetime_s,
             keep_bytes=keep_bytes,
@@ -127,7 +129,7 @@ class Kept:
 
         async def take() -> tuple[int, ...]:
             with contextlib.suppress(NoState):
-                found = await chain.state(ME, folder, after_round=-1)
+                found = await chain.state(ME, folder, after_round=-1, on_chain=on_any_chain)
                 state = found.load(anchor, momentum)
                 log.start_from(state.record, state.certificate)
             return (await chain.catch_up(log, claim.digest)).appended
@@ -278,6 +280,32 @@ def test_a_chain_with_more_tokens_wins_and_one_that_lost_is_not_told(
     assert torch.equal(fresh.joiner_gets(tmp_path, claim), theirs.anchor)
     back = fresh.look(ours, theirs)
     assert back is not None and back.digest == theirs.claim().digest
+
+
+def test_the_operator_s_archive_takes_no_record_of_strangers_and_never_leaves_its_chain(
+    donor: ChainMaker, identities: list[Identity], tmp_path: Path
+) -> None:
+    stranger = maker(identities[1], tmp_path / "stranger")
+    kept = Kept(tmp_path / "kept", donor, stranger, witness=ME)
+    donor.train(0, 1)
+    assert kept.look(donor) == donor.claim()
+    stranger.train(*range(20))  # a sound chain of its own: a fork of more tokens
+    assert kept.look(donor, stranger) == donor.claim()
+    donor.train(2)
+    assert kept.look(donor, stranger) == donor.claim()
+    assert {peer for peer, _ in kept.swarm.asked} == {donor.peer}, "the stranger is not even asked"
+
+
+def test_a_copy_of_the_bootstrap_believes_the_operator_s(
+    donor: ChainMaker, identities: list[Identity], tmp_path: Path
+) -> None:
+    stranger = maker(identities[1], tmp_path / "stranger")
+    kept = Kept(tmp_path / "kept", donor, stranger, witness="QmOperator")
+    donor.train(0, 1)
+    stranger.train(*range(20))
+    assert kept.look(donor, stranger) is None, "it has no chain, and nobody vouches for one"
+    kept.swarm.finds["QmOperator"] = donor.find
+    assert kept.look(donor, stranger, QmOperator=donor.claim()) == donor.claim()
 
 
 def test_a_claim_that_nobody_can_prove_hides_neither_the_others_nor_ours_for_long(
@@ -674,6 +702,7 @@ def test_no_fault_of_the_archive_leaves_its_tick(
             swarm=cast("Any", None),
             run=RUN,
             me=ME,
+            witness=ME,
             manifest=MANIFEST,
             folder=tmp_path,
         )
@@ -726,7 +755,7 @@ def while_it_keeps(folder: Path, test: Callable[[Keeper], None]) -> None:
     """Run the test beside a keeper of two stages that are on the disk, with a p2pd of its own."""
     for stage in range(2):
         (folder / f"stage{stage}").mkdir()
-    keeper = Keeper(RUN, ME, replace(MANIFEST, stages=2), folder)
+    keeper = Keeper(RUN, ME, ME, replace(MANIFEST, stages=2), folder)
 
     async def run() -> None:
         p2p = await P2P.create(startup_timeout=60)

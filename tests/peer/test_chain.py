@@ -17,7 +17,7 @@ from dilocox.dht.swarm_view import SwarmView
 from dilocox.peer.averaging.averager import Applied
 from dilocox.peer.averaging.events import Committed, EventQueue, Resynced
 from dilocox.peer.averaging.follower import ChainFollower
-from dilocox.peer.chain.chain_client import NoState, Reached, State, Told
+from dilocox.peer.chain.chain_client import ChainEnd, NoState, Reached, State, Told
 from dilocox.peer.rounds.record import RecordRefused
 from tests.peer.clocks import TestClock
 from tests.peer.kept_chains import ChainMaker, manifest_of
@@ -43,6 +43,7 @@ def follower(donor: ChainMaker, averager: Any, events: EventQueue, **facts: Any)
         open_log=lambda: donor.log,
         manifest=donor.manifest,
         layout=SimpleNamespace(numel=STATE_BYTES // 8),
+        witness=facts.pop("witness", ""),
         clock=facts.pop("clock", TestClock()),
     )
     return ChainFollower(local, averager, events, applied=-1, anchor_sha256="b" * 64, **facts)
@@ -102,6 +103,8 @@ class Behind:
     events: EventQueue = field(default_factory=EventQueue)
     unsettled: tuple[int, ...] = ()
     back_to: list[int | None] = field(default_factory=list["int | None"])
+    witness: str = ""
+    ends: list[ChainEnd | None] = field(default_factory=list["ChainEnd | None"])
 
     def __post_init__(self) -> None:
         averager = SimpleNamespace(
@@ -114,6 +117,7 @@ class Behind:
             averager,
             self.events,
             clock=self.clock,
+            witness=self.witness,
             unsettled=lambda: self.unsettled,
         )
 
@@ -123,7 +127,10 @@ class Behind:
         self.back_to.append(back_to)
         return self._ask("records", limit_bytes)
 
-    def _fetch_state(self, peer: str, *, after_round: int, hurry: bool) -> Any:
+    def _fetch_state(
+        self, peer: str, *, after_round: int, hurry: bool, end: ChainEnd | None
+    ) -> Any:
+        self.ends.append(end)
         self.hurried.append(hurry)
         self.donors.append(peer)
         return self._ask("state", after_round)
@@ -164,6 +171,19 @@ def test_records_are_taken_where_they_are_fewer_bytes_than_a_state(behind: Behin
     behind.answers = [nothing()]
     behind.look(record_bytes=200, rounds=5)
     assert behind.asked == [("records", STATE_BYTES)]
+
+
+def test_only_what_is_vouched_for_is_asked_for(identities: list[Identity], tmp_path: Path) -> None:
+    behind = Behind(ChainMaker(identities[0], tmp_path, manifest_of()), [], witness="QmBoot")
+    behind.look(holders=("QmStranger",))
+    assert not behind.chain.behind(behind.view), "nothing may wait for it"
+    behind.answers = [nothing()]
+    behind.look(holders=("QmStranger", "QmBoot"))
+    assert behind.asked == [("records", STATE_BYTES)]
+    behind.answers = [ConnectionError("gone")]
+    behind.look(record_bytes=201, holders=("QmStranger", "QmBoot"))
+    end = behind.ends.pop()
+    assert end is not None and (end.digest, end.teller) == ("d" * 64, "QmBoot")
 
 
 def test_a_state_is_taken_where_it_is_fewer_bytes_than_the_records(behind: Behind) -> None:

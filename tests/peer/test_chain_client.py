@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,13 +13,20 @@ import torch
 
 from dilocox.dht.identity import Identity
 from dilocox.dht.rpc import CallRefused
-from dilocox.peer.chain.chain_client import ChainClient, Limits, Reached, State
+from dilocox.peer.chain.chain_client import (
+    ChainClient,
+    ChainEnd,
+    Limits,
+    NoState,
+    Reached,
+    State,
+)
 from dilocox.peer.chain.record_check import RecordCheck
 from dilocox.peer.chain.store import RoundLog
 from dilocox.peer.chain.uploads import Source, find_in_log
 from dilocox.peer.rounds.record import RecordRefused, parse_header
 from tests.peer.kept_chains import RUN, ChainMaker, manifest_of
-from tests.peer.memory_swarm import MemorySwarm
+from tests.peer.memory_swarm import MemorySwarm, on_any_chain
 
 PEER = "QmPeer"
 
@@ -51,7 +59,7 @@ class Joiner:
 
     def taken(self, folder: Path) -> State:
         anchor, momentum = (torch.zeros(self.maker.layout.numel) for _ in range(2))
-        found = asyncio.run(self.chain().state(PEER, folder, after_round=-1))
+        found = asyncio.run(self.chain().state(PEER, folder, after_round=-1, on_chain=on_any_chain))
         return found.load(anchor, momentum)
 
     @property
@@ -289,6 +297,31 @@ def test_an_offer_that_comes_with_a_body_costs_no_byte_of_it(
 
 
 # ---- serving -------------------------------------------------------------------------------------
+def test_a_state_must_lead_to_what_is_vouched_for(maker: ChainMaker, tmp_path: Path) -> None:
+    maker.train(0, 1, 2, 3)
+    joiner = Joiner(maker, tmp_path / "log")
+    joiner.swarm.finds["QmWitness"] = maker.find
+    digests = maker.digests[1:]
+
+    def check(round_number: int, digest: str, end_round: int) -> None:
+        offer: Any = SimpleNamespace(round=round_number, digest=digest, peer="QmLiar")
+        end = ChainEnd(digest=digests[end_round], round=end_round, teller="QmWitness")
+        asyncio.run(joiner.chain().check_leads_to(end, offer))
+
+    check(3, digests[3], 3)
+    check(1, digests[1], 3)
+    assert {peer for peer, _ in joiner.swarm.asked} == {"QmWitness"}, "a liar's word proves nothing"
+    with pytest.raises(NoState, match="nobody vouches yet for round 3"):
+        check(3, digests[3], 2)
+    with pytest.raises(CallRefused, match="a chain that nobody vouches for"):
+        check(1, "f" * 64, 3)
+    with pytest.raises(CallRefused, match="a chain that nobody vouches for"):
+        check(-1, "f" * 64, 3)
+    maker.log.prune(2)
+    with pytest.raises(NoState, match="is unknown"):
+        check(0, digests[0], 3)
+
+
 def test_of_a_record_only_the_header_is_read_where_that_is_wanted(maker: ChainMaker) -> None:
     maker.train(0)
     entry = maker.log.newest()

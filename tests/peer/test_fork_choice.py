@@ -13,7 +13,7 @@ from dilocox.dht.records import ClaimRecord
 from dilocox.dht.rpc import BUSY_LIFETIMES
 from dilocox.dht.swarm_view import SwarmView
 from dilocox.peer.chain.chain_client import Reached
-from dilocox.peer.chain.fork_choice import MAX_NOTED, ClaimBook, holders, wins
+from dilocox.peer.chain.fork_choice import MAX_NOTED, ClaimBook, Trust, holders, wins
 from dilocox.peer.chain.store import RoundLog, Tip
 from tests.peer.clocks import TestClock
 
@@ -165,3 +165,110 @@ def test_of_two_chains_the_one_with_more_tokens_wins(
         appended=(), fork_round=0, fork_digest=first, chain_tokens=tokens, too_far=False
     )
     assert wins(reached, cast("RoundLog", log), ours) is theirs_wins
+
+
+# ---- whose claims count --------------------------------------------------------------------------
+WITNESS = "boot"
+LOG = {0: ("r0", "ab"), 1: ("r1", "abc"), 2: ("r2", "abc"), 3: ("r3", "abc"), 4: ("aa", "abc")}
+"""Our chain by round: the digest of its record, and whose values are in it."""
+
+
+class Credited:
+    """As much of a RoundLog as trust asks for."""
+
+    def __init__(self, records: dict[int, tuple[str, str]]):
+        self.records = records
+
+    def rounds(self) -> list[int]:
+        return sorted(self.records)
+
+    def header(self, number: int) -> Any:
+        peers = [SimpleNamespace(peer=peer) for peer in self.records[number][1]]
+        before = [digest for n, (digest, _) in self.records.items() if n < number]
+        return SimpleNamespace(contributions=peers, previous=before[-1] if before else "root")
+
+    def find(self, digest: str) -> int | None:
+        return next((n for n, (found, _) in self.records.items() if found == digest), None)
+
+
+def trust_of(clock: TestClock, me: str = "me", witness: str = WITNESS) -> Trust:
+    return Trust(me=me, witness=witness, record_lifetime_s=LIFETIME_S, now=clock.monotonic)
+
+
+def counting(trust: Trust, claims: dict[str, ClaimRecord], log: Credited | None = None) -> str:
+    """The digests that count, sorted."""
+    seen = SwarmView(me="me", claims=claims)
+    found = trust.counting(seen, cast("RoundLog", log or Credited(LOG)), HEAD)
+    return " ".join(sorted({each.digest for each in found.claims.values()}))
+
+
+@pytest.mark.parametrize(
+    ("claims", "expected"),
+    [
+        ({"x": claim("bad")}, ""),  # a stranger: nobody who is in our chain
+        ({f"x{n}": claim("bad") for n in range(12)}, ""),  # nor are twelve
+        ({WITNESS: claim("bb")}, "bb"),
+        ({WITNESS: claim("bb"), "x": claim("bad", 10**9)}, "bb"),
+        ({"a": claim("bb")}, ""),  # 5 of 14
+        ({"a": claim("bb"), "b": claim("bb")}, "bb"),  # 10 of 14
+        ({"a": claim("bb"), "b": claim("bad")}, ""),
+        ({"a": claim("bb"), "b": claim("bb"), WITNESS: claim("aa", 500, 4)}, "aa bb"),
+    ],
+)
+def test_a_claim_counts_if_the_witness_makes_it_or_most_of_those_who_made_our_chain(
+    clock: TestClock, claims: dict[str, ClaimRecord], expected: str
+) -> None:
+    assert counting(trust_of(clock), claims) == expected
+
+
+def test_who_has_no_chain_believes_the_witness_alone(clock: TestClock) -> None:
+    trust, nothing = trust_of(clock), Credited({})
+    assert counting(trust, {"a": claim("bb"), "b": claim("bb")}, nothing) == ""
+    assert counting(trust, {"a": claim("bb"), WITNESS: claim("cc")}, nothing) == "cc"
+    assert counting(trust_of(clock, witness=""), {"a": claim("bb")}, nothing) == "bb"
+
+
+def test_the_witness_believes_half_and_forgets_who_is_gone(clock: TestClock) -> None:
+    trust = trust_of(clock, me=WITNESS)
+    one = {"c": claim("bb"), "x": claim("bad")}  # c is in 4 of our records, a and b in 5 each
+    assert counting(trust, one) == ""
+    assert counting(trust, one | {"a": claim("bb")}) == "bb"
+    clock.now += LIFETIME_S  # whoever lives has told its own by now
+    assert counting(trust, one) == "bb"
+    assert counting(trust, one | {"a": claim("aa", 500, 4)}) == "aa", "a is there, and has more"
+    assert counting(trust, {"x": claim("bad")}) == "bad", "nobody is left: a stranger goes on"
+
+
+def test_the_witness_takes_the_first_chain_that_it_sees(clock: TestClock) -> None:
+    assert counting(trust_of(clock, me=WITNESS), {"x": claim("bb")}, Credited({})) == "bb"
+
+
+@pytest.mark.parametrize(
+    ("fork_round", "told", "leaves"),
+    [
+        (1, "bb", True),  # three records of ours were witnessed after round 1
+        (0, "bb", False),  # four: no bootstrap may take them back
+        (3, "", False),  # it is known by its makers alone, and ours was witnessed
+    ],
+)
+def test_a_fork_is_the_witness_s_to_choose_and_not_further_back_than_three_of_its_records(
+    clock: TestClock, fork_round: int, told: str, leaves: bool
+) -> None:
+    trust, log = trust_of(clock), cast("RoundLog", Credited(LOG))
+    counting(trust, {WITNESS: claim("aa", 500, 4)})  # the newest of ours
+    counting(trust, {WITNESS: claim(told or "aa", 10, 4)})
+    reach = Reached(
+        appended=(), fork_round=fork_round, fork_digest="b", chain_tokens=900, too_far=False
+    )
+    assert (trust.other_chain(log, HEAD) is not None) is bool(told), "whatever tokens it has"
+    assert trust.wins("bb", reach, log, HEAD) is leaves
+
+
+def test_of_two_chains_that_nobody_vouched_for_the_one_with_more_tokens_wins(
+    clock: TestClock,
+) -> None:
+    trust, log = trust_of(clock), cast("RoundLog", Credited(LOG))
+    counting(trust, {WITNESS: claim("r2", 300, 2)})
+    reach = Reached(appended=(), fork_round=2, fork_digest="b", chain_tokens=900, too_far=False)
+    assert trust.wins("bb", reach, log, HEAD)
+    assert not trust_of(clock, me=WITNESS).wins("bb", reach, log, HEAD), "it vouched for ours"

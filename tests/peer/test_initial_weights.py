@@ -104,6 +104,7 @@ def archive(folder: Path, manifest: Manifest) -> StageArchive:
     return StageArchive(
         archive_folder(folder, RUN, manifest) / "stage0",
         me=BOOTSTRAP,
+        witness=BOOTSTRAP,
         check=RecordCheck(RUN, 0, manifest, stage_layout(manifest, 0)),
         record_lifetime_s=60.0,
         keep_bytes=1 << 30,

@@ -1,0 +1,233 @@
+"""A hostile client: it has the invite, keys of its own, and speaks the wire as peers do.
+
+    python -m tests.attacks.hostile INVITE FOLDER ATTACK
+
+It does one attack of `ATTACKS` again and again until it is ended, and prints a line of JSON for
+each time: what honest peers must not take up.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+import tempfile
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from dilocox.dht.errors import DilocoxError
+from dilocox.dht.identity import Identity
+from dilocox.dht.invite import Invite
+from dilocox.dht.join import Joined, join_run
+from dilocox.dht.records import (
+    BellRecord,
+    ClaimRecord,
+    averaging_prefix,
+    bell_key,
+    claim_key,
+    replica_key,
+    stage_key,
+)
+from dilocox.dht.rpc import REFUSED
+from dilocox.dht.swarm import Swarm
+from dilocox.peer.chain.archive_keeper import ArchiveService
+from dilocox.peer.chain.chain_client import Fetched, Limits
+from dilocox.peer.chain.download import StageAnchor, claimed_chain, download_anchors
+from dilocox.peer.chain.uploads import Source
+from dilocox.peer.rounds.ballots import Ballot, certificate
+from dilocox.peer.rounds.group import tokens_cap
+from dilocox.peer.rounds.outer_step import anchor_sha256
+from dilocox.peer.rounds.rank_choice import RoundPlan, stage_codec
+from dilocox.peer.rounds.record import Contribution, ReducedShare, RoundRecord, digest_of
+from dilocox.peer.rounds.vote_count import Vote
+from tests.peer.fabricated import replica_record, stage_record
+
+KEYS = 12
+PAUSE_S = 1.0
+FAR_ROUNDS = (9_999_999_999, 2**53)
+NEVER = "f" * 64
+
+
+class Hostile:
+    """The stranger, its keys, and what it serves."""
+
+    def __init__(self, place: Joined, folder: Path):
+        self.place = place
+        self.keys = [
+            place.identity,
+            *(Identity.load_or_create(folder / f"{n}.key") for n in range(1, KEYS)),
+        ]
+        self.swarms = [Swarm(place.dht, place.run, each, place.clock) for each in self.keys]
+        self.codecs: dict[int, Any] = {}
+        self._folder = folder
+        self._served: dict[str, tuple[bytes, bytes]] = {}
+        loop = asyncio.new_event_loop()
+        threading.Thread(target=loop.run_forever, daemon=True).start()
+        asyncio.run_coroutine_threadsafe(self._serve(), loop).result(30)
+
+    # ---- the attacks: what each returns is printed -----------------------------------------------
+    def records(self) -> dict[str, Any]:
+        """A1: a record after the newest one, of random values, certified by keys of its own; its
+        tokens (A4) are as many as may be."""
+        taken: list[StageAnchor] = []
+        with tempfile.TemporaryDirectory(dir=self._folder) as folder:
+            download_anchors(self.place, taken.append, folder=Path(folder), timeout_s=30)
+        newest = taken[-1]
+        last = asyncio.run(self._fetched(newest.place.digest))
+        data, proof = self._forged(newest, last.record)
+        digest = digest_of(data)
+        self._served[digest] = data, proof
+        claim = ClaimRecord(
+            round=newest.place.round + 1,
+            digest=digest,
+            tokens=10**9,
+            chain_tokens=newest.place.chain_tokens + KEYS * tokens_cap(self.place.manifest),
+            record_bytes=len(data),
+        )
+        self._tell(claim_key(self.place.run, 0), claim)
+        return {"round": claim.round, "digest": digest}
+
+    def claims(self) -> dict[str, Any]:
+        """A8: a claim of what nobody has, another one each time; A4: of the whole run."""
+        digest = digest_of(str(time.time()).encode())
+        claim = ClaimRecord(
+            round=1000, digest=digest, tokens=1, chain_tokens=2**52, record_bytes=1000
+        )
+        self._tell(claim_key(self.place.run, 0), claim)
+        return {"digest": digest}
+
+    def rounds(self) -> dict[str, Any]:
+        """A2: replicas and bells of rounds that nobody will ever see."""
+        run, lifetime_s = self.place.run, self.place.manifest.deadlines.record_lifetime_s
+        for number, swarm in zip(FAR_ROUNDS, self.swarms, strict=False):
+            me = self.keys[FAR_ROUNDS.index(number)].peer_id
+            far = replica_record([me], round=number, val_round=number)
+            swarm.publish(replica_key(run), far, lifetime_s)
+            bell = BellRecord(
+                round=number,
+                finished_at=0.0,
+                round_s=1.0,
+                tokens=1,
+                send_after=None,
+                scheduled_at=None,
+            )
+            swarm.publish(bell_key(run, number), bell, lifetime_s)
+            hosting = stage_record(state="training", round=number, digest=NEVER, replica=me)
+            swarm.publish(stage_key(run, 0), hosting, lifetime_s)
+        return {"rounds": FAR_ROUNDS}
+
+    # ---- pieces ----------------------------------------------------------------------------------
+    def _tell(self, key: str, claim: ClaimRecord) -> None:
+        for swarm in self.swarms:
+            swarm.publish(key, claim, self.place.manifest.deadlines.record_lifetime_s)
+
+    async def _fetched(self, digest: str) -> Fetched:
+        claimed = await claimed_chain(self.place, 0, limits=Limits())
+        found = await claimed.chain.record(digest)
+        if found is None:
+            raise ConnectionError("the newest record is gone")
+        return found
+
+    def _forged(self, newest: StageAnchor, last: RoundRecord) -> tuple[bytes, bytes]:
+        manifest = self.place.manifest
+        codec = stage_codec(manifest, newest.layout)
+        plan = RoundPlan(manifest, codec)
+        ranks = plan.ranks_after(last)
+        low_rank = codec.low_rank(ranks)
+        basis = None if low_rank is None else low_rank.initial_basis("x")
+        encoder = codec.encoder(torch.randn(newest.layout.numel), ranks, lambda: basis)
+        names = sorted(key.peer_id for key in self.keys)
+        parts, means, vectors = list[ReducedShare](), list[bytes](), list[torch.Tensor]()
+        for index, phase in enumerate(codec.phases(ranks)):
+            payload = phase.codec.encode(encoder.vector(index, vectors))
+            vectors.append(phase.codec.decode(payload, phase.numel))
+            means.append(payload.numpy().tobytes())
+            share = ReducedShare(
+                phase=index,
+                reducer=names[0],
+                start=0,
+                stop=phase.numel,
+                contributors=tuple(names),
+            )
+            parts.append(share)
+        most = tokens_cap(manifest)
+        record = RoundRecord(
+            run=self.place.run,
+            stage=0,
+            round=last.round + 1,
+            previous=newest.place.digest,
+            anchor_before=anchor_sha256(newest.anchor),
+            rules=manifest.rules,
+            layout=newest.layout.digest,
+            ranks=ranks,
+            members=tuple(
+                Contribution(peer=name, tokens=most, exchange_s=1.0, step_s=1.0) for name in names
+            ),
+            chain_tokens=last.chain_tokens + KEYS * most,
+            parts=tuple(parts),
+            window=last.window,
+            next_ranks=(),
+            next_inner_steps=plan.inner_steps_after(last),
+            means=tuple(means),
+        )
+        data = plan.finished(record).to_bytes()
+        return data, self._certified(record, digest_of(data), names)
+
+    def _certified(self, record: RoundRecord, digest: str, names: list[str]) -> bytes:
+        ballot = Ballot(
+            run=record.run,
+            stage=record.stage,
+            round=record.round,
+            attempt=0,
+            group=b"g",
+            members=tuple(names),
+        )
+        votes = [
+            ballot.sign(Vote(voter=key.peer_id, digest=digest, missed=()), key) for key in self.keys
+        ]
+        return certificate(ballot, votes, digest)
+
+    async def _serve(self) -> None:
+        async def find(want: dict[str, Any]) -> Source | None:
+            found = self._served.get(str(want.get("digest")))
+            if found is None or want.get("what") not in ("record", "certificate"):
+                return None
+            return Source.of(found[want["what"] == "certificate"])
+
+        service = ArchiveService(find, Counter(), Counter())
+        prefix = averaging_prefix(self.place.run, 0)
+        await service.add_p2p_handlers(await self.place.dht.replicate_p2p(), namespace=prefix)
+
+
+ATTACKS: dict[str, Callable[[Hostile], dict[str, Any]]] = {
+    "records": Hostile.records,
+    "claims": Hostile.claims,
+    "rounds": Hostile.rounds,
+}
+
+
+def main() -> None:
+    """Attack until somebody ends it."""
+    invite, folder, attack = Invite.parse(sys.argv[1]), Path(sys.argv[2]), ATTACKS[sys.argv[3]]
+    folder.mkdir(exist_ok=True)
+    identity = Identity.load_or_create(folder / "0.key")
+    with join_run(invite, identity, listen=["/ip4/127.0.0.1/tcp/0"]) as place:
+        # it believes nobody: the newest of what is claimed is what it builds on
+        hostile = Hostile(replace(place, witness=""), folder)
+        while True:
+            try:
+                print(json.dumps(attack(hostile)), flush=True)
+            except (*REFUSED, DilocoxError) as error:  # the swarm goes on meanwhile: the next time
+                print(json.dumps({"failed": repr(error)}), flush=True)
+            time.sleep(PAUSE_S)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,118 @@
+"""Strangers who have the invite, and no part in the run: what they make is taken up by nobody, and
+rounds go on as fast as before.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+
+from dilocox.peer.chain.store import Store
+from dilocox.peer.os_process import Child, start_process
+from dilocox.peer.rounds.record import RoundRecord
+from tests.swarm.conftest import StartSwarm
+from tests.swarm.harness import LocalSwarm
+from tests.swarm.small_run import fixed_steps
+
+pytestmark = [pytest.mark.swarm, pytest.mark.timeout(600)]
+
+INNER_STEPS, STEP_S = 60, 0.08  # about five seconds a round
+HONEST_S = 40.0
+BEGIN_LIMIT_S = 60.0
+LEAST_SHARE = 0.9 / 2  # of the honest rounds a minute, and a factor of two for busy machines
+
+
+class Attack:
+    """A hostile client that runs, and what it printed."""
+
+    def __init__(self, child: Child):
+        self.child = child
+
+    @property
+    def done(self) -> list[dict[str, Any]]:
+        """What it did each time that it came through."""
+        lines = self.child.log.read_text(errors="replace").splitlines()
+        found = [json.loads(line) for line in lines if line.startswith("{")]
+        return [each for each in found if "failed" not in each]
+
+
+@contextmanager
+def attacked(swarm: LocalSwarm, kind: str) -> Iterator[Attack]:
+    """A stranger attacks; it has come through three times when this begins."""
+    log = swarm.folder / f"{kind}.log"
+    command = [sys.executable, "-m", "tests.attacks.hostile", swarm.invite]
+    command += [str(swarm.folder / kind), kind]
+    child = start_process(command, log, env=swarm.environment("hostile"))
+    attack = Attack(child)
+    try:
+        swarm.wait(lambda: len(attack.done) >= 3, BEGIN_LIMIT_S, f"{kind}: three attacks")
+        yield attack
+        child.check()
+    finally:
+        child.terminate()
+        child.wait(10.0)
+
+
+def swarm_of_three(start_swarm: StartSwarm) -> LocalSwarm:
+    swarm = start_swarm(rounds=fixed_steps(INNER_STEPS))
+    for _ in range(3):
+        swarm.add_peer(step_s=STEP_S)
+    swarm.wait_for_rounds(2, 120)
+    return swarm
+
+
+def rounds_in(swarm: LocalSwarm, seconds: float) -> int:
+    """Rounds that the first peer commits in so many seconds."""
+    before = len(swarm.peers[0].rounds)
+    swarm.let_pass(seconds)
+    return len(swarm.peers[0].rounds) - before
+
+
+def taken(swarm: LocalSwarm) -> list[RoundRecord]:
+    """The records of all peers and of the archive."""
+    logs: list[Store] = [swarm.round_log(peer) for peer in swarm.peers]
+    kept = swarm.folder.glob("bootstrap/*-archive-*/stage0/[0-9]*[0-9]/log")
+    logs += [Store(folder) for folder in kept]
+    headers = [log.header(number) for log in logs for number in log.rounds()]
+    return [header for header in headers if header is not None]
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "records",  # A1, A4: certified by keys of its own
+        "claims",  # A8: of what nobody has; A4: of the end of the run
+        "rounds",  # A2: of rounds that will never be
+    ],
+)
+def test_what_a_stranger_says_moves_nobody_and_stops_nobody(
+    start_swarm: StartSwarm, kind: str
+) -> None:
+    swarm = swarm_of_three(start_swarm)
+    honest = rounds_in(swarm, HONEST_S)
+    members = {peer.peer_id for peer in swarm.peers}
+    with attacked(swarm, kind) as attack:
+        began = time.monotonic()
+        under_attack = rounds_in(swarm, HONEST_S)
+        times = len(attack.done)
+        joiner = swarm.add_peer(step_s=STEP_S)
+        swarm.wait_for_rounds(2, 90, of=[joiner])
+        members.add(joiner.peer_id)
+        joined_s = time.monotonic() - began - HONEST_S
+    print(
+        f"{kind}, {times} times: {honest} rounds in {HONEST_S:.0f} s, {under_attack} under attack; "
+        f"a joiner had two rounds after {joined_s:.0f} s"
+    )
+    assert under_attack >= LEAST_SHARE * honest
+    strangers = [
+        record.round for record in taken(swarm) if {m.peer for m in record.members} - members
+    ]
+    assert not strangers, "records of strangers were taken"
+    swarm.assert_equal_chains()
+    assert not any("Traceback" in peer.log_text() for peer in swarm.peers)

@@ -300,12 +300,12 @@ def test_a_copy_of_the_bootstrap_believes_the_operator_s(
     donor: ChainMaker, identities: list[Identity], tmp_path: Path
 ) -> None:
     stranger = maker(identities[1], tmp_path / "stranger")
-    kept = Kept(tmp_path / "kept", donor, stranger, witness="QmOperator")
+    kept = Kept(tmp_path / "kept", donor, stranger, witness="QmWitness")
     donor.train(0, 1)
     stranger.train(*range(20))
     assert kept.look(donor, stranger) is None, "it has no chain, and nobody vouches for one"
-    kept.swarm.finds["QmOperator"] = donor.find
-    assert kept.look(donor, stranger, QmOperator=donor.claim()) == donor.claim()
+    kept.swarm.finds["QmWitness"] = donor.find
+    assert kept.look(donor, stranger, QmWitness=donor.claim()) == donor.claim()
 
 
 def test_a_claim_that_nobody_can_prove_hides_neither_the_others_nor_ours_for_long(

@@ -2,12 +2,12 @@
 
     python benchmarks/attacks.py [--seeds 3] [--rounds 30] [--codec defaults] [--quick] [--json]
 
-Eight workers train one small model in one process, as in benchmarks/convergence.py, under the
-rules of benchmarks/robust.py; every worker reduces one part of each phase, by itself. One or two of
-the eight lie. Figures are how far the validation loss at the end is above that of the honest run
-under the plain mean, from the same seed.
+Eight workers train one small model in one process, as in benchmarks/convergence.py, under the rules
+that a manifest may name (`rounds.robust`; peer/rounds/robust.py) and under centered clipping; every
+worker reduces one part of each phase, by itself. One or two of the eight lie. Figures are how far
+the validation loss at the end is above that of the honest run in which everybody is believed, from
+the same seed.
 
-This is a trial of rules before the product has any: it averages by tokens and believes everybody.
 A reducer that returns another mean than that of what it got is not among the attacks.
 """
 
@@ -28,7 +28,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.convergence_rules import ADAPTIVE, DEFAULTS, FOUR_BIT, WORLD, rules
 from benchmarks.convergence_runs import Runner, gaps, mean
-from benchmarks.robust import RULES
+from benchmarks.simulated_exchange import Averaging
 from benchmarks.simulated_swarm import Attack, Outcome, Rule, World
 from benchmarks.tables import narrow
 
@@ -40,16 +40,21 @@ ATTACKS: dict[str, Attack | None] = {
     "1 flips, times ten": Attack(kind="flip", liars=1, factor=10.0),
     "2 flip, times ten": Attack(kind="flip", liars=2, factor=10.0),
     "2 flip": Attack(kind="flip", liars=2),
-    "1 flips, states ten": Attack(kind="flip", liars=1, weight=10.0),
+    "1 flips, states ten": Attack(kind="flip", liars=1, weight=10),
     "2 noise of ten": Attack(kind="noise", liars=2, factor=10.0),
     "2 a constant, ten": Attack(kind="constant", liars=2, factor=10.0),
     "2 a little": Attack(kind="little", liars=2, factor=1.5),
 }
+RULES: tuple[Averaging, ...] = ("none", "gate", "clip", "centered")
 QUICK = (HONEST, "1 flips, times ten", "2 flip, times ten")
 
 
 def found_of(
-    world: World, base: Rule, attacks: Sequence[str], names: Sequence[str], seeds: Sequence[int]
+    world: World,
+    base: Rule,
+    attacks: Sequence[str],
+    names: Sequence[Averaging],
+    seeds: Sequence[int],
 ) -> dict[str, dict[str, list[Outcome]]]:
     """The outcomes by attack and rule, one a seed."""
     rows = {
@@ -67,7 +72,7 @@ def found_of(
 
 def over(found: Mapping[str, Mapping[str, list[Outcome]]]) -> dict[str, dict[str, float]]:
     """Losses over the honest run's, by attack and rule: means over the seeds."""
-    reference = found[HONEST]["mean"]
+    reference = found[HONEST]["none"]
     return {
         attack: {name: mean(gaps(outcomes, reference)) for name, outcomes in by_rule.items()}
         for attack, by_rule in found.items()
@@ -87,7 +92,7 @@ def main() -> None:
     world = replace(WORLD, workers=8, rounds=options.rounds)
     base = rules(world)[CODECS[options.codec]]
     seeds = range(FIRST_SEED, FIRST_SEED + (1 if quick else options.seeds))
-    names = ("mean", "gate") if quick else tuple(RULES)
+    names = RULES[:2] if quick else RULES
     found = found_of(world, base, QUICK if quick else tuple(ATTACKS), names, seeds)
     figures = over(found)
     if options.json:
@@ -97,7 +102,7 @@ def main() -> None:
     console.print(
         f"{world.workers} workers, {world.rounds} rounds of {world.inner_steps} inner steps, codec "
         f"{options.codec}, {len(seeds)} seeds; loss over that of "
-        f"{mean([each.loss for each in found[HONEST]['mean']]):.3f}"
+        f"{mean([each.loss for each in found[HONEST]['none']]):.3f}"
     )
     table = narrow()
     table.add_column("who lies", no_wrap=True)

@@ -8,16 +8,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
 
-from benchmarks.robust import RULES
+from benchmarks.robust import centered
 from dilocox.compression.layout import FlatLayout, split
 from dilocox.compression.stage_codec import Compression, Phase, StageCodec
+from dilocox.dht.manifest_sections import RobustRule
 from dilocox.peer.rounds.rank_choice import facts_of, following_window, next_ranks
 from dilocox.peer.rounds.record import RoundFacts
+from dilocox.peer.rounds.robust import bounded_weights
 from dilocox.peer.rounds.shares import Reduction, combine, decode, encode
+
+Averaging = RobustRule | Literal["centered"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,12 +43,10 @@ class Exchange:
         compression: Compression,
         energy: float | None,
         seed: int,
-        robust: str = "mean",
+        robust: Averaging = "none",
     ):
-        """energy: what the ranks follow; None: they stay. robust: of benchmarks/robust.py; `mean`
-        is the product's own.
-        """
-        self._robust = robust
+        """energy: what the ranks follow; None: they stay."""
+        self._robust: Averaging = robust
         self._codec = StageCodec(layout, compression)
         self._energy = energy
         self._seed = seed
@@ -52,14 +55,12 @@ class Exchange:
         self._basis = self._codec.first_basis(f"{seed}/-1")
         self._window: tuple[RoundFacts, ...] = ()
 
-    def average(
-        self, messages: Sequence[Tensor], weights: Sequence[float] | None = None
-    ) -> Averaged:
+    def average(self, messages: Sequence[Tensor], weights: Sequence[int] | None = None) -> Averaged:
         """Average the members' messages [n] as a group does; each member reduces one part.
 
         weights: that they state; all alike without.
         """
-        stated = [1.0] * len(messages) if weights is None else list(weights)
+        stated = [1] * len(messages) if weights is None else list(weights)
         codec, ranks = self._codec, self.ranks
         encoders = [codec.encoder(message, ranks, lambda: self._basis) for message in messages]
         vectors: list[Tensor] = []
@@ -112,22 +113,20 @@ class _Reduced:
 
 
 def _reduced(
-    phase: Phase, values: Sequence[Tensor], stated: Sequence[float], robust: str
+    phase: Phase, values: Sequence[Tensor], stated: Sequence[int], robust: Averaging
 ) -> _Reduced:
     """What comes of the members' values [n] of a part."""
     payloads = [encode(phase.codec, member) for member in values]
-    sent = sum(map(len, payloads[1:]))  # the reducer is a member: its part does not travel
-    if robust != "mean" or len(set(stated)) > 1:
-        decoded = [decode(phase.codec, each, values[0].numel()) for each in payloads]
-        judged = RULES[robust](
-            torch.stack(decoded).double(), torch.tensor(stated, dtype=torch.float64)
-        )
-        payload = encode(phase.codec, judged.average)
-        believed = [factor > 0 for factor in judged.factors.tolist()]
-        return _Reduced(payload, sent + (len(values) - 1) * len(payload), believed)
+    numel = values[0].numel()
     members = [str(index) for index in range(len(values))]
-    weight = dict.fromkeys(members, 1)
-    reduction = Reduction(phase.codec, weight, values[0].numel())
+    weight = bounded_weights(dict(zip(members, stated, strict=True)))
+    # the reducer is a member: its part does not travel
+    sent = sum(map(len, payloads[1:]))
+    if robust == "centered":
+        decoded = torch.stack([decode(phase.codec, each, numel) for each in payloads])
+        payload = encode(phase.codec, centered(decoded, list(weight.values())))
+        return _Reduced(payload, sent + (len(members) - 1) * len(payload), [True] * len(members))
+    reduction = Reduction(phase.codec, weight, numel, robust)
     for member, payload in zip(members, payloads, strict=True):
         reduction.add(member, payload)
     row = reduction.finish()
@@ -135,4 +134,5 @@ def _reduced(
     if mean is None:
         raise RuntimeError("a part without members")
     sent += (len(members) - 1) * len(mean.payload)
-    return _Reduced(mean.payload, sent, [True] * len(members))
+    believed = [member in mean.contributors for member in members]
+    return _Reduced(mean.payload, sent, believed)

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.fleet import Fleet
-from benchmarks.simulated_exchange import Exchange
+from benchmarks.simulated_exchange import Averaging, Exchange
 from dilocox.compression.stage_codec import Compression
 from dilocox.dht.manifest import DataSpec, InnerSpec
 from dilocox.peer.rounds.outer_step import OuterStep
@@ -76,11 +76,11 @@ class Attack:
     kind: Literal["flip", "noise", "constant", "little"]
     liars: int
     factor: float = 1.0
-    weight: float = 1.0
+    weight: int = 1
 
-    def weights(self, workers: int) -> list[float]:
+    def weights(self, workers: int) -> list[int]:
         """What all workers state."""
-        return [self.weight if worker < self.liars else 1.0 for worker in range(workers)]
+        return [self.weight if worker < self.liars else 1 for worker in range(workers)]
 
     def change(self, messages: Sequence[Tensor], seed: int) -> None:
         """Put the lies into the messages [n] of the liars, in place."""
@@ -107,7 +107,8 @@ class Rule:
     merge: as in the manifest; `gradients`: they are averaged at every inner step (AllReduce).
     learning_rate, momentum: of the outer step. weight: w of `rebase`. decay: of the residual.
     energy: ranks follow it, as in the manifest's codec section; None: they stay.
-    robust: how reducers average, of benchmarks/robust.py. attack: what liars send; nobody lies
+    robust: how far reducers believe workers, as in the manifest; or `centered`, of
+        benchmarks/robust.py. attack: what liars send; nobody lies
         where it is None.
     """
 
@@ -118,7 +119,7 @@ class Rule:
     weight: float = 0.75
     decay: float = 0.95
     energy: float | None = None
-    robust: str = "mean"
+    robust: Averaging = "none"
     attack: Attack | None = None
     inner: InnerSpec
 

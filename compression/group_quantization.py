@@ -42,7 +42,7 @@ Pieces of a long vector are whole blocks and may have several threads (`workers.
 
 import math
 import struct
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Final, Literal
 
@@ -269,15 +269,26 @@ class GroupCodec:
         work: is told where each piece lies, and its values, in one of the threads; the values are
         its own. Raises PayloadRefused as `decode`, before the first piece or in the middle.
         """
-        read = self._reader(payload, numel)
+        self.decode_together([payload], numel, lambda part, values: work(part, values[0]))
+
+    def decode_together(
+        self, payloads: Sequence[Tensor], numel: int, work: Callable[[slice, Tensor], object]
+    ) -> None:
+        """Hand on several parts of `numel` values, the same piece of all at a time, as
+        `decode_pieces` does: work is given the values [len(payloads), n].
+        """
+        reads = [self._reader(payload, numel) for payload in payloads]
+        # all of them together take the memory of a few pieces
+        step = max(1, PIECE // len(reads) // GROUP_SIZE) * GROUP_SIZE
 
         def hand_on(part: slice) -> None:
-            values = torch.empty(part.stop - part.start, device=payload.device)
-            read(part, values)
+            values = torch.empty(len(reads), part.stop - part.start, device=payloads[0].device)
+            for read, row in zip(reads, values, strict=True):
+                read(part, row)
             work(part, values)
 
-        starts = range(0, numel, PIECE)
-        self.workers.map(hand_on, [slice(low, min(low + PIECE, numel)) for low in starts])
+        starts = range(0, numel, step)
+        self.workers.map(hand_on, [slice(low, min(low + step, numel)) for low in starts])
 
     def _reader(self, payload: Tensor, numel: int) -> Callable[[slice, Tensor], None]:
         """What decodes a slice of the part, of whole groups, into the tensor that it is given."""

@@ -274,6 +274,10 @@ class CodecSpec:
     max_factor: Number = Field(default=1e4, gt=0, le=1e30)
 
 
+RobustRule = Literal["gate", "clip", "none"]
+"""How far reducers believe members: peer/rounds/robust.py."""
+
+
 @dataclass(frozen=True, kw_only=True, config=CHECKED)
 class RoundSpec:
     """The length of a round.
@@ -286,6 +290,7 @@ class RoundSpec:
     log_bytes: of its records a peer keeps no more than so many bytes, but the newest four; the
         bootstrap keeps so many bytes of every stage's older records, too.
     group_size: a group of more members than this averages in rows of at most so many.
+    robust: how far reducers believe members (peer/rounds/robust.py).
     """
 
     inner_steps: Integer = Field(default=100, ge=1, le=100_000)
@@ -295,6 +300,7 @@ class RoundSpec:
     records_kept: Integer = Field(default=64, ge=1, le=100_000)
     log_bytes: Integer = Field(default=1 << 30, ge=0, le=2**53)
     group_size: Integer = Field(default=32, ge=2, le=256)
+    robust: RobustRule = "gate"
 
 
 @dataclass(frozen=True, kw_only=True, config=CHECKED)

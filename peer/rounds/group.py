@@ -22,7 +22,7 @@ from typing import cast
 
 from dilocox.compression.stage_codec import Phase, StageCodec
 from dilocox.dht.manifest import Manifest
-from dilocox.dht.manifest_sections import DeadlineSpec
+from dilocox.dht.manifest_sections import DeadlineSpec, RobustRule
 from dilocox.peer.rounds.ballots import excluded_by
 from dilocox.peer.rounds.grid import Grid, Share
 from dilocox.peer.rounds.rank_choice import RoundPlan
@@ -72,6 +72,7 @@ class AttemptSetup:
     shares: tuple[Share, ...]  # as `Grid.shares` orders them
     phases: tuple[Phase, ...]
     plan: RoundPlan
+    robust: RobustRule
     deadlines: DeadlineSpec  # exchange_s: to move what these ranks move, in all phases together
     codec_s: float = 0.0  # beside that, at the start of each phase
 
@@ -398,6 +399,7 @@ def attempt_setup(
         plan=RoundPlan(manifest, codec),
         deadlines=deadlines,
         codec_s=codec_s,
+        robust=manifest.rounds.robust,
     )
 
 

@@ -4,13 +4,14 @@ Here it is decided what is taken from whom; when to wait and whom to ask is exch
 a later phase are taken at any time: a member that is ahead must not wait for those behind. Sums,
 codecs and records are computed in the pool, everything else happens in the event loop.
 
-The arithmetic comes first: parts in, a row's mean out (`Reduction`); row means in, one mean out;
-means in, one record out. It runs in the averaging process's one pool thread, so that what is in a
-sum is what is named in its mean.
+The arithmetic comes first: parts in, a row's mean out (`Reduction`; robust.py says how far each is
+believed); row means in, one mean out; means in, one record out. It runs in the averaging process's
+one pool thread, so that what is in a mean is what is named in it.
 """
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -20,8 +21,17 @@ import torch
 from torch import Tensor
 
 from dilocox.compression.group_quantization import GroupCodec, PayloadRefused
+from dilocox.dht.manifest_sections import RobustRule
 from dilocox.peer.rounds.group import AttemptSetup, Mean, ShareRefused
 from dilocox.peer.rounds.record import ReducedShare
+from dilocox.peer.rounds.robust import (
+    along_median,
+    bounded_weights,
+    factors,
+    in_order,
+    kept,
+    weighted_sum,
+)
 
 
 @dataclass(frozen=True)
@@ -33,48 +43,71 @@ class RowMean:
 
 
 class Reduction:
-    """Values that one member averages over its row: the sum so far, and whose values are in it.
+    """Values that one member averages over its row: what came so far, encoded, and from whom.
 
     `add` and `finish` run in the pool; who was heard of, and whether it is `closed`, belongs to the
     event loop.
     """
 
-    def __init__(self, codec: GroupCodec, weight: Mapping[str, int], numel: int):
-        """weight: tokens by member of the row. codec: in which the values come."""
+    def __init__(self, codec: GroupCodec, weight: Mapping[str, int], numel: int, rule: RobustRule):
+        """weight: what each member of the row counts. codec: in which the values come. rule: how
+        far they are believed.
+        """
         self._codec = codec
         self._weight = weight
-        self._sum = torch.zeros(numel, dtype=torch.float32)
-        self.in_sum: set[str] = set()
+        self._numel = numel
+        self._rule: RobustRule = rule
+        self._payloads: dict[str, Tensor] = {}
+        self._norms: dict[str, float] = {}
+        self.here: set[str] = set()  # whose part is here and sound
         self.offered: set[str] = set()  # whose part came, sound or not
         self.refused: set[str] = set()  # whose part was malformed
         self.closed = False
 
     def add(self, peer: str, payload: bytes) -> None:
-        """Add a member's encoded part; PayloadRefused if it is malformed, nothing is added then."""
-        total = self._sum
-        values = decode(self._codec, payload, total.numel())
-        # shares of the whole, so that one member alone is not rounded: its share is exactly 1
-        share = self._weight[peer] / sum(self._weight.values())
-        self._codec.workers.over(
-            total.numel(), lambda part: total[part].add_(values[part].mul_(share))
-        )
-        self.in_sum.add(peer)
+        """Take a member's encoded part; PayloadRefused, and nothing taken, if it is malformed."""
+        part, squares = _payload(payload, self._numel), dict[int, Tensor]()
+
+        def measure(place: slice, values: Tensor) -> None:
+            squares[place.start] = values.double().square().sum()
+
+        self._codec.decode_pieces(part, self._numel, measure)
+        self._norms[peer] = math.sqrt(float(in_order(squares)))
+        self._payloads[peer] = part
+        self.here.add(peer)
 
     def finish(self) -> RowMean | None:
-        """The mean of all that was added; None if nothing was."""
-        total = self._sum
+        """The mean of all that was added, as far as it is believed; None if nothing was."""
+        names, payloads = sorted(self._payloads), self._payloads
         self.give_up()
-        contributors = tuple(sorted(self.in_sum))
-        if not contributors:
+        if not names:
             return None
-        if len(contributors) < len(self._weight):
-            present = sum(self._weight[peer] for peer in contributors)
-            total.mul_(sum(self._weight.values()) / present)
-        return RowMean(contributors, total)
+        parts = [payloads[name] for name in names]
+
+        def along() -> Tensor:
+            found = dict[int, Tensor]()
+
+            def measure(place: slice, values: Tensor) -> None:
+                found[place.start] = along_median(values)
+
+            self._codec.decode_together(parts, self._numel, measure)
+            return in_order(found)
+
+        by = factors(self._rule, [self._norms[name] for name in names], along)
+        believed = kept(names, by)
+        tokens = sum(self._weight[name] for name in believed)
+        shares = [self._weight[name] / tokens * each for name, each in zip(names, by, strict=True)]
+        mean = torch.empty(self._numel)
+
+        def average(place: slice, values: Tensor) -> None:
+            mean[place] = weighted_sum(values, shares)
+
+        self._codec.decode_together(parts, self._numel, average)
+        return RowMean(believed, mean)
 
     def give_up(self) -> None:
-        """Free the sum: an attempt is kept for a while after its end."""
-        self._sum = torch.empty(0)
+        """Free the parts: an attempt is kept for a while after its end."""
+        self._payloads = {}
 
 
 def combine(
@@ -82,7 +115,7 @@ def combine(
 ) -> Mean | None:
     """The mean of a share over all rows, encoded once; None where no row has any.
 
-    rows: at most one of each row, in the order of the rows. weight: tokens by member.
+    rows: at most one of each row, in the order of the rows. weight: what each member counts.
     """
     if not rows:
         return None
@@ -118,9 +151,13 @@ def encode(codec: GroupCodec, values: Tensor) -> bytes:
 
 def decode(codec: GroupCodec, payload: bytes, numel: int) -> Tensor:
     """The values of a payload, a new vector [numel]; PayloadRefused if it is malformed."""
+    return codec.decode(_payload(payload, numel), numel)
+
+
+def _payload(payload: bytes, numel: int) -> Tensor:
     if not payload:  # which torch takes for no buffer
         raise PayloadRefused("length", f"no bytes for {numel} values")
-    return codec.decode(torch.frombuffer(bytearray(payload), dtype=torch.uint8), numel)
+    return torch.frombuffer(bytearray(payload), dtype=torch.uint8)
 
 
 @dataclass
@@ -140,10 +177,10 @@ class Shares:
         """compute: calls a function with its arguments in the pool."""
         self._setup = setup
         self._compute = compute
-        self._weight = {member.peer: member.tokens for member in setup.members}
+        self._weight = bounded_weights({each.peer: each.tokens for each in setup.members})
         row = {peer: self._weight[peer] for peer in setup.grid.row(setup.me)}
         self.columns = {  # those that this member averages over its row
-            column: Reduction(codec, row, numel)
+            column: Reduction(codec, row, numel, setup.robust)
             for column in setup.columns
             if setup.collector(column) == setup.me
             if (numel := setup.span(column).stop - setup.span(column).start)
@@ -161,7 +198,7 @@ class Shares:
 
     # ---- what it is ours to average over our row -------------------------------------------------
     async def add_part(self, peer: str, column: int, payload: bytes) -> None:
-        """Add a member's part to the sum of its row.
+        """Take a member's part for the mean of its row.
 
         Raises:
             ShareRefused: not our column, a stranger, a second part, or one that comes too late.
@@ -176,7 +213,7 @@ class Shares:
             raise
 
     def check_sender(self, peer: str, column: int) -> Reduction:
-        """What a member's part would be added to; ShareRefused as `add_part` would."""
+        """What would take a member's part; ShareRefused as `add_part` would."""
         duty = self.columns.get(column)
         if peer not in self._setup.grid.row(self._setup.me) or duty is None:
             raise ShareRefused(f"part {column} is not ours to average for {peer}")
@@ -185,9 +222,9 @@ class Shares:
         return duty
 
     def awaited(self, column: int) -> set[str]:
-        """The members of our row whose part is neither in the sum nor given up."""
+        """The members of our row whose part is neither here nor given up."""
         duty = self.columns[column]
-        return set(self._setup.grid.row(self._setup.me)) - duty.in_sum - duty.refused
+        return set(self._setup.grid.row(self._setup.me)) - duty.here - duty.refused
 
     async def reduce(self, column: int) -> RowMean | None:
         """Our row's mean; None if nothing came. Nothing is taken after that."""

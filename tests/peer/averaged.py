@@ -89,7 +89,7 @@ def own_contribution(record: RoundRecord, peer: str, message: Tensor, codec: Sta
 def _mean(
     phase: Phase, place: slice, sent: Mapping[str, bytes], weights: Mapping[str, int]
 ) -> bytes:
-    reduction = Reduction(phase.codec, weights, place.stop - place.start)
+    reduction = Reduction(phase.codec, weights, place.stop - place.start, "none")
     for peer, payload in sent.items():
         reduction.add(peer, payload)
     row = reduction.finish()

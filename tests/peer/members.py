@@ -17,7 +17,7 @@ from dilocox.compression.layout import FlatLayout
 from dilocox.compression.stage_codec import StageCodec
 from dilocox.dht.identity import Identity
 from dilocox.dht.manifest import Manifest
-from dilocox.dht.manifest_sections import DeadlineSpec
+from dilocox.dht.manifest_sections import DeadlineSpec, RobustRule
 from dilocox.dht.rpc import CallRefused
 from dilocox.peer.chain.store import RoundLog
 from dilocox.peer.rounds.ballots import Ballot, Ballots, excluded_by
@@ -168,6 +168,7 @@ class Group:
         *,
         passes: Passes,
         scheme: str = "dense",
+        robust: RobustRule = "none",
         bits: int = 4,
         clients: frozenset[int] = frozenset(),
         exchange_s: float | None = None,
@@ -235,6 +236,7 @@ class Group:
                 shares=self.shares,
                 phases=phases,
                 plan=RoundPlan(manifest, self.codec),
+                robust=robust,
                 deadlines=DeadlineSpec(exchange_s=exchange_s, vote_s=VOTE_S, silence_s=silence_s),
                 codec_s=codec_s,
             )

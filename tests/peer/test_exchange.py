@@ -184,6 +184,23 @@ def test_a_malformed_part_leaves_its_sender_out_and_is_named_in_the_record(
 
 
 @BOTH
+def test_who_sends_ten_times_the_opposite_is_in_no_mean_that_the_gate_makes(
+    identities: list[Identity], tmp_path: Path, scheme: str
+) -> None:
+    group = Group(identities[:4], tmp_path, passes=everything, scheme=scheme, robust="gate")
+    way = torch.randn(group.messages[0].shape, generator=torch.Generator().manual_seed(0))
+    for index, message in enumerate(group.messages):  # as far as its padding, which is 0
+        message.mul_(0.2).add_(way * (message != 0), alpha=-10.0 if index == 1 else 1.0)
+    record = record_of(group, asyncio.run(group.run()))
+    liar, honest = group.peers[1], {*group.peers} - {group.peers[1]}
+    assert all({*part.contributors} == honest for part in record.parts if part.numel)
+    assert record.member(liar) and record.chain_tokens == sum(group.tokens) - group.tokens[1]
+    average, truth = record.average(group.codec), way * (group.messages[0] != 0)
+    # four columns hold a part of what goes every way
+    assert torch.cosine_similarity(average, truth, dim=0) > (0.4 if scheme == "low_rank" else 0.9)
+
+
+@BOTH
 def test_the_tokens_of_a_member_that_is_in_no_mean_are_not_in_the_chain(
     identities: list[Identity], tmp_path: Path, scheme: str
 ) -> None:

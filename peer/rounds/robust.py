@@ -1,0 +1,83 @@
+"""How far a reducer believes each member: nobody is to move an average alone, or backwards.
+
+    gate  parts are left out whose cosine with the coordinate-wise median is not positive; of the
+          others those longer than the median one are shortened to it. The default.
+    clip  parts longer than the median one are shortened to it, wherever they go.
+    none  everybody is believed.
+
+A member that sends ten times its update with the sign flipped would turn a run around; with it one
+of eight members costs nothing that can be measured, and two of eight little (docs/results.md).
+Gradient clipping alone bounds how far a liar goes, not where to; a median alone leans one way where
+members differ. Who is left out of a part keeps it in its residual, as one whose part came too late.
+
+Of two and three members nobody can say who lies: there `gate` is `clip`. Each reducer judges its
+part by itself, each row of a large group its own, and each phase.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from statistics import median
+
+import torch
+from torch import Tensor
+
+from dilocox.dht.manifest_sections import RobustRule
+
+LEAST_GATED = 4  # members: of three, two would leave out the third
+MOST_WEIGHT = 2  # of the median one
+
+
+def bounded_weights(tokens: Mapping[str, int]) -> dict[str, int]:
+    """What each member counts: its tokens, and no more than twice the median of the group's."""
+    most = int(MOST_WEIGHT * median(tokens.values()))
+    return {peer: max(1, min(count, most)) for peer, count in tokens.items()}
+
+
+def factors(rule: RobustRule, norms: Sequence[float], along: Callable[[], Tensor]) -> list[float]:
+    """By what to multiply each member's part; 0: it is left out.
+
+    norms: of the parts, in L2. along: the products of each part with the coordinate-wise median,
+    [m]; called where they are needed.
+    """
+    if rule == "none" or len(norms) == 1:
+        return [1.0] * len(norms)
+    believed = [True] * len(norms)
+    if rule == "gate" and len(norms) >= LEAST_GATED:
+        # who has nothing to say does no harm; and where nobody goes with the others there is no way
+        gated = [bool(a > 0) or norm == 0 for a, norm in zip(along(), norms, strict=True)]
+        believed = gated if any(gated) else believed
+    limit = median(norm for norm, kept in zip(norms, believed, strict=True) if kept)
+    return [
+        (limit / norm if norm > limit else 1.0) if kept else 0.0
+        for norm, kept in zip(norms, believed, strict=True)
+    ]
+
+
+def along_median(values: Tensor) -> Tensor:
+    """The products of each member's values with their median, of a piece of a part: float64 [m].
+
+    values: [m, n]. Of an even count the median is the middle of the two, or it leans one way.
+    """
+    ranked = values.double().sort(dim=0).values
+    count = len(values)
+    middle = (ranked[(count - 1) // 2] + ranked[count // 2]) / 2
+    return values.double() @ middle
+
+
+def weighted_sum(values: Tensor, weights: Sequence[float]) -> Tensor:
+    """Of a piece [m, n] of a part: fp32 [n], summed in float64 in the order of the members."""
+    total = torch.zeros(values.shape[1], dtype=torch.float64)
+    for row, weight in zip(values, weights, strict=True):
+        total.add_(row.double(), alpha=weight)
+    return total.float()
+
+
+def in_order(found: Mapping[int, Tensor]) -> Tensor:
+    """The sum over pieces in their order, whichever thread was first."""
+    return torch.stack([found[start] for start in sorted(found)]).sum(dim=0)
+
+
+def kept(names: Collection[str], by: Sequence[float]) -> tuple[str, ...]:
+    """Whose values are in the average."""
+    return tuple(name for name, factor in zip(names, by, strict=True) if factor > 0)

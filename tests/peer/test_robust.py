@@ -1,0 +1,126 @@
+"""How far a reducer believes each member, and what of liars is in its mean."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import get_args
+
+import pytest
+import torch
+from torch import Tensor
+
+from benchmarks.robust import centered
+from benchmarks.simulated_exchange import Averaging
+from dilocox.compression.group_quantization import GroupCodec
+from dilocox.compression.workers import PIECE, Workers
+from dilocox.dht.manifest_sections import RobustRule
+from dilocox.peer.rounds.robust import bounded_weights, factors
+from dilocox.peer.rounds.shares import Reduction, RowMean, encode
+
+RULES: tuple[RobustRule, ...] = get_args(RobustRule)
+MEMBERS = "abcdefgh"
+LIAR, HONEST = MEMBERS[0], MEMBERS[1:]
+
+
+def parts(liar: float, numel: int = 500) -> Tensor:
+    """Seven members that go one way, each with its own noise, and one that goes `liar` times it."""
+    draw = torch.Generator().manual_seed(1)
+    way = torch.randn(numel, generator=draw)
+    found = way + torch.randn(8, numel, generator=draw)
+    found[0] = liar * way
+    return found
+
+
+def reduced(
+    rule: RobustRule,
+    sent: Sequence[Tensor],
+    *,
+    bits: int = 32,
+    names: str = MEMBERS,
+    threads: int = 1,
+    tokens: Sequence[int] = (1,) * 8,
+) -> RowMean:
+    codec = GroupCodec(bits, workers=Workers(threads))
+    weight = bounded_weights(dict(zip(names, tokens, strict=False)))
+    reduction = Reduction(codec, weight, sent[0].numel(), rule)
+    for name, values in zip(names, sent, strict=True):
+        reduction.add(name, encode(codec, values))
+    found = reduction.finish()
+    assert found is not None
+    return found
+
+
+@pytest.mark.parametrize("bits", [4, 32])
+def test_the_gate_leaves_out_who_goes_against_the_others_and_nobody_else(bits: int) -> None:
+    assert reduced("gate", list(parts(-10.0)), bits=bits).contributors == tuple(HONEST)
+    assert reduced("gate", list(parts(1.0)), bits=bits).contributors == tuple(MEMBERS)
+    assert reduced("clip", list(parts(-10.0)), bits=bits).contributors == tuple(MEMBERS)
+
+
+def test_the_gate_believes_who_has_nothing_to_say() -> None:
+    assert reduced("gate", list(parts(0.0))).contributors == tuple(MEMBERS)
+
+
+@pytest.mark.parametrize("rule", ["clip", "gate", "centered"])
+@pytest.mark.parametrize("liar", [-10.0, 10.0])
+def test_one_liar_moves_the_average_little(rule: Averaging, liar: float) -> None:
+    sent = parts(liar)
+    honest = sent[1:].mean(dim=0)
+    plain = reduced("none", list(sent)).values
+    judged = centered(sent, [1.0] * 8) if rule == "centered" else reduced(rule, list(sent)).values
+    assert (judged - honest).norm() < 0.5 * (plain - honest).norm()
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_members_that_agree_are_averaged_whatever_the_rule(rule: RobustRule) -> None:
+    alike = list(parts(1.0)[1:2].expand(8, -1))
+    torch.testing.assert_close(reduced(rule, alike).values, alike[0])
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_one_member_alone_is_not_rounded(rule: RobustRule) -> None:
+    sent = parts(1.0)[:1]
+    assert torch.equal(reduced(rule, list(sent), names="a").values, sent[0])
+
+
+def test_of_three_members_nobody_is_left_out_but_the_longest_is_shortened() -> None:
+    sent = parts(-10.0)[:3]
+    found = reduced("gate", list(sent), names="abc")
+    assert found.contributors == ("a", "b", "c")
+    limit = float(sent.norm(dim=1).median())
+    shortened = [values * min(1.0, limit / float(values.norm())) for values in sent]
+    torch.testing.assert_close(found.values, torch.stack(shortened).mean(dim=0))
+
+
+def test_who_states_ten_times_the_tokens_counts_twice_at_most() -> None:
+    assert bounded_weights({"a": 1000, "b": 100, "c": 90, "d": 110}) == {
+        "a": 210,
+        "b": 100,
+        "c": 90,
+        "d": 110,
+    }
+    assert bounded_weights({"a": 7}) == {"a": 7}
+    sent = list(parts(1.0)[:4])
+    heavy = reduced("none", sent, names="abcd", tokens=(1000, 1, 1, 1)).values
+    assert torch.allclose(heavy, (2 * sent[0] + sent[1] + sent[2] + sent[3]) / 5)
+
+
+@pytest.mark.parametrize(
+    ("along", "expected"),
+    [
+        ([1.0, 1.0, 0.0, 2.0], [1.0, 1.0, 0.0, 0.25]),
+        ([-1.0, -1.0, 0.0, -2.0], [1.0, 1.0, 1.0, 0.25]),  # nobody goes with the others
+    ],
+)
+def test_who_goes_on_is_shortened_to_the_median_of_those_who_do(
+    along: list[float], expected: list[float]
+) -> None:
+    assert factors("gate", [1.0, 1.0, 1.0, 4.0], lambda: torch.tensor(along)) == expected
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_a_part_of_many_pieces_has_the_bytes_of_one_thread(rule: RobustRule) -> None:
+    sent = list(parts(-3.0, PIECE // 4 + 100)[:4])
+    found = [reduced(rule, sent, bits=4, names="abcd", threads=n) for n in (1, 3)]
+    assert torch.equal(found[0].values, found[1].values)
+    assert found[0].contributors == found[1].contributors

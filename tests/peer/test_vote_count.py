@@ -218,8 +218,19 @@ def test_group_starts_with_more_than_half_of_the_last_contributors(
 def test_one_member_whose_view_is_not_satisfied_stops_the_group() -> None:
     views = {"a": set("ab"), "b": set("abcd")}
     assert not may_start("ab", views, "")
+    assert not may_start("ab", views, "abcd")
     assert may_start("ab", views | {"b": set("ab")}, "")
     assert not may_start("ab", {"a": set("ab")}, "")  # b says nothing
+
+
+@pytest.mark.parametrize("last", ["", "abc", "abcl", "abclxy", "xyz"])
+@pytest.mark.parametrize("counts", ["uvwxyz", "l", "xyz", "lxyzuvw", "abclxyzuvw"])
+def test_one_member_that_counts_whom_it_likes_stops_no_group_of_most(
+    last: str, counts: str
+) -> None:
+    """x, y and z are gone, u, v and w have never been."""
+    views: dict[str, set[str]] = {member: set("abcl") for member in "abc"}
+    assert may_start("abcl", views | {"l": set(counts)}, last)
 
 
 def test_two_disjoint_groups_with_one_view_never_both_start() -> None:

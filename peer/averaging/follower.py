@@ -107,7 +107,11 @@ class ChainFollower:
         lifetime_s, now = self._record_lifetime_s, local.clock.monotonic
         self._book = ClaimBook(record_lifetime_s=lifetime_s, now=now)
         self._trust = Trust(
-            me=local.me, witness=local.witness, record_lifetime_s=lifetime_s, now=now
+            me=local.me,
+            witness=local.witness,
+            stand_ins=frozenset(local.dht.bootstraps),
+            record_lifetime_s=lifetime_s,
+            now=now,
         )
         self._donor = ""  # whom the last state was asked of
         self._slow: set[str] = set()  # donors that others may be faster than
@@ -252,8 +256,7 @@ class ChainFollower:
             return None
         if claim is None:  # nobody is ahead
             return ChainEnd(digest=self.head.digest, round=self.head.round, teller=witness)
-        telling = holders(view, claim.digest)
-        teller = witness if witness in telling else telling[0]
+        teller = self._trust.teller(holders(view, claim.digest))
         return ChainEnd(digest=claim.digest, round=claim.round, teller=teller)
 
     def _counting(self, view: SwarmView) -> SwarmView:

@@ -15,7 +15,7 @@ One book serves a peer (averaging/follower.py), another one each stage of an arc
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -39,9 +39,10 @@ class Trust:
     what it claims record by record, and each record names the one before: so its one signed claim
     vouches for the whole chain behind it. Where it is silent, behind, or no claim of it fits, those
     do whose values are in the last ten records of our chain: a record that more than half of them
-    claim, each counted once for every record that holds its values. Nobody else counts, and whoever
-    has no chain yet takes what the witness vouches for. Empty: nobody is the witness, as in a swarm
-    without operator, and every claim counts.
+    claim, each counted once for every record that holds its values. Nobody else counts. Whoever has
+    no chain yet takes what the witness vouches for; while that is silent, what `stand_ins` do: the
+    bootstraps of its own invite. Empty: nobody is the witness, as in a swarm without operator, and
+    every claim counts.
 
     The witness itself believes what half of them claim, so that of two peers one can go on alone.
     Who has been silent for a record lifetime does not count there any more; with nobody left, and
@@ -50,10 +51,17 @@ class Trust:
     """
 
     def __init__(
-        self, *, me: str, witness: str, record_lifetime_s: float, now: Callable[[], float]
+        self,
+        *,
+        me: str,
+        witness: str,
+        stand_ins: frozenset[str] = frozenset(),
+        record_lifetime_s: float,
+        now: Callable[[], float],
     ):
         self._me = me
         self._witness = witness
+        self._stand_ins = stand_ins
         self._all_told_at = now() + record_lifetime_s  # by then every living peer has told its own
         self._now = now
         self._credit: tuple[str, Counter[str]] = "", Counter()
@@ -81,8 +89,16 @@ class Trust:
         believed = {digest for digest, count in behind.items() if count and 2 * count >= least}
         if told is not None and not is_witness:
             believed.add(told.digest)
+        elif not credit:
+            standing_in = self._stand_ins & view.claims.keys()
+            believed |= {view.claims[peer].digest for peer in standing_in}
         counting = {peer: each for peer, each in view.claims.items() if each.digest in believed}
         return replace(view, claims=counting)
+
+    def teller(self, telling: Sequence[str]) -> str:
+        """Whom to ask what leads to a record, of those who claim it."""
+        trusted = (self._witness, *sorted(self._stand_ins))
+        return next((peer for peer in trusted if peer in telling), telling[0])
 
     def witnessed(self, digest: str) -> bool:
         """Whether the witness claims this very record."""

@@ -44,6 +44,7 @@ def follower(donor: ChainMaker, averager: Any, events: EventQueue, **facts: Any)
         manifest=donor.manifest,
         layout=SimpleNamespace(numel=STATE_BYTES // 8),
         witness=facts.pop("witness", ""),
+        dht=SimpleNamespace(bootstraps=()),
         clock=facts.pop("clock", TestClock()),
     )
     return ChainFollower(local, averager, events, applied=-1, anchor_sha256="b" * 64, **facts)

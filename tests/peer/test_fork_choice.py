@@ -228,6 +228,25 @@ def test_who_has_no_chain_believes_the_witness_alone(clock: TestClock) -> None:
     assert counting(trust_of(clock, witness=""), {"a": claim("bb")}, nothing) == "bb"
 
 
+def test_while_the_witness_is_silent_a_joiner_believes_the_bootstraps_of_its_invite(
+    clock: TestClock,
+) -> None:
+    def joiner() -> Trust:
+        return Trust(
+            me="me",
+            witness=WITNESS,
+            stand_ins=frozenset({"copy", WITNESS}),
+            record_lifetime_s=LIFETIME_S,
+            now=clock.monotonic,
+        )
+
+    told = {"copy": claim("bb"), "x": claim("bad")}
+    assert counting(joiner(), told, Credited({})) == "bb"
+    assert joiner().teller(["x", "copy"]) == "copy"
+    assert counting(joiner(), told | {WITNESS: claim("cc")}, Credited({})) == "cc"
+    assert counting(joiner(), told) == "", "who has a chain does not"
+
+
 def test_the_witness_believes_half_and_forgets_who_is_gone(clock: TestClock) -> None:
     trust = trust_of(clock, me=WITNESS)
     one = {"c": claim("bb"), "x": claim("bad")}  # c is in 4 of our records, a and b in 5 each

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 MAX_ROUND_TRIP_S = 2.0
+MOST_SLEW = 1 / 60  # seconds a second
 
 
 @dataclass(frozen=True)
@@ -62,6 +63,7 @@ class RunClock:
         self._start = time.time() - _ticks()
         # Without a lock: a process that is killed while it holds one would stop all clocks.
         self._offset = multiprocessing.get_context("fork").RawValue("d", 0.0)
+        self._measured_at = _ticks()
 
     def time(self) -> float:
         """Run time now."""
@@ -78,6 +80,17 @@ class RunClock:
     def measured(self, offset: float) -> None:
         """Set the offset, as `median_offset` gave it for samples taken with `own_time`."""
         self._offset.value = offset
+        self._measured_at = _ticks()
+
+    def measured_again(self, offset: float) -> None:
+        """Move towards an offset, by a second a minute at most since it was measured last.
+
+        No clock runs so wrong that more were due; a bootstrap that lies about the time would have
+        peers miss each other's groups.
+        """
+        most = MOST_SLEW * (_ticks() - self._measured_at)
+        change = offset - self._offset.value
+        self.measured(self._offset.value + max(-most, min(most, change)))
 
     def own_time(self) -> float:
         """This machine's clock without the offset: what offsets are measured from."""

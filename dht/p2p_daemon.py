@@ -144,6 +144,8 @@ class DaemonOwner:
                 no_listen=not options.listen,
                 identity_path=str(options.identity.path),
                 dht_mode="client" if options.client_mode else "server",
+                # its relay service is on by default: strangers' streams, 4 GiB each, over this line
+                use_relay=False,
                 nat_port_map=any(not _is_loopback(address) for address in options.listen),
                 startup_timeout=max(1.0, self._deadline - time.monotonic()),
                 check_if_identity_free=False,
@@ -242,8 +244,10 @@ class DaemonOwner:
         offset = median_offset(sample for samples in answers for sample in samples)
         if offset is None:
             return False
-        if not (again and self._options.leads_time):
+        if not again:
             self._clock.measured(offset)
+        elif not self._options.leads_time:
+            self._clock.measured_again(offset)
         return True
 
     async def samples_of(self, peer: PeerID, addresses: list[Multiaddr]) -> list[OffsetSample]:

@@ -160,6 +160,13 @@ def test_value_over_the_limit_never_leaves(second: Node, run: str):
         second[0].put_many([large], timeout_s=5.0)
 
 
+def test_no_node_passes_on_the_streams_of_strangers(first: Node, second: Node) -> None:
+    """By default each would, 4 GiB at a time."""
+    for node in (first, second):
+        given = Path(f"/proc/{node[0].p2pd_pid}/cmdline").read_bytes().split(b"\0")
+        assert b"-relay=0" in given
+
+
 def test_what_a_node_sends_and_receives_is_counted(second: Node, run: str):
     before = second[0].carried_bytes()
     for stage in range(30, 40):

@@ -15,7 +15,7 @@ TEST_PROCESSES ?= 3
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-python test-swarm test-faults test-watch test-image simulate lint type bench clean
+.PHONY: help install demo test test-python test-swarm test-faults test-watch attack test-image simulate lint type bench clean
 
 help:  ## show this help
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 22
@@ -46,6 +46,9 @@ test-watch: install  ## Chromium, Prometheus and a monitor look at swarms (the f
 
 test-swarm: install  ## all swarm tests: real processes, killed, frozen and far apart (over two hours)
 	$(BIN)/python -m pytest -m 'swarm' -s $(TEST_ARGS)
+
+attack: install  ## strangers who have the invite attack swarms (10 minutes); part of test-swarm
+	$(BIN)/python -m pytest -m 'swarm' -s tests/attacks $(TEST_ARGS)
 
 test-image:  ## build the container image and train with it (root; podman; about 10 minutes)
 	docker/test-image.sh

@@ -27,6 +27,7 @@ from dilocox.peer.rounds.group import (
     ExchangeOrder,
     GroupRefused,
     Plan,
+    TooFew,
     attempt_times,
 )
 from dilocox.peer.rounds.rank_choice import facts_of, following_window, next_inner_steps
@@ -451,7 +452,7 @@ class SimulatedAverager:
         """No group."""
         future = self._future
         if future is not None:
-            failed = GroupRefused(reason)
+            failed = TooFew(reason) if "too few" in reason else GroupRefused(reason)
             self._later(after_s, lambda: self.once_awake(lambda: future.set(error=failed)))
 
     def resolve(self, result: AttemptResult) -> None:

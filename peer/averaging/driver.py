@@ -31,7 +31,14 @@ from dilocox.peer.averaging.averager import AveragerStuck, StageAverager
 from dilocox.peer.averaging.events import EventQueue, Voided
 from dilocox.peer.averaging.follower import ChainFollower
 from dilocox.peer.averaging.local_peer import LocalPeer
-from dilocox.peer.rounds.group import AttemptResult, ExchangeOrder, GroupRefused, Plan, tokens_cap
+from dilocox.peer.rounds.group import (
+    AttemptResult,
+    ExchangeOrder,
+    GroupRefused,
+    Plan,
+    TooFew,
+    tokens_cap,
+)
 from dilocox.peer.rounds.rank_choice import RoundPlan, stage_codec
 from dilocox.peer.rounds.record import SendFacts
 from dilocox.peer.rounds.vote_count import AloneWatch, Verdict
@@ -41,6 +48,7 @@ logger = logging.getLogger(__name__)
 NO_GROUP_S = 2.5  # after the scheduled time nobody new joins a group
 LOOKED_AHEAD = 3  # searches of the DHT that a group may take to find itself, beside its least time
 LONGEST_LEAD_S = 30.0
+FIRST_GROUPS = 2  # of a run, that wait for all who say that they train
 SLACK_S = 15.0  # beyond all deadlines of an attempt: the averaging process hangs
 FROZEN_S = 3.0  # ticks come every tenth of a second: after such a gap this machine slept
 
@@ -92,6 +100,7 @@ class ExchangeDriver:
             record_lifetime_s=deadlines.record_lifetime_s, heartbeat_s=deadlines.heartbeat_s
         )
         self.voids = 0
+        self._waited_in_vain = 0  # of the run's first groups, those that others did not come to
 
     @property
     def sent_round(self) -> int | None:
@@ -210,6 +219,10 @@ class ExchangeDriver:
     def _start(self, job: _Job, counted: tuple[str, ...], *, alone: bool) -> None:
         local, deadlines, last = self._local, self._deadlines, self._chain.last_record
         last_contributors = () if last is None else tuple(m.peer for m in last.members)
+        if last is None and self._waited_in_vain >= FIRST_GROUPS:
+            # anybody can say that it trains, and stay away: then who comes begins the run, and of
+            # two that begin it the operator's archive takes one
+            counted = (local.me,)
         matchmaking_s = max(0.0, job.scheduled_at - self._clock.time()) + NO_GROUP_S
         matchmaking_s = max(matchmaking_s, deadlines.matchmaking_s + NO_GROUP_S)
         order = ExchangeOrder(
@@ -258,6 +271,7 @@ class ExchangeDriver:
         except DilocoxError:
             raise
         except (AllreduceException, MatchmakingException, GroupRefused) as error:
+            self._waited_in_vain += isinstance(error, TooFew)
             self._void(job, f"no group: {error}")
             return
         except (Exception, asyncio.CancelledError):  # hivemind hands on the latter as a result

@@ -156,6 +156,10 @@ class GroupRefused(Exception):
     """The group that formed may not exchange: every member leaves before a byte is sent."""
 
 
+class TooFew(GroupRefused):
+    """Others that must be there did not come."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Plan:
     """What an attempt is about; peers with unequal plans never meet."""
@@ -337,7 +341,8 @@ def attempt_setup(
     the id of the group, from which its rows follow.
 
     Raises:
-        GroupRefused: a member has another plan or no tokens, too few members, or nobody to reduce.
+        GroupRefused: a member has another plan or no tokens, or there is nobody to reduce.
+        TooFew: of those that must be there.
     """
     plan = order.plan
     aborts = [ticket.abort for ticket in tickets.values() if ticket.abort and plan.attempt]
@@ -352,7 +357,7 @@ def attempt_setup(
             raise GroupRefused(f"{peer} states {ticket.tokens} tokens")
     views = {peer: ticket.resolved(tickets) for peer, ticket in tickets.items()}
     if not may_start(sorted(tickets), views, order.last_contributors):
-        raise GroupRefused(f"{len(tickets)} members are too few of those that must be there")
+        raise TooFew(f"{len(tickets)} members are too few of those that must be there")
     if len(tickets) > (most := largest_group(codec)):
         raise GroupRefused(
             f"{len(tickets)} members; a record of this stage holds at most {most}: start new peers "

@@ -125,6 +125,14 @@ class Hostile:
             swarm.publish(stage_key(run, 0), hosting, lifetime_s)
         return {"rounds": FAR_ROUNDS}
 
+    def hosts(self) -> dict[str, Any]:
+        """A8: peers of stage 0 that train, if one believes them, and come to no group."""
+        lifetime_s = self.place.manifest.deadlines.record_lifetime_s
+        for key, swarm in zip(self.keys, self.swarms, strict=True):
+            hosting = stage_record(round=0, digest="", replica=key.peer_id)
+            swarm.publish(stage_key(self.place.run, 0), hosting, lifetime_s)
+        return {"hosts": len(self.keys)}
+
     # ---- pieces ----------------------------------------------------------------------------------
     def _tell(self, key: str, claim: ClaimRecord) -> None:
         for swarm in self.swarms:
@@ -212,6 +220,7 @@ ATTACKS: dict[str, Callable[[Hostile], dict[str, Any]]] = {
     "records": Hostile.records,
     "claims": Hostile.claims,
     "rounds": Hostile.rounds,
+    "hosts": Hostile.hosts,
 }
 
 

@@ -116,3 +116,16 @@ def test_what_a_stranger_says_moves_nobody_and_stops_nobody(
     assert not strangers, "records of strangers were taken"
     swarm.assert_equal_chains()
     assert not any("Traceback" in peer.log_text() for peer in swarm.peers)
+
+
+def test_a_run_begins_though_strangers_say_that_they_train_and_come_to_no_group(
+    start_swarm: StartSwarm,
+) -> None:
+    swarm = start_swarm(rounds=fixed_steps(INNER_STEPS))
+    with attacked(swarm, "hosts"):
+        for _ in range(3):
+            swarm.add_peer(step_s=STEP_S)
+        swarm.wait_for_rounds(3, 120)
+    first = min(swarm.peers[0].rounds, key=lambda line: line["round"])
+    print(f"the first record is of round {first['round']}, by {first['members']} members")
+    swarm.assert_equal_chains()

@@ -13,7 +13,7 @@ from dilocox.dht.swarm_view import SwarmView
 from dilocox.peer.averaging.averager import AveragerStuck
 from dilocox.peer.averaging.driver import FROZEN_S, ExchangeDriver
 from dilocox.peer.averaging.events import EventQueue, Voided
-from dilocox.peer.rounds.group import AttemptResult, ExchangeOrder, Plan
+from dilocox.peer.rounds.group import AttemptResult, ExchangeOrder, Plan, TooFew
 from dilocox.peer.rounds.record import SendFacts
 from dilocox.peer.rounds.vote_count import Verdict
 from tests.peer.clocks import TestClock
@@ -175,6 +175,23 @@ def test_who_is_a_little_late_still_looks_whether_the_group_is_open(
     world.submit(world.clock.now - late_s)
     world.tick()
     assert bool(world.orders) is tried
+
+
+def test_a_run_begins_with_who_comes_where_others_only_say_that_they_train() -> None:
+    world = World()
+    world.alone = False
+    for number in range(4):
+        if number == 3:  # the chain has begun: it says who must be there
+            last = SimpleNamespace(members=[SimpleNamespace(peer="other")], next_ranks=())
+            world.chain.last_record = last
+        world.answer = Future()
+        world.answer.set_exception(TooFew("1 member"))
+        world.driver.submit(number, FACTS, scheduled_at=world.clock.now, states_taken=0)
+        world.tick_for(1.0)
+        assert not world.driver.exchanging
+    me = world.orders[0].counted[0]
+    counted = [set(order.counted) for order in world.orders]
+    assert counted == [{me, "other"}, {me, "other"}, {me}, {me, "other"}]
 
 
 @pytest.mark.parametrize(

@@ -257,8 +257,9 @@ PAUSE_S = 5.0
 class StageArchive:
     """Keeps one stage. All calls belong to one event loop; slow work runs in `compute`.
 
-    claim: what is to be told of it: its last record, or None while it has none or somebody is known
-    to be ahead, so that nobody takes a chain that is behind, or has lost, for a current one.
+    claim: what is to be told of it: its last record, or None while it has none. An archive that is
+    not the witness tells of none either while somebody is known to be ahead, so that nobody takes a
+    chain that is behind, or has lost, for a current one.
     """
 
     def __init__(
@@ -352,7 +353,8 @@ class StageArchive:
             self._renew()
         finally:
             behind = self._book.best(view, self._current.head) is not None
-            self.claim = None if behind else self._own_claim()
+            told = self._trust.is_witness or not behind
+            self.claim = self._own_claim() if told else None
 
     async def close(self) -> None:
         building, self._building = self._building, None
@@ -362,7 +364,10 @@ class StageArchive:
 
     # ---- records ---------------------------------------------------------------------------------
     async def _follow(self, view: SwarmView) -> None:
-        for claim in self._book.ahead(view, self._current.head)[:TRIED_AT_ONCE]:
+        ahead = self._book.ahead(view, self._current.head)
+        if self._trust.is_witness and self._current.head.round < 0:
+            random.shuffle(ahead)  # nobody is known yet: who claims the most may have nothing
+        for claim in ahead[:TRIED_AT_ONCE]:
             peer, before = random.choice(holders(view, claim.digest)), self._current.head.round
             try:
                 reach = await self._catch_up(self._current, [peer], claim.digest)

@@ -69,6 +69,11 @@ class Trust:
         self._found: tuple[tuple[str, str], int | None] = ("", ""), None
         self._settled = ""  # digest of our newest record that the witness has claimed
 
+    @property
+    def is_witness(self) -> bool:
+        """Whether this is the witness itself."""
+        return bool(self._witness) and self._me == self._witness
+
     def counting(self, view: SwarmView, log: RoundLog, head: Tip) -> SwarmView:
         """This look at the swarm, with the claims that count."""
         if not self._witness:
@@ -77,7 +82,7 @@ class Trust:
         found = self._find(log, head)
         if told is not None and found is not None:
             self._settled = told.digest
-        credit, is_witness = self._credit_of(log, head), self._me == self._witness
+        credit, is_witness = self._credit_of(log, head), self.is_witness
         if is_witness and self._now() >= self._all_told_at:
             credit = Counter({peer: n for peer, n in credit.items() if peer in view.claims})
         if is_witness and not credit:
@@ -107,7 +112,7 @@ class Trust:
     def other_chain(self, log: RoundLog, head: Tip) -> ClaimRecord | None:
         """What the witness claims, where our chain goes back so far and has it not."""
         told, rounds = self._told, log.rounds()
-        if told is None or self._find(log, head) is not None or self._me == self._witness:
+        if told is None or self._find(log, head) is not None or self.is_witness:
             return None
         return told if rounds and rounds[0] <= told.round else None
 
@@ -120,7 +125,7 @@ class Trust:
             return wins(reach, log, head)
         assert reach.fork_round is not None
         settled = log.find(self._settled) if self._settled else None
-        if self._me == self._witness:
+        if self.is_witness:
             settled = head.round
         given_up = [] if settled is None else log.rounds()
         given_up = [n for n in given_up if reach.fork_round < n <= (settled or 0)]

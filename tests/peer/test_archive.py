@@ -296,6 +296,23 @@ def test_the_operator_s_archive_takes_no_record_of_strangers_and_never_leaves_it
     assert {peer for peer, _ in kept.swarm.asked} == {donor.peer}, "the stranger is not even asked"
 
 
+def test_the_operator_s_archive_begins_and_tells_whatever_strangers_claim(
+    donor: ChainMaker, tmp_path: Path
+) -> None:
+    kept = Kept(tmp_path / "kept", donor, witness=ME)
+    donor.train(0)
+    lies = {
+        f"Qm{n}": replace(donor.claim(), digest=f"{n:064x}", chain_tokens=10**9, round=99)
+        for n in range(6)
+    }
+    for _ in range(60):  # it asks for three of seven at a time
+        if kept.look(donor, **lies) is not None:
+            break
+    assert kept.look(donor, **lies) == donor.claim()
+    lies = {peer: replace(lie, chain_tokens=10**10) for peer, lie in lies.items()}
+    assert kept.look(donor, **lies) == donor.claim()
+
+
 def test_a_copy_of_the_bootstrap_believes_the_operator_s(
     donor: ChainMaker, identities: list[Identity], tmp_path: Path
 ) -> None:

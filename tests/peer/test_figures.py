@@ -239,13 +239,13 @@ class FakeAttempt:
 
 
 @pytest.fixture
-def service(monkeypatch: pytest.MonkeyPatch) -> PeerService:
+def service(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> PeerService:
     monkeypatch.setattr("dilocox.peer.averaging.service.GROUP_WAIT_S", 0.05)
     service = PeerService.__new__(PeerService)
     service.attempts = {b"g": cast("Attempt", FakeAttempt())}
     service.sent, service.received = Counts(BYTE_KINDS), Counts(BYTE_KINDS)
     service.refused = Counts(REFUSALS)
-    service.local = local_peer()
+    service.local = local_peer(folder=tmp_path)
     return service
 
 

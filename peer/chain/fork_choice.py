@@ -111,9 +111,10 @@ class Trust:
 
     def other_chain(self, log: RoundLog, head: Tip) -> ClaimRecord | None:
         """What the witness claims, where our chain goes back so far and has it not."""
-        told, rounds = self._told, log.rounds()
+        told = self._told
         if told is None or self._find(log, head) is not None or self.is_witness:
             return None
+        rounds = log.rounds()
         return told if rounds and rounds[0] <= told.round else None
 
     def wins(self, digest: str, reach: Reached, log: RoundLog, head: Tip) -> bool:

@@ -301,7 +301,7 @@ def test_the_operator_s_archive_begins_and_tells_whatever_strangers_claim(
 ) -> None:
     kept = Kept(tmp_path / "kept", donor, witness=ME)
     donor.train(0)
-    lies = {
+    lies: dict[str, Any] = {
         f"Qm{n}": replace(donor.claim(), digest=f"{n:064x}", chain_tokens=10**9, round=99)
         for n in range(6)
     }

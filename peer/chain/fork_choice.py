@@ -92,6 +92,7 @@ class Trust:
             behind[claim.digest] += credit[peer]
         least = credit.total() + (0 if is_witness else 1)
         believed = {digest for digest, count in behind.items() if count and 2 * count >= least}
+        believed.add(head.digest)  # ours: those who have it, too, may give its state
         if told is not None and not is_witness:
             believed.add(told.digest)
         elif not credit:

@@ -1,4 +1,5 @@
-"""How far a reducer believes each member: nobody is to move an average alone, or backwards.
+"""How far a reducer believes each member: nobody is to move an average alone, or backwards. The
+rules alone; shares.py has the parts that they judge.
 
     gate  parts are left out whose cosine with the coordinate-wise median is not positive; of the
           others those longer than the median one are shortened to it. The default.

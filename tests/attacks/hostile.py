@@ -46,9 +46,10 @@ from dilocox.peer.rounds.ballots import Ballot, certificate
 from dilocox.peer.rounds.group import tokens_cap
 from dilocox.peer.rounds.outer_step import anchor_sha256
 from dilocox.peer.rounds.rank_choice import RoundPlan, stage_codec
-from dilocox.peer.rounds.record import Contribution, ReducedShare, RoundRecord, digest_of
+from dilocox.peer.rounds.record import Contribution, RoundRecord, digest_of
 from dilocox.peer.rounds.vote_count import Vote
 from tests.peer.fabricated import replica_record, stage_record
+from tests.peer.kept_chains import reduced_alone
 
 KEYS = 12
 PAUSE_S = 1.0
@@ -66,7 +67,6 @@ class Hostile:
             *(Identity.load_or_create(folder / f"{n}.key") for n in range(1, KEYS)),
         ]
         self.swarms = [Swarm(place.dht, place.run, each, place.clock) for each in self.keys]
-        self.codecs: dict[int, Any] = {}
         self._folder = folder
         self._served: dict[str, tuple[bytes, bytes]] = {}
         loop = asyncio.new_event_loop()
@@ -150,23 +150,9 @@ class Hostile:
         codec = stage_codec(manifest, newest.layout)
         plan = RoundPlan(manifest, codec)
         ranks = plan.ranks_after(last)
-        low_rank = codec.low_rank(ranks)
-        basis = None if low_rank is None else low_rank.initial_basis("x")
-        encoder = codec.encoder(torch.randn(newest.layout.numel), ranks, lambda: basis)
         names = sorted(key.peer_id for key in self.keys)
-        parts, means, vectors = list[ReducedShare](), list[bytes](), list[torch.Tensor]()
-        for index, phase in enumerate(codec.phases(ranks)):
-            payload = phase.codec.encode(encoder.vector(index, vectors))
-            vectors.append(phase.codec.decode(payload, phase.numel))
-            means.append(payload.numpy().tobytes())
-            share = ReducedShare(
-                phase=index,
-                reducer=names[0],
-                start=0,
-                stop=phase.numel,
-                contributors=tuple(names),
-            )
-            parts.append(share)
+        message = torch.randn(newest.layout.numel)
+        parts, means = reduced_alone(codec, ranks, message, names, seed="x")
         most = tokens_cap(manifest)
         record = RoundRecord(
             run=self.place.run,
@@ -181,11 +167,11 @@ class Hostile:
                 Contribution(peer=name, tokens=most, exchange_s=1.0, step_s=1.0) for name in names
             ),
             chain_tokens=last.chain_tokens + KEYS * most,
-            parts=tuple(parts),
+            parts=parts,
             window=last.window,
             next_ranks=(),
             next_inner_steps=plan.inner_steps_after(last),
-            means=tuple(means),
+            means=means,
         )
         data = plan.finished(record).to_bytes()
         return data, self._certified(record, digest_of(data), names)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,6 +12,7 @@ import torch
 
 from dilocox.compression.group_quantization import PayloadRefused
 from dilocox.compression.layout import FlatLayout
+from dilocox.compression.stage_codec import StageCodec
 from dilocox.dht.identity import Identity
 from dilocox.dht.manifest import Manifest
 from dilocox.dht.records import ClaimRecord
@@ -52,6 +53,36 @@ def manifest_of(scheme: str = "low_rank", **codec: Any) -> Manifest:
             "rounds": {"inner_steps": 20},
         }
     )
+
+
+def reduced_alone(
+    codec: StageCodec,
+    ranks: tuple[int, ...],
+    message: torch.Tensor,
+    names: Sequence[str],
+    seed: str,
+) -> tuple[tuple[ReducedShare, ...], tuple[bytes, ...]]:
+    """The parts and means of a record whose average is this message [n], as coded: the first of
+    these members reduced all, and all are in it.
+    """
+    low_rank = codec.low_rank(ranks)
+    basis = None if low_rank is None else low_rank.initial_basis(seed)
+    encoder = codec.encoder(message, ranks, lambda: basis)
+    parts, means, vectors = list[ReducedShare](), list[bytes](), list[torch.Tensor]()
+    for index, phase in enumerate(codec.phases(ranks)):
+        payload = phase.codec.encode(encoder.vector(index, vectors))
+        vectors.append(phase.codec.decode(payload, phase.numel))
+        means.append(payload.numpy().tobytes())
+        parts.append(
+            ReducedShare(
+                phase=index,
+                reducer=names[0],
+                start=0,
+                stop=phase.numel,
+                contributors=tuple(names),
+            )
+        )
+    return tuple(parts), tuple(means)
 
 
 class ChainMaker:
@@ -109,25 +140,7 @@ class ChainMaker:
         noise = torch.Generator().manual_seed(number)
         message = 1e-3 * torch.randn(self.layout.numel, generator=noise)
         ranks = self._plan.ranks_after(last)
-        low_rank = self.codec.low_rank(ranks)
-        basis = None if low_rank is None else low_rank.initial_basis(f"{number}")
-        encoder = self.codec.encoder(message, ranks, lambda: basis)
-        parts: list[ReducedShare] = []
-        means: list[bytes] = []
-        vectors: list[torch.Tensor] = []
-        for index, phase in enumerate(self.codec.phases(ranks)):
-            payload = phase.codec.encode(encoder.vector(index, vectors))
-            vectors.append(phase.codec.decode(payload, phase.numel))
-            means.append(payload.numpy().tobytes())
-            parts.append(
-                ReducedShare(
-                    phase=index,
-                    reducer=self.peer,
-                    start=0,
-                    stop=phase.numel,
-                    contributors=(self.peer,),
-                )
-            )
+        parts, means = reduced_alone(self.codec, ranks, message, (self.peer,), seed=f"{number}")
         member = Contribution(peer=self.peer, tokens=10, exchange_s=15.0, step_s=1.0)
         return RoundRecord(
             run=self.run,
@@ -140,11 +153,11 @@ class ChainMaker:
             ranks=ranks,
             members=(member,),
             chain_tokens=10 + (0 if last is None else last.chain_tokens),
-            parts=tuple(parts),
+            parts=parts,
             window=() if last is None else last.window,
             next_ranks=(),
             next_inner_steps=self._plan.inner_steps_after(last),
-            means=tuple(means),
+            means=means,
         )
 
     def certificate(self, record: RoundRecord, digest: str) -> bytes:

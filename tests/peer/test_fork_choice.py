@@ -212,6 +212,7 @@ def counting(trust: Trust, claims: dict[str, ClaimRecord], log: Credited | None 
         ({"a": claim("bb")}, ""),  # 5 of 14
         ({"a": claim("bb"), "b": claim("bb")}, "bb"),  # 10 of 14
         ({"a": claim("bb"), "b": claim("bad")}, ""),
+        ({"b": claim("aa", 500, 4)}, "aa"),  # who has our newest record may give its state
         ({"a": claim("bb"), "b": claim("bb"), WITNESS: claim("aa", 500, 4)}, "aa bb"),
     ],
 )

@@ -346,6 +346,7 @@ class Attempt:
             began = time.monotonic()
             vector = await self._group.compute(self._encoder.vector, phase, earlier)
             self._codec_s += time.monotonic() - began
+            self._shares.own[phase] = vector
             for column in setup.columns:
                 span = setup.span(column)
                 if setup.phase_of(column) != phase or span.start == span.stop:
@@ -357,9 +358,13 @@ class Attempt:
                     with suppress(ShareRefused):  # the phase's time is over for us too
                         await self.on_part(setup.me, column, payload)
                 else:
-                    self._push(self._transport.push_part, collector, column, payload)
+                    self._push(self._give_part, collector, column, payload)
         except NotEncodable as error:
             logger.warning("the others average without this peer's message: %s", error)
+
+    async def _give_part(self, peer: str, column: int, payload: bytes) -> None:
+        await self._transport.push_part(peer, column, payload)
+        self._shares.taken.add(column)
 
     async def _reduce(self, column: int) -> None:
         """Average a column over our row, and our share of it over all rows."""
@@ -461,7 +466,16 @@ class Attempt:
     async def _decide(self, record: bytes | None) -> AttemptResult:
         self.record = record
         self.digest = None if record is None else digest_of(record)
-        vote = self.ballots.cast(self.digest, () if record else tuple(sorted(self._missed())))
+        unlike = self._shares.unlike() - {self._setup.me}
+        if unlike:
+            logger.warning(
+                "this peer votes against what %s averaged: its own values cannot be in it",
+                ", ".join(sorted(unlike)),
+            )
+        agreed = record is not None and not unlike
+        vote = self.ballots.cast(
+            self.digest if agreed else None, () if agreed else tuple(sorted(self._missed()))
+        )
         self._group.notify()
         group, send = self._group, self._transport.send_votes
         sending = [
@@ -619,7 +633,8 @@ class Attempt:
         fault: a repeated attempt would leave out a sound reducer.
         """
         silent = self._shares.silent() if self._waited_out else set[str]()
-        return (silent | self._group.dead | self._shares.refused()) - {self._setup.me}
+        blamed = self._shares.refused() | self._shares.unlike()
+        return (silent | self._group.dead | blamed) - {self._setup.me}
 
     def _remaining_s(self) -> float:
         return max(0.1, self._end - time.monotonic())

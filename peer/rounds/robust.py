@@ -13,12 +13,21 @@ members differ. Who is left out of a part keeps it in its residual, as one whose
 
 Of two and three members nobody can say who lies: there `gate` is `clip`. Each reducer judges its
 part by itself, each row of a large group its own, and each phase.
+
+With the gate the members judge the reducers, too (`not_of_ours`): a mean that holds one's own
+values lies along them, and is not much longer beside them than the other reducers' means. Who finds
+one that does not votes against the record and names its reducer; where half of the group does, the
+attempt is repeated without it. What a reducer adds that is no longer than the mean itself is not
+found.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Mapping, Sequence
-from statistics import median
+from dataclasses import dataclass
+from statistics import median, median_low
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -27,6 +36,11 @@ from dilocox.dht.manifest_sections import RobustRule
 
 LEAST_GATED = 4  # members: of three, two would leave out the third
 MOST_WEIGHT = 2  # of the median one
+LEAST_ALONG = 0.5  # of what one's own values alone make a mean lie along them
+MOST_LONGER = 8.0  # than the other means, each beside one's own values there
+SURE = 4.0  # deviations that chance has, so that none of thousands of means is blamed by it
+
+T = TypeVar("T")
 
 
 def bounded_weights(tokens: Mapping[str, int]) -> dict[str, int]:
@@ -82,3 +96,45 @@ def in_order(found: Mapping[int, Tensor]) -> Tensor:
 def kept(names: Collection[str], by: Sequence[float]) -> tuple[str, ...]:
     """Whose values are in the average."""
     return tuple(name for name, factor in zip(names, by, strict=True) if factor > 0)
+
+
+@dataclass(frozen=True)
+class Likeness:
+    """A reducer's mean of a share beside the values that one member sent for it.
+
+    cosine: between them. ratio: of the mean's norm to theirs. numel: values. weight: this member's
+    share of the mean; 0 where it is not in it. members: whose values are.
+    """
+
+    cosine: float
+    ratio: float
+    numel: int
+    weight: float
+    members: int
+
+
+def likeness(mean: Tensor, own: Tensor, weight: float, members: int) -> Likeness | None:
+    """How a decoded mean [n] and one's own values [n] compare; None where one of them is zero."""
+    norm, own_norm = math.sqrt(float(mean @ mean)), math.sqrt(float(own @ own))
+    if not norm or not own_norm:
+        return None
+    cosine = float(mean @ own) / norm / own_norm
+    return Likeness(cosine, norm / own_norm, len(own), weight, members)
+
+
+def not_of_ours(found: Mapping[T, Likeness]) -> set[T]:
+    """The means that cannot be what they say, of those of one phase."""
+    usual = median_low(each.ratio for each in found.values()) if found else 0.0
+    return {
+        name
+        for name, each in found.items()
+        if each.ratio > MOST_LONGER * usual or each.cosine < _least_along(each)
+    }
+
+
+def _least_along(each: Likeness) -> float:
+    """With members that have nothing in common the mean lies along one's own values by these alone;
+    where they were shortened, by no less than of equals.
+    """
+    alone = min(each.weight / each.ratio, each.members**-0.5) if each.weight else 0.0
+    return LEAST_ALONG * alone - SURE * each.numel**-0.5

@@ -25,11 +25,15 @@ from dilocox.dht.manifest_sections import RobustRule
 from dilocox.peer.rounds.group import AttemptSetup, Mean, ShareRefused
 from dilocox.peer.rounds.record import ReducedShare
 from dilocox.peer.rounds.robust import (
+    LEAST_GATED,
+    Likeness,
     along_median,
     bounded_weights,
     factors,
     in_order,
     kept,
+    likeness,
+    not_of_ours,
     weighted_sum,
 )
 
@@ -195,6 +199,10 @@ class Shares:
         self._in_check = Counter[int]()  # calls that decode a mean of this share
         self.means: dict[int, Mean] = {}
         self.lied: dict[int, str] = {}  # who sent a malformed mean of a share
+        self.own: dict[int, Tensor] = {}  # this member's vector of each phase, once it is known
+        self.taken: set[int] = set()  # columns whose reducer took our part
+        self._judges = setup.robust == "gate" and len(setup.members) >= LEAST_GATED
+        self._alike: dict[int, Likeness] = {}  # means of others beside our own values
 
     # ---- what it is ours to average over our row -------------------------------------------------
     async def add_part(self, peer: str, column: int, payload: bytes) -> None:
@@ -318,7 +326,7 @@ class Shares:
         for rows in self._rows.values():
             rows.closed = True
             rows.means = {}
-        self._decoded = {}
+        self._decoded, self.own = {}, {}
 
     # ---- the means -------------------------------------------------------------------------------
     async def add_mean(self, mean: Mean) -> bool:
@@ -344,11 +352,25 @@ class Shares:
             self._in_check[mean.part] += 1
             try:
                 values = await self._compute(decode, codec, mean.payload, share.numel)
+                if not checked:
+                    await self._compare(mean, values)
             finally:
                 self._in_check[mean.part] -= 1
             if needed and mean.part not in self.means:
                 self._decoded[mean.part] = values
         return self.means.setdefault(mean.part, mean) is mean
+
+    async def _compare(self, mean: Mean, values: Tensor) -> None:
+        """Note how a mean lies beside our own values; who has none yet says nothing."""
+        share, me = self._setup.shares[mean.part], self._setup.me
+        own = self.own.get(share.phase)
+        if own is None or not self._judges:
+            return
+        total = sum(self._weight[peer] for peer in mean.contributors)
+        weight = self._weight[me] / total if me in mean.contributors else 0.0
+        beside = values, own[share.start : share.stop], weight, len(mean.contributors)
+        if (found := await self._compute(likeness, *beside)) is not None:
+            self._alike.setdefault(mean.part, found)
 
     def coming(self, part: int) -> bool:
         """Whether a mean of this share came and is not here only because it is being checked."""
@@ -377,6 +399,27 @@ class Shares:
             column = self._setup.column_of(part)
             senders |= {self._setup.reducer_in(column, row) for row in duty.refused}
         return senders | set(self.lied.values())
+
+    def unlike(self) -> set[str]:
+        """The reducers whose means cannot be what they say, as far as our own values show."""
+        shares, count, blamed = self._setup.shares, len(self._setup.members), set[str]()
+        for phase in range(len(self._setup.phases)):
+            there = {
+                part: each for part, each in self._alike.items() if shares[part].phase == phase
+            }
+            blamed |= {shares[part].reducer for part in not_of_ours(there)}
+        if self._judges and len(self._setup.grid.rows) == 1:
+            # who took our part has those of others, too
+            most = {
+                part for part, mean in self.means.items() if 2 * len(mean.contributors) >= count
+            }
+            few = {
+                part
+                for part in self.means.keys() - most
+                if self._setup.column_of(part) in self.taken
+            }
+            blamed |= {shares[part].reducer for part in few}
+        return blamed
 
     def silent(self) -> set[str]:
         """The reducers whose mean is missing in the first phase that lacks one.

@@ -81,7 +81,7 @@ class Link:
         kind = f"mean{self._group.shares[mean.part].phase}"
         attempt = await self._to(peer, kind)
         with refused_as_lost():
-            await attempt.on_mean(self._me, mean)
+            await attempt.on_mean(self._me, self._group.falsify(self._me, mean))
 
     async def fetch_mean(self, peer: str, part: int, stall_s: float) -> Mean | None:
         attempt = await asyncio.wait_for(self._to(peer, "fetch"), stall_s)
@@ -187,7 +187,8 @@ class Group:
 
         Whoever is put into `frozen` neither answers nor is refused any more; who is `dripping`
         gives what is fetched by a byte now and then;
-        who is `lying` answers what votes it holds with bytes that are none.
+        who is `lying` answers what votes it holds with bytes that are none. `falsify` is what a
+        sender makes of a mean on its way to others.
         """
         usual_s = (PATIENT_S, PATIENT_S) if passes is everything else (EXCHANGE_S, SILENCE_S)
         exchange_s, silence_s = exchange_s or usual_s[0], silence_s or usual_s[1]
@@ -196,6 +197,7 @@ class Group:
         self.frozen: set[str] = set()
         self.dripping: set[str] = set()
         self.lying: set[str] = set()
+        self.falsify: Callable[[str, Mean], Mean] = lambda sender, mean: mean
         self.identities = sorted(identities, key=lambda identity: identity.peer_id)
         self.peers = [identity.peer_id for identity in self.identities]
         codec = {"scheme": scheme, "bits": bits, "rank": 4, "min_rank": 2, "max_rank": 16}

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from torch import Tensor
 
 from dilocox.compression.group_quantization import PayloadRefused
 from dilocox.dht.identity import Identity
 from dilocox.peer.rounds.group import Mean, ShareRefused
+from dilocox.peer.rounds.shares import decode, encode
 from dilocox.peer.rounds.vote_count import Verdict
 from tests.peer.averaged import own_contribution
 from tests.peer.members import (
@@ -184,18 +187,54 @@ def test_a_malformed_part_leaves_its_sender_out_and_is_named_in_the_record(
 
 
 @BOTH
+@pytest.mark.parametrize("lie", ["opposite", "longer", "its own"])
+def test_a_reducer_that_gives_all_a_false_mean_is_left_out_of_the_repeated_attempt(
+    identities: list[Identity], tmp_path: Path, scheme: str, lie: str
+) -> None:
+    group = Group(identities[:5], tmp_path, passes=everything, scheme=scheme, robust="gate")
+    one_way(group)
+    liar = group.peers[2]
+
+    def falsify(sender: str, mean: Mean) -> Mean:
+        share = group.shares[mean.part]
+        if share.reducer != liar:
+            return mean
+        codec = group.setups[liar].phases[share.phase].codec
+        values = decode(codec, mean.payload, share.numel)
+        match lie:
+            case "opposite":
+                return replace(mean, payload=encode(codec, -values))
+            case "longer":
+                return replace(mean, payload=encode(codec, 20 * values))
+            case _:
+                return replace(mean, contributors=(liar,))
+
+    group.falsify = falsify
+    results = asyncio.run(group.run())
+    assert verdicts(results) == {Verdict.VOID}
+    assert blamed(results) == [liar]
+
+
+def one_way(group: Group, *against: int) -> Tensor:
+    """Let all members go one way, each with its own noise, and these ten times against it."""
+    way = torch.randn(group.messages[0].shape, generator=torch.Generator().manual_seed(0))
+    way *= group.messages[0] != 0  # as far as its padding, which is 0
+    for index, message in enumerate(group.messages):
+        message.mul_(0.2).add_(way, alpha=-10.0 if index in against else 1.0)
+    return way
+
+
+@BOTH
 def test_who_sends_ten_times_the_opposite_is_in_no_mean_that_the_gate_makes(
     identities: list[Identity], tmp_path: Path, scheme: str
 ) -> None:
     group = Group(identities[:4], tmp_path, passes=everything, scheme=scheme, robust="gate")
-    way = torch.randn(group.messages[0].shape, generator=torch.Generator().manual_seed(0))
-    for index, message in enumerate(group.messages):  # as far as its padding, which is 0
-        message.mul_(0.2).add_(way * (message != 0), alpha=-10.0 if index == 1 else 1.0)
+    way = one_way(group, 1)
     record = record_of(group, asyncio.run(group.run()))
     liar, honest = group.peers[1], {*group.peers} - {group.peers[1]}
     assert all({*part.contributors} == honest for part in record.parts if part.numel)
     assert record.member(liar) and record.chain_tokens == sum(group.tokens) - group.tokens[1]
-    average, truth = record.average(group.codec), way * (group.messages[0] != 0)
+    average, truth = record.average(group.codec), way
     # four columns hold a part of what goes every way
     assert torch.cosine_similarity(average, truth, dim=0) > (0.4 if scheme == "low_rank" else 0.9)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import get_args
 
 import pytest
@@ -14,7 +14,13 @@ from benchmarks.simulated_exchange import Averaging
 from dilocox.compression.group_quantization import GroupCodec
 from dilocox.compression.workers import PIECE, Workers
 from dilocox.dht.manifest_sections import RobustRule
-from dilocox.peer.rounds.robust import bounded_weights, factors
+from dilocox.peer.rounds.robust import (
+    Likeness,
+    bounded_weights,
+    factors,
+    likeness,
+    not_of_ours,
+)
 from dilocox.peer.rounds.shares import Reduction, RowMean, encode
 
 RULES: tuple[RobustRule, ...] = get_args(RobustRule)
@@ -36,7 +42,7 @@ def reduced(
     sent: Sequence[Tensor],
     *,
     bits: int = 32,
-    names: str = MEMBERS,
+    names: Sequence[str] = MEMBERS,
     threads: int = 1,
     tokens: Sequence[int] = (1,) * 8,
 ) -> RowMean:
@@ -124,3 +130,72 @@ def test_a_part_of_many_pieces_has_the_bytes_of_one_thread(rule: RobustRule) -> 
     found = [reduced(rule, sent, bits=4, names="abcd", threads=n) for n in (1, 3)]
     assert torch.equal(found[0].values, found[1].values)
     assert found[0].contributors == found[1].contributors
+
+
+def judged(sent: Tensor, spoil: Callable[[Tensor, Tensor], Tensor], *, columns: int) -> int:
+    """How many of these members would vote against the reducer of the first of so many columns.
+
+    sent: [m, columns * n]. spoil: of a mean, and noise of its norm.
+    """
+    draw, members = torch.Generator().manual_seed(5), len(sent)
+    names = tuple(f"{place:03d}" for place in range(members))
+    means = list[RowMean]()
+    for part in sent.chunk(columns, dim=1):
+        means.append(reduced("gate", list(part), bits=4, names=names, tokens=(1,) * members))
+    first = means[0].values
+    noise = torch.randn(first.shape, generator=draw)
+    means[0] = RowMean(means[0].contributors, spoil(first, noise / noise.norm() * first.norm()))
+    against = 0
+    for name, own in zip(names, sent, strict=True):
+        found = dict[int, Likeness]()
+        for index, (mean, part) in enumerate(zip(means, own.chunk(columns), strict=True)):
+            weight = (name in mean.contributors) / len(mean.contributors)
+            found[index] = require(likeness(mean.values, part, weight, len(mean.contributors)))
+        doubted = not_of_ours(found)
+        assert doubted <= {0}, "a sound mean was doubted"
+        against += bool(doubted)
+    return against
+
+
+def require(found: Likeness | None) -> Likeness:
+    assert found is not None
+    return found
+
+
+def members_of(count: int, numel: int, common: float, longer: float = 1.0) -> Tensor:
+    """Members whose values have this correlation; of each two one is so many times longer."""
+    draw = torch.Generator().manual_seed(count)
+    way = torch.randn(numel, generator=draw) * (common / (1 - common)) ** 0.5
+    found = way + torch.randn(count, numel, generator=draw)
+    return found * torch.tensor([1.0, longer]).repeat(count)[:count, None]
+
+
+SIZES = [(4, 2000), (8, 2000), (8, 50_000), (32, 20_000)]
+
+
+@pytest.mark.parametrize(("count", "numel"), [(8, 100), *SIZES])
+@pytest.mark.parametrize("common", [0.0, 0.02, 0.5])
+@pytest.mark.parametrize("longer", [1.0, 20.0])
+def test_no_member_doubts_a_sound_mean(
+    count: int, numel: int, common: float, longer: float
+) -> None:
+    sent = members_of(count, 8 * numel, common, longer)
+    assert judged(sent, lambda mean, noise: mean, columns=8) == 0
+
+
+@pytest.mark.parametrize(("count", "numel"), SIZES)
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        lambda mean, noise: -mean,
+        lambda mean, noise: 20 * mean,
+        lambda mean, noise: noise,
+        lambda mean, noise: mean + 10 * noise,
+        lambda mean, noise: torch.full_like(mean, float(mean.norm()) / len(mean) ** 0.5),
+    ],
+    ids=["opposite", "longer", "noise", "beside", "constant"],
+)
+def test_half_of_the_members_find_a_mean_that_is_not_theirs(
+    count: int, numel: int, spoil: Callable[[Tensor, Tensor], Tensor]
+) -> None:
+    assert 2 * judged(members_of(count, 8 * numel, 0.1), spoil, columns=8) >= count

@@ -32,7 +32,16 @@ from dilocox.peer.rounds.group import (
 )
 from dilocox.peer.rounds.rank_choice import facts_of, following_window, next_inner_steps
 from dilocox.peer.rounds.record import Contribution, RoundFacts
-from dilocox.peer.rounds.vote_count import Verdict, Vote, decide, exclusion, may_start
+from dilocox.peer.rounds.vote_count import (
+    Exclusion,
+    Verdict,
+    Vote,
+    decide,
+    exclusion,
+    following_exclusions,
+    may_start,
+    sitting_out,
+)
 
 RECORD_BYTES = 1_000_000
 PHASES = 2
@@ -49,6 +58,7 @@ class SimulatedRecord:
     previous: str
     members: tuple[Contribution, ...]
     chain_tokens: int
+    excluded: tuple[Exclusion, ...]
     window: tuple[RoundFacts, ...]
     next_inner_steps: int
     rules: int = 0
@@ -235,19 +245,31 @@ class Meetings:
             return
         orders = {peer: orders[peer] for peer in group}
         views = {peer: frozenset(order.counted) for peer, order in orders.items()}
-        last = next(iter(orders.values())).last_contributors
-        if not may_start(sorted(group), views, last):
+        order = next(iter(orders.values()))
+        last, before = order.last_contributors, () if order.last is None else order.last.excluded
+        present = group.keys() - sitting_out(before, order.plan.round)
+        if may_start(present, views, last):
+            for peer in group.keys() - present:
+                group[peer].fail("this peer sits out")
+            group = {peer: each for peer, each in group.items() if peer in present}
+        elif not may_start(group, views, last):
             for each in group.values():
                 each.fail(f"{len(group)} members are too few of those that must be there")
             return
-        _Exchange(self, group).begin()
+        _Exchange(self, group, following_exclusions(before, blamed, order.plan.round)).begin()
 
 
 class _Exchange:
     """One attempt of one group."""
 
-    def __init__(self, meetings: Meetings, group: dict[str, SimulatedAverager]):
+    def __init__(
+        self,
+        meetings: Meetings,
+        group: dict[str, SimulatedAverager],
+        excluded: tuple[Exclusion, ...],
+    ):
         self._meetings = meetings
+        self._excluded = excluded
         self._lines = meetings.lines
         self._group = group
         self._orders = {peer: each.order for peer, each in group.items()}
@@ -333,6 +355,7 @@ class _Exchange:
             members=tuple(members),
             chain_tokens=(0 if last is None else last.chain_tokens)
             + sum(each.tokens for each in members),
+            excluded=self._excluded,
             window=window,
             next_inner_steps=steps,
         )

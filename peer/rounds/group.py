@@ -35,7 +35,12 @@ from dilocox.peer.rounds.record import (
     largest_group,
     part_bytes,
 )
-from dilocox.peer.rounds.vote_count import Verdict, may_start
+from dilocox.peer.rounds.vote_count import (
+    Verdict,
+    following_exclusions,
+    may_start,
+    sitting_out,
+)
 
 PHASE_SHARE = 0.25  # of the exchange's time that a phase has whatever its bytes
 
@@ -337,8 +342,9 @@ def attempt_setup(
 ) -> AttemptSetup:
     """The agreed facts of an attempt, from what its members stated.
 
-    A repeated attempt leaves out the peers that the signed aborts of the first one blame. `group`:
-    the id of the group, from which its rows follow.
+    A repeated attempt leaves out the peers that the signed aborts of the first one blame; whoever
+    was left out again and again sits out, where the others can go on without it. `group`: the id of
+    the group, from which its rows follow.
 
     Raises:
         GroupRefused: a member has another plan or no tokens, or there is nobody to reduce.
@@ -356,7 +362,14 @@ def attempt_setup(
         if not 1 <= ticket.tokens <= order.tokens_cap:
             raise GroupRefused(f"{peer} states {ticket.tokens} tokens")
     views = {peer: ticket.resolved(tickets) for peer, ticket in tickets.items()}
-    if not may_start(sorted(tickets), views, order.last_contributors):
+    last = order.last
+    before = () if last is None else last.excluded
+    present = tickets.keys() - sitting_out(before, plan.round)
+    if may_start(present, views, order.last_contributors):
+        if me not in present:
+            raise GroupRefused("this peer sits out: exchanges with it had to be repeated")
+        tickets = {peer: ticket for peer, ticket in tickets.items() if peer in present}
+    elif not may_start(tickets, views, order.last_contributors):
         raise TooFew(f"{len(tickets)} members are too few of those that must be there")
     if len(tickets) > (most := largest_group(codec)):
         raise GroupRefused(
@@ -373,7 +386,7 @@ def attempt_setup(
     reducers = tickets.keys() - clients
     if not reducers:
         raise GroupRefused("no member can be reached from outside, so nobody can reduce")
-    phases, last = codec.phases(plan.ranks), order.last
+    phases = codec.phases(plan.ranks)
     at_first = sum(phase.numel for phase in codec.phases(codec.first_ranks))
     growth = sum(phase.numel for phase in phases) / at_first
     stated = [ticket.codec_s for ticket in tickets.values()]
@@ -390,6 +403,7 @@ def attempt_setup(
         layout=plan.layout,
         ranks=plan.ranks,
         chain_tokens=0 if last is None else last.chain_tokens,
+        excluded=following_exclusions(before, excluded, plan.round),
         window=() if last is None else last.window,
         next_inner_steps=steps,
     )

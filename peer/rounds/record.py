@@ -32,7 +32,12 @@ from torch import Tensor
 from dilocox.compression.group_quantization import GROUP_SIZE, GroupCodec
 from dilocox.compression.stage_codec import StageCodec, StageMeans
 from dilocox.peer.rounds.grid import Share
-from dilocox.peer.rounds.vote_count import MAX_MEMBERS
+from dilocox.peer.rounds.vote_count import (
+    MAX_EXCLUDED,
+    MAX_MEMBERS,
+    MOST_EXCLUSIONS,
+    Exclusion,
+)
 
 WINDOW: Final = 5
 
@@ -131,6 +136,7 @@ class RoundRecord:
 
     rules: of the manifest that it was made under; they say how it is applied.
     ranks: per tensor of the layout, as this exchange had them; empty unless the scheme is low_rank.
+    excluded: whom repeated attempts left out of late, sorted by peer.
     window: what the last rounds, this one last, say of the ranks and the times that they needed.
     next_ranks: of the exchange after this one. next_inner_steps: H of the round that it arrives in.
     means: `means[i]` is the encoded mean of `parts[i]`.
@@ -147,6 +153,7 @@ class RoundRecord:
     members: tuple[Contribution, ...] = ()
     chain_tokens: int
     parts: tuple[ReducedShare, ...] = ()
+    excluded: tuple[Exclusion, ...] = ()
     window: tuple[RoundFacts, ...] = ()
     next_ranks: tuple[int, ...] = ()
     next_inner_steps: int
@@ -168,6 +175,7 @@ class RoundRecord:
         places = {name: place for place, name in enumerate(names)}
         header = {name: getattr(self, name) for name in _HEADER_FIELDS}
         header["members"] = [asdict(member) for member in self.members]
+        header["excluded"] = [[each.peer, each.times, each.round] for each in self.excluded]
         header["window"] = [asdict(facts) for facts in self.window]
         contributors = [bitmap_of(names, each.contributors).hex() for each in self.parts]
         header["parts"] = [
@@ -310,11 +318,16 @@ def parse_header(data: bytes) -> RoundRecord:
         raise RecordRefused(f"it has {len(members)} members; a group has at most {MAX_MEMBERS}")
     names = [member.peer for member in members]
     parts = tuple(_part(names, *facts) for facts in header.pop("parts"))
+    excluded = tuple(
+        Exclusion(peer=peer, times=times, round=number)
+        for peer, times, number in header.pop("excluded")
+    )
     window = tuple(_facts(facts) for facts in header.pop("window"))
     ranks, next_ranks = (tuple(header.pop(name)) for name in ("ranks", "next_ranks"))
     return RoundRecord(
         members=members,
         parts=parts,
+        excluded=excluded,
         window=window,
         ranks=ranks,
         next_ranks=next_ranks,
@@ -361,7 +374,18 @@ def _check(record: RoundRecord, codec: StageCodec) -> None:
     for member in record.members:
         if member.tokens < 1 or not _timed(member):
             raise RecordRefused(f"{member.peer} has no tokens, or a time that is none")
+    _check_excluded(record)
     _check_parts(record, codec)
+
+
+def _check_excluded(record: RoundRecord) -> None:
+    names = [each.peer for each in record.excluded]
+    if names != sorted(set(names)) or len(names) > MAX_EXCLUDED:
+        raise RecordRefused("those that it left out are not a sorted list of a few peers")
+    for each in record.excluded:
+        sound = len(each.peer) <= MAX_NAME and 1 <= each.times <= MOST_EXCLUSIONS
+        if not sound or each.round > record.round:
+            raise RecordRefused(f"it left out {each.peer[:MAX_NAME]} as nobody can be")
 
 
 def _timed(each: Times) -> bool:
@@ -393,13 +417,14 @@ def _check_parts(record: RoundRecord, codec: StageCodec) -> None:
 def _check_types(record: RoundRecord) -> None:
     """What JSON gave must be of the declared types exactly: true is no number, 1.0 is not 1."""
     texts: list[object] = [record.run, record.previous, record.anchor_before, record.layout]
-    texts += [member.peer for member in record.members]
+    texts += [each.peer for each in (*record.members, *record.excluded)]
     if any(type(text) is not str for text in texts):
         raise RecordRefused("a text in its header is none")
     numbers: list[object] = [record.stage, record.round, record.rules, record.chain_tokens]
     numbers += [record.next_inner_steps, *record.ranks, *record.next_ranks]
     numbers += [number for facts in record.window for number in (*facts.ranks, *facts.needed)]
     numbers += [member.tokens for member in record.members]
+    numbers += [number for each in record.excluded for number in (each.times, each.round)]
     for part in record.parts:
         numbers += [part.phase, part.start, part.stop]
     if any(type(number) is not int or number < 0 for number in numbers):
@@ -450,6 +475,10 @@ def _longest_header(codec: StageCodec, members: int) -> bytes:
         members=everybody,
         chain_tokens=_MAX_NUMBER,
         parts=parts,
+        excluded=tuple(
+            Exclusion(peer=f"{place:0{MAX_NAME}d}", times=MOST_EXCLUSIONS, round=_MAX_NUMBER)
+            for place in range(MAX_EXCLUDED)
+        ),
         window=(facts,) * WINDOW,
         next_ranks=codec.limits,
         next_inner_steps=_MAX_NUMBER,

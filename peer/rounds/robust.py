@@ -36,9 +36,9 @@ from dilocox.dht.manifest_sections import RobustRule
 
 LEAST_GATED = 4  # members: of three, two would leave out the third
 MOST_WEIGHT = 2  # of the median one
-LEAST_ALONG = 0.5  # of what one's own values alone make a mean lie along them
-MOST_LONGER = 8.0  # than the other means, each beside one's own values there
-SURE = 4.0  # deviations that chance has, so that none of thousands of means is blamed by it
+MOST_LONGER = 4.0  # than the other means, each beside one's own values there
+CHANCE = 3.0  # deviations: what lies along something by less does so by chance
+CLEAR = 4.0  # times chance, that one's own values alone make a mean lie along them
 
 T = TypeVar("T")
 
@@ -133,8 +133,12 @@ def not_of_ours(found: Mapping[T, Likeness]) -> set[T]:
 
 
 def _least_along(each: Likeness) -> float:
-    """With members that have nothing in common the mean lies along one's own values by these alone;
-    where they were shortened, by no less than of equals.
+    """The cosine below which a mean does not hold one's own values, or goes against them.
+
+    With members that have nothing in common it would come from these alone; where they were
+    shortened, no less than of equals. Those of other data may pull against them, in an embedding
+    above all: so whatever is more than chance will do.
     """
+    chance = CHANCE * each.numel**-0.5
     alone = min(each.weight / each.ratio, each.members**-0.5) if each.weight else 0.0
-    return LEAST_ALONG * alone - SURE * each.numel**-0.5
+    return chance if alone > CLEAR * chance else -chance

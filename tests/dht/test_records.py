@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dilocox.dht import records
+from dilocox.dht.reconnect import dial_targets
 from dilocox.dht.records import (
     MAX_RECORD_BYTES,
     RECORD_TYPES,
@@ -19,6 +20,7 @@ from dilocox.dht.records import (
     Record,
     StageRecord,
 )
+from dilocox.dht.swarm_view import SwarmView
 from dilocox.dht.wire import Malformed, pack, unpack
 from tests.pipeline.swarms import replica_record, stage_record
 
@@ -38,6 +40,39 @@ def test_record_reads_back_equal(record: Record):
     assert len(data) <= MAX_RECORD_BYTES
     assert type(record).decode(data) == record
     assert RECORD_TYPES[record.kind] is type(record)
+
+
+ODD: list[Any] = [0, -1, 2**31, 2**53, 2**63, 1.5, float("inf"), float("nan"), "", "x" * 65536]
+ODD += [None, True, b"", [], [[]], ["x"] * 65, {}, {"a": 1}]
+
+
+@pytest.mark.parametrize("record", ALL, ids=lambda record: record.kind)
+def test_an_odd_value_in_any_field_is_refused_or_fits_in_every_reader(record: Record):
+    for name in (field.name for field in dataclasses.fields(record)):
+        for odd in ODD:
+            try:
+                read = type(record).decode(pack(dataclasses.asdict(record) | {name: odd}))
+            except Malformed:
+                continue
+            view = view_of(read)
+            assert view.counted() and not view.says_ended(2**60)
+            assert view.held_by(["b"], 1) in (True, False)
+            view.best_claim(0, "")
+            assert dial_targets(view.stages, "a", 0) in ({}, {"b": STAGE.addresses})
+
+
+def view_of(record: Record) -> SwarmView:
+    """What a peer sees where another one has written just this."""
+    told: dict[str, Any] = {"b": record}
+    match record:
+        case StageRecord():
+            return SwarmView(me="a", stage=told, stages={0: told})
+        case ClaimRecord():
+            return SwarmView(me="a", claims=told, run_claims=told)
+        case BellRecord():
+            return SwarmView(me="a", bells={record.round: told})
+        case _:
+            return SwarmView(me="a", replicas=told)
 
 
 def test_field_of_a_newer_version_is_ignored():

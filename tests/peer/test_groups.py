@@ -25,7 +25,7 @@ from dilocox.peer.rounds.group import (
     attempt_times,
 )
 from dilocox.peer.rounds.rank_choice import stage_codec
-from dilocox.peer.rounds.vote_count import MAX_MEMBERS, may_start
+from dilocox.peer.rounds.vote_count import MAX_MEMBERS, Exclusion, may_start
 from tests.peer.members import LAYOUT, template
 from tests.peer.test_ballots import ballots_of
 
@@ -305,6 +305,37 @@ def test_the_repeated_attempt_leaves_out_whom_the_signed_aborts_blame(
     assert [member.peer for member in agreed.members] == names[:2]
     with pytest.raises(GroupRefused, match="leave this peer out"):
         attempt_setup(order, MANIFEST, CODEC, names[2], tickets, group=b"g")
+
+
+def test_the_record_of_a_repeated_attempt_remembers_whom_it_left_out(
+    identities: list[Identity], tmp_path: Path
+) -> None:
+    names, first, second = blaming(identities, tmp_path)
+    before = (Exclusion(peer=names[2], times=1, round=2),)
+    plan, last = replace(PLAN, attempt=1), template(excluded=before)
+    order = order_of(plan=plan, counted=tuple(names), last=last)
+    tickets = dict.fromkeys(names, order.ticket())
+    for name, abort in ((names[0], first), (names[1], second)):
+        tickets[name] = replace(order.ticket(), abort=abort)
+    agreed = attempt_setup(order, MANIFEST, CODEC, names[1], tickets, group=b"g")
+    remembered = (Exclusion(peer=names[2], times=2, round=PLAN.round),)
+    assert agreed.template.excluded == remembered
+
+
+def test_who_sits_out_is_in_no_group_that_can_go_on_without_it() -> None:
+    last = template(excluded=(Exclusion(peer="c", times=2, round=PLAN.round - 1),))
+    there: dict[str, Any] = {"last": last, "last_contributors": ("a", "b", "c")}
+    agreed = setup(dict.fromkeys("abc", TICKET), **there)
+    assert [member.peer for member in agreed.members] == ["a", "b"]
+    assert agreed.template.excluded == last.excluded
+    assert "sits out" in refusal(dict.fromkeys("abc", TICKET), "c", **there)
+    # one of two that were in the last record is too few
+    agreed = setup(dict.fromkeys("ac", TICKET), **there)
+    assert [member.peer for member in agreed.members] == ["a", "c"]
+    later = replace(last, excluded=(replace(last.excluded[0], round=PLAN.round - 3),))
+    there["last"] = later
+    agreed = setup(dict.fromkeys("abc", TICKET), **there)
+    assert len(agreed.members) == 3
 
 
 def test_aborts_blame_nobody_in_a_first_attempt(identities: list[Identity], tmp_path: Path) -> None:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import json
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -28,7 +31,7 @@ from dilocox.peer.rounds.record import (
     max_record_bytes,
     parse_record,
 )
-from dilocox.peer.rounds.vote_count import MAX_MEMBERS
+from dilocox.peer.rounds.vote_count import MAX_MEMBERS, Exclusion
 from tests.peer.averaged import own_contribution
 from tests.peer.codecs import codec_of
 from tests.peer.members import LAYOUT, template
@@ -65,6 +68,7 @@ def made(**changes: Any) -> RoundRecord:
 
 FACTS = RoundFacts(ranks=(), needed=(), exchange_s=1.0, step_s=0.5)
 A, B = made().members
+LEFT_OUT = Exclusion(peer="c", times=2, round=1)
 FIRST, SECOND = made().parts
 
 
@@ -156,6 +160,12 @@ def test_only_members_whose_values_are_in_the_average_count_their_tokens() -> No
         ({"means": (coded(VALUES[:CUT], 8), coded(VALUES[CUT:], 8))}, "bytes"),
         ({"ranks": (4,)}, "ranks"),
         ({"next_ranks": (4,)}, "ranks"),
+        ({"excluded": (LEFT_OUT, replace(LEFT_OUT, peer="b"))}, "sorted"),
+        ({"excluded": (replace(LEFT_OUT, peer="x" * 65),)}, "nobody can be"),
+        ({"excluded": (replace(LEFT_OUT, times=0),)}, "nobody can be"),
+        ({"excluded": (replace(LEFT_OUT, times=8),)}, "nobody can be"),
+        ({"excluded": (replace(LEFT_OUT, times=True),)}, "whole number"),
+        ({"excluded": (replace(LEFT_OUT, round=2**53),)}, "nobody can be"),
         ({"window": ()}, "window"),
         ({"window": (FACTS,) * 6}, "window"),
         ({"window": (replace(FACTS, step_s=0),)}, "time"),
@@ -222,6 +232,40 @@ def test_a_part_of_members_that_are_none_is_refused(part: list[Any], word: str) 
     header["parts"][0] = part
     text = json.dumps(header, sort_keys=True, separators=(",", ":"))
     assert word in refused(save(tensors, metadata={"record": text}))
+
+
+ODD: list[Any] = [0, -1, 2**31, 2**53, 2**63, 2**200, 1.5, float("inf"), float("-inf")]
+ODD += [float("nan"), "", "x" * (1 << 16), "\0", None, True, [], [[]], {}, {"a": 1}]
+
+
+def places(value: Any, *way: Any) -> Iterator[tuple[Any, ...]]:
+    """The way to each value in a header, and of lists to the first two items."""
+    if way:
+        yield way
+    items = value.items() if isinstance(value, dict) else ()
+    items = enumerate(value[:2]) if isinstance(value, list) else items
+    for key, each in cast("Iterable[tuple[Any, Any]]", items):
+        yield from places(each, *way, key)
+
+
+def test_a_record_with_any_odd_value_in_any_place_is_refused_or_reads_as_it_is() -> None:
+    header, tensors = header_and_tensors()
+    header["excluded"] = [["c", 1, 1]]
+    tried = read = 0
+    for way in places(header):
+        for odd in ODD:
+            changed = copy.deepcopy(header)
+            place: Any = changed
+            for step in way[:-1]:
+                place = place[step]
+            place[way[-1]] = odd
+            text = json.dumps(changed, sort_keys=True, separators=(",", ":"))
+            data = save(tensors, metadata={"record": text})
+            tried += 1
+            with suppress(RecordRefused):
+                assert parse_record(data, CODEC).to_bytes() == data
+                read += 1
+    assert tried > 500 and 0 < read < tried / 5
 
 
 def test_a_record_without_members_or_with_more_than_a_group_has_is_refused() -> None:

@@ -170,7 +170,7 @@ def members_of(count: int, numel: int, common: float, longer: float = 1.0) -> Te
     return found * torch.tensor([1.0, longer]).repeat(count)[:count, None]
 
 
-SIZES = [(4, 2000), (8, 2000), (8, 50_000), (32, 20_000)]
+SIZES = [(4, 2000), (8, 3000), (8, 50_000), (32, 20_000)]
 
 
 @pytest.mark.parametrize(("count", "numel"), [(8, 100), *SIZES])

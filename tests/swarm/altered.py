@@ -5,6 +5,7 @@
 paced SECONDS               inner steps take at least so long: a slower machine, without the load
 shown SECONDS FOLDER        forwards and backwards last longer, and are seen from outside (`Shown`)
 halting SECONDS FOLDER      paced, and halts at a chosen point of an exchange (`Halt`)
+lying SECONDS HOW            paced, and a member that lies (`lie`)
 slow_disk BYTES_PER_S FILE  what it makes durable takes as long as on such a disk (`syncs`)
 older                       reads the operator's first manifest, and no revision of it
 
@@ -13,6 +14,7 @@ older                       reads the operator's first manifest, and no revision
 
 from __future__ import annotations
 
+import asyncio
 import json
 import mmap
 import os
@@ -278,6 +280,39 @@ def slow_down(bytes_per_s: float, notes: str) -> None:
     os.fsync = fsync
 
 
+def lie(step_s: float, how: str) -> None:
+    """Lie to the others of a group as long as it runs.
+
+    how: "sends", ten times the opposite of what was learnt; "reduces", likewise of what the others
+    sent, to all alike; "leaves", goes away in the middle of every exchange, and comes to the next.
+    """
+    from dilocox.compression.group_quantization import GroupCodec
+    from dilocox.peer.rounds import exchange, shares
+    from dilocox.peer.rounds.group import Mean
+
+    pace(step_s)
+    encode, combine = shares.encode, shares.combine
+
+    def send(codec: GroupCodec, values: Any) -> bytes:
+        return encode(codec, -10.0 * values)
+
+    def reduce(part: int, rows: Any, codec: GroupCodec, weight: Any) -> Mean | None:
+        for row in rows:
+            row.values.mul_(-10.0)
+        return combine(part, rows, codec, weight)
+
+    async def leave(self: exchange.Attempt) -> bytes | None:
+        await asyncio.sleep(3600.0)
+
+    match how:
+        case "sends":
+            exchange.encode = send
+        case "reduces":
+            shares.combine = reduce
+        case _:
+            exchange.Attempt._exchange = leave  # pyright: ignore[reportPrivateUsage]
+
+
 def age() -> None:
     """Find a field that is not known in every revision of the manifest but the first."""
     from dilocox.dht.errors import InvalidInput
@@ -293,7 +328,14 @@ def age() -> None:
     Manifest.from_bytes = older
 
 
-ALTERATIONS = {"paced": pace, "shown": show, "halting": halt, "slow_disk": slow_down, "older": age}
+ALTERATIONS = {
+    "paced": pace,
+    "shown": show,
+    "halting": halt,
+    "lying": lie,
+    "slow_disk": slow_down,
+    "older": age,
+}
 
 
 def main() -> None:

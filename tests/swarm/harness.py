@@ -199,6 +199,7 @@ class LocalSwarm:
         shown_s: float | None = None,
         halting: bool = False,
         older: bool = False,
+        lies: str = "",
         disk_bytes_per_s: float = 0.0,
     ) -> Peer:
         """Start `dilocox peer`; see altered.py for what can be altered, one thing of these.
@@ -206,7 +207,7 @@ class LocalSwarm:
         step_s: the least that an inner step takes. shown_s: by how much longer its forwards and
         backwards take, which are seen from outside. halting: whether it can be made to halt at a
         point of an exchange. older: whether it reads no revision of the manifest but the first.
-        disk_bytes_per_s: how slow its disk is.
+        lies: how it lies as a member, if it does. disk_bytes_per_s: how slow its disk is.
         """
         name = f"peer-{len(self.peers)}"
         # one after the other: those of real runs are half an hour apart
@@ -220,6 +221,8 @@ class LocalSwarm:
             altered = ["halting", step_s, str(halt.folder)]
         elif shown is not None:
             altered = ["shown", shown_s, str(shown.folder)]
+        elif lies:
+            altered = ["lying", step_s, lies]
         elif older:
             altered = ["older"]
         elif disk_bytes_per_s:

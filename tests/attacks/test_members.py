@@ -1,0 +1,64 @@
+"""A member that lies to its group: what it makes is in no record, and rounds go on."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.attacks.test_strangers import INNER_STEPS, STEP_S, rounds_in, taken
+from tests.swarm.conftest import StartSwarm
+from tests.swarm.harness import LocalSwarm
+from tests.swarm.small_run import fixed_steps
+
+pytestmark = [pytest.mark.swarm, pytest.mark.timeout(600)]
+
+HONEST_S, ATTACKED_S = 30.0, 90.0
+LEAST_SHARE = 0.5 / 2  # of the honest rounds a minute, and a factor of two for busy machines
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        "sends",  # A5: ten times the opposite of what it learnt
+        "reduces",  # A6: a false mean, the same to all
+        "leaves",  # A7: falls silent in every exchange
+    ],
+)
+def test_a_member_that_lies_stops_nobody_and_turns_nothing(
+    start_swarm: StartSwarm, how: str
+) -> None:
+    swarm = start_swarm(rounds=fixed_steps(INNER_STEPS))
+    for _ in range(4):
+        swarm.add_peer(step_s=STEP_S)
+    swarm.wait_for_rounds(2, 120)
+    honest, loss = rounds_in(swarm, HONEST_S), loss_of(swarm)
+    swarm.add_peer(step_s=STEP_S, lies=how)
+    liar = swarm.peers.pop()  # what it says of rounds is not waited for
+    try:
+        before = max(record.round for record in taken(swarm))
+        attacked = rounds_in(swarm, ATTACKED_S)
+    finally:
+        liar.child.terminate()
+        liar.child.wait(30.0)
+    records = {record.round: record for record in taken(swarm) if record.round > before}
+    with_liar = [number for number, record in records.items() if record.member(liar.peer_id)]
+    print(
+        f"{how}: {honest} rounds in {HONEST_S:.0f} s, {attacked} in {ATTACKED_S:.0f} s with the "
+        f"liar, who is a member of {len(with_liar)} of {len(records)}; validation {loss:.2f}, then "
+        f"{loss_of(swarm):.2f}"
+    )
+    assert attacked / ATTACKED_S >= LEAST_SHARE * honest / HONEST_S
+    assert loss_of(swarm) < loss + 0.1
+    if how == "reduces":
+        false = [
+            number
+            for number, record in records.items()
+            for part in record.parts
+            if part.reducer == liar.peer_id and part.numel
+        ]
+        assert not false, "a mean of the liar's was taken"
+    swarm.assert_equal_chains()
+
+
+def loss_of(swarm: LocalSwarm) -> float:
+    """The newest validation loss that the first peer tells."""
+    return next(line["val_loss"] for line in swarm.peers[0].rounds[::-1] if line["val_loss"])

@@ -6,7 +6,9 @@ is for others to say, before the node joins: one that only dials out must join a
 others wait for it in vain.
 """
 
+import contextlib
 import errno
+import ipaddress
 import logging
 import socket
 import time
@@ -119,6 +121,18 @@ def dial_fault(address: str) -> str | None:
     except OSError as error:
         return str(error.strerror or error)
     return None
+
+
+def on_local_network(bootstraps: Sequence[str]) -> bool:
+    """Whether a bootstrap of these is at an address that the internet does not route, so that the
+    run's other peers may be at such, too. One whose name nobody knows now says nothing.
+    """
+    for address in bootstraps:
+        with contextlib.suppress(OSError, UnicodeError):
+            _, _, _, _, target = _resolve(bootstrap_address(address))
+            if not ipaddress.ip_address(target[0]).is_global:
+                return True
+    return False
 
 
 def _resolve(parts: TcpAddress) -> tuple[Any, Any, int, str, Any]:

@@ -36,7 +36,13 @@ from hivemind.p2p import PeerID
 from hivemind.utils import MPFuture
 
 from dilocox.dht import node_process, protocol
-from dilocox.dht.addresses import FindReach, Reachability, check_ports, reachable_bootstraps
+from dilocox.dht.addresses import (
+    FindReach,
+    Reachability,
+    check_ports,
+    on_local_network,
+    reachable_bootstraps,
+)
 from dilocox.dht.clock import RunClock
 from dilocox.dht.errors import DilocoxError, EnvironmentFault
 from dilocox.dht.identity import Identity, peer_id_bytes_of
@@ -262,7 +268,10 @@ def open_dht(
 
 
 class RunDHT(DHT):
-    """hivemind's DHT with an owner, deadlines and a clean end. Made by `open_dht`."""
+    """hivemind's DHT with an owner, deadlines and a clean end. Made by `open_dht`.
+
+    local_network: whether its swarm is one of a local network, see `on_local_network`.
+    """
 
     def __init__(
         self,
@@ -277,6 +286,7 @@ class RunDHT(DHT):
         self._main_pid = os.getpid()
         self._ended = False
         self.reached = Reachability()  # as the child knows it
+        self.local_network = on_local_network(options.bootstraps)
         forking = multiprocessing.get_context("fork")
         self._sending = forking.RLock()
         self._daemon_pid = forking.RawValue("i", 0)

@@ -6,8 +6,8 @@ that the caller names, and looks whose greeting comes: that a libp2p listener an
 enough. Fresh they must be, for libp2p would use the one that the caller has opened. A router may
 let in only those whom the caller has dialled before, as it has the bootstraps; so a bootstrap has
 others dial, too, and believes them more than itself. An asked peer works for strangers here, so all
-is bounded: addresses (public ones, or where the caller is seen to come from), connections, bytes,
-seconds.
+is bounded: addresses (public ones, or where the caller is seen to come from; on the word of another
+peer others only where the run is one of a local network), connections, bytes, seconds.
 
 The callers' side, for a peer that starts and for the doctor, stands at the end.
 """
@@ -59,7 +59,7 @@ async def working(named: Sequence[str], seen: frozenset[str]) -> tuple[str, ...]
     port it may not know its own address.
     """
     places = possible(named, seen)
-    checked = await asyncio.gather(*(_checked(place, seen) for place in places.values()))
+    checked = await asyncio.gather(*(allowed_ips(place, seen) for place in places.values()))
     allowed = {text: ips for text, ips in zip(places, checked, strict=True) if ips}
     dialled = list(allowed)[:MAX_DIALLED]
     greets = await asyncio.gather(*(_greets(allowed[text], places[text].port) for text in dialled))
@@ -82,10 +82,13 @@ def _place(text: str) -> TcpAddress | None:
         return None
 
 
-async def _checked(place: TcpAddress, seen: frozenset[str]) -> list[str]:
+async def allowed_ips(
+    place: TcpAddress, seen: frozenset[str] = frozenset(), *, local_network: bool = False
+) -> list[str]:
     """The IP addresses to dial for this; none if a stranger may not have us do so.
 
-    A name is looked up but once: its owner could answer the second time with another address.
+    It may name what the internet routes and the addresses `seen`; on a local network all. A name is
+    looked up but once: its owner could answer the second time with another address.
     """
     look_up = asyncio.get_running_loop().getaddrinfo
     try:
@@ -95,8 +98,16 @@ async def _checked(place: TcpAddress, seen: frozenset[str]) -> list[str]:
     except (OSError, asyncio.TimeoutError, UnicodeError):
         return []
     ips = [str(each[4][0]) for each in found]
-    allowed = all(ip in seen or ipaddress.ip_address(ip).is_global for ip in ips)
-    return ips if allowed else []
+    if local_network or all(ip in seen or _is_global(ip) for ip in ips):
+        return ips
+    return []
+
+
+def _is_global(ip: str) -> bool:
+    try:
+        return ipaddress.ip_address(ip).is_global
+    except ValueError:
+        return False
 
 
 async def _greets(ips: Sequence[str], port: int) -> bool:
@@ -140,16 +151,19 @@ class Probe(ServicerBase):
         now: Callable[[], float],
         busy: Callable[[], bool] = lambda: False,
         bootstraps: Collection[str] | None = (),
+        local_network: bool = False,
     ):
         """What it takes from its owner.
 
         now: run time. busy: whether this peer needs its link for itself, as in an exchange.
         bootstraps: peer ids on whose word others are dialled; None on a bootstrap itself.
+        local_network: whether they may have any address dialled, none but public ones otherwise.
         """
         self._p2p = p2p
         self._now = now
         self._busy = busy
         self._bootstraps = bootstraps
+        self._local_network = local_network
         self._calls: Counter[str] = Counter()
         self._calls_since = 0.0
         self._dialling = 0
@@ -171,7 +185,8 @@ class Probe(ServicerBase):
             if "seen" in want:  # of another one
                 if caller not in (self._bootstraps or ()):
                     raise CallRefused("only a bootstrap may ask for others")
-                seen = frozenset(texts(want["seen"]))
+                told = texts(want["seen"])
+                seen = frozenset(ip for ip in told if self._local_network or _is_global(ip))
             elif not self._admits(caller):
                 raise CallRefused("asked too often")
             if self._dialling >= DIAL_BACKS_AT_ONCE:

@@ -21,7 +21,7 @@ from hivemind.utils.multiaddr import Multiaddr
 
 from dilocox.dht.errors import InvalidInput
 from dilocox.dht.invite import bootstrap_address
-from dilocox.dht.reachability import ask_time
+from dilocox.dht.reachability import allowed_ips, ask_time
 from dilocox.dht.records import StageRecord
 
 logger = logging.getLogger(__name__)
@@ -89,10 +89,16 @@ def relays_between(
 
 
 class Redialler:
-    """Keeps the ways to its targets open; lives in one event loop."""
+    """Keeps the ways to its targets open; lives in one event loop.
 
-    def __init__(self, p2p: P2P):
+    local_network: whether the targets may be at addresses that the internet does not route. In a
+    run on the internet these would be hosts of this peer's own network, which a stranger's record
+    has no business to name.
+    """
+
+    def __init__(self, p2p: P2P, *, local_network: bool):
         self._p2p = p2p
+        self._local_network = local_network
         self._targets: Targets = {}
         self._next: dict[str, float] = {}
         self._failures: dict[str, int] = {}
@@ -139,14 +145,25 @@ class Redialler:
 
     async def _answers(self, peer: PeerID, addresses: Sequence[str]) -> bool:
         try:
-            places = [Multiaddr(address.rpartition("/p2p/")[0]) for address in addresses]
             # does nothing where a connection stands
+            places = await self._places(addresses)
             await asyncio.wait_for(self._p2p._client.connect(peer, places), CONNECT_LIMIT_S)
             await ask_time(self._p2p, peer, limit_s=ANSWER_LIMIT_S)
         except Exception as error:  # noqa: BLE001 - p2pd has many names for a peer that is gone
             logger.debug("%s not dialled: %r", peer, error)
             return False
         return True
+
+    async def _places(self, addresses: Sequence[str]) -> list[Multiaddr]:
+        """Where to dial these; raises ConnectionError where that is nowhere."""
+        found = dict[str, None]()
+        for address in addresses:
+            place = bootstrap_address(address)
+            for ip in await allowed_ips(place, local_network=self._local_network):
+                found[f"/ip{6 if ':' in ip else 4}/{ip}/tcp/{place.port}"] = None
+        if not found:
+            raise ConnectionError(f"none of {', '.join(addresses)} is an address on the internet")
+        return [Multiaddr(each) for each in found]
 
     async def _hang_up(self, peer: PeerID) -> None:
         try:

@@ -285,6 +285,7 @@ class StageAverager(PeerService, DecentralizedAverager):
             now=hivemind_control.get_dht_time,
             busy=lambda: any(attempt.running for attempt in self.attempts.values()),
             bootstraps=self.local.dht.bootstraps,
+            local_network=self.local.dht.local_network,
         )
         await probe.add_p2p_handlers(self._p2p)
         if self.client_mode:  # hivemind's answer nobody; means and votes are sent to all members
@@ -316,7 +317,7 @@ class StageAverager(PeerService, DecentralizedAverager):
 
     @cached_property
     def _redialler(self) -> Redialler:
-        return Redialler(self._p2p)
+        return Redialler(self._p2p, local_network=self.local.dht.local_network)
 
     # ---- in the averaging process: the exchange --------------------------------------------------
     @in_process

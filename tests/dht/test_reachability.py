@@ -165,7 +165,7 @@ def test_a_bootstrap_believes_others_more_than_itself(monkeypatch: pytest.Monkey
         monkeypatch.setattr("dilocox.dht.reachability.connections", connections)
         monkeypatch.setattr("dilocox.dht.reachability.working", working)
         await serve(bootstrap)
-        await serve(other, bootstraps={str(bootstrap.peer_id)})
+        await serve(other, bootstraps={str(bootstrap.peer_id)}, local_network=True)
         own = await own_addresses(peer)
         for let_in["others"], kind in ((True, "public"), (False, "dial_out")):
             asked.clear()
@@ -222,6 +222,33 @@ def test_only_a_bootstrap_has_others_dialled() -> None:
         question = {"addresses": await own_addresses(peers[1]), "seen": ["127.0.0.1"]}
         with pytest.raises(ConnectionError, match="only a bootstrap"):
             await asked_to_dial(peers[1], peers[0].peer_id, question, LIMIT_S)
+
+    run(scene)
+
+
+@pytest.mark.parametrize("local_network", [False, True])
+def test_a_bootstrap_has_nobody_look_into_its_own_network(
+    local_network: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dialled: list[str] = []
+
+    async def greeting(ip: str, port: int) -> bytes:
+        dialled.append(ip)
+        return reachability.GREETING
+
+    async def scene(peers: list[P2P]) -> None:
+        bootstrap = str(peers[1].peer_id)
+        await serve(peers[0], bootstraps={bootstrap}, local_network=local_network)
+        monkeypatch.setattr(reachability, "_greeting", greeting)
+        question = {
+            "addresses": ["/ip4/192.168.1.1/tcp/80"],
+            "seen": ["192.168.1.1", "8.8.8.8", "not an address"],
+        }
+        answer = await asked_to_dial(peers[1], peers[0].peer_id, question, LIMIT_S)
+        own = {"/ip4/192.168.1.1/tcp/80": "192.168.1.1"} if local_network else {}
+        expected = {"/ip4/8.8.8.8/tcp/80": "8.8.8.8"} | own
+        assert set(answer["worked"]) == set(expected)
+        assert set(dialled) == set(expected.values())
 
     run(scene)
 

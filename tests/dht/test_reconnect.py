@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+from hivemind.p2p import PeerID
+from hivemind.utils.multiaddr import Multiaddr
 
 from dilocox.dht import reconnect
-from dilocox.dht.reconnect import dial_targets, relays_between
+from dilocox.dht.reconnect import Redialler, dial_targets, relays_between
 from dilocox.dht.records import StageRecord
 from dilocox.peer.rounds.exchange import MAX_WATCHED
 from tests.peer.fabricated import peer_id, stage_record
@@ -110,3 +116,39 @@ def test_a_head_that_can_be_reached_asks_by_letter_whom_it_cannot_call() -> None
     for head in stages[0]:
         relays = relays_between(stages, head, 0, far[0], client_mode=False)
         assert set(relays) == (set() if head in dialled else set(dialled))
+
+
+async def dialled_at(addresses: tuple[str, ...], *, local_network: bool) -> list[str] | None:
+    """Where a peer dials another one that says to be at these; None: it does not."""
+    places = asyncio.get_running_loop().create_future()
+
+    async def connect(peer: PeerID, addresses: list[Multiaddr]) -> None:
+        places.set_result([str(each) for each in addresses])
+        raise ConnectionError  # nobody is there
+
+    p2p = SimpleNamespace(_client=SimpleNamespace(connect=connect))
+    redialler = Redialler(p2p, local_network=local_network)  # type: ignore[arg-type]
+    redialler.aim({peer_id(1): tuple(f"{each}/p2p/{peer_id(1)}" for each in addresses)})
+    try:
+        return await asyncio.wait_for(places, 3.0 if local_network else 1.0)
+    except asyncio.TimeoutError:
+        return None
+    finally:
+        redialler.close()
+
+
+@pytest.mark.parametrize(
+    "address",
+    ["/ip4/192.168.1.1/tcp/80", "/ip4/127.0.0.1/tcp/22", "/ip6/fd00::1/tcp/80"],
+)
+def test_in_a_run_on_the_internet_no_record_leads_into_the_home_network(address: str) -> None:
+    assert asyncio.run(dialled_at((address,), local_network=False)) is None
+    assert asyncio.run(dialled_at((address,), local_network=True)) == [address]
+    public = "/ip4/8.8.8.8/tcp/31337"
+    assert asyncio.run(dialled_at((address, public), local_network=False)) == [public]
+
+
+def test_a_name_of_the_home_network_leads_there_as_little() -> None:
+    name = ("/dns4/localhost/tcp/80",)
+    assert asyncio.run(dialled_at(name, local_network=False)) is None
+    assert asyncio.run(dialled_at(name, local_network=True)) == ["/ip4/127.0.0.1/tcp/80"]

@@ -49,7 +49,7 @@ async def public(host: str) -> None:
 
 async def home(address: str) -> None:
     p2p = await node(host_maddrs=None, no_listen=True)
-    Redialler(p2p).aim({address.rpartition("/")[2]: [address]})
+    Redialler(p2p, local_network=True).aim({address.rpartition("/")[2]: [address]})
     await asyncio.Event().wait()
 
 

@@ -8,6 +8,7 @@ encoded, averaged and decoded as peers do it, part by part, and its bytes are co
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -18,7 +19,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.fleet import Fleet
-from benchmarks.simulated_exchange import Averaging, Exchange
+from benchmarks.simulated_exchange import Averaging, Exchange, Lie
 from dilocox.compression.stage_codec import Compression
 from dilocox.dht.manifest import DataSpec, InnerSpec
 from dilocox.peer.rounds.outer_step import OuterStep
@@ -65,15 +66,16 @@ class World:
 
 @dataclass(frozen=True, kw_only=True)
 class Attack:
-    """What the first `liars` workers send instead of what they learnt.
+    """What the first `liars` workers send instead of what they learnt, or of a mean they reduced.
 
     kind: `flip` the sign; `noise` of the norm that their message has; `constant`, the same value
         everywhere, of that norm; `little`: the honest mean less `factor` standard deviations of
-        each value, which no single value gives away (arXiv 1902.06156). factor: of all that.
+        each value, which no single value gives away (arXiv 1902.06156); `reverse` the mean of the
+        part that they reduce; `bias` it by a constant of its norm. factor: of all that.
     weight: what they state, an honest worker's being 1.
     """
 
-    kind: Literal["flip", "noise", "constant", "little"]
+    kind: Literal["flip", "noise", "constant", "little", "reverse", "bias"]
     liars: int
     factor: float = 1.0
     weight: int = 1
@@ -81,6 +83,18 @@ class Attack:
     def weights(self, workers: int) -> list[int]:
         """What all workers state."""
         return [self.weight if worker < self.liars else 1 for worker in range(workers)]
+
+    @property
+    def lies(self) -> dict[int, Lie]:
+        """By liar, what it makes of the mean that it reduced."""
+        make = {"reverse": self._reversed, "bias": self._biased}.get(self.kind)
+        return {} if make is None else dict.fromkeys(range(self.liars), make)
+
+    def _reversed(self, mean: Tensor) -> Tensor:
+        return mean * -self.factor
+
+    def _biased(self, mean: Tensor) -> Tensor:
+        return mean + self.factor * float(mean.norm()) / math.sqrt(mean.numel())
 
     def change(self, messages: Sequence[Tensor], seed: int) -> None:
         """Put the lies into the messages [n] of the liars, in place."""
@@ -98,6 +112,8 @@ class Attack:
                     message.fill_(self.factor * norm / math.sqrt(message.numel()))
                 case "little":
                     message.copy_(honest.mean(dim=0) - self.factor * honest.std(dim=0))
+                case "reverse" | "bias":
+                    pass  # it sends what it learnt
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -144,12 +160,14 @@ class Point:
 class Outcome:
     """What a trial came to.
 
-    bytes_sent: by each peer, on the average. ranks: of the last exchange's factored matrices.
+    bytes_sent: by each peer, on the average. exchange_s: of a processor in all exchanges. ranks: of
+        the last exchange's factored matrices.
     """
 
     trial: Trial
     curve: tuple[Point, ...]
     bytes_sent: float
+    exchange_s: float
     ranks: tuple[int, ...]
 
     @property
@@ -206,6 +224,7 @@ def run_trials(world: World, trials: Sequence[Trial], points: int = 1) -> list[O
             trial=swarm.trial,
             curve=tuple(curve),
             bytes_sent=swarm.bytes_sent / world.workers,
+            exchange_s=swarm.exchange_s,
             ranks=swarm.ranks,
         )
         for swarm, curve in zip(swarms, curves, strict=True)
@@ -219,7 +238,7 @@ class _Swarm:
         self.trial = trial
         self.rows = rows
         self.averages_gradients = trial.rule.merge == "gradients"
-        self.bytes_sent = 0.0
+        self.bytes_sent = self.exchange_s = 0.0
         self._world = world
         rule = trial.rule
         weights = fleet.weights[rows]
@@ -270,13 +289,16 @@ class _Swarm:
 
     def _send(self, number: int) -> None:
         messages = [merge.send(number).message for merge in self._merges]
-        attack, weights = self.trial.rule.attack, None
+        attack, weights, lies = self.trial.rule.attack, None, dict[int, Lie]()
         if attack is not None:
-            weights = attack.weights(len(messages))
+            weights, lies = attack.weights(len(messages)), attack.lies
             attack.change(messages, seed=self.trial.seed * 1000 + number)
-        averaged = self._exchange.average(messages, weights)
-        for left in averaged.left[: 0 if attack is None else attack.liars]:
-            left.zero_()  # each of its lies is a new one
+        started = time.process_time()
+        averaged = self._exchange.average(messages, weights, lies)
+        self.exchange_s += time.process_time() - started
+        if attack is not None and not lies:
+            for left in averaged.left[: attack.liars]:
+                left.zero_()  # each of its lies is a new one
         self.bytes_sent += averaged.bytes_sent
         self._in_flight = averaged.average, averaged.left
 

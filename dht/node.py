@@ -93,6 +93,7 @@ async def refused_values(_dht: DHT, node: DHTNode) -> Counter[str]:
     counts: Counter[str] = Counter()
     for validator in getattr(node.protocol.record_validator, "_validators", ()):
         counts.update(getattr(validator, "refused", ()))
+    counts.update(getattr(node.protocol.storage, "refused", ()))
     return counts
 
 

@@ -26,6 +26,7 @@ from hivemind.p2p import P2PContext, PeerID
 from hivemind.p2p.p2p_daemon_bindings.control import ControlClient
 from hivemind.proto import dht_pb2, p2pd_pb2
 
+from dilocox.dht.storage import BoundedStorage
 from dilocox.dht.wire import MAX_ITEMS, Malformed, pack, unpack
 
 logger = logging.getLogger(__name__)
@@ -76,6 +77,38 @@ class RunProtocol(DHTProtocol):
     """hivemind's protocol with bounds, `rpc_nearest` and `rpc_news`."""
 
     _rpc_handlers = None  # hivemind collects the calls of a class once, and would take its own
+
+    @classmethod
+    async def create(cls, *arguments: Any, **named: Any) -> "RunProtocol":
+        protocol: Any = await super().create(*arguments, **named)
+        protocol.storage = BoundedStorage()
+        return protocol
+
+    async def rpc_ping(
+        self, request: dht_pb2.PingRequest, context: P2PContext
+    ) -> dht_pb2.PingResponse:
+        """As hivemind's, which also its other calls go through; who states a node id that is not
+        its own is answered, and met by nobody.
+        """
+        stated = request.peer.node_id
+        if stated and _node_id(stated, context.remote_id.to_bytes()) is None:
+            request = dht_pb2.PingRequest()
+        return await super().rpc_ping(request, context)
+
+    async def rpc_store(
+        self, request: dht_pb2.StoreRequest, context: P2PContext
+    ) -> dht_pb2.StoreResponse:
+        """As hivemind's, without its cache, which no node of a run uses and nothing bounds."""
+        if any(request.in_cache):
+            raise ValueError("nothing is cached here")
+        return await super().rpc_store(request, context)
+
+    async def update_routing_table(
+        self, node_id: DHTID | None, peer_id: PeerID, responded: bool = True
+    ) -> None:
+        """As hivemind's, with the node ids that follow from peer ids alone."""
+        if node_id is None or node_id == _id_of(peer_id.to_bytes()):
+            await super().update_routing_table(node_id, peer_id, responded)
 
     async def rpc_find(
         self, request: dht_pb2.FindRequest, context: P2PContext
@@ -218,8 +251,12 @@ def _node_id(stated: bytes, peer: bytes) -> DHTID | None:
 
     Whoever could choose it would choose five ids next to a key, and keep all that is under it.
     """
-    node_id = DHTID.generate(source=peer)
+    node_id = _id_of(peer)
     return node_id if node_id.to_bytes() == stated else None
+
+
+def _id_of(peer: bytes) -> DHTID:
+    return DHTID.generate(source=peer)
 
 
 def install() -> None:

@@ -98,6 +98,46 @@ def test_a_node_may_not_choose_the_id_that_it_is_found_by(asked: Node):
     assert run_in(asked, nearest_as_told, answers=told) == [peer]
 
 
+async def tell(_dht: object, node: Any, peer: str, kind: str, request: bytes) -> None:
+    """Call as a program of somebody else would; kind: of the request, as `Ping`."""
+    message = getattr(dht_pb2, f"{kind}Request").FromString(request)
+    answer, name = getattr(dht_pb2, f"{kind}Response"), f"{RunProtocol.__name__}.rpc_{kind.lower()}"
+    await node.p2p.call_protobuf_handler(PeerID.from_base58(peer), name, message, answer)
+
+
+async def met(_dht: object, node: Any) -> dict[DHTID, bytes]:
+    table = node.protocol.routing_table
+    return {node_id: peer.to_bytes() for node_id, peer in table.uid_to_peer_id.items()}
+
+
+@pytest.mark.parametrize("node_id", [b"\xff" * 21, b"\x01" * 4000, DHTID(7).to_bytes()])
+def test_who_states_an_id_of_its_choice_is_answered_and_met_by_nobody(
+    asked: Node, stranger_node: Node, operator: Identity, node_id: bytes
+):
+    """Each of another length wrote 10 kB of a traceback into the log of every node."""
+    before = run_in(asked, met)
+    me = dht_pb2.NodeInfo(node_id=node_id)
+    requests: dict[str, Any] = {
+        "Ping": dht_pb2.PingRequest(peer=me),
+        "Store": dht_pb2.StoreRequest(peer=me),
+    }
+    for kind, request in requests.items():
+        told = request.SerializeToString()
+        run_in(stranger_node, tell, peer=operator.peer_id, kind=kind, request=told)
+    assert run_in(asked, met) == before
+    assert all(DHTID.generate(source=peer) == stated for stated, peer in before.items())
+
+
+def test_nothing_is_cached_for_anybody(asked: Node, stranger_node: Node, operator: Identity):
+    """hivemind's cache has room for ten thousand values, whosever they are."""
+    request = dht_pb2.StoreRequest(
+        keys=[bytes(20)], subkeys=[b""], values=[b"x"], expiration_time=[2e9], in_cache=[True]
+    )
+    with pytest.raises(P2PHandlerError, match="nothing is cached"):
+        told = request.SerializeToString()
+        run_in(stranger_node, tell, peer=operator.peer_id, kind="Store", request=told)
+
+
 @pytest.mark.parametrize("call", ["rpc_find", "rpc_nearest", "rpc_news"])
 def test_a_key_asked_for_a_thousand_times_is_refused_and_nothing_is_kept(
     asked: Node, stranger_node: Node, operator: Identity, run_of_keys: list[bytes], call: str

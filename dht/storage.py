@@ -1,0 +1,116 @@
+"""What a DHT node keeps for others: hivemind's storage, bounded by owner and altogether.
+
+A value under a subkey is signed by its owner, whose peer id the subkey is (validator.py), so whose
+it is need not be believed. Nobody has more than so many keys and bytes here: of what is beyond, its
+own first to expire goes. Where everything is full, who came last has to go, so that a crowd of new
+keys takes no place of those that were here before it. The manifest alone has no subkey.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import Counter
+from dataclasses import dataclass
+from typing import Any
+
+from hivemind.dht.routing import DHTID
+from hivemind.dht.storage import DHTLocalStorage, DictionaryDHTValue
+from hivemind.utils import timed_storage  # pyright: ignore[reportMissingTypeStubs]
+
+KEYS_OF_OWNER = 256
+BYTES_OF_OWNER = 512 << 10
+BYTES_OF_ALL = 32 << 20
+VALUE_BYTES = 400  # about what Python needs for one, beside its bytes
+LOOK_EVERY_S = 10.0  # for what has expired, while everything is full
+
+
+@dataclass(frozen=True)
+class _Held:
+    """One value of an owner."""
+
+    expires_at: float
+    size: int
+
+
+class BoundedStorage(DHTLocalStorage):
+    """hivemind's, with the bounds above; `refused` counts what they let not in, by reason."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.refused = Counter[str]()
+        self.bytes_held = 0
+        self._owners: dict[Any, dict[DHTID, _Held]] = {}  # in the order in which they came
+        self._looked_at = 0.0
+
+    def store_subkey(self, key: DHTID, subkey: Any, value: bytes, expiration_time: float) -> bool:
+        """Keep a value; whether it was, as hivemind's."""
+        now = timed_storage.get_dht_time()
+        new = _Held(expiration_time, len(value) + VALUE_BYTES)
+        if expiration_time < now or new.size > BYTES_OF_OWNER:
+            return False
+        own = self._owners.setdefault(subkey, {})
+        before = own.get(key)
+        if before is not None and before.expires_at >= expiration_time:
+            return False  # hivemind's would note its expiry once more
+        for gone in [each for each, held in own.items() if held.expires_at < now]:
+            self._drop(subkey, gone)
+        self._forget(subkey, key)
+        while len(own) >= KEYS_OF_OWNER or _bytes(own) + new.size > BYTES_OF_OWNER:
+            self.refused["crowded"] += 1
+            self._drop(subkey, min(own, key=lambda each: own[each].expires_at))
+        own[key] = new
+        self.bytes_held += new.size
+        stored = super().store_subkey(key, subkey, value, expiration_time)
+        if not stored:  # under a plain value
+            self._forget(subkey, key)
+        self._tidy(key)
+        self._make_room(now)
+        if not own:
+            self._owners.pop(subkey, None)
+        return key in own
+
+    def _make_room(self, now: float) -> None:
+        """Let those go that came last, until all the others fit."""
+        if self.bytes_held > BYTES_OF_ALL and now - self._looked_at > LOOK_EVERY_S:
+            self._looked_at = now
+            for owner, own in list(self._owners.items()):
+                for gone in [each for each, held in own.items() if held.expires_at < now]:
+                    self._drop(owner, gone)
+                if not own:
+                    del self._owners[owner]
+        while self.bytes_held > BYTES_OF_ALL:
+            last = next(reversed(self._owners))
+            self.refused["full"] += 1
+            for key in list(self._owners[last]):
+                self._drop(last, key)
+            del self._owners[last]
+
+    def _drop(self, owner: Any, key: DHTID) -> None:
+        self._forget(owner, key)
+        there = self.data.get(key)
+        if there is not None and isinstance(there.value, DictionaryDHTValue):
+            del there.value[owner]
+            if not there.value:
+                del self[key]
+
+    def _forget(self, owner: Any, key: DHTID) -> None:
+        held = self._owners[owner].pop(key, None)
+        self.bytes_held -= 0 if held is None else held.size
+
+    def _tidy(self, key: DHTID) -> None:
+        """Forget expiries that do not count any more, of values that were written anew since."""
+        _compact(self)
+        there = self.data.get(key)
+        if there is not None and isinstance(there.value, DictionaryDHTValue):
+            _compact(there.value)
+
+
+def _bytes(own: dict[DHTID, _Held]) -> int:
+    return sum(held.size for held in own.values())
+
+
+def _compact(storage: Any) -> None:
+    """Keep of hivemind's heap of expiries one for each key, where it holds many more."""
+    if len(storage.expiration_heap) > 2 * len(storage.data) + 64:
+        storage.expiration_heap = list(storage.key_to_heap.values())
+        heapq.heapify(storage.expiration_heap)

@@ -417,6 +417,7 @@ class Coordinator(threading.Thread):
             inner_steps=1 if self.ending else self.inner_steps,
             tokens=status.unsent_tokens,
             undecided=self.undecided or awaited,
+            ending=self.ending,
         )
 
     def _stands_on_base(self) -> bool:

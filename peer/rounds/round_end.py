@@ -287,11 +287,14 @@ class RoundKeeper:
         inner_steps: int,
         tokens: int,
         undecided: bool,
+        ending: bool = False,
     ) -> bool:
         """Move with the others, ring when it is time; whether `bells` are to be published at once.
 
-        Only heads ring. Other members (`own` is None) take their send once their `head` has rung;
-        a peer in no replica, which learns nothing more, as soon as the time of the group is known.
+        Only heads ring; and in a run that its operator ends (`ending`), when the last replica is
+        gone, whoever is left with something that no record holds. Other members (`own` is None)
+        take their send once their `head` has rung; a peer in no replica, which learns nothing more,
+        as soon as the time of the group is known.
 
         A head does not ring while the last send is `undecided`, its own or a member's: it trains
         on, and the round lasts as long as the exchange. If it rang, who waits for an outcome would
@@ -307,8 +310,9 @@ class RoundKeeper:
             here = self._here
             before = here.own
             # steps since its last send count, also those made in rounds that it skipped
-            done = own is not None and not undecided and own.inner_step >= inner_steps
-            if done and before is None:
+            steps = own is not None and own.inner_step >= inner_steps
+            left = ending and tokens > 0 and not (head or own or view.replicas)
+            if (steps or left) and not undecided and before is None:
                 here.own = BellRecord(
                     round=self.round,
                     finished_at=now,

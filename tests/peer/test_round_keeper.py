@@ -122,6 +122,33 @@ def test_a_member_that_lost_its_replica_waits_for_no_heads_bell() -> None:
     assert keeper.send_due(NOW) == (0, TIMES[1])
 
 
+@pytest.mark.parametrize(
+    ("replicas", "tokens", "ending", "rings"),
+    [
+        ({}, 99, True, True),
+        ({}, 99, False, False),  # somebody will recruit it
+        ({}, 0, True, False),  # it has nothing to send
+        (HEADS, 99, True, False),  # these ring
+    ],
+)
+def test_in_a_run_that_is_ended_who_is_left_with_something_rings(
+    replicas: dict[str, ReplicaRecord], tokens: int, ending: bool, rings: bool
+) -> None:
+    """A member that heard of the end later than its head waited for half an hour, for nobody."""
+    keeper, view = keeper_of(), SwarmView(me="me", replicas=replicas)
+    keeper.follow(
+        view,
+        None,
+        NOW,
+        head="",
+        inner_steps=1,
+        tokens=tokens,
+        undecided=False,
+        ending=ending,
+    )
+    assert (keeper.send_due(NOW) is not None) is rings
+
+
 def test_in_the_next_round_the_bells_of_the_last_one_are_forgotten() -> None:
     keeper = keeper_of()
     look(keeper, "h", {"h": bell_record(NOW, TIMES)})

@@ -59,10 +59,11 @@ def attacked(swarm: LocalSwarm, kind: str) -> Iterator[Attack]:
         child.wait(10.0)
 
 
-def swarm_of_three(start_swarm: StartSwarm) -> LocalSwarm:
+def swarm_of_three(start_swarm: StartSwarm, *first: str) -> LocalSwarm:
+    """first: more options of the first peer."""
     swarm = start_swarm(rounds=fixed_steps(INNER_STEPS))
-    for _ in range(3):
-        swarm.add_peer(step_s=STEP_S)
+    for options in (first, (), ()):
+        swarm.add_peer(*options, step_s=STEP_S)
     swarm.wait_for_rounds(2, 120)
     return swarm
 

@@ -263,6 +263,7 @@ class ClaimRecord(Record):
     record_bytes: its size.
     rules: that it was made under (`operation.rules` of the manifest).
     revision: of the manifest, the newest that this peer knows.
+    idle: whether it neither trains nor has learnt anything that no record holds.
     """
 
     kind: ClassVar[Kind] = "round"
@@ -274,6 +275,7 @@ class ClaimRecord(Record):
     record_bytes: int
     rules: int = 0
     revision: int = 0
+    idle: bool = False
 
 
 RECORD_TYPES: dict[Kind, type[Record]] = {

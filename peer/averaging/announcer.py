@@ -245,6 +245,7 @@ class Announcer:
             record_bytes=head.record_bytes,
             rules=0 if last is None else last.rules,
             revision=revision,
+            idle=not own.head and own.unsent_tokens <= 0,
         )
         return {
             stage_key(local.run, local.stage): hosting,

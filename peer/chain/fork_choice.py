@@ -48,6 +48,10 @@ class Trust:
     Who has been silent for a record lifetime does not count there any more; with nobody left, and
     before the first record, the first sound record is believed. It never leaves a chain that it
     vouched for.
+
+    Who has been idle for a record lifetime, as a spare that no head takes, is in no exchange and
+    claims no new record before others vouch for it. So it does not count beside those who are not;
+    the witness would wait for it, and it for the witness.
     """
 
     def __init__(
@@ -64,6 +68,8 @@ class Trust:
         self._stand_ins = stand_ins
         self._all_told_at = now() + record_lifetime_s  # by then every living peer has told its own
         self._now = now
+        self._record_lifetime_s = record_lifetime_s
+        self._at_work: dict[str, float] = {}  # when each whose values are in our chain last was
         self._credit: tuple[str, Counter[str]] = "", Counter()
         self._told: ClaimRecord | None = None  # by the witness
         self._found: tuple[tuple[str, str], int | None] = ("", ""), None
@@ -83,8 +89,11 @@ class Trust:
         if told is not None and found is not None:
             self._settled = told.digest
         credit, is_witness = self._credit_of(log, head), self.is_witness
+        idle = self._idle(view, credit)
         if is_witness and self._now() >= self._all_told_at:
             credit = Counter({peer: n for peer, n in credit.items() if peer in view.claims})
+        if is_witness or credit.keys() > idle:
+            credit = Counter({peer: n for peer, n in credit.items() if peer not in idle})
         if is_witness and not credit:
             return view
         behind = Counter[str]()
@@ -134,6 +143,15 @@ class Trust:
         if self.witnessed(digest):
             return len(given_up) <= SETTLED_RECORDS
         return not given_up and wins(reach, log, head)
+
+    def _idle(self, view: SwarmView, peers: Collection[str]) -> set[str]:
+        """Those of them who claim that they are, and have for a record lifetime."""
+        now, claims = self._now(), view.claims
+        self._at_work = {
+            peer: self._at_work.get(peer, now) if peer in claims and claims[peer].idle else now
+            for peer in peers
+        }
+        return {peer for peer, at in self._at_work.items() if now - at > self._record_lifetime_s}
 
     def _credit_of(self, log: RoundLog, head: Tip) -> Counter[str]:
         """In how many of the chain's last records each peer's values are."""

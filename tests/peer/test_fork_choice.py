@@ -4,6 +4,7 @@ peers and archives, whose own tests show that they keep to it."""
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -246,6 +247,29 @@ def test_while_the_witness_is_silent_a_joiner_believes_the_bootstraps_of_its_inv
     assert joiner().teller(["x", "copy"]) == "copy"
     assert counting(joiner(), told | {WITNESS: claim("cc")}, Credited({})) == "cc"
     assert counting(joiner(), told) == "", "who has a chain does not"
+
+
+def test_who_is_idle_keeps_nobody_from_going_on(clock: TestClock) -> None:
+    """A spare waited for the witness, and this for the spare: the archive kept nothing more."""
+    rests = replace(claim("aa", 500, 4), idle=True)  # a and b: 5 records each; c: 4
+    told = {"a": rests, "b": rests, "c": claim("bb")}
+    for me in (WITNESS, "me"):
+        trust = trust_of(clock, me=me)
+        assert counting(trust, told) == "aa"
+        clock.now += LIFETIME_S + 1
+        assert counting(trust, told) == "aa bb"
+        assert counting(trust, told | {"x": claim("bad")}) == "aa bb", "a stranger stays one"
+        back = told | {"a": replace(rests, idle=False)}
+        assert counting(trust, back) == "aa", "who trains again counts again"
+        clock.now += LIFETIME_S + 1
+        counting(trust, told)
+        clock.now += LIFETIME_S + 1
+        # with nobody at work whom it knows, a witness takes what comes
+        everybody = told | {"c": rests, "x": claim("bad")}
+        counting(trust, everybody)
+        clock.now += LIFETIME_S + 1
+        found = counting(trust, everybody)
+        assert found == ("aa bad" if me == WITNESS else "aa")
 
 
 def test_the_witness_believes_half_and_forgets_who_is_gone(clock: TestClock) -> None:

@@ -46,9 +46,9 @@ from dilocox.peer.chain.replay import anchors_around, start_file
 from dilocox.peer.chain.rollback import STATE_NAME, archive_goes_back
 from dilocox.peer.chain.snapshot_files import (
     STATE_FILE,
+    check_state,
     chunk_digests,
     made_whole,
-    state_sha256,
     write_facts,
 )
 from dilocox.peer.chain.store import (
@@ -62,6 +62,7 @@ from dilocox.peer.chain.store import (
     kept_state,
 )
 from dilocox.peer.chain.uploads import Source, find_in_log, open_state
+from dilocox.peer.rounds.ballots import check_certificate
 from dilocox.peer.rounds.rank_choice import outer_step
 from dilocox.peer.rounds.record import RecordRefused, RoundRecord, digest_of, parse_header
 
@@ -141,14 +142,15 @@ class Generation:
         made = cls(folder, check)
         state, rounds, previous = made.state, made.log.rounds(), check.root
         if state is not None:
-            if state_sha256(state.file) != state.sha256:
-                raise RecordRefused("its state is not what it was")
+            check_state(state.file.parent)
             if made.log.find(state.digest) != state.round or state.round != rounds[0]:
                 raise RecordRefused("its records do not begin at its state")
         for number in rounds:
             data = made.log.read_bytes(number)
-            if data is None or made.log.certificate(number) is None:
+            certificate = made.log.certificate(number)
+            if data is None or certificate is None:
                 raise RecordRefused(f"round {number} is not whole")
+            check_certificate(parse_header(data), digest_of(data), certificate)
             if number != made.state_round and parse_header(data).previous != previous:
                 raise RecordRefused(f"round {number} does not follow the one before it")
             previous = digest_of(data)

@@ -6,6 +6,7 @@ A snapshot is a folder, complete once it has its final name:
     anchor.chunks       the sha256 of each of its chunks, 32 bytes each; the file's own is theirs
     local.safetensors   this peer's own: live weights, unsent and undecided progress, residual,
                         inner optimizer; what is no tensor (data position, ...) in its header
+    digests.json        the sha256 of the chunks' digests of each of the others
 The newest folder that can be read counts; one that cannot is set aside under another name. Nothing
 is pickled.
 """
@@ -41,6 +42,7 @@ STATE_FILE = "anchor.safetensors"
 STATE_FACTS_FILE = "anchor.json"
 CHUNKS_FILE = "anchor.chunks"
 LOCAL_FILE = "local.safetensors"
+DIGESTS_FILE = "digests.json"
 STATE_CHUNK_BYTES = 1 << 20
 PIECE_VALUES = 1 << 20  # of a vector, that are in memory at once
 DAMAGED = ".damaged"  # how the name of a folder ends that was set aside
@@ -94,9 +96,10 @@ def write_snapshot(
     with made_whole(final) as partial:
         vectors = snapshot.anchor, snapshot.momentum
         write_state(partial, snapshot.round, snapshot.digest, *vectors, pieces=pieces)
-        save_tensors(
+        local = save_tensors(
             partial / LOCAL_FILE, snapshot.tensors, {"local": json.dumps(facts)}, pieces=pieces
         )
+        _write_digests(partial, local)
     for old in earlier:
         shutil.rmtree(old, ignore_errors=True)
     return final
@@ -170,7 +173,25 @@ def read_snapshot(folder: Path, *, layout: str) -> Snapshot | None:
     return None
 
 
+def _write_digests(folder: Path, local: bytes) -> None:
+    """local: the digests of the chunks of the local file; the state's are in its own."""
+    facts = json.loads((folder / STATE_FACTS_FILE).read_text())
+    digests = {STATE_FILE: facts["sha256"], LOCAL_FILE: hashlib.sha256(local).hexdigest()}
+    digests |= {name: state_sha256(folder / name) for name in (STATE_FACTS_FILE, CHUNKS_FILE)}
+    (folder / DIGESTS_FILE).write_text(json.dumps(digests))
+    sync(folder / DIGESTS_FILE)
+
+
+def _check_digests(folder: Path) -> None:
+    """Raise ValueError that names a file of which a byte is another one than was written."""
+    digests = json.loads((folder / DIGESTS_FILE).read_text())
+    for name in (STATE_FACTS_FILE, CHUNKS_FILE, STATE_FILE, LOCAL_FILE):
+        if state_sha256(folder / name) != digests[name]:
+            raise ValueError(f"{name} is not what was written")
+
+
 def _read(found: Path) -> Snapshot:
+    _check_digests(found)
     facts = json.loads((found / STATE_FACTS_FILE).read_text())
     with safe_open(found / STATE_FILE, framework="pt") as file:
         anchor, momentum = file.get_tensor("anchor"), file.get_tensor("momentum")
@@ -308,6 +329,15 @@ def write_facts(folder: Path, round_number: int, digest: str, chunks: bytes) -> 
     (folder / CHUNKS_FILE).write_bytes(chunks)
     for written in (STATE_FACTS_FILE, CHUNKS_FILE):
         sync(folder / written)
+
+
+def check_state(folder: Path) -> None:
+    """Raise ValueError where a state and what is said of it do not fit; OSError."""
+    facts, chunks = json.loads((folder / STATE_FACTS_FILE).read_text()), (folder / CHUNKS_FILE)
+    size, digests = (folder / STATE_FILE).stat().st_size, chunk_digests(folder / STATE_FILE)
+    told = facts["size"], facts["sha256"], chunks.read_bytes()
+    if told != (size, hashlib.sha256(digests).hexdigest(), digests):
+        raise ValueError(f"{STATE_FILE} is not what {STATE_FACTS_FILE} and {CHUNKS_FILE} say")
 
 
 def state_sha256(path: Path) -> str:

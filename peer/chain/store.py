@@ -4,7 +4,8 @@ A `Store` is a folder with two kinds of file: `<round>-<digest>.record` (rounds/
 `<round>.certificate` (the signed votes that committed it, written first, so that a record on disk
 always has one). Here nobody checks what a record says: who appends does (`RoundLog`), or who
 replays (replay.py). It is checked against the digest in its name when it is read; where only its
-header matters, only that is read.
+header matters, only that is read, so a peer looks over all its files when it starts
+(`drop_damaged`).
 
 `RoundLog` is the store of a peer, with the newest records of its stage's chain. Beside them lies
 `<round>-<attempt>.vote`: this peer's own vote, on disk before it leaves, so that a restarted peer
@@ -20,6 +21,7 @@ Whoever reads them here needs no lock: the owner may be running.
 from __future__ import annotations
 
 import json
+import logging
 import os
 import re
 from collections.abc import Iterable, Mapping
@@ -32,6 +34,7 @@ from dilocox.dht.errors import InvalidInput
 from dilocox.dht.files import make_folder, sync, write_atomically
 from dilocox.dht.manifest import Manifest
 from dilocox.peer.chain.snapshot_files import STATE_FACTS_FILE, STATE_FILE, newest
+from dilocox.peer.rounds.ballots import check_certificate
 from dilocox.peer.rounds.record import (
     MAX_HEADER_BYTES,
     RecordRefused,
@@ -40,6 +43,8 @@ from dilocox.peer.rounds.record import (
     parse_header,
     parse_record,
 )
+
+logger = logging.getLogger(__name__)
 
 HEADER_BYTES = MAX_HEADER_BYTES + 8
 RECORDS_NEEDED = 4  # whoever takes our state needs the record it stands on, and those since
@@ -180,6 +185,34 @@ class Store:
             for path in self._folder.glob(pattern):
                 if _round(path) < first:
                     path.unlink(missing_ok=True)
+
+    def drop_damaged(self, *, applied: int) -> None:
+        """Look whether each record and certificate is what was written; remove those that are not.
+
+        So that the chain stays whole, all before a damaged one go with it; where it is not
+        `applied` yet, all after it, which can be had from others.
+        """
+        damaged: list[int] = []
+        for number, path in sorted(self._records().items()):
+            try:
+                self._check(number)
+            except RecordRefused as error:
+                logger.warning("%s is damaged (%s): it is removed with its neighbours", path, error)
+                damaged.append(number)
+        old = [number for number in damaged if number <= applied]
+        new = [number for number in damaged if number > applied]
+        if new:
+            self.drop_from(new[0])
+        for number, path in self._records().items():
+            if old and number <= old[-1]:
+                path.unlink(missing_ok=True)
+                self._certificate_path(number).unlink(missing_ok=True)
+
+    def _check(self, round_number: int) -> None:
+        data, certificate = self.read_bytes(round_number), self.certificate(round_number)
+        if data is None or certificate is None:
+            raise RecordRefused("without its certificate")
+        check_certificate(parse_header(data), digest_of(data), certificate)
 
     def drop_from(self, first: int) -> None:
         """Remove the records of this round and all after it, with their certificates."""

@@ -103,6 +103,7 @@ class Assembly:
         self._snapshots = snapshots = Snapshots(
             local.snapshots, layout=layout.digest, period_s=60 * local.options.snapshot_minutes
         )
+        local.open_log().drop_damaged(applied=snapshots.round)
         start = InitialWeights(local).load if manifest.initial.anchors else None
         self._model = local_model(
             manifest,

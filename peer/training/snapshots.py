@@ -17,6 +17,7 @@ a higher number was begun later, and holds that send already.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 import threading
@@ -353,8 +354,10 @@ class JournaledSend:
 
 
 class Journal:
-    """The file; one process writes it. One that cannot be read names a send since every snapshot:
-    who cannot know whether something was sent must not send it again.
+    """The file; one process writes it. Its last line is the sha256 of those before it.
+
+    One that cannot be read names a send since every snapshot: who cannot know whether something was
+    sent must not send it again.
     """
 
     def __init__(self, path: Path):
@@ -362,8 +365,10 @@ class Journal:
         self._readable = True
         self._sends: list[JournaledSend] = []
         try:
-            lines = path.read_text().splitlines()
-            self._sends = [JournaledSend(**json.loads(line)) for line in lines]
+            text, _, checked = path.read_text().rstrip("\n").rpartition("\n")
+            if checked != _checksum(text):
+                raise ValueError("it is not what was written")
+            self._sends = [JournaledSend(**json.loads(line)) for line in text.splitlines()]
         except FileNotFoundError:
             pass
         except (OSError, ValueError, TypeError) as error:
@@ -396,10 +401,14 @@ class Journal:
             self._write(kept)
 
     def _write(self, sends: list[JournaledSend]) -> None:
-        lines = "".join(json.dumps(asdict(send)) + "\n" for send in sends)
+        text = "\n".join(json.dumps(asdict(send)) for send in sends)
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            write_atomically(self._path, lines.encode())
+            write_atomically(self._path, f"{text}\n{_checksum(text)}\n".encode())
         except OSError as error:
             raise disk_fault(self._path, error) from error
         self._sends, self._readable = sends, True
+
+
+def _checksum(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()

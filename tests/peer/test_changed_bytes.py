@@ -1,0 +1,163 @@
+"""One byte of what a peer or a bootstrap keeps is another one: that is refused and named, and the
+rest is gone on with.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from dilocox.dht.identity import Identity
+from dilocox.peer.chain.snapshot_files import Snapshot, read_snapshot, write_snapshot
+from dilocox.peer.chain.store import RoundLog
+from dilocox.peer.training.snapshots import Journal, JournaledSend
+from tests.peer.kept_chains import ChainMaker
+from tests.peer.test_archive import MANIFEST, Kept
+
+LAYOUT = "l" * 64
+PLACES = 40  # of a long file, beside its beginning and its end
+EDGE = 24
+
+
+def changed(path: Path) -> Iterator[int]:
+    """Change one byte of a file after the other, and put it back; where it was changed."""
+    data = path.read_bytes()
+    places = set(range(len(data)))
+    if len(data) > PLACES + 2 * EDGE:
+        middle = random.Random(0).sample(range(len(data)), PLACES)
+        places = {*range(EDGE), *middle, *range(len(data) - EDGE, len(data))}
+    for place in sorted(places):
+        wrong = bytearray(data)
+        wrong[place] ^= 1 << place % 8
+        path.write_bytes(wrong)
+        yield place
+        path.write_bytes(data)
+
+
+def snapshot_of(number: int) -> Snapshot:
+    return Snapshot(
+        round=number,
+        digest="d" * 64,
+        layout=LAYOUT,
+        anchor=torch.arange(6.0) + number,
+        momentum=torch.ones(6),
+        tensors={"live": torch.arange(3.0), "inner.step": torch.tensor(7)},
+        facts={"data": {"part": 2, "used": 9}},
+    )
+
+
+def files_of(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def test_a_snapshot_with_a_changed_byte_is_set_aside_for_the_one_before(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    sound = tmp_path / "sound"
+    older = write_snapshot(sound, snapshot_of(3)).rename(tmp_path / "older")
+    newest = write_snapshot(sound, snapshot_of(4), number=1).name
+    older.rename(sound / "00000000")
+    names = files_of(sound / newest)
+    assert len(names) == 5
+    count = 0
+    for name in names:
+        for place in changed(sound / newest / name):
+            copy = tmp_path / "copy"
+            shutil.copytree(sound, copy)
+            caplog.clear()
+            found = read_snapshot(copy, layout=LAYOUT)
+            assert found is not None and found.round == 3, f"byte {place} of {name}"
+            assert f"{newest} is damaged" in caplog.text
+            shutil.rmtree(copy)
+            count += 1
+    assert count > 5 * PLACES
+
+
+def test_a_journal_with_a_changed_byte_counts_as_a_send(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "journal"
+    Journal(path).note(JournaledSend(after=1, round=7, tokens=64, trained=128, message="ab" * 8))
+    assert [each.round for each in Journal(path).since(1)] == [7]
+    newline = len(path.read_bytes()) - 1
+    for place in changed(path):
+        if place == newline:  # says nothing
+            continue
+        caplog.clear()
+        (told,) = Journal(path).since(5)  # this journal has nothing after the fifth
+        assert (told.after, told.round) == (5, -1), f"byte {place}"
+        assert str(path) in caplog.text
+
+
+@pytest.fixture
+def maker(tmp_path: Path) -> ChainMaker:
+    made = ChainMaker(Identity.load_or_create(tmp_path / "key"), tmp_path / "peer", MANIFEST)
+    made.train(0, 1, 2, 3, 4)
+    return made
+
+
+@pytest.mark.parametrize(
+    ("hurt", "applied", "left"),
+    [
+        (4, 2, [0, 1, 2, 3]),  # it comes again from others, as what follows it
+        (3, 2, [0, 1, 2]),
+        (1, 2, [2, 3, 4]),  # it is in the anchor already
+        (2, 2, [3, 4]),
+    ],
+)
+@pytest.mark.parametrize("ending", ["record", "certificate"])
+def test_a_log_with_a_changed_byte_loses_no_more_than_it_must(
+    maker: ChainMaker,
+    caplog: pytest.LogCaptureFixture,
+    hurt: int,
+    applied: int,
+    left: list[int],
+    ending: str,
+) -> None:
+    log = maker.own / "log"
+    (path,) = log.glob(f"{hurt:08d}*.{ending}")
+    for place in changed(path):
+        copy = maker.own / "copy"
+        shutil.copytree(log, copy)
+        caplog.clear()
+        again = RoundLog(copy, manifest_digest=MANIFEST.root, codec=maker.codec)
+        again.drop_damaged(applied=applied)
+        assert again.rounds() == left, f"byte {place}"
+        assert f"{hurt:08d}" in caplog.text and "damaged" in caplog.text
+        shutil.rmtree(copy)
+    maker.log.drop_damaged(applied=applied)
+    assert maker.log.rounds() == [0, 1, 2, 3, 4]
+
+
+def test_an_archive_with_a_changed_byte_takes_that_part_of_its_chain_from_others_again(
+    maker: ChainMaker, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    kept = Kept(tmp_path / "kept", maker)
+    kept.look(maker)
+    newest = kept.folder / kept.generations[-1]
+    files = [path for path in sorted(newest.rglob("*")) if path.is_file()]
+    assert {path.suffix for path in files} >= {".record", ".certificate", ".json", ".safetensors"}
+    for path in files:
+        places = list(changed(path))[:: 1 if path.stat().st_size < 100 else 17]
+        data = path.read_bytes()
+        for place in places:
+            copy = tmp_path / "copy"
+            shutil.copytree(kept.folder, copy)
+            wrong = bytearray(data)
+            wrong[place] ^= 0x10
+            (copy / path.relative_to(kept.folder)).write_bytes(wrong)
+            caplog.clear()
+            again = Kept(copy, maker)
+            claim = again.look()
+            name = f"byte {place} of {path.name}"
+            assert claim is None, name
+            assert str(copy / newest.name) in caplog.text and "damaged" in caplog.text, name
+            assert again.look(maker) == maker.claim(), name
+            shutil.rmtree(copy)
+            asyncio.run(again.archive.close())

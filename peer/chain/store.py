@@ -196,8 +196,8 @@ class Store:
         for number, path in sorted(self._records().items()):
             try:
                 self._check(number)
-            except RecordRefused as error:
-                logger.warning("%s is damaged (%s): it is removed with its neighbours", path, error)
+            except RecordRefused:
+                logger.warning("%s or its certificate is damaged: removed", path)
                 damaged.append(number)
         old = [number for number in damaged if number <= applied]
         new = [number for number in damaged if number > applied]

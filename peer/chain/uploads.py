@@ -2,7 +2,8 @@
 
 Each upload holds an open file and a chunk. Who asks for too many, or does not take what it asked
 for, must keep nobody else from being served; who takes it by drops keeps its place only while
-nobody else wants it, and who has several keeps the slowest only while nobody without one does.
+nobody else wants it, and who has several keeps the slowest only while nobody without one does. Who
+has none waits for no longer than a turn: then the slowest that has had its own goes on elsewhere.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from dilocox.peer.chain.store import Store
 
 AT_ONCE = 8
 OF_ONE_PEER = 3
+TURN_S = 600.0  # after which a place is another one's, if nobody else gives way
 # An honest asker takes 15 kB/s even where eight share an uplink of 1 Mbit/s.
 LEAST_BYTES_PER_S = 4096.0
 LEAST_OVER_S = 60.0  # that an asker was waited for
@@ -168,6 +170,8 @@ class Uploads:
         most = max(places.values(), default=0)
         if not ending and not places[peer] and most > 1:
             ending = [upload for upload in self._running if places[upload.peer] == most]
+        if not ending and not places[peer]:
+            ending = [upload for upload in self._running if monotonic() - upload.began >= TURN_S]
         if not ending:
             raise UploadRefused(f"{self._at_once} downloads are served at once")
         min(ending, key=lambda upload: upload.bytes_per_s).end()
@@ -178,6 +182,7 @@ class Upload:
 
     def __init__(self, peer: str, file: BinaryIO, stall_s: float, running: list[Upload]):
         self.peer = peer
+        self.began = monotonic()
         self._file = file
         self._stall_s = stall_s
         self._running = running

@@ -322,12 +322,13 @@ class InnerOptimizer:
     def step(self, factor: float, learning_rate: float) -> bool:
         """Take an inner step with gradients multiplied by `factor`, and clear them.
 
+        learning_rate: as the replica's head states it; no more than the run's largest is taken.
         Returns whether the step was taken: it is skipped if the factor or this stage's own
         squared norm is not finite.
         """
         taken = math.isfinite(self.squared_norm()) and math.isfinite(factor)
         if taken:
-            self._step(factor, learning_rate)
+            self._step(factor, min(learning_rate, self.spec.learning_rate))
             self.steps += 1
         else:
             self.skipped += 1

@@ -201,10 +201,10 @@ def test_vectors_have_no_weight_decay() -> None:
     before = weights(module)
     for parameter in module.parameters():
         parameter.grad = torch.zeros_like(parameter)
-    assert optimizer_of(module).step(1.0, 0.1)
+    assert optimizer_of(module).step(1.0, 1e-2)
     after = weights(module)
     assert torch.equal(before["0.bias"], after["0.bias"])
-    torch.testing.assert_close(after["0.weight"], before["0.weight"] * (1 - 0.1 * 0.1))
+    torch.testing.assert_close(after["0.weight"], before["0.weight"] * (1 - 1e-2 * 0.1))
 
 
 def test_a_stage_without_weights_for_muon_trains_with_adamw_all_the_same() -> None:
@@ -596,6 +596,20 @@ def test_a_torch_without_muon_is_told_by_name(monkeypatch: pytest.MonkeyPatch) -
     with pytest.raises(InvalidInput, match=r"muon, which torch .* install torch 2\.9 or newer"):
         optimizer_of(model("muon"), "muon")
     optimizer_of(model("muon"), "adamw")
+
+
+@EITHER
+def test_a_head_that_states_a_larger_learning_rate_than_the_runs_gets_that_one(kind: str) -> None:
+    """A stranger that recruits peers must not have them move their weights where it likes."""
+    after: list[dict[str, Tensor]] = []
+    for stated in (SPECS[kind].learning_rate, 10.0):
+        module = model(kind)
+        optimizer = InnerOptimizer(module.named_parameters(), SPECS[kind])
+        for parameter in module.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        assert optimizer.step(1.0, stated)
+        after.append(weights(module))
+    assert same(*after)
 
 
 # ---- schedule ------------------------------------------------------------------------------------

@@ -28,7 +28,7 @@ from dilocox.dht.upload_limit import UploadLimit
 from dilocox.peer.averaging.service import PeerService
 from dilocox.peer.chain import uploads
 from dilocox.peer.chain.store import Store
-from dilocox.peer.chain.uploads import AT_ONCE, OF_ONE_PEER, UploadRefused, Uploads
+from dilocox.peer.chain.uploads import AT_ONCE, OF_ONE_PEER, TURN_S, UploadRefused, Uploads
 from dilocox.peer.rounds.record import digest_of
 
 PEER = "12D3KooWEXWcUQWJ6amCxHKtPFrcNxgepcmy7YXo7tirWjgiJ9Fr"
@@ -220,6 +220,9 @@ def test_who_has_most_places_gives_one_to_a_peer_that_has_none(
             assert closed() == [1, 2, 3]
             with pytest.raises(UploadRefused, match="6 downloads"):
                 begin("g")  # all have one
+            now[0] += TURN_S  # and have had it for long: the slowest gives way
+            _, file = begin("g")
+            assert not file.closed
 
     asyncio.run(go())
 

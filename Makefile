@@ -47,7 +47,7 @@ test-watch: install  ## Chromium, Prometheus and a monitor look at swarms (the f
 test-swarm: install  ## all swarm tests: real processes, killed, frozen and far apart (over two hours)
 	$(BIN)/python -m pytest -m 'swarm' -s $(TEST_ARGS)
 
-attack: install  ## strangers who have the invite attack swarms (10 minutes); part of test-swarm
+attack: install  ## strangers, members and 200,000 messages of nonsense attack swarms (25 minutes); part of test-swarm
 	$(BIN)/python -m pytest -m 'swarm' -s tests/attacks $(TEST_ARGS)
 
 test-image:  ## build the container image and train with it (root; podman; about 10 minutes)

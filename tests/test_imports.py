@@ -44,6 +44,7 @@ ONLY_IN = {
         "dht/reachability",
         "dht/reconnect",
         "dht/rpc",
+        "dht/storage",
         "dht/validator",
         "peer/averaging/averager",
         "peer/averaging/driver",

@@ -11,11 +11,14 @@ DEMO_ARGS ?=
 TEST_ARGS ?=
 # Processes of `make test`: more than two cores, since many tests wait for a limit of time.
 TEST_PROCESSES ?= 3
+# Runs of `make chaos`, one a seed.
+CHAOS_SEEDS ?= 20
+CHAOS_MINUTES ?= 10
 # Images of containers often set it; every process would then compile tests and product again.
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-python test-swarm test-faults test-watch attack test-image simulate lint type bench clean
+.PHONY: help install demo test test-python test-swarm test-faults test-watch attack chaos test-image simulate lint type bench clean
 
 help:  ## show this help
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 22
@@ -49,6 +52,9 @@ test-swarm: install  ## all swarm tests: real processes, killed, frozen and far 
 
 attack: install  ## strangers, members and 200,000 messages of nonsense attack swarms (25 minutes); part of test-swarm
 	$(BIN)/python -m pytest -m 'swarm' -s tests/attacks $(TEST_ARGS)
+
+chaos: install  ## eight peers hurt at random, many at once; CHAOS_SEEDS=20 runs of CHAOS_MINUTES=10
+	CHAOS_SEEDS=$(CHAOS_SEEDS) CHAOS_MINUTES=$(CHAOS_MINUTES) $(BIN)/python -m pytest -s -m swarm tests/swarm/test_chaos.py $(TEST_ARGS)
 
 test-image:  ## build the container image and train with it (root; podman; about 10 minutes)
 	docker/test-image.sh

@@ -6,6 +6,7 @@ paced SECONDS               inner steps take at least so long: a slower machine,
 shown SECONDS FOLDER        forwards and backwards last longer, and are seen from outside (`Shown`)
 halting SECONDS FOLDER      paced, and halts at a chosen point of an exchange (`Halt`)
 lying SECONDS HOW            paced, and a member that lies (`lie`)
+skewed SECONDS BY           paced, on a machine whose clock is so many seconds off (`skew`)
 slow_disk BYTES_PER_S FILE  what it makes durable takes as long as on such a disk (`syncs`)
 older                       reads the operator's first manifest, and no revision of it
 
@@ -280,6 +281,13 @@ def slow_down(bytes_per_s: float, notes: str) -> None:
     os.fsync = fsync
 
 
+def skew(step_s: float, by_s: float) -> None:
+    """Let the machine's clock be so far ahead, or behind."""
+    pace(step_s)
+    right = time.time
+    time.time = lambda: right() + by_s
+
+
 def lie(step_s: float, how: str) -> None:
     """Lie to the others of a group as long as it runs.
 
@@ -333,6 +341,7 @@ ALTERATIONS = {
     "shown": show,
     "halting": halt,
     "lying": lie,
+    "skewed": skew,
     "slow_disk": slow_down,
     "older": age,
 }

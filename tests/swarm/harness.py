@@ -200,6 +200,7 @@ class LocalSwarm:
         halting: bool = False,
         older: bool = False,
         lies: str = "",
+        skew_s: float = 0.0,
         disk_bytes_per_s: float = 0.0,
     ) -> Peer:
         """Start `dilocox peer`; see altered.py for what can be altered, one thing of these.
@@ -207,7 +208,8 @@ class LocalSwarm:
         step_s: the least that an inner step takes. shown_s: by how much longer its forwards and
         backwards take, which are seen from outside. halting: whether it can be made to halt at a
         point of an exchange. older: whether it reads no revision of the manifest but the first.
-        lies: how it lies as a member, if it does. disk_bytes_per_s: how slow its disk is.
+        lies: how it lies as a member, if it does. skew_s: how far its machine's clock is ahead.
+        disk_bytes_per_s: how slow its disk is.
         """
         name = f"peer-{len(self.peers)}"
         # one after the other: those of real runs are half an hour apart
@@ -223,6 +225,8 @@ class LocalSwarm:
             altered = ["shown", shown_s, str(shown.folder)]
         elif lies:
             altered = ["lying", step_s, lies]
+        elif skew_s:
+            altered = ["skewed", step_s, skew_s]
         elif older:
             altered = ["older"]
         elif disk_bytes_per_s:

@@ -1,0 +1,202 @@
+"""Chaos: peers of a swarm are hurt at random, many at once and while they heal; at the end all must
+add up.
+
+Nothing is aimed and nothing is waited for, as campaign.py does; what comes when, and to whom, the
+seed says. `run` prints a line a fault, then the figures, and returns what is wrong.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import random
+import signal
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from tests.swarm import links
+from tests.swarm.campaign import Injury
+from tests.swarm.harness import START_LIMIT_S, LocalSwarm, Peer
+from tests.swarm.processes import family
+from tests.swarm.replaying import Machine, replay_on
+from tests.swarm.small_run import fixed_steps, run_manifest
+
+STAGES = (0, 0, 0, 0, 1, 1, 1, 1)
+KINDS = ("kill", "freeze", "p2pd", "cut", "leave")
+MOST_AT_ONCE = 4
+GAP_S, LASTS_S = (2.0, 12.0), (2.0, 25.0)
+BOOTSTRAP_SHARE = 0.1  # of the faults: its main process is killed, and it is started again
+SKEWS_S = (-420.0, 0.0, 0.0, 600.0)  # of the machines' clocks, in turn
+STEP_S, INNER_STEPS = 0.08, 60
+WHOLE_LIMIT_S = 240.0
+LAST_ROUNDS = 2
+MORE_MB = 60.0  # of the bootstrap's processes, from the first round to the end
+
+Tell = Callable[[str], None]
+
+
+@dataclass
+class _Hurt:
+    """A fault that lasts until it is mended; injury: None for the bootstrap's."""
+
+    what: str
+    mend_at: float
+    injury: Injury | None
+
+
+@dataclass
+class Chaos:
+    """Hurts this swarm for so long. done: how often what was done, and how many it ended."""
+
+    swarm: LocalSwarm
+    seed: int
+    tell: Tell
+    done: Counter[str] = field(default_factory=Counter[str])
+
+    def run(self, seconds: float) -> None:
+        randomly, began = random.Random(self.seed), time.monotonic()
+        kinds = [kind for kind in KINDS if kind != "cut" or self.swarm.links is not None]
+        hurt: list[_Hurt] = []
+        next_at = began
+        while time.monotonic() < began + seconds or hurt:
+            now = time.monotonic()
+            for each in [each for each in hurt if each.mend_at <= now]:
+                hurt.remove(each)
+                self._mend(each)
+            self._start_the_ended(hurt)
+            if next_at <= now < began + seconds and len(hurt) < MOST_AT_ONCE:
+                next_at = now + randomly.uniform(*GAP_S)
+                mend_at = now + randomly.uniform(*LASTS_S)
+                if each := self._strike(randomly, kinds, mend_at, hurt):
+                    hurt.append(each)
+            self.swarm.look()
+            time.sleep(0.1)
+
+    def _strike(
+        self, randomly: random.Random, kinds: list[str], mend_at: float, hurt: list[_Hurt]
+    ) -> _Hurt | None:
+        if randomly.random() < BOOTSTRAP_SHARE:
+            if all(each.injury for each in hurt):
+                self._note("bootstrap", "the bootstrap is killed")
+                self.swarm.kill_bootstrap()
+                return _Hurt("bootstrap", mend_at, None)
+            return None
+        suffering = [each.injury.victim for each in hurt if each.injury]
+        victim = randomly.choice([peer for peer in self.swarm.peers if peer not in suffering])
+        kind = randomly.choice(kinds)
+        if victim.child.returncode is not None or "p2pd" not in {
+            process.name for process in victim.processes()
+        }:
+            return None
+        injury = Injury(self.swarm, victim, kind)
+        self._note(kind, f"{kind} {victim.name} of stage {victim.stage}, {victim.doing}")
+        victim.expected = False  # until the end it may end by itself
+        injury.strike()
+        return _Hurt(kind, mend_at, injury)
+
+    def _mend(self, hurt: _Hurt) -> None:
+        if hurt.injury is None:
+            self.swarm.restart_bootstrap()
+        else:
+            hurt.injury.remedy()
+            hurt.injury.victim.expected = False
+
+    def _start_the_ended(self, hurt: list[_Hurt]) -> None:
+        """Who ended though nobody ended it: as the loss of p2pd soon after a start does."""
+        suffering = [each.injury.victim for each in hurt if each.injury]
+        for peer in self.swarm.peers:
+            if peer not in suffering and peer.child.returncode is not None:
+                self._note("ended", f"{peer.name} had ended: {peer.child.last_line()}")
+                self.swarm.restart(peer)
+                peer.expected = False
+
+    def _note(self, kind: str, line: str) -> None:
+        self.done[kind] += 1
+        self.tell(line)
+
+
+def run(folder: Path, seed: int, seconds: float, tell: Tell) -> list[str]:
+    """One run; what is wrong, a line each."""
+    lab = None if links.available() else links.Links(len(STAGES) + 1, mbit=100.0, delay_ms=10.0)
+    manifest = run_manifest(stages=2, rounds=fixed_steps(INNER_STEPS))
+    if lab is None:
+        return _run(folder, manifest, None, seed, seconds, tell)
+    with lab:
+        return _run(folder, manifest, lab, seed, seconds, tell)
+
+
+def _run(
+    folder: Path,
+    manifest: dict[str, object],
+    lab: links.Links | None,
+    seed: int,
+    seconds: float,
+    tell: Tell,
+) -> list[str]:
+    with LocalSwarm(folder, manifest, links=lab) as swarm:
+        for stage, skew_s in zip(STAGES, itertools.cycle(SKEWS_S), strict=False):
+            swarm.add_peer(stage=stage, step_s=STEP_S, skew_s=skew_s)
+        swarm.wait(lambda: all(map(_rounds, swarm.peers)), 2 * START_LIMIT_S, "all have a round")
+        before = _bootstrap_mb(swarm)
+        chaos = Chaos(swarm, seed, tell)
+        chaos.run(seconds)
+        for peer in swarm.peers:
+            peer.expected = True
+        swarm.wait_for_rounds(LAST_ROUNDS, WHOLE_LIMIT_S)
+        after = _bootstrap_mb(swarm)
+        rounds = {stage: len(swarm.chain(stage)) for stage in (0, 1)}
+        voids = sum(len(peer.of_kind("void")) for peer in swarm.peers)
+        tell(
+            f"seed {seed}: {dict(chaos.done)}; rounds by stage {rounds}, longest without one "
+            f"{_longest_stall_s(swarm):.0f} s, voids of single peers {voids}; bootstrap "
+            f"{before:.0f} MB, then {after:.0f}"
+        )
+        flaws = [] if after < before + MORE_MB else [f"the bootstrap has {after:.0f} MB"]
+        flaws += _unequal(swarm)
+        flaws += [flaw for stage in (0, 1) for flaw in _not_replayed(swarm, stage)]
+    return flaws
+
+
+def _rounds(peer: Peer) -> int:
+    return len(peer.rounds)
+
+
+def _bootstrap_mb(swarm: LocalSwarm) -> float:
+    total = 0.0
+    for process in family(f"{swarm.tag}.bootstrap"):
+        lines = Path(f"/proc/{process.pid}/smaps_rollup").read_text().splitlines()
+        total += sum(int(line.split()[1]) for line in lines if line.startswith("Private")) / 1e3
+    return total
+
+
+def _longest_stall_s(swarm: LocalSwarm) -> float:
+    on_time = [peer for peer, skew_s in zip(swarm.peers, SKEWS_S, strict=False) if not skew_s]
+    times = sorted(line["time"] for peer in on_time for line in peer.rounds)
+    return max((after - before for before, after in itertools.pairwise(times)), default=0.0)
+
+
+def _unequal(swarm: LocalSwarm) -> list[str]:
+    try:
+        swarm.assert_equal_chains()
+    except AssertionError as error:
+        return [str(error)]
+    return []
+
+
+def _not_replayed(swarm: LocalSwarm, stage: int) -> list[str]:
+    """Whether another process finds the anchors from the records of a peer that has come far."""
+    peer = max(swarm.of_stage(stage), key=_rounds)
+    os.kill(peer.child.pid, signal.SIGKILL)
+    peer.expected = False
+    swarm.wait_until_gone(peer)
+    found = replay_on(Machine(name="another process"), peer.state)
+    told = {line["round"]: line["anchor_sha256"] for line in peer.rounds}
+    flaws = [f"stage {stage}: {flaw}" for flaw in found.flaws]
+    if not found.replayed:
+        flaws.append(f"stage {stage}: nothing could be replayed")
+    elif told.get(found.replayed[-1], found.anchor_sha256) != found.anchor_sha256:
+        flaws.append(f"stage {stage}: the replay's anchor is another one")
+    return flaws

@@ -18,7 +18,7 @@ CHAOS_MINUTES ?= 10
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-python test-swarm test-faults test-watch attack chaos test-image simulate lint type bench clean
+.PHONY: help install demo test test-python test-swarm test-faults test-watch attack chaos test-image simulate lint type audit bench clean
 
 help:  ## show this help
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 22
@@ -68,6 +68,12 @@ lint: install  ## ruff: rules and format
 
 type: install  ## pyright, strict over the four packages
 	$(BIN)/pyright --pythonpath $(BIN)/python
+
+audit: install  ## does the index still offer every pinned version, none of them withdrawn, and do they fit together
+	$(BIN)/python -m pip check
+	@found=$$($(BIN)/python -m pip install --dry-run --ignore-installed --no-deps $(PIP_ARGS) --requirement constraints.txt 2>&1) \
+		|| { echo "$$found"; exit 1; }; case "$$found" in *yanked*) echo "$$found"; exit 1;; esac
+	@echo "all $$(grep -c == constraints.txt) pinned versions are offered, none is withdrawn"
 
 bench: install  ## the measured claims, one script each
 	$(BIN)/python benchmarks/codec.py

@@ -17,7 +17,7 @@ from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 
 from dilocox.dht.errors import EnvironmentFault, InvalidInput
-from dilocox.dht.invite import BASE58, PEER_ID_START
+from dilocox.dht.invite import BASE58, PEER_ID_START, base58_number
 
 MAX_FILE_BYTES = 8192
 SEED_BYTES = PUBLIC_KEY_BYTES = 32
@@ -102,6 +102,17 @@ def _peer_id(public_key: bytes) -> str:
 def peer_id_bytes_of(public_key: bytes) -> bytes:
     """The libp2p peer id as bytes: the public key itself in two envelopes."""
     return PEER_ID_START + public_key
+
+
+def public_key_of(peer_id: str) -> bytes:
+    """The public key that a peer id holds; empty, nobody's, where it is none of ours."""
+    length = len(PEER_ID_START) + PUBLIC_KEY_BYTES
+    try:
+        data = base58_number(peer_id[: 2 * length]).to_bytes(length, "big")
+    except (ValueError, OverflowError):
+        return b""
+    public_key = data[len(PEER_ID_START) :]
+    return public_key if peer_id_of(public_key) == peer_id else b""
 
 
 def verify(public_key: bytes, data: bytes, signature: bytes) -> bool:

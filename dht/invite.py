@@ -100,12 +100,17 @@ def listen_address(address: str) -> TcpAddress:
     return _parse(_LISTEN, address, "/ip4/203.0.113.7/tcp/31337")
 
 
-def _is_peer_id(text: str) -> bool:
-    """Whether base58 of this length holds an Ed25519 key; most mistyped ones do, too."""
+def base58_number(text: str) -> int:
+    """What these letters of BASE58 stand for; ValueError for others."""
     number = 0
     for letter in text:
         number = 58 * number + BASE58.index(letter)
-    return number >> 256 == int.from_bytes(PEER_ID_START, "big")
+    return number
+
+
+def _is_peer_id(text: str) -> bool:
+    """Whether base58 of this length holds an Ed25519 key; most mistyped ones do, too."""
+    return base58_number(text) >> 256 == int.from_bytes(PEER_ID_START, "big")
 
 
 def _parse(pattern: re.Pattern[str], address: str, example: str) -> TcpAddress:

@@ -36,9 +36,9 @@ from dilocox.peer.averaging.local_peer import LocalPeer
 from dilocox.peer.chain.store import RoundLog
 from dilocox.peer.chain.uploads import Source, Uploads, find_in_log, open_state
 from dilocox.peer.rounds.exchange import Attempt
-from dilocox.peer.rounds.group import Mean, ShareRefused
-from dilocox.peer.rounds.group_calls import contributors_in
-from dilocox.peer.rounds.record import RecordRefused, bitmap_of
+from dilocox.peer.rounds.group import ShareRefused
+from dilocox.peer.rounds.group_calls import about, mean_from
+from dilocox.peer.rounds.record import RecordRefused
 from dilocox.peer.rounds.vote_count import MAX_MEMBERS
 
 GROUP_WAIT_S = 5.0  # a part may come before its receiver has heard that the group stands
@@ -122,17 +122,19 @@ class PeerService(ServicerBase):
         if kind == "part":
             await attempt.on_part(peer, part, bytes(payload))
         else:
-            names = contributors_in(attempt.members, header)
-            mean = Mean(part=part, contributors=names, payload=bytes(payload))
+            mean = mean_from(attempt.members, part, header, bytes(payload))
             await (attempt.on_row if kind == "row" else attempt.on_mean)(peer, mean)
         return reply({})
 
     async def rpc_vote(
         self, request: runtime_pb2.ExpertRequest, context: P2PContext
     ) -> runtime_pb2.ExpertResponse:
-        """Signed votes of a running attempt."""
+        """Signed votes of a running attempt, or the words of the means that a member holds."""
         try:
-            attempt = await self.find_attempt(unpack(request).get("group"))
+            header = unpack(request)
+            attempt = await self.find_attempt(header.get("group"))
+            if "words" in header:
+                attempt.on_words(str(context.remote_id), header["words"])
             attempt.on_votes([tensor.buffer for tensor in request.tensors[:MAX_VOTES]])
         except ValueError as error:
             self.refused.add("group" if isinstance(error, NoSuchGroup) else "vote")
@@ -212,8 +214,7 @@ class PeerService(ServicerBase):
                 mean = None if attempt is None else await attempt.checked_mean(int(want["part"]))
                 if attempt is None or mean is None:
                     return None
-                bits = bitmap_of(attempt.members, mean.contributors)
-                return Source.of(mean.payload, contributors=bits)
+                return Source.of(mean.payload, **about(attempt.members, mean))
             case "record" | "certificate":
                 digest, header = str(want["digest"]), bool(want.get("header"))
                 whole = want["what"] == "record" and not header

@@ -143,14 +143,14 @@ class Ballots:
         """save_vote: puts a vote of a round and attempt on disk, before anybody hears of it."""
         self.ballot = ballot
         self.decision = Decision(verdict=Verdict.UNDECIDED)  # by the votes at hand
-        self._identity = identity
+        self.identity = identity
         self._save_vote = save_vote
         self._held: dict[bytes, SignedVote] = {}
 
     def cast(self, digest: str | None, missed: tuple[str, ...]) -> bytes:
         """Sign the one final vote, put it on disk, and return its bytes."""
-        vote = Vote(voter=self._identity.peer_id, digest=digest, missed=missed)
-        signed = self.ballot.sign(vote, self._identity)
+        vote = Vote(voter=self.identity.peer_id, digest=digest, missed=missed)
+        signed = self.ballot.sign(vote, self.identity)
         data = signed.to_bytes()
         self._save_vote(self.ballot.round, self.ballot.attempt, data)
         self._hold(data, signed)
@@ -202,7 +202,7 @@ class Ballots:
         """
         ballot = self.ballot
         for signed in self._held.values():
-            if signed.vote.voter == self._identity.peer_id and signed.vote.digest is None:
+            if signed.vote.voter == self.identity.peer_id and signed.vote.digest is None:
                 facts = [ballot.attempt, ballot.group, ballot.members_sha256, signed.fields()]
                 return pack(facts)
         return b""

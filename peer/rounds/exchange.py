@@ -21,9 +21,6 @@ what a row voted to those of the other rows that are opposite; who still lacks s
 This file knows no network: it talks through `GroupCalls`, and is told what arrives by `on_part`,
 `on_row`, `on_mean` and `on_votes`. It runs in one event loop; the codec runs in a one-thread pool
 beside it.
-
-`LiveGroup` is the other members of a group as one member reaches them: every call and every wait
-has its deadline, and who gives no sign of life counts as dead.
 """
 
 from __future__ import annotations
@@ -37,13 +34,12 @@ from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
 from concurrent.futures import Executor
 from contextlib import suppress
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 from torch import Tensor
 
 from dilocox.compression.group_quantization import NotEncodable, PayloadRefused
 from dilocox.compression.stage_codec import StageEncoder
-from dilocox.dht.rpc import CallRefused
 from dilocox.peer.rounds.ballots import Ballots
 from dilocox.peer.rounds.group import (
     AttemptResult,
@@ -52,134 +48,13 @@ from dilocox.peer.rounds.group import (
     ShareRefused,
 )
 from dilocox.peer.rounds.group_calls import GroupCalls
+from dilocox.peer.rounds.live_group import LiveGroup
 from dilocox.peer.rounds.record import digest_of
 from dilocox.peer.rounds.shares import Shares, assemble_record, encode
+from dilocox.peer.rounds.signed_means import WORD_BYTES, MeanSeal
 from dilocox.peer.rounds.vote_count import Verdict
 
 logger = logging.getLogger(__name__)
-
-SILENT_PIECES = 4
-MAX_WATCHED = 7  # neighbours that a member watches in its row; larger groups share the work
-
-T = TypeVar("T")
-
-
-class LiveGroup:
-    """The members of one attempt as this one reaches them; lives in one event loop."""
-
-    def __init__(self, setup: AttemptSetup, transport: GroupCalls, pool: Executor):
-        self._setup = setup
-        self._transport = transport
-        self._pool = pool
-        self._changed = asyncio.Event()
-        self._tasks: set[asyncio.Task[Any]] = set()
-        self._outliving: set[asyncio.Task[Any]] = set()  # held, or they would be collected
-        self.members = tuple(member.peer for member in setup.members)
-        deaf = setup.clients if setup.me in setup.clients else frozenset[str]()
-        # whom this member can call: of two that only dial out neither can call the other
-        self.others = tuple(peer for peer in self.members if peer not in {setup.me} | deaf)
-        grid = setup.grid
-        self.row, self.column, self.opposite = (
-            tuple(peer for peer in peers if peer in set(self.others))
-            for peers in (grid.row(setup.me), grid.column(setup.me), grid.opposite(setup.me))
-        )
-        self.dial_out = tuple(peer for peer in self.row if peer in setup.clients)
-        self.dead: set[str] = set()
-        self._over = False
-
-    def spawn(self, work: Awaitable[T], *, outlives: bool = False) -> asyncio.Task[T]:
-        """Start work beside this; `outlives`: it goes on, in its own deadline, after `cancel`."""
-        task = asyncio.ensure_future(work)
-        task.add_done_callback(_report)
-        (self._outliving if outlives else self._tasks).add(task)
-        return task
-
-    def cancel(self) -> None:
-        """End all work that does not outlive the attempt."""
-        self._over = True
-        for task in self._tasks:
-            task.cancel()
-
-    def watch_neighbours(self) -> None:
-        """Begin to watch the members that are next to this one in its row, and in its column."""
-        me, grid = self._setup.me, self._setup.grid
-        watched = set[str]()
-        for line in (grid.row(me), grid.column(me)):
-            at = line.index(me) if line else 0
-            ring = [peer for peer in line[at + 1 :] + line[:at] if peer in self.others]
-            watched.update(ring[:MAX_WATCHED])
-        for peer in sorted(watched):
-            self.spawn(self._watch(peer))
-
-    async def _watch(self, peer: str) -> None:
-        """Count a member as dead when its heartbeats stop, whatever the reason.
-
-        The silence is waited for in pieces: of a time in which this process stood still itself no
-        more than a piece counts against others.
-        """
-        beats = aiter(self._transport.heartbeats(peer))
-        beat: asyncio.Future[None] | None = None
-        silent = 0
-        try:
-            while not self._over and silent < SILENT_PIECES:
-                beat = beat or asyncio.ensure_future(anext(beats))
-                await asyncio.wait([beat], timeout=self._setup.deadlines.silence_s / SILENT_PIECES)
-                silent += 1
-                if beat.done():
-                    beat.result()
-                    beat, silent = None, 0
-            if self._over:
-                return
-            logger.debug("%s counts as dead: it is silent", peer)
-        except (ConnectionError, asyncio.TimeoutError, StopAsyncIteration) as error:
-            logger.debug("%s counts as dead: %r", peer, error)
-        finally:
-            if beat is not None:
-                beat.cancel()
-        self.dead.add(peer)
-        self.notify()
-
-    async def call(
-        self, limit_s: float, function: Callable[..., Awaitable[T]], peer: str, *args: Any
-    ) -> T | None:
-        """A call to a member; None where it could not be reached, or sent what makes no sense."""
-        try:
-            return await asyncio.wait_for(function(peer, *args), limit_s)
-        except (ConnectionError, CallRefused, asyncio.TimeoutError) as error:
-            logger.debug("%s not reached: %r", peer, error)
-            return None
-
-    async def compute(self, function: Callable[..., T], *args: Any) -> T:
-        """Call a function in the pool, so that heartbeats go on meanwhile."""
-        return await asyncio.get_running_loop().run_in_executor(self._pool, function, *args)
-
-    def notify(self) -> None:
-        """Something happened that somebody may wait for."""
-        self._changed.set()
-        self._changed = asyncio.Event()
-
-    async def until(self, condition: Callable[[], bool], deadline: float) -> bool:
-        """Wait until a condition holds; False where it does not by the deadline (monotonic)."""
-        while not condition():
-            if time.monotonic() >= deadline:
-                return False
-            await self.change(deadline)
-        return True
-
-    async def change(self, deadline: float) -> None:
-        """Wait for the next `notify`, until the deadline (monotonic) at most."""
-        # One event for each change, never cleared: of several that wait one would clear it before
-        # `wait_for` has begun to wait for another.
-        changed = self._changed
-        with suppress(asyncio.TimeoutError):
-            await asyncio.wait_for(changed.wait(), deadline - time.monotonic())
-
-
-def _report(task: asyncio.Task[Any]) -> None:
-    """Log what nobody would hear of: a fault of ours, for those of others are waited out."""
-    if not task.cancelled() and (error := task.exception()) is not None:
-        logger.error("a part of the exchange failed", exc_info=error)
-
 
 # Of a phase's time a reducer waits so long for parts, and, where there are several rows, so long
 # for those and for the other rows; the rest is for the means.
@@ -213,7 +88,10 @@ class Attempt:
         self._end = self._spans[-1][1]
         self._codec_s = 0.0
         self._group = LiveGroup(setup, transport, pool)
-        self._shares = Shares(setup, self._group.compute)
+        self._shares = Shares(
+            setup, self._group.compute, MeanSeal(ballots.identity, ballots.ballot)
+        )
+        self._words: dict[str, bytes] = {}  # of the means that others hold, by member
         self.running = False
         self._told: set[str] = set()  # members of our row whose votes the other rows have from us
         self._waited_out = False  # the exchange's time is over and means are missing
@@ -293,6 +171,14 @@ class Attempt:
             self._tell(dial_out - {voter}, {voter})
         if refused is not None:
             raise refused
+
+    def on_words(self, peer: str, words: object) -> None:
+        """Which means a member holds; ValueError if that is no member's, or not of this attempt."""
+        size = WORD_BYTES * len(self._setup.shares)
+        if peer not in self.members or not isinstance(words, bytes) or len(words) != size:
+            raise ValueError(f"{peer} tells what are no words of the means of this attempt")
+        self._words.setdefault(peer, words)
+        self._group.notify()
 
     def _tell(self, peers: Collection[str], voters: Collection[str]) -> None:
         votes = self.ballots.bytes_of(voters)
@@ -466,13 +352,17 @@ class Attempt:
     async def _decide(self, record: bytes | None) -> AttemptResult:
         self.record = record
         self.digest = None if record is None else digest_of(record)
+        if record is not None:
+            await self._compare_means()
         unlike = self._shares.unlike() - {self._setup.me}
         if unlike:
             logger.warning(
                 "this peer votes against what %s averaged: its own values cannot be in it",
                 ", ".join(sorted(unlike)),
             )
-        agreed = record is not None and not unlike
+        if two_faced := self._shares.two_faced:
+            logger.warning("%s gave us one mean and others another", ", ".join(sorted(two_faced)))
+        agreed = record is not None and not unlike and not two_faced
         vote = self.ballots.cast(
             self.digest if agreed else None, () if agreed else tuple(sorted(self._missed()))
         )
@@ -491,6 +381,40 @@ class Attempt:
         if sending:  # a vote that is under way decides the round for others
             await asyncio.wait(sending, timeout=max(0.0, deadline - time.monotonic()))
         return result
+
+    async def _compare_means(self) -> None:
+        """Wait until more than half of those near us hold our means, and of the rows opposite, or a
+        reducer is found that gave somebody other ones.
+
+        Who voted counts as it voted, and who is gone, or aborted, not at all. No longer than the
+        exchange may last: who waits in vain votes for what it has.
+        """
+        words = await self._group.compute(self._shares.words)
+        near = [set(self._group.row), set(self._group.opposite)]
+        for peer in set[str]().union(*near) - self._gone:
+            self._push(self._transport.send_words, peer, words, outlives=True)
+        compared = set[str]()
+        while not self._shares.two_faced and time.monotonic() < self._end:
+            alike = {peer for peer, theirs in self._words.items() if theirs == words}
+            alike |= self.ballots.voters_for(self.digest or "")
+            given_up = self._gone | (self.ballots.voters() - alike)
+            enough = [2 * (len(line & alike) + 1) > len(line - given_up) + 1 for line in near]
+            if all(enough) or self.ballots.decision.verdict is not Verdict.UNDECIDED:
+                return
+            for peer in self._words.keys() - alike - compared:
+                compared.add(peer)
+                self._group.spawn(self._compare_with(peer, words))
+            await self._group.change(self._end)
+
+    async def _compare_with(self, peer: str, words: bytes) -> None:
+        fetch = partial(self._mean_of, peer)
+        await self._shares.compare_words(words, self._words[peer], fetch)
+        self._group.notify()
+
+    async def _mean_of(self, peer: str, part: int) -> Mean | None:
+        """The mean of a share as this member has it."""
+        wanted = peer, part, self._limits.silence_s
+        return await self._group.call(self._remaining_s(), self._transport.fetch_mean, *wanted)
 
     def _all_heard(self) -> bool:
         """Whether the round is decided, or no further vote can come."""
@@ -602,8 +526,7 @@ class Attempt:
 
     async def _fetch_mean(self, part: int, peer: str) -> None:
         # a large share takes its time through a thin link; who gives nothing is not waited for
-        wanted = peer, part, self._limits.silence_s
-        mean = await self._group.call(self._remaining_s(), self._transport.fetch_mean, *wanted)
+        mean = await self._mean_of(peer, part)
         if mean is not None and mean.part == part:
             with suppress(PayloadRefused, ShareRefused):
                 await self._take_mean(mean)

@@ -53,12 +53,14 @@ class ShareRefused(ValueError):
 class Mean:
     """The encoded mean of one share, and the members whose values are in it.
 
-    Of a row's mean on its way to the other rows both are empty where nobody's values came.
+    Of a row's mean on its way to the other rows both are empty where nobody's values came, and
+    nothing is signed: it comes from its maker.
     """
 
     part: int  # the index of its share in the attempt's setup, and of its part in the record
     contributors: tuple[str, ...]
     payload: bytes = field(repr=False)
+    signature: bytes = field(default=b"", repr=False)  # of its reducer, see signed_means.py
 
 
 @dataclass(frozen=True, kw_only=True)

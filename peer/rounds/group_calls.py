@@ -29,10 +29,10 @@ class GroupCalls:
 
     async def push_row(self, peer: str, mean: Mean) -> None:
         """Send this member's row's mean of a share to the one that averages it over the rows."""
-        await self._push(peer, {"kind": "row"} | self._about(mean), mean.payload)
+        await self._push(peer, {"kind": "row"} | about(self._members, mean), mean.payload)
 
     async def push_mean(self, peer: str, mean: Mean) -> None:
-        await self._push(peer, {"kind": "mean"} | self._about(mean), mean.payload)
+        await self._push(peer, {"kind": "mean"} | about(self._members, mean), mean.payload)
 
     async def fetch_mean(self, peer: str, part: int, stall_s: float) -> Mean | None:
         """Ask a member for an averaged share; None if it has none. TimeoutError where nothing comes
@@ -43,8 +43,7 @@ class GroupCalls:
         blob = await self._client.fetch(peer, want, limit_bytes=limit_bytes, stall_s=stall_s)
         if blob is None:
             return None
-        names = contributors_in(self._members, blob.facts)
-        return Mean(part=part, contributors=names, payload=blob.data)
+        return mean_from(self._members, part, blob.facts, blob.data)
 
     async def fetch_record(self, peer: str, digest: str) -> bytes | None:
         return await self._client.fetch_record(peer, digest)
@@ -54,6 +53,10 @@ class GroupCalls:
         metadata = packed({"group": self._group})
         request = runtime_pb2.ExpertRequest(metadata=metadata, tensors=tensors)
         await self._client.call(peer, "rpc_vote", request)
+
+    async def send_words(self, peer: str, words: bytes) -> None:
+        """Tell a member which means this one holds."""
+        await self._client.call(peer, "rpc_vote", pack({"group": self._group, "words": words}))
 
     async def ask_votes(self, peer: str, round_number: int, attempt: int) -> list[bytes]:
         """Ask a member for the votes of this group's attempt that it holds."""
@@ -70,17 +73,20 @@ class GroupCalls:
     async def _push(self, peer: str, facts: dict[str, Any], payload: bytes) -> None:
         await self._client.push(peer, facts | {"group": self._group}, payload)
 
-    def _about(self, mean: Mean) -> dict[str, Any]:
-        bits = bitmap_of(self._members, mean.contributors)
-        return {"part": mean.part, "contributors": bits}
+
+def about(members: Sequence[str], mean: Mean) -> dict[str, Any]:
+    """The facts of a mean, as they travel beside its payload."""
+    bits = bitmap_of(members, mean.contributors)
+    return {"part": mean.part, "contributors": bits, "signature": mean.signature}
 
 
-def contributors_in(members: Sequence[str], facts: dict[str, Any]) -> tuple[str, ...]:
-    """Whom the facts of a mean name of a group's members; CallRefused if they are none."""
-    bits = facts.get("contributors")
-    if not isinstance(bits, bytes):
+def mean_from(members: Sequence[str], part: int, facts: dict[str, Any], payload: bytes) -> Mean:
+    """A mean from its facts and payload; CallRefused if it names none of a group's members."""
+    bits, signature = facts.get("contributors"), facts.get("signature")
+    if not isinstance(bits, bytes) or not isinstance(signature, bytes):
         raise CallRefused("a mean does not say whose it is")
     try:
-        return chosen_in(members, bits)
+        names = chosen_in(members, bits)
     except ValueError as error:
         raise CallRefused(f"a mean of members that are none: {error}") from error
+    return Mean(part=part, contributors=names, payload=payload, signature=signature)

@@ -36,6 +36,7 @@ from dilocox.peer.rounds.robust import (
     not_of_ours,
     weighted_sum,
 )
+from dilocox.peer.rounds.signed_means import MeanSeal, unlike_words, words_of
 
 
 @dataclass(frozen=True)
@@ -177,10 +178,11 @@ class _Rows:
 class Shares:
     """The parts and means of one attempt as they come in."""
 
-    def __init__(self, setup: AttemptSetup, compute: Callable[..., Awaitable[Any]]):
+    def __init__(self, setup: AttemptSetup, compute: Callable[..., Awaitable[Any]], seal: MeanSeal):
         """compute: calls a function with its arguments in the pool."""
         self._setup = setup
         self._compute = compute
+        self._seal = seal
         self._weight = bounded_weights({each.peer: each.tokens for each in setup.members})
         row = {peer: self._weight[peer] for peer in setup.grid.row(setup.me)}
         self.columns = {  # those that this member averages over its row
@@ -199,6 +201,7 @@ class Shares:
         self._in_check = Counter[int]()  # calls that decode a mean of this share
         self.means: dict[int, Mean] = {}
         self.lied: dict[int, str] = {}  # who sent a malformed mean of a share
+        self.two_faced: set[str] = set()  # who signed two means of one share
         self.own: dict[int, Tensor] = {}  # this member's vector of each phase, once it is known
         self.taken: set[int] = set()  # columns whose reducer took our part
         self._judges = setup.robust == "gate" and len(setup.members) >= LEAST_GATED
@@ -315,6 +318,7 @@ class Shares:
         codec = self._setup.phases[self._setup.shares[part].phase].codec
         mean = await self._compute(combine, part, rows, codec, self._weight)
         if mean is not None:
+            mean = await self._compute(self._seal.sign, mean)
             await self._keep(mean, checked=True)
         return mean
 
@@ -333,7 +337,8 @@ class Shares:
         """Take an averaged share, whoever brings it; False if it was here already.
 
         Raises:
-            ShareRefused: no share of this attempt, or contributors that cannot be.
+            ShareRefused: no share of this attempt, contributors that cannot be, or another one than
+                its reducer signed.
             PayloadRefused: malformed.
         """
         if not self.known(mean.part) or not self._setup.shares[mean.part].numel:
@@ -341,6 +346,7 @@ class Shares:
         names = mean.contributors
         if not names or not _are_of(self._weight.keys(), names):
             raise ShareRefused("an averaged part names nobody, strangers, or somebody twice")
+        await self._compute(self._seal.check, mean, self._setup.shares[mean.part].reducer)
         return await self._keep(mean)
 
     async def _keep(self, mean: Mean, *, checked: bool = False) -> bool:
@@ -379,6 +385,30 @@ class Shares:
     def known(self, part: int) -> bool:
         return 0 <= part < len(self._setup.shares)
 
+    def words(self) -> bytes:
+        """What this member tells others of the means that it holds; runs in the pool."""
+        return words_of(self.means, len(self._setup.shares))
+
+    async def compare_words(
+        self, words: bytes, theirs: bytes, fetch: Callable[[int], Awaitable[Mean | None]]
+    ) -> None:
+        """Look for reducers that gave a member another mean than us; `fetch` asks it for that.
+
+        Whoever told a word without such a mean is asked for nothing more.
+        """
+        for part in unlike_words(words, theirs):
+            ours, reducer = self.means.get(part), self._setup.shares[part].reducer
+            if ours is None or reducer in self.two_faced:
+                continue
+            other = await fetch(part)
+            if other is None or replace(other, signature=ours.signature) == ours:
+                return
+            try:
+                await self._compute(self._seal.check, other, reducer)
+            except ShareRefused:
+                return
+            self.two_faced.add(reducer)
+
     def missing(self, phase: int) -> set[int]:
         return {
             part
@@ -398,7 +428,7 @@ class Shares:
         for part, duty in self._rows.items():
             column = self._setup.column_of(part)
             senders |= {self._setup.reducer_in(column, row) for row in duty.refused}
-        return senders | set(self.lied.values())
+        return senders | set(self.lied.values()) | self.two_faced
 
     def unlike(self) -> set[str]:
         """The reducers whose means cannot be what they say, as far as our own values show."""

@@ -13,7 +13,7 @@ from hivemind.utils.multiaddr import Multiaddr
 from dilocox.dht import reconnect
 from dilocox.dht.reconnect import Redialler, dial_targets, relays_between
 from dilocox.dht.records import StageRecord
-from dilocox.peer.rounds.exchange import MAX_WATCHED
+from dilocox.peer.rounds.live_group import MAX_WATCHED
 from tests.peer.fabricated import peer_id, stage_record
 
 ME = peer_id(99)

@@ -34,6 +34,7 @@ from dilocox.peer.rounds.record import (
     parse_record,
 )
 from dilocox.peer.rounds.shares import decode
+from dilocox.peer.rounds.signed_means import MeanSeal
 from dilocox.peer.rounds.vote_count import Verdict
 
 LAYOUT = FlatLayout.of([("weight", (40, 30)), ("bias", (30,))])
@@ -44,8 +45,8 @@ LIMIT_S = 30.0  # of a test's group
 
 Passes = Callable[[str, str, str], bool]
 """(sender, receiver, kind) -> whether a message gets through. Parts, rows and means carry their
-phase: part0, row0, mean0, part1, row1, mean1; the others are fetch (of a mean), record, vote, ask,
-beat.
+phase: part0, row0, mean0, part1, row1, mean1; the others are fetch (of a mean), record, words,
+vote, ask, beat.
 """
 
 
@@ -81,12 +82,13 @@ class Link:
         kind = f"mean{self._group.shares[mean.part].phase}"
         attempt = await self._to(peer, kind)
         with refused_as_lost():
-            await attempt.on_mean(self._me, self._group.falsify(self._me, mean))
+            await attempt.on_mean(self._me, self._group.falsified(self._me, peer, mean))
 
     async def fetch_mean(self, peer: str, part: int, stall_s: float) -> Mean | None:
         attempt = await asyncio.wait_for(self._to(peer, "fetch"), stall_s)
         await self._comes_from(peer)
-        return await attempt.checked_mean(part)
+        mean = await attempt.checked_mean(part)
+        return mean and self._group.falsified(peer, self._me, mean)
 
     async def fetch_record(self, peer: str, digest: str, *, older: bool = False) -> bytes | None:
         attempt = await self._to(peer, "record")
@@ -95,6 +97,11 @@ class Link:
 
     async def send_votes(self, peer: str, votes: Sequence[bytes]) -> None:
         (await self._to(peer, "vote")).on_votes(votes)
+
+    async def send_words(self, peer: str, words: bytes) -> None:
+        if self._me in self._group.lying:
+            words = words[::-1]
+        (await self._to(peer, "words")).on_words(self._me, words)
 
     async def ask_votes(self, peer: str, round_number: int, attempt: int) -> list[bytes]:
         asked = await self._to(peer, "ask")
@@ -187,8 +194,9 @@ class Group:
 
         Whoever is put into `frozen` neither answers nor is refused any more; who is `dripping`
         gives what is fetched by a byte now and then;
-        who is `lying` answers what votes it holds with bytes that are none. `falsify` is what a
-        sender makes of a mean on its way to others.
+        who is `lying` answers what votes it holds with bytes that are none, and tells others words
+        of no means. `falsify` is what a sender makes of a mean on its way to a receiver, signed by
+        its reducer.
         """
         usual_s = (PATIENT_S, PATIENT_S) if passes is everything else (EXCHANGE_S, SILENCE_S)
         exchange_s, silence_s = exchange_s or usual_s[0], silence_s or usual_s[1]
@@ -197,7 +205,7 @@ class Group:
         self.frozen: set[str] = set()
         self.dripping: set[str] = set()
         self.lying: set[str] = set()
-        self.falsify: Callable[[str, Mean], Mean] = lambda sender, mean: mean
+        self.falsify: Callable[[str, str, Mean], Mean] = lambda sender, receiver, mean: mean
         self.identities = sorted(identities, key=lambda identity: identity.peer_id)
         self.peers = [identity.peer_id for identity in self.identities]
         codec = {"scheme": scheme, "bits": bits, "rank": 4, "min_rank": 2, "max_rank": 16}
@@ -219,7 +227,7 @@ class Group:
         dial_out = frozenset(self.peers[at] for at in clients)
         self.grid = Grid.of(b"group", self.peers, set(self.peers) - dial_out, group_size)
         self.shares = self.grid.shares(phases)
-        ballot = Ballot(
+        self.ballot = ballot = Ballot(
             run="run", stage=0, round=3, attempt=0, group=b"group", members=tuple(self.peers)
         )
 
@@ -250,6 +258,14 @@ class Group:
                 ballots=Ballots(identity=identity, ballot=ballot, save_vote=log.save_vote),
                 pool=self.pool,
             )
+
+    def falsified(self, sender: str, receiver: str, mean: Mean) -> Mean:
+        """What a receiver gets of a mean: what its reducer makes of it, signed by that."""
+        reducer, other = self.shares[mean.part].reducer, self.falsify(sender, receiver, mean)
+        return mean if other == mean else self.signed(reducer, other)
+
+    def signed(self, reducer: str, mean: Mean) -> Mean:
+        return MeanSeal(self.identities[self.peers.index(reducer)], self.ballot).sign(mean)
 
     def part(self, phase: int, reducer: str) -> int:
         """The number of a member's share in a phase."""

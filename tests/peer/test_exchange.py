@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import time
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -195,7 +197,7 @@ def test_a_reducer_that_gives_all_a_false_mean_is_left_out_of_the_repeated_attem
     one_way(group)
     liar = next(share.reducer for share in group.shares if share.numel)
 
-    def falsify(sender: str, mean: Mean) -> Mean:
+    def falsify(sender: str, receiver: str, mean: Mean) -> Mean:
         share = group.shares[mean.part]
         if share.reducer != liar:
             return mean
@@ -213,6 +215,58 @@ def test_a_reducer_that_gives_all_a_false_mean_is_left_out_of_the_repeated_attem
     results = asyncio.run(group.run())
     assert verdicts(results) == {Verdict.VOID}
     assert blamed(results) == [liar]
+
+
+@BOTH
+@pytest.mark.parametrize("count", [3, 4])
+def test_a_reducer_that_gives_others_another_mean_is_left_out_of_the_repeated_attempt(
+    identities: list[Identity], tmp_path: Path, scheme: str, count: int
+) -> None:
+    """Each half alone would have a record, and without the liar's vote none could be decided."""
+
+    def passes(sender: str, receiver: str, kind: str) -> bool:
+        return sender != liar or kind not in ("words", "vote", "ask")
+
+    group = Group(
+        identities[:count],
+        tmp_path,
+        passes=passes,
+        scheme=scheme,
+        exchange_s=PATIENT_S,
+        silence_s=PATIENT_S,
+    )
+    liar = next(share.reducer for share in group.shares if share.numel)
+    honest = [peer for peer in group.peers if peer != liar]
+
+    def falsify(sender: str, receiver: str, mean: Mean) -> Mean:
+        share = group.shares[mean.part]
+        if sender != liar or share.reducer != liar or honest.index(receiver) % 2:
+            return mean
+        values = torch.full((share.numel,), 0.5)
+        return replace(mean, payload=encode(group.setups[liar].phases[share.phase].codec, values))
+
+    group.falsify = falsify
+    started = time.monotonic()
+    results = asyncio.run(group.run())
+    ended = [result for peer, result in zip(group.peers, results, strict=True) if peer != liar]
+    assert verdicts(ended) == {Verdict.VOID}
+    assert blamed(ended) == [liar]
+    assert time.monotonic() - started < PATIENT_S / 2, "the time of the exchange was waited out"
+
+
+@BOTH
+def test_words_of_means_that_nobody_made_hold_nobody_up(
+    identities: list[Identity], tmp_path: Path, scheme: str
+) -> None:
+    group = Group(identities[:4], tmp_path, passes=everything, scheme=scheme)
+    group.lying.add(group.peers[2])
+    started = time.monotonic()
+    record_of(group, asyncio.run(group.run()))
+    assert time.monotonic() - started < PATIENT_S / 2
+    attempt, words = group.attempts[group.peers[0]], bytes(8 * len(group.shares))
+    for peer, wrong in [("stranger", words), (group.peers[1], words[1:]), (group.peers[1], None)]:
+        with pytest.raises(ValueError, match="no words"):
+            attempt.on_words(peer, wrong)
 
 
 def one_way(group: Group, *against: int) -> Tensor:
@@ -267,12 +321,19 @@ def test_a_mean_is_taken_from_its_reducer_only(
             codec = group.codec.phases(group.codec.first_ranks)[phase].codec
             payload = codec.encode(torch.zeros(group.shares[part].numel)).numpy().tobytes()
             mean = Mean(part=part, contributors=names, payload=payload)
+            made = partial(group.signed, group.peers[1])
+            mean = made(mean)
             with pytest.raises(ShareRefused):
                 await attempt.on_mean(group.peers[2], mean)
+            with pytest.raises(ShareRefused, match="did not sign"):
+                await attempt.on_mean(group.peers[1], replace(mean, payload=payload[::-1]))
+            with pytest.raises(ShareRefused, match="did not sign"):
+                await attempt.on_mean(group.peers[1], replace(mean, contributors=names[:1]))
             for wrong in (b"", b"short", payload[:-1], payload + b"0"):
                 with pytest.raises(PayloadRefused):
                     await attempt.on_mean(
-                        group.peers[1], Mean(part=part, contributors=names, payload=wrong)
+                        group.peers[1],
+                        made(Mean(part=part, contributors=names, payload=wrong)),
                     )
             for contributors in ((), ("stranger",), names[::-1], names[:1] * 2):
                 with pytest.raises(ShareRefused):

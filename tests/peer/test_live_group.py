@@ -14,7 +14,7 @@ import pytest
 
 from dilocox.dht.identity import Identity
 from dilocox.dht.rpc import CallRefused
-from dilocox.peer.rounds.exchange import LiveGroup
+from dilocox.peer.rounds.live_group import LiveGroup
 from tests.peer.members import Group, everything
 
 

@@ -25,6 +25,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -292,11 +293,13 @@ def lie(step_s: float, how: str) -> None:
     """Lie to the others of a group as long as it runs.
 
     how: "sends", ten times the opposite of what was learnt; "reduces", likewise of what the others
-    sent, to all alike; "leaves", goes away in the middle of every exchange, and comes to the next.
+    sent, to all alike; "splits", gives half of the others another mean than the other half, and
+    does not vote; "leaves", goes away in the middle of every exchange, and comes to the next.
     """
     from dilocox.compression.group_quantization import GroupCodec
-    from dilocox.peer.rounds import exchange, shares
+    from dilocox.peer.rounds import exchange, shares, signed_means
     from dilocox.peer.rounds.group import Mean
+    from dilocox.peer.rounds.group_calls import GroupCalls
 
     pace(step_s)
     encode, combine = shares.encode, shares.combine
@@ -309,6 +312,25 @@ def lie(step_s: float, how: str) -> None:
             row.values.mul_(-10.0)
         return combine(part, rows, codec, weight)
 
+    push, given = GroupCalls.push_mean, dict[int, list[str]]()
+    seals = dict[int, signed_means.MeanSeal]()
+    sign = signed_means.MeanSeal.sign
+
+    def signing(self: signed_means.MeanSeal, mean: Mean) -> Mean:
+        seals[mean.part] = self
+        return sign(self, mean)
+
+    async def split(self: GroupCalls, peer: str, mean: Mean) -> None:
+        to = given.setdefault(id(mean), [])
+        to.append(peer)
+        if len(to) % 2 and mean.part in seals:
+            payload = mean.payload[:-1] + bytes([mean.payload[-1] ^ 1])
+            mean = sign(seals[mean.part], replace(mean, payload=payload))
+        await push(self, peer, mean)
+
+    async def tell_nobody(*_: Any, **__: Any) -> None:
+        pass
+
     async def leave(self: exchange.Attempt) -> bytes | None:
         await asyncio.sleep(3600.0)
 
@@ -317,6 +339,10 @@ def lie(step_s: float, how: str) -> None:
             exchange.encode = send
         case "reduces":
             shares.combine = reduce
+        case "splits":
+            signed_means.MeanSeal.sign = signing
+            GroupCalls.push_mean = split
+            GroupCalls.send_votes = GroupCalls.send_words = tell_nobody
         case _:
             exchange.Attempt._exchange = leave  # pyright: ignore[reportPrivateUsage]
 

@@ -1,0 +1,143 @@
+"""The other members of a group as one member reaches them: every call and every wait has its
+deadline, and who gives no sign of life counts as dead.
+
+What an attempt (exchange.py) wants of them is its own matter; nothing here knows what is exchanged.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable
+from concurrent.futures import Executor
+from contextlib import suppress
+from typing import Any, TypeVar
+
+from dilocox.dht.rpc import CallRefused
+from dilocox.peer.rounds.group import AttemptSetup
+from dilocox.peer.rounds.group_calls import GroupCalls
+
+logger = logging.getLogger(__name__)
+
+SILENT_PIECES = 4
+MAX_WATCHED = 7  # neighbours that a member watches in its row; larger groups share the work
+
+T = TypeVar("T")
+
+
+class LiveGroup:
+    """The members of one attempt as this one reaches them; lives in one event loop."""
+
+    def __init__(self, setup: AttemptSetup, transport: GroupCalls, pool: Executor):
+        self._setup = setup
+        self._transport = transport
+        self._pool = pool
+        self._changed = asyncio.Event()
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self._outliving: set[asyncio.Task[Any]] = set()  # held, or they would be collected
+        self.members = tuple(member.peer for member in setup.members)
+        deaf = setup.clients if setup.me in setup.clients else frozenset[str]()
+        # whom this member can call: of two that only dial out neither can call the other
+        self.others = tuple(peer for peer in self.members if peer not in {setup.me} | deaf)
+        grid = setup.grid
+        self.row, self.column, self.opposite = (
+            tuple(peer for peer in peers if peer in set(self.others))
+            for peers in (grid.row(setup.me), grid.column(setup.me), grid.opposite(setup.me))
+        )
+        self.dial_out = tuple(peer for peer in self.row if peer in setup.clients)
+        self.dead: set[str] = set()
+        self._over = False
+
+    def spawn(self, work: Awaitable[T], *, outlives: bool = False) -> asyncio.Task[T]:
+        """Start work beside this; `outlives`: it goes on, in its own deadline, after `cancel`."""
+        task = asyncio.ensure_future(work)
+        task.add_done_callback(_report)
+        (self._outliving if outlives else self._tasks).add(task)
+        return task
+
+    def cancel(self) -> None:
+        """End all work that does not outlive the attempt."""
+        self._over = True
+        for task in self._tasks:
+            task.cancel()
+
+    def watch_neighbours(self) -> None:
+        """Begin to watch the members that are next to this one in its row, and in its column."""
+        me, grid = self._setup.me, self._setup.grid
+        watched = set[str]()
+        for line in (grid.row(me), grid.column(me)):
+            at = line.index(me) if line else 0
+            ring = [peer for peer in line[at + 1 :] + line[:at] if peer in self.others]
+            watched.update(ring[:MAX_WATCHED])
+        for peer in sorted(watched):
+            self.spawn(self._watch(peer))
+
+    async def _watch(self, peer: str) -> None:
+        """Count a member as dead when its heartbeats stop, whatever the reason.
+
+        The silence is waited for in pieces: of a time in which this process stood still itself no
+        more than a piece counts against others.
+        """
+        beats = aiter(self._transport.heartbeats(peer))
+        beat: asyncio.Future[None] | None = None
+        silent = 0
+        try:
+            while not self._over and silent < SILENT_PIECES:
+                beat = beat or asyncio.ensure_future(anext(beats))
+                await asyncio.wait([beat], timeout=self._setup.deadlines.silence_s / SILENT_PIECES)
+                silent += 1
+                if beat.done():
+                    beat.result()
+                    beat, silent = None, 0
+            if self._over:
+                return
+            logger.debug("%s counts as dead: it is silent", peer)
+        except (ConnectionError, asyncio.TimeoutError, StopAsyncIteration) as error:
+            logger.debug("%s counts as dead: %r", peer, error)
+        finally:
+            if beat is not None:
+                beat.cancel()
+        self.dead.add(peer)
+        self.notify()
+
+    async def call(
+        self, limit_s: float, function: Callable[..., Awaitable[T]], peer: str, *args: Any
+    ) -> T | None:
+        """A call to a member; None where it could not be reached, or sent what makes no sense."""
+        try:
+            return await asyncio.wait_for(function(peer, *args), limit_s)
+        except (ConnectionError, CallRefused, asyncio.TimeoutError) as error:
+            logger.debug("%s not reached: %r", peer, error)
+            return None
+
+    async def compute(self, function: Callable[..., T], *args: Any) -> T:
+        """Call a function in the pool, so that heartbeats go on meanwhile."""
+        return await asyncio.get_running_loop().run_in_executor(self._pool, function, *args)
+
+    def notify(self) -> None:
+        """Something happened that somebody may wait for."""
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    async def until(self, condition: Callable[[], bool], deadline: float) -> bool:
+        """Wait until a condition holds; False where it does not by the deadline (monotonic)."""
+        while not condition():
+            if time.monotonic() >= deadline:
+                return False
+            await self.change(deadline)
+        return True
+
+    async def change(self, deadline: float) -> None:
+        """Wait for the next `notify`, until the deadline (monotonic) at most."""
+        # One event for each change, never cleared: of several that wait one would clear it before
+        # `wait_for` has begun to wait for another.
+        changed = self._changed
+        with suppress(asyncio.TimeoutError):
+            await asyncio.wait_for(changed.wait(), deadline - time.monotonic())
+
+
+def _report(task: asyncio.Task[Any]) -> None:
+    """Log what nobody would hear of: a fault of ours, for those of others are waited out."""
+    if not task.cancelled() and (error := task.exception()) is not None:
+        logger.error("a part of the exchange failed", exc_info=error)

@@ -23,11 +23,11 @@ from dilocox.peer.rounds.record import RoundFacts
 from dilocox.peer.rounds.robust import (
     LEAST_GATED,
     Likeness,
-    bounded_weights,
     likeness,
     not_of_ours,
 )
 from dilocox.peer.rounds.shares import Reduction, combine, decode, encode
+from dilocox.peer.rounds.standing import bounded_weights
 
 Averaging = RobustRule | Literal["centered"]
 Lie = Callable[[Tensor], Tensor]
@@ -188,7 +188,7 @@ def _reduced(
     payloads = [encode(phase.codec, member) for member in values]
     numel = values[0].numel()
     members = [str(index) for index in range(len(values))]
-    weight = bounded_weights(dict(zip(members, stated, strict=True)))
+    weight = bounded_weights(dict(zip(members, stated, strict=True)), ())
     # the reducer is a member: its part does not travel
     sent = sum(map(len, payloads[1:]))
     if robust == "centered":

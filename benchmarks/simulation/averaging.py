@@ -32,15 +32,13 @@ from dilocox.peer.rounds.group import (
 )
 from dilocox.peer.rounds.rank_choice import facts_of, following_window, next_inner_steps
 from dilocox.peer.rounds.record import Contribution, RoundFacts
+from dilocox.peer.rounds.standing import Standing, following_standings, sitting_out
 from dilocox.peer.rounds.vote_count import (
-    Exclusion,
     Verdict,
     Vote,
     decide,
     exclusion,
-    following_exclusions,
     may_start,
-    sitting_out,
 )
 
 RECORD_BYTES = 1_000_000
@@ -58,7 +56,7 @@ class SimulatedRecord:
     previous: str
     members: tuple[Contribution, ...]
     chain_tokens: int
-    excluded: tuple[Exclusion, ...]
+    standings: tuple[Standing, ...]
     window: tuple[RoundFacts, ...]
     next_inner_steps: int
     rules: int = 0
@@ -246,7 +244,7 @@ class Meetings:
         orders = {peer: orders[peer] for peer in group}
         views = {peer: frozenset(order.counted) for peer, order in orders.items()}
         order = next(iter(orders.values()))
-        last, before = order.last_contributors, () if order.last is None else order.last.excluded
+        last, before = order.last_contributors, () if order.last is None else order.last.standings
         present = group.keys() - sitting_out(before, order.plan.round)
         if may_start(present, views, last):
             for peer in group.keys() - present:
@@ -256,7 +254,7 @@ class Meetings:
             for each in group.values():
                 each.fail(f"{len(group)} members are too few of those that must be there")
             return
-        _Exchange(self, group, following_exclusions(before, blamed, order.plan.round)).begin()
+        _Exchange(self, group, blamed).begin()
 
 
 class _Exchange:
@@ -266,7 +264,7 @@ class _Exchange:
         self,
         meetings: Meetings,
         group: dict[str, SimulatedAverager],
-        excluded: tuple[Exclusion, ...],
+        excluded: set[str],
     ):
         self._meetings = meetings
         self._excluded = excluded
@@ -355,7 +353,12 @@ class _Exchange:
             members=tuple(members),
             chain_tokens=(0 if last is None else last.chain_tokens)
             + sum(each.tokens for each in members),
-            excluded=self._excluded,
+            standings=following_standings(
+                () if last is None else last.standings,
+                order.plan.round,
+                {each.peer: 1.0 for each in members},
+                self._excluded,
+            ),
             window=window,
             next_inner_steps=steps,
         )

@@ -35,12 +35,8 @@ from dilocox.peer.rounds.record import (
     largest_group,
     part_bytes,
 )
-from dilocox.peer.rounds.vote_count import (
-    Verdict,
-    following_exclusions,
-    may_start,
-    sitting_out,
-)
+from dilocox.peer.rounds.standing import sitting_out
+from dilocox.peer.rounds.vote_count import Verdict, may_start
 
 PHASE_SHARE = 0.25  # of the exchange's time that a phase has whatever its bytes
 
@@ -75,9 +71,10 @@ class AttemptSetup:
     members: tuple[Contribution, ...]  # sorted by peer
     clients: frozenset[str]  # those of them that can only dial out
     grid: Grid
-    template: RoundRecord  # the record to be made, without members, parts and means
+    template: RoundRecord  # without members, parts and means; its standings are the last record's
     shares: tuple[Share, ...]  # as `Grid.shares` orders them
     phases: tuple[Phase, ...]
+    excluded: tuple[str, ...]  # whom this attempt, a repeated one, leaves out
     plan: RoundPlan
     robust: RobustRule
     deadlines: DeadlineSpec  # exchange_s: to move what these ranks move, in all phases together
@@ -345,8 +342,8 @@ def attempt_setup(
     """The agreed facts of an attempt, from what its members stated.
 
     A repeated attempt leaves out the peers that the signed aborts of the first one blame; whoever
-    was left out again and again sits out, where the others can go on without it. `group`: the id of
-    the group, from which its rows follow.
+    was left out, or unheard, again and again sits out, where the others can go on without it.
+    `group`: the id of the group, from which its rows follow.
 
     Raises:
         GroupRefused: a member has another plan or no tokens, or there is nobody to reduce.
@@ -365,11 +362,14 @@ def attempt_setup(
             raise GroupRefused(f"{peer} states {ticket.tokens} tokens")
     views = {peer: ticket.resolved(tickets) for peer, ticket in tickets.items()}
     last = order.last
-    before = () if last is None else last.excluded
+    before = () if last is None else last.standings
     present = tickets.keys() - sitting_out(before, plan.round)
     if may_start(present, views, order.last_contributors):
         if me not in present:
-            raise GroupRefused("this peer sits out: exchanges with it had to be repeated")
+            raise GroupRefused(
+                "this peer sits out: exchanges with it had to be repeated, or most of what it sent "
+                "was left out or came too late"
+            )
         tickets = {peer: ticket for peer, ticket in tickets.items() if peer in present}
     elif not may_start(tickets, views, order.last_contributors):
         raise TooFew(f"{len(tickets)} members are too few of those that must be there")
@@ -405,7 +405,7 @@ def attempt_setup(
         layout=plan.layout,
         ranks=plan.ranks,
         chain_tokens=0 if last is None else last.chain_tokens,
-        excluded=following_exclusions(before, excluded, plan.round),
+        standings=before,
         window=() if last is None else last.window,
         next_inner_steps=steps,
     )
@@ -417,6 +417,7 @@ def attempt_setup(
         template=template,
         shares=grid.shares(phases),
         phases=phases,
+        excluded=tuple(excluded),
         plan=RoundPlan(manifest, codec),
         deadlines=deadlines,
         codec_s=codec_s,

@@ -32,12 +32,14 @@ from torch import Tensor
 from dilocox.compression.group_quantization import GROUP_SIZE, GroupCodec
 from dilocox.compression.stage_codec import StageCodec, StageMeans
 from dilocox.peer.rounds.grid import Share
-from dilocox.peer.rounds.vote_count import (
-    MAX_EXCLUDED,
-    MAX_MEMBERS,
+from dilocox.peer.rounds.standing import (
+    HISTORY,
+    MAX_STANDINGS,
+    MOST_CREDITED,
     MOST_EXCLUSIONS,
-    Exclusion,
+    Standing,
 )
+from dilocox.peer.rounds.vote_count import MAX_MEMBERS
 
 WINDOW: Final = 5
 
@@ -136,7 +138,7 @@ class RoundRecord:
 
     rules: of the manifest that it was made under; they say how it is applied.
     ranks: per tensor of the layout, as this exchange had them; empty unless the scheme is low_rank.
-    excluded: whom repeated attempts left out of late, sorted by peer.
+    standings: what the chain remembers of peers after it, sorted by peer.
     window: what the last rounds, this one last, say of the ranks and the times that they needed.
     next_ranks: of the exchange after this one. next_inner_steps: H of the round that it arrives in.
     means: `means[i]` is the encoded mean of `parts[i]`.
@@ -153,7 +155,7 @@ class RoundRecord:
     members: tuple[Contribution, ...] = ()
     chain_tokens: int
     parts: tuple[ReducedShare, ...] = ()
-    excluded: tuple[Exclusion, ...] = ()
+    standings: tuple[Standing, ...] = ()
     window: tuple[RoundFacts, ...] = ()
     next_ranks: tuple[int, ...] = ()
     next_inner_steps: int
@@ -175,7 +177,7 @@ class RoundRecord:
         places = {name: place for place, name in enumerate(names)}
         header = {name: getattr(self, name) for name in _HEADER_FIELDS}
         header["members"] = [asdict(member) for member in self.members]
-        header["excluded"] = [[each.peer, each.times, each.round] for each in self.excluded]
+        header["standings"] = [list(asdict(each).values()) for each in self.standings]
         header["window"] = [asdict(facts) for facts in self.window]
         contributors = [bitmap_of(names, each.contributors).hex() for each in self.parts]
         header["parts"] = [
@@ -215,6 +217,15 @@ class RoundRecord:
             for part in self.last_parts
             if part.numel and peer in part.contributors
         ]
+
+    def heard(self) -> dict[str, float]:
+        """By member, which share of the average holds its values."""
+        held = dict.fromkeys((member.peer for member in self.members), 0)
+        for part in self.last_parts:
+            for peer in part.contributors:
+                held[peer] += part.numel
+        total = sum(part.numel for part in self.last_parts)
+        return {peer: numel / total for peer, numel in held.items()}
 
     def left_out(self, peer: str, codec: StageCodec) -> list[slice]:
         """The slices of the stage's vector that lack this member's values, at least in part."""
@@ -318,16 +329,16 @@ def parse_header(data: bytes) -> RoundRecord:
         raise RecordRefused(f"it has {len(members)} members; a group has at most {MAX_MEMBERS}")
     names = [member.peer for member in members]
     parts = tuple(_part(names, *facts) for facts in header.pop("parts"))
-    excluded = tuple(
-        Exclusion(peer=peer, times=times, round=number)
-        for peer, times, number in header.pop("excluded")
+    names = [each.name for each in fields(Standing)]
+    standings = tuple(
+        Standing(**dict(zip(names, each, strict=True))) for each in header.pop("standings")
     )
     window = tuple(_facts(facts) for facts in header.pop("window"))
     ranks, next_ranks = (tuple(header.pop(name)) for name in ("ranks", "next_ranks"))
     return RoundRecord(
         members=members,
         parts=parts,
-        excluded=excluded,
+        standings=standings,
         window=window,
         ranks=ranks,
         next_ranks=next_ranks,
@@ -374,18 +385,19 @@ def _check(record: RoundRecord, codec: StageCodec) -> None:
     for member in record.members:
         if member.tokens < 1 or not _timed(member):
             raise RecordRefused(f"{member.peer} has no tokens, or a time that is none")
-    _check_excluded(record)
+    _check_standings(record)
     _check_parts(record, codec)
 
 
-def _check_excluded(record: RoundRecord) -> None:
-    names = [each.peer for each in record.excluded]
-    if names != sorted(set(names)) or len(names) > MAX_EXCLUDED:
-        raise RecordRefused("those that it left out are not a sorted list of a few peers")
-    for each in record.excluded:
-        sound = len(each.peer) <= MAX_NAME and 1 <= each.times <= MOST_EXCLUSIONS
-        if not sound or each.round > record.round:
-            raise RecordRefused(f"it left out {each.peer[:MAX_NAME]} as nobody can be")
+def _check_standings(record: RoundRecord) -> None:
+    names = [each.peer for each in record.standings]
+    if names != sorted(set(names)) or len(names) > MAX_STANDINGS:
+        raise RecordRefused("its standings are not a sorted list of different peers")
+    for each in record.standings:
+        sound = len(each.peer) <= MAX_NAME and each.left_out <= each.round <= record.round
+        sound &= each.credited <= MOST_CREDITED and each.times <= MOST_EXCLUSIONS
+        if not sound or each.unheard >= 2**HISTORY:
+            raise RecordRefused(f"{each.peer[:MAX_NAME]} stands as nobody can")
 
 
 def _timed(each: Times) -> bool:
@@ -417,14 +429,15 @@ def _check_parts(record: RoundRecord, codec: StageCodec) -> None:
 def _check_types(record: RoundRecord) -> None:
     """What JSON gave must be of the declared types exactly: true is no number, 1.0 is not 1."""
     texts: list[object] = [record.run, record.previous, record.anchor_before, record.layout]
-    texts += [each.peer for each in (*record.members, *record.excluded)]
+    texts += [each.peer for each in (*record.members, *record.standings)]
     if any(type(text) is not str for text in texts):
         raise RecordRefused("a text in its header is none")
     numbers: list[object] = [record.stage, record.round, record.rules, record.chain_tokens]
     numbers += [record.next_inner_steps, *record.ranks, *record.next_ranks]
     numbers += [number for facts in record.window for number in (*facts.ranks, *facts.needed)]
     numbers += [member.tokens for member in record.members]
-    numbers += [number for each in record.excluded for number in (each.times, each.round)]
+    for each in record.standings:
+        numbers += [each.round, each.credited, each.unheard, each.times, each.left_out]
     for part in record.parts:
         numbers += [part.phase, part.start, part.stop]
     if any(type(number) is not int or number < 0 for number in numbers):
@@ -475,9 +488,16 @@ def _longest_header(codec: StageCodec, members: int) -> bytes:
         members=everybody,
         chain_tokens=_MAX_NUMBER,
         parts=parts,
-        excluded=tuple(
-            Exclusion(peer=f"{place:0{MAX_NAME}d}", times=MOST_EXCLUSIONS, round=_MAX_NUMBER)
-            for place in range(MAX_EXCLUDED)
+        standings=tuple(
+            Standing(
+                peer=f"{place:0{MAX_NAME}d}",
+                round=_MAX_NUMBER,
+                credited=MOST_CREDITED,
+                unheard=2**HISTORY - 1,
+                times=MOST_EXCLUSIONS,
+                left_out=_MAX_NUMBER,
+            )
+            for place in range(MAX_STANDINGS)
         ),
         window=(facts,) * WINDOW,
         next_ranks=codec.limits,

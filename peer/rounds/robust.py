@@ -35,18 +35,11 @@ from torch import Tensor
 from dilocox.dht.manifest_sections import RobustRule
 
 LEAST_GATED = 4  # members: of three, two would leave out the third
-MOST_WEIGHT = 2  # of the median one
 MOST_LONGER = 4.0  # than the other means, each beside one's own values there
 CHANCE = 3.0  # deviations: what lies along something by less does so by chance
 CLEAR = 4.0  # times chance, that one's own values alone make a mean lie along them
 
 T = TypeVar("T")
-
-
-def bounded_weights(tokens: Mapping[str, int]) -> dict[str, int]:
-    """What each member counts: its tokens, and no more than twice the median of the group's."""
-    most = int(MOST_WEIGHT * median(tokens.values()))
-    return {peer: max(1, min(count, most)) for peer, count in tokens.items()}
 
 
 def factors(rule: RobustRule, norms: Sequence[float], along: Callable[[], Tensor]) -> list[float]:

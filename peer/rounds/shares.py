@@ -28,7 +28,6 @@ from dilocox.peer.rounds.robust import (
     LEAST_GATED,
     Likeness,
     along_median,
-    bounded_weights,
     factors,
     in_order,
     kept,
@@ -37,6 +36,7 @@ from dilocox.peer.rounds.robust import (
     weighted_sum,
 )
 from dilocox.peer.rounds.signed_means import MeanSeal, unlike_words, words_of
+from dilocox.peer.rounds.standing import bounded_weights, following_standings
 
 
 @dataclass(frozen=True)
@@ -145,7 +145,13 @@ def assemble_record(setup: AttemptSetup, means: Mapping[int, Mean]) -> bytes:
         ),
         means=tuple(means.get(index, empty).payload for index in range(len(setup.shares))),
     )
-    counted = replace(record, chain_tokens=record.chain_tokens + record.tokens)
+    counted = replace(
+        record,
+        chain_tokens=record.chain_tokens + record.tokens,
+        standings=following_standings(
+            record.standings, record.round, record.heard(), setup.excluded
+        ),
+    )
     return setup.plan.finished(counted).to_bytes()
 
 
@@ -183,7 +189,8 @@ class Shares:
         self._setup = setup
         self._compute = compute
         self._seal = seal
-        self._weight = bounded_weights({each.peer: each.tokens for each in setup.members})
+        tokens = {each.peer: each.tokens for each in setup.members}
+        self._weight = bounded_weights(tokens, setup.template.standings)
         row = {peer: self._weight[peer] for peer in setup.grid.row(setup.me)}
         self.columns = {  # those that this member averages over its row
             column: Reduction(codec, row, numel, setup.robust)

@@ -1,5 +1,4 @@
-"""How a group decides its round: who may start, the majority vote, whom a retry leaves out, and
-who sits out later rounds for that.
+"""How a group decides its round: who may start, the majority vote, and whom a retry leaves out.
 
 Every member casts one signed, final vote per attempt: the digest of the record it made, or ABORT
 with the members whose bytes it missed. More than half of the gathered members for one digest commit
@@ -22,9 +21,6 @@ from itertools import combinations
 
 MAX_MEMBERS = 256  # of a group
 EXCLUSION_WORK = 5000  # sets tried for the smallest exclusion; all sets of 12 peers are fewer
-MAX_EXCLUDED = 64  # peers that a record remembers
-MOST_EXCLUSIONS = 7  # that are counted of one peer: 64 rounds
-REMEMBERED_ROUNDS = 5
 
 
 class Verdict(Enum):
@@ -115,43 +111,6 @@ def _greedy_cover(ranked: list[str], pairs: set[tuple[str, str]]) -> list[str]:
         cover.append(worst)
         pairs = {pair for pair in pairs if worst not in pair}
     return cover
-
-
-@dataclass(frozen=True, kw_only=True)
-class Exclusion:
-    """A peer without which attempts had to be repeated: so many `times`, the last one in `round`.
-
-    Once is nobody's fault. Who is left out again soon sits out the next 2 rounds, then 4, 8, ...
-    """
-
-    peer: str
-    times: int
-    round: int
-
-    def sits_out(self, round_number: int) -> bool:
-        return self.times > 1 and round_number <= self.round + 2 ** (self.times - 1)
-
-    def forgotten(self, round_number: int) -> bool:
-        return round_number > self.round + 2**self.times + REMEMBERED_ROUNDS
-
-
-def following_exclusions(
-    before: Iterable[Exclusion], excluded: Iterable[str], round_number: int
-) -> tuple[Exclusion, ...]:
-    """What the record of a round remembers, sorted by peer: what the one before did, and whom its
-    own repeated attempt left out.
-    """
-    known = {each.peer: each for each in before if not each.forgotten(round_number)}
-    for peer in excluded:
-        times = known[peer].times + 1 if peer in known else 1
-        known[peer] = Exclusion(peer=peer, times=min(times, MOST_EXCLUSIONS), round=round_number)
-    newest = sorted(known.values(), key=lambda each: (-each.round, each.peer))[:MAX_EXCLUDED]
-    return tuple(sorted(newest, key=lambda each: each.peer))
-
-
-def sitting_out(before: Iterable[Exclusion], round_number: int) -> set[str]:
-    """Who takes no part in a round, by the record before it."""
-    return {each.peer for each in before if each.sits_out(round_number)}
 
 
 def may_start(

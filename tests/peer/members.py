@@ -245,6 +245,7 @@ class Group:
                 template=template(ranks=ranks, window=()),
                 shares=self.shares,
                 phases=phases,
+                excluded=(),
                 plan=RoundPlan(manifest, self.codec),
                 robust=robust,
                 deadlines=DeadlineSpec(exchange_s=exchange_s, vote_s=VOTE_S, silence_s=silence_s),

@@ -288,6 +288,8 @@ def test_who_sends_ten_times_the_opposite_is_in_no_mean_that_the_gate_makes(
     liar, honest = group.peers[1], {*group.peers} - {group.peers[1]}
     assert all({*part.contributors} == honest for part in record.parts if part.numel)
     assert record.member(liar) and record.chain_tokens == sum(group.tokens) - group.tokens[1]
+    assert {each.peer for each in record.standings if each.credited == 1} == honest
+    assert {each.peer for each in record.standings if each.unheard} == {liar}
     average, truth = record.average(group.codec), way
     # four columns hold a part of what goes every way
     assert torch.cosine_similarity(average, truth, dim=0) > (0.4 if scheme == "low_rank" else 0.9)

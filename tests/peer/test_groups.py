@@ -25,7 +25,8 @@ from dilocox.peer.rounds.group import (
     attempt_times,
 )
 from dilocox.peer.rounds.rank_choice import stage_codec
-from dilocox.peer.rounds.vote_count import MAX_MEMBERS, Exclusion, may_start
+from dilocox.peer.rounds.standing import Standing
+from dilocox.peer.rounds.vote_count import MAX_MEMBERS, may_start
 from tests.peer.members import LAYOUT, template
 from tests.peer.test_ballots import ballots_of
 
@@ -311,28 +312,27 @@ def test_the_record_of_a_repeated_attempt_remembers_whom_it_left_out(
     identities: list[Identity], tmp_path: Path
 ) -> None:
     names, first, second = blaming(identities, tmp_path)
-    before = (Exclusion(peer=names[2], times=1, round=2),)
-    plan, last = replace(PLAN, attempt=1), template(excluded=before)
+    plan, last = replace(PLAN, attempt=1), template()
     order = order_of(plan=plan, counted=tuple(names), last=last)
     tickets = dict.fromkeys(names, order.ticket())
     for name, abort in ((names[0], first), (names[1], second)):
         tickets[name] = replace(order.ticket(), abort=abort)
     agreed = attempt_setup(order, MANIFEST, CODEC, names[1], tickets, group=b"g")
-    remembered = (Exclusion(peer=names[2], times=2, round=PLAN.round),)
-    assert agreed.template.excluded == remembered
+    assert agreed.excluded == (names[2],)
 
 
 def test_who_sits_out_is_in_no_group_that_can_go_on_without_it() -> None:
-    last = template(excluded=(Exclusion(peer="c", times=2, round=PLAN.round - 1),))
+    away = Standing(peer="c", round=PLAN.round - 1, times=2, left_out=PLAN.round - 1)
+    last = template(standings=(away,))
     there: dict[str, Any] = {"last": last, "last_contributors": ("a", "b", "c")}
     agreed = setup(dict.fromkeys("abc", TICKET), **there)
     assert [member.peer for member in agreed.members] == ["a", "b"]
-    assert agreed.template.excluded == last.excluded
+    assert agreed.template.standings == last.standings
     assert "sits out" in refusal(dict.fromkeys("abc", TICKET), "c", **there)
     # one of two that were in the last record is too few
     agreed = setup(dict.fromkeys("ac", TICKET), **there)
     assert [member.peer for member in agreed.members] == ["a", "c"]
-    later = replace(last, excluded=(replace(last.excluded[0], round=PLAN.round - 3),))
+    later = replace(last, standings=(replace(away, left_out=PLAN.round - 3),))
     there["last"] = later
     agreed = setup(dict.fromkeys("abc", TICKET), **there)
     assert len(agreed.members) == 3

@@ -31,7 +31,8 @@ from dilocox.peer.rounds.record import (
     max_record_bytes,
     parse_record,
 )
-from dilocox.peer.rounds.vote_count import MAX_MEMBERS, Exclusion
+from dilocox.peer.rounds.standing import Standing
+from dilocox.peer.rounds.vote_count import MAX_MEMBERS
 from tests.peer.averaged import own_contribution
 from tests.peer.codecs import codec_of
 from tests.peer.members import LAYOUT, template
@@ -68,7 +69,7 @@ def made(**changes: Any) -> RoundRecord:
 
 FACTS = RoundFacts(ranks=(), needed=(), exchange_s=1.0, step_s=0.5)
 A, B = made().members
-LEFT_OUT = Exclusion(peer="c", times=2, round=1)
+AWAY = Standing(peer="c", round=1, credited=3, unheard=5, times=2, left_out=1)
 FIRST, SECOND = made().parts
 
 
@@ -160,12 +161,15 @@ def test_only_members_whose_values_are_in_the_average_count_their_tokens() -> No
         ({"means": (coded(VALUES[:CUT], 8), coded(VALUES[CUT:], 8))}, "bytes"),
         ({"ranks": (4,)}, "ranks"),
         ({"next_ranks": (4,)}, "ranks"),
-        ({"excluded": (LEFT_OUT, replace(LEFT_OUT, peer="b"))}, "sorted"),
-        ({"excluded": (replace(LEFT_OUT, peer="x" * 65),)}, "nobody can be"),
-        ({"excluded": (replace(LEFT_OUT, times=0),)}, "nobody can be"),
-        ({"excluded": (replace(LEFT_OUT, times=8),)}, "nobody can be"),
-        ({"excluded": (replace(LEFT_OUT, times=True),)}, "whole number"),
-        ({"excluded": (replace(LEFT_OUT, round=2**53),)}, "nobody can be"),
+        ({"standings": (AWAY, replace(AWAY, peer="b"))}, "sorted"),
+        ({"standings": (replace(AWAY, peer="x" * 65),)}, "nobody can"),
+        ({"standings": (replace(AWAY, times=8),)}, "nobody can"),
+        ({"standings": (replace(AWAY, credited=11),)}, "nobody can"),
+        ({"standings": (replace(AWAY, unheard=1024),)}, "nobody can"),
+        ({"standings": (replace(AWAY, left_out=2),)}, "nobody can"),
+        ({"standings": (replace(AWAY, round=2**53),)}, "nobody can"),
+        ({"standings": (replace(AWAY, times=True),)}, "whole number"),
+        ({"standings": (replace(AWAY, credited=-1),)}, "whole number"),
         ({"window": ()}, "window"),
         ({"window": (FACTS,) * 6}, "window"),
         ({"window": (replace(FACTS, step_s=0),)}, "time"),
@@ -250,7 +254,7 @@ def places(value: Any, *way: Any) -> Iterator[tuple[Any, ...]]:
 
 def test_a_record_with_any_odd_value_in_any_place_is_refused_or_reads_as_it_is() -> None:
     header, tensors = header_and_tensors()
-    header["excluded"] = [["c", 1, 1]]
+    header["standings"] = [["c", 1, 3, 5, 2, 1]]
     tried = read = 0
     for way in places(header):
         for odd in ODD:
@@ -374,11 +378,11 @@ def test_no_header_of_a_group_that_is_let_in_is_longer_than_a_log_takes(
     tensors = [(f"layers.{place}.experts.weight", (64, 64)) for place in range(300)]
     codec = codec_of(FlatLayout.of(tensors), "low_rank")
     assert largest_group(codec) == MAX_MEMBERS
-    monkeypatch.setattr("dilocox.peer.rounds.record.MAX_HEADER_BYTES", 60_000)
+    monkeypatch.setattr("dilocox.peer.rounds.record.MAX_HEADER_BYTES", 100_000)
     most = largest_group(codec_of(FlatLayout.of(tensors), "low_rank"))
     assert 20 < most < MAX_MEMBERS
     data = of_members(most, codec, codec.limits).to_bytes()
-    assert 40_000 < int.from_bytes(data[:8], "little") <= 60_000
+    assert 40_000 < int.from_bytes(data[:8], "little") <= 100_000
     longer = of_members(2 * most, codec, codec.limits).to_bytes()
     assert "claims" in refused(longer), "it would have been made, and then refused"
 

@@ -29,6 +29,7 @@ from dilocox.peer.averaging.service import PeerService
 from dilocox.peer.chain import uploads
 from dilocox.peer.chain.store import Store
 from dilocox.peer.chain.uploads import AT_ONCE, OF_ONE_PEER, TURN_S, UploadRefused, Uploads
+from dilocox.peer.rounds.group import Mean
 from dilocox.peer.rounds.record import digest_of
 
 PEER = "12D3KooWEXWcUQWJ6amCxHKtPFrcNxgepcmy7YXo7tirWjgiJ9Fr"
@@ -84,7 +85,7 @@ def test_a_record_is_served_when_no_exchange_needs_the_uplink(service: PeerServi
 
     async def go() -> None:
         async def checked_mean(part: int) -> Any:
-            return SimpleNamespace(payload=RECORD, contributors=("a",))
+            return Mean(part=part, contributors=("a",), payload=RECORD, signature=b"of a")
 
         ballots = SimpleNamespace(ballot=SimpleNamespace(members=("QmMember",)))
         attempt: Any = SimpleNamespace(

@@ -12,14 +12,11 @@ import pytest
 from dilocox.peer.rounds.vote_count import (
     AloneWatch,
     Decision,
-    Exclusion,
     Verdict,
     Vote,
     decide,
     exclusion,
-    following_exclusions,
     may_start,
-    sitting_out,
 )
 
 D1, D2 = "1" * 64, "2" * 64
@@ -247,48 +244,6 @@ def test_two_disjoint_groups_with_one_view_never_both_start() -> None:
 
 
 # ---- alone -------------------------------------------------------------------------------------
-def exclusions(*rounds: int) -> tuple[Exclusion, ...]:
-    """What is remembered of a peer that the repeated attempts of these rounds left out."""
-    known: tuple[Exclusion, ...] = ()
-    for number in range(max(rounds) + 1):
-        known = following_exclusions(known, ["a"] if number in rounds else [], number)
-    return known
-
-
-@pytest.mark.parametrize(
-    ("rounds", "sits"),
-    [
-        ([10], []),
-        ([10, 17], [18, 19]),
-        ([10, 18], []),  # too long ago
-        ([10, 11, 14], [15, 16, 17, 18]),
-        ([10, 11, 14, 19], [20, 21, 22, 23, 24, 25, 26, 27]),
-    ],
-)
-def test_who_is_left_out_again_and_again_sits_out_for_longer_each_time(
-    rounds: list[int], sits: list[int]
-) -> None:
-    known = exclusions(*rounds)
-    after = range(rounds[-1] + 1, rounds[-1] + 99)
-    assert [number for number in after if sitting_out(known, number)] == sits
-
-
-def test_who_was_left_out_often_sits_out_64_rounds_and_is_then_forgotten() -> None:
-    known = exclusions(*range(40))
-    last = max(number for number in range(40, 999) if sitting_out(known, number))
-    assert last == 39 + 64
-    assert following_exclusions(known, [], 39 + 128 + 5) == known
-    assert following_exclusions(known, [], 39 + 128 + 6) == ()
-
-
-def test_a_record_remembers_the_newest_of_many_that_were_left_out() -> None:
-    many = following_exclusions((), [f"{place:03d}" for place in range(60)], 1)
-    more = following_exclusions(many, [f"{place:03d}" for place in range(50, 90)], 2)
-    assert len(more) == 64 and list(more) == sorted(more, key=lambda each: each.peer)
-    assert sum(each.round == 2 for each in more) == 40
-    assert {each.times for each in more if "050" <= each.peer < "060"} == {2}
-
-
 def watch(*observations: tuple[float, int, bool]) -> AloneWatch:
     alone = AloneWatch(record_lifetime_s=15, heartbeat_s=5)
     for now_s, others, answered in observations:

@@ -1,0 +1,119 @@
+"""What the chain of a stage remembers of each peer: for how many rounds it was heard, how often it
+was not, and whether it sits out.
+
+It stands in every record, made of the record before and of the round itself, so all members
+know the same. Three rules rest on it:
+
+- *Probation.* A fresh key costs nothing. In an average a peer counts in full once it was in as many
+  records as the others, or in ten; before that less, and all such peers together at most a third.
+- *Left out.* That an attempt had to be repeated without a peer is nobody's fault once. Again soon,
+  and it sits out the next 2 rounds, then 4, 8, ... 64.
+- *Unheard.* Whose values most of the average lacked in six of its last ten rounds, because reducers
+  left them out or they came too late, sits out likewise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, replace
+from statistics import median
+
+MOST_CREDITED = 10
+MOST_EXCLUSIONS = 7  # that are counted of one peer: 64 rounds
+REMEMBERED_ROUNDS = 5  # that an exclusion is, beyond twice what it cost
+FORGOTTEN_ROUNDS = 100  # after which nothing is known of a peer that was away
+MAX_STANDINGS = 320  # peers that a record remembers
+HISTORY = 10  # rounds of a peer
+MOST_UNHEARD = 6  # of them
+MOST_WEIGHT = 2  # of the group's median
+
+
+@dataclass(frozen=True, kw_only=True)
+class Standing:
+    """One peer's.
+
+    round: the last one that says anything of it. credited: records whose average held its values,
+    up to MOST_CREDITED. unheard: of its last rounds, the newest in the lowest bit, those in which
+    most of the average lacked them. times: that it was left out of late, the last one in
+    `left_out`, which is 0 without any.
+    """
+
+    peer: str
+    round: int
+    credited: int = 0
+    unheard: int = 0
+    times: int = 0
+    left_out: int = 0
+
+    def sits_out(self, round_number: int) -> bool:
+        return self.times > 1 and round_number <= self.left_out + 2 ** (self.times - 1)
+
+    def aged(self, round_number: int) -> Standing | None:
+        """What of it still counts in a round; None where nothing does."""
+        if self.times and round_number > self.left_out + 2**self.times + REMEMBERED_ROUNDS:
+            return replace(self, times=0, left_out=0).aged(round_number)
+        known = self.times or round_number <= self.round + FORGOTTEN_ROUNDS
+        return self if known else None
+
+    def heard(self, share: float, round_number: int) -> Standing:
+        """After a round whose average held its values in this share of it."""
+        history = (self.unheard << 1 | (share < 0.5)) % 2**HISTORY
+        credited = min(MOST_CREDITED, self.credited + (share > 0))
+        following = replace(self, round=round_number, credited=credited, unheard=history)
+        if history.bit_count() < MOST_UNHEARD:
+            return following
+        return replace(following, unheard=0, times=max(1, self.times)).excluded(round_number)
+
+    def excluded(self, round_number: int) -> Standing:
+        """After a round whose attempt had to be repeated without it."""
+        times = min(self.times + 1, MOST_EXCLUSIONS)
+        return replace(self, round=round_number, times=times, left_out=round_number)
+
+
+def following_standings(
+    before: Iterable[Standing],
+    round_number: int,
+    heard: Mapping[str, float],
+    excluded: Collection[str],
+) -> tuple[Standing, ...]:
+    """What the record of a round remembers, sorted by peer.
+
+    before: of the record before it. heard: by member, which share of the average holds its values.
+    excluded: whom its attempt, a repeated one, left out.
+    """
+    aged = (each.aged(round_number) for each in before)
+    known = {each.peer: each for each in aged if each is not None}
+    for peer, share in heard.items():
+        found = known.get(peer, Standing(peer=peer, round=round_number))
+        known[peer] = found.heard(share, round_number)
+    for peer in excluded:
+        found = known.get(peer, Standing(peer=peer, round=round_number))
+        known[peer] = found.excluded(round_number)
+    newest = sorted(known.values(), key=lambda each: (-each.round, each.peer))[:MAX_STANDINGS]
+    return tuple(sorted(newest, key=lambda each: each.peer))
+
+
+def sitting_out(before: Iterable[Standing], round_number: int) -> set[str]:
+    """Who takes no part in a round, by the record before it."""
+    return {each.peer for each in before if each.sits_out(round_number)}
+
+
+def bounded_weights(tokens: Mapping[str, int], before: Iterable[Standing]) -> dict[str, int]:
+    """What each member counts in an average, in a unit of their own: its tokens, no more than twice
+    the median of the group's, and less on probation.
+    """
+    most = int(MOST_WEIGHT * median(tokens.values()))
+    known = {each.peer: each.credited for each in before}
+    credited = {peer: known.get(peer, 0) for peer in tokens}
+    full = max(credited.values())
+    weight = {
+        peer: max(1, min(count, most)) * (1 + credited[peer]) for peer, count in tokens.items()
+    }
+    new = sum(count for peer, count in weight.items() if credited[peer] < full)
+    old = sum(weight.values()) - new
+    if 2 * new <= old:
+        return weight
+    return {
+        peer: count if credited[peer] == full else max(1, count * old // (2 * new))
+        for peer, count in weight.items()
+    }

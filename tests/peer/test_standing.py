@@ -1,0 +1,140 @@
+"""What the chain remembers of peers: who counts how much, and who sits out."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+
+import pytest
+
+from dilocox.peer.rounds.standing import (
+    Standing,
+    bounded_weights,
+    following_standings,
+    sitting_out,
+)
+
+Standings = tuple[Standing, ...]
+
+
+def after(
+    rounds: int,
+    *,
+    heard: Mapping[str, float],
+    left_out: Collection[int] = (),
+) -> Standings:
+    """After so many rounds; in those of `left_out` without "a"."""
+    known: Standings = ()
+    for number in range(rounds):
+        excluded = ["a"] if number in left_out else []
+        there = {peer: share for peer, share in heard.items() if peer not in excluded}
+        known = following_standings(known, number, there, excluded)
+    return known
+
+
+# ---- left out ------------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("rounds", "sits"),
+    [
+        ([10], []),
+        ([10, 17], [18, 19]),
+        ([10, 18], []),  # too long ago
+        ([10, 11, 14], [15, 16, 17, 18]),
+        ([10, 11, 14, 19], [20, 21, 22, 23, 24, 25, 26, 27]),
+    ],
+)
+def test_who_is_left_out_again_and_again_sits_out_for_longer_each_time(
+    rounds: list[int], sits: list[int]
+) -> None:
+    known = after(rounds[-1] + 1, heard={"a": 1.0, "b": 1.0}, left_out=rounds)
+    later = range(rounds[-1] + 1, rounds[-1] + 99)
+    assert [number for number in later if sitting_out(known, number)] == sits
+
+
+def test_who_was_left_out_often_sits_out_64_rounds_and_is_then_forgotten() -> None:
+    known = after(40, heard={}, left_out=range(40))
+    assert max(number for number in range(40, 999) if sitting_out(known, number)) == 39 + 64
+    assert following_standings(known, 39 + 128 + 5, {}, ()) == known
+    assert following_standings(known, 39 + 128 + 6, {}, ()) == ()
+
+
+def test_a_record_remembers_the_newest_of_many() -> None:
+    many = following_standings((), 1, {f"{place:03d}": 1.0 for place in range(300)}, ())
+    more = following_standings(many, 2, {f"{place:03d}": 1.0 for place in range(250, 350)}, ())
+    assert len(more) == 320 and list(more) == sorted(more, key=lambda each: each.peer)
+    assert sum(each.round == 2 for each in more) == 100
+    assert {each.credited for each in more if "250" <= each.peer < "300"} == {2}
+
+
+# ---- unheard -------------------------------------------------------------------------------------
+def test_whose_values_most_averages_lack_sits_out_and_again_for_longer() -> None:
+    known = after(6, heard={"liar": 0.4, "late": 0.6, "b": 1.0})
+    assert [number for number in range(6, 99) if sitting_out(known, number)] == [6, 7]
+    assert sitting_out(known, 6) == {"liar"}
+    for number in range(8, 14):
+        known = following_standings(known, number, {"liar": 0.0, "b": 1.0}, ())
+    assert [number for number in range(14, 99) if sitting_out(known, number)] == [14, 15, 16, 17]
+
+
+@pytest.mark.parametrize(("lacking", "sits"), [(5, False), (6, True)])
+def test_only_the_last_ten_rounds_of_a_peer_count(lacking: int, sits: bool) -> None:
+    known: Standings = ()
+    for number in range(30):
+        share = 0.0 if number % 10 < lacking else 1.0
+        known = following_standings(known, number, {"a": share, "b": 1.0}, ())
+    assert any(each.times for each in known) == sits
+
+
+def test_who_goes_on_well_is_forgiven() -> None:
+    known = after(6, heard={"a": 0.0, "b": 1.0})
+    for number in range(6, 30):
+        known = following_standings(known, number, {"a": 1.0, "b": 1.0}, ())
+    assert {(each.times, each.unheard) for each in known} == {(0, 0)}
+
+
+# ---- probation -----------------------------------------------------------------------------------
+def test_who_states_ten_times_the_tokens_counts_twice_at_most() -> None:
+    stated = {"a": 1000, "b": 100, "c": 90, "d": 110}
+    assert bounded_weights(stated, ()) == {"a": 210, "b": 100, "c": 90, "d": 110}
+    assert bounded_weights({"a": 7}, ()) == {"a": 7}
+
+
+def test_all_that_begin_together_count_alike_at_every_time() -> None:
+    tokens = dict.fromkeys("abcd", 100)
+    for rounds in (0, 1, 5, 20):
+        weight = bounded_weights(tokens, after(rounds, heard=dict.fromkeys("abcd", 1.0)))
+        assert len(set(weight.values())) == 1
+
+
+def test_a_fresh_key_counts_more_with_each_round_and_in_full_after_ten() -> None:
+    known = after(20, heard=dict.fromkeys("abc", 1.0))
+    shares: list[float] = []
+    for number in range(20, 31):
+        weight = bounded_weights(dict.fromkeys("abcd", 100), known)
+        shares.append(weight["d"] / weight["a"])
+        known = following_standings(known, number, dict.fromkeys("abcd", 1.0), ())
+    assert shares == [(1 + rounds) / 11 for rounds in range(11)]
+
+
+def test_who_is_not_heard_gains_nothing() -> None:
+    known = after(20, heard={"a": 1.0, "d": 0.0})
+    assert {each.peer: each.credited for each in known} == {"a": 10, "d": 0}
+
+
+@pytest.mark.parametrize("sybils", [1, 2, 10, 100])
+def test_all_fresh_keys_together_are_at_most_a_third(sybils: int) -> None:
+    known = after(20, heard=dict.fromkeys("abc", 1.0))
+    fresh = [f"sybil {place}" for place in range(sybils)]
+    for rounds in range(10):
+        weight = bounded_weights(dict.fromkeys("abc", 50) | dict.fromkeys(fresh, 99), known)
+        share = sum(weight[peer] for peer in fresh) / sum(weight.values())
+        assert share <= 1 / 3 + 1e-9
+        heard = dict.fromkeys([*"abc", *fresh], 1.0)
+        known = following_standings(known, 20 + rounds, heard, ())
+
+
+def test_who_was_away_for_long_is_fresh_again_and_not_before() -> None:
+    known = after(20, heard={"a": 1.0, "b": 1.0})
+    for number in range(20, 120):
+        known = following_standings(known, number, {"b": 1.0}, ())
+    assert {each.peer for each in known} == {"a", "b"}
+    assert {each.peer for each in following_standings(known, 120, {"b": 1.0}, ())} == {"b"}

@@ -13,8 +13,10 @@ import signal
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+from tests.swarm import disks
 from tests.swarm.harness import LEAVE_LIMIT_S, LocalSwarm, Peer, Replica
 from tests.swarm.links import Links
 from tests.swarm.processes import send_signal
@@ -23,6 +25,7 @@ KINDS = ("kill", "freeze", "p2pd", "cut", "leave")
 ROLES = ("head", "middle", "last")
 PHASES = ("forward", "backward", "between", "averaging")
 
+SLOW_MBIT, SLOW_DELAY_MS = 2.0, 150.0
 # Of kinds that last; a frozen peer must be given up by then.
 HURT_S = 10.0
 # Of all this only stops and splices are judged, so these are generous: a start takes long where
@@ -73,12 +76,17 @@ def _deck(names: tuple[str, ...], count: int, randomly: random.Random) -> list[s
 
 
 class Injury:
-    """One fault done to one peer. All that takes time is done before `strike`."""
+    """One fault done to one peer. All that takes time is done before `strike`.
+
+    kind: one of `KINDS`, or "slow", its link, or "disk": its state folder, which must be a small
+    disk of its own, is full.
+    """
 
     def __init__(self, swarm: LocalSwarm, victim: Peer, kind: str):
         self.victim = victim
         self.kind = kind
         self._swarm = swarm
+        self._filler: Path | None = None
         # the main process first: in a tick another one could say that it lives
         self._processes = sorted(victim.processes(), key=lambda each: each.pid != victim.child.pid)
         self._p2pd = victim.p2pd().pid
@@ -86,7 +94,7 @@ class Injury:
     @property
     def lasts(self) -> bool:
         """Whether it is over only when it is mended."""
-        return self.kind in ("freeze", "cut")
+        return self.kind in ("freeze", "cut", "slow", "disk")
 
     def strike(self) -> None:
         """Let it happen now."""
@@ -99,6 +107,10 @@ class Injury:
                 os.kill(self._p2pd, signal.SIGKILL)
             case "cut":
                 self._links.cut(self._swarm.host(self.victim))
+            case "slow":
+                self._links.slow(self._swarm.host(self.victim), SLOW_MBIT, SLOW_DELAY_MS)
+            case "disk":
+                self._filler = disks.fill(self.victim.state)
             case "leave":
                 self.victim.expected = False
                 self.victim.child.terminate()
@@ -116,6 +128,11 @@ class Injury:
                 send_signal(self._processes, signal.SIGCONT)
             case "cut":
                 self._links.heal(swarm.host(victim))
+            case "slow":
+                self._links.quicken(swarm.host(victim))
+            case "disk":
+                assert self._filler is not None
+                self._filler.unlink()  # a peer that has ended by it is started again by others
             case "leave":
                 swarm.wait(
                     lambda: victim.child.returncode is not None,
@@ -130,7 +147,7 @@ class Injury:
     @property
     def _links(self) -> Links:
         links = self._swarm.links
-        assert isinstance(links, Links), "to cut a link the swarm needs Links"
+        assert isinstance(links, Links), "to cut or slow a link the swarm needs Links"
         return links
 
 

@@ -14,19 +14,21 @@ import signal
 import time
 from collections import Counter
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from dilocox.peer.rounds.record import RoundRecord
-from tests.swarm import links
+from tests.swarm import disks, links
 from tests.swarm.campaign import Injury
-from tests.swarm.harness import START_LIMIT_S, LocalSwarm, Peer
+from tests.swarm.harness import START_LIMIT_S, LocalSwarm, Peer, peer_name
 from tests.swarm.processes import family
 from tests.swarm.replaying import Machine, replay_on
 from tests.swarm.small_run import fixed_steps, run_manifest
 
 STAGES = (0, 0, 0, 0, 1, 1, 1, 1)
-KINDS = ("kill", "freeze", "p2pd", "cut", "leave")
+KINDS = ("kill", "freeze", "p2pd", "cut", "slow", "disk", "leave")
+DISK_BYTES = 64 << 20  # of each peer; a snapshot has 3 MB
 MOST_AT_ONCE = 4
 GAP_S, LASTS_S = (2.0, 12.0), (2.0, 25.0)
 BOOTSTRAP_SHARE = 0.1  # of the faults: its main process is killed, and it is started again
@@ -50,16 +52,19 @@ class _Hurt:
 
 @dataclass
 class Chaos:
-    """Hurts this swarm for so long. done: how often what was done, and how many it ended."""
+    """Hurts this swarm for so long. impossible: kinds that this machine cannot do. done: how often
+    what was done, and how many it ended.
+    """
 
     swarm: LocalSwarm
+    impossible: set[str]
     seed: int
     tell: Tell
     done: Counter[str] = field(default_factory=Counter[str])
 
     def run(self, seconds: float) -> None:
         randomly, began = random.Random(self.seed), time.monotonic()
-        kinds = [kind for kind in KINDS if kind != "cut" or self.swarm.links is not None]
+        kinds = [kind for kind in KINDS if kind not in self.impossible]
         hurt: list[_Hurt] = []
         next_at = began
         while time.monotonic() < began + seconds or hurt:
@@ -121,44 +126,48 @@ class Chaos:
 
 def run(folder: Path, seed: int, seconds: float, tell: Tell) -> list[str]:
     """One run; what is wrong, a line each."""
-    lab = None if links.available() else links.Links(len(STAGES) + 1, mbit=100.0, delay_ms=10.0)
-    manifest = run_manifest(stages=2, rounds=fixed_steps(INNER_STEPS))
-    if lab is None:
-        return _run(folder, manifest, None, seed, seconds, tell)
-    with lab:
-        return _run(folder, manifest, lab, seed, seconds, tell)
+    impossible: set[str] = set()
+    with ExitStack() as lab:
+        if reason := disks.available():
+            impossible.add("disk")
+            tell(f"no disk is filled: {reason}")
+        else:
+            for number in range(len(STAGES)):
+                lab.enter_context(disks.small_disk(folder / peer_name(number), DISK_BYTES))
+        between = None
+        if reason := links.available():
+            impossible |= {"cut", "slow"}
+            tell(f"no link is cut or slowed: {reason}")
+        else:
+            between = links.Links(len(STAGES) + 1, mbit=100.0, delay_ms=10.0)
+            lab.enter_context(between)
+        manifest = run_manifest(stages=2, rounds=fixed_steps(INNER_STEPS))
+        swarm = lab.enter_context(LocalSwarm(folder, manifest, links=between))
+        chaos = Chaos(swarm, impossible, seed, tell)
+        return _run(swarm, chaos, seconds)
 
 
-def _run(
-    folder: Path,
-    manifest: dict[str, object],
-    lab: links.Links | None,
-    seed: int,
-    seconds: float,
-    tell: Tell,
-) -> list[str]:
-    with LocalSwarm(folder, manifest, links=lab) as swarm:
-        for stage, skew_s in zip(STAGES, itertools.cycle(SKEWS_S), strict=False):
-            swarm.add_peer(stage=stage, step_s=STEP_S, skew_s=skew_s)
-        swarm.wait(lambda: all(map(_rounds, swarm.peers)), 2 * START_LIMIT_S, "all have a round")
-        before = _bootstrap_mb(swarm)
-        chaos = Chaos(swarm, seed, tell)
-        chaos.run(seconds)
-        for peer in swarm.peers:
-            peer.expected = True
-        swarm.wait_for_rounds(LAST_ROUNDS, WHOLE_LIMIT_S)
-        after = _bootstrap_mb(swarm)
-        rounds = {stage: len(swarm.chain(stage)) for stage in (0, 1)}
-        voids = sum(len(peer.of_kind("void")) for peer in swarm.peers)
-        tell(
-            f"seed {seed}: {dict(chaos.done)}; rounds by stage {rounds}, longest without one "
-            f"{_longest_stall_s(swarm):.0f} s, voids of single peers {voids}, set aside "
-            f"{_set_aside(swarm)}; bootstrap {before:.0f} MB, then {after:.0f}"
-        )
-        flaws = [] if after < before + MORE_MB else [f"the bootstrap has {after:.0f} MB"]
-        for stage in (0, 1):
-            flaws += _unequal(swarm, stage)
-            flaws += _not_replayed(swarm, stage)
+def _run(swarm: LocalSwarm, chaos: Chaos, seconds: float) -> list[str]:
+    for stage, skew_s in zip(STAGES, itertools.cycle(SKEWS_S), strict=False):
+        swarm.add_peer(stage=stage, step_s=STEP_S, skew_s=skew_s)
+    swarm.wait(lambda: all(map(_rounds, swarm.peers)), 2 * START_LIMIT_S, "all have a round")
+    before = _bootstrap_mb(swarm)
+    chaos.run(seconds)
+    for peer in swarm.peers:
+        peer.expected = True
+    swarm.wait_for_rounds(LAST_ROUNDS, WHOLE_LIMIT_S)
+    after = _bootstrap_mb(swarm)
+    rounds = {stage: len(swarm.chain(stage)) for stage in (0, 1)}
+    voids = sum(len(peer.of_kind("void")) for peer in swarm.peers)
+    chaos.tell(
+        f"{dict(chaos.done)}; rounds by stage {rounds}, longest without one "
+        f"{_longest_stall_s(swarm):.0f} s, voids of single peers {voids}, set aside "
+        f"{_set_aside(swarm)}; bootstrap {before:.0f} MB, then {after:.0f}"
+    )
+    flaws = [] if after < before + MORE_MB else [f"the bootstrap has {after:.0f} MB"]
+    for stage in (0, 1):
+        flaws += _unequal(swarm, stage)
+        flaws += _not_replayed(swarm, stage)
     return flaws
 
 

@@ -211,7 +211,7 @@ class LocalSwarm:
         lies: how it lies as a member, if it does. skew_s: how far its machine's clock is ahead.
         disk_bytes_per_s: how slow its disk is.
         """
-        name = f"peer-{len(self.peers)}"
+        name = peer_name(len(self.peers))
         # one after the other: those of real runs are half an hour apart
         options = ("--snapshot-minutes", "0", *options)
         if stage is not None:
@@ -509,6 +509,11 @@ class LocalSwarm:
             text = log.read_text(errors="replace").splitlines()
             told += [f"---- {log.name}", *text[-lines:]]
         return "\n".join(told)
+
+
+def peer_name(number: int) -> str:
+    """Of a swarm's peers in their order; also of its state folder."""
+    return f"peer-{number}"
 
 
 def _stage_among(options: tuple[str, ...]) -> int:

@@ -122,6 +122,14 @@ class Links(Hosts):
         """Undo `cut`."""
         self._order(host, cut=False)
 
+    def slow(self, host: int, mbit: float, delay_ms: float) -> None:
+        """From now on this is a host's rate, and a packet from or to it takes so much longer."""
+        self._order(host, bytes_per_s=mbit * 1e6 / 8, more_s=delay_ms / 1e3)
+
+    def quicken(self, host: int) -> None:
+        """Undo `slow`."""
+        self._order(host, bytes_per_s=self._plan["bytes_per_s"], more_s=0.0)
+
     def counters(self, host: int) -> Counters:
         """What has passed a host's link."""
         return Counters(**self._order(host))

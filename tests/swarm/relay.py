@@ -43,7 +43,7 @@ class Line:
     """One direction of a host's link."""
 
     def __init__(self, bytes_per_s: float, queue_s: float):
-        self._bytes_per_s = bytes_per_s
+        self.bytes_per_s = bytes_per_s
         self._queue_s = queue_s
         self._free_at = 0.0
 
@@ -52,18 +52,19 @@ class Line:
         start = max(self._free_at, now - _CREDIT_S)
         if start - now > self._queue_s:
             return None
-        self._free_at = start + size / self._bytes_per_s
+        self._free_at = start + size / self.bytes_per_s
         return max(now, self._free_at)
 
 
 @dataclass
 class Host:
-    """One host's end of its link. Bytes are those of IP packets."""
+    """One host's end of its link. Bytes are those of IP packets. more_s: of delay, for it alone."""
 
     device: int
     up: Line
     down: Line
     cut: bool = False
+    more_s: float = 0.0
     sent_bytes: int = 0
     received_bytes: int = 0
     dropped_packets: int = 0
@@ -117,7 +118,8 @@ class Relay:
                 sender.dropped_packets += 1
                 continue
             sender.sent_bytes += len(packet)
-            self._put(left_at + self._delay_s, receiver, False, packet)
+            delay_s = self._delay_s + sender.more_s + receiver.more_s
+            self._put(left_at + delay_s, receiver, False, packet)
 
     def _deliver(self, now: float) -> None:
         """Move on what is due: onto the receiver's line, and from there to the receiver."""
@@ -146,6 +148,9 @@ class Relay:
             return False
         host = self._hosts[order["host"]]
         host.cut = order.get("cut", host.cut)
+        host.more_s = order.get("more_s", host.more_s)
+        for line in (host.up, host.down):
+            line.bytes_per_s = order.get("bytes_per_s", line.bytes_per_s)
         answer(
             sent_bytes=host.sent_bytes,
             received_bytes=host.received_bytes,

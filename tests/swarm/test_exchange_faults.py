@@ -3,18 +3,13 @@ record or none, and the peer that was hurt comes back to their chain."""
 
 from __future__ import annotations
 
-import contextlib
-import os
-import shutil
 import signal
-import subprocess
 import time
-from collections.abc import Generator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
+from tests.swarm import disks
 from tests.swarm.conftest import StartSwarm
 from tests.swarm.harness import LocalSwarm
 from tests.swarm.outcomes import comes_back, halt, newest_round, others_decide
@@ -134,9 +129,9 @@ def test_a_peer_with_another_plan_is_not_in_the_record_and_follows_it(
 def test_a_disk_that_is_full_at_the_vote_or_at_the_record_ends_one_peer_and_no_round(
     start_swarm: StartSwarm, tmp_path: Path
 ) -> None:
-    if os.geteuid() != 0 or shutil.which("mount") is None:
-        pytest.skip("a small disk needs root and mount")
-    with small_disk(tmp_path / "peer-2") as disk:
+    if reason := disks.available():
+        pytest.skip(reason)
+    with disks.small_disk(tmp_path / "peer-2", DISK_BYTES) as disk:
         swarm = swarm_of_three(start_swarm)
         victim = swarm.peers[2]
         assert victim.halt is not None
@@ -145,7 +140,7 @@ def test_a_disk_that_is_full_at_the_vote_or_at_the_record_ends_one_peer_and_no_r
                 number = halt(swarm, victim, point)
                 hit_at = time.time()
                 victim.expected = False
-                filler = fill(disk)
+                filler = disks.fill(disk)
                 victim.halt.release()
                 print(f"\nfull disk {point}, round {number}")
                 ends = others_decide(swarm, victim, number, hit_at)
@@ -162,28 +157,3 @@ def test_a_disk_that_is_full_at_the_vote_or_at_the_record_ends_one_peer_and_no_r
                 wait_for_common_round(swarm)
         finally:
             swarm.close()  # before its disk goes
-
-
-@contextmanager
-def small_disk(folder: Path) -> Generator[Path]:
-    """A disk of its own for a state folder, in memory; skips the test where there can be none."""
-    folder.mkdir()
-    command = ["mount", "-t", "tmpfs", "-o", f"size={DISK_BYTES}", "tmpfs", str(folder)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=20)
-    if done.returncode:
-        pytest.skip(f"no small disk here: {done.stderr.strip()}")
-    try:
-        yield folder
-    finally:
-        subprocess.run(["umount", "--lazy", str(folder)], check=True, timeout=20)
-
-
-def fill(disk: Path) -> Path:
-    """Leave no byte of it free; the file that took them."""
-    filler = disk / "filler"
-    with contextlib.suppress(OSError), filler.open("wb", buffering=0) as file:
-        for size in (1 << 20, 4096):
-            with contextlib.suppress(OSError):
-                while file.write(b"\0" * size) == size:
-                    pass
-    return filler

@@ -11,7 +11,8 @@ DEMO_ARGS ?=
 TEST_ARGS ?=
 # Processes of `make test`: more than two cores, since many tests wait for a limit of time.
 TEST_PROCESSES ?= 3
-# Runs of `make chaos`, one a seed.
+# Runs of `make chaos`, one a seed, from CHAOS_SEED on.
+CHAOS_SEED ?= 1
 CHAOS_SEEDS ?= 20
 CHAOS_MINUTES ?= 10
 # Images of containers often set it; every process would then compile tests and product again.
@@ -54,7 +55,7 @@ attack: install  ## strangers, members and 200,000 messages of nonsense attack s
 	$(BIN)/python -m pytest -m 'swarm' -s tests/attacks $(TEST_ARGS)
 
 chaos: install  ## eight peers hurt at random, many at once; CHAOS_SEEDS=20 runs of CHAOS_MINUTES=10
-	CHAOS_SEEDS=$(CHAOS_SEEDS) CHAOS_MINUTES=$(CHAOS_MINUTES) $(BIN)/python -m pytest -s -m swarm tests/swarm/test_chaos.py $(TEST_ARGS)
+	CHAOS_SEED=$(CHAOS_SEED) CHAOS_SEEDS=$(CHAOS_SEEDS) CHAOS_MINUTES=$(CHAOS_MINUTES) $(BIN)/python -m pytest -s -m swarm tests/swarm/test_chaos.py $(TEST_ARGS)
 
 test-image:  ## build the container image and train with it (root; podman; about 10 minutes)
 	docker/test-image.sh

@@ -12,6 +12,7 @@ The log is for people; scripts (the demo among them) read the files. Loss is in 
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import math
@@ -80,6 +81,7 @@ class Reporter:
     def __init__(self, folder: Path):
         self._folder = folder
         self._events = folder / "events.jsonl"
+        _cut_half_line(self._events)
         self._terminal = sys.stderr.isatty()
         self._status_at = 0.0
         self.on_event: Callable[[str, Mapping[str, Any]], None] = lambda kind, facts: None
@@ -132,6 +134,13 @@ class Reporter:
             "on one machine, test its memory; on many, the run's inner.learning_rate is too high",
             tokens,
         )
+
+
+def _cut_half_line(path: Path) -> None:
+    """Of a line that a full disk cut: else the next one would be part of it."""
+    with contextlib.suppress(FileNotFoundError), path.open("rb+") as file:
+        data = file.read()
+        file.truncate(data.rfind(b"\n") + 1)
 
 
 def strict_json(facts: Mapping[str, Any]) -> str:

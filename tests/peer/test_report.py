@@ -343,3 +343,12 @@ def test_a_round_that_a_peer_only_takes_is_no_work_of_its_own(
     facts = "validation 2.5000 (round 3), 2 members, digest dddddddddddd, anchor aaaaaaaaaaaa"
     assert followed == f"took round 1: 1024 tokens of others, {facts}"
     assert reset == f"took round 1: 1024 tokens, {facts}"
+
+
+def test_a_line_that_a_full_disk_cut_does_not_spoil_the_next_one(tmp_path: Path) -> None:
+    reporter = Reporter(tmp_path)
+    reporter.event("training")
+    with (tmp_path / "events.jsonl").open("a") as file:
+        file.write('{"event": "sent", "ro')
+    Reporter(tmp_path).void(3, "nobody came")
+    assert [each["round"] for each in events(tmp_path, "void")] == [3]

@@ -9,8 +9,9 @@ import pytest
 
 from tests.swarm import chaos
 
-# `make chaos` says how many seeds, and for how long
-SEEDS = range(1, 1 + int(os.environ.get("CHAOS_SEEDS", "1")))
+# `make chaos` says how many seeds, from which one on, and for how long
+FIRST = int(os.environ.get("CHAOS_SEED", "1"))
+SEEDS = range(FIRST, FIRST + int(os.environ.get("CHAOS_SEEDS", "1")))
 SECONDS = 60.0 * float(os.environ.get("CHAOS_MINUTES", "3"))
 
 pytestmark = [pytest.mark.swarm, pytest.mark.timeout(SECONDS + 900)]

@@ -18,7 +18,15 @@ class InvalidInput(DilocoxError):
     exit_code = 2
 
 
-class UnreadableManifest(InvalidInput):
+class CannotFollow(InvalidInput):
+    """The run goes on, but not with this peer as it is."""
+
+
+class NotAdmitted(CannotFollow):
+    """The run takes only peers that its operator admits, and not this one."""
+
+
+class UnreadableManifest(CannotFollow):
     """The manifest is proven to be the operator's, and for another version of this program."""
 
 

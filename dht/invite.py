@@ -24,7 +24,8 @@ PEER_ID_START = b"\x00\x24\x08\x01\x12\x20"  # of an Ed25519 key, which follows
 
 _HOST = r"/(?P<kind>ip4|ip6|dns|dns4|dns6)/(?P<host>[A-Za-z0-9.:_%-]{1,255})"
 _LISTEN = re.compile(_HOST + r"/tcp/(?P<port>[0-9]{1,5})")
-_BOOTSTRAP = re.compile(_LISTEN.pattern + r"/p2p/(?P<peer_id>12D3KooW[1-9A-HJ-NP-Za-km-z]{44})")
+PEER_ID = "12D3KooW[1-9A-HJ-NP-Za-km-z]{44}"
+_BOOTSTRAP = re.compile(_LISTEN.pattern + f"/p2p/(?P<peer_id>{PEER_ID})")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,6 +94,16 @@ def bootstrap_address(address: str) -> TcpAddress:
     if not _is_peer_id(parsed.peer_id):
         raise InvalidInput(f"address {address[:120]!r} ends with a damaged peer id")
     return parsed
+
+
+def peer_id(text: str) -> str:
+    """Check the id of a peer; raises `InvalidInput`."""
+    if not re.fullmatch(PEER_ID, text) or not _is_peer_id(text):
+        raise InvalidInput(
+            f"{text[:60]!r} is no peer's id: copy the whole id that `dilocox peer` tells, which "
+            "begins with 12D3KooW"
+        )
+    return text
 
 
 def listen_address(address: str) -> TcpAddress:

@@ -93,15 +93,17 @@ def join_run(
         signed = swarm.fetch_manifest(invite.run_id, MANIFEST_LIMIT_S)
         if kept is not None:
             signed = newer_of(signed, kept_manifest(kept, invite.run_id), invite.run_id)
+        manifest, witness = signed.verify(invite.run_id), peer_id_of(signed.public_key)
+        swarm.admit_by(manifest, witness, kept)
         yield Joined(
             identity=identity,
             run=invite.run_id,
-            manifest=signed.verify(invite.run_id),
+            manifest=manifest,
             clock=clock,
             dht=dht,
             swarm=swarm,
             reach=dht.reach(),
-            witness=peer_id_of(signed.public_key),
+            witness=witness,
         )
     finally:
         dht.close()

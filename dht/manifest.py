@@ -5,13 +5,14 @@ the DHT under the run id. The run id is the hash of that key and the run's name,
 sign a manifest for it.
 """
 
+import contextlib
 import hashlib
 import json
 import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated, Any, cast
+from typing import Annotated, Any, Literal, cast
 
 import yaml
 from pydantic import Field
@@ -57,7 +58,7 @@ __all__ = [
     "warnings",
 ]
 
-PROTOCOL_VERSION = 9
+PROTOCOL_VERSION = 10
 SIGNED_VERSION = 1
 MAX_STORED_BYTES = 24 * 1024
 MAX_MANIFEST_BYTES = 256 * 1024
@@ -80,6 +81,7 @@ class Manifest:
     preset: the preset that `model` came from.
     stages: slices that the model is cut into.
     end_tokens: the run ends when it has trained on so many.
+    admission: who may take part: whoever has the invite, or whom the operator has listed.
     """
 
     name: Annotated[str, Field(pattern="^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")] = Field(
@@ -95,6 +97,7 @@ class Manifest:
     )
     stages: Integer = Field(default=1, ge=1, le=MAX_STAGES)
     end_tokens: Integer = Field(ge=1, le=MAX_TOKENS)
+    admission: Literal["open", "listed"] = "open"
     data: DataSpec = DataSpec()
     batch: BatchSpec = BatchSpec()
     pipeline: PipelineSpec = PipelineSpec()
@@ -258,7 +261,7 @@ class SignedManifest:
         if size > MAX_STORED_BYTES:
             raise InvalidInput(
                 f"manifest has {size} bytes compressed; the DHT takes {MAX_STORED_BYTES}: "
-                "shorten the model's configuration"
+                "shorten the model's configuration, or revoke peers that are gone"
             )
         return signed
 
@@ -281,6 +284,12 @@ class SignedManifest:
                 f"this dilocox cannot read revision {revision} of the operator's {said}: "
                 f"{OTHER_VERSION}"
             ) from error
+
+    def readable(self, run_id: str) -> Manifest | None:
+        """As `verify`; None where this program cannot read it."""
+        with contextlib.suppress(UnreadableManifest):
+            return self.verify(run_id)
+        return None
 
     def revision_of(self, run_id: str) -> int:
         """Its revision, proven to be the operator's for this run; raises `InvalidInput`.

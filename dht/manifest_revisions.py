@@ -7,7 +7,8 @@ So the newest revision is enough to replay all records. Who may revise: whoever 
 key (`dilocox operate`).
 
 `ManifestWatch` follows the manifest of a run: the operator may sign a newer one at any time. A
-state alone (paused, ended, running again) takes effect in the running process. New rules enter the
+state alone (paused, ended, running again) takes effect in the running process, and so does the list
+of those who are admitted. New rules enter the
 outer step, the deadlines of an exchange or the records that count, and are spread over several
 processes: for them a peer starts again from its snapshot, between two inner steps with no send in
 flight. Records name the rules that they were made under, so it does not matter who is first. Who
@@ -25,7 +26,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import logging
-from collections.abc import Generator, Iterable, Sequence
+from collections.abc import Collection, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -44,6 +45,7 @@ logger = logging.getLogger(__name__)
 RunState = Literal["running", "paused", "ended"]
 
 REVISABLE = (
+    "admission",
     "end_tokens",
     "inner.learning_rate",
     "inner.muon_learning_rate",
@@ -152,12 +154,27 @@ def revised(before: Manifest, wanted: Manifest) -> Manifest:
 
 def in_state(before: Manifest, state: RunState) -> Manifest:
     """The next revision, in this state; InvalidInput if the run is in it, or has ended."""
-    _check_not_ended(before)
-    operation = before.operation
-    if operation.state == state:
-        raise InvalidInput(f"the run is {state} already (revision {operation.revision})")
-    following = replace(operation, revision=operation.revision + 1, state=state, root=before.root)
-    return replace(before, operation=following)
+    if before.operation.state == state:
+        raise InvalidInput(f"the run is {state} already (revision {before.operation.revision})")
+    return _under_same_rules(before, state=state)
+
+
+def admitting(before: Manifest, until: Mapping[str, int], today: int) -> Manifest:
+    """The next revision, in which these peers are admitted until a day, of those since 1970.
+
+    Who was admitted until a day before `today` is forgotten.
+    """
+    kept = {peer: day for peer, day in before.operation.admitted if day >= today}
+    return _under_same_rules(before, admitted=tuple(sorted((kept | dict(until)).items())))
+
+
+def revoking(before: Manifest, peers: Collection[str]) -> Manifest:
+    """The next revision, in which these peers are not admitted; InvalidInput where one is not."""
+    known = dict(before.operation.admitted)
+    if missing := [peer for peer in peers if peer not in known]:
+        raise InvalidInput(f"{missing[0]} is not admitted: `dilocox operate admitted` lists who is")
+    kept = tuple(row for row in before.operation.admitted if row[0] not in peers)
+    return _under_same_rules(before, admitted=kept)
 
 
 def back_to(before: Manifest, round_number: int, base: Sequence[str]) -> Manifest:
@@ -170,6 +187,14 @@ def back_to(before: Manifest, round_number: int, base: Sequence[str]) -> Manifes
     operation = made.operation
     rollbacks = (*operation.rollbacks, (operation.rules, round_number))
     return replace(made, operation=replace(operation, rollbacks=rollbacks, base=tuple(base)))
+
+
+def _under_same_rules(before: Manifest, **changed: Any) -> Manifest:
+    _check_not_ended(before)
+    operation = before.operation
+    revision = operation.revision + 1
+    following = replace(operation, revision=revision, root=before.root, **changed)
+    return replace(before, operation=following)
 
 
 def _under_new_rules(before: Manifest, wanted: Manifest) -> Manifest:
@@ -262,6 +287,8 @@ class ManifestWatch:
         if newer is None:
             return False
         before, self.manifest = self.manifest, newer
+        if self._swarm.admission is not None:
+            self._swarm.admission.take(newer)
         _tell(before, newer)
         return True
 
@@ -298,6 +325,8 @@ def newer_of(found: SignedManifest, kept: SignedManifest | None, run: str) -> Si
 def _tell(before: Manifest, newer: Manifest) -> None:
     old, new = before.operation, newer.operation
     told = f"revision {new.revision} of the manifest"
+    if new.admitted != old.admitted:
+        logger.info("%s: the operator admits %d peers", told, len(new.admitted))
     if new.state != old.state:
         words = {"paused": "pauses", "ended": "ends", "running": "resumes"}
         logger.warning("%s: the operator %s the run", told, words[new.state])

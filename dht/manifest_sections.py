@@ -26,6 +26,7 @@ from dilocox.dht.field_rules import (
     Text,
     shown,
 )
+from dilocox.dht.invite import PEER_ID
 
 ENDINGS = {".txt": "text", ".jsonl": "json", ".json": "json", ".parquet": "parquet"}
 
@@ -96,12 +97,15 @@ MAX_TOKENS = 10**15
 MAX_HEARTBEAT_S = 600.0
 MAX_REVISION = 2**31
 MAX_REVISIONS_NOTED = 256
+MAX_ADMITTED = 4096  # the DHT takes a manifest of about 600: ids do not compress
 MAX_STAGES = 256
 LONGEST = 8  # exchange_s: the longest exchange
 
 DIGESTS = f"at most {MAX_STAGES} digests of 64 hex digits"
 
 Beta = Annotated[Number, Field(ge=0, lt=1)]
+PeerId = Annotated[str, Field(pattern=f"^{PEER_ID}$")]
+Day = Annotated[int, Field(ge=0, le=2**31)]
 Revision = Annotated[int, Field(ge=0, le=MAX_REVISION)]
 RoundNumber = Annotated[int, Field(ge=-1, le=2**53)]
 OuterRate = Annotated[float, Field(gt=0, le=10)]
@@ -353,8 +357,8 @@ class OperationSpec:
 
     revision: of the manifest; of several that the operator signed, the highest counts.
     state: "paused" peers keep what they have and train no more; of an "ended" run they leave.
-    rules: the revision that last changed anything but `state`. Every round record names the rules
-        it was made under, and only peers under the same rules make one together.
+    rules: the revision that last changed anything but `state` and `admitted`. Every round record
+        names the rules it was made under, and only peers under the same rules make one together.
     root: sha256 (hex) of the first revision, on which the chain of every stage begins; empty in it.
     outer: outer learning rate and momentum of earlier rules, oldest first, as rows of [last rules
         under which they held, learning rate, momentum].
@@ -362,6 +366,8 @@ class OperationSpec:
         not count any more.
     base: of the last rollback, by stage: the digest of the record that the stage goes on from, or
         the root.
+    admitted: rows of [peer id, day]: until that day, of those since 1970, the peer may take part
+        where `admission` is "listed".
     """
 
     revision: Integer = Field(default=0, ge=0, le=MAX_REVISION)
@@ -375,3 +381,6 @@ class OperationSpec:
         default=(), max_length=MAX_REVISIONS_NOTED, description="rows that `dilocox operate` writes"
     )
     base: tuple[Digest, ...] = Field(default=(), max_length=MAX_STAGES, description=DIGESTS)
+    admitted: tuple[tuple[PeerId, Day], ...] = Field(
+        default=(), max_length=MAX_ADMITTED, description="rows that `dilocox operate` writes"
+    )

@@ -36,7 +36,17 @@ T = TypeVar("T")
 
 BYTE_KINDS = ("averaging", "record", "state")
 """What payload bytes are for: exchanges, or records and states for those who were not in them."""
-REFUSALS = ("frame", "group", "share", "payload", "late", "vote", "question", "record")
+REFUSALS = (
+    "frame",
+    "group",
+    "share",
+    "payload",
+    "late",
+    "vote",
+    "question",
+    "record",
+    "admission",
+)
 """Why the averaging process refuses what another peer sent."""
 
 _KINDS = {"record": "record", "certificate": "record", "state": "state"}

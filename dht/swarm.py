@@ -12,12 +12,14 @@ import time
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Generic, TypeVar, cast
 
+from dilocox.dht.admission import Admission
 from dilocox.dht.clock import RunClock
 from dilocox.dht.errors import EnvironmentFault, InvalidInput, UnknownRun
 from dilocox.dht.identity import Identity, peer_id_bytes_of
-from dilocox.dht.manifest import SignedManifest
+from dilocox.dht.manifest import Manifest, SignedManifest
 from dilocox.dht.node import NoAnswer, RunDHT, StoredValue
 from dilocox.dht.protocol import Entry
 from dilocox.dht.records import MANIFEST_LIFETIME_S, MAX_LIFETIME_S, Record, manifest_key, parse_key
@@ -45,11 +47,13 @@ class Swarm:
     """The records of one run, through one DHT node.
 
     `refused` counts what was read and not accepted, by reason; `sent_bytes` and `received_bytes`
-    the signed values that were published and read.
+    the signed values that were published and read. `admission`: whose records are heard, set once
+    the manifest is known; None: anybody's.
     """
 
     def __init__(self, dht: RunDHT, run: str, identity: Identity, clock: RunClock):
         self.refused: Counter[str] = Counter()
+        self.admission: Admission | None = None
         self.sent_bytes = self.received_bytes = 0
         self._dht = dht
         self._run = run
@@ -183,6 +187,14 @@ class Swarm:
         signed.revision_of(self._run)
         return signed
 
+    def admit_by(self, manifest: Manifest, operator: str, kept: Path | None = None) -> None:
+        """Hear only whom the run's newest manifest admits; arguments as of `Admission`."""
+        self.admission = Admission(self._run, manifest, operator, self._clock.time, kept)
+
+    def admits(self, peer: str) -> bool:
+        """Whether this peer may take part in the run now."""
+        return self.admission is None or self.admission.admits(peer)
+
     def bootstrap_answers(self, timeout_s: float) -> bool:
         """Whether one of the bootstraps answers; true on the first node of a swarm."""
         return self._dht.bootstrap_answers(timeout_s)
@@ -239,6 +251,8 @@ class Swarm:
             self.received_bytes += len(entry.value)
             try:
                 envelope = self._opened(key, entry)
+                if not self.admits(envelope.owner):
+                    raise Refused("admission", "its owner is not admitted to the run")
                 record = record_type.decode(envelope.payload)
             except Refused as reason:
                 self.refused[reason.kind] += 1
@@ -253,8 +267,9 @@ class Swarm:
                 else:
                     self.refused["older"] += 1
         now = self._clock.time()
-        for owner in [owner for owner, each in seen.items() if each.expires_at <= now]:
-            del seen[owner]
+        for owner, each in list(seen.items()):
+            if each.expires_at <= now or not self.admits(owner):
+                del seen[owner]
         self._forget_old_keys(now)
         return {owner: each.record for owner, each in seen.items()}
 

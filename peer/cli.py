@@ -23,6 +23,8 @@ from dilocox import __version__
 from dilocox.dht.errors import DilocoxError
 from dilocox.dht.files import system_fault
 from dilocox.peer.options import (
+    AdmitOptions,
+    AdmittedOptions,
     BootstrapOptions,
     DemoOptions,
     DoctorOptions,
@@ -38,6 +40,7 @@ from dilocox.peer.options import (
     ResumeOptions,
     ResumeRunOptions,
     ReviseOptions,
+    RevokeOptions,
     RollbackOptions,
     VerifyOptions,
 )
@@ -162,6 +165,9 @@ command(operate, "resume", ResumeRunOptions, "commands.operate:set_state")
 command(operate, "end", EndRunOptions, "commands.operate:set_state")
 command(operate, "revise", ReviseOptions, "commands.operate:revise")
 command(operate, "rollback", RollbackOptions, "commands.operate:roll_back")
+command(operate, "admit", AdmitOptions, "commands.operate:admit")
+command(operate, "revoke", RevokeOptions, "commands.operate:revoke")
+command(operate, "admitted", AdmittedOptions, "commands.operate:show_admitted")
 app.add_typer(operate)
 command(app, "monitor", MonitorOptions, "monitor.monitor:run_monitor_command")
 command(app, "peer", PeerOptions, "cli:run_peer_when_allowed")

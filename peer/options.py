@@ -23,7 +23,7 @@ from typing import Annotated, Any, ClassVar, Literal
 import typer
 
 from dilocox.dht.errors import InvalidInput
-from dilocox.dht.invite import SCHEME, Invite, listen_address
+from dilocox.dht.invite import SCHEME, Invite, listen_address, peer_id
 
 GB = 1e9
 HOUR_S = 3600.0
@@ -104,6 +104,15 @@ def announced(addresses: Sequence[str]) -> tuple[str, ...]:
         except InvalidInput as error:
             raise InvalidInput(f"--announce: {error}") from error
     return tuple(addresses)
+
+
+def peer_ids(texts: Sequence[str]) -> tuple[str, ...]:
+    """The ids of at least one peer, checked."""
+    if not texts:
+        raise InvalidInput(
+            "name at least one peer: its id is what `dilocox peer` tells at its start"
+        )
+    return tuple(map(peer_id, texts))
 
 
 def text_to_continue(text: str) -> str:
@@ -311,6 +320,36 @@ class RollbackOptions(OperateOptions):
             help="Go on from the models after this round; -1 for the initial weights.",
         ),
     ]
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdmitOptions(OperateOptions):
+    """Let peers take part in a run whose run.yaml says `admission: listed`."""
+
+    peers: Annotated[
+        tuple[str, ...],
+        typer.Argument(help="Their ids, as `dilocox peer` prints them.", metavar="PEER_ID..."),
+        ReadFrom(list[str], peer_ids),
+    ]
+    days: Annotated[
+        int, typer.Option(min=1, max=3650, help="For so long; admit them again to prolong it.")
+    ] = 30
+
+
+@dataclass(frozen=True, kw_only=True)
+class RevokeOptions(OperateOptions):
+    """Take back that peers are admitted: all others refuse them within a minute."""
+
+    peers: Annotated[
+        tuple[str, ...],
+        typer.Argument(help="Their ids.", metavar="PEER_ID..."),
+        ReadFrom(list[str], peer_ids),
+    ]
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdmittedOptions(OperateOptions):
+    """List who is admitted, and until when."""
 
 
 @dataclass(frozen=True, kw_only=True)

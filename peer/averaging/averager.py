@@ -351,14 +351,22 @@ class StageAverager(PeerService, DecentralizedAverager):
         """Give the attempt's plan its own group key before hivemind looks for a group."""
         self._asked_at = time.monotonic()
         order = self._current_order()
-        aim(self._matchmaking, order.plan.key, expected=order.whole_with)
+        admits = self.local.swarm.admits
+        aim(self._matchmaking, order.plan.key, expected=order.whole_with, admits=admits)
         with contextlib.suppress(Exception):  # `step` has it already, and the caller gets it there
             await super()._step(step=step, future_for_init=future_for_init)
 
     async def rpc_join_group(
         self, request: averaging_pb2.JoinRequest, context: P2PContext
     ) -> AsyncIterator[averaging_pb2.MessageFromLeader]:
-        """hivemind's, with a group that is whole when it is for all who join it."""
+        """hivemind's, for those who are admitted to the run, with a group that is whole when it is
+        for all who join it.
+        """
+        if not self.local.swarm.admits(str(context.remote_id)):
+            self.refused.add("admission")
+            code = averaging_pb2.MessageCode.PROTOCOL_VIOLATION
+            yield averaging_pb2.MessageFromLeader(code=code)
+            return
         if request.schema_hash == self._matchmaking.schema_hash:
             with contextlib.suppress(GroupRefused):  # refused where the group's tickets are read
                 expect(self._matchmaking, self._ticket(request.gather).expected)
@@ -397,6 +405,9 @@ class StageAverager(PeerService, DecentralizedAverager):
         self, order: ExchangeOrder, group: bytes, tickets: dict[str, Ticket]
     ) -> AttemptResult:
         local, plan, codec = self.local, order.plan, self._check.codec
+        for peer in tickets:  # a leader may have let in whom it likes
+            if not local.swarm.admits(peer):
+                raise GroupRefused(f"{peer} is not admitted to the run")
         setup = attempt_setup(order, local.manifest, codec, local.me, tickets, group=group)
         ballot = Ballot(
             run=plan.run,

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar, cast
 
-from dilocox.dht.errors import UnreadableManifest
+from dilocox.dht.errors import CannotFollow
 from dilocox.dht.manifest_revisions import ManifestWatch
 from dilocox.dht.node import RunDHT
 from dilocox.dht.records import Record, ReplicaRecord, replica_key
@@ -173,12 +173,14 @@ class Coordinator(threading.Thread):
     def revised(self) -> bool:
         """Whether this peer must not go on under the rules of the manifest that it began with."""
         newer = self._watch.manifest.rules > self._local.manifest.rules
-        return newer or self.unreadable is not None
+        return newer or self.cannot_follow is not None
 
     @property
-    def unreadable(self) -> UnreadableManifest | None:
-        """Why this program cannot follow the operator's newest manifest, if so."""
-        return self._watch.unreadable
+    def cannot_follow(self) -> CannotFollow | None:
+        """Why the run goes on without this peer under the operator's newest manifest, if so."""
+        admission = self._local.swarm.admission
+        refused = None if admission is None else admission.refusal(self._local.me)
+        return self._watch.unreadable or refused
 
     @property
     def revision(self) -> int:

@@ -22,6 +22,7 @@ with four members on loopback, 6.7 MB in the three seconds before an exchange of
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from typing import Any
 
 from hivemind.averaging.key_manager import GroupKeyManager
@@ -43,13 +44,14 @@ def own_time(scheduled_at: float, now: float, *, may_lead: bool = True) -> float
     return scheduled_at + LEAD_S * (1.0 - early_s / EARLY_S)
 
 
-def aim(matchmaking: Any, key: str, *, expected: int | None) -> None:
+def aim(matchmaking: Any, key: str, *, expected: int | None, admits: Callable[[str], bool]) -> None:
     """Look for the group of a plan (`key`, in hex); peers with another one are not found.
 
     expected: members with which the group closes before its time; None: it waits for its time.
+    admits: whether a peer (its id) may be in it.
     """
     if not isinstance(matchmaking.group_key_manager, PlanKeys):
-        matchmaking.group_key_manager = PlanKeys(matchmaking.group_key_manager)
+        matchmaking.group_key_manager = PlanKeys(matchmaking.group_key_manager, admits)
     matchmaking.schema_hash = bytes.fromhex(key)
     matchmaking.group_key_manager.aim(key)
     matchmaking.target_group_size = None if expected is None else max(2, expected)
@@ -65,12 +67,13 @@ def expect(matchmaking: Any, expected: int | None) -> None:
 class PlanKeys(GroupKeyManager):
     """Who looks for the group of a plan, of one after the other, in the DHT."""
 
-    def __init__(self, of: GroupKeyManager):
-        """`of`: the averager's own one, in whose place this comes."""
+    def __init__(self, of: GroupKeyManager, admits: Callable[[str], bool]):
+        """`of`: the averager's own one, in whose place this comes. admits: see `aim`."""
         super().__init__(of.dht, of.prefix, "", None)
         self._dht: Any = of.dht  # with futures, as it is asked here, hivemind types it wrongly
         self._plain_prefix = of.prefix
         self._pause_s = 0.0
+        self._admits = admits
 
     def aim(self, key: str) -> None:
         """From now on it is the plan with this key; the first search waits for nothing."""
@@ -88,9 +91,9 @@ class PlanKeys(GroupKeyManager):
         if found is None or not isinstance(found.value, dict):
             return []
         return [
-            (PeerID(peer), declared.expiration_time)
-            for peer, declared in found.value.items()
-            if declared.value or not only_active
+            (peer, declared.expiration_time)
+            for peer, declared in ((PeerID(name), each) for name, each in found.value.items())
+            if (declared.value or not only_active) and self._admits(str(peer))
         ]
 
     async def declare_averager(

@@ -177,8 +177,17 @@ class PeerService(ServicerBase):
     async def rpc_get(
         self, request: runtime_pb2.ExpertRequest, context: P2PContext
     ) -> AsyncIterator[runtime_pb2.ExpertResponse]:
-        """Serve an averaged part, a record, a certificate or the newest state, in chunks."""
+        """Serve an averaged part, a record, a certificate or the newest state, in chunks; what is
+        long only to those who are admitted to the run.
+        """
         peer = str(context.remote_id)
+
+        async def find(want: dict[str, Any]) -> Source | None:
+            short = want["what"] == "certificate" or want.get("header")
+            if short or self.local.swarm.admits(peer):
+                return await self._find(want)
+            self.refused.add("admission")
+            return None
 
         def refuse(reason: str) -> None:
             if reason == "nonsense":
@@ -195,7 +204,7 @@ class PeerService(ServicerBase):
 
             return before_chunk
 
-        answer = self.uploads.answer(request, peer, self._find, refuse=refuse, pace=pace)
+        answer = self.uploads.answer(request, peer, find, refuse=refuse, pace=pace)
         async with aclosing(answer) as frames:
             async for frame in frames:
                 yield frame

@@ -255,13 +255,21 @@ class Beside:
         self._clock = clock
         self._signed = keeper.signed
         manifest = keeper.signed.verify(keeper.run)
+        witness = peer_id_of(keeper.signed.public_key)
+        swarm.admit_by(manifest, witness)
+        if not swarm.admits(identity.peer_id):
+            logger.warning(
+                "the run takes only whom its operator admits: until `dilocox operate admit %s` no "
+                "peer hears of this copy's archive",
+                identity.peer_id,
+            )
         self._folder = archive_folder(options.state, keeper.run, manifest)
         self._archive = Archive(
             dht=dht,
             swarm=swarm,
             run=keeper.run,
             me=identity.peer_id,
-            witness=peer_id_of(keeper.signed.public_key),
+            witness=witness,
             manifest=manifest,
             folder=self._folder,
         )
@@ -276,7 +284,10 @@ class Beside:
         """Do what is due; to look takes a few seconds at most."""
         if self._keeper.signed.manifest_bytes != self._signed.manifest_bytes:
             self._signed = self._keeper.signed
-            self._archive.revise(self._signed.verify(self._keeper.run))
+            manifest = self._signed.verify(self._keeper.run)
+            if self._swarm.admission is not None:
+                self._swarm.admission.take(manifest)
+            self._archive.revise(manifest)
         self._archive.tick()
         now = self._turn_at = self._clock()
         if now >= self._looked_at + LOOK_PERIOD_S:

@@ -1,4 +1,5 @@
-"""The commands `dilocox operate ...`: the operator changes, pauses, ends or turns back a run.
+"""The commands `dilocox operate ...`: the operator changes, pauses, ends or turns back a run, and
+says who may take part.
 
 They work on the state folder of the operator's bootstrap, with its key, while that runs or not: a
 command signs the next revision of the manifest and puts it there; the bootstrap publishes it.
@@ -15,6 +16,7 @@ from typing import Any
 
 import typer
 
+from dilocox.dht.admission import DAY_S
 from dilocox.dht.errors import EnvironmentFault, InvalidInput
 from dilocox.dht.identity import Identity
 from dilocox.dht.invite import Invite
@@ -22,12 +24,21 @@ from dilocox.dht.manifest import Manifest, SignedManifest, warnings
 from dilocox.dht.manifest_revisions import (
     RevisionFolder,
     RunState,
+    admitting,
     back_to,
     changes,
     in_state,
     revised,
+    revoking,
 )
-from dilocox.peer.options import ReviseOptions, RollbackOptions, StateOptions
+from dilocox.peer.options import (
+    AdmitOptions,
+    AdmittedOptions,
+    ReviseOptions,
+    RevokeOptions,
+    RollbackOptions,
+    StateOptions,
+)
 from dilocox.peer.state_folder import StateFolder
 
 
@@ -181,3 +192,41 @@ def roll_back(options: RollbackOptions) -> int:
     revision = operator.publish(back_to(operator.manifest, number, base))
     typer.echo(f"revision {revision}: run {operator.manifest.name} goes on from round {number}")
     return 0
+
+
+def admit(options: AdmitOptions) -> int:
+    """`admit`; the exit code."""
+    operator, today = Operator.of(options.state), int(time.time()) // DAY_S
+    until = today + options.days + 1  # the day has begun
+    following = admitting(operator.manifest, dict.fromkeys(options.peers, until), today)
+    number = operator.publish(following)
+    for peer in options.peers:
+        typer.echo(f"revision {number}: {peer} is admitted until {_date(until)}")
+    if operator.manifest.admission == "open":
+        typer.echo(
+            "the run is open: whoever has the invite takes part. To close it set `admission: "
+            "listed` in its run.yaml, then `dilocox operate revise`"
+        )
+    return 0
+
+
+def revoke(options: RevokeOptions) -> int:
+    """`revoke`; the exit code."""
+    operator = Operator.of(options.state)
+    number = operator.publish(revoking(operator.manifest, options.peers))
+    for peer in options.peers:
+        typer.echo(f"revision {number}: {peer} is not admitted any more")
+    return 0
+
+
+def show_admitted(options: AdmittedOptions) -> int:
+    """`admitted`; the exit code."""
+    manifest = Operator.of(options.state).manifest
+    for peer, day in manifest.operation.admitted:
+        typer.echo(f"{peer} until {_date(day)}")
+    typer.echo(f"admission: {manifest.admission}")
+    return 0
+
+
+def _date(day: int) -> str:
+    return time.strftime("%Y-%m-%d", time.gmtime(day * DAY_S))

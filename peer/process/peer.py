@@ -59,7 +59,7 @@ from dilocox.peer.training.loop import Learner, Move, Revised
 from dilocox.peer.training.report import LoopMeter, Reporter
 from dilocox.peer.training.roles import Leading, Serving, Trainer
 from dilocox.peer.training.snapshots import Snapshots
-from dilocox.pipeline.frames import FrameLimits
+from dilocox.pipeline.frames import Frame, FrameLimits
 from dilocox.pipeline.head import Head
 from dilocox.pipeline.link import LinkLimits, link_of
 from dilocox.pipeline.member import Follower, Member
@@ -159,8 +159,8 @@ class Assembly:
             ),
             letters=RelayedRequests(local.identity, local.run, local.clock.time),
             relays=self._relays,
-            answer=self._reservation.answer,
-            admits=lambda _, hello: link_of(hello, stage),
+            answer=self._answer,
+            admits=lambda peer, hello: link_of(hello, stage) if local.swarm.admits(peer) else None,
         )
         self.metrics = PeerMetrics(
             local=local,
@@ -178,6 +178,12 @@ class Assembly:
     def _wake(self) -> None:
         """A head left an order: the loop should look at once."""
         self.network.wake()
+
+    def _answer(self, peer: str, request: Frame) -> Frame:
+        """To a head that asks for this peer; in the network thread."""
+        if not self._local.swarm.admits(peer):
+            return Frame(kind="no", facts={"reason": "the run has not admitted you"})
+        return self._reservation.answer(peer, request)
 
     def _relays(self, peer: str) -> list[str]:
         """By whose way to ask this peer, if not directly."""
@@ -345,6 +351,9 @@ def _take_part(options: PeerOptions, joined: Joined, folder: StateFolder, stop: 
             manifest.name,
         )
         return
+    me = joined.identity.peer_id
+    if (admission := joined.swarm.admission) and (refusal := admission.refusal(me)):
+        raise refusal
     for line in warnings(manifest):
         logger.warning("%s", line)
     stage = chosen_stage(options.stage, joined, folder)
@@ -354,7 +363,6 @@ def _take_part(options: PeerOptions, joined: Joined, folder: StateFolder, stop: 
     check_disk(own, needs)
     keep_manifest(own, manifest)
     peer_goes_back(own, manifest)
-    me = joined.identity.peer_id
     addresses = reached_at(joined.reach, options.announce, joined.dht.visible_addresses(), me)
     local = LocalPeer(
         **vars(joined),

@@ -142,14 +142,14 @@ class Learner:
                 self.take_events(wait_s=POLL_S)
                 self.publish()
                 if self._coordinator.revised and not self._merge.fly:
-                    raise self._coordinator.unreadable or Revised()
+                    raise self._coordinator.cannot_follow or Revised()
         self._meter.start()
 
     def between_steps(self) -> None:
         """Take what has come, and the send if it is due.
 
         Where no send is in flight it raises `Revised` if this peer is to start again, and
-        `UnreadableManifest` if that would not help.
+        `CannotFollow` if that would not help.
         """
         self._loan.withdraw()
         try:
@@ -168,7 +168,7 @@ class Learner:
             if due is not None and not self._takes_at_once:
                 self._catch_up()
             if not self._merge.fly:
-                raise self._coordinator.unreadable or Revised()
+                raise self._coordinator.cannot_follow or Revised()
         if due is not None and not self.ended:
             self._end_round(*due)
 

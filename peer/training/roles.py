@@ -22,7 +22,7 @@ from typing import Any
 
 from torch import Tensor
 
-from dilocox.dht.errors import UnreadableManifest
+from dilocox.dht.errors import CannotFollow
 from dilocox.dht.manifest import Manifest
 from dilocox.peer.averaging.coordinator import Coordinator
 from dilocox.peer.training.data import Corpus, batches_of
@@ -333,17 +333,17 @@ class Trainer:
         Raises:
             Move: this peer should start anew as a peer of another stage; everything is on disk.
             Revised: likewise, as a peer of the same stage.
-            UnreadableManifest: the run goes on under rules that this program cannot follow.
+            CannotFollow: the run goes on without this peer.
         """
         learner, role = self._learner, self._role
-        move: Move | Revised | UnreadableManifest | None = None
+        move: Move | Revised | CannotFollow | None = None
         try:
             learner.join()
             while not (self._stop.is_set() or role.ended):
                 if role.between_steps:
                     learner.between_steps()
                 role.turn()
-        except (Move, Revised, UnreadableManifest) as asked:
+        except (Move, Revised, CannotFollow) as asked:
             move = asked
         ended = not self._stop.is_set() and move is None
         role.release(ended=ended)

@@ -29,7 +29,7 @@ def local_peer(me: str = "me", *, client_mode: bool = False, **facts: Any) -> Lo
         "manifest": MANIFEST,
         "clock": TestClock(),
         "dht": SimpleNamespace(client_mode=client_mode, running=True),
-        "swarm": None,
+        "swarm": SimpleNamespace(admission=None, admits=lambda _: True),
         "reach": Reachability(kind="public", by_others=True),
         "stage": 0,
         "layout": FlatLayout.of([("w", (3,))]),

@@ -94,7 +94,7 @@ class FakeCoordinator:
         self.heard_val_loss: tuple[int, float] | None = None
         self.run_ended = False
         self.revised = self.paused = self.ending = False
-        self.unreadable: UnreadableManifest | None = None
+        self.cannot_follow: UnreadableManifest | None = None
         self.move_to: int | None = None
         self.view = SwarmView(me=ME)
         self.undecided = False

@@ -225,7 +225,9 @@ def test_a_dead_node_a_dead_archive_and_a_stuck_thread_are_told(
     )
     keeper: Any = SimpleNamespace(run=RUN, own=True, expires_at=1.8e9, signed=signed)
     me: Any = SimpleNamespace(peer_id=ME)
-    swarm: Any = SimpleNamespace(refused=Counter({"type": 1}))
+    swarm: Any = SimpleNamespace(
+        refused=Counter({"type": 1}), admit_by=lambda *_: None, admits=lambda _: True
+    )
     monkeypatch.setattr(bootstrap, "Archive", lambda **_: archive)
     given = options(Path("run.yaml"), state=tmp_path)
     with closing(Beside(given, keeper, me, dht, swarm, clock=lambda: now)) as shown:

@@ -648,7 +648,7 @@ def test_who_cannot_read_the_new_rules_ends_with_the_reason_when_its_send_is_dec
     loop: Loop,
 ) -> None:
     end_round(loop, 2)
-    loop.fake.revised, loop.fake.unreadable = True, UnreadableManifest("update dilocox")
+    loop.fake.revised, loop.fake.cannot_follow = True, UnreadableManifest("update dilocox")
     loop.learner.between_steps()
     loop.fake.events.put(loop.committed(0, 0.1, mine=True))
     with pytest.raises(UnreadableManifest, match="update dilocox"):

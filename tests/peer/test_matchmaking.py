@@ -87,6 +87,10 @@ class Found:
     room: Room = field(default_factory=Room)
 
 
+def everybody(_: str) -> bool:
+    return True
+
+
 def peer_id(name: int) -> PeerID:
     return PeerID(bytes([18, 32]) + bytes([name]) * 32)
 
@@ -108,7 +112,7 @@ async def call(caller: Caller, room: Room, scheduled_at: float, found: Found) ->
         client_mode=caller.client_mode,
     )
     await asyncio.sleep(caller.after_s)
-    aim(matchmaking, caller.key, expected=caller.expects or None)
+    aim(matchmaking, caller.key, expected=caller.expects or None, admits=everybody)
     began = time.monotonic()
     deadline = scheduled_at + 0.8
     step: Any = SimpleNamespace(
@@ -222,7 +226,7 @@ def test_the_pauses_between_searches_grow_and_begin_anew_with_each_plan(
     room = Room()
     dht: Any = SimpleNamespace(peer_id=None, get=room.get, store=room.store)
     of: Any = SimpleNamespace(dht=dht, prefix="run_stage0_averager")
-    keys = PlanKeys(of)
+    keys = PlanKeys(of, everybody)
 
     async def searches(count: int) -> list[float]:
         pauses.clear()

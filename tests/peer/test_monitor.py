@@ -77,7 +77,7 @@ class Watched:
             manifest=self.swarm.manifest,
             clock=SimpleNamespace(time=lambda: NOW),
             dht=SimpleNamespace(running=True),
-            swarm=SimpleNamespace(newest_manifest=lambda _limit_s: None),
+            swarm=SimpleNamespace(newest_manifest=lambda _limit_s: None, admission=None),
         )
         self.monitor = self.start()
 

@@ -35,6 +35,7 @@ class Told:
 
     def __init__(self) -> None:
         self.signed: SignedManifest | None = None
+        self.admission = None
         self.asked = 0
 
     def newest_manifest(self, _timeout_s: float) -> SignedManifest | None:

@@ -31,6 +31,7 @@ from dilocox.peer.chain.store import Store
 from dilocox.peer.chain.uploads import AT_ONCE, OF_ONE_PEER, TURN_S, UploadRefused, Uploads
 from dilocox.peer.rounds.group import Mean
 from dilocox.peer.rounds.record import digest_of
+from tests.peer.local_peers import local_peer
 
 PEER = "12D3KooWEXWcUQWJ6amCxHKtPFrcNxgepcmy7YXo7tirWjgiJ9Fr"
 RECORD = b"r" * (3 * CHUNK_BYTES + 7)
@@ -42,6 +43,7 @@ def service(tmp_path: Path) -> PeerService:
     """One without a pool of its own: what is served must not need it."""
     (tmp_path / "log").mkdir()
     service = PeerService.__new__(PeerService)
+    service.local = local_peer()
     service.attempts = {}
     service.log = cast("Any", log := Store(tmp_path / "log"))
     log.write(0, RECORD, b"votes")
@@ -53,6 +55,26 @@ def service(tmp_path: Path) -> PeerService:
 
 def answers(service: PeerService, peer: str, want: dict[str, Any]) -> Any:
     return service.rpc_get(pack(want), cast("Any", SimpleNamespace(remote_id=peer)))
+
+
+def test_who_is_not_admitted_gets_what_is_short(service: PeerService) -> None:
+    admits: Any = SimpleNamespace(admits=lambda peer: peer != "stranger")
+    service.local = local_peer(swarm=admits)
+    digest = digest_of(RECORD)
+
+    async def bytes_for(peer: str, **want: Any) -> int | None:
+        facts = [unpack(frame) async for frame in answers(service, peer, {"digest": digest} | want)]
+        return facts[0].get("bytes")
+
+    async def go() -> None:
+        assert await bytes_for("member", what="record") == len(RECORD)
+        assert service.refused.total == 0
+        for want in ({"what": "record"}, {"what": "state"}, {"what": "mean", "group": b"g"}):
+            assert await bytes_for("stranger", **want) is None
+        assert service.refused.read()["admission"] == 3
+        assert await bytes_for("stranger", what="certificate") == len(b"votes")
+
+    asyncio.run(go())
 
 
 def test_who_comes_when_all_places_are_taken_is_told_so(service: PeerService) -> None:

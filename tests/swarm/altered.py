@@ -294,9 +294,11 @@ def lie(step_s: float, how: str) -> None:
 
     how: "sends", ten times the opposite of what was learnt; "reduces", likewise of what the others
     sent, to all alike; "splits", gives half of the others another mean than the other half, and
-    does not vote; "leaves", goes away in the middle of every exchange, and comes to the next.
+    does not vote; "leaves", goes away in the middle of every exchange, and comes to the next;
+    "intrudes", takes part without being admitted, and takes anybody for admitted.
     """
     from dilocox.compression.group_quantization import GroupCodec
+    from dilocox.dht.admission import Admission
     from dilocox.peer.rounds import exchange, shares, signed_means
     from dilocox.peer.rounds.group import Mean
     from dilocox.peer.rounds.group_calls import GroupCalls
@@ -331,6 +333,9 @@ def lie(step_s: float, how: str) -> None:
     async def tell_nobody(*_: Any, **__: Any) -> None:
         pass
 
+    def admit(self: Admission, peer: str) -> bool:
+        return True
+
     async def leave(self: exchange.Attempt) -> bytes | None:
         await asyncio.sleep(3600.0)
 
@@ -343,6 +348,8 @@ def lie(step_s: float, how: str) -> None:
             signed_means.MeanSeal.sign = signing
             GroupCalls.push_mean = split
             GroupCalls.send_votes = GroupCalls.send_words = tell_nobody
+        case "intrudes":
+            Admission.admits = admit
         case _:
             exchange.Attempt._exchange = leave  # pyright: ignore[reportPrivateUsage]
 

@@ -1,0 +1,113 @@
+"""Who is admitted to a run: by the newest revision, until a day, in every process."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from dilocox.dht import admission as admission_module
+from dilocox.dht.admission import DAY_S, Admission
+from dilocox.dht.errors import InvalidInput, NotAdmitted
+from dilocox.dht.identity import Identity, peer_id_of
+from dilocox.dht.invite import run_id
+from dilocox.dht.manifest import Manifest, SignedManifest, preset_names
+from dilocox.dht.manifest_revisions import admitting, in_state, revoking
+
+PEER, OTHER = (peer_id_of(bytes([number]) * 32) for number in (1, 2))
+TODAY = 20_000
+OPEN = Manifest.from_dict({"name": "run", "model": preset_names()[0], "end_tokens": 10**9})
+LISTED = replace(OPEN, admission="listed")
+
+
+class Clock:
+    """Run time."""
+
+    def __init__(self) -> None:
+        self.seconds = TODAY * DAY_S + 60.0
+
+    def __call__(self) -> float:
+        return self.seconds
+
+
+def admission(manifest: Manifest, clock: Clock, operator: str = OTHER) -> Admission:
+    return Admission("0" * 32, manifest, operator, clock)
+
+
+def test_an_open_run_admits_everybody_whoever_is_listed() -> None:
+    assert admission(OPEN, Clock()).admits(PEER)
+    assert admission(admitting(OPEN, {PEER: TODAY + 1}, TODAY), Clock()).refusal(OTHER) is None
+
+
+def test_a_listed_run_admits_its_operator_and_those_it_listed_until_their_day() -> None:
+    clock = Clock()
+    asked = admission(LISTED, clock)
+    assert asked.admits(OTHER), "the operator's own bootstrap"
+    with pytest.raises(NotAdmitted, match=f"not, or no longer, among them: .*operate admit {PEER}"):
+        raise asked.refusal(PEER) or AssertionError
+    asked.take(admitting(LISTED, {PEER: TODAY + 2}, TODAY))
+    assert asked.admits(PEER)
+    clock.seconds += 2 * DAY_S - 61
+    assert asked.admits(PEER)
+    clock.seconds += 2
+    with pytest.raises(NotAdmitted, match="no longer"):
+        raise asked.refusal(PEER) or AssertionError
+
+
+def test_the_list_is_no_new_rules_and_forgets_those_whose_days_are_over() -> None:
+    first = admitting(LISTED, {PEER: TODAY + 1}, TODAY)
+    assert (first.operation.revision, first.rules, first.root) == (1, 0, LISTED.digest)
+    later = admitting(first, {OTHER: TODAY + 9}, TODAY + 5)
+    assert later.operation.admitted == ((OTHER, TODAY + 9),)
+    longer = admitting(first, {PEER: TODAY + 30}, TODAY)
+    assert longer.operation.admitted == ((PEER, TODAY + 30),)
+    assert Manifest.from_bytes(longer.to_bytes()) == longer
+
+
+def test_who_is_revoked_is_not_admitted_and_who_never_was_is_named() -> None:
+    both = admitting(LISTED, {PEER: TODAY + 1, OTHER: TODAY + 1}, TODAY)
+    asked = admission(revoking(both, [PEER]), Clock())
+    assert asked.admits(OTHER)
+    assert not asked.admits(PEER)
+    with pytest.raises(InvalidInput, match=f"{PEER} is not admitted"):
+        revoking(LISTED, [PEER])
+    with pytest.raises(InvalidInput, match="the run has ended"):
+        admitting(in_state(both, "ended"), {PEER: TODAY + 1}, TODAY)
+
+
+def test_six_hundred_fit_into_a_manifest_and_too_many_are_refused_with_the_mend(
+    tmp_path: Path,
+) -> None:
+    identity = Identity.load_or_create(tmp_path / "key")
+    peers = [peer_id_of(os.urandom(32)) for _ in range(1000)]
+    many = admitting(LISTED, dict.fromkeys(peers[:600], TODAY + 30), TODAY)
+    assert SignedManifest.from_bytes(SignedManifest.sign(identity, many).to_bytes())
+    with pytest.raises(InvalidInput, match="revoke peers that are gone"):
+        SignedManifest.sign(identity, admitting(many, dict.fromkeys(peers, TODAY + 30), TODAY))
+
+
+def test_another_process_of_the_peer_follows_the_revision_that_is_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(admission_module, "FOLLOW_S", 0.0)
+    identity, kept = Identity.load_or_create(tmp_path / "key"), tmp_path / "newer"
+    run = run_id(identity.public_key, LISTED.name)
+    asked = Admission(run, LISTED, identity.peer_id, Clock(), kept)
+    assert not asked.admits(PEER)
+
+    def keep(by: Identity, manifest: Manifest) -> None:
+        draft = tmp_path / "draft"  # as the product does: another file comes into its place
+        draft.write_bytes(SignedManifest.sign(by, manifest).to_bytes())
+        draft.replace(kept)
+
+    revision = admitting(LISTED, {PEER: TODAY + 1}, TODAY)
+    keep(identity, revision)
+    assert asked.admits(PEER)
+    keep(Identity.load_or_create(tmp_path / "stranger"), revoking(revision, [PEER]))
+    assert asked.admits(PEER), "only the operator's revisions count"
+    keep(identity, revoking(revision, [PEER]))
+    assert not asked.admits(PEER)
+    keep(identity, revision)
+    assert not asked.admits(PEER), "an older revision does not come back"

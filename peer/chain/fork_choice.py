@@ -39,10 +39,12 @@ class Trust:
     what it claims record by record, and each record names the one before: so its one signed claim
     vouches for the whole chain behind it. Where it is silent, behind, or no claim of it fits, those
     do whose values are in the last ten records of our chain: a record that more than half of them
-    claim, each counted once for every record that holds its values. Nobody else counts. Whoever has
-    no chain yet takes what the witness vouches for; while that is silent, what `stand_ins` do: the
-    bootstraps of its own invite. Empty: nobody is the witness, as in a swarm without operator, and
-    every claim counts.
+    claim, each counted once for every record that holds its values. So does what more than half of
+    those claim whose values are in the very last one: they may make the next without the rest
+    (`may_start` in rounds/group.py), and who would not follow them could make none. Nobody else
+    counts. Whoever has no chain yet takes what the witness vouches for; while that is silent, what
+    `stand_ins` do: the bootstraps of its own invite. Empty: nobody is the witness, as in a swarm
+    without operator, and every claim counts.
 
     The witness itself believes what half of them claim, so that of two peers one can go on alone.
     Who has been silent for a record lifetime does not count there any more; with nobody left, and
@@ -70,7 +72,7 @@ class Trust:
         self._now = now
         self._record_lifetime_s = record_lifetime_s
         self._at_work: dict[str, float] = {}  # when each whose values are in our chain last was
-        self._credit: tuple[str, Counter[str]] = "", Counter()
+        self._credit: tuple[str, Counter[str], set[str]] = "", Counter(), set()
         self._told: ClaimRecord | None = None  # by the witness
         self._found: tuple[tuple[str, str], int | None] = ("", ""), None
         self._settled = ""  # digest of our newest record that the witness has claimed
@@ -88,7 +90,7 @@ class Trust:
         found = self._find(log, head)
         if told is not None and found is not None:
             self._settled = told.digest
-        credit, is_witness = self._credit_of(log, head), self.is_witness
+        (credit, last), is_witness = self._credit_of(log, head), self.is_witness
         idle = self._idle(view, credit)
         if is_witness and self._now() >= self._all_told_at:
             credit = Counter({peer: n for peer, n in credit.items() if peer in view.claims})
@@ -96,11 +98,13 @@ class Trust:
             credit = Counter({peer: n for peer, n in credit.items() if peer not in idle})
         if is_witness and not credit:
             return view
-        behind = Counter[str]()
+        behind, of_last = Counter[str](), Counter[str]()
         for peer, claim in view.claims.items():
             behind[claim.digest] += credit[peer]
+            of_last[claim.digest] += peer in last
         least = credit.total() + (0 if is_witness else 1)
         believed = {digest for digest, count in behind.items() if count and 2 * count >= least}
+        believed |= {digest for digest, count in of_last.items() if 2 * count > len(last)}
         believed.add(head.digest)  # ours: those who have it, too, may give its state
         if told is not None and not is_witness:
             believed.add(told.digest)
@@ -153,13 +157,14 @@ class Trust:
         }
         return {peer for peer, at in self._at_work.items() if now - at > self._record_lifetime_s}
 
-    def _credit_of(self, log: RoundLog, head: Tip) -> Counter[str]:
-        """In how many of the chain's last records each peer's values are."""
+    def _credit_of(self, log: RoundLog, head: Tip) -> tuple[Counter[str], set[str]]:
+        """In how many of the chain's last records each peer's values are; whose are in the last."""
         if self._credit[0] != head.digest:
             headers = [log.header(number) for number in log.rounds()[-CREDIT_ROUNDS:]]
-            peers = (each.peer for header in headers if header for each in header.contributions)
-            self._credit = head.digest, Counter(peers)
-        return self._credit[1]
+            peers = [{each.peer for each in header.contributions} for header in headers if header]
+            credit = Counter(peer for each in peers for peer in each)
+            self._credit = head.digest, credit, peers[-1] if peers else set()
+        return self._credit[1:]
 
     def _find(self, log: RoundLog, head: Tip) -> int | None:
         """The round of our record that the witness claims."""

@@ -272,6 +272,20 @@ def test_who_is_idle_keeps_nobody_from_going_on(clock: TestClock) -> None:
         assert found == ("aa bad" if me == WITNESS else "aa")
 
 
+def test_most_of_those_who_made_the_last_record_go_on_without_who_made_most_of_the_others(
+    clock: TestClock,
+) -> None:
+    """c and d waited for a quorum, and neither they nor the archive followed a and b."""
+    records = {n: (f"r{n}", "cd") for n in range(9)} | {9: ("aa", "abc")}
+    stays = {"c": claim("aa", 500, 9), "d": claim("aa", 500, 9)}
+    for me in (WITNESS, "me"):
+        trust = trust_of(clock, me=me)
+        goes_on = {"a": claim("bb", number=10), "b": claim("bb", number=10)}
+        assert counting(trust, stays | goes_on, Credited(records)) == "aa bb"
+        alone = {"a": claim("bb", number=10)}
+        assert counting(trust, stays | alone, Credited(records)) == "aa"
+
+
 def test_the_witness_believes_half_and_forgets_who_is_gone(clock: TestClock) -> None:
     trust = trust_of(clock, me=WITNESS)
     one = {"c": claim("bb"), "x": claim("bad")}  # c is in 4 of our records, a and b in 5 each

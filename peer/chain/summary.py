@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from statistics import median_low
 
 from dilocox.peer.rounds.record import RoundRecord
+from dilocox.peer.rounds.standing import sitting_out
 
 SHA256 = re.compile(r"[0-9a-f]{64}")
 
@@ -27,7 +28,7 @@ class ChainRound:
     tensors; None without any. next_inner_steps: H that the record names, of the round in whose
     middle it arrives. previous: digest of the record before it, or of the manifest. chain_tokens:
     of all records up to this one. contributors: tokens by peer id, of those whose values are in the
-    round's average.
+    round's average. sits_out: peer ids of those that take no part in the next round.
     """
 
     round: int
@@ -40,6 +41,7 @@ class ChainRound:
     previous: str
     chain_tokens: int
     contributors: tuple[tuple[str, int], ...] = field(repr=False)
+    sits_out: tuple[str, ...] = ()
 
     @classmethod
     def of(cls, header: RoundRecord, digest: str, record_bytes: int) -> ChainRound:
@@ -57,6 +59,7 @@ class ChainRound:
                 previous=header.previous,
                 chain_tokens=int(header.chain_tokens),
                 contributors=tuple((str(c.peer), int(c.tokens)) for c in header.contributions),
+                sits_out=tuple(sorted(sitting_out(header.standings, header.round + 1))),
             )
             named = all(SHA256.fullmatch(name) for name in (digest, header.previous))
         except (LookupError, TypeError, AttributeError, OverflowError) as error:

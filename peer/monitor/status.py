@@ -220,6 +220,11 @@ METRICS = (
         lambda s, n: s.history.stages[n].progress_at,
     ),
     _of_head("round", "Number of the newest committed round.", lambda head: head.round),
+    _of_head(
+        "sitting_out",
+        "Peers that take no part in the next round, as what they sent was left out or came late.",
+        lambda head: len(head.sits_out),
+    ),
     _of_head("round_bytes", "Bytes of the newest round record.", lambda head: head.record_bytes),
     _of_head(
         "inner_steps",
@@ -303,6 +308,7 @@ def _stage(number: int, look: SwarmLook, history: SwarmHistory) -> dict[str, Any
     return {
         "stage": number,
         "peers": [_peer(peer, present[peer]) for peer in order[:MAX_PEERS_SHOWN]],
+        "sits_out": [] if head is None else list(head.sits_out[:MAX_PEERS_SHOWN]),
         "more": max(0, len(order) - MAX_PEERS_SHOWN),
         "unreachable": cannot_be_reached(present),
         "rounds": chain.rounds,

@@ -91,6 +91,7 @@ def chain_round(
     root: str = "",
     branch: str = "",
     chain_tokens: int = 0,
+    sits_out: Sequence[str] = (),
 ) -> ChainRound:
     before = previous or (digest(stage, number - 1) if number else root)
     return ChainRound(
@@ -104,6 +105,7 @@ def chain_round(
         previous=before,
         chain_tokens=chain_tokens,
         contributors=tuple(sorted(members.items())),
+        sits_out=tuple(sits_out),
     )
 
 
@@ -166,6 +168,7 @@ class ToldSwarm:
         *,
         branch: str = "",
         before: int | None = None,
+        sits_out: Sequence[str] = (),
     ) -> None:
         """A round of every stage, by all peers that train there.
 
@@ -183,6 +186,7 @@ class ToldSwarm:
                 root=self.manifest.root,
                 branch=branch,
                 chain_tokens=chain.chain_tokens + tokens * len(members),
+                sits_out=sits_out,
             )
             self.history.walked(walk_of([made], stage=stage), self.at)
             claim = claim_record(number, made.digest, made.chain_tokens)

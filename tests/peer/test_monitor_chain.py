@@ -7,7 +7,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import astuple, replace
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -26,6 +26,7 @@ from dilocox.peer.monitor.chains import (
     holders_of,
     walk,
 )
+from dilocox.peer.rounds.standing import Standing
 from tests.dht.processes import wait_until
 from tests.peer.fabricated import RUN, claim_record
 from tests.peer.memory_swarm import Find, MemorySwarm
@@ -145,6 +146,15 @@ def test_a_sound_header_is_read() -> None:
     found = read_header(damaged(lambda _: None), "a" * 64, RUN, 0)
     assert found.tokens == 150 and found.digest == "a" * 64
     assert "anna" in dict(found.contributors)
+
+
+def test_a_header_says_who_sits_out_of_the_next_round() -> None:
+    def change(header: dict[str, Any]) -> None:
+        left_out = Standing(peer="anna", round=header["round"], times=2, left_out=header["round"])
+        gone = replace(left_out, peer="aaa", left_out=header["round"] - 3)
+        header["standings"] = [list(astuple(gone)), list(astuple(left_out))]
+
+    assert read_header(damaged(change), "a" * 64, RUN, 0).sits_out == ("anna",)
 
 
 @pytest.mark.parametrize(

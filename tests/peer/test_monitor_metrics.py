@@ -17,6 +17,7 @@ LABELS = {
     (): "replicas manifest_revision tokens_total tokens_per_second validation_loss train_loss "
     "losses_not_finite waiting_ratio faults_total contributors healthy joined_total left_total",
     ("stage",): "spares rounds_total rounds_per_hour round round_bytes inner_steps voids blocked "
+    "sitting_out "
     "last_round_timestamp_seconds stage_unreachable compression_error_ratio",
     ("stage", "state"): "peers",
     ("stage", "statistic"): "rank",
@@ -120,6 +121,13 @@ def test_chains_give_rounds_tokens_ranks_and_contributions() -> None:
     assert value(swarm, "contribution_tokens", rank=2) == 4000
     assert value(swarm, "contribution_tokens", rank=3) is None
     assert value(swarm, "contributors") == 4
+
+
+def test_who_sits_out_is_counted() -> None:
+    swarm = trained(stages=1, replicas=2)
+    assert value(swarm, "sitting_out", stage=0) == 0
+    swarm.commit(4, sits_out=[next(iter(swarm.stages[0]))])
+    assert value(swarm, "sitting_out", stage=0) == 1
 
 
 def test_after_a_rollback_the_tokens_are_those_that_the_page_has() -> None:

@@ -209,6 +209,16 @@ def test_the_page_draws_what_it_is_told(stages: int) -> None:
 
 
 @needs_browser
+def test_the_page_says_who_sits_out() -> None:
+    swarm = trained(stages=1, replicas=2)
+    one = next(iter(swarm.stages[0]))
+    swarm.commit(4, sits_out=[one])
+    with PageServer("127.0.0.1", 0, pages_of(swarm).pages(), option="") as server:
+        shown = show(f"http://127.0.0.1:{server.port}/")
+    assert shown.dom.count(">sits out<") == 1
+
+
+@needs_browser
 def test_markup_from_a_peer_is_shown_as_text() -> None:
     swarm = trained(stages=2)
     for peer, told in swarm.stages[1].items():

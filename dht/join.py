@@ -93,7 +93,7 @@ def join_run(
         signed = swarm.fetch_manifest(invite.run_id, MANIFEST_LIMIT_S)
         if kept is not None:
             signed = newer_of(signed, kept_manifest(kept, invite.run_id), invite.run_id)
-        manifest, witness = signed.verify(invite.run_id), peer_id_of(signed.public_key)
+        manifest, witness = signed.verify(invite.run_id), peer_id_of(signed.run_key)
         swarm.admit_by(manifest, witness, kept)
         yield Joined(
             identity=identity,

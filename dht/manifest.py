@@ -59,7 +59,9 @@ __all__ = [
 ]
 
 PROTOCOL_VERSION = 10
-SIGNED_VERSION = 1
+SIGNED_VERSION = 2
+REVISIONS_OF_A_KEY = 1 << 20  # after n handovers revisions begin at n times this
+MAX_HANDOVERS = 64
 MAX_STORED_BYTES = 24 * 1024
 MAX_MANIFEST_BYTES = 256 * 1024
 BYT5_VOCABULARY = 384  # ByT5Tokenizer().vocab_size says 256, but its ids go up to 383
@@ -67,6 +69,15 @@ BYT5_VOCABULARY = 384  # ByT5Tokenizer().vocab_size says 256, but its ids go up 
 OTHER_VERSION = "install the version that the operator runs"
 
 _SIGNATURE_PURPOSE = b"dilocox manifest\0"
+_HANDOVER_PURPOSE = b"dilocox handover\0"
+
+Handover = tuple[bytes, bytes]
+"""A public key of the operator, and its signature over the one that follows it."""
+
+
+def hand_over(identity: Identity, public_key: bytes) -> Handover:
+    """Let another key sign the revisions of all runs that this one signs."""
+    return identity.public_key, identity.sign(_HANDOVER_PURPOSE + public_key)
 
 
 @checked_dataclass(frozen=True, kw_only=True, config=CHECKED)
@@ -244,19 +255,24 @@ class Manifest:
 
 @dataclass(frozen=True)
 class SignedManifest:
-    """A manifest as it travels: its canonical bytes, the operator's public key and signature."""
+    """A manifest as it travels: its canonical bytes, the operator's public key and signature.
+
+    handovers: from the key that the run id was made of to this one, where the operator replaced it.
+    """
 
     manifest_bytes: bytes
     public_key: bytes
     signature: bytes
-    version: int = SIGNED_VERSION
+    handovers: tuple[Handover, ...] = ()
 
     @classmethod
-    def sign(cls, identity: Identity, manifest: Manifest) -> "SignedManifest":
+    def sign(
+        cls, identity: Identity, manifest: Manifest, handovers: tuple[Handover, ...] = ()
+    ) -> "SignedManifest":
         """Sign as the operator; raises `InvalidInput` when it is too large for the DHT."""
         manifest_bytes = manifest.to_bytes()
         signature = identity.sign(_SIGNATURE_PURPOSE + manifest_bytes)
-        signed = cls(manifest_bytes, identity.public_key, signature)
+        signed = cls(manifest_bytes, identity.public_key, signature, handovers)
         size = len(signed.to_bytes())
         if size > MAX_STORED_BYTES:
             raise InvalidInput(
@@ -268,7 +284,12 @@ class SignedManifest:
     @property
     def run_id(self) -> str:
         """The run that this manifest says it is for; only `verify` proves it."""
-        return run_id_of(self.public_key, Manifest.from_bytes(self.manifest_bytes).name)
+        return run_id_of(self.run_key, Manifest.from_bytes(self.manifest_bytes).name)
+
+    @property
+    def run_key(self) -> bytes:
+        """The public key that the run id was made of, which the operator's bootstrap has."""
+        return self.handovers[0][0] if self.handovers else self.public_key
 
     def verify(self, run_id: str) -> Manifest:
         """The manifest, proven to be the operator's for this run; raises `InvalidInput`.
@@ -301,6 +322,12 @@ class SignedManifest:
             raise InvalidInput(
                 f"manifest of run {run_id}: its signature is wrong; ask for a new invite"
             )
+        keys = [*(key for key, _ in self.handovers), self.public_key]
+        for (key, signature), to in zip(self.handovers, keys[1:], strict=True):
+            if not verify(key, _HANDOVER_PURPOSE + to, signature):
+                raise InvalidInput(
+                    f"manifest of run {run_id}: a handover of the operator's key is wrong"
+                )
         try:
             match json.loads(self.manifest_bytes):
                 case {"name": str(name), "operation": {"revision": int(revision)}}:
@@ -311,17 +338,31 @@ class SignedManifest:
                     raise InvalidInput(f"manifest of run {run_id} has no name")
         except (ValueError, RecursionError) as error:
             raise InvalidInput(f"manifest of run {run_id} is no valid JSON ({error})") from error
-        found = run_id_of(self.public_key, name)
+        found = run_id_of(self.run_key, name)
         if found != run_id:
             raise InvalidInput(
                 f"manifest is of run {found}, the invite names run {run_id}: check the invite"
+            )
+        if revision // REVISIONS_OF_A_KEY != len(self.handovers):
+            raise InvalidInput(
+                f"manifest of run {run_id}: the operator's key that signed revision {revision} may "
+                f"sign none of that number, after {len(self.handovers)} handovers"
             )
         return revision
 
     def to_bytes(self) -> bytes:
         """Compressed msgpack."""
         return zlib.compress(
-            pack([self.version, self.manifest_bytes, self.public_key, self.signature]), level=9
+            pack(
+                [
+                    SIGNED_VERSION,
+                    self.manifest_bytes,
+                    self.public_key,
+                    self.signature,
+                    self.handovers,
+                ]
+            ),
+            level=9,
         )
 
     @classmethod
@@ -338,16 +379,27 @@ class SignedManifest:
             value = unpack(unpacked, MAX_MANIFEST_BYTES)
         except (zlib.error, Malformed) as error:
             raise InvalidInput(f"signed manifest is damaged ({error})") from error
-        match value:
-            case [int(version), bytes(manifest), bytes(public_key), bytes(signature)]:
-                if version != SIGNED_VERSION:
-                    raise InvalidInput(
-                        f"signed manifest has version {version}, this dilocox reads "
-                        f"{SIGNED_VERSION}: {OTHER_VERSION}"
-                    )
-                return cls(manifest, public_key, signature)
+        match cast("list[Any]", value) if isinstance(value, list) else []:
+            case [int(version), *_] if version != SIGNED_VERSION:
+                raise InvalidInput(
+                    f"signed manifest has version {version}, this dilocox reads "
+                    f"{SIGNED_VERSION}: {OTHER_VERSION}"
+                )
+            case [int(), bytes(manifest), bytes(public_key), bytes(signature), rows]:
+                return cls(manifest, public_key, signature, _handovers(rows))
             case _:
                 raise InvalidInput("signed manifest is damaged (wrong fields)")
+
+
+def _handovers(rows: object) -> tuple[Handover, ...]:
+    made: list[Handover] = []
+    for row in cast("list[Any]", rows) if isinstance(rows, list) else [rows]:
+        match row:
+            case [bytes(key), bytes(signature)] if len(made) < MAX_HANDOVERS:
+                made.append((key, signature))
+            case _:
+                raise InvalidInput("signed manifest is damaged (wrong handovers)")
+    return tuple(made)
 
 
 def warnings(manifest: Manifest) -> list[str]:

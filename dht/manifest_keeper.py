@@ -207,8 +207,8 @@ class ManifestCopy:
         envelope = unseal(sealed)
         signed = SignedManifest.from_bytes(envelope.payload)
         signed.verify(self.run)
-        if envelope.public_key != signed.public_key or envelope.key != manifest_key(self.run):
-            raise Refused("owner", "only the operator's envelope lasts")
+        if envelope.public_key != signed.run_key or envelope.key != manifest_key(self.run):
+            raise Refused("owner", "only the envelope of the operator's bootstrap lasts")
         order = signed.revision_of(self.run), envelope.sequence
         if order <= self._order:
             return False

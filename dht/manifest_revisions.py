@@ -35,7 +35,13 @@ from typing import TYPE_CHECKING, Any, Literal
 from dilocox.dht.errors import EnvironmentFault, InvalidInput, UnreadableManifest
 from dilocox.dht.field_rules import shown
 from dilocox.dht.files import disk_fault, make_folder, write_atomically
-from dilocox.dht.manifest import Manifest, OperationSpec, SignedManifest
+from dilocox.dht.manifest import (
+    MAX_HANDOVERS,
+    REVISIONS_OF_A_KEY,
+    Manifest,
+    OperationSpec,
+    SignedManifest,
+)
 
 if TYPE_CHECKING:
     from dilocox.dht.swarm import Swarm
@@ -189,12 +195,19 @@ def back_to(before: Manifest, round_number: int, base: Sequence[str]) -> Manifes
     return replace(made, operation=replace(operation, rollbacks=rollbacks, base=tuple(base)))
 
 
+def under_next_key(before: Manifest) -> Manifest:
+    """The next revision, the first of those that the operator's next key signs; all else stays."""
+    handovers = before.operation.revision // REVISIONS_OF_A_KEY
+    if handovers >= MAX_HANDOVERS:
+        raise InvalidInput(f"the operator's key was replaced {MAX_HANDOVERS} times: no more")
+    return _under_same_rules(before, revision=(handovers + 1) * REVISIONS_OF_A_KEY)
+
+
 def _under_same_rules(before: Manifest, **changed: Any) -> Manifest:
     _check_not_ended(before)
     operation = before.operation
-    revision = operation.revision + 1
-    following = replace(operation, revision=revision, root=before.root, **changed)
-    return replace(before, operation=following)
+    told = {"revision": operation.revision + 1, "root": before.root} | changed
+    return replace(before, operation=replace(operation, **told))
 
 
 def _under_new_rules(before: Manifest, wanted: Manifest) -> Manifest:

@@ -22,7 +22,7 @@ from hivemind.utils import timed_storage  # pyright: ignore[reportMissingTypeStu
 
 from dilocox.dht.errors import InvalidInput
 from dilocox.dht.identity import Identity
-from dilocox.dht.manifest import SignedManifest
+from dilocox.dht.manifest import Handover, SignedManifest
 from dilocox.dht.records import (
     MAX_DECLARATION_LIFETIME_S,
     MAX_LIFETIME_S,
@@ -61,6 +61,7 @@ class RunRecordValidator(RecordValidatorBase):
         self._identity = identity
         self._manifest_key_id = key_id(manifest_key_of(run))
         self._revision = 0  # of the manifest, the highest that was seen
+        self._handovers: tuple[Handover, ...] = ()  # that it came with
         # The same records are read again and again; a signature is checked once.
         self._accepted: OrderedDict[bytes, None] = OrderedDict()
 
@@ -157,12 +158,14 @@ class RunRecordValidator(RecordValidatorBase):
             revision = signed.revision_of(self.run)
         except InvalidInput as error:
             raise Refused("manifest", str(error)) from error
-        if signed.public_key != envelope.public_key:
-            raise Refused("owner", "only the operator keeps the manifest alive")
+        if signed.run_key != envelope.public_key:
+            raise Refused("owner", "only the operator's bootstrap keeps the manifest alive")
+        if signed.handovers[: len(self._handovers)] != self._handovers:
+            raise Refused("manifest", "it is of a key that the operator has replaced")
         if revision < self._revision:
             raise Refused("manifest", f"revision {revision}, when {self._revision} is known")
         if revision > self._revision:
-            self._revision = revision
+            self._revision, self._handovers = revision, signed.handovers
             self._accepted.clear()  # the ones before it are among them
 
 

@@ -42,6 +42,7 @@ from dilocox.peer.options import (
     ReviseOptions,
     RevokeOptions,
     RollbackOptions,
+    RotateOptions,
     VerifyOptions,
 )
 from dilocox.peer.os_process import PREFIX, end_process, leave_at_once, line_start, set_up_logging
@@ -168,6 +169,7 @@ command(operate, "rollback", RollbackOptions, "commands.operate:roll_back")
 command(operate, "admit", AdmitOptions, "commands.operate:admit")
 command(operate, "revoke", RevokeOptions, "commands.operate:revoke")
 command(operate, "admitted", AdmittedOptions, "commands.operate:show_admitted")
+command(operate, "rotate", RotateOptions, "commands.operate:rotate")
 app.add_typer(operate)
 command(app, "monitor", MonitorOptions, "monitor.monitor:run_monitor_command")
 command(app, "peer", PeerOptions, "cli:run_peer_when_allowed")

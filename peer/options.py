@@ -273,6 +273,10 @@ class OperateOptions:
     """What all of `dilocox operate` take."""
 
     state: OperatorState = Path("dilocox-bootstrap")
+    key: Annotated[
+        Path | None,
+        typer.Option(help="The operator's key, if it is not kept in the state folder."),
+    ] = None
     log_level: LogLevel = "warning"
 
 
@@ -350,6 +354,16 @@ class RevokeOptions(OperateOptions):
 @dataclass(frozen=True, kw_only=True)
 class AdmittedOptions(OperateOptions):
     """List who is admitted, and until when."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RotateOptions(OperateOptions):
+    """Let a new key sign all that follows; the one before it can sign nothing any more."""
+
+    new_key: Annotated[
+        Path | None,
+        typer.Option(help="Where to write it; operator.key in the state folder if left out."),
+    ] = None
 
 
 @dataclass(frozen=True, kw_only=True)

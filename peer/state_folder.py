@@ -27,6 +27,7 @@ class StateFolder:
     def __init__(self, path: Path):
         self.path = path
         self.identity = path / "identity.key"
+        self.operator = path / "operator.key"  # where it has taken the place of the former
 
     def run(self, run: str, stage: int) -> Path:
         """What belongs to a stage of a run: a folder that is moved away to join anew."""

@@ -188,7 +188,7 @@ def run_bootstrap_command(options: BootstrapOptions) -> int:
 
         def ready(invite: Invite) -> None:
             stop.defer()
-            if copies and keeper.signed.public_key == identity.public_key:
+            if copies and keeper.signed.run_key == identity.public_key:
                 raise InvalidInput(
                     f"--state {options.state}: it has the operator's key, so this is no copy; give "
                     "run.yaml instead of the invite, or another folder"
@@ -255,7 +255,7 @@ class Beside:
         self._clock = clock
         self._signed = keeper.signed
         manifest = keeper.signed.verify(keeper.run)
-        witness = peer_id_of(keeper.signed.public_key)
+        witness = peer_id_of(keeper.signed.run_key)
         swarm.admit_by(manifest, witness)
         if not swarm.admits(identity.peer_id):
             logger.warning(

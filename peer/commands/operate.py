@@ -20,7 +20,7 @@ from dilocox.dht.admission import DAY_S
 from dilocox.dht.errors import EnvironmentFault, InvalidInput
 from dilocox.dht.identity import Identity
 from dilocox.dht.invite import Invite
-from dilocox.dht.manifest import Manifest, SignedManifest, warnings
+from dilocox.dht.manifest import Manifest, SignedManifest, hand_over, warnings
 from dilocox.dht.manifest_revisions import (
     RevisionFolder,
     RunState,
@@ -30,13 +30,16 @@ from dilocox.dht.manifest_revisions import (
     in_state,
     revised,
     revoking,
+    under_next_key,
 )
 from dilocox.peer.options import (
     AdmitOptions,
     AdmittedOptions,
+    OperateOptions,
     ReviseOptions,
     RevokeOptions,
     RollbackOptions,
+    RotateOptions,
     StateOptions,
 )
 from dilocox.peer.state_folder import StateFolder
@@ -102,11 +105,12 @@ class Operator:
     run: str
     identity: Identity
     revisions: RevisionFolder
-    manifest: Manifest
+    signed: SignedManifest
 
     @classmethod
-    def of(cls, state: Path) -> Operator:
+    def of(cls, options: OperateOptions) -> Operator:
         """Raises InvalidInput where no run is operated from this folder."""
+        state = options.state
         remedy = "name the --state folder of the `dilocox bootstrap` that was given run.yaml"
         try:
             invite = Invite.parse((state / "invite").read_text().strip())
@@ -114,21 +118,28 @@ class Operator:
             raise InvalidInput(f"{state}: no bootstrap has run here; {remedy}") from error
         revisions = RevisionFolder(state, invite.run_id)
         signed = revisions.newest()
-        if signed is None or not (state / "identity.key").exists():
-            raise InvalidInput(
-                f"{state}: has not the operator's key of run {invite.run_id}; {remedy}"
-            )
-        identity = Identity.load_or_create(state / "identity.key")
-        if identity.public_key != signed.public_key:
-            raise InvalidInput(f"{state}: its key is not that of run {invite.run_id}; {remedy}")
-        return cls(state, invite.run_id, identity, revisions, signed.verify(invite.run_id))
+        if signed is None:
+            raise InvalidInput(f"{state}: has no revision of run {invite.run_id}; {remedy}")
+        identity = _signing_key(options, signed)
+        return cls(state, invite.run_id, identity, revisions, signed)
+
+    @property
+    def manifest(self) -> Manifest:
+        """The newest."""
+        return self.signed.verify(self.run)
 
     def publish(self, manifest: Manifest) -> int:
         """Sign the next revision, and see it published if the bootstrap runs; its number.
 
         Raises EnvironmentFault if that takes too long.
         """
-        number = self.revisions.add(SignedManifest.sign(self.identity, manifest))
+        return self.publish_signed(
+            SignedManifest.sign(self.identity, manifest, self.signed.handovers)
+        )
+
+    def publish_signed(self, signed: SignedManifest) -> int:
+        """As `publish`."""
+        number = self.revisions.add(signed)
         deadline = time.monotonic() + PUBLISH_LIMIT_S
         while self.revisions.published < number:
             if not StateFolder(self.state).in_use:
@@ -143,9 +154,25 @@ class Operator:
         return number
 
 
+def _signing_key(options: OperateOptions, signed: SignedManifest) -> Identity:
+    """The key that signed the newest revision; raises InvalidInput where it is not to be found."""
+    folder = StateFolder(options.state)
+    places = [options.key] if options.key else [folder.operator, folder.identity]
+    for place in places:
+        if (
+            place.exists()
+            and (found := Identity.load_or_create(place)).public_key == signed.public_key
+        ):
+            return found
+    raise InvalidInput(
+        f"{' and '.join(map(str, places))}: not the key that signed the newest revision of this "
+        "run: name the operator's key with --key"
+    )
+
+
 def set_state(options: StateOptions) -> int:
     """`pause`, `resume` and `end`; the exit code."""
-    operator = Operator.of(options.state)
+    operator = Operator.of(options)
     number = operator.publish(in_state(operator.manifest, options.wanted))
     typer.echo(f"revision {number}: run {operator.manifest.name} {NEXT[options.wanted]}")
     return 0
@@ -153,7 +180,7 @@ def set_state(options: StateOptions) -> int:
 
 def revise(options: ReviseOptions) -> int:
     """`revise`; the exit code."""
-    operator = Operator.of(options.state)
+    operator = Operator.of(options)
     wanted = checked_manifest(options.manifest)
     following = revised(operator.manifest, wanted)
     _check_end(operator, following)
@@ -184,7 +211,7 @@ def roll_back(options: RollbackOptions) -> int:
     """`rollback`; the exit code."""
     from dilocox.peer.chain.rollback import prepare_rollback  # torch, which the others need not
 
-    operator, number = Operator.of(options.state), options.round_number
+    operator, number = Operator.of(options), options.round_number
     rules = operator.manifest.operation.revision + 1
     base = prepare_rollback(
         operator.state, operator.run, operator.manifest, number, rules, tell=typer.echo
@@ -196,7 +223,7 @@ def roll_back(options: RollbackOptions) -> int:
 
 def admit(options: AdmitOptions) -> int:
     """`admit`; the exit code."""
-    operator, today = Operator.of(options.state), int(time.time()) // DAY_S
+    operator, today = Operator.of(options), int(time.time()) // DAY_S
     until = today + options.days + 1  # the day has begun
     following = admitting(operator.manifest, dict.fromkeys(options.peers, until), today)
     number = operator.publish(following)
@@ -212,7 +239,7 @@ def admit(options: AdmitOptions) -> int:
 
 def revoke(options: RevokeOptions) -> int:
     """`revoke`; the exit code."""
-    operator = Operator.of(options.state)
+    operator = Operator.of(options)
     number = operator.publish(revoking(operator.manifest, options.peers))
     for peer in options.peers:
         typer.echo(f"revision {number}: {peer} is not admitted any more")
@@ -221,10 +248,30 @@ def revoke(options: RevokeOptions) -> int:
 
 def show_admitted(options: AdmittedOptions) -> int:
     """`admitted`; the exit code."""
-    manifest = Operator.of(options.state).manifest
+    manifest = Operator.of(options).manifest
     for peer, day in manifest.operation.admitted:
         typer.echo(f"{peer} until {_date(day)}")
     typer.echo(f"admission: {manifest.admission}")
+    return 0
+
+
+def rotate(options: RotateOptions) -> int:
+    """`rotate`; the exit code."""
+    operator, place = Operator.of(options), options.new_key or StateFolder(options.state).operator
+    draft = place.with_name(f"{place.name}.new")
+    draft.unlink(missing_ok=True)
+    fresh = Identity.load_or_create(draft)
+    handovers = (*operator.signed.handovers, hand_over(operator.identity, fresh.public_key))
+    following = SignedManifest.sign(fresh, under_next_key(operator.manifest), handovers)
+    if place.exists():
+        place.replace(place.with_name(f"{place.name}.{len(handovers) - 1}"))
+    draft.replace(place)  # before it is needed
+    number = operator.publish_signed(following)
+    typer.echo(f"revision {number}: from now on the operator's key is {place}")
+    typer.echo(
+        "the former one signs nothing any more. Keep a copy of the new one in another place; it "
+        "need not stay on this machine: `dilocox operate ... --key FILE`"
+    )
     return 0
 
 

@@ -258,8 +258,8 @@ def test_manifest_that_unpacks_to_gigabytes_is_refused_early():
 
 
 def test_signed_manifest_of_a_newer_version_is_refused_by_its_version():
-    newer = zlib.compress(pack([2, b"", b"", b""]))
-    with pytest.raises(InvalidInput, match="version 2, this dilocox reads 1"):
+    newer = zlib.compress(pack([3, b"", b"", b""]))
+    with pytest.raises(InvalidInput, match="version 3, this dilocox reads 2"):
         SignedManifest.from_bytes(newer)
 
 

@@ -7,8 +7,9 @@ import pytest
 
 from dilocox.dht.errors import InvalidInput
 from dilocox.dht.identity import Identity
-from dilocox.dht.manifest import Manifest, SignedManifest
-from dilocox.dht.manifest_revisions import back_to, changes, in_state, revised
+from dilocox.dht.invite import run_id
+from dilocox.dht.manifest import REVISIONS_OF_A_KEY, Manifest, SignedManifest, hand_over
+from dilocox.dht.manifest_revisions import back_to, changes, in_state, revised, under_next_key
 
 BASE = {"name": "demo", "model": "tiny", "end_tokens": 1_000_000, "stages": 2}
 
@@ -127,3 +128,41 @@ def test_the_revision_of_another_protocol_is_known_but_not_its_content(
     assert signed.revision_of(run) == 1
     with pytest.raises(InvalidInput, match="protocol is 99; this dilocox speaks protocol"):
         signed.verify(run)
+
+
+# ---- another key of the operator -----------------------------------------------------------------
+def test_a_key_counts_that_the_one_before_it_handed_over_to(identities: list[Identity]):
+    first, second, third = identities[:3]
+    run, handovers = run_id(first.public_key, "demo"), ()
+    signed = SignedManifest.sign(first, run_yaml())
+    for old, new in ((first, second), (second, third)):
+        handovers = (*handovers, hand_over(old, new.public_key))
+        following = under_next_key(signed.verify(run))
+        assert following.rules == 0, "no peer starts again for it"
+        signed = SignedManifest.sign(new, following, handovers)
+        signed = SignedManifest.from_bytes(signed.to_bytes())
+        assert signed.revision_of(run) == len(handovers) * REVISIONS_OF_A_KEY
+        assert (signed.run_id, signed.run_key) == (run, first.public_key)
+
+
+@pytest.mark.parametrize(
+    ("signer", "rows", "message"),
+    [
+        (1, [(1, 1)], "a handover of the operator's key is wrong"),  # handed over by itself
+        (2, [(0, 1)], "a handover of the operator's key is wrong"),  # to another one
+        (2, [(0, 1), (0, 2)], "a handover of the operator's key is wrong"),  # not by the second
+        (0, [], "may sign none of that number"),  # the former key, after it was replaced
+        (1, [(0, 1), (1, 1)], "may sign none of that number"),
+        (1, [], "the invite names run"),  # a stranger
+    ],
+)
+def test_no_other_key_counts(
+    identities: list[Identity], signer: int, rows: list[tuple[int, int]], message: str
+):
+    following = under_next_key(run_yaml())
+    handovers = tuple(hand_over(identities[by], identities[to].public_key) for by, to in rows)
+    run = run_id(identities[0].public_key, "demo")
+    if handovers and rows[0][0] != 0:  # as if the first key had
+        handovers = ((identities[0].public_key, handovers[0][1]), *handovers[1:])
+    with pytest.raises(InvalidInput, match=message):
+        SignedManifest.sign(identities[signer], following, handovers).verify(run)

@@ -2,6 +2,7 @@
 
 import pickle
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,8 +13,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from dilocox.dht.identity import Identity, peer_id_bytes_of
-from dilocox.dht.manifest import Manifest, SignedManifest
-from dilocox.dht.manifest_revisions import in_state
+from dilocox.dht.manifest import Manifest, SignedManifest, hand_over
+from dilocox.dht.manifest_revisions import in_state, under_next_key
 from dilocox.dht.records import (
     MAX_DECLARATION_LIFETIME_S,
     MAX_LIFETIME_S,
@@ -233,6 +234,30 @@ def test_a_node_that_saw_a_revision_takes_no_lower_one(
     assert validator.validate(second)
     assert reason(validator, first) == "manifest"
     assert validator.validate(second)
+
+
+def test_after_a_handover_the_bootstrap_goes_on_and_the_former_key_hands_over_to_no_other(
+    validator: RunRecordValidator,
+    make: Make,
+    operator: Identity,
+    stranger: Identity,
+    manifest: Manifest,
+    run: str,
+    tmp_path: Path,
+) -> None:
+    thief = Identity.load_or_create(tmp_path / "thief.key")
+
+    def handed_over(to: Identity, manifest: Manifest, by: Identity) -> DHTRecord:
+        handovers = (hand_over(operator, to.public_key),)
+        payload = SignedManifest.sign(to, manifest, handovers).to_bytes()
+        return make(signer=by, key=manifest_key(run), subkey=PLAIN, payload=payload)
+
+    following = under_next_key(manifest)
+    assert validator.validate(handed_over(stranger, following, operator))
+    later = in_state(following, "paused")
+    assert reason(validator, handed_over(thief, later, operator)) == "manifest"
+    assert reason(validator, handed_over(stranger, later, stranger)) == "owner"
+    assert validator.validate(handed_over(stranger, later, operator))
 
 
 def test_declaration_cannot_take_the_place_of_the_manifest(

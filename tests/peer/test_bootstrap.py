@@ -221,7 +221,7 @@ def test_a_dead_node_a_dead_archive_and_a_stuck_thread_are_told(
         refused_values=lambda _: Counter({"type": 2}),
     )
     signed = SimpleNamespace(
-        manifest_bytes=b"", public_key=b"", verify=lambda _: SimpleNamespace(root="r" * 64)
+        manifest_bytes=b"", run_key=b"", verify=lambda _: SimpleNamespace(root="r" * 64)
     )
     keeper: Any = SimpleNamespace(run=RUN, own=True, expires_at=1.8e9, signed=signed)
     me: Any = SimpleNamespace(peer_id=ME)

@@ -19,13 +19,19 @@ from dilocox.dht.errors import InvalidInput
 from dilocox.dht.files import write_atomically
 from dilocox.dht.identity import Identity
 from dilocox.dht.invite import run_id
-from dilocox.dht.manifest import SignedManifest
+from dilocox.dht.manifest import REVISIONS_OF_A_KEY, SignedManifest
 from dilocox.dht.manifest_keeper import OwnManifest
 from dilocox.dht.manifest_revisions import RevisionFolder, in_state
 from dilocox.peer.chain.store import Store
 from dilocox.peer.commands import operate
 from dilocox.peer.commands.operate import checked_manifest
-from dilocox.peer.options import EndRunOptions, PauseRunOptions, ResumeRunOptions, ReviseOptions
+from dilocox.peer.options import (
+    EndRunOptions,
+    PauseRunOptions,
+    ResumeRunOptions,
+    ReviseOptions,
+    RotateOptions,
+)
 from tests.peer.kept_chains import ChainMaker
 
 RUN_YAML = {"name": "demo", "model": "tiny", "end_tokens": 1_000_000}
@@ -165,12 +171,35 @@ def test_a_folder_without_the_operators_key_is_refused_by_name(
     with pytest.raises(InvalidInput, match="no bootstrap has run here; name the --state folder"):
         operate.set_state(PauseRunOptions(state=tmp_path / "nowhere"))
     (folder.path / "identity.key").write_bytes(identities[1].path.read_bytes())
-    with pytest.raises(InvalidInput, match="its key is not that of run"):
+    with pytest.raises(InvalidInput, match="not the key that signed the newest revision"):
         operate.set_state(PauseRunOptions(state=folder.path))
     (folder.path / "identity.key").unlink()
-    with pytest.raises(InvalidInput, match="has not the operator's key of run"):
+    with pytest.raises(InvalidInput, match="name the operator's key with --key"):
         operate.set_state(PauseRunOptions(state=folder.path))
     assert not (folder.path / "identity.key").exists(), "and none was made"
+
+
+def test_a_new_key_signs_what_follows_and_the_former_one_nothing(
+    folder: Folder, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert operate.set_state(PauseRunOptions(state=folder.path)) == 0
+    assert operate.rotate(RotateOptions(state=folder.path)) == 0
+    assert f"the operator's key is {folder.path / 'operator.key'}" in capsys.readouterr().out
+    assert folder.state == (REVISIONS_OF_A_KEY, "paused")
+    assert operate.set_state(ResumeRunOptions(state=folder.path)) == 0
+    assert folder.state == (REVISIONS_OF_A_KEY + 1, "running")
+    kept = OwnManifest(folder.key, checked_manifest(folder.yaml()), folder.revisions)
+    assert kept.run == folder.run, "the bootstrap and its invite stay"
+    assert kept.signed.run_key == folder.key.public_key != kept.signed.public_key
+
+    elsewhere = tmp_path / "stick" / "key"
+    elsewhere.parent.mkdir()
+    moved = RotateOptions(state=folder.path, new_key=elsewhere)
+    assert operate.rotate(moved) == 0
+    with pytest.raises(InvalidInput, match="name the operator's key with --key"):
+        operate.set_state(PauseRunOptions(state=folder.path))
+    assert operate.set_state(PauseRunOptions(state=folder.path, key=elsewhere)) == 0
+    assert folder.state == (2 * REVISIONS_OF_A_KEY + 1, "paused")
 
 
 def test_a_bootstrap_starts_with_the_first_run_yaml_or_the_newest_and_no_other(

@@ -228,16 +228,19 @@ def _unequal(swarm: LocalSwarm, stage: int) -> list[str]:
 
 
 def _not_replayed(swarm: LocalSwarm, stage: int) -> list[str]:
-    """Whether another process finds the anchors from the records of a peer that has come far."""
-    peer = max(swarm.of_stage(stage), key=_rounds)
-    os.kill(peer.child.pid, signal.SIGKILL)
-    peer.expected = False
-    swarm.wait_until_gone(peer)
-    found = replay_on(Machine(name="another process"), peer.state)
-    told = {line["round"]: line["anchor_sha256"] for line in peer.rounds}
-    flaws = [f"stage {stage}: {flaw}" for flaw in found.flaws]
-    if not found.replayed:
-        flaws.append(f"stage {stage}: nothing could be replayed")
-    elif told.get(found.replayed[-1], found.anchor_sha256) != found.anchor_sha256:
-        flaws.append(f"stage {stage}: the replay's anchor is another one")
-    return flaws
+    """Whether another process finds the anchors from the records of a peer. One that has just
+    taken a snapshot, or a state of others, may have no record after it: then the next is asked.
+    """
+    for peer in sorted(swarm.of_stage(stage), key=_rounds, reverse=True):
+        os.kill(peer.child.pid, signal.SIGKILL)
+        peer.expected = False
+        swarm.wait_until_gone(peer)
+        found = replay_on(Machine(name="another process"), peer.state)
+        flaws = [f"stage {stage}, {peer.name}: {flaw}" for flaw in found.flaws]
+        told = {line["round"]: line["anchor_sha256"] for line in peer.rounds}
+        if flaws or found.replayed:
+            newest = found.replayed[-1] if found.replayed else -1
+            if told.get(newest, found.anchor_sha256) != found.anchor_sha256:
+                flaws.append(f"stage {stage}, {peer.name}: the replay's anchor is another one")
+            return flaws
+    return [f"stage {stage}: nothing could be replayed"]

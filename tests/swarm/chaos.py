@@ -13,7 +13,7 @@ import random
 import signal
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -228,19 +228,32 @@ def _unequal(swarm: LocalSwarm, stage: int) -> list[str]:
 
 
 def _not_replayed(swarm: LocalSwarm, stage: int) -> list[str]:
-    """Whether another process finds the anchors from the records of a peer. One that has just
-    taken a snapshot, or a state of others, may have no record after it: then the next is asked.
+    """Whether another process finds the anchors from kept records. A peer that has taken a state of
+    others may have no record after it: then the next one is asked, and at last the archive.
     """
+    told = {
+        line["round"]: line["anchor_sha256"]
+        for peer in swarm.of_stage(stage)
+        for line in peer.rounds
+    }
     for peer in sorted(swarm.of_stage(stage), key=_rounds, reverse=True):
         os.kill(peer.child.pid, signal.SIGKILL)
         peer.expected = False
         swarm.wait_until_gone(peer)
-        found = replay_on(Machine(name="another process"), peer.state)
-        flaws = [f"stage {stage}, {peer.name}: {flaw}" for flaw in found.flaws]
-        told = {line["round"]: line["anchor_sha256"] for line in peer.rounds}
-        if flaws or found.replayed:
-            newest = found.replayed[-1] if found.replayed else -1
-            if told.get(newest, found.anchor_sha256) != found.anchor_sha256:
-                flaws.append(f"stage {stage}, {peer.name}: the replay's anchor is another one")
+        if (flaws := _flaws_of(peer.state, stage, told)) is not None:
             return flaws
-    return [f"stage {stage}: nothing could be replayed"]
+    swarm.kill_bootstrap()
+    flaws = _flaws_of(swarm.folder / "bootstrap", stage, told)
+    swarm.restart_bootstrap()
+    return [f"stage {stage}: nothing could be replayed"] if flaws is None else flaws
+
+
+def _flaws_of(folder: Path, stage: int, told: Mapping[int, str]) -> list[str] | None:
+    """What a replay of this folder finds; None where there is nothing to replay."""
+    found = replay_on(Machine(name="another process"), folder, stage)
+    flaws = [f"stage {stage}, {folder.name}: {flaw}" for flaw in found.flaws]
+    if not found.replayed:
+        return flaws or None
+    if told.get(found.replayed[-1], found.anchor_sha256) != found.anchor_sha256:
+        flaws.append(f"stage {stage}, {folder.name}: the replay's anchor is another one")
+    return flaws

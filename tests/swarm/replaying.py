@@ -1,7 +1,7 @@
 """Replays a state folder's chain as another machine would: other threads, other vector units, and
 sums of factors in another order.
 
-    python -m tests.swarm.replaying FOLDER [--threads N] [--permuted SEED]
+    python -m tests.swarm.replaying FOLDER STAGE [--threads N] [--permuted SEED]
 
 A process of its own, because torch and numpy choose their code when they are imported. Prints JSON.
 """
@@ -52,10 +52,10 @@ class Replay:
     numpy_paths: list[str]  # of numpy's code for vector units, what it may take
 
 
-def replay_on(machine: Machine, folder: Path) -> Replay:
-    """Replay the chain of a peer's state folder in a process of its own."""
+def replay_on(machine: Machine, folder: Path, stage: int = 0) -> Replay:
+    """Replay the chain of a peer's, or the bootstrap's, state folder in a process of its own."""
     command = [sys.executable, "-W", "ignore", "-m", "tests.swarm.replaying", str(folder)]
-    command += ["--threads", str(machine.threads)]
+    command += [str(stage), "--threads", str(machine.threads)]
     if machine.permuted is not None:
         command += ["--permuted", str(machine.permuted)]
     environment = os.environ | (PLAIN if machine.plain else {})
@@ -105,6 +105,7 @@ def main() -> None:
     """Replay and print."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("folder", type=Path)
+    parser.add_argument("stage", type=int)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--permuted", type=int)
     arguments = parser.parse_args()
@@ -116,8 +117,8 @@ def main() -> None:
 
     torch.set_num_threads(arguments.threads)
     permuted = None if arguments.permuted is None else _permute_terms(arguments.permuted)
-    kept = kept_run(arguments.folder)
-    ((stage, chain),) = kept.stages.items()
+    kept, stage = kept_run(arguments.folder), arguments.stage
+    chain = kept.stages[stage]
     found = replay(kept.manifest(), kept.run, stage, chain.records, chain.states)
     if permuted is not None and not permuted():
         raise RuntimeError("no product was permuted: is this a run in low rank?")

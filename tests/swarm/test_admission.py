@@ -77,7 +77,8 @@ def test_in_a_listed_run_those_who_are_admitted_train_and_nobody_hears_another_o
     operate(swarm, "admit", intruder.peer_id)
     wait_for_a_record_of(swarm, first, second, intruder)
     second.expected = False
-    operate(swarm, "revoke", second.peer_id)
+    assert "from now on the operator's key is" in operate(swarm, "rotate")
+    operate(swarm, "revoke", second.peer_id)  # signed with the new one
     ends_unadmitted(swarm, second)
     wait_for_a_record_of(swarm, first, intruder)
     assert second.peer_id not in operate(swarm, "admitted")

@@ -31,7 +31,7 @@ class Joined:
     """A place in the swarm of one run.
 
     witness: peer id of the operator's bootstrap, whose archive vouches for the chains of the run:
-    it has the key that signed the manifest. Empty: nobody does.
+    it has the key that the run id was made of. Empty: nobody does.
     """
 
     identity: Identity

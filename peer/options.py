@@ -152,6 +152,11 @@ State = Annotated[
     Path,
     typer.Option(help="Folder for identity, snapshots and log; it belongs to one peer at a time."),
 ]
+PeerIds = Annotated[
+    tuple[str, ...],
+    typer.Argument(help="Their ids, as `dilocox peer` tells them.", metavar="PEER_ID..."),
+    ReadFrom(list[str], peer_ids),
+]
 OperatorState = Annotated[
     Path,
     typer.Option(
@@ -330,11 +335,7 @@ class RollbackOptions(OperateOptions):
 class AdmitOptions(OperateOptions):
     """Let peers take part in a run whose run.yaml says `admission: listed`."""
 
-    peers: Annotated[
-        tuple[str, ...],
-        typer.Argument(help="Their ids, as `dilocox peer` prints them.", metavar="PEER_ID..."),
-        ReadFrom(list[str], peer_ids),
-    ]
+    peers: PeerIds
     days: Annotated[
         int, typer.Option(min=1, max=3650, help="For so long; admit them again to prolong it.")
     ] = 30
@@ -344,11 +345,7 @@ class AdmitOptions(OperateOptions):
 class RevokeOptions(OperateOptions):
     """Take back that peers are admitted: all others refuse them within a minute."""
 
-    peers: Annotated[
-        tuple[str, ...],
-        typer.Argument(help="Their ids.", metavar="PEER_ID..."),
-        ReadFrom(list[str], peer_ids),
-    ]
+    peers: PeerIds
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -35,7 +35,7 @@ SETTLED_RECORDS = 3  # that the witness vouched for: a fork further back is nobo
 class Trust:
     """Which claims for one stage's chain count.
 
-    witness: peer id of the operator's bootstrap, which signs the manifest. Its archive has checked
+    witness: peer id of the operator's bootstrap, which the run id was made of. Its archive checked
     what it claims record by record, and each record names the one before: so its one signed claim
     vouches for the whole chain behind it. Where it is silent, behind, or no claim of it fits, those
     do whose values are in the last ten records of our chain: a record that more than half of them

@@ -138,9 +138,11 @@ class Reporter:
 
 def _cut_half_line(path: Path) -> None:
     """Of a line that a full disk cut: else the next one would be part of it."""
-    with contextlib.suppress(FileNotFoundError), path.open("rb+") as file:
-        data = file.read()
-        file.truncate(data.rfind(b"\n") + 1)
+    try:
+        with contextlib.suppress(FileNotFoundError), path.open("rb+") as file:
+            file.truncate(file.read().rfind(b"\n") + 1)
+    except OSError as error:
+        raise disk_fault(path, error) from error
 
 
 def strict_json(facts: Mapping[str, Any]) -> str:

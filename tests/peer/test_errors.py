@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-import shutil
 import signal
 import socket
-import subprocess
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -25,6 +23,7 @@ from tests.peer.commands import (
     run_here,
     write_manifest,
 )
+from tests.swarm import disks
 
 NOBODY = (
     "dilocox:0123456789abcdef0123456789abcdef@/ip4/127.0.0.1/tcp/1/p2p/"
@@ -202,16 +201,13 @@ def test_state_folder_of_a_running_peer_is_refused_and_the_peer_runs_on(
 @pytest.fixture
 def small_disk() -> Iterator[Path]:
     """A file system of 2 MB."""
-    if os.geteuid():
-        pytest.skip("only root may mount a small file system")
-    folder = Path(tempfile.mkdtemp(prefix="disk-", dir="/tmp"))
-    mount = ["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", str(folder)]
-    if shutil.which("mount") is None or subprocess.run(mount, check=False).returncode:
-        folder.rmdir()
-        pytest.skip("this machine does not let us mount a small file system")
-    yield folder
-    subprocess.run(["umount", str(folder)], check=True)
-    folder.rmdir()
+    if reason := disks.available():
+        pytest.skip(reason)
+    with (
+        tempfile.TemporaryDirectory(prefix="disk-", dir="/tmp") as folder,
+        disks.small_disk(Path(folder, "disk"), 2 << 20) as disk,
+    ):
+        yield disk
 
 
 @pytest.mark.swarm

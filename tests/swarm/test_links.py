@@ -140,6 +140,15 @@ def test_tcp_gets_the_rate_of_the_link(lab: Lab, mbit: float, delay_ms: float) -
 
 
 @pytest.mark.swarm
+def test_a_link_is_slowed_and_quickened_while_it_is_used(lab: Lab) -> None:
+    links = lab.links(2, mbit=50)
+    links.slow(1, 10.0, 20.0)
+    assert rates(lab, links, [(1, 0)], 10.0, seconds=2.0) == pytest.approx([10.0], rel=TOLERANCE)
+    links.quicken(1)
+    assert rates(lab, links, [(1, 0)], 50.0, seconds=2.0) == pytest.approx([50.0], rel=TOLERANCE)
+
+
+@pytest.mark.swarm
 def test_what_passes_a_link_is_counted(lab: Lab) -> None:
     links, payload = lab.links(2, mbit=50), 50e6 / 8
     assert flow(lab, links, 1, 0, 50, seconds=1.0).line()

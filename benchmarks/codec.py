@@ -118,7 +118,7 @@ def main() -> None:
     for heading in ("size", "encode", "decode", "decode into", "memory"):
         table.add_column(heading, justify="right")
     table.add_row(*measure_copies(values, arguments.seconds))
-    for bits in (4, 8, 16, 32):
+    for bits in (2, 4, 8, 16, 32):
         table.add_row(*measure(values, bits, arguments.seconds))
     Console().print(table)
 

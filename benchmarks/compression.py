@@ -73,6 +73,7 @@ CODECS: dict[str, dict[str, Any]] = {
     "16 bit": {"scheme": "dense", "bits": 16},
     "8 bit": {"scheme": "dense", "bits": 8},
     "4 bit": {"scheme": "dense", "bits": 4},
+    "2 bit": {"scheme": "dense", "bits": 2},
     **{f"rank {rank}": {"rank": rank, "adaptive": False} for rank in FIXED_RANKS},
     "adaptive": {},
     "adaptive, 64": {"rank": 64},

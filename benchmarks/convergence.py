@@ -44,6 +44,7 @@ from benchmarks.convergence_rules import (
     FOUR_BIT,
     MUON,
     MUON_FOUR_BIT,
+    MUON_TWO_BIT,
     PUBLISHED,
     SCALED,
     SIXTEEN_BIT,
@@ -59,7 +60,7 @@ from benchmarks.tables import narrow
 
 FIRST_SEED = 20  # of the tables
 CURVE_POINTS = 12
-REFERENCES = {MUON_FOUR_BIT: MUON}  # of all others: SYNCHRONOUS
+REFERENCES = {MUON_FOUR_BIT: MUON, MUON_TWO_BIT: MUON}  # of all others: SYNCHRONOUS
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,7 +113,7 @@ def print_table(world: World, found: Mapping[str, Sequence[Outcome]], console: C
             f"1/{fp16 / sent:.1f}" if sent < fp16 else f"{sent / fp16:.1f}",
         )
     console.print(table)
-    console.print(f"{MUON_FOUR_BIT}: over {MUON}", highlight=False)
+    console.print(f"{', '.join(REFERENCES)}: over {MUON}", highlight=False)
 
 
 def print_goals(world: World, found: Mapping[str, Sequence[Outcome]], console: Console) -> None:

@@ -39,10 +39,12 @@ SYNCHRONOUS = "DiLoCo"
 PUBLISHED = "DiLoCoX"
 SIXTEEN_BIT = "ours, 16 bit"
 FOUR_BIT = "ours, 4 bit"
+TWO_BIT = "ours, 2 bit"
 ADAPTIVE = "ours, adaptive"
 DEFAULTS = "ours, defaults"
 MUON = "DiLoCo, Muon"
 MUON_FOUR_BIT = "ours, Muon"
+MUON_TWO_BIT = "ours, Muon 2 bit"
 
 INNER_RATE = 1.5e-3  # the best of three for synchronous DiLoCo
 MUON_RATE = 1.6e-2  # the same
@@ -55,10 +57,12 @@ TUNED = {
     PUBLISHED: (0.5, 0.0),
     SIXTEEN_BIT: (1.0, 0.0),
     FOUR_BIT: (1.0, 0.0),
+    TWO_BIT: (1.0, 0.0),
     ADAPTIVE: (1.0, 0.0),
     DEFAULTS: (1.0, 0.0),
     MUON: (0.7, 0.5),
     MUON_FOUR_BIT: (0.7, 0.5),
+    MUON_TWO_BIT: (0.7, 0.5),
 }
 ALL_REDUCE_RATE = 2e-3  # its inner learning rate, tuned in place of an outer step
 
@@ -78,7 +82,7 @@ def rules(world: World) -> dict[str, Rule]:
     muon = replace(adamw, optimizer="muon", muon_learning_rate=MUON_RATE)
     fast = replace(adamw, learning_rate=ALL_REDUCE_RATE)
     wider = world.model["hidden_size"] // 64
-    four_bit = replace(DENSE, bits=4)
+    four_bit, two_bit = replace(DENSE, bits=4), replace(DENSE, bits=2)
     fixed = replace(four_bit, scheme="low_rank", rank=wider * FIXED_RANK)
     adaptive = replace(
         fixed, rank=wider * START_RANK, min_rank=wider * MIN_RANK, max_rank=wider * MAX_RANK
@@ -90,10 +94,12 @@ def rules(world: World) -> dict[str, Rule]:
         PUBLISHED: Rule(merge="reset", compression=fixed, inner=adamw),
         SIXTEEN_BIT: Rule(merge="rebase", compression=DENSE, inner=adamw),
         FOUR_BIT: Rule(merge="rebase", compression=four_bit, inner=adamw),
+        TWO_BIT: Rule(merge="rebase", compression=two_bit, inner=adamw),
         ADAPTIVE: Rule(merge="rebase", compression=adaptive, energy=ENERGY, inner=adamw),
         DEFAULTS: Rule(merge="rebase", compression=default, energy=CODEC.energy, inner=adamw),
         MUON: Rule(merge="none", compression=DENSE, inner=muon),
         MUON_FOUR_BIT: Rule(merge="rebase", compression=four_bit, inner=muon),
+        MUON_TWO_BIT: Rule(merge="rebase", compression=two_bit, inner=muon),
     }
     return {name: _tuned(name, rule) for name, rule in found.items()}
 

@@ -34,7 +34,7 @@ MARGIN = 1.5  # a phase may take so much longer than the phase before it lets on
 class Compression:
     """What the manifest says of a run's exchanges.
 
-    bits: 4, 8, 16 or 32 per value; 4 or 8 with low_rank. max_factor: see
+    bits: 2, 4, 8, 16 or 32 per value; 4 or 8 with low_rank. max_factor: see
     group_quantization.py. rank: of the first exchange. min_rank, max_rank: its bounds.
     """
 

@@ -460,7 +460,7 @@ def _check_together(manifest: Manifest) -> None:
                 f"it must be at most model.{name} ({positions})"
             )
     codec = manifest.codec
-    if codec.scheme != "dense" and codec.bits > 8:
+    if codec.scheme != "dense" and codec.bits not in (4, 8):
         raise InvalidInput(
             f"codec.bits is {codec.bits} with codec.scheme {codec.scheme}; it must be 4 or 8, "
             "or the scheme dense"

@@ -56,7 +56,7 @@ def with_defaults(given: dict[str, Any]) -> dict[str, Any]:
         case _:
             pass
     match given.get("codec"):
-        case {"bits": 16 | 32, **rest} if "scheme" not in rest:
+        case {"bits": 2 | 16 | 32, **rest} if "scheme" not in rest:
             given["codec"] = {"scheme": "dense"} | given["codec"]
         case _:
             pass
@@ -259,8 +259,8 @@ class CodecSpec:
     """How pseudo-gradients travel.
 
     scheme: "low_rank" sends the factors of every matrix that gains from it, "dense" all values;
-        low_rank if left out, with 16 or 32 bits dense.
-    bits: 4, 8 or 16 per value in groups of 64, or 32 for raw fp32.
+        low_rank if left out, with 2, 16 or 32 bits dense.
+    bits: 4, 8 or 16 per value in groups of 64, 2 in groups of 256, or 32 for raw fp32.
     rank: of the first exchange. adaptive: later ones have, per matrix, the rank that holds `energy`
         of the average, from min_rank to max_rank.
     residual_decay: what is kept of the codec's error each round.
@@ -268,7 +268,7 @@ class CodecSpec:
     """
 
     scheme: Literal["low_rank", "dense"] = "low_rank"
-    bits: Literal[4, 8, 16, 32] = 4
+    bits: Literal[2, 4, 8, 16, 32] = 4
     rank: Integer = Field(default=16, ge=1, le=64)
     adaptive: StrictBool = True
     energy: Number = Field(default=0.95, gt=0, le=1)

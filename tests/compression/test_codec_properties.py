@@ -16,7 +16,7 @@ from dilocox.compression.group_quantization import GroupCodec
 LIMITS = {4: 7, 8: 127, 16: 32767}
 WIDE = 2.0**96  # the largest max_factor: lets tests use every magnitude that a codec can know
 CODED = pytest.mark.parametrize("bits", [4, 8, 16])
-ALL = pytest.mark.parametrize("bits", [4, 8, 16, 32])
+ALL = pytest.mark.parametrize("bits", [2, 4, 8, 16, 32])
 EXAMPLES = settings(deadline=None, max_examples=60)
 
 any_values = hnp.arrays(

@@ -34,7 +34,7 @@ from tests.peer.members import (
 )
 
 BOTH = pytest.mark.parametrize("scheme", ["dense", "low_rank"])
-FORMS = [("dense", 4), ("dense", 8), ("dense", 32), ("low_rank", 4), ("low_rank", 8)]
+FORMS = [("dense", bits) for bits in (2, 4, 8, 32)] + [("low_rank", bits) for bits in (4, 8)]
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 4])

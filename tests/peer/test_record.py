@@ -387,7 +387,9 @@ def test_no_header_of_a_group_that_is_let_in_is_longer_than_a_log_takes(
     assert "claims" in refused(longer), "it would have been made, and then refused"
 
 
-@pytest.mark.parametrize(("scheme", "bits"), [("dense", 4), ("dense", 32), ("low_rank", 8)])
+@pytest.mark.parametrize(
+    ("scheme", "bits"), [("dense", 2), ("dense", 4), ("dense", 32), ("low_rank", 8)]
+)
 def test_no_record_of_a_stage_is_larger_than_its_limit(scheme: str, bits: int) -> None:
     """Not under the largest ranks either, nor in as many parts as its vectors can have."""
     codec = codec_of(LAYOUT, scheme, bits=bits)

@@ -50,6 +50,7 @@ logger = logging.getLogger(__name__)
 
 RunState = Literal["running", "paused", "ended"]
 
+FOR_PEOPLE = ("about", "licence", "samples.")  # no peer trains by them, so none starts again
 REVISABLE = (
     "admission",
     "end_tokens",
@@ -64,6 +65,7 @@ REVISABLE = (
     "outer.learning_rate",
     "outer.momentum",
     "deadlines.",
+    *FOR_PEOPLE,
 )
 REASONS = {
     "name": "the run id is made of it",
@@ -144,10 +146,7 @@ def revised(before: Manifest, wanted: Manifest) -> Manifest:
     if not found:
         raise InvalidInput("nothing differs from the run's manifest: edit a value first")
     for change in found:
-        if not any(
-            change.field == name or (name.endswith(".") and change.field.startswith(name))
-            for name in REVISABLE
-        ):
+        if not _is_of(change, REVISABLE):
             reason = REASONS.get(change.field.partition(".")[0], "all peers rely on it")
             may = ", ".join(name.rstrip(".") for name in REVISABLE)
             raise InvalidInput(
@@ -155,7 +154,18 @@ def revised(before: Manifest, wanted: Manifest) -> Manifest:
                 f"cannot change in a running run ({reason}): put it back, or start a run of "
                 f"another name. What may change: {may}"
             )
-    return _under_new_rules(before, replace(wanted, operation=before.operation))
+    following = replace(wanted, operation=before.operation)
+    if all(_is_of(change, FOR_PEOPLE) for change in found):
+        return _under_same_rules(following, root=before.root)
+    return _under_new_rules(before, following)
+
+
+def _is_of(change: Change, names: Sequence[str]) -> bool:
+    """Whether it is of these fields; a name that ends in a point is a section."""
+    return any(
+        change.field == name or (name.endswith(".") and change.field.startswith(name))
+        for name in names
+    )
 
 
 def in_state(before: Manifest, state: RunState) -> Manifest:

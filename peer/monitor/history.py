@@ -1,4 +1,4 @@
-"""What a monitor has learnt of a swarm: chains, losses, throughput, who came and went, faults.
+"""What a monitor has learnt of a swarm: chains, losses, throughput, who came and went, events.
 
 Everything is bounded: curves lose every second point of their older half when they grow too long,
 samples double their spacing. All of it is one JSON file, so that a monitor that starts again has it
@@ -28,6 +28,7 @@ from dilocox.dht.files import write_atomically
 from dilocox.dht.records import ReplicaRecord
 from dilocox.peer.chain.summary import ChainRound, tokens_by_peer
 from dilocox.peer.monitor.chains import DETAILED, Walk
+from dilocox.peer.monitor.events import EventLog
 from dilocox.peer.monitor.look import SwarmLook, finite
 
 logger = logging.getLogger(__name__)
@@ -42,7 +43,6 @@ USUAL_TIMES = 9  # of the newest rounds, for how long one usually takes
 MAX_LOSSES = 1200
 MAX_SAMPLES = 720
 SAMPLE_S = 5.0
-MAX_FAULTS = 50
 MAX_TEXT = 120
 MAX_LOSS = 1e4  # nats a token
 ROUNDS_AHEAD = 8  # of most replicas one may be
@@ -163,14 +163,6 @@ class StageRounds:
         self.tokens = +self.tokens  # none below one
 
 
-@dataclass(frozen=True)
-class FaultLine:
-    """Something that went wrong. at: seconds since the epoch."""
-
-    at: float
-    text: str
-
-
 @dataclass(kw_only=True)
 class Samples:
     """Throughput over time, evenly spaced, bounded. rows: means over `spacing_s` each; pending:
@@ -219,7 +211,7 @@ class SwarmHistory:
     version: int = VERSION
     losses: dict[int, list[float | None]] = field(default_factory=dict[int, list[float | None]])
     samples: Samples = field(default_factory=Samples)
-    faults: list[FaultLine] = field(default_factory=list[FaultLine])
+    events: EventLog = field(default_factory=EventLog)
     faults_total: int = 0
     joined_total: int = 0
     left_total: int = 0
@@ -283,6 +275,7 @@ class SwarmHistory:
         self._count_voids(look)
         self._hear_faults(look)
         self._hear_losses(list(look.replicas.values()))
+        self.events.look(look, self.stages[0].chain_tokens, self.validation)
         self.samples.add(look.at, look.tokens_per_s, len(self.present))
 
     def walked(self, walk: Walk, now: float) -> None:
@@ -325,6 +318,7 @@ class SwarmHistory:
 
     def _come_and_go(self, look: SwarmLook) -> None:
         present = {peer: stage for stage in look.stages for peer in look.present(stage)}
+        self.events.come_and_go(look, self.present, present)
         came = present.keys() - self.present.keys()
         self.joined_total += len(came)
         self.peers_total += len(came - self.met.keys())
@@ -394,7 +388,7 @@ class SwarmHistory:
         thin_out(self.losses, MAX_LOSSES)
 
     def _fault(self, at: float, text: str) -> None:
-        self.faults = [*self.faults, FaultLine(at, cut(text))][-MAX_FAULTS:]
+        self.events.add(at, "fault", cut(text))
 
     @property
     def counters(self) -> tuple[float, ...]:

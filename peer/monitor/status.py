@@ -12,19 +12,20 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from itertools import islice
 from statistics import median_low
 from typing import Any
 
-from dilocox import __version__
+from dilocox import PROJECT_URL, __version__
 from dilocox.dht.records import ReplicaRecord, StageRecord, figures_of
 from dilocox.peer.chain.summary import ChainRound
 from dilocox.peer.http_pages import RUN_LABEL, MetricSpec, MetricTable, Value, one_of
 from dilocox.peer.monitor.health import STATES, Health
 from dilocox.peer.monitor.history import SwarmHistory, cut
 from dilocox.peer.monitor.look import SwarmLook, finite
+from dilocox.peer.monitor.samples import ModelSample
 from dilocox.pipeline.candidates import cannot_be_reached
 
 PREFIX = "dilocox_swarm_"
@@ -35,7 +36,8 @@ OTHER = "other"
 MAX_PEERS_SHOWN = 64  # of a stage; the others are counted
 MAX_REPLICAS_SHOWN = 64
 MAX_CONTRIBUTORS_SHOWN = 50
-MAX_FAULTS_SHOWN = 12
+MAX_EVENTS_SHOWN = 40
+NEWEST_SAMPLES = 3  # of one prompt; of older ones fewer the older they are
 SHORT = 24  # letters of a version or codec
 
 _VERSION = re.compile(r"[0-9A-Za-z.+-]{1,24}")
@@ -43,13 +45,18 @@ _VERSION = re.compile(r"[0-9A-Za-z.+-]{1,24}")
 
 @dataclass(frozen=True)
 class Seen:
-    """All that one look says; what the metrics and the page are made of."""
+    """All that one look says; what the metrics and the page are made of.
+
+    samples: of the manifest's prompt, the newest first. parameters: of the model, where known.
+    """
 
     run: str
     invite: str
     look: SwarmLook
     history: SwarmHistory
     health: Health
+    samples: Sequence[ModelSample] = ()
+    parameters: int | None = None
 
     @property
     def stages(self) -> range:
@@ -293,12 +300,44 @@ def status_of(seen: Seen) -> dict[str, Any]:
             for number, row in sorted(history.losses.items())
         ],
         "throughput": [[round(at, 1), round(s, 2), n] for at, s, n in history.samples.rows],
-        "faults": [
-            {"at": round(each.at, 1), "text": each.text}
-            for each in islice(reversed(history.faults), MAX_FAULTS_SHOWN)
+        "rollbacks": [number for _, number in manifest.operation.rollbacks],
+        "events": [
+            {"at": round(each.at, 1), "kind": each.kind, "text": each.text, "count": each.count}
+            for each in islice(reversed(history.events.rows), MAX_EVENTS_SHOWN)
         ],
+        "trained": _trained(seen),
+        "samples": _samples(seen.samples),
         "contributions": _contributions(look, history),
     }
+
+
+def _trained(seen: Seen) -> dict[str, Any]:
+    """What the run trains, as its operator signed it."""
+    manifest = seen.look.manifest
+    return {
+        "about": manifest.about,
+        "licence": manifest.licence,
+        "model": cut(str(manifest.model["model_type"]), SHORT),
+        "preset": manifest.preset,
+        "checkpoint": cut(manifest.initial.source),
+        "parameters": seen.parameters,
+        "stages": manifest.stages,
+        "data": [cut(each.source) for each in (manifest.data, *manifest.data.more)],
+        "tokenizer": cut(manifest.data.tokenizer),
+        "project": PROJECT_URL,
+    }
+
+
+def _samples(rows: Sequence[ModelSample]) -> list[dict[str, Any]]:
+    """The newest ones, and back from there at twice the distance each time."""
+    shown, at, step = list[ModelSample](), 0, 1
+    while at < len(rows):
+        shown.append(rows[at])
+        step *= 1 if len(shown) < NEWEST_SAMPLES else 2
+        at += step
+    if rows and shown[-1] != rows[-1]:
+        shown.append(rows[-1])
+    return [asdict(each) for each in shown]
 
 
 def _stage(number: int, look: SwarmLook, history: SwarmHistory) -> dict[str, Any]:

@@ -32,7 +32,7 @@ COLORS = 64
 def main() -> None:
     """Draw them all."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("states", nargs="*", default=list(STATES), choices=[*STATES, []])
+    parser.add_argument("states", nargs="*", metavar="STATE", help=", ".join(STATES))
     parser.add_argument("--folder", type=Path, default=DOCS / "pictures")
     parser.add_argument("--parts", type=Path, help="also keep each picture alone, there")
     arguments = parser.parse_args()
@@ -41,7 +41,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as temporary:
         parts = arguments.parts or Path(temporary)
         parts.mkdir(parents=True, exist_ok=True)
-        for state in arguments.states:
+        for state in arguments.states or STATES:
             drawn = draw(state, STATES[state](), parts)
             file = arguments.folder / f"{state}.png"
             beside(drawn).save(file, optimize=True)

@@ -263,15 +263,18 @@ function drawPeer(parent, peer, sitsOut, options = {}) {
 function drawStages(status) {
   const box = at("stages"), stages = status.stages, room = box.clientWidth, begun = begunWith(status);
   const most = Math.max(1, Math.floor((room + 8) / (room < 560 ? 116 : 128)));
-  const columns = Math.ceil(stages.length / Math.ceil(stages.length / most));
+  const even = [];  // rows of the same length, where they are not much shorter
+  for (let n = most; n >= most / 2; n--) if (stages.length % n === 0) even.push(n);
+  const columns = even[0] || Math.ceil(stages.length / Math.ceil(stages.length / most));
   box.style.setProperty("--columns", columns);
   box.replaceChildren();
   const busy = new Set(status.replicas.flatMap(replica => replica.members));
   for (const stage of stages) {
     const missing = bare(stage) && begun;
     const card = make(box, "div", {class: "stage" + (missing ? " missing" : bare(stage) ? " open" : "")});
-    make(card, "b", {}, `Stage ${stage.stage}`);
-    make(card, "span", {class: missing ? "bad" : ""}, bare(stage) ? missing ? "no peer" : "no peer yet"
+    const title = make(card, "div", {class: "title"});
+    make(title, "b", {}, `Stage ${stage.stage}`);
+    make(title, "span", {class: missing ? "bad" : ""}, bare(stage) ? missing ? "no peer" : "no peer yet"
       : count(stage.peers.length + stage.more, "peer"));
     const ranks = [...new Set(stage.ranks || [])], facts = [];
     if (stage.round !== null) facts.push(`round ${stage.round}`);

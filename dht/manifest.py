@@ -54,7 +54,6 @@ __all__ = [
     "OuterSpec",
     "PipelineSpec",
     "RoundSpec",
-    "SampleSpec",
     "SignedManifest",
     "preset_names",
     "warnings",

@@ -146,7 +146,10 @@ def revised(before: Manifest, wanted: Manifest) -> Manifest:
     if not found:
         raise InvalidInput("nothing differs from the run's manifest: edit a value first")
     for change in found:
-        if not _is_of(change, REVISABLE):
+        if not any(
+            change.field == name or (name.endswith(".") and change.field.startswith(name))
+            for name in REVISABLE
+        ):
             reason = REASONS.get(change.field.partition(".")[0], "all peers rely on it")
             may = ", ".join(name.rstrip(".") for name in REVISABLE)
             raise InvalidInput(
@@ -155,17 +158,9 @@ def revised(before: Manifest, wanted: Manifest) -> Manifest:
                 f"another name. What may change: {may}"
             )
     following = replace(wanted, operation=before.operation)
-    if all(_is_of(change, FOR_PEOPLE) for change in found):
+    if all(change.field.startswith(FOR_PEOPLE) for change in found):
         return _under_same_rules(following, root=before.root)
     return _under_new_rules(before, following)
-
-
-def _is_of(change: Change, names: Sequence[str]) -> bool:
-    """Whether it is of these fields; a name that ends in a point is a section."""
-    return any(
-        change.field == name or (name.endswith(".") and change.field.startswith(name))
-        for name in names
-    )
 
 
 def in_state(before: Manifest, state: RunState) -> Manifest:

@@ -352,11 +352,9 @@ class InitialSpec:
 
 @dataclass(frozen=True, kw_only=True, config=CHECKED)
 class SampleSpec:
-    """What the model is asked from time to time, for people to see how it gets better. Monitors do
-    so, and no peer; without a prompt nobody does.
+    """What monitors let the model continue, for people to see how it gets better.
 
-    prompt: the text that it continues. every: rounds between two answers, at least. tokens: the
-    length of an answer, at most.
+    prompt: empty: nothing. every: rounds between two answers, at least. tokens: of one, at most.
     """
 
     prompt: Text | Literal[""] = Field(default="", description="text of one line, 512 characters")

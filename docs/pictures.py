@@ -26,7 +26,8 @@ from tests.swarm.browser import DARK, chromium, screenshot
 
 DOCS = Path(__file__).parent
 WIDTHS = {1280: 3200, 390: 7000}  # and how high a page may be
-COLORS = 64
+NARROW = 560
+COLORS = 255
 
 
 def main() -> None:
@@ -47,7 +48,7 @@ def main() -> None:
             beside(drawn).save(file, optimize=True)
             sys.stdout.write(f"{file}: {file.stat().st_size / 1e3:.0f} kB\n")
             if state == "training" and arguments.folder == DOCS / "pictures":
-                drawn[0].quantize(COLORS).save(DOCS / "status.png", optimize=True)
+                few_colors(drawn[0]).save(DOCS / "status.png", optimize=True)
 
 
 def draw(state: str, status: dict[str, Any], folder: Path) -> list[Image.Image]:
@@ -79,15 +80,26 @@ def cropped(image: Image.Image, margin: int = 24) -> Image.Image:
 
 
 def beside(images: list[Image.Image], gap: int = 24) -> Image.Image:
-    """All in one, at half their size, of few colours: a modest file."""
-    width = sum(each.width for each in images) + gap * (len(images) - 1)
-    sheet = Image.new("RGB", (width, max(each.height for each in images)), (128, 134, 142))
-    left = 0
-    for each in images:
-        sheet.paste(each, (left, 0))
+    """All in one, at half their size; what is high and narrow is cut into two columns."""
+    high = max(each.height for each in images if each.width > NARROW)
+    parts = [
+        each.crop((0, top, each.width, min(each.height, top + high)))
+        for each in images
+        for top in range(0, each.height, high)
+    ]
+    width = sum(each.width for each in parts) + gap * (len(parts) + 1)
+    sheet = Image.new("RGB", (width, high + 2 * gap), (128, 134, 142))
+    left = gap
+    for each in parts:
+        sheet.paste(each, (left, gap))
         left += each.width + gap
     half = sheet.resize((sheet.width // 2, sheet.height // 2), Image.Resampling.LANCZOS)
-    return half.quantize(COLORS)
+    return few_colors(half)
+
+
+def few_colors(image: Image.Image) -> Image.Image:
+    """For a modest file; the palette has the rare colours of lines and dots, too."""
+    return image.quantize(COLORS, method=Image.Quantize.MAXCOVERAGE)
 
 
 if __name__ == "__main__":

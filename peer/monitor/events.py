@@ -1,8 +1,7 @@
 """What happened in a run, in lines for people: who came, moved and left, what broke and healed,
 what the operator changed, and what the run has reached.
 
-Pure: from a look and what the one before it said. What happens again and again is one line with a
-number. A monitor that starts does not tell of what was there before it.
+Pure: from two looks. What happens again and again is one line with a number.
 """
 
 from __future__ import annotations
@@ -60,40 +59,45 @@ class EventLog:
         self, look: SwarmLook, before: Mapping[str, int], present: Mapping[str, int]
     ) -> None:
         """Peers by their stage, at the look before and now."""
-        came = sorted(present.keys() - before.keys())
-        left = sorted(
-            peer
-            for peer, stage in before.items()
-            if peer not in present and peer in look.stages.get(stage, {})  # else it went silent
-        )
-        if self.revision is not None:
-            self._tell_of(look.at, "joined", {peer: present[peer] for peer in came})
-        self._tell_of(look.at, "left", {peer: before[peer] for peer in left})
-        for peer in sorted(present.keys() & before.keys()):
-            if present[peer] != before[peer]:
-                text = f"peer {peer[-6:]} moved from stage {before[peer]} to stage {present[peer]}"
+        said = [peer for stage in look.stages.values() for peer in stage]  # others went silent
+        left = {peer: before[peer] for peer in said if peer in before and peer not in present}
+        came = {peer: stage for peer, stage in present.items() if peer not in before}
+        crowds: dict[Kind, dict[str, int]] = {"left": left}
+        if self.revision is not None:  # else they were there before
+            crowds["joined"] = came
+        for kind, peers in crowds.items():
+            if len(peers) > TOLD_SINGLY:
+                self.add(look.at, kind, f"{len(peers)} peers {kind}")
+                continue
+            for peer, stage in peers.items():
+                self.add(look.at, kind, f"peer {peer[-6:]} {kind} stage {stage}")
+        for peer, stage in present.items():
+            if (old := before.get(peer, stage)) != stage:
+                text = f"peer {peer[-6:]} moved from stage {old} to stage {stage}"
                 self.add(look.at, "moved", text)
-
-    def _tell_of(self, at: float, kind: Kind, stages: Mapping[str, int]) -> None:
-        if len(stages) > TOLD_SINGLY:
-            self.add(at, kind, f"{len(stages)} peers {kind}")
-            return
-        for peer, stage in stages.items():
-            self.add(at, kind, f"peer {peer[-6:]} {kind} stage {stage}")
 
     def look(self, look: SwarmLook, tokens: int, validation: tuple[int, float] | None) -> None:
         """Replicas, the operator's changes, and what is reached. tokens: of the chain of stage 0.
         validation: round and loss, in nats a token, of the newest one.
         """
         for head, record in look.replicas.items():
-            old = self.members.get(head, record.members)
-            for stage, pair in enumerate(zip(old, record.members, strict=False)):
-                if pair[0] != pair[1]:
-                    text = f"peer {pair[1][-6:]} took over stage {stage} from {pair[0][-6:]}"
+            pairs = zip(self.members.get(head, record.members), record.members, strict=False)
+            for stage, (old, new) in enumerate(pairs):
+                if old != new:
+                    text = f"peer {new[-6:]} took over stage {stage} from {old[-6:]}"
                     self.add(look.at, "healed", text)
         self.members = {head: record.members for head, record in look.replicas.items()}
         self._hear_operator(look)
-        self._reach(look, tokens, validation)
+        tenths = min(10, 10 * tokens // look.manifest.end_tokens)
+        if self.tenths is not None and tenths > self.tenths:
+            self.add(look.at, "milestone", f"{10 * tenths} % of the tokens are trained")
+        if tokens or not look.claims.get(0):  # else its chain is not walked yet
+            self.tenths = tenths
+        if validation is not None and (self.best is None or validation[1] <= BETTER * self.best):
+            if self.best is not None:
+                text = "validation loss {1:.3f} after round {0}, the best so far"
+                self.add(look.at, "milestone", text.format(*validation))
+            self.best = validation[1]
 
     def _hear_operator(self, look: SwarmLook) -> None:
         operation = look.manifest.operation
@@ -106,22 +110,5 @@ class EventLog:
                 done = "changed the run's values"
             else:
                 done = "revised the run"
-            text = f"the operator {done} (revision {operation.revision})"
-            self.add(look.at, "revision", text)
+            self.add(look.at, "revision", f"the operator {done} (revision {operation.revision})")
         self.revision, self.state = operation.revision, operation.state
-
-    def _reach(self, look: SwarmLook, tokens: int, validation: tuple[int, float] | None) -> None:
-        tenths = min(10, 10 * tokens // look.manifest.end_tokens)
-        if tenths > (tenths if self.tenths is None else self.tenths):
-            text = f"{10 * tenths} % of the tokens are trained"
-            self.add(look.at, "milestone", text)
-        if tokens or not look.claims.get(0):  # else its chain is not walked yet
-            self.tenths = tenths
-        if validation is None:
-            return
-        number, loss = validation
-        if self.best is not None and 0 < loss <= BETTER * self.best:
-            text = f"validation loss {loss:.3f} after round {number}, the best so far"
-            self.add(look.at, "milestone", text)
-            self.best = loss
-        self.best = loss if self.best is None else self.best

@@ -163,6 +163,17 @@ class StageRounds:
         self.tokens = +self.tokens  # none below one
 
 
+@dataclass(frozen=True)
+class ModelSample:
+    """What the model wrote with the weights of a round. at: seconds since the epoch."""
+
+    round: int
+    tokens: int
+    at: float
+    prompt: str
+    text: str = ""
+
+
 @dataclass(kw_only=True)
 class Samples:
     """Throughput over time, evenly spaced, bounded. rows: means over `spacing_s` each; pending:
@@ -192,6 +203,7 @@ class SwarmHistory:
     root: what stands before the first record. since, watched_since: when the curves begin, and when
     this monitor was started.
     losses: by round, train and validation loss in nats a token, None while unknown.
+    samples_told: by round. parameters: of the model, None while nobody counted them.
     joined_total, left_total: of comings and goings; who returns is in both again.
     peers_total: of peers, each once.
     voids: by stage, void rounds that its peers told, as a mean over them.
@@ -212,6 +224,8 @@ class SwarmHistory:
     losses: dict[int, list[float | None]] = field(default_factory=dict[int, list[float | None]])
     samples: Samples = field(default_factory=Samples)
     events: EventLog = field(default_factory=EventLog)
+    samples_told: dict[int, ModelSample] = field(default_factory=dict[int, ModelSample])
+    parameters: int | None = None
     faults_total: int = 0
     joined_total: int = 0
     left_total: int = 0
@@ -292,6 +306,10 @@ class SwarmHistory:
         """Round and value of the newest train loss."""
         return self._newest(0)
 
+    def samples_of(self, prompt: str) -> list[ModelSample]:
+        """What the model wrote after this prompt, the newest first."""
+        return [row for row in reversed(self.samples_told.values()) if row.prompt == prompt]
+
     def _newest(self, column: int) -> tuple[int, float] | None:
         known = ((number, row[column]) for number, row in self.losses.items())
         return max(((number, loss) for number, loss in known if loss is not None), default=None)
@@ -307,6 +325,7 @@ class SwarmHistory:
         heads = [chain.head.round for chain in self.stages if chain.head is not None]
         self.set_aside = (last + 1, max([last, *heads, *self.losses]) + 1)
         self.losses = {number: row for number, row in self.losses.items() if number <= last}
+        self.samples_told = {n: row for n, row in self.samples_told.items() if n <= last}
         for chain in self.stages:
             chain.go_back(last, look.at)
         self.held_at = look.at  # no round after it can have come before now

@@ -19,6 +19,7 @@ import json
 import logging
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from html import escape
 from importlib.resources import files
 from pathlib import Path
@@ -57,7 +58,7 @@ SHORTEST_LOOK_PERIOD_S = 1.0
 JOIN_PAUSE_S = 10.0
 START_LIMIT_S = 10.0  # of the thread that follows chains
 MAX_GAP_TRIES = 6
-ASSETS = {"css": "text/css; charset=utf-8", "js": "text/javascript; charset=utf-8"}
+TITLE = b"<title>dilocox</title>"  # of the page before the first look
 POLICY = {  # nothing is loaded, run or asked but from this server
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; "
     "connect-src 'self'; img-src 'self' data:; base-uri 'none'; form-action 'none'; "
@@ -79,33 +80,25 @@ class MonitorPages:
         self._status = Page(body=b"{}")
         self._metrics = Page(body=b"")
         self._looked_at: float | None = None
-        folder = files("dilocox.peer.monitor") / "page"
-        self._html = (folder / "status.html").read_text("utf-8")
-        self._assets = {
-            f"/status.{ending}": Page(
-                body=(folder / f"status.{ending}").read_bytes(), content_type=kind
-            )
-            for ending, kind in ASSETS.items()
-        }
-        self._page = self._filled("<title>dilocox</title>")
-
-    def _filled(self, head: str) -> Page:
-        html = self._html.replace("<title>dilocox</title>", head, 1)
-        return Page(body=html.encode(), content_type="text/html; charset=utf-8", headers=POLICY)
+        self._plain = replace(_asset("html", "html"), headers=POLICY)
+        self._style, self._script = _asset("css", "css"), _asset("js", "javascript")
+        self._page = self._plain
 
     def show(self, status: dict[str, Any], metrics: Page) -> None:
         """The figures after a look."""
         text = json.dumps(status, allow_nan=False, separators=(",", ":"))
         self._status = Page(body=text.encode(), content_type="application/json")
         self._metrics = metrics
-        self._page = self._filled(head_of(status))
+        head, plain = head_of(status).encode(), self._plain
+        self._page = replace(plain, body=plain.body.replace(TITLE, head, 1))
         self._looked_at = time.monotonic()
 
     def pages(self) -> Pages:
         """What is served, by path."""
         return {
             "/": lambda: self._page,
-            **{path: (lambda page=page: page) for path, page in self._assets.items()},
+            "/status.css": lambda: self._style,
+            "/status.js": lambda: self._script,
             "/status.json": lambda: self._status,
             "/metrics": lambda: self._metrics,
             "/healthz": lambda: health_page({"monitor": self._alive, "looks": self._looks}),
@@ -116,19 +109,22 @@ class MonitorPages:
         return self._looked_at is None or time.monotonic() - self._looked_at < self._late_s
 
 
+def _asset(ending: str, kind: str) -> Page:
+    body = (files("dilocox.peer.monitor") / "page" / f"status.{ending}").read_bytes()
+    return Page(body=body, content_type=f"text/{kind}; charset=utf-8")
+
+
 def head_of(status: Mapping[str, Any]) -> str:
     """Title and OpenGraph tags, for whoever follows a link without running the page's script."""
-    totals = status["totals"]
-    title = f"{status['name']}: {status['health']['sentence']}"
-    told = [f"{100 * totals['tokens'] / totals['end_tokens']:.1f} % trained"]
-    if totals["validation"] is not None:
-        told.append(f"validation loss {totals['validation']:.4f}")
-    told.append(counted(totals["peers"], "peer"))
-    about = " ".join(status["trained"]["about"].split())
-    text = f"{', '.join(told)}. {about or 'A language model that volunteers train together.'}"
-    tags = {"title": title, "description": text, "type": "website", "site_name": "dilocox"}
-    lines = [f'<meta property="og:{name}" content="{escape(tags[name])}">' for name in tags]
-    return "\n".join([f"<title>{escape(title)}</title>", *lines])
+    totals, about = status["totals"], " ".join(status["trained"]["about"].split())
+    title = escape(f"{status['name']}: {status['health']['sentence']}")
+    share, loss = totals["tokens"] / totals["end_tokens"], totals["validation"]
+    told = f"{share:.1%} trained, {counted(totals['peers'], 'peer')}"
+    told += "" if loss is None else f", validation loss {loss:.4f}"
+    tags = {"type": "website", "site_name": "dilocox", "title": title}
+    tags["description"] = escape(f"{told}. {about or 'Volunteers train this language model.'}")
+    lines = [f'<meta property="og:{name}" content="{text}">' for name, text in tags.items()]
+    return "\n".join([f"<title>{title}</title>", *lines])
 
 
 # ---- the command --------------------------------------------------------------------------------
@@ -211,7 +207,7 @@ class Monitor:
         self._gap_at = float("-inf")
         heartbeat_s = manifest.deadlines.heartbeat_s
         self._period_s = min(max(heartbeat_s, SHORTEST_LOOK_PERIOD_S), LONGEST_LOOK_PERIOD_S)
-        self._sampler = Sampler(self._invite, kept.parent, place.run)
+        self._sampler = Sampler(self._invite, kept.with_suffix(".log"))
         self._chains = ChainReader(place.dht, place.run, self._bootstraps)
         self._chains.start(START_LIMIT_S)
         self.pages = MonitorPages(lambda: self.alive)
@@ -246,12 +242,8 @@ class Monitor:
         late = time.monotonic() >= self._saved_at + self._save_s
         if late or self._history.counters != self._saved:
             self._save()  # before they are shown: a counter must not fall when this one is killed
-        manifest, head = look.manifest, self._history.stages[0].head
-        tokens = self._history.stages[0].chain_tokens
-        self._sampler.turn(manifest, head and head.round, tokens, look.at)
-        samples = self._sampler.rows(manifest.samples.prompt)
-        parameters = self._sampler.kept.parameters
-        seen = Seen(self._place.run, self._invite, look, self._history, health, samples, parameters)
+        self._sampler.turn(look.manifest, self._history, look.at)
+        seen = Seen(self._place.run, self._invite, look, self._history, health)
         self.pages.show(status_of(seen), metrics_page(metrics_of(seen)))
 
     def close(self) -> None:

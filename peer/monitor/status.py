@@ -23,9 +23,8 @@ from dilocox.dht.records import ReplicaRecord, StageRecord, figures_of
 from dilocox.peer.chain.summary import ChainRound
 from dilocox.peer.http_pages import RUN_LABEL, MetricSpec, MetricTable, Value, one_of
 from dilocox.peer.monitor.health import STATES, Health
-from dilocox.peer.monitor.history import SwarmHistory, cut
+from dilocox.peer.monitor.history import ModelSample, SwarmHistory, cut
 from dilocox.peer.monitor.look import SwarmLook, finite
-from dilocox.peer.monitor.samples import ModelSample
 from dilocox.pipeline.candidates import cannot_be_reached
 
 PREFIX = "dilocox_swarm_"
@@ -37,7 +36,7 @@ MAX_PEERS_SHOWN = 64  # of a stage; the others are counted
 MAX_REPLICAS_SHOWN = 64
 MAX_CONTRIBUTORS_SHOWN = 50
 MAX_EVENTS_SHOWN = 40
-NEWEST_SAMPLES = 3  # of one prompt; of older ones fewer the older they are
+SAMPLES_SHOWN = (0, 1, 2, 4, 8, 16, 32)  # the newest first; and the oldest
 SHORT = 24  # letters of a version or codec
 
 _VERSION = re.compile(r"[0-9A-Za-z.+-]{1,24}")
@@ -45,18 +44,13 @@ _VERSION = re.compile(r"[0-9A-Za-z.+-]{1,24}")
 
 @dataclass(frozen=True)
 class Seen:
-    """All that one look says; what the metrics and the page are made of.
-
-    samples: of the manifest's prompt, the newest first. parameters: of the model, where known.
-    """
+    """All that one look says; what the metrics and the page are made of."""
 
     run: str
     invite: str
     look: SwarmLook
     history: SwarmHistory
     health: Health
-    samples: Sequence[ModelSample] = ()
-    parameters: int | None = None
 
     @property
     def stages(self) -> range:
@@ -306,7 +300,7 @@ def status_of(seen: Seen) -> dict[str, Any]:
             for each in islice(reversed(history.events.rows), MAX_EVENTS_SHOWN)
         ],
         "trained": _trained(seen),
-        "samples": _samples(seen.samples),
+        "samples": _samples(history.samples_of(manifest.samples.prompt)),
         "contributions": _contributions(look, history),
     }
 
@@ -320,24 +314,16 @@ def _trained(seen: Seen) -> dict[str, Any]:
         "model": cut(str(manifest.model["model_type"]), SHORT),
         "preset": manifest.preset,
         "checkpoint": cut(manifest.initial.source),
-        "parameters": seen.parameters,
+        "parameters": seen.history.parameters,
         "stages": manifest.stages,
         "data": [cut(each.source) for each in (manifest.data, *manifest.data.more)],
-        "tokenizer": cut(manifest.data.tokenizer),
         "project": PROJECT_URL,
     }
 
 
 def _samples(rows: Sequence[ModelSample]) -> list[dict[str, Any]]:
-    """The newest ones, and back from there at twice the distance each time."""
-    shown, at, step = list[ModelSample](), 0, 1
-    while at < len(rows):
-        shown.append(rows[at])
-        step *= 1 if len(shown) < NEWEST_SAMPLES else 2
-        at += step
-    if rows and shown[-1] != rows[-1]:
-        shown.append(rows[-1])
-    return [asdict(each) for each in shown]
+    found = [rows[n] for n in SAMPLES_SHOWN if n < len(rows)]
+    return [asdict(each) for each in dict.fromkeys([*found, *rows[-1:]])]
 
 
 def _stage(number: int, look: SwarmLook, history: SwarmHistory) -> dict[str, Any]:

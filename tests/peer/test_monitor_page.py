@@ -187,7 +187,7 @@ def test_a_link_to_the_page_tells_the_run_without_its_script() -> None:
     swarm.manifest = replace(swarm.manifest, about=f'a "quoted"\n{EVIL}')
     html = pages_of(swarm).pages()["/"]().body.decode()
     assert '<meta property="og:title" content="told: training">' in html
-    assert "0.1 % trained, validation loss 2.4000, 3 peers. a &quot;quoted&quot; &lt;img" in html
+    assert "0.1% trained, 3 peers, validation loss 2.4000. a &quot;quoted&quot; &lt;img" in html
     assert "<img" not in html and "<title>told: training</title>" in html
 
 

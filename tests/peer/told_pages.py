@@ -229,7 +229,10 @@ def paused() -> dict[str, Any]:
     status["rollbacks"] = [31]
     curve = status["curve"]
     lost = curve[48][1] - curve[32][1]  # of the rounds from 32 to 47; the first row is the start
-    later = [[row[0], row[1] - lost, *row[2:]] for row in curve[49:]]
+    later = [
+        [row[0], row[1] - lost, row[2], *before[3:7], *row[7:]]
+        for row, before in zip(curve[49:], curve[33:], strict=False)
+    ]
     status["curve"] = [*curve[:33], *later]
     status["totals"] |= {"tokens_per_s": 0.0}
     status["throughput"] = [[row[0], 0.0, row[2]] for row in status["throughput"]]

@@ -17,6 +17,7 @@ STAGES = 2
 STEP_S = 0.1
 LOOK_LIMIT_S = 30.0  # three heartbeats until a record expires, and two looks
 ROUND_LIMIT_S = 120.0
+SAMPLE_LIMIT_S = 240.0  # two children at the lowest priority, one after the other
 
 needs_browser = pytest.mark.skipif(
     chromium() is None, reason="chromium is not installed (Debian's package is called chromium)"
@@ -54,12 +55,13 @@ def test_a_monitor_lives_through_the_restart_of_its_bootstrap(
 
 # ---- a running swarm -----------------------------------------------------------------------------
 @pytest.mark.watch
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(900)
 @needs_browser
 def test_the_page_shows_the_true_numbers_and_changes_when_a_peer_dies(
     start_swarm: StartSwarm, ended: ExitStack
 ) -> None:
-    swarm = start_swarm(stages=STAGES)
+    samples = {"prompt": "def ", "every": 1000, "tokens": 8}
+    swarm = start_swarm(stages=STAGES, about="A run for a test.", samples=samples)
     heads = [swarm.add_peer(stage=0, step_s=STEP_S) for _ in range(2)]
     others = [swarm.add_peer(stage=1) for _ in range(3)]
     monitor = ended.enter_context(closing(WatchingMonitor(swarm.invite, swarm.folder)))
@@ -100,6 +102,16 @@ def test_the_page_shows_the_true_numbers_and_changes_when_a_peer_dies(
     shown = show(monitor.url, DARK)
     assert shown.text("health") == "Blocked: stage 1 has no peer"
     assert monitor.series['blocked{stage="1"}'] == 1 and monitor.series["healthy"] == 0
+
+    # it asks the bootstrap, which has the weights of the stage that lost its peers, too
+    swarm.wait(lambda: bool(monitor.status["samples"]), SAMPLE_LIMIT_S, "the model was asked")
+    shown = show(monitor.url)
+    assert shown.console == () and shown.text("prompt") == "def"
+    (sample,) = monitor.status["samples"]
+    assert sample["round"] >= 0 and sample["tokens"] > 0
+    trained = monitor.status["trained"]
+    assert trained["parameters"] > 100_000 and shown.text("about") == trained["about"]
+    assert shown.text("call-1").split()[-2:] == ["--stage", "1"]
 
     before = monitor.status
     monitor.leave()

@@ -389,7 +389,7 @@ function drawTiles(status, rounds) {
   const totals = status.totals, box = at("tiles"), best = bestOf(rounds);
   const spares = status.stages.flatMap(stage => stage.peers).filter(p => p.state === "spare").length;
   const validation = ["validation", loss(totals.validation), !known(totals.validation_round) ? "validation loss"
-    : totals.validation_round < 0 ? "validation loss at the start" : `validation loss, round ${totals.validation_round}`];
+    : totals.validation_round < 0 ? "validation, start" : `validation, round ${totals.validation_round}`];
   const stretch = timesOf(status, rounds), began = begunOf(status, rounds);
   const until = Math.max(...status.stages.map(stage => stage.last_round_at || 0), ...rounds.map(each => each.at || 0),
     stretch.length ? stretch[stretch.length - 1][0] : 0);
@@ -462,7 +462,7 @@ function drawContributions(status) {
     const line = make(table, "tr", index === mine ? {class: "you"} : {});
     make(line, "td", {class: "number soft"}, String(index + 1));
     drawWho(line, row);
-    make(line, "td", {class: "number narrow-off"}, (row.stages || []).join(", "));
+    make(line, "td", {class: "number narrow-off"}, [].concat(row.stages || []).join(", "));
     make(line, "td", {class: "number", title: whole(row.tokens)}, short(row.tokens));
     make(line, "td", {class: "number"}, percent(row.share));
     if (hours) make(line, "td", {class: "number narrow-off"}, known(row.hours) ? short(row.hours) : "–");
@@ -543,17 +543,18 @@ function draw(status) {
     "total counts those of stage 0.");
 }
 async function look() {
+  setTimeout(look, PERIOD_MS);
+  let status = {};
   try {
     const answer = await fetch("status.json", {cache: "no-store"});
-    const status = await answer.json();
-    if (status.run) { last = status; heardAt = Date.now(); draw(status); }
+    status = await answer.json();
     show("lost", false);
   } catch (error) {
     fill("lost", "The monitor does not answer" +
       (heardAt ? `; these figures are ${ago((Date.now() - heardAt) / 1000)} old.` : "."));
     show("lost", true);
   }
-  setTimeout(look, PERIOD_MS);
+  if (status.run) { last = status; heardAt = Date.now(); draw(status); }
 }
 /* Without TLS there is no clipboard for pages: then what is to be copied is selected first. */
 async function copy(button) {

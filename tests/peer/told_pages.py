@@ -234,6 +234,8 @@ def paused() -> dict[str, Any]:
         for row, before in zip(curve[49:], curve[33:], strict=False)
     ]
     status["curve"] = [*curve[:33], *later]
+    newest = [row for row in later if row[4] is not None][-1]
+    status["totals"] |= {"validation": newest[4], "validation_round": newest[0]}
     status["totals"] |= {"tokens_per_s": 0.0}
     status["throughput"] = [[row[0], 0.0, row[2]] for row in status["throughput"]]
     text = "the operator paused the run (revision 3)"

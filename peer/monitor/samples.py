@@ -89,11 +89,11 @@ class Sampler:
             logger.info("no sample of the model: %s", child.last_line())
             return
         with self._output.open(encoding="utf-8", errors="replace") as file:
-            said = file.read(4 * MAX_LETTERS)
+            said = "\n" + file.read(4 * MAX_LETTERS)
         if (asked := self._asked) is None:
             history.parameters, self._next = int(said.split()[-1]), 0.0  # once for good
             return
-        text = said.partition(asked.prompt)[2][:MAX_LETTERS]  # warnings stand before it
+        text = said.partition(f"\n{asked.prompt}")[2][:MAX_LETTERS]  # behind lines for a terminal
         seen = "".join(c if c.isprintable() or c == "\n" else " " for c in text).rstrip()
         history.samples_told[asked.round] = replace(asked, text=seen)
         thin_out(history.samples_told, MAX_KEPT)

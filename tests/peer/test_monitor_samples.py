@@ -17,7 +17,7 @@ from tests.dht.processes import wait_until
 from tests.peer.fabricated import INVITE, NOW, ToldSwarm, digest, manifest_of
 
 PROMPT = "--once <b>upon</b>"
-ANSWER = 'import sys; print("a warning"); print(sys.argv[-1] + " a time\\x1b[31m\\nthere was")'
+ANSWER = 'import sys; p = sys.argv[-1]; print("of", p); print(p + " a time\\x1b[31m\\nthere was")'
 MANIFEST = manifest_of(1, samples={"prompt": PROMPT, "every": 10, "tokens": 5})
 
 

@@ -19,7 +19,7 @@ from pydantic import Field
 from pydantic.dataclasses import dataclass as checked_dataclass
 
 from dilocox.dht.errors import InvalidInput, UnreadableManifest
-from dilocox.dht.field_rules import CHECKED, Integer, ModelConfiguration, build, shown
+from dilocox.dht.field_rules import CHECKED, Integer, ModelConfiguration, Text, build, shown
 from dilocox.dht.identity import Identity, verify
 from dilocox.dht.invite import run_id as run_id_of
 from dilocox.dht.manifest_sections import (
@@ -35,6 +35,7 @@ from dilocox.dht.manifest_sections import (
     OuterSpec,
     PipelineSpec,
     RoundSpec,
+    SampleSpec,
     preset_names,
     with_defaults,
 )
@@ -93,6 +94,8 @@ class Manifest:
     stages: slices that the model is cut into.
     end_tokens: the run ends when it has trained on so many.
     admission: who may take part: whoever has the invite, or whom the operator has listed.
+    about: the operator's words on the run, for whoever looks at it.
+    licence: of the model that the run makes.
     """
 
     name: Annotated[str, Field(pattern="^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")] = Field(
@@ -109,6 +112,10 @@ class Manifest:
     stages: Integer = Field(default=1, ge=1, le=MAX_STAGES)
     end_tokens: Integer = Field(ge=1, le=MAX_TOKENS)
     admission: Literal["open", "listed"] = "open"
+    about: Annotated[str, Field(pattern=r"^[^\x00-\x09\x0b-\x1f]{0,500}$")] = Field(
+        default="", description="text of at most 500 characters"
+    )
+    licence: Text | Literal[""] = Field(default="", description="the name of a licence")
     data: DataSpec = DataSpec()
     batch: BatchSpec = BatchSpec()
     pipeline: PipelineSpec = PipelineSpec()
@@ -118,6 +125,7 @@ class Manifest:
     rounds: RoundSpec = RoundSpec()
     deadlines: DeadlineSpec = DeadlineSpec()
     initial: InitialSpec = InitialSpec()
+    samples: SampleSpec = SampleSpec()
     operation: OperationSpec = OperationSpec()
 
     def __post_init__(self) -> None:
@@ -187,11 +195,12 @@ class Manifest:
     def to_dict(self) -> dict[str, Any]:
         """Plain values that `from_dict` reads.
 
-        Without a checkpoint nothing is said of one: so versions that know of none read it, too.
+        What came later and is not used is left out: so versions that know none of it read it, too.
         """
         values = asdict(self)
-        if self.initial == InitialSpec():
-            del values["initial"]
+        for name, unused in _UNSAID.items():
+            if getattr(self, name) == unused:
+                del values[name]
         return values
 
     def to_bytes(self) -> bytes:
@@ -251,6 +260,9 @@ class Manifest:
         """Digest of the record that every chain of a stage must hold now, or the root."""
         base = self.operation.base
         return base[stage] if stage < len(base) else self.root
+
+
+_UNSAID = {"initial": InitialSpec(), "samples": SampleSpec(), "about": "", "licence": ""}
 
 
 @dataclass(frozen=True)

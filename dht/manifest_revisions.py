@@ -50,6 +50,7 @@ logger = logging.getLogger(__name__)
 
 RunState = Literal["running", "paused", "ended"]
 
+FOR_PEOPLE = ("about", "licence", "samples.")  # no peer trains by them, so none starts again
 REVISABLE = (
     "admission",
     "end_tokens",
@@ -64,6 +65,7 @@ REVISABLE = (
     "outer.learning_rate",
     "outer.momentum",
     "deadlines.",
+    *FOR_PEOPLE,
 )
 REASONS = {
     "name": "the run id is made of it",
@@ -155,7 +157,10 @@ def revised(before: Manifest, wanted: Manifest) -> Manifest:
                 f"cannot change in a running run ({reason}): put it back, or start a run of "
                 f"another name. What may change: {may}"
             )
-    return _under_new_rules(before, replace(wanted, operation=before.operation))
+    following = replace(wanted, operation=before.operation)
+    if all(change.field.startswith(FOR_PEOPLE) for change in found):
+        return _under_same_rules(following, root=before.root)
+    return _under_new_rules(before, following)
 
 
 def in_state(before: Manifest, state: RunState) -> Manifest:

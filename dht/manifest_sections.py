@@ -351,14 +351,27 @@ class InitialSpec:
 
 
 @dataclass(frozen=True, kw_only=True, config=CHECKED)
+class SampleSpec:
+    """What monitors let the model continue, for people to see how it gets better.
+
+    prompt: empty: nothing. every: rounds between two answers, at least. tokens: of one, at most.
+    """
+
+    prompt: Text | Literal[""] = Field(default="", description="text of one line, 512 characters")
+    every: Integer = Field(default=50, ge=1, le=1_000_000)
+    tokens: Integer = Field(default=64, ge=1, le=512)
+
+
+@dataclass(frozen=True, kw_only=True, config=CHECKED)
 class OperationSpec:
     """What the operator changed since the run began. `dilocox operate` writes it; a run.yaml has
     none of it.
 
     revision: of the manifest; of several that the operator signed, the highest counts.
     state: "paused" peers keep what they have and train no more; of an "ended" run they leave.
-    rules: the revision that last changed anything but `state` and `admitted`. Every round record
-        names the rules it was made under, and only peers under the same rules make one together.
+    rules: the revision that last changed anything but `state`, `admitted` and what is for people
+        only. Every round record names the rules it was made under, and only peers under the same
+        rules make one together.
     root: sha256 (hex) of the first revision, on which the chain of every stage begins; empty in it.
     outer: outer learning rate and momentum of earlier rules, oldest first, as rows of [last rules
         under which they held, learning rate, momentum].

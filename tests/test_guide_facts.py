@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Iterator
+from dataclasses import asdict
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -84,7 +85,7 @@ def test_links_lead_somewhere(guide: str) -> None:
 
 
 def test_fields_of_run_yaml_exist() -> None:
-    known = Manifest.load(DOCS / "run.yaml").to_dict()
+    known = asdict(Manifest.load(DOCS / "run.yaml"))
     rows = tables("operator", "Describe the run")
     assert len(rows) > 10
     for cells in rows:

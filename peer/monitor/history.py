@@ -1,4 +1,4 @@
-"""What a monitor has learnt of a swarm: chains, losses, throughput, who came and went, faults.
+"""What a monitor has learnt of a swarm: chains, losses, throughput, who came and went, events.
 
 Everything is bounded: curves lose every second point of their older half when they grow too long,
 samples double their spacing. All of it is one JSON file, so that a monitor that starts again has it
@@ -28,6 +28,7 @@ from dilocox.dht.files import write_atomically
 from dilocox.dht.records import ReplicaRecord
 from dilocox.peer.chain.summary import ChainRound, tokens_by_peer
 from dilocox.peer.monitor.chains import DETAILED, Walk
+from dilocox.peer.monitor.events import EventLog
 from dilocox.peer.monitor.look import SwarmLook, finite
 
 logger = logging.getLogger(__name__)
@@ -42,7 +43,6 @@ USUAL_TIMES = 9  # of the newest rounds, for how long one usually takes
 MAX_LOSSES = 1200
 MAX_SAMPLES = 720
 SAMPLE_S = 5.0
-MAX_FAULTS = 50
 MAX_TEXT = 120
 MAX_LOSS = 1e4  # nats a token
 ROUNDS_AHEAD = 8  # of most replicas one may be
@@ -164,11 +164,14 @@ class StageRounds:
 
 
 @dataclass(frozen=True)
-class FaultLine:
-    """Something that went wrong. at: seconds since the epoch."""
+class ModelSample:
+    """What the model wrote with the weights of a round. at: seconds since the epoch."""
 
+    round: int
+    tokens: int
     at: float
-    text: str
+    prompt: str
+    text: str = ""
 
 
 @dataclass(kw_only=True)
@@ -200,6 +203,7 @@ class SwarmHistory:
     root: what stands before the first record. since, watched_since: when the curves begin, and when
     this monitor was started.
     losses: by round, train and validation loss in nats a token, None while unknown.
+    samples_told: by round. parameters: of the model, None while nobody counted them.
     joined_total, left_total: of comings and goings; who returns is in both again.
     peers_total: of peers, each once.
     voids: by stage, void rounds that its peers told, as a mean over them.
@@ -219,7 +223,9 @@ class SwarmHistory:
     version: int = VERSION
     losses: dict[int, list[float | None]] = field(default_factory=dict[int, list[float | None]])
     samples: Samples = field(default_factory=Samples)
-    faults: list[FaultLine] = field(default_factory=list[FaultLine])
+    events: EventLog = field(default_factory=EventLog)
+    samples_told: dict[int, ModelSample] = field(default_factory=dict[int, ModelSample])
+    parameters: int | None = None
     faults_total: int = 0
     joined_total: int = 0
     left_total: int = 0
@@ -283,6 +289,7 @@ class SwarmHistory:
         self._count_voids(look)
         self._hear_faults(look)
         self._hear_losses(list(look.replicas.values()))
+        self.events.look(look, self.stages[0].chain_tokens, self.validation)
         self.samples.add(look.at, look.tokens_per_s, len(self.present))
 
     def walked(self, walk: Walk, now: float) -> None:
@@ -299,6 +306,10 @@ class SwarmHistory:
         """Round and value of the newest train loss."""
         return self._newest(0)
 
+    def samples_of(self, prompt: str) -> list[ModelSample]:
+        """What the model wrote after this prompt, the newest first."""
+        return [row for row in reversed(self.samples_told.values()) if row.prompt == prompt]
+
     def _newest(self, column: int) -> tuple[int, float] | None:
         known = ((number, row[column]) for number, row in self.losses.items())
         return max(((number, loss) for number, loss in known if loss is not None), default=None)
@@ -314,6 +325,7 @@ class SwarmHistory:
         heads = [chain.head.round for chain in self.stages if chain.head is not None]
         self.set_aside = (last + 1, max([last, *heads, *self.losses]) + 1)
         self.losses = {number: row for number, row in self.losses.items() if number <= last}
+        self.samples_told = {n: row for n, row in self.samples_told.items() if n <= last}
         for chain in self.stages:
             chain.go_back(last, look.at)
         self.held_at = look.at  # no round after it can have come before now
@@ -325,6 +337,7 @@ class SwarmHistory:
 
     def _come_and_go(self, look: SwarmLook) -> None:
         present = {peer: stage for stage in look.stages for peer in look.present(stage)}
+        self.events.come_and_go(look, self.present, present)
         came = present.keys() - self.present.keys()
         self.joined_total += len(came)
         self.peers_total += len(came - self.met.keys())
@@ -394,7 +407,7 @@ class SwarmHistory:
         thin_out(self.losses, MAX_LOSSES)
 
     def _fault(self, at: float, text: str) -> None:
-        self.faults = [*self.faults, FaultLine(at, cut(text))][-MAX_FAULTS:]
+        self.events.add(at, "fault", cut(text))
 
     @property
     def counters(self) -> tuple[float, ...]:

@@ -15,13 +15,12 @@ busy that thread is.
 
 from __future__ import annotations
 
-import base64
-import hashlib
 import json
 import logging
-import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from html import escape
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -45,9 +44,10 @@ from dilocox.peer.monitor.chains import ChainReader, Order, followed, holders_of
 from dilocox.peer.monitor.health import health_of
 from dilocox.peer.monitor.history import SwarmHistory
 from dilocox.peer.monitor.look import Looker, SwarmLook, bootstrap_ids
+from dilocox.peer.monitor.samples import Sampler
 from dilocox.peer.monitor.status import Seen, metrics_of, status_of
 from dilocox.peer.options import MonitorOptions
-from dilocox.peer.os_process import RESTART_AFTER_S, StopSignal, start_again
+from dilocox.peer.os_process import RESTART_AFTER_S, StopSignal, counted, start_again
 from dilocox.peer.state_folder import StateFolder
 
 logger = logging.getLogger(__name__)
@@ -58,6 +58,13 @@ SHORTEST_LOOK_PERIOD_S = 1.0
 JOIN_PAUSE_S = 10.0
 START_LIMIT_S = 10.0  # of the thread that follows chains
 MAX_GAP_TRIES = 6
+TITLE = b"<title>dilocox</title>"  # of the page before the first look
+POLICY = {  # nothing is loaded, run or asked but from this server
+    "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; "
+    "connect-src 'self'; img-src 'self' data:; base-uri 'none'; form-action 'none'; "
+    "frame-ancestors 'none'",
+    "Referrer-Policy": "no-referrer",
+}
 MONITOR_RUNS = "another monitor uses this folder; stop it, or give this one another with --state"
 
 
@@ -73,23 +80,25 @@ class MonitorPages:
         self._status = Page(body=b"{}")
         self._metrics = Page(body=b"")
         self._looked_at: float | None = None
-        html = (files("dilocox.peer.monitor") / "page" / "status.html").read_text("utf-8")
-        policy = {"Content-Security-Policy": content_policy(html), "Referrer-Policy": "no-referrer"}
-        self._page = Page(
-            body=html.encode(), content_type="text/html; charset=utf-8", headers=policy
-        )
+        self._plain = replace(_asset("html", "html"), headers=POLICY)
+        self._style, self._script = _asset("css", "css"), _asset("js", "javascript")
+        self._page = self._plain
 
     def show(self, status: dict[str, Any], metrics: Page) -> None:
         """The figures after a look."""
         text = json.dumps(status, allow_nan=False, separators=(",", ":"))
         self._status = Page(body=text.encode(), content_type="application/json")
         self._metrics = metrics
+        head, plain = head_of(status).encode(), self._plain
+        self._page = replace(plain, body=plain.body.replace(TITLE, head, 1))
         self._looked_at = time.monotonic()
 
     def pages(self) -> Pages:
         """What is served, by path."""
         return {
             "/": lambda: self._page,
+            "/status.css": lambda: self._style,
+            "/status.js": lambda: self._script,
             "/status.json": lambda: self._status,
             "/metrics": lambda: self._metrics,
             "/healthz": lambda: health_page({"monitor": self._alive, "looks": self._looks}),
@@ -100,21 +109,22 @@ class MonitorPages:
         return self._looked_at is None or time.monotonic() - self._looked_at < self._late_s
 
 
-def content_policy(html: str) -> str:
-    """Only the page's own script and style may run, named by their hashes, and nothing is loaded
-    from anywhere but this server.
-    """
+def _asset(ending: str, kind: str) -> Page:
+    body = (files("dilocox.peer.monitor") / "page" / f"status.{ending}").read_bytes()
+    return Page(body=body, content_type=f"text/{kind}; charset=utf-8")
 
-    def hashes(tag: str) -> str:
-        inline = re.findall(f"<{tag}>(.*?)</{tag}>", html, re.DOTALL)
-        digests = (hashlib.sha256(text.encode()).digest() for text in inline)
-        return " ".join(f"'sha256-{base64.b64encode(digest).decode()}'" for digest in digests)
 
-    return (
-        f"default-src 'none'; script-src {hashes('script')}; "
-        f"style-src {hashes('style')}; connect-src 'self'; img-src data:; "
-        "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
-    )
+def head_of(status: Mapping[str, Any]) -> str:
+    """Title and OpenGraph tags, for whoever follows a link without running the page's script."""
+    totals, about = status["totals"], " ".join(status["trained"]["about"].split())
+    title = escape(f"{status['name']}: {status['health']['sentence']}")
+    share, loss = totals["tokens"] / totals["end_tokens"], totals["validation"]
+    told = f"{share:.1%} trained, {counted(totals['peers'], 'peer')}"
+    told += "" if loss is None else f", validation loss {loss:.4f}"
+    tags = {"type": "website", "site_name": "dilocox", "title": title}
+    tags["description"] = escape(f"{told}. {about or 'Volunteers train this language model.'}")
+    lines = [f'<meta property="og:{name}" content="{text}">' for name, text in tags.items()]
+    return "\n".join([f"<title>{title}</title>", *lines])
 
 
 # ---- the command --------------------------------------------------------------------------------
@@ -197,6 +207,7 @@ class Monitor:
         self._gap_at = float("-inf")
         heartbeat_s = manifest.deadlines.heartbeat_s
         self._period_s = min(max(heartbeat_s, SHORTEST_LOOK_PERIOD_S), LONGEST_LOOK_PERIOD_S)
+        self._sampler = Sampler(self._invite, kept.with_suffix(".log"))
         self._chains = ChainReader(place.dht, place.run, self._bootstraps)
         self._chains.start(START_LIMIT_S)
         self.pages = MonitorPages(lambda: self.alive)
@@ -231,12 +242,14 @@ class Monitor:
         late = time.monotonic() >= self._saved_at + self._save_s
         if late or self._history.counters != self._saved:
             self._save()  # before they are shown: a counter must not fall when this one is killed
+        self._sampler.turn(look.manifest, self._history, look.at)
         seen = Seen(self._place.run, self._invite, look, self._history, health)
         self.pages.show(status_of(seen), metrics_page(metrics_of(seen)))
 
     def close(self) -> None:
         """End the thread and write what was learnt; twice does no harm."""
         self._chains.close()
+        self._sampler.close()
         self._save()
 
     def _save(self) -> None:

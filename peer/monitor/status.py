@@ -12,18 +12,18 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from itertools import islice
 from statistics import median_low
 from typing import Any
 
-from dilocox import __version__
+from dilocox import PROJECT_URL, __version__
 from dilocox.dht.records import ReplicaRecord, StageRecord, figures_of
 from dilocox.peer.chain.summary import ChainRound
 from dilocox.peer.http_pages import RUN_LABEL, MetricSpec, MetricTable, Value, one_of
 from dilocox.peer.monitor.health import STATES, Health
-from dilocox.peer.monitor.history import SwarmHistory, cut
+from dilocox.peer.monitor.history import ModelSample, SwarmHistory, cut
 from dilocox.peer.monitor.look import SwarmLook, finite
 from dilocox.pipeline.candidates import cannot_be_reached
 
@@ -35,7 +35,8 @@ OTHER = "other"
 MAX_PEERS_SHOWN = 64  # of a stage; the others are counted
 MAX_REPLICAS_SHOWN = 64
 MAX_CONTRIBUTORS_SHOWN = 50
-MAX_FAULTS_SHOWN = 12
+MAX_EVENTS_SHOWN = 40
+SAMPLES_SHOWN = (0, 1, 2, 4, 8, 16, 32)  # the newest first; and the oldest
 SHORT = 24  # letters of a version or codec
 
 _VERSION = re.compile(r"[0-9A-Za-z.+-]{1,24}")
@@ -293,12 +294,36 @@ def status_of(seen: Seen) -> dict[str, Any]:
             for number, row in sorted(history.losses.items())
         ],
         "throughput": [[round(at, 1), round(s, 2), n] for at, s, n in history.samples.rows],
-        "faults": [
-            {"at": round(each.at, 1), "text": each.text}
-            for each in islice(reversed(history.faults), MAX_FAULTS_SHOWN)
+        "rollbacks": [number for _, number in manifest.operation.rollbacks],
+        "events": [
+            {"at": round(each.at, 1), "kind": each.kind, "text": each.text, "count": each.count}
+            for each in islice(reversed(history.events.rows), MAX_EVENTS_SHOWN)
         ],
+        "trained": _trained(seen),
+        "samples": _samples(history.samples_of(manifest.samples.prompt)),
         "contributions": _contributions(look, history),
     }
+
+
+def _trained(seen: Seen) -> dict[str, Any]:
+    """What the run trains, as its operator signed it."""
+    manifest = seen.look.manifest
+    return {
+        "about": manifest.about,
+        "licence": manifest.licence,
+        "model": cut(str(manifest.model["model_type"]), SHORT),
+        "preset": manifest.preset,
+        "checkpoint": cut(manifest.initial.source),
+        "parameters": seen.history.parameters,
+        "stages": manifest.stages,
+        "data": [cut(each.source) for each in (manifest.data, *manifest.data.more)],
+        "project": PROJECT_URL,
+    }
+
+
+def _samples(rows: Sequence[ModelSample]) -> list[dict[str, Any]]:
+    found = [rows[n] for n in SAMPLES_SHOWN if n < len(rows)]
+    return [asdict(each) for each in dict.fromkeys([*found, *rows[-1:]])]
 
 
 def _stage(number: int, look: SwarmLook, history: SwarmHistory) -> dict[str, Any]:

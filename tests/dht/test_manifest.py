@@ -34,6 +34,14 @@ def load(folder: Path, text: str) -> Manifest:
     return Manifest.load(path)
 
 
+def test_what_a_run_does_without_is_not_in_its_bytes(tmp_path: Path):
+    plain = load(tmp_path, SHORT)
+    assert b"samples" not in plain.to_bytes() and b"licence" not in plain.to_bytes()
+    spoken = load(tmp_path, SHORT + "about: |-\n  For all.\n  Come in.\nsamples: {prompt: Once}\n")
+    again = Manifest.from_bytes(spoken.to_bytes())
+    assert again == spoken and again.about == "For all.\nCome in." and again.samples.tokens == 64
+
+
 def test_three_fields_make_a_manifest(tmp_path: Path):
     manifest = load(tmp_path, SHORT)
     assert (manifest.name, manifest.end_tokens, manifest.preset) == ("demo", 2_000_000, "tiny")
@@ -54,6 +62,9 @@ def test_three_fields_make_a_manifest(tmp_path: Path):
         ("pipeline: {codec: gzip}", "codec is 'gzip'; it must be auto, fp32, bf16, int8 or int4"),
         ("pipeline: {recompute: 1}", "pipeline.recompute is 1; it must be False or True"),
         ("pipeline: {window: -1}", "pipeline.window is -1; it must be an integer from 0 to 1024"),
+        (f"about: {'a' * 501}", "about is 'aaa.*; it must be text of at most 500 characters"),
+        ('samples: {prompt: "two\\nlines"}', r"samples.prompt is .*it must be text of one line"),
+        ("samples: {tokens: 513}", "samples.tokens is 513; it must be an integer from 1 to 512"),
         ("colour: red", "colour is not a field of the manifest; known here: name"),
         ("codec: {bits: 5}", "codec.bits is 5; it must be 2, 4, 8, 16 or 32"),
         ("codec: {bits: four}", "codec.bits is 'four'; it must be 2, 4, 8, 16 or 32"),

@@ -74,6 +74,16 @@ def test_every_record_has_the_outer_step_of_its_own_rules():
     assert fifth.operation.state == "paused", "new values do not resume a run"
 
 
+def test_what_is_for_people_only_makes_no_new_rules():
+    first = run_yaml()
+    words = {"about": "For all.", "licence": "apache-2.0", "samples": {"prompt": "Once"}}
+    second = revised(first, run_yaml(**words))
+    assert (second.operation.revision, second.rules, second.root) == (1, 0, first.digest)
+    assert (second.about, second.licence, second.samples.every) == ("For all.", "apache-2.0", 50)
+    third = revised(second, run_yaml(**words, end_tokens=2_000_000))
+    assert (third.rules, third.root, third.about) == (2, first.digest, "For all.")
+
+
 def test_a_state_alone_makes_no_new_rules():
     paused = in_state(run_yaml(), "paused")
     assert (paused.operation.revision, paused.rules) == (1, 0)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import base64
-import hashlib
 import json
 import re
 from dataclasses import replace
@@ -16,20 +14,23 @@ import pytest
 from dilocox.dht.manifest_revisions import in_state
 from dilocox.peer.http_pages import Page, PageServer, metrics_page
 from dilocox.peer.monitor.history import SwarmHistory
-from dilocox.peer.monitor.monitor import MonitorPages, content_policy
+from dilocox.peer.monitor.monitor import MonitorPages
 from dilocox.peer.monitor.status import MAX_PEERS_SHOWN, metrics_of
 from tests.peer.fabricated import (
     INVITE,
-    RUN,
     ToldSwarm,
     claim_record,
     digest,
     stage_record,
     trained,
 )
-from tests.swarm.browser import chromium, show
+from tests.peer.told_pages import STATES
+from tests.swarm.browser import DARK, Shown, chromium, show
 
-HTML = (files("dilocox.peer.monitor") / "page" / "status.html").read_text()
+HTML, CSS, JS = (
+    (files("dilocox.peer.monitor") / "page" / f"status.{ending}").read_text()
+    for ending in ("html", "css", "js")
+)
 EVIL = "<img src=x onerror=\"console.error('gotcha')\">"
 
 needs_browser = pytest.mark.skipif(
@@ -111,7 +112,7 @@ def test_the_page_says_that_no_bootstrap_answers_and_is_not_green_then() -> None
     assert health["sentence"] == "training; no bootstrap answers: nobody can join"
     assert health["state"] == "training" and health["warns"]
     # of two rules for the same dot the later one counts
-    assert HTML.index("#health.training::before") < HTML.index("#health.warns::before")
+    assert CSS.index("#health.training::before") < CSS.index("#health.warns::before")
 
 
 def test_a_run_that_goes_on_after_a_long_pause_is_not_stalled() -> None:
@@ -163,19 +164,31 @@ class _Assets(HTMLParser):
 def test_the_page_loads_nothing_from_elsewhere() -> None:
     parser = _Assets()
     parser.feed(HTML)
-    assert parser.loads == ["a status.json"] and parser.handlers == []
-    code = HTML.partition("<script>")[2]
-    assert "innerHTML" not in code and "document.write" not in code and "eval(" not in code
-    assert set(re.findall(r"https?://[^\s'\"%]+", HTML)) == {"http://www.w3.org/2000/svg"}
+    assert parser.loads == ["link status.css", "script status.js", "a status.json"]
+    assert parser.handlers == [] and "<style" not in HTML and "url(" not in CSS
+    for danger in ("innerHTML", "outerHTML", "insertAdjacent", "document.write", "eval("):
+        assert danger not in JS
+    assert set(re.findall(r"https?://[^\s'\"%]+", HTML + CSS + JS)) == {
+        "http://www.w3.org/2000/svg"
+    }
 
 
-def test_only_its_own_script_and_style_may_run() -> None:
-    policy = content_policy(HTML)
-    script = re.search(r"<script>(.*?)</script>", HTML, re.DOTALL)
-    assert script is not None
-    named = base64.b64encode(hashlib.sha256(script[1].encode()).digest()).decode()
-    assert f"script-src 'sha256-{named}'" in policy
-    assert "unsafe" not in policy and "default-src 'none'" in policy
+def test_only_what_this_server_gives_may_run() -> None:
+    pages = pages_of(trained()).pages()
+    policy = pages["/"]().headers["Content-Security-Policy"]
+    assert "default-src 'none'" in policy and "script-src 'self'" in policy
+    assert "unsafe" not in policy and "http" not in policy and "*" not in policy
+    assert pages["/status.js"]().content_type.startswith("text/javascript")
+    assert pages["/status.css"]().content_type.startswith("text/css")
+
+
+def test_a_link_to_the_page_tells_the_run_without_its_script() -> None:
+    swarm = trained(stages=1)
+    swarm.manifest = replace(swarm.manifest, about=f'a "quoted"\n{EVIL}')
+    html = pages_of(swarm).pages()["/"]().body.decode()
+    assert '<meta property="og:title" content="told: training">' in html
+    assert "0.1% trained, 3 peers, validation loss 2.4000. a &quot;quoted&quot; &lt;img" in html
+    assert "<img" not in html and "<title>told: training</title>" in html
 
 
 def test_health_and_readiness_follow_the_looks() -> None:
@@ -186,8 +199,9 @@ def test_health_and_readiness_follow_the_looks() -> None:
         return pages.pages()["/readyz"]().status, pages.pages()["/healthz"]().status
 
     assert statuses(fine) == (503, 200)
+    swarm = trained(stages=1)
     for pages in (fine, late):
-        pages.show({"run": RUN}, Page(body=b""))
+        pages.show(swarm.status(swarm.look()), Page(body=b""))
     assert (statuses(fine), statuses(late)) == ((200, 200), (200, 503))
     alive = False
     assert statuses(fine) == (200, 503)
@@ -202,10 +216,11 @@ def test_the_page_draws_what_it_is_told(stages: int) -> None:
         shown = show(f"http://127.0.0.1:{server.port}/")
     assert shown.console == ()
     assert shown.text("health") == "Training" and shown.text("tile-peers") == str(3 * stages)
-    assert shown.text("tile-tokens") == "8 k" and shown.text("tile-validation") == "2.4000"
+    assert shown.text("progress-tokens") == "8 k of 10 M tokens, 0.1 %"
+    assert shown.text("tile-validation") == "2.4000"
     assert shown.count('class="replica"') == 2 and shown.count('class="peer ') == 3 * stages
     assert all(f">{peer[-6:]}<" in shown.dom for peer in swarm.stages[stages - 1])
-    assert shown.text("join") == f"dilocox peer {INVITE}"
+    assert shown.text("join").split() == ["dilocox", "peer", INVITE]
 
 
 @needs_browser
@@ -236,7 +251,7 @@ def test_markup_from_a_peer_is_shown_as_text() -> None:
     with PageServer("127.0.0.1", 0, pages_of(swarm).pages(), option="") as server:
         shown = show(f"http://127.0.0.1:{server.port}/")
     assert shown.console == () and "<img" not in shown.dom
-    assert "<img src=x" in shown.text("faults")
+    assert "<img src=x" in shown.text("events")
 
 
 @needs_browser
@@ -245,4 +260,63 @@ def test_a_swarm_without_peers_is_drawn_too() -> None:
     with PageServer("127.0.0.1", 0, pages_of(swarm).pages(), option="") as server:
         shown = show(f"http://127.0.0.1:{server.port}/", width=390)
     assert shown.console == () and shown.text("health") == "Waiting for the first peers"
-    assert shown.count("no loss has been told yet") == 1 + HTML.count("no loss has been told yet")
+    assert shown.count('class="stage open"') == 2 and shown.count("call-") == 0
+    assert re.search(r'id="figures" hidden', shown.dom), "there is nothing to draw yet"
+
+
+@needs_browser
+@pytest.mark.parametrize("state", STATES)
+@pytest.mark.parametrize("width", [390, 1280])
+def test_no_state_makes_the_console_complain(state: str, width: int) -> None:
+    pages, status = MonitorPages(lambda: True), STATES[state]()
+    pages.show(status, Page(body=b""))
+    with PageServer("127.0.0.1", 0, pages.pages(), option="") as server:
+        shown = show(f"http://127.0.0.1:{server.port}/", DARK, width=width)
+    assert shown.console == ()
+    sentence = status["health"]["sentence"]
+    assert shown.text("health") == sentence[0].upper() + sentence[1:]
+
+
+def shown_state(state: str, query: str = "") -> Shown:
+    pages = MonitorPages(lambda: True)
+    pages.show(STATES[state](), Page(body=b""))
+    with PageServer("127.0.0.1", 0, pages.pages(), option="") as server:
+        return show(f"http://127.0.0.1:{server.port}/{query}")
+
+
+@needs_browser
+def test_a_stage_without_a_peer_is_a_call_with_the_command_that_takes_it() -> None:
+    shown = shown_state("blocked")
+    assert shown.text("call-4").split() == ["dilocox", "peer", INVITE, "--stage", "4"]
+    assert shown.count('id="call-') == 1 and "<title>Blocked: stage 4 has no peer" in shown.dom
+
+
+@needs_browser
+def test_an_ended_run_offers_its_model_and_nobody_is_asked_to_join() -> None:
+    shown = shown_state("ended")
+    assert shown.text("join-title") == "Take the model home"
+    assert shown.text("export").split() == ["dilocox", "export", INVITE, "my-model"]
+    assert re.search(r'id="take-part" hidden', shown.dom) and shown.count('id="call-') == 0
+    assert shown.count('class="replica"') == 0 and shown.text("progress-left") == ""
+
+
+@needs_browser
+def test_lines_end_where_the_operator_went_back() -> None:
+    shown = shown_state("paused")
+    assert shown.count('class="first" points') >= 2 and shown.count("back to round 31") == 1
+
+
+@needs_browser
+def test_who_asks_for_a_peer_finds_it_marked() -> None:
+    row = STATES["training"]()["contributions"][2]
+    shown = shown_state("training", f"?peer={row['id']}")
+    assert shown.text("you").startswith("You are number 3: ")
+    assert shown.count('<tr class="you">') == 1 and shown.count('class="badge"') == 1
+    assert shown.count(f"card/{row['id']}.svg") == 1
+    assert len(re.findall(r'class="peer [^"]* you"', shown.dom)) == 1
+
+
+@needs_browser
+def test_64_replicas_of_8_stages_are_all_there() -> None:
+    shown = shown_state("large")
+    assert shown.count('class="replica"') == 64 and shown.count('class="peer training') == 64 * 8

@@ -17,6 +17,7 @@ STAGES = 2
 STEP_S = 0.1
 LOOK_LIMIT_S = 30.0  # three heartbeats until a record expires, and two looks
 ROUND_LIMIT_S = 120.0
+SAMPLE_LIMIT_S = 240.0  # two children at the lowest priority, one after the other
 
 needs_browser = pytest.mark.skipif(
     chromium() is None, reason="chromium is not installed (Debian's package is called chromium)"
@@ -54,12 +55,13 @@ def test_a_monitor_lives_through_the_restart_of_its_bootstrap(
 
 # ---- a running swarm -----------------------------------------------------------------------------
 @pytest.mark.watch
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(900)
 @needs_browser
 def test_the_page_shows_the_true_numbers_and_changes_when_a_peer_dies(
     start_swarm: StartSwarm, ended: ExitStack
 ) -> None:
-    swarm = start_swarm(stages=STAGES)
+    samples = {"prompt": "def ", "every": 1000, "tokens": 8}
+    swarm = start_swarm(stages=STAGES, about="A run for a test.", samples=samples)
     heads = [swarm.add_peer(stage=0, step_s=STEP_S) for _ in range(2)]
     others = [swarm.add_peer(stage=1) for _ in range(3)]
     monitor = ended.enter_context(closing(WatchingMonitor(swarm.invite, swarm.folder)))
@@ -74,7 +76,7 @@ def test_the_page_shows_the_true_numbers_and_changes_when_a_peer_dies(
     assert shown.text("note-peers") == "peers, 2 replicas, 1 spare"
     assert shown.count('class="replica"') == 2 and shown.count('class="peer ') == 5
     assert all(f">{peer.peer_id[-6:]}<" in shown.dom for peer in swarm.peers)
-    assert shown.text("join") == f"dilocox peer {swarm.invite}"
+    assert shown.text("join").split() == ["dilocox", "peer", swarm.invite]
     assert float(shown.text("tile-validation")) in _losses(heads)
     _check_figures(monitor, swarm)
 
@@ -86,7 +88,7 @@ def test_the_page_shows_the_true_numbers_and_changes_when_a_peer_dies(
     shown = show(monitor.url, width=390)
     assert shown.console == ()
     assert shown.text("tile-peers") == "4" and shown.text("note-peers").endswith(", 0 spares")
-    assert gone in shown.text("faults")
+    assert gone in shown.text("events")
     for name, flags in (("light", ()), ("dark", (DARK,))):
         for width, height in ((1280, 1300), (390, 2300)):
             file = swarm.folder / f"status-{width}-{name}.png"
@@ -100,6 +102,16 @@ def test_the_page_shows_the_true_numbers_and_changes_when_a_peer_dies(
     shown = show(monitor.url, DARK)
     assert shown.text("health") == "Blocked: stage 1 has no peer"
     assert monitor.series['blocked{stage="1"}'] == 1 and monitor.series["healthy"] == 0
+
+    # it asks the bootstrap, which has the weights of the stage that lost its peers, too
+    swarm.wait(lambda: bool(monitor.status["samples"]), SAMPLE_LIMIT_S, "the model was asked")
+    shown = show(monitor.url)
+    assert shown.console == () and shown.text("prompt") == "def"
+    (sample,) = monitor.status["samples"]
+    assert sample["round"] >= 0 and sample["tokens"] > 0
+    trained = monitor.status["trained"]
+    assert trained["parameters"] > 100_000 and shown.text("about") == trained["about"]
+    assert shown.text("call-1").split()[-2:] == ["--stage", "1"]
 
     before = monitor.status
     monitor.leave()
@@ -119,7 +131,7 @@ def _health(monitor: WatchingMonitor) -> str:
 
 
 def _faults(monitor: WatchingMonitor) -> list[str]:
-    return [fault["text"] for fault in monitor.status["faults"]]
+    return [event["text"] for event in monitor.status["events"]]
 
 
 def _settled(monitor: WatchingMonitor, *, peers: int, replicas: int) -> bool:

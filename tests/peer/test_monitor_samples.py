@@ -1,0 +1,148 @@
+"""What a monitor asks the model for people: when, within which bounds, and what it keeps of it."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from dilocox.dht.manifest import Manifest
+from dilocox.dht.manifest_revisions import back_to, in_state
+from dilocox.peer.monitor.history import ModelSample, SwarmHistory
+from dilocox.peer.monitor.samples import MAX_LETTERS, Sampler
+from tests.dht.processes import wait_until
+from tests.peer.fabricated import INVITE, NOW, ToldSwarm, digest, manifest_of
+
+PROMPT = "--once <b>upon</b>"
+ANSWER = 'import sys; p = sys.argv[-1]; print("of", p); print(p + " a time\\x1b[31m\\nthere was")'
+MANIFEST = manifest_of(1, samples={"prompt": PROMPT, "every": 10, "tokens": 5})
+
+
+class Asked:
+    """A sampler whose children run this program in place of dilocox, and the swarm it asks of."""
+
+    def __init__(self, folder: Path, program: str, *, share: float = 1.0):
+        # it gets the arguments that `python -m dilocox` would get
+        python = (sys.executable, "-c", program)
+        self.sampler = Sampler(INVITE, folder / "said.log", python, share)
+        self.swarm = ToldSwarm(stages=1, replicas=1, spares=0)
+        self.swarm.history.parameters = 7
+        self._last: int | None = None
+
+    def commit(self, number: int) -> None:
+        self.swarm.commit(number, before=self._last)
+        self._last = number
+
+    def turn(self, manifest: Manifest = MANIFEST) -> None:
+        self.sampler.turn(manifest, self.swarm.history, NOW)
+
+    def until_asked(self, number: int, answers: int, manifest: Manifest = MANIFEST) -> None:
+        """Commit this round, and ask until there are so many answers."""
+        self.commit(number)
+
+        def there() -> bool:
+            self.turn(manifest)
+            return len(self.swarm.history.samples_of(manifest.samples.prompt)) == answers
+
+        wait_until(there, 30)
+
+    @property
+    def rounds(self) -> list[int]:
+        return [row.round for row in self.swarm.history.samples_of(PROMPT)]
+
+
+@pytest.fixture
+def asked(tmp_path: Path) -> Iterator[Asked]:
+    made = Asked(tmp_path, ANSWER)
+    yield made
+    made.sampler.close()
+
+
+def test_what_the_model_writes_is_kept_for_the_next_start(asked: Asked, tmp_path: Path) -> None:
+    asked.until_asked(3, 1)
+    (row,) = asked.swarm.history.samples_of(PROMPT)
+    assert (row.round, row.tokens, row.at) == (3, 1000, NOW)
+    assert row.text == " a time [31m\nthere was", "lines stay, what steers a terminal does not"
+    asked.swarm.history.save(tmp_path / "kept.json")
+    root = asked.swarm.manifest.root
+    again = SwarmHistory.load(tmp_path / "kept.json", 1, root, NOW)
+    assert again.samples_of(PROMPT) == [row] and again.parameters == 7
+
+
+def test_it_asks_again_only_after_so_many_rounds_and_once_at_the_end(asked: Asked) -> None:
+    asked.until_asked(3, 1)
+    asked.commit(12)
+    asked.turn()
+    asked.until_asked(13, 2)
+    assert asked.rounds == [13, 3]
+    asked.until_asked(14, 3, in_state(MANIFEST, "ended"))
+    assert asked.rounds == [14, 13, 3]
+
+
+def test_samples_of_rounds_that_the_operator_set_aside_go(asked: Asked) -> None:
+    asked.swarm.look()
+    for number in (0, 40):
+        asked.until_asked(number, 1 + (number > 0))
+    asked.swarm.manifest = back_to(asked.swarm.manifest, 2, [digest(0, 0)])
+    asked.swarm.look()
+    assert asked.rounds == [0]
+
+
+def test_another_prompt_begins_anew(asked: Asked) -> None:
+    asked.until_asked(3, 1)
+    other = replace(MANIFEST, samples=replace(MANIFEST.samples, prompt="other"))
+    asked.until_asked(4, 1, other)
+    assert asked.rounds == [3]
+
+
+def test_an_endless_answer_is_cut(tmp_path: Path) -> None:
+    asked = Asked(tmp_path, 'import sys; print(sys.argv[-1] + "x" * 10**6)')
+    asked.until_asked(3, 1)
+    assert len(asked.swarm.history.samples_of(PROMPT)[0].text) == MAX_LETTERS
+
+
+def test_without_a_prompt_nobody_asks(tmp_path: Path) -> None:
+    asked = Asked(tmp_path, f'open({str(tmp_path / "ran")!r}, "w")')
+    asked.commit(3)
+    for _ in range(3):
+        asked.turn(manifest_of(1))
+    asked.sampler.close()
+    assert not (tmp_path / "ran").exists()
+
+
+def test_one_that_fails_is_no_sample_and_costs_no_more_than_its_share(tmp_path: Path) -> None:
+    ran = tmp_path / "ran"
+    program = f'open({str(ran)!r}, "a").write("x"); raise SystemExit("no anchors")'
+    asked = Asked(tmp_path, program, share=0.5)
+    asked.commit(3)
+
+    def there() -> bool:
+        asked.turn()
+        return ran.exists() and ran.read_text() == "x"
+
+    wait_until(there, 30)
+    for _ in range(20):
+        asked.turn()
+    asked.sampler.close()
+    assert ran.read_text() == "x" and asked.rounds == []
+
+
+def test_the_parameters_of_the_model_are_counted_first(tmp_path: Path) -> None:
+    program = 'import sys; print(51790336 if sys.argv[1] == "-c" else sys.argv[-1] + " a")'
+    asked = Asked(tmp_path, program, share=0.5)
+    asked.swarm.history.parameters = None
+    asked.until_asked(3, 1)
+    status = asked.swarm.status(asked.swarm.look())
+    assert status["trained"]["parameters"] == 51790336
+
+
+def test_the_page_gets_the_newest_samples_and_some_older_ones() -> None:
+    swarm = ToldSwarm(stages=1)
+    swarm.manifest = MANIFEST
+    for number in range(40):
+        swarm.history.samples_told[number] = ModelSample(number, 0, NOW, PROMPT, "text")
+    status = swarm.status(swarm.look())
+    assert [row["round"] for row in status["samples"]] == [39, 38, 37, 35, 31, 23, 7, 0]

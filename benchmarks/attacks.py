@@ -24,7 +24,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
 
 # the simulation's modules; a script has only its own folder on the path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -34,6 +33,7 @@ from benchmarks.convergence_runs import Runner, gaps, mean
 from benchmarks.simulated_exchange import Averaging
 from benchmarks.simulated_swarm import Attack, Outcome, Rule, World
 from benchmarks.tables import narrow
+from dilocox.peer.os_process import wide_console
 
 FIRST_SEED = 40
 CODECS = {"defaults": DEFAULTS, "adaptive": ADAPTIVE, "dense": FOUR_BIT}
@@ -159,7 +159,7 @@ def main() -> None:
     if options.json:
         sys.stdout.write(json.dumps({"loss": figures, **added}) + "\n")
         return
-    console = Console(highlight=False)
+    console = wide_console(highlight=False)
     console.print(
         f"{world.workers} workers, {world.rounds} rounds of {world.inner_steps} inner steps, codec "
         f"{options.codec}, {len(seeds)} seeds; loss over that of "

@@ -20,11 +20,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
 from dilocox.compression.group_quantization import GroupCodec
+from dilocox.peer.os_process import wide_console
 
 _MIN_CALLS = 5
 
@@ -120,7 +120,7 @@ def main() -> None:
     table.add_row(*measure_copies(values, arguments.seconds))
     for bits in (2, 4, 8, 16, 32):
         table.add_row(*measure(values, bits, arguments.seconds))
-    Console().print(table)
+    wide_console().print(table)
 
 
 if __name__ == "__main__":

@@ -21,7 +21,6 @@ from statistics import median
 from typing import Any
 
 import torch
-from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
@@ -32,6 +31,7 @@ from dilocox.compression.low_rank import LowRank
 from dilocox.compression.stage_codec import Compression, StageCodec, StageEncoder
 from dilocox.compression.workers import Workers
 from dilocox.dht.manifest import Manifest
+from dilocox.peer.os_process import wide_console
 from dilocox.peer.rounds.rank_choice import stage_codec
 
 HIDDEN, INTERMEDIATE = 2048, 5632
@@ -297,9 +297,9 @@ def main() -> None:
     parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    Console().print(where_it_computes(arguments.ranks, arguments.threads))
+    wide_console().print(where_it_computes(arguments.ranks, arguments.threads))
     for rank in arguments.ranks:
-        Console().print(f"one core, rank {rank}: {constants(rank)}")
+        wide_console().print(f"one core, rank {rank}: {constants(rank)}")
 
 
 if __name__ == "__main__":

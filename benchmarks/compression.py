@@ -67,6 +67,7 @@ from benchmarks.pseudo_gradients import (
 from benchmarks.socket_bytes import Carried, Members
 from benchmarks.tables import narrow
 from dilocox.dht.identity import Identity
+from dilocox.peer.os_process import wide_console
 
 FIXED_RANKS = (4, 8, 16, 32, 64)
 CODECS: dict[str, dict[str, Any]] = {
@@ -98,7 +99,7 @@ class Row:
 def main() -> None:
     """Measure and print."""
     arguments = parsed()
-    console = Console()
+    console = wide_console()
     torch.set_num_threads(1)
     multiprocessing.set_start_method("fork", force=True)  # hivemind's processes work so only
     reason = "as asked" if arguments.no_sockets else socket_bytes.available()

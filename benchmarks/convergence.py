@@ -57,6 +57,7 @@ from benchmarks.convergence_rules import (
 from benchmarks.convergence_runs import Runner, gaps, halfwidth, mean, tune
 from benchmarks.simulated_swarm import Outcome, World, fp16_bytes
 from benchmarks.tables import narrow
+from dilocox.peer.os_process import wide_console
 
 FIRST_SEED = 20  # of the tables
 CURVE_POINTS = 12
@@ -166,7 +167,7 @@ def main() -> None:
     if arguments.plot and importlib.util.find_spec("matplotlib") is None:
         parser.error("--plot needs matplotlib: install the dev extra")
     torch.set_num_threads(1)
-    console = Console()
+    console = wide_console()
     begun = time.monotonic()
     seeds = range(FIRST_SEED, FIRST_SEED + arguments.seeds)
     with Runner(arguments.processes, points=CURVE_POINTS if arguments.plot else 1) as runner:

@@ -61,6 +61,7 @@ from dilocox.dht.swarm import Swarm
 from dilocox.dht.validator import RunRecordValidator
 from dilocox.dht.wire import seal
 from dilocox.peer.averaging.announcer import Cadence, Heard
+from dilocox.peer.os_process import wide_console
 from dilocox.peer.rounds.round_end import LONGEST_LOOK_S, LOOK_S, LOOKS
 
 CALL_BYTES = 500  # of a question and its answer, without keys and records, both ways
@@ -337,7 +338,7 @@ def before(peers: int, stages: int, round_s: float, sizes: Sizes) -> float:
 def main() -> None:
     """Print the table, or what real nodes send."""
     arguments = parsed()
-    console = Console()
+    console = wide_console()
     if arguments.real:
         real(console, arguments.real)
         return

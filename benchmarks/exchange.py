@@ -22,12 +22,11 @@ import argparse
 import sys
 from pathlib import Path
 
-from rich.console import Console
-
 # the swarms of the tests; a script has only its own folder on the path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.tables import narrow
+from dilocox.peer.os_process import wide_console
 from tests.swarm.exchange_costs import SCHEMES, Costs, measure
 from tests.swarm.links import available
 
@@ -66,7 +65,7 @@ def main() -> None:
         parser.error("--peers must be 2 or more, --rounds 1 or more")
     if reason := available():
         parser.error(f"no links here: {reason}")
-    console = Console()
+    console = wide_console()
     table = narrow(
         f"{arguments.peers} peers on links of {arguments.mbit:g} Mbit/s, "
         f"{arguments.delay_ms:g} ms apart, rounds of {arguments.inner_steps * arguments.step_s:g} s"

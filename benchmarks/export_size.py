@@ -29,7 +29,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
 from rich.table import Table
 from safetensors import safe_open
 
@@ -43,6 +42,7 @@ from dilocox.dht.records import ClaimRecord
 from dilocox.peer.chain.store import RoundLog
 from dilocox.peer.chain.uploads import Source, find_in_log, open_state
 from dilocox.peer.commands.export import DTYPES, export_run
+from dilocox.peer.os_process import wide_console
 from dilocox.peer.rounds.rank_choice import stage_codec
 from dilocox.pipeline.partition import plan_stages
 from dilocox.pipeline.stage import stage_layout
@@ -218,7 +218,7 @@ def main() -> None:
         f"{found.peak_bytes / GB:.2f}",
         f"{found.seconds:.0f}",
     )
-    Console().print(table)
+    wide_console().print(table)
 
 
 if __name__ == "__main__":

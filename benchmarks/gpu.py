@@ -50,6 +50,7 @@ from benchmarks.memory import Bench
 from benchmarks.tables import narrow
 from dilocox.compression.layout import FlatLayout
 from dilocox.dht.manifest import Manifest
+from dilocox.peer.os_process import wide_console
 from dilocox.peer.rounds.rank_choice import stage_codec
 from dilocox.pipeline.partition import load_config
 from dilocox.pipeline.stage import chosen_device
@@ -408,7 +409,7 @@ def main() -> None:
         if arguments.json:  # so that a later model loses nothing
             arguments.json.write_text(json.dumps([asdict(each) for each in found]) + "\n")
     if found:
-        show(found, Console())
+        show(found, wide_console())
 
 
 if __name__ == "__main__":

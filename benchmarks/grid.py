@@ -22,7 +22,6 @@ import sys
 from pathlib import Path
 
 from hivemind.utils import MSGPackSerializer  # pyright: ignore[reportMissingTypeStubs]
-from rich.console import Console
 
 # a script has only its own folder on the path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -31,6 +30,7 @@ from benchmarks.tables import narrow
 from dilocox.compression.layout import FlatLayout
 from dilocox.compression.stage_codec import Phase
 from dilocox.dht.manifest import Manifest
+from dilocox.peer.os_process import wide_console
 from dilocox.peer.rounds.grid import Grid, Share
 from dilocox.peer.rounds.group import Ticket
 from dilocox.peer.rounds.rank_choice import stage_codec
@@ -140,7 +140,7 @@ def main() -> None:
             f"{ticket_bytes(names) / 1e3:.1f}",
             f"{void:.1%}/{void * void:.1%}",
         )
-    Console().print(table)
+    wide_console().print(table)
 
 
 if __name__ == "__main__":

@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
 
 # a script has only its own folder on the path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -32,6 +31,7 @@ from benchmarks.tables import narrow
 from dilocox.compression.layout import FlatLayout
 from dilocox.dht.identity import Identity
 from dilocox.dht.manifest import Manifest
+from dilocox.peer.os_process import wide_console
 
 NUMEL = 4096
 HEADINGS = (
@@ -48,7 +48,7 @@ MODEL = {"name": "matchmaking", "model": "tiny", "end_tokens": 10**9}
 def main() -> None:
     """Measure and print."""
     arguments = parsed()
-    console = Console()
+    console = wide_console()
     if reason := socket_bytes.available():
         raise SystemExit(reason)
     torch.set_num_threads(1)

@@ -35,7 +35,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
@@ -44,6 +43,7 @@ from dilocox.dht.errors import InvalidInput
 from dilocox.dht.manifest import Manifest
 from dilocox.peer.averaging.averager import StageBuffers
 from dilocox.peer.memory_and_disk import PROCESSES_BYTES
+from dilocox.peer.os_process import wide_console
 from dilocox.peer.process.prepare import StageNeeds, local_model
 from dilocox.peer.rounds.rank_choice import outer_step
 from dilocox.peer.training.merge import RecordFacts, Remainder
@@ -371,7 +371,7 @@ def main() -> None:
         for description in descriptions
         for stage in range(description["stages"])
     ]
-    console = Console()
+    console = wide_console()
     console.print(kinds_table(figures))
     console.print(stages_table(figures))
 

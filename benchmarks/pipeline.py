@@ -43,7 +43,7 @@ from benchmarks.codec_losses import LOSS_LIMITS, losses, model_description
 from benchmarks.paced_passes import LoggedStep, logged_steps
 from benchmarks.pipeline_plot import Drawing
 from benchmarks.tables import narrow
-from dilocox.peer.os_process import Child
+from dilocox.peer.os_process import Child, wide_console
 from tests.swarm.harness import LocalSwarm
 from tests.swarm.links import Links, available
 from tests.swarm.small_run import run_manifest
@@ -208,7 +208,7 @@ def main() -> None:
     arguments = parser.parse_args()
     if arguments.plot and importlib.util.find_spec("matplotlib") is None:
         parser.error("--plot needs matplotlib: install the dev extra")
-    console = Console()
+    console = wide_console()
     drawn = Drawing(limits=LOSS_LIMITS)
     if arguments.steps:
         for setting, speed in speeds(arguments, console).items():

@@ -34,7 +34,6 @@ from pathlib import Path
 from typing import Any
 
 from prometheus_client.parser import text_string_to_metric_families
-from rich.console import Console
 from rich.table import Table
 
 # the swarms of the tests; a script has only its own folder on the path
@@ -43,6 +42,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks.codec_times import steps
 from benchmarks.memory import in_fresh_process
 from dilocox.peer.memory_and_disk import proportional_bytes
+from dilocox.peer.os_process import wide_console
 from tests.docker.prometheus import free_ports
 from tests.swarm.harness import LocalSwarm, Peer
 from tests.swarm.small_run import USUAL_DEADLINES, fixed_steps, run_manifest
@@ -259,7 +259,7 @@ def main() -> None:
         for each in found:
             sys.stdout.write(json.dumps(each.line()) + "\n")
     else:
-        Console().print(table_of(found))
+        wide_console().print(table_of(found))
 
 
 if __name__ == "__main__":

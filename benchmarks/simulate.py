@@ -31,6 +31,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.simulation.schedules import every_fifth_round, schedule
 from benchmarks.simulation.world import Outcome, Scenario, World
+from dilocox.peer.os_process import wide_console
 
 HEADS = (4, 8, 32, 128)
 ROUNDS_S = (60.0, 600.0, 3600.0)
@@ -172,7 +173,7 @@ def main() -> int:
     parser.add_argument("--json", action="store_true", help="print one line of JSON")
     arguments = parser.parse_args()
     logging.disable(logging.ERROR)
-    console = Console()
+    console = wide_console()
     if arguments.campaign:
         return campaign(arguments.seed, arguments.campaign, console)
     if arguments.heads is None:

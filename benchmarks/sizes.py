@@ -20,10 +20,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table
 
 from dilocox.dht.manifest import Manifest
+from dilocox.peer.os_process import wide_console
 from dilocox.peer.process.prepare import StageNeeds
 
 MEMBERS = 4
@@ -94,7 +94,7 @@ def main() -> None:
         # the first and the last stage hold more than those between, which are alike
         for stage in sorted({0, min(1, manifest.stages - 1), manifest.stages - 1}):
             table.add_row(*row(manifest, stage))
-    Console().print(table)
+    wide_console().print(table)
 
 
 if __name__ == "__main__":

@@ -18,12 +18,12 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
-from rich.console import Console
 from rich.table import Table
 
 # the swarms of the tests; a script has only its own folder on the path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from dilocox.peer.os_process import wide_console
 from tests.swarm.harness import LocalSwarm, Peer
 from tests.swarm.small_run import run_manifest
 
@@ -121,7 +121,7 @@ def main() -> None:
             f"{figures.its_rounds} of {figures.rounds}",
             f"{figures.waiting:.1%}",
         )
-    console = Console()
+    console = wide_console()
     console.print(table)
     console.print(f"with the slower peer: {speeds[1] / speeds[0] - 1:+.1%} rounds a minute")
 

@@ -227,8 +227,10 @@ class DaemonOwner:
             before, answered = answered, await self.measure(self._options.bootstraps, again=True)
             if before and not answered:  # said once: it may stay away for days
                 logger.warning(
-                    "no bootstrap answers; this machine's clock correction stays as it was"
+                    "no bootstrap answers: nobody new can join, but those who train go on"
                 )
+            elif answered and not before:
+                logger.info("a bootstrap answers again")
 
     async def measure(self, bootstraps: tuple[str, ...], *, again: bool = False) -> bool:
         """Ask these bootstraps for the time; whether one of them answered in time."""

@@ -136,7 +136,7 @@ class Redialler:
                 answered = await self._answers(PeerID.from_base58(peer), addresses)
                 failures = self._failures[peer] = 0 if answered else self._failures.get(peer, 0) + 1
                 if failures and failures % PATIENCE == 0:
-                    logger.info("%s does not answer; dialling it again", peer)
+                    logger.info("peer %s does not answer; dialling it again", peer[-6:])
                     await self._hang_up(PeerID.from_base58(peer))
                     answered = await self._answers(PeerID.from_base58(peer), addresses)
             self._next[peer] = time.monotonic() + (BEAT_S if answered else SOON_S)

@@ -12,9 +12,12 @@ port, and threads do not survive a fork.
 
 from __future__ import annotations
 
+import base64
 import errno
+import hashlib
 import io
 import logging
+import re
 import socket
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -35,6 +38,7 @@ from dilocox.dht.errors import EnvironmentFault, InvalidInput
 logger = logging.getLogger(__name__)
 
 DEFAULT_PORT = 9400  # as in the image
+PORTS_TRIED = 20  # the default one and those after it
 REQUEST_LIMIT_S = 5.0  # from the connection to the end of the answer
 MAX_REQUESTS = 32  # at once; a browser opens six
 MAX_HEADER_BYTES = 16 * 1024
@@ -60,8 +64,35 @@ class Page:
         return cls(body=f"{text}\n".encode(), status=status)
 
 
+def html_page(html: str) -> Page:
+    """A page for people that is whole in itself."""
+    policy = {"Content-Security-Policy": content_policy(html), "Referrer-Policy": "no-referrer"}
+    return Page(body=html.encode(), content_type="text/html; charset=utf-8", headers=policy)
+
+
+def content_policy(html: str) -> str:
+    """Only the page's own script and style may run, named by their hashes, and nothing is loaded
+    from anywhere but this server.
+    """
+
+    def hashes(tag: str) -> str:
+        inline = re.findall(f"<{tag}>(.*?)</{tag}>", html, re.DOTALL)
+        digests = (hashlib.sha256(text.encode()).digest() for text in inline)
+        return " ".join(f"'sha256-{base64.b64encode(digest).decode()}'" for digest in digests)
+
+    return (
+        f"default-src 'none'; script-src {hashes('script')}; "
+        f"style-src {hashes('style')}; connect-src 'self'; img-src data:; "
+        "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    )
+
+
 Pages = Mapping[str, Callable[[], Page]]
 """By path, without query. Called in threads of their own, several at once."""
+
+
+Answer = Callable[[str, str, Mapping[str, str]], Page | None]
+"""To method, path and headers of a request for no page of `Pages`; None: there is nothing."""
 
 
 class PageServer(ThreadingHTTPServer):
@@ -80,18 +111,21 @@ class PageServer(ThreadingHTTPServer):
         port: int,
         pages: Pages,
         *,
+        answer: Answer | None = None,
         option: str = "metrics",
         request_limit_s: float = REQUEST_LIMIT_S,
         max_requests: int = MAX_REQUESTS,
     ):
-        """option: what the names of the options for host and port begin with, for errors.
-        request_limit_s: from a connection to the end of the answer. max_requests: at once.
+        """answer: to requests for no page. option: what the names of the options for host and port
+        begin with, for errors. request_limit_s: from a connection to the end of the answer.
+        max_requests: at once.
 
         Raises:
             EnvironmentFault: another program listens there, or this user may not open that port.
             InvalidInput: the host is no address of this machine.
         """
         self.pages = pages
+        self.answer = answer
         self._request_limit_s = request_limit_s
         self._slots = threading.BoundedSemaphore(max_requests)
         try:
@@ -157,27 +191,41 @@ def check_port(host: str, port: int, *, option: str = "metrics") -> None:
 
 
 def served(
-    host: str, port: int | None, pages: Pages, *, default: int = DEFAULT_PORT
+    host: str,
+    port: int | None,
+    pages: Pages,
+    *,
+    answer: Answer | None = None,
+    query: str = "",
+    default: int = DEFAULT_PORT,
 ) -> AbstractContextManager[object]:
-    """A server of these pages; none at port 0. Without a port, the default one if that is free.
+    """A server of these pages; none at port 0. Without a port, the default one or the next free.
 
-    Raises what `PageServer` does where a port was given.
+    query: what whoever may use the page of `answer` appends to its address. Raises what
+    `PageServer` does where a port was given.
     """
     if port == 0:
         return nullcontext()
-    try:
-        server = PageServer(host, default if port is None else port, pages)
-    except EnvironmentFault:
-        if port is not None:
-            raise
-        logger.warning(
-            "no metrics: port %d is taken, by another peer perhaps; --metrics-port takes another "
-            "one, or 0 for none",
-            default,
-        )
+    server = None if port is None else PageServer(host, port, pages, answer=answer)
+    for free in range(default, default + PORTS_TRIED):
+        with suppress(EnvironmentFault):  # another peer's, as a rule
+            server = server or PageServer(host, free, pages, answer=answer)
+    if server is None:
+        logger.warning("no metrics: all ports from %d on are taken; see --metrics-port", default)
         return nullcontext()
-    logger.info("metrics at http://%s:%d/metrics, health at /healthz", host, server.port)
+    if port is None and server.port != default:
+        logger.info("port %d is taken: port %d takes its place", default, server.port)
+    at = f"http://{f'[{host}]' if ':' in host else host}:{server.port}"
+    if answer is not None:
+        logger.info("this peer's own page is %s/%s", at, query)
+    logger.info("metrics at %s/metrics, health at /healthz", at)
     return server
+
+
+def not_allowed(methods: str) -> Page:
+    """For a request with another method than these."""
+    status = HTTPStatus.METHOD_NOT_ALLOWED
+    return Page(body=f"only {methods}\n".encode(), status=status, headers={"Allow": methods})
 
 
 def health_page(signs: Mapping[str, Callable[[], bool]]) -> Page:
@@ -306,19 +354,21 @@ class _Request(BaseHTTPRequestHandler):
     do_HEAD = do_POST = do_PUT = do_PATCH = do_DELETE = do_OPTIONS = do_GET  # noqa: N815
 
     def _page(self, path: str) -> Page:
-        if self.command not in ("GET", "HEAD"):
-            status, allowed = HTTPStatus.METHOD_NOT_ALLOWED, {"Allow": "GET, HEAD"}
-            return Page(body=b"only GET and HEAD\n", status=status, headers=allowed)
-        pages = cast("PageServer", self.server).pages
-        make = pages.get(path)
-        if make is None:
-            known = " ".join(sorted(pages))
-            return Page.text(f"nothing here; there is {known}", HTTPStatus.NOT_FOUND)
+        server = cast("PageServer", self.server)
+        make, headers = server.pages.get(path), cast("Mapping[str, str]", self.headers)
         try:
-            return make()
+            answer = None if make else server.answer
+            if answer is not None and (page := answer(self.command, path, headers)) is not None:
+                return page
+            if self.command not in ("GET", "HEAD"):
+                return not_allowed("GET, HEAD")
+            if make is not None:
+                return make()
         except Exception:  # the edge of this thread
             logger.exception("%s could not be made", path)
             return Page.text("an error, see the log", HTTPStatus.INTERNAL_SERVER_ERROR)
+        known = " ".join(sorted(server.pages))
+        return Page.text(f"nothing here; there is {known}", HTTPStatus.NOT_FOUND)
 
     def version_string(self) -> str:
         """Not the versions of Python and its server."""

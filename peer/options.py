@@ -31,10 +31,19 @@ MAX_NAME = 24  # characters
 MAX_NAME_BYTES = 48  # in UTF-8, of the 1,024 that a record in the DHT may have
 LONGEST_WAIT_HOURS = 49  # two days: on one of them the clocks may leave out the only hour
 
-Reason = Literal["paused", "traffic", "hours"]
+Reason = Literal["paused", "traffic", "hours", "battery", "busy"]
 Local = Callable[[float], datetime]
 
 _SPAN = re.compile(r"(\d{1,2})-(\d{1,2})")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rest:
+    """Why a peer rests, in words too; `until`: seconds since the epoch, None until it is told."""
+
+    reason: Reason
+    words: str
+    until: float | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -474,6 +483,21 @@ class PeerOptions(HostingOptions):
         ),
         ReadFrom(list[str], Hours.parse),
     ] = None
+    idle_only: Annotated[
+        bool,
+        typer.Option(
+            "--idle-only",
+            help="Rest while other programs use the processor or the GPU, and on battery.",
+        ),
+    ] = False
+    idle_share: Annotated[
+        float,
+        typer.Option(
+            min=1,
+            max=100,
+            help="With --idle-only: percent of all cores, or of the GPU, that others may take.",
+        ),
+    ] = 25
     monthly_traffic_gb: Annotated[
         float,
         typer.Option(

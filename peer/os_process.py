@@ -27,6 +27,8 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
 
+from rich.console import Console
+
 from dilocox.dht.errors import EnvironmentFault, InvalidInput
 from dilocox.dht.files import write_atomically
 
@@ -72,6 +74,16 @@ def write_json(file: Path, value: Any) -> None:
         sys.stdout.write(text)
     else:
         write_atomically(file, text.encode())
+
+
+def wide_console(*, highlight: bool = True) -> Console:
+    """Standard output for tables, which rich would cut at 80 columns in a file or pipe."""
+    return Console(width=None if sys.stdout.isatty() else 250, highlight=highlight)
+
+
+def strict_json(facts: Mapping[str, Any]) -> str:
+    """JSON for any reader: a number that is not finite, which JSON does not know, is null."""
+    return json.dumps(json.loads(json.dumps(facts), parse_constant=lambda _: None))
 
 
 RESTART_AFTER_S = 20.0  # a command whose processes die sooner than that does not try again

@@ -10,6 +10,7 @@ from pathlib import Path
 from dilocox.dht.errors import EnvironmentFault
 from dilocox.dht.files import disk_fault, write_atomically
 
+MANIFEST_FILE = "manifest.json"  # in the folder of a stage, what it was made under
 ASIDE = "before-"  # how the folders begin of what was put aside
 
 PEER_RUNS = (
@@ -40,6 +41,22 @@ class StateFolder:
     def manifest(self, run: str) -> Path:
         """The newest signed manifest of a run that was seen here."""
         return self.path / f"{run}.signed"
+
+    @property
+    def paused(self) -> bool:
+        """Whether its peer is to rest until somebody resumes it."""
+        return (self.path / "paused").exists()
+
+    def pause(self, wanted: bool) -> None:
+        """Let its peer rest, or no more; EnvironmentFault if that cannot be noted."""
+        flag = self.path / "paused"
+        try:
+            if wanted:
+                flag.touch()
+            else:
+                flag.unlink(missing_ok=True)
+        except OSError as error:
+            raise disk_fault(flag, error) from error
 
     def note_stage(self, run: str, stage: int) -> None:
         """Remember which stage of a run this peer hosts, for its next start."""

@@ -220,6 +220,11 @@ class Coordinator(threading.Thread):
         return self.chain.busy
 
     @property
+    def newest_round(self) -> int:
+        """Of the records here, -1 before the first one."""
+        return self.chain.head.round
+
+    @property
     def outcome_limit_s(self) -> float:
         """How long it can take at most until a send is decided."""
         deadlines = self._local.manifest.deadlines

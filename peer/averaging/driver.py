@@ -270,12 +270,17 @@ class ExchangeDriver:
             result = future.result(timeout=1.0)
         except DilocoxError:
             raise
-        except (AllreduceException, MatchmakingException, GroupRefused) as error:
+        except GroupRefused as error:
             self._waited_in_vain += isinstance(error, TooFew)
             self._void(job, f"no group: {error}")
             return
+        except (AllreduceException, MatchmakingException) as error:
+            logger.debug("round %d: hivemind says: %s", job.round, error)
+            self._void(job, "no group: this peer and the others did not find each other in time")
+            return
         except (Exception, asyncio.CancelledError):  # hivemind hands on the latter as a result
-            logger.exception("round %d: the exchange failed; asking the others", job.round)
+            logger.warning("round %d: the exchange broke off; asking the others", job.round)
+            logger.debug("how it broke off", exc_info=True)
             result = None
         else:
             if result is None and not job.resumed:  # the averager knows of no such attempt
@@ -305,7 +310,7 @@ class ExchangeDriver:
     def _leave_open(self, job: _Job) -> None:
         job.undecided = True
         job.limit = self._clock.monotonic() + self._deadlines.record_lifetime_s
-        logger.info("round %d: this peer heard no decision; asking the other members", job.round)
+        logger.info("round %d: this peer heard no decision; asking the others for it", job.round)
 
     def _ask(self, job: _Job) -> None:
         now = self._clock.monotonic()

@@ -35,6 +35,7 @@ from dilocox.peer.chain.chain_client import (
     Told,
 )
 from dilocox.peer.chain.fork_choice import ClaimBook, Trust, holders
+from dilocox.peer.os_process import counted
 from dilocox.peer.rounds.record import RecordRefused, RoundRecord
 
 logger = logging.getLogger(__name__)
@@ -214,9 +215,9 @@ class ChainFollower:
             return
         # any of those who claim it: one that is out of our reach must not keep us from the others
         peer = random.choice(view.within_reach(holders(view, stated.digest)))
-        logger.info(
-            "behind: %s has round %d, this peer %d", peer[-6:], stated.round, self.head.round
-        )
+        lacks = stated.round - self.head.round  # of one round the line that it was taken says all
+        level = logging.INFO if lacks > 1 else logging.DEBUG
+        logger.log(level, "catching up: %s lacking; asking %s", counted(lacks, "round"), peer[-6:])
         self._begin(
             self._averager.catch_up(
                 peer, stated.digest, limit_bytes=limit_bytes, back_to=min(unsettled, default=None)
@@ -233,7 +234,7 @@ class ChainFollower:
         untried = [donor for donor in honest if donor not in self._slow]
         hurry = bool(untried) and len(honest) > 1 and len(self._slow) < MAX_SLOW
         peer = self._donor = random.choice(view.within_reach(untried if hurry else honest))
-        logger.info("downloading anchor and momentum from %s", peer[-6:])
+        logger.info("catching up: taking the newest weights from %s", peer[-6:])
         future = self._averager.fetch_state(
             peer, after_round=needed.after_round, hurry=hurry, end=self._chain_end(view)
         )
@@ -287,13 +288,13 @@ class ChainFollower:
             if not isinstance(error, AnchorLost):
                 self._events.loan.give_back()  # to be saved and validated meanwhile
         except NoState as error:
-            logger.info("no newer state: %s", error)
+            logger.info("nobody has a newer state yet: %s", error)
             if self._state_needed is not None and self._state_needed.saves_bytes:
                 self._state_needed = None
                 self._no_state_before = self._clock.monotonic() + self._record_lifetime_s
             self._not_before = self._clock.monotonic() + PAUSE_AFTER_FAILURE_S
         except TooSlow as error:
-            logger.info("looking for a faster donor: %s", error)
+            logger.info("looking for a peer that gives faster: %s", error)
             self._slow.add(self._donor)
         except PeerBusy as error:
             logger.info("%s", error)

@@ -43,6 +43,7 @@ from dilocox.peer.rounds.record import (
     parse_header,
     parse_record,
 )
+from dilocox.peer.state_folder import MANIFEST_FILE
 
 logger = logging.getLogger(__name__)
 
@@ -362,7 +363,6 @@ class RoundLog(Store):
         return self._folder / f"{round_number:08d}-{attempt}.vote"
 
 
-MANIFEST_FILE = "manifest.json"
 OLDER_NAME = "older"
 INITIAL_NAME = "initial"  # of a run that starts from a checkpoint: its state of round -1, for ever
 TOKENIZER_NAME = "tokenizer"  # the run's, beside the archive of stage 0

@@ -42,7 +42,7 @@ from dilocox.peer.memory_and_disk import (
     disk_free,
 )
 from dilocox.peer.options import DoctorOptions
-from dilocox.peer.os_process import STOPPED, StopSignal, write_json
+from dilocox.peer.os_process import STOPPED, StopSignal, wide_console, write_json
 from dilocox.peer.state_folder import StateFolder
 
 if TYPE_CHECKING:  # imported when it is known that the libraries can be loaded
@@ -346,7 +346,7 @@ def run_doctor(options: DoctorOptions) -> int:
 
 
 def _shown(options: DoctorOptions) -> list[Check]:
-    page = Page(Console(highlight=False, soft_wrap=False))
+    page = Page(wide_console(highlight=False))
     examination = Examination(options, page.busy)
     try:
         checks = page.show(examination.checks())

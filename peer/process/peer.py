@@ -407,16 +407,17 @@ def _take_part(options: PeerOptions, joined: Joined, folder: StateFolder, stop: 
             try:
                 pages = assembly.metrics.pages()
                 watch = RestWatch(assembly.allowance, joined.dht.carried_bytes, stop)
-                with served(options.metrics_host, options.metrics_port, pages), watch:
+                page = assembly.allowance.page()
+                at = options.metrics_host, options.metrics_port
+                with served(*at, pages, answer=page.answer, query=page.query), watch:
                     assembly.trainer.run()
             except Move as move:
                 announce_joining(joined, move.stage)  # or another one would move there, too
                 raise
             finally:
                 assembly.coordinator.close()
-        logger.info(
-            "left: %s", "the run has ended" if not stop.event.is_set() else "stopped on request"
-        )
+        asked = "stopped on request" if stop.asked else "to rest"
+        logger.info("left: %s", asked if stop.event.is_set() else "the run has ended")
 
 
 @contextmanager

@@ -1,10 +1,11 @@
 """A peer rests while its volunteer does not want it to take part: paused, outside its hours, or
-with this month's traffic used up (`Allowance.rest`).
+with this month's traffic used up, or, with --idle-only, while others use the machine
+(`Allowance.rest`).
 
 A peer that trains leaves as at SIGTERM, then its process starts anew and waits here, before it has
-imported or opened anything: no DHT, no replica, no GPU. It still answers /metrics and /healthz and
-says in status.json why it rests and when it goes on. Pausing is a file in the state folder, so it
-outlives a restart.
+imported or opened anything: no DHT, no replica, no GPU. It still shows its page, answers /metrics
+and /healthz, and says in status.json why it rests and when it goes on. Pausing is a file in the
+state folder, so it outlives a restart.
 """
 
 from __future__ import annotations
@@ -14,14 +15,13 @@ import logging
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any, cast, get_args
 
 from dilocox import __version__
 from dilocox.dht.errors import EnvironmentFault, InvalidInput
-from dilocox.dht.files import disk_fault, write_atomically
+from dilocox.dht.files import write_atomically
 from dilocox.dht.manifest import PROTOCOL_VERSION
 from dilocox.peer.http_pages import (
     RUN_LABEL,
@@ -34,8 +34,10 @@ from dilocox.peer.http_pages import (
     readiness_page,
     served,
 )
-from dilocox.peer.options import GB, Local, PeerOptions, Reason, next_month
+from dilocox.peer.options import GB, Local, PeerOptions, Reason, Rest, next_month
 from dilocox.peer.os_process import StopSignal
+from dilocox.peer.process.idle import IdleWatch, Machine
+from dilocox.peer.process.local_page import LocalPage
 from dilocox.peer.state_folder import STATES, StateFolder
 
 logger = logging.getLogger(__name__)
@@ -45,15 +47,6 @@ WRITE_PERIOD_S = 60.0
 MONTHS_KEPT = 12
 LOOK_S = 1.0
 CLOSE_LIMIT_S = 5.0
-
-
-@dataclass(frozen=True, kw_only=True)
-class Rest:
-    """Why a peer rests, in words too; `until`: seconds since the epoch, None until it is told."""
-
-    reason: Reason
-    words: str
-    until: float | None
 
 
 def month_of(now: float) -> str:
@@ -74,8 +67,12 @@ class Allowance:
         options: PeerOptions,
         clock: Callable[[], float] = time.time,
         local: Local = datetime.fromtimestamp,
+        *,
+        working: bool = True,
+        machine: Machine | None = None,
     ):
-        """clock: seconds since the epoch. local: the local time of such seconds.
+        """clock: seconds since the epoch. local: the local time of such seconds. working: whether
+        the peer trains now. machine: what others use, where that matters.
 
         Raises:
             EnvironmentFault: the file of the traffic is damaged.
@@ -83,6 +80,10 @@ class Allowance:
         self._options = options
         self._clock = clock
         self._local = local
+        self._idle: IdleWatch | None = None
+        if options.idle_only:
+            share = options.idle_share / 100
+            self._idle = IdleWatch(machine or Machine(), share=share, working=working)
         self._file = options.state / "traffic.json"
         self._months = _read_months(self._file)
         self._total = 0
@@ -93,14 +94,23 @@ class Allowance:
         """Why this peer should rest now, the reason that lasts longest first; None if it should
         not."""
         now, hours, limit = self._clock(), self._options.hours, self.limit_bytes
-        if _flag(self._options.state).exists():
+        if StateFolder(self._options.state).paused:
             return Rest(reason="paused", words="paused, until `dilocox resume`", until=None)
         if limit is not None and self.used_bytes >= limit:
             used = f"{self.used_bytes / GB:.3g} GB of this month's {limit / GB:g} GB are used"
             return Rest(reason="traffic", words=used, until=next_month(now))
         if hours is not None and (start := hours.next_start(now, self._local)) is not None:
             return Rest(reason="hours", words=f"outside the hours {hours.shown}", until=start)
-        return None
+        return self._idle and self._idle.rest
+
+    def look(self) -> None:
+        """See what else happens on this machine, where that matters; may take seconds."""
+        if self._idle is not None:
+            self._idle.look()
+
+    def page(self) -> LocalPage:
+        """The page of the peer that is allowed this."""
+        return LocalPage(self._options, self.rest, lambda: self.used_bytes)
 
     @property
     def limit_bytes(self) -> float | None:
@@ -181,6 +191,7 @@ class RestWatch:
     def _run(self) -> None:
         while not self._closing.wait(self._look_s):
             self._allowance.count(self._traffic())
+            self._allowance.look()
             rest = self._allowance.rest()
             if rest is not None and not self._stop.event.is_set():
                 logger.info("leaving to rest: %s", rest.words)
@@ -189,12 +200,14 @@ class RestWatch:
 
 def wait_until_allowed(options: PeerOptions, *, look_s: float = LOOK_S) -> bool:
     """Rest as long as the volunteer wants this peer to; False if a signal came meanwhile."""
-    allowance = Allowance(options)
+    allowance = Allowance(options, working=False)
     if allowance.rest() is None:
         return True
     resting = Resting(options, allowance)
     with StateFolder(options.state).locked(), StopSignal() as stop:
-        with served(options.metrics_host, options.metrics_port, resting.pages()):
+        page = allowance.page()
+        at = options.metrics_host, options.metrics_port
+        with served(*at, resting.pages(), answer=page.answer, query=page.query):
             while resting.look():
                 stop.event.wait(look_s)
         return True
@@ -214,15 +227,18 @@ class Resting:
 
     def look(self) -> bool:
         """Whether it still rests; says so where that changed."""
+        self.allowance.look()
         rest = self.allowance.rest()
         if rest == self.rest:
             return rest is not None
         self.rest = rest
         if rest is None:
             logger.info("going on")
-        elif rest.until is None:
+        elif rest.reason == "paused":
             state = self._options.state
             logger.info("resting: %s; `dilocox resume --state %s` ends it", rest.reason, state)
+        elif rest.until is None:
+            logger.info("resting: %s; going on after a quiet minute", rest.words)
         else:
             until = datetime.fromtimestamp(rest.until).strftime("%Y-%m-%d %H:%M")
             logger.info("resting: %s; going on at %s", rest.words, until)
@@ -303,13 +319,10 @@ def pause(state: Path) -> str:
     Raises:
         InvalidInput: no peer's folder. EnvironmentFault: it cannot be written.
     """
-    flag = _checked_flag(state)
-    if flag.exists():
+    folder = _checked(state)
+    if folder.paused:
         return f"paused already; `dilocox resume --state {state}` ends it"
-    try:
-        flag.touch()
-    except OSError as error:
-        raise disk_fault(flag, error) from error
+    folder.pause(True)
     return (
         "paused: the peer leaves the swarm within seconds and stays away, also after a restart, "
         f"until `dilocox resume --state {state}`"
@@ -318,17 +331,14 @@ def pause(state: Path) -> str:
 
 def resume(state: Path) -> str:
     """Let the peer of this folder take part again; raises as `pause` does."""
-    flag = _checked_flag(state)
-    if not flag.exists():
+    folder = _checked(state)
+    if not folder.paused:
         return "it is not paused"
-    try:
-        flag.unlink(missing_ok=True)
-    except OSError as error:
-        raise disk_fault(flag, error) from error
-    return "resumed: a peer that waits goes on within seconds, unless hours or traffic forbid it"
+    folder.pause(False)
+    return "resumed: a peer that waits goes on within seconds, unless another limit forbids it"
 
 
-def _checked_flag(state: Path) -> Path:
+def _checked(state: Path) -> StateFolder:
     if (state / "invite").exists():
         raise InvalidInput(f"--state {state}: this is a bootstrap's folder; name the one of a peer")
     if not (state / "identity.key").exists():
@@ -336,8 +346,4 @@ def _checked_flag(state: Path) -> Path:
             f"--state {state}: no peer was started with this folder; name the one that "
             "`dilocox peer` was given as --state"
         )
-    return _flag(state)
-
-
-def _flag(state: Path) -> Path:
-    return state / "paused"
+    return StateFolder(state)

@@ -392,6 +392,7 @@ class Learner:
             tokens,
             compression_error=error if outcome is Outcome.COUNTED else None,
             residual_norm=self._merge.residual.norm,
+            more=record.round < self._coordinator.newest_round,
         )
         self._unsaved[record.round] = event.payload_bytes
         rounds = self._manifest.rounds

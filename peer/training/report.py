@@ -13,7 +13,6 @@ The log is for people; scripts (the demo among them) read the files. Loss is in 
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 import math
 import sys
@@ -23,12 +22,13 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import median_low
-from typing import TYPE_CHECKING, Any, Literal, cast, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from dilocox.dht.files import disk_fault, write_atomically
 from dilocox.dht.records import StageRecord, figures_of
 from dilocox.peer.averaging.loop_status import LoopStatus
-from dilocox.peer.os_process import CLEAR_LINE, counted
+from dilocox.peer.memory_and_disk import size
+from dilocox.peer.os_process import CLEAR_LINE, strict_json
 from dilocox.peer.training.merge import Outcome
 from dilocox.pipeline.messages import Stepped
 
@@ -38,7 +38,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 STATUS_PERIOD_S = 1.0
-PEER_ID_LETTERS = 40  # no other word is so long
 UNCOUNTED = {"undone": " (without yours, which go with a later one)", "repeated": " (again)"}
 
 
@@ -84,6 +83,7 @@ class Reporter:
         _cut_half_line(self._events)
         self._terminal = sys.stderr.isatty()
         self._status_at = 0.0
+        self._taken: list[RoundReport] = []  # told of in one line once no more follow
         self.on_event: Callable[[str, Mapping[str, Any]], None] = lambda kind, facts: None
         self.on_status: Callable[[LoopStatus], None] = lambda status: None
 
@@ -100,7 +100,7 @@ class Reporter:
     def tell(self, kind: str, **facts: object) -> None:
         """One event of the replica that this peer is in, and a line in the log."""
         self.event(kind, **facts)
-        logger.info("%s: %s", kind, shown_facts(facts))
+        logger.info("%s: %s", kind, happening_in_words(kind, facts))
 
     def status(self, status: LoopStatus, *, force: bool = False) -> None:
         """Show the progress, about once a second."""
@@ -114,9 +114,21 @@ class Reporter:
             sys.stderr.write(CLEAR_LINE + progress_line(status))
             sys.stderr.flush()
 
-    def committed(self, report: RoundReport) -> None:
+    def committed(self, report: RoundReport, *, more: bool = False) -> None:
+        """more: another record follows at once; rounds that are only taken become one line."""
         self.event("round", **asdict(report))
-        logger.info("%s", round_line(report))
+        logger.debug(
+            "round %d: %d inner steps, digest %s, anchor %s",
+            *(report.round, report.inner_steps, report.digest[:12], report.anchor_sha256[:12]),
+        )
+        taken = report.outcome in ("followed", "reset")
+        if taken:
+            self._taken.append(report)
+        if self._taken and not (taken and more):
+            logger.info("%s", taken_line(self._taken))
+            self._taken.clear()
+        if not taken:
+            logger.info("%s", round_line(report))
 
     def void(self, round_number: int, reason: str) -> None:
         self.event("void", round=round_number, reason=reason)
@@ -145,11 +157,6 @@ def _cut_half_line(path: Path) -> None:
         raise disk_fault(path, error) from error
 
 
-def strict_json(facts: Mapping[str, Any]) -> str:
-    """JSON for any reader: a number that is not finite, which JSON does not know, is null."""
-    return json.dumps(json.loads(json.dumps(facts), parse_constant=lambda _: None))
-
-
 def progress_line(status: LoopStatus) -> str:
     """What a terminal shows below the log; without a speed in no replica, where nothing moves."""
     speed = f"{status.tokens_per_s:,.0f}" if status.head else "-"
@@ -165,29 +172,29 @@ def progress_line(status: LoopStatus) -> str:
 
 
 def round_line(report: RoundReport) -> str:
-    """A committed round in one line; short where this peer only took what is in its record."""
-    loss = f"validation {shown_validation(report.val_loss, report.val_round)}"
-    group = counted(report.members, "member")
-    stands = f"digest {report.digest[:12]}, anchor {report.anchor_sha256[:12]}"
-    if report.outcome == "followed":
-        return (
-            f"took round {report.round}: {report.record_tokens} tokens of others, {loss}, {group}, "
-            f"{stands}"
-        )
-    if report.outcome == "reset":  # some of the tokens are its own, of a state that is gone
-        return (
-            f"took round {report.round}: {report.record_tokens} tokens, {loss}, {group}, {stands}"
-        )
-    sent = (
-        f"sent {report.averaging_bytes / 1e3:.1f} kB (fp16 {report.fp16_bytes / 1e3:.1f} kB), "
-        f"{group}"
-    )
+    """A committed round of this peer's work in one line."""
+    sent = f"sent {size(report.averaging_bytes)}, averaged by {report.members} peers"
     return (
-        f"round {report.round} committed: {report.inner_steps} inner steps, {report.tokens} tokens "
-        f"of {report.record_tokens}, train loss {shown_loss(report.train_loss)}, {loss}, "
-        f"{report.tokens_per_s:.0f} tokens/s, waiting {report.waiting_share:.1%}, "
-        f"{sent if report.members > 1 else 'alone, no average'}, {stands}"
+        f"round {report.round} committed: {report.tokens:,} tokens of {report.record_tokens:,}, "
+        f"train loss {shown_loss(report.train_loss)}, "
+        f"validation {shown_validation(report.val_loss, report.val_round)}, "
+        f"{report.tokens_per_s:,.0f} tokens/s, waiting {report.waiting_share:.1%}, "
+        f"{sent if report.members > 1 else 'alone, no average'}"
         f"{UNCOUNTED.get(report.outcome, '')}"
+    )
+
+
+def taken_line(reports: Sequence[RoundReport]) -> str:
+    """Rounds in one line of which this peer only took what is in their records."""
+    first, last = reports[0], reports[-1]
+    took = f"took rounds {first.round} to {last.round}: "
+    if first is last:
+        took = f"took round {last.round}: "
+    # of a state that is gone some of the tokens are its own
+    whose = " of others" if all(each.outcome == "followed" for each in reports) else ""
+    return (
+        f"{took}{sum(each.record_tokens for each in reports):,} tokens{whose}, "
+        f"validation {shown_validation(last.val_loss, last.val_round)}"
     )
 
 
@@ -203,26 +210,23 @@ def shown_loss(loss: float | None) -> str:
     return "-" if loss is None else f"{loss:.4f}"
 
 
-def shown_facts(facts: Mapping[str, object]) -> str:
-    """Facts of an event as people see them; peer ids by their last six letters. A reason speaks for
-    itself.
-    """
-    return ", ".join(
-        _shown(value) if name == "reason" else f"{name} {_shown(value)}"
-        for name, value in facts.items()
-    )
-
-
-def _shown(value: object) -> str:
-    match value:
-        case float() if math.isfinite(value):
-            return f"{value:.2f}"
-        case str() if len(value) > PEER_ID_LETTERS and " " not in value:
-            return value[-6:]
-        case list():
-            return " ".join(_shown(item) for item in cast("list[object]", value))
+def happening_in_words(kind: str, facts: Mapping[str, Any]) -> str:
+    """An event of a replica as people see it; peer ids by their last six letters."""
+    members = [str(peer)[-6:] for peer in facts.get("members", ())]
+    lost = f"the peer of stage {facts.get('stage')} is gone ({facts.get('reason')})"
+    match kind:
+        case "replica" if len(members) == 1:
+            return "this peer trains, and needs no other for that"
+        case "replica":
+            return f"{' and '.join(members)} train together, a stage each"
+        case "fault":
+            return f"{lost}, {str(facts['peer'])[-6:]}; looking for another one"
+        case "lost":
+            return f"{lost}; the head of the replica looks for another one"
+        case "healed":
+            return f"{' and '.join(members)} go on, {facts['seconds']:.1f} s after the fault"
         case _:
-            return str(value)
+            return str(facts["reason"])
 
 
 SMOOTHING = 0.8  # of the loss and the speed that the progress line shows
@@ -386,8 +390,9 @@ class LoopMeter:
         *,
         compression_error: float | None = None,
         residual_norm: float | None = None,
+        more: bool = False,
     ) -> None:
-        """A record was merged.
+        """A record was merged; `more`: the next one is here already.
 
         compression_error: |m - c| / |m| of this peer's message, None where it is not in the record.
         """
@@ -430,7 +435,7 @@ class LoopMeter:
         )
         self._line_began, self._line_waited_s = now, waited_s
         self._line_sent = sent
-        self.reporter.committed(report)
+        self.reporter.committed(report, more=more)
 
     def read(self, known: LoopStatus, **facts: Any) -> LoopStatus:
         """The status of now: what was `known` of the replica, these facts, and all that is counted

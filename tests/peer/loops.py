@@ -100,6 +100,7 @@ class FakeCoordinator:
         self.undecided = False
         self.tokens_at_start = 0
         self.applying = False
+        self.newest_round = -1
         self.outcome_limit_s = 60.0
         self.round = 0
         self.inner_steps = 10

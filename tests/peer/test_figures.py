@@ -170,12 +170,12 @@ def test_listeners_hear_every_event_and_every_status(tmp_path: Path) -> None:
     reporter.on_event = lambda kind, facts: events.append((kind, facts))
     reporter.on_status = statuses.append
     reporter.event("training")
-    reporter.tell("healed", epoch=2, seconds=0.5)
+    reporter.tell("healed", epoch=2, members=["h", "m"], seconds=0.5)
     reporter.committed(REPORT)
     reporter.void(2, "nobody came")
     kinds = [kind for kind, _ in events]
     assert kinds == ["training", "healed", "round", "void"]
-    assert events[1][1] == {"epoch": 2, "seconds": 0.5}
+    assert events[1][1] == {"epoch": 2, "members": ["h", "m"], "seconds": 0.5}
     assert events[2][1]["outcome"] == "counted"
     for number in range(3):  # the file is written less often
         reporter.status(replace(STATUS, round=number))

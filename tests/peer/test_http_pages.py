@@ -234,14 +234,28 @@ def test_a_host_that_is_none_is_named_with_the_fix(host: str) -> None:
 
 
 # ---- a peer's port -------------------------------------------------------------------------------
-def test_a_second_peer_goes_on_without_the_default_port_and_says_so_once(
+def test_a_second_peer_takes_the_next_free_port_and_says_which(
     taken_port: int, caplog: pytest.LogCaptureFixture
 ) -> None:
+    with (
+        caplog.at_level("INFO", logger="dilocox.peer.http_pages"),
+        http_pages.served(LOCAL, None, {}, default=taken_port) as server,
+    ):
+        assert isinstance(server, PageServer) and server.port > taken_port
+    assert caplog.messages == [
+        f"port {taken_port} is taken: port {server.port} takes its place",
+        f"metrics at http://{LOCAL}:{server.port}/metrics, health at /healthz",
+    ]
+
+
+def test_without_a_free_port_it_goes_on_and_says_so_once(
+    taken_port: int, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(http_pages, "PORTS_TRIED", 1)
     with http_pages.served(LOCAL, None, {}, default=taken_port) as server:
         assert server is None
     (line,) = caplog.messages
-    assert f"port {taken_port} is taken" in line
-    assert "--metrics-port" in line
+    assert f"ports from {taken_port} on are taken" in line and "--metrics-port" in line
 
 
 def test_a_port_that_was_asked_for_must_be_had(taken_port: int, tmp_path: Path) -> None:

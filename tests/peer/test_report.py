@@ -23,7 +23,7 @@ from dilocox.peer.training.report import (
     LoopMeter,
     Reporter,
     RoundReport,
-    shown_facts,
+    happening_in_words,
 )
 from dilocox.pipeline.messages import Stepped
 from tests.peer.members import template
@@ -289,10 +289,24 @@ def test_a_watched_peer_sees_what_was_written_and_half_a_line_only_when_it_is_wh
     assert watched.waiting_share == 0.01
 
 
-def test_the_facts_of_an_event_read_as_a_sentence() -> None:
-    assert shown_facts({"reason": "its head dissolved it"}) == "its head dissolved it"
-    fault = {"stage": 1, "peer": "Qm" + 38 * "x" + "abcdef", "reason": "silent", "after_s": 2.0}
-    assert shown_facts(fault) == "stage 1, peer abcdef, silent, after_s 2.00"
+def test_an_event_of_a_replica_reads_as_a_sentence() -> None:
+    one, two = "Qm" + 38 * "x" + "abcdef", "Qm" + 38 * "y" + "uvwxyz"
+    fault = {"stage": 1, "peer": one, "reason": "silent", "after_s": 2.0}
+    lost = {"stage": 0, "reason": "closed", "after_s": 2.0}
+    healed = {"stage": 1, "epoch": 2, "members": [one, two], "splice_s": 0.5, "seconds": 2.54}
+    said = {
+        ("dissolved", "its head dissolved it"): {"reason": "its head dissolved it"},
+        ("fault", "the peer of stage 1 is gone (silent), abcdef; looking for another one"): fault,
+        (
+            "lost",
+            "the peer of stage 0 is gone (closed); the head of the replica looks for another one",
+        ): lost,
+        ("healed", "abcdef and uvwxyz go on, 2.5 s after the fault"): healed,
+        ("replica", "abcdef and uvwxyz train together, a stage each"): {"members": [one, two]},
+        ("replica", "this peer trains, and needs no other for that"): {"members": [one]},
+    }
+    for (kind, words), facts in said.items():
+        assert happening_in_words(kind, facts) == words
 
 
 def test_the_status_is_written_about_once_a_second(tmp_path: Path) -> None:
@@ -312,23 +326,14 @@ def test_the_log_line_of_a_round_names_its_figures(
         Reporter(tmp_path).void(2, "nobody came")
         Reporter(tmp_path).committed(replace(REPORT, members=1, val_loss=5.96664))
     round_line, void_line, alone = (record.getMessage() for record in caplog.records)
-    for words in (
-        "round 1 committed",
-        "8 inner steps",
-        "512 tokens of 1024",
-        "train loss 3.0000",
-        "validation -, 100",
-        "waiting 2.5%",
-        "sent 1.5 kB (fp16 4.0 kB)",
-        "2 members",
-        "digest dddddddddddd",
-        "(without yours, which go with a later one)",
-    ):
-        assert words in round_line
+    assert round_line == (
+        "round 1 committed: 512 tokens of 1,024, train loss 3.0000, validation -, 100 tokens/s, "
+        "waiting 2.5%, sent 1.5 kB, averaged by 2 peers (without yours, which go with a later one)"
+    )
     assert (
         void_line == "round 2 void: nobody came; nothing is lost: its tokens go with the next round"
     )
-    assert ", waiting 2.5%, alone, no average, digest d" in alone and "sent" not in alone
+    assert alone.endswith(", waiting 2.5%, alone, no average")
     assert ", validation 5.9666 (start), " in alone
 
 
@@ -340,9 +345,32 @@ def test_a_round_that_a_peer_only_takes_is_no_work_of_its_own(
         Reporter(tmp_path).committed(replace(report, outcome="followed"))
         Reporter(tmp_path).committed(replace(report, outcome="reset"))
     followed, reset = (record.getMessage() for record in caplog.records)
-    facts = "validation 2.5000 (round 3), 2 members, digest dddddddddddd, anchor aaaaaaaaaaaa"
-    assert followed == f"took round 1: 1024 tokens of others, {facts}"
-    assert reset == f"took round 1: 1024 tokens, {facts}"
+    assert followed == "took round 1: 1,024 tokens of others, validation 2.5000 (round 3)"
+    assert reset == "took round 1: 1,024 tokens, validation 2.5000 (round 3)"
+
+
+def test_catching_up_is_one_line_and_digests_are_for_those_who_look_for_faults(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    reporter = Reporter(tmp_path)
+    taken = replace(REPORT, outcome="followed", tokens=0)
+
+    def lines(level: int) -> list[str]:
+        caplog.clear()
+        with caplog.at_level(level, logger="dilocox.peer.training.report"):
+            for number in range(3, 6):
+                reporter.committed(replace(taken, round=number), more=number < 5)
+            reporter.committed(replace(taken, round=6), more=True)
+            reporter.committed(replace(REPORT, round=7))
+        return [record.getMessage() for record in caplog.records]
+
+    first, second, own = lines(logging.INFO)
+    assert first == "took rounds 3 to 5: 3,072 tokens of others, validation -"
+    assert second == "took round 6: 1,024 tokens of others, validation -"
+    assert own.startswith("round 7 committed: ")
+    for_faults = "round 5: 8 inner steps, digest dddddddddddd, anchor aaaaaaaaaaaa"
+    assert for_faults in lines(logging.DEBUG)
+    assert len(events(tmp_path)) == 10  # scripts hear of each
 
 
 def test_a_line_that_a_full_disk_cut_does_not_spoil_the_next_one(tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ from dilocox.dht.identity import Identity
 from dilocox.dht.invite import Invite
 from dilocox.peer.options import GB, Hours, PeerOptions
 from dilocox.peer.os_process import StopSignal
+from dilocox.peer.process.local_page import TOKEN_HEADER
 from dilocox.peer.process.resting import (
     Allowance,
     Resting,
@@ -164,7 +165,7 @@ def test_the_figures_have_the_names_and_labels_of_a_peer_that_trains(state: Path
 
 
 # ---- the command itself --------------------------------------------------------------------------
-def test_a_paused_peer_starts_nothing_goes_on_when_resumed_and_leaves_on_a_signal(
+def test_a_paused_peer_starts_nothing_goes_on_from_its_page_and_leaves_on_a_signal(
     state: Path,
 ) -> None:
     with socket.create_server(("127.0.0.1", 0)) as free:
@@ -186,7 +187,13 @@ def test_a_paused_peer_starts_nothing_goes_on_when_resumed_and_leaves_on_a_signa
         assert time.monotonic() - began < 2.0
         again = Command(*arguments, folder=state)
         again.wait_for("resting: paused")
-        Command("resume", "--state", str(state), folder=state).exit_code(20.0)
+        token = (state / "page.token").read_text()
+        again.wait_for(f"this peer's own page is http://127.0.0.1:{port}/?token={token}")
+        resumes = urllib.request.Request(
+            f"http://127.0.0.1:{port}/resume", method="POST", headers={TOKEN_HEADER: token}
+        )
+        with urllib.request.urlopen(resumes, timeout=5) as answer:
+            assert answer.status == 200
         again.wait_for("going on")
         again.wait_for("trying until one can be")  # nobody is at the invite's address
         again.process.send_signal(signal.SIGTERM)

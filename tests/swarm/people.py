@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -104,7 +105,11 @@ class Terminal:
     @property
     def rounds(self) -> int:
         """How many rounds a peer has named: committed with it, or taken."""
-        return self.output.count(" committed: ") + self.output.count(" took round ")
+        taken = sum(
+            int(last or first) - int(first) + 1
+            for first, last in re.findall(r" took rounds? (\d+)(?: to (\d+))?: ", self.output)
+        )
+        return self.output.count(" committed: ") + taken
 
     def wait_for_rounds(self, count: int, limit_s: float) -> None:
         """Wait until a peer has said so of this many rounds."""

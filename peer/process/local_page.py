@@ -1,0 +1,162 @@
+"""The page of one peer, for the volunteer at its machine: what it does, what it gave, its limits,
+and buttons to pause and go on.
+
+The peer that trains and the small process in which it rests both serve it, of what the state folder
+holds. Whoever may open a page
+of this machine may read it. To pause takes a token, which is in the address that the peer prints
+and in a file that only its user can read: neither another user here nor a web page in the
+volunteer's browser has it. It travels in a header, which no foreign page can set, and nothing
+changes by GET. A name that somebody's DNS points at this machine is refused. Where the server
+listens beyond this machine, there is no token, so there are no buttons.
+"""
+
+from __future__ import annotations
+
+import hmac
+import ipaddress
+import json
+import os
+import secrets
+import threading
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import asdict
+from http import HTTPStatus
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from dilocox.dht.errors import EnvironmentFault, InvalidInput
+from dilocox.dht.files import disk_fault
+from dilocox.dht.manifest import Manifest
+from dilocox.peer.http_pages import Page, html_page, not_allowed
+from dilocox.peer.options import PeerOptions, Rest
+from dilocox.peer.os_process import strict_json
+from dilocox.peer.state_folder import MANIFEST_FILE, StateFolder
+
+TOKEN_HEADER = "X-Dilocox-Token"
+SHOWN_STATUS = (
+    *("state", "head", "blocked", "round", "inner_step", "inner_steps", "train_loss"),
+    *("val_loss", "val_round", "tokens_per_s", "waiting_share"),
+)
+SHOWN_LIMITS = ("idle_only", "idle_share", "max_upload_mb_s", "memory_limit_gb", "threads")
+
+
+class Given:
+    """What a peer gave to a run in all its stages and starts, as their events.jsonl tell: its
+    tokens in committed records and their number, and the run's tokens by then.
+    """
+
+    def __init__(self, state: Path, run: str):
+        self._state, self._run = state, run
+        self._read: dict[Path, int] = {}  # bytes
+        self._lock = threading.Lock()
+        self.tokens = self.rounds = self.chain_tokens = 0
+
+    def look(self) -> None:
+        """Take in what was noted since the last look."""
+        with self._lock, suppress(OSError):
+            for path in self._state.glob(f"{self._run}-stage*/events.jsonl"):
+                with path.open("rb") as file:
+                    file.seek(self._read.get(path, 0))
+                    while (line := file.readline()).endswith(b"\n"):
+                        self._read[path] = file.tell()
+                        if b'"event": "round"' in line:
+                            facts = json.loads(line)
+                            self.tokens += facts["tokens"]
+                            self.rounds += facts["tokens"] > 0
+                            self.chain_tokens = max(self.chain_tokens, facts["chain_tokens"])
+
+
+class LocalPage:
+    """The page, its facts and its buttons. query: what appended to its address shows them."""
+
+    def __init__(
+        self, options: PeerOptions, rest: Callable[[], Rest | None], month_bytes: Callable[[], int]
+    ):
+        """rest: why the peer rests. month_bytes: sent and received in this month. Raises
+        EnvironmentFault if the state folder can keep no token.
+        """
+        self._options, self._rest, self._month_bytes = options, rest, month_bytes
+        self._folder, self._run = StateFolder(options.state), options.invite.run_id
+        self._given = Given(options.state, self._run)
+        self._token = _token(options.state) if is_loopback(options.metrics_host) else ""
+        self.query = f"?token={self._token}" if self._token else ""
+        html = files("dilocox.peer.process") / "page" / "peer.html"
+        self._page = html_page(html.read_text("utf-8"))
+
+    def answer(self, method: str, path: str, headers: Mapping[str, str]) -> Page | None:
+        """To a request; None where there is nothing."""
+        if path not in ("/", "/peer.json", "/pause", "/resume"):
+            return None
+        if self._token and not is_loopback(urlsplit(f"//{headers.get('Host')}").hostname or ""):
+            return Page.text("open it as http://127.0.0.1", HTTPStatus.MISDIRECTED_REQUEST)
+        methods = "POST" if path in ("/pause", "/resume") else "GET, HEAD"
+        if method not in methods.split(", "):
+            return not_allowed(methods)
+        given = (headers.get(TOKEN_HEADER) or "").encode()
+        may = self._token != "" and hmac.compare_digest(given, self._token.encode())
+        if path == "/":
+            return self._page
+        if path == "/peer.json":
+            told = strict_json(self._facts() | {"buttons": may})
+            return Page(body=told.encode(), content_type="application/json")
+        if not may:
+            said = "this takes the token in the address that the peer printed at its start"
+            return Page.text(said, HTTPStatus.FORBIDDEN)
+        try:
+            self._folder.pause(path == "/pause")
+        except EnvironmentFault as error:
+            return Page.text(str(error), HTTPStatus.INTERNAL_SERVER_ERROR)
+        return Page.text("noted")
+
+    def _facts(self) -> dict[str, Any]:
+        """What the page asks for, as the state folder has it; of the run null what it lacks."""
+        options, given, rest = self._options, self._given, self._rest()
+        status: dict[str, Any] = {"state": "joining"}
+        manifest, stage = None, ""
+        with suppress(OSError, ValueError, InvalidInput):
+            newest = max(
+                options.state.glob(f"{self._run}-stage*/status.json"),
+                key=lambda path: path.stat().st_mtime,
+                default=options.state / "status.json",
+            )
+            status = json.loads(newest.read_bytes())
+            stage = newest.parent.name.partition(f"{self._run}-stage")[2]
+            manifest = Manifest.from_bytes((newest.parent / MANIFEST_FILE).read_bytes())
+        given.look()
+        total = given.chain_tokens * manifest.stages if manifest else 0
+        return {
+            "run": self._run,
+            "name": manifest and manifest.name,
+            "peer": options.name,
+            "stage": stage,
+            "stages": manifest and manifest.stages,
+            "status": {name: status.get(name) for name in SHOWN_STATUS},
+            "rest": rest and asdict(rest),
+            "given": [given.tokens, given.rounds, given.tokens / total if total else None],
+            "traffic": [self._month_bytes(), options.monthly_traffic_bytes],
+            "hours": options.hours and options.hours.shown,
+            "limits": {name: getattr(options, name) for name in SHOWN_LIMITS},
+        }
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine reaches an address or name."""
+    with suppress(ValueError):
+        return ipaddress.ip_address(host).is_loopback
+    return host == "localhost"
+
+
+def _token(state: Path) -> str:
+    """The token of a state folder, made where there is none."""
+    path, token = state / "page.token", secrets.token_urlsafe(16)
+    try:
+        with suppress(FileNotFoundError):
+            token = path.read_text(errors="replace") or token
+        with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT, 0o600), "w") as file:
+            file.write(token)
+    except OSError as error:
+        raise disk_fault(path, error) from error
+    return token

@@ -55,9 +55,8 @@ class LocalSwarm:
         self._arrival = 0 if outer.merge == "none" else late
         if not 0 <= self._arrival <= rounds.inner_steps:
             raise ValueError(f"arrival {arrival}: choose from 0 to the {rounds.inner_steps} of H")
-        self._rounds, self._spec, self._seed = rounds, codec, seed
-        named = replicas[0].named_parameters()
-        self.layout = FlatLayout.of((name, tuple(each.shape)) for name, each in named)
+        self._rounds, self._spec, self._seed, self._steps = rounds, codec, seed, 0
+        self.layout = FlatLayout.of((n, tuple(p.shape)) for n, p in replicas[0].named_parameters())
         self._outer = OuterStep(outer.learning_rate, outer.momentum)
         self._codec = StageCodec(self.layout, compression(codec))
         self.ranks, self.bytes_sent = self._codec.first_ranks, 0
@@ -69,7 +68,6 @@ class LocalSwarm:
         self._merges = [
             Merge(rule, each, anchor, momentum, round_number=-1, digest="-1") for each in live
         ]
-        self._steps = 0
         self._in_flight: tuple[Tensor, list[Tensor]] | None = None  # average, what is left of each
 
     @property
@@ -115,10 +113,8 @@ class LocalSwarm:
         average = means.average()
         if spec.adaptive:
             facts = facts_of(ranks=ranks, needed=means.needed(spec.energy), times=())
-            self._window = following_window(self._window, facts)
-            self.ranks = next_ranks(
-                ranks, self._window, limits=codec.limits, min_rank=spec.min_rank
-            )
+            self._window = window = following_window(self._window, facts)
+            self.ranks = next_ranks(ranks, window, limits=codec.limits, min_rank=spec.min_rank)
         self._basis = means.next_basis(codec.low_rank(self.ranks), f"{self._seed}/{number}")
         return average
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import dilocox
 from benchmarks.convergence_rules import FOUR_BIT, MODEL, WORLD, rules
@@ -59,7 +60,7 @@ def test_the_projects_url_is_set_in_one_place() -> None:
 
 
 # ---- the example ---------------------------------------------------------------------------------
-(CODE,) = re.findall(r"```python\n(.*?)```", GUIDE, re.DOTALL)
+CODE, PARTS = re.findall(r"```python\n(.*?)```", GUIDE, re.DOTALL)
 
 
 @pytest.mark.filterwarnings("ignore:There is a performance drop")
@@ -86,3 +87,12 @@ def test_the_example_is_one_that_is_read_at_once() -> None:
     lines = [line for line in CODE.splitlines() if line]
     assert max(map(len, lines)) <= 100
     assert sum(not line.startswith(("from ", "import ")) for line in lines) <= 35
+
+
+def test_the_parts_work_alone_and_live_stands_on_the_anchor() -> None:
+    found: dict[str, Any] = {}
+    exec(compile(PARTS, "docs/library.md", "exec"), found)
+    assert found["merge"].anchor is found["next_anchor"]
+    assert torch.equal(found["live"], found["next_anchor"])
+    assert len(found["payload"]) < 1024 * 4.4 / 8
+    assert found["merge"].residual.norm > 0

@@ -53,10 +53,22 @@ def test_importing_dilocox_imports_nothing_heavy() -> None:
     assert done.stdout == "\n"
 
 
-def test_the_projects_url_is_set_in_one_place() -> None:
-    """Empty while that is the placeholder: nobody shall be sent to a stranger's page."""
-    assert dilocox.PROJECT_URL == "" or dilocox.PROJECT_URL.startswith("https://")
-    assert dilocox.__version__ in SOURCE
+@pytest.mark.parametrize(
+    ("stated", "told"),
+    [
+        ("Project-URL: Source, https://example.org/dilocox", "https://example.org/dilocox"),
+        ("Project-URL: Source, https://github.com/OWNER/dilocox", ""),  # the placeholder
+        ("Summary: it states none", ""),
+    ],
+)
+def test_the_projects_url_is_that_of_the_installed_package(
+    stated: str, told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    facts = tmp_path / "dilocox-1.0.dist-info" / "METADATA"
+    facts.parent.mkdir()
+    facts.write_text(f"Metadata-Version: 2.4\nName: dilocox\nVersion: 1.0\n{stated}\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert told == dilocox.PROJECT_URL
 
 
 # ---- the example ---------------------------------------------------------------------------------

@@ -33,8 +33,8 @@ class Fleet:
 
     def __init__(self, model: dict[str, Any], seeds: Sequence[int], inner: InnerSpec):
         """A replica for each of `seeds`, with the weights that a run of this seed starts with."""
-        self._stage = build_stage(model, 0, 1, seeds[0])
-        parameters = [(name, tuple(p.shape)) for name, p in self._stage.named_parameters()]
+        self.stage = build_stage(model, 0, 1, seeds[0])
+        parameters = [(name, tuple(p.shape)) for name, p in self.stage.named_parameters()]
         self.layout = FlatLayout.of(parameters)
         first = {
             seed: flatten_parameters(build_stage(model, 0, 1, seed), self.layout)
@@ -73,12 +73,12 @@ class Fleet:
         """Mean nats a token of weights [layout.numel] on windows int64 [n, t + 1]."""
         tensors = self.layout.view(weights)
         return validation_loss(
-            lambda ids: functional_call(self._stage, tensors, (ids,)),
+            lambda ids: functional_call(self.stage, tensors, (ids,)),
             windows,
         )
 
     def _loss(self, tensors: dict[str, Tensor], windows: Tensor) -> Tensor:
-        logits = functional_call(self._stage, tensors, (windows[:, :-1],))
+        logits = functional_call(self.stage, tensors, (windows[:, :-1],))
         return next_token_loss(logits, windows)
 
 

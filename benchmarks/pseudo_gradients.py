@@ -80,12 +80,7 @@ class _Worker:
         live = flatten_parameters(self._stage, layout_of(manifest))
         anchor.copy_(live)
         self._optimizer = InnerOptimizer(self._stage.named_parameters(), manifest.inner)
-        rule = MergeConfig.of(
-            manifest.outer.merge,
-            rebase_weight=manifest.outer.rebase_weight,
-            decay=manifest.codec.residual_decay,
-            max_age=manifest.rounds.max_age,
-        )
+        rule = MergeConfig.of(manifest.outer, manifest.codec, manifest.rounds)
         self.merge = Merge(rule, live, anchor, momentum, round_number=-1, digest="-1")
         self._corpus = open_corpus(manifest, "")
         self._corpus.open_part(part)

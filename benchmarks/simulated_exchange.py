@@ -1,209 +1,160 @@
-"""The exchanges of a simulated run: the product's codecs and arithmetic, with no bytes moved.
+"""A local swarm (dilocox.local_swarm) some of whose workers lie, and whose members judge reducers.
 
-Every worker reduces one part of each phase's vector. What a group would move is encoded and decoded
-by the same classes, and its bytes are counted.
+Centered clipping (benchmarks/robust.py) is a rule of averaging beside the product's.
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Literal
+import math
+import time
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from benchmarks.robust import centered
-from dilocox.compression.layout import FlatLayout, split
-from dilocox.compression.stage_codec import Compression, Phase, StageCodec
 from dilocox.dht.manifest_sections import RobustRule
-from dilocox.peer.rounds.rank_choice import facts_of, following_window, next_ranks
-from dilocox.peer.rounds.record import RoundFacts
-from dilocox.peer.rounds.robust import (
-    LEAST_GATED,
-    Likeness,
-    likeness,
-    not_of_ours,
-)
-from dilocox.peer.rounds.shares import Reduction, combine, decode, encode
+from dilocox.peer.rounds.robust import LEAST_GATED, Likeness, likeness, not_of_ours
+from dilocox.peer.rounds.shares import decode, encode
 from dilocox.peer.rounds.standing import bounded_weights
+from dilocox.peer.training.local_swarm import LocalSwarm
 
 Averaging = RobustRule | Literal["centered"]
-Lie = Callable[[Tensor], Tensor]
-"""What a reducer returns in the place of the mean [n] of its part."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Averaged:
-    """One exchange: the average [n], what it left of each message [n], and all bytes sent."""
+class Attack:
+    """What the first `liars` workers send instead of what they learnt, or of a mean they reduced.
 
-    average: Tensor
-    left: list[Tensor]
-    bytes_sent: int
-
-
-class Exchange:
-    """The exchanges of one run, one after the other."""
-
-    def __init__(
-        self,
-        layout: FlatLayout,
-        compression: Compression,
-        energy: float | None,
-        seed: int,
-        robust: Averaging = "none",
-    ):
-        """energy: what the ranks follow; None: they stay."""
-        self._robust: Averaging = robust
-        self._codec = StageCodec(layout, compression)
-        self._energy = energy
-        self._seed = seed
-        self._round = 0
-        self.ranks = self._codec.first_ranks
-        self._basis = self._codec.first_basis(f"{seed}/-1")
-        self._window: tuple[RoundFacts, ...] = ()
-
-    def average(
-        self,
-        messages: Sequence[Tensor],
-        weights: Sequence[int] | None = None,
-        lies: Mapping[int, Lie] | None = None,
-    ) -> Averaged:
-        """Average the members' messages [n] as a group does; each member reduces one part.
-
-        weights: that they state; all alike without. lies: what some return in the place of the mean
-        that they reduced. Where members find that with the gate, all is repeated without them.
-        """
-        codec = self._codec
-        stated = [1] * len(messages) if weights is None else list(weights)
-        members, bytes_sent = list(range(len(messages))), 0
-        attempt = self._attempt(messages, members, stated, lies or {})
-        while attempt.blamed and len(members) > len(attempt.blamed):
-            bytes_sent += attempt.bytes_sent
-            members = [each for each in members if each not in attempt.blamed]
-            attempt = self._attempt(messages, members, stated, lies or {})
-        means = codec.means(self.ranks, attempt.vectors)
-        for member in members:
-            means.take_out(messages[member], attempt.counted[member])
-        result = Averaged(
-            average=means.average(),
-            left=list(messages),
-            bytes_sent=bytes_sent + attempt.bytes_sent,
-        )
-        if self._energy is not None:
-            self._plan(means.needed(self._energy))
-        self._basis = means.next_basis(codec.low_rank(self.ranks), f"{self._seed}/{self._round}")
-        self._round += 1
-        return result
-
-    def _attempt(
-        self,
-        messages: Sequence[Tensor],
-        members: Sequence[int],
-        stated: Sequence[int],
-        lies: Mapping[int, Lie],
-    ) -> _Attempt:
-        """One try of these members to average what they have."""
-        codec, ranks = self._codec, self.ranks
-        encoders = [codec.encoder(messages[each], ranks, lambda: self._basis) for each in members]
-        weights = [stated[each] for each in members]
-        found = _Attempt(counted={member: [] for member in members})
-        for number, phase in enumerate(codec.phases(ranks)):
-            sent = [encoder.vector(number, found.vectors) for encoder in encoders]
-            for counted in found.counted.values():
-                counted.clear()
-            mean = torch.empty(phase.numel)
-            alike: list[dict[int, Likeness]] = [{} for _ in members]
-            for reducer, part in zip(members, split(phase.numel, len(sent)), strict=True):
-                if part.stop == part.start:
-                    continue
-                values = [vector[part] for vector in sent]
-                reduced = _reduced(phase, values, weights, self._robust)
-                mean[part] = decode(phase.codec, reduced.payload, part.stop - part.start)
-                if reducer in lies:
-                    mean[part] = lies[reducer](mean[part])
-                found.bytes_sent += reduced.bytes_sent
-                weight, count = reduced.weight, sum(each > 0 for each in reduced.weight)
-                for index, member in enumerate(members):
-                    if weight[index]:
-                        found.counted[member].append(part)
-                    if member != reducer and (
-                        beside := likeness(mean[part], values[index], weight[index], count)
-                    ):
-                        alike[index][reducer] = beside
-            found.vectors.append(mean)
-            if self._robust == "gate" and len(members) >= LEAST_GATED:
-                found.blamed |= _blamed(alike, members, honest=set(members) - set(lies))
-        return found
-
-    def _plan(self, needed: tuple[int, ...]) -> None:
-        """The ranks of the next exchange, as a record names them."""
-        facts = facts_of(ranks=self.ranks, needed=needed, times=())
-        self._window = following_window(self._window, facts)
-        self.ranks = next_ranks(
-            self.ranks,
-            self._window,
-            limits=self._codec.limits,
-            min_rank=self._codec.compression.min_rank,
-        )
-
-
-@dataclass
-class _Attempt:
-    """The decoded means by phase, the parts by member that its values are in, all bytes sent, and
-    the reducers against whom half of the members voted.
+    kind: `flip` the sign; `noise` of the norm that their message has; `constant`, the same value
+        everywhere, of that norm; `little`: the honest mean less `factor` standard deviations of
+        each value, which no single value gives away (arXiv 1902.06156); `reverse` the mean of the
+        part that they reduce; `bias` it by a constant of its norm. factor: of all that.
+    weight: what they state, an honest worker's being 1.
     """
 
-    counted: dict[int, list[slice]]
-    vectors: list[Tensor] = field(default_factory=list[Tensor])
-    bytes_sent: int = 0
-    blamed: set[int] = field(default_factory=set[int])
+    kind: Literal["flip", "noise", "constant", "little", "reverse", "bias"]
+    liars: int
+    factor: float = 1.0
+    weight: int = 1
+
+    @property
+    def reduces(self) -> bool:
+        """Whether they send what they learnt, and lie about the means that they reduced."""
+        return self.kind in ("reverse", "bias")
+
+    def returned(self, mean: Tensor) -> Tensor:
+        """What they return in the place of a mean [n]."""
+        if self.kind == "reverse":
+            return mean * -self.factor
+        return mean + self.factor * float(mean.norm()) / math.sqrt(mean.numel())
+
+    def change(self, messages: Sequence[Tensor], seed: int) -> None:
+        """Put the lies into the messages [n] of the liars, in place."""
+        honest = torch.stack(list(messages[self.liars :]))
+        for number, message in enumerate(messages[: self.liars]):
+            norm = float(message.norm())
+            match self.kind:
+                case "flip":
+                    message.mul_(-self.factor)
+                case "noise":
+                    draw = torch.Generator().manual_seed(seed * 100 + number)
+                    noise = torch.randn(message.shape, generator=draw)
+                    message.copy_(noise * (self.factor * norm / float(noise.norm())))
+                case "constant":
+                    message.fill_(self.factor * norm / math.sqrt(message.numel()))
+                case "little":
+                    message.copy_(honest.mean(dim=0) - self.factor * honest.std(dim=0))
+                case "reverse" | "bias":
+                    pass  # it sends what it learnt
 
 
-def _blamed(
-    alike: Sequence[Mapping[int, Likeness]], members: Sequence[int], honest: set[int]
-) -> set[int]:
-    """Against whom half of the members vote after a phase; who lies itself says nothing."""
-    votes = Counter[int]()
-    for member, found in zip(members, alike, strict=True):
-        if member in honest:
-            votes.update(not_of_ours(found))
-    return {reducer for reducer, count in votes.items() if 2 * count >= len(members)}
+class AttackedSwarm(LocalSwarm):
+    """Its first workers may lie; seconds of a processor in all exchanges are `exchange_s`."""
 
+    def __init__(self, *arguments: Any, robust: Averaging, attack: Attack | None, **named: Any):
+        """robust: the rule of averaging; `centered` counts in the place of the manifest's."""
+        super().__init__(*arguments, **named)
+        self._robust: Averaging = robust
+        self._attack = attack or Attack(kind="flip", liars=0)
+        self._members: list[int] = []
+        self._alike: dict[tuple[int, int], dict[int, Likeness]] = {}
+        self.exchange_s = 0.0
 
-@dataclass(frozen=True)
-class _Reduced:
-    """A part's encoded mean, the bytes that went around, and each member's share of the mean."""
+    def average(self, number: int, messages: Sequence[Tensor]) -> Tensor:
+        """The average of a round's messages, as the liars make it."""
+        attack = self._attack
+        attack.change(messages, seed=self._seed * 1000 + number)
+        started = time.process_time()
+        average = super().average(number, messages)
+        self.exchange_s += time.process_time() - started
+        if not attack.reduces:
+            for left in messages[: attack.liars]:
+                left.zero_()  # each of its lies is a new one
+        return average
 
-    payload: bytes
-    bytes_sent: int
-    weight: list[float]
+    def exchange(
+        self, messages: Sequence[Tensor], weight: Mapping[str, int]
+    ) -> tuple[list[Tensor], list[list[slice]]]:
+        """The attempt in which no half of the members finds a reducer against it any more."""
+        self._members = list(range(len(messages)))
+        while True:
+            self._alike = defaultdict(dict)
+            stated = {
+                str(place): self._attack.weight if self._lies(member) else 1
+                for place, member in enumerate(self._members)
+            }
+            vectors, counted = super().exchange(
+                [messages[n] for n in self._members], bounded_weights(stated, ())
+            )
+            blamed = self._blamed()
+            if not blamed or len(blamed) >= len(self._members):
+                break
+            self._members = [n for n in self._members if n not in blamed]
+        parts = dict(zip(self._members, counted, strict=True))
+        return vectors, [parts.get(n, []) for n in range(len(messages))]
 
+    def reduce(
+        self, phase: int, reducer: int, values: Mapping[str, Tensor], weight: Mapping[str, int]
+    ) -> tuple[Tensor, Sequence[str]]:
+        """What the reducer returns for the mean of its part, and who is in it."""
+        if self._robust == "centered":
+            mean, heard = self._centered(phase, values, weight)
+        else:
+            mean, heard = super().reduce(phase, reducer, values, weight)
+        if self._lies(self._members[reducer]) and self._attack.reduces:
+            mean = self._attack.returned(mean)
+        total = sum(weight[name] for name in heard)
+        for name, own in values.items():
+            share = weight[name] / total if name in heard else 0.0
+            member = self._members[int(name)]
+            if int(name) != reducer and (beside := likeness(mean, own, share, len(heard))):
+                self._alike[phase, member][self._members[reducer]] = beside
+        return mean, heard
 
-def _reduced(
-    phase: Phase, values: Sequence[Tensor], stated: Sequence[int], robust: Averaging
-) -> _Reduced:
-    """What comes of the members' values [n] of a part."""
-    payloads = [encode(phase.codec, member) for member in values]
-    numel = values[0].numel()
-    members = [str(index) for index in range(len(values))]
-    weight = bounded_weights(dict(zip(members, stated, strict=True)), ())
-    # the reducer is a member: its part does not travel
-    sent = sum(map(len, payloads[1:]))
-    if robust == "centered":
-        decoded = torch.stack([decode(phase.codec, each, numel) for each in payloads])
-        payload = encode(phase.codec, centered(decoded, list(weight.values())))
-        shares = [count / sum(weight.values()) for count in weight.values()]
-        return _Reduced(payload, sent + (len(members) - 1) * len(payload), shares)
-    reduction = Reduction(phase.codec, weight, numel, robust)
-    for member, payload in zip(members, payloads, strict=True):
-        reduction.add(member, payload)
-    row = reduction.finish()
-    mean = combine(0, [row] if row else [], codec=phase.codec, weight=weight)
-    if mean is None:
-        raise RuntimeError("a part without members")
-    sent += (len(members) - 1) * len(mean.payload)
-    tokens = sum(weight[member] for member in mean.contributors)
-    shares = [weight[each] / tokens if each in mean.contributors else 0.0 for each in members]
-    return _Reduced(mean.payload, sent, shares)
+    def _lies(self, worker: int) -> bool:
+        return worker < self._attack.liars
+
+    def _blamed(self) -> set[int]:
+        """Against whom half of the members vote after a phase; who reduces falsely says nothing."""
+        if self._robust != "gate" or len(self._members) < LEAST_GATED:
+            return set()
+        votes: dict[int, Counter[int]] = defaultdict(Counter)
+        for (phase, member), found in self._alike.items():
+            if not (self._lies(member) and self._attack.reduces):
+                votes[phase].update(not_of_ours(found))
+        half = len(self._members) / 2
+        return {each for phase in votes.values() for each, n in phase.items() if n >= half}
+
+    def _centered(
+        self, phase: int, values: Mapping[str, Tensor], weight: Mapping[str, int]
+    ) -> tuple[Tensor, Sequence[str]]:
+        codec, numel = self._codec.phases(self.ranks)[phase].codec, len(values["0"])
+        payloads = [encode(codec, each) for each in values.values()]
+        decoded = torch.stack([decode(codec, each, numel) for each in payloads])
+        mean = encode(codec, centered(decoded, list(weight.values())))
+        self.bytes_sent += sum(map(len, payloads[1:])) + (len(values) - 1) * len(mean)
+        return decode(codec, mean, numel), list(values)

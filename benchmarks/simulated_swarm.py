@@ -1,16 +1,12 @@
-"""Peers of one run in one process: the product's merge, outer step and codecs, a simulated network.
-
-All replicas are alike: the model is one stage, every peer makes its inner steps at one speed, and a
-round's record reaches all of them `arrival` inner steps after its send. What an exchange moves is
-encoded, averaged and decoded as peers do it, part by part, and its bytes are counted.
+"""Trials of rules of averaging, many side by side: local swarms (dilocox.local_swarm) whose workers
+train as one fleet.
 """
 
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import lru_cache
 from itertools import islice
 from typing import Any, Literal
@@ -19,13 +15,11 @@ import torch
 from torch import Tensor
 
 from benchmarks.fleet import Fleet
-from benchmarks.simulated_exchange import Averaging, Exchange, Lie
+from benchmarks.simulated_exchange import Attack, AttackedSwarm, Averaging
 from dilocox.compression.stage_codec import Compression
-from dilocox.dht.manifest import DataSpec, InnerSpec
-from dilocox.peer.rounds.outer_step import OuterStep
+from dilocox.dht.manifest import CodecSpec, DataSpec, InnerSpec, OuterSpec, RoundSpec
 from dilocox.peer.training.data import Corpus, held_out_windows
 from dilocox.peer.training.inner_optimizer import learning_rate
-from dilocox.peer.training.merge import Merge, MergeConfig, RecordFacts, Remainder
 from dilocox.pipeline.stage import parameter_shapes
 
 FP16_BYTES = 2  # of a value
@@ -62,58 +56,6 @@ class World:
     def tokens(self) -> int:
         """Tokens of all workers."""
         return self.workers * self.steps * self.tokens_per_step
-
-
-@dataclass(frozen=True, kw_only=True)
-class Attack:
-    """What the first `liars` workers send instead of what they learnt, or of a mean they reduced.
-
-    kind: `flip` the sign; `noise` of the norm that their message has; `constant`, the same value
-        everywhere, of that norm; `little`: the honest mean less `factor` standard deviations of
-        each value, which no single value gives away (arXiv 1902.06156); `reverse` the mean of the
-        part that they reduce; `bias` it by a constant of its norm. factor: of all that.
-    weight: what they state, an honest worker's being 1.
-    """
-
-    kind: Literal["flip", "noise", "constant", "little", "reverse", "bias"]
-    liars: int
-    factor: float = 1.0
-    weight: int = 1
-
-    def weights(self, workers: int) -> list[int]:
-        """What all workers state."""
-        return [self.weight if worker < self.liars else 1 for worker in range(workers)]
-
-    @property
-    def lies(self) -> dict[int, Lie]:
-        """By liar, what it makes of the mean that it reduced."""
-        make = {"reverse": self._reversed, "bias": self._biased}.get(self.kind)
-        return {} if make is None else dict.fromkeys(range(self.liars), make)
-
-    def _reversed(self, mean: Tensor) -> Tensor:
-        return mean * -self.factor
-
-    def _biased(self, mean: Tensor) -> Tensor:
-        return mean + self.factor * float(mean.norm()) / math.sqrt(mean.numel())
-
-    def change(self, messages: Sequence[Tensor], seed: int) -> None:
-        """Put the lies into the messages [n] of the liars, in place."""
-        honest = torch.stack(list(messages[self.liars :]))
-        for number, message in enumerate(messages[: self.liars]):
-            norm = float(message.norm())
-            match self.kind:
-                case "flip":
-                    message.mul_(-self.factor)
-                case "noise":
-                    draw = torch.Generator().manual_seed(seed * 100 + number)
-                    noise = torch.randn(message.shape, generator=draw)
-                    message.copy_(noise * (self.factor * norm / float(noise.norm())))
-                case "constant":
-                    message.fill_(self.factor * norm / math.sqrt(message.numel()))
-                case "little":
-                    message.copy_(honest.mean(dim=0) - self.factor * honest.std(dim=0))
-                case "reverse" | "bias":
-                    pass  # it sends what it learnt
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -198,7 +140,7 @@ def run_trials(world: World, trials: Sequence[Trial], points: int = 1) -> list[O
     seeds = [trial.seed for trial in trials for _ in range(world.workers)]
     fleet = Fleet(world.model, seeds, inner)
     swarms = [
-        _Swarm(world, trial, fleet, slice(index * world.workers, (index + 1) * world.workers))
+        _Trial(world, trial, fleet, slice(index * world.workers, (index + 1) * world.workers))
         for index, trial in enumerate(trials)
     ]
     together = [swarm.rows for swarm in swarms if swarm.averages_gradients]
@@ -212,111 +154,85 @@ def run_trials(world: World, trials: Sequence[Trial], points: int = 1) -> list[O
         rate = learning_rate(inner, world.tokens, tokens)
         fleet.step(data[:, step - 1], rate, together)
         for swarm in swarms:
-            swarm.stepped(step)
+            swarm.stepped()
         if step % world.inner_steps == 0:
             number = step // world.inner_steps
             if number * points // world.rounds > (number - 1) * points // world.rounds:
                 for swarm, curve in zip(swarms, curves, strict=True):
                     loss = fleet.validation_loss(swarm.model(last=step == world.steps), held_out)
                     curve.append(Point(tokens, loss))
-    return [
-        Outcome(
-            trial=swarm.trial,
-            curve=tuple(curve),
-            bytes_sent=swarm.bytes_sent / world.workers,
-            exchange_s=swarm.exchange_s,
-            ranks=swarm.ranks,
-        )
-        for swarm, curve in zip(swarms, curves, strict=True)
-    ]
+    return [swarm.outcome(curve) for swarm, curve in zip(swarms, curves, strict=True)]
 
 
-class _Swarm:
+class _Trial:
     """The workers of one trial: those of the fleet at `rows`."""
 
     def __init__(self, world: World, trial: Trial, fleet: Fleet, rows: slice):
         self.trial = trial
         self.rows = rows
-        self.averages_gradients = trial.rule.merge == "gradients"
-        self.bytes_sent = self.exchange_s = 0.0
-        self._world = world
         rule = trial.rule
-        weights = fleet.weights[rows]
-        anchor, momentum = weights[0].clone(), torch.zeros_like(weights[0])
-        self._weights = weights
-        self._outer = OuterStep(rule.learning_rate, rule.momentum)
-        self._exchange = Exchange(
-            fleet.layout, rule.compression, rule.energy, trial.seed, rule.robust
-        )
+        self.averages_gradients = rule.merge == "gradients"
+        self._tokens = world.tokens_per_step
+        self._weights = fleet.weights[rows]
         self._gradient_bytes = fp16_bytes(world) / world.rounds
-        config = MergeConfig(
-            weight=rule.weight if rule.merge == "rebase" else 0.0, decay=rule.decay
+        self._all_reduces = 0
+        self._swarm = AttackedSwarm(
+            [fleet.stage],
+            weights=list(self._weights),
+            **_sections(world, rule),
+            arrival=world.arrival,
+            seed=trial.seed,
+            robust=rule.robust,
+            attack=rule.attack,
         )
-        self._merges = [
-            Merge(config, live, anchor, momentum, round_number=-1, digest="-1") for live in weights
-        ]
-        self._in_flight: tuple[Tensor, list[Tensor]] | None = None
 
-    @property
-    def ranks(self) -> tuple[int, ...]:
-        """Those of the factored matrices."""
-        return tuple(rank for rank in self._exchange.ranks if rank)
-
-    def stepped(self, step: int) -> None:
-        """All workers made this inner step."""
-        world = self._world
+    def stepped(self) -> None:
+        """All workers made an inner step."""
         if self.averages_gradients:
-            self.bytes_sent += world.workers * self._gradient_bytes
-            return
-        for merge in self._merges:
-            merge.trained(world.tokens_per_step)
-        number, rest = divmod(step, world.inner_steps)
-        if self.trial.rule.merge == "rebase" and rest == world.arrival % world.inner_steps:
-            self._arrive()
-        if rest == 0:
-            self._arrive()  # under `reset` the one before, at the end of the round
-            self._send(number - 1)
-            if self.trial.rule.merge == "none":
-                self._arrive()
+            self._all_reduces += 1
+        else:
+            self._swarm.trained(self._tokens)
 
     def model(self, *, last: bool) -> Tensor:
         """The weights to judge, [n]: the anchor, at the end with what is in flight."""
         if self.averages_gradients:
             return self._weights[0]
         if last:
-            self._arrive()
-        return self._merges[0].anchor
+            self._swarm.arrive()
+        return self._swarm.anchor
 
-    def _send(self, number: int) -> None:
-        messages = [merge.send(number).message for merge in self._merges]
-        attack, weights, lies = self.trial.rule.attack, None, dict[int, Lie]()
-        if attack is not None:
-            weights, lies = attack.weights(len(messages)), attack.lies
-            attack.change(messages, seed=self.trial.seed * 1000 + number)
-        started = time.process_time()
-        averaged = self._exchange.average(messages, weights, lies)
-        self.exchange_s += time.process_time() - started
-        if attack is not None and not lies:
-            for left in averaged.left[: attack.liars]:
-                left.zero_()  # each of its lies is a new one
-        self.bytes_sent += averaged.bytes_sent
-        self._in_flight = averaged.average, averaged.left
-
-    def _arrive(self) -> None:
-        """The record in flight reaches all workers."""
-        if self._in_flight is None:
-            return
-        average, left = self._in_flight
-        self._in_flight = None
-        first = self._merges[0]
-        anchor, momentum = torch.empty_like(first.anchor), torch.empty_like(first.momentum)
-        self._outer.apply(first.anchor, first.momentum, average, anchor, momentum)
-        number = first.round + 1
-        facts = RecordFacts(
-            round=number, digest=str(number), previous=str(number - 1), contributor=True
+    def outcome(self, curve: Sequence[Point]) -> Outcome:
+        """What it came to."""
+        swarm = self._swarm
+        return Outcome(
+            trial=self.trial,
+            curve=tuple(curve),
+            bytes_sent=self._all_reduces * self._gradient_bytes
+            + swarm.bytes_sent / len(self._weights),
+            exchange_s=swarm.exchange_s,
+            ranks=tuple(rank for rank in swarm.ranks if rank),
         )
-        for merge, values in zip(self._merges, left, strict=True):
-            merge.commit(facts, anchor, momentum, Remainder(values))
+
+
+def _sections(world: World, rule: Rule) -> dict[str, Any]:
+    """The rule in the words of a manifest."""
+    robust = "none" if rule.robust == "centered" else rule.robust
+    return {
+        "rounds": RoundSpec(inner_steps=world.inner_steps, robust=robust),
+        "outer": OuterSpec(
+            merge="none" if rule.merge == "gradients" else rule.merge,
+            apply="round_end" if rule.merge == "reset" else "arrival",
+            rebase_weight=rule.weight,
+            learning_rate=rule.learning_rate,
+            momentum=rule.momentum,
+        ),
+        "codec": CodecSpec(
+            **asdict(rule.compression),
+            adaptive=rule.energy is not None,
+            energy=rule.energy or CodecSpec().energy,
+            residual_decay=rule.decay,
+        ),
+    }
 
 
 @lru_cache(maxsize=4)

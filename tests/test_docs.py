@@ -33,6 +33,19 @@ def test_the_readme_names_only_make_targets_and_commands_that_exist() -> None:
     assert set(re.findall(r"^\s*dilocox ([a-z]+)", text, re.MULTILINE)) <= commands
 
 
+def test_the_readmes_first_screen_says_what_it_is_shows_it_and_how_to_run_it() -> None:
+    first = (ROOT / "README.md").read_text().partition("\n## ")[0]
+    assert len(first.splitlines()) <= 30
+    assert first.count("![") == 1
+    for line in (
+        "docker run --gpus all ",
+        "make demo",
+        "pip install .",
+        "torch --index-url URL && ",
+    ):
+        assert line in first
+
+
 def test_files_that_the_readme_links_to_exist() -> None:
     links = re.findall(r"\]\((?!http)([^)#]+)\)", (ROOT / "README.md").read_text())
     assert links

@@ -73,12 +73,7 @@ def local_model(
         optimizer = OffloadedOptimizer(module, manifest.inner, device)
     else:
         optimizer = InnerOptimizer(module.named_parameters(), manifest.inner)
-    rule = MergeConfig.of(
-        manifest.outer.merge,
-        rebase_weight=manifest.outer.rebase_weight,
-        decay=manifest.codec.residual_decay,
-        max_age=manifest.rounds.max_age,
-    )
+    rule = MergeConfig.of(manifest.outer, manifest.codec, manifest.rounds)
     if snapshots.found is not None:
         tensors, facts = snapshots.merge_state()
         buffers.anchor.copy_(tensors["anchor"])

@@ -39,7 +39,7 @@ from torch import Tensor
 from dilocox.compression.layout import FlatLayout
 from dilocox.compression.stage_codec import Compression, StageCodec
 from dilocox.compression.workers import ALONE, Workers
-from dilocox.dht.manifest import Manifest
+from dilocox.dht.manifest import CodecSpec, Manifest
 from dilocox.peer.rounds.outer_step import OuterStep
 from dilocox.peer.rounds.record import WINDOW, RoundFacts, RoundRecord, Times
 
@@ -143,10 +143,14 @@ def _at_most_half(current: int, target: int) -> int:
     return min(max(target, current - half), current + max(half, 1))
 
 
+def compression(spec: CodecSpec) -> Compression:
+    """What a stage's codec must know of the manifest's section."""
+    return Compression(**{each.name: getattr(spec, each.name) for each in fields(Compression)})
+
+
 def stage_codec(manifest: Manifest, layout: FlatLayout, workers: Workers = ALONE) -> StageCodec:
     """How the records of a stage of this layout are coded."""
-    facts = {each.name: getattr(manifest.codec, each.name) for each in fields(Compression)}
-    return StageCodec(layout, Compression(**facts), workers)
+    return StageCodec(layout, compression(manifest.codec), workers)
 
 
 def outer_step(manifest: Manifest, rules: int) -> OuterStep:

@@ -42,6 +42,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dilocox.dht.manifest import CodecSpec, OuterSpec, RoundSpec
 from dilocox.peer.training.unsent_progress import Progress, norm
 
 SENDS_REMEMBERED = 64  # of those that are not held any more: two integers each
@@ -134,12 +135,10 @@ class MergeConfig:
             raise ValueError(f"max_age {self.max_age}: at least 1")
 
     @classmethod
-    def of(cls, merge: str, *, rebase_weight: float, decay: float, max_age: int) -> MergeConfig:
-        """From the manifest's words: `merge` is rebase, reset or none."""
-        if merge not in ("rebase", "reset", "none"):
-            raise ValueError(f"merge {merge!r}: choose rebase, reset or none")
-        weight = 0.0 if merge == "reset" else rebase_weight
-        return cls(weight=weight, decay=decay, max_age=max_age)
+    def of(cls, outer: OuterSpec, codec: CodecSpec, rounds: RoundSpec) -> MergeConfig:
+        """That of a run, from its manifest's sections."""
+        weight = 0.0 if outer.merge == "reset" else outer.rebase_weight
+        return cls(weight=weight, decay=codec.residual_decay, max_age=rounds.max_age)
 
 
 @dataclass(eq=False)

@@ -11,9 +11,12 @@ of 1, so that every inner step takes 1 off; H = 4; an outer step of learning rat
 
 from __future__ import annotations
 
+from typing import Literal
+
 import pytest
 import torch
 
+from dilocox.dht.manifest import CodecSpec, OuterSpec, RoundSpec
 from dilocox.peer.training.merge import Merge, MergeConfig, Outcome, RecordFacts, Remainder
 from tests.peer.merging import Peer
 
@@ -36,9 +39,15 @@ def diloco_by_hand(rounds: int) -> list[float]:
     return weights
 
 
+def rule(merge: Literal["rebase", "reset", "none"]) -> MergeConfig:
+    return MergeConfig.of(OuterSpec(merge=merge), CodecSpec(residual_decay=1.0), RoundSpec())
+
+
 @pytest.mark.parametrize("merge", ["rebase", "reset", "none"])
-def test_arrival_after_0_inner_steps_equals_none_exactly(merge: str) -> None:
-    peer = Peer(MergeConfig.of(merge, rebase_weight=0.75, decay=1.0, max_age=8))
+def test_arrival_after_0_inner_steps_equals_none_exactly(
+    merge: Literal["rebase", "reset", "none"],
+) -> None:
+    peer = Peer(rule(merge))
     weights = list[float]()
     for number in range(3):
         peer.steps(H)
@@ -218,7 +227,7 @@ def test_age_counts_from_the_moment_when_nothing_was_unsent() -> None:
 
 
 def test_reset_at_the_round_end_starts_the_next_round_from_the_anchor() -> None:
-    peer = Peer(MergeConfig.of("reset", rebase_weight=0.75, decay=1.0, max_age=8))
+    peer = Peer(rule("reset"))
     peer.steps(4)
     peer.send(0)
     peer.steps(4)

@@ -54,11 +54,6 @@ def test_refuses_vectors_that_do_not_fit_and_live_weights_as_anchor() -> None:
     assert merge.round == -1
 
 
-def test_unknown_merge_rule_is_refused_by_name() -> None:
-    with pytest.raises(ValueError, match="'nesterov'"):
-        MergeConfig.of("nesterov", rebase_weight=0.75, decay=0.95, max_age=8)
-
-
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_live_weights_on_a_gpu_end_as_on_the_cpu() -> None:
     ends = list[Tensor]()

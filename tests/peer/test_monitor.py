@@ -18,6 +18,7 @@ from dilocox.dht.invite import Invite, run_id
 from dilocox.dht.join import Joined
 from dilocox.dht.manifest import SignedManifest
 from dilocox.peer.monitor import monitor
+from dilocox.peer.chain.round_history import HistoryRow
 from dilocox.peer.monitor.chains import Order, Walk
 from dilocox.peer.monitor.monitor import Monitor, run_monitor_command
 from dilocox.peer.options import MonitorOptions
@@ -43,6 +44,8 @@ class Chains:
     def __init__(self) -> None:
         self.ordered: list[Order] = []
         self.walks: list[Walk] = []
+        self.asked: list[int] = []  # after which round
+        self.history: list[HistoryRow] | None = None
         self.running = False
 
     def start(self, _limit_s: float) -> None:
@@ -54,6 +57,13 @@ class Chains:
 
     def take(self) -> list[Walk]:
         taken, self.walks = self.walks, []
+        return taken
+
+    def ask_history(self, _manifest: object, _witness: str, after: int) -> None:
+        self.asked.append(after)
+
+    def take_history(self) -> list[HistoryRow] | None:
+        taken, self.history = self.history, None
         return taken
 
     def close(self) -> None:
@@ -74,6 +84,7 @@ class Watched:
         )
         self._place = SimpleNamespace(
             run=RUN,
+            witness="",
             manifest=self.swarm.manifest,
             clock=SimpleNamespace(time=lambda: NOW),
             dht=SimpleNamespace(running=True),

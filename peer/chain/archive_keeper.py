@@ -23,6 +23,7 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, AsyncIterator  # noqa: UP035 - hivemind knows this one only
 
@@ -237,7 +238,9 @@ class Keeper:
                 finally:
                     self._show(stage, archive.claim)
                 if self._history is not None:
-                    await self._compute(self._history.take, stage, archive.rounds_since)
+                    claimed = any(peer != self._me for peer in claims)
+                    take = partial(self._history.take, claimed=claimed)
+                    await self._compute(take, stage, archive.rounds_since)
         except EnvironmentFault as error:
             logger.error("archive of stage %d: %s", stage, error)
             self._not_before[stage] = time.monotonic() + FAULT_PAUSE_S

@@ -66,6 +66,7 @@ class HistoryKeeper:
         self._written = dict(self._open)
         self._sizes: dict[int, dict[int, int]] = {}  # bytes of records by round and stage
         self._heads: dict[int, str] = {}  # newest record of each stage that was taken
+        self._follows = False  # rounds of stage 0, as they come
         self._before: HistoryRow | None = None  # of the newest round, if that was seen to come
 
     def look(self, swarm: Swarm) -> None:
@@ -111,23 +112,26 @@ class HistoryKeeper:
                 self._open[-1] = HistoryRow(-1, 0, "", None, 0)
             self._amend()
 
-    def take(self, stage: int, since: Since) -> None:
-        """Take in what is new in the chain of a stage; not for one stage twice at a time."""
+    def take(self, stage: int, since: Since, *, claimed: bool = True) -> None:
+        """Take in what is new in the chain of a stage; not for one stage twice at a time.
+
+        claimed: whether others were seen to claim rounds: until then the archive cannot know what
+        it missed, and what comes first may be old.
+        """
         with self._lock:
             rows = self.history.newest(KNOWN_ROUNDS) if stage == 0 else []
             known = {self._heads.get(stage, ""), *(row.digest for row in rows)}
-            followed = stage in self._heads
         new = since(known, BACKLOG if stage == 0 else OPEN_ROUNDS)
         with self._lock:
-            begins = not rows and bool(new) and new[0].round == 0
-            live = (followed or begins) and len(new) <= LIVE_ROUNDS
+            begins = all(row.round < 0 for row in rows) and bool(new) and new[0].round == 0
+            live = (self._follows or begins) and len(new) <= LIVE_ROUNDS
             for each in new:
                 self._sizes.setdefault(each.round, {})[stage] = each.record_bytes
                 if stage == 0 and self.history.counts(each.round, each.rules):
                     self._commit(each, self._now() if live else None)
             for number in sorted(self._sizes)[:-MAX_HEARD]:
                 del self._sizes[number]
-            self._heads.setdefault(stage, "")
+            self._follows |= claimed and stage == 0
             if new:
                 self._heads[stage] = new[-1].digest[:SHORT_DIGEST]
             self._amend()

@@ -136,13 +136,14 @@ class RoundHistory:
             if self._damaged or self._lines > 4 * len(self._rows) + SPARE_LINES:
                 self._write_anew()
                 return
+            self._damaged = True  # half a line may be there
+            make_folder(self._path.parent)
             try:
-                make_folder(self._path.parent)
                 with self._path.open("ab") as file:
                     file.write(line + b"\n")
             except OSError as error:
-                self._damaged = True  # half a line may be there
                 raise disk_fault(self._path, error) from error
+            self._damaged = False
             self._lines += 1
 
     def page(self, after: int) -> Source:

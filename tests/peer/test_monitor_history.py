@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from dilocox.dht.manifest_revisions import back_to
+from dilocox.peer.chain.round_history import HistoryRow
 from dilocox.peer.monitor.history import MAX_FAULTS, MAX_SAMPLES, Samples, SwarmHistory, cut
 from tests.peer.fabricated import NOW, ToldSwarm, digest, peer_id, stage_record
 
@@ -76,6 +77,13 @@ def test_losses_of_rounds_that_the_operator_set_aside_leave_the_curve(
     told(swarm, 25)
     swarm.look()
     assert sorted(losses(swarm)) == [-1, 0, 1, 24, 25]
+
+
+def test_what_bootstraps_tell_of_rounds_that_were_set_aside_is_not_drawn(tmp_path: Path) -> None:
+    swarm = trained_and_back(tmp_path)
+    late = [HistoryRow(number, 0, "", NOW, 100, 2.0, 2.0) for number in (1, 2, 30)]
+    swarm.history.told(late, swarm.manifest)  # one that has not heard of the rollback
+    assert sorted(losses(swarm)) == [-1, 0, 1] and swarm.history.curve.told == 1
 
 
 def test_what_is_newest_after_a_rollback_is_so_even_under_smaller_numbers(tmp_path: Path) -> None:

@@ -237,10 +237,9 @@ class Keeper:
                     await archive.tend(claims)
                 finally:
                     self._show(stage, archive.claim)
-                if self._history is not None:
-                    claimed = any(peer != self._me for peer in claims)
-                    take = partial(self._history.take, claimed=claimed)
-                    await self._compute(take, stage, archive.rounds_since)
+                if stage == 0 and self._history is not None:
+                    take = partial(self._history.take, claimed=bool(claims.keys() - {self._me}))
+                    await self._compute(take, archive.rounds_since)
         except EnvironmentFault as error:
             logger.error("archive of stage %d: %s", stage, error)
             self._not_before[stage] = time.monotonic() + FAULT_PAUSE_S
@@ -292,7 +291,7 @@ class Keeper:
         if want["what"] == "history":
             if stage != 0 or self._history is None:
                 return None
-            return await self._compute(self._history.history.page, int(want["after"]))
+            return await self._compute(self._history.page, int(want["after"]))
         archive = self._stages.get(stage)
         return None if archive is None else await self._compute(archive.find, want)
 
@@ -369,11 +368,6 @@ class Archive:
         if self._keeper is not None:
             self._keeper.close()
             self._keeper = None
-        if self._history is not None:
-            try:
-                self._history.close()
-            except EnvironmentFault as error:
-                logger.warning("the history of the run: %s", error)
 
     def _tick(self, now: float) -> None:
         if self._keeper is None or not self._keeper.running:
@@ -396,7 +390,7 @@ class Archive:
             self._keeper.hear(self._claims())
         self._tell(self._keeper.claims, heartbeat_s)
         if self._history is not None and now == self._looked_at:
-            self._history.look(self._swarm)
+            self._history.look(self._swarm, self._keeper.claims)
 
     def _claims(self) -> Claims:
         keys = {claim_key(self._run, stage): stage for stage in range(self._manifest.stages)}

@@ -27,7 +27,6 @@ from typing import Annotated, Any, NamedTuple, cast
 
 from pydantic import Field, TypeAdapter
 
-from dilocox.dht.errors import InvalidInput
 from dilocox.dht.files import disk_fault, make_folder, write_atomically
 from dilocox.dht.identity import Identity, public_key_of, verify
 from dilocox.dht.manifest import Manifest
@@ -46,10 +45,12 @@ PAGE_LIMIT_S = 60.0
 FIRST = -2  # less than any round
 SHORT_DIGEST = 16  # hex digits
 SPARE_LINES = 1000
+MAX_TIME = 1e11  # which is still a date
 
 Count = Annotated[int, Field(ge=0, le=2**53)]
 Loss = Annotated[float, Field(ge=-MAX_LOSS, le=MAX_LOSS)]
 Number = Annotated[float, Field(ge=0, le=MAX_NUMBER)]
+Time = Annotated[float, Field(ge=0, le=MAX_TIME)]
 
 
 class HistoryRow(NamedTuple):
@@ -65,7 +66,7 @@ class HistoryRow(NamedTuple):
     round: Annotated[int, Field(ge=-1, le=2**53)]
     rules: Count
     digest: Annotated[str, Field(pattern=r"^([0-9a-f]{16})?$")]
-    at: Number | None
+    at: Time | None
     tokens: Count
     train: Loss | None = None
     validation: Loss | None = None
@@ -95,98 +96,74 @@ def parsed_row(given: object) -> HistoryRow:
     return _ROW.validate_python(cast("list[object]", given)[:_COLUMNS])
 
 
-def _line(row: HistoryRow) -> bytes:
-    return json.dumps(row, allow_nan=False, separators=(",", ":")).encode()
-
-
 class RoundHistory:
-    """The file of one bootstrap, and what is given of it. Any thread may call."""
+    """The file; any thread may call. Nothing is written before the first `add`."""
 
-    def __init__(self, path: Path, identity: Identity, run: str, manifest: Manifest):
+    def __init__(self, path: Path, manifest: Manifest):
+        """Raises EnvironmentFault where the file cannot be read."""
         self._path = path
-        self._identity = identity
-        self._run = run
         self._manifest = manifest
         self._lock = threading.RLock()
-        self._rows: dict[tuple[int, int], bytes] = {}  # by rules and round: lines take least memory
-        self._counting: list[tuple[int, bytes]] | None = None
+        self._rows: dict[tuple[int, int], HistoryRow] = {}  # by rules and round
+        self._counting: list[HistoryRow] | None = None
         self._lines = 0  # in the file
         self._damaged = False
         self._load()
 
-    def revise(self, manifest: Manifest) -> None:
-        """Go on under a newer revision, which may have set rounds aside."""
+    def revise(self, manifest: Manifest) -> bool:
+        """Go on under a newer revision; whether it has set rounds aside."""
         with self._lock:
-            self._manifest, self._counting = manifest, None
+            before, self._manifest, self._counting = self.rows(), manifest, None
+            return self.rows() != before
 
-    def counts(self, number: int, rules: int) -> bool:
-        """Whether no rollback has set a round aside that was made under these rules."""
+    def counts(self, rules: int, number: int) -> bool:
+        """Whether no rollback has set this round aside."""
         return not self._manifest.rolled_back(number, rules)
+
+    def get(self, rules: int, number: int) -> HistoryRow | None:
+        return self._rows.get((rules, number))
 
     def newest(self, count: int) -> list[HistoryRow]:
         """The last rows that count, oldest first."""
+        return self.rows()[-count:]
+
+    def rows(self) -> list[HistoryRow]:
+        """All that count, by round."""
         with self._lock:
-            return [parsed_row(json.loads(line)) for _, line in self._that_count()[-count:]]
+            if self._counting is None:
+                rows = sorted(self._rows.items())  # of two with one number the later rules' counts
+                found = {row.round: row for key, row in rows if self.counts(*key)}
+                self._counting = [found[number] for number in sorted(found)]
+            return self._counting
 
     def add(self, row: HistoryRow) -> None:
         """Put in a row, or another one of the same round; EnvironmentFault if the disk is full."""
         with self._lock:
-            line = _line(row)
-            self._put(row, line)
+            self._put(row)
             if self._damaged or self._lines > 4 * len(self._rows) + SPARE_LINES:
-                self._write_anew()
+                rows = [_line(each) for _, each in sorted(self._rows.items())]
+                write_atomically(self._path, b"".join(rows))
+                self._lines, self._damaged = len(rows), False
                 return
             self._damaged = True  # half a line may be there
             make_folder(self._path.parent)
             try:
                 with self._path.open("ab") as file:
-                    file.write(line + b"\n")
+                    file.write(_line(row))
             except OSError as error:
                 raise disk_fault(self._path, error) from error
-            self._damaged = False
-            self._lines += 1
+            self._lines, self._damaged = self._lines + 1, False
 
-    def page(self, after: int) -> Source:
-        """The rows that count after a round, as many as go into one answer, signed."""
-        with self._lock:
-            rows = self._that_count()
-            start = bisect_right(rows, after, key=lambda row: row[0])
-            lines = [line for _, line in rows[start : start + PAGE_ROWS]]
-            more = start + PAGE_ROWS < len(rows)
-        facts = {"run": self._run, "after": after, "more": more}
-        data = json.dumps(facts).encode()[:-1] + b', "rows": [' + b",".join(lines) + b"]}"
-        return Source.of(data, signature=self._identity.sign(PURPOSE + data))
-
-    def _that_count(self) -> list[tuple[int, bytes]]:
-        if self._counting is None:
-            rows = sorted(self._rows.items())  # of two with one number the later rules' counts
-            found = {key[1]: line for key, line in rows if self.counts(key[1], key[0])}
-            self._counting = sorted(found.items())
-        return self._counting
-
-    def _put(self, row: HistoryRow, line: bytes) -> None:
-        key = (row.rules, row.round)
-        before, self._rows[key] = self._rows.get(key), line
-        gone: list[tuple[int, int]] = []
-        if before is not None and json.loads(before)[2] != row.digest:
+    def _put(self, row: HistoryRow) -> None:
+        key, gone = (row.rules, row.round), list[tuple[int, int]]()
+        before, self._rows[key], self._counting = self._rows.get(key), row, None
+        if before is not None and before.digest != row.digest:
             # the archive has changed to another chain: what followed there is of no chain any more
             gone = [each for each in self._rows if each[0] == row.rules and each > key]
         if len(self._rows) > MAX_ROWS:
             gone = sorted(self._rows)[1 : MAX_ROWS // 2 : 2]
         for each in gone:
             del self._rows[each]
-        last = self._counting[-1][0] if self._counting else FIRST
-        if (
-            gone
-            or self._counting is None
-            or row.round < last
-            or not self.counts(row.round, row.rules)
-        ):
-            self._counting = None
-        elif row.round > last:
-            self._counting.append((row.round, line))
-        else:
-            self._counting[-1] = (row.round, line)
 
     def _load(self) -> None:
         try:
@@ -195,43 +172,33 @@ class RoundHistory:
             return
         except OSError as error:
             raise disk_fault(self._path, error) from error
-        damaged = 0
-        for line in data.splitlines():
-            self._lines += 1
+        lines, damaged = data.splitlines(), 0
+        for line in lines:
             try:
-                self._put(parsed_row(json.loads(line)), line)
+                self._put(parsed_row(json.loads(line)))
             except ValueError:
                 damaged += 1
         if damaged:
             logger.warning("%s: %d damaged lines are left out", self._path, damaged)
+        self._lines = len(lines)
         self._damaged = bool(damaged) or not data.endswith(b"\n")
 
-    def _write_anew(self) -> None:
-        lines = [line for _, line in sorted(self._rows.items())]
-        write_atomically(self._path, b"\n".join([*lines, b""]))
-        self._lines, self._damaged = len(lines), False
+
+def _line(row: HistoryRow) -> bytes:
+    return json.dumps(row, allow_nan=False, separators=(",", ":")).encode() + b"\n"
 
 
-def kept_rows(folder: Path, manifest: Manifest) -> list[HistoryRow]:
-    """What a bootstrap's archive folder has of it, as far as it counts; the file stays as it is."""
-    rows: dict[int, HistoryRow] = {}
-    try:
-        data = (folder / FILE).read_bytes()
-    except FileNotFoundError:
-        return []
-    except OSError as error:
-        raise InvalidInput(f"{folder / FILE}: cannot be read ({error.strerror})") from error
-    for line in data.splitlines():
-        try:
-            row = parsed_row(json.loads(line))
-        except ValueError:  # its owner may be writing it
-            continue
-        if not manifest.rolled_back(row.round, row.rules):
-            rows[row.round] = row
-    return [rows[number] for number in sorted(rows)]
+# ---- giving and asking ---------------------------------------------------------------------------
+def signed_page(history: RoundHistory, identity: Identity, run: str, after: int) -> Source:
+    """The rows after a round, as many as go into one answer."""
+    rows = history.rows()
+    start = bisect_right(rows, after, key=lambda row: row.round)
+    page, more = rows[start : start + PAGE_ROWS], start + PAGE_ROWS < len(rows)
+    facts = {"run": run, "after": after, "more": more, "rows": page}
+    data = json.dumps(facts, separators=(",", ":")).encode()
+    return Source.of(data, signature=identity.sign(PURPOSE + data))
 
 
-# ---- asking --------------------------------------------------------------------------------------
 async def ask_history(
     client: Client, bootstraps: Sequence[str], run: str, manifest: Manifest, after: int = FIRST
 ) -> list[HistoryRow]:

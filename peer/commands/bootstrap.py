@@ -266,7 +266,7 @@ class Beside:
                 identity.peer_id,
             )
         self._folder = archive_folder(options.state, keeper.run, manifest)
-        history = RoundHistory(self._folder / FILE, identity, keeper.run, manifest)
+        history = RoundHistory(self._folder / FILE, manifest)
         self._archive = Archive(
             dht=dht,
             swarm=swarm,
@@ -275,7 +275,7 @@ class Beside:
             witness=witness,
             manifest=manifest,
             folder=self._folder,
-            history=HistoryKeeper(history, keeper.run, manifest.stages, swarm.time),
+            history=HistoryKeeper(history, identity, keeper.run, manifest.stages, swarm.time),
         )
         self._facts = BootstrapFacts(role="operator" if keeper.own else "copy")
         self._turn_at = clock()

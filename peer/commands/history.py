@@ -39,8 +39,8 @@ from dilocox.peer.chain.round_history import (
     FILE,
     SHORT_DIGEST,
     HistoryRow,
+    RoundHistory,
     ask_history,
-    kept_rows,
     parsed_row,
 )
 from dilocox.peer.chain.store import KeptChain, KeptRun, kept_run
@@ -51,23 +51,9 @@ from dilocox.peer.os_process import STOPPED, StopSignal, counted, write_json, wr
 T = TypeVar("T")
 
 
+TOLD = ("at", "train loss", "validation loss")
 Rows = Mapping[int, HistoryRow]
 """What is known of rounds beside their records, by number."""
-
-CSV_COLUMNS = {
-    "round": "round",
-    "time": "at",
-    "tokens": "tokens",
-    "train_loss": "train",
-    "validation_loss": "validation",
-    "tokens_per_s": "tokens_per_s",
-    "peers": "peers",
-    "replicas": "replicas",
-    "record_bytes": "record_bytes",
-    "voids": "voids",
-    "digest": "digest",
-}
-"""Fields of a `HistoryRow` by the names that they have in the file."""
 
 
 def as_json(
@@ -108,28 +94,17 @@ def _row(stage: int, each: ChainRound, rows: Rows) -> HistoryRow | None:
 
 def as_csv(chain: Sequence[ChainRound], history: Rows) -> str:
     """A line a round, of the history and of this chain, after one of names."""
-    listed = {
-        each.round: HistoryRow(
-            each.round, 0, each.digest[:SHORT_DIGEST], None, each.chain_tokens
-        )._replace(record_bytes=each.record_bytes)
-        for each in chain
-    }
+    rows: dict[int, HistoryRow] = {}
+    for each in chain:
+        row = HistoryRow(each.round, 0, each.digest[:SHORT_DIGEST], None, each.chain_tokens)
+        rows[each.round] = row._replace(record_bytes=each.record_bytes)
     text = io.StringIO()
-    table = csv.writer(text, lineterminator="\n")
-    table.writerow(CSV_COLUMNS)
-    for _, row in sorted((listed | dict(history)).items()):
-        at = _moment(row.at).replace(" UTC", "Z").replace(" ", "T")
-        cells = row._asdict() | {"at": at}
-        table.writerow(cells[name] for name in CSV_COLUMNS.values())
+    table = csv.DictWriter(text, HistoryRow._fields, lineterminator="\n")
+    table.writeheader()
+    for _, row in sorted((rows | dict(history)).items()):
+        at = None if row.at is None else f"{datetime.fromtimestamp(row.at, timezone.utc):%FT%TZ}"
+        table.writerow(row._asdict() | {"at": at})
     return text.getvalue()
-
-
-def _moment(at: float | None) -> str:
-    """A time for people; empty for none."""
-    try:
-        return "" if at is None else f"{datetime.fromtimestamp(at, timezone.utc):%F %T} UTC"
-    except (ValueError, OverflowError, OSError):  # a bootstrap may say anything
-        return ""
 
 
 def show(
@@ -141,7 +116,7 @@ def show(
         tokens = f"{sum(each.tokens for each in rounds):,}"
         size = f"{sum(each.record_bytes for each in rounds):,}"
         count = counted(len(rounds), "round")
-        more = ("time", "train loss", "validation") if rows else ()
+        more = TOLD if rows else ()
         names = ("round", "tokens", "members", "ranks", "next H", "bytes", "digest", *more)
         table = _table(stage, names)
         table.show_footer = bool(rounds)
@@ -152,29 +127,25 @@ def show(
             ranks = "-" if each.ranks is None else "/".join(map(str, each.ranks))
             digest, next_h = each.digest[:12], str(each.next_inner_steps)
             cells = (f"{each.tokens:,}", str(each.members), ranks, next_h, f"{each.record_bytes:,}")
-            told = _told_of(_row(stage, each, rows))
-            table.add_row(str(each.round), *cells, digest, *(told.values() if more else ()))
+            told = _beside(_row(stage, each, rows))
+            table.add_row(str(each.round), *cells, digest, *(told if more else ()))
             lines.append(
                 f"stage {stage} round {each.round}: {each.tokens:,} tokens, "
                 f"{counted(each.members, 'member')}, ranks {ranks}, next H {next_h}, "
                 f"{each.record_bytes:,} bytes, digest {digest}"
-                + "".join(f", {name} {text}".rstrip() for name, text in told.items() if text)
+                + "".join(f", {name} {text}" for name, text in zip(TOLD, told, strict=True) if text)
             )
         lines.append(f"stage {stage}: {count}, {tokens} tokens, {size} bytes")
         _print(console, table, lines)
 
 
-def _told_of(row: HistoryRow | None) -> dict[str, str]:
-    """Time and losses by what stands before them in a line; empty where unknown."""
-
-    def shown(loss: float | None) -> str:
-        return "" if loss is None else f"{loss:.4f}"
-
-    return {
-        "at": _moment(row and row.at),
-        "train loss": shown(row and row.train),
-        "validation loss": shown(row and row.validation),
-    }
+def _beside(row: HistoryRow | None) -> tuple[str, str, str]:
+    """Time, train and validation loss; empty where unknown."""
+    if row is None:
+        return "", "", ""
+    at = row.at and f"{datetime.fromtimestamp(row.at, timezone.utc):%F %T} UTC"
+    train, validation = (None if x is None else f"{x:.4f}" for x in (row.train, row.validation))
+    return at or "", train or "", validation or ""
 
 
 def show_contributions(stages: Mapping[int, Sequence[ChainRound]], console: Console) -> None:
@@ -284,24 +255,19 @@ async def _told_history(place: Joined, invite: Invite, deadline: float) -> list[
 def _kept_history(kept: KeptRun) -> list[HistoryRow]:
     """Of a bootstrap's folder what it keeps of the run, of a peer's what it has seen itself."""
     if (kept.folder / FILE).exists():
-        return kept_rows(kept.folder, kept.manifest())
+        return RoundHistory(kept.folder / FILE, kept.manifest()).rows()
     found: dict[int, HistoryRow] = {}
-    for stage in kept.stages:
-        path = kept.folder.with_name(f"{kept.run}-stage{stage}") / "events.jsonl"
-        lines = path.read_bytes().splitlines() if path.exists() else []
-        validation: dict[object, object] = {}
-        for line in lines:
+    for path in kept.folder.parent.glob(f"{kept.run}-stage*/events.jsonl"):
+        for line in path.read_bytes().splitlines():
             with suppress(ValueError, LookupError, TypeError):  # a line may be cut
                 event = json.loads(line)
-                if event["event"] == "validated":
-                    validation[event["round"]] = event["loss"]
+                number = event["round"]
+                if event["event"] == "validated" and number in found:
+                    found[number] = found[number]._replace(validation=float(event["loss"]))
                 elif event["event"] == "round":
-                    seen = (event["round"], 0, event["digest"][:SHORT_DIGEST], event["time"])
+                    seen = (number, 0, event["digest"][:SHORT_DIGEST], event["time"])
                     row = parsed_row([*seen, event["chain_tokens"], event["train_loss"], *NOTHING])
                     found[row.round] = row
-        for number, loss in validation.items():
-            if isinstance(number, int) and number in found and isinstance(loss, float):
-                found[number] = found[number]._replace(validation=loss)
     return list(found.values())
 
 

@@ -9,7 +9,8 @@ newest ones; the range of their validation losses stays.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from dilocox.peer.chain.round_history import FIRST, HistoryRow
 
@@ -17,9 +18,9 @@ MAX_POINTS = 1200
 WHOLE = 64  # of the first and of the newest rounds, each for itself
 
 
-@dataclass(frozen=True, kw_only=True)
-class Point:
-    """A round, or several: then what it says is of the last of them that says it.
+class Point(NamedTuple):
+    """A round, or several: then what it says is of the last of them that says it. In this order
+    the status page gets it.
 
     tokens: of the whole chain. at: run time in seconds. low, high: of the validation losses.
     """
@@ -36,42 +37,21 @@ class Point:
 
     @classmethod
     def of(cls, row: HistoryRow) -> Point:
-        return cls(
-            round=row.round,
-            tokens=row.tokens,
-            at=row.at,
-            train=row.train,
-            validation=row.validation,
-            low=row.validation,
-            high=row.validation,
-            tokens_per_s=row.tokens_per_s,
-            peers=row.peers,
-        )
+        loss = row.validation
+        known = (row.round, row.tokens, row.at, row.train, loss, loss, loss)
+        return cls(*known, row.tokens_per_s, row.peers)
 
     def over(self, older: Point) -> Point:
         """This point, with what only the older one knows."""
-        known = {name: value for name, value in vars(self).items() if value is not None}
-        return replace(older, **known)
+        pairs = zip(self, older, strict=True)
+        return Point._make(before if mine is None else mine for mine, before in pairs)
 
     def joined(self, later: Point) -> Point:
         """One point for two neighbours."""
         lows = [each.low for each in (self, later) if each.low is not None]
         highs = [each.high for each in (self, later) if each.high is not None]
-        return replace(later.over(self), low=min(lows, default=None), high=max(highs, default=None))
-
-    def row(self) -> list[float | None]:
-        """As the status page gets it."""
-        return [
-            self.round,
-            self.tokens,
-            _rounded(self.at, 1),
-            _rounded(self.train, 5),
-            _rounded(self.validation, 5),
-            _rounded(self.low, 5),
-            _rounded(self.high, 5),
-            _rounded(self.tokens_per_s, 2),
-            self.peers,
-        ]
+        low, high = min(lows, default=None), max(highs, default=None)
+        return later.over(self)._replace(low=low, high=high)
 
 
 @dataclass(kw_only=True)
@@ -88,11 +68,20 @@ class Curve:
             self.told = max(self.told, row.round)
         self._thin()
 
-    def see(self, point: Point) -> None:
-        """What was seen of a round itself, or heard of its losses."""
-        if point.validation is not None:
-            point = replace(point, low=point.validation, high=point.validation)
-        self.points[point.round] = point.over(self._at(point.round))
+    def see(
+        self,
+        number: int,
+        *,
+        tokens: int | None = None,
+        at: float | None = None,
+        train: float | None = None,
+        validation: float | None = None,
+        peers: int | None = None,
+    ) -> None:
+        """What this monitor saw of a round, or heard of its losses."""
+        loss = validation
+        seen = Point(number, tokens, at, train, loss, loss, loss, peers=peers)
+        self.points[number] = seen.over(self._at(number))
         self._thin()
 
     def go_back(self, last: int) -> None:
@@ -120,7 +109,3 @@ class Curve:
             point, before = self.points.pop(number), thinned.get(number // stride)
             thinned[number // stride] = point if before is None else before.joined(point)
         self.points |= {each.round: each for each in thinned.values()}
-
-
-def _rounded(value: float | None, digits: int) -> float | None:
-    return None if value is None else round(value, digits)

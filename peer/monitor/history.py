@@ -31,7 +31,7 @@ from dilocox.peer.chain.round_history import HistoryRow
 from dilocox.peer.chain.stated import more_voids, stated_losses
 from dilocox.peer.chain.summary import ChainRound, tokens_by_peer
 from dilocox.peer.monitor.chains import DETAILED, Walk
-from dilocox.peer.monitor.curve import Curve, Point
+from dilocox.peer.monitor.curve import Curve
 from dilocox.peer.monitor.look import SwarmLook
 
 logger = logging.getLogger(__name__)
@@ -288,34 +288,16 @@ class SwarmHistory:
     def walked(self, walk: Walk, now: float) -> None:
         """Take in what a walk along a chain found."""
         chain = self.stages[walk.stage]
-        before = chain.head, chain.progress_at
         chain.add(walk, now, self.root)
-        if walk.stage == 0:
-            self._draw(before, len(walk.rounds))
+        for each in walk.rounds if walk.stage == 0 else ():
+            if each.digest in chain.known:  # else what it led to does not count
+                at = chain.times.get(each.round)
+                peers = None if at is None else len(self.present)
+                self.curve.see(each.round, tokens=each.chain_tokens, at=at, peers=peers)
 
     def told(self, rows: Iterable[HistoryRow], manifest: Manifest) -> None:
         """Take in what bootstraps keep of the run's rounds."""
         self.curve.take(row for row in rows if not manifest.rolled_back(row.round, row.rules))
-
-    def _draw(self, before: tuple[ChainRound | None, float | None], count: int) -> None:
-        """Put the newest rounds of stage 0 into the curve."""
-        chain, (head, at) = self.stages[0], before
-        for number in sorted(chain.recent)[-count:]:
-            each, came = chain.recent[number], chain.times.get(number)
-            speed = None
-            if came is not None and at is not None and head is not None and came > at:
-                speed = max(0, each.chain_tokens - head.chain_tokens) / (came - at)
-            peers = None if came is None else len(self.present)
-            self.curve.see(
-                Point(
-                    round=number,
-                    tokens=each.chain_tokens,
-                    at=came,
-                    tokens_per_s=speed,
-                    peers=peers,
-                )
-            )
-            head, at = each, came
 
     @property
     def validation(self) -> tuple[int, float] | None:
@@ -390,10 +372,9 @@ class SwarmHistory:
         stated = stated_losses(replicas, self._counts)
         self.losses_not_finite = stated.not_finite
         for number, loss in stated.train.items():
-            self.curve.see(Point(round=number, train=loss))
+            self.curve.see(number, train=loss)
         for number, loss in stated.validation.items():
-            tokens = 0 if number < 0 else None
-            self.curve.see(Point(round=number, validation=loss, tokens=tokens))
+            self.curve.see(number, validation=loss, tokens=0 if number < 0 else None)
 
     def _fault(self, at: float, text: str) -> None:
         self.faults = [*self.faults, FaultLine(at, cut(text))][-MAX_FAULTS:]

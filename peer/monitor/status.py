@@ -259,7 +259,10 @@ def status_of(seen: Seen) -> dict[str, Any]:
     """Everything that the page draws; see page/status.html."""
     manifest, look, history, health = seen.look.manifest, seen.look, seen.history, seen.health
     validation, train = history.validation, history.train
-    curve = [point.row() for _, point in sorted(history.curve.points.items())]
+    curve = [
+        [round(value, 5) if isinstance(value, float) else value for value in point]
+        for _, point in sorted(history.curve.points.items())
+    ]
     return {
         "run": seen.run,
         "name": manifest.name,

@@ -109,7 +109,7 @@ class Tracker:
     def _write(self, point: Point) -> None:
         for tag, name in SCALARS.items():
             value = getattr(point, name)
-            if value is not None and point.tokens is not None:  # else it was never committed
+            if value is not None and point.tokens is not None:  # else it was not committed
                 self._writer.add_scalar(tag, value, point.round, walltime=point.at)
 
     def _purge(self, first: int, after: int) -> None:

@@ -40,13 +40,12 @@ def test_a_run_of_a_hundred_thousand_rounds_is_drawn_from_the_first_evenly() -> 
     lows = [each.low for each in made if each.low is not None]
     assert (max(highs), min(lows)) == (9.0, 0.5)
     assert all(each.validation == losses[each.round] for each in made)
-    assert all(len(each.row()) == 9 for each in made)
 
 
 def test_points_that_are_seen_one_by_one_stay_within_the_limit_too() -> None:
     curve = Curve()
     for number in range(5 * MAX_POINTS):
-        curve.see(Point(round=number, tokens=number, validation=float(number % 5)))
+        curve.see(number, tokens=number, validation=float(number % 5))
         assert len(curve.points) <= MAX_POINTS
     joined = points(curve)[len(curve.points) // 2]
     assert (joined.low, joined.high) == (0.0, 4.0)
@@ -54,9 +53,9 @@ def test_points_that_are_seen_one_by_one_stay_within_the_limit_too() -> None:
 
 def test_what_a_bootstrap_does_not_know_is_not_forgotten() -> None:
     curve = Curve()
-    curve.see(Point(round=3, tokens=400, at=7.0))
-    curve.see(Point(round=3, validation=2.5))
+    curve.see(3, tokens=400, at=7.0)
+    curve.see(3, validation=2.5)
     curve.take([HistoryRow(3, 0, "", None, 400, 2.0)])
-    assert curve.points[3].row() == [3, 400, 7.0, 2.0, 2.5, 2.5, 2.5, None, None]
+    assert curve.points[3] == (3, 400, 7.0, 2.0, 2.5, 2.5, 2.5, None, None)
     curve.take([row(3, 2.25)])
-    assert curve.points[3].row() == [3, 400, 30.0, 3.0, 2.25, 2.25, 2.25, 10.0, 3]
+    assert curve.points[3] == (3, 400, 30.0, 3.0, 2.25, 2.25, 2.25, 10.0, 3)

@@ -12,7 +12,7 @@ import pytest
 
 from dilocox.dht.errors import InvalidInput
 from dilocox.peer.chain.round_history import HistoryRow
-from dilocox.peer.monitor.curve import Curve, Point
+from dilocox.peer.monitor.curve import Curve
 from dilocox.peer.monitor.tracking import SETTLED, Tracker
 from tests.peer.fabricated import RUN
 
@@ -37,7 +37,7 @@ def _installed(request: pytest.FixtureRequest) -> None:
 
 def test_each_round_is_written_once_also_after_a_restart(tmp_path: Path) -> None:
     curve, tracker = Curve(), Tracker(tmp_path, RUN)
-    curve.see(Point(round=6, tokens=700, validation=2.0))
+    curve.see(6, tokens=700, validation=2.0)
     tracker.take(curve, None)
     assert not (tmp_path / "tracked.json").exists()  # bootstraps are asked for those before
     rows = [row(number) for number in range(7)]

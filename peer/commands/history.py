@@ -143,9 +143,9 @@ def _beside(row: HistoryRow | None) -> tuple[str, str, str]:
     """Time, train and validation loss; empty where unknown."""
     if row is None:
         return "", "", ""
-    at = row.at and f"{datetime.fromtimestamp(row.at, timezone.utc):%F %T} UTC"
-    train, validation = (None if x is None else f"{x:.4f}" for x in (row.train, row.validation))
-    return at or "", train or "", validation or ""
+    at = "" if row.at is None else f"{datetime.fromtimestamp(row.at, timezone.utc):%F %T} UTC"
+    train, validation = ("" if x is None else f"{x:.4f}" for x in (row.train, row.validation))
+    return at, train, validation
 
 
 def show_contributions(stages: Mapping[int, Sequence[ChainRound]], console: Console) -> None:

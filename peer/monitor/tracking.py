@@ -84,42 +84,38 @@ class Tracker:
         the rounds that the last rollback set aside, and the one after the last. ended: the run has.
         """
         self._asked |= told is not None
-        if set_aside[1] > self._purged:
-            self._purge(*set_aside)
+        first, after = set_aside
+        if after > self._purged:
+            self._open = {number: each for number, each in self._open.items() if number < first}
+            self._writer.close()
+            self._writer = self._make(str(self._folder), purge_step=first)
+            self._written, self._purged = min(self._written, first - 1), after
+            self._note()
         newest = curve.newest("tokens")
         if newest is None or not self._asked:
             return
         last = int(newest[0])
-        self._open |= {row.round: Point.of(row) for row in told or () if row.round > self._written}
-        for number, point in curve.points.items():
-            # older points of the curve may be several rounds
-            if number > self._written and (number > last - WHOLE // 2 or number not in self._open):
-                self._open[number] = point
-        settled = [n for n in sorted(self._open) if n <= (last if ended else last - SETTLED)]
-        for number in settled:
-            self._write(self._open.pop(number))
-        if settled:
-            self._written = settled[-1]
+        self._open |= {row.round: Point.of(row) for row in told or ()}
+        # older points of the curve may be several rounds
+        seen = (
+            p for p in curve.points.values() if p.round > last - WHOLE or p.round not in self._open
+        )
+        self._open |= {point.round: point for point in seen}
+        settled = last if ended else last - SETTLED
+        points = [self._open[number] for number in sorted(self._open) if number <= settled]
+        self._open = {number: each for number, each in self._open.items() if number > settled}
+        points = [each for each in points if each.round > self._written and each.tokens is not None]
+        for point in points:
+            for tag, name in SCALARS.items():
+                if (value := getattr(point, name)) is not None:
+                    self._writer.add_scalar(tag, value, point.round, walltime=point.at)
+        if points:
+            self._written = points[-1].round
             self._writer.flush()
             self._note()
 
     def close(self) -> None:
         self._writer.close()
-
-    def _write(self, point: Point) -> None:
-        for tag, name in SCALARS.items():
-            value = getattr(point, name)
-            if value is not None and point.tokens is not None:  # else it was not committed
-                self._writer.add_scalar(tag, value, point.round, walltime=point.at)
-
-    def _purge(self, first: int, after: int) -> None:
-        self._open = {number: each for number, each in self._open.items() if number < first}
-        if self._written >= first:
-            self._writer.close()
-            self._writer = self._make(str(self._folder), purge_step=first)
-            self._written = first - 1
-        self._purged = after
-        self._note()
 
     def _note(self) -> None:
         note = {"run": self._run, "round": self._written, "purged": self._purged}

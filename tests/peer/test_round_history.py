@@ -4,19 +4,24 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from collections.abc import Callable, Collection
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from hivemind.p2p import P2P
 
 from dilocox.dht.errors import EnvironmentFault
 from dilocox.dht.identity import Identity
 from dilocox.dht.manifest_revisions import back_to
-from dilocox.dht.records import ClaimRecord, StageRecord
-from dilocox.dht.rpc import Blob, CallRefused
-from dilocox.peer.chain import round_history
+from dilocox.dht.records import ClaimRecord, StageRecord, averaging_prefix
+from dilocox.dht.rpc import Blob, CallRefused, Client
+from dilocox.dht.upload_limit import UploadLimit
+from dilocox.peer.chain import archive_keeper, round_history
+from dilocox.peer.chain.archive_keeper import Keeper
 from dilocox.peer.chain.history_keeper import LIVE_ROUNDS, OPEN_ROUNDS, HistoryKeeper
 from dilocox.peer.chain.round_history import (
     FIRST,
@@ -360,3 +365,48 @@ def test_after_a_rollback_nothing_of_the_rounds_before_it_comes_in_again(
     newest = bootstrap.rows()[-1]
     assert (newest.round, newest.rules, newest.tokens) == (4, rules, 3000)
     assert newest.train is None
+
+
+# ---- over a real connection ----------------------------------------------------------------------
+def test_a_keeper_gives_its_history_to_whoever_asks_over_the_network(
+    tmp_path: Path, identities: list[Identity], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The archive is one that is told; all else is what a bootstrap runs."""
+    identity, chain = identities[0], [claim_record(0, digest(0, 0), 1000)]
+
+    async def done(*_: object) -> None:
+        pass
+
+    archive = SimpleNamespace(
+        tend=done, close=done, claim=chain[0], round=0, rounds_since=lambda *_: chain
+    )
+    monkeypatch.setattr(archive_keeper, "StageArchive", lambda *_, **__: archive)
+    kept = HistoryKeeper(history(tmp_path), identity, RUN, 1, lambda: NOW)
+    manifest = manifest_of(1)
+    keeper = Keeper(RUN, identity.peer_id, identity.peer_id, manifest, tmp_path, kept)
+    (tmp_path / "stage0").mkdir()
+
+    async def run() -> list[HistoryRow]:
+        own = await P2P.create(identity_path=str(identity.path), startup_timeout=60)
+        other = await P2P.create(initial_peers=await own.get_visible_maddrs(), startup_timeout=60)
+        try:
+            await asyncio.to_thread(keeper.start, own.daemon_listen_maddr)
+            client = Client(
+                p2p=other,
+                namespace=averaging_prefix(RUN, 0),
+                limit=UploadLimit(None),
+                record_bytes=0,
+            )
+            deadline = time.monotonic() + 60
+            found: list[HistoryRow] = []
+            while not found and time.monotonic() < deadline:
+                found = await ask_history(client, [identity.peer_id], RUN, manifest)
+            return found
+        finally:
+            await asyncio.to_thread(keeper.close)
+            await other.shutdown()
+            await own.shutdown()
+
+    found = asyncio.run(run())
+    assert [(each.round, each.tokens, each.at) for each in found] == [(0, 1000, NOW)]
+    assert keeper.served["record"] > 100

@@ -64,6 +64,11 @@ class Invite:
     def __str__(self) -> str:
         return f"{SCHEME}{self.run_id}@{','.join(self.bootstraps)}"
 
+    @property
+    def peer_ids(self) -> tuple[str, ...]:
+        """Of the bootstraps, in this order, each once."""
+        return tuple(dict.fromkeys(bootstrap_address(each).peer_id for each in self.bootstraps))
+
     @classmethod
     def parse(cls, text: str) -> "Invite":
         """Read an invite; raises `InvalidInput` that names the part that is wrong."""

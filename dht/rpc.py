@@ -49,7 +49,7 @@ REFUSALS = (
 )
 """Why the averaging process refuses what another peer sent."""
 
-_KINDS = {"record": "record", "certificate": "record", "state": "state"}
+_KINDS = {"record": "record", "certificate": "record", "history": "record", "state": "state"}
 
 
 class Counts:

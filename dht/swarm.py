@@ -65,6 +65,10 @@ class Swarm:
         self._reading = threading.Lock()
         self._seen: dict[str, dict[str, _Seen[Record]]] = {}
 
+    def time(self) -> float:
+        """Run time, in seconds."""
+        return self._clock.time()
+
     def publish(
         self, key: str, record: Record, lifetime_s: float, timeout_s: float = CALL_TIMEOUT_S
     ) -> bool:

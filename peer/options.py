@@ -381,6 +381,13 @@ class MonitorOptions:
         Path,
         typer.Option(help="Folder for what the monitor has learnt, so that its curves outlive it."),
     ] = Path("dilocox-monitor")
+    track: Annotated[
+        Path | None,
+        typer.Option(
+            help="Write each round into this folder for TensorBoard, too; needs `pip install "
+            "'dilocox[tracking]'`."
+        ),
+    ] = None
     port: Port = 9470
     host: Host = "127.0.0.1"
     log_level: LogLevel = "info"
@@ -610,7 +617,9 @@ class VerifyOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class LogOptions(VerifyOptions):
-    """List a run's rounds (tokens, members, ranks, H, bytes, digest), or what each peer gave."""
+    """List a run's rounds (tokens, members, ranks, H, bytes, digest; time and losses where they are
+    known), or what each peer gave.
+    """
 
     contributions: Annotated[
         bool,
@@ -620,4 +629,12 @@ class LogOptions(VerifyOptions):
             "of each stage.",
         ),
     ] = False
+    csv_file: Annotated[
+        Path | None,
+        typer.Option(
+            "--csv",
+            help="Write the history of the whole run, a line a round, to this file instead, - for "
+            "the terminal.",
+        ),
+    ] = None
     json_file: JsonFile = None

@@ -69,7 +69,11 @@ def counted(number: int, what: str) -> str:
 
 def write_json(file: Path, value: Any) -> None:
     """What `--json` asks for: a file, or `-` for the terminal."""
-    text = json.dumps(value, indent=2) + "\n"
+    write_text(file, json.dumps(value, indent=2) + "\n")
+
+
+def write_text(file: Path, text: str) -> None:
+    """To a file, or `-` for the terminal."""
     if str(file) == "-":
         sys.stdout.write(text)
     else:

@@ -25,7 +25,7 @@ import random
 import shutil
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +55,7 @@ from dilocox.peer.chain.store import (
     INITIAL_NAME,
     OLDER_NAME,
     TOKENIZER_NAME,
+    Entry,
     KeptState,
     RoundLog,
     Store,
@@ -341,6 +342,20 @@ class StageArchive:
             case _:
                 return None
 
+    def rounds_since(self, known: Collection[str], most: int) -> list[ClaimRecord]:
+        """The records of the chain from after those that are known, by the beginnings of their
+        digests; oldest first, the newest ones where they are too many. Reads all their headers.
+        """
+        entries = [*self._current.log.entries()[::-1], *self._older.records.entries()[::-1]]
+        found: dict[int, ClaimRecord] = {}
+        for entry in entries:
+            if len(found) == most or any(each and entry.digest.startswith(each) for each in known):
+                break
+            header = entry.header()
+            if header is not None:  # else it has just moved
+                found[entry.round] = _claim_of(entry, header)
+        return [found[number] for number in sorted(found)]
+
     async def tend(self, claims: Mapping[str, ClaimRecord]) -> None:
         """Follow the best of these claims as far as possible; `claim` is right again after it.
 
@@ -556,19 +571,21 @@ class StageArchive:
     # ---- telling ---------------------------------------------------------------------------------
     def _own_claim(self) -> ClaimRecord | None:
         head, last = self._current.head, self._current.last
-        if last is None:
-            return None
-        return ClaimRecord(
-            round=head.round,
-            digest=head.digest,
-            tokens=last.tokens,
-            chain_tokens=head.chain_tokens,
-            record_bytes=head.record_bytes,
-            rules=last.rules,
-        )
+        return None if last is None else _claim_of(head, last)
 
     def __str__(self) -> str:
         return f"archive of stage {self._check.stage}"
+
+
+def _claim_of(record: Tip | Entry, header: RoundRecord) -> ClaimRecord:
+    return ClaimRecord(
+        round=record.round,
+        digest=record.digest,
+        tokens=header.tokens,
+        chain_tokens=header.chain_tokens,
+        record_bytes=record.record_bytes,
+        rules=header.rules,
+    )
 
 
 def _said(error: Exception) -> str:

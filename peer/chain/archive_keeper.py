@@ -23,6 +23,7 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, AsyncIterator  # noqa: UP035 - hivemind knows this one only
 
@@ -40,6 +41,7 @@ from dilocox.dht.rpc import Client, LoopThread, byte_kind, handler_name
 from dilocox.dht.swarm import Swarm
 from dilocox.dht.upload_limit import UploadLimit
 from dilocox.peer.chain.archive import StageArchive
+from dilocox.peer.chain.history_keeper import HistoryKeeper
 from dilocox.peer.chain.record_check import RecordCheck
 from dilocox.peer.chain.store import keep_manifest
 from dilocox.peer.chain.uploads import Source, Uploads
@@ -59,7 +61,7 @@ Claims = Mapping[int, Mapping[str, ClaimRecord]]
 class ArchiveService(ServicerBase):
     """Answers for one stage what an averager answers, as far as it is kept: states and records.
 
-    served: bytes by kind (state, record); refused: requests by reason.
+    served: bytes by kind (state, record, the history among them); refused: requests by reason.
     """
 
     def __init__(
@@ -103,7 +105,15 @@ class Keeper:
     `claims`: what is to be told of the stages; set whole. `served`, `refused`: see ArchiveService.
     """
 
-    def __init__(self, run: str, me: str, witness: str, manifest: Manifest, folder: Path):
+    def __init__(
+        self,
+        run: str,
+        me: str,
+        witness: str,
+        manifest: Manifest,
+        folder: Path,
+        history: HistoryKeeper | None = None,
+    ):
         self.claims: Mapping[int, ClaimRecord] = {}
         self.served: Counter[str] = Counter()
         self.refused: Counter[str] = Counter()
@@ -112,6 +122,7 @@ class Keeper:
         self._witness = witness
         self._manifest = manifest
         self._folder = folder
+        self._history = history
         self._stages: dict[int, StageArchive] = {}
         self._jobs: dict[int, asyncio.Task[None]] = {}
         self._serving: set[int] = set()  # stages whose service p2pd knows
@@ -226,6 +237,9 @@ class Keeper:
                     await archive.tend(claims)
                 finally:
                     self._show(stage, archive.claim)
+                if stage == 0 and self._history is not None:
+                    take = partial(self._history.take, claimed=bool(claims.keys() - {self._me}))
+                    await self._compute(take, archive.rounds_since)
         except EnvironmentFault as error:
             logger.error("archive of stage %d: %s", stage, error)
             self._not_before[stage] = time.monotonic() + FAULT_PAUSE_S
@@ -274,6 +288,10 @@ class Keeper:
         return archive
 
     async def _find(self, stage: int, want: dict[str, Any]) -> Source | None:
+        if want["what"] == "history":
+            if stage != 0 or self._history is None:
+                return None
+            return await self._compute(self._history.page, int(want["after"]))
         archive = self._stages.get(stage)
         return None if archive is None else await self._compute(archive.find, want)
 
@@ -297,7 +315,7 @@ class Archive:
     """The archive of a run; all calls in the bootstrap's thread.
 
     me: this node's peer id. witness: the operator's bootstrap's. folder: what is kept, of this run
-    and manifest alone.
+    and manifest alone. history: what is told of the rounds beside their records, kept and given.
     """
 
     def __init__(
@@ -310,6 +328,7 @@ class Archive:
         witness: str,
         manifest: Manifest,
         folder: Path,
+        history: HistoryKeeper | None = None,
     ):
         self._dht = dht
         self._swarm = swarm
@@ -318,8 +337,9 @@ class Archive:
         self._witness = witness
         self._manifest = manifest
         self._folder = folder
+        self._history = history
         self._keeper: Keeper | None = None
-        self._start_at = self._look_at = float("-inf")
+        self._start_at = self._look_at = self._looked_at = float("-inf")
         self._told: dict[int, tuple[ClaimRecord, float]] = {}  # by stage, and when
 
     @property
@@ -338,6 +358,8 @@ class Archive:
     def revise(self, manifest: Manifest) -> None:
         """Go on under a newer revision of the manifest."""
         before, self._manifest = self._manifest, manifest
+        if self._history is not None:
+            self._history.revise(manifest)
         if manifest.rules != before.rules and self._keeper is not None:
             self._keeper.revise(manifest)
 
@@ -357,14 +379,18 @@ class Archive:
                 address = daemon_address(self._dht, START_LIMIT_S)
             except Exception as error:
                 raise EnvironmentFault(f"p2pd is not to be had ({error!r})") from error
-            keeper = Keeper(self._run, self._me, self._witness, self._manifest, self._folder)
+            keeper = Keeper(
+                self._run, self._me, self._witness, self._manifest, self._folder, self._history
+            )
             keeper.start(address)
             self._keeper = keeper
         heartbeat_s = self._manifest.deadlines.heartbeat_s
         if now >= self._look_at:
-            self._look_at = now + min(LOOK_S, heartbeat_s)
+            self._looked_at, self._look_at = now, now + min(LOOK_S, heartbeat_s)
             self._keeper.hear(self._claims())
         self._tell(self._keeper.claims, heartbeat_s)
+        if self._history is not None and now == self._looked_at:
+            self._history.look(self._swarm, self._keeper.claims)
 
     def _claims(self) -> Claims:
         keys = {claim_key(self._run, stage): stage for stage in range(self._manifest.stages)}

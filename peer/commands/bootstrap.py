@@ -36,6 +36,8 @@ from dilocox.dht.node import RunDHT
 from dilocox.dht.records import MANIFEST_LIFETIME_S
 from dilocox.dht.swarm import Swarm
 from dilocox.peer.chain.archive_keeper import Archive
+from dilocox.peer.chain.history_keeper import HistoryKeeper
+from dilocox.peer.chain.round_history import FILE, RoundHistory
 from dilocox.peer.chain.store import archive_folder
 from dilocox.peer.commands.operate import checked_manifest
 from dilocox.peer.http_pages import (
@@ -264,6 +266,7 @@ class Beside:
                 identity.peer_id,
             )
         self._folder = archive_folder(options.state, keeper.run, manifest)
+        history = RoundHistory(self._folder / FILE, manifest)
         self._archive = Archive(
             dht=dht,
             swarm=swarm,
@@ -272,6 +275,7 @@ class Beside:
             witness=witness,
             manifest=manifest,
             folder=self._folder,
+            history=HistoryKeeper(history, identity, keeper.run, manifest.stages, swarm.time),
         )
         self._facts = BootstrapFacts(role="operator" if keeper.own else "copy")
         self._turn_at = clock()

@@ -18,7 +18,7 @@ from hivemind.p2p import PeerID
 
 from dilocox.dht.addresses import Reachability
 from dilocox.dht.errors import EnvironmentFault
-from dilocox.dht.invite import Invite, bootstrap_address
+from dilocox.dht.invite import Invite
 from dilocox.dht.join import Joined
 from dilocox.dht.reachability import Bandwidth, ask_time, find_reach, measure_bandwidth
 from dilocox.dht.records import ClaimRecord, StageRecord, claim_key
@@ -45,8 +45,7 @@ class SwarmFacts:
     def __init__(self, place: Joined, invite: Invite, own_id: str):
         """own_id: of the peer that may run elsewhere meanwhile; empty for one that is new."""
         self._place = place
-        ids = (bootstrap_address(address).peer_id for address in invite.bootstraps)
-        self._bootstraps = tuple(dict.fromkeys(ids))
+        self._bootstraps = invite.peer_ids
         self._own_id = own_id
         self._thread = LoopThread("doctor's network", p2p=place.dht.replicate_p2p)
 

@@ -1,15 +1,23 @@
 """The commands `dilocox log` and `dilocox verify`: what a run's rounds were, and whether the anchor
 is what they make. Both read a state folder, or ask the swarm.
+
+What a round was stands in its record. When it came and what the model's losses were does not: that
+is in the history that bootstraps keep, and as far as it took part in a peer's own events.
 """
 
 from __future__ import annotations
 
 import asyncio
+import csv
+import io
+import json
 import tempfile
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict
+from datetime import datetime, timezone
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -22,24 +30,44 @@ from dilocox.dht.errors import EnvironmentFault, InvalidInput
 from dilocox.dht.invite import Invite
 from dilocox.dht.join import Joined, visiting
 from dilocox.dht.manifest import Manifest
+from dilocox.dht.records import averaging_prefix
+from dilocox.dht.rpc import Client
+from dilocox.dht.upload_limit import UploadLimit
 from dilocox.peer.chain.download import ClaimedChain, claimed_chain, download_chain, list_chain
 from dilocox.peer.chain.replay import Replayed, replay
+from dilocox.peer.chain.round_history import (
+    FILE,
+    SHORT_DIGEST,
+    HistoryRow,
+    RoundHistory,
+    ask_history,
+    parsed_row,
+)
 from dilocox.peer.chain.store import KeptChain, KeptRun, kept_run
 from dilocox.peer.chain.summary import ChainRound, tokens_by_peer
 from dilocox.peer.options import LogOptions, VerifyOptions
-from dilocox.peer.os_process import STOPPED, StopSignal, counted, write_json
+from dilocox.peer.os_process import STOPPED, StopSignal, counted, write_json, write_text
 
 T = TypeVar("T")
 
 
-def as_json(run: str, stages: Mapping[int, Sequence[ChainRound]]) -> dict[str, Any]:
+TOLD = ("at", "train loss", "validation loss")
+Rows = Mapping[int, HistoryRow]
+"""What is known of rounds beside their records, by number."""
+
+
+def as_json(
+    run: str, stages: Mapping[int, Sequence[ChainRound]], history: Rows | None = None
+) -> dict[str, Any]:
     """Everything, with totals, by stage."""
+    rows = history or {}
     return {
         "run": run,
+        "history": [row._asdict() for _, row in sorted(rows.items())],
         "stages": [
             {
                 "stage": stage,
-                "rounds": [_listed_round(each) for each in rounds],
+                "rounds": [_listed_round(stage, each, rows) for each in rounds],
                 "tokens": sum(each.tokens for each in rounds),
                 "record_bytes": sum(each.record_bytes for each in rounds),
                 "contributions": _contributions(rounds),
@@ -50,18 +78,47 @@ def as_json(run: str, stages: Mapping[int, Sequence[ChainRound]]) -> dict[str, A
     }
 
 
-def _listed_round(each: ChainRound) -> dict[str, Any]:
-    facts = asdict(each)
-    return {name: facts[name] for name in facts if name not in ("chain_tokens", "contributors")}
+def _listed_round(stage: int, each: ChainRound, rows: Rows) -> dict[str, Any]:
+    facts, row = asdict(each), _row(stage, each, rows)
+    known = {name: row and getattr(row, name) for name in ("at", "train", "validation")}
+    listed = {name: facts[name] for name in facts if name not in ("chain_tokens", "contributors")}
+    return listed | known
 
 
-def show(stages: Mapping[int, Sequence[ChainRound]], console: Console) -> None:
+def _row(stage: int, each: ChainRound, rows: Rows) -> HistoryRow | None:
+    """What is known of a round; a row names the record of stage 0."""
+    row = rows.get(each.round)
+    other = row is not None and stage == 0 and not each.digest.startswith(row.digest)
+    return None if other else row
+
+
+def as_csv(chain: Sequence[ChainRound], history: Rows) -> str:
+    """A line a round, of the history and of this chain, after one of names."""
+    rows: dict[int, HistoryRow] = {}
+    for each in chain:
+        row = HistoryRow(each.round, 0, each.digest[:SHORT_DIGEST], None, each.chain_tokens)
+        rows[each.round] = row._replace(record_bytes=each.record_bytes)
+    text = io.StringIO()
+    table = csv.DictWriter(text, HistoryRow._fields, lineterminator="\n")
+    table.writeheader()
+    for _, row in sorted((rows | dict(history)).items()):
+        at = None if row.at is None else f"{datetime.fromtimestamp(row.at, timezone.utc):%FT%TZ}"
+        table.writerow(row._asdict() | {"at": at})
+    return text.getvalue()
+
+
+def show(
+    stages: Mapping[int, Sequence[ChainRound]], console: Console, history: Rows | None = None
+) -> None:
     """Print the rounds of all stages."""
+    rows = history or {}
     for stage, rounds in sorted(stages.items()):
         tokens = f"{sum(each.tokens for each in rounds):,}"
         size = f"{sum(each.record_bytes for each in rounds):,}"
         count = counted(len(rounds), "round")
-        table = _table(stage, ("round", "tokens", "members", "ranks", "next H", "bytes", "digest"))
+        more = TOLD if rows else ()
+        names = ("round", "tokens", "members", "ranks", "next H", "bytes", "digest", *more)
+        table = _table(stage, names)
         table.show_footer = bool(rounds)
         for column, footer in zip(table.columns, (count, tokens, "", "", "", size), strict=False):
             column.footer = footer
@@ -70,14 +127,25 @@ def show(stages: Mapping[int, Sequence[ChainRound]], console: Console) -> None:
             ranks = "-" if each.ranks is None else "/".join(map(str, each.ranks))
             digest, next_h = each.digest[:12], str(each.next_inner_steps)
             cells = (f"{each.tokens:,}", str(each.members), ranks, next_h, f"{each.record_bytes:,}")
-            table.add_row(str(each.round), *cells, digest)
+            told = _beside(_row(stage, each, rows))
+            table.add_row(str(each.round), *cells, digest, *(told if more else ()))
             lines.append(
                 f"stage {stage} round {each.round}: {each.tokens:,} tokens, "
                 f"{counted(each.members, 'member')}, ranks {ranks}, next H {next_h}, "
                 f"{each.record_bytes:,} bytes, digest {digest}"
+                + "".join(f", {name} {text}" for name, text in zip(TOLD, told, strict=True) if text)
             )
         lines.append(f"stage {stage}: {count}, {tokens} tokens, {size} bytes")
         _print(console, table, lines)
+
+
+def _beside(row: HistoryRow | None) -> tuple[str, str, str]:
+    """Time, train and validation loss; empty where unknown."""
+    if row is None:
+        return "", "", ""
+    at = "" if row.at is None else f"{datetime.fromtimestamp(row.at, timezone.utc):%F %T} UTC"
+    train, validation = ("" if x is None else f"{x:.4f}" for x in (row.train, row.validation))
+    return at, train, validation
 
 
 def show_contributions(stages: Mapping[int, Sequence[ChainRound]], console: Console) -> None:
@@ -117,17 +185,23 @@ def _print(console: Console, table: Table, lines: Sequence[str]) -> None:
         console.print(line, highlight=False, soft_wrap=True)
 
 
+NOTHING = (None,) * 6  # what a peer alone does not know of a round
 LISTINGS = 3  # of a folder whose owner moves records while they are read
 
 
 def run_log_command(options: LogOptions) -> int:
     """List the rounds of one stage or all, or what its peers contributed; the exit code."""
     with StopSignal():
-        run, stages = _listed(options)
-        if options.json_file is None:
-            (show_contributions if options.contributions else show)(stages, Console())
-            return 0
-        write_json(options.json_file, as_json(run, stages))
+        run, stages, history = _listed(options)
+        if options.csv_file is not None:
+            chain = next(iter(stages.values()), ())
+            write_text(options.csv_file, as_csv(chain, history))
+        elif options.json_file is not None:
+            write_json(options.json_file, as_json(run, stages, history))
+        elif options.contributions:
+            show_contributions(stages, Console())
+        else:
+            show(stages, Console(), history)
         return 0
     return STOPPED
 
@@ -144,18 +218,57 @@ def run_verify_command(options: VerifyOptions) -> int:
 
 
 # ---- listing -------------------------------------------------------------------------------------
-def _listed(options: LogOptions) -> tuple[str, Mapping[int, Sequence[ChainRound]]]:
+def _listed(
+    options: LogOptions,
+) -> tuple[str, Mapping[int, Sequence[ChainRound]], Rows]:
     source, stages = options.source, dict[int, Sequence[ChainRound]]()
     if isinstance(source, Path):
         kept = kept_run(source)
         for stage in _wanted(options.stage, sorted(kept.stages)):
             stages[stage] = _rounds(kept.stages[stage])
-        return kept.run, stages
+        return kept.run, stages, {row.round: row for row in _kept_history(kept)}
     with visiting(source, options.host) as place:
         deadline = time.monotonic() + options.timeout_s
-        for stage in _wanted(options.stage, range(place.manifest.stages)):
+        whole = options.csv_file is not None and options.stage in ("all", "auto")
+        for stage in _wanted("0" if whole else options.stage, range(place.manifest.stages)):
             stages[stage] = asyncio.run(_claimed(place, stage, deadline, list_chain))
-    return source.run_id, stages
+        history = asyncio.run(_told_history(place, source, deadline))
+    return source.run_id, stages, {row.round: row for row in history}
+
+
+async def _told_history(place: Joined, invite: Invite, deadline: float) -> list[HistoryRow]:
+    """What the bootstraps of the invite keep, the operator's first; empty where none answers."""
+    client = Client(
+        p2p=await place.dht.replicate_p2p(),
+        namespace=averaging_prefix(place.run, 0),
+        limit=UploadLimit(None),
+        record_bytes=0,
+    )
+    peers = sorted(invite.peer_ids, key=lambda peer: peer != place.witness)
+    asked = ask_history(client, peers, place.run, place.manifest)
+    try:
+        return await asyncio.wait_for(asked, max(1.0, deadline - time.monotonic()))
+    except asyncio.TimeoutError:
+        return []
+
+
+def _kept_history(kept: KeptRun) -> list[HistoryRow]:
+    """Of a bootstrap's folder what it keeps of the run, of a peer's what it has seen itself."""
+    if (kept.folder / FILE).exists():
+        return RoundHistory(kept.folder / FILE, kept.manifest()).rows()
+    found: dict[int, HistoryRow] = {}
+    for path in kept.folder.parent.glob(f"{kept.run}-stage*/events.jsonl"):
+        for line in path.read_bytes().splitlines():
+            with suppress(ValueError, LookupError, TypeError):  # a line may be cut
+                event = json.loads(line)
+                number = event["round"]
+                if event["event"] == "validated" and number in found:
+                    found[number] = found[number]._replace(validation=float(event["loss"]))
+                elif event["event"] == "round":
+                    seen = (number, 0, event["digest"][:SHORT_DIGEST], event["time"])
+                    row = parsed_row([*seen, event["chain_tokens"], event["train_loss"], *NOTHING])
+                    found[row.round] = row
+    return list(found.values())
 
 
 def _rounds(chain: KeptChain) -> list[ChainRound]:

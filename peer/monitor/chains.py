@@ -15,11 +15,13 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 
+from dilocox.dht.manifest import Manifest
 from dilocox.dht.node import RunDHT
 from dilocox.dht.records import ClaimRecord, averaging_prefix
 from dilocox.dht.rpc import REFUSED, Client, LoopThread
 from dilocox.dht.upload_limit import UploadLimit
 from dilocox.peer.chain.header_client import HeaderClient
+from dilocox.peer.chain.round_history import HistoryRow, ask_history
 from dilocox.peer.chain.summary import ChainRound, tokens_by_peer
 
 logger = logging.getLogger(__name__)
@@ -101,6 +103,7 @@ class ChainReader(LoopThread):
         self._run_id = run
         self._bootstraps = frozenset(bootstraps)
         self._walks: dict[int, Future[Walk]] = {}  # by stage
+        self._asking: Future[list[HistoryRow]] | None = None
         self._slots = asyncio.Semaphore(STAGES_AT_ONCE)
 
     def order(self, order: Order) -> bool:
@@ -120,15 +123,34 @@ class ChainReader(LoopThread):
         async with self._slots:
             return await walk(self._chain, order)
 
-    def _chain(self, order: Order) -> HeaderClient:
-        client = Client(
+    def ask_history(self, manifest: Manifest, witness: str, after: int) -> None:
+        """Ask bootstraps for what they keep of the rounds after this one; nothing while that runs.
+
+        witness: whose word counts first.
+        """
+        if self._asking is None and self.running:
+            peers = sorted(self._bootstraps, key=lambda peer: (peer != witness, peer))
+            asked = ask_history(self._client(0), peers, self._run_id, manifest, after)
+            self._asking = asyncio.run_coroutine_threadsafe(asked, self.loop)
+
+    def take_history(self) -> list[HistoryRow] | None:
+        """What they said since the last call; None while nothing was asked, or is not answered."""
+        if self._asking is None or not self._asking.done():
+            return None
+        asked, self._asking = self._asking, None
+        return asked.result()
+
+    def _client(self, stage: int) -> Client:
+        return Client(
             p2p=self.p2p,
-            namespace=averaging_prefix(self._run_id, order.stage),
+            namespace=averaging_prefix(self._run_id, stage),
             limit=UploadLimit(None),
             record_bytes=MOST_BYTES,
         )
+
+    def _chain(self, order: Order) -> HeaderClient:
         return HeaderClient(
-            client,
+            self._client(order.stage),
             self._run_id,
             order.stage,
             order.holders[:HOLDERS_ASKED],

@@ -20,8 +20,9 @@ from statistics import median
 from typing import Literal, get_args
 
 from dilocox.dht.swarm_view import SwarmView
+from dilocox.peer.chain.stated import finite
 from dilocox.peer.monitor.history import SwarmHistory
-from dilocox.peer.monitor.look import SwarmLook, finite
+from dilocox.peer.monitor.look import SwarmLook
 
 State = Literal["ended", "paused", "unreachable", "waiting", "blocked", "stalled", "training"]
 

@@ -1,8 +1,8 @@
-"""What a monitor has learnt of a swarm: chains, losses, throughput, who came and went, events.
+"""What a monitor has learnt of a swarm: chains, the curve, throughput, who came and went, events.
 
-Everything is bounded: curves lose every second point of their older half when they grow too long,
-samples double their spacing. All of it is one JSON file, so that a monitor that starts again has it
-still: headers of records, as far as bootstraps keep them, hold neither losses nor times.
+Everything is bounded: the curve joins points when they are too many, samples double their spacing.
+All of it is one JSON file, so that a monitor that starts again has its counters still, and the
+curve even where no bootstrap gives the history of the run.
 
 `StageRounds` is what it keeps of one stage's chain: sums for good, details of the newest rounds.
 A record counts once, however often it is met; when the chain turns out to go on elsewhere, what the
@@ -14,38 +14,39 @@ from __future__ import annotations
 import logging
 import math
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
-from statistics import median, median_low
+from statistics import median
 from typing import Any
 
 from pydantic import TypeAdapter
 
 from dilocox.dht.files import write_atomically
+from dilocox.dht.manifest import Manifest
 from dilocox.dht.records import ReplicaRecord
+from dilocox.peer.chain.round_history import HistoryRow
+from dilocox.peer.chain.stated import more_voids, stated_losses
 from dilocox.peer.chain.summary import ChainRound, tokens_by_peer
 from dilocox.peer.monitor.chains import DETAILED, Walk
+from dilocox.peer.monitor.curve import Curve
 from dilocox.peer.monitor.events import EventLog
-from dilocox.peer.monitor.look import SwarmLook, finite
+from dilocox.peer.monitor.look import SwarmLook
 
 logger = logging.getLogger(__name__)
 
-VERSION = 2  # of the file
+VERSION = 3  # of the file
 MAX_KNOWN = 20_000
 MAX_GAPS = 8
 LIVE_ROUNDS = 3  # a walk of more was not followed as it came, and nobody knows when that was
 RATE_WINDOW_S = 3600.0
 MAX_TIMES = 64
 USUAL_TIMES = 9  # of the newest rounds, for how long one usually takes
-MAX_LOSSES = 1200
 MAX_SAMPLES = 720
 SAMPLE_S = 5.0
 MAX_TEXT = 120
-MAX_LOSS = 1e4  # nats a token
-ROUNDS_AHEAD = 8  # of most replicas one may be
 MAX_REMEMBERED = 4096  # heads whose last fault is known, and peers that are known again
 
 Sample = tuple[float, float, int]  # at, tokens/s, peers
@@ -202,7 +203,6 @@ class SwarmHistory:
 
     root: what stands before the first record. since, watched_since: when the curves begin, and when
     this monitor was started.
-    losses: by round, train and validation loss in nats a token, None while unknown.
     samples_told: by round. parameters: of the model, None while nobody counted them.
     joined_total, left_total: of comings and goings; who returns is in both again.
     peers_total: of peers, each once.
@@ -221,7 +221,7 @@ class SwarmHistory:
     stages: list[StageRounds]
     voids: list[float]
     version: int = VERSION
-    losses: dict[int, list[float | None]] = field(default_factory=dict[int, list[float | None]])
+    curve: Curve = field(default_factory=Curve)
     samples: Samples = field(default_factory=Samples)
     events: EventLog = field(default_factory=EventLog)
     samples_told: dict[int, ModelSample] = field(default_factory=dict[int, ModelSample])
@@ -294,25 +294,31 @@ class SwarmHistory:
 
     def walked(self, walk: Walk, now: float) -> None:
         """Take in what a walk along a chain found."""
-        self.stages[walk.stage].add(walk, now, self.root)
+        chain = self.stages[walk.stage]
+        chain.add(walk, now, self.root)
+        for each in walk.rounds if walk.stage == 0 else ():
+            if each.digest in chain.known:  # else what it led to does not count
+                at = chain.times.get(each.round)
+                peers = None if at is None else len(self.present)
+                self.curve.see(each.round, tokens=each.chain_tokens, at=at, peers=peers)
+
+    def told(self, rows: Iterable[HistoryRow], manifest: Manifest) -> None:
+        """Take in what bootstraps keep of the run's rounds."""
+        self.curve.take(row for row in rows if not manifest.rolled_back(row.round, row.rules))
 
     @property
     def validation(self) -> tuple[int, float] | None:
         """Round and value of the newest validation loss."""
-        return self._newest(1)
+        return self.curve.newest("validation")
 
     @property
     def train(self) -> tuple[int, float] | None:
         """Round and value of the newest train loss."""
-        return self._newest(0)
+        return self.curve.newest("train")
 
     def samples_of(self, prompt: str) -> list[ModelSample]:
         """What the model wrote after this prompt, the newest first."""
         return [row for row in reversed(self.samples_told.values()) if row.prompt == prompt]
-
-    def _newest(self, column: int) -> tuple[int, float] | None:
-        known = ((number, row[column]) for number, row in self.losses.items())
-        return max(((number, loss) for number, loss in known if loss is not None), default=None)
 
     def _go_back(self, look: SwarmLook) -> None:
         """Forget the rounds that the operator has set aside since the last look."""
@@ -323,8 +329,8 @@ class SwarmHistory:
             return
         last = min(number for rules, number in rollbacks if rules > known)
         heads = [chain.head.round for chain in self.stages if chain.head is not None]
-        self.set_aside = (last + 1, max([last, *heads, *self.losses]) + 1)
-        self.losses = {number: row for number, row in self.losses.items() if number <= last}
+        self.set_aside = (last + 1, max([last, *heads, *self.curve.points]) + 1)
+        self.curve.go_back(last)
         self.samples_told = {n: row for n, row in self.samples_told.items() if n <= last}
         for chain in self.stages:
             chain.go_back(last, look.at)
@@ -356,12 +362,10 @@ class SwarmHistory:
         told: dict[str, int] = {}
         for stage in range(len(self.stages)):
             peers = look.present(stage)
-            more = 0
-            for peer, record in peers.items():
-                told[peer] = record.voids
-                more += max(0, record.voids - self.voids_of.get(peer, record.voids))
+            more = more_voids(peers, self.voids_of)
+            told |= {peer: record.voids for peer, record in peers.items()}
             before = math.floor(self.voids[stage] + 1e-9)
-            self.voids[stage] += more / max(1, len(peers))
+            self.voids[stage] += more
             if math.floor(self.voids[stage] + 1e-9) > before:
                 self._fault(look.at, f"a round of stage {stage} was void")
         self.voids_of = told
@@ -378,33 +382,12 @@ class SwarmHistory:
         forget(self.last_faults, MAX_REMEMBERED)
 
     def _hear_losses(self, replicas: Collection[ReplicaRecord]) -> None:
-        train: dict[int, list[tuple[float, float]]] = {}
-        validation: dict[int, list[float]] = {}
-        # one absurd number of a round would press the whole curve together
-        last = median_low([each.round for each in replicas] or [0]) + ROUNDS_AHEAD
-        self.losses_not_finite = 0
-        for each in replicas:
-            if max(each.round, each.val_round) > last:
-                continue
-            # it is of the round under way, the one after the newest record
-            counts = self._counts(each.round) or self._counts(each.round - 1)
-            if each.train_loss is not None and sensible(each.train_loss) and counts:
-                weight = max(finite(each.tokens_per_s), 1e-9)
-                train.setdefault(each.round, []).append((each.train_loss, weight))
-            if not self._counts(each.val_round):
-                continue
-            # a head that has evaluated an anchor names its round, and no loss if that is not finite
-            if each.val_loss is None or not sensible(each.val_loss):
-                self.losses_not_finite += each.val_round >= 0
-            elif each.val_round >= -1:
-                validation.setdefault(each.val_round, []).append(each.val_loss)
-        for number, heard in train.items():
-            weights = sum(weight for _, weight in heard)
-            mean = sum(loss * weight for loss, weight in heard) / weights
-            self.losses.setdefault(number, [None, None])[0] = mean
-        for number, losses in validation.items():
-            self.losses.setdefault(number, [None, None])[1] = median_low(losses)
-        thin_out(self.losses, MAX_LOSSES)
+        stated = stated_losses(replicas, self._counts)
+        self.losses_not_finite = stated.not_finite
+        for number, loss in stated.train.items():
+            self.curve.see(number, train=loss)
+        for number, loss in stated.validation.items():
+            self.curve.see(number, validation=loss, tokens=0 if number < 0 else None)
 
     def _fault(self, at: float, text: str) -> None:
         self.events.add(at, "fault", cut(text))
@@ -421,22 +404,10 @@ class SwarmHistory:
 _FILE = TypeAdapter(SwarmHistory)
 
 
-def thin_out(table: dict[int, Any], limit: int) -> None:
-    """Beyond its limit, a table by round number loses every second entry of its older half."""
-    if len(table) > limit:
-        for number in sorted(table)[1 : len(table) // 2 : 2]:
-            del table[number]
-
-
 def forget(table: dict[Any, Any], limit: int) -> None:
     """Drop what was put in first."""
     while len(table) > limit:
         del table[next(iter(table))]
-
-
-def sensible(loss: float) -> bool:
-    """Whether a loss can be one; a sum over absurd ones would be no number."""
-    return abs(loss) <= MAX_LOSS
 
 
 def cut(text: str, limit: int = MAX_TEXT) -> str:

@@ -10,7 +10,6 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, cast
 
-from dilocox.dht.invite import Invite, bootstrap_address
 from dilocox.dht.join import Joined
 from dilocox.dht.manifest import Manifest
 from dilocox.dht.node import NoAnswer
@@ -24,11 +23,11 @@ from dilocox.dht.records import (
     stage_key,
 )
 from dilocox.dht.swarm_view import that_count
+from dilocox.peer.chain.stated import finite
 
 READ_LIMIT_S = 5.0
 PING_LIMIT_S = 3.0
 PING_PERIOD_S = 10.0
-MAX_NUMBER = 1e12  # tokens a second, or seconds, that a peer may state
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,11 +68,6 @@ class SwarmLook:
         """The peers of a stage that have not left."""
         records = self.stages.get(stage, {})
         return {peer: record for peer, record in records.items() if record.state != "left"}
-
-
-def bootstrap_ids(invite: Invite) -> tuple[str, ...]:
-    """Peer ids of the bootstraps, in the invite's order, each once."""
-    return tuple(dict.fromkeys(bootstrap_address(each).peer_id for each in invite.bootstraps))
 
 
 class Looker:
@@ -130,8 +124,3 @@ class Looker:
         except NoAnswer:
             answering = frozenset[str]()
         return {peer: peer in answering for peer in self._last.bootstraps}
-
-
-def finite(number: float) -> float:
-    """A number that a peer states, within what adds up: 0 if it is none or below."""
-    return min(number, MAX_NUMBER) if number > 0 else 0.0

@@ -30,7 +30,9 @@ import typer
 from dilocox.dht.errors import EnvironmentFault
 from dilocox.dht.identity import Identity
 from dilocox.dht.join import Joined, join_run
+from dilocox.dht.manifest import Manifest
 from dilocox.dht.manifest_revisions import ManifestWatch
+from dilocox.peer.chain.round_history import FIRST, HistoryRow
 from dilocox.peer.http_pages import (
     Page,
     Pages,
@@ -43,9 +45,10 @@ from dilocox.peer.http_pages import (
 from dilocox.peer.monitor.chains import ChainReader, Order, followed, holders_of
 from dilocox.peer.monitor.health import health_of
 from dilocox.peer.monitor.history import SwarmHistory
-from dilocox.peer.monitor.look import Looker, SwarmLook, bootstrap_ids
+from dilocox.peer.monitor.look import Looker, SwarmLook
 from dilocox.peer.monitor.samples import Sampler
 from dilocox.peer.monitor.status import Seen, metrics_of, status_of
+from dilocox.peer.monitor.tracking import Tracker
 from dilocox.peer.options import MonitorOptions
 from dilocox.peer.os_process import RESTART_AFTER_S, StopSignal, counted, start_again
 from dilocox.peer.state_folder import StateFolder
@@ -65,6 +68,7 @@ POLICY = {  # nothing is loaded, run or asked but from this server
     "frame-ancestors 'none'",
     "Referrer-Policy": "no-referrer",
 }
+STILL_OPEN = 10  # rounds of which a bootstrap may come to know more
 MONITOR_RUNS = "another monitor uses this folder; stop it, or give this one another with --state"
 
 
@@ -139,12 +143,13 @@ def run_monitor_command(options: MonitorOptions) -> int:
         check_port(options.host, options.port, option="")
         identity = Identity.load_or_create(folder.identity)
         kept = options.state / f"{options.invite.run_id}-monitor.json"
+        tracker = options.track and Tracker(options.track, options.invite.run_id)
         started = time.monotonic()
         while True:
             try:
                 with join_run(options.invite, identity, listen=(), client_mode=True) as place:
                     stop.defer()
-                    _serve(options, place, kept, stop)
+                    _serve(Monitor(options, place, kept, tracker=tracker), options, stop)
                 break
             except NodeDied:
                 if time.monotonic() - started < RESTART_AFTER_S:
@@ -161,12 +166,11 @@ def run_monitor_command(options: MonitorOptions) -> int:
     return 0
 
 
-def _serve(options: MonitorOptions, place: Joined, kept: Path, stop: StopSignal) -> None:
-    monitor = Monitor(options, place, kept)
+def _serve(monitor: Monitor, options: MonitorOptions, stop: StopSignal) -> None:
     try:
         with PageServer(options.host, options.port, monitor.pages.pages(), option="") as server:
             shown = f"[{options.host}]" if ":" in options.host else options.host
-            typer.echo(f"watching run {place.run} ({place.manifest.name})")
+            typer.echo(f"watching run {monitor.place.run} ({monitor.place.manifest.name})")
             typer.echo(f"status page http://{shown}:{server.port}/ and figures at /metrics")
             while not stop.event.wait(monitor.turn()):
                 if not monitor.alive:
@@ -184,21 +188,26 @@ class Monitor:
         place: Joined,
         kept: Path,
         *,
+        tracker: Tracker | None = None,
         save_s: float = 60.0,
         manifest_s: float = 5.0,
         gap_s: float = 60.0,
+        history_s: float = 15.0,
     ):
-        """kept: the history's file.
+        """kept: the history's file. tracker: what else the rounds are written to.
 
         What it does less often than it looks: save_s, write what it learnt; manifest_s, ask for the
-        manifest; gap_s, ask again for a record that nobody gave. Raises EnvironmentFault.
+        manifest; gap_s, ask again for a record that nobody gave; history_s, ask bootstraps for what
+        they keep of the newest rounds. Raises EnvironmentFault.
         """
         manifest, now = place.manifest, place.clock.time()
-        self._place = place
+        self.place = place
         self._invite = str(options.invite)
         self._kept = kept
         self._save_s, self._manifest_s, self._gap_s = save_s, manifest_s, gap_s
-        self._bootstraps = bootstrap_ids(options.invite)
+        self._history_s, self._history_at = history_s, float("-inf")
+        self._tracker = tracker
+        self._bootstraps = options.invite.peer_ids
         self._looker = Looker(place, self._bootstraps)
         self._watch = ManifestWatch(place.swarm, place.run, manifest)
         self._asked_at = self._saved_at = time.monotonic()
@@ -215,7 +224,7 @@ class Monitor:
     @property
     def alive(self) -> bool:
         """Whether its node and its thread live."""
-        return self._place.dht.running and self._chains.running
+        return self.place.dht.running and self._chains.running
 
     def turn(self) -> float:
         """One look at the swarm, whatever comes of it; the seconds until the next one."""
@@ -235,15 +244,19 @@ class Monitor:
         for walk in self._chains.take():
             self._history.walked(walk, look.at)
         self._history.look(look)
+        told = self._hear_history(look.manifest)
         self._follow(look)
         health = health_of(look, self._history)
+        if self._tracker is not None:
+            aside, ended = self._history.set_aside, health.state == "ended"
+            self._tracker.take(self._history.curve, told, set_aside=aside, ended=ended)
         if (unreadable := self._watch.unreadable) is not None:  # it judges by older rules
             health = health.warned(str(unreadable))
         late = time.monotonic() >= self._saved_at + self._save_s
         if late or self._history.counters != self._saved:
             self._save()  # before they are shown: a counter must not fall when this one is killed
         self._sampler.turn(look.manifest, self._history, look.at)
-        seen = Seen(self._place.run, self._invite, look, self._history, health)
+        seen = Seen(self.place.run, self._invite, look, self._history, health)
         self.pages.show(status_of(seen), metrics_page(metrics_of(seen)))
 
     def close(self) -> None:
@@ -251,6 +264,8 @@ class Monitor:
         self._chains.close()
         self._sampler.close()
         self._save()
+        if self._tracker is not None:
+            self._tracker.close()
 
     def _save(self) -> None:
         self._saved_at, self._saved = time.monotonic(), self._history.counters
@@ -259,6 +274,17 @@ class Monitor:
         # neither a full disk nor a name of a stranger that is no text must end the watch
         except (EnvironmentFault, ValueError) as error:
             logger.warning("what the monitor learnt is not saved: %s", error)
+
+    def _hear_history(self, manifest: Manifest) -> list[HistoryRow] | None:
+        """Take in what bootstraps told of the rounds, and ask again where that is due."""
+        told, curve = self._chains.take_history(), self._history.curve
+        if told is not None:
+            self._history.told(told, manifest)
+        if time.monotonic() >= self._history_at + self._history_s:
+            self._history_at = time.monotonic()
+            after = max(FIRST, curve.told - STILL_OPEN)
+            self._chains.ask_history(manifest, self.place.witness, after)
+        return told
 
     # ---- chains ----------------------------------------------------------------------------------
     def _follow(self, look: SwarmLook) -> None:

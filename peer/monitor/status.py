@@ -20,11 +20,12 @@ from typing import Any
 
 from dilocox import PROJECT_URL, __version__
 from dilocox.dht.records import ReplicaRecord, StageRecord, figures_of
+from dilocox.peer.chain.stated import finite
 from dilocox.peer.chain.summary import ChainRound
 from dilocox.peer.http_pages import RUN_LABEL, MetricSpec, MetricTable, Value, one_of
 from dilocox.peer.monitor.health import STATES, Health
 from dilocox.peer.monitor.history import ModelSample, SwarmHistory, cut
-from dilocox.peer.monitor.look import SwarmLook, finite
+from dilocox.peer.monitor.look import SwarmLook
 from dilocox.pipeline.candidates import cannot_be_reached
 
 PREFIX = "dilocox_swarm_"
@@ -147,7 +148,7 @@ METRICS = (
     ),
     _Spec(
         "train_loss",
-        "Mean train loss of the newest round that has one, in nats a token.",
+        "Median train loss of the newest round that has one, in nats a token.",
         lambda s: s.history.train and s.history.train[1],
     ),
     _Spec(
@@ -259,6 +260,10 @@ def status_of(seen: Seen) -> dict[str, Any]:
     """Everything that the page draws; see page/status.html."""
     manifest, look, history, health = seen.look.manifest, seen.look, seen.history, seen.health
     validation, train = history.validation, history.train
+    curve = [
+        [round(value, 5) if isinstance(value, float) else value for value in point]
+        for _, point in sorted(history.curve.points.items())
+    ]
     return {
         "run": seen.run,
         "name": manifest.name,
@@ -289,9 +294,11 @@ def status_of(seen: Seen) -> dict[str, Any]:
             _replica(head, record)
             for head, record in islice(sorted(look.replicas.items()), MAX_REPLICAS_SHOWN)
         ],
+        "curve": curve,
         "losses": [
-            [number, *(None if loss is None else round(loss, 5) for loss in row)]
-            for number, row in sorted(history.losses.items())
+            [number, train, validation]
+            for number, _, _, train, validation, *_ in curve
+            if train is not None or validation is not None
         ],
         "throughput": [[round(at, 1), round(s, 2), n] for at, s, n in history.samples.rows],
         "rollbacks": [number for _, number in manifest.operation.rollbacks],

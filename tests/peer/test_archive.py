@@ -186,6 +186,23 @@ def test_twenty_records_are_followed_and_replayed_without_any_state_of_a_peer(
     assert torch.equal(kept.joiner_gets(tmp_path, claim), donor.anchor)
 
 
+def test_the_history_gets_each_record_once_also_those_before_the_newest_state(
+    donor: ChainMaker, tmp_path: Path
+) -> None:
+    kept = Kept(tmp_path / "kept", donor)
+    told = list[ClaimRecord]()
+    for number in range(8):
+        donor.train(number)
+        kept.look(donor)
+        known = {each.digest[:16] for each in told}
+        told += kept.archive.rounds_since(known, 99)
+        assert told[-1] == donor.claim()
+    assert kept.state_round > 2
+    assert [each.digest for each in told] == donor.digests[1:]
+    assert kept.archive.rounds_since({""}, 99) == told
+    assert kept.archive.rounds_since((), 3) == told[-3:]
+
+
 def test_a_new_state_waits_until_the_records_are_more_bytes_than_one(
     donor: ChainMaker, tmp_path: Path
 ) -> None:

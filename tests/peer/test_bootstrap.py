@@ -221,12 +221,17 @@ def test_a_dead_node_a_dead_archive_and_a_stuck_thread_are_told(
         refused_values=lambda _: Counter({"type": 2}),
     )
     signed = SimpleNamespace(
-        manifest_bytes=b"", run_key=b"", verify=lambda _: SimpleNamespace(root="r" * 64)
+        manifest_bytes=b"",
+        run_key=b"",
+        verify=lambda _: SimpleNamespace(root="r" * 64, stages=1),
     )
     keeper: Any = SimpleNamespace(run=RUN, own=True, expires_at=1.8e9, signed=signed)
     me: Any = SimpleNamespace(peer_id=ME)
     swarm: Any = SimpleNamespace(
-        refused=Counter({"type": 1}), admit_by=lambda *_: None, admits=lambda _: True
+        refused=Counter({"type": 1}),
+        admit_by=lambda *_: None,
+        admits=lambda _: True,
+        time=lambda: 0.0,
     )
     monkeypatch.setattr(bootstrap, "Archive", lambda **_: archive)
     given = options(Path("run.yaml"), state=tmp_path)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,8 @@ from typer.testing import CliRunner
 from dilocox.dht.errors import DilocoxError
 from dilocox.dht.identity import Identity
 from dilocox.peer import cli
-from dilocox.peer.chain.store import KeptRun, keep_manifest, kept_run
+from dilocox.peer.chain.round_history import HistoryRow, RoundHistory
+from dilocox.peer.chain.store import KeptRun, archive_folder, keep_manifest, kept_run
 from dilocox.peer.chain.summary import ChainRound
 from dilocox.peer.commands import history
 from dilocox.peer.commands.history import show, show_contributions
@@ -280,3 +282,93 @@ def test_what_two_generations_disagree_on_is_the_older_ones(
     spread(other, stage, {"00000001/log": [0]})
     chain: Any = kept_run(tmp_path / f"{RUN}-archive-{'a' * 16}").stages[0]
     assert [entry.digest for entry in chain.records] == maker.digests[1:]
+
+
+# ---- time and losses -----------------------------------------------------------------------------
+AT = 1_763_640_000.0
+TOLD = HistoryRow(3, 0, SHA[:16], AT, 5000, 2.5, 2.25, 100.0, 4, 2, 12345, 1)
+
+
+def round_of(number: int, sha: str = SHA) -> ChainRound:
+    return ChainRound(
+        round=number,
+        tokens=4096,
+        members=2,
+        ranks=None,
+        next_inner_steps=20,
+        record_bytes=12345,
+        digest=sha,
+        previous=SHA,
+        chain_tokens=5000,
+        contributors=(),
+    )
+
+
+def test_time_and_losses_stand_beside_the_rounds_of_which_they_are_known() -> None:
+    stages = {0: [round_of(3), round_of(4)], 1: [round_of(3, "cd" * 32)]}
+    for terminal in (True, False):
+        console = Console(file=io.StringIO(), force_terminal=terminal, width=160)
+        show(stages, console, {3: TOLD})
+        text = console.file.getvalue()  # pyright: ignore[reportAttributeAccessIssue]
+        assert text.count("2025-11-20 12:00:00 UTC") == 2 and text.count("2.2500") == 2
+    third, fourth, *_ = text.splitlines()
+    assert third.endswith(", at 2025-11-20 12:00:00 UTC, train loss 2.5000, validation loss 2.2500")
+    assert fourth.endswith("digest " + SHA[:12])
+    found = history.as_json(RUN, stages, {3: TOLD})
+    first, second = found["stages"][0]["rounds"]
+    assert (first["at"], first["train"], first["validation"]) == (AT, 2.5, 2.25)
+    assert (second["at"], second["train"], second["validation"]) == (None, None, None)
+    assert found["history"] == [TOLD._asdict()]
+
+
+def test_what_is_told_of_another_record_of_that_number_is_not_shown() -> None:
+    found = history.as_json(RUN, {0: [round_of(3, "cd" * 32)]}, {3: TOLD})
+    assert found["stages"][0]["rounds"][0]["validation"] is None
+
+
+def test_the_csv_has_a_line_a_round_with_what_is_known() -> None:
+    late = TOLD._replace(round=1, at=None, train=None)
+    lines = history.as_csv([round_of(3), round_of(4)], {3: TOLD, 1: late}).splitlines()
+    assert lines == [
+        "round,rules,digest,at,tokens,train,validation,tokens_per_s,peers,replicas,record_bytes,"
+        "voids",
+        f"1,0,{SHA[:16]},,5000,,2.25,100.0,4,2,12345,1",
+        f"3,0,{SHA[:16]},2025-11-20T12:00:00Z,5000,2.5,2.25,100.0,4,2,12345,1",
+        f"4,0,{SHA[:16]},,5000,,,,,,12345,",
+    ]
+
+
+def test_a_peers_folder_tells_what_the_peer_saw(maker: ChainMaker, tmp_path: Path) -> None:
+    seen = {"time": AT, "round": 2, "digest": maker.digests[2], "chain_tokens": 20}
+    events: list[dict[str, Any]] = [
+        {"event": "training", "time": AT},
+        {"event": "round", "train_loss": 3.5} | seen,
+        {"event": "validated", "time": AT, "round": 2, "loss": 3.25},
+        {"event": "round", "train_loss": "NaN", "round": "x"},
+        {"event": "validated", "time": AT, "round": 2, "loss": None},
+    ]
+    lines = [*(json.dumps(event) for event in events[:3]), "[1", *map(json.dumps, events[3:4])]
+    (maker.own / "events.jsonl").write_text("\n".join([*lines, '{"event": "rou']))
+    assert run("log", maker.own.parent, "--csv", tmp_path / "rounds.csv") == (0, [])
+    first, second = (tmp_path / "rounds.csv").read_text().splitlines()[1:]
+    assert first.partition(",,")[2].startswith("10,,,")
+    assert second.endswith(",2025-11-20T12:00:00Z,20,3.5,3.25,,,,,")
+    _, listed = run("log", maker.own)
+    assert "train loss 3.5000, validation loss 3.2500" in listed[1]
+
+
+def test_a_bootstraps_folder_tells_what_it_keeps(
+    identities: list[Identity], tmp_path: Path
+) -> None:
+    manifest = manifest_of()
+    folder = archive_folder(tmp_path, RUN, manifest)
+    maker = ChainMaker(identities[0], tmp_path / "peer", manifest)
+    maker.train(0)
+    generation = folder / "stage0" / "00000000"
+    generation.mkdir(parents=True)
+    shutil.copytree(maker.own / "log", generation / "log")
+    keep_manifest(folder, manifest)
+    kept = RoundHistory(folder / "history.jsonl", manifest)
+    kept.add(TOLD._replace(round=0, digest=maker.digests[1][:16], tokens=10))
+    code, lines = run("log", tmp_path, "--csv", "-")
+    assert code == 0 and ",2025-11-20T12:00:00Z,10,2.5,2.25,100.0,4,2," in lines[1]

@@ -17,6 +17,7 @@ from dilocox.dht.identity import Identity
 from dilocox.dht.invite import Invite, run_id
 from dilocox.dht.join import Joined
 from dilocox.dht.manifest import SignedManifest
+from dilocox.peer.chain.round_history import HistoryRow
 from dilocox.peer.monitor import monitor
 from dilocox.peer.monitor.chains import Order, Walk
 from dilocox.peer.monitor.monitor import Monitor, run_monitor_command
@@ -43,6 +44,8 @@ class Chains:
     def __init__(self) -> None:
         self.ordered: list[Order] = []
         self.walks: list[Walk] = []
+        self.asked: list[int] = []  # after which round
+        self.history: list[HistoryRow] | None = None
         self.running = False
 
     def start(self, _limit_s: float) -> None:
@@ -54,6 +57,13 @@ class Chains:
 
     def take(self) -> list[Walk]:
         taken, self.walks = self.walks, []
+        return taken
+
+    def ask_history(self, _manifest: object, _witness: str, after: int) -> None:
+        self.asked.append(after)
+
+    def take_history(self) -> list[HistoryRow] | None:
+        taken, self.history = self.history, None
         return taken
 
     def close(self) -> None:
@@ -74,6 +84,7 @@ class Watched:
         )
         self._place = SimpleNamespace(
             run=RUN,
+            witness="",
             manifest=self.swarm.manifest,
             clock=SimpleNamespace(time=lambda: NOW),
             dht=SimpleNamespace(running=True),
@@ -242,3 +253,44 @@ def test_a_monitor_of_an_unknown_run_says_that_no_bootstrap_answers(
     options = MonitorOptions(invite=Invite.parse(nobody), state=tmp_path, host="127.0.0.1", port=0)
     with pytest.raises(EnvironmentFault, match="no bootstrap can be reached"):
         run_monitor_command(options)
+
+
+# ---- the history that bootstraps keep ------------------------------------------------------------
+def told_rows(*numbers: int) -> list[HistoryRow]:
+    return [
+        HistoryRow(
+            n, 0, digest(0, n)[:16], NOW - 1000 + n, 100 * (n + 1), 3.0, 2.0 + n / 100, 50.0, 4
+        )
+        for n in numbers
+    ]
+
+
+def test_a_monitor_that_starts_late_draws_all_that_a_bootstrap_tells(watched: Watched) -> None:
+    watched.monitor.look()
+    assert watched.chains.asked == [-2]
+    watched.chains.history = told_rows(*range(300))
+    watched.monitor.look()
+    curve = watched.status()["curve"]
+    assert [row[0] for row in curve if row[1] is not None] == list(range(300))
+    assert curve[7] == [7, 800, NOW - 993, 3.0, 2.07, 2.07, 2.07, 50.0, 4]
+    assert watched.status()["losses"][7] == [7, 3.0, 2.07]
+    watched.monitor.close()
+    again = watched.start(history_s=0.0)
+    again.look()
+    again.look()
+    assert watched.chains.asked[1:] == [289, 289]  # the newest may be known better by now
+
+
+def test_without_a_bootstrap_that_tells_the_curve_is_what_the_monitor_sees(
+    watched: Watched,
+) -> None:
+    watched.chains.history = []  # of an older version
+    watched.monitor.look()
+    for number in range(3):
+        root = watched.swarm.manifest.root
+        found = chain_round(0, number, TAKING, root=root, chain_tokens=100 * (number + 1))
+        watched.chains.walks.append(walk_of([found]))
+        watched.monitor.look()
+    rows = {row[0]: row for row in watched.status()["curve"]}
+    assert [rows[number][1] for number in range(3)] == [100, 200, 300]
+    assert rows[2][2] == watched.swarm.at and rows[2][7:] == [None, 3]

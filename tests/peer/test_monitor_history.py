@@ -10,27 +10,34 @@ from typing import Any
 import pytest
 
 from dilocox.dht.manifest_revisions import back_to
+from dilocox.peer.chain.round_history import HistoryRow
 from dilocox.peer.monitor.history import MAX_SAMPLES, Samples, SwarmHistory, cut
 from tests.peer.fabricated import NOW, ToldSwarm, digest, peer_id, stage_record
+
+
+def losses(swarm: ToldSwarm) -> dict[int, tuple[float | None, float | None]]:
+    """Train and validation loss by round."""
+    points = sorted(swarm.history.curve.points.items())
+    return {number: (each.train, each.validation) for number, each in points}
 
 
 def texts(swarm: ToldSwarm) -> list[str]:
     return [event.text for event in swarm.history.events.rows if event.kind == "fault"]
 
 
-def test_losses_are_kept_by_round_the_train_loss_weighted_by_speed() -> None:
-    swarm = ToldSwarm(replicas=3)
-    first, second, liar = swarm.replicas
+def test_losses_are_kept_by_round_of_several_heads_the_middle_one() -> None:
+    swarm = ToldSwarm(replicas=4)
+    first, second, third, liar = swarm.replicas
     swarm.replicas[liar] = replace(swarm.replicas[liar], round=10**9, val_round=10**9)
-    swarm.replicas[first] = replace(swarm.replicas[first], train_loss=2.0, tokens_per_s=300.0)
-    swarm.replicas[second] = replace(swarm.replicas[second], train_loss=3.0, tokens_per_s=100.0)
+    for loss, head in ((2.0, first), (2.25, second), (9000.0, third)):
+        swarm.replicas[head] = replace(swarm.replicas[head], train_loss=loss, tokens_per_s=1e12)
     swarm.look()
-    assert swarm.history.losses == {3: [None, 2.4], 4: [2.25, None]}
+    assert losses(swarm) == {3: (None, 2.4), 4: (2.25, None)}
     assert swarm.history.train == (4, 2.25) and swarm.history.validation == (3, 2.4)
-    for loss, head in zip((2.0, 2.1, 900.0), list(swarm.replicas), strict=True):
+    for loss, head in zip((2.0, 2.1, 900.0), list(swarm.replicas)[:3], strict=True):
         swarm.replicas[head] = replace(swarm.replicas[head], round=4, val_round=3, val_loss=loss)
     swarm.look()
-    assert swarm.history.validation == (3, 2.1)  # of several the middle one
+    assert swarm.history.validation == (3, 2.1)
 
 
 def trained_and_back(tmp_path: Path, *, down: bool = False) -> ToldSwarm:
@@ -64,12 +71,19 @@ def test_losses_of_rounds_that_the_operator_set_aside_leave_the_curve(
 ) -> None:
     swarm = trained_and_back(tmp_path, down=down)
     assert swarm.history.validation == (1, pytest.approx(2.8))
-    assert sorted(swarm.history.losses) == [-1, 0, 1]
+    assert sorted(losses(swarm)) == [-1, 0, 1]
     told(swarm, 24)
     swarm.commit(24, branch="x", before=1)
     told(swarm, 25)
     swarm.look()
-    assert sorted(swarm.history.losses) == [-1, 0, 1, 24, 25]
+    assert sorted(losses(swarm)) == [-1, 0, 1, 24, 25]
+
+
+def test_what_bootstraps_tell_of_rounds_that_were_set_aside_is_not_drawn(tmp_path: Path) -> None:
+    swarm = trained_and_back(tmp_path)
+    late = [HistoryRow(number, 0, "", NOW, 100, 2.0, 2.0) for number in (1, 2, 30)]
+    swarm.history.told(late, swarm.manifest)  # one that has not heard of the rollback
+    assert sorted(losses(swarm)) == [-1, 0, 1] and swarm.history.curve.told == 1
 
 
 def test_what_is_newest_after_a_rollback_is_so_even_under_smaller_numbers(tmp_path: Path) -> None:
@@ -218,7 +232,7 @@ def test_everything_is_there_after_a_restart(tmp_path: Path) -> None:
     before.save(file)
     again = SwarmHistory.load(file, 3, swarm.manifest.digest, NOW + 9999)
     assert again == replace(before, watched_since=NOW + 9999, seen_at=None)
-    assert again.losses and again.stages[2].recent and again.stages[0].progress_at
+    assert again.curve.points and again.stages[2].recent and again.stages[0].progress_at
     swarm.history = again
     totals = (again.joined_total, again.left_total, again.faults_total)
     swarm.look()
@@ -246,7 +260,7 @@ def test_what_was_kept_of_another_version_or_manifest_is_set_aside(
 def begins_anew(file: Path, caplog: pytest.LogCaptureFixture) -> None:
     before = file.read_bytes()
     made = SwarmHistory.load(file, 2, "root", NOW + 1)
-    assert made.since == NOW + 1 and made.losses == {} and len(made.stages) == 2
+    assert made.since == NOW + 1 and made.curve.points == {} and len(made.stages) == 2
     made.save(file)
     assert file.with_name("kept.json.old").read_bytes() == before
     (warning,) = caplog.messages

@@ -15,7 +15,7 @@ from dilocox.dht.node import NoAnswer
 from dilocox.dht.records import ReplicaRecord, claim_key, replica_key, stage_key
 from dilocox.peer.averaging import announcer
 from dilocox.peer.averaging.loop_status import LoopStatus
-from dilocox.peer.monitor.look import Looker, bootstrap_ids
+from dilocox.peer.monitor.look import Looker
 from tests.peer.fabricated import (
     NOW,
     RUN,
@@ -122,7 +122,7 @@ def test_bootstraps_are_pinged_less_often_than_records_are_read(dht: Dht) -> Non
 def test_a_bootstrap_with_two_addresses_counts_once() -> None:
     ids = [peer_id_of(bytes([number]) * 32) for number in (1, 2)]
     places = [f"/ip4/192.0.2.{n}/tcp/1/p2p/{ids[n // 2]}" for n in range(3)]
-    assert bootstrap_ids(Invite(RUN, tuple(places))) == tuple(ids)
+    assert Invite(RUN, tuple(places)).peer_ids == tuple(ids)
 
 
 def test_a_head_tells_how_long_it_waited() -> None:

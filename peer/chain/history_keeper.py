@@ -1,0 +1,171 @@
+"""Writes the history of the run beside a bootstrap (round_history.py says what it is).
+
+Rounds come from the archive of stage 0, which has checked their records; losses, peers and void
+rounds from what peers state at that time. What is known later of the newest rounds, such as
+validation losses, is added to their rows; what a row says stays. `look` belongs to the bootstrap's
+thread, `take` to the archive's.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, cast
+
+from dilocox.dht.identity import Identity
+from dilocox.dht.manifest import Manifest
+from dilocox.dht.records import (
+    ClaimRecord,
+    Record,
+    ReplicaRecord,
+    StageRecord,
+    replica_key,
+    stage_key,
+)
+from dilocox.dht.swarm import Swarm
+from dilocox.peer.chain.round_history import SHORT_DIGEST, HistoryRow, RoundHistory, signed_page
+from dilocox.peer.chain.stated import more_voids, stated_losses
+from dilocox.peer.chain.uploads import Source
+
+READ_LIMIT_S = 3.0
+OPEN_ROUNDS = 8  # the newest ones, of which more may be heard
+SIZED_AFTER = 3  # rounds after which no stage is waited for
+LIVE_ROUNDS = 3  # more at once were not followed as they came, and nobody knows when that was
+BACKLOG = 4096  # records of which the headers are read
+MAX_HEARD = 64  # rounds whose losses are remembered until they are committed
+
+Since = Callable[[Collection[str], int], list[ClaimRecord]]
+"""Records of a chain from after those that are known, by the beginnings of their digests, oldest
+first, at most so many.
+"""
+
+
+class HistoryKeeper:
+    """Adds to a history, and gives it; any fault of the disk is an EnvironmentFault."""
+
+    def __init__(
+        self,
+        history: RoundHistory,
+        identity: Identity,
+        run: str,
+        stages: int,
+        now: Callable[[], float],
+    ):
+        """now: run time, in seconds."""
+        self._history = history
+        self._identity = identity
+        self._run = run
+        self._stages = stages
+        self._now = now
+        self._lock = threading.Lock()
+        self._follows = False
+        self._train: dict[int, float] = {}
+        self._validation: dict[int, float] = {}
+        self._sizes: dict[int, dict[int, int]] = {}  # bytes of records by round and stage
+        self._voids_of: dict[str, int] = {}
+        self._voids = 0.0  # that no row has yet
+        self._present: tuple[int, int] | None = None  # peers and replicas
+
+    def page(self, after: int) -> Source:
+        """What is given of the rounds after this one."""
+        return signed_page(self._history, self._identity, self._run, after)
+
+    def look(self, swarm: Swarm, claims: Mapping[int, ClaimRecord]) -> None:
+        """Hear what heads and peers state now; claims: of the archive, by stage."""
+        asked: dict[str, type[Record]] = {
+            stage_key(self._run, stage): StageRecord for stage in range(self._stages)
+        }
+        asked[replica_key(self._run)] = ReplicaRecord
+        found = swarm.read_many(asked, READ_LIMIT_S, thorough=False)
+        if all(each is not None for each in found.values()):
+            told = cast("Mapping[str, Any]", found)
+            hosts = [told[stage_key(self._run, stage)] for stage in range(self._stages)]
+            self.hear(hosts, told[replica_key(self._run)], claims)
+
+    def hear(
+        self,
+        hosts: Sequence[Mapping[str, StageRecord]],
+        replicas: Mapping[str, ReplicaRecord],
+        claims: Mapping[int, ClaimRecord],
+    ) -> None:
+        """The same of what was read: peers by stage, replicas by head."""
+        present = [{p: each for p, each in of.items() if each.state != "left"} for of in hosts]
+        leading = [
+            each
+            for head, each in replicas.items()
+            if each.members[:1] == (head,) and head in hosts[0]
+        ]
+        stated = stated_losses(leading)
+        with self._lock:
+            self._train |= stated.train
+            self._validation |= stated.validation
+            for stage, claim in claims.items():
+                self._sizes.setdefault(claim.round, {})[stage] = claim.record_bytes
+            for table in (self._train, self._validation, self._sizes):
+                for number in sorted(table)[:-MAX_HEARD]:
+                    del table[number]
+            self._present = sum(map(len, present)), len(leading)
+            self._voids += sum(more_voids(peers, self._voids_of) for peers in present)
+            self._voids_of = {p: each.voids for peers in present for p, each in peers.items()}
+            if -1 in self._validation and not self._history.newest(1):
+                self._history.add(HistoryRow(-1, 0, "", None, 0))
+            self._fill()
+
+    def take(self, since: Since, *, claimed: bool = True) -> None:
+        """Take in what is new in the chain of stage 0.
+
+        claimed: whether others were seen to claim rounds: until then the archive cannot know what
+        it missed, and what comes first may be old.
+        """
+        with self._lock:
+            known = self._history.newest(MAX_HEARD)
+            new = [
+                each for each in since([row.digest for row in known], BACKLOG) if self._new(each)
+            ]
+            begins = all(row.round < 0 for row in known) and bool(new) and new[0].round == 0
+            live = (self._follows or begins) and len(new) <= LIVE_ROUNDS
+            self._follows |= claimed
+            for each in new:
+                self._commit(each, self._now() if live else None)
+            self._fill()
+
+    def revise(self, manifest: Manifest) -> None:
+        """Go on under a newer revision, which may have set rounds aside."""
+        with self._lock:
+            if self._history.revise(manifest):
+                self._train.clear()  # heads tell of the rounds before until they go back
+                self._validation.clear()
+
+    def _new(self, claim: ClaimRecord) -> bool:
+        row = self._history.get(claim.rules, claim.round)
+        known = row is not None and claim.digest.startswith(row.digest)
+        return not known and self._history.counts(claim.rules, claim.round)
+
+    def _commit(self, claim: ClaimRecord, at: float | None) -> None:
+        digest = claim.digest[:SHORT_DIGEST]
+        row = HistoryRow(claim.round, claim.rules, digest, None, claim.chain_tokens)
+        before = self._history.newest(1)
+        if at is not None:
+            row = row._replace(at=round(at, 2), voids=int(self._voids))
+            self._voids -= int(self._voids)
+            if self._present is not None:
+                row = row._replace(peers=self._present[0], replicas=self._present[1])
+            if before and before[0].at is not None and at > before[0].at:
+                tokens = max(0, row.tokens - before[0].tokens)
+                row = row._replace(tokens_per_s=round(tokens / (at - before[0].at), 2))
+        self._sizes.setdefault(claim.round, {})[0] = claim.record_bytes
+        self._history.add(row)
+
+    def _fill(self) -> None:
+        """Add to the newest rows what is known by now."""
+        for age, row in enumerate(reversed(self._history.newest(OPEN_ROUNDS))):
+            sizes = self._sizes.get(row.round, {})
+            told = len(sizes) == self._stages or age >= SIZED_AFTER
+            train, validation = self._train.get(row.round), self._validation.get(row.round)
+            known = row._replace(
+                train=None if train is None else round(train, 5),
+                validation=None if validation is None else round(validation, 5),
+                record_bytes=sum(sizes.values()) if sizes and told else None,
+            )
+            if (filled := row.filled(known)) != row:
+                self._history.add(filled)

@@ -1,0 +1,412 @@
+"""The history of a run that its bootstraps keep: the file, what is given and believed of it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import Callable, Collection
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from hivemind.p2p import P2P
+
+from dilocox.dht.errors import EnvironmentFault
+from dilocox.dht.identity import Identity
+from dilocox.dht.manifest_revisions import back_to
+from dilocox.dht.records import ClaimRecord, StageRecord, averaging_prefix
+from dilocox.dht.rpc import Blob, CallRefused, Client
+from dilocox.dht.upload_limit import UploadLimit
+from dilocox.peer.chain import archive_keeper, round_history
+from dilocox.peer.chain.archive_keeper import Keeper
+from dilocox.peer.chain.history_keeper import LIVE_ROUNDS, OPEN_ROUNDS, HistoryKeeper
+from dilocox.peer.chain.round_history import (
+    FIRST,
+    MAX_PAGE_BYTES,
+    HistoryRow,
+    RoundHistory,
+    ask_history,
+    checked_page,
+    merge,
+    parsed_row,
+    signed_page,
+)
+from dilocox.peer.chain.uploads import Source
+from tests.peer.fabricated import (
+    NOW,
+    RUN,
+    claim_record,
+    digest,
+    manifest_of,
+    peer_id,
+    replica_record,
+    stage_record,
+)
+from tests.peer.memory_swarm import MemorySwarm
+
+MANIFEST = manifest_of(2)
+
+
+def row(number: int, **known: Any) -> HistoryRow:
+    made = HistoryRow(number, 0, digest(0, number)[:16], NOW + 10 * number, 1000 * (number + 1))
+    return made._replace(**known)
+
+
+def history(folder: Path) -> RoundHistory:
+    return RoundHistory(folder / "history.jsonl", MANIFEST)
+
+
+def blob(given: RoundHistory, identity: Identity) -> Blob:
+    """A page as it arrives."""
+    source = signed_page(given, identity, RUN, FIRST)
+    return Blob(facts=source.facts, data=source.file.read())
+
+
+def given(kept: RoundHistory, identity: Identity) -> Callable[[dict[str, Any]], Source]:
+    """How a bootstrap answers."""
+    return lambda want: signed_page(kept, identity, RUN, int(want["after"]))
+
+
+# ---- the file ------------------------------------------------------------------------------------
+def test_of_several_lines_of_a_round_the_last_counts_also_after_a_restart(tmp_path: Path) -> None:
+    kept = history(tmp_path)
+    for number in range(3):
+        kept.add(row(number))
+    kept.add(row(1, validation=2.5))
+    assert len((tmp_path / "history.jsonl").read_text().splitlines()) == 4
+    for each in (kept, history(tmp_path)):
+        assert each.newest(9) == [row(0), row(1, validation=2.5), row(2)]
+
+
+@pytest.mark.parametrize("damage", [b'[3,0,"', b"[3", b"\xff\n", b'{"round": 3}\n', b"[3,0]\n"])
+def test_a_line_that_was_cut_is_dropped_at_a_start_and_spoils_no_other(
+    tmp_path: Path, damage: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
+    history(tmp_path).add(row(0))
+    with (tmp_path / "history.jsonl").open("ab") as file:
+        file.write(damage)
+    again = history(tmp_path)
+    assert again.newest(9) == [row(0)] and "1 damaged lines are left out" in caplog.text
+    again.add(row(1))
+    caplog.clear()
+    assert history(tmp_path).newest(9) == [row(0), row(1)] and not caplog.text
+
+
+def test_a_disk_that_was_full_for_a_while_leaves_no_half_line(tmp_path: Path) -> None:
+    kept = history(tmp_path / "archive")
+    (tmp_path / "archive").write_text("in the way")  # of the folder
+    with pytest.raises(EnvironmentFault):
+        kept.add(row(0))
+    (tmp_path / "archive").unlink()
+    (tmp_path / "archive").mkdir()
+    kept.add(row(1))
+    assert history(tmp_path / "archive").newest(9) == [row(0), row(1)]
+
+
+def test_rounds_that_are_set_aside_stay_in_the_file_and_count_no_more(tmp_path: Path) -> None:
+    kept = history(tmp_path)
+    for number in range(5):
+        kept.add(row(number))
+    later = back_to(MANIFEST, 1, [digest(0, 1), digest(1, 1)])
+    kept.revise(later)
+    rules = later.operation.rules
+    kept.add(row(2, rules=rules, digest="ab" * 8))
+    kept.add(row(5, rules=rules))
+    numbers = [each.round for each in kept.newest(9)]
+    assert numbers == [0, 1, 2, 5] and kept.newest(2)[0].digest == "ab" * 8
+    again = RoundHistory(tmp_path / "history.jsonl", later)
+    assert again.rows() == kept.rows()
+    assert len((tmp_path / "history.jsonl").read_text().splitlines()) == 7
+
+
+def test_rounds_of_a_chain_that_was_given_up_are_gone(tmp_path: Path) -> None:
+    kept = history(tmp_path)
+    for number in range(5):
+        kept.add(row(number))
+    kept.add(row(2, digest="cd" * 8))
+    for each in (kept, history(tmp_path)):
+        assert [each.round for each in each.newest(9)] == [0, 1, 2]
+
+
+def test_it_stays_bounded_from_the_first_round_to_the_last(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(round_history, "MAX_ROWS", 100)
+    monkeypatch.setattr(round_history, "SPARE_LINES", 10)
+    kept = history(tmp_path)
+    for number in range(1000):
+        kept.add(row(number))
+        kept.add(row(number, train=1.0))
+    found = [each.round for each in history(tmp_path).newest(1000)]
+    assert len(found) <= 100 and (found[0], found[-1]) == (0, 999)
+    assert len((tmp_path / "history.jsonl").read_bytes().splitlines()) <= 4 * 100 + 11
+
+
+# ---- what is given of it -------------------------------------------------------------------------
+def test_pages_are_small_and_together_all_of_it(
+    tmp_path: Path, identities: list[Identity], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    longest = HistoryRow(
+        2**53, 2**53, "f" * 16, 1e12 / 3, 2**53, -1e4 / 3, 1e4 / 3, 1e12 / 3, *[2**53] * 4
+    )
+    assert len(json.dumps(longest)) * round_history.PAGE_ROWS < MAX_PAGE_BYTES
+    monkeypatch.setattr(round_history, "PAGE_ROWS", 4)
+    me, kept = identities[0].peer_id, history(tmp_path)
+    for number in range(10):
+        kept.add(row(number))
+    swarm = MemorySwarm(**{me: given(kept, identities[0])})
+    asked = ask_history(swarm.client(), [me], RUN, MANIFEST)
+    assert asyncio.run(asked) == [row(number) for number in range(10)]
+    assert [want["after"] for _, want in swarm.asked] == [FIRST, 3, 7]
+
+
+def test_a_bootstrap_of_an_older_version_and_one_that_is_gone_are_passed_over(
+    tmp_path: Path, identities: list[Identity]
+) -> None:
+    me, kept = identities[0].peer_id, history(tmp_path)
+    kept.add(row(0))
+
+    def gone(_want: object) -> Any:
+        raise ConnectionError("gone")
+
+    swarm = MemorySwarm(**{"old": lambda want: None, "gone": gone, me: given(kept, identities[0])})
+    peers = ["old", "gone", me]
+    assert asyncio.run(ask_history(swarm.client(), peers, RUN, MANIFEST)) == [row(0)]
+    assert asyncio.run(ask_history(swarm.client(), peers[:2], RUN, MANIFEST)) == []
+
+
+def test_what_another_key_signed_or_what_was_changed_is_refused(
+    tmp_path: Path, identities: list[Identity]
+) -> None:
+    kept = history(tmp_path)
+    kept.add(row(0, validation=2.5))
+    told, me = blob(kept, identities[0]), identities[0].peer_id
+    assert checked_page(told, me, RUN, FIRST) == ([row(0, validation=2.5)], False)
+    changed = Blob(facts=told.facts, data=told.data.replace(b"2.5", b"1.5"))
+    for other, peer in (
+        (told, identities[1].peer_id),
+        (changed, me),
+        (Blob(facts={}, data=told.data), me),
+        (Blob(facts={"signature": "text"}, data=told.data), me),
+    ):
+        with pytest.raises(CallRefused, match="not signed"):
+            checked_page(other, peer, RUN, FIRST)
+    for run, after in (("f" * 32, FIRST), (RUN, 7)):  # of another run, to another question
+        with pytest.raises(CallRefused, match="no answer"):
+            checked_page(told, me, run, after)
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [
+        "7",
+        '[["x"]]',
+        '[[0,0,"",NaN,1]]',
+        '[[0,0,"",1e400,1]]',
+        '[[0,0,"nohex",1,1]]',
+        '[[0,0,"",1,1,1e5]]',
+        "[" * 5000 + "]" * 5000,
+        f"[{json.dumps(row(1))},{json.dumps(row(0))}]",
+        f"[{json.dumps(row(1))},{json.dumps(row(1))}]",
+    ],
+)
+def test_nonsense_is_refused_even_where_it_is_signed(identities: list[Identity], rows: str) -> None:
+    data = f'{{"run": "{RUN}", "after": -2, "more": false, "rows": {rows}}}'.encode()
+    signature = identities[0].sign(round_history.PURPOSE + data)
+    with pytest.raises(CallRefused):
+        checked_page(Blob({"signature": signature}, data), identities[0].peer_id, RUN, FIRST)
+
+
+def test_columns_of_a_newer_version_are_passed_over() -> None:
+    assert parsed_row([*row(3), "more", {}]) == row(3)
+
+
+def test_others_fill_what_the_first_has_not_seen_and_contradict_it_nowhere() -> None:
+    found: dict[int, HistoryRow] = {}
+    merge(found, [row(0), row(1, at=None), row(3, validation=2.0)], MANIFEST)
+    other = row(3, validation=9.0, digest="ab" * 8, train=1.0)
+    merge(found, [row(1, validation=2.5), row(2), other, row(4)], MANIFEST)
+    assert list(found.values()) == [
+        row(0),
+        row(1, validation=2.5),
+        row(3, validation=2.0),
+        row(2),
+    ]
+
+
+# ---- what a bootstrap writes ---------------------------------------------------------------------
+class Bootstrap:
+    """A keeper that is told of rounds and of what peers state."""
+
+    def __init__(self, folder: Path, identity: Identity):
+        self.now = NOW
+        self.chain: list[ClaimRecord] = []
+        self.hosts: list[dict[str, StageRecord]] = [
+            {peer_id(100 * stage): stage_record()} for stage in range(2)
+        ]
+        self.folder, self.identity = folder, identity
+        self.start()
+
+    def start(self) -> None:
+        self.history = history(self.folder)
+        self.keeper = HistoryKeeper(self.history, self.identity, RUN, 2, lambda: self.now)
+
+    def hear(self, **stated: Any) -> None:
+        head, member = peer_id(0), peer_id(100)
+        claims = {stage: self.chain[-1] for stage in range(2) if self.chain}
+        self.keeper.hear(self.hosts, {head: replica_record([head, member], **stated)}, claims)
+
+    def commit(self, number: int, after_s: float = 10.0, *, branch: str = "") -> None:
+        self.now += after_s
+        tokens = 1000 * (number + 1)
+        self.chain.append(claim_record(number, digest(0, number, branch), tokens))
+        self.keeper.take(self.since)
+
+    def since(self, known: Collection[str], most: int) -> list[ClaimRecord]:
+        found: list[ClaimRecord] = []
+        for each in reversed(self.chain):
+            if each.digest[:16] in known or len(found) == most:
+                break
+            found.insert(0, each)
+        return found
+
+    def rows(self) -> list[HistoryRow]:
+        return self.history.newest(99)
+
+
+@pytest.fixture
+def bootstrap(tmp_path: Path, identities: list[Identity]) -> Bootstrap:
+    return Bootstrap(tmp_path, identities[0])
+
+
+def test_a_row_says_when_a_round_came_and_what_was_stated_of_it(bootstrap: Bootstrap) -> None:
+    for number in range(3):
+        bootstrap.hear(round=number, train_loss=3.0 - number / 10, val_round=number - 1)
+        bootstrap.commit(number)
+        bootstrap.hear(round=number + 1, val_round=number - 1, train_loss=9.0)
+    bootstrap.hear(round=3, train_loss=9.0, val_round=2, val_loss=2.25)
+    initial, _, second, third = bootstrap.rows()
+    assert (initial.round, initial.tokens, initial.validation) == (-1, 0, 2.4)
+    assert (second.at, second.tokens, second.tokens_per_s) == (NOW + 20, 2000, 100.0)
+    assert (second.peers, second.replicas, second.record_bytes, second.voids) == (2, 1, 2000, 0)
+    assert (third.train, third.validation) == (2.8, 2.25)
+
+
+def test_absurd_numbers_of_peers_are_no_part_of_it(bootstrap: Bootstrap) -> None:
+    for loss in (1e300, -1e9):
+        bootstrap.hear(round=0, train_loss=loss, val_loss=loss, val_round=-1)
+    bootstrap.hear(round=2**53, val_round=2**53, train_loss=1.0, val_loss=1.0)
+    bootstrap.hosts[0]["stranger"] = stage_record(voids=2**53)
+    bootstrap.keeper.hear(bootstrap.hosts, {"stranger": replica_record([peer_id(0)])}, {})
+    bootstrap.commit(0)
+    (found,) = bootstrap.rows()
+    assert (found.train, found.validation, found.voids, found.replicas) == (None, None, 0, 0)
+
+
+def test_voids_are_those_since_the_round_before(bootstrap: Bootstrap) -> None:
+    bootstrap.hear()
+    bootstrap.commit(0)
+    for voids in (1, 2):
+        bootstrap.hosts[0] = {peer_id(0): stage_record(voids=voids)}
+        bootstrap.hear()
+    bootstrap.commit(1)
+    bootstrap.commit(2)
+    assert [each.voids for each in bootstrap.rows() if each.round >= 0] == [0, 2, 0]
+
+
+def test_rounds_that_came_while_it_was_away_have_no_time(bootstrap: Bootstrap) -> None:
+    bootstrap.commit(0)
+    bootstrap.start()
+    bootstrap.keeper.take(bootstrap.since, claimed=False)  # what is on its disk
+    bootstrap.chain += [claim_record(n, digest(0, n), 1000 * (n + 1)) for n in (1, 2)]
+    bootstrap.commit(3)
+    bootstrap.commit(4)
+    bootstrap.commit(5, after_s=5.0)
+    found = bootstrap.rows()
+    assert [each.round for each in found] == list(range(6))
+    assert [each.round for each in found if each.at is None] == [1, 2, 3]
+    assert [each.tokens_per_s for each in found[-2:]] == [None, 200.0]
+
+
+def test_many_rounds_at_once_were_not_followed_either(bootstrap: Bootstrap) -> None:
+    bootstrap.commit(0)
+    bootstrap.chain += [claim_record(n, digest(0, n)) for n in range(1, LIVE_ROUNDS + 1)]
+    bootstrap.commit(LIVE_ROUNDS + 1)
+    assert [each.at for each in bootstrap.rows()[1:]] == [None] * (LIVE_ROUNDS + 1)
+
+
+def test_a_round_takes_few_lines_whatever_heads_say_again_and_again(bootstrap: Bootstrap) -> None:
+    for number in range(2 * OPEN_ROUNDS):
+        bootstrap.hear(round=number, val_round=number - 1, val_loss=2.49)
+        bootstrap.commit(number)
+        for step in range(50):
+            bootstrap.hear(round=number, val_round=number, val_loss=2.0 + step / 100)
+    lines = (bootstrap.folder / "history.jsonl").read_text().splitlines()
+    assert len(lines) <= 3 * 2 * OPEN_ROUNDS + 2
+    assert all(each.validation is not None for each in bootstrap.rows())
+
+
+def test_after_a_rollback_nothing_of_the_rounds_before_it_comes_in_again(
+    bootstrap: Bootstrap,
+) -> None:
+    for number in range(4):
+        bootstrap.hear(round=number, train_loss=2.0)
+        bootstrap.commit(number)
+    later = back_to(MANIFEST, 1, [digest(0, 1), digest(1, 1)])
+    bootstrap.keeper.revise(later)
+    bootstrap.keeper.take(bootstrap.since)  # the archive has not gone back yet
+    assert [each.round for each in bootstrap.rows()] == [0, 1]
+    rules = later.operation.rules
+    after = replace(claim_record(4, digest(0, 4), 3000), rules=rules)
+    bootstrap.keeper.take(lambda *_: [after])
+    newest = bootstrap.rows()[-1]
+    assert (newest.round, newest.rules, newest.tokens) == (4, rules, 3000)
+    assert newest.train is None
+
+
+# ---- over a real connection ----------------------------------------------------------------------
+def test_a_keeper_gives_its_history_to_whoever_asks_over_the_network(
+    tmp_path: Path, identities: list[Identity], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The archive is one that is told; all else is what a bootstrap runs."""
+    identity, chain = identities[0], [claim_record(0, digest(0, 0), 1000)]
+
+    async def done(*_: object) -> None:
+        pass
+
+    archive = SimpleNamespace(
+        tend=done, close=done, claim=chain[0], round=0, rounds_since=lambda *_: chain
+    )
+    monkeypatch.setattr(archive_keeper, "StageArchive", lambda *_, **__: archive)
+    kept = HistoryKeeper(history(tmp_path), identity, RUN, 1, lambda: NOW)
+    manifest = manifest_of(1)
+    keeper = Keeper(RUN, identity.peer_id, identity.peer_id, manifest, tmp_path, kept)
+    (tmp_path / "stage0").mkdir()
+
+    async def run() -> list[HistoryRow]:
+        own = await P2P.create(identity_path=str(identity.path), startup_timeout=60)
+        other = await P2P.create(initial_peers=await own.get_visible_maddrs(), startup_timeout=60)
+        try:
+            await asyncio.to_thread(keeper.start, own.daemon_listen_maddr)
+            client = Client(
+                p2p=other,
+                namespace=averaging_prefix(RUN, 0),
+                limit=UploadLimit(None),
+                record_bytes=0,
+            )
+            deadline = time.monotonic() + 60
+            found: list[HistoryRow] = []
+            while not found and time.monotonic() < deadline:
+                found = await ask_history(client, [identity.peer_id], RUN, manifest)
+            return found
+        finally:
+            await asyncio.to_thread(keeper.close)
+            await other.shutdown()
+            await own.shutdown()
+
+    found = asyncio.run(run())
+    assert [(each.round, each.tokens, each.at) for each in found] == [(0, 1000, NOW)]
+    assert keeper.served["record"] > 100

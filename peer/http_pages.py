@@ -5,16 +5,20 @@ Prometheus's client library writes the text of `/metrics`: a program lists its m
 `MetricSpec`, and `MetricTable` reads them when somebody asks.
 Why not the standard library's server as it is: it asks the DNS for its own name when it starts, and
 takes as many clients as there are, each for as long as it likes. Here a connection has one deadline
-from its first byte to its last, and there are only so many at once.
+from its first byte to its last, and there are only so many at once. Who answers more than GET
+extends `PageRequest` (commands/serve.py).
 How: daemon threads, which end with the process. Start it after all forks: a child would keep the
 port, and threads do not survive a fork.
 """
 
 from __future__ import annotations
 
+import base64
 import errno
+import hashlib
 import io
 import logging
+import re
 import socket
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -60,6 +64,29 @@ class Page:
         return cls(body=f"{text}\n".encode(), status=status)
 
 
+def html_page(html: str) -> Page:
+    """A page for people that is whole in itself."""
+    policy = {"Content-Security-Policy": content_policy(html), "Referrer-Policy": "no-referrer"}
+    return Page(body=html.encode(), content_type="text/html; charset=utf-8", headers=policy)
+
+
+def content_policy(html: str) -> str:
+    """Only the page's own script and style may run, named by their hashes, and nothing is loaded
+    from anywhere but this server.
+    """
+
+    def hashes(tag: str) -> str:
+        inline = re.findall(f"<{tag}>(.*?)</{tag}>", html, re.DOTALL)
+        digests = (hashlib.sha256(text.encode()).digest() for text in inline)
+        return " ".join(f"'sha256-{base64.b64encode(digest).decode()}'" for digest in digests)
+
+    return (
+        f"default-src 'none'; script-src {hashes('script')}; "
+        f"style-src {hashes('style')}; connect-src 'self'; img-src data:; "
+        "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    )
+
+
 Pages = Mapping[str, Callable[[], Page]]
 """By path, without query. Called in threads of their own, several at once."""
 
@@ -83,9 +110,11 @@ class PageServer(ThreadingHTTPServer):
         option: str = "metrics",
         request_limit_s: float = REQUEST_LIMIT_S,
         max_requests: int = MAX_REQUESTS,
+        handler: Callable[[Any, Any, Any], BaseHTTPRequestHandler] | None = None,
     ):
         """option: what the names of the options for host and port begin with, for errors.
         request_limit_s: from a connection to the end of the answer. max_requests: at once.
+        handler: of a connection, `PageRequest` if left out.
 
         Raises:
             EnvironmentFault: another program listens there, or this user may not open that port.
@@ -94,10 +123,11 @@ class PageServer(ThreadingHTTPServer):
         self.pages = pages
         self._request_limit_s = request_limit_s
         self._slots = threading.BoundedSemaphore(max_requests)
+        self._deadlines: dict[object, threading.Timer] = {}
         try:
             found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
             self.address_family, _, _, _, address = found[0]
-            super().__init__(cast("tuple[str, int]", address), _Request)
+            super().__init__(cast("tuple[str, int]", address), handler or PageRequest)
         except OSError as error:
             raise _fault(error, host, port, f"--{option}-" if option else "--") from error
         self.port = int(self.server_address[1])
@@ -134,17 +164,25 @@ class PageServer(ThreadingHTTPServer):
 
     def process_request_thread(self, request: Any, client_address: Any) -> None:
         """Answer; at the deadline whatever waits for the client ends."""
-        deadline = threading.Timer(self._request_limit_s, _cut_off, (request,))
-        deadline.daemon = True
         try:
-            deadline.start()
+            self.set_deadline(request, self._request_limit_s)
             super().process_request_thread(request, client_address)
         except RuntimeError:  # as above
             self.handle_error(request, client_address)
             self.shutdown_request(request)
         finally:
-            deadline.cancel()
+            if (deadline := self._deadlines.pop(request, None)) is not None:
+                deadline.cancel()
             self._slots.release()
+
+    def set_deadline(self, request: Any, limit_s: float) -> None:
+        """End this connection so many seconds from now, and not when it was said before."""
+        deadline = threading.Timer(limit_s, _cut_off, (request,))
+        deadline.daemon = True
+        deadline.start()
+        if (former := self._deadlines.get(request)) is not None:
+            former.cancel()
+        self._deadlines[request] = deadline
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """A client that went away, as a rule; it is nothing for a volunteer's terminal."""
@@ -273,7 +311,7 @@ class _Head(io.BufferedReader):
         return line
 
 
-class _Request(BaseHTTPRequestHandler):
+class PageRequest(BaseHTTPRequestHandler):
     """One connection."""
 
     protocol_version = "HTTP/1.1"
@@ -286,10 +324,17 @@ class _Request(BaseHTTPRequestHandler):
         self.rfile = _Head(self.rfile.detach())
 
     def do_GET(self) -> None:
-        page = self._page(self.path.partition("?")[0])
+        page = self.answer(self.path.partition("?")[0])
+        if page is not None:
+            self.send_head(page, {"Content-Length": str(len(page.body))})
+            if self.command != "HEAD":
+                self.wfile.write(page.body)
+
+    def send_head(self, page: Page, more: Mapping[str, str]) -> None:
+        """Send a page's status and headers, and these."""
         headers = {
             "Content-Type": page.content_type,
-            "Content-Length": str(len(page.body)),
+            **more,
             "Connection": "close",
             "Cache-Control": "no-store",
             "X-Content-Type-Options": "nosniff",
@@ -299,13 +344,12 @@ class _Request(BaseHTTPRequestHandler):
         for name, value in headers.items():
             self.send_header(name, value)
         self.end_headers()
-        if self.command != "HEAD":
-            self.wfile.write(page.body)
 
     # the base class asks for them by these names
     do_HEAD = do_POST = do_PUT = do_PATCH = do_DELETE = do_OPTIONS = do_GET  # noqa: N815
 
-    def _page(self, path: str) -> Page:
+    def answer(self, path: str) -> Page | None:
+        """What is answered; None where that was done already."""
         if self.command not in ("GET", "HEAD"):
             status, allowed = HTTPStatus.METHOD_NOT_ALLOWED, {"Allow": "GET, HEAD"}
             return Page(body=b"only GET and HEAD\n", status=status, headers=allowed)

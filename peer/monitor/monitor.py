@@ -15,11 +15,8 @@ busy that thread is.
 
 from __future__ import annotations
 
-import base64
-import hashlib
 import json
 import logging
-import re
 import time
 from collections.abc import Callable
 from importlib.resources import files
@@ -38,6 +35,7 @@ from dilocox.peer.http_pages import (
     PageServer,
     check_port,
     health_page,
+    html_page,
     metrics_page,
     readiness_page,
 )
@@ -74,10 +72,7 @@ class MonitorPages:
         self._metrics = Page(body=b"")
         self._looked_at: float | None = None
         html = (files("dilocox.peer.monitor") / "page" / "status.html").read_text("utf-8")
-        policy = {"Content-Security-Policy": content_policy(html), "Referrer-Policy": "no-referrer"}
-        self._page = Page(
-            body=html.encode(), content_type="text/html; charset=utf-8", headers=policy
-        )
+        self._page = html_page(html)
 
     def show(self, status: dict[str, Any], metrics: Page) -> None:
         """The figures after a look."""
@@ -98,23 +93,6 @@ class MonitorPages:
 
     def _looks(self) -> bool:
         return self._looked_at is None or time.monotonic() - self._looked_at < self._late_s
-
-
-def content_policy(html: str) -> str:
-    """Only the page's own script and style may run, named by their hashes, and nothing is loaded
-    from anywhere but this server.
-    """
-
-    def hashes(tag: str) -> str:
-        inline = re.findall(f"<{tag}>(.*?)</{tag}>", html, re.DOTALL)
-        digests = (hashlib.sha256(text.encode()).digest() for text in inline)
-        return " ".join(f"'sha256-{base64.b64encode(digest).decode()}'" for digest in digests)
-
-    return (
-        f"default-src 'none'; script-src {hashes('script')}; "
-        f"style-src {hashes('style')}; connect-src 'self'; img-src data:; "
-        "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
-    )
 
 
 # ---- the command --------------------------------------------------------------------------------

@@ -14,9 +14,9 @@ from pathlib import Path
 import pytest
 
 from dilocox.dht.manifest_revisions import in_state
-from dilocox.peer.http_pages import Page, PageServer, metrics_page
+from dilocox.peer.http_pages import Page, PageServer, content_policy, metrics_page
 from dilocox.peer.monitor.history import SwarmHistory
-from dilocox.peer.monitor.monitor import MonitorPages, content_policy
+from dilocox.peer.monitor.monitor import MonitorPages
 from dilocox.peer.monitor.status import MAX_PEERS_SHOWN, metrics_of
 from tests.peer.fabricated import (
     INVITE,

@@ -142,6 +142,7 @@ class Window:
             for domain in ("Runtime", "Log", "Page"):
                 self._ask(f"{domain}.enable")
             self._ask("Page.navigate", url=self._url)
+            self.wait_for("document.readyState === 'complete' && location.href !== 'about:blank'")
             self._closing = closing.pop_all()
         return self
 

@@ -215,26 +215,25 @@ def json_page(value: Any, status: int = HTTPStatus.OK) -> Page:
 
 # ---- what answers --------------------------------------------------------------------------------
 class StopText:
-    """Passes a text on up to the first of some stops; what may be the beginning of one waits."""
+    """Passes a text on up to the first of some stops.
+
+    Attributes:
+        met: whether the text has one. held: the end of it, which may be the beginning of one.
+    """
 
     def __init__(self, stops: list[str]):
         self._stops = stops
-        self._held = ""
-        self.met = False
+        self.held, self.met = "", False
 
     def take(self, piece: str) -> str:
         """What may be shown of the text after this piece of it."""
-        held = self._held + piece
-        found = [at for stop in self._stops if (at := held.find(stop)) >= 0]
+        text = self.held + piece
+        found = [at for stop in self._stops if (at := text.find(stop)) >= 0]
         self.met = bool(found)
-        begun = (n for stop in self._stops for n in range(1, len(stop)) if held.endswith(stop[:n]))
-        end = min(found) if found else len(held) - max(begun, default=0)
-        self._held = "" if found else held[end:]
-        return held[:end]
-
-    def rest(self) -> str:
-        """What was held back, at the end of the text."""
-        return self._held
+        begun = (n for stop in self._stops for n in range(1, len(stop)) if text.endswith(stop[:n]))
+        end = min(found) if found else len(text) - max(begun, default=0)
+        self.held = "" if found else text[end:]
+        return text[:end]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -278,23 +277,17 @@ class ChatService:
 
     def pages(self) -> Pages:
         """What is served beside `KINDS`, by path."""
-        about = {
-            "id": self.name,
-            "object": "model",
-            "created": self._created,
-            "owned_by": "dilocox",
-        }
 
-        def models() -> Page:
-            now = self.loaded
+        def model() -> dict[str, Any]:
+            now, of = self.loaded, {"object": "model", "created": self._created}
             facts = {"run": self.run, "round": now.round, "tokens": now.tokens}
-            data = [{**about, **facts, "context_length": now.positions}]
-            return json_page({"object": "list", "data": data})
+            named = {"id": self.name, "owned_by": "dilocox", "context_length": now.positions}
+            return of | named | facts
 
         return {
             "/": lambda: self._page,
-            "/v1/models": models,
-            f"/v1/models/{self.name}": lambda: json_page(about),
+            "/v1/models": lambda: json_page({"object": "list", "data": [model()]}),
+            f"/v1/models/{self.name}": lambda: json_page(model()),
         }
 
     @contextmanager
@@ -333,8 +326,11 @@ class ChatRequest(PageRequest):
         try:
             body = self._body() if self.command == "POST" else b""
             self._check_host()
-            if path not in KINDS:
+            if path in cast(PageServer, self.server).pages:
                 return super().answer(path)
+            if path not in KINDS:
+                there = ", ".join(["/", "/v1/models", *KINDS])
+                raise Refused(HTTPStatus.NOT_FOUND, f"nothing is there; there is {there}")
             if self.command != "POST":
                 raise Refused(HTTPStatus.METHOD_NOT_ALLOWED, f"{path} takes POST")
             # what is no JSON a browser sends for another site without asking first
@@ -424,7 +420,7 @@ class ChatRequest(PageRequest):
             )
         ended = stop.met or (made < wanted and time.monotonic() < give_up)
         finish = "stop" if ended else "length"
-        show(stop.rest(), finish)
+        show(stop.held, finish)
         usage = {"prompt_tokens": length, "completion_tokens": made, "total_tokens": length + made}
         if not asked.stream:
             choice = _choice(chat, "".join(pieces), finish, "message")

@@ -248,7 +248,7 @@ def test_a_text_ends_before_a_stop_and_nothing_of_one_is_shown_too_early(
         assert shown.startswith(told)
         if stop.met:
             break
-    assert told + stop.rest() == shown
+    assert told + stop.held == shown
 
 
 def test_newer_weights_answer_from_the_next_text_on_and_say_so(
@@ -328,6 +328,7 @@ def test_requests_of_other_kinds_and_sizes_are_refused(refusing: PageServer) -> 
     assert fault(refusing, TEXT, b"", Content_Length="99999999")[0] == 413
     assert fault(refusing, TEXT, b"", Content_Length="many")[0] == 411
     assert fault(refusing, TEXT, None)[0] == 405
+    assert fault(refusing, "/v1/embeddings", {"input": "x"})[0] == 404
 
 
 def test_a_prompt_that_leaves_no_room_is_refused_and_a_text_ends_where_the_room_does(

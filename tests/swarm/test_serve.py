@@ -9,8 +9,10 @@ from urllib.request import Request, urlopen
 
 import pytest
 
+from dilocox.peer.memory_and_disk import proportional_bytes
 from dilocox.peer.os_process import start_command
 from tests.swarm.conftest import StartSwarm
+from tests.swarm.processes import family
 from tests.swarm.small_run import fixed_steps
 
 ROUNDS_LIMIT_S = 120.0
@@ -59,7 +61,11 @@ def test_newer_rounds_answer_as_they_come(start_swarm: StartSwarm) -> None:
         swarm.wait(newer, ROUNDS_LIMIT_S, "newer weights answer")
         (model,) = ask("/v1/models")["data"]
         assert model["id"] == "swarm-test" and model["round"] <= max(swarm.chain())
-        print(log.read_text())
+        taken = sum(proportional_bytes(each.pid) for each in family(f"{swarm.tag}.serve"))
+        said = log.read_text()
+        print(f"{said}takes {taken / 1e9:.2f} GB")
+        planned = re.search(r"about ([0-9.]+) GB", said)
+        assert planned is not None and taken < 1e9 * float(planned[1])
     finally:
         child.terminate()
         child.wait(LEAVE_LIMIT_S)

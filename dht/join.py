@@ -45,12 +45,16 @@ class Joined:
 
 
 @contextmanager
-def visiting(invite: Invite, host: str) -> Generator[Joined]:
-    """Join as somebody who only reads, under an identity for this once; raises as `joined`."""
+def visiting(invite: Invite, host: str = "") -> Generator[Joined]:
+    """Join as somebody who only reads, under an identity for this once; raises as `join_run`.
+
+    host: address to listen on, if any.
+    """
     typer.echo(f"looking for the run {invite.run_id} ...", err=True)
     with tempfile.TemporaryDirectory() as folder:
         identity = Identity.load_or_create(Path(folder) / "identity.key")
-        with join_run(invite, identity, listen=[f"/ip4/{host}/tcp/0"], client_mode=True) as place:
+        listen = [f"/ip4/{host}/tcp/0"] if host else []
+        with join_run(invite, identity, listen=listen, client_mode=True) as place:
             yield place
 
 

@@ -43,6 +43,7 @@ from dilocox.peer.options import (
     RevokeOptions,
     RollbackOptions,
     RotateOptions,
+    ServeOptions,
     VerifyOptions,
 )
 from dilocox.peer.os_process import PREFIX, end_process, leave_at_once, line_start, set_up_logging
@@ -178,6 +179,7 @@ command(app, "pause", PauseOptions, "cli:pause")
 command(app, "resume", ResumeOptions, "cli:resume")
 command(app, "export", ExportOptions, "commands.export:run_export_command")
 command(app, "generate", GenerateOptions, "commands.export:run_generate_command")
+command(app, "serve", ServeOptions, "commands.serve:run_serve_command")
 command(app, "log", LogOptions, "commands.history:run_log_command")
 command(app, "verify", VerifyOptions, "commands.history:run_verify_command")
 

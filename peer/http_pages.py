@@ -5,7 +5,9 @@ Prometheus's client library writes the text of `/metrics`: a program lists its m
 `MetricSpec`, and `MetricTable` reads them when somebody asks.
 Why not the standard library's server as it is: it asks the DNS for its own name when it starts, and
 takes as many clients as there are, each for as long as it likes. Here a connection has one deadline
-from its first byte to its last, and there are only so many at once.
+from its first byte to its last, and there are only so many at once. Who answers more than GET
+extends `PageRequest` (commands/serve.py); who answers for more paths than can be listed, or decides
+who may ask, has an `Answer` (process/local_page.py).
 How: daemon threads, which end with the process. Start it after all forks: a child would keep the
 port, and threads do not survive a fork.
 """
@@ -16,6 +18,7 @@ import base64
 import errno
 import hashlib
 import io
+import ipaddress
 import logging
 import re
 import socket
@@ -28,6 +31,7 @@ from http.client import LineTooLong
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from socketserver import TCPServer
 from typing import Any, Generic, TypeVar, cast
+from urllib.parse import urlsplit
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
@@ -115,10 +119,11 @@ class PageServer(ThreadingHTTPServer):
         option: str = "metrics",
         request_limit_s: float = REQUEST_LIMIT_S,
         max_requests: int = MAX_REQUESTS,
+        handler: Callable[[Any, Any, Any], BaseHTTPRequestHandler] | None = None,
     ):
         """answer: to requests for no page. option: what the names of the options for host and port
         begin with, for errors. request_limit_s: from a connection to the end of the answer.
-        max_requests: at once.
+        max_requests: at once. handler: of a connection, `PageRequest` if left out.
 
         Raises:
             EnvironmentFault: another program listens there, or this user may not open that port.
@@ -128,10 +133,11 @@ class PageServer(ThreadingHTTPServer):
         self.answer = answer
         self._request_limit_s = request_limit_s
         self._slots = threading.BoundedSemaphore(max_requests)
+        self._deadlines: dict[object, threading.Timer] = {}
         try:
             found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
             self.address_family, _, _, _, address = found[0]
-            super().__init__(cast("tuple[str, int]", address), _Request)
+            super().__init__(cast("tuple[str, int]", address), handler or PageRequest)
         except OSError as error:
             raise _fault(error, host, port, f"--{option}-" if option else "--") from error
         self.port = int(self.server_address[1])
@@ -168,17 +174,25 @@ class PageServer(ThreadingHTTPServer):
 
     def process_request_thread(self, request: Any, client_address: Any) -> None:
         """Answer; at the deadline whatever waits for the client ends."""
-        deadline = threading.Timer(self._request_limit_s, _cut_off, (request,))
-        deadline.daemon = True
         try:
-            deadline.start()
+            self.set_deadline(request, self._request_limit_s)
             super().process_request_thread(request, client_address)
         except RuntimeError:  # as above
             self.handle_error(request, client_address)
             self.shutdown_request(request)
         finally:
-            deadline.cancel()
+            if (deadline := self._deadlines.pop(request, None)) is not None:
+                deadline.cancel()
             self._slots.release()
+
+    def set_deadline(self, request: Any, limit_s: float) -> None:
+        """End this connection so many seconds from now, and not when it was said before."""
+        deadline = threading.Timer(limit_s, _cut_off, (request,))
+        deadline.daemon = True
+        deadline.start()
+        if (former := self._deadlines.get(request)) is not None:
+            former.cancel()
+        self._deadlines[request] = deadline
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """A client that went away, as a rule; it is nothing for a volunteer's terminal."""
@@ -220,6 +234,22 @@ def served(
         logger.info("this peer's own page is %s/%s", at, query)
     logger.info("metrics at %s/metrics, health at /healthz", at)
     return server
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine reaches an address or name."""
+    with suppress(ValueError):
+        return ipaddress.ip_address(host).is_loopback
+    return host == "localhost"
+
+
+def asks_this_machine(headers: Mapping[str, str]) -> bool:
+    """Whether a request names this machine; else any web page could ask a server on loopback, by a
+    name that leads there.
+    """
+    with suppress(ValueError):
+        return is_loopback(urlsplit(f"//{headers.get('Host') or ''}").hostname or "")
+    return False
 
 
 def not_allowed(methods: str) -> Page:
@@ -321,7 +351,7 @@ class _Head(io.BufferedReader):
         return line
 
 
-class _Request(BaseHTTPRequestHandler):
+class PageRequest(BaseHTTPRequestHandler):
     """One connection."""
 
     protocol_version = "HTTP/1.1"
@@ -334,10 +364,17 @@ class _Request(BaseHTTPRequestHandler):
         self.rfile = _Head(self.rfile.detach())
 
     def do_GET(self) -> None:
-        page = self._page(self.path.partition("?")[0])
+        page = self.answer(self.path.partition("?")[0])
+        if page is not None:
+            self.send_head(page, {"Content-Length": str(len(page.body))})
+            if self.command != "HEAD":
+                self.wfile.write(page.body)
+
+    def send_head(self, page: Page, more: Mapping[str, str]) -> None:
+        """Send a page's status and headers, and these."""
         headers = {
             "Content-Type": page.content_type,
-            "Content-Length": str(len(page.body)),
+            **more,
             "Connection": "close",
             "Cache-Control": "no-store",
             "X-Content-Type-Options": "nosniff",
@@ -347,13 +384,12 @@ class _Request(BaseHTTPRequestHandler):
         for name, value in headers.items():
             self.send_header(name, value)
         self.end_headers()
-        if self.command != "HEAD":
-            self.wfile.write(page.body)
 
     # the base class asks for them by these names
     do_HEAD = do_POST = do_PUT = do_PATCH = do_DELETE = do_OPTIONS = do_GET  # noqa: N815
 
-    def _page(self, path: str) -> Page:
+    def answer(self, path: str) -> Page | None:
+        """What is answered; None where that was done already."""
         server = cast("PageServer", self.server)
         make, headers = server.pages.get(path), cast("Mapping[str, str]", self.headers)
         try:

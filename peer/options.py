@@ -605,6 +605,38 @@ class GenerateOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ServeOptions:
+    """Answer on this machine with the newest anchors of a run: a chat page, and OpenAI's API."""
+
+    invite: InviteText
+    port: Port = 9480
+    host: Host = "127.0.0.1"
+    dtype: Annotated[
+        Literal["fp32", "bf16"],
+        typer.Option(help="bf16 takes half the memory, and is slower on most processors."),
+    ] = "fp32"
+    refresh_rounds: Annotated[
+        int,
+        typer.Option(
+            min=0, help="Load newer weights once there are so many newer rounds; 0 for never."
+        ),
+    ] = 1
+    refresh_minutes: Annotated[
+        float,
+        typer.Option(
+            min=0,
+            help="And at most once in so many minutes: peers upload the whole model for it.",
+        ),
+    ] = 10
+    memory_limit_gb: Annotated[
+        float,
+        typer.Option("--memory-limit", min=0, help="Memory limit in GB for all of it; 0 for none."),
+    ] = 0
+    timeout_s: Timeout = 600
+    log_level: LogLevel = "info"
+
+
+@dataclass(frozen=True, kw_only=True)
 class VerifyOptions:
     """Replay a run's rounds and check that they make its anchors; exit code 1 on a flaw."""
 

@@ -67,6 +67,23 @@ class ClaimedChain:
 NO_LIMITS = Limits(headers_s=math.inf, records_s=math.inf, stall_s=math.inf)
 
 
+def counted_claims(place: Joined, stage: int) -> dict[str, ClaimRecord]:
+    """What a stage's peers claim that counts, of whoever has a record or not yet: first the record
+    that the operator's archive vouches for, then the longest chain.
+    """
+    found = place.swarm.read(claim_key(place.run, stage), ClaimRecord) or {}
+    counting = that_count(found, place.manifest)
+    vouched = counting.get(place.witness)
+
+    def order(item: tuple[str, ClaimRecord]) -> tuple[object, ...]:
+        peer, claim = item
+        believed = vouched is not None and claim.digest == vouched.digest
+        # of those the others first: a bootstrap's line is everybody's
+        return (not believed, peer == place.witness, -claim.chain_tokens, -claim.round, peer)
+
+    return dict(sorted(counting.items(), key=order))
+
+
 async def claimed_chain(
     place: Joined,
     stage: int,
@@ -87,21 +104,10 @@ async def claimed_chain(
         limit=UploadLimit(None),
         record_bytes=check.record_bytes,
     )
-    found = place.swarm.read(claim_key(place.run, stage), ClaimRecord) or {}
-    counting = that_count(found, manifest)
-    vouched = counting.get(place.witness)
-
-    def order(item: tuple[str, ClaimRecord]) -> tuple[object, ...]:
-        peer, claim = item
-        believed = vouched is not None and claim.digest == vouched.digest
-        # of those the others first: a bootstrap's line is everybody's
-        return (not believed, peer == place.witness, -claim.chain_tokens, -claim.round, peer)
-
-    claims = sorted((item for item in counting.items() if item[1].round >= 0), key=order)
-    chain = ChainClient(
-        client, check, [peer for peer, _ in claims], older=older, deadline=deadline, limits=limits
-    )
-    return ClaimedChain(chain=chain, claims=dict(claims), peers=len(counting))
+    counting = counted_claims(place, stage)
+    claims = {peer: claim for peer, claim in counting.items() if claim.round >= 0}
+    chain = ChainClient(client, check, list(claims), older=older, deadline=deadline, limits=limits)
+    return ClaimedChain(chain=chain, claims=claims, peers=len(counting))
 
 
 async def list_chain(claimed: ClaimedChain) -> list[ChainRound]:

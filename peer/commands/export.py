@@ -45,7 +45,6 @@ from transformers import (
     AutoTokenizer,
     ByT5Tokenizer,
     GenerationConfig,
-    TextStreamer,
 )
 from transformers.utils import logging as transformers_logging
 from typing_extensions import Self
@@ -422,49 +421,118 @@ def continue_text(
     The caller's random state stays as it is. Raises InvalidInput if the folder holds no complete
     checkpoint, or the model has no room for so many tokens.
     """
-    model: Any = _load_model(folder).eval()
-    tokenizer = cast(Any, AutoTokenizer).from_pretrained(str(folder), local_files_only=True)
-    # Split: a "</s>" in the prompt is text, not the end of it.
-    inputs = tokenizer(
-        prompt, add_special_tokens=False, split_special_tokens=True, return_tensors="pt"
-    )
-    length = inputs["input_ids"].shape[1]
-    max_new_tokens = _room(model, length, max_new_tokens)
-    settings = model.generation_config
-    if temperature == 0:
-        settings.do_sample, settings.temperature, settings.top_k = False, None, None
-    elif temperature is not None:
-        settings.temperature = temperature
-    streamer = None if tell is None else _Teller(tokenizer, tell)
-    with torch.random.fork_rng(devices=[]):  # pyright: ignore[reportUnknownMemberType]
-        torch.default_generator.manual_seed(seed)
-        output = model.generate(
-            **inputs, max_new_tokens=max_new_tokens, streamer=streamer
-        )  # [1, length + new]
-    return tokenizer.decode(output[0, length:], skip_special_tokens=True)
+    model, pieces = TextModel(folder), list[str]()
+    ids = model.encode(prompt)
+    max_new_tokens = _room(model, ids.shape[1], max_new_tokens)
+
+    def take(piece: str) -> None:
+        pieces.append(piece)
+        if tell is not None:
+            tell(piece)
+
+    model.write(ids, max_new_tokens, seed, take, temperature=temperature)
+    return "".join(pieces)
 
 
-def _room(model: Any, prompt_tokens: int, wanted: int | None) -> int:
+class TextModel:
+    """The model of a checkpoint folder with its tokenizer (of transformers), to write text with,
+    one at a time. positions: tokens that it takes, None if it does not say.
+    """
+
+    def __init__(self, folder: Path):
+        """Raises InvalidInput if the folder holds no complete checkpoint."""
+        self._model: Any = _load_model(folder).eval()
+        load = cast(Any, AutoTokenizer).from_pretrained
+        self.tokenizer: Any = load(str(folder), local_files_only=True)
+        self.positions: int | None = getattr(self._model.config, "max_position_embeddings", None)
+
+    def encode(self, text: str, *, split: bool = True) -> Tensor:
+        """Its token ids [1, length]; split: a "</s>" in it is text, not the end of it."""
+        return self.tokenizer(
+            text, add_special_tokens=False, split_special_tokens=split, return_tensors="pt"
+        )["input_ids"]
+
+    def write(
+        self,
+        ids: Tensor,
+        max_new_tokens: int,
+        seed: int,
+        tell: Callable[[str], object],
+        *,
+        temperature: float | None = None,
+        top_p: float | None = None,
+    ) -> int:
+        """Continue `ids` [1, length]; the number of tokens made. Settings that are None are the
+        folder's; temperature 0 takes the likeliest token each time.
+
+        tell: gets what each token adds to the text, perhaps nothing; where it returns something
+        true, or raises, the text ends.
+        """
+        settings: dict[str, Any] = {"temperature": temperature, "top_p": top_p}
+        settings = {name: value for name, value in settings.items() if value is not None}
+        if temperature == 0:
+            settings = {"do_sample": False, "temperature": None, "top_k": None}
+        text = _TextOfTokens(self.tokenizer, tell)
+        fork: Any = torch.random.fork_rng
+        with fork(devices=[]), suppress(_Enough):
+            torch.default_generator.manual_seed(seed)
+            mask = torch.ones_like(ids)
+            self._model.generate(
+                input_ids=ids,
+                attention_mask=mask,
+                max_new_tokens=max_new_tokens,
+                streamer=text,
+                **settings,
+            )
+        return text.tokens
+
+
+class _Enough(Exception):
+    """Nobody wants more of this text."""
+
+
+class _TextOfTokens:
+    """A streamer of transformers that tells what each token adds to the text, never a part of a
+    character; not the prompt, which comes first.
+    """
+
+    def __init__(self, tokenizer: Any, tell: Callable[[str], object]):
+        self.tokens = -1
+        self._decode = partial(tokenizer.decode, skip_special_tokens=True)
+        self._tell = tell
+        self._told: list[int] = []  # last: what a token adds may depend on those before it
+        self._new: list[int] = []
+
+    def put(self, value: Tensor) -> None:
+        self.tokens += 1
+        if self.tokens:
+            self._new += value.flatten().tolist()
+            if self._tell(self._added(whole=False)):
+                raise _Enough
+
+    def end(self) -> None:
+        if rest := self._added(whole=True):
+            self._tell(rest)
+
+    def _added(self, *, whole: bool) -> str:
+        before, text = self._decode(self._told), self._decode(self._told + self._new)
+        # half a character is U+FFFD, or nothing with the byte tokenizer
+        if not whole and (text.endswith("\ufffd") or len(text) <= len(before)):
+            return ""
+        self._told, self._new = self._new, []
+        return text[len(before) :]
+
+
+def _room(model: TextModel, prompt_tokens: int, wanted: int | None) -> int:
     """How many tokens are made; InvalidInput if the model has no room for those wanted."""
-    positions = getattr(model.config, "max_position_embeddings", None)
-    room = DEFAULT_TOKENS if positions is None else int(positions) - prompt_tokens
+    positions = model.positions
+    room = DEFAULT_TOKENS if positions is None else positions - prompt_tokens
     if positions is not None and (room < 1 or (wanted or 0) > room):
         raise InvalidInput(
             f"a text of {prompt_tokens} tokens and --tokens {wanted or 1} are more than the "
             f"{positions} tokens that the model takes; give fewer"
         )
     return min(DEFAULT_TOKENS, room) if wanted is None else wanted
-
-
-class _Teller(TextStreamer):
-    """Tells a text word by word as it comes, without the prompt."""
-
-    def __init__(self, tokenizer: Any, tell: Callable[[str], None]):
-        super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)
-        self._tell = tell
-
-    def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
-        self._tell(text)
 
 
 def _refuse_foreign(folder: Path) -> None:

@@ -16,7 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from dilocox.dht.manifest import Manifest
-from dilocox.peer.monitor.history import ModelSample, SwarmHistory, thin_out
+from dilocox.peer.monitor.history import ModelSample, SwarmHistory
 from dilocox.peer.os_process import Child, start_process
 
 logger = logging.getLogger(__name__)
@@ -96,7 +96,9 @@ class Sampler:
         text = said.partition(f"\n{asked.prompt}")[2][:MAX_LETTERS]  # behind lines for a terminal
         seen = "".join(c if c.isprintable() or c == "\n" else " " for c in text).rstrip()
         history.samples_told[asked.round] = replace(asked, text=seen)
-        thin_out(history.samples_told, MAX_KEPT)
+        if len(told := history.samples_told) > MAX_KEPT:  # every second one of the older half goes
+            for number in sorted(told)[1 : len(told) // 2 : 2]:
+                del told[number]
 
     def _rest(self, took: float) -> None:
         self._next = time.monotonic() + max(took, 1.0) * (1 / self._share - 1)

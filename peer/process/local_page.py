@@ -13,7 +13,6 @@ listens beyond this machine, there is no token, so there are no buttons.
 from __future__ import annotations
 
 import hmac
-import ipaddress
 import json
 import os
 import secrets
@@ -25,12 +24,11 @@ from http import HTTPStatus
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 from dilocox.dht.errors import EnvironmentFault, InvalidInput
 from dilocox.dht.files import disk_fault
 from dilocox.dht.manifest import Manifest
-from dilocox.peer.http_pages import Page, html_page, not_allowed
+from dilocox.peer.http_pages import Page, asks_this_machine, html_page, is_loopback, not_allowed
 from dilocox.peer.options import PeerOptions, Rest
 from dilocox.peer.os_process import strict_json
 from dilocox.peer.state_folder import MANIFEST_FILE, StateFolder
@@ -90,7 +88,7 @@ class LocalPage:
         """To a request; None where there is nothing."""
         if path not in ("/", "/peer.json", "/pause", "/resume"):
             return None
-        if self._token and not is_loopback(urlsplit(f"//{headers.get('Host')}").hostname or ""):
+        if self._token and not asks_this_machine(headers):
             return Page.text("open it as http://127.0.0.1", HTTPStatus.MISDIRECTED_REQUEST)
         methods = "POST" if path in ("/pause", "/resume") else "GET, HEAD"
         if method not in methods.split(", "):
@@ -140,13 +138,6 @@ class LocalPage:
             "hours": options.hours and options.hours.shown,
             "limits": {name: getattr(options, name) for name in SHOWN_LIMITS},
         }
-
-
-def is_loopback(host: str) -> bool:
-    """Whether only this machine reaches an address or name."""
-    with suppress(ValueError):
-        return ipaddress.ip_address(host).is_loopback
-    return host == "localhost"
 
 
 def _token(state: Path) -> str:

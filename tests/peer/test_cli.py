@@ -28,7 +28,7 @@ INVITE = (
 )
 HELP_LIMIT_S = 1.0  # half a second where nothing else runs
 COMMANDS = ("demo", "bootstrap", "peer", "doctor", "export", "log", "verify")
-COMMANDS += ("pause", "resume", "generate")
+COMMANDS += ("pause", "resume", "generate", "serve")
 
 
 def invoke(*arguments: str, env: dict[str, str | None] | None = None) -> Any:
@@ -224,6 +224,8 @@ def test_an_unknown_variable_is_named_in_a_warning_and_a_known_one_is_not(
         ["generate", INVITE],
         ["generate", INVITE, "x", "--tokens", "0"],
         ["generate", INVITE, "x", "--temperature", "-1"],
+        ["serve", INVITE, "--refresh-rounds", "-1"],
+        ["serve", INVITE, "--dtype", "int8"],
         ["export", INVITE],
         ["export", INVITE, "out", "--timeout", "0"],
         ["log"],

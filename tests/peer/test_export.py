@@ -371,9 +371,11 @@ def test_special_tokens_written_out_in_a_prompt_are_text(
         def eval(self) -> "Model":
             return self
 
-        def generate(self, input_ids: Tensor, **_: Any) -> Tensor:
+        def generate(self, input_ids: Tensor, streamer: Any, **_: Any) -> None:
             seen.extend(input_ids[0].tolist())
-            return torch.cat([input_ids, torch.tensor([[ord("!") + 3]])], dim=1)
+            for ids in (input_ids, torch.tensor([ord("!") + 3])):
+                streamer.put(ids)
+            streamer.end()
 
     monkeypatch.setattr(export, "_load_model", lambda _: Model())
     assert continue_text(tmp_path / "out", "a</s>b", 1, 0) == "!"

@@ -9,7 +9,7 @@ from collections.abc import Generator
 from contextlib import ExitStack, closing, contextmanager, suppress
 from http.client import HTTPConnection
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
@@ -20,6 +20,7 @@ from dilocox.peer.http_pages import (
     MetricSpec,
     MetricTable,
     Page,
+    PageRequest,
     Pages,
     PageServer,
     check_port,
@@ -157,6 +158,22 @@ def test_one_byte_now_and_then_does_not_prolong_a_request() -> None:
                 slow.sendall(b"x")
                 time.sleep(0.05)
         assert time.monotonic() < began + 3
+
+
+def test_a_request_that_was_read_may_get_another_deadline() -> None:
+    cut_after: list[float] = []
+
+    class Slow(PageRequest):
+        def answer(self, path: str) -> Page | None:
+            cast(PageServer, self.server).set_deadline(self.connection, 1.0)
+            began = time.monotonic()
+            self.connection.recv(1)  # until the server ends the connection
+            cut_after.append(time.monotonic() - began)
+
+    with served({}, request_limit_s=0.2, handler=Slow) as server, connected(server) as client:
+        client.sendall(b"GET / HTTP/1.1\r\n\r\n")
+        wait_until(lambda: bool(cut_after), 10.0)
+    assert 0.9 < cut_after[0] < 5.0
 
 
 def test_who_does_not_read_holds_its_place_until_the_deadline_and_others_are_turned_away() -> None:

@@ -1,15 +1,24 @@
-"""Headless Chromium for the status page: what it shows after a while, and what its console said."""
+"""Headless Chromium for our pages: what one shows after a while, and what its console said; or a
+window that stays open, in which a test types.
+"""
 
 from __future__ import annotations
 
+import base64
+import json
+import os
 import re
+import select
 import shutil
 import subprocess
 import tempfile
+import time
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from html import unescape
 from pathlib import Path
+from typing import Any
 
 FLAGS = (
     "--headless",
@@ -90,3 +99,101 @@ def _run(url: str, *flags: str, within: Sequence[str] = ()) -> tuple[str, tuple[
         )
     said = tuple(line for line in done.stderr.splitlines() if "CONSOLE" in line)
     return done.stdout.replace("\n", " "), said
+
+
+class Window:
+    """A page in a browser that stays open: a context in which scripts run in it.
+
+    `console` has what it complained of: errors, warnings, what its policy forbade.
+    """
+
+    def __init__(self, url: str, *flags: str, width: int = 1280, height: int = 1000):
+        self.console: list[str] = []
+        self._url = url
+        self._flags = (*flags, f"--window-size={width},{height}", "--remote-debugging-pipe")
+        self._closing = ExitStack()
+        self._asked, self._session, self._held = 0, "", b""
+
+    def __enter__(self) -> Window:
+        browser = chromium()
+        assert browser is not None
+        with self._closing as closing:
+            profile = closing.enter_context(tempfile.TemporaryDirectory(ignore_cleanup_errors=True))
+            theirs, self._to = os.pipe()
+            self._from, they = os.pipe()
+            # it takes requests on descriptor 3 and answers on 4
+            command = ["bash", "-c", f'exec "$@" 3<&{theirs} 4>&{they}', "bash", browser]
+            process = subprocess.Popen(
+                [*command, *FLAGS, f"--user-data-dir={profile}", *self._flags, "about:blank"],
+                pass_fds=(theirs, they),
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+            )
+            closing.callback(process.wait, LIMIT_S)
+            closing.callback(process.kill)
+            for descriptor in (theirs, they):
+                os.close(descriptor)
+            for descriptor in (self._to, self._from):
+                closing.callback(os.close, descriptor)
+            targets = self._ask("Target.getTargets")["targetInfos"]
+            (page,) = [each["targetId"] for each in targets if each["type"] == "page"]
+            attached = self._ask("Target.attachToTarget", targetId=page, flatten=True)
+            self._session = attached["sessionId"]
+            for domain in ("Runtime", "Log", "Page"):
+                self._ask(f"{domain}.enable")
+            self._ask("Page.navigate", url=self._url)
+            self.wait_for("document.readyState === 'complete' && location.href !== 'about:blank'")
+            self._closing = closing.pop_all()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._closing.close()
+
+    def run(self, script: str) -> Any:
+        """Run a script in the page; the JSON value of its last expression."""
+        answer = self._ask("Runtime.evaluate", expression=script, returnByValue=True)
+        assert "exceptionDetails" not in answer, answer
+        return answer["result"].get("value")
+
+    def wait_for(self, condition: str, limit_s: float = LIMIT_S) -> None:
+        """Wait until an expression is true in the page."""
+        deadline = time.monotonic() + limit_s
+        while not self.run(condition):
+            assert time.monotonic() < deadline, f"not within {limit_s:.0f} s: {condition}"
+            time.sleep(0.05)
+
+    def screenshot(self, file: Path) -> None:
+        """Draw what it shows now into a PNG file."""
+        file.write_bytes(base64.b64decode(self._ask("Page.captureScreenshot")["data"]))
+
+    def _ask(self, method: str, **params: Any) -> dict[str, Any]:
+        self._asked += 1
+        request: dict[str, Any] = {"id": self._asked, "method": method, "params": params}
+        if self._session:
+            request["sessionId"] = self._session
+        os.write(self._to, json.dumps(request).encode() + b"\0")
+        deadline = time.monotonic() + LIMIT_S
+        while True:
+            message = self._read(deadline)
+            if message.get("id") == self._asked:
+                assert "error" not in message, message
+                return message["result"]
+            self._note(message.get("method", ""), message.get("params", {}))
+
+    def _note(self, method: str, told: dict[str, Any]) -> None:
+        if method == "Runtime.exceptionThrown":
+            self.console.append(str(told["exceptionDetails"]))
+        elif method == "Runtime.consoleAPICalled":
+            self.console.append(str(told["args"]))
+        elif method == "Log.entryAdded":
+            self.console.append(f"{told['entry']['text']} {told['entry'].get('url', '')}")
+
+    def _read(self, deadline: float) -> dict[str, Any]:
+        while b"\0" not in self._held:
+            left_s = max(0.0, deadline - time.monotonic())
+            assert select.select([self._from], [], [], left_s)[0], "the browser does not answer"
+            data = os.read(self._from, 1 << 16)
+            assert data, "the browser has ended"
+            self._held += data
+        message, _, self._held = self._held.partition(b"\0")
+        return json.loads(message)

@@ -45,6 +45,7 @@ WATCHED = {
         "Prometheus and Grafana",
         "Look into the rounds",
         "Get the model",
+        "Talk to the model",
     },
     "volunteer": {"Ask the doctor", "Start"},
 }
@@ -144,6 +145,8 @@ def test_the_guides_lead_from_nothing_to_a_watched_swarm(town: Callable[[int], T
     _check_prometheus(operator)
     here.follow(operator, "Look into the rounds")
     here.follow(operator, "Get the model")
+    served = here.follow(operator, "Talk to the model")[0]
+    _check_the_chat(operator)
     seen = "".join(peer.output for peer in peers)
     assert unseen(peers[0].block.later, seen) == []
 
@@ -151,7 +154,7 @@ def test_the_guides_lead_from_nothing_to_a_watched_swarm(town: Callable[[int], T
         peer.interrupt()
     for peer in peers:
         assert peer.ended() == 0, peer.output[-2000:]
-    for terminal in (monitor, prometheus, bootstrap):
+    for terminal in (served, monitor, prometheus, bootstrap):
         terminal.interrupt()
         assert terminal.ended() == 0, terminal.output[-2000:]
     here.all_gone()
@@ -226,6 +229,16 @@ def _check_the_page(operator: Person) -> None:
         assert shown.console == ()
         assert shown.text("name") == "first-run" and shown.text("health") == "Training"
         assert shown.count('class="replica"') == REPLICAS
+
+
+def _check_the_chat(operator: Person) -> None:
+    """The page names the run and the round that answers."""
+    (model,) = json.loads(operator.ask("http://127.0.0.1:9480/v1/models"))["data"]
+    assert model["id"] == "first-run" and model["round"] >= 0
+    if chromium() is not None:
+        shown = show("http://127.0.0.1:9480/", within=operator.links.command(operator.host, []))
+        assert shown.console == () and shown.text("name") == "first-run"
+        assert shown.text("round").startswith("round ")
 
 
 def _check_prometheus(operator: Person) -> None:

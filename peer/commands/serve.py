@@ -1,0 +1,538 @@
+"""The command `dilocox serve`: the newest anchors of a run answer on this machine, by OpenAI's API
+and on a page.
+
+What: `/v1/models`, `/v1/completions` and `/v1/chat/completions`, whole or as server-sent events,
+and a page at `/` that uses them. As rounds come, newer weights are loaded beside those that answer,
+and take their place between two texts.
+Why one text at a time: a processor writes two no faster. A few requests wait, others are told to
+come again.
+How: the main thread follows the run, downloads and loads; each request has a thread of its own, in
+which the model writes for it. A client that goes away ends its text at the next token.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import random
+import re
+import select
+import socket
+import tempfile
+import threading
+import time
+import uuid
+from collections.abc import Generator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from http import HTTPStatus
+from importlib.resources import files
+from pathlib import Path
+from typing import Annotated, Any, Literal, cast
+
+import typer
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from torch import Tensor
+
+from dilocox.dht.errors import DilocoxError, EnvironmentFault, InvalidInput
+from dilocox.dht.join import Joined, visiting
+from dilocox.dht.manifest import Manifest
+from dilocox.dht.manifest_revisions import ManifestWatch
+from dilocox.peer.chain.download import counted_claims
+from dilocox.peer.commands.export import DEFAULT_TOKENS, DTYPES, TextModel, export_run, shown_rounds
+from dilocox.peer.http_pages import (
+    Page,
+    PageRequest,
+    Pages,
+    PageServer,
+    asks_this_machine,
+    check_port,
+    html_page,
+    is_loopback,
+)
+from dilocox.peer.memory_and_disk import PROCESSES_BYTES, available_bytes, return_free_memory
+from dilocox.peer.options import GB, ServeOptions
+from dilocox.peer.os_process import STOPPED, StopSignal
+from dilocox.pipeline.partition import build_skeleton
+from dilocox.pipeline.stage import stage_layout
+
+logger = logging.getLogger(__name__)
+
+MAX_BODY_BYTES = 1 << 18
+MAX_POSITIONS = 4096  # of prompt and text: what attention keeps of them is in memory
+MAX_WAITING = 4  # requests, beside the one that is answered
+WAIT_LIMIT_S = 60.0  # for those before
+WRITE_LIMIT_S = 300.0  # of one text
+STALL_LIMIT_S = 10.0  # of a client that does not read
+LOOK_S = 5.0  # between two looks at the rounds
+RETRY_S = 60.0  # after a download that failed
+# Anchor, momentum, the mean that moves them and a copy in the folder's dtype, of fp32 values.
+FETCH_BYTES = 16
+# Fields that change no text; of others only what says "not at all" is passed over.
+HARMLESS = {"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"}
+
+
+# ---- memory --------------------------------------------------------------------------------------
+def serving_bytes(manifest: Manifest, dtype: str, *, refreshes: bool) -> int:
+    """What serving takes at the peak, on the processor: beside the weights those that take their
+    place, or a stage's while it is downloaded, and what attention keeps of the longest text.
+    """
+    sizes = [stage_layout(manifest, stage).numel for stage in range(manifest.stages)]
+    item = DTYPES[dtype].itemsize
+    weights, fetched = item * sum(sizes), FETCH_BYTES * max(sizes)
+    config = cast(Any, build_skeleton(manifest.model).model).config
+    positions = getattr(config, "max_position_embeddings", None) or MAX_POSITIONS
+    kept = 2 * config.num_hidden_layers * config.hidden_size * min(positions, MAX_POSITIONS)
+    beside = weights + max(weights, fetched) if refreshes else max(weights, fetched)
+    return PROCESSES_BYTES + beside + item * kept
+
+
+def check_room(needed: int, limit_bytes: float | None) -> None:
+    """Raise InvalidInput where that is over the limit, EnvironmentFault where it is not free."""
+    remedy = "take --dtype bf16, --refresh-rounds 0, which never holds two models, or"
+    takes = f"to serve this model takes about {needed / 1e9:.1f} GB of memory"
+    if limit_bytes is not None and needed > limit_bytes:
+        raise InvalidInput(
+            f"--memory-limit {limit_bytes / 1e9:.1f}: {takes}: {remedy} raise the limit"
+        )
+    if needed > (free := available_bytes()):
+        raise EnvironmentFault(
+            f"{takes}, {free / 1e9:.1f} GB are free: {remedy} close other programs"
+        )
+
+
+# ---- what is asked -------------------------------------------------------------------------------
+class Refused(Exception):
+    """A request that gets an error, in OpenAI's form."""
+
+    def __init__(
+        self, status: int, message: str, *, field: str | None = None, code: str | None = None
+    ):
+        super().__init__(message)
+        kind = "invalid_request_error" if status < 500 else "server_error"
+        error = {"message": message, "type": kind, "param": field, "code": code}
+        self.page = json_page({"error": error}, status)
+
+
+class ClientGone(ConnectionError):
+    """Nobody reads the answer any more."""
+
+
+class _Part(BaseModel):
+    type: Literal["text"]
+    text: str
+
+
+class _Message(BaseModel):
+    role: Literal["system", "developer", "user", "assistant"]
+    content: str | list[_Part]
+
+
+_Stop = Annotated[str, Field(min_length=1, max_length=256)]
+
+
+class Asked(BaseModel):
+    """What both kinds of request may say."""
+
+    model_config = ConfigDict(strict=True, extra="allow")
+
+    model: str | None = None
+    max_tokens: int | None = Field(None, ge=1)
+    max_completion_tokens: int | None = Field(None, ge=1)  # the newer name of it
+    temperature: float | None = Field(None, ge=0, le=2, allow_inf_nan=False)
+    top_p: float | None = Field(None, gt=0, le=1, allow_inf_nan=False)
+    stop: _Stop | Annotated[list[_Stop], Field(max_length=4)] | None = None
+    seed: int | None = Field(None, ge=-(1 << 63), lt=1 << 63)
+    stream: bool | None = False
+    stream_options: dict[str, bool] | None = None
+    n: Literal[1] | None = 1
+
+
+class AskedText(Asked):
+    """A text to continue."""
+
+    prompt: str = Field(min_length=1)
+
+
+class AskedChat(Asked):
+    """A conversation to answer in."""
+
+    messages: list[_Message] = Field(min_length=1)
+
+
+KINDS: Mapping[str, type[AskedText | AskedChat]] = {
+    "/v1/completions": AskedText,
+    "/v1/chat/completions": AskedChat,
+}
+
+
+def read_request(kind: type[AskedText | AskedChat], body: bytes) -> AskedText | AskedChat:
+    """Raises Refused, which names the first field that is wrong or not supported."""
+    try:
+        asked = kind.model_validate_json(body)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+        field = ".".join(str(word) for word in first["loc"][:1])
+        raise _bad(field or None, f"{field or 'the request'}: {first['msg']}") from error
+    for field, value in (asked.model_extra or {}).items():
+        neutral = not value or (field, value) in (("best_of", 1), ("response_format", _TEXT))
+        if not neutral and field not in HARMLESS:
+            raise _bad(field[:60], f"{field[:60]} is not supported here: leave it out")
+    return asked
+
+
+_TEXT = {"type": "text"}
+_PLAIN_ROLES = {"user": "user: ", "assistant": "assistant: "}
+
+
+def prompt_of(asked: AskedText | AskedChat, model: TextModel) -> tuple[Tensor, list[str]]:
+    """The token ids [1, length] of what is to be continued, and the texts at which it ends.
+
+    A conversation is in the form of the tokenizer's chat template, or else in plain lines. Raises
+    Refused where the template does not take it.
+    """
+    stops = [asked.stop] if isinstance(asked.stop, str) else asked.stop or []
+    if isinstance(asked, AskedText):
+        return model.encode(asked.prompt), stops
+    told: list[dict[str, str]] = []
+    for said in asked.messages:
+        content = said.content
+        text = content if isinstance(content, str) else "".join(part.text for part in content)
+        told.append({"role": said.role, "content": text})
+    if not model.tokenizer.chat_template:
+        lines = [f"{_PLAIN_ROLES.get(one['role'], '')}{one['content']}\n" for one in told]
+        return model.encode("".join(lines) + "assistant:"), [*stops, "\nuser:"]
+    form = partial(model.tokenizer.apply_chat_template, tokenize=False, add_generation_prompt=True)
+    try:
+        return model.encode(form(told), split=False), stops
+    except Exception as error:  # a template says so where roles are not in its order
+        raise _bad("messages", f"messages: the model's chat template says {error}") from error
+
+
+def _bad(field: str | None, message: str, code: str | None = None) -> Refused:
+    return Refused(HTTPStatus.BAD_REQUEST, message, field=field, code=code)
+
+
+def json_page(value: Any, status: int = HTTPStatus.OK) -> Page:
+    """An answer of the API."""
+    again = {"Retry-After": "10"} if status == HTTPStatus.TOO_MANY_REQUESTS else {}
+    body = json.dumps(value).encode()
+    return Page(body=body, content_type="application/json", status=status, headers=again)
+
+
+# ---- what answers --------------------------------------------------------------------------------
+class StopText:
+    """Passes a text on up to the first of some stops.
+
+    Attributes:
+        met: whether the text has one. held: the end of it, which may be the beginning of one.
+    """
+
+    def __init__(self, stops: list[str]):
+        self._stops = stops
+        self.held, self.met = "", False
+
+    def take(self, piece: str) -> str:
+        """What may be shown of the text after this piece of it."""
+        text = self.held + piece
+        found = [at for stop in self._stops if (at := text.find(stop)) >= 0]
+        self.met = bool(found)
+        begun = (n for stop in self._stops for n in range(1, len(stop)) if text.endswith(stop[:n]))
+        end = min(found) if found else len(text) - max(begun, default=0)
+        self.held = "" if found else text[end:]
+        return text[:end]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Loaded:
+    """A model with the round that its weights are of, and the tokens of the run up to there."""
+
+    model: TextModel
+    round: int
+    tokens: int
+
+    @property
+    def positions(self) -> int:
+        """Tokens of prompt and text together."""
+        return min(self.model.positions or MAX_POSITIONS, MAX_POSITIONS)
+
+
+class ChatService:
+    """The model that answers, one text after the other; all calls from any thread.
+
+    Attributes:
+        run: its id. name: of the run, which is that of the model. loaded: what answers now.
+    """
+
+    def __init__(
+        self,
+        run: str,
+        name: str,
+        loaded: Loaded,
+        *,
+        wait_s: float = WAIT_LIMIT_S,
+        write_s: float = WRITE_LIMIT_S,
+    ):
+        """wait_s: for the texts before. write_s: of one text, which is cut there."""
+        self.run, self.name, self.write_s = run, name, write_s
+        self.loaded, self._wait_s = loaded, wait_s
+        self._created = int(time.time())
+        self._turn = threading.Lock()
+        self._places = threading.BoundedSemaphore(1 + MAX_WAITING)
+        html = (files("dilocox.peer.commands") / "page" / "chat.html").read_text("utf-8")
+        self._page = html_page(html)
+
+    def pages(self) -> Pages:
+        """What is served beside `KINDS`, by path."""
+
+        def model() -> dict[str, Any]:
+            now, of = self.loaded, {"object": "model", "created": self._created}
+            facts = {"run": self.run, "round": now.round, "tokens": now.tokens}
+            named = {"id": self.name, "owned_by": "dilocox", "context_length": now.positions}
+            return of | named | facts
+
+        return {
+            "/": lambda: self._page,
+            "/v1/models": lambda: json_page({"object": "list", "data": [model()]}),
+            f"/v1/models/{self.name}": lambda: json_page(model()),
+        }
+
+    @contextmanager
+    def turn(self) -> Generator[Loaded]:
+        """The model for one text; raises Refused where too many wait, or for too long."""
+        with ExitStack() as held:
+            for lock, wait_s in ((self._places, 0.0), (self._turn, self._wait_s)):
+                if not lock.acquire(timeout=wait_s):
+                    message = "others are answered first: ask again soon"
+                    raise Refused(HTTPStatus.TOO_MANY_REQUESTS, message)
+                held.callback(lock.release)
+            yield self.loaded
+
+    def take(self, loaded: Loaded) -> None:
+        """Let newer weights answer from the next text on; nobody holds the former ones then."""
+        with self._turn:
+            self.loaded = loaded
+        return_free_memory()
+
+
+class ChatRequest(PageRequest):
+    """One connection: a page, or a text that is written while it is sent."""
+
+    timeout = STALL_LIMIT_S
+
+    def __init__(self, service: ChatService, *connection: Any):
+        self._service = service
+        self._streams = False
+        super().__init__(*connection)
+
+    def answer(self, path: str) -> Page | None:
+        """As the base class, and the two kinds of text."""
+        try:
+            body = self._body() if self.command == "POST" else b""
+            self._check_host()
+            if path in cast(PageServer, self.server).pages:
+                return super().answer(path)
+            if path not in KINDS:
+                there = ", ".join(["/", "/v1/models", *KINDS])
+                raise Refused(HTTPStatus.NOT_FOUND, f"nothing is there; there is {there}")
+            if self.command != "POST":
+                raise Refused(HTTPStatus.METHOD_NOT_ALLOWED, f"{path} takes POST")
+            # what is no JSON a browser sends for another site without asking first
+            if self.headers.get_content_type() != "application/json":
+                message = "send JSON, with Content-Type: application/json"
+                raise Refused(HTTPStatus.UNSUPPORTED_MEDIA_TYPE, message)
+            asked = read_request(KINDS[path], body)
+            if asked.model not in (None, self._service.name):
+                message = f"there is no model {asked.model!r}, there is {self._service.name!r}"
+                raise Refused(404, message, field="model", code="model_not_found")
+            return self._written(asked)
+        except Refused as refused:
+            return refused.page
+        except OSError:  # the client has gone
+            raise
+        except Exception:  # the edge of this thread
+            logger.exception("a text could not be written")
+            page = Refused(HTTPStatus.INTERNAL_SERVER_ERROR, "an error, see the log").page
+            if not self._streams:
+                return page
+            self._send_event(page.body.decode())
+            return None
+
+    def _check_host(self) -> None:
+        address = str(cast(PageServer, self.server).server_address[0])
+        if is_loopback(address) and not asks_this_machine(cast("Mapping[str, str]", self.headers)):
+            raise Refused(HTTPStatus.FORBIDDEN, "ask for localhost or 127.0.0.1, not another name")
+
+    def _body(self) -> bytes:
+        told = self.headers.get("Content-Length", "")
+        if not re.fullmatch("[0-9]{1,9}", told):
+            raise Refused(HTTPStatus.LENGTH_REQUIRED, "the Content-Length is missing")
+        if (length := int(told)) > MAX_BODY_BYTES:
+            message = f"a request has at most {MAX_BODY_BYTES:,} bytes"
+            raise Refused(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, message)
+        if len(body := self.rfile.read(length)) < length:
+            raise ClientGone
+        limit_s = WAIT_LIMIT_S + self._service.write_s + STALL_LIMIT_S
+        cast(PageServer, self.server).set_deadline(self.connection, limit_s)
+        return body
+
+    def _written(self, asked: AskedText | AskedChat) -> Page | None:
+        """A text as a page, or sent event by event."""
+        service, chat = self._service, isinstance(asked, AskedChat)
+        kind = "chat.completion" if chat else "text_completion"
+        about: dict[str, Any] = {
+            "id": f"{'chatcmpl' if chat else 'cmpl'}-{uuid.uuid4().hex}",
+            "object": f"{kind}.chunk" if chat and asked.stream else kind,
+            "created": int(time.time()),
+            "model": service.name,
+        }
+        pieces: list[str] = []
+
+        def show(piece: str, finish: str | None = None) -> None:
+            if not asked.stream:
+                pieces.append(piece)
+            elif piece or finish:
+                choice = _choice(chat, piece, finish, "delta")
+                if chat and not self._streams:
+                    choice["delta"]["role"] = "assistant"
+                self._send_event(json.dumps(about | {"choices": [choice]}))
+
+        with service.turn() as loaded:
+            about["system_fingerprint"] = f"{service.run[:8]}-round-{loaded.round}"
+            give_up = time.monotonic() + service.write_s
+            ids, stops = prompt_of(asked, loaded.model)
+            stop, length, most = StopText(stops), ids.shape[1], loaded.positions
+            if length >= most:
+                field = "messages" if chat else "prompt"
+                message = f"{field}: {length} tokens; the model takes {most} with its answer"
+                raise _bad(field, message, "context_length_exceeded")
+            wanted = asked.max_completion_tokens or asked.max_tokens or DEFAULT_TOKENS
+            wanted = min(most - length, wanted)
+
+            def take(piece: str) -> bool:
+                if _gone(self.connection):
+                    raise ClientGone
+                show(stop.take(piece))
+                return stop.met or time.monotonic() > give_up
+
+            seed = random.getrandbits(32) if asked.seed is None else asked.seed
+            made = loaded.model.write(
+                *(ids, wanted, seed, take), temperature=asked.temperature, top_p=asked.top_p
+            )
+        ended = stop.met or (made < wanted and time.monotonic() < give_up)
+        finish = "stop" if ended else "length"
+        show(stop.held, finish)
+        usage = {"prompt_tokens": length, "completion_tokens": made, "total_tokens": length + made}
+        if not asked.stream:
+            choice = _choice(chat, "".join(pieces), finish, "message")
+            return json_page(about | {"choices": [choice], "usage": usage})
+        if (asked.stream_options or {}).get("include_usage"):
+            self._send_event(json.dumps(about | {"choices": [], "usage": usage}))
+        self._send_event("[DONE]")
+        return None
+
+    def _send_event(self, data: str) -> None:
+        if not self._streams:
+            self._streams = True
+            self.send_head(Page(body=b"", content_type="text/event-stream"), {})
+        self.wfile.write(f"data: {data}\n\n".encode())
+
+
+def _choice(chat: bool, text: str, finish: str | None, name: str) -> dict[str, Any]:
+    """One choice of an answer; name: of what a chat's text is in."""
+    said: dict[str, Any] = {"text": text}
+    if chat:
+        said = {name: {"content": text} | ({"role": "assistant"} if name == "message" else {})}
+    return {"index": 0, **said, "finish_reason": finish, "logprobs": None}
+
+
+def _gone(connection: socket.socket) -> bool:
+    """Whether the client has closed its end, or the deadline has."""
+    try:
+        readable = bool(select.select([connection], [], [], 0)[0])
+        return readable and not connection.recv(1, socket.MSG_PEEK)
+    except (OSError, ValueError):
+        return True
+
+
+# ---- the command ---------------------------------------------------------------------------------
+def run_serve_command(options: ServeOptions) -> int:
+    """Serve until a signal comes; the exit code."""
+    check_port(options.host, options.port, option="")
+    code = STOPPED
+    with (
+        StopSignal() as stop,
+        tempfile.TemporaryDirectory() as temporary,
+        visiting(options.invite) as joined,
+    ):
+        refreshes = options.refresh_rounds > 0
+        needed = serving_bytes(joined.manifest, options.dtype, refreshes=refreshes)
+        check_room(needed, options.memory_limit_gb * GB or None)
+        folder = Path(temporary) / "model"
+        loaded = load(options, joined, folder)
+        service = ChatService(joined.run, joined.manifest.name, loaded)
+        del loaded  # it goes when a newer one comes
+        with serve(service, options.host, options.port) as server:
+            code = 0
+            shown = f"[{options.host}]" if ":" in options.host else options.host
+            typer.echo(f"serving {service.name}: about {needed / 1e9:.1f} GB of memory at most")
+            typer.echo(f"chat page http://{shown}:{server.port}/ and OpenAI's API below it, at /v1")
+            follow(options, joined, service, folder, stop)
+    return code
+
+
+def serve(service: ChatService, host: str, port: int) -> PageServer:
+    """The server of a service's pages and texts; raises as `PageServer`."""
+    handler = partial(ChatRequest, service)
+    return PageServer(host, port, service.pages(), option="", handler=handler)
+
+
+def load(options: ServeOptions, joined: Joined, folder: Path) -> Loaded:
+    """Download the newest anchors and load them; raises as `export_run`."""
+    places = export_run(
+        joined,
+        folder,
+        DTYPES[options.dtype],
+        timeout_s=options.timeout_s,
+        bootstraps=options.invite.bootstraps,
+    )
+    logger.info("loaded %s", shown_rounds([place.round for place in places]))
+    newest = min(place.round for place in places)
+    return Loaded(model=TextModel(folder), round=newest, tokens=places[0].chain_tokens)
+
+
+def follow(
+    options: ServeOptions, joined: Joined, service: ChatService, folder: Path, stop: StopSignal
+) -> None:
+    """Load newer weights as rounds come; ends by a `StopRequested`.
+
+    Raises EnvironmentFault: this program's DHT node has ended.
+    """
+    watch = ManifestWatch(joined.swarm, joined.run, joined.manifest)
+    tried, next_at = "", time.monotonic() + 60 * options.refresh_minutes
+    while True:
+        stop.event.wait(LOOK_S)
+        if not joined.dht.running:
+            raise EnvironmentFault("this program's own DHT node has ended; start it again")
+        if not options.refresh_rounds or time.monotonic() < next_at:
+            continue
+        claims = counted_claims(joined, 0).values()
+        told, heartbeat_s = (c.revision for c in claims), watch.manifest.deadlines.heartbeat_s
+        watch.follow(max(told, default=0), heartbeat_s, time.monotonic())
+        joined = replace(joined, manifest=watch.manifest)
+        newest = next((claim for claim in claims if claim.round >= 0), None)
+        # what is claimed and led to nothing newer is not tried again
+        if newest is None or newest.digest == tried:
+            continue
+        # after a rollback it is of an earlier round
+        if abs(newest.round - service.loaded.round) < options.refresh_rounds:
+            continue
+        pause_s = 60 * options.refresh_minutes
+        try:
+            service.take(load(options, joined, folder))
+            tried = newest.digest
+        except DilocoxError as error:
+            logger.warning("no newer weights, those before answer on: %s", error)
+            pause_s = max(RETRY_S, pause_s)
+        next_at = time.monotonic() + pause_s

@@ -295,11 +295,6 @@ def status_of(seen: Seen) -> dict[str, Any]:
             for head, record in islice(sorted(look.replicas.items()), MAX_REPLICAS_SHOWN)
         ],
         "curve": curve,
-        "losses": [
-            [number, train, validation]
-            for number, _, _, train, validation, *_ in curve
-            if train is not None or validation is not None
-        ],
         "throughput": [[round(at, 1), round(s, 2), n] for at, s, n in history.samples.rows],
         "rollbacks": [number for _, number in manifest.operation.rollbacks],
         "events": [

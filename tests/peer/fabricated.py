@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -210,3 +210,9 @@ def trained(**options: int) -> ToldSwarm:
         swarm.commit(number)
         swarm.look()
     return swarm
+
+
+def losses_of(status: Mapping[str, Any]) -> list[list[Any]]:
+    """Round, train and validation loss of the curve in status.json, where it has one of them."""
+    rows = ([row[0], row[3], row[4]] for row in status["curve"])
+    return [row for row in rows if row[1:] != [None, None]]

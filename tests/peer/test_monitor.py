@@ -30,6 +30,7 @@ from tests.peer.fabricated import (
     chain_round,
     claim_record,
     digest,
+    losses_of,
     stage_record,
     walk_of,
 )
@@ -241,7 +242,7 @@ def test_absurd_figures_of_peers_end_nothing(watched: Watched) -> None:
         swarm.stages[0][peer] = stage_record(round=2**53, voids=2**53, tokens_per_s=1e308)
     for _ in range(4):
         watched.monitor.look()
-    assert watched.status()["losses"] == [] and watched.status()["totals"]["waiting"] == 1
+    assert losses_of(watched.status()) == [] and watched.status()["totals"]["waiting"] == 1
 
 
 # ---- the command ---------------------------------------------------------------------------------
@@ -273,7 +274,7 @@ def test_a_monitor_that_starts_late_draws_all_that_a_bootstrap_tells(watched: Wa
     curve = watched.status()["curve"]
     assert [row[0] for row in curve if row[1] is not None] == list(range(300))
     assert curve[7] == [7, 800, NOW - 993, 3.0, 2.07, 2.07, 2.07, 50.0, 4]
-    assert watched.status()["losses"][7] == [7, 3.0, 2.07]
+    assert losses_of(watched.status())[7] == [7, 3.0, 2.07]
     watched.monitor.close()
     again = watched.start(history_s=0.0)
     again.look()

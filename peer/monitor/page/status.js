@@ -51,13 +51,10 @@ const lastSix = id => id.slice(-6);
 function named(name, id) { return name ? `${name} (${id})` : id; }
 
 // ---- what the figures say together ----------------------------------------------------------------
-/* The run's rounds as {round, tokens, at, train, validation, low, high, speed, peers}: from the
-   history that bootstraps keep, else from what this monitor has heard itself. */
 function roundsOf(status) {
-  if (status.curve && status.curve.length)
-    return status.curve.map(([round, tokens, at, train, validation, low, high, speed, peers]) =>
+  return (status.curve || []).map(
+    ([round, tokens, at, train, validation, low, high, speed, peers]) =>
       ({round, tokens, at, train, validation, low, high, speed, peers}));
-  return (status.losses || []).map(([round, train, validation]) => ({round, train, validation}));
 }
 /* Rows [at, tokens a second, peers]: of the rounds before this monitor looked, then its own looks.
    Nothing before the first peer, nothing after the last one of a run that has ended. */

@@ -62,6 +62,8 @@ class Page:
 
 Pages = Mapping[str, Callable[[], Page]]
 """By path, without query. Called in threads of their own, several at once."""
+Folders = Mapping[str, Callable[[str], Page | None]]
+"""By what paths begin with; called with the rest, and None where there is no such page."""
 
 
 class PageServer(ThreadingHTTPServer):
@@ -80,6 +82,7 @@ class PageServer(ThreadingHTTPServer):
         port: int,
         pages: Pages,
         *,
+        folders: Folders | None = None,
         option: str = "metrics",
         request_limit_s: float = REQUEST_LIMIT_S,
         max_requests: int = MAX_REQUESTS,
@@ -92,6 +95,7 @@ class PageServer(ThreadingHTTPServer):
             InvalidInput: the host is no address of this machine.
         """
         self.pages = pages
+        self.folders = folders or {}
         self._request_limit_s = request_limit_s
         self._slots = threading.BoundedSemaphore(max_requests)
         try:
@@ -309,16 +313,17 @@ class _Request(BaseHTTPRequestHandler):
         if self.command not in ("GET", "HEAD"):
             status, allowed = HTTPStatus.METHOD_NOT_ALLOWED, {"Allow": "GET, HEAD"}
             return Page(body=b"only GET and HEAD\n", status=status, headers=allowed)
-        pages = cast("PageServer", self.server).pages
-        make = pages.get(path)
-        if make is None:
-            known = " ".join(sorted(pages))
-            return Page.text(f"nothing here; there is {known}", HTTPStatus.NOT_FOUND)
+        server = cast("PageServer", self.server)
+        folder = next((each for each in server.folders if path.startswith(each)), None)
         try:
-            return make()
+            if path in server.pages:
+                return server.pages[path]()
+            page = server.folders[folder](path.removeprefix(folder)) if folder else None
         except Exception:  # the edge of this thread
             logger.exception("%s could not be made", path)
             return Page.text("an error, see the log", HTTPStatus.INTERNAL_SERVER_ERROR)
+        known = " ".join(sorted([*server.pages, *server.folders]))
+        return page or Page.text(f"nothing here; there is {known}", HTTPStatus.NOT_FOUND)
 
     def version_string(self) -> str:
         """Not the versions of Python and its server."""

@@ -214,9 +214,8 @@ class ChainFollower:
             return
         # any of those who claim it: one that is out of our reach must not keep us from the others
         peer = random.choice(view.within_reach(holders(view, stated.digest)))
-        logger.info(
-            "behind: %s has round %d, this peer %d", peer[-6:], stated.round, self.head.round
-        )
+        shown, own = view.shown(peer), self.head.round
+        logger.info("behind: %s has round %d, this peer %d", shown, stated.round, own)
         self._begin(
             self._averager.catch_up(
                 peer, stated.digest, limit_bytes=limit_bytes, back_to=min(unsettled, default=None)
@@ -233,7 +232,7 @@ class ChainFollower:
         untried = [donor for donor in honest if donor not in self._slow]
         hurry = bool(untried) and len(honest) > 1 and len(self._slow) < MAX_SLOW
         peer = self._donor = random.choice(view.within_reach(untried if hurry else honest))
-        logger.info("downloading anchor and momentum from %s", peer[-6:])
+        logger.info("downloading anchor and momentum from %s", view.shown(peer))
         future = self._averager.fetch_state(
             peer, after_round=needed.after_round, hurry=hurry, end=self._chain_end(view)
         )

@@ -4,9 +4,9 @@ It joins the DHT as a client, looks every few seconds at the signed records, fol
 round records, and serves metrics and a status page. It takes no part in the run. Bootstraps and
 peers may come and go; when its own node dies it starts again, and what it learnt is on disk.
 
-`MonitorPages` answers over HTTP: the status page, its figures, metrics, health. The monitor's
-thread makes them after each look and leaves them there as bytes; who asks gets the newest, however
-busy that thread is.
+`MonitorPages` answers over HTTP: the status page, its figures, a card of each peer, metrics,
+health. The monitor's thread makes them after each look and leaves them there, all but the cards as
+bytes; who asks gets the newest, however busy that thread is.
 """
 
 # RunDHT extends hivemind's DHT, which carries no types.
@@ -21,7 +21,8 @@ import json
 import logging
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -41,6 +42,7 @@ from dilocox.peer.http_pages import (
     metrics_page,
     readiness_page,
 )
+from dilocox.peer.monitor.card import card_svg
 from dilocox.peer.monitor.chains import ChainReader, Order, followed, holders_of
 from dilocox.peer.monitor.health import health_of
 from dilocox.peer.monitor.history import SwarmHistory
@@ -58,6 +60,7 @@ SHORTEST_LOOK_PERIOD_S = 1.0
 JOIN_PAUSE_S = 10.0
 START_LIMIT_S = 10.0  # of the thread that follows chains
 MAX_GAP_TRIES = 6
+Rows = Sequence[Mapping[str, Any]]
 MONITOR_RUNS = "another monitor uses this folder; stop it, or give this one another with --state"
 
 
@@ -72,6 +75,7 @@ class MonitorPages:
         self._late_s = late_s
         self._status = Page(body=b"{}")
         self._metrics = Page(body=b"")
+        self._cards: dict[str, Callable[[], bytes]] = {}
         self._looked_at: float | None = None
         html = (files("dilocox.peer.monitor") / "page" / "status.html").read_text("utf-8")
         policy = {"Content-Security-Policy": content_policy(html), "Referrer-Policy": "no-referrer"}
@@ -79,11 +83,14 @@ class MonitorPages:
             body=html.encode(), content_type="text/html; charset=utf-8", headers=policy
         )
 
-    def show(self, status: dict[str, Any], metrics: Page) -> None:
-        """The figures after a look."""
+    def show(self, status: dict[str, Any], metrics: Page, rows: Rows = ()) -> None:
+        """The figures after a look. rows: of all contributors, for their cards."""
         text = json.dumps(status, allow_nan=False, separators=(",", ":"))
         self._status = Page(body=text.encode(), content_type="application/json")
         self._metrics = metrics
+        self._cards = {
+            f"{row['id']}.svg": partial(card_svg, status["name"], row, len(rows)) for row in rows
+        }
         self._looked_at = time.monotonic()
 
     def pages(self) -> Pages:
@@ -95,6 +102,12 @@ class MonitorPages:
             "/healthz": lambda: health_page({"monitor": self._alive, "looks": self._looks}),
             "/readyz": lambda: readiness_page("" if self._looked_at else "it has not looked yet"),
         }
+
+    def card(self, name: str) -> Page | None:
+        """What is served as `/card/PEER_ID.svg`; None of a peer that is in no record."""
+        make = self._cards.get(name)
+        policy = {"Content-Security-Policy": "default-src 'none'"}
+        return make and Page(body=make(), content_type="image/svg+xml", headers=policy)
 
     def _looks(self) -> bool:
         return self._looked_at is None or time.monotonic() - self._looked_at < self._late_s
@@ -154,7 +167,8 @@ def run_monitor_command(options: MonitorOptions) -> int:
 def _serve(options: MonitorOptions, place: Joined, kept: Path, stop: StopSignal) -> None:
     monitor = Monitor(options, place, kept)
     try:
-        with PageServer(options.host, options.port, monitor.pages.pages(), option="") as server:
+        pages, cards = monitor.pages.pages(), {"/card/": monitor.pages.card}
+        with PageServer(options.host, options.port, pages, folders=cards, option="") as server:
             shown = f"[{options.host}]" if ":" in options.host else options.host
             typer.echo(f"watching run {place.run} ({place.manifest.name})")
             typer.echo(f"status page http://{shown}:{server.port}/ and figures at /metrics")
@@ -232,7 +246,7 @@ class Monitor:
         if late or self._history.counters != self._saved:
             self._save()  # before they are shown: a counter must not fall when this one is killed
         seen = Seen(self._place.run, self._invite, look, self._history, health)
-        self.pages.show(status_of(seen), metrics_page(metrics_of(seen)))
+        self.pages.show(status_of(seen), metrics_page(metrics_of(seen)), seen.contributions)
 
     def close(self) -> None:
         """End the thread and write what was learnt; twice does no harm."""

@@ -1,6 +1,5 @@
 """The names that peers give themselves, as people see them. Nobody proves a name: two peers may
-state the same, so the end of the id always stands beside it. Nothing heavy is imported here: the
-command line checks names before all else.
+state the same, so the end of the id stands beside it. Nothing heavy is imported, for `--help`.
 """
 
 MAX_NAME = 24  # characters of a peer's name, or of its team's

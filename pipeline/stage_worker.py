@@ -309,9 +309,7 @@ class StagePasses:
 
     @torch.no_grad()
     def next_logits(self, ids: Tensor) -> Tensor:
-        """Of a model that is all in this stage, between two inner steps: the logits [v], on the CPU
-        in fp32, of what follows ids int64 [1, t].
-        """
+        """After ids int64 [1, t], of a whole model between steps: logits [v], fp32, on the CPU."""
         self._optimizer.refresh()
         with self.watch.running(), _evaluating(self._stage), self._optimizer.autocast():
             hidden, _ = self._stage.hidden_states(_moved(ids, self._device))

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 class Gave:
     """What a peer gave to its stage since it joined, restarts included.
 
-    since: seconds since the epoch, 0 before it first trained. rounds, tokens: those of its own that
-    are committed. of_tokens: in all records since. val_loss: the first that it knew.
+    since: seconds since the epoch, 0 before it trained. rounds, tokens: of its own, committed ones.
+    of_tokens: of all records since. val_loss: the first that it knew.
     """
 
     since: float = 0.0

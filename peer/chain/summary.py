@@ -105,9 +105,7 @@ Stated = tuple[str, str, float | None]
 def contributions(
     sums: Mapping[int, Sums], tokens_per_step: int, stated: Mapping[str, Stated]
 ) -> list[dict[str, Any]]:
-    """Who gave how much to these stages together, the most first: rows of values for JSON. A row's
-    share is of all that was given.
-    """
+    """Who gave how much to these stages together, the most first: rows of values for JSON."""
     tokens, spent = Counter[str](), Counter[str]()
     for given, took in sums.values():
         tokens.update(given)

@@ -1,7 +1,7 @@
 """A card of one peer to be shown elsewhere: what it gave to the run, as an SVG image of fixed size.
 
-Nothing in it is loaded from anywhere, and every text is escaped: names are those of strangers. One
-that is too long for its line is set smaller, and what is left over is cut.
+Nothing in it is loaded from anywhere, and texts of strangers are escaped, and set smaller or cut
+where a line has no room for them.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ INNER = WIDTH - 2 * EDGE
 COLUMN = INNER // 4
 FONT = "system-ui, -apple-system, Segoe UI, Roboto, DejaVu Sans, sans-serif"
 BACK, LINE, TEXT, SOFT, ACCENT = "#12161b", "#2c3540", "#e6eaef", "#98a4b2", "#6ea4ff"
-LETTER = 0.6  # widths of a usual letter in its size; a wide one has two of them
 
 
 def card_svg(run: str, row: Mapping[str, Any], contributors: int) -> bytes:
@@ -44,7 +43,8 @@ def card_svg(run: str, row: Mapping[str, Any], contributors: int) -> bytes:
         _text(WIDTH - EDGE, 50, "dilocox", 17, ACCENT, anchor="end"),
         _text(EDGE, 104, row["name"] or f"peer {short}", 40, TEXT),
         _text(EDGE, 138, f"team {row['team']}" if row["team"] else "", 20, ACCENT),
-        *(_bar(width, colour) for width, colour in ((INNER, LINE), (INNER * share, ACCENT))),
+        f'<path d="M{EDGE} 163h{INNER}" stroke="{LINE}" stroke-width="6"/>',
+        f'<path d="M{EDGE} 163h{INNER * share:.0f}" stroke="{ACCENT}" stroke-width="6"/>',
         _text(EDGE, 292, f"peer …{short}", 14, SOFT),
         _text(WIDTH - EDGE, 292, seen, 14, SOFT, anchor="end"),
     ]
@@ -62,16 +62,12 @@ def spoken(number: float) -> str:
     return f"{number:.2g}" if number < 10 else f"{math.floor(number)}"
 
 
-def _bar(width: float, colour: str) -> str:
-    return f'<rect x="{EDGE}" y="160" width="{width:.0f}" height="6" rx="3" fill="{colour}"/>'
-
-
 def _text(
     x: int, y: int, text: str, size: int, colour: str, *, anchor: str = "start", room: int = INNER
 ) -> str:
     """One line, smaller where it is too long; what is longer still ends where its room does."""
     wide = sum(1 + letter.isupper() / 4 + (east_asian_width(letter) in "WF") for letter in text)
-    fitting = min(size, math.floor(room / LETTER / max(1, wide)))
+    fitting = min(size, math.floor(room / 0.6 / max(1, wide)))  # a letter has 0.6 of its size
     left, at = (x, 0) if anchor == "start" else (x - room, room)
     weight = 400 if colour == SOFT else 600
     return (

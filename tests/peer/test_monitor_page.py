@@ -218,7 +218,7 @@ def test_no_name_of_a_stranger_breaks_a_card_or_loads_anything(name: str) -> Non
     root = ElementTree.fromstring(card.body)
     assert (root.get("width"), root.get("height")) == ("640", "320")
     kinds = {each.tag.partition("}")[2] for each in root.iter()}
-    assert kinds == {"svg", "title", "rect", "text"}
+    assert kinds == {"svg", "title", "rect", "path", "text"}
     keys = {key for each in root.iter() for key in each.attrib}
     assert not any("href" in key or key.startswith("on") for key in keys)
 

@@ -2,9 +2,9 @@
 
 A record is a frozen dataclass, written as a msgpack map of its fields and at most 1 KB long; that
 of a replica has 4 KB, which is room for the peers of 64 stages.
-Decoding ignores fields it does not know (a newer version may send them) and refuses everything else
-that is not exactly of the declared type: missing fields, wrong types, infinite numbers, endless
-text.
+Decoding ignores fields it does not know (a newer version may send them), takes the default of a
+field that an older version does not send, and refuses everything else that is not exactly of the
+declared type: missing fields, wrong types, infinite numbers, endless text.
 
 Every key and lifetime in the DHT stands here, too. All keys of a run start with its id, so one
 parser tells which run and which kind of record a key is for. hivemind's matchmaking adds keys of
@@ -16,7 +16,7 @@ import math
 import re
 import types
 import typing
-from dataclasses import dataclass, field, fields
+from dataclasses import MISSING, dataclass, field, fields
 from functools import lru_cache
 from typing import Any, ClassVar, Literal, TypeVar, cast
 
@@ -131,9 +131,10 @@ class Record:
         given = cast(dict[str, object], value)
         values: dict[str, Any] = {}
         for name, hint in _hints(cls).items():
-            if name not in given:
+            if name in given:
+                values[name] = _checked(name, given[name], hint)
+            elif cls.__dataclass_fields__[name].default is MISSING:
                 raise Malformed(f"{cls.kind} record has no {name}")
-            values[name] = _checked(name, given[name], hint)
         return cls(**values)
 
 
@@ -167,7 +168,7 @@ class StageRecord(Record):
     addresses: multiaddrs that reach it.
     blocked: why this peer cannot train now, in one line, or empty.
     compression_error: of its newest message in a round, |m - c| / |m|; None before there is one.
-    name: that its volunteer gave it, or empty; text of a stranger, to be cut and escaped.
+    name, team: that its volunteer gave it, or empty; texts of a stranger (names.py).
     """
 
     kind: ClassVar[Kind] = "stage"
@@ -187,6 +188,7 @@ class StageRecord(Record):
     compression_error: float | None = None
     computing_share: float | None = figure("Of its time in replicas in which its stage computed.")
     name: str = ""
+    team: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,6 +6,7 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 
 from dilocox.dht.manifest import Manifest
+from dilocox.dht.names import shown_peer
 from dilocox.dht.records import BellRecord, ClaimRecord, ReplicaRecord, StageRecord
 
 
@@ -62,6 +63,11 @@ class SwarmView:
         claims = claims or list(self.run_claims.values())
         ended = sum(claim.chain_tokens >= end_tokens for claim in claims)
         return 2 * ended > len(claims)
+
+    def shown(self, peer: str) -> str:
+        """A peer as people see it, with the name that its record states."""
+        here = (self.stage, *self.stages.values())
+        return shown_peer(peer, next((at[peer].name for at in here if peer in at), ""))
 
     def held_by(self, peers: Iterable[str], round_number: int) -> bool:
         held = (self.claims[peer].round for peer in peers if peer in self.claims)

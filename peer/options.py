@@ -17,6 +17,7 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -24,11 +25,10 @@ import typer
 
 from dilocox.dht.errors import InvalidInput
 from dilocox.dht.invite import SCHEME, Invite, listen_address, peer_id
+from dilocox.dht.names import MAX_NAME, MAX_NAME_BYTES
 
 GB = 1e9
 HOUR_S = 3600.0
-MAX_NAME = 24  # characters
-MAX_NAME_BYTES = 48  # in UTF-8, of the 1,024 that a record in the DHT may have
 LONGEST_WAIT_HOURS = 49  # two days: on one of them the clocks may leave out the only hour
 
 Reason = Literal["paused", "traffic", "hours", "battery", "busy"]
@@ -136,12 +136,12 @@ def path_or_invite(text: str) -> Path | Invite:
     return Invite.parse(text) if text.strip().startswith(SCHEME) else Path(text)
 
 
-def peer_name(text: str) -> str:
-    """The name of `--name`: it is shown on pages and terminals of others."""
+def name_of(option: str, text: str) -> str:
+    """What `--name` or `--team` gives: it is shown on pages and terminals of others."""
     # what is not printable may have no UTF-8
     if not text.isprintable() or len(text) > MAX_NAME or len(text.encode()) > MAX_NAME_BYTES:
         raise InvalidInput(
-            f"--name {text!r}: give at most {MAX_NAME} printable characters, of at most "
+            f"{option} {text!r}: give at most {MAX_NAME} printable characters, of at most "
             f"{MAX_NAME_BYTES} bytes in UTF-8"
         )
     return text
@@ -480,7 +480,12 @@ class PeerOptions(HostingOptions):
         typer.Option(
             help="Name of this peer that others see, at most 24 characters and 48 bytes in UTF-8."
         ),
-        ReadFrom(str, peer_name),
+        ReadFrom(str, partial(name_of, "--name")),
+    ] = ""
+    team: Annotated[
+        str,
+        typer.Option(help="Name of its team, as long as a name: what a team gives is added up."),
+        ReadFrom(str, partial(name_of, "--team")),
     ] = ""
     hours: Annotated[
         Hours | None,
@@ -657,8 +662,8 @@ class LogOptions(VerifyOptions):
         bool,
         typer.Option(
             "--contributions",
-            help="List the peers instead, with the tokens of theirs that are in committed rounds "
-            "of each stage.",
+            help="List the peers, names and teams instead, with their tokens and hours in "
+            "committed rounds.",
         ),
     ] = False
     csv_file: Annotated[

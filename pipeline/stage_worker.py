@@ -307,6 +307,14 @@ class StagePasses:
                 total += self._summed_loss(tokens, targets)
             return float(total)
 
+    @torch.no_grad()
+    def next_logits(self, ids: Tensor) -> Tensor:
+        """After ids int64 [1, t], of a whole model between steps: logits [v], fp32, on the CPU."""
+        self._optimizer.refresh()
+        with self.watch.running(), _evaluating(self._stage), self._optimizer.autocast():
+            hidden, _ = self._stage.hidden_states(_moved(ids, self._device))
+            return self._stage.logits(hidden[:, -1:])[0, -1].float().cpu()
+
     def _backward(self, forwarded: Forwarded, gradient: Tensor, share: float) -> None:
         roots, gradients = [forwarded.output], [gradient, None]
         if forwarded.auxiliary is not None:
@@ -431,6 +439,7 @@ class StageWorker:
         self._is_first = stage.is_first
         self._is_last = stage.is_last
         self._passes = StagePasses(stage, optimizer, recompute=recompute, document_end=document_end)
+        self.next_logits = self._passes.next_logits
         self._forget()
 
     def restart(self) -> None:

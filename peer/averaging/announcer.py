@@ -234,6 +234,7 @@ class Announcer:
             voids=voids,
             version=__version__,
             name=local.options.name,
+            team=local.options.team,
             addresses=local.addresses,
             blocked=(STARTED_OVER if own.started_over else own.blocked)[:MAX_BLOCKED],
         )

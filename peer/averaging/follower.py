@@ -216,8 +216,8 @@ class ChainFollower:
         # any of those who claim it: one that is out of our reach must not keep us from the others
         peer = random.choice(view.within_reach(holders(view, stated.digest)))
         lacks = stated.round - self.head.round  # of one round the line that it was taken says all
-        level = logging.INFO if lacks > 1 else logging.DEBUG
-        logger.log(level, "catching up: %s lacking; asking %s", counted(lacks, "round"), peer[-6:])
+        level, shown = logging.INFO if lacks > 1 else logging.DEBUG, view.shown(peer)
+        logger.log(level, "catching up: %s lacking; asking %s", counted(lacks, "round"), shown)
         self._begin(
             self._averager.catch_up(
                 peer, stated.digest, limit_bytes=limit_bytes, back_to=min(unsettled, default=None)
@@ -234,7 +234,7 @@ class ChainFollower:
         untried = [donor for donor in honest if donor not in self._slow]
         hurry = bool(untried) and len(honest) > 1 and len(self._slow) < MAX_SLOW
         peer = self._donor = random.choice(view.within_reach(untried if hurry else honest))
-        logger.info("catching up: taking the newest weights from %s", peer[-6:])
+        logger.info("catching up: taking the newest weights from %s", view.shown(peer))
         future = self._averager.fetch_state(
             peer, after_round=needed.after_round, hurry=hurry, end=self._chain_end(view)
         )

@@ -11,6 +11,21 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, kw_only=True)
+class Gave:
+    """What a peer gave to its stage since it joined, restarts included.
+
+    since: seconds since the epoch, 0 before it trained. rounds, tokens: of its own, committed ones.
+    of_tokens: of all records since. val_loss: the first that it knew.
+    """
+
+    since: float = 0.0
+    rounds: int = 0
+    tokens: int = 0
+    of_tokens: int = 0
+    val_loss: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
 class LoopStatus:
     """Tokens are this peer's own, losses are nats a token, shares are from 0 to 1.
 
@@ -28,6 +43,7 @@ class LoopStatus:
     waiting_share, round_waiting_share: waited for averages, of all its time and of its last round.
     computing_share: of the time since it first was in a replica.
     compression_error: |m - c| / |m| of its newest message in a round.
+    gave: what this peer gave so far.
     unsent_tokens: those that no record holds as far as it knows. lost_tokens: none ever will.
     """
 
@@ -56,5 +72,6 @@ class LoopStatus:
     round_waiting_share: float = 0.0
     computing_share: float = 0.0
     compression_error: float | None = None
+    gave: Gave = Gave()
     unsent_tokens: int = 0
     lost_tokens: int = 0

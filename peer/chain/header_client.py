@@ -187,8 +187,9 @@ def read_header(data: bytes, digest: str, run: str, stage: int) -> ChainRound:
         raise CallRefused("a record's header names no round")
     if (header.run, header.stage) != (run, stage):
         raise CallRefused(f"it is of run {str(header.run)[:32]}, stage {str(header.stage)[:8]}")
-    numbers = (told.round, size, told.chain_tokens, told.next_inner_steps, told.tokens)
-    if not all(0 <= n <= MAX_TOKENS for n in (*numbers, *dict(told.contributors).values())):
+    numbers = [told.round, size, told.chain_tokens, told.next_inner_steps, told.tokens]
+    numbers += [told.token_seconds, *dict(told.contributors).values()]
+    if not all(0 <= n <= MAX_TOKENS for n in numbers):
         raise CallRefused("a record's numbers make no sense")
     # a name goes into status.json and onto a page: a lone surrogate is not even text
     if any(len(name) > MAX_NAME or not name.isprintable() for name in names):

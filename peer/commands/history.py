@@ -24,15 +24,18 @@ from typing import Any, TypeVar
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from dilocox.dht.errors import EnvironmentFault, InvalidInput
 from dilocox.dht.invite import Invite
 from dilocox.dht.join import Joined, visiting
 from dilocox.dht.manifest import Manifest
-from dilocox.dht.records import averaging_prefix
+from dilocox.dht.names import MAX_NAME, cut, shown_peer
+from dilocox.dht.records import StageRecord, averaging_prefix, stage_key
 from dilocox.dht.rpc import Client
 from dilocox.dht.upload_limit import UploadLimit
+from dilocox.peer.chain import summary as of_chains
 from dilocox.peer.chain.download import ClaimedChain, claimed_chain, download_chain, list_chain
 from dilocox.peer.chain.replay import Replayed, replay
 from dilocox.peer.chain.round_history import (
@@ -44,7 +47,7 @@ from dilocox.peer.chain.round_history import (
     parsed_row,
 )
 from dilocox.peer.chain.store import KeptChain, KeptRun, kept_run
-from dilocox.peer.chain.summary import ChainRound, tokens_by_peer
+from dilocox.peer.chain.summary import ChainRound, grouped, tokens_by_peer
 from dilocox.peer.options import LogOptions, VerifyOptions
 from dilocox.peer.os_process import STOPPED, StopSignal, counted, write_json, write_text
 
@@ -52,14 +55,17 @@ T = TypeVar("T")
 
 
 TOLD = ("at", "train loss", "validation loss")
+Chains = Mapping[int, Sequence[ChainRound]]
+Given = Sequence[Mapping[str, Any]]
+"""Of `summary.contributions`."""
 Rows = Mapping[int, HistoryRow]
 """What is known of rounds beside their records, by number."""
 
 
 def as_json(
-    run: str, stages: Mapping[int, Sequence[ChainRound]], history: Rows | None = None
+    run: str, stages: Chains, given: Given = (), history: Rows | None = None
 ) -> dict[str, Any]:
-    """Everything, with totals, by stage."""
+    """Everything, with totals, by stage, and who gave it."""
     rows = history or {}
     return {
         "run": run,
@@ -75,6 +81,9 @@ def as_json(
             }
             for stage, rounds in sorted(stages.items())
         ],
+        "contributions": given,
+        "names": grouped(given, "name"),
+        "teams": grouped(given, "team"),
     }
 
 
@@ -107,9 +116,7 @@ def as_csv(chain: Sequence[ChainRound], history: Rows) -> str:
     return text.getvalue()
 
 
-def show(
-    stages: Mapping[int, Sequence[ChainRound]], console: Console, history: Rows | None = None
-) -> None:
+def show(stages: Chains, console: Console, history: Rows | None = None) -> None:
     """Print the rounds of all stages."""
     rows = history or {}
     for stage, rounds in sorted(stages.items()):
@@ -117,8 +124,8 @@ def show(
         size = f"{sum(each.record_bytes for each in rounds):,}"
         count = counted(len(rounds), "round")
         more = TOLD if rows else ()
-        names = ("round", "tokens", "members", "ranks", "next H", "bytes", "digest", *more)
-        table = _table(stage, names)
+        columns = ("round", "tokens", "members", "ranks", "next H", "bytes", "digest", *more)
+        table = _table(f"stage {stage}", columns)
         table.show_footer = bool(rounds)
         for column, footer in zip(table.columns, (count, tokens, "", "", "", size), strict=False):
             column.footer = footer
@@ -148,31 +155,38 @@ def _beside(row: HistoryRow | None) -> tuple[str, str, str]:
     return at, train, validation
 
 
-def show_contributions(stages: Mapping[int, Sequence[ChainRound]], console: Console) -> None:
-    """Print what each peer contributed to each stage, the most first."""
+def show_contributions(stages: Chains, given: Given, console: Console) -> None:
+    """Print what each peer, name and team contributed, the most first, and of which rounds."""
+    for what in ("peer", "name", "team"):
+        table, lines = _table(f"by {what}", (what, "of", "tokens", "share", "hours")), list[str]()
+        for row in given if what == "peer" else grouped(given, what):
+            if what == "peer":
+                stated = ", ".join(f"{key} {row[key]}" for key in ("name", "team") if row[key])
+                label = f"{row['id']} ({stated})" if stated else row["id"]
+                shown = shown_peer(row["id"], row["name"]) + (row["team"] and f", {row['team']}")
+                of = f"stage {', '.join(map(str, row['stages']))}"
+            else:
+                shown, label, of = row[what], row[what], counted(row["peers"], "peer")
+            cells = (f"{row['tokens']:,}", f"{row['share']:.1%}", f"{row['hours']:,.2f}")
+            table.add_row(escape(shown), of, *cells)
+            lines.append(f"{what} {label}: {cells[0]} tokens ({cells[1]}), {cells[2]} hours, {of}")
+        if lines:
+            _print(console, table, lines)
     for stage, chain in sorted(stages.items()):
-        found = _contributions(chain)
-        total = sum(each["tokens"] for each in found)
-        table, lines = _table(stage, ("peer", "tokens", "share", "rounds")), list[str]()
-        for each in found:
-            peer, tokens, rounds = each["peer"], f"{each['tokens']:,}", each["rounds"]
-            share = f"{each['tokens'] / total:.1%}"
-            table.add_row(peer, tokens, share, str(rounds))
-            where = f"{tokens} tokens ({share}) in {counted(rounds, 'round')}"
-            lines.append(f"stage {stage} peer {peer}: {where}")
-        summary = f"stage {stage}: {counted(len(found), 'peer')}, {total:,} tokens"
+        counts = tokens_by_peer(chain)
+        summary = f"stage {stage}: {counted(len(counts), 'peer')}, {counts.total():,} tokens"
         if chain:
             summary += f" in rounds {chain[0].round} to {chain[-1].round}"
         if before := _tokens_before(chain):
             summary += f"; {before:,} tokens of earlier rounds, whose records are not here"
-        _print(console, table, lines)
         console.print(summary, highlight=False, soft_wrap=True)
 
 
-def _table(stage: int, columns: Sequence[str]) -> Table:
-    table = Table(title=f"stage {stage}", title_justify="left")
+def _table(title: str, columns: Sequence[str]) -> Table:
+    table = Table(title=title, title_justify="left")
     for name in columns:
-        table.add_column(name, justify="left" if name in ("peer", "digest") else "right")
+        left = name in ("peer", "name", "team", "of", "digest")
+        table.add_column(name, justify="left" if left else "right")
     return table
 
 
@@ -182,7 +196,7 @@ def _print(console: Console, table: Table, lines: Sequence[str]) -> None:
         console.print(table)
         return
     for line in lines:
-        console.print(line, highlight=False, soft_wrap=True)
+        console.print(line, highlight=False, soft_wrap=True, markup=False)
 
 
 NOTHING = (None,) * 6  # what a peer alone does not know of a round
@@ -192,14 +206,14 @@ LISTINGS = 3  # of a folder whose owner moves records while they are read
 def run_log_command(options: LogOptions) -> int:
     """List the rounds of one stage or all, or what its peers contributed; the exit code."""
     with StopSignal():
-        run, stages, history = _listed(options)
+        run, stages, given, history = _listed(options)
         if options.csv_file is not None:
             chain = next(iter(stages.values()), ())
             write_text(options.csv_file, as_csv(chain, history))
         elif options.json_file is not None:
-            write_json(options.json_file, as_json(run, stages, history))
+            write_json(options.json_file, as_json(run, stages, given, history))
         elif options.contributions:
-            show_contributions(stages, Console())
+            show_contributions(stages, given, Console())
         else:
             show(stages, Console(), history)
         return 0
@@ -218,22 +232,33 @@ def run_verify_command(options: VerifyOptions) -> int:
 
 
 # ---- listing -------------------------------------------------------------------------------------
-def _listed(
-    options: LogOptions,
-) -> tuple[str, Mapping[int, Sequence[ChainRound]], Rows]:
-    source, stages = options.source, dict[int, Sequence[ChainRound]]()
+def _listed(options: LogOptions) -> tuple[str, Chains, Given, Rows]:
+    source, stated = options.source, dict[str, of_chains.Stated]()
+    stages: dict[int, Sequence[ChainRound]] = {}
     if isinstance(source, Path):
         kept = kept_run(source)
         for stage in _wanted(options.stage, sorted(kept.stages)):
             stages[stage] = _rounds(kept.stages[stage])
-        return kept.run, stages, {row.round: row for row in _kept_history(kept)}
-    with visiting(source, options.host) as place:
-        deadline = time.monotonic() + options.timeout_s
-        whole = options.csv_file is not None and options.stage in ("all", "auto")
-        for stage in _wanted("0" if whole else options.stage, range(place.manifest.stages)):
-            stages[stage] = asyncio.run(_claimed(place, stage, deadline, list_chain))
-        history = asyncio.run(_told_history(place, source, deadline))
-    return source.run_id, stages, {row.round: row for row in history}
+        history = _kept_history(kept)
+        if not options.contributions and options.json_file is None:
+            return kept.run, stages, (), {row.round: row for row in history}
+        run, manifest = kept.run, kept.manifest()
+    else:
+        with visiting(source, options.host) as place:
+            run, manifest = place.run, place.manifest
+            deadline = time.monotonic() + options.timeout_s
+            whole = options.csv_file is not None and options.stage in ("all", "auto")
+            for stage in _wanted("0" if whole else options.stage, range(manifest.stages)):
+                stages[stage] = asyncio.run(_claimed(place, stage, deadline, list_chain))
+            history = asyncio.run(_told_history(place, source, deadline))
+            keys = dict.fromkeys((stage_key(run, n) for n in range(manifest.stages)), StageRecord)
+            for told in place.swarm.read_many(keys).values():
+                for peer, record in (told or {}).items():
+                    stated[peer] = (cut(record.name, MAX_NAME), cut(record.team, MAX_NAME), None)
+    took = of_chains.token_seconds_by_peer
+    sums = {stage: (tokens_by_peer(chain), took(chain)) for stage, chain in stages.items()}
+    given = of_chains.contributions(sums, manifest.batch.tokens_per_step, stated)
+    return run, stages, given, {row.round: row for row in history}
 
 
 async def _told_history(place: Joined, invite: Invite, deadline: float) -> list[HistoryRow]:

@@ -22,7 +22,7 @@ from dilocox.dht.rpc import REFUSED, Client, LoopThread
 from dilocox.dht.upload_limit import UploadLimit
 from dilocox.peer.chain.header_client import HeaderClient
 from dilocox.peer.chain.round_history import HistoryRow, ask_history
-from dilocox.peer.chain.summary import ChainRound, tokens_by_peer
+from dilocox.peer.chain.summary import ChainRound, token_seconds_by_peer, tokens_by_peer
 
 logger = logging.getLogger(__name__)
 
@@ -53,7 +53,8 @@ class Walk:
     """What a walk found, the newest round first.
 
     end: the digest at which it ended: one of the order's `stop`, or one that nobody gave.
-    folded: tokens by peer of the rounds whose `members` were left out for their number.
+    folded, folded_seconds: tokens and token-seconds by peer of the rounds whose `members` were left
+    out for their number.
     """
 
     stage: int
@@ -62,6 +63,7 @@ class Walk:
     end: str
     connected: bool
     folded: Counter[str]
+    folded_seconds: Counter[str] = field(default_factory=Counter[str])
 
 
 def followed(claims: Mapping[str, ClaimRecord]) -> str | None:
@@ -163,13 +165,14 @@ class ChainReader(LoopThread):
 async def walk(chain: Callable[[Order], HeaderClient], order: Order) -> Walk:
     """Walk until a known record, or one that nobody gives; whatever fails ends only this walk."""
     rounds: list[ChainRound] = []
-    folded = Counter[str]()
+    folded, folded_seconds = Counter[str](), Counter[str]()
     end = order.start
     try:
         async for told in chain(order).headers(order.start, order.stop.__contains__):
             rounds.append(told)
             if len(rounds) > DETAILED:
-                folded += tokens_by_peer([told])
+                folded.update(tokens_by_peer([told]))
+                folded_seconds.update(token_seconds_by_peer([told]))
                 rounds[-1] = replace(told, contributors=())
             end = told.previous
     except REFUSED as error:
@@ -183,4 +186,5 @@ async def walk(chain: Callable[[Order], HeaderClient], order: Order) -> Walk:
         end=end,
         connected=end in order.stop,
         folded=folded,
+        folded_seconds=folded_seconds,
     )

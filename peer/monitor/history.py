@@ -26,10 +26,12 @@ from pydantic import TypeAdapter
 
 from dilocox.dht.files import write_atomically
 from dilocox.dht.manifest import Manifest
+from dilocox.dht.names import MAX_NAME, cut, shown_peer
 from dilocox.dht.records import ReplicaRecord
+from dilocox.peer.chain import summary
 from dilocox.peer.chain.round_history import HistoryRow
 from dilocox.peer.chain.stated import more_voids, stated_losses
-from dilocox.peer.chain.summary import ChainRound, tokens_by_peer
+from dilocox.peer.chain.summary import ChainRound, Stated, token_seconds_by_peer, tokens_by_peer
 from dilocox.peer.monitor.chains import DETAILED, Walk
 from dilocox.peer.monitor.curve import Curve
 from dilocox.peer.monitor.events import EventLog
@@ -46,7 +48,6 @@ MAX_TIMES = 64
 USUAL_TIMES = 9  # of the newest rounds, for how long one usually takes
 MAX_SAMPLES = 720
 SAMPLE_S = 5.0
-MAX_TEXT = 120
 MAX_REMEMBERED = 4096  # heads whose last fault is known, and peers that are known again
 
 Sample = tuple[float, float, int]  # at, tokens/s, peers
@@ -56,15 +57,16 @@ Sample = tuple[float, float, int]  # at, tokens/s, peers
 class StageRounds:
     """One stage's chain.
 
-    tokens: by peer id. gaps: digests of records that nobody gave, and how often they were asked
-    for again. head: the newest round. rounds: of the chain; records_seen: the same for a counter,
-    which never falls, not even when the chain goes on elsewhere.
+    tokens, token_seconds: by peer id. gaps: digests of records that nobody gave, and how often they
+    were asked for again. head: the newest round. rounds: of the chain; records_seen: the same for a
+    counter, which never falls, not even when the chain goes on elsewhere.
     paced_from: rounds from before it say nothing of the pace, seconds since the epoch.
     times: when rounds were seen to come, by their number; those that were there before have none.
     known: the round of each record that is counted, by digest. recent: the newest ones by number.
     """
 
     tokens: Counter[str] = field(default_factory=Counter[str])
+    token_seconds: Counter[str] = field(default_factory=Counter[str])
     gaps: dict[str, int] = field(default_factory=dict[str, int])
     head: ChainRound | None = None
     chain_tokens: int = 0
@@ -101,9 +103,11 @@ class StageRounds:
             self.rounds += 1
             self.records_seen += 1
             self.tokens.update(tokens_by_peer([each]))
+            self.token_seconds.update(token_seconds_by_peer([each]))
             if live:
                 self.times[each.round] = now
         self.tokens.update(walk.folded)
+        self.token_seconds.update(walk.folded_seconds)
         self.gaps.pop(walk.start, None)
         if not walk.connected and len(self.gaps) < MAX_GAPS:
             self.gaps[walk.end] = 0
@@ -152,6 +156,7 @@ class StageRounds:
             self.known.pop(each.digest, None)
             self.rounds -= 1
             self.tokens.subtract(tokens_by_peer([each]))
+            self.token_seconds.subtract(token_seconds_by_peer([each]))
             self.times.pop(number, None)
 
     def _thin(self) -> None:
@@ -161,7 +166,7 @@ class StageRounds:
         if len(self.known) > MAX_KNOWN:
             newest = sorted(self.known.items(), key=lambda item: -item[1])[:MAX_KNOWN]
             self.known = dict(newest)
-        self.tokens = +self.tokens  # none below one
+        self.tokens, self.token_seconds = +self.tokens, +self.token_seconds  # none below one
 
 
 @dataclass(frozen=True)
@@ -211,7 +216,8 @@ class SwarmHistory:
     seen_at, held_at: when the swarm was last to be seen, and last in a state without rounds.
     rules: of the last rollback it knows, None before the first look. set_aside: the first number of
     the rounds that this one set aside, and the one after the last.
-    present: stage by peer. met: peers, who was here last at the end.
+    present: stage by peer. met: peers, who was here last at the end. stated: by peer, of those that
+    left, too.
     voids_of, last_faults: what a peer, or a head of a replica, told last.
     """
 
@@ -237,6 +243,7 @@ class SwarmHistory:
     set_aside: tuple[int, int] = (0, 0)
     present: dict[str, int] = field(default_factory=dict[str, int])
     met: dict[str, None] = field(default_factory=dict[str, None])
+    stated: dict[str, Stated] = field(default_factory=dict[str, Stated])
     voids_of: dict[str, int] = field(default_factory=dict[str, int])
     last_faults: dict[str, tuple[int, str]] = field(default_factory=dict[str, tuple[int, str]])
 
@@ -285,6 +292,7 @@ class SwarmHistory:
             self.seen_at = look.at
         if not look.answered:
             return
+        self._hear_names(look)
         self._come_and_go(look)
         self._count_voids(look)
         self._hear_faults(look)
@@ -305,6 +313,16 @@ class SwarmHistory:
     def told(self, rows: Iterable[HistoryRow], manifest: Manifest) -> None:
         """Take in what bootstraps keep of the run's rounds."""
         self.curve.take(row for row in rows if not manifest.rolled_back(row.round, row.rules))
+
+    def shown(self, peer: str) -> str:
+        """A peer as people see it, with the name that it stated last."""
+        return shown_peer(peer, self.stated.get(peer, ("",))[0])
+
+    def contributions(self, tokens_per_step: int) -> list[dict[str, Any]]:
+        """The rows of `summary.contributions`; here: whether the peer is in view."""
+        sums = {n: (chain.tokens, chain.token_seconds) for n, chain in enumerate(self.stages)}
+        rows = summary.contributions(sums, tokens_per_step, self.stated)
+        return [row | {"here": row["id"] in self.present} for row in rows]
 
     @property
     def validation(self) -> tuple[int, float] | None:
@@ -341,6 +359,13 @@ class SwarmHistory:
         first, after = self.set_aside
         return not first <= number < after or number in self.stages[0].recent
 
+    def _hear_names(self, look: SwarmLook) -> None:
+        for stage in look.stages:
+            for peer, told in look.present(stage).items():
+                *_, since = self.stated.pop(peer, ("", "", look.at))
+                self.stated[peer] = (cut(told.name, MAX_NAME), cut(told.team, MAX_NAME), since)
+        forget(self.stated, MAX_REMEMBERED)
+
     def _come_and_go(self, look: SwarmLook) -> None:
         present = {peer: stage for stage in look.stages for peer in look.present(stage)}
         self.events.come_and_go(look, self.present, present)
@@ -355,7 +380,7 @@ class SwarmHistory:
             self.left_total += 1
             stage = self.present[peer]
             if peer not in look.stages.get(stage, {}):  # else it said that it leaves
-                self._fault(look.at, f"peer {peer[-6:]} of stage {stage} went silent")
+                self._fault(look.at, f"peer {self.shown(peer)} of stage {stage} went silent")
         self.present = present
 
     def _count_voids(self, look: SwarmLook) -> None:
@@ -377,7 +402,7 @@ class SwarmHistory:
             # a fault raises the epoch, and a new replica does so without one
             if replica.last_fault and old is not None and new[1] != old[1]:
                 self.faults_total += 1
-                self._fault(look.at, f"replica {head[-6:]}: {replica.last_fault}")
+                self._fault(look.at, f"replica {self.shown(head)}: {replica.last_fault}")
             self.last_faults[head] = new
         forget(self.last_faults, MAX_REMEMBERED)
 
@@ -408,12 +433,6 @@ def forget(table: dict[Any, Any], limit: int) -> None:
     """Drop what was put in first."""
     while len(table) > limit:
         del table[next(iter(table))]
-
-
-def cut(text: str, limit: int = MAX_TEXT) -> str:
-    """A text of a stranger in one line: bounded, and of characters that can be seen."""
-    seen = "".join(letter if letter.isprintable() else " " for letter in text)
-    return seen if len(seen) <= limit else seen[: limit - 1] + "…"
 
 
 def _mean(rows: list[Sample]) -> Sample:

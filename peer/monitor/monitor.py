@@ -4,9 +4,9 @@ It joins the DHT as a client, looks every few seconds at the signed records, fol
 round records, and serves metrics and a status page. It takes no part in the run. Bootstraps and
 peers may come and go; when its own node dies it starts again, and what it learnt is on disk.
 
-`MonitorPages` answers over HTTP: the status page, its figures, metrics, health. The monitor's
-thread makes them after each look and leaves them there as bytes; who asks gets the newest, however
-busy that thread is.
+`MonitorPages` answers over HTTP: the status page, its figures, a card of each peer, metrics,
+health. The monitor's thread makes them after each look and leaves them there, all but the cards as
+bytes; who asks gets the newest, however busy that thread is.
 """
 
 # RunDHT extends hivemind's DHT, which carries no types.
@@ -18,8 +18,9 @@ from __future__ import annotations
 import json
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from html import escape
 from importlib.resources import files
 from pathlib import Path
@@ -42,6 +43,7 @@ from dilocox.peer.http_pages import (
     metrics_page,
     readiness_page,
 )
+from dilocox.peer.monitor.card import card_svg
 from dilocox.peer.monitor.chains import ChainReader, Order, followed, holders_of
 from dilocox.peer.monitor.health import health_of
 from dilocox.peer.monitor.history import SwarmHistory
@@ -69,6 +71,7 @@ POLICY = {  # nothing is loaded, run or asked but from this server
     "Referrer-Policy": "no-referrer",
 }
 STILL_OPEN = 10  # rounds of which a bootstrap may come to know more
+Rows = Sequence[Mapping[str, Any]]
 MONITOR_RUNS = "another monitor uses this folder; stop it, or give this one another with --state"
 
 
@@ -83,18 +86,23 @@ class MonitorPages:
         self._late_s = late_s
         self._status = Page(body=b"{}")
         self._metrics = Page(body=b"")
+        self._cards: dict[str, Callable[[], bytes]] = {}
         self._looked_at: float | None = None
         self._plain = replace(_asset("html", "html"), headers=POLICY)
         self._style, self._script = _asset("css", "css"), _asset("js", "javascript")
         self._page = self._plain
 
-    def show(self, status: dict[str, Any], metrics: Page) -> None:
-        """The figures after a look."""
+    def show(self, status: dict[str, Any], metrics: Page, rows: Rows = ()) -> None:
+        """The figures after a look. rows: of all contributors, for their cards."""
         text = json.dumps(status, allow_nan=False, separators=(",", ":"))
         self._status = Page(body=text.encode(), content_type="application/json")
         self._metrics = metrics
         head, plain = head_of(status).encode(), self._plain
         self._page = replace(plain, body=plain.body.replace(TITLE, head, 1))
+        self._cards = {
+            f"/card/{row['id']}.svg": partial(card_svg, status["name"], row, len(rows))
+            for row in rows
+        }
         self._looked_at = time.monotonic()
 
     def pages(self) -> Pages:
@@ -108,6 +116,12 @@ class MonitorPages:
             "/healthz": lambda: health_page({"monitor": self._alive, "looks": self._looks}),
             "/readyz": lambda: readiness_page("" if self._looked_at else "it has not looked yet"),
         }
+
+    def answer(self, method: str, path: str, _headers: Mapping[str, str]) -> Page | None:
+        """A card, `/card/PEER_ID.svg`; None of a peer that is in no record."""
+        make = self._cards.get(path) if method in ("GET", "HEAD") else None
+        policy = {"Content-Security-Policy": "default-src 'none'"}
+        return make and Page(body=make(), content_type="image/svg+xml", headers=policy)
 
     def _looks(self) -> bool:
         return self._looked_at is None or time.monotonic() - self._looked_at < self._late_s
@@ -168,7 +182,8 @@ def run_monitor_command(options: MonitorOptions) -> int:
 
 def _serve(monitor: Monitor, options: MonitorOptions, stop: StopSignal) -> None:
     try:
-        with PageServer(options.host, options.port, monitor.pages.pages(), option="") as server:
+        pages, answer = monitor.pages.pages(), monitor.pages.answer
+        with PageServer(options.host, options.port, pages, answer=answer, option="") as server:
             shown = f"[{options.host}]" if ":" in options.host else options.host
             typer.echo(f"watching run {monitor.place.run} ({monitor.place.manifest.name})")
             typer.echo(f"status page http://{shown}:{server.port}/ and figures at /metrics")
@@ -257,7 +272,7 @@ class Monitor:
             self._save()  # before they are shown: a counter must not fall when this one is killed
         self._sampler.turn(look.manifest, self._history, look.at)
         seen = Seen(self.place.run, self._invite, look, self._history, health)
-        self.pages.show(status_of(seen), metrics_page(metrics_of(seen)))
+        self.pages.show(status_of(seen), metrics_page(metrics_of(seen)), seen.contributions)
 
     def close(self) -> None:
         """End the thread and write what was learnt; twice does no harm."""

@@ -14,17 +14,19 @@ import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from itertools import islice
 from statistics import median_low
 from typing import Any
 
 from dilocox import PROJECT_URL, __version__
+from dilocox.dht.names import MAX_NAME, cut
 from dilocox.dht.records import ReplicaRecord, StageRecord, figures_of
 from dilocox.peer.chain.stated import finite
-from dilocox.peer.chain.summary import ChainRound
+from dilocox.peer.chain.summary import ChainRound, grouped
 from dilocox.peer.http_pages import RUN_LABEL, MetricSpec, MetricTable, Value, one_of
 from dilocox.peer.monitor.health import STATES, Health
-from dilocox.peer.monitor.history import ModelSample, SwarmHistory, cut
+from dilocox.peer.monitor.history import ModelSample, SwarmHistory
 from dilocox.peer.monitor.look import SwarmLook
 from dilocox.pipeline.candidates import cannot_be_reached
 
@@ -58,10 +60,10 @@ class Seen:
         """Of the run."""
         return range(len(self.history.stages))
 
-    @property
-    def contributors(self) -> int:
-        """Peers that are in a record of any stage."""
-        return len(set[str]().union(*(each.tokens for each in self.history.stages)))
+    @cached_property
+    def contributions(self) -> list[dict[str, Any]]:
+        """Of all peers that are in a record of any stage."""
+        return self.history.contributions(self.look.manifest.batch.tokens_per_step)
 
 
 def metrics_of(seen: Seen) -> MetricTable[Seen]:
@@ -251,7 +253,9 @@ METRICS = (
         },
         ("rank",),
     ),
-    _Spec("contributors", "Peers that are in a record of any stage.", lambda s: s.contributors),
+    _Spec(
+        "contributors", "Peers that are in a record of any stage.", lambda s: len(s.contributions)
+    ),
 )
 
 
@@ -286,7 +290,7 @@ def status_of(seen: Seen) -> dict[str, Any]:
             "faults": history.faults_total,
             "joined": history.peers_total,
             "left": max(0, history.peers_total - len(history.present)),
-            "contributors": seen.contributors,
+            "contributors": len(seen.contributions),
         },
         "bootstraps": list(look.bootstraps.values()),
         "stages": [_stage(number, look, history) for number in seen.stages],
@@ -303,7 +307,9 @@ def status_of(seen: Seen) -> dict[str, Any]:
         ],
         "trained": _trained(seen),
         "samples": _samples(history.samples_of(manifest.samples.prompt)),
-        "contributions": _contributions(look, history),
+        "contributions": seen.contributions[:MAX_CONTRIBUTORS_SHOWN],
+        "names": grouped(seen.contributions, "name")[:MAX_CONTRIBUTORS_SHOWN],
+        "teams": grouped(seen.contributions, "team")[:MAX_CONTRIBUTORS_SHOWN],
     }
 
 
@@ -351,7 +357,8 @@ def _stage(number: int, look: SwarmLook, history: SwarmHistory) -> dict[str, Any
 def _peer(peer: str, record: StageRecord) -> dict[str, Any]:
     return {
         "id": peer,
-        "name": cut(record.name, SHORT),
+        "name": cut(record.name, MAX_NAME),
+        "team": cut(record.team, MAX_NAME),
         "state": record.state,
         "round": record.round,
         "dial_out": record.client_mode,
@@ -375,26 +382,3 @@ def _replica(head: str, record: ReplicaRecord) -> dict[str, Any]:
         "tokens_per_s": round(finite(record.tokens_per_s), 2),
         "codec": cut(record.codec, SHORT),
     }
-
-
-def _contributions(look: SwarmLook, history: SwarmHistory) -> list[dict[str, Any]]:
-    """Peers by tokens of all their stages' records; `share` is of the tokens of those stages."""
-    here = {
-        peer: cut(record.name, SHORT)
-        for stage in look.stages
-        for peer, record in look.present(stage).items()
-    }
-    sums: dict[str, dict[str, Any]] = {}
-    for number, chain in enumerate(history.stages):
-        for peer, tokens in chain.tokens.items():
-            line = sums.setdefault(peer, {"peer": peer, "stages": [], "tokens": 0})
-            line["stages"].append(number)
-            line["tokens"] += tokens
-    ordered = sorted(sums.values(), key=lambda line: (-line["tokens"], line["peer"]))
-    total = sum(line["tokens"] for line in ordered)
-    return [
-        line
-        | {"share": line["tokens"] / total if total else 0.0}
-        | {"here": line["peer"] in here, "name": here.get(line["peer"], "")}
-        for line in ordered[:MAX_CONTRIBUTORS_SHOWN]
-    ]

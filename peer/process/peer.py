@@ -16,6 +16,7 @@ import time
 from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 
 import torch
 
@@ -53,7 +54,7 @@ from dilocox.peer.process.starting_stage import announce_joining, chosen_stage
 from dilocox.peer.rounds.outer_step import anchor_sha256
 from dilocox.peer.rounds.record import RecordRefused
 from dilocox.peer.state_folder import StateFolder
-from dilocox.peer.training.data import BATCH_WINDOWS
+from dilocox.peer.training.data import BATCH_WINDOWS, written_text
 from dilocox.peer.training.inner_optimizer import clip_factor
 from dilocox.peer.training.loop import Learner, Move, Revised
 from dilocox.peer.training.report import LoopMeter, Reporter
@@ -121,6 +122,7 @@ class Assembly:
         self.allowance = Allowance(local.options)
         reporter = Reporter(local.folder)
         self._tell = reporter.tell
+        reporter.shown = lambda peer: self.coordinator.view.shown(peer)  # noqa: PLW0108 - of now
         self._meter = LoopMeter(reporter=reporter, sent=buffers.sent.read, numel=layout.numel)
         newer_manifest = StateFolder(local.options.state).manifest(local.run)
         chooses = local.options.stage == "auto" and manifest.stages > 1
@@ -262,13 +264,17 @@ class Assembly:
             tell=self._tell,
             stopping=self._stop.is_set,
         )
+        corpus, windows = open_corpus(text, local.options.data), held_out(text)
+        if manifest.stages == 1 and not local.options.compile_layers:  # each length anew
+            after = member.worker.next_logits
+            self._meter.sample = partial(written_text, after, corpus.tokenizer, windows)
         return Leading(
             manifest=manifest,
             learner=learner,
             head=head,
             reservation=self._reservation,
-            corpus=open_corpus(text, local.options.data),
-            held_out=held_out(text),
+            corpus=corpus,
+            held_out=windows,
             coordinator=self.coordinator,
             meter=self._meter,
             me=self._local.me,

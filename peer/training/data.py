@@ -30,8 +30,9 @@ import json
 import logging
 import queue
 import threading
+import time
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from copy import deepcopy
 from dataclasses import dataclass
@@ -45,6 +46,7 @@ from torch import Tensor
 
 from dilocox.dht.errors import InvalidInput
 from dilocox.dht.manifest import DataSpec
+from dilocox.dht.names import cut
 from dilocox.peer.averaging.data_lease import place_of, position_of
 from dilocox.peer.training.data_mixture import MixedSource, MixedStream, open_mixture
 from dilocox.peer.training.data_sources import DocumentStream, require_hub
@@ -64,6 +66,9 @@ class ByteTokenizer:
 
     def encode(self, document: bytes) -> TokenIds:
         return np.frombuffer(document, dtype=np.uint8).astype(np.int32) + 3
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return bytes(each - 3 for each in ids if 3 <= each < 259).decode(errors="replace")
 
     def vocabulary(self) -> dict[str, int]:
         return {}  # the ids follow from the bytes
@@ -89,6 +94,9 @@ class PretrainedTokenizer:
             text, add_special_tokens=False, split_special_tokens=True, verbose=False
         )
         return np.asarray(encoded["input_ids"], dtype=np.int32)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return self._tokenizer.decode(list(ids), skip_special_tokens=True)
 
     def vocabulary(self) -> dict[str, int]:
         return self._tokenizer.get_vocab()
@@ -465,3 +473,27 @@ def validation_loss(logits_of: Callable[[Tensor], Tensor], windows: Tensor) -> f
     for batch in batches_of(windows):
         total += float(next_token_loss(logits_of(batch[:, :-1]), batch, "sum"))
     return total / (windows.shape[0] * (windows.shape[1] - 1))
+
+
+PROMPT_TOKENS, WRITTEN_TOKENS, WRITING_LIMIT_S, TEMPERATURE = 24, 48, 3.0, 0.8
+
+
+def written_text(
+    next_logits: Callable[[Tensor], Tensor], tokenizer: Tokenizer, windows: Tensor
+) -> str:
+    """How a model goes on from the beginning of a held-out window: both in quotes, in one line.
+
+    next_logits: token ids int64 [1, t] to the logits [v] of the next one, fp32 on the CPU.
+    """
+    window = min(windows.shape[1], PROMPT_TOKENS + WRITTEN_TOKENS)
+    length, end = min(PROMPT_TOKENS, window // 2), time.monotonic() + WRITING_LIMIT_S
+    ids = windows[:1, :length]  # [1, t]
+    draws = torch.Generator().manual_seed(0)  # samples of two rounds can be compared
+    while ids.shape[1] < window and time.monotonic() < end:
+        logits = next_logits(ids)
+        if not logits.isfinite().all():
+            break
+        chances = torch.softmax(logits / TEMPERATURE, dim=0)
+        ids = torch.cat([ids, torch.multinomial(chances, 1, generator=draws)[None]], dim=1)
+    before, after = (cut(tokenizer.decode(half.tolist())) for half in ids[0].tensor_split([length]))
+    return f'"{before}" with "{after}"'

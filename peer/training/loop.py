@@ -154,6 +154,8 @@ class Learner:
         self._loan.withdraw()
         try:
             self._between_steps()
+            if self._meter.gave_due:
+                self._meter.tell_gave()
         finally:
             self._offer()
 
@@ -238,6 +240,8 @@ class Learner:
         except AveragerStuck as error:
             logger.warning("what was learnt since the last snapshot is lost: %s", error)
         self.publish(force=True)
+        if ended or self._stop.is_set():  # else it starts again at once
+            self._meter.tell_gave()
         if ended:
             self._wait_for_archive()
 

@@ -3,7 +3,7 @@
 `LoopMeter` counts them; `Reporter` shows them: log lines, a progress line, and two files.
 
     events.jsonl   one JSON object a line, appended: training, sent, round, validated, void,
-                   resynced, started_over, and of the replica: replica, fault, healed, lost,
+                   resynced, started_over, gave, and of the replica: replica, fault, healed, lost,
                    dissolved
     status.json    the newest progress, replaced about once a second
 
@@ -20,15 +20,19 @@ import time
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
+from datetime import datetime, timezone
 from pathlib import Path
 from statistics import median_low
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
+from pydantic import TypeAdapter
+
 from dilocox.dht.files import disk_fault, write_atomically
+from dilocox.dht.names import shown_peer
 from dilocox.dht.records import StageRecord, figures_of
-from dilocox.peer.averaging.loop_status import LoopStatus
+from dilocox.peer.averaging.loop_status import Gave, LoopStatus
 from dilocox.peer.memory_and_disk import size
-from dilocox.peer.os_process import CLEAR_LINE, strict_json
+from dilocox.peer.os_process import CLEAR_LINE, counted, strict_json
 from dilocox.peer.training.merge import Outcome
 from dilocox.pipeline.messages import Stepped
 
@@ -38,6 +42,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 STATUS_PERIOD_S = 1.0
+GAVE_EVERY = 100  # rounds with tokens of this peer
 UNCOUNTED = {"undone": " (without yours, which go with a later one)", "repeated": " (again)"}
 
 
@@ -74,7 +79,7 @@ class Reporter:
     """Writes the log and the two files of one peer.
 
     `on_event` and `on_status` hear all of it in the thread that trains, every status included: they
-    must be quick and raise nothing.
+    must be quick and raise nothing. `shown` says how people see a peer of this id.
     """
 
     def __init__(self, folder: Path):
@@ -84,6 +89,7 @@ class Reporter:
         self._terminal = sys.stderr.isatty()
         self._status_at = 0.0
         self._taken: list[RoundReport] = []  # told of in one line once no more follow
+        self.shown: Callable[[str], str] = shown_peer
         self.on_event: Callable[[str, Mapping[str, Any]], None] = lambda kind, facts: None
         self.on_status: Callable[[LoopStatus], None] = lambda status: None
 
@@ -100,7 +106,7 @@ class Reporter:
     def tell(self, kind: str, **facts: object) -> None:
         """One event of the replica that this peer is in, and a line in the log."""
         self.event(kind, **facts)
-        logger.info("%s: %s", kind, happening_in_words(kind, facts))
+        logger.info("%s: %s", kind, happening_in_words(kind, facts, self.shown))
 
     def status(self, status: LoopStatus, *, force: bool = False) -> None:
         """Show the progress, about once a second."""
@@ -113,6 +119,14 @@ class Reporter:
         if self._terminal:
             sys.stderr.write(CLEAR_LINE + progress_line(status))
             sys.stderr.flush()
+
+    def gave_before(self) -> Gave:
+        """What this peer had given when it ended; nothing where no file says so."""
+        try:
+            text = (self._folder / "status.json").read_bytes()
+            return TypeAdapter(LoopStatus).validate_json(text).gave
+        except (OSError, ValueError):
+            return Gave()
 
     def committed(self, report: RoundReport, *, more: bool = False) -> None:
         """more: another record follows at once; rounds that are only taken become one line."""
@@ -210,9 +224,25 @@ def shown_loss(loss: float | None) -> str:
     return "-" if loss is None else f"{loss:.4f}"
 
 
-def happening_in_words(kind: str, facts: Mapping[str, Any]) -> str:
-    """An event of a replica as people see it; peer ids by their last six letters."""
-    members = [str(peer)[-6:] for peer in facts.get("members", ())]
+def gave_sentence(gave: Gave, val_loss: float | None, sample: str) -> str:
+    """What a peer gave, how the validation loss went meanwhile, and what the model writes now."""
+    day, rounds = datetime.fromtimestamp(gave.since, timezone.utc), gave.rounds
+    words = (
+        f"since {day:%Y-%m-%d} this peer has trained on {gave.tokens:,} tokens in "
+        f"{counted(rounds, 'committed round')}, {gave.tokens / max(1, gave.of_tokens):.1%} of what "
+        "its stage learnt from in that time"
+    )
+    if (first := gave.val_loss) is not None and val_loss is not None:
+        went = "fell" if val_loss < first else "went"
+        words += f"; the validation loss {went} from {first:.4f} to {val_loss:.4f}"
+    return words + (f"; the model now continues {sample}" if sample else "")
+
+
+def happening_in_words(
+    kind: str, facts: Mapping[str, Any], shown: Callable[[str], str] = shown_peer
+) -> str:
+    """An event of a replica as people see it; peers by their last six letters and names."""
+    members = [shown(str(peer)) for peer in facts.get("members", ())]
     lost = f"the peer of stage {facts.get('stage')} is gone ({facts.get('reason')})"
     match kind:
         case "replica" if len(members) == 1:
@@ -220,7 +250,7 @@ def happening_in_words(kind: str, facts: Mapping[str, Any]) -> str:
         case "replica":
             return f"{' and '.join(members)} train together, a stage each"
         case "fault":
-            return f"{lost}, {str(facts['peer'])[-6:]}; looking for another one"
+            return f"{lost}, {shown(str(facts['peer']))}; looking for another one"
         case "lost":
             return f"{lost}; the head of the replica looks for another one"
         case "healed":
@@ -262,7 +292,8 @@ class LoopMeter:
         """`sent()`: payload bytes so far by kind (dht/rpc.py); `numel`: values of the stage's flat
         vector.
 
-        `computing_s` is set by the owner: all seconds that the stage has spent computing.
+        Set by the owner: `computing_s`, all seconds that the stage has spent computing; `sample`,
+        what the model writes now, where this peer has all of it.
         """
         self.reporter = reporter
         self._sent = sent
@@ -278,6 +309,9 @@ class LoopMeter:
         self._steps_of: dict[int, tuple[int, float | None]] = {}
         self._in_replica_since: float | None = None
         self.computing_s: Callable[[], float] = lambda: 0.0
+        self.sample: Callable[[], str] = str
+        self.gave = reporter.gave_before()
+        self.gave_due = False  # to be told
         self.state = "joining"
         self.inner_step = 0  # of this round
         self.inner_steps = self.skipped_steps = 0  # taken, and not, since this peer started
@@ -298,6 +332,8 @@ class LoopMeter:
     def start(self) -> None:
         """Training begins; what came before is no waiting."""
         self.state = "training"
+        if not self.gave.since:
+            self.gave = replace(self.gave, since=time.time())
         self.reporter.event("training")
         self._began = self._line_began = time.monotonic()
         self._waited_before_s = self._line_waited_s = self._waited_s(FOR_AVERAGES)
@@ -369,13 +405,26 @@ class LoopMeter:
 
     def validated(self, round_number: int, loss: float) -> None:
         """The anchor that stands on this round's record was evaluated."""
-        self.val_loss, self.val_round = loss, round_number
+        self._know(round_number, loss)
         self.reporter.event("validated", round=round_number, loss=loss)
 
     def heard(self, round_number: int, loss: float) -> None:
         """Another head evaluated a newer anchor."""
         if round_number > self.val_round:
-            self.val_loss, self.val_round = loss, round_number
+            self._know(round_number, loss)
+
+    def _know(self, round_number: int, loss: float) -> None:
+        self.val_loss, self.val_round = loss, round_number
+        if self.gave.val_loss is None:
+            self.gave = replace(self.gave, val_loss=loss)
+
+    def tell_gave(self) -> None:
+        """Say what this peer gave so far, if anything."""
+        self.gave_due = False
+        if self.gave.tokens:
+            now, sample = self.val_loss, self.sample()
+            self.reporter.event("gave", **asdict(self.gave), now=now, sample=sample)
+            logger.info("%s", gave_sentence(self.gave, now, sample))
 
     def started_over(self, tokens: int) -> None:
         """Its weights were not finite: what it had learnt from so many tokens is lost."""
@@ -436,6 +485,11 @@ class LoopMeter:
         self._line_began, self._line_waited_s = now, waited_s
         self._line_sent = sent
         self.reporter.committed(report, more=more)
+        if self.gave.since and outcome is not Outcome.REPEATED:  # before, it only catches up
+            own, of = report.tokens, self.gave.of_tokens + record.tokens
+            tokens, rounds = self.gave.tokens + own, self.gave.rounds + (own > 0)
+            self.gave = replace(self.gave, rounds=rounds, tokens=tokens, of_tokens=of)
+            self.gave_due |= own > 0 and rounds % GAVE_EVERY == 0
 
     def read(self, known: LoopStatus, **facts: Any) -> LoopStatus:
         """The status of now: what was `known` of the replica, these facts, and all that is counted
@@ -461,6 +515,7 @@ class LoopMeter:
             round_waiting_share=self.round_waiting_share,
             computing_share=0.0 if since is None else computing_s / max(now - since, 1e-9),
             compression_error=self.compression_error,
+            gave=self.gave,
             **facts,
         )
 

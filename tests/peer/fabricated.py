@@ -106,6 +106,7 @@ def chain_round(
         chain_tokens=chain_tokens,
         contributors=tuple(sorted(members.items())),
         sits_out=tuple(sits_out),
+        token_seconds=10_000_000,
     )
 
 

@@ -76,6 +76,7 @@ def announcer(dht: Dht, stage: int, stages: int = 3, clock: TestClock | None = N
         clock=clock or Hourly(),
         addresses=ADDRESSES,
         name="Ada's laptop",
+        team="🦊" * 12,
     )
     return Announcer(local, CHAIN)
 
@@ -248,7 +249,8 @@ def told(own: LoopStatus, state: str = "training", stages: int = 3) -> StageReco
 
 def test_a_stage_record_names_the_replica_that_a_peer_is_in_and_what_keeps_it_from_one() -> None:
     member = told(LoopStatus(head="h", unsent_tokens=64, computing_share=0.97))
-    assert (member.name, member.computing_share) == ("Ada's laptop", 0.97)
+    assert (member.name, member.team) == ("Ada's laptop", "🦊" * 12)
+    assert member.computing_share == 0.97
     assert (member.state, member.replica, member.tokens) == ("training", "h", 64)
     blocked = told(LoopStatus(blocked="stage 1 has no peer"), "spare")
     assert (blocked.replica, blocked.blocked) == ("", "stage 1 has no peer")

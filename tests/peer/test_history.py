@@ -91,10 +91,30 @@ def test_a_terminal_gets_a_table() -> None:
     for word in ("stage 0", "stage 1", "4,096", "12,345", SHA[:12], "1 round"):
         assert word in text
     assert SHA[:13] not in text
-    show_contributions({0: [made], 1: []}, console)
+    row = {
+        "id": 46 * "x" + "abcdef",
+        "name": "[red]Ada[/red]",
+        "team": "Fo[b]xes",
+        "stages": [0, 1],
+    }
+    row |= {"tokens": 4000, "share": 0.977, "hours": 1.5}
+    show_contributions({0: [made], 1: []}, [row, row], console)
     text = console.file.getvalue()  # pyright: ignore[reportAttributeAccessIssue]
-    for word in ("QmA", "4,000", "97.7%", "904 tokens of earlier rounds", "stage 1: 0 peers"):
+    for word in ("[red]Ada[/red] (abcdef), Fo[b]xes", "4,000", "97.7%", "1.50", "stage 0, 1"):
         assert word in text
+    for word in ("2 peers", "8,000", "904 tokens of earlier rounds", "stage 1: 0 peers"):
+        assert word in text
+
+
+def test_what_peers_call_themselves_is_one_line_each_beside_their_whole_id() -> None:
+    console = Console(file=io.StringIO(), width=40)
+    row = {"id": "QmA", "name": "[red]Ada[/red]", "team": "", "stages": [0], "tokens": 4000}
+    show_contributions({}, [row | {"share": 1.0, "hours": 0.25}], console)
+    lines = console.file.getvalue().splitlines()  # pyright: ignore[reportAttributeAccessIssue]
+    assert lines == [
+        "peer QmA (name [red]Ada[/red]): 4,000 tokens (100.0%), 0.25 hours, stage 0",
+        "name [red]Ada[/red]: 4,000 tokens (100.0%), 0.25 hours, 1 peer",
+    ]
 
 
 def test_contributions_are_the_tokens_of_those_whose_values_are_in_a_mean(
@@ -111,12 +131,14 @@ def test_contributions_are_the_tokens_of_those_whose_values_are_in_a_mean(
     assert (code, lines) == (
         0,
         [
-            f"stage 0 peer {maker.peer}: 30 tokens (100.0%) in 3 rounds",
+            f"peer {maker.peer}: 30 tokens (100.0%), 0.00 hours, stage 0",
             "stage 0: 1 peer, 30 tokens in rounds 0 to 3",
         ],
     )
     _, lines = run("log", maker.own, "--json", "-")
-    (stage,) = json.loads("\n".join(lines))["stages"]
+    told = json.loads("\n".join(lines))
+    (row,), (stage,) = told["contributions"], told["stages"]
+    assert (row["id"], row["tokens"], row["name"], told["teams"]) == (maker.peer, 30, "", [])
     assert stage["contributions"] == [{"peer": maker.peer, "tokens": 30, "rounds": 3}]
     assert (stage["tokens"], stage["tokens_before"]) == (30, 0)
 
@@ -314,7 +336,7 @@ def test_time_and_losses_stand_beside_the_rounds_of_which_they_are_known() -> No
     third, fourth, *_ = text.splitlines()
     assert third.endswith(", at 2025-11-20 12:00:00 UTC, train loss 2.5000, validation loss 2.2500")
     assert fourth.endswith("digest " + SHA[:12])
-    found = history.as_json(RUN, stages, {3: TOLD})
+    found = history.as_json(RUN, stages, history={3: TOLD})
     first, second = found["stages"][0]["rounds"]
     assert (first["at"], first["train"], first["validation"]) == (AT, 2.5, 2.25)
     assert (second["at"], second["train"], second["validation"]) == (None, None, None)
@@ -322,7 +344,7 @@ def test_time_and_losses_stand_beside_the_rounds_of_which_they_are_known() -> No
 
 
 def test_what_is_told_of_another_record_of_that_number_is_not_shown() -> None:
-    found = history.as_json(RUN, {0: [round_of(3, "cd" * 32)]}, {3: TOLD})
+    found = history.as_json(RUN, {0: [round_of(3, "cd" * 32)]}, history={3: TOLD})
     assert found["stages"][0]["rounds"][0]["validation"] is None
 
 

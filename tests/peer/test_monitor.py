@@ -99,7 +99,7 @@ class Watched:
         self._place.swarm.newest_manifest = lambda _limit_s: signed
 
     def start(self, **periods: float) -> Monitor:
-        return Monitor(self._options, cast("Joined", self._place), self.kept, **periods)
+        return Monitor(self._options, cast("Joined", self._place), self.kept, None, **periods)
 
     def look(self, _manifest: object) -> Any:
         """What the monitor's looker gives."""

@@ -93,6 +93,7 @@ def test_members_of_older_rounds_are_summed() -> None:
     found = walked(MemorySwarm(QmBoot=gives(made)), made[-1].digest, BOOT)
     assert sum(bool(each.contributors) for each in found.rounds) == DETAILED
     assert found.folded == {"anna": sum(100 + number for number in range(10)), "bob": 500}
+    assert found.folded_seconds.keys() == found.folded.keys()
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import pytest
 
 from dilocox.dht.manifest_revisions import back_to
 from dilocox.peer.chain.round_history import HistoryRow
-from dilocox.peer.monitor.history import MAX_SAMPLES, Samples, SwarmHistory, cut
+from dilocox.peer.monitor.history import MAX_REMEMBERED, MAX_SAMPLES, Samples, SwarmHistory
 from tests.peer.fabricated import NOW, ToldSwarm, digest, peer_id, stage_record
 
 
@@ -214,9 +214,48 @@ def test_samples_double_their_spacing_and_keep_the_mean() -> None:
     assert mean == pytest.approx(100.5, abs=0.01)
 
 
-def test_texts_of_peers_are_one_short_line() -> None:
-    assert cut("a\nb\x1b[31m\u202ec") == "a b [31m c"
-    assert len(cut("x" * 1000)) == 120
+def test_the_name_of_a_peer_is_remembered_when_it_has_left(tmp_path: Path) -> None:
+    swarm = ToldSwarm(stages=1, replicas=2, spares=0)
+    one, other = swarm.stages[0]
+    swarm.stages[0][one] = stage_record(name="Ada\x1b[2J", team="Foxes" * 9)
+    swarm.look()
+    swarm.commit(0)
+    del swarm.stages[0][one]
+    swarm.look()
+    assert texts(swarm) == [f"peer Ada [2J ({one[-6:]}) of stage 0 went silent"]
+    swarm.history.save(tmp_path / "kept.json")
+    swarm.history = SwarmHistory.load(tmp_path / "kept.json", 1, swarm.manifest.root, NOW + 9999)
+    rows = {row["id"]: row for row in swarm.history.contributions(100)}
+    assert (rows[one]["name"], rows[one]["here"]) == ("Ada [2J", False)
+    assert len(rows[one]["team"]) == 24 and rows[one]["since"] == NOW + 5
+    assert (rows[other]["name"], rows[other]["here"]) == ("", True)
+
+
+def test_a_file_of_an_older_version_is_read_and_its_peers_have_no_name(tmp_path: Path) -> None:
+    swarm = ToldSwarm(stages=1)
+    swarm.look()
+    swarm.commit(0)
+    swarm.history.save(tmp_path / "kept.json")
+    kept = json.loads((tmp_path / "kept.json").read_text())
+    del kept["stated"]
+    for stage in kept["stages"]:
+        del stage["token_seconds"]
+        for each in [stage["head"], *stage["recent"].values()]:
+            del each["token_seconds"]
+    (tmp_path / "kept.json").write_text(json.dumps(kept))
+    history = SwarmHistory.load(tmp_path / "kept.json", 1, swarm.manifest.root, NOW)
+    row = history.contributions(100)[0]
+    assert (row["tokens"], row["hours"], row["name"], row["since"]) == (1000, 0.0, "", None)
+
+
+def test_names_of_ever_new_peers_are_bounded() -> None:
+    swarm = ToldSwarm(stages=1, replicas=1, spares=0)
+    for crowd in range(3):
+        swarm.stages[0] |= {
+            peer_id(10_000 * (1 + crowd) + number): stage_record(name="x") for number in range(2000)
+        }
+        swarm.look()
+    assert len(swarm.history.stated) == MAX_REMEMBERED
 
 
 def test_everything_is_there_after_a_restart(tmp_path: Path) -> None:

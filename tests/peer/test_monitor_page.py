@@ -8,6 +8,9 @@ from dataclasses import replace
 from html.parser import HTMLParser
 from importlib.resources import files
 from pathlib import Path
+from urllib.error import HTTPError
+from urllib.request import urlopen
+from xml.etree import ElementTree
 
 import pytest
 
@@ -43,7 +46,7 @@ def pages_of(swarm: ToldSwarm) -> MonitorPages:
     look = swarm.look()
     pages = MonitorPages(lambda: True)
     metrics = metrics_page(metrics_of(swarm.seen(look)))
-    pages.show(swarm.status(look), metrics)
+    pages.show(swarm.status(look), metrics, swarm.seen(look).contributions)
     return pages
 
 
@@ -66,13 +69,23 @@ def test_the_status_has_stages_replicas_and_totals() -> None:
 def test_contributions_are_per_peer_and_their_shares_add_up() -> None:
     swarm = trained(stages=2, replicas=2, spares=1)
     gone = swarm.peer(1, 0)
+    swarm.stages[1][gone] = replace(swarm.stages[1][gone], name="Ada", team="Foxes")
+    swarm.look()
     del swarm.stages[1][gone]
-    lines = swarm.status(swarm.look())["contributions"]
-    assert {line["peer"]: line["tokens"] for line in lines} == {
-        swarm.peer(stage, replica): 4000 for stage in range(2) for replica in range(2)
+    status = swarm.status(swarm.look())
+    lines = status["contributions"]
+    # a replica's 4,000 tokens count once: each of its two stages has its half
+    assert {line["id"]: line["tokens"] for line in lines} == {
+        swarm.peer(stage, replica): 2000 for stage in range(2) for replica in range(2)
     }
+    assert sum(line["tokens"] for line in lines) == status["totals"]["tokens"]
     assert sum(line["share"] for line in lines) == pytest.approx(1)
-    assert [line["here"] for line in lines if line["peer"] == gone] == [False]
+    step = swarm.manifest.batch.tokens_per_step
+    assert {line["hours"] for line in lines} == {round(4 * 10_000_000 / step / 3600, 4)}
+    (left,) = [line for line in lines if line["id"] == gone]
+    assert (left["here"], left["name"], left["team"]) == (False, "Ada", "Foxes")
+    (name,), (team,) = status["names"], status["teams"]
+    assert (name["name"], name["peers"], team["team"], team["tokens"]) == ("Ada", 1, "Foxes", 2000)
 
 
 def test_addresses_of_peers_are_in_none_of_the_answers() -> None:
@@ -190,6 +203,48 @@ def test_a_link_to_the_page_tells_the_run_without_its_script() -> None:
     assert '<meta property="og:title" content="told: training">' in html
     assert "0.1% trained, 3 peers, validation loss 2.4000. a &quot;quoted&quot; &lt;img" in html
     assert "<img" not in html and "<title>told: training</title>" in html
+
+
+# ---- cards ---------------------------------------------------------------------------------------
+def test_the_card_of_a_peer_says_what_it_gave() -> None:
+    swarm = trained(stages=1, replicas=2, spares=1)
+    one = swarm.peer(0, 0)
+    swarm.stages[0][one] = replace(swarm.stages[0][one], name="Ada", team="Foxes")
+    pages = pages_of(swarm)
+    card = pages.answer("GET", f"/card/{one}.svg", {})
+    assert card is not None and card.content_type == "image/svg+xml"
+    texts = list(ElementTree.fromstring(card.body).itertext())
+    for words in ("trains told", "Ada", "team Foxes", "4 k", "50.0%", "of 2", f"peer …{one[-6:]}"):
+        assert words in texts
+    assert "seen since 20 Nov 2025" in texts
+    spare = swarm.peer(0, 50)
+    for name in (f"{spare}.svg", one, f"{one}.png", ".svg", ""):
+        assert pages.answer("GET", f"/card/{name}", {}) is None
+
+
+@pytest.mark.parametrize("name", [EVIL, "\x00\x1b]]>", "&amp;", "漢" * 16, "W" * 24, "\ud800"])
+def test_no_name_of_a_stranger_breaks_a_card_or_loads_anything(name: str) -> None:
+    swarm = trained(stages=1, replicas=1)
+    one = swarm.peer(0, 0)
+    swarm.stages[0][one] = replace(swarm.stages[0][one], name=name, team=name)
+    card = pages_of(swarm).answer("GET", f"/card/{one}.svg", {})
+    assert card is not None and card.headers == {"Content-Security-Policy": "default-src 'none'"}
+    root = ElementTree.fromstring(card.body)
+    assert (root.get("width"), root.get("height")) == ("640", "320")
+    kinds = {each.tag.partition("}")[2] for each in root.iter()}
+    assert kinds == {"svg", "title", "rect", "path", "text"}
+    keys = {key for each in root.iter() for key in each.attrib}
+    assert not any("href" in key or key.startswith("on") for key in keys)
+
+
+def test_a_monitor_serves_cards_beside_its_pages() -> None:
+    swarm = trained(stages=1, replicas=1)
+    pages = pages_of(swarm)
+    with PageServer("127.0.0.1", 0, pages.pages(), answer=pages.answer) as server:
+        with urlopen(f"http://127.0.0.1:{server.port}/card/{swarm.peer(0, 0)}.svg") as answer:
+            assert answer.headers["Content-Type"] == "image/svg+xml"
+        with pytest.raises(HTTPError, match="404"):
+            urlopen(f"http://127.0.0.1:{server.port}/card/nobody.svg")
 
 
 def test_health_and_readiness_follow_the_looks() -> None:

@@ -117,8 +117,12 @@ def test_what_nobody_gives_is_a_gap_that_is_filled_later() -> None:
 
 def test_it_stays_bounded_and_keeps_its_sums() -> None:
     stage = StageRounds()
-    stage.add(replace(walk_of(chain_of(2)), folded=Counter({"a": 80, "z": 1})), 0.0, ROOT)
+    older = {"folded": Counter({"a": 80, "z": 1}), "folded_seconds": Counter({"a": 5, "z": 7})}
+    stage.add(replace(walk_of(chain_of(2)), **older), 0.0, ROOT)
     assert stage.tokens == Counter({"a": 100, "b": 1, "z": 1})
+    assert stage.token_seconds["a"] == 5 + 2 * chain_of(1)[0].token_seconds
+    stage.go_back(-1, 0.0)
+    assert stage.token_seconds == Counter({"a": 5, "z": 7})
     stage = StageRounds()
     total = 3 * DETAILED
     for number in range(total):

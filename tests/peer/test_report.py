@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from dilocox.peer.averaging.events import Committed
-from dilocox.peer.averaging.loop_status import LoopStatus
+from dilocox.peer.averaging.loop_status import Gave, LoopStatus
 from dilocox.peer.commands.demo import WatchedPeer
 from dilocox.peer.os_process import Child
 from dilocox.peer.rounds.record import Contribution, ReducedShare
@@ -23,6 +23,7 @@ from dilocox.peer.training.report import (
     LoopMeter,
     Reporter,
     RoundReport,
+    gave_sentence,
     happening_in_words,
 )
 from dilocox.pipeline.messages import Stepped
@@ -216,6 +217,62 @@ def test_the_status_says_in_which_replica_a_peer_is_or_that_it_is_spare(
         place.blocked,
     )
     assert (status["round"], status["applied_round"], status["in_flight"]) == (3, -1, None)
+
+
+# ---- what it gave --------------------------------------------------------------------------------
+def test_what_a_peer_gave_is_counted_from_when_it_joined_and_goes_on_after_a_restart(
+    clock: Clock, sent_bytes: torch.Tensor, tmp_path: Path
+) -> None:
+    def started() -> LoopMeter:
+        return LoopMeter(
+            reporter=Reporter(tmp_path), sent=lambda: sent_by_kind(sent_bytes), numel=NUMEL
+        )
+
+    first = started()
+    first.committed(committed(0), Outcome.FOLLOWED, tokens=0)  # before it joined
+    clock.now = 86_400.0 * 365
+    first.start()
+    first.heard(0, 4.5)
+    first.committed(committed(1), Outcome.COUNTED, tokens=100)
+    first.reporter.status(first.read(LoopStatus()), force=True)
+    again = started()
+    again.start()
+    again.committed(committed(2), Outcome.FOLLOWED, tokens=0)  # while it was away
+    again.committed(committed(2), Outcome.REPEATED, tokens=0)
+    again.committed(committed(3), Outcome.UNDONE, tokens=50)
+    again.validated(3, 2.25)
+    assert again.gave == Gave(
+        since=86_400.0 * 365, rounds=1, tokens=100, of_tokens=600, val_loss=4.5
+    )
+    assert gave_sentence(again.gave, again.val_loss, "") == (
+        "since 1971-01-01 this peer has trained on 100 tokens in 1 committed round, 16.7% of what "
+        "its stage learnt from in that time; the validation loss fell from 4.5000 to 2.2500"
+    )
+
+
+def test_the_sentence_says_what_the_model_writes_and_of_a_loss_only_what_is_known() -> None:
+    gave = Gave(since=1.0, rounds=100, tokens=51_200, of_tokens=51_200)
+    words = gave_sentence(gave, 2.5, '"def " with "main():"')
+    assert "51,200 tokens in 100 committed rounds, 100.0% of" in words
+    assert words.endswith('in that time; the model now continues "def " with "main():"')
+    assert "went from 2.0000 to 2.5000" in gave_sentence(replace(gave, val_loss=2.0), 2.5, "")
+
+
+@pytest.mark.parametrize("text", ["", "[]", '{"gave": 7}', '{"gave": {"tokens": "many"}}', "\xff"])
+def test_a_damaged_status_file_costs_only_what_was_counted(tmp_path: Path, text: str) -> None:
+    (tmp_path / "status.json").write_text(text)
+    assert Reporter(tmp_path).gave_before() == Gave()
+
+
+def test_the_log_names_a_peer_as_its_owner_says(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    reporter, peer = Reporter(tmp_path), 46 * "x" + "abcdef"
+    reporter.shown = lambda peer: f"Ada ({peer[-6:]})"
+    with caplog.at_level(logging.INFO, logger="dilocox.peer.training.report"):
+        reporter.tell("healed", stage=1, members=[peer, peer])
+    assert caplog.messages == ["healed: stage 1, members Ada (abcdef) Ada (abcdef)"]
+    assert events(tmp_path, "healed")[0]["members"] == [peer, peer]  # scripts read ids
 
 
 # ---- the files and the log -----------------------------------------------------------------------

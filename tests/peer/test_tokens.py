@@ -38,6 +38,12 @@ class TestTokenizers:
         assert ours.eos_id == theirs.eos_token_id
         assert ours.vocab_size == len(theirs)
 
+    def test_its_ids_become_text_again_and_others_are_passed_over(self) -> None:
+        tokenizer = open_tokenizer("byt5")
+        ids = tokenizer.encode("naïve\n".encode()).tolist()
+        assert tokenizer.decode(ids) == "naïve\n"
+        assert tokenizer.decode([1, *ids[:3], 383, 0]) == "na\ufffd"
+
     def test_special_words_in_text_make_no_special_ids(self) -> None:
         ids = open_tokenizer("byt5").encode(b"</s><pad><unk>")
         assert ids.min() >= 3
@@ -51,6 +57,7 @@ class TestTokenizers:
         assert tokenizer.eos_id not in ids
         assert decode(ids.tolist()) == "x </s> \N{REPLACEMENT CHARACTER} y"
         assert 257 <= tokenizer.vocab_size <= 300
+        assert tokenizer.decode([*tokenizer.encode(b"def f").tolist(), tokenizer.eos_id]) == "def f"
 
     def test_a_corpus_with_it_resumes_to_the_bit(self, folder: Path, tmp_path: Path) -> None:
         spec = replace(write_json(tmp_path, [documents(90)]), tokenizer=str(folder))

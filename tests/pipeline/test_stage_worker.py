@@ -297,3 +297,11 @@ class TestMeasurements:
         assert head.in_flight == 2
         assert head.run_one() is not None
         assert head.run_one() is None
+
+
+def test_a_whole_model_says_what_may_come_next_and_keeps_nothing(llama_config: Config) -> None:
+    [worker], [stage] = (made := chain(llama_config, 1)).workers, made.stages
+    ids = torch.arange(6)[None]
+    logits = worker.next_logits(ids)
+    torch.testing.assert_close(logits, stage(ids)[0, -1].detach())
+    assert not logits.requires_grad and stage.training and worker.stored_bytes == 0

@@ -157,7 +157,7 @@ def _check_figures(monitor: WatchingMonitor, swarm: LocalSwarm) -> None:
         """A peer reports a record when it has merged it, which may be after it is shown."""
         status = monitor.status
         swarm.look()
-        told = {line["peer"]: line["tokens"] for line in status["contributions"]}
+        told = {line["id"]: line["tokens"] for line in status["contributions"]}
         rounds = [stage["rounds"] for stage in status["stages"]]
         return (told, rounds) == _reported(swarm, [stage["round"] for stage in status["stages"]])
 
@@ -175,7 +175,7 @@ def _check_figures(monitor: WatchingMonitor, swarm: LocalSwarm) -> None:
 
 
 def _reported(swarm: LocalSwarm, last: list[int]) -> tuple[dict[str, int], list[int]]:
-    """Tokens by peer and number of rounds by stage, up to these rounds."""
+    """Tokens by peer, over the number of stages, and number of rounds by stage, up to these."""
     tokens: dict[str, int] = {}
     rounds: list[set[int]] = [set() for _ in last]
     for peer in swarm.peers:
@@ -183,5 +183,5 @@ def _reported(swarm: LocalSwarm, last: list[int]) -> tuple[dict[str, int], list[
             if line["round"] <= last[peer.stage]:
                 rounds[peer.stage].add(line["round"])
                 tokens[peer.peer_id] = tokens.get(peer.peer_id, 0) + line["tokens"]
-    counted = {peer: count for peer, count in tokens.items() if count}
+    counted = {peer: count // len(last) for peer, count in tokens.items() if count}
     return counted, [len(numbers) for numbers in rounds]

@@ -536,8 +536,7 @@ function draw(status) {
   drawSamples(status); drawContributions(status); drawTeams(status);
   drawEvents(status);
   fill("foot", `As of ${iso(status.now).slice(0, 19).replace("T", " ")} UTC, ` +
-    `by dilocox ${status.version}. A peer's tokens are those that its stage learnt from; the run's ` +
-    "total counts those of stage 0.");
+    `by dilocox ${status.version}. A replica's tokens count once; each of its peers has its part of them.`);
 }
 async function look() {
   setTimeout(look, PERIOD_MS);

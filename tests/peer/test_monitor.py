@@ -98,8 +98,8 @@ class Watched:
         self._place.run = run
         self._place.swarm.newest_manifest = lambda _limit_s: signed
 
-    def start(self, **periods: float) -> Monitor:
-        return Monitor(self._options, cast("Joined", self._place), self.kept, None, **periods)
+    def start(self, **periods: Any) -> Monitor:
+        return Monitor(self._options, cast("Joined", self._place), self.kept, **periods)
 
     def look(self, _manifest: object) -> Any:
         """What the monitor's looker gives."""

@@ -6,12 +6,13 @@ Pure: from two looks. What happens again and again is one line with a number.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from dilocox.peer.monitor.look import SwarmLook
 
+Shown = Callable[[str], str]
 Kind = Literal["joined", "left", "moved", "healed", "fault", "revision", "milestone"]
 
 MAX_EVENTS = 120
@@ -56,9 +57,9 @@ class EventLog:
         self.rows = [*self.rows, Event(at, kind, text)][-MAX_EVENTS:]
 
     def come_and_go(
-        self, look: SwarmLook, before: Mapping[str, int], present: Mapping[str, int]
+        self, look: SwarmLook, before: Mapping[str, int], present: Mapping[str, int], shown: Shown
     ) -> None:
-        """Peers by their stage, at the look before and now."""
+        """Peers by their stage, at the look before and now; `shown`: by id, as people see them."""
         said = [peer for stage in look.stages.values() for peer in stage]  # others went silent
         left = {peer: before[peer] for peer in said if peer in before and peer not in present}
         came = {peer: stage for peer, stage in present.items() if peer not in before}
@@ -70,13 +71,15 @@ class EventLog:
                 self.add(look.at, kind, f"{len(peers)} peers {kind}")
                 continue
             for peer, stage in peers.items():
-                self.add(look.at, kind, f"peer {peer[-6:]} {kind} stage {stage}")
+                self.add(look.at, kind, f"peer {shown(peer)} {kind} stage {stage}")
         for peer, stage in present.items():
             if (old := before.get(peer, stage)) != stage:
-                text = f"peer {peer[-6:]} moved from stage {old} to stage {stage}"
+                text = f"peer {shown(peer)} moved from stage {old} to stage {stage}"
                 self.add(look.at, "moved", text)
 
-    def look(self, look: SwarmLook, tokens: int, validation: tuple[int, float] | None) -> None:
+    def look(
+        self, look: SwarmLook, tokens: int, validation: tuple[int, float] | None, shown: Shown
+    ) -> None:
         """Replicas, the operator's changes, and what is reached. tokens: of the chain of stage 0.
         validation: round and loss, in nats a token, of the newest one.
         """
@@ -84,7 +87,7 @@ class EventLog:
             pairs = zip(self.members.get(head, record.members), record.members, strict=False)
             for stage, (old, new) in enumerate(pairs):
                 if old != new:
-                    text = f"peer {new[-6:]} took over stage {stage} from {old[-6:]}"
+                    text = f"peer {shown(new)} took over stage {stage} from {shown(old)}"
                     self.add(look.at, "healed", text)
         self.members = {head: record.members for head, record in look.replicas.items()}
         self._hear_operator(look)

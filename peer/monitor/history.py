@@ -297,7 +297,7 @@ class SwarmHistory:
         self._count_voids(look)
         self._hear_faults(look)
         self._hear_losses(list(look.replicas.values()))
-        self.events.look(look, self.stages[0].chain_tokens, self.validation)
+        self.events.look(look, self.stages[0].chain_tokens, self.validation, self.shown)
         self.samples.add(look.at, look.tokens_per_s, len(self.present))
 
     def walked(self, walk: Walk, now: float) -> None:
@@ -368,7 +368,7 @@ class SwarmHistory:
 
     def _come_and_go(self, look: SwarmLook) -> None:
         present = {peer: stage for stage in look.stages for peer in look.present(stage)}
-        self.events.come_and_go(look, self.present, present)
+        self.events.come_and_go(look, self.present, present, self.shown)
         came = present.keys() - self.present.keys()
         self.joined_total += len(came)
         self.peers_total += len(came - self.met.keys())

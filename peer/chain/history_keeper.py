@@ -30,6 +30,7 @@ from dilocox.peer.chain.uploads import Source
 READ_LIMIT_S = 3.0
 OPEN_ROUNDS = 8  # the newest ones, of which more may be heard
 SIZED_AFTER = 3  # rounds after which no stage is waited for
+LEAST_S = 0.5  # between two rounds, or their times are too rough for a throughput
 LIVE_ROUNDS = 3  # more at once were not followed as they came, and nobody knows when that was
 BACKLOG = 4096  # records of which the headers are read
 MAX_HEARD = 64  # rounds whose losses are remembered until they are committed
@@ -125,8 +126,9 @@ class HistoryKeeper:
             begins = all(row.round < 0 for row in known) and bool(new) and new[0].round == 0
             live = (self._follows or begins) and len(new) <= LIVE_ROUNDS
             self._follows |= claimed
+            at = self._now() if live else None
             for each in new:
-                self._commit(each, self._now() if live else None)
+                self._commit(each, at)
             self._fill()
 
     def revise(self, manifest: Manifest) -> None:
@@ -150,7 +152,7 @@ class HistoryKeeper:
             self._voids -= int(self._voids)
             if self._present is not None:
                 row = row._replace(peers=self._present[0], replicas=self._present[1])
-            if before and before[0].at is not None and at > before[0].at:
+            if before and before[0].at is not None and at >= before[0].at + LEAST_S:
                 tokens = max(0, row.tokens - before[0].tokens)
                 row = row._replace(tokens_per_s=round(tokens / (at - before[0].at), 2))
         self._sizes.setdefault(claim.round, {})[0] = claim.record_bytes

@@ -331,6 +331,14 @@ def test_rounds_that_came_while_it_was_away_have_no_time(bootstrap: Bootstrap) -
     assert [each.tokens_per_s for each in found[-2:]] == [None, 200.0]
 
 
+def test_rounds_that_are_found_together_have_no_throughput(bootstrap: Bootstrap) -> None:
+    bootstrap.chain.append(claim_record(0, digest(0, 0), 1000))
+    bootstrap.commit(1)
+    bootstrap.commit(2, after_s=0.1)
+    assert [each.tokens_per_s for each in bootstrap.rows()] == [None, None, None]
+    assert all(each.at is not None for each in bootstrap.rows())
+
+
 def test_many_rounds_at_once_were_not_followed_either(bootstrap: Bootstrap) -> None:
     bootstrap.commit(0)
     bootstrap.chain += [claim_record(n, digest(0, n)) for n in range(1, LIVE_ROUNDS + 1)]

@@ -31,6 +31,7 @@ from dilocox.peer.options import (
     EndRunOptions,
     ExportOptions,
     GenerateOptions,
+    InitOptions,
     LogOptions,
     MonitorOptions,
     PauseOptions,
@@ -160,6 +161,7 @@ operate = typer.Typer(
     no_args_is_help=True,
 )
 command(app, "demo", DemoOptions, "commands.demo:run_demo")
+command(app, "init", InitOptions, "commands.init:run_init_command")
 command(app, "bootstrap", BootstrapOptions, "commands.bootstrap:run_bootstrap_command")
 command(operate, "pause", PauseRunOptions, "commands.operate:set_state")
 command(operate, "resume", ResumeRunOptions, "commands.operate:set_state")

@@ -47,7 +47,6 @@ def examples() -> list[Manifest]:
 def main() -> None:
     """Reckon and print."""
     for manifest in examples():
-        print(manifest.name)
         print_sizes(manifest)
 
 

@@ -52,7 +52,7 @@ def with_defaults(given: dict[str, Any]) -> dict[str, Any]:
     model = given.get("model")
     if isinstance(model, str):
         for section, values in _preset(model).items():
-            own = {} if section == "model" else given.get(section, {})
+            own: Any = {} if section == "model" else given.get(section, {})
             given[section] = values | own if isinstance(own, dict) else own
         given["preset"] = model
     match given.get("data"):

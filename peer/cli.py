@@ -37,6 +37,7 @@ from dilocox.peer.options import (
     PauseOptions,
     PauseRunOptions,
     PeerOptions,
+    PushOptions,
     ReadFrom,
     ResumeOptions,
     ResumeRunOptions,
@@ -179,6 +180,7 @@ command(app, "doctor", DoctorOptions, "commands.doctor:run_doctor")
 command(app, "pause", PauseOptions, "cli:pause")
 command(app, "resume", ResumeOptions, "cli:resume")
 command(app, "export", ExportOptions, "commands.export:run_export_command")
+command(app, "push", PushOptions, "commands.push:run_push_command")
 command(app, "generate", GenerateOptions, "commands.export:run_generate_command")
 command(app, "log", LogOptions, "commands.history:run_log_command")
 command(app, "verify", VerifyOptions, "commands.history:run_verify_command")

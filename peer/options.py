@@ -252,6 +252,14 @@ Timeout = Annotated[
     float,
     typer.Option("--timeout", min=1, help="Give up asking the swarm after this many seconds."),
 ]
+Dtype = Annotated[
+    Literal["fp32", "bf16"],
+    typer.Option(help="bf16 is half as large; fp32 is what the run holds, to the bit."),
+]
+Contributors = Annotated[
+    bool,
+    typer.Option("--contributors", help="Name in the model card whose tokens the records count."),
+]
 LogLevel = Annotated[str, typer.Option(help="debug, info, warning or error.")]
 
 
@@ -620,16 +628,35 @@ class ExportOptions:
 
     invite: InviteText
     folder: Annotated[Path, typer.Argument(help="Folder to write the checkpoint to.")]
-    dtype: Annotated[
-        Literal["fp32", "bf16"],
-        typer.Option(help="bf16 is half as large; fp32 is what the run holds, to the bit."),
-    ] = "fp32"
-    contributors: Annotated[
-        bool,
+    dtype: Dtype = "fp32"
+    contributors: Contributors = False
+    host: Host = "0.0.0.0"
+    timeout_s: Timeout = 600
+    log_level: LogLevel = "warning"
+
+
+@dataclass(frozen=True, kw_only=True)
+class PushOptions:
+    """Put the newest anchors of a run into a repository on the Hugging Face hub."""
+
+    invite: InviteText
+    repository: Annotated[
+        str, typer.Argument(help="OWNER/NAME on the hub; it is made if it is not there.")
+    ]
+    every: Annotated[
+        int,
         typer.Option(
-            "--contributors", help="Name in the model card whose tokens the records count."
+            min=0, help="Push again after so many rounds each, until the run's end; 0 pushes once."
         ),
+    ] = 0
+    folder: Annotated[
+        Path, typer.Option(help="Folder for the checkpoint, which is uploaded from there.")
+    ] = Path("dilocox-push")
+    private: Annotated[
+        bool, typer.Option("--private", help="Make a repository that others do not see.")
     ] = False
+    dtype: Dtype = "fp32"
+    contributors: Contributors = False
     host: Host = "0.0.0.0"
     timeout_s: Timeout = 600
     log_level: LogLevel = "warning"

@@ -220,9 +220,7 @@ def run_bootstrap_command(options: BootstrapOptions) -> int:
     return 0
 
 
-def check_run(
-    options: BootstrapOptions, keeper_for: Callable[[Identity], ManifestKeeper]
-) -> int:
+def check_run(options: BootstrapOptions, keeper_for: Callable[[Identity], ManifestKeeper]) -> int:
     """See whether `dilocox bootstrap` with these options would start, and what the run would take;
     the exit code. Nothing is published, and nothing is written.
 

@@ -34,13 +34,13 @@ LINK_ROOM = 2  # times the bytes of an exchange that its deadline leaves room fo
 HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w.-]+")
 
 TEMPLATE = """\
-# A run, as `dilocox init` wrote it for {machines}. `dilocox bootstrap` boots it, with --check it only
-# looks. docs/run.yaml has all other fields with their defaults.
+# A run, as `dilocox init` wrote it for {machines}: `dilocox bootstrap` boots it, and with --check
+# only looks at it. docs/run.yaml has all other fields with their defaults.
 
 name: {name}  # another name is another run
 model: {model}  # {parameters} million parameters
 stages: {stages}  # slices of the model: {why_stages}
-end_tokens: {end_tokens}  # the run ends then; {each:.0f} a parameter, of which about 20 are well spent
+end_tokens: {end_tokens}  # the run ends then: {each:.0f} a parameter; 20 are usual
 
 data:
   source: {source}  # {where}
@@ -57,7 +57,7 @@ inner:  # AdamW on each peer
   warmup_tokens: {warmup}  # over which the rate rises to that
 
 rounds:
-  inner_steps: {inner_steps}  # between two averages, to begin with; later rounds follow how long those take
+  inner_steps: {inner_steps}  # between the first averages; later rounds follow their time
 
 codec:  # averages travel as factors of 4 bits a value
   rank: {rank}  # of the first; later ones follow the training
@@ -183,7 +183,7 @@ def _with_fewest_stages(given: dict[str, Any], machines: Machines) -> Manifest:
                 return manifest
     raise InvalidInput(
         f"--machines {machines.shown}: a stage takes {size(least)} of memory even in the smallest "
-        "slices that so many machines could hold; choose a smaller model, or more or larger machines"
+        "slices that so many machines hold; choose a smaller model, or more or larger machines"
     )
 
 

@@ -57,7 +57,7 @@ def _with_codec(needs: StageNeeds, codec: Any) -> StageNeeds:
 
 def print_sizes(manifest: Manifest) -> None:
     """Print the table on the terminal; whole where there is none."""
-    table = Table(title="what a peer of a stage takes; an exchange is once a round")
+    table = Table(title=f"{manifest.name}: what a peer takes; an exchange is once a round")
     for name in HEADS:
         table.add_column(name, justify="right")
     for stage in shown_stages(manifest):

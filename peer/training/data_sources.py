@@ -211,13 +211,19 @@ def _with_format(given: Any, where: str) -> Any:
         case {"source": str(source), **rest}:
             path = Path(source).expanduser()
             if not (path.exists() or glob.glob(str(path), recursive=True)):  # noqa: PTH207
-                hub = "" if "format" in rest else f", or for a name on the hub add {where}.format: hub"
+                hub = (
+                    ""
+                    if "format" in rest
+                    else f", or for a name on the hub add {where}.format: hub"
+                )
                 raise InvalidInput(
                     f"{where}.source {source!r} is not on this machine; check the path{hub}"
                 )
-            return given | {"format": _format_in(path, where)} if (
-                path.is_dir() and "format" not in rest
-            ) else given
+            return (
+                given | {"format": _format_in(path, where)}
+                if (path.is_dir() and "format" not in rest)
+                else given
+            )
         case _:  # for the checks
             return given
 

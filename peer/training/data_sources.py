@@ -236,8 +236,9 @@ def _format_in(folder: Path, where: str) -> str:
     formats = {format_of(name) for name in files} - {None}
     if len(formats) == 1 and ("text" not in formats or all(map(format_of, files))):
         return str(formats.pop())
-    kinds = Counter(Path(name).suffix or "without an ending" for name in files).most_common(5)
-    found = ", ".join(f"{count} {kind}" for kind, count in kinds) or "no files"
+    kinds = Counter(Path(name).suffix or "without an ending" for name in files)
+    most = sorted(kinds.items(), key=lambda item: (-item[1], item[0]))[:5]
+    found = ", ".join(f"{count} {kind}" for kind, count in most) or "no files"
     raise InvalidInput(
         f"{where}.format is missing, and {str(folder)!r} does not say it (found: {found}); set it "
         "to text (reads every file as it is), json or parquet, or name a pattern such as "

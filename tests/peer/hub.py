@@ -126,7 +126,7 @@ def serving() -> Iterator[Hub]:
             self.end_headers()
             self.wfile.write(sent)
 
-        do_GET = do_POST = do_PUT = _answer
+        do_GET = do_POST = do_PUT = _answer  # noqa: N815
 
         def log_message(self, format: str, *args: object) -> None:
             pass

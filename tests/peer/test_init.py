@@ -1,4 +1,4 @@
-"""`dilocox init` and `dilocox bootstrap --check`: what is asked, written, refused and left alone."""
+"""`dilocox init` and `bootstrap --check`: what is asked, written, refused and left alone."""
 
 from __future__ import annotations
 

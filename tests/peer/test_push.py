@@ -215,7 +215,7 @@ def test_a_storage_that_refuses_a_large_file_leaves_no_commit_and_says_what_it_m
     hub: Hub, swarm: ToldSwarm, tmp_path: Path
 ) -> None:
     hub.full = True
-    with pytest.raises(EnvironmentFault, match="took nothing for .*no more room") as caught:
+    with pytest.raises(EnvironmentFault, match=r"took nothing for .*no more room") as caught:
         run_push_command(options(tmp_path))
     assert "\n" not in str(caught.value)
     assert hub.commits[NAME] == []

@@ -22,6 +22,7 @@ from typer.models import ParameterInfo
 from dilocox import __version__
 from dilocox.dht.errors import DilocoxError
 from dilocox.dht.files import system_fault
+from dilocox.peer.operator_options import InitOptions, PushOptions
 from dilocox.peer.options import (
     AdmitOptions,
     AdmittedOptions,
@@ -31,13 +32,11 @@ from dilocox.peer.options import (
     EndRunOptions,
     ExportOptions,
     GenerateOptions,
-    InitOptions,
     LogOptions,
     MonitorOptions,
     PauseOptions,
     PauseRunOptions,
     PeerOptions,
-    PushOptions,
     ReadFrom,
     ResumeOptions,
     ResumeRunOptions,

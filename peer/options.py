@@ -24,7 +24,6 @@ import typer
 
 from dilocox.dht.errors import InvalidInput
 from dilocox.dht.invite import SCHEME, Invite, listen_address, peer_id
-from dilocox.dht.manifest_sections import MAX_TOKENS, preset_names
 
 GB = 1e9
 HOUR_S = 3600.0
@@ -36,12 +35,6 @@ Reason = Literal["paused", "traffic", "hours"]
 Local = Callable[[float], datetime]
 
 _SPAN = re.compile(r"(\d{1,2})-(\d{1,2})")
-_NUMBER = r"(\d{1,9}(?:\.\d{1,9})?)"
-_MACHINES = re.compile(
-    rf"(\d{{1,5}}) *x *{_NUMBER} *(?:GB)? *@ *{_NUMBER} *(?:Mbit(?:/s)?)?", re.IGNORECASE
-)
-_TOKENS = re.compile(r"(\d{1,16}(?:\.\d{1,9})?(?:e\d{1,2})?) *([MBT]?)", re.IGNORECASE)
-_FACTORS = {"": 1.0, "M": 1e6, "B": 1e9, "T": 1e12}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,41 +136,6 @@ def peer_name(text: str) -> str:
             f"{MAX_NAME_BYTES} bytes in UTF-8"
         )
     return text
-
-
-@dataclass(frozen=True, kw_only=True)
-class Machines:
-    """Whom a run is planned for: so many machines; of the smallest its memory, of the slowest its
-    upload; `shown` as the operator gave them.
-    """
-
-    count: int
-    memory_bytes: float
-    upload_bytes_s: float
-    shown: str
-
-    @classmethod
-    def parse(cls, text: str) -> Machines:
-        """Of COUNTxGB@MBIT, say 6x16@20; raises InvalidInput."""
-        match = _MACHINES.fullmatch(text.strip())
-        count, memory, upload = (float(match[n]) for n in (1, 2, 3)) if match else (0.0, 0.0, 0.0)
-        if not (count and memory and upload):
-            raise InvalidInput(
-                f"--machines {text}: give how many there are, the memory of the smallest in GB and "
-                "the upload of the slowest in Mbit/s, say 6x16GB@20 for 6 of 16 GB and 20 Mbit/s"
-            )
-        return cls(
-            count=int(count), memory_bytes=memory * GB, upload_bytes_s=upload * 1e6 / 8, shown=text
-        )
-
-
-def token_count(text: str) -> int:
-    """A number of tokens, as 1_000_000_000, 1e9 or 1B; raises InvalidInput."""
-    match = _TOKENS.fullmatch(text.strip().replace("_", "").replace(",", ""))
-    count = float(match[1]) * _FACTORS[match[2].upper()] if match else 0.0
-    if not 1 <= count <= MAX_TOKENS:
-        raise InvalidInput(f"--tokens {text}: give a number, say 2_000_000_000, 2e9 or 2B")
-    return int(count)
 
 
 InviteText = Annotated[
@@ -288,51 +246,6 @@ class DemoOptions:
     ] = None
     device: Device = "auto"
     seed: Annotated[int, typer.Option(help="Seed of the run.")] = 0
-
-
-@dataclass(frozen=True, kw_only=True)
-class InitOptions:
-    """Describe a run: asks five questions, writes its run.yaml and says what it takes."""
-
-    file: Annotated[Path, typer.Argument(help="The file to write; none is overwritten.")] = Path(
-        "run.yaml"
-    )
-    name: Annotated[str | None, typer.Option(help="Name of the run.")] = None
-    model: Annotated[
-        str | None,
-        typer.Option(
-            help=f"A preset ({', '.join(preset_names())}), or a checkpoint to go on from: a folder "
-            "or NAME@COMMIT of the hub."
-        ),
-    ] = None
-    data: Annotated[
-        str | None,
-        typer.Option(help="Text: a folder, file or pattern, a name on the hub, or stdlib."),
-    ] = None
-    machines: Annotated[
-        Machines | None,
-        typer.Option(
-            help="How many there will be, memory (GB) of the smallest, or of its GPU if that has "
-            "less, and upload (Mbit/s) of the slowest: 6x16GB@20."
-        ),
-        ReadFrom(str | None, lambda text: text and Machines.parse(text)),
-    ] = None
-    tokens: Annotated[
-        int | None,
-        typer.Option(help="After how many tokens it ends: 2_000_000_000, 2e9 or 2B."),
-        ReadFrom(str | None, lambda text: text and token_count(text)),
-    ] = None
-    stages: Annotated[
-        int | None,
-        typer.Option(
-            min=1,
-            show_default="as few as fit the memory",
-            help="Slices to cut the model into; not asked for.",
-        ),
-    ] = None
-    yes: Annotated[
-        bool, typer.Option("--yes", help="Ask nothing: what no option says has its default.")
-    ] = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -628,33 +541,6 @@ class ExportOptions:
 
     invite: InviteText
     folder: Annotated[Path, typer.Argument(help="Folder to write the checkpoint to.")]
-    dtype: Dtype = "fp32"
-    contributors: Contributors = False
-    host: Host = "0.0.0.0"
-    timeout_s: Timeout = 600
-    log_level: LogLevel = "warning"
-
-
-@dataclass(frozen=True, kw_only=True)
-class PushOptions:
-    """Put the newest anchors of a run into a repository on the Hugging Face hub."""
-
-    invite: InviteText
-    repository: Annotated[
-        str, typer.Argument(help="OWNER/NAME on the hub; it is made if it is not there.")
-    ]
-    every: Annotated[
-        int,
-        typer.Option(
-            min=0, help="Push again after so many rounds each, until the run's end; 0 pushes once."
-        ),
-    ] = 0
-    folder: Annotated[
-        Path, typer.Option(help="Folder for the checkpoint, which is uploaded from there.")
-    ] = Path("dilocox-push")
-    private: Annotated[
-        bool, typer.Option("--private", help="Make a repository that others do not see.")
-    ] = False
     dtype: Dtype = "fp32"
     contributors: Contributors = False
     host: Host = "0.0.0.0"

@@ -13,7 +13,7 @@ import math
 import re
 import sys
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -22,15 +22,23 @@ import yaml
 
 from dilocox.dht.errors import InvalidInput
 from dilocox.dht.manifest import Manifest, preset_names
+from dilocox.dht.manifest_sections import MAX_TOKENS
 from dilocox.peer.commands.operate import completed
 from dilocox.peer.memory_and_disk import SPARE_SHARE, MemoryNeeds, size
-from dilocox.peer.options import InitOptions, Machines, token_count
+from dilocox.peer.operator_options import InitOptions
+from dilocox.peer.options import GB
 
 T = TypeVar("T")
 
 TOKENS_A_PARAMETER = 20  # Chinchilla's (arXiv 2203.15556)
 WARMUP_SHARE = 0.05  # of the run, at most; 0.01 where a preset says nothing
 LINK_ROOM = 2  # times the bytes of an exchange that its deadline leaves room for
+_NUMBER = r"(\d{1,9}(?:\.\d{1,9})?)"
+_MACHINES = re.compile(
+    rf"(\d{{1,5}}) *x *{_NUMBER} *(?:GB)? *@ *{_NUMBER} *(?:Mbit(?:/s)?)?", re.IGNORECASE
+)
+_TOKENS = re.compile(r"(\d{1,16}(?:\.\d{1,9})?(?:e\d{1,2})?) *([MBT]?)", re.IGNORECASE)
+_FACTORS = {"": 1.0, "M": 1e6, "B": 1e9, "T": 1e12}
 HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w.-]+")
 
 TEMPLATE = """\
@@ -65,6 +73,41 @@ codec:  # averages travel as factors of 4 bits a value
 deadlines:
   exchange_s: {exchange_s}  # an average that takes longer is given up; {moved} over {link:g} Mbit/s
 """
+
+
+@dataclass(frozen=True, kw_only=True)
+class Machines:
+    """Whom a run is planned for: so many machines; of the smallest its memory, of the slowest its
+    upload; `shown` as the operator gave them.
+    """
+
+    count: int
+    memory_bytes: float
+    upload_bytes_s: float
+    shown: str
+
+    @classmethod
+    def parse(cls, text: str) -> Machines:
+        """Of COUNTxGB@MBIT, say 6x16@20; raises InvalidInput."""
+        match = _MACHINES.fullmatch(text.strip())
+        count, memory, upload = (float(match[n]) for n in (1, 2, 3)) if match else (0.0, 0.0, 0.0)
+        if not (count and memory and upload):
+            raise InvalidInput(
+                f"--machines {text}: give how many there are, the memory of the smallest in GB and "
+                "the upload of the slowest in Mbit/s, say 6x16GB@20 for 6 of 16 GB and 20 Mbit/s"
+            )
+        return cls(
+            count=int(count), memory_bytes=memory * GB, upload_bytes_s=upload * 1e6 / 8, shown=text
+        )
+
+
+def token_count(text: str) -> int:
+    """A number of tokens, as 1_000_000_000, 1e9 or 1B; raises InvalidInput."""
+    match = _TOKENS.fullmatch(text.strip().replace("_", "").replace(",", ""))
+    count = float(match[1]) * _FACTORS[match[2].upper()] if match else 0.0
+    if not 1 <= count <= MAX_TOKENS:
+        raise InvalidInput(f"--tokens {text}: give a number, say 2_000_000_000, 2e9 or 2B")
+    return int(count)
 
 
 def run_init_command(options: InitOptions) -> int:
@@ -115,9 +158,8 @@ class _Questions:
 
     def __call__(self, option: str, question: str, default: str, read: Callable[[str], T]) -> T:
         """The answer to one question, read. Raises InvalidInput where nobody can be asked."""
-        told = getattr(self._options, option)
-        if told is not None:
-            return read(told) if isinstance(told, str) else told
+        if (told := getattr(self._options, option)) is not None:
+            return read(told)
         if self._options.yes:
             return read(default)
         if not sys.stdin.isatty():

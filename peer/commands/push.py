@@ -28,7 +28,7 @@ from dilocox.dht.manifest_revisions import ManifestWatch
 from dilocox.dht.records import ClaimRecord, claim_key
 from dilocox.dht.swarm_view import that_count
 from dilocox.peer.commands.export import DTYPES, export_run, shown_rounds
-from dilocox.peer.options import PushOptions
+from dilocox.peer.operator_options import PushOptions
 from dilocox.peer.os_process import STOPPED, StopSignal
 
 logger = logging.getLogger(__name__)

@@ -15,9 +15,9 @@ import pytest
 
 from dilocox.dht.errors import InvalidInput
 from dilocox.dht.manifest import Manifest, preset_names
-from dilocox.peer.commands.init import run_init_command
+from dilocox.peer.commands.init import Machines, run_init_command, token_count
 from dilocox.peer.commands.operate import checked_manifest
-from dilocox.peer.options import InitOptions, Machines, token_count
+from dilocox.peer.operator_options import InitOptions
 from tests.peer.commands import error_line, run_here, write_manifest
 
 LIMIT_S = 120.0
@@ -26,8 +26,7 @@ LIMIT_S = 120.0
 def written(folder: Path, **given: Any) -> Manifest:
     """What `init --yes` writes, read as `bootstrap` reads it."""
     file = folder / "run.yaml"
-    machines = {"machines": Machines.parse(given.pop("machines"))} if "machines" in given else {}
-    assert run_init_command(InitOptions(file=file, yes=True, **given, **machines)) == 0
+    assert run_init_command(InitOptions(file=file, yes=True, **given)) == 0
     return Manifest.load(file)
 
 
@@ -95,7 +94,7 @@ def test_at_a_terminal_it_asks_five_questions_and_again_after_a_slip(tmp_path: P
 
 
 def test_what_follows_from_the_answers(tmp_path: Path) -> None:
-    manifest = written(tmp_path, model="tiny", machines="9x4GB@0.02", stages=4, tokens=1_000_000)
+    manifest = written(tmp_path, model="tiny", machines="9x4GB@0.02", stages=4, tokens="1_000_000")
     assert manifest.stages == 4 == manifest.batch.microbatches
     assert manifest.inner.warmup_tokens == 10_000
     # twice what the link needs, in whole seconds
@@ -105,11 +104,11 @@ def test_what_follows_from_the_answers(tmp_path: Path) -> None:
 def test_a_model_is_cut_into_as_few_stages_as_fit_the_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    roomy = written(tmp_path, model="small", machines="4x8GB@20", tokens=10**8)
+    roomy = written(tmp_path, model="small", machines="4x8GB@20", tokens="1e8")
     assert roomy.stages == 1
     tight = tmp_path / "tight"
     tight.mkdir()
-    assert written(tight, model="small", machines="4x1.3GB@20", tokens=10**8).stages > 1
+    assert written(tight, model="small", machines="4x1.3GB@20", tokens="1e8").stages > 1
     with pytest.raises(InvalidInput, match=r"--machines 4x0\.5GB@20: a stage takes .* of memory"):
         written(tmp_path / "none", model="small", machines="4x0.5GB@20")
 
@@ -121,7 +120,7 @@ def test_the_text_says_the_same_as_the_plan(
     from dilocox.peer.process import sizes
 
     monkeypatch.setattr(sizes, "print_sizes", lambda _: None)  # it takes a minute for the largest
-    manifest = written(tmp_path, model=name, stages=2, name="1e5", tokens=3 * 10**10)
+    manifest = written(tmp_path, model=name, stages=2, name="1e5", tokens="30B")
     preset = Manifest.from_dict(
         {"name": "1e5", "model": name, "stages": 2, "end_tokens": 3 * 10**10}
     )
@@ -136,10 +135,10 @@ def test_data_are_found_here_or_on_the_hub_or_refused(tmp_path: Path) -> None:
     texts = tmp_path / "texts: a [few]"
     texts.mkdir()
     (texts / "a.jsonl").write_text('{"text": "once"}\n')
-    manifest = written(tmp_path, model="tiny", data=str(texts), tokens=10**6)
+    manifest = written(tmp_path, model="tiny", data=str(texts), tokens="1e6")
     assert (manifest.data.source, manifest.data.format) == (str(texts), "json")
     (tmp_path / "run.yaml").unlink()
-    manifest = written(tmp_path, model="tiny", data="roneneldan/TinyStories", tokens=10**6)
+    manifest = written(tmp_path, model="tiny", data="roneneldan/TinyStories", tokens="1e6")
     assert manifest.data.format == "hub"
     with pytest.raises(InvalidInput, match=r"data\.source '/no/where' is not on this machine"):
         run_init_command(InitOptions(file=tmp_path / "other.yaml", yes=True, data="/no/where"))

@@ -16,7 +16,8 @@ from tests.peer.fabricated import RUN, ToldSwarm, digest, peer_id, stage_record,
 # The names are fixed: the rules and the dashboard use them.
 LABELS = {
     (): "replicas manifest_revision end_tokens tokens_total tokens_per_second validation_loss "
-    "train_loss losses_not_finite waiting_ratio faults_total contributors healthy joined_total left_total",
+    "train_loss losses_not_finite waiting_ratio faults_total contributors healthy joined_total "
+    "left_total",
     ("stage",): "spares rounds_total rounds_per_hour round round_bytes inner_steps voids blocked "
     "sitting_out "
     "last_round_timestamp_seconds stage_unreachable compression_error_ratio",

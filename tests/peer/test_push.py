@@ -25,7 +25,7 @@ from dilocox.peer.chain.download import AnchorPlace
 from dilocox.peer.commands import push
 from dilocox.peer.commands.export import CheckpointDraft, model_card
 from dilocox.peer.commands.push import Repository, run_push_command
-from dilocox.peer.options import PushOptions
+from dilocox.peer.operator_options import PushOptions
 from tests.peer.hub import OWNER, READ_ONLY, TOKEN, Hub, serving
 from tests.peer.test_cli import INVITE
 from tests.peer.test_export import stage_tensors
@@ -228,6 +228,6 @@ def test_a_hub_that_does_not_answer_is_the_machines_trouble(
     hub: Hub, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", "http://127.0.0.1:9")
-    with pytest.raises(EnvironmentFault, match="took nothing for .*; check the network") as caught:
+    with pytest.raises(EnvironmentFault, match=r"took nothing for .*; check the network") as caught:
         Repository(NAME).make(private=False)
     assert "\n" not in str(caught.value) and TOKEN not in str(caught.value)

@@ -16,7 +16,7 @@ import yaml
 from benchmarks.sizes import examples
 from dilocox.dht.manifest import Manifest, preset_names
 from dilocox.peer.cli import app, known_variables
-from dilocox.peer.process.sizes import HEADS, row, shown_stages
+from dilocox.peer.process import sizes
 from dilocox.pipeline.partition import plan_stages
 from tests.guide_blocks import DOCS, GUIDES, blocks, sections
 
@@ -117,12 +117,12 @@ def test_every_alert_is_explained_with_its_severity() -> None:
 def test_the_sizes_are_those_that_the_script_prints() -> None:
     shown = {tuple(row) for row in tables("operator", "How much it takes")}
     printed = {
-        (manifest.name, *row(manifest, stage))
+        (manifest.name, *sizes.row(manifest, stage))
         for manifest in examples()
-        for stage in shown_stages(manifest)
+        for stage in sizes.shown_stages(manifest)
     }
     assert shown == printed
-    assert f"| {' | '.join(('run', *HEADS))} |" in TEXTS["operator"]
+    assert f"| {' | '.join(('run', *sizes.HEADS))} |" in TEXTS["operator"]
 
 
 def test_the_guide_names_every_preset() -> None:

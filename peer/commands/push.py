@@ -152,8 +152,9 @@ class Repository:
             raise InvalidInput(
                 f"{self._name!r} is no repository of the hub; name it OWNER/NAME"
             ) from error
-        except HfHubHTTPError as error:
-            status = error.response.status_code
+        # RuntimeError: around what a thread that uploads a large file met
+        except (OSError, ValueError, RuntimeError, _NETWORK) as error:
+            status = error.response.status_code if isinstance(error, HfHubHTTPError) else 0
             if status == 401:
                 raise InvalidInput(f"the Hugging Face hub refuses the token: {TOKEN}") from error
             if status in (403, 404):
@@ -162,15 +163,9 @@ class Repository:
                     "repository of this account or its organization, or take a token that may "
                     "write there"
                 ) from error
-            raise self._trouble(error) from error
-        except (OSError, ValueError, _NETWORK) as error:
-            raise self._trouble(error) from error
-        except RuntimeError as error:  # around what a thread that uploads a large file met
-            raise self._trouble(error.__cause__ or error) from error
-
-    def _trouble(self, error: BaseException) -> EnvironmentFault:
-        reason = " ".join(str(error).split())[:300] or type(error).__name__
-        return EnvironmentFault(
-            f"the Hugging Face hub took nothing for {self._name} ({reason}); check the network and "
-            "type the command again: what was exported stays here"
-        )
+            met = (type(error) is RuntimeError and error.__cause__) or error
+            reason = " ".join(str(met).split())[:300] or type(met).__name__
+            raise EnvironmentFault(
+                f"the Hugging Face hub took nothing for {self._name} ({reason}); check the network "
+                "and type the command again: what was exported stays here"
+            ) from error

@@ -249,6 +249,14 @@ class StageNeeds:
         """What a member moves each way: its parts to the others, and the mean of its own."""
         return 2 * self.record_bytes * (members - 1) // members
 
+    def least_exchange_s(self, bytes_per_s: float) -> float:
+        """The shortest `deadlines.exchange_s` with which a large group's exchange could end over
+        such links.
+        """
+        moved = self.exchange_bytes(self.manifest.rounds.group_size)
+        # members' codecs have their own time, up to the longest exchange
+        return max(moved / bytes_per_s, self.codec_s / (LONGEST - 1))
+
     def link_bytes_per_token(self) -> float:
         """What it sends its neighbours at least for each token; what it gets is as much."""
         batch, stages = self.manifest.batch, self.manifest.stages
@@ -278,22 +286,12 @@ def memory_of_stages(
     return needed
 
 
-def least_exchange_s(needs: StageNeeds, bytes_per_s: float) -> float:
-    """The shortest `deadlines.exchange_s` under which a large group's exchange over such a link, in
-    bytes a second each way, could end in time.
-    """
-    moved = needs.exchange_bytes(needs.manifest.rounds.group_size)
-    # members' codecs have their own time, up to the longest exchange
-    return max(moved / bytes_per_s, needs.codec_s / (LONGEST - 1))
-
-
 def check_deadlines(manifest: Manifest) -> None:
     """Raise InvalidInput if an exchange could not end in time, even on a link of 100 Mbit/s."""
     given_s = manifest.deadlines.exchange_s
     for stage in sorted({0, manifest.stages // 2, manifest.stages - 1}):
         needs = StageNeeds(manifest, stage)
-        least_s = least_exchange_s(needs, FAST_LINK)
-        if least_s > given_s:
+        if (least_s := needs.least_exchange_s(FAST_LINK)) > given_s:
             moved = needs.exchange_bytes(manifest.rounds.group_size)
             raise InvalidInput(
                 f"deadlines.exchange_s is {given_s:g}; in an exchange of stage {stage} a peer "

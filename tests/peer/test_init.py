@@ -15,7 +15,7 @@ import pytest
 
 from dilocox.dht.errors import InvalidInput
 from dilocox.dht.manifest import Manifest, preset_names
-from dilocox.peer.commands.init import Machines, run_init_command, token_count
+from dilocox.peer.commands.init import machines_of, run_init_command, token_count
 from dilocox.peer.commands.operate import checked_manifest
 from dilocox.peer.operator_options import InitOptions
 from tests.peer.commands import error_line, run_here, write_manifest
@@ -158,12 +158,12 @@ def test_what_is_no_count_of_tokens_is_refused(text: str) -> None:
 
 
 def test_machines_are_read_with_and_without_units() -> None:
-    plain, with_units = Machines.parse("6x16@20"), Machines.parse(" 6 x 16 GB @ 20 Mbit/s ")
+    plain, with_units = machines_of("6x16@20"), machines_of(" 6 x 16 GB @ 20 Mbit/s ")
     for each in (plain, with_units):
         assert (each.count, each.memory_bytes, each.upload_bytes_s) == (6, 16e9, 2.5e6)
     for wrong in ("6", "x16@20", "0x16@20", "6x16", "6x0@20", "6x16@0"):
         with pytest.raises(InvalidInput, match=f"--machines {wrong}: give how many"):
-            Machines.parse(wrong)
+            machines_of(wrong)
 
 
 # ---- bootstrap --check ---------------------------------------------------------------------------

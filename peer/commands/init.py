@@ -51,7 +51,7 @@ WHERE = {  # the text is, by its format
 class Machines(NamedTuple):
     """So many; of the smallest the memory, of the slowest the upload; `shown` as given."""
 
-    count: int
+    number: int
     memory_bytes: float
     upload_bytes_s: float
     shown: str
@@ -116,9 +116,9 @@ def run_init_command(options: InitOptions) -> int:
     with options.file.open("x", encoding="utf-8") as file:
         file.write(text)
     print_sizes(run)
-    replicas, spares = divmod(machines.count, run.stages)
+    replicas, spares = divmod(machines.number, run.stages)
     typer.echo(
-        f"wrote {options.file}: {run.stages} stages, so {machines.count} machines make {replicas} "
+        f"wrote {options.file}: {run.stages} stages, so {machines.number} machines make {replicas} "
         f"replicas and {spares} spares. Next: dilocox bootstrap {options.file} --check"
     )
     return 0
@@ -180,7 +180,7 @@ def _with_fewest_stages(given: dict[str, Any], machines: Machines) -> Manifest:
     from dilocox.pipeline.partition import plan_stages
 
     room, least = SPARE_SHARE * machines.memory_bytes, math.inf
-    for stages in range(1, machines.count + 1):
+    for stages in range(1, machines.number + 1):
         manifest = _described(given, stages)
         try:
             largest = max(each.num_parameters for each in plan_stages(manifest.model, stages))

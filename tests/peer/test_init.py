@@ -160,7 +160,7 @@ def test_what_is_no_count_of_tokens_is_refused(text: str) -> None:
 def test_machines_are_read_with_and_without_units() -> None:
     plain, with_units = machines_of("6x16@20"), machines_of(" 6 x 16 GB @ 20 Mbit/s ")
     for each in (plain, with_units):
-        assert (each.count, each.memory_bytes, each.upload_bytes_s) == (6, 16e9, 2.5e6)
+        assert (each.number, each.memory_bytes, each.upload_bytes_s) == (6, 16e9, 2.5e6)
     for wrong in ("6", "x16@20", "0x16@20", "6x16", "6x0@20", "6x16@0"):
         with pytest.raises(InvalidInput, match=f"--machines {wrong}: give how many"):
             machines_of(wrong)

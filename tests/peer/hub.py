@@ -46,7 +46,7 @@ class Hub:
         if path == "/api/repos/create":
             return self._create(json.loads(body), token)
         if match := re.fullmatch(r"/api/models/([\w-]+/[\w-]+)/(\w+)/main", path):
-            return self._write(*match.groups(), token, body)
+            return self._write(match[1], match[2], token, body)
         if re.fullmatch(r"/[\w-]+/[\w-]+\.git/info/lfs/objects/batch", path):
             return 200, {"objects": list(map(self._wanted, json.loads(body)["objects"]))}
         return 404, {"error": f"no {method} {path}"}

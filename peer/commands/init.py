@@ -10,6 +10,7 @@ bootstrap --check` on a machine that reaches data and tokenizer.
 from __future__ import annotations
 
 import math
+import os
 import re
 import sys
 from collections.abc import Callable
@@ -82,6 +83,8 @@ def run_init_command(options: InitOptions) -> int:
     """Ask, reckon, and write the file; the exit code."""
     if options.file.exists():
         raise InvalidInput(f"{options.file} is there already: name another file, or remove it")
+    if not os.access(options.file.absolute().parent, os.W_OK):
+        raise InvalidInput(f"{options.file}: nothing can be written there; name another file")
     ask = partial(_answer, options)
     name = ask("name", "Name of the run", "my-run", _name)
     presets = ", ".join(preset_names())

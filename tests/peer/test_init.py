@@ -58,6 +58,8 @@ def test_a_file_that_is_there_is_never_overwritten(tmp_path: Path) -> None:
     with pytest.raises(InvalidInput, match=r"run\.yaml is there already: name another file"):
         run_init_command(InitOptions(file=file, yes=True))
     assert file.read_text() == "precious"
+    with pytest.raises(InvalidInput, match="nothing can be written there; name another file"):
+        run_init_command(InitOptions(file=tmp_path / "no" / "run.yaml", yes=True))
 
 
 def test_without_a_terminal_what_is_missing_is_named(
@@ -109,8 +111,11 @@ def test_a_model_is_cut_into_as_few_stages_as_fit_the_memory(
     tight = tmp_path / "tight"
     tight.mkdir()
     assert written(tight, model="small", machines="4x1.3GB@20", tokens="1e8").stages > 1
+    other = InitOptions(
+        file=tmp_path / "other.yaml", yes=True, model="small", machines="4x0.5GB@20"
+    )
     with pytest.raises(InvalidInput, match=r"--machines 4x0\.5GB@20: a stage takes .* of memory"):
-        written(tmp_path / "none", model="small", machines="4x0.5GB@20")
+        run_init_command(other)
 
 
 @pytest.mark.parametrize("name", preset_names())

@@ -106,7 +106,7 @@ class Manifest:
     model: ModelConfiguration = Field(
         description="the name of a preset or a Hugging Face configuration"
     )
-    preset: Annotated[str, Field(pattern="^[a-z0-9_-]{1,64}$")] | None = Field(
+    preset: Annotated[str, Field(pattern="^[a-z0-9._-]{1,64}$")] | None = Field(
         default=None, description="a preset's name"
     )
     stages: Integer = Field(default=1, ge=1, le=MAX_STAGES)

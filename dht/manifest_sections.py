@@ -4,12 +4,13 @@ Each section stands alone; what concerns several of them (a model's vocabulary a
 the warmup and the end of the run) is checked where they meet, in manifest.py.
 
 `with_defaults` fills in what a run.yaml may leave out because it follows from something else, and
-the model of a preset, which names nothing more. The manifest that is signed spells everything out,
-so that peers of another version never fill in another default.
+what a preset has: a model, and the fields of other sections that fit it, each of which a run.yaml
+may override. The manifest that is signed spells everything out, so that peers of another version
+never fill in another default.
 """
 
+from collections.abc import Mapping
 from importlib import resources
-from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
 import yaml
@@ -28,7 +29,16 @@ from dilocox.dht.field_rules import (
 )
 from dilocox.dht.invite import PEER_ID
 
-ENDINGS = {".txt": "text", ".jsonl": "json", ".json": "json", ".parquet": "parquet"}
+ENDINGS: Mapping[str, tuple[str, ...]] = {
+    "text": (".txt",),
+    "json": (".json", ".jsonl", ".ndjson", ".json.gz", ".jsonl.gz", ".json.zst", ".jsonl.zst"),
+    "parquet": (".parquet",),
+}
+
+
+def format_of(name: str) -> str | None:
+    """The format of a file, or of the files of a pattern, by its ending; None if that says none."""
+    return next((each for each, endings in ENDINGS.items() if name.endswith(endings)), None)
 
 
 def preset_names() -> list[str]:
@@ -41,7 +51,10 @@ def with_defaults(given: dict[str, Any]) -> dict[str, Any]:
     """Fill in what follows from other fields; mistakes are left to the checks."""
     model = given.get("model")
     if isinstance(model, str):
-        given |= {"model": _preset(model), "preset": model}
+        for section, values in _preset(model).items():
+            own: Any = {} if section == "model" else given.get(section, {})
+            given[section] = values | own if isinstance(own, dict) else own
+        given["preset"] = model
     match given.get("data"):
         case {"more": [*others]}:
             more = [_with_format(other, f"data.more[{n}]") for n, other in enumerate(others)]
@@ -75,12 +88,11 @@ def with_defaults(given: dict[str, Any]) -> dict[str, Any]:
 def _with_format(given: Any, where: str) -> Any:
     match given:
         case {"source": str(source), **rest} if "format" not in rest and source != "stdlib":
-            ending = ENDINGS.get(Path(source).suffix)
-            if ending is None:
+            if (found := format_of(source)) is None:
                 raise InvalidInput(
                     f"{where}.format is missing; it must be text, json, parquet or hub"
                 )
-            return given | {"format": ending}
+            return given | {"format": found}
         case _:
             return given
 

@@ -22,6 +22,7 @@ from typer.models import ParameterInfo
 from dilocox import __version__
 from dilocox.dht.errors import DilocoxError
 from dilocox.dht.files import system_fault
+from dilocox.peer.operator_options import InitOptions, PushOptions
 from dilocox.peer.options import (
     AdmitOptions,
     AdmittedOptions,
@@ -161,6 +162,7 @@ operate = typer.Typer(
     no_args_is_help=True,
 )
 command(app, "demo", DemoOptions, "commands.demo:run_demo")
+command(app, "init", InitOptions, "commands.init:run_init_command")
 command(app, "bootstrap", BootstrapOptions, "commands.bootstrap:run_bootstrap_command")
 command(operate, "pause", PauseRunOptions, "commands.operate:set_state")
 command(operate, "resume", ResumeRunOptions, "commands.operate:set_state")
@@ -178,6 +180,7 @@ command(app, "doctor", DoctorOptions, "commands.doctor:run_doctor")
 command(app, "pause", PauseOptions, "cli:pause")
 command(app, "resume", ResumeOptions, "cli:resume")
 command(app, "export", ExportOptions, "commands.export:run_export_command")
+command(app, "push", PushOptions, "commands.push:run_push_command")
 command(app, "generate", GenerateOptions, "commands.export:run_generate_command")
 command(app, "serve", ServeOptions, "commands.serve:run_serve_command")
 command(app, "log", LogOptions, "commands.history:run_log_command")

@@ -219,6 +219,14 @@ Timeout = Annotated[
     float,
     typer.Option("--timeout", min=1, help="Give up asking the swarm after this many seconds."),
 ]
+Dtype = Annotated[
+    Literal["fp32", "bf16"],
+    typer.Option(help="bf16 is half as large; fp32 is what the run holds, to the bit."),
+]
+Contributors = Annotated[
+    bool,
+    typer.Option("--contributors", help="Name in the model card whose tokens the records count."),
+]
 LogLevel = Annotated[str, typer.Option(help="debug, info, warning or error.")]
 
 
@@ -272,6 +280,14 @@ class BootstrapOptions:
         ),
         ReadFrom(list[str], tuple),
     ] = ()
+    check: Annotated[
+        bool,
+        typer.Option(
+            "--check",
+            help="Only see whether it would start, and what the run takes of a peer; publishes and "
+            "writes nothing.",
+        ),
+    ] = False
     metrics_host: MetricsHost = "127.0.0.1"
     metrics_port: MetricsPort = None
     log_level: LogLevel = "info"
@@ -561,16 +577,8 @@ class ExportOptions:
 
     invite: InviteText
     folder: Annotated[Path, typer.Argument(help="Folder to write the checkpoint to.")]
-    dtype: Annotated[
-        Literal["fp32", "bf16"],
-        typer.Option(help="bf16 is half as large; fp32 is what the run holds, to the bit."),
-    ] = "fp32"
-    contributors: Annotated[
-        bool,
-        typer.Option(
-            "--contributors", help="Name in the model card whose tokens the records count."
-        ),
-    ] = False
+    dtype: Dtype = "fp32"
+    contributors: Contributors = False
     host: Host = "0.0.0.0"
     timeout_s: Timeout = 600
     log_level: LogLevel = "warning"

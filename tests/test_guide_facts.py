@@ -14,9 +14,10 @@ import pytest
 import typer.main
 import yaml
 
-from benchmarks import sizes
-from dilocox.dht.manifest import Manifest
+from benchmarks.sizes import examples
+from dilocox.dht.manifest import Manifest, preset_names
 from dilocox.peer.cli import app, known_variables
+from dilocox.peer.process import sizes
 from dilocox.pipeline.partition import plan_stages
 from tests.guide_blocks import DOCS, GUIDES, blocks, sections
 
@@ -97,9 +98,9 @@ def test_fields_of_run_yaml_exist() -> None:
 
 
 def test_the_runs_of_the_guide_are_ones_that_the_program_takes() -> None:
-    (block,) = [each for each in blocks("operator") if each.section == "Describe the run"]
-    text = block.text.partition("END'\n")[2].removesuffix("END")
-    assert Manifest.from_dict(yaml.safe_load(text)).stages == 3
+    describe, check = [each for each in blocks("operator") if each.section == "Describe the run"]
+    assert describe.text.startswith("dilocox init --yes ") and "--stages 3" in describe.text
+    assert check.text == "dilocox bootstrap run.yaml --check"
     (text,) = re.findall(r"```yaml\n(.*?)```", TEXTS["operator"], re.DOTALL)
     manifest = Manifest.from_dict(yaml.safe_load(text))
     plans = plan_stages(manifest.model, manifest.stages)
@@ -117,11 +118,17 @@ def test_every_alert_is_explained_with_its_severity() -> None:
 def test_the_sizes_are_those_that_the_script_prints() -> None:
     shown = {tuple(row) for row in tables("operator", "How much it takes")}
     printed = {
-        tuple(sizes.row(manifest, stage))
-        for manifest in sizes.examples()
-        for stage in (0, 1, manifest.stages - 1)
+        (manifest.name, *sizes.row(manifest, stage))
+        for manifest in examples()
+        for stage in sizes.shown_stages(manifest)
     }
     assert shown == printed
+    assert f"| {' | '.join(('run', *sizes.HEADS))} |" in TEXTS["operator"]
+
+
+def test_the_guide_names_every_preset() -> None:
+    part = TEXTS["operator"].partition("\n## Describe the run\n")[2].partition("\n## ")[0]
+    assert all(f"`{name}`" in part for name in preset_names())
 
 
 @pytest.mark.parametrize(

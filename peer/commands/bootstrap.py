@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import logging
 import os
+import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
@@ -29,7 +30,7 @@ from dilocox.dht.errors import EnvironmentFault, InvalidInput
 from dilocox.dht.files import bytes_below, write_atomically
 from dilocox.dht.identity import Identity, peer_id_of
 from dilocox.dht.invite import SCHEME, Invite, bootstrap_address, run_id
-from dilocox.dht.manifest import PROTOCOL_VERSION, warnings
+from dilocox.dht.manifest import PROTOCOL_VERSION, Manifest, warnings
 from dilocox.dht.manifest_keeper import ManifestCopy, ManifestKeeper, OwnManifest
 from dilocox.dht.manifest_revisions import RevisionFolder
 from dilocox.dht.node import RunDHT
@@ -57,6 +58,7 @@ from dilocox.peer.options import BootstrapOptions
 from dilocox.peer.os_process import StopSignal
 from dilocox.peer.process.initial_weights import archive_initial
 from dilocox.peer.process.run_tokenizer import archive_tokenizer
+from dilocox.peer.process.sizes import print_sizes
 from dilocox.peer.state_folder import StateFolder
 
 logger = logging.getLogger(__name__)
@@ -157,6 +159,8 @@ def run_bootstrap_command(options: BootstrapOptions) -> int:
     copies = isinstance(options.manifest, Invite)
     if options.metrics_port:
         check_port(options.metrics_host, options.metrics_port)
+    if options.check:
+        return check_run(options, keeper_for)
     folder = StateFolder(options.state)
     with folder.locked(BOOTSTRAP_RUNS), StopSignal() as stop:
         is_new = not folder.identity.exists()
@@ -215,6 +219,32 @@ def run_bootstrap_command(options: BootstrapOptions) -> int:
             beside=partial(Beside, options, keeper, identity),
         )
     logger.info("left: stopped on request")
+    return 0
+
+
+def check_run(options: BootstrapOptions, keeper_for: Callable[[Identity], ManifestKeeper]) -> int:
+    """See whether `dilocox bootstrap` with these options would start, and what the run would take;
+    the exit code. Nothing is published, and nothing is written.
+
+    Raises what a start would.
+    """
+    if isinstance(options.manifest, Invite):
+        raise InvalidInput("--check is for a run.yaml; a copy of a bootstrap has none to check")
+    folder = StateFolder(options.state)
+    if folder.in_use:
+        raise EnvironmentFault(f"{options.state}: {BOOTSTRAP_RUNS}")
+    check_ports([options.listen])
+    with tempfile.TemporaryDirectory() as temporary:
+        own = folder.identity
+        key = own if own.exists() else Path(temporary) / own.name
+        keeper = keeper_for(identity := Identity.load_or_create(key))
+        other_bootstraps(options, keeper.run, identity.peer_id)
+    manifest = Manifest.from_bytes(keeper.signed.manifest_bytes)
+    for line in warnings(manifest):
+        typer.echo(f"warning: {line}", err=True)
+    print_sizes(manifest)
+    went_on = f"goes on as run {keeper.run}" if keeper.known else "would be a new run"
+    typer.echo(f"{options.manifest} is good: {manifest.name} {went_on}; nothing was published")
     return 0
 
 

@@ -43,6 +43,17 @@ from dilocox.peer.options import (
     StateOptions,
 )
 from dilocox.peer.state_folder import StateFolder
+from dilocox.peer.training.data_sources import with_formats
+
+
+def completed(given: dict[str, Any]) -> dict[str, Any]:
+    """The fields of a run.yaml, with what its data folders and its checkpoint say; raises as
+    `with_formats` and `described_by`.
+    """
+    given = with_formats(given)
+    from dilocox.pipeline.checkpoint import described_by
+
+    return described_by(given)
 
 
 def checked_manifest(path: Path) -> Manifest:
@@ -56,6 +67,7 @@ def checked_manifest(path: Path) -> Manifest:
             data are not as stated, or the checkpoint is not to be used.
         EnvironmentFault: something of this is on the hub, which does not answer.
     """
+    manifest = Manifest.load(path, completed)  # what is misspelt is said before torch is loaded
     from dilocox.peer.process.initial_weights import pinned
     from dilocox.peer.process.prepare import check_deadlines
     from dilocox.peer.training.data import (
@@ -64,10 +76,8 @@ def checked_manifest(path: Path) -> Manifest:
         open_tokenizer,
         tokenizer_digest,
     )
-    from dilocox.pipeline.checkpoint import described_by
     from dilocox.pipeline.partition import check_document_masks, plan_stages
 
-    manifest = Manifest.load(path, described_by)
     plan_stages(manifest.model, manifest.stages)
     check_deadlines(manifest)
     tokenizer = open_tokenizer(manifest.data.tokenizer)

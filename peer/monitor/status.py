@@ -119,7 +119,24 @@ def _of_head(name: str, text: str, read: Callable[[ChainRound], Value]) -> _Spec
     return _by_stage(name, text, read_head)
 
 
+def _info(seen: Seen) -> Mapping[tuple[str, str, str], Value]:
+    manifest = seen.look.manifest
+    model = manifest.preset or str(manifest.model["model_type"])
+    return {(manifest.name, __version__, cut(model, SHORT)): 1}
+
+
 METRICS = (
+    _Spec(
+        "info",
+        "What is trained: the run's name, the monitor's version, the preset or model family.",
+        _info,
+        ("name", "version", "model"),
+    ),
+    _Spec(
+        "end_tokens",
+        "The run ends when it has trained on so many tokens.",
+        lambda s: s.look.manifest.end_tokens,
+    ),
     _Spec("healthy", "1 if the run trains, is paused or has ended.", lambda s: s.health.good),
     _Spec(
         "state",

@@ -19,7 +19,7 @@ from dilocox.compression.layout import FlatLayout
 from dilocox.dht.errors import EnvironmentFault, InvalidInput
 from dilocox.dht.files import bytes_below
 from dilocox.dht.manifest import DataSpec, Manifest
-from dilocox.dht.manifest_sections import ENDINGS, LONGEST
+from dilocox.dht.manifest_sections import LONGEST, format_of
 from dilocox.peer.averaging.averager import StageBuffers
 from dilocox.peer.chain.snapshot_files import DAMAGED
 from dilocox.peer.memory_and_disk import (
@@ -134,7 +134,7 @@ def own_data(data: DataSpec, option: str) -> DataSpec:
     if not option:
         return data
     local = data.format if data.format in ("text", "json", "parquet") else "text"
-    chosen = ENDINGS.get(Path(option).suffix, local)
+    chosen = format_of(option) or local
     return replace(OwnData(**asdict(data)), source=option, format=chosen, parts=1, more=())
 
 
@@ -244,6 +244,14 @@ class StageNeeds:
         """What a member moves each way: its parts to the others, and the mean of its own."""
         return 2 * self.record_bytes * (members - 1) // members
 
+    def least_exchange_s(self, bytes_per_s: float) -> float:
+        """The shortest `deadlines.exchange_s` with which a large group's exchange could end over
+        such links.
+        """
+        moved = self.exchange_bytes(self.manifest.rounds.group_size)
+        # members' codecs have their own time, up to the longest exchange
+        return max(moved / bytes_per_s, self.codec_s / (LONGEST - 1))
+
     def link_bytes_per_token(self) -> float:
         """What it sends its neighbours at least for each token; what it gets is as much."""
         batch, stages = self.manifest.batch, self.manifest.stages
@@ -278,10 +286,8 @@ def check_deadlines(manifest: Manifest) -> None:
     given_s = manifest.deadlines.exchange_s
     for stage in sorted({0, manifest.stages // 2, manifest.stages - 1}):
         needs = StageNeeds(manifest, stage)
-        moved = needs.exchange_bytes(manifest.rounds.group_size)
-        # members' codecs have their own time, up to the longest exchange
-        least_s = max(moved / FAST_LINK, needs.codec_s / (LONGEST - 1))
-        if least_s > given_s:
+        if (least_s := needs.least_exchange_s(FAST_LINK)) > given_s:
+            moved = needs.exchange_bytes(manifest.rounds.group_size)
             raise InvalidInput(
                 f"deadlines.exchange_s is {given_s:g}; in an exchange of stage {stage} a peer "
                 f"moves {size(moved)} each way and computes for {needs.codec_s:.0f} s: set it to "

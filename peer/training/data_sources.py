@@ -41,15 +41,17 @@ import os
 import sysconfig
 import tempfile
 import threading
+from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 from dilocox.dht.errors import EnvironmentFault, InvalidInput
 from dilocox.dht.manifest import DataSpec
+from dilocox.dht.manifest_sections import ENDINGS, format_of
 from dilocox.peer.training.data_pieces import (
     TEXT_BYTES,
     Opener,
@@ -140,10 +142,6 @@ def _source_paths(library: Path) -> Iterator[Path]:
                 yield path
 
 
-_ENDINGS = {
-    "json": (".json", ".jsonl", ".ndjson", ".json.gz", ".jsonl.gz", ".json.zst", ".jsonl.zst"),
-    "parquet": (".parquet",),
-}
 _PACKED = (".gz", ".bz2", ".xz", ".zst", ".zip")
 _HUB_ANSWER_S = 10.0
 
@@ -159,14 +157,9 @@ def find_files(spec: DataSpec) -> list[Piece]:
         InvalidInput: nothing is found, or a text file is compressed.
     """
     source = Path(spec.source).expanduser()
-    endings = _ENDINGS.get(spec.format, ("",))
     if source.is_dir():
-        paths = [
-            path
-            for path in source.rglob("*")
-            if path.name.endswith(endings)
-            and not any(word.startswith(".") for word in path.relative_to(source).parts)
-        ]
+        endings = ("",) if spec.format == "text" else ENDINGS[spec.format]
+        paths = [path for path in _shown_below(source) if path.name.endswith(endings)]
     elif source.is_file():
         paths = [source]
     else:
@@ -184,6 +177,72 @@ def find_files(spec: DataSpec) -> list[Piece]:
     return sorted(
         Piece(path.absolute().relative_to(shared).as_posix(), str(path), 0, path.stat().st_size)
         for path in paths
+    )
+
+
+def _shown_below(folder: Path) -> Iterator[Path]:
+    """All in a folder that is not hidden."""
+    for path in folder.rglob("*"):
+        if not any(word.startswith(".") for word in path.relative_to(folder).parts):
+            yield path
+
+
+def with_formats(given: dict[str, Any]) -> dict[str, Any]:
+    """The fields of a run.yaml, with the format of each folder that a source names, by the endings
+    of the files in it. Quick: it reads none of them.
+
+    Raises InvalidInput: a path is not there, or the files in a folder say no one format.
+    """
+    match given.get("data"):
+        case {**data}:
+            more = data.get("more")
+            if isinstance(more, list):
+                each = enumerate(cast("list[Any]", more))
+                data["more"] = [_with_format(one, f"data.more[{n}]") for n, one in each]
+            return given | {"data": _with_format(data, "data")}
+        case _:
+            return given
+
+
+def _with_format(given: Any, where: str) -> Any:
+    match given:
+        case {"source": "stdlib"} | {"format": "hub" | "stdlib"}:
+            return given
+        case {"source": str(source), **rest}:
+            path = Path(source).expanduser()
+            if not (path.exists() or glob.glob(str(path), recursive=True)):  # noqa: PTH207
+                hub = (
+                    ""
+                    if "format" in rest
+                    else f", or for a name on the hub add {where}.format: hub"
+                )
+                raise InvalidInput(
+                    f"{where}.source {source!r} is not on this machine; check the path{hub}"
+                )
+            return (
+                given | {"format": _format_in(path, where)}
+                if (path.is_dir() and "format" not in rest)
+                else given
+            )
+        case _:  # for the checks
+            return given
+
+
+def _format_in(folder: Path, where: str) -> str:
+    """What all files of a folder are. Other files beside JSON lines or Parquet, which `find_files`
+    passes over, do not count; text would be read of all.
+    """
+    files = [path.name for path in _shown_below(folder) if path.is_file()]
+    formats = {format_of(name) for name in files} - {None}
+    if len(formats) == 1 and ("text" not in formats or all(map(format_of, files))):
+        return str(formats.pop())
+    kinds = Counter(Path(name).suffix or "without an ending" for name in files)
+    most = sorted(kinds.items(), key=lambda item: (-item[1], item[0]))[:5]
+    found = ", ".join(f"{count} {kind}" for kind, count in most) or "no files"
+    raise InvalidInput(
+        f"{where}.format is missing, and {str(folder)!r} does not say it (found: {found}); set it "
+        "to text (reads every file as it is), json or parquet, or name a pattern such as "
+        f"{folder}/**/*.txt"
     )
 
 

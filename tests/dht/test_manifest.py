@@ -48,7 +48,8 @@ def test_three_fields_make_a_manifest(tmp_path: Path):
     assert manifest.model["model_type"] == "llama"
     assert manifest.data.source == "stdlib"
     assert manifest.deadlines.record_lifetime_s == 3 * manifest.deadlines.heartbeat_s
-    assert manifest.batch.tokens_per_step == 256 * 8
+    assert manifest.batch.tokens_per_step == 64 * 2 * 4, "those of the preset"
+    assert manifest.outer == OuterSpec(), "what a preset leaves out is the default"
 
 
 @pytest.mark.parametrize(
@@ -88,7 +89,7 @@ def test_three_fields_make_a_manifest(tmp_path: Path):
         (f"end_tokens: 1{'0' * 400}", "end_tokens is 10"),
         (f"inner: {{eps: 1{'0' * 400}}}", "inner.eps is 10"),
         ("end_tokens: 0", "end_tokens is 0; it must be an integer from 1"),
-        ("model: huge", "model is 'huge'; presets are small, tiny"),
+        ("model: huge", "model is 'huge'; presets are llama-150m, .*, small, tiny"),
         ("model: 7", "model is 7; it must be the name of a preset or a Hugging Face"),
         ("model: {vocab_size: 384}", "it must name its model_type"),
         ("model: {model_type: llama}", "model.vocab_size is None; the byt5 tokenizer needs.*384"),
@@ -168,9 +169,32 @@ def test_sections_made_in_code_are_checked_too():
 
 @pytest.mark.parametrize("name", preset_names())
 def test_preset_makes_a_valid_manifest(name: str):
-    manifest = Manifest.from_dict({"name": "demo", "model": name, "end_tokens": 1})
-    assert manifest.model["vocab_size"] == 384
+    manifest = Manifest.from_dict({"name": "demo", "model": name, "end_tokens": 10**10})
+    assert manifest.preset == name and manifest == Manifest.from_bytes(manifest.to_bytes())
+    assert (manifest.model["vocab_size"] == 384) == (manifest.data.tokenizer == "byt5")
     assert manifest.model["tie_word_embeddings"] is False
+    assert (manifest.outer.merge, manifest.outer.learning_rate) == ("rebase", 0.7)
+    assert manifest.outer.momentum == 0.5 and not warnings(manifest)
+    steps = manifest.inner.warmup_tokens / manifest.batch.tokens_per_step
+    assert steps in (0, 1000), "as many as OpenDiLoCo's"
+
+
+def test_run_yaml_overrides_a_preset_field_by_field(tmp_path: Path):
+    head = "name: demo\nmodel: llama-150m\nend_tokens: 1e10\n"
+    manifest = load(
+        tmp_path,
+        head + "batch: {microbatches: 2}\nrounds: {inner_steps: 40}\ncodec: {bits: 16}\n"
+        "data: {source: a.txt}\n",
+    )
+    preset = load(tmp_path, head)
+    assert manifest.batch.microbatches == 2
+    assert manifest.batch.sequence_length == preset.batch.sequence_length == 1024
+    assert (manifest.rounds.min_inner_steps, manifest.rounds.max_inner_steps) == (10, 160)
+    assert (preset.rounds.min_inner_steps, preset.rounds.max_inner_steps) == (31, 500)
+    assert (manifest.codec.scheme, manifest.codec.rank) == ("dense", preset.codec.rank)
+    assert manifest.data.tokenizer == preset.data.tokenizer
+    with pytest.raises(InvalidInput, match="batch is 7; it must hold named fields"):
+        load(tmp_path, head + "batch: 7\n")
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,10 @@ from dilocox.dht.invite import run_id
 from dilocox.dht.manifest import REVISIONS_OF_A_KEY, Manifest, SignedManifest, hand_over
 from dilocox.dht.manifest_revisions import back_to, changes, in_state, revised, under_next_key
 
+SHORT_STEPS = {  # of the preset tiny
+    "batch": {"sequence_length": 64, "microbatch_size": 2, "microbatches": 4},
+    "rounds": {"inner_steps": 20},
+}
 BASE = {"name": "demo", "model": "tiny", "end_tokens": 1_000_000, "stages": 2}
 
 
@@ -39,7 +43,7 @@ def test_rates_end_and_deadlines_may_change(values: dict[str, Any]):
     ("values", "message"),
     [
         (
-            {"model": "small"},
+            {"model": Manifest.from_dict(BASE | {"model": "small"}).model} | SHORT_STEPS,
             "^model.hidden_size is .* cannot change in a running run .the weights would not",
         ),
         ({"stages": 3}, "stages is 3, the run has 2; .*holds the weights of one of them"),

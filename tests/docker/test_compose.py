@@ -25,7 +25,7 @@ COMPOSE: dict[str, Any] = yaml.safe_load((DOCKER / "compose.yaml").read_text())
 SERVICES: dict[str, dict[str, Any]] = COMPOSE["services"]
 DOCKERFILE = re.sub(r"\\\n", " ", (DOCKER / "Dockerfile").read_text())
 OURS = sorted(name for name in SERVICES if SERVICES[name]["image"].startswith("dilocox:"))
-PROFILES = {"bootstrap", "peer", "gpu", "monitoring", "demo"}
+PROFILES = {"bootstrap", "peer", "gpu", "monitoring", "alerting", "demo"}
 
 
 def variables_of(command: str) -> set[str]:
@@ -55,7 +55,7 @@ def test_every_service_has_a_profile_and_every_profile_a_service() -> None:
 def test_foreign_images_have_exact_versions() -> None:
     images = {service["image"] for name, service in SERVICES.items() if name not in OURS}
     images |= set(re.findall(r"^FROM (\S+)", DOCKERFILE, re.MULTILINE))
-    assert len(images) == 3  # Prometheus, Grafana, and one Python for both stages
+    assert len(images) == 4  # Prometheus, Alertmanager, Grafana, one Python for both stages
     for image in images:
         assert re.search(r":v?\d+\.\d+\.\d+(-[a-z-]+)?$", image), image
 

@@ -65,6 +65,34 @@ def test_alerts_fire_when_they_should_and_only_then() -> None:
     promtool("test", "rules", str(FOLDER / "rules_test.yml"))
 
 
+@pytest.mark.skipif(
+    shutil.which("amtool") is None,
+    reason="amtool is not installed (it comes with Debian's package prometheus-alertmanager)",
+)
+def test_amtool_takes_the_sample_of_alertmanager() -> None:
+    done = subprocess.run(
+        ["amtool", "check-config", str(FOLDER / "alertmanager.yml")],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_alerts_go_to_the_alertmanager_of_the_compose_file_by_names_that_there_are() -> None:
+    (where,) = CONFIG["alerting"]["alertmanagers"]
+    (found,) = where["dns_sd_configs"]
+    (name,) = found["names"]
+    assert f"127.0.0.1:{found['port']}:{found['port']}" in SERVICES[name]["ports"]
+    sample = yaml.safe_load((FOLDER / "alertmanager.yml").read_text())
+    named = re.findall(r"Dilocox\w+", str(sample["inhibit_rules"]))
+    assert set(named) <= ALERTS.keys()
+    receivers = {each["name"] for each in sample["receivers"] if each["webhook_configs"]}
+    used = {sample["route"]["receiver"], *(each["receiver"] for each in sample["route"]["routes"])}
+    assert used == receivers
+
+
 # ---- rules ---------------------------------------------------------------------------------------
 def test_there_is_an_alert_for_everything_that_was_asked_for() -> None:
     assert ALERTS.keys() >= WANTED

@@ -25,7 +25,7 @@ from dilocox.dht.errors import EnvironmentFault, InvalidInput
 from dilocox.dht.manifest import DataSpec
 from dilocox.peer.training import data_sources
 from dilocox.peer.training.data import held_out_digest, held_out_windows, open_tokenizer
-from dilocox.peer.training.data_sources import library_files, open_source
+from dilocox.peer.training.data_sources import library_files, open_source, with_formats
 from tests.peer.corpora import (
     FORMATS,
     LENGTH,
@@ -261,6 +261,109 @@ class TestMistakes:
     def test_a_hub_data_set_is_trained_on_in_the_split_that_is_named(self, tmp_path: Path) -> None:
         spec = replace(write_hub(tmp_path, [documents(5)]), split="test", parts=1)
         assert list(open_source(spec).held_out_documents()) == [b"never"]
+
+
+class TestFormats:
+    @pytest.mark.parametrize(
+        ("names", "found"),
+        [
+            (["a.txt", "deep/b.txt"], "text"),
+            (["a.jsonl", "b.json.gz", "README.md"], "json"),
+            (["a.parquet", ".hidden.txt"], "parquet"),
+        ],
+    )
+    def test_a_folder_says_its_format_by_what_is_inside(
+        self, names: list[str], found: str, tmp_path: Path
+    ) -> None:
+        folder = filled(tmp_path, names)
+        given = {"data": {"source": folder, "more": [{"source": folder, "weight": 2}]}}
+        data = with_formats(given)["data"]
+        assert (data["format"], data["more"][0]["format"]) == (found, found)
+        assert "format" not in given["data"], "what was given stays"
+
+    @pytest.mark.parametrize(
+        ("names", "told"),
+        [
+            (["a.txt", "b.txt", "c.jsonl"], r"found: 2 \.txt, 1 \.jsonl"),
+            (["a.txt", "picture.png"], r"found: 1 \.png, 1 \.txt"),
+            (["a.py", "LICENSE"], r"found: 1 \.py, 1 without an ending"),
+            ([], "found: no files"),
+        ],
+    )
+    def test_a_mixture_is_refused_with_what_was_found(
+        self, names: list[str], told: str, tmp_path: Path
+    ) -> None:
+        folder = filled(tmp_path, names)
+        for given, where in [
+            ({"source": folder}, r"data\.format"),
+            ({"more": [{"source": folder}]}, r"data\.more\[0\]\.format"),
+        ]:
+            with pytest.raises(InvalidInput, match=f"{where} is missing.*{told}") as caught:
+                with_formats({"data": given})
+            assert "\n" not in str(caught.value)
+        assert with_formats({"data": {"source": folder, "format": "text"}})
+
+    @pytest.mark.parametrize(
+        ("data", "said"),
+        [
+            ({"source": "/no/where", "format": "text"}, "'/no/where' is not on this machine"),
+            ({"source": "/no/*.jsonl"}, "is not on this machine; check the path"),
+            ({"source": "some/name"}, r"check the path, or for a name on the hub add data\.format"),
+        ],
+    )
+    def test_a_path_that_is_not_there_is_said(self, data: dict[str, str], said: str) -> None:
+        with pytest.raises(InvalidInput, match=said):
+            with_formats({"data": data})
+
+    @pytest.mark.parametrize(
+        "data",
+        [
+            None,
+            7,
+            {},
+            {"source": "stdlib"},
+            {"source": "a/b", "format": "hub"},
+            {"source": 3},
+            {"more": 3},
+            {"more": [3]},
+        ],
+    )
+    def test_what_names_no_path_is_left_to_the_checks(self, data: object) -> None:
+        assert with_formats({"data": data}) == {"data": data}
+        assert with_formats({}) == {}
+
+    def test_a_path_that_is_not_there_is_said_before_torch_is_loaded(self, tmp_path: Path) -> None:
+        (tmp_path / "run.yaml").write_text(
+            "{name: x, model: tiny, end_tokens: 10, data: {source: /no/where}}"
+        )
+        script = (
+            "import sys\nfrom pathlib import Path\n"
+            "from dilocox.peer.commands.operate import checked_manifest\n"
+            "try:\n    checked_manifest(Path('run.yaml'))\n"
+            "except Exception as error:\n    print(error, 'torch' in sys.modules)"
+        )
+        root = Path(__file__).parents[2]
+        done = subprocess.run(
+            [sys.executable, "-c", script],
+            cwd=tmp_path,
+            env={**os.environ, "PYTHONPATH": str(root)},
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=True,
+        )
+        assert done.stdout.startswith("run.yaml: data.source '/no/where' is not on this machine")
+        assert done.stdout.strip().endswith("False")
+
+
+def filled(folder: Path, names: list[str]) -> str:
+    """A folder of files with a byte each."""
+    for name in names:
+        path = folder / "texts" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("x")
+    (folder / "texts").mkdir(exist_ok=True)
+    return str(folder / "texts")
 
 
 class TestHubOutOfReach:

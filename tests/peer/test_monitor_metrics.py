@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from prometheus_client.parser import text_string_to_metric_families
 
+from dilocox import __version__
 from dilocox.dht.manifest_revisions import back_to
 from dilocox.peer.http_pages import metrics_page
 from dilocox.peer.monitor.health import STATES
@@ -14,14 +15,16 @@ from tests.peer.fabricated import RUN, ToldSwarm, digest, peer_id, stage_record,
 
 # The names are fixed: the rules and the dashboard use them.
 LABELS = {
-    (): "replicas manifest_revision tokens_total tokens_per_second validation_loss train_loss "
-    "losses_not_finite waiting_ratio faults_total contributors healthy joined_total left_total",
+    (): "replicas manifest_revision end_tokens tokens_total tokens_per_second validation_loss "
+    "train_loss losses_not_finite waiting_ratio faults_total contributors healthy joined_total "
+    "left_total",
     ("stage",): "spares rounds_total rounds_per_hour round round_bytes inner_steps voids blocked "
     "sitting_out "
     "last_round_timestamp_seconds stage_unreachable compression_error_ratio",
     ("stage", "state"): "peers",
     ("stage", "statistic"): "rank",
     ("version",): "peer_versions",
+    ("name", "version", "model"): "info",
     ("rank",): "contribution_tokens",
     ("bootstrap",): "bootstrap_up",
     ("state",): "state",
@@ -63,6 +66,19 @@ def test_it_has_the_agreed_names_and_labels_and_no_others() -> None:
                 sample.labels
             )
     assert found == NAMES
+
+
+def test_the_run_is_named_with_its_model_and_its_end() -> None:
+    swarm = trained()
+    manifest = swarm.manifest
+    model = manifest.preset or manifest.model["model_type"]
+    told = {"name": manifest.name, "version": __version__, "model": model}
+    assert series(swarm)["info", frozenset(told.items())] == 1
+    assert value(swarm, "end_tokens") == manifest.end_tokens
+    strange = {**manifest.model, "model_type": 'a"b' + "x" * 99}
+    swarm.manifest = replace(manifest, preset=None, model=strange)
+    ((_, labels),) = [key for key in series(swarm) if key[0] == "info"]
+    assert dict(labels)["model"].startswith('a"b') and len(dict(labels)["model"]) <= 25
 
 
 def test_peers_are_counted_by_stage_and_state() -> None:

@@ -1,0 +1,225 @@
+"""The command `dilocox init`: five answers become a run.yaml with a word on each choice.
+
+What: name, model, data, machines and tokens are asked for on a terminal, or given as options. The
+stages, the microbatches, the warmup and the deadline of an exchange follow from them; the rest is
+the preset's, or a default.
+Why: who boots a first run knows these five, and not what follows. What is written passes `dilocox
+bootstrap --check` on a machine that reaches data and tokenizer.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from importlib import resources
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+
+import typer
+import yaml
+
+from dilocox.dht.errors import InvalidInput
+from dilocox.dht.manifest import Manifest, preset_names
+from dilocox.dht.manifest_sections import MAX_TOKENS
+from dilocox.peer.commands.operate import completed
+from dilocox.peer.memory_and_disk import SPARE_SHARE, MemoryNeeds, size
+from dilocox.peer.operator_options import InitOptions
+from dilocox.peer.options import GB
+
+T = TypeVar("T")
+
+TOKENS_A_PARAMETER = 20  # Chinchilla's (arXiv 2203.15556)
+WARMUP_SHARE = 0.05  # of the run, at most; 0.01 where a preset says nothing
+LINK_ROOM = 2  # times the bytes of an exchange that its deadline leaves room for
+_NUMBER = r"(\d{1,9}(?:\.\d{1,9})?)"
+_MACHINES = re.compile(
+    rf"(\d{{1,5}}) *x *{_NUMBER} *(?:GB)? *@ *{_NUMBER} *(?:Mbit(?:/s)?)?", re.IGNORECASE
+)
+_TOKENS = re.compile(r"(\d{1,16}(?:\.\d{1,9})?(?:e\d{1,2})?) *([MBT]?)", re.IGNORECASE)
+_FACTORS = {"": 1.0, "M": 1e6, "B": 1e9, "T": 1e12}
+HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w.-]+")
+WHERE = {  # the text is, by its format
+    "stdlib": "the source of Python's standard library, a few MB: for a try",
+    "hub": "name a revision: without it peers that start later may read other files",
+}
+
+
+class Machines(NamedTuple):
+    """So many; of the smallest the memory, of the slowest the upload; `shown` as given."""
+
+    number: int
+    memory_bytes: float
+    upload_bytes_s: float
+    shown: str
+
+
+def machines_of(text: str) -> Machines:
+    """Of COUNTxGB@MBIT, say 6x16@20; raises InvalidInput."""
+    match = _MACHINES.fullmatch(text.strip())
+    count, memory, upload = (float(match[n]) for n in (1, 2, 3)) if match else (0.0, 0.0, 0.0)
+    if not (count and memory and upload):
+        raise InvalidInput(
+            f"--machines {text}: give how many there are, the memory of the smallest in GB and "
+            "the upload of the slowest in Mbit/s, say 6x16GB@20 for 6 of 16 GB and 20 Mbit/s"
+        )
+    return Machines(int(count), memory * GB, upload * 1e6 / 8, text)
+
+
+def token_count(text: str) -> int:
+    """A number of tokens, as 1_000_000_000, 1e9 or 1B; raises InvalidInput."""
+    match = _TOKENS.fullmatch(text.strip().replace("_", "").replace(",", ""))
+    count = float(match[1]) * _FACTORS[match[2].upper()] if match else 0.0
+    if not 1 <= count <= MAX_TOKENS:
+        raise InvalidInput(f"--tokens {text}: give a number, say 2_000_000_000, 2e9 or 2B")
+    return int(count)
+
+
+def run_init_command(options: InitOptions) -> int:
+    """Ask, reckon, and write the file; the exit code."""
+    if options.file.exists():
+        raise InvalidInput(f"{options.file} is there already: name another file, or remove it")
+    if not os.access(options.file.absolute().parent, os.W_OK):
+        raise InvalidInput(f"{options.file}: nothing can be written there; name another file")
+    ask = partial(_answer, options)
+    name = ask("name", "Name of the run", "my-run", _name)
+    presets = ", ".join(preset_names())
+    model = ask("model", f"Model: a preset ({presets}) or a checkpoint", "small", _model)
+    data = ask("data", "Text: a path, a name on the hub, or stdlib", "stdlib", _data)
+    question = "Machines: how many x memory of the smallest @ upload of the slowest in Mbit/s"
+    machines = ask("machines", question, "4x8GB@20", machines_of)
+    from dilocox.peer.process.sizes import print_sizes  # torch, which the questions need not
+    from dilocox.pipeline.partition import plan_stages
+
+    given = {"name": name, "model": model, "data": data, "end_tokens": MAX_TOKENS}
+    plans = plan_stages(_described(given, 1).model, 1)
+    parameters = sum(plan.num_parameters for plan in plans)
+    usual = f"{float(f'{TOKENS_A_PARAMETER * parameters:.1e}'):_.0f}"
+    tokens = ask("tokens", "Tokens to train on", usual, token_count)
+    typer.echo("reckoning what it takes ...", err=True)
+    stages = options.stages
+    run = _described(given, stages) if stages else _with_fewest_stages(given, machines)
+    run = _fitted(run, machines, tokens)
+    text = (resources.files("dilocox.peer.commands") / "run_template.yaml").read_text()
+    fewest = f"as few as fit {size(machines.memory_bytes)} of memory"
+    text = text.format(
+        run=run,
+        machines=machines,
+        **{"name": _yaml(name), "model": _yaml(model), "source": _yaml(run.data.source)},
+        tokenizer=_yaml(run.data.tokenizer),
+        parameters=parameters / 1e6,
+        why_stages="as you asked" if stages else fewest,
+        each=tokens / parameters,
+        where=WHERE.get(run.data.format, "must be there on every volunteer's machine"),
+    )
+    with options.file.open("x", encoding="utf-8") as file:
+        file.write(text)
+    print_sizes(run)
+    replicas, spares = divmod(machines.number, run.stages)
+    typer.echo(
+        f"wrote {options.file}: {run.stages} stages, so {machines.number} machines make {replicas} "
+        f"replicas and {spares} spares. Next: dilocox bootstrap {options.file} --check"
+    )
+    return 0
+
+
+def _answer(
+    options: InitOptions, option: str, question: str, default: str, read: Callable[[str], T]
+) -> T:
+    """What an option says; or a person at a terminal; or the default. Raises InvalidInput where
+    nobody can be asked.
+    """
+    told: str | None = getattr(options, option)
+    if told is not None or options.yes:
+        return read(default if told is None else told)
+    if not sys.stdin.isatty():
+        raise InvalidInput(
+            f"there is no terminal to ask at: give --{option}, or --yes for the default ({default})"
+        )
+
+    def checked(text: str) -> T:
+        try:
+            return read(text)
+        except InvalidInput as error:
+            raise typer.BadParameter(str(error)) from error  # it is asked again
+
+    return typer.prompt(question, default=default, value_proc=checked)
+
+
+def _name(text: str) -> str:
+    return Manifest.from_dict({"name": text, "model": "tiny", "end_tokens": 1}).name
+
+
+def _model(text: str) -> str | dict[str, str]:
+    """The `model` field: a preset or a checkpoint, which is read later."""
+    if text in preset_names():
+        return text
+    if not (Path(text).expanduser().is_dir() or "@" in text):
+        raise InvalidInput(
+            f"--model {text}: presets are {', '.join(preset_names())}; a checkpoint is a folder "
+            "here, or NAME@COMMIT of the hub"
+        )
+    return {"from": text}
+
+
+def _data(text: str) -> dict[str, str]:
+    """The `data` section: what is not here and has the form of a name is on the hub."""
+    local = Path(text).expanduser().exists() or not HUB_NAME.fullmatch(text)
+    given = {"source": text} if local else {"source": text, "format": "hub"}
+    return completed({"data": given})["data"]
+
+
+def _described(given: dict[str, Any], stages: int) -> Manifest:
+    return Manifest.from_dict(completed(given | {"stages": stages}))
+
+
+def _with_fewest_stages(given: dict[str, Any], machines: Machines) -> Manifest:
+    """Cut so that each slice fits the smallest machine; raises InvalidInput where none would."""
+    from dilocox.peer.process.prepare import memory_of_stages
+    from dilocox.pipeline.partition import plan_stages
+
+    room, least = SPARE_SHARE * machines.memory_bytes, math.inf
+    for stages in range(1, machines.number + 1):
+        manifest = _described(given, stages)
+        try:
+            largest = max(each.num_parameters for each in plan_stages(manifest.model, stages))
+        except InvalidInput:  # it has no more layers
+            if stages == 1:
+                raise
+            break
+        least = MemoryNeeds(values=largest, activations=0, gpu_activations=0, encoded=0).on_cpu
+        if least <= room:  # else the whole plan, which takes seconds, is above it, too
+            least = max(needs.on_cpu for needs in memory_of_stages(manifest))
+            if least <= room:
+                return manifest
+    raise InvalidInput(
+        f"--machines {machines.shown}: a stage takes {size(least)} of memory even in the smallest "
+        "slices that so many machines hold; choose a smaller model, or more or larger machines"
+    )
+
+
+def _fitted(run: Manifest, machines: Machines, tokens: int) -> Manifest:
+    """With what follows from stages, links and tokens."""
+    from dilocox.peer.process.prepare import StageNeeds
+
+    upload = machines.upload_bytes_s
+    ends = (StageNeeds(run, stage) for stage in {0, run.stages - 1})
+    wanted_s = math.ceil(LINK_ROOM * max(needs.least_exchange_s(upload) for needs in ends))
+    warmup = min(run.inner.warmup_tokens or tokens // 100, int(WARMUP_SHARE * tokens))
+    return replace(
+        run,
+        end_tokens=tokens,
+        batch=replace(run.batch, microbatches=max(run.batch.microbatches, run.stages)),
+        inner=replace(run.inner, warmup_tokens=warmup),
+        deadlines=replace(run.deadlines, exchange_s=max(run.deadlines.exchange_s, wanted_s)),
+    )
+
+
+def _yaml(value: object) -> str:
+    """A value on one line of YAML."""
+    text = yaml.safe_dump(value, default_flow_style=True, width=math.inf, allow_unicode=True)
+    return text.removesuffix("...\n").strip()

@@ -1,0 +1,63 @@
+"""What a run asks of a peer's machine, by stage: a table, before anything is started.
+
+It reckons as `dilocox doctor` and `--memory-limit` do and measures nothing; a row is one stage, or
+several that are alike. docs/operator.md says what the columns are.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from rich.table import Table
+
+from dilocox.dht.manifest import Manifest
+from dilocox.peer.os_process import wide_console
+from dilocox.peer.process.prepare import StageNeeds
+
+MEMBERS = 4
+GB, MB = 1e9, 1e6
+HEADS = (
+    "stage",
+    "parameters (millions)",
+    "memory (GB)",
+    "with a GPU: machine + GPU (GB)",
+    "disk (GB)",
+    "exchange (MB)",
+    "token (kB, 4 bits / bf16)",
+)
+
+
+def shown_stages(manifest: Manifest) -> list[int]:
+    """The first and the last hold more than those between, which are nearly alike."""
+    return sorted({0, min(1, manifest.stages - 1), manifest.stages - 1})
+
+
+def row(manifest: Manifest, stage: int) -> list[str]:
+    """The cells of one stage."""
+    needs = StageNeeds(manifest, stage)
+    tokens = [_with_codec(needs, codec).link_bytes_per_token() / 1e3 for codec in ("int4", "bf16")]
+    return [
+        f"{stage} of {manifest.stages}",
+        f"{needs.values / MB:.1f}",
+        f"{needs.memory.on_cpu / GB:.1f}",
+        f"{needs.memory.beside_gpu / GB:.1f} + {needs.memory.on_gpu / GB:.1f}",
+        f"{needs.disk_bytes / GB:.2f}",
+        f"{needs.exchange_bytes(MEMBERS) / MB:.2f}",
+        f"{tokens[0]:.2f} / {tokens[1]:.2f}",
+    ]
+
+
+def _with_codec(needs: StageNeeds, codec: Any) -> StageNeeds:
+    pipeline = replace(needs.manifest.pipeline, codec=codec)
+    return StageNeeds(replace(needs.manifest, pipeline=pipeline), needs.stage)
+
+
+def print_sizes(manifest: Manifest) -> None:
+    """Print the table on the terminal; whole where there is none."""
+    table = Table(title=f"{manifest.name}: what a peer takes; an exchange is once a round")
+    for name in HEADS:
+        table.add_column(name, justify="right")
+    for stage in shown_stages(manifest):
+        table.add_row(*row(manifest, stage))
+    wide_console().print(table)

@@ -69,6 +69,13 @@ class SwarmView:
         here = (self.stage, *self.stages.values())
         return shown_peer(peer, next((at[peer].name for at in here if peer in at), ""))
 
+    @property
+    def leading(self) -> dict[str, ReplicaRecord]:
+        """The replicas whose head does not say that it has left: nobody waits for its bell."""
+        hosts = self.stages.get(0, {})
+        gone = {peer for peer, host in hosts.items() if host.state == "left"}
+        return {head: each for head, each in self.replicas.items() if head not in gone}
+
     def held_by(self, peers: Iterable[str], round_number: int) -> bool:
         held = (self.claims[peer].round for peer in peers if peer in self.claims)
         return max(held, default=-1) >= round_number

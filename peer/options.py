@@ -298,6 +298,9 @@ class BootstrapOptions:
         return f"/ip4/{self.host}/tcp/{self.port}"
 
 
+Yes = Annotated[bool, typer.Option("--yes", help="Do not ask first; needed off a terminal.")]
+
+
 @dataclass(frozen=True, kw_only=True)
 class OperateOptions:
     """What all of `dilocox operate` take."""
@@ -329,10 +332,12 @@ class ResumeRunOptions(StateOptions):
     wanted = "running"
 
 
+@dataclass(frozen=True, kw_only=True)
 class EndRunOptions(StateOptions):
     """End the run for good: its peers commit what they have learnt, and leave."""
 
     wanted = "ended"
+    yes: Yes = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -354,6 +359,7 @@ class RollbackOptions(OperateOptions):
             help="Go on from the models after this round; -1 for the initial weights.",
         ),
     ]
+    yes: Yes = False
 
 
 @dataclass(frozen=True, kw_only=True)

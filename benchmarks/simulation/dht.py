@@ -99,9 +99,18 @@ class SimulatedDHT:
 class SimulatedSwarm:
     """One peer's face of the DHT: dilocox.dht.swarm.Swarm, whose calls spend simulated time."""
 
-    def __init__(self, dht: SimulatedDHT, me: str, clock: Callable[[], ThreadClock]):
-        """clock: of the thread that calls."""
+    admission = None
+
+    def __init__(
+        self,
+        dht: SimulatedDHT,
+        me: str,
+        clock: Callable[[], ThreadClock],
+        newest: Callable[[float], Any],
+    ):
+        """clock: of the thread that calls. newest(time): the signed manifest that it finds then."""
         self._dht = dht
+        self._newest = newest
         self._me = me
         self._clock = clock
         self.stores = self.searches = 0
@@ -154,6 +163,9 @@ class SimulatedSwarm:
         self._clock().spend(self._dht.network.rtt_s)
         return True
 
-    def newest_manifest(self, timeout_s: float) -> None:
-        """Nobody changes the manifest."""
-        self._clock().spend(self._dht.network.takes(SEARCH_TRIPS))
+    def newest_manifest(self, timeout_s: float) -> Any:
+        """What the operator has signed by now."""
+        clock = self._clock()
+        asked_at = clock.time()
+        clock.spend(min(self._dht.network.takes(SEARCH_TRIPS), timeout_s))
+        return self._newest(asked_at)

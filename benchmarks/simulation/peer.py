@@ -167,7 +167,12 @@ class SimulatedPeer:
             lambda peer: world.process(peer, stage),
         )
         self.averager.woken = self._wake
-        self.swarm = SimulatedSwarm(world.dht, name, lambda: self._threads.running)
+        self.swarm = SimulatedSwarm(
+            world.dht,
+            name,
+            lambda: self._threads.running,
+            lambda now: world.revision_for(name, now),
+        )
         self.events = _Events(self._arm)
         self.events.loan.offer()
         self.coordinator = self._new_coordinator()
@@ -180,6 +185,9 @@ class SimulatedPeer:
         self._busy_until = 0.0  # the coordinator's thread
         self._loop_busy_until = 0.0
         self._joined = False
+        self._stopped_since: float | None = None
+        # once it has nothing more to do here: with its last record archived, and without
+        self._leaves_by: tuple[float, float] | None = None
         self._begin_tick(world.random.uniform(0.0, TICK_S))
 
     def _new_coordinator(self) -> Coordinator:
@@ -255,7 +263,13 @@ class SimulatedPeer:
     @property
     def free(self) -> bool:
         """Whether a head may recruit it."""
-        return self.alive and not self.frozen and self._joined and self.leader is None
+        here = self.alive and self._joined and not (self.frozen or self.leaving)
+        return here and self.leader is None
+
+    @property
+    def leaving(self) -> bool:
+        """Whether it has nothing more to do in a run that has ended."""
+        return self._leaves_by is not None
 
     def start_training(self) -> None:
         """This head's replica is complete."""
@@ -301,6 +315,56 @@ class SimulatedPeer:
         due = self.coordinator.send_due() if self._joined else None
         if due is not None:
             self._end_round(*due)
+        if self._joined:
+            self._follow_the_run()
+
+    def _follow_the_run(self) -> None:
+        """Stand still where it is paused, and leave where it has ended (peer/training/roles.py)."""
+        coordinator, timeline = self.coordinator, self.world.timeline
+        if self._leaves_by is not None:
+            first, last = self._leaves_by
+            if timeline.now > (first if coordinator.archived else last):
+                self._go()
+            else:
+                self._arm()
+            return
+        if not (coordinator.ending or coordinator.paused):
+            return
+        if self.leader is self:
+            still = coordinator.paused or coordinator.stops(stages=1 + len(self.members))
+            if still:
+                self.stop_training()
+            elif self._origin is None:
+                self._origin = timeline.now
+        if coordinator.ending:
+            self.world.ends()
+        if self._finished:
+            self.world.release(self)
+            coordinator.leave()
+            deadlines = self.world.manifest.deadlines
+            waits_s = max(deadlines.record_lifetime_s, deadlines.exchange_s)
+            # nobody goes before it has said that it leaves
+            self._leaves_by = timeline.now + 2 * NEAR_S, timeline.now + waits_s
+        self._arm()
+
+    @property
+    def _finished(self) -> bool:
+        """As Learner's, in no replica that another peer leads."""
+        coordinator, books, now = self.coordinator, self.books, self.world.timeline.now
+        if not coordinator.stopped or self.leader not in (None, self):
+            self._stopped_since = None
+            return False
+        if self._stopped_since is None:
+            self._stopped_since = now
+        overdue = now > self._stopped_since + coordinator.end_limit_s
+        return overdue or not (books.fly or books.unsent > 0)
+
+    def _go(self) -> None:
+        """The process ends, in order."""
+        self.alive = self.averager.answers = False
+        self.averager.gone = True
+        self._stop_threads()
+        self.world.gone(self)
 
     def _take(self, event: LoopEvent) -> None:
         books, max_age = self.books, self.world.manifest.rounds.max_age
@@ -360,7 +424,9 @@ class SimulatedPeer:
         if head is not None and head._origin is not None and not head.frozen:
             self.count_steps()
             when = head._origin + head.step_s
-        self._loop = timeline.at(max(when, self._loop_busy_until), self._between_steps)
+        # a step is complete a moment after its time as floats have it, or it would be looked for on
+        when = max(when, self._loop_busy_until, timeline.now + 0.001)
+        self._loop = timeline.at(when, self._between_steps)
 
     def _wake(self) -> None:
         """Something has come for the coordinator's thread: it looks at its next tick."""
@@ -387,7 +453,7 @@ class SimulatedPeer:
         delay_s = self._delay_s()
         # the loop looks after every inner step; here it is woken only where it would find something
         clock.spent = delay_s + blocked_s
-        if coordinator.send_due() is not None:
+        if coordinator.send_due() is not None or coordinator.ending or coordinator.paused:
             self._arm()
         clock.spent = 0.0
         self._begin_tick(blocked_s + delay_s)
@@ -398,7 +464,8 @@ class SimulatedPeer:
         now = self.world.timeline.now
         if self.driver.sent_round is not None and not self.driver.exchanging:
             return min(max(self._meets_at - SOON_S - now, TICK_S), self.world.far_s)
-        if not self._joined or self.driver.sent_round is not None or self.chain.busy:
+        waits = self.driver.sent_round is not None or self.chain.busy or self.coordinator.ending
+        if not self._joined or waits:
             return NEAR_S
         head = self.leader
         if head is not self:

@@ -42,12 +42,14 @@ class SimulatedWitness:
         manifest: Manifest,
         run: str,
         log_of: Callable[[str], SimulatedLog | None],
+        revision: Callable[[], int],
     ):
-        """log_of: what a peer gives that can be reached."""
+        """log_of: what a peer gives that can be reached. revision: of the manifest, by now."""
         self._timeline = timeline
         self._dht = dht
         self._run = run
         self._log_of = log_of
+        self._revision = revision
         self._lifetime_s = manifest.deadlines.record_lifetime_s
         self.stages = [self._keeping(manifest.root) for _ in range(manifest.stages)]
         timeline.after(LOOK_S, self._tick)
@@ -73,6 +75,7 @@ class SimulatedWitness:
                     tokens=last.tokens,
                     chain_tokens=head.chain_tokens,
                     record_bytes=RECORD_BYTES,
+                    revision=self._revision(),
                 )
                 lives_until = now + takes + self._lifetime_s
                 self._dht.store(BOOTSTRAP, key, claim, now + takes, lives_until, 0)
@@ -82,7 +85,8 @@ class SimulatedWitness:
         view = kept.trust.counting(view, log, head)
         for claim in kept.book.ahead(view, head)[:TRIED_AT_ONCE]:
             found = (self._log_of(peer) for peer in holders(view, claim.digest))
-            theirs = next((each for each in found if each and each.find(claim.digest)), None)
+            having = (each for each in found if each and each.find(claim.digest) is not None)
+            theirs = next(having, None)
             if theirs is None:
                 kept.book.failed(claim.digest)
                 continue

@@ -19,9 +19,11 @@ from benchmarks.simulation.dht import Network, SimulatedDHT
 from benchmarks.simulation.peer import REPLICA_S, Books, SimulatedPeer
 from benchmarks.simulation.witness import BOOTSTRAP, Keeping, SimulatedWitness
 from dilocox.dht.manifest import Manifest
+from dilocox.dht.manifest_revisions import RunState, in_state
 
 TOKENS_PER_STEP = 512
 DECIDED_S = 120.0  # from the last send to its record, at most, beside the grace
+END_LIMIT_S = 1800.0
 NOTICED_S = 5.0  # until a head sees that a member is gone
 
 
@@ -46,6 +48,8 @@ class Scenario:
     joins: after the start, in seconds, one for each head (0: at the start).
     spares: peers of every later stage beside those that the replicas need.
     codec_s: that a send computes before its exchange, and in it.
+    pauses_at_s, ends_at_s: after the start, when the operator says so; None if never.
+    deaf: peers by number, in the order of their names, and how much later each of them hears that.
     write_s: seconds that the loop is busy between a send and its handing over.
     tick_s: what every tick of a coordinator takes longer.
     """
@@ -64,13 +68,39 @@ class Scenario:
     write_s: float = 0.0
     tick_s: float = 0.0
     joins: tuple[float, ...] = ()
+    end_tokens: int = 10**15
+    pauses_at_s: float | None = None
+    ends_at_s: float | None = None
+    deaf: tuple[tuple[int, float], ...] = ()
     faults: tuple[Fault, ...] = ()
+
+
+@dataclass(frozen=True)
+class SignedRevision:
+    """As SignedManifest, without a signature."""
+
+    manifest: Manifest
+
+    @property
+    def number(self) -> int:
+        """Of the revision."""
+        return self.manifest.operation.revision
+
+    def revision_of(self, run: str) -> int:
+        """Likewise."""
+        return self.number
+
+    def verify(self, run: str) -> Manifest:
+        """It is the operator's."""
+        return self.manifest
 
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
     """What a run came to.
 
+    last_rounds: of each stage's chain. left_s: from the end of the run until the last peer had
+        left; None where one is still there. uncounted: tokens trained that are in no record.
     rounds: that the swarm went through. committed: of them. committed_share: their share.
     every_head_share: the least share of the committed rounds, over the heads, that hold a head's
         tokens; counted from its first round on, those in which it was hurt included.
@@ -83,6 +113,9 @@ class Outcome:
     every_head_share: float
     conserved: bool
     one_chain: bool
+    last_rounds: tuple[int, ...] = ()
+    uncounted: int = 0
+    left_s: float | None = None
     voids: dict[str, int] = field(default_factory=dict[str, int])
     events: int = 0
 
@@ -100,7 +133,7 @@ def manifest_of(scenario: Scenario) -> Manifest:
             "name": "simulated",
             "model": "tiny",
             "stages": scenario.stages,
-            "end_tokens": 10**15,
+            "end_tokens": scenario.end_tokens,
             "rounds": {
                 "inner_steps": steps,
                 "min_inner_steps": steps,
@@ -139,9 +172,39 @@ class World:
         self.meetings = Meetings(lines, self.manifest)
         self.peers: dict[str, SimulatedPeer] = {}
         self.ended: list[SimulatedPeer] = []
+        self.left: list[SimulatedPeer] = []  # in order
+        self.revisions = self._revisions()
+        ends_at_s = scenario.ends_at_s
+        self.ended_at = None if ends_at_s is None else START + ends_at_s  # the run
+        self.left_at = START  # the newest of those that have left
         self.witness = SimulatedWitness(
-            self.timeline, self.dht, self.manifest, self.run, self._log_of
+            self.timeline,
+            self.dht,
+            self.manifest,
+            self.run,
+            self._log_of,
+            lambda: self.revision_for(BOOTSTRAP, self.timeline.now).number,
         )
+
+    # ---- what the operator says ------------------------------------------------------------------
+    def _revisions(self) -> list[tuple[float, SignedRevision]]:
+        """When each of them is signed."""
+        scenario, newest = self.scenario, self.manifest
+        told = [(START, SignedRevision(newest))]
+        states: dict[RunState, float | None]
+        states = {"paused": scenario.pauses_at_s, "ended": scenario.ends_at_s}
+        for state, after_s in states.items():
+            if after_s is not None:
+                newest = in_state(newest, state)
+                told.append((START + after_s, SignedRevision(newest)))
+        return told
+
+    def revision_for(self, peer: str, now: float) -> SignedRevision:
+        """The newest that a peer can find."""
+        names = sorted(each.name for each in self._everybody)
+        numbers = {name: number for number, name in enumerate(names)}
+        late_s = dict(self.scenario.deaf).get(numbers.get(peer, -1), 0.0)
+        return [signed for at, signed in self.revisions if at == START or at + late_s <= now][-1]
 
     # ---- who is there ----------------------------------------------------------------------------
     def process(self, peer: str, stage: int) -> SimulatedAverager | Keeping | None:
@@ -192,8 +255,27 @@ class World:
         else:
             self.timeline.after(NOTICED_S, lambda: self._form(peer))
 
+    def ends(self) -> None:
+        """A peer sees that the run has its tokens, or that its operator ends it."""
+        if self.ended_at is None:
+            self.ended_at = self.timeline.now
+
+    def release(self, head: SimulatedPeer) -> None:
+        """A head lets its replica go."""
+        head.stop_training()
+        for member in head.members:
+            member.leader = None
+        if head.leader is head:
+            head.leader = None
+        head.members = []
+
+    def gone(self, peer: SimulatedPeer) -> None:
+        """A peer has left, in order."""
+        self.left.append(self.peers.pop(peer.name))
+        self.left_at = self.timeline.now
+
     def _form(self, head: SimulatedPeer) -> None:
-        if not head.alive or head.leader is head:
+        if not head.alive or head.leaving or head.leader is head:
             return
         chosen = list(head.members)
         held = {member.stage for member in chosen}
@@ -230,17 +312,27 @@ class World:
             self._later(fault.at_s, lambda each=fault: self._hurt(each))
         span_s = scenario.rounds * scenario.round_s * 1.5 * min(scenario.step_s)
         end = START + max([span_s, *(fault.at_s + fault.seconds for fault in scenario.faults)])
-        while timeline.now < end and self._round() < scenario.rounds:
+        while timeline.now < end and self._round() < scenario.rounds and not self._all_left:
             timeline.run_until(timeline.now + scenario.round_s / 4)
         rounds = self._round()  # the ones before it have been sent, and will be decided
         timeline.run_until(timeline.now + DECIDED_S + scenario.round_s / 2)
+        while self.ended_at is not None and not self._all_left and timeline.now < end + END_LIMIT_S:
+            timeline.run_until(timeline.now + DECIDED_S)
         return self._judge(rounds)
+
+    @property
+    def _all_left(self) -> bool:
+        return bool(self.left) and not (self.peers or self.ended)
 
     def _later(self, seconds: float, action: Callable[[], None]) -> None:
         self.timeline.at(START + seconds, action)
 
     def _round(self) -> int:
-        return max((peer.coordinator.round for peer in self.peers.values()), default=0)
+        return max((peer.coordinator.round for peer in self._everybody), default=0)
+
+    @property
+    def _everybody(self) -> list[SimulatedPeer]:
+        return [*self.peers.values(), *self.ended, *self.left]
 
     def _hurt(self, fault: Fault) -> None:
         names = sorted(self.peers)
@@ -271,7 +363,7 @@ class World:
 
     # ---- what must hold --------------------------------------------------------------------------
     def _judge(self, rounds: int) -> Outcome:
-        everybody = [*self.peers.values(), *self.ended]
+        everybody = self._everybody
         for peer in everybody:
             peer.count_steps()
         voids: dict[str, int] = {}
@@ -290,6 +382,16 @@ class World:
             ),
             conserved=all(peer.books.balanced and self._credited(peer) for peer in everybody),
             one_chain=self._one_chain(everybody),
+            last_rounds=tuple(
+                max(
+                    (peer.log.head().round for peer in everybody if peer.stage == stage), default=-1
+                )
+                for stage in range(self.manifest.stages)
+            ),
+            uncounted=sum(
+                peer.books.trained - sum(peer.books.counted.values()) for peer in everybody
+            ),
+            left_s=self.left_at - self.ended_at if self.ended_at and self._all_left else None,
             voids=voids,
             events=self.timeline.happened,
         )

@@ -73,6 +73,7 @@ BOOTSTRAP_LIMIT_S = 3.0
 BELLS_SHARE = 0.2  # of an announcement is a bell
 FOLLOW_S = 1.0  # how often the round is followed without news
 FADES = 0.8  # of the longest time that a call took, with every one that is faster
+LONGEST_STEP_S = 3600.0  # that others are believed of themselves when a run ends
 MOVE_TURN_S = 60.0  # whose turn it is to move changes that often
 
 
@@ -165,7 +166,10 @@ class Coordinator(threading.Thread):
         self.status = LoopStatus()
         self.data_part: tuple[int, int] = (0, 0) if lease is None else (lease.part, 0)
         self.heard_val_loss: tuple[int, float] | None = None
-        self.run_ended = False
+        self._run_ended = False
+        # of the replica that this peer leads
+        self._all_unsent = False  # every stage took a step that it has not sent
+        self._stopped_at: float | None = None
         self.move_to: int | None = None
 
     # ---- for the training loop -------------------------------------------------------------------
@@ -192,8 +196,41 @@ class Coordinator(threading.Thread):
 
     @property
     def ending(self) -> bool:
-        """Whether the operator ends the run: what was learnt is sent, then all leave."""
-        return self._watch.manifest.operation.state == "ended"
+        """Whether the run ends, by its operator or its tokens: what was learnt is sent, then all
+        leave.
+
+        It counts its tokens on stage 0, whose peers believe their own chain alone; another stage's
+        may be a little ahead or behind.
+        """
+        if self._watch.manifest.operation.state == "ended":
+            return True
+        if self._local.stage:
+            return self._run_ended
+        return self.chain.head.chain_tokens >= self._local.manifest.end_tokens
+
+    @property
+    def stopped(self) -> bool:
+        """Whether the run ends and this peer makes no more inner steps: its replica has made its
+        last one, or it is in none."""
+        return self.ending and (self._stopped_at is not None or not self.status.head)
+
+    def stops(self, *, stages: int) -> bool:
+        """Whether the replica that this peer leads, of so many stages, is to stand still from now
+        on; asked before each inner step.
+
+        A run's last step is one that was made while no send was undecided: so every stage has
+        something for the last round, and all end with the same one. And it is made before any stage
+        can take that send, or one that hears of the group sooner would have steps left that the
+        head's send holds.
+        """
+        decided = not (self.undecided or self._awaited)
+        complete = decided and (self._all_unsent or stages <= 1) and not self._rounds.sending
+        if not self.ending:
+            self._stopped_at = None
+        elif self._stopped_at is None and complete:
+            self._stopped_at = self._clock.monotonic()
+        self._all_unsent = decided  # once the step is made that begins now
+        return self._stopped_at is not None
 
     @property
     def inner_steps(self) -> int:
@@ -232,6 +269,12 @@ class Coordinator(threading.Thread):
         return attempts_s + 2 * deadlines.record_lifetime_s + deadlines.matchmaking_s + NO_GROUP_S
 
     @property
+    def end_limit_s(self) -> float:
+        """How long who has `stopped` waits for its last record; others may take two steps yet."""
+        steps = (min(each.step_s, LONGEST_STEP_S) for each in self.view.leading.values())
+        return self.outcome_limit_s + 2 * max(steps, default=0.0)
+
+    @property
     def undecided(self) -> bool:
         """Whether a send of this peer is in no record yet, and not void."""
         return self._pending_send is not None or self.driver.undecided
@@ -266,10 +309,11 @@ class Coordinator(threading.Thread):
             scheduled_at=scheduled_at,
             states_taken=states_taken,
         )
-        self._rounds.end(round_number)
+        self.skip(round_number)
 
     def skip(self, round_number: int) -> None:
         """The next round begins without a send in this one."""
+        self._all_unsent = False
         self._rounds.end(round_number)
 
     def announce(self) -> None:
@@ -338,7 +382,7 @@ class Coordinator(threading.Thread):
         if self._reading is not None:
             return
         deadlines = self._local.manifest.deadlines
-        stays = self._takes_part
+        stays = self._takes_part and not self.ending
         whole = now - self._saw_all_at >= (deadlines.heartbeat_s if stays else FOLLOW_S)
         resting = now - self._paused_at > deadlines.record_lifetime_s
         if whole or now - self._heard_at >= self._rounds.look_s(resting=resting):
@@ -404,8 +448,32 @@ class Coordinator(threading.Thread):
             free = not self.status.head and self.status.unsent_tokens == 0
             turn = int(self._clock.time() / MOVE_TURN_S)
             self.move_to = self._mover.observe(view.stages, free=free, turn=turn)
-        self.run_ended = view.says_ended(self._local.manifest.end_tokens, self._local.witness)
+        self._run_ended = view.says_ended(self._local.manifest.end_tokens, self._local.witness)
         return True
+
+    @property
+    def _awaited(self) -> bool:
+        """Whether a send of another member is undecided; what it says of that holds its head back
+        for no longer than a send can take."""
+        return self.status.undecided and self._rounds.lasted_s < self.outcome_limit_s
+
+    def _rings_last(self, now: float) -> bool:
+        """Whether what is left is to be sent: all other heads in view have heard of the end, too.
+
+        Who had not would send with this round, train on, and need another one of its own.
+        """
+        if not self.stopped:
+            return False
+        manifest, claims = self._watch.manifest, self.view.claims
+        by_operator, end = manifest.operation.state == "ended", self._local.manifest.end_tokens
+        heard = all(
+            (claim := claims.get(head)) is not None
+            and (claim.revision >= self.revision if by_operator else claim.chain_tokens >= end)
+            for head in self.view.leading.keys() - {self._local.me}
+        )
+        waited_s = now - (self._stopped_at or now)
+        overdue = waited_s > manifest.deadlines.record_lifetime_s
+        return heard or overdue or self._rounds.meets_at(self.round) is not None
 
     def _follow_round(self) -> None:
         status = self.status
@@ -414,17 +482,15 @@ class Coordinator(threading.Thread):
             self._rounds.stood_still(now - self._stood_still_since)
         self._stood_still_since = now if self.paused else None
         self._paused_at = min(self._paused_at, now) if self.paused else float("inf")
-        # what a member says holds its head back for no longer than a send can take
-        awaited = status.undecided and self._rounds.lasted_s < self.outcome_limit_s
         self._ring_now |= self._rounds.follow(
             self.view,
             self._replica_record(),
             self._clock.time(),
             head=status.head,
-            inner_steps=1 if self.ending else self.inner_steps,
+            inner_steps=None if self.ending else self.inner_steps,
             tokens=status.unsent_tokens,
-            undecided=self.undecided or awaited,
-            ending=self.ending,
+            undecided=self.undecided or self._awaited,
+            stopped=self._rings_last(now),
         )
 
     def _stands_on_base(self) -> bool:

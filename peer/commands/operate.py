@@ -9,6 +9,7 @@ command signs the next revision of the manifest and puts it there; the bootstrap
 
 from __future__ import annotations
 
+import sys
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -35,6 +36,7 @@ from dilocox.dht.manifest_revisions import (
 from dilocox.peer.options import (
     AdmitOptions,
     AdmittedOptions,
+    EndRunOptions,
     OperateOptions,
     ReviseOptions,
     RevokeOptions,
@@ -183,9 +185,30 @@ def _signing_key(options: OperateOptions, signed: SignedManifest) -> Identity:
 def set_state(options: StateOptions) -> int:
     """`pause`, `resume` and `end`; the exit code."""
     operator = Operator.of(options)
-    number = operator.publish(in_state(operator.manifest, options.wanted))
-    typer.echo(f"revision {number}: run {operator.manifest.name} {NEXT[options.wanted]}")
+    manifest, wanted = operator.manifest, options.wanted
+    if manifest.operation.state == wanted:
+        typer.echo(
+            f"run {manifest.name} is {wanted} already (revision {manifest.operation.revision})"
+        )
+        return 0
+    following = in_state(manifest, wanted)
+    if isinstance(options, EndRunOptions):
+        _confirm(f"this ends run {manifest.name} for good: its peers leave", yes=options.yes)
+    number = operator.publish(following)
+    typer.echo(f"revision {number}: run {manifest.name} {NEXT[wanted]}")
     return 0
+
+
+def _confirm(what: str, *, yes: bool) -> None:
+    """Ask a person; who says no ends the command, with exit code 1.
+
+    Raises InvalidInput where nobody is at a terminal and no --yes is given.
+    """
+    if yes:
+        return
+    if not sys.stdin.isatty():
+        raise InvalidInput(f"{what}; nobody can be asked here: if you mean it, add --yes")
+    typer.confirm(f"{what}. Go on?", abort=True)
 
 
 def revise(options: ReviseOptions) -> int:
@@ -223,6 +246,11 @@ def roll_back(options: RollbackOptions) -> int:
 
     operator, number = Operator.of(options), options.round_number
     rules = operator.manifest.operation.revision + 1
+    _confirm(
+        f"run {operator.manifest.name} goes back to round {number}: all that it has trained since "
+        "counts no more, and its peers start again from there",
+        yes=options.yes,
+    )
     base = prepare_rollback(
         operator.state, operator.run, operator.manifest, number, rules, tell=typer.echo
     )

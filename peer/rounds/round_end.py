@@ -240,6 +240,13 @@ class RoundKeeper:
             return [each.own for each in self._known.values() if each.own is not None]
 
     @property
+    def sending(self) -> bool:
+        """Whether members of this head's replica may have taken their send of its round."""
+        with self._lock:
+            own, times = self._here.own, self._here.times
+        return times is not None and (own is not None or self._clock.time() >= times.send_after)
+
+    @property
     def lasted_s(self) -> float:
         """Of the round that it is in."""
         return self._clock.monotonic() - self._began
@@ -284,17 +291,17 @@ class RoundKeeper:
         now: float,
         *,
         head: str,
-        inner_steps: int,
+        inner_steps: int | None,
         tokens: int,
         undecided: bool,
-        ending: bool = False,
+        stopped: bool = False,
     ) -> bool:
         """Move with the others, ring when it is time; whether `bells` are to be published at once.
 
-        Only heads ring; and in a run that its operator ends (`ending`), when the last replica is
-        gone, whoever is left with something that no record holds. Other members (`own` is None)
-        take their send once their `head` has rung; a peer in no replica, which learns nothing more,
-        as soon as the time of the group is known.
+        Only heads ring, after so many `inner_steps`; in a run that ends (None) once their replica
+        has `stopped`. So does, when the last replica is gone, whoever is left with `tokens` that no
+        record holds. Other members (`own` is None) take their send once their `head` has rung; a
+        peer in no replica, which learns nothing more, as soon as the time of the group is known.
 
         A head does not ring while the last send is `undecided`, its own or a member's: it trains
         on, and the round lasts as long as the exchange. If it rang, who waits for an outcome would
@@ -310,9 +317,9 @@ class RoundKeeper:
             here = self._here
             before = here.own
             # steps since its last send count, also those made in rounds that it skipped
-            steps = own is not None and own.inner_step >= inner_steps
-            left = ending and tokens > 0 and not (head or own or view.replicas)
-            if (steps or left) and not undecided and before is None:
+            steps = own and inner_steps is not None and own.inner_step >= inner_steps
+            last = stopped and tokens > 0 and (own or not (head or view.leading))
+            if (steps or last) and not undecided and before is None:
                 here.own = BellRecord(
                     round=self.round,
                     finished_at=now,
@@ -355,7 +362,7 @@ class RoundKeeper:
     def _view(self, number: int, view: SwarmView, own: ReplicaRecord | None) -> RoundView:
         known = self._known[number]
         bells = known.bells | ({} if known.own is None else {self._me: known.own})
-        replicas = {head: each for head, each in view.replicas.items() if head != self._me}
+        replicas = {head: each for head, each in view.leading.items() if head != self._me}
         if own is not None:
             replicas[self._me] = own
         return RoundView(round=number, bells=bells, replicas=replicas, known=known.times)

@@ -98,8 +98,7 @@ class Learner:
         self._loan.on_taken = snapshots.interrupt
         self._sent: dict[int, float] = {}  # the norm of the newest message, by round
         self._unsaved: dict[int, int] = {}  # bytes of the records applied since the last snapshot
-        self._ending_since: float | None = None
-        self._sent_last = False  # of a run that the operator ends
+        self._stopped_since: float | None = None
         self._started_over = False  # and took no inner step since
         self._codec = stage_codec(manifest, model.layout)
         self._takes_at_once = manifest.outer.apply == "arrival" or manifest.outer.merge == "none"
@@ -161,8 +160,10 @@ class Learner:
 
     def _between_steps(self) -> None:
         # of a coordinator that has ended the last event says why, and no round would end; nor does
-        # one in a run that is paused, whose new rules must not wait for its going on
-        no_end = self._coordinator.paused and self._coordinator.revised
+        # one in a run that is paused, whose new rules must not wait for its going on, or that ends
+        no_end = self._coordinator.ending or (
+            self._coordinator.paused and self._coordinator.revised
+        )
         if self._takes_at_once or no_end or not self._coordinator.is_alive():
             self.take_events()
         due = self._coordinator.send_due()
@@ -171,7 +172,7 @@ class Learner:
                 self._catch_up()
             if not self._merge.fly:
                 raise self._coordinator.cannot_follow or Revised()
-        if due is not None and not self.ended:
+        if due is not None:
             self._end_round(*due)
 
     def stepped(self, stepped: Stepped, seconds: float) -> None:
@@ -193,25 +194,21 @@ class Learner:
         return self._chain_tokens + in_flight + self._merge.tokens
 
     @property
-    def ended(self) -> bool:
-        """Whether this stage's chain holds all tokens of the run."""
-        return self._chain_tokens >= self._manifest.end_tokens
-
-    @property
     def finished(self) -> bool:
-        """Whether the operator has ended the run and all that this peer learnt is in a record, or
-        will not be in one any more."""
-        if not self._coordinator.ending:
+        """Whether the run ends, this peer makes no more inner steps, and all that it learnt is in a
+        record, or will not be in one any more."""
+        if not self._coordinator.stopped:
+            self._stopped_since = None
             return False
         now = time.monotonic()
-        if self._ending_since is None:
-            self._ending_since = now
-        overdue = now > self._ending_since + self._coordinator.outcome_limit_s
-        return overdue or (not self._merge.fly and (self._sent_last or self._merge.tokens == 0))
+        if self._stopped_since is None:
+            self._stopped_since = now
+        overdue = now > self._stopped_since + self._coordinator.end_limit_s
+        return overdue or not self.unsent
 
     def stand_still(self) -> None:
-        """The run is paused: a moment passes, and records are taken if it is their time."""
-        if self._takes_at_once:
+        """No inner step is made: a moment passes, and records are taken if it is their time."""
+        if self._takes_at_once or self._coordinator.ending:
             self.take_events(wait_s=POLL_S)
         else:
             self._stop.wait(POLL_S)
@@ -250,9 +247,7 @@ class Learner:
         with self._meter.waiting("send"):
             if not self._takes_at_once:
                 self._catch_up()
-            last = self._coordinator.ending
-            if self._merge.can_send and round_number > self._merge.round and not self._sent_last:
-                self._sent_last = last
+            if self._merge.can_send and round_number > self._merge.round:
                 self._send(round_number, scheduled_at)
             else:
                 self._coordinator.skip(round_number)

@@ -85,15 +85,16 @@ class Leading:
 
     @property
     def ended(self) -> bool:
-        return self._learner.ended or self._learner.finished
+        return self._learner.finished
 
     @property
     def between_steps(self) -> bool:
         return True  # it comes back when an inner step is complete
 
     def turn(self) -> None:
-        if self._coordinator.paused:
-            self._show_replica(PAUSED)
+        paused = self._coordinator.paused
+        if paused or self._coordinator.stops(stages=len(self._head.members)):
+            self._show_replica(PAUSED if paused else "")
             self._learner.stand_still()
             return
         self._follow_lease()
@@ -261,12 +262,8 @@ class Serving:
 
     @property
     def ended(self) -> bool:
-        """Whether this peer is in no replica, and the run has ended or its operator has ended it.
-
-        The run counts its tokens on stage 0; this stage's chain may be a little ahead or behind.
-        """
-        ended = self._coordinator.run_ended or self._learner.finished
-        return ended and not self._follower.head
+        """Whether this peer is in no replica, and has nothing more to do in a run that ends."""
+        return self._learner.finished and not self._follower.head
 
     def turn(self) -> None:
         self._reservation.open({"round": self._learner.round, "window": self._window()})

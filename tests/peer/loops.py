@@ -92,8 +92,7 @@ class FakeCoordinator:
         self.status = LoopStatus()
         self.data_part: tuple[int, int] = (0, 0)
         self.heard_val_loss: tuple[int, float] | None = None
-        self.run_ended = False
-        self.revised = self.paused = self.ending = False
+        self.revised = self.paused = self.ending = self.stopped = False
         self.cannot_follow: UnreadableManifest | None = None
         self.move_to: int | None = None
         self.view = SwarmView(me=ME)
@@ -101,7 +100,7 @@ class FakeCoordinator:
         self.tokens_at_start = 0
         self.applying = False
         self.newest_round = -1
-        self.outcome_limit_s = 60.0
+        self.outcome_limit_s = self.end_limit_s = 60.0
         self.round = 0
         self.inner_steps = 10
         self.archived = True
@@ -123,6 +122,10 @@ class FakeCoordinator:
     def skip(self, round_number: int) -> None:
         self.told.append(("skip", round_number))
         self.due, self.round = None, round_number + 1
+
+    def stops(self, *, stages: int) -> bool:
+        self.told.append(("stops", stages))
+        return self.stopped
 
     def announce(self) -> None:
         self.told.append(("announce",))

@@ -21,7 +21,7 @@ from dilocox.peer.training import loop as loop_module
 from dilocox.peer.training.snapshots import Snapshots
 from dilocox.pipeline.messages import Stepped
 from dilocox.pipeline.stage_worker import StageWorker
-from tests.peer.loops import END_TOKENS, Loop, manifest
+from tests.peer.loops import Loop, manifest
 
 STEP_TOKENS = 16
 
@@ -492,17 +492,6 @@ def test_the_runs_tokens_are_the_chains_and_own_ones_wherever_they_are(loop: Loo
     assert loop.learner.tokens_of_run == 200 + STEP_TOKENS  # 200: what the record says
 
 
-def test_the_run_has_ended_with_the_chains_tokens_or_when_the_swarm_says_so(loop: Loop) -> None:
-    assert not loop.learner.ended
-    last = END_TOKENS // 200 - 1
-    loop.fake.events.put(loop.committed(last - 1, 0.0))
-    loop.learner.take_events()
-    assert not loop.learner.ended
-    loop.fake.events.put(loop.committed(last, 0.0))
-    loop.learner.take_events()
-    assert loop.learner.ended
-
-
 def test_the_anchor_takes_the_place_of_the_weights_for_an_evaluation(loop: Loop) -> None:
     loop.train(3)
     before, anchor = loop.live.clone(), loop.model.merge.anchor.clone()
@@ -661,29 +650,49 @@ def test_new_rules_reach_a_peer_that_is_still_joining(loop: Loop) -> None:
         loop.learner.join()
 
 
-def test_a_run_that_its_operator_ends_is_over_when_the_last_send_is_in_a_record(
+def test_in_a_run_that_ends_a_peer_is_done_when_all_that_it_learnt_is_in_a_record(
     loop: Loop,
 ) -> None:
     loop.train(1)
     loop.fake.ending = True
+    assert not loop.learner.finished, "its replica trains"
+    loop.fake.stopped = True
     assert not loop.learner.finished, "there is something to be sent"
     loop.fake.due = (0, 100.0)
     loop.learner.between_steps()
     assert not loop.learner.finished, "its record is to come"
-    loop.train(1)
-    loop.fake.events.put(loop.committed(0, 0.1, mine=True))
+    loop.fake.events.put(Voided(round=0, reason="nobody came", certain=True))
+    loop.learner.between_steps()
+    assert not loop.learner.finished, "it goes with another round"
+    loop.fake.due = (1, 200.0)
+    loop.learner.between_steps()
+    loop.fake.events.put(loop.committed(1, 0.1, mine=True))
     loop.learner.between_steps()
     assert loop.learner.finished
+    assert loop.model.merge.tokens == loop.model.merge.lost_tokens == 0
 
 
-def test_who_has_nothing_to_send_leaves_a_run_that_is_ended_at_once(loop: Loop) -> None:
+def test_who_has_nothing_to_send_leaves_a_run_that_ends_at_once(loop: Loop) -> None:
     assert not loop.learner.finished
-    loop.fake.ending = True
+    loop.fake.ending = loop.fake.stopped = True
     assert loop.learner.finished
 
 
-def test_nobody_waits_for_ever_for_the_last_record_of_an_ended_run(loop: Loop) -> None:
+def test_nobody_waits_for_ever_for_the_last_record_of_a_run(loop: Loop) -> None:
     loop.train(1)
-    loop.fake.ending, loop.fake.outcome_limit_s = True, 0.0
+    loop.fake.ending = loop.fake.stopped = True
+    loop.fake.end_limit_s = 0.0
     loop.learner.finished  # noqa: B018 - the clock starts
+    assert loop.learner.finished
+
+
+@pytest.mark.parametrize("apply", ["arrival", "round_end"])
+def test_who_stands_still_takes_the_last_record_which_no_round_follows(
+    tmp_path: Path, apply: str
+) -> None:
+    loop = Loop(tmp_path, manifest(outer={"apply": apply}))
+    end_round(loop, 2)
+    loop.fake.events.put(loop.committed(0, 0.1, mine=True))
+    loop.fake.ending = loop.fake.stopped = True
+    loop.learner.stand_still()
     assert loop.learner.finished

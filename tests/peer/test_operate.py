@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import io
 import re
 import threading
 import time
@@ -12,6 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import typer
 import yaml
 
 from dilocox.dht import manifest_revisions
@@ -21,7 +23,7 @@ from dilocox.dht.identity import Identity
 from dilocox.dht.invite import run_id
 from dilocox.dht.manifest import REVISIONS_OF_A_KEY, SignedManifest
 from dilocox.dht.manifest_keeper import OwnManifest
-from dilocox.dht.manifest_revisions import RevisionFolder, in_state
+from dilocox.dht.manifest_revisions import RevisionFolder, RunState, in_state
 from dilocox.peer.chain.store import Store
 from dilocox.peer.commands import operate
 from dilocox.peer.commands.operate import checked_manifest
@@ -30,7 +32,9 @@ from dilocox.peer.options import (
     PauseRunOptions,
     ResumeRunOptions,
     ReviseOptions,
+    RollbackOptions,
     RotateOptions,
+    StateOptions,
 )
 from tests.peer.kept_chains import ChainMaker
 
@@ -159,10 +163,83 @@ def test_a_command_waits_until_the_running_bootstrap_has_published_it(
         fcntl.flock(lock, fcntl.LOCK_EX)
         thread = threading.Thread(target=bootstrap)
         thread.start()
-        assert operate.set_state(EndRunOptions(state=folder.path)) == 0
+        assert operate.set_state(EndRunOptions(state=folder.path, yes=True)) == 0
         assert folder.revisions.published == 1
         thread.join(5.0)
     assert "does not run" not in capsys.readouterr().out
+
+
+ASKED = {
+    "ends run demo for good": lambda path, yes: operate.set_state(
+        EndRunOptions(state=path, yes=yes)
+    ),
+    "goes back to round 3: all that it has trained since counts no more": (
+        lambda path, yes: operate.roll_back(RollbackOptions(state=path, round_number=3, yes=yes))
+    ),
+}
+
+
+class Terminal(io.StringIO):
+    """A person who types this."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize("what", ASKED)
+def test_what_cannot_be_taken_back_is_not_done_where_nobody_can_be_asked(
+    folder: Folder, what: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.stdin", io.StringIO("y\n"))
+    with pytest.raises(InvalidInput, match=f"{what}.*if you mean it, add --yes"):
+        ASKED[what](folder.path, False)
+    assert folder.state == (0, "running")
+
+
+@pytest.mark.parametrize("what", ASKED)
+def test_what_cannot_be_taken_back_is_not_done_when_a_person_says_no(
+    folder: Folder,
+    what: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr("sys.stdin", Terminal("n\n"))
+    with pytest.raises(typer.Abort):
+        ASKED[what](folder.path, False)
+    assert what in capsys.readouterr().out
+    assert folder.state == (0, "running")
+
+
+def test_a_run_ends_when_a_person_says_yes_and_a_script_says_it_with_an_option(
+    folder: Folder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.stdin", Terminal("y\n"))
+    assert operate.set_state(EndRunOptions(state=folder.path)) == 0
+    assert folder.state == (1, "ended")
+    monkeypatch.setattr("sys.stdin", io.StringIO())
+    with pytest.raises(InvalidInput, match="no bootstrap has run here"):
+        operate.set_state(EndRunOptions(state=folder.path / "nowhere", yes=True))
+
+
+@pytest.mark.parametrize(
+    ("options", "state"),
+    [(PauseRunOptions, "paused"), (ResumeRunOptions, "running"), (EndRunOptions, "ended")],
+)
+def test_a_state_that_the_run_is_in_changes_nothing_and_is_said(
+    folder: Folder,
+    options: type[StateOptions],
+    state: RunState,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    newest = folder.revisions.newest()
+    assert newest is not None
+    if state != "running":
+        following = in_state(newest.verify(folder.run), state)
+        folder.revisions.add(SignedManifest.sign(folder.key, following))
+    numbers = folder.revisions.numbers
+    assert operate.set_state(options(state=folder.path)) == 0
+    assert f"run demo is {state} already (revision {numbers[-1]})" in capsys.readouterr().out
+    assert folder.revisions.numbers == numbers
 
 
 def test_a_folder_without_the_operators_key_is_refused_by_name(

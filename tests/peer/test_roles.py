@@ -406,8 +406,6 @@ def test_at_the_runs_end_the_last_anchor_is_evaluated_and_the_replica_let_go(led
     led.head.anchors = 1  # what the last inner step said of the stages below is out of date
     merged(led, 0, mine=True)
     led.head.losses.extend([None, None, 32.0])  # their last record is on its way
-    led.loop.fake.run_ended = True
-    assert not led.role.ended  # a head believes its own chain alone
     led.role.release(ended=True)
     assert losses(led)[1:] == [(0, 1.0)]
     assert led.head.dissolved == 1

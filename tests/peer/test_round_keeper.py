@@ -123,7 +123,7 @@ def test_a_member_that_lost_its_replica_waits_for_no_heads_bell() -> None:
 
 
 @pytest.mark.parametrize(
-    ("replicas", "tokens", "ending", "rings"),
+    ("replicas", "tokens", "stopped", "rings"),
     [
         ({}, 99, True, True),
         ({}, 99, False, False),  # somebody will recruit it
@@ -132,7 +132,7 @@ def test_a_member_that_lost_its_replica_waits_for_no_heads_bell() -> None:
     ],
 )
 def test_in_a_run_that_is_ended_who_is_left_with_something_rings(
-    replicas: dict[str, ReplicaRecord], tokens: int, ending: bool, rings: bool
+    replicas: dict[str, ReplicaRecord], tokens: int, stopped: bool, rings: bool
 ) -> None:
     """A member that heard of the end later than its head waited for half an hour, for nobody."""
     keeper, view = keeper_of(), SwarmView(me="me", replicas=replicas)
@@ -141,10 +141,10 @@ def test_in_a_run_that_is_ended_who_is_left_with_something_rings(
         None,
         NOW,
         head="",
-        inner_steps=1,
+        inner_steps=None,
         tokens=tokens,
         undecided=False,
-        ending=ending,
+        stopped=stopped,
     )
     assert (keeper.send_due(NOW) is not None) is rings
 

@@ -169,7 +169,7 @@ def test_the_weights_may_change_when_the_follower_says_so(served: Server) -> Non
 
 def test_a_member_ends_with_its_head_and_a_spare_with_the_records(served: Server) -> None:
     assert not served.role.ended
-    served.loop.fake.run_ended = True
+    served.loop.fake.ending = served.loop.fake.stopped = True
     assert served.role.ended
     served.follower.head = HEAD  # which may want the last anchor evaluated
     assert not served.role.ended

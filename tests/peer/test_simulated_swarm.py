@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
 from benchmarks.simulation.clock import START, Timeline
 from benchmarks.simulation.peer import SimulatedPeer
 from benchmarks.simulation.schedules import schedule
-from benchmarks.simulation.world import Fault, Outcome, Scenario, World
+from benchmarks.simulation.world import TOKENS_PER_STEP, Fault, Outcome, Scenario, World
 
 
 def play(step_s: tuple[float, ...], round_s: float, rounds: int, **facts: float) -> Outcome:
@@ -108,6 +109,88 @@ def test_a_round_waits_for_the_sends_of_members_as_long_as_a_send_can_take(
     limit_s = world.peers["head000"].coordinator.outcome_limit_s
     assert 4 * 60.0 < limit_s < round_s < 1.5 * limit_s
     assert outcome.committed_share == 1.0
+
+
+# ---- the end -------------------------------------------------------------------------------------
+END_S = 45.0  # of rounds of a minute and heartbeats of ten seconds
+
+
+def end(*step_s: float, stages: int = 1, limit_s: float = END_S, **facts: Any) -> Outcome:
+    """All leave, with every token in a record, and all stages end with the same round."""
+    scenario = Scenario(step_s=step_s, round_s=60.0, rounds=30, stages=stages, **facts)
+    outcome = World(scenario).play()
+    assert outcome.conserved and outcome.one_chain
+    assert outcome.uncounted == 0
+    assert len(set(outcome.last_rounds)) == 1, outcome.last_rounds
+    assert outcome.left_s is not None and outcome.left_s < limit_s
+    return outcome
+
+
+@pytest.mark.parametrize("stages", [1, 2, 3])
+@pytest.mark.parametrize("ends_at_s", [150.0, 180.0, 207.0, 216.0, 228.0])
+def test_whenever_the_operator_ends_a_run_all_stages_end_together(
+    stages: int, ends_at_s: float
+) -> None:
+    """In the middle of a round, just after a bell, in an exchange: with heads that trained on after
+    their last send 10,000 tokens of each replica were lost, and stages stopped a round apart; with
+    heads that rang before all had heard, one that had not came 30 s later, alone."""
+    end(1.0, 1.2, stages=stages, ends_at_s=ends_at_s)
+
+
+@pytest.mark.parametrize("stages", [1, 2, 3])
+def test_a_run_ends_with_its_tokens_and_those_trained_meanwhile(stages: int) -> None:
+    outcome = end(1.0, 1.2, stages=stages, end_tokens=3 * 2 * 60 * TOKENS_PER_STEP)
+    assert outcome.committed >= 3
+
+
+@pytest.mark.parametrize("stages", [1, 2])
+def test_slow_replicas_and_spares_end_with_the_others(stages: int) -> None:
+    end(1.0, 1.1, 1.3, 3.0, stages=stages, spares=1, ends_at_s=170.0)
+
+
+@pytest.mark.parametrize("stages", [1, 2])
+def test_a_paused_run_ends_with_what_it_had_learnt(stages: int) -> None:
+    # who has sent all that it had may leave a single one behind, which is alone then
+    end(1.0, 1.2, stages=stages, pauses_at_s=150.0, ends_at_s=300.0, limit_s=70.0)
+
+
+@pytest.mark.parametrize("stages", [1, 2])
+@pytest.mark.parametrize("deaf", [((1, 40.0),), ((2, 40.0),), ((0, 15.0),)])
+def test_who_hears_late_of_the_end_loses_nothing(
+    stages: int, deaf: tuple[tuple[int, float], ...]
+) -> None:
+    """Alone in its stage it commits after a record lifetime."""
+    end(1.0, 1.2, stages=stages, ends_at_s=170.0, deaf=deaf, limit_s=120.0)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_with_lost_messages_and_votes_all_leave_and_lose_nothing(seed: int) -> None:
+    scenario = Scenario(
+        step_s=(1.0, 1.1, 1.3),
+        round_s=60.0,
+        rounds=30,
+        stages=2,
+        loss=0.1,
+        late=0.2,
+        vote_loss=0.2,
+        ends_at_s=170.0,
+        seed=seed,
+    )
+    outcome = World(scenario).play()
+    assert outcome.conserved and outcome.one_chain
+    assert outcome.uncounted == 0
+    assert outcome.left_s is not None and outcome.left_s < 200.0
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_whatever_happens_all_leave_a_run_that_is_ended_and_have_nothing_left(seed: int) -> None:
+    scenario = schedule(seed)
+    scenario = replace(scenario, rounds=scenario.rounds + 10, ends_at_s=3.3 * scenario.round_s)
+    world = World(scenario)
+    outcome = world.play()
+    assert outcome.conserved and outcome.one_chain
+    assert outcome.left_s is not None
+    assert not any(peer.books.unsent or peer.books.fly for peer in world.left)
 
 
 # ---- what the judge sees -------------------------------------------------------------------------

@@ -126,7 +126,7 @@ def roll_back(swarm: LocalSwarm) -> None:
     """All go on from an earlier round, with equal digests, and not from what came after it."""
     began = time.time()
     target, left = swarm.peers[0].rounds[2], newest(swarm.peers)
-    operate(swarm, "rollback", "--round", str(target["round"]))
+    operate(swarm, "rollback", "--yes", "--round", str(target["round"]))
     swarm.wait(
         lambda: all(len(merged_under(swarm, peer, 1)) >= 2 for peer in swarm.peers),
         TRAIN_LIMIT_S,
@@ -155,13 +155,21 @@ def end(swarm: LocalSwarm) -> None:
     began = time.time()
     for peer in swarm.peers:
         peer.expected = False
-    operate(swarm, "end")
+    operate(swarm, "end", "--yes")
+    wait_until_all_have_left(swarm)
+    print(f"all have left {time.time() - began:.1f} s after the command")
+    assert "is ended already" in operate(swarm, "end")
+
+
+def wait_until_all_have_left(swarm: LocalSwarm) -> None:
+    """All stages end with the same round, and hold all that their peers have learnt."""
     swarm.wait(
         lambda: all(peer.child.returncode is not None for peer in swarm.peers), 90, "all have left"
     )
-    print(f"all have left {time.time() - began:.1f} s after the command")
     assert [peer.child.returncode for peer in swarm.peers] == [0] * len(swarm.peers)
     kept = kept_run(swarm.folder / "bootstrap").stages
+    last = {peer.name: peer.rounds[-1]["round"] for peer in swarm.peers}
+    assert len({max(last[peer.name] for peer in swarm.of_stage(s)) for s in kept}) == 1, last
     for stage in range(swarm.manifest.stages):
         peers = swarm.of_stage(stage)
         longest = max(peers, key=lambda peer: peer.rounds[-1]["chain_tokens"])
@@ -169,6 +177,7 @@ def end(swarm: LocalSwarm) -> None:
         assert all(log.find(peer.rounds[-1]["digest"]) is not None for peer in peers)
         assert kept[stage].records[-1].digest == log.head().digest
     assert all(peer.status["in_flight"] is None for peer in swarm.peers)
+    assert all(peer.status["unsent_tokens"] == 0 for peer in swarm.peers)
 
 
 def test_the_operator_pauses_and_revises_a_run(start_swarm: StartSwarm) -> None:
@@ -198,7 +207,7 @@ def test_a_pipeline_is_paused_turned_back_and_ended(start_swarm: StartSwarm) -> 
     swarm.wait_for_rounds(2, TRAIN_LIMIT_S)
     pause_and_resume(swarm)
     target = swarm.peers[0].rounds[0]["round"]
-    operate(swarm, "rollback", "--round", str(target))
+    operate(swarm, "rollback", "--yes", "--round", str(target))
     swarm.wait(
         lambda: all(records_under(swarm, peer, 3) for peer in swarm.peers),
         TRAIN_LIMIT_S,
@@ -211,6 +220,52 @@ def test_a_pipeline_is_paused_turned_back_and_ended(start_swarm: StartSwarm) -> 
         )
         assert base.digest in records_under(swarm, peer, 3)
     end(swarm)
+
+
+def two_replicas(start_swarm: StartSwarm, **sections: Any) -> LocalSwarm:
+    """Two stages of two peers each."""
+    swarm = start_swarm(stages=2, rounds=ROUNDS, **sections)
+    for stage in (0, 0, 1, 1):
+        swarm.add_peer(stage=stage, step_s=STEP_S)
+    return swarm
+
+
+def assert_all_is_counted(swarm: LocalSwarm) -> None:
+    """Every token that a peer trained on is in a record."""
+    for peer in swarm.peers:
+        counted = sum(line["tokens"] for line in peer.rounds if line["outcome"] == "counted")
+        assert counted == peer.status["tokens"], peer.name
+
+
+@pytest.mark.parametrize("moment", ["in a round", "in an exchange", "paused"])
+def test_whenever_two_replicas_are_ended_nothing_that_they_learnt_is_lost(
+    start_swarm: StartSwarm, moment: str
+) -> None:
+    swarm = two_replicas(start_swarm)
+    swarm.wait_for_rounds(2, TRAIN_LIMIT_S)
+    head = swarm.peers[0]
+    if moment == "paused":
+        operate(swarm, "pause")
+    else:
+        wanted = moment == "in an exchange"
+        swarm.wait(
+            lambda: head.status["inner_step"] > 2 and (head.in_flight is not None) is wanted,
+            TRAIN_LIMIT_S,
+            moment,
+        )
+    end(swarm)
+    assert_all_is_counted(swarm)
+
+
+def test_a_run_ends_with_its_tokens_and_what_was_learnt_meanwhile(
+    start_swarm: StartSwarm,
+) -> None:
+    swarm = two_replicas(start_swarm, end_tokens=3 * 2 * 20 * 256)
+    for peer in swarm.peers:
+        peer.expected = False
+    swarm.wait(lambda: all(peer.rounds for peer in swarm.peers), TRAIN_LIMIT_S, "all train")
+    wait_until_all_have_left(swarm)
+    assert_all_is_counted(swarm)
 
 
 @pytest.mark.timeout(240)

@@ -202,7 +202,7 @@ class SimulatedPeer:
             layout=FlatLayout.of([("w", (1 << 50,))]),
             addresses=(),
             client_mode=False,
-            options=SimpleNamespace(memory_limit_bytes=None, name=""),
+            options=SimpleNamespace(memory_limit_bytes=None, name="", team=""),
             reach=Reachability(kind="public", by_others=True),
             clock=self._threads,
             dht=dht,

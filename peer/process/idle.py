@@ -20,7 +20,7 @@ from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
 
-from dilocox.peer.options import Rest
+from dilocox.peer.hours import Rest
 
 WINDOW_S = 60.0  # that the means are of
 LOOK_S = 5.0  # between two looks

@@ -28,8 +28,9 @@ from typing import Any
 from dilocox.dht.errors import EnvironmentFault, InvalidInput
 from dilocox.dht.files import disk_fault
 from dilocox.dht.manifest import Manifest
+from dilocox.peer.hours import Rest
 from dilocox.peer.http_pages import Page, asks_this_machine, html_page, is_loopback, not_allowed
-from dilocox.peer.options import PeerOptions, Rest
+from dilocox.peer.options import PeerOptions
 from dilocox.peer.os_process import strict_json
 from dilocox.peer.state_folder import MANIFEST_FILE, StateFolder
 

@@ -23,6 +23,7 @@ from dilocox import __version__
 from dilocox.dht.errors import EnvironmentFault, InvalidInput
 from dilocox.dht.files import write_atomically
 from dilocox.dht.manifest import PROTOCOL_VERSION
+from dilocox.peer.hours import Local, Reason, Rest, next_month
 from dilocox.peer.http_pages import (
     RUN_LABEL,
     MetricSpec,
@@ -34,7 +35,7 @@ from dilocox.peer.http_pages import (
     readiness_page,
     served,
 )
-from dilocox.peer.options import GB, Local, PeerOptions, Reason, Rest, next_month
+from dilocox.peer.options import GB, PeerOptions
 from dilocox.peer.os_process import StopSignal
 from dilocox.peer.process.idle import IdleWatch, Machine
 from dilocox.peer.process.local_page import LocalPage

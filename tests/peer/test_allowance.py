@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from dilocox.dht.errors import EnvironmentFault, InvalidInput
-from dilocox.peer.options import GB, Hours, PeerOptions, next_month
+from dilocox.peer.hours import Hours, next_month
+from dilocox.peer.options import GB, PeerOptions
 from dilocox.peer.process.resting import Allowance, Rest, month_of
 from tests.peer.local_peers import INVITE
 

@@ -55,17 +55,6 @@ def taken_port() -> Generator[int]:
 
 
 # ---- answers -------------------------------------------------------------------------------------
-def test_a_folder_has_a_page_for_each_name_that_it_knows() -> None:
-    def card(name: str) -> Page | None:
-        return Page.text(f"card of {name}") if name == "anna.svg" else None
-
-    with served({"/": lambda: Page.text("front")}, folders={"/card/": card}) as server:
-        assert ask(server, "/card/anna.svg?x=1")[:2] == (200, "card of anna.svg\n")
-        for path in ("/card/", "/card/bob.svg", "/card/../", "/card", "/cards/anna.svg"):
-            status, text, _ = ask(server, path)
-            assert (status, text) == (404, "nothing here; there is / /card/\n")
-
-
 def test_a_page_is_made_anew_for_each_request_and_the_query_does_not_matter() -> None:
     calls: list[int] = []
 

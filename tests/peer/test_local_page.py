@@ -19,8 +19,9 @@ import pytest
 from dilocox.dht.invite import Invite
 from dilocox.dht.manifest import Manifest
 from dilocox.peer.chain.store import keep_manifest
+from dilocox.peer.hours import Hours, Rest
 from dilocox.peer.http_pages import PageServer
-from dilocox.peer.options import Hours, PeerOptions, Rest
+from dilocox.peer.options import PeerOptions
 from dilocox.peer.process.local_page import TOKEN_HEADER, Given, LocalPage
 from dilocox.peer.process.resting import Allowance
 from dilocox.peer.state_folder import StateFolder

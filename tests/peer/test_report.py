@@ -270,8 +270,9 @@ def test_the_log_names_a_peer_as_its_owner_says(
     reporter, peer = Reporter(tmp_path), 46 * "x" + "abcdef"
     reporter.shown = lambda peer: f"Ada ({peer[-6:]})"
     with caplog.at_level(logging.INFO, logger="dilocox.peer.training.report"):
-        reporter.tell("healed", stage=1, members=[peer, peer])
-    assert caplog.messages == ["healed: stage 1, members Ada (abcdef) Ada (abcdef)"]
+        reporter.tell("healed", stage=1, epoch=2, members=[peer, peer], splice_s=0.5, seconds=1.0)
+    (line,) = caplog.messages
+    assert line == "healed: Ada (abcdef) and Ada (abcdef) go on, 1.0 s after the fault"
     assert events(tmp_path, "healed")[0]["members"] == [peer, peer]  # scripts read ids
 
 

@@ -17,7 +17,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from dilocox.dht.errors import InvalidInput
 from dilocox.dht.identity import Identity
 from dilocox.dht.invite import Invite
-from dilocox.peer.options import GB, Hours, PeerOptions
+from dilocox.peer.hours import Hours
+from dilocox.peer.options import GB, PeerOptions
 from dilocox.peer.os_process import StopSignal
 from dilocox.peer.process.local_page import TOKEN_HEADER
 from dilocox.peer.process.resting import (

@@ -30,6 +30,7 @@ from dilocox.peer.commands.operate import completed
 from dilocox.peer.memory_and_disk import SPARE_SHARE, MemoryNeeds, size
 from dilocox.peer.operator_options import InitOptions
 from dilocox.peer.options import GB
+from dilocox.peer.os_process import counted
 
 T = TypeVar("T")
 
@@ -121,8 +122,9 @@ def run_init_command(options: InitOptions) -> int:
     print_sizes(run)
     replicas, spares = divmod(machines.number, run.stages)
     typer.echo(
-        f"wrote {options.file}: {run.stages} stages, so {machines.number} machines make {replicas} "
-        f"replicas and {spares} spares. Next: dilocox bootstrap {options.file} --check"
+        f"wrote {options.file}: {counted(run.stages, 'stage')}, so "
+        f"{counted(machines.number, 'machine')} make {counted(replicas, 'replica')} and "
+        f"{counted(spares, 'spare')}. Next: dilocox bootstrap {options.file} --check"
     )
     return 0
 

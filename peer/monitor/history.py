@@ -135,7 +135,9 @@ class StageRounds:
         """Rounds an hour, from those that were seen to come; None while there are too few."""
         begin = max(now - RATE_WINDOW_S, self.paced_from)
         times = self._times_since(begin)
-        return (len(times) - 1) / (now - times[0]) * 3600 if len(times) > 1 else None
+        if len(times) < 2 or now <= times[0]:  # several may have come at once, just now
+            return None
+        return (len(times) - 1) / (now - times[0]) * 3600
 
     @property
     def usual_s(self) -> float:

@@ -232,7 +232,7 @@ def gave_sentence(gave: Gave, val_loss: float | None, sample: str) -> str:
         f"{counted(rounds, 'committed round')}, {gave.tokens / max(1, gave.of_tokens):.1%} of what "
         "its stage learnt from in that time"
     )
-    if (first := gave.val_loss) is not None and val_loss is not None:
+    if (first := gave.val_loss) is not None and val_loss not in (None, first):
         went = "fell" if val_loss < first else "went"
         words += f"; the validation loss {went} from {first:.4f} to {val_loss:.4f}"
     return words + (f"; the model now continues {sample}" if sample else "")

@@ -41,7 +41,7 @@ def test_the_defaults_make_a_file_that_the_check_passes(
     monkeypatch.chdir(tmp_path)
     assert run_here(monkeypatch, "init", "--yes") == 0
     said = capsys.readouterr().out
-    assert "0 of 1" in said and "wrote run.yaml: 1 stages, so 4 machines make 4 replicas" in said
+    assert "0 of 1" in said and "wrote run.yaml: 1 stage, so 4 machines make 4 replicas" in said
     place = ["--port", "0", "--metrics-port", "0"]
     assert run_here(monkeypatch, "bootstrap", "run.yaml", "--check", *place) == 0
     said = capsys.readouterr().out

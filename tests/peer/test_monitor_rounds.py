@@ -34,6 +34,13 @@ def test_tokens_are_summed_over_the_chain_and_a_record_that_is_met_twice_counts_
     assert stage.tokens["a"] == 50 and stage.rounds == 5
 
 
+def test_rounds_that_came_at_once_have_no_pace_yet() -> None:
+    stage = StageRounds()
+    walked(stage, chain_of(1), at=100.0)
+    walked(stage, chain_of(2, start=1), at=110.0)
+    assert stage.per_hour(110.0) is None and stage.per_hour(120.0) == pytest.approx(360.0)
+
+
 def test_rounds_from_before_the_watch_have_no_time() -> None:
     stage = StageRounds()
     walked(stage, chain_of(3), at=100.0)

@@ -256,6 +256,7 @@ def test_the_sentence_says_what_the_model_writes_and_of_a_loss_only_what_is_know
     assert "51,200 tokens in 100 committed rounds, 100.0% of" in words
     assert words.endswith('in that time; the model now continues "def " with "main():"')
     assert "went from 2.0000 to 2.5000" in gave_sentence(replace(gave, val_loss=2.0), 2.5, "")
+    assert "validation" not in gave_sentence(replace(gave, val_loss=2.5), 2.5, "")
 
 
 @pytest.mark.parametrize("text", ["", "[]", '{"gave": 7}', '{"gave": {"tokens": "many"}}', "\xff"])

@@ -24,14 +24,13 @@ from dilocox.dht.records import (
 )
 from dilocox.dht.swarm import Swarm
 from dilocox.peer.chain.round_history import SHORT_DIGEST, HistoryRow, RoundHistory, signed_page
-from dilocox.peer.chain.stated import more_voids, stated_losses
+from dilocox.peer.chain.stated import LIVE_ROUNDS, more_voids, stated_losses
 from dilocox.peer.chain.uploads import Source
 
 READ_LIMIT_S = 3.0
 OPEN_ROUNDS = 8  # the newest ones, of which more may be heard
 SIZED_AFTER = 3  # rounds after which no stage is waited for
 LEAST_S = 0.5  # between two rounds, or their times are too rough for a throughput
-LIVE_ROUNDS = 3  # more at once were not followed as they came, and nobody knows when that was
 BACKLOG = 4096  # records of which the headers are read
 MAX_HEARD = 64  # rounds whose losses are remembered until they are committed
 
@@ -120,9 +119,9 @@ class HistoryKeeper:
         """
         with self._lock:
             known = self._history.newest(MAX_HEARD)
-            new = [
-                each for each in since([row.digest for row in known], BACKLOG) if self._new(each)
-            ]
+        found = since([row.digest for row in known], BACKLOG)  # it may read long from a slow disk
+        with self._lock:
+            new = [each for each in found if self._new(each)]
             begins = all(row.round < 0 for row in known) and bool(new) and new[0].round == 0
             live = (self._follows or begins) and len(new) <= LIVE_ROUNDS
             self._follows |= claimed

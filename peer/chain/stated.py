@@ -15,6 +15,7 @@ from dilocox.dht.records import ReplicaRecord, StageRecord
 MAX_NUMBER = 1e12  # tokens a second, or seconds, that a peer may state
 MAX_LOSS = 1e4  # nats a token
 ROUNDS_AHEAD = 8  # of most replicas one may be
+LIVE_ROUNDS = 3  # more at once were not followed as they came, and nobody knows when that was
 
 
 @dataclass(frozen=True)

@@ -24,6 +24,7 @@ import typer
 import yaml
 
 from dilocox.dht.errors import InvalidInput
+from dilocox.dht.files import disk_fault
 from dilocox.dht.manifest import Manifest, preset_names
 from dilocox.dht.manifest_sections import MAX_TOKENS
 from dilocox.peer.commands.operate import completed
@@ -105,7 +106,7 @@ def run_init_command(options: InitOptions) -> int:
     stages = options.stages
     run = _described(given, stages) if stages else _with_fewest_stages(given, machines)
     run = _fitted(run, machines, tokens)
-    text = (resources.files("dilocox.peer.commands") / "run_template.yaml").read_text()
+    text = (resources.files("dilocox.peer.commands") / "run_template.yaml").read_text("utf-8")
     fewest = f"as few as fit {size(machines.memory_bytes)} of memory"
     text = text.format(
         run=run,
@@ -117,8 +118,11 @@ def run_init_command(options: InitOptions) -> int:
         each=tokens / parameters,
         where=WHERE.get(run.data.format, "must be there on every volunteer's machine"),
     )
-    with options.file.open("x", encoding="utf-8") as file:
-        file.write(text)
+    try:
+        with options.file.open("x", encoding="utf-8") as file:
+            file.write(text)
+    except OSError as error:
+        raise disk_fault(options.file, error) from error
     print_sizes(run)
     replicas, spares = divmod(machines.number, run.stages)
     typer.echo(

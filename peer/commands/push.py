@@ -25,8 +25,7 @@ from huggingface_hub.utils import disable_progress_bars
 from dilocox.dht.errors import EnvironmentFault, InvalidInput
 from dilocox.dht.join import Joined, visiting
 from dilocox.dht.manifest_revisions import ManifestWatch
-from dilocox.dht.records import ClaimRecord, claim_key
-from dilocox.dht.swarm_view import that_count
+from dilocox.peer.chain.download import counted_claims
 from dilocox.peer.commands.export import DTYPES, export_run, shown_rounds
 from dilocox.peer.operator_options import PushOptions
 from dilocox.peer.os_process import STOPPED, StopSignal
@@ -82,16 +81,15 @@ def _push(joined: Joined, repository: Repository, options: PushOptions) -> int:
 
 
 def newest_round(joined: Joined, watch: ManifestWatch) -> tuple[int, int]:
-    """The newest round that peers or archives of every stage claim, -1 before the first, and the
-    most tokens behind one of stage 0.
+    """The newest round of every stage that the operator's archive vouches for, else the longest
+    chain has, -1 before the first; and the tokens behind that of stage 0.
     """
-    rounds, tokens = list[int](), 0
+    place, rounds, tokens = replace(joined, manifest=watch.manifest), list[int](), 0
     for stage in range(watch.manifest.stages):
-        found = joined.swarm.read(claim_key(joined.run, stage), ClaimRecord) or {}
-        claims = that_count(found, watch.manifest).values()
-        rounds.append(max((claim.round for claim in claims), default=-1))
-        if stage == 0:
-            tokens = max((claim.chain_tokens for claim in claims), default=0)
+        claim = next(iter(counted_claims(place, stage).values()), None)
+        rounds.append(-1 if claim is None else claim.round)
+        if stage == 0 and claim is not None:
+            tokens = claim.chain_tokens
     return min(rounds), tokens
 
 
@@ -99,6 +97,8 @@ def _wait(joined: Joined, watch: ManifestWatch, wanted: int) -> bool:
     """Wait for a round, or for the last one of a run that has ended; whether it is that."""
     before, since = -1, time.monotonic()
     while True:
+        if not joined.dht.running:
+            raise EnvironmentFault("this program's own DHT node has ended; start it again")
         watch.look()
         found, tokens = newest_round(joined, watch)
         manifest = watch.manifest
@@ -137,7 +137,8 @@ class Repository:
             EnvironmentFault: it does not answer, or has trouble of its own.
         """
         card = folder / "README.md"
-        card.write_text(card.read_text(encoding="utf-8").replace('"FOLDER"', f'"{self._name}"'))
+        text = card.read_text("utf-8").replace('"FOLDER"', f'"{self._name}"')
+        card.write_text(text, "utf-8")
         with self._faults():
             commit = self._api.upload_folder(
                 repo_id=self._name, folder_path=folder, commit_message=message

@@ -526,13 +526,14 @@ def follow(
         if newest is None or newest.digest == tried:
             continue
         # after a rollback it is of an earlier round
-        if abs(newest.round - service.loaded.round) < options.refresh_rounds:
+        ended = watch.manifest.operation.state == "ended"
+        if abs(newest.round - service.loaded.round) < (1 if ended else options.refresh_rounds):
             continue
         pause_s = 60 * options.refresh_minutes
         try:
             service.take(load(options, joined, folder))
             tried = newest.digest
-        except DilocoxError as error:
+        except (DilocoxError, OSError, ValueError) as error:
             logger.warning("no newer weights, those before answer on: %s", error)
             pause_s = max(RETRY_S, pause_s)
         next_at = time.monotonic() + pause_s

@@ -30,7 +30,7 @@ from dilocox.dht.names import MAX_NAME, cut, shown_peer
 from dilocox.dht.records import ReplicaRecord
 from dilocox.peer.chain import summary
 from dilocox.peer.chain.round_history import HistoryRow
-from dilocox.peer.chain.stated import more_voids, stated_losses
+from dilocox.peer.chain.stated import LIVE_ROUNDS, ROUNDS_AHEAD, more_voids, stated_losses
 from dilocox.peer.chain.summary import ChainRound, Stated, token_seconds_by_peer, tokens_by_peer
 from dilocox.peer.monitor.chains import DETAILED, Walk
 from dilocox.peer.monitor.curve import Curve
@@ -42,7 +42,6 @@ logger = logging.getLogger(__name__)
 VERSION = 3  # of the file
 MAX_KNOWN = 20_000
 MAX_GAPS = 8
-LIVE_ROUNDS = 3  # a walk of more was not followed as it came, and nobody knows when that was
 RATE_WINDOW_S = 3600.0
 MAX_TIMES = 64
 USUAL_TIMES = 9  # of the newest rounds, for how long one usually takes
@@ -314,7 +313,14 @@ class SwarmHistory:
 
     def told(self, rows: Iterable[HistoryRow], manifest: Manifest) -> None:
         """Take in what bootstraps keep of the run's rounds."""
-        self.curve.take(row for row in rows if not manifest.rolled_back(row.round, row.rules))
+        head = self.stages[0].head
+        newest = None if head is None else head.round + ROUNDS_AHEAD  # rounds may come meanwhile
+        self.curve.take(
+            row
+            for row in rows
+            if not manifest.rolled_back(row.round, row.rules)
+            and (newest is None or row.round <= newest)
+        )
 
     def shown(self, peer: str) -> str:
         """A peer as people see it, with the name that it stated last."""

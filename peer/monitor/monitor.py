@@ -264,7 +264,10 @@ class Monitor:
         health = health_of(look, self._history)
         if self._tracker is not None:
             aside, ended = self._history.set_aside, health.state == "ended"
-            self._tracker.take(self._history.curve, told, set_aside=aside, ended=ended)
+            try:
+                self._tracker.take(self._history.curve, told, set_aside=aside, ended=ended)
+            except (EnvironmentFault, OSError) as error:  # the page goes on without it
+                logger.warning("--track: rounds are not written now: %s", error)
         if (unreadable := self._watch.unreadable) is not None:  # it judges by older rules
             health = health.warned(str(unreadable))
         late = time.monotonic() >= self._saved_at + self._save_s
@@ -297,7 +300,10 @@ class Monitor:
             self._history.told(told, manifest)
         if time.monotonic() >= self._history_at + self._history_s:
             self._history_at = time.monotonic()
-            after = max(FIRST, curve.told - STILL_OPEN)
+            # no bootstrap is believed to know rounds that the chain does not have
+            head = self._history.stages[0].head
+            newest = curve.told if head is None else min(curve.told, head.round)
+            after = max(FIRST, newest - STILL_OPEN)
             self._chains.ask_history(manifest, self.place.witness, after)
         return told
 

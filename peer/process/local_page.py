@@ -2,12 +2,11 @@
 and buttons to pause and go on.
 
 The peer that trains and the small process in which it rests both serve it, of what the state folder
-holds. Whoever may open a page
-of this machine may read it. To pause takes a token, which is in the address that the peer prints
-and in a file that only its user can read: neither another user here nor a web page in the
-volunteer's browser has it. It travels in a header, which no foreign page can set, and nothing
-changes by GET. A name that somebody's DNS points at this machine is refused. Where the server
-listens beyond this machine, there is no token, so there are no buttons.
+holds. Whoever may open a page of this machine may read it. To pause takes a token, which is in the
+address that the peer prints and in a file that only its user can read: neither another user here
+nor a web page in the volunteer's browser has it. It travels in a header, which no foreign page can
+set, and nothing changes by GET. A name that somebody's DNS points at this machine is refused. Where
+the server listens beyond this machine, there is no token, so there are no buttons.
 """
 
 from __future__ import annotations
@@ -62,10 +61,14 @@ class Given:
                     while (line := file.readline()).endswith(b"\n"):
                         self._read[path] = file.tell()
                         if b'"event": "round"' in line:
-                            facts = json.loads(line)
-                            self.tokens += facts["tokens"]
-                            self.rounds += facts["tokens"] > 0
-                            self.chain_tokens = max(self.chain_tokens, facts["chain_tokens"])
+                            with suppress(ValueError, LookupError, TypeError):  # it may be damaged
+                                self._count(json.loads(line))
+
+    def _count(self, facts: Mapping[str, Any]) -> None:
+        tokens, chain_tokens = int(facts["tokens"]), int(facts["chain_tokens"])
+        self.tokens += tokens
+        self.rounds += tokens > 0
+        self.chain_tokens = max(self.chain_tokens, chain_tokens)
 
 
 class LocalPage:
@@ -146,8 +149,10 @@ def _token(state: Path) -> str:
     path, token = state / "page.token", secrets.token_urlsafe(16)
     try:
         with suppress(FileNotFoundError):
-            token = path.read_text(errors="replace") or token
+            token = path.read_text(errors="replace").strip() or token
         with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT, 0o600), "w") as file:
+            os.fchmod(file.fileno(), 0o600)  # also where it was there before
+            file.truncate()
             file.write(token)
     except OSError as error:
         raise disk_fault(path, error) from error

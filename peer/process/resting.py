@@ -1,5 +1,5 @@
-"""A peer rests while its volunteer does not want it to take part: paused, outside its hours, or
-with this month's traffic used up, or, with --idle-only, while others use the machine
+"""A peer rests while its volunteer does not want it to take part: paused, outside its hours
+(hours.py), with this month's traffic used up, or, with --idle-only, while others use the machine
 (`Allowance.rest`).
 
 A peer that trains leaves as at SIGTERM, then its process starts anew and waits here, before it has

@@ -227,3 +227,23 @@ def test_the_page_says_why_and_until_when_a_peer_rests_and_texts_stay_texts(tmp_
     assert shown.console == () and "<img" not in shown.dom
     assert shown.text("state") == "Resting"
     assert re.fullmatch(r"<img .*>, until .+\.", shown.text("detail"))
+
+
+def test_a_damaged_line_of_events_costs_only_itself(tmp_path: Path) -> None:
+    given, folder = Given(tmp_path, "ab" * 16), tmp_path / f"{'ab' * 16}-stage0"
+    folder.mkdir()
+    good = '{"event": "round", "tokens": 7, "chain_tokens": 9}\n'
+    bad = '{"event": "round", "tokens"\n{"event": "round"}\n{"event": "round", "tokens": "x"}\n'
+    (folder / "events.jsonl").write_text(good + bad + good)
+    given.look()
+    assert (given.tokens, given.rounds, given.chain_tokens) == (14, 2, 9)
+
+
+def test_a_token_that_others_could_read_is_hidden_again(tmp_path: Path) -> None:
+    (tmp_path / "page.token").write_text("secret-of-before\n")
+    (tmp_path / "page.token").chmod(0o644)
+    page = LocalPage(
+        PeerOptions(invite=Invite.parse(INVITE), state=tmp_path), lambda: None, lambda: 0
+    )
+    assert page.query == "?token=secret-of-before"
+    assert (tmp_path / "page.token").stat().st_mode & 0o777 == 0o600

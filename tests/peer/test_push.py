@@ -57,6 +57,7 @@ class ToldSwarm:
     manifest: Manifest = MANIFEST
     exported: list[int] = field(default_factory=list[int])
     admission: None = None
+    gone: bool = False  # whether the command's own DHT node has ended
 
     def read(self, key: str, _: type) -> dict[str, ClaimRecord]:
         if key.endswith(".0") and len(self.rounds) > 1:
@@ -105,6 +106,8 @@ def swarm(monkeypatch: pytest.MonkeyPatch) -> ToldSwarm:
             swarm: ToldSwarm = told
             run: str = RUN
             manifest: Manifest = MANIFEST
+            witness: str = ""
+            dht: Any = field(default_factory=lambda: SimpleNamespace(running=not told.gone))
 
         yield Place()
 
@@ -162,6 +165,15 @@ def test_a_run_that_its_operator_ends_is_pushed_to_its_last_round(
     swarm.rounds = [3]
     assert run_push_command(options(tmp_path, every=100)) == 0
     assert swarm.exported == [2, 3, 3], "what was pushed is not pushed again"
+
+
+def test_it_does_not_wait_on_when_its_own_node_has_ended(
+    hub: Hub, swarm: ToldSwarm, tmp_path: Path
+) -> None:
+    swarm.gone = True
+    with pytest.raises(EnvironmentFault, match="DHT node has ended"):
+        run_push_command(options(tmp_path, every=100))
+    assert len(hub.commits[NAME]) == 1
 
 
 def test_trouble_of_the_hub_in_the_middle_of_a_run_is_waited_out(

@@ -182,10 +182,11 @@ def test_a_run_is_operated_as_the_guides_say(town: Callable[[int], Town]) -> Non
 
     peers[0].interrupt()
     assert peers[0].ended() == 0
-    peers[0] = here.follow(first, "Start")[0]
+    peers[0] = here.follow(first, "Your name")[0]
     for peer in peers:
         peer.wait_for_rounds(3, ROUNDS_LIMIT_S)  # one to go back from, at least
-    here.follow(first, "See what you gave")
+    told = "".join(each.output for each in here.follow(first, "See what you gave"))
+    assert "(name Ada's laptop, team Foxes)" in told
 
     words = ("pauses", "resumes", "new values", "goes back to round 1", "ends the run")
     commands = of_section(operator, "Change, pause and end a run")

@@ -35,7 +35,7 @@ install: $(BIN)/.installed  ## make .venv and install everything into it
 demo: install  ## train a small model with a real swarm on this machine (about 3 minutes)
 	$(BIN)/dilocox demo $(DEMO_ARGS)
 
-test: install  ## unit tests and one small swarm, in three processes (about 4 minutes)
+test: install  ## unit tests and one small swarm, in three processes (about 5 minutes)
 	$(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist worksteal -m 'not swarm or smoke' $(TEST_ARGS)
 
 test-python:  ## unit tests of compression, dht and pipeline on another Python: make test-python PYTHON=python3.13

@@ -50,7 +50,7 @@ def fitted_steps(values: Tensor, block_size: int) -> Tensor:
         numerator = (total * inner).add_(above * (outer - inner))
         squares = (counted * inner**2).add_(number * (outer**2 - inner**2))
         torch.div(numerator, squares, out=steps[here])
-    return steps
+    return steps.abs_()  # what infinities make is a NaN with a sign, and would count as the least
 
 
 def write_levels(values: Tensor, steps: Tensor, packed: Tensor, block_size: int) -> None:

@@ -216,6 +216,15 @@ def test_pieces_of_several_parts_are_those_of_each():
         assert torch.equal(row, CODEC.decode(payload, numel))
 
 
+@pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan, -math.nan])
+@pytest.mark.parametrize("at", [0, GROUP - 1, GROUP, 599])
+def test_what_is_not_finite_is_refused_in_whichever_group_it_is(bad: float, at: int):
+    values = torch.randn(600, generator=torch.Generator().manual_seed(9))
+    values[at] = bad
+    with pytest.raises(NotEncodable, match="among 600"):
+        CODEC.encode(values)
+
+
 def test_sums_beyond_fp32_are_not_encodable():
     with pytest.raises(NotEncodable):
         CODEC.encode(torch.full((GROUP,), 3e38))

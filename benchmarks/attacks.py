@@ -30,9 +30,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.convergence_rules import ADAPTIVE, DEFAULTS, FOUR_BIT, WORLD, rules
 from benchmarks.convergence_runs import Runner, gaps, mean
+from benchmarks.report import narrow
 from benchmarks.simulated_exchange import Attack, Averaging
 from benchmarks.simulated_swarm import Outcome, Rule, World
-from benchmarks.tables import narrow
 from dilocox.peer.os_process import wide_console
 
 FIRST_SEED = 40

@@ -20,7 +20,7 @@ import torch
 from rich.console import Console
 from torch import Tensor
 
-from benchmarks.tables import narrow
+from benchmarks.report import narrow
 from dilocox.dht.manifest import Manifest
 from dilocox.peer.process.prepare import held_out, open_corpus
 from dilocox.peer.training.data import batches_of

@@ -25,7 +25,7 @@ from rich.table import Table
 from torch import Tensor
 
 from benchmarks.codec import peak_memory
-from benchmarks.tables import narrow
+from benchmarks.report import narrow
 from dilocox.compression.layout import FlatLayout
 from dilocox.compression.low_rank import LowRank
 from dilocox.compression.stage_codec import Compression, StageCodec, StageEncoder

@@ -64,8 +64,8 @@ from benchmarks.pseudo_gradients import (
     relative_error,
     train,
 )
+from benchmarks.report import narrow
 from benchmarks.socket_bytes import Carried, Members
-from benchmarks.tables import narrow
 from dilocox.dht.identity import Identity
 from dilocox.peer.os_process import wide_console
 

@@ -55,8 +55,8 @@ from benchmarks.convergence_rules import (
     setting,
 )
 from benchmarks.convergence_runs import Runner, gaps, halfwidth, mean, tune
+from benchmarks.report import narrow
 from benchmarks.simulated_swarm import Outcome, World, fp16_bytes
-from benchmarks.tables import narrow
 from dilocox.peer.os_process import wide_console
 
 FIRST_SEED = 20  # of the tables

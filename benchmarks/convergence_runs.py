@@ -13,8 +13,8 @@ import torch
 from rich.console import Console
 
 from benchmarks.convergence_rules import candidates, rules, setting
+from benchmarks.report import narrow
 from benchmarks.simulated_swarm import Outcome, Rule, Trial, World, run_trials
-from benchmarks.tables import narrow
 
 BUNCH = 6  # trials side by side: more save little more time, and their weights leave the cache
 LIMIT_S = 3600.0  # for one bunch

@@ -38,7 +38,7 @@ from rich.console import Console
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks import socket_bytes
-from benchmarks.tables import narrow
+from benchmarks.report import narrow
 from dilocox.dht.clock import RunClock
 from dilocox.dht.identity import Identity
 from dilocox.dht.invite import run_id

@@ -25,7 +25,7 @@ from pathlib import Path
 # the swarms of the tests; a script has only its own folder on the path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.tables import narrow
+from benchmarks.report import narrow
 from dilocox.peer.os_process import wide_console
 from tests.swarm.exchange_costs import SCHEMES, Costs, measure
 from tests.swarm.links import available

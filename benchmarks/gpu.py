@@ -47,7 +47,7 @@ from transformers import AutoModelForCausalLM
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the root, for what follows
 
 from benchmarks.memory import Bench
-from benchmarks.tables import narrow
+from benchmarks.report import narrow
 from dilocox.compression.layout import FlatLayout
 from dilocox.dht.manifest import Manifest
 from dilocox.peer.os_process import wide_console

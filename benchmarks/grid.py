@@ -26,7 +26,7 @@ from hivemind.utils import MSGPackSerializer  # pyright: ignore[reportMissingTyp
 # a script has only its own folder on the path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.tables import narrow
+from benchmarks.report import narrow
 from dilocox.compression.layout import FlatLayout
 from dilocox.compression.stage_codec import Phase
 from dilocox.dht.manifest import Manifest

@@ -26,8 +26,8 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks import socket_bytes
+from benchmarks.report import narrow
 from benchmarks.socket_bytes import Members, Sought
-from benchmarks.tables import narrow
 from dilocox.compression.layout import FlatLayout
 from dilocox.dht.identity import Identity
 from dilocox.dht.manifest import Manifest

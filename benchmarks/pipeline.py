@@ -42,7 +42,7 @@ from benchmarks import paced_passes
 from benchmarks.codec_losses import LOSS_LIMITS, losses, model_description
 from benchmarks.paced_passes import LoggedStep, logged_steps
 from benchmarks.pipeline_plot import Drawing
-from benchmarks.tables import narrow
+from benchmarks.report import narrow
 from dilocox.peer.os_process import Child, wide_console
 from tests.swarm.harness import LocalSwarm
 from tests.swarm.links import Links, available

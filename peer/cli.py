@@ -22,7 +22,7 @@ from typer.models import ParameterInfo
 from dilocox import __version__
 from dilocox.dht.errors import DilocoxError
 from dilocox.dht.files import system_fault
-from dilocox.peer.operator_options import InitOptions, PushOptions
+from dilocox.peer.operator_options import InitOptions, PlanOptions, PushOptions
 from dilocox.peer.options import (
     AdmitOptions,
     AdmittedOptions,
@@ -163,6 +163,7 @@ operate = typer.Typer(
 )
 command(app, "demo", DemoOptions, "commands.demo:run_demo")
 command(app, "init", InitOptions, "commands.init:run_init_command")
+command(app, "plan", PlanOptions, "commands.plan:run_plan_command")
 command(app, "bootstrap", BootstrapOptions, "commands.bootstrap:run_bootstrap_command")
 command(operate, "pause", PauseRunOptions, "commands.operate:set_state")
 command(operate, "resume", ResumeRunOptions, "commands.operate:set_state")

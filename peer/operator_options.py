@@ -8,7 +8,34 @@ from typing import Annotated
 
 import typer
 
-from dilocox.peer.options import Contributors, Dtype, Host, InviteText, LogLevel, Timeout
+from dilocox.dht.errors import InvalidInput
+from dilocox.dht.invite import Invite
+from dilocox.peer.options import (
+    Contributors,
+    Dtype,
+    Host,
+    InviteText,
+    JsonFile,
+    LogLevel,
+    ReadFrom,
+    Timeout,
+)
+
+
+def invite_or_none(text: str | None) -> Invite | None:
+    """What an option gives that may be left out."""
+    return None if text is None else Invite.parse(text)
+
+
+def rates(text: str) -> tuple[float, ...]:
+    """Numbers above 0 between commas, or none."""
+    try:
+        found = tuple(float(each) for each in text.split(",") if each.strip())
+    except ValueError:
+        found = (0.0,)
+    if not all(0 < each < float("inf") for each in found):
+        raise InvalidInput(f"--tokens-per-s {text}: give a number, or one for each stage: 120,95")
+    return found
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,4 +105,71 @@ class PushOptions:
     contributors: Contributors = False
     host: Host = "0.0.0.0"
     timeout_s: Timeout = 600
+    log_level: LogLevel = "warning"
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanOptions:
+    """Say what a run will do on given machines: whether it fits, its speed, bytes and days."""
+
+    file: Annotated[Path, typer.Argument(help="The run.yaml; with --from none is read.")] = Path(
+        "run.yaml"
+    )
+    peers: Annotated[
+        int | None,
+        typer.Option(min=1, max=100_000, show_default="4", help="Peers of all stages together."),
+    ] = None
+    mbit: Annotated[
+        float | None,
+        typer.Option(
+            min=0.001, help="Download of the slowest peer in Mbit/s, and its upload if --up-mbit "
+            "is not given."
+        ),
+    ] = None
+    up_mbit: Annotated[
+        float | None, typer.Option(min=0.001, help="Upload of the slowest peer in Mbit/s.")
+    ] = None
+    rtt_ms: Annotated[
+        float, typer.Option(min=0, max=60_000, help="Round trip between two peers.")
+    ] = 50.0
+    tflops: Annotated[
+        float | None,
+        typer.Option(
+            min=1e-6,
+            help="What a peer achieves in training, in 10^12 operations a second: measured, or 30 "
+            "to 40 % of what its vendor says.",
+        ),
+    ] = None
+    tokens_per_s: Annotated[
+        tuple[float, ...],
+        typer.Option(
+            help="In the place of --tflops: tokens/s of a stage as `dilocox doctor` measures "
+            "them, of the slowest or of each: 120,95."
+        ),
+        ReadFrom(str, rates),
+    ] = ""  # type: ignore[assignment]  # what `rates` reads
+    memory_gb: Annotated[
+        float | None, typer.Option(min=0.001, help="Memory of the smallest peer.")
+    ] = None
+    gpu_memory_gb: Annotated[
+        float | None, typer.Option(min=0.001, help="Memory of its GPU, if it trains on one.")
+    ] = None
+    threads: Annotated[
+        int,
+        typer.Option(
+            min=0,
+            help="Cores that train, of which the codec takes one for a while; 0: it has its own.",
+        ),
+    ] = 0
+    invite: Annotated[
+        Invite | None,
+        typer.Option(
+            "--from",
+            help="Invite of a live run, which tells its run.yaml, peers and speed; the link is "
+            "measured to one of them. What options say goes before.",
+        ),
+        ReadFrom(str | None, invite_or_none),
+    ] = None
+    json_file: JsonFile = None
+    host: Host = "0.0.0.0"
     log_level: LogLevel = "warning"

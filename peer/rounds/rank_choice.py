@@ -115,12 +115,17 @@ def next_inner_steps(current: int, window: Sequence[RoundFacts], *, low: int, hi
     usual = medians(window)
     following = current
     if usual.step_s and (usual.exchange_s or usual.stall_s):
-        least = max(_EXCHANGES * usual.exchange_s, _STALLS * usual.stall_s) / usual.step_s
+        least = least_inner_steps(usual.exchange_s, usual.stall_s, usual.step_s)
         steps = (1 + _H_BAND) * least
         if current < least or current > (1 + _H_BAND) * steps + 1:  # it is rounded up
             target = math.ceil(steps) if steps < 2 * current else 2 * current  # also if infinite
             following = _at_most_half(current, target)
     return min(max(following, low), high)
+
+
+def least_inner_steps(exchange_s: float, stall_s: float, step_s: float) -> float:
+    """The H below which exchanges, or what a round costs once, would take too much of it."""
+    return max(_EXCHANGES * exchange_s, _STALLS * stall_s) / step_s
 
 
 def _next_rank(rank: int, measured: Sequence[tuple[int, int]]) -> int:

@@ -1,0 +1,217 @@
+"""Small swarms on shaped links whose figures a plan is to foretell (plan.py prints both).
+
+Peers are real (`dilocox peer`), each behind a link of its own (tests/swarm/links.py: Linux, root).
+Their forwards and backwards take a time that is told, mostly asleep (paced_passes.py): so more
+peers than cores do not slow each other, and what a peer computes is known beforehand. It is
+measured beforehand by the doctor's own bench, in a process that is paced likewise.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import subprocess
+import sys
+import time
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from benchmarks import paced_passes
+from benchmarks.paced_passes import logged_steps
+from dilocox.compression.stage_codec import StageCodec
+from dilocox.dht.manifest import Manifest
+from dilocox.peer.os_process import Child
+from tests.swarm.exchange_costs import DEADLINES, WIDE_MODEL, Payload
+from tests.swarm.harness import LocalSwarm, Peer, memory_folder
+from tests.swarm.links import Links
+from tests.swarm.small_run import fixed_steps, run_manifest
+
+ROOT = Path(__file__).resolve().parents[1]
+START_LIMIT_S = 120.0
+FORWARD_SHARE = 1 / 3  # of a forward and a backward together
+DENSE4: dict[str, Any] = {"scheme": "dense", "bits": 4}
+DENSE2: dict[str, Any] = {"scheme": "dense", "bits": 2}
+LOW_RANK: dict[str, Any] = {"scheme": "low_rank", "rank": 16, "adaptive": False}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """One swarm: so many replicas of so many stages, links of Mbit/s and ms one way.
+
+    pass_s: a forward and a backward of a microbatch in a stage. limit_s: of an exchange.
+    """
+
+    name: str
+    mbit: float
+    delay_ms: float
+    replicas: int = 2
+    stages: int = 1
+    codec: dict[str, Any] = field(default_factory=lambda: DENSE4)
+    inner_steps: int = 80
+    pass_s: float = 0.25
+    microbatches: int = 1
+    microbatch_size: int = 1
+    sequence_length: int = 32
+    links_codec: str = "auto"
+    group_size: int = 32
+    limit_s: float = 60.0
+    rounds: int = 2
+
+    @property
+    def description(self) -> dict[str, Any]:
+        """Its run.yaml; H and ranks stay as they are."""
+        return run_manifest(
+            model=WIDE_MODEL,
+            stages=self.stages,
+            codec=self.codec,
+            data={"source": "stdlib", "parts": 8, "validation_share": 0.005},
+            batch={
+                "sequence_length": self.sequence_length,
+                "microbatch_size": self.microbatch_size,
+                "microbatches": self.microbatches,
+            },
+            pipeline={"codec": self.links_codec},
+            rounds=fixed_steps(self.inner_steps) | {"group_size": self.group_size},
+            deadlines=DEADLINES | {"exchange_s": self.limit_s},
+        )
+
+    @property
+    def manifest(self) -> Manifest:
+        return Manifest.from_dict(self.description)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measured:
+    """What a swarm did, over whole rounds; medians over peers and rounds, or means of shares.
+
+    round_s, inner_steps: of a round. payload_bytes: of the busiest stage's member, as the records
+    say. exchange_s: from the group to the commit.
+    """
+
+    tokens_per_s: float
+    exchange_s: float
+    longest_s: float
+    payload_bytes: float
+    computing: float
+    waiting: float
+    round_s: float
+    inner_steps: float
+    voids: int
+
+
+class PacedSwarm(LocalSwarm):
+    """Its peers' passes last as long as they are told, and every inner step is logged."""
+
+    def __init__(self, *arguments: Any, pass_s: float, **named: Any):
+        super().__init__(*arguments, **named)
+        self._pass_s = pass_s
+
+    def steps_file(self, peer: Peer) -> Path:
+        return self.folder / f"{peer.name}-steps"
+
+    def _start_peer(self, name: str, options: tuple[str, ...], program: tuple[str, ...]) -> Child:
+        forward_s = self._pass_s * FORWARD_SHARE
+        times = str(forward_s), str(self._pass_s - forward_s)
+        file = str(self.folder / f"{name}-steps")
+        return super()._start_peer(name, options, (paced_passes.__file__, *times, file))
+
+
+def measured_steps_s(setting: Setting) -> list[float]:
+    """Seconds of an inner step by stage, as the doctor measures them on this machine."""
+    asked = json.dumps(asdict(setting))
+    command = [sys.executable, "-m", "benchmarks.plan_runs", asked]
+    done = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True)
+    return json.loads(done.stdout)
+
+
+def _measure_steps(setting: Setting) -> list[float]:
+    from dilocox.peer.commands.doctor_bench import look_at_device, measure_speed
+    from dilocox.peer.process.prepare import StageNeeds
+
+    forward_s = setting.pass_s * FORWARD_SHARE
+    paced_passes.pace(forward_s, setting.pass_s - forward_s)
+    look_at_device("cpu", 1)
+    manifest, found = setting.manifest, list[float]()
+    for stage in range(manifest.stages):
+        values = StageNeeds(manifest, stage).values
+        speed = measure_speed("cpu", manifest, stage, values, limit_s=60.0)
+        if speed.fault or not speed.measured:
+            raise RuntimeError(f"not measured: {speed}")
+        found.append(manifest.batch.tokens_per_step / speed.tokens_per_s)
+    return found
+
+
+def measure(setting: Setting) -> Measured:
+    """Run the swarm, and measure the rounds that begin after all train."""
+    with (
+        memory_folder() as folder,
+        Links(
+            setting.replicas * setting.stages + 1, mbit=setting.mbit, delay_ms=setting.delay_ms
+        ) as links,
+        PacedSwarm(folder, setting.description, links=links, pass_s=setting.pass_s) as swarm,
+    ):
+        for _ in range(setting.replicas):
+            for stage in range(setting.stages):
+                swarm.add_peer(stage=stage)
+        first = swarm.wait_until_all_train(START_LIMIT_S)
+        last = first + setting.rounds
+
+        def ended() -> bool:
+            return all(peer.record(last) for peer in swarm.peers)
+
+        usual_s = max(setting.inner_steps * setting.microbatches * setting.pass_s, 10.0)
+        swarm.wait(ended, START_LIMIT_S + 4 * setting.rounds * usual_s, f"round {last} of all")
+        swarm.assert_equal_chains()
+        return _measured(swarm, range(first, last + 1))
+
+
+def _measured(swarm: PacedSwarm, numbers: range) -> Measured:
+    heads = swarm.of_stage(0)
+    offset = time.time() - time.monotonic()
+    speeds, shares, lengths, steps = list[float](), list[float](), list[float](), list[float]()
+    for peer in swarm.peers:
+        sent = {event["round"]: event for event in peer.of_kind("sent")}
+        known = [number for number in numbers if number in sent]
+        began, end = (sent[number]["time"] for number in (known[0], known[-1]))
+        log = [s for s in logged_steps(swarm.steps_file(peer)) if began < s.at_s + offset <= end]
+        shares.append((log[-1].computing_s - log[0].computing_s) / (log[-1].at_s - log[0].at_s))
+        if peer in heads:
+            tokens = sum(sent[number]["tokens"] for number in known[1:])
+            speeds.append(tokens / (end - began))
+            lengths.append((end - began) / (numbers[-1] - numbers[0]))
+            steps.append(tokens / swarm.manifest.batch.tokens_per_step / len(known[1:]))
+    lines = [line for peer in swarm.peers for n in numbers[1:] if (line := peer.record(n))]
+    seconds = [line["exchange_s"] for line in lines if line["exchange_s"] is not None]
+    return Measured(
+        tokens_per_s=sum(speeds),
+        exchange_s=statistics.median(seconds),
+        longest_s=max(seconds),
+        payload_bytes=max(_payload(swarm, stage, numbers) for stage in _stages(swarm)),
+        computing=statistics.fmean(shares),
+        waiting=statistics.fmean(line["waiting_share"] for line in lines),
+        round_s=statistics.median(lengths),
+        inner_steps=statistics.median(steps),
+        voids=sum(len(peer.of_kind("void")) for peer in swarm.peers),
+    )
+
+
+def _stages(swarm: LocalSwarm) -> range:
+    return range(swarm.manifest.stages)
+
+
+def _payload(swarm: LocalSwarm, stage: int, numbers: range) -> float:
+    peers, codec = swarm.of_stage(stage), swarm.stage_codec(stage)
+    log = swarm.round_log(peers[0])
+    records = [record for number in numbers[1:] if (record := log.read(number)) is not None]
+    sent = [sent_bytes(record, codec, peer.peer_id) for record in records for peer in peers]
+    return statistics.median(sent)
+
+
+def sent_bytes(record: Any, codec: StageCodec, peer: str) -> int:
+    """What a member's averaging streams carried away from it, by a record of one row."""
+    return Payload.of(record, codec, peer).up
+
+
+if __name__ == "__main__":
+    print(json.dumps(_measure_steps(Setting(**json.loads(sys.argv[1])))))

@@ -1,0 +1,524 @@
+"""What a run will do on given machines and links, before anybody starts it.
+
+What: `plan` tells of a manifest and of `Machines` whether it fits, its bytes, its seconds, its
+speed, what holds it up, and what AllReduce, OpenDiLoCo and DiLoCoX would do there.
+Why: an operator chooses stages, H and codec before there is anything to measure.
+How: sums over what the product itself says: the stages' needs (prepare.py), the arrangement of a
+group (rounds/grid.py), the codecs' bytes, the window of a pipeline. docs/plan.md has every formula,
+its source and what it leaves out; benchmarks/plan.py prints it beside measured swarms.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+
+from dilocox.compression.stage_codec import Phase
+from dilocox.dht.errors import InvalidInput
+from dilocox.dht.manifest import Manifest
+from dilocox.dht.manifest_sections import CodecSpec
+from dilocox.peer.memory_and_disk import SPARE_SHARE, MemoryNeeds, size
+from dilocox.peer.process.prepare import StageNeeds, memory_of_stages
+from dilocox.peer.rounds.grid import Grid
+from dilocox.peer.rounds.rank_choice import least_inner_steps, stage_codec
+from dilocox.peer.rounds.round_end import LOOK_S, LONGEST_LOOK_S, LOOKS, NOTICE_S
+from dilocox.pipeline.frames import CODECS, encoded_bytes
+from dilocox.pipeline.partition import EMBEDDING_DISCOUNT, hidden_size, plan_stages
+from dilocox.pipeline.stage import stage_layout
+from dilocox.pipeline.stage_worker import window_size
+from dilocox.pipeline.tuning import next_codec
+
+WIRE = 1.05  # bytes of a link for each byte of payload: headers of IP, TCP, Noise and frames
+LAST_WAYS = 3  # of an exchange: words of the means, votes, and the answers to these
+STREAM_BYTES_S = 100e6  # what a stream through two p2pd and two Pythons carries at most
+STALL_S = 1.1e-8  # without training for each value and round: a send and a merge
+CODE_S = 2e-8  # of a core, for each value: encode, twice decode and weigh, decode the mean
+RESTING_BYTES_S = 3500.0  # what a peer sends while nothing happens: heartbeats, DHT
+MONTH_S, DAY_S = 30 * 86400.0, 86400.0
+MAX_RANK = 64
+
+
+@dataclass(frozen=True, kw_only=True)
+class Machines:
+    """What a run's peers have, all alike, or the slowest of them.
+
+    peers: of all stages. up_bytes_s, down_bytes_s: of each one's link. rtt_s: between two of them.
+    flops: that a peer reaches in training, each second. stage_tokens_s: in the place of it, tokens
+    a second of a stage, as measured, by stage or one for all. memory_bytes, gpu_memory_bytes: of
+    the machine and of its GPU; None is not told. threads: cores of which the codec takes one while
+    training needs it; 0: it has a core of its own, as beside a GPU.
+    """
+
+    peers: int
+    up_bytes_s: float
+    down_bytes_s: float
+    rtt_s: float
+    flops: float | None = None
+    stage_tokens_s: tuple[float, ...] = ()
+    memory_bytes: float | None = None
+    gpu_memory_bytes: float | None = None
+    threads: int = 0
+
+    def __post_init__(self) -> None:
+        if (self.flops is None) == (not self.stage_tokens_s):
+            raise InvalidInput("tell either --tflops or --tokens-per-s of a peer")
+
+    @property
+    def slower_bytes_s(self) -> float:
+        """Of the two directions."""
+        return min(self.up_bytes_s, self.down_bytes_s)
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageFacts:
+    """One stage: its values, what it takes, whether that fits, and a microbatch's seconds."""
+
+    stage: int
+    values: int
+    memory_bytes: int
+    gpu_memory_bytes: int
+    fits: bool
+    pass_s: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepFacts:
+    """An inner step of a replica: computing_s of its mean stage, total_s of the wall; between
+    stages the codec, the microbatches in flight, and bytes that the busiest stage sends."""
+
+    computing_s: float
+    total_s: float
+    codec: str
+    window: int
+    sent_bytes: int
+    limit: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExchangeFacts:
+    """An exchange of the stage whose one takes longest: bytes each way of the member that moves
+    most, seconds on the wire, on the way (half round trips), of codes and sums, and of a low rank's
+    own products, which a peer does not count as its exchange (`exchange_s` of an event)."""
+
+    rows: int
+    up_bytes: int
+    down_bytes: int
+    wire_s: float = 0.0
+    ways_s: float = 0.0
+    code_s: float = 0.0
+    products_s: float = 0.0
+
+    @property
+    def codec_s(self) -> float:
+        return self.code_s + self.products_s
+
+    @property
+    def seconds(self) -> float:
+        return self.wire_s + self.ways_s + self.codec_s
+
+
+@dataclass(frozen=True, kw_only=True)
+class Way:
+    """One way to train the same model there: what all tables compare."""
+
+    name: str
+    step_bytes: float
+    round_s: float
+    tokens_per_s: float
+    computing: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunPlan:
+    """All of it. `fewest_stages`: that fit the memory, None where none do or none is told.
+
+    hidden_steps: the least H that the records would go to; hidden_rank: the largest rank of a low
+    rank codec at which an exchange ends within half a round, 0 where none does.
+    """
+
+    manifest: Manifest
+    machines: Machines
+    replicas: int
+    spares: int
+    fewest_stages: int | None
+    stages: Sequence[StageFacts]
+    step: StepFacts
+    exchange: ExchangeFacts
+    ours: Way
+    inner_steps: float
+    month_gb: float
+    hidden_steps: int
+    hidden_rank: int
+    limit: str
+    ways: Sequence[Way] = field(default_factory=tuple)
+
+    @property
+    def days(self) -> float:
+        """Until the run's end."""
+        return self.manifest.end_tokens / self.ours.tokens_per_s / DAY_S
+
+    @property
+    def fits(self) -> bool:
+        return all(each.fits for each in self.stages)
+
+
+def plan(manifest: Manifest, machines: Machines, *, memory: bool = True) -> RunPlan:
+    """Of a run on such machines; raises InvalidInput where there is no whole replica.
+
+    memory: False leaves out what the stages take, which is seconds of work.
+    """
+    return _Planner(manifest, machines, memory).plan()
+
+
+class _Planner:
+    """Everything about one manifest on some machines, each thing reckoned once."""
+
+    def __init__(self, manifest: Manifest, machines: Machines, memory: bool = False):
+        told = len(machines.stage_tokens_s)
+        if told > 1 and told != manifest.stages:
+            raise InvalidInput(
+                f"--tokens-per-s: {told} stages are told, the run has {manifest.stages}: tell each "
+                "one's, or that of the slowest"
+            )
+        if machines.peers < manifest.stages:
+            raise InvalidInput(
+                f"--peers {machines.peers}: a replica of this run takes {manifest.stages}, one for "
+                "each stage"
+            )
+        self.manifest, self.machines, self._memory = manifest, machines, memory
+        self.replicas, self.spares = divmod(machines.peers, manifest.stages)
+        self._kinds = sorted({0, min(1, manifest.stages - 1), manifest.stages - 1})
+
+    def plan(self) -> RunPlan:
+        ways = (self.ours, self.dilocox, self.opendiloco, self.allreduce)
+        return RunPlan(
+            manifest=self.manifest,
+            machines=self.machines,
+            replicas=self.replicas,
+            spares=self.spares,
+            fewest_stages=self._fewest_stages(),
+            stages=self.stages,
+            step=self.step,
+            exchange=self.exchange,
+            ours=self.ours,
+            inner_steps=self._round[1],
+            month_gb=self._month_bytes / 1e9,
+            hidden_steps=self._hidden_steps,
+            hidden_rank=self._hidden_rank,
+            limit=self._limit,
+            ways=ways,
+        )
+
+    # ---- memory ----------------------------------------------------------------------------------
+    def _fits(self, needs: MemoryNeeds) -> bool:
+        machines, gpu = self.machines, self.machines.gpu_memory_bytes
+        taken = needs.on_cpu if gpu is None else needs.beside_gpu
+        rooms = ((taken, machines.memory_bytes), (needs.on_gpu, gpu))
+        return all(room is None or need <= SPARE_SHARE * room for need, room in rooms)
+
+    def _fewest_stages(self) -> int | None:
+        machines = self.machines
+        if not self._memory or machines.memory_bytes is machines.gpu_memory_bytes is None:
+            return None
+        for stages in range(1, machines.peers + 1):
+            cut = replace(self.manifest, stages=stages)
+            try:
+                plans = plan_stages(cut.model, stages)
+            except InvalidInput:  # it has no more layers
+                return None
+            least = max(each.num_parameters for each in plans)
+            vectors = MemoryNeeds(values=least, activations=0, gpu_activations=0, encoded=0)
+            # the whole plan, which takes seconds, is above it
+            if self._fits(vectors) and all(map(self._fits, memory_of_stages(cut))):
+                return stages
+        return None
+
+    @cached_property
+    def stages(self) -> list[StageFacts]:
+        needed = memory_of_stages(self.manifest) if self._memory else []
+        found: list[StageFacts] = []
+        for stage, plan_of in enumerate(plan_stages(self.manifest.model, self.manifest.stages)):
+            needs = needed[stage] if needed else None
+            found.append(
+                StageFacts(
+                    stage=stage,
+                    values=plan_of.num_parameters,
+                    memory_bytes=0 if needs is None else self._of_machine(needs),
+                    gpu_memory_bytes=0 if needs is None else needs.on_gpu,
+                    fits=needs is None or self._fits(needs),
+                    pass_s=self._pass_s(stage),
+                )
+            )
+        return found
+
+    def _of_machine(self, needs: MemoryNeeds) -> int:
+        return needs.on_cpu if self.machines.gpu_memory_bytes is None else needs.beside_gpu
+
+    # ---- computing -------------------------------------------------------------------------------
+    def _pass_s(self, stage: int) -> float:
+        """A forward and a backward of one microbatch; the step of the optimizer shared out."""
+        batch, told = self.manifest.batch, self.machines.stage_tokens_s
+        tokens = batch.sequence_length * batch.microbatch_size
+        if told:
+            return tokens / told[stage if len(told) > 1 else 0]
+        assert self.machines.flops is not None
+        return tokens * flops_per_token(self.manifest, stage) / self.machines.flops
+
+    @cached_property
+    def step(self) -> StepFacts:
+        """The head feeds microbatches as the window lets it; the last one travels down and up."""
+        batch, stages, machines = self.manifest.batch, self.manifest.stages, self.machines
+        passes = [each.pass_s for each in self.stages]
+        slowest, count = max(passes), batch.microbatches
+        computing = count * sum(passes) / stages
+        if stages == 1:
+            return StepFacts(
+                computing_s=computing,
+                total_s=computing,
+                codec="-",
+                window=1,
+                sent_bytes=0,
+                limit="computing",
+            )
+        shape = batch.microbatch_size, batch.sequence_length, hidden_size(self.manifest.model)
+        payloads = 1 if stages == 2 else 2  # of a microbatch, over the busiest stage's line
+        codec = self.manifest.pipeline.codec
+        if codec == "auto":
+            room = machines.slower_bytes_s / WIRE * slowest
+            codec = next_codec(CODECS[-1], room, shape, payloads=payloads)
+        sent = payloads * encoded_bytes(codec, shape)
+        line_s = WIRE * sent / machines.slower_bytes_s
+        # both ways of all links: for each a transfer and half a round trip
+        travel_s = (stages - 1) * (2 * line_s / payloads + machines.rtt_s)
+        window = self.manifest.pipeline.window or window_size(
+            stages=stages,
+            microbatches=count,
+            round_trip_s=travel_s,
+            compute_s=slowest,
+            limit=count,
+        )
+        turns = {
+            "computing": slowest,
+            "the links between stages": line_s,
+            "the round trip of a microbatch": (sum(passes) + travel_s) / window,
+        }
+        limit = max(turns, key=lambda name: turns[name])
+        return StepFacts(
+            computing_s=computing,
+            total_s=sum(passes) + travel_s + (count - 1) * turns[limit],
+            codec=codec,
+            window=window,
+            sent_bytes=count * sent,
+            limit=limit,
+        )
+
+    # ---- exchanging ------------------------------------------------------------------------------
+    @cached_property
+    def exchange(self) -> ExchangeFacts:
+        """Of the stage whose exchange takes longest."""
+        found = [self._exchange(stage, self.manifest) for stage in self._kinds]
+        return max(found, key=lambda each: each.seconds)
+
+    def _exchange(self, stage: int, manifest: Manifest, rank: int | None = None) -> ExchangeFacts:
+        layout, machines = stage_layout(manifest, stage), self.machines
+        codec = stage_codec(manifest, layout)
+        ranks = [min(rank, limit) for limit in codec.limits] if rank else codec.first_ranks
+        phases = codec.phases(ranks)
+        names = [str(number) for number in range(self.replicas)]
+        grid = Grid.of(b"plan", names, names, manifest.rounds.group_size)
+        turns = traffic(grid, phases)
+        factors = codec.low_rank(ranks)
+        if len(names) == 1:
+            return ExchangeFacts(rows=1, up_bytes=0, down_bytes=0)
+        rate = min(machines.up_bytes_s, STREAM_BYTES_S), min(machines.down_bytes_s, STREAM_BYTES_S)
+        return ExchangeFacts(
+            rows=len(grid.rows),
+            up_bytes=sum(up for up, _ in turns),
+            down_bytes=sum(down for _, down in turns),
+            wire_s=sum(WIRE * max(up / rate[0], down / rate[1]) for up, down in turns),
+            ways_s=(len(turns) + LAST_WAYS) * machines.rtt_s / 2,
+            code_s=CODE_S * sum(phase.numel for phase in phases),
+            products_s=0.0 if factors is None else sum(factors.core_seconds()),
+        )
+
+    # ---- a round ---------------------------------------------------------------------------------
+    @property
+    def _stall_s(self) -> float:
+        """Of a round, without training."""
+        machines = self.machines
+        competing = self.exchange.codec_s / machines.threads if machines.threads else 0.0
+        return STALL_S * max(each.values for each in self.stages) + competing
+
+    @cached_property
+    def _round(self) -> tuple[float, float]:
+        """Its seconds, and inner steps."""
+        step_s, steps = self.step.total_s, self.manifest.rounds.inner_steps
+        # from the send to the merge; until then no head ends another round
+        flight_s = NOTICE_S + step_s + self.exchange.seconds
+        heard_s = min(max(steps * step_s / LOOKS, LOOK_S), LONGEST_LOOK_S)
+        if self.replicas == 1:
+            return steps * step_s + self._stall_s, float(steps)
+        if self.manifest.outer.merge == "none":  # it waits for its own record
+            return steps * step_s + heard_s + flight_s, steps + heard_s / step_s
+        training_s = max(steps * step_s, flight_s) + heard_s
+        return training_s + self._stall_s, training_s / step_s
+
+    @property
+    def _validating(self) -> float:
+        """The share of a replica's time that its evaluations take; they take turns."""
+        return self.manifest.data.validation_share
+
+    @cached_property
+    def ours(self) -> Way:
+        round_s, steps = self._round
+        return self._way("this run", self.exchange.up_bytes, steps, round_s)
+
+    def _way(self, name: str, round_bytes: float, steps: float, round_s: float) -> Way:
+        tokens = self.replicas * self.manifest.batch.tokens_per_step * steps
+        return Way(
+            name=name,
+            step_bytes=round_bytes / steps + self.step.sent_bytes,
+            round_s=round_s,
+            tokens_per_s=tokens / round_s,
+            computing=steps * self.step.computing_s / round_s,
+        )
+
+    # ---- what others do --------------------------------------------------------------------------
+    @property
+    def dilocox(self) -> Way:
+        """DiLoCoX as published: one round late, low rank and 4 bits."""
+        spec = self.manifest.codec
+        codec = replace(spec, scheme="low_rank", bits=4, min_rank=min(spec.min_rank, spec.rank))
+        outer = replace(self.manifest.outer, merge="reset", apply="round_end")
+        other = _Planner(replace(self.manifest, codec=codec, outer=outer), self.machines)
+        return replace(other.ours, name="DiLoCoX")
+
+    @property
+    def opendiloco(self) -> Way:
+        """Every H steps all wait for an all-reduce of fp16 pseudo-gradients."""
+        steps, (sent, seconds) = self.manifest.rounds.inner_steps, self._all_reduce
+        round_s = steps * self.step.total_s + seconds
+        return self._way("OpenDiLoCo", sent, steps, round_s)
+
+    @property
+    def allreduce(self) -> Way:
+        """A ring all-reduce of 16-bit gradients at every step, none of it overlapped."""
+        sent, seconds = self._all_reduce
+        return self._way("AllReduce", sent, 1, self.step.total_s + seconds)
+
+    @property
+    def _all_reduce(self) -> tuple[float, float]:
+        """Bytes that a member of the largest stage sends, and the seconds of a ring."""
+        others, machines = self.replicas - 1, self.machines
+        sent = 2 * 2 * max(each.values for each in self.stages) * others / self.replicas
+        return sent, WIRE * sent / machines.slower_bytes_s + 2 * others * machines.rtt_s / 2
+
+    # ---- what follows ----------------------------------------------------------------------------
+    @property
+    def _month_bytes(self) -> float:
+        sent = self.exchange.up_bytes + self._round[1] * self.step.sent_bytes
+        return MONTH_S * (WIRE * sent / self._round[0] + RESTING_BYTES_S)
+
+    @property
+    def _hidden_steps(self) -> int:
+        least = least_inner_steps(self.exchange.seconds, self._stall_s, self.step.total_s)
+        return max(1, math.ceil(least))
+
+    @property
+    def _hidden_rank(self) -> int:
+        room_s = self.manifest.rounds.inner_steps * self.step.total_s / 2
+        spec = CodecSpec(scheme="low_rank", bits=4, min_rank=1, max_rank=MAX_RANK)
+        manifest = replace(self.manifest, codec=spec)
+        low, high = 0, MAX_RANK + 1
+        while high - low > 1:  # seconds grow with the rank
+            rank = (low + high) // 2
+            fits = all(self._exchange(s, manifest, rank).seconds <= room_s for s in self._kinds)
+            low, high = (rank, high) if fits else (low, rank)
+        return low
+
+    @property
+    def _limit(self) -> str:
+        """What holds the run up, in words."""
+        exchange, step = self.exchange, self.step
+        short = [each for each in self.stages if not each.fits]
+        if short:
+            return (
+                f"memory: stage {short[0].stage} takes {size(short[0].memory_bytes)}"
+                f" and {size(short[0].gpu_memory_bytes)} of a GPU"
+            )
+        round_s = self.manifest.rounds.inner_steps * step.total_s
+        waits = self.manifest.outer.merge == "none"
+        if exchange.seconds > round_s or (waits and exchange.seconds > round_s / 20):
+            up = WIRE * exchange.up_bytes / self.machines.up_bytes_s
+            down = WIRE * exchange.down_bytes / self.machines.down_bytes_s
+            parts = {"the uplink": up, "the downlink": down * 0.999}
+            parts |= {"round trips": exchange.ways_s, "the codec": exchange.codec_s}
+            return f"the exchange: {max(parts, key=lambda name: parts[name])}"
+        if step.limit == "computing" and step.computing_s < 0.9 * step.total_s:
+            return "the pipeline's filling and draining: more microbatches help"
+        return step.limit
+
+
+# ---- formulas that stand alone -------------------------------------------------------------------
+def flops_per_token(manifest: Manifest, stage: int) -> float:
+    """Of training: 6 a weight that multiplies, and 6 * length * width a layer for causal attention
+    (arXiv 2001.08361, 2204.02311); a third more of both where layers are computed twice.
+    """
+    here = plan_stages(manifest.model, manifest.stages)[stage]
+    # a table of embeddings, which is looked up, counts in part in the cost by which stages are cut
+    table = (here.num_parameters - here.cost) * EMBEDDING_DISCOUNT / (EMBEDDING_DISCOUNT - 1)
+    length, width = manifest.batch.sequence_length, hidden_size(manifest.model)
+    layers = here.stop - here.start
+    flops = 6 * (here.num_parameters - table) + 6 * layers * length * width
+    return flops * (4 / 3 if manifest.pipeline.recompute else 1)
+
+
+def traffic(grid: Grid, phases: Sequence[Phase]) -> list[tuple[int, int]]:
+    """What a group moves, by turns that wait for each other: of each phase parts to the reducers
+    of the row, between rows their means, and means to all. Of each turn the most bytes that a
+    member sends, and that one receives.
+    """
+    found: list[tuple[int, int]] = []
+    for number, phase in enumerate(phases):
+        shares = [share for share in grid.shares(phases) if share.phase == number]
+        parts, rows, means = (_Turn() for _ in range(3))
+        for first in range(0, len(shares), len(grid.rows)):
+            column = shares[first : first + len(grid.rows)]
+            span = column[-1].stop - column[0].start
+            reducers = [share.reducer for share in column]
+            for row, reducer in zip(grid.rows, reducers, strict=True):
+                if span:
+                    whole = phase.codec.encoded_bytes(span)
+                    for peer in row:
+                        parts.send(peer, [reducer], whole)
+                for share in column:
+                    if not share.numel:
+                        continue
+                    mean = phase.codec.encoded_bytes(share.numel)
+                    if share.reducer == reducer:
+                        means.send(reducer, {*row, *reducers}, mean)
+                    else:
+                        beside = phase.row_codec.encoded_bytes(share.numel)
+                        rows.send(reducer, [share.reducer], beside)
+                        means.send(reducer, set(row) - {share.reducer}, mean)
+        found += [turn.most for turn in (parts, rows, means) if turn.up]
+    return found
+
+
+class _Turn:
+    def __init__(self) -> None:
+        self.up, self.down = Counter[str](), Counter[str]()
+
+    def send(self, peer: str, others: Sequence[str] | set[str], count: int) -> None:
+        for other in others:
+            if other != peer:
+                self.up[peer] += count
+                self.down[other] += count
+
+    @property
+    def most(self) -> tuple[int, int]:
+        return max(self.up.values()), max(self.down.values())
+

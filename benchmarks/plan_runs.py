@@ -13,7 +13,7 @@ import statistics
 import subprocess
 import sys
 import time
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +48,7 @@ class Setting:
     replicas: int = 2
     stages: int = 1
     codec: dict[str, Any] = field(default_factory=lambda: DENSE4)
-    inner_steps: int = 80
+    inner_steps: int = 60
     pass_s: float = 0.25
     microbatches: int = 1
     microbatch_size: int = 1
@@ -56,6 +56,7 @@ class Setting:
     links_codec: str = "auto"
     group_size: int = 32
     limit_s: float = 60.0
+    merge: str = "rebase"
     rounds: int = 2
 
     @property
@@ -72,6 +73,7 @@ class Setting:
                 "microbatches": self.microbatches,
             },
             pipeline={"codec": self.links_codec},
+            outer={"merge": self.merge},
             rounds=fixed_steps(self.inner_steps) | {"group_size": self.group_size},
             deadlines=DEADLINES | {"exchange_s": self.limit_s},
         )
@@ -79,6 +81,47 @@ class Setting:
     @property
     def manifest(self) -> Manifest:
         return Manifest.from_dict(self.description)
+
+
+def _pipeline(name: str, **given: Any) -> Setting:
+    batch = {"microbatches": 8, "microbatch_size": 2, "sequence_length": 64}
+    return Setting(name=name, stages=2, pass_s=0.2, inner_steps=10, **batch, **given)
+
+
+SETTINGS: dict[str, Setting] = {
+    each.name: each
+    for each in (
+        Setting(name="dense 4 bit, 10 Mbit/s", mbit=10, delay_ms=20),
+        Setting(name="low rank, 10 Mbit/s, far", mbit=10, delay_ms=50, codec=LOW_RANK),
+        Setting(name="dense 4 bit, 100 Mbit/s", mbit=100, delay_ms=10),
+        Setting(name="4 peers, dense 4 bit, 30 Mbit/s", mbit=30, delay_ms=20, replicas=4),
+        Setting(
+            name="4 peers, dense 2 bit, 3 Mbit/s", mbit=3, delay_ms=20, replicas=4, codec=DENSE2
+        ),
+        Setting(
+            name="4 peers, low rank, 1 Mbit/s", mbit=1, delay_ms=20, replicas=4, codec=LOW_RANK
+        ),
+        Setting(
+            name="dense 2 bit, 1 Mbit/s, H = 20",
+            mbit=1,
+            delay_ms=20,
+            codec=DENSE2,
+            inner_steps=20,
+            rounds=3,
+        ),
+        Setting(
+            name="16 bit, all wait, 10 Mbit/s",
+            mbit=10,
+            delay_ms=20,
+            codec=DENSE4 | {"bits": 16},
+            merge="none",
+            inner_steps=40,
+        ),
+        _pipeline("2 stages, int8, 5 Mbit/s", mbit=5, delay_ms=20, replicas=1, links_codec="int8"),
+        _pipeline("2 x 2 stages, int8, 10 Mbit/s", mbit=10, delay_ms=20, links_codec="int8"),
+        _pipeline("2 x 2 stages, bf16, 2 Mbit/s", mbit=2, delay_ms=20, links_codec="bf16"),
+    )
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -149,21 +192,26 @@ def measure(setting: Setting) -> Measured:
         Links(
             setting.replicas * setting.stages + 1, mbit=setting.mbit, delay_ms=setting.delay_ms
         ) as links,
-        PacedSwarm(folder, setting.description, links=links, pass_s=setting.pass_s) as swarm,
     ):
-        for _ in range(setting.replicas):
-            for stage in range(setting.stages):
-                swarm.add_peer(stage=stage)
-        first = swarm.wait_until_all_train(START_LIMIT_S)
-        last = first + setting.rounds
+        swarm = PacedSwarm(folder, setting.description, links=links, pass_s=setting.pass_s)
+        with swarm:
+            return _watched(swarm, setting)
 
-        def ended() -> bool:
-            return all(peer.record(last) for peer in swarm.peers)
 
-        usual_s = max(setting.inner_steps * setting.microbatches * setting.pass_s, 10.0)
-        swarm.wait(ended, START_LIMIT_S + 4 * setting.rounds * usual_s, f"round {last} of all")
-        swarm.assert_equal_chains()
-        return _measured(swarm, range(first, last + 1))
+def _watched(swarm: PacedSwarm, setting: Setting) -> Measured:
+    for _ in range(setting.replicas):
+        for stage in range(setting.stages):
+            swarm.add_peer(stage=stage)
+    first = swarm.wait_until_all_train(START_LIMIT_S)
+    last = first + setting.rounds
+
+    def ended() -> bool:
+        return all(peer.record(last) for peer in swarm.peers)
+
+    usual_s = max(setting.inner_steps * setting.microbatches * setting.pass_s, 10.0)
+    swarm.wait(ended, START_LIMIT_S + 4 * setting.rounds * usual_s, f"round {last} of all")
+    swarm.assert_equal_chains()
+    return _measured(swarm, range(first, last + 1))
 
 
 def _measured(swarm: PacedSwarm, numbers: range) -> Measured:
@@ -214,4 +262,4 @@ def sent_bytes(record: Any, codec: StageCodec, peer: str) -> int:
 
 
 if __name__ == "__main__":
-    print(json.dumps(_measure_steps(Setting(**json.loads(sys.argv[1])))))
+    sys.stdout.write(json.dumps(_measure_steps(Setting(**json.loads(sys.argv[1])))))

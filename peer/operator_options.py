@@ -122,8 +122,9 @@ class PlanOptions:
     mbit: Annotated[
         float | None,
         typer.Option(
-            min=0.001, help="Download of the slowest peer in Mbit/s, and its upload if --up-mbit "
-            "is not given."
+            min=0.001,
+            help="Download of the slowest peer in Mbit/s, and its upload if --up-mbit "
+            "is not given.",
         ),
     ] = None
     up_mbit: Annotated[

@@ -1,4 +1,4 @@
-"""The command `dilocox plan`: what a run will do on the machines that are at hand, before it starts.
+"""The command `dilocox plan`: what a run will do on given machines, before anybody starts it.
 
 What: a table, or JSON. The machines are told as options; with `--from` a live run tells its own:
 how many there are, how fast they compute, and how fast the link to one of them is.
@@ -70,9 +70,7 @@ def _told(options: PlanOptions, **measured: Any) -> Machines:
     )
 
 
-def _of_run(
-    options: PlanOptions, invite: Invite
-) -> tuple[Manifest, Machines, dict[str, float]]:
+def _of_run(options: PlanOptions, invite: Invite) -> tuple[Manifest, Machines, dict[str, float]]:
     """The manifest of a live run, its machines, and what it does, as its peers state it."""
     from dilocox.dht.join import visiting  # hivemind is heavy
     from dilocox.peer.commands.doctor_swarm import SwarmFacts
@@ -118,8 +116,11 @@ def _of_run(
 def _changes(found: RunPlan) -> dict[str, RunPlan]:
     """The same run with a little more of what might hold it up."""
     machines = found.machines
-    more = {
-        "one more peer": replace(machines, peers=machines.peers + 1),
+    peers, stages = machines.peers, found.manifest.stages
+    more = {"one more peer": replace(machines, peers=peers + 1)}
+    if stages > 1:  # which may be a spare
+        more["one more replica"] = replace(machines, peers=peers + stages)
+    more |= {
         "twice the uplink": replace(machines, up_bytes_s=2 * machines.up_bytes_s),
     }
     return {name: plan(found.manifest, each, memory=False) for name, each in more.items()}
@@ -155,9 +156,7 @@ def as_json(
 
 
 # ---- what people read ----------------------------------------------------------------------------
-def _show(
-    found: RunPlan, changes: dict[str, RunPlan], measured: dict[str, float] | None
-) -> None:
+def _show(found: RunPlan, changes: dict[str, RunPlan], measured: dict[str, float] | None) -> None:
     console = wide_console(highlight=False)
     run, ours, step, exchange = found.manifest, found.ours, found.step, found.exchange
     console.print(

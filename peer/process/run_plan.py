@@ -21,10 +21,10 @@ from dilocox.dht.errors import InvalidInput
 from dilocox.dht.manifest import Manifest
 from dilocox.dht.manifest_sections import CodecSpec
 from dilocox.peer.memory_and_disk import SPARE_SHARE, MemoryNeeds, size
-from dilocox.peer.process.prepare import StageNeeds, memory_of_stages
+from dilocox.peer.process.prepare import memory_of_stages
 from dilocox.peer.rounds.grid import Grid
 from dilocox.peer.rounds.rank_choice import least_inner_steps, stage_codec
-from dilocox.peer.rounds.round_end import LOOK_S, LONGEST_LOOK_S, LOOKS, NOTICE_S
+from dilocox.peer.rounds.round_end import LONGEST_LOOK_S, LOOK_S, LOOKS, NOTICE_S
 from dilocox.pipeline.frames import CODECS, encoded_bytes
 from dilocox.pipeline.partition import EMBEDDING_DISCOUNT, hidden_size, plan_stages
 from dilocox.pipeline.stage import stage_layout
@@ -35,6 +35,7 @@ WIRE = 1.05  # bytes of a link for each byte of payload: headers of IP, TCP, Noi
 LAST_WAYS = 3  # of an exchange: words of the means, votes, and the answers to these
 STREAM_BYTES_S = 100e6  # what a stream through two p2pd and two Pythons carries at most
 STALL_S = 1.1e-8  # without training for each value and round: a send and a merge
+CODEC_ROOM = 3  # in `LowRank.core_seconds`, which deadlines follow, over what is measured
 CODE_S = 2e-8  # of a core, for each value: encode, twice decode and weigh, decode the mean
 RESTING_BYTES_S = 3500.0  # what a peer sends while nothing happens: heartbeats, DHT
 MONTH_S, DAY_S = 30 * 86400.0, 86400.0
@@ -87,14 +88,24 @@ class StageFacts:
 @dataclass(frozen=True, kw_only=True)
 class StepFacts:
     """An inner step of a replica: computing_s of its mean stage, total_s of the wall; between
-    stages the codec, the microbatches in flight, and bytes that the busiest stage sends."""
+    stages the codec, the microbatches in flight, and bytes that the busiest stage sends.
+
+    line: the share of the time in which these pass its link. limit: what a step waits for most.
+    """
 
     computing_s: float
     total_s: float
-    codec: str
-    window: int
-    sent_bytes: int
-    limit: str
+    codec: str = "-"
+    window: int = 1
+    sent_bytes: int = 0
+    line: float = 0.0
+    limit: str = "computing"
+
+    @property
+    def beside_exchange(self) -> tuple[float, float]:
+        """While an exchange moves bytes: the share of the line that these leave it, and the speed
+        of inner steps. Two streams that want more than a line has get half of it each."""
+        return 1 - min(self.line, 0.5), min(1.0, 0.5 / self.line) if self.line else 1.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -275,14 +286,7 @@ class _Planner:
         slowest, count = max(passes), batch.microbatches
         computing = count * sum(passes) / stages
         if stages == 1:
-            return StepFacts(
-                computing_s=computing,
-                total_s=computing,
-                codec="-",
-                window=1,
-                sent_bytes=0,
-                limit="computing",
-            )
+            return StepFacts(computing_s=computing, total_s=computing)
         shape = batch.microbatch_size, batch.sequence_length, hidden_size(self.manifest.model)
         payloads = 1 if stages == 2 else 2  # of a microbatch, over the busiest stage's line
         codec = self.manifest.pipeline.codec
@@ -312,6 +316,7 @@ class _Planner:
             codec=codec,
             window=window,
             sent_bytes=count * sent,
+            line=line_s / turns[limit],
             limit=limit,
         )
 
@@ -333,24 +338,27 @@ class _Planner:
         factors = codec.low_rank(ranks)
         if len(names) == 1:
             return ExchangeFacts(rows=1, up_bytes=0, down_bytes=0)
+        left, _ = self.step.beside_exchange
         rate = min(machines.up_bytes_s, STREAM_BYTES_S), min(machines.down_bytes_s, STREAM_BYTES_S)
         return ExchangeFacts(
             rows=len(grid.rows),
             up_bytes=sum(up for up, _ in turns),
             down_bytes=sum(down for _, down in turns),
-            wire_s=sum(WIRE * max(up / rate[0], down / rate[1]) for up, down in turns),
+            wire_s=sum(WIRE * max(up / rate[0], down / rate[1]) for up, down in turns) / left,
             ways_s=(len(turns) + LAST_WAYS) * machines.rtt_s / 2,
             code_s=CODE_S * sum(phase.numel for phase in phases),
-            products_s=0.0 if factors is None else sum(factors.core_seconds()),
+            products_s=0.0 if factors is None else sum(factors.core_seconds()) / CODEC_ROOM,
         )
 
     # ---- a round ---------------------------------------------------------------------------------
     @property
     def _stall_s(self) -> float:
-        """Of a round, without training."""
-        machines = self.machines
-        competing = self.exchange.codec_s / machines.threads if machines.threads else 0.0
-        return STALL_S * max(each.values for each in self.stages) + competing
+        """Of a round, without training: what it costs once, and what an exchange takes away."""
+        machines, exchange = self.machines, self.exchange
+        competing = exchange.codec_s / machines.threads if machines.threads else 0.0
+        _, speed = self.step.beside_exchange
+        once = STALL_S * max(each.values for each in self.stages)
+        return once + competing + exchange.wire_s * (1 - speed)
 
     @cached_property
     def _round(self) -> tuple[float, float]:
@@ -521,4 +529,3 @@ class _Turn:
     @property
     def most(self) -> tuple[int, int]:
         return max(self.up.values()), max(self.down.values())
-

@@ -22,6 +22,8 @@ from dilocox.dht.manifest import Manifest
 from dilocox.peer.process.run_plan import Machines, RunPlan, Way, plan
 
 H100_FLOPS = 400e12  # of 989e12 in bf16, as good training code reaches them
+NODE_FLOPS = 8 * 312e12  # 8 A800, all that their vendor says of bf16
+WINDOW = 2048
 LLAMA = {"model_type": "llama", "bos_token_id": 1, "eos_token_id": 2}
 # as Qwen1.5-110B is built, with layers for 107 billion parameters
 QWEN_107B = LLAMA | {
@@ -52,27 +54,33 @@ def paper_rows() -> Iterator[tuple[str, str, str, str, str]]:
 def _dilocox(
     name: str, model: dict[str, Any], *, nodes: int, stages: int, allreduce: float, dilocox: float
 ) -> Iterator[tuple[str, str, str, str, str]]:
-    given = f"{nodes // stages} replicas of {stages}, 1 Gbit/s, 10 ms"
-    # a step of one window by each replica tells what a step costs without computing
-    manifest = _manifest(name, model, stages, microbatches=1)
-    fast = _plan(manifest, nodes, flops=1e18)
-    step_s = _way(fast, "AllReduce").round_s
     replicas = nodes // stages
-    windows = max(1, round(allreduce * step_s / replicas / manifest.batch.sequence_length))
-    manifest = _manifest(name, model, stages, microbatches=windows)
-    flops = _flops_for(manifest, nodes, dilocox)
-    found = _plan(manifest, nodes, flops=flops)
-    ring, ours = _way(found, "AllReduce"), _way(found, "DiLoCoX")
-    derived = f"{given}; derived: {windows} windows of 2,048 a replica and step"
-    per_gpu = f"{flops / 8e12:.3g} TFLOPS a GPU"
-    yield name, "AllReduce, tokens/s", f"{allreduce:,}", f"{ring.tokens_per_s:,.1f}", derived
-    yield name, "DiLoCoX, tokens/s", f"{dilocox:,.0f}", f"{ours.tokens_per_s:,.0f}", per_gpu
-    times = ours.tokens_per_s / ring.tokens_per_s
-    yield name, "times AllReduce", f"{dilocox / allreduce:,.0f}", f"{times:,.0f}", "both as above"
-    hidden = f"{found.exchange.seconds:,.0f} s of {ours.round_s:,.0f} s"
-    yield name, "an exchange, of a round", "hidden", hidden, "rank 64 and 4 bits, H = 125"
+    # without computing, so that it is the ring alone; of one stage, as if a node held all of it
+    ring_s = _way(_plan(_manifest(name, model, 1, 1), nodes, flops=1e21), "AllReduce").round_s
+    tokens = allreduce * ring_s
+    windows = max(1, round(tokens / replicas / WINDOW))
+    manifest = _manifest(name, model, stages, windows)
+    found = _reaching(manifest, nodes, dilocox)
+    assert found.machines.flops is not None
+    ours = _way(found, "DiLoCoX")
+    ring = (
+        f"16 bits in a ring of {nodes} nodes: {ring_s:,.0f} s; so a step has {tokens:,.0f} tokens"
+    )
+    yield name, "AllReduce, tokens/s", f"{allreduce:,}", "derived", ring
+    if stages > 1:
+        cut_s = _way(_plan(manifest, nodes, flops=1e21), "AllReduce").round_s
+        rate = replicas * windows * WINDOW / cut_s
+        given = f"the same of {replicas} replicas of {stages} stages, with activations"
+        yield name, "AllReduce, tokens/s", f"{allreduce:,}", f"{rate:,.1f}", given
+    given = f"{replicas} replicas of {stages}, {windows} windows each, H = 125, 10 ms, "
+    given += f"{found.machines.flops / 8e12:.3g} TFLOPS a GPU; bottleneck: {found.limit}"
+    yield name, "DiLoCoX, tokens/s", f"{dilocox:,.0f}", f"{ours.tokens_per_s:,.0f}", given
+    times = ours.tokens_per_s / allreduce
+    yield name, "times AllReduce", f"{dilocox / allreduce:,.0f}", f"{times:,.0f}", "as above"
+    hidden = f"{found.exchange.seconds:,.0f} of {ours.round_s:,.0f} s"
+    yield name, "exchange, of a round", "hidden", hidden, "rank 64, 4 bits, a core for the codec"
     synchronous = _way(found, "OpenDiLoCo")
-    yield name, "OpenDiLoCo, tokens/s", "-", f"{synchronous.tokens_per_s:,.0f}", "fp16, H = 125"
+    yield name, "OpenDiLoCo, tokens/s", "-", f"{synchronous.tokens_per_s:,.0f}", "fp16, as above"
 
 
 def _opendiloco(
@@ -92,27 +100,27 @@ def _opendiloco(
         yield name, "ours computing", "-", f"{ours.computing:.1%}", "the same, rank 64 and 4 bits"
 
 
-def _manifest(name: str, model: dict[str, Any], stages: int, *, microbatches: int) -> Manifest:
+def _manifest(name: str, model: dict[str, Any], stages: int, microbatches: int) -> Manifest:
     described = {
         "name": name.replace(" ", "-"),
         "model": model,
         "stages": stages,
         "end_tokens": 10**12,
-        "batch": {"sequence_length": 2048, "microbatch_size": 1, "microbatches": microbatches},
+        "batch": {"sequence_length": WINDOW, "microbatch_size": 1, "microbatches": microbatches},
         "rounds": {"inner_steps": 125},
         "codec": {"scheme": "low_rank", "bits": 4, "rank": 64},
     }
     return Manifest.from_dict(described)
 
 
-def _flops_for(manifest: Manifest, nodes: int, tokens_per_s: float) -> float:
-    """Of a node, with which DiLoCoX reaches this speed; the largest, where none does."""
-    low, high = 1e11, 2.5e15  # of 8 A800 in bf16
-    for _ in range(30):
-        middle = (low * high) ** 0.5
-        speed = _way(_plan(manifest, nodes, flops=middle), "DiLoCoX").tokens_per_s
-        low, high = (middle, high) if speed < tokens_per_s else (low, middle)
-    return high
+def _reaching(manifest: Manifest, nodes: int, tokens_per_s: float) -> RunPlan:
+    """With the GPUs with which DiLoCoX reaches this speed, or the fastest where none do."""
+    flops = 1e14
+    for _ in range(6):
+        found = _plan(manifest, nodes, flops=flops)
+        speed = _way(found, "DiLoCoX").tokens_per_s
+        flops = min(flops * tokens_per_s / speed, NODE_FLOPS)
+    return found
 
 
 def _plan(

@@ -12,10 +12,11 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
+from dilocox.compression.layout import FlatLayout
 from dilocox.compression.stage_codec import Phase
 from dilocox.dht.errors import InvalidInput
 from dilocox.dht.manifest import Manifest
@@ -320,6 +321,10 @@ class _Planner:
             limit=limit,
         )
 
+    @cached_property
+    def _layouts(self) -> Mapping[int, FlatLayout]:
+        return {stage: stage_layout(self.manifest, stage) for stage in self._kinds}
+
     # ---- exchanging ------------------------------------------------------------------------------
     @cached_property
     def exchange(self) -> ExchangeFacts:
@@ -328,8 +333,8 @@ class _Planner:
         return max(found, key=lambda each: each.seconds)
 
     def _exchange(self, stage: int, manifest: Manifest, rank: int | None = None) -> ExchangeFacts:
-        layout, machines = stage_layout(manifest, stage), self.machines
-        codec = stage_codec(manifest, layout)
+        machines = self.machines
+        codec = stage_codec(manifest, self._layouts[stage])
         ranks = [min(rank, limit) for limit in codec.limits] if rank else codec.first_ranks
         phases = codec.phases(ranks)
         names = [str(number) for number in range(self.replicas)]

@@ -85,6 +85,7 @@ bench: install  ## the measured claims, one script each
 	$(BIN)/python benchmarks/memory.py
 	$(BIN)/python benchmarks/matchmaking.py
 	$(BIN)/python benchmarks/grid.py
+	$(BIN)/python benchmarks/plan.py --papers
 	$(BIN)/python benchmarks/attacks.py
 
 clean:  ## remove what the other targets made

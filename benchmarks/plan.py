@@ -17,6 +17,7 @@ such runs. What they do not state is derived from one of their figures, and said
 from __future__ import annotations
 
 import json
+import os
 import statistics
 import sys
 from collections.abc import Mapping, Sequence
@@ -28,7 +29,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.plan_papers import paper_rows
-from benchmarks.plan_runs import SETTINGS, Measured, Setting, measure, measured_steps_s
+from benchmarks.plan_runs import SETTINGS, Measured, Setting, measure, measured_steps
 from benchmarks.report import Column, Report, parser
 from dilocox.peer.process.run_plan import Machines, RunPlan, plan
 from tests.swarm.links import available
@@ -37,15 +38,18 @@ QUICK = ("dense 4 bit, 10 Mbit/s", "low rank, 10 Mbit/s, 50 ms")
 FIGURES = ("tokens/s", "exchange", "bytes", "computing")
 
 
-def foretold(setting: Setting, steps_s: Sequence[float]) -> RunPlan:
-    """What the plan says of a swarm, of its links and of the seconds of a step of each stage."""
+def foretold(setting: Setting, steps: Sequence[tuple[float, float]]) -> RunPlan:
+    """What the plan says of a swarm, of its links and, for each stage, of the seconds of a step and
+    the share of a core that it takes: what peers on one machine leave each other of its cores."""
     manifest, rate = setting.manifest, setting.mbit * 1e6 / 8
+    peers, cores = setting.replicas * setting.stages, len(os.sched_getaffinity(0))
     machines = Machines(
-        peers=setting.replicas * setting.stages,
+        peers=peers,
         up_bytes_s=rate,
         down_bytes_s=rate,
         rtt_s=2 * setting.delay_ms / 1e3,
-        stage_tokens_s=tuple(manifest.batch.tokens_per_step / each for each in steps_s),
+        stage_tokens_s=tuple(manifest.batch.tokens_per_step / seconds for seconds, _ in steps),
+        core=min(1.0, max(0.1, cores / peers - max(busy for _, busy in steps))),
     )
     return plan(manifest, machines, memory=False)
 
@@ -69,19 +73,19 @@ def _runs(report: Report, settings: Sequence[Setting], kept: Path | None) -> Non
         facts = known.get(setting.name)
         if facts is None or facts["setting"] != asdict(setting):
             alike = [each for each in known.values() if _setting(each).computed == setting.computed]
-            steps_s = alike[0]["steps_s"] if alike else measured_steps_s(setting)
+            steps = alike[0]["steps"] if alike else measured_steps(setting)
             measured = asdict(measure(setting))
-            facts = {"setting": asdict(setting), "steps_s": steps_s, "measured": measured}
+            facts = {"setting": asdict(setting), "steps": steps, "measured": measured}
             known[setting.name] = facts
             if kept is not None:
                 with kept.open("a") as file:
                     file.write(json.dumps(facts) + "\n")
         measured = Measured(**facts["measured"])
-        compared = figures(foretold(setting, facts["steps_s"]), measured)
+        compared = figures(foretold(setting, facts["steps"]), measured)
         row: list[Any] = [setting.name]
         every: list[float] = []
         for name, (said, seen) in compared.items():
-            if not said:  # of one replica: it exchanges nothing
+            if not (said and seen):  # of one replica: it exchanges nothing
                 row += [None, None]
                 continue
             row += [said, seen]

@@ -120,10 +120,10 @@ def _manifest(name: str, model: dict[str, Any], stages: int, microbatches: int) 
 def _reaching(manifest: Manifest, nodes: int, tokens_per_s: float) -> RunPlan:
     """With the GPUs with which DiLoCoX reaches this speed, or the fastest where none do."""
     flops = 1e14
-    for _ in range(6):
+    found = _plan(manifest, nodes, flops=flops)
+    for _ in range(5):
+        flops = min(flops * tokens_per_s / _way(found, "DiLoCoX").tokens_per_s, NODE_FLOPS)
         found = _plan(manifest, nodes, flops=flops)
-        speed = _way(found, "DiLoCoX").tokens_per_s
-        flops = min(flops * tokens_per_s / speed, NODE_FLOPS)
     return found
 
 

@@ -27,13 +27,15 @@ def invite_or_none(text: str | None) -> Invite | None:
     return None if text is None else Invite.parse(text)
 
 
-def rates(text: str) -> tuple[float, ...]:
-    """Numbers above 0 between commas, or none."""
+def rates(text: str | None) -> tuple[float, ...] | None:
+    """Numbers above 0 between commas, where they are given."""
+    if text is None:
+        return None
     try:
         found = tuple(float(each) for each in text.split(",") if each.strip())
     except ValueError:
         found = (0.0,)
-    if not all(0 < each < float("inf") for each in found):
+    if not found or not all(0 < each < float("inf") for each in found):
         raise InvalidInput(f"--tokens-per-s {text}: give a number, or one for each stage: 120,95")
     return found
 
@@ -142,13 +144,13 @@ class PlanOptions:
         ),
     ] = None
     tokens_per_s: Annotated[
-        tuple[float, ...],
+        tuple[float, ...] | None,
         typer.Option(
             help="In the place of --tflops: tokens/s of a stage as `dilocox doctor` measures "
             "them, of the slowest or of each: 120,95."
         ),
-        ReadFrom(str, rates),
-    ] = ""  # type: ignore[assignment]  # what `rates` reads
+        ReadFrom(str | None, rates),
+    ] = None
     memory_gb: Annotated[
         float | None, typer.Option(min=0.001, help="Memory of the smallest peer.")
     ] = None

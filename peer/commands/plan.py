@@ -54,7 +54,7 @@ def _told(options: PlanOptions, **measured: Any) -> Machines:
     if down is None:
         raise InvalidInput("--mbit is missing: the link of the slowest peer, in Mbit/s")
     up = options.up_mbit or options.mbit or measured.get("up_mbit", down)
-    rates = options.tokens_per_s
+    rates = options.tokens_per_s or ()
     if not rates and options.tflops is None:
         rates = measured.get("tokens_per_s", ())
     return Machines(

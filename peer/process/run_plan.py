@@ -25,6 +25,7 @@ from dilocox.peer.memory_and_disk import SPARE_SHARE, MemoryNeeds, size
 from dilocox.peer.process.prepare import memory_of_stages
 from dilocox.peer.rounds.grid import Grid
 from dilocox.peer.rounds.rank_choice import least_inner_steps, stage_codec
+from dilocox.peer.rounds.robust import LEAST_GATED
 from dilocox.peer.rounds.round_end import LONGEST_LOOK_S, LOOK_S, LOOKS, NOTICE_S
 from dilocox.pipeline.frames import CODECS, encoded_bytes
 from dilocox.pipeline.partition import EMBEDDING_DISCOUNT, hidden_size, plan_stages
@@ -34,11 +35,12 @@ from dilocox.pipeline.tuning import next_codec
 
 WIRE = 1.05  # bytes of a link for each byte of payload: headers of IP, TCP, Noise and frames
 LAST_WAYS = 3  # of an exchange: words of the means, votes, and the answers to these
-STREAM_BYTES_S = 100e6  # what a stream through two p2pd and two Pythons carries at most
 STALL_S = 1.1e-8  # without training for each value and round: a send and a merge
 CODEC_ROOM = 3  # in `LowRank.core_seconds`, which deadlines follow, over what is measured
-CODE_S = 2e-8  # of a core, for each value: encode, twice decode and weigh, decode the mean
-RESTING_BYTES_S = 3500.0  # what a peer sends while nothing happens: heartbeats, DHT
+# Of a core, as benchmarks/plan_costs.py prints them: for each value encoded, reduced and decoded,
+# and more with the gate; for each byte that is sent and one that comes; for each such call.
+CODE_S, GATE_S, MOVE_S, CALL_S = 8e-9, 13e-9, 4e-9, 3e-3
+HEARTBEAT_BYTES = 35_000.0  # what a peer sends in a heartbeat's time while nothing happens
 MONTH_S, DAY_S = 30 * 86400.0, 86400.0
 MAX_RANK = 64
 
@@ -51,7 +53,8 @@ class Machines:
     flops: that a peer reaches in training, each second. stage_tokens_s: in the place of it, tokens
     a second of a stage, as measured, by stage or one for all. memory_bytes, gpu_memory_bytes: of
     the machine and of its GPU; None is not told. threads: cores of which the codec takes one while
-    training needs it; 0: it has a core of its own, as beside a GPU.
+    training needs it; 0: it has its own, as beside a GPU. core: how much of a core an exchange
+    finds to compute on; less than all of it where peers share a machine.
     """
 
     peers: int
@@ -63,6 +66,7 @@ class Machines:
     memory_bytes: float | None = None
     gpu_memory_bytes: float | None = None
     threads: int = 0
+    core: float = 1.0
 
     def __post_init__(self) -> None:
         if (self.flops is None) == (not self.stage_tokens_s):
@@ -112,8 +116,8 @@ class StepFacts:
 @dataclass(frozen=True, kw_only=True)
 class ExchangeFacts:
     """An exchange of the stage whose one takes longest: bytes each way of the member that moves
-    most, seconds on the wire, on the way (half round trips), of codes and sums, and of a low rank's
-    own products, which a peer does not count as its exchange (`exchange_s` of an event)."""
+    most, seconds on the wire, on the way (half round trips), of codes, sums and calls, and of a low
+    rank's own products, which a peer does not count as its exchange (`exchange_s` of an event)."""
 
     rows: int
     up_bytes: int
@@ -341,18 +345,24 @@ class _Planner:
         grid = Grid.of(b"plan", names, names, manifest.rounds.group_size)
         turns = traffic(grid, phases)
         factors = codec.low_rank(ranks)
+        products_s = 0.0 if factors is None else sum(factors.core_seconds()) / CODEC_ROOM
         if len(names) == 1:
             return ExchangeFacts(rows=1, up_bytes=0, down_bytes=0)
         left, _ = self.step.beside_exchange
-        rate = min(machines.up_bytes_s, STREAM_BYTES_S), min(machines.down_bytes_s, STREAM_BYTES_S)
+        upload, download = machines.up_bytes_s, machines.down_bytes_s
+        left *= max(0.1, 1 - self._resting_bytes_s / machines.slower_bytes_s)
+        moved = sum(up for up, _ in turns)
+        gated = manifest.rounds.robust == "gate" and min(map(len, grid.rows)) >= LEAST_GATED
+        computed = (CODE_S + GATE_S * gated) * sum(phase.numel for phase in phases)
+        computed += MOVE_S * moved + CALL_S * (len(turns) + 2) * (max(map(len, grid.rows)) - 1)
         return ExchangeFacts(
             rows=len(grid.rows),
-            up_bytes=sum(up for up, _ in turns),
+            up_bytes=moved,
             down_bytes=sum(down for _, down in turns),
-            wire_s=sum(WIRE * max(up / rate[0], down / rate[1]) for up, down in turns) / left,
+            wire_s=WIRE / left * sum(max(up / upload, down / download) for up, down in turns),
             ways_s=(len(turns) + LAST_WAYS) * machines.rtt_s / 2,
-            code_s=CODE_S * sum(phase.numel for phase in phases),
-            products_s=0.0 if factors is None else sum(factors.core_seconds()) / CODEC_ROOM,
+            code_s=computed / machines.core,
+            products_s=products_s / machines.core,
         )
 
     # ---- a round ---------------------------------------------------------------------------------
@@ -378,11 +388,6 @@ class _Planner:
             return steps * step_s + heard_s + flight_s, steps + heard_s / step_s
         training_s = max(steps * step_s, flight_s) + heard_s
         return training_s + self._stall_s, training_s / step_s
-
-    @property
-    def _validating(self) -> float:
-        """The share of a replica's time that its evaluations take; they take turns."""
-        return self.manifest.data.validation_share
 
     @cached_property
     def ours(self) -> Way:
@@ -433,7 +438,12 @@ class _Planner:
     @property
     def _month_bytes(self) -> float:
         sent = self.exchange.up_bytes + self._round[1] * self.step.sent_bytes
-        return MONTH_S * (WIRE * sent / self._round[0] + RESTING_BYTES_S)
+        return MONTH_S * (WIRE * sent / self._round[0] + self._resting_bytes_s)
+
+    @property
+    def _resting_bytes_s(self) -> float:
+        """Announcements and looks at the DHT."""
+        return HEARTBEAT_BYTES / self.manifest.deadlines.heartbeat_s
 
     @property
     def _hidden_steps(self) -> int:

@@ -67,7 +67,7 @@ def test_a_run_of_one_stage_equals_the_hand_calculation() -> None:
     # parts to three others, then means to them, a quarter of the vector each
     assert found.exchange.up_bytes == pytest.approx(2 * record * 3 / 4, rel=1e-3)
     assert found.exchange.wire_s == pytest.approx(
-        WIRE * found.exchange.up_bytes / (10 * MBIT), rel=1e-3
+        WIRE * found.exchange.up_bytes / (10 * MBIT - 3500), rel=1e-3
     )
     assert found.exchange.ways_s == pytest.approx((2 + LAST_WAYS) * 0.05)
     heard_s = max(LOOK_S, 100 * step_s / 32)

@@ -31,7 +31,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks.plan_papers import paper_rows
 from benchmarks.plan_runs import SETTINGS, Measured, Setting, measure, measured_steps
 from benchmarks.report import Column, Report, parser
-from dilocox.peer.process.run_plan import Machines, RunPlan, plan
+from dilocox.peer.process.run_plan import Machines, RunPlan
 from tests.swarm.links import available
 
 QUICK = ("dense 4 bit, 10 Mbit/s", "low rank, 10 Mbit/s, 50 ms")
@@ -51,7 +51,7 @@ def foretold(setting: Setting, steps: Sequence[tuple[float, float]]) -> RunPlan:
         stage_tokens_s=tuple(manifest.batch.tokens_per_step / seconds for seconds, _ in steps),
         core=min(1.0, max(0.1, cores / peers - max(busy for _, busy in steps))),
     )
-    return plan(manifest, machines, memory=False)
+    return RunPlan(manifest, machines, memory=False)
 
 
 def figures(found: RunPlan, measured: Measured) -> dict[str, tuple[float, float]]:

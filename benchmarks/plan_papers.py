@@ -19,7 +19,7 @@ from dataclasses import replace
 from typing import Any
 
 from dilocox.dht.manifest import Manifest
-from dilocox.peer.process.run_plan import Machines, RunPlan, Way, plan
+from dilocox.peer.process.run_plan import Machines, RunPlan, Way
 
 H100_FLOPS = 400e12  # of 989e12 in bf16, as good training code reaches them
 NODE_FLOPS = 8 * 312e12  # 8 A800, all that their vendor says of bf16
@@ -132,7 +132,7 @@ def _plan(
 ) -> RunPlan:
     rate = mbit * 1e6 / 8
     machines = Machines(peers=peers, up_bytes_s=rate, down_bytes_s=rate, rtt_s=rtt_s, flops=flops)
-    return plan(manifest, machines, memory=False)
+    return RunPlan(manifest, machines, memory=False)
 
 
 def _way(found: RunPlan, name: str) -> Way:

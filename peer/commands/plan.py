@@ -25,7 +25,7 @@ from dilocox.peer.memory_and_disk import size
 from dilocox.peer.operator_options import PlanOptions
 from dilocox.peer.options import GB
 from dilocox.peer.os_process import counted, wide_console, write_json
-from dilocox.peer.process.run_plan import Machines, RunPlan, Way, plan
+from dilocox.peer.process.run_plan import Machines, RunPlan, Way
 
 MBIT = 1e6 / 8
 PLANNED_PEERS = 4  # where nobody says how many
@@ -39,7 +39,7 @@ def run_plan_command(options: PlanOptions) -> int:
         machines = _told(options)
     else:
         manifest, machines, measured = _of_run(options, options.invite)
-    found = plan(manifest, machines)
+    found = RunPlan(manifest, machines)
     changes = _changes(found)
     if options.json_file is None:
         _show(found, changes, measured)
@@ -123,7 +123,7 @@ def _changes(found: RunPlan) -> dict[str, RunPlan]:
     more |= {
         "twice the uplink": replace(machines, up_bytes_s=2 * machines.up_bytes_s),
     }
-    return {name: plan(found.manifest, each, memory=False) for name, each in more.items()}
+    return {name: RunPlan(found.manifest, each, memory=False) for name, each in more.items()}
 
 
 # ---- what scripts read ---------------------------------------------------------------------------

@@ -1,6 +1,6 @@
 """What a run will do on given machines and links, before anybody starts it.
 
-What: `plan` tells of a manifest and of `Machines` whether it fits, its bytes, its seconds, its
+What: a `RunPlan` tells of a manifest and of `Machines` whether it fits, its bytes, its seconds, its
 speed, what holds it up, and what AllReduce, OpenDiLoCo and DiLoCoX would do there.
 Why: an operator chooses stages, H and codec before there is anything to measure.
 How: sums over what the product itself says: the stages' needs (prepare.py), the arrangement of a
@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from dilocox.compression.layout import FlatLayout
@@ -147,52 +147,14 @@ class Way:
     computing: float
 
 
-@dataclass(frozen=True, kw_only=True)
 class RunPlan:
-    """All of it. `fewest_stages`: that fit the memory, None where none do or none is told.
+    """What a run does on some machines, each thing reckoned once, when it is asked for."""
 
-    hidden_steps: the least H that the records would go to; hidden_rank: the largest rank of a low
-    rank codec at which an exchange ends within half a round, 0 where none does.
-    """
+    def __init__(self, manifest: Manifest, machines: Machines, *, memory: bool = True):
+        """memory: False leaves out what the stages take, which is seconds of work.
 
-    manifest: Manifest
-    machines: Machines
-    replicas: int
-    spares: int
-    fewest_stages: int | None
-    stages: Sequence[StageFacts]
-    step: StepFacts
-    exchange: ExchangeFacts
-    ours: Way
-    inner_steps: float
-    month_gb: float
-    hidden_steps: int
-    hidden_rank: int
-    limit: str
-    ways: Sequence[Way] = field(default_factory=tuple)
-
-    @property
-    def days(self) -> float:
-        """Until the run's end."""
-        return self.manifest.end_tokens / self.ours.tokens_per_s / DAY_S
-
-    @property
-    def fits(self) -> bool:
-        return all(each.fits for each in self.stages)
-
-
-def plan(manifest: Manifest, machines: Machines, *, memory: bool = True) -> RunPlan:
-    """Of a run on such machines; raises InvalidInput where there is no whole replica.
-
-    memory: False leaves out what the stages take, which is seconds of work.
-    """
-    return _Planner(manifest, machines, memory).plan()
-
-
-class _Planner:
-    """Everything about one manifest on some machines, each thing reckoned once."""
-
-    def __init__(self, manifest: Manifest, machines: Machines, memory: bool = False):
+        Raises InvalidInput where there is no whole replica.
+        """
         told = len(machines.stage_tokens_s)
         if told > 1 and told != manifest.stages:
             raise InvalidInput(
@@ -208,25 +170,10 @@ class _Planner:
         self.replicas, self.spares = divmod(machines.peers, manifest.stages)
         self._kinds = sorted({0, min(1, manifest.stages - 1), manifest.stages - 1})
 
-    def plan(self) -> RunPlan:
-        ways = (self.ours, self.dilocox, self.opendiloco, self.allreduce)
-        return RunPlan(
-            manifest=self.manifest,
-            machines=self.machines,
-            replicas=self.replicas,
-            spares=self.spares,
-            fewest_stages=self._fewest_stages(),
-            stages=self.stages,
-            step=self.step,
-            exchange=self.exchange,
-            ours=self.ours,
-            inner_steps=self._round[1],
-            month_gb=self._month_bytes / 1e9,
-            hidden_steps=self._hidden_steps,
-            hidden_rank=self._hidden_rank,
-            limit=self._limit,
-            ways=ways,
-        )
+    @property
+    def days(self) -> float:
+        """Until the run's end."""
+        return self.manifest.end_tokens / self.ours.tokens_per_s / DAY_S
 
     # ---- memory ----------------------------------------------------------------------------------
     def _fits(self, needs: MemoryNeeds) -> bool:
@@ -235,7 +182,13 @@ class _Planner:
         rooms = ((taken, machines.memory_bytes), (needs.on_gpu, gpu))
         return all(room is None or need <= SPARE_SHARE * room for need, room in rooms)
 
-    def _fewest_stages(self) -> int | None:
+    @property
+    def fits(self) -> bool:
+        return all(each.fits for each in self.stages)
+
+    @cached_property
+    def fewest_stages(self) -> int | None:
+        """That fit the memory; None where none do, or none is told."""
         machines = self.machines
         if not self._memory or machines.memory_bytes is machines.gpu_memory_bytes is None:
             return None
@@ -404,25 +357,37 @@ class _Planner:
             computing=steps * self.step.computing_s / round_s,
         )
 
-    # ---- what others do --------------------------------------------------------------------------
     @property
-    def dilocox(self) -> Way:
+    def inner_steps(self) -> float:
+        """Of a round: H, and those until all have heard that it is over."""
+        return self._round[1]
+
+    # ---- what others do --------------------------------------------------------------------------
+    @cached_property
+    def ways(self) -> tuple[Way, ...]:
+        """This run beside what others would do there, AllReduce last."""
+        return self.ours, self._dilocox, self._opendiloco, self._allreduce
+
+    @property
+    def _dilocox(self) -> Way:
         """DiLoCoX as published: one round late, low rank and 4 bits."""
         spec = self.manifest.codec
         codec = replace(spec, scheme="low_rank", bits=4, min_rank=min(spec.min_rank, spec.rank))
         outer = replace(self.manifest.outer, merge="reset", apply="round_end")
-        other = _Planner(replace(self.manifest, codec=codec, outer=outer), self.machines)
+        other = RunPlan(
+            replace(self.manifest, codec=codec, outer=outer), self.machines, memory=False
+        )
         return replace(other.ours, name="DiLoCoX")
 
     @property
-    def opendiloco(self) -> Way:
+    def _opendiloco(self) -> Way:
         """Every H steps all wait for an all-reduce of fp16 pseudo-gradients."""
         steps, (sent, seconds) = self.manifest.rounds.inner_steps, self._all_reduce
         round_s = steps * self.step.total_s + seconds
         return self._way("OpenDiLoCo", sent, steps, round_s)
 
     @property
-    def allreduce(self) -> Way:
+    def _allreduce(self) -> Way:
         """A ring all-reduce of 16-bit gradients at every step, none of it overlapped."""
         sent, seconds = self._all_reduce
         return self._way("AllReduce", sent, 1, self.step.total_s + seconds)
@@ -436,9 +401,10 @@ class _Planner:
 
     # ---- what follows ----------------------------------------------------------------------------
     @property
-    def _month_bytes(self) -> float:
+    def month_gb(self) -> float:
+        """That a peer of the busiest stage sends."""
         sent = self.exchange.up_bytes + self._round[1] * self.step.sent_bytes
-        return MONTH_S * (WIRE * sent / self._round[0] + self._resting_bytes_s)
+        return MONTH_S * (WIRE * sent / self._round[0] + self._resting_bytes_s) / 1e9
 
     @property
     def _resting_bytes_s(self) -> float:
@@ -446,12 +412,15 @@ class _Planner:
         return HEARTBEAT_BYTES / self.manifest.deadlines.heartbeat_s
 
     @property
-    def _hidden_steps(self) -> int:
+    def hidden_steps(self) -> int:
+        """The least H that the records would go to."""
         least = least_inner_steps(self.exchange.seconds, self._stall_s, self.step.total_s)
         return max(1, math.ceil(least))
 
-    @property
-    def _hidden_rank(self) -> int:
+    @cached_property
+    def hidden_rank(self) -> int:
+        """The largest of a low rank codec at which an exchange ends within half of H steps; 0 where
+        none does."""
         room_s = self.manifest.rounds.inner_steps * self.step.total_s / 2
         spec = CodecSpec(scheme="low_rank", bits=4, min_rank=1, max_rank=MAX_RANK)
         manifest = replace(self.manifest, codec=spec)
@@ -463,7 +432,7 @@ class _Planner:
         return low
 
     @property
-    def _limit(self) -> str:
+    def limit(self) -> str:
         """What holds the run up, in words."""
         exchange, step = self.exchange, self.step
         short = [each for each in self.stages if not each.fits]

@@ -22,7 +22,6 @@ from dilocox.peer.process.run_plan import (
     Machines,
     RunPlan,
     flops_per_token,
-    plan,
     traffic,
 )
 from dilocox.peer.rounds.grid import Grid
@@ -54,7 +53,7 @@ def machines(**given: Any) -> Machines:
 
 
 def planned(manifest: Manifest, **given: Any) -> RunPlan:
-    return plan(manifest, machines(**given), memory=False)
+    return RunPlan(manifest, machines(**given), memory=False)
 
 
 # ---- by hand -------------------------------------------------------------------------------------
@@ -158,10 +157,10 @@ def test_rows_appear_where_there_are_more_members_than_a_group_has() -> None:
 def test_memory_is_what_a_stage_needs_and_the_fewest_stages_are_those_that_fit() -> None:
     manifest = run(stages=2)
     needs = [StageNeeds(manifest, stage).memory for stage in range(2)]
-    found = plan(manifest, machines(memory_bytes=2e9))
+    found = RunPlan(manifest, machines(memory_bytes=2e9))
     assert [each.memory_bytes for each in found.stages] == [each.on_cpu for each in needs]
     assert found.fits and found.fewest_stages == 1
-    small = plan(manifest, machines(memory_bytes=5e8))
+    small = RunPlan(manifest, machines(memory_bytes=5e8))
     assert not small.fits and small.fewest_stages is None and small.limit.startswith("memory")
 
 

@@ -343,6 +343,13 @@ class MonitorOptions:
             "'dilocox[tracking]'`."
         ),
     ] = None
+    track_wandb: Annotated[
+        Path | None,
+        typer.Option(
+            help="The same as offline runs of wandb, for `wandb sync`; needs `pip install "
+            "'dilocox[wandb]'`."
+        ),
+    ] = None
     port: Port = 9470
     host: Host = "127.0.0.1"
     log_level: LogLevel = "info"

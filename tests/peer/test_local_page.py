@@ -191,10 +191,10 @@ def test_the_page_shows_the_peer_and_its_button_to_whom_it_belongs(tmp_path: Pat
         plain = show(f"http://127.0.0.1:{here.port}/")
     assert shown.console == () and plain.console == ()
     assert shown.text("state") == "Training" and shown.text("name") == "Ada's laptop"
-    assert shown.text("given") == (
-        "30.0 k tokens in 1 committed round, 10.0 % of what its stage learnt from in that time."
+    assert " ".join(shown.text("given").split()) == (
+        "30.0 k tokens in 1 committed round, 10.0 % of what its stage learnt from since it joined."
     )
-    assert shown.text("traffic") == "0 kB sent and received of 200 GB."
+    assert " ".join(shown.text("traffic").split()) == "0 kB of 200 GB sent and received."
     assert "Pause" in shown.text("button") and 'id="button">' in shown.dom
     assert 'id="button" hidden' in plain.dom and 'id="hint">' in plain.dom
 

@@ -340,7 +340,14 @@ class MonitorOptions:
         Path | None,
         typer.Option(
             help="Write each round into this folder for TensorBoard, too; needs `pip install "
-            "'dilocox[tracking]'`."
+            "'dilocox\\[tracking]'`."
+        ),
+    ] = None
+    track_wandb: Annotated[
+        Path | None,
+        typer.Option(
+            help="The same as offline runs of wandb, for `wandb sync`; needs `pip install "
+            "'dilocox\\[wandb]'`."
         ),
     ] = None
     port: Port = 9470

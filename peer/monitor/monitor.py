@@ -50,7 +50,7 @@ from dilocox.peer.monitor.history import SwarmHistory
 from dilocox.peer.monitor.look import Looker, SwarmLook
 from dilocox.peer.monitor.samples import Sampler
 from dilocox.peer.monitor.status import Seen, metrics_of, status_of
-from dilocox.peer.monitor.tracking import Tracker
+from dilocox.peer.monitor.tracking import TensorBoard, Tracker, Wandb
 from dilocox.peer.options import MonitorOptions
 from dilocox.peer.os_process import RESTART_AFTER_S, StopSignal, counted, start_again
 from dilocox.peer.state_folder import StateFolder
@@ -157,13 +157,13 @@ def run_monitor_command(options: MonitorOptions) -> int:
         check_port(options.host, options.port, option="")
         identity = Identity.load_or_create(folder.identity)
         kept = options.state / f"{options.invite.run_id}-monitor.json"
-        tracker = options.track and Tracker(options.track, options.invite.run_id)
+        trackers = _trackers(options)
         started = time.monotonic()
         while True:
             try:
                 with join_run(options.invite, identity, listen=(), client_mode=True) as place:
                     stop.defer()
-                    _serve(Monitor(options, place, kept, tracker=tracker), options, stop)
+                    _serve(Monitor(options, place, kept, trackers=trackers), options, stop)
                 break
             except NodeDied:
                 if time.monotonic() - started < RESTART_AFTER_S:
@@ -178,6 +178,15 @@ def run_monitor_command(options: MonitorOptions) -> int:
                 stop.resume()
                 stop.event.wait(JOIN_PAUSE_S)
     return 0
+
+
+def _trackers(options: MonitorOptions) -> list[Tracker]:
+    run, found = options.invite.run_id, list[Tracker]()
+    if (folder := options.track) is not None:
+        found.append(Tracker(folder, run, TensorBoard(folder)))
+    if (folder := options.track_wandb) is not None:
+        found.append(Tracker(folder, run, Wandb(folder, run)))
+    return found
 
 
 def _serve(monitor: Monitor, options: MonitorOptions, stop: StopSignal) -> None:
@@ -203,13 +212,13 @@ class Monitor:
         place: Joined,
         kept: Path,
         *,
-        tracker: Tracker | None = None,
+        trackers: Sequence[Tracker] = (),
         save_s: float = 60.0,
         manifest_s: float = 5.0,
         gap_s: float = 60.0,
         history_s: float = 15.0,
     ):
-        """kept: the history's file. tracker: what else the rounds are written to.
+        """kept: the history's file. trackers: what else rounds are written to.
 
         What it does less often than it looks: save_s, write what it learnt; manifest_s, ask for the
         manifest; gap_s, ask again for a record that nobody gave; history_s, ask bootstraps for what
@@ -221,7 +230,7 @@ class Monitor:
         self._kept = kept
         self._save_s, self._manifest_s, self._gap_s = save_s, manifest_s, gap_s
         self._history_s, self._history_at = history_s, float("-inf")
-        self._tracker = tracker
+        self._trackers = trackers
         self._bootstraps = options.invite.peer_ids
         self._looker = Looker(place, self._bootstraps)
         self._watch = ManifestWatch(place.swarm, place.run, manifest)
@@ -262,12 +271,12 @@ class Monitor:
         told = self._hear_history(look.manifest)
         self._follow(look)
         health = health_of(look, self._history)
-        if self._tracker is not None:
+        for tracker in self._trackers:
             aside, ended = self._history.set_aside, health.state == "ended"
             try:
-                self._tracker.take(self._history.curve, told, set_aside=aside, ended=ended)
+                tracker.take(self._history.curve, told, set_aside=aside, ended=ended)
             except (EnvironmentFault, OSError) as error:  # the page goes on without it
-                logger.warning("--track: rounds are not written now: %s", error)
+                logger.warning("%s: rounds are not written now: %s", tracker.option, error)
         if (unreadable := self._watch.unreadable) is not None:  # it judges by older rules
             health = health.warned(str(unreadable))
         late = time.monotonic() >= self._saved_at + self._save_s
@@ -282,8 +291,8 @@ class Monitor:
         self._chains.close()
         self._sampler.close()
         self._save()
-        if self._tracker is not None:
-            self._tracker.close()
+        for tracker in self._trackers:
+            tracker.close()
 
     def _save(self) -> None:
         self._saved_at, self._saved = time.monotonic(), self._history.counters

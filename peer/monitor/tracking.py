@@ -1,24 +1,27 @@
-"""`dilocox monitor --track FOLDER`: the run's rounds as event files of TensorBoard.
+"""The run's rounds as other programs' files: `dilocox monitor --track FOLDER` writes event files of
+TensorBoard, `--track-wandb FOLDER` the offline files of wandb, which `wandb sync` uploads.
 
-A round is written once, also when the monitor starts again: `tracked.json` beside the event files
-says how far it has come. It is written when three more have come, as its validation loss follows
-it. Rounds that the operator goes back behind are purged, as TensorBoard calls it.
+A round is written once, also when the monitor starts again: `tracked.json` beside the files says
+how far it has come. It is written when three more have come, as its validation loss follows it.
+Rounds that the operator goes back behind are purged, as TensorBoard calls it; wandb keeps them.
 
-tensorboard is an extra (`pip install 'dilocox[tracking]'`): only this file knows it.
+tensorboard and wandb are extras: only this file knows them.
 """
 
-# torch.utils.tensorboard carries no types.
+# torch.utils.tensorboard carries no types, and wandb need not be there.
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
-# pyright: reportMissingTypeStubs=false
+# pyright: reportMissingTypeStubs=false, reportMissingImports=false
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+import os
+from collections.abc import Mapping, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from dilocox.dht.errors import InvalidInput
+from dilocox.dht.errors import EnvironmentFault, InvalidInput
 from dilocox.dht.files import make_folder, write_atomically
 from dilocox.peer.chain.round_history import FIRST, HistoryRow
 from dilocox.peer.monitor.curve import WHOLE, Curve, Point
@@ -32,14 +35,16 @@ SCALARS = {
     "tokens/per_second": "tokens_per_s",
     "swarm/peers": "peers",
 }
-"""Attributes of a point by the tags that TensorBoard shows them under."""
+"""Attributes of a point by the tags that they are shown under."""
 
 
-class Tracker:
-    """Writes into one folder, of one run; all calls in one thread."""
+class TensorBoard:
+    """Event files in a folder."""
 
-    def __init__(self, folder: Path, run: str):
-        """Raises InvalidInput where tensorboard is missing or the folder is of another run."""
+    option = "--track"
+
+    def __init__(self, folder: Path):
+        """Raises InvalidInput where tensorboard is missing."""
         try:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError as error:
@@ -48,6 +53,88 @@ class Tracker:
                 "'dilocox[tracking]'"
             ) from error
         self._make: Any = SummaryWriter
+        self._folder = str(folder)
+        self._writer = self._make(self._folder)
+
+    def add(self, number: int, at: float | None, values: Mapping[str, float]) -> None:
+        """A round's figures. at: seconds since the epoch, if known."""
+        for tag, value in values.items():
+            self._writer.add_scalar(tag, value, number, walltime=at)
+
+    def purge(self, first: int) -> None:
+        """Hide the rounds from this one on, of those that are there."""
+        self.close()
+        self._writer = self._make(self._folder, purge_step=first)
+
+    def flush(self) -> None:
+        self._writer.flush()
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class Wandb:
+    """Offline runs in a folder, one each time that a monitor starts, all with the id of the run."""
+
+    option = "--track-wandb"
+
+    def __init__(self, folder: Path, run: str):
+        """Raises InvalidInput where wandb is missing."""
+        if find_spec("wandb") is None:
+            raise InvalidInput(
+                "--track-wandb writes with wandb, which is not installed: pip install "
+                "'dilocox[wandb]'"
+            )
+        self._folder, self._id = folder, run
+        self._run: Any = None  # begun with the first round: it has threads, and we fork before
+
+    def add(self, number: int, at: float | None, values: Mapping[str, float]) -> None:
+        """A round's figures; the one before the first record is step 0. Raises EnvironmentFault."""
+        os.environ.setdefault("WANDB_ERROR_REPORTING", "false")  # it would call home
+        import wandb
+
+        try:
+            if self._run is None:
+                quiet = {"silent": True, "console": "off", "disable_git": True}
+                self._run = wandb.init(
+                    mode="offline",
+                    project="dilocox",
+                    id=self._id,
+                    name=self._id[:12],
+                    dir=self._folder,
+                    resume="allow",
+                    settings=wandb.Settings(**quiet, x_disable_stats=True, x_disable_meta=True),
+                )
+                self._run.define_metric("*", step_metric="round")
+            when = {} if at is None else {"_timestamp": at}
+            self._run.log({"round": number, **when, **values}, step=number + 1)
+        except wandb.Error as error:
+            raise EnvironmentFault(f"wandb wrote nothing: {error}") from error
+
+    def purge(self, first: int) -> None:
+        """What is written stays: rounds that come now have higher numbers."""
+
+    def flush(self) -> None:
+        """It does so by itself."""
+
+    def close(self) -> None:
+        if self._run is not None:
+            import wandb
+
+            self._run.finish()
+            wandb.teardown()  # its other process, which a monitor that starts again would keep
+
+
+class Tracker:
+    """Has the rounds of one run written into one folder; all calls in one thread.
+
+    Attributes:
+        option: the one that asked for it.
+    """
+
+    def __init__(self, folder: Path, run: str, writer: TensorBoard | Wandb):
+        """Raises InvalidInput where the folder is of another run."""
+        self.option = writer.option
         self._folder = folder
         self._run = run
         self._written, self._purged = FIRST, 0
@@ -57,16 +144,16 @@ class Tracker:
             of_run, self._written, self._purged = note["run"], note["round"], note["purged"]
             if of_run != run:
                 raise InvalidInput(
-                    f"--track {folder}: it has rounds of run {of_run}; name another folder"
+                    f"{self.option} {folder}: it has rounds of run {of_run}; name another folder"
                 )
         except FileNotFoundError:
             pass
         except (ValueError, LookupError, TypeError) as error:
             raise InvalidInput(
-                f"--track {folder}: {NOTE} in it is damaged; remove it, and the event files beside "
+                f"{self.option} {folder}: {NOTE} in it is damaged; remove it, and the files beside "
                 "it, to write them anew"
             ) from error
-        self._writer = SummaryWriter(str(folder))
+        self._writer = writer
         self._open: dict[int, Point] = {}
         self._asked = False  # bootstraps, for the rounds before those that were seen
 
@@ -87,8 +174,7 @@ class Tracker:
         first, after = set_aside
         if after > self._purged:
             self._open = {number: each for number, each in self._open.items() if number < first}
-            self._writer.close()
-            self._writer = self._make(str(self._folder), purge_step=first)
+            self._writer.purge(first)
             self._written, self._purged = min(self._written, first - 1), after
             self._note()
         newest = curve.newest("tokens")
@@ -106,9 +192,9 @@ class Tracker:
         self._open = {number: each for number, each in self._open.items() if number > settled}
         points = [each for each in points if each.round > self._written and each.tokens is not None]
         for point in points:
-            for tag, name in SCALARS.items():
-                if (value := getattr(point, name)) is not None:
-                    self._writer.add_scalar(tag, value, point.round, walltime=point.at)
+            values = {tag: getattr(point, name) for tag, name in SCALARS.items()}
+            told_of = {tag: value for tag, value in values.items() if value is not None}
+            self._writer.add(point.round, point.at, told_of)
         if points:
             self._written = points[-1].round
             self._writer.flush()

@@ -15,7 +15,6 @@ import hmac
 import json
 import os
 import secrets
-import threading
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import asdict
@@ -41,36 +40,6 @@ SHOWN_STATUS = (
 SHOWN_LIMITS = ("idle_only", "idle_share", "max_upload_mb_s", "memory_limit_gb", "threads")
 
 
-class Given:
-    """What a peer gave to a run in all its stages and starts, as their events.jsonl tell: its
-    tokens in committed records and their number, and the run's tokens by then.
-    """
-
-    def __init__(self, state: Path, run: str):
-        self._state, self._run = state, run
-        self._read: dict[Path, int] = {}  # bytes
-        self._lock = threading.Lock()
-        self.tokens = self.rounds = self.chain_tokens = 0
-
-    def look(self) -> None:
-        """Take in what was noted since the last look."""
-        with self._lock, suppress(OSError):
-            for path in self._state.glob(f"{self._run}-stage*/events.jsonl"):
-                with path.open("rb") as file:
-                    file.seek(self._read.get(path, 0))
-                    while (line := file.readline()).endswith(b"\n"):
-                        self._read[path] = file.tell()
-                        if b'"event": "round"' in line:
-                            with suppress(ValueError, LookupError, TypeError):  # it may be damaged
-                                self._count(json.loads(line))
-
-    def _count(self, facts: Mapping[str, Any]) -> None:
-        tokens, chain_tokens = int(facts["tokens"]), int(facts["chain_tokens"])
-        self.tokens += tokens
-        self.rounds += tokens > 0
-        self.chain_tokens = max(self.chain_tokens, chain_tokens)
-
-
 class LocalPage:
     """The page, its facts and its buttons. query: what appended to its address shows them."""
 
@@ -82,7 +51,6 @@ class LocalPage:
         """
         self._options, self._rest, self._month_bytes = options, rest, month_bytes
         self._folder, self._run = StateFolder(options.state), options.invite.run_id
-        self._given = Given(options.state, self._run)
         self._token = _token(options.state) if is_loopback(options.metrics_host) else ""
         self.query = f"?token={self._token}" if self._token else ""
         html = files("dilocox.peer.process") / "page" / "peer.html"
@@ -115,29 +83,29 @@ class LocalPage:
 
     def _facts(self) -> dict[str, Any]:
         """What the page asks for, as the state folder has it; of the run null what it lacks."""
-        options, given, rest = self._options, self._given, self._rest()
-        status: dict[str, Any] = {"state": "joining"}
-        manifest, stage = None, ""
+        options, rest = self._options, self._rest()
+        told = list[tuple[float, Path, dict[str, Any]]]()  # by stage that the peer was in, or none
+        for folder in (options.state, *options.state.glob(f"{self._run}-stage*")):
+            path = folder / "status.json"
+            with suppress(OSError, ValueError):
+                told.append((path.stat().st_mtime, folder, json.loads(path.read_bytes())))
+        _, place, status = max(told, default=(0.0, options.state, {"state": "joining"}))
+        manifest = None
         with suppress(OSError, ValueError, InvalidInput):
-            newest = max(
-                options.state.glob(f"{self._run}-stage*/status.json"),
-                key=lambda path: path.stat().st_mtime,
-                default=options.state / "status.json",
-            )
-            status = json.loads(newest.read_bytes())
-            stage = newest.parent.name.partition(f"{self._run}-stage")[2]
-            manifest = Manifest.from_bytes((newest.parent / MANIFEST_FILE).read_bytes())
-        given.look()
-        total = given.chain_tokens * manifest.stages if manifest else 0
+            manifest = Manifest.from_bytes((place / MANIFEST_FILE).read_bytes())
+        gave: list[dict[str, int]] = [each.get("gave") or {} for _, _, each in told]
+        tokens, rounds, of_tokens = (
+            sum(each.get(name, 0) for each in gave) for name in ("tokens", "rounds", "of_tokens")
+        )
         return {
             "run": self._run,
             "name": manifest and manifest.name,
             "peer": options.name,
-            "stage": stage,
+            "stage": place.name.partition(f"{self._run}-stage")[2],
             "stages": manifest and manifest.stages,
             "status": {name: status.get(name) for name in SHOWN_STATUS},
             "rest": rest and asdict(rest),
-            "given": [given.tokens, given.rounds, given.tokens / total if total else None],
+            "given": [tokens, rounds, tokens / of_tokens if of_tokens else None],
             "traffic": [self._month_bytes(), options.monthly_traffic_bytes],
             "hours": options.hours and options.hours.shown,
             "limits": {name: getattr(options, name) for name in SHOWN_LIMITS},

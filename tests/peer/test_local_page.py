@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import stat
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Generator, Mapping
 from contextlib import closing, contextmanager
 from dataclasses import asdict, replace
 from http.client import HTTPConnection
@@ -18,11 +18,12 @@ import pytest
 
 from dilocox.dht.invite import Invite
 from dilocox.dht.manifest import Manifest
+from dilocox.peer.averaging.loop_status import Gave
 from dilocox.peer.chain.store import keep_manifest
 from dilocox.peer.hours import Hours, Rest
 from dilocox.peer.http_pages import PageServer
 from dilocox.peer.options import PeerOptions
-from dilocox.peer.process.local_page import TOKEN_HEADER, Given, LocalPage
+from dilocox.peer.process.local_page import TOKEN_HEADER, LocalPage
 from dilocox.peer.process.resting import Allowance
 from dilocox.peer.state_folder import StateFolder
 from tests.peer.test_cli import INVITE
@@ -43,18 +44,14 @@ def options(state: Path, **changes: Any) -> PeerOptions:
 
 
 def a_peer(
-    state: Path, *, status: Mapping[str, Any] | None = None, rounds: Sequence[int] = (30_000,)
+    state: Path, *, status: Mapping[str, Any] | None = None, stage: int = 1, tokens: int = 30_000
 ) -> None:
-    """The folder of a peer of stage 1 that has given tokens in these rounds."""
-    folder = state / f"{RUN}-stage1"
+    """The folder of a peer of a stage that has given tokens in one round."""
+    folder = state / f"{RUN}-stage{stage}"
     folder.mkdir(parents=True, exist_ok=True)
-    told = status or asdict(replace(STATUS, train_loss=2.5))
+    gave = Gave(rounds=1, tokens=tokens, of_tokens=10 * tokens)
+    told = status or asdict(replace(STATUS, train_loss=2.5, gave=gave))
     (folder / "status.json").write_text(json.dumps(told))
-    lines = [
-        json.dumps({"event": "round", "tokens": tokens, "chain_tokens": 500_000})
-        for tokens in rounds
-    ]
-    (folder / "events.jsonl").write_text("".join(f"{line}\n" for line in lines))
 
 
 class Answer:
@@ -165,7 +162,7 @@ def test_it_tells_what_the_peer_does_gave_and_may(tmp_path: Path) -> None:
     with served(given) as here:
         told = here.told(here.token)
         assert told["buttons"] and not here.told()["buttons"]
-        assert (told["name"], told["stages"], told["given"]) == (None, None, [30_000, 1, None])
+        assert (told["name"], told["stages"], told["given"]) == (None, None, [30_000, 1, 0.1])
     assert (told["peer"], told["stage"]) == ("Ada's laptop", "1")
     assert (told["status"]["state"], told["status"]["round"]) == ("training", 2)
     assert told["traffic"] == [0, 200e9]
@@ -174,27 +171,10 @@ def test_it_tells_what_the_peer_does_gave_and_may(tmp_path: Path) -> None:
     keep_manifest(tmp_path / f"{RUN}-stage1", Manifest.from_dict(run_manifest(stages=2)))
     with served(given) as here:
         told = here.told()
-    assert (told["name"], told["stages"], told["given"]) == ("swarm-test", 2, [30_000, 1, 0.03])
-
-
-def test_what_was_given_is_counted_over_stages_and_once(tmp_path: Path) -> None:
-    given = Given(tmp_path, RUN)
-    for stage, numbers in ((0, [(100, 400), (0, 900)]), (1, [(50, 1000)])):
-        folder = tmp_path / f"{RUN}-stage{stage}"
-        folder.mkdir()
-        lines = [
-            json.dumps({"event": "round", "tokens": tokens, "chain_tokens": chain})
-            for tokens, chain in numbers
-        ]
-        lines += ['{"event": "void"}', '{"event": "round", "tok']
-        (folder / "events.jsonl").write_text("\n".join(lines))
-    for _ in range(2):
-        given.look()
-        assert (given.tokens, given.rounds, given.chain_tokens) == (150, 2, 1000)
-    with (tmp_path / f"{RUN}-stage1" / "events.jsonl").open("a") as file:
-        file.write('ens": 7, "chain_tokens": 1200}\n')
-    given.look()
-    assert (given.tokens, given.rounds, given.chain_tokens) == (157, 3, 1200)
+        a_peer(tmp_path, stage=0, tokens=10_000)
+        later = here.told()
+    assert (told["name"], told["stages"], told["given"]) == ("swarm-test", 2, [30_000, 1, 0.1])
+    assert (later["stage"], later["given"]) == ("0", [40_000, 2, 0.1])
 
 
 # ---- in a browser ----------------------------------------------------------------------------
@@ -211,8 +191,10 @@ def test_the_page_shows_the_peer_and_its_button_to_whom_it_belongs(tmp_path: Pat
         plain = show(f"http://127.0.0.1:{here.port}/")
     assert shown.console == () and plain.console == ()
     assert shown.text("state") == "Training" and shown.text("name") == "Ada's laptop"
-    assert shown.text("given") == "30.0 k tokens in 1 committed round."
-    assert shown.text("traffic") == "0 kB sent and received of 200 GB."
+    assert " ".join(shown.text("given").split()) == (
+        "30.0 k tokens in 1 committed round, 10.0 % of what its stage learnt from since it joined."
+    )
+    assert " ".join(shown.text("traffic").split()) == "0 kB of 200 GB sent and received."
     assert "Pause" in shown.text("button") and 'id="button">' in shown.dom
     assert 'id="button" hidden' in plain.dom and 'id="hint">' in plain.dom
 
@@ -220,7 +202,7 @@ def test_the_page_shows_the_peer_and_its_button_to_whom_it_belongs(tmp_path: Pat
 @needs_browser
 def test_the_page_says_why_and_until_when_a_peer_rests_and_texts_stay_texts(tmp_path: Path) -> None:
     evil = "<img src=x onerror=\"console.error('gotcha')\">"
-    a_peer(tmp_path, status={"state": "resting", "round": 7}, rounds=())
+    a_peer(tmp_path, status={"state": "resting", "round": 7})
     rest = Rest(reason="hours", words=evil, until=1_763_640_000.0)
     with served(options(tmp_path), resting(rest)) as here:
         shown = show(f"http://127.0.0.1:{here.port}/?token={here.token}")
@@ -229,14 +211,13 @@ def test_the_page_says_why_and_until_when_a_peer_rests_and_texts_stay_texts(tmp_
     assert re.fullmatch(r"<img .*>, until .+\.", shown.text("detail"))
 
 
-def test_a_damaged_line_of_events_costs_only_itself(tmp_path: Path) -> None:
-    given, folder = Given(tmp_path, "ab" * 16), tmp_path / f"{'ab' * 16}-stage0"
-    folder.mkdir()
-    good = '{"event": "round", "tokens": 7, "chain_tokens": 9}\n'
-    bad = '{"event": "round", "tokens"\n{"event": "round"}\n{"event": "round", "tokens": "x"}\n'
-    (folder / "events.jsonl").write_text(good + bad + good)
-    given.look()
-    assert (given.tokens, given.rounds, given.chain_tokens) == (14, 2, 9)
+def test_a_damaged_status_is_passed_over(tmp_path: Path) -> None:
+    a_peer(tmp_path)
+    (tmp_path / f"{RUN}-stage0").mkdir()
+    (tmp_path / f"{RUN}-stage0" / "status.json").write_text('{"state": "trai')
+    with served(options(tmp_path)) as here:
+        told = here.told()
+    assert (told["stage"], told["given"]) == ("1", [30_000, 1, 0.1])
 
 
 def test_a_token_that_others_could_read_is_hidden_again(tmp_path: Path) -> None:

@@ -1,8 +1,10 @@
-"""`dilocox monitor --track`: each round is in TensorBoard's files once, whatever happens."""
+"""`dilocox monitor --track`: each round once in TensorBoard's files, or wandb's."""
 
 from __future__ import annotations
 
+import importlib
 import json
+import struct
 import sys
 from collections import Counter
 from pathlib import Path
@@ -12,8 +14,9 @@ import pytest
 
 from dilocox.dht.errors import InvalidInput
 from dilocox.peer.chain.round_history import HistoryRow
+from dilocox.peer.monitor import tracking
 from dilocox.peer.monitor.curve import Curve
-from dilocox.peer.monitor.tracking import SETTLED, Tracker
+from dilocox.peer.monitor.tracking import SETTLED, TensorBoard, Tracker, Wandb
 from tests.peer.fabricated import RUN
 
 
@@ -21,22 +24,31 @@ def row(number: int) -> HistoryRow:
     return HistoryRow(number, 0, "", 10.0 * number, 100 * (number + 1), 3.0, 2.0, 10.0, 4)
 
 
+def board(folder: Path) -> Tracker:
+    return Tracker(folder, RUN, TensorBoard(folder))
+
+
 def written(folder: Path, tag: str = "loss/validation") -> Counter[int]:
     """How often each round is in the event files."""
+    return Counter(number for number, _ in scalars(folder, tag))
+
+
+def scalars(folder: Path, tag: str) -> list[tuple[int, float]]:
+    """Rounds and values that TensorBoard reads."""
     loader = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     found: Any = loader.EventAccumulator(str(folder))
     found.Reload()
-    return Counter(event.step for event in found.Scalars(tag))
+    return [(event.step, event.value) for event in found.Scalars(tag)]
 
 
 @pytest.fixture(autouse=True)
 def _installed(request: pytest.FixtureRequest) -> None:
-    if "missing" not in request.node.name:
+    if "missing" not in request.node.name and "wandb" not in request.node.name:
         pytest.importorskip("tensorboard")
 
 
 def test_each_round_is_written_once_also_after_a_restart(tmp_path: Path) -> None:
-    curve, tracker = Curve(), Tracker(tmp_path, RUN)
+    curve, tracker = Curve(), board(tmp_path)
     curve.see(6, tokens=700, validation=2.0)
     tracker.take(curve, None)
     assert not (tmp_path / "tracked.json").exists()  # bootstraps are asked for those before
@@ -47,7 +59,7 @@ def test_each_round_is_written_once_also_after_a_restart(tmp_path: Path) -> None
     tracker.close()
     assert written(tmp_path) == Counter(range(7 - SETTLED))
 
-    again = Tracker(tmp_path, RUN)
+    again = board(tmp_path)
     rows = [row(number) for number in range(10)]
     curve.take(rows)
     again.take(curve, rows)
@@ -57,7 +69,7 @@ def test_each_round_is_written_once_also_after_a_restart(tmp_path: Path) -> None
 
 
 def test_rounds_that_were_set_aside_are_purged(tmp_path: Path) -> None:
-    curve, tracker = Curve(), Tracker(tmp_path, RUN)
+    curve, tracker = Curve(), board(tmp_path)
     curve.take(row(number) for number in range(10))
     tracker.take(curve, [])
     curve.go_back(3)
@@ -75,7 +87,7 @@ def test_a_folder_of_another_run_and_a_damaged_note_are_refused(tmp_path: Path) 
     ):
         note.write_text(text)
         with pytest.raises(InvalidInput, match=said):
-            Tracker(tmp_path, RUN)
+            board(tmp_path)
 
 
 def test_a_missing_tensorboard_is_one_line_with_the_command(
@@ -84,4 +96,58 @@ def test_a_missing_tensorboard_is_one_line_with_the_command(
     monkeypatch.setitem(sys.modules, "tensorboard", None)
     monkeypatch.delitem(sys.modules, "torch.utils.tensorboard", raising=False)
     with pytest.raises(InvalidInput, match=r"pip install 'dilocox\[tracking\]'"):
-        Tracker(tmp_path, RUN)
+        board(tmp_path)
+
+
+def test_a_missing_wandb_is_one_line_with_the_command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tracking, "find_spec", lambda name: None)
+    with pytest.raises(InvalidInput, match=r"pip install 'dilocox\[wandb\]'"):
+        Wandb(tmp_path, RUN)
+
+
+def test_wandbs_offline_files_have_each_round_once_also_after_a_restart(tmp_path: Path) -> None:
+    pytest.importorskip("wandb", reason="wandb is an extra that is not installed")
+    curve = Curve()
+    for count in (7, 10):
+        tracker = Tracker(tmp_path, RUN, Wandb(tmp_path, RUN))
+        rows = [row(number) for number in range(count)]
+        curve.take(rows)
+        tracker.take(curve, rows)
+        tracker.close()
+    files = sorted(tmp_path.glob(f"wandb/offline-run-*-{RUN}/run-{RUN}.wandb"))
+    told = [each for file in files for each in wandb_history(file)]
+    assert len(files) == 2 and [each["round"] for each in told] == list(range(10 - SETTLED))
+    told[3].pop("_runtime")
+    assert told[3] == {
+        "round": 3,
+        "loss/train": 3.0,
+        "loss/validation": 2.0,
+        "tokens/total": 400,
+        "tokens/per_second": 10.0,
+        "swarm/peers": 4,
+        "_step": 4,
+        "_timestamp": 30.0,
+    }
+
+
+def wandb_history(file: Path) -> list[dict[str, Any]]:
+    """The rows of a run, from LevelDB's log format in which wandb keeps them."""
+    protocol: Any = importlib.import_module("wandb.proto.wandb_internal_pb2")
+    data, at, held, found = file.read_bytes(), 7, b"", list[dict[str, Any]]()
+    while at + 7 <= len(data):
+        if (left := (1 << 15) - at % (1 << 15)) < 7:  # no header fits at a block's end
+            at += left
+            continue
+        length, kind = struct.unpack("<xxxxHB", data[at : at + 7])
+        held += data[at + 7 : at + 7 + length]
+        at += 7 + length
+        if kind in (1, 4):  # whole, or the last part
+            record = protocol.Record.FromString(held)
+            held = b""
+            items = record.history.item
+            if items:
+                names = ((each.key or ".".join(each.nested_key), each) for each in items)
+                found.append({name: json.loads(each.value_json) for name, each in names})
+    return found

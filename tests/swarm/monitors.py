@@ -48,8 +48,8 @@ def start_bootstrap(folder: Path, port: int = 0, **sections: Any) -> tuple[Comma
 class WatchingMonitor:
     """The command and its pages."""
 
-    def __init__(self, invite: str, folder: Path):
-        place = ["--port", "0", "--state", str(folder / "monitor")]
+    def __init__(self, invite: str, folder: Path, *more: str):
+        place = ["--port", "0", "--state", str(folder / "monitor"), *more]
         self.command = Command("monitor", invite, *place, folder=folder)
         self.command.wait_for("and figures at /metrics")
         found = re.search(r"status page (http://\S+/)", self.command.output())

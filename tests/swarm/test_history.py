@@ -1,4 +1,6 @@
-"""The history of a run outlives its monitors and a killed bootstrap: who looks late sees all."""
+"""The history of a run outlives its monitors and a killed bootstrap: who looks late sees all, also
+in TensorBoard and wandb.
+"""
 
 from __future__ import annotations
 
@@ -6,10 +8,13 @@ import csv
 import io
 import json
 from contextlib import ExitStack, closing
+from importlib.util import find_spec
 from typing import Any
 
 import pytest
 
+from dilocox.peer.monitor.tracking import SETTLED
+from tests.peer.test_tracking import scalars, wandb_history
 from tests.swarm.conftest import StartSwarm
 from tests.swarm.monitors import WatchingMonitor
 
@@ -39,7 +44,12 @@ def test_a_monitor_that_starts_late_shows_all_rounds_though_the_bootstrap_was_ki
     validated = {event["round"]: event["loss"] for event in head.of_kind("validated")}
     rounds = {event["round"]: event["chain_tokens"] for event in head.rounds}
 
-    monitor = ended.enter_context(closing(WatchingMonitor(swarm.invite, swarm.folder)))
+    tracked = swarm.folder / "tracked"
+    track = ["--track", str(tracked)]
+    if find_spec("wandb") is not None:
+        track += ["--track-wandb", str(swarm.folder / "wandb-files")]
+    watching = WatchingMonitor(swarm.invite, swarm.folder, *track)
+    monitor = ended.enter_context(closing(watching))
 
     def drawn() -> dict[int, list[Any]] | None:
         rows = {row[0]: row for row in monitor.status.get("curve", [])}
@@ -51,7 +61,26 @@ def test_a_monitor_that_starts_late_shows_all_rounds_though_the_bootstrap_was_ki
     assert 0 in timed and timed[-1] > timed[0] + 1  # from before the kill, and since
     assert rows[0][4] == pytest.approx(validated[0], abs=1e-4)
     assert any(rows[number][7] and rows[number][8] == 2 for number in timed)
+    seen = max(rounds) - SETTLED  # of what came meanwhile there may be more
+
+    def noted() -> bool:
+        note = tracked / "tracked.json"
+        return note.exists() and json.loads(note.read_text())["round"] >= seen
+
+    swarm.wait(noted, TOLD_LIMIT_S, "the event files have every round")
     monitor.leave()
+    losses, tokens = (scalars(tracked, tag) for tag in ("loss/validation", "tokens/total"))
+    assert [step for step, _ in tokens] == list(range(tokens[0][0], tokens[-1][0] + 1))
+    assert {n: dict(tokens)[n] for n in rounds if n <= seen} == {
+        number: count for number, count in rounds.items() if number <= seen
+    }
+    assert len(dict(losses)) == len(losses)
+    assert dict(losses)[0] == pytest.approx(validated[0], abs=1e-4)
+    if find_spec("wandb") is not None:
+        (file,) = (swarm.folder / "wandb-files").glob("wandb/offline-run-*/run-*.wandb")
+        written = {each["round"]: each.get("tokens/total") for each in wandb_history(file)}
+        assert written == dict(tokens)
+    print(f"tracked: {len(tokens)} rounds, {len(losses)} validation losses: {losses}")
 
     text = swarm.run_command("log", swarm.invite, "--csv", "-", limit_s=120)
     listed = list(csv.DictReader(io.StringIO(text[text.index("round,rules,") :])))

@@ -387,6 +387,8 @@ function drawTiles(status, rounds) {
   const spares = status.stages.flatMap(stage => stage.peers).filter(p => p.state === "spare").length;
   const validation = ["validation", loss(totals.validation), !known(totals.validation_round) ? "validation loss"
     : totals.validation_round < 0 ? "validation, start" : `validation, round ${totals.validation_round}`];
+  const bestTile = ["best", loss(best && best.validation),
+    !best ? "best loss" : best.round < 0 ? "best loss, start" : `best loss, round ${best.round}`];
   const stretch = timesOf(status, rounds), began = begunOf(status, rounds);
   const until = Math.max(...status.stages.map(stage => stage.last_round_at || 0), ...rounds.map(each => each.at || 0),
     stretch.length ? stretch[stretch.length - 1][0] : 0);
@@ -395,13 +397,13 @@ function drawTiles(status, rounds) {
     `${count(totals.replicas, "replica")}, ${count(spares, "spare")}`];
   const tiles = ended || status.health.state === "paused" ? [
     ["tokens", short(totals.tokens), "tokens"], validation,
-    ["best", loss(best && best.validation), best ? `best loss, round ${best.round}` : "best loss"],
+    bestTile,
     ["rounds", whole(Math.max(0, ...status.stages.map(stage => stage.rounds))), "rounds"],
     ["contributors", whole(totals.contributors), `${totals.contributors === 1 ? "peer" : "peers"} contributed`],
     ended ? ["took", until > began ? ago(until - began) : "–", `from ${day(began)} on`] : peers,
   ] : [
     ["speed", short(totals.tokens_per_s), "tokens a second"], validation,
-    ["best", loss(best && best.validation), best ? `best loss, ${best.round < 0 ? "start" : "round " + best.round}` : "best loss"],
+    bestTile,
     ["pace", short(totals.rounds_per_hour), "rounds an hour"],
     peers,
     ["waiting", percent(totals.waiting), "of the time waiting for averages"],

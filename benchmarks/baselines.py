@@ -27,7 +27,6 @@ be cut into many calls. Contestants of one call are run one after the other, the
 
 from __future__ import annotations
 
-import argparse
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -61,7 +60,7 @@ from tests.swarm.links import available
 
 WITHOUT_NETWORK = (PLAIN, ALONE)  # what they do does not depend on the link
 ON_LOOPBACK = (ALL_REDUCE, AVERAGER)
-AT_TOKENS, AT_S = 300_000, 60.0
+AT_TOKENS, AT_S = 270_000, 60.0
 LIMIT_S = 420.0
 
 
@@ -69,13 +68,11 @@ def length(contestant: str, line: Line, *, quick: bool) -> Length:
     """How long a run is."""
     if line.mbit is None:  # for the loss
         return Length(seconds=75.0, rounds=1, limit_s=LIMIT_S)
-    match contestant:
-        case _ if contestant == PLAIN or contestant == ALONE:
-            return Length(seconds=6.0 if quick else 20.0, rounds=0, limit_s=LIMIT_S)
-        case _ if contestant in (SYNCHRONOUS, PUBLISHED, OURS):
-            return Length(seconds=5.0, rounds=1 if quick else 2, limit_s=LIMIT_S)
-        case _:
-            return Length(seconds=10.0 if quick else 25.0, rounds=1, limit_s=LIMIT_S)
+    if contestant in WITHOUT_NETWORK:
+        return Length(seconds=6.0 if quick else 20.0, rounds=0, limit_s=LIMIT_S)
+    if contestant in (SYNCHRONOUS, PUBLISHED, OURS):
+        return Length(seconds=5.0, rounds=1 if quick else 2, limit_s=LIMIT_S)
+    return Length(seconds=10.0 if quick else 25.0, rounds=1, limit_s=LIMIT_S)
 
 
 # ---- tables --------------------------------------------------------------------------------------

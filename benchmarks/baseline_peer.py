@@ -40,7 +40,7 @@ from dilocox.peer.training.data import Corpus
 from dilocox.pipeline.stage import build_stage
 
 OUTER_RATE, OUTER_MOMENTUM = 0.7, 0.9  # of OpenDiLoCo
-GROUP_LIMIT_S, REDUCE_LIMIT_S = 60.0, 400.0
+GROUP_LIMIT_S, REDUCE_LIMIT_S = 60.0, 1800.0
 WARM_STEPS = 5  # before anything is joined, to know what a step takes; undone
 RENDEZVOUS_PORT = 29500
 

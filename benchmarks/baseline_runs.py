@@ -50,7 +50,7 @@ PARTS, WINDOWS, SEED = 8, 64, 0
 BATCH = {"sequence_length": 128, "microbatch_size": 4}
 STEP_TOKENS = BATCH["sequence_length"] * BATCH["microbatch_size"]
 INNER = {"learning_rate": 1e-3, "schedule": "constant"}
-ROUND_STEPS = 130  # H of ours: rounds of over 20 s on the machine of the results
+ROUND_STEPS = 150  # H of ours: rounds of about 25 s on the machine of the results
 SHORT_STEPS = 20  # H of OpenDiLoCo's optimizer
 NEVER = 100_000
 
@@ -79,7 +79,7 @@ PRODUCT: dict[str, dict[str, Any]] = {
 CONTESTANTS = (*RIVALS, *PRODUCT)
 
 START_LIMIT_S = 120.0
-POLL_S = 0.25
+POLL_S, SWARM_POLL_S = 0.25, 1.0  # to look at a swarm costs milliseconds
 MODEL_S = 6.0
 SKIP_S = 4.0  # of loops without rounds, at the start
 LEAVE_S = 3.0
@@ -115,11 +115,14 @@ LINES = {
 
 @dataclass(frozen=True, kw_only=True)
 class Length:
-    """How long a run is. seconds: measured, at least. rounds: the same. limit_s: then it hangs."""
+    """How long a run is. seconds: measured, at least. rounds: the same. limit_s: then it hangs.
+    tokens: of all peers that are in kept weights, at least.
+    """
 
     seconds: float
     rounds: int
     limit_s: float
+    tokens: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,7 +132,8 @@ class Result:
     turn: of the call of the script that it is from. outcome: "ok", "hung", or why it ended.
     steps: H of the measured rounds, [least, most]. seconds: measured. computing: share of time.
     bytes_per_token: of IP packets that peers' links sent. models: [seconds since all trained,
-    tokens of all peers, loss] of the weights that were kept.
+    tokens of all peers, loss] of the weights that were kept. cores: of ours, how many each kind of
+    process kept busy, all peers together.
     """
 
     turn: str
@@ -145,6 +149,8 @@ class Result:
     models: list[tuple[float, float, float]] = field(
         default_factory=list[tuple[float, float, float]]
     )
+
+    cores: dict[str, float] = field(default_factory=dict[str, float])
 
     def text(self) -> str:
         """A line of JSON."""
@@ -179,6 +185,54 @@ class Counted:
             return None
         first, last = (max(bisect_right(self._times, at) - 1, 0) for at in (start, stop))
         return self._bytes[last] - self._bytes[first]
+
+
+class Processors:
+    """Processor seconds of a swarm by kind of process, read again and again.
+
+    On a machine whose cores all train, what does not train takes from what does: this says what.
+    """
+
+    def __init__(self, swarm: LocalSwarm, links: Links | None):
+        """When all train: no process is started after that."""
+        self._links = links
+        self._pids: dict[int, str] = {os.getpid(): "this script"}
+        for process in family(f"{swarm.tag}.bootstrap"):
+            self._pids[process.pid] = "bootstrap"
+        for peer in swarm.peers:
+            averager = peer.averager().pid
+            for process in peer.processes():
+                kind = "p2pd" if process.name == "p2pd" else "DHT"
+                kind = "averaging" if process.pid == averager else kind
+                self._pids[process.pid] = "training" if process.pid == peer.child.pid else kind
+        self._times: list[float] = []
+        self._spent: list[dict[str, float]] = []
+
+    def sample(self) -> None:
+        """Note what they have taken by now."""
+        spent = dict.fromkeys(self._pids.values(), 0.0)
+        for pid, kind in self._pids.items():
+            spent[kind] += processor_s(pid)
+        if self._links is not None:
+            spent["links"] = processor_s(self._links.relay)
+        self._times.append(time.time())
+        self._spent.append(spent)
+
+    def cores(self, start: float, stop: float) -> dict[str, float]:
+        """How many each kind kept busy between two times."""
+        first, last = (max(bisect_right(self._times, at) - 1, 0) for at in (start, stop))
+        seconds = self._times[last] - self._times[first]
+        before, after = self._spent[first], self._spent[last]
+        return {kind: (after[kind] - before[kind]) / seconds for kind in after}
+
+
+def processor_s(pid: int) -> float:
+    """Processor seconds of a process so far; 0 for one that has ended."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return 0.0
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 # ---- the loss ------------------------------------------------------------------------------------
@@ -224,7 +278,8 @@ def run_rival(turn: str, contestant: str, line: Line, peers: int, length: Length
             for log in logs:
                 log.look()
             window = _window(logs, contestant, units, line)
-            if window and window[1] - window[0] >= length.seconds:
+            long = window is not None and window[1] - window[0] >= length.seconds
+            if long and logs[0].joined_tokens() >= length.tokens:
                 break
             if time.time() - began > length.limit_s:
                 marks = min(len(log.times("mark")) for log in logs)
@@ -235,13 +290,14 @@ def run_rival(turn: str, contestant: str, line: Line, peers: int, length: Length
             except EnvironmentFault as error:
                 return replace(told, outcome=str(error)[:200])
             time.sleep(POLL_S)
+        assert window is not None
         result = _measured(told, [log.times("step") for log in logs], window, counted)
         computing = _rival_computing(logs, window) if contestant != PLAIN else 1.0
         steps = {PLAIN: None, ALL_REDUCE: (1, 1)}.get(contestant, (SHORT_STEPS, SHORT_STEPS))
         judge, start = Judge(), logs[0].times("training")[0]
         kept = [event for event in logs[0].events if event["event"] == "model"]
         models = [(0.0, 0.0, judge.loss(judge.initial))]
-        for event in kept[:12]:
+        for event in kept[:: max(1, len(kept) // 12)]:  # an evaluation takes a second
             models.append((event["time"] - start, event["tokens"], judge.loss(Path(event["file"]))))
         return replace(result, computing=computing, steps=steps, models=models)
 
@@ -261,6 +317,12 @@ class _Events:
             while (text := file.readline()).endswith("\n"):
                 self._read = file.tell()
                 self.events.append(json.loads(text))
+
+    def joined_tokens(self) -> float:
+        """Tokens in the newest weights that were kept."""
+        return max(
+            (event["tokens"] for event in self.events if event["event"] == "model"), default=0
+        )
 
     def times(self, kind: str) -> list[float]:
         """When events of a kind were."""
@@ -374,23 +436,32 @@ def run_product(
         counted = Counted(links, range(1, peers + 1))
         began = time.time()
         window: tuple[float, float] | None = None
+        processors: Processors | None = None
         while True:
             counted.sample()
             swarm.look()
+            if processors is None and all(peer.of_kind("training") for peer in swarm.peers):
+                processors = Processors(swarm, links)
+            if processors is not None:
+                processors.sample()
             window = _swarm_window(swarm, contestant, length)
             if window:
                 break
             if time.time() - began > length.limit_s:
                 rounds = min(len(peer.rounds) for peer in swarm.peers)
                 return replace(told, outcome=f"not done after {rounds} rounds")
-            time.sleep(POLL_S)
+            time.sleep(SWARM_POLL_S)
+        assert processors is not None
         steps = [peer.shown.steps for peer in swarm.peers if peer.shown]
         result = _measured(told, steps, window, counted)
         computing = fmean(stepping_share(each, *window) for each in steps)
         lines = [event for event in swarm.peers[0].rounds if window[0] < event["time"]]
         taken = [event["inner_steps"] for event in lines]
         result = replace(
-            result, computing=computing, steps=(min(taken), max(taken)) if taken else None
+            result,
+            computing=computing,
+            steps=(min(taken), max(taken)) if taken else None,
+            cores=processors.cores(*window),
         )
         if contestant != ALONE:
             swarm.assert_equal_chains()

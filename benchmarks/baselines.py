@@ -60,14 +60,14 @@ from tests.swarm.links import available
 
 WITHOUT_NETWORK = (PLAIN, ALONE)  # what they do does not depend on the link
 ON_LOOPBACK = (ALL_REDUCE, AVERAGER)
-AT_TOKENS, AT_S = 270_000, 60.0
+AT_TOKENS, AT_S = 330_000, 60.0
 LIMIT_S = 420.0
 
 
 def length(contestant: str, line: Line, *, quick: bool) -> Length:
     """How long a run is."""
     if line.mbit is None:  # for the loss
-        return Length(seconds=75.0, rounds=1, limit_s=LIMIT_S)
+        return Length(seconds=0.0, rounds=1, limit_s=10 * LIMIT_S, tokens=AT_TOKENS)
     if contestant in WITHOUT_NETWORK:
         return Length(seconds=6.0 if quick else 20.0, rounds=0, limit_s=LIMIT_S)
     if contestant in (SYNCHRONOUS, PUBLISHED, OURS):
@@ -191,6 +191,21 @@ def _steps(results: Sequence[Result]) -> str:
     return f"{least}" if least == most else f"{least} to {most}"
 
 
+def processors(report: Report, results: Results, lines: Sequence[str]) -> None:
+    """Print what kept the cores busy while ours trained."""
+    rows: list[list[object]] = []
+    kinds = ("training", "averaging", "DHT", "p2pd", "bootstrap", "links", "this script")
+    for contestant in (SYNCHRONOUS, PUBLISHED, OURS, ALONE):
+        for line in lines:
+            good = [each for each in results.of(contestant, line) if each.cores]
+            if good and not (contestant == ALONE and line != lines[0]):
+                means = [fmean(each.cores.get(kind, 0.0) for each in good) for kind in kinds]
+                rows.append([line, contestant, *means])
+    if rows:
+        columns = [Column("link"), Column("cores kept busy by"), *(Column(k, ".3f") for k in kinds)]
+        report.table(columns, rows, part="cores")
+
+
 def claims(report: Report, results: Results, lines: Sequence[str]) -> None:
     """Print what was expected beside what was measured."""
     wanted = [
@@ -281,6 +296,7 @@ def main() -> None:
     found = Results(results, arguments.peers)
     if lines:
         table(report, found, lines, (arguments.tokens, arguments.seconds))
+        processors(report, found, lines)
         claims(report, found, lines)
         plots(report, found, lines)
     report.close()

@@ -131,6 +131,13 @@ class Links(Hosts):
         """The ids of the processes that run on a host."""
         return namespaces.processes(self._names[host])
 
+    @property
+    def relay(self) -> int:
+        """The id of the process that carries the packets."""
+        if self._relay is None:
+            raise RuntimeError("these links are closed")
+        return self._relay.pid
+
     def cut(self, host: int) -> None:
         """Let every packet from and to a host vanish, from the return of this call on."""
         self._order(host, cut=True)

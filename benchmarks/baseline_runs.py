@@ -116,13 +116,15 @@ LINES = {
 @dataclass(frozen=True, kw_only=True)
 class Length:
     """How long a run is. seconds: measured, at least. rounds: the same. limit_s: then it hangs.
-    tokens: of all peers that are in kept weights, at least.
+    tokens: of all peers that are in kept weights, at least. first: whether the first round of rivals
+    is measured, too, in which they may still look for each other.
     """
 
     seconds: float
     rounds: int
     limit_s: float
     tokens: float = 0.0
+    first: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -277,7 +279,7 @@ def run_rival(turn: str, contestant: str, line: Line, peers: int, length: Length
             counted.sample()
             for log in logs:
                 log.look()
-            window = _window(logs, contestant, units, line)
+            window = _window(logs, contestant, units, first=length.first)
             long = window is not None and window[1] - window[0] >= length.seconds
             if long and logs[0].joined_tokens() >= length.tokens:
                 break
@@ -330,7 +332,7 @@ class _Events:
 
 
 def _window(
-    logs: Sequence[_Events], contestant: str, units: int, line: Line
+    logs: Sequence[_Events], contestant: str, units: int, *, first: bool
 ) -> tuple[float, float] | None:
     """From when all train, or the join after it, to the newest join; None while it is too short."""
     trains = [log.times("training") for log in logs]
@@ -341,9 +343,7 @@ def _window(
     if contestant == PLAIN:
         later = [mark for mark in marks if mark > start + SKIP_S]
         return (later[0], later[-1]) if len(later) > 1 else None
-    # on the slowest line a join takes minutes: there the first one counts, too
-    slow = line.mbit is not None and line.mbit <= 1
-    later = [start, *(mark for mark in marks if mark > start)][0 if slow else 1 :]
+    later = [start, *(mark for mark in marks if mark > start)][0 if first else 1 :]
     return (later[0], later[-1]) if len(later) > units else None
 
 

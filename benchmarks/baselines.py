@@ -69,10 +69,12 @@ def length(contestant: str, line: Line, *, quick: bool) -> Length:
     if line.mbit is None:  # for the loss
         return Length(seconds=0.0, rounds=1, limit_s=10 * LIMIT_S, tokens=AT_TOKENS)
     if contestant in WITHOUT_NETWORK:
-        return Length(seconds=6.0 if quick else 20.0, rounds=0, limit_s=LIMIT_S)
+        return Length(seconds=4.0 if quick else 20.0, rounds=0, limit_s=LIMIT_S)
     if contestant in (SYNCHRONOUS, PUBLISHED, OURS):
         return Length(seconds=5.0, rounds=1 if quick else 2, limit_s=LIMIT_S)
-    return Length(seconds=10.0 if quick else 25.0, rounds=1, limit_s=LIMIT_S)
+    if quick or line.mbit <= 1:  # there a join takes minutes
+        return Length(seconds=5.0, rounds=1, limit_s=LIMIT_S, first=True)
+    return Length(seconds=25.0, rounds=1, limit_s=LIMIT_S)
 
 
 # ---- tables --------------------------------------------------------------------------------------
@@ -269,7 +271,7 @@ def main() -> None:
     torch.set_num_threads(2)
     wanted: list[tuple[str, str]] = []
     if arguments.quick:
-        arguments.links, arguments.runs, arguments.inner_steps = ["10"], 1, 60
+        arguments.links, arguments.runs, arguments.inner_steps = ["10"], 1, 40
         arguments.contestants = [PLAIN, ALL_REDUCE, OURS]
     for line in arguments.links:
         for contestant in arguments.contestants:

@@ -116,8 +116,8 @@ LINES = {
 @dataclass(frozen=True, kw_only=True)
 class Length:
     """How long a run is. seconds: measured, at least. rounds: the same. limit_s: then it hangs.
-    tokens: of all peers that are in kept weights, at least. first: whether the first round of rivals
-    is measured, too, in which they may still look for each other.
+    tokens: of all peers that are in kept weights, at least. first: whether the first round of
+    rivals is measured, too, in which they may still look for each other.
     """
 
     seconds: float

@@ -1,4 +1,4 @@
-"""Hosts on one machine, joined by links of a chosen rate and delay that can be cut in silence.
+"""Hosts on one machine, joined by links of a chosen rate, delay and loss, to be cut in silence.
 
     with Links(hosts=2, mbit=100, delay_ms=25) as links:
         server = subprocess.Popen(links.command(0, ["python", "-m", "http.server"]))
@@ -44,6 +44,8 @@ class Counters:
     received_bytes: int
     dropped_packets: int
     """Lost because one of the host's two queues was full; what a cut swallows is not counted."""
+    lost_packets: int
+    """Of what it sent: lost by chance, see `loss`. They are among its sent bytes."""
 
 
 class Links(Hosts):
@@ -54,13 +56,26 @@ class Links(Hosts):
         mbit: rate of each host's link in each direction, in 10^6 bits/s of IP packets.
         delay_ms: from any host to any other, one way; a round trip takes twice as long.
         queue_ms: how much, in time at that rate, can wait before each line.
+        loss: the share of packets that never arrive, 0 to below 1: each is drawn by itself, once on
+            its way from one host to another.
+        seed: of the draws. Their order is the packets', which no two runs of real programs share:
+            it makes the losses of a benchmark alike, not the same.
     """
 
     def __init__(
-        self, hosts: int, *, mbit: float = 100.0, delay_ms: float = 0.0, queue_ms: float = 100.0
+        self,
+        hosts: int,
+        *,
+        mbit: float = 100.0,
+        delay_ms: float = 0.0,
+        queue_ms: float = 100.0,
+        loss: float = 0.0,
+        seed: int = 0,
     ):
         if not 1 <= hosts <= _MOST_HOSTS or mbit <= 0 or delay_ms < 0 or queue_ms <= 0:
             raise ValueError(f"no links of {hosts} hosts, {mbit} Mbit/s, {delay_ms}, {queue_ms} ms")
+        if not 0 <= loss < 1:
+            raise ValueError(f"no links that lose {loss} of the packets: choose from 0 to below 1")
         self.hosts = hosts
         bytes_per_s = mbit * 1e6 / 8
         super().__init__(namespaces.new_names(hosts), available)
@@ -70,6 +85,8 @@ class Links(Hosts):
             "bytes_per_s": bytes_per_s,
             "delay_s": delay_ms / 1e3,
             "queue_s": queue_ms / 1e3,
+            "loss": loss,
+            "seed": seed,
             "mtu": round(min(max(bytes_per_s * _PACKET_S, _MTU_RANGE[0]), _MTU_RANGE[1])),
         }
         self._relay: subprocess.Popen[bytes] | None = None
@@ -113,6 +130,13 @@ class Links(Hosts):
     def processes(self, host: int) -> list[int]:
         """The ids of the processes that run on a host."""
         return namespaces.processes(self._names[host])
+
+    @property
+    def relay(self) -> int:
+        """The id of the process that carries the packets."""
+        if self._relay is None:
+            raise RuntimeError("these links are closed")
+        return self._relay.pid
 
     def cut(self, host: int) -> None:
         """Let every packet from and to a host vanish, from the return of this call on."""

@@ -2,7 +2,8 @@
 
 A host's only way out is a TUN device whose other end is held here. A packet waits for its turn on
 the sender's line, then for the delay, then for its turn on the receiver's line; a line whose queue
-is full drops it, as a router does. Everything is arithmetic on due times: no kernel module shapes.
+is full drops it, as a router does, and between the two lines some are lost by chance. Everything is
+arithmetic on due times: no kernel module shapes.
 
 Orders come as JSON lines on standard input and each is answered on standard output. At the order to
 end, or when the process that started this one is gone, the hosts are removed with all that runs
@@ -18,6 +19,7 @@ import heapq
 import itertools
 import json
 import os
+import random
 import select
 import socket
 import struct
@@ -68,12 +70,22 @@ class Host:
     sent_bytes: int = 0
     received_bytes: int = 0
     dropped_packets: int = 0
+    lost_packets: int = 0
 
 
 class Relay:
-    """The lines between hosts, by their IPv4 addresses."""
+    """The lines between hosts, by their IPv4 addresses. loss: the share of packets lost."""
 
-    def __init__(self, hosts: dict[str, Host], delay_s: float, owner: int):
+    def __init__(
+        self,
+        hosts: dict[str, Host],
+        delay_s: float,
+        owner: int,
+        *,
+        loss: float = 0.0,
+        seed: int = 0,
+    ):
+        self._loss, self._chance = loss, random.Random(seed)
         self._owner = owner
         self._hosts = list(hosts.values())
         self._by_address = {socket.inet_aton(address): host for address, host in hosts.items()}
@@ -118,6 +130,9 @@ class Relay:
                 sender.dropped_packets += 1
                 continue
             sender.sent_bytes += len(packet)
+            if self._loss and self._chance.random() < self._loss:
+                sender.lost_packets += 1
+                continue
             delay_s = self._delay_s + sender.more_s + receiver.more_s
             self._put(left_at + delay_s, receiver, False, packet)
 
@@ -155,6 +170,7 @@ class Relay:
             sent_bytes=host.sent_bytes,
             received_bytes=host.received_bytes,
             dropped_packets=host.dropped_packets,
+            lost_packets=host.lost_packets,
         )
         return True
 
@@ -211,7 +227,8 @@ def main() -> None:
             for namespace, address in plan["hosts"].items()
         }
         answer(ready=True)
-        Relay(hosts, plan["delay_s"], plan["owner"]).run()
+        chance = {"loss": plan["loss"], "seed": plan["seed"]}
+        Relay(hosts, plan["delay_s"], plan["owner"], **chance).run()
     finally:
         namespaces.remove(list(plan["hosts"]))
 

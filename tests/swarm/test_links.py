@@ -189,6 +189,28 @@ def test_a_round_trip_takes_twice_the_delay(lab: Lab, delay_ms: float) -> None:
     assert 2 * delay_ms <= trips[0] < 2 * delay_ms + 5  # not all: the machine may be busy
 
 
+# ---- loss --------------------------------------------------------------------------------------
+@pytest.mark.swarm
+def test_a_lossy_link_loses_its_share_of_packets_and_tcp_gets_through_all_the_same(
+    lab: Lab,
+) -> None:
+    links = lab.links(2, mbit=100, loss=0.2)
+    assert lab.start(links, 0, ECHO).line() == "ready"
+    returned = len(lab.start(links, 1, PINGER, links.address(0), 200).lines())
+    # both ways: 0.8 * 0.8 of 200, with a standard deviation of 7
+    assert 95 < returned < 160
+    counters = [links.counters(host) for host in range(2)]
+    assert all(each.lost_packets > 10 for each in counters)
+    assert not any(each.dropped_packets for each in counters)
+    assert flow(lab, links, 1, 0, 1.0, seconds=1.0).line()
+
+
+@pytest.mark.parametrize("loss", [-0.1, 1.0])
+def test_a_loss_that_no_link_can_have_is_refused(loss: float) -> None:
+    with pytest.raises(ValueError, match="lose"):
+        Links(2, loss=loss)
+
+
 # ---- cuts ----------------------------------------------------------------------------------------
 @pytest.mark.swarm
 @pytest.mark.parametrize("cut", [0, 1])

@@ -45,6 +45,8 @@ DEFAULTS = "ours, defaults"
 MUON = "DiLoCo, Muon"
 MUON_FOUR_BIT = "ours, Muon"
 MUON_TWO_BIT = "ours, Muon 2 bit"
+MUON_SIXTEEN_BIT = "ours, Muon 16 bit"
+MUON_ADAPTIVE = "ours, Muon adaptive"
 
 INNER_RATE = 1.5e-3  # the best of three for synchronous DiLoCo
 MUON_RATE = 1.6e-2  # the same
@@ -102,6 +104,22 @@ def rules(world: World) -> dict[str, Rule]:
         MUON_TWO_BIT: Rule(merge="rebase", compression=two_bit, inner=muon),
     }
     return {name: _tuned(name, rule) for name, rule in found.items()}
+
+
+def muon_rules(world: World) -> dict[str, Rule]:
+    """Muon under every codec, the synchronous one first; all but two of them are not in `rules`."""
+    found = rules(world)
+    four_bit = found[MUON_FOUR_BIT]
+    adaptive = replace(
+        four_bit, compression=found[ADAPTIVE].compression, energy=ENERGY, decay=DECAY["low_rank"]
+    )
+    return {
+        MUON: found[MUON],
+        MUON_SIXTEEN_BIT: replace(four_bit, compression=DENSE),
+        MUON_FOUR_BIT: four_bit,
+        MUON_TWO_BIT: found[MUON_TWO_BIT],
+        MUON_ADAPTIVE: adaptive,
+    }
 
 
 def candidates(rule: Rule) -> list[Rule]:

@@ -62,9 +62,10 @@ def write_levels(values: Tensor, steps: Tensor, packed: Tensor, block_size: int)
     for groups, block, _ in _blocks(values, block_size):
         size = len(block)
         quotients = torch.div(block, divisors[groups], out=scratch[:size])
-        # a quotient near zero vanishes beside 2, whether the machine flushes subnormals or not
-        bytewise[:size].copy_(quotients.clamp_(-2.0, 1.0).add_(2.0).floor_().sub_(2.0))
-        fours = bytewise[:size].view(torch.int32).bitwise_and_(0x03030303)
+        # a quotient near zero vanishes beside 2, whether the machine flushes subnormals or not;
+        # 0 to 3 are cut to whole numbers, and less 2 in two bits is the upper bit turned around
+        bytewise[:size].copy_(quotients.clamp_(-2.0, 1.0).add_(2.0))
+        fours = bytewise[:size].view(torch.int32).bitwise_xor_(0x02020202)
         fours |= fours >> 6
         fours |= fours >> 12
         start = groups.start * TWO_BIT_GROUP // 4

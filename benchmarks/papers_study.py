@@ -32,7 +32,7 @@ class Claim:
 
     def line(self) -> str:
         """For the terminal."""
-        verdict = {True: "reached", False: "NOT REACHED", None: "not shown here"}[self.reached]
+        verdict = {True: "reached", False: "NOT REACHED", None: "not measured here"}[self.reached]
         return f"{self.source}: {self.says}: {self.seen}: {verdict}"
 
 

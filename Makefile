@@ -80,6 +80,7 @@ bench: install  ## the measured claims, one script each
 	$(BIN)/python benchmarks/codec.py
 	$(BIN)/python benchmarks/compression.py
 	$(BIN)/python benchmarks/convergence.py
+	$(BIN)/python benchmarks/papers.py
 	$(BIN)/python benchmarks/slow_peer.py
 	$(BIN)/python benchmarks/pipeline.py
 	$(BIN)/python benchmarks/memory.py

@@ -17,6 +17,7 @@ from benchmarks.report import narrow
 from benchmarks.simulated_swarm import Outcome, Rule, Trial, World, run_trials
 
 BUNCH = 6  # trials side by side: more save little more time, and their weights leave the cache
+REPLICAS = 24  # the same, of trials with other numbers of workers
 LIMIT_S = 3600.0  # for one bunch
 TUNING_SEEDS = (7, 8, 9)  # the first for all settings, the others for the best
 FINALISTS = 3
@@ -55,16 +56,32 @@ class Runner:
 
     def run(self, world: World, rules: Sequence[Rule], seeds: Sequence[int]) -> list[list[Outcome]]:
         """The outcomes of every rule, one a seed, in the order of both."""
-        bunches = list(_bunches([Trial(rule=rule, seed=seed) for rule in rules for seed in seeds]))
-        if self._pool is None:
-            done = [run_trials(world, bunch, self._points) for bunch in bunches]
-        else:
-            futures = [
-                self._pool.submit(run_trials, world, bunch, self._points) for bunch in bunches
-            ]
-            done = [future.result(LIMIT_S) for future in futures]
+        trials = [Trial(rule=rule, seed=seed) for rule in rules for seed in seeds]
+        done = self._run([(world, bunch) for bunch in _bunches(trials)])
         outcomes = iter([outcome for bunch in done for outcome in bunch])
         return [[next(outcomes) for _ in seeds] for _ in rules]
+
+    def run_worlds(
+        self, rows: Mapping[str, tuple[World, Rule]], seeds: Sequence[int]
+    ) -> dict[str, list[Outcome]]:
+        """The outcomes of every row, one a seed: neighbours of one world side by side, and no more
+        replicas in a bunch than a processor's cache holds.
+        """
+        bunches: list[tuple[World, list[Trial]]] = []
+        for world, alike in groupby(rows.values(), key=lambda row: row[0]):
+            trials = [Trial(rule=rule, seed=seed) for _, rule in alike for seed in seeds]
+            size = max(1, REPLICAS // world.workers)
+            bunches += [(world, bunch) for bunch in _bunches(trials, size)]
+        outcomes = iter([outcome for bunch in self._run(bunches) for outcome in bunch])
+        return {name: [next(outcomes) for _ in seeds] for name in rows}
+
+    def _run(self, bunches: Sequence[tuple[World, list[Trial]]]) -> list[list[Outcome]]:
+        if self._pool is None:
+            return [run_trials(world, bunch, self._points) for world, bunch in bunches]
+        futures = [
+            self._pool.submit(run_trials, world, bunch, self._points) for world, bunch in bunches
+        ]
+        return [future.result(LIMIT_S) for future in futures]
 
 
 def tune(runner: Runner, world: World, console: Console) -> dict[str, Rule]:
@@ -108,9 +125,9 @@ def gaps(outcomes: Sequence[Outcome], references: Sequence[Outcome]) -> list[flo
     return [outcome.loss / reference.loss - 1 for outcome, reference in pairs]
 
 
-def _bunches(trials: Iterable[Trial]) -> Iterator[list[Trial]]:
+def _bunches(trials: Iterable[Trial], size: int = BUNCH) -> Iterator[list[Trial]]:
     """Cut trials, in their order, into bunches that make inner steps in one way."""
     for _, alike in groupby(trials, key=lambda trial: trial.rule.inner):
         same = list(alike)
-        for start in range(0, len(same), BUNCH):
-            yield same[start : start + BUNCH]
+        for start in range(0, len(same), size):
+            yield same[start : start + size]

@@ -6,16 +6,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
 from itertools import islice
 from typing import Any, Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from benchmarks.fleet import Fleet
 from benchmarks.simulated_exchange import Attack, AttackedSwarm, Averaging
+from benchmarks.uneven_swarm import PacedFleet, UnevenSwarm
 from dilocox.compression.stage_codec import Compression
 from dilocox.dht.manifest import CodecSpec, DataSpec, InnerSpec, OuterSpec, RoundSpec
 from dilocox.peer.training.data import Corpus, held_out_windows
@@ -31,7 +32,9 @@ class World:
     """What all rules have in common.
 
     arrival: inner steps from a send to its record. batch: windows of an inner step, and their
-    length in tokens.
+    length in tokens. paces: inner steps of each worker in a round; all of them if left out.
+    absent: worker r mod n is not in round r. mixed: all workers draw from all files, instead of
+    each from its own.
     """
 
     model: dict[str, Any]
@@ -41,10 +44,17 @@ class World:
     arrival: int
     batch: tuple[int, int]
     held_out: int
+    paces: tuple[int, ...] = ()
+    absent: bool = False
+    mixed: bool = False
+
+    def __post_init__(self) -> None:
+        if self.paces and (len(self.paces) != self.workers or max(self.paces) != self.inner_steps):
+            raise ValueError("paces: one for each worker, H for the fastest")
 
     @property
     def steps(self) -> int:
-        """Inner steps of each worker."""
+        """Inner steps of each worker, or of the fastest."""
         return self.inner_steps * self.rounds
 
     @property
@@ -55,7 +65,8 @@ class World:
     @property
     def tokens(self) -> int:
         """Tokens of all workers."""
-        return self.workers * self.steps * self.tokens_per_step
+        made = sum(self.paces) if self.paces else self.workers * self.inner_steps
+        return made * self.rounds * self.tokens_per_step
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,7 +78,7 @@ class Rule:
     energy: ranks follow it, as in the manifest's codec section; None: they stay.
     robust: how far reducers believe workers, as in the manifest; or `centered`, of
         benchmarks/robust.py. attack: what liars send; nobody lies
-        where it is None.
+        where it is None. half: values travel in fp16 in the place of the codec's 32 bits.
     """
 
     merge: Literal["gradients", "none", "reset", "rebase"]
@@ -79,6 +90,7 @@ class Rule:
     energy: float | None = None
     robust: Averaging = "none"
     attack: Attack | None = None
+    half: bool = False
     inner: InnerSpec
 
 
@@ -138,19 +150,22 @@ def run_trials(world: World, trials: Sequence[Trial], points: int = 1) -> list[O
     if any(trial.rule.inner != inner for trial in trials):
         raise ValueError("trials that run side by side must make inner steps in one way")
     seeds = [trial.seed for trial in trials for _ in range(world.workers)]
-    fleet = Fleet(world.model, seeds, inner)
+    fleet = _fleet(world, seeds, inner)
     swarms = [
         _Trial(world, trial, fleet, slice(index * world.workers, (index + 1) * world.workers))
         for index, trial in enumerate(trials)
     ]
     together = [swarm.rows for swarm in swarms if swarm.averages_gradients]
     data = torch.cat(
-        [_windows(world.workers, world.steps, world.batch, trial.seed) for trial in trials]
+        [
+            _windows(world.workers, world.steps, world.batch, trial.seed, world.mixed)
+            for trial in trials
+        ]
     )
     held_out = _held_out(world.batch[1], world.held_out)
     curves: list[list[Point]] = [[] for _ in trials]
     for step in range(1, world.steps + 1):
-        tokens = step * world.workers * world.tokens_per_step
+        tokens = world.tokens * step // world.steps
         rate = learning_rate(inner, world.tokens, tokens)
         fleet.step(data[:, step - 1], rate, together)
         for swarm in swarms:
@@ -167,7 +182,7 @@ def run_trials(world: World, trials: Sequence[Trial], points: int = 1) -> list[O
 class _Trial:
     """The workers of one trial: those of the fleet at `rows`."""
 
-    def __init__(self, world: World, trial: Trial, fleet: Fleet, rows: slice):
+    def __init__(self, world: World, trial: Trial, fleet: Fleet | PacedFleet, rows: slice):
         self.trial = trial
         self.rows = rows
         rule = trial.rule
@@ -176,15 +191,7 @@ class _Trial:
         self._weights = fleet.weights[rows]
         self._gradient_bytes = fp16_bytes(world) / world.rounds
         self._all_reduces = 0
-        self._swarm = AttackedSwarm(
-            [fleet.stage],
-            weights=list(self._weights),
-            **_sections(world, rule),
-            arrival=world.arrival,
-            seed=trial.seed,
-            robust=rule.robust,
-            attack=rule.attack,
-        )
+        self._swarm = _swarm(world, trial, fleet.stage, list(self._weights))
 
     def stepped(self) -> None:
         """All workers made an inner step."""
@@ -214,6 +221,33 @@ class _Trial:
         )
 
 
+def _fleet(world: World, seeds: Sequence[int], inner: InnerSpec) -> Fleet | PacedFleet:
+    """A replica for each of `seeds`, of one world after another."""
+    if not world.paces:
+        return Fleet(world.model, seeds, inner)
+    paces = world.paces * (len(seeds) // world.workers)
+    return PacedFleet(world.model, seeds, inner, paces=paces, inner_steps=world.inner_steps)
+
+
+def _swarm(
+    world: World, trial: Trial, stage: nn.Module, weights: list[Tensor]
+) -> AttackedSwarm | UnevenSwarm:
+    """The trial's workers, whose live weights these are."""
+    rule = trial.rule
+    common: dict[str, Any] = {
+        **_sections(world, rule),
+        "weights": weights,
+        "arrival": world.arrival,
+        "seed": trial.seed,
+    }
+    if not (world.paces or world.absent or rule.half):
+        return AttackedSwarm([stage], **common, robust=rule.robust, attack=rule.attack)
+    if rule.robust != "none" or rule.attack is not None:
+        raise ValueError("uneven workers are all honest here")
+    paces = world.paces or (world.inner_steps,) * world.workers
+    return UnevenSwarm([stage], **common, paces=paces, absent=world.absent, half=rule.half)
+
+
 def _sections(world: World, rule: Rule) -> dict[str, Any]:
     """The rule in the words of a manifest."""
     robust = "none" if rule.robust == "centered" else rule.robust
@@ -236,15 +270,26 @@ def _sections(world: World, rule: Rule) -> dict[str, Any]:
 
 
 @lru_cache(maxsize=4)
-def _windows(workers: int, steps: int, batch: tuple[int, int], seed: int) -> Tensor:
-    """What each worker trains on, int64 [workers, steps, b, t + 1]: data part w of the seed's."""
+def _windows(
+    workers: int, steps: int, batch: tuple[int, int], seed: int, mixed: bool = False
+) -> Tensor:
+    """What each worker trains on, int64 [workers, steps, b, t + 1]: data part w of the seed's.
+
+    mixed: the same windows, dealt to the workers at random.
+    """
     size, length = batch
-    corpus = Corpus(DATA, sequence_length=length, microbatch_size=size, seed=seed)
+    data = replace(DATA, parts=max(DATA.parts, workers))
+    corpus = Corpus(data, sequence_length=length, microbatch_size=size, seed=seed)
     found: list[Tensor] = []
     for worker in range(workers):
         corpus.open_part(worker)
         found.append(torch.stack(list(islice(corpus, steps))))
-    return torch.stack(found)
+    windows = torch.stack(found)
+    if mixed:
+        draw = torch.Generator().manual_seed(seed)
+        dealt = torch.randperm(workers * steps * size, generator=draw)
+        windows = windows.flatten(0, 2)[dealt].view(windows.shape)
+    return windows
 
 
 @lru_cache(maxsize=2)

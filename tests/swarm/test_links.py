@@ -83,8 +83,11 @@ def lab() -> Iterator[Lab]:
 class Lab(ExitStack):
     """Starts links and what runs on their hosts; ends all of it."""
 
-    def links(self, hosts: int, **options: float) -> Links:
-        return self.enter_context(Links(hosts, **options))
+    def links(
+        self, hosts: int, *, mbit: float = 100.0, delay_ms: float = 0.0, loss: float = 0.0
+    ) -> Links:
+        links = Links(hosts, mbit=mbit, delay_ms=delay_ms, loss=loss)
+        return self.enter_context(links)
 
     def start(self, links: Links, host: int, script: str, *arguments: object) -> Program:
         """Start a Python script on a host; without site packages, to be quick."""

@@ -66,7 +66,9 @@ from benchmarks.socket_bytes import Carried, Members
 from dilocox.dht.identity import Identity
 
 FIXED_RANKS = (4, 8, 16, 32, 64)
-CODECS: dict[str, dict[str, Any]] = {
+Codecs = Mapping[str, dict[str, Any]]
+"""The manifests' codec sections by name."""
+CODECS: Codecs = {
     "16 bit": {"scheme": "dense", "bits": 16},
     "8 bit": {"scheme": "dense", "bits": 8},
     "4 bit": {"scheme": "dense", "bits": 4},
@@ -77,6 +79,7 @@ CODECS: dict[str, dict[str, Any]] = {
 }
 ADAPTIVE, FROM_ABOVE = "adaptive", "adaptive, 64"
 SIZES_VARY = (ADAPTIVE, FROM_ABOVE)  # with the run
+QUICK = ("4 bit", "rank 16", ADAPTIVE, FROM_ABOVE)
 BITS_LIMIT = 1.0  # of adaptive, at the larger H
 RATIO_LIMIT = 1.5  # of rank 16
 SAME = 0.01
@@ -108,6 +111,7 @@ def main() -> None:
     report, arguments = Report.parse(made, "compression")
     if arguments.quick:
         arguments.inner_steps, arguments.rounds, arguments.no_sockets = [2], 2, True
+    codecs = {name: CODECS[name] for name in (QUICK if arguments.quick else CODECS)}
     if arguments.rounds < 2 or min(arguments.inner_steps) < 1:
         made.error("choose 2 rounds or more, of 1 inner step or more")
     torch.set_num_threads(1)
@@ -121,7 +125,7 @@ def main() -> None:
         identities = sorted(made, key=lambda identity: identity.peer_id)
         members = [identity.peer_id for identity in identities]
         found = {
-            steps: all_codecs(report, steps, arguments.rounds, members)
+            steps: all_codecs(report, codecs, steps, arguments.rounds, members)
             for steps in arguments.inner_steps
         }
         carried = {} if reason else counted(report, folder, identities, found)
@@ -137,7 +141,7 @@ def main() -> None:
     if carried:
         search = statistics.median(each.search_bytes for each in carried.values())
         report.say(f"beside that, {WORKERS} members sent {search:,.0f} bytes to find each other")
-    times = timed(report, found[max(found)])
+    times = timed(report, codecs, found[max(found)])
     costs(report, times)
     for name in (ADAPTIVE, FROM_ABOVE):
         each = found[max(found)][name]
@@ -153,13 +157,17 @@ def main() -> None:
 
 
 def all_codecs(
-    report: Report, inner_steps: int, rounds: int, members: Sequence[str]
+    report: Report,
+    codecs: Codecs,
+    inner_steps: int,
+    rounds: int,
+    members: Sequence[str],
 ) -> dict[str, Exchanged]:
     """Train at one H and run every codec over it."""
     with report.console.status(f"training, H = {inner_steps}"):
         training = train(inner_steps, rounds)
     report.say(f"H = {inner_steps}: training loss {training.loss:.3f} after {rounds} rounds")
-    manifests = [manifest_of(codec, inner_steps) for codec in CODECS.values()]
+    manifests = [manifest_of(codec, inner_steps) for codec in codecs.values()]
     with (
         report.console.status(f"all codecs, H = {inner_steps}"),
         ThreadPoolExecutor(2, initializer=torch.set_num_threads, initargs=(1,)) as pool,
@@ -167,7 +175,7 @@ def all_codecs(
         each = pool.map(
             lambda manifest: exchange_all(manifest, training, members, socket_bytes.RUN), manifests
         )
-        return dict(zip(CODECS, each, strict=True))
+        return dict(zip(codecs, each, strict=True))
 
 
 def counted(
@@ -214,10 +222,10 @@ def _check_equal(row: tuple[int, str], carried: Carried, exchanged: Exchanged) -
         raise RuntimeError(f"{row}: the members' average is another one")
 
 
-def timed(report: Report, exchanged: Mapping[str, Exchanged]) -> dict[str, Times]:
+def timed(report: Report, codecs: Codecs, exchanged: Mapping[str, Exchanged]) -> dict[str, Times]:
     """The costs of every codec; adaptive with the ranks that it came to, on the average."""
     found: dict[str, Times] = {}
-    for name, codec in CODECS.items():
+    for name, codec in codecs.items():
         adaptive = name in (ADAPTIVE, FROM_ABOVE)
         rank = round(statistics.fmean(exchanged[name].ranks)) if adaptive else None
         with report.console.status(f"times: {name}"):

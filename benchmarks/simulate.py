@@ -43,6 +43,7 @@ COLUMNS = (
     Column("conserved"),
     Column("seconds", ".1f"),
 )
+QUICK_ROUNDS = 5
 TOLD_EVERY = 100  # schedules of a campaign
 
 
@@ -120,8 +121,10 @@ def table(report: Report, arguments: argparse.Namespace) -> int:
     """Play every size of swarm with every length of round; the exit code."""
     rows: list[tuple[str | float, ...]] = []
     kept = True
+    if arguments.quick:
+        arguments.rounds = arguments.rounds or QUICK_ROUNDS
     for heads in HEADS[:1] if arguments.quick else HEADS:
-        for round_s in ROUNDS_S:
+        for round_s in ROUNDS_S[:2] if arguments.quick else ROUNDS_S:
             rounds = arguments.rounds or max(5, min(ROUNDS, HEAD_ROUNDS // heads))
             scenario = of(arguments, heads, round_s, rounds)
             began = time.monotonic()

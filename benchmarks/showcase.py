@@ -11,7 +11,7 @@ and resumed; then the operator ends the run. Every peer computes in one thread.
 What is left in the folder of --out:
 
     history.csv            a line a round, of `dilocox log --csv`
-    showcase-*             plots of losses, speed and peers; tables of what happened and the promises
+    showcase-*             plots of losses, speed, peers; tables of what happened, the promises
     samples.txt            what the model wrote when, by `dilocox generate`
     model/                 the model at the end, by `dilocox export`: a Hugging Face folder
     page.png               the monitor's page shortly before the end, where Chromium is installed

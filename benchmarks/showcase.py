@@ -66,7 +66,7 @@ SCHEDULE = {
 }
 SAMPLES = (0.05, 0.15, 0.35, 0.65, 0.90)  # and one at the end
 
-POLL_S = 0.5
+STATUS_S = 2.0  # no status is older
 TRAIN_LIMIT_S = 240.0
 GENERATE_LIMIT_S = 240.0
 COMMAND_LIMIT_S = 180.0
@@ -93,7 +93,8 @@ class Size:
             "name": "showcase",
             "model": self.model,
             "stages": STAGES,
-            "end_tokens": 100_000_000,  # more than fits: the operator ends the run
+            # more than fits, with one thread a peer: the operator ends the run
+            "end_tokens": round(20_000_000 * max(1.0, self.minutes / 60)),
             "about": "Two replicas of two stages on two cores, behind links of 20 Mbit/s.",
             "data": {"source": "stdlib", "held_out_windows": 32, "validation_share": 0.05},
             "batch": self.batch,
@@ -143,6 +144,15 @@ QUICK = Size(
 )
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Asked:
+    """A `dilocox generate` that runs; round: the newest record when it was started."""
+
+    child: Child
+    at_s: float
+    round: int
+
+
 class Showcase:
     """One run; `play` makes it, and says what it did."""
 
@@ -154,7 +164,7 @@ class Showcase:
         self._acts: list[Act] = []
         self._samples: list[Sample] = []
         self._due = list(SAMPLES)
-        self._asked: tuple[Child, float] | None = None
+        self._asked: _Asked | None = None
 
     def play(self) -> Ended:
         """From the first peer to the exported model."""
@@ -162,7 +172,7 @@ class Showcase:
         for number in range(STAGES * REPLICAS):
             self._add(stage=number % STAGES)
         self._monitor()
-        swarm.wait_for_replicas(REPLICAS, TRAIN_LIMIT_S)
+        swarm.wait(self._all_replicas, TRAIN_LIMIT_S, f"{REPLICAS} replicas")
         self._began = time.monotonic()
         self._act("trains", f"{REPLICAS} replicas of {STAGES} stages train")
         sent = self._sent_bytes()
@@ -173,6 +183,7 @@ class Showcase:
         self._until("picture")
         self._page()
         self._until("ended")
+        self._due.clear()
         self._finish_sample()
         swarm.look()
         computing = {
@@ -185,7 +196,7 @@ class Showcase:
         model, history = self._out / "model", self._out / "history.csv"
         self._run("log", swarm.invite, "--csv", str(history))
         self._run("export", swarm.invite, str(model))
-        self._ask(1.0)
+        self._ask("end")
         self._finish_sample()
         return Ended(
             swarm=swarm,
@@ -210,10 +221,10 @@ class Showcase:
         return self._swarm.add_peer("--name", name, "--snapshot-minutes", rare, stage=stage)
 
     def _kill(self, peer: Peer) -> int:
-        """Its processes are gone at once, and it is started again; tokens that nobody else had."""
+        """Its processes are gone at once, and it is started again; tokens that no record had."""
         swarm = self._swarm
         self._until("killed")
-        unsent = int(peer.status["unsent_tokens"])
+        unsent = round(peer.status["unsent_tokens"] + STATUS_S * peer.status["tokens_per_s"])
         swarm.kill(peer)
         swarm.wait_until_gone(peer)
         self._act("killed", f"{_who(peer)} is killed (SIGKILL)")
@@ -222,7 +233,7 @@ class Showcase:
         swarm.restart(peer)
         self._act("started again", f"{_who(peer)} is started again")
         self._wait(lambda: len(peer.of_kind("training")) > starts, f"{peer.name} is back")
-        swarm.wait_for_replicas(REPLICAS, TRAIN_LIMIT_S)
+        self._wait(self._all_replicas, "all replicas train again")
         self._act("back", f"{_who(peer)} trains again")
         return unsent
 
@@ -236,13 +247,12 @@ class Showcase:
 
     def _pause(self, peer: Peer) -> None:
         """As its volunteer does it, who needs the machine for a while."""
-        swarm = self._swarm
         self._until("paused")
+        self._act("paused", f"{_who(peer)} is paused by its volunteer (dilocox pause)")
         self._run("pause", "--state", str(peer.state))
         self._wait(lambda: peer.doing == "resting", f"{peer.name} rests")
-        self._act("paused", f"{_who(peer)} is paused by its volunteer (dilocox pause)")
-        swarm.wait_for_replicas(REPLICAS, TRAIN_LIMIT_S)
-        self._act("replaced", "a spare has taken its place")
+        self._wait(self._all_replicas, "a spare takes its place")
+        self._act("replaced", f"{_who(peer)} rests, a spare trains in its place")
         self._until("resumed")
         starts = len(peer.of_kind("training"))
         self._run("resume", "--state", str(peer.state))
@@ -266,6 +276,9 @@ class Showcase:
         if any(codes.values()):
             raise EnvironmentFault(f"not all peers left in good order: {codes}")
         self._act("left", "all peers have left")
+
+    def _all_replicas(self) -> bool:
+        return len(self._swarm.replicas()) == REPLICAS
 
     # ---- commands and time -----------------------------------------------------------------------
     def _run(self, *arguments: str) -> str:
@@ -321,32 +334,32 @@ class Showcase:
     def _sample(self) -> None:
         """Ask when it is time, and note the answer when it is there."""
         if self._asked is not None:
-            if self._asked[0].returncode is not None:
+            if self._asked.child.returncode is not None:
                 self._finish_sample()
         elif self._due and time.monotonic() >= self._began + self._due[0] * self._seconds:
-            self._ask(self._due.pop(0))
+            self._ask(f"{self._due.pop(0):.0%}")
 
-    def _ask(self, share: float) -> None:
+    def _ask(self, when: str) -> None:
         tokens = ("--tokens", str(SAMPLE_TOKENS), "--temperature", "0.5", "--seed", "0")
         child = self._swarm.start_command(
             *("generate", *tokens, self._swarm.invite, PROMPT),
-            log=f"generate-{round(100 * share)}",
+            log=f"generate-{when.removesuffix('%')}",
             host=WATCHER,
         )
-        self._asked = child, time.monotonic() - self._began
+        newest = max(self._swarm.chain(), default=-1)
+        self._asked = _Asked(child=child, at_s=time.monotonic() - self._began, round=newest)
 
     def _finish_sample(self) -> None:
         if self._asked is None:
             return
-        (child, at_s), self._asked = self._asked, None
-        child.wait(GENERATE_LIMIT_S)
-        said = child.log.read_text(errors="replace")
-        if child.returncode:
-            raise EnvironmentFault(f"dilocox generate failed: {child.last_line()}")
+        asked, self._asked = self._asked, None
+        asked.child.wait(GENERATE_LIMIT_S)
+        said = asked.child.log.read_text(errors="replace")
+        if asked.child.returncode:
+            raise EnvironmentFault(f"dilocox generate failed: {asked.child.last_line()}")
         # behind what it says of its way to the weights
         text = PROMPT + ("\n" + said).partition("\n" + PROMPT)[2].rstrip("\n")
-        rounds = max(self._swarm.chain(), default=-1)
-        self._samples.append(Sample(at_s=at_s, round=rounds, text=text))
+        self._samples.append(Sample(at_s=asked.at_s, round=asked.round, text=text))
 
     def _export_loss(self, model: Path) -> float:
         """Of the exported model by plain transformers, on the run's held-out windows."""

@@ -9,6 +9,8 @@ PIP_ARGS ?=
 # More arguments for `dilocox demo` and for pytest.
 DEMO_ARGS ?=
 TEST_ARGS ?=
+# More arguments for `make showcase`: --quick, --minutes 15, --out FOLDER.
+SHOWCASE_ARGS ?=
 # Processes of `make test`: more than two cores, since many tests wait for a limit of time.
 TEST_PROCESSES ?= 3
 # Runs of `make chaos`, one a seed, from CHAOS_SEED on.
@@ -19,7 +21,7 @@ CHAOS_MINUTES ?= 10
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-python test-swarm test-faults test-watch attack chaos test-image simulate lint type audit bench clean
+.PHONY: help install demo showcase test test-python test-swarm test-faults test-watch attack chaos test-image simulate lint type audit bench clean
 
 help:  ## show this help
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 22
@@ -34,6 +36,9 @@ install: $(BIN)/.installed  ## make .venv and install everything into it
 
 demo: install  ## train a small model with a real swarm on this machine (about 3 minutes)
 	$(BIN)/dilocox demo $(DEMO_ARGS)
+
+showcase: install  ## an hour of a 10.9 million Llama on slow links, hurt on a schedule (root, Linux)
+	$(BIN)/python benchmarks/showcase.py $(SHOWCASE_ARGS)
 
 test: install  ## unit tests and one small swarm, in three processes (about 5 minutes)
 	$(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist worksteal -m 'not swarm or smoke' $(TEST_ARGS)
@@ -90,4 +95,4 @@ bench: install  ## the measured claims, one script each
 	$(BIN)/python benchmarks/attacks.py
 
 clean:  ## remove what the other targets made
-	rm -rf $(VENV) .venv-other build dist demo-run *.egg-info .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv-other build dist demo-run showcase-run *.egg-info .pytest_cache .ruff_cache .hypothesis

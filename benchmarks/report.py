@@ -84,10 +84,14 @@ class Report:
         for row in rows:
             shown.add_row(*(column.shown(cell) for column, cell in zip(columns, row, strict=True)))
         self.console.print(shown)
+        self.csv([column.name for column in columns], rows, part=part)
+
+    def csv(self, names: Sequence[str], rows: Sequence[Sequence[Any]], *, part: str = "") -> None:
+        """Write rows as CSV only, where they were printed in another way."""
         if (path := self._path(part, "csv")) is not None:
             with path.open("w", newline="", encoding="utf-8") as file:
                 writer = csv.writer(file)
-                writer.writerow([column.name for column in columns])
+                writer.writerow(names)
                 writer.writerows(rows)
 
     def plot(

@@ -204,7 +204,7 @@ def main() -> None:
     made.add_argument("--dtype", choices=list(DTYPES), default="bf16")
     report, arguments = Report.parse(made, "export-size")
     if arguments.quick:
-        arguments.parameters, arguments.stages = 2e7, 4
+        arguments.parameters, arguments.stages = 5e6, 2
     with tempfile.TemporaryDirectory(dir=".") as folder:
         place = Path(folder)
         found = measure(arguments.parameters, arguments.stages, arguments.dtype, place)

@@ -78,7 +78,9 @@ class Report:
 
         title: a line above it. part: distinguishes the file from those of other tables.
         """
-        shown = narrow(title)
+        if title:
+            self.say(title)  # as rich's own title it would be broken at the table's width
+        shown = narrow()
         for index, column in enumerate(columns):
             shown.add_column(column.name, justify="right" if index else "left", no_wrap=True)
         for row in rows:

@@ -10,6 +10,8 @@ PIP_ARGS ?=
 DEMO_ARGS ?=
 TEST_ARGS ?=
 BENCH_ARGS ?=
+# More arguments for `make showcase`: --quick, --minutes 15, --out FOLDER.
+SHOWCASE_ARGS ?=
 # Processes of `make test`: more than two cores, since many tests wait for a limit of time.
 TEST_PROCESSES ?= 3
 # Runs of `make chaos`, one a seed, from CHAOS_SEED on.
@@ -20,7 +22,7 @@ CHAOS_MINUTES ?= 10
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-python test-swarm test-faults test-watch attack chaos test-image simulate lint type audit bench bench-quick clean
+.PHONY: help install demo showcase test test-python test-swarm test-faults test-watch attack chaos test-image simulate lint type audit bench bench-quick clean
 
 help:  ## show this help
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 22
@@ -35,6 +37,9 @@ install: $(BIN)/.installed  ## make .venv and install everything into it
 
 demo: install  ## train a small model with a real swarm on this machine (about 3 minutes)
 	$(BIN)/dilocox demo $(DEMO_ARGS)
+
+showcase: install  ## an hour of a 10.9 million Llama on slow links, hurt on a schedule (root, Linux)
+	$(BIN)/python benchmarks/showcase.py $(SHOWCASE_ARGS)
 
 test: install  ## unit tests and one small swarm, in three processes (about 5 minutes)
 	$(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist worksteal -m 'not swarm or smoke' $(TEST_ARGS)
@@ -84,4 +89,4 @@ bench-quick: install  ## every benchmark in its shortest form: do they run (5 mi
 	$(BIN)/python benchmarks/run_all.py --quick $(BENCH_ARGS)
 
 clean:  ## remove what the other targets made
-	rm -rf $(VENV) .venv-other build dist demo-run bench-run *.egg-info .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv-other build dist demo-run showcase-run bench-run *.egg-info .pytest_cache .ruff_cache .hypothesis

@@ -80,7 +80,7 @@ class Report:
         """
         if title:
             self.say(title)  # as rich's own title it would be broken at the table's width
-        shown = narrow()
+        shown = Table(box=SIMPLE_HEAD, padding=0, show_edge=False)  # narrow: it fits into 80
         for index, column in enumerate(columns):
             shown.add_column(column.name, justify="right" if index else "left", no_wrap=True)
         for row in rows:
@@ -164,8 +164,3 @@ def machine() -> str:
         f"cores ({platform.machine()}), {memory:.0f} GB{gpu}, Python {platform.python_version()}, "
         f"torch {torch.__version__}, {time.strftime('%Y-%m-%d')}"
     )
-
-
-def narrow(title: str | None = None) -> Table:
-    """An empty table with only a space between its columns, so that it fits into 80."""
-    return Table(title=title, box=SIMPLE_HEAD, padding=0, show_edge=False)

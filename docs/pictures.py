@@ -2,9 +2,9 @@
 
     python docs/pictures.py [STATE ...]
 
-Each state at 1280 and 390 pixels, light and dark, side by side in one picture; docs/status.png is
-the page of a run that trains. It needs Chromium. Whoever changes the page runs it and looks at what
-it has drawn.
+Each state at 1280 and 390 pixels, light and dark, side by side in one picture. It needs Chromium.
+Whoever changes the page runs it and looks at what it has drawn. docs/showcase.png is not of these:
+it is the page of a real run (benchmarks/showcase.py).
 """
 
 from __future__ import annotations
@@ -43,12 +43,9 @@ def main() -> None:
         parts = arguments.parts or Path(temporary)
         parts.mkdir(parents=True, exist_ok=True)
         for state in arguments.states or STATES:
-            drawn = draw(state, STATES[state](), parts)
             file = arguments.folder / f"{state}.png"
-            beside(drawn).save(file, optimize=True)
+            beside(draw(state, STATES[state](), parts)).save(file, optimize=True)
             sys.stdout.write(f"{file}: {file.stat().st_size / 1e3:.0f} kB\n")
-            if state == "training" and arguments.folder == DOCS / "pictures":
-                few_colors(drawn[0]).save(DOCS / "status.png", optimize=True)
 
 
 def draw(state: str, status: dict[str, Any], folder: Path) -> list[Image.Image]:

@@ -6,9 +6,10 @@ BIN := $(VENV)/bin
 CONSTRAINT ?= --constraint constraints.txt
 # More arguments for pip, for example an index of CPU or CUDA builds of torch (see README).
 PIP_ARGS ?=
-# More arguments for `dilocox demo` and for pytest.
+# More arguments for `dilocox demo`, for pytest and for benchmarks/run_all.py.
 DEMO_ARGS ?=
 TEST_ARGS ?=
+BENCH_ARGS ?=
 # More arguments for `make showcase`: --quick, --minutes 15, --out FOLDER.
 SHOWCASE_ARGS ?=
 # Processes of `make test`: more than two cores, since many tests wait for a limit of time.
@@ -21,7 +22,7 @@ CHAOS_MINUTES ?= 10
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo showcase test test-python test-swarm test-faults test-watch attack chaos test-image simulate lint type audit bench clean
+.PHONY: help install demo showcase test test-python test-swarm test-faults test-watch attack chaos test-image simulate lint type audit bench bench-quick clean
 
 help:  ## show this help
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 22
@@ -47,7 +48,7 @@ test-python:  ## unit tests of compression, dht and pipeline on another Python: 
 	$(MAKE) install VENV=.venv-other PYTHON=$(PYTHON)
 	.venv-other/bin/python -m pytest -n 2 -m 'not swarm' tests/compression tests/dht tests/pipeline $(TEST_ARGS)
 
-test-faults: install  ## short runs with injected faults, one behind routers, and the demo with its figures checked
+test-faults: install  ## short runs with injected faults, chaos of one seed, one run behind routers, and the demo with its figures checked
 	$(BIN)/python -m pytest -m 'faults or demo' $(TEST_ARGS)
 
 test-watch: install  ## Chromium, Prometheus and a monitor look at swarms (the first two are not installed by this)
@@ -81,18 +82,11 @@ audit: install  ## does the index still offer every pinned version, none of them
 		|| { echo "$$found"; exit 1; }; case "$$found" in *yanked*) echo "$$found"; exit 1;; esac
 	@echo "all $$(grep -c == constraints.txt) pinned versions are offered, none is withdrawn"
 
-bench: install  ## the measured claims, one script each
-	$(BIN)/python benchmarks/codec.py
-	$(BIN)/python benchmarks/compression.py
-	$(BIN)/python benchmarks/convergence.py
-	$(BIN)/python benchmarks/papers.py
-	$(BIN)/python benchmarks/slow_peer.py
-	$(BIN)/python benchmarks/pipeline.py
-	$(BIN)/python benchmarks/memory.py
-	$(BIN)/python benchmarks/matchmaking.py
-	$(BIN)/python benchmarks/grid.py
-	$(BIN)/python benchmarks/plan.py --papers
-	$(BIN)/python benchmarks/attacks.py
+bench: install  ## the tables of docs/results.md, each at a size that lets all end within an hour; into bench-run/
+	$(BIN)/python benchmarks/run_all.py $(BENCH_ARGS)
+
+bench-quick: install  ## every benchmark in its shortest form: do they run (5 minutes)
+	$(BIN)/python benchmarks/run_all.py --quick $(BENCH_ARGS)
 
 clean:  ## remove what the other targets made
-	rm -rf $(VENV) .venv-other build dist demo-run showcase-run *.egg-info .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv-other build dist demo-run showcase-run bench-run *.egg-info .pytest_cache .ruff_cache .hypothesis

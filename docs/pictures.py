@@ -15,14 +15,14 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from PIL import Image, ImageChops
+from PIL import Image
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from dilocox.peer.http_pages import Page, PageServer
 from dilocox.peer.monitor.monitor import MonitorPages
 from tests.peer.told_pages import STATES
-from tests.swarm.browser import DARK, chromium, screenshot
+from tests.swarm.browser import DARK, chromium, cropped, screenshot
 
 DOCS = Path(__file__).parent
 WIDTHS = {1280: 3200, 390: 7000}  # and how high a page may be
@@ -62,18 +62,8 @@ def draw(state: str, status: dict[str, Any], folder: Path) -> list[Image.Image]:
                 said = screenshot(url, file, *flags, width=width, height=height)
                 if said:
                     raise SystemExit(f"{state} at {width}: {said}")
-                image = cropped(Image.open(file).convert("RGB"))
-                image.save(file)
-                drawn.append(image)
+                drawn.append(cropped(file))
     return drawn
-
-
-def cropped(image: Image.Image, margin: int = 24) -> Image.Image:
-    """Without the empty rows at its end."""
-    back = Image.new("RGB", image.size, image.getpixel((0, image.height - 1)))  # type: ignore[arg-type]
-    box = ImageChops.difference(image, back).getbbox()
-    bottom = image.height if box is None else min(image.height, box[3] + margin)
-    return image.crop((0, 0, image.width, bottom))
 
 
 def beside(images: list[Image.Image], gap: int = 24) -> Image.Image:

@@ -351,18 +351,18 @@ class StageAverager(PeerService, DecentralizedAverager):
         """Give the attempt's plan its own group key before hivemind looks for a group."""
         self._asked_at = time.monotonic()
         order = self._current_order()
-        admits = self.local.swarm.admits
-        aim(self._matchmaking, order.plan.key, expected=order.whole_with, admits=admits)
+        key, expected = order.plan.key, order.whole_with
+        aim(self._matchmaking, key, expected=expected, admits=self._admits)
         with contextlib.suppress(Exception):  # `step` has it already, and the caller gets it there
             await super()._step(step=step, future_for_init=future_for_init)
 
     async def rpc_join_group(
         self, request: averaging_pb2.JoinRequest, context: P2PContext
     ) -> AsyncIterator[averaging_pb2.MessageFromLeader]:
-        """hivemind's, for those who are admitted to the run, with a group that is whole when it is
-        for all who join it.
+        """hivemind's, for those who are admitted to the run and not blamed for the attempt before,
+        with a group that is whole when it is for all who join it.
         """
-        if not self.local.swarm.admits(str(context.remote_id)):
+        if not self._admits(str(context.remote_id)):
             self.refused.add("admission")
             code = averaging_pb2.MessageCode.PROTOCOL_VIOLATION
             yield averaging_pb2.MessageFromLeader(code=code)
@@ -372,6 +372,10 @@ class StageAverager(PeerService, DecentralizedAverager):
                 expect(self._matchmaking, self._ticket(request.gather).expected)
         async for message in super().rpc_join_group(request, context):
             yield message
+
+    def _admits(self, peer: str) -> bool:
+        blamed = () if self._order is None else self._order.blamed
+        return peer not in blamed and self.local.swarm.admits(peer)
 
     def _ticket(self, gathered: bytes) -> Ticket:
         try:
@@ -392,10 +396,13 @@ class StageAverager(PeerService, DecentralizedAverager):
     ) -> AttemptResult:
         """hivemind's hook: the group stands, exchange."""
         order, matchmaking_s = self._current_order(), time.monotonic() - self._asked_at
-        tickets = {
-            str(peer): self._ticket(gathered)
-            for peer, gathered in zip(group_info.peer_ids, group_info.gathered, strict=True)
-        }
+        tickets = dict[str, Ticket]()
+        for peer, gathered in zip(group_info.peer_ids, group_info.gathered, strict=True):
+            try:
+                tickets[str(peer)] = self._ticket(gathered)
+            except GroupRefused as error:  # all have the same of it, and leave its sender out
+                self.refused.add("ticket")
+                logger.debug("round %d: %s: %s", order.plan.round, peer, error)
         logger.debug("round %d: a group of %d stands", order.plan.round, len(tickets))
         self._running_groups.pop(group_info.group_id, None)  # or hivemind misses its own all-reduce
         result = await self._attempt(order, group_info.group_id, tickets)

@@ -23,7 +23,7 @@ import struct
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -295,12 +295,13 @@ def lie(step_s: float, how: str) -> None:
     how: "sends", ten times the opposite of what was learnt; "reduces", likewise of what the others
     sent, to all alike; "splits", gives half of the others another mean than the other half, and
     does not vote; "leaves", goes away in the middle of every exchange, and comes to the next;
+    "states", what no ticket is, to each group;
     "intrudes", takes part without being admitted, and takes anybody for admitted.
     """
     from dilocox.compression.group_quantization import GroupCodec
     from dilocox.dht.admission import Admission
     from dilocox.peer.rounds import exchange, shares, signed_means
-    from dilocox.peer.rounds.group import Mean
+    from dilocox.peer.rounds.group import Mean, Ticket
     from dilocox.peer.rounds.group_calls import GroupCalls
 
     pace(step_s)
@@ -336,6 +337,9 @@ def lie(step_s: float, how: str) -> None:
     def admit(self: Admission, peer: str) -> bool:
         return True
 
+    def nonsense(self: Ticket, last: Collection[str]) -> list[object]:
+        return ["what", "no", "ticket", "is"]
+
     async def leave(self: exchange.Attempt) -> bytes | None:
         await asyncio.sleep(3600.0)
 
@@ -348,6 +352,8 @@ def lie(step_s: float, how: str) -> None:
             signed_means.MeanSeal.sign = signing
             GroupCalls.push_mean = split
             GroupCalls.send_votes = GroupCalls.send_words = tell_nobody
+        case "states":
+            Ticket.pack = nonsense
         case "intrudes":
             Admission.admits = admit
         case _:

@@ -255,6 +255,8 @@ class Serving:
         self._num_stages = num_stages
         self._window = window
         self._stepped_at = time.monotonic()
+        self._head: str = ""
+        self._trains = False  # an inner step was taken with that head
 
     @property
     def between_steps(self) -> bool:
@@ -286,6 +288,7 @@ class Serving:
     def _take(self, stepped: Stepped | None) -> None:
         if stepped is not None:
             now = time.monotonic()
+            self._trains = True
             self._learner.stepped(stepped, now - self._stepped_at)
             self._stepped_at = now
         else:  # weights and moments rest until the step is told
@@ -294,14 +297,16 @@ class Serving:
 
     def _show_replica(self) -> None:
         head = self._follower.head
-        if head != self._learner.status.head:
-            self._stepped_at = time.monotonic()
+        if head != self._head:
+            self._head, self._trains, self._stepped_at = head, False, time.monotonic()
         blocked = "" if head else self._blocked()
         if blocked != self._learner.status.blocked:
             if blocked:
                 logger.warning("the run is blocked: %s", blocked)
             else:
                 logger.info("the run is no longer blocked")
+        # until its first step anybody may have said that it leads this peer, and others may need it
+        head = head if self._trains else ""
         self._learner.status = replace(self._learner.status, head=head, blocked=blocked)
         self._learner.publish()
 

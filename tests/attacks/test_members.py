@@ -45,8 +45,8 @@ def test_a_member_that_lies_stops_nobody_and_turns_nothing(
     records = {record.round: record for record in taken(swarm) if record.round > before}
     with_liar = [number for number, record in records.items() if record.member(liar.peer_id)]
     print(
-        f"{how}: {honest} rounds in {HONEST_S:.0f} s; with the liar {first} in the first "
-        f"{FIRST_S:.0f}, then {attacked} in {ATTACKED_S:.0f}; it is a member of {len(with_liar)} of "
+        f"{how}: {honest} rounds in {HONEST_S:.0f} s; with the liar {first} in {FIRST_S:.0f} s, "
+        f"then {attacked} in {ATTACKED_S:.0f} s; it is a member of {len(with_liar)} of "
         f"{len(records)}; validation {loss:.2f}, then {loss_of(swarm):.2f}"
     )
     assert attacked / ATTACKED_S >= LEAST_SHARE * honest / HONEST_S

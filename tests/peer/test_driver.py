@@ -130,15 +130,20 @@ def test_a_send_whose_record_is_here_and_to_be_applied_is_not_encoded_again(worl
     assert len(world.encoded) == plans
 
 
-def test_a_repeated_attempt_waits_for_the_end_of_what_the_first_one_could_take(
+def test_a_repeated_attempt_waits_for_the_others_and_not_for_those_who_are_blamed(
     world: World,
 ) -> None:
+    """It is over when all must know that the first one was void; most know at once."""
     first = world.orders[0].scheduled_at
-    world.answer.set_result(replace(result(Verdict.VOID), limit_s=111.0))
+    world.alone = False
+    world.answer.set_result(replace(result(Verdict.VOID), limit_s=111.0, blamed=("other",)))
     world.tick()
     world.answer = Future()
-    world.tick_for(111.0 + world.deadlines.vote_s)
-    assert world.orders[1].scheduled_at == first + 111.0 + world.deadlines.vote_s
+    world.tick_for(2 * TICK_S)
+    again = world.orders[1]
+    assert again.scheduled_at == first + 111.0 + world.deadlines.vote_s
+    assert again.matchmaking_limit_s > 111.0
+    assert again.blamed == ("other",) and "other" in again.counted
 
 
 def test_the_time_of_an_exchange_is_told_without_the_codec_and_stated_with_it(

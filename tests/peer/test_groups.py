@@ -307,6 +307,15 @@ def test_alone_a_peer_that_can_only_dial_out_averages_its_own_part() -> None:
 
 
 # ---- the repeated attempt ------------------------------------------------------------------------
+def test_nobody_waits_for_whom_the_first_attempt_blames() -> None:
+    """Their record may live on for a while, and they were in the last one."""
+    there: dict[str, Any] = {"last_contributors": ("a", "b", "c")}
+    assert order_of(expected=3, **there).whole_with == 3
+    assert order_of(expected=2, **there).whole_with == 3  # one that sees too few
+    assert order_of(expected=2, blamed=("c",), **there).whole_with == 2
+    assert order_of(expected=None, blamed=("c",), **there).whole_with is None
+
+
 def blaming(identities: list[Identity], folder: Path) -> tuple[list[str], bytes, bytes]:
     """Three members; the first two missed the third."""
     names = [identity.peer_id for identity in identities[:3]]

@@ -1,6 +1,6 @@
 """What the codec costs: speed on one core, size and memory, beside a plain copy of the same values.
 
-    python benchmarks/codec.py [--numel 20000000] [--seconds 2]
+    python benchmarks/codec.py [--numel 20000000] [--seconds 2] [--quick] [--out DIR]
 
 One row per codec. `size` is the payload over the fp32 input. `encode`, `decode` and `decode into`
 (a vector that exists already, as in an exchange) are gigabytes of fp32 input per second of one
@@ -12,21 +12,32 @@ over the input; it is read from Linux's /proc. The values are normal, of a pseud
 `copy_`, its neighbour in the column `decode into`, writes to a vector that exists.
 """
 
-import argparse
 import ctypes
 import statistics
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
-from rich.table import Table
 from torch import Tensor
 
+# a script has only its own folder on the path
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks.report import Column, Report, parser
 from dilocox.compression.group_quantization import GroupCodec
-from dilocox.peer.os_process import wide_console
 
 _MIN_CALLS = 5
+PEAKS = ("encode", "decode", "decode into")
+COLUMNS = (
+    Column("codec"),
+    Column("size", ".4f"),
+    *(Column(name, ".1f") for name in PEAKS),
+    *(Column(f"memory of {name}", ".2f") for name in PEAKS),
+)
+Row = tuple[str | float | None, ...]
+"""Name, size, three speeds in GB/s, three peaks of memory; the last in multiples of the input."""
 
 
 def speed(call: Callable[[], object], input_bytes: int, seconds: float) -> float:
@@ -62,7 +73,7 @@ def _status_bytes(field: str) -> int:
     raise LookupError(f"/proc/self/status has no {field}")
 
 
-def measure(values: Tensor, bits: int, seconds: float) -> list[str]:
+def measure(values: Tensor, bits: int, seconds: float) -> Row:
     """The row of one codec."""
     codec, numel, input_bytes = GroupCodec(bits), values.numel(), 4 * values.numel()
     payload, out = codec.encode(values), torch.zeros_like(values)
@@ -79,7 +90,7 @@ def measure(values: Tensor, bits: int, seconds: float) -> list[str]:
     return row(codec.name, payload.numel() / input_bytes, speeds, peaks, input_bytes)
 
 
-def measure_copies(values: Tensor, seconds: float) -> list[str]:
+def measure_copies(values: Tensor, seconds: float) -> Row:
     """The row of plain copies: clone() in place of encode and decode, copy_ of decode into."""
     input_bytes, out = 4 * values.numel(), torch.zeros_like(values)
     clone = speed(values.clone, input_bytes, seconds)
@@ -93,34 +104,30 @@ def measure_copies(values: Tensor, seconds: float) -> list[str]:
 
 
 def row(
-    name: str, size: float, speeds: list[float], peaks: list[int | None], input_bytes: int
-) -> list[str]:
-    """Format one row of the table."""
-    multiples = ["-" if peak is None else f"{peak / input_bytes:.2f}" for peak in peaks]
-    return [name, f"{size:.4f}", *(f"{number:.1f}" for number in speeds), "/".join(multiples)]
+    name: str, size: float, speeds: list[float], peaks: Sequence[int | None], input_bytes: int
+) -> Row:
+    """One row of the table."""
+    multiples = [None if peak is None else peak / input_bytes for peak in peaks]
+    return (name, size, *speeds, *multiples)
 
 
 def main() -> None:
     """Measure and print."""
-    parser = argparse.ArgumentParser(
-        description=(__doc__ or "").splitlines()[0],
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-    )
-    parser.add_argument("--numel", type=int, default=20_000_000, help="values to encode")
-    parser.add_argument("--seconds", type=float, default=2.0, help="time per number, in seconds")
-    arguments = parser.parse_args()
+    made = parser(__doc__)
+    made.add_argument("--numel", type=int, default=20_000_000, help="values to encode")
+    made.add_argument("--seconds", type=float, default=2.0, help="time per number, in seconds")
+    report, arguments = Report.parse(made, "codec")
+    if arguments.quick:
+        arguments.numel, arguments.seconds = 2_000_000, 0.1
     if arguments.numel < 1:
-        parser.error(f"--numel {arguments.numel}: must be 1 or more")
+        made.error(f"--numel {arguments.numel}: must be 1 or more")
     torch.set_num_threads(1)
     values = torch.randn(arguments.numel, generator=torch.Generator().manual_seed(0)) * 1e-3
-    table = Table(title=f"{arguments.numel:,} fp32 values, one core, GB/s of input")
-    table.add_column("codec")
-    for heading in ("size", "encode", "decode", "decode into", "memory"):
-        table.add_column(heading, justify="right")
-    table.add_row(*measure_copies(values, arguments.seconds))
-    for bits in (2, 4, 8, 16, 32):
-        table.add_row(*measure(values, bits, arguments.seconds))
-    wide_console().print(table)
+    rows = [measure_copies(values, arguments.seconds)]
+    rows += [measure(values, bits, arguments.seconds) for bits in (2, 4, 8, 16, 32)]
+    title = f"{arguments.numel:,} fp32 values, one core, GB/s of input"
+    report.table(COLUMNS, rows, title=title)
+    report.close()
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
 The stage is one layer of a larger model, since small matrices would be timed mostly in Python. All
 is done by the classes that a peer uses, with one thread.
 
-    python -m benchmarks.codec_times [--threads 1 2] [--ranks 16 64]
+    python benchmarks/codec_times.py [--threads 1 2] [--ranks 16 64] [--quick] [--out DIR]
 
 prints where an exchange computes, on stages of 26 and 103 million parameters: `before` its group
 meets, `in` it, and to `apply` its record; `all in` it is what the exchange took before there was a
@@ -13,25 +13,27 @@ difference, and `apply anew` what a record took that found no P^. Then the const
 
 from __future__ import annotations
 
-import argparse
+import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from statistics import median
 from typing import Any
 
 import torch
-from rich.table import Table
 from torch import Tensor
 
+# a script has only its own folder on the path
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
 from benchmarks.codec import peak_memory
-from benchmarks.report import narrow
+from benchmarks.report import Column, Report, parser
 from dilocox.compression.layout import FlatLayout
 from dilocox.compression.low_rank import LowRank
 from dilocox.compression.stage_codec import Compression, StageCodec, StageEncoder
 from dilocox.compression.workers import Workers
 from dilocox.dht.manifest import Manifest
-from dilocox.peer.os_process import wide_console
 from dilocox.peer.rounds.rank_choice import stage_codec
 
 HIDDEN, INTERMEDIATE = 2048, 5632
@@ -91,24 +93,26 @@ def measured(manifest: Manifest, rank: int | None = None) -> Times:
     )
 
 
-def costs(times: Mapping[str, Times]) -> Table:
+def costs(report: Report, times: Mapping[str, Times]) -> None:
     """The table of times and memory."""
-    table = narrow(f"one core, 100 million parameters (measured on {LAYER.numel:,})")
-    table.add_column("codec")
-    headings = ("encode s", "decode s", "own s", "products s", "over products", "memory")
-    for heading in headings:
-        table.add_column(heading, justify="right")
     scale = PER / LAYER.numel
-    for name, each in times.items():
-        products = (f"{scale * each.products:.2f}", f"{each.ratio:.2f} x")
-        memory = "-" if each.peak_bytes is None else f"{each.peak_bytes / LAYER.numel:.2f}"
-        table.add_row(
+    columns = [
+        Column("codec"),
+        *(Column(f"{name} s", ".2f") for name in ("encode", "decode", "own", "products")),
+        Column("over products", ".2f"),
+        Column("memory", ".2f"),
+    ]
+    rows = [
+        (
             name,
-            *(f"{scale * seconds:.2f}" for seconds in (each.encode, each.decode, each.own)),
-            *(products if each.products else ("", "")),
-            memory,
+            *(scale * seconds for seconds in (each.encode, each.decode, each.own)),
+            *((scale * each.products, each.ratio) if each.products else (None, None)),
+            None if each.peak_bytes is None else each.peak_bytes / LAYER.numel,
         )
-    return table
+        for name, each in times.items()
+    ]
+    title = f"one core, 100 million parameters (measured on {LAYER.numel:,})"
+    report.table(columns, rows, title=title, part="times")
 
 
 def _seconds(step: Callable[[], object]) -> float:
@@ -255,12 +259,12 @@ def steps(layout: FlatLayout, rank: int, threads: int) -> Steps:
     return Steps(**{name: min(seconds) for name, seconds in found.items()})
 
 
-def where_it_computes(ranks: list[int], threads: list[int]) -> Table:
+def where_it_computes(
+    report: Report, stages: Sequence[FlatLayout], ranks: Sequence[int], threads: Sequence[int]
+) -> None:
     """Seconds a billion parameters, by stage, rank and threads."""
-    table = narrow("seconds a billion parameters")
-    for heading in ("million", "rank", "threads", "before", "in", "apply", "all in", "apply anew"):
-        table.add_column(heading, justify="right")
-    for layout in STAGES:
+    rows: list[tuple[float, ...]] = []
+    for layout in stages:
         for rank in ranks:
             for count in threads:
                 each = steps(layout, rank, count)
@@ -271,18 +275,18 @@ def where_it_computes(ranks: list[int], threads: list[int]) -> Table:
                     each.before + each.inside,
                     each.apply + each.p_hat,
                 )
-                table.add_row(
-                    f"{layout.numel / 1e6:.0f}",
-                    str(rank),
-                    str(count),
-                    *(f"{1e9 * each / layout.numel:.2f}" for each in seconds),
-                )
-    return table
+                billion = [1e9 * each / layout.numel for each in seconds]
+                rows.append((layout.numel / 1e6, rank, count, *billion))
+    columns = [
+        Column("million", ".0f"),
+        *(Column(name) for name in ("rank", "threads")),
+        *(Column(name, ".2f") for name in ("before", "in", "apply", "all in", "apply anew")),
+    ]
+    report.table(columns, rows, title="seconds a billion parameters")
 
 
-def constants(rank: int) -> str:
+def constants(layout: FlatLayout, rank: int) -> str:
     """Of `LowRank.core_seconds`, on this core."""
-    layout = STAGES[-1]
     each = steps(layout, rank, 1)
     low_rank = LowRank(layout, [rank] * len(layout.slices))
     products = sum(m.rank * m.rows * m.cols for m in low_rank.factored)
@@ -292,14 +296,18 @@ def constants(rank: int) -> str:
 
 def main() -> None:
     """Measure and print."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--ranks", type=int, nargs="+", default=[16, 64])
-    parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
-    arguments = parser.parse_args()
+    made = parser(__doc__)
+    made.add_argument("--ranks", type=int, nargs="+", default=[16, 64])
+    made.add_argument("--threads", type=int, nargs="+", default=[1, 2])
+    report, arguments = Report.parse(made, "codec-times")
     torch.set_num_threads(1)
-    wide_console().print(where_it_computes(arguments.ranks, arguments.threads))
+    stages = STAGES
+    if arguments.quick:
+        stages, arguments.ranks, arguments.threads = (layers(512, 1408),), [16], [1]
+    where_it_computes(report, stages, arguments.ranks, arguments.threads)
     for rank in arguments.ranks:
-        wide_console().print(f"one core, rank {rank}: {constants(rank)}")
+        report.say(f"one core, rank {rank}: {constants(stages[-1], rank)}")
+    report.close()
 
 
 if __name__ == "__main__":

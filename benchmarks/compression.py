@@ -1,7 +1,7 @@
 """What each codec makes of the pseudo-gradients of a real run: size, error, time, memory.
 
     python benchmarks/compression.py [--inner-steps 20 100] [--rounds 8] [--no-sockets]
-                                     [--plot FILE]
+                                     [--quick] [--out DIR]
 
 First tables, one for each H: four workers train a Llama of 3 million parameters over bytes
 (pseudo_gradients.py), and every codec exchanges the same pseudo-gradients, round after round, with
@@ -36,7 +36,6 @@ Figures of time are medians of ratios or of processor time, not of the wall's.
 
 from __future__ import annotations
 
-import argparse
 import multiprocessing
 import statistics
 import sys
@@ -48,8 +47,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
-from rich.table import Table
 
 # the swarms of the tests; a script has only its own folder on the path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -64,13 +61,14 @@ from benchmarks.pseudo_gradients import (
     relative_error,
     train,
 )
-from benchmarks.report import narrow
+from benchmarks.report import Column, Report, parser
 from benchmarks.socket_bytes import Carried, Members
 from dilocox.dht.identity import Identity
-from dilocox.peer.os_process import wide_console
 
 FIXED_RANKS = (4, 8, 16, 32, 64)
-CODECS: dict[str, dict[str, Any]] = {
+Codecs = Mapping[str, dict[str, Any]]
+"""The manifests' codec sections by name."""
+CODECS: Codecs = {
     "16 bit": {"scheme": "dense", "bits": 16},
     "8 bit": {"scheme": "dense", "bits": 8},
     "4 bit": {"scheme": "dense", "bits": 4},
@@ -81,9 +79,17 @@ CODECS: dict[str, dict[str, Any]] = {
 }
 ADAPTIVE, FROM_ABOVE = "adaptive", "adaptive, 64"
 SIZES_VARY = (ADAPTIVE, FROM_ABOVE)  # with the run
+QUICK = ("4 bit", "rank 16", ADAPTIVE, FROM_ABOVE)
 BITS_LIMIT = 1.0  # of adaptive, at the larger H
 RATIO_LIMIT = 1.5  # of rank 16
 SAME = 0.01
+COLUMNS = (
+    Column("codec"),
+    Column("rank", ".1f"),
+    Column("bits a weight"),
+    *(Column(name, ".4f") for name in ("payload", "sockets")),
+    *(Column(name, ".1%") for name in ("error", "all rounds")),
+)
 COLOURS = ("#4477aa", "#ee6677", "#ccbb44")
 MARKERS = {ADAPTIVE: "*", FROM_ABOVE: "*"}
 
@@ -98,23 +104,31 @@ class Row:
 
 def main() -> None:
     """Measure and print."""
-    arguments = parsed()
-    console = wide_console()
+    made = parser(__doc__)
+    made.add_argument("--inner-steps", type=int, nargs="+", default=[20, 100], help="H")
+    made.add_argument("--rounds", type=int, default=8)
+    made.add_argument("--no-sockets", action="store_true", help="leave them out: 2 minutes less")
+    report, arguments = Report.parse(made, "compression")
+    if arguments.quick:
+        arguments.inner_steps, arguments.rounds, arguments.no_sockets = [2], 2, True
+    codecs = {name: CODECS[name] for name in (QUICK if arguments.quick else CODECS)}
+    if arguments.rounds < 2 or min(arguments.inner_steps) < 1:
+        made.error("choose 2 rounds or more, of 1 inner step or more")
     torch.set_num_threads(1)
     multiprocessing.set_start_method("fork", force=True)  # hivemind's processes work so only
     reason = "as asked" if arguments.no_sockets else socket_bytes.available()
     if reason:
-        console.print(f"the sockets are not counted: {reason}")
+        report.say(f"the sockets are not counted: {reason}")
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         made = (Identity.load_or_create(folder / f"{index}.key") for index in range(WORKERS))
         identities = sorted(made, key=lambda identity: identity.peer_id)
         members = [identity.peer_id for identity in identities]
         found = {
-            steps: all_codecs(console, steps, arguments.rounds, members)
+            steps: all_codecs(report, codecs, steps, arguments.rounds, members)
             for steps in arguments.inner_steps
         }
-        carried = {} if reason else counted(console, folder, identities, found)
+        carried = {} if reason else counted(report, folder, identities, found)
     rows = {
         steps: {
             name: Row(exchanged=each, carried=carried.get((steps, name)))
@@ -123,45 +137,49 @@ def main() -> None:
         for steps, exchanges in found.items()
     }
     for steps, table_rows in rows.items():
-        console.print(sizes(steps, arguments.rounds, table_rows))
+        sizes(report, steps, arguments.rounds, table_rows)
     if carried:
         search = statistics.median(each.search_bytes for each in carried.values())
-        console.print(f"beside that, {WORKERS} members sent {search:,.0f} bytes to find each other")
-    times = timed(console, found[max(found)])
-    console.print(costs(times))
+        report.say(f"beside that, {WORKERS} members sent {search:,.0f} bytes to find each other")
+    times = timed(report, codecs, found[max(found)])
+    costs(report, times)
     for name in (ADAPTIVE, FROM_ABOVE):
         each = found[max(found)][name]
-        console.print(
+        report.say(
             f"{name} at H = {max(found)}: {max(each.bits):.2f} bits a weight, ranks "
             f"{min(each.ranks)} to {max(each.ranks)} (goal: {BITS_LIMIT:g} bit)"
         )
     ratio = times["rank 16"].ratio
-    console.print(f"rank 16: {ratio:.2f} times its two products (goal: {RATIO_LIMIT:g})")
-    if arguments.plot:
-        draw(arguments.plot, rows, times)
-        console.print(f"drew {arguments.plot}")
+    report.say(f"rank 16: {ratio:.2f} times its two products (goal: {RATIO_LIMIT:g})")
+    if file := report.picture():
+        draw(file, rows, times)
+    report.close()
 
 
 def all_codecs(
-    console: Console, inner_steps: int, rounds: int, members: Sequence[str]
+    report: Report,
+    codecs: Codecs,
+    inner_steps: int,
+    rounds: int,
+    members: Sequence[str],
 ) -> dict[str, Exchanged]:
     """Train at one H and run every codec over it."""
-    with console.status(f"training, H = {inner_steps}"):
+    with report.console.status(f"training, H = {inner_steps}"):
         training = train(inner_steps, rounds)
-    console.print(f"H = {inner_steps}: training loss {training.loss:.3f} after {rounds} rounds")
-    manifests = [manifest_of(codec, inner_steps) for codec in CODECS.values()]
+    report.say(f"H = {inner_steps}: training loss {training.loss:.3f} after {rounds} rounds")
+    manifests = [manifest_of(codec, inner_steps) for codec in codecs.values()]
     with (
-        console.status(f"all codecs, H = {inner_steps}"),
+        report.console.status(f"all codecs, H = {inner_steps}"),
         ThreadPoolExecutor(2, initializer=torch.set_num_threads, initargs=(1,)) as pool,
     ):
         each = pool.map(
             lambda manifest: exchange_all(manifest, training, members, socket_bytes.RUN), manifests
         )
-        return dict(zip(CODECS, each, strict=True))
+        return dict(zip(codecs, each, strict=True))
 
 
 def counted(
-    console: Console,
+    report: Report,
     folder: Path,
     identities: Sequence[Identity],
     found: Mapping[int, Mapping[str, Exchanged]],
@@ -187,7 +205,7 @@ def counted(
             # ranks come from the record before, so one manifest serves all of them
             manifest = manifest_of({"scheme": scheme, "bits": bits}, largest)
             exchanges = [found[steps][name] for steps, name in rows]
-            with console.status(f"sockets: {scheme}, {bits} bit"):
+            with report.console.status(f"sockets: {scheme}, {bits} bit"):
                 each = members.exchanges(manifest, [(e.before, e.messages) for e in exchanges])
             for row, one, exchanged in zip(rows, each, exchanges, strict=True):
                 _check_equal(row, one, exchanged)
@@ -204,38 +222,32 @@ def _check_equal(row: tuple[int, str], carried: Carried, exchanged: Exchanged) -
         raise RuntimeError(f"{row}: the members' average is another one")
 
 
-def timed(console: Console, exchanged: Mapping[str, Exchanged]) -> dict[str, Times]:
+def timed(report: Report, codecs: Codecs, exchanged: Mapping[str, Exchanged]) -> dict[str, Times]:
     """The costs of every codec; adaptive with the ranks that it came to, on the average."""
     found: dict[str, Times] = {}
-    for name, codec in CODECS.items():
+    for name, codec in codecs.items():
         adaptive = name in (ADAPTIVE, FROM_ABOVE)
         rank = round(statistics.fmean(exchanged[name].ranks)) if adaptive else None
-        with console.status(f"times: {name}"):
+        with report.console.status(f"times: {name}"):
             found[name] = measured(manifest_of(codec, 1), rank)
     return found
 
 
-def sizes(inner_steps: int, rounds: int, rows: Mapping[str, Row]) -> Table:
+def sizes(report: Report, inner_steps: int, rounds: int, rows: Mapping[str, Row]) -> None:
     """The table of one H."""
-    table = narrow(f"H = {inner_steps}, round {rounds} of a run")
-    table.add_column("codec")
-    for heading in ("rank", "bits a weight", "payload", "sockets", "error", "all rounds"):
-        table.add_column(heading, justify="right")
+    made: list[tuple[str | float | None, ...]] = []
     for name, row in rows.items():
         exchanged, carried = row.exchanged, row.carried
-        cells = ["", ""]
+        sent: tuple[float | None, ...] = (None, None)
         if carried:
             each = WORKERS * sum(piece.numel for piece in exchanged.codec.layout.slices)
-            cells = [f"{size / each:.4f}" for size in (carried.payload_bytes, carried.sent_bytes)]
-        table.add_row(
-            name,
-            f"{statistics.fmean(exchanged.ranks):.1f}" if exchanged.ranks else "",
-            "/".join(f"{bits:.2f}" for bits in exchanged.bits),
-            *cells,
-            f"{exchanged.error:.1%}",
-            f"{exchanged.error_so_far:.1%}",
-        )
-    return table
+            sent = (carried.payload_bytes / each, carried.sent_bytes / each)
+        rank = statistics.fmean(exchanged.ranks) if exchanged.ranks else None
+        bits = "/".join(f"{bits:.2f}" for bits in exchanged.bits)
+        made.append((name, rank, bits, *sent, exchanged.error, exchanged.error_so_far))
+    report.table(
+        COLUMNS, made, title=f"H = {inner_steps}, round {rounds} of a run", part=f"{inner_steps}"
+    )
 
 
 def draw(file: Path, rows: Mapping[int, Mapping[str, Row]], times: Mapping[str, Times]) -> None:
@@ -278,22 +290,6 @@ def draw(file: Path, rows: Mapping[int, Mapping[str, Row]], times: Mapping[str, 
     for axes in (left, middle, right):
         axes.spines[["top", "right"]].set_visible(False)
     figure.savefig(file, dpi=150)
-
-
-def parsed() -> argparse.Namespace:
-    """The command line."""
-    parser = argparse.ArgumentParser(
-        description=(__doc__ or "").splitlines()[0],
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-    )
-    parser.add_argument("--inner-steps", type=int, nargs="+", default=[20, 100], help="H")
-    parser.add_argument("--rounds", type=int, default=8)
-    parser.add_argument("--no-sockets", action="store_true", help="leave them out: 2 minutes less")
-    parser.add_argument("--plot", type=Path, help="draw into this file")
-    arguments = parser.parse_args()
-    if arguments.rounds < 2 or min(arguments.inner_steps) < 1:
-        parser.error("choose 2 rounds or more, of 1 inner step or more")
-    return arguments
 
 
 if __name__ == "__main__":

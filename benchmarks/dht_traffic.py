@@ -32,13 +32,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from rich.console import Console
-
 # a script has only its own folder on the path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks import socket_bytes
-from benchmarks.report import narrow
+from benchmarks.report import Column, Report, parser
 from dilocox.dht.clock import RunClock
 from dilocox.dht.identity import Identity
 from dilocox.dht.invite import run_id
@@ -61,7 +59,6 @@ from dilocox.dht.swarm import Swarm
 from dilocox.dht.validator import RunRecordValidator
 from dilocox.dht.wire import seal
 from dilocox.peer.averaging.announcer import Cadence, Heard
-from dilocox.peer.os_process import wide_console
 from dilocox.peer.rounds.round_end import LONGEST_LOOK_S, LOOK_S, LOOKS
 
 CALL_BYTES = 500  # of a question and its answer, without keys and records, both ways
@@ -75,6 +72,12 @@ BEFORE_SIGNATURE = 550 - 96  # bytes more in every record
 HEARTBEAT_S = 10.0
 DIGEST = "ab" * 32
 LIMIT_S = 10.0
+COLUMNS = (
+    *(Column(name) for name in ("peers", "stages")),
+    Column("round, s", ".0f"),
+    *(Column(name, ",.0f") for name in ("before", "now", "most")),
+    *(Column(name, ".0f") for name in ("told every, s", "seen for, s")),
+)
 
 
 @dataclass(frozen=True)
@@ -337,40 +340,55 @@ def before(peers: int, stages: int, round_s: float, sizes: Sizes) -> float:
 
 def main() -> None:
     """Print the table, or what real nodes send."""
-    arguments = parsed()
-    console = wide_console()
+    made = parser(__doc__)
+    made.add_argument("--peers", type=int, nargs="+", default=[8, 50, 200, 1000])
+    made.add_argument("--stages", type=int, nargs="+", default=[1, 4])
+    made.add_argument("--round-s", type=float, nargs="+", default=[600.0, 3600.0])
+    made.add_argument("--real", type=int, help="measure so many nodes on loopback instead")
+    report, arguments = Report.parse(made, "dht-traffic")
     if arguments.real:
-        real(console, arguments.real)
-        return
-    table = narrow("bytes a second that a peer sends for the DHT")
-    for head in ("peers", "stages", "round, s", "before", "now", "most", "told every", "seen for"):
-        table.add_column(head, justify="right")
+        real(report, arguments.real)
+    else:
+        modelled(report, arguments)
+    report.close()
+
+
+def modelled(report: Report, arguments: argparse.Namespace) -> None:
+    """The table, and a line of its plot for each number of stages and length of round."""
+    rows: list[tuple[float, ...]] = []
     with tempfile.TemporaryDirectory() as folder:
-        for peers in arguments.peers:
+        for peers in [8] if arguments.quick else arguments.peers:
             for stages in arguments.stages:
                 sizes = Sizes.real(Path(folder), stages)
-                for round_s in arguments.round_s:
-                    table.add_row(*row(peers, stages, round_s, sizes))
-    console.print(table)
+                rows += [row(peers, stages, round_s, sizes) for round_s in arguments.round_s]
+    report.table(COLUMNS, rows, title="bytes a second that a peer sends for the DHT")
+    lines = {
+        f"rounds of {round_s:.0f} s, {stages} stages": [
+            (peers, now) for peers, s, r, _, now, *_ in rows if (s, r) == (stages, round_s)
+        ]
+        for stages in arguments.stages
+        for round_s in arguments.round_s
+    }
+    report.plot("peers", "bytes/s of a peer", lines, log_x=True)
 
 
-def row(peers: int, stages: int, round_s: float, sizes: Sizes) -> list[str]:
+def row(peers: int, stages: int, round_s: float, sizes: Sizes) -> tuple[float, ...]:
     """One line of the table."""
     seconds = max(3600.0, 2 * round_s)
     swarm = SimulatedSwarm(peers=peers, stages=stages, round_s=round_s, sizes=sizes)
     swarm.run(seconds)
     rates = [sent / seconds for sent in swarm.sent]
     cadence = swarm.cadence
-    return [
-        str(peers),
-        str(stages),
-        f"{round_s:.0f}",
-        f"{before(peers, stages, round_s, sizes):,.0f}",
-        f"{sum(rates) / peers:,.0f}",
-        f"{max(rates):,.0f}",
-        f"{cadence.announce_s:.0f} s",
-        f"{cadence.lifetime_s:.0f} s",
-    ]
+    return (
+        peers,
+        stages,
+        round_s,
+        before(peers, stages, round_s, sizes),
+        sum(rates) / peers,
+        max(rates),
+        cadence.announce_s,
+        cadence.lifetime_s,
+    )
 
 
 def _distance_id(name: str) -> int:
@@ -378,7 +396,7 @@ def _distance_id(name: str) -> int:
 
 
 # ---- real nodes ----------------------------------------------------------------------------------
-def real(console: Console, count: int) -> None:
+def real(report: Report, count: int) -> None:
     """What nodes on loopback send for an announcement, a look with news, and one without."""
     if reason := socket_bytes.available():
         raise SystemExit(reason)
@@ -399,11 +417,10 @@ def real(console: Console, count: int) -> None:
         told, heard, quiet = (
             costs.of(each, idle) for each in (costs.announce, costs.look, costs.look)
         )
-    table = narrow(f"{count} nodes on loopback, bytes a node")
-    for head in ("at rest, a second", "an announcement", "a look at all news", "a look at none"):
-        table.add_column(head, justify="right")
-    table.add_row(f"{idle:.0f}", f"{told:.0f}", f"{heard:.0f}", f"{quiet:.0f}")
-    console.print(table)
+    heads = ("at rest, a second", "an announcement", "a look at all news", "a look at none")
+    columns = [Column(name, ".0f") for name in heads]
+    title = f"{count} nodes on loopback, bytes a node"
+    report.table(columns, [(idle, told, heard, quiet)], title=title, part="real")
 
 
 def open_one(run: str, identity: Identity, bootstraps: tuple[str, ...]) -> tuple[RunDHT, Swarm]:
@@ -457,18 +474,6 @@ class Costs:
 
     def _sent(self) -> int:
         return socket_bytes.sent_by([dht.p2pd_pid for dht, _ in self._nodes])
-
-
-def parsed() -> argparse.Namespace:
-    """The options."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--peers", type=int, nargs="+", default=[8, 50, 200, 1000])
-    parser.add_argument("--stages", type=int, nargs="+", default=[1, 4])
-    parser.add_argument("--round-s", type=float, nargs="+", default=[600.0, 3600.0])
-    parser.add_argument("--real", type=int, help="measure so many nodes on loopback instead")
-    return parser.parse_args()
 
 
 if __name__ == "__main__":

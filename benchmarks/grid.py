@@ -1,6 +1,6 @@
 """What an exchange costs in one flat group and in rows and columns, as the groups grow.
 
-    python benchmarks/grid.py [--parameters N] [--seconds-alive S]
+    python benchmarks/grid.py [--parameters N] [--seconds-alive S] [--quick] [--out DIR]
 
 A stage of N parameters, dense with 4 bits, every member a reducer. The members are arranged by the
 product's own code and the payloads are as long as its codecs make them; nothing is sent. Columns:
@@ -10,13 +10,13 @@ product's own code and the payloads are as long as its codecs make them; nothing
     seconds   of an exchange in which nobody fails: these bytes at 10 Mbit/s, and 100 ms a way for
               each of the steps that wait for each other
     header    kB of the record's header; tickets: kB of those that every member gets
-    void      share of attempts in which a reducer dies before its mean is out, and of rounds whose
-              repeated attempt is void, too: members die by chance after S seconds on average
+    void      share of attempts in which a reducer dies before its mean is out; void again: of
+              rounds whose repeated attempt is void, too. Members die by chance after S seconds on
+              average
 """
 
 from __future__ import annotations
 
-import argparse
 import math
 import sys
 from pathlib import Path
@@ -26,11 +26,10 @@ from hivemind.utils import MSGPackSerializer  # pyright: ignore[reportMissingTyp
 # a script has only its own folder on the path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.report import narrow
+from benchmarks.report import Column, Report, parser
 from dilocox.compression.layout import FlatLayout
 from dilocox.compression.stage_codec import Phase
 from dilocox.dht.manifest import Manifest
-from dilocox.peer.os_process import wide_console
 from dilocox.peer.rounds.grid import Grid, Share
 from dilocox.peer.rounds.group import Ticket
 from dilocox.peer.rounds.rank_choice import stage_codec
@@ -39,6 +38,14 @@ from dilocox.peer.rounds.record import Contribution, ReducedShare, RoundFacts, R
 GROUPS = [(12, 12), (12, 4), (32, 32), (32, 8), (128, 128), (128, 32), (128, 16)]
 BYTES_PER_S, WAY_S = 10e6 / 8, 0.1
 RUN = "0" * 32
+COLUMNS = (
+    Column("members"),
+    Column("row"),
+    Column("sent", ".2f"),
+    Column("reached"),
+    *(Column(name, ".1f") for name in ("seconds", "header", "tickets")),
+    *(Column(name, ".1%") for name in ("void", "void again")),
+)
 
 
 def sent_by(grid: Grid, shares: tuple[Share, ...], phase: Phase, peer: str) -> tuple[int, set[str]]:
@@ -106,22 +113,18 @@ def ticket_bytes(names: tuple[str, ...]) -> int:
 
 def main() -> None:
     """Print the table."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
-    parser.add_argument("--parameters", type=int, default=3_400_000)
-    parser.add_argument("--seconds-alive", type=float, default=7200.0)
-    arguments = parser.parse_args()
+    made = parser(__doc__)
+    made.add_argument("--parameters", type=int, default=3_400_000)
+    made.add_argument("--seconds-alive", type=float, default=7200.0)
+    report, arguments = Report.parse(made, "grid")
     codec = {"scheme": "dense", "bits": 4}
     manifest = Manifest.from_dict(
         {"name": "grid", "model": "tiny", "end_tokens": 1000, "codec": codec}
     )
     layout = FlatLayout.of([("weight", (arguments.parameters,))])
     (phase,) = stage_codec(manifest, layout).phases(())
-    table = narrow()
-    for name in ("members", "row", "sent", "reached", "seconds", "header", "tickets", "void"):
-        table.add_column(name, justify="right")
-    for count, row_size in GROUPS:
+    rows: list[tuple[float, ...]] = []
+    for count, row_size in GROUPS[:2] if arguments.quick else GROUPS:
         names = tuple(f"12D3Koo{place:045d}" for place in range(count))
         grid = Grid.of(b"group", names, names, row_size)
         shares = grid.shares([phase])
@@ -130,17 +133,11 @@ def main() -> None:
         steps = 2 if len(grid.rows) == 1 else 4
         seconds = most / BYTES_PER_S + steps * WAY_S
         void = 1 - math.exp(-count * seconds / arguments.seconds_alive)
-        table.add_row(
-            str(count),
-            str(max(map(len, grid.rows))),
-            f"{most / 1e6:.2f}",
-            str(reached),
-            f"{seconds:.1f}",
-            f"{header_bytes(names, shares) / 1e3:.1f}",
-            f"{ticket_bytes(names) / 1e3:.1f}",
-            f"{void:.1%}/{void * void:.1%}",
-        )
-    wide_console().print(table)
+        header, tickets = header_bytes(names, shares) / 1e3, ticket_bytes(names) / 1e3
+        row = max(map(len, grid.rows))
+        rows.append((count, row, most / 1e6, reached, seconds, header, tickets, void, void * void))
+    report.table(COLUMNS, rows)
+    report.close()
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@ calls a little after the one before it, as far ahead of the group's time as a dr
 are the medians over the rounds: seconds from a member's call to its group, the seconds that were
 left to the group's time, and what all p2pd together sent meanwhile, a member (socket_bytes.py).
 
-    python benchmarks/matchmaking.py
+    python benchmarks/matchmaking.py [--quick] [--out DIR]
     python benchmarks/matchmaking.py --members 4 --ahead-s 5 --spread-s 1
 """
 
@@ -26,40 +26,45 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks import socket_bytes
-from benchmarks.report import narrow
+from benchmarks.report import Column, Report, parser
 from benchmarks.socket_bytes import Members, Sought
 from dilocox.compression.layout import FlatLayout
 from dilocox.dht.identity import Identity
 from dilocox.dht.manifest import Manifest
-from dilocox.peer.os_process import wide_console
 
 NUMEL = 4096
-HEADINGS = (
-    "members",
-    " call to group, s",
-    " longest",
-    " left to its time",
-    " kB a member",
-    " groups",
+COLUMNS = (
+    Column("members"),
+    *(Column(f" {name}", ".2f") for name in ("call to group, s", "longest", "left to its time")),
+    Column(" kB a member", ".1f"),
+    Column(" groups"),
 )
 MODEL = {"name": "matchmaking", "model": "tiny", "end_tokens": 10**9}
 
 
 def main() -> None:
     """Measure and print."""
-    arguments = parsed()
-    console = wide_console()
+    made = parser(__doc__)
+    made.add_argument("--members", type=int, nargs="+", default=[2, 4, 8])
+    made.add_argument("--rounds", type=int, default=5)
+    made.add_argument("--ahead-s", type=float, default=3.0, help="of the group's time")
+    made.add_argument("--spread-s", type=float, default=0.3, help="first to last call")
+    made.add_argument("--settle-s", type=float, default=5.0)
+    report, arguments = Report.parse(made, "matchmaking")
+    if arguments.quick:
+        arguments.members, arguments.rounds = [2], 2
     if reason := socket_bytes.available():
         raise SystemExit(reason)
     torch.set_num_threads(1)
     multiprocessing.set_start_method("fork", force=True)  # hivemind's processes work so only
-    table = narrow()
-    for heading in HEADINGS:
-        table.add_column(heading, justify="right")
+    rows: list[tuple[Any, ...]] = []
     for count in arguments.members:
-        with console.status(f"{count} members"):
-            table.add_row(str(count), *shown(searched(count, arguments)))
-    console.print(table)
+        with report.console.status(f"{count} members"):
+            rows.append((count, *figures(searched(count, arguments))))
+    report.table(COLUMNS, rows)
+    seconds = [(count, median) for count, median, *_ in rows]
+    report.plot("members", "s from a call to its group", {"median": seconds})
+    report.close()
 
 
 def searched(count: int, arguments: argparse.Namespace) -> list[Sought]:
@@ -79,30 +84,19 @@ def searched(count: int, arguments: argparse.Namespace) -> list[Sought]:
             )
 
 
-def shown(found: list[Sought]) -> tuple[Any, ...]:
+def figures(found: list[Sought]) -> tuple[Any, ...]:
     """A row of the table."""
     waits = [seconds for each in found for seconds in each.seconds]
     members = len(found[0].seconds)
     sent = statistics.median(each.sent_bytes / members for each in found)
     whole = sum(each.together == members for each in found)
     return (
-        f"{statistics.median(waits):.2f}",
-        f"{max(waits):.2f}",
-        f"{statistics.median(each.left_s for each in found):.2f}",
-        f"{sent / 1000:.1f}",
+        statistics.median(waits),
+        max(waits),
+        statistics.median(each.left_s for each in found),
+        sent / 1000,
         f"{whole} of {len(found)} whole",
     )
-
-
-def parsed() -> argparse.Namespace:
-    """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--members", type=int, nargs="+", default=[2, 4, 8])
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--ahead-s", type=float, default=3.0, help="of the group's time")
-    parser.add_argument("--spread-s", type=float, default=0.3, help="first to last call")
-    parser.add_argument("--settle-s", type=float, default=5.0)
-    return parser.parse_args()
 
 
 if __name__ == "__main__":

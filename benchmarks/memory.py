@@ -1,6 +1,7 @@
 """What memory a peer takes for its stage: the whole model cut into one, two and four stages.
 
     python benchmarks/memory.py [--stages 1 2 4] [--layers 8] [--hidden-size 384] [--recompute]
+                                [--quick] [--out DIR]
 
 The figures of docs/operator.md are those of one stage, `--stages 1 --microbatches 2`, with
 `--hidden-size 512`, and with `--layers 12 --hidden-size 768 --vocabulary 8192`.
@@ -27,6 +28,7 @@ from __future__ import annotations
 import argparse
 import ctypes
 import multiprocessing
+import sys
 import tempfile
 from collections import deque
 from concurrent.futures import ProcessPoolExecutor
@@ -35,15 +37,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.table import Table
 from torch import Tensor
 
+# a script has only its own folder on the path
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks.report import Column, Report, parser
 from dilocox.compression.layout import FlatLayout
 from dilocox.dht.errors import InvalidInput
 from dilocox.dht.manifest import Manifest
 from dilocox.peer.averaging.averager import StageBuffers
 from dilocox.peer.memory_and_disk import PROCESSES_BYTES
-from dilocox.peer.os_process import wide_console
 from dilocox.peer.process.prepare import StageNeeds, local_model
 from dilocox.peer.rounds.rank_choice import outer_step
 from dilocox.peer.training.merge import RecordFacts, Remainder
@@ -300,80 +304,84 @@ def run_description(arguments: argparse.Namespace, num_stages: int) -> dict[str,
     }
 
 
-def kinds_table(figures: list[Figures]) -> Table:
+def kinds_table(report: Report, figures: list[Figures]) -> None:
     """Bytes per parameter by kind, a column per stage."""
-    table = Table(title="bytes per parameter of the stage")
-    table.add_column("kind")
-    for each in figures:
-        table.add_column(f"{each.stage + 1}/{each.num_stages}", justify="right")
-    for kind in figures[0].vectors:
-        table.add_row(kind, *(f"{each.vectors[kind] / each.parameters:.2f}" for each in figures))
-    table.add_section()
-    sums = (sum(each.vectors.values()) / each.parameters for each in figures)
-    table.add_row("total", *(f"{total:.2f}" for total in sums))
-    table.add_row("beside a GPU", *(f"{each.host_bytes_beside_gpu:.2f}" for each in figures))
-    table.add_row("peak", *(f"{each.peak_bytes_per_parameter:.2f}" for each in figures))
-    return table
+    rows = [
+        (kind, *(each.vectors[kind] / each.parameters for each in figures))
+        for kind in figures[0].vectors
+    ]
+    rows += [
+        ("total", *(sum(each.vectors.values()) / each.parameters for each in figures)),
+        ("beside a GPU", *(each.host_bytes_beside_gpu for each in figures)),
+        ("peak", *(each.peak_bytes_per_parameter for each in figures)),
+    ]
+    stages = [Column(f"{each.stage + 1}/{each.num_stages}", ".2f") for each in figures]
+    title = "bytes per parameter of the stage"
+    report.table([Column("kind"), *stages], rows, title=title, part="kinds")
 
 
-def stages_table(figures: list[Figures]) -> Table:
+def stages_table(report: Report, figures: list[Figures]) -> None:
     """How vectors and activations add up, beside what was measured."""
-    table = Table(title="a stage in memory, MB")
-    for heading in (
-        *("stage", "parameters", "vectors", "in flight", "sum", "peak", "rest", "before"),
-        *("plan", "plan/peak"),
-    ):
-        table.add_column(heading, justify="right")
-    for index, each in enumerate(figures):
-        if each.stage == 0 and index:
-            table.add_section()
+    rows: list[tuple[str | float, ...]] = []
+    for each in figures:
         risen = each.peak_bytes - each.before_bytes
-        table.add_row(
-            f"{each.stage + 1}/{each.num_stages}",
-            f"{each.parameters:,}",
-            f"{sum(each.vectors.values()) / MB:.0f}",
-            f"{each.in_flight} x {each.microbatch_bytes / MB:.1f}",
-            f"{each.explained_bytes / MB:.0f}",
-            f"{risen / MB:.0f}",
-            f"{(risen - each.explained_bytes) / MB:+.0f}",
-            f"{each.before_bytes / MB:.0f}",
-            f"{each.planned_bytes / MB:.0f}",
-            f"{each.planned_bytes / risen:.2f}",
+        rows.append(
+            (
+                f"{each.stage + 1}/{each.num_stages}",
+                each.parameters,
+                sum(each.vectors.values()) / MB,
+                f"{each.in_flight} x {each.microbatch_bytes / MB:.1f}",
+                each.explained_bytes / MB,
+                risen / MB,
+                (risen - each.explained_bytes) / MB,
+                each.before_bytes / MB,
+                each.planned_bytes / MB,
+                each.planned_bytes / risen,
+            )
         )
-    return table
+    columns = [
+        Column("stage"),
+        Column("parameters", ","),
+        Column("vectors", ".0f"),
+        Column("in flight"),
+        *(Column(name, ".0f") for name in ("sum", "peak")),
+        Column("rest", "+.0f"),
+        *(Column(name, ".0f") for name in ("before", "plan")),
+        Column("plan/peak", ".2f"),
+    ]
+    report.table(columns, rows, title="a stage in memory, MB")
 
 
 def main() -> None:
     """Measure and print."""
-    parser = argparse.ArgumentParser(
-        description=(__doc__ or "").splitlines()[0],
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-    )
-    parser.add_argument("--stages", type=int, nargs="+", default=[1, 2, 4], help="to cut into")
-    parser.add_argument("--layers", type=int, default=8)
-    parser.add_argument("--hidden-size", type=int, default=384)
-    parser.add_argument("--vocabulary", type=int, default=4096)
-    parser.add_argument("--sequence-length", type=int, default=128)
-    parser.add_argument("--microbatch-size", type=int, default=2)
-    parser.add_argument("--microbatches", type=int, default=8, help="of an inner step")
-    parser.add_argument("--recompute", action="store_true", help="keep only the forwards' inputs")
-    arguments = parser.parse_args()
+    made = parser(__doc__)
+    made.add_argument("--stages", type=int, nargs="+", default=[1, 2, 4], help="to cut into")
+    made.add_argument("--layers", type=int, default=8)
+    made.add_argument("--hidden-size", type=int, default=384)
+    made.add_argument("--vocabulary", type=int, default=4096)
+    made.add_argument("--sequence-length", type=int, default=128)
+    made.add_argument("--microbatch-size", type=int, default=2)
+    made.add_argument("--microbatches", type=int, default=8, help="of an inner step")
+    made.add_argument("--recompute", action="store_true", help="keep only the forwards' inputs")
+    report, arguments = Report.parse(made, "memory")
     if not Path("/proc/self/clear_refs").exists():
-        parser.error("resident memory is read from Linux's /proc, which is not here")
+        made.error("resident memory is read from Linux's /proc, which is not here")
+    if arguments.quick:
+        arguments.stages, arguments.layers = [1], 2
     descriptions = [run_description(arguments, count) for count in arguments.stages]
     try:
         for description in descriptions:
             plan_stages(Manifest.from_dict(description).model, description["stages"])
     except InvalidInput as error:
-        parser.error(str(error))
+        made.error(str(error))
     figures = [
         in_fresh_process(description, stage, arguments.recompute)
         for description in descriptions
         for stage in range(description["stages"])
     ]
-    console = wide_console()
-    console.print(kinds_table(figures))
-    console.print(stages_table(figures))
+    kinds_table(report, figures)
+    stages_table(report, figures)
+    report.close()
 
 
 if __name__ == "__main__":

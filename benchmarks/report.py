@@ -116,6 +116,10 @@ class Report:
         axes.legend()
         figure.savefig(path)
 
+    def picture(self, part: str = "") -> Path | None:
+        """The file for a picture that a script draws by itself, as SVG; None without --out."""
+        return self._path(part, "svg")
+
     def say(self, line: str) -> None:
         """Print a line beside the tables."""
         self.console.print(line)

@@ -1,6 +1,6 @@
 """How many rounds a swarm commits, under a simulated clock: rounds of hours in seconds.
 
-    python benchmarks/simulate.py                                 a table of swarms and rounds
+    python benchmarks/simulate.py [--quick] [--out DIR]           a table of swarms and rounds
     python benchmarks/simulate.py --faults                        a kill or freeze in every fifth
     python benchmarks/simulate.py --heads 4 --round-s 600 --json  one swarm, one line of JSON
     python benchmarks/simulate.py --campaign 2000                 seeded schedules of every fault
@@ -24,20 +24,26 @@ import time
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
-from rich.console import Console
-
 # a script has only its own folder on the path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from benchmarks.report import Column, Report, parser
 from benchmarks.simulation.schedules import every_fifth_round, schedule
 from benchmarks.simulation.world import Outcome, Scenario, World
-from dilocox.peer.os_process import wide_console
 
 HEADS = (4, 8, 32, 128)
 ROUNDS_S = (60.0, 600.0, 3600.0)
 ROUNDS = 20
 HEAD_ROUNDS = 320  # of a cell of the table, for its time: large swarms play fewer rounds
-WIDTHS = (6, 9, 8, 11, 12, 11, 9)
+COLUMNS = (
+    Column("heads"),
+    Column("round s", ".0f"),
+    Column("rounds"),
+    *(Column(name, ".1%") for name in ("committed", "every head")),
+    Column("conserved"),
+    Column("seconds", ".1f"),
+)
+QUICK_ROUNDS = 5
 TOLD_EVERY = 100  # schedules of a campaign
 
 
@@ -78,11 +84,6 @@ def as_json(scenario: Scenario, outcome: Outcome, seconds: float) -> str:
     return json.dumps(facts)
 
 
-def row(cells: tuple[str, ...]) -> str:
-    """One line of the table, printed as soon as it is known."""
-    return "".join(cell.rjust(width) for cell, width in zip(cells, WIDTHS, strict=True))
-
-
 def sound(outcome: Outcome) -> bool:
     """Whether it kept what must never break."""
     return outcome.conserved and outcome.one_chain
@@ -94,7 +95,7 @@ def play(seed: int) -> Outcome:
     return World(schedule(seed)).play()
 
 
-def campaign(first: int, schedules: int, console: Console) -> int:
+def campaign(report: Report, first: int, schedules: int) -> int:
     """Play seeded schedules; the exit code."""
     broken: list[int] = []
     committed = rounds = 0
@@ -106,39 +107,35 @@ def campaign(first: int, schedules: int, console: Console) -> int:
             if not sound(outcome):
                 broken.append(first + number)
             if (number + 1) % TOLD_EVERY == 0 or number + 1 == schedules:
-                console.print(
+                report.say(
                     f"{number + 1} schedules, {rounds} rounds, {committed / max(1, rounds):.1%} "
                     f"committed, {len(broken)} not conserved or forked, "
-                    f"{time.monotonic() - began:.0f} s",
-                    highlight=False,
+                    f"{time.monotonic() - began:.0f} s"
                 )
     for seed in broken:
-        console.print(f"seed {seed} is not sound")
+        report.say(f"seed {seed} is not sound")
     return 1 if broken else 0
 
 
-def table(arguments: argparse.Namespace, console: Console) -> int:
+def table(report: Report, arguments: argparse.Namespace) -> int:
     """Play every size of swarm with every length of round; the exit code."""
-    names = ("heads", "round s", "rounds", "committed", "every head", "conserved", "seconds")
-    console.print(row(names), highlight=False)
+    rows: list[tuple[str | float, ...]] = []
     kept = True
-    for heads in HEADS:
-        for round_s in ROUNDS_S:
+    if arguments.quick:
+        arguments.rounds = arguments.rounds or QUICK_ROUNDS
+    for heads in HEADS[:1] if arguments.quick else HEADS:
+        for round_s in ROUNDS_S[:2] if arguments.quick else ROUNDS_S:
             rounds = arguments.rounds or max(5, min(ROUNDS, HEAD_ROUNDS // heads))
             scenario = of(arguments, heads, round_s, rounds)
             began = time.monotonic()
-            outcome = World(scenario).play()
+            with report.console.status(f"{heads} heads, rounds of {round_s:.0f} s"):
+                outcome = World(scenario).play()
             kept &= sound(outcome)
-            cells = (
-                str(heads),
-                f"{round_s:.0f}",
-                str(outcome.rounds),
-                f"{outcome.committed_share:.1%}",
-                f"{outcome.every_head_share:.1%}",
-                "yes" if sound(outcome) else "NO",
-                f"{time.monotonic() - began:.1f}",
-            )
-            console.print(row(cells), highlight=False)
+            shares = outcome.committed_share, outcome.every_head_share
+            verdict = "yes" if sound(outcome) else "NO"
+            seconds = time.monotonic() - began
+            rows.append((heads, round_s, outcome.rounds, *shares, verdict, seconds))
+    report.table(COLUMNS, rows, part="faults" if arguments.faults else "")
     return 0 if kept else 1
 
 
@@ -157,32 +154,33 @@ def of(arguments: argparse.Namespace, heads: int, round_s: float, rounds: int) -
 
 def main() -> int:
     """Simulate what the arguments say."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--heads", type=int, help="one swarm of so many heads")
-    parser.add_argument("--round-s", type=float, default=600.0, help="of that swarm")
-    parser.add_argument(
+    made = parser(__doc__)
+    made.add_argument("--heads", type=int, help="one swarm of so many heads")
+    made.add_argument("--round-s", type=float, default=600.0, help="of that swarm")
+    made.add_argument(
         "--rounds", type=int, help="rounds to play; 20, in the table fewer for many heads"
     )
-    parser.add_argument("--rtt-ms", type=float, default=200.0, help="round trip between peers")
-    parser.add_argument("--slowest", type=float, default=3.0, help="the slowest head's s a step")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--faults", action="store_true", help="a kill or freeze every fifth round")
-    parser.add_argument("--campaign", type=int, metavar="N", help="play N seeded schedules")
-    parser.add_argument("--json", action="store_true", help="print one line of JSON")
-    arguments = parser.parse_args()
+    made.add_argument("--rtt-ms", type=float, default=200.0, help="round trip between peers")
+    made.add_argument("--slowest", type=float, default=3.0, help="the slowest head's s a step")
+    made.add_argument("--seed", type=int, default=0)
+    made.add_argument("--faults", action="store_true", help="a kill or freeze every fifth round")
+    made.add_argument("--campaign", type=int, metavar="N", help="play N seeded schedules")
+    made.add_argument("--json", action="store_true", help="one line of it, which --heads prints")
+    arguments = made.parse_args()
     logging.disable(logging.ERROR)
-    console = wide_console()
+    if arguments.heads is not None:
+        scenario = of(arguments, arguments.heads, arguments.round_s, arguments.rounds or ROUNDS)
+        began = time.monotonic()
+        outcome = World(scenario).play()
+        sys.stdout.write(as_json(scenario, outcome, time.monotonic() - began) + "\n")
+        return 0 if sound(outcome) else 1
+    report = Report("simulate", arguments.out)
     if arguments.campaign:
-        return campaign(arguments.seed, arguments.campaign, console)
-    if arguments.heads is None:
-        return table(arguments, console)
-    scenario = of(arguments, arguments.heads, arguments.round_s, arguments.rounds or ROUNDS)
-    began = time.monotonic()
-    outcome = World(scenario).play()
-    sys.stdout.write(as_json(scenario, outcome, time.monotonic() - began) + "\n")
-    return 0 if sound(outcome) else 1
+        code = campaign(report, arguments.seed, arguments.campaign)
+    else:
+        code = table(report, arguments)
+    report.close()
+    return code
 
 
 if __name__ == "__main__":

@@ -1,17 +1,23 @@
 """The sizes of three runs as examples, as docs/operator.md has them, in the columns of
 peer/process/sizes.py.
 
-    python benchmarks/sizes.py
+    python benchmarks/sizes.py [--quick] [--out DIR]
 
 `dilocox bootstrap run.yaml --check` prints the same of a run of one's own.
 """
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
 from typing import Any
 
+# a script has only its own folder on the path
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks.report import Column, Report, parser
 from dilocox.dht.manifest import Manifest
-from dilocox.peer.process.sizes import print_sizes
+from dilocox.peer.process.sizes import HEADS, row, shown_stages
 
 
 def llama(hidden_size: int, layers: int, vocab_size: int) -> dict[str, Any]:
@@ -45,9 +51,14 @@ def examples() -> list[Manifest]:
 
 
 def main() -> None:
-    """Reckon and print."""
-    for manifest in examples():
-        print_sizes(manifest)
+    """Reckon and print; the largest takes most of the time."""
+    report, arguments = Report.parse(parser(__doc__), "sizes")
+    for manifest in examples()[: 2 if arguments.quick else None]:
+        rows = [row(manifest, stage) for stage in shown_stages(manifest)]
+        report.table(
+            [Column(name) for name in HEADS], rows, title=manifest.name, part=manifest.name
+        )
+    report.close()
 
 
 if __name__ == "__main__":

@@ -52,6 +52,7 @@ class Head:
         last_fault: in few words, empty before the first.
         step_s: how long the last inner step took, without what was dropped and healed before it.
         undecided: whether another member's send was, at the last inner step.
+        oldest_anchor: the round of the oldest one that the others had then; None without others.
     """
 
     def __init__(
@@ -70,6 +71,7 @@ class Head:
         self.last_fault = ""
         self.step_s = 0.0
         self.undecided = False
+        self.oldest_anchor: int | None = None
         self._me = me
         self._num_stages = member.num_stages
         self._client_mode = client_mode
@@ -113,7 +115,7 @@ class Head:
     # ---- forming ---------------------------------------------------------------------------------
     def form(self) -> str:
         """Try once to make a replica; why it failed, empty if it stands."""
-        self._anchor_rounds, self.undecided = set(), False
+        self._anchor_rounds, self.undecided, self.oldest_anchor = set(), False, None
         self._replica = Replica(
             members={0: self._me},
             clients={0: self._client_mode},
@@ -235,6 +237,7 @@ class Head:
         replica.codecs, replica.window = self._tuning.next(reports, replica.codecs, replica.limit)
         self._anchor_rounds = {report.anchor_round for report in reports}
         self.undecided = any(report.undecided for report in reports[1:])
+        self.oldest_anchor = min((report.anchor_round for report in reports[1:]), default=None)
         factor = self._clip(totals.squared_norm, totals.loss)
         codecs = replica.codecs
         go = Go(factor=factor, learning_rate=learning_rate, loss=totals.loss, codecs=codecs)

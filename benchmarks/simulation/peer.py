@@ -489,4 +489,5 @@ class SimulatedPeer:
             members=members,
             epoch=self._epoch,
             undecided=head is self and any(peer.coordinator.undecided for peer in self.members),
+            oldest_anchor=min((peer.books.round for peer in self.members), default=None),
         )

@@ -458,9 +458,13 @@ class Coordinator(threading.Thread):
 
     @property
     def _awaited(self) -> bool:
-        """Whether a send of another member is undecided; what it says of that holds its head back
-        for no longer than a send can take."""
-        return self.status.undecided and self._rounds.lasted_s < self.outcome_limit_s
+        """Whether a send of another member is undecided, or it may still take one for a round that
+        this peer has left, of which it hears later; what it says of that holds its head back for no
+        longer than a send can take."""
+        oldest = self.status.oldest_anchor
+        lags = oldest is not None and self._rounds.may_meet(after=oldest)
+        undecided = self.status.undecided or lags
+        return undecided and self._rounds.lasted_s < self.outcome_limit_s
 
     def _rings_last(self, now: float) -> bool:
         """Whether what is left is to be sent: all other heads in view have heard of the end, too.

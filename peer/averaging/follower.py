@@ -44,6 +44,7 @@ CALL_LIMIT_S = 6 * 3600.0  # of a whole model; a transfer that stalls fails much
 WALK_LIMIT_S = 3 * RECORDS_LIMIT_S  # the averager ends it by itself before
 PAUSE_AFTER_FAILURE_S = 1.0
 MAX_SLOW = 5  # then it is our own line that is slow
+MANY_ROUNDS = 100  # to catch up with so many takes a while
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,6 +115,7 @@ class ChainFollower:
             record_lifetime_s=lifetime_s,
             now=now,
         )
+        self._follows = False  # since it took part in a record, or began
         self._donor = ""  # whom the last state was asked of
         self._slow: set[str] = set()  # donors that others may be faster than
         self.states_taken = 0
@@ -148,6 +150,7 @@ class ChainFollower:
     def committed(self, round_number: int, exchange_s: float, matchmaking_s: float | None) -> None:
         """The averager appended a record that this peer took part in."""
         self._times[round_number] = exchange_s, matchmaking_s
+        self._follows = False
         self._refresh()
 
     def tick(self, view: SwarmView, *, exchanging: bool, sent_round: int | None = None) -> None:
@@ -215,8 +218,11 @@ class ChainFollower:
             return
         # any of those who claim it: one that is out of our reach must not keep us from the others
         peer = random.choice(view.within_reach(holders(view, stated.digest)))
-        lacks = stated.round - self.head.round  # of one round the line that it was taken says all
-        level, shown = logging.INFO if lacks > 1 else logging.DEBUG, view.shown(peer)
+        lacks = stated.round - self.head.round
+        # what a spare lacks with each look, or of one round, the line that it was taken says
+        told = lacks >= MANY_ROUNDS or (lacks > 1 and not self._follows)
+        level, shown = logging.INFO if told else logging.DEBUG, view.shown(peer)
+        self._follows = True
         logger.log(level, "catching up: %s lacking; asking %s", counted(lacks, "round"), shown)
         self._begin(
             self._averager.catch_up(

@@ -34,6 +34,7 @@ class LoopStatus:
     members: by stage, of the replica that it leads; empty where it leads none.
     epoch, codec, last_fault: of that replica.
     undecided: the send of another of its members was, at the last inner step.
+    oldest_anchor: the round of the oldest anchor that these had then; None without others.
     blocked: why this peer does not train, or empty.
     started_over: it gave up all that it had learnt, and has taken no inner step since.
     data_position: in the data part that it reads.
@@ -54,6 +55,7 @@ class LoopStatus:
     codec: str = ""
     last_fault: str = ""
     undecided: bool = False
+    oldest_anchor: int | None = None
     blocked: str = ""
     started_over: bool = False
     data_position: int = 0

@@ -200,15 +200,22 @@ def signed_page(history: RoundHistory, identity: Identity, run: str, after: int)
 
 
 async def ask_history(
-    client: Client, bootstraps: Sequence[str], run: str, manifest: Manifest, after: int = FIRST
+    client: Client,
+    bootstraps: Sequence[str],
+    run: str,
+    manifest: Manifest,
+    after: int = FIRST,
+    silent: set[str] | None = None,
 ) -> list[HistoryRow]:
     """What bootstraps have after a round, merged; the first one, the witness, is believed.
 
     Empty where none answers or all are of an older version. client: with stage 0's namespace.
+    silent: who gave none before, for those who ask again and again: only news of that is said.
     """
     found: dict[int, HistoryRow] = {}
+    silent = set() if silent is None else silent
     for peer in bootstraps:
-        merge(found, await _told_by(client, peer, run, after), manifest)
+        merge(found, await _told_by(client, peer, run, after, silent), manifest)
     return [found[number] for number in sorted(found)]
 
 
@@ -228,7 +235,9 @@ def merge(rows: dict[int, HistoryRow], more: Iterable[HistoryRow], manifest: Man
             rows[row.round] = mine.filled(row)
 
 
-async def _told_by(client: Client, peer: str, run: str, after: int) -> list[HistoryRow]:
+async def _told_by(
+    client: Client, peer: str, run: str, after: int, silent: set[str]
+) -> list[HistoryRow]:
     rows: list[HistoryRow] = []
     try:
         while len(rows) < MAX_ROWS:
@@ -243,7 +252,14 @@ async def _told_by(client: Client, peer: str, run: str, after: int) -> list[Hist
                 break
             after = page[-1].round
     except REFUSED as error:
-        logger.info("no history from %s: %s", peer[-6:], error or type(error).__name__)
+        if peer not in silent:
+            reason = (str(error) or type(error).__name__).replace(peer, "it")
+            logger.info("no history from bootstrap %s yet: %s", peer[-6:], reason)
+        silent.add(peer)
+    else:
+        if peer in silent:
+            logger.info("bootstrap %s gives its history now", peer[-6:])
+        silent.discard(peer)
     return rows
 
 

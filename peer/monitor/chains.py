@@ -106,6 +106,7 @@ class ChainReader(LoopThread):
         self._bootstraps = frozenset(bootstraps)
         self._walks: dict[int, Future[Walk]] = {}  # by stage
         self._asking: Future[list[HistoryRow]] | None = None
+        self._silent = set[str]()  # bootstraps that gave no history, of which was said so
         self._slots = asyncio.Semaphore(STAGES_AT_ONCE)
 
     def order(self, order: Order) -> bool:
@@ -132,7 +133,8 @@ class ChainReader(LoopThread):
         """
         if self._asking is None and self.running:
             peers = sorted(self._bootstraps, key=lambda peer: (peer != witness, peer))
-            asked = ask_history(self._client(0), peers, self._run_id, manifest, after)
+            run, silent = self._run_id, self._silent
+            asked = ask_history(self._client(0), peers, run, manifest, after, silent)
             self._asking = asyncio.run_coroutine_threadsafe(asked, self.loop)
 
     def take_history(self) -> list[HistoryRow] | None:

@@ -1,14 +1,16 @@
 """What the model writes after one prompt as it gets better, and how large it is: by quiet children.
 
 `dilocox generate` fetches the newest anchors, continues the operator's prompt and ends, and its
-memory with it. It runs at the lowest priority, in one thread, not for longer than a deadline, and
-then none does for so long that all of them together take a small share of one processor.
+memory with it. It runs at a low priority, in one thread, not for longer than a deadline, and then
+none does for so long that all of them together take a small share of one processor: of its seconds,
+not of the time that a child waits on a busy machine for its turn.
 """
 
 from __future__ import annotations
 
 import json
 import logging
+import resource
 import sys
 import time
 from collections.abc import Sequence
@@ -26,7 +28,9 @@ LIMIT_S = 900.0  # of one child
 LEAVE_LIMIT_S = 10.0
 MAX_KEPT = 64
 MAX_LETTERS = 4000  # of an answer
-QUIET = ("nice", "-n", "19", sys.executable)
+# on a machine whose processors are all taken a tenth of one; at 19 it would be a hundredth, and no
+# child would end within its deadline
+QUIET = ("nice", "-n", "10", sys.executable)
 SIZE = """import json, math, sys
 from dilocox.pipeline.stage import parameter_shapes
 model, stages = json.loads(sys.argv[1]), int(sys.argv[2])
@@ -75,16 +79,16 @@ class Sampler:
             command = ("-m", "dilocox", "generate", *words, "--", self._invite, spec.prompt)
         else:
             return
-        self._began, env = time.monotonic(), {"OMP_NUM_THREADS": "1"}
+        self._began, self._used_s = time.monotonic(), _children_s()
+        env = {"OMP_NUM_THREADS": "1"}
         self._child = start_process((*self._python, *command), self._output, env=env)
 
     def _look(self, child: Child, history: SwarmHistory) -> None:
-        took = time.monotonic() - self._began
-        if child.returncode is None and took <= LIMIT_S:
+        if child.returncode is None and time.monotonic() - self._began <= LIMIT_S:
             return
         self.close()
         self._child = None
-        self._rest(took)
+        self._rest(_children_s() - self._used_s)
         if child.returncode:
             logger.info("no sample of the model: %s", child.last_line())
             return
@@ -100,5 +104,11 @@ class Sampler:
             for number in sorted(told)[1 : len(told) // 2 : 2]:
                 del told[number]
 
-    def _rest(self, took: float) -> None:
-        self._next = time.monotonic() + max(took, 1.0) * (1 / self._share - 1)
+    def _rest(self, used_s: float) -> None:
+        self._next = time.monotonic() + max(used_s, 1.0) * (1 / self._share - 1)
+
+
+def _children_s() -> float:
+    """Processor seconds of this process's children that have ended, and of theirs."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime

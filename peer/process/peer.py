@@ -364,7 +364,7 @@ def _take_part(options: PeerOptions, joined: Joined, folder: StateFolder, stop: 
         raise refusal
     for line in warnings(manifest):
         logger.warning("%s", line)
-    stage = chosen_stage(options.stage, joined, folder)
+    stage = chosen_stage(options, joined, folder)
     layout = stage_layout(manifest, stage)
     own = folder.run(joined.run, stage)
     needs = StageNeeds(manifest, stage, recompute=options.recompute, offload=options.offload)
@@ -420,7 +420,9 @@ def _take_part(options: PeerOptions, joined: Joined, folder: StateFolder, stop: 
                 with served(*at, pages, answer=page.answer, query=page.query), watch:
                     assembly.trainer.run()
             except Move as move:
-                announce_joining(joined, move.stage)  # or another one would move there, too
+                announce_joining(
+                    joined, options, move.stage
+                )  # or another one would move there, too
                 raise
             finally:
                 assembly.coordinator.close()

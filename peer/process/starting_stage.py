@@ -10,6 +10,7 @@ from dilocox import __version__
 from dilocox.dht.errors import InvalidInput
 from dilocox.dht.join import Joined
 from dilocox.dht.records import StageRecord, stage_key
+from dilocox.peer.options import PeerOptions
 from dilocox.peer.state_folder import StateFolder
 from dilocox.pipeline.candidates import Records
 from dilocox.pipeline.stage_choice import choose_stage, live_peers
@@ -24,14 +25,14 @@ SECOND_LOOK_S = 1.0
 JOINING_S = 20.0  # about what it takes until a joiner's own records come
 
 
-def chosen_stage(option: str, joined: Joined, folder: StateFolder) -> int:
+def chosen_stage(options: PeerOptions, joined: Joined, folder: StateFolder) -> int:
     """The stage that `--stage` names, or with `auto` the one with the fewest peers.
 
     A peer that was here before goes back to its stage, whose weights are on its disk, unless that
     one has other peers and another stage has none. Raises InvalidInput.
     """
     stages = joined.manifest.stages
-    named = named_stage(option, stages)
+    named = named_stage(options.stage, stages)
     if named is not None:
         return named
     time.sleep(random.uniform(0, JITTER_S))
@@ -39,14 +40,14 @@ def chosen_stage(option: str, joined: Joined, folder: StateFolder) -> int:
     before = folder.noted_stage(joined.run)
     stage = preferred_stage(look_at_stages(joined), me, before, stages)
     for _ in range(SECOND_THOUGHTS):
-        announce_joining(joined, stage)
+        announce_joining(joined, options, stage)
         time.sleep(SECOND_LOOK_S)
         # of those that join at once the smaller id goes first: it has chosen without the others
         seen = _without_later_joiners(look_at_stages(joined), me)
         better = preferred_stage(seen, me, before, stages)
         if better == stage:
             break
-        announce_joining(joined, stage, gone=True)
+        announce_joining(joined, options, stage, gone=True)
         stage = better
     folder.note_stage(joined.run, stage)
     logger.info("chose stage %d of %d", stage, stages)
@@ -63,7 +64,9 @@ def named_stage(option: str, stages: int) -> int | None:
     return int(option)
 
 
-def announce_joining(joined: Joined, stage: int, *, gone: bool = False) -> None:
+def announce_joining(
+    joined: Joined, options: PeerOptions, stage: int, *, gone: bool = False
+) -> None:
     """Say that this peer is about to host a stage, long before it can; or that it is not."""
     record = StageRecord(
         state="left" if gone else "joining",
@@ -76,6 +79,8 @@ def announce_joining(joined: Joined, stage: int, *, gone: bool = False) -> None:
         client_mode=joined.reach.kind == "dial_out",
         voids=0,
         version=__version__,
+        name=options.name,
+        team=options.team,
         addresses=(),
         blocked="",
     )

@@ -251,6 +251,11 @@ class RoundKeeper:
         """Of the round that it is in."""
         return self._clock.monotonic() - self._began
 
+    def may_meet(self, *, after: int) -> bool:
+        """Whether the group of a round later than that one, which it has left, may still meet."""
+        with self._lock:
+            return any(after < number < self.round for number in self._known)
+
     def meets_at(self, round_number: int) -> float | None:
         """The time of a round's group, also of one that it has sent in; None if not known."""
         known = self._known.get(round_number)

@@ -43,6 +43,7 @@ logger = logging.getLogger(__name__)
 
 STATUS_PERIOD_S = 1.0
 GAVE_EVERY = 100  # rounds with tokens of this peer
+TAKEN_ROUNDS, TAKEN_S = 100, 600.0  # of who only follows a line comes after so many, or so long
 UNCOUNTED = {"undone": " (without yours, which go with a later one)", "repeated": " (again)"}
 
 
@@ -88,7 +89,8 @@ class Reporter:
         _cut_half_line(self._events)
         self._terminal = sys.stderr.isatty()
         self._status_at = 0.0
-        self._taken: list[RoundReport] = []  # told of in one line once no more follow
+        self._taken: list[RoundReport] = []  # not told of yet
+        self._taken_at: float | None = None  # when such were told last; None: since it trained
         self.shown: Callable[[str], str] = shown_peer
         self.on_event: Callable[[str, Mapping[str, Any]], None] = lambda kind, facts: None
         self.on_status: Callable[[LoopStatus], None] = lambda status: None
@@ -129,7 +131,8 @@ class Reporter:
             return Gave()
 
     def committed(self, report: RoundReport, *, more: bool = False) -> None:
-        """more: another record follows at once; rounds that are only taken become one line."""
+        """more: another record follows at once. Rounds that are only taken become one line: the
+        first ones at once, later ones now and then, all of them before this peer's own."""
         self.event("round", **asdict(report))
         logger.debug(
             "round %d: %d inner steps, digest %s, anchor %s",
@@ -138,10 +141,14 @@ class Reporter:
         taken = report.outcome in ("followed", "reset")
         if taken:
             self._taken.append(report)
-        if self._taken and not (taken and more):
+        now, since = time.monotonic(), self._taken_at
+        late = since is None or len(self._taken) >= TAKEN_ROUNDS or now - since >= TAKEN_S
+        if self._taken and not (taken and (more or not late)):
             logger.info("%s", taken_line(self._taken))
             self._taken.clear()
+            self._taken_at = now
         if not taken:
+            self._taken_at = None
             logger.info("%s", round_line(report))
 
     def void(self, round_number: int, reason: str) -> None:

@@ -153,6 +153,7 @@ class Leading:
             codec=head.codec,
             last_fault=head.last_fault,
             undecided=head.undecided and bool(members),
+            oldest_anchor=head.oldest_anchor if members else None,
             blocked=blocked,
             data_position=0 if self._held is None else self._corpus.position,
         )

@@ -174,6 +174,21 @@ def test_records_are_taken_where_they_are_fewer_bytes_than_a_state(behind: Behin
     assert behind.asked == [("records", STATE_BYTES)]
 
 
+def test_who_only_follows_says_once_that_it_catches_up(
+    behind: Behind, caplog: pytest.LogCaptureFixture
+) -> None:
+    behind.answers = [nothing() for _ in range(6)]
+    with caplog.at_level("INFO", logger="dilocox.peer.averaging.follower"):
+        for rounds in (5, 10, 15, 200):
+            behind.look(rounds=rounds, record_bytes=1)
+        behind.chain.committed(0, 1.0, None)
+        for rounds in (1, 5):
+            behind.look(rounds=rounds, record_bytes=1)
+    said = [record.getMessage().partition(" lacking")[0] for record in caplog.records]
+    assert said == [f"catching up: {count} rounds" for count in (5, 200)]
+    assert len(behind.asked) == 6
+
+
 def test_only_what_is_vouched_for_is_asked_for(identities: list[Identity], tmp_path: Path) -> None:
     behind = Behind(ChainMaker(identities[0], tmp_path, manifest_of()), [], witness="QmBoot")
     behind.look(holders=("QmStranger",))

@@ -6,14 +6,18 @@ import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from dilocox.dht.manifest import Manifest
 from dilocox.dht.manifest_revisions import back_to, in_state
+from dilocox.peer.monitor import samples
 from dilocox.peer.monitor.history import ModelSample, SwarmHistory
 from dilocox.peer.monitor.samples import MAX_LETTERS, Sampler
+from dilocox.peer.os_process import Child, start_process
 from tests.dht.processes import wait_until
+from tests.peer.clocks import TestClock
 from tests.peer.fabricated import INVITE, NOW, ToldSwarm, digest, manifest_of
 
 PROMPT = "--once <b>upon</b>"
@@ -128,6 +132,46 @@ def test_one_that_fails_is_no_sample_and_costs_no_more_than_its_share(tmp_path: 
         asked.turn()
     asked.sampler.close()
     assert ran.read_text() == "x" and asked.rounds == []
+
+
+@pytest.mark.parametrize(
+    ("burnt_s", "waited_s", "rest_s"),
+    [
+        pytest.param(0.0, 600, (10, 20), id="the time for which a busy machine lets it wait"),
+        pytest.param(1.5, 0, (20, 60), id="what it computed"),
+    ],
+)
+def test_its_share_is_of_processor_seconds(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    burnt_s: float,
+    waited_s: float,
+    rest_s: tuple[float, float],
+) -> None:
+    clock, started = TestClock(), list[Child]()
+
+    def start(*given: Any, **named: Any) -> Child:
+        started.append(start_process(*given, **named))
+        return started[-1]
+
+    monkeypatch.setattr(samples, "time", clock)
+    monkeypatch.setattr(samples, "start_process", start)
+    burn = f"import time\nwhile time.process_time() < {burnt_s}: pass\n"
+    asked = Asked(tmp_path, burn + ANSWER, share=0.05)
+    clock.now += 20
+    asked.commit(3)
+    asked.turn()
+    clock.now += waited_s
+    asked.until_asked(13, 1)
+    asked.commit(30)
+    least, most = rest_s
+    clock.now += least
+    asked.turn()
+    assert len(started) == 1, "another one would be more than its share"
+    clock.now += most - least
+    asked.turn()
+    assert len(started) == 2
+    asked.sampler.close()
 
 
 def test_the_parameters_of_the_model_are_counted_first(tmp_path: Path) -> None:

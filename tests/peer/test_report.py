@@ -432,6 +432,27 @@ def test_catching_up_is_one_line_and_digests_are_for_those_who_look_for_faults(
     assert len(events(tmp_path)) == 10  # scripts hear of each
 
 
+def test_who_only_follows_says_so_at_once_and_then_every_hundred_rounds_or_ten_minutes(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, clock: Clock
+) -> None:
+    reporter, taken = Reporter(tmp_path), replace(REPORT, outcome="followed", tokens=0)
+    with caplog.at_level(logging.INFO, logger="dilocox.peer.training.report"):
+        for number in range(250):  # of 2 seconds each, then of a minute
+            clock.now += 2 if number < 130 else 60
+            reporter.committed(replace(taken, round=number))
+        reporter.committed(replace(REPORT, round=250))
+        reporter.committed(replace(taken, round=251))
+    said = [record.getMessage().partition(":")[0] for record in caplog.records]
+    assert said[:4] == [
+        "took round 0",
+        "took rounds 1 to 100",
+        "took rounds 101 to 139",
+        "took rounds 140 to 149",
+    ]
+    assert said[-2:] == ["round 250 committed", "took round 251"]
+    assert len(said) == 16
+
+
 def test_a_line_that_a_full_disk_cut_does_not_spoil_the_next_one(tmp_path: Path) -> None:
     reporter = Reporter(tmp_path)
     reporter.event("training")

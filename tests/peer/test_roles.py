@@ -45,6 +45,7 @@ class FakeHead:
         self.codec = "bf16"
         self.last_fault = ""
         self.undecided = False
+        self.oldest_anchor: int | None = -1
         self.forms: deque[str] = deque()
         self.formed = 0
         self.steps: deque[Stepped | None] = deque()

@@ -163,6 +163,24 @@ def test_pages_are_small_and_together_all_of_it(
     assert [want["after"] for _, want in swarm.asked] == [FIRST, 3, 7]
 
 
+def test_that_a_bootstrap_gives_no_history_is_said_once_and_once_that_it_does(
+    tmp_path: Path, identities: list[Identity], caplog: pytest.LogCaptureFixture
+) -> None:
+    me, kept = identities[0].peer_id, history(tmp_path)
+    kept.add(row(0))
+
+    gives = {me: given(kept, identities[0])}
+    silent = set[str]()
+    with caplog.at_level("INFO", logger="dilocox.peer.chain.round_history"):
+        for finds in ({}, {}, {}, gives, gives):
+            client = MemorySwarm(**finds).client()
+            asyncio.run(ask_history(client, [me], RUN, MANIFEST, silent=silent))
+    assert [record.getMessage() for record in caplog.records] == [
+        f"no history from bootstrap {me[-6:]} yet: it is gone",
+        f"bootstrap {me[-6:]} gives its history now",
+    ]
+
+
 def test_a_bootstrap_of_an_older_version_and_one_that_is_gone_are_passed_over(
     tmp_path: Path, identities: list[Identity]
 ) -> None:

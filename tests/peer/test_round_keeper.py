@@ -70,6 +70,20 @@ def test_a_head_that_has_rung_sends_once_the_time_of_the_group_is_known() -> Non
     assert keeper.send_due(NOW) is not None
 
 
+def test_the_group_of_a_round_that_was_left_may_meet_as_long_as_one_can_form() -> None:
+    keeper = keeper_of()
+    follow(keeper, 10)  # alone it rings, and the time is known
+    number, scheduled_at = keeper.send_due(NOW) or pytest.fail("no time")
+    assert not keeper.may_meet(after=number - 1), "it has not sent in it"
+    keeper.end(number)
+    assert keeper.may_meet(after=number - 1)
+    assert not keeper.may_meet(after=number), "whose anchor is of that round has sent"
+    follow(keeper, 0, now=scheduled_at + MEETING_S - 0.1)
+    assert keeper.may_meet(after=number - 1)
+    follow(keeper, 0, now=scheduled_at + MEETING_S + 0.1)
+    assert not keeper.may_meet(after=number - 1)
+
+
 # ---- who leads nothing ---------------------------------------------------------------------------
 HEADS = {"h": replica(10, "h", "me"), "g": replica(7, "g", "other")}
 TIMES = (NOW + 10, NOW + 20)

@@ -143,6 +143,28 @@ def test_a_run_ends_with_its_tokens_and_those_trained_meanwhile(stages: int) -> 
     assert outcome.committed >= 3
 
 
+@pytest.mark.parametrize("seed", range(8))
+def test_of_rounds_of_two_seconds_too_all_stages_end_with_the_same(seed: int) -> None:
+    """A member hears of a bell a second after its head; the head had its record before the member
+    had sent, took the next step for the last one, and the member's send of before held it: stage 0
+    ended with a round of its own."""
+    scenario = Scenario(
+        step_s=(0.1,),
+        round_s=20.0,  # inner steps
+        rounds=60,
+        stages=2,
+        rtt_s=0.05,
+        ends_at_s=40.0 + 1.7 * seed,
+        seed=seed,
+    )
+    world = World(scenario)
+    outcome = world.play()
+    assert outcome.conserved and outcome.one_chain
+    assert len(set(outcome.last_rounds)) == 1, outcome.last_rounds
+    assert outcome.left_s is not None and outcome.left_s < 30.0
+    assert not any(peer.books.unsent or peer.books.fly for peer in world.left)
+
+
 @pytest.mark.parametrize("stages", [1, 2])
 def test_slow_replicas_and_spares_end_with_the_others(stages: int) -> None:
     end(1.0, 1.1, 1.3, 3.0, stages=stages, spares=1, ends_at_s=170.0)

@@ -12,10 +12,11 @@ import pytest
 from dilocox.dht.errors import InvalidInput
 from dilocox.dht.join import Joined
 from dilocox.dht.records import StageRecord, parse_key
+from dilocox.peer.options import PeerOptions
 from dilocox.peer.process import starting_stage
 from dilocox.peer.process.starting_stage import LOOKS, chosen_stage
 from dilocox.peer.state_folder import StateFolder
-from tests.peer.local_peers import MANIFEST, RUN, local_peer
+from tests.peer.local_peers import INVITE, MANIFEST, RUN, local_peer
 from tests.pipeline.swarms import stage_record
 
 Answer = Mapping[int, dict[str, StageRecord]]
@@ -45,6 +46,7 @@ class Looks:
 
     def publish(self, key: str, record: StageRecord, lifetime_s: float) -> bool:
         assert lifetime_s >= MANIFEST.deadlines.record_lifetime_s
+        assert (record.name, record.team) == ("Ada", "blue"), "known from the first record on"
         self.told.append((parse_key(key).index, record.state))
         return True
 
@@ -61,6 +63,11 @@ def joined(looks: Looks, stages: int = 3) -> Joined:
     return local_peer(swarm=looks, manifest=replace(MANIFEST, stages=stages))
 
 
+def asked(stage: str) -> PeerOptions:
+    """The options of a peer that was started with this `--stage`."""
+    return PeerOptions(invite=INVITE, stage=stage, name="Ada", team="blue")
+
+
 def peers(*counts: int) -> Answer:
     """A swarm with so many peers on each stage."""
     return {
@@ -73,18 +80,18 @@ def test_of_two_that_join_at_once_the_larger_id_chooses_again(folder: StateFolde
     """Both saw an empty stage; "aa" comes before "me", "zz" after it."""
     first, rival = peers(1, 0, 1), {"aa": stage_record(state="joining")}
     looks = Looks(first, {**peers(1, 0, 1), 1: rival}, {**peers(1, 0, 1), 1: rival})
-    assert chosen_stage("auto", joined(looks), folder) != 1
+    assert chosen_stage(asked("auto"), joined(looks), folder) != 1
     assert looks.told[:2] == [(1, "joining"), (1, "left")]
     later = Looks(first, {**peers(1, 0, 1), 1: {"zz": stage_record(state="joining")}})
     (folder.path / "other").mkdir()
     other = StateFolder(folder.path / "other")
-    assert chosen_stage("auto", joined(later), other) == 1
+    assert chosen_stage(asked("auto"), joined(later), other) == 1
 
 
 # ---- as told -------------------------------------------------------------------------------------
 def test_a_stage_that_was_asked_for_is_taken_without_a_look(folder: StateFolder) -> None:
     looks = Looks(peers(0, 0, 9))
-    assert chosen_stage("2", joined(looks), folder) == 2
+    assert chosen_stage(asked("2"), joined(looks), folder) == 2
     assert looks.count == 0
     assert folder.noted_stage(RUN) is None  # it is the volunteer's will, not this peer's home
 
@@ -94,16 +101,16 @@ def test_a_stage_that_the_run_has_not_is_refused_with_those_it_has(
     folder: StateFolder, option: str
 ) -> None:
     with pytest.raises(InvalidInput, match=r"--stage .*: the run has the stages 0 to 2; choose"):
-        chosen_stage(option, joined(Looks(peers(1, 1, 1))), folder)
+        chosen_stage(asked(option), joined(Looks(peers(1, 1, 1))), folder)
 
 
 def test_in_a_run_of_one_stage_there_is_nothing_to_choose(folder: StateFolder) -> None:
     looks = Looks(peers(1))
     for option in ("auto", "0"):
-        assert chosen_stage(option, joined(looks, stages=1), folder) == 0
+        assert chosen_stage(asked(option), joined(looks, stages=1), folder) == 0
     assert looks.count == 0
     with pytest.raises(InvalidInput, match=r"--stage 3: the run has stage 0 only; choose"):
-        chosen_stage("3", joined(looks, stages=1), folder)
+        chosen_stage(asked("3"), joined(looks, stages=1), folder)
 
 
 # ---- auto ----------------------------------------------------------------------------------------
@@ -132,7 +139,7 @@ def test_a_peer_takes_its_stage_of_before_else_the_one_with_the_fewest_and_notes
     if before is not None:
         folder.note_stage(RUN, before)
     folder.note_stage("e" * 32, 2)  # another run's
-    assert chosen_stage("auto", joined(Looks(peers(*counts))), folder) == chosen
+    assert chosen_stage(asked("auto"), joined(Looks(peers(*counts))), folder) == chosen
     assert folder.noted_stage(RUN) == chosen
 
 
@@ -145,24 +152,24 @@ def test_own_records_of_before_and_of_peers_that_left_count_for_nobody(
         1: {"me": stage_record(), "gone": stage_record("left")},
         2: {"b": stage_record("joining")},
     }
-    assert chosen_stage("auto", joined(Looks(answer)), folder) == 1
+    assert chosen_stage(asked("auto"), joined(Looks(answer)), folder) == 1
 
 
 # ---- answers that fail ---------------------------------------------------------------------------
 def test_a_stage_that_gave_no_answer_is_asked_for_again(folder: StateFolder) -> None:
     looks = Looks({0: peers(2)[0]}, peers(2, 0, 2))
-    assert chosen_stage("auto", joined(looks), folder) == 1
+    assert chosen_stage(asked("auto"), joined(looks), folder) == 1
     assert looks.count == 3  # one more for those that join at the same time
 
 
 def test_a_stage_of_which_nothing_is_known_is_not_taken_for_empty(folder: StateFolder) -> None:
     known = peers(5, 0, 4)
     looks = Looks({0: known[0], 2: known[2]})
-    assert chosen_stage("auto", joined(looks), folder) == 2
+    assert chosen_stage(asked("auto"), joined(looks), folder) == 2
     assert looks.count == 2 * LOOKS
 
 
 def test_without_any_answer_a_stage_is_chosen_all_the_same(folder: StateFolder) -> None:
-    assert chosen_stage("auto", joined(Looks({})), folder) in (0, 1, 2)
+    assert chosen_stage(asked("auto"), joined(Looks({})), folder) in (0, 1, 2)
     folder.note_stage(RUN, 1)
-    assert chosen_stage("auto", joined(Looks({})), folder) == 1
+    assert chosen_stage(asked("auto"), joined(Looks({})), folder) == 1

@@ -125,6 +125,16 @@ class TestUndecidedSends:
         leader.step(BATCHES[1])
         assert not leader.head.undecided
 
+    def test_the_head_hears_of_the_oldest_anchor_of_the_others(self) -> None:
+        swarm = Swarm(PLAN)
+        leader = swarm.leader
+        leader.form()
+        assert leader.head.oldest_anchor is None
+        for stage, peer in enumerate(leader.members):
+            swarm.peers[peer].anchor.round = 7 - stage if stage else 3
+        leader.step(BATCHES[0])
+        assert leader.head.oldest_anchor == 7 - (len(leader.members) - 1)
+
     def test_its_own_is_not_a_members(self) -> None:
         swarm = Swarm(PLAN)
         swarm.leader.form()

@@ -37,7 +37,7 @@ def test_a_member_that_lies_stops_nobody_and_turns_nothing(
     liar = swarm.peers.pop()  # what it says of rounds is not waited for
     try:
         before = max(record.round for record in taken(swarm))
-        swarm.wait(lambda: liar.of_kind("training"), FIRST_S, "the liar trains")
+        swarm.wait(lambda: liar.look() or liar.of_kind("training"), FIRST_S, "the liar trains")
         first, attacked = rounds_in(swarm, FIRST_S), rounds_in(swarm, ATTACKED_S)
     finally:
         liar.child.terminate()

@@ -6,9 +6,12 @@ BIN := $(VENV)/bin
 CONSTRAINT ?= --constraint constraints.txt
 # More arguments for pip, for example an index of CPU or CUDA builds of torch (see README).
 PIP_ARGS ?=
-# More arguments for `dilocox demo` and for pytest.
+# More arguments for `dilocox demo`, for pytest and for benchmarks/run_all.py.
 DEMO_ARGS ?=
 TEST_ARGS ?=
+BENCH_ARGS ?=
+# More arguments for `make showcase`: --quick, --minutes 15, --out FOLDER.
+SHOWCASE_ARGS ?=
 # Processes of `make test`: more than two cores, since many tests wait for a limit of time.
 TEST_PROCESSES ?= 3
 # Runs of `make chaos`, one a seed, from CHAOS_SEED on.
@@ -19,7 +22,7 @@ CHAOS_MINUTES ?= 10
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-python test-swarm test-faults test-watch attack chaos test-image simulate lint type audit bench clean
+.PHONY: help install demo showcase test test-python test-swarm test-faults test-watch attack chaos test-image simulate lint type audit bench bench-quick clean
 
 help:  ## show this help
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 22
@@ -34,6 +37,9 @@ install: $(BIN)/.installed  ## make .venv and install everything into it
 
 demo: install  ## train a small model with a real swarm on this machine (about 3 minutes)
 	$(BIN)/dilocox demo $(DEMO_ARGS)
+
+showcase: install  ## an hour of a 10.9 million Llama on slow links, hurt on a schedule (root, Linux)
+	$(BIN)/python benchmarks/showcase.py $(SHOWCASE_ARGS)
 
 test: install  ## unit tests and one small swarm, in three processes (about 5 minutes)
 	$(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist worksteal -m 'not swarm or smoke' $(TEST_ARGS)
@@ -76,18 +82,11 @@ audit: install  ## does the index still offer every pinned version, none of them
 		|| { echo "$$found"; exit 1; }; case "$$found" in *yanked*) echo "$$found"; exit 1;; esac
 	@echo "all $$(grep -c == constraints.txt) pinned versions are offered, none is withdrawn"
 
-bench: install  ## the measured claims, one script each
-	$(BIN)/python benchmarks/codec.py
-	$(BIN)/python benchmarks/compression.py
-	$(BIN)/python benchmarks/convergence.py
-	$(BIN)/python benchmarks/papers.py
-	$(BIN)/python benchmarks/slow_peer.py
-	$(BIN)/python benchmarks/pipeline.py
-	$(BIN)/python benchmarks/memory.py
-	$(BIN)/python benchmarks/matchmaking.py
-	$(BIN)/python benchmarks/grid.py
-	$(BIN)/python benchmarks/plan.py --papers
-	$(BIN)/python benchmarks/attacks.py
+bench: install  ## the tables of docs/results.md, each at a size that lets all end within an hour; into bench-run/
+	$(BIN)/python benchmarks/run_all.py $(BENCH_ARGS)
+
+bench-quick: install  ## every benchmark in its shortest form: do they run (5 minutes)
+	$(BIN)/python benchmarks/run_all.py --quick $(BENCH_ARGS)
 
 clean:  ## remove what the other targets made
-	rm -rf $(VENV) .venv-other build dist demo-run *.egg-info .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv-other build dist demo-run showcase-run bench-run *.egg-info .pytest_cache .ruff_cache .hypothesis

@@ -117,7 +117,8 @@ LINES = {
 class Length:
     """How long a run is. seconds: measured, at least. rounds: the same. limit_s: then it hangs.
     tokens: of all peers that are in kept weights, at least. first: whether the first round of
-    rivals is measured, too, in which they may still look for each other.
+    rivals is measured, too, in which they may still look for each other. windows: held out, for
+    the losses.
     """
 
     seconds: float
@@ -125,6 +126,7 @@ class Length:
     limit_s: float
     tokens: float = 0.0
     first: bool = False
+    windows: int = WINDOWS
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -241,14 +243,14 @@ def processor_s(pid: int) -> float:
 class Judge:
     """The loss on the same held-out windows for all."""
 
-    def __init__(self) -> None:
+    def __init__(self, windows: int):
         self._module: nn.Module = build_stage(WIDE_MODEL, 0, 1, SEED)
         shapes = [(name, tuple(p.shape)) for name, p in self._module.named_parameters()]
         self.layout = FlatLayout.of(shapes)
         self.weights = flatten_parameters(self._module, self.layout).detach()
         self.initial = self.weights.clone()
         sequence_length = BATCH["sequence_length"]
-        self._windows = held_out_windows(DataSpec(parts=PARTS), sequence_length, WINDOWS)
+        self._windows = held_out_windows(DataSpec(parts=PARTS), sequence_length, windows)
 
     def loss(self, weights: Tensor | Path) -> float:
         """In nats a token, of flat weights [n] or of a file of them."""
@@ -296,7 +298,7 @@ def run_rival(turn: str, contestant: str, line: Line, peers: int, length: Length
         result = _measured(told, [log.times("step") for log in logs], window, counted)
         computing = _rival_computing(logs, window) if contestant != PLAIN else 1.0
         steps = {PLAIN: None, ALL_REDUCE: (1, 1)}.get(contestant, (SHORT_STEPS, SHORT_STEPS))
-        judge, start = Judge(), logs[0].times("training")[0]
+        judge, start = Judge(length.windows), logs[0].times("training")[0]
         kept = [event for event in logs[0].events if event["event"] == "model"]
         models = [(0.0, 0.0, judge.loss(judge.initial))]
         for event in kept[:: max(1, len(kept) // 12)]:  # an evaluation takes a second
@@ -418,7 +420,7 @@ def run_product(
     sections: dict[str, Any] = {"rounds": {"inner_steps": inner_steps}} | PRODUCT[contestant]
     manifest = run_manifest(
         model=WIDE_MODEL,
-        data={"parts": PARTS, "held_out_windows": WINDOWS, "validation_share": 0.005},
+        data={"parts": PARTS, "held_out_windows": length.windows, "validation_share": 0.005},
         batch=BATCH,
         inner=INNER,
         deadlines=USUAL_DEADLINES,
@@ -465,7 +467,7 @@ def run_product(
         )
         if contestant != ALONE:
             swarm.assert_equal_chains()
-            result = replace(result, models=_anchors(swarm))
+            result = replace(result, models=_anchors(swarm, length.windows))
         return result
 
 
@@ -486,9 +488,9 @@ def _swarm_window(swarm: LocalSwarm, contestant: str, length: Length) -> tuple[f
     return (sends[0]["time"], sends[-1]["time"]) if known else None
 
 
-def _anchors(swarm: LocalSwarm) -> list[tuple[float, float, float]]:
+def _anchors(swarm: LocalSwarm, windows: int) -> list[tuple[float, float, float]]:
     """Of every record: seconds from the first inner step to it, tokens of the chain, loss."""
-    judge, codec, peer = Judge(), swarm.stage_codec(0), swarm.peers[0]
+    judge, codec, peer = Judge(windows), swarm.stage_codec(0), swarm.peers[0]
     module = build_stage(WIDE_MODEL, 0, 1, SEED)
     anchor = flatten_parameters(module, stage_layout(swarm.manifest, 0)).detach()
     momentum, log = torch.zeros_like(anchor), swarm.round_log(peer)

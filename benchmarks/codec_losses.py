@@ -17,10 +17,9 @@ from itertools import islice
 from typing import Any
 
 import torch
-from rich.console import Console
 from torch import Tensor
 
-from benchmarks.report import narrow
+from benchmarks.report import Column, Report
 from dilocox.dht.manifest import Manifest
 from dilocox.peer.process.prepare import held_out, open_corpus
 from dilocox.peer.training.data import batches_of
@@ -35,6 +34,14 @@ LAST_STEPS = 20  # over which training losses are averaged
 LOSS_LIMIT_S = 1800.0
 LOSS_LIMITS = {"int8": 0.005, "int4": 0.02}  # over bf16's
 STEP_TOKENS = 4 * 128
+COLUMNS = (
+    *(Column(name) for name in ("model", "codec")),
+    Column("validation", ".4f"),
+    *(Column(name, "+.2%") for name in ("over bf16", "largest")),
+    Column("training", ".4f"),
+    Column("over bf16", "+.2%"),
+    Column("limit", "+.1%"),
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -188,17 +195,13 @@ def description(setting: LossSetting, stages: int, seed: int) -> dict[str, Any]:
 
 
 def losses(
-    console: Console, *, stages: int, steps: int, seeds: Sequence[int]
+    report: Report, *, stages: int, steps: int, seeds: Sequence[int]
 ) -> dict[str, dict[str, list[float]]]:
     """Measure and print the table; validation losses over bf16's by setting and codec."""
-    table = narrow(f"loss after {steps} inner steps, {stages} stages, {len(seeds)} seeds")
-    for heading in ("model", "codec"):
-        table.add_column(heading)
-    for heading in ("validation", "over bf16", "largest", "training", "over bf16", "limit"):
-        table.add_column(heading, justify="right")
+    rows: list[tuple[str | float | None, ...]] = []
     context = multiprocessing.get_context("spawn")
     found: dict[str, dict[str, list[float]]] = {}
-    with console.status("losses"), ProcessPoolExecutor(os.cpu_count(), context) as pool:
+    with report.console.status("losses"), ProcessPoolExecutor(os.cpu_count(), context) as pool:
         futures = {
             (setting, codec, seed): pool.submit(
                 trained, description(setting, stages, seed), codec, steps
@@ -215,20 +218,21 @@ def losses(
                     a.validation / b.validation - 1 for a, b in zip(each, reference, strict=True)
                 ]
                 found.setdefault(str(setting), {})[codec] = over
-                table.add_row(str(setting), codec, *_loss_cells(codec, each, reference, over))
-    console.print(table)
+                rows.append((str(setting), codec, *_loss_cells(codec, each, reference, over)))
+    title = f"loss after {steps} inner steps, {stages} stages, {len(seeds)} seeds"
+    report.table(COLUMNS, rows, title=title, part="losses")
     return found
 
 
 def _loss_cells(
     codec: str, each: list[Losses], reference: list[Losses], over: list[float]
-) -> list[str]:
+) -> tuple[float | None, ...]:
     training = [a.training / b.training - 1 for a, b in zip(each, reference, strict=True)]
-    return [
-        f"{statistics.fmean(one.validation for one in each):.4f}",
-        f"{statistics.fmean(over):+.2%}",
-        f"{max(over):+.2%}",
-        f"{statistics.fmean(one.training for one in each):.4f}",
-        f"{statistics.fmean(training):+.2%}",
-        f"{LOSS_LIMITS[codec]:+.1%}" if codec in LOSS_LIMITS else "",
-    ]
+    return (
+        statistics.fmean(one.validation for one in each),
+        statistics.fmean(over),
+        max(over),
+        statistics.fmean(one.training for one in each),
+        statistics.fmean(training),
+        LOSS_LIMITS.get(codec),
+    )

@@ -1,6 +1,6 @@
 """What the rules of averaging and compression do to the loss, at equal tokens and side by side.
 
-    python benchmarks/convergence.py [--worlds] [--tune] [--seeds 2] [--plot convergence.svg]
+    python benchmarks/convergence.py [--worlds] [--tune] [--seeds 2] [--quick] [--out DIR]
 
 One small model (116 thousand parameters over bytes) is trained on the standard library's source by
 four workers in one process: the same seeds, the same text, the same number of inner steps for every
@@ -25,16 +25,12 @@ Results are the same on every run of one machine. Differences under half a perce
 
 from __future__ import annotations
 
-import argparse
-import importlib.util
 import sys
-import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
-from rich.console import Console
 
 # the simulation's modules; a script has only its own folder on the path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -55,12 +51,12 @@ from benchmarks.convergence_rules import (
     setting,
 )
 from benchmarks.convergence_runs import Runner, gaps, halfwidth, mean, tune
-from benchmarks.report import narrow
+from benchmarks.report import Column, Report, parser
 from benchmarks.simulated_swarm import Outcome, World, fp16_bytes
-from dilocox.peer.os_process import wide_console
 
 FIRST_SEED = 20  # of the tables
 CURVE_POINTS = 12
+QUICK_ROUNDS = 2
 REFERENCES = {MUON_FOUR_BIT: MUON, MUON_TWO_BIT: MUON}  # of all others: SYNCHRONOUS
 
 
@@ -84,106 +80,98 @@ GOALS = (
 )
 
 
-def print_table(world: World, found: Mapping[str, Sequence[Outcome]], console: Console) -> None:
+def print_table(world: World, found: Mapping[str, Sequence[Outcome]], report: Report) -> None:
     """The main table."""
     fp16 = fp16_bytes(world)
-    console.print(
+    report.say(
         f"{world.workers} workers, {world.rounds} rounds of {world.inner_steps} inner steps, "
         f"{world.tokens / 1e3:.0f} thousand tokens, a record {world.arrival} inner steps after its "
         f"send, {len(found[SYNCHRONOUS])} seeds (mean and half the spread)"
     )
-    table = narrow()
-    for heading in ("rule", "codec", "tuned"):
-        table.add_column(heading, no_wrap=True)
-    for heading in ("loss", "over DiLoCo", "MB", "fp16"):
-        table.add_column(heading, justify="right", no_wrap=True)
+    rows: list[tuple[str | float, ...]] = []
     for name, outcomes in found.items():
         over = gaps(outcomes, found[REFERENCES.get(name, SYNCHRONOUS)])
         losses = [outcome.loss for outcome in outcomes]
         sent = mean([outcome.bytes_sent for outcome in outcomes])
         rule = outcomes[0].trial.rule
-        table.add_row(
-            name,
-            codec(
-                rule, mean([mean(outcome.ranks) for outcome in outcomes if outcome.ranks] or [0])
-            ),
-            setting(rule),
-            f"{mean(losses):.3f} ±{halfwidth(losses):.3f}",
-            f"{mean(over):+.1%} ±{halfwidth(over):.1%}",
-            f"{sent / 1e6:.1f}",
-            f"1/{fp16 / sent:.1f}" if sent < fp16 else f"{sent / fp16:.1f}",
-        )
-    console.print(table)
-    console.print(f"{', '.join(REFERENCES)}: over {MUON}", highlight=False)
+        rank = mean([mean(outcome.ranks) for outcome in outcomes if outcome.ranks] or [0])
+        loss = f"{mean(losses):.3f} ±{halfwidth(losses):.3f}"
+        gap = f"{mean(over):+.1%} ±{halfwidth(over):.1%}"
+        rows.append((name, codec(rule, rank), setting(rule), loss, gap, sent / 1e6, sent / fp16))
+    columns = [Column(name) for name in ("rule", "codec", "tuned", "loss", "over DiLoCo")]
+    report.table([*columns, Column("MB", ".1f"), Column("fp16", share)], rows)
+    report.say(f"{', '.join(REFERENCES)}: over {MUON}")
 
 
-def print_goals(world: World, found: Mapping[str, Sequence[Outcome]], console: Console) -> None:
+def share(of_fp16: float) -> str:
+    """A number of bytes over another one, as a fraction where it is smaller."""
+    return f"1/{1 / of_fp16:.1f}" if of_fp16 < 1 else f"{of_fp16:.1f}"
+
+
+def print_goals(world: World, found: Mapping[str, Sequence[Outcome]], report: Report) -> None:
     """Which goals were reached."""
     for goal in GOALS:
         over = mean(gaps(found[goal.row], found[goal.over]))
         sent = mean([outcome.bytes_sent for outcome in found[goal.row]]) / fp16_bytes(world)
         reached = over <= goal.at_most and sent <= goal.bytes_share
         bound = "" if goal.bytes_share == 1 else f", bytes at most 1/{1 / goal.bytes_share:.0f}"
-        console.print(
+        report.say(
             f"{goal.row} over {goal.over}: {over:+.1%}, goal {goal.at_most:+.0%}{bound}: "
-            f"{'reached' if reached else 'MISSED'}",
-            highlight=False,
+            f"{'reached' if reached else 'MISSED'}"
         )
 
 
-def print_scaling(runner: Runner, seeds: Sequence[int], console: Console) -> None:
+def print_scaling(runner: Runner, seeds: Sequence[int], report: Report) -> None:
     """How the gaps change with more rounds, longer ones and a wider model."""
-    console.print(f"loss over {SYNCHRONOUS}'s in other worlds, {len(seeds)} seeds")
     compared = (SIXTEEN_BIT, FOUR_BIT, ADAPTIVE, PUBLISHED)
-    table = narrow()
-    for heading in ("", SYNCHRONOUS, *compared, "bytes adaptive"):
-        table.add_column(heading, justify="right")
+    made: list[tuple[str | float, ...]] = []
     for label, world in SCALED.items():
         rows = {name: rules(world)[name] for name in (SYNCHRONOUS, *compared)}
         found = runner.compare(world, rows, seeds)
         over = {name: gaps(outcomes, found[SYNCHRONOUS]) for name, outcomes in found.items()}
         sent = mean([outcome.bytes_sent for outcome in found[ADAPTIVE]])
-        table.add_row(
-            label,
-            f"{mean([outcome.loss for outcome in found[SYNCHRONOUS]]):.3f}",
-            *(f"{mean(over[name]):+.1%} ±{halfwidth(over[name]):.1%}" for name in compared),
-            f"1/{fp16_bytes(world) / sent:.1f}",
-        )
-    console.print(table)
+        gap = [f"{mean(over[name]):+.1%} ±{halfwidth(over[name]):.1%}" for name in compared]
+        loss = mean([outcome.loss for outcome in found[SYNCHRONOUS]])
+        made.append((label, loss, *gap, sent / fp16_bytes(world)))
+    report.table(
+        [
+            Column("world"),
+            Column(SYNCHRONOUS, ".3f"),
+            *(Column(name) for name in compared),
+            Column("bytes adaptive", share),
+        ],
+        made,
+        title=f"loss over {SYNCHRONOUS}'s in other worlds, {len(seeds)} seeds",
+        part="worlds",
+    )
 
 
 def main() -> None:
     """Train, compare, print."""
-    parser = argparse.ArgumentParser(
-        description=(__doc__ or "").splitlines()[0],
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-    )
-    parser.add_argument("--worlds", action="store_true", help="a second table: other worlds")
-    parser.add_argument("--tune", action="store_true", help="tune every rule anew before")
-    parser.add_argument("--seeds", type=int, default=2, help="of the tables")
-    parser.add_argument("--processes", type=int, default=1, help="of one thread each")
-    parser.add_argument("--plot", type=Path, help="draw the loss curves into this file")
-    arguments = parser.parse_args()
-    if arguments.plot and importlib.util.find_spec("matplotlib") is None:
-        parser.error("--plot needs matplotlib: install the dev extra")
+    made = parser(__doc__)
+    made.add_argument("--worlds", action="store_true", help="a second table: other worlds")
+    made.add_argument("--tune", action="store_true", help="tune every rule anew before")
+    made.add_argument("--seeds", type=int, default=2, help="of the tables")
+    made.add_argument("--processes", type=int, default=1, help="of one thread each")
+    report, arguments = Report.parse(made, "convergence")
     torch.set_num_threads(1)
-    console = wide_console()
-    begun = time.monotonic()
-    seeds = range(FIRST_SEED, FIRST_SEED + arguments.seeds)
-    with Runner(arguments.processes, points=CURVE_POINTS if arguments.plot else 1) as runner:
-        rows = tune(runner, WORLD, console) if arguments.tune else rules(WORLD)
-        found = runner.compare(WORLD, rows, seeds)
-        print_table(WORLD, found, console)
-        print_goals(WORLD, found, console)
+    world, count, points = WORLD, arguments.seeds, CURVE_POINTS
+    if arguments.quick:
+        world, count, points = replace(WORLD, rounds=QUICK_ROUNDS), 1, QUICK_ROUNDS
+    seeds = range(FIRST_SEED, FIRST_SEED + count)
+    picture = report.picture()
+    with Runner(arguments.processes, points=points if picture else 1) as runner:
+        rows = tune(runner, world, report) if arguments.tune else rules(world)
+        found = runner.compare(world, rows, seeds)
+        print_table(world, found, report)
+        print_goals(world, found, report)
         if arguments.worlds:
-            print_scaling(runner, seeds, console)
-    if arguments.plot:
+            print_scaling(runner, seeds, report)
+    if picture:
         from benchmarks.convergence_plot import draw
 
-        draw(found, arguments.plot)
-    console.print(
-        f"{time.monotonic() - begun:.0f} s, {time.process_time():.0f} s of them computing"
-    )
+        draw(found, picture)
+    report.close()
 
 
 if __name__ == "__main__":

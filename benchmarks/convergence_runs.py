@@ -10,10 +10,9 @@ from itertools import groupby
 from types import TracebackType
 
 import torch
-from rich.console import Console
 
 from benchmarks.convergence_rules import candidates, rules, setting
-from benchmarks.report import narrow
+from benchmarks.report import Column, Report
 from benchmarks.simulated_swarm import Outcome, Rule, Trial, World, run_trials
 
 BUNCH = 6  # trials side by side: more save little more time, and their weights leave the cache
@@ -84,13 +83,11 @@ class Runner:
         return [future.result(LIMIT_S) for future in futures]
 
 
-def tune(runner: Runner, world: World, console: Console) -> dict[str, Rule]:
+def tune(runner: Runner, world: World, report: Report) -> dict[str, Rule]:
     """Every rule with the best of its settings; the best three of each are printed."""
     first, others = TUNING_SEEDS[0], TUNING_SEEDS[1:]
-    console.print(f"tuned: all settings on seed {first}, the best {FINALISTS} on {others} too")
-    table = narrow()
-    for heading in ("rule", "settings", *["setting: mean loss"] * FINALISTS):
-        table.add_column(heading)
+    report.say(f"tuned: all settings on seed {first}, the best {FINALISTS} on {others} too")
+    rows: list[tuple[str | int, ...]] = []
     best: dict[str, Rule] = {}
     for name, rule in rules(world).items():
         tried = candidates(rule)
@@ -104,8 +101,9 @@ def tune(runner: Runner, world: World, console: Console) -> dict[str, Rule]:
         ranked = sorted(losses, key=lambda index: losses[index])
         best[name] = tried[ranked[0]]
         shown = [f"{setting(tried[index])}: {losses[index]:.4f}" for index in ranked]
-        table.add_row(name, str(len(tried)), *shown)
-    console.print(table)
+        rows.append((name, len(tried), *shown))
+    columns = [Column(name) for name in ("rule", "settings", *["setting: mean loss"] * FINALISTS)]
+    report.table(columns, rows, part="tuned")
     return best
 
 

@@ -1,6 +1,6 @@
 """What an exchange costs on slow links, beside the arithmetic: seconds, bytes, and time waited.
 
-    python benchmarks/exchange.py [--peers 4] [--mbit 10] [--rounds 2]
+    python benchmarks/exchange.py [--peers 4] [--mbit 10] [--rounds 2] [--quick] [--out DIR]
 
 For each scheme a swarm of real processes, each peer behind a link of its own (it needs Linux and
 root: network namespaces), with a model of 3.4 million parameters. All values go in 4 bits. A row
@@ -18,62 +18,63 @@ has medians over peers and rounds, in kB and seconds:
 
 from __future__ import annotations
 
-import argparse
 import sys
 from pathlib import Path
 
 # the swarms of the tests; a script has only its own folder on the path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.report import narrow
-from dilocox.peer.os_process import wide_console
+from benchmarks.report import Column, Report, parser
 from tests.swarm.exchange_costs import SCHEMES, Costs, measure
 from tests.swarm.links import available
 
+COLUMNS = (
+    Column("scheme"),
+    Column("rank", ".1f"),
+    Column("payload", ",.0f"),
+    Column("fp16", ".1f"),
+    Column("streams", ".3f"),
+    *(Column(name, ".2f") for name in ("exchange", "least")),
+    *(Column(name, ",.0f") for name in ("burst", "link")),
+    Column("waiting", ".2%"),
+)
 
-def row(name: str, costs: Costs) -> list[str]:
+
+def row(name: str, costs: Costs) -> tuple[str | float | None, ...]:
     """The cells of one scheme."""
-    return [
+    return (
         name,
-        f"{costs.rank:.1f}" if costs.rank else "-",
-        f"{costs.payload_bytes / 1e3:,.0f}",
-        f"{costs.fp16_bytes / costs.payload_bytes:.1f}",
-        f"{costs.overhead:.3f}",
-        f"{costs.exchange_s:.2f}",
-        f"{costs.least_s:.2f}",
-        f"{costs.burst_bytes / 1e3:,.0f}",
-        f"{costs.link_bytes / 1e3:,.0f}",
-        f"{costs.waiting:.2%}",
-    ]
+        costs.rank or None,
+        costs.payload_bytes / 1e3,
+        costs.fp16_bytes / costs.payload_bytes,
+        costs.overhead,
+        costs.exchange_s,
+        costs.least_s,
+        costs.burst_bytes / 1e3,
+        costs.link_bytes / 1e3,
+        costs.waiting,
+    )
 
 
 def main() -> None:
     """Measure and print."""
-    parser = argparse.ArgumentParser(
-        description=(__doc__ or "").splitlines()[0],
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-    )
-    parser.add_argument("--peers", type=int, default=4, help="peers of each swarm, 2 or more")
-    parser.add_argument("--mbit", type=float, default=10.0, help="of each link, both ways, Mbit/s")
-    parser.add_argument("--delay-ms", type=float, default=20.0, help="between two hosts, one way")
-    parser.add_argument("--rounds", type=int, default=2, help="rounds to measure")
-    parser.add_argument("--inner-steps", type=int, default=80, help="inner steps of a round")
-    parser.add_argument("--step-s", type=float, default=0.5, help="an inner step, in seconds")
-    parser.add_argument("--scheme", choices=list(SCHEMES), help="only this one")
-    arguments = parser.parse_args()
+    made = parser(__doc__)
+    made.add_argument("--peers", type=int, default=4, help="peers of each swarm, 2 or more")
+    made.add_argument("--mbit", type=float, default=10.0, help="of each link, both ways, Mbit/s")
+    made.add_argument("--delay-ms", type=float, default=20.0, help="between two hosts, one way")
+    made.add_argument("--rounds", type=int, default=2, help="rounds to measure")
+    made.add_argument("--inner-steps", type=int, default=80, help="inner steps of a round")
+    made.add_argument("--step-s", type=float, default=0.5, help="an inner step, in seconds")
+    made.add_argument("--scheme", choices=list(SCHEMES), help="only this one")
+    report, arguments = Report.parse(made, "exchange")
+    if arguments.quick:
+        arguments.scheme, arguments.peers, arguments.mbit = "low rank", 2, 100.0
+        arguments.rounds, arguments.inner_steps, arguments.step_s = 1, 10, 0.3
     if arguments.peers < 2 or arguments.rounds < 1:
-        parser.error("--peers must be 2 or more, --rounds 1 or more")
+        made.error("--peers must be 2 or more, --rounds 1 or more")
     if reason := available():
-        parser.error(f"no links here: {reason}")
-    console = wide_console()
-    table = narrow(
-        f"{arguments.peers} peers on links of {arguments.mbit:g} Mbit/s, "
-        f"{arguments.delay_ms:g} ms apart, rounds of {arguments.inner_steps * arguments.step_s:g} s"
-    )
-    table.add_column("scheme")
-    headings = ("rank", "payload", "fp16", "streams", "exchange", "least", "burst", "link")
-    for heading in (*headings, "waiting"):
-        table.add_column(heading, justify="right")
+        made.error(f"no links here: {reason}")
+    rows: list[tuple[str | float | None, ...]] = []
     for name in [arguments.scheme] if arguments.scheme else SCHEMES:
         costs = measure(
             SCHEMES[name],
@@ -84,8 +85,13 @@ def main() -> None:
             inner_steps=arguments.inner_steps,
             step_s=arguments.step_s,
         )
-        table.add_row(*row(name, costs))
-    console.print(table)
+        rows.append(row(name, costs))
+    title = (
+        f"{arguments.peers} peers on links of {arguments.mbit:g} Mbit/s, "
+        f"{arguments.delay_ms:g} ms apart, rounds of {arguments.inner_steps * arguments.step_s:g} s"
+    )
+    report.table(COLUMNS, rows, title=title)
+    report.close()
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """The memory that an export takes, and that one that was killed goes on.
 
-    python benchmarks/export_size.py [--parameters 1e9] [--stages 8] [--dtype bf16]
+    python benchmarks/export_size.py [--parameters 1e9] [--stages 8] [--dtype bf16] [--quick]
+                                     [--out DIR]
 
 For each stage of a Llama a peer's folder is made: random weights after two records, and a third
 record of random values (tests/peer/kept_chains.py). A process exports the run from these folders,
@@ -16,7 +17,6 @@ seconds     of the second process
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import multiprocessing
@@ -29,20 +29,19 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.table import Table
 from safetensors import safe_open
 
 # the folders of peers that the tests make; a script has only its own folder on the path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.memory import resident_bytes
+from benchmarks.report import Column, Report, parser
 from dilocox.dht.identity import Identity
 from dilocox.dht.manifest import Manifest
 from dilocox.dht.records import ClaimRecord
 from dilocox.peer.chain.store import RoundLog
 from dilocox.peer.chain.uploads import Source, find_in_log, open_state
 from dilocox.peer.commands.export import DTYPES, export_run
-from dilocox.peer.os_process import wide_console
 from dilocox.peer.rounds.rank_choice import stage_codec
 from dilocox.pipeline.partition import plan_stages
 from dilocox.pipeline.stage import stage_layout
@@ -199,26 +198,29 @@ def _compare(manifest: Manifest, folder: Path, target: Path, dtype: str) -> None
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--parameters", type=float, default=1e9)
-    parser.add_argument("--stages", type=int, default=8)
-    parser.add_argument("--dtype", choices=list(DTYPES), default="bf16")
-    arguments = parser.parse_args()
+    made = parser(__doc__)
+    made.add_argument("--parameters", type=float, default=1e9)
+    made.add_argument("--stages", type=int, default=8)
+    made.add_argument("--dtype", choices=list(DTYPES), default="bf16")
+    report, arguments = Report.parse(made, "export-size")
+    if arguments.quick:
+        arguments.parameters, arguments.stages = 5e6, 2
     with tempfile.TemporaryDirectory(dir=".") as folder:
         place = Path(folder)
         found = measure(arguments.parameters, arguments.stages, arguments.dtype, place)
-    table = Table(title=f"an export in {arguments.dtype}, killed half way and begun again")
-    for head in ("parameters", "of a stage", "killed", "again", "peak", "seconds"):
-        table.add_column(head, justify="right")
-    table.add_row(
-        f"{found.parameters / 1e6:,.1f}",
-        f"{found.parameters / found.stages / 1e6:,.1f}",
-        f"{found.left} of {found.stages}",
-        str(found.downloaded),
-        f"{found.peak_bytes / GB:.2f}",
-        f"{found.seconds:.0f}",
-    )
-    wide_console().print(table)
+    columns = [
+        *(Column(name, ",.1f") for name in ("parameters", "of a stage")),
+        *(Column(name) for name in ("killed", "again")),
+        Column("peak", ".2f"),
+        Column("seconds", ".0f"),
+    ]
+    millions = found.parameters / 1e6
+    killed = f"{found.left} of {found.stages}"
+    peak = found.peak_bytes / GB
+    row = (millions, millions / found.stages, killed, found.downloaded, peak, found.seconds)
+    title = f"an export in {arguments.dtype}, killed half way and begun again"
+    report.table(columns, [row], title=title)
+    report.close()
 
 
 if __name__ == "__main__":

@@ -1,52 +1,63 @@
 """How pipeline replicas heal: a swarm of real processes is hurt, one fault after the other.
 
-    python benchmarks/faults.py [--faults 20] [--seed 1] [--no-reference]
+    python benchmarks/faults.py [--faults 20] [--seed 1] [--no-reference] [--quick]
+                                [--out DIR]
 
 Three stages, two replicas, and a spare of two of the stages; which, the seed says. Faults are drawn
 from {SIGKILL, SIGSTOP of all processes for a while, SIGKILL of p2pd, link cut and healed, SIGTERM}
 x {head, middle, last} x {forward, backward, between inner steps, averaging}; cutting a link needs
 root and Linux's network namespaces and is left out elsewhere. Prints one line a fault, then a
 summary; last, the validation loss beside that of a run without faults at equal tokens. The exit
-code is 1 if anything was as it must not be (tests/swarm/verdict.py).
+code is 1 if anything was as it must not be (tests/swarm/verdict.py). --quick: one replica of two
+stages with a spare of the last, whose member is killed. --out: the lines as CSV.
 """
 
 from __future__ import annotations
 
-import argparse
 import sys
 import tempfile
 from pathlib import Path
 
-from rich.console import Console
-
 # the swarms of the tests; a script has only its own folder on the path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from tests.swarm.fault_runs import run
+from benchmarks.report import Report, parser
+from tests.swarm.campaign import Fault
+from tests.swarm.fault_runs import hurt, run
+
+QUICK_STAGES = (0, 1, 1)
+QUICK = (Fault(kind="kill", role="last", phase="backward"),)
 
 
 def main() -> int:
     """Hurt, time and judge."""
-    parser = argparse.ArgumentParser(
-        description=(__doc__ or "").splitlines()[0],
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-    )
-    parser.add_argument("--faults", type=int, default=20, help="how many, 1 to 24")
-    parser.add_argument("--seed", type=int, default=1, help="of what is drawn")
-    parser.add_argument("--no-reference", action="store_true", help="no run without faults")
-    parser.add_argument("--folder", type=Path, help="a new folder that stays, with all logs")
-    arguments = parser.parse_args()
-    console = Console(highlight=False, soft_wrap=True)
+    made = parser(__doc__)
+    made.add_argument("--faults", type=int, default=20, help="how many, 1 to 24")
+    made.add_argument("--seed", type=int, default=1, help="of what is drawn")
+    made.add_argument("--no-reference", action="store_true", help="no run without faults")
+    made.add_argument("--folder", type=Path, help="a new folder that stays, with all logs")
+    report, arguments = Report.parse(made, "faults")
+    lines: list[str] = []
+
+    def tell(line: str) -> None:
+        lines.append(line)
+        report.console.print(line, markup=False, soft_wrap=True)
+
     with tempfile.TemporaryDirectory() as temporary:
         folder = arguments.folder or Path(temporary)
         folder.mkdir(parents=True, exist_ok=True)
-        flaws = run(
-            arguments.faults,
-            arguments.seed,
-            reference=not arguments.no_reference,
-            folder=folder,
-            tell=lambda line: console.print(line, markup=False),
-        )
+        if arguments.quick:
+            flaws, _ = hurt(folder, QUICK_STAGES, QUICK, replicas=1, seed=arguments.seed, tell=tell)
+        else:
+            flaws = run(
+                arguments.faults,
+                arguments.seed,
+                reference=not arguments.no_reference,
+                folder=folder,
+                tell=tell,
+            )
+    report.csv(["line"], [(line,) for line in lines])
+    report.close()
     return 1 if flaws else 0
 
 

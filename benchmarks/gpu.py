@@ -1,6 +1,7 @@
 """What a GPU makes of a stage: its speed beside plain PyTorch, its memory, and the codec on it.
 
     python benchmarks/gpu.py [--models 150m 1b] [--recompute] [--device auto] [--json FILE]
+                             [--out DIR]
     python benchmarks/gpu.py --quick        a tiny model, in a minute on any processor
 
 Each model is one stage, in a process of its own. Speeds are medians of inner steps after two that
@@ -25,7 +26,6 @@ The second table has the bytes per parameter of every vector of the stage, and w
 
 from __future__ import annotations
 
-import argparse
 import gc
 import json
 import multiprocessing
@@ -40,17 +40,15 @@ from statistics import median
 from typing import Any, cast
 
 import torch
-from rich.console import Console
 from torch import nn
 from transformers import AutoModelForCausalLM
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the root, for what follows
 
 from benchmarks.memory import Bench
-from benchmarks.report import narrow
+from benchmarks.report import Column, Report, parser
 from dilocox.compression.layout import FlatLayout
 from dilocox.dht.manifest import Manifest
-from dilocox.peer.os_process import wide_console
 from dilocox.peer.rounds.rank_choice import stage_codec
 from dilocox.pipeline.partition import load_config
 from dilocox.pipeline.stage import chosen_device
@@ -353,10 +351,8 @@ def in_fresh_process(name: str, device: str, recompute: bool) -> Figures:
         return pool.submit(measure, name, device, recompute).result(MODEL_LIMIT_S)
 
 
-def show(found: list[Figures], console: Console) -> None:
+def show(found: list[Figures], report: Report) -> None:
     """The two tables."""
-    table = narrow(f"on {found[0].device}")
-    table.add_column("")
     rows: dict[str, Callable[[Figures], str]] = {
         "million parameters": lambda f: f"{f.parameters / 1e6:.1f}",
         "peak, TFLOP/s": lambda f: f"{f.peak_flops / 1e12:.2f}",
@@ -372,34 +368,26 @@ def show(found: list[Figures], console: Console) -> None:
         "same bytes": lambda f: "yes" if f.codec.same_bytes else "NO",
         "products differ by": lambda f: f"{f.codec.products_differ:.1e}",
     }
-    for each in found:
-        table.add_column(each.model, justify="right")
-    for heading, cell in rows.items():
-        table.add_row(heading, *(cell(each) for each in found))
-    console.print(table)
-    vectors = narrow("bytes per parameter")
-    for heading in ("vector", "lies on"):
-        vectors.add_column(heading)
-    for each in found:
-        vectors.add_column(each.model, justify="right")
-    for kind, (place, _) in found[0].vectors.items():
-        sizes = (f"{each.vectors[kind][1] / each.parameters:.2f}" for each in found)
-        vectors.add_row(kind, place, *sizes)
-    console.print(vectors)
+    cells = [(heading, *(cell(each) for each in found)) for heading, cell in rows.items()]
+    names = [each.model for each in found]
+    columns = [Column("figure"), *(Column(name) for name in names)]
+    report.table(columns, cells, title=f"on {found[0].device}")
+    vectors = [
+        (kind, place, *(each.vectors[kind][1] / each.parameters for each in found))
+        for kind, (place, _) in found[0].vectors.items()
+    ]
+    columns = [Column("vector"), Column("lies on"), *(Column(name, ".2f") for name in names)]
+    report.table(columns, vectors, title="bytes per parameter", part="vectors")
 
 
 def main() -> None:
     """Measure and print."""
-    parser = argparse.ArgumentParser(
-        description=(__doc__ or "").splitlines()[0],
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-    )
-    parser.add_argument("--models", nargs="+", choices=("150m", "1b"), default=["150m", "1b"])
-    parser.add_argument("--quick", action="store_true", help="a tiny model instead")
-    parser.add_argument("--recompute", action="store_true", help="layers keep only their inputs")
-    parser.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N")
-    parser.add_argument("--json", type=Path, help="write the figures to this file, too")
-    arguments = parser.parse_args()
+    made = parser(__doc__)
+    made.add_argument("--models", nargs="+", choices=("150m", "1b"), default=["150m", "1b"])
+    made.add_argument("--recompute", action="store_true", help="layers keep only their inputs")
+    made.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N")
+    made.add_argument("--json", type=Path, help="write the figures to this file, too")
+    report, arguments = Report.parse(made, "gpu")
     found: list[Figures] = []
     for name in ["quick"] if arguments.quick else arguments.models:
         try:
@@ -409,7 +397,8 @@ def main() -> None:
         if arguments.json:  # so that a later model loses nothing
             arguments.json.write_text(json.dumps([asdict(each) for each in found]) + "\n")
     if found:
-        show(found, wide_console())
+        show(found, report)
+    report.close()
 
 
 if __name__ == "__main__":

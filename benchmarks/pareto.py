@@ -45,7 +45,7 @@ from dilocox.pipeline.stage import parameter_shapes
 
 ADAMW = (ALL_REDUCE, SYNCHRONOUS, PUBLISHED, SIXTEEN_BIT, FOUR_BIT, TWO_BIT, ADAPTIVE)
 FIRST_SEED = 30  # none of convergence.py's
-QUICK = replace(WORLD, rounds=6, held_out=32)
+QUICK = replace(WORLD, rounds=2, held_out=32)
 COLUMNS = (
     Column("rule"),
     Column("codec"),

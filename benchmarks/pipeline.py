@@ -1,7 +1,7 @@
 """What slow links cost a replica, and what codecs win back.
 
     python benchmarks/pipeline.py [--steps 5] [--pass-s 0.1] [--mbit 50] [--delay-ms 50]
-                                  [--loss-seeds 3] [--plot FILE]
+                                  [--loss-seeds 3] [--quick] [--out DIR]
 
 First table: replicas of real peers (`dilocox peer`), one after the other, on this machine's
 loopback and on shaped links (tests/swarm/links.py; they need Linux and root). A forward and a
@@ -16,14 +16,11 @@ Second table: losses after --loss-steps inner steps in which all that stages tel
 through a codec (codec_losses.py), for several sizes and learning rates. It depends on the seeds and
 the machine's arithmetic only. How far fp32 is from bf16 is chance, what small differences at the
 start grow to: one seed says little, hence the mean over several, and the largest beside it.
-
---plot draws both (needs matplotlib).
 """
 
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import statistics
 import sys
 import tempfile
@@ -33,8 +30,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-
 # the swarms of the tests; a script has only its own folder on the path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -42,8 +37,8 @@ from benchmarks import paced_passes
 from benchmarks.codec_losses import LOSS_LIMITS, losses, model_description
 from benchmarks.paced_passes import LoggedStep, logged_steps
 from benchmarks.pipeline_plot import Drawing
-from benchmarks.report import narrow
-from dilocox.peer.os_process import Child, wide_console
+from benchmarks.report import Column, Report, parser
+from dilocox.peer.os_process import Child
 from tests.swarm.harness import LocalSwarm
 from tests.swarm.links import Links, available
 from tests.swarm.small_run import run_manifest
@@ -153,73 +148,76 @@ def _computing(log: list[LoggedStep]) -> float:
     return (last.computing_s - first.computing_s) / (last.at_s - first.at_s)
 
 
-def speeds(arguments: argparse.Namespace, console: Console) -> dict[Setting, Speed]:
+def speeds(arguments: argparse.Namespace, report: Report) -> dict[Setting, Speed]:
     """Measure and print the first table."""
     settings = [Setting(codec="bf16", shaped=False)]
     if reason := available():
-        console.print(f"no shaped links here: {reason}")
+        report.say(f"no shaped links here: {reason}")
     else:
         settings += [Setting(codec=codec) for codec in arguments.codecs]
-    table = narrow(
+    found: dict[Setting, Speed] = {}
+    for setting in settings:
+        with report.console.status(setting.codec):
+            found[setting] = measure(arguments, setting)
+    alone = found[settings[0]].tokens_per_s
+    rows = [
+        (
+            "shaped" if setting.shaped else "loopback",
+            setting.codec,
+            " ".join(f"{share:.0%}" for share in speed.computing),
+            statistics.fmean(speed.computing),
+            speed.tokens_per_s,
+            speed.tokens_per_s / alone,
+        )
+        for setting, speed in found.items()
+    ]
+    columns = [
+        *(Column(name) for name in ("links", "codec", "computing")),
+        Column("mean", ".0%"),
+        Column("tokens/s", ",.0f"),
+        Column("of loopback", ".0%"),
+    ]
+    title = (
         f"{arguments.stages} stages, {arguments.microbatches} microbatches of "
         f"{arguments.pass_s * 1e3:g} ms; shaped: {arguments.mbit:g} Mbit/s, "
         f"{arguments.delay_ms:g} ms one way"
     )
-    for heading in ("links", "codec"):
-        table.add_column(heading)
-    for heading in ("computing", "mean", "tokens/s", "of loopback"):
-        table.add_column(heading, justify="right")
-    found: dict[Setting, Speed] = {}
-    for setting in settings:
-        with console.status(setting.codec):
-            speed = found[setting] = measure(arguments, setting)
-        table.add_row(
-            "shaped" if setting.shaped else "loopback",
-            setting.codec,
-            " ".join(f"{share:.0%}" for share in speed.computing),
-            f"{statistics.fmean(speed.computing):.0%}",
-            f"{speed.tokens_per_s:,.0f}",
-            f"{speed.tokens_per_s / found[settings[0]].tokens_per_s:.0%}",
-        )
-    console.print(table)
+    report.table(columns, rows, title=title, part="speeds")
     return found
 
 
 def main() -> None:
     """Measure and print."""
-    parser = argparse.ArgumentParser(
-        description=(__doc__ or "").splitlines()[0],
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-    )
-    parser.add_argument("--stages", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=5, help="inner steps to measure; 0: none")
-    parser.add_argument("--pass-s", type=float, default=0.1, help="a forward and a backward")
-    parser.add_argument("--mbit", type=float, default=50.0, help="of each shaped link, both ways")
-    parser.add_argument("--delay-ms", type=float, default=50.0, help="of shaped links, one way")
-    parser.add_argument("--hidden-size", type=int, default=512)
-    parser.add_argument("--sequence-length", type=int, default=256)
-    parser.add_argument("--microbatch-size", type=int, default=4)
-    parser.add_argument("--microbatches", type=int, default=16, help="of an inner step")
-    parser.add_argument("--codecs", nargs="+", default=["bf16", "int8", "int4"], help="shaped")
-    parser.add_argument("--seed", type=int, default=0, help="the first one of the losses")
-    parser.add_argument("--loss-seeds", type=int, default=3, help="how many from there on")
-    parser.add_argument("--loss-steps", type=int, default=200, help="0: no losses")
-    parser.add_argument("--plot", type=Path, help="a file to draw both tables in, .svg or .png")
-    arguments = parser.parse_args()
-    if arguments.plot and importlib.util.find_spec("matplotlib") is None:
-        parser.error("--plot needs matplotlib: install the dev extra")
-    console = wide_console()
+    made = parser(__doc__)
+    made.add_argument("--stages", type=int, default=3)
+    made.add_argument("--steps", type=int, default=5, help="inner steps to measure; 0: none")
+    made.add_argument("--pass-s", type=float, default=0.1, help="a forward and a backward")
+    made.add_argument("--mbit", type=float, default=50.0, help="of each shaped link, both ways")
+    made.add_argument("--delay-ms", type=float, default=50.0, help="of shaped links, one way")
+    made.add_argument("--hidden-size", type=int, default=512)
+    made.add_argument("--sequence-length", type=int, default=256)
+    made.add_argument("--microbatch-size", type=int, default=4)
+    made.add_argument("--microbatches", type=int, default=16, help="of an inner step")
+    made.add_argument("--codecs", nargs="+", default=["bf16", "int8", "int4"], help="shaped")
+    made.add_argument("--seed", type=int, default=0, help="the first one of the losses")
+    made.add_argument("--loss-seeds", type=int, default=3, help="how many from there on")
+    made.add_argument("--loss-steps", type=int, default=200, help="0: no losses")
+    report, arguments = Report.parse(made, "pipeline")
+    if arguments.quick:
+        arguments.stages, arguments.steps, arguments.codecs = 2, 2, ["int4"]
+        arguments.loss_seeds, arguments.loss_steps = 1, 2
     drawn = Drawing(limits=LOSS_LIMITS)
     if arguments.steps:
-        for setting, speed in speeds(arguments, console).items():
+        for setting, speed in speeds(arguments, report).items():
             drawn.add_speed(setting.name, speed.computing, speed.tokens_per_s)
     if arguments.loss_steps:
         seeds = range(arguments.seed, arguments.seed + arguments.loss_seeds)
         drawn.over_bf16 = losses(
-            console, stages=arguments.stages, steps=arguments.loss_steps, seeds=seeds
+            report, stages=arguments.stages, steps=arguments.loss_steps, seeds=seeds
         )
-    if arguments.plot:
-        drawn.save(arguments.plot)
+    if file := report.picture():
+        drawn.save(file)
+    report.close()
 
 
 if __name__ == "__main__":

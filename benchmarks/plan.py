@@ -34,7 +34,7 @@ from benchmarks.report import Column, Report, parser
 from dilocox.peer.process.run_plan import Machines, RunPlan
 from tests.swarm.links import available
 
-QUICK = ("dense 4 bit, 10 Mbit/s", "low rank, 10 Mbit/s, 50 ms")
+QUICK = ("dense 4 bit, 100 Mbit/s",)
 FIGURES = ("tokens/s", "exchange", "bytes", "computing")
 
 

@@ -1,6 +1,6 @@
 """What a peer of a large stage takes: memory, writes to its disk, and time that it does not train.
 
-    python benchmarks/real_size.py [--parameters 1e8] [--rank 16 64] [--quick] [--json]
+    python benchmarks/real_size.py [--parameters 1e8] [--rank 16 64] [--quick] [--json] [--out DIR]
 
 A bootstrap and two peers of one stage train on this machine, as `dilocox bootstrap` and `dilocox
 peer` start them. Their inner steps are paced, so that a round lasts as long as `--round` says, and
@@ -21,7 +21,6 @@ codec: seconds of one core for an exchange and its record (benchmarks/codec_time
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import sys
@@ -34,15 +33,14 @@ from pathlib import Path
 from typing import Any
 
 from prometheus_client.parser import text_string_to_metric_families
-from rich.table import Table
 
 # the swarms of the tests; a script has only its own folder on the path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.codec_times import steps
 from benchmarks.memory import in_fresh_process
+from benchmarks.report import Column, Report, parser
 from dilocox.peer.memory_and_disk import proportional_bytes
-from dilocox.peer.os_process import wide_console
 from tests.docker.prometheus import free_ports
 from tests.swarm.harness import LocalSwarm, Peer
 from tests.swarm.small_run import USUAL_DEADLINES, fixed_steps, run_manifest
@@ -222,44 +220,41 @@ class _Watch:
         return sum(_disk_bytes(each.pid) for each in self._peer.processes())
 
 
-def table_of(found: list[Found]) -> Table:
+def table(report: Report, found: list[Found]) -> None:
     """A column for each rank."""
-    table = Table(title=f"a peer of {found[0].parameters:,} parameters")
-    table.add_column("")
-    for each in found:
-        table.add_column(f"rank {each.rank}", justify="right")
-    rows: dict[str, list[str]] = {
-        f"bytes a parameter, {phase}": [f"{each.peaks.get(phase, 0):.1f}" for each in found]
+    rows = {
+        f"bytes a parameter, {phase}": [each.peaks.get(phase, 0.0) for each in found]
         for phase in sorted({phase for each in found for phase in each.peaks})
     }
-    rows["bytes on the host beside a GPU"] = [f"{e.host_bytes_beside_gpu:.1f}" for e in found]
-    rows["bytes written a round"] = [f"{e.written_bytes:.2f}" for e in found]
+    rows["bytes on the host beside a GPU"] = [e.host_bytes_beside_gpu for e in found]
+    rows["bytes written a round"] = [e.written_bytes for e in found]
     for reason in STOPPED:
         rows[f"s of a round without training: {reason}"] = [
-            f"{each.stopped_s[reason]:.2f}" for each in found
+            each.stopped_s[reason] for each in found
         ]
-    rows["s of a core for the codec"] = [f"{each.codec_s:.2f}" for each in found]
-    for name, cells in rows.items():
-        table.add_row(name, *cells)
-    return table
+    rows["s of a core for the codec"] = [each.codec_s for each in found]
+    columns = [Column("figure"), *(Column(f"rank {each.rank}", ".2f") for each in found)]
+    lines = [(name, *cells) for name, cells in rows.items()]
+    report.table(columns, lines, title=f"a peer of {found[0].parameters:,} parameters")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--parameters", type=float, default=1e8)
-    parser.add_argument("--rank", type=int, nargs="+", default=[16, 64])
-    parser.add_argument("--round", type=float, default=60.0, help="seconds of a round")
-    parser.add_argument("--quick", action="store_true", help="20 million parameters, rank 16")
-    parser.add_argument("--json", action="store_true", help="a line for each rank")
-    arguments = parser.parse_args()
+    made = parser(__doc__)
+    made.add_argument("--parameters", type=float, default=1e8)
+    made.add_argument("--rank", type=int, nargs="+", default=[16, 64])
+    made.add_argument("--round", type=float, default=60.0, help="seconds of a round")
+    made.add_argument("--json", action="store_true", help="a line for each rank, nothing else")
+    arguments = made.parse_args()
+    report = None if arguments.json else Report("real-size", arguments.out)
     if arguments.quick:
         arguments.parameters, arguments.rank, arguments.round = 2e7, [16], 8.0
     found = [measure(arguments.parameters, rank, arguments.round) for rank in arguments.rank]
-    if arguments.json:
+    if report is None:
         for each in found:
             sys.stdout.write(json.dumps(each.line()) + "\n")
-    else:
-        wide_console().print(table_of(found))
+        return
+    table(report, found)
+    report.close()
 
 
 if __name__ == "__main__":

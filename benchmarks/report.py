@@ -78,16 +78,22 @@ class Report:
 
         title: a line above it. part: distinguishes the file from those of other tables.
         """
-        shown = narrow(title)
+        if title:
+            self.say(title)  # as rich's own title it would be broken at the table's width
+        shown = Table(box=SIMPLE_HEAD, padding=0, show_edge=False)  # narrow: it fits into 80
         for index, column in enumerate(columns):
             shown.add_column(column.name, justify="right" if index else "left", no_wrap=True)
         for row in rows:
             shown.add_row(*(column.shown(cell) for column, cell in zip(columns, row, strict=True)))
         self.console.print(shown)
+        self.csv([column.name for column in columns], rows, part=part)
+
+    def csv(self, names: Sequence[str], rows: Sequence[Sequence[Any]], *, part: str = "") -> None:
+        """Write rows as CSV only, where they were printed in another way."""
         if (path := self._path(part, "csv")) is not None:
             with path.open("w", newline="", encoding="utf-8") as file:
                 writer = csv.writer(file)
-                writer.writerow([column.name for column in columns])
+                writer.writerow(names)
                 writer.writerows(rows)
 
     def plot(
@@ -158,8 +164,3 @@ def machine() -> str:
         f"cores ({platform.machine()}), {memory:.0f} GB{gpu}, Python {platform.python_version()}, "
         f"torch {torch.__version__}, {time.strftime('%Y-%m-%d')}"
     )
-
-
-def narrow(title: str | None = None) -> Table:
-    """An empty table with only a space between its columns, so that it fits into 80."""
-    return Table(title=title, box=SIMPLE_HEAD, padding=0, show_edge=False)

@@ -123,7 +123,8 @@ def table(report: Report, arguments: argparse.Namespace) -> int:
     kept = True
     if arguments.quick:
         arguments.rounds = arguments.rounds or QUICK_ROUNDS
-    for heads in HEADS[:1] if arguments.quick else HEADS:
+    sizes = [heads for heads in HEADS if heads <= arguments.up_to]
+    for heads in sizes[:1] if arguments.quick else sizes:
         for round_s in ROUNDS_S[:2] if arguments.quick else ROUNDS_S:
             rounds = arguments.rounds or max(5, min(ROUNDS, HEAD_ROUNDS // heads))
             scenario = of(arguments, heads, round_s, rounds)
@@ -160,6 +161,7 @@ def main() -> int:
     made.add_argument(
         "--rounds", type=int, help="rounds to play; 20, in the table fewer for many heads"
     )
+    made.add_argument("--up-to", type=int, default=max(HEADS), help="heads, in the table")
     made.add_argument("--rtt-ms", type=float, default=200.0, help="round trip between peers")
     made.add_argument("--slowest", type=float, default=3.0, help="the slowest head's s a step")
     made.add_argument("--seed", type=int, default=0)

@@ -1,6 +1,6 @@
 """What a peer three times slower costs the others: rounds per minute with and without it.
 
-    python benchmarks/slow_peer.py [--rounds 8] [--merge rebase]
+    python benchmarks/slow_peer.py [--rounds 8] [--merge rebase] [--quick] [--out DIR]
 
 Two swarms of real processes on this machine, one after the other: of equal peers, and with one peer
 whose inner steps take three times as long. All are bound by sleeps and not by the cores: a step
@@ -18,12 +18,10 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
-from rich.table import Table
-
 # the swarms of the tests; a script has only its own folder on the path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from dilocox.peer.os_process import wide_console
+from benchmarks.report import Column, Report, parser
 from tests.swarm.harness import LocalSwarm, Peer
 from tests.swarm.small_run import run_manifest
 
@@ -90,40 +88,41 @@ def _figures(fast: Peer, last: Peer, first: int, rounds: int) -> Figures:
 
 def main() -> None:
     """Measure and print."""
-    parser = argparse.ArgumentParser(
-        description=(__doc__ or "").splitlines()[0],
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-    )
-    parser.add_argument("--peers", type=int, default=3, help="peers of each swarm, 2 or more")
-    parser.add_argument("--rounds", type=int, default=8, help="rounds to measure")
-    parser.add_argument("--inner-steps", type=int, default=60, help="inner steps of a round")
-    parser.add_argument("--step-s", type=float, default=0.15, help="a fast inner step, in seconds")
-    parser.add_argument("--slowdown", type=float, default=3.0, help="of the slow peer's steps")
-    parser.add_argument("--merge", default="rebase", help="rebase, reset or none")
-    arguments = parser.parse_args()
+    made = parser(__doc__)
+    made.add_argument("--peers", type=int, default=3, help="peers of each swarm, 2 or more")
+    made.add_argument("--rounds", type=int, default=8, help="rounds to measure")
+    made.add_argument("--inner-steps", type=int, default=60, help="inner steps of a round")
+    made.add_argument("--step-s", type=float, default=0.15, help="a fast inner step, in seconds")
+    made.add_argument("--slowdown", type=float, default=3.0, help="of the slow peer's steps")
+    made.add_argument("--merge", default="rebase", help="rebase, reset or none")
+    report, arguments = Report.parse(made, "slow-peer")
+    if arguments.quick:
+        arguments.peers, arguments.rounds, arguments.inner_steps = 2, 1, 20
     if arguments.peers < 2 or arguments.rounds < 1:
-        parser.error("--peers must be 2 or more, --rounds 1 or more")
-    table = Table(
-        title=f"{arguments.peers} peers, {arguments.inner_steps} inner steps of "
+        made.error("--peers must be 2 or more, --rounds 1 or more")
+    found = {
+        name: measure(arguments, slowdown)
+        for name, slowdown in (("equal peers", 1.0), ("one slower", arguments.slowdown))
+    }
+    rows = [
+        (name, e.rounds_per_minute, e.weight, f"{e.its_rounds} of {e.rounds}", e.waiting)
+        for name, e in found.items()
+    ]
+    columns = [
+        Column("swarm"),
+        Column("rounds/min", ".2f"),
+        Column("weight", ".1%"),
+        Column("its rounds"),
+        Column("waiting", ".1%"),
+    ]
+    title = (
+        f"{arguments.peers} peers, {arguments.inner_steps} inner steps of "
         f"{arguments.step_s:g} s, {arguments.merge}"
     )
-    table.add_column("swarm")
-    for heading in ("rounds/min", "weight", "its rounds", "waiting"):
-        table.add_column(heading, justify="right")
-    speeds: list[float] = []
-    for name, slowdown in (("equal peers", 1.0), ("one slower", arguments.slowdown)):
-        figures = measure(arguments, slowdown)
-        speeds.append(figures.rounds_per_minute)
-        table.add_row(
-            name,
-            f"{figures.rounds_per_minute:.2f}",
-            f"{figures.weight:.1%}",
-            f"{figures.its_rounds} of {figures.rounds}",
-            f"{figures.waiting:.1%}",
-        )
-    console = wide_console()
-    console.print(table)
-    console.print(f"with the slower peer: {speeds[1] / speeds[0] - 1:+.1%} rounds a minute")
+    report.table(columns, rows, title=title)
+    equal, slower = (each.rounds_per_minute for each in found.values())
+    report.say(f"with the slower peer: {slower / equal - 1:+.1%} rounds a minute")
+    report.close()
 
 
 if __name__ == "__main__":

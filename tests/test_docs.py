@@ -8,6 +8,7 @@ from pathlib import Path
 import typer.main
 import yaml
 
+from benchmarks.run_all import BENCHES
 from dilocox.dht.manifest import Manifest
 from dilocox.peer.cli import app
 
@@ -66,3 +67,23 @@ def test_benchmarks_run_as_their_heads_say_with_only_their_own_folder_on_the_pat
         needs_root = re.search(r"^from (benchmarks|tests)\b", text, re.MULTILINE)
         if needs_root is not None:
             assert "sys.path.insert(0," in text[: needs_root.start()], path.name
+
+
+def test_every_benchmark_that_a_document_names_exists() -> None:
+    for path in (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")):
+        for name in re.findall(r"\bbenchmarks/([a-z_]+\.py)", path.read_text()):
+            assert (ROOT / "benchmarks" / name).exists(), f"{path.name}: {name}"
+
+
+def test_each_table_of_the_results_has_its_command_and_each_benchmark_a_line() -> None:
+    text = (ROOT / "docs" / "reproduce.md").read_text()
+    results = (ROOT / "docs" / "results.md").read_text()
+    headings = re.findall(r"^## (.+?) \((`.+)\)$", results, re.MULTILINE)
+    assert len(headings) > 8
+    for heading, commands in headings:
+        assert f"| {heading} |" in text, heading
+        for command in re.findall(r"`([^`]+)`", commands):
+            shown = command if command.startswith("make ") else f"python benchmarks/{command}"
+            assert shown in text, f"{heading}: {command}"
+    for bench in BENCHES:
+        assert f"`python benchmarks/{bench.script}" in text, bench.name

@@ -197,7 +197,9 @@ class StageAverager(PeerService, DecentralizedAverager):
         now = hivemind_control.get_dht_time()
         step = StepControl(
             scheduled_time=own_time(
-                order.scheduled_at, now, may_lead=self.mode != AveragingMode.CLIENT
+                order.scheduled_at,
+                now,
+                may_lead=self.mode != AveragingMode.CLIENT and order.may_lead(self.local.me),
             ),
             deadline=now + order.matchmaking_limit_s,
             allow_retries=False,
@@ -352,7 +354,11 @@ class StageAverager(PeerService, DecentralizedAverager):
         self._asked_at = time.monotonic()
         order = self._current_order()
         key, expected = order.plan.key, order.whole_with
-        aim(self._matchmaking, key, expected=expected, admits=self._admits)
+
+        def may_lead(peer: str) -> bool:
+            return self._admits(peer) and order.may_lead(peer)
+
+        aim(self._matchmaking, key, expected=expected, may_lead=may_lead)
         with contextlib.suppress(Exception):  # `step` has it already, and the caller gets it there
             await super()._step(step=step, future_for_init=future_for_init)
 

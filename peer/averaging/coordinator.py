@@ -17,7 +17,7 @@ import queue
 import threading
 from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeVar, cast
 
@@ -172,6 +172,7 @@ class Coordinator(threading.Thread):
         # of the replica that this peer leads
         self._all_unsent = False  # every stage took a step that it has not sent
         self._stopped_at: float | None = None
+        self._led: tuple[str, ...] = ()  # its members, also once it is dissolved
         self.move_to: int | None = None
 
     # ---- for the training loop -------------------------------------------------------------------
@@ -493,7 +494,7 @@ class Coordinator(threading.Thread):
         self._paused_at = min(self._paused_at, now) if self.paused else float("inf")
         self._ring_now |= self._rounds.follow(
             self.view,
-            self._replica_record(),
+            self._replica_record(status),
             self._clock.time(),
             head=status.head,
             inner_steps=None if self.ending else self.inner_steps,
@@ -541,9 +542,12 @@ class Coordinator(threading.Thread):
         )
         lease = self._lease if present else None
         if present:
-            if (replica := self._replica_record()) is not None:
-                records[replica_key(self._local.run)] = replica
+            self._led = status.members or self._led
             records |= announcer.of_bells(self._rounds.bells)
+        # the loss of the run's last anchor is known only once the replica is gone
+        led = status.members if present else self._led if self.ending else ()
+        if (replica := self._replica_record(replace(status, members=led))) is not None:
+            records[replica_key(self._local.run)] = replica
         if lease is not None:
             records |= lease.announcement(status.data_position)
         self._writing = self._writer.submit(partial(self._write, records, lease))
@@ -560,8 +564,8 @@ class Coordinator(threading.Thread):
         check_use([pid for pid in pids if pid], self._local.options.memory_limit_bytes)
         return seconds
 
-    def _replica_record(self) -> ReplicaRecord | None:
+    def _replica_record(self, status: LoopStatus) -> ReplicaRecord | None:
         # a bell that is written now is heard after the write, a look interval, and the look
         hear_s = self._write_s + self._rounds.look_s() + self._read_s
         hear_s = max(hear_s, self.driver.encoding_s)  # and its send encoded when the group meets
-        return replica_record(self.round, self.status, hear_s=round(hear_s, 3))
+        return replica_record(self.round, status, hear_s=round(hear_s, 3))

@@ -217,15 +217,19 @@ class ExchangeDriver:
         if not alone and late > NO_GROUP_S + self._deadlines.matchmaking_s:
             self._void(job, "the group's time is over")
             return
-        self._start(job, counted, alone=alone)
+        dial_out = {peer for peer, record in view.stage.items() if record.client_mode}
+        self._start(job, counted, dial_out, alone=alone)
 
-    def _start(self, job: _Job, counted: tuple[str, ...], *, alone: bool) -> None:
+    def _start(
+        self, job: _Job, counted: tuple[str, ...], dial_out: set[str], *, alone: bool
+    ) -> None:
         local, deadlines, last = self._local, self._deadlines, self._chain.last_record
         last_contributors = () if last is None else tuple(m.peer for m in last.members)
         if last is None and self._waited_in_vain >= FIRST_GROUPS:
             # anybody can say that it trains, and stay away: then who comes begins the run, and of
             # two that begin it the operator's archive takes one
             counted = (local.me,)
+        credited = {each.peer for each in last.standings if each.credited} if last else set[str]()
         expected = set(counted) - set(job.blamed)
         matchmaking_s = max(0.0, job.scheduled_at - self._clock.time()) + NO_GROUP_S
         matchmaking_s = max(matchmaking_s, deadlines.matchmaking_s + NO_GROUP_S)
@@ -239,6 +243,8 @@ class ExchangeDriver:
             counted=counted,
             # While somebody is new, not all know of all: then the group waits for its time.
             expected=len(expected) if expected <= set(last_contributors) else None,
+            # any other one could gather all, and never begin
+            leaders=tuple(sorted(credited & set(counted) - dial_out)),
             last_contributors=last_contributors,
             anchor_before=self._chain.anchor_sha256,
             last=last,

@@ -10,7 +10,8 @@ with four members on loopback, 6.7 MB in the three seconds before an exchange of
   (driver.py); one that expects too few is overruled by the others, and by the last contributors
   that are counted;
 - who asks first leads: later callers find the leader with one search and join it, and it need not
-  look for others. Only where two ask at once, or clocks differ, do leaders meet by searching;
+  look for others. Only where two ask at once, or clocks differ, do leaders meet by searching. Who
+  was in no record leads nobody where one is there that was: it could gather all, and never begin;
 - searches have growing pauses between them and ask few nodes, and nobody takes a declaration back:
   its key is of this attempt alone.
 """
@@ -38,22 +39,24 @@ LEAD_S = 0.2  # by so much the group's time of who asks at the last moment is la
 
 def own_time(scheduled_at: float, now: float, *, may_lead: bool = True) -> float:
     """The group's time (run time) for who asks for it now: who asks earlier has the earlier one,
-    and hivemind lets the earliest lead. Who may not (it only dials out) joins everybody.
+    and hivemind lets the earliest lead. Who may not (it only dials out, or is new) joins everybody.
     """
     early_s = min(max(scheduled_at - now, 0.0), EARLY_S) if may_lead else 0.0
     return scheduled_at + LEAD_S * (1.0 - early_s / EARLY_S)
 
 
-def aim(matchmaking: Any, key: str, *, expected: int | None, admits: Callable[[str], bool]) -> None:
+def aim(
+    matchmaking: Any, key: str, *, expected: int | None, may_lead: Callable[[str], bool]
+) -> None:
     """Look for the group of a plan (`key`, in hex); peers with another one are not found.
 
     expected: members with which the group closes before its time; None: it waits for its time.
-    admits: whether a peer (its id) may be in it.
+    may_lead: whether to join a group that a peer (its id) gathers.
     """
     if not isinstance(matchmaking.group_key_manager, PlanKeys):
-        matchmaking.group_key_manager = PlanKeys(matchmaking.group_key_manager, admits)
+        matchmaking.group_key_manager = PlanKeys(matchmaking.group_key_manager)
     matchmaking.schema_hash = bytes.fromhex(key)
-    matchmaking.group_key_manager.aim(key)
+    matchmaking.group_key_manager.aim(key, may_lead)
     matchmaking.target_group_size = None if expected is None else max(2, expected)
 
 
@@ -67,16 +70,17 @@ def expect(matchmaking: Any, expected: int | None) -> None:
 class PlanKeys(GroupKeyManager):
     """Who looks for the group of a plan, of one after the other, in the DHT."""
 
-    def __init__(self, of: GroupKeyManager, admits: Callable[[str], bool]):
-        """`of`: the averager's own one, in whose place this comes. admits: see `aim`."""
+    def __init__(self, of: GroupKeyManager):
+        """`of`: the averager's own one, in whose place this comes."""
         super().__init__(of.dht, of.prefix, "", None)
         self._dht: Any = of.dht  # with futures, as it is asked here, hivemind types it wrongly
         self._plain_prefix = of.prefix
         self._pause_s = 0.0
-        self._admits = admits
+        self._may_lead: Callable[[str], bool] = lambda peer: False
 
-    def aim(self, key: str) -> None:
+    def aim(self, key: str, may_lead: Callable[[str], bool]) -> None:
         """From now on it is the plan with this key; the first search waits for nothing."""
+        self._may_lead = may_lead
         self.prefix = f"{self._plain_prefix}-{key[:24]}"
         self._pause_s = 0.0
 
@@ -93,7 +97,7 @@ class PlanKeys(GroupKeyManager):
         return [
             (peer, declared.expiration_time)
             for peer, declared in ((PeerID(name), each) for name, each in found.value.items())
-            if (declared.value or not only_active) and self._admits(str(peer))
+            if (declared.value or not only_active) and self._may_lead(str(peer))
         ]
 
     async def declare_averager(

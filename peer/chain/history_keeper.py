@@ -126,8 +126,10 @@ class HistoryKeeper:
             live = (self._follows or begins) and len(new) <= LIVE_ROUNDS
             self._follows |= claimed
             at = self._now() if live else None
+            before = self._history.newest(1)
             for each in new:
-                self._commit(each, at)
+                # the throughput of those that are found together is that of the last one's row
+                self._commit(each, at, before if each is new[-1] else [])
             self._fill()
 
     def revise(self, manifest: Manifest) -> None:
@@ -142,10 +144,10 @@ class HistoryKeeper:
         known = row is not None and claim.digest.startswith(row.digest)
         return not known and self._history.counts(claim.rules, claim.round)
 
-    def _commit(self, claim: ClaimRecord, at: float | None) -> None:
+    def _commit(self, claim: ClaimRecord, at: float | None, before: list[HistoryRow]) -> None:
+        """before: the row since which a throughput is told, if one is."""
         digest = claim.digest[:SHORT_DIGEST]
         row = HistoryRow(claim.round, claim.rules, digest, None, claim.chain_tokens)
-        before = self._history.newest(1)
         if at is not None:
             row = row._replace(at=round(at, 2), voids=int(self._voids))
             self._voids -= int(self._voids)

@@ -9,6 +9,7 @@ bootstrap --check` on a machine that reaches data and tokenizer.
 
 from __future__ import annotations
 
+import glob
 import math
 import os
 import re
@@ -26,7 +27,7 @@ import yaml
 from dilocox.dht.errors import InvalidInput
 from dilocox.dht.files import disk_fault
 from dilocox.dht.manifest import Manifest, preset_names
-from dilocox.dht.manifest_sections import MAX_TOKENS
+from dilocox.dht.manifest_sections import MAX_TOKENS, format_of
 from dilocox.peer.commands.operate import completed
 from dilocox.peer.memory_and_disk import SPARE_SHARE, MemoryNeeds, size
 from dilocox.peer.operator_options import InitOptions
@@ -174,9 +175,18 @@ def _model(text: str) -> str | dict[str, str]:
 
 def _data(text: str) -> dict[str, str]:
     """The `data` section: what is not here and has the form of a name is on the hub."""
-    local = Path(text).expanduser().exists() or not HUB_NAME.fullmatch(text)
+    path = Path(text).expanduser()
+    local = text == "stdlib" or path.exists() or glob.glob(str(path), recursive=True)  # noqa: PTH207
+    if not (local or HUB_NAME.fullmatch(text)):
+        raise InvalidInput(
+            f"--data {text}: it is not on this machine; give a folder, a file or a pattern that "
+            "is, OWNER/NAME of the hub, or stdlib"
+        )
     given = {"source": text} if local else {"source": text, "format": "hub"}
-    return completed({"data": given})["data"]
+    # a file or pattern whose ending says nothing is read as it is; a folder says it, or is refused
+    unsaid = local and text != "stdlib" and format_of(text) is None
+    usual = {"format": "text"} if unsaid else {}
+    return usual | completed({"data": given})["data"]
 
 
 def _described(given: dict[str, Any], stages: int) -> Manifest:

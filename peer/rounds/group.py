@@ -290,6 +290,7 @@ class ExchangeOrder(SendFacts):
     counted: tuple[str, ...]
     last_contributors: tuple[str, ...]
     expected: int | None = None  # peers that should come: with them the group need not wait
+    leaders: tuple[str, ...] = ()  # who may gather the group; empty: anybody
     anchor_before: str
     last: RoundRecord | None = field(repr=False)  # the chain's newest, without its means
     alone: bool = False
@@ -305,6 +306,9 @@ class ExchangeOrder(SendFacts):
             return None
         there = set(self.last_contributors) & set(self.counted) - set(self.blamed)
         return max(2, self.expected, len(there))
+
+    def may_lead(self, peer: str) -> bool:
+        return not self.leaders or peer in self.leaders
 
     def ticket(self, *, client_mode: bool = False) -> Ticket:
         return Ticket(

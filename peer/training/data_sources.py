@@ -239,10 +239,11 @@ def _format_in(folder: Path, where: str) -> str:
     kinds = Counter(Path(name).suffix or "without an ending" for name in files)
     most = sorted(kinds.items(), key=lambda item: (-item[1], item[0]))[:5]
     found = ", ".join(f"{count} {kind}" for kind, count in most) or "no files"
+    ending = next((kind for kind, _ in most if kind.startswith(".")), ".txt")
     raise InvalidInput(
         f"{where}.format is missing, and {str(folder)!r} does not say it (found: {found}); set it "
-        "to text (reads every file as it is), json or parquet, or name a pattern such as "
-        f"{folder}/**/*.txt"
+        "to text (reads every file as it is), json or parquet; a pattern such as "
+        f"{folder}/**/*{ending} chooses some of the files"
     )
 
 

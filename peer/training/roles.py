@@ -231,6 +231,7 @@ class Leading:
         self._held, self._first_epoch = lease, self._corpus.epoch
 
 
+SPARE_S = 30.0  # in no replica, where no stage lacks a peer: then it is said what for
 HANDOVER_LIMIT_S = 5.0  # how long a leaving member waits for the head to replace it
 
 
@@ -258,6 +259,7 @@ class Serving:
         self._stepped_at = time.monotonic()
         self._head: str = ""
         self._trains = False  # an inner step was taken with that head
+        self._spare_at: float | None = self._stepped_at + SPARE_S  # then; None once that is said
 
     @property
     def between_steps(self) -> bool:
@@ -306,10 +308,22 @@ class Serving:
                 logger.warning("the run is blocked: %s", blocked)
             else:
                 logger.info("the run is no longer blocked")
+        self._tell_spare(waits=not (head or blocked))
         # until its first step anybody may have said that it leads this peer, and others may need it
         head = head if self._trains else ""
         self._learner.status = replace(self._learner.status, head=head, blocked=blocked)
         self._learner.publish()
+
+    def _tell_spare(self, *, waits: bool) -> None:
+        now = time.monotonic()
+        if not waits:
+            self._spare_at = now + SPARE_S
+        elif self._spare_at is not None and now >= self._spare_at:
+            self._spare_at = None
+            logger.info(
+                "no head needs this peer now: as a spare it follows the rounds, and takes over "
+                "when a peer of its stage leaves"
+            )
 
     def _blocked(self) -> str:
         """Why no replica can be formed; as before where the look at the swarm is not one of now:

@@ -14,6 +14,7 @@ from dilocox.dht.manifest_revisions import back_to, changes, in_state, revised, 
 SHORT_STEPS = {  # of the preset tiny
     "batch": {"sequence_length": 64, "microbatch_size": 2, "microbatches": 4},
     "rounds": {"inner_steps": 20},
+    "data": {"validation_share": 0.05},
 }
 BASE = {"name": "demo", "model": "tiny", "end_tokens": 1_000_000, "stages": 2}
 

@@ -145,7 +145,13 @@ def test_data_are_found_here_or_on_the_hub_or_refused(tmp_path: Path) -> None:
     (tmp_path / "run.yaml").unlink()
     manifest = written(tmp_path, model="tiny", data="roneneldan/TinyStories", tokens="1e6")
     assert manifest.data.format == "hub"
-    with pytest.raises(InvalidInput, match=r"data\.source '/no/where' is not on this machine"):
+    (tmp_path / "run.yaml").unlink()
+    (texts / "notes.md").write_text("once upon a time")
+    for there in (texts / "notes.md", tmp_path / "texts*" / "*.md"):
+        manifest = written(tmp_path, model="tiny", data=str(there), tokens="1e6")
+        assert (manifest.data.source, manifest.data.format) == (str(there), "text")
+        (tmp_path / "run.yaml").unlink()
+    with pytest.raises(InvalidInput, match=r"--data /no/where: it is not on this machine"):
         run_init_command(InitOptions(file=tmp_path / "other.yaml", yes=True, data="/no/where"))
 
 

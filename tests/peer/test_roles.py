@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from dilocox.dht.manifest import Manifest
 from dilocox.peer.training import roles
 from dilocox.peer.training.data import Corpus
 from dilocox.peer.training.roles import Leading
@@ -333,9 +334,9 @@ def test_an_evaluation_that_came_to_nothing_is_tried_again(led: Leader) -> None:
     assert losses(led)[1:] == [(0, 1.0)]
 
 
-def timed(folder: Path, clock: TestClock, *, evaluation_s: float, step_s: float) -> Leader:
+def timed(loop: Loop, clock: TestClock, *, evaluation_s: float, step_s: float) -> Leader:
     """A head whose evaluations and inner steps take so long."""
-    led = leader(Loop(folder, manifest(stages=2)))
+    led = leader(loop)
     step, evaluate = led.head.step, led.head.evaluate
 
     def slow_step(batch: Sequence[Tensor], learning_rate: float) -> Stepped | None:
@@ -355,7 +356,7 @@ def test_validation_takes_half_a_percent_of_the_time_however_short_the_rounds(
     tmp_path: Path, clock: TestClock, round_steps: int
 ) -> None:
     evaluation_s, step_s, rounds = 0.8, 0.5, 8000 // round_steps
-    led = timed(tmp_path, clock, evaluation_s=evaluation_s, step_s=step_s)
+    led = timed(Loop(tmp_path, manifest(stages=2)), clock, evaluation_s=evaluation_s, step_s=step_s)
     began = clock.now
     for number in range(rounds):
         for _ in range(round_steps):
@@ -369,8 +370,27 @@ def test_validation_takes_half_a_percent_of_the_time_however_short_the_rounds(
     assert max(b - a for a, b in pairwise(evaluated)) <= per_loss + 2
 
 
+def test_a_first_run_of_short_rounds_has_a_loss_every_half_a_minute(
+    tmp_path: Path, clock: TestClock
+) -> None:
+    """As seen of `tiny`: rounds of two seconds, half a second an evaluation, and the other stage
+    merges each record some steps later. At 0.005 the first loss came with round 74."""
+    tiny = Manifest.from_dict({"name": "first", "model": "tiny", "end_tokens": 1})
+    share = {"held_out_windows": 4, "validation_share": tiny.data.validation_share}
+    loop = Loop(tmp_path, manifest(stages=2, data=share))
+    led = timed(loop, clock, evaluation_s=0.6, step_s=0.1)
+    told_at: list[float] = []
+    for number in range(100):
+        for step in range(tiny.rounds.inner_steps):
+            led.head.anchors = number - 1 if step > 5 else number - 2
+            led.role.turn()
+            told_at += [clock.now] * (len(losses(led)) - len(told_at))
+        merged(led, number, mine=True)
+    assert max(b - a for a, b in pairwise([*told_at, clock.now])) < 30
+
+
 def test_nothing_is_evaluated_before_the_first_inner_step(tmp_path: Path, clock: TestClock) -> None:
-    led = timed(tmp_path, clock, evaluation_s=0.8, step_s=0.5)
+    led = timed(Loop(tmp_path, manifest(stages=2)), clock, evaluation_s=0.8, step_s=0.5)
     led.head.steps.append(None)  # a member was lost in it
     led.role.turn()
     assert (len(led.head.fed), led.head.evaluated) == (1, [])
@@ -381,7 +401,7 @@ def test_nothing_is_evaluated_before_the_first_inner_step(tmp_path: Path, clock:
 def test_an_anchor_that_cannot_be_evaluated_yet_is_as_soon_as_there_is_time(
     tmp_path: Path, clock: TestClock
 ) -> None:
-    led = timed(tmp_path, clock, evaluation_s=0.8, step_s=10.0)
+    led = timed(Loop(tmp_path, manifest(stages=2)), clock, evaluation_s=0.8, step_s=10.0)
     led.role.turn()
     merged(led, 0, mine=True)
     for _ in range(17):
@@ -393,7 +413,7 @@ def test_an_anchor_that_cannot_be_evaluated_yet_is_as_soon_as_there_is_time(
 def test_the_runs_last_loss_is_evaluated_whether_there_is_time_or_not(
     tmp_path: Path, clock: TestClock
 ) -> None:
-    led = timed(tmp_path, clock, evaluation_s=0.8, step_s=0.5)
+    led = timed(Loop(tmp_path, manifest(stages=2)), clock, evaluation_s=0.8, step_s=0.5)
     led.role.turn()
     merged(led, 0, mine=True)
     led.role.turn()

@@ -100,6 +100,27 @@ def recruit(served: Server) -> None:
     assert answer.kind == "yes"
 
 
+def test_who_is_in_no_replica_for_a_while_hears_once_what_for(
+    served: Server, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    clock = TestClock(time.monotonic())
+    monkeypatch.setattr(roles, "time", clock)
+    view = SwarmView(me=ME, stages={0: {HEAD: stage_record()}, 1: {ME: stage_record()}})
+    served.loop.fake.view = view
+
+    def told_after(seconds: float) -> int:
+        clock.now += seconds
+        with caplog.at_level("INFO", logger="dilocox.peer.training.roles"):
+            served.role.turn()
+        return caplog.text.count("as a spare it follows the rounds")
+
+    assert [told_after(s) for s in (0.0, roles.SPARE_S - 5, 10.0, 500.0)] == [0, 0, 1, 1]
+    served.follower.head = HEAD
+    assert told_after(500.0) == 1
+    served.follower.head = ""
+    assert [told_after(s) for s in (1.0, 50.0)] == [1, 2]
+
+
 # ---- work ----------------------------------------------------------------------------------------
 def test_heads_hear_of_its_anchor_and_its_room_for_microbatches(served: Server) -> None:
     assert reserve(served).kind == "no"  # nobody is recruited before its first turn

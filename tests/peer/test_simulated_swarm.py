@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from benchmarks.simulation.clock import START, Timeline
+from benchmarks.simulation.dht import SimulatedSwarm
 from benchmarks.simulation.peer import SimulatedPeer
 from benchmarks.simulation.schedules import schedule
 from benchmarks.simulation.world import TOKENS_PER_STEP, Fault, Outcome, Scenario, World
+from dilocox.dht.records import ReplicaRecord
+from dilocox.peer.averaging.loop_status import LoopStatus
 
 
 def play(step_s: tuple[float, ...], round_s: float, rounds: int, **facts: float) -> Outcome:
@@ -141,6 +145,27 @@ def test_whenever_the_operator_ends_a_run_all_stages_end_together(
 def test_a_run_ends_with_its_tokens_and_those_trained_meanwhile(stages: int) -> None:
     outcome = end(1.0, 1.2, stages=stages, end_tokens=3 * 2 * 60 * TOKENS_PER_STEP)
     assert outcome.committed >= 3
+
+
+def test_the_last_loss_of_a_run_is_told_by_its_head_as_it_leaves(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It is known only when the replica is gone, of which nothing was told any more."""
+    told: list[ReplicaRecord] = []
+    status, publish = SimulatedPeer._status, SimulatedSwarm.publish_many  # pyright: ignore[reportPrivateUsage]
+
+    def with_loss(peer: SimulatedPeer) -> LoopStatus:
+        return replace(status(peer), val_loss=2.0 if peer.leaving else 3.0, val_round=0)
+
+    def heard(swarm: SimulatedSwarm, records: Mapping[str, Any], *given: Any) -> bool:
+        told.extend(each for each in records.values() if isinstance(each, ReplicaRecord))
+        return publish(swarm, records, *given)
+
+    monkeypatch.setattr(SimulatedPeer, "_status", with_loss)
+    monkeypatch.setattr(SimulatedSwarm, "publish_many", heard)
+    end(1.0, stages=2, ends_at_s=150.0)
+    assert [each.val_loss for each in told[-2:]] == [3.0, 2.0]
+    assert told[-1].members == told[-2].members
 
 
 @pytest.mark.parametrize("seed", range(8))

@@ -72,10 +72,12 @@ def show(
     return Shown(dom, console)
 
 
-def screenshot(url: str, file: Path, *flags: str, width: int, height: int) -> tuple[str, ...]:
-    """Draw a page into a PNG file; the lines of its console."""
+def screenshot(
+    url: str, file: Path, *flags: str, width: int, height: int, within: Sequence[str] = ()
+) -> tuple[str, ...]:
+    """Draw a page into a PNG file; the lines of its console. `within` as for `show`."""
     size = f"--window-size={width},{height}"
-    return _run(url, f"--screenshot={file}", size, *flags)[1]
+    return _run(url, f"--screenshot={file}", size, *flags, within=within)[1]
 
 
 def _run(url: str, *flags: str, within: Sequence[str] = ()) -> tuple[str, tuple[str, ...]]:

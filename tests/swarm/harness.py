@@ -31,7 +31,7 @@ from dilocox.dht.identity import Identity
 from dilocox.dht.manifest import Manifest
 from dilocox.peer.chain.store import RoundLog
 from dilocox.peer.commands.demo import WatchedPeer
-from dilocox.peer.os_process import Child, start_command, start_process
+from dilocox.peer.os_process import Child, start_process
 from dilocox.peer.rounds.rank_choice import stage_codec
 from dilocox.peer.rounds.vote_count import Vote
 from dilocox.peer.state_folder import StateFolder
@@ -179,6 +179,7 @@ class LocalSwarm:
         self._temporary = Path(tempfile.mkdtemp(prefix="swarm-"))
         self._before = {str(path) for path in Path("/dev/shm").glob("torch_*")}
         self._pids: set[int] = set()
+        self._commands: list[Child] = []
         self._starts = 0
         self._ended = False
         run_file = folder / "run.yaml"
@@ -276,12 +277,26 @@ class LocalSwarm:
         """Which of the `links` leads to it."""
         return 1 + self.peers.index(peer)
 
-    def run_command(self, *arguments: str, limit_s: float) -> str:
-        """Run another command of the program, which must end well; what it printed."""
-        log = self.folder / f"{arguments[0]}.log"
-        child = start_command(list(arguments), log, env=self.environment(arguments[0]))
+    def start_command(self, *arguments: str, log: str = "", host: int | None = None) -> Child:
+        """Start another command of the program, on one of the `links`' hosts if that is named."""
+        name = log or arguments[0]
+        prefix = list[str]()
+        if host is not None:
+            assert self.links is not None
+            prefix = self.links.command(host, [])
+        command = [*prefix, sys.executable, "-m", "dilocox", *arguments]
+        log_file = self.folder / f"{name}.log"
+        child = start_process(command, log_file, env=self.environment(name))
+        self._commands.append(child)
+        return child
+
+    def run_command(
+        self, *arguments: str, limit_s: float, log: str = "", host: int | None = None
+    ) -> str:
+        """The same for a command that must end well; what it printed."""
+        child = self.start_command(*arguments, log=log, host=host)
         child.wait(limit_s)
-        said = log.read_text(errors="replace")
+        said = child.log.read_text(errors="replace")
         assert child.returncode == 0, said
         return said
 
@@ -481,7 +496,8 @@ class LocalSwarm:
             return
         self._ended = True
         self._pids |= {process.pid for process in family(self.tag)}
-        for children in ([peer.child for peer in self.peers], [self._bootstrap]):
+        everybody = [peer.child for peer in self.peers]
+        for children in (self._commands, everybody, [self._bootstrap]):
             for child in children:
                 child.terminate()
             for child in children:

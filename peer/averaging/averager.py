@@ -58,7 +58,7 @@ from dilocox.dht.reconnect import Redialler, Targets
 from dilocox.dht.records import averaging_prefix
 from dilocox.dht.rpc import BYTE_KINDS, REFUSALS, Client, Counts, handler_name
 from dilocox.peer.averaging.local_peer import LocalPeer
-from dilocox.peer.averaging.matchmaking import aim, expect, own_time
+from dilocox.peer.averaging.matchmaking import LATER_S, aim, expect, own_time
 from dilocox.peer.averaging.service import PeerService
 from dilocox.peer.chain.chain_client import (
     AnchorDiffers,
@@ -171,6 +171,7 @@ class StageAverager(PeerService, DecentralizedAverager):
         self._order: ExchangeOrder | None = None
         self._encoders: dict[object, StageEncoder] = {}
         self._asked_at = 0.0  # for the group that forms, or formed last
+        self._committed: Plan | None = None  # the last one
         matchmaking_s = local.manifest.deadlines.matchmaking_s
         super().__init__(
             (torch.zeros(1),),  # for its own reduction, which is not used
@@ -358,9 +359,11 @@ class StageAverager(PeerService, DecentralizedAverager):
         def may_lead(peer: str) -> bool:
             return self._admits(peer) and order.may_lead(peer)
 
-        aim(self._matchmaking, key, expected=expected, may_lead=may_lead)
+        keys = aim(self._matchmaking, key, expected=expected, may_lead=may_lead)
+        step.scheduled_time += LATER_S * keys.is_later(self.local.me)
         with contextlib.suppress(Exception):  # `step` has it already, and the caller gets it there
             await super()._step(step=step, future_for_init=future_for_init)
+        keys.ended(committed=self._committed == order.plan)
 
     async def rpc_join_group(
         self, request: averaging_pb2.JoinRequest, context: P2PContext
@@ -412,6 +415,8 @@ class StageAverager(PeerService, DecentralizedAverager):
         logger.debug("round %d: a group of %d stands", order.plan.round, len(tickets))
         self._running_groups.pop(group_info.group_id, None)  # or hivemind misses its own all-reduce
         result = await self._attempt(order, group_info.group_id, tickets)
+        if result.verdict is Verdict.COMMITTED:
+            self._committed = order.plan
         return replace(result, matchmaking_s=matchmaking_s)
 
     async def _attempt(

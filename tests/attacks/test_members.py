@@ -23,6 +23,7 @@ LEAST_SHARE = 0.9 / 2  # of the honest rounds a minute, and a factor of two for 
         "splits",  # A7: one mean to half of the others, another one to the other half
         "leaves",  # A7: falls silent in every exchange
         "states",  # A7: a ticket that makes no sense
+        "leads",  # A7: gathers every group, and gives each member another ticket of its own
     ],
 )
 def test_a_member_that_lies_stops_nobody_and_turns_nothing(

@@ -7,7 +7,7 @@ import time
 from collections.abc import AsyncIterator, Iterable
 from dataclasses import dataclass, field
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from hivemind.averaging.matchmaking import Matchmaking
@@ -253,6 +253,34 @@ def test_who_asks_earlier_leads() -> None:
     assert len(set(times[1:-1])) == 4
     assert own_time(1000.0, 0.0, may_lead=False) == times[-1]
     assert (times[0], times[-1]) == (1000.0, 1000.0 + LEAD_S)
+
+
+def test_who_gathered_a_group_that_failed_is_later_for_a_while() -> None:
+    """It may have told each member something else, which nobody can prove."""
+    dht: Any = SimpleNamespace(peer_id=None)
+    keys = PlanKeys(cast("Any", SimpleNamespace(dht=dht, prefix="run_stage0_averager")))
+
+    def groups_of(leader: str, *, committed: bool) -> list[bool]:
+        """It gathers one; whether it is later in each of those that others gather after that."""
+        keys.led_by = leader
+        keys.ended(committed=committed)
+        found: list[bool] = []
+        for _ in range(20):
+            keys.aim(KEY, everybody)
+            found.append(keys.is_later(leader))
+            keys.ended(committed=False)  # nobody was asked
+        return found
+
+    assert groups_of("a", committed=True) == [False] * 20
+    for later in (2, 4, 8, 16):
+        assert groups_of("liar", committed=False) == [True] * later + [False] * (20 - later)
+    keys.led_by = "liar"
+    keys.ended(committed=False)
+    keys.aim(KEY, everybody)
+    assert groups_of("a", committed=False)[:3] == [True, True, False]
+    assert not keys.is_later("liar"), "one of two leads, whatever fails"
+    assert groups_of("liar", committed=True) == [False] * 20
+    assert sum(groups_of("liar", committed=False)) == 2
 
 
 def test_the_pauses_between_searches_grow_and_begin_anew_with_each_plan(

@@ -48,7 +48,7 @@ test-python:  ## unit tests of compression, dht and pipeline on another Python: 
 	$(MAKE) install VENV=.venv-other PYTHON=$(PYTHON)
 	.venv-other/bin/python -m pytest -n 2 -m 'not swarm' tests/compression tests/dht tests/pipeline $(TEST_ARGS)
 
-test-faults: install  ## short runs with injected faults, one behind routers, and the demo with its figures checked
+test-faults: install  ## short runs with injected faults, chaos of one seed, one run behind routers, and the demo with its figures checked
 	$(BIN)/python -m pytest -m 'faults or demo' $(TEST_ARGS)
 
 test-watch: install  ## Chromium, Prometheus and a monitor look at swarms (the first two are not installed by this)

@@ -112,8 +112,10 @@ def run_generate_command(options: GenerateOptions) -> int:
 
 def shown_rounds(rounds: Sequence[int]) -> str:
     """The rounds of the anchors of all stages."""
+    if len(set(rounds)) == 1:
+        return f"round {rounds[0]}"
     *others, last = map(str, rounds)
-    return f"rounds {', '.join(others)} and {last} of its stages" if others else f"round {last}"
+    return f"rounds {', '.join(others)} and {last} of its stages"
 
 
 def export_run(
@@ -181,6 +183,7 @@ def model_card(manifest: Manifest, info: Mapping[str, Any], given: Mapping[str, 
     given: the tokens of each contributor, to name them.
     """
     data, inner, codec = manifest.data, manifest.inner, manifest.codec
+    licence = manifest.licence
     texts = ", ".join(f"`{source.source}`" for source in (data, *data.more))
     parameters = sum(
         math.prod(shape)
@@ -193,21 +196,25 @@ def model_card(manifest: Manifest, info: Mapping[str, Any], given: Mapping[str, 
         "library_name: transformers",
         "pipeline_tag: text-generation",
         "tags: [dilocox, distributed-training]",
+        *([f"license: {licence if licence in LICENCES else 'other'}"] if licence else []),
         "---",
         f"# {manifest.name}",
         "",
+        *([manifest.about, ""] if manifest.about else []),
         "Trained by volunteers over the internet with dilocox, and exported with version "
         f"{__version__}.",
         "",
         "| | |",
         "|---|---|",
         f"| model | {manifest.model['model_type']}, {parameters:,} parameters |",
+        *([f"| started from | `{manifest.initial.source}` |"] if manifest.initial.source else []),
         f"| text | {texts}; tokenizer `{data.tokenizer}` |",
         f"| trained | {info['tokens']:,} of {manifest.end_tokens:,} tokens, {rounds} |",
         f"| inner optimizer | {inner.optimizer}, learning rate {inner.learning_rate:g}, "
         f"{inner.schedule} |",
         f"| averaging | {manifest.outer.merge}, {codec.scheme} at {codec.bits} bits |",
         f"| run | `{info['run']}` |",
+        *([f"| licence | {licence} |"] if licence else []),
         "",
         "```python",
         "from transformers import AutoModelForCausalLM, AutoTokenizer",
@@ -223,6 +230,11 @@ def model_card(manifest: Manifest, info: Mapping[str, Any], given: Mapping[str, 
     return "\n".join(lines) + "\n"
 
 
+# of those that the hub knows by name, which refuses any other word but this one: other
+LICENCES = {
+    *("apache-2.0", "mit", "bsd-3-clause", "mpl-2.0", "gpl-3.0", "lgpl-3.0", "agpl-3.0"),
+    *("cc0-1.0", "cc-by-4.0", "cc-by-sa-4.0", "cc-by-nc-4.0", "cc-by-nc-sa-4.0", "openrail"),
+}
 INFO_FILE = "dilocox.json"
 PROGRESS_FILE, LOCK_FILE = "export.json", "lock"  # of a folder in the making
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}

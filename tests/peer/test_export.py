@@ -128,7 +128,7 @@ def test_the_umask_says_who_may_read_each_file(tmp_path: Path) -> None:
 
 def test_the_rounds_of_all_stages_are_told_apart() -> None:
     assert shown_rounds([14]) == "round 14"
-    assert shown_rounds([14, 14]) == "rounds 14 and 14 of its stages"
+    assert shown_rounds([14, 14]) == "round 14"
     assert shown_rounds([3, 4, 4]) == "rounds 3, 4 and 4 of its stages"
 
 
@@ -308,6 +308,12 @@ def test_the_card_says_what_it_is_and_names_contributors_by_choice() -> None:
     for words in ("# tales", "12,345 of 1,000,000 tokens", "`stdlib`", RUN, "from_pretrained"):
         assert words in card
     assert "contributor" not in card
+    assert "license:" not in card and "started from" not in card
+    for licence, known in (("apache-2.0", "apache-2.0"), ("Ours, see LICENCE", "other")):
+        told = run | {"licence": licence, "about": "Tales for children."}
+        card = model_card(Manifest.from_dict(told), info, {})
+        assert f"\nlicense: {known}\n---\n# tales\n\nTales for children.\n" in card
+        assert f"| licence | {licence} |" in card
     card = model_card(Manifest.from_dict(run), info, {"QmFew": 5, "QmMany": 7000})
     assert card.endswith("| QmMany | 7,000 |\n| QmFew | 5 |\n")
 

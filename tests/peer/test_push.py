@@ -130,7 +130,7 @@ def test_a_push_is_one_commit_of_the_whole_checkpoint_with_its_card(
     said = "".join(capfd.readouterr())
     assert "it/s" not in said, "bars are for terminals"
     ((summary, files),) = hub.commits[NAME]
-    assert summary == "rounds 4 and 4 of its stages, 400 tokens"
+    assert summary == "round 4, 400 tokens"
     card = files["README.md"].decode()
     assert f'AutoModelForCausalLM.from_pretrained("{NAME}")' in card and "# tales" in card
     assert not hub.private
@@ -193,7 +193,7 @@ def test_trouble_of_the_hub_in_the_middle_of_a_run_is_waited_out(
     monkeypatch.setattr(push, "export_run", export)
     assert run_push_command(options(tmp_path, every=1)) == 0
     assert "took nothing" in caplog.text and "trying again" in caplog.text
-    assert [summary[:8] for summary, _ in hub.commits[NAME]] == ["rounds 1", "rounds 8"]
+    assert [summary[:7] for summary, _ in hub.commits[NAME]] == ["round 1", "round 8"]
 
 
 @pytest.mark.parametrize(

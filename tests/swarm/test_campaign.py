@@ -26,7 +26,6 @@ def told(line: str) -> None:
     print(line, flush=True)
 
 
-@pytest.mark.faults
 @pytest.mark.timeout(400)
 def test_two_stages_heal_after_a_kill_a_freeze_and_a_lost_p2pd(tmp_path: Path) -> None:
     began = time.monotonic()

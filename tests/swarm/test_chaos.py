@@ -17,6 +17,7 @@ SECONDS = 60.0 * float(os.environ.get("CHAOS_MINUTES", "3"))
 pytestmark = [pytest.mark.swarm, pytest.mark.timeout(SECONDS + 900)]
 
 
+@pytest.mark.faults
 @pytest.mark.parametrize("seed", SEEDS)
 def test_after_chaos_all_adds_up(tmp_path: Path, seed: int) -> None:
     def tell(line: str) -> None:
